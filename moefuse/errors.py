@@ -1,0 +1,36 @@
+"""Refusal codes and error classes. A code is stable; its line here is what the user reads, `{…}` filled by the rule that refused.
+
+Every code has one line in docs/refusals.md and one negative test; tests/null/test_refusal_codes.py holds the three sets equal.
+"""
+
+from __future__ import annotations
+
+CODES: dict[str, str] = {
+    "no-rule": "expert rows go through `{op}`, which has no rule: what it computes per row is unknown",
+    "not-row-local": "`{op}` mixes the rows of an expert, so its result depends on which other tokens were routed there",
+    "random": "`{op}` draws random numbers inside the expert",
+    "hook": "a hook observes a value inside the experts",
+    "value-escapes": "`{name}`, a value inside the experts, is also used outside them",
+    "mutation": "`{name}` is changed in place while the experts use it",
+    "alias": "`{name}` is changed in place through a view that is read again",
+    "experts-differ": "expert {expert} differs from expert 0: {detail}",
+    "missing-experts": "only experts {present} are computed, of {count}",
+    "ids-not-distinct": "a repeated expert id for one token would be counted once here; ids that do not come from top-k cannot rule that out",
+    "not-weighted": "expert outputs reach the sum without the mask or routing weight that selects them",
+    "not-combined": "expert rows never reach a sum over the chosen experts of a token",
+    "tokens-differ": "the experts' input rows do not line up with the expert ids: {detail}",
+    "dtype-unsupported": "dtype {dtype} is not supported by the fused op ({detail})",
+    "device-unsupported": "device {device} is not supported by the fused op",
+    "excluded": "the module path matches options['exclude']",
+    "limit": "options['max_rewrites'] regions were fused already",
+    "verification-failed": "the fused op and the original disagree on this model's weights: {detail}",
+    "verification-error": "the check against the original could not run: {detail}",
+}
+
+
+class FusionError(RuntimeError):
+    """Raised under ``options={"strict": True}`` when a mixture-of-experts-looking region is not fused. The text is the report's."""
+
+
+class OptionError(ValueError):
+    """A wrong option name or value; the text lists the legal ones."""

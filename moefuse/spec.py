@@ -1,0 +1,61 @@
+"""The vocabulary of the project: what a mixture-of-experts region is, as frozen data.
+
+Shape letters mean the same everywhere: T tokens, H hidden size, I expert intermediate size, E experts, K experts per token (top-k),
+S = T*K routed slots.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+Domain = Literal["selected", "masked", "slots", "sorted", "dense"]
+Gating = Literal["merged", "interleaved", "separate", "plain"]
+Tier = Literal["fused", "grouped"]
+
+
+@dataclass(frozen=True)
+class ExpertsSpec:
+    """One layer's routed experts, as read from the graph (never from a config).
+
+    Attributes:
+        num_experts: E, the number of experts whose weights the region holds.
+        top_k: K, routed slots per token.
+        hidden: H, features of a token.
+        intermediate: I, features between the two projections (0 when the body is not a two-projection expert).
+        dtype: dtype of the expert weights, e.g. ``"bfloat16"``.
+        activation: key of :data:`moefuse.ops.activations.ACTIVATIONS`, or ``"custom"`` for a body that no template describes.
+        activation_args: constants of the activation, in the order the table gives (e.g. alpha and limit).
+        gating: how gate and up projection are stored; ``"plain"`` has no gate.
+        up_first: the activation is applied to the second half (or the odd features) of a merged projection.
+        weights: ``"stacked"`` for one 3-D tensor per projection, ``"separate"`` for one 2-D Parameter per expert.
+        layout: ``"out-in"`` when a projection is stored as ``nn.Linear`` stores it, ``"in-out"`` when transposed, for (first, last) projection.
+        bias: whether any projection has a bias.
+        weight_on: whether the routing weight multiplies the expert's output or its input.
+    """
+
+    num_experts: int
+    top_k: int
+    hidden: int
+    intermediate: int
+    dtype: str
+    activation: str
+    activation_args: tuple[float, ...] = ()
+    gating: Gating = "merged"
+    up_first: bool = False
+    weights: Literal["stacked", "separate"] = "stacked"
+    layout: tuple[str, str] = ("out-in", "out-in")
+    bias: bool = False
+    weight_on: Literal["output", "input"] = "output"
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain data for JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        sizes = f"E={self.num_experts} K={self.top_k} H={self.hidden} I={self.intermediate}"
+        act = self.activation + (f"{self.activation_args}" if self.activation_args else "")
+        parts = [sizes, self.dtype, act, self.gating, self.weights, "/".join(dict.fromkeys(self.layout))]
+        parts += ["bias"] if self.bias else []
+        parts += ["weight on input"] if self.weight_on == "input" else []
+        return " ".join(parts)
