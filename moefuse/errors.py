@@ -15,7 +15,7 @@ CODES: dict[str, str] = {
     "alias": "`{name}` is changed in place through a view that is read again",
     "experts-differ": "expert {expert} differs from expert 0: {detail}",
     "missing-experts": "only experts {present} are computed, of {count}",
-    "ids-not-distinct": "a repeated expert id for one token would be counted once here; ids that do not come from top-k cannot rule that out",
+    "ids-not-distinct": "a repeated expert id for one token would count once here; ids that do not come from top-k can repeat",
     "not-weighted": "expert outputs reach the sum without the mask or routing weight that selects them",
     "not-combined": "expert rows never reach a sum over the chosen experts of a token",
     "tokens-differ": "the experts' input rows do not line up with the expert ids: {detail}",
@@ -25,6 +25,7 @@ CODES: dict[str, str] = {
     "limit": "options['max_rewrites'] regions were fused already",
     "verification-failed": "the fused op and the original disagree on this model's weights: {detail}",
     "verification-error": "the check against the original could not run: {detail}",
+    "internal-error": "moefuse itself failed, so the whole graph stays as it was: {error} (please report it with the logged traceback)",
 }
 
 

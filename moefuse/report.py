@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from moefuse.spec import Domain, ExpertsSpec, Tier
+
+MAX_BREAKS_SHOWN = 8
 
 
 @dataclass(frozen=True)
@@ -72,3 +78,80 @@ class FusionReport:
     def to_json(self, indent: int | None = 2) -> str:
         """The report as JSON text."""
         return json.dumps(self.to_dict(), indent=indent)
+
+    def extend(self, other: FusionReport) -> None:
+        """Add what another graph's report says."""
+        self.fused += other.fused
+        self.skipped += other.skipped
+        self.graph_count += other.graph_count
+        self.graph_breaks += other.graph_breaks
+
+    @property
+    def summary(self) -> str:
+        """The first line of the text, without its counts of graphs and breaks."""
+        found = len(self.fused) + len(self.skipped)
+        if not found:
+            return "no mixture-of-experts code found"
+        return f"fused {len(self.fused)} of {_count(found, 'MoE region')}"
+
+    def __str__(self) -> str:
+        head = f"moefuse: {self.summary}, {_count(self.graph_count, 'graph')}, {_count(len(self.graph_breaks), 'graph break')}"
+        return "\n".join([head, *(_table(self._rows())), *self._break_lines()])
+
+    def _rows(self) -> list[tuple[str, str, str, str]]:
+        rows = []
+        for fused in _grouped(self.fused, lambda f: (_pattern(f.module), f.location, f.spec, f.domain, f.tier)):
+            first = fused[0]
+            errors = [f.error for f in fused if f.error is not None]
+            error = f"error {max(errors):.2g}" if errors else "not verified"
+            text = f"{first.spec}  [{first.domain}, {first.tier}, {error}]"
+            rows.append(("fused", _modules([f.module for f in fused]), _basename(first.location), text))
+        for skipped in _grouped(self.skipped, lambda s: (_pattern(s.module), s.location, s.code, s.message)):
+            code, message, location = skipped[0].code, skipped[0].message, skipped[0].location
+            rows.append(("skipped", _modules([s.module for s in skipped]), _basename(location), f"{code}: {message}"))
+        return rows
+
+    def _break_lines(self) -> list[str]:
+        reasons = list(dict.fromkeys(self.graph_breaks))
+        lines = [f"  break   {reason}" for reason in reasons[:MAX_BREAKS_SHOWN]]
+        if len(reasons) > MAX_BREAKS_SHOWN:
+            lines.append(f"  ...     {len(reasons) - MAX_BREAKS_SHOWN} more in graph_breaks")
+        if reasons and not self.fused and not self.skipped:
+            lines.append("  hint    moefuse only sees what Dynamo captured; an expert loop that breaks the graph is not in it")
+        return lines
+
+
+_Item = TypeVar("_Item")
+
+
+def _grouped(items: Iterable[_Item], key: Callable[[_Item], Hashable]) -> list[list[_Item]]:
+    groups: dict[Hashable, list[_Item]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return list(groups.values())
+
+
+def _pattern(module: str) -> str:
+    """``model.layers.3.mlp`` -> ``model.layers.*.mlp``: equal for the layers of one stack."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", module)
+
+
+def _modules(paths: list[str]) -> str:
+    if len(paths) == 1:
+        return paths[0] or "(no module)"
+    same = len(set(paths)) == 1
+    return f"{(paths[0] if same else _pattern(paths[0])) or '(no module)'} x{len(paths)}"
+
+
+def _basename(location: str) -> str:
+    return os.path.basename(location) or "(no location)"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _table(rows: list[tuple[str, str, str, str]]) -> list[str]:
+    """Rows as aligned lines; the last column is free text."""
+    widths = [max((len(row[column]) for row in rows), default=0) for column in range(3)]
+    return [f"  {row[0]:<7} {row[1]:<{widths[1]}}  {row[2]:<{widths[2]}}  {row[3]}" for row in rows]

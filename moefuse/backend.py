@@ -1,0 +1,52 @@
+"""The torch.compile backend, the entry point ``torch_dynamo_backends: moefuse``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from moefuse import _torch_private, cache, history, pipeline
+from moefuse.config import Options
+from moefuse.errors import FusionError
+
+
+def backend(
+    gm: torch.fx.GraphModule,
+    example_inputs: Sequence[object],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, object] | None = None,
+) -> _torch_private.CompiledFn:
+    """Fuse the mixture-of-experts regions of ``gm``, then compile it with Inductor.
+
+    A plain function and not an instance: torch sets an attribute on a registered backend, and recompiles when backends are not equal.
+
+    Args:
+        gm: Dynamo's graph; rewritten in place.
+        example_inputs: fake tensors and symbolic sizes, as Dynamo passes them.
+        mode: as for ``torch.compile(backend="inductor")``.
+        options: moefuse's options (:class:`moefuse.Options`) and any of Inductor's.
+
+    Raises:
+        OptionError: for an unknown option or an illegal value.
+        FusionError: under ``strict``, when mixture-of-experts code is left as it was.
+        RuntimeError: torch's own, for an unknown mode or an Inductor option with a value of the wrong type.
+    """
+    own, patches = parse(mode, options)
+    if not own.enabled:
+        return _torch_private.compile_fx(gm, example_inputs, patches)
+    report = pipeline.rewrite(gm, example_inputs, own)
+    history.record(report)
+    with _torch_private.surfacing(FusionError):
+        pipeline.publish(report, own)
+    return _torch_private.compile_fx(gm, example_inputs, _torch_private.with_stamp(patches, cache.stamp(own)))
+
+
+def parse(mode: str | None, options: Mapping[str, object] | None) -> tuple[Options, dict[str, object]]:
+    """moefuse's options, and Inductor's config patches from ``mode`` and the rest of ``options``."""
+    with _torch_private.surfacing(ValueError, RuntimeError):
+        own, rest = Options.from_user(options)
+        if mode is not None and options:
+            raise RuntimeError("Either mode or options can be specified, but both can't be specified at the same time.")
+        return own, _torch_private.inductor_config(mode, rest)

@@ -1,0 +1,124 @@
+"""Options: what the user decides. Validated on the way in, so that a typing error is an error message and never a silent default."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Literal, get_args
+
+from moefuse.errors import OptionError
+
+Verify = Literal["probe", "off"]
+
+ENVIRONMENT: dict[str, tuple[str, dict[str, object]]] = {
+    "MOEFUSE_DISABLE": ("enabled", {"0": True, "1": False}),
+    "MOEFUSE_VERIFY": ("verify", {value: value for value in get_args(Verify)}),
+    "MOEFUSE_STRICT": ("strict", {"0": False, "1": True}),
+}
+"""Environment variable -> (the option whose default it sets, legal text -> value)."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """moefuse's own options; everything else in ``options=`` goes to Inductor.
+
+    Attributes:
+        verify: ``"probe"`` runs each fused op and the code it replaces on the model's own weights and keeps the original if they
+            disagree; ``"off"`` skips that check.
+        strict: raise :class:`moefuse.FusionError` when mixture-of-experts code is found and not fused.
+        exclude: regular expression; regions whose module path matches (``re.search``) stay as they are.
+        max_rewrites: fuse at most this many regions per graph (for bisecting); None for no limit.
+        enabled: False hands every graph to Inductor as it is.
+    """
+
+    verify: Verify = "probe"
+    strict: bool = False
+    exclude: str | None = None
+    max_rewrites: int | None = None
+    enabled: bool = True
+
+    def __post_init__(self) -> None:
+        if self.verify not in get_args(Verify):
+            raise _illegal("verify", self.verify, _one_of(get_args(Verify)))
+        for name in ("strict", "enabled"):
+            if not isinstance(getattr(self, name), bool):
+                raise _illegal(name, getattr(self, name), "True or False")
+        if isinstance(self.max_rewrites, bool) or not isinstance(self.max_rewrites, int | None) or (self.max_rewrites or 0) < 0:
+            raise _illegal("max_rewrites", self.max_rewrites, "a non-negative integer or None")
+        self._check_exclude()
+
+    def _check_exclude(self) -> None:
+        legal = "a regular expression for module paths, e.g. r'layers\\.0\\.', or None"
+        if self.exclude is None:
+            return
+        if not isinstance(self.exclude, str):
+            raise _illegal("exclude", self.exclude, legal)
+        try:
+            re.compile(self.exclude)
+        except re.error as error:
+            raise _illegal("exclude", self.exclude, f"{legal} ({error})") from None
+
+    @classmethod
+    def from_user(cls, options: Mapping[str, object] | None) -> tuple[Options, dict[str, object]]:
+        """Split ``torch.compile(options=...)`` into moefuse's options and Inductor's.
+
+        Environment variables give the defaults; what is written in ``options`` wins.
+
+        Raises:
+            OptionError: a name that neither moefuse nor Inductor knows, or an illegal value, with the legal ones in the text.
+        """
+        if options is not None and not isinstance(options, Mapping):
+            raise OptionError(f"options must be a dict, got {type(options).__name__}")
+        given = dict(options or {})
+        own_names = tuple(field.name for field in fields(cls))
+        own = _environment_defaults() | {name: given.pop(name) for name in own_names if name in given}
+        if given:
+            _check_inductor_names(given, own_names)
+        return cls(**own), given  # type: ignore[arg-type]  # __post_init__ checks what mypy cannot see
+
+    def fingerprint(self) -> str:
+        """A string that differs whenever an option does; part of the compile cache key."""
+        return ";".join(f"{field.name}={getattr(self, field.name)!r}" for field in sorted(fields(self), key=lambda f: f.name))
+
+
+def _illegal(name: str, value: object, legal: str) -> OptionError:
+    return OptionError(f"option {name}={value!r} is not legal; use {legal}")
+
+
+def _one_of(values: Iterable[object]) -> str:
+    return " or ".join(repr(value) for value in values)
+
+
+def _check_inductor_names(given: Mapping[str, object], own_names: tuple[str, ...]) -> None:
+    from moefuse import _torch_private
+
+    known = _torch_private.inductor_option_names()
+    for name in given:
+        if isinstance(name, str) and name.replace("-", "_") in known:
+            continue
+        close = difflib.get_close_matches(str(name), (*own_names, *known), n=1)
+        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        raise OptionError(
+            f"unknown option {name!r}{hint}; moefuse's options are {', '.join(sorted(own_names))}; "
+            "Inductor's options are accepted too, see torch._inductor.list_options()"
+        )
+
+
+def _environment_defaults() -> dict[str, object]:
+    defaults: dict[str, object] = {}
+    for variable, text in os.environ.items():
+        if not variable.startswith("MOEFUSE_"):
+            continue
+        if variable not in ENVIRONMENT:
+            # warnings.warn shows one line once per text and place, and can be filtered.
+            warnings.warn(f"environment variable {variable} is unknown to moefuse; it reads {', '.join(ENVIRONMENT)}", stacklevel=3)
+            continue
+        option, legal = ENVIRONMENT[variable]
+        if text not in legal:
+            raise OptionError(f"environment variable {variable}={text!r} is not legal; use {_one_of(legal)}")
+        defaults[option] = legal[text]
+    return defaults

@@ -1,0 +1,133 @@
+"""What every way into moefuse does with one graph: fuse or leave untouched, report, count, log, warn, and raise if strict."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import threading
+import traceback
+from collections.abc import Sequence
+
+import torch
+
+from moefuse import _torch_private
+from moefuse.config import Options
+from moefuse.errors import CODES, FusionError
+from moefuse.report import FusionReport, Skipped
+
+# Named after the backend, not after this file: it is the name in the documentation for TORCH_LOGS.
+log = logging.getLogger("moefuse.backend")
+
+USER_DECIDED = frozenset({"excluded", "limit"})
+"""Codes of regions that an option told moefuse to leave: neither a warning nor, under strict, an error."""
+
+_warned: set[tuple[str, str, str]] = set()
+_warned_lock = threading.Lock()
+
+
+def rewrite(gm: torch.fx.GraphModule, example_inputs: Sequence[object] | None, options: Options) -> FusionReport:
+    """Fuse the MoE regions of ``gm`` in place.
+
+    An exception inside moefuse restores the graph and becomes an ``internal-error`` in the report: a bug here costs speed, never
+    the user's program. Dynamo's own restart exceptions pass.
+    """
+    report = FusionReport(graph_count=1)
+    if (reason := _torch_private.graph_break(gm)) is not None:
+        report.graph_breaks.append(reason)
+    saved = GraphSnapshot(gm)
+    try:
+        # Imported here, so that a broken install of the passes cannot break a program either.
+        from moefuse.passes import driver
+
+        result = driver.fuse(gm, example_inputs, options)
+    except _torch_private.dynamo_control_flow():
+        raise
+    except Exception as error:
+        saved.restore()
+        log.exception("moefuse failed on this graph; it goes to the compiler as it was")
+        report.skipped.append(_internal_error(error))
+        return report
+    report.fused += result.fused
+    report.skipped += result.skipped
+    return report
+
+
+def publish(report: FusionReport, options: Options) -> None:
+    """Log, count and trace one graph's report; warn about regions that were left.
+
+    Raises:
+        FusionError: under ``strict`` when a region was left for a reason that is not an option.
+    """
+    _count(report)
+    _torch_private.trace_artifact("moefuse_report", report.to_json)
+    log.info("%s", _log_line(report))
+    for fused in report.fused:
+        log.debug("fused %s %s %s", fused.module, fused.location, fused.spec)
+    left = [skipped for skipped in report.skipped if skipped.code not in USER_DECIDED]
+    if left and options.strict:
+        raise FusionError(str(report))
+    for skipped in left:
+        if skipped.code != "internal-error":  # logged with its traceback
+            _warn_once(skipped)
+
+
+class GraphSnapshot:
+    """The graphs of a module and of the bodies inside it, to put back if a rewrite fails half-way. Copies nodes, not tensors."""
+
+    def __init__(self, gm: torch.fx.GraphModule) -> None:
+        self._modules = [
+            (module, _copy_graph(module.graph), dict(module._modules), dict(module._parameters), dict(module._buffers))
+            for module in gm.modules()
+            if isinstance(module, torch.fx.GraphModule)
+        ]
+
+    def restore(self) -> None:
+        for module, graph, modules, parameters, buffers in self._modules:
+            for present, saved in ((module._modules, modules), (module._parameters, parameters), (module._buffers, buffers)):
+                present.clear()
+                present.update(saved)
+            module.graph = graph
+
+
+def _copy_graph(graph: torch.fx.Graph) -> torch.fx.Graph:
+    copied: torch.fx.Graph = copy.deepcopy(graph)
+    for new, old in zip(copied.find_nodes(op="placeholder"), graph.find_nodes(op="placeholder"), strict=True):
+        # Dynamo ties inputs to guards by this attribute, and AOTAutograd reads it; a graph copy does not carry attributes.
+        if hasattr(old, "_dynamo_source"):
+            new._dynamo_source = old._dynamo_source  # type: ignore[attr-defined]
+    return copied
+
+
+def _internal_error(error: Exception) -> Skipped:
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    text = CODES["internal-error"].format(error=f"{type(error).__name__}: {error}")
+    return Skipped("internal-error", text, module="", location=f"{frame.filename}:{frame.lineno}")
+
+
+def _count(report: FusionReport) -> None:
+    _torch_private.count("graphs", report.graph_count)
+    _torch_private.count("fused", len(report.fused))
+    _torch_private.count("skipped", len(report.skipped))
+    for skipped in report.skipped:
+        _torch_private.count(f"skipped: {skipped.code}")
+
+
+def _log_line(report: FusionReport) -> str:
+    modules = ", ".join(dict.fromkeys(fused.module for fused in report.fused if fused.module))
+    return f"{report.summary} ({modules})" if modules else report.summary
+
+
+def _warn_once(skipped: Skipped) -> None:
+    key = (skipped.code, skipped.message, skipped.location)
+    with _warned_lock:
+        if key in _warned:
+            return
+        _warned.add(key)
+    where = " in ".join(part for part in (skipped.location, skipped.module) if part)
+    log.warning(
+        "mixture-of-experts code at %s was not fused (%s): %s. It still runs, compiled by Inductor; "
+        'silence this with logging.getLogger("moefuse").setLevel("ERROR") or options={"exclude": ...}',
+        where or "an unknown place",
+        skipped.code,
+        skipped.message,
+    )
