@@ -6,9 +6,14 @@ torch's compiler modules are imported inside the functions: importing moefuse mu
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import copy
+import dataclasses
+import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -111,9 +116,7 @@ def trace_artifact(name: str, payload: Callable[[], str]) -> None:
     """Write a JSON artifact to TORCH_TRACE; ``payload`` is only called when tracing is on."""
     from torch._logging._internal import trace_structured
 
-    trace_structured(
-        "artifact", metadata_fn=lambda: {"name": name, "encoding": "json"}, payload_fn=payload, expect_trace_id=False
-    )
+    trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "json"}, payload_fn=payload, expect_trace_id=False)
 
 
 # --- the current compilation ------------------------------------------------------------------------------------------------------
@@ -145,8 +148,115 @@ def graph_break(gm: torch.fx.GraphModule) -> str | None:
     reason = getattr(gm, "compile_subgraph_reason", None)
     if reason is None or not reason.graph_break:
         return None
-    first_line = str(reason.reason).strip().splitlines()[0]
-    if not reason.user_stack:
-        return first_line
-    place = reason.user_stack[-1]
-    return f"{first_line} at {place.filename}:{place.lineno}"
+    return _break_text(reason.reason, reason.user_stack)
+
+
+# --- Dynamo's state, for looking without leaving a trace --------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class TraceLog:
+    """What Dynamo gave up on while it traced."""
+
+    breaks: list[str] = dataclasses.field(default_factory=list)
+
+
+@contextlib.contextmanager
+def borrowed_dynamo() -> Iterator[TraceLog]:
+    """Trace as in a fresh process and leave Dynamo as it was: caches of what the user compiled, counters, recorded sizes.
+
+    ``torch._dynamo.reset()`` would throw away everything that the user has compiled. The log is filled when the block ends.
+    """
+    from torch._dynamo import convert_frame, eval_frame, pgo, utils
+
+    log = TraceLog()
+    with convert_frame.compile_lock:
+        seen = _seen_codes()
+        for code in seen:
+            # A frame that Dynamo skipped earlier has no compiled code to lose; it has to be tried again to learn why.
+            if not eval_frame._debug_get_cache_entry_list(code):
+                eval_frame.reset_code(code)
+        kept = {code: set(map(id, eval_frame._debug_get_cache_entry_list(code))) for code in seen}
+        backends = set(eval_frame.cached_backends)
+        counters = {name: dict(counter) for name, counter in utils.counters.items()}
+        sizes = copy.deepcopy(pgo._CODE_STATE)
+        reasons = len(utils.graph_break_reasons)
+        metrics = utils._compilation_metrics
+        utils._compilation_metrics = collections.deque()
+    try:
+        yield log
+    finally:
+        with convert_frame.compile_lock:
+            log.breaks += [_break_text(reason.reason, reason.user_stack) for reason in utils.graph_break_reasons[reasons:]]
+            log.breaks += _given_up(utils._compilation_metrics)
+            utils._compilation_metrics = metrics
+            del utils.graph_break_reasons[reasons:]
+            pgo._CODE_STATE = sizes
+            utils.counters.clear()
+            for name, values in counters.items():
+                utils.counters[name].update(values)
+            for new in set(eval_frame.cached_backends) - backends:
+                del eval_frame.cached_backends[new]
+            for code in _seen_codes():
+                _drop_new_entries(code, kept.get(code))
+
+
+def compile_apart(fn: Callable[..., Any], backend: CompiledFn) -> Callable[..., Any]:
+    """``torch.compile`` whose recompilations do not count against the user's, where torch can do that."""
+    apart: dict[str, Any] = {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(torch.compile).parameters else {}
+    return cast(Callable[..., Any], torch.compile(fn, backend=backend, **apart))
+
+
+@contextlib.contextmanager
+def not_compiled(model: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+    """The callable under ``torch.compile``, ``model.compile()`` and ``submodule.compile()``, for as long as the block runs."""
+    inner = getattr(model, "_torchdynamo_orig_callable", model)
+    inner = getattr(model, "_orig_mod", inner)
+    modules = list(inner.modules()) if isinstance(inner, torch.nn.Module) else []
+    compiled = {module: module.__dict__.pop("_compiled_call_impl") for module in modules if "_compiled_call_impl" in module.__dict__}
+    try:
+        yield inner
+    finally:
+        for module, call in compiled.items():
+            module.__dict__["_compiled_call_impl"] = call
+
+
+def _seen_codes() -> list[types.CodeType]:
+    from torch._dynamo import convert_frame
+
+    return [code for weak in convert_frame.input_codes.seen if (code := weak()) is not None]
+
+
+def _drop_new_entries(code: types.CodeType, kept: set[int] | None) -> None:
+    from torch._dynamo import eval_frame
+    from torch._dynamo.guards import DeletedGuardManagerWrapper
+
+    if not kept:
+        eval_frame.reset_code(code)
+        return
+    for entry in eval_frame._debug_get_cache_entry_list(code):
+        manager = entry.guard_manager
+        if id(entry) not in kept and getattr(manager, "extra_state", None) is not None:
+            manager.extra_state.invalidate(entry, DeletedGuardManagerWrapper("moefuse.explain"))
+
+
+def _given_up(metrics: Iterable[Any]) -> list[str]:
+    """Frames that Dynamo runs in eager altogether: its break counters do not show them, its metrics do."""
+    texts = []
+    for metric in metrics:
+        # SkipFrame alone is no loss: it means a frame without tensor operations.
+        if metric.fail_type in (None, "SkipFrame"):
+            continue
+        place = f" at {metric.fail_user_frame_filename}:{metric.fail_user_frame_lineno}" if metric.fail_user_frame_filename else ""
+        texts.append(f"{_first_line(metric.fail_reason or metric.fail_type)} (all of {metric.co_name} runs in eager){place}")
+    return texts
+
+
+def _break_text(reason: object, user_stack: Sequence[Any]) -> str:
+    place = f" at {user_stack[-1].filename}:{user_stack[-1].lineno}" if user_stack else ""
+    return f"{_first_line(reason)}{place}"
+
+
+def _first_line(text: object) -> str:
+    lines = str(text).strip().splitlines()
+    return lines[0] if lines else "unknown reason"

@@ -83,9 +83,8 @@ class GraphSnapshot:
 
     def restore(self) -> None:
         for module, graph, modules, parameters, buffers in self._modules:
-            for present, saved in ((module._modules, modules), (module._parameters, parameters), (module._buffers, buffers)):
-                present.clear()
-                present.update(saved)
+            # Whatever the rewrite attached goes; nn.Module keeps attributes of these kinds in three dicts.
+            module.__dict__.update(_modules=modules, _parameters=parameters, _buffers=buffers)
             module.graph = graph
 
 
@@ -94,7 +93,7 @@ def _copy_graph(graph: torch.fx.Graph) -> torch.fx.Graph:
     for new, old in zip(copied.find_nodes(op="placeholder"), graph.find_nodes(op="placeholder"), strict=True):
         # Dynamo ties inputs to guards by this attribute, and AOTAutograd reads it; a graph copy does not carry attributes.
         if hasattr(old, "_dynamo_source"):
-            new._dynamo_source = old._dynamo_source  # type: ignore[attr-defined]
+            new._dynamo_source = old._dynamo_source
     return copied
 
 
