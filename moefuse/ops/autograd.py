@@ -1,0 +1,150 @@
+"""Gradients of ``moefuse::experts``, and the helpers every op's autograd entry uses.
+
+An Autograd kernel costs little when nothing is to be differentiated: it redispatches to the plain op. Otherwise one
+``autograd.Function`` runs the op that also returns what backward needs. Weights are saved as they are, never copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ops = torch.ops.moefuse
+below_autograd = torch._C._AutoDispatchBelowAutograd
+
+Lists = Sequence[Tensor]
+
+
+def wants_grad(tensors: Iterable[Tensor | None]) -> bool:
+    """Whether this call has to be recorded."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def flatten(args: Iterable[Any]) -> list[Tensor]:
+    """All tensors among op arguments, lists opened."""
+    out: list[Tensor] = []
+    for a in args:
+        if isinstance(a, Tensor):
+            out.append(a)
+        elif isinstance(a, (list, tuple)):
+            out += [t for t in a if isinstance(t, Tensor)]
+    return out
+
+
+def split(tensors: Sequence[Any], lengths: Sequence[int]) -> list[list[Any]]:
+    """Cut a flat sequence into lists of the given lengths."""
+    out, start = [], 0
+    for n in lengths:
+        out.append(list(tensors[start : start + n]))
+        start += n
+    return out
+
+
+def grads_for(needs: Sequence[bool], lengths: Sequence[int], computed: Iterable[Tensor]) -> list[Tensor | None]:
+    """Spread the computed gradients (whole groups, in order) over all positions; None for groups that were not asked for."""
+    source = iter(computed)
+    return [next(source) if need else None for need, n in zip(needs, lengths, strict=True) for _ in range(n)]
+
+
+class _Experts(torch.autograd.Function):
+    """One call of ``moefuse::experts`` that is differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, options: dict[str, Any], lengths: tuple[int, ...], x: Tensor, ids: Tensor, weights: Tensor, *flat: Tensor) -> Tensor:
+        with below_autograd():
+            out, h, order, offsets = ops.experts_forward(x, ids, weights, *split(flat, lengths), **options)
+        ctx.options = {k: v for k, v in options.items() if k != "out_dtype"}
+        ctx.lengths = lengths
+        ctx.save_for_backward(x, weights, h, order, offsets, *flat)
+        return out  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        x, weights, h, order, offsets, *flat = ctx.saved_tensors
+        _, _, need_x, _, need_weights, *need_flat = ctx.needs_input_grad
+        lengths = (1, 1, *ctx.lengths)
+        needs = [need_x, need_weights, *(any(part) for part in split(need_flat, ctx.lengths))]
+        computed = ops.experts_backward(grad, x, weights, h, order, offsets, *split(flat, ctx.lengths), needs, **ctx.options)
+        d_x, d_weights, *d_flat = grads_for(needs, lengths, computed)
+        return None, None, d_x, None, d_weights, *d_flat
+
+
+def experts(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w_in: Lists,
+    w_up: Lists,
+    w_out: Lists,
+    b_in: Lists,
+    b_up: Lists,
+    b_out: Lists,
+    *,
+    activation: str = "silu",
+    activation_args: Sequence[float] = (),
+    gating: str = "merged",
+    up_first: bool = False,
+    weight_on_input: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Autograd entry of ``moefuse::experts``."""
+    lists = (w_in, w_up, w_out, b_in, b_up, b_out)
+    options: dict[str, Any] = {
+        "activation": activation,
+        "activation_args": list(activation_args),
+        "gating": gating,
+        "up_first": up_first,
+        "weight_on_input": weight_on_input,
+        "out_dtype": out_dtype,
+    }
+    if torch.is_grad_enabled() and wants_grad((x, weights, *(t for part in lists for t in part))):
+        lengths = tuple(len(part) for part in lists)
+        return _Experts.apply(options, lengths, x, ids, weights, *(t for part in lists for t in part))  # type: ignore[no-any-return]
+    with below_autograd():
+        return ops.experts(x, ids, weights, *lists, **options)  # type: ignore[no-any-return]
+
+
+def not_differentiable(name: str) -> Callable[..., Any]:
+    """Autograd entry of an internal op that only runs below autograd."""
+
+    def entry(*args: Any, **kwargs: Any) -> Any:
+        if wants_grad(flatten(args)):
+            raise RuntimeError(f"moefuse::{name} is internal and has no gradient; call the public op it belongs to")
+        with below_autograd():
+            return getattr(ops, name)(*args, **kwargs)
+
+    return entry
+
+
+class _Once(torch.autograd.Function):
+    """A backward op: runs, and refuses only when its own gradient is asked for."""
+
+    @staticmethod
+    def forward(ctx: Any, name: str, public: str, call: Callable[[], list[Tensor]], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.public = public
+        with below_autograd():
+            return tuple(call())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise RuntimeError(
+            f"moefuse::{ctx.public} can be differentiated once, not twice; compute second derivatives on the original model "
+            "(compile it without moefuse, or exclude this module from fusion)"
+        )
+
+
+def once(name: str, public: str) -> Callable[..., Any]:
+    """Autograd entry of a backward op, whose gradient (a second derivative) raises a RuntimeError that names the public op."""
+
+    def entry(*args: Any, **kwargs: Any) -> list[Tensor]:
+        op = getattr(ops, name)
+        tensors = flatten(args)
+        if wants_grad(tensors):
+            return list(_Once.apply(name, public, lambda: op(*args, **kwargs), *tensors))
+        with below_autograd():
+            return op(*args, **kwargs)  # type: ignore[no-any-return]
+
+    return entry

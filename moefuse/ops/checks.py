@@ -1,0 +1,267 @@
+"""Argument checks shared by the kernels and the fakes. Texts name the argument, what was given and what is legal.
+
+Row counts may be symbolic; equalities between them go through :func:`_same`, which turns into a runtime assertion instead of a guard
+where a value is not known yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from moefuse.ops.activations import ACTIVATIONS
+from moefuse.ops.reference import GATINGS
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_INTS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+def _shape(t: Tensor) -> str:
+    return "[" + ", ".join(str(s) for s in t.shape) + "]"
+
+
+def _bad_value(op: str, arg: str, given: str, legal: str) -> NoReturn:
+    raise ValueError(f"moefuse::{op}: argument `{arg}` {given}; legal: {legal}")
+
+
+def _bad_type(op: str, arg: str, given: str, legal: str) -> NoReturn:
+    raise TypeError(f"moefuse::{op}: argument `{arg}` {given}; legal: {legal}")
+
+
+def _names(dtypes: Sequence[torch.dtype]) -> str:
+    return ", ".join(str(d).removeprefix("torch.") for d in dtypes)
+
+
+def _same(a: Any, b: Any, op: str, arg: str, given: Any, legal: str) -> None:
+    """Require a == b for ints or SymInts, without making a guard out of it. ``given`` is a tensor (its shape is named) or a text."""
+    if type(a) is int and type(b) is int:
+        if a != b:
+            _bad_value(op, arg, f"has shape {_shape(given)}" if isinstance(given, Tensor) else given, legal)
+        return
+    torch._check(a == b, lambda: f"moefuse::{op}: argument `{arg}` has size {a}; legal: {legal}")
+
+
+def _check_dim(t: Tensor, dim: int, op: str, arg: str, legal: str) -> None:
+    if t.dim() != dim:
+        _bad_value(op, arg, f"has shape {_shape(t)}", legal)
+
+
+def _check_ints(t: Tensor, op: str, arg: str, dtypes: Sequence[torch.dtype] = _INTS) -> None:
+    if t.dtype not in dtypes:
+        _bad_type(op, arg, f"has dtype {_names([t.dtype])}", _names(dtypes))
+
+
+def _check_floats(t: Tensor, op: str, arg: str) -> None:
+    if t.dtype not in _FLOATS:
+        _bad_type(op, arg, f"has dtype {_names([t.dtype])}", _names(_FLOATS))
+
+
+def _check_like(t: Tensor, like: Tensor, op: str, arg: str, like_name: str) -> None:
+    """Same dtype and device as another argument."""
+    if t.dtype != like.dtype:
+        _bad_type(op, arg, f"has dtype {_names([t.dtype])}", f"{_names([like.dtype])}, the dtype of `{like_name}`")
+    _check_device(t, like, op, arg, like_name)
+
+
+def _check_device(t: Tensor, like: Tensor, op: str, arg: str, like_name: str) -> None:
+    if t.device != like.device:
+        _bad_value(op, arg, f"is on {t.device}", f"{like.device}, the device of `{like_name}`")
+
+
+def _check_out_dtype(out_dtype: torch.dtype | None, op: str) -> None:
+    if out_dtype is not None and out_dtype not in _FLOATS:
+        _bad_type(op, "out_dtype", f"is {_names([out_dtype])}", f"None, {_names(_FLOATS)}")
+
+
+def _check_list(w: Sequence[Tensor], dim: int, like: Tensor, op: str, arg: str, like_name: str = "x") -> tuple[Any, ...]:
+    """Check one weight list (dim 2) or vector list (dim 1) and return (E, *shape of one expert)."""
+    letters = "out, in" if dim == 2 else "out"
+    legal = f"one stacked tensor [E, {letters}], or one tensor [{letters}] per expert"
+    if not w:
+        _bad_value(op, arg, "is empty", legal)
+    first = w[0]
+    if len(w) == 1 and first.dim() == dim + 1:
+        _check_like(first, like, op, arg, like_name)
+        return tuple(first.shape)
+    for i, t in enumerate(w):
+        if t.dim() != dim:
+            _bad_value(op, f"{arg}[{i}]", f"has shape {_shape(t)} in a list of {len(w)}", legal)
+        _check_like(t, like, op, f"{arg}[{i}]", like_name)
+        for d in range(dim):
+            _same(t.shape[d], first.shape[d], op, f"{arg}[{i}]", t, f"{_shape(first)}, the shape of `{arg}[0]`")
+    return (len(w), *first.shape)
+
+
+def _check_weight(w: Sequence[Tensor], experts: Any, out: Any, inp: Any, like: Tensor, op: str, arg: str) -> tuple[Any, Any, Any]:
+    """Check a weight list against known sizes (None: any) and return (E, out, in)."""
+    e, o, i = _check_list(w, 2, like, op, arg)
+    given = f"holds {e} experts of shape [{o}, {i}]"
+    if experts is not None:
+        _same(e, experts, op, arg, given, f"{experts} experts, as in `w_in`")
+    if out is not None:
+        _same(o, out, op, arg, given, f"{out} output features")
+    if inp is not None:
+        _same(i, inp, op, arg, given, f"{inp} input features")
+    return e, o, i
+
+
+def _check_vector(v: Sequence[Tensor], experts: Any, size: Any, like: Tensor, op: str, arg: str, like_name: str = "x") -> None:
+    if not v:
+        return
+    e, n = _check_list(v, 1, like, op, arg, like_name)
+    given = f"holds {e} vectors of size {n}"
+    _same(e, experts, op, arg, given, f"{experts} vectors, one per expert")
+    _same(n, size, op, arg, given, f"size {size}, the output features of its projection")
+
+
+def check_experts(
+    op: str,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w_in: Sequence[Tensor],
+    w_up: Sequence[Tensor],
+    w_out: Sequence[Tensor],
+    b_in: Sequence[Tensor],
+    b_up: Sequence[Tensor],
+    b_out: Sequence[Tensor],
+    activation: str,
+    activation_args: Sequence[float],
+    gating: str,
+    up_first: bool,
+    out_dtype: torch.dtype | None,
+) -> tuple[Any, Any, Any]:
+    """Check the arguments of ``moefuse::experts`` and return (E, width of the pre-activation, Hout).
+
+    Raises:
+        TypeError: a dtype is not legal.
+        ValueError: a shape, list length, device, or option is not legal.
+    """
+    _check_dim(x, 2, op, "x", "[T, H]")
+    _check_floats(x, op, "x")
+    _check_dim(ids, 2, op, "ids", "[T, K]")
+    _check_ints(ids, op, "ids")
+    _check_dim(weights, 2, op, "weights", "[T, K], the shape of `ids`")
+    _check_floats(weights, op, "weights")
+    _same(ids.shape[0], x.shape[0], op, "ids", ids, f"[T, K] with T={x.shape[0]}, the rows of `x`")
+    _same(weights.shape[0], ids.shape[0], op, "weights", weights, f"{_shape(ids)}, the shape of `ids`")
+    _same(weights.shape[1], ids.shape[1], op, "weights", weights, f"{_shape(ids)}, the shape of `ids`")
+    _check_device(ids, x, op, "ids", "x")
+    _check_device(weights, x, op, "weights", "x")
+    _check_options(op, activation, activation_args, gating, up_first, out_dtype)
+    gated = gating in ("merged", "interleaved")
+    experts, out, _ = _check_weight(w_in, None, None, x.shape[1], x, op, "w_in")
+    if gated and out % 2:
+        _bad_value(op, "w_in", f"has {out} output features", f"an even number for gating {gating!r} (gate and up)")
+    inner = out // 2 if gated else out
+    if gating == "separate":
+        _check_weight(w_up, experts, out, x.shape[1], x, op, "w_up")
+        _check_vector(b_up, experts, out, x, op, "b_up")
+    elif w_up or b_up:
+        arg = "w_up" if w_up else "b_up"
+        _bad_value(op, arg, f"holds {len(w_up or b_up)} tensors", f"an empty list for gating {gating!r}; only 'separate' has it")
+    _, _, hidden = _check_weight(w_out, experts, None, inner, x, op, "w_out")[0], None, _out_features(w_out)
+    _check_vector(b_in, experts, out, x, op, "b_in")
+    _check_vector(b_out, experts, hidden, x, op, "b_out")
+    return experts, 2 * out if gating == "separate" else out, hidden
+
+
+def _out_features(w: Sequence[Tensor]) -> Any:
+    return w[0].shape[-2]
+
+
+def _check_options(
+    op: str, activation: str, activation_args: Sequence[float], gating: str, up_first: bool, out_dtype: torch.dtype | None
+) -> None:
+    if gating not in GATINGS:
+        _bad_value(op, "gating", f"is {gating!r}", ", ".join(map(repr, GATINGS)))
+    act = ACTIVATIONS.get(activation)
+    if act is None:
+        _bad_value(op, "activation", f"is {activation!r}", ", ".join(map(repr, ACTIVATIONS)))
+    if len(activation_args) != act.num_args:
+        names = f" ({', '.join(act.arg_names)})" if act.arg_names else ""
+        _bad_value(op, "activation_args", f"has {len(activation_args)} values", f"{act.num_args}{names} for activation {activation!r}")
+    if act.needs_gate and gating == "plain":
+        _bad_value(op, "gating", "is 'plain'", f"a gated form, because activation {activation!r} mixes gate and up")
+    if up_first and gating not in ("merged", "interleaved"):
+        _bad_value(op, "up_first", "is True", f"False for gating {gating!r}; only 'merged' and 'interleaved' have an order")
+    _check_out_dtype(out_dtype, op)
+
+
+def check_permute(x: Tensor, ids: Tensor, num_experts: int) -> None:
+    """Arguments of ``moefuse::permute``."""
+    op = "permute"
+    _check_dim(x, 2, op, "x", "[T, H]")
+    _check_dim(ids, 2, op, "ids", "[T, K]")
+    _check_ints(ids, op, "ids")
+    _same(ids.shape[0], x.shape[0], op, "ids", ids, f"[T, K] with T={x.shape[0]}, the rows of `x`")
+    _check_device(ids, x, op, "ids", "x")
+    if num_experts < 1:
+        _bad_value(op, "num_experts", f"is {num_experts}", "1 or more")
+
+
+def _check_offsets(offsets: Tensor, op: str, experts: Any = None) -> None:
+    _check_dim(offsets, 1, op, "offsets", "[E + 1]")
+    _check_ints(offsets, op, "offsets", (torch.int64,))
+    if experts is not None:
+        _same(offsets.shape[0], experts + 1, op, "offsets", offsets, f"[E + 1] = [{experts + 1}] for {experts} experts")
+    elif type(offsets.shape[0]) is int and offsets.shape[0] < 2:
+        _bad_value(op, "offsets", f"has shape {_shape(offsets)}", "[E + 1] with E >= 1")
+
+
+def check_grouped_linear(xs: Tensor, offsets: Tensor, w: Sequence[Tensor], b: Sequence[Tensor]) -> Any:
+    """Arguments of ``moefuse::grouped_linear``; returns the output features."""
+    op = "grouped_linear"
+    _check_dim(xs, 2, op, "xs", "[S, in]")
+    _check_floats(xs, op, "xs")
+    experts, out, inp = _check_list(w, 2, xs, op, "w", "xs")
+    _same(inp, xs.shape[1], op, "w", f"has {inp} input features", f"{xs.shape[1]}, the columns of `xs`")
+    _check_vector(b, experts, out, xs, op, "b", "xs")
+    _check_offsets(offsets, op, experts)
+    _check_device(offsets, xs, op, "offsets", "xs")
+    return out
+
+
+def check_expert_rows(v: Sequence[Tensor], offsets: Tensor, num_rows: Any) -> Any:
+    """Arguments of ``moefuse::expert_rows``; returns the vector size."""
+    op = "expert_rows"
+    if not v:
+        _bad_value(op, "v", "is empty", "one stacked tensor [E, n], or one tensor [n] per expert")
+    experts, size = _check_list(v, 1, v[0], op, "v", "v[0]")
+    _check_offsets(offsets, op, experts)
+    _check_device(offsets, v[0], op, "offsets", "v")
+    if type(num_rows) is int and num_rows < 0:
+        _bad_value(op, "num_rows", f"is {num_rows}", "0 or more")
+    return size
+
+
+def check_combine(
+    ys: Tensor, weights: Tensor | None, order: Tensor, offsets: Tensor, top_k: Any, out_dtype: torch.dtype | None
+) -> Any:
+    """Arguments of ``moefuse::combine``; returns T."""
+    op = "combine"
+    _check_dim(ys, 2, op, "ys", "[S, H]")
+    _check_floats(ys, op, "ys")
+    _check_dim(order, 1, op, "order", "[S]")
+    _check_ints(order, op, "order", (torch.int64,))
+    _same(order.shape[0], ys.shape[0], op, "order", order, f"[S] = [{ys.shape[0]}], the rows of `ys`")
+    _check_offsets(offsets, op)
+    _check_device(order, ys, op, "order", "ys")
+    _check_device(offsets, ys, op, "offsets", "ys")
+    _check_out_dtype(out_dtype, op)
+    if type(top_k) is int and top_k < 1:
+        _bad_value(op, "top_k", f"is {top_k}", "1 or more")
+    rows = ys.shape[0]
+    if weights is None:
+        if type(rows) is int and type(top_k) is int and rows % top_k:
+            _bad_value(op, "top_k", f"is {top_k}", f"a divisor of S={rows}, the rows of `ys`")
+        return rows // top_k
+    _check_dim(weights, 2, op, "weights", "[T, K]")
+    _check_floats(weights, op, "weights")
+    _check_device(weights, ys, op, "weights", "ys")
+    _same(weights.shape[1], top_k, op, "weights", weights, f"[T, K] with K={top_k}, the value of `top_k`")
+    _same(weights.shape[0] * top_k, rows, op, "weights", weights, f"[T, K] with T*K={rows}, the rows of `ys`")
+    return weights.shape[0]

@@ -1,0 +1,113 @@
+"""The grouped tier: ``permute``, ``grouped_linear``, ``expert_rows`` and ``combine``, with fakes and registration.
+
+An expert body without a template runs as permute, grouped_linear, the user's own row-local ops, grouped_linear, combine. order and
+offsets are described in ``moefuse/runtime/routing.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from moefuse.ops import autograd_grouped as autograd
+from moefuse.ops.autograd import once
+from moefuse.ops.checks import check_combine, check_expert_rows, check_grouped_linear, check_permute
+from moefuse.ops.schema import implement
+from moefuse.runtime import providers
+
+Lists = Sequence[Tensor]
+
+
+def _permute(x: Tensor, ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    check_permute(x, ids, num_experts)
+    out: tuple[Tensor, Tensor, Tensor] = providers.run("permute", x, ids, num_experts)
+    return out
+
+
+def _permute_fake(x: Tensor, ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    check_permute(x, ids, num_experts)
+    slots = x.shape[0] * ids.shape[1]
+    order, offsets = (x.new_empty((n,), dtype=torch.int64) for n in (slots, num_experts + 1))
+    return x.new_empty((slots, x.shape[1])), order, offsets
+
+
+def _grouped_linear(xs: Tensor, offsets: Tensor, w: Lists, b: Lists) -> Tensor:
+    check_grouped_linear(xs, offsets, w, b)
+    out: Tensor = providers.run("grouped_linear", xs, offsets, w, b)
+    return out
+
+
+def _grouped_linear_fake(xs: Tensor, offsets: Tensor, w: Lists, b: Lists) -> Tensor:
+    return xs.new_empty((xs.shape[0], check_grouped_linear(xs, offsets, w, b)))
+
+
+def _grouped_linear_backward(grad: Tensor, xs: Tensor, offsets: Tensor, w: Lists, b: Lists, needs: Sequence[bool]) -> list[Tensor]:
+    out: list[Tensor] = providers.run("grouped_linear_backward", grad, xs, offsets, w, b, needs)
+    return out
+
+
+def _grouped_linear_backward_fake(
+    grad: Tensor, xs: Tensor, offsets: Tensor, w: Lists, b: Lists, needs: Sequence[bool]
+) -> list[Tensor]:
+    out = [xs.new_empty(xs.shape)] if needs[0] else []
+    out += [torch.empty_like(t) for t in w] if needs[1] else []
+    out += [torch.empty_like(t) for t in b] if needs[2] else []
+    return out
+
+
+def _expert_rows(v: Lists, offsets: Tensor, num_rows: int) -> Tensor:
+    check_expert_rows(v, offsets, num_rows)
+    out: Tensor = providers.run("expert_rows", v, offsets, num_rows)
+    return out
+
+
+def _expert_rows_fake(v: Lists, offsets: Tensor, num_rows: int) -> Tensor:
+    return v[0].new_empty((num_rows, check_expert_rows(v, offsets, num_rows)))
+
+
+def _expert_rows_backward(grad: Tensor, v: Lists, offsets: Tensor) -> list[Tensor]:
+    out: list[Tensor] = providers.run("expert_rows_backward", grad, v, offsets)
+    return out
+
+
+def _expert_rows_backward_fake(grad: Tensor, v: Lists, offsets: Tensor) -> list[Tensor]:
+    return [torch.empty_like(t) for t in v]
+
+
+def _combine(ys: Tensor, weights: Tensor | None, order: Tensor, offsets: Tensor, top_k: int, out_dtype: torch.dtype | None) -> Tensor:
+    check_combine(ys, weights, order, offsets, top_k, out_dtype)
+    out: Tensor = providers.run("combine", ys, weights, order, offsets, top_k, out_dtype)
+    return out
+
+
+def _combine_fake(ys: Tensor, weights: Tensor | None, order: Tensor, offsets: Tensor, top_k: int, out_dtype: torch.dtype | None) -> Tensor:
+    tokens = check_combine(ys, weights, order, offsets, top_k, out_dtype)
+    return ys.new_empty((tokens, ys.shape[1]), dtype=out_dtype or ys.dtype)
+
+
+def _combine_backward(
+    grad: Tensor, ys: Tensor, weights: Tensor | None, order: Tensor, offsets: Tensor, top_k: int, needs: Sequence[bool]
+) -> list[Tensor]:
+    out: list[Tensor] = providers.run("combine_backward", grad, ys, weights, order, offsets, top_k, needs)
+    return out
+
+
+def _combine_backward_fake(
+    grad: Tensor, ys: Tensor, weights: Tensor | None, order: Tensor, offsets: Tensor, top_k: int, needs: Sequence[bool]
+) -> list[Tensor]:
+    out = [ys.new_empty(ys.shape)] if needs[0] else []
+    return out + ([weights.new_empty(weights.shape)] if needs[1] and weights is not None else [])
+
+
+implement("permute", kernel=_permute, fake=_permute_fake, autograd=autograd.permute)
+implement("grouped_linear", kernel=_grouped_linear, fake=_grouped_linear_fake, autograd=autograd.grouped_linear)
+implement("expert_rows", kernel=_expert_rows, fake=_expert_rows_fake, autograd=autograd.expert_rows)
+implement("combine", kernel=_combine, fake=_combine_fake, autograd=autograd.combine)
+for _name, _run, _fake in (
+    ("grouped_linear", _grouped_linear_backward, _grouped_linear_backward_fake),
+    ("expert_rows", _expert_rows_backward, _expert_rows_backward_fake),
+    ("combine", _combine_backward, _combine_backward_fake),
+):
+    implement(f"{_name}_backward", kernel=_run, fake=_fake, autograd=once(f"{_name}_backward", _name))

@@ -1,0 +1,47 @@
+"""Schemas of every moefuse op, in one place; importing this defines them (without kernels)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_EXPERTS_ARGS = (
+    "Tensor x, Tensor ids, Tensor weights, Tensor[] w_in, Tensor[] w_up, Tensor[] w_out, "
+    "Tensor[] b_in, Tensor[] b_up, Tensor[] b_out, *, "
+    'str activation="silu", float[] activation_args=[], str gating="merged", bool up_first=False, bool weight_on_input=False, '
+    "ScalarType? out_dtype=None"
+)
+_BACKWARD_ARGS = (
+    "Tensor grad, Tensor x, Tensor weights, Tensor h, Tensor order, Tensor offsets, Tensor[] w_in, Tensor[] w_up, Tensor[] w_out, "
+    "Tensor[] b_in, Tensor[] b_up, Tensor[] b_out, bool[] needs, *, "
+    "str activation, float[] activation_args, str gating, bool up_first, bool weight_on_input"
+)
+
+SCHEMAS: tuple[str, ...] = (
+    f"experts({_EXPERTS_ARGS}) -> Tensor",
+    f"experts_forward({_EXPERTS_ARGS}) -> (Tensor out, Tensor h, Tensor order, Tensor offsets)",
+    f"experts_backward({_BACKWARD_ARGS}) -> Tensor[]",
+    "permute(Tensor x, Tensor ids, int num_experts) -> (Tensor xs, Tensor order, Tensor offsets)",
+    "grouped_linear(Tensor xs, Tensor offsets, Tensor[] w, Tensor[] b) -> Tensor",
+    "grouped_linear_backward(Tensor grad, Tensor xs, Tensor offsets, Tensor[] w, Tensor[] b, bool[] needs) -> Tensor[]",
+    "expert_rows(Tensor[] v, Tensor offsets, SymInt num_rows) -> Tensor",
+    "expert_rows_backward(Tensor grad, Tensor[] v, Tensor offsets) -> Tensor[]",
+    "combine(Tensor ys, Tensor? weights, Tensor order, Tensor offsets, SymInt top_k, ScalarType? out_dtype) -> Tensor",
+    "combine_backward(Tensor grad, Tensor ys, Tensor? weights, Tensor order, Tensor offsets, SymInt top_k, bool[] needs) -> Tensor[]",
+)
+
+# The caller's strides are part of the contract (in-out weight storage arrives as a transposed view), so Inductor must not re-lay inputs.
+_TAGS = tuple(getattr(torch.Tag, name) for name in ("pt2_compliant_tag", "needs_exact_strides") if hasattr(torch.Tag, name))
+
+LIBRARY = torch.library.Library("moefuse", "DEF")
+for _schema in SCHEMAS:
+    LIBRARY.define(_schema, tags=_TAGS)
+
+
+def implement(name: str, *, kernel: Callable[..., Any], fake: Callable[..., Any], autograd: Callable[..., Any]) -> None:
+    """Register one op: ``kernel`` for every device, ``fake`` for tracing, ``autograd`` above both."""
+    LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
+    LIBRARY.impl(name, autograd, "Autograd")
+    torch.library.register_fake(f"moefuse::{name}", fake, lib=LIBRARY)

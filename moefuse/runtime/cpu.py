@@ -1,0 +1,198 @@
+"""Routed experts as one sort and contiguous per-expert GEMMs over sorted rows: the CPU provider, and the fallback on any other device.
+
+Rows are worked on in chunks of whole experts, so temporaries stay small (and in cache) however many slots there are, and the activation
+runs once per chunk instead of once per expert. Only experts that have rows are visited. One host read of the expert ids per call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from moefuse.ops.activations import ACTIVATIONS
+from moefuse.ops.reference import accumulation_dtype, count_experts, expert_vector, expert_weight, split_gate
+from moefuse.runtime.gemm import mm_into
+from moefuse.runtime.routing import Group, chunked, groups_of, groups_of_ids, sort_slots
+
+FEW_SLOTS = 64
+"""Up to this many slots are sorted in Python."""
+CHUNK_ROWS = 256
+"""Rows of a chunk (more when one expert has more)."""
+SUM_AT_ONCE = 1 << 16
+"""Up to this many elements [T, K, H] the weighted sum over slots is one expression; above, one slot at a time without the temporaries."""
+
+Lists = Sequence[Tensor]
+
+
+def experts(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w_in: Lists,
+    w_up: Lists,
+    w_out: Lists,
+    b_in: Lists,
+    b_up: Lists,
+    b_out: Lists,
+    activation: str,
+    activation_args: Sequence[float],
+    gating: str,
+    up_first: bool,
+    weight_on_input: bool,
+    out_dtype: torch.dtype | None,
+) -> Tensor:
+    """``moefuse::experts``, arguments in schema order."""
+    num_experts = count_experts(w_in)
+    slots = ids.numel()
+    if slots <= FEW_SLOTS:
+        rows, groups = groups_of_ids(ids.reshape(-1).tolist(), num_experts)
+        valid = len(rows)
+        order = torch.tensor(rows, dtype=torch.int64, device=x.device)
+    else:
+        order, offsets = sort_slots(ids, num_experts)
+        ends = offsets.tolist()
+        groups, valid = groups_of(ends), ends[-1]
+    body = _Body(x, weights, order, w_in, w_up, w_out, b_in, b_up, b_out, activation, activation_args, gating, up_first, weight_on_input)
+    ys = body.run(groups, slots, None)
+    return _combine(ys, None if weight_on_input else weights, order, valid, x.shape[0], ids.shape[1], out_dtype or x.dtype)
+
+
+def experts_forward(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w_in: Lists,
+    w_up: Lists,
+    w_out: Lists,
+    b_in: Lists,
+    b_up: Lists,
+    b_out: Lists,
+    activation: str,
+    activation_args: Sequence[float],
+    gating: str,
+    up_first: bool,
+    weight_on_input: bool,
+    out_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``moefuse::experts_forward``: the output and (h, order, offsets) for backward; rows of h past the valid ones are zeros."""
+    order, offsets = sort_slots(ids, count_experts(w_in))
+    ends = offsets.tolist()
+    valid = ends[-1]
+    body = _Body(x, weights, order, w_in, w_up, w_out, b_in, b_up, b_out, activation, activation_args, gating, up_first, weight_on_input)
+    h = x.new_empty((order.shape[0], body.width))
+    h[valid:].zero_()
+    ys = body.run(groups_of(ends), order.shape[0], h)
+    out = _combine(ys, None if weight_on_input else weights, order, valid, x.shape[0], ids.shape[1], out_dtype or x.dtype)
+    return out, h, order, offsets
+
+
+class _Body:
+    """The expert body on sorted rows; holds the arguments of one call."""
+
+    def __init__(
+        self,
+        x: Tensor,
+        weights: Tensor,
+        order: Tensor,
+        w_in: Lists,
+        w_up: Lists,
+        w_out: Lists,
+        b_in: Lists,
+        b_up: Lists,
+        b_out: Lists,
+        activation: str,
+        activation_args: Sequence[float],
+        gating: str,
+        up_first: bool,
+        weight_on_input: bool,
+    ) -> None:
+        self.x, self.order = x, order
+        self.top_k = weights.shape[1]
+        self.scale = weights.reshape(-1) if weight_on_input else None
+        self.w_in, self.w_up, self.w_out, self.b_in, self.b_up, self.b_out = w_in, w_up, w_out, b_in, b_up, b_out
+        self.activation, self.args, self.gating, self.up_first = ACTIVATIONS[activation].forward, activation_args, gating, up_first
+        self.wide = accumulation_dtype(x.dtype)
+        self.out_features = w_in[0].shape[-2]
+        self.width = 2 * self.out_features if gating == "separate" else self.out_features
+
+    def rows(self, start: int, end: int) -> Tensor:
+        """Inputs [n, H] of sorted rows [start, end), times the routing weight if it goes on the input."""
+        if self.x.shape[0] == 1 and self.scale is None:
+            return self.x.expand(end - start, -1)
+        slots = self.order[start:end]
+        xs = self.x.index_select(0, slots // self.top_k)
+        if self.scale is None:
+            return xs
+        return (xs.to(self.wide) * self.scale[slots, None].to(self.wide)).to(self.x.dtype)
+
+    def pre_activation(self, xs: Tensor, h: Tensor, chunk: list[Group]) -> None:
+        """h [n, width] = first projection(s) of the chunk."""
+        if self.gating == "separate":
+            project(h[:, : self.out_features], xs, self.w_in, self.b_in, chunk)
+            project(h[:, self.out_features :], xs, self.w_up, self.b_up, chunk)
+        else:
+            project(h, xs, self.w_in, self.b_in, chunk)
+
+    def run(self, groups: list[Group], slots: int, save: Tensor | None) -> Tensor:
+        """Expert outputs [slots, Hout] in sorted order, invalid rows zero; the pre-activation goes to ``save`` [slots, width] if given."""
+        ys = self.x.new_empty((slots, self.w_out[0].shape[-2]))
+        ys[groups[-1][2] if groups else 0 :].zero_()
+        for chunk in chunked(groups, CHUNK_ROWS):
+            start, end = chunk[0][1], chunk[-1][2]
+            xs = self.rows(start, end)
+            h = self.x.new_empty((end - start, self.width)) if save is None else save[start:end]
+            self.pre_activation(xs, h, chunk)
+            gate, up = split_gate(h, self.gating, self.up_first)
+            a = self.activation(gate.to(self.wide), None if up is None else up.to(self.wide), self.args).to(self.x.dtype)
+            project(ys[start:end], a, self.w_out, self.b_out, chunk)
+        return ys
+
+
+def project(out: Tensor, rows: Tensor, w: Lists, b: Lists, groups: list[Group]) -> None:
+    """out[i] = rows[i] @ w[e].T + b[e] for consecutive groups; row 0 of both tensors is the first row of the first group."""
+    base = groups[0][1]
+    for e, start, end in groups:
+        mm_into(out[start - base : end - base], rows[start - base : end - base], expert_weight(w, e).t(), expert_vector(b, e))
+
+
+def back_project(out: Tensor, rows: Tensor, w: Lists, groups: list[Group]) -> None:
+    """out[i] = rows[i] @ w[e]."""
+    base = groups[0][1]
+    for e, start, end in groups:
+        mm_into(out[start - base : end - base], rows[start - base : end - base], expert_weight(w, e))
+
+
+def _combine(ys: Tensor, weights: Tensor | None, order: Tensor, valid: int, tokens: int, top_k: int, dtype: torch.dtype) -> Tensor:
+    """Weighted sum [T, Hout] over the slots of each token. ``order`` may stop after its valid entries; ys is zero past them."""
+    wide = accumulation_dtype(ys.dtype)
+    hidden = ys.shape[1]
+    slots = tokens * top_k
+    if not valid:
+        return torch.zeros((tokens, hidden), dtype=dtype, device=ys.device)
+    position = torch.full((slots,), slots - 1, dtype=torch.int64, device=ys.device) if order.shape[0] < slots else order.new_empty(slots)
+    position[order] = torch.arange(order.shape[0], device=ys.device)
+    if weights is not None:
+        weights = weights.to(wide)
+        if valid < slots:
+            weights = weights.masked_fill((position >= valid).view(tokens, top_k), 0)
+    return sum_slots(ys, position.view(tokens, top_k), weights).to(dtype)
+
+
+def sum_slots(ys: Tensor, position: Tensor, weights: Tensor | None) -> Tensor:
+    """sum over k of weights[t, k] * ys[position[t, k]], slot 0 first, in the accumulation dtype. [T, Hout]."""
+    wide = accumulation_dtype(ys.dtype)
+    tokens, top_k = position.shape
+    hidden = ys.shape[1]
+    if tokens * top_k * hidden <= SUM_AT_ONCE:
+        terms = ys.index_select(0, position.reshape(-1)).view(tokens, top_k, hidden).to(wide)
+        return (terms if weights is None else terms * weights[:, :, None]).sum(1)
+    out = torch.zeros((tokens, hidden), dtype=wide, device=ys.device)
+    for k in range(top_k):
+        rows = ys.index_select(0, position[:, k])
+        if weights is None:
+            out.add_(rows)
+        else:
+            out.addcmul_(rows.to(wide), weights[:, k : k + 1])
+    return out

@@ -1,0 +1,83 @@
+"""Who computes an op: ordered providers, each saying in one function what it supports.
+
+A provider is a pair of functions for one op, both called with the op's arguments in schema order:
+``supports(*args) -> None`` when it can run them, else a short reason; ``run(*args) -> result``. They are asked in order, the first that
+supports the call runs it, and the portable implementation, which supports everything, is last. A GPU family under ``kernels/`` calls
+:func:`register` when it is imported. The arrays that pass from one op to the next (h, order, offsets) have one layout, given in
+``moefuse/ops/experts.py``, so the providers of a forward op and of its backward are chosen independently.
+
+``supports`` runs on every call: it looks at devices, dtypes and static sizes, and never reads data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from moefuse.runtime import backward, cpu, grouped
+
+
+@dataclass(frozen=True)
+class Provider:
+    """One implementation of one op."""
+
+    name: str
+    supports: Callable[..., str | None]
+    run: Callable[..., Any]
+
+
+def _everything(*args: Any) -> None:
+    return None
+
+
+def _portable(run: Callable[..., Any]) -> list[Provider]:
+    return [Provider("portable", _everything, run)]
+
+
+PROVIDERS: dict[str, list[Provider]] = {
+    "experts": _portable(cpu.experts),
+    "experts_forward": _portable(cpu.experts_forward),
+    "experts_backward": _portable(backward.experts_backward),
+    "permute": _portable(grouped.permute),
+    "grouped_linear": _portable(grouped.grouped_linear),
+    "grouped_linear_backward": _portable(grouped.grouped_linear_backward),
+    "expert_rows": _portable(grouped.expert_rows),
+    "expert_rows_backward": _portable(grouped.expert_rows_backward),
+    "combine": _portable(grouped.combine),
+    "combine_backward": _portable(grouped.combine_backward),
+}
+
+
+def register(op: str, provider: Provider) -> None:
+    """Put ``provider`` first in the order of ``op`` (a provider of the same name is replaced).
+
+    Raises:
+        ValueError: no such op.
+    """
+    if op not in PROVIDERS:
+        raise ValueError(f"no op {op!r} to provide; ops: {', '.join(PROVIDERS)}")
+    PROVIDERS[op][:] = [provider, *(p for p in PROVIDERS[op] if p.name != provider.name)]
+
+
+def unregister(op: str, name: str) -> None:
+    """Remove a registered provider; the portable one stays."""
+    PROVIDERS[op][:] = [p for p in PROVIDERS[op] if p.name != name or p.supports is _everything]
+
+
+def select(op: str, *args: Any) -> Provider:
+    """The provider that runs this call."""
+    for provider in PROVIDERS[op]:
+        if provider.supports(*args) is None:
+            return provider
+    raise AssertionError(f"no provider for moefuse::{op}: the portable one is missing")
+
+
+def explain(op: str, *args: Any) -> dict[str, str | None]:
+    """Each provider's answer for this call: None when it can run it, else its reason."""
+    return {p.name: p.supports(*args) for p in PROVIDERS[op]}
+
+
+def run(op: str, *args: Any) -> Any:
+    """Run one op's call on the first provider that supports it."""
+    return select(op, *args).run(*args)
