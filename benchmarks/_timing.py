@@ -1,0 +1,90 @@
+"""Paired, interleaved timing: every round runs each candidate once, so that a slow minute of the machine hits all of them alike."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def percentile(values: list[float], share: float) -> float:
+    """Linear interpolation between the sorted values; ``share`` in [0, 1]."""
+    return float(torch.tensor(values, dtype=torch.float64).quantile(share))
+
+
+def interleaved(
+    candidates: Mapping[str, Callable[[], object]], *, rounds: int, budget_s: float = 5.0, warmup: int = 2
+) -> dict[str, list[float]]:
+    """Milliseconds of each candidate in each round.
+
+    The order rotates from round to round. Short calls are repeated inside a round to at least a millisecond; long ones stop after
+    ``budget_s`` seconds, but not before five rounds.
+    """
+    repeats: dict[str, int] = {}
+    for name, call in candidates.items():
+        for _ in range(warmup):
+            call()
+        start = time.perf_counter()
+        call()
+        repeats[name] = max(1, min(100, int(1e-3 / max(time.perf_counter() - start, 1e-7))))
+    times: dict[str, list[float]] = {name: [] for name in candidates}
+    names, started = list(candidates), time.perf_counter()
+    for turn in range(rounds):
+        if turn >= 5 and time.perf_counter() - started > budget_s:
+            break
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            call, count = candidates[name], repeats[name]
+            start = time.perf_counter()
+            for _ in range(count):
+                call()
+            times[name].append((time.perf_counter() - start) / count * 1e3)
+    return times
+
+
+def summary(values: list[float]) -> dict[str, float]:
+    """Median and spread of one candidate."""
+    shares = {"p10": 0.1, "p25": 0.25, "median": 0.5, "p75": 0.75, "p90": 0.9}
+    return {"rounds": len(values)} | {name: percentile(values, share) for name, share in shares.items()}
+
+
+def paired_ratio(slow: list[float], fast: list[float]) -> dict[str, float]:
+    """slow / fast, taken round by round: above 1 when ``fast`` wins."""
+    return summary([s / f for s, f in zip(slow, fast, strict=True)])
+
+
+def environment() -> dict[str, Any]:
+    """Where and on what a result was measured."""
+    import transformers
+
+    model = next((line.split(":", 1)[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), platform.processor())
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": " ".join(["python", *sys.argv]),
+        "commit": _git("rev-parse", "HEAD"),
+        "uncommitted_changes": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "cpu": model,
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "load_average": os.getloadavg()[0],
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def _lines(path: str) -> list[str]:
+    file = Path(path)
+    return file.read_text().splitlines() if file.exists() else []
+
+
+def _git(*arguments: str) -> str:
+    done = subprocess.run(["git", *arguments], capture_output=True, text=True, cwd=Path(__file__).parent, check=False)
+    return done.stdout.strip()

@@ -1,0 +1,106 @@
+"""First-call time of ``torch.compile(backend="moefuse")`` beside ``backend="inductor"`` on an unmodified transformers model.
+
+    python benchmarks/compile_time.py --layers 4 --repeats 3 --out benchmarks/results/compile-time.json
+
+Each measurement is a fresh process with empty Inductor cache folders; the two backends alternate. Measured is the first call (Dynamo,
+rewrite, Inductor, C++ compiler), without imports and model construction, after one tiny unrelated compilation has paid the one-off costs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from _timing import environment, paired_ratio, summary
+
+BACKENDS = ("inductor", "moefuse")
+
+
+def first_call(backend: str, layers: int, train: bool) -> dict[str, Any]:
+    """What the child process does."""
+    import logging
+    import time
+    import warnings
+
+    import torch
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    config = Qwen3MoeConfig(
+        num_hidden_layers=layers, hidden_size=256, moe_intermediate_size=96, intermediate_size=512, head_dim=32, num_attention_heads=8,
+        num_key_value_heads=2, num_experts=64, num_experts_per_tok=8, vocab_size=1024, norm_topk_prob=True, decoder_sparse_step=1,
+        mlp_only_layers=[], pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = Qwen3MoeForCausalLM(config).train(train)
+    ids = torch.randint(3, 1024, (1, 64))
+    torch.compile(lambda x: x.sin() + 1, backend="inductor")(torch.ones(8))
+    compiled = torch.compile(model, backend=backend)
+
+    def step() -> float:
+        start = time.perf_counter()
+        if train:
+            compiled(ids, labels=ids, use_cache=False).loss.backward()
+        else:
+            with torch.no_grad():
+                compiled(ids, use_cache=False)
+        return time.perf_counter() - start
+
+    seconds = step()
+    fused = 0
+    if backend == "moefuse":
+        import moefuse
+
+        report = moefuse.last_report()
+        fused = len(report.fused) if report else 0
+    return {"seconds": seconds, "steady_s": min(step() for _ in range(3)), "fused": fused}
+
+
+def child(backend: str, args: argparse.Namespace) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        environ = os.environ | {"TORCHINDUCTOR_CACHE_DIR": folder, "TRITON_CACHE_DIR": folder}
+        command = [sys.executable, __file__, "--child", backend, "--layers", str(args.layers)] + (["--train"] if args.train else [])
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{backend} failed:\n{done.stderr[-3000:]}")
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--train", action="store_true", help="forward and backward instead of inference")
+    parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--child", choices=BACKENDS, default=None, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        print(json.dumps(first_call(args.child, args.layers, args.train)))
+        return
+    seconds: dict[str, list[float]] = {backend: [] for backend in BACKENDS}
+    for turn in range(args.repeats):
+        for backend in BACKENDS if turn % 2 == 0 else BACKENDS[::-1]:
+            result = child(backend, args)
+            if backend == "moefuse" and result["fused"] != args.layers:
+                raise SystemExit(f"moefuse fused {result['fused']} of {args.layers} layers")
+            seconds[backend].append(result["seconds"])
+            print(f"{backend:9s} first call {result['seconds']:6.2f} s, then {result['steady_s'] * 1e3:7.2f} ms", flush=True)
+    ratio = paired_ratio(seconds["moefuse"], seconds["inductor"])
+    print(f"moefuse / inductor: {ratio['median']:.2f}x (median of {args.repeats} pairs)")
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        rows = {name: summary(values) for name, values in seconds.items()}
+        settings = {"layers": args.layers, "train": args.train}
+        args.out.write_text(json.dumps(environment() | settings | {"unit": "s", "seconds": rows, "ratio": ratio}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

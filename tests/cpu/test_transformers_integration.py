@@ -1,0 +1,303 @@
+"""``experts_implementation="moefuse"`` computes what transformers' own implementations compute, on every flag they have."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import itertools
+import sys
+import types
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("transformers.integrations.moe")
+
+from transformers import Trainer, TrainingArguments
+from transformers.activations import ACT2FN
+from transformers.integrations.moe import grouped_mm_experts_forward, use_experts_implementation
+
+from moefuse.integrations.transformers import NAME, ExpertsModuleError, experts_forward
+from tests.zoo import tiny
+from tests.zoo.budget import assert_gradients_within_budget, assert_within_budget, cast, output_and_gradients
+
+REGISTERED = [name for name, family in tiny.FAMILIES.items() if family.registry]
+EXPERTS, HIDDEN, WIDTH, TOP_K = 8, 32, 24, 2
+
+
+# ---- whole models ----------------------------------------------------------------------------------------------------------------
+
+
+def three_models(name: str, dtype: torch.dtype = torch.float32) -> tuple[Any, Any, Any]:
+    """The same model with moefuse's experts, with transformers' loop, and with the loop in double precision."""
+    ours = cast(tiny.build(name, experts_implementation=NAME), dtype)
+    loop = cast(tiny.build(name, experts_implementation="eager"), dtype)
+    loop.load_state_dict(ours.state_dict())
+    return ours, loop, cast(copy.deepcopy(loop), torch.float64)
+
+
+@pytest.mark.parametrize("name", REGISTERED)
+def test_family_equals_eager_loop(name: str) -> None:
+    ours, loop, exact = three_models(name)
+    ids = tiny.tokens()
+    (out, grads), (out_loop, grads_loop), (out_exact, grads_exact) = (
+        output_and_gradients(model, lambda m=model: tiny.hidden(m, ids)) for model in (ours, loop, exact)
+    )
+    assert_within_budget(out, out_loop, out_exact)
+    assert_gradients_within_budget(grads, grads_loop, grads_exact)
+
+
+@pytest.mark.parametrize("name", REGISTERED)
+def test_family_in_bfloat16(name: str) -> None:
+    ours, loop, exact = three_models(name, torch.bfloat16)
+    ids = tiny.tokens(2, 24)
+    with torch.no_grad():
+        assert_within_budget(*(tiny.hidden(model, ids) for model in (ours, loop, exact)))
+
+
+@pytest.mark.parametrize("name", REGISTERED)
+def test_family_is_one_graph(name: str) -> None:
+    model = tiny.build(name, experts_implementation=NAME)
+    seen: list[str] = []
+
+    def backend(gm: torch.fx.GraphModule, _: list[Tensor]) -> Any:
+        seen.extend(str(node.target) for node in gm.graph.nodes if str(node.target).startswith("moefuse."))
+        return gm.forward
+
+    ids = tiny.tokens()
+    with torch.no_grad():
+        compiled = torch.compile(model, backend=backend, fullgraph=True)
+        torch.testing.assert_close(tiny.hidden(compiled, ids), tiny.hidden(model, ids))
+    ends = [op for op in seen if op.startswith(("moefuse.experts", "moefuse.combine"))]
+    assert len(ends) == tiny.FAMILIES[name].layers
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_compiled_with_inductor(name: str) -> None:
+    ours, loop, exact = three_models(name)
+    compiled = torch.compile(ours, backend="inductor", fullgraph=True)
+    ids = tiny.tokens()
+    (out, grads), (out_loop, grads_loop), (out_exact, grads_exact) = (
+        output_and_gradients(owner, lambda m=model: tiny.hidden(m, ids))
+        for owner, model in ((ours, compiled), (loop, loop), (exact, exact))
+    )
+    assert_within_budget(out, out_loop, out_exact, factor=2.0)
+    assert_gradients_within_budget(grads, grads_loop, grads_exact, factor=2.0)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_generate(name: str) -> None:
+    ours, loop, _ = three_models(name)
+    arguments = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    ids = tiny.tokens(2, 5)
+    assert torch.equal(ours.generate(ids, **arguments), loop.generate(ids, **arguments))
+
+
+def test_set_experts_implementation() -> None:
+    model = tiny.build("mixtral")
+    model.set_experts_implementation(NAME)
+    assert model.get_experts_implementation()[""] == NAME
+    ids = tiny.tokens()
+    with torch.no_grad():
+        got = tiny.hidden(model, ids)
+        model.set_experts_implementation("eager")
+        torch.testing.assert_close(got, tiny.hidden(model, ids))
+
+
+def test_trainer(tmp_path: Any) -> None:
+    losses = []
+    for implementation in (NAME, "eager"):
+        model = tiny.build("qwen3_moe", experts_implementation=implementation)
+        arguments = TrainingArguments(
+            output_dir=str(tmp_path / implementation), max_steps=2, per_device_train_batch_size=2, use_cpu=True, report_to=[],
+            logging_steps=1, save_strategy="no", learning_rate=1e-2, seed=0, disable_tqdm=True,
+        )  # fmt: skip
+        rows = [{"input_ids": row, "labels": row} for row in tiny.tokens(8, 8)]
+        trainer = Trainer(model=model, args=arguments, train_dataset=rows)
+        trainer.train()
+        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    assert len(losses[0]) == 2
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+# ---- one experts module: every flag ----------------------------------------------------------------------------------------------
+
+
+def make_experts(
+    *, gate: bool = True, bias: bool = False, transposed: bool = False, norm: bool = False, custom_gate: bool = False,
+    concatenated: bool = True, act: Any = "silu", dtype: torch.dtype = torch.float32,
+) -> nn.Module:  # fmt: skip
+    """An experts module decorated with the given flags; no family of transformers uses all of their combinations."""
+    generator = torch.Generator().manual_seed(3)
+
+    def parameter(*shape: int) -> nn.Parameter:
+        return nn.Parameter((torch.randn(*shape, generator=generator) * 0.3).to(dtype))
+
+    class Experts(nn.Module):
+        def __init__(self, config: Any) -> None:
+            super().__init__()
+            self.num_experts = EXPERTS
+            name, width = ("gate_up_proj", 2 * WIDTH) if gate else ("up_proj", WIDTH)
+            setattr(self, name, parameter(EXPERTS, HIDDEN, width) if transposed else parameter(EXPERTS, width, HIDDEN))
+            self.down_proj = parameter(EXPERTS, WIDTH, HIDDEN) if transposed else parameter(EXPERTS, HIDDEN, WIDTH)
+            if bias:
+                setattr(self, f"{name}_bias", parameter(EXPERTS, width))
+                self.down_proj_bias = parameter(EXPERTS, HIDDEN)
+            if norm:
+                self.post_expert_norm = nn.RMSNorm(HIDDEN, eps=1e-6, dtype=dtype)
+            self.act_fn = ACT2FN[act] if isinstance(act, str) else act
+
+        def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+            raise NotImplementedError
+
+    if custom_gate:
+
+        def _apply_gate(self: Any, gate_up: Tensor) -> Tensor:
+            first, second = gate_up[..., ::2], gate_up[..., 1::2]
+            return torch.tanh(first.clamp(max=0.7)) * (second + 1)
+
+        Experts._apply_gate = _apply_gate  # type: ignore[attr-defined]
+    decorated = use_experts_implementation(
+        is_concatenated=concatenated, is_transposed=transposed, has_bias=bias, has_gate=gate, has_post_expert_norm=norm
+    )(Experts)
+    return decorated(types.SimpleNamespace(_experts_implementation=NAME))
+
+
+def routed(tokens: int = 12, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(4)
+    x = torch.randn(tokens, HIDDEN, generator=generator).to(dtype).requires_grad_()
+    weights, ids = torch.rand(tokens, EXPERTS, generator=generator).topk(TOP_K)
+    return x, ids, weights.to(dtype).requires_grad_()
+
+
+def run(function: Any, module: nn.Module, x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, list[Tensor]]:
+    out = function(module, x, ids, weights)
+    direction = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
+    return out, list(torch.autograd.grad(out, [x, weights, *module.parameters()], direction))
+
+
+def assert_same(module: nn.Module, x: Tensor, ids: Tensor, weights: Tensor) -> None:
+    out, grads = run(experts_forward, module, x, ids, weights)
+    expected, expected_grads = run(grouped_mm_experts_forward, module, x, ids, weights)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+    for got, want in zip(grads, expected_grads, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("gate", "bias", "transposed", "norm", "custom_gate"), list(itertools.product([True, False], repeat=5)))
+def test_flags(gate: bool, bias: bool, transposed: bool, norm: bool, custom_gate: bool) -> None:
+    module = make_experts(gate=gate, bias=bias, transposed=transposed, norm=norm, custom_gate=custom_gate)
+    assert_same(module, *routed())
+
+
+@pytest.mark.parametrize("gate", [True, False])
+@pytest.mark.parametrize("act", [*sorted(ACT2FN), torch.nn.functional.silu, torch.tanh, lambda x: x.sin()])
+def test_activations(act: Any, gate: bool) -> None:
+    module = make_experts(gate=gate, act=act)
+    if act == "xielu":
+        module.float()
+    assert_same(module, *routed())
+
+
+def test_hooked_activation_is_called() -> None:
+    module = make_experts()
+    seen: list[int] = []
+    module.act_fn.register_forward_hook(lambda *_: seen.append(1))  # type: ignore[union-attr, operator]
+    experts_forward(module, *routed())
+    assert seen
+
+
+def test_gate_set_on_the_instance_is_honoured() -> None:
+    module = make_experts()
+    module._apply_gate = types.MethodType(lambda self, rows: rows[..., :WIDTH].cos(), module)  # type: ignore[assignment]
+    assert_same(module, *routed())
+
+
+@pytest.mark.parametrize("custom_gate", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+def test_sentinels_of_expert_parallelism(custom_gate: bool, bias: bool) -> None:
+    """Ids of experts on other ranks equal num_experts: no contribution, no gradient, and never a read out of bounds."""
+    module = make_experts(custom_gate=custom_gate, bias=bias)
+    module._is_expert_parallel = True  # type: ignore[assignment]
+    x, ids, weights = routed()
+    ids = torch.where(torch.arange(ids.numel()).view_as(ids) % 3 == 0, EXPERTS, ids)
+    ids[0] = EXPERTS
+    weights = weights.detach().masked_fill(ids == EXPERTS, 0.0).requires_grad_()
+    assert_same(module, x, ids, weights)
+
+
+def test_flags_of_older_releases() -> None:
+    """transformers 5.17 knows neither has_post_expert_norm nor _is_expert_parallel."""
+    module = make_experts()
+    expected = experts_forward(module, *routed())
+    for flag in ("has_post_expert_norm", "_is_expert_parallel", "is_concatenated"):
+        delattr(module, flag)
+    torch.testing.assert_close(experts_forward(module, *routed()), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("custom_gate", [True, False])
+def test_dtypes_follow_grouped_mm(custom_gate: bool) -> None:
+    """Autocast leaves float32 hidden states or routing weights beside bfloat16 experts."""
+    module = make_experts(dtype=torch.bfloat16, custom_gate=custom_gate)
+    x, ids, weights = routed()
+    for hidden, routing in itertools.product((torch.float32, torch.bfloat16), repeat=2):
+        arguments = (module, x.detach().to(hidden), ids, weights.detach().to(routing))
+        got, want = experts_forward(*arguments), grouped_mm_experts_forward(*arguments)
+        assert got.dtype == want.dtype == hidden
+        torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("custom_gate", [True, False])
+def test_no_tokens(custom_gate: bool) -> None:
+    module = make_experts(custom_gate=custom_gate)
+    x, ids, weights = routed(0)
+    out = experts_forward(module, x, ids, weights)
+    assert out.shape == (0, HIDDEN)
+    out.sum().backward()
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------------------
+
+
+def test_refuses_interleaved_flag_with_the_default_gate() -> None:
+    with pytest.raises(ExpertsModuleError, match=r"make_experts.*Experts: is_concatenated=False"):
+        experts_forward(make_experts(concatenated=False), *routed())
+
+
+def test_interleaved_flag_with_its_own_gate_runs() -> None:
+    assert_same(make_experts(concatenated=False, custom_gate=True), *routed())
+
+
+def test_refuses_flags_that_promise_missing_weights() -> None:
+    module = make_experts()
+    module.has_bias = True  # type: ignore[assignment]
+    with pytest.raises(ExpertsModuleError, match=r"has_bias=True.*gate_up_proj_bias"):
+        experts_forward(module, *routed())
+    module.has_gate = False  # type: ignore[assignment]
+    with pytest.raises(ExpertsModuleError, match=r"has_gate=False.*`up_proj`"):
+        experts_forward(module, *routed())
+
+
+def test_refuses_quantised_weights() -> None:
+    module = make_experts()
+    module.down_proj = nn.Parameter(module.down_proj.detach().to(torch.int8), requires_grad=False)  # type: ignore[operator, union-attr]
+    with pytest.raises(ExpertsModuleError, match=r"`down_proj` is torch.int8"):
+        experts_forward(module, *routed())
+
+
+def reload_without(monkeypatch: pytest.MonkeyPatch, blocked: str) -> None:
+    monkeypatch.setitem(sys.modules, blocked, None)
+    monkeypatch.delitem(sys.modules, "moefuse.integrations.transformers")
+    importlib.import_module("moefuse.integrations.transformers")
+
+
+def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ImportError, match="pip install transformers"):
+        reload_without(monkeypatch, "transformers")
+
+
+def test_transformers_without_a_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ImportError, match=r"registry of transformers 5.0 or newer.*has none"):
+        reload_without(monkeypatch, "transformers.integrations.moe")

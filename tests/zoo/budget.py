@@ -1,0 +1,73 @@
+"""Error budgets that come from data: a result may be about as far from an exact reference as the unmodified code is.
+
+The measure is the error of a row (one token) relative to the size of a typical row. Low precision can flip which expert a token is sent
+to, in either program, and such a row is not comparable; so the budget is held at the upper quartile of the rows, not at the worst row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Gradients = dict[str, Tensor]
+
+
+def row_errors(got: Tensor, exact: Tensor) -> Tensor:
+    """Error of every row (all dimensions but the last are rows) over the root mean square row of ``exact``."""
+    got, exact = got.detach().double().flatten(0, -2), exact.detach().double().flatten(0, -2)
+    scale = exact.norm(dim=-1).square().mean().sqrt().clamp_min(1e-30)
+    return (got - exact).norm(dim=-1) / scale
+
+
+def assert_within_budget(got: Tensor, eager: Tensor, exact: Tensor, factor: float = 1.5) -> None:
+    """``got`` is as close to ``exact`` as ``eager`` is, up to ``factor`` and a few roundings of the dtype."""
+    assert got.dtype == eager.dtype
+    assert got.shape == eager.shape
+    assert bool(torch.isfinite(got).all())
+    floor = 4 * torch.finfo(got.dtype).eps
+    ours, theirs = (float(row_errors(value, exact).quantile(0.75)) for value in (got, eager))
+    assert ours <= factor * theirs + floor, f"error {ours:.3g}, the unmodified program makes {theirs:.3g}"
+
+
+def assert_gradients_within_budget(got: Gradients, eager: Gradients, exact: Gradients, factor: float = 1.5) -> None:
+    """The same for the gradients of a model: every parameter has one, and the relative errors fit the budget parameter by parameter.
+
+    In low precision the upper quartile over the parameters is compared, for the reason given above.
+    """
+    assert got.keys() == eager.keys() == exact.keys()
+    ours, theirs = [], []
+    for name, reference in exact.items():
+        scale = reference.double().norm().clamp_min(1e-12)
+        ours.append(float((got[name].double() - reference.double()).norm() / scale))
+        theirs.append(float((eager[name].double() - reference.double()).norm() / scale))
+        assert bool(torch.isfinite(got[name]).all()), name
+    eps = torch.finfo(next(iter(got.values())).dtype).eps
+    if eps > 1e-4:
+        ours, theirs = ([float(torch.tensor(values).quantile(0.75))] for values in (ours, theirs))
+    for name, our, their in zip(exact, ours, theirs, strict=False):
+        assert our <= factor * their + 16 * eps, f"gradient of {name}: error {our:.3g}, the unmodified program makes {their:.3g}"
+
+
+def output_and_gradients(model: nn.Module, run: Callable[[], Tensor]) -> tuple[Tensor, Gradients]:
+    """Output of ``run`` and the gradients of a fixed scalar of it with respect to the parameters of ``model``."""
+    model.zero_grad(set_to_none=True)
+    out = run()
+    generator = torch.Generator().manual_seed(1)
+    direction = torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out.dtype)
+    (out * direction).sum().backward()
+    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return out.detach(), grads
+
+
+def cast(model: Any, dtype: torch.dtype) -> Any:
+    """The model in another floating dtype, keeping rotary frequencies as they are."""
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers() if "inv_freq" in name}
+    model = model.to(dtype)
+    for name, buffer in buffers.items():
+        owner, _, leaf = name.rpartition(".")
+        model.get_submodule(owner)._buffers[leaf] = buffer
+    return model
