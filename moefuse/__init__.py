@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from moefuse._version import __version__ as __version__
 from moefuse.api import compile as compile
 from moefuse.api import explain as explain
@@ -10,3 +12,27 @@ from moefuse.errors import FusionError as FusionError
 from moefuse.errors import OptionError as OptionError
 from moefuse.history import last_report as last_report
 from moefuse.report import FusionReport as FusionReport
+
+if TYPE_CHECKING:
+    from moefuse.inductor_pass import MoEFusionPass as MoEFusionPass
+
+__all__ = [
+    "FusionError",
+    "FusionReport",
+    "MoEFusionPass",
+    "OptionError",
+    "Options",
+    "__version__",
+    "compile",
+    "explain",
+    "last_report",
+]
+
+
+def __getattr__(name: str) -> object:
+    # It derives from one of Inductor's classes, and importing Inductor takes a second.
+    if name == "MoEFusionPass":
+        from moefuse.inductor_pass import MoEFusionPass
+
+        return MoEFusionPass
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -14,9 +14,12 @@ import inspect
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
+
+if TYPE_CHECKING:
+    from torch._inductor.custom_graph_pass import CustomGraphPass as CustomGraphPass
 
 CompiledFn = Callable[..., Any]
 
@@ -63,11 +66,13 @@ def with_stamp(patches: Mapping[str, Any], stamp: object) -> dict[str, Any]:
     return {**patches, _STAMPED_PASS: [*present, stamp] if present else stamp}
 
 
-def custom_graph_pass() -> type:
-    """Inductor's base class for graph passes with a cache key."""
-    from torch._inductor.custom_graph_pass import CustomGraphPass
+def __getattr__(name: str) -> object:
+    # Inductor's base class for graph passes with a cache key; as an attribute, so that it can be imported and still costs nothing before.
+    if name == "CustomGraphPass":
+        from torch._inductor.custom_graph_pass import CustomGraphPass
 
-    return CustomGraphPass
+        return CustomGraphPass
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 # --- errors that cross Dynamo -----------------------------------------------------------------------------------------------------
@@ -175,7 +180,7 @@ def borrowed_dynamo() -> Iterator[TraceLog]:
         for code in seen:
             # A frame that Dynamo skipped earlier has no compiled code to lose; it has to be tried again to learn why.
             if not eval_frame._debug_get_cache_entry_list(code):
-                eval_frame.reset_code(code)
+                _reset_code(code)
         kept = {code: set(map(id, eval_frame._debug_get_cache_entry_list(code))) for code in seen}
         backends = set(eval_frame.cached_backends)
         counters = {name: dict(counter) for name, counter in utils.counters.items()}
@@ -204,7 +209,8 @@ def borrowed_dynamo() -> Iterator[TraceLog]:
 def compile_apart(fn: Callable[..., Any], backend: CompiledFn) -> Callable[..., Any]:
     """``torch.compile`` whose recompilations do not count against the user's, where torch can do that."""
     apart: dict[str, Any] = {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(torch.compile).parameters else {}
-    return cast(Callable[..., Any], torch.compile(fn, backend=backend, **apart))
+    compiled: Callable[..., Any] = torch.compile(fn, backend=backend, **apart)
+    return compiled
 
 
 @contextlib.contextmanager
@@ -227,16 +233,20 @@ def _seen_codes() -> list[types.CodeType]:
     return [code for weak in convert_frame.input_codes.seen if (code := weak()) is not None]
 
 
+def _reset_code(code: types.CodeType) -> None:
+    torch._C._dynamo.eval_frame.reset_code(code)
+
+
 def _drop_new_entries(code: types.CodeType, kept: set[int] | None) -> None:
     from torch._dynamo import eval_frame
     from torch._dynamo.guards import DeletedGuardManagerWrapper
 
     if not kept:
-        eval_frame.reset_code(code)
+        _reset_code(code)
         return
     for entry in eval_frame._debug_get_cache_entry_list(code):
         manager = entry.guard_manager
-        if id(entry) not in kept and getattr(manager, "extra_state", None) is not None:
+        if id(entry) not in kept and manager.extra_state is not None:
             manager.extra_state.invalidate(entry, DeletedGuardManagerWrapper("moefuse.explain"))
 
 

@@ -54,7 +54,7 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> FusionRepor
 
     def fuse_only(gm: torch.fx.GraphModule, example_inputs: Sequence[object]) -> _torch_private.CompiledFn:
         report.extend(pipeline.rewrite(gm, example_inputs, options))
-        return cast(_torch_private.CompiledFn, gm.forward)
+        return gm.forward
 
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     with (

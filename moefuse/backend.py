@@ -40,7 +40,9 @@ def backend(
     history.record(report)
     with _torch_private.surfacing(FusionError):
         pipeline.publish(report, own)
-    return _torch_private.compile_fx(gm, example_inputs, _torch_private.with_stamp(patches, cache.stamp(own)))
+    from moefuse.inductor_pass import CacheStamp
+
+    return _torch_private.compile_fx(gm, example_inputs, _torch_private.with_stamp(patches, CacheStamp(cache.key(own))))
 
 
 def parse(mode: str | None, options: Mapping[str, object] | None) -> tuple[Options, dict[str, object]]:

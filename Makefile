@@ -1,0 +1,46 @@
+# Everything here works from a fresh clone with Python 3.11 or newer, pip and g++.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo lint test deep bench clean
+
+help:
+	@echo "make venv   the environment, pinned, in $(VENV)"
+	@echo "make demo   compile two models and show what was fused"
+	@echo "make test   style, types, and all tests that need no GPU"
+	@echo "make lint   style and types only"
+	@echo "make deep   the tests again with many more generated programs"
+	@echo "make bench  benchmarks"
+
+venv: $(STAMP)
+
+# torch comes first and alone: its version decides what everything else has to fit.
+$(STAMP): pyproject.toml requirements/torch.txt requirements/dev.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet -r requirements/torch.txt
+	$(BIN)/pip install --quiet -r requirements/dev.txt
+	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
+
+demo: $(STAMP)
+	$(BIN)/python examples/demo.py
+
+lint: $(STAMP)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy --package moefuse
+
+test: lint
+	$(BIN)/python -m pytest tests/null tests/cpu -x -q
+
+deep: $(STAMP)
+	HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest tests/null tests/cpu -q
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/run.py
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache

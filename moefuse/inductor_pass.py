@@ -1,0 +1,63 @@
+"""The two passes that moefuse gives to Inductor: the cache stamp, and the whole of moefuse for people who stay on Inductor.
+
+Importing this module imports Inductor, which takes a second: it is only done when something is compiled or MoEFusionPass is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from moefuse import _torch_private, cache, history, pipeline
+from moefuse._torch_private import CustomGraphPass
+from moefuse.config import Options
+from moefuse.errors import FusionError, OptionError
+
+
+class CacheStamp(CustomGraphPass):
+    """Does nothing; its ``uuid`` keeps Inductor from serving what an older moefuse or other options produced."""
+
+    def __init__(self, key: str) -> None:
+        self._key = key
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        """Nothing to do: only the key matters."""
+
+    def uuid(self) -> str:
+        return self._key
+
+
+class MoEFusionPass(CustomGraphPass):
+    """moefuse as a custom pass of ``backend="inductor"``::
+
+        with torch._inductor.config.patch(pre_grad_custom_pass=moefuse.MoEFusionPass()):
+            torch.compile(model)(x)
+
+    The slot ``pre_grad_custom_pass`` is the one that sees the graph as Dynamo traced it; no other fits. The pass has no access to the
+    model's weights, so ``verify="probe"`` works on synthetic ones. On a hit in Inductor's cache the pass does not run, and then
+    there is no report.
+
+    Args:
+        options: moefuse's own options, as for the backend.
+
+    Raises:
+        OptionError: for an unknown option, one of Inductor's options, or an illegal value.
+    """
+
+    def __init__(self, options: Mapping[str, object] | None = None) -> None:
+        self._options, rest = Options.from_user(options)
+        if rest:
+            raise OptionError(f"MoEFusionPass takes moefuse's options only; give {', '.join(map(repr, rest))} to torch.compile")
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        gm = graph.owning_module
+        if not self._options.enabled or gm is None:
+            return
+        report = pipeline.rewrite(gm, None, self._options)
+        history.record(report)
+        with _torch_private.surfacing(FusionError):
+            pipeline.publish(report, self._options)
+
+    def uuid(self) -> str:
+        return f"pass {cache.key(self._options)}"
