@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import moefuse.ops  # noqa: F401  # registers torch.ops.moefuse.*, which rewritten and cached graphs call
 from moefuse._version import __version__ as __version__
 from moefuse.api import compile as compile
 from moefuse.api import explain as explain

@@ -103,8 +103,9 @@ def _surfaced_class(kind: type[Exception]) -> Callable[..., Exception]:
 
     if issubclass(kind, ShortenTraceback):
         return kind
+    bases = (ShortenTraceback,) if issubclass(ShortenTraceback, kind) else (kind, ShortenTraceback)
     # Same name and module: in a traceback the user reads the documented class.
-    return type(kind.__name__, (kind, ShortenTraceback), {"__module__": kind.__module__, "__qualname__": kind.__qualname__})
+    return type(kind.__name__, bases, {"__module__": kind.__module__, "__qualname__": kind.__qualname__})
 
 
 # --- counters and traces ----------------------------------------------------------------------------------------------------------

@@ -33,7 +33,8 @@ def backend(
         FusionError: under ``strict``, when mixture-of-experts code is left as it was.
         RuntimeError: torch's own, for an unknown mode or an Inductor option with a value of the wrong type.
     """
-    own, patches = parse(mode, options)
+    with _torch_private.surfacing(ValueError, RuntimeError):
+        own, patches = parse(mode, options)
     if not own.enabled:
         return _torch_private.compile_fx(gm, example_inputs, patches)
     report = pipeline.rewrite(gm, example_inputs, own)
@@ -47,8 +48,7 @@ def backend(
 
 def parse(mode: str | None, options: Mapping[str, object] | None) -> tuple[Options, dict[str, object]]:
     """moefuse's options, and Inductor's config patches from ``mode`` and the rest of ``options``."""
-    with _torch_private.surfacing(ValueError, RuntimeError):
-        own, rest = Options.from_user(options)
-        if mode is not None and options:
-            raise RuntimeError("Either mode or options can be specified, but both can't be specified at the same time.")
-        return own, _torch_private.inductor_config(mode, rest)
+    own, rest = Options.from_user(options)
+    if mode is not None and options:
+        raise RuntimeError("Either mode or options can be specified, but both can't be specified at the same time.")
+    return own, _torch_private.inductor_config(mode, rest)

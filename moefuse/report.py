@@ -103,7 +103,8 @@ class FusionReport:
         for fused in _grouped(self.fused, lambda f: (_pattern(f.module), f.location, f.spec, f.domain, f.tier)):
             first = fused[0]
             errors = [f.error for f in fused if f.error is not None]
-            error = f"error {max(errors):.2g}" if errors else "not verified"
+            at_most = "at most " if len(errors) > 1 else ""
+            error = f"error {at_most}{max(errors):.2g}" if errors else "not verified"
             text = f"{first.spec}  [{first.domain}, {first.tier}, {error}]"
             rows.append(("fused", _modules([f.module for f in fused]), _basename(first.location), text))
         for skipped in _grouped(self.skipped, lambda s: (_pattern(s.module), s.location, s.code, s.message)):

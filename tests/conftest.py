@@ -1,0 +1,74 @@
+"""Hypothesis profiles, the gpu mark, and the fixtures that keep compile tests apart from each other."""
+
+from __future__ import annotations
+
+import os
+import sys
+import types
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import hypothesis
+import pytest
+import torch
+
+from moefuse.config import Options
+from moefuse.report import Fused, Skipped
+
+_CI = bool(os.environ.get("CI"))
+_COMMON = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
+hypothesis.settings.register_profile("quick", max_examples=15, derandomize=_CI, **_COMMON)
+hypothesis.settings.register_profile("deep", max_examples=500, print_blob=True, **_COMMON)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    """Nothing compiled before the test, and nothing left after it."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+    counters.clear()
+
+
+@dataclass
+class StubResult:
+    fused: list[Fused] = field(default_factory=list)
+    skipped: list[Skipped] = field(default_factory=list)
+
+
+@dataclass
+class StubDriver:
+    """Stands in for moefuse.passes.driver, for tests of what surrounds it. ``fuse`` may be replaced."""
+
+    result: StubResult = field(default_factory=StubResult)
+    action: Callable[[torch.fx.GraphModule], None] = lambda gm: None
+    calls: list[tuple[torch.fx.GraphModule, Sequence[object] | None, Options]] = field(default_factory=list)
+
+    def fuse(self, gm: torch.fx.GraphModule, example_inputs: Sequence[object] | None, options: Options) -> StubResult:
+        self.calls.append((gm, example_inputs, options))
+        self.action(gm)
+        return self.result
+
+
+@pytest.fixture
+def stub_driver(monkeypatch: pytest.MonkeyPatch) -> StubDriver:
+    import moefuse.passes
+
+    stub = StubDriver()
+    module = types.ModuleType("moefuse.passes.driver")
+    module.fuse = stub.fuse  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "moefuse.passes.driver", module)
+    monkeypatch.setattr(moefuse.passes, "driver", module, raising=False)
+    return stub
