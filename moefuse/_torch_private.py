@@ -95,17 +95,23 @@ def surfacing(*kinds: type[Exception]) -> Iterator[None]:
     try:
         yield
     except kinds as error:
-        raise _surfaced_class(type(error))(*error.args, first_useful_frame=None) from error.__cause__
+        raise _surfaced(error, sys._getframe()) from error.__cause__
 
 
-def _surfaced_class(kind: type[Exception]) -> Callable[..., Exception]:
+def _surfaced(error: Exception, frame: types.FrameType) -> Exception:
     from torch._dynamo.exc import ShortenTraceback
 
-    if issubclass(kind, ShortenTraceback):
-        return kind
+    kind, text = type(error), str(error)
+    if isinstance(error, ShortenTraceback):
+        return error
     bases = (ShortenTraceback,) if issubclass(ShortenTraceback, kind) else (kind, ShortenTraceback)
-    # Same name and module: in a traceback the user reads the documented class.
-    return type(kind.__name__, bases, {"__module__": kind.__module__, "__qualname__": kind.__qualname__})
+    # Name and module: in a traceback the user reads the documented class. __str__: Dynamo adds advice on its own bugs to the arguments.
+    body = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__str__": lambda self: text}
+    surfaced = type(kind.__name__, bases, body)
+    # Not through __init__, whose signature depends on the class. The frame is where Dynamo cuts its own frames off the traceback.
+    raised = cast(Exception, surfaced.__new__(surfaced, *error.args))
+    vars(raised)["first_useful_frame"] = frame
+    return raised
 
 
 # --- counters and traces ----------------------------------------------------------------------------------------------------------
