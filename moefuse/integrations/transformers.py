@@ -30,7 +30,9 @@ import moefuse.ops  # noqa: F401  (defines torch.ops.moefuse)
 try:
     import transformers
 except ImportError as error:
-    raise ImportError("moefuse.integrations.transformers needs the package transformers (5.0 or newer): pip install transformers") from error
+    raise ImportError(
+        "moefuse.integrations.transformers needs the package transformers (5.0 or newer): pip install transformers"
+    ) from error
 
 try:
     from transformers import activations as hf_activations
@@ -114,7 +116,7 @@ def _fused_activation(module: nn.Module) -> str | None:
     if _flag(module, "has_post_expert_norm", False):
         return None
     if _flag(module, "has_gate", True):
-        default_gate = type(module)._apply_gate is _default_apply_gate and "_apply_gate" not in module.__dict__
+        default_gate = getattr(type(module), "_apply_gate", None) is _default_apply_gate and "_apply_gate" not in module.__dict__
         if not _flag(module, "is_concatenated", True) and default_gate:
             raise _refuse(module, "is_concatenated=False, but its _apply_gate is the default one, which splits gate and up as two halves")
         if not default_gate:

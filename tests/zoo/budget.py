@@ -33,22 +33,24 @@ def assert_within_budget(got: Tensor, eager: Tensor, exact: Tensor, factor: floa
 
 
 def assert_gradients_within_budget(got: Gradients, eager: Gradients, exact: Gradients, factor: float = 1.5) -> None:
-    """The same for the gradients of a model: every parameter has one, and the relative errors fit the budget parameter by parameter.
+    """The same for the gradients of a model: every parameter has one, and the upper quartile of their relative errors fits the budget.
 
-    In low precision the upper quartile over the parameters is compared, for the reason given above.
+    In float32 each single parameter is held to three times the budget as well: one gradient has few roundings, and luck in them, so it
+    varies more than the quartile does.
     """
     assert got.keys() == eager.keys() == exact.keys()
     ours, theirs = [], []
     for name, reference in exact.items():
-        scale = reference.double().norm().clamp_min(1e-12)
-        ours.append(float((got[name].double() - reference.double()).norm() / scale))
-        theirs.append(float((eager[name].double() - reference.double()).norm() / scale))
         assert bool(torch.isfinite(got[name]).all()), name
-    eps = torch.finfo(next(iter(got.values())).dtype).eps
-    if eps > 1e-4:
-        ours, theirs = ([float(torch.tensor(values).quantile(0.75))] for values in (ours, theirs))
-    for name, our, their in zip(exact, ours, theirs, strict=False):
-        assert our <= factor * their + 16 * eps, f"gradient of {name}: error {our:.3g}, the unmodified program makes {their:.3g}"
+        scale = reference.double().norm().clamp_min(1e-12)
+        ours.append(float((got[name].double() - reference).norm() / scale))
+        theirs.append(float((eager[name].double() - reference).norm() / scale))
+    floor = 16 * torch.finfo(next(iter(got.values())).dtype).eps
+    our, their = (float(torch.tensor(errors).quantile(0.75)) for errors in (ours, theirs))
+    assert our <= factor * their + floor, f"error of the gradients {our:.3g}, the unmodified program makes {their:.3g}"
+    if floor < 1e-4:
+        for name, our, their in zip(exact, ours, theirs, strict=True):
+            assert our <= 3 * factor * their + floor, f"gradient of {name}: error {our:.3g}, the unmodified program makes {their:.3g}"
 
 
 def output_and_gradients(model: nn.Module, run: Callable[[], Tensor]) -> tuple[Tensor, Gradients]:
