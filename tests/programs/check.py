@@ -1,0 +1,157 @@
+"""Run a program compiled and as it is, and compare outputs, gradients and inputs within an error budget that comes from fp64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moefuse.config import Options
+from moefuse.report import Fused, Skipped
+from tests.programs.model import MoE, build, gold, inputs_for
+from tests.programs.mutations import BY_NAME
+from tests.programs.program import Program
+
+BAND: dict[torch.dtype, float] = {torch.float32: 64 * 1.2e-7, torch.bfloat16: 8 * 2.0**-8}
+"""Rounding allowance relative to the size of a tensor, for results where eager happens to be exact."""
+
+
+@dataclass
+class Outcome:
+    """What a compilation reported."""
+
+    fused: list[Fused] = field(default_factory=list)
+    skipped: list[Skipped] = field(default_factory=list)
+    graphs: int = 0
+
+    def __str__(self) -> str:
+        lines = [f"graphs={self.graphs}"]
+        lines += [f"fused {f.tier} {f.domain}: {f.spec}" for f in self.fused]
+        return "\n".join(lines + [f"skipped {s.code}: {s.message} ({s.location})" for s in self.skipped])
+
+
+@dataclass
+class Run:
+    """Outputs, inputs after the call, and gradients of one execution; all detached."""
+
+    outputs: tuple[Tensor, ...]
+    inputs: tuple[Tensor, ...]
+    grads: dict[str, Tensor]
+
+
+def light(outcome: Outcome, options: Options | None = None) -> Callable[[torch.fx.GraphModule, list[Any]], Callable[..., Any]]:
+    """A Dynamo backend: moefuse's passes, then eager execution of the rewritten graph."""
+    from moefuse.passes import driver
+
+    def backend(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        result = driver.fuse(gm, example_inputs, options or Options())
+        outcome.fused += result.fused
+        outcome.skipped += result.skipped
+        outcome.graphs += 1
+        return gm.forward
+
+    return backend
+
+
+def execute(call: Callable[..., Any], model: nn.Module, inputs: tuple[Tensor, ...], *, grad: bool = True) -> Run:
+    """Call, and differentiate a fixed scalar of the floating outputs. Inputs are fed as copies, so that the call may write to them."""
+    if not grad:
+        fed = [t.detach().clone() for t in inputs]
+        torch.manual_seed(0)
+        with torch.no_grad():
+            return Run(tuple(call(*fed)), tuple(fed), {})
+    leaves = [t.detach().clone().requires_grad_(t.is_floating_point()) for t in inputs]
+    fed = [t.clone() for t in leaves]
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(0)
+    outputs = call(*fed)
+    generator, loss = torch.Generator().manual_seed(7), torch.zeros((), dtype=torch.float64)
+    for out in outputs:
+        if out.is_floating_point() and out.requires_grad:
+            direction = torch.randn(out.shape, generator=generator, dtype=torch.float64)
+            loss = loss + (out.double() * direction).sum()
+    loss.backward()
+    named = {**dict(model.named_parameters()), **{f"input{i}": leaf for i, leaf in enumerate(leaves) if leaf.is_floating_point()}}
+    grads = {name: torch.zeros_like(t) if t.grad is None else t.grad.clone() for name, t in named.items()}
+    model.zero_grad(set_to_none=True)
+    return Run(tuple(o.detach().clone(memory_format=torch.preserve_format) for o in outputs), tuple(t.detach().clone() for t in fed), grads)
+
+
+def _compare(what: str, got: Tensor, eager: Tensor, exact: Tensor, scale: float, factor: float) -> None:
+    assert got.shape == eager.shape, f"{what}: shape {tuple(got.shape)}, eager {tuple(eager.shape)}"
+    assert got.dtype == eager.dtype, f"{what}: dtype {got.dtype}, eager {eager.dtype}"
+    if what.startswith("outputs"):
+        assert got.is_contiguous() == eager.is_contiguous(), f"{what}: strides {got.stride()}, eager {eager.stride()}"
+    if not got.is_floating_point():
+        assert torch.equal(got, eager), f"{what}: integers differ"
+        return
+    if got.numel() == 0:
+        return
+    ours, theirs = (float((value.double() - exact.double()).abs().max()) for value in (got, eager))
+    limit = factor * theirs + BAND.get(got.dtype, 1e-12) * scale
+    assert ours <= limit, f"{what}: error {ours:.3g} against fp64, eager's is {theirs:.3g}, limit {limit:.3g}"
+
+
+def compare(got: Run, eager: Run, exact: Run, factor: float = 2.0) -> None:
+    """``got`` equals ``eager`` within ``factor`` of eager's own error plus a few roundings."""
+    assert len(got.outputs) == len(eager.outputs)
+    for kind in ("outputs", "inputs"):
+        for i, (a, b, c) in enumerate(zip(getattr(got, kind), getattr(eager, kind), getattr(exact, kind), strict=True)):
+            _compare(f"{kind}[{i}]", a, b, c, float(c.double().abs().max()) if c.numel() else 0.0, factor)
+    assert got.grads.keys() == eager.grads.keys()
+    # A gradient may be zero but for cancellation (top-1 renormalised): its scale is then what the others say.
+    largest = max((float(g.abs().max()) for g in exact.grads.values() if g.numel()), default=0.0)
+    for name, g in exact.grads.items():
+        scale = max(float(g.abs().max()) if g.numel() else 0.0, 0.1 * largest)
+        _compare(f"grad of {name}", got.grads[name], eager.grads[name], g, scale, factor)
+
+
+def check_model(model: MoE, *, plain: bool, full: bool = False, grad: bool = True) -> Outcome:
+    """Compile and compare on two inputs with the same shapes; ``plain`` takes the slot-by-slot reference for fp64.
+
+    ``full`` goes through ``backend="moefuse"`` and Inductor, otherwise the rewritten graph runs in eager.
+    """
+    torch._dynamo.reset()
+    outcome, exact_model = Outcome(), gold(model, plain=plain)
+    if full:
+        import moefuse
+
+        compiled = torch.compile(model, backend="moefuse", fullgraph=True)
+    else:
+        compiled = torch.compile(model, backend=light(outcome), fullgraph=True)
+    for seed in range(2):
+        inputs = inputs_for(model, seed)
+        wide = tuple(t.double() if t.is_floating_point() else t for t in inputs)
+        exact = execute(exact_model, exact_model, wide, grad=grad)
+        compare(execute(compiled, model, inputs, grad=grad), execute(model, model, inputs, grad=grad), exact)
+    if full:
+        report = moefuse.last_report()
+        outcome = Outcome(list(report.fused), list(report.skipped), report.graph_count)
+    return outcome
+
+
+def check_program(p: Program, *, full: bool = False) -> Outcome:
+    """A positive program: equal to the reference, and fused as one region of the expected domain and tier."""
+    model = build(p)
+    outcome = check_model(model, plain=True, full=full)
+    assert len(outcome.fused) == 1, f"expected one fused region\n{outcome}\n{p}"
+    fused = outcome.fused[0]
+    assert fused.domain in p.domains, f"domain {fused.domain}, expected {p.domains}\n{p}"
+    assert fused.tier == p.tier, f"tier {fused.tier}, expected {p.tier}: {fused.spec}\n{p}"
+    spec = fused.spec
+    assert (spec.num_experts, spec.hidden, spec.weight_on) == (p.experts, p.hidden, p.weight_on), f"{spec}\n{p}"
+    assert spec.dtype.removeprefix("torch.") == p.dtype
+    return outcome
+
+
+def check_near_miss(p: Program, name: str) -> Outcome:
+    """A mutated program: equal to eager whatever was fused, and refused with the expected code where there is one."""
+    mutation = BY_NAME[name]
+    outcome = check_model(mutation.build(p), plain=False, grad=mutation.grad)
+    if mutation.code is not None:
+        assert not outcome.fused, f"{name}: expected a refusal ({mutation.code})\n{outcome}\n{p}"
+        assert mutation.code in {s.code for s in outcome.skipped}, f"{name}: expected {mutation.code}\n{outcome}\n{p}"
+    return outcome

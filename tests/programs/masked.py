@@ -1,0 +1,116 @@
+"""Loops over experts where each expert sees every token and a mask or dense weight picks the rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.programs.hooks import Hooks
+from tests.programs.program import Masked, Program
+from tests.programs.routing import Routed
+from tests.programs.selected import Mix
+from tests.programs.store import ExpertStore
+from tests.programs.style import Style
+
+
+def dense_weights(how: str, r: Routed, experts: int) -> Tensor:
+    """Routing weights as [T, E]."""
+    match how:
+        case "scatter":
+            return torch.zeros(r.ids.shape[0], experts, dtype=r.weights.dtype, device=r.ids.device).scatter(1, r.ids, r.weights)
+        case "scatter_":
+            return torch.zeros_like(r.logits, dtype=r.weights.dtype).scatter_(dim=1, index=r.ids, src=r.weights)
+        case "onehot_sum":
+            return (F.one_hot(r.ids, experts) * r.weights.unsqueeze(-1)).sum(dim=1)
+        case "onehot_einsum":
+            return torch.einsum("tk,tke->te", r.weights, F.one_hot(r.ids, num_classes=experts).to(r.weights.dtype))
+    assert r.dense is not None
+    return r.dense
+
+
+def _weight(how: str, r: Routed, dense: Tensor | None, e: int) -> Tensor:
+    """[T] routing weight of one expert, zero where it was not chosen."""
+    if dense is not None:
+        return dense[:, e]
+    chosen = r.ids == e
+    if how == "top1":
+        return r.weights * chosen
+    if how == "where":
+        return torch.where(chosen, r.weights, torch.zeros_like(r.weights)).sum(-1)
+    if how == "mask_mul":
+        return r.weights.masked_fill(~chosen, 0.0).sum(dim=1)
+    return torch.sum(r.weights * chosen.to(r.weights.dtype), dim=-1)
+
+
+class MaskedMix:
+    """The layer's combine as a callable of (store, x, routed)."""
+
+    def __init__(self, s: Masked, style: Style, hooks: Hooks) -> None:
+        self.s, self.style, self.hooks = s, style, hooks
+
+    def expert(self, store: ExpertStore, e: int, x: Tensor) -> Tensor:
+        """One expert on every token."""
+        return self.hooks.routed(e, store.run(e, self.style.noop(self.hooks.source(e, x))))
+
+    def terms(self, store: ExpertStore, x: Tensor, r: Routed) -> Iterator[tuple[int, Tensor]]:
+        """Weighted rows per expert."""
+        dense = None if self.s.weight in ("top1", "where", "mask_mul", "sum_mask") else dense_weights(self.s.weight, r, store.count)
+        for e in self.hooks.experts(store.count):
+            w = self.hooks.weight(e, _weight(self.s.weight, r, dense, e))
+            yield e, self.style.weigh(self.expert(store, e, x), self.style.last(w)).to(x.dtype)
+
+    def slot_terms(self, store: ExpertStore, x: Tensor, r: Routed) -> Iterator[tuple[int, Tensor]]:
+        """Weighted rows per slot and expert."""
+        for k in range(r.ids.shape[1]):
+            for e in self.hooks.experts(store.count):
+                w = self.style.last(self.hooks.weight(e, r.weights[:, k]))
+                y = self.style.mul(self.expert(store, e, x), w)
+                yield e, self.style.weigh(y, self.style.last(r.ids[:, k] == e)).to(x.dtype)
+
+    def loop(self, store: ExpertStore, x: Tensor, r: Routed) -> Tensor:
+        """One accumulator."""
+        out = torch.zeros_like(x)
+        for e, term in self.slot_terms(store, x, r) if self.s.weight == "slot_loop" else self.terms(store, x, r):
+            if self.hooks.join is not None:
+                out = self.hooks.join(out, term)
+            elif self.s.accumulate == "add":
+                out = out + term
+            elif self.s.accumulate == "iadd":
+                out += term
+            else:
+                out.add_(term)
+            out = self.hooks.partial(e, out)
+        return out
+
+    def listed(self, store: ExpertStore, x: Tensor, r: Routed) -> Tensor:
+        """All terms in a list, then one sum."""
+        parts = [term for _, term in (self.slot_terms(store, x, r) if self.s.weight == "slot_loop" else self.terms(store, x, r))]
+        if self.s.accumulate == "list_sum":
+            return sum(parts[1:], parts[0])
+        if self.s.accumulate == "cat_sum":
+            return torch.cat([part.unsqueeze(0) for part in parts]).sum(dim=0)
+        return torch.stack(parts).sum(0) if self.s.accumulate == "stack_sum" else torch.stack(parts, dim=1).sum(dim=1)
+
+    def einsum(self, store: ExpertStore, x: Tensor, r: Routed) -> Tensor:
+        """All experts stacked, combined by an einsum with dense weights."""
+        if self.s.weight in ("scatter", "onehot_einsum", "onehot_sum", "given"):
+            dense = dense_weights(self.s.weight, r, store.count)
+        else:
+            columns = [self.hooks.weight(e, _weight(self.s.weight, r, None, e)) for e in self.hooks.experts(store.count)]
+            dense = torch.stack(columns, dim=-1)
+        ys = torch.stack([self.expert(store, e, x) for e in self.hooks.experts(store.count)], dim=1)
+        return torch.einsum("te,teh->th", dense.to(ys.dtype), ys)
+
+    def __call__(self, store: ExpertStore, x: Tensor, r: Routed) -> Tensor:
+        if self.s.accumulate == "stack_einsum":
+            return self.einsum(store, x, r)
+        return (self.loop if self.s.accumulate in ("add", "iadd", "add_") else self.listed)(store, x, r)
+
+
+def make(p: Program, hooks: Hooks) -> Mix:
+    """The layer's combine as a function of (store, x, routed)."""
+    assert isinstance(p.spelling, Masked)
+    return MaskedMix(p.spelling, Style(p.noise), hooks)

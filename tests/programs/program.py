@@ -1,0 +1,272 @@
+"""The description of a generated program: frozen data whose repr builds the same program again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from moefuse.spec import Domain, Gating
+
+GATED: tuple[str, ...] = ("merged", "interleaved", "separate")
+SMOOTH: tuple[str, ...] = ("silu", "gelu", "gelu_tanh", "tanh_mix", "softplus")
+CUSTOM: tuple[str, ...] = ("tanh_mix", "softplus", "softmax")
+"""Activations that no template describes: they must reach the grouped tier."""
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How ids and weights come about. ``flat`` gives 1-D ids and weights (top-1 only)."""
+
+    recipe: Literal[
+        "softmax_topk",
+        "topk_softmax",
+        "topk_sigmoid",
+        "sigmoid_bias",
+        "argmax",
+        "max",
+        "sort_slice",
+        "noisy",
+        "neg_inf_softmax",
+        "neg_inf_sigmoid",
+        "inputs",
+    ] = "softmax_topk"
+    renorm: Literal["none", "div", "idiv", "eps", "clamp"] = "none"
+    scale: float = 1.0
+    upcast: bool = False
+    router_bias: bool = False
+    flat: bool = False
+
+
+@dataclass(frozen=True)
+class Body:
+    """One expert: gate/up projection, activation, down projection, and row-local extras that no template knows."""
+
+    gating: Gating = "merged"
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "oai", "tanh_mix", "softplus", "softmax"] = "silu"
+    form: int = 0
+    split: Literal["chunk", "split", "slice", "unflatten", "sizes"] = "chunk"
+    up_first: bool = False
+    bias: bool = False
+    extra: Literal["none", "norm_shared", "norm_each", "layernorm_each", "out_norm", "middle"] = "none"
+
+
+@dataclass(frozen=True)
+class Store:
+    """Where the weights live and how one expert's (or all experts') weight is read."""
+
+    kind: Literal["stacked", "flat", "parameter_list", "module_list", "module_dict", "sequential"] = "stacked"
+    layout: tuple[str, str] = ("out-in", "out-in")
+    access: Literal["index", "select", "unbind"] = "index"
+    linear: int = 0
+
+
+@dataclass(frozen=True)
+class Selected:
+    """A loop over experts; each sees only its own rows."""
+
+    find: Literal[
+        "where",
+        "nonzero_tuple",
+        "onehot_where",
+        "any_mask",
+        "any_where",
+        "any_squeeze",
+        "any_flatten",
+        "any_column",
+        "top1_mask",
+        "slot_loop",
+    ] = "where"
+    gather: Literal["index", "index_select", "none_index", "gather"] = "index"
+    combine: Literal["index_add_", "index_add", "iadd", "set_sum", "index_put_", "scatter_add_", "assign"] = "index_add_"
+    init: Literal["zeros_like", "zeros", "new_zeros", "full"] = "zeros_like"
+    weight_on: Literal["output", "input"] = "output"
+
+
+@dataclass(frozen=True)
+class Masked:
+    """A loop over experts; each sees every token, and a mask or a dense routing weight picks the rows."""
+
+    weight: Literal["sum_mask", "where", "scatter", "onehot_einsum", "onehot_sum", "given", "slot_loop", "mask_mul", "top1"] = "sum_mask"
+    accumulate: Literal["add", "iadd", "list_sum", "stack_sum", "stack_einsum", "stack_dim1", "add_", "cat_sum"] = "add"
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Weights gathered per routed slot, then batched products."""
+
+    ids: Literal["flat", "grid"] = "flat"
+    rows: Literal["repeat_interleave", "expand", "index", "repeat"] = "repeat_interleave"
+    product: Literal["bmm", "matmul", "einsum"] = "bmm"
+    gather: Literal["index", "index_select"] = "index"
+    combine: Literal["mul_view_sum", "view_mul_sum", "einsum", "matmul", "bmm", "index_add"] = "mul_view_sum"
+    weight_on: Literal["output", "input"] = "output"
+
+
+@dataclass(frozen=True)
+class Sorted:
+    """Slots sorted by expert, grouped products, and the way back."""
+
+    sort: Literal["sort", "sort_stable", "argsort", "argsort_stable"] = "sort"
+    token: Literal["floordiv", "div_floor", "repeat_index"] = "floordiv"
+    counts: Literal["histc", "histc_int", "one_hot", "scatter_add", "compare", "searchsorted"] = "histc"
+    gemm: Literal["fallback", "private", "functional"] = "fallback"
+    unsort: Literal["inverse_setitem", "argsort", "setitem", "index_copy_", "index_add_", "scatter"] = "inverse_setitem"
+    weigh: Literal["before", "after"] = "before"
+
+
+@dataclass(frozen=True)
+class Dense:
+    """Every expert on every token as one batched product, combined by dense routing weights."""
+
+    product: Literal["bmm", "matmul", "einsum_te", "einsum_et"] = "bmm"
+    weights: Literal["scatter", "scatter_", "onehot_sum", "onehot_einsum", "given", "gather"] = "scatter"
+    rows: Literal["repeat", "expand"] = "repeat"
+    combine: Literal["mul_sum", "einsum", "bmm"] = "mul_sum"
+    weight_on: Literal["output", "input"] = "output"
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Changes of spelling that change nothing, and things around the layer."""
+
+    noop: Literal["none", "contiguous", "reshape", "to", "clone", "view_as", "double_unsqueeze"] = "none"
+    mul: Literal["infix", "commuted", "method", "function"] = "infix"
+    last: Literal["none_index", "unsqueeze", "view", "keyword"] = "unsqueeze"
+    flatten: Literal["view", "reshape", "flatten"] = "view"
+    logits_out: bool = False
+    counts_out: bool = False
+    residual: bool = False
+    shared: Literal["none", "plain", "gated"] = "none"
+    pre_norm: bool = False
+
+
+@dataclass(frozen=True)
+class Program:
+    """One generated model: spelling x routing x body x storage x noise, with sizes."""
+
+    spelling: Selected | Masked | Slots | Sorted | Dense = field(default_factory=Selected)
+    routing: Routing = field(default_factory=Routing)
+    body: Body = field(default_factory=Body)
+    store: Store = field(default_factory=Store)
+    noise: Noise = field(default_factory=Noise)
+    tokens: tuple[int, ...] = (5,)
+    experts: int = 4
+    top_k: int = 2
+    hidden: int = 8
+    inter: int = 4
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    seed: int = 0
+
+    @property
+    def domains(self) -> tuple[Domain, ...]:
+        """The row domains a correct report may name for this spelling."""
+        match self.spelling:
+            case Selected():
+                return ("selected",)
+            case Masked(accumulate=how) if how.startswith(("stack", "cat")):
+                return ("masked", "dense")
+            case Masked():
+                return ("masked",)
+            case Slots():
+                return ("slots",)
+            case Sorted():
+                return ("sorted",)
+            case _:
+                return ("dense",)
+
+    @property
+    def tier(self) -> str:
+        """``fused`` when the body is a known expert, ``grouped`` for any other row-local body."""
+        return "grouped" if self.body.activation in CUSTOM or self.body.extra != "none" else "fused"
+
+    @property
+    def weight_on(self) -> str:
+        return getattr(self.spelling, "weight_on", "output")
+
+
+Rule = tuple[bool, str]
+
+
+def _routing_rules(p: Program) -> list[Rule]:
+    s, r = p.spelling, p.routing
+    reads_flat = (isinstance(s, Selected) and s.find == "top1_mask") or (isinstance(s, Masked) and s.weight == "top1")
+    how = getattr(s, "weights", getattr(s, "weight", ""))
+    loses_repeats = isinstance(s, Selected) and s.combine == "iadd" and s.find in ("where", "nonzero_tuple", "onehot_where")
+    return [
+        (p.top_k > p.experts, "more chosen experts than experts"),
+        (r.recipe in ("argmax", "max") and p.top_k != 1, "argmax chooses one expert"),
+        (r.flat and r.recipe not in ("argmax", "max"), "1-D ids mean top-1"),
+        (r.flat != reads_flat, "1-D ids and the spelling that reads them go together"),
+        (r.recipe.startswith("neg_inf") != (how == "given"), "dense weights from the router and the spelling that reads them go together"),
+        (r.recipe.startswith(("neg_inf", "topk")) and r.renorm != "none", "softmax over the chosen needs no renormalisation"),
+        (how == "slot_loop" and getattr(s, "accumulate", "") == "stack_einsum", "one term per expert"),
+        (r.recipe == "inputs" and (loses_repeats or how in ("scatter", "scatter_")), "a repeated id would be lost"),
+    ]
+
+
+def _storage_rules(p: Program) -> list[Rule]:
+    s, b, st = p.spelling, p.body, p.store
+    modules = st.kind in ("module_list", "module_dict", "sequential")
+    return [
+        (isinstance(s, Slots | Sorted | Dense) and st.kind not in ("stacked", "flat"), "batched products need stacked weights"),
+        (modules and (st.layout != ("out-in", "out-in") or st.access != "index"), "nn.Linear stores out-in"),
+        (st.kind == "flat" and st.layout[0] != st.layout[1], "flat storage has one layout"),
+        (st.kind == "sequential" and (b.gating != "plain" or b.extra not in ("none", "middle")), "nn.Sequential holds a plain expert"),
+        (
+            st.access != "index" and not (st.kind == "stacked" and isinstance(s, Selected | Masked)),
+            "only stacked weights have several ways to read one expert",
+        ),
+        (b.activation == "oai" and b.gating == "plain", "this activation needs a gate"),
+        (b.gating != "merged" and (b.split != "chunk" or (b.up_first and b.gating != "interleaved")), "nothing to split"),
+    ]
+
+
+def _sorted_rules(p: Program, s: Sorted) -> list[Rule]:
+    return [
+        ((s.gemm == "fallback") != (p.dtype == "float32"), "torch's own grouped_mm traces in bfloat16 only"),
+        (p.dtype == "bfloat16" and bool(p.hidden % 8 or p.inter % 8), "grouped_mm needs rows of a multiple of 16 bytes"),
+        (s.unsort == "index_add_" and s.weigh == "after", "nothing left to weigh after index_add"),
+    ]
+
+
+def _slots_rules(_p: Program, s: Slots) -> list[Rule]:
+    return [
+        (s.weight_on == "input" and s.ids == "grid", "not written"),
+        (s.combine in ("einsum", "matmul", "bmm") and s.weight_on == "input", "weight used twice"),
+        (s.ids == "grid" and s.combine == "index_add", "not written"),
+    ]
+
+
+def _dense_rules(p: Program, s: Dense) -> list[Rule]:
+    b = p.body
+    nonzero = b.bias or b.activation in ("softplus", "softmax") or b.extra == "layernorm_each" or s.weights == "gather"
+    return [
+        (s.weight_on == "input" and nonzero, "an unchosen expert of a zero row must give zero"),
+        (s.weight_on == "input" and s.product != "bmm", "not written"),
+    ]
+
+
+def _selected_rules(_p: Program, s: Selected) -> list[Rule]:
+    boolean = s.find in ("any_mask", "top1_mask", "slot_loop")
+    return [
+        (s.weight_on == "input" and boolean, "not written"),
+        (s.combine in ("set_sum", "assign") and not boolean, "boolean masks only"),
+        (boolean and s.combine not in ("iadd", "set_sum", "assign"), "a boolean mask is combined by assignment"),
+        (s.combine == "assign" and s.find != "top1_mask", "assignment is a sum for top-1 only"),
+        (boolean and s.gather != "index", "a boolean mask is indexed"),
+    ]
+
+
+def invalid(p: Program) -> str | None:
+    """Why this combination is not a program anybody can run (or not a mixture of experts); None when it is fine."""
+    rules = _routing_rules(p) + _storage_rules(p)
+    match p.spelling:
+        case Sorted() as s:
+            rules += _sorted_rules(p, s)
+        case Slots() as s:
+            rules += _slots_rules(p, s)
+        case Dense() as s:
+            rules += _dense_rules(p, s)
+        case Selected() as s:
+            rules += _selected_rules(p, s)
+    return next((reason for broken, reason in rules if broken), None)
