@@ -104,7 +104,7 @@ def experts(
         lengths = tuple(len(part) for part in lists)
         return _Experts.apply(options, lengths, x, ids, weights, *(t for part in lists for t in part))  # type: ignore[no-any-return]
     with below_autograd():
-        return ops.experts(x, ids, weights, *lists, **options)  # type: ignore[no-any-return]
+        return ops.experts.default(x, ids, weights, *lists, **options)  # type: ignore[no-any-return]
 
 
 def not_differentiable(name: str) -> Callable[..., Any]:

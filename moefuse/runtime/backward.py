@@ -130,7 +130,7 @@ def experts_backward(
                 d_xs.copy_(d_xs.to(wide) * scale)
     out: list[Tensor] = []
     if d_rows is not None:
-        out.append(sum_slots(d_rows, positions(order).view(x.shape[0], top_k), None).to(x.dtype))
+        out.append(sum_slots(d_rows, positions(order), None, top_k).to(x.dtype) if valid else torch.zeros(x.shape, dtype=x.dtype, device=x.device))
     if d_scale is not None:
         by_slot = torch.empty_like(d_scale)
         by_slot[order] = d_scale

@@ -6,7 +6,7 @@ runs once per chunk instead of once per expert. Only experts that have rows are 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -46,10 +46,11 @@ def experts(
     """``moefuse::experts``, arguments in schema order."""
     num_experts = count_experts(w_in)
     slots = ids.numel()
+    order: Tensor | None
     if slots <= FEW_SLOTS:
         rows, groups = groups_of_ids(ids.reshape(-1).tolist(), num_experts)
         valid = len(rows)
-        order = torch.tensor(rows, dtype=torch.int64, device=x.device)
+        order = None if rows == list(range(slots)) else torch.tensor(rows, dtype=torch.int64, device=x.device)
     else:
         order, offsets = sort_slots(ids, num_experts)
         ends = offsets.tolist()
@@ -95,7 +96,7 @@ class _Body:
         self,
         x: Tensor,
         weights: Tensor,
-        order: Tensor,
+        order: Tensor | None,
         w_in: Lists,
         w_up: Lists,
         w_out: Lists,
@@ -119,9 +120,12 @@ class _Body:
 
     def rows(self, start: int, end: int) -> Tensor:
         """Inputs [n, H] of sorted rows [start, end), times the routing weight if it goes on the input."""
-        if self.x.shape[0] == 1 and self.scale is None:
-            return self.x.expand(end - start, -1)
-        slots = self.order[start:end]
+        if self.scale is None:
+            if self.x.shape[0] == 1:
+                return self.x.expand(end - start, -1)
+            if self.order is None and self.top_k == 1:
+                return self.x[start:end]
+        slots = torch.arange(start, end, device=self.x.device) if self.order is None else self.order[start:end]
         xs = self.x.index_select(0, slots // self.top_k)
         if self.scale is None:
             return xs
@@ -152,45 +156,60 @@ class _Body:
 
 def project(out: Tensor, rows: Tensor, w: Lists, b: Lists, groups: list[Group]) -> None:
     """out[i] = rows[i] @ w[e].T + b[e] for consecutive groups; row 0 of both tensors is the first row of the first group."""
-    base = groups[0][1]
-    for e, start, end in groups:
-        mm_into(out[start - base : end - base], rows[start - base : end - base], expert_weight(w, e).t(), expert_vector(b, e))
+    stacked = w[0].transpose(1, 2) if len(w) == 1 and w[0].dim() == 3 else None
+    for (e, _, _), into, part in _cut(groups, out, rows):
+        mm_into(into, part, w[e].t() if stacked is None else stacked[e], expert_vector(b, e))
 
 
 def back_project(out: Tensor, rows: Tensor, w: Lists, groups: list[Group]) -> None:
     """out[i] = rows[i] @ w[e]."""
-    base = groups[0][1]
-    for e, start, end in groups:
-        mm_into(out[start - base : end - base], rows[start - base : end - base], expert_weight(w, e))
+    for (e, _, _), into, part in _cut(groups, out, rows):
+        mm_into(into, part, expert_weight(w, e))
 
 
-def _combine(ys: Tensor, weights: Tensor | None, order: Tensor, valid: int, tokens: int, top_k: int, dtype: torch.dtype) -> Tensor:
-    """Weighted sum [T, Hout] over the slots of each token. ``order`` may stop after its valid entries; ys is zero past them."""
+def _cut(groups: list[Group], out: Tensor, rows: Tensor) -> Iterator[tuple[Group, Tensor, Tensor]]:
+    """The rows of each group, of both tensors; rows past the last group are left out."""
+    sizes = [end - start for _, start, end in groups]
+    rest = rows.shape[0] - sum(sizes)
+    return zip(groups, out.split_with_sizes([*sizes, rest]), rows.split_with_sizes([*sizes, rest]), strict=False)
+
+
+def _combine(ys: Tensor, weights: Tensor | None, order: Tensor | None, valid: int, tokens: int, top_k: int, dtype: torch.dtype) -> Tensor:
+    """Weighted sum [T, Hout] over the slots of each token. ``order`` may stop after its valid entries; ys is zero past them.
+
+    None as ``order`` says that row i is slot i, and all are valid.
+    """
     wide = accumulation_dtype(ys.dtype)
     hidden = ys.shape[1]
     slots = tokens * top_k
     if not valid:
         return torch.zeros((tokens, hidden), dtype=dtype, device=ys.device)
+    if order is None:
+        weights = None if weights is None else weights.to(wide)
+        return sum_slots(ys, None, weights, top_k).to(dtype)
     position = torch.full((slots,), slots - 1, dtype=torch.int64, device=ys.device) if order.shape[0] < slots else order.new_empty(slots)
     position[order] = torch.arange(order.shape[0], device=ys.device)
     if weights is not None:
         weights = weights.to(wide)
         if valid < slots:
             weights = weights.masked_fill((position >= valid).view(tokens, top_k), 0)
-    return sum_slots(ys, position.view(tokens, top_k), weights).to(dtype)
+    return sum_slots(ys, position, weights, top_k).to(dtype)
 
 
-def sum_slots(ys: Tensor, position: Tensor, weights: Tensor | None) -> Tensor:
-    """sum over k of weights[t, k] * ys[position[t, k]], slot 0 first, in the accumulation dtype. [T, Hout]."""
+def sum_slots(ys: Tensor, position: Tensor | None, weights: Tensor | None, top_k: int) -> Tensor:
+    """sum over k of weights[t, k] * ys[position of slot (t, k)], slot 0 first, in the accumulation dtype. [T, Hout].
+
+    ``position`` [S] None: rows are in slot order already.
+    """
     wide = accumulation_dtype(ys.dtype)
-    tokens, top_k = position.shape
-    hidden = ys.shape[1]
-    if tokens * top_k * hidden <= SUM_AT_ONCE:
-        terms = ys.index_select(0, position.reshape(-1)).view(tokens, top_k, hidden).to(wide)
+    slots, hidden = ys.shape
+    if slots * hidden <= SUM_AT_ONCE:
+        rows = ys if position is None else ys.index_select(0, position)
+        terms = rows.view(-1, top_k, hidden).to(wide)
         return (terms if weights is None else terms * weights[:, :, None]).sum(1)
-    out = torch.zeros((tokens, hidden), dtype=wide, device=ys.device)
+    out = torch.zeros((slots // top_k, hidden), dtype=wide, device=ys.device)
     for k in range(top_k):
-        rows = ys.index_select(0, position[:, k])
+        rows = ys[k::top_k] if position is None else ys.index_select(0, position[k::top_k])
         if weights is None:
             out.add_(rows)
         else:
