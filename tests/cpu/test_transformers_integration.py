@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import inspect
 import itertools
 import sys
 import types
@@ -68,6 +69,8 @@ def test_family_in_bfloat16(name: str) -> None:
 @pytest.mark.parametrize("name", REGISTERED)
 def test_family_is_one_graph(name: str) -> None:
     model = tiny.build(name, experts_implementation=NAME)
+    if not any(hasattr(module, "is_transposed") for module in model.modules()):
+        pytest.skip("not decorated in this transformers")
     seen: list[str] = []
 
     def backend(gm: torch.fx.GraphModule, _: list[Tensor]) -> Any:
@@ -167,9 +170,12 @@ def make_experts(
             return torch.tanh(first.clamp(max=0.7)) * (second + 1)
 
         Experts._apply_gate = _apply_gate  # type: ignore[attr-defined]
-    decorated = use_experts_implementation(
-        is_concatenated=concatenated, is_transposed=transposed, has_bias=bias, has_gate=gate, has_post_expert_norm=norm
-    )(Experts)
+    flags = {"is_concatenated": concatenated, "is_transposed": transposed, "has_bias": bias, "has_gate": gate}
+    if norm:
+        if "has_post_expert_norm" not in inspect.signature(use_experts_implementation).parameters:
+            pytest.skip("this transformers has no norm after experts")
+        flags["has_post_expert_norm"] = True
+    decorated = use_experts_implementation(**flags)(Experts)
     return decorated(types.SimpleNamespace(_experts_implementation=NAME))
 
 
@@ -241,7 +247,7 @@ def test_flags_of_older_releases() -> None:
     module = make_experts()
     expected = experts_forward(module, *routed())
     for flag in ("has_post_expert_norm", "_is_expert_parallel", "is_concatenated"):
-        delattr(module, flag)
+        module.__dict__.pop(flag, None)
     torch.testing.assert_close(experts_forward(module, *routed()), expected, rtol=0, atol=0)
 
 
