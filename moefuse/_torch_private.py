@@ -271,7 +271,9 @@ def _given_up(metrics: Iterable[Any]) -> list[str]:
 
 def _break_text(reason: object, user_stack: Sequence[Any]) -> str:
     place = f" at {user_stack[-1].filename}:{user_stack[-1].lineno}" if user_stack else ""
-    return f"{_first_line(reason)}{place}"
+    line = _first_line(reason)
+    # Dynamo names the bytecode here, and the cause only in its log.
+    return f"{'Data-dependent branching' if line.startswith('generic_jump') else line}{place}"
 
 
 def _first_line(text: object) -> str:
