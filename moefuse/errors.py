@@ -23,6 +23,8 @@ CODES: dict[str, str] = {
     "device-unsupported": "device {device} is not supported by the fused op",
     "excluded": "the module path matches options['exclude']",
     "limit": "options['max_rewrites'] regions were fused already",
+    "context-differs": "the experts run under another grad mode or autocast than their sum",
+    "not-lowered": "the region is understood, but its replacement does not type-check: {detail}",
     "verification-failed": "the fused op and the original disagree on this model's weights: {detail}",
     "verification-error": "the check against the original could not run: {detail}",
     "internal-error": "moefuse itself failed, so the whole graph stays as it was: {error} (please report it with the logged traceback)",

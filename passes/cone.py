@@ -1,0 +1,157 @@
+"""An expert applied to every token, before anything says which expert it is: read backwards from its output.
+
+The cone of an output is everything that only this output uses. Where another expert (or the router) also uses a value, that value is the
+experts' input.
+"""
+
+from __future__ import annotations
+
+import heapq
+from typing import Any
+
+from torch.fx import Node
+
+from moefuse.passes.axes import Atom, Axes
+from moefuse.passes.context import Context
+from moefuse.passes.expr import Cast, Expr, Leaf, Linear, Op, SharedVector, Slice, Token, has_linear
+from moefuse.passes.facts import Domain, Rows, Table, View
+from moefuse.passes.operands import scalar
+from moefuse.passes.ops import tensor
+from moefuse.passes.sizes import same, shape_of
+
+
+def cone(ctx: Context, output: Node, reader: Node) -> set[Node]:
+    """Nodes whose every use leads only to ``output`` (which ``reader`` reads)."""
+    inside: set[Node] = {reader}
+    heap = [(-ctx.position[output], output)]
+    queued = {output}
+    while heap:
+        _, node = heapq.heappop(heap)
+        if node.op not in ("call_function", "call_method") or any(u not in inside for u in node.users):
+            continue
+        inside.add(node)
+        for source in node.all_input_nodes:
+            if source not in queued:
+                queued.add(source)
+                heapq.heappush(heap, (-ctx.position[source], source))
+    inside.discard(reader)
+    return inside
+
+
+def cone_rows(ctx: Context, node: Node, value: Node, table: Table | None) -> Rows | None:
+    """The rows of a plain value that a routing table (or a stack) is about to select from; None if no projection is in it."""
+    known = tensor(value)
+    if known is None or known.dim() < 2:
+        return None
+    shape = shape_of(known)
+    inside = cone(ctx, value, node)
+    memo: dict[Node, Expr] = {}
+    expr = _expr(ctx, value, value, inside, memo, len(shape))
+    axes: Axes = (*((Atom("t", i, s),) for i, s in enumerate(shape[:-1])), (Atom("f", 0, shape[-1]),))
+    if table is None:
+        return Rows(axes, Domain("masked"), expr) if has_linear(expr) else None
+    if table.expert is None:
+        return None if has_linear(expr) else _every_expert(ctx, node, value, table)
+    return Rows(axes, Domain("masked", table.routing, expert=table.expert), expr)
+
+
+def _every_expert(ctx: Context, node: Node, value: Node, table: Table) -> Rows | None:
+    """A plain tensor with an expert dimension (x repeated for every expert) times the whole table."""
+    view = ctx.view(value)
+    if view is None or len(table.axes) > len(view.axes):
+        return None
+    axes: list[Any] = []
+    theirs = (*((),) * (len(view.axes) - len(table.axes)), *table.axes)
+    for mine, other in zip(view.axes, theirs, strict=True):
+        axes.append(other if other and any(not same(a.size, 1) for a in other) else tuple(Atom("f", 0, a.size) for a in mine))
+    lead = [a for axis, other in zip(view.axes, theirs, strict=True) for a in axis if a.kind == "d" and any(o.kind == "t" for o in other)]
+    if not lead or any(len([a for a in axis if a.kind == "f"]) > 1 for axis in axes):
+        return None
+    for mine, other in zip(view.axes, theirs, strict=True):
+        kinds = [a.kind for a in mine if not same(a.size, 1)]
+        roles = [o.kind for o in other if not same(o.size, 1)]
+        if roles and kinds != ["b" if r == "e" else "d" for r in roles]:
+            return None
+    width = axes[-1][0].size if axes[-1] else 1
+    return Rows(tuple(axes), Domain("dense", table.routing), Token(node, view.root, width))
+
+
+def _expr(ctx: Context, top: Node, node: Node, inside: set[Node], memo: dict[Node, Expr], rank: int) -> Expr:
+    if node in memo:
+        return memo[node]
+    found = _inside(ctx, top, node, inside, memo, rank) if node in inside else None
+    if found is None:
+        value = tensor(node)
+        width = shape_of(value)[-1] if value is not None and value.dim() else 1
+        narrow = value is not None and value.dim() < 2
+        found = SharedVector(node, node) if narrow else Token(node, node, width if isinstance(width, int) else 1)
+    memo[node] = found
+    return found
+
+
+def _inside(ctx: Context, top: Node, node: Node, inside: set[Node], memo: dict[Node, Expr], rank: int) -> Expr | None:
+    from moefuse.passes.rules.pointwise import BINARY, UNARY
+
+    call, value = ctx.calls[node], tensor(node)
+    if call is None or value is None or call.inplace:
+        return None
+
+    def go(source: Node) -> Expr:
+        return _expr(ctx, top, source, inside, memo, rank)
+
+    first = call.args[0] if call.args else None
+    if call.name == "linear" and isinstance(first, Node):
+        return _linear(node, go, *call.args, **call.kwargs)
+    if call.name in ("to", "contiguous", "clone", "type_as") and isinstance(first, Node):
+        before = tensor(first)
+        same_dtype = before is not None and before.dtype == value.dtype
+        return go(first) if same_dtype else Cast(node, go(first), value.dtype)
+    if call.name == "dropout" and (call.args[1:2] == (0.0,) or call.kwargs.get("training", (*call.args, True, True)[2]) is False):
+        return go(first) if isinstance(first, Node) else None
+    if call.name in ("add", "mul", "div", "sub") or call.name in UNARY or call.name in BINARY:
+        items = []
+        for a in (*call.args, *call.kwargs.values()):
+            if isinstance(a, Node) and tensor(a) is not None:
+                items.append(go(a))
+            elif scalar(a):
+                items.append(a)
+            else:
+                return None
+        count = len(call.args)
+        return Op(node, call.name, tuple(items[:count]), tuple(zip(call.kwargs, items[count:], strict=True)))
+    if call.name == "getitem":
+        return _piece(ctx, node, go, first, call.args[1])
+    return None
+
+
+def _linear(node: Node, go: Any, x: Node, weight: Node, bias: Node | None = None) -> Expr | None:
+    if weight.op != "placeholder" and weight.op != "get_attr":
+        return None
+    expr: Expr = Linear(node, go(x), Leaf(weight, False, None, (0, 1)))
+    return expr if bias is None else Op(node, "add", (expr, SharedVector(node, bias)))
+
+
+def _piece(ctx: Context, node: Node, go: Any, source: Any, index: Any) -> Expr | None:
+    """A half of a projection: ``chunk(2, -1)[i]`` or a slice of the last dimension."""
+    if not isinstance(source, Node):
+        return None
+    call, value = ctx.calls[source], tensor(node)
+    if value is None:
+        return None
+    if call is not None and call.name in ("chunk", "split") and isinstance(index, int) and isinstance(call.args[0], Node):
+        before = tensor(call.args[0])
+        dim = call.kwargs.get("dim", call.args[2] if len(call.args) > 2 else 0)
+        if before is None or dim not in (-1, before.dim() - 1) or int(before.shape[-1]) % int(value.shape[-1]):
+            return None
+        width = int(value.shape[-1])
+        return Slice(node, go(call.args[0]), index * width, 1, width, int(before.shape[-1]))
+    before = tensor(source)
+    if before is None or not isinstance(index, tuple) or not isinstance(index[-1], slice):
+        return None
+    if any(i is not Ellipsis and i != slice(None) for i in index[:-1]) or (Ellipsis not in index and len(index) != before.dim()):
+        return None
+    start, stop, step = index[-1].indices(int(before.shape[-1]))
+    return Slice(node, go(source), start, step, len(range(start, stop, step)), int(before.shape[-1]))
+
+
+__all__ = ["View", "cone", "cone_rows"]

@@ -1,0 +1,166 @@
+"""The state of one abstract interpretation: facts of nodes, storage aliases, writes, and where in the program each node stands."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from moefuse.passes.axes import Atom, fresh
+from moefuse.passes.facts import Combined, Lost, Routing, View
+from moefuse.passes.ops import Call, call_of, tensor
+from moefuse.passes.sizes import shape_of, size_of
+
+#: operations whose result may share storage with their first argument
+_ALIASING = frozenset(
+    "view reshape transpose t permute squeeze unsqueeze expand expand_as flatten unflatten chunk split tensor_split narrow select unbind "
+    "getattr T mT view_as reshape_as contiguous to type_as detach alias movedim split_with_sizes unfold diagonal ravel".split()
+)
+
+#: operations that switch grad mode or autocast for what follows
+_MODE_SWITCHES = frozenset(("_set_grad_enabled", "_enter_autocast", "_exit_autocast", "_enter_inference_mode", "_exit_inference_mode"))
+
+
+class Context:
+    """Facts about the nodes of one graph. ``facts`` holds what rules found; everything else is derived from the graph once."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.facts: dict[Node, Any] = {}
+        self.position = {node: i for i, node in enumerate(graph.nodes)}
+        self.calls: dict[Node, Call | None] = {}
+        self.storage: dict[Node, Node] = {}
+        self.aliases: dict[Node, list[Node]] = {}
+        self.writes: dict[Node, list[Node]] = {}
+        self.mode: dict[Node, tuple[bool, tuple[str, ...]]] = {}
+        self.routings: dict[Node, Routing] = {}
+        self.erasable: dict[Node, bool] = {}
+        self._scan()
+
+    def _scan(self) -> None:
+        grad, casts = torch.is_grad_enabled(), ()
+        for node in self.graph.nodes:
+            call = call_of(node)
+            self.calls[node] = call
+            if call is not None and call.name in _MODE_SWITCHES:
+                grad, casts = _switched(call, grad, casts)
+            self.mode[node] = (grad, casts)
+            root = self._storage_root(node, call)
+            self.storage[node] = root
+            self.aliases.setdefault(root, []).append(node)
+            if call is not None and call.inplace:
+                self.writes.setdefault(root, []).append(node)
+
+    def _storage_root(self, node: Node, call: Call | None) -> Node:
+        if call is None or not call.args or not isinstance(call.args[0], Node):
+            return node
+        source = call.args[0]
+        if call.inplace or call.name in _ALIASING or (call.name == "getitem" and not _copies(call.args[1])):
+            return self.storage[source]
+        return node
+
+    def view(self, value: object) -> View | None:
+        """The plain view of a tensor node: its fact if that is a View, the node itself if it has no fact, else None."""
+        if not isinstance(value, Node):
+            return None
+        fact = self.facts.get(value)
+        if isinstance(fact, View):
+            return fact
+        known = tensor(value)
+        if not isinstance(fact, Combined | None) or known is None:
+            return None
+        return View(fresh(shape_of(known)), value)
+
+    def fact(self, value: object) -> Any:
+        """The fact of a value: what a rule found, else the plain view of a tensor, else None."""
+        if not isinstance(value, Node):
+            return None
+        found = self.facts.get(value)
+        return self.view(value) if isinstance(found, Combined | None) else found
+
+    def routing(self, ids: View) -> Routing | None:
+        """The routing that an integer view belongs to; one object per tensor of ids."""
+        root = ids.root
+        if root in self.routings:
+            return self.routings[root]
+        value = tensor(root)
+        if value is None or value.dtype not in (torch.int64, torch.int32):
+            return None
+        dims = self.root_atoms(ids)
+        if dims is None:
+            return None
+        slots = len(dims) > 1
+        if slots and not isinstance(dims[-1].size, int):
+            return None
+        tokens = tuple(a.size for a in (dims[:-1] if slots else dims))
+        top_k = int(dims[-1].size) if slots else 1
+        found = Routing(root, tokens, top_k, slots, distinct=top_k == 1 or self._from_topk(root))
+        self.routings[root] = found
+        return found
+
+    def root_atoms(self, view: View) -> tuple[Atom, ...] | None:
+        """The dimensions a view's root is taken apart into (all of them, also those the view no longer shows)."""
+        shown = {a.index: a for axis in view.axes for a in axis if a.kind == "d"}
+        value = tensor(view.root)
+        if value is None:
+            return None
+        own = shape_of(value)
+        if all(i < len(own) and a.size == own[i] for i, a in shown.items()):
+            return tuple(Atom("d", i, s) for i, s in enumerate(own))
+        return tuple(shown[i] for i in sorted(shown))
+
+    def _from_topk(self, node: Node) -> bool:
+        """Whether ids are the indices of a top-k, and so distinct within a token."""
+        call = self.calls.get(node)
+        if call is None or call.name != "getitem" or call.args[1] != 1:
+            return False
+        source = self.calls.get(call.args[0])
+        return source is not None and source.name == "topk"
+
+    def written_between(self, node: Node, first: Node, last: Node) -> Node | None:
+        """A write to the storage of ``node`` after ``first`` and before ``last``, if there is one."""
+        low, high = self.position[first], self.position[last]
+        for write in self.writes.get(self.storage[node], ()):
+            if low < self.position[write] < high:
+                return write
+        return None
+
+    def lost(self, code: str, node: Node, **details: Any) -> Lost:
+        """A refusal at ``node``."""
+        return Lost(code, node, details)
+
+
+def _copies(index: object) -> bool:
+    """Whether indexing with ``index`` copies: an index tensor or list is in it."""
+    items = index if isinstance(index, tuple) else (index,)
+    return any(isinstance(i, list) or (isinstance(i, Node) and tensor(i) is not None) for i in items)
+
+
+def _switched(call: Call, grad: bool, casts: tuple[str, ...]) -> tuple[bool, tuple[str, ...]]:
+    """Grad mode and autocast contexts after a switch."""
+    if call.name == "_set_grad_enabled":
+        return bool(call.args[0]), casts
+    if call.name.startswith("_exit"):
+        return grad, casts[:-1]
+    return grad, (*casts, str(call.args))
+
+
+def normalize(dim: int, rank: int) -> int:
+    """A dimension counted from the front."""
+    return dim + rank if dim < 0 else dim
+
+
+def out_shape(node: Node) -> tuple[Any, ...]:
+    """The sizes of a node's (fake) result; empty for a non-tensor."""
+    value = tensor(node)
+    return () if value is None else shape_of(value)
+
+
+def as_size(value: object) -> Any:
+    """A size given as an int, a SymInt or a node holding one; None if unknown."""
+    if isinstance(value, Node):
+        from moefuse.passes.ops import fake
+
+        value = fake(value)
+    return None if value is None or isinstance(value, torch.Tensor) else size_of(value)

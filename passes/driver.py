@@ -1,0 +1,208 @@
+"""The pipeline over a graph: interpret, lift, lower, verify, rewrite; bodies of higher-order operators included.
+
+Order of what can go wrong: a region that is not understood stays as it was and is reported; so does one whose replacement does not
+type-check or does not agree with the original.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+import moefuse.ops  # noqa: F401  (the ops that the rewrite inserts)
+from moefuse.errors import CODES
+from moefuse.passes.context import Context
+from moefuse.passes.emit import Emitter
+from moefuse.passes.expr import Gate, has_linear, walk
+from moefuse.passes.facts import Lost, Rows, Sum
+from moefuse.passes.interpret import interpret
+from moefuse.passes.lift import Region, lift
+from moefuse.passes.lower import Lowered, Lowering
+from moefuse.passes.ops import fake, location, module_path
+from moefuse.passes.rewrite import replace
+from moefuse.passes.signature import signature
+from moefuse.passes.verify import Verdict, verify
+from moefuse.report import Fused, Skipped
+
+if TYPE_CHECKING:
+    from moefuse.config import Options
+
+
+@dataclass
+class GraphResult:
+    """What happened to one graph."""
+
+    fused: list[Fused] = field(default_factory=list)
+    skipped: list[Skipped] = field(default_factory=list)
+
+
+@dataclass
+class _Run:
+    options: Options
+    result: GraphResult = field(default_factory=GraphResult)
+    verdicts: dict[Any, Verdict] = field(default_factory=dict)
+
+
+def fuse(gm: GraphModule, example_inputs: Sequence[object] | None, options: Options) -> GraphResult:
+    """Replace every mixture-of-experts region of a Dynamo-level graph, in place.
+
+    Args:
+        gm: the graph module, as a backend receives it.
+        example_inputs: the real inputs in the order of the placeholders; None if unknown (then weights are synthetic when verifying).
+        options: moefuse's options.
+    """
+    run = _Run(options)
+    placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    known = dict(zip(placeholders, example_inputs, strict=False)) if example_inputs is not None else {}
+    _fuse_module(gm, {n: v for n, v in known.items() if _is_real(v)}, run)
+    return run.result
+
+
+def _is_real(value: object) -> bool:
+    return not isinstance(value, torch._subclasses.FakeTensor)
+
+
+def _fuse_module(gm: GraphModule, known: dict[Node, Any], run: _Run) -> None:
+    for body, inputs in _bodies(gm, known):
+        _fuse_module(body, inputs, run)
+    if _fuse_graph(gm, known, run):
+        gm.graph.lint()
+        gm.recompile()
+
+
+def _bodies(gm: GraphModule, known: dict[Node, Any]) -> list[tuple[GraphModule, dict[Node, Any]]]:
+    """Bodies of higher-order operators, with the values of the arguments they are called with."""
+    out: dict[str, tuple[GraphModule, dict[Node, Any]]] = {}
+    for node in gm.graph.nodes:
+        if node.op != "call_function" or not isinstance(node.target, torch._ops.HigherOrderOperator):
+            continue
+        rest = [a for a in node.args if not (isinstance(a, Node) and a.op == "get_attr")]
+        operands = [b for a in rest for b in (a if isinstance(a, tuple | list) else (a,))]
+        for attr in (a for a in node.args if isinstance(a, Node) and a.op == "get_attr"):
+            body = getattr(gm, str(attr.target), None)
+            if isinstance(body, GraphModule):
+                names = [n for n in body.graph.nodes if n.op == "placeholder"]
+                same = len(names) == len(operands)
+                values = {n: known[a] for n, a in zip(names, operands, strict=True) if a in known} if same else {}
+                out.setdefault(str(attr.target), (body, values))
+    return list(out.values())
+
+
+def _fuse_graph(gm: GraphModule, known: dict[Node, Any], run: _Run) -> bool:
+    ctx = interpret(gm.graph)
+    for node in gm.graph.nodes:
+        if node.op == "get_attr" and isinstance(getattr(gm, str(node.target), None), torch.Tensor):
+            known[node] = getattr(gm, str(node.target))
+    covered: set[Node] = set()
+    changed = False
+    for found in list(lift(ctx)):
+        if isinstance(found, Lost):
+            _skip(ctx, run, found, covered)
+            continue
+        problem = _rewrite(ctx, known, run, found)
+        covered |= found.nodes
+        changed = changed or problem is None
+        if problem is not None:
+            run.result.skipped.append(_skipped(problem, found))
+    _report_lost(ctx, run, covered)
+    return changed
+
+
+def _rewrite(ctx: Context, known: dict[Node, Any], run: _Run, region: Region) -> Lost | None:
+    """Lower, verify and replace one region; on any doubt the graph is as it was."""
+    options, anchor = run.options, region.anchor
+    if options.exclude is not None and re.search(options.exclude, _path(region)):
+        return Lost("excluded", anchor)
+    if options.max_rewrites is not None and len(run.result.fused) >= options.max_rewrites:
+        return Lost("limit", anchor)
+    emit = Emitter(ctx.graph, anchor.next, anchor)
+    try:
+        lowered = Lowering(region, emit).run()
+    except (RuntimeError, ValueError, TypeError, AttributeError) as error:
+        emit.undo()
+        return Lost("not-lowered", anchor, {"detail": _first_line(error)})
+    verdict = _verdict(known, run, region, emit, lowered)
+    if isinstance(verdict, Lost):
+        emit.undo()
+        return verdict
+    replace(ctx, region, lowered.result)
+    error = None if verdict is None else verdict.error
+    run.result.fused.append(Fused(_path(region), location(anchor), lowered.spec, region.domain, lowered.tier, error))
+    return None
+
+
+def _verdict(known: dict[Node, Any], run: _Run, region: Region, emit: Emitter, lowered: Lowered) -> Verdict | Lost | None:
+    """The verification of this region, or of an identical one; None when switched off."""
+    if run.options.verify == "off":
+        return None
+    key = signature(region, lowered.tier)
+    if key not in run.verdicts:
+        try:
+            run.verdicts[key] = verify(region, emit.nodes, lowered.result, known)
+        except Exception as error:  # noqa: BLE001  (whatever a user's region raises on synthetic tokens)
+            return Lost("verification-error", region.anchor, {"detail": f"{type(error).__name__}: {_first_line(error)}"})
+    verdict = run.verdicts[key]
+    return Lost("verification-failed", region.anchor, {"detail": verdict.problem}) if verdict.problem else verdict
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _path(region: Region) -> str:
+    """The module of the region: of its projections if their sum is written elsewhere."""
+    return module_path(region.anchor)
+
+
+def message(lost: Lost) -> str:
+    """The text of a refusal."""
+    details = {"name": lost.node.name, "op": lost.node.name, **lost.details}
+    return CODES[lost.code].format(**details)
+
+
+def _skipped(lost: Lost, region: Region | None = None) -> Skipped:
+    return Skipped(lost.code, message(lost), module_path(lost.node) or (_path(region) if region else ""), location(lost.node))
+
+
+def _skip(ctx: Context, run: _Run, lost: Lost, covered: set[Node]) -> None:
+    """Report a refused sum, and do not report its rows again."""
+    run.result.skipped.append(_skipped(lost))
+    stack = [lost.node]
+    while stack:
+        node = stack.pop()
+        if node not in covered and ctx.calls.get(node) is not None:
+            covered.add(node)
+            if _looks_like_experts(ctx.facts.get(node)) or node is lost.node or isinstance(ctx.facts.get(node), Lost | Sum):
+                stack.extend(node.all_input_nodes)
+
+
+def _report_lost(ctx: Context, run: _Run, covered: set[Node]) -> None:
+    """One refusal for each routing whose expert rows ended somewhere that no sum was recognised."""
+    seen: set[Any] = set()
+    for node, fact in ctx.facts.items():
+        if node in covered or not _looks_like_experts(fact) or node.op == "erased":
+            continue
+        readers = [ctx.facts.get(u) for u in node.users]
+        ends = [r for r in readers if isinstance(r, Lost)]
+        if any(u in covered for u in node.users) or (not ends and any(_looks_like_experts(r) or isinstance(r, Sum) for r in readers)):
+            continue
+        key = (fact.domain.routing, module_path(node)) if isinstance(fact, Rows) else node
+        if key in seen or (isinstance(fact, Rows) and fact.domain.routing in {k[0] for k in seen if isinstance(k, tuple)}):
+            continue
+        seen.add(key)
+        run.result.skipped.append(_skipped(ends[0] if ends else Lost("not-combined", node)))
+
+
+def _looks_like_experts(fact: Any) -> bool:
+    """Rows of chosen experts after a projection."""
+    if not isinstance(fact, Rows) or not has_linear(fact.expr):
+        return False
+    return fact.domain.name in ("selected", "slots", "sorted") or any(isinstance(e, Gate) for e in walk(fact.expr))
+
+
+__all__ = ["GraphResult", "fake", "fuse", "message"]

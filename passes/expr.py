@@ -1,0 +1,181 @@
+"""What an expert computes for one row, as a tree.
+
+Every tree node keeps the FX node it came from, for error messages and for replaying the user's own operation. Row-wise everything is
+[rows, features] with the features last; a scalar per row is [rows, 1].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+
+@dataclass(frozen=True, eq=False)
+class Expr:
+    """A tree node; ``node`` is where it was computed."""
+
+    node: Node
+
+    @property
+    def children(self) -> tuple[Expr, ...]:
+        return ()
+
+
+@dataclass(frozen=True, eq=False)
+class Token(Expr):
+    """The row's token: ``source[t, :]`` of a plain tensor [tokens..., H]. ``width`` is H (1 for a scalar per token)."""
+
+    source: Node
+    width: int
+
+
+@dataclass(frozen=True, eq=False)
+class SlotWeight(Expr):
+    """The row's routing weight: ``source[t, k]``."""
+
+    source: Node
+
+
+@dataclass(frozen=True, eq=False)
+class Gate(Expr):
+    """The weight of expert e for the row's token out of a dense [tokens, E] table that is zero where e was not chosen.
+
+    ``source`` is that table (or, with ``slots``, the [tokens, K] weights it was made of; ``ones`` when it is a 0/1 mask).
+    """
+
+    source: Node
+    slots: bool
+    ones: bool
+    expert: int | None
+
+
+@dataclass(frozen=True, eq=False)
+class Leaf:
+    """An expert weight: row ``expert`` of a stacked tensor (None: the row's own expert), or a Parameter of its own (``stacked`` False).
+
+    ``order`` holds the dims of ``source`` that remain, in the order the expression sees them.
+    """
+
+    source: Node
+    stacked: bool
+    expert: int | None
+    order: tuple[int, ...]
+    parts: tuple[Node, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Linear(Expr):
+    """``child @ weight.T``: ``weight.order`` is (out, in)."""
+
+    child: Expr
+    weight: Leaf
+
+    @property
+    def children(self) -> tuple[Expr, ...]:
+        return (self.child,)
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertVector(Expr):
+    """A vector of features that belongs to the row's expert: a bias, a per-expert norm weight."""
+
+    vector: Leaf
+
+
+@dataclass(frozen=True, eq=False)
+class SharedVector(Expr):
+    """A vector of features (or a scalar tensor) that is the same for every row and expert."""
+
+    source: Node
+
+
+@dataclass(frozen=True, eq=False)
+class Slice(Expr):
+    """Features ``start, start+step, ...`` (``length`` of them) of the child."""
+
+    child: Expr
+    start: int
+    step: int
+    length: int
+    of: int
+
+    @property
+    def children(self) -> tuple[Expr, ...]:
+        return (self.child,)
+
+
+@dataclass(frozen=True, eq=False)
+class Op(Expr):
+    """A row-local operation. ``args`` are Exprs and constants; ``call`` replays it on [rows, features] values."""
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def children(self) -> tuple[Expr, ...]:
+        return tuple(a for a in (*self.args, *(v for _, v in self.kwargs)) if isinstance(a, Expr))
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return dict(self.kwargs)
+
+
+@dataclass(frozen=True, eq=False)
+class Cast(Expr):
+    """A real change of dtype."""
+
+    child: Expr
+    dtype: torch.dtype
+
+    @property
+    def children(self) -> tuple[Expr, ...]:
+        return (self.child,)
+
+
+def walk(expr: Expr) -> Iterator[Expr]:
+    """Every tree node once, parents first."""
+    seen: set[int] = set()
+    stack = [expr]
+    while stack:
+        item = stack.pop()
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        yield item
+        stack.extend(item.children)
+
+
+def has_linear(expr: Expr) -> bool:
+    """Whether an expert projection was applied."""
+    return any(isinstance(e, Linear) for e in walk(expr))
+
+
+def show(expr: Any) -> str:
+    """The tree as text, for logs and golden tests: ``mul(linear(token, down), weight)``."""
+    match expr:
+        case Token(source=s):
+            return f"token({s.name})"
+        case SlotWeight():
+            return "weight"
+        case Gate(expert=e):
+            return f"gate[{'e' if e is None else e}]"
+        case Linear(child=c, weight=w):
+            return f"linear({show(c)}, {w.source.name})"
+        case ExpertVector(vector=v):
+            return f"vector({v.source.name})"
+        case SharedVector(source=s):
+            return f"shared({s.name})"
+        case Slice(child=c, start=a, step=s, length=n):
+            return f"{show(c)}[{a}:{a + s * n}:{s}]"
+        case Cast(child=c, dtype=d):
+            return f"{show(c)}.to({str(d).removeprefix('torch.')})"
+        case Op(name=n, args=a, kwargs=k):
+            inside = [show(x) for x in a] + [f"{key}={show(v)}" for key, v in k]
+            return f"{n}({', '.join(inside)})"
+        case _:
+            return str(expr)

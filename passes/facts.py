@@ -1,0 +1,243 @@
+"""Facts: what a value of the graph *is* with respect to routing. One small dataclass each; rules/ turns facts into facts.
+
+A value without a fact says nothing about routing. ``Lost`` says that routing information was there and which operation lost it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch.fx import Node
+
+from moefuse.passes.axes import Atom, Axes
+from moefuse.passes.expr import Expr
+from moefuse.passes.sizes import Size, product
+
+
+@dataclass(frozen=True, eq=False)
+class Routing:
+    """One tensor of expert ids [tokens..., K] (or [tokens...] when there is one slot), and what is known about it."""
+
+    node: Node
+    tokens: tuple[Size, ...]
+    top_k: int
+    has_slots: bool
+    distinct: bool
+
+    @property
+    def num_tokens(self) -> Size:
+        return product(self.tokens)
+
+
+@dataclass(frozen=True)
+class Fact:
+    """Base of facts that describe a tensor dimension by dimension."""
+
+    axes: Axes
+
+    def with_axes(self, axes: Axes) -> Any:
+        return replace(self, axes=axes)
+
+
+@dataclass(frozen=True, eq=False)
+class View(Fact):
+    """A plain tensor seen through views, repeats and transposes: element = ``root[...]`` by the ``d`` atoms."""
+
+    root: Node
+
+
+@dataclass(frozen=True, eq=False)
+class Fill(Fact):
+    """A tensor of one repeated constant (zeros, full)."""
+
+    value: float
+
+
+@dataclass(frozen=True, eq=False)
+class Range(Fact):
+    """0, 1, 2, ... along its one axis."""
+
+    size: Size
+
+
+@dataclass(frozen=True, eq=False)
+class Mask(Fact):
+    """1 where slot (t, k) chose the expert: of the ``e`` axis, or ``expert`` if that axis is gone. ``weight`` multiplies it if set."""
+
+    routing: Routing
+    expert: int | None
+    weight: View | None = None
+    negated: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Table(Fact):
+    """A [tokens, E] table (or column ``expert`` of one): ``fill`` wherever the expert was not chosen.
+
+    ``root`` holds the whole table [tokens, E] if one exists; ``slots`` the [tokens, K] weights it was made of; ``ones`` if it is 0/1.
+    """
+
+    routing: Routing
+    fill: float
+    expert: int | None
+    root: Node | None
+    root_axes: Axes = ()
+    slots: View | None = None
+    ones: bool = False
+    negated: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Selection:
+    """The rows of one expert: all (t, k) with ``ids[t, k] == expert``, or (``by_token``) all t with any such k."""
+
+    routing: Routing
+    expert: int
+    by_token: bool
+
+    def same(self, other: object) -> bool:
+        return (
+            isinstance(other, Selection)
+            and other.routing is self.routing
+            and (other.expert, other.by_token) == (self.expert, self.by_token)
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Index(Fact):
+    """Row numbers of a selection: into the flattened tokens (``of`` "token") or the slots of a token (``of`` "slot")."""
+
+    selection: Selection
+    of: str
+
+
+@dataclass(frozen=True, eq=False)
+class IndexMatrix(Fact):
+    """``nonzero(mask)``: [rows, dims] with one column for each of ``columns``; ``transposed`` swaps the two."""
+
+    selection: Selection
+    columns: tuple[str, ...]
+    transposed: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Order:
+    """All slots sorted by expert."""
+
+    routing: Routing
+    node: Node
+
+
+@dataclass(frozen=True, eq=False)
+class Sorted(Fact):
+    """An index array of an Order. ``of``: "ids" sorted expert ids, "slot" the permutation, "token" its tokens, "inverse" its inverse."""
+
+    order: Order
+    of: str
+
+
+@dataclass(frozen=True, eq=False)
+class Counts(Fact):
+    """Tokens of each expert (``ends`` False) or their running sum (``ends`` True)."""
+
+    routing: Routing
+    ends: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Weight(Fact):
+    """A stacked expert weight [E, ...] with its first dim fixed to ``expert`` or indexed by the rows of the axes (``order`` if sorted)."""
+
+    root: Node
+    expert: int | None
+    routing: Routing | None = None
+    order: Order | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Domain:
+    """Which rows a value has: "selected", "masked", "slots", "sorted" or "dense"."""
+
+    name: str
+    routing: Routing | None = None
+    selection: Selection | None = None
+    order: Order | None = None
+    expert: int | None = None
+
+    def same(self, other: Domain) -> bool:
+        if self.name != other.name or (self.routing is not None and other.routing is not None and self.routing is not other.routing):
+            return False
+        if self.selection is not None:
+            return self.selection.same(other.selection)
+        if self.expert is not None and other.expert is not None and self.expert != other.expert:
+            return False
+        return self.order is None or other.order is None or self.order is other.order
+
+
+@dataclass(frozen=True, eq=False)
+class Rows(Fact):
+    """Rows of a domain, each the value of ``expr``. Row atoms, then feature atoms ``f`` (absent for a scalar per row)."""
+
+    domain: Domain
+    expr: Expr
+
+
+@dataclass(frozen=True, eq=False)
+class Inverse:
+    """An uninitialised tensor that becomes the inverse of a permutation by assignment."""
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """One expert's share of an accumulator."""
+
+    rows: Rows
+    node: Node
+
+
+@dataclass(frozen=True, eq=False)
+class Sum(Fact):
+    """An accumulator over experts: ``base`` (None: zeros) plus the parts so far. ``once``: rows were assigned or read-modify-written."""
+
+    base: Node | None
+    parts: tuple[Part, ...]
+    once: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Buffer(Fact):
+    """An accumulator read at a selection, perhaps with rows already added: the middle of ``out[idx] += rows``."""
+
+    target: Node
+    selection: Selection
+    rows: Rows | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Combined(Fact):
+    """The whole region: a weighted sum over the chosen experts of each token. Atoms: ``t`` then ``f``."""
+
+    rows: Rows
+    base: Node | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Many:
+    """A tuple or list of facts (chunk, where, sort, unbind)."""
+
+    items: tuple[Any, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Lost:
+    """Routing information ended here: refusal code, the node, and what fills the code's message."""
+
+    code: str
+    node: Node
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+def feature(size: int) -> Atom:
+    """The atom of a feature dimension."""
+    return Atom("f", 0, size)

@@ -1,0 +1,93 @@
+"""The abstract interpretation: visit nodes in program order, ask the rule of each operation, remember the fact."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch.fx import Graph, Node
+
+from moefuse.passes.context import Context
+from moefuse.passes.facts import Buffer, Lost, Many, Rows, View
+from moefuse.passes.ops import Call, tensor
+from moefuse.passes.rules import RULES, Rule
+
+#: questions about a tensor's metadata: they carry no routing information and lose none
+_METADATA = frozenset(
+    "size dim numel sym_size sym_numel is_contiguous stride getattr element_size ndimension sym_stride len _assert_scalar "
+    "_assert_async sym_constrain_range sym_constrain_range_for_size _check _check_is_size is_floating_point".split()
+)
+
+
+def interpret(graph: Graph) -> Context:
+    """Facts for every node of a Dynamo-level graph."""
+    ctx = Context(graph)
+    for node in graph.nodes:
+        call = ctx.calls[node]
+        if call is None:
+            continue
+        fact = _visit(ctx, node, call)
+        if fact is not None:
+            ctx.facts[node] = fact
+        if call.inplace:
+            _write(ctx, node, call, fact)
+    return ctx
+
+
+def _visit(ctx: Context, node: Node, call: Call) -> Any:
+    inputs = [ctx.facts.get(n) for n in node.all_input_nodes]
+    lost = next((f for f in inputs if isinstance(f, Lost)), None)
+    if lost is not None:
+        return lost
+    rule = RULES.get(call.name)
+    fact = _apply(rule, ctx, node, call) if rule is not None else None
+    if fact is not None:
+        return fact
+    if call.name in _METADATA or not any(_carries(f) for f in inputs):
+        return None
+    return ctx.lost("no-rule", node, op=call.name)
+
+
+def _carries(fact: Any) -> bool:
+    """Whether a fact is expert computation, whose loss is worth reporting."""
+    if isinstance(fact, Many):
+        return any(_carries(f) for f in fact.items)
+    return isinstance(fact, Rows | Buffer)
+
+
+def _apply(rule: Rule, ctx: Context, node: Node, call: Call) -> Any:
+    try:
+        bound = inspect.signature(rule).bind(ctx, node, *call.args, **call.kwargs)
+    except TypeError:  # a spelling of the arguments that the rule does not know
+        return None
+    return rule(*bound.args, **bound.kwargs)
+
+
+def _write(ctx: Context, node: Node, call: Call, fact: Any) -> None:
+    """An in-place operation: its target now holds the result, and every other alias of that storage is out of date."""
+    target = call.args[0]
+    if not isinstance(target, Node):
+        return
+    for alias in ctx.aliases[ctx.storage[node]]:
+        if ctx.position[alias] > ctx.position[node] or alias in (node, target):
+            continue
+        if _whole_view(ctx, alias, target):
+            ctx.facts[alias] = fact if fact is None or isinstance(fact, Lost) else _like(ctx, fact, alias)
+        elif isinstance(ctx.facts.get(alias), Rows | Lost):
+            ctx.facts[alias] = ctx.lost("alias", node, name=alias.name)
+        elif alias in ctx.facts:
+            del ctx.facts[alias]
+    if fact is None:
+        ctx.facts.pop(target, None)
+    else:
+        ctx.facts[target] = fact
+
+
+def _whole_view(ctx: Context, alias: Node, target: Node) -> bool:
+    """Whether two aliases show the same elements in the same shape (``contiguous``, ``to`` of the same dtype, an earlier in-place result)."""
+    a, b = tensor(alias), tensor(target)
+    return a is not None and b is not None and tuple(a.shape) == tuple(b.shape) and tuple(a.stride()) == tuple(b.stride()) and a.dtype == b.dtype
+
+
+def _like(ctx: Context, fact: Any, alias: Node) -> Any:
+    return View(fact.axes, alias) if isinstance(fact, View) else fact

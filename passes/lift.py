@@ -1,0 +1,292 @@
+"""From facts to regions: a complete sum over the chosen experts becomes a Region, or a Refusal that names the node."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from moefuse.passes.context import Context
+from moefuse.passes.expr import Expr, ExpertVector, Gate, Leaf, Linear, SharedVector, SlotWeight, Token, has_linear, walk
+from moefuse.passes.facts import Buffer, Combined, Fact, Lost, Many, Routing, Rows, Sum
+from moefuse.passes.generalise import generalise
+from moefuse.passes.ops import tensor
+from moefuse.passes.sizes import shape_of
+from moefuse.passes.templates import vanishes
+from moefuse.spec import Domain
+
+#: nodes that only ask for sizes or assert them
+SIZE_QUERIES = frozenset("size sym_size sym_numel numel dim _assert_scalar sym_constrain_range sym_constrain_range_for_size _check".split())
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@dataclass(eq=False)
+class Region:
+    """One mixture of experts of the program.
+
+    Attributes:
+        anchor: the operation after which the result is complete; the new op goes behind it.
+        holders: nodes that hold the result (several when it was accumulated in place).
+        expr: what expert e adds for one (token, slot), routing weight included; leaves cover all experts.
+        base: a tensor that the sum was added to, or None.
+        nodes: everything computed only for this region, leaves excluded.
+        leaves: tensors the region reads.
+    """
+
+    anchor: Node
+    holders: list[Node]
+    domain: Domain
+    routing: Routing
+    expr: Expr
+    num_experts: int
+    base: Node | None
+    nodes: set[Node] = field(default_factory=set)
+    leaves: list[Node] = field(default_factory=list)
+
+
+def lift(ctx: Context) -> Iterator[Region | Lost]:
+    """Every region of the graph in program order, or why a complete-looking one is refused."""
+    for fact in _complete(ctx):
+        holders = [n for n, f in ctx.facts.items() if f is fact]
+        found = _combined(ctx, fact, holders) if isinstance(fact, Combined) else _summed(ctx, fact, holders)
+        if found is None:
+            continue
+        yield found if isinstance(found, Lost) else _checked(ctx, found)
+
+
+def _complete(ctx: Context) -> list[Any]:
+    """Combined facts, and for each accumulator the fact with the most parts; each once."""
+    best: dict[Any, Sum] = {}
+    out: dict[int, Any] = {}
+    for fact in ctx.facts.values():
+        if isinstance(fact, Sum):
+            for part in fact.parts[:1] + fact.parts[-1:]:
+                known = best.get(part)
+                if known is None or len(fact.parts) > len(known.parts):
+                    best[part] = fact
+        elif isinstance(fact, Combined):
+            out[id(fact)] = fact
+    for fact in ctx.facts.values():
+        if isinstance(fact, Sum) and all(len(best[p].parts) <= len(fact.parts) for p in (fact.parts[0], fact.parts[-1])):
+            out[id(fact)] = fact
+    return list(out.values())
+
+
+def _combined(ctx: Context, fact: Combined, holders: list[Node]) -> Region | Lost | None:
+    rows = fact.rows
+    routing = rows.domain.routing
+    if routing is None or not has_linear(rows.expr):
+        return None
+    anchor = min(holders, key=lambda n: ctx.position[n] if ctx.calls[n] is not None and not _target_of_write(ctx, n, fact) else 1 << 60)
+    if rows.domain.name == "dense" and not vanishes(rows.expr):
+        return ctx.lost("not-weighted", anchor)
+    count = _num_experts(ctx, rows.expr, anchor)
+    if isinstance(count, Lost):
+        return count
+    region = Region(anchor, holders, rows.domain.name, routing, rows.expr, count, fact.base)  # type: ignore[arg-type]
+    if _needs_distinct(rows.expr, False, False) and not routing.distinct:
+        return ctx.lost("ids-not-distinct", anchor)
+    return region
+
+
+def _target_of_write(ctx: Context, node: Node, fact: Any) -> bool:
+    """Whether a holder only holds the fact because a later operation wrote to it."""
+    call = ctx.calls[node]
+    writes = ctx.writes.get(ctx.storage[node], ())
+    return call is not None and not call.inplace and any(ctx.facts.get(w) is fact for w in writes)
+
+
+def _summed(ctx: Context, fact: Sum, holders: list[Node]) -> Region | Lost | None:
+    parts = [p for p in fact.parts if has_linear(p.rows.expr)]
+    anchor = _anchor(ctx, fact, holders)
+    if not parts or len(parts) != len(fact.parts):
+        return None
+    routing = next((p.rows.domain.routing for p in parts if p.rows.domain.routing is not None), None)
+    if routing is None:
+        return None
+    experts = [p.rows.domain.expert for p in parts]
+    if any(p.rows.domain.routing not in (None, routing) for p in parts) or any(e is None for e in experts):
+        return ctx.lost("experts-differ", anchor, expert="?", detail="its rows are chosen by another routing")
+    order = sorted(range(len(parts)), key=lambda i: experts[i])  # type: ignore[arg-type, return-value]
+    numbers = [int(experts[i]) for i in order]  # type: ignore[arg-type]
+    expr = generalise([parts[i].rows.expr for i in order], numbers, anchor)
+    if isinstance(expr, Lost):
+        return expr
+    count = _num_experts(ctx, expr, anchor)
+    if isinstance(count, Lost):
+        return count
+    if numbers != list(range(count)):
+        present = f"{numbers[0]}..{numbers[-1]}" if numbers == list(range(numbers[0], numbers[-1] + 1)) else str(numbers)
+        return ctx.lost("missing-experts", anchor, present=present, count=str(count))
+    names = {p.rows.domain.name for p in parts}
+    by_token = any(p.rows.domain.selection is not None and p.rows.domain.selection.by_token for p in parts)
+    if len(names) != 1:
+        return ctx.lost("experts-differ", anchor, expert="?", detail="some experts see every token and some only theirs")
+    if names == {"masked"} and not vanishes(expr):
+        return ctx.lost("not-weighted", anchor)
+    if _needs_distinct(expr, fact.once, by_token) and not routing.distinct:
+        return ctx.lost("ids-not-distinct", anchor)
+    return Region(anchor, holders, names.pop(), routing, expr, count, fact.base)  # type: ignore[arg-type]
+
+
+def _anchor(ctx: Context, fact: Sum, holders: list[Node]) -> Node:
+    last = max(ctx.position[p.node] for p in fact.parts)
+    after = [h for h in holders if ctx.position[h] >= last]
+    return min(after, key=ctx.position.__getitem__) if after else max((p.node for p in fact.parts), key=ctx.position.__getitem__)
+
+
+def _needs_distinct(expr: Expr, once: bool, by_token: bool) -> bool:
+    """Whether a repeated id within a token would be treated differently from a sum over slots."""
+    gates = [e for e in walk(expr) if isinstance(e, Gate)]
+    exact = any(g.slots for g in gates)
+    return once or any(not g.slots and not g.ones for g in gates) or ((by_token or bool(gates)) and not exact)
+
+
+def _num_experts(ctx: Context, expr: Expr, node: Node) -> int | Lost:
+    """E, from the weights themselves."""
+    counts: dict[int, str] = {}
+    for leaf in weight_leaves(expr):
+        value = tensor(leaf.source)
+        size = shape_of(value)[0] if leaf.stacked and value is not None else len(leaf.parts)
+        if not leaf.stacked and not leaf.parts:
+            return ctx.lost("experts-differ", node, expert="?", detail=f"`{leaf.source.name}` is one weight for all experts")
+        if not isinstance(size, int):
+            return ctx.lost("missing-experts", node, present="a dynamic number", count="?")
+        counts.setdefault(size, leaf.source.name)
+    if len(counts) != 1:
+        return ctx.lost("missing-experts", node, present=", ".join(f"{n} in {name}" for n, name in counts.items()), count="one number")
+    return next(iter(counts))
+
+
+def weight_leaves(expr: Expr) -> list[Leaf]:
+    """The expert weights of an expression."""
+    return [e.weight if isinstance(e, Linear) else e.vector for e in walk(expr) if isinstance(e, Linear | ExpertVector)]
+
+
+def sources(expr: Expr) -> list[Node]:
+    """Every tensor an expression reads, weights included."""
+    out: dict[Node, None] = {}
+    for e in walk(expr):
+        match e:
+            case Token() | SlotWeight() | SharedVector():
+                out[e.source] = None
+            case Gate(ones=False):
+                out[e.source] = None
+    for leaf in weight_leaves(expr):
+        out.update(dict.fromkeys(leaf.parts or (leaf.source,)))
+    return list(out)
+
+
+def _checked(ctx: Context, region: Region) -> Region | Lost:
+    """The region with its nodes, if nothing in the program around it forbids the rewrite."""
+    region.leaves = [*sources(region.expr), region.routing.node]
+    region.nodes = slice_of(ctx, region)
+    if region.base is not None:
+        ctx.erasable.update({w: True for w in ctx.writes.get(ctx.storage[region.base], ()) if w in region.nodes})
+    for check in (_types, _modes, _mutations, _escapes):
+        problem = check(ctx, region)
+        if problem is not None:
+            return problem
+    return region
+
+
+def slice_of(ctx: Context, region: Region) -> set[Node]:
+    """Everything between the leaves and the anchor, in-place writes included."""
+    stop = set(region.leaves) | ({region.base} if region.base is not None else set())
+    last = ctx.position[region.anchor]
+    seen: set[Node] = set()
+    stack = [region.anchor, *(h for h in region.holders if ctx.position[h] <= last)]
+    while stack:
+        node = stack.pop()
+        if node in seen or node in stop or ctx.calls.get(node) is None:
+            continue
+        seen.add(node)
+        stack.extend(node.all_input_nodes)
+        stack.extend(w for w in ctx.writes.get(ctx.storage[node], ()) if ctx.position[w] <= last and ctx.storage[node] not in stop)
+    if region.base is not None:
+        seen.update(w for w in ctx.writes.get(ctx.storage[region.base], ()) if w in region.holders and ctx.position[w] <= last)
+    return seen
+
+
+def _types(ctx: Context, region: Region) -> Lost | None:
+    """Dtypes and devices the ops accept."""
+    values = [tensor(n) for leaf in weight_leaves(region.expr) for n in (leaf.parts or (leaf.source,))]
+    devices = {v.device.type for v in values if v is not None}
+    for v in values:
+        if v is not None and v.dtype not in _FLOATS:
+            return ctx.lost("dtype-unsupported", region.anchor, dtype=str(v.dtype).removeprefix("torch."), detail="expert weights")
+    if devices - {"cpu", "cuda"}:
+        return ctx.lost("device-unsupported", region.anchor, device=", ".join(sorted(devices)))
+    for e in walk(region.expr):
+        if isinstance(e, Linear):
+            out, weight = tensor(e.node), tensor(e.weight.source)
+            if out is not None and weight is not None and out.dtype != weight.dtype:
+                names = f"{out.dtype} from {weight.dtype} weights".replace("torch.", "")
+                return ctx.lost("dtype-unsupported", region.anchor, dtype=names, detail="autocast inside the experts")
+    return None
+
+
+def _modes(ctx: Context, region: Region) -> Lost | None:
+    """Grad mode and autocast are the same for the projections and for their sum."""
+    mode = ctx.mode[region.anchor]
+    for e in walk(region.expr):
+        if isinstance(e, Linear) and ctx.mode[e.node] != mode:
+            return ctx.lost("context-differs", e.node)
+    return None
+
+
+def _mutations(ctx: Context, region: Region) -> Lost | None:
+    """No leaf is written to between its first use in the region and the anchor."""
+    if region.base is not None:
+        root = ctx.storage[region.base]
+        if ctx.writes.get(root) and (root.op == "placeholder" or root is not region.base and root not in region.nodes):
+            if any(w in region.nodes for w in ctx.writes[root]):
+                return ctx.lost("mutation", region.anchor, name=root.name)
+    for source in region.leaves:
+        used = [n for n in region.nodes if any(ctx.storage[i] is ctx.storage[source] for i in n.all_input_nodes)]
+        first = min(used, key=ctx.position.__getitem__, default=None)
+        write = ctx.written_between(source, first, region.anchor) if first is not None else None
+        if write is not None and source is not region.base:
+            return ctx.lost("mutation", write, name=source.name)
+    return None
+
+
+def _escapes(ctx: Context, region: Region) -> Lost | None:
+    """Nothing the experts computed is read outside the region."""
+    last = ctx.position[region.anchor]
+    for node in sorted(region.nodes, key=ctx.position.__getitem__):
+        holder = node in region.holders
+        if not holder and not _expert_value(ctx.facts.get(node)):
+            continue
+        for user in node.users:
+            call = ctx.calls.get(user)
+            if user in region.nodes or (call is not None and call.name in SIZE_QUERIES):
+                continue
+            if holder and ctx.position[user] > last:
+                continue
+            code = "hook" if call is not None and call.name == "register_hook" else "value-escapes"
+            return ctx.lost(code, user, name=node.name)
+    stale = [a for h in region.holders for a in ctx.aliases[ctx.storage[h]] if a not in region.holders and a not in region.nodes]
+    for alias in stale:
+        written = any(w in region.nodes for w in ctx.writes.get(ctx.storage[alias], ()))
+        if written and ctx.position[alias] < last and any(u not in region.nodes for u in alias.users):
+            return ctx.lost("alias", region.anchor, name=alias.name)
+    return None
+
+
+def _expert_value(fact: Any) -> bool:
+    """Whether a fact is something an expert computed."""
+    if isinstance(fact, Many):
+        return any(_expert_value(f) for f in fact.items)
+    if isinstance(fact, Rows):
+        return has_linear(fact.expr)
+    return isinstance(fact, Sum | Buffer | Lost)
+
+
+
+
+__all__ = ["Fact", "Region", "lift", "slice_of", "sources", "weight_leaves"]

@@ -1,0 +1,280 @@
+"""Lowering a region: one fused op when a template describes the expert, grouped GEMMs around the user's own pointwise code otherwise."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from moefuse.passes.emit import Emitter
+from moefuse.passes.evaluate import function_of
+from moefuse.passes.expr import Cast, Expr, ExpertVector, Gate, Leaf, Linear, Op, SharedVector, Slice, SlotWeight, Token, walk
+from moefuse.passes.lift import Region, weight_leaves
+from moefuse.passes.ops import tensor
+from moefuse.passes.sizes import same_shape, shape_of
+from moefuse.passes.templates import Body, factors, is_weight, match, one_weight
+from moefuse.spec import ExpertsSpec, Tier
+
+
+@dataclass(frozen=True, eq=False)
+class Lowered:
+    """A region's new value and what it is."""
+
+    result: Node
+    spec: ExpertsSpec
+    tier: Tier
+
+
+class Lowering:
+    """Builds the replacement of one region in front of the node behind its anchor."""
+
+    def __init__(self, region: Region, emit: Emitter) -> None:
+        self.region, self.emit = region, emit
+        self.memo: dict[int, Any] = {}
+
+    def run(self) -> Lowered:
+        """Insert the new nodes; the graph's old ones are left alone."""
+        body = match(self.region.expr)
+        lowered = self.fused(body) if body is not None else self.grouped()
+        result = lowered.result
+        if self.region.base is not None:
+            result = self.emit(torch.add, self.reshaped(result, self.region.base), self.region.base)
+        return Lowered(self.reshaped(result, self.region.holders[0]), lowered.spec, lowered.tier)
+
+    # -- shared pieces
+
+    def ids(self) -> Node:
+        """[T, K]."""
+        routing = self.region.routing
+        value = tensor(routing.node)
+        if value is not None and value.dim() == 2 and routing.has_slots and len(routing.tokens) == 1:
+            return routing.node
+        return self.once(routing, lambda: self.emit(torch.reshape, routing.node, (-1, routing.top_k)))
+
+    def once(self, key: Any, build: Any) -> Any:
+        if id(key) not in self.memo:
+            self.memo[id(key)] = (build(), key)
+        return self.memo[id(key)][0]
+
+    def matrix(self, node: Node, width: int) -> Node:
+        """A tensor as [tokens, width]."""
+        value = tensor(node)
+        flat = value is not None and value.dim() == 2 and shape_of(value)[-1] == width
+        return node if flat else self.emit(torch.reshape, node, (-1, width))
+
+    def tokens(self, token: Token, dtype: torch.dtype | None) -> Node:
+        """[T, width] in ``dtype``."""
+        node = self.matrix(token.source, token.width)
+        value = tensor(node)
+        return self.emit(torch.Tensor.to, node, dtype) if dtype is not None and value is not None and value.dtype != dtype else node
+
+    def slot_weights(self, weight: Expr | None) -> Node:
+        """[T, K] routing weights of the chosen experts."""
+        top_k = self.region.routing.top_k
+        if isinstance(weight, SlotWeight) or (isinstance(weight, Gate) and weight.slots):
+            return self.matrix(weight.source, top_k)
+        if isinstance(weight, Gate) and not weight.ones:
+            table = self.matrix(weight.source, self.region.num_experts)
+            return self.emit(torch.gather, table, 1, self.emit(torch.Tensor.to, self.ids(), torch.int64))
+        return self.emit(torch.ones_like, self.ids(), dtype=torch.float32)
+
+    def stack(self, leaf: Leaf) -> list[Node]:
+        """A projection as the ops take it: [[E, out, in]] or E times [out, in]; a transposed view where it is stored the other way."""
+        sources = list(leaf.parts) if leaf.parts else [leaf.source]
+        if list(leaf.order) == sorted(leaf.order):
+            return sources
+        return [self.emit(torch.transpose, s, -2, -1) for s in sources]
+
+    def vectors(self, leaf: Leaf | None) -> list[Node]:
+        return [] if leaf is None else list(leaf.parts) if leaf.parts else [leaf.source]
+
+    def reshaped(self, node: Node, like: Node) -> Node:
+        """``node`` in the shape of ``like``."""
+        mine, theirs = tensor(node), tensor(like)
+        if mine is None or theirs is None or same_shape(shape_of(mine), shape_of(theirs)):
+            return node
+        sizes = self.sizes(shape_of(theirs)[:-1])
+        return self.emit(torch.reshape, node, (*sizes, shape_of(theirs)[-1]))
+
+    def sizes(self, wanted: tuple[Any, ...]) -> list[Any]:
+        """Leading sizes as arguments: numbers, or the sizes of a leaf that has the same leading dimensions."""
+        if all(isinstance(s, int) for s in wanted):
+            return list(wanted)
+        for source in self.region.leaves:
+            value = tensor(source)
+            if value is not None and same_shape(shape_of(value)[: len(wanted)], wanted):
+                return [s if isinstance(s, int) else self.emit(torch.ops.aten.sym_size.int, source, i) for i, s in enumerate(wanted)]
+        raise ValueError(f"no input of the region has the leading sizes {wanted}")
+
+    def out_dtype(self) -> torch.dtype | None:
+        value = tensor(self.region.anchor)
+        return value.dtype if value is not None else None
+
+    # -- tier 1
+
+    def fused(self, body: Body) -> Lowered:
+        """One `moefuse::experts`."""
+        dtype = _dtype(body.first.weight)
+        x = self.tokens(body.token, dtype)
+        up = body.up
+        result = self.emit(
+            torch.ops.moefuse.experts.default,
+            x,
+            self.ids(),
+            self.slot_weights(body.weight),
+            self.stack(body.first.weight),
+            self.stack(up.weight) if up is not None else [],
+            self.stack(body.last.weight),
+            self.vectors(body.first.bias),
+            self.vectors(up.bias) if up is not None else [],
+            self.vectors(body.last.bias),
+            activation=body.activation,
+            activation_args=list(body.arguments),
+            gating=body.gating,
+            up_first=body.up_first,
+            weight_on_input=body.weight_on_input,
+            out_dtype=self.out_dtype() if self.out_dtype() != dtype else None,
+        )
+        return Lowered(result, fused_spec(self.region, body), "fused")
+
+    # -- tier 2
+
+    def grouped(self) -> Lowered:
+        """permute, grouped_linear, the user's own operations, combine."""
+        expr, region = self.region.expr, self.region
+        found = factors(expr)
+        weights = [f for f in found if is_weight(f)]
+        single, weight = one_weight(weights)
+        rest = [f for f in found if not is_weight(f)]
+        outside = bool(single and weights and rest)
+        rows = self.product(rest) if outside else self.rows(expr)
+        value = tensor(rows)
+        if value is not None and shape_of(value)[-1] == 1 and not any(isinstance(e, Linear) for e in walk(expr)):
+            raise ValueError("the contribution of an expert has no features")
+        order, offsets = self.order()
+        result = self.emit(
+            torch.ops.moefuse.combine.default,
+            rows,
+            self.slot_weights(weight) if outside and not (isinstance(weight, Gate) and weight.ones) else None,
+            order,
+            offsets,
+            region.routing.top_k,
+            out_dtype=self.out_dtype(),
+        )
+        return Lowered(result, grouped_spec(region), "grouped")
+
+    def product(self, terms: list[Expr]) -> Node:
+        out = self.rows(terms[0])
+        for t in terms[1:]:
+            out = self.emit(torch.mul, out, self.rows(t))
+        return out
+
+    def permuted(self) -> Node:
+        token = next(e for e in walk(self.region.expr) if isinstance(e, Token))
+        return self.once(
+            self.region,
+            lambda: self.emit(torch.ops.moefuse.permute.default, self.tokens(token, None), self.ids(), self.region.num_experts),
+        )
+
+    def order(self) -> tuple[Node, Node]:
+        pair = self.permuted()
+        return (
+            self.once("order", lambda: self.emit(operator.getitem, pair, 1)),
+            self.once("offsets", lambda: self.emit(operator.getitem, pair, 2)),
+        )
+
+    def rows(self, expr: Any) -> Any:
+        """The value of an expression for all slots sorted by expert, [S, features]."""
+        return self.once(expr, lambda: self._rows(expr)) if isinstance(expr, Expr) else expr
+
+    def _rows(self, expr: Expr) -> Any:
+        order, offsets = self.order()
+        match expr:
+            case Token():
+                return self._token_rows(expr, order)
+            case SlotWeight() | Gate():
+                flat = self.emit(torch.reshape, self.slot_weights(expr), (-1, 1))
+                return self.emit(torch.index_select, flat, 0, order)
+            case Linear():
+                child = self.rows(expr.child)
+                value, dtype = tensor(child), _dtype(expr.weight)
+                if value is not None and value.dtype != dtype:
+                    child = self.emit(torch.Tensor.to, child, dtype)
+                return self.emit(torch.ops.moefuse.grouped_linear.default, child, offsets, self.stack(expr.weight), [])
+            case ExpertVector():
+                count = self.emit(torch.ops.aten.sym_size.int, order, 0)
+                return self.emit(torch.ops.moefuse.expert_rows.default, self.vectors(expr.vector), offsets, count)
+            case SharedVector():
+                return expr.source
+            case Slice():
+                index = (Ellipsis, slice(expr.start, expr.start + expr.step * (expr.length - 1) + 1, expr.step))
+                return self.emit(operator.getitem, self.rows(expr.child), index)
+            case Cast():
+                return self.emit(torch.Tensor.to, self.rows(expr.child), expr.dtype)
+            case Op():
+                options = {k: self.rows(v) for k, v in expr.kwargs}
+                return self.emit(function_of(expr.name, options), *(self.rows(a) for a in expr.args), **options)
+        raise TypeError(f"cannot lower {type(expr).__name__}")
+
+    def _token_rows(self, token: Token, order: Node) -> Node:
+        first = next(e for e in walk(self.region.expr) if isinstance(e, Token))
+        if token.source is first.source and token.width == first.width:
+            return self.once("rows", lambda: self.emit(operator.getitem, self.permuted(), 0))
+        index = self.once("tokens", lambda: self.emit(torch.floor_divide, order, self.region.routing.top_k))
+        return self.emit(torch.index_select, self.tokens(token, None), 0, index)
+
+
+def _dtype(leaf: Leaf) -> torch.dtype:
+    value = tensor(leaf.source)
+    assert value is not None
+    return value.dtype
+
+
+def _layout(leaf: Leaf) -> str:
+    return "out-in" if list(leaf.order) == sorted(leaf.order) else "in-out"
+
+
+def _features(leaf: Leaf, which: int) -> int:
+    value = tensor(leaf.source)
+    return int(value.shape[leaf.order[which]]) if value is not None else 0
+
+
+def fused_spec(region: Region, body: Body) -> ExpertsSpec:
+    """What a template found."""
+    return ExpertsSpec(
+        num_experts=region.num_experts,
+        top_k=region.routing.top_k,
+        hidden=body.token.width,
+        intermediate=_features(body.last.weight, 1),
+        dtype=str(_dtype(body.first.weight)).removeprefix("torch."),
+        activation=body.activation,
+        activation_args=body.arguments,
+        gating=body.gating,
+        up_first=body.up_first,
+        weights="stacked" if body.first.weight.stacked else "separate",
+        layout=(_layout(body.first.weight), _layout(body.last.weight)),
+        bias=any(p is not None and p.bias is not None for p in (body.first, body.up, body.last)),
+        weight_on="input" if body.weight_on_input else "output",
+    )
+
+
+def grouped_spec(region: Region) -> ExpertsSpec:
+    """What can be said of a body that no template describes."""
+    linears = [e for e in walk(region.expr) if isinstance(e, Linear)]
+    leaves = weight_leaves(region.expr)
+    token = next(e for e in walk(region.expr) if isinstance(e, Token))
+    return ExpertsSpec(
+        num_experts=region.num_experts,
+        top_k=region.routing.top_k,
+        hidden=token.width,
+        intermediate=_features(linears[0].weight, 1) if len(linears) > 1 else 0,
+        dtype=str(_dtype(linears[0].weight)).removeprefix("torch."),
+        activation="custom",
+        gating="plain",
+        weights="stacked" if leaves[0].stacked else "separate",
+        layout=(_layout(linears[-1].weight), _layout(linears[0].weight)),
+        bias=any(isinstance(e, ExpertVector) for e in walk(region.expr)),
+    )

@@ -1,0 +1,34 @@
+"""Transfer rules: from the facts of an operation's inputs to the fact of its result. One small file per family.
+
+A rule is a function ``(ctx, node, *args, **kwargs) -> fact | Lost | None`` with the operation's own arguments, registered under the
+canonical names it serves (see passes/ops.py). None means "says nothing about routing"; Lost carries the reason.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+Rule = Callable[..., Any]
+
+RULES: dict[str, Rule] = {}
+
+_FAMILIES = ("views", "routing", "tables", "index", "assign", "permutation", "linear", "pointwise", "combine")
+
+
+def rule(*names: str) -> Callable[[Rule], Rule]:
+    """Register a rule under canonical operation names; a name has one rule."""
+
+    def register(function: Rule) -> Rule:
+        for name in names:
+            if name in RULES:
+                raise ValueError(f"operation {name!r} has two rules: {RULES[name].__module__} and {function.__module__}")
+            RULES[name] = function
+        return function
+
+    return register
+
+
+for _family in _FAMILIES:
+    importlib.import_module(f"{__name__}.{_family}")

@@ -1,0 +1,82 @@
+"""Assignments by index: read-modify-write of an accumulator, assignment of an expert's rows, inverting a permutation, un-sorting rows."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch.fx import Node
+
+from moefuse.passes.axes import Atom, Axis
+from moefuse.passes.context import Context
+from moefuse.passes.facts import Buffer, Domain, Fill, Index, Mask, Part, Rows, Selection, Sorted, Sum, Table
+from moefuse.passes.rules import rule
+from moefuse.passes.rules.permutation import assign_inverse
+from moefuse.passes.rules.routing import selection
+from moefuse.passes.sizes import same
+
+_ALL = slice(None, None, None)
+
+
+@rule("setitem")
+def on_setitem(ctx: Context, node: Node, target: Node, index: Any, value: Any) -> Any:
+    items = list(index) if isinstance(index, tuple) else [index]
+    if any(i != _ALL for i in items[1:]):
+        return None
+    where = ctx.fact(items[0]) if isinstance(items[0], Node) else None
+    current = ctx.fact(target)
+    if isinstance(where, Sorted) and isinstance(current, Fill):
+        rows = ctx.fact(value)
+        return unsort(rows, where) if isinstance(rows, Rows) else assign_inverse(ctx, node, target, where, value)
+    chosen = _selection(where)
+    if chosen is None:
+        return None
+    rows = ctx.fact(value)
+    if isinstance(rows, Buffer) and rows.target is target and rows.rows is not None and rows.selection.same(chosen):
+        return extend(ctx, node, target, rows.rows, once=not chosen.by_token)
+    if isinstance(rows, Rows) and rows.domain.selection is not None and rows.domain.selection.same(chosen):
+        if chosen.routing.top_k != 1:
+            return ctx.lost("not-weighted", node)
+        return extend(ctx, node, target, rows, once=False)
+    return None
+
+
+def _selection(where: Any) -> Selection | None:
+    if isinstance(where, Index) and where.of == "token":
+        return where.selection
+    if isinstance(where, Mask | Table):
+        found = selection(where, where.axes)
+        return found[0] if found is not None and found[1] == ("token",) else None
+    return None
+
+
+def extend(ctx: Context, node: Node, target: Node, rows: Rows, *, once: bool) -> Any:
+    """The accumulator with one more expert's rows."""
+    from moefuse.passes.rules.combine import accumulate
+
+    return accumulate(ctx, node, target, rows, once=once)
+
+
+def unsort(rows: Rows, index: Sorted) -> Rows | None:
+    """``out[perm] = rows``: back to one row per (token, slot)."""
+    routing = index.order.routing
+    if rows.domain.name != "sorted" or rows.domain.order is not index.order or index.of != "slot":
+        return None
+    slots: Axis = (*(Atom("t", i, s) for i, s in enumerate(routing.tokens)), Atom("k", 0, routing.top_k))
+    return Rows((slots, *rows.axes[1:]), Domain("slots", routing), rows.expr)
+
+
+@rule("index_copy")
+def on_index_copy(ctx: Context, node: Node, target: Node, dim: int, index: Node, source: Node) -> Any:
+    where, rows, current = ctx.fact(index), ctx.fact(source), ctx.fact(target)
+    if dim == 0 and isinstance(where, Sorted) and isinstance(rows, Rows) and isinstance(current, Fill):
+        return unsort(rows, where)
+    return None
+
+
+def is_zero(fact: Any) -> bool:
+    """A tensor of zeros."""
+    return isinstance(fact, Fill) and not math.isnan(fact.value) and same(0 if fact.value == 0.0 else 1, 0)
+
+
+__all__ = ["Part", "extend", "is_zero", "unsort"]

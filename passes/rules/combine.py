@@ -1,0 +1,227 @@
+"""Where experts meet: sums over the slots of a token, over all experts, and accumulators that collect one expert after another."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch.fx import Node
+
+from moefuse.passes.axes import Atom, Axes, Axis
+from moefuse.passes.context import Context, normalize, out_shape
+from moefuse.passes.expr import Gate, walk
+from moefuse.passes.facts import Buffer, Combined, Domain, Fill, Index, Mask, Part, Rows, Sorted, Sum, Table, View
+from moefuse.passes.generalise import generalise
+from moefuse.passes.facts import Lost
+from moefuse.passes.ops import tensor
+from moefuse.passes.rules import rule
+from moefuse.passes.rules.routing import over_slots
+from moefuse.passes.sizes import same
+
+
+@rule("sum")
+def on_sum(ctx: Context, node: Node, x: Any, *args: Any, **kwargs: Any) -> Any:
+    names = dict(zip(("dim", "keepdim"), args, strict=False)) | kwargs
+    dim, keepdim = names.get("dim", names.get("axis")), bool(names.get("keepdim", False))
+    if len(args) > 1 and all(isinstance(a, int) and not isinstance(a, bool) for a in args):
+        dim, keepdim = args, False
+    fact = ctx.fact(x)
+    if isinstance(fact, Mask):
+        return over_slots(ctx, node, x, dim, keepdim)
+    if not isinstance(fact, Rows):
+        return None
+    rank = len(fact.axes)
+    dims = sorted({normalize(d, rank) for d in (dim if isinstance(dim, tuple | list) else (dim,) if dim is not None else range(rank))})
+    over = [a for d in dims for a in fact.axes[d] if not same(a.size, 1)] or [a for d in dims for a in fact.axes[d]]
+    left = tuple((() if i in dims else a) for i, a in enumerate(fact.axes) if keepdim or i not in dims)
+    if {a.kind for a in over} == {"f"}:
+        return _over_features(ctx, node, x, dims, keepdim)
+    if len(dims) == 1:
+        return combined(ctx, node, fact, fact.axes[dims[0]], left)
+    return ctx.lost("not-row-local", node, op="sum")
+
+
+def _over_features(ctx: Context, node: Node, x: Any, dims: list[int], keepdim: bool) -> Any:
+    from moefuse.passes.rules.pointwise import over_features
+
+    found = over_features(ctx, node, x, tuple(dims))
+    if not isinstance(found, Rows):
+        return found
+    return replace(found, expr=replace(found.expr, kwargs=(*found.expr.kwargs, ("keepdim", True))))  # type: ignore[call-arg]
+
+
+def combined(ctx: Context, node: Node, rows: Rows, over: Axis, left: Axes) -> Any:
+    """Rows summed over ``over``: the whole region if that is the slots of a token, or every expert."""
+    kinds = [a.kind for a in over if not same(a.size, 1)] or [a.kind for a in over]
+    slots = rows.domain.name == "slots" and (kinds == ["k"] or (not kinds and rows.domain.routing is not None and rows.domain.routing.top_k == 1))
+    if slots or (rows.domain.name == "dense" and kinds == ["e"]):
+        return Combined(left, rows)
+    return ctx.lost("not-row-local", node, op="sum")
+
+
+def accumulate(ctx: Context, node: Node, target: Node, rows: Rows, *, once: bool = False) -> Any:
+    """An accumulator with one more part."""
+    current = ctx.fact(target)
+    part = Part(rows, node)
+    shape = out_shape(target)
+    axes: Axes = tuple((Atom("d", i, s),) for i, s in enumerate(shape))
+    if isinstance(current, Sum):
+        return replace(current, parts=(*current.parts, part), once=current.once or once)
+    if isinstance(current, Fill) and current.value == 0.0:
+        return Sum(axes, None, (part,), once)
+    if isinstance(current, View) and current.root is target or isinstance(current, Combined):
+        return Sum(axes, target, (part,), once)
+    return None
+
+
+@rule("index_add", "index_reduce")
+def on_index_add(ctx: Context, node: Node, target: Node, dim: int, index: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
+    rows, where = ctx.fact(source), ctx.fact(index)
+    if not isinstance(rows, Rows) or dim != 0 or args or kwargs.get("alpha", 1) != 1 or ctx.calls[node].name != "index_add":  # type: ignore[union-attr]
+        return None
+    return add_rows(ctx, node, target, where, rows)
+
+
+def add_rows(ctx: Context, node: Node, target: Node, where: Any, rows: Rows) -> Any:
+    """Rows added to the tokens they came from."""
+    if isinstance(where, Index) and where.of == "token" and rows.domain.selection is not None:
+        return accumulate(ctx, node, target, rows) if where.selection.same(rows.domain.selection) else None
+    if isinstance(where, Sorted) and where.of == "token" and rows.domain.order is where.order:
+        base = _base(ctx, target)
+        if base is False:
+            return None
+        tokens = tuple(Atom("t", i, s) for i, s in enumerate(where.order.routing.tokens))
+        return Combined((tokens, *rows.axes[1:]), rows, base)
+    return None
+
+
+def _base(ctx: Context, target: Node) -> Any:
+    current = ctx.fact(target)
+    if isinstance(current, Fill):
+        return None if current.value == 0.0 else False
+    return target if isinstance(current, View) and current.root is target else False
+
+
+def scatter_add_rows(ctx: Context, node: Node, target: Node, dim: int, index: Node, source: Any) -> Any:
+    """``out.scatter_add_(0, tok[:, None].expand(-1, H), rows)``."""
+    rows, where = ctx.fact(source), ctx.fact(index)
+    if not isinstance(rows, Rows) or dim != 0 or not isinstance(where, Index | Sorted) or len(where.axes) != 2:
+        return None
+    if [a.kind for a in where.axes[1]] != ["b"] or not same(where.axes[1][0].size, out_shape(target)[-1]):
+        return None
+    return add_rows(ctx, node, target, where, rows)
+
+
+@rule("index_put")
+def on_index_put(ctx: Context, node: Node, target: Node, indices: Any, values: Any, accumulate: bool = False) -> Any:  # noqa: A002
+    from moefuse.passes.rules.assign import on_setitem
+
+    if not isinstance(indices, tuple | list) or len(indices) != 1:
+        return None
+    rows, where = ctx.fact(values), ctx.fact(indices[0])
+    if not accumulate:
+        return on_setitem(ctx, node, target, indices[0], values)
+    if not isinstance(rows, Rows):
+        return None
+    if isinstance(where, Mask | Table) and rows.domain.selection is not None:
+        from moefuse.passes.rules.assign import _selection
+
+        chosen = _selection(where)
+        return on_accumulate(ctx, node, target, rows) if chosen is not None and chosen.same(rows.domain.selection) else None
+    return add_rows(ctx, node, target, where, rows)
+
+
+def on_accumulate(ctx: Context, node: Node, target: Node, rows: Rows) -> Any:
+    return accumulate(ctx, node, target, rows)
+
+
+def add_to_sum(ctx: Context, node: Node, a: Any, b: Any) -> Any:
+    """``acc + rows`` of one expert, in any order; None if neither side is an accumulation."""
+    x, y = ctx.fact(a), ctx.fact(b)
+    if isinstance(x, Sum) and isinstance(y, Sum):
+        return _merged(x, y)
+    for first, second, source in ((x, y, a), (y, x, b)):
+        if not isinstance(second, Rows) or not _selects(second):
+            continue
+        if isinstance(first, Sum) or (isinstance(first, Fill) and first.value == 0.0):
+            return _grown(ctx, node, first, second)
+        if isinstance(first, Rows) and _selects(first) and first.domain.name == "masked" and not first.domain.same(second.domain):
+            return Sum(_plain_axes(node), None, (Part(first, node), Part(second, node)))
+        if source == 0:
+            return second
+        if isinstance(first, View) and second.domain.name == "masked" and isinstance(source, Node) and first.root is source:
+            return Sum(_plain_axes(node), source, (Part(second, node),))
+    return None
+
+
+def _grown(ctx: Context, node: Node, first: Any, rows: Rows) -> Sum | None:
+    if rows.domain.name != "masked":
+        return None
+    part = Part(rows, node)
+    if isinstance(first, Sum):
+        return replace(first, axes=_plain_axes(node), parts=(*first.parts, part))
+    return Sum(_plain_axes(node), None, (part,))
+
+
+def _merged(x: Sum, y: Sum) -> Sum | None:
+    if x.base is not None and y.base is not None:
+        return None
+    return Sum(x.axes, x.base or y.base, (*x.parts, *y.parts), x.once or y.once)
+
+
+def _plain_axes(node: Node) -> Axes:
+    return tuple((Atom("d", i, s),) for i, s in enumerate(out_shape(node)))
+
+
+def _selects(rows: Rows) -> bool:
+    """Whether the routing table is already in the expression, so that adding means combining experts."""
+    return rows.domain.name == "masked" and any(isinstance(e, Gate) for e in walk(rows.expr))
+
+
+@rule("stack", "cat")
+def on_stack(ctx: Context, node: Node, tensors: Any, dim: int = 0, **_: Any) -> Any:
+    """Every expert's output beside the others': one dimension more, over the experts."""
+    from moefuse.passes.cone import cone_rows
+
+    if ctx.calls[node].name != "stack" or not isinstance(tensors, tuple | list) or len(tensors) < 2:  # type: ignore[union-attr]
+        return None
+    rows: list[Rows] = []
+    for item in tensors:
+        fact = ctx.fact(item)
+        found = fact if isinstance(fact, Rows) else cone_rows(ctx, node, item, None) if isinstance(fact, View) else None
+        if found is None or found.domain.name != "masked":
+            return None
+        rows.append(found)
+    if any(r.domain.expert not in (None, i) for i, r in enumerate(rows)):
+        return None
+    routing = next((r.domain.routing for r in rows if r.domain.routing is not None), None)
+    expr = generalise([r.expr for r in rows], list(range(len(rows))), node)
+    if isinstance(expr, Lost):
+        return expr
+    axes = list(rows[0].axes)
+    axes.insert(normalize(dim, len(axes) + 1), (Atom("e", 0, len(rows)),))
+    return Rows(tuple(axes), Domain("dense", routing), expr)
+
+
+@rule("gather", "take_along_dim")
+def on_gather(ctx: Context, node: Node, x: Any, dim: Any, index: Any, **_: Any) -> Any:
+    """The outputs of the chosen experts out of those of all experts."""
+    from moefuse.passes.rules.routing import is_integer, role_axes
+
+    if not isinstance(dim, int):
+        dim, index = index, dim
+    rows, view = ctx.fact(x), ctx.view(index)
+    if not isinstance(rows, Rows) or rows.domain.name != "dense" or view is None or not is_integer(index):
+        return None
+    at = normalize(dim, len(rows.axes))
+    if [a.kind for a in rows.axes[at]] != ["e"]:
+        return None
+    rest = view.axes[:-1] if view.axes and all(a.kind == "b" for a in view.axes[-1]) else None
+    plain = replace(view, axes=rest) if rest is not None else None
+    routing = ctx.routing(plain) if plain is not None else None
+    roles = role_axes(plain, routing) if plain is not None and routing is not None else None
+    if roles is None or len(roles) != len(rows.axes) - 1 or (rows.domain.routing is not None and rows.domain.routing is not routing):
+        return None
+    if tensor(node) is None or [a.kind for a in roles[at]] not in (["k"], []):
+        return None
+    return Rows((*roles, rows.axes[-1]), Domain("slots", routing), rows.expr)

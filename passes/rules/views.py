@@ -1,0 +1,190 @@
+"""View operations: they rearrange axes and change no value. One rule set serves every kind of fact."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch.fx import Node
+
+from moefuse.passes.axes import Atom, Axes, Axis, atoms, extent, reshape
+from moefuse.passes.context import Context, as_size, normalize, out_shape
+from moefuse.passes.expr import Cast
+from moefuse.passes.facts import Counts, Fact, Fill, Index, IndexMatrix, Mask, Range, Rows, Sorted, Sum, Table, View
+from moefuse.passes.ops import tensor
+from moefuse.passes.rules import rule
+from moefuse.passes.sizes import Size, same
+
+_uid = iter(range(1, 1 << 62))
+
+
+def broadcast(size: Size) -> Atom:
+    """A new index variable that nothing depends on."""
+    return Atom("b", next(_uid), size)
+
+
+def reshaped(fact: Any, sizes: tuple[Size, ...]) -> Any:
+    """The fact after a row-major reshape, or None. Rows of an expert have a length that only the run knows: its dimension stays put."""
+    axes = reshape(fact.axes, sizes)
+    if axes is None and fact.axes and fact.axes[0] and fact.axes[0][0].kind == "r" and sizes and not isinstance(sizes[0], int):
+        rest = reshape(fact.axes[1:], sizes[1:])
+        axes = None if rest is None else (fact.axes[0], *rest)
+    return None if axes is None else fact.with_axes(axes)
+
+
+@rule("view", "reshape", "flatten", "unflatten", "view_as", "reshape_as", "ravel", "_unsafe_view")
+def on_reshape(ctx: Context, node: Node, x: Node, *_: Any, **__: Any) -> Any:
+    fact = ctx.fact(x)
+    if isinstance(fact, Sum | Fill):
+        return fact.with_axes(reshape(fact.axes, out_shape(node)) or ()) if isinstance(fact, Fill) else None
+    return reshaped(fact, out_shape(node)) if isinstance(fact, Fact) else None
+
+
+@rule("squeeze")
+def on_squeeze(ctx: Context, node: Node, x: Node, dim: Any = None) -> Any:
+    fact = ctx.fact(x)
+    if not isinstance(fact, Fact) or isinstance(fact, Sum):
+        return None
+    rank = len(fact.axes)
+    dims = range(rank) if dim is None else [normalize(d, rank) for d in (dim if isinstance(dim, tuple | list) else (dim,))]
+    drop = {d for d in dims if same(extent(fact.axes[d]), 1)}
+    return fact.with_axes(tuple(a for i, a in enumerate(fact.axes) if i not in drop))
+
+
+@rule("unsqueeze")
+def on_unsqueeze(ctx: Context, node: Node, x: Node, dim: int) -> Any:
+    fact = ctx.fact(x)
+    if not isinstance(fact, Fact) or isinstance(fact, Sum):
+        return None
+    at = normalize(dim, len(fact.axes) + 1)
+    return fact.with_axes((*fact.axes[:at], (), *fact.axes[at:]))
+
+
+@rule("transpose")
+def on_transpose(ctx: Context, node: Node, x: Node, dim0: int, dim1: int) -> Any:
+    fact = ctx.fact(x)
+    if not isinstance(fact, Fact) or isinstance(fact, Sum):
+        return None
+    axes, rank = list(fact.axes), len(fact.axes)
+    i, j = normalize(dim0, rank), normalize(dim1, rank)
+    axes[i], axes[j] = axes[j], axes[i]
+    if isinstance(fact, IndexMatrix):
+        return replace(fact, axes=tuple(axes), transposed=not fact.transposed)
+    return fact.with_axes(tuple(axes))
+
+
+@rule("t")
+def on_t(ctx: Context, node: Node, x: Node) -> Any:
+    return on_transpose(ctx, node, x, 0, 1) if len(out_shape(node)) == 2 else ctx.fact(x)
+
+
+@rule("getattr")
+def on_getattr(ctx: Context, node: Node, x: Any, name: str, *_: Any) -> Any:
+    if name == "T":
+        return on_t(ctx, node, x) if len(out_shape(node)) <= 2 else None
+    if name == "mT":
+        return on_transpose(ctx, node, x, -2, -1)
+    return ctx.fact(x) if name == "data" else None
+
+
+@rule("permute")
+def on_permute(ctx: Context, node: Node, x: Node, *dims: Any, **kwargs: Any) -> Any:
+    fact = ctx.fact(x)
+    order = kwargs.get("dims", dims[0] if len(dims) == 1 and isinstance(dims[0], tuple | list) else dims)
+    if not isinstance(fact, Fact) or isinstance(fact, Sum) or len(order) != len(fact.axes):
+        return None
+    return fact.with_axes(tuple(fact.axes[d] for d in order))
+
+
+@rule("movedim")
+def on_movedim(ctx: Context, node: Node, x: Node, source: Any, destination: Any) -> Any:
+    fact = ctx.fact(x)
+    if not isinstance(fact, Fact) or not isinstance(source, int) or not isinstance(destination, int):
+        return None
+    axes = list(fact.axes)
+    axes.insert(normalize(destination, len(axes)), axes.pop(normalize(source, len(axes))))
+    return fact.with_axes(tuple(axes))
+
+
+def expanded(axes: Axes, sizes: tuple[Size, ...]) -> Axes | None:
+    """Axes after broadcasting to ``sizes``: new and size-one dimensions become broadcast atoms."""
+    missing = len(sizes) - len(axes)
+    if missing < 0:
+        return None
+    out: list[Axis] = []
+    for axis, size in zip((*((),) * missing, *axes), sizes, strict=True):
+        keep = same(extent(axis), size) or any(a.kind == "r" for a in axis)
+        out.append(axis if keep else (broadcast(size),))
+    return tuple(out)
+
+
+@rule("expand", "expand_as", "broadcast_to")
+def on_expand(ctx: Context, node: Node, x: Node, *_: Any, **__: Any) -> Any:
+    fact = ctx.fact(x)
+    if not isinstance(fact, Fact) or isinstance(fact, Sum):
+        return None
+    axes = expanded(fact.axes, out_shape(node))
+    return None if axes is None else fact.with_axes(axes)
+
+
+@rule("repeat", "tile")
+def on_repeat(ctx: Context, node: Node, x: Node, *repeats: Any, **kwargs: Any) -> Any:
+    fact = ctx.fact(x)
+    counts = kwargs.get("repeats", repeats[0] if len(repeats) == 1 and isinstance(repeats[0], tuple | list) else repeats)
+    if not isinstance(fact, View | Range | Rows) or len(counts) < len(fact.axes):
+        return None
+    padded = (*((),) * (len(counts) - len(fact.axes)), *fact.axes)
+    axes = []
+    for axis, count in zip(padded, counts, strict=True):
+        times = as_size(count)
+        if times is None:
+            return None
+        axes.append(axis if same(times, 1) else (broadcast(times), *axis))
+    return fact.with_axes(tuple(axes))
+
+
+@rule("repeat_interleave")
+def on_repeat_interleave(ctx: Context, node: Node, x: Node, repeats: Any, dim: int | None = None, output_size: Any = None) -> Any:
+    fact = ctx.fact(x)
+    times = as_size(repeats)
+    if not isinstance(fact, View | Range | Rows) or times is None:
+        return None
+    axes = fact.axes if dim is not None else (atoms(fact.axes),)
+    at = normalize(dim or 0, len(axes))
+    axis = axes[at] if same(times, 1) else (*axes[at], broadcast(times))
+    return fact.with_axes((*axes[:at], axis, *axes[at + 1 :]))
+
+
+@rule("contiguous", "clone", "detach", "alias", "positive", "cpu", "cuda", "resolve_conj", "view_of")
+def on_same(ctx: Context, node: Node, x: Node, *_: Any, **__: Any) -> Any:
+    fact = ctx.fact(x)
+    if ctx.calls[node].name == "detach" and isinstance(fact, Rows | View | Table | Sum):  # type: ignore[union-attr]
+        return None if not isinstance(fact, Rows) else ctx.lost("no-rule", node, op="detach")
+    return fact if isinstance(fact, Fact) and not isinstance(fact, Sum) else None
+
+
+@rule("to", "type_as", "_to_copy", "convert_element_type")
+def on_cast(ctx: Context, node: Node, x: Node, *_: Any, **__: Any) -> Any:
+    fact, before, after = ctx.fact(x), tensor(x), tensor(node)
+    if not isinstance(fact, Fact) or before is None or after is None or before.device != after.device:
+        return None
+    if before.dtype == after.dtype:
+        return None if isinstance(fact, Sum) else fact
+    if isinstance(fact, Rows):
+        return replace(fact, expr=Cast(node, fact.expr, after.dtype))
+    if isinstance(fact, Mask | Index | IndexMatrix | Sorted | Counts | Range):
+        return fact if not isinstance(fact, Mask) or fact.weight is None else None
+    if isinstance(fact, Table):
+        return replace(fact, root=node if fact.root is not None else None, root_axes=fact.axes, slots=None if not fact.ones else fact.slots)
+    if isinstance(fact, View) and not before.dtype.is_floating_point and not after.dtype.is_floating_point:
+        return fact
+    return inherited(fact, node)
+
+
+def inherited(fact: Fact, node: Node) -> View | None:
+    """A new plain tensor that keeps how the dimensions of an input factor (flattened tokens and slots stay tokens and slots)."""
+    if not isinstance(fact, View) or all(len(axis) == 1 and axis[0].kind == "d" for axis in fact.axes):
+        return None
+    count = iter(range(1 << 30))
+    axes = tuple(tuple(Atom("d", next(count), a.size) for a in axis) for axis in fact.axes)
+    return View(axes, node)

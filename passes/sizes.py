@@ -1,0 +1,44 @@
+"""Sizes without guards: tensor sizes as ints or sympy expressions, compared symbolically so that no pass ever adds a shape guard."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import sympy
+import torch
+
+Size = Any  # int | sympy.Expr
+
+
+def size_of(value: object) -> Size:
+    """An int, or the sympy expression of a SymInt."""
+    if isinstance(value, int):
+        return value
+    expr = sympy.sympify(getattr(getattr(value, "node", None), "expr", value))
+    return int(expr) if expr.is_Integer else expr
+
+
+def shape_of(value: torch.Tensor) -> tuple[Size, ...]:
+    """The shape of a (fake) tensor as sizes."""
+    return tuple(size_of(s) for s in value.shape)
+
+
+def same(a: Size, b: Size) -> bool:
+    """Whether two sizes are equal for every value of their symbols. False also means: not known."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a == b
+    return bool(sympy.expand(a - b) == 0)
+
+
+def product(sizes: Iterable[Size]) -> Size:
+    """The product of sizes, as an int where it is one."""
+    out: Size = 1
+    for s in sizes:
+        out = out * s
+    return out if isinstance(out, int) else size_of(sympy.expand(out))
+
+
+def same_shape(a: Sequence[Size], b: Sequence[Size]) -> bool:
+    """Whether two shapes are equal for every value of their symbols."""
+    return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))

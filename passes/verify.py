@@ -1,0 +1,210 @@
+"""The proof on the model's own weights: the original region and its replacement on synthetic tokens, both against float64.
+
+Three routings are tried: random, all tokens on the same experts (so that the others get none), and random again. The reference runs the
+recognised expression itself in float64, one expert at a time, on a sample of the tokens: a wrong reading of the program shows as an
+original that is far from the reference, a wrong op as a replacement that is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from moefuse.passes.evaluate import Rows64
+from moefuse.passes.expr import Gate, SlotWeight, Token, walk
+from moefuse.passes.lift import Region
+from moefuse.passes.ops import call_of, fake
+
+_SAMPLE = 64
+_FAR = 512.0
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """``error``: the replacement's error over its allowance (at most 1 passes). ``problem``: why it failed, or empty."""
+
+    error: float
+    problem: str = ""
+
+
+def verify(region: Region, new_nodes: Sequence[Node], result: Node, weights: dict[Node, Any]) -> Verdict:
+    """Compare a region with its replacement; ``weights`` holds real values of the graph's inputs where they are known."""
+    values = Inputs(region, weights)
+    before = [n for n in region.anchor.graph.nodes if n in region.nodes]
+    worst = 0.0
+    for kind in ("random", "one", "random"):
+        leaves = values.draw(kind)
+        with torch.no_grad():
+            original = _run(before, values, leaves, region.anchor)
+            fused = _run(new_nodes, values, leaves, result)
+            verdict = _compare(region, values, leaves, original, fused)
+        if verdict.problem:
+            return verdict
+        worst = max(worst, verdict.error)
+    return Verdict(worst)
+
+
+class Inputs:
+    """Values for everything a region reads: real weights, synthetic activations."""
+
+    def __init__(self, region: Region, weights: dict[Node, Any]) -> None:
+        self.region, self.known = region, dict(weights)
+        self.generator = torch.Generator().manual_seed(0)
+        anchor = fake(region.anchor)
+        self.device = anchor.device
+        self.num_tokens = int(_hint(_product(region.routing.tokens, region)))
+
+    def weight(self, node: Node) -> Any:
+        """The real value of a weight or constant, computed from the graph's inputs if it is not one; synthetic if unknown."""
+        if node not in self.known:
+            self.known[node] = self._computed(node)
+        return self.known[node]
+
+    def _computed(self, node: Node) -> Any:
+        value = fake(node)
+        if node.op == "placeholder" or any(n.op == "placeholder" and n not in self.known for n in _ancestors(node)):
+            return self.random(value) if isinstance(value, torch.Tensor) else _hint(value)
+        args = torch.fx.node.map_arg((node.args, node.kwargs), self.weight)
+        with torch.no_grad():
+            return getattr(args[0][0], node.target)(*args[0][1:], **args[1]) if isinstance(node.target, str) else node.target(*args[0], **args[1])
+
+    def random(self, like: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        """Normal values in the shape, dtype and device of a fake tensor."""
+        shape = [int(_hint(s)) for s in like.shape]
+        if not like.dtype.is_floating_point:
+            return torch.zeros(shape, dtype=like.dtype, device=like.device)
+        return (torch.randn(shape, generator=self.generator) * scale).to(device=like.device, dtype=like.dtype)
+
+    def draw(self, kind: str) -> dict[Node, Any]:
+        """Leaves of one probe: tokens, ids and routing weights."""
+        region, routing = self.region, self.region.routing
+        tokens, experts, top_k = self.num_tokens, region.num_experts, routing.top_k
+        scores = torch.rand(tokens, max(experts, top_k), generator=self.generator)
+        ids = scores.topk(top_k, dim=-1).indices if kind == "random" else torch.arange(top_k).expand(tokens, top_k).clone()
+        held = fake(routing.node)
+        out: dict[Node, Any] = {routing.node: ids.reshape([int(_hint(s)) for s in held.shape]).to(device=held.device, dtype=held.dtype)}
+        for e in walk(region.expr):
+            if isinstance(e, Gate) and not e.ones and not e.slots:
+                table = torch.zeros(tokens, experts).scatter(1, ids, torch.rand(tokens, top_k, generator=self.generator) + 0.1)
+                like = fake(e.source)
+                out[e.source] = table.reshape([int(_hint(s)) for s in like.shape]).to(device=like.device, dtype=like.dtype)
+            elif isinstance(e, SlotWeight) or (isinstance(e, Gate) and e.slots):
+                out[e.source] = self.random(fake(e.source)).abs().clamp(0.1, 2.0)
+            elif isinstance(e, Token) and e.source not in out:
+                out[e.source] = self.random(fake(e.source))
+        if region.base is not None:
+            out[region.base] = self.random(fake(region.base))
+        return out
+
+
+def _hint(value: Any) -> Any:
+    """A concrete number for a size that is symbolic."""
+    node = getattr(value, "node", None)
+    return node.hint if node is not None and node.hint is not None else value
+
+
+def _product(sizes: Iterable[Any], region: Region) -> Any:
+    shape = fake(region.routing.node).shape
+    out = 1
+    for s in shape:
+        out = out * int(_hint(s))
+    return out // region.routing.top_k
+
+
+def _ancestors(node: Node) -> set[Node]:
+    seen: set[Node] = set()
+    stack = [node]
+    while stack:
+        n = stack.pop()
+        if n not in seen:
+            seen.add(n)
+            stack.extend(n.all_input_nodes)
+    return seen
+
+
+def _run(nodes: Sequence[Node], values: Inputs, leaves: dict[Node, Any], result: Node) -> torch.Tensor:
+    """Execute nodes in order on real tensors."""
+    env: dict[Node, Any] = {}
+
+    def value(node: Node) -> Any:
+        if node in env:
+            return env[node]
+        if node in leaves:
+            env[node] = leaves[node].clone() if isinstance(leaves[node], torch.Tensor) else leaves[node]
+            return env[node]
+        return values.weight(node)
+
+    for node in nodes:
+        if node in leaves:
+            continue
+        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), value)
+        env[node] = getattr(args[0], node.target)(*args[1:], **kwargs) if node.op == "call_method" else node.target(*args, **kwargs)  # type: ignore[operator]
+    if node_writes(result):
+        return value(result.args[0])  # type: ignore[arg-type, no-any-return]
+    return env[result]  # type: ignore[no-any-return]
+
+
+def node_writes(node: Node) -> bool:
+    """Whether a node is an assignment by index, whose result is its target."""
+    call = call_of(node)
+    return call is not None and call.name == "setitem"
+
+
+def _compare(region: Region, values: Inputs, leaves: dict[Node, Any], original: torch.Tensor, fused: torch.Tensor) -> Verdict:
+    tokens = values.num_tokens
+    if tuple(original.shape) != tuple(fused.shape) or original.dtype != fused.dtype:
+        return Verdict(float("inf"), f"{list(original.shape)} {original.dtype} became {list(fused.shape)} {fused.dtype}")
+    if tokens == 0:
+        return Verdict(0.0)
+    sample = torch.randperm(tokens, generator=values.generator)[:_SAMPLE].to(original.device)
+    flat, new = original.reshape(tokens, -1).double(), fused.reshape(tokens, -1).double()
+    truth = reference(region, values.weight, leaves, sample)
+    if region.base is not None:
+        truth = truth + leaves[region.base].reshape(tokens, -1)[sample].double()
+    eps = torch.finfo(_lowest(region, original.dtype)).eps
+    size = _rms(truth) + 1e-30
+    theirs, ours = _rms(flat[sample] - truth), _rms(new[sample] - truth)
+    if not theirs <= _FAR * eps * size:
+        return Verdict(float("inf"), f"the original differs from its recognised meaning by {theirs / size:.2e} of its size")
+    allowed = 1.1 * theirs + 4 * eps * size
+    if not ours <= allowed:
+        return Verdict(ours / allowed, f"error {ours / size:.2e} of the result's size, the original has {theirs / size:.2e}")
+    apart = _rms(flat - new)
+    if not apart <= 2 * _FAR * eps * (_rms(flat) + 1e-30):
+        return Verdict(float("inf"), f"tokens outside the sample differ by {apart / (_rms(flat) + 1e-30):.2e} of the result's size")
+    return Verdict(ours / allowed)
+
+
+def _rms(x: torch.Tensor) -> float:
+    return float(x.square().mean().sqrt()) if x.numel() else 0.0
+
+
+def _lowest(region: Region, out: torch.dtype) -> torch.dtype:
+    """The coarsest dtype that the region computes in."""
+    from moefuse.passes.lift import weight_leaves
+
+    found = [fake(leaf.source).dtype for leaf in weight_leaves(region.expr)] + [out]
+    return max(found, key=lambda d: torch.finfo(d).eps)
+
+
+def reference(region: Region, weight: Callable[[Node], Any], leaves: dict[Node, Any], sample: torch.Tensor) -> torch.Tensor:
+    """The region's sum for some tokens in float64, [n, features]."""
+    top_k = region.routing.top_k
+    ids = leaves[region.routing.node].reshape(-1, top_k)[sample].long()
+    out: torch.Tensor | None = None
+    for expert in range(region.num_experts):
+        row, slot = torch.where(ids == expert)
+        if not len(row):
+            continue
+        tokens = sample[row]
+        values = Rows64(lambda n: leaves[n] if n in leaves else weight(n), expert, tokens, tokens * top_k + slot)
+        part = values.run(region.expr)
+        if out is None:
+            out = torch.zeros(len(sample), part.shape[-1], dtype=torch.float64, device=part.device)
+        out.index_add_(0, row, part.expand(len(row), -1).contiguous())
+    return out if out is not None else torch.zeros(len(sample), 1, dtype=torch.float64)
+
