@@ -142,7 +142,9 @@ def row(e: int, h: int, i: int, k: int, t: int, dtype: torch.dtype, budget_s: fl
     ours = times["compiled"]
     out: dict[str, Any] = {"E": e, "H": h, "I": i, "K": k, "T": t, "dtype": str(dtype).removeprefix("torch.")}
     out["us"] = {name: statistics.median(v) * 1e6 for name, v in times.items()}
-    out["ratio"] = {n: statistics.median(a / b for a, b in zip(v, ours, strict=True)) for n, v in times.items() if n not in ("op", "compiled")}
+    out["ratio"] = {
+        n: statistics.median(a / b for a, b in zip(v, ours, strict=True)) for n, v in times.items() if n not in ("op", "compiled")
+    }
     out["ratio"]["loop/op"] = statistics.median(a / b for a, b in zip(times["loop"], times["op"], strict=True))
     return out
 
@@ -171,7 +173,7 @@ def main() -> None:
     parser.add_argument("--json", help="write the rows to this file")
     options = parser.parse_args()
     dtype = getattr(torch, options.dtype)
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {options.dtype}; ratio = other / moefuse compiled, above 1 is faster")
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {options.dtype}; ratio: other / moefuse compiled")
     print(f"{'E':>4}{'H':>6}{'I':>6}{'K':>3}{'T':>5}{'op us':>11}{'compiled us':>13}{'loop':>8}{'grouped':>9}{'batched':>9}{'loop/op':>9}")
     rows = []
     with torch.no_grad():

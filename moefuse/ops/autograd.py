@@ -53,7 +53,9 @@ class _Experts(torch.autograd.Function):
     """One call of ``moefuse::experts`` that is differentiated."""
 
     @staticmethod
-    def forward(ctx: Any, options: dict[str, Any], lengths: tuple[int, ...], x: Tensor, ids: Tensor, weights: Tensor, *flat: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, options: dict[str, Any], lengths: tuple[int, ...], x: Tensor, ids: Tensor, weights: Tensor, *flat: Tensor
+    ) -> Tensor:
         with below_autograd():
             out, h, order, offsets = ops.experts_forward(x, ids, weights, *split(flat, lengths), **options)
         ctx.options = {k: v for k, v in options.items() if k != "out_dtype"}
@@ -102,7 +104,7 @@ def experts(
     }
     if torch.is_grad_enabled() and wants_grad((x, weights, *(t for part in lists for t in part))):
         lengths = tuple(len(part) for part in lists)
-        return _Experts.apply(options, lengths, x, ids, weights, *(t for part in lists for t in part))  # type: ignore[no-any-return]
+        return _Experts.apply(options, lengths, x, ids, weights, *(t for part in lists for t in part))  # type: ignore[no-any-return,no-untyped-call]
     with below_autograd():
         return ops.experts.default(x, ids, weights, *lists, **options)  # type: ignore[no-any-return]
 
@@ -143,7 +145,7 @@ def once(name: str, public: str) -> Callable[..., Any]:
         op = getattr(ops, name)
         tensors = flatten(args)
         if wants_grad(tensors):
-            return list(_Once.apply(name, public, lambda: op(*args, **kwargs), *tensors))
+            return list(_Once.apply(name, public, lambda: op(*args, **kwargs), *tensors))  # type: ignore[no-untyped-call]
         with below_autograd():
             return op(*args, **kwargs)  # type: ignore[no-any-return]
 

@@ -37,7 +37,7 @@ class _Permute(torch.autograd.Function):
 def permute(x: Tensor, ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """Autograd entry of ``moefuse::permute``."""
     if wants_grad((x,)):
-        return _Permute.apply(x, ids, num_experts)  # type: ignore[no-any-return]
+        return _Permute.apply(x, ids, num_experts)  # type: ignore[no-any-return,no-untyped-call]
     with below_autograd():
         return ops.permute(x, ids, num_experts)  # type: ignore[no-any-return]
 
@@ -64,7 +64,7 @@ class _GroupedLinear(torch.autograd.Function):
 def grouped_linear(xs: Tensor, offsets: Tensor, w: Lists, b: Lists) -> Tensor:
     """Autograd entry of ``moefuse::grouped_linear``."""
     if wants_grad((xs, *w, *b)):
-        return _GroupedLinear.apply((len(w), len(b)), xs, offsets, *w, *b)  # type: ignore[no-any-return]
+        return _GroupedLinear.apply((len(w), len(b)), xs, offsets, *w, *b)  # type: ignore[no-any-return,no-untyped-call]
     with below_autograd():
         return ops.grouped_linear(xs, offsets, w, b)  # type: ignore[no-any-return]
 
@@ -85,7 +85,7 @@ class _ExpertRows(torch.autograd.Function):
 def expert_rows(v: Lists, offsets: Tensor, num_rows: int) -> Tensor:
     """Autograd entry of ``moefuse::expert_rows``."""
     if wants_grad(v):
-        return _ExpertRows.apply(offsets, num_rows, *v)  # type: ignore[no-any-return]
+        return _ExpertRows.apply(offsets, num_rows, *v)  # type: ignore[no-any-return,no-untyped-call]
     with below_autograd():
         return ops.expert_rows(v, offsets, num_rows)  # type: ignore[no-any-return]
 
@@ -111,6 +111,6 @@ class _Combine(torch.autograd.Function):
 def combine(ys: Tensor, weights: Tensor | None, order: Tensor, offsets: Tensor, top_k: int, out_dtype: torch.dtype | None) -> Tensor:
     """Autograd entry of ``moefuse::combine``."""
     if wants_grad((ys, weights)):
-        return _Combine.apply(ys, weights, order, offsets, top_k, out_dtype)  # type: ignore[no-any-return]
+        return _Combine.apply(ys, weights, order, offsets, top_k, out_dtype)  # type: ignore[no-any-return,no-untyped-call]
     with below_autograd():
         return ops.combine(ys, weights, order, offsets, top_k, out_dtype)  # type: ignore[no-any-return]

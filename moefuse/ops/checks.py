@@ -163,14 +163,10 @@ def check_experts(
     elif w_up or b_up:
         arg = "w_up" if w_up else "b_up"
         _bad_value(op, arg, f"holds {len(w_up or b_up)} tensors", f"an empty list for gating {gating!r}; only 'separate' has it")
-    _, _, hidden = _check_weight(w_out, experts, None, inner, x, op, "w_out")[0], None, _out_features(w_out)
+    _, hidden, _ = _check_weight(w_out, experts, None, inner, x, op, "w_out")
     _check_vector(b_in, experts, out, x, op, "b_in")
     _check_vector(b_out, experts, hidden, x, op, "b_out")
     return experts, 2 * out if gating == "separate" else out, hidden
-
-
-def _out_features(w: Sequence[Tensor]) -> Any:
-    return w[0].shape[-2]
 
 
 def _check_options(
@@ -238,9 +234,7 @@ def check_expert_rows(v: Sequence[Tensor], offsets: Tensor, num_rows: Any) -> An
     return size
 
 
-def check_combine(
-    ys: Tensor, weights: Tensor | None, order: Tensor, offsets: Tensor, top_k: Any, out_dtype: torch.dtype | None
-) -> Any:
+def check_combine(ys: Tensor, weights: Tensor | None, order: Tensor, offsets: Tensor, top_k: Any, out_dtype: torch.dtype | None) -> Any:
     """Arguments of ``moefuse::combine``; returns T."""
     op = "combine"
     _check_dim(ys, 2, op, "ys", "[S, H]")

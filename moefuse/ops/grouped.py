@@ -48,9 +48,7 @@ def _grouped_linear_backward(grad: Tensor, xs: Tensor, offsets: Tensor, w: Lists
     return out
 
 
-def _grouped_linear_backward_fake(
-    grad: Tensor, xs: Tensor, offsets: Tensor, w: Lists, b: Lists, needs: Sequence[bool]
-) -> list[Tensor]:
+def _grouped_linear_backward_fake(grad: Tensor, xs: Tensor, offsets: Tensor, w: Lists, b: Lists, needs: Sequence[bool]) -> list[Tensor]:
     out = [xs.new_empty(xs.shape)] if needs[0] else []
     out += [torch.empty_like(t) for t in w] if needs[1] else []
     out += [torch.empty_like(t) for t in b] if needs[2] else []

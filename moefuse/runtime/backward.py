@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moefuse.ops.activations import ACTIVATIONS
+from moefuse.ops.activations import ACTIVATIONS, Activation
 from moefuse.ops.reference import accumulation_dtype, expert_vector, expert_weight, split_gate
 from moefuse.runtime.cpu import CHUNK_ROWS, Lists, back_project, sum_slots
 from moefuse.runtime.gemm import mm_into
@@ -55,89 +55,134 @@ def experts_backward(
     weight_on_input: bool,
 ) -> list[Tensor]:
     """The gradients that ``needs`` (in the order of :data:`INPUTS`) asks for, flattened."""
-    need = _Needs(*needs)
-    wide = accumulation_dtype(x.dtype)
-    act = ACTIVATIONS[activation]
-    top_k = weights.shape[1]
-    ends = offsets.tolist()
-    groups, valid = groups_of(ends), ends[-1]
     lists = {"w_in": w_in, "w_up": w_up, "w_out": w_out, "b_in": b_in, "b_up": b_up, "b_out": b_out}
-    grads = {
-        name: empty_grads(tensors, groups, 2 if name[0] == "w" else 1) if getattr(need, name) else [] for name, tensors in lists.items()
-    }
-    need_h = need.x or need.w_in or need.w_up or need.b_in or need.b_up or (need.weights and weight_on_input)
-    d_rows = x.new_empty(order.shape[0], x.shape[1]) if need.x else None
-    d_scale = torch.zeros(order.shape[0], dtype=wide, device=x.device) if need.weights else None
-    scales = weights.reshape(-1)
-    if d_rows is not None:
-        d_rows[valid:].zero_()
-    for chunk in chunked(groups, CHUNK_ROWS):
-        start, end = chunk[0][1], chunk[-1][2]
-        slots = order[start:end]
-        tokens = slots // top_k
-        scale = scales[slots, None].to(wide)
-        d_out = grad.index_select(0, tokens).to(x.dtype)
-        gate, up = (None if part is None else part.to(wide) for part in split_gate(h[start:end], gating, up_first))
-        assert gate is not None
-        if need.w_out or (need.weights and not weight_on_input):
-            a = act.forward(gate, up, activation_args)
-            if need.w_out:
-                weight_grads(grads["w_out"], d_out, (a if weight_on_input else a * scale).to(x.dtype), chunk)
+    work = _Backward(grad, x, weights, h, order, offsets, lists, _Needs(*needs))
+    work.activation, work.args, work.gating, work.up_first = ACTIVATIONS[activation], activation_args, gating, up_first
+    work.on_input = weight_on_input
+    return work.run()
+
+
+class _Backward:
+    """One backward call: the buffers of its gradients, filled chunk by chunk of whole experts."""
+
+    activation: Activation
+    args: Sequence[float]
+    gating: str
+    up_first: bool
+    on_input: bool
+
+    def __init__(
+        self,
+        grad: Tensor,
+        x: Tensor,
+        weights: Tensor,
+        h: Tensor,
+        order: Tensor,
+        offsets: Tensor,
+        lists: dict[str, Lists],
+        need: _Needs,
+    ) -> None:
+        self.grad, self.x, self.weights, self.h, self.order, self.lists, self.need = grad, x, weights, h, order, lists, need
+        self.wide = accumulation_dtype(x.dtype)
+        self.top_k = weights.shape[1]
+        ends = offsets.tolist()
+        self.groups, self.valid = groups_of(ends), ends[-1]
+        self.grads = {
+            name: empty_grads(tensors, self.groups, 2 if name.startswith("w") else 1) if getattr(need, name) else []
+            for name, tensors in lists.items()
+        }
+        slots = order.shape[0]
+        self.d_rows = x.new_empty((slots, x.shape[1])) if need.x else None
+        self.d_scale = torch.zeros(slots, dtype=self.wide, device=x.device) if need.weights else None
+
+    def run(self) -> list[Tensor]:
+        """All chunks, then the sums over slots."""
+        for chunk in chunked(self.groups, CHUNK_ROWS):
+            self.chunk(chunk)
+        out: list[Tensor] = []
+        if self.d_rows is not None:
+            self.d_rows[self.valid :].zero_()
+            out.append(self.d_x(self.d_rows))
+        if self.d_scale is not None:
+            by_slot = torch.empty_like(self.d_scale)
+            by_slot[self.order] = self.d_scale
+            out.append(by_slot.view(self.weights.shape).to(self.weights.dtype))
+        for grads in self.grads.values():
+            out += grads
+        return out
+
+    def d_x(self, d_rows: Tensor) -> Tensor:
+        """Gradient [T, H] of x from that of its rows."""
+        if not self.valid:
+            return torch.zeros(self.x.shape, dtype=self.x.dtype, device=self.x.device)
+        return sum_slots(d_rows, positions(self.order), None, self.top_k).to(self.x.dtype)
+
+    def chunk(self, chunk: list[Group]) -> None:
+        """Everything that the rows of these experts contribute."""
+        need, wide = self.need, self.wide
+        rows = slice(chunk[0][1], chunk[-1][2])
+        slots = self.order[rows]
+        tokens = slots // self.top_k
+        scale = self.weights.reshape(-1)[slots, None].to(wide)
+        d_out = self.grad.index_select(0, tokens).to(self.x.dtype)
+        gate, up = split_gate(self.h[rows], self.gating, self.up_first)
+        gate, up = gate.to(wide), None if up is None else up.to(wide)
+        need_h = need.x or need.w_in or need.w_up or need.b_in or need.b_up or (need.weights and self.on_input)
         if need.b_out:
-            vector_grads(grads["b_out"], d_out.to(wide) if weight_on_input else d_out.to(wide) * scale, chunk)
+            vector_grads(self.grads["b_out"], d_out.to(wide) if self.on_input else d_out.to(wide) * scale, chunk)
+        a = None
+        if need.w_out or (need.weights and not self.on_input):
+            a = self.activation.forward(gate, up, self.args)
+        if need.w_out and a is not None:
+            weight_grads(self.grads["w_out"], d_out, (a if self.on_input else a * scale).to(self.x.dtype), chunk)
         if not (need_h or need.weights):
-            continue
-        d_act = x.new_empty((end - start, w_out[0].shape[-1]))
-        back_project(d_act, d_out, w_out, chunk)
+            return
+        d_act = self.x.new_empty((tokens.shape[0], self.lists["w_out"][0].shape[-1]))
+        back_project(d_act, d_out, self.lists["w_out"], chunk)
         d_a = d_act.to(wide)
-        if d_scale is not None and not weight_on_input:
-            d_scale[start:end] = (d_a * a).sum(-1)
-            if b_out:
-                _add_bias_products(d_scale, d_out.to(wide), b_out, chunk)
-        if not need_h:
-            continue
-        d_h = torch.empty_like(h[start:end])
-        for target, value in zip(
-            split_gate(d_h, gating, up_first),
-            act.backward(d_a if weight_on_input else d_a.mul_(scale), gate, up, activation_args),
-            strict=True,
-        ):
+        if self.d_scale is not None and a is not None and not self.on_input:
+            self.d_scale[rows] = (d_a * a).sum(-1)
+            if self.lists["b_out"]:
+                _add_bias_products(self.d_scale, d_out.to(wide), self.lists["b_out"], chunk)
+        if need_h:
+            d_a = d_a if self.on_input else d_a * scale
+            self.first_projection(chunk, rows, tokens, scale, self.d_pre_activation(rows, d_a, gate, up))
+
+    def d_pre_activation(self, rows: slice, d_a: Tensor, gate: Tensor, up: Tensor | None) -> Tensor:
+        """Gradient [n, width] of h, in the feature order of h."""
+        d_h = torch.empty_like(self.h[rows])
+        targets = split_gate(d_h, self.gating, self.up_first)
+        for target, value in zip(targets, self.activation.backward(d_a, gate, up, self.args), strict=True):
             if target is not None and value is not None:
                 target.copy_(value)
-        d_gate, d_up = (d_h[:, : d_h.shape[1] // 2], d_h[:, d_h.shape[1] // 2 :]) if gating == "separate" else (d_h, d_h)
-        if need.b_in:
-            vector_grads(grads["b_in"], d_gate, chunk)
-        if need.b_up:
-            vector_grads(grads["b_up"], d_up, chunk)
-        if need.w_in or need.w_up:
-            xs = x.index_select(0, tokens)
-            if weight_on_input:
-                xs = (xs.to(wide) * scale).to(x.dtype)
-            if need.w_in:
-                weight_grads(grads["w_in"], d_gate, xs, chunk)
-            if need.w_up:
-                weight_grads(grads["w_up"], d_up, xs, chunk)
-        if d_rows is not None or (d_scale is not None and weight_on_input):
-            d_xs = x.new_empty((end - start, x.shape[1])) if d_rows is None else d_rows[start:end]
-            back_project(d_xs, d_gate, w_in, chunk)
-            if gating == "separate":
-                other = torch.empty_like(d_xs)
-                back_project(other, d_up, w_up, chunk)
-                d_xs.add_(other)
-            if weight_on_input:
-                if d_scale is not None:
-                    d_scale[start:end] = (d_xs.to(wide) * x.index_select(0, tokens)).sum(-1)
-                d_xs.copy_(d_xs.to(wide) * scale)
-    out: list[Tensor] = []
-    if d_rows is not None:
-        out.append(sum_slots(d_rows, positions(order), None, top_k).to(x.dtype) if valid else torch.zeros(x.shape, dtype=x.dtype, device=x.device))
-    if d_scale is not None:
-        by_slot = torch.empty_like(d_scale)
-        by_slot[order] = d_scale
-        out.append(by_slot.view(weights.shape).to(weights.dtype))
-    for name in lists:
-        out += grads[name]
-    return out
+        return d_h
+
+    def first_projection(self, chunk: list[Group], rows: slice, tokens: Tensor, scale: Tensor, d_h: Tensor) -> None:
+        """Gradients of the first projection's weights, biases and rows."""
+        half = d_h.shape[1] // 2
+        parts = {"in": d_h[:, :half], "up": d_h[:, half:]} if self.gating == "separate" else {"in": d_h}
+        xs = None
+        if self.need.w_in or self.need.w_up:
+            xs = self.x.index_select(0, tokens)
+            if self.on_input:
+                xs = (xs.to(self.wide) * scale).to(self.x.dtype)
+        for name, d_part in parts.items():
+            if self.grads[f"b_{name}"]:
+                vector_grads(self.grads[f"b_{name}"], d_part, chunk)
+            if xs is not None and self.grads[f"w_{name}"]:
+                weight_grads(self.grads[f"w_{name}"], d_part, xs, chunk)
+        if self.d_rows is None and not (self.need.weights and self.on_input):
+            return
+        d_xs = self.x.new_empty((tokens.shape[0], self.x.shape[1])) if self.d_rows is None else self.d_rows[rows]
+        back_project(d_xs, parts["in"], self.lists["w_in"], chunk)
+        if "up" in parts:
+            other = torch.empty_like(d_xs)
+            back_project(other, parts["up"], self.lists["w_up"], chunk)
+            d_xs.add_(other)
+        if self.on_input:
+            if self.d_scale is not None:
+                self.d_scale[rows] = (d_xs.to(self.wide) * self.x.index_select(0, tokens)).sum(-1)
+            d_xs.copy_(d_xs.to(self.wide) * scale)
 
 
 def empty_grads(tensors: Lists, groups: list[Group], rank: int) -> list[Tensor]:

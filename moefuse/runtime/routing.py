@@ -6,6 +6,8 @@ offsets [E + 1] int64: rows [offsets[e], offsets[e + 1]) of the sorted order bel
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -23,7 +25,7 @@ def sort_slots(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
 
 def groups_of(offsets: list[int]) -> list[Group]:
     """The experts that have rows, in order."""
-    return [(e, a, b) for e, (a, b) in enumerate(zip(offsets, offsets[1:], strict=False)) if b > a]
+    return [(e, a, b) for e, (a, b) in enumerate(pairwise(offsets)) if b > a]
 
 
 def groups_of_ids(ids: list[int], num_experts: int) -> tuple[list[int], list[Group]]:
