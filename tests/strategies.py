@@ -10,10 +10,26 @@ from hypothesis import strategies as st
 
 from tests.programs.bodies import FORMS
 from tests.programs.mutations import Mutation
-from tests.programs.program import CUSTOM, SMOOTH, Body, Dense, Masked, Noise, Program, Routing, Selected, Slots, Sorted, Store, invalid
+from tests.programs.program import (
+    CUSTOM,
+    NEEDS_GATE,
+    NONZERO_AT_ZERO,
+    SMOOTH,
+    Body,
+    Dense,
+    Masked,
+    Noise,
+    Program,
+    Routing,
+    Selected,
+    Slots,
+    Sorted,
+    Store,
+    invalid,
+)
 
 D = TypeVar("D")
-TOKENS: tuple[tuple[int, ...], ...] = ((5,), (1,), (2,), (13,), (2, 3), (1, 4), (3, 1), (1, 1))
+TOKENS: tuple[tuple[int, ...], ...] = ((5,), (1,), (2,), (4,), (13,), (2, 3), (2, 4), (1, 4), (3, 1), (1, 1))
 DTYPES: tuple[str, ...] = ("float32", "float32", "float32", "bfloat16")
 SPELLINGS: tuple[type[Any], ...] = (Selected, Masked, Slots, Sorted, Dense)
 
@@ -43,7 +59,7 @@ def bodies() -> st.SearchStrategy[Body]:
             body = _with(body, extra="none", activation="silu" if body.activation in CUSTOM else body.activation)
         if body.gating != "merged":
             body = _with(body, split="chunk", up_first=body.up_first and body.gating == "interleaved")
-        if body.gating == "plain" and body.activation == "oai":
+        if body.gating == "plain" and body.activation in NEEDS_GATE:
             body = _with(body, activation="gelu")
         return _with(body, form=form % FORMS[body.activation])
 
@@ -97,7 +113,7 @@ def _fit_rest(s: Any, body: Body, store: Store, dtype: str) -> tuple[Any, Body, 
         store = _with(store, access="index")
     if store.kind == "sequential":
         body = _with(body, gating="plain", extra="none", split="chunk", up_first=False)
-        body = _with(body, activation="gelu" if body.activation == "oai" else body.activation)
+        body = _with(body, activation="gelu" if body.activation in NEEDS_GATE else body.activation)
     if store.kind in ("module_list", "module_dict", "sequential"):
         store = _with(store, layout=("out-in", "out-in"))
     if store.kind == "flat":
@@ -113,6 +129,7 @@ def _fit_rest(s: Any, body: Body, store: Store, dtype: str) -> tuple[Any, Body, 
     if isinstance(s, Dense) and s.weight_on == "input":
         s = _with(s, product="bmm")
         body = _with(body, bias=False, extra="none" if body.extra == "layernorm_each" else body.extra)
+        body = _with(body, activation="silu" if body.activation in NONZERO_AT_ZERO else body.activation)
     if dtype == "bfloat16" and body.activation not in SMOOTH:
         body = _with(body, activation="silu")
     return s, body, store, dtype
@@ -139,7 +156,7 @@ def programs(draw: st.DrawFn, spellings: tuple[type[Any], ...] = SPELLINGS, dtyp
         experts=experts,
         top_k=top_k,
         hidden=8 if isinstance(s, Sorted) and dtype == "bfloat16" else draw(st.sampled_from((8, 12))),
-        inter=8 if isinstance(s, Sorted) and dtype == "bfloat16" else draw(st.sampled_from((4, 6, 10))),
+        inter=8 if isinstance(s, Sorted) and dtype == "bfloat16" else draw(st.sampled_from((4, 6, 10, 1))),
         dtype=dtype,
         seed=draw(st.integers(0, 3)),
     )

@@ -43,33 +43,70 @@ POINTWISE: dict[str, tuple[Callable[[Tensor], Tensor], ...]] = {
     "relu2": (lambda x: F.relu(x).square(), lambda x: torch.relu(x) ** 2, lambda x: F.relu(x).pow(2), _relu_squared),
     "softplus": (F.softplus, lambda x: torch.log1p(torch.exp(x))),
     "softmax": (lambda x: F.softmax(x, dim=-1), lambda x: x.softmax(-1)),
+    "sigmoid": (torch.sigmoid, lambda x: x.sigmoid()),
+    "tanh": (torch.tanh, F.tanh),
+    "identity": (lambda x: x,),
+    "quick_gelu": (lambda x: x * torch.sigmoid(1.702 * x),),
+    "relu_of_square": (lambda x: F.relu(x.square() - 0.1),),
     "tanh_mix": (lambda x: torch.tanh(x) + 0.1 * x, lambda x: x.tanh().add(x, alpha=0.1)),
 }
-FORMS: dict[str, int] = {name: len(forms) for name, forms in POINTWISE.items()} | {"oai": 2}
 LIMIT, ALPHA = 0.5, 1.702
 
 
-def _oai(form: int) -> Callable[[Tensor, Tensor], Tensor]:
-    def infix(gate: Tensor, up: Tensor) -> Tensor:
-        gate = gate.clamp(min=None, max=LIMIT)
-        up = up.clamp(min=-LIMIT, max=LIMIT)
-        return (up + 1) * (gate * torch.sigmoid(gate * ALPHA))
+def _clamps(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    return gate.clamp(min=None, max=LIMIT), up.clamp(min=-LIMIT, max=LIMIT)
 
-    def function(gate: Tensor, up: Tensor) -> Tensor:
-        gate = torch.clamp(gate, max=LIMIT)
-        up = torch.clamp(up, -LIMIT, LIMIT)
-        return torch.sigmoid(ALPHA * gate) * gate * (1 + up)
 
-    return (infix, function)[form % 2]
+def _oai_infix(gate: Tensor, up: Tensor) -> Tensor:
+    gate, up = _clamps(gate, up)
+    return (up + 1) * (gate * torch.sigmoid(gate * ALPHA))
+
+
+def _oai_function(gate: Tensor, up: Tensor) -> Tensor:
+    gate = torch.clamp(gate, max=LIMIT)
+    up = torch.clamp(up, -LIMIT, LIMIT)
+    return torch.sigmoid(ALPHA * gate) * gate * (1 + up)
+
+
+def _silu_clamp(gate: Tensor, up: Tensor) -> Tensor:
+    gate, up = _clamps(gate, up)
+    return F.silu(gate) * up
+
+
+def _oai_two_limits(gate: Tensor, up: Tensor) -> Tensor:
+    gate, up = gate.clamp(max=2 * LIMIT), up.clamp(-LIMIT, LIMIT)
+    return (up + 1) * (gate * torch.sigmoid(gate * ALPHA))
+
+
+def _oai_plus_two(gate: Tensor, up: Tensor) -> Tensor:
+    gate, up = _clamps(gate, up)
+    return (up + 2) * (gate * torch.sigmoid(gate * ALPHA))
+
+
+def _clamp_both(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate.clamp(-LIMIT, LIMIT)) * up.clamp(-LIMIT, LIMIT)
+
+
+JOINS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], ...]] = {
+    "swiglu_oai": (_oai_infix, _oai_function),
+    "silu_clamp": (_silu_clamp, lambda gate, up: up.clamp(min=-LIMIT, max=LIMIT) * F.silu(gate.clamp(max=LIMIT))),
+    "oai_two_limits": (_oai_two_limits,),
+    "oai_plus_two": (_oai_plus_two,),
+    "clamp_both": (_clamp_both,),
+    "gate_only": (lambda gate, up: F.silu(gate) * gate, lambda gate, up: F.silu(up) * up),
+    "tanh_mix": (lambda gate, up: torch.tanh(gate) * up + 0.1 * gate,),
+    "identity": (lambda gate, up: gate * up, lambda gate, up: up.mul(gate)),
+}
+"""Ways to join gate and up that are not ``activation(gate) * up``."""
+FORMS: dict[str, int] = {name: len(forms) for name, forms in JOINS.items()} | {name: len(forms) for name, forms in POINTWISE.items()}
 
 
 def gate_activation(body: Body) -> Callable[[Tensor, Tensor], Tensor]:
     """The joining of gate and up."""
-    if body.activation == "oai":
-        return _oai(body.form)
+    if body.activation in JOINS:
+        joins = JOINS[body.activation]
+        return joins[body.form % len(joins)]
     act = pointwise(body)
-    if body.activation == "tanh_mix":
-        return lambda gate, up: torch.tanh(gate) * up + 0.1 * gate
     return (lambda gate, up: act(gate) * up) if body.form % 2 == 0 else (lambda gate, up: up * act(gate))
 
 
@@ -112,7 +149,7 @@ def make(body: Body) -> Expert:
     cut, join, act, extra = (
         halves(body),
         gate_activation(body),
-        (pointwise(body) if body.activation != "oai" else None),
+        (pointwise(body) if body.activation in POINTWISE else None),
         body.extra,
     )
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from moefuse.config import Options
 from moefuse.report import Fused, Skipped
+from moefuse.spec import ExpertsSpec
 from tests.programs.model import MoE, build, gold, inputs_for
 from tests.programs.mutations import BY_NAME
 from tests.programs.program import Program
@@ -133,6 +134,26 @@ def check_model(model: MoE, *, plain: bool, full: bool = False, grad: bool = Tru
     return outcome
 
 
+def check_spec(p: Program, spec: ExpertsSpec) -> None:
+    """What a template read from the graph is what the program says."""
+    expected = {
+        "top_k": p.top_k,
+        "intermediate": p.inter,
+        "activation": p.body.activation,
+        "bias": p.body.bias,
+        "weights": "stacked" if p.store.kind in ("stacked", "flat") else "separate",
+        "layout": p.store.layout,
+    }
+    if p.inter > 1:
+        # With one feature per half, merged and interleaved are the same thing.
+        expected |= {"gating": p.body.gating, "up_first": p.body.up_first}
+    if p.body.activation == "identity":
+        # Gate and up are interchangeable.
+        expected.pop("up_first", None)
+    found = {name: getattr(spec, name) for name in expected}
+    assert found == expected, f"{found}, expected {expected}\n{p}"
+
+
 def check_program(p: Program, *, full: bool = False) -> Outcome:
     """A positive program: equal to the reference, and fused as one region of the expected domain and tier."""
     model = build(p)
@@ -141,6 +162,8 @@ def check_program(p: Program, *, full: bool = False) -> Outcome:
     fused = outcome.fused[0]
     assert fused.domain in p.domains, f"domain {fused.domain}, expected {p.domains}\n{p}"
     assert fused.tier == p.tier, f"tier {fused.tier}, expected {p.tier}: {fused.spec}\n{p}"
+    if p.tier == "fused":
+        check_spec(p, fused.spec)
     spec = fused.spec
     assert (spec.num_experts, spec.hidden, spec.weight_on) == (p.experts, p.hidden, p.weight_on), f"{spec}\n{p}"
     assert spec.dtype.removeprefix("torch.") == p.dtype

@@ -98,6 +98,7 @@ class MaskedMix:
         """All experts stacked, combined by an einsum with dense weights."""
         if self.s.weight in ("scatter", "onehot_einsum", "onehot_sum", "given"):
             dense = dense_weights(self.s.weight, r, store.count)
+            dense = dense if self.hooks.experts is range else dense[:, list(self.hooks.experts(store.count))]
         else:
             columns = [self.hooks.weight(e, _weight(self.s.weight, r, None, e)) for e in self.hooks.experts(store.count)]
             dense = torch.stack(columns, dim=-1)

@@ -267,7 +267,7 @@ def _loop_mutations() -> list[Mutation]:
         Mutation("weight one for one expert", loops, lambda: Hooks(weight=_only(1, torch.ones_like))),
         Mutation("sigmoid of the weight", loops, lambda: Hooks(weight=_each(torch.sigmoid))),
         Mutation("constant added to the weight", loops, lambda: Hooks(weight=_each(lambda w: w + 0.1))),
-        Mutation("weights rolled over rows", loops, lambda: Hooks(weight=_each(lambda w: w.roll(1, 0)))),
+        Mutation("weights reversed over rows", loops, lambda: Hooks(weight=_each(lambda w: w.flip(0)))),
         Mutation("small weights dropped", loops, lambda: Hooks(weight=_each(lambda w: w * (w > 0.3)))),
         Mutation("weights detached", loops, lambda: Hooks(weight=_each(torch.detach))),
         Mutation("weight written in place", loops, lambda: Hooks(weight=_write_weight), grad=False),
@@ -304,7 +304,7 @@ def _body_mutations() -> list[Mutation]:
 
     return [
         change("hidden divided by its largest value", _before_down(lambda h: h / (1 + h.abs().amax()))),
-        change("hidden rows rolled", _before_down(lambda h: h.roll(1, 0))),
+        change("hidden rows reversed", _before_down(lambda h: h.flip(0))),
         change("hidden centred over rows", _before_down(lambda h: h - h.mean(0, keepdim=True))),
         change("hidden centred over features", _before_down(lambda h: h - h.mean(-1, keepdim=True))),
         change("hidden detached", _before_down(torch.detach)),

@@ -8,9 +8,22 @@ from typing import Literal
 from moefuse.spec import Domain, Gating
 
 GATED: tuple[str, ...] = ("merged", "interleaved", "separate")
-SMOOTH: tuple[str, ...] = ("silu", "gelu", "gelu_tanh", "tanh_mix", "softplus")
-CUSTOM: tuple[str, ...] = ("tanh_mix", "softplus", "softmax")
-"""Activations that no template describes: they must reach the grouped tier."""
+SMOOTH: tuple[str, ...] = ("silu", "gelu", "gelu_tanh", "tanh_mix", "softplus", "tanh", "quick_gelu", "identity")
+"""Activations without kinks: rounding moves neither them nor their gradients by a jump."""
+NEEDS_GATE: tuple[str, ...] = ("swiglu_oai", "silu_clamp", "gate_only", "oai_two_limits", "oai_plus_two", "clamp_both")
+NONZERO_AT_ZERO: tuple[str, ...] = ("softplus", "softmax", "sigmoid")
+CUSTOM: tuple[str, ...] = (
+    "tanh_mix",
+    "softplus",
+    "softmax",
+    "quick_gelu",
+    "relu_of_square",
+    "gate_only",
+    "oai_two_limits",
+    "oai_plus_two",
+    "clamp_both",
+)
+"""Activations that no template describes, some of them close to one: they must reach the grouped tier."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +55,27 @@ class Body:
     """One expert: gate/up projection, activation, down projection, and row-local extras that no template knows."""
 
     gating: Gating = "merged"
-    activation: Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "oai", "tanh_mix", "softplus", "softmax"] = "silu"
+    activation: Literal[
+        "silu",
+        "gelu",
+        "gelu_tanh",
+        "relu",
+        "relu2",
+        "sigmoid",
+        "tanh",
+        "identity",
+        "swiglu_oai",
+        "silu_clamp",
+        "tanh_mix",
+        "softplus",
+        "softmax",
+        "quick_gelu",
+        "relu_of_square",
+        "gate_only",
+        "oai_two_limits",
+        "oai_plus_two",
+        "clamp_both",
+    ] = "silu"
     form: int = 0
     split: Literal["chunk", "split", "slice", "unflatten", "sizes"] = "chunk"
     up_first: bool = False
@@ -216,7 +249,7 @@ def _storage_rules(p: Program) -> list[Rule]:
             st.access != "index" and not (st.kind == "stacked" and isinstance(s, Selected | Masked)),
             "only stacked weights have several ways to read one expert",
         ),
-        (b.activation == "oai" and b.gating == "plain", "this activation needs a gate"),
+        (b.activation in NEEDS_GATE and b.gating == "plain", "this activation needs a gate"),
         (b.gating != "merged" and (b.split != "chunk" or (b.up_first and b.gating != "interleaved")), "nothing to split"),
     ]
 
@@ -239,7 +272,7 @@ def _slots_rules(_p: Program, s: Slots) -> list[Rule]:
 
 def _dense_rules(p: Program, s: Dense) -> list[Rule]:
     b = p.body
-    nonzero = b.bias or b.activation in ("softplus", "softmax") or b.extra == "layernorm_each" or s.weights == "gather"
+    nonzero = b.bias or b.activation in NONZERO_AT_ZERO or b.extra == "layernorm_each" or s.weights == "gather"
     return [
         (s.weight_on == "input" and nonzero, "an unchosen expert of a zero row must give zero"),
         (s.weight_on == "input" and s.product != "bmm", "not written"),

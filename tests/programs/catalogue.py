@@ -1,0 +1,193 @@
+"""Representative programs by name, with the reason each is here, and the domain and tier a report must give."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moefuse.spec import Domain, Tier
+from tests.programs.program import Body, Dense, Masked, Noise, Program, Routing, Selected, Slots, Sorted, Store
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One named program."""
+
+    name: str
+    why: str
+    program: Program
+    domain: Domain
+    tier: Tier = "fused"
+
+
+_IN_OUT = Store(layout=("in-out", "in-out"))
+_LIST = Store(kind="module_list")
+_OAI = Body(gating="interleaved", activation="swiglu_oai", bias=True)
+_SEPARATE = Body(gating="separate")
+
+_SELECTED = (
+    ("olmoe", "range(E) loop, one_hot mask, ModuleList, index_add_", Selected(find="onehot_where", gather="none_index"), _SEPARATE, _LIST),
+    ("qwen3_stacked", "range(E) loop over stacked weights with chunk", Selected(find="onehot_where"), Body(), Store()),
+    ("where_linear", "torch.where and F.linear by keywords", Selected(), Body(), Store(linear=4)),
+    ("nonzero_matmul", "nonzero(as_tuple) and x @ W[e].T", Selected(find="nonzero_tuple", gather="index_select"), Body(), Store(linear=1)),
+    ("boolean_mask", "out[mask] += expert(x[mask]) * w[mask]", Selected(find="any_mask", combine="iadd"), _SEPARATE, _LIST),
+    (
+        "boolean_mask_set",
+        "out[mask] = out[mask] + ...",
+        Selected(find="any_mask", combine="set_sum"),
+        Body(gating="plain", activation="gelu"),
+        _LIST,
+    ),
+    (
+        "tutorial_slots",
+        "for k, for e: out[mask] += ..., nn.Sequential experts",
+        Selected(find="slot_loop", combine="iadd"),
+        Body(gating="plain", activation="relu", bias=True),
+        Store(kind="sequential"),
+    ),
+    ("iadd_index", "out[tok] += y with distinct tokens", Selected(combine="iadd"), Body(), Store(kind="parameter_list")),
+    ("index_put", "index_put_(accumulate=True)", Selected(combine="index_put_", init="new_zeros"), Body(split="slice"), Store()),
+    (
+        "scatter_add",
+        "scatter_add_ with an expanded index, gather by torch.gather",
+        Selected(combine="scatter_add_", gather="gather"),
+        Body(),
+        Store(),
+    ),
+    ("functional_index_add", "torch.index_add out of place", Selected(combine="index_add", find="any_where"), Body(split="split"), Store()),
+    ("squeezed_nonzero", "nonzero(mask).squeeze(-1)", Selected(find="any_squeeze"), Body(), Store(access="unbind")),
+    ("flat_nonzero", "mask.nonzero().flatten(), nllb's ModuleDict", Selected(find="any_flatten"), _SEPARATE, Store(kind="module_dict")),
+    ("column_nonzero", "mask.nonzero()[:, 0]", Selected(find="any_column"), Body(up_first=True), Store(access="select")),
+    ("gpt_oss_loop", "GPT-OSS training loop: in-out, interleaved, biases", Selected(), _OAI, _IN_OUT),
+    ("dbrx", "one flat matrix per projection, viewed", Selected(), _SEPARATE, Store(kind="flat")),
+    ("addmm", "torch.addmm with bias and x.mm", Selected(), Body(bias=True), Store(linear=3)),
+    ("input_weight", "the routing weight multiplies the expert's input", Selected(weight_on="input"), Body(), Store()),
+)
+_MASKED = (
+    ("masked_sum", "out += expert(x) * (w * mask).sum", Masked(), _SEPARATE, _LIST),
+    ("masked_iadd_where", "torch.where(mask, w, 0)", Masked(weight="where", accumulate="iadd"), Body(), Store()),
+    (
+        "masked_scatter_list",
+        "dense weights by scatter, python sum of a list",
+        Masked(weight="scatter", accumulate="list_sum"),
+        Body(),
+        Store(),
+    ),
+    ("masked_slot_loop", "for k, for e with 0/1 masks", Masked(weight="slot_loop"), Body(gating="plain", activation="relu2"), _LIST),
+    ("masked_onehot", "one_hot einsum, stack and sum", Masked(weight="onehot_einsum", accumulate="stack_sum"), Body(), Store()),
+)
+_SLOTS = (
+    ("batched_mm", "transformers batched_mm", Slots(), Body(), Store()),
+    ("gathered_einsum", "GPT-OSS reference: 2-D ids and einsum", Slots(ids="grid", product="einsum", combine="einsum"), _OAI, Store()),
+    ("gathered_in_out", "stored transposed", Slots(rows="expand", combine="view_mul_sum"), Body(), _IN_OUT),
+    ("gathered_matmul", "matmul with weights[:, None, :]", Slots(ids="grid", product="matmul", combine="matmul"), Body(), Store()),
+    ("gathered_index_select", "index_select of weights, index_add_", Slots(gather="index_select", combine="index_add"), Body(), Store()),
+)
+_SORTED = (
+    ("grouped_mm", "transformers grouped_mm", Sorted(), Body(), Store()),
+    ("grouped_gpt_oss", "in-out weights with biases taken by sorted ids", Sorted(), _OAI, _IN_OUT),
+    (
+        "sorted_argsort",
+        "argsort, one_hot counts, inverse by argsort",
+        Sorted(sort="argsort_stable", counts="one_hot", unsort="argsort"),
+        Body(),
+        Store(),
+    ),
+    ("sorted_setitem", "rows set back, weights after", Sorted(unsort="setitem", weigh="after", token="div_floor"), Body(), Store()),
+    (
+        "sorted_index_add",
+        "index_add_ by token",
+        Sorted(unsort="index_add_", counts="compare"),
+        Body(gating="plain", activation="gelu_tanh"),
+        Store(),
+    ),
+    ("sorted_index_copy", "index_copy_ and searchsorted offsets", Sorted(unsort="index_copy_", counts="searchsorted"), Body(), Store()),
+)
+_DENSE = (
+    ("qwen3_vl", "x.repeat(E, 1), bmm, dense weights on the output", Dense(), Body(), _IN_OUT),
+    (
+        "dense_einsum",
+        "einsum over all experts, token first",
+        Dense(product="einsum_te", weights="onehot_sum", combine="einsum"),
+        Body(),
+        Store(),
+    ),
+    ("dense_expand", "expand and batched matmul", Dense(rows="expand", product="matmul", combine="bmm"), _OAI, Store()),
+    ("dense_gather", "rows of the chosen experts gathered", Dense(product="einsum_te", weights="gather"), Body(), Store()),
+)
+_GROUPED = (
+    ("custom_gate_loop", "an unknown gate in a loop", Selected(), Body(activation="tanh_mix"), Store()),
+    (
+        "custom_norm_list",
+        "RMSNorm inside each expert, ModuleList",
+        Selected(find="any_mask", combine="iadd"),
+        Body(extra="norm_each"),
+        _LIST,
+    ),
+    ("custom_layernorm_sorted", "layer norm with per-expert weight between grouped GEMMs", Sorted(), Body(extra="layernorm_each"), Store()),
+    ("custom_three_layers", "a third projection, batched", Slots(), Body(gating="plain", extra="middle"), Store()),
+    ("custom_out_norm", "muse_spark's norm after the down projection", Sorted(), Body(extra="out_norm"), Store()),
+    ("custom_softmax", "softmax over features", Masked(), Body(activation="softmax"), Store()),
+    ("custom_oai_limits", "nearly GPT-OSS: two limits", Slots(), Body(activation="oai_two_limits", bias=True), Store()),
+    ("custom_dense", "softplus on every expert", Dense(), Body(gating="plain", activation="softplus"), Store()),
+)
+_ODD = (
+    Entry(
+        "top1_mask",
+        "K=1: out[mask] = expert(x[mask]) * p[mask]",
+        Program(Selected(find="top1_mask", combine="assign"), Routing("argmax", flat=True), _SEPARATE, _LIST, top_k=1),
+        "selected",
+    ),
+    Entry("top1_max", "K=1 by max", Program(Masked(weight="top1"), Routing("max", flat=True), Body(), Store(), top_k=1), "masked"),
+    Entry(
+        "llama4",
+        "dense -inf scatter, sigmoid, weight on the input",
+        Program(Dense(weights="given", weight_on="input"), Routing("neg_inf_sigmoid"), Body(), _IN_OUT, top_k=1),
+        "dense",
+    ),
+    Entry(
+        "neg_inf_softmax", "softmax over -inf scattered logits, loop", Program(Masked(weight="given"), Routing("neg_inf_softmax")), "masked"
+    ),
+    Entry(
+        "deepseek_v3",
+        "sigmoid with correction bias, renormalised and scaled, shared expert, residual",
+        Program(Sorted(), Routing("sigmoid_bias", "eps", 2.5), noise=Noise(shared="plain", residual=True), tokens=(2, 3)),
+        "sorted",
+    ),
+    Entry(
+        "qwen2_moe",
+        "gated shared expert, float32 softmax, logits returned, bfloat16",
+        Program(
+            Selected(find="onehot_where"),
+            Routing("softmax_topk", "idiv", upcast=True),
+            noise=Noise(shared="gated", logits_out=True),
+            dtype="bfloat16",
+            tokens=(2, 4),
+        ),
+        "selected",
+    ),
+    Entry("grouped_bf16", "torch._grouped_mm in bfloat16", Program(Sorted(gemm="private"), inter=8, dtype="bfloat16"), "sorted"),
+    Entry("given_ids", "ids and weights are inputs of the graph", Program(Slots(), Routing("inputs")), "slots"),
+    Entry("one_token", "T = 1", Program(Selected(), tokens=(1,)), "selected"),
+    Entry("all_experts", "K = E", Program(Slots(), experts=3, top_k=3), "slots"),
+    Entry(
+        "equal_sizes",
+        "T = E = H / 2 = I: nothing tells the dimensions apart by size",
+        Program(Dense(product="einsum_te"), tokens=(4,)),
+        "dense",
+    ),
+)
+
+
+def _entries(domain: Domain, rows: tuple[tuple[str, str, object, Body, Store], ...], tier: Tier = "fused") -> list[Entry]:
+    return [Entry(name, why, Program(spelling, body=body, store=store), domain, tier) for name, why, spelling, body, store in rows]  # type: ignore[arg-type]
+
+
+PROGRAMS: tuple[Entry, ...] = (
+    *_entries("selected", _SELECTED),
+    *_entries("masked", _MASKED),
+    *_entries("slots", _SLOTS),
+    *_entries("sorted", _SORTED),
+    *_entries("dense", _DENSE),
+    *(Entry(n, w, Program(s, body=b, store=st), Program(s).domains[0], "grouped") for n, w, s, b, st in _GROUPED),
+    *_ODD,
+)
