@@ -33,6 +33,18 @@ def inductor_option_names() -> frozenset[str]:
     return frozenset(list_options())
 
 
+def is_inductor_option(name: str, value: object) -> bool:
+    """Whether Inductor knows the option, whatever it thinks of the value."""
+    if name.replace("-", "_") in inductor_option_names():
+        return True
+    try:
+        # Since torch 2.15 a device's backend can have options of its own, which the list does not show.
+        torch._TorchCompileInductorWrapper(None, {name: value}, None)
+    except RuntimeError as error:
+        return not str(error).startswith("Unexpected optimization option")
+    return True
+
+
 def inductor_config(mode: str | None, options: Mapping[str, object]) -> dict[str, Any]:
     """Config patches for ``mode`` and ``options``, checked as ``torch.compile(backend="inductor")`` checks them.
 
@@ -44,12 +56,15 @@ def inductor_config(mode: str | None, options: Mapping[str, object]) -> dict[str
     return dict(wrapper.config)
 
 
-def compile_fx(gm: torch.fx.GraphModule, example_inputs: Sequence[object], config_patches: dict[str, Any]) -> CompiledFn:
-    """Hand the graph to Inductor."""
+def compile_fx(
+    gm: torch.fx.GraphModule, example_inputs: Sequence[object], config_patches: dict[str, Any], name: str | None = None
+) -> CompiledFn:
+    """Hand the graph to Inductor; ``name`` is what ``torch.compile(name=...)`` calls the region, where torch has that."""
     from torch._inductor.compile_fx import compile_fx as inductor_compile_fx
 
     inputs: Any = list(example_inputs)
-    return cast(CompiledFn, inductor_compile_fx(gm, inputs, config_patches=config_patches))
+    named: dict[str, Any] = {} if name is None else {"compile_region_name": name}
+    return cast(CompiledFn, inductor_compile_fx(gm, inputs, config_patches=config_patches, **named))
 
 
 # --- caches -----------------------------------------------------------------------------------------------------------------------
@@ -57,13 +72,21 @@ def compile_fx(gm: torch.fx.GraphModule, example_inputs: Sequence[object], confi
 _STAMPED_PASS = "post_grad_custom_post_pass"
 
 
-def with_stamp(patches: Mapping[str, Any], stamp: object) -> dict[str, Any]:
-    """``patches`` plus ``stamp`` behind the passes that the user has in Inductor's last custom-pass slot."""
-    from torch._inductor import config
+def with_stamp(patches: Mapping[str, Any], make_stamp: Callable[[Any], Any]) -> dict[str, Any]:
+    """``patches`` plus a stamp behind the passes that the user has in Inductor's last custom-pass slot.
+
+    ``make_stamp`` is called with the pass that the stamp has to run first, or with None.
+    """
+    from torch._inductor import config, custom_graph_pass
 
     present = patches.get(_STAMPED_PASS, getattr(config, _STAMPED_PASS))
-    present = [] if present is None else list(present) if isinstance(present, list | tuple) else [present]
-    return {**patches, _STAMPED_PASS: [*present, stamp] if present else stamp}
+    if present is None:
+        return {**patches, _STAMPED_PASS: make_stamp(None)}
+    if not hasattr(custom_graph_pass, "get_custom_graph_passes"):
+        # Before torch 2.13 the slot holds one pass and no list.
+        return {**patches, _STAMPED_PASS: make_stamp(present)}
+    users = list(present) if isinstance(present, list | tuple) else [present]
+    return {**patches, _STAMPED_PASS: [*users, make_stamp(None)]}
 
 
 def __getattr__(name: str) -> object:
@@ -80,9 +103,9 @@ def __getattr__(name: str) -> object:
 
 def dynamo_control_flow() -> tuple[type[BaseException], ...]:
     """Exceptions by which Dynamo restarts or skips a frame; a backend has to let them through."""
-    from torch._dynamo.exc import TorchDynamoException
+    from torch._dynamo.exc import RestartAnalysis, SkipFrame
 
-    return (TorchDynamoException,)
+    return (RestartAnalysis, SkipFrame)
 
 
 @contextlib.contextmanager
@@ -223,8 +246,8 @@ def compile_apart(fn: Callable[..., Any], backend: CompiledFn) -> Callable[..., 
 @contextlib.contextmanager
 def not_compiled(model: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
     """The callable under ``torch.compile``, ``model.compile()`` and ``submodule.compile()``, for as long as the block runs."""
-    inner = getattr(model, "_torchdynamo_orig_callable", model)
-    inner = getattr(model, "_orig_mod", inner)
+    # A compiled module has both attributes, and the second is only its forward, without hooks.
+    inner: Callable[..., Any] = getattr(model, "_orig_mod", None) or getattr(model, "_torchdynamo_orig_callable", model)
     modules = list(inner.modules()) if isinstance(inner, torch.nn.Module) else []
     compiled = {module: module.__dict__.pop("_compiled_call_impl") for module in modules if "_compiled_call_impl" in module.__dict__}
     try:

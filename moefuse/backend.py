@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -17,6 +18,7 @@ def backend(
     *,
     mode: str | None = None,
     options: Mapping[str, object] | None = None,
+    name: str | None = None,
 ) -> _torch_private.CompiledFn:
     """Fuse the mixture-of-experts regions of ``gm``, then compile it with Inductor.
 
@@ -27,6 +29,7 @@ def backend(
         example_inputs: fake tensors and symbolic sizes, as Dynamo passes them.
         mode: as for ``torch.compile(backend="inductor")``.
         options: moefuse's options (:class:`moefuse.Options`) and any of Inductor's.
+        name: name of the compiled region, from a torch whose ``torch.compile`` has that argument.
 
     Raises:
         OptionError: for an unknown option or an illegal value.
@@ -36,14 +39,15 @@ def backend(
     with _torch_private.surfacing(ValueError, RuntimeError):
         own, patches = parse(mode, options)
     if not own.enabled:
-        return _torch_private.compile_fx(gm, example_inputs, patches)
+        return _torch_private.compile_fx(gm, example_inputs, patches, name)
     report = pipeline.rewrite(gm, example_inputs, own)
     history.record(report)
     with _torch_private.surfacing(FusionError):
         pipeline.publish(report, own)
     from moefuse.inductor_pass import CacheStamp
 
-    return _torch_private.compile_fx(gm, example_inputs, _torch_private.with_stamp(patches, CacheStamp(cache.key(own))))
+    stamped = _torch_private.with_stamp(patches, functools.partial(CacheStamp, cache.key(own)))
+    return _torch_private.compile_fx(gm, example_inputs, stamped, name)
 
 
 def parse(mode: str | None, options: Mapping[str, object] | None) -> tuple[Options, dict[str, object]]:

@@ -96,11 +96,10 @@ def _one_of(values: Iterable[object]) -> str:
 def _check_inductor_names(given: Mapping[str, object], own_names: tuple[str, ...]) -> None:
     from moefuse import _torch_private
 
-    known = _torch_private.inductor_option_names()
-    for name in given:
-        if isinstance(name, str) and name.replace("-", "_") in known:
+    for name, value in given.items():
+        if isinstance(name, str) and _torch_private.is_inductor_option(name, value):
             continue
-        close = difflib.get_close_matches(str(name), (*own_names, *known), n=1)
+        close = difflib.get_close_matches(str(name), (*own_names, *_torch_private.inductor_option_names()), n=1)
         hint = f" (did you mean {close[0]!r}?)" if close else ""
         raise OptionError(
             f"unknown option {name!r}{hint}; moefuse's options are {', '.join(sorted(own_names))}; "

@@ -5,7 +5,7 @@ Importing this module imports Inductor, which takes a second: it is only done wh
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -16,16 +16,26 @@ from moefuse.errors import FusionError, OptionError
 
 
 class CacheStamp(CustomGraphPass):
-    """Does nothing; its ``uuid`` keeps Inductor from serving what an older moefuse or other options produced."""
+    """Does nothing; its ``uuid`` keeps Inductor from serving what an older moefuse or other options produced.
 
-    def __init__(self, key: str) -> None:
-        self._key = key
+    Args:
+        key: what the caches are keyed on.
+        first: the user's pass, to run as if the stamp were not there; only for a torch whose slot holds one pass.
+    """
+
+    def __init__(self, key: str, first: Callable[[torch.fx.Graph], None] | None = None) -> None:
+        self._key, self._first = key, first
 
     def __call__(self, graph: torch.fx.Graph) -> None:
-        """Nothing to do: only the key matters."""
+        if self._first is not None:
+            self._first(graph)
 
-    def uuid(self) -> str:
-        return self._key
+    def uuid(self) -> str | None:
+        if self._first is None:
+            return self._key
+        users = self._first.uuid() if isinstance(self._first, CustomGraphPass) else None
+        # None tells Inductor not to cache, as it would not without the stamp.
+        return f"{self._key} after {users!r}" if users else None
 
 
 class MoEFusionPass(CustomGraphPass):

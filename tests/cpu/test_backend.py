@@ -6,6 +6,7 @@ Most tests replace Inductor by the graph's own forward and the passes by a stub,
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import logging
 import os
@@ -20,6 +21,7 @@ import torch
 
 import moefuse
 from moefuse import _torch_private, history, pipeline
+from moefuse.inductor_pass import CacheStamp
 from moefuse.report import Fused, Skipped
 from moefuse.spec import ExpertsSpec
 from tests.conftest import StubDriver
@@ -59,7 +61,7 @@ def patches(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """Stands in for Inductor; the config patches of every call."""
     seen: list[dict[str, Any]] = []
 
-    def compile_fx(gm: torch.fx.GraphModule, example_inputs: Sequence[object], config_patches: dict[str, Any]) -> Callable[..., Any]:
+    def compile_fx(gm: torch.fx.GraphModule, inputs: Sequence[object], config_patches: dict[str, Any], name: object) -> Callable[..., Any]:
         seen.append(config_patches)
         return gm.forward
 
@@ -181,6 +183,18 @@ def test_the_users_own_passes_stay(form: str, place: str, stub_driver: StubDrive
     assert first is users
     assert second.uuid().startswith("moefuse ")
     assert value in (users, [users], (users,)), "the user's list must not grow"
+
+
+def test_one_slot_for_one_pass_as_before_torch_2_13(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch._inductor.custom_graph_pass, "get_custom_graph_passes")
+    ran: list[torch.fx.Graph] = []
+    graph = torch.fx.Graph()
+    for users, uuid in ((UsersPass(), 'key after "the user\'s"'), (ran.append, None)):
+        patch = _torch_private.with_stamp({"post_grad_custom_post_pass": users}, functools.partial(CacheStamp, "key"))
+        stamp = patch["post_grad_custom_post_pass"]
+        stamp(graph)
+        assert stamp.uuid() == uuid
+    assert ran == [graph]
 
 
 def test_the_stamp_knows_the_options(stub_driver: StubDriver, patches: list[dict[str, Any]]) -> None:
