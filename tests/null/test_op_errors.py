@@ -1,0 +1,328 @@
+"""Every argument error of the ops: its whole text, from the kernel and from the fake alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import moefuse.ops  # noqa: F401  (registers torch.ops.moefuse)
+from moefuse.runtime import providers
+
+ops = torch.ops.moefuse
+FLOATS = "float16, bfloat16, float32, float64"
+INTS = "int64, int32, int16, int8, uint8"
+ACTIVATIONS = "'silu', 'gelu', 'gelu_tanh', 'relu', 'relu2', 'sigmoid', 'tanh', 'identity', 'swiglu_oai', 'silu_clamp'"
+WEIGHT = "one stacked tensor [E, out, in], or one tensor [out, in] per expert"
+VECTOR = "one stacked tensor [E, out], or one tensor [out] per expert"
+
+
+def z(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+def ids(*shape: int) -> Tensor:
+    return z(*shape, dtype=torch.int64)
+
+
+# T=5, H=6, I=4, E=3, K=2, Hout=7
+EXPERTS: dict[str, Any] = {
+    "x": z(5, 6),
+    "ids": ids(5, 2),
+    "weights": z(5, 2),
+    "w_in": [z(3, 8, 6)],
+    "w_up": [],
+    "w_out": [z(3, 7, 4)],
+    "b_in": [],
+    "b_up": [],
+    "b_out": [],
+}
+SEPARATE = {"gating": "separate", "w_in": [z(3, 4, 6)], "w_up": [z(3, 4, 6)]}
+
+
+def case(name: str, changes: dict[str, Any], error: type[Exception], text: str) -> Any:
+    return pytest.param(changes, error, text, id=name)
+
+
+EXPERTS_ERRORS = [
+    case("x-rank", {"x": z(1, 5, 6)}, ValueError, "argument `x` has shape [1, 5, 6]; legal: [T, H]"),
+    case("x-dtype", {"x": ids(5, 6)}, TypeError, f"argument `x` has dtype int64; legal: {FLOATS}"),
+    case("ids-rank", {"ids": ids(10)}, ValueError, "argument `ids` has shape [10]; legal: [T, K]"),
+    case("ids-dtype", {"ids": z(5, 2)}, TypeError, f"argument `ids` has dtype float32; legal: {INTS}"),
+    case("ids-rows", {"ids": ids(4, 2)}, ValueError, "argument `ids` has shape [4, 2]; legal: [T, K] with T=5, the rows of `x`"),
+    case("weights-rank", {"weights": z(10)}, ValueError, "argument `weights` has shape [10]; legal: [T, K], the shape of `ids`"),
+    case("weights-dtype", {"weights": ids(5, 2)}, TypeError, f"argument `weights` has dtype int64; legal: {FLOATS}"),
+    case("weights-rows", {"weights": z(4, 2)}, ValueError, "argument `weights` has shape [4, 2]; legal: [5, 2], the shape of `ids`"),
+    case("weights-columns", {"weights": z(5, 3)}, ValueError, "argument `weights` has shape [5, 3]; legal: [5, 2], the shape of `ids`"),
+    case("ids-device", {"ids": ids(5, 2).to("meta")}, ValueError, "argument `ids` is on meta; legal: cpu, the device of `x`"),
+    case("weights-device", {"weights": z(5, 2).to("meta")}, ValueError, "argument `weights` is on meta; legal: cpu, the device of `x`"),
+    case("weight-device", {"w_in": [z(3, 8, 6).to("meta")]}, ValueError, "argument `w_in` is on meta; legal: cpu, the device of `x`"),
+    case("gating", {"gating": "glu"}, ValueError, "argument `gating` is 'glu'; legal: 'merged', 'interleaved', 'separate', 'plain'"),
+    case("activation", {"activation": "swish"}, ValueError, f"argument `activation` is 'swish'; legal: {ACTIVATIONS}"),
+    case("args", {"activation_args": [1.0]}, ValueError, "argument `activation_args` has 1 values; legal: 0 for activation 'silu'"),
+    case(
+        "args-named",
+        {"activation": "swiglu_oai"},
+        ValueError,
+        "argument `activation_args` has 0 values; legal: 2 (alpha, limit) for activation 'swiglu_oai'",
+    ),
+    case(
+        "plain-with-gated-activation",
+        {"gating": "plain", "activation": "silu_clamp", "activation_args": [1.0]},
+        ValueError,
+        "argument `gating` is 'plain'; legal: a gated form, because activation 'silu_clamp' mixes gate and up",
+    ),
+    case(
+        "up-first",
+        {**SEPARATE, "up_first": True},
+        ValueError,
+        "argument `up_first` is True; legal: False for gating 'separate'; only 'merged' and 'interleaved' have an order",
+    ),
+    case("out-dtype", {"out_dtype": torch.int32}, TypeError, f"argument `out_dtype` is int32; legal: None, {FLOATS}"),
+    case("w-in-empty", {"w_in": []}, ValueError, f"argument `w_in` is empty; legal: {WEIGHT}"),
+    case("w-in-rank", {"w_in": [z(24)]}, ValueError, f"argument `w_in[0]` has shape [24] in a list of 1; legal: {WEIGHT}"),
+    case(
+        "w-in-ranks", {"w_in": [z(8, 6), z(1, 8, 6)]}, ValueError, f"argument `w_in[1]` has shape [1, 8, 6] in a list of 2; legal: {WEIGHT}"
+    ),
+    case(
+        "w-in-shapes-differ",
+        {"w_in": [z(8, 6), z(8, 6), z(8, 5)]},
+        ValueError,
+        "argument `w_in[2]` has shape [8, 5]; legal: [8, 6], the shape of `w_in[0]`",
+    ),
+    case("w-in-dtype", {"w_in": [z(3, 8, 6).half()]}, TypeError, "argument `w_in` has dtype float16; legal: float32, the dtype of `x`"),
+    case(
+        "w-in-one-dtype",
+        {"w_in": [z(8, 6), z(8, 6).half(), z(8, 6)]},
+        TypeError,
+        "argument `w_in[1]` has dtype float16; legal: float32, the dtype of `x`",
+    ),
+    case("w-in-hidden", {"w_in": [z(3, 8, 5)]}, ValueError, "argument `w_in` holds 3 experts of shape [8, 5]; legal: 6 input features"),
+    case(
+        "w-in-odd",
+        {"w_in": [z(3, 7, 6)]},
+        ValueError,
+        "argument `w_in` has 7 output features; legal: an even number for gating 'merged' (gate and up)",
+    ),
+    case(
+        "w-up-unwanted",
+        {"w_up": [z(3, 4, 6)]},
+        ValueError,
+        "argument `w_up` holds 1 tensors; legal: an empty list for gating 'merged'; only 'separate' has it",
+    ),
+    case(
+        "b-up-unwanted",
+        {"b_up": [z(3, 4)]},
+        ValueError,
+        "argument `b_up` holds 1 tensors; legal: an empty list for gating 'merged'; only 'separate' has it",
+    ),
+    case("w-up-missing", {**SEPARATE, "w_up": []}, ValueError, f"argument `w_up` is empty; legal: {WEIGHT}"),
+    case(
+        "w-up-experts",
+        {**SEPARATE, "w_up": [z(2, 4, 6)]},
+        ValueError,
+        "argument `w_up` holds 2 experts of shape [4, 6]; legal: 3 experts, as in `w_in`",
+    ),
+    case(
+        "w-up-width",
+        {**SEPARATE, "w_up": [z(3, 5, 6)]},
+        ValueError,
+        "argument `w_up` holds 3 experts of shape [5, 6]; legal: 4 output features",
+    ),
+    case("w-out-width", {"w_out": [z(3, 7, 8)]}, ValueError, "argument `w_out` holds 3 experts of shape [7, 8]; legal: 4 input features"),
+    case(
+        "w-out-list-length",
+        {"w_out": [z(7, 4), z(7, 4)]},
+        ValueError,
+        "argument `w_out` holds 2 experts of shape [7, 4]; legal: 3 experts, as in `w_in`",
+    ),
+    case("b-in-rank", {"b_in": [z(3, 8, 1)]}, ValueError, f"argument `b_in[0]` has shape [3, 8, 1] in a list of 1; legal: {VECTOR}"),
+    case("b-in-count", {"b_in": [z(2, 8)]}, ValueError, "argument `b_in` holds 2 vectors of size 8; legal: 3 vectors, one per expert"),
+    case(
+        "b-in-size",
+        {"b_in": [z(3, 4)]},
+        ValueError,
+        "argument `b_in` holds 3 vectors of size 4; legal: size 8, the output features of its projection",
+    ),
+    case(
+        "b-out-size",
+        {"b_out": [z(3, 8)]},
+        ValueError,
+        "argument `b_out` holds 3 vectors of size 8; legal: size 7, the output features of its projection",
+    ),
+    case("b-out-dtype", {"b_out": [z(3, 7).double()]}, TypeError, "argument `b_out` has dtype float64; legal: float32, the dtype of `x`"),
+]
+
+
+def both(call: Callable[[bool], Any], error: type[Exception], text: str) -> None:
+    """The error comes from the kernel, and from the fake."""
+    for fake in (False, True):
+        with pytest.raises(error) as caught:
+            call(fake)
+        assert str(caught.value).split("\n", 1)[0] == text, fake
+
+
+def faked(value: Any, mode: FakeTensorMode) -> Any:
+    if isinstance(value, Tensor):
+        return mode.from_tensor(value)
+    if isinstance(value, list) and value and isinstance(value[0], Tensor):
+        return [mode.from_tensor(t) for t in value]
+    return value
+
+
+def invoke(op: Any, values: dict[str, Any], fake: bool) -> Any:
+    if not fake:
+        return op(**values)
+    mode = FakeTensorMode()
+    with mode:
+        return op(**{k: faked(v, mode) for k, v in values.items()})
+
+
+@pytest.mark.parametrize(("changes", "error", "text"), EXPERTS_ERRORS)
+def test_experts(changes: dict[str, Any], error: type[Exception], text: str) -> None:
+    both(lambda fake: invoke(ops.experts, {**EXPERTS, **changes}, fake), error, f"moefuse::experts: {text}")
+
+
+@pytest.mark.parametrize(("changes", "error", "text"), EXPERTS_ERRORS[:3])
+def test_experts_under_autograd(changes: dict[str, Any], error: type[Exception], text: str) -> None:
+    """The differentiated path names the public op too."""
+    values = {**EXPERTS, **changes, "w_out": [z(3, 7, 4).requires_grad_()]}
+    with pytest.raises(error) as caught:
+        ops.experts(**values)
+    assert str(caught.value) == f"moefuse::experts: {text}"
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "text"),
+    [
+        case("x-rank", {"x": z(6)}, ValueError, "argument `x` has shape [6]; legal: [T, H]"),
+        case("ids-rank", {"ids": ids(5)}, ValueError, "argument `ids` has shape [5]; legal: [T, K]"),
+        case("ids-dtype", {"ids": z(5, 2)}, TypeError, f"argument `ids` has dtype float32; legal: {INTS}"),
+        case("ids-rows", {"ids": ids(4, 2)}, ValueError, "argument `ids` has shape [4, 2]; legal: [T, K] with T=5, the rows of `x`"),
+        case("ids-device", {"ids": ids(5, 2).to("meta")}, ValueError, "argument `ids` is on meta; legal: cpu, the device of `x`"),
+        case("num-experts", {"num_experts": 0}, ValueError, "argument `num_experts` is 0; legal: 1 or more"),
+    ],
+)
+def test_permute(changes: dict[str, Any], error: type[Exception], text: str) -> None:
+    values = {"x": z(5, 6), "ids": ids(5, 2), "num_experts": 3, **changes}
+    both(lambda fake: invoke(ops.permute, values, fake), error, f"moefuse::permute: {text}")
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "text"),
+    [
+        case("xs-rank", {"xs": z(10)}, ValueError, "argument `xs` has shape [10]; legal: [S, in]"),
+        case("xs-dtype", {"xs": ids(10, 6)}, TypeError, f"argument `xs` has dtype int64; legal: {FLOATS}"),
+        case("w-empty", {"w": []}, ValueError, f"argument `w` is empty; legal: {WEIGHT}"),
+        case("w-dtype", {"w": [z(3, 4, 6).half()]}, TypeError, "argument `w` has dtype float16; legal: float32, the dtype of `xs`"),
+        case("w-width", {"w": [z(3, 4, 5)]}, ValueError, "argument `w` has 5 input features; legal: 6, the columns of `xs`"),
+        case(
+            "b-size",
+            {"b": [z(3, 5)]},
+            ValueError,
+            "argument `b` holds 3 vectors of size 5; legal: size 4, the output features of its projection",
+        ),
+        case("offsets-rank", {"offsets": ids(4, 1)}, ValueError, "argument `offsets` has shape [4, 1]; legal: [E + 1]"),
+        case("offsets-dtype", {"offsets": ids(4).int()}, TypeError, "argument `offsets` has dtype int32; legal: int64"),
+        case("offsets-size", {"offsets": ids(3)}, ValueError, "argument `offsets` has shape [3]; legal: [E + 1] = [4] for 3 experts"),
+        case("offsets-device", {"offsets": ids(4).to("meta")}, ValueError, "argument `offsets` is on meta; legal: cpu, the device of `xs`"),
+    ],
+)
+def test_grouped_linear(changes: dict[str, Any], error: type[Exception], text: str) -> None:
+    values = {"xs": z(10, 6), "offsets": ids(4), "w": [z(3, 4, 6)], "b": [], **changes}
+    both(lambda fake: invoke(ops.grouped_linear, values, fake), error, f"moefuse::grouped_linear: {text}")
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "text"),
+    [
+        case("v-rank", {"v": [z(3, 4, 5)]}, ValueError, f"argument `v[0]` has shape [3, 4, 5] in a list of 1; legal: {VECTOR}"),
+        case("offsets-size", {"offsets": ids(3)}, ValueError, "argument `offsets` has shape [3]; legal: [E + 1] = [4] for 3 experts"),
+        case("offsets-device", {"offsets": ids(4).to("meta")}, ValueError, "argument `offsets` is on meta; legal: cpu, the device of `v`"),
+        case("num-rows", {"num_rows": -1}, ValueError, "argument `num_rows` is -1; legal: 0 or more"),
+    ],
+)
+def test_expert_rows(changes: dict[str, Any], error: type[Exception], text: str) -> None:
+    values = {"v": [z(3, 4)], "offsets": ids(4), "num_rows": 10, **changes}
+    both(lambda fake: invoke(ops.expert_rows, values, fake), error, f"moefuse::expert_rows: {text}")
+
+
+def test_expert_rows_of_nothing() -> None:
+    text = "moefuse::expert_rows: argument `v` is empty; legal: one stacked tensor [E, n], or one tensor [n] per expert"
+    with pytest.raises(ValueError, match=r"^moefuse::expert_rows: argument `v` is empty") as caught:
+        ops.expert_rows([], ids(4), 10)
+    assert str(caught.value) == text
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "text"),
+    [
+        case("ys-rank", {"ys": z(10)}, ValueError, "argument `ys` has shape [10]; legal: [S, H]"),
+        case("ys-dtype", {"ys": ids(10, 6)}, TypeError, f"argument `ys` has dtype int64; legal: {FLOATS}"),
+        case("order-rank", {"order": ids(5, 2)}, ValueError, "argument `order` has shape [5, 2]; legal: [S]"),
+        case("order-dtype", {"order": ids(10).int()}, TypeError, "argument `order` has dtype int32; legal: int64"),
+        case("order-size", {"order": ids(9)}, ValueError, "argument `order` has shape [9]; legal: [S] = [10], the rows of `ys`"),
+        case("offsets-size", {"offsets": ids(1)}, ValueError, "argument `offsets` has shape [1]; legal: [E + 1] with E >= 1"),
+        case("order-device", {"order": ids(10).to("meta")}, ValueError, "argument `order` is on meta; legal: cpu, the device of `ys`"),
+        case("offsets-device", {"offsets": ids(4).to("meta")}, ValueError, "argument `offsets` is on meta; legal: cpu, the device of `ys`"),
+        case("top-k", {"top_k": 0}, ValueError, "argument `top_k` is 0; legal: 1 or more"),
+        case(
+            "top-k-divides", {"top_k": 3, "weights": None}, ValueError, "argument `top_k` is 3; legal: a divisor of S=10, the rows of `ys`"
+        ),
+        case("weights-rank", {"weights": z(10)}, ValueError, "argument `weights` has shape [10]; legal: [T, K]"),
+        case("weights-dtype", {"weights": ids(5, 2)}, TypeError, f"argument `weights` has dtype int64; legal: {FLOATS}"),
+        case(
+            "weights-device", {"weights": z(5, 2).to("meta")}, ValueError, "argument `weights` is on meta; legal: cpu, the device of `ys`"
+        ),
+        case(
+            "weights-k",
+            {"weights": z(5, 3)},
+            ValueError,
+            "argument `weights` has shape [5, 3]; legal: [T, K] with K=2, the value of `top_k`",
+        ),
+        case(
+            "weights-t",
+            {"weights": z(4, 2)},
+            ValueError,
+            "argument `weights` has shape [4, 2]; legal: [T, K] with T*K=10, the rows of `ys`",
+        ),
+        case("out-dtype", {"out_dtype": torch.int32}, TypeError, f"argument `out_dtype` is int32; legal: None, {FLOATS}"),
+    ],
+)
+def test_combine(changes: dict[str, Any], error: type[Exception], text: str) -> None:
+    values = {"ys": z(10, 6), "weights": z(5, 2), "order": ids(10), "offsets": ids(4), "top_k": 2, "out_dtype": None, **changes}
+    both(lambda fake: invoke(ops.combine, values, fake), error, f"moefuse::combine: {text}")
+
+
+def test_internal_forward_has_no_gradient() -> None:
+    with pytest.raises(RuntimeError, match=r"moefuse::experts_forward is internal and has no gradient; call the public op it belongs to"):
+        ops.experts_forward(**{**EXPERTS, "x": z(5, 6).requires_grad_()})
+
+
+def test_provider_for_an_unknown_op() -> None:
+    provider = providers.Provider("mine", lambda *a: None, lambda *a: None)
+    with pytest.raises(ValueError, match=r"^no op 'expert' to provide; ops: experts, experts_forward, "):
+        providers.register("expert", provider)
+
+
+def test_providers_are_asked_in_order_and_say_why_not() -> None:
+    """The seam for other kernels: the newest first, a reason hands the call on, the portable one is last."""
+    never = providers.Provider("never", lambda *a: "no such device", lambda *a: None)
+    marker = providers.Provider("marker", lambda x, *a: None if x.shape[0] == 5 else "only 5 tokens", lambda *a: z(1))
+    try:
+        providers.register("experts", marker)
+        providers.register("experts", never)
+        assert ops.experts(**EXPERTS).shape == (1,)
+        values = {**EXPERTS, "x": z(4, 6), "ids": ids(4, 2), "weights": z(4, 2)}
+        assert ops.experts(**values).shape == (4, 7)
+        reasons = providers.explain("experts", z(4, 6))
+        assert reasons == {"never": "no such device", "marker": "only 5 tokens", "portable": None}
+    finally:
+        providers.unregister("experts", "never")
+        providers.unregister("experts", "marker")
+        providers.unregister("experts", "portable")
+    assert [p.name for p in providers.PROVIDERS["experts"]] == ["portable"]
