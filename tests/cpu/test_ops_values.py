@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -38,7 +37,7 @@ SIZES = [
 
 
 @pytest.fixture
-def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Uninitialised memory that moefuse asks for holds NaN (or a huge integer), so reading it shows."""
 
     def poison(t: torch.Tensor) -> torch.Tensor:
@@ -49,7 +48,6 @@ def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
         monkeypatch.setattr(owner, name, wrap(getattr(owner, name)))
-    yield
 
 
 @pytest.mark.parametrize("case", every_body(), ids=lambda c: f"{c.activation}-{c.gating}{'-up-first' * c.up_first}")

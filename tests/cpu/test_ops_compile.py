@@ -1,0 +1,100 @@
+"""``moefuse::experts`` under the machinery of torch: opcheck, torch.compile forward and backward, dynamic T, ids of any kind."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from tests.cpu.ops_case import Case, leaves, run
+
+CHECKED = [
+    pytest.param(Case(), id="stacked"),
+    pytest.param(Case(separate=True, gating="separate"), id="a-parameter-per-expert"),
+    pytest.param(Case(transposed=True, gating="interleaved", weight_on_input=True), id="in-out-storage-weight-on-input"),
+    pytest.param(Case(bias=False, gating="plain", activation="relu2", dtype=torch.bfloat16, out_dtype=torch.float32), id="plain-bfloat16"),
+    pytest.param(Case(tokens=0), id="no-tokens"),
+    pytest.param(Case(experts=1, separate=True, top_k=1), id="list-of-one"),
+]
+
+
+@pytest.mark.parametrize("requires_grad", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("case", CHECKED)
+def test_opcheck(case: Case, requires_grad: bool) -> None:
+    torch.library.opcheck(torch.ops.moefuse.experts.default, tuple(case.args(requires_grad)), case.options)
+
+
+@pytest.mark.parametrize("case", CHECKED[:3])
+def test_opcheck_of_the_internal_ops(case: Case) -> None:
+    args = case.args()
+    torch.library.opcheck(torch.ops.moefuse.experts_forward.default, tuple(args), case.options)
+    out, h, order, offsets = torch.ops.moefuse.experts_forward(*args, **case.options)
+    options = {k: v for k, v in case.options.items() if k != "out_dtype"}
+    for needs in ([True] * 8, [True, False, True, False, False, True, False, False]):
+        call = (torch.ones_like(out), args[0], args[2], h, order, offsets, *args[3:], needs)
+        torch.library.opcheck(torch.ops.moefuse.experts_backward.default, call, options)
+
+
+COMPILED = [
+    pytest.param(Case(transposed=True), torch.float32, id="in-out-storage"),
+    pytest.param(Case(separate=True, gating="separate", activation="silu_clamp"), torch.float32, id="a-parameter-per-expert"),
+    pytest.param(Case(activation="swiglu_oai", weight_on_input=True), torch.bfloat16, id="bfloat16-with-constants"),
+]
+
+
+@pytest.mark.parametrize(("case", "dtype"), COMPILED)
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_compiled_forward_and_backward_with_any_number_of_tokens(case: Case, dtype: torch.dtype) -> None:
+    """One compilation serves every T; Inductor hands weights to the op with the strides they have."""
+    c = case.with_(dtype=dtype)
+    counter = CompileCounterWithBackend("inductor")
+
+    def f(args: list[Any]) -> Tensor:
+        return run([args[0].sin(), *args[1:]], **c.options).float().cos()
+
+    compiled = torch.compile(f, backend=counter, fullgraph=True)
+    for tokens in (6, 9, 3, 17):
+        args = c.with_(tokens=tokens).args(requires_grad=True)
+        for t in args[:3]:
+            torch._dynamo.mark_dynamic(t, 0)
+        out, want = compiled(args), f(args)
+        tolerance = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.03, "atol": 0.03}
+        torch.testing.assert_close(out, want, **tolerance)
+        ours = torch.autograd.grad(out.sum(), leaves(args))
+        theirs = torch.autograd.grad(want.sum(), leaves(args))
+        torch.testing.assert_close(ours, theirs, **tolerance)
+        assert [g.stride() for g in ours] == [t.stride() for t in leaves(args)]
+    assert counter.frame_count == 1
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_an_infinite_limit_survives_code_generation() -> None:
+    args = Case(dtype=torch.float32).args()
+
+    def f(x: Tensor) -> Tensor:
+        return run([x, *args[1:]], activation="swiglu_oai", activation_args=[1.702, math.inf])
+
+    torch.testing.assert_close(torch.compile(f, fullgraph=True)(args[0]), f(args[0]))
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_compiled_inference_sees_live_weights() -> None:
+    args = Case(dtype=torch.float32).args(requires_grad=True)
+    compiled = torch.compile(lambda x: run([x, *args[1:]]), fullgraph=True)
+    with torch.no_grad():
+        compiled(args[0])
+        args[3][0].data.mul_(2)
+        torch.testing.assert_close(compiled(args[0]), run(args))
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_compiled_with_some_weights_frozen() -> None:
+    """LoRA-like: only the routing weights and the last projection train."""
+    args = Case(dtype=torch.float32).args()
+    trained = [args[2].requires_grad_(), args[5][0].requires_grad_()]
+    compiled = torch.compile(lambda: run(args), fullgraph=True)
+    torch.testing.assert_close(torch.autograd.grad(compiled().sum(), trained), torch.autograd.grad(run(args).sum(), trained))
