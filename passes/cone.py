@@ -11,11 +11,11 @@ from typing import Any
 
 from torch.fx import Node
 
-from moefuse.passes.axes import Atom, Axes
+from moefuse.passes.axes import Atom, Axes, align
 from moefuse.passes.context import Context
 from moefuse.passes.expr import Cast, Expr, Leaf, Linear, Op, SharedVector, Slice, Token, has_linear
 from moefuse.passes.facts import Domain, Rows, Table, View
-from moefuse.passes.operands import scalar
+from moefuse.passes.operands import padded, real, scalar
 from moefuse.passes.ops import tensor
 from moefuse.passes.sizes import same, shape_of
 
@@ -61,17 +61,19 @@ def _every_expert(ctx: Context, node: Node, value: Node, table: Table) -> Rows |
     if view is None or len(table.axes) > len(view.axes):
         return None
     axes: list[Any] = []
-    theirs = (*((),) * (len(view.axes) - len(table.axes)), *table.axes)
-    for mine, other in zip(view.axes, theirs, strict=True):
-        axes.append(other if other and any(not same(a.size, 1) for a in other) else tuple(Atom("f", 0, a.size) for a in mine))
-    lead = [a for axis, other in zip(view.axes, theirs, strict=True) for a in axis if a.kind == "d" and any(o.kind == "t" for o in other)]
-    if not lead or any(len([a for a in axis if a.kind == "f"]) > 1 for axis in axes):
+    tokens = False
+    for mine, other in zip(view.axes, padded(table.axes, len(view.axes)), strict=True):
+        if not real(other):
+            axes.append(tuple(Atom("f", 0, a.size) for a in mine if not same(a.size, 1)))
+            continue
+        for run, cut in align(other, mine) or [((), mine)]:
+            kinds, plain = {a.kind for a in run if not same(a.size, 1)}, {a.kind for a in cut if not same(a.size, 1)}
+            if (kinds, plain) not in (({"e"}, {"b"}), ({"t"}, {"d"}), (set(), set())):
+                return None
+            tokens = tokens or kinds == {"t"}
+        axes.append(other)
+    if not tokens or any(len(axis) > 1 for axis in axes if axis and axis[0].kind == "f"):
         return None
-    for mine, other in zip(view.axes, theirs, strict=True):
-        kinds = [a.kind for a in mine if not same(a.size, 1)]
-        roles = [o.kind for o in other if not same(o.size, 1)]
-        if roles and kinds != ["b" if r == "e" else "d" for r in roles]:
-            return None
     width = axes[-1][0].size if axes[-1] else 1
     return Rows(tuple(axes), Domain("dense", table.routing), Token(node, view.root, width))
 

@@ -9,7 +9,7 @@ from torch.fx import Graph, Node
 
 from moefuse.passes.axes import Atom, fresh
 from moefuse.passes.facts import Combined, Lost, Routing, View
-from moefuse.passes.ops import Call, call_of, tensor
+from moefuse.passes.ops import Call, call_of, fake, tensor
 from moefuse.passes.sizes import shape_of, size_of
 
 #: operations whose result may share storage with their first argument
@@ -56,9 +56,16 @@ class Context:
         if call is None or not call.args or not isinstance(call.args[0], Node):
             return node
         source = call.args[0]
+        if call.name == "getitem" and self._separate_outputs(source):
+            return node
         if call.inplace or call.name in _ALIASING or (call.name == "getitem" and not _copies(call.args[1])):
             return self.storage[source]
         return node
+
+    def _separate_outputs(self, source: Node) -> bool:
+        """Whether a tuple holds new tensors (top-k, sort), not views of one (chunk, split)."""
+        call = self.calls[source]
+        return call is not None and isinstance(fake(source), tuple | list) and call.name not in _ALIASING
 
     def view(self, value: object) -> View | None:
         """The plain view of a tensor node: its fact if that is a View, the node itself if it has no fact, else None."""
@@ -160,7 +167,5 @@ def out_shape(node: Node) -> tuple[Any, ...]:
 def as_size(value: object) -> Any:
     """A size given as an int, a SymInt or a node holding one; None if unknown."""
     if isinstance(value, Node):
-        from moefuse.passes.ops import fake
-
         value = fake(value)
     return None if value is None or isinstance(value, torch.Tensor) else size_of(value)

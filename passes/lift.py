@@ -183,6 +183,7 @@ def sources(expr: Expr) -> list[Node]:
 
 def _checked(ctx: Context, region: Region) -> Region | Lost:
     """The region with its nodes, if nothing in the program around it forbids the rewrite."""
+    region.domain = _spelling(ctx, region)
     region.leaves = [*sources(region.expr), region.routing.node]
     region.nodes = slice_of(ctx, region)
     if region.base is not None:
@@ -192,6 +193,15 @@ def _checked(ctx: Context, region: Region) -> Region | Lost:
         if problem is not None:
             return problem
     return region
+
+
+def _spelling(ctx: Context, region: Region) -> Domain:
+    """The rows the projections ran on (sorted rows are unsorted before they are summed)."""
+    for e in walk(region.expr):
+        fact = ctx.facts.get(e.node) if isinstance(e, Linear) else None
+        if isinstance(fact, Rows):
+            return fact.domain.name  # type: ignore[return-value]
+    return region.domain
 
 
 def slice_of(ctx: Context, region: Region) -> set[Node]:
