@@ -161,11 +161,13 @@ def check_program(p: Program, *, full: bool = False) -> Outcome:
     assert len(outcome.fused) == 1, f"expected one fused region\n{outcome}\n{p}"
     fused = outcome.fused[0]
     assert fused.domain in p.domains, f"domain {fused.domain}, expected {p.domains}\n{p}"
-    assert fused.tier == p.tier, f"tier {fused.tier}, expected {p.tier}: {fused.spec}\n{p}"
-    if p.tier == "fused":
+    assert fused.tier == p.tier or p.inter == 1, f"tier {fused.tier}, expected {p.tier}: {fused.spec}\n{p}"
+    if p.tier == fused.tier == "fused":
         check_spec(p, fused.spec)
     spec = fused.spec
-    assert (spec.num_experts, spec.hidden, spec.weight_on) == (p.experts, p.hidden, p.weight_on), f"{spec}\n{p}"
+    assert (spec.num_experts, spec.hidden) == (p.experts, p.hidden), f"{spec}\n{p}"
+    # With one slot per token, weighted input rows are as good as token rows.
+    assert spec.weight_on == p.weight_on or p.top_k == 1, f"weight on {spec.weight_on}: {spec}\n{p}"
     assert spec.dtype.removeprefix("torch.") == p.dtype
     return outcome
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Literal
 
 from moefuse.spec import Domain, Gating
@@ -26,8 +26,21 @@ CUSTOM: tuple[str, ...] = (
 """Activations that no template describes, some of them close to one: they must reach the grouped tier."""
 
 
-@dataclass(frozen=True)
-class Routing:
+class _Short:
+    """A repr that leaves out what has its default, and still evaluates to the same program."""
+
+    def __repr__(self) -> str:
+        shown = []
+        for f in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, f.name)
+            default = f.default_factory() if f.default_factory is not MISSING else f.default
+            if value != default or type(value) is not type(default):
+                shown.append(f"{f.name}={value!r}")
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+
+@dataclass(frozen=True, repr=False)
+class Routing(_Short):
     """How ids and weights come about. ``flat`` gives 1-D ids and weights (top-1 only)."""
 
     recipe: Literal[
@@ -50,8 +63,8 @@ class Routing:
     flat: bool = False
 
 
-@dataclass(frozen=True)
-class Body:
+@dataclass(frozen=True, repr=False)
+class Body(_Short):
     """One expert: gate/up projection, activation, down projection, and row-local extras that no template knows."""
 
     gating: Gating = "merged"
@@ -83,8 +96,8 @@ class Body:
     extra: Literal["none", "norm_shared", "norm_each", "layernorm_each", "out_norm", "middle"] = "none"
 
 
-@dataclass(frozen=True)
-class Store:
+@dataclass(frozen=True, repr=False)
+class Store(_Short):
     """Where the weights live and how one expert's (or all experts') weight is read."""
 
     kind: Literal["stacked", "flat", "parameter_list", "module_list", "module_dict", "sequential"] = "stacked"
@@ -93,8 +106,8 @@ class Store:
     linear: int = 0
 
 
-@dataclass(frozen=True)
-class Selected:
+@dataclass(frozen=True, repr=False)
+class Selected(_Short):
     """A loop over experts; each sees only its own rows."""
 
     find: Literal[
@@ -115,16 +128,16 @@ class Selected:
     weight_on: Literal["output", "input"] = "output"
 
 
-@dataclass(frozen=True)
-class Masked:
+@dataclass(frozen=True, repr=False)
+class Masked(_Short):
     """A loop over experts; each sees every token, and a mask or a dense routing weight picks the rows."""
 
     weight: Literal["sum_mask", "where", "scatter", "onehot_einsum", "onehot_sum", "given", "slot_loop", "mask_mul", "top1"] = "sum_mask"
     accumulate: Literal["add", "iadd", "list_sum", "stack_sum", "stack_einsum", "stack_dim1", "add_", "cat_sum"] = "add"
 
 
-@dataclass(frozen=True)
-class Slots:
+@dataclass(frozen=True, repr=False)
+class Slots(_Short):
     """Weights gathered per routed slot, then batched products."""
 
     ids: Literal["flat", "grid"] = "flat"
@@ -135,8 +148,8 @@ class Slots:
     weight_on: Literal["output", "input"] = "output"
 
 
-@dataclass(frozen=True)
-class Sorted:
+@dataclass(frozen=True, repr=False)
+class Sorted(_Short):
     """Slots sorted by expert, grouped products, and the way back."""
 
     sort: Literal["sort", "sort_stable", "argsort", "argsort_stable"] = "sort"
@@ -147,8 +160,8 @@ class Sorted:
     weigh: Literal["before", "after"] = "before"
 
 
-@dataclass(frozen=True)
-class Dense:
+@dataclass(frozen=True, repr=False)
+class Dense(_Short):
     """Every expert on every token as one batched product, combined by dense routing weights."""
 
     product: Literal["bmm", "matmul", "einsum_te", "einsum_et"] = "bmm"
@@ -158,8 +171,8 @@ class Dense:
     weight_on: Literal["output", "input"] = "output"
 
 
-@dataclass(frozen=True)
-class Noise:
+@dataclass(frozen=True, repr=False)
+class Noise(_Short):
     """Changes of spelling that change nothing, and things around the layer."""
 
     noop: Literal["none", "contiguous", "reshape", "to", "clone", "view_as", "double_unsqueeze"] = "none"
@@ -173,8 +186,8 @@ class Noise:
     pre_norm: bool = False
 
 
-@dataclass(frozen=True)
-class Program:
+@dataclass(frozen=True, repr=False)
+class Program(_Short):
     """One generated model: spelling x routing x body x storage x noise, with sizes."""
 
     spelling: Selected | Masked | Slots | Sorted | Dense = field(default_factory=Selected)
@@ -250,6 +263,7 @@ def _storage_rules(p: Program) -> list[Rule]:
             "only stacked weights have several ways to read one expert",
         ),
         (b.activation in NEEDS_GATE and b.gating == "plain", "this activation needs a gate"),
+        (b.activation == "gate_only" and b.gating == "separate", "a gate without the other half is a whole expert"),
         (b.gating != "merged" and (b.split != "chunk" or (b.up_first and b.gating != "interleaved")), "nothing to split"),
     ]
 
