@@ -35,6 +35,11 @@ def _names(dtypes: Sequence[torch.dtype]) -> str:
     return ", ".join(str(d).removeprefix("torch.") for d in dtypes)
 
 
+def _equal(a: Any, b: Any) -> bool:
+    """Known to be equal. Asked before :func:`_same`, so that a call without errors builds no text."""
+    return type(a) is int and type(b) is int and a == b
+
+
 def _same(a: Any, b: Any, op: str, arg: str, given: Any, legal: str) -> None:
     """Require a == b for ints or SymInts, without making a guard out of it. ``given`` is a tensor (its shape is named) or a text."""
     if type(a) is int and type(b) is int:
@@ -91,19 +96,22 @@ def _check_list(w: Sequence[Tensor], dim: int, like: Tensor, op: str, arg: str, 
             _bad_value(op, f"{arg}[{i}]", f"has shape {_shape(t)} in a list of {len(w)}", legal)
         _check_like(t, like, op, f"{arg}[{i}]", like_name)
         for d in range(dim):
-            _same(t.shape[d], first.shape[d], op, f"{arg}[{i}]", t, f"{_shape(first)}, the shape of `{arg}[0]`")
+            if not _equal(t.shape[d], first.shape[d]):
+                _same(t.shape[d], first.shape[d], op, f"{arg}[{i}]", t, f"{_shape(first)}, the shape of `{arg}[0]`")
     return (len(w), *first.shape)
 
 
 def _check_weight(w: Sequence[Tensor], experts: Any, out: Any, inp: Any, like: Tensor, op: str, arg: str) -> tuple[Any, Any, Any]:
     """Check a weight list against known sizes (None: any) and return (E, out, in)."""
     e, o, i = _check_list(w, 2, like, op, arg)
+    if (experts is None or _equal(e, experts)) and (out is None or _equal(o, out)) and (inp is None or _equal(i, inp)):
+        return e, o, i
     given = f"holds {e} experts of shape [{o}, {i}]"
-    if experts is not None:
+    if experts is not None and not _equal(e, experts):
         _same(e, experts, op, arg, given, f"{experts} experts, as in `w_in`")
-    if out is not None:
+    if out is not None and not _equal(o, out):
         _same(o, out, op, arg, given, f"{out} output features")
-    if inp is not None:
+    if inp is not None and not _equal(i, inp):
         _same(i, inp, op, arg, given, f"{inp} input features")
     return e, o, i
 
@@ -112,9 +120,13 @@ def _check_vector(v: Sequence[Tensor], experts: Any, size: Any, like: Tensor, op
     if not v:
         return
     e, n = _check_list(v, 1, like, op, arg, like_name)
+    if _equal(e, experts) and _equal(n, size):
+        return
     given = f"holds {e} vectors of size {n}"
-    _same(e, experts, op, arg, given, f"{experts} vectors, one per expert")
-    _same(n, size, op, arg, given, f"size {size}, the output features of its projection")
+    if not _equal(e, experts):
+        _same(e, experts, op, arg, given, f"{experts} vectors, one per expert")
+    if not _equal(n, size):
+        _same(n, size, op, arg, given, f"size {size}, the output features of its projection")
 
 
 def check_experts(
@@ -146,9 +158,12 @@ def check_experts(
     _check_ints(ids, op, "ids")
     _check_dim(weights, 2, op, "weights", "[T, K], the shape of `ids`")
     _check_floats(weights, op, "weights")
-    _same(ids.shape[0], x.shape[0], op, "ids", ids, f"[T, K] with T={x.shape[0]}, the rows of `x`")
-    _same(weights.shape[0], ids.shape[0], op, "weights", weights, f"{_shape(ids)}, the shape of `ids`")
-    _same(weights.shape[1], ids.shape[1], op, "weights", weights, f"{_shape(ids)}, the shape of `ids`")
+    if not _equal(ids.shape[0], x.shape[0]):
+        _same(ids.shape[0], x.shape[0], op, "ids", ids, f"[T, K] with T={x.shape[0]}, the rows of `x`")
+    if not _equal(weights.shape[0], ids.shape[0]):
+        _same(weights.shape[0], ids.shape[0], op, "weights", weights, f"{_shape(ids)}, the shape of `ids`")
+    if not _equal(weights.shape[1], ids.shape[1]):
+        _same(weights.shape[1], ids.shape[1], op, "weights", weights, f"{_shape(ids)}, the shape of `ids`")
     _check_device(ids, x, op, "ids", "x")
     _check_device(weights, x, op, "weights", "x")
     _check_options(op, activation, activation_args, gating, up_first, out_dtype)
@@ -193,7 +208,8 @@ def check_permute(x: Tensor, ids: Tensor, num_experts: int) -> None:
     _check_dim(x, 2, op, "x", "[T, H]")
     _check_dim(ids, 2, op, "ids", "[T, K]")
     _check_ints(ids, op, "ids")
-    _same(ids.shape[0], x.shape[0], op, "ids", ids, f"[T, K] with T={x.shape[0]}, the rows of `x`")
+    if not _equal(ids.shape[0], x.shape[0]):
+        _same(ids.shape[0], x.shape[0], op, "ids", ids, f"[T, K] with T={x.shape[0]}, the rows of `x`")
     _check_device(ids, x, op, "ids", "x")
     if num_experts < 1:
         _bad_value(op, "num_experts", f"is {num_experts}", "1 or more")
@@ -203,7 +219,8 @@ def _check_offsets(offsets: Tensor, op: str, experts: Any = None) -> None:
     _check_dim(offsets, 1, op, "offsets", "[E + 1]")
     _check_ints(offsets, op, "offsets", (torch.int64,))
     if experts is not None:
-        _same(offsets.shape[0], experts + 1, op, "offsets", offsets, f"[E + 1] = [{experts + 1}] for {experts} experts")
+        if not _equal(offsets.shape[0], experts + 1):
+            _same(offsets.shape[0], experts + 1, op, "offsets", offsets, f"[E + 1] = [{experts + 1}] for {experts} experts")
     elif type(offsets.shape[0]) is int and offsets.shape[0] < 2:
         _bad_value(op, "offsets", f"has shape {_shape(offsets)}", "[E + 1] with E >= 1")
 
@@ -214,7 +231,8 @@ def check_grouped_linear(xs: Tensor, offsets: Tensor, w: Sequence[Tensor], b: Se
     _check_dim(xs, 2, op, "xs", "[S, in]")
     _check_floats(xs, op, "xs")
     experts, out, inp = _check_list(w, 2, xs, op, "w", "xs")
-    _same(inp, xs.shape[1], op, "w", f"has {inp} input features", f"{xs.shape[1]}, the columns of `xs`")
+    if not _equal(inp, xs.shape[1]):
+        _same(inp, xs.shape[1], op, "w", f"has {inp} input features", f"{xs.shape[1]}, the columns of `xs`")
     _check_vector(b, experts, out, xs, op, "b", "xs")
     _check_offsets(offsets, op, experts)
     _check_device(offsets, xs, op, "offsets", "xs")
@@ -241,7 +259,8 @@ def check_combine(ys: Tensor, weights: Tensor | None, order: Tensor, offsets: Te
     _check_floats(ys, op, "ys")
     _check_dim(order, 1, op, "order", "[S]")
     _check_ints(order, op, "order", (torch.int64,))
-    _same(order.shape[0], ys.shape[0], op, "order", order, f"[S] = [{ys.shape[0]}], the rows of `ys`")
+    if not _equal(order.shape[0], ys.shape[0]):
+        _same(order.shape[0], ys.shape[0], op, "order", order, f"[S] = [{ys.shape[0]}], the rows of `ys`")
     _check_offsets(offsets, op)
     _check_device(order, ys, op, "order", "ys")
     _check_device(offsets, ys, op, "offsets", "ys")
@@ -256,6 +275,8 @@ def check_combine(ys: Tensor, weights: Tensor | None, order: Tensor, offsets: Te
     _check_dim(weights, 2, op, "weights", "[T, K]")
     _check_floats(weights, op, "weights")
     _check_device(weights, ys, op, "weights", "ys")
-    _same(weights.shape[1], top_k, op, "weights", weights, f"[T, K] with K={top_k}, the value of `top_k`")
-    _same(weights.shape[0] * top_k, rows, op, "weights", weights, f"[T, K] with T*K={rows}, the rows of `ys`")
+    if not _equal(weights.shape[1], top_k):
+        _same(weights.shape[1], top_k, op, "weights", weights, f"[T, K] with K={top_k}, the value of `top_k`")
+    if not _equal(weights.shape[0] * top_k, rows):
+        _same(weights.shape[0] * top_k, rows, op, "weights", weights, f"[T, K] with T*K={rows}, the rows of `ys`")
     return weights.shape[0]

@@ -11,9 +11,9 @@ from torch import Tensor
 
 TILE = 1 << 17
 """Elements of the weight widened at a time (512 KiB of float32, so it stays in the second-level cache)."""
-MIN_ROWS = {torch.bfloat16: 6, torch.float16: 3}
+MIN_ROWS = {torch.bfloat16: 4, torch.float16: 3}
 """From this many rows on, widening the weight costs less than it saves."""
-MV_ELEMENTS = 1 << 18
+MV_ELEMENTS = 1 << 20
 """From this many weight elements on, one bfloat16 row goes through mv, which reads the weight at memory speed."""
 
 

@@ -114,7 +114,9 @@ def test_widened_gemm_equals_float32_rounded_once(dtype: torch.dtype, monkeypatc
             torch.testing.assert_close(out.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-4)
 
 
-def test_gemv_of_a_large_bfloat16_weight() -> None:
+def test_gemv_of_a_large_bfloat16_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gemm, "MV_ELEMENTS", 1024 * 512)
+    monkeypatch.setattr(gemm, "WIDENED", frozenset({torch.bfloat16}))
     w = torch.randn(1024, 512).bfloat16() / 22
     a, bias = torch.randn(1, 512).bfloat16(), torch.randn(1024).bfloat16()
     for v in (None, bias):

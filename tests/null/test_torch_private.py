@@ -1,0 +1,60 @@
+"""The points of private torch that moefuse uses are where it expects them. When a release moves one, this fails and says which."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections import deque
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+
+import moefuse
+
+POINTS = {
+    "torch._inductor": ["list_options", "list_mode_options"],
+    "torch._inductor.compile_fx": ["compile_fx"],
+    "torch._inductor.config": ["post_grad_custom_post_pass", "pre_grad_custom_pass"],
+    "torch._inductor.custom_graph_pass": ["CustomGraphPass"],
+    "torch._dynamo.exc": ["ShortenTraceback", "RestartAnalysis", "SkipFrame"],
+    "torch._dynamo.utils": ["counters", "graph_break_reasons", "_compilation_metrics"],
+    "torch._dynamo.convert_frame": ["compile_lock", "input_codes"],
+    "torch._dynamo.eval_frame": ["cached_backends", "_debug_get_cache_entry_list"],
+    "torch._dynamo.guards": ["DeletedGuardManagerWrapper"],
+    "torch._dynamo.pgo": ["_CODE_STATE"],
+    "torch._guards": ["CompileContext"],
+    "torch._logging._internal": ["trace_structured"],
+    "torch._C._dynamo.eval_frame": ["reset_code"],
+    "torch": ["_TorchCompileWrapper", "_TorchCompileInductorWrapper"],
+}
+
+
+@pytest.mark.parametrize(("module", "name"), [(module, name) for module, names in POINTS.items() for name in names])
+def test_exists(module: str, name: str) -> None:
+    assert hasattr(import_module(module), name)
+
+
+def test_shapes() -> None:
+    from torch._dynamo import convert_frame, exc, utils
+
+    assert isinstance(convert_frame.input_codes.seen, list)
+    assert isinstance(utils._compilation_metrics, deque)
+    assert issubclass(exc.ShortenTraceback, RuntimeError)
+    assert list(inspect.signature(torch._TorchCompileInductorWrapper.__init__).parameters)[1:4] == ["mode", "options", "dynamic"]
+    metric = import_module("torch._dynamo.utils").CompilationMetrics
+    assert {"fail_type", "fail_reason", "fail_user_frame_filename", "fail_user_frame_lineno", "co_name"} <= set(metric.__annotations__)
+
+
+def test_no_other_module_imports_the_compiler() -> None:
+    """Elsewhere in the package, private compiler modules of torch are not imported, so a new release is checked in one place."""
+    package = Path(moefuse.__file__).parent
+    found = set()
+    for path in (file for folder in (package, package / "passes", package / "kernels") for file in folder.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            if any(name.startswith(("torch._inductor", "torch._dynamo", "torch._functorch", "torch._guards")) for name in names):
+                found.add(path.relative_to(package).as_posix())
+    assert found == {"_torch_private.py"}
