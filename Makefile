@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 
 help:
 	@echo "make venv   the environment, pinned, in $(VENV)"
-	@echo "make demo   compile two models and show what was fused"
+	@echo "make demo   run examples/demo.py"
 	@echo "make test   style, types, and all tests that need no GPU"
 	@echo "make lint   style and types only"
 	@echo "make deep   the tests again with many more generated programs"
@@ -40,7 +40,8 @@ deep: $(STAMP)
 	HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest tests/null tests/cpu -q
 
 bench: $(STAMP)
-	$(BIN)/python benchmarks/run.py
+	$(BIN)/python benchmarks/layer_cpu.py
+	$(BIN)/python benchmarks/compile_time.py
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache
