@@ -52,7 +52,7 @@ def cone_rows(ctx: Context, node: Node, value: Node, table: Table | None) -> Row
         return Rows(axes, Domain("masked"), expr) if has_linear(expr) else None
     if table.expert is None:
         return None if has_linear(expr) else _every_expert(ctx, node, value, table)
-    return Rows(axes, Domain("masked", table.routing, expert=table.expert), expr)
+    return Rows(axes, Domain("masked", table.routing, expert=table.expert, slot=table.slot), expr)
 
 
 def _every_expert(ctx: Context, node: Node, value: Node, table: Table) -> Rows | None:

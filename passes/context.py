@@ -36,7 +36,9 @@ class Context:
         self.mode: dict[Node, tuple[bool, tuple[str, ...]]] = {}
         self.routings: dict[Node, Routing] = {}
         self.erasable: dict[Node, bool] = {}
+        self.first: dict[Node, Node] = {}
         self._scan()
+        self._same_views()
 
     def _scan(self) -> None:
         grad, casts = torch.is_grad_enabled(), ()
@@ -51,6 +53,16 @@ class Context:
             self.aliases.setdefault(root, []).append(node)
             if call is not None and call.inplace:
                 self.writes.setdefault(root, []).append(node)
+
+    def _same_views(self) -> None:
+        """Views that are written again for every expert (``W.view(E, I, H)`` in a loop) are one view."""
+        seen: dict[Any, Node] = {}
+        for node, call in self.calls.items():
+            self.first[node] = node
+            if call is None or self.storage[node] is node or call.inplace or self.writes.get(self.storage[node]):
+                continue
+            args = torch.fx.node.map_arg((call.args, call.kwargs), lambda n: self.first[n])
+            self.first[node] = seen.setdefault(f"{call.name} {args}", node)
 
     def _storage_root(self, node: Node, call: Call | None) -> Node:
         if call is None or not call.args or not isinstance(call.args[0], Node):
@@ -77,7 +89,7 @@ class Context:
         known = tensor(value)
         if not isinstance(fact, Combined | None) or known is None:
             return None
-        return View(fresh(shape_of(known)), value)
+        return View(fresh(shape_of(known)), self.first.get(value, value))
 
     def fact(self, value: object) -> Any:
         """The fact of a value: what a rule found, else the plain view of a tensor, else None."""

@@ -120,7 +120,7 @@ def _rewrite(ctx: Context, known: dict[Node, Any], run: _Run, region: Region) ->
         return Lost("excluded", anchor)
     if options.max_rewrites is not None and len(run.result.fused) >= options.max_rewrites:
         return Lost("limit", anchor)
-    emit = Emitter(ctx.graph, anchor.next, anchor)
+    emit = Emitter(ctx.graph, anchor.next, region.value)
     try:
         lowered = Lowering(region, emit).run()
     except (RuntimeError, ValueError, TypeError, AttributeError) as error:

@@ -48,6 +48,14 @@ class View(Fact):
 
 
 @dataclass(frozen=True, eq=False)
+class Column(View):
+    """One slot of a [tokens, K] tensor: ``base[..., slot]``."""
+
+    base: View
+    slot: int
+
+
+@dataclass(frozen=True, eq=False)
 class Fill(Fact):
     """A tensor of one repeated constant (zeros, full)."""
 
@@ -75,7 +83,8 @@ class Mask(Fact):
 class Table(Fact):
     """A [tokens, E] table (or column ``expert`` of one): ``fill`` wherever the expert was not chosen.
 
-    ``root`` holds the whole table [tokens, E] if one exists; ``slots`` the [tokens, K] weights it was made of; ``ones`` if it is 0/1.
+    ``root`` holds the whole table [tokens, E] if one exists; ``slots`` the [tokens, K] weights it was made of; ``ones`` if it is 0/1;
+    ``slot`` if it speaks of that slot only.
     """
 
     routing: Routing
@@ -86,21 +95,23 @@ class Table(Fact):
     slots: View | None = None
     ones: bool = False
     negated: bool = False
+    slot: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class Selection:
-    """The rows of one expert: all (t, k) with ``ids[t, k] == expert``, or (``by_token``) all t with any such k."""
+    """The rows of one expert: all (t, k) with ``ids[t, k] == expert``, or (``by_token``) all t with any such k (or just ``slot``)."""
 
     routing: Routing
     expert: int
     by_token: bool
+    slot: int | None = None
 
     def same(self, other: object) -> bool:
         return (
             isinstance(other, Selection)
             and other.routing is self.routing
-            and (other.expert, other.by_token) == (self.expert, self.by_token)
+            and (other.expert, other.by_token, other.slot) == (self.expert, self.by_token, self.slot)
         )
 
 
@@ -164,6 +175,7 @@ class Domain:
     selection: Selection | None = None
     order: Order | None = None
     expert: int | None = None
+    slot: int | None = None
 
     def same(self, other: Domain) -> bool:
         if self.name != other.name or (self.routing is not None and other.routing is not None and self.routing is not other.routing):
@@ -171,6 +183,8 @@ class Domain:
         if self.selection is not None:
             return self.selection.same(other.selection)
         if self.expert is not None and other.expert is not None and self.expert != other.expert:
+            return False
+        if self.slot is not None and other.slot is not None and self.slot != other.slot:
             return False
         return self.order is None or other.order is None or self.order is other.order
 

@@ -11,11 +11,11 @@ from torch.fx import Node
 
 from moefuse.passes.context import Context
 from moefuse.passes.expr import Expr, ExpertVector, Gate, Leaf, Linear, SharedVector, SlotWeight, Token, has_linear, walk
-from moefuse.passes.facts import Buffer, Combined, Fact, Lost, Many, Routing, Rows, Sum
+from moefuse.passes.facts import Buffer, Combined, Fact, Lost, Many, Part, Routing, Rows, Sum
 from moefuse.passes.generalise import generalise
 from moefuse.passes.ops import tensor
 from moefuse.passes.sizes import shape_of
-from moefuse.passes.templates import vanishes
+from moefuse.passes.templates import same_expr, vanishes
 from moefuse.spec import Domain
 
 #: nodes that only ask for sizes or assert them
@@ -46,6 +46,11 @@ class Region:
     base: Node | None
     nodes: set[Node] = field(default_factory=set)
     leaves: list[Node] = field(default_factory=list)
+
+    @property
+    def value(self) -> Node:
+        """A node whose fake value is the result's (an assignment by index has none of its own)."""
+        return next((h for h in (self.anchor, *self.holders) if tensor(h) is not None), self.anchor)
 
 
 def lift(ctx: Context) -> Iterator[Region | Lost]:
@@ -111,26 +116,51 @@ def _summed(ctx: Context, fact: Sum, holders: list[Node]) -> Region | Lost | Non
     experts = [p.rows.domain.expert for p in parts]
     if any(p.rows.domain.routing not in (None, routing) for p in parts) or any(e is None for e in experts):
         return ctx.lost("experts-differ", anchor, expert="?", detail="its rows are chosen by another routing")
-    order = sorted(range(len(parts)), key=lambda i: experts[i])  # type: ignore[arg-type, return-value]
-    numbers = [int(experts[i]) for i in order]  # type: ignore[arg-type]
-    expr = generalise([parts[i].rows.expr for i in order], numbers, anchor)
+    found = _over_slots(ctx, parts, routing, anchor)
+    if isinstance(found, Lost):
+        return found
+    expr, count = found
+    names = {p.rows.domain.name for p in parts}
+    by_token = any(p.rows.domain.selection is not None and p.rows.domain.selection.by_token for p in parts)
+    per_slot = parts[0].rows.domain.slot is not None
+    if len(names) != 1:
+        return ctx.lost("experts-differ", anchor, expert="?", detail="some experts see every token and some only theirs")
+    if names == {"masked"} and not vanishes(expr):
+        return ctx.lost("not-weighted", anchor)
+    if not per_slot and _needs_distinct(expr, fact.once, by_token) and not routing.distinct:
+        return ctx.lost("ids-not-distinct", anchor)
+    return Region(anchor, holders, names.pop(), routing, expr, count, fact.base)  # type: ignore[arg-type]
+
+
+def _over_slots(ctx: Context, parts: list[Part], routing: Routing, anchor: Node) -> tuple[Expr, int] | Lost:
+    """The experts' common expression; where the loop also runs over slots, the same one for every slot."""
+    slots = {p.rows.domain.slot for p in parts}
+    if slots != {None} and slots != set(range(routing.top_k)):
+        return ctx.lost("missing-experts", anchor, present=f"slots {sorted(map(str, slots))}", count=str(routing.top_k))
+    found = [_over_experts(ctx, [p for p in parts if p.rows.domain.slot == s], anchor) for s in sorted(slots, key=str)]
+    first = found[0]
+    for other in found[1:]:
+        if isinstance(other, Lost):
+            return other
+        if not isinstance(first, Lost) and not same_expr(first[0], other[0]):
+            return ctx.lost("experts-differ", anchor, expert="0", detail="in another slot it computes something else")
+    return first
+
+
+def _over_experts(ctx: Context, parts: list[Part], anchor: Node) -> tuple[Expr, int] | Lost:
+    """(common expression, E) of one part for each expert."""
+    ordered = sorted(parts, key=lambda p: int(p.rows.domain.expert or 0))
+    numbers = [int(p.rows.domain.expert or 0) for p in ordered]
+    expr = generalise([p.rows.expr for p in ordered], numbers, anchor)
     if isinstance(expr, Lost):
         return expr
     count = _num_experts(ctx, expr, anchor)
     if isinstance(count, Lost):
         return count
     if numbers != list(range(count)):
-        present = f"{numbers[0]}..{numbers[-1]}" if numbers == list(range(numbers[0], numbers[-1] + 1)) else str(numbers)
-        return ctx.lost("missing-experts", anchor, present=present, count=str(count))
-    names = {p.rows.domain.name for p in parts}
-    by_token = any(p.rows.domain.selection is not None and p.rows.domain.selection.by_token for p in parts)
-    if len(names) != 1:
-        return ctx.lost("experts-differ", anchor, expert="?", detail="some experts see every token and some only theirs")
-    if names == {"masked"} and not vanishes(expr):
-        return ctx.lost("not-weighted", anchor)
-    if _needs_distinct(expr, fact.once, by_token) and not routing.distinct:
-        return ctx.lost("ids-not-distinct", anchor)
-    return Region(anchor, holders, names.pop(), routing, expr, count, fact.base)  # type: ignore[arg-type]
+        run = numbers == list(range(numbers[0], numbers[-1] + 1))
+        return ctx.lost("missing-experts", anchor, present=f"{numbers[0]}..{numbers[-1]}" if run else str(numbers), count=str(count))
+    return expr, count
 
 
 def _anchor(ctx: Context, fact: Sum, holders: list[Node]) -> Node:

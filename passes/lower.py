@@ -42,7 +42,7 @@ class Lowering:
         result = lowered.result
         if self.region.base is not None:
             result = self.emit(torch.add, self.reshaped(result, self.region.base), self.region.base)
-        return Lowered(self.reshaped(result, self.region.holders[0]), lowered.spec, lowered.tier)
+        return Lowered(self.reshaped(result, self.region.value), lowered.spec, lowered.tier)
 
     # -- shared pieces
 
@@ -110,7 +110,7 @@ class Lowering:
         raise ValueError(f"no input of the region has the leading sizes {wanted}")
 
     def out_dtype(self) -> torch.dtype | None:
-        value = tensor(self.region.anchor)
+        value = tensor(self.region.value)
         return value.dtype if value is not None else None
 
     # -- tier 1

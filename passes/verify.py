@@ -54,8 +54,7 @@ class Inputs:
     def __init__(self, region: Region, weights: dict[Node, Any]) -> None:
         self.region, self.known = region, dict(weights)
         self.generator = torch.Generator().manual_seed(0)
-        anchor = fake(region.anchor)
-        self.device = anchor.device
+        self.device = fake(region.value).device
         self.num_tokens = int(_hint(_product(region.routing.tokens, region)))
 
     def weight(self, node: Node) -> Any:

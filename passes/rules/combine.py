@@ -7,10 +7,10 @@ from typing import Any
 
 from torch.fx import Node
 
-from moefuse.passes.axes import Atom, Axes, Axis
+from moefuse.passes.axes import Atom, Axes, Axis, extent
 from moefuse.passes.context import Context, normalize, out_shape
 from moefuse.passes.expr import Gate, walk
-from moefuse.passes.facts import Buffer, Combined, Domain, Fill, Index, Mask, Part, Rows, Sorted, Sum, Table, View
+from moefuse.passes.facts import Buffer, Combined, Domain, Fill, Index, Mask, Part, Range, Routing, Rows, Sorted, Sum, Table, View
 from moefuse.passes.generalise import generalise
 from moefuse.passes.facts import Lost
 from moefuse.passes.ops import tensor
@@ -86,6 +86,10 @@ def add_rows(ctx: Context, node: Node, target: Node, where: Any, rows: Rows) -> 
     """Rows added to the tokens they came from."""
     if isinstance(where, Index) and where.of == "token" and rows.domain.selection is not None:
         return accumulate(ctx, node, target, rows) if where.selection.same(rows.domain.selection) else None
+    if isinstance(where, Range) and rows.domain.name == "slots" and rows.domain.routing is not None and _token_of_slot(where, rows.domain.routing):
+        base = _base(ctx, target)
+        tokens = tuple(Atom("t", i, s) for i, s in enumerate(rows.domain.routing.tokens))
+        return None if base is False else Combined((tokens, *rows.axes[1:]), rows, base)
     if isinstance(where, Sorted) and where.of == "token" and rows.domain.order is where.order:
         base = _base(ctx, target)
         if base is False:
@@ -93,6 +97,13 @@ def add_rows(ctx: Context, node: Node, target: Node, where: Any, rows: Rows) -> 
         tokens = tuple(Atom("t", i, s) for i, s in enumerate(where.order.routing.tokens))
         return Combined((tokens, *rows.axes[1:]), rows, base)
     return None
+
+
+def _token_of_slot(where: Range, routing: Routing) -> bool:
+    """``arange(T).repeat_interleave(K)``."""
+    axis = where.axes[0] if len(where.axes) == 1 else ()
+    names = [a.kind for a in axis if not same(a.size, 1)]
+    return names in (["d", "b"], ["d"][: len(names)]) and same(where.size, routing.num_tokens) and same(extent(axis), routing.num_tokens * routing.top_k)
 
 
 def _base(ctx: Context, target: Node) -> Any:
@@ -210,7 +221,12 @@ def on_gather(ctx: Context, node: Node, x: Any, dim: Any, index: Any, **_: Any) 
 
     if not isinstance(dim, int):
         dim, index = index, dim
-    rows, view = ctx.fact(x), ctx.view(index)
+    rows, view, where = ctx.fact(x), ctx.view(index), ctx.fact(index)
+    if dim == 0 and isinstance(where, Index | Sorted) and len(where.axes) == 2 and [a.kind for a in where.axes[1]] == ["b"]:
+        from moefuse.passes.rules.index import by_tensor
+
+        whole = same(where.axes[1][0].size, out_shape(x)[-1])
+        return by_tensor(ctx, node, x, [index]) if whole else None
     if not isinstance(rows, Rows) or rows.domain.name != "dense" or view is None or not is_integer(index):
         return None
     at = normalize(dim, len(rows.axes))

@@ -7,11 +7,11 @@ from typing import Any
 
 from torch.fx import Node
 
-from moefuse.passes.axes import Atom, Axes, Axis, align, extent
+from moefuse.passes.axes import Atom, Axes, Axis, align, extent, fresh
 from moefuse.passes.context import Context, normalize, out_shape
 from moefuse.passes.expr import Expr, Gate, Slice, SlotWeight, Token
 from moefuse.passes.facts import (
-    Buffer, Combined, Domain, Fact, Fill, Index, IndexMatrix, Lost, Many, Mask, Order, Range, Routing, Rows, Selection, Sorted, Sum, Table,
+    Buffer, Column, Combined, Domain, Fact, Fill, Index, IndexMatrix, Lost, Many, Mask, Order, Range, Routing, Rows, Selection, Sorted, Sum, Table,
     View, Weight,
 )  # fmt: skip
 from moefuse.passes.ops import tensor
@@ -66,11 +66,11 @@ def pick(ctx: Context, node: Node, x: Node, fact: Any, dim: int, at: int) -> Any
     """One index of a dimension: an expert, a feature half, or a dimension of size one."""
     axis = fact.axes[dim]
     axes: Axes = (*fact.axes[:dim], *fact.axes[dim + 1 :])
-    if same(extent(axis), 1):
-        return fact.with_axes(axes)
     only = axis[0] if len(axis) == 1 else None
     if isinstance(fact, IndexMatrix) and only is not None and only.kind == "d":
         return Index(axes, fact.selection, fact.columns[at])
+    if same(extent(axis), 1):
+        return fact.with_axes(axes)
     if isinstance(fact, Mask | Table) and only is not None and only.kind == "e":
         expert = at + only.size if at < 0 else at
         return replace(fact, axes=axes, expert=expert)
@@ -80,6 +80,8 @@ def pick(ctx: Context, node: Node, x: Node, fact: Any, dim: int, at: int) -> Any
         return None
     if isinstance(fact, View) and only is not None and only.kind == "d" and only.index == 0:
         return stacked(fact, axes, expert=at + only.size if at < 0 else at)
+    if type(fact) is View and only is not None and only.kind == "d" and dim == len(fact.axes) - 1 and isinstance(only.size, int):
+        return Column(fresh([extent(a) for a in axes]), ctx.first[node], fact, at + only.size if at < 0 else at)
     return None
 
 
@@ -208,6 +210,12 @@ def on_embedding(ctx: Context, node: Node, ids: Node, table: Node, *_: Any, **__
 
 def by_tensor(ctx: Context, node: Node, x: Node, items: list[Any]) -> Any:
     """Indexing by tensors."""
+    added = 0
+    while added < len(items) and items[added] is None and tensor(node) is not None:
+        added += 1
+    if added:
+        found = by_tensor(ctx, node, x, items[added:])
+        return found.with_axes((*((),) * added, *found.axes)) if isinstance(found, Fact) else found
     lead = 0
     while lead < len(items) and items[lead] == _ALL:
         lead += 1
@@ -220,6 +228,9 @@ def by_tensor(ctx: Context, node: Node, x: Node, items: list[Any]) -> Any:
     if lead == 0 and isinstance(first, Mask | Table) and not tail:
         found = selection(first, first.axes)
         return None if found is None else by_mask(ctx, node, x, base, found[0], found[1])
+    if lead == 0 and isinstance(first, Table) and len(tail) == 1 and isinstance(tail[0], int) and isinstance(base, View):
+        found = selection(first, first.axes)
+        return None if found is None else by_mask(ctx, node, x, pick(ctx, node, x, base, len(base.axes) - 1, tail[0]), found[0], found[1])
     if lead == 0 and isinstance(first, Sorted) and not [t for t in tail if t != _ALL]:
         return by_order(ctx, node, base, first)
     if lead == 0 and isinstance(first, View) and isinstance(base, View) and is_integer(items[0]) and not [t for t in tail if t != _ALL]:
@@ -245,9 +256,13 @@ def by_rows(ctx: Context, node: Node, x: Node, base: Any, chosen: Selection, ind
     if any(r is not None and r != _ALL for r in rest) and isinstance(rest[0], int) is False:
         return None
     rows = row_axis(node)
+    if columns == ["token"] and isinstance(base, View) and rest and isinstance(rest[0], int) and chosen.slot == rest[0]:
+        return _with_none(Rows((rows,), row_domain(chosen), Gate(node, base.root, True, False, chosen.expert)), rest[1:])
     if columns == ["token"]:
         if isinstance(base, Fill | Sum):
             return Buffer((rows, *((a,) for a in (b[0] for b in base.axes[1:] if b))), x, chosen) if not rest else None
+        if isinstance(base, Column) and chosen.slot == base.slot:
+            return _with_none(_slot_gate(node, base, chosen, rows), rest)
         if isinstance(base, View) and not rest:
             return take_tokens(ctx, node, base, chosen, rows)
         if isinstance(base, Table) and base.expert == chosen.expert and base.routing is chosen.routing:
@@ -277,7 +292,13 @@ def _with_none(rows: Rows, rest: list[Any]) -> Rows | None:
 
 
 def row_domain(chosen: Selection) -> Domain:
-    return Domain("selected", chosen.routing, selection=chosen, expert=chosen.expert)
+    return Domain("selected", chosen.routing, selection=chosen, expert=chosen.expert, slot=chosen.slot)
+
+
+def _slot_gate(node: Node, column: Column, chosen: Selection, rows: Axis) -> Rows:
+    """The weights of one slot for the rows that chose an expert in that slot."""
+    axes = (rows, *(() for _ in column.axes[1:]))
+    return Rows(axes, row_domain(chosen), Gate(node, column.base.root, True, False, chosen.expert))
 
 
 def gate(node: Node, table: Table) -> Gate:
@@ -338,6 +359,8 @@ def by_mask(ctx: Context, node: Node, x: Node, base: Any, chosen: Selection, col
     if columns == ("token",):
         if isinstance(base, Fill | Sum):
             return Buffer((rows,), x, chosen)
+        if isinstance(base, Column) and chosen.slot == base.slot:
+            return _slot_gate(node, base, chosen, rows)
         if isinstance(base, View):
             return take_tokens(ctx, node, base, chosen, rows)
         if isinstance(base, Table) and base.expert == chosen.expert and base.routing is chosen.routing:

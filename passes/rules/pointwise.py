@@ -102,7 +102,8 @@ def domain_of(rows: list[Rows], tables: list[Table] | None = None) -> Domain | N
     for t in tables or ():
         if first.routing is not None and first.routing is not t.routing:
             return None
-        first = replace(first, routing=t.routing, expert=first.expert if first.expert is not None else t.expert)
+        known = first.expert is not None
+        first = replace(first, routing=t.routing, expert=first.expert if known else t.expert, slot=first.slot if first.slot is not None else t.slot)
     return first
 
 
@@ -114,6 +115,7 @@ def merged(a: Domain, b: Domain) -> Domain:
         selection=a.selection or b.selection,
         order=a.order or b.order,
         expert=a.expert if a.expert is not None else b.expert,
+        slot=a.slot if a.slot is not None else b.slot,
     )
 
 

@@ -10,10 +10,10 @@ from torch.fx import Node
 
 from moefuse.passes.axes import Atom, Axes, Axis, align
 from moefuse.passes.context import Context, as_size, normalize, out_shape
-from moefuse.passes.facts import Counts, Fill, Index, IndexMatrix, Many, Mask, Range, Routing, Selection, Sorted, Table, View
-from moefuse.passes.ops import tensor
+from moefuse.passes.facts import Column, Counts, Fill, Index, IndexMatrix, Many, Mask, Range, Routing, Selection, Sorted, Table, View
+from moefuse.passes.ops import fake, tensor
 from moefuse.passes.rules import rule
-from moefuse.passes.sizes import same
+from moefuse.passes.sizes import same, shape_of
 
 
 def is_integer(node: object) -> bool:
@@ -56,6 +56,8 @@ def on_compare(ctx: Context, node: Node, a: Any, b: Any) -> Any:
     if isinstance(fact, Range) and isinstance(b, Node):
         a, b = b, a
     view = ctx.view(a) if is_integer(a) else None
+    if isinstance(view, Column):
+        return _slot_table(ctx, view, b, negated)
     routing = ctx.routing(view) if view is not None else None
     axes = role_axes(view, routing) if view is not None and routing is not None else None
     if axes is None or routing is None:
@@ -72,6 +74,16 @@ def on_compare(ctx: Context, node: Node, a: Any, b: Any) -> Any:
         return None
     merged = tuple((Atom("e", 0, y[0].size),) if y else x for x, y in zip(left, right, strict=True))
     return Mask(merged, routing, None, negated=negated)
+
+
+def _slot_table(ctx: Context, column: Column, expert: Any, negated: bool) -> Table | None:
+    """``ids[:, slot] == expert``."""
+    routing = ctx.routing(column.base)
+    roles = role_axes(column.base, routing) if routing is not None else None
+    if routing is None or roles is None or not isinstance(expert, int) or isinstance(expert, bool) or [a.kind for a in roles[-1]] != ["k"]:
+        return None
+    axes = tuple(tuple(a._replace(kind="t") for a in axis) for axis in column.axes)
+    return Table(axes, routing, 0.0, expert, None, ones=True, negated=negated, slot=column.slot)
 
 
 @rule("bitwise_not", "logical_not")
@@ -138,7 +150,7 @@ def selection(fact: Any, axes: Axes) -> tuple[Selection, tuple[str, ...]] | None
             return None
         return Selection(fact.routing, fact.expert, by_token=not fact.routing.has_slots), tuple(columns)
     if isinstance(fact, Table) and fact.ones and columns == ["token"]:
-        return Selection(fact.routing, fact.expert, by_token=True), ("token",)
+        return Selection(fact.routing, fact.expert, by_token=True, slot=fact.slot), ("token",)
     return None
 
 
@@ -156,9 +168,16 @@ def on_nonzero(ctx: Context, node: Node, x: Node, as_tuple: bool = False) -> Any
         return None
     chosen, columns = found
     if as_tuple:
-        rows: Axis = (Atom("r", 0, ctx.position[node]),)
+        rows: Axis = (Atom("r", 0, out_length(node)),)
         return Many(tuple(Index((rows,), chosen, c) for c in columns))
     return IndexMatrix((row_axis(node), (Atom("d", 1, len(columns)),)), chosen, columns)
+
+
+def out_length(node: Node) -> Any:
+    """The length of the first tensor a node returns."""
+    value = fake(node)
+    first = value[0] if isinstance(value, tuple | list) and value else value
+    return shape_of(first)[0] if isinstance(first, torch.Tensor) and first.dim() else 0
 
 
 @rule("nonzero_numpy")
@@ -257,3 +276,15 @@ def on_count(ctx: Context, node: Node, x: Node, *args: Any, **kwargs: Any) -> An
 def on_cumsum(ctx: Context, node: Node, x: Node, dim: int = 0, **_: Any) -> Any:
     fact = ctx.fact(x)
     return replace(fact, ends=True) if isinstance(fact, Counts) and not fact.ends else None
+
+
+@rule("searchsorted", "bucketize")
+def on_searchsorted(ctx: Context, node: Node, a: Node, b: Node, *, right: bool = False, **options: Any) -> Any:
+    """Where each expert's sorted slots end: ``searchsorted(sorted_ids, arange(E), right=True)``."""
+    first, second = (a, b) if ctx.calls[node].name == "searchsorted" else (b, a)  # type: ignore[union-attr]
+    ids, values = ctx.fact(first), ctx.fact(second)
+    if not right and options.get("side") != "right":
+        return None
+    if not isinstance(ids, Sorted) or ids.of != "ids" or not isinstance(values, Range):
+        return None
+    return Counts(((Atom("e", 0, values.size),),), ids.order.routing, ends=True)

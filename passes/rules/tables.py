@@ -14,7 +14,7 @@ from torch.fx import Node
 
 from moefuse.passes.axes import Atom, Axes, Axis
 from moefuse.passes.context import Context, normalize, out_shape
-from moefuse.passes.facts import Fill, Mask, Routing, Table, View
+from moefuse.passes.facts import Column, Fill, Mask, Routing, Table, View
 from moefuse.passes.ops import tensor
 from moefuse.passes.rules import rule
 from moefuse.passes.rules.routing import constant, is_integer, role_axes
@@ -123,7 +123,7 @@ def combine_table(ctx: Context, node: Node, name: str, table: Table, other: Any,
 
 def _product(node: Node, a: Table, b: Table) -> Table | None:
     """A table times the 0/1 table of the same routing and expert is the table."""
-    if a.routing is not b.routing or a.expert != b.expert or b.fill != 0.0:
+    if a.routing is not b.routing or (a.expert, a.slot) != (b.expert, b.slot) or b.fill != 0.0:
         return None
     if a.ones or b.ones:
         kept = b if a.ones else a
@@ -133,6 +133,8 @@ def _product(node: Node, a: Table, b: Table) -> Table | None:
 
 def _column(node: Node, table: Table, other: View) -> Table | None:
     """One expert's 0/1 column times a value per token: a routing weight when there is one slot per token."""
+    if isinstance(other, Column) and table.slot == other.slot and not same(table.routing.top_k, 1):
+        return replace(table, slots=other.base, ones=False)
     if table.routing.top_k != 1:
         return None
     return replace(table, slots=other, ones=False) if _per_token(other, table.routing) else None

@@ -25,6 +25,8 @@ def broadcast(size: Size) -> Atom:
 
 def reshaped(fact: Any, sizes: tuple[Size, ...]) -> Any:
     """The fact after a row-major reshape, or None. Rows of an expert have a length that only the run knows: its dimension stays put."""
+    if isinstance(fact, IndexMatrix) and len(sizes) == 1 and len(fact.columns) == 1:
+        return Index(fact.axes[:1], fact.selection, fact.columns[0])
     axes = reshape(fact.axes, sizes)
     if axes is None and fact.axes and fact.axes[0] and fact.axes[0][0].kind == "r" and sizes and not isinstance(sizes[0], int):
         rest = reshape(fact.axes[1:], sizes[1:])
@@ -48,6 +50,8 @@ def on_squeeze(ctx: Context, node: Node, x: Node, dim: Any = None) -> Any:
     rank = len(fact.axes)
     dims = range(rank) if dim is None else [normalize(d, rank) for d in (dim if isinstance(dim, tuple | list) else (dim,))]
     drop = {d for d in dims if same(extent(fact.axes[d]), 1)}
+    if isinstance(fact, IndexMatrix) and len(fact.columns) == 1 and 1 in drop:
+        return Index(fact.axes[:1], fact.selection, fact.columns[0])
     return fact.with_axes(tuple(a for i, a in enumerate(fact.axes) if i not in drop))
 
 
