@@ -23,6 +23,11 @@ CHUNK_ROWS = 256
 SUM_AT_ONCE = 1 << 16
 """Up to this many elements [T, K, H] the weighted sum over slots is one expression; above, one slot at a time without the temporaries."""
 
+BLOCK_BYTES = 64 << 20
+"""The expert outputs [S, Hout] of a call are bounded by this: a larger call goes in blocks of tokens ..."""
+BLOCK_ROWS = 128
+"""... but never so short that an expert gets fewer rows than this on average, which would only re-read weights."""
+
 Lists = Sequence[Tensor]
 
 
@@ -46,6 +51,16 @@ def experts(
     """``moefuse::experts``, arguments in schema order."""
     num_experts = count_experts(w_in)
     slots = ids.numel()
+    if slots * w_out[0].shape[-2] * x.element_size() > BLOCK_BYTES:
+        per_token = ids.shape[1] * w_out[0].shape[-2] * x.element_size()
+        block = max(BLOCK_BYTES // per_token, BLOCK_ROWS * num_experts // ids.shape[1], 1)
+        if block < x.shape[0]:
+            rest = (w_in, w_up, w_out, b_in, b_up, b_out, activation, activation_args, gating, up_first, weight_on_input, out_dtype)
+            out = x.new_empty((x.shape[0], w_out[0].shape[-2]), dtype=out_dtype or x.dtype)
+            for start in range(0, x.shape[0], block):
+                part = slice(start, start + block)
+                out[part] = experts(x[part], ids[part], weights[part], *rest)
+            return out
     order: Tensor | None
     if slots <= FEW_SLOTS:
         rows, groups = groups_of_ids(ids.reshape(-1).tolist(), num_experts)

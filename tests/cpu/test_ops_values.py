@@ -260,6 +260,20 @@ def test_peak_memory_is_bounded_by_the_chunk(monkeypatch: pytest.MonkeyPatch) ->
     assert max(rows for rows, _ in seen) <= max(cpu.CHUNK_ROWS, 2000 * 2 // 16 * 2)
 
 
+@pytest.mark.parametrize("tokens", [39, 40, 41], ids=["one-short-of-a-block", "whole-blocks", "one-over"])
+def test_a_large_call_goes_in_blocks_of_tokens(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of 10 tokens here; the values are the same."""
+    c = Case(tokens=tokens)
+    want = run(c.args(), **c.options)
+    calls: list[int] = []
+    sort = cpu.groups_of_ids
+    monkeypatch.setattr(cpu, "groups_of_ids", lambda ids, experts: calls.append(len(ids)) or sort(ids, experts))
+    monkeypatch.setattr(cpu, "BLOCK_BYTES", 10 * 2 * 7 * 8)
+    monkeypatch.setattr(cpu, "BLOCK_ROWS", 1)
+    torch.testing.assert_close(run(c.args(), **c.options), want)
+    assert calls == [20, 20, 20, *{39: [18], 40: [20], 41: [20, 2]}[tokens]]
+
+
 @given(
     tokens=st.integers(0, 90),
     hidden=st.integers(1, 9),
