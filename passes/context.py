@@ -59,10 +59,11 @@ class Context:
         seen: dict[Any, Node] = {}
         for node, call in self.calls.items():
             self.first[node] = node
-            if call is None or self.storage[node] is node or call.inplace or self.writes.get(self.storage[node]):
+            if call is None or self.storage[node] is node or call.inplace:
                 continue
             args = torch.fx.node.map_arg((call.args, call.kwargs), lambda n: self.first[n])
-            self.first[node] = seen.setdefault(f"{call.name} {args}", node)
+            before = sum(self.position[w] < self.position[node] for w in self.writes.get(self.storage[node], ()))
+            self.first[node] = seen.setdefault(f"{call.name} {args} {before}", node)
 
     def _storage_root(self, node: Node, call: Call | None) -> Node:
         if call is None or not call.args or not isinstance(call.args[0], Node):

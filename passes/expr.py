@@ -35,9 +35,10 @@ class Token(Expr):
 
 @dataclass(frozen=True, eq=False)
 class SlotWeight(Expr):
-    """The row's routing weight: ``source[t, k]``."""
+    """The row's routing weight: ``source[t, k]``; of slot ``slot`` where a program handles one slot after another."""
 
     source: Node
+    slot: int | None = None
 
 
 @dataclass(frozen=True, eq=False)

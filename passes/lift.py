@@ -139,6 +139,8 @@ def _over_slots(ctx: Context, parts: list[Part], routing: Routing, anchor: Node)
         return ctx.lost("missing-experts", anchor, present=f"slots {sorted(map(str, slots))}", count=str(routing.top_k))
     found = [_over_experts(ctx, [p for p in parts if p.rows.domain.slot == s], anchor) for s in sorted(slots, key=str)]
     first = found[0]
+    if any(e.slot not in (None, p.rows.domain.slot) for p in parts for e in walk(p.rows.expr) if isinstance(e, SlotWeight)):
+        return ctx.lost("experts-differ", anchor, expert="0", detail="weighted by the routing weight of another slot")
     for other in found[1:]:
         if isinstance(other, Lost):
             return other

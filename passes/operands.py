@@ -10,7 +10,7 @@ from torch.fx import Node
 from moefuse.passes.axes import Atom, Axes, Axis, align, extent
 from moefuse.passes.context import Context
 from moefuse.passes.expr import Expr, ExpertVector, Leaf, SharedVector, SlotWeight, Token
-from moefuse.passes.facts import Domain, Mask, Rows, Table, View, Weight
+from moefuse.passes.facts import Column, Domain, Mask, Rows, Table, View, Weight
 from moefuse.passes.ops import fake, tensor
 from moefuse.passes.sizes import same, shape_of
 
@@ -43,6 +43,8 @@ def leaf(ctx: Context, node: Node, axes: Axes, domain: Domain, value: Any) -> Ex
         return gate(node, value) if known and not value.negated and value.fill == 0.0 and fits(axes, padded(value.axes, rank)) else None
     if isinstance(value, Weight):
         return _expert_vector(node, axes, domain, value)
+    if isinstance(value, Column) and domain.name == "masked" and not any(real(a) for a in value.axes[len(value.axes) - 1 :] if rank == len(value.axes)):
+        return SlotWeight(node, value.base.root, value.slot)
     if isinstance(value, View):
         return _plain(ctx, node, axes, domain, replace(value, axes=padded(value.axes, rank)))
     return None

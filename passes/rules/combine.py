@@ -123,6 +123,15 @@ def scatter_add_rows(ctx: Context, node: Node, target: Node, dim: int, index: No
     return add_rows(ctx, node, target, where, rows)
 
 
+def scatter_sorted(ctx: Context, target: Node, dim: int, index: Node, source: Any) -> Any:
+    """``out.scatter(0, perm[:, None].expand(-1, H), rows)``: back to one row per slot."""
+    from moefuse.passes.rules.assign import unsort
+
+    rows, where = ctx.fact(source), ctx.fact(index)
+    full = isinstance(where, Sorted) and len(where.axes) == 2 and [a.kind for a in where.axes[1]] == ["b"]
+    return unsort(rows, where) if full and isinstance(rows, Rows) and dim == 0 and isinstance(ctx.fact(target), Fill) else None
+
+
 @rule("index_put")
 def on_index_put(ctx: Context, node: Node, target: Node, indices: Any, values: Any, accumulate: bool = False) -> Any:  # noqa: A002
     from moefuse.passes.rules.assign import on_setitem
@@ -194,7 +203,8 @@ def on_stack(ctx: Context, node: Node, tensors: Any, dim: int = 0, **_: Any) -> 
     """Every expert's output beside the others': one dimension more, over the experts."""
     from moefuse.passes.cone import cone_rows
 
-    if ctx.calls[node].name != "stack" or not isinstance(tensors, tuple | list) or len(tensors) < 2:  # type: ignore[union-attr]
+    joined = ctx.calls[node].name == "cat"  # type: ignore[union-attr]
+    if not isinstance(tensors, tuple | list) or len(tensors) < 2:
         return None
     rows: list[Rows] = []
     for item in tensors:
@@ -202,6 +212,11 @@ def on_stack(ctx: Context, node: Node, tensors: Any, dim: int = 0, **_: Any) -> 
         found = fact if isinstance(fact, Rows) else cone_rows(ctx, node, item, None) if isinstance(fact, View) else None
         if found is None or found.domain.name != "masked":
             return None
+        if joined:
+            at = normalize(dim, len(found.axes))
+            if found.axes[at]:
+                return None
+            found = found.with_axes((*found.axes[:at], *found.axes[at + 1 :]))
         rows.append(found)
     if any(r.domain.expert not in (None, i) for i, r in enumerate(rows)):
         return None

@@ -215,6 +215,8 @@ def by_tensor(ctx: Context, node: Node, x: Node, items: list[Any]) -> Any:
         added += 1
     if added:
         found = by_tensor(ctx, node, x, items[added:])
+        if isinstance(found, Rows) and found.axes and found.axes[0]:
+            found = found.with_axes(((found.axes[0][0]._replace(size=out_shape(node)[added]),), *found.axes[1:]))
         return found.with_axes((*((),) * added, *found.axes)) if isinstance(found, Fact) else found
     lead = 0
     while lead < len(items) and items[lead] == _ALL:
@@ -233,6 +235,8 @@ def by_tensor(ctx: Context, node: Node, x: Node, items: list[Any]) -> Any:
         return None if found is None else by_mask(ctx, node, x, pick(ctx, node, x, base, len(base.axes) - 1, tail[0]), found[0], found[1])
     if lead == 0 and isinstance(first, Sorted) and not [t for t in tail if t != _ALL]:
         return by_order(ctx, node, base, first)
+    if lead == 0 and isinstance(first, Range) and isinstance(base, View) and not [t for t in tail if t != _ALL]:
+        return by_range(base, first)
     if lead == 0 and isinstance(first, View) and isinstance(base, View) and is_integer(items[0]) and not [t for t in tail if t != _ALL]:
         routing = ctx.routing(first)
         axes = role_axes(first, routing) if routing is not None else None
@@ -241,6 +245,14 @@ def by_tensor(ctx: Context, node: Node, x: Node, items: list[Any]) -> Any:
     if lead == 1 and isinstance(first, Index) and isinstance(base, Table | View) and not tail and first.of == "token":
         return None
     return None
+
+
+def by_range(base: View, index: Range) -> View | None:
+    """``x[arange(T).repeat_interleave(K)]``: x repeated."""
+    axis = index.axes[0] if len(index.axes) == 1 else ()
+    if not axis or axis[0].kind != "d" or any(a.kind != "b" for a in axis[1:]) or not same(index.size, extent(base.axes[0])):
+        return None
+    return base.with_axes(((*base.axes[0], *axis[1:]), *base.axes[1:]))  # type: ignore[no-any-return]
 
 
 def by_rows(ctx: Context, node: Node, x: Node, base: Any, chosen: Selection, indices: list[Any]) -> Any:
@@ -387,6 +399,8 @@ def by_order(ctx: Context, node: Node, base: Any, index: Sorted) -> Any:
         return None
     if not isinstance(base, View):
         return None
+    if index.of == "slot" and base.root is routing.node and len(base.axes) == 1:
+        return Sorted((rows,), order, "ids")
     if index.of == "ids":
         rest = stacked(base, base.axes[1:], routing=routing, order=order)
         return None if rest is None else replace(rest, axes=(rows, *rest.axes))

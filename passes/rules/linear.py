@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.fx import Node
 
-from moefuse.passes.axes import Atom, Axes, Axis, align
+from moefuse.passes.axes import Atom, Axes, Axis, align, reshape
 from moefuse.passes.context import Context, out_shape
 from moefuse.passes.expr import Expr, Leaf, Linear, Op, SharedVector
 from moefuse.passes.facts import Counts, Domain, Lost, Mask, Order, Routing, Rows, Table, View, Weight
@@ -41,8 +41,8 @@ def with_bias(ctx: Context, node: Node, rows: Rows, bias: Any) -> Any:
 
 
 @rule("bmm")
-def on_bmm(ctx: Context, node: Node, a: Any, b: Any, **_: Any) -> Any:
-    return contract(ctx, node, a, b, "bij", "bjk", "bik")
+def on_bmm(ctx: Context, node: Node, a: Any, mat2: Any, **_: Any) -> Any:
+    return contract(ctx, node, a, mat2, "bij", "bjk", "bik")
 
 
 @rule("baddbmm", "addmm", "addbmm")
@@ -56,7 +56,8 @@ def on_baddbmm(ctx: Context, node: Node, bias: Any, a: Any, b: Any, *, beta: Any
 
 
 @rule("matmul", "mm")
-def on_matmul(ctx: Context, node: Node, a: Any, b: Any) -> Any:
+def on_matmul(ctx: Context, node: Node, a: Any, other: Any) -> Any:
+    b = other
     left, right = tensor(a), tensor(b)
     if left is None or right is None or left.dim() < 1 or right.dim() < 2:
         return None
@@ -107,7 +108,7 @@ def contract(ctx: Context, node: Node, a: Any, b: Any, first: Labels, second: La
     if x is None or y is None or len(first) != len(x.axes if hasattr(x, "axes") else ()) or len(second) != len(getattr(y, "axes", ())):
         return None
     for left, right, names, others in ((x, y, first, second), (y, x, second, first)):
-        weight = expert_weight(right, left, others, names, out)
+        weight = expert_weight(ctx, right, left, others, names, out)
         if weight is not None and isinstance(left, Rows | View):
             found = project(ctx, node, left, weight, names, others, out)
             if found is not None:
@@ -120,7 +121,7 @@ def contract(ctx: Context, node: Node, a: Any, b: Any, first: Labels, second: La
     return None
 
 
-def expert_weight(value: Any, rows: Any, names: Labels, others: Labels, out: Labels) -> Weight | None:
+def expert_weight(ctx: Context, value: Any, rows: Any, names: Labels, others: Labels, out: Labels) -> Weight | None:
     """A fact as an expert weight: indexed already, a whole stack (first dim E), or one expert's own 2-D Parameter."""
     if isinstance(value, Weight):
         return value
@@ -129,7 +130,7 @@ def expert_weight(value: Any, rows: Any, names: Labels, others: Labels, out: Lab
     dims = [a[0].index if len(a) == 1 and a[0].kind == "d" else -1 for a in value.axes]
     if sorted(dims) == [0, 1] and isinstance(rows, Rows) and rows.domain.name in ("selected", "masked"):
         return Weight(tuple((a[0]._replace(kind="w"),) for a in value.axes), value.root, -1)
-    if sorted(dims) == [0, 1, 2] and value.root.op in ("placeholder", "get_attr"):
+    if sorted(dims) == [0, 1, 2] and ctx.storage[value.root].op in ("placeholder", "get_attr"):
         experts = dims.index(0)
         label = names[experts]
         if label not in out or (isinstance(rows, View) and label in others and not _repeats(rows.axes[others.index(label)])):
@@ -247,15 +248,24 @@ def _per_slot(
     cut = align((*(Atom("t", i, s) for i, s in enumerate(routing.tokens)), Atom("k", 0, routing.top_k)), tuple(mine))
     expr = slot_value(node, replace(x, axes=(tuple(mine), features)), routing) if cut is not None else None
     if expr is None:
-        return _computed(ctx, node, x, routing) or ctx.lost(
-            "tokens-differ", node, detail="the rows beside the gathered weights are not each slot's own token"
-        )
+        expr = _computed(ctx, node, x, routing)
+    if expr is None:
+        return ctx.lost("tokens-differ", node, detail="the rows beside the gathered weights are not each slot's own token")
     return Domain("slots", routing), expr, {c: a for c, a in rows.items()}
 
 
-def _computed(ctx: Context, node: Node, x: View, routing: Routing) -> None:
-    """A per-slot value computed from repeated tokens and weights before any expert was involved: not recognised yet."""
-    return None
+def _computed(ctx: Context, node: Node, x: View, routing: Routing) -> Expr | None:
+    """A per-slot value computed before any expert was involved: repeated tokens times the routing weights."""
+    call, shape = ctx.calls[x.root], out_shape(x.root)
+    if call is None or call.name != "mul" or len(shape) not in (2, 3):
+        return None
+    slots: Axes = ((*(Atom("t", i, s) for i, s in enumerate(routing.tokens)), Atom("k", 0, routing.top_k)),)
+    rows = reshape(slots, shape[:-1])
+    if rows is None:
+        return None
+    axes = (*rows, (Atom("f", 0, shape[-1]),))
+    items = [leaf(ctx, node, axes, Domain("slots", routing), ctx.fact(a)) if isinstance(a, Node) else None for a in call.args]
+    return Op(x.root, "mul", tuple(items)) if len(items) == 2 and None not in items else None
 
 
 def weighted_sum(ctx: Context, node: Node, rows: Rows, value: Any, names: Labels, others: Labels, out: Labels) -> Any:

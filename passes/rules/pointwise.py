@@ -120,7 +120,8 @@ def merged(a: Domain, b: Domain) -> Domain:
 
 
 @rule("mul", "div")
-def on_mul(ctx: Context, node: Node, a: Any, b: Any, *, rounding_mode: str | None = None) -> Any:
+def on_mul(ctx: Context, node: Node, a: Any, other: Any, *, rounding_mode: str | None = None) -> Any:
+    b = other
     name = "mul" if ctx.calls[node].name == "mul" else "div"  # type: ignore[union-attr]
     x, y = ctx.fact(a), ctx.fact(b)
     if rounding_mode is not None:
@@ -156,7 +157,8 @@ def expert_output(ctx: Context, node: Node, value: Any, table: Table) -> Rows | 
 
 
 @rule("add")
-def on_add(ctx: Context, node: Node, a: Any, b: Any, *, alpha: Any = 1) -> Any:
+def on_add(ctx: Context, node: Node, a: Any, other: Any, *, alpha: Any = 1) -> Any:
+    b = other
     from moefuse.passes.rules.combine import add_to_sum
 
     x, y = ctx.fact(a), ctx.fact(b)

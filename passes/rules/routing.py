@@ -44,11 +44,19 @@ def on_one_hot(ctx: Context, node: Node, ids: Node, num_classes: int = -1) -> An
     axes = role_axes(view, routing) if view is not None and routing is not None else None
     if axes is None or routing is None or num_classes < 1:
         return None
-    return Mask((*axes, (Atom("e", 0, num_classes),)), routing, None)
+    return settled(ctx, node, Mask((*axes, (Atom("e", 0, num_classes),)), routing, None))
+
+
+def settled(ctx: Context, node: Node, mask: Mask) -> Mask | Table:
+    """With one slot per token, a mask over tokens is a table already."""
+    if mask.routing.top_k != 1 or any(a.kind == "k" for axis in mask.axes for a in axis):
+        return mask
+    return replace(mask_table(ctx, node, mask, mask.axes), negated=mask.negated)
 
 
 @rule("eq", "ne")
-def on_compare(ctx: Context, node: Node, a: Any, b: Any) -> Any:
+def on_compare(ctx: Context, node: Node, a: Any, other: Any) -> Any:
+    b = other
     negated = ctx.calls[node].name == "ne"  # type: ignore[union-attr]
     fact = ctx.fact(a) if isinstance(a, Node) else None
     if isinstance(fact, Mask | Table) and b in (0, 1, False, True):
@@ -63,17 +71,17 @@ def on_compare(ctx: Context, node: Node, a: Any, b: Any) -> Any:
     if axes is None or routing is None:
         return None
     if isinstance(b, int) and not isinstance(b, bool):
-        return Mask(axes, routing, b, negated=negated)
-    other = ctx.fact(b)
-    if not isinstance(other, Range):
+        return settled(ctx, node, Mask(axes, routing, b, negated=negated))
+    numbers = ctx.fact(b)
+    if not isinstance(numbers, Range):
         return None
-    rank = max(len(axes), len(other.axes))
+    rank = max(len(axes), len(numbers.axes))
     left: Axes = (*((),) * (rank - len(axes)), *axes)
-    right: Axes = (*((),) * (rank - len(other.axes)), *other.axes)
+    right: Axes = (*((),) * (rank - len(numbers.axes)), *numbers.axes)
     if any(x and y and not same(x[0].size, 1) for x, y in zip(left, right, strict=True)):
         return None
     merged = tuple((Atom("e", 0, y[0].size),) if y else x for x, y in zip(left, right, strict=True))
-    return Mask(merged, routing, None, negated=negated)
+    return settled(ctx, node, Mask(merged, routing, None, negated=negated))
 
 
 def _slot_table(ctx: Context, column: Column, expert: Any, negated: bool) -> Table | None:
@@ -253,6 +261,9 @@ def constant(ctx: Context, value: Any) -> float | None:
 
 @rule("bincount", "histc")
 def on_count(ctx: Context, node: Node, x: Node, *args: Any, **kwargs: Any) -> Any:
+    source = ctx.calls.get(x)
+    if source is not None and source.name == "to" and isinstance(source.args[0], Node) and is_integer(source.args[0]):
+        x = source.args[0]
     fact = ctx.fact(x)
     if ctx.calls[node].name == "bincount":  # type: ignore[union-attr]
         bins = kwargs.get("minlength", args[1] if len(args) > 1 else None)

@@ -14,7 +14,7 @@ from torch.fx import Node
 
 from moefuse.passes.axes import Atom, Axes, Axis
 from moefuse.passes.context import Context, normalize, out_shape
-from moefuse.passes.facts import Column, Fill, Mask, Routing, Table, View
+from moefuse.passes.facts import Column, Counts, Fill, Mask, Routing, Table, View
 from moefuse.passes.ops import tensor
 from moefuse.passes.rules import rule
 from moefuse.passes.rules.routing import constant, is_integer, role_axes
@@ -46,6 +46,8 @@ def on_scatter(ctx: Context, node: Node, target: Node, dim: int, index: Node, sr
     routing = ctx.routing(view)
     axes = role_axes(view, routing) if routing is not None else None
     shape = out_shape(node)
+    if len(shape) == 1 and routing is not None and axes is not None and fill.value == 0.0 and ctx.calls[node].name == "scatter_add":  # type: ignore[union-attr]
+        return Counts(((Atom("e", 0, shape[0]),),), routing, ends=False) if constant(ctx, src) == 1.0 else None
     at = normalize(dim, len(shape))
     if routing is None or axes is None or at >= len(axes) or {a.kind for a in axes[at]} - {"k"} or not isinstance(shape[at], int):
         return scatter_rows(ctx, node, target, dim, index, src)
@@ -65,10 +67,10 @@ def _lines_up(weight: View, ids: View) -> bool:
 
 def scatter_rows(ctx: Context, node: Node, target: Node, dim: int, index: Node, src: Any) -> Any:
     """Rows of an expert added by an index expanded over the features; see rules/combine.py."""
-    from moefuse.passes.rules.combine import scatter_add_rows
+    from moefuse.passes.rules.combine import scatter_add_rows, scatter_sorted
 
     adds = ctx.calls[node].name == "scatter_add"  # type: ignore[union-attr]
-    return scatter_add_rows(ctx, node, target, dim, index, src) if adds else None
+    return scatter_add_rows(ctx, node, target, dim, index, src) if adds else scatter_sorted(ctx, target, dim, index, src)
 
 
 def unary(ctx: Context, node: Node, table: Table, *args: Any, **kwargs: Any) -> Table | None:

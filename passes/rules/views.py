@@ -13,7 +13,7 @@ from moefuse.passes.expr import Cast
 from moefuse.passes.facts import Counts, Fact, Fill, Index, IndexMatrix, Mask, Range, Rows, Sorted, Sum, Table, View
 from moefuse.passes.ops import tensor
 from moefuse.passes.rules import rule
-from moefuse.passes.sizes import Size, same
+from moefuse.passes.sizes import Size, product, same
 
 _uid = iter(range(1, 1 << 62))
 
@@ -28,10 +28,21 @@ def reshaped(fact: Any, sizes: tuple[Size, ...]) -> Any:
     if isinstance(fact, IndexMatrix) and len(sizes) == 1 and len(fact.columns) == 1:
         return Index(fact.axes[:1], fact.selection, fact.columns[0])
     axes = reshape(fact.axes, sizes)
-    if axes is None and fact.axes and fact.axes[0] and fact.axes[0][0].kind == "r" and sizes and not isinstance(sizes[0], int):
-        rest = reshape(fact.axes[1:], sizes[1:])
-        axes = None if rest is None else (fact.axes[0], *rest)
+    shown = tuple(a for a in fact.axes if a)
+    if axes is None and shown and shown[0][0].kind == "r" and sizes and not isinstance(sizes[0], int):
+        rest = reshape(shown[1:], sizes[1:])
+        axes = None if rest is None else (shown[0], *rest)
+    if axes is None and isinstance(fact, Rows):
+        axes = split_features(fact.axes, sizes)
     return None if axes is None else fact.with_axes(axes)
+
+
+def split_features(axes: Axes, sizes: tuple[Size, ...]) -> Axes | None:
+    """Features taken apart into [2, I] or [I, 2]."""
+    if not axes or len(axes[-1]) != 1 or axes[-1][0].kind != "f" or len(sizes) < 2 or not same(product(sizes[-2:]), axes[-1][0].size):
+        return None
+    rest = (axes[0],) if axes[0] and axes[0][0].kind == "r" and len(sizes) == 3 and len(axes) == 2 else reshape(axes[:-1], sizes[:-2])
+    return None if rest is None else (*rest, (Atom("f", 0, sizes[-2]),), (Atom("f", 1, sizes[-1]),))
 
 
 @rule("view", "reshape", "flatten", "unflatten", "view_as", "reshape_as", "ravel", "_unsafe_view")
