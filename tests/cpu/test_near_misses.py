@@ -7,11 +7,12 @@ from hypothesis import HealthCheck, given, settings
 
 from tests.programs import check
 from tests.programs.mutations import MUTATIONS, Mutation
-from tests.programs.program import Program
+from tests.programs.program import Program, Selected, Sorted
 from tests.strategies import near_misses
 
-_SHARE = 10
+_SHARE = 15
 """One mutation gets this part of the profile's examples; there are many."""
+_BASES = (Program(Selected()), Program(Sorted()))
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
@@ -25,3 +26,12 @@ def test_near_miss_equals_eager(mutation: Mutation) -> None:
         check.check_near_miss(p, mutation.name)
 
     run()
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("mutation", [m for m in MUTATIONS if m.code], ids=lambda m: m.name.replace(" ", "-"))
+def test_near_miss_is_refused_by_name(mutation: Mutation) -> None:
+    program = next(p for p in _BASES if mutation.applies(p))
+    outcome = check.check_near_miss(program, mutation.name)
+    assert outcome.fused == [], str(outcome)
+    assert mutation.code in {s.code for s in outcome.skipped}, str(outcome)

@@ -173,10 +173,6 @@ def check_program(p: Program, *, full: bool = False) -> Outcome:
 
 
 def check_near_miss(p: Program, name: str) -> Outcome:
-    """A mutated program: equal to eager whatever was fused, and refused with the expected code where there is one."""
+    """A mutated program equals eager, whatever was fused."""
     mutation = BY_NAME[name]
-    outcome = check_model(mutation.build(p), plain=False, grad=mutation.grad)
-    if mutation.code is not None:
-        assert not outcome.fused, f"{name}: expected a refusal ({mutation.code})\n{outcome}\n{p}"
-        assert mutation.code in {s.code for s in outcome.skipped}, f"{name}: expected {mutation.code}\n{outcome}\n{p}"
-    return outcome
+    return check_model(mutation.build(p), plain=False, grad=mutation.grad)

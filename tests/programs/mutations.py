@@ -31,7 +31,8 @@ class Mutation:
         hooks: the changed points, made anew for every model.
         alter: further changes of the built model.
         grad: False where autograd itself refuses the program (a saved value is written to); it then runs under no_grad.
-        code: the refusal that must be reported, where it is clear; None when fusing may still be right.
+        code: the refusal that must be reported for a loop with `where` (or, where that is no loop, for sorted rows); None when fusing
+            may still be right.
     """
 
     name: str
