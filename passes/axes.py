@@ -82,8 +82,8 @@ def reshape(axes: Axes, sizes: Sequence[Size]) -> Axes | None:
 
 
 def align(row: Axis, other: Axis) -> list[tuple[Axis, Axis]] | None:
-    """Cut two axes of equal extent into the shortest runs of equal extent: ``[(run of row, run of other), ...]``."""
-    left, right = list(row), list(other)
+    """Cut two axes of equal extent into the shortest runs of equal extent: ``[(run of row, run of other), ...]``; size-one atoms are left out."""
+    left, right = ([a for a in axis if a.kind == "r" or not same(a.size, 1)] for axis in (row, other))
     runs: list[tuple[Axis, Axis]] = []
     while left or right:
         a: list[Atom] = [left.pop(0)] if left else []

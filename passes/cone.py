@@ -13,8 +13,8 @@ from torch.fx import Node
 
 from moefuse.passes.axes import Atom, Axes, align
 from moefuse.passes.context import Context
-from moefuse.passes.expr import Cast, Expr, Leaf, Linear, Op, SharedVector, Slice, Token, has_linear
-from moefuse.passes.facts import Domain, Rows, Table, View
+from moefuse.passes.expr import Cast, Expr, Leaf, Linear, Op, SharedVector, Slice, SlotWeight, Token, has_linear
+from moefuse.passes.facts import Column, Domain, Rows, Table, View
 from moefuse.passes.operands import padded, real, scalar
 from moefuse.passes.ops import tensor
 from moefuse.passes.sizes import same, shape_of
@@ -82,6 +82,9 @@ def _expr(ctx: Context, top: Node, node: Node, inside: set[Node], memo: dict[Nod
     if node in memo:
         return memo[node]
     found = _inside(ctx, top, node, inside, memo, rank) if node in inside else None
+    column = ctx.facts.get(node)
+    if found is None and isinstance(column, Column):
+        found = SlotWeight(node, column.base.root, column.slot)
     if found is None:
         value = tensor(node)
         width = shape_of(value)[-1] if value is not None and value.dim() else 1

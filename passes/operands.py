@@ -107,7 +107,17 @@ def _classified(ctx: Context, node: Node, domain: Domain, view: View, dims: dict
         for a in dims["f"]:
             width = width * a.size
         return Token(node, view.root, width) if isinstance(width, int) else None
+    if not feature and _only_slot(domain, view.root):
+        return SlotWeight(node, view.root)
     return SharedVector(node, view.root)
+
+
+def _only_slot(domain: Domain, root: Node) -> bool:
+    """Whether there is one slot in all (one token, top-1) and a one-element tensor beside it: its routing weight."""
+    value = tensor(root)
+    if domain.routing is None or domain.name not in ("slots", "sorted", "selected") or value is None or not value.dim():
+        return False
+    return same(domain.routing.num_tokens * domain.routing.top_k, 1)
 
 
 def _covers(root: Node, used: list[Atom]) -> bool:

@@ -206,6 +206,9 @@ def on_stack(ctx: Context, node: Node, tensors: Any, dim: int = 0, **_: Any) -> 
     joined = ctx.calls[node].name == "cat"  # type: ignore[union-attr]
     if not isinstance(tensors, tuple | list) or len(tensors) < 2:
         return None
+    tables = [ctx.fact(t) for t in tensors]
+    if not joined and all(isinstance(t, Table) for t in tables):
+        return stacked_tables(node, tables, dim)
     rows: list[Rows] = []
     for item in tensors:
         fact = ctx.fact(item)
@@ -227,6 +230,19 @@ def on_stack(ctx: Context, node: Node, tensors: Any, dim: int = 0, **_: Any) -> 
     axes = list(rows[0].axes)
     axes.insert(normalize(dim, len(axes) + 1), (Atom("e", 0, len(rows)),))
     return Rows(tuple(axes), Domain("dense", routing), expr)
+
+
+def stacked_tables(node: Node, tables: list[Table], dim: int) -> Table | None:
+    """One column for each expert, beside each other: the whole table."""
+    first = tables[0]
+    if any(t.routing is not first.routing or t.expert != i or t.fill != first.fill or t.negated or t.slot is not None for i, t in enumerate(tables)):
+        return None
+    axes = list(first.axes)
+    axes.insert(normalize(dim, len(axes) + 1), (Atom("e", 0, len(tables)),))
+    exact = first.slots is not None and all(t.slots is not None and t.slots.root is first.slots.root for t in tables)
+    return replace(
+        first, axes=tuple(axes), expert=None, root=node, root_axes=tuple(axes), slots=first.slots if exact else None, ones=all(t.ones for t in tables)
+    )
 
 
 @rule("gather", "take_along_dim")

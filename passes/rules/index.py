@@ -235,6 +235,8 @@ def by_tensor(ctx: Context, node: Node, x: Node, items: list[Any]) -> Any:
         return None if found is None else by_mask(ctx, node, x, pick(ctx, node, x, base, len(base.axes) - 1, tail[0]), found[0], found[1])
     if lead == 0 and isinstance(first, Sorted) and not [t for t in tail if t != _ALL]:
         return by_order(ctx, node, base, first)
+    if lead == 0 and isinstance(base, Rows) and base.domain.name == "dense" and len([i for i in indices if i != _ALL]) == 2:
+        return chosen_outputs(ctx, base, items, indices)
     if lead == 0 and isinstance(first, Range) and isinstance(base, View) and not [t for t in tail if t != _ALL]:
         return by_range(base, first)
     if lead == 0 and isinstance(first, View) and isinstance(base, View) and is_integer(items[0]) and not [t for t in tail if t != _ALL]:
@@ -245,6 +247,23 @@ def by_tensor(ctx: Context, node: Node, x: Node, items: list[Any]) -> Any:
     if lead == 1 and isinstance(first, Index) and isinstance(base, Table | View) and not tail and first.of == "token":
         return None
     return None
+
+
+def chosen_outputs(ctx: Context, base: Rows, items: list[Any], indices: list[Any]) -> Rows | None:
+    """``y[arange(T)[:, None], ids]`` (or with the expert dimension first): the outputs of the chosen experts."""
+    kinds = ["".join(a.kind for a in axis) for axis in base.axes[:2]]
+    if sorted(kinds) != ["e", "t"]:
+        return None
+    ids, numbers = indices[kinds.index("e")], indices[kinds.index("t")]
+    routing = ctx.routing(ids) if isinstance(ids, View) and is_integer(items[kinds.index("e")]) else None
+    roles = role_axes(ids, routing) if routing is not None else None
+    if routing is None or roles is None or not isinstance(numbers, Range) or not same(numbers.size, routing.num_tokens):
+        return None
+    if len(roles) != 2 or len(numbers.axes) != 2 or numbers.axes[1] or [a.kind for a in roles[0]] != ["t"] or len(routing.tokens) != 1:
+        return None
+    if base.domain.routing is not None and base.domain.routing is not routing:
+        return None
+    return Rows((*roles, *base.axes[2:]), Domain("slots", routing), base.expr)
 
 
 def by_range(base: View, index: Range) -> View | None:
@@ -337,6 +356,8 @@ def take_tokens(ctx: Context, node: Node, base: View, chosen: Selection, rows: A
     expr = token(node, base, list(token_axes), list(features))
     if expr is None:
         return ctx.lost("tokens-differ", node, detail="the indexed tensor is not a plain [tokens, features] tensor")
+    if chosen.routing.top_k == 1 and not any(features):
+        return Rows((rows, *features), row_domain(chosen), SlotWeight(node, base.root))
     axes = (rows, *((Atom("f", 0, extent(a)),) if a and not same(extent(a), 1) else () for a in features))
     return Rows(axes, row_domain(chosen), expr)
 

@@ -141,7 +141,7 @@ def expert_weight(ctx: Context, value: Any, rows: Any, names: Labels, others: La
 
 
 def _repeats(axis: Axis) -> bool:
-    return not real(axis) or all(a.kind == "b" for a in axis)
+    return all(a.kind == "b" or same(a.size, 1) for a in axis)
 
 
 def project(ctx: Context, node: Node, x: Any, weight: Weight, names: Labels, others: Labels, out: Labels) -> Any:
@@ -227,7 +227,7 @@ def _tokens(
     domain = Domain("masked", expert=weight.expert) if weight.expert is not None else Domain("dense")
     lead = [a for c, a in plain.items() if c not in rows]
     expr = token(node, x, lead, [features])
-    if expr is None or any(real(plain[c]) and not all(a.kind == "b" for a in plain[c]) for c in rows if c in plain):
+    if expr is None or any(not _repeats(plain[c]) for c in rows if c in plain):
         return None
     axes = {c: tuple(Atom("t", a.index, a.size) for a in axis if a.kind == "d") for c, axis in plain.items() if c not in rows}
     return domain, expr, {**axes, inner: features}
