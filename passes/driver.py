@@ -19,7 +19,7 @@ from moefuse.errors import CODES
 from moefuse.passes.context import Context
 from moefuse.passes.emit import Emitter
 from moefuse.passes.expr import Gate, has_linear, walk
-from moefuse.passes.facts import Lost, Rows, Sum
+from moefuse.passes.facts import Lost, Many, Rows, Sum
 from moefuse.passes.interpret import interpret
 from moefuse.passes.lift import Region, lift
 from moefuse.passes.lower import Lowered, Lowering
@@ -182,20 +182,23 @@ def _skip(ctx: Context, run: _Run, lost: Lost, covered: set[Node]) -> None:
 
 
 def _report_lost(ctx: Context, run: _Run, covered: set[Node]) -> None:
-    """One refusal for each routing whose expert rows ended somewhere that no sum was recognised."""
-    seen: set[Any] = set()
+    """One refusal for each module whose expert rows ended somewhere that no sum was recognised: the first loss, else the last rows."""
+    ends: dict[str, Lost] = {}
     for node, fact in ctx.facts.items():
-        if node in covered or not _looks_like_experts(fact) or node.op == "erased":
+        if node in covered or any(u in covered for u in node.users):
             continue
-        readers = [ctx.facts.get(u) for u in node.users]
-        ends = [r for r in readers if isinstance(r, Lost)]
-        if any(u in covered for u in node.users) or (not ends and any(_looks_like_experts(r) or isinstance(r, Sum) for r in readers)):
-            continue
-        key = (fact.domain.routing, module_path(node)) if isinstance(fact, Rows) else node
-        if key in seen or (isinstance(fact, Rows) and fact.domain.routing in {k[0] for k in seen if isinstance(k, tuple)}):
-            continue
-        seen.add(key)
-        run.result.skipped.append(_skipped(ends[0] if ends else Lost("not-combined", node)))
+        path = module_path(node)
+        known = ends.get(path)
+        if isinstance(fact, Lost) and fact.node is node:
+            if known is None or known.code == "not-combined":
+                ends[path] = fact
+        elif _looks_like_experts(fact) and not any(_goes_on(ctx.facts.get(u)) for u in node.users) and (known is None or known.code == "not-combined"):
+            ends[path] = Lost("not-combined", node)
+    run.result.skipped += [_skipped(lost) for lost in ends.values()]
+
+
+def _goes_on(fact: Any) -> bool:
+    return _looks_like_experts(fact) or isinstance(fact, Sum | Lost | Many)
 
 
 def _looks_like_experts(fact: Any) -> bool:

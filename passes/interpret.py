@@ -52,7 +52,7 @@ def _carries(fact: Any) -> bool:
     """Whether a fact is expert computation, whose loss is worth reporting."""
     if isinstance(fact, Many):
         return any(_carries(f) for f in fact.items)
-    return isinstance(fact, Rows | Buffer)
+    return isinstance(fact, Buffer) or (isinstance(fact, Rows) and fact.domain.routing is not None)
 
 
 def _apply(rule: Rule, ctx: Context, node: Node, call: Call) -> Any:

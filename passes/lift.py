@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from moefuse.passes.context import Context
 from moefuse.passes.expr import Expr, ExpertVector, Gate, Leaf, Linear, SharedVector, SlotWeight, Token, has_linear, walk
-from moefuse.passes.facts import Buffer, Combined, Fact, Lost, Many, Part, Routing, Rows, Sum
+from moefuse.passes.facts import Buffer, Combined, Counts, Fact, Fill, Lost, Many, Mask, Part, Range, Routing, Rows, Sorted, Sum, Table
 from moefuse.passes.generalise import generalise
 from moefuse.passes.ops import tensor
 from moefuse.passes.sizes import shape_of
@@ -220,7 +220,7 @@ def _checked(ctx: Context, region: Region) -> Region | Lost:
     region.nodes = slice_of(ctx, region)
     if region.base is not None:
         ctx.erasable.update({w: True for w in ctx.writes.get(ctx.storage[region.base], ()) if w in region.nodes})
-    for check in (_types, _modes, _mutations, _escapes):
+    for check in (_types, _modes, _mutations, _feeds_itself, _escapes):
         problem = check(ctx, region)
         if problem is not None:
             return problem
@@ -273,11 +273,15 @@ def _types(ctx: Context, region: Region) -> Lost | None:
 
 
 def _modes(ctx: Context, region: Region) -> Lost | None:
-    """Grad mode and autocast are the same for the projections and for their sum."""
+    """Grad mode and autocast are the same for everything that is differentiated, and for the sum."""
     mode = ctx.mode[region.anchor]
-    for e in walk(region.expr):
-        if isinstance(e, Linear) and ctx.mode[e.node] != mode:
-            return ctx.lost("context-differs", e.node)
+    for node in sorted(region.nodes, key=ctx.position.__getitem__):
+        value, fact = tensor(node), ctx.facts.get(node)
+        counts = isinstance(fact, Counts | Sorted | Range | Fill) or (isinstance(fact, Mask) and fact.weight is None)
+        if value is None or not value.dtype.is_floating_point or counts or (isinstance(fact, Table) and fact.ones):
+            continue
+        if ctx.mode[node] != mode:
+            return ctx.lost("context-differs", node)
     return None
 
 
@@ -294,6 +298,22 @@ def _mutations(ctx: Context, region: Region) -> Lost | None:
         write = ctx.written_between(source, first, region.anchor) if first is not None else None
         if write is not None and source is not region.base:
             return ctx.lost("mutation", write, name=source.name)
+    return None
+
+
+def _feeds_itself(ctx: Context, region: Region) -> Lost | None:
+    """No input of the region is computed from what its experts computed."""
+    inside = {n for n in region.nodes if _expert_value(ctx.facts.get(n))} | {e.node for e in walk(region.expr) if isinstance(e, Linear)}
+    first = min((ctx.position[n] for n in inside), default=0)
+    for source in (s for s in region.leaves if ctx.calls.get(s) is not None):
+        stack, seen = [source], {source}
+        while stack:
+            node = stack.pop()
+            if node in inside:
+                return ctx.lost("value-escapes", source, name=node.name)
+            new = [i for i in node.all_input_nodes if i not in seen and ctx.position[i] >= first]
+            seen.update(new)
+            stack.extend(new)
     return None
 
 

@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from moefuse.passes.axes import Atom, Axes, Axis, align
 from moefuse.passes.context import Context, as_size, normalize, out_shape
-from moefuse.passes.facts import Column, Counts, Fill, Index, IndexMatrix, Many, Mask, Range, Routing, Selection, Sorted, Table, View
+from moefuse.passes.facts import Column, Counts, Fill, Index, IndexMatrix, Many, Mask, Range, Routing, Rows, Selection, Sorted, Table, View
 from moefuse.passes.ops import fake, tensor
 from moefuse.passes.rules import rule
 from moefuse.passes.sizes import same, shape_of
@@ -286,6 +286,8 @@ def on_count(ctx: Context, node: Node, x: Node, *args: Any, **kwargs: Any) -> An
 @rule("cumsum")
 def on_cumsum(ctx: Context, node: Node, x: Node, dim: int = 0, **_: Any) -> Any:
     fact = ctx.fact(x)
+    if isinstance(fact, Rows):
+        return ctx.lost("not-row-local", node, op="cumsum")
     return replace(fact, ends=True) if isinstance(fact, Counts) and not fact.ends else None
 
 

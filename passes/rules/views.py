@@ -99,7 +99,7 @@ def on_getattr(ctx: Context, node: Node, x: Any, name: str, *_: Any) -> Any:
         return on_t(ctx, node, x) if len(out_shape(node)) <= 2 else None
     if name == "mT":
         return on_transpose(ctx, node, x, -2, -1)
-    return ctx.fact(x) if name == "data" else None
+    return on_same(ctx, node, x) if name == "data" else None
 
 
 @rule("permute")
@@ -173,8 +173,9 @@ def on_repeat_interleave(ctx: Context, node: Node, x: Node, repeats: Any, dim: i
 @rule("contiguous", "clone", "detach", "alias", "positive", "cpu", "cuda", "resolve_conj", "view_of")
 def on_same(ctx: Context, node: Node, x: Node, *_: Any, **__: Any) -> Any:
     fact = ctx.fact(x)
-    if ctx.calls[node].name == "detach" and isinstance(fact, Rows | View | Table | Sum):  # type: ignore[union-attr]
-        return None if not isinstance(fact, Rows) else ctx.lost("no-rule", node, op="detach")
+    cuts = ctx.calls[node].name in ("detach", "getattr")  # type: ignore[union-attr]
+    if cuts and isinstance(fact, Rows | View | Table | Sum | Mask):
+        return ctx.lost("no-rule", node, op="detach") if isinstance(fact, Rows) and fact.domain.routing is not None else None
     return fact if isinstance(fact, Fact) and not isinstance(fact, Sum) else None
 
 
