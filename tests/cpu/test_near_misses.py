@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from tests.programs import check
 from tests.programs.mutations import MUTATIONS, Mutation
 from tests.programs.program import Program, Selected, Sorted
-from tests.strategies import near_misses
+from tests.strategies import PHASES, near_misses
 
 _SHARE = 15
 """One mutation gets this part of the profile's examples; there are many."""
@@ -20,7 +20,7 @@ _BASES = (Program(Selected()), Program(Sorted()))
 def test_near_miss_equals_eager(mutation: Mutation) -> None:
     examples = max(1, settings().max_examples // _SHARE)
 
-    @settings(max_examples=examples, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=examples, phases=PHASES, suppress_health_check=list(HealthCheck))
     @given(near_misses(mutation))
     def run(p: Program) -> None:
         check.check_near_miss(p, mutation.name)

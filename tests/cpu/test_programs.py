@@ -9,15 +9,15 @@ from hypothesis import HealthCheck, given, settings
 
 from tests.programs import catalogue, check
 from tests.programs.program import Program, invalid
-from tests.strategies import SPELLINGS, programs
+from tests.strategies import PHASES, SPELLINGS, programs
 
-_FULL = catalogue.PROGRAMS[::8]
+_FULL = catalogue.PROGRAMS[::14]
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("spelling", SPELLINGS, ids=lambda cls: cls.__name__.lower())
 def test_any_program(spelling: type[Any]) -> None:
-    @settings(suppress_health_check=list(HealthCheck))
+    @settings(phases=PHASES, suppress_health_check=list(HealthCheck))
     @given(programs((spelling,)))
     def run(p: Program) -> None:
         check.check_program(p)
