@@ -71,6 +71,8 @@ class Context:
         source = call.args[0]
         if call.name == "getitem" and self._separate_outputs(source):
             return node
+        if call.name in ("to", "type_as") and _changes_dtype(node, source):
+            return node
         if call.inplace or call.name in _ALIASING or (call.name == "getitem" and not _copies(call.args[1])):
             return self.storage[source]
         return node
@@ -88,16 +90,16 @@ class Context:
         if isinstance(fact, View):
             return fact
         known = tensor(value)
-        if not isinstance(fact, Combined | None) or known is None:
+        if not isinstance(fact, Combined | Lost | None) or known is None:
             return None
         return View(fresh(shape_of(known)), self.first.get(value, value))
 
     def fact(self, value: object) -> Any:
-        """The fact of a value: what a rule found, else the plain view of a tensor, else None."""
+        """The fact of a value: what a rule found, else the plain view of a tensor, else None. What was lost, or is complete, is plain."""
         if not isinstance(value, Node):
             return None
         found = self.facts.get(value)
-        return self.view(value) if isinstance(found, Combined | None) else found
+        return self.view(value) if isinstance(found, Combined | Lost | None) else found
 
     def routing(self, ids: View) -> Routing | None:
         """The routing that an integer view belongs to; one object per tensor of ids."""
@@ -149,6 +151,11 @@ class Context:
     def lost(self, code: str, node: Node, **details: Any) -> Lost:
         """A refusal at ``node``."""
         return Lost(code, node, details)
+
+
+def _changes_dtype(node: Node, source: Node) -> bool:
+    before, after = tensor(source), tensor(node)
+    return before is not None and after is not None and before.dtype != after.dtype
 
 
 def _copies(index: object) -> bool:

@@ -18,12 +18,12 @@ import moefuse.ops  # noqa: F401  (the ops that the rewrite inserts)
 from moefuse.errors import CODES
 from moefuse.passes.context import Context
 from moefuse.passes.emit import Emitter
-from moefuse.passes.expr import Gate, has_linear, walk
-from moefuse.passes.facts import Lost, Many, Rows, Sum
+from moefuse.passes.facts import Lost, Routing
 from moefuse.passes.interpret import interpret
-from moefuse.passes.lift import Region, lift
+from moefuse.passes.lift import Refused, Region, lift
 from moefuse.passes.lower import Lowered, Lowering
-from moefuse.passes.ops import fake, location, module_path
+from moefuse.passes.ops import location, module_path
+from moefuse.passes.refusals import refusals
 from moefuse.passes.rewrite import replace
 from moefuse.passes.signature import signature
 from moefuse.passes.verify import Verdict, verify
@@ -98,18 +98,16 @@ def _fuse_graph(gm: GraphModule, known: dict[Node, Any], run: _Run) -> bool:
     for node in gm.graph.nodes:
         if node.op == "get_attr" and isinstance(getattr(gm, str(node.target), None), torch.Tensor):
             known[node] = getattr(gm, str(node.target))
+    refused: list[tuple[Lost, Routing | None]] = []
     covered: set[Node] = set()
     changed = False
     for found in list(lift(ctx)):
-        if isinstance(found, Lost):
-            _skip(ctx, run, found, covered)
-            continue
-        problem = _rewrite(ctx, known, run, found)
-        covered |= found.nodes
+        problem = found.lost if isinstance(found, Refused) else _rewrite(ctx, known, run, found)
+        covered |= set() if isinstance(found, Refused) else found.nodes
         changed = changed or problem is None
         if problem is not None:
-            run.result.skipped.append(_skipped(problem, found))
-    _report_lost(ctx, run, covered)
+            refused.append((problem, found.routing))
+    run.result.skipped += [_skipped(lost) for lost in refusals(ctx, refused, covered)]
     return changed
 
 
@@ -169,43 +167,4 @@ def _skipped(lost: Lost, region: Region | None = None) -> Skipped:
     return Skipped(lost.code, message(lost), module_path(lost.node) or (_path(region) if region else ""), location(lost.node))
 
 
-def _skip(ctx: Context, run: _Run, lost: Lost, covered: set[Node]) -> None:
-    """Report a refused sum, and do not report its rows again."""
-    run.result.skipped.append(_skipped(lost))
-    stack = [lost.node]
-    while stack:
-        node = stack.pop()
-        if node not in covered and ctx.calls.get(node) is not None:
-            covered.add(node)
-            if _looks_like_experts(ctx.facts.get(node)) or node is lost.node or isinstance(ctx.facts.get(node), Lost | Sum):
-                stack.extend(node.all_input_nodes)
-
-
-def _report_lost(ctx: Context, run: _Run, covered: set[Node]) -> None:
-    """One refusal for each module whose expert rows ended somewhere that no sum was recognised: the first loss, else the last rows."""
-    ends: dict[str, Lost] = {}
-    for node, fact in ctx.facts.items():
-        if node in covered or any(u in covered for u in node.users):
-            continue
-        path = module_path(node)
-        known = ends.get(path)
-        if isinstance(fact, Lost) and fact.node is node:
-            if known is None or known.code == "not-combined":
-                ends[path] = fact
-        elif _looks_like_experts(fact) and not any(_goes_on(ctx.facts.get(u)) for u in node.users) and (known is None or known.code == "not-combined"):
-            ends[path] = Lost("not-combined", node)
-    run.result.skipped += [_skipped(lost) for lost in ends.values()]
-
-
-def _goes_on(fact: Any) -> bool:
-    return _looks_like_experts(fact) or isinstance(fact, Sum | Lost | Many)
-
-
-def _looks_like_experts(fact: Any) -> bool:
-    """Rows of chosen experts after a projection."""
-    if not isinstance(fact, Rows) or not has_linear(fact.expr):
-        return False
-    return fact.domain.name in ("selected", "slots", "sorted") or any(isinstance(e, Gate) for e in walk(fact.expr))
-
-
-__all__ = ["GraphResult", "fake", "fuse", "message"]
+__all__ = ["GraphResult", "fuse", "message"]

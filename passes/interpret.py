@@ -36,9 +36,6 @@ def interpret(graph: Graph) -> Context:
 
 def _visit(ctx: Context, node: Node, call: Call) -> Any:
     inputs = [ctx.facts.get(n) for n in node.all_input_nodes]
-    lost = next((f for f in inputs if isinstance(f, Lost)), None)
-    if lost is not None:
-        return lost
     rule = RULES.get(call.name)
     fact = _apply(rule, ctx, node, call) if rule is not None else None
     if fact is not None:

@@ -53,14 +53,26 @@ class Region:
         return next((h for h in (self.anchor, *self.holders) if tensor(h) is not None), self.anchor)
 
 
-def lift(ctx: Context) -> Iterator[Region | Lost]:
-    """Every region of the graph in program order, or why a complete-looking one is refused."""
+@dataclass(frozen=True, eq=False)
+class Refused:
+    """A sum over experts that is not rewritten, and the routing it belongs to."""
+
+    lost: Lost
+    routing: Routing | None
+
+
+def lift(ctx: Context) -> Iterator[Region | Refused]:
+    """Every region of the graph, or why a complete-looking one is refused."""
+    holders: dict[int, list[Node]] = {}
+    for node, fact in ctx.facts.items():
+        holders.setdefault(id(fact), []).append(node)
     for fact in _complete(ctx):
-        holders = [n for n, f in ctx.facts.items() if f is fact]
-        found = _combined(ctx, fact, holders) if isinstance(fact, Combined) else _summed(ctx, fact, holders)
-        if found is None:
-            continue
-        yield found if isinstance(found, Lost) else _checked(ctx, found)
+        rows = [fact.rows] if isinstance(fact, Combined) else [p.rows for p in fact.parts]
+        routing = next((r.domain.routing for r in rows if r.domain.routing is not None), None)
+        found = _combined(ctx, fact, holders[id(fact)]) if isinstance(fact, Combined) else _summed(ctx, fact, holders[id(fact)])
+        found = _checked(ctx, found) if isinstance(found, Region) else found
+        if found is not None:
+            yield Refused(found, routing) if isinstance(found, Lost) else found
 
 
 def _complete(ctx: Context) -> list[Any]:
@@ -239,6 +251,7 @@ def _spelling(ctx: Context, region: Region) -> Domain:
 def slice_of(ctx: Context, region: Region) -> set[Node]:
     """Everything between the leaves and the anchor, in-place writes included."""
     stop = set(region.leaves) | ({region.base} if region.base is not None else set())
+    kept = {ctx.storage[n] for n in stop}
     last = ctx.position[region.anchor]
     seen: set[Node] = set()
     stack = [region.anchor, *(h for h in region.holders if ctx.position[h] <= last)]
@@ -248,7 +261,7 @@ def slice_of(ctx: Context, region: Region) -> set[Node]:
             continue
         seen.add(node)
         stack.extend(node.all_input_nodes)
-        stack.extend(w for w in ctx.writes.get(ctx.storage[node], ()) if ctx.position[w] <= last and ctx.storage[node] not in stop)
+        stack.extend(w for w in ctx.writes.get(ctx.storage[node], ()) if ctx.position[w] <= last and ctx.storage[node] not in kept)
     if region.base is not None:
         seen.update(w for w in ctx.writes.get(ctx.storage[region.base], ()) if w in region.holders and ctx.position[w] <= last)
     return seen
@@ -263,6 +276,10 @@ def _types(ctx: Context, region: Region) -> Lost | None:
             return ctx.lost("dtype-unsupported", region.anchor, dtype=str(v.dtype).removeprefix("torch."), detail="expert weights")
     if devices - {"cpu", "cuda"}:
         return ctx.lost("device-unsupported", region.anchor, device=", ".join(sorted(devices)))
+    dtypes = {v.dtype for v in values if v is not None}
+    if len(dtypes) > 1:
+        names = ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
+        return ctx.lost("dtype-unsupported", region.anchor, dtype=names, detail="expert weights of several dtypes")
     for e in walk(region.expr):
         if isinstance(e, Linear):
             out, weight = tensor(e.node), tensor(e.weight.source)

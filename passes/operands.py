@@ -39,6 +39,8 @@ def leaf(ctx: Context, node: Node, axes: Axes, domain: Domain, value: Any) -> Ex
     if isinstance(value, Rows):
         return value.expr if value.domain.same(domain) and fits(axes, padded(value.axes, rank)) else None
     if isinstance(value, Table):
+        if value.root is None and value.slots is None and not value.ones:
+            return None
         known = domain.expert is None or value.expert is None or domain.expert == value.expert
         return gate(node, value) if known and not value.negated and value.fill == 0.0 and fits(axes, padded(value.axes, rank)) else None
     if isinstance(value, Weight):

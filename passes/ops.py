@@ -92,7 +92,7 @@ def module_path(node: Node) -> str:
         return ""
     path = list(stack.values())[-1][0]
     path = path.replace("L['self']", "").replace("L__self__", "").replace("_modules['", ".").replace("']", "")
-    for old, new in (("_fn.", ""), ("['", "."), ("]", ""), ("[", ".")):
+    for old, new in (("_fn.", ""), ("['", "."), ("]", ""), ("[", "."), ("L.fn", "")):
         path = path.replace(old, new)
     return ".".join(p for p in path.split(".") if p and p not in ("self", "_modules"))
 

@@ -290,6 +290,8 @@ def by_rows(ctx: Context, node: Node, x: Node, base: Any, chosen: Selection, ind
     if columns == ["token"] and isinstance(base, View) and rest and isinstance(rest[0], int) and chosen.slot == rest[0]:
         return _with_none(Rows((rows,), row_domain(chosen), Gate(node, base.root, True, False, chosen.expert)), rest[1:])
     if columns == ["token"]:
+        if isinstance(base, Sum) and base.parts[0].rows.domain.routing is not chosen.routing:
+            base = View(fresh(out_shape(x)), x)
         if isinstance(base, Fill | Sum):
             return Buffer((rows, *((a,) for a in (b[0] for b in base.axes[1:] if b))), x, chosen) if not rest else None
         if isinstance(base, Column) and chosen.slot == base.slot:
@@ -390,6 +392,8 @@ def by_mask(ctx: Context, node: Node, x: Node, base: Any, chosen: Selection, col
     """``x[mask]`` with a boolean mask over tokens, or over tokens and slots."""
     rows = row_axis(node)
     if columns == ("token",):
+        if isinstance(base, Sum) and base.parts[0].rows.domain.routing is not chosen.routing:
+            base = View(fresh(out_shape(x)), x)
         if isinstance(base, Fill | Sum):
             return Buffer((rows,), x, chosen)
         if isinstance(base, Column) and chosen.slot == base.slot:

@@ -11,7 +11,7 @@ from torch.fx import Node
 from moefuse.passes.axes import Axes, extent
 from moefuse.passes.cone import cone_rows
 from moefuse.passes.context import Context, normalize, out_shape
-from moefuse.passes.expr import Expr, Gate, Op, walk
+from moefuse.passes.expr import Expr, Gate, Op, has_linear, walk
 from moefuse.passes.facts import Buffer, Combined, Domain, Fill, Lost, Mask, Rows, Sum, Table, View
 from moefuse.passes.operands import joined, leaf, padded, real, scalar, symbol
 from moefuse.passes.ops import tensor
@@ -141,7 +141,7 @@ def on_mul(ctx: Context, node: Node, a: Any, other: Any, *, rounding_mode: str |
     return plain(ctx, node, [x, y])
 
 
-def expert_output(ctx: Context, node: Node, value: Any, table: Table) -> Rows | None:
+def expert_output(ctx: Context, node: Node, value: Any, table: Table) -> Rows | Lost | None:
     """A plain [tokens, features] tensor times a routing table: the output (or input) of one expert, or of all of them."""
     view, rank = ctx.view(value), len(out_shape(node))
     if view is None or table.fill != 0.0:
@@ -153,6 +153,8 @@ def expert_output(ctx: Context, node: Node, value: Any, table: Table) -> Rows | 
     if found is None:
         return None
     expr = leaf(ctx, node, found.axes, found.domain, table)
+    if expr is None and has_linear(found.expr):
+        return ctx.lost("not-weighted", node)
     return None if expr is None else replace(found, expr=Op(node, "mul", (found.expr, expr)))
 
 
@@ -176,6 +178,11 @@ def on_add(ctx: Context, node: Node, a: Any, other: Any, *, alpha: Any = 1) -> A
     if isinstance(x, Sum | Combined | Buffer) or isinstance(y, Sum | Combined | Buffer):
         return None
     return plain(ctx, node, [x, y])
+
+
+@rule("register_hook")
+def on_hook(ctx: Context, node: Node, x: Any, *_: Any, **__: Any) -> Any:
+    return ctx.lost("hook", node) if isinstance(ctx.fact(x), Rows) else None
 
 
 @rule(*RANDOM)

@@ -56,7 +56,8 @@ def on_scatter(ctx: Context, node: Node, target: Node, dim: int, index: Node, sr
         return None
     table: Axes = tuple((Atom("e", 0, shape[at]),) if i == at else a for i, a in enumerate(axes))
     weight, value = (ctx.view(src), constant(ctx, src)) if src is not None else (None, None)
-    exact = weight if fill.value == 0.0 and weight is not None and _lines_up(weight, view) else None
+    adds = adds or routing.distinct
+    exact = weight if adds and fill.value == 0.0 and weight is not None and _lines_up(weight, view) else None
     return Table(table, routing, fill.value, None, node, table, slots=exact, ones=value == 1.0 and fill.value == 0.0)
 
 
