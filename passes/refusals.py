@@ -29,7 +29,8 @@ def refusals(ctx: Context, refused: list[tuple[Lost, Routing | None]], covered: 
         if isinstance(fact, Lost) and fact.node is node and node not in covered:
             key = _routing(ctx, node) or module_path(node)
             known = out.get(key)
-            if known is None or (known.code in _CONSEQUENCES and ctx.position[known.node] > ctx.position[node]):
+            follows = known is not None and known.code in _CONSEQUENCES and ctx.position[known.node] > ctx.position[node]
+            if known is None or follows or known.node is node:
                 out[key] = fact
     for node, routing in _ends(ctx, covered):
         known = out.get(routing)
