@@ -21,6 +21,9 @@ ENVIRONMENT: dict[str, tuple[str, dict[str, object]]] = {
 }
 """Environment variable -> (the option whose default it sets, legal text -> value)."""
 
+SWITCHES: dict[str, tuple[str, ...]] = {"MOEFUSE_CPU_KERNEL": ("0", "1")}
+"""Environment variables that set no option -> legal texts. MOEFUSE_CPU_KERNEL=0 leaves the C++ kernel for few tokens out."""
+
 
 @dataclass(frozen=True)
 class Options:
@@ -112,9 +115,14 @@ def _environment_defaults() -> dict[str, object]:
     for variable, text in os.environ.items():
         if not variable.startswith("MOEFUSE_"):
             continue
+        if variable in SWITCHES:
+            if text not in SWITCHES[variable]:
+                raise OptionError(f"environment variable {variable}={text!r} is not legal; use {_one_of(SWITCHES[variable])}")
+            continue
         if variable not in ENVIRONMENT:
+            known = ", ".join((*ENVIRONMENT, *SWITCHES))
             # warnings.warn shows one line once per text and place, and can be filtered.
-            warnings.warn(f"environment variable {variable} is unknown to moefuse; it reads {', '.join(ENVIRONMENT)}", stacklevel=3)
+            warnings.warn(f"environment variable {variable} is unknown to moefuse; it reads {known}", stacklevel=3)
             continue
         option, legal = ENVIRONMENT[variable]
         if text not in legal:

@@ -12,6 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moefuse.ops.body import infer_args
+from moefuse.ops.checks import check_experts
+
 ops = torch.ops.moefuse
 below_autograd = torch._C._AutoDispatchBelowAutograd
 
@@ -105,8 +108,11 @@ def experts(
     if torch.is_grad_enabled() and wants_grad((x, weights, *(t for part in lists for t in part))):
         lengths = tuple(len(part) for part in lists)
         return _Experts.apply(options, lengths, x, ids, weights, *(t for part in lists for t in part))  # type: ignore[no-any-return,no-untyped-call]
+    data = (x, ids, weights, *lists)
+    check_experts("experts", *data, activation, activation_args, gating, up_first, out_dtype)
+    args = infer_args(data, activation, activation_args, gating, up_first, weight_on_input, out_dtype)
     with below_autograd():
-        return ops.experts.default(x, ids, weights, *lists, **options)  # type: ignore[no-any-return]
+        return ops.experts_infer.default(*args)  # type: ignore[no-any-return]
 
 
 def not_differentiable(name: str) -> Callable[..., Any]:

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from moefuse.ops import autograd
+from moefuse.ops.body import decode, infer_args
 from moefuse.ops.checks import check_experts
 from moefuse.ops.schema import implement
-from moefuse.runtime import providers
+from moefuse.runtime import native, providers
 
 Lists = Sequence[Tensor]
 
@@ -42,8 +43,72 @@ def _kernel(
 ) -> Tensor:
     data = (x, ids, weights, w_in, w_up, w_out, b_in, b_up, b_out)
     check_experts("experts", *data, activation, activation_args, gating, up_first, out_dtype)
-    out: Tensor = providers.run("experts", *data, activation, activation_args, gating, up_first, weight_on_input, out_dtype)
+    args = infer_args(data, activation, activation_args, gating, up_first, weight_on_input, out_dtype)
+    out: Tensor = torch.ops.moefuse.experts_infer.default(*args)
     return out
+
+
+def _infer_kernel(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w_in: Lists,
+    w_up: Lists,
+    w_out: Lists,
+    b_in: Lists,
+    b_up: Lists,
+    b_out: Lists,
+    body: int,
+    arg0: float,
+    arg1: float,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """Runs on the CPU until the C++ kernel takes this op over there, which may happen in here; and on any other device."""
+    data = (x, ids, weights, w_in, w_up, w_out, b_in, b_up, b_out)
+    if x.device.type == "cpu" and native.ready():
+        out: Tensor = torch.ops.moefuse.experts_infer.default(*data, body, arg0, arg1, out_dtype)
+        return out
+    return _general_kernel(*data, body, arg0, arg1, out_dtype)
+
+
+def _general_kernel(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w_in: Lists,
+    w_up: Lists,
+    w_out: Lists,
+    b_in: Lists,
+    b_up: Lists,
+    b_out: Lists,
+    body: int,
+    arg0: float,
+    arg1: float,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """``experts_infer`` without the C++ kernel."""
+    data = (x, ids, weights, w_in, w_up, w_out, b_in, b_up, b_out)
+    options = decode(body, arg0, arg1)
+    out: Tensor = providers.run("experts", *data, *options.values(), out_dtype)
+    return out
+
+
+def _infer_fake(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w_in: Lists,
+    w_up: Lists,
+    w_out: Lists,
+    b_in: Lists,
+    b_up: Lists,
+    b_out: Lists,
+    body: int,
+    arg0: float,
+    arg1: float,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    return _fake(x, ids, weights, w_in, w_up, w_out, b_in, b_up, b_out, **decode(body, arg0, arg1), out_dtype=out_dtype)
 
 
 def _fake(
@@ -175,5 +240,7 @@ def _backward_fake(
 
 
 implement("experts", kernel=_kernel, fake=_fake, autograd=autograd.experts)
+implement("experts_infer", kernel=_infer_kernel, fake=_infer_fake, autograd=None)
+implement("experts_general", kernel=_general_kernel, fake=_infer_fake, autograd=None)
 implement("experts_forward", kernel=_forward_kernel, fake=_forward_fake, autograd=autograd.not_differentiable("experts_forward"))
 implement("experts_backward", kernel=_backward_kernel, fake=_backward_fake, autograd=autograd.once("experts_backward", "experts"))

@@ -13,6 +13,11 @@ _EXPERTS_ARGS = (
     'str activation="silu", float[] activation_args=[], str gating="merged", bool up_first=False, bool weight_on_input=False, '
     "ScalarType? out_dtype=None"
 )
+# One integer for all options (moefuse/ops/body.py): few arguments make a call cheap.
+_INFER_ARGS = (
+    "Tensor x, Tensor ids, Tensor weights, Tensor[] w_in, Tensor[] w_up, Tensor[] w_out, "
+    "Tensor[] b_in, Tensor[] b_up, Tensor[] b_out, int body, float arg0, float arg1, ScalarType out_dtype"
+)
 _BACKWARD_ARGS = (
     "Tensor grad, Tensor x, Tensor weights, Tensor h, Tensor order, Tensor offsets, Tensor[] w_in, Tensor[] w_up, Tensor[] w_out, "
     "Tensor[] b_in, Tensor[] b_up, Tensor[] b_out, bool[] needs, *, "
@@ -21,6 +26,8 @@ _BACKWARD_ARGS = (
 
 SCHEMAS: tuple[str, ...] = (
     f"experts({_EXPERTS_ARGS}) -> Tensor",
+    f"experts_infer({_INFER_ARGS}) -> Tensor",
+    f"experts_general({_INFER_ARGS}) -> Tensor",
     f"experts_forward({_EXPERTS_ARGS}) -> (Tensor out, Tensor h, Tensor order, Tensor offsets)",
     f"experts_backward({_BACKWARD_ARGS}) -> Tensor[]",
     "permute(Tensor x, Tensor ids, int num_experts) -> (Tensor xs, Tensor order, Tensor offsets)",
@@ -40,8 +47,8 @@ for _schema in SCHEMAS:
     LIBRARY.define(_schema, tags=_TAGS)
 
 
-def implement(name: str, *, kernel: Callable[..., Any], fake: Callable[..., Any], autograd: Callable[..., Any]) -> None:
-    """Register one op: ``kernel`` for every device, ``fake`` for tracing, ``autograd`` above both."""
+def implement(name: str, *, kernel: Callable[..., Any], fake: Callable[..., Any], autograd: Callable[..., Any] | None) -> None:
+    """Register one op: ``kernel`` for every device, ``fake`` for tracing, ``autograd`` above both (None: it only runs below autograd)."""
     LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
-    LIBRARY.impl(name, autograd, "Autograd")
+    LIBRARY.impl(name, torch.library.fallthrough_kernel if autograd is None else autograd, "Autograd")
     torch.library.register_fake(f"moefuse::{name}", fake, lib=LIBRARY)

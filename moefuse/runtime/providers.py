@@ -6,6 +6,9 @@ supports the call runs it, and the portable implementation, which supports every
 :func:`register` when it is imported. The arrays that pass from one op to the next (h, order, offsets) have one layout, given in
 ``moefuse/ops/experts.py``, so the providers of a forward op and of its backward are chosen independently.
 
+Few slots on the CPU do not come here: the C++ kernel (``moefuse/runtime/native.py``) has them, as long as no provider that may take CPU
+tensors is registered for "experts".
+
 ``supports`` runs on every call: it looks at devices, dtypes and static sizes, and never reads data.
 """
 
@@ -15,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from moefuse.runtime import backward, cpu, grouped
+from moefuse.runtime import backward, cpu, grouped, native
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,8 @@ class Provider:
     name: str
     supports: Callable[..., str | None]
     run: Callable[..., Any]
+    device: str | None = None
+    """The only device type whose tensors it takes; None if it may take those of the CPU."""
 
 
 def _everything(*args: Any) -> None:
@@ -57,12 +62,18 @@ def register(op: str, provider: Provider) -> None:
     """
     if op not in PROVIDERS:
         raise ValueError(f"no op {op!r} to provide; ops: {', '.join(PROVIDERS)}")
-    PROVIDERS[op][:] = [provider, *(p for p in PROVIDERS[op] if p.name != provider.name)]
+    _replace(op, [provider, *(p for p in PROVIDERS[op] if p.name != provider.name)])
 
 
 def unregister(op: str, name: str) -> None:
     """Remove a registered provider; the portable one stays."""
-    PROVIDERS[op][:] = [p for p in PROVIDERS[op] if p.name != name or p.supports is _everything]
+    _replace(op, [p for p in PROVIDERS[op] if p.name != name or p.supports is _everything])
+
+
+def _replace(op: str, order: list[Provider]) -> None:
+    PROVIDERS[op][:] = order
+    if op == "experts":
+        native.configure(all(p.device not in (None, "cpu") or p.supports is _everything for p in order))
 
 
 def select(op: str, *args: Any) -> Provider:

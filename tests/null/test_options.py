@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 import moefuse
 from moefuse import OptionError, Options
-from moefuse.config import ENVIRONMENT
+from moefuse.config import ENVIRONMENT, SWITCHES
 
 
 @pytest.fixture(autouse=True)
 def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for variable in ENVIRONMENT:
+    for variable in (*ENVIRONMENT, *SWITCHES):
         monkeypatch.delenv(variable, raising=False)
 
 
@@ -118,6 +118,7 @@ def test_written_options_win_over_the_environment(monkeypatch: pytest.MonkeyPatc
         ("MOEFUSE_DISABLE", "yes", "environment variable MOEFUSE_DISABLE='yes' is not legal; use '0' or '1'"),
         ("MOEFUSE_VERIFY", "", "environment variable MOEFUSE_VERIFY='' is not legal; use 'probe' or 'off'"),
         ("MOEFUSE_STRICT", "true", "environment variable MOEFUSE_STRICT='true' is not legal; use '0' or '1'"),
+        ("MOEFUSE_CPU_KERNEL", "off", "environment variable MOEFUSE_CPU_KERNEL='off' is not legal; use '0' or '1'"),
     ],
 )
 def test_environment_error_text(monkeypatch: pytest.MonkeyPatch, variable: str, text: str, message: str) -> None:
@@ -134,7 +135,8 @@ def test_an_unknown_variable_warns_once(monkeypatch: pytest.MonkeyPatch) -> None
         for _ in range(2):
             Options.from_user(None)
     texts = [str(warning.message) for warning in caught]
-    assert texts == ["environment variable MOEFUSE_STRIKT is unknown to moefuse; it reads MOEFUSE_DISABLE, MOEFUSE_VERIFY, MOEFUSE_STRICT"]
+    known = "MOEFUSE_DISABLE, MOEFUSE_VERIFY, MOEFUSE_STRICT, MOEFUSE_CPU_KERNEL"
+    assert texts == [f"environment variable MOEFUSE_STRIKT is unknown to moefuse; it reads {known}"]
 
 
 def options() -> st.SearchStrategy[Options]:

@@ -15,6 +15,7 @@ import moefuse
 
 POINTS = {
     "torch._inductor": ["list_options", "list_mode_options"],
+    "torch._inductor.codecache": ["CppCodeCache"],
     "torch._inductor.compile_fx": ["compile_fx"],
     "torch._inductor.config": ["post_grad_custom_post_pass", "pre_grad_custom_pass"],
     "torch._inductor.custom_graph_pass": ["CustomGraphPass"],

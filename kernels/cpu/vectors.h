@@ -1,0 +1,125 @@
+// Storage dtypes, vectors of the accumulation dtype, and rounding to storage. No torch headers: this compiles in a second or two.
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <type_traits>
+#include <vector>
+#include <omp.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int BYTES = 64, ACCUMULATORS = 16;
+#elif defined(__AVX__)
+constexpr int BYTES = 32, ACCUMULATORS = 8;
+#else
+constexpr int BYTES = 16, ACCUMULATORS = 8;
+#endif
+#if defined(__F16C__)
+constexpr bool HAS_F16 = true;
+#else
+constexpr bool HAS_F16 = false;
+#endif
+
+struct BF16 { uint16_t bits; };
+struct F16 { uint16_t bits; };
+
+typedef float VecF __attribute__((vector_size(BYTES)));
+typedef double VecD __attribute__((vector_size(BYTES)));
+typedef uint32_t VecU __attribute__((vector_size(BYTES)));
+typedef uint16_t HalfU __attribute__((vector_size(BYTES / 2)));
+
+template <class A> struct VecOf;
+template <> struct VecOf<float> { using type = VecF; };
+template <> struct VecOf<double> { using type = VecD; };
+template <class A> using Vec = typename VecOf<A>::type;
+template <class A> constexpr int WIDTH = BYTES / int(sizeof(A));
+
+template <class D> struct AccOf { using type = float; };
+template <> struct AccOf<double> { using type = double; };
+template <class D> using Acc = typename AccOf<D>::type;
+
+inline VecF load(const float* p) { VecF v; std::memcpy(&v, p, BYTES); return v; }
+inline VecD load(const double* p) { VecD v; std::memcpy(&v, p, BYTES); return v; }
+inline VecF load(const BF16* p) {
+  HalfU half;
+  std::memcpy(&half, p, BYTES / 2);
+  VecU wide = __builtin_convertvector(half, VecU) << 16;
+  VecF v;
+  std::memcpy(&v, &wide, BYTES);
+  return v;
+}
+inline VecF load(const F16* p) {
+#if defined(__AVX512F__)
+  return (VecF)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+#elif defined(__F16C__)
+  return (VecF)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+#else
+  return VecF{};
+#endif
+}
+template <class A> inline void store(A* p, Vec<A> v) { std::memcpy(p, &v, BYTES); }
+
+inline float widen(float v) { return v; }
+inline double widen(double v) { return v; }
+inline float widen(BF16 v) {
+  uint32_t bits = uint32_t(v.bits) << 16;
+  float out;
+  std::memcpy(&out, &bits, 4);
+  return out;
+}
+inline float widen(F16 v) {
+#if defined(__F16C__)
+  return _cvtsh_ss(v.bits);
+#else
+  return 0;
+#endif
+}
+
+template <class D> inline D narrow(Acc<D> v);
+template <> inline float narrow<float>(float v) { return v; }
+template <> inline double narrow<double>(double v) { return v; }
+template <> inline BF16 narrow<BF16>(float v) {
+  uint32_t bits;
+  std::memcpy(&bits, &v, 4);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return BF16{0x7fc0};
+  return BF16{uint16_t((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16)};
+}
+template <> inline F16 narrow<F16>(float v) {
+#if defined(__F16C__)
+  return F16{uint16_t(_cvtss_sh(v, _MM_FROUND_TO_NEAREST_INT))};
+#else
+  return F16{0};
+#endif
+}
+// The value that storage dtype D keeps of v.
+template <class D> inline Acc<D> rounded(Acc<D> v) { return widen(narrow<D>(v)); }
+
+// Sum of the lanes, always in the same order.
+template <class A> inline A lanes_sum(Vec<A> v) {
+  A part[WIDTH<A>];
+  std::memcpy(part, &v, BYTES);
+  for (int half = WIDTH<A> / 2; half; half /= 2)
+    for (int i = 0; i < half; ++i) part[i] += part[i + half];
+  return part[0];
+}
+#if defined(__AVX512F__)
+template <> inline float lanes_sum<float>(VecF v) { return _mm512_reduce_add_ps((__m512)v); }
+template <> inline double lanes_sum<double>(VecD v) { return _mm512_reduce_add_pd((__m512d)v); }
+#elif defined(__AVX__)
+template <> inline float lanes_sum<float>(VecF v) {
+  __m128 s = _mm_add_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
+  s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+  return _mm_cvtss_f32(_mm_add_ss(s, _mm_shuffle_ps(s, s, 1)));
+}
+#endif
+
+}  // namespace

@@ -1,0 +1,51 @@
+"""The options of ``moefuse::experts`` as the few numbers that its internal inference ops take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from moefuse.ops.activations import ACTIVATIONS
+from moefuse.ops.reference import GATINGS
+
+_ACTIVATIONS = tuple(ACTIVATIONS)
+_ACTIVATION_BITS = 8
+_GATING_BITS = 8
+
+
+def encode(
+    activation: str, activation_args: Sequence[float], gating: str, up_first: bool, weight_on_input: bool
+) -> tuple[int, float, float]:
+    """(body, arg0, arg1); constants that the activation does not have are 0. The options have been checked."""
+    flags = up_first | weight_on_input << 1
+    body = _ACTIVATIONS.index(activation) | GATINGS.index(gating) << _ACTIVATION_BITS | flags << _ACTIVATION_BITS + _GATING_BITS
+    arg0, arg1, *_ = (*activation_args, 0.0, 0.0)
+    return body, arg0, arg1
+
+
+def decode(body: int, arg0: float, arg1: float) -> dict[str, Any]:
+    """The keyword arguments that :func:`encode` was given."""
+    activation = _ACTIVATIONS[body & (1 << _ACTIVATION_BITS) - 1]
+    flags = body >> _ACTIVATION_BITS + _GATING_BITS
+    return {
+        "activation": activation,
+        "activation_args": [arg0, arg1][: ACTIVATIONS[activation].num_args],
+        "gating": GATINGS[body >> _ACTIVATION_BITS & (1 << _GATING_BITS) - 1],
+        "up_first": bool(flags & 1),
+        "weight_on_input": bool(flags & 2),
+    }
+
+
+def infer_args(
+    data: tuple[Any, ...],
+    activation: str,
+    activation_args: Sequence[float],
+    gating: str,
+    up_first: bool,
+    weight_on_input: bool,
+    out_dtype: torch.dtype | None,
+) -> tuple[Any, ...]:
+    """Arguments of ``moefuse::experts_infer`` for the tensors ``data`` (x, ids, weights, six lists) and checked options."""
+    return (*data, *encode(activation, activation_args, gating, up_first, weight_on_input), out_dtype or data[0].dtype)
