@@ -1,0 +1,283 @@
+"""Who was chosen: masks, selections, counts, tables and orders, each with spellings that must not be taken for them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from moefuse.passes.facts import Counts, Index, IndexMatrix, Many, Mask, Routing, Sorted, Table, View
+from tests.null.rules_case import E, K, T, assign, call, fact_of, letters, trace
+
+Function = Callable[..., Any]
+
+MASKS: list[tuple[Function, str, int | None]] = [
+    (lambda ids: ids == 1, "t k", 1),
+    (lambda ids: torch.eq(ids, 2), "t k", 2),
+    (lambda ids: (ids == 1).t(), "k t", 1),
+    (lambda ids: (ids == 1).float(), "t k", 1),
+    (lambda ids: ~(ids != 1), "t k", 1),
+    (lambda ids: (ids == 1) == True, "t k", 1),  # noqa: E712
+    (lambda ids: F.one_hot(ids, num_classes=E), "t k e", None),
+    (lambda ids: F.one_hot(ids, E).permute(2, 1, 0), "e k t", None),
+    (lambda ids: F.one_hot(ids, E).permute(2, 1, 0)[1], "k t", 1),
+    (lambda ids: F.one_hot(ids, E)[..., -1], "t k", E - 1),
+    (lambda ids: F.one_hot(ids.reshape(-1), E), "tk e", None),
+    (lambda ids: ids.unsqueeze(-1) == call(torch.arange, ids, E), "t k e", None),
+    (lambda ids: call(torch.arange, ids, E)[:, None, None] == ids, "e t k", None),
+]
+
+
+@pytest.mark.parametrize(("function", "axes", "expert"), MASKS)
+def test_masks(function: Function, axes: str, expert: int | None) -> None:
+    fact = fact_of(function)
+    assert isinstance(fact, Mask)
+    assert (letters(fact.axes), fact.expert, fact.negated) == (axes, expert, False)
+
+
+NO_MASKS: list[Function] = [
+    lambda ids: ids > 1,  # several experts at once
+    lambda ids: ids == ids.flip(0),
+    lambda ids: ids == call(torch.arange, ids, K),  # slot k chose expert k: the numbers run along the slots
+    lambda ids: ids.float() == 1.0,
+    lambda x: x == 1,
+]
+
+
+@pytest.mark.parametrize("function", NO_MASKS)
+def test_comparisons_that_select_no_expert(function: Function) -> None:
+    assert not isinstance(fact_of(function), Mask | Table)
+
+
+def test_not_equal_is_the_opposite_mask() -> None:
+    fact = fact_of(lambda ids: ids != 1)
+    assert isinstance(fact, Mask)
+    assert fact.negated
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda ids: (ids == 1).any(dim=-1),
+        lambda ids: (ids == 1).sum(-1),
+        lambda ids: F.one_hot(ids, E).sum(1)[:, 1],
+        lambda ids: F.one_hot(ids, E).sum(dim=1).select(1, 1),
+    ],
+)
+def test_a_mask_without_slots_is_a_column_of_the_table(function: Function) -> None:
+    """Which tokens chose the expert in any slot: 1 or 0 when ids are distinct."""
+    fact = fact_of(function)
+    assert isinstance(fact, Table)
+    assert (letters(fact.axes), fact.expert, fact.ones, fact.fill) == ("t", 1, True, 0.0)
+
+
+def test_top_one_masks_are_tables_at_once() -> None:
+    """One slot per token: there is no slot dimension to sum away."""
+    fact = fact_of(lambda id: id == 1)  # noqa: A006
+    assert isinstance(fact, Table)
+    assert (letters(fact.axes), fact.expert, fact.ones) == ("t", 1, True)
+
+
+SELECTIONS: list[tuple[Function, list[str]]] = [
+    (lambda ids: torch.where(ids == 1), ["token", "slot"]),
+    (lambda ids: (ids == 1).nonzero(as_tuple=True), ["token", "slot"]),
+    (lambda ids: torch.where(F.one_hot(ids, E).permute(2, 1, 0)[1]), ["slot", "token"]),
+    (lambda ids: torch.where((ids == 1).any(-1)), ["token"]),
+]
+
+
+@pytest.mark.parametrize(("function", "columns"), SELECTIONS)
+def test_row_numbers_of_an_expert(function: Function, columns: list[str]) -> None:
+    fact = fact_of(function)
+    assert isinstance(fact, Many)
+    assert [i.of for i in fact.items] == columns
+    assert all(isinstance(i, Index) and i.selection.expert == 1 for i in fact.items)
+    assert fact.items[0].selection.by_token == (len(columns) == 1)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda ids: (ids == 1).any(-1).nonzero().squeeze(-1),
+        lambda ids: (ids == 1).any(-1).nonzero().flatten(),
+        lambda ids: (ids == 1).any(-1).nonzero()[:, 0],
+        lambda ids: torch.nonzero(ids == 1)[:, 0],
+        lambda ids: torch.nonzero(ids == 1).t()[0],
+        lambda ids: torch.nonzero(ids == 1).unbind(1)[0],
+    ],
+)
+def test_token_numbers_out_of_a_matrix(function: Function) -> None:
+    fact = fact_of(function)
+    assert isinstance(fact, Index)
+    assert fact.of == "token"
+
+
+def test_the_matrix_itself() -> None:
+    fact = fact_of(lambda ids: torch.nonzero(ids == 1))
+    assert isinstance(fact, IndexMatrix)
+    assert fact.columns == ("token", "slot")
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda ids: torch.where(ids != 1),
+        lambda ids: torch.where(ids > 1),
+        lambda ids: torch.where(F.one_hot(ids, E)),  # rows of all experts
+        lambda ids: torch.where((ids == 1).reshape(-1)),  # slot numbers, not token numbers
+    ],
+)
+def test_rows_that_are_not_one_experts(function: Function) -> None:
+    assert fact_of(function) is None
+
+
+COUNTS: list[Function] = [
+    lambda ids: torch.bincount(ids.reshape(-1), minlength=E),
+    lambda ids: torch.histc(ids.reshape(-1).float(), bins=E, min=0, max=E - 1),
+    lambda ids: F.one_hot(ids.reshape(-1), E).sum(0),
+    lambda ids: F.one_hot(ids, E).sum(dim=(0, 1)),
+    lambda ids: ids.new_zeros(E).scatter_add(0, ids.reshape(-1), torch.ones_like(ids.reshape(-1))),
+]
+
+
+@pytest.mark.parametrize("function", COUNTS)
+def test_tokens_of_each_expert(function: Function) -> None:
+    fact = fact_of(function)
+    assert isinstance(fact, Counts)
+    assert (letters(fact.axes), fact.ends) == ("e", False)
+
+
+def test_running_sums_of_counts_are_ends() -> None:
+    fact = fact_of(lambda ids: torch.bincount(ids.reshape(-1), minlength=E).cumsum(0).to(torch.int32))
+    assert isinstance(fact, Counts)
+    assert fact.ends
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda ids: torch.histc(ids.reshape(-1).float(), bins=E, min=0, max=E),  # the bins are not the experts
+        lambda ids: torch.histc(ids.reshape(-1).float(), bins=2 * E, min=0, max=E - 1),
+        lambda ids, weights: torch.bincount(ids.reshape(-1), weights=weights.reshape(-1), minlength=E),
+        lambda ids: torch.bincount(ids.reshape(-1)),
+    ],
+)
+def test_counts_of_something_else(function: Function) -> None:
+    assert not isinstance(fact_of(function), Counts)
+
+
+ORDERS: list[tuple[Function, str]] = [
+    (lambda ids: torch.argsort(ids.reshape(-1)), "slot"),
+    (lambda ids: ids.reshape(-1).argsort(stable=True), "slot"),
+    (lambda ids: torch.sort(ids.reshape(-1))[1], "slot"),
+    (lambda ids: torch.sort(ids.reshape(-1))[0], "ids"),
+    (lambda ids: torch.argsort(ids.flatten()) // K, "token"),
+    (lambda ids: torch.div(torch.argsort(ids.flatten()), K, rounding_mode="floor"), "token"),
+    (lambda ids: torch.argsort(torch.argsort(ids.flatten())), "inverse"),
+    (lambda ids: call(torch.arange, ids, T).repeat_interleave(K)[torch.argsort(ids.flatten())], "token"),
+]
+
+
+@pytest.mark.parametrize(("function", "of"), ORDERS)
+def test_orders(function: Function, of: str) -> None:
+    fact = fact_of(function)
+    assert isinstance(fact, Sorted)
+    assert fact.of == of
+
+
+def inverse_by_assignment(ids: Any) -> Any:
+    order = torch.argsort(ids.flatten())
+    inverse = torch.empty_like(order)
+    assign(inverse, order, call(torch.arange, ids, T * K))
+    return inverse
+
+
+def test_the_inverse_by_assignment() -> None:
+    fact = fact_of(inverse_by_assignment)
+    assert isinstance(fact, Sorted)
+    assert fact.of == "inverse"
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda ids: torch.argsort(ids.flatten(), descending=True),
+        lambda ids: torch.argsort(ids),  # within each token
+        lambda ids: torch.argsort(ids.flatten())[:4],
+        lambda ids: torch.argsort(ids.flatten()) // (K + 1),  # not the number of slots
+        lambda ids: torch.argsort(ids.flatten()) % K,
+        lambda ids: torch.argsort(ids.t().reshape(-1)),  # slots before tokens
+        lambda x: torch.argsort(x.flatten()),
+    ],
+)
+def test_orders_of_something_else(function: Function) -> None:
+    assert not isinstance(fact_of(function), Sorted)
+
+
+TABLES: list[tuple[Function, float, bool]] = [
+    (lambda ids, weights, scores: torch.zeros_like(scores).scatter(1, ids, weights), 0.0, False),
+    (lambda ids, weights, scores: scores.new_zeros((T, E)).scatter_(1, ids, weights), 0.0, False),
+    (lambda ids, scores: torch.zeros_like(scores).scatter(1, ids, 1.0), 0.0, True),
+    (lambda ids, weights, scores: torch.full_like(scores, -math.inf).scatter(1, ids, weights), -math.inf, False),
+    (lambda ids, weights, scores: torch.full_like(scores, -math.inf).scatter(1, ids, weights).softmax(-1), 0.0, False),
+    (lambda ids, weights, scores: torch.full_like(scores, -math.inf).scatter(1, ids, weights).sigmoid(), 0.0, False),
+    (lambda ids, weights, scores: torch.zeros_like(scores).scatter(1, ids, weights).sigmoid(), 0.5, False),
+    (lambda ids, weights, scores: torch.zeros_like(scores).scatter(1, ids, weights) * 2.5, 0.0, False),
+    (lambda ids, weights: (F.one_hot(ids, E) * weights.unsqueeze(-1)).sum(1), 0.0, False),
+    (lambda ids, weights: torch.einsum("tk,tke->te", weights, F.one_hot(ids, E).float()), 0.0, False),
+]
+
+
+@pytest.mark.parametrize(("function", "fill", "ones"), TABLES)
+def test_dense_tables(function: Function, fill: float, ones: bool) -> None:
+    """What stands where an expert was not chosen decides whether the table selects."""
+    fact = fact_of(function)
+    assert isinstance(fact, Table)
+    assert (letters(fact.axes), fact.fill, fact.ones) == ("t e", fill, ones)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda ids, weights, scores: scores.scatter(1, ids, weights),  # what was there stays
+        lambda ids, weights, scores: torch.zeros_like(scores).scatter(1, ids, weights) + scores,
+        lambda scores: scores.softmax(-1),
+    ],
+)
+def test_tables_with_something_everywhere(function: Function) -> None:
+    fact = fact_of(function)
+    assert not isinstance(fact, Table)
+
+
+def test_softmax_over_a_table_of_zeros_selects_nothing() -> None:
+    """Only -inf becomes exactly zero."""
+    fact = fact_of(lambda ids, weights, scores: torch.zeros_like(scores).scatter(1, ids, weights).softmax(-1))
+    assert fact is None
+
+
+def routing_of(function: Function) -> Routing:
+    traced = trace(function)
+    view = traced.ctx.fact(traced.returned)
+    assert isinstance(view, View)
+    found = traced.ctx.routing(view)
+    assert found is not None
+    return found
+
+
+def test_ids_of_topk_are_distinct() -> None:
+    assert routing_of(lambda scores: torch.topk(scores, K)[1]).distinct
+    assert routing_of(lambda scores: scores.topk(K, dim=-1)[1]).distinct
+
+
+def test_other_ids_may_repeat() -> None:
+    assert not routing_of(lambda ids: ids).distinct
+    assert not routing_of(lambda scores: torch.topk(scores, K)[1] // 2).distinct
+
+
+def test_one_id_per_token_cannot_repeat() -> None:
+    found = routing_of(lambda scores: scores.argmax(-1))
+    assert (found.distinct, found.top_k, found.has_slots) == (True, 1, False)

@@ -1,0 +1,359 @@
+"""Rows of experts: indexing, projections, row-local operations and their sums, as domain, axes and expression."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from moefuse.passes.expr import show
+from moefuse.passes.facts import Buffer, Column, Combined, Rows, Sum, Weight
+from tests.null.rules_case import E, H, I, K, T, assign, call, fact_of, letters, lost_code, rows_of, trace
+
+Function = Callable[..., Any]
+
+
+def tok(ids: Any, e: int = 1) -> Any:
+    return torch.where(ids == e)[0]
+
+
+def both(ids: Any, e: int = 1) -> Any:
+    return torch.where(ids == e)
+
+
+def order(ids: Any) -> Any:
+    return torch.argsort(ids.reshape(-1))
+
+
+def flat(ids: Any) -> Any:
+    return ids.reshape(-1)
+
+
+# --- rows and what belongs to them ----------------------------------------------------------------------------------------------
+
+
+ROWS: list[tuple[str, Function, tuple[str, str, str]]] = [
+    ("index", lambda x, ids: x[tok(ids)], ("selected", "r f", "token(x)")),
+    ("index_select", lambda x, ids: x.index_select(0, tok(ids)), ("selected", "r f", "token(x)")),
+    ("none_index", lambda x, ids: x[None, tok(ids)][0], ("selected", "r f", "token(x)")),
+    ("mask", lambda x, ids: x[(ids == 1).any(-1)], ("selected", "r f", "token(x)")),
+    ("gather", lambda x, ids: torch.gather(x, 0, tok(ids)[:, None].expand(-1, H)), ("selected", "r f", "token(x)")),
+    ("weights", lambda weights, ids: weights[both(ids)[0], both(ids)[1]], ("selected", "r", "weight")),
+    ("weights_none", lambda weights, ids: weights[both(ids)[0], both(ids)[1], None], ("selected", "r 1", "weight")),
+    ("weights_mask", lambda weights, ids: weights[ids == 1], ("selected", "r", "weight")),
+    ("sorted_tokens", lambda x, ids: x[order(ids) // K], ("sorted", "r f", "token(x)")),
+    ("sorted_repeated", lambda x, ids: x.repeat_interleave(K, dim=0)[order(ids)], ("sorted", "r f", "token(x)")),
+    ("sorted_weights", lambda weights, ids: weights.reshape(-1)[order(ids)], ("sorted", "r", "weight")),
+    ("cast", lambda x, ids: x[tok(ids)].to(torch.bfloat16), ("selected", "r f", "token(x).to(bfloat16)")),
+    ("half", lambda x, ids: x[tok(ids)][:, 2:], ("selected", "r f", "token(x)[2:5:1]")),
+    ("odd", lambda x, ids: x[tok(ids)][..., 1::2], ("selected", "r f", "token(x)[1:5:2]")),
+]
+
+
+@pytest.mark.parametrize(("function", "expected"), [r[1:] for r in ROWS], ids=[r[0] for r in ROWS])
+def test_rows(function: Function, expected: tuple[str, str, str]) -> None:
+    assert rows_of(function) == expected
+
+
+def test_rows_of_another_tensor_are_lost() -> None:
+    """13 rows indexed by the numbers of 7 tokens."""
+    assert lost_code(lambda other, ids: other[tok(ids)]) == "tokens-differ"
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, ids: x[torch.where(ids == 1)[1]],  # slot numbers
+        lambda x, ids: x[tok(ids) + 1],
+        lambda x, ids: x[tok(ids).flip(0)],
+    ],
+)
+def test_rows_of_other_tokens(function: Function) -> None:
+    assert not isinstance(fact_of(function), Rows)
+
+
+def test_weights_of_two_selections() -> None:
+    """Token numbers of one expert and slot numbers of another."""
+    assert not isinstance(fact_of(lambda weights, ids: weights[both(ids, 1)[0], both(ids, 2)[1]]), Rows)
+
+
+def test_one_expert_of_a_stack() -> None:
+    fact = fact_of(lambda w_in: w_in[1])
+    assert isinstance(fact, Weight)
+    assert (fact.expert, letters(fact.axes)) == (1, "w w")
+
+
+def test_a_stack_by_ids() -> None:
+    fact = fact_of(lambda w_in, ids: w_in[ids])
+    assert isinstance(fact, Weight)
+    assert (fact.expert, letters(fact.axes)) == (None, "t k w w")
+
+
+def test_a_column_of_the_slots() -> None:
+    fact = fact_of(lambda ids: ids[:, 1])
+    assert isinstance(fact, Column)
+    assert fact.slot == 1
+
+
+def by_sorted_ids(x: Any, ids: Any, w: Any, perm: Any) -> Any:
+    return torch.bmm(w[flat(ids)[perm]], x[perm // K].unsqueeze(-1)).squeeze(-1)
+
+
+# --- projections ----------------------------------------------------------------------------------------------------------------
+
+
+PROJECTIONS: list[tuple[str, Function, tuple[str, str, str]]] = [
+    ("linear", lambda x, ids, w_in: F.linear(x[tok(ids)], w_in[1]), ("selected", "r f", "linear(token(x), w_in)")),
+    ("matmul", lambda x, ids, w_in: x[tok(ids)] @ w_in[1].t(), ("selected", "r f", "linear(token(x), w_in)")),
+    ("mm", lambda x, ids, w_in: torch.mm(x[tok(ids)], w_in[1].T), ("selected", "r f", "linear(token(x), w_in)")),
+    ("einsum", lambda x, ids, w_in: torch.einsum("rh,ih->ri", x[tok(ids)], w_in[1]), ("selected", "r f", "linear(token(x), w_in)")),
+    ("own", lambda x, ids, one: F.linear(x[tok(ids)], one), ("selected", "r f", "linear(token(x), one)")),
+    (
+        "bias",
+        lambda x, ids, w_out, b_out, w_up: F.linear(F.linear(x[tok(ids)], w_up[1]), w_out[1], b_out[1]),
+        ("selected", "r f", "add(linear(linear(token(x), w_up), w_out), vector(b_out))"),
+    ),
+    ("bmm", lambda x, w_in: torch.bmm(x.expand(E, T, H), w_in.transpose(1, 2)), ("dense", "e t f", "linear(token(x), w_in)")),
+    ("dense_einsum", lambda x, w_in: torch.einsum("th,eih->tei", x, w_in), ("dense", "t e f", "linear(token(x), w_in)")),
+    ("dense_matmul", lambda x, w_in: torch.matmul(x, w_in.mT), ("dense", "e t f", "linear(token(x), w_in)")),
+    ("slots_grid", lambda x, ids, w_in: torch.einsum("th,tkih->tki", x, w_in[ids]), ("slots", "t k f", "linear(token(x), w_in)")),
+    (
+        "slots_flat",
+        lambda x, ids, w_in: torch.bmm(w_in[flat(ids)], x.repeat_interleave(K, 0).unsqueeze(-1)).squeeze(-1),
+        ("slots", "tk f", "linear(token(x), w_in)"),
+    ),
+    (
+        "sorted_gathered",
+        lambda x, ids, w_in: by_sorted_ids(x, ids, w_in, order(ids)),
+        ("sorted", "r f", "linear(token(x), w_in)"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("function", "expected"), [p[1:] for p in PROJECTIONS], ids=[p[0] for p in PROJECTIONS])
+def test_projections(function: Function, expected: tuple[str, str, str]) -> None:
+    """However it is written: a row times the weight of its expert."""
+    assert rows_of(function) == expected
+
+
+def test_the_weight_of_another_expert_is_refused() -> None:
+    assert lost_code(lambda x, ids, w_in: F.linear(x[tok(ids)], w_in[2])) == "experts-differ"
+
+
+def test_rows_beside_weights_of_other_slots_are_refused() -> None:
+    """`repeat` puts slots before tokens, the gathered weights have tokens before slots."""
+    assert lost_code(lambda x, ids, w_in: torch.bmm(w_in[flat(ids)], x.repeat(K, 1).unsqueeze(-1))) == "tokens-differ"
+
+
+def test_sorted_weights_beside_rows_in_token_order_are_refused() -> None:
+    function = lambda x, ids, w_in: torch.bmm(w_in[flat(ids)[order(ids)]], x.repeat_interleave(K, 0).unsqueeze(-1))  # noqa: E731
+    assert lost_code(function) == "tokens-differ"
+
+
+def test_a_contraction_over_experts_is_no_projection() -> None:
+    """Summing weights over experts mixes them."""
+    assert not isinstance(fact_of(lambda x, w_in: torch.einsum("th,eih->ti", x, w_in)), Rows)
+
+
+def grouped(ids: Any, x: Any, w: Any, offsets: Any) -> Any:
+    return call(torch.ops.moefuse_test.grouped_mm, x, x[order(ids) // K], w.transpose(1, 2), offs=offsets)
+
+
+def ends(ids: Any) -> Any:
+    return torch.bincount(flat(ids), minlength=E).cumsum(0).to(torch.int32)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _grouped_mm() -> Any:
+    """An operator of the name `grouped_mm`, so that the rule can be tested in float32 on a CPU."""
+    library = torch.library.Library("moefuse_test", "FRAGMENT")
+    library.define("grouped_mm(Tensor x, Tensor w, *, Tensor offs) -> Tensor")
+    library.impl("grouped_mm", lambda x, w, *, offs: x.new_empty((x.shape[0], w.shape[2])), "CompositeExplicitAutograd")
+    library._register_fake("grouped_mm", lambda x, w, *, offs: x.new_empty((x.shape[0], w.shape[2])))
+    yield
+    library._destroy()
+
+
+def test_grouped_products() -> None:
+    found = rows_of(lambda x, ids, w_in: grouped(ids, x, w_in, ends(ids)))
+    assert found == ("sorted", "r f", "linear(token(x), w_in)")
+
+
+def test_grouped_products_with_other_offsets_are_refused() -> None:
+    """Counts are not ends."""
+    counts = lambda ids: torch.bincount(flat(ids), minlength=E).to(torch.int32)  # noqa: E731
+    assert lost_code(lambda x, ids, w_in: grouped(ids, x, w_in, counts(ids))) == "tokens-differ"
+
+
+# --- row-local operations -------------------------------------------------------------------------------------------------------
+
+
+POINTWISE: list[tuple[str, Function, str]] = [
+    ("silu", lambda h: F.silu(h), "silu({h})"),
+    ("gelu", lambda h: F.gelu(h, approximate="tanh"), "gelu({h}, approximate=tanh)"),
+    ("clamp", lambda h: h.clamp(max=7.0), "clamp({h}, max=7.0)"),
+    ("scalar", lambda h: h * 2.0 + 1, "add(mul({h}, 2.0), 1)"),
+    ("minus", lambda h: h - 1.0, "sub({h}, 1.0)"),
+    ("power", lambda h: h**2, "pow({h}, 2)"),
+    ("with_itself", lambda h: h * torch.sigmoid(h), "mul({h}, sigmoid({h}))"),
+    ("softmax", lambda h: h.softmax(-1), "softmax({h}, dim=-1)"),
+    ("mean", lambda h: h - h.mean(-1, keepdim=True), "sub({h}, mean({h}, dim=-1, keepdim=True))"),
+    ("layer_norm", lambda h: F.layer_norm(h, (I,)), "layer_norm({h}, (11,), weight=None, bias=None, eps=1e-05)"),
+    ("no_dropout", lambda h: F.dropout(h, 0.5, training=False), "{h}"),
+    ("in_place", lambda h: F.silu(h, inplace=True), "silu({h})"),
+]
+
+
+@pytest.mark.parametrize(("function", "expected"), [p[1:] for p in POINTWISE], ids=[p[0] for p in POINTWISE])
+def test_row_local_operations(function: Function, expected: str) -> None:
+    domain, axes, expr = rows_of(lambda x, ids, w_up: function(slots(x, ids, w_up)))
+    assert (domain, axes) == ("slots", "t k f")
+    assert expr == expected.replace("{h}", "linear(token(x), w_up)")
+
+
+LOST: list[tuple[str, Function, str]] = [
+    ("mean_of_tokens", lambda h: h - h.mean(0), "not-row-local"),
+    ("softmax_of_tokens", lambda h: h.softmax(0), "not-row-local"),
+    ("softmax_of_slots", lambda h: h.softmax(1), "not-row-local"),
+    ("sum_of_tokens", lambda h: h.sum(0), "not-row-local"),
+    ("sum_of_all", lambda h: h.sum(), "not-row-local"),
+    ("dropout", lambda h: F.dropout(h, 0.5), "random"),
+    ("noise", lambda h: h * torch.rand_like(h), "random"),
+    ("digamma", lambda h: torch.digamma(h), "no-rule"),
+    ("flip", lambda h: h.flip(0), "no-rule"),
+    ("roll", lambda h: h.roll(1, 0), "no-rule"),
+    ("cumsum", lambda h: h.cumsum(0), "not-row-local"),
+    ("sort", lambda h: h.sort(0)[0], "no-rule"),
+    ("detach", lambda h: h.detach(), "no-rule"),
+]
+
+
+@pytest.mark.parametrize(("function", "code"), [p[1:] for p in LOST], ids=[p[0] for p in LOST])
+def test_operations_that_lose_the_rows(function: Function, code: str) -> None:
+    assert lost_code(lambda x, ids, w_up: function(slots(x, ids, w_up))) == code
+
+
+@pytest.mark.parametrize("function", [f for _, f, _ in LOST], ids=[n for n, _, _ in LOST])
+def test_what_was_lost_is_no_rows(function: Function) -> None:
+    """Behind the loss stands a plain tensor; a sum over it is no region of its own."""
+    fact = fact_of(lambda x, ids, w_up: function(slots(x, ids, w_up)))
+    assert not isinstance(fact, Combined | Sum)
+
+
+def test_rows_of_two_experts_do_not_meet() -> None:
+    function = lambda x, ids, w_up: F.linear(x[tok(ids, 1)], w_up[1]) + F.linear(x[tok(ids, 2)], w_up[2])  # noqa: E731
+    assert lost_code(function) == "experts-differ"
+
+
+def test_a_value_per_token_is_none_per_row() -> None:
+    """7 tokens beside the rows of one expert: torch would broadcast only by accident."""
+    function = lambda x, ids, w_up, weight: F.linear(x.repeat_interleave(K, 0)[order(ids)], w_up[1]) * weight[:1]  # noqa: E731
+    assert not isinstance(fact_of(function), Rows)
+
+
+# --- sums -----------------------------------------------------------------------------------------------------------------------
+
+
+def expert(x: Any, ids: Any, weights: Any, w_up: Any, w_out: Any, e: int) -> Any:
+    t, k = both(ids, e)
+    return t, F.linear(F.silu(F.linear(x[t], w_up[e])), w_out[e]) * weights[t, k, None]
+
+
+def accumulated(add: Callable[[Any, Any, Any], Any], experts: Any = range(E)) -> Any:
+    def function(x: Any, ids: Any, weights: Any, w_up: Any, w_out: Any) -> Any:
+        out = torch.zeros_like(x)
+        for e in experts:
+            out = add(out, *expert(x, ids, weights, w_up, w_out, e))
+        return out
+
+    return fact_of(function)
+
+
+def by_assignment(out: Any, t: Any, y: Any) -> Any:
+    assign(out, t, out[t] + y)
+    return out
+
+
+ADDS: list[tuple[str, Callable[[Any, Any, Any], Any]]] = [
+    ("index_add_", lambda out, t, y: out.index_add_(0, t, y)),
+    ("index_add", lambda out, t, y: torch.index_add(out, 0, t, y)),
+    ("index_put_", lambda out, t, y: out.index_put_((t,), y, accumulate=True)),
+    ("scatter_add", lambda out, t, y: out.scatter_add(0, t[:, None].expand(-1, H), y)),
+    ("assignment", by_assignment),
+]
+
+
+@pytest.mark.parametrize("add", [a for _, a in ADDS], ids=[n for n, _ in ADDS])
+def test_accumulators(add: Callable[[Any, Any, Any], Any]) -> None:
+    fact = accumulated(add)
+    assert isinstance(fact, Sum)
+    assert [p.rows.domain.expert for p in fact.parts] == [0, 1, 2]
+    assert show(fact.parts[1].rows.expr) == "mul(linear(silu(linear(token(x), w_up)), w_out), weight)"
+    assert fact.base is None
+
+
+def test_a_scaled_accumulation_is_no_sum() -> None:
+    assert not isinstance(accumulated(lambda out, t, y: out.index_add_(0, t, y, alpha=2.0)), Sum)
+
+
+def test_rows_added_to_other_tokens_are_no_sum() -> None:
+    assert not isinstance(accumulated(lambda out, t, y: out.index_add_(0, t.flip(0), y)), Sum)
+
+
+def test_half_done_assignment_is_a_buffer() -> None:
+    fact = fact_of(lambda x, ids: torch.zeros_like(x)[tok(ids)])
+    assert isinstance(fact, Buffer)
+
+
+def slots(x: Any, ids: Any, w_in: Any) -> Any:
+    return torch.einsum("th,tkih->tki", x, w_in[ids])
+
+
+COMBINED: list[tuple[str, Function]] = [
+    ("sum", lambda x, ids, w_in, weights: (slots(x, ids, w_in) * weights[..., None]).sum(1)),
+    ("einsum", lambda x, ids, w_in, weights: torch.einsum("tki,tk->ti", slots(x, ids, w_in), weights)),
+    ("matmul", lambda x, ids, w_in, weights: (weights[:, None, :] @ slots(x, ids, w_in)).squeeze(1)),
+]
+
+
+@pytest.mark.parametrize("function", [f for _, f in COMBINED], ids=[n for n, _ in COMBINED])
+def test_weighted_sums_over_slots(function: Function) -> None:
+    (fact,) = [f for f in trace(function).ctx.facts.values() if isinstance(f, Combined)]
+    assert letters(fact.axes).replace("1 ", "") == "t f"
+    assert show(fact.rows.expr) == "mul(linear(token(x), w_in), weight)"
+
+
+def test_a_sum_over_tokens_is_refused() -> None:
+    assert lost_code(lambda x, ids, w_in: slots(x, ids, w_in).sum(0)) == "not-row-local"
+
+
+def test_weights_of_other_slots_are_refused() -> None:
+    """[K, T] weights where [T, K] are meant."""
+    function = lambda x, ids, w_in, weights: slots(x, ids, w_in).reshape(T * K, -1) * weights.t().reshape(-1, 1)  # noqa: E731
+    assert lost_code(function) == "tokens-differ"
+
+
+def test_every_expert_weighted_by_the_dense_table() -> None:
+    def function(x: Any, w_in: Any, ids: Any, weights: Any, scores: Any) -> Any:
+        table = torch.zeros_like(scores).scatter(1, ids, weights)
+        return torch.einsum("tei,te->ti", torch.einsum("th,eih->tei", x, w_in), table)
+
+    fact = fact_of(function)
+    assert isinstance(fact, Combined)
+    assert (fact.rows.domain.name, show(fact.rows.expr)) == ("dense", "mul(linear(token(x), w_in), gate[e])")
+
+
+def test_a_masked_expert_is_read_backwards() -> None:
+    """An expert on every token becomes rows when the mask multiplies it."""
+
+    def function(x: Any, w_up: Any, w_out: Any, ids: Any, weights: Any) -> Any:
+        y = F.linear(F.silu(F.linear(x, w_up[1])), w_out[1])
+        return y * (weights * (ids == 1)).sum(-1, keepdim=True)
+
+    traced = trace(function)
+    assert isinstance(traced.fact, Rows)
+    assert (traced.fact.domain.name, traced.fact.domain.expert) == ("masked", 1)
+    assert show(traced.fact.expr) == "mul(linear(silu(linear(token(x), w_up)), w_out), gate[1])"
