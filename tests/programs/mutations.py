@@ -304,7 +304,7 @@ def _body_mutations() -> list[Mutation]:
         return Mutation(name, replaceable_body, alter=_wrap_bodies(wrap), grad=grad)
 
     return [
-        change("hidden divided by its largest value", _before_down(lambda h: h / (1 + h.abs().amax()))),
+        change("hidden divided by its total", _before_down(lambda h: h / (1 + h.abs().sum()))),
         change("hidden rows reversed", _before_down(lambda h: h.flip(0))),
         change("hidden centred over rows", _before_down(lambda h: h - h.mean(0, keepdim=True))),
         change("hidden centred over features", _before_down(lambda h: h - h.mean(-1, keepdim=True))),
