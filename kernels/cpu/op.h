@@ -118,18 +118,24 @@ bool fits(const Call& c) {
   return vector(c.b_in, c.w_in.out) && vector(c.b_up, c.w_in.out) && vector(c.b_out, c.w_out.out);
 }
 
-// Slots up to which this kernel is quicker than GEMMs of the BLAS library (measured; see benchmarks/ops_cpu.py).
-constexpr int64_t FEW_SLOTS = 64;
-int64_t max_slots = FEW_SLOTS;
+// Up to so many slots per expert this kernel is quicker than GEMMs of the BLAS library (measured, see benchmarks/ops_cpu.py).
+// The choice depends on sizes alone, never on where the router sends the tokens.
+constexpr int64_t ROWS_BY_DOTS = 16, ROWS_BY_SUMS = 4, MOST_SLOTS = 1024;
+int64_t max_slots = -1;
 
-bool few(const Call& c) { return c.ids.rows * c.ids.columns <= max_slots; }
+bool few(const Call& c) {
+  int64_t slots = c.ids.rows * c.ids.columns;
+  if (max_slots >= 0) return slots <= max_slots;
+  return slots <= MOST_SLOTS && slots <= c.w_in.count * (c.w_in.contiguous_in && c.w_out.contiguous_in ? ROWS_BY_DOTS : ROWS_BY_SUMS);
+}
 
-// Threads that pay: one for every so many weight elements that are read.
+// Threads that pay: one for every so many weight elements that are read; later rows of an expert cost a part of the first.
 int threads_for(const Call& c, const Routing& r) {
   uint32_t most = 1;
   if (omp_in_parallel()) return 1;
   check(torch_.threads(&most));
-  int64_t work = int64_t(r.groups.size()) * (c.w_in.out * c.w_in.in * (c.w_up.present ? 2 : 1) + c.w_out.out * c.w_out.in);
+  int64_t expert = c.w_in.out * c.w_in.in * (c.w_up.present ? 2 : 1) + c.w_out.out * c.w_out.in;
+  int64_t work = expert * int64_t(3 * r.groups.size() + r.order.size()) / 4;
   return int(std::max<int64_t>(1, std::min<int64_t>(most, work / 65536)));
 }
 
@@ -144,14 +150,14 @@ Handle experts(Value* stack) {
   c.first = bits<double>(stack[10]);
   c.second = bits<double>(stack[11]);
   c.out_dtype = bits<int32_t>(stack[12]);
-  if (!enabled || !read_matrix(stack[1], c.ids) || !few(c)) return nullptr;
+  if (!enabled || !read_matrix(stack[1], c.ids)) return nullptr;
   if (!read_matrix(stack[0], c.x) || !read_matrix(stack[2], c.weights)) return nullptr;
   if (!is_float(c.x.dtype) || !is_float(c.weights.dtype) || !is_float(c.out_dtype)) return nullptr;
   if (c.ids.dtype > I64 || c.ids.dtype < 0) return nullptr;
   Experts* const lists[] = {&c.w_in, &c.w_up, &c.w_out, &c.b_in, &c.b_up, &c.b_out};
   for (int i = 0; i < 6; ++i)
     if (!read_list(stack[3 + i], i < 3 ? 2 : 1, c.x.dtype, nullptr, *lists[i])) return nullptr;
-  if (!fits(c)) return nullptr;
+  if (!fits(c) || !few(c)) return nullptr;
   Routing routing(c.ids, c.w_in.count);
   for (int i = 0; i < 6; ++i)
     if (lists[i]->present && !lists[i]->base && !read_list(stack[3 + i], i < 3 ? 2 : 1, c.x.dtype, &routing, *lists[i])) return nullptr;
@@ -205,8 +211,8 @@ extern "C" __attribute__((visibility("default"))) int32_t moefuse_register(void*
   return torch_.implement(library, "experts_infer", kernel, TORCH_2_10);
 }
 
-// Off: every call goes to the general op. slots < 0: the usual limit.
+// Off: every call goes to the general op. slots: the most that this kernel takes, -1 for the measured rule.
 extern "C" __attribute__((visibility("default"))) void moefuse_configure(int32_t on, int64_t slots) {
   enabled = on;
-  max_slots = slots >= 0 ? slots : FEW_SLOTS;
+  max_slots = slots;
 }

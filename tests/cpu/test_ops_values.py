@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moefuse.runtime import cpu, gemm
+from moefuse.runtime import cpu, gemm, native
 from tests.cpu.ops_case import Case, every_body, leaves, oracle_grads, reference, run, tensors, to
 
 STORAGE = [
@@ -34,6 +35,14 @@ SIZES = [
     pytest.param({"tokens": 70, "low_id": 3, "high_id": 6}, id="no-valid-id-sorted-by-torch"),
     pytest.param({"tokens": 300, "hidden": 160, "hidden_out": 160}, id="sum-one-slot-at-a-time"),
 ]
+
+
+@pytest.fixture(autouse=True, params=["kernel", "portable"])
+def _provider(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Everything here holds with the C++ kernel for few slots and without it."""
+    native.configure(request.param == "kernel")
+    yield
+    native.configure(True)
 
 
 @pytest.fixture

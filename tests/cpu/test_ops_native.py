@@ -1,0 +1,276 @@
+"""The C++ kernel for few slots: against the reference and the portable provider, when it steps aside, and how it is loaded."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._inductor.utils import fresh_cache, run_and_get_code
+
+from moefuse import _torch_private
+from moefuse.ops import ACTIVATIONS
+from moefuse.ops.body import decode, encode, infer_args
+from moefuse.runtime import native, providers
+from tests.cpu.ops_case import Case, every_body, reference, run, tensors, to
+
+pytestmark = pytest.mark.skipif(not native.ready(), reason="no working C++ compiler")
+
+STORAGE = [
+    pytest.param({}, id="stacked"),
+    pytest.param({"transposed": True}, id="in-out-storage"),
+    pytest.param({"separate": True}, id="a-parameter-per-expert"),
+]
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+class Log:
+    """Calls that reached the general op."""
+
+    def __init__(self) -> None:
+        self.general = 0
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> Log:
+    log = Log()
+    run = providers.run
+
+    def spy(op: str, *args: Any) -> Any:
+        log.general += op == "experts"
+        return run(op, *args)
+
+    monkeypatch.setattr(providers, "run", spy)
+    return log
+
+
+@pytest.fixture
+def every_slot_count() -> Iterator[None]:
+    """The kernel takes calls of any number of slots."""
+    native.configure(True, 1 << 40)
+    yield
+    native.configure(True)
+
+
+def portable(args: list[Any], **options: Any) -> Tensor:
+    native.configure(False)
+    try:
+        return run(args, **options)
+    finally:
+        native.configure(True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("storage", STORAGE)
+def test_every_body_and_dtype(storage: dict[str, Any], dtype: torch.dtype, log: Log) -> None:
+    """Odd sizes: every loop of the kernel has a rest. A 16-bit result may differ from the reference where a sum is a tie."""
+    for case in every_body():
+        for on_input in (False, True):
+            c = case.with_(**storage, dtype=dtype, weight_on_input=on_input, hidden=70, inter=37, hidden_out=131)
+            args = c.args()
+            tolerance = {} if dtype.itemsize > 2 else {"rtol": 0.03, "atol": 0.03}
+            torch.testing.assert_close(run(args, **c.options), reference(args, **c.options), **tolerance)
+    assert log.general == 0
+
+
+@pytest.mark.parametrize("storage", STORAGE)
+@pytest.mark.parametrize("tokens", [0, 1, 2, 3, 4, 7, 40])
+@pytest.mark.usefixtures("every_slot_count")
+def test_any_number_of_rows_per_expert(tokens: int, storage: dict[str, Any], log: Log) -> None:
+    for gating in ("merged", "separate", "interleaved", "plain"):
+        c = Case(tokens=tokens, hidden=33, inter=65, hidden_out=129, **storage, gating=gating, out_dtype=torch.float32)
+        args = c.args()
+        torch.testing.assert_close(run(args, **c.options), reference(args, **c.options))
+    assert log.general == 0
+
+
+@pytest.mark.parametrize("storage", STORAGE)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.usefixtures("every_slot_count")
+def test_a_token_alone_gives_the_same_bits_as_among_others(dtype: torch.dtype, storage: dict[str, Any]) -> None:
+    c = Case(tokens=23, hidden=70, inter=37, hidden_out=131, dtype=dtype, **storage)
+    x, ids, weights, *rest = c.args()
+    together = run([x, ids, weights, *rest], **c.options)
+    alone = [run([x[t : t + 1], ids[t : t + 1], weights[t : t + 1], *rest], **c.options) for t in range(23)]
+    assert torch.equal(together, torch.cat(alone))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bitwise_equal_for_any_number_of_threads(dtype: torch.dtype) -> None:
+    c = Case(tokens=3, hidden=300, inter=200, hidden_out=310, experts=4, dtype=dtype)
+    args = c.args()
+    threads = torch.get_num_threads()
+    try:
+        results = []
+        for n in (1, 2, 3, 5):
+            torch.set_num_threads(n)
+            results += [run(args, **c.options) for _ in range(3)]
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(r, results[0]) for r in results)
+
+
+@pytest.mark.parametrize("activation", [name for name in ACTIVATIONS if name not in ("swiglu_oai", "silu_clamp")])
+def test_special_values_go_through_an_activation_as_in_torch(activation: str) -> None:
+    values = torch.tensor([[math.nan, math.inf, -math.inf, -0.0, 1e-30, 90.0, -90.0, 1e4, -1e4]])
+    one = torch.ones(1, 9, 9).mul(torch.eye(9))
+    # Each projection is the identity on one element at a time, so that an infinity meets no zero.
+    for v in values[0]:
+        args = [v.view(1, 1), torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1), [one[:, :1, :1]], [], [one[:, :1, :1]], [], [], []]
+        options = {"gating": "plain", "activation": activation}
+        torch.testing.assert_close(run(args, **options), reference(args, **options), equal_nan=True)
+
+
+def test_nan_and_wild_ids_stay_where_they_are() -> None:
+    for dtype in DTYPES:
+        args = Case(tokens=6, low_id=0, high_id=3, dtype=dtype).args()
+        clean = run(args)
+        args[0][2] = math.nan
+        args[1][4, 0] = -(1 << 40)
+        args[2][4, 0] = math.nan
+        out = run(args)
+        assert out[2].isnan().all()
+        assert out[4].isfinite().all()
+        assert torch.equal(out[[0, 1, 3, 5]], clean[[0, 1, 3, 5]])
+
+
+def test_any_strides_of_the_data(log: Log) -> None:
+    for dtype in DTYPES:
+        c = Case(tokens=5, dtype=dtype)
+        args = c.args()
+        want = run(args)
+        wide = torch.zeros(10, 12, dtype=dtype)
+        wide[::2, ::2] = args[0]
+        args[0] = wide[::2, ::2]
+        args[1], args[2] = args[1].t().contiguous().t(), args[2].t().contiguous().t()
+        args[3] = [torch.stack([args[3][0], args[3][0]], dim=1)[:, 0]]
+        args[5] = [torch.nn.functional.pad(args[5][0], (0, 3))[:, :, :4]]
+        assert torch.equal(run(args), want)
+    assert log.general == 0
+
+
+def strided(t: Tensor) -> Tensor:
+    """The same values with no dimension contiguous."""
+    return torch.stack([t, t], dim=-1)[..., 0]
+
+
+def one_odd(args: list[Any]) -> None:
+    args[3][1] = args[3][1].t().contiguous().t()
+
+
+STEPS_ASIDE = [
+    pytest.param(Case(tokens=2000), lambda args: None, id="many-slots"),
+    pytest.param(Case(), lambda args: args[3].__setitem__(0, strided(args[3][0])), id="weights-contiguous-in-no-dimension"),
+    pytest.param(Case(), lambda args: args[6].__setitem__(0, strided(args[6][0])), id="bias-not-contiguous"),
+    pytest.param(Case(separate=True), one_odd, id="one-expert-stored-the-other-way"),
+]
+
+
+@pytest.mark.parametrize(("case", "change"), STEPS_ASIDE)
+def test_what_it_leaves_to_the_general_op(case: Case, change: Any, log: Log) -> None:
+    args = case.args()
+    change(args)
+    torch.testing.assert_close(run(args), reference(args))
+    assert log.general == 1
+
+
+@pytest.mark.parametrize("case", [Case(separate=True), Case(), Case(tokens=2000)], ids=["list", "stacked", "general"])
+def test_no_reference_to_a_tensor_is_kept_or_lost(case: Case) -> None:
+    args = case.args()
+    before = [t._use_count() for t in tensors(args)]  # type: ignore[attr-defined]
+    for _ in range(3):
+        run(args)
+    assert [t._use_count() for t in tensors(args)] == before  # type: ignore[attr-defined]
+
+
+def test_same_values_as_the_portable_provider() -> None:
+    for dtype in DTYPES[:2]:
+        c = Case(tokens=7, hidden=64, inter=48, hidden_out=80, experts=5, dtype=dtype)
+        torch.testing.assert_close(run(c.args(), **c.options), portable(c.args(), **c.options))
+
+
+def test_errors_of_the_general_op_reach_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: Any) -> Any:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(providers, "run", broken)
+    with pytest.raises(RuntimeError):
+        run(Case(tokens=2000).args())
+
+
+def test_options_survive_the_encoding() -> None:
+    for c in every_body():
+        for on_input in (False, True):
+            options = {k: v for k, v in c.with_(weight_on_input=on_input).options.items() if k != "out_dtype"}
+            assert decode(*encode(**options)) == options
+
+
+@pytest.mark.parametrize("case", [Case(), Case(separate=True), Case(tokens=2000)], ids=["stacked", "list", "general"])
+def test_opcheck(case: Case) -> None:
+    c = case.with_(dtype=torch.float32)
+    options = {k: v for k, v in c.options.items() if k != "out_dtype"}
+    args = infer_args(tuple(c.args()), **options, out_dtype=None)
+    for op in (torch.ops.moefuse.experts_infer.default, torch.ops.moefuse.experts_general.default):
+        torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_a_compiled_model_calls_the_internal_op_only() -> None:
+    args = to(Case().args(), torch.float32)
+    with torch.no_grad(), fresh_cache():
+        out, (code,) = run_and_get_code(torch.compile(lambda x: run([x, *args[1:]]), fullgraph=True), args[0])
+    assert "moefuse.experts_infer.default(" in code
+    assert "moefuse.experts.default(" not in code
+    torch.testing.assert_close(out, run(args))
+
+
+@pytest.fixture
+def not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As before the first use. The dispatcher keeps the kernel that this process has registered."""
+    monkeypatch.setattr(native, "_tried", False)
+    monkeypatch.setattr(native, "_library", None)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no compiler\nsecond line"), OSError("noexec"), AttributeError("torch_list_size")], ids=str)
+@pytest.mark.usefixtures("not_loaded")
+def test_a_kernel_that_does_not_compile_is_one_debug_line(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(source: str) -> Any:
+        raise error
+
+    monkeypatch.setattr(_torch_private, "load_cpp", fail)
+    with caplog.at_level(logging.DEBUG, native.log.name):
+        assert not native.ready()
+        assert not native.ready()
+    first = str(error).split("\n")[0]
+    assert [r.getMessage() for r in caplog.records] == [f"the C++ kernel is not available, experts run in torch: {first}"]
+
+
+@pytest.mark.usefixtures("not_loaded")
+def test_the_switch_leaves_the_kernel_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(native.SWITCH, "0")
+    monkeypatch.setattr(_torch_private, "load_cpp", lambda source: pytest.fail("compiled"))
+    assert not native.ready()
+
+
+@pytest.mark.parametrize("variable", ["MOEFUSE_CPU_KERNEL=0", "CXX=/nowhere/g++"])
+def test_a_process_without_the_kernel(variable: str, tmp_path: Any) -> None:
+    program = """
+import torch
+from moefuse.runtime import native
+from tests.cpu.ops_case import Case, reference, run
+args = Case().args()
+torch.testing.assert_close(run(args), reference(args))
+assert not native.ready()
+"""
+    name, value = variable.split("=")
+    environment = {**os.environ, name: value, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", program], check=True, env=environment)
