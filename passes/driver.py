@@ -124,7 +124,7 @@ def _rewrite(ctx: Context, known: dict[Node, Any], run: _Run, region: Region) ->
     except (RuntimeError, ValueError, TypeError, AttributeError) as error:
         emit.undo()
         return Lost("not-lowered", anchor, {"detail": _first_line(error)})
-    verdict = _verdict(known, run, region, emit, lowered)
+    verdict = _verdict(ctx, known, run, region, emit, lowered)
     if isinstance(verdict, Lost):
         emit.undo()
         return verdict
@@ -134,14 +134,14 @@ def _rewrite(ctx: Context, known: dict[Node, Any], run: _Run, region: Region) ->
     return None
 
 
-def _verdict(known: dict[Node, Any], run: _Run, region: Region, emit: Emitter, lowered: Lowered) -> Verdict | Lost | None:
+def _verdict(ctx: Context, known: dict[Node, Any], run: _Run, region: Region, emit: Emitter, lowered: Lowered) -> Verdict | Lost | None:
     """The verification of this region, or of an identical one; None when switched off."""
     if run.options.verify == "off":
         return None
     key = signature(region, lowered.tier)
     if key not in run.verdicts:
         try:
-            run.verdicts[key] = verify(region, emit.nodes, lowered.result, known)
+            run.verdicts[key] = verify(region, emit.nodes, lowered.result, known, ctx.first)
         except Exception as error:  # noqa: BLE001  (whatever a user's region raises on synthetic tokens)
             return Lost("verification-error", region.anchor, {"detail": f"{type(error).__name__}: {_first_line(error)}"})
     verdict = run.verdicts[key]

@@ -257,7 +257,7 @@ def slice_of(ctx: Context, region: Region) -> set[Node]:
     stack = [region.anchor, *(h for h in region.holders if ctx.position[h] <= last)]
     while stack:
         node = stack.pop()
-        if node in seen or node in stop or ctx.calls.get(node) is None:
+        if node in seen or node in stop or ctx.first[node] in stop or ctx.calls.get(node) is None:
             continue
         seen.add(node)
         stack.extend(node.all_input_nodes)

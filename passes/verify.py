@@ -31,9 +31,15 @@ class Verdict:
     problem: str = ""
 
 
-def verify(region: Region, new_nodes: Sequence[Node], result: Node, weights: dict[Node, Any]) -> Verdict:
-    """Compare a region with its replacement; ``weights`` holds real values of the graph's inputs where they are known."""
-    values = Inputs(region, weights)
+def verify(region: Region, new_nodes: Sequence[Node], result: Node, weights: dict[Node, Any], same: dict[Node, Node]) -> Verdict:
+    """Compare a region with its replacement.
+
+    Args:
+        new_nodes: the replacement's nodes in order, ending in ``result``.
+        weights: real values of the graph's inputs where they are known.
+        same: for each view the first one equal to it, as the region's leaves name them.
+    """
+    values = Inputs(region, weights, same)
     before = [n for n in region.anchor.graph.nodes if n in region.nodes]
     worst = 0.0
     for kind in ("random", "one", "random"):
@@ -51,11 +57,16 @@ def verify(region: Region, new_nodes: Sequence[Node], result: Node, weights: dic
 class Inputs:
     """Values for everything a region reads: real weights, synthetic activations."""
 
-    def __init__(self, region: Region, weights: dict[Node, Any]) -> None:
-        self.region, self.known = region, dict(weights)
+    def __init__(self, region: Region, weights: dict[Node, Any], same: dict[Node, Node]) -> None:
+        self.same = same
+        self.region, self.known = region, {n: _hint(v) for n, v in weights.items()}
         self.generator = torch.Generator().manual_seed(0)
         self.device = fake(region.value).device
         self.num_tokens = int(_hint(_product(region.routing.tokens, region)))
+
+    def first(self, node: Node) -> Node:
+        """The first of several equal views."""
+        return self.same.get(node, node)
 
     def weight(self, node: Node) -> Any:
         """The real value of a weight or constant, computed from the graph's inputs if it is not one; synthetic if unknown."""
@@ -132,6 +143,9 @@ def _run(nodes: Sequence[Node], values: Inputs, leaves: dict[Node, Any], result:
     def value(node: Node) -> Any:
         if node in env:
             return env[node]
+        first = values.first(node)
+        if first in leaves and node not in leaves:
+            return value(first)
         if node in leaves:
             env[node] = leaves[node].clone() if isinstance(leaves[node], torch.Tensor) else leaves[node]
             return env[node]
