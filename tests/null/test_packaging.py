@@ -49,7 +49,7 @@ def test_the_only_top_level_name_is_moefuse(wheel: zipfile.ZipFile) -> None:
 
 @pytest.mark.parametrize("folder", ["passes", "kernels"])
 def test_linked_folders_are_real_files_in_the_wheel(wheel: zipfile.ZipFile, folder: str) -> None:
-    expected = {f"moefuse/{path.relative_to(ROOT)}" for path in (ROOT / folder).rglob("*.py")}
+    expected = {f"moefuse/{path.relative_to(ROOT)}" for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".h", ".cpp")}
     assert expected <= set(wheel.namelist())
     for name in expected:
         assert wheel.read(name) == (ROOT / name.removeprefix("moefuse/")).read_bytes()
