@@ -157,9 +157,22 @@ def test_running_sums_of_counts_are_ends() -> None:
     assert fact.ends
 
 
+def sorted_ids(ids: Any) -> Any:
+    return torch.sort(ids.reshape(-1))[0]
+
+
+def test_ends_by_search() -> None:
+    fact = fact_of(lambda ids: torch.searchsorted(sorted_ids(ids), call(torch.arange, ids, E), right=True))
+    assert isinstance(fact, Counts)
+    assert (letters(fact.axes), fact.ends) == ("e", True)
+
+
 @pytest.mark.parametrize(
     "function",
     [
+        lambda ids: torch.searchsorted(sorted_ids(ids), call(torch.arange, ids, E)),  # where they begin
+        lambda ids: torch.searchsorted(ids.reshape(-1), call(torch.arange, ids, E), right=True),
+        lambda ids: torch.searchsorted(sorted_ids(ids), call(torch.arange, ids, E) * 2, right=True),
         lambda ids: torch.histc(ids.reshape(-1).float(), bins=E, min=0, max=E),  # the bins are not the experts
         lambda ids: torch.histc(ids.reshape(-1).float(), bins=2 * E, min=0, max=E - 1),
         lambda ids, weights: torch.bincount(ids.reshape(-1), weights=weights.reshape(-1), minlength=E),

@@ -1,0 +1,122 @@
+"""The documentation against the repository: links, paths, tables of options and codes, and the tables of measurements."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import re
+import types
+from pathlib import Path
+
+import pytest
+
+from moefuse.config import ENVIRONMENT, Options
+from moefuse.ops.activations import ACTIVATIONS
+from moefuse.passes.rules import _FAMILIES
+
+ROOT = Path(__file__).parent.parent.parent
+FILES = sorted((*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")))
+README = (ROOT / "README.md").read_text()
+PATH = re.compile(r"`((?:moefuse|passes|kernels|tests|docs|benchmarks|examples|requirements)/[\w./-]+)`")
+
+
+def names(files: list[Path]) -> list[str]:
+    return [path.relative_to(ROOT).as_posix() for path in files]
+
+
+@pytest.mark.parametrize("path", FILES, ids=names(FILES))
+def test_links_lead_somewhere(path: Path) -> None:
+    links = re.findall(r"\]\(([^)#\s]+)(?:#[\w-]*)?\)", path.read_text())
+    assert [link for link in links if not link.startswith("http") and not (path.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("path", FILES, ids=names(FILES))
+def test_named_files_exist(path: Path) -> None:
+    """Code in the text (`passes/axes.py`) moves; the text has to move with it."""
+    made_later = {"benchmarks/results/"}
+    found = [name for name in PATH.findall(path.read_text()) if name not in made_later]
+    assert [name for name in found if not (ROOT / name).exists()] == []
+
+
+@pytest.mark.parametrize("path", FILES, ids=names(FILES))
+def test_lines_are_not_endless(path: Path) -> None:
+    """Tables may be wide; text may not."""
+    long = [line for line in path.read_text().splitlines() if len(line) > 145 and not line.startswith("|") and "](" not in line]
+    assert long == []
+
+
+@pytest.mark.parametrize("path", FILES, ids=names(FILES))
+def test_excerpts_are_what_the_source_says(path: Path) -> None:
+    """A block behind `<!-- from file -->` stands in that file, apart from indentation."""
+    for name, block in re.findall(r"<!-- from (\S+) -->\n *```\n(.*?)^ *```$", path.read_text(), flags=re.MULTILINE | re.DOTALL):
+        lines = [line.strip() for line in (ROOT / name).read_text().splitlines()]
+        wanted = [line.strip() for line in block.splitlines()]
+        assert any(lines[i : i + len(wanted)] == wanted for i in range(len(lines))), f"{name} has changed: {wanted[0]}"
+
+
+def test_the_table_of_options() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| `([^`]+)` \|", README, flags=re.MULTILINE)
+    documented = {name: default.replace('"', "'") for name, default in rows if name.islower()}
+    assert documented == {field.name: repr(field.default) for field in dataclasses.fields(Options)}
+
+
+def test_the_table_of_environment_variables() -> None:
+    rows = re.findall(r"^\| `(MOEFUSE_\w+)` \| `(\w+)` \| (.*) \|$", README, flags=re.MULTILINE)
+    assert {name: option for name, option, _ in rows} == {name: option for name, (option, _) in ENVIRONMENT.items()}
+    for name, _, legal in rows:
+        assert set(re.findall(r"`(\w+)`", legal)) == set(ENVIRONMENT[name][1])
+
+
+def test_every_activation_is_listed() -> None:
+    (listed,) = re.findall(r"^- activations: (.*?);$", README, flags=re.MULTILINE | re.DOTALL)
+    assert set(ACTIVATIONS) <= set(re.findall(r"`(\w+)`", listed))
+
+
+def test_every_family_of_rules_is_described() -> None:
+    text = (ROOT / "docs/design/facts.md").read_text()
+    assert [family for family in _FAMILIES if f"`passes/rules/{family}.py`" not in text] == []
+
+
+def test_make_targets_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    text = "\n".join(path.read_text() for path in FILES)
+    used = set(re.findall(r"`make (\w+)`", text)) | set(re.findall(r"^make (\w+)", text, flags=re.MULTILINE))
+    assert {target for target in used if not re.search(rf"^{target}:", makefile, flags=re.MULTILINE)} == set()
+
+
+@pytest.fixture
+def tables() -> types.ModuleType:
+    spec = importlib.util.spec_from_file_location("tables", ROOT / "docs/tables.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_tables_of_measurements(tables: types.ModuleType, tmp_path: Path) -> None:
+    paired = {"median": 2.0, "p25": 1.5, "p75": 2.5}
+    row = {
+        "shape": "a",
+        "dtype": "float32",
+        "tokens": 1,
+        "ms": {"loop": {"median": 1.0}, "moefuse": {"median": 0.5}},
+        "ratio": {"loop": paired},
+    }
+    (tmp_path / "layer.json").write_text(json.dumps({"cpu": "X", "threads": 2, "rows": [row]}))
+    text = tables.inserted(f"a\n{tables.BEGIN}old\n{tables.END}b\n", tables.rendered(tmp_path))
+    head = "| layer | dtype | tokens | loop ms | moefuse ms | loop / moefuse |\n|---|---|---|---|---|---|\n"
+    body = "| a | float32 | 1 | 1 | 0.5 | 2.00 [1.50, 2.50] |\n"
+    assert text == f"a\n{tables.BEGIN}**layer** (X, 2 threads)\n\n{head}{body}{tables.END}b\n"
+
+
+def test_tables_need_their_place(tables: types.ModuleType) -> None:
+    with pytest.raises(ValueError, match="lost the comments"):
+        tables.inserted("a document without them", "")
+
+
+def test_the_readme_shows_the_results_that_are_there(tables: types.ModuleType) -> None:
+    results = ROOT / "benchmarks" / "results"
+    if not any(results.glob("*.json")):
+        assert tables.NOTHING in README
