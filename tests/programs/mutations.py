@@ -205,7 +205,7 @@ def _tapped(name: str, point: str, applies: Callable[[Program], bool], measure: 
 
 def _escapes() -> list[Mutation]:
     return [
-        _tapped("sum of every expert's rows returned", "routed", loops, lambda y: y.sum(), "value-escapes"),
+        _tapped("sum of every expert's rows returned", "routed", loops, lambda y: y.sum(), None),
         _tapped("norm of every expert's rows returned", "routed", loops, lambda y: 0.1 * y.square().sum(0), "value-escapes"),
         _tapped("partial sums returned", "partial", summing_loops, lambda out: out.clone(), "value-escapes"),
         _tapped("partial sums returned, detached", "partial", summing_loops, lambda out: out.detach().sum(), "value-escapes"),
@@ -260,9 +260,7 @@ def _loop_mutations() -> list[Mutation]:
         Mutation("batch mean added by one expert", loops, lambda: Hooks(routed=_only(1, lambda y: y + y.sum(0)))),
         Mutation("softmax over rows", loops, lambda: Hooks(routed=_each(lambda y: y.softmax(0))), code="not-row-local"),
         Mutation("running sum over rows", loops, lambda: Hooks(routed=_each(lambda y: y.cumsum(0))), code="not-row-local"),
-        Mutation(
-            "largest value of all rows", loops, lambda: Hooks(routed=_each(lambda y: y / (1 + y.square().sum()))), code="not-row-local"
-        ),
+        Mutation("divided by a sum over all rows", loops, lambda: Hooks(routed=_each(lambda y: y / (1 + y.square().sum())))),
         Mutation("weight squared", loops, lambda: Hooks(weight=_each(lambda w: w * w))),
         Mutation("weight one", loops, lambda: Hooks(weight=_each(torch.ones_like))),
         Mutation("weight one for one expert", loops, lambda: Hooks(weight=_only(1, torch.ones_like))),
@@ -382,6 +380,11 @@ def _routing_mutations() -> list[Mutation]:
     ]
 
 
+def viewable(p: Program) -> bool:
+    """Programs that flatten an expanded input without an error."""
+    return len(p.tokens) == 1 or p.noise.flatten == "reshape" or p.noise.pre_norm
+
+
 class Around(MoE):
     """A layer with something done before and after it."""
 
@@ -423,7 +426,7 @@ def _around_mutations() -> list[Mutation]:
         change("result changed in place", after=lambda x, out: out.mul_(2.0)),
         change("one output row zeroed", after=lambda x, out: out.index_fill(0, torch.tensor([0]), 0.0)),
         change("token mean subtracted after", after=lambda x, out: out - out.mean(0, keepdim=True)),
-        change("expanded input", before=lambda x: x[..., :1, :].expand_as(x)),
+        Mutation("expanded input", viewable, alter=_around(lambda x: x[..., :1, :].expand_as(x), result)),
         change("strided input", before=lambda x: torch.stack((x, x * 2), dim=-1)[..., 0].contiguous()),
         change("input zero", before=lambda x: x * 0.0),
     ]
