@@ -13,13 +13,20 @@ from moefuse.passes.context import Context
 from moefuse.passes.expr import Expr, ExpertVector, Gate, Leaf, Linear, SharedVector, SlotWeight, Token, has_linear, walk
 from moefuse.passes.facts import Buffer, Combined, Counts, Fact, Fill, Lost, Many, Mask, Part, Range, Routing, Rows, Sorted, Sum, Table
 from moefuse.passes.generalise import generalise
-from moefuse.passes.ops import tensor
+from moefuse.passes.ops import Call, tensor
 from moefuse.passes.sizes import shape_of
 from moefuse.passes.templates import same_expr, vanishes
 from moefuse.spec import Domain
 
 #: nodes that only ask for sizes or assert them
 SIZE_QUERIES = frozenset("size sym_size sym_numel numel dim _assert_scalar sym_constrain_range sym_constrain_range_for_size _check".split())
+
+#: operations that take only the shape, dtype or device of some of their arguments
+_LOOKS_AT: dict[str, tuple[int, ...]] = {
+    **dict.fromkeys(("type_as", "view_as", "reshape_as", "expand_as"), (1,)),
+    **dict.fromkeys(("zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_ones", "new_empty", "new_full"), (0,)),
+    **dict.fromkeys(("size", "sym_size", "numel", "dim"), (0,)),
+}
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -248,6 +255,14 @@ def _spelling(ctx: Context, region: Region) -> Domain:
     return region.domain
 
 
+def _read_by(call: Call | None, node: Node) -> list[Node]:
+    """The inputs whose values an operation reads; ``zeros_like(x)`` and ``y.type_as(x)`` only look at x's shape or dtype."""
+    if call is None or call.name not in _LOOKS_AT:
+        return node.all_input_nodes
+    values = [a for i, a in enumerate(call.args) if i not in _LOOKS_AT[call.name]]
+    return [a for a in values if isinstance(a, Node)]
+
+
 def slice_of(ctx: Context, region: Region) -> set[Node]:
     """Everything between the leaves and the anchor, in-place writes included."""
     stop = set(region.leaves) | ({region.base} if region.base is not None else set())
@@ -260,7 +275,7 @@ def slice_of(ctx: Context, region: Region) -> set[Node]:
         if node in seen or node in stop or ctx.first[node] in stop or ctx.calls.get(node) is None:
             continue
         seen.add(node)
-        stack.extend(node.all_input_nodes)
+        stack.extend(_read_by(ctx.calls[node], node))
         stack.extend(w for w in ctx.writes.get(ctx.storage[node], ()) if ctx.position[w] <= last and ctx.storage[node] not in kept)
     if region.base is not None:
         seen.update(w for w in ctx.writes.get(ctx.storage[region.base], ()) if w in region.holders and ctx.position[w] <= last)

@@ -21,6 +21,7 @@ from moefuse.passes.ops import call_of, fake
 
 _SAMPLE = 64
 _FAR = 512.0
+_SMALL = 16  # a weight is a few views of a Parameter; what has more behind it is an activation that the region only looks at
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,8 @@ class Inputs:
 
     def _computed(self, node: Node) -> Any:
         value = fake(node)
-        if node.op == "placeholder" or any(n.op == "placeholder" and n not in self.known for n in _ancestors(node)):
+        before = _ancestors(node)
+        if len(before) > _SMALL or any(n.op == "placeholder" and n not in self.known for n in before):
             return self.random(value) if isinstance(value, torch.Tensor) else _hint(value)
         args = torch.fx.node.map_arg((node.args, node.kwargs), self.weight)
         with torch.no_grad():
@@ -126,9 +128,10 @@ def _product(sizes: Iterable[Any], region: Region) -> Any:
 
 
 def _ancestors(node: Node) -> set[Node]:
+    """What a value is computed from; stops counting where it is clearly not a weight."""
     seen: set[Node] = set()
     stack = [node]
-    while stack:
+    while stack and len(seen) <= _SMALL:
         n = stack.pop()
         if n not in seen:
             seen.add(n)
