@@ -270,7 +270,8 @@ def compile_apart(fn: Callable[..., Any], backend: CompiledFn) -> Callable[..., 
 def not_compiled(model: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
     """The callable under ``torch.compile``, ``model.compile()`` and ``submodule.compile()``, for as long as the block runs."""
     # A compiled module has both attributes, and the second is only its forward, without hooks.
-    inner: Callable[..., Any] = getattr(model, "_orig_mod", None) or getattr(model, "_torchdynamo_orig_callable", model)
+    found: Any = getattr(model, "_orig_mod", None) or getattr(model, "_torchdynamo_orig_callable", model)
+    inner: Callable[..., Any] = found
     modules = list(inner.modules()) if isinstance(inner, torch.nn.Module) else []
     compiled = {module: module.__dict__.pop("_compiled_call_impl") for module in modules if "_compiled_call_impl" in module.__dict__}
     try:

@@ -29,7 +29,7 @@ class ExpertsSpec:
         gating: how gate and up projection are stored; ``"plain"`` has no gate.
         up_first: the activation is applied to the second half (or the odd features) of a merged projection.
         weights: ``"stacked"`` for one 3-D tensor per projection, ``"separate"`` for one 2-D Parameter per expert.
-        layout: ``"out-in"`` when a projection is stored as ``nn.Linear`` stores it, ``"in-out"`` when transposed, for (first, last) projection.
+        layout: ``"out-in"`` when a projection is stored as ``nn.Linear`` stores it, ``"in-out"`` when transposed; (first, last) projection.
         bias: whether any projection has a bias.
         weight_on: whether the routing weight multiplies the expert's output or its input.
     """

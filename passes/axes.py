@@ -20,7 +20,7 @@ from moefuse.passes.sizes import Size, product, same
 
 class Atom(NamedTuple):
     kind: str
-    index: int
+    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody asks of an atom
     size: Size
 
 
@@ -74,15 +74,17 @@ def reshape(axes: Axes, sizes: Sequence[Size]) -> Axes | None:
             if not same(product(a.size for a in axis), size):
                 return None
         spare = _ones(rest) - later_ones
-        if same(size, 1) or out or axis:
-            for _ in range(max(spare, 0)):
-                axis.append(rest.pop(0))
+        axis += rest[: max(spare, 0)]
+        del rest[: max(spare, 0)]
         out.append(tuple(axis))
     return tuple(out) if not rest else None
 
 
 def align(row: Axis, other: Axis) -> list[tuple[Axis, Axis]] | None:
-    """Cut two axes of equal extent into the shortest runs of equal extent: ``[(run of row, run of other), ...]``; size-one atoms are left out."""
+    """Cut two axes of equal extent into the shortest runs of equal extent, ``[(run of row, run of other), ...]``.
+
+    Atoms of size one are left out: they can be anywhere.
+    """
     left, right = ([a for a in axis if a.kind == "r" or not same(a.size, 1)] for axis in (row, other))
     runs: list[tuple[Axis, Axis]] = []
     while left or right:

@@ -14,8 +14,10 @@ from moefuse.passes.sizes import shape_of, size_of
 
 #: operations whose result may share storage with their first argument
 _ALIASING = frozenset(
-    "view reshape transpose t permute squeeze unsqueeze expand expand_as flatten unflatten chunk split tensor_split narrow select unbind "
-    "getattr T mT view_as reshape_as contiguous to type_as detach alias movedim split_with_sizes unfold diagonal ravel".split()
+    (
+        "view reshape transpose t permute squeeze unsqueeze expand expand_as flatten unflatten chunk split tensor_split narrow select "
+        "unbind getattr T mT view_as reshape_as contiguous to type_as detach alias movedim split_with_sizes unfold diagonal ravel"
+    ).split()
 )
 
 #: operations that switch grad mode or autocast for what follows
@@ -41,7 +43,8 @@ class Context:
         self._same_views()
 
     def _scan(self) -> None:
-        grad, casts = torch.is_grad_enabled(), ()
+        grad: bool = torch.is_grad_enabled()
+        casts: tuple[str, ...] = ()
         for node in self.graph.nodes:
             call = call_of(node)
             self.calls[node] = call

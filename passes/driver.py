@@ -129,8 +129,8 @@ def _rewrite(ctx: Context, known: dict[Node, Any], run: _Run, region: Region) ->
         emit.undo()
         return verdict
     replace(ctx, region, lowered.result)
-    error = None if verdict is None else verdict.error
-    run.result.fused.append(Fused(_path(region), location(anchor), lowered.spec, region.domain, lowered.tier, error))
+    measured = None if verdict is None else verdict.error
+    run.result.fused.append(Fused(_path(region), location(anchor), lowered.spec, region.domain, lowered.tier, measured))
     return None
 
 
@@ -142,7 +142,7 @@ def _verdict(ctx: Context, known: dict[Node, Any], run: _Run, region: Region, em
     if key not in run.verdicts:
         try:
             run.verdicts[key] = verify(region, emit.nodes, lowered.result, known, ctx.first)
-        except Exception as error:  # noqa: BLE001  (whatever a user's region raises on synthetic tokens)
+        except Exception as error:  # whatever a user's region raises on synthetic tokens
             return Lost("verification-error", region.anchor, {"detail": f"{type(error).__name__}: {_first_line(error)}"})
     verdict = run.verdicts[key]
     return Lost("verification-failed", region.anchor, {"detail": verdict.problem}) if verdict.problem else verdict

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 
-from moefuse.passes.expr import Cast, Expr, ExpertVector, Gate, Leaf, Linear, Op, SharedVector, Slice, SlotWeight, Token
+from moefuse.passes.expr import Cast, ExpertVector, Expr, Gate, Leaf, Linear, Op, SharedVector, Slice, SlotWeight, Token
 
 _OPERATORS: dict[str, Callable[..., Any]] = {
     "add": operator.add,

@@ -1,4 +1,4 @@
-"""One expression for all experts: compare the experts' trees position by position; they may differ only in which expert's weight they use."""
+"""One expression for all experts: their trees, compared position by position, may differ only in which expert's weight they use."""
 
 from __future__ import annotations
 
@@ -7,14 +7,24 @@ from typing import Any
 from torch.fx import Node
 
 from moefuse.passes.expr import (
-    Cast, Expr, ExpertVector, Gate, Leaf, Linear, Op, SharedVector, Slice, SlotWeight, Token,
+    Cast,
+    ExpertVector,
+    Expr,
+    Gate,
+    Leaf,
+    Linear,
+    Op,
+    SharedVector,
+    Slice,
+    SlotWeight,
+    Token,
 )  # fmt: skip
 from moefuse.passes.facts import Lost
 from moefuse.passes.ops import tensor
 from moefuse.passes.sizes import shape_of
 
 
-class _Differ(Exception):
+class _DifferError(Exception):
     def __init__(self, expert: int, detail: str) -> None:
         super().__init__(detail)
         self.expert, self.detail = expert, detail
@@ -24,7 +34,7 @@ def generalise(exprs: list[Expr], experts: list[int], node: Node) -> Expr | Lost
     """The common tree, with stacked leaves indexed by the row's expert and separate Parameters listed; Lost where experts differ."""
     try:
         return _merge(exprs, experts)
-    except _Differ as differ:
+    except _DifferError as differ:
         return Lost("experts-differ", node, {"expert": str(differ.expert), "detail": differ.detail})
 
 
@@ -32,7 +42,7 @@ def _merge(exprs: list[Expr], experts: list[int]) -> Expr:
     first = exprs[0]
     for e, other in zip(experts[1:], exprs[1:], strict=True):
         if type(other) is not type(first):
-            raise _Differ(e, f"{type(other).__name__.lower()} where expert {experts[0]} has {type(first).__name__.lower()}")
+            raise _DifferError(e, f"{type(other).__name__.lower()} where expert {experts[0]} has {type(first).__name__.lower()}")
     match first:
         case Token() | SlotWeight():
             _same(exprs, experts, "source", "input")
@@ -56,7 +66,7 @@ def _merge(exprs: list[Expr], experts: list[int]) -> Expr:
             return Cast(first.node, _merge([e.child for e in exprs], experts), first.dtype)  # type: ignore[attr-defined]
         case Op():
             return _op(exprs, experts)
-    raise _Differ(experts[0], f"unknown expression {type(first).__name__}")
+    raise _DifferError(experts[0], f"unknown expression {type(first).__name__}")
 
 
 def _same(exprs: list[Any], experts: list[int], name: str, what: str) -> None:
@@ -64,7 +74,7 @@ def _same(exprs: list[Any], experts: list[int], name: str, what: str) -> None:
     for e, other in zip(experts[1:], exprs[1:], strict=True):
         value = getattr(other, name)
         if value is not first and (isinstance(first, Node) or value != first):
-            raise _Differ(e, f"{what} {value} instead of {first}")
+            raise _DifferError(e, f"{what} {value} instead of {first}")
 
 
 def _op(exprs: list[Any], experts: list[int]) -> Op:
@@ -72,7 +82,7 @@ def _op(exprs: list[Any], experts: list[int]) -> Op:
     _same(exprs, experts, "name", "operation")
     for e, other in zip(experts[1:], exprs[1:], strict=True):
         if len(other.args) != len(first.args) or [k for k, _ in other.kwargs] != [k for k, _ in first.kwargs]:
-            raise _Differ(e, f"`{first.name}` with other arguments")
+            raise _DifferError(e, f"`{first.name}` with other arguments")
     args = tuple(_argument([x.args[i] for x in exprs], experts, first.name) for i in range(len(first.args)))
     kwargs = tuple((k, _argument([x.kwargs[i][1] for x in exprs], experts, first.name)) for i, (k, _) in enumerate(first.kwargs))
     return Op(first.node, first.name, args, kwargs)
@@ -83,7 +93,7 @@ def _argument(values: list[Any], experts: list[int], name: str) -> Any:
         return _merge(values, experts)
     for e, v in zip(experts[1:], values[1:], strict=True):
         if isinstance(v, Expr) or isinstance(values[0], Expr) or type(v) is not type(values[0]) or v != values[0]:
-            raise _Differ(e, f"`{name}` with {v} instead of {values[0]}")
+            raise _DifferError(e, f"`{name}` with {v} instead of {values[0]}")
     return values[0]
 
 
@@ -94,7 +104,7 @@ def _gate(exprs: list[Any], experts: list[int]) -> Gate:
         _same(exprs, experts, name, "routing weights")
     for e, gate in zip(experts, exprs, strict=True):
         if gate.expert is not None and gate.expert != e:
-            raise _Differ(e, f"weighted by the column of expert {gate.expert}")
+            raise _DifferError(e, f"weighted by the column of expert {gate.expert}")
     first: Gate = exprs[0]
     return Gate(first.node, first.source, first.slots, first.ones, None)
 
@@ -110,11 +120,11 @@ def _leaf(leaves: list[Leaf], experts: list[int]) -> Leaf:
     first = leaves[0]
     for e, leaf in zip(experts, leaves, strict=True):
         if leaf.stacked != first.stacked or leaf.order != first.order:
-            raise _Differ(e, "its weight is stored in another layout")
+            raise _DifferError(e, "its weight is stored in another layout")
         if leaf.stacked and leaf.source is not first.source:
-            raise _Differ(e, f"uses {leaf.source.name} instead of {first.source.name}")
+            raise _DifferError(e, f"uses {leaf.source.name} instead of {first.source.name}")
         if leaf.stacked and leaf.expert is not None and leaf.expert != e:
-            raise _Differ(e, f"uses the weight of expert {leaf.expert}")
+            raise _DifferError(e, f"uses the weight of expert {leaf.expert}")
         _check_shape(e, leaf, first)
     if first.stacked:
         return Leaf(first.source, True, None, first.order)
@@ -126,4 +136,4 @@ def _check_shape(expert: int, leaf: Leaf, first: Leaf) -> None:
     if mine is None or theirs is None or leaf.stacked:
         return
     if shape_of(mine) != shape_of(theirs) or mine.dtype != theirs.dtype or mine.device != theirs.device:
-        raise _Differ(expert, f"weight {tuple(mine.shape)} {mine.dtype} instead of {tuple(theirs.shape)} {theirs.dtype}")
+        raise _DifferError(expert, f"weight {tuple(mine.shape)} {mine.dtype} instead of {tuple(theirs.shape)} {theirs.dtype}")

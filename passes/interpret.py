@@ -14,8 +14,10 @@ from moefuse.passes.rules import RULES, Rule
 
 #: questions about a tensor's metadata: they carry no routing information and lose none
 _METADATA = frozenset(
-    "size dim numel sym_size sym_numel is_contiguous stride getattr element_size ndimension sym_stride len _assert_scalar "
-    "_assert_async sym_constrain_range sym_constrain_range_for_size _check _check_is_size is_floating_point".split()
+    (
+        "size dim numel sym_size sym_numel is_contiguous stride getattr element_size ndimension sym_stride len _assert_scalar "
+        "_assert_async sym_constrain_range sym_constrain_range_for_size _check _check_is_size is_floating_point"
+    ).split()
 )
 
 
@@ -83,7 +85,9 @@ def _write(ctx: Context, node: Node, call: Call, fact: Any) -> None:
 def _whole_view(ctx: Context, alias: Node, target: Node) -> bool:
     """Whether two aliases show the same elements in the same shape (``contiguous``, ``to`` of the same dtype, an earlier in-place result)."""
     a, b = tensor(alias), tensor(target)
-    return a is not None and b is not None and tuple(a.shape) == tuple(b.shape) and tuple(a.stride()) == tuple(b.stride()) and a.dtype == b.dtype
+    if a is None or b is None or a.dtype != b.dtype:
+        return False
+    return tuple(a.shape) == tuple(b.shape) and tuple(a.stride()) == tuple(b.stride())
 
 
 def _like(ctx: Context, fact: Any, alias: Node) -> Any:

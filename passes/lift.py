@@ -10,7 +10,7 @@ import torch
 from torch.fx import Node
 
 from moefuse.passes.context import Context
-from moefuse.passes.expr import Expr, ExpertVector, Gate, Leaf, Linear, SharedVector, SlotWeight, Token, has_linear, walk
+from moefuse.passes.expr import ExpertVector, Expr, Gate, Leaf, Linear, SharedVector, SlotWeight, Token, has_linear, walk
 from moefuse.passes.facts import Buffer, Combined, Counts, Fact, Fill, Lost, Many, Mask, Part, Range, Routing, Rows, Sorted, Sum, Table
 from moefuse.passes.generalise import generalise
 from moefuse.passes.ops import Call, tensor
@@ -19,7 +19,9 @@ from moefuse.passes.templates import same_expr, vanishes
 from moefuse.spec import Domain
 
 #: nodes that only ask for sizes or assert them
-SIZE_QUERIES = frozenset("size sym_size sym_numel numel dim _assert_scalar sym_constrain_range sym_constrain_range_for_size _check".split())
+SIZE_QUERIES = frozenset(
+    ("size sym_size sym_numel numel dim _assert_scalar sym_constrain_range sym_constrain_range_for_size _check").split()
+)
 
 #: operations that take only the shape, dtype or device of some of their arguments
 _LOOKS_AT: dict[str, tuple[int, ...]] = {
@@ -321,9 +323,9 @@ def _mutations(ctx: Context, region: Region) -> Lost | None:
     """No leaf is written to between its first use in the region and the anchor."""
     if region.base is not None:
         root = ctx.storage[region.base]
-        if ctx.writes.get(root) and (root.op == "placeholder" or root is not region.base and root not in region.nodes):
-            if any(w in region.nodes for w in ctx.writes[root]):
-                return ctx.lost("mutation", region.anchor, name=root.name)
+        written = any(w in region.nodes for w in ctx.writes.get(root, ()))
+        if written and (root.op == "placeholder" or (root is not region.base and root not in region.nodes)):
+            return ctx.lost("mutation", region.anchor, name=root.name)
     for source in region.leaves:
         used = [n for n in region.nodes if any(ctx.storage[i] is ctx.storage[source] for i in n.all_input_nodes)]
         first = min(used, key=ctx.position.__getitem__, default=None)
@@ -379,8 +381,6 @@ def _expert_value(fact: Any) -> bool:
     if isinstance(fact, Rows):
         return has_linear(fact.expr)
     return isinstance(fact, Sum | Buffer | Lost)
-
-
 
 
 __all__ = ["Fact", "Region", "lift", "slice_of", "sources", "weight_leaves"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch.fx import Node
 
 from moefuse.passes.emit import Emitter
 from moefuse.passes.evaluate import function_of
-from moefuse.passes.expr import Cast, Expr, ExpertVector, Gate, Leaf, Linear, Op, SharedVector, Slice, SlotWeight, Token, walk
+from moefuse.passes.expr import Cast, ExpertVector, Expr, Gate, Leaf, Linear, Op, SharedVector, Slice, SlotWeight, Token, walk
 from moefuse.passes.lift import Region, weight_leaves
 from moefuse.passes.ops import tensor
 from moefuse.passes.sizes import same_shape, shape_of
@@ -54,10 +55,10 @@ class Lowering:
             return routing.node
         return self.once(routing, lambda: self.emit(torch.reshape, routing.node, (-1, routing.top_k)))
 
-    def once(self, key: Any, build: Any) -> Any:
+    def once(self, key: Any, build: Callable[[], Node]) -> Node:
         if id(key) not in self.memo:
             self.memo[id(key)] = (build(), key)
-        return self.memo[id(key)][0]
+        return self.memo[id(key)][0]  # type: ignore[no-any-return]
 
     def matrix(self, node: Node, width: int) -> Node:
         """A tensor as [tokens, width]."""
@@ -167,7 +168,7 @@ class Lowering:
         return Lowered(result, grouped_spec(region), "grouped")
 
     def product(self, terms: list[Expr]) -> Node:
-        out = self.rows(terms[0])
+        out: Node = self.rows(terms[0])
         for t in terms[1:]:
             out = self.emit(torch.mul, out, self.rows(t))
         return out

@@ -9,8 +9,8 @@ from torch.fx import Node
 
 from moefuse.passes.axes import Atom, Axes, Axis, align, extent
 from moefuse.passes.context import Context
-from moefuse.passes.expr import Expr, ExpertVector, Leaf, SharedVector, SlotWeight, Token
-from moefuse.passes.facts import Column, Domain, Mask, Rows, Table, View, Weight
+from moefuse.passes.expr import ExpertVector, Expr, Leaf, SharedVector, SlotWeight, Token
+from moefuse.passes.facts import Column, Domain, Rows, Table, View, Weight
 from moefuse.passes.ops import fake, tensor
 from moefuse.passes.sizes import same, shape_of
 
@@ -33,7 +33,7 @@ def joined(parts: list[Axes], rank: int) -> Axes:
 
 def leaf(ctx: Context, node: Node, axes: Axes, domain: Domain, value: Any) -> Expr | None:
     """The expression of an operand for the rows of ``domain`` laid out as ``axes``; None if it is not a value per row."""
-    from moefuse.passes.rules.index import gate
+    from moefuse.passes.rules.gather import gate
 
     rank = len(axes)
     if isinstance(value, Rows):
@@ -45,7 +45,11 @@ def leaf(ctx: Context, node: Node, axes: Axes, domain: Domain, value: Any) -> Ex
         return gate(node, value) if known and not value.negated and value.fill == 0.0 and fits(axes, padded(value.axes, rank)) else None
     if isinstance(value, Weight):
         return _expert_vector(node, axes, domain, value)
-    if isinstance(value, Column) and domain.name == "masked" and not any(real(a) for a in value.axes[len(value.axes) - 1 :] if rank == len(value.axes)):
+    if (
+        isinstance(value, Column)
+        and domain.name == "masked"
+        and not any(real(a) for a in value.axes[len(value.axes) - 1 :] if rank == len(value.axes))
+    ):
         return SlotWeight(node, value.base.root, value.slot)
     if isinstance(value, View):
         return _plain(ctx, node, axes, domain, replace(value, axes=padded(value.axes, rank)))
@@ -147,7 +151,7 @@ def _expert_vector(node: Node, axes: Axes, domain: Domain, weight: Weight) -> Ex
     """A row of a stacked [E, n] tensor: a bias."""
     left = [a for axis in weight.axes for a in axis if a.kind == "w"]
     rows = [a for axis in weight.axes for a in axis if a.kind != "w"]
-    if len(left) > 1 or weight.axes and left and weight.axes[-1] != (left[0],) and extent(weight.axes[-1]) != 1:
+    if len(left) > 1 or (weight.axes and left and weight.axes[-1] != (left[0],) and extent(weight.axes[-1]) != 1):
         return None
     if rows and (weight.routing is not domain.routing or weight.order is not domain.order):
         return None

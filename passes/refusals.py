@@ -45,7 +45,9 @@ def _ends(ctx: Context, covered: set[Node]) -> list[tuple[Node, Routing | None]]
     for node, fact in ctx.facts.items():
         if node in covered or not looks_like_experts(fact) or isinstance(fact, Many):
             continue
-        if not any(u in covered or looks_like_experts(ctx.facts.get(u)) or isinstance(ctx.facts.get(u), Sum | Lost | Buffer) for u in node.users):
+        if not any(
+            u in covered or looks_like_experts(ctx.facts.get(u)) or isinstance(ctx.facts.get(u), Sum | Lost | Buffer) for u in node.users
+        ):
             out.append((node, fact.domain.routing))
     return out
 
@@ -56,7 +58,11 @@ def _routing(ctx: Context, node: Node) -> Routing | None:
         fact = ctx.facts.get(source)
         for item in fact.items if isinstance(fact, Many) else (fact,):
             found = getattr(item, "routing", None) or getattr(getattr(item, "domain", None), "routing", None)
-            found = found or getattr(getattr(item, "selection", None), "routing", None) or getattr(getattr(item, "order", None), "routing", None)
+            found = (
+                found
+                or getattr(getattr(item, "selection", None), "routing", None)
+                or getattr(getattr(item, "order", None), "routing", None)
+            )
             if found is not None:
                 return found  # type: ignore[no-any-return]
     return None

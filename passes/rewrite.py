@@ -81,4 +81,3 @@ def _symbolic(node: Node) -> bool:
     """Whether a node computes with sizes only."""
     value = node.meta.get("example_value")
     return value is not None and isinstance(value, torch.SymInt | torch.SymBool | torch.SymFloat | bool | int)
-

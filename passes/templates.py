@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from moefuse.passes.expr import Cast, Expr, ExpertVector, Gate, Leaf, Linear, Op, Slice, SlotWeight, Token
+from moefuse.passes.expr import Cast, ExpertVector, Expr, Gate, Leaf, Linear, Op, Slice, SlotWeight, Token
 from moefuse.spec import Gating
 
 
@@ -169,7 +169,12 @@ def same_expr(a: Any, b: Any) -> bool:
             return (a.start, a.step, a.length, a.of) == (b.start, b.step, b.length, b.of) and same_expr(a.child, b.child)
         case Op():
             pairs = zip((*a.args, *a.options.values()), (*b.args, *b.options.values()), strict=False)
-            return a.name == b.name and len(a.args) == len(b.args) and a.options.keys() == b.options.keys() and all(same_expr(x, y) for x, y in pairs)
+            return (
+                a.name == b.name
+                and len(a.args) == len(b.args)
+                and a.options.keys() == b.options.keys()
+                and all(same_expr(x, y) for x, y in pairs)
+            )
         case Expr():
             return getattr(a, "source", None) is getattr(b, "source", a)
     return bool(a == b)

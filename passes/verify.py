@@ -82,7 +82,7 @@ class Inputs:
             return self.random(value) if isinstance(value, torch.Tensor) else _hint(value)
         args = torch.fx.node.map_arg((node.args, node.kwargs), self.weight)
         with torch.no_grad():
-            return getattr(args[0][0], node.target)(*args[0][1:], **args[1]) if isinstance(node.target, str) else node.target(*args[0], **args[1])
+            return call_target(node, *args)
 
     def random(self, like: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
         """Normal values in the shape, dtype and device of a fake tensor."""
@@ -158,10 +158,17 @@ def _run(nodes: Sequence[Node], values: Inputs, leaves: dict[Node, Any], result:
         if node in leaves:
             continue
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), value)
-        env[node] = getattr(args[0], node.target)(*args[1:], **kwargs) if node.op == "call_method" else node.target(*args, **kwargs)  # type: ignore[operator]
+        env[node] = call_target(node, args, kwargs)
     if node_writes(result):
         return value(result.args[0])  # type: ignore[arg-type, no-any-return]
     return env[result]  # type: ignore[no-any-return]
+
+
+def call_target(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run one node's operation."""
+    if isinstance(node.target, str):
+        return getattr(args[0], node.target)(*args[1:], **kwargs)
+    return node.target(*args, **kwargs)
 
 
 def node_writes(node: Node) -> bool:
@@ -203,7 +210,7 @@ def _lowest(region: Region, out: torch.dtype) -> torch.dtype:
     """The coarsest dtype that the region computes in."""
     from moefuse.passes.lift import weight_leaves
 
-    found = [fake(leaf.source).dtype for leaf in weight_leaves(region.expr)] + [out]
+    found: list[torch.dtype] = [*(fake(leaf.source).dtype for leaf in weight_leaves(region.expr)), out]
     return max(found, key=lambda d: torch.finfo(d).eps)
 
 
@@ -223,4 +230,3 @@ def reference(region: Region, weight: Callable[[Node], Any], leaves: dict[Node, 
             out = torch.zeros(len(sample), part.shape[-1], dtype=torch.float64, device=part.device)
         out.index_add_(0, row, part.expand(len(row), -1).contiguous())
     return out if out is not None else torch.zeros(len(sample), 1, dtype=torch.float64)
-

@@ -9,7 +9,7 @@ from torch.fx import Node
 
 from moefuse.passes.axes import Atom, Axis
 from moefuse.passes.context import Context
-from moefuse.passes.facts import Buffer, Domain, Fill, Index, Mask, Part, Rows, Selection, Sorted, Sum, Table
+from moefuse.passes.facts import Buffer, Domain, Fill, Index, Mask, Part, Rows, Selection, Sorted, Table
 from moefuse.passes.rules import rule
 from moefuse.passes.rules.permutation import assign_inverse
 from moefuse.passes.rules.routing import selection

@@ -9,10 +9,9 @@ from torch.fx import Node
 
 from moefuse.passes.axes import Atom, Axes, Axis, extent
 from moefuse.passes.context import Context, normalize, out_shape
-from moefuse.passes.expr import Gate, walk
-from moefuse.passes.facts import Buffer, Combined, Domain, Fill, Index, Mask, Part, Range, Routing, Rows, Sorted, Sum, Table, View
+from moefuse.passes.expr import Gate, Op, walk
+from moefuse.passes.facts import Combined, Domain, Fill, Index, Lost, Mask, Part, Range, Routing, Rows, Sorted, Sum, Table, View
 from moefuse.passes.generalise import generalise
-from moefuse.passes.facts import Lost
 from moefuse.passes.ops import tensor
 from moefuse.passes.rules import rule
 from moefuse.passes.rules.routing import over_slots
@@ -47,13 +46,16 @@ def _over_features(ctx: Context, node: Node, x: Any, dims: list[int], keepdim: b
     found = over_features(ctx, node, x, tuple(dims))
     if not isinstance(found, Rows):
         return found
-    return replace(found, expr=replace(found.expr, kwargs=(*found.expr.kwargs, ("keepdim", True))))  # type: ignore[call-arg]
+    expr = found.expr
+    return replace(found, expr=replace(expr, kwargs=(*expr.kwargs, ("keepdim", True)))) if isinstance(expr, Op) else None
 
 
 def combined(ctx: Context, node: Node, rows: Rows, over: Axis, left: Axes) -> Any:
     """Rows summed over ``over``: the whole region if that is the slots of a token, or every expert."""
     kinds = [a.kind for a in over if not same(a.size, 1)] or [a.kind for a in over]
-    slots = rows.domain.name == "slots" and (kinds == ["k"] or (not kinds and rows.domain.routing is not None and rows.domain.routing.top_k == 1))
+    slots = rows.domain.name == "slots" and (
+        kinds == ["k"] or (not kinds and rows.domain.routing is not None and rows.domain.routing.top_k == 1)
+    )
     if slots or (rows.domain.name == "dense" and kinds == ["e"]):
         return Combined(left, rows)
     return ctx.lost("not-row-local", node, op="sum")
@@ -69,7 +71,7 @@ def accumulate(ctx: Context, node: Node, target: Node, rows: Rows, *, once: bool
         return replace(current, parts=(*current.parts, part), once=current.once or once)
     if isinstance(current, Fill) and current.value == 0.0:
         return Sum(axes, None, (part,), once)
-    if isinstance(current, View) and current.root is target or isinstance(current, Combined):
+    if (isinstance(current, View) and current.root is target) or isinstance(current, Combined):
         return Sum(axes, target, (part,), once)
     return None
 
@@ -86,7 +88,12 @@ def add_rows(ctx: Context, node: Node, target: Node, where: Any, rows: Rows) -> 
     """Rows added to the tokens they came from."""
     if isinstance(where, Index) and where.of == "token" and rows.domain.selection is not None:
         return accumulate(ctx, node, target, rows) if where.selection.same(rows.domain.selection) else None
-    if isinstance(where, Range) and rows.domain.name == "slots" and rows.domain.routing is not None and _token_of_slot(where, rows.domain.routing):
+    if (
+        isinstance(where, Range)
+        and rows.domain.name == "slots"
+        and rows.domain.routing is not None
+        and _token_of_slot(where, rows.domain.routing)
+    ):
         base = _base(ctx, target)
         tokens = tuple(Atom("t", i, s) for i, s in enumerate(rows.domain.routing.tokens))
         return None if base is False else Combined((tokens, *rows.axes[1:]), rows, base)
@@ -103,7 +110,11 @@ def _token_of_slot(where: Range, routing: Routing) -> bool:
     """``arange(T).repeat_interleave(K)``."""
     axis = where.axes[0] if len(where.axes) == 1 else ()
     names = [a.kind for a in axis if not same(a.size, 1)]
-    return names in (["d", "b"], ["d"][: len(names)]) and same(where.size, routing.num_tokens) and same(extent(axis), routing.num_tokens * routing.top_k)
+    return (
+        names in (["d", "b"], ["d"][: len(names)])
+        and same(where.size, routing.num_tokens)
+        and same(extent(axis), routing.num_tokens * routing.top_k)
+    )
 
 
 def _base(ctx: Context, target: Node) -> Any:
@@ -133,7 +144,7 @@ def scatter_sorted(ctx: Context, target: Node, dim: int, index: Node, source: An
 
 
 @rule("index_put")
-def on_index_put(ctx: Context, node: Node, target: Node, indices: Any, values: Any, accumulate: bool = False) -> Any:  # noqa: A002
+def on_index_put(ctx: Context, node: Node, target: Node, indices: Any, values: Any, accumulate: bool = False) -> Any:
     from moefuse.passes.rules.assign import on_setitem
 
     if not isinstance(indices, tuple | list) or len(indices) != 1:
@@ -235,13 +246,22 @@ def on_stack(ctx: Context, node: Node, tensors: Any, dim: int = 0, **_: Any) -> 
 def stacked_tables(node: Node, tables: list[Table], dim: int) -> Table | None:
     """One column for each expert, beside each other: the whole table."""
     first = tables[0]
-    if any(t.routing is not first.routing or t.expert != i or t.fill != first.fill or t.negated or t.slot is not None for i, t in enumerate(tables)):
+    if any(
+        t.routing is not first.routing or t.expert != i or t.fill != first.fill or t.negated or t.slot is not None
+        for i, t in enumerate(tables)
+    ):
         return None
     axes = list(first.axes)
     axes.insert(normalize(dim, len(axes) + 1), (Atom("e", 0, len(tables)),))
     exact = first.slots is not None and all(t.slots is not None and t.slots.root is first.slots.root for t in tables)
     return replace(
-        first, axes=tuple(axes), expert=None, root=node, root_axes=tuple(axes), slots=first.slots if exact else None, ones=all(t.ones for t in tables)
+        first,
+        axes=tuple(axes),
+        expert=None,
+        root=node,
+        root_axes=tuple(axes),
+        slots=first.slots if exact else None,
+        ones=all(t.ones for t in tables),
     )
 
 
@@ -254,7 +274,7 @@ def on_gather(ctx: Context, node: Node, x: Any, dim: Any, index: Any, **_: Any) 
         dim, index = index, dim
     rows, view, where = ctx.fact(x), ctx.view(index), ctx.fact(index)
     if dim == 0 and isinstance(where, Index | Sorted) and len(where.axes) == 2 and [a.kind for a in where.axes[1]] == ["b"]:
-        from moefuse.passes.rules.index import by_tensor
+        from moefuse.passes.rules.gather import by_tensor
 
         whole = same(where.axes[1][0].size, out_shape(x)[-1])
         return by_tensor(ctx, node, x, [index]) if whole else None

@@ -1,4 +1,4 @@
-"""Contractions. `linear`, `matmul`, `bmm`, `einsum` and grouped GEMMs are one thing: rows times an expert weight, or a weighted sum of rows."""
+"""Contractions. `linear`, `matmul`, `bmm`, `einsum`, grouped GEMMs: rows times an expert weight, or a weighted sum of rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moefuse.passes.operands import fits, leaf, real
 from moefuse.passes.ops import tensor
 from moefuse.passes.rules import rule
 from moefuse.passes.rules.combine import combined
-from moefuse.passes.rules.index import slot_value, token
+from moefuse.passes.rules.gather import slot_value, token
 from moefuse.passes.rules.routing import mask_table, masked_weight
 from moefuse.passes.sizes import same
 
@@ -166,8 +166,10 @@ def project(ctx: Context, node: Node, x: Any, weight: Weight, names: Labels, oth
     if not free and not any(a.kind == "w" and a is not contracted[0] for axis in weight.axes for a in axis):
         return None
     stack = weight.expert != -1
-    outer = weight.axes[others.index(free[0])][0].index if free else next(
-        a.index for axis in weight.axes for a in axis if a.kind == "w" and a is not contracted[0]
+    outer = (
+        weight.axes[others.index(free[0])][0].index
+        if free
+        else next(a.index for axis in weight.axes for a in axis if a.kind == "w" and a is not contracted[0])
     )
     item = Leaf(weight.root, stack, weight.expert if stack else None, (outer, contracted[0].index))
     shape = out_shape(node)
@@ -251,7 +253,7 @@ def _per_slot(
         expr = _computed(ctx, node, x, routing)
     if expr is None:
         return ctx.lost("tokens-differ", node, detail="the rows beside the gathered weights are not each slot's own token")
-    return Domain("slots", routing), expr, {c: a for c, a in rows.items()}
+    return Domain("slots", routing), expr, dict(rows)
 
 
 def _computed(ctx: Context, node: Node, x: View, routing: Routing) -> Expr | None:

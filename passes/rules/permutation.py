@@ -67,7 +67,11 @@ def on_div(ctx: Context, node: Node, x: Any, other: Any, rounding_mode: str | No
 def assign_inverse(ctx: Context, node: Node, target: Node, index: Any, value: Any) -> Any:
     """``inverse[perm] = arange(S)``."""
     source = ctx.fact(value)
-    full = isinstance(source, Range) and len(source.axes) == 1 and same(source.size, index.order.routing.num_tokens * index.order.routing.top_k)
+    full = (
+        isinstance(source, Range)
+        and len(source.axes) == 1
+        and same(source.size, index.order.routing.num_tokens * index.order.routing.top_k)
+    )
     return Sorted(index.axes, index.order, "inverse") if full and isinstance(index, Sorted) and index.of == "slot" else None
 
 

@@ -23,12 +23,15 @@ from moefuse.passes.rules.views import inherited
 from moefuse.passes.sizes import same
 
 UNARY = (
-    "silu gelu relu relu6 elu selu celu leaky_relu mish softplus softsign hardswish hardsigmoid hardtanh tanh sigmoid logsigmoid exp exp2 "
-    "expm1 log log1p sqrt rsqrt reciprocal abs neg sign square sin cos erf clamp clamp_min clamp_max threshold tanhshrink nan_to_num round floor"
+    "silu gelu relu relu6 elu selu celu leaky_relu mish softplus softsign hardswish hardsigmoid hardtanh tanh sigmoid logsigmoid "
+    "exp exp2 expm1 log log1p sqrt rsqrt reciprocal abs neg sign square sin cos erf clamp clamp_min clamp_max threshold tanhshrink "
+    "nan_to_num round floor"
 ).split()
-BINARY = "add sub mul div pow maximum minimum remainder fmod atan2 rsub".split()
-TERNARY = "addcmul addcdiv lerp".split()
-RANDOM = "dropout alpha_dropout feature_dropout bernoulli rand_like randn_like randint_like normal uniform rrelu multinomial exponential".split()
+BINARY = ("add sub mul div pow maximum minimum remainder fmod atan2 rsub").split()
+TERNARY = ("addcmul addcdiv lerp").split()
+RANDOM = (
+    "dropout alpha_dropout feature_dropout bernoulli rand_like randn_like randint_like normal uniform rrelu multinomial exponential"
+).split()
 
 
 @rule(*UNARY, *TERNARY, "pow", "sub", "maximum", "minimum", "remainder", "fmod", "atan2", "rsub")
@@ -103,7 +106,9 @@ def domain_of(rows: list[Rows], tables: list[Table] | None = None) -> Domain | N
         if first.routing is not None and first.routing is not t.routing:
             return None
         known = first.expert is not None
-        first = replace(first, routing=t.routing, expert=first.expert if known else t.expert, slot=first.slot if first.slot is not None else t.slot)
+        first = replace(
+            first, routing=t.routing, expert=first.expert if known else t.expert, slot=first.slot if first.slot is not None else t.slot
+        )
     return first
 
 

@@ -21,7 +21,9 @@ from moefuse.passes.rules.routing import constant, is_integer, role_axes
 from moefuse.passes.sizes import same, shape_of
 
 
-@rule("zeros", "zeros_like", "new_zeros", "ones", "ones_like", "new_ones", "full", "full_like", "new_full", "empty", "empty_like", "new_empty")
+@rule(
+    "zeros", "zeros_like", "new_zeros", "ones", "ones_like", "new_ones", "full", "full_like", "new_full", "empty", "empty_like", "new_empty"
+)
 def on_fill(ctx: Context, node: Node, *args: Any, **kwargs: Any) -> Any:
     value = tensor(node)
     if value is None:
@@ -63,7 +65,9 @@ def on_scatter(ctx: Context, node: Node, target: Node, dim: int, index: Node, sr
 
 def _lines_up(weight: View, ids: View) -> bool:
     """Whether a source tensor is indexed as the ids are: the same dims in the same order."""
-    return [[a.index for a in axis if a.kind == "d"] for axis in weight.axes] == [[a.index for a in axis if a.kind == "d"] for axis in ids.axes]
+    return [[a.index for a in axis if a.kind == "d"] for axis in weight.axes] == [
+        [a.index for a in axis if a.kind == "d"] for axis in ids.axes
+    ]
 
 
 def scatter_rows(ctx: Context, node: Node, target: Node, dim: int, index: Node, src: Any) -> Any:

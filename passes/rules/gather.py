@@ -1,0 +1,322 @@
+"""Indexing by tensors: the rows of an expert, the weights of a slot, slots in sorted order."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch.fx import Node
+
+from moefuse.passes.axes import Atom, Axis, align, extent, fresh
+from moefuse.passes.context import Context, normalize, out_shape
+from moefuse.passes.expr import Expr, Gate, SlotWeight, Token
+from moefuse.passes.facts import (
+    Buffer,
+    Column,
+    Domain,
+    Fact,
+    Fill,
+    Index,
+    Mask,
+    Range,
+    Routing,
+    Rows,
+    Selection,
+    Sorted,
+    Sum,
+    Table,
+    View,
+)
+from moefuse.passes.ops import tensor
+from moefuse.passes.rules import rule
+from moefuse.passes.rules.index import pick, stacked
+from moefuse.passes.rules.routing import is_integer, role_axes, row_axis, selection
+from moefuse.passes.sizes import same
+
+_ALL = slice(None, None, None)
+
+
+@rule("index_select")
+def on_index_select(ctx: Context, node: Node, x: Node, dim: int, index: Node) -> Any:
+    return by_tensor(ctx, node, x, [*[_ALL] * normalize(dim, len(out_shape(x))), index])
+
+
+@rule("embedding")
+def on_embedding(ctx: Context, node: Node, ids: Node, table: Node, *_: Any, **__: Any) -> Any:
+    return by_tensor(ctx, node, table, [ids])
+
+
+def by_tensor(ctx: Context, node: Node, x: Node, items: list[Any]) -> Any:
+    """Indexing by tensors, perhaps with None in front or full slices behind."""
+    added = 0
+    while added < len(items) and items[added] is None:
+        added += 1
+    found = _by_tensor(ctx, node, x, items[added:])
+    if not added or not isinstance(found, Fact):
+        return found
+    if isinstance(found, Rows) and found.axes and found.axes[0]:
+        found = found.with_axes(((found.axes[0][0]._replace(size=out_shape(node)[added]),), *found.axes[1:]))
+    return found.with_axes((*((),) * added, *found.axes))
+
+
+def _by_tensor(ctx: Context, node: Node, x: Node, items: list[Any]) -> Any:
+    indices = [ctx.fact(i) if isinstance(i, Node) else i for i in items]
+    base, first, tail = ctx.fact(x), indices[0], indices[1:]
+    plain = not [t for t in tail if t != _ALL]
+    if isinstance(first, Index):
+        return by_rows(ctx, node, x, base, first.selection, [first, *tail])
+    if isinstance(first, Mask | Table):
+        return _by_any_mask(ctx, node, x, base, first, tail)
+    if isinstance(base, Rows) and base.domain.name == "dense" and len([i for i in indices if i != _ALL]) == 2:
+        return chosen_outputs(ctx, base, items, indices)
+    if isinstance(first, Sorted) and plain:
+        return by_order(ctx, node, base, first)
+    if isinstance(first, Range) and isinstance(base, View) and plain:
+        return by_range(base, first)
+    if isinstance(first, View) and isinstance(base, View) and is_integer(items[0]) and plain:
+        return by_ids(ctx, base, first)
+    return None
+
+
+def _by_any_mask(ctx: Context, node: Node, x: Node, base: Any, mask: Mask | Table, tail: list[Any]) -> Any:
+    found = selection(mask, mask.axes)
+    if found is None or len(tail) > 1:
+        return None
+    if tail:
+        column = isinstance(mask, Table) and isinstance(tail[0], int) and isinstance(base, View)
+        base = pick(ctx, node, x, base, len(base.axes) - 1, tail[0]) if column else None
+    return by_mask(ctx, node, x, base, *found)
+
+
+def by_ids(ctx: Context, base: View, ids: View) -> Any:
+    """``W[ids]``: each slot's expert weight."""
+    routing = ctx.routing(ids)
+    axes = role_axes(ids, routing) if routing is not None else None
+    if axes is None or base.axes[0] != (Atom("d", 0, base.axes[0][0].size),):
+        return None
+    rest = stacked(base, base.axes[1:], routing=routing)
+    return None if rest is None else replace(rest, axes=(*axes, *rest.axes))
+
+
+def chosen_outputs(ctx: Context, base: Rows, items: list[Any], indices: list[Any]) -> Rows | None:
+    """``y[arange(T)[:, None], ids]`` (or with the expert dimension first): the outputs of the chosen experts."""
+    kinds = ["".join(a.kind for a in axis) for axis in base.axes[:2]]
+    if sorted(kinds) != ["e", "t"]:
+        return None
+    ids, numbers = indices[kinds.index("e")], indices[kinds.index("t")]
+    routing = ctx.routing(ids) if isinstance(ids, View) and is_integer(items[kinds.index("e")]) else None
+    roles = role_axes(ids, routing) if routing is not None else None
+    if routing is None or roles is None or not isinstance(numbers, Range) or not same(numbers.size, routing.num_tokens):
+        return None
+    if len(roles) != 2 or len(numbers.axes) != 2 or numbers.axes[1] or [a.kind for a in roles[0]] != ["t"] or len(routing.tokens) != 1:
+        return None
+    if base.domain.routing is not None and base.domain.routing is not routing:
+        return None
+    return Rows((*roles, *base.axes[2:]), Domain("slots", routing), base.expr)
+
+
+def by_range(base: View, index: Range) -> View | None:
+    """``x[arange(T).repeat_interleave(K)]``: x repeated."""
+    axis = index.axes[0] if len(index.axes) == 1 else ()
+    if not axis or axis[0].kind != "d" or any(a.kind != "b" for a in axis[1:]) or not same(index.size, extent(base.axes[0])):
+        return None
+    return base.with_axes(((*base.axes[0], *axis[1:]), *base.axes[1:]))  # type: ignore[no-any-return]
+
+
+def by_rows(ctx: Context, node: Node, x: Node, base: Any, chosen: Selection, indices: list[Any]) -> Any:
+    """``x[token_rows]``, ``w[token_rows, slot_rows]``, with None, full slices or a constant slot behind."""
+    columns = []
+    for i in indices:
+        if not isinstance(i, Index):
+            break
+        if not i.selection.same(chosen):
+            return None
+        columns.append(i.of)
+    rest = indices[len(columns) :]
+    if any(r is not None and r != _ALL for r in rest[1:]):
+        return None
+    rows = row_axis(node)
+    if columns == ["token"]:
+        return _by_tokens(ctx, node, x, base, chosen, rows, rest)
+    if columns == ["token", "slot"] and isinstance(base, View):
+        if not _is_slot_weight(base, chosen.routing):
+            return ctx.lost("tokens-differ", node, detail="the routing weights are not [tokens, slots]")
+        return _with_none(Rows((rows,), row_domain(chosen), SlotWeight(node, base.root)), rest)
+    return None
+
+
+def _by_tokens(ctx: Context, node: Node, x: Node, base: Any, chosen: Selection, rows: Axis, rest: list[Any]) -> Any:
+    """A value per token, for the tokens of an expert."""
+    if isinstance(base, Sum) and base.parts[0].rows.domain.routing is not chosen.routing:
+        base = View(fresh(out_shape(x)), x)
+    if isinstance(base, Fill | Sum):
+        return Buffer((rows, *((b[0],) for b in base.axes[1:] if b)), x, chosen) if not rest else None
+    if isinstance(base, Column) and chosen.slot == base.slot:
+        return _with_none(_slot_gate(node, base, chosen, rows), rest)
+    if isinstance(base, Table):
+        return _by_column(node, base, chosen, rows, rest)
+    if not isinstance(base, View):
+        return None
+    if rest and isinstance(rest[0], int):
+        slot = chosen.slot == rest[0]
+        return _with_none(Rows((rows,), row_domain(chosen), Gate(node, base.root, True, False, chosen.expert)), rest[1:]) if slot else None
+    taken = take_tokens(ctx, node, base, chosen, rows)
+    return _with_none(taken, rest) if isinstance(taken, Rows) else taken
+
+
+def _by_column(node: Node, base: Table, chosen: Selection, rows: Axis, rest: list[Any]) -> Rows | None:
+    """The weight of the expert out of a routing table."""
+    if base.routing is not chosen.routing:
+        return None
+    if base.expert is None and rest and rest[0] == chosen.expert:
+        return _with_none(Rows((rows,), row_domain(chosen), gate(node, replace(base, expert=chosen.expert))), rest[1:])
+    same_expert = base.expert == chosen.expert
+    return _with_none(Rows((rows, *base.axes[1:]), row_domain(chosen), gate(node, base)), rest) if same_expert else None
+
+
+def _with_none(rows: Rows, rest: list[Any]) -> Rows | None:
+    axes = rows.axes
+    for r in rest:
+        if r is None:
+            axes = (*axes, ())
+        elif r != _ALL:
+            return None
+    return rows.with_axes(axes)  # type: ignore[no-any-return]
+
+
+def row_domain(chosen: Selection) -> Domain:
+    return Domain("selected", chosen.routing, selection=chosen, expert=chosen.expert, slot=chosen.slot)
+
+
+def _slot_gate(node: Node, column: Column, chosen: Selection, rows: Axis) -> Rows:
+    """The weights of one slot for the rows that chose an expert in that slot."""
+    axes = (rows, *(() for _ in column.axes[1:]))
+    return Rows(axes, row_domain(chosen), Gate(node, column.base.root, True, False, chosen.expert))
+
+
+def gate(node: Node, table: Table) -> Gate:
+    """The weight a table gives the row's expert."""
+    if table.slots is not None:
+        return Gate(node, table.slots.root, True, False, table.expert)
+    source = table.root if table.root is not None else node
+    return Gate(node, source, False, table.ones, table.expert)
+
+
+def _is_slot_weight(view: View, routing: Routing) -> bool:
+    dims = [a.index for axis in view.axes for a in axis if a.kind == "d"]
+    total: Any = 1
+    for axis in view.axes:
+        total = total * extent(axis)
+    return dims == sorted(dims) and same(total, routing.num_tokens * routing.top_k)
+
+
+def take_tokens(ctx: Context, node: Node, base: View, chosen: Selection, rows: Axis) -> Any:
+    """Rows of a plain [tokens, H] tensor for the tokens of an expert."""
+    token_axes, features = base.axes[:1], base.axes[1:]
+    if not same(extent(token_axes[0]), chosen.routing.num_tokens):
+        return ctx.lost("tokens-differ", node, detail=f"{extent(token_axes[0])} rows are indexed by {chosen.routing.num_tokens} tokens")
+    expr = token(node, base, list(token_axes), list(features))
+    if expr is None:
+        return ctx.lost("tokens-differ", node, detail="the indexed tensor is not a plain [tokens, features] tensor")
+    if chosen.routing.top_k == 1 and not any(features):
+        return Rows((rows, *features), row_domain(chosen), SlotWeight(node, base.root))
+    axes = (rows, *((Atom("f", 0, extent(a)),) if a and not same(extent(a), 1) else () for a in features))
+    return Rows(axes, row_domain(chosen), expr)
+
+
+def token(node: Node, base: View, token_axes: list[Axis], features: list[Axis]) -> Token | None:
+    """The Token leaf of a view whose token dimensions are the leading ones of its root and whose features are the last."""
+    if len([a for a in features if a]) > 1:
+        return None
+    lead = [a for axis in token_axes for a in axis if a.kind == "d" and not same(a.size, 1)]
+    last = [a for axis in features for a in axis if a.kind == "d" and not same(a.size, 1)]
+    order = [a.index for a in (*lead, *last)]
+    if order != sorted(order) or any(a.kind == "b" for axis in features for a in axis if not same(a.size, 1)):
+        return None
+    value = tensor(base.root)
+    width: Any = 1
+    for a in last:
+        width = width * a.size
+    total: Any = width
+    for a in lead:
+        total = total * a.size
+    if value is None or not isinstance(width, int):
+        return None
+    whole: Any = 1
+    for s in out_shape(base.root):
+        whole = whole * s
+    return Token(node, base.root, width) if same(whole, total) else None
+
+
+def by_mask(ctx: Context, node: Node, x: Node, base: Any, chosen: Selection, columns: tuple[str, ...]) -> Any:
+    """``x[mask]`` with a boolean mask over tokens, or over tokens and slots."""
+    rows = row_axis(node)
+    if columns == ("token",):
+        if isinstance(base, Sum) and base.parts[0].rows.domain.routing is not chosen.routing:
+            base = View(fresh(out_shape(x)), x)
+        if isinstance(base, Fill | Sum):
+            return Buffer((rows,), x, chosen)
+        if isinstance(base, Column) and chosen.slot == base.slot:
+            return _slot_gate(node, base, chosen, rows)
+        if isinstance(base, View):
+            return take_tokens(ctx, node, base, chosen, rows)
+        if isinstance(base, Table) and base.expert == chosen.expert and base.routing is chosen.routing:
+            return Rows((rows, *base.axes[1:]), row_domain(chosen), gate(node, base))
+        return None
+    if isinstance(base, View) and _is_slot_weight(base, chosen.routing) and columns == ("token", "slot"):
+        return Rows((rows,), row_domain(chosen), SlotWeight(node, base.root))
+    return None
+
+
+def by_order(ctx: Context, node: Node, base: Any, index: Sorted) -> Any:
+    """Indexing by the sorted order of all slots, by its tokens, or by its inverse."""
+    order, routing = index.order, index.order.routing
+    rows: Axis = (Atom("r", 0, routing.num_tokens * routing.top_k),)
+    domain = Domain("sorted", routing, order=order)
+    if isinstance(base, Rows) and base.domain.name == "sorted" and index.of == "inverse" and base.domain.order is order:
+        slots: Axis = (*(Atom("t", i, s) for i, s in enumerate(routing.tokens)), Atom("k", 0, routing.top_k))
+        return replace(base, axes=(slots, *base.axes[1:]), domain=Domain("slots", routing))
+    if isinstance(base, Rows) and base.domain.name == "slots" and index.of == "slot" and base.domain.same(Domain("slots", routing)):
+        return replace(base, axes=(rows, *base.axes[1:]), domain=domain)
+    if isinstance(base, Range) and index.of == "slot" and base.axes:
+        return _range_by_order(base, index, rows)
+    if isinstance(base, Sorted) and base.of == "slot" and index.of == "slot":
+        return None
+    if not isinstance(base, View):
+        return None
+    if index.of == "slot" and base.root is routing.node and len(base.axes) == 1:
+        return Sorted((rows,), order, "ids")
+    if index.of == "ids":
+        rest = stacked(base, base.axes[1:], routing=routing, order=order)
+        return None if rest is None else replace(rest, axes=(rows, *rest.axes))
+    count = routing.num_tokens if index.of == "token" else routing.num_tokens * routing.top_k
+    if not same(extent(base.axes[0]), count):
+        return ctx.lost("tokens-differ", node, detail=f"{extent(base.axes[0])} rows are indexed by {count} sorted slots")
+    expr = slot_value(node, base, routing) if index.of == "slot" else token(node, base, [base.axes[0]], list(base.axes[1:]))
+    if index.of == "inverse" or expr is None:
+        return None
+    axes = (rows, *((Atom("f", 0, extent(a)),) if a and not same(extent(a), 1) else () for a in base.axes[1:]))
+    return Rows(axes, domain, expr)
+
+
+def slot_value(node: Node, base: View, routing: Routing) -> Expr | None:
+    """What a plain [slots, ...] tensor holds for a slot: its token's features (repeated per slot), or its routing weight."""
+    runs = align((*(Atom("t", i, s) for i, s in enumerate(routing.tokens)), Atom("k", 0, routing.top_k)), base.axes[0])
+    if runs is None:
+        return None
+    slots = [cut for run, cut in runs if any(a.kind == "k" for a in run)]
+    if slots and all(a.kind == "b" for a in slots[0]) and routing.top_k > 1:
+        return token(node, base, [tuple(a for run, cut in runs if all(r.kind == "t" for r in run) for a in cut)], list(base.axes[1:]))
+    if any(a for a in base.axes[1:] if not same(extent(a), 1)):
+        return token(node, base, [base.axes[0]], list(base.axes[1:])) if routing.top_k == 1 else None
+    return SlotWeight(node, base.root) if _is_slot_weight(base, routing) else None
+
+
+def _range_by_order(base: Range, index: Sorted, rows: Axis) -> Sorted | None:
+    """``arange(T).repeat_interleave(K)[perm]``: the token of each sorted slot."""
+    axis = base.axes[0]
+    routing = index.order.routing
+    repeated = len(axis) == 2 and axis[0].kind == "d" and axis[1].kind == "b" and same(axis[1].size, routing.top_k)
+    if len(base.axes) == 1 and repeated and same(base.size, routing.num_tokens):
+        return Sorted((rows,), index.order, "token")
+    return Sorted((rows,), index.order, "slot") if len(base.axes) == 1 and same(base.size, routing.num_tokens * routing.top_k) else None
