@@ -16,7 +16,7 @@ from moefuse.passes.context import Context
 from moefuse.passes.expr import Cast, Expr, Leaf, Linear, Op, SharedVector, Slice, SlotWeight, Token, has_linear
 from moefuse.passes.facts import Column, Domain, Rows, Table, View
 from moefuse.passes.operands import padded, real, scalar
-from moefuse.passes.ops import tensor
+from moefuse.passes.ops import Call, tensor
 from moefuse.passes.sizes import same, shape_of
 
 
@@ -105,8 +105,14 @@ def _inside(ctx: Context, top: Node, node: Node, inside: set[Node], memo: dict[N
         return _expr(ctx, top, source, inside, memo, rank)
 
     first = call.args[0] if call.args else None
-    if call.name == "linear" and isinstance(first, Node):
-        return _linear(node, go, *call.args, **call.kwargs)
+    if call.name in ("linear", "matmul", "mm") and isinstance(first, Node):
+        return _linear(ctx, node, go, *call.args, **call.kwargs)
+    before = tensor(first) if isinstance(first, Node) else None
+    same_shape = before is not None and before.shape == value.shape and before.dtype == value.dtype
+    if call.name in ("view", "reshape", "view_as", "reshape_as", "expand_as") and isinstance(first, Node) and same_shape:
+        return go(first)
+    if call.name in ("mean", "var", "amax", "layer_norm", "rms_norm") and isinstance(first, Node):
+        return _over_features(node, go, first, call)
     if call.name in ("to", "contiguous", "clone", "type_as") and isinstance(first, Node):
         before = tensor(first)
         same_dtype = before is not None and before.dtype == value.dtype
@@ -129,11 +135,37 @@ def _inside(ctx: Context, top: Node, node: Node, inside: set[Node], memo: dict[N
     return None
 
 
-def _linear(node: Node, go: Any, x: Node, weight: Node, bias: Node | None = None) -> Expr | None:
-    if weight.op != "placeholder" and weight.op != "get_attr":
+def _linear(ctx: Context, node: Node, go: Any, x: Node, weight: Node, bias: Node | None = None) -> Expr | None:
+    """``linear(x, W, b)``, ``x @ W`` or ``x @ W.T`` with a Parameter W."""
+    view = ctx.view(weight)
+    if view is None or ctx.storage[view.root].op not in ("placeholder", "get_attr"):
         return None
-    expr: Expr = Linear(node, go(x), Leaf(weight, False, None, (0, 1)))
+    dims = tuple(a[0].index if len(a) == 1 and a[0].kind == "d" else -1 for a in view.axes)
+    if sorted(dims) != [0, 1]:
+        return None
+    order = dims if ctx.calls[node].name == "linear" else dims[::-1]  # type: ignore[union-attr]
+    expr: Expr = Linear(node, go(x), Leaf(view.root, False, None, order))
     return expr if bias is None else Op(node, "add", (expr, SharedVector(node, bias)))
+
+
+def _over_features(node: Node, go: Any, x: Node, call: Call) -> Expr | None:
+    """A mean, a norm: over the last dimension, which is kept."""
+    before, value = tensor(x), tensor(node)
+    if before is None or value is None or value.dim() != before.dim():
+        return None
+    if call.name.endswith("norm"):
+        names = ("shape", "weight", "bias", "eps") if call.name == "layer_norm" else ("shape", "weight", "eps")
+        given = dict(zip(names, call.args[1:], strict=False)) | call.kwargs
+        shape = given.pop("shape", given.pop("normalized_shape", None))
+        if not isinstance(shape, tuple | list) or len(shape) != 1:
+            return None
+        options = tuple((k, SharedVector(node, v) if isinstance(v, Node) else v) for k, v in given.items())
+        return Op(node, call.name, (go(x), tuple(shape)), options)
+    dim = call.kwargs.get("dim", call.args[1] if len(call.args) > 1 else None)
+    dim = dim[0] if isinstance(dim, tuple | list) and len(dim) == 1 else dim
+    if dim not in (-1, before.dim() - 1) or set(call.kwargs) - {"dim", "keepdim"} or before.dim() < 2:
+        return None
+    return Op(node, call.name, (go(x),), (("dim", -1), ("keepdim", True)))
 
 
 def _piece(ctx: Context, node: Node, go: Any, source: Any, index: Any) -> Expr | None:

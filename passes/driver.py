@@ -121,7 +121,7 @@ def _rewrite(ctx: Context, known: dict[Node, Any], run: _Run, region: Region) ->
     emit = Emitter(ctx.graph, anchor.next, region.value)
     try:
         lowered = Lowering(region, emit).run()
-    except (RuntimeError, ValueError, TypeError, AttributeError) as error:
+    except Exception as error:  # a replacement that cannot be built is no reason to stop the user's program
         emit.undo()
         return Lost("not-lowered", anchor, {"detail": _first_line(error)})
     verdict = _verdict(ctx, known, run, region, emit, lowered)

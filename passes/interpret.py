@@ -40,6 +40,9 @@ def _visit(ctx: Context, node: Node, call: Call) -> Any:
     inputs = [ctx.facts.get(n) for n in node.all_input_nodes]
     rule = RULES.get(call.name)
     fact = _apply(rule, ctx, node, call) if rule is not None else None
+    stale = next((f for f in inputs if isinstance(f, Lost) and f.code == "alias"), None)
+    if isinstance(fact, Lost) and stale is not None:
+        return ctx.lost("alias", node, **stale.details)
     if fact is not None:
         return fact
     if call.name in _METADATA or not any(_carries(f) for f in inputs):
@@ -83,7 +86,7 @@ def _write(ctx: Context, node: Node, call: Call, fact: Any) -> None:
 
 
 def _whole_view(ctx: Context, alias: Node, target: Node) -> bool:
-    """Whether two aliases show the same elements in the same shape (``contiguous``, ``to`` of the same dtype, an earlier in-place result)."""
+    """Whether two aliases show the same elements in the same shape (``contiguous``, a cast to the same dtype)."""
     a, b = tensor(alias), tensor(target)
     if a is None or b is None or a.dtype != b.dtype:
         return False

@@ -30,6 +30,9 @@ _LOOKS_AT: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(("size", "sym_size", "numel", "dim"), (0,)),
 }
 
+#: where the ops are at least as fast as what they replace; elsewhere the program stays as it is
+_DEVICES = frozenset(("cpu",))
+
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -291,7 +294,7 @@ def _types(ctx: Context, region: Region) -> Lost | None:
     for v in values:
         if v is not None and v.dtype not in _FLOATS:
             return ctx.lost("dtype-unsupported", region.anchor, dtype=str(v.dtype).removeprefix("torch."), detail="expert weights")
-    if devices - {"cpu", "cuda"}:
+    if devices - _DEVICES:
         return ctx.lost("device-unsupported", region.anchor, device=", ".join(sorted(devices)))
     dtypes = {v.dtype for v in values if v is not None}
     if len(dtypes) > 1:

@@ -113,6 +113,9 @@ def _classified(ctx: Context, node: Node, domain: Domain, view: View, dims: dict
         for a in dims["f"]:
             width = width * a.size
         return Token(node, view.root, width) if isinstance(width, int) else None
+    value = tensor(view.root)
+    if feature and domain.routing is not None and same(domain.routing.num_tokens, 1) and value is not None and value.dim() > 1:
+        return Token(node, view.root, int(value.shape[-1]))
     if not feature and _only_slot(domain, view.root):
         return SlotWeight(node, view.root)
     return SharedVector(node, view.root)

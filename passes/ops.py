@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,11 +91,9 @@ def module_path(node: Node) -> str:
     stack = node.meta.get("nn_module_stack")
     if not stack:
         return ""
-    path = list(stack.values())[-1][0]
-    path = path.replace("L['self']", "").replace("L__self__", "").replace("_modules['", ".").replace("']", "")
-    for old, new in (("_fn.", ""), ("['", "."), ("]", ""), ("[", "."), ("L.fn", "")):
-        path = path.replace(old, new)
-    return ".".join(p for p in path.split(".") if p and p not in ("self", "_modules"))
+    path = re.sub(r"^[LG]\['\w+'\]|^L__self__", "", list(stack.values())[-1][0])
+    path = path.replace("_modules['", ".").replace("['", ".").replace("']", "").replace("[", ".").replace("]", "")
+    return ".".join(p for p in path.split(".") if p and p not in ("self", "_modules", "_fn"))
 
 
 def location(node: Node) -> str:

@@ -62,7 +62,10 @@ def _rewritten(ctx: Context, root: Node, node: Node) -> bool:
 
 
 def queries(nodes: set[Node], ctx: Context) -> set[Node]:
-    """Size queries of the nodes, arithmetic on them, and the assertions that end there."""
+    """Size queries of the nodes, arithmetic on them, and the assertions that end there.
+
+    Dynamo reads the length of ``torch.where(mask)[0]`` from a second, otherwise unused item of the tuple.
+    """
     found: set[Node] = set()
     stack = [u for n in nodes for u in n.users if u not in nodes]
     while stack:
@@ -70,7 +73,7 @@ def queries(nodes: set[Node], ctx: Context) -> set[Node]:
         if node in found or node in nodes:
             continue
         call = ctx.calls.get(node)
-        if call is None or not (call.name in SIZE_QUERIES or _symbolic(node)):
+        if call is None or not (call.name in SIZE_QUERIES or call.name == "getitem" or _symbolic(node)):
             continue
         found.add(node)
         stack.extend(node.users)

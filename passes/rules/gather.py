@@ -69,8 +69,9 @@ def _by_tensor(ctx: Context, node: Node, x: Node, items: list[Any]) -> Any:
         return _by_any_mask(ctx, node, x, base, first, tail)
     if isinstance(base, Rows) and base.domain.name == "dense" and len([i for i in indices if i != _ALL]) == 2:
         return chosen_outputs(ctx, base, items, indices)
-    if isinstance(first, Sorted) and plain:
-        return by_order(ctx, node, base, first)
+    if isinstance(first, Sorted) and (plain or len(getattr(base, "axes", ())) == 1):
+        found = by_order(ctx, node, base, first)
+        return _with_none(found, tail) if isinstance(found, Rows) else found
     if isinstance(first, Range) and isinstance(base, View) and plain:
         return by_range(base, first)
     if isinstance(first, View) and isinstance(base, View) and is_integer(items[0]) and plain:

@@ -244,7 +244,7 @@ def masked_weight(ctx: Context, node: Node, mask: Mask, weight: View) -> Mask | 
         if runs is None:
             return None
     dims = seen["t"] + seen["k"]
-    if dims != sorted(dims) or not seen["t"]:
+    if dims != sorted(dims) or not (seen["t"] or same(mask.routing.num_tokens, 1)):
         return None
     if mask.routing.has_slots and not seen["k"] and mask.routing.top_k > 1:
         return None
@@ -296,7 +296,7 @@ def on_searchsorted(ctx: Context, node: Node, a: Node, b: Node, *, right: bool =
     """Where each expert's sorted slots end: ``searchsorted(sorted_ids, arange(E), right=True)``."""
     first, second = (a, b) if ctx.calls[node].name == "searchsorted" else (b, a)  # type: ignore[union-attr]
     ids, values = ctx.fact(first), ctx.fact(second)
-    if not right and options.get("side") != "right":
+    if (not right and options.get("side") != "right") or set(options) - {"side", "out_int32"}:
         return None
     if not isinstance(ids, Sorted) or ids.of != "ids" or not isinstance(values, Range):
         return None
