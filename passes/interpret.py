@@ -42,7 +42,7 @@ def _visit(ctx: Context, node: Node, call: Call) -> Any:
     fact = _apply(rule, ctx, node, call) if rule is not None else None
     stale = next((f for f in inputs if isinstance(f, Lost) and f.code == "alias"), None)
     if isinstance(fact, Lost) and stale is not None:
-        return ctx.lost("alias", node, **stale.details)
+        return ctx.lost("alias", stale.node, **stale.details)
     if fact is not None:
         return fact
     if call.name in _METADATA or not any(_carries(f) for f in inputs):

@@ -26,7 +26,8 @@ def refusals(ctx: Context, refused: list[tuple[Lost, Routing | None]], covered: 
     for lost, routing in refused:
         out.setdefault(routing if routing is not None else module_path(lost.node), lost)
     for node, fact in ctx.facts.items():
-        if isinstance(fact, Lost) and fact.node is node and node not in covered:
+        # An alias that a write made stale is lost before that write; it only matters where it is read behind it.
+        if isinstance(fact, Lost) and ctx.position[node] >= ctx.position[fact.node] and node not in covered:
             key = _routing(ctx, node) or module_path(node)
             known = out.get(key)
             follows = known is not None and known.code in _CONSEQUENCES and ctx.position[known.node] > ctx.position[node]

@@ -440,7 +440,7 @@ def _fresh(fresh_dynamo: None) -> None:
     torch.manual_seed(0)
 
 
-PENDING = {"alias"}
+PENDING: set[str] = set()
 """Refusals that are right but reported under another code, or together with a second one."""
 
 
