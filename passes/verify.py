@@ -78,7 +78,9 @@ class Inputs:
     def _computed(self, node: Node) -> Any:
         value = fake(node)
         before = _ancestors(node)
-        if len(before) > _SMALL or any(n.op == "placeholder" and n not in self.known for n in before):
+        # The known values are the user's own tensors: nothing that writes is ever run on them.
+        writes = any(call is not None and call.inplace for call in map(call_of, before))
+        if writes or len(before) > _SMALL or any(n.op == "placeholder" and n not in self.known for n in before):
             return self.random(value) if isinstance(value, torch.Tensor) else _hint(value)
         args = torch.fx.node.map_arg((node.args, node.kwargs), self.weight)
         with torch.no_grad():
@@ -158,6 +160,9 @@ def _run(nodes: Sequence[Node], values: Inputs, leaves: dict[Node, Any], result:
         if node in leaves:
             continue
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), value)
+        call = call_of(node)
+        if call is not None and call.inplace and node.args[0] not in env:
+            raise ValueError(f"{node.name} would write to a tensor of the user's")
         env[node] = call_target(node, args, kwargs)
     if node_writes(result):
         return value(result.args[0])  # type: ignore[arg-type, no-any-return]
