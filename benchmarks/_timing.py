@@ -73,6 +73,7 @@ def environment() -> dict[str, Any]:
         "cpu": model,
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
+        "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY"),
         "load_average": os.getloadavg()[0],
         "python": platform.python_version(),
         "torch": torch.__version__,

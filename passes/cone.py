@@ -107,10 +107,9 @@ def _inside(ctx: Context, top: Node, node: Node, inside: set[Node], memo: dict[N
     first = call.args[0] if call.args else None
     if call.name in ("linear", "matmul", "mm") and isinstance(first, Node):
         return _linear(ctx, node, go, *call.args, **call.kwargs)
-    before = tensor(first) if isinstance(first, Node) else None
-    same_shape = before is not None and before.shape == value.shape and before.dtype == value.dtype
-    if call.name in ("view", "reshape", "view_as", "reshape_as", "expand_as") and isinstance(first, Node) and same_shape:
-        return go(first)
+    unchanged = _unchanged(ctx, node, inside)
+    if unchanged is not None:
+        return go(unchanged)
     if call.name in ("mean", "var", "amax", "layer_norm", "rms_norm") and isinstance(first, Node):
         return _over_features(node, go, first, call)
     if call.name in ("to", "contiguous", "clone", "type_as") and isinstance(first, Node):
@@ -132,6 +131,22 @@ def _inside(ctx: Context, top: Node, node: Node, inside: set[Node], memo: dict[N
         return Op(node, call.name, tuple(items[:count]), tuple(zip(call.kwargs, items[count:], strict=True)))
     if call.name == "getitem":
         return _piece(ctx, node, go, first, call.args[1])
+    return None
+
+
+_VIEWS = ("view", "reshape", "view_as", "reshape_as", "expand_as", "squeeze", "unsqueeze", "transpose", "permute")
+
+
+def _unchanged(ctx: Context, node: Node, inside: set[Node]) -> Node | None:
+    """What a chain of views that ends in the shape it started with is a view of."""
+    value, current = tensor(node), node
+    transposed = False
+    while current in inside and (call := ctx.calls[current]) is not None and call.name in _VIEWS and isinstance(call.args[0], Node):
+        transposed = transposed or call.name in ("transpose", "permute")
+        current = call.args[0]
+        before = tensor(current)
+        if before is not None and value is not None and before.shape == value.shape:
+            return None if transposed else current
     return None
 
 

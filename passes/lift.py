@@ -11,9 +11,27 @@ from torch.fx import Node
 
 from moefuse.passes.context import Context
 from moefuse.passes.expr import ExpertVector, Expr, Gate, Leaf, Linear, SharedVector, SlotWeight, Token, has_linear, walk
-from moefuse.passes.facts import Buffer, Combined, Counts, Fact, Fill, Lost, Many, Mask, Part, Range, Routing, Rows, Sorted, Sum, Table
+from moefuse.passes.facts import (
+    Buffer,
+    Combined,
+    Counts,
+    Fact,
+    Fill,
+    Index,
+    IndexMatrix,
+    Lost,
+    Many,
+    Mask,
+    Part,
+    Range,
+    Routing,
+    Rows,
+    Sorted,
+    Sum,
+    Table,
+)
 from moefuse.passes.generalise import generalise
-from moefuse.passes.ops import Call, tensor
+from moefuse.passes.ops import tensor
 from moefuse.passes.sizes import shape_of
 from moefuse.passes.templates import same_expr, vanishes
 from moefuse.spec import Domain
@@ -260,8 +278,14 @@ def _spelling(ctx: Context, region: Region) -> Domain:
     return region.domain
 
 
-def _read_by(call: Call | None, node: Node) -> list[Node]:
-    """The inputs whose values an operation reads; ``zeros_like(x)`` and ``y.type_as(x)`` only look at x's shape or dtype."""
+def _read_by(ctx: Context, node: Node) -> list[Node]:
+    """The inputs whose values an operation reads; ``zeros_like(x)`` and ``y.type_as(x)`` only look at x's shape or dtype.
+
+    The number of an expert's rows is a value of the region, though: only its run knows it.
+    """
+    call = ctx.calls[node]
+    if call is not None and call.name in SIZE_QUERIES and isinstance(ctx.facts.get(node.all_input_nodes[0]), Rows | Index | IndexMatrix):
+        return node.all_input_nodes
     if call is None or call.name not in _LOOKS_AT:
         return node.all_input_nodes
     values = [a for i, a in enumerate(call.args) if i not in _LOOKS_AT[call.name]]
@@ -280,7 +304,7 @@ def slice_of(ctx: Context, region: Region) -> set[Node]:
         if node in seen or node in stop or ctx.first[node] in stop or ctx.calls.get(node) is None:
             continue
         seen.add(node)
-        stack.extend(_read_by(ctx.calls[node], node))
+        stack.extend(_read_by(ctx, node))
         stack.extend(w for w in ctx.writes.get(ctx.storage[node], ()) if ctx.position[w] <= last and ctx.storage[node] not in kept)
     if region.base is not None:
         seen.update(w for w in ctx.writes.get(ctx.storage[region.base], ()) if w in region.holders and ctx.position[w] <= last)

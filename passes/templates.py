@@ -229,6 +229,9 @@ def unary(expr: Any) -> tuple[str, Any] | None:
     if expr.name == "gelu":
         kind = expr.options.get("approximate", expr.args[1] if len(expr.args) > 1 else "none")
         return {"none": "gelu", "tanh": "gelu_tanh"}.get(kind, ""), x
+    bounds = clamp(expr)
+    if bounds is not None and bounds[1:] == (0.0, math.inf):
+        return "relu", bounds[0]
     inner = bare(x)
     squared = expr.name == "square" or (expr.name == "pow" and expr.args[1:] == (2,)) or (expr.name == "pow" and expr.args[1:] == (2.0,))
     if squared and isinstance(inner, Op) and inner.name == "relu":
