@@ -33,8 +33,8 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import moefuse
 
-STEPS, BATCH, LENGTH = 500, 8, 128
-PROMPT = "def __init__(self, "
+STEPS, BATCH, LENGTH = 800, 8, 128
+PROMPT = "    def __init__(self, name, value):\n        self."
 TOKEN_COUNTS = (1, 16, 128, 1024)
 EAGER, GROUPED, BATCHED, OURS = "eager loop", "grouped_mm + inductor", "batched_mm + inductor", "moefuse"
 
