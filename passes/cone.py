@@ -16,8 +16,10 @@ from moefuse.passes.context import Context
 from moefuse.passes.expr import Cast, Expr, Leaf, Linear, Op, SharedVector, Slice, SlotWeight, Token, has_linear
 from moefuse.passes.facts import Column, Domain, Rows, Table, View
 from moefuse.passes.operands import padded, real, scalar
-from moefuse.passes.ops import Call, tensor
+from moefuse.passes.ops import BINARY, UNARY, Call, tensor
 from moefuse.passes.sizes import same, shape_of
+
+_POINTWISE = frozenset((*UNARY, *BINARY))
 
 
 def cone(ctx: Context, output: Node, reader: Node) -> set[Node]:
@@ -95,8 +97,6 @@ def _expr(ctx: Context, top: Node, node: Node, inside: set[Node], memo: dict[Nod
 
 
 def _inside(ctx: Context, top: Node, node: Node, inside: set[Node], memo: dict[Node, Expr], rank: int) -> Expr | None:
-    from moefuse.passes.rules.pointwise import BINARY, UNARY
-
     call, value = ctx.calls[node], tensor(node)
     if call is None or value is None or call.inplace:
         return None
@@ -118,20 +118,24 @@ def _inside(ctx: Context, top: Node, node: Node, inside: set[Node], memo: dict[N
         return go(first) if same_dtype else Cast(node, go(first), value.dtype)
     if call.name == "dropout" and (call.args[1:2] == (0.0,) or call.kwargs.get("training", (*call.args, True, True)[2]) is False):
         return go(first) if isinstance(first, Node) else None
-    if call.name in ("add", "mul", "div", "sub") or call.name in UNARY or call.name in BINARY:
-        items = []
-        for a in (*call.args, *call.kwargs.values()):
-            if isinstance(a, Node) and tensor(a) is not None:
-                items.append(go(a))
-            elif scalar(a):
-                items.append(a)
-            else:
-                return None
-        count = len(call.args)
-        return Op(node, call.name, tuple(items[:count]), tuple(zip(call.kwargs, items[count:], strict=True)))
+    if call.name in _POINTWISE:
+        return _pointwise(node, go, call)
     if call.name == "getitem":
         return _piece(ctx, node, go, first, call.args[1])
     return None
+
+
+def _pointwise(node: Node, go: Any, call: Call) -> Expr | None:
+    items = []
+    for a in (*call.args, *call.kwargs.values()):
+        if isinstance(a, Node) and tensor(a) is not None:
+            items.append(go(a))
+        elif scalar(a):
+            items.append(a)
+        else:
+            return None
+    count = len(call.args)
+    return Op(node, call.name, tuple(items[:count]), tuple(zip(call.kwargs, items[count:], strict=True)))
 
 
 _VIEWS = ("view", "reshape", "view_as", "reshape_as", "expand_as", "squeeze", "unsqueeze", "transpose", "permute")

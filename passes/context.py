@@ -8,7 +8,7 @@ import torch
 from torch.fx import Graph, Node
 
 from moefuse.passes.axes import Atom, fresh
-from moefuse.passes.facts import Combined, Lost, Routing, View
+from moefuse.passes.facts import Combined, Lost, Routing, Sum, View
 from moefuse.passes.ops import Call, call_of, fake, tensor
 from moefuse.passes.sizes import shape_of, size_of
 
@@ -39,6 +39,8 @@ class Context:
         self.routings: dict[Node, Routing] = {}
         self.erasable: dict[Node, bool] = {}
         self.first: dict[Node, Node] = {}
+        self.replaced: dict[Node, Node] = {}
+        self.finished: dict[int, tuple[Any, list[Node]]] = {}
         self._scan()
         self._same_views()
 
@@ -103,6 +105,12 @@ class Context:
             return None
         found = self.facts.get(value)
         return self.view(value) if isinstance(found, Combined | Lost | None) else found
+
+    def forget(self, node: Node) -> None:
+        """A write changed a node's value. A sum that was complete before stays known: the region ended there."""
+        fact = self.facts.pop(node, None)
+        if isinstance(fact, Combined | Sum):
+            self.finished.setdefault(id(fact), (fact, []))[1].append(node)
 
     def routing(self, ids: View) -> Routing | None:
         """The routing that an integer view belongs to; one object per tensor of ids."""

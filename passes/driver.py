@@ -101,7 +101,7 @@ def _fuse_graph(gm: GraphModule, known: dict[Node, Any], run: _Run) -> bool:
     refused: list[tuple[Lost, Routing | None]] = []
     covered: set[Node] = set()
     changed = False
-    for found in list(lift(ctx)):
+    for found in sorted(lift(ctx), key=lambda f: ctx.position[f.lost.node if isinstance(f, Refused) else f.anchor]):
         problem = found.lost if isinstance(found, Refused) else _rewrite(ctx, known, run, found)
         covered |= set() if isinstance(found, Refused) else found.nodes
         changed = changed or problem is None
@@ -118,7 +118,7 @@ def _rewrite(ctx: Context, known: dict[Node, Any], run: _Run, region: Region) ->
         return Lost("excluded", anchor)
     if options.max_rewrites is not None and len(run.result.fused) >= options.max_rewrites:
         return Lost("limit", anchor)
-    emit = Emitter(ctx.graph, anchor.next, region.value)
+    emit = Emitter(ctx.graph, anchor.next, region.value, ctx.replaced)
     try:
         lowered = Lowering(region, emit).run()
     except Exception as error:  # a replacement that cannot be built is no reason to stop the user's program

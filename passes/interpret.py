@@ -74,14 +74,15 @@ def _write(ctx: Context, node: Node, call: Call, fact: Any) -> None:
         if ctx.position[alias] > ctx.position[node] or alias in (node, target):
             continue
         if _whole_view(ctx, alias, target):
-            ctx.facts[alias] = fact if fact is None or isinstance(fact, Lost) else _like(ctx, fact, alias)
+            ctx.forget(alias)
+            if fact is not None:
+                ctx.facts[alias] = fact if isinstance(fact, Lost) else _like(ctx, fact, alias)
         elif isinstance(ctx.facts.get(alias), Rows | Lost):
             ctx.facts[alias] = ctx.lost("alias", node, name=alias.name)
         elif alias in ctx.facts:
-            del ctx.facts[alias]
-    if fact is None:
-        ctx.facts.pop(target, None)
-    else:
+            ctx.forget(alias)
+    ctx.forget(target)
+    if fact is not None:
         ctx.facts[target] = fact
 
 

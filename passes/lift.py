@@ -96,6 +96,8 @@ def lift(ctx: Context) -> Iterator[Region | Refused]:
     holders: dict[int, list[Node]] = {}
     for node, fact in ctx.facts.items():
         holders.setdefault(id(fact), []).append(node)
+    for key, (_, nodes) in ctx.finished.items():
+        holders.setdefault(key, []).extend(n for n in nodes if n not in holders.get(key, ()))
     for fact in _complete(ctx):
         rows = [fact.rows] if isinstance(fact, Combined) else [p.rows for p in fact.parts]
         routing = next((r.domain.routing for r in rows if r.domain.routing is not None), None)
@@ -109,7 +111,8 @@ def _complete(ctx: Context) -> list[Any]:
     """Combined facts, and for each accumulator the fact with the most parts; each once."""
     best: dict[Any, Sum] = {}
     out: dict[int, Any] = {}
-    for fact in ctx.facts.values():
+    known_facts = [*ctx.facts.values(), *(fact for fact, _ in ctx.finished.values())]
+    for fact in known_facts:
         if isinstance(fact, Sum):
             for part in fact.parts[:1] + fact.parts[-1:]:
                 known = best.get(part)
@@ -117,7 +120,7 @@ def _complete(ctx: Context) -> list[Any]:
                     best[part] = fact
         elif isinstance(fact, Combined):
             out[id(fact)] = fact
-    for fact in ctx.facts.values():
+    for fact in known_facts:
         if isinstance(fact, Sum) and all(len(best[p].parts) <= len(fact.parts) for p in (fact.parts[0], fact.parts[-1])):
             out[id(fact)] = fact
     return list(out.values())

@@ -19,6 +19,9 @@ def replace(ctx: Context, region: Region, result: Node) -> None:
         for user in list(holder.users):
             if user not in region.nodes and ctx.position.get(user, -1) > last:
                 user.replace_input_with(holder, result)
+        # A later region may read this result directly: it is emitted with, and verified as, the new node.
+        ctx.replaced[holder] = result
+    ctx.first[result] = region.value
     sweep(ctx.graph, region.nodes, ctx)
 
 

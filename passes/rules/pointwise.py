@@ -14,7 +14,7 @@ from moefuse.passes.context import Context, normalize, out_shape
 from moefuse.passes.expr import Expr, Gate, Op, has_linear, walk
 from moefuse.passes.facts import Buffer, Combined, Domain, Fill, Lost, Mask, Rows, Sum, Table, View
 from moefuse.passes.operands import joined, leaf, padded, real, scalar, symbol
-from moefuse.passes.ops import tensor
+from moefuse.passes.ops import UNARY, tensor
 from moefuse.passes.rules import rule
 from moefuse.passes.rules.permutation import on_div
 from moefuse.passes.rules.routing import masked_weight
@@ -22,12 +22,6 @@ from moefuse.passes.rules.tables import combine_table, unary
 from moefuse.passes.rules.views import inherited
 from moefuse.passes.sizes import same
 
-UNARY = (
-    "silu gelu relu relu6 elu selu celu leaky_relu mish softplus softsign hardswish hardsigmoid hardtanh tanh sigmoid logsigmoid "
-    "exp exp2 expm1 log log1p sqrt rsqrt reciprocal abs neg sign square sin cos erf clamp clamp_min clamp_max threshold tanhshrink "
-    "nan_to_num round floor"
-).split()
-BINARY = ("add sub mul div pow maximum minimum remainder fmod atan2 rsub").split()
 TERNARY = ("addcmul addcdiv lerp").split()
 RANDOM = (
     "dropout alpha_dropout feature_dropout bernoulli rand_like randn_like randint_like normal uniform rrelu multinomial exponential"

@@ -1,0 +1,117 @@
+"""The proof of a rewrite: what it checks, what it must never do, and how often it runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moefuse.config import Options
+from moefuse.passes import driver, verify
+from moefuse.report import Fused, Skipped
+
+E, K, H, I = 4, 2, 8, 6
+
+
+class Layer(nn.Module):
+    """Gathered expert weights; the input is halved in place first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(H, E)
+        self.w_in, self.w_out = nn.Parameter(torch.randn(E, 2 * I, H)), nn.Parameter(torch.randn(E, H, I))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.mul_(0.5)
+        weights, ids = self.gate(x).softmax(-1).topk(K)
+        dense = torch.zeros_like(self.gate(x)).scatter(1, ids, weights)
+        gate, up = torch.einsum("th,eih->tei", x, self.w_in).chunk(2, -1)
+        y = torch.einsum("tei,ehi->teh", F.silu(gate) * up, self.w_out)
+        return torch.einsum("te,teh->th", dense, y)
+
+
+class Light:
+    """A backend that only fuses, and keeps what was said."""
+
+    def __init__(self, options: Options | None = None) -> None:
+        self.options = options or Options()
+        self.fused: list[Fused] = []
+        self.skipped: list[Skipped] = []
+        self.graphs = 0
+
+    def __call__(self, gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        result = driver.fuse(gm, inputs, self.options)
+        self.fused += result.fused
+        self.skipped += result.skipped
+        self.graphs += 1
+        return gm.forward
+
+
+@pytest.fixture(autouse=True)
+def _fresh(fresh_dynamo: None) -> None:
+    torch.manual_seed(0)
+
+
+def test_the_users_tensors_are_not_written_to() -> None:
+    # zeros_like looks at a value that is computed behind an in-place write: running it on the real input halved that input twice.
+    model, x = Layer(), torch.randn(3, H)
+    expected, seen, light = x.clone(), x.clone(), Light()
+    with torch.no_grad():
+        want = model(expected)
+        got = torch.compile(model, backend=light)(seen)
+    assert len(light.fused) == 1
+    torch.testing.assert_close(seen, expected, rtol=0, atol=0)
+    torch.testing.assert_close(got, want)
+
+
+def test_identical_layers_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    original = verify.verify
+    monkeypatch.setattr(driver, "verify", lambda *args: calls.append(1) or original(*args))
+    model, light = nn.Sequential(*(Layer() for _ in range(3))), Light()
+    with torch.no_grad():
+        torch.compile(model, backend=light)(torch.randn(3, H))
+    assert len(light.fused) == 3
+    assert len(calls) == 1
+
+
+def test_verification_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "verify", lambda *_: pytest.fail("verified"))
+    light = Light(Options(verify="off"))
+    with torch.no_grad():
+        torch.compile(Layer(), backend=light)(torch.randn(3, H))
+    assert [f.error for f in light.fused] == [None]
+
+
+def test_the_error_of_a_sound_rewrite_is_within_its_allowance() -> None:
+    light = Light()
+    with torch.no_grad():
+        torch.compile(Layer(), backend=light)(torch.randn(5, H))
+    (fused,) = light.fused
+    assert fused.error is not None
+    assert 0 <= fused.error <= 1
+
+
+def test_dynamic_sizes_add_no_guard() -> None:
+    # A guard of ours would show as one more graph for every new number of tokens.
+    light = Light()
+    compiled = torch.compile(Layer(), backend=light, dynamic=True)
+    with torch.no_grad():
+        for tokens in (3, 5, 9, 17):
+            compiled(torch.randn(tokens, H))
+    assert light.graphs == 1
+    assert len(light.fused) == 1
+    assert light.skipped == []
+
+
+def test_weights_are_read_live() -> None:
+    # No copy is kept: an optimizer's in-place update shows in the next call.
+    model, x = Layer(), torch.randn(3, H)
+    compiled = torch.compile(model, backend=Light())
+    with torch.no_grad():
+        compiled(x.clone())
+        model.w_out.data.mul_(2.0)
+        torch.testing.assert_close(compiled(x.clone()), model(x.clone()))
