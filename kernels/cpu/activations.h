@@ -29,4 +29,104 @@ template <class A> inline A gated(int activation, A gate, A up, A first, A secon
   return pointwise(activation, gate) * up;
 }
 
+// The same on vectors of float, with an exponential of about one unit in the last place; results do not depend on the lane.
+typedef int32_t VecI __attribute__((vector_size(BYTES)));
+
+inline VecF lanes(float v) { return VecF{} + v; }
+inline VecF power_of_two(VecI n) {
+  VecI bits = (n + 127) << 23;
+  VecF v;
+  std::memcpy(&v, &bits, BYTES);
+  return v;
+}
+inline VecF exp(VecF v) {
+  VecF x = v > lanes(89.f) ? lanes(89.f) : v;
+  x = x < lanes(-104.f) ? lanes(-104.f) : x;
+  VecF t = x * 1.44269504088896341f;
+  VecI n = __builtin_convertvector(t + (t < lanes(0.f) ? lanes(-0.5f) : lanes(0.5f)), VecI);
+  n = x == x ? n : VecI{};
+  VecF whole = __builtin_convertvector(n, VecF);
+  x -= whole * 0.693359375f;
+  x += whole * 2.12194440e-4f;
+  VecF p = lanes(1.9875691500e-4f);
+  p = p * x + 1.3981999507e-3f;
+  p = p * x + 8.3334519073e-3f;
+  p = p * x + 4.1665795894e-2f;
+  p = p * x + 1.6666665459e-1f;
+  p = p * x + 5.0000001201e-1f;
+  VecI half = n >> 1;
+  return (p * (x * x) + x + 1.f) * power_of_two(half) * power_of_two(n - half);
+}
+inline VecF sigmoid(VecF v) { return 1.f / (1.f + exp(-v)); }
+inline VecF at_most(VecF v, float limit) { return v > lanes(limit) ? lanes(limit) : v; }
+inline VecF at_least(VecF v, float limit) { return v < lanes(limit) ? lanes(limit) : v; }
+inline VecF tanh(VecF v) {
+  VecF z = v * v, p = lanes(-5.70498872745e-3f);
+  p = p * z + 2.06390887954e-2f;
+  p = p * z - 5.37397155531e-2f;
+  p = p * z + 1.33314422036e-1f;
+  p = p * z - 3.33332819422e-1f;
+  VecF small = p * z * v + v, large = 1.f - 2.f / (exp(v + v) + 1.f);
+  return z < lanes(0.390625f) ? small : large;
+}
+// Abramowitz and Stegun 7.1.26: absolute error below 1.5e-7, as in torch.
+inline VecF erf(VecF v) {
+  VecF x = v < lanes(0.f) ? -v : v, t = 1.f / (1.f + x * 0.3275911f), p = lanes(1.061405429f);
+  p = p * t - 1.453152027f;
+  p = p * t + 1.421413741f;
+  p = p * t - 0.284496736f;
+  p = p * t + 0.254829592f;
+  VecF y = 1.f - p * t * exp(-x * x);
+  return v < lanes(0.f) ? -y : y;
+}
+
+inline VecF pointwise(int activation, VecF v) {
+  switch (activation) {
+    case SILU: return v / (1.f + exp(-v));
+    case GELU: return 0.5f * v * (1.f + erf(v * float(M_SQRT1_2)));
+    case GELU_TANH: return v / (1.f + exp(float(-M_SQRT2 * M_2_SQRTPI) * (v + 0.044715f * v * v * v)));
+    case RELU: return at_least(v, 0.f);
+    case RELU2: { VecF r = at_least(v, 0.f); return r * r; }
+    case SIGMOID: return sigmoid(v);
+    case TANH: return tanh(v);
+    default: return v;
+  }
+}
+
+inline VecF gated(int activation, VecF gate, VecF up, float first, float second) {
+  if (activation == SWIGLU_OAI) {
+    VecF g = at_most(gate, second), u = at_least(at_most(up, second), -second);
+    return g * sigmoid(g * first) * (u + 1.f);
+  }
+  if (activation == SILU_CLAMP) return pointwise(SILU, at_most(gate, first)) * at_least(at_most(up, first), -first);
+  return pointwise(activation, gate) * up;
+}
+
+// n results from gate[i * step] and up[i * step] (no gate: up is null), each rounded to D. D says what float stands for.
+template <class D> void activate(int activation, const double* gate, const double* up, int64_t step, int64_t n, double first, double second, double* to) {
+  for (int64_t i = 0; i < n; ++i) to[i] = up ? gated(activation, gate[i * step], up[i * step], first, second) : pointwise(activation, gate[i * step]);
+}
+template <class D> void activate(int activation, const float* gate, const float* up, int64_t step, int64_t n, float first, float second, float* to) {
+  constexpr int W = WIDTH<float>;
+  for (int64_t i = 0; i < n; i += W) {
+    int64_t count = std::min<int64_t>(W, n - i);
+    VecF g, u = {};
+    if (count == W && step == 1) {
+      g = load(gate + i);
+      if (up) u = load(up + i);
+    } else {
+      float part[2][W] = {};
+      for (int64_t l = 0; l < count; ++l) {
+        part[0][l] = gate[(i + l) * step];
+        if (up) part[1][l] = up[(i + l) * step];
+      }
+      g = load(part[0]);
+      u = load(part[1]);
+    }
+    VecF v = rounded_lanes(up ? gated(activation, g, u, first, second) : pointwise(activation, g), static_cast<D*>(nullptr));
+    if (count == W) store<float>(to + i, v);
+    else std::memcpy(to + i, &v, size_t(count) * sizeof(float));
+  }
+}
+
 }  // namespace

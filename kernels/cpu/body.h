@@ -68,6 +68,15 @@ template <class A> A scalar(const Matrix& m, int64_t row, int64_t column) {
   }
 }
 
+inline int64_t item_size(int dtype) {
+  switch (dtype) {
+    case U8: case I8: return 1;
+    case I16: case HALF: case BFLOAT16: return 2;
+    case I32: case FLOAT: return 4;
+    default: return 8;
+  }
+}
+
 struct Call {
   Matrix x, ids, weights;
   Experts w_in, w_up, w_out, b_in, b_up, b_out;
@@ -78,6 +87,71 @@ struct Call {
   void* out;
   int threads;
 };
+
+// One row of pre-activations [width] (bias included) to the input of the second projection [inner].
+template <class D> void activate_row(const Call& c, const Acc<D>* row, int64_t inner, Acc<D>* to) {
+  const Acc<D>*gate = row, *up = row + (c.gating == INTERLEAVED ? 1 : inner);
+  if (c.gating == PLAIN) up = nullptr;
+  else if (c.up_first) std::swap(gate, up);
+  activate<D>(c.activation, gate, up, c.gating == INTERLEAVED ? 2 : 1, inner, Acc<D>(c.first), Acc<D>(c.second), to);
+}
+
+// VECTORS vectors of columns of the weighted sum of one token from column j on, slot 0 first.
+template <class D, bool RAW, int VECTORS, class T>
+inline void combine_lanes(const Call& c, const Routing& r, const Acc<D>* y, int64_t t, int64_t j, T* out) {
+  using A = Acc<D>;
+  constexpr int W = WIDTH<A>;
+  int64_t top_k = c.ids.columns, hidden = c.w_out.out;
+  Vec<A> sum[VECTORS] = {};
+  for (int64_t k = 0; k < top_k; ++k) {
+    int64_t row = r.position[t * top_k + k];
+    if (row < 0) continue;
+    A scale = c.weight_on_input ? A(1) : scalar<A>(c.weights, t, k);
+    const A* from = y + row * hidden + j;
+    const D* bias = RAW && c.b_out.present ? static_cast<const D*>(c.b_out.of(Routing::id(c.ids, t, k), sizeof(D))) + j : nullptr;
+#pragma GCC unroll 8
+    for (int v = 0; v < VECTORS; ++v) {
+      Vec<A> term = load(from + v * W);
+      if (bias) term += load(bias + v * W);
+      if (RAW) term = rounded_lanes(term, static_cast<D*>(nullptr));
+      sum[v] += term * scale;
+    }
+  }
+#pragma GCC unroll 8
+  for (int v = 0; v < VECTORS; ++v) store_lanes(out + v * W, sum[v]);
+}
+
+template <class D, bool RAW, class T>
+void combine_columns(const Call& c, const Routing& r, const Acc<D>* y, int64_t t, int64_t begin, int64_t end, T* out) {
+  using A = Acc<D>;
+  constexpr int W = WIDTH<A>;
+  int64_t j = begin, top_k = c.ids.columns, hidden = c.w_out.out;
+  for (; j + 4 * W <= end; j += 4 * W) combine_lanes<D, RAW, 4>(c, r, y, t, j, out + j);
+  for (; j + W <= end; j += W) combine_lanes<D, RAW, 1>(c, r, y, t, j, out + j);
+  for (; j < end; ++j) {
+    A sum = 0;
+    for (int64_t k = 0; k < top_k; ++k) {
+      int64_t row = r.position[t * top_k + k];
+      if (row < 0) continue;
+      A term = y[row * hidden + j];
+      if (RAW && c.b_out.present) term += widen(static_cast<const D*>(c.b_out.of(Routing::id(c.ids, t, k), sizeof(D)))[j]);
+      if (RAW) term = rounded<D>(term);
+      sum += term * (c.weight_on_input ? A(1) : scalar<A>(c.weights, t, k));
+    }
+    out[j] = narrow<T>(Acc<T>(sum));
+  }
+}
+
+// Columns [begin, end) of one token's result. RAW: the rows of y lack their bias and their rounding to D.
+template <class D, bool RAW> void combine_row(const Call& c, const Routing& r, const Acc<D>* y, int64_t t, int64_t begin, int64_t end) {
+  int64_t at = t * c.w_out.out;
+  switch (c.out_dtype) {
+    case HALF: return combine_columns<D, RAW>(c, r, y, t, begin, end, static_cast<F16*>(c.out) + at);
+    case BFLOAT16: return combine_columns<D, RAW>(c, r, y, t, begin, end, static_cast<BF16*>(c.out) + at);
+    case FLOAT: return combine_columns<D, RAW>(c, r, y, t, begin, end, static_cast<float*>(c.out) + at);
+    default: return combine_columns<D, RAW>(c, r, y, t, begin, end, static_cast<double*>(c.out) + at);
+  }
+}
 
 template <class D> class Body {
   using A = Acc<D>;
@@ -127,11 +201,13 @@ template <class D> class Body {
     each(c.w_in, c.b_in, in_rows.data(), c.x.columns, h.get(), width, thread, threads);
     if (c.gating == SEPARATE) each(c.w_up, c.b_up, in_rows.data(), c.x.columns, h.get() + c.w_in.out, width, thread, threads);
     wait(threads);
-    activate(slots * thread / threads, slots * (thread + 1) / threads);
+    activate_rows(slots * thread / threads, slots * (thread + 1) / threads);
     wait(threads);
     each(c.w_out, c.b_out, a_rows.data(), inner, y.get(), hidden, thread, threads);
     wait(threads);
-    combine(hidden * thread / threads, hidden * (thread + 1) / threads);
+    // Cut where whole vectors end, so that a column is summed by the same instructions for any number of threads.
+    int64_t steps = (hidden + 63) / 64;
+    combine(std::min(hidden, steps * thread / threads * 64), std::min(hidden, steps * (thread + 1) / threads * 64));
   }
 
   static void wait(int threads) {
@@ -156,52 +232,13 @@ template <class D> class Body {
     }
   }
 
-  void activate(int64_t begin, int64_t end) {
-    A first = A(c.first), second = A(c.second);
-    int64_t step = c.gating == INTERLEAVED ? 2 : 1, other = c.gating == INTERLEAVED ? 1 : inner;
-    for (int64_t s = begin; s < end; ++s) {
-      const A* row = h.get() + s * width;
-      A* to = a.get() + s * inner;
-      if (c.gating == PLAIN) {
-        for (int64_t i = 0; i < inner; ++i) to[i] = rounded<D>(pointwise(c.activation, row[i]));
-        continue;
-      }
-      const A *gate = row, *up = row + other;
-      if (c.up_first) std::swap(gate, up);
-      for (int64_t i = 0; i < inner; ++i) to[i] = rounded<D>(gated(c.activation, gate[i * step], up[i * step], first, second));
-    }
+  void activate_rows(int64_t begin, int64_t end) {
+    for (int64_t s = begin; s < end; ++s) activate_row<D>(c, h.get() + s * width, inner, a.get() + s * inner);
   }
 
-  // Columns [begin, end) of every token: slot 0 first.
+  // Columns [begin, end) of every token.
   void combine(int64_t begin, int64_t end) {
-    constexpr int64_t BAND = 256;
-    A sum[BAND];
-    for (int64_t t = 0; t < c.x.rows; ++t)
-      for (int64_t j = begin; j < end; j += BAND) {
-        int64_t n = std::min(BAND, end - j);
-        std::fill(sum, sum + n, A(0));
-        for (int64_t k = 0; k < top_k; ++k) {
-          int64_t row = r.position[t * top_k + k];
-          if (row < 0) continue;
-          const A* from = y.get() + row * hidden + j;
-          A scale = c.weight_on_input ? A(1) : scalar<A>(c.weights, t, k);
-#pragma omp simd
-          for (int64_t i = 0; i < n; ++i) sum[i] += from[i] * scale;
-        }
-        write(sum, n, t * hidden + j);
-      }
-  }
-
-  void write(const A* sum, int64_t n, int64_t at) const {
-    switch (c.out_dtype) {
-      case HALF: return convert(sum, n, static_cast<F16*>(c.out) + at);
-      case BFLOAT16: return convert(sum, n, static_cast<BF16*>(c.out) + at);
-      case FLOAT: return convert(sum, n, static_cast<float*>(c.out) + at);
-      default: return convert(sum, n, static_cast<double*>(c.out) + at);
-    }
-  }
-  template <class T> static void convert(const A* sum, int64_t n, T* to) {
-    for (int64_t i = 0; i < n; ++i) to[i] = narrow<T>(Acc<T>(sum[i]));
+    for (int64_t t = 0; t < c.x.rows; ++t) combine_row<D, false>(c, r, y.get(), t, begin, end);
   }
 
   const Call& c;

@@ -21,9 +21,12 @@ struct Interface {
   int32_t (*library)(const char*, const char*, const char*, uint32_t, Handle*);
   int32_t (*implement)(Handle, const char*, void (*)(Value*, uint64_t, uint64_t), uint64_t);
   int32_t (*threads)(uint32_t*);
+  int32_t (*blob)(void*, int64_t, const int64_t*, const int64_t*, int64_t, int32_t, int32_t, int32_t, Handle*);
+  int32_t (*mm)(Handle, Handle, Handle);
 };
 Interface torch_;
 bool enabled = true;
+bool widens[2] = {};  // float16, bfloat16: whether GEMMs in float32 are quicker on this CPU
 constexpr uint64_t TORCH_2_10 = (uint64_t(2) << 56) | (uint64_t(10) << 48);
 
 void check(int32_t error) {
@@ -123,6 +126,10 @@ bool fits(const Call& c) {
 constexpr int64_t ROWS_BY_DOTS = 16, ROWS_BY_SUMS = 4, MOST_SLOTS = 1024;
 int64_t max_slots = -1;
 
+// The expert outputs of a call take at most this; a larger call goes in blocks of tokens, but not of so few that experts get
+// less than that many rows on average.
+constexpr int64_t BLOCK_BYTES = int64_t(64) << 20, BLOCK_ROWS = 128;
+
 bool few(const Call& c) {
   int64_t slots = c.ids.rows * c.ids.columns;
   if (max_slots >= 0) return slots <= max_slots;
@@ -130,13 +137,58 @@ bool few(const Call& c) {
 }
 
 // Threads that pay: one for every so many weight elements that are read; later rows of an expert cost a part of the first.
-int threads_for(const Call& c, const Routing& r) {
+int threads_for(const Call& c, const Routing& r, bool many) {
   uint32_t most = 1;
   if (omp_in_parallel()) return 1;
   check(torch_.threads(&most));
+  if (many) return int(most);
   int64_t expert = c.w_in.out * c.w_in.in * (c.w_up.present ? 2 : 1) + c.w_out.out * c.w_out.in;
   int64_t work = expert * int64_t(3 * r.groups.size() + r.order.size()) / 4;
   return int(std::max<int64_t>(1, std::min<int64_t>(most, work / 65536)));
+}
+
+struct Borrowed {
+  Handle t;
+  Borrowed(void* data, int dtype, int64_t rows, int64_t columns, int64_t row_stride, int64_t column_stride) {
+    const int64_t sizes[] = {rows, columns}, strides[] = {row_stride, column_stride};
+    check(torch_.blob(data, 2, sizes, strides, 0, dtype, 0, 0, &t));
+  }
+  ~Borrowed() { torch_.release(t); }
+  Borrowed(const Borrowed&) = delete;
+};
+
+void multiply(int dtype, void* out, int64_t ld_out, const void* rows, int64_t count, int64_t in, const void* w, int64_t columns,
+              int64_t k_stride, int64_t j_stride) {
+  if (!columns) return;
+  Borrowed a(const_cast<void*>(rows), dtype, count, in, in, 1), b(const_cast<void*>(w), dtype, in, columns, k_stride, j_stride);
+  Borrowed o(out, dtype, count, columns, ld_out, 1);
+  check(torch_.mm(o.t, a.t, b.t));
+}
+
+bool takes_many(const Call& c) {
+  if (max_slots >= 0) return false;
+  return c.x.dtype == HALF ? widens[0] : c.x.dtype == BFLOAT16 ? widens[1] : true;
+}
+
+template <class D> void run_few(const Call& c, const Routing& routing) { Body<D>(c, routing).run(); }
+
+template <class D> void run_many(const Call& call, const Routing& routing) {
+  int64_t per_token = std::max<int64_t>(1, call.ids.columns * call.w_out.out * int64_t(sizeof(Acc<D>)));
+  int64_t block = std::max<int64_t>({BLOCK_BYTES / per_token, BLOCK_ROWS * call.w_in.count / std::max<int64_t>(call.ids.columns, 1), 1});
+  if (call.x.rows <= block) return Large<D>(call, routing, multiply).run();
+  for (int64_t t = 0; t < call.x.rows; t += block) {
+    Call part = call;
+    part.x.rows = part.ids.rows = part.weights.rows = std::min(block, call.x.rows - t);
+    part.x.data += t * call.x.row_stride * int64_t(sizeof(D));
+    part.ids.data += t * call.ids.row_stride * item_size(call.ids.dtype);
+    part.weights.data += t * call.weights.row_stride * item_size(call.weights.dtype);
+    part.out = static_cast<char*>(call.out) + t * call.w_out.out * item_size(call.out_dtype);
+    Large<D>(part, Routing(part.ids, call.w_in.count), multiply).run();
+  }
+}
+
+template <class D> void run(const Call& c, const Routing& routing, bool many) {
+  many ? run_many<D>(c, routing) : run_few<D>(c, routing);
 }
 
 // The result, or null when the general op has to run.
@@ -157,21 +209,23 @@ Handle experts(Value* stack) {
   Experts* const lists[] = {&c.w_in, &c.w_up, &c.w_out, &c.b_in, &c.b_up, &c.b_out};
   for (int i = 0; i < 6; ++i)
     if (!read_list(stack[3 + i], i < 3 ? 2 : 1, c.x.dtype, nullptr, *lists[i])) return nullptr;
-  if (!fits(c) || !few(c)) return nullptr;
+  if (!fits(c)) return nullptr;
+  const bool many = !few(c);
+  if (many && !takes_many(c)) return nullptr;
   Routing routing(c.ids, c.w_in.count);
   for (int i = 0; i < 6; ++i)
     if (lists[i]->present && !lists[i]->base && !read_list(stack[3 + i], i < 3 ? 2 : 1, c.x.dtype, &routing, *lists[i])) return nullptr;
-  c.threads = threads_for(c, routing);
+  c.threads = threads_for(c, routing, many);
   const int64_t sizes[] = {c.x.rows, c.w_out.out}, strides[] = {std::max<int64_t>(c.w_out.out, 1), 1};
   Handle out;
   check(torch_.empty(2, sizes, strides, c.out_dtype, 0, 0, &out));
   std::unique_ptr<void, int32_t (*)(Handle)> owner(out, torch_.release);
   check(torch_.data(out, &c.out));
   switch (c.x.dtype) {
-    case FLOAT: Body<float>(c, routing).run(); break;
-    case BFLOAT16: Body<BF16>(c, routing).run(); break;
-    case HALF: Body<F16>(c, routing).run(); break;
-    default: Body<double>(c, routing).run();
+    case FLOAT: run<float>(c, routing, many); break;
+    case BFLOAT16: run<BF16>(c, routing, many); break;
+    case HALF: run<F16>(c, routing, many); break;
+    default: run<double>(c, routing, many);
   }
   return owner.release();
 }
@@ -211,8 +265,14 @@ extern "C" __attribute__((visibility("default"))) int32_t moefuse_register(void*
   return torch_.implement(library, "experts_infer", kernel, TORCH_2_10);
 }
 
-// Off: every call goes to the general op. slots: the most that this kernel takes, -1 for the measured rule.
+// Off: every call goes to the general op. slots: up to so many are "few", more go to the general op; -1 for the measured rule.
 extern "C" __attribute__((visibility("default"))) void moefuse_configure(int32_t on, int64_t slots) {
   enabled = on;
   max_slots = slots;
+}
+
+// Whether float16 and bfloat16 calls of many slots are multiplied in float32 here; otherwise they go to the general op.
+extern "C" __attribute__((visibility("default"))) void moefuse_widen(int32_t half, int32_t bfloat) {
+  widens[0] = half;
+  widens[1] = bfloat;
 }

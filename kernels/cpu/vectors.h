@@ -103,6 +103,40 @@ template <> inline F16 narrow<F16>(float v) {
 // The value that storage dtype D keeps of v.
 template <class D> inline Acc<D> rounded(Acc<D> v) { return widen(narrow<D>(v)); }
 
+inline VecF rounded_lanes(VecF v, float*) { return v; }
+inline VecD rounded_lanes(VecD v, double*) { return v; }
+inline void store_lanes(float* p, VecF v) { store<float>(p, v); }
+inline void store_lanes(double* p, VecD v) { store<double>(p, v); }
+inline VecU bf16_bits(VecF v) {
+  VecU bits;
+  std::memcpy(&bits, &v, BYTES);
+  return v == v ? (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16 : VecU{} + 0x7fc0u;
+}
+inline VecF rounded_lanes(VecF v, BF16*) {
+  VecU wide = bf16_bits(v) << 16;
+  std::memcpy(&v, &wide, BYTES);
+  return v;
+}
+inline void store_lanes(BF16* p, VecF v) {
+  HalfU half = __builtin_convertvector(bf16_bits(v), HalfU);
+  std::memcpy(p, &half, BYTES / 2);
+}
+inline void store_lanes(F16* p, VecF v) {
+#if defined(__AVX512F__)
+  _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__F16C__)
+  _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT));
+#endif
+}
+inline VecF rounded_lanes(VecF v, F16*) {
+  F16 half[BYTES / 4];
+  store_lanes(half, v);
+  return load(half);
+}
+template <class T, class V> inline void store_lanes(T* p, V v) {  // between float and double
+  for (int i = 0; i < int(sizeof(V) / sizeof(v[0])); ++i) p[i] = narrow<T>(Acc<T>(v[i]));
+}
+
 // Sum of the lanes, always in the same order.
 template <class A> inline A lanes_sum(Vec<A> v) {
   A part[WIDTH<A>];

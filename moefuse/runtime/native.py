@@ -1,7 +1,8 @@
-"""The C++ kernel of ``moefuse::experts_infer`` for few slots on the CPU: compiled at its first use, once per machine.
+"""The C++ kernel of ``moefuse::experts_infer`` on the CPU: compiled at its first use, once per machine.
 
-It is registered with the dispatcher for CPU tensors, so a compiled model reaches it without any Python. Calls it is not made for (many
-slots, weights whose strides fit neither storage order) go on to ``moefuse::experts_general``. Without a working compiler everything
+It is registered with the dispatcher for CPU tensors, so a compiled model reaches it without any Python. Few slots it computes alone; for
+many it leaves the GEMMs to torch and does the rest. Calls it is not made for (weights whose strides fit neither storage order, 16-bit
+GEMMs that the CPU has instructions for) go on to ``moefuse::experts_general``. Without a working compiler everything
 does: that costs speed and nothing else.
 """
 
@@ -13,11 +14,14 @@ import os
 import threading
 from pathlib import Path
 
+import torch
+
 from moefuse import _torch_private
+from moefuse.runtime.gemm import WIDENED
 
 log = logging.getLogger(__name__)
 
-SOURCES = ("vectors.h", "project.h", "activations.h", "body.h", "op.h")
+SOURCES = ("vectors.h", "project.h", "activations.h", "body.h", "large.h", "op.h")
 """Files of kernels/cpu in the order in which they are put together."""
 SWITCH = "MOEFUSE_CPU_KERNEL"
 """Environment variable; 0 leaves the kernel out."""
@@ -37,6 +41,8 @@ NAMES = (
     "aoti_torch_library_init_impl",
     "torch_library_impl",
     "torch_get_num_threads",
+    "aoti_torch_create_tensor_from_blob",
+    "aoti_torch_cpu_mm_out",
 )
 """Functions of libtorch that the kernel calls, in the order of ``Interface`` in kernels/cpu/op.h."""
 
@@ -69,7 +75,7 @@ def ready() -> bool:
 
 
 def configure(enabled: bool, max_slots: int = -1) -> None:
-    """Turn the kernel on or off, now and when it is loaded later; ``max_slots`` (-1: as measured) is the most slots that it takes."""
+    """Turn the kernel on or off, now and when it is loaded later; ``max_slots`` (-1: as measured) is the most slots that count as few."""
     global _settings
     _settings = (enabled, max_slots)
     if _library is not None:
@@ -84,5 +90,6 @@ def _load() -> ctypes.CDLL | None:
     error = library.moefuse_register((ctypes.c_void_p * len(functions))(*functions))
     if error:
         raise RuntimeError(f"libtorch refused the kernel (error {error})")
+    library.moefuse_widen(int(torch.float16 in WIDENED), int(torch.bfloat16 in WIDENED))
     library.moefuse_configure(int(_settings[0]), ctypes.c_int64(_settings[1]))
     return library

@@ -6,7 +6,7 @@ supports the call runs it, and the portable implementation, which supports every
 :func:`register` when it is imported. The arrays that pass from one op to the next (h, order, offsets) have one layout, given in
 ``moefuse/ops/experts.py``, so the providers of a forward op and of its backward are chosen independently.
 
-Few slots on the CPU do not come here: the C++ kernel (``moefuse/runtime/native.py``) has them, as long as no provider that may take CPU
+Most CPU calls do not come here: the C++ kernel (``moefuse/runtime/native.py``) has them, as long as no provider that may take CPU
 tensors is registered for "experts".
 
 ``supports`` runs on every call: it looks at devices, dtypes and static sizes, and never reads data.

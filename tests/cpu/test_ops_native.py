@@ -1,4 +1,4 @@
-"""The C++ kernel for few slots: against the reference and the portable provider, when it steps aside, and how it is loaded."""
+"""The C++ kernel: against the reference and the portable provider, when it steps aside, and how it is loaded."""
 
 from __future__ import annotations
 
@@ -52,8 +52,17 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Log:
 
 
 @pytest.fixture
+def widened() -> Iterator[None]:
+    """16-bit calls are multiplied in float32, also on a CPU that has instructions for them."""
+    assert native._library is not None
+    native._library.moefuse_widen(1, 1)
+    yield
+    native._library.moefuse_widen(int(torch.float16 in native.WIDENED), int(torch.bfloat16 in native.WIDENED))
+
+
+@pytest.fixture
 def every_slot_count() -> Iterator[None]:
-    """The kernel takes calls of any number of slots."""
+    """Calls of any number of slots count as few."""
     native.configure(True, 1 << 40)
     yield
     native.configure(True)
@@ -78,6 +87,43 @@ def test_every_body_and_dtype(storage: dict[str, Any], dtype: torch.dtype, log: 
             tolerance = {} if dtype.itemsize > 2 else {"rtol": 0.03, "atol": 0.03}
             torch.testing.assert_close(run(args, **c.options), reference(args, **c.options), **tolerance)
     assert log.general == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("storage", STORAGE)
+@pytest.mark.usefixtures("widened")
+def test_many_slots_of_every_body_and_dtype(storage: dict[str, Any], dtype: torch.dtype, log: Log) -> None:
+    """Several chunks, odd sizes, ids out of range."""
+    for i, case in enumerate(every_body()):
+        out_dtype = (None, torch.float32, torch.float64)[i % 3]
+        c = case.with_(**storage, dtype=dtype, weight_on_input=i % 2 == 0, tokens=230, hidden=70, inter=37, hidden_out=131)
+        c = c.with_(out_dtype=out_dtype)
+        args = c.args()
+        bound = {torch.float64: 1e-7, torch.float32: 1e-5}.get(dtype, 0.03)
+        torch.testing.assert_close(run(args, **c.options), reference(args, **c.options), rtol=bound, atol=bound)
+    assert log.general == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.usefixtures("widened")
+def test_many_slots_keep_nan_and_wild_ids_in_their_rows(dtype: torch.dtype) -> None:
+    args = Case(tokens=300, low_id=0, high_id=3, hidden=40, inter=24, hidden_out=50, dtype=dtype).args()
+    clean = run(args)
+    args[0][2] = math.nan
+    args[1][4, 0] = -(1 << 40)
+    args[2][4, 0] = math.nan
+    out = run(args)
+    assert out[2].isnan().all()
+    assert out[4].isfinite().all()
+    # One row less in a GEMM may change the last bits of the others.
+    kept = [t for t in range(300) if t not in (2, 4)]
+    torch.testing.assert_close(out[kept], clean[kept])
+
+
+def test_a_large_call_goes_in_blocks_of_tokens() -> None:
+    c = Case(tokens=1100, hidden=8, inter=8, hidden_out=10000, experts=2, top_k=2, dtype=torch.float32, low_id=0, high_id=2)
+    args = c.args()
+    torch.testing.assert_close(run(args), reference(args), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("storage", STORAGE)
@@ -166,7 +212,6 @@ def one_odd(args: list[Any]) -> None:
 
 
 STEPS_ASIDE = [
-    pytest.param(Case(tokens=2000), lambda args: None, id="many-slots"),
     pytest.param(Case(), lambda args: args[3].__setitem__(0, strided(args[3][0])), id="weights-contiguous-in-no-dimension"),
     pytest.param(Case(), lambda args: args[6].__setitem__(0, strided(args[6][0])), id="bias-not-contiguous"),
     pytest.param(Case(separate=True), one_odd, id="one-expert-stored-the-other-way"),
@@ -181,9 +226,25 @@ def test_what_it_leaves_to_the_general_op(case: Case, change: Any, log: Log) -> 
     assert log.general == 1
 
 
-@pytest.mark.parametrize("case", [Case(separate=True), Case(), Case(tokens=2000)], ids=["list", "stacked", "general"])
-def test_no_reference_to_a_tensor_is_kept_or_lost(case: Case) -> None:
-    args = case.args()
+def general_args() -> list[Any]:
+    """A call that the C++ kernel does not take."""
+    args = Case().args()
+    args[3][0] = strided(args[3][0])
+    return args
+
+
+CALLS = [
+    pytest.param(Case(separate=True).args, id="list"),
+    pytest.param(Case().args, id="stacked"),
+    pytest.param(Case(tokens=2000, separate=True).args, id="many-list"),
+    pytest.param(Case(tokens=2000).args, id="many-stacked"),
+    pytest.param(general_args, id="general"),
+]
+
+
+@pytest.mark.parametrize("make", CALLS)
+def test_no_reference_to_a_tensor_is_kept_or_lost(make: Any) -> None:
+    args = make()
     before = [t._use_count() for t in tensors(args)]  # type: ignore[attr-defined]
     for _ in range(3):
         run(args)
@@ -201,8 +262,9 @@ def test_errors_of_the_general_op_reach_the_caller(monkeypatch: pytest.MonkeyPat
         raise MemoryError("no room")
 
     monkeypatch.setattr(providers, "run", broken)
+    args = general_args()
     with pytest.raises(RuntimeError):
-        run(Case(tokens=2000).args())
+        run(args)
 
 
 def test_options_survive_the_encoding() -> None:
@@ -212,7 +274,7 @@ def test_options_survive_the_encoding() -> None:
             assert decode(*encode(**options)) == options
 
 
-@pytest.mark.parametrize("case", [Case(), Case(separate=True), Case(tokens=2000)], ids=["stacked", "list", "general"])
+@pytest.mark.parametrize("case", [Case(), Case(separate=True), Case(tokens=2000)], ids=["stacked", "list", "many"])
 def test_opcheck(case: Case) -> None:
     c = case.with_(dtype=torch.float32)
     options = {k: v for k, v in c.options.items() if k != "out_dtype"}

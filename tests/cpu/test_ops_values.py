@@ -39,7 +39,7 @@ SIZES = [
 
 @pytest.fixture(autouse=True, params=["kernel", "portable"])
 def _provider(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Everything here holds with the C++ kernel for few slots and without it."""
+    """Everything here holds with the C++ kernel and without it."""
     native.configure(request.param == "kernel")
     yield
     native.configure(True)
@@ -256,6 +256,7 @@ def test_meta_and_fake_agree_with_the_kernel() -> None:
 
 def test_peak_memory_is_bounded_by_the_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     """No temporary as large as all pre-activations: the largest pre-activation buffer is one chunk."""
+    native.configure(False)
     seen: list[tuple[int, ...]] = []
     project = cpu.project
 
@@ -272,6 +273,7 @@ def test_peak_memory_is_bounded_by_the_chunk(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("tokens", [39, 40, 41], ids=["one-short-of-a-block", "whole-blocks", "one-over"])
 def test_a_large_call_goes_in_blocks_of_tokens(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of 10 tokens here; the values are the same."""
+    native.configure(False)
     c = Case(tokens=tokens)
     want = run(c.args(), **c.options)
     calls: list[int] = []
