@@ -57,8 +57,8 @@ struct View {
 
 bool is_float(int dtype) { return dtype == FLOAT || dtype == BFLOAT16 || dtype == DOUBLE || (HAS_F16 && dtype == HALF); }
 
-bool read_matrix(Value value, Matrix& m) {
-  View v(handle(value));
+bool read_matrix(Handle tensor, Matrix& m) {
+  View v(tensor);
   if (v.dim != 2) return false;
   m = {static_cast<const char*>(v.data), v.dtype, v.sizes[0], v.sizes[1], v.strides[0], v.strides[1]};
   return true;
@@ -74,13 +74,12 @@ bool read_part(Experts& to, int dim, const int64_t* sizes, const int64_t* stride
   return to.contiguous_in || strides[0] == 1 || sizes[0] == 1;
 }
 
-// One weight or bias list. Of a list with a tensor per expert only the experts in `routing` are looked at.
-bool read_list(Value value, int dim, int dtype, const Routing* routing, Experts& to) {
-  size_t count = 0;
-  check(torch_.list_size(handle(value), &count));
+// One weight or bias list: `count` elements of `list` from `first` on. Of a list with a tensor per expert only the experts in `routing`
+// are looked at.
+bool read_list(Value list, size_t first, size_t count, int dim, int dtype, const Routing* routing, Experts& to) {
   to.present = count > 0;
   if (!count) return true;
-  View v(item(value, 0));
+  View v(item(list, first));
   if (v.dtype != dtype) return false;
   if (count == 1 && v.dim == dim + 1) {
     to.count = v.sizes[0];
@@ -94,7 +93,7 @@ bool read_list(Value value, int dim, int dtype, const Routing* routing, Experts&
   to.table.assign(count, nullptr);
   for (const auto& group : routing->groups) {
     if (group.expert >= to.count) return false;
-    View part(item(value, size_t(group.expert)));
+    View part(item(list, first + size_t(group.expert)));
     Experts like;
     if (part.dtype != dtype || part.dim != dim || !read_part(like, dim, part.sizes, part.strides)) return false;
     if (like.out != to.out || like.in != to.in || like.ld != to.ld || like.contiguous_in != to.contiguous_in) return false;
@@ -194,27 +193,39 @@ template <class D> void run(const Call& c, const Routing& routing, bool many) {
 // The result, or null when the general op has to run.
 Handle experts(Value* stack) {
   Call c;
-  int64_t body = bits<int64_t>(stack[9]);
+  int64_t body = bits<int64_t>(stack[2]);
   c.activation = int(body & 0xff);
   c.gating = int(body >> 8 & 0xff);
   c.up_first = body >> 16 & 1;
   c.weight_on_input = body >> 17 & 1;
-  c.first = bits<double>(stack[10]);
-  c.second = bits<double>(stack[11]);
-  c.out_dtype = bits<int32_t>(stack[12]);
-  if (!enabled || !read_matrix(stack[1], c.ids)) return nullptr;
-  if (!read_matrix(stack[0], c.x) || !read_matrix(stack[2], c.weights)) return nullptr;
+  c.first = bits<double>(stack[3]);
+  c.second = bits<double>(stack[4]);
+  c.out_dtype = bits<int32_t>(stack[5]);
+  size_t size = 0, lengths = 0, starts[7] = {3}, counts[6];
+  check(torch_.list_size(handle(stack[0]), &size));
+  check(torch_.list_size(handle(stack[1]), &lengths));
+  if (!enabled || size < 3 || lengths != 6) return nullptr;
+  for (int i = 0; i < 6; ++i) {
+    Value n;
+    check(torch_.list_item(handle(stack[1]), i, &n));
+    counts[i] = size_t(n);
+    if (counts[i] > size - starts[i]) return nullptr;
+    starts[i + 1] = starts[i] + counts[i];
+  }
+  if (!read_matrix(item(stack[0], 0), c.x) || !read_matrix(item(stack[0], 1), c.ids) || !read_matrix(item(stack[0], 2), c.weights)) return nullptr;
   if (!is_float(c.x.dtype) || !is_float(c.weights.dtype) || !is_float(c.out_dtype)) return nullptr;
   if (c.ids.dtype > I64 || c.ids.dtype < 0) return nullptr;
   Experts* const lists[] = {&c.w_in, &c.w_up, &c.w_out, &c.b_in, &c.b_up, &c.b_out};
   for (int i = 0; i < 6; ++i)
-    if (!read_list(stack[3 + i], i < 3 ? 2 : 1, c.x.dtype, nullptr, *lists[i])) return nullptr;
+    if (!read_list(stack[0], starts[i], counts[i], i < 3 ? 2 : 1, c.x.dtype, nullptr, *lists[i])) return nullptr;
   if (!fits(c)) return nullptr;
   const bool many = !few(c);
   if (many && !takes_many(c)) return nullptr;
   Routing routing(c.ids, c.w_in.count);
   for (int i = 0; i < 6; ++i)
-    if (lists[i]->present && !lists[i]->base && !read_list(stack[3 + i], i < 3 ? 2 : 1, c.x.dtype, &routing, *lists[i])) return nullptr;
+    if (lists[i]->present && !lists[i]->base &&
+        !read_list(stack[0], starts[i], counts[i], i < 3 ? 2 : 1, c.x.dtype, &routing, *lists[i]))
+      return nullptr;
   c.threads = threads_for(c, routing, many);
   const int64_t sizes[] = {c.x.rows, c.w_out.out}, strides[] = {std::max<int64_t>(c.w_out.out, 1), 1};
   Handle out;
@@ -232,13 +243,10 @@ Handle experts(Value* stack) {
 
 // Releasing a list does not release its tensors.
 void release(const Value* stack) {
-  for (int i = 0; i < 3; ++i) torch_.release(handle(stack[i]));
-  for (int i = 3; i < 9; ++i) {
-    size_t count = 0;
-    torch_.list_size(handle(stack[i]), &count);
-    for (size_t j = 0; j < count; ++j) torch_.release(item(stack[i], j));
-    torch_.list_release(handle(stack[i]));
-  }
+  size_t count = 0;
+  torch_.list_size(handle(stack[0]), &count);
+  for (size_t j = 0; j < count; ++j) torch_.release(item(stack[0], j));
+  for (int i = 0; i < 2; ++i) torch_.list_release(handle(stack[i]));
 }
 
 // The arguments belong to this function; the general op takes them over.

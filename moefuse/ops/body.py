@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from moefuse.ops.activations import ACTIVATIONS
 from moefuse.ops.reference import GATINGS
@@ -48,4 +49,18 @@ def infer_args(
     out_dtype: torch.dtype | None,
 ) -> tuple[Any, ...]:
     """Arguments of ``moefuse::experts_infer`` for the tensors ``data`` (x, ids, weights, six lists) and checked options."""
-    return (*data, *encode(activation, activation_args, gating, up_first, weight_on_input), out_dtype or data[0].dtype)
+    tensors, counts = list(data[:3]), []
+    for part in data[3:]:
+        tensors += part
+        counts.append(len(part))
+    return (tensors, counts, *encode(activation, activation_args, gating, up_first, weight_on_input), out_dtype or data[0].dtype)
+
+
+def unpack(tensors: Sequence[Tensor], counts: Sequence[int]) -> tuple[Any, ...]:
+    """(x, ids, weights, six lists) of the first two arguments of ``moefuse::experts_infer``."""
+    data: list[Any] = list(tensors[:3])
+    start = 3
+    for n in counts:
+        data.append(list(tensors[start : start + n]))
+        start += n
+    return tuple(data)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from moefuse.ops import autograd
-from moefuse.ops.body import decode, infer_args
+from moefuse.ops.body import decode, infer_args, unpack
 from moefuse.ops.checks import check_experts
 from moefuse.ops.schema import implement
 from moefuse.runtime import native, providers
@@ -48,67 +48,22 @@ def _kernel(
     return out
 
 
-def _infer_kernel(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    w_in: Lists,
-    w_up: Lists,
-    w_out: Lists,
-    b_in: Lists,
-    b_up: Lists,
-    b_out: Lists,
-    body: int,
-    arg0: float,
-    arg1: float,
-    out_dtype: torch.dtype,
-) -> Tensor:
+def _infer_kernel(tensors: Lists, counts: Sequence[int], body: int, arg0: float, arg1: float, out_dtype: torch.dtype) -> Tensor:
     """Runs on the CPU until the C++ kernel takes this op over there, which may happen in here; and on any other device."""
-    data = (x, ids, weights, w_in, w_up, w_out, b_in, b_up, b_out)
-    if x.device.type == "cpu" and native.ready():
-        out: Tensor = torch.ops.moefuse.experts_infer.default(*data, body, arg0, arg1, out_dtype)
+    if tensors[0].device.type == "cpu" and native.ready():
+        out: Tensor = torch.ops.moefuse.experts_infer.default(tensors, counts, body, arg0, arg1, out_dtype)
         return out
-    return _general_kernel(*data, body, arg0, arg1, out_dtype)
+    return _general_kernel(tensors, counts, body, arg0, arg1, out_dtype)
 
 
-def _general_kernel(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    w_in: Lists,
-    w_up: Lists,
-    w_out: Lists,
-    b_in: Lists,
-    b_up: Lists,
-    b_out: Lists,
-    body: int,
-    arg0: float,
-    arg1: float,
-    out_dtype: torch.dtype,
-) -> Tensor:
+def _general_kernel(tensors: Lists, counts: Sequence[int], body: int, arg0: float, arg1: float, out_dtype: torch.dtype) -> Tensor:
     """``experts_infer`` without the C++ kernel."""
-    data = (x, ids, weights, w_in, w_up, w_out, b_in, b_up, b_out)
-    options = decode(body, arg0, arg1)
-    out: Tensor = providers.run("experts", *data, *options.values(), out_dtype)
+    out: Tensor = providers.run("experts", *unpack(tensors, counts), *decode(body, arg0, arg1).values(), out_dtype)
     return out
 
 
-def _infer_fake(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    w_in: Lists,
-    w_up: Lists,
-    w_out: Lists,
-    b_in: Lists,
-    b_up: Lists,
-    b_out: Lists,
-    body: int,
-    arg0: float,
-    arg1: float,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    return _fake(x, ids, weights, w_in, w_up, w_out, b_in, b_up, b_out, **decode(body, arg0, arg1), out_dtype=out_dtype)
+def _infer_fake(tensors: Lists, counts: Sequence[int], body: int, arg0: float, arg1: float, out_dtype: torch.dtype) -> Tensor:
+    return _fake(*unpack(tensors, counts), **decode(body, arg0, arg1), out_dtype=out_dtype)
 
 
 def _fake(

@@ -13,11 +13,8 @@ _EXPERTS_ARGS = (
     'str activation="silu", float[] activation_args=[], str gating="merged", bool up_first=False, bool weight_on_input=False, '
     "ScalarType? out_dtype=None"
 )
-# One integer for all options (moefuse/ops/body.py): few arguments make a call cheap.
-_INFER_ARGS = (
-    "Tensor x, Tensor ids, Tensor weights, Tensor[] w_in, Tensor[] w_up, Tensor[] w_out, "
-    "Tensor[] b_in, Tensor[] b_up, Tensor[] b_out, int body, float arg0, float arg1, ScalarType out_dtype"
-)
+# One list for all tensors and one integer for all options (moefuse/ops/body.py): few arguments make a call cheap.
+_INFER_ARGS = "Tensor[] tensors, int[] counts, int body, float arg0, float arg1, ScalarType out_dtype"
 _BACKWARD_ARGS = (
     "Tensor grad, Tensor x, Tensor weights, Tensor h, Tensor order, Tensor offsets, Tensor[] w_in, Tensor[] w_up, Tensor[] w_out, "
     "Tensor[] b_in, Tensor[] b_up, Tensor[] b_out, bool[] needs, *, "
