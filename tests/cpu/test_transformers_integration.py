@@ -302,6 +302,13 @@ def test_refuses_quantised_weights() -> None:
         experts_forward(module, *routed())
 
 
+def test_refuses_distributed_tensors() -> None:
+    module = make_experts()
+    module.gate_up_proj.device_mesh = object()  # type: ignore[union-attr]
+    with pytest.raises(ExpertsModuleError, match=r"`gate_up_proj` is a DTensor"):
+        experts_forward(module, *routed())
+
+
 def reload_without(monkeypatch: pytest.MonkeyPatch, blocked: str) -> None:
     monkeypatch.setitem(sys.modules, blocked, None)
     monkeypatch.delitem(sys.modules, "moefuse.integrations.transformers")
