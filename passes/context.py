@@ -38,6 +38,7 @@ class Context:
         self.mode: dict[Node, tuple[bool, tuple[str, ...]]] = {}
         self.routings: dict[Node, Routing] = {}
         self.erasable: dict[Node, bool] = {}
+        self.sentinels: dict[Routing, set[int]] = {}
         self.first: dict[Node, Node] = {}
         self.replaced: dict[Node, Node] = {}
         self.finished: dict[int, tuple[Any, list[Node]]] = {}

@@ -149,6 +149,14 @@ class Sorted(Fact):
 
 
 @dataclass(frozen=True, eq=False)
+class Absent(Fact):
+    """True for sorted slots whose id is ``count`` or more: the sentinels of expert parallelism, which belong to no expert."""
+
+    routing: Routing
+    count: int
+
+
+@dataclass(frozen=True, eq=False)
 class Counts(Fact):
     """Tokens of each expert (``ends`` False) or their running sum (``ends`` True)."""
 

@@ -261,6 +261,9 @@ def sources(expr: Expr) -> list[Node]:
 def _checked(ctx: Context, region: Region) -> Region | Lost:
     """The region with its nodes, if nothing in the program around it forbids the rewrite."""
     region.domain = _spelling(ctx, region)
+    bounds = ctx.sentinels.get(region.routing, set())
+    if bounds - {region.num_experts}:
+        return ctx.lost("missing-experts", region.anchor, present=f"below {min(bounds)}", count=str(region.num_experts))
     region.leaves = [*sources(region.expr), region.routing.node]
     region.nodes = slice_of(ctx, region)
     if region.base is not None:

@@ -72,7 +72,8 @@ def call_of(node: Node) -> Call | None:
             args = (kwargs.pop(first), *args)
     if raw in _CASTS and node.op == "call_method":
         return Call("to", (*args, _CASTS[raw]), kwargs, False)
-    name = _ALIASES.get(raw, raw)
+    plain = raw[2:-2] if raw.startswith("__") and raw.endswith("__") else raw  # `x.__eq__(y)`, as torch 2.11 records `x == y`
+    name = _ALIASES.get(plain, plain)
     inplace = name == "setitem" or bool(kwargs.pop("inplace", False)) or kwargs.get("out") is not None
     if name.endswith("_") and not name.endswith("__") and name not in _NOT_INPLACE:
         name, inplace = name[:-1], True

@@ -9,7 +9,7 @@ from torch.fx import Node
 
 from moefuse.passes.axes import Atom, Axis, atoms
 from moefuse.passes.context import Context, as_size
-from moefuse.passes.facts import Fact, Many, Order, Range, Routing, Sorted, View
+from moefuse.passes.facts import Absent, Fact, Many, Order, Range, Routing, Sorted, View
 from moefuse.passes.rules import rule
 from moefuse.passes.rules.routing import is_integer, role_axes
 from moefuse.passes.sizes import same
@@ -57,6 +57,15 @@ def on_floor_divide(ctx: Context, node: Node, x: Node, other: Any) -> Any:
         return None
     size = as_size(other)
     return replace(fact, of="token") if size is not None and same(size, fact.order.routing.top_k) else None
+
+
+@rule("ge", "gt")
+def on_beyond(ctx: Context, node: Node, x: Any, other: Any) -> Any:
+    """``sorted_ids >= E``: slots that no expert here serves."""
+    fact = ctx.fact(x)
+    if not isinstance(fact, Sorted) or fact.of != "ids" or not isinstance(other, int) or isinstance(other, bool):
+        return None
+    return Absent(fact.axes, fact.order.routing, other + (ctx.calls[node].name == "gt"))  # type: ignore[union-attr]
 
 
 def on_div(ctx: Context, node: Node, x: Any, other: Any, rounding_mode: str | None) -> Any:

@@ -12,7 +12,7 @@ from moefuse.passes.axes import Axes, extent
 from moefuse.passes.cone import cone_rows
 from moefuse.passes.context import Context, normalize, out_shape
 from moefuse.passes.expr import Expr, Gate, Op, has_linear, walk
-from moefuse.passes.facts import Buffer, Combined, Domain, Fill, Lost, Mask, Rows, Sum, Table, View
+from moefuse.passes.facts import Buffer, Combined, Domain, Fill, Lost, Mask, Rows, Sorted, Sum, Table, View
 from moefuse.passes.operands import joined, leaf, padded, real, scalar, symbol
 from moefuse.passes.ops import UNARY, tensor
 from moefuse.passes.rules import rule
@@ -31,6 +31,8 @@ RANDOM = (
 @rule(*UNARY, *TERNARY, "pow", "sub", "maximum", "minimum", "remainder", "fmod", "atan2", "rsub")
 def on_pointwise(ctx: Context, node: Node, *args: Any, **kwargs: Any) -> Any:
     facts = [ctx.fact(a) for a in (*args, *kwargs.values())]
+    if facts and isinstance(facts[0], Sorted) and facts[0].of == "ids" and ctx.calls[node].name == "clamp":  # type: ignore[union-attr]
+        return clamped_ids(ctx, facts[0], *args[1:], **kwargs)
     table = next((f for f in facts if isinstance(f, Table)), None)
     rows = [f for f in facts if isinstance(f, Rows)]
     if rows:
@@ -40,6 +42,15 @@ def on_pointwise(ctx: Context, node: Node, *args: Any, **kwargs: Any) -> Any:
             return unary(ctx, node, table, *args[1:], **kwargs)
         return None
     return plain(ctx, node, facts)
+
+
+def clamped_ids(ctx: Context, ids: Sorted, low: Any = None, high: Any = None, **bounds: Any) -> Sorted | None:
+    """``sorted_ids.clamp(max=E - 1)``: only sentinels change, whose rows belong to no expert. lift checks that the bound is E."""
+    low, high = bounds.get("min", low), bounds.get("max", high)
+    if (isinstance(low, int) and low > 0) or not isinstance(high, int):
+        return None
+    ctx.sentinels.setdefault(ids.order.routing, set()).add(high + 1)
+    return ids
 
 
 def plain(ctx: Context, node: Node, facts: list[Any]) -> View | None:

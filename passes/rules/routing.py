@@ -10,7 +10,23 @@ from torch.fx import Node
 
 from moefuse.passes.axes import Atom, Axes, Axis, align
 from moefuse.passes.context import Context, as_size, normalize, out_shape
-from moefuse.passes.facts import Column, Counts, Fill, Index, IndexMatrix, Many, Mask, Range, Routing, Rows, Selection, Sorted, Table, View
+from moefuse.passes.facts import (
+    Absent,
+    Column,
+    Counts,
+    Fill,
+    Index,
+    IndexMatrix,
+    Many,
+    Mask,
+    Range,
+    Routing,
+    Rows,
+    Selection,
+    Sorted,
+    Table,
+    View,
+)
 from moefuse.passes.ops import fake, tensor
 from moefuse.passes.rules import rule
 from moefuse.passes.sizes import same, shape_of
@@ -206,7 +222,11 @@ def on_where(ctx: Context, node: Node, condition: Node, a: Any = None, b: Any = 
 
 @rule("masked_fill")
 def on_masked_fill(ctx: Context, node: Node, x: Node, mask: Node, value: Any) -> Any:
-    fact = ctx.fact(mask)
+    fact, rows = ctx.fact(mask), ctx.fact(x)
+    if isinstance(fact, Absent) and isinstance(rows, Rows) and rows.domain.routing is fact.routing and value == 0:
+        # The fused op gives such slots nothing at all; lift checks that the bound is the number of experts.
+        ctx.sentinels.setdefault(fact.routing, set()).add(fact.count)
+        return rows if rows.domain.name == "sorted" else None
     if not isinstance(fact, Mask | Table) or not fact.negated:
         return None
     return masked(ctx, node, fact, x, value)

@@ -13,7 +13,7 @@ from moefuse.config import Options
 from moefuse.passes import driver, verify
 from moefuse.report import Fused, Skipped
 
-E, K, H, I = 4, 2, 8, 6
+E, K, H, INNER = 4, 2, 8, 6
 
 
 class Layer(nn.Module):
@@ -22,7 +22,7 @@ class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.gate = nn.Linear(H, E)
-        self.w_in, self.w_out = nn.Parameter(torch.randn(E, 2 * I, H)), nn.Parameter(torch.randn(E, H, I))
+        self.w_in, self.w_out = nn.Parameter(torch.randn(E, 2 * INNER, H)), nn.Parameter(torch.randn(E, H, INNER))
 
     def forward(self, x: Tensor) -> Tensor:
         x.mul_(0.5)
