@@ -34,7 +34,12 @@ def rewrite(gm: torch.fx.GraphModule, example_inputs: Sequence[object] | None, o
     report = FusionReport(graph_count=1)
     if (reason := _torch_private.graph_break(gm)) is not None:
         report.graph_breaks.append(reason)
-    saved = GraphSnapshot(gm)
+    try:
+        saved = GraphSnapshot(gm)
+    except Exception as error:  # a graph that cannot be copied cannot be put back: leave it alone
+        log.exception("moefuse cannot copy this graph; it goes to the compiler as it is")
+        report.skipped.append(_internal_error(error))
+        return report
     try:
         # Imported here, so that a broken install of the passes cannot break a program either.
         from moefuse.passes import driver

@@ -17,7 +17,7 @@ from moefuse.passes.expr import Cast, Expr, Leaf, Linear, Op, SharedVector, Slic
 from moefuse.passes.facts import Column, Domain, Rows, Table, View
 from moefuse.passes.operands import padded, real, scalar
 from moefuse.passes.ops import BINARY, UNARY, Call, tensor
-from moefuse.passes.sizes import same, shape_of
+from moefuse.passes.sizes import same, same_shape, shape_of
 
 _POINTWISE = frozenset((*UNARY, *BINARY))
 
@@ -149,7 +149,7 @@ def _unchanged(ctx: Context, node: Node, inside: set[Node]) -> Node | None:
         transposed = transposed or call.name in ("transpose", "permute")
         current = call.args[0]
         before = tensor(current)
-        if before is not None and value is not None and before.shape == value.shape:
+        if before is not None and value is not None and same_shape(shape_of(before), shape_of(value)):
             return None if transposed else current
     return None
 
@@ -192,7 +192,8 @@ def _piece(ctx: Context, node: Node, go: Any, source: Any, index: Any) -> Expr |
     if not isinstance(source, Node):
         return None
     call, value = ctx.calls[source], tensor(node)
-    if value is None:
+    features = [t.shape[-1] for t in (tensor(source), tensor(source.args[0]) if source.args else None, value) if t is not None and t.dim()]
+    if value is None or not all(isinstance(size, int) for size in features):
         return None
     if call is not None and call.name in ("chunk", "split") and isinstance(index, int) and isinstance(call.args[0], Node):
         before = tensor(call.args[0])

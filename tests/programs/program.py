@@ -307,6 +307,7 @@ def _selected_rules(_p: Program, s: Selected) -> list[Rule]:
 def invalid(p: Program) -> str | None:
     """Why this combination is not a program anybody can run (or not a mixture of experts); None when it is fine."""
     rules = _routing_rules(p) + _storage_rules(p)
+    rules += [(p.inter == 1 and "norm" in p.body.extra, "a norm over one feature is nothing but rounding")]
     match p.spelling:
         case Sorted() as s:
             rules += _sorted_rules(p, s)
