@@ -91,7 +91,8 @@ def _expr(ctx: Context, top: Node, node: Node, inside: set[Node], memo: dict[Nod
         value = tensor(node)
         width = shape_of(value)[-1] if value is not None and value.dim() else 1
         narrow = value is not None and value.dim() < 2
-        found = SharedVector(node, node) if narrow else Token(node, node, width if isinstance(width, int) else 1)
+        source = ctx.first[node]  # a view that every expert takes anew is one input
+        found = SharedVector(node, source) if narrow else Token(node, source, width if isinstance(width, int) else 1)
     memo[node] = found
     return found
 
