@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from torch.fx import Node
 
 from moefuse.passes.axes import Atom, Axis
 from moefuse.passes.context import Context
-from moefuse.passes.facts import Buffer, Domain, Fill, Index, Mask, Part, Rows, Selection, Sorted, Table
+from moefuse.passes.facts import Buffer, Domain, Fill, Index, Mask, Rows, Selection, Sorted, Table
 from moefuse.passes.rules import rule
 from moefuse.passes.rules.permutation import assign_inverse
 from moefuse.passes.rules.routing import selection
-from moefuse.passes.sizes import same
 
 _ALL = slice(None, None, None)
 
@@ -72,11 +70,3 @@ def on_index_copy(ctx: Context, node: Node, target: Node, dim: int, index: Node,
     if dim == 0 and isinstance(where, Sorted) and isinstance(rows, Rows) and isinstance(current, Fill):
         return unsort(rows, where)
     return None
-
-
-def is_zero(fact: Any) -> bool:
-    """A tensor of zeros."""
-    return isinstance(fact, Fill) and not math.isnan(fact.value) and same(0 if fact.value == 0.0 else 1, 0)
-
-
-__all__ = ["Part", "extend", "is_zero", "unsort"]

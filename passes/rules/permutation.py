@@ -9,7 +9,7 @@ from torch.fx import Node
 
 from moefuse.passes.axes import Atom, Axis, atoms
 from moefuse.passes.context import Context, as_size
-from moefuse.passes.facts import Absent, Fact, Many, Order, Range, Routing, Sorted, View
+from moefuse.passes.facts import Absent, Many, Order, Range, Routing, Sorted, View
 from moefuse.passes.rules import rule
 from moefuse.passes.rules.routing import is_integer, role_axes
 from moefuse.passes.sizes import same
@@ -82,7 +82,3 @@ def assign_inverse(ctx: Context, node: Node, target: Node, index: Any, value: An
         and same(source.size, index.order.routing.num_tokens * index.order.routing.top_k)
     )
     return Sorted(index.axes, index.order, "inverse") if full and isinstance(index, Sorted) and index.of == "slot" else None
-
-
-def is_fact(value: Any) -> bool:
-    return isinstance(value, Fact)
