@@ -54,7 +54,17 @@ def rewrite(gm: torch.fx.GraphModule, example_inputs: Sequence[object] | None, o
         return report
     report.fused += result.fused
     report.skipped += result.skipped
+    if result.fused:
+        _prepare_kernel(example_inputs or ())
     return report
+
+
+def _prepare_kernel(example_inputs: Sequence[object]) -> None:
+    """On a machine where the kernel of this call was never compiled, compile it while Inductor compiles the rest."""
+    from moefuse.runtime import native
+
+    trained = torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in example_inputs)
+    native.start("train" if trained else "infer")
 
 
 def publish(report: FusionReport, options: Options) -> None:

@@ -1,13 +1,17 @@
 // Storage dtypes, vectors of the accumulation dtype, and rounding to storage. No torch headers: this compiles in a second or two.
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <exception>
+#include <initializer_list>
 #include <limits>
 #include <memory>
 #include <stdexcept>
 #include <string>
 #include <type_traits>
+#include <utility>
 #include <vector>
 #include <omp.h>
 #if defined(__x86_64__)
