@@ -63,7 +63,7 @@ def _every_expert(ctx: Context, node: Node, value: Node, table: Table) -> Rows |
     if view is None or len(table.axes) > len(view.axes):
         return None
     axes: list[Any] = []
-    tokens = False
+    tokens = same(table.routing.num_tokens, 1)  # one token lines up with anything
     for mine, other in zip(view.axes, padded(table.axes, len(view.axes)), strict=True):
         if not real(other):
             axes.append(tuple(Atom("f", 0, a.size) for a in mine if not same(a.size, 1)))

@@ -31,7 +31,7 @@ inline void dots(const D* w, int64_t ld, const Acc<D>* const* rows, int64_t n, c
 #pragma GCC unroll 8
     for (int j = 0; j < FEATURES; ++j) {
       A sum = lanes_sum<A>(acc[m][j]);
-      for (int64_t rest = i; rest < n; ++rest) sum += widen(w[j * ld + rest]) * rows[m][rest];
+      for (int64_t rest = i; rest < n; ++rest) sum = multiply_add(widen(w[j * ld + rest]), rows[m][rest], sum);
       out[m * ld_out + j] = rounded<D>(bias ? sum + widen(bias[j]) : sum);
     }
 }
@@ -82,7 +82,7 @@ void some_rows(const Weight& w, const Acc<D>* const* rows, int64_t n, const D* b
   for (; j < end; ++j)
     for (int m = 0; m < ROWS; ++m) {
       A sum = 0;
-      for (int64_t i = 0; i < n; ++i) sum += widen(data[i * w.ld + j]) * rows[m][i];
+      for (int64_t i = 0; i < n; ++i) sum = multiply_add(widen(data[i * w.ld + j]), rows[m][i], sum);
       out[m * ld_out + j] = rounded<D>(bias ? sum + widen(bias[j]) : sum);
     }
 }

@@ -72,6 +72,14 @@ inline VecF load(const F16* p) {
 }
 template <class A> inline void store(A* p, Vec<A> v) { std::memcpy(p, &v, BYTES); }
 
+// a * b + c as the vectors compute it: the compiler contracts those wherever it can, but may split a scalar sum to vectorise its products.
+#if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
+inline float multiply_add(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+inline double multiply_add(double a, double b, double c) { return __builtin_fma(a, b, c); }
+#else
+template <class A> inline A multiply_add(A a, A b, A c) { return a * b + c; }
+#endif
+
 inline float widen(float v) { return v; }
 inline double widen(double v) { return v; }
 inline float widen(BF16 v) {

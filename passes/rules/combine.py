@@ -10,7 +10,7 @@ from torch.fx import Node
 from moefuse.passes.axes import Atom, Axes, Axis, extent
 from moefuse.passes.context import Context, normalize, out_shape
 from moefuse.passes.expr import Gate, Op, walk
-from moefuse.passes.facts import Combined, Domain, Fill, Index, Lost, Mask, Part, Range, Routing, Rows, Sorted, Sum, Table, View
+from moefuse.passes.facts import Combined, Domain, Fill, Index, Lost, Mask, Part, Range, Routing, Rows, Sorted, Stacked, Sum, Table, View
 from moefuse.passes.generalise import generalise
 from moefuse.passes.ops import tensor
 from moefuse.passes.rules import rule
@@ -27,6 +27,8 @@ def on_sum(ctx: Context, node: Node, x: Any, *args: Any, **kwargs: Any) -> Any:
     fact = ctx.fact(x)
     if isinstance(fact, Mask):
         return over_slots(ctx, node, x, dim, keepdim)
+    if isinstance(fact, Stacked):
+        return _sum_of(node, fact) if dim == fact.dim and not keepdim else None
     if not isinstance(fact, Rows):
         return None
     rank = len(fact.axes)
@@ -38,6 +40,10 @@ def on_sum(ctx: Context, node: Node, x: Any, *args: Any, **kwargs: Any) -> Any:
     if len(dims) == 1:
         return combined(ctx, node, fact, fact.axes[dims[0]], left)
     return ctx.lost("not-row-local", node, op="sum")
+
+
+def _sum_of(node: Node, stacked: Stacked) -> Sum:
+    return Sum(_plain_axes(node), None, tuple(Part(rows, node) for rows in stacked.items))
 
 
 def _over_features(ctx: Context, node: Node, x: Any, dims: list[int], keepdim: bool) -> Any:
@@ -159,12 +165,8 @@ def on_index_put(ctx: Context, node: Node, target: Node, indices: Any, values: A
         from moefuse.passes.rules.assign import _selection
 
         chosen = _selection(where)
-        return on_accumulate(ctx, node, target, rows) if chosen is not None and chosen.same(rows.domain.selection) else None
+        return accumulate(ctx, node, target, rows) if chosen is not None and chosen.same(rows.domain.selection) else None
     return add_rows(ctx, node, target, where, rows)
-
-
-def on_accumulate(ctx: Context, node: Node, target: Node, rows: Rows) -> Any:
-    return accumulate(ctx, node, target, rows)
 
 
 def add_to_sum(ctx: Context, node: Node, a: Any, b: Any) -> Any:
@@ -234,7 +236,7 @@ def on_stack(ctx: Context, node: Node, tensors: Any, dim: int = 0, **_: Any) -> 
             found = found.with_axes((*found.axes[:at], *found.axes[at + 1 :]))
         rows.append(found)
     if any(r.domain.expert not in (None, i) for i, r in enumerate(rows)):
-        return None
+        return Stacked(tuple(rows), normalize(dim, len(out_shape(node)))) if all(_selects(r) for r in rows) else None
     routing = next((r.domain.routing for r in rows if r.domain.routing is not None), None)
     expr = generalise([r.expr for r in rows], list(range(len(rows))), node)
     if isinstance(expr, Lost):

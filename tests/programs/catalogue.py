@@ -167,6 +167,18 @@ _ODD = (
     ),
     Entry("grouped_bf16", "torch._grouped_mm in bfloat16", Program(Sorted(gemm="private"), inter=8, dtype="bfloat16"), "sorted"),
     Entry("given_ids", "ids and weights are inputs of the graph", Program(Slots(), Routing("inputs")), "slots"),
+    Entry(
+        "slots_stacked",
+        "the terms of all slots and experts are stacked, so their places do not say whose they are",
+        Program(Masked(weight="slot_loop", accumulate="stack_sum"), store=Store("module_dict"), tokens=(2, 3), experts=3, top_k=3),
+        "masked",
+    ),
+    Entry(
+        "one_token_weighed",
+        "T = 1: tokens repeated for every expert and weighed by a table with a dimension of size one for them",
+        Program(Dense(weights="given", combine="bmm", weight_on="input"), Routing("neg_inf_softmax"), tokens=(1, 1), experts=3),
+        "dense",
+    ),
     Entry("one_token", "T = 1", Program(Selected(), tokens=(1,)), "selected"),
     Entry("all_experts", "K = E", Program(Slots(), experts=3, top_k=3), "slots"),
     Entry(
