@@ -266,7 +266,8 @@ def _computed(ctx: Context, node: Node, x: View, routing: Routing) -> Expr | Non
     if rows is None:
         return None
     axes = (*rows, (Atom("f", 0, shape[-1]),))
-    items = [leaf(ctx, node, axes, Domain("slots", routing), ctx.fact(a)) if isinstance(a, Node) else None for a in call.args]
+    operands = (*call.args, *call.kwargs.values())
+    items = [leaf(ctx, node, axes, Domain("slots", routing), ctx.fact(a)) if isinstance(a, Node) else None for a in operands]
     return Op(x.root, "mul", tuple(items)) if len(items) == 2 and None not in items else None
 
 

@@ -179,6 +179,12 @@ _ODD = (
         Program(Dense(weights="given", combine="bmm", weight_on="input"), Routing("neg_inf_softmax"), tokens=(1, 1), experts=3),
         "dense",
     ),
+    Entry(
+        "weighed_rows_by_keyword",
+        "every slot's token is weighed before the gathered weights, by torch.mul with keywords",
+        Program(Slots(rows="index", product="einsum", combine="index_add", weight_on="input"), noise=Noise(mul="function", last="keyword")),
+        "slots",
+    ),
     Entry("one_token", "T = 1", Program(Selected(), tokens=(1,)), "selected"),
     Entry("all_experts", "K = E", Program(Slots(), experts=3, top_k=3), "slots"),
     Entry(
