@@ -23,7 +23,7 @@ inline void dots(const D* w, int64_t ld, const Acc<D>* const* rows, int64_t n, c
     for (int j = 0; j < FEATURES; ++j) {
       Vec<A> weight = load(w + j * ld + i);
 #pragma GCC unroll 8
-      for (int m = 0; m < ROWS; ++m) acc[m][j] += weight * r[m];
+      for (int m = 0; m < ROWS; ++m) acc[m][j] = multiply_add(weight, r[m], acc[m][j]);
     }
   }
 #pragma GCC unroll 8
@@ -49,7 +49,7 @@ inline void sums(const D* w, int64_t ld, const Acc<D>* const* rows, int64_t n, c
     for (int j = 0; j < VECTORS; ++j) {
       Vec<A> weight = load(w + i * ld + j * W);
 #pragma GCC unroll 8
-      for (int m = 0; m < ROWS; ++m) acc[m][j] += weight * r[m];
+      for (int m = 0; m < ROWS; ++m) acc[m][j] = multiply_add(weight, Vec<A>{} + r[m], acc[m][j]);
     }
   }
   for (int m = 0; m < ROWS; ++m)

@@ -67,7 +67,7 @@ def combined(ctx: Context, node: Node, rows: Rows, over: Axis, left: Axes) -> An
     return ctx.lost("not-row-local", node, op="sum")
 
 
-def accumulate(ctx: Context, node: Node, target: Node, rows: Rows, *, once: bool = False) -> Any:
+def accumulated(ctx: Context, node: Node, target: Node, rows: Rows, *, once: bool = False) -> Any:
     """An accumulator with one more part."""
     current = ctx.fact(target)
     part = Part(rows, node)
@@ -93,7 +93,7 @@ def on_index_add(ctx: Context, node: Node, target: Node, dim: int, index: Any, s
 def add_rows(ctx: Context, node: Node, target: Node, where: Any, rows: Rows) -> Any:
     """Rows added to the tokens they came from."""
     if isinstance(where, Index) and where.of == "token" and rows.domain.selection is not None:
-        return accumulate(ctx, node, target, rows) if where.selection.same(rows.domain.selection) else None
+        return accumulated(ctx, node, target, rows) if where.selection.same(rows.domain.selection) else None
     if (
         isinstance(where, Range)
         and rows.domain.name == "slots"
@@ -117,11 +117,8 @@ def _token_of_slot(where: Range, routing: Routing) -> bool:
     """``arange(T).repeat_interleave(K)``."""
     axis = where.axes[0] if len(where.axes) == 1 else ()
     names = [a.kind for a in axis if not same(a.size, 1)]
-    return (
-        names in (["d", "b"], ["d"][: len(names)])
-        and same(where.size, routing.num_tokens)
-        and same(extent(axis), routing.num_tokens * routing.top_k)
-    )
+    expected = [kind for kind, size in (("d", routing.num_tokens), ("b", routing.top_k)) if not same(size, 1)]
+    return names == expected and same(where.size, routing.num_tokens) and same(extent(axis), routing.num_tokens * routing.top_k)
 
 
 def _base(ctx: Context, target: Node) -> Any:
@@ -165,7 +162,7 @@ def on_index_put(ctx: Context, node: Node, target: Node, indices: Any, values: A
         from moefuse.passes.rules.assign import _selection
 
         chosen = _selection(where)
-        return accumulate(ctx, node, target, rows) if chosen is not None and chosen.same(rows.domain.selection) else None
+        return accumulated(ctx, node, target, rows) if chosen is not None and chosen.same(rows.domain.selection) else None
     return add_rows(ctx, node, target, where, rows)
 
 

@@ -180,6 +180,41 @@ _ODD = (
         "dense",
     ),
     Entry(
+        "softmax_between_norms",
+        "a softmax over features before a norm, on plain tensors that are masked last",
+        Program(
+            Masked(weight="scatter", accumulate="list_sum"),
+            body=Body(gating="separate", activation="softmax", extra="norm_each"),
+            store=Store("module_list"),
+        ),
+        "masked",
+        "grouped",
+    ),
+    Entry(
+        "weighed_rows_cast",
+        "routing weights in float32 weigh bfloat16 tokens, which are cast back",
+        Program(Slots(product="matmul", weight_on="input"), Routing(upcast=True), dtype="bfloat16"),
+        "slots",
+    ),
+    Entry(
+        "sort_then_slice",
+        "the first K of a sorted dimension are distinct",
+        Program(Dense(weights="scatter_"), Routing("sort_slice")),
+        "dense",
+    ),
+    Entry(
+        "one_token_index_add",
+        "T = 1: the token numbers are K zeros",
+        Program(Slots(combine="index_add"), tokens=(1,)),
+        "slots",
+    ),
+    Entry(
+        "gathered_outputs_of_folded_tokens",
+        "[B, S] tokens are flattened before every expert runs on them",
+        Program(Dense(weights="gather"), noise=Noise(flatten="flatten", pre_norm=True), tokens=(2, 3), top_k=1),
+        "dense",
+    ),
+    Entry(
         "weighed_rows_by_keyword",
         "every slot's token is weighed before the gathered weights, by torch.mul with keywords",
         Program(Slots(rows="index", product="einsum", combine="index_add", weight_on="input"), noise=Noise(mul="function", last="keyword")),
