@@ -63,6 +63,8 @@ def _prepare_kernel(example_inputs: Sequence[object]) -> None:
     """On a machine where the kernel of this call was never compiled, compile it while Inductor compiles the rest."""
     from moefuse.runtime import native
 
+    if not any(isinstance(t, torch.Tensor) and t.device.type == "cpu" for t in example_inputs):
+        return
     trained = torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in example_inputs)
     native.start("train" if trained else "infer")
 

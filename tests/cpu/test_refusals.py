@@ -376,7 +376,7 @@ CASES: dict[str, Case] = {
     "dtype-unsupported": Case(
         Autocast, "dtype bfloat16 from float32 weights is not supported by the fused op (autocast inside the experts)"
     ),
-    "device-unsupported": Case(Batched, "device meta is not supported by the fused op", device="meta"),
+    "device-unsupported": Case(Batched, "the fused op does not run on meta: it has no kernel there", device="meta"),
     "excluded": Case(Model, "the module path matches options['exclude']", options=Options(exclude=r"^mlp$"), marker="plain", module="mlp"),
     "limit": Case(Plain, "options['max_rewrites'] regions were fused already", options=Options(max_rewrites=0), marker="plain"),
     "context-differs": Case(ContextDiffers, "the experts run under another grad mode or autocast than their sum"),
