@@ -1,0 +1,176 @@
+"""Which kernels a call takes and with what tile sizes: shipped tables first, then rules that hold anywhere.
+
+A table is JSON under ``tables/``, one file per device name, measured by ``benchmarks/sweep_gpu.py``. Its entries are keyed by what decides
+(storage dtype, sizes of one expert, E, K) and a bucket of T; a call takes the entry of the nearest bucket of the same layer. A layer that
+no table has takes the rules. Every choice is clamped to the shared memory of the device.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+SHARED_BYTES = 99 << 10
+"""Shared memory per program that every CUDA device since sm_80 has; used where the device is not known."""
+
+
+@dataclass(frozen=True)
+class Vectors:
+    """Block sizes of one kernel in ``gemv.py``: bn features by bk inputs per step; at: how many slots at a time (down only)."""
+
+    bn: int = 4
+    bk: int = 512
+    warps: int = 4
+    stages: int = 1
+    at: int = 8
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Tile sizes and form of one kernel in ``gemm.py``; the number of rows bm is the layer's."""
+
+    bn: int = 128
+    bk: int = 64
+    warps: int = 4
+    stages: int = 3
+    group: int = 1
+    swap: bool = False
+    desc: bool = False
+    rows_desc: bool = False
+    tail: bool = False
+    persistent: bool = False
+    flatten: bool = False
+    per_sm: int = 1
+    """Programs per multiprocessor of a persistent grid."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """bm = 0: the vector kernels; else tiles of bm rows."""
+
+    bm: int
+    up: Any
+    down: Any
+    pdl: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> Config:
+        kind = Tiles if data["bm"] else Vectors
+        return Config(data["bm"], kind(**data["up"]), kind(**data["down"]), data.get("pdl", False))
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a choice may depend on; I, H, N: inner features, inputs, outputs of one expert. ``wide``: dtype is float32."""
+
+    tokens: int
+    top_k: int
+    experts: int
+    hidden: int
+    inter: int
+    out: int
+    gating: str
+    dtype: str
+    transposed_in: bool = False
+    transposed_out: bool = False
+    desc_in: bool = False
+    desc_out: bool = False
+
+    @property
+    def slots(self) -> int:
+        return self.tokens * self.top_k
+
+    @property
+    def rows(self) -> float:
+        """Mean rows of an expert that has any, for uniform routing."""
+        hit = self.experts * (1.0 - (1.0 - 1.0 / self.experts) ** self.slots)
+        return self.slots / max(hit, 1.0)
+
+    @property
+    def layer(self) -> str:
+        """Key of the layer in a table."""
+        sizes = f"E{self.experts}-K{self.top_k}-H{self.hidden}-I{self.inter}-N{self.out}"
+        storage = f"{'t' if self.transposed_in else 'n'}{'t' if self.transposed_out else 'n'}"
+        return f"{self.dtype}-{self.gating}-{storage}-{sizes}"
+
+
+def power_of_two(n: float) -> int:
+    """The smallest power of two that is at least n, and at least 1."""
+    return 1 << max(math.ceil(math.log2(max(n, 1))), 0)
+
+
+def shared_bytes(p: Problem, bm: int, up: Tiles, itemsize: int, second: bool = False) -> int:
+    """Shared memory that the pipeline of an up kernel (second: of a down kernel) takes."""
+    width = up.bn * (1 if second or p.gating == "plain" else 2)
+    return up.stages * (bm + width) * up.bk * itemsize
+
+
+def fit(p: Problem, config: Config, limit: int, itemsize: int) -> Config:
+    """The configuration with stages, then block sizes, reduced until it fits; descriptors only where the strides allow them."""
+    if not config.bm:
+        return config
+    parts = []
+    for tiles, second, desc in ((config.up, False, p.desc_in), (config.down, True, p.desc_out)):
+        t = replace(tiles, desc=tiles.desc and desc)
+        while shared_bytes(p, config.bm, t, itemsize, second) > limit:
+            if t.stages > 2:
+                t = replace(t, stages=t.stages - 1)
+            elif t.bk > 32:
+                t = replace(t, bk=t.bk // 2)
+            elif t.bn > 32:
+                t = replace(t, bn=t.bn // 2)
+            else:
+                break
+        parts.append(t)
+    return replace(config, up=parts[0], down=parts[1])
+
+
+def _vectors(p: Problem) -> Config:
+    """Programs of 4 warps that keep 16 bytes per thread and row in flight; features side by side where storage is in-out."""
+    up = Vectors(64, 16) if p.transposed_in else Vectors(4, min(512, power_of_two(p.hidden)))
+    at = min(power_of_two(p.top_k), 8)
+    down = Vectors(64, 16, at=min(at, 4)) if p.transposed_out else Vectors(4, min(256, power_of_two(p.inter)), at=at)
+    return Config(0, up, down)
+
+
+def rules(p: Problem, hopper: bool) -> Config:
+    """A choice without measurements."""
+    if p.dtype == "float64" or p.slots <= 2 * max(p.top_k, 4):
+        return _vectors(p)
+    if p.dtype == "float32":
+        bm = 16 if p.rows <= 16 else 32
+        return Config(bm, Tiles(32, 32, 4, 3), Tiles(64, 32, 4, 3))
+    gates = 1 if p.gating == "plain" else 2
+    bm = min(max(power_of_two(1.3 * p.rows), 16), 128)
+    if bm < 64:
+        narrow = Tiles(64, 64, 4, 4, swap=hopper)
+        return Config(bm, narrow, replace(narrow, bk=128, stages=3))
+    if bm == 64:
+        return Config(bm, Tiles(128 // gates, 64, 4, 3, 4), Tiles(128, 64, 4, 3, 4))
+    return Config(bm, Tiles(256 // gates, 64, 8, 3, 8, desc=hopper), Tiles(256, 64, 8, 3, 8, desc=hopper))
+
+
+@functools.cache
+def table(device: str) -> dict[str, dict[int, Config]]:
+    """layer -> tokens -> configuration, of the device with this name; empty if there is none."""
+    path = Path(__file__).parent / "tables" / f"{device.replace(' ', '_').replace('/', '_')}.json"
+    if not path.is_file():
+        return {}
+    data = json.loads(path.read_text())
+    return {layer: {int(t): Config.from_json(c) for t, c in points.items()} for layer, points in data["layers"].items()}
+
+
+def choose(p: Problem, device: str, hopper: bool, limit: int, itemsize: int) -> Config:
+    """The configuration of a call on the device called ``device`` with ``limit`` bytes of shared memory per program."""
+    points = table(device).get(p.layer)
+    if points:
+        nearest = min(points, key=lambda t: abs(math.log(t / max(p.tokens, 1))))
+        return fit(p, points[nearest], limit, itemsize)
+    return fit(p, rules(p, hopper), limit, itemsize)

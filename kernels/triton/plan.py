@@ -1,0 +1,379 @@
+"""One call of ``moefuse::experts`` as a few launches: sizes, strides and configuration are worked out once per kind of call.
+
+A :class:`Plan` holds everything that follows from shapes, strides, dtypes and options; running it allocates one workspace and the output,
+and launches. Buffer sizes depend on T, K, E and the sizes of an expert, never on the routing.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from moefuse.kernels.triton import combine, gemm, gemv, routing
+from moefuse.kernels.triton.config import SHARED_BYTES, Config, Problem, Tiles, choose, power_of_two
+from moefuse.kernels.triton.launch import INTERPRETED, Address, Descriptor, Launch, stream_of
+from moefuse.kernels.triton.operands import Operand, address_table, describe
+
+Lists = tuple[Sequence[Tensor], ...]
+"""w_in, w_up, w_out, b_in, b_up, b_out."""
+
+SORT_AT_ONCE = 8192
+"""Up to this many slots one kernel sorts; each of its programs reads all ids."""
+CHUNK = 256
+"""Slots of a chunk of the sort for more."""
+
+
+@dataclass(frozen=True)
+class Body:
+    """The options of a call."""
+
+    activation: str
+    args: tuple[float, float]
+    gating: str
+    up_first: bool
+    on_input: bool
+    out_dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a configuration depends on of the device."""
+
+    name: str
+    sms: int
+    shared: int
+    hopper: bool
+
+
+@functools.cache
+def device_of(device: torch.device) -> Device:
+    """Properties of a device; of the interpreter's, those of a small Hopper."""
+    if device.type != "cuda":
+        return Device("interpreter", 2, SHARED_BYTES, False)
+    p = torch.cuda.get_device_properties(device)
+    shared = getattr(p, "shared_memory_per_block_optin", SHARED_BYTES)
+    return Device(p.name, p.multi_processor_count, shared, torch.version.hip is None and p.major == 9)
+
+
+class Workspace:
+    """Sections of one allocation, each at a multiple of 256 bytes."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self.parts: dict[str, tuple[int, tuple[int, ...], torch.dtype]] = {}
+
+    def add(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.parts[name] = (self.size, shape, dtype)
+        count = 1
+        for n in shape:
+            count *= n
+        self.size += -(-count * dtype.itemsize // 256) * 256
+
+    def views(self, base: Tensor) -> dict[str, Tensor]:
+        """Every section as a tensor."""
+        out = {}
+        for name, (offset, shape, dtype) in self.parts.items():
+            count = functools.reduce(lambda a, b: a * b, shape, 1) * dtype.itemsize
+            out[name] = base[offset : offset + count].view(dtype).view(shape)
+        return out
+
+
+@dataclass
+class _Step:
+    """A launch and the names of its pointers."""
+
+    launch: Launch
+    names: tuple[str, ...]
+    descs: tuple[tuple[int, str, tuple[int, int], tuple[int, int], tuple[int, int]], ...] = ()
+    """(position, name of the tensor, shape, strides, block) of each descriptor among the pointers."""
+
+
+class Plan:
+    """All calls with the same shapes, strides, dtypes, alignments and options."""
+
+    def __init__(self, x: Tensor, ids: Tensor, weights: Tensor, lists: Lists, body: Body, config: Config | None = None) -> None:
+        self.device = device_of(x.device)
+        self.stacked = tuple(len(tensors) > 1 and not describe(tensors, tensors[0].dim()).uniform for tensors in lists)
+        w_in, w_up, w_out, b_in, b_up, b_out = lists = self.uniform(lists)
+        self.dtype, self.body = x.dtype, body
+        self.tokens, self.hidden = x.shape
+        self.top_k = ids.shape[1]
+        self.slots = self.tokens * self.top_k
+        self.experts = w_in[0].shape[0] if len(w_in) == 1 and w_in[0].dim() == 3 else len(w_in)
+        self.out, self.inter = w_out[0].shape[-2:]
+        mixed = body.gating == "separate" and (len(w_in) > 1) != (len(w_up) > 1)
+        mixed_bias = bool(b_in and b_up) and (len(b_in) > 1) != (len(b_up) > 1)
+        self.w_in, self.w_out = describe(w_in, 2, mixed), describe(w_out, 2)
+        self.w_up = describe(w_up, 2, mixed) if w_up else self.w_in
+        self.b_in = describe(b_in, 1, mixed_bias) if b_in else None
+        self.b_up = describe(b_up, 1, mixed_bias) if b_up else None if body.gating == "separate" else self.b_in
+        self.b_out = describe(b_out, 1) if b_out else None
+        self.empty = not (self.slots and self.out and self.experts)
+        self.config = config or self._choose(w_in[0])
+        self.strides_x, self.strides_ids, self.strides_weights = x.stride(), ids.stride(), weights.stride()
+        self.workspace = Workspace()
+        self.steps: list[_Step] = []
+        self.ready = False
+        if not self.empty:
+            self._build(ids, weights)
+
+    def uniform(self, lists: Lists) -> Lists:
+        """The lists as they are; one whose tensors differ in their strides becomes a stacked copy, for there is no single form to read it."""
+        if not any(self.stacked):
+            return lists
+        return tuple([torch.stack(list(t))] if stack else t for t, stack in zip(lists, self.stacked, strict=True))
+
+    # What the kernels share ---------------------------------------------------------------------------------------------------------
+
+    def _choose(self, w: Tensor) -> Config:
+        item = self.dtype.itemsize
+        problem = Problem(
+            self.tokens,
+            self.top_k,
+            self.experts,
+            self.hidden,
+            self.inter,
+            self.out,
+            self.body.gating,
+            str(self.dtype).removeprefix("torch."),
+            self.w_in.strides[2] != 1 and self.w_in.strides[1] == 1,
+            self.w_out.strides[2] != 1 and self.w_out.strides[1] == 1,
+            self._describable(self.w_in, item) and self._describable(self.w_up, item),
+            self._describable(self.w_out, item),
+        )
+        return choose(problem, self.device.name, self.device.hopper, self.device.shared, item)
+
+    @staticmethod
+    def _describable(w: Operand, item: int) -> bool:
+        """Whether a tensor descriptor can show the operand as one matrix of E * features rows."""
+        e, n, k = w.strides
+        return not w.table and w.aligned and k == 1 and n > 0 and e % n == 0 and n * item % 16 == 0
+
+    @staticmethod
+    def _rows(w: Operand) -> int:
+        """Rows from one expert to the next in the matrix of a descriptor."""
+        return w.strides[0] // w.strides[1]
+
+    @property
+    def gating(self) -> str:
+        """The kernels' form of the gating: halves of one tensor and two tensors are one form."""
+        return {"merged": "halves", "separate": "halves"}.get(self.body.gating, self.body.gating)
+
+    @property
+    def firsts(self) -> tuple[int, int]:
+        """First feature of gate and of up."""
+        if self.body.gating != "merged":
+            return 0, 0
+        return (self.inter, 0) if self.body.up_first else (0, self.inter)
+
+    def _build(self, ids: Tensor, weights: Tensor) -> None:
+        ws, s = self.workspace, self.slots
+        ws.add("h", (s, self.inter), self.dtype)
+        if self.config.bm:
+            self._build_tiles()
+        else:
+            self._build_vectors()
+
+    def _common(self) -> dict[str, Any]:
+        return {"pdl": self.config.pdl and not INTERPRETED}
+
+    def _up_flags(self) -> tuple[bool, ...]:
+        """TABLE, ALIGNED, BIAS_A, BIAS_B, BIAS_TABLE."""
+        a, b = self.b_in, self.b_up
+        aligned = self.w_in.aligned and self.w_up.aligned
+        return self.w_in.table, aligned, a is not None, b is not None, (a is not None and a.table) or (b is not None and b.table)
+
+    def _wide(self, *operands: Operand) -> bool:
+        """64-bit offsets within an expert or a token's row."""
+        return any(w.wide for w in operands) or abs(self.strides_x[1]) * self.hidden >= 1 << 31
+
+    def _launch(self, kernel: Any, grid: Sequence[int], rest: Sequence[Any], names: str, part: Any, **more: Any) -> None:
+        options = {"num_warps": part.warps, "num_stages": max(part.stages, 1)} if part is not None else {"num_warps": 4}
+        if self.config.pdl and not INTERPRETED:
+            options["launch_pdl"] = True
+        self.steps.append(_Step(Launch(kernel, grid, rest, **options), tuple(names.split()), **more))
+
+    # Few slots ----------------------------------------------------------------------------------------------------------------------
+
+    def _build_vectors(self) -> None:
+        up, down, body, pdl = self.config.up, self.config.down, self.body, self.config.pdl and not INTERPRETED
+        no_bias = (0, 0)
+        i, n, h = self.inter, self.out, self.hidden
+        self._launch(
+            gemv.up_vectors,
+            (self.slots, max(-(-i // up.bn), 1)),
+            (
+                *(self.slots, self.top_k, self.experts, h, i, *body.args),
+                *(*self.strides_x, *self.strides_ids, *self.strides_weights, *self.w_in.strides, *self.w_up.strides),
+                *(*(self.b_in.strides if self.b_in else no_bias), *(self.b_up.strides if self.b_up else no_bias), *self.firsts),
+                *(self.gating, body.up_first and self.gating == "interleaved", body.activation),
+                *(*self._up_flags(), body.on_input, self._wide(self.w_in, self.w_up)),
+                *(i % up.bn == 0, h % up.bk == 0, up.bn, up.bk, up.stages, pdl),
+            ),
+            "x ids weights w_in w_up b_in b_up h",
+            up,
+        )
+        self._launch(
+            gemv.down_vectors,
+            (self.tokens, -(-n // down.bn)),
+            (
+                *(self.top_k, self.experts, i, n, *self.strides_ids, *self.strides_weights, *self.w_out.strides),
+                *((self.b_out.strides if self.b_out else no_bias)),
+                *(self.w_out.table, self.w_out.aligned, self.b_out is not None, self.b_out is not None and self.b_out.table, not body.on_input, self._wide(self.w_out)),
+                *(n % down.bn == 0, i % down.bk == 0, down.at, down.bn, down.bk, down.stages, pdl),
+            ),
+            "h ids weights w_out b_out out",
+            down,
+        )
+
+    # Many slots ---------------------------------------------------------------------------------------------------------------------
+
+    def _build_routing(self, bm: int, max_tiles: int) -> None:
+        ws, s, e, pdl = self.workspace, self.slots, self.experts, self.config.pdl and not INTERPRETED
+        bins = max(power_of_two(e + 1), 32)
+        for name, count in (("order", s), ("offsets", e + 1), ("tiles", 2 * max_tiles), ("num_tiles", 1)):
+            ws.add(name, (count,), torch.int32)
+        by = (*self.strides_ids, s, e, self.top_k)
+        if s <= SORT_AT_ONCE:
+            block = min(max(power_of_two(s), 128), 1024)
+            rest = (*by, max_tiles, block, bins, bm, pdl)
+            self._launch(routing.sort_once, (e + 1,), rest, "ids order offsets tiles num_tiles", None)
+            return
+        chunks, cols = -(-s // CHUNK), 8
+        ws.add("counts", (chunks, bins), torch.int32)
+        ws.add("totals", (bins,), torch.int32)
+        self._launch(routing.count_chunks, (chunks,), (*by, CHUNK, bins, pdl), "ids counts", None)
+        self._launch(routing.scan_chunks, (bins // cols,), (chunks, 128, bins, cols, pdl), "counts totals", None)
+        rest = (*by, max_tiles, CHUNK, bins, bm, pdl)
+        self._launch(routing.place_chunks, (chunks,), rest, "ids counts totals order offsets tiles num_tiles", None)
+
+    def _grid(self, part: Tiles, tiles: int) -> tuple[int]:
+        return (min(self.device.sms * part.per_sm, max(tiles, 1)),) if part.persistent else (max(tiles, 1),)
+
+    def _build_tiles(self) -> None:
+        up, down, body, bm, pdl = self.config.up, self.config.down, self.body, self.config.bm, self.config.pdl and not INTERPRETED
+        i, n, h, s = self.inter, self.out, self.hidden, self.slots
+        max_tiles = min(s, s // bm + min(self.experts, s))
+        self._build_routing(bm, max_tiles)
+        self.workspace.add("y", (s, n), self.dtype)
+        no_bias = (0, 0)
+        width = 2 * up.bn if self.gating == "interleaved" else up.bn
+        features = {"merged": 2 * i, "interleaved": 2 * i}.get(body.gating, i)
+        tail = (up.tail and bm > 16 and not up.flatten, down.tail and bm > 16 and not down.flatten)
+        descs: list[Any] = []
+        if up.desc:
+            a, b = ("w_in", self.w_in), ("w_up", self.w_up)
+            for position, (name, w) in enumerate((a, b if body.gating == "separate" else a), 2):
+                rows = self._rows(w) * (self.experts - 1) + features
+                descs.append((position, name, (rows, h), (w.strides[1], 1), (width, up.bk)))
+        rows_a, rows_b = (self._rows(w) if up.desc else 0 for w in (self.w_in, self.w_up))
+        precision = "tf32" if self.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
+        self._launch(
+            gemm.up_tiles,
+            self._grid(up, max_tiles * -(-i // up.bn)),
+            (
+                *(max_tiles, self.top_k, h, i, *body.args, *self.strides_x, *self.strides_weights),
+                *(*self.w_in.strides, *self.w_up.strides),
+                *(*(self.b_in.strides if self.b_in else no_bias), *(self.b_up.strides if self.b_up else no_bias), *self.firsts),
+                *(rows_a, rows_b, self.gating, body.up_first and self.gating == "interleaved", body.activation),
+                *(*self._up_flags(), body.on_input, self._wide(self.w_in, self.w_up)),
+                *(i % up.bn == 0, h % up.bk == 0, bm, up.bn, up.bk, up.group, up.swap, up.desc),
+                *(tail[0], up.persistent, up.flatten, precision, pdl),
+            ),
+            "x weights w_in w_up b_in b_up h order offsets tiles num_tiles",
+            up,
+            descs=tuple(descs),
+        )
+        descs = []
+        rows_desc = down.rows_desc and i * self.dtype.itemsize % 16 == 0
+        if rows_desc:
+            descs.append((1, "h", (s, i), (i, 1), (bm, down.bk)))
+        if down.desc:
+            w = self.w_out
+            descs.append((2, "w_out", (self._rows(w) * (self.experts - 1) + n, i), (w.strides[1], 1), (down.bn, down.bk)))
+        self._launch(
+            gemm.down_tiles,
+            self._grid(down, max_tiles * -(-n // down.bn)),
+            (
+                *(max_tiles, i, n, self._rows(self.w_out) if down.desc else 0, *self.w_out.strides, *(self.b_out.strides if self.b_out else no_bias)),
+                *(self.w_out.table, self.w_out.aligned, self.b_out is not None, self.b_out is not None and self.b_out.table, self._wide(self.w_out)),
+                *(n % down.bn == 0, i % down.bk == 0, bm, down.bn, down.bk, down.group, down.swap, down.desc),
+                *(rows_desc, tail[1], down.persistent, down.flatten, precision, pdl),
+            ),
+            "h h w_out b_out y order offsets tiles num_tiles",
+            down,
+            descs=tuple(descs),
+        )
+        block = min(power_of_two(n), 1024)
+        self._launch(
+            combine.combine_slots,
+            (self.tokens, -(-n // block)),
+            (
+                *(self.top_k, self.experts, n, *self.strides_ids, *self.strides_weights),
+                *(not body.on_input, n % block == 0, block, pdl),
+            ),
+            "y ids weights out",
+            None,
+        )
+
+    # Running ------------------------------------------------------------------------------------------------------------------------
+
+    def run(self, x: Tensor, ids: Tensor, weights: Tensor, lists: Lists) -> Tensor:
+        """The output [T, N] of a call that this plan was made for."""
+        if self.empty:
+            return x.new_zeros((self.tokens, self.out), dtype=self.body.out_dtype)
+        out = torch.empty((self.tokens, self.out), dtype=self.body.out_dtype, device=x.device)
+        space = torch.empty(self.workspace.size, dtype=torch.uint8, device=x.device)
+        operands = self._operands(lists)
+        if not self.ready:
+            self._first(x, ids, weights, operands, space, out)
+            return out
+        base = space.data_ptr()
+        at = {name: base + part[0] for name, part in self.workspace.parts.items()}
+        at["x"], at["ids"], at["weights"], at["out"] = x.data_ptr(), ids.data_ptr(), weights.data_ptr(), out.data_ptr()
+        for name, t in operands.items():
+            at[name] = t.data_ptr()
+        stream = stream_of(x.device)
+        for step in self.steps:
+            pointers: list[Any] = [at[name] for name in step.names]
+            for position, _, shape, strides, _ in step.descs:
+                pointers[position] = Descriptor(Address(pointers[position]), shape, strides)
+            step.launch.again(stream, pointers)
+        return out
+
+    def _operands(self, lists: Lists) -> dict[str, Tensor]:
+        """The tensor behind each weight and bias name; a name without one gets some other tensor, which is not read."""
+        w_in, w_up, w_out, b_in, b_up, b_out = lists
+        found = {"w_in": address_table(w_in) if self.w_in.table else w_in[0], "w_out": address_table(w_out) if self.w_out.table else w_out[0]}
+        found["w_up"] = found["w_in"] if not w_up else address_table(w_up) if self.w_up.table else w_up[0]
+        for name, tensors, operand in (("b_in", b_in, self.b_in), ("b_up", b_up, self.b_up), ("b_out", b_out, self.b_out)):
+            if tensors and operand:
+                found[name] = address_table(tensors) if operand.table else tensors[0]
+            else:
+                found[name] = found["b_in"] if name == "b_up" else found["w_out"]
+        return found
+
+    def _first(self, x: Tensor, ids: Tensor, weights: Tensor, operands: dict[str, Tensor], space: Tensor, out: Tensor) -> None:
+        tensors = {**self.workspace.views(space), **operands, "x": x, "ids": ids, "weights": weights, "out": out}
+        for step in self.steps:
+            pointers: list[Any] = [tensors[name] for name in step.names]
+            for position, name, shape, strides, block in step.descs:
+                pointers[position] = TensorDescriptor(tensors[name], list(shape), list(strides), list(block))
+            step.launch.first(pointers)
+        self.ready = all(step.launch.compiled is not None for step in self.steps)
+
+
+def with_config(plan: Plan, config: Config) -> Config:
+    """``config`` as this plan can run it: without descriptors where its strides do not allow them."""
+    if not config.bm:
+        return config
+    item = plan.dtype.itemsize
+    up_ok = plan._describable(plan.w_in, item) and plan._describable(plan.w_up, item)
+    down_ok = plan._describable(plan.w_out, item)
+    return replace(config, up=replace(config.up, desc=config.up.desc and up_ok), down=replace(config.down, desc=config.down.desc and down_ok))

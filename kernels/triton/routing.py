@@ -1,0 +1,155 @@
+"""From expert ids to sorted rows on the device: the arrays that the tiled GEMMs work on.
+
+Glossary, all int32, in one buffer (:class:`Layout` says where each begins); S = T*K slots, slot = t*K + k:
+
+* order [S]: slot numbers stably sorted by expert, slots with an invalid id last;
+* offsets [E + 1]: rows [offsets[e], offsets[e + 1]) of the order belong to expert e; offsets[E] counts the valid slots;
+* tiles [2, max_tiles]: expert and first row of each tile of up to BM rows, experts in order; num_tiles [1] of them are filled.
+
+Nothing here depends on the routing but the contents: sizes are upper bounds, so a CUDA graph replays with any routing. The sort is a
+counting sort: the rank of a slot among equal ids is a prefix count, so the order is stable and equal from run to run.
+"""
+
+import triton
+import triton.language as tl
+
+from moefuse.kernels.triton.functions import after_previous, let_next_start
+
+
+@triton.jit
+def load_keys(ids, s, S, E, top_k, stride_t, stride_k):
+    """Expert of slots s, E for every slot that is invalid or past the end."""
+    inside = s < S
+    raw = tl.load(ids + (s // top_k).to(tl.int64) * stride_t + (s % top_k).to(tl.int64) * stride_k, mask=inside, other=-1).to(tl.int64)
+    return tl.where(inside & (raw >= 0) & (raw < E), raw, E).to(tl.int32)
+
+
+@triton.jit
+def write_tiles(tiles, max_tiles, e, first_tile, first_row, rows, BM: tl.constexpr):
+    """Tile entries of expert e."""
+    count = (rows + BM - 1) // BM
+    for j in range(0, count, 32):
+        i = j + tl.arange(0, 32)
+        live = i < count
+        tl.store(tiles + first_tile + i, tl.zeros([32], tl.int32) + e, mask=live)
+        tl.store(tiles + max_tiles + first_tile + i, first_row + i * BM, mask=live)
+
+
+@triton.jit(do_not_specialize=["S", "max_tiles"])
+def sort_once(
+    ids,
+    order,
+    offsets,
+    tiles,
+    num_tiles,
+    stride_t,
+    stride_k,
+    S,
+    E,
+    top_k,
+    max_tiles,
+    BS: tl.constexpr,
+    BE: tl.constexpr,
+    BM: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Everything in one launch; program e finds the slots of expert e (program E the invalid ones). For few slots: each reads all ids."""
+    after_previous(PDL)
+    let_next_start(PDL)
+    e = tl.program_id(0)
+    bins = tl.arange(0, BE)
+    counts = tl.zeros([BE], tl.int32)
+    for s in range(0, S, BS):
+        counts += tl.histogram(load_keys(ids, s + tl.arange(0, BS), S, E, top_k, stride_t, stride_k), BE)
+    tiles_of = tl.where(bins < E, (counts + BM - 1) // BM, 0)
+    row = tl.sum(tl.where(bins < e, counts, 0))
+    first_tile = tl.sum(tl.where(bins < e, tiles_of, 0))
+    tl.store(offsets + e, row)
+    if e == E:
+        tl.store(num_tiles, tl.sum(tiles_of))
+    else:
+        write_tiles(tiles, max_tiles, e, first_tile, row, tl.sum(tl.where(bins == e, counts, 0)), BM)
+    for s in range(0, S, BS):
+        slot = s + tl.arange(0, BS)
+        key = load_keys(ids, slot, S, E, top_k, stride_t, stride_k)
+        mine = ((key == e) & (slot < S)).to(tl.int32)
+        rank = tl.cumsum(mine, 0) - mine
+        tl.store(order + row + rank, slot, mask=mine != 0)
+        row += tl.sum(mine)
+
+
+@triton.jit(do_not_specialize=["S"])
+def count_chunks(
+    ids, counts, stride_t, stride_k, S, E, top_k, BS: tl.constexpr, BE: tl.constexpr, PDL: tl.constexpr
+):
+    """counts [C, BE]: how often each expert occurs in each chunk of BS slots (first of three kernels for many slots)."""
+    after_previous(PDL)
+    let_next_start(PDL)
+    chunk = tl.program_id(0)
+    key = load_keys(ids, chunk * BS + tl.arange(0, BS), S, E, top_k, stride_t, stride_k)
+    tl.store(counts + chunk * BE + tl.arange(0, BE), tl.histogram(key, BE))
+
+
+@triton.jit(do_not_specialize=["C"])
+def scan_chunks(counts, totals, C, BC: tl.constexpr, BE: tl.constexpr, COLS: tl.constexpr, PDL: tl.constexpr):
+    """Turn counts into counts of the chunks before, and totals [BE] over all (second of three)."""
+    after_previous(PDL)
+    let_next_start(PDL)
+    col = tl.program_id(0) * COLS + tl.arange(0, COLS)
+    carry = tl.zeros([COLS], tl.int32)
+    for c in range(0, C, BC):
+        row = c + tl.arange(0, BC)
+        at = counts + row[:, None] * BE + col[None, :]
+        n = tl.load(at, mask=row[:, None] < C, other=0)
+        before = tl.cumsum(n, 0) - n + carry[None, :]
+        tl.store(at, before, mask=row[:, None] < C)
+        carry += tl.sum(n, 0)
+    tl.store(totals + col, carry)
+
+
+@triton.jit(do_not_specialize=["S", "max_tiles"])
+def place_chunks(
+    ids,
+    counts,
+    totals,
+    order,
+    offsets,
+    tiles,
+    num_tiles,
+    stride_t,
+    stride_k,
+    S,
+    E,
+    top_k,
+    max_tiles,
+    BS: tl.constexpr,
+    BE: tl.constexpr,
+    BM: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Each chunk writes its slots to their rows; the chunks share the work of writing offsets and tiles (last of three)."""
+    after_previous(PDL)
+    let_next_start(PDL)
+    chunk = tl.program_id(0)
+    bins = tl.arange(0, BE)
+    total = tl.load(totals + bins)
+    # The padding of the last chunk is in bin E, which nothing comes after.
+    total_valid = tl.where(bins < E, total, 0)
+    tiles_of = (total_valid + BM - 1) // BM
+    for e in range(chunk, E + 1, tl.num_programs(0)):
+        row = tl.sum(tl.where(bins < e, total_valid, 0))
+        tl.store(offsets + e, row)
+        first_tile = tl.sum(tl.where(bins < e, tiles_of, 0))
+        if e == E:
+            tl.store(num_tiles, first_tile)
+        else:
+            write_tiles(tiles, max_tiles, e, first_tile, row, tl.sum(tl.where(bins == e, total_valid, 0)), BM)
+    i = tl.arange(0, BS)
+    slot = chunk * BS + i
+    key = load_keys(ids, slot, S, E, top_k, stride_t, stride_k)
+    # Everything of smaller experts, this expert in earlier chunks, this expert earlier in this chunk.
+    row = tl.sum(tl.where(bins[None, :] < key[:, None], total_valid[None, :], 0), 1)
+    row += tl.load(counts + chunk * BE + key)
+    other = load_keys(ids, slot, S, E, top_k, stride_t, stride_k)
+    row += tl.sum(((other[None, :] == key[:, None]) & (i[None, :] < i[:, None])).to(tl.int32), 1)
+    tl.store(order + row, slot, mask=slot < S)
