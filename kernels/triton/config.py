@@ -80,8 +80,6 @@ class Problem:
     dtype: str
     transposed_in: bool = False
     transposed_out: bool = False
-    desc_in: bool = False
-    desc_out: bool = False
 
     @property
     def slots(self) -> int:
@@ -113,12 +111,11 @@ def shared_bytes(p: Problem, bm: int, up: Tiles, itemsize: int, second: bool = F
 
 
 def fit(p: Problem, config: Config, limit: int, itemsize: int) -> Config:
-    """The configuration with stages, then block sizes, reduced until it fits; descriptors only where the strides allow them."""
+    """The configuration with stages, then block sizes, reduced until it fits."""
     if not config.bm:
         return config
     parts = []
-    for tiles, second, desc in ((config.up, False, p.desc_in), (config.down, True, p.desc_out)):
-        t = replace(tiles, desc=tiles.desc and desc)
+    for t, second in ((config.up, False), (config.down, True)):
         while shared_bytes(p, config.bm, t, itemsize, second) > limit:
             if t.stages > 2:
                 t = replace(t, stages=t.stages - 1)

@@ -18,15 +18,18 @@ from moefuse.kernels.triton.functions import after_previous, expert_base, gated,
 
 @triton.jit
 def weight_tile(
-    w, row, n, k0, N, limit, stride_n, stride_k, BK: tl.constexpr, DESC: tl.constexpr, WIDE: tl.constexpr, EVEN_N: tl.constexpr,
+    w, row, col, n, k0, N, limit, stride_n, stride_k, BK: tl.constexpr, DESC: tl.constexpr, WIDE: tl.constexpr, EVEN_N: tl.constexpr,
     EVEN_K: tl.constexpr,
-):
+):  # fmt: skip
     """Weights [BN, BK] of features n and inputs from k0; zero outside (a descriptor may show other experts in rows that are not stored).
 
-    w is a descriptor of [E * features, inputs] and row its first row, or a pointer to the expert's first feature.
+    DESC "out-in": w is a descriptor of [E * features, inputs], and features begin at row + col; "in-out": of [E * inputs, features], inputs
+    begin at row, features at col; else w is a pointer to the expert's first feature.
     """
-    if DESC:
-        v = w.load([row, k0])
+    if DESC == "out-in":
+        v = w.load([row + col, k0])
+    elif DESC == "in-out":
+        v = tl.trans(w.load([row + k0, col]))
     else:
         k = k0 + tl.arange(0, BK)
         at = w + index(n, WIDE)[:, None] * stride_n + index(k, WIDE)[None, :] * stride_k
@@ -98,11 +101,13 @@ def up_tile(
         scale = tl.load(weights + token * stride_rt + (slot % top_k).to(tl.int64) * stride_rk, mask=live, other=0.0).to(tl.float32)
     features = 2 * N if GATING == "interleaved" else N
     n = block * WIDTH + tl.arange(0, WIDTH)
-    row_a = e * rows_a + first_a + block * WIDTH
-    row_b = e * rows_b + first_b + block * WIDTH
+    row_a = e * rows_a
+    row_b = e * rows_b
+    col_a = first_a + block * WIDTH
+    col_b = first_b + block * WIDTH
     base_a = w_a
     base_b = w_b
-    if not DESC:
+    if DESC == "":
         base_a = expert_base(w_a, e, stride_ae, dtype, TABLE, ALIGNED) + index(first_a, True) * stride_an
         if GATING == "halves":
             base_b = expert_base(w_b, e, stride_be, dtype, TABLE, ALIGNED) + index(first_b, True) * stride_bn
@@ -112,10 +117,10 @@ def up_tile(
         a = row_tile(at_x, live, k0, H, stride_xh, BK, WIDE, EVEN_K)
         if SCALE:
             a = (a.to(tl.float32) * scale[:, None]).to(dtype)
-        va = weight_tile(base_a, row_a, n, k0, features, H, stride_an, stride_ak, BK, DESC, WIDE, EVEN_N, EVEN_K)
+        va = weight_tile(base_a, row_a, col_a, n, k0, features, H, stride_an, stride_ak, BK, DESC, WIDE, EVEN_N, EVEN_K)
         acc = multiply(a, va, acc, SWAP, PRECISION)
         if GATING == "halves":
-            vb = weight_tile(base_b, row_b, n, k0, features, H, stride_bn, stride_bk, BK, DESC, WIDE, EVEN_N, EVEN_K)
+            vb = weight_tile(base_b, row_b, col_b, n, k0, features, H, stride_bn, stride_bk, BK, DESC, WIDE, EVEN_N, EVEN_K)
             acc_b = multiply(a, vb, acc_b, SWAP, PRECISION)
     first = finished(acc, b_a, e, first_a, n, features, stride_bae, stride_ban, dtype, BIAS_TABLE, BIAS_A, SWAP).to(tl.float32)
     if GATING == "plain":
@@ -190,9 +195,9 @@ def down_tile(
     r = tl.arange(0, BM)
     live = r < rows
     n = block * BN + tl.arange(0, BN)
-    row_w = e * rows_w + block * BN
+    row_w = e * rows_w
     base = w
-    if not DESC:
+    if DESC == "":
         base = expert_base(w, e, stride_we, dtype, TABLE, ALIGNED)
     at_h = h + (start + r).to(tl.int64)[:, None] * I
     acc = tl.zeros([BN, BM] if SWAP else [BM, BN], tl.float32)
@@ -202,7 +207,7 @@ def down_tile(
             a = h_desc.load([start, k0])
         else:
             a = row_tile(at_h, live, k0, I, 1, BK, False, EVEN_K)
-        v = weight_tile(base, row_w, n, k0, N, I, stride_wn, stride_wk, BK, DESC, WIDE, EVEN_N, EVEN_K)
+        v = weight_tile(base, row_w, block * BN, n, k0, N, I, stride_wn, stride_wk, BK, DESC, WIDE, EVEN_N, EVEN_K)
         acc = multiply(a, v, acc, SWAP, PRECISION)
     out = finished(acc, b, e, 0, n, N, stride_be, stride_bn, dtype, BIAS_TABLE, BIAS, SWAP)
     slot = tl.load(order + start + r, mask=live, other=0)

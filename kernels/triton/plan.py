@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -144,21 +144,41 @@ class Plan:
             str(self.dtype).removeprefix("torch."),
             self.w_in.strides[2] != 1 and self.w_in.strides[1] == 1,
             self.w_out.strides[2] != 1 and self.w_out.strides[1] == 1,
-            self._describable(self.w_in, item) and self._describable(self.w_up, item),
-            self._describable(self.w_out, item),
         )
         return choose(problem, self.device.name, self.device.hopper, self.device.shared, item)
 
     @staticmethod
-    def _describable(w: Operand, item: int) -> bool:
-        """Whether a tensor descriptor can show the operand as one matrix of E * features rows."""
+    def _describable(w: Operand, item: int) -> str:
+        """How a tensor descriptor can show the operand as one matrix: "out-in" (E * features rows), "in-out" (E * inputs rows), or "" (not)."""
         e, n, k = w.strides
-        return not w.table and w.aligned and k == 1 and n > 0 and e % n == 0 and n * item % 16 == 0
+        if w.table or not w.aligned:
+            return ""
+        if k == 1 and n > 1 and e % n == 0 and n * item % 16 == 0:
+            return "out-in"
+        return "in-out" if n == 1 and k > 1 and e % k == 0 and k * item % 16 == 0 else ""
+
+    def _up_desc(self) -> str:
+        """The form of the descriptors of ``up_tiles``; an in-out tile must not reach into the next expert's inputs."""
+        up, item = self.config.up, self.dtype.itemsize
+        a, b = self._describable(self.w_in, item), self._describable(self.w_up, item)
+        return a if up.desc and a == b and self.hidden and (a == "out-in" or self.hidden % up.bk == 0) else ""
+
+    def _down_desc(self) -> str:
+        down = self.config.down
+        a = self._describable(self.w_out, self.dtype.itemsize)
+        return a if down.desc and self.inter and (a == "out-in" or self.inter % down.bk == 0) else ""
+
+    def _matrix(self, w: Operand, form: str, features: int, inputs: int, bn: int, bk: int) -> tuple[Any, ...]:
+        """(shape, strides, block) of the descriptor of one operand."""
+        rows = self._rows(w, form) * (self.experts - 1)
+        if form == "out-in":
+            return (rows + features, inputs), (w.strides[1], 1), (bn, bk)
+        return (rows + inputs, features), (w.strides[2], 1), (bk, bn)
 
     @staticmethod
-    def _rows(w: Operand) -> int:
+    def _rows(w: Operand, form: str) -> int:
         """Rows from one expert to the next in the matrix of a descriptor."""
-        return w.strides[0] // w.strides[1]
+        return w.strides[0] // w.strides[1 if form == "out-in" else 2] if form else 0
 
     @property
     def gating(self) -> str:
@@ -267,12 +287,12 @@ class Plan:
         features = {"merged": 2 * i, "interleaved": 2 * i}.get(body.gating, i)
         tail = (up.tail and bm > 16 and not up.flatten, down.tail and bm > 16 and not down.flatten)
         descs: list[Any] = []
-        if up.desc:
+        form = self._up_desc()
+        if form:
             a, b = ("w_in", self.w_in), ("w_up", self.w_up)
             for position, (name, w) in enumerate((a, b if body.gating == "separate" else a), 2):
-                rows = self._rows(w) * (self.experts - 1) + features
-                descs.append((position, name, (rows, h), (w.strides[1], 1), (width, up.bk)))
-        rows_a, rows_b = (self._rows(w) if up.desc else 0 for w in (self.w_in, self.w_up))
+                descs.append((position, name, *self._matrix(w, form, features, h, width, up.bk)))
+        rows_a, rows_b = self._rows(self.w_in, form), self._rows(self.w_up, form)
         precision = "tf32" if self.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
         self._launch(
             gemm.up_tiles,
@@ -283,7 +303,7 @@ class Plan:
                 *(*(self.b_in.strides if self.b_in else no_bias), *(self.b_up.strides if self.b_up else no_bias), *self.firsts),
                 *(rows_a, rows_b, self.gating, body.up_first and self.gating == "interleaved", body.activation),
                 *(*self._up_flags(), body.on_input, self._wide(self.w_in, self.w_up)),
-                *(i % up.bn == 0, h % up.bk == 0, bm, up.bn, up.bk, up.group, up.swap, up.desc),
+                *(i % up.bn == 0, h % up.bk == 0, bm, up.bn, up.bk, up.group, up.swap, form),
                 *(tail[0], up.persistent, up.flatten, precision, pdl),
             ),
             "x weights w_in w_up b_in b_up h order offsets tiles num_tiles",
@@ -291,19 +311,19 @@ class Plan:
             descs=tuple(descs),
         )
         descs = []
-        rows_desc = down.rows_desc and i * self.dtype.itemsize % 16 == 0
+        rows_desc = down.rows_desc and i > 0 and i * self.dtype.itemsize % 16 == 0
         if rows_desc:
             descs.append((1, "h", (s, i), (i, 1), (bm, down.bk)))
-        if down.desc:
-            w = self.w_out
-            descs.append((2, "w_out", (self._rows(w) * (self.experts - 1) + n, i), (w.strides[1], 1), (down.bn, down.bk)))
+        form = self._down_desc()
+        if form:
+            descs.append((2, "w_out", *self._matrix(self.w_out, form, n, i, down.bn, down.bk)))
         self._launch(
             gemm.down_tiles,
             self._grid(down, max_tiles * -(-n // down.bn)),
             (
-                *(max_tiles, i, n, self._rows(self.w_out) if down.desc else 0, *self.w_out.strides, *(self.b_out.strides if self.b_out else no_bias)),
+                *(max_tiles, i, n, self._rows(self.w_out, form), *self.w_out.strides, *(self.b_out.strides if self.b_out else no_bias)),
                 *(self.w_out.table, self.w_out.aligned, self.b_out is not None, self.b_out is not None and self.b_out.table, self._wide(self.w_out)),
-                *(n % down.bn == 0, i % down.bk == 0, bm, down.bn, down.bk, down.group, down.swap, down.desc),
+                *(n % down.bn == 0, i % down.bk == 0, bm, down.bn, down.bk, down.group, down.swap, form),
                 *(rows_desc, tail[1], down.persistent, down.flatten, precision, pdl),
             ),
             "h h w_out b_out y order offsets tiles num_tiles",
@@ -367,13 +387,3 @@ class Plan:
                 pointers[position] = TensorDescriptor(tensors[name], list(shape), list(strides), list(block))
             step.launch.first(pointers)
         self.ready = all(step.launch.compiled is not None for step in self.steps)
-
-
-def with_config(plan: Plan, config: Config) -> Config:
-    """``config`` as this plan can run it: without descriptors where its strides do not allow them."""
-    if not config.bm:
-        return config
-    item = plan.dtype.itemsize
-    up_ok = plan._describable(plan.w_in, item) and plan._describable(plan.w_up, item)
-    down_ok = plan._describable(plan.w_out, item)
-    return replace(config, up=replace(config.up, desc=config.up.desc and up_ok), down=replace(config.down, desc=config.down.desc and down_ok))

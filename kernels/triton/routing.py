@@ -147,9 +147,14 @@ def place_chunks(
     i = tl.arange(0, BS)
     slot = chunk * BS + i
     key = load_keys(ids, slot, S, E, top_k, stride_t, stride_k)
-    # Everything of smaller experts, this expert in earlier chunks, this expert earlier in this chunk.
-    row = tl.sum(tl.where(bins[None, :] < key[:, None], total_valid[None, :], 0), 1)
-    row += tl.load(counts + chunk * BE + key)
-    other = load_keys(ids, slot, S, E, top_k, stride_t, stride_k)
-    row += tl.sum(((other[None, :] == key[:, None]) & (i[None, :] < i[:, None])).to(tl.int32), 1)
+    # Everything of smaller experts, this expert in earlier chunks, this expert earlier in this chunk; by 32 at a time, to stay in registers.
+    row = tl.load(counts + chunk * BE + key)
+    for b in range(0, BE, 32):
+        some = b + tl.arange(0, 32)
+        n = tl.load(totals + some, mask=some < E, other=0)
+        row += tl.sum(tl.where(some[None, :] < key[:, None], n[None, :], 0), 1)
+    for j in range(0, BS, 32):
+        before = j + tl.arange(0, 32)
+        other = load_keys(ids, chunk * BS + before, S, E, top_k, stride_t, stride_k)
+        row += tl.sum(((other[None, :] == key[:, None]) & (before[None, :] < i[:, None])).to(tl.int32), 1)
     tl.store(order + row, slot, mask=slot < S)
