@@ -342,10 +342,11 @@ def layer_times(point: Point, configs: list[Config], log: list[dict[str, Any]]) 
             rows = list(range(0, point.tokens, max(point.tokens // 4, 1)))[:4]
             error = gs.relative_error(outs[0][rows], gs.exact(*point.sets[0], point.lists, point.s, rows))
             us = graph_time([lambda i=i: plan.run(*i, point.lists) for i in point.sets], 3 * point.target_ms)
+            loops = 200 if point.tokens <= 64 and DEVICE == "cuda" else 5
             start = time.perf_counter()
-            for _ in range(200 if point.tokens <= 64 else 5):
+            for _ in range(loops):
                 plan.run(*point.sets[0], point.lists)
-            host = (time.perf_counter() - start) * 1e6 / (200 if point.tokens <= 64 else 5)
+            host = (time.perf_counter() - start) * 1e6 / loops
             torch.cuda.synchronize()
         except Exception as problem:
             log.append({"shape": point.shape, "T": point.tokens, "config": config.to_json(), "error": repr(problem)[:300]})
