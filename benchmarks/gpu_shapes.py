@@ -107,5 +107,5 @@ def peers() -> dict[str, dict[str, dict[str, float]]]:
 def best_peer(shape: str, tokens: int) -> tuple[float, float]:
     """(best stored peer, stored ceiling) in microseconds."""
     times = peers()[shape][str(tokens)]
-    ceiling = max(times["ub_read"], times["ub_dense"])
+    ceiling = max(times.get("ub_read", 0.0), times.get("ub_dense", 0.0))
     return min(v for k, v in times.items() if not k.startswith("ub_")), ceiling
