@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from moefuse.kernels.triton.functions import after_previous, let_next_start
+from moefuse.kernels.triton.functions import after_previous, expert_base, let_next_start
 
 
 @triton.jit
@@ -41,4 +41,35 @@ def combine_slots(
         if SCALE:
             v *= tl.load(weights + t * stride_rt + k * stride_rk, mask=live, other=0.0).to(tl.float32)
         total += v
+    tl.store(out + t * N + n, total.to(out.dtype.element_ty), mask=n < N)
+
+
+@triton.jit
+def combine_parts(
+    parts, ids, weights, b, out, h, top_k, E, N, stride_it, stride_ik, stride_rt, stride_rk, stride_be, stride_bn,
+    PARTS: tl.constexpr, BIAS: tl.constexpr, BIAS_TABLE: tl.constexpr, SCALE: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """out [T, N] from parts [S, PARTS, N] of ``gemv.down_parts``: parts in order, the bias, rounding to the dtype of h, then as above."""
+    after_previous(PDL)
+    let_next_start(PDL)
+    dtype: tl.constexpr = h.dtype.element_ty
+    acc_type: tl.constexpr = parts.dtype.element_ty
+    t = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    total = tl.zeros([BN], acc_type)
+    for k in range(0, top_k):
+        e = tl.load(ids + t * stride_it + k * stride_ik).to(tl.int64)
+        live = (e >= 0) & (e < E)
+        mask = live & (n < N)
+        at = parts + (t * top_k + k) * PARTS * N + n
+        y = tl.load(at, mask=mask, other=0.0)
+        for p in tl.static_range(1, PARTS):
+            y += tl.load(at + p * N, mask=mask, other=0.0)
+        if BIAS:
+            base = expert_base(b, tl.where(live, e, 0), stride_be, dtype, BIAS_TABLE, False)
+            y += tl.load(base + n.to(tl.int64) * stride_bn, mask=mask, other=0.0).to(acc_type)
+        y = y.to(dtype).to(acc_type)
+        if SCALE:
+            y *= tl.load(weights + t * stride_rt + k * stride_rk, mask=live, other=0.0).to(acc_type)
+        total += tl.where(live, y, 0.0)
     tl.store(out + t * N + n, total.to(out.dtype.element_ty), mask=n < N)

@@ -1,8 +1,9 @@
 """Which kernels a call takes and with what tile sizes: shipped tables first, then rules that hold anywhere.
 
-A table is JSON under ``tables/``, one file per device name, measured by ``benchmarks/sweep_gpu.py``. Its entries are keyed by what decides
-(storage dtype, sizes of one expert, E, K) and a bucket of T; a call takes the entry of the nearest bucket of the same layer. A layer that
-no table has takes the rules. Every choice is clamped to the shared memory of the device.
+A table is JSON under ``tables/``, one file per device name, measured by ``benchmarks/sweep_gpu.py``. What decides is how many slots there
+are, how many rows an expert gets of them, and the sizes of an expert; an entry is a problem with its configuration. A call takes the entry
+that is nearest in these (on a logarithmic scale) among those with its storage, as long as one is near enough; else the rules below.
+Every choice is clamped to the shared memory of the device.
 """
 
 from __future__ import annotations
@@ -20,13 +21,17 @@ SHARED_BYTES = 99 << 10
 
 @dataclass(frozen=True)
 class Vectors:
-    """Block sizes of one kernel in ``gemv.py``: bn features by bk inputs per step; at: how many slots at a time (down only)."""
+    """Block sizes of one kernel in ``gemv.py``: bn features by bk inputs per step.
+
+    Down only: ``at`` slots at a time; or with ``parts`` > 0, each slot's inputs are shared out to so many programs, and summed later.
+    """
 
     bn: int = 4
     bk: int = 512
     warps: int = 4
     stages: int = 1
     at: int = 8
+    parts: int = 0
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,7 @@ class Tiles:
     swap: bool = False
     desc: bool = False
     rows_desc: bool = False
+    join: bool = False
     tail: bool = False
     persistent: bool = False
     flatten: bool = False
@@ -92,11 +98,21 @@ class Problem:
         return self.slots / max(hit, 1.0)
 
     @property
-    def layer(self) -> str:
-        """Key of the layer in a table."""
-        sizes = f"E{self.experts}-K{self.top_k}-H{self.hidden}-I{self.inter}-N{self.out}"
-        storage = f"{'t' if self.transposed_in else 'n'}{'t' if self.transposed_out else 'n'}"
-        return f"{self.dtype}-{self.gating}-{storage}-{sizes}"
+    def form(self) -> tuple[str, str, bool, bool]:
+        """What a configuration is for: problems of different forms have nothing to tell each other."""
+        gating = "halves" if self.gating in ("merged", "separate") else self.gating
+        width = "16 bit" if self.dtype in ("bfloat16", "float16") else self.dtype
+        return width, gating, self.transposed_in, self.transposed_out
+
+    def distance(self, other: Problem) -> float:
+        """How far apart two problems of one form are, in powers of two."""
+
+        def apart(a: float, b: float) -> float:
+            return abs(math.log2(max(a, 1) / max(b, 1)))
+
+        routing = 2 * apart(self.rows, other.rows) + apart(self.slots, other.slots)
+        sizes = apart(self.hidden, other.hidden) + apart(self.inter, other.inter) + apart(self.out, other.out)
+        return routing + 0.5 * sizes + 0.1 * apart(self.experts, other.experts)
 
 
 def power_of_two(n: float) -> int:
@@ -151,23 +167,37 @@ def rules(p: Problem, hopper: bool) -> Config:
         return Config(bm, narrow, replace(narrow, bk=128, stages=3))
     if bm == 64:
         return Config(bm, Tiles(128 // gates, 64, 4, 3, 4), Tiles(128, 64, 4, 3, 4))
-    return Config(bm, Tiles(256 // gates, 64, 8, 3, 8, desc=hopper), Tiles(256, 64, 8, 3, 8, desc=hopper))
+    # From here on the rules of an H200 hold: one wide product, weights by descriptors, short tiles at half the height.
+    up = Tiles(256 // gates, 64, 8, 3, 8, desc=hopper, join=hopper, tail=hopper)
+    return Config(bm, up, Tiles(256, 64, 8, 3, 8, desc=hopper, rows_desc=hopper, persistent=hopper, flatten=hopper))
+
+
+FAR = 5.0
+"""A problem this far from every entry of a table takes the rules: twice the slots and rows of the nearest one are 3 apart."""
+
+HOPPER = "NVIDIA H200"
+"""The device whose table is a better guess than the rules for others of its kind."""
 
 
 @functools.cache
-def table(device: str) -> dict[str, dict[int, Config]]:
-    """layer -> tokens -> configuration, of the device with this name; empty if there is none."""
+def table(device: str) -> tuple[tuple[Problem, Config], ...]:
+    """The entries for the device with this name; none if it has no table."""
     path = Path(__file__).parent / "tables" / f"{device.replace(' ', '_').replace('/', '_')}.json"
     if not path.is_file():
-        return {}
-    data = json.loads(path.read_text())
-    return {layer: {int(t): Config.from_json(c) for t, c in points.items()} for layer, points in data["layers"].items()}
+        return ()
+    entries = json.loads(path.read_text())["entries"]
+    return tuple((Problem(**entry["problem"]), Config.from_json(entry["config"])) for entry in entries)
+
+
+def _usable(p: Problem, entry: Problem, config: Config) -> bool:
+    """The vector kernels read an expert once for every slot, so their time grows past the sizes where they won."""
+    return p.form == entry.form and (config.bm > 0 or p.slots <= 1.5 * entry.slots)
 
 
 def choose(p: Problem, device: str, hopper: bool, limit: int, itemsize: int) -> Config:
     """The configuration of a call on the device called ``device`` with ``limit`` bytes of shared memory per program."""
-    points = table(device).get(p.layer)
-    if points:
-        nearest = min(points, key=lambda t: abs(math.log(t / max(p.tokens, 1))))
-        return fit(p, points[nearest], limit, itemsize)
+    entries = table(device) or (table(HOPPER) if hopper else ())
+    near = [(p.distance(entry), i) for i, (entry, config) in enumerate(entries) if _usable(p, entry, config)]
+    if near and min(near)[0] < FAR:
+        return fit(p, entries[min(near)[1]][1], limit, itemsize)
     return fit(p, rules(p, hopper), limit, itemsize)

@@ -4,7 +4,9 @@ A tile is up to BM sorted rows of one expert times BN output features. Token row
 so no gathered copy of x exists; ``down_tiles`` writes each row to its slot, where the combine reads it. A tile whose rows fit half of BM
 runs at half the height (TAIL), which is most of the padding. With SWAP the weights are the left operand: wgmma's 64 rows are then
 weight rows and a tile of 16 tokens wastes nothing. Weights arrive through a tensor descriptor (DESC) where their strides allow it, by
-pointers otherwise; with PERSISTENT a fixed grid walks over the tiles.
+pointers otherwise; with PERSISTENT a fixed grid walks over the tiles. JOIN makes one product of the gate and up halves of one tensor: a
+descriptor with four dimensions shows both as one block of 2 BN rows, so a tile is a single 256 wide wgmma, whose columns c and BN + c are in
+the same thread when the activation wants them.
 
 Group order, descriptors for weights and the epilogue in registers are ideas of vLLM's fused_moe, SGLang and triton_kernels; the code is
 our own.
@@ -87,7 +89,8 @@ def up_tile(
     first_a, first_b, rows_a, rows_b,
     GATING: tl.constexpr, UP_FIRST: tl.constexpr, ACT: tl.constexpr, TABLE: tl.constexpr, ALIGNED: tl.constexpr, BIAS_A: tl.constexpr,
     BIAS_B: tl.constexpr, BIAS_TABLE: tl.constexpr, SCALE: tl.constexpr, WIDE: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr, DESC: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr, DESC: tl.constexpr, JOIN: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile of h: rows [start, start + rows) of expert e, inner features from block * BN."""
     dtype: tl.constexpr = h.dtype.element_ty
@@ -111,17 +114,26 @@ def up_tile(
         base_a = expert_base(w_a, e, stride_ae, dtype, TABLE, ALIGNED) + index(first_a, True) * stride_an
         if GATING == "halves":
             base_b = expert_base(w_b, e, stride_be, dtype, TABLE, ALIGNED) + index(first_b, True) * stride_bn
-    acc = tl.zeros([WIDTH, BM] if SWAP else [BM, WIDTH], tl.float32)
+    ACC: tl.constexpr = 2 * BN if JOIN else WIDTH
+    acc = tl.zeros([ACC, BM] if SWAP else [BM, ACC], tl.float32)
     acc_b = tl.zeros([WIDTH, BM] if SWAP else [BM, WIDTH], tl.float32)
     for k0 in tl.range(0, H, BK):
         a = row_tile(at_x, live, k0, H, stride_xh, BK, WIDE, EVEN_K)
         if SCALE:
             a = (a.to(tl.float32) * scale[:, None]).to(dtype)
-        va = weight_tile(base_a, row_a, col_a, n, k0, features, H, stride_an, stride_ak, BK, DESC, WIDE, EVEN_N, EVEN_K)
-        acc = multiply(a, va, acc, SWAP, PRECISION)
-        if GATING == "halves":
-            vb = weight_tile(base_b, row_b, col_b, n, k0, features, H, stride_bn, stride_bk, BK, DESC, WIDE, EVEN_N, EVEN_K)
-            acc_b = multiply(a, vb, acc_b, SWAP, PRECISION)
+        if JOIN:
+            both = tl.reshape(w_a.load([e, 0, block * BN, k0]), [2 * BN, BK])
+            acc = tl.dot(a, tl.trans(both), acc, input_precision=PRECISION)
+        else:
+            va = weight_tile(base_a, row_a, col_a, n, k0, features, H, stride_an, stride_ak, BK, DESC, WIDE, EVEN_N, EVEN_K)
+            acc = multiply(a, va, acc, SWAP, PRECISION)
+            if GATING == "halves":
+                vb = weight_tile(base_b, row_b, col_b, n, k0, features, H, stride_bn, stride_bk, BK, DESC, WIDE, EVEN_N, EVEN_K)
+                acc_b = multiply(a, vb, acc_b, SWAP, PRECISION)
+    if JOIN:
+        acc, acc_b = tl.split(tl.permute(tl.reshape(acc, [BM, 2, BN]), (0, 2, 1)))
+        if UP_FIRST:
+            acc, acc_b = acc_b, acc
     first = finished(acc, b_a, e, first_a, n, features, stride_bae, stride_ban, dtype, BIAS_TABLE, BIAS_A, SWAP).to(tl.float32)
     if GATING == "plain":
         out = pointwise(first, ACT)
@@ -146,12 +158,13 @@ def up_tiles(
     GATING: tl.constexpr, UP_FIRST: tl.constexpr, ACT: tl.constexpr, TABLE: tl.constexpr, ALIGNED: tl.constexpr, BIAS_A: tl.constexpr,
     BIAS_B: tl.constexpr, BIAS_TABLE: tl.constexpr, SCALE: tl.constexpr, WIDE: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, SWAP: tl.constexpr, DESC: tl.constexpr,
-    TAIL: tl.constexpr, PERSISTENT: tl.constexpr, FLATTEN: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    JOIN: tl.constexpr, TAIL: tl.constexpr, PERSISTENT: tl.constexpr, FLATTEN: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """h [S, N], sorted rows: activation(x W_a^T + b_a, x W_b^T + b_b), rounded to storage after each step.
 
     GATING "halves": gate rows from feature first_a of w_a, up rows from feature first_b of w_b; "interleaved": both alternate in w_a;
-    "plain": w_a only. rows_a, rows_b: features per expert in the tensors that the descriptors show.
+    "plain": w_a only. rows_a, rows_b: features per expert in the tensors that the descriptors show. UP_FIRST (interleaved, JOIN): the up
+    feature comes before the gate's.
     """
     after_previous(PDL)
     let_next_start(PDL)
@@ -170,7 +183,7 @@ def up_tiles(
                 stride_ae, stride_an, stride_ak, stride_be, stride_bn, stride_bk, stride_bae, stride_ban, stride_bbe, stride_bbn,
                 first_a, first_b, rows_a, rows_b,
                 GATING, UP_FIRST, ACT, TABLE, ALIGNED, BIAS_A, BIAS_B, BIAS_TABLE, SCALE, WIDE, EVEN_N, EVEN_K,
-                BM // 2, BN, BK, SWAP, DESC, PRECISION,
+                BM // 2, BN, BK, SWAP, DESC, JOIN, PRECISION,
             )  # fmt: skip
         else:
             up_tile(
@@ -179,7 +192,7 @@ def up_tiles(
                 stride_ae, stride_an, stride_ak, stride_be, stride_bn, stride_bk, stride_bae, stride_ban, stride_bbe, stride_bbn,
                 first_a, first_b, rows_a, rows_b,
                 GATING, UP_FIRST, ACT, TABLE, ALIGNED, BIAS_A, BIAS_B, BIAS_TABLE, SCALE, WIDE, EVEN_N, EVEN_K,
-                BM, BN, BK, SWAP, DESC, PRECISION,
+                BM, BN, BK, SWAP, DESC, JOIN, PRECISION,
             )  # fmt: skip
 
 

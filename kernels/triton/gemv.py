@@ -231,3 +231,36 @@ def down_vectors(
         for i in tl.static_range(KB):
             total += tl.sum(tl.where((j == i)[:, None] & live[:, None], y, 0.0), 0)
     tl.store(out + t * N + n, total.to(out.dtype.element_ty), mask=n < N)
+
+
+@triton.jit(do_not_specialize=["span"])
+def down_parts(
+    h, ids, w, parts, top_k, E, I, N, span, stride_it, stride_ik, stride_we, stride_wn, stride_wk,
+    TABLE: tl.constexpr, ALIGNED: tl.constexpr, WIDE: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """parts [S, P, N] in the accumulation dtype: h[s] W[ids[s]]^T over inputs [p * span, (p + 1) * span).
+
+    Where outputs are stored side by side a program needs many of them for whole cache lines, so few tokens make too few programs for the
+    device: here the inputs are shared out as well. :func:`moefuse.kernels.triton.combine.combine_parts` adds the parts up.
+    """
+    after_previous(PDL)
+    let_next_start(PDL)
+    dtype: tl.constexpr = h.dtype.element_ty
+    acc_type: tl.constexpr = tl.float64 if dtype == tl.float64 else tl.float32
+    slot = tl.program_id(0)
+    e = tl.load(ids + (slot // top_k).to(tl.int64) * stride_it + (slot % top_k).to(tl.int64) * stride_ik).to(tl.int64)
+    if (e < 0) | (e >= E):
+        return
+    p = tl.program_id(2)
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    base = expert_base(w, e, stride_we, dtype, TABLE, ALIGNED)
+    row = h + slot.to(tl.int64) * I
+    end = tl.minimum((p + 1) * span, I)
+    acc = tl.zeros([BN, BK], acc_type)
+    for k0 in tl.range(p * span, end, BK, num_stages=STAGES):
+        k = k0 + tl.arange(0, BK)
+        v = load_row(row, k, 0.0, end, 1, False, EVEN_K, False, acc_type)
+        acc += load_block(base, n, k, N, end, stride_wn, stride_wk, WIDE, EVEN_N, EVEN_K, acc_type) * v[None, :]
+    at = parts + (slot.to(tl.int64) * tl.num_programs(2) + p) * N + n
+    tl.store(at, tl.sum(acc, 1), mask=n < N)

@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moefuse.kernels.triton import combine, gemm, gemv, routing
-from moefuse.kernels.triton.config import SHARED_BYTES, Config, Problem, Tiles, choose, power_of_two
+from moefuse.kernels.triton.config import SHARED_BYTES, Config, Problem, Tiles, Vectors, choose, power_of_two
 from moefuse.kernels.triton.launch import INTERPRETED, Address, Descriptor, Launch, stream_of
 from moefuse.kernels.triton.operands import Operand, address_table, describe
 
@@ -163,6 +163,11 @@ class Plan:
         a, b = self._describable(self.w_in, item), self._describable(self.w_up, item)
         return a if up.desc and a == b and self.hidden and (a == "out-in" or self.hidden % up.bk == 0) else ""
 
+    def _joined(self, form: str) -> bool:
+        """Whether ``up_tiles`` takes gate and up as one block: both halves of every expert in one tensor, which is not an expanded view."""
+        e, n, _ = self.w_in.strides
+        return self.config.up.join and form == "out-in" and self.body.gating == "merged" and not self.config.up.swap and e >= 2 * self.inter * n
+
     def _down_desc(self) -> str:
         down = self.config.down
         a = self._describable(self.w_out, self.dtype.itemsize)
@@ -239,6 +244,9 @@ class Plan:
             "x ids weights w_in w_up b_in b_up h",
             up,
         )
+        if down.parts:
+            self._build_parts(down)
+            return
         self._launch(
             gemv.down_vectors,
             (self.tokens, -(-n // down.bn)),
@@ -250,6 +258,35 @@ class Plan:
             ),
             "h ids weights w_out b_out out",
             down,
+        )
+
+    def _build_parts(self, down: Vectors) -> None:
+        pdl, i, n = self.config.pdl and not INTERPRETED, self.inter, self.out
+        span = -(-i // (down.parts * down.bk)) * down.bk
+        wide = torch.float64 if self.dtype == torch.float64 else torch.float32
+        self.workspace.add("parts", (self.slots, down.parts, n), wide)
+        self._launch(
+            gemv.down_parts,
+            (self.slots, -(-n // down.bn), down.parts),
+            (
+                *(self.top_k, self.experts, i, n, span, *self.strides_ids, *self.w_out.strides),
+                *(self.w_out.table, self.w_out.aligned, self._wide(self.w_out), n % down.bn == 0, i % down.bk == 0),
+                *(down.bn, down.bk, down.stages, pdl),
+            ),
+            "h ids w_out parts",
+            down,
+        )
+        block = min(power_of_two(n), 256)
+        bias = self.b_out
+        self._launch(
+            combine.combine_parts,
+            (self.tokens, -(-n // block)),
+            (
+                *(self.top_k, self.experts, n, *self.strides_ids, *self.strides_weights, *(bias.strides if bias else (0, 0))),
+                *(down.parts, bias is not None, bias is not None and bias.table, not self.body.on_input, block, pdl),
+            ),
+            "parts ids weights b_out out h",
+            None,
         )
 
     # Many slots ---------------------------------------------------------------------------------------------------------------------
@@ -288,7 +325,11 @@ class Plan:
         tail = (up.tail and bm > 16 and not up.flatten, down.tail and bm > 16 and not down.flatten)
         descs: list[Any] = []
         form = self._up_desc()
-        if form:
+        join = self._joined(form)
+        if join:
+            w = self.w_in.strides
+            descs.append((2, "w_in", (self.experts, 2, i, h), (w[0], i * w[1], w[1], 1), (1, 2, up.bn, up.bk)))
+        elif form:
             a, b = ("w_in", self.w_in), ("w_up", self.w_up)
             for position, (name, w) in enumerate((a, b if body.gating == "separate" else a), 2):
                 descs.append((position, name, *self._matrix(w, form, features, h, width, up.bk)))
@@ -301,10 +342,10 @@ class Plan:
                 *(max_tiles, self.top_k, h, i, *body.args, *self.strides_x, *self.strides_weights),
                 *(*self.w_in.strides, *self.w_up.strides),
                 *(*(self.b_in.strides if self.b_in else no_bias), *(self.b_up.strides if self.b_up else no_bias), *self.firsts),
-                *(rows_a, rows_b, self.gating, body.up_first and self.gating == "interleaved", body.activation),
+                *(rows_a, rows_b, self.gating, body.up_first and (join or self.gating == "interleaved"), body.activation),
                 *(*self._up_flags(), body.on_input, self._wide(self.w_in, self.w_up)),
                 *(i % up.bn == 0, h % up.bk == 0, bm, up.bn, up.bk, up.group, up.swap, form),
-                *(tail[0], up.persistent, up.flatten, precision, pdl),
+                *(join, tail[0], up.persistent, up.flatten, precision, pdl),
             ),
             "x weights w_in w_up b_in b_up h order offsets tiles num_tiles",
             up,

@@ -10,15 +10,20 @@ Most CPU calls do not come here: the C++ kernels (``moefuse/runtime/native.py``)
 tensors is registered for their ops.
 
 ``supports`` runs on every call: it looks at devices, dtypes and static sizes, and never reads data.
+
+The GPU kernels are imported by the first call that has CUDA tensors; a program on the CPU never pays for Triton, nor needs it.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
-from moefuse.runtime import backward, cpu, grouped, native
+from moefuse.runtime import backward, cpu, dense, grouped, native
 
 
 @dataclass(frozen=True)
@@ -40,8 +45,38 @@ def _portable(run: Callable[..., Any]) -> list[Provider]:
     return [Provider("portable", _everything, run)]
 
 
+@functools.cache
+def triton_kernels() -> ModuleType | str:
+    """The Triton kernels of ``moefuse/kernels/triton/provider.py``, or why there are none."""
+    try:
+        return importlib.import_module("moefuse.kernels.triton.provider")
+    except ImportError as error:
+        return f"triton cannot be imported ({error})"
+
+
+def _triton_supports(x: Any, *rest: Any) -> str | None:
+    if x.device.type != "cuda":
+        return f"tensors on {x.device.type}, the kernels run on CUDA devices"
+    kernels = triton_kernels()
+    return kernels if isinstance(kernels, str) else kernels.supports(x, *rest)  # type: ignore[no-any-return]
+
+
+def _triton_experts(*args: Any) -> Any:
+    kernels = triton_kernels()
+    assert not isinstance(kernels, str)
+    return kernels.experts(*args)
+
+
+def _on_cuda() -> list[Provider]:
+    """The providers of ``experts`` for CUDA tensors; neither waits for the device."""
+    return [
+        Provider("triton", _triton_supports, _triton_experts, device="cuda"),
+        Provider("dense", dense.supports, dense.experts, device="cuda"),
+    ]
+
+
 PROVIDERS: dict[str, list[Provider]] = {
-    "experts": _portable(cpu.experts),
+    "experts": _on_cuda() + _portable(cpu.experts),
     "experts_forward": _portable(cpu.experts_forward),
     "experts_backward": _portable(backward.experts_backward),
     "permute": _portable(grouped.permute),
