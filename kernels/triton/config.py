@@ -163,13 +163,15 @@ def rules(p: Problem, hopper: bool) -> Config:
     gates = 1 if p.gating == "plain" else 2
     bm = min(max(power_of_two(1.3 * p.rows), 16), 128)
     if bm < 64:
-        narrow = Tiles(64, 64, 4, 4, swap=hopper)
+        # Rows that are not whole 16 bytes are loaded element by element: more warps have registers for the addresses.
+        narrow = Tiles(64, 64, 8 if p.hidden % 8 or p.inter % 8 else 4, 4, swap=hopper)
         return Config(bm, narrow, replace(narrow, bk=128, stages=3))
     if bm == 64:
         return Config(bm, Tiles(128 // gates, 64, 4, 3, 4), Tiles(128, 64, 4, 3, 4))
-    # From here on the rules of an H200 hold: one wide product, weights by descriptors, short tiles at half the height.
-    up = Tiles(256 // gates, 64, 8, 3, 8, desc=hopper, join=hopper, tail=hopper)
-    return Config(bm, up, Tiles(256, 64, 8, 3, 8, desc=hopper, rows_desc=hopper, persistent=hopper, flatten=hopper))
+    if not hopper:
+        return Config(bm, Tiles(128 // gates, 64, 8, 3, 8), Tiles(128, 64, 8, 3, 8))
+    up = Tiles(256 // gates, 64, 8, 3, 8, desc=True, join=True, tail=True)
+    return Config(bm, up, Tiles(256, 64, 8, 3, 8, desc=True, rows_desc=True, persistent=True, flatten=True))
 
 
 FAR = 5.0

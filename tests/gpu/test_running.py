@@ -1,0 +1,167 @@
+"""How the op runs on the device: graphs, repeatability, no waiting, memory, streams, torch.compile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.cpu.ops_case import Case
+from tests.gpu.gpu_case import assert_right, on_gpu, run
+
+pytestmark = pytest.mark.gpu
+
+FEW = {"tokens": 2, "hidden": 256, "inter": 128, "hidden_out": 256, "experts": 16, "top_k": 2}
+SOME = {"tokens": 64, "hidden": 256, "inter": 128, "hidden_out": 256, "experts": 16, "top_k": 4}
+MANY = {"tokens": 6000, "hidden": 256, "inter": 128, "hidden_out": 256, "experts": 16, "top_k": 4}
+REGIMES = pytest.mark.parametrize("sizes", [FEW, SOME, MANY], ids=["few", "some", "many"])
+STORAGES = pytest.mark.parametrize("storage", [{}, {"transposed": True}, {"separate": True}], ids=["stacked", "in-out", "separate"])
+
+
+def skewed(ids: Tensor, how: int) -> Tensor:
+    """Another routing: all slots to one expert, none valid, or shuffled."""
+    return (torch.zeros_like(ids), torch.full_like(ids, -1), ids.roll(1, 0))[how]
+
+
+@REGIMES
+@STORAGES
+def test_a_graph_replays_with_other_routing(sizes: dict[str, Any], storage: dict[str, Any]) -> None:
+    case = Case(**sizes, **storage, dtype=torch.bfloat16)
+    args = on_gpu(case.args())
+    run(args, **case.options)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run(args, **case.options)
+    ids = args[1].clone()
+    for how in range(3):
+        args[1].copy_(skewed(ids, how))
+        args[0].normal_()
+        graph.replay()
+        assert torch.equal(out, run(args, **case.options))
+        assert_right(out, args, case.options)
+
+
+@REGIMES
+def test_bitwise_equal_from_run_to_run(sizes: dict[str, Any]) -> None:
+    """Whatever the buffers held before, and whoever used the device in between."""
+    case = Case(**sizes, dtype=torch.bfloat16)
+    args = on_gpu(case.args())
+    want = run(args, **case.options)
+    for value in (0.0, float("nan"), 1e30):
+        junk = torch.full((32 << 20,), value, device="cuda")
+        del junk
+        assert torch.equal(run(args, **case.options), want)
+
+
+@REGIMES
+@STORAGES
+def test_the_host_never_waits(sizes: dict[str, Any], storage: dict[str, Any]) -> None:
+    case = Case(**sizes, **storage, dtype=torch.bfloat16)
+    args = on_gpu(case.args())
+    run(args, **case.options)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        out = run(args, **case.options)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert_right(out, args, case.options)
+
+
+@REGIMES
+def test_memory(sizes: dict[str, Any]) -> None:
+    """At most the activations and outputs of every slot, the sorted order, and the result: no copy of x, of weights or of E/K slots."""
+    case = Case(**sizes, bias=False, dtype=torch.bfloat16)
+    args = on_gpu(case.args())
+    run(args, **case.options)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    run(args, **case.options)
+    peak = torch.cuda.max_memory_allocated() - before
+    slots = case.tokens * case.top_k
+    need = 2 * (slots * (case.inter + case.hidden_out) + case.tokens * case.hidden_out) + 16 * slots
+    assert peak <= need + (64 << 10) + 2 * slots
+
+
+@REGIMES
+def test_streams(sizes: dict[str, Any]) -> None:
+    """Calls on two streams do not share buffers."""
+    case = Case(**sizes, dtype=torch.bfloat16)
+    args = on_gpu(case.args())
+    want = run(args, **case.options)
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    outs: list[Tensor] = []
+    for _ in range(10):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                outs.append(run(args, **case.options))
+    torch.cuda.synchronize()
+    assert all(torch.equal(out, want) for out in outs)
+
+
+def test_threads() -> None:
+    """A plan is shared by the threads that make the same call."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    case = Case(**SOME, dtype=torch.bfloat16)
+    calls = [on_gpu(case.with_(seed=seed).args()) for seed in range(4)]
+    wants = [run(args, **case.options) for args in calls]
+    torch.cuda.synchronize()
+
+    def work(i: int) -> bool:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            outs = [run(calls[i], **case.options) for _ in range(50)]
+            torch.cuda.current_stream().synchronize()
+        return all(torch.equal(out, wants[i]) for out in outs)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(work, range(4)))
+
+
+def test_weights_are_read_live() -> None:
+    """A write to a weight, and a weight that moves, show in the next call."""
+    for storage in ({}, {"separate": True}):
+        case = Case(**SOME, **storage, dtype=torch.bfloat16)
+        args = on_gpu(case.args())
+        run(args, **case.options)
+        for w in args[3]:
+            w.neg_()
+        assert_right(run(args, **case.options), args, case.options)
+        args[5] = [w.clone() for w in args[5]]
+        assert_right(run(args, **case.options), args, case.options)
+        for w in args[3]:
+            w.set_(w.clone())
+        assert_right(run(args, **case.options), args, case.options)
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_a_compiled_block(mode: str) -> None:
+    """transformers' own block through the backend, fused, equal to its eager loop within the dtype."""
+    transformers = pytest.importorskip("transformers")
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+
+    import moefuse
+
+    config = transformers.Qwen3MoeConfig(hidden_size=128, moe_intermediate_size=64, num_experts=16, num_experts_per_tok=4)
+    config._experts_implementation = "eager"
+    torch.manual_seed(0)
+    block = Qwen3MoeSparseMoeBlock(config).to("cuda", torch.bfloat16).eval()
+    for p in block.parameters():
+        torch.nn.init.normal_(p, std=p.shape[-1] ** -0.5)
+    torch._dynamo.reset()
+    compiled = torch.compile(block, backend="moefuse", mode=mode)
+    with torch.inference_mode():
+        for tokens in (1, 5, 300):
+            x = torch.randn(1, tokens, 128, device="cuda", dtype=torch.bfloat16)
+            for _ in range(3):
+                got = compiled(x)
+            want = block(x)
+            torch.testing.assert_close(got[0] if isinstance(got, tuple) else got, want[0] if isinstance(want, tuple) else want, rtol=3e-2, atol=3e-2)
+    report = moefuse.last_report()
+    assert report is not None
+    assert len(report.fused) == 1
+    torch._dynamo.reset()

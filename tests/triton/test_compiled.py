@@ -1,0 +1,212 @@
+"""Every kernel compiles for every target without a GPU there, without spills, within the target's shared memory.
+
+``HYPOTHESIS_PROFILE=deep`` compiles the whole shipped table too.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+SHARED = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, "gfx942": 64 << 10}
+DEEP = os.environ.get("HYPOTHESIS_PROFILE") == "deep"
+POINTERS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64", torch.int32: "i32", torch.int64: "i64"}
+
+
+def make_plan(problem: Any, config: Any, separate: bool = False) -> Any:
+    """A plan over meta tensors."""
+    from moefuse.kernels.triton import plan as plans
+
+    dtype = getattr(torch, problem.dtype)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    def weight(out: int, inp: int, transposed: bool) -> list[torch.Tensor]:
+        if separate:
+            return [draw(out, inp) for _ in range(problem.experts)]
+        return [draw(problem.experts, inp, out).transpose(1, 2) if transposed else draw(problem.experts, out, inp)]
+
+    width = problem.inter if problem.gating == "plain" else 2 * problem.inter
+    lists: Any = [weight(width, problem.hidden, problem.transposed_in), [], weight(problem.out, problem.inter, problem.transposed_out), [], [], []]
+    activation = "silu"
+    if problem.gating == "interleaved":
+        activation, lists[3], lists[5] = "swiglu_oai", [draw(problem.experts, width)], [draw(problem.experts, problem.out)]
+    ids = torch.empty(problem.tokens, problem.top_k, dtype=torch.int64, device="meta")
+    body = plans.Body(activation, (1.7, 7.0), problem.gating, False, False, dtype)
+    plan = plans.Plan(draw(problem.tokens, problem.hidden), ids, draw(problem.tokens, problem.top_k), tuple(lists), body, config)
+    tensors = plan.workspace.views(torch.empty(plan.workspace.size, dtype=torch.uint8, device="meta"))
+    own = {"x": draw(1), "weights": draw(1), "out": draw(1), "ids": ids}
+    table = torch.empty(1, dtype=torch.int64, device="meta")
+    for name in ("w_in", "w_up", "w_out", "b_in", "b_up", "b_out"):
+        operand = getattr(plan, name)
+        own[name] = table if operand is not None and operand.table else draw(1)
+    return plan, {**tensors, **own}
+
+
+def source(step: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    """What Triton's launcher would compile for this launch."""
+    from triton.compiler import ASTSource
+
+    kernel = step.launch.kernel
+    signature, constants, attributes = {}, {}, {}
+    blocks = {position: (name, block) for position, name, _, _, block in step.descs}
+    for i, (param, value) in enumerate(zip(kernel.params, (*step.names, *step.launch.rest), strict=True)):
+        if i in blocks:
+            name, block = blocks[i]
+            signature[param.name] = f"tensordesc<{POINTERS[tensors[name].dtype]}{list(block)}>"
+        elif i < len(step.names):
+            signature[param.name] = f"*{POINTERS[tensors[value].dtype]}"
+            attributes[(i,)] = [["tt.divisibility", 16]]
+        elif param.is_constexpr or (value == 1 and isinstance(value, int) and not param.do_not_specialize):
+            signature[param.name], constants[param.name] = "constexpr", value
+        elif isinstance(value, float):
+            signature[param.name] = "fp32"
+        else:
+            signature[param.name] = "i64" if value >= 1 << 31 else "i32"
+            if value % 16 == 0 and not param.do_not_specialize:
+                attributes[(i,)] = [["tt.divisibility", 16]]
+    return ASTSource(kernel, signature, constants, attributes)
+
+
+@functools.cache
+def cuobjdump() -> str | None:
+    """NVIDIA's tool in Triton's package, which a build for another platform may lack."""
+    import triton
+
+    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    return str(path) if path.is_file() else None
+
+
+def spills(compiled: Any, arch: int | str, folder: Path) -> int:
+    """Bytes of stack (NVIDIA) or spilled vector registers (AMD) of one kernel."""
+    if isinstance(arch, str):
+        return int(re.search(r"\.vgpr_spill_count:\s*(\d+)", compiled.asm["amdgcn"])[1])  # type: ignore[index]
+    tool = cuobjdump()
+    if tool is None:
+        return 0
+    path = folder / "kernel.cubin"
+    path.write_bytes(compiled.asm["cubin"])
+    text = subprocess.run([tool, "-res-usage", str(path)], capture_output=True, text=True, check=True).stdout
+    return int(re.search(r"STACK:(\d+)", text)[1])  # type: ignore[index]
+
+
+def compile_plan(problem: Any, config: Any, arch: int | str, folder: Path, separate: bool = False) -> None:
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    target = GPUTarget("hip", arch, 64) if isinstance(arch, str) else GPUTarget("cuda", arch, 32)
+    plan, tensors = make_plan(problem, config, separate)
+    for step in plan.steps:
+        options = {k: v for k, v in step.launch.options.items() if k != "launch_pdl" or not isinstance(arch, str)}
+        compiled = triton.compile(source(step, tensors), target=target, options=options)
+        name = f"{step.launch.kernel.__name__} for {arch}"
+        assert compiled.metadata.shared <= SHARED[arch], f"{name}: {compiled.metadata.shared} bytes of shared memory"
+        assert spills(compiled, arch, folder) == 0, f"{name} spills"
+
+
+def problems() -> dict[str, Any]:
+    from moefuse.kernels.triton.config import Problem
+
+    def halves(tokens: int, **more: Any) -> Problem:
+        return Problem(**{"tokens": tokens, "top_k": 8, "experts": 128, "hidden": 2048, "inter": 768, "out": 2048, "gating": "merged", "dtype": "bfloat16", **more})
+
+    oai = {"top_k": 4, "experts": 32, "hidden": 2880, "inter": 2880, "out": 2880, "gating": "interleaved", "transposed_in": True, "transposed_out": True}
+    return {
+        "decode": halves(1),
+        "small": halves(64),
+        "mid": halves(512),
+        "prefill": halves(4096),
+        "decode in-out": halves(1, **oai),
+        "prefill in-out": halves(4096, **oai),
+        "odd": halves(300, hidden=99, inter=77, out=55),
+        "plain": halves(512, gating="plain"),
+        "float32": halves(64, dtype="float32"),
+        "float64": halves(64, dtype="float64"),
+    }
+
+
+NAMES = ["decode", "small", "mid", "prefill", "decode in-out", "prefill in-out", "odd", "plain", "float32", "float64"]
+EVERYWHERE = ["decode", "small", "prefill"]
+
+
+@pytest.mark.parametrize("arch", list(SHARED))
+@pytest.mark.parametrize("name", NAMES)
+def test_the_rules(arch: int | str, name: str, tmp_path: Path) -> None:
+    """What a device without a table takes."""
+    from moefuse.kernels.triton.config import fit, rules
+
+    if arch != 90 and name not in EVERYWHERE and not DEEP:
+        pytest.skip("HYPOTHESIS_PROFILE=deep compiles it for every target")
+    problem = problems()[name]
+    item = getattr(torch, problem.dtype).itemsize
+    config = fit(problem, rules(problem, arch == 90), SHARED[arch], item)
+    compile_plan(problem, config, arch, tmp_path)
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_separate_parameters(arch: int, tmp_path: Path) -> None:
+    """Addresses from a table."""
+    from moefuse.kernels.triton.config import fit, rules
+
+    problem = problems()["small"]
+    compile_plan(problem, fit(problem, rules(problem, arch == 90), SHARED[arch], 2), arch, tmp_path, separate=True)
+
+
+def test_the_table_is_within_its_device() -> None:
+    """Every shipped entry keeps its blocks on the device that it was measured on."""
+    from moefuse.kernels.triton.config import choose, fit, table
+
+    entries = table("NVIDIA H200")
+    assert entries
+    for problem, config in entries:
+        assert fit(problem, config, SHARED[90], 2) == config
+        assert choose(problem, "NVIDIA H200", True, SHARED[90], 2) == config
+        assert choose(problem, "another Hopper", True, SHARED[90], 2) == config
+
+
+@pytest.mark.skipif(not DEEP, reason="HYPOTHESIS_PROFILE=deep compiles the whole table")
+@pytest.mark.parametrize("index", range(36))
+def test_the_table_compiles(index: int, tmp_path: Path) -> None:
+    from moefuse.kernels.triton.config import table
+
+    problem, config = table("NVIDIA H200")[index]
+    compile_plan(problem, config, 90, tmp_path)
+
+
+def test_join_is_one_product(tmp_path: Path) -> None:
+    """The halves of a merged weight make one wgmma of 256 columns, by TMA, without a copy through registers."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    from moefuse.kernels.triton.config import Config, Tiles
+
+    problem = problems()["prefill"]
+    up = Tiles(128, 64, 8, 4, 8, desc=True, join=True, tail=True)
+    plan, tensors = make_plan(problem, Config(128, up, Tiles(256, 64, 8, 4, 8, desc=True)))
+    step = next(s for s in plan.steps if s.launch.kernel.__name__ == "up_tiles")
+    compiled = triton.compile(source(step, tensors), target=GPUTarget("cuda", 90, 32), options=step.launch.options)
+    ptx = compiled.asm["ptx"]
+    assert "wgmma.mma_async.sync.aligned.m64n256k16" in ptx
+    assert "cp.async.bulk.tensor.4d" in ptx
+    assert compiled.metadata.shared <= SHARED[90]
+    assert spills(compiled, 90, tmp_path) == 0
+
+
+def test_rules_and_table_never_exceed_a_small_device() -> None:
+    """Whatever is chosen, fitted to 64 KiB it stays there, with at least two stages."""
+    from moefuse.kernels.triton.config import choose, shared_bytes
+
+    for problem in problems().values():
+        item = getattr(torch, problem.dtype).itemsize
+        config = choose(problem, "NVIDIA H200", False, 64 << 10, item)
+        if config.bm:
+            assert shared_bytes(problem, config.bm, config.up, item) <= 64 << 10
+            assert shared_bytes(problem, config.bm, config.down, item, second=True) <= 64 << 10
