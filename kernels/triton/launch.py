@@ -14,6 +14,8 @@ import torch
 import triton
 from triton.runtime.jit import JITFunction
 
+from moefuse._torch_private import raw_stream
+
 _DIRECT = tuple(int(n) for n in triton.__version__.split(".")[:2]) in ((3, 6), (3, 7))
 """Versions whose compiled kernels are called as below; others go the usual way on every call."""
 
@@ -67,4 +69,4 @@ class Address:
 
 def stream_of(device: torch.device) -> int:
     """The raw current stream."""
-    return int(torch._C._cuda_getCurrentRawStream(device.index))
+    return raw_stream(device.index)

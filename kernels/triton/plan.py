@@ -17,12 +17,16 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moefuse.kernels.triton import combine, gemm, gemv, routing
 from moefuse.kernels.triton.config import SHARED_BYTES, Config, Problem, Tiles, Vectors, choose, power_of_two
+from moefuse.kernels.triton.direct import Direct
 from moefuse.kernels.triton.launch import INTERPRETED, Address, Descriptor, Launch, stream_of
 from moefuse.kernels.triton.operands import Operand, address_table, describe
+from moefuse._torch_private import empty_cuda, raw_stream as _raw_stream
 
 Lists = tuple[Sequence[Tensor], ...]
 """w_in, w_up, w_out, b_in, b_up, b_out."""
 
+INPUTS = ("x", "ids", "weights", "w_in", "w_up", "w_out", "b_in", "b_up", "b_out")
+"""Names of the tensors that a call brings."""
 SORT_AT_ONCE = 8192
 """Up to this many slots one kernel sorts; each of its programs reads all ids."""
 CHUNK = 256
@@ -98,7 +102,7 @@ class Plan:
     """All calls with the same shapes, strides, dtypes, alignments and options."""
 
     def __init__(self, x: Tensor, ids: Tensor, weights: Tensor, lists: Lists, body: Body, config: Config | None = None) -> None:
-        self.device = device_of(x.device)
+        self.device, self.index = device_of(x.device), x.device.index
         self.stacked = tuple(len(tensors) > 1 and not describe(tensors, tensors[0].dim()).uniform for tensors in lists)
         w_in, w_up, w_out, b_in, b_up, b_out = lists = self.uniform(lists)
         self.dtype, self.body = x.dtype, body
@@ -120,6 +124,7 @@ class Plan:
         self.workspace = Workspace()
         self.steps: list[_Step] = []
         self.ready = False
+        self.direct: Direct | None = None
         if not self.empty:
             self._build(ids, weights)
 
@@ -428,3 +433,34 @@ class Plan:
                 pointers[position] = TensorDescriptor(tensors[name], list(shape), list(strides), list(block))
             step.launch.first(pointers)
         self.ready = all(step.launch.compiled is not None for step in self.steps)
+        if self.ready and not any(self.stacked) and not any(operand is not None and operand.table for operand in self._described()):
+            try:
+                self.direct = Direct(self.steps, ("out", *INPUTS, *self.workspace.parts))
+            except NotImplementedError:
+                return
+
+    def _described(self) -> tuple[Operand | None, ...]:
+        return self.w_in, self.w_up, self.w_out, self.b_in, self.b_up, self.b_out
+
+    def positions(self, counts: Sequence[int]) -> tuple[int, ...]:
+        """Where each name of :data:`INPUTS` is among all tensors of a call in schema order; lists of one tensor, given their lengths.
+
+        A name without a tensor gets some other one, which is not read.
+        """
+        at, start = [0, 1, 2], 3
+        for n in counts:
+            at.append(start if n else -1)
+            start += n
+        w_in, w_up, w_out, b_in, b_up, b_out = at[3:]
+        b_in = b_in if b_in >= 0 else w_in
+        more = (w_in, w_up if w_up >= 0 else w_in, w_out, b_in, b_up if b_up >= 0 else b_in, b_out if b_out >= 0 else w_out)
+        return (0, 1, 2, *more)
+
+    def run_flat(self, pointers: Sequence[int]) -> Tensor | None:
+        """:meth:`run` given the addresses of :data:`INPUTS`, by direct launches; None if they could not be made."""
+        assert self.direct is not None
+        out = empty_cuda((self.tokens, self.out), (self.out, 1), self.body.out_dtype)
+        space = empty_cuda((self.workspace.size,), (1,), torch.uint8)
+        base = space.data_ptr()
+        addresses = (out.data_ptr(), *pointers, *[base + part[0] for part in self.workspace.parts.values()])
+        return out if self.direct.run(_raw_stream(self.index), addresses) else None

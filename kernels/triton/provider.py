@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moefuse._torch_private import current_device
 from moefuse.kernels.triton.launch import INTERPRETED
 from moefuse.kernels.triton.plan import Body, Lists, Plan
+from moefuse.ops.body import decode, unpack
 from moefuse.runtime import providers
 
 NAME = "triton"
@@ -49,18 +51,39 @@ def experts(
 ) -> Tensor:
     """``moefuse::experts``, arguments in schema order."""
     lists = (w_in, w_up, w_out, b_in, b_up, b_out)
-    arg0, arg1, *_ = (*activation_args, 0.0, 0.0)
-    body = (activation, (arg0, arg1), gating, up_first, weight_on_input, out_dtype or x.dtype)
-    key = (*body, *_kind(x), *_kind(ids), *_kind(weights), *map(_kinds, lists))
-    if x.dtype == torch.float32:
-        key = (*key, torch.backends.cuda.matmul.allow_tf32)
+    key, body = _key(x, ids, weights, *lists, activation, activation_args, gating, up_first, weight_on_input, out_dtype)
     plan = _PLANS.get(key)
     if plan is None:
         plan = _plan(key, x, ids, weights, lists, Body(*body))
-    if x.device.type == "cuda" and x.device.index != torch.cuda.current_device():
+    if x.device.type == "cuda" and x.device.index != current_device():
         with torch.cuda.device(x.device):
             return plan.run(x, ids, weights, plan.uniform(lists))
     return plan.run(x, ids, weights, plan.uniform(lists))
+
+
+def _key(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w_in: Sequence[Tensor],
+    w_up: Sequence[Tensor],
+    w_out: Sequence[Tensor],
+    b_in: Sequence[Tensor],
+    b_up: Sequence[Tensor],
+    b_out: Sequence[Tensor],
+    activation: str,
+    activation_args: Sequence[float],
+    gating: str,
+    up_first: bool,
+    weight_on_input: bool,
+    out_dtype: torch.dtype | None,
+) -> tuple[Any, Any]:
+    """(what the plan of a call depends on, the fields of its body)."""
+    arg0, arg1, *_ = (*activation_args, 0.0, 0.0)
+    body = (activation, (arg0, arg1), gating, up_first, weight_on_input, out_dtype or x.dtype)
+    lists = (w_in, w_up, w_out, b_in, b_up, b_out)
+    tf32 = x.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
+    return (*body, tf32, *_kind(x), *_kind(ids), *_kind(weights), *map(_kinds, lists)), body
 
 
 def _kind(t: Tensor) -> tuple[Any, ...]:
@@ -88,6 +111,54 @@ def _plan(key: Any, x: Tensor, ids: Tensor, weights: Tensor, lists: Lists, body:
     return plan
 
 
-def register() -> None:
-    """Make these kernels the first choice for the ops they provide."""
-    providers.register("experts", providers.Provider(NAME, supports, experts, device=DEVICE))
+_BY_FORM: dict[Any, tuple[Plan, tuple[int, ...]]] = {}
+"""Plans that launch directly, keyed by the arguments of the internal op, with the positions of their inputs."""
+_FEW = 12
+"""A call with more tensors has experts in separate Parameters."""
+
+
+def infer(
+    tensors: Sequence[Tensor], counts: Sequence[int], body: int, arg0: float, arg1: float, out_dtype: torch.dtype
+) -> Tensor:
+    """``moefuse::experts_infer`` on CUDA: what a compiled model calls, so the known case is decided with little Python."""
+    if len(tensors) > _FEW or providers.PROVIDERS["experts"][0].name != NAME:
+        return _general(tensors, counts, body, arg0, arg1, out_dtype)
+    x = tensors[0]
+    pointers = [t.data_ptr() for t in tensors]
+    key = (
+        body, arg0, arg1, out_dtype, tuple(counts), x.dtype, tensors[1].dtype, tensors[2].dtype, x.get_device(),
+        tuple([(t.shape, t.stride(), p & 15) for t, p in zip(tensors, pointers, strict=True)]),
+        x.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32,
+    )  # fmt: skip
+    known = _BY_FORM.get(key)
+    if known is None:
+        out = _general(tensors, counts, body, arg0, arg1, out_dtype)
+        _remember(key, tensors, counts, body, arg0, arg1, out_dtype)
+        return out
+    plan, positions = known
+    if plan.index == current_device():
+        direct = plan.run_flat([pointers[i] for i in positions])
+        if direct is not None:
+            return direct
+    return _general(tensors, counts, body, arg0, arg1, out_dtype)
+
+
+def _general(*args: Any) -> Tensor:
+    out: Tensor = torch.ops.moefuse.experts_infer_general.default(*args)
+    return out
+
+
+def _remember(key: Any, tensors: Sequence[Tensor], counts: Sequence[int], body: int, arg0: float, arg1: float, out_dtype: torch.dtype) -> None:
+    """Note the plan of the call that has just run, if it launches directly."""
+    data, options = unpack(tensors, counts), decode(body, arg0, arg1)
+    plan = _PLANS.get(_key(*data, *options.values(), out_dtype)[0])
+    if plan is None or plan.direct is None:
+        return
+    if len(_BY_FORM) >= _MAX_PLANS:
+        _BY_FORM.clear()
+    _BY_FORM[key] = plan, plan.positions(counts)
+
+
+if not INTERPRETED:
+    _LIBRARY = torch.library.Library("moefuse", "IMPL")
+    _LIBRARY.impl("experts_infer", infer, "CUDA")

@@ -210,3 +210,73 @@ def test_rules_and_table_never_exceed_a_small_device() -> None:
         if config.bm:
             assert shared_bytes(problem, config.bm, config.up, item) <= 64 << 10
             assert shared_bytes(problem, config.bm, config.down, item, second=True) <= 64 << 10
+
+
+def compiled_up(desc: bool) -> tuple[Any, Any]:
+    """(a step of a plan, its kernel compiled for sm_90), with PDL."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    from moefuse.kernels.triton.config import Config, Tiles, Vectors
+
+    part = Tiles(128, 64, 8, 3, 8, desc=True, join=True, rows_desc=True) if desc else Vectors(4, 512)
+    plan, tensors = make_plan(problems()["prefill" if desc else "decode"], Config(128 if desc else 0, part, part, pdl=True))
+    step = next(s for s in plan.steps if s.launch.kernel.__name__.startswith("up"))
+    return step, triton.compile(source(step, tensors), target=GPUTarget("cuda", 90, 32), options=step.launch.options)
+
+
+@pytest.mark.parametrize("desc", [False, True], ids=["pointers", "descriptors"])
+def test_direct_launches_pass_what_tritons_launcher_passes(desc: bool) -> None:
+    """The arguments of the machine code, one by one, against the C text of Triton's generated launcher."""
+    from triton.backends.nvidia.driver import make_launcher
+
+    from moefuse.kernels.triton import direct
+
+    step, compiled = compiled_up(desc)
+    signature = list(compiled.src.signature.values())
+    metas = compiled.metadata.tensordesc_meta
+    text = make_launcher({}, dict(enumerate(signature)), metas)
+    declared = re.search(r"CUdeviceptr profile_scratch, (.*?)\) \{", text)[1].split(", ")  # type: ignore[index]
+    passed = re.search(r"void \*params\[\] = \{ (.*?) \};", text)[1].split(", ")  # type: ignore[index]
+    assert passed == ["&" + d.split()[-1] for d in declared] + ["&global_scratch", "&profile_scratch"]
+    types = {"pointer": "CUdeviceptr", "map": "CUtensorMap", "shape": "int32_t", "stride": "int64_t", "i32": "int32_t", "i64": "int64_t", "fp32": "uint32_t"}
+    mine = direct.parameters(signature, [len(d[2]) for d in step.descs])
+    assert [types[kind.split()[0]] for _, kind in mine] == [d.split()[0] for d in declared]
+    assert "CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION" in text
+
+
+def test_direct_launches_store_every_argument(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values, grid, threads, stream and the PDL attribute, read back from the memory that the driver would read."""
+    import ctypes
+
+    from moefuse.kernels.triton import direct
+
+    step, compiled = compiled_up(desc=False)
+    monkeypatch.setattr(type(compiled), "function", 77, raising=False)
+    monkeypatch.setattr(compiled, "function", 77, raising=False)
+    step.launch.compiled = compiled
+    seen: list[Any] = []
+
+    def launch(config: Any, function: Any, params: Any, extra: Any) -> int:
+        seen.append((config._obj, function.value, list(params)))
+        return 0
+
+    names = sorted(set(step.names))
+    it = direct.Direct([step], names, launch)
+    addresses = [1000 + i for i in range(len(names))]
+    assert it.run(5, addresses)
+    config, function, params = seen[0]
+    assert (function, tuple(config.grid), tuple(config.block), config.stream) == (77, step.launch.grid, (128, 1, 1), 5)
+    assert config.shared == compiled.metadata.shared
+    assert config.num_attributes == 1
+    attribute = ctypes.cast(config.attributes, ctypes.POINTER(direct._Attribute))[0]
+    assert (attribute.id, attribute.value, ctypes.sizeof(attribute), ctypes.sizeof(config)) == (6, 1, 72, 56)
+    values = (*step.names, *step.launch.rest)
+    kinds = direct.parameters(list(compiled.src.signature.values()), [])
+    assert len(params) == len(kinds) + 2
+    for (position, kind), at in zip(kinds, params, strict=False):
+        if kind == "pointer":
+            assert ctypes.c_uint64.from_address(at).value == 1000 + names.index(values[position])
+        else:
+            assert direct.NUMBERS[kind].from_address(at).value == pytest.approx(values[position], rel=1e-6)
+    assert all(ctypes.c_uint64.from_address(at).value == 0 for at in params[-2:])
