@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+BF16 = torch.bfloat16
 TOKENS = (1, 8, 64, 512, 4096, 16384)
 
 
@@ -55,7 +56,9 @@ def weights_of(s: Shape, device: str = "cuda", dtype: torch.dtype = torch.bfloat
     return [w_in], [], [draw(e, i, h, scale=i**-0.5).transpose(1, 2)], [draw(e, 2 * i)], [], [draw(e, h)]
 
 
-def inputs_of(s: Shape, tokens: int, device: str = "cuda", skew: str = "uniform", dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, ...]:
+def inputs_of(
+    s: Shape, tokens: int, device: str = "cuda", skew: str = "uniform", dtype: torch.dtype = torch.bfloat16
+) -> tuple[Tensor, ...]:
     """x [T, H], ids [T, K] int64 without repeats in a token, weights [T, K] that sum to one.
 
     skew "half": one expert has a slot of every second token at least; "zipf": expert e is drawn with weight 1 / (e + 1).

@@ -1,4 +1,4 @@
-"""Experts of six public models on a GPU: moefuse beside transformers' implementations, F.grouped_mm and the hardware's ceilings, in one run.
+"""Experts of six public models on a GPU: moefuse, transformers' implementations, F.grouped_mm and the hardware's ceilings in one run.
 
     python benchmarks/layer.py --out benchmarks/results/layer-h200.json
     python benchmarks/layer.py --shapes qwen3 --tokens 1,64 --only moefuse,hf_grouped_c,ub_read
@@ -116,7 +116,10 @@ def dense(s: gs.Shape, lists: Lists, tokens: int) -> Call:
     """Two GEMMs with T*K rows."""
     w_in, _, w_out, *_ = lists
     slots = tokens * s.top_k
-    rows, inner = torch.randn(slots, s.hidden, device="cuda").to(torch.bfloat16), torch.randn(slots, s.inter, device="cuda").to(torch.bfloat16)
+    rows, inner = (
+        torch.randn(slots, s.hidden, device="cuda").to(torch.bfloat16),
+        torch.randn(slots, s.inter, device="cuda").to(torch.bfloat16),
+    )
 
     def call(x: Tensor, ids: Tensor, weights: Tensor) -> None:
         F.linear(rows, w_in[0][0])
@@ -196,6 +199,18 @@ class Timed:
         return statistics.median(times)
 
 
+def take_turns(timed: list[Timed], seconds: float) -> None:
+    """Time each once per turn, in an order that rotates."""
+    started = time.perf_counter()
+    for turn in range(60):
+        if turn >= 5 and time.perf_counter() - started > seconds:
+            break
+        for it in timed[turn % len(timed) :] + timed[: turn % len(timed)]:
+            # The reference loop takes milliseconds and waits for the device: a few turns are enough.
+            if it.graph is not None or turn < 3:
+                it.times.append(it.once())
+
+
 def measure(shape: str, tokens: int, lists: Lists, names: list[str], skew: str, seconds: float) -> list[dict[str, Any]]:
     """All implementations of one point, in turns."""
     s = gs.SHAPES[shape]
@@ -222,14 +237,8 @@ def measure(shape: str, tokens: int, lists: Lists, names: list[str], skew: str, 
         except Exception as error:
             results.append({**entry, "failed": str(error).strip().split("\n")[0][:200]})
             print(shape, tokens, name, "FAILED", traceback.format_exc(limit=-3)[-500:], flush=True)
-    started = time.perf_counter()
-    for turn in range(60):
-        if turn >= 5 and time.perf_counter() - started > seconds:
-            break
-        for it, _ in timed[turn % len(timed) :] + timed[: turn % len(timed)]:
-            # The reference loop takes milliseconds and waits for the device: a few turns are enough.
-            if it.graph is not None or turn < 3:
-                it.times.append(it.once())
+    if timed:
+        take_turns([it for it, _ in timed], seconds)
     for it, entry in timed:
         results.append({**entry, "us": round(statistics.median(it.times[1:]), 2), "turns": len(it.times) - 1})
         if it.name in (OURS, "hf_grouped_c"):

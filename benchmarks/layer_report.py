@@ -84,6 +84,9 @@ def figure(data: dict[str, Any]) -> str:
                     parts.append(f'<rect x="{x + 15 * k:.1f}" y="{y0 + height - h:.1f}" width="14" height="{h:.1f}" fill="{colour}"/>')
             parts.append(f'<text x="{x + 14:.1f}" y="{y0 + height + 14}" text-anchor="middle">{t}</text>')
     total = (3 * (width + 40) + left, top + -(-len(shapes) // 3) * (height + 60) + 10)
-    note = f"Speed as a share of the ceiling (weights streamed once, or dense GEMMs), over tokens. Blue: moefuse, grey: best peer. {data['gpu']}"
+    note = f"{data['gpu']}: speed as a share of the ceiling (weights streamed once, or dense GEMMs). Blue: moefuse, grey: best peer."
     head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{total[0]}" height="{total[1]}" font-family="sans-serif" font-size="11">'
-    return "\n".join([head, '<rect width="100%" height="100%" fill="white"/>', f'<text x="{left}" y="14">{note}</text>', *parts, "</svg>"]) + "\n"
+    return (
+        "\n".join([head, '<rect width="100%" height="100%" fill="white"/>', f'<text x="{left}" y="14">{note}</text>', *parts, "</svg>"])
+        + "\n"
+    )

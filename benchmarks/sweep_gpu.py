@@ -4,7 +4,8 @@ Correctness first: whole calls against the reference, then every candidate again
 processes at once into Triton's cache; then each kernel is timed alone (CUDA-graph replays over several routings), the best per number of
 rows are put together, and whole layers are timed with and without programmatic dependent launch.
 
-    python benchmarks/sweep_gpu.py --out FOLDER [--shapes a,b] [--tokens 1,8] [--budget SECONDS]
+    python benchmarks/sweep_gpu.py --out FOLDER [--shapes a,b] [--tokens 1,8] [--points a/1,b/8] [--focus] [--budget SECONDS]
+    python benchmarks/gpu_table.py FOLDER/sweep.json
 """
 
 from __future__ import annotations
@@ -29,13 +30,18 @@ from torch import Tensor
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
 import gpu_shapes as gs  # noqa: E402
+from gpu_table import problem_of  # noqa: E402
 
 import moefuse.ops  # noqa: E402, F401
-from moefuse.kernels.triton.config import Config, Tiles, Vectors  # noqa: E402
+from moefuse.kernels.triton.config import Config, Tiles, Vectors, table  # noqa: E402
 from moefuse.kernels.triton.plan import Body, Plan  # noqa: E402
 
 SHARED = 227 << 10
 DEVICE, DTYPE = "cuda", torch.bfloat16
+FORMS = ((False, False, False), (True, False, False), (False, True, True), (True, True, False))
+"""tail, persistent, flatten."""
+FOCUS = False
+"""Only the candidates that earlier sweeps did not have."""
 
 
 def body_of(s: gs.Shape) -> Body:
@@ -65,7 +71,7 @@ def heights(s: gs.Shape, tokens: int) -> list[int]:
 
 def vector_candidates(s: gs.Shape, second: bool) -> Iterator[Vectors]:
     if s.oai:
-        shapes = itertools.product((16, 32, 64, 128), (8, 16, 32, 64, 128), (1, 3), (4,), (1, 2, 4) if second else (1,))
+        shapes = itertools.product((16, 32, 64, 128), (8, 16, 32, 64, 128), (1, 3), (4, 8), (1, 2, 4) if second else (1,))
     else:
         shapes = itertools.product((1, 2, 4, 8, 16), (128, 256, 512, 1024), (1, 3), (4, 8), (2, 4, 8) if second else (1,))
     for bn, bk, stages, warps, at in shapes:
@@ -74,9 +80,13 @@ def vector_candidates(s: gs.Shape, second: bool) -> Iterator[Vectors]:
         elements = bn * bk * (at if second else 2) / (32 * warps)
         if 16 <= elements <= 64:
             yield Vectors(bn, bk, warps, stages, at)
+    if s.oai and second:
+        for bn, bk, stages, warps, parts in itertools.product((32, 64, 128), (16, 32, 64), (1, 3), (4, 8), (2, 3, 4, 6)):
+            if 8 <= bn * bk / (32 * warps) <= 64:
+                yield Vectors(bn, bk, warps, stages, 1, parts)
 
 
-def tile_candidates(s: gs.Shape, bm: int, second: bool, many: bool) -> Iterator[Tiles]:
+def tile_candidates(s: gs.Shape, bm: int, second: bool, many: bool) -> Iterator[Tiles]:  # noqa: C901
     gates = 1 if second else 2
     if bm <= 32:
         for bn, bk, stages, swap, desc in itertools.product((32, 64, 128), (64, 128), (3, 5), (True, False), (True, False)):
@@ -84,6 +94,18 @@ def tile_candidates(s: gs.Shape, bm: int, second: bool, many: bool) -> Iterator[
             if fits and gates * bn * bk <= 128 * 256 and not (swap and bn < 64):
                 yield Tiles(bn, bk, 8 if gates * bn * bk >= 256 * 128 else 4, stages, 1, swap, desc)
         return
+    if bm == 128 and not second and not s.oai:
+        for stages, group, form in itertools.product(
+            (3, 4), (4, 8, 16), ((False, False, False), (True, False, False), (False, True, True), (True, True, False))
+        ):
+            yield Tiles(128, 64, 8, stages, group, False, True, False, True, *form)
+    if bm == 128:
+        for stages, group in itertools.product((3, 4), (4, 16)):
+            bn = 256 if second else 128
+            yield Tiles(bn, 64, 8, stages, group, False, True, second, False, False, True, True)
+            yield Tiles(bn, 64, 8, stages, group, False, True, second, False, True, True, False)
+        if FOCUS:
+            return
     plain, tail, walk = (False, False, False), (True, False, False), (False, True, True)
     sides = (64, 128) if not second else (64, 128, 256) if not many else (128, 256)
     for bn, stages, desc, form in itertools.product(sides, (3, 4), (True, False), (plain, tail, walk)):
@@ -94,13 +116,15 @@ def tile_candidates(s: gs.Shape, bm: int, second: bool, many: bool) -> Iterator[
             if not 64 <= width / (32 * warps) <= 256 or (bm == 128 and warps == 4) or (warps == 8 and width < 64 * 256):
                 continue
             for rows_desc in (True, False) if second and desc else (False,):
-                yield Tiles(bn, 64, warps, stages, 8 if many else 4, False, desc, rows_desc, *form)
+                yield Tiles(bn, 64, warps, stages, 8 if many else 4, False, desc, rows_desc, False, *form)
 
 
 def candidates(s: gs.Shape, tokens: int, bm: int, second: bool) -> list[Any]:
-    if bm == 0:
-        return list(vector_candidates(s, second))
-    return list(tile_candidates(s, bm, second, tokens >= 4096))
+    """What to try; the table's choice comes first, so that the others have something to beat."""
+    name = next(n for n, other in gs.SHAPES.items() if other == s)
+    known = [c.down if second else c.up for p, c in table("NVIDIA H200") if p == problem_of(name, tokens) and c.bm == bm]
+    found = list(vector_candidates(s, second)) if bm == 0 else list(tile_candidates(s, bm, second, tokens >= 4096))
+    return known + [c for c in found if c not in known]
 
 
 DEFAULTS = {True: Tiles(64, 64, 4, 3), False: Vectors(4, 256, 4, 1, 1)}
@@ -170,7 +194,9 @@ def check_one(case: dict[str, Any]) -> str | None:
         out = provider.experts(*args, *c.options.values())
         again = provider.experts(*args, *c.options.values())
         want = reference(args, **c.options)
-        exact = reference([[t.double() for t in a] if isinstance(a, list) else a.double() if a.is_floating_point() else a for a in args], **c.options)
+        exact = reference(
+            [[t.double() for t in a] if isinstance(a, list) else a.double() if a.is_floating_point() else a for a in args], **c.options
+        )
         if not exact.numel():
             return None if out.shape == want.shape else "wrong shape"
         error, allowed = (float((o.double() - exact).abs().max()) for o in (out, want))
@@ -196,11 +222,16 @@ def check_cases() -> list[dict[str, Any]]:
     )
     for size, dtype in itertools.product(sizes, (torch.bfloat16, torch.float16, torch.float32)):
         cases.append({**size, "dtype": dtype})
-    for gating, storage in itertools.product(("merged", "interleaved", "separate", "plain"), ({}, {"transposed": True}, {"separate": True})):
+    for gating, storage in itertools.product(
+        ("merged", "interleaved", "separate", "plain"), ({}, {"transposed": True}, {"separate": True})
+    ):
         for size in (sizes[0], sizes[1], sizes[3]):
             cases.append({**size, **storage, "gating": gating, "dtype": torch.bfloat16, "up_first": gating in ("merged", "interleaved")})
     for activation in ("gelu", "gelu_tanh", "relu", "relu2", "sigmoid", "tanh", "identity", "swiglu_oai", "silu_clamp"):
-        cases += [{**sizes[1], "activation": activation, "dtype": torch.bfloat16}, {**sizes[0], "activation": activation, "dtype": torch.float32}]
+        cases += [
+            {**sizes[1], "activation": activation, "dtype": torch.bfloat16},
+            {**sizes[0], "activation": activation, "dtype": torch.float32},
+        ]
     cases += [{**sizes[0], "dtype": torch.float64}, {**sizes[1], "weight_on_input": True, "dtype": torch.bfloat16}]
     cases += [{**sizes[0], "weight_on_input": True, "dtype": torch.bfloat16}, {"tokens": 0, "dtype": torch.bfloat16}]
     cases += [{**sizes[1], "bias": False, "dtype": torch.bfloat16, "out_dtype": torch.float32}]
@@ -255,7 +286,9 @@ class Bench:
         self.point, self.bm = point, bm
         part = DEFAULTS[bm > 0] if not (point.s.oai and not bm) else Vectors(64, 16, 4, 1, 1)
         self.base = point.plan(Config(bm, part, part))
-        self.spaces = [torch.zeros(self.base.workspace.size, dtype=torch.uint8, device=DEVICE) for _ in point.sets]
+        # Candidates that share out the inputs of the down projection keep parts behind what all of them keep.
+        more = 0 if bm else self.base.slots * 8 * self.base.out * 8
+        self.spaces = [torch.zeros(self.base.workspace.size + more, dtype=torch.uint8, device=DEVICE) for _ in point.sets]
         self.outs = [torch.empty(point.tokens, self.base.out, dtype=DTYPE, device=DEVICE) for _ in point.sets]
         self.operands = self.base._operands(point.lists)
         for i in range(len(point.sets)):
@@ -283,10 +316,12 @@ class Bench:
 
     def time(self, part: Any, second: bool, good: float) -> tuple[float, str]:
         plan = self.point.plan(config_with(self.point.s, self.bm, part, second))
-        step = plan.steps[index_of(plan, second)]
+        first = index_of(plan, second)
+        steps = plan.steps[first : None if second and not self.bm else first + 1]
         self.result(second).zero_()
-        pointers = [self.pointers(plan, step, i) for i in range(len(self.point.sets))]
-        step.launch.first(pointers[0])
+        calls = [(step, self.pointers(plan, step, i)) for i in range(len(self.point.sets)) for step in steps]
+        for step, pointers in calls[: len(steps)]:
+            step.launch.first(pointers)
         got, want = self.result(second), self.truth[second]
         worst = float((got.float() - want.float()).abs().max())
         if not worst <= 0.05 * float(want.float().abs().max()):
@@ -294,8 +329,8 @@ class Bench:
         from moefuse.kernels.triton.launch import stream_of
 
         device = self.outs[0].device
-        us = graph_time([lambda p=p: step.launch.again(stream_of(device), p) for p in pointers], self.point.target_ms, good)
-        return us, ""
+        again = [lambda s=step, p=p: s.launch.again(stream_of(device), p) for step, p in calls]
+        return graph_time(again, self.point.target_ms, good / len(steps)) * len(steps), ""
 
 
 def sweep_point(point: Point, deadline: float, log: list[dict[str, Any]]) -> dict[str, Any]:
@@ -360,7 +395,7 @@ def layer_times(point: Point, configs: list[Config], log: list[dict[str, Any]]) 
     return best
 
 
-def main() -> None:
+def main() -> None:  # noqa: C901
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", default=os.environ.get("OUT", "."))
     parser.add_argument("--shapes", default=",".join(gs.SHAPES))
@@ -368,16 +403,29 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=540.0)
     parser.add_argument("--jobs", type=int, default=max((os.cpu_count() or 2) - 2, 1))
     parser.add_argument("--no-check", action="store_true")
+    parser.add_argument("--points", help="shape/T,shape/T,... instead of all shapes at all numbers of tokens")
+    parser.add_argument("--focus", action="store_true", help="only new candidates, beside the table's")
     args = parser.parse_args()
     begin = time.time()
-    shapes, tokens = args.shapes.split(","), [int(t) for t in args.tokens.split(",")]
-    results: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "points": {}, "layers": {}, "checks": [], "log": []}
+    global FOCUS
+    FOCUS = args.focus
+    points = list(itertools.product(args.shapes.split(","), [int(t) for t in args.tokens.split(",")]))
+    if args.points:
+        points = [(p.split("/")[0], int(p.split("/")[1])) for p in args.points.split(",")]
+    results: dict[str, Any] = {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "points": {},
+        "layers": {},
+        "checks": [],
+        "log": [],
+    }
     os.makedirs(args.out, exist_ok=True)
     path = Path(args.out) / "sweep.json"
     with mp.get_context("spawn").Pool(args.jobs) as pool:
         checks = pool.map_async(check_one, check_cases(), chunksize=1) if not args.no_check else None
         jobs: dict[Any, tuple[str, int, Config, bool]] = {}
-        for shape, t in itertools.product(shapes, tokens):
+        for shape, t in points:
             for bm in heights(gs.SHAPES[shape], t):
                 for second in (False, True):
                     for part in candidates(gs.SHAPES[shape], t, bm, second):
@@ -408,7 +456,6 @@ def main() -> None:
     for problem, n in failed.items():
         print(f"{n} kernels did not compile: {problem[:150]}", flush=True)
     print(f"compiled, {time.time() - begin:.0f} s", flush=True)
-    points = list(itertools.product(shapes, tokens))
     weights: tuple[str, Any] = ("", None)
     for position, (shape, t) in enumerate(points):
         if weights[0] != shape:

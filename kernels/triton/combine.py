@@ -33,7 +33,7 @@ def combine_slots(
     t = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     total = tl.zeros([BN], tl.float32)
-    for k in range(0, top_k):
+    for k in range(top_k):
         e = tl.load(ids + t * stride_it + k * stride_ik).to(tl.int64)
         live = (e >= 0) & (e < E)
         mask = live & (n >= 0) if EVEN_N else live & (n < N)
@@ -57,7 +57,7 @@ def combine_parts(
     t = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     total = tl.zeros([BN], acc_type)
-    for k in range(0, top_k):
+    for k in range(top_k):
         e = tl.load(ids + t * stride_it + k * stride_ik).to(tl.int64)
         live = (e >= 0) & (e < E)
         mask = live & (n < N)

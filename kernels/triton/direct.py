@@ -87,7 +87,7 @@ class _Kernel:
             raise NotImplementedError
         if compiled.metadata.global_scratch_size or compiled.metadata.profile_scratch_size or compiled.metadata.num_ctas != 1:
             raise NotImplementedError
-        self.metas = {position: meta for position, meta in zip(sorted(descs), metas, strict=True)}
+        self.metas = dict(zip(sorted(descs), metas, strict=True))
         self.maps: list[tuple[int, str, Any, Any, Any, dict[int, Any]]] = []
         self.kept: list[Any] = []
         entries: list[int] = []

@@ -5,8 +5,8 @@ so no gathered copy of x exists; ``down_tiles`` writes each row to its slot, whe
 runs at half the height (TAIL), which is most of the padding. With SWAP the weights are the left operand: wgmma's 64 rows are then
 weight rows and a tile of 16 tokens wastes nothing. Weights arrive through a tensor descriptor (DESC) where their strides allow it, by
 pointers otherwise; with PERSISTENT a fixed grid walks over the tiles. JOIN makes one product of the gate and up halves of one tensor: a
-descriptor with four dimensions shows both as one block of 2 BN rows, so a tile is a single 256 wide wgmma, whose columns c and BN + c are in
-the same thread when the activation wants them.
+descriptor with four dimensions shows both as one block of 2 BN rows, so a tile is a single 256 wide wgmma, whose columns c and BN + c
+are in the same thread when the activation wants them.
 
 Group order, descriptors for weights and the epilogue in registers are ideas of vLLM's fused_moe, SGLang and triton_kernels; the code is
 our own.
@@ -67,9 +67,7 @@ def multiply(a, w, acc, SWAP: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def finished(
-    acc, b, e, first, n, N, stride_e, stride_n, dtype: tl.constexpr, TABLE: tl.constexpr, HAS: tl.constexpr, SWAP: tl.constexpr
-):
+def finished(acc, b, e, first, n, N, stride_e, stride_n, dtype: tl.constexpr, TABLE: tl.constexpr, HAS: tl.constexpr, SWAP: tl.constexpr):
     """acc as [BM, BN], plus the bias of features first + n of expert e, rounded to storage."""
     if SWAP:
         acc = tl.trans(acc)

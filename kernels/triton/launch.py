@@ -1,7 +1,7 @@
 """Launching a Triton kernel with little host work.
 
-``kernel[grid](...)`` binds and specialises its arguments on every call, which costs more than a small kernel runs. A :class:`Launch` does that
-once: its first call goes the usual way and keeps the compiled kernel, later calls hand addresses straight to it. That is right because
+``kernel[grid](...)`` binds and specialises its arguments on every call, which costs more than a small kernel runs. A :class:`Launch` does
+that once: its first call goes the usual way and keeps the compiled kernel, later calls hand addresses straight to it. That is right because
 everything Triton specialises on (integers, dtypes, alignment of addresses) is part of the key of the plan that owns the launch.
 """
 

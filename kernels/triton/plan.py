@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from moefuse._torch_private import empty_cuda
+from moefuse._torch_private import raw_stream as _raw_stream
 from moefuse.kernels.triton import combine, gemm, gemv, routing
 from moefuse.kernels.triton.config import SHARED_BYTES, Config, Problem, Tiles, Vectors, choose, power_of_two
 from moefuse.kernels.triton.direct import Direct
 from moefuse.kernels.triton.launch import INTERPRETED, Address, Descriptor, Launch, stream_of
 from moefuse.kernels.triton.operands import Operand, address_table, describe
-from moefuse._torch_private import empty_cuda, raw_stream as _raw_stream
 
 Lists = tuple[Sequence[Tensor], ...]
 """w_in, w_up, w_out, b_in, b_up, b_out."""
@@ -129,7 +130,7 @@ class Plan:
             self._build(ids, weights)
 
     def uniform(self, lists: Lists) -> Lists:
-        """The lists as they are; one whose tensors differ in their strides becomes a stacked copy, for there is no single form to read it."""
+        """The lists as they are; one whose tensors differ in their strides is stacked: there is no single form to read it."""
         if not any(self.stacked):
             return lists
         return tuple([torch.stack(list(t))] if stack else t for t, stack in zip(lists, self.stacked, strict=True))
@@ -154,7 +155,7 @@ class Plan:
 
     @staticmethod
     def _describable(w: Operand, item: int) -> str:
-        """How a tensor descriptor can show the operand as one matrix: "out-in" (E * features rows), "in-out" (E * inputs rows), or "" (not)."""
+        """How a descriptor can show the operand as one matrix: "out-in" (E * features rows), "in-out" (E * inputs rows), or "" (not)."""
         e, n, k = w.strides
         if w.table or not w.aligned:
             return ""
@@ -171,7 +172,13 @@ class Plan:
     def _joined(self, form: str) -> bool:
         """Whether ``up_tiles`` takes gate and up as one block: both halves of every expert in one tensor, which is not an expanded view."""
         e, n, _ = self.w_in.strides
-        return self.config.up.join and form == "out-in" and self.body.gating == "merged" and not self.config.up.swap and e >= 2 * self.inter * n
+        return (
+            self.config.up.join
+            and form == "out-in"
+            and self.body.gating == "merged"
+            and not self.config.up.swap
+            and e >= 2 * self.inter * n
+        )
 
     def _down_desc(self) -> str:
         down = self.config.down
@@ -210,14 +217,16 @@ class Plan:
         else:
             self._build_vectors()
 
-    def _common(self) -> dict[str, Any]:
-        return {"pdl": self.config.pdl and not INTERPRETED}
-
     def _up_flags(self) -> tuple[bool, ...]:
         """TABLE, ALIGNED, BIAS_A, BIAS_B, BIAS_TABLE."""
         a, b = self.b_in, self.b_up
         aligned = self.w_in.aligned and self.w_up.aligned
         return self.w_in.table, aligned, a is not None, b is not None, (a is not None and a.table) or (b is not None and b.table)
+
+    def _down_flags(self) -> tuple[bool, ...]:
+        """TABLE, ALIGNED, BIAS, BIAS_TABLE."""
+        b = self.b_out
+        return self.w_out.table, self.w_out.aligned, b is not None, b is not None and b.table
 
     def _wide(self, *operands: Operand) -> bool:
         """64-bit offsets within an expert or a token's row."""
@@ -257,8 +266,15 @@ class Plan:
             (self.tokens, -(-n // down.bn)),
             (
                 *(self.top_k, self.experts, i, n, *self.strides_ids, *self.strides_weights, *self.w_out.strides),
-                *((self.b_out.strides if self.b_out else no_bias)),
-                *(self.w_out.table, self.w_out.aligned, self.b_out is not None, self.b_out is not None and self.b_out.table, not body.on_input, self._wide(self.w_out)),
+                *(self.b_out.strides if self.b_out else no_bias),
+                *(
+                    self.w_out.table,
+                    self.w_out.aligned,
+                    self.b_out is not None,
+                    self.b_out is not None and self.b_out.table,
+                    not body.on_input,
+                    self._wide(self.w_out),
+                ),
                 *(n % down.bn == 0, i % down.bk == 0, down.at, down.bn, down.bk, down.stages, pdl),
             ),
             "h ids weights w_out b_out out",
@@ -332,8 +348,8 @@ class Plan:
         form = self._up_desc()
         join = self._joined(form)
         if join:
-            w = self.w_in.strides
-            descs.append((2, "w_in", (self.experts, 2, i, h), (w[0], i * w[1], w[1], 1), (1, 2, up.bn, up.bk)))
+            strides = self.w_in.strides
+            descs.append((2, "w_in", (self.experts, 2, i, h), (strides[0], i * strides[1], strides[1], 1), (1, 2, up.bn, up.bk)))
         elif form:
             a, b = ("w_in", self.w_in), ("w_up", self.w_up)
             for position, (name, w) in enumerate((a, b if body.gating == "separate" else a), 2):
@@ -368,7 +384,7 @@ class Plan:
             self._grid(down, max_tiles * -(-n // down.bn)),
             (
                 *(max_tiles, i, n, self._rows(self.w_out, form), *self.w_out.strides, *(self.b_out.strides if self.b_out else no_bias)),
-                *(self.w_out.table, self.w_out.aligned, self.b_out is not None, self.b_out is not None and self.b_out.table, self._wide(self.w_out)),
+                *(*self._down_flags(), self._wide(self.w_out)),
                 *(n % down.bn == 0, i % down.bk == 0, bm, down.bn, down.bk, down.group, down.swap, form),
                 *(rows_desc, tail[1], down.persistent, down.flatten, precision, pdl),
             ),
@@ -416,7 +432,10 @@ class Plan:
     def _operands(self, lists: Lists) -> dict[str, Tensor]:
         """The tensor behind each weight and bias name; a name without one gets some other tensor, which is not read."""
         w_in, w_up, w_out, b_in, b_up, b_out = lists
-        found = {"w_in": address_table(w_in) if self.w_in.table else w_in[0], "w_out": address_table(w_out) if self.w_out.table else w_out[0]}
+        found = {
+            "w_in": address_table(w_in) if self.w_in.table else w_in[0],
+            "w_out": address_table(w_out) if self.w_out.table else w_out[0],
+        }
         found["w_up"] = found["w_in"] if not w_up else address_table(w_up) if self.w_up.table else w_up[0]
         for name, tensors, operand in (("b_in", b_in, self.b_in), ("b_up", b_up, self.b_up), ("b_out", b_out, self.b_out)):
             if tensors and operand:

@@ -100,8 +100,8 @@ def _kinds(tensors: Sequence[Tensor]) -> Any:
     if n == 1:
         return t.shape, t.stride(), t.data_ptr() & 15
     # Shapes are equal (the op checks them). One pass of each kind over the tensors is quicker than one tuple per tensor.
-    strides = set([t.stride() for t in tensors])
-    return n, t.shape, t.stride() if len(strides) == 1 else None, any([t.data_ptr() & 15 for t in tensors])
+    strides = {t.stride() for t in tensors}
+    return n, t.shape, t.stride() if len(strides) == 1 else None, any(t.data_ptr() & 15 for t in tensors)
 
 
 def _plan(key: Any, x: Tensor, ids: Tensor, weights: Tensor, lists: Lists, body: Body) -> Plan:
@@ -117,9 +117,7 @@ _FEW = 12
 """A call with more tensors has experts in separate Parameters."""
 
 
-def infer(
-    tensors: Sequence[Tensor], counts: Sequence[int], body: int, arg0: float, arg1: float, out_dtype: torch.dtype
-) -> Tensor:
+def infer(tensors: Sequence[Tensor], counts: Sequence[int], body: int, arg0: float, arg1: float, out_dtype: torch.dtype) -> Tensor:
     """``moefuse::experts_infer`` on CUDA: what a compiled model calls, so the known case is decided with little Python."""
     if len(tensors) > _FEW or providers.PROVIDERS["experts"][0].name != NAME:
         return _general(tensors, counts, body, arg0, arg1, out_dtype)
@@ -148,10 +146,13 @@ def _general(*args: Any) -> Tensor:
     return out
 
 
-def _remember(key: Any, tensors: Sequence[Tensor], counts: Sequence[int], body: int, arg0: float, arg1: float, out_dtype: torch.dtype) -> None:
+def _remember(
+    key: Any, tensors: Sequence[Tensor], counts: Sequence[int], body: int, arg0: float, arg1: float, out_dtype: torch.dtype
+) -> None:
     """Note the plan of the call that has just run, if it launches directly."""
     data, options = unpack(tensors, counts), decode(body, arg0, arg1)
-    plan = _PLANS.get(_key(*data, *options.values(), out_dtype)[0])
+    made, _ = _key(*data, *options.values(), out_dtype)  # type: ignore[call-arg]
+    plan = _PLANS.get(made)
     if plan is None or plan.direct is None:
         return
     if len(_BY_FORM) >= _MAX_PLANS:

@@ -79,9 +79,7 @@ def sort_once(
 
 
 @triton.jit(do_not_specialize=["S"])
-def count_chunks(
-    ids, counts, stride_t, stride_k, S, E, top_k, BS: tl.constexpr, BE: tl.constexpr, PDL: tl.constexpr
-):
+def count_chunks(ids, counts, stride_t, stride_k, S, E, top_k, BS: tl.constexpr, BE: tl.constexpr, PDL: tl.constexpr):
     """counts [C, BE]: how often each expert occurs in each chunk of BS slots (first of three kernels for many slots)."""
     after_previous(PDL)
     let_next_start(PDL)
@@ -147,7 +145,7 @@ def place_chunks(
     i = tl.arange(0, BS)
     slot = chunk * BS + i
     key = load_keys(ids, slot, S, E, top_k, stride_t, stride_k)
-    # Everything of smaller experts, this expert in earlier chunks, this expert earlier in this chunk; by 32 at a time, to stay in registers.
+    # Smaller experts, this expert in earlier chunks, this expert earlier in this chunk; 32 at a time, to stay in registers.
     row = tl.load(counts + chunk * BE + key)
     for b in range(0, BE, 32):
         some = b + tl.arange(0, 32)

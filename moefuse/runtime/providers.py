@@ -58,7 +58,7 @@ def _triton_supports(x: Any, *rest: Any) -> str | None:
     if x.device.type != "cuda":
         return f"tensors on {x.device.type}, the kernels run on CUDA devices"
     kernels = triton_kernels()
-    return kernels if isinstance(kernels, str) else kernels.supports(x, *rest)  # type: ignore[no-any-return]
+    return kernels if isinstance(kernels, str) else kernels.supports(x, *rest)
 
 
 def _triton_experts(*args: Any) -> Any:

@@ -322,7 +322,10 @@ def test_providers_are_asked_in_order_and_say_why_not() -> None:
         values = {**EXPERTS, "x": z(4, 6), "ids": ids(4, 2), "weights": z(4, 2)}
         assert ops.experts(**values).shape == (4, 7)
         reasons = providers.explain("experts", z(4, 6))
-        gpu = {"triton": "tensors on cpu, the kernels run on CUDA devices", "dense": "tensors on cpu, where reading the routing costs nothing"}
+        gpu = {
+            "triton": "tensors on cpu, the kernels run on CUDA devices",
+            "dense": "tensors on cpu, where reading the routing costs nothing",
+        }
         assert reasons == {"never": "no such device", "marker": "only 5 tokens", **gpu, "portable": None}
     finally:
         providers.unregister("experts", "never")

@@ -17,7 +17,14 @@ import torch
 
 SHARED = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, "gfx942": 64 << 10}
 DEEP = os.environ.get("HYPOTHESIS_PROFILE") == "deep"
-POINTERS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64", torch.int32: "i32", torch.int64: "i64"}
+POINTERS = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.float64: "fp64",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
 
 
 def make_plan(problem: Any, config: Any, separate: bool = False) -> Any:
@@ -35,7 +42,14 @@ def make_plan(problem: Any, config: Any, separate: bool = False) -> Any:
         return [draw(problem.experts, inp, out).transpose(1, 2) if transposed else draw(problem.experts, out, inp)]
 
     width = problem.inter if problem.gating == "plain" else 2 * problem.inter
-    lists: Any = [weight(width, problem.hidden, problem.transposed_in), [], weight(problem.out, problem.inter, problem.transposed_out), [], [], []]
+    lists: Any = [
+        weight(width, problem.hidden, problem.transposed_in),
+        [],
+        weight(problem.out, problem.inter, problem.transposed_out),
+        [],
+        [],
+        [],
+    ]
     activation = "silu"
     if problem.gating == "interleaved":
         activation, lists[3], lists[5] = "swiglu_oai", [draw(problem.experts, width)], [draw(problem.experts, problem.out)]
@@ -116,9 +130,30 @@ def problems() -> dict[str, Any]:
     from moefuse.kernels.triton.config import Problem
 
     def halves(tokens: int, **more: Any) -> Problem:
-        return Problem(**{"tokens": tokens, "top_k": 8, "experts": 128, "hidden": 2048, "inter": 768, "out": 2048, "gating": "merged", "dtype": "bfloat16", **more})
+        return Problem(
+            **{
+                "tokens": tokens,
+                "top_k": 8,
+                "experts": 128,
+                "hidden": 2048,
+                "inter": 768,
+                "out": 2048,
+                "gating": "merged",
+                "dtype": "bfloat16",
+                **more,
+            }
+        )
 
-    oai = {"top_k": 4, "experts": 32, "hidden": 2880, "inter": 2880, "out": 2880, "gating": "interleaved", "transposed_in": True, "transposed_out": True}
+    oai = {
+        "top_k": 4,
+        "experts": 32,
+        "hidden": 2880,
+        "inter": 2880,
+        "out": 2880,
+        "gating": "interleaved",
+        "transposed_in": True,
+        "transposed_out": True,
+    }
     return {
         "decode": halves(1),
         "small": halves(64),
@@ -239,7 +274,15 @@ def test_direct_launches_pass_what_tritons_launcher_passes(desc: bool) -> None:
     declared = re.search(r"CUdeviceptr profile_scratch, (.*?)\) \{", text)[1].split(", ")  # type: ignore[index]
     passed = re.search(r"void \*params\[\] = \{ (.*?) \};", text)[1].split(", ")  # type: ignore[index]
     assert passed == ["&" + d.split()[-1] for d in declared] + ["&global_scratch", "&profile_scratch"]
-    types = {"pointer": "CUdeviceptr", "map": "CUtensorMap", "shape": "int32_t", "stride": "int64_t", "i32": "int32_t", "i64": "int64_t", "fp32": "uint32_t"}
+    types = {
+        "pointer": "CUdeviceptr",
+        "map": "CUtensorMap",
+        "shape": "int32_t",
+        "stride": "int64_t",
+        "i32": "int32_t",
+        "i64": "int64_t",
+        "fp32": "uint32_t",
+    }
     mine = direct.parameters(signature, [len(d[2]) for d in step.descs])
     assert [types[kind.split()[0]] for _, kind in mine] == [d.split()[0] for d in declared]
     assert "CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION" in text
