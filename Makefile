@@ -3,14 +3,18 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# The GPU kernels are compiled and interpreted without a GPU. Triton stays beside the environment: everything else is tested without it.
+TRITON := $(VENV)/triton
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo lint test deep bench clean
+.PHONY: help venv demo lint test kernels gpu deep bench clean
 
 help:
 	@echo "make venv   the environment, pinned, in $(VENV)"
 	@echo "make demo   run examples/demo.py"
 	@echo "make test   style, types, and all tests that need no GPU"
+	@echo "make kernels  the GPU kernels without a GPU: interpreted, and compiled for five targets (part of test)"
+	@echo "make gpu    the tests that need a CUDA device"
 	@echo "make lint   style and types only"
 	@echo "make deep   the tests again with many more generated programs"
 	@echo "make bench  benchmarks"
@@ -33,8 +37,19 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check
 	$(BIN)/mypy --package moefuse
 
-test: lint
+test: lint kernels
 	$(BIN)/python -m pytest tests/null tests/cpu -x -q
+
+kernels: $(TRITON)/.installed
+	PYTHONPATH=$(TRITON) $(BIN)/python -m pytest tests/triton -x -q
+	PYTHONPATH=$(TRITON) TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/triton -x -q
+
+$(TRITON)/.installed: $(STAMP) requirements/triton.txt
+	$(BIN)/pip install --quiet --no-deps --target $(TRITON) -r requirements/triton.txt
+	@touch $@
+
+gpu: $(STAMP)
+	$(BIN)/python -m pytest tests/gpu -x -q
 
 deep: $(STAMP)
 	HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest tests/null tests/cpu -q

@@ -225,8 +225,8 @@ def check_cases() -> list[dict[str, Any]]:
     for gating, storage in itertools.product(
         ("merged", "interleaved", "separate", "plain"), ({}, {"transposed": True}, {"separate": True})
     ):
-        for size in (sizes[0], sizes[1], sizes[3]):
-            cases.append({**size, **storage, "gating": gating, "dtype": torch.bfloat16, "up_first": gating in ("merged", "interleaved")})
+        more = {**storage, "gating": gating, "dtype": torch.bfloat16, "up_first": gating in ("merged", "interleaved")}
+        cases += [{**size, **more} for size in (sizes[0], sizes[1], sizes[3])]
     for activation in ("gelu", "gelu_tanh", "relu", "relu2", "sigmoid", "tanh", "identity", "swiglu_oai", "silu_clamp"):
         cases += [
             {**sizes[1], "activation": activation, "dtype": torch.bfloat16},
@@ -378,7 +378,7 @@ def layer_times(point: Point, configs: list[Config], log: list[dict[str, Any]]) 
             outs = [plan.run(*inputs, point.lists) for inputs in point.sets]
             rows = list(range(0, point.tokens, max(point.tokens // 4, 1)))[:4]
             error = gs.relative_error(outs[0][rows], gs.exact(*point.sets[0], point.lists, point.s, rows))
-            us = graph_time([lambda i=i: plan.run(*i, point.lists) for i in point.sets], 3 * point.target_ms)
+            us = graph_time([lambda i=i, plan=plan: plan.run(*i, point.lists) for i in point.sets], 3 * point.target_ms)
             loops = 200 if point.tokens <= 64 and DEVICE == "cuda" else 5
             start = time.perf_counter()
             for _ in range(loops):
@@ -441,14 +441,12 @@ def main() -> None:  # noqa: C901
         stop = begin + 0.45 * args.budget
         pending = pool.imap_unordered(compile_one, list(jobs.values()), chunksize=1)
         failed: dict[str, int] = {}
-        done = 0
-        for _ in range(len(jobs)):
+        for done in range(len(jobs)):
             try:
                 problem = pending.next(timeout=max(stop - time.time(), 0.01))
             except mp.TimeoutError:
                 print(f"compilation stopped at {done} of {len(jobs)}", flush=True)
                 break
-            done += 1
             if problem:
                 failed[problem] = failed.get(problem, 0) + 1
         pool.terminate()
