@@ -33,7 +33,7 @@ import gpu_shapes as gs  # noqa: E402
 from gpu_table import problem_of  # noqa: E402
 
 import moefuse.ops  # noqa: E402, F401
-from moefuse.kernels.triton.config import Config, Tiles, Vectors, table  # noqa: E402
+from moefuse.kernels.triton.config import Config, Problem, Tiles, Vectors, table  # noqa: E402
 from moefuse.kernels.triton.plan import Body, Plan  # noqa: E402
 
 SHARED = 227 << 10
@@ -55,12 +55,20 @@ def mean_rows(s: gs.Shape, tokens: int) -> float:
     return slots / max(s.experts * (1 - (1 - s.top_k / s.experts) ** tokens), 1)
 
 
+def known(s: gs.Shape, tokens: int) -> list[tuple[Problem, Config]]:
+    """What the table has for a point."""
+    name = next(n for n, other in gs.SHAPES.items() if other == s)
+    return [(p, c) for p, c in table("NVIDIA H200") if p == problem_of(name, tokens)]
+
+
 # Candidates ---------------------------------------------------------------------------------------------------------------------------
 
 
 def heights(s: gs.Shape, tokens: int) -> list[int]:
     """Numbers of rows worth trying; 0 stands for the vector kernels."""
     n, slots = mean_rows(s, tokens), tokens * s.top_k
+    if FOCUS:
+        return [config.bm for _, config in known(s, tokens)]
     if tokens == 1:
         return [0]
     for limit, some in ((5, [16]), (20, [16, 32]), (40, [32, 64]), (100, [64, 128]), (150, [128, 64])):
@@ -74,7 +82,7 @@ def vector_candidates(s: gs.Shape, second: bool) -> Iterator[Vectors]:
         shapes = itertools.product((16, 32, 64, 128), (8, 16, 32, 64, 128), (1, 3), (4, 8), (1, 2, 4) if second else (1,))
     else:
         shapes = itertools.product((1, 2, 4, 8, 16), (128, 256, 512, 1024), (1, 3), (4, 8), (2, 4, 8) if second else (1,))
-    for bn, bk, stages, warps, at in shapes:
+    for bn, bk, stages, warps, at in () if FOCUS else shapes:
         if at > s.top_k:
             continue
         elements = bn * bk * (at if second else 2) / (32 * warps)
@@ -121,10 +129,9 @@ def tile_candidates(s: gs.Shape, bm: int, second: bool, many: bool) -> Iterator[
 
 def candidates(s: gs.Shape, tokens: int, bm: int, second: bool) -> list[Any]:
     """What to try; the table's choice comes first, so that the others have something to beat."""
-    name = next(n for n, other in gs.SHAPES.items() if other == s)
-    known = [c.down if second else c.up for p, c in table("NVIDIA H200") if p == problem_of(name, tokens) and c.bm == bm]
+    best = [c.down if second else c.up for _, c in known(s, tokens) if c.bm == bm]
     found = list(vector_candidates(s, second)) if bm == 0 else list(tile_candidates(s, bm, second, tokens >= 4096))
-    return known + [c for c in found if c not in known]
+    return best + [c for c in found if c not in best]
 
 
 DEFAULTS = {True: Tiles(64, 64, 4, 3), False: Vectors(4, 256, 4, 1, 1)}
@@ -132,7 +139,7 @@ DEFAULTS = {True: Tiles(64, 64, 4, 3), False: Vectors(4, 256, 4, 1, 1)}
 
 def config_with(s: gs.Shape, bm: int, part: Any, second: bool) -> Config:
     other = DEFAULTS[bm > 0] if not (s.oai and not bm) else Vectors(64, 16, 4, 1, 1)
-    return Config(bm, other, part) if second else Config(bm, part, other)
+    return Config(bm, other, part, FOCUS) if second else Config(bm, part, other, FOCUS)
 
 
 # Compilation --------------------------------------------------------------------------------------------------------------------------
@@ -166,18 +173,18 @@ def signature(shape: str, tokens: int, config: Config, second: bool) -> tuple[An
     return (step.launch.kernel.__name__, *kinds, *step.launch.options.values(), *(d[0:1] + d[4:] for d in step.descs))
 
 
-def compile_one(job: tuple[str, int, Config, bool]) -> str | None:
-    """In a worker: compile into the cache; the error if it fails."""
+def compile_one(job: tuple[str, int, Config, bool | None]) -> str | None:
+    """In a worker: compile one kernel (None: all of the plan) into the cache; the error if it fails."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     shape, tokens, config, second = job
     try:
         plan, tensors = meta_plan(shape, tokens, config)
-        step = plan.steps[index_of(plan, second)]
-        pointers: list[Any] = [tensors[name] for name in step.names]
-        for position, name, sizes, strides, block in step.descs:
-            pointers[position] = TensorDescriptor(tensors[name], list(sizes), list(strides), list(block))
-        step.launch.kernel.warmup(*pointers, *step.launch.rest, grid=step.launch.grid, **step.launch.options)
+        for step in plan.steps if second is None else [plan.steps[index_of(plan, second)]]:
+            pointers: list[Any] = [tensors[name] for name in step.names]
+            for position, name, sizes, strides, block in step.descs:
+                pointers[position] = TensorDescriptor(tensors[name], list(sizes), list(strides), list(block))
+            step.launch.kernel.warmup(*pointers, *step.launch.rest, grid=step.launch.grid, **step.launch.options)
     except Exception as error:
         return repr(error)[:200]
     return None
@@ -370,7 +377,7 @@ def sweep_point(point: Point, deadline: float, log: list[dict[str, Any]]) -> dic
 def layer_times(point: Point, configs: list[Config], log: list[dict[str, Any]]) -> dict[str, Any]:
     """Whole layers with the best parts of each number of rows."""
     best: dict[str, Any] = {"us": float("inf")}
-    for config, pdl in itertools.product(configs[:3], (False, True)):
+    for config, pdl in itertools.product(configs[:3], (True,) if FOCUS else (False, True)):
         config = replace(config, pdl=pdl)
         try:
             plan = point.plan(config)
@@ -424,13 +431,16 @@ def main() -> None:  # noqa: C901
     path = Path(args.out) / "sweep.json"
     with mp.get_context("spawn").Pool(args.jobs) as pool:
         checks = pool.map_async(check_one, check_cases(), chunksize=1) if not args.no_check else None
-        jobs: dict[Any, tuple[str, int, Config, bool]] = {}
+        jobs: dict[Any, tuple[str, int, Config, bool | None]] = {}
         for shape, t in points:
             for bm in heights(gs.SHAPES[shape], t):
                 for second in (False, True):
                     for part in candidates(gs.SHAPES[shape], t, bm, second):
                         config = config_with(gs.SHAPES[shape], bm, part, second)
                         jobs.setdefault(signature(shape, t, config, second), (shape, t, config, second))
+        for shape, t in itertools.product(gs.SHAPES, gs.TOKENS) if args.focus else ():
+            for i, (_, config) in enumerate(known(gs.SHAPES[shape], t)):
+                jobs[shape, t, i] = (shape, t, config, None)
         print(f"{len(jobs)} kernels to compile, {time.time() - begin:.0f} s", flush=True)
         if checks is not None:
             for case, problem in zip(check_cases(), checks.get(), strict=True):

@@ -145,6 +145,7 @@ def test_a_compiled_block(mode: str) -> None:
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
     import moefuse
+    from moefuse.backend import backend
 
     config = transformers.Qwen3MoeConfig(hidden_size=128, moe_intermediate_size=64, num_experts=16, num_experts_per_tok=4)
     config._experts_implementation = "eager"
@@ -153,7 +154,7 @@ def test_a_compiled_block(mode: str) -> None:
     for p in block.parameters():
         torch.nn.init.normal_(p, std=p.shape[-1] ** -0.5)
     torch._dynamo.reset()
-    compiled = torch.compile(block, backend="moefuse", mode=mode)
+    compiled = torch.compile(block, backend=backend, mode=mode)
     with torch.inference_mode():
         for tokens in (1, 5, 300):
             x = torch.randn(1, tokens, 128, device="cuda", dtype=torch.bfloat16)
