@@ -34,7 +34,7 @@ class Provider:
     supports: Callable[..., str | None]
     run: Callable[..., Any]
     device: str | None = None
-    """The only device type whose tensors it takes; None if it may take those of the CPU."""
+    """The only device type whose tensors it takes (or :data:`FALLBACK`); None if it may take those of the CPU."""
 
 
 def _everything(*args: Any) -> None:
@@ -67,11 +67,15 @@ def _triton_experts(*args: Any) -> Any:
     return kernels.experts(*args)
 
 
+FALLBACK = "fallback"
+"""Stands for the device of a provider that takes no CPU tensors and is no reason to replace a program: right, but slow."""
+
+
 def _on_cuda() -> list[Provider]:
     """The providers of ``experts`` for CUDA tensors; neither waits for the device."""
     return [
         Provider("triton", _triton_supports, _triton_experts, device="cuda"),
-        Provider("dense", dense.supports, dense.experts, device="cuda"),
+        Provider("dense", dense.supports, dense.experts, device=FALLBACK),
     ]
 
 

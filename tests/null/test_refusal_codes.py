@@ -12,7 +12,9 @@ from moefuse.errors import CODES
 from moefuse.pipeline import USER_DECIDED
 
 ROOT = Path(__file__).parent.parent.parent
-SOURCES = sorted(path for folder in ("passes", "moefuse") for path in (ROOT / folder).rglob("*.py") if "kernels" not in path.parts)
+SOURCES = sorted(
+    path for folder in ("passes", "moefuse") for path in (ROOT / folder).rglob("*.py") if "kernels" not in path.relative_to(ROOT).parts
+)
 
 
 def codes_in_tests() -> set[str]:
