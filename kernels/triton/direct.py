@@ -9,6 +9,7 @@ version, and whenever the driver declines, Triton's own way is taken.
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from struct import Struct
@@ -16,6 +17,8 @@ from typing import Any
 
 import triton
 
+SWITCH = "MOEFUSE_DIRECT_LAUNCH"
+"""Environment variable; 0 leaves all launches to Triton."""
 _SUPPORTED = tuple(int(n) for n in triton.__version__.split(".")[:2]) == (3, 6)
 _SERIALIZE = 6
 """CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION."""
@@ -154,7 +157,7 @@ class Direct:
             NotImplementedError: a launch here is of a kind that only Triton's launcher can make.
         """
         self.function = function or driver()
-        if self.function is None or not _SUPPORTED:
+        if self.function is None or not _SUPPORTED or os.environ.get(SWITCH) == "0":
             raise NotImplementedError
         self.names = tuple(names)
         self.cells = (ctypes.c_uint64 * len(names))()
@@ -174,8 +177,11 @@ class Direct:
             self.pack(self.cells, 0, *addresses)
             if self.mapped:
                 at = dict(zip(self.names, addresses, strict=True))
-                for kernel in self.mapped:
-                    kernel.point(at)
+                try:
+                    for kernel in self.mapped:
+                        kernel.point(at)
+                except NotImplementedError:
+                    return False
             if stream != self.stream:
                 for kernel in self.kernels:
                     kernel.config.stream = stream
