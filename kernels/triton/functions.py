@@ -102,7 +102,7 @@ def expert_base(w, e, stride_e, dtype: tl.constexpr, TABLE: tl.constexpr, ALIGNE
 def index(i, WIDE: tl.constexpr):
     """An index along a strided dimension; 64 bits wide when some offset in one expert needs it."""
     if WIDE:
-        i = i.to(tl.int64)
+        i = i + tl.zeros((), tl.int64)  # a size of 1 arrives as a Python number
     return i
 
 

@@ -140,7 +140,7 @@ def test_weights_are_read_live() -> None:
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_a_compiled_block(mode: str) -> None:
-    """transformers' own block through the backend, fused, equal to its eager loop within the dtype."""
+    """transformers' own block through the backend, fused, equal to itself within the dtype."""
     transformers = pytest.importorskip("transformers")
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
@@ -148,7 +148,7 @@ def test_a_compiled_block(mode: str) -> None:
     from moefuse.backend import backend
 
     config = transformers.Qwen3MoeConfig(hidden_size=128, moe_intermediate_size=64, num_experts=16, num_experts_per_tok=4)
-    config._experts_implementation = "eager"
+    config._experts_implementation = "grouped_mm"
     torch.manual_seed(0)
     block = Qwen3MoeSparseMoeBlock(config).to("cuda", torch.bfloat16).eval()
     for p in block.parameters():
