@@ -107,6 +107,13 @@ class Context:
         found = self.facts.get(value)
         return self.view(value) if isinstance(found, Combined | Lost | None) else found
 
+    def number(self, value: object) -> int | None:
+        """The value of an integer tensor of one element that was made from constants alone (a row that capture handed out)."""
+        known = getattr(tensor(value), "constant", None)
+        if not isinstance(known, torch.Tensor) or known.numel() != 1 or known.dtype.is_floating_point or known.dtype == torch.bool:
+            return None
+        return None if isinstance(value, Node) and self.storage[value] in self.writes else int(known)
+
     def forget(self, node: Node) -> None:
         """A write changed a node's value. A sum that was complete before stays known: the region ended there."""
         fact = self.facts.pop(node, None)

@@ -165,6 +165,16 @@ class Counts(Fact):
 
 
 @dataclass(frozen=True, eq=False)
+class Hit(Fact):
+    """Not zero exactly where some slot (or slot ``slot``) chose the expert: of the ``e`` axis, or ``expert`` if that axis is gone."""
+
+    routing: Routing
+    expert: int | None
+    negated: bool = False
+    slot: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
 class Weight(Fact):
     """A stacked expert weight [E, ...] with its first dim fixed to ``expert`` or indexed by the rows of the axes (``order`` if sorted)."""
 

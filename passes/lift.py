@@ -17,6 +17,7 @@ from moefuse.passes.facts import (
     Counts,
     Fact,
     Fill,
+    Hit,
     Index,
     IndexMatrix,
     Lost,
@@ -63,6 +64,7 @@ class Region:
         holders: nodes that hold the result (several when it was accumulated in place).
         expr: what expert e adds for one (token, slot), routing weight included; leaves cover all experts.
         base: a tensor that the sum was added to, or None.
+        parts: each expert's share, where the program adds one after another.
         nodes: everything computed only for this region, leaves excluded.
         leaves: tensors the region reads.
     """
@@ -74,6 +76,7 @@ class Region:
     expr: Expr
     num_experts: int
     base: Node | None
+    parts: tuple[Part, ...] = ()
     nodes: set[Node] = field(default_factory=set)
     leaves: list[Node] = field(default_factory=list)
 
@@ -174,7 +177,7 @@ def _summed(ctx: Context, fact: Sum, holders: list[Node]) -> Region | Lost | Non
         return ctx.lost("not-weighted", anchor)
     if not per_slot and _needs_distinct(expr, fact.once, by_token) and not routing.distinct:
         return ctx.lost("ids-not-distinct", anchor)
-    return Region(anchor, holders, names.pop(), routing, expr, count, fact.base)  # type: ignore[arg-type]
+    return Region(anchor, holders, names.pop(), routing, expr, count, fact.base, fact.parts)  # type: ignore[arg-type]
 
 
 def _over_slots(ctx: Context, parts: list[Part], routing: Routing, anchor: Node) -> tuple[Expr, int] | Lost:
@@ -344,7 +347,7 @@ def _modes(ctx: Context, region: Region) -> Lost | None:
     mode = ctx.mode[region.anchor]
     for node in sorted(region.nodes, key=ctx.position.__getitem__):
         value, fact = tensor(node), ctx.facts.get(node)
-        counts = isinstance(fact, Counts | Sorted | Range | Fill) or (isinstance(fact, Mask) and fact.weight is None)
+        counts = isinstance(fact, Counts | Hit | Sorted | Range | Fill) or (isinstance(fact, Mask) and fact.weight is None)
         if value is None or not value.dtype.is_floating_point or counts or (isinstance(fact, Table) and fact.ones):
             continue
         if ctx.mode[node] != mode:

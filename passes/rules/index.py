@@ -13,7 +13,9 @@ from moefuse.passes.expr import Slice
 from moefuse.passes.facts import (
     Column,
     Combined,
+    Counts,
     Fact,
+    Hit,
     Index,
     IndexMatrix,
     Lost,
@@ -27,6 +29,7 @@ from moefuse.passes.facts import (
 )  # fmt: skip
 from moefuse.passes.ops import tensor
 from moefuse.passes.rules import rule
+from moefuse.passes.rules.hits import picked
 from moefuse.passes.sizes import same
 
 _ALL = slice(None, None, None)
@@ -39,7 +42,7 @@ def on_getitem(ctx: Context, node: Node, x: Any, index: Any) -> Any:
         return known.items[index] if isinstance(index, int) and -len(known.items) <= index < len(known.items) else None
     if not isinstance(x, Node) or tensor(x) is None:
         return None
-    items = list(index) if isinstance(index, tuple) else [index]
+    items = [_known(ctx, i) for i in (index if isinstance(index, tuple) else (index,))]
     tensors = [i for i in items if isinstance(i, Node) and tensor(i) is not None]
     if tensors:
         from moefuse.passes.rules.gather import by_tensor
@@ -49,6 +52,15 @@ def on_getitem(ctx: Context, node: Node, x: Any, index: Any) -> Any:
         return None
     fact = ctx.fact(x)
     return basic(ctx, node, x, fact, items) if isinstance(fact, Fact) and not isinstance(fact, Sum | Combined) else None
+
+
+def _known(ctx: Context, item: Any) -> Any:
+    """An index tensor of one element whose value is known, as the constant index that takes the same."""
+    at = ctx.number(item)
+    if at is None:
+        return item
+    # Counted from the front: a slice of -1 would end at 0.
+    return at if tensor(item).dim() == 0 else slice(at, at + 1) if at >= 0 else item  # type: ignore[union-attr]
 
 
 def basic(ctx: Context, node: Node, x: Node, fact: Fact, items: list[Any]) -> Any:
@@ -83,9 +95,11 @@ def pick(ctx: Context, node: Node, x: Node, fact: Any, dim: int, at: int) -> Any
         return Index(axes, fact.selection, fact.columns[at])
     if same(extent(axis), 1):
         return fact.with_axes(axes)
-    if isinstance(fact, Mask | Table) and only is not None and only.kind == "e":
+    if isinstance(fact, Mask | Table | Hit) and only is not None and only.kind == "e":
         expert = at + only.size if at < 0 else at
         return replace(fact, axes=axes, expert=expert)
+    if isinstance(fact, Counts) and only is not None and only.kind == "e":
+        return picked(fact, at, only.size)
     if isinstance(fact, Rows) and only is not None and only.kind == "f":
         return feature_pick(node, fact, dim, at)
     if isinstance(fact, Rows) and only is not None and only.kind == "e" and fact.domain.name == "dense":
@@ -149,6 +163,8 @@ def cut(ctx: Context, node: Node, fact: Any, dim: int, item: slice) -> Any:
 @rule("select")
 def on_select(ctx: Context, node: Node, x: Node, dim: int, index: Any) -> Any:
     fact = ctx.fact(x)
+    number = ctx.number(index)
+    index = index if number is None else number
     if not isinstance(fact, Fact) or isinstance(fact, Sum) or not isinstance(index, int):
         return None
     return pick(ctx, node, x, fact, normalize(dim, len(fact.axes)), index)

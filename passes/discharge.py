@@ -1,0 +1,267 @@
+"""Whether what capture assumed makes no difference. The argument, for one assumption with scope S (see docs/design/capture.md):
+
+1. The program asks exactly whether some slot chose expert e (:func:`_claim`).
+2. Whatever S adds to a fused region is a share of expert e of the same routing. The fused op gives an expert that nobody chose nothing.
+3. Everything else that S recorded is gone, or is a pure value that only fused ops read.
+4. A local that S leaves with another tensor holds the accumulator with such shares added, or the same storage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from moefuse._dynamo_private import unbacked_in
+from moefuse.capture.assumptions import TAG, Assumption, Undischarged
+from moefuse.passes.context import Context
+from moefuse.passes.facts import Fill, Hit, Index, IndexMatrix, Mask, Part, Routing, Rows, Sum
+from moefuse.passes.lift import SIZE_QUERIES, Region
+from moefuse.passes.ops import fake, location
+from moefuse.passes.rules.hits import rows_of
+from moefuse.passes.rules.pointwise import RANDOM
+
+_ASSERTS = frozenset(("_assert_scalar", "_assert_async", "sym_constrain_range", "sym_constrain_range_for_size", "_check", "_check_is_size"))
+_MODES = frozenset(("_set_grad_enabled", "_enter_autocast", "_exit_autocast", "_enter_inference_mode", "_exit_inference_mode"))
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What an assumption comes to in one graph: it is false only if no slot (no slot ``slot``) chose ``expert``; None if it is not so."""
+
+    assumption: Assumption
+    routing: Routing | None = None
+    expert: int | None = None
+    slot: int | None = None
+    leaks: tuple[tuple[Node, Node], ...] = ()
+
+    def covers(self, part: Part) -> bool:
+        """Whether an expert's share is nothing whenever the assumption is false."""
+        domain = part.rows.domain
+        known = self.routing is not None and domain.routing is self.routing and domain.expert == self.expert
+        return known and (self.slot is None or self.slot == domain.slot)
+
+
+def claims(ctx: Context, assumptions: Sequence[Assumption]) -> list[Claim]:
+    """The claims of the assumptions that something in this graph depends on. Before anything is rewritten."""
+    return [_claim(ctx, a) for a in assumptions if any(n in ctx.position for n in a.nodes)]
+
+
+def _claim(ctx: Context, assumption: Assumption) -> Claim:
+    leaks = tuple((n, u) for n in assumption.nodes if n in ctx.position for u in n.users if u not in assumption.nodes)
+    found = _chosen(ctx, assumption)
+    if found is None:
+        return Claim(assumption, leaks=leaks)
+    return Claim(assumption, *found, leaks=leaks)
+
+
+def _chosen(ctx: Context, a: Assumption) -> tuple[Routing, int, int | None] | None:
+    """(routing, expert, slot) whose rows the condition asks for."""
+    if a.kind == "size":
+        return next((c for node, fact in ctx.facts.items() if (c := _of_size(ctx, node, fact, a.subject)) is not None), None)
+    fact = ctx.facts.get(a.subject)
+    if not isinstance(fact, Hit) or ctx.storage[a.subject] in ctx.writes:
+        return None
+    if a.kind == "row":
+        return (fact.routing, a.row, fact.slot) if rows_of(fact) else None
+    return (fact.routing, fact.expert, fact.slot) if fact.expert is not None and fact.negated != a.outcome else None
+
+
+def _of_size(ctx: Context, node: Node, fact: Any, symbol: Any) -> tuple[Routing, int, int | None] | None:
+    """The selection that a size counts the rows of."""
+    value = fake(node)
+    if isinstance(value, torch.SymInt):
+        same = value.node.expr == symbol and isinstance(fact, Hit) and not fact.negated and fact.expert is not None
+        return (fact.routing, fact.expert, fact.slot) if same else None
+    if not isinstance(value, torch.Tensor) or not value.dim() or ctx.storage[node] in ctx.writes:
+        return None
+    at = 1 if isinstance(fact, IndexMatrix) and fact.transposed else 0
+    if getattr(getattr(value.shape[at], "node", None), "expr", None) != symbol:
+        return None
+    selection = fact.selection if isinstance(fact, Index | IndexMatrix) else fact.domain.selection if isinstance(fact, Rows) else None
+    return None if selection is None else (selection.routing, selection.expert, selection.slot)
+
+
+def sweep(ctx: Context, found: Sequence[Claim]) -> None:
+    """Erase what nothing reads any more, and the assertions about sizes that are gone with it."""
+    live = _live(ctx)
+    for node in reversed(list(ctx.graph.nodes)):
+        if node not in live and not any(u in live for u in node.users):
+            ctx.graph.erase_node(node)
+    _drop_idle_modes(ctx, {n for claim in found for n in claim.assumption.nodes})
+
+
+def _live(ctx: Context) -> set[Node]:
+    """Nodes that the result of the graph, or an effect of it, needs."""
+    roots = [n for n in ctx.graph.nodes if n.op in ("placeholder", "output", "call_module") or _effect(ctx, n)]
+    asserts = [n for n in ctx.graph.nodes if _about_data(ctx, n)]
+    writes = [n for n in ctx.graph.nodes if (call := ctx.calls.get(n)) is not None and call.inplace and n not in roots]
+    live: set[Node] = set()
+    while roots:
+        _reach(live, roots)
+        sizes = {s for n in live if n.op != "output" for s in unbacked_in(fake(n))}
+        roots = [n for n in asserts if n not in live and any(unbacked_in(fake(i)) & sizes for i in n.all_input_nodes)]
+        roots += [w for w in writes if w not in live and any(a in live for a in ctx.aliases[ctx.storage[w]])]
+    return live
+
+
+def _reach(live: set[Node], roots: list[Node]) -> None:
+    stack = list(roots)
+    while stack:
+        node = stack.pop()
+        if node not in live:
+            live.add(node)
+            stack.extend(node.all_input_nodes)
+
+
+def _effect(ctx: Context, node: Node) -> bool:
+    """Whether a node does something besides its result. Writes count where the storage is the user's."""
+    call = ctx.calls.get(node)
+    if call is None or _about_data(ctx, node):
+        return False
+    if call.inplace:
+        return ctx.storage[node].op in ("placeholder", "get_attr")
+    if call.name in RANDOM or call.name in _MODES or call.name in _ASSERTS or isinstance(node.target, torch._ops.HigherOrderOperator):
+        return True
+    return node.op == "call_function" and node.is_impure() and call.name not in SIZE_QUERIES
+
+
+def _about_data(ctx: Context, node: Node) -> bool:
+    """Whether a node only asserts something about sizes that the run decides."""
+    call = ctx.calls.get(node)
+    return call is not None and call.name in _ASSERTS and any(unbacked_in(fake(i)) for i in node.all_input_nodes)
+
+
+def _drop_idle_modes(ctx: Context, scoped: set[Node]) -> None:
+    """Grad modes that were switched in a scope for operations that are gone."""
+    order = [n for n in ctx.graph.nodes if n.op not in ("placeholder", "get_attr")]
+    now, kept = torch.is_grad_enabled(), []
+    for node in order:
+        call = ctx.calls.get(node)
+        switches = call is not None and call.name == "_set_grad_enabled" and isinstance(call.args[0], bool)
+        if switches and kept and kept[-1][1] and kept[-1][0] in scoped:
+            ctx.graph.erase_node(kept.pop()[0])
+        kept.append((node, switches))
+    for node, switches in kept:
+        if not switches:
+            continue
+        wanted = bool(node.args[0])
+        if wanted == now and node in scoped:
+            ctx.graph.erase_node(node)
+        now = wanted
+
+
+def undischarged(ctx: Context, found: Sequence[Claim], fused: Sequence[Region]) -> list[Undischarged]:
+    """The assumptions that the fused regions do not discharge. After rewriting and sweeping."""
+    emitted = {n for n in ctx.graph.nodes if n not in ctx.position}
+    return [Undischarged(c.assumption, detail) for c in found if (detail := _detail(ctx, c, fused, emitted)) is not None]
+
+
+def _detail(ctx: Context, claim: Claim, fused: Sequence[Region], emitted: set[Node]) -> str | None:
+    nodes = claim.assumption.nodes
+    left = _not_harmless(ctx, {n for n in nodes if not n._erased}, emitted)
+    if left:
+        first = min(left, key=lambda n: ctx.position.get(n, 1 << 60))
+        return f"what `{first.name}` ({location(first) or 'no location'}) computes in it did not become part of a fused layer"
+    shares: list[Part] = []
+    for region in fused:
+        inside = region.nodes & nodes
+        if not inside:
+            continue
+        if not region.parts:
+            return "a whole layer depends on it"
+        shares += [p for p in region.parts if p.node in nodes]
+        for node, user in claim.leaks:
+            # Readers that are gone and were not part of a region only asked for sizes.
+            reads = user in region.nodes or not user._erased
+            if node in region.nodes and reads and not isinstance(ctx.facts.get(node), Sum):
+                return f"`{node.name}` is used behind it"
+    if not all(claim.covers(p) for p in shares):
+        return "it does not ask exactly whether some token chose the expert that it runs"
+    carried = next((name for name, old, new in claim.assumption.carried if not _same_without(ctx, claim, old, new)), None)
+    return None if carried is None else f"`{carried}` is read after it, and has another value if it does not run"
+
+
+def _not_harmless(ctx: Context, remaining: set[Node], emitted: set[Node]) -> set[Node]:
+    """Nodes that stay in the graph and are not plain values which fused ops alone read (a view of a weight, say)."""
+    good = {n for n in remaining if _pure(ctx, n)}
+    changed = True
+    while changed:
+        bad = {n for n in good if any(u not in emitted and u not in good for u in n.users)}
+        changed = bool(bad)
+        good -= bad
+    return remaining - good
+
+
+def _pure(ctx: Context, node: Node) -> bool:
+    call = ctx.calls.get(node)
+    if node.op == "get_attr":
+        return True
+    if call is None or call.inplace or call.name in RANDOM or call.name in _MODES or call.name in _ASSERTS:
+        return False
+    return not isinstance(node.target, torch._ops.HigherOrderOperator) and not unbacked_in(fake(node))
+
+
+def _same_without(ctx: Context, claim: Claim, old: Node, new: Node) -> bool:
+    """Whether ``new`` equals ``old`` when the assumption is false: the accumulator, with shares of an expert that nobody chose."""
+    if old not in ctx.position or new not in ctx.position:
+        return False
+    if _writes_to(ctx, new, old):
+        return True
+    before, after = ctx.facts.get(old), ctx.facts.get(new)
+    if not isinstance(after, Sum):
+        return False
+    if isinstance(before, Sum):
+        known, base = list(before.parts), after.base is before.base
+    else:
+        known, base = [], (isinstance(before, Fill) and before.value == 0.0 and after.base is None) or after.base is old
+    return base and after.parts[: len(known)] == tuple(known) and all(claim.covers(p) for p in after.parts[len(known) :])
+
+
+def _writes_to(ctx: Context, new: Node, old: Node) -> bool:
+    """Whether ``new`` is ``old`` itself behind in-place operations."""
+    node = new
+    while node is not old:
+        call = ctx.calls.get(node)
+        if call is None or not call.inplace or not isinstance(call.args[0], Node):
+            return False
+        node = call.args[0]
+    return True
+
+
+def lost_track(gm: GraphModule, assumptions: Sequence[Assumption]) -> list[Undischarged]:
+    """All assumptions, if the graph holds a node that was made under one of them and that none of them knows (a copy)."""
+    known = {n for a in assumptions for n in a.nodes}
+    bodies = [m for m in gm.modules() if isinstance(m, GraphModule)]
+    unknown = any(TAG in n.meta and n not in known for m in bodies for n in m.graph.nodes)
+    here = {n for m in bodies for n in m.graph.nodes}
+    elsewhere = any(not n._erased and n not in here for n in known)
+    return [Undischarged(a, "Dynamo copied the graph") for a in assumptions] if unknown or elsewhere else []
+
+
+def concerns_routing(assumption: Assumption) -> bool:
+    """Whether the condition of an assumption is computed from expert ids."""
+    from moefuse.passes.interpret import interpret
+
+    graph = assumption.graph
+    if graph is None:
+        return True
+    ctx = interpret(graph)
+    if assumption.kind == "size":
+        return any(assumption.subject in unbacked_in(fake(n)) and _routed(ctx.facts.get(n)) for n in graph.nodes)
+    stack, seen = [assumption.subject], {assumption.subject}
+    while stack:
+        node = stack.pop()
+        if _routed(ctx.facts.get(node)):
+            return True
+        new = [i for i in node.all_input_nodes if i not in seen]
+        seen.update(new)
+        stack.extend(new)
+    return False
+
+
+def _routed(fact: Any) -> bool:
+    return isinstance(fact, Hit | Mask | Index | IndexMatrix) or getattr(fact, "routing", None) is not None
