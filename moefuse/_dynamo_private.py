@@ -40,6 +40,7 @@ POINTS: dict[str, tuple[str, ...]] = {
 """What capture uses of private torch: module -> dotted names inside it."""
 
 _KEPT = "moefuse_capture"
+_SETTINGS = "moefuse_settings"
 _ARGUMENTS = ("compiler_fn", "one_graph", "export", "speculation_log")
 _clock = itertools.count(1)
 
@@ -132,6 +133,7 @@ def _on_init(start: Callable[..., Observer | None], signature: inspect.Signature
     setattr(self.output.tracing_context, _KEPT, observer)
     if observer.scalars:
         environment = self.output.shape_env
+        setattr(self.output, _SETTINGS, environment.settings)
         environment.settings = dataclasses.replace(environment.settings, allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True)
 
 
@@ -156,6 +158,10 @@ def _on_run(original: Any, self: Any) -> Any:
 
 
 def _on_compile(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    # The compiler shares the environment: with the flags, it would read numbers out of index tensors that it leaves alone without them.
+    settings = getattr(self, _SETTINGS, None)
+    if settings is not None:
+        self.shape_env.settings = settings
     compiled = original(self, *args, **kwargs)
     observer = getattr(self, _KEPT, None)
     if observer is not None:

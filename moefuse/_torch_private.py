@@ -228,6 +228,11 @@ def unwrap_backend(backend: Any) -> tuple[Any, dict[str, Any]]:
     return getattr(backend, "_torchdynamo_orig_backend", None), {}
 
 
+def is_torch_compile_call(backend: object) -> bool:
+    """Whether a backend object is the one that stands for a ``torch.compile`` call, see :func:`torch_compile_call`."""
+    return isinstance(backend, torch._TorchCompileWrapper)
+
+
 def graph_break(gm: torch.fx.GraphModule) -> str | None:
     """Why Dynamo ended this graph early, as ``reason at file:line``; None if it did not."""
     reason = getattr(gm, "compile_subgraph_reason", None)

@@ -57,7 +57,7 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> FusionRepor
         report.extend(pipeline.rewrite(gm, example_inputs, options, entry.frame()))
         return gm.forward
 
-    def skipped(found: FusionReport, _own: Options) -> None:
+    def skipped(found: FusionReport, _own: Options, _owner: object) -> None:
         report.skipped += found.skipped
 
     entry.enable(fuse_only, lambda _arguments: options, skipped)

@@ -69,9 +69,9 @@ def _capture_options(arguments: Mapping[str, Any]) -> Options | None:
         return None
 
 
-def _frame_skipped(report: FusionReport, own: Options) -> None:
+def _frame_skipped(report: FusionReport, own: Options, owner: object) -> None:
     """Dynamo gave up on a frame before it had a graph for us."""
-    history.record(report)
+    history.record(report, owner)
     with _torch_private.surfacing(FusionError):
         pipeline.publish(report, own)
 

@@ -13,7 +13,7 @@ import torch
 
 from moefuse import _dynamo_private, _torch_private
 from moefuse.capture.assumptions import Undischarged
-from moefuse.capture.frame import Frame, refusal
+from moefuse.capture.frame import Frame, refusals
 from moefuse.config import Options
 from moefuse.errors import CODES, FusionError
 from moefuse.report import FusionReport, Skipped
@@ -75,7 +75,7 @@ def rewrite(
 def _unless_assumed(frame: Frame | None, report: FusionReport) -> FusionReport:
     """The report of a graph that stays as it is; a graph that was traced under assumptions must not."""
     if frame is not None and frame.assumptions:
-        frame.retreat([Undischarged(a, "moefuse failed") for a in frame.assumptions], report.skipped, off=True)
+        frame.retreat([Undischarged(a, "moefuse failed") for a in frame.assumptions], report.skipped)
     return report
 
 
@@ -87,11 +87,10 @@ def _settle(frame: Frame, gm: torch.fx.GraphModule, report: FusionReport, result
         return report
     if options.strict:
         # Instead of another attempt: what follows raises, and the report says why.
-        report.skipped += [] if report.skipped else list(map(refusal, problems))
+        report.skipped += [] if report.skipped else refusals(problems)
         if any(skipped.code not in USER_DECIDED for skipped in report.skipped):
             raise_strict(report)
-    frame.retreat(problems, report.skipped, off=not problems, why="sizes that depend on data are left in the graph")
-    raise AssertionError("retreat raises")
+    frame.retreat(problems, report.skipped, why="sizes that depend on data are left in the graph")
 
 
 def raise_strict(report: FusionReport) -> None:

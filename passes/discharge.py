@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -47,6 +48,9 @@ class Claim:
 
 def claims(ctx: Context, assumptions: Sequence[Assumption]) -> list[Claim]:
     """The claims of the assumptions that something in this graph depends on. Before anything is rewritten."""
+    for a in assumptions:
+        if a.graph is ctx.graph:
+            a.concerns_experts = _concerns(ctx, a)
     return [_claim(ctx, a) for a in assumptions if any(n in ctx.position for n in a.nodes)]
 
 
@@ -120,13 +124,13 @@ def _reach(live: set[Node], roots: list[Node]) -> None:
 def _effect(ctx: Context, node: Node) -> bool:
     """Whether a node does something besides its result. Writes count where the storage is the user's."""
     call = ctx.calls.get(node)
-    if call is None or _about_data(ctx, node):
+    if call is None:
+        return node in ctx.calls and node.op not in ("placeholder", "get_attr")
+    if _about_data(ctx, node):
         return False
-    if call.inplace:
+    if call.inplace and isinstance(call.args[0], Node) and call.kwargs.get("out") is None:
         return ctx.storage[node].op in ("placeholder", "get_attr")
-    if call.name in RANDOM or call.name in _MODES or call.name in _ASSERTS or isinstance(node.target, torch._ops.HigherOrderOperator):
-        return True
-    return node.op == "call_function" and node.is_impure() and call.name not in SIZE_QUERIES
+    return call.name not in SIZE_QUERIES and not _pure(ctx, node)
 
 
 def _about_data(ctx: Context, node: Node) -> bool:
@@ -187,7 +191,7 @@ def _detail(ctx: Context, claim: Claim, fused: Sequence[Region], emitted: set[No
 
 def _not_harmless(ctx: Context, remaining: set[Node], emitted: set[Node]) -> set[Node]:
     """Nodes that stay in the graph and are not plain values which fused ops alone read (a view of a weight, say)."""
-    good = {n for n in remaining if _pure(ctx, n)}
+    good = {n for n in remaining if _pure(ctx, n) and not unbacked_in(fake(n))}
     changed = True
     while changed:
         bad = {n for n in good if any(u not in emitted and u not in good for u in n.users)}
@@ -197,12 +201,36 @@ def _not_harmless(ctx: Context, remaining: set[Node], emitted: set[Node]) -> set
 
 
 def _pure(ctx: Context, node: Node) -> bool:
+    """Whether a node is a function of its arguments and nothing else, as far as torch says."""
     call = ctx.calls.get(node)
     if node.op == "get_attr":
         return True
-    if call is None or call.inplace or call.name in RANDOM or call.name in _MODES or call.name in _ASSERTS:
+    if call is None or call.inplace or call.name in _MODES or call.name in _ASSERTS or random(call.name):
         return False
-    return not isinstance(node.target, torch._ops.HigherOrderOperator) and not unbacked_in(fake(node))
+    if isinstance(node.target, torch._ops.HigherOrderOperator) or not _plain_value(fake(node)):
+        return False
+    return node.op == "call_method" or (_known_module(node.target) and not node.is_impure())
+
+
+def _plain_value(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return all(map(_plain_value, value))
+    return isinstance(value, torch.Tensor | torch.SymInt | torch.SymFloat | torch.SymBool | bool | int | float)
+
+
+def _known_module(target: Any) -> bool:
+    module = str(getattr(target, "__module__", None) or "torch")
+    return module.partition(".")[0] in ("torch", "_operator", "operator", "math", "builtins") or isinstance(target, torch._ops.OpOverload)
+
+
+@functools.cache
+def random(name: str) -> bool:
+    """Whether an operation draws random numbers."""
+    if name in RANDOM or "rand" in name or name in ("dropout", "manual_seed", "seed", "set_rng_state"):
+        return True
+    packet = getattr(torch.ops.aten, name, None)
+    overloads = packet.overloads() if isinstance(packet, torch._ops.OpOverloadPacket) else ()
+    return any(torch.Tag.nondeterministic_seeded in getattr(packet, o).tags for o in overloads)
 
 
 def _same_without(ctx: Context, claim: Claim, old: Node, new: Node) -> bool:
@@ -246,12 +274,14 @@ def concerns_routing(assumption: Assumption) -> bool:
     """Whether the condition of an assumption is computed from expert ids."""
     from moefuse.passes.interpret import interpret
 
-    graph = assumption.graph
-    if graph is None:
-        return True
-    ctx = interpret(graph)
+    if assumption.concerns_experts is None and assumption.graph is not None:
+        assumption.concerns_experts = _concerns(interpret(assumption.graph), assumption)
+    return assumption.concerns_experts is not False
+
+
+def _concerns(ctx: Context, assumption: Assumption) -> bool:
     if assumption.kind == "size":
-        return any(assumption.subject in unbacked_in(fake(n)) and _routed(ctx.facts.get(n)) for n in graph.nodes)
+        return any(assumption.subject in unbacked_in(fake(n)) and _routed(ctx.facts.get(n)) for n in ctx.position)
     stack, seen = [assumption.subject], {assumption.subject}
     while stack:
         node = stack.pop()

@@ -16,7 +16,7 @@ TAG = "moefuse_assumptions"
 
 @dataclass(frozen=True)
 class Place:
-    """An instruction of the user's program, the same in every attempt at a frame."""
+    """An instruction of the user's program."""
 
     code: Any
     offset: int | None
@@ -29,9 +29,10 @@ class Assumption:
     Attributes:
         kind: ``"row"``: this iteration runs, for row ``row`` of the mask ``subject``. ``"size"``: the unbacked size ``subject`` is at
             least one. ``"value"``: the tensor ``subject`` is true (``outcome``) or false.
-        place: the statement, to leave it alone in the next attempt.
+        place: the statement.
         location: the user's ``file:line``.
         graph: the graph that was being written.
+        concerns_experts: whether what it is about is computed from expert ids; None if nobody has looked.
         nodes: every operation recorded in the scope.
         carried: locals that are live behind the scope and hold another tensor than before: (name, node before, node now).
     """
@@ -43,6 +44,7 @@ class Assumption:
     row: int = 0
     outcome: bool = True
     graph: Graph | None = None
+    concerns_experts: bool | None = None
     nodes: set[Node] = field(default_factory=set)
     carried: list[tuple[str, Node, Node]] = field(default_factory=list)
 

@@ -21,7 +21,7 @@ class Code:
     def __init__(self, instructions: Sequence[Instruction]) -> None:
         self.instructions = list(instructions)
         self.index = {id(inst): i for i, inst in enumerate(self.instructions)}
-        self._live: list[frozenset[str]] | None = None
+        self._live: dict[bool, list[frozenset[str]]] = {}
 
     def landing(self, start: int) -> int | None:
         """The first instruction from ``start`` on that does something; None if the way there is a circle."""
@@ -64,20 +64,23 @@ class Code:
             return False
         return self.instructions[loads[0] + 1].opname == "GET_ITER" and self.plain_for(loads[0] + 1)
 
-    def live(self, at: int) -> frozenset[str]:
-        """Locals that some way from ``at`` on may read before it writes them. Cells are not locals here."""
-        if self._live is None:
-            self._live = self._liveness()
-        return self._live[at]
+    def live(self, at: int, *, handlers: bool = False) -> frozenset[str]:
+        """Locals that some way from ``at`` on may read before it writes them; with ``handlers`` also if exceptions are raised on the way.
 
-    def _liveness(self) -> list[frozenset[str]]:
+        Cells are not locals here.
+        """
+        if handlers not in self._live:
+            self._live[handlers] = self._liveness(handlers)
+        return self._live[handlers][at]
+
+    def _liveness(self, handlers: bool) -> list[frozenset[str]]:
         live: list[frozenset[str]] = [frozenset()] * len(self.instructions)
         changed = True
         while changed:
             changed = False
             for i in range(len(self.instructions) - 1, -1, -1):
                 inst = self.instructions[i]
-                after: frozenset[str] = frozenset().union(*(live[j] for j in self._successors(i)))
+                after: frozenset[str] = frozenset().union(*(live[j] for j in self._successors(i, handlers)))
                 names = frozenset(_names(inst))
                 # Instructions that store and load at once count as reads only: that can only make a name live for longer.
                 before = after - names if inst.opname in ("STORE_FAST", "STORE_FAST_MAYBE_NULL") else after | names
@@ -85,12 +88,12 @@ class Code:
                 live[i] = before
         return live
 
-    def _successors(self, at: int) -> list[int]:
+    def _successors(self, at: int, handlers: bool) -> list[int]:
         inst = self.instructions[at]
         out = [] if inst.opname in _ENDS or inst.opname in _ALWAYS_JUMPS else [at + 1]
         if inst.target is not None:
             out.append(self.index[id(inst.target)])
-        if inst.exn_tab_entry is not None:
+        if handlers and inst.exn_tab_entry is not None:
             out.append(self.index[id(inst.exn_tab_entry.target)])
         return [i for i in out if i < len(self.instructions)]
 

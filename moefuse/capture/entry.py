@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import sys
 import threading
@@ -33,18 +32,21 @@ class _Mark:
 
     backend: object
     options: Callable[[Mapping[str, Any]], Options | None]
-    skipped: Callable[[FusionReport, Options], None]
+    skipped: Callable[[FusionReport, Options, object], None]
 
 
 def enable(
-    backend: _Backend, options: Callable[[Mapping[str, Any]], Options | None], skipped: Callable[[FusionReport, Options], None]
+    backend: _Backend,
+    options: Callable[[Mapping[str, Any]], Options | None],
+    skipped: Callable[[FusionReport, Options, object], None],
 ) -> _Backend:
     """Capture loops in frames that this Dynamo backend compiles. It must hand every graph to :func:`moefuse.pipeline.rewrite`.
 
     Args:
         backend: a function; returned as it is.
         options: moefuse's options from the keyword arguments that ``torch.compile`` passes to the backend; None to stay away.
-        skipped: what to do with the report of a frame for which the backend is never called.
+        skipped: what to do with the report of a frame for which the backend is never called; its arguments are the report, the options,
+            and the object that stands for the ``torch.compile`` call.
     """
     setattr(backend, _MARK, _Mark(backend, options, skipped))
     if "torch._dynamo.symbolic_convert" in sys.modules:
@@ -82,7 +84,7 @@ def frame() -> Frame | None:
 
 def _start(compiler_fn: Any, speculation_log: Any, one_graph: bool) -> Frame | None:
     """The observer of a new attempt at a frame; None if the frame is not ours."""
-    mark, arguments = _find(compiler_fn)
+    mark, arguments, owner = _find(compiler_fn)
     own = mark.options(arguments) if mark is not None else None
     if mark is None or own is None or not own.enabled:
         return None
@@ -90,21 +92,19 @@ def _start(compiler_fn: Any, speculation_log: Any, one_graph: bool) -> Frame | N
     if not own.capture or dynamo.copies_nodes():
         ledger.off = True
     flags = not one_graph and not dynamo.user_flags()
-    return Frame(ledger, speculation_log, flags=flags, skipped=functools.partial(_skip, mark.skipped, own))
+    return Frame(ledger, speculation_log, flags=flags, skipped=lambda report: mark.skipped(report, own, owner))
 
 
-def _skip(skipped: Callable[[FusionReport, Options], None], own: Options, report: FusionReport) -> None:
-    skipped(report, own)
-
-
-def _find(compiler_fn: Any) -> tuple[_Mark | None, dict[str, Any]]:
-    """The mark behind what torch wraps around a backend, and the keyword arguments it adds."""
+def _find(compiler_fn: Any) -> tuple[_Mark | None, dict[str, Any], object | None]:
+    """The mark behind what torch wraps around a backend, the keyword arguments it adds, and what stands for the torch.compile call."""
     arguments: dict[str, Any] = {}
+    owner = None
     for _ in range(8):
         inner, given = _torch_private.unwrap_backend(compiler_fn)
         if inner is None:
             break
         arguments = {**given, **arguments}
+        owner = compiler_fn if _torch_private.is_torch_compile_call(compiler_fn) else owner
         compiler_fn = inner
     mark = vars(compiler_fn).get(_MARK) if isinstance(compiler_fn, types.FunctionType) else None
-    return (mark if mark is not None and mark.backend is compiler_fn else None), arguments
+    return (mark if mark is not None and mark.backend is compiler_fn else None), arguments, owner

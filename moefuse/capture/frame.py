@@ -18,8 +18,7 @@ from moefuse.report import FusionReport, Skipped
 
 log = logging.getLogger("moefuse.capture")
 
-MAX_ATTEMPTS = 4
-"""Restarts of one frame; then it is traced without capture. Dynamo itself gives up after a hundred."""
+READ_AFTER = "`{name}` is read after it, and has another value if it does not run"
 
 _GENERATOR = 0x20 | 0x80 | 0x200
 
@@ -29,14 +28,12 @@ class Ledger:
     """What all attempts at one frame have in common.
 
     Attributes:
-        barred: statements that must not be assumed about again.
-        off: trace this frame as if moefuse had no capture.
-        refusals: why, for the report of the attempt that succeeds.
+        off: trace this frame as if moefuse had no capture. One assumption that does not hold is enough: where Dynamo has to break the graph
+            anyway, it shall break it as it always does, and the frames behind the break are captured by themselves.
+        refusals: why, for the report of the next attempt.
     """
 
-    barred: set[Place] = field(default_factory=set)
     off: bool = False
-    attempts: int = 0
     refusals: list[Skipped] = field(default_factory=list)
 
 
@@ -61,7 +58,7 @@ class Frame:
         skipped: called with a report when the frame ends without a call of the backend.
     """
 
-    def __init__(self, ledger: Ledger, log: Any, *, flags: bool, skipped: Callable[[FusionReport], None]) -> None:
+    def __init__(self, ledger: Ledger, log: Any, *, flags: bool, skipped: Callable[[FusionReport], object]) -> None:
         self.ledger, self.log, self.flags, self._skipped = ledger, log, flags, skipped
         self.assumptions: list[Assumption] = []
         self.settled: set[Assumption] = set()
@@ -69,6 +66,7 @@ class Frame:
         self._loops: dict[int, tuple[Any, _Loop]] = {}
         self._lists: dict[int, tuple[Any, _Loop]] = {}
         self._made: list[_Loop] = []
+        self._handled: list[tuple[Any, Assumption, str]] = []
         self._next: tuple[Any, _Loop, Any] | None = None
         self._code: dict[int, tuple[Any, Code]] = {}
 
@@ -94,7 +92,7 @@ class Frame:
             if dynamo.is_restart(error) or dynamo.is_tracing(error):
                 raise
             log.exception("moefuse failed while it looked at %s", self._location(tx))
-            self.retreat([], off=True, why=_first_line(error))
+            self.retreat([], why=_first_line(error))
 
     def _before(self, tx: Any, at: int) -> None:
         if self._scopes:
@@ -108,6 +106,8 @@ class Frame:
             self._for_iter(tx)
         elif "JUMP" in name and "_IF_" in name:
             self._jump(tx, at)
+        elif name == "PUSH_EXC_INFO":
+            self._handler(tx)
 
     def mutated(self, variable: Any) -> None:
         """An object of the program is about to change."""
@@ -122,7 +122,7 @@ class Frame:
             return None
         value = dynamo.tensor_node(variable).meta["example_value"]  # type: ignore[union-attr]
         loop = _Loop(source, guess.length(source), self._place(tx), self._location(tx))
-        if value.dim() != 1 or loop.place in self.ledger.barred:
+        if value.dim() != 1:
             return None
         made = dynamo.new_list([dynamo.constant(i) for i in range(loop.count)])
         self._lists[id(made)] = (made, loop)
@@ -140,7 +140,7 @@ class Frame:
         if dynamo.is_restart(error) or dynamo.is_backends(error):
             return
         if self.active and (self.flags or self.assumptions):
-            self.retreat([Undischarged(s.assumption, f"it cannot be traced: {_first_line(error)}") for s in self._scopes], off=True, why=_first_line(error))
+            self.retreat([Undischarged(s.assumption, f"it cannot be traced: {_first_line(error)}") for s in self._scopes], why=_first_line(error))
         self.report_skipped(error)
 
     # --- scopes ---
@@ -148,7 +148,7 @@ class Frame:
     def _leave(self, tx: Any, at: int) -> None:
         """Close the scopes that end in front of this instruction."""
         while True:
-            ending = next((s for s in self._scopes if s.translator is tx and s.join == at), None)
+            ending = next((s for s in reversed(self._scopes) if s.translator is tx and s.join == at), None)
             if ending is None:
                 return
             while self._scopes[-1] is not ending:
@@ -193,13 +193,24 @@ class Frame:
         )
         if not same_stack or not scope.check():
             self._refuse(assumption, "the program is in another state behind it")
-        for name in sorted(self._code_of(tx).live(at)):
+        code = self._code_of(tx)
+        for name in sorted(code.live(at) | code.live(at, handlers=True)):
             before, after = scope.locals.get(name), tx.symbolic_locals.get(name)
             verdict = self._compare(before, after)
-            if verdict == "differs":
-                self._refuse(assumption, f"`{name}` is read after it, and has another value if it does not run")
-            if verdict == "carried":
+            if verdict == "same":
+                continue
+            if name not in code.live(at):
+                self._handled.append((tx, assumption, name))
+            elif verdict == "differs":
+                self._refuse(assumption, READ_AFTER.format(name=name))
+            elif verdict == "carried":
                 assumption.carried.append((name, dynamo.tensor_node(dynamo.plain(before)), dynamo.tensor_node(dynamo.plain(after))))  # type: ignore[arg-type]
+
+    def _handler(self, tx: Any) -> None:
+        """An exception is handled: what only the handlers read is read after all."""
+        for owner, assumption, name in self._handled:
+            if owner is tx:
+                self._refuse(assumption, READ_AFTER.format(name=name))
 
     def _compare(self, before: Any, after: Any) -> str:
         """``same``, ``carried`` (both are tensors), or ``differs``."""
@@ -231,7 +242,7 @@ class Frame:
         node = dynamo.tensor_node(top)
         source = guess.mask_of(node)
         place = self._place(tx)
-        if node is None or source is None or place in self.ledger.barred or tx.f_code.co_flags & _GENERATOR:
+        if node is None or source is None or tx.f_code.co_flags & _GENERATOR:
             return
         value = node.meta["example_value"]
         if not self._code_of(tx).plain_for(at) or value.dim() > 2 or (value.dim() == 2 and value.shape[1] != 1):
@@ -286,7 +297,7 @@ class Frame:
             tx.stack[-1] = dynamo.constant(known)
             return
         place = self._place(tx)
-        if place in self.ledger.barred or tx.f_code.co_flags & _GENERATOR:
+        if tx.f_code.co_flags & _GENERATOR:
             return
         found = self._assumed(top)
         if found is None:
@@ -331,26 +342,25 @@ class Frame:
 
     def _refuse(self, assumption: Assumption, detail: str) -> NoReturn:
         self.retreat([Undischarged(assumption, detail)])
-        raise AssertionError("retreat raises")
 
-    def retreat(self, problems: list[Undischarged], skipped: list[Skipped] | None = None, *, off: bool = False, why: str = "") -> None:
-        """Start the frame again without these assumptions; without any of them if it was tried often enough.
+    def retreat(self, problems: list[Undischarged], skipped: list[Skipped] | None = None, *, why: str = "") -> NoReturn:
+        """Start the frame again, without capture.
+
+        Args:
+            problems: assumptions that do not hold.
+            skipped: refused regions; where there are any they say more than the loop around them.
+            why: the reason if there are no problems, for the log.
 
         Raises:
             Dynamo's restart exception, always.
         """
         ledger = self.ledger
-        ledger.attempts += 1
-        ledger.barred |= {p.assumption.place for p in problems}
-        ledger.off = off or ledger.attempts >= MAX_ATTEMPTS
-        told = {(s.code, s.location) for s in ledger.refusals}
-        # A refused region says more than the loop around it.
-        for new in skipped or [refusal(p) for p in problems if concerns_experts(p.assumption)]:
-            if (new.code, new.location) not in told:
-                told.add((new.code, new.location))
+        ledger.off = True
+        for new in skipped or refusals(problems):
+            if all((new.code, new.location) != (known.code, known.location) for known in ledger.refusals):
                 ledger.refusals.append(new)
         text = "; ".join(f"{p.assumption.what} at {p.assumption.location}: {p.detail}" for p in problems) or why
-        log.debug("tracing this frame again %s: %s", "without capture" if ledger.off else "with fewer assumptions", text)
+        log.debug("tracing this frame again without capture: %s", text)
         raise dynamo.restart(self.log, "moefuse: an assumption about data does not hold")
 
     def unsettled(self) -> list[Undischarged]:
@@ -404,10 +414,15 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def refusal(problem: Undischarged) -> Skipped:
-    """What the user reads about an assumption that did not hold."""
-    text = CODES["not-captured"].format(what=problem.assumption.what, detail=problem.detail)
-    return Skipped("not-captured", text, module="", location=problem.assumption.location)
+def refusals(problems: list[Undischarged]) -> list[Skipped]:
+    """What the user reads about assumptions that do not hold, one line for each statement."""
+    out: dict[str, Skipped] = {}
+    for problem in problems:
+        assumption = problem.assumption
+        if assumption.location not in out and concerns_experts(assumption):
+            text = CODES["not-captured"].format(what=assumption.what, detail=problem.detail)
+            out[assumption.location] = Skipped("not-captured", text, module="", location=assumption.location)
+    return list(out.values())
 
 
-__all__ = ["Frame", "Ledger", "refusal"]
+__all__ = ["Frame", "Ledger", "refusals"]
