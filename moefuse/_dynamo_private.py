@@ -33,7 +33,13 @@ POINTS: dict[str, tuple[str, ...]] = {
     "torch._dynamo.variables.lists": ("ListVariable", "ListIteratorVariable"),
     "torch._dynamo.variables.lazy": ("LazyVariableTracker.realize",),
     "torch._dynamo.variables.tensor": ("TensorVariable.method_item", "TensorVariable.method_tolist", "SymNodeVariable"),
-    "torch._dynamo.exc": ("UnspecializeRestartAnalysis", "TensorifyScalarRestartAnalysis", "TorchDynamoException", "SkipFrame", "ShortenTraceback"),
+    "torch._dynamo.exc": (
+        "UnspecializeRestartAnalysis",
+        "TensorifyScalarRestartAnalysis",
+        "TorchDynamoException",
+        "SkipFrame",
+        "ShortenTraceback",
+    ),
     "torch._dynamo.config": ("capture_scalar_outputs", "capture_dynamic_output_shape_ops"),
     "torch.fx.experimental.symbolic_shapes": ("ShapeEnvSettings", "free_unbacked_symbols"),
 }
@@ -90,7 +96,10 @@ def _has(home: Any, dotted: str) -> bool:
 
 
 def install(start: Callable[[Any, Any, bool], Observer | None]) -> None:
-    """Wrap Dynamo's methods. ``start(compiler_fn, speculation_log, one_graph)`` gives the observer of a frame, or None to leave it alone."""
+    """Wrap Dynamo's methods.
+
+    ``start(compiler_fn, speculation_log, one_graph)`` gives the observer of a frame, or None to leave the frame alone.
+    """
     from torch._dynamo.output_graph import OutputGraph
     from torch._dynamo.side_effects import SideEffects
     from torch._dynamo.symbolic_convert import InstructionTranslator, InstructionTranslatorBase
@@ -121,7 +130,9 @@ def _wrap(owner: type, name: str, hook: Callable[..., Any]) -> None:
     setattr(owner, name, wrapper)
 
 
-def _on_init(start: Callable[..., Observer | None], signature: inspect.Signature, original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+def _on_init(
+    start: Callable[..., Observer | None], signature: inspect.Signature, original: Any, self: Any, *args: Any, **kwargs: Any
+) -> None:
     given = signature.bind(self, *args, **kwargs).arguments
     original(self, *args, **kwargs)
     if given["export"]:
@@ -368,4 +379,3 @@ def python_state(translator: Any) -> tuple[object, ...]:
     """Parts of a frame's state that are neither variables nor nodes, to compare."""
     output = translator.output
     return len(translator.block_stack), len(getattr(output, "random_calls", ())), len(translator.exn_vt_stack)
-

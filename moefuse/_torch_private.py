@@ -204,7 +204,8 @@ def torch_compile_call() -> object | None:
 
 def before_torch_compile(action: Callable[[], object]) -> None:
     """Call ``action`` when ``torch.compile`` is called for the first time, with Dynamo imported. Does not import Dynamo itself."""
-    original = torch._TorchCompileWrapper.__init__
+    owner: Any = torch._TorchCompileWrapper
+    original = owner.__init__
     if getattr(original, "moefuse", False):
         return
 
@@ -214,7 +215,7 @@ def before_torch_compile(action: Callable[[], object]) -> None:
         action()
 
     wrapper.moefuse = True  # type: ignore[attr-defined]
-    torch._TorchCompileWrapper.__init__ = wrapper
+    owner.__init__ = wrapper
 
 
 def unwrap_backend(backend: Any) -> tuple[Any, dict[str, Any]]:

@@ -82,15 +82,15 @@ def _unless_assumed(frame: Frame | None, report: FusionReport) -> FusionReport:
 def _settle(frame: Frame, gm: torch.fx.GraphModule, report: FusionReport, result: Any, options: Options) -> FusionReport:
     """The last look before the graph is compiled: every assumption is discharged, and no size is left that only moefuse made traceable."""
     problems: list[Undischarged] = result.undischarged if frame.assumptions else []
-    if not problems and not (frame.traces_data and has_data_dependent_sizes(gm)):
-        frame.settled |= set(frame.assumptions)
-        return report
-    if options.strict:
-        # Instead of another attempt: what follows raises, and the report says why.
-        report.skipped += [] if report.skipped else refusals(problems)
-        if any(skipped.code not in USER_DECIDED for skipped in report.skipped):
-            raise_strict(report)
-    frame.retreat(problems, report.skipped, why="sizes that depend on data are left in the graph")
+    if problems or (frame.traces_data and has_data_dependent_sizes(gm)):
+        if options.strict:
+            # Instead of another attempt, which would break the graph where this says.
+            report.skipped += [] if report.skipped else refusals(problems)
+            if any(skipped.code not in USER_DECIDED for skipped in report.skipped):
+                raise_strict(report)
+        frame.retreat(problems, report.skipped, why="sizes that depend on data are left in the graph")
+    frame.settled |= set(frame.assumptions)
+    return report
 
 
 def raise_strict(report: FusionReport) -> None:

@@ -29,6 +29,9 @@ _ASSERTS = frozenset(("_assert_scalar", "_assert_async", "sym_constrain_range", 
 _MODES = frozenset(("_set_grad_enabled", "_enter_autocast", "_exit_autocast", "_enter_inference_mode", "_exit_inference_mode"))
 
 
+_Chosen = tuple[Routing, int, int | None]
+
+
 @dataclass(frozen=True)
 class Claim:
     """What an assumption comes to in one graph: it is false only if no slot (no slot ``slot``) chose ``expert``; None if it is not so."""
@@ -48,24 +51,25 @@ class Claim:
 
 def claims(ctx: Context, assumptions: Sequence[Assumption]) -> list[Claim]:
     """The claims of the assumptions that something in this graph depends on. Before anything is rewritten."""
-    for a in assumptions:
-        if a.graph is ctx.graph:
-            a.concerns_experts = _concerns(ctx, a)
-    return [_claim(ctx, a) for a in assumptions if any(n in ctx.position for n in a.nodes)]
+    sizes: dict[Any, _Chosen] = {}
+    for node, fact in ctx.facts.items() if any(a.kind == "size" for a in assumptions) else ():
+        found = _of_size(ctx, node, fact)
+        if found is not None:
+            sizes.setdefault(*found)
+    return [_claim(ctx, a, sizes) for a in assumptions if any(n in ctx.position for n in a.nodes)]
 
 
-def _claim(ctx: Context, assumption: Assumption) -> Claim:
+def _claim(ctx: Context, assumption: Assumption, sizes: dict[Any, _Chosen]) -> Claim:
     leaks = tuple((n, u) for n in assumption.nodes if n in ctx.position for u in n.users if u not in assumption.nodes)
-    found = _chosen(ctx, assumption)
+    found = sizes.get(assumption.subject) if assumption.kind == "size" else _chosen(ctx, assumption)
+    assumption.concerns_experts = found is not None or _concerns(ctx, assumption)
     if found is None:
         return Claim(assumption, leaks=leaks)
     return Claim(assumption, *found, leaks=leaks)
 
 
-def _chosen(ctx: Context, a: Assumption) -> tuple[Routing, int, int | None] | None:
+def _chosen(ctx: Context, a: Assumption) -> _Chosen | None:
     """(routing, expert, slot) whose rows the condition asks for."""
-    if a.kind == "size":
-        return next((c for node, fact in ctx.facts.items() if (c := _of_size(ctx, node, fact, a.subject)) is not None), None)
     fact = ctx.facts.get(a.subject)
     if not isinstance(fact, Hit) or ctx.storage[a.subject] in ctx.writes:
         return None
@@ -74,19 +78,20 @@ def _chosen(ctx: Context, a: Assumption) -> tuple[Routing, int, int | None] | No
     return (fact.routing, fact.expert, fact.slot) if fact.expert is not None and fact.negated != a.outcome else None
 
 
-def _of_size(ctx: Context, node: Node, fact: Any, symbol: Any) -> tuple[Routing, int, int | None] | None:
-    """The selection that a size counts the rows of."""
+def _of_size(ctx: Context, node: Node, fact: Any) -> tuple[Any, _Chosen] | None:
+    """(symbol, selection) of a tensor whose length counts the rows of a selection, or of a number that does."""
     value = fake(node)
     if isinstance(value, torch.SymInt):
-        same = value.node.expr == symbol and isinstance(fact, Hit) and not fact.negated and fact.expert is not None
-        return (fact.routing, fact.expert, fact.slot) if same else None
+        counts = isinstance(fact, Hit) and not fact.negated and fact.expert is not None
+        return (value.node.expr, (fact.routing, fact.expert, fact.slot)) if counts else None
     if not isinstance(value, torch.Tensor) or not value.dim() or ctx.storage[node] in ctx.writes:
         return None
     at = 1 if isinstance(fact, IndexMatrix) and fact.transposed else 0
-    if getattr(getattr(value.shape[at], "node", None), "expr", None) != symbol:
-        return None
+    symbol = getattr(getattr(value.shape[at], "node", None), "expr", None)
     selection = fact.selection if isinstance(fact, Index | IndexMatrix) else fact.domain.selection if isinstance(fact, Rows) else None
-    return None if selection is None else (selection.routing, selection.expert, selection.slot)
+    if symbol is None or selection is None:
+        return None
+    return symbol, (selection.routing, selection.expert, selection.slot)
 
 
 def sweep(ctx: Context, found: Sequence[Claim]) -> None:
@@ -142,7 +147,8 @@ def _about_data(ctx: Context, node: Node) -> bool:
 def _drop_idle_modes(ctx: Context, scoped: set[Node]) -> None:
     """Grad modes that were switched in a scope for operations that are gone."""
     order = [n for n in ctx.graph.nodes if n.op not in ("placeholder", "get_attr")]
-    now, kept = torch.is_grad_enabled(), []
+    now = torch.is_grad_enabled()
+    kept: list[tuple[Node, bool]] = []
     for node in order:
         call = ctx.calls.get(node)
         switches = call is not None and call.name == "_set_grad_enabled" and isinstance(call.args[0], bool)

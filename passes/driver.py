@@ -52,9 +52,7 @@ class _Run:
     verdicts: dict[Any, Verdict] = field(default_factory=dict)
 
 
-def fuse(
-    gm: GraphModule, example_inputs: Sequence[object] | None, options: Options, assumptions: Sequence[Assumption] = ()
-) -> GraphResult:
+def fuse(gm: GraphModule, example_inputs: Sequence[object] | None, options: Options, assumptions: Sequence[Assumption] = ()) -> GraphResult:
     """Replace every mixture-of-experts region of a Dynamo-level graph, in place.
 
     Args:

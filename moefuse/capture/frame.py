@@ -140,7 +140,9 @@ class Frame:
         if dynamo.is_restart(error) or dynamo.is_backends(error):
             return
         if self.active and (self.flags or self.assumptions):
-            self.retreat([Undischarged(s.assumption, f"it cannot be traced: {_first_line(error)}") for s in self._scopes], why=_first_line(error))
+            self.retreat(
+                [Undischarged(s.assumption, f"it cannot be traced: {_first_line(error)}") for s in self._scopes], why=_first_line(error)
+            )
         self.report_skipped(error)
 
     # --- scopes ---
@@ -366,7 +368,9 @@ class Frame:
     def unsettled(self) -> list[Undischarged]:
         """Assumptions whose scope is still open."""
         early = [Undischarged(s.assumption, "it is left early, or the graph breaks in it") for s in self._scopes]
-        return early or [Undischarged(self._row(loop), "it is left early, or the graph breaks in it") for loop in self._made if loop.done != loop.count]
+        return early or [
+            Undischarged(self._row(loop), "it is left early, or the graph breaks in it") for loop in self._made if loop.done != loop.count
+        ]
 
     @property
     def traces_data(self) -> bool:

@@ -12,7 +12,9 @@ from torch.fx import Node
 
 from moefuse import _dynamo_private as dynamo
 
-_VIEWS = frozenset(("flatten", "squeeze", "view", "reshape", "ravel", "contiguous", "cpu", "long", "unique", "detach", "numpy", "to", "sort"))
+_VIEWS = frozenset(
+    ("flatten", "squeeze", "view", "reshape", "ravel", "contiguous", "cpu", "long", "unique", "detach", "numpy", "to", "sort")
+)
 _COMPARES: dict[str, Callable[[Any, Any], Any]] = {
     "gt": operator.gt, "greater": operator.gt, "ge": operator.ge, "greater_equal": operator.ge, "lt": operator.lt, "less": operator.lt,
     "le": operator.le, "less_equal": operator.le, "eq": operator.eq, "ne": operator.ne, "not_equal": operator.ne,
@@ -92,7 +94,7 @@ def _truth(expr: Any) -> bool | None:
 
 
 def about_value(node: Node, depth: int = 6) -> bool | None:
-    """The outcome of ``if mask.any():``, ``if mask.sum() == 0:``, ``if counts[e] > 0:`` when there are some; None if it is none of those."""
+    """The outcome of ``if mask.any():``, ``if mask.sum() == 0:``, ``if counts[e] > 0:`` when there are some; None for other conditions."""
     if depth == 0 or node.op not in ("call_method", "call_function"):
         return None
     name = _name(node)

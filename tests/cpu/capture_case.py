@@ -69,7 +69,10 @@ def call(run: Callable[..., Tensor], model: nn.Module, x: Tensor, logits: Tensor
         (out * torch.linspace(-1, 1, out.numel()).view(out.shape)).sum().backward()
     grads = {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
     # An expert without tokens has no gradient in eager and a zero one behind a fused op.
-    grads |= {"x": torch.zeros_like(x) if fed.grad is None else fed.grad, "logits": torch.zeros_like(logits) if scores.grad is None else scores.grad}
+    grads |= {
+        "x": torch.zeros_like(x) if fed.grad is None else fed.grad,
+        "logits": torch.zeros_like(logits) if scores.grad is None else scores.grad,
+    }
     return Result(out.detach().clone(), grads, _state(model))
 
 

@@ -104,7 +104,7 @@ def test_a_backend_that_wraps_ours_is_not_ours() -> None:
 
 def test_nothing_runs_with_an_unchecked_assumption(monkeypatch: pytest.MonkeyPatch) -> None:
     """A backend that compiles without asking is made to try again, and then gets graphs without assumptions."""
-    graphs, careless = recording()
+    _, careless = recording()
     entry.enable(careless, lambda _arguments: plain(), lambda *_skipped: None)
     for name in ("RowsOfNonzero", "CountsIterations", "OnlyPython", "IfNumel"):
         torch._dynamo.reset()
@@ -148,9 +148,6 @@ def test_a_bug_in_capture_itself_costs_only_the_capture(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("how", ["option", "environment"])
 def test_switched_off_by_hand(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    graphs, other = recording()
-    torch.compile(layer(), backend=other)(X, LOGITS)
-    torch._dynamo.reset()
     if how == "environment":
         monkeypatch.setenv("MOEFUSE_CAPTURE", "0")
     options = {"capture": False} if how == "option" else None
@@ -158,7 +155,8 @@ def test_switched_off_by_hand(how: str, monkeypatch: pytest.MonkeyPatch) -> None
     torch.testing.assert_close(torch.compile(model, backend="moefuse", options=options)(X, LOGITS), model(X, LOGITS))
     report = moefuse.last_report()
     assert report is not None
-    assert (report.fused, report.graph_count) == ([], len(graphs))
+    assert report.fused == []
+    assert any("Dynamic shape operator" in text for text in report.graph_breaks)
 
 
 def test_a_torch_without_the_hooks_switches_capture_off(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -228,7 +226,7 @@ def test_regional_compilation() -> None:
 
 
 def test_a_compiled_layer_inside_a_frame_of_another_backend() -> None:
-    inner, (graphs, other) = layer(), recording()
+    inner, (_graphs, other) = layer(), recording()
     plain_inner = copy.deepcopy(inner)
     fast = torch.compile(inner, backend="moefuse")
 

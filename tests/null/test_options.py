@@ -23,7 +23,7 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_defaults() -> None:
     assert Options.from_user(None) == (Options(), {})
-    assert Options() == Options(verify="probe", strict=False, exclude=None, max_rewrites=None, enabled=True)
+    assert Options() == Options(verify="probe", strict=False, exclude=None, max_rewrites=None, enabled=True, capture=True)
 
 
 def test_own_options_are_taken_and_inductor_keeps_the_rest() -> None:

@@ -500,7 +500,7 @@ class ReadsTheLastRow(Hits):
         ids, weights = self.route(logits)
         out = torch.zeros_like(x)
         row = torch.zeros(1, dtype=torch.int64)
-        for row in self.mask(ids).nonzero():  # noqa: B007
+        for row in self.mask(ids).nonzero():
             self.body(row[0], out, x, ids, weights)
         return out + row
 
@@ -764,8 +764,8 @@ class Ternary(Layer):
     """The value of a conditional expression."""
 
     def forward(self, x: Tensor, logits: Tensor) -> Tensor:
-        ids, weights = self.route(logits)
-        tok, slot = torch.where(ids == 0)
+        ids, _ = self.route(logits)
+        tok, _slot = torch.where(ids == 0)
         factor = 2.0 if tok.numel() > 0 else 3.0
         return x * factor
 
@@ -815,7 +815,7 @@ class Prints(Hits):
 
     def body(self, row: Tensor, out: Tensor, x: Tensor, ids: Tensor, weights: Tensor) -> None:
         super().body(row, out, x, ids, weights)
-        print("expert", int(row))
+        print("expert", int(row))  # noqa: T201
 
 
 @near_miss
