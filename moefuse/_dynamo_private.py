@@ -57,7 +57,7 @@ class Observer(Protocol):
     def before(self, translator: Any) -> None: ...
     def mutated(self, variable: Any) -> None: ...
     def compiled(self) -> None: ...
-    def failed(self, error: Exception) -> None: ...
+    def failed(self, error: Exception, environment: Any) -> None: ...
     def rows(self, translator: Any, variable: Any) -> Any: ...
 
     @property
@@ -162,7 +162,7 @@ def _on_run(original: Any, self: Any) -> Any:
     try:
         result = original(self)
     except Exception as error:
-        observer.failed(error)
+        observer.failed(error, self.output.shape_env)
         raise
     observer.compiled()
     return result
@@ -233,6 +233,18 @@ def is_restart(error: Exception) -> bool:
     from torch._dynamo.exc import RestartAnalysis, SkipFrame
 
     return isinstance(error, RestartAnalysis | SkipFrame)
+
+
+def is_break(error: Exception) -> bool:
+    """Whether Dynamo tries the frame again because the graph breaks in it."""
+    from torch._dynamo.exc import SpeculationRestartAnalysis
+
+    return isinstance(error, SpeculationRestartAnalysis)
+
+
+def has_unbacked(environment: Any) -> bool:
+    """Whether the frame's sizes include one that only the run knows."""
+    return any(unbacked(symbol) for symbol in environment.var_to_range)
 
 
 def is_tracing(error: Exception) -> bool:

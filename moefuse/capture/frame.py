@@ -30,10 +30,12 @@ class Ledger:
     Attributes:
         off: trace this frame as if moefuse had no capture. One assumption that does not hold is enough: where Dynamo has to break the graph
             anyway, it shall break it as it always does, and the frames behind the break are captured by themselves.
+        broken: the graph breaks somewhere, in an attempt that traced sizes that depend on data.
         refusals: why, for the report of the next attempt.
     """
 
     off: bool = False
+    broken: bool = False
     refusals: list[Skipped] = field(default_factory=list)
 
 
@@ -131,13 +133,17 @@ class Frame:
 
     def compiled(self) -> None:
         """A graph of this frame is compiled, or the frame is done: whatever was assumed must be settled now."""
-        left = self.unsettled() or [Undischarged(a, "nothing has checked it") for a in self.assumptions if a not in self.settled]
+        self.check_closed()
+        left = [Undischarged(a, "nothing has checked it") for a in self.assumptions if a not in self.settled]
         if left:
             self.retreat(left)
 
-    def failed(self, error: Exception) -> None:
+    def failed(self, error: Exception, environment: Any) -> None:
         """Tracing ended with an error: one that capture may have caused means another attempt without it."""
-        if dynamo.is_restart(error) or dynamo.is_backends(error):
+        if dynamo.is_restart(error):
+            self.ledger.broken = self.ledger.broken or (self.traces_data and dynamo.is_break(error) and dynamo.has_unbacked(environment))
+            return
+        if dynamo.is_backends(error):
             return
         if self.active and (self.flags or self.assumptions):
             self.retreat(
@@ -378,10 +384,10 @@ class Frame:
         return self.active and self.flags
 
     def check_closed(self) -> None:
-        """Before anything is done with a graph: no scope is open."""
+        """Before anything is done with a graph: no scope is open, and a graph that breaks without a captured loop breaks where it always did."""
         problems = self.unsettled()
-        if problems:
-            self.retreat(problems)
+        if problems or (self.traces_data and self.ledger.broken and not self.assumptions):
+            self.retreat(problems, why="the graph breaks, and capture has changed nothing but where")
 
     def report_skipped(self, error: Exception) -> None:
         """The frame ends here and runs in eager."""
