@@ -19,7 +19,7 @@ from torch.fx import GraphModule, Node
 from moefuse._dynamo_private import unbacked_in
 from moefuse.capture.assumptions import TAG, Assumption, Undischarged
 from moefuse.passes.context import Context
-from moefuse.passes.facts import Fill, Hit, Index, IndexMatrix, Mask, Part, Routing, Rows, Sum
+from moefuse.passes.facts import Fill, Hit, Index, IndexMatrix, Mask, Part, RowNumber, Routing, Rows, Sum
 from moefuse.passes.lift import SIZE_QUERIES, Region
 from moefuse.passes.ops import fake, location
 from moefuse.passes.rules.hits import rows_of
@@ -74,7 +74,8 @@ def _chosen(ctx: Context, a: Assumption) -> _Chosen | None:
     if not isinstance(fact, Hit) or ctx.storage[a.subject] in ctx.writes:
         return None
     if a.kind == "row":
-        return (fact.routing, a.row, fact.slot) if rows_of(fact) else None
+        row = a.row if a.row_node is None else RowNumber(a.row, a.row_node)
+        return (fact.routing, row, fact.slot) if rows_of(fact) else None
     return (fact.routing, fact.expert, fact.slot) if fact.expert is not None and fact.negated != a.outcome else None
 
 

@@ -101,7 +101,7 @@ def _bodies(gm: GraphModule, known: dict[Node, Any]) -> list[tuple[GraphModule, 
 
 
 def _fuse_graph(gm: GraphModule, known: dict[Node, Any], run: _Run) -> bool:
-    ctx = interpret(gm.graph)
+    ctx = interpret(gm.graph, {a.row_node: a.members for a in run.assumptions if a.row_node is not None and a.graph is gm.graph})
     for node in gm.graph.nodes:
         if node.op == "get_attr" and isinstance(getattr(gm, str(node.target), None), torch.Tensor):
             known[node] = getattr(gm, str(node.target))
@@ -153,7 +153,7 @@ def _verdict(ctx: Context, known: dict[Node, Any], run: _Run, region: Region, em
     key = signature(region, lowered.tier)
     if key not in run.verdicts:
         try:
-            run.verdicts[key] = verify(region, emit.nodes, lowered.result, known, ctx.first)
+            run.verdicts[key] = verify(region, emit.nodes, lowered.result, known, ctx.first, run.assumptions)
         except Exception as error:  # whatever a user's region raises on synthetic tokens
             return Lost("verification-error", region.anchor, {"detail": f"{type(error).__name__}: {_first_line(error)}"})
     verdict = run.verdicts[key]

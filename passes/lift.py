@@ -26,6 +26,7 @@ from moefuse.passes.facts import (
     Part,
     Range,
     Routing,
+    RowNumber,
     Rows,
     Sorted,
     Sum,
@@ -200,10 +201,14 @@ def _over_slots(ctx: Context, parts: list[Part], routing: Routing, anchor: Node)
 def _over_experts(ctx: Context, parts: list[Part], anchor: Node) -> tuple[Expr, int] | Lost:
     """(common expression, E) of one part for each expert."""
     ordered = sorted(parts, key=lambda p: int(p.rows.domain.expert or 0))
-    numbers = [int(p.rows.domain.expert or 0) for p in ordered]
-    expr = generalise([p.rows.expr for p in ordered], numbers, anchor)
+    experts: list[int] = [p.rows.domain.expert if p.rows.domain.expert is not None else 0 for p in ordered]
+    expr = generalise([p.rows.expr for p in ordered], experts, anchor)
     if isinstance(expr, Lost):
         return expr
+    by_row = ctx.by_row()
+    if by_row and not all(_parametric(p.rows, by_row) for p in ordered):
+        return ctx.lost("experts-differ", anchor, expert="?", detail="what it computes may depend on its number")
+    numbers = sorted(number for e in experts for number in ctx.members(e))
     count = _num_experts(ctx, expr, anchor)
     if isinstance(count, Lost):
         return count
@@ -211,6 +216,17 @@ def _over_experts(ctx: Context, parts: list[Part], anchor: Node) -> tuple[Expr, 
         run = numbers == list(range(numbers[0], numbers[-1] + 1))
         return ctx.lost("missing-experts", anchor, present=f"{numbers[0]}..{numbers[-1]}" if run else str(numbers), count=str(count))
     return expr, count
+
+
+def _parametric(rows: Rows, by_row: set[Node]) -> bool:
+    """Whether an expert's number is used for nothing but to choose its tokens and its weights: then it may stand for others."""
+    number = rows.domain.expert
+    if not isinstance(number, RowNumber):
+        return not any(source in by_row for source in sources(rows.expr))
+    chosen = [leaf.expert for leaf in weight_leaves(rows.expr)] + [e.expert for e in walk(rows.expr) if isinstance(e, Gate)]
+    if rows.domain.selection is not None:
+        chosen.append(rows.domain.selection.expert)
+    return all(c is not None and c == number for c in chosen) and not any(source in by_row for source in sources(rows.expr))
 
 
 def _anchor(ctx: Context, fact: Sum, holders: list[Node]) -> Node:

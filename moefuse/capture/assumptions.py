@@ -29,6 +29,7 @@ class Assumption:
     Attributes:
         kind: ``"row"``: this iteration runs, for row ``row`` of the mask ``subject``. ``"size"``: the unbacked size ``subject`` is at
             least one. ``"value"``: the tensor ``subject`` is true (``outcome``) or false.
+        row_node, members: where this iteration was traced as the representative of several rows: the row in the graph, and all of them.
         place: the statement.
         location: the user's ``file:line``.
         graph: the graph that was being written.
@@ -42,6 +43,8 @@ class Assumption:
     location: str
     subject: Any
     row: int = 0
+    row_node: Node | None = None
+    members: tuple[int, ...] = ()
     outcome: bool = True
     graph: Graph | None = None
     concerns_experts: bool | None = None
@@ -70,6 +73,7 @@ class Scope:
         join: number of the instruction where they meet.
         stack, locals: the state at the branch, to compare with.
         marker: the last operation recorded before the scope.
+        loop: the loop whose iteration this is, if it is one.
         clock: what was made later than this was made inside.
     """
 
@@ -82,3 +86,4 @@ class Scope:
     marker: Node
     clock: int
     check: Callable[[], object] = lambda: None
+    loop: Any = None

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+import torch
 from torch.fx import Node
 
 from moefuse import _dynamo_private as dynamo
@@ -17,6 +18,9 @@ from moefuse.errors import CODES
 from moefuse.report import FusionReport, Skipped
 
 log = logging.getLogger("moefuse.capture")
+
+MAX_BODIES = 1024
+"""Loop bodies that one frame may unroll, at about a tenth of a second each."""
 
 READ_AFTER = "`{name}` is read after it, and has another value if it does not run"
 
@@ -30,24 +34,44 @@ class Ledger:
     Attributes:
         off: trace this frame as if moefuse had no capture. One assumption that does not hold is enough: where Dynamo has to break the graph
             anyway, it shall break it as it always does, and the frames behind the break are captured by themselves.
+        unroll: trace every row of a loop; representatives were tried and did not do.
         broken: the graph breaks somewhere, in an attempt that traced sizes that depend on data.
         refusals: why, for the report of the next attempt.
     """
 
     off: bool = False
+    unroll: bool = False
     broken: bool = False
     refusals: list[Skipped] = field(default_factory=list)
 
 
 @dataclass(eq=False)
 class _Loop:
-    """A ``for`` over the rows of a mask: every row, whether the mask has it or not."""
+    """A ``for`` over the rows of a mask: every row, whether the mask has it or not; or one row for each way through the body.
+
+    ``like`` is the tensor of rows (in the second case only), ``handed`` the rows so far, ``conditions`` what the body asked about them.
+    """
 
     mask: Node
     count: int
     place: Place
     location: str
     done: int = 0
+    like: Any = None
+    handed: list[tuple[int, Node]] = field(default_factory=list)
+    assumptions: list[Assumption] = field(default_factory=list)
+    conditions: list[tuple[Node, Node]] = field(default_factory=list)
+    finished: bool = False
+
+    @property
+    def represented(self) -> bool:
+        """Whether one row is traced for each way through the body, instead of every row."""
+        return self.like is not None
+
+    def outcomes(self, row: int) -> tuple[bool, ...]:
+        """Which ways the conditions met so far take for a row. Raises what ``replay`` raises."""
+        value = torch.full(tuple(self.like.shape[1:]), row, dtype=self.like.dtype)
+        return tuple(bool(replay(node, start, value)) for node, start in self.conditions)
 
 
 class Frame:
@@ -68,6 +92,7 @@ class Frame:
         self._loops: dict[int, tuple[Any, _Loop]] = {}
         self._lists: dict[int, tuple[Any, _Loop]] = {}
         self._made: list[_Loop] = []
+        self._bodies = 0
         self._handled: list[tuple[Any, Assumption, str]] = []
         self._next: tuple[Any, _Loop, Any] | None = None
         self._code: dict[int, tuple[Any, Code]] = {}
@@ -164,7 +189,7 @@ class Frame:
             self._scopes.pop()
             self._close(tx, ending, at)
 
-    def _open(self, tx: Any, assumption: Assumption, join: int, stack: list[Any]) -> None:
+    def _open(self, tx: Any, assumption: Assumption, join: int, stack: list[Any], loop: _Loop | None = None) -> None:
         graph = dynamo.graph_of(tx)
         if any(s.translator is tx and s.assumption.place == assumption.place for s in self._scopes):
             self._refuse(assumption, "the program comes back to it before its two ways meet")
@@ -182,6 +207,7 @@ class Frame:
                 next(iter(reversed(graph.nodes)), None),  # type: ignore[arg-type]
                 dynamo.now(),
                 lambda: dynamo.python_state(tx) == state,
+                loop,
             )
         )
 
@@ -256,15 +282,61 @@ class Frame:
         if not self._code_of(tx).plain_for(at) or value.dim() > 2 or (value.dim() == 2 and value.shape[1] != 1):
             return
         loop = _Loop(source, guess.length(source), place, self._location(tx))
-        rows = [dynamo.row_tensor(tx, [i] if value.dim() == 2 else i, value) for i in range(loop.count)]
+        if not self.ledger.unroll and loop.count > 2:
+            loop.like = value
+        rows = [self._hand_out(tx, loop, value, i) for i in range(1 if loop.represented else loop.count)]
         self._made.append(loop)
+        self._spend(tx, len(rows))
         tx.stack[-1] = dynamo.new_list(rows)
         self._next = (tx, loop, None)
+
+    def _hand_out(self, tx: Any, loop: _Loop, value: Any, row: int) -> Any:
+        made = dynamo.row_tensor(tx, [row] if value.dim() == 2 else row, value)
+        loop.handed.append((row, dynamo.tensor_node(made)))  # type: ignore[arg-type]
+        return made
+
+    def _spend(self, tx: Any, bodies: int) -> None:
+        """Unrolling has a price; beyond some point it is not worth it."""
+        self._bodies += bodies
+        if self._bodies > MAX_BODIES:
+            self.retreat([], why=f"more than {MAX_BODIES} loop bodies, at {self._location(tx)}")
 
     def _for_iter(self, tx: Any) -> None:
         known = self._loops.get(id(tx.stack[-1]))
         if known is not None:
+            if known[1].represented and known[1].done == len(known[1].handed):
+                self._next_representative(tx, known[1])
             self._next = (tx, known[1], tx.stack[-1])
+
+    def _next_representative(self, tx: Any, loop: _Loop) -> None:
+        """Hand out the first row that goes another way than those before, or end the loop."""
+        try:
+            known = {loop.outcomes(row): row for row, _ in reversed(loop.handed)}
+            classes: dict[int | None, list[int]] = {}
+            for row in range(loop.count):
+                classes.setdefault(known.get(loop.outcomes(row)), []).append(row)
+        except Exception:  # whatever the user's condition raises on plain tensors
+            self._unroll("a condition on the row cannot be evaluated for other rows")
+        if None in classes:
+            iterator = dynamo.realized(tx.stack[-1])
+            iterator.items = [*iterator.items, self._hand_out(tx, loop, loop.like, classes[None][0])]
+            return
+        loop.finished = True
+        for assumption in loop.assumptions:
+            assumption.members = tuple(classes[assumption.row])
+
+    def _unroll(self, why: str) -> NoReturn:
+        """Start the frame again, with every row traced."""
+        self.ledger.unroll = True
+        log.debug("tracing this frame again, row by row: %s", why)
+        raise dynamo.restart(self.log, "moefuse: representatives do not do")
+
+    def read(self, variable: Any) -> None:
+        """A number is read out of a tensor: where that is a representative's row, Python may do anything with it."""
+        node = dynamo.tensor_node(variable)
+        known = node is not None and dynamo.known_tensor(node.meta.get("example_value")) is not None
+        if known and any(s.loop is not None and s.loop.represented for s in self._scopes):
+            self._unroll("the body reads the number of its row")
 
     def _iterate(self, tx: Any) -> None:
         """The instruction behind GET_ITER or FOR_ITER: remember the iterator, or open the scope of an iteration."""
@@ -277,13 +349,17 @@ class Frame:
             tx.stack[-1] = top
             self._loops[id(top)] = (top, loop)
             return
-        if loop.done == loop.count:
+        if loop.done == (len(loop.handed) if loop.represented else loop.count):
             return
         assumption = self._row(loop)
         loop.done += 1
-        self._open(tx, assumption, self._head(tx), tx.stack[:-1])
+        loop.assumptions.append(assumption)
+        self._open(tx, assumption, self._head(tx), tx.stack[:-1], loop)
 
     def _row(self, loop: _Loop) -> Assumption:
+        if loop.represented:
+            row, node = loop.handed[min(loop.done, len(loop.handed) - 1)]
+            return Assumption("row", loop.place, loop.location, loop.mask, row=row, row_node=node)
         return Assumption("row", loop.place, loop.location, loop.mask, row=loop.done)
 
     def _head(self, tx: Any) -> int:
@@ -326,7 +402,14 @@ class Frame:
         if node is None or not any(s.assumption.kind == "row" for s in self._scopes):
             return None
         known = dynamo.known_tensor(node.meta.get("example_value"))
-        return None if known is None else bool(known)
+        if known is None:
+            return None
+        loops = [s.loop for s in self._scopes if s.loop is not None and s.loop.represented]
+        for loop in loops:
+            loop.conditions.append((node, loop.handed[-1][1]))
+        if len(loops) > 1:
+            self._unroll("a condition may depend on the rows of two loops")
+        return bool(known)
 
     def _assumed(self, variable: Any) -> tuple[Kind, Any, bool] | None:
         """(kind, what it is about, outcome if an expert has tokens) of a condition; None if capture has no opinion."""
@@ -363,6 +446,8 @@ class Frame:
             Dynamo's restart exception, always.
         """
         ledger = self.ledger
+        if not ledger.unroll and any(loop.represented for loop in self._made):
+            self._unroll("; ".join(p.detail for p in problems) or why)
         ledger.off = True
         for new in skipped or refusals(problems):
             if all((new.code, new.location) != (known.code, known.location) for known in ledger.refusals):
@@ -375,7 +460,7 @@ class Frame:
         """Assumptions whose scope is still open."""
         early = [Undischarged(s.assumption, "it is left early, or the graph breaks in it") for s in self._scopes]
         return early or [
-            Undischarged(self._row(loop), "it is left early, or the graph breaks in it") for loop in self._made if loop.done != loop.count
+            Undischarged(self._row(loop), "it is left early, or the graph breaks in it") for loop in self._made if not loop.finished and loop.done != loop.count
         ]
 
     @property
@@ -408,6 +493,22 @@ class Frame:
 
     def _location(self, tx: Any) -> str:
         return f"{tx.f_code.co_filename}:{tx.lineno if tx.lineno > 0 else tx.f_code.co_firstlineno}"
+
+
+def replay(node: Node, row: Node, value: torch.Tensor) -> Any:
+    """What a chain of operations on a row gives for another row.
+
+    Raises:
+        ValueError: it does not start from the row and constants alone.
+    """
+    if node is row:
+        return value
+    if node.op not in ("call_function", "call_method") or (not node.all_input_nodes and node.target is not torch.tensor):
+        raise ValueError(f"{node.name} is not computed from the row")
+    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: replay(n, row, value))
+    if isinstance(node.target, str):
+        return getattr(args[0], node.target)(*args[1:], **kwargs)
+    return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
 def concerns_experts(assumption: Assumption) -> bool:

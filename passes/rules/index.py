@@ -21,6 +21,7 @@ from moefuse.passes.facts import (
     Lost,
     Many,
     Mask,
+    RowNumber,
     Rows,
     Sum,
     Table,
@@ -91,6 +92,10 @@ def pick(ctx: Context, node: Node, x: Node, fact: Any, dim: int, at: int) -> Any
     axis = fact.axes[dim]
     axes: Axes = (*fact.axes[:dim], *fact.axes[dim + 1 :])
     only = axis[0] if len(axis) == 1 else None
+    if isinstance(at, RowNumber) and not (
+        only is not None and (only.kind == "e" or (isinstance(fact, View) and only.kind == "d" and only.index == 0 and dim == 0))
+    ):
+        return None
     if isinstance(fact, IndexMatrix) and only is not None and only.kind == "d":
         return Index(axes, fact.selection, fact.columns[at])
     if same(extent(axis), 1):
@@ -141,22 +146,25 @@ def feature_pick(node: Node, fact: Rows, dim: int, at: int) -> Rows | None:
 def cut(ctx: Context, node: Node, fact: Any, dim: int, item: slice) -> Any:
     """A slice of a dimension: nothing, one expert's column, or some features."""
     axis = fact.axes[dim]
-    if item == _ALL or (same(extent(axis), 1) and item.start in (None, 0) and item.step in (None, 1)):
+    if item == _ALL or (same(extent(axis), 1) and not isinstance(item.start, RowNumber) and item.start in (None, 0) and item.step in (None, 1)):
         return fact
     only = axis[0] if len(axis) == 1 else None
     if only is None or not isinstance(only.size, int) or any(not isinstance(v, int | None) for v in (item.start, item.stop, item.step)):
         return None
     start, stop, step = item.indices(only.size)
     length = max(0, -(-(stop - start) // step))
-    if length == only.size:
+    if length == only.size and not isinstance(item.start, RowNumber):
         return fact
     axes = tuple(((Atom(only.kind, only.index, length),) if i == dim else a) for i, a in enumerate(fact.axes))
-    if isinstance(fact, Rows) and only.kind == "f" and step > 0:
+    if isinstance(fact, Rows) and only.kind == "f" and step > 0 and not isinstance(item.start, RowNumber):
         if sum(a.kind == "f" for b in fact.axes for a in b) != 1:
             return None
         return replace(fact, axes=axes, expr=Slice(node, fact.expr, start, step, length, only.size))
     if isinstance(fact, Mask | Table) and only.kind == "e" and length == 1:
-        return replace(fact, axes=tuple(() if i == dim else a for i, a in enumerate(fact.axes)), expert=start)
+        expert = item.start if isinstance(item.start, RowNumber) else start
+        return replace(fact, axes=tuple(() if i == dim else a for i, a in enumerate(fact.axes)), expert=expert)
+    if isinstance(item.start, RowNumber):
+        return None
     return None
 
 

