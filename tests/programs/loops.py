@@ -612,6 +612,59 @@ class Misses(Hits):
         out += self.expert(row, x)
 
 
+@near_miss
+class FirstExpertsWeight(Hits):
+    """The second projection is that of expert 0 for all: a representative of expert 0 looks the same."""
+
+    def expert(self, e: int | Tensor, x: Tensor) -> Tensor:
+        gate, up = F.linear(x, self.w_in[e]).chunk(2, dim=-1)
+        return F.linear(F.silu(gate) * up, self.w_out[0])
+
+
+@near_miss
+class ScalesByItsNumber(Hits):
+    """The number of the expert is a factor."""
+
+    def body(self, row: Tensor, out: Tensor, x: Tensor, ids: Tensor, weights: Tensor) -> None:
+        tok, slot = torch.where(ids == row)
+        out.index_add_(0, tok, self.expert(row, x[tok]) * weights[tok, slot, None] * row)
+
+
+@near_miss
+class ColumnOfExpertZero(Hits):
+    """Weighted by what the router gives expert 0."""
+
+    def forward(self, x: Tensor, logits: Tensor) -> Tensor:
+        ids, weights = self.route(logits)
+        table = torch.zeros_like(logits).scatter(1, ids, weights)
+        out = torch.zeros_like(x)
+        for row in self.mask(ids).nonzero():
+            tok, _ = torch.where(ids == row[0])
+            out.index_add_(0, tok, self.expert(row[0], x[tok]) * table[tok, 0, None])
+        return out
+
+
+@near_miss
+class TokensOfExpertZero(Hits):
+    """Every expert works on the tokens of expert 0."""
+
+    def body(self, row: Tensor, out: Tensor, x: Tensor, ids: Tensor, weights: Tensor) -> None:
+        tok, slot = torch.where(ids == 0)
+        out.index_add_(0, tok, self.expert(row, x[tok]) * weights[tok, slot, None])
+
+
+@near_miss
+class OneOddRow(Hits):
+    """A condition on the number: two ways through the body, and they differ."""
+
+    def body(self, row: Tensor, out: Tensor, x: Tensor, ids: Tensor, weights: Tensor) -> None:
+        tok, slot = torch.where(ids == row)
+        y = self.expert(row, x[tok]) * weights[tok, slot, None]
+        if row == 2:
+            y = y * 3
+        out.index_add_(0, tok, y)
+
+
 class Counted(Layer):
     """A loop over all experts with a branch on the number of tokens; subclasses change one thing."""
 
