@@ -9,7 +9,7 @@ import torch
 from torch.fx import Graph, Node
 
 from moefuse.passes.axes import Atom, fresh
-from moefuse.passes.facts import Combined, Lost, RowNumber, Routing, Sum, View
+from moefuse.passes.facts import Combined, Lost, Routing, RowNumber, Sum, View
 from moefuse.passes.ops import Call, call_of, fake, tensor
 from moefuse.passes.sizes import shape_of, size_of
 

@@ -19,7 +19,7 @@ from torch.fx import GraphModule, Node
 from moefuse._dynamo_private import unbacked_in
 from moefuse.capture.assumptions import TAG, Assumption, Undischarged
 from moefuse.passes.context import Context
-from moefuse.passes.facts import Fill, Hit, Index, IndexMatrix, Mask, Part, RowNumber, Routing, Rows, Sum
+from moefuse.passes.facts import Fill, Hit, Index, IndexMatrix, Mask, Part, Routing, RowNumber, Rows, Sum
 from moefuse.passes.lift import SIZE_QUERIES, Region
 from moefuse.passes.ops import fake, location
 from moefuse.passes.rules.hits import rows_of

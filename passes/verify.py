@@ -7,7 +7,8 @@ original that is far from the reference, a wrong op as a replacement that is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -151,9 +152,7 @@ def _ancestors(node: Node) -> set[Node]:
     return seen
 
 
-def _run(
-    nodes: Sequence[Node], values: Inputs, leaves: dict[Node, Any], result: Node, bodies: Sequence[Assumption] = ()
-) -> torch.Tensor:
+def _run(nodes: Sequence[Node], values: Inputs, leaves: dict[Node, Any], result: Node, bodies: Sequence[Assumption] = ()) -> torch.Tensor:
     """Execute nodes in order on real tensors, the body of a loop once for every expert it stands for."""
     env: dict[Node, Any] = {}
 
@@ -177,27 +176,39 @@ def _run(
             raise ValueError(f"{node.name} would write to a tensor of the user's")
         env[node] = call_target(node, args, kwargs)
 
-    done: set[Node] = set()
-    for node in nodes:
-        if node in done:
-            continue
-        body = next((b for b in bodies if node in b.nodes), None)
-        if body is None:
-            run(node)
-            continue
-        inside = [n for n in nodes if n in body.nodes]
-        done.update(inside)
-        for member in body.members:
-            assert body.row_node is not None
-            env[body.row_node] = torch.full_like(fake_zeros(body.row_node), member)
-            for n in inside:
-                run(n)
-            for _, old, new in body.carried:
-                if new in env:
-                    env[old] = env[new]
+    for step in _steps(nodes, bodies):
+        if isinstance(step, Node):
+            run(step)
+        else:
+            env.update(step(env))
     if node_writes(result):
         return value(result.args[0])  # type: ignore[arg-type, no-any-return]
     return env[result]  # type: ignore[no-any-return]
+
+
+def _steps(nodes: Sequence[Node], bodies: Sequence[Assumption]) -> Iterator[Node | Callable[[dict[Node, Any]], dict[Node, Any]]]:
+    """Nodes in the order to run them, and what to set in between: the number of an expert, and what its turn carries over to the next."""
+    done: set[Node] = set()
+    for node in nodes:
+        body = next((b for b in bodies if node in b.nodes), None)
+        if body is None:
+            yield node
+        elif node not in done:
+            inside = [n for n in nodes if n in body.nodes]
+            done.update(inside)
+            for member in body.members:
+                yield functools.partial(_set_row, body, member)
+                yield from inside
+                yield functools.partial(_carry, body)
+
+
+def _set_row(body: Assumption, member: int, env: dict[Node, Any]) -> dict[Node, Any]:
+    assert body.row_node is not None
+    return {body.row_node: torch.full_like(fake_zeros(body.row_node), member)}
+
+
+def _carry(body: Assumption, env: dict[Node, Any]) -> dict[Node, Any]:
+    return {old: env[new] for _, old, new in body.carried if new in env}
 
 
 def fake_zeros(node: Node) -> torch.Tensor:

@@ -460,7 +460,9 @@ class Frame:
         """Assumptions whose scope is still open."""
         early = [Undischarged(s.assumption, "it is left early, or the graph breaks in it") for s in self._scopes]
         return early or [
-            Undischarged(self._row(loop), "it is left early, or the graph breaks in it") for loop in self._made if not loop.finished and loop.done != loop.count
+            Undischarged(self._row(loop), "it is left early, or the graph breaks in it")
+            for loop in self._made
+            if not loop.finished and loop.done != loop.count
         ]
 
     @property
@@ -469,7 +471,7 @@ class Frame:
         return self.active and self.flags
 
     def check_closed(self) -> None:
-        """Before anything is done with a graph: no scope is open, and a graph that breaks without a captured loop breaks where it always did."""
+        """Before anything is done with a graph: no scope is open, and a break without a captured loop is where it always was."""
         problems = self.unsettled()
         if problems or (self.traces_data and self.ledger.broken and not self.assumptions):
             self.retreat(problems, why="the graph breaks, and capture has changed nothing but where")
@@ -508,7 +510,7 @@ def replay(node: Node, row: Node, value: torch.Tensor) -> Any:
     args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: replay(n, row, value))
     if isinstance(node.target, str):
         return getattr(args[0], node.target)(*args[1:], **kwargs)
-    return node.target(*args, **kwargs)  # type: ignore[operator]
+    return node.target(*args, **kwargs)
 
 
 def concerns_experts(assumption: Assumption) -> bool:

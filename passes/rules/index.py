@@ -146,7 +146,9 @@ def feature_pick(node: Node, fact: Rows, dim: int, at: int) -> Rows | None:
 def cut(ctx: Context, node: Node, fact: Any, dim: int, item: slice) -> Any:
     """A slice of a dimension: nothing, one expert's column, or some features."""
     axis = fact.axes[dim]
-    if item == _ALL or (same(extent(axis), 1) and not isinstance(item.start, RowNumber) and item.start in (None, 0) and item.step in (None, 1)):
+    if item == _ALL or (
+        same(extent(axis), 1) and not isinstance(item.start, RowNumber) and item.start in (None, 0) and item.step in (None, 1)
+    ):
         return fact
     only = axis[0] if len(axis) == 1 else None
     if only is None or not isinstance(only.size, int) or any(not isinstance(v, int | None) for v in (item.start, item.stop, item.step)):
