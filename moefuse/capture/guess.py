@@ -6,7 +6,6 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-import sympy
 import torch
 from torch.fx import Node
 
@@ -74,6 +73,8 @@ def length(mask: Node) -> int:
 
 def about_size(number: Any) -> tuple[Any, bool] | None:
     """(the symbol, the outcome) of a condition that says whether one unbacked size is zero; None for any other condition."""
+    import sympy  # here: importing moefuse must stay cheap
+
     expr = sympy.sympify(getattr(number.node, "expr", None))
     symbols = dynamo.unbacked(number)
     if expr is None or len(symbols) != 1 or expr.free_symbols != symbols:
@@ -85,6 +86,8 @@ def about_size(number: Any) -> tuple[Any, bool] | None:
 
 
 def _truth(expr: Any) -> bool | None:
+    import sympy
+
     found = sympy.simplify(expr)
     if found in (sympy.true, sympy.false):
         return bool(found)
