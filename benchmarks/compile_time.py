@@ -2,9 +2,10 @@
 
     python benchmarks/compile_time.py --layers 4 --repeats 3 --out benchmarks/results/compile-time.json
 
-Each measurement is a fresh process with empty Inductor cache folders; the two backends alternate. Measured is the first call (Dynamo,
+Each measurement is a fresh process with empty Inductor cache folders; the candidates alternate. Measured is the first call (Dynamo,
 rewrite, Inductor, C++ compiler), without imports and model construction, after one tiny unrelated compilation has paid the one-off costs.
-moefuse's C++ kernel is compiled once per machine and cached; its time is measured apart, and the ratio is given with and without it.
+moefuse's own C++ kernel is compiled once per machine and kept in moefuse's cache: "moefuse" finds it there, "moefuse, no kernel yet"
+does not.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from typing import Any
 
 from _timing import environment, paired_ratio, summary
 
-BACKENDS = ("inductor", "moefuse")
+FIRST = "moefuse, no kernel yet"
+CANDIDATES = ("inductor", "moefuse", FIRST)
 
 
 def first_call(backend: str, layers: int, train: bool) -> dict[str, Any]:
@@ -44,7 +46,6 @@ def first_call(backend: str, layers: int, train: bool) -> dict[str, Any]:
     ids = torch.randint(3, 1024, (1, 64))
     torch.compile(lambda x: x.sin() + 1, backend="inductor")(torch.ones(8))
     compiled = torch.compile(model, backend=backend)
-    kernel_s = build_kernel() if backend == "moefuse" else 0.0
 
     def step() -> float:
         start = time.perf_counter()
@@ -62,28 +63,21 @@ def first_call(backend: str, layers: int, train: bool) -> dict[str, Any]:
 
         report = moefuse.last_report()
         fused = len(report.fused) if report else 0
-    return {"seconds": seconds, "steady_s": min(step() for _ in range(3)), "fused": fused, "kernel_s": kernel_s}
+    return {"seconds": seconds, "steady_s": min(step() for _ in range(3)), "fused": fused}
 
 
-def build_kernel() -> float:
-    """Seconds to compile moefuse's own C++ kernel into an empty cache."""
-    import time
-
-    from moefuse.runtime import native
-
-    start = time.perf_counter()
-    native.ready()
-    return time.perf_counter() - start
-
-
-def child(backend: str, args: argparse.Namespace) -> dict[str, Any]:
+def child(candidate: str, args: argparse.Namespace, kernels: str) -> dict[str, Any]:
+    """One first call in a process of its own; ``kernels`` is the folder in which moefuse's kernels are kept from call to call."""
     with tempfile.TemporaryDirectory() as folder:
-        environ = os.environ | {"TORCHINDUCTOR_CACHE_DIR": folder, "TRITON_CACHE_DIR": folder}
-        command = [sys.executable, __file__, "--child", backend, "--layers", str(args.layers)] + (["--train"] if args.train else [])
+        own = folder if candidate == FIRST else kernels
+        environ = os.environ | {"TORCHINDUCTOR_CACHE_DIR": folder, "TRITON_CACHE_DIR": folder, "MOEFUSE_CACHE_DIR": own}
+        command = [sys.executable, __file__, "--child", candidate.split(",")[0], "--layers", str(args.layers)] + ["--train"] * args.train
         done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise SystemExit(f"{backend} failed:\n{done.stderr[-3000:]}")
+        raise SystemExit(f"{candidate} failed:\n{done.stderr[-3000:]}")
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    if candidate != "inductor" and result["fused"] != args.layers:
+        raise SystemExit(f"moefuse fused {result['fused']} of {args.layers} layers")
     return result
 
 
@@ -93,23 +87,19 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--train", action="store_true", help="forward and backward instead of inference")
     parser.add_argument("--out", type=Path, default=None)
-    parser.add_argument("--child", choices=BACKENDS, default=None, help=argparse.SUPPRESS)
+    parser.add_argument("--child", choices=CANDIDATES[:2], default=None, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
         print(json.dumps(first_call(args.child, args.layers, args.train)))
         return
-    seconds: dict[str, list[float]] = {backend: [] for backend in (*BACKENDS, "moefuse, kernel not built yet")}
-    for turn in range(args.repeats):
-        for backend in BACKENDS if turn % 2 == 0 else BACKENDS[::-1]:
-            result = child(backend, args)
-            if backend == "moefuse" and result["fused"] != args.layers:
-                raise SystemExit(f"moefuse fused {result['fused']} of {args.layers} layers")
-            seconds[backend].append(result["seconds"])
-            kernel = ""
-            if backend == "moefuse":
-                seconds["moefuse, kernel not built yet"].append(result["seconds"] + result["kernel_s"])
-                kernel = f", kernel {result['kernel_s']:.2f} s once per machine"
-            print(f"{backend:9s} first call {result['seconds']:6.2f} s, then {result['steady_s'] * 1e3:7.2f} ms{kernel}", flush=True)
+    seconds: dict[str, list[float]] = {candidate: [] for candidate in CANDIDATES}
+    with tempfile.TemporaryDirectory() as kernels:
+        child("moefuse", args, kernels)
+        for turn in range(args.repeats):
+            for candidate in CANDIDATES if turn % 2 == 0 else CANDIDATES[::-1]:
+                result = child(candidate, args, kernels)
+                seconds[candidate].append(result["seconds"])
+                print(f"{candidate:22s} first call {result['seconds']:6.2f} s, then {result['steady_s'] * 1e3:7.2f} ms", flush=True)
     ratio = {name: paired_ratio(values, seconds["inductor"]) for name, values in seconds.items() if name != "inductor"}
     for name, values in ratio.items():
         print(f"{name} / inductor: {values['median']:.2f}x (median of {args.repeats} pairs)")

@@ -2,6 +2,7 @@
 
     python benchmarks/layer_cpu.py --out benchmarks/results/layer-cpu.json
     python benchmarks/layer_cpu.py --shapes qwen3 --tokens 1,64 --rounds 30
+    python benchmarks/layer_cpu.py --train --tokens 512,1024 --out benchmarks/results/layer-cpu-train.json
 
 Every candidate is the same unmodified block (router included) with the same weights. Results are compared with a double-precision loop
 before anything is timed. A ratio above 1 means that moefuse is faster.
@@ -27,6 +28,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "mixtral": {"block": ("mixtral", "MixtralSparseMoeBlock"), "experts": 8, "top_k": 2, "hidden": 512, "intermediate": 1792},
     "qwen3": {"block": ("qwen3_moe", "Qwen3MoeSparseMoeBlock"), "experts": 128, "top_k": 8, "hidden": 512, "intermediate": 192},
     "olmoe": {"block": ("olmoe", "OlmoeSparseMoeBlock"), "experts": 64, "top_k": 8, "hidden": 512, "intermediate": 256},
+    "tiny": {"block": ("qwen3_moe", "Qwen3MoeSparseMoeBlock"), "experts": 32, "top_k": 4, "hidden": 128, "intermediate": 64},
 }
 EAGER, GROUPED, BATCHED, OURS = "eager loop", "grouped_mm + inductor", "batched_mm + inductor", "moefuse"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -92,16 +94,49 @@ def check(calls: dict[str, Any], block: nn.Module, x: Tensor) -> dict[str, float
     return errors
 
 
-def measure(shape_name: str, dtype_name: str, tokens: int, rounds: int, budget_s: float) -> dict[str, Any]:
+def step(call: Any, x: Tensor, pull: Tensor) -> None:
+    """Forward and backward; gradients replace those of the step before."""
+    for t in (x, *call.parameters()):
+        t.grad = None
+    output(call, x).backward(pull)
+
+
+def check_gradients(calls: dict[str, Any], block: nn.Module, x: Tensor, pull: Tensor) -> None:
+    """As :func:`check`, for the gradients of the input and of every parameter together."""
+    double = copy.deepcopy(with_implementation(block, "eager")).double()
+    exact_x = x.detach().double().requires_grad_()
+    step(double, exact_x, pull.double())
+    exact = [exact_x.grad, *(p.grad for p in double.parameters())]
+    errors = {}
+    for name, call in calls.items():
+        step(call, x, pull)
+        got = [x.grad, *(p.grad for p in call.parameters())]
+        errors[name] = max(
+            float((g.double() - e).norm() / e.norm()) for g, e in zip(got, exact, strict=True) if g is not None and e is not None
+        )
+    limit = 2 * max(error for name, error in errors.items() if name != OURS) + 4 * torch.finfo(x.dtype).eps
+    if errors[OURS] > limit:
+        raise SystemExit(f"moefuse's gradients are off by {errors[OURS]:.3g}, above {limit:.3g}; nothing is timed on a wrong result")
+
+
+def measure(shape_name: str, dtype_name: str, tokens: int, rounds: int, budget_s: float, train: bool) -> dict[str, Any]:
     """All candidates at one size."""
     torch._dynamo.reset()
     shape, dtype = SHAPES[shape_name], DTYPES[dtype_name]
     block = make_block(shape, dtype)
-    x = torch.randn(1, tokens, shape["hidden"], generator=torch.Generator().manual_seed(1)).to(dtype)
-    with torch.inference_mode():
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(1, tokens, shape["hidden"], generator=generator).to(dtype)
+    pull = torch.randn(x.shape, generator=generator).to(dtype)
+    with torch.inference_mode(not train):
         calls = candidates(block)
+        if train:
+            del calls[BATCHED]  # gathers a copy of the weights for each slot, forward and backward
+            x.requires_grad_()
         errors = check(calls, block, x)
-        times = interleaved({name: lambda c=call: c(x) for name, call in calls.items()}, rounds=rounds, budget_s=budget_s)
+        if train:
+            check_gradients(calls, block, x, pull)
+        timed = {name: (lambda c=call: step(c, x, pull)) if train else (lambda c=call: c(x)) for name, call in calls.items()}
+        times = interleaved(timed, rounds=rounds, budget_s=budget_s)
     best = min((name for name in times if name != OURS), key=lambda name: summary(times[name])["median"])
     return {
         "shape": shape_name, "dtype": dtype_name, "tokens": tokens,
@@ -114,7 +149,7 @@ def measure(shape_name: str, dtype_name: str, tokens: int, rounds: int, budget_s
 
 
 def show(row: dict[str, Any]) -> None:
-    medians = "  ".join(f"{row['ms'][name]['median']:9.3f}" for name in (EAGER, GROUPED, BATCHED, OURS))
+    medians = "  ".join(f"{row['ms'][name]['median']:9.3f}" if name in row["ms"] else " " * 9 for name in (EAGER, GROUPED, BATCHED, OURS))
     best, eager = row["ratio"][row["best_other"]], row["ratio"][EAGER]
     print(
         f"{row['shape']:8s} {row['dtype']:9s} {row['tokens']:5d}  {medians}   "
@@ -126,6 +161,7 @@ def show(row: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default=",".join(SHAPES))
+    parser.add_argument("--train", action="store_true", help="forward and backward instead of inference")
     parser.add_argument("--dtypes", default="float32,bfloat16")
     parser.add_argument("--tokens", default="1,8,64,512")
     parser.add_argument("--rounds", type=int, default=40)
@@ -137,17 +173,18 @@ def main() -> None:
     logging.disable(logging.WARNING)
     if args.threads:
         torch.set_num_threads(args.threads)
-    print("milliseconds per forward (median), and the paired ratio with its quartiles")
+    what = "forward and backward" if args.train else "forward"
+    print(f"milliseconds per {what} (median), and the paired ratio with its quartiles")
     print(f"{'shape':8s} {'dtype':9s} {'T':>5s}  {EAGER:>9.9s}  {'grouped':>9s}  {'batched':>9s}  {OURS:>9s}   against the best other")
     rows = []
     for shape in args.shapes.split(","):
         for dtype in args.dtypes.split(","):
             for tokens in args.tokens.split(","):
-                rows.append(measure(shape, dtype, int(tokens), args.rounds, args.budget))
+                rows.append(measure(shape, dtype, int(tokens), args.rounds, args.budget, args.train))
                 show(rows[-1])
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(environment() | {"unit": "ms per forward", "rows": rows}, indent=1) + "\n")
+        args.out.write_text(json.dumps(environment() | {"unit": f"ms per {what}", "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -22,8 +22,8 @@ ENVIRONMENT: dict[str, tuple[str, dict[str, object]]] = {
 }
 """Environment variable -> (the option whose default it sets, legal text -> value)."""
 
-SWITCHES: dict[str, tuple[str, ...]] = {"MOEFUSE_CPU_KERNEL": ("0", "1")}
-"""Environment variables that set no option -> legal texts. MOEFUSE_CPU_KERNEL=0 leaves the C++ kernel for few tokens out."""
+SWITCHES: dict[str, tuple[str, ...]] = {"MOEFUSE_CPU_KERNEL": ("0", "1"), "MOEFUSE_CACHE_DIR": ()}
+"""Environment variables that set no option -> legal texts, none where any text is. MOEFUSE_CPU_KERNEL=0 leaves the C++ kernels out."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def _environment_defaults() -> dict[str, object]:
         if not variable.startswith("MOEFUSE_"):
             continue
         if variable in SWITCHES:
-            if text not in SWITCHES[variable]:
+            if SWITCHES[variable] and text not in SWITCHES[variable]:
                 raise OptionError(f"environment variable {variable}={text!r} is not legal; use {_one_of(SWITCHES[variable])}")
             continue
         if variable not in ENVIRONMENT:

@@ -69,7 +69,11 @@ def rewrite(
         return _unless_assumed(frame, report)
     report.fused += result.fused
     report.skipped += result.skipped
-    return report if frame is None else _settle(frame, gm, report, result, options)
+    if frame is not None:
+        _settle(frame, gm, report, result, options)
+    if result.fused:
+        _prepare_kernel(example_inputs or ())
+    return report
 
 
 def _unless_assumed(frame: Frame | None, report: FusionReport) -> FusionReport:
@@ -79,7 +83,7 @@ def _unless_assumed(frame: Frame | None, report: FusionReport) -> FusionReport:
     return report
 
 
-def _settle(frame: Frame, gm: torch.fx.GraphModule, report: FusionReport, result: Any, options: Options) -> FusionReport:
+def _settle(frame: Frame, gm: torch.fx.GraphModule, report: FusionReport, result: Any, options: Options) -> None:
     """The last look before the graph is compiled: every assumption is discharged, and no size is left that only moefuse made traceable."""
     problems: list[Undischarged] = result.undischarged if frame.assumptions else []
     if problems or (frame.traces_data and has_data_dependent_sizes(gm)):
@@ -90,7 +94,6 @@ def _settle(frame: Frame, gm: torch.fx.GraphModule, report: FusionReport, result
                 raise_strict(report)
         frame.retreat(problems, report.skipped, why="sizes that depend on data are left in the graph")
     frame.settled |= set(frame.assumptions)
-    return report
 
 
 def raise_strict(report: FusionReport) -> None:
@@ -107,6 +110,16 @@ def has_data_dependent_sizes(gm: torch.fx.GraphModule) -> bool:
         if isinstance(module, torch.fx.GraphModule)
         for node in module.graph.nodes
     )
+
+
+def _prepare_kernel(example_inputs: Sequence[object]) -> None:
+    """On a machine where the kernel of this call was never compiled, compile it while Inductor compiles the rest."""
+    from moefuse.runtime import native
+
+    if not any(isinstance(t, torch.Tensor) and t.device.type == "cpu" for t in example_inputs):
+        return
+    trained = torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in example_inputs)
+    native.start("train" if trained else "infer")
 
 
 def publish(report: FusionReport, options: Options) -> None:

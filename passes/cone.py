@@ -63,7 +63,7 @@ def _every_expert(ctx: Context, node: Node, value: Node, table: Table) -> Rows |
     if view is None or len(table.axes) > len(view.axes):
         return None
     axes: list[Any] = []
-    tokens = False
+    tokens = same(table.routing.num_tokens, 1)  # one token lines up with anything
     for mine, other in zip(view.axes, padded(table.axes, len(view.axes)), strict=True):
         if not real(other):
             axes.append(tuple(Atom("f", 0, a.size) for a in mine if not same(a.size, 1)))
@@ -111,7 +111,7 @@ def _inside(ctx: Context, top: Node, node: Node, inside: set[Node], memo: dict[N
     unchanged = _unchanged(ctx, node, inside)
     if unchanged is not None:
         return go(unchanged)
-    if call.name in ("mean", "var", "amax", "layer_norm", "rms_norm") and isinstance(first, Node):
+    if call.name in ("mean", "var", "amax", "softmax", "layer_norm", "rms_norm") and isinstance(first, Node):
         return _over_features(node, go, first, call)
     if call.name in ("to", "contiguous", "clone", "type_as") and isinstance(first, Node):
         before = tensor(first)
@@ -183,8 +183,11 @@ def _over_features(node: Node, go: Any, x: Node, call: Call) -> Expr | None:
         return Op(node, call.name, (go(x), tuple(shape)), options)
     dim = call.kwargs.get("dim", call.args[1] if len(call.args) > 1 else None)
     dim = dim[0] if isinstance(dim, tuple | list) and len(dim) == 1 else dim
-    if dim not in (-1, before.dim() - 1) or set(call.kwargs) - {"dim", "keepdim"} or before.dim() < 2:
+    other = {key for key, v in call.kwargs.items() if key not in ("dim", "keepdim") and not (key == "dtype" and v is None)}
+    if dim not in (-1, before.dim() - 1) or other or before.dim() < 2:
         return None
+    if call.name == "softmax":
+        return Op(node, call.name, (go(x),), (("dim", -1),))
     return Op(node, call.name, (go(x),), (("dim", -1), ("keepdim", True)))
 
 

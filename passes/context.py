@@ -181,12 +181,16 @@ class Context:
         return tuple(shown[i] for i in sorted(shown))
 
     def _from_topk(self, node: Node) -> bool:
-        """Whether ids are the indices of a top-k, and so distinct within a token."""
+        """Whether ids are the indices of a top-k or of a part of a sorted dimension, and so distinct within a token."""
         call = self.calls.get(node)
-        if call is None or call.name != "getitem" or call.args[1] != 1:
+        while call is not None and call.name == "getitem" and _is_slice(call.args[1]):
+            call = self.calls.get(call.args[0])
+        if call is None:
             return False
-        source = self.calls.get(call.args[0])
-        return source is not None and source.name == "topk"
+        if call.name == "argsort":
+            return _last_dim(call, 1)
+        source = self.calls.get(call.args[0]) if call.name == "getitem" and call.args[1] == 1 else None
+        return source is not None and source.name in ("topk", "sort") and _last_dim(source, 2 if source.name == "topk" else 1)
 
     def written_between(self, node: Node, first: Node, last: Node) -> Node | None:
         """A write to the storage of ``node`` after ``first`` and before ``last``, if there is one."""
@@ -199,6 +203,18 @@ class Context:
     def lost(self, code: str, node: Node, **details: Any) -> Lost:
         """A refusal at ``node``."""
         return Lost(code, node, details)
+
+
+def _is_slice(index: object) -> bool:
+    items = index if isinstance(index, tuple) else (index,)
+    return all(isinstance(item, slice) or item is Ellipsis for item in items)
+
+
+def _last_dim(call: Call, place: int) -> bool:
+    """Whether a top-k or sort runs along the last dimension. ``place``: where its ``dim`` stands among the arguments."""
+    dim = call.kwargs.get("dim", call.args[place] if len(call.args) > place else -1)
+    value = tensor(call.args[0]) if call.args else tensor(call.kwargs["input"])
+    return isinstance(dim, int) and value is not None and dim in (-1, value.dim() - 1)
 
 
 def _changes_dtype(node: Node, source: Node) -> bool:

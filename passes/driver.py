@@ -19,6 +19,7 @@ from moefuse.capture.assumptions import Assumption, Undischarged
 from moefuse.errors import CODES
 from moefuse.passes import discharge
 from moefuse.passes.context import Context
+from moefuse.passes.devices import unsupported
 from moefuse.passes.emit import Emitter
 from moefuse.passes.facts import Lost, Routing
 from moefuse.passes.interpret import interpret
@@ -136,6 +137,10 @@ def _rewrite(ctx: Context, known: dict[Node, Any], run: _Run, region: Region) ->
     except Exception as error:  # a replacement that cannot be built is no reason to stop the user's program
         emit.undo()
         return Lost("not-lowered", anchor, {"detail": _first_line(error)})
+    elsewhere = unsupported(emit.nodes, ctx.mode[anchor][0])
+    if elsewhere is not None:
+        emit.undo()
+        return Lost("device-unsupported", anchor, dict(zip(("device", "detail"), elsewhere, strict=True)))
     verdict = _verdict(ctx, known, run, region, emit, lowered)
     if isinstance(verdict, Lost):
         emit.undo()

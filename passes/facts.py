@@ -258,6 +258,14 @@ class Sum(Fact):
 
 
 @dataclass(frozen=True, eq=False)
+class Stacked:
+    """Rows of experts beside each other along ``dim``, in no order that says which is whose: what is left to do is add them."""
+
+    items: tuple[Rows, ...]
+    dim: int
+
+
+@dataclass(frozen=True, eq=False)
 class Buffer(Fact):
     """An accumulator read at a selection, perhaps with rows already added: the middle of ``out[idx] += rows``."""
 

@@ -51,7 +51,7 @@ _LOOKS_AT: dict[str, tuple[int, ...]] = {
 }
 
 #: where the ops are at least as fast as what they replace; elsewhere the program stays as it is
-_DEVICES = frozenset(("cpu",))
+_DEVICES = frozenset(("cpu", "cuda"))
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -344,7 +344,7 @@ def _types(ctx: Context, region: Region) -> Lost | None:
         if v is not None and v.dtype not in _FLOATS:
             return ctx.lost("dtype-unsupported", region.anchor, dtype=str(v.dtype).removeprefix("torch."), detail="expert weights")
     if devices - _DEVICES:
-        return ctx.lost("device-unsupported", region.anchor, device=", ".join(sorted(devices)))
+        return ctx.lost("device-unsupported", region.anchor, device=", ".join(sorted(devices)), detail="it has no kernel there")
     dtypes = {v.dtype for v in values if v is not None}
     if len(dtypes) > 1:
         names = ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))

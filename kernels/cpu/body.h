@@ -46,6 +46,14 @@ struct Routing {
       }
   }
 
+  // From what a forward kept: order [slots], valid entries first, and offsets [experts + 1].
+  Routing(const int64_t* sorted, const int64_t* offsets, int64_t slots, int64_t experts)
+      : order(sorted, sorted + offsets[experts]), position(slots, -1) {
+    for (int64_t e = 0; e < experts; ++e)
+      if (offsets[e + 1] > offsets[e]) groups.push_back({e, offsets[e], offsets[e + 1]});
+    for (size_t row = 0; row < order.size(); ++row) position[order[row]] = int32_t(row);
+  }
+
   static int64_t id(const Matrix& m, int64_t row, int64_t column) {
     int64_t at = row * m.row_stride + column * m.column_stride;
     switch (m.dtype) {
@@ -86,6 +94,8 @@ struct Call {
   int out_dtype;
   void* out;
   int threads;
+  // In the order of the op's arguments.
+  std::array<Experts*, 6> lists() { return {&w_in, &w_up, &w_out, &b_in, &b_up, &b_out}; }
 };
 
 // One row of pre-activations [width] (bias included) to the input of the second projection [inner].

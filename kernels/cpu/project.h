@@ -23,7 +23,7 @@ inline void dots(const D* w, int64_t ld, const Acc<D>* const* rows, int64_t n, c
     for (int j = 0; j < FEATURES; ++j) {
       Vec<A> weight = load(w + j * ld + i);
 #pragma GCC unroll 8
-      for (int m = 0; m < ROWS; ++m) acc[m][j] += weight * r[m];
+      for (int m = 0; m < ROWS; ++m) acc[m][j] = multiply_add(weight, r[m], acc[m][j]);
     }
   }
 #pragma GCC unroll 8
@@ -31,7 +31,7 @@ inline void dots(const D* w, int64_t ld, const Acc<D>* const* rows, int64_t n, c
 #pragma GCC unroll 8
     for (int j = 0; j < FEATURES; ++j) {
       A sum = lanes_sum<A>(acc[m][j]);
-      for (int64_t rest = i; rest < n; ++rest) sum += widen(w[j * ld + rest]) * rows[m][rest];
+      for (int64_t rest = i; rest < n; ++rest) sum = multiply_add(widen(w[j * ld + rest]), rows[m][rest], sum);
       out[m * ld_out + j] = rounded<D>(bias ? sum + widen(bias[j]) : sum);
     }
 }
@@ -49,7 +49,7 @@ inline void sums(const D* w, int64_t ld, const Acc<D>* const* rows, int64_t n, c
     for (int j = 0; j < VECTORS; ++j) {
       Vec<A> weight = load(w + i * ld + j * W);
 #pragma GCC unroll 8
-      for (int m = 0; m < ROWS; ++m) acc[m][j] += weight * r[m];
+      for (int m = 0; m < ROWS; ++m) acc[m][j] = multiply_add(weight, Vec<A>{} + r[m], acc[m][j]);
     }
   }
   for (int m = 0; m < ROWS; ++m)
@@ -82,7 +82,7 @@ void some_rows(const Weight& w, const Acc<D>* const* rows, int64_t n, const D* b
   for (; j < end; ++j)
     for (int m = 0; m < ROWS; ++m) {
       A sum = 0;
-      for (int64_t i = 0; i < n; ++i) sum += widen(data[i * w.ld + j]) * rows[m][i];
+      for (int64_t i = 0; i < n; ++i) sum = multiply_add(widen(data[i * w.ld + j]), rows[m][i], sum);
       out[m * ld_out + j] = rounded<D>(bias ? sum + widen(bias[j]) : sum);
     }
 }

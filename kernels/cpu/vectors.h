@@ -1,13 +1,17 @@
 // Storage dtypes, vectors of the accumulation dtype, and rounding to storage. No torch headers: this compiles in a second or two.
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <exception>
+#include <initializer_list>
 #include <limits>
 #include <memory>
 #include <stdexcept>
 #include <string>
 #include <type_traits>
+#include <utility>
 #include <vector>
 #include <omp.h>
 #if defined(__x86_64__)
@@ -136,6 +140,22 @@ inline VecF rounded_lanes(VecF v, F16*) {
 template <class T, class V> inline void store_lanes(T* p, V v) {  // between float and double
   for (int i = 0; i < int(sizeof(V) / sizeof(v[0])); ++i) p[i] = narrow<T>(Acc<T>(v[i]));
 }
+
+// a * b + c with one rounding where the CPU has the instruction. Left to the compiler, which product of a sum is contracted may depend on
+// how a loop was unrolled, and so on the number of rows.
+#if defined(__FMA__)
+inline float multiply_add(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+inline double multiply_add(double a, double b, double c) { return __builtin_fma(a, b, c); }
+#if defined(__AVX512F__)
+inline VecF multiply_add(VecF a, VecF b, VecF c) { return (VecF)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
+inline VecD multiply_add(VecD a, VecD b, VecD c) { return (VecD)_mm512_fmadd_pd((__m512d)a, (__m512d)b, (__m512d)c); }
+#else
+inline VecF multiply_add(VecF a, VecF b, VecF c) { return (VecF)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
+inline VecD multiply_add(VecD a, VecD b, VecD c) { return (VecD)_mm256_fmadd_pd((__m256d)a, (__m256d)b, (__m256d)c); }
+#endif
+#else
+template <class A> inline A multiply_add(A a, A b, A c) { return a * b + c; }
+#endif
 
 // Sum of the lanes, always in the same order.
 template <class A> inline A lanes_sum(Vec<A> v) {

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moefuse.ops.body import infer_args
+from moefuse.ops.body import encode_needs, pack
 from moefuse.ops.checks import check_experts
 
 ops = torch.ops.moefuse
@@ -56,25 +56,21 @@ class _Experts(torch.autograd.Function):
     """One call of ``moefuse::experts`` that is differentiated."""
 
     @staticmethod
-    def forward(
-        ctx: Any, options: dict[str, Any], lengths: tuple[int, ...], x: Tensor, ids: Tensor, weights: Tensor, *flat: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, counts: list[int], body: tuple[Any, ...], out_dtype: torch.dtype, *tensors: Tensor) -> Tensor:
         with below_autograd():
-            out, h, order, offsets = ops.experts_forward(x, ids, weights, *split(flat, lengths), **options)
-        ctx.options = {k: v for k, v in options.items() if k != "out_dtype"}
-        ctx.lengths = lengths
+            out, h, order, offsets = ops.experts_forward.default(tensors, counts, *body, out_dtype)
+        x, _, weights, *flat = tensors
+        ctx.counts, ctx.body = counts, body
         ctx.save_for_backward(x, weights, h, order, offsets, *flat)
         return out  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        x, weights, h, order, offsets, *flat = ctx.saved_tensors
-        _, _, need_x, _, need_weights, *need_flat = ctx.needs_input_grad
-        lengths = (1, 1, *ctx.lengths)
-        needs = [need_x, need_weights, *(any(part) for part in split(need_flat, ctx.lengths))]
-        computed = ops.experts_backward(grad, x, weights, h, order, offsets, *split(flat, ctx.lengths), needs, **ctx.options)
-        d_x, d_weights, *d_flat = grads_for(needs, lengths, computed)
-        return None, None, d_x, None, d_weights, *d_flat
+        need_x, _, need_weights, *need_flat = ctx.needs_input_grad[3:]
+        needs = [need_x, need_weights, *(any(part) for part in split(need_flat, ctx.counts))]
+        computed = ops.experts_backward.default([grad, *ctx.saved_tensors], ctx.counts, encode_needs(needs), *ctx.body)
+        d_x, d_weights, *d_flat = grads_for(needs, (1, 1, *ctx.counts), computed)
+        return None, None, None, d_x, None, d_weights, *d_flat
 
 
 def experts(
@@ -96,23 +92,13 @@ def experts(
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Autograd entry of ``moefuse::experts``."""
-    lists = (w_in, w_up, w_out, b_in, b_up, b_out)
-    options: dict[str, Any] = {
-        "activation": activation,
-        "activation_args": list(activation_args),
-        "gating": gating,
-        "up_first": up_first,
-        "weight_on_input": weight_on_input,
-        "out_dtype": out_dtype,
-    }
-    if torch.is_grad_enabled() and wants_grad((x, weights, *(t for part in lists for t in part))):
-        lengths = tuple(len(part) for part in lists)
-        return _Experts.apply(options, lengths, x, ids, weights, *(t for part in lists for t in part))  # type: ignore[no-any-return,no-untyped-call]
-    data = (x, ids, weights, *lists)
+    data = (x, ids, weights, w_in, w_up, w_out, b_in, b_up, b_out)
     check_experts("experts", *data, activation, activation_args, gating, up_first, out_dtype)
-    args = infer_args(data, activation, activation_args, gating, up_first, weight_on_input, out_dtype)
+    tensors, counts, *body, dtype = pack(data, activation, activation_args, gating, up_first, weight_on_input, out_dtype)
+    if wants_grad(tensors):
+        return _Experts.apply(counts, tuple(body), dtype, *tensors)  # type: ignore[no-any-return,no-untyped-call]
     with below_autograd():
-        return ops.experts_infer.default(*args)  # type: ignore[no-any-return]
+        return ops.experts_infer.default(tensors, counts, *body, dtype)  # type: ignore[no-any-return]
 
 
 def not_differentiable(name: str) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""The options of ``moefuse::experts`` as the few numbers that its internal inference ops take."""
+"""The arguments of ``moefuse::experts`` as the one list and the few numbers that its internal ops take."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def decode(body: int, arg0: float, arg1: float) -> dict[str, Any]:
     }
 
 
-def infer_args(
+def pack(
     data: tuple[Any, ...],
     activation: str,
     activation_args: Sequence[float],
@@ -48,19 +48,35 @@ def infer_args(
     weight_on_input: bool,
     out_dtype: torch.dtype | None,
 ) -> tuple[Any, ...]:
-    """Arguments of ``moefuse::experts_infer`` for the tensors ``data`` (x, ids, weights, six lists) and checked options."""
-    tensors, counts = list(data[:3]), []
-    for part in data[3:]:
-        tensors += part
-        counts.append(len(part))
+    """Arguments of ``moefuse::experts_infer`` and ``experts_forward`` for ``data`` (x, ids, weights, six lists) and checked options."""
+    tensors, counts = join(data, 3)
     return (tensors, counts, *encode(activation, activation_args, gating, up_first, weight_on_input), out_dtype or data[0].dtype)
 
 
-def unpack(tensors: Sequence[Tensor], counts: Sequence[int]) -> tuple[Any, ...]:
-    """(x, ids, weights, six lists) of the first two arguments of ``moefuse::experts_infer``."""
-    data: list[Any] = list(tensors[:3])
-    start = 3
+def join(data: Sequence[Any], single: int) -> tuple[list[Tensor], list[int]]:
+    """(all tensors, length of each list) of data whose first ``single`` entries are tensors and the others lists."""
+    tensors, counts = list(data[:single]), []
+    for part in data[single:]:
+        tensors += part
+        counts.append(len(part))
+    return tensors, counts
+
+
+def unpack(tensors: Sequence[Tensor], counts: Sequence[int]) -> list[Any]:
+    """What :func:`join` was given."""
+    start = len(tensors) - sum(counts)
+    data: list[Any] = list(tensors[:start])
     for n in counts:
         data.append(list(tensors[start : start + n]))
         start += n
-    return tuple(data)
+    return data
+
+
+def encode_needs(needs: Sequence[bool]) -> int:
+    """Flags of the gradients that are wanted, as bits."""
+    return sum(bool(need) << i for i, need in enumerate(needs))
+
+
+def decode_needs(bits: int) -> list[bool]:
+    """The eight flags of :data:`moefuse.runtime.backward.INPUTS`."""
+    return [bool(bits >> i & 1) for i in range(8)]

@@ -1,4 +1,7 @@
-"""``moefuse::experts``: kernel entry, fake and registration, and the two internal ops its gradient goes through.
+"""``moefuse::experts``: kernel entry, fake and registration, and the internal ops that it runs as.
+
+Inference is ``experts_infer``; a call that is differentiated is ``experts_forward``, later ``experts_backward``. On the CPU a C++ kernel
+takes these over (``moefuse/runtime/native.py``), and what it leaves comes back as the op of the same name with ``_general``.
 
 What forward saves for backward has shapes that do not depend on the routing:
 
@@ -9,18 +12,20 @@ What forward saves for backward has shapes that do not depend on the routing:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from moefuse.ops import autograd
-from moefuse.ops.body import decode, infer_args, unpack
+from moefuse.ops.body import decode, decode_needs, pack, unpack
 from moefuse.ops.checks import check_experts
 from moefuse.ops.schema import implement
 from moefuse.runtime import native, providers
 
 Lists = Sequence[Tensor]
+Kept = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def _kernel(
@@ -43,21 +48,36 @@ def _kernel(
 ) -> Tensor:
     data = (x, ids, weights, w_in, w_up, w_out, b_in, b_up, b_out)
     check_experts("experts", *data, activation, activation_args, gating, up_first, out_dtype)
-    args = infer_args(data, activation, activation_args, gating, up_first, weight_on_input, out_dtype)
+    args = pack(data, activation, activation_args, gating, up_first, weight_on_input, out_dtype)
     out: Tensor = torch.ops.moefuse.experts_infer.default(*args)
     return out
 
 
-def _infer_kernel(tensors: Lists, counts: Sequence[int], body: int, arg0: float, arg1: float, out_dtype: torch.dtype) -> Tensor:
-    """Runs on the CPU until the C++ kernel takes this op over there, which may happen in here; and on any other device."""
-    if tensors[0].device.type == "cpu" and native.ready():
-        out: Tensor = torch.ops.moefuse.experts_infer.default(tensors, counts, body, arg0, arg1, out_dtype)
-        return out
-    return _general_kernel(tensors, counts, body, arg0, arg1, out_dtype)
+def _fake(*data: Any, activation: str = "silu", activation_args: Sequence[float] = (), gating: str = "merged", up_first: bool = False,
+          weight_on_input: bool = False, out_dtype: torch.dtype | None = None) -> Tensor:  # fmt: skip
+    options: dict[str, Any] = {
+        "activation": activation,
+        "activation_args": activation_args,
+        "gating": gating,
+        "up_first": up_first,
+        "out_dtype": out_dtype,
+    }
+    _, _, hidden = check_experts("experts", *data, **options)
+    return data[0].new_empty((data[0].shape[0], hidden), dtype=out_dtype or data[0].dtype)  # type: ignore[no-any-return]
 
 
-def _general_kernel(tensors: Lists, counts: Sequence[int], body: int, arg0: float, arg1: float, out_dtype: torch.dtype) -> Tensor:
-    """``experts_infer`` without the C++ kernel."""
+def _or_native(name: str, unit: str, general: Callable[..., Any]) -> Callable[..., Any]:
+    """Runs on the CPU until the C++ kernel takes the op over there, which may happen in here; and on any other device."""
+
+    def kernel(tensors: Lists, *rest: Any) -> Any:
+        if tensors[0].device.type == "cpu" and native.ready(unit):
+            return getattr(torch.ops.moefuse, name).default(tensors, *rest)
+        return general(tensors, *rest)
+
+    return kernel
+
+
+def _infer(tensors: Lists, counts: Sequence[int], body: int, arg0: float, arg1: float, out_dtype: torch.dtype) -> Tensor:
     out: Tensor = providers.run("experts", *unpack(tensors, counts), *decode(body, arg0, arg1).values(), out_dtype)
     return out
 
@@ -66,136 +86,41 @@ def _infer_fake(tensors: Lists, counts: Sequence[int], body: int, arg0: float, a
     return _fake(*unpack(tensors, counts), **decode(body, arg0, arg1), out_dtype=out_dtype)
 
 
-def _fake(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    w_in: Lists,
-    w_up: Lists,
-    w_out: Lists,
-    b_in: Lists,
-    b_up: Lists,
-    b_out: Lists,
-    *,
-    activation: str = "silu",
-    activation_args: Sequence[float] = (),
-    gating: str = "merged",
-    up_first: bool = False,
-    weight_on_input: bool = False,
-    out_dtype: torch.dtype | None = None,
-) -> Tensor:
-    data = (x, ids, weights, w_in, w_up, w_out, b_in, b_up, b_out)
-    _, _, hidden = check_experts("experts", *data, activation, activation_args, gating, up_first, out_dtype)
-    return x.new_empty((x.shape[0], hidden), dtype=out_dtype or x.dtype)
-
-
-def _forward_kernel(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    w_in: Lists,
-    w_up: Lists,
-    w_out: Lists,
-    b_in: Lists,
-    b_up: Lists,
-    b_out: Lists,
-    *,
-    activation: str = "silu",
-    activation_args: Sequence[float] = (),
-    gating: str = "merged",
-    up_first: bool = False,
-    weight_on_input: bool = False,
-    out_dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    data = (x, ids, weights, w_in, w_up, w_out, b_in, b_up, b_out)
-    check_experts("experts", *data, activation, activation_args, gating, up_first, out_dtype)
-    out: tuple[Tensor, Tensor, Tensor, Tensor] = providers.run(
-        "experts_forward", *data, activation, activation_args, gating, up_first, weight_on_input, out_dtype
-    )
+def _forward(tensors: Lists, counts: Sequence[int], body: int, arg0: float, arg1: float, out_dtype: torch.dtype) -> Kept:
+    out: Kept = providers.run("experts_forward", *unpack(tensors, counts), *decode(body, arg0, arg1).values(), out_dtype)
     return out
 
 
-def _forward_fake(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    w_in: Lists,
-    w_up: Lists,
-    w_out: Lists,
-    b_in: Lists,
-    b_up: Lists,
-    b_out: Lists,
-    *,
-    activation: str = "silu",
-    activation_args: Sequence[float] = (),
-    gating: str = "merged",
-    up_first: bool = False,
-    weight_on_input: bool = False,
-    out_dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    data = (x, ids, weights, w_in, w_up, w_out, b_in, b_up, b_out)
-    experts, width, hidden = check_experts("experts", *data, activation, activation_args, gating, up_first, out_dtype)
+def _forward_fake(tensors: Lists, counts: Sequence[int], body: int, arg0: float, arg1: float, out_dtype: torch.dtype) -> Kept:
+    data, options = unpack(tensors, counts), {**decode(body, arg0, arg1), "out_dtype": out_dtype}
+    del options["weight_on_input"]
+    x, ids = data[:2]
+    experts, width, hidden = check_experts("experts", *data, **options)
     slots = x.shape[0] * ids.shape[1]
-    out = x.new_empty((x.shape[0], hidden), dtype=out_dtype or x.dtype)
     order, offsets = (x.new_empty((n,), dtype=torch.int64) for n in (slots, experts + 1))
-    return out, x.new_empty((slots, width)), order, offsets
+    return x.new_empty((x.shape[0], hidden), dtype=out_dtype), x.new_empty((slots, width)), order, offsets
 
 
-def _backward_kernel(
-    grad: Tensor,
-    x: Tensor,
-    weights: Tensor,
-    h: Tensor,
-    order: Tensor,
-    offsets: Tensor,
-    w_in: Lists,
-    w_up: Lists,
-    w_out: Lists,
-    b_in: Lists,
-    b_up: Lists,
-    b_out: Lists,
-    needs: Sequence[bool],
-    *,
-    activation: str,
-    activation_args: Sequence[float],
-    gating: str,
-    up_first: bool,
-    weight_on_input: bool,
-) -> list[Tensor]:
-    data = (grad, x, weights, h, order, offsets, w_in, w_up, w_out, b_in, b_up, b_out, needs)
-    out: list[Tensor] = providers.run("experts_backward", *data, activation, activation_args, gating, up_first, weight_on_input)
+def _backward(tensors: Lists, counts: Sequence[int], needs: int, body: int, arg0: float, arg1: float) -> list[Tensor]:
+    data = unpack(tensors, counts)
+    out: list[Tensor] = providers.run("experts_backward", *data, decode_needs(needs), *decode(body, arg0, arg1).values())
     return out
 
 
-def _backward_fake(
-    grad: Tensor,
-    x: Tensor,
-    weights: Tensor,
-    h: Tensor,
-    order: Tensor,
-    offsets: Tensor,
-    w_in: Lists,
-    w_up: Lists,
-    w_out: Lists,
-    b_in: Lists,
-    b_up: Lists,
-    b_out: Lists,
-    needs: Sequence[bool],
-    *,
-    activation: str,
-    activation_args: Sequence[float],
-    gating: str,
-    up_first: bool,
-    weight_on_input: bool,
-) -> list[Tensor]:
-    out: list[Tensor] = [t.new_empty(t.shape) for t, need in ((x, needs[0]), (weights, needs[1])) if need]
-    for tensors, need in zip((w_in, w_up, w_out, b_in, b_up, b_out), needs[2:], strict=True):
-        out += [torch.empty_like(t) for t in tensors] if need else []
+def _backward_fake(tensors: Lists, counts: Sequence[int], needs: int, body: int, arg0: float, arg1: float) -> list[Tensor]:
+    _, x, weights, _, _, _, *lists = unpack(tensors, counts)
+    wanted = decode_needs(needs)
+    out: list[Tensor] = [t.new_empty(t.shape) for t, need in ((x, wanted[0]), (weights, wanted[1])) if need]
+    for part, need in zip(lists, wanted[2:], strict=True):
+        out += [torch.empty_like(t) for t in part] if need else []
     return out
 
 
 implement("experts", kernel=_kernel, fake=_fake, autograd=autograd.experts)
-implement("experts_infer", kernel=_infer_kernel, fake=_infer_fake, autograd=None)
-implement("experts_general", kernel=_general_kernel, fake=_infer_fake, autograd=None)
-implement("experts_forward", kernel=_forward_kernel, fake=_forward_fake, autograd=autograd.not_differentiable("experts_forward"))
-implement("experts_backward", kernel=_backward_kernel, fake=_backward_fake, autograd=autograd.once("experts_backward", "experts"))
+for _name, _general, _general_fake, _unit, _entry in (
+    ("experts_infer", _infer, _infer_fake, "infer", None),
+    ("experts_forward", _forward, _forward_fake, "train", autograd.not_differentiable("experts_forward")),
+    ("experts_backward", _backward, _backward_fake, "train", autograd.once("experts_backward", "experts")),
+):
+    implement(_name, kernel=_or_native(_name, _unit, _general), fake=_general_fake, autograd=_entry)
+    implement(f"{_name}_general", kernel=_general, fake=_general_fake, autograd=None)

@@ -13,20 +13,16 @@ _EXPERTS_ARGS = (
     'str activation="silu", float[] activation_args=[], str gating="merged", bool up_first=False, bool weight_on_input=False, '
     "ScalarType? out_dtype=None"
 )
-# One list for all tensors and one integer for all options (moefuse/ops/body.py): few arguments make a call cheap.
-_INFER_ARGS = "Tensor[] tensors, int[] counts, int body, float arg0, float arg1, ScalarType out_dtype"
-_BACKWARD_ARGS = (
-    "Tensor grad, Tensor x, Tensor weights, Tensor h, Tensor order, Tensor offsets, Tensor[] w_in, Tensor[] w_up, Tensor[] w_out, "
-    "Tensor[] b_in, Tensor[] b_up, Tensor[] b_out, bool[] needs, *, "
-    "str activation, float[] activation_args, str gating, bool up_first, bool weight_on_input"
-)
+# The internal ops take one list for all tensors and one integer for all options (moefuse/ops/body.py): few arguments make a call cheap.
+_PACKED = "Tensor[] tensors, int[] counts, int body, float arg0, float arg1, ScalarType out_dtype"
+_PACKED_BACKWARD = "Tensor[] tensors, int[] counts, int needs, int body, float arg0, float arg1"
+_KEPT = "(Tensor out, Tensor h, Tensor order, Tensor offsets)"
 
 SCHEMAS: tuple[str, ...] = (
     f"experts({_EXPERTS_ARGS}) -> Tensor",
-    f"experts_infer({_INFER_ARGS}) -> Tensor",
-    f"experts_general({_INFER_ARGS}) -> Tensor",
-    f"experts_forward({_EXPERTS_ARGS}) -> (Tensor out, Tensor h, Tensor order, Tensor offsets)",
-    f"experts_backward({_BACKWARD_ARGS}) -> Tensor[]",
+    *(f"experts_infer{general}({_PACKED}) -> Tensor" for general in ("", "_general")),
+    *(f"experts_forward{general}({_PACKED}) -> {_KEPT}" for general in ("", "_general")),
+    *(f"experts_backward{general}({_PACKED_BACKWARD}) -> Tensor[]" for general in ("", "_general")),
     "permute(Tensor x, Tensor ids, int num_experts) -> (Tensor xs, Tensor order, Tensor offsets)",
     "grouped_linear(Tensor xs, Tensor offsets, Tensor[] w, Tensor[] b) -> Tensor",
     "grouped_linear_backward(Tensor grad, Tensor xs, Tensor offsets, Tensor[] w, Tensor[] b, bool[] needs) -> Tensor[]",

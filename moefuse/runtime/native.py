@@ -1,9 +1,9 @@
-"""The C++ kernel of ``moefuse::experts_infer`` on the CPU: compiled at its first use, once per machine.
+"""The C++ kernels of the experts ops on the CPU: compiled at their first use, once per machine.
 
-It is registered with the dispatcher for CPU tensors, so a compiled model reaches it without any Python. Few slots it computes alone; for
-many it leaves the GEMMs to torch and does the rest. Calls it is not made for (weights whose strides fit neither storage order, 16-bit
-GEMMs that the CPU has instructions for) go on to ``moefuse::experts_general``. Without a working compiler everything
-does: that costs speed and nothing else.
+They are registered with the dispatcher for CPU tensors, so a compiled model reaches them without any Python. Few slots they compute alone;
+for many they leave the GEMMs to torch and do the rest. Calls they are not made for (weights whose strides fit neither storage order,
+16-bit GEMMs that the CPU has instructions for) go on to the ops' ``_general`` twins. Without a working compiler everything does: that
+costs speed and nothing else.
 """
 
 from __future__ import annotations
@@ -12,19 +12,18 @@ import ctypes
 import logging
 import os
 import threading
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from moefuse import _torch_private
+from moefuse import _torch_private, cache_folder
 from moefuse.runtime.gemm import WIDENED
 
 log = logging.getLogger(__name__)
 
-SOURCES = ("vectors.h", "project.h", "activations.h", "body.h", "large.h", "op.h")
-"""Files of kernels/cpu in the order in which they are put together."""
 SWITCH = "MOEFUSE_CPU_KERNEL"
-"""Environment variable; 0 leaves the kernel out."""
+"""Environment variable; 0 leaves the kernels out."""
 
 NAMES = (
     "aoti_torch_get_dim",
@@ -43,53 +42,93 @@ NAMES = (
     "torch_get_num_threads",
     "aoti_torch_create_tensor_from_blob",
     "aoti_torch_cpu_mm_out",
+    "torch_new_list_reserve_size",
+    "torch_list_push_back",
 )
-"""Functions of libtorch that the kernel calls, in the order of ``Interface`` in kernels/cpu/op.h."""
+"""Functions of libtorch that the kernels call, in the order of ``Interface`` in kernels/cpu/interface.h."""
 
+
+@dataclass
+class Unit:
+    """One library: what is compiled, and whether it is there."""
+
+    sources: tuple[str, ...]
+    """Files of kernels/cpu in the order in which they are put together."""
+    library: ctypes.CDLL | None = None
+    tried: bool = False
+    enabled: bool = True
+
+
+_COMMON = ("vectors.h", "project.h", "activations.h", "body.h", "large.h", "interface.h")
+UNITS = {
+    "infer": Unit((*_COMMON, "op.h")),
+    "train": Unit((*_COMMON, "derivative.h", "backward.h", "train.h")),
+}
 _lock = threading.Lock()
-_library: ctypes.CDLL | None = None
-_tried = False
-_settings = (True, -1)
+_max_slots = -1
 
 
-def source() -> str:
+def source(unit: str) -> str:
     """The C++ text."""
     folder = Path(__file__).parent.parent / "kernels" / "cpu"
-    return "\n".join((folder / name).read_text() for name in SOURCES)
+    return "\n".join((folder / name).read_text() for name in UNITS[unit].sources)
 
 
-def ready() -> bool:
+def ready(unit: str = "infer") -> bool:
     """Whether the kernel is registered; the first call compiles and registers it, which takes seconds on a machine that never did."""
-    global _library, _tried
-    if _tried:
-        return _library is not None
+    it = UNITS[unit]
+    if it.tried:
+        return it.library is not None
     with _lock:
-        if not _tried:
+        if not it.tried:
             try:
-                _library = _load()
+                it.library = _load(unit)
             except Exception as error:
                 # No compiler, a read-only cache folder, a torch without the interface, ...: all of them mean the same here.
                 log.debug("the C++ kernel is not available, experts run in torch: %s", str(error).strip().split("\n")[0])
-            _tried = True
-    return _library is not None
+            it.tried = True
+    return it.library is not None
 
 
-def configure(enabled: bool, max_slots: int = -1) -> None:
-    """Turn the kernel on or off, now and when it is loaded later; ``max_slots`` (-1: as measured) is the most slots that count as few."""
-    global _settings
-    _settings = (enabled, max_slots)
-    if _library is not None:
-        _library.moefuse_configure(int(enabled), ctypes.c_int64(max_slots))
+def start(unit: str) -> None:
+    """Have the kernel ready soon: compile it beside whatever this process does next (a C++ compiler runs in a process of its own)."""
+    if not UNITS[unit].tried and os.environ.get(SWITCH) != "0":
+        threading.Thread(target=ready, args=(unit,), daemon=True).start()
 
 
-def _load() -> ctypes.CDLL | None:
+def configure(enabled: bool, max_slots: int = -1, unit: str | None = None) -> None:
+    """Turn the kernels (or one) on or off, now and when they are loaded later.
+
+    ``max_slots`` (-1: as measured) is the most slots that count as few; given, more of them and training go to the general ops.
+    """
+    global _max_slots
+    _max_slots = max_slots
+    for name, it in UNITS.items():
+        if unit in (None, name):
+            it.enabled = enabled
+        _apply(it)
+
+
+def _apply(unit: Unit) -> None:
+    if unit.library is not None:
+        unit.library.moefuse_configure(int(unit.enabled), ctypes.c_int64(_max_slots))
+
+
+def widen(half: bool, bfloat: bool) -> None:
+    """Whether float16 and bfloat16 GEMMs run in float32."""
+    for unit in UNITS.values():
+        if unit.library is not None:
+            unit.library.moefuse_widen(int(half), int(bfloat))
+
+
+def _load(unit: str) -> ctypes.CDLL | None:
     if os.environ.get(SWITCH) == "0":
         return None
     functions = _torch_private.libtorch_functions(NAMES)
-    library = _torch_private.load_cpp(source())
+    library = ctypes.CDLL(str(_torch_private.build_cpp(source(unit), cache_folder.make("cpu-kernels"))))
     error = library.moefuse_register((ctypes.c_void_p * len(functions))(*functions))
     if error:
         raise RuntimeError(f"libtorch refused the kernel (error {error})")
     library.moefuse_widen(int(torch.float16 in WIDENED), int(torch.bfloat16 in WIDENED))
-    library.moefuse_configure(int(_settings[0]), ctypes.c_int64(_settings[1]))
+    library.moefuse_configure(int(UNITS[unit].enabled), ctypes.c_int64(_max_slots))
     return library

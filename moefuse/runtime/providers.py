@@ -6,8 +6,8 @@ supports the call runs it, and the portable implementation, which supports every
 :func:`register` when it is imported. The arrays that pass from one op to the next (h, order, offsets) have one layout, given in
 ``moefuse/ops/experts.py``, so the providers of a forward op and of its backward are chosen independently.
 
-Most CPU calls do not come here: the C++ kernel (``moefuse/runtime/native.py``) has them, as long as no provider that may take CPU
-tensors is registered for "experts".
+Most CPU calls do not come here: the C++ kernels (``moefuse/runtime/native.py``) have them, as long as no provider that may take CPU
+tensors is registered for their ops.
 
 ``supports`` runs on every call: it looks at devices, dtypes and static sizes, and never reads data.
 """
@@ -54,6 +54,10 @@ PROVIDERS: dict[str, list[Provider]] = {
 }
 
 
+_NATIVE = {"infer": ("experts",), "train": ("experts_forward", "experts_backward")}
+"""The ops that each C++ kernel takes over on the CPU."""
+
+
 def register(op: str, provider: Provider) -> None:
     """Put ``provider`` first in the order of ``op`` (a provider of the same name is replaced).
 
@@ -72,8 +76,10 @@ def unregister(op: str, name: str) -> None:
 
 def _replace(op: str, order: list[Provider]) -> None:
     PROVIDERS[op][:] = order
-    if op == "experts":
-        native.configure(all(p.device not in (None, "cpu") or p.supports is _everything for p in order))
+    unit = next((unit for unit, ops in _NATIVE.items() if op in ops), None)
+    if unit is not None:
+        free = all(p.device not in (None, "cpu") or p.supports is _everything for name in _NATIVE[unit] for p in PROVIDERS[name])
+        native.configure(free, unit=unit)
 
 
 def select(op: str, *args: Any) -> Provider:

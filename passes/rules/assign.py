@@ -50,9 +50,9 @@ def _selection(where: Any) -> Selection | None:
 
 def extend(ctx: Context, node: Node, target: Node, rows: Rows, *, once: bool) -> Any:
     """The accumulator with one more expert's rows."""
-    from moefuse.passes.rules.combine import accumulate
+    from moefuse.passes.rules.combine import accumulated
 
-    return accumulate(ctx, node, target, rows, once=once)
+    return accumulated(ctx, node, target, rows, once=once)
 
 
 def unsort(rows: Rows, index: Sorted) -> Rows | None:

@@ -10,7 +10,7 @@ from torch.fx import Node
 from moefuse.passes.axes import Atom, Axes, Axis, extent
 from moefuse.passes.context import Context, normalize, out_shape
 from moefuse.passes.expr import Gate, Op, walk
-from moefuse.passes.facts import Combined, Domain, Fill, Index, Lost, Mask, Part, Range, Routing, Rows, Sorted, Sum, Table, View
+from moefuse.passes.facts import Combined, Domain, Fill, Index, Lost, Mask, Part, Range, Routing, Rows, Sorted, Stacked, Sum, Table, View
 from moefuse.passes.generalise import generalise
 from moefuse.passes.ops import tensor
 from moefuse.passes.rules import rule
@@ -27,6 +27,8 @@ def on_sum(ctx: Context, node: Node, x: Any, *args: Any, **kwargs: Any) -> Any:
     fact = ctx.fact(x)
     if isinstance(fact, Mask) or (isinstance(fact, Table) and fact.ones and dim is None):
         return over_slots(ctx, node, x, dim, keepdim)
+    if isinstance(fact, Stacked):
+        return _sum_of(node, fact) if dim == fact.dim and not keepdim else None
     if not isinstance(fact, Rows):
         return None
     rank = len(fact.axes)
@@ -38,6 +40,10 @@ def on_sum(ctx: Context, node: Node, x: Any, *args: Any, **kwargs: Any) -> Any:
     if len(dims) == 1:
         return combined(ctx, node, fact, fact.axes[dims[0]], left)
     return ctx.lost("not-row-local", node, op="sum")
+
+
+def _sum_of(node: Node, stacked: Stacked) -> Sum:
+    return Sum(_plain_axes(node), None, tuple(Part(rows, node) for rows in stacked.items))
 
 
 def _over_features(ctx: Context, node: Node, x: Any, dims: list[int], keepdim: bool) -> Any:
@@ -61,7 +67,7 @@ def combined(ctx: Context, node: Node, rows: Rows, over: Axis, left: Axes) -> An
     return ctx.lost("not-row-local", node, op="sum")
 
 
-def accumulate(ctx: Context, node: Node, target: Node, rows: Rows, *, once: bool = False) -> Any:
+def accumulated(ctx: Context, node: Node, target: Node, rows: Rows, *, once: bool = False) -> Any:
     """An accumulator with one more part."""
     current = ctx.fact(target)
     part = Part(rows, node)
@@ -87,7 +93,7 @@ def on_index_add(ctx: Context, node: Node, target: Node, dim: int, index: Any, s
 def add_rows(ctx: Context, node: Node, target: Node, where: Any, rows: Rows) -> Any:
     """Rows added to the tokens they came from."""
     if isinstance(where, Index) and where.of == "token" and rows.domain.selection is not None:
-        return accumulate(ctx, node, target, rows) if where.selection.same(rows.domain.selection) else None
+        return accumulated(ctx, node, target, rows) if where.selection.same(rows.domain.selection) else None
     if (
         isinstance(where, Range)
         and rows.domain.name == "slots"
@@ -111,11 +117,8 @@ def _token_of_slot(where: Range, routing: Routing) -> bool:
     """``arange(T).repeat_interleave(K)``."""
     axis = where.axes[0] if len(where.axes) == 1 else ()
     names = [a.kind for a in axis if not same(a.size, 1)]
-    return (
-        names in (["d", "b"], ["d"][: len(names)])
-        and same(where.size, routing.num_tokens)
-        and same(extent(axis), routing.num_tokens * routing.top_k)
-    )
+    expected = [kind for kind, size in (("d", routing.num_tokens), ("b", routing.top_k)) if not same(size, 1)]
+    return names == expected and same(where.size, routing.num_tokens) and same(extent(axis), routing.num_tokens * routing.top_k)
 
 
 def _base(ctx: Context, target: Node) -> Any:
@@ -159,12 +162,8 @@ def on_index_put(ctx: Context, node: Node, target: Node, indices: Any, values: A
         from moefuse.passes.rules.assign import _selection
 
         chosen = _selection(where)
-        return on_accumulate(ctx, node, target, rows) if chosen is not None and chosen.same(rows.domain.selection) else None
+        return accumulated(ctx, node, target, rows) if chosen is not None and chosen.same(rows.domain.selection) else None
     return add_rows(ctx, node, target, where, rows)
-
-
-def on_accumulate(ctx: Context, node: Node, target: Node, rows: Rows) -> Any:
-    return accumulate(ctx, node, target, rows)
 
 
 def add_to_sum(ctx: Context, node: Node, a: Any, b: Any) -> Any:
@@ -234,7 +233,7 @@ def on_stack(ctx: Context, node: Node, tensors: Any, dim: int = 0, **_: Any) -> 
             found = found.with_axes((*found.axes[:at], *found.axes[at + 1 :]))
         rows.append(found)
     if any(r.domain.expert not in (None, i) for i, r in enumerate(rows)):
-        return None
+        return Stacked(tuple(rows), normalize(dim, len(out_shape(node)))) if all(_selects(r) for r in rows) else None
     routing = next((r.domain.routing for r in rows if r.domain.routing is not None), None)
     expr = generalise([r.expr for r in rows], list(range(len(rows))), node)
     if isinstance(expr, Lost):

@@ -101,7 +101,7 @@ def by_ids(ctx: Context, base: View, ids: View) -> Any:
 
 def chosen_outputs(ctx: Context, base: Rows, items: list[Any], indices: list[Any]) -> Rows | None:
     """``y[arange(T)[:, None], ids]`` (or with the expert dimension first): the outputs of the chosen experts."""
-    kinds = ["".join(a.kind for a in axis) for axis in base.axes[:2]]
+    kinds = ["".join(sorted({a.kind for a in axis})) for axis in base.axes[:2]]
     if sorted(kinds) != ["e", "t"]:
         return None
     ids, numbers = indices[kinds.index("e")], indices[kinds.index("t")]

@@ -9,7 +9,7 @@ from torch.fx import Node
 
 from moefuse.passes.axes import Atom, Axes, Axis, align, reshape
 from moefuse.passes.context import Context, out_shape
-from moefuse.passes.expr import Expr, Leaf, Linear, Op, SharedVector
+from moefuse.passes.expr import Cast, Expr, Leaf, Linear, Op, SharedVector
 from moefuse.passes.facts import Counts, Domain, Lost, Mask, Order, Routing, Rows, Table, View, Weight
 from moefuse.passes.operands import fits, leaf, real
 from moefuse.passes.ops import tensor
@@ -259,6 +259,10 @@ def _per_slot(
 def _computed(ctx: Context, node: Node, x: View, routing: Routing) -> Expr | None:
     """A per-slot value computed before any expert was involved: repeated tokens times the routing weights."""
     call, shape = ctx.calls[x.root], out_shape(x.root)
+    value = tensor(x.root)
+    if call is not None and call.name in ("to", "type_as") and isinstance(call.args[0], Node) and value is not None:
+        inner = _computed(ctx, node, replace(x, root=call.args[0]), routing)
+        return None if inner is None else Cast(x.root, inner, value.dtype)
     if call is None or call.name != "mul" or len(shape) not in (2, 3):
         return None
     slots: Axes = ((*(Atom("t", i, s) for i, s in enumerate(routing.tokens)), Atom("k", 0, routing.top_k)),)
@@ -266,7 +270,8 @@ def _computed(ctx: Context, node: Node, x: View, routing: Routing) -> Expr | Non
     if rows is None:
         return None
     axes = (*rows, (Atom("f", 0, shape[-1]),))
-    items = [leaf(ctx, node, axes, Domain("slots", routing), ctx.fact(a)) if isinstance(a, Node) else None for a in call.args]
+    operands = (*call.args, *call.kwargs.values())
+    items = [leaf(ctx, node, axes, Domain("slots", routing), ctx.fact(a)) if isinstance(a, Node) else None for a in operands]
     return Op(x.root, "mul", tuple(items)) if len(items) == 2 and None not in items else None
 
 

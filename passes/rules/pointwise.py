@@ -159,6 +159,9 @@ def expert_output(ctx: Context, node: Node, value: Any, table: Table) -> Rows | 
     axes, theirs = padded(view.axes, rank), padded(table.axes, rank)
     if not rank or not real(axes[-1]) or real(theirs[-1]):
         return None
+    if theirs[-1] and rank > 1:
+        # The one token of a call may have gone to the dimension of size one in a reshape; that one is for the features.
+        table = table.with_axes((*theirs[:-2], theirs[-2] + theirs[-1], ()))
     found = cone_rows(ctx, node, value, table)
     if found is None:
         return None

@@ -162,7 +162,7 @@ def _broadcast(table: Table, other: Any, node: Node) -> Axes | None:
         return axes
     theirs: Axes = (*((),) * (rank - len(other.axes)), *other.axes)
     for mine, axis in zip(axes, theirs, strict=True):
-        if not mine and _real(axis):
+        if not _real(mine) and _real(axis):
             return None
     return axes
 

@@ -57,7 +57,6 @@ def test_python_blocks_run(file: str) -> None:
                 printed = out.getvalue()
 
 
-@pytest.mark.xfail(strict=False, reason="row numbers of the experts stay in the graph")
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_the_graph_after_is_as_short_as_the_readme_says() -> None:
     from moefuse import Options

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from moefuse.ops.body import pack
 from tests.cpu.ops_case import Case, leaves, run
 
 CHECKED = [
@@ -30,13 +31,15 @@ def test_opcheck(case: Case, requires_grad: bool) -> None:
 
 @pytest.mark.parametrize("case", CHECKED[:3])
 def test_opcheck_of_the_internal_ops(case: Case) -> None:
-    args = case.args()
-    torch.library.opcheck(torch.ops.moefuse.experts_forward.default, tuple(args), case.options)
-    out, h, order, offsets = torch.ops.moefuse.experts_forward(*args, **case.options)
-    options = {k: v for k, v in case.options.items() if k != "out_dtype"}
-    for needs in ([True] * 8, [True, False, True, False, False, True, False, False]):
-        call = (torch.ones_like(out), args[0], args[2], h, order, offsets, *args[3:], needs)
-        torch.library.opcheck(torch.ops.moefuse.experts_backward.default, call, options)
+    data = tuple(case.args())
+    options = {"activation": "silu", "activation_args": [], "gating": "merged", "up_first": False, "weight_on_input": False}
+    tensors, counts, *body, dtype = pack(data, **options | {k: v for k, v in case.options.items() if k in options}, out_dtype=None)
+    torch.library.opcheck(torch.ops.moefuse.experts_forward.default, (tensors, counts, *body, dtype))
+    out, h, order, offsets = torch.ops.moefuse.experts_forward(tensors, counts, *body, dtype)
+    x, _, weights, *flat = tensors
+    for needs in (0b11111111, 0b00100101):
+        call = ([torch.ones_like(out), x, weights, h, order, offsets, *flat], counts, needs, *body)
+        torch.library.opcheck(torch.ops.moefuse.experts_backward.default, call)
 
 
 COMPILED = [

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +16,9 @@ import torch
 from torch import Tensor
 from torch._inductor.utils import fresh_cache, run_and_get_code
 
-from moefuse import _torch_private
+from moefuse import _torch_private, cache_folder
 from moefuse.ops import ACTIVATIONS
-from moefuse.ops.body import decode, encode, infer_args
+from moefuse.ops.body import decode, encode, pack
 from moefuse.runtime import native, providers
 from tests.cpu.ops_case import Case, every_body, reference, run, tensors, to
 
@@ -54,10 +55,9 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Log:
 @pytest.fixture
 def widened() -> Iterator[None]:
     """16-bit calls are multiplied in float32, also on a CPU that has instructions for them."""
-    assert native._library is not None
-    native._library.moefuse_widen(1, 1)
+    native.widen(True, True)
     yield
-    native._library.moefuse_widen(int(torch.float16 in native.WIDENED), int(torch.bfloat16 in native.WIDENED))
+    native.widen(torch.float16 in native.WIDENED, torch.bfloat16 in native.WIDENED)
 
 
 @pytest.fixture
@@ -278,8 +278,8 @@ def test_options_survive_the_encoding() -> None:
 def test_opcheck(case: Case) -> None:
     c = case.with_(dtype=torch.float32)
     options = {k: v for k, v in c.options.items() if k != "out_dtype"}
-    args = infer_args(tuple(c.args()), **options, out_dtype=None)
-    for op in (torch.ops.moefuse.experts_infer.default, torch.ops.moefuse.experts_general.default):
+    args = pack(tuple(c.args()), **options, out_dtype=None)
+    for op in (torch.ops.moefuse.experts_infer.default, torch.ops.moefuse.experts_infer_general.default):
         torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))
 
 
@@ -296,8 +296,8 @@ def test_a_compiled_model_calls_the_internal_op_only() -> None:
 @pytest.fixture
 def not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """As before the first use. The dispatcher keeps the kernel that this process has registered."""
-    monkeypatch.setattr(native, "_tried", False)
-    monkeypatch.setattr(native, "_library", None)
+    for name, unit in native.UNITS.items():
+        monkeypatch.setitem(native.UNITS, name, native.Unit(unit.sources))
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no compiler\nsecond line"), OSError("noexec"), AttributeError("torch_list_size")], ids=str)
@@ -305,10 +305,10 @@ def not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_kernel_that_does_not_compile_is_one_debug_line(
     error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(source: str) -> Any:
+    def fail(source: str, folder: Path) -> Any:
         raise error
 
-    monkeypatch.setattr(_torch_private, "load_cpp", fail)
+    monkeypatch.setattr(_torch_private, "build_cpp", fail)
     with caplog.at_level(logging.DEBUG, native.log.name):
         assert not native.ready()
         assert not native.ready()
@@ -319,7 +319,7 @@ def test_a_kernel_that_does_not_compile_is_one_debug_line(
 @pytest.mark.usefixtures("not_loaded")
 def test_the_switch_leaves_the_kernel_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(native.SWITCH, "0")
-    monkeypatch.setattr(_torch_private, "load_cpp", lambda source: pytest.fail("compiled"))
+    monkeypatch.setattr(_torch_private, "build_cpp", lambda source, folder: pytest.fail("compiled"))
     assert not native.ready()
 
 
@@ -334,5 +334,5 @@ torch.testing.assert_close(run(args), reference(args))
 assert not native.ready()
 """
     name, value = variable.split("=")
-    environment = {**os.environ, name: value, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    environment = {**os.environ, name: value, cache_folder.VARIABLE: str(tmp_path)}
     subprocess.run([sys.executable, "-c", program], check=True, env=environment)

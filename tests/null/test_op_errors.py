@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import moefuse.ops  # noqa: F401  (registers torch.ops.moefuse)
+from moefuse.ops.body import encode, join
 from moefuse.runtime import providers
 
 ops = torch.ops.moefuse
@@ -299,8 +300,9 @@ def test_combine(changes: dict[str, Any], error: type[Exception], text: str) -> 
 
 
 def test_internal_forward_has_no_gradient() -> None:
+    tensors, counts = join([z(5, 6).requires_grad_(), *list(EXPERTS.values())[1:9]], 3)
     with pytest.raises(RuntimeError, match=r"moefuse::experts_forward is internal and has no gradient; call the public op it belongs to"):
-        ops.experts_forward(**{**EXPERTS, "x": z(5, 6).requires_grad_()})
+        ops.experts_forward(tensors, counts, *encode("silu", [], "merged", False, False), torch.float32)
 
 
 def test_provider_for_an_unknown_op() -> None:

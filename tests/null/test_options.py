@@ -137,7 +137,7 @@ def test_an_unknown_variable_warns_once(monkeypatch: pytest.MonkeyPatch) -> None
         for _ in range(2):
             Options.from_user(None)
     texts = [str(warning.message) for warning in caught]
-    known = "MOEFUSE_DISABLE, MOEFUSE_VERIFY, MOEFUSE_STRICT, MOEFUSE_CAPTURE, MOEFUSE_CPU_KERNEL"
+    known = "MOEFUSE_DISABLE, MOEFUSE_VERIFY, MOEFUSE_STRICT, MOEFUSE_CAPTURE, MOEFUSE_CPU_KERNEL, MOEFUSE_CACHE_DIR"
     assert texts == [f"environment variable MOEFUSE_STRIKT is unknown to moefuse; it reads {known}"]
 
 

@@ -68,6 +68,7 @@ class Family:
         config: settings that win over `SIZES`.
         layers: number of layers with experts in the tiny model.
         registry: whether the experts class is decorated with ``use_experts_implementation``.
+        since: first release of transformers in which that is so, or whose code traces in one graph.
     """
 
     folder: str
@@ -75,6 +76,7 @@ class Family:
     config: dict[str, Any] = field(default_factory=dict)
     layers: int = LAYERS
     registry: bool = True
+    since: str = "5"
 
 
 _LATENT_ATTENTION = {"num_key_value_heads": 4, "head_dim": 8}
@@ -82,7 +84,7 @@ _MAMBA = {"ssm_state_size": 16, "mamba_num_heads": 8, "mamba_head_dim": 16, "n_g
 _SPARSE = {"mlp_layer_types": ["sparse"] * LAYERS}
 
 FAMILIES: dict[str, Family] = {
-    "aria": Family("aria", "AriaTextForCausalLM"),
+    "aria": Family("aria", "AriaTextForCausalLM", since="5.23"),
     "deepseek_v3": Family("deepseek_v3", "DeepseekV3ForCausalLM", _LATENT_ATTENTION | _SPARSE),
     "glm4_moe": Family("glm4_moe", "Glm4MoeForCausalLM", _SPARSE),
     "gpt_oss": Family("gpt_oss", "GptOssForCausalLM", {"layer_types": ["sliding_attention", "full_attention"]}),

@@ -1,0 +1,55 @@
+// Derivatives of the activations, as in the table of moefuse/ops/activations.py, on vectors of float.
+namespace {
+
+struct Slope { VecF value, slope; };
+
+inline VecF ones() { return lanes(1.f); }
+inline VecF where(VecI mask, VecF v) { return mask ? v : VecF{}; }
+
+inline Slope with_slope(int activation, VecF v) {
+  switch (activation) {
+    case SILU: { VecF s = sigmoid(v); return {v * s, s * (1.f + v * (1.f - s))}; }
+    case GELU: {
+      VecF area = 0.5f * (1.f + erf(v * float(M_SQRT1_2)));
+      return {v * area, area + v * exp(-0.5f * v * v) * float(M_2_SQRTPI * M_SQRT1_2 * 0.5)};
+    }
+    case GELU_TANH: {
+      constexpr float scale = float(M_SQRT2 * M_2_SQRTPI);
+      VecF s = sigmoid(scale * (v + 0.044715f * v * v * v));
+      return {v * s, s + v * s * (1.f - s) * scale * (1.f + 0.134145f * v * v)};
+    }
+    case RELU: return {at_least(v, 0.f), v <= lanes(0.f) ? VecF{} : ones()};
+    case RELU2: { VecF r = at_least(v, 0.f); return {r * r, 2.f * r}; }
+    case SIGMOID: { VecF s = sigmoid(v); return {s, s * (1.f - s)}; }
+    case TANH: { VecF t = tanh(v); return {t, 1.f - t * t}; }
+    default: return {v, ones()};
+  }
+}
+
+// The activation's value, and the gradients of gate and up for the gradient `grad` of that value.
+struct Gradients { VecF value, gate, up; };
+
+inline Gradients gated_gradients(int activation, VecF grad, VecF gate, VecF up, float first, float second) {
+  if (activation != SWIGLU_OAI && activation != SILU_CLAMP) {
+    Slope f = with_slope(activation, gate);
+    return {f.value * up, grad * up * f.slope, grad * f.value};
+  }
+  const float limit = activation == SWIGLU_OAI ? second : first;
+  VecF g = at_most(gate, limit), u = at_least(at_most(up, limit), -limit);
+  VecI gate_passes = gate > lanes(limit) ? VecI{} : VecI{} - 1;
+  VecI up_passes = up > lanes(limit) || up < lanes(-limit) ? VecI{} : VecI{} - 1;
+  if (activation == SILU_CLAMP) {
+    Slope f = with_slope(SILU, g);
+    return {f.value * u, where(gate_passes, grad * u * f.slope), where(up_passes, grad * f.value)};
+  }
+  VecF s = sigmoid(g * first), shifted = u + 1.f;
+  return {g * s * shifted, where(gate_passes, grad * shifted * s * (1.f + first * g * (1.f - s))), where(up_passes, grad * g * s)};
+}
+
+inline Gradients gradients(int activation, VecF grad, VecF gate, const VecF* up, float first, float second) {
+  if (up) return gated_gradients(activation, grad, gate, *up, first, second);
+  Slope f = with_slope(activation, gate);
+  return {f.value, grad * f.slope, VecF{}};
+}
+
+}  // namespace

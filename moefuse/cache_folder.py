@@ -1,0 +1,32 @@
+"""Where moefuse keeps what it built on this machine: a folder of the user's that nobody else can write to."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+VARIABLE = "MOEFUSE_CACHE_DIR"
+"""Environment variable that names another folder."""
+
+
+def root() -> Path:
+    """``$MOEFUSE_CACHE_DIR``, else ``$XDG_CACHE_HOME/moefuse``, else ``~/.cache/moefuse``. Need not exist."""
+    named = os.environ.get(VARIABLE)
+    if named:
+        return Path(named)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moefuse"
+
+
+def make(name: str) -> Path:
+    """The folder ``name`` of the cache, made with mode 0700.
+
+    Raises:
+        PermissionError: it cannot be made, or others can write to it, so that what lies there cannot be trusted.
+    """
+    folder = root() / name
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    info = folder.stat()
+    if os.name == "posix" and (info.st_uid != os.getuid() or info.st_mode & (stat.S_IWGRP | stat.S_IWOTH)):
+        raise PermissionError(f"{folder} belongs to somebody else, or others can write to it; nothing is loaded from there")
+    return folder

@@ -1,0 +1,51 @@
+"""Whether a replacement can run where the model is: every op of ours in it needs a kernel for that device that never waits for the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch.fx import Node
+
+from moefuse.passes.ops import fake
+from moefuse.runtime import providers
+
+_DIFFERENTIATED = {
+    "experts": ("experts_forward", "experts_backward"),
+    "permute": ("permute",),
+    "grouped_linear": ("grouped_linear", "grouped_linear_backward"),
+    "expert_rows": ("expert_rows", "expert_rows_backward"),
+    "combine": ("combine", "combine_backward"),
+}
+"""What an op of a replacement runs as when a gradient is wanted."""
+
+
+def unsupported(new_nodes: Sequence[Node], grad: bool) -> tuple[str, str] | None:
+    """(device, reason) if an op among ``new_nodes`` has no kernel for its device. ``grad``: whether grad mode is on there."""
+    for node in new_nodes:
+        target = node.target
+        if not isinstance(target, torch._ops.OpOverload) or target.namespace != "moefuse":
+            continue
+        args = torch.fx.node.map_arg(node.args, fake)
+        tensors = [t for a in args for t in (a if isinstance(a, list | tuple) else (a,)) if isinstance(t, torch.Tensor)]
+        device = tensors[0].device.type
+        if device == "cpu":
+            continue
+        name = str(target).split(".")[1]
+        differentiated = grad and any(t.requires_grad for t in tensors)
+        missing = _missing(_DIFFERENTIATED[name] if differentiated else (name,), device)
+        if missing:
+            return device, f"no kernel for {missing}{' (training)' if differentiated else ''}"
+        if not differentiated and (reason := _refusal(name, args, node.kwargs, device)) is not None:
+            return device, reason
+    return None
+
+
+def _missing(names: Iterable[str], device: str) -> str | None:
+    return next((name for name in names if all(p.device != device for p in providers.PROVIDERS[name])), None)
+
+
+def _refusal(name: str, args: Sequence[object], options: Mapping[str, object], device: str) -> str | None:
+    """Why no kernel of the device takes this very call; it is asked with fake tensors."""
+    answers = [p.supports(*args, *options.values()) for p in providers.PROVIDERS[name] if p.device == device]
+    return None if None in answers else answers[0]
