@@ -4,8 +4,8 @@
 2. Whatever S adds to a fused region is a share of expert e of the same routing. The fused op gives an expert that nobody chose nothing.
 3. Everything else that S recorded is gone, or is a pure value that only fused ops read.
 4. A local that S leaves with another tensor holds the accumulator with such shares added, or the same storage.
-5. Where S was traced once for several rows, no row finds what another left: S writes to nothing that is older than S but accumulators, and
-   reads those for nothing but to add to them (:func:`_meetings`).
+5. Where S was traced once for several rows of a loop, no row finds what another left: S writes to nothing that is older than S but
+   accumulators, and reads those for nothing but to add to them (:func:`_meets`).
 """
 
 from __future__ import annotations
@@ -59,32 +59,34 @@ def claims(ctx: Context, assumptions: Sequence[Assumption]) -> list[Claim]:
         found = _of_size(ctx, node, fact)
         if found is not None:
             sizes.setdefault(*found)
-    return [_claim(ctx, a, sizes) for a in assumptions if any(n in ctx.position for n in a.nodes)]
+    passed: dict[Node, set[Node]] = {}
+    for a in assumptions:
+        if a.row_node is not None:
+            passed.setdefault(a.subject, set()).update(_passed_on(ctx, a))
+    return [_claim(ctx, a, sizes, passed) for a in assumptions if any(n in ctx.position for n in a.nodes)]
 
 
-def _claim(ctx: Context, assumption: Assumption, sizes: dict[Any, _Chosen]) -> Claim:
+def _claim(ctx: Context, assumption: Assumption, sizes: dict[Any, _Chosen], passed: dict[Node, set[Node]]) -> Claim:
     leaks = tuple((n, u) for n in assumption.nodes if n in ctx.position for u in n.users if u not in assumption.nodes)
     found = sizes.get(assumption.subject) if assumption.kind == "size" else _chosen(ctx, assumption)
     assumption.concerns_experts = found is not None or _concerns(ctx, assumption)
     if found is None:
         return Claim(assumption, leaks=leaks)
-    return Claim(assumption, *found, leaks=leaks, meetings=_meetings(ctx, assumption))
+    between = passed[assumption.subject] if assumption.row_node is not None else set()
+    return Claim(
+        assumption, *found, leaks=leaks, meetings=tuple(n for n in assumption.nodes if n in ctx.position and _meets(ctx, n, between))
+    )
 
 
-def _meetings(ctx: Context, a: Assumption) -> tuple[Node, ...]:
-    """Nodes of a representative's scope at which one row may find what another left. All must turn out to be shares of a fused region.
-
-    They write to a tensor that is older than the scope, or read one that the scope writes to or replaces.
-    """
-    if len(a.members) < 2:
-        return ()
-    inside = [n for n in a.nodes if n in ctx.position]
-    passed = {ctx.storage[n] for n in inside if (call := ctx.calls[n]) is not None and call.inplace} - a.nodes
-    passed |= {ctx.storage[old] for _, old, _ in a.carried if old in ctx.position}
-    return tuple(n for n in inside if _meets(ctx, n, passed))
+def _passed_on(ctx: Context, a: Assumption) -> set[Node]:
+    """Tensors older than a representative's scope that it writes to or replaces: all that one row can leave for the next."""
+    calls = [(n, ctx.calls[n]) for n in a.nodes if n in ctx.position]
+    written = {ctx.storage[n] for n, call in calls if call is not None and call.inplace} - a.nodes
+    return written | {ctx.storage[old] for _, old, _ in a.carried if old in ctx.position}
 
 
 def _meets(ctx: Context, node: Node, passed: set[Node]) -> bool:
+    """Whether one row may find here what another left. Must turn out to be a share of a fused region."""
     call = ctx.calls[node]
     if not any(ctx.storage.get(i) in passed for i in node.all_input_nodes):
         return False

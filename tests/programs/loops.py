@@ -1025,3 +1025,31 @@ class NextFromADict(Hits):
         for row in self.mask(ids).nonzero():
             self.body(row[0], out, x * next(scales), ids, weights)
         return out
+
+
+@near_miss
+class OneRowMutates(Hits):
+    """One expert changes what those behind it read; the expert that is traced in their place stands before it."""
+
+    def forward(self, x: Tensor, logits: Tensor) -> Tensor:
+        x = x.clone()
+        ids, weights = self.route(logits)
+        out = torch.zeros_like(x)
+        for row in self.mask(ids).nonzero():
+            self.body(row[0], out, x, ids, weights)
+            if row[0] == 1:
+                x.mul_(0.5)
+        return out
+
+
+@near_miss
+class OneRowAccumulatesElsewhere(Hits):
+    """The same, with a sum that others read."""
+
+    def forward(self, x: Tensor, logits: Tensor) -> Tensor:
+        x = x.clone()
+        ids, weights = self.route(logits)
+        out = torch.zeros_like(x)
+        for row in self.mask(ids).nonzero():
+            self.body(row[0], x if row[0] == 1 else out, x, ids, weights)
+        return out + x
