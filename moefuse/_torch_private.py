@@ -11,6 +11,7 @@ import contextlib
 import copy
 import ctypes
 import dataclasses
+import functools
 import hashlib
 import inspect
 import os
@@ -231,6 +232,38 @@ def torch_compile_call() -> object | None:
             owner: object = frame.f_locals["self"]
             return owner
     return None
+
+
+def before_torch_compile(action: Callable[[], object]) -> None:
+    """Call ``action`` when ``torch.compile`` is called for the first time, with Dynamo imported. Does not import Dynamo itself."""
+    owner: Any = torch._TorchCompileWrapper
+    original = owner.__init__
+    if getattr(original, "moefuse", False):
+        return
+
+    @functools.wraps(original)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        action()
+
+    wrapper.moefuse = True  # type: ignore[attr-defined]
+    owner.__init__ = wrapper
+
+
+def unwrap_backend(backend: Any) -> tuple[Any, dict[str, Any]]:
+    """(what a backend object calls, with which keyword arguments) for what torch wraps around backends; (None, {}) for anything else."""
+    if isinstance(backend, functools.partial):
+        return backend.func, dict(backend.keywords)
+    if isinstance(backend, torch._TorchCompileWrapper):
+        return backend.compiler_fn, dict(backend.kwargs)
+    if isinstance(backend, types.FunctionType):
+        return None, {}
+    return getattr(backend, "_torchdynamo_orig_backend", None), {}
+
+
+def is_torch_compile_call(backend: object) -> bool:
+    """Whether a backend object is the one that stands for a ``torch.compile`` call, see :func:`torch_compile_call`."""
+    return isinstance(backend, torch._TorchCompileWrapper)
 
 
 def graph_break(gm: torch.fx.GraphModule) -> str | None:

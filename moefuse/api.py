@@ -10,6 +10,7 @@ import torch
 
 from moefuse import _torch_private, pipeline
 from moefuse import backend as _backend
+from moefuse.capture import entry
 from moefuse.config import Options
 from moefuse.report import FusionReport
 
@@ -53,9 +54,13 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> FusionRepor
     report = FusionReport()
 
     def fuse_only(gm: torch.fx.GraphModule, example_inputs: Sequence[object]) -> _torch_private.CompiledFn:
-        report.extend(pipeline.rewrite(gm, example_inputs, options))
+        report.extend(pipeline.rewrite(gm, example_inputs, options, entry.frame()))
         return gm.forward
 
+    def skipped(found: FusionReport, _own: Options, _owner: object) -> None:
+        report.skipped += found.skipped
+
+    entry.enable(fuse_only, lambda _arguments: options, skipped)
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     with (
         _torch_private.borrowed_dynamo() as log,
@@ -64,6 +69,8 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> FusionRepor
     ):
         _torch_private.compile_apart(inner, fuse_only)(*args, **kwargs)
     report.graph_breaks = log.breaks
+    note = entry.unavailable()
+    report.notes += [note] if note is not None else []
     return report
 
 

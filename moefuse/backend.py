@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
 from moefuse import _torch_private, cache, history, pipeline
+from moefuse.capture import entry
 from moefuse.config import Options
-from moefuse.errors import FusionError
+from moefuse.errors import FusionError, OptionError
+from moefuse.report import FusionReport
 
 
 def backend(
@@ -40,7 +43,7 @@ def backend(
         own, patches = parse(mode, options)
     if not own.enabled:
         return _torch_private.compile_fx(gm, example_inputs, patches, name)
-    report = pipeline.rewrite(gm, example_inputs, own)
+    report = pipeline.rewrite(gm, example_inputs, own, entry.frame())
     history.record(report)
     with _torch_private.surfacing(FusionError):
         pipeline.publish(report, own)
@@ -56,3 +59,21 @@ def parse(mode: str | None, options: Mapping[str, object] | None) -> tuple[Optio
     if mode is not None and options:
         raise RuntimeError("Either mode or options can be specified, but both can't be specified at the same time.")
     return own, _torch_private.inductor_config(mode, rest)
+
+
+def _capture_options(arguments: Mapping[str, Any]) -> Options | None:
+    """moefuse's own part of what the user gave ``torch.compile``; None if that is wrong, which the call of the backend reports."""
+    try:
+        return Options.from_user(arguments.get("options"))[0]
+    except OptionError:
+        return None
+
+
+def _frame_skipped(report: FusionReport, own: Options, owner: object) -> None:
+    """Dynamo gave up on a frame before it had a graph for us."""
+    history.record(report, owner)
+    with _torch_private.surfacing(FusionError):
+        pipeline.publish(report, own)
+
+
+entry.enable(backend, _capture_options, _frame_skipped)

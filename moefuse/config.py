@@ -18,6 +18,7 @@ ENVIRONMENT: dict[str, tuple[str, dict[str, object]]] = {
     "MOEFUSE_DISABLE": ("enabled", {"0": True, "1": False}),
     "MOEFUSE_VERIFY": ("verify", {value: value for value in get_args(Verify)}),
     "MOEFUSE_STRICT": ("strict", {"0": False, "1": True}),
+    "MOEFUSE_CAPTURE": ("capture", {"0": False, "1": True}),
 }
 """Environment variable -> (the option whose default it sets, legal text -> value)."""
 
@@ -36,6 +37,7 @@ class Options:
         exclude: regular expression; regions whose module path matches (``re.search``) stay as they are.
         max_rewrites: fuse at most this many regions per graph (for bisecting); None for no limit.
         enabled: False hands every graph to Inductor as it is.
+        capture: False leaves data-dependent expert loops to Dynamo, which breaks the graph there.
     """
 
     verify: Verify = "probe"
@@ -43,11 +45,12 @@ class Options:
     exclude: str | None = None
     max_rewrites: int | None = None
     enabled: bool = True
+    capture: bool = True
 
     def __post_init__(self) -> None:
         if self.verify not in get_args(Verify):
             raise _illegal("verify", self.verify, _one_of(get_args(Verify)))
-        for name in ("strict", "enabled"):
+        for name in ("strict", "enabled", "capture"):
             if not isinstance(getattr(self, name), bool):
                 raise _illegal(name, getattr(self, name), "True or False")
         if isinstance(self.max_rewrites, bool) or not isinstance(self.max_rewrites, int | None) or (self.max_rewrites or 0) < 0:

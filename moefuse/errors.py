@@ -21,6 +21,7 @@ CODES: dict[str, str] = {
     "tokens-differ": "the experts' input rows do not line up with the expert ids: {detail}",
     "dtype-unsupported": "dtype {dtype} is not supported by the fused op ({detail})",
     "device-unsupported": "the fused op does not run on {device}: {detail}",
+    "not-captured": "{what} depends on data, and {detail}; the graph breaks here as it would without moefuse",
     "excluded": "the module path matches options['exclude']",
     "limit": "options['max_rewrites'] regions were fused already",
     "context-differs": "the experts run under another grad mode or autocast than their sum",

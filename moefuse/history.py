@@ -17,10 +17,10 @@ _owner: object | None = None
 _frames: dict[object, FusionReport] = {}
 
 
-def record(report: FusionReport) -> None:
-    """Remember one graph's report under the current ``torch.compile`` call and Dynamo frame."""
+def record(report: FusionReport, owner: object | None = None) -> None:
+    """Remember one graph's report under the current Dynamo frame and ``torch.compile`` call (``owner``, if that is known already)."""
     global _owner, _frames
-    owner = _torch_private.torch_compile_call()
+    owner = _torch_private.torch_compile_call() if owner is None else owner
     frame = _torch_private.frame_id()
     with _lock:
         if owner is None or owner is not _owner:

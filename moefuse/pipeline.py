@@ -7,10 +7,13 @@ import logging
 import threading
 import traceback
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from moefuse import _torch_private
+from moefuse import _dynamo_private, _torch_private
+from moefuse.capture.assumptions import Undischarged
+from moefuse.capture.frame import Frame, refusals
 from moefuse.config import Options
 from moefuse.errors import CODES, FusionError
 from moefuse.report import FusionReport, Skipped
@@ -25,13 +28,25 @@ _warned: set[tuple[str, str, str]] = set()
 _warned_lock = threading.Lock()
 
 
-def rewrite(gm: torch.fx.GraphModule, example_inputs: Sequence[object] | None, options: Options) -> FusionReport:
+def rewrite(
+    gm: torch.fx.GraphModule, example_inputs: Sequence[object] | None, options: Options, frame: Frame | None = None
+) -> FusionReport:
     """Fuse the MoE regions of ``gm`` in place.
 
     An exception inside moefuse restores the graph and becomes an ``internal-error`` in the report: a bug here costs speed, never
     the user's program. Dynamo's own restart exceptions pass.
+
+    Args:
+        gm: Dynamo's graph.
+        example_inputs: as for a backend; None if unknown.
+        options: moefuse's options.
+        frame: what capture assumed while it traced this graph. Whatever cannot be discharged makes Dynamo start the frame again.
     """
     report = FusionReport(graph_count=1)
+    assumptions = frame.assumptions if frame is not None else []
+    if frame is not None:
+        frame.check_closed()
+        report.skipped += frame.ledger.refusals
     if (reason := _torch_private.graph_break(gm)) is not None:
         report.graph_breaks.append(reason)
     try:
@@ -39,24 +54,62 @@ def rewrite(gm: torch.fx.GraphModule, example_inputs: Sequence[object] | None, o
     except Exception as error:  # a graph that cannot be copied cannot be put back: leave it alone
         log.exception("moefuse cannot copy this graph; it goes to the compiler as it is")
         report.skipped.append(_internal_error(error))
-        return report
+        return _unless_assumed(frame, report)
     try:
         # Imported here, so that a broken install of the passes cannot break a program either.
         from moefuse.passes import driver
 
-        result = driver.fuse(gm, example_inputs, options)
+        result = driver.fuse(gm, example_inputs, options, **({"assumptions": assumptions} if assumptions else {}))
     except _torch_private.dynamo_control_flow():
         raise
     except Exception as error:
         saved.restore()
         log.exception("moefuse failed on this graph; it goes to the compiler as it was")
         report.skipped.append(_internal_error(error))
-        return report
+        return _unless_assumed(frame, report)
     report.fused += result.fused
     report.skipped += result.skipped
+    if frame is not None:
+        _settle(frame, gm, report, result, options)
     if result.fused:
         _prepare_kernel(example_inputs or ())
     return report
+
+
+def _unless_assumed(frame: Frame | None, report: FusionReport) -> FusionReport:
+    """The report of a graph that stays as it is; a graph that was traced under assumptions must not."""
+    if frame is not None and frame.assumptions:
+        frame.retreat([Undischarged(a, "moefuse failed") for a in frame.assumptions], report.skipped)
+    return report
+
+
+def _settle(frame: Frame, gm: torch.fx.GraphModule, report: FusionReport, result: Any, options: Options) -> None:
+    """The last look before the graph is compiled: every assumption is discharged, and no size is left that only moefuse made traceable."""
+    problems: list[Undischarged] = result.undischarged if frame.assumptions else []
+    if problems or (frame.traces_data and has_data_dependent_sizes(gm)):
+        if options.strict:
+            # Instead of another attempt, which would break the graph where this says.
+            report.skipped += [] if report.skipped else refusals(problems)
+            if any(skipped.code not in USER_DECIDED for skipped in report.skipped):
+                raise_strict(report)
+        frame.retreat(problems, report.skipped, why="sizes that depend on data are left in the graph")
+    frame.settled |= set(frame.assumptions)
+
+
+def raise_strict(report: FusionReport) -> None:
+    """Raises FusionError with the report as its text, out of Dynamo as itself."""
+    with _torch_private.surfacing(FusionError):
+        raise FusionError(str(report))
+
+
+def has_data_dependent_sizes(gm: torch.fx.GraphModule) -> bool:
+    """Whether some value of the graph, or of a body in it, has a size that only the run knows."""
+    return any(
+        _dynamo_private.unbacked_in(node.meta.get("example_value"))
+        for module in gm.modules()
+        if isinstance(module, torch.fx.GraphModule)
+        for node in module.graph.nodes
+    )
 
 
 def _prepare_kernel(example_inputs: Sequence[object]) -> None:

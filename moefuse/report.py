@@ -66,6 +66,7 @@ class FusionReport:
     skipped: list[Skipped] = field(default_factory=list)
     graph_count: int = 0
     graph_breaks: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, object]:
         return {
@@ -73,6 +74,7 @@ class FusionReport:
             "skipped": [s.to_dict() for s in self.skipped],
             "graph_count": self.graph_count,
             "graph_breaks": list(self.graph_breaks),
+            "notes": list(self.notes),
         }
 
     def to_json(self, indent: int | None = 2) -> str:
@@ -85,6 +87,7 @@ class FusionReport:
         self.skipped += other.skipped
         self.graph_count += other.graph_count
         self.graph_breaks += other.graph_breaks
+        self.notes += [note for note in other.notes if note not in self.notes]
 
     @property
     def summary(self) -> str:
@@ -96,7 +99,7 @@ class FusionReport:
 
     def __str__(self) -> str:
         head = f"moefuse: {self.summary}, {_count(self.graph_count, 'graph')}, {_count(len(self.graph_breaks), 'graph break')}"
-        return "\n".join([head, *(_table(self._rows())), *self._break_lines()])
+        return "\n".join([head, *(_table(self._rows())), *self._break_lines(), *(f"  note    {note}" for note in self.notes)])
 
     def _rows(self) -> list[tuple[str, str, str, str]]:
         rows = []

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
 from moefuse.passes.axes import Atom, fresh
-from moefuse.passes.facts import Combined, Lost, Routing, Sum, View
+from moefuse.passes.facts import Combined, Lost, Routing, RowNumber, Sum, View
 from moefuse.passes.ops import Call, call_of, fake, tensor
 from moefuse.passes.sizes import shape_of, size_of
 
@@ -20,6 +21,9 @@ _ALIASING = frozenset(
     ).split()
 )
 
+#: operations on a tensor of one element that keep its value
+_SAME_NUMBER = frozenset("getitem squeeze unsqueeze view reshape flatten ravel contiguous clone detach to".split())
+
 #: operations that switch grad mode or autocast for what follows
 _MODE_SWITCHES = frozenset(("_set_grad_enabled", "_enter_autocast", "_exit_autocast", "_enter_inference_mode", "_exit_inference_mode"))
 
@@ -27,8 +31,9 @@ _MODE_SWITCHES = frozenset(("_set_grad_enabled", "_enter_autocast", "_exit_autoc
 class Context:
     """Facts about the nodes of one graph. ``facts`` holds what rules found; everything else is derived from the graph once."""
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, rows: Mapping[Node, tuple[int, ...]] | None = None) -> None:
         self.graph = graph
+        self.rows = dict(rows or {})
         self.facts: dict[Node, Any] = {}
         self.position = {node: i for i, node in enumerate(graph.nodes)}
         self.calls: dict[Node, Call | None] = {}
@@ -106,6 +111,37 @@ class Context:
             return None
         found = self.facts.get(value)
         return self.view(value) if isinstance(found, Combined | Lost | None) else found
+
+    def number(self, value: object) -> int | None:
+        """The value of an integer tensor of one element that was made from constants alone (a row that capture handed out)."""
+        known = getattr(tensor(value), "constant", None)
+        if not isinstance(known, torch.Tensor) or known.numel() != 1 or known.dtype.is_floating_point or known.dtype == torch.bool:
+            return None
+        if isinstance(value, Node) and self.storage[value] in self.writes:
+            return None
+        row = self._row(value) if self.rows else None
+        return int(known) if row is None else RowNumber(int(known), row)
+
+    def _row(self, value: Any) -> Node | None:
+        """The row that a value is, unchanged."""
+        while value not in self.rows:
+            call = self.calls.get(value)
+            if call is None or call.name not in _SAME_NUMBER or (call.name == "getitem" and call.args[1] not in (0, (0,))):
+                return None
+            value = call.args[0]
+        return value  # type: ignore[no-any-return]
+
+    def members(self, expert: int) -> tuple[int, ...]:
+        """The experts that a number stands for: itself, or those that capture traced one representative of."""
+        return self.rows[expert.row] if isinstance(expert, RowNumber) else (int(expert),)
+
+    def by_row(self) -> set[Node]:
+        """Everything computed from a representative's row."""
+        found = set(self.rows)
+        for node in self.graph.nodes if found else ():
+            if any(i in found for i in node.all_input_nodes):
+                found.add(node)
+        return found
 
     def forget(self, node: Node) -> None:
         """A write changed a node's value. A sum that was complete before stays known: the region ended there."""

@@ -15,7 +15,9 @@ import torch
 from torch.fx import GraphModule, Node
 
 import moefuse.ops  # noqa: F401  (the ops that the rewrite inserts)
+from moefuse.capture.assumptions import Assumption, Undischarged
 from moefuse.errors import CODES
+from moefuse.passes import discharge
 from moefuse.passes.context import Context
 from moefuse.passes.devices import unsupported
 from moefuse.passes.emit import Emitter
@@ -40,27 +42,32 @@ class GraphResult:
 
     fused: list[Fused] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
+    undischarged: list[Undischarged] = field(default_factory=list)
 
 
 @dataclass
 class _Run:
     options: Options
+    assumptions: Sequence[Assumption] = ()
     result: GraphResult = field(default_factory=GraphResult)
     verdicts: dict[Any, Verdict] = field(default_factory=dict)
 
 
-def fuse(gm: GraphModule, example_inputs: Sequence[object] | None, options: Options) -> GraphResult:
+def fuse(gm: GraphModule, example_inputs: Sequence[object] | None, options: Options, assumptions: Sequence[Assumption] = ()) -> GraphResult:
     """Replace every mixture-of-experts region of a Dynamo-level graph, in place.
 
     Args:
         gm: the graph module, as a backend receives it.
         example_inputs: the real inputs in the order of the placeholders; None if unknown (then weights are synthetic when verifying).
         options: moefuse's options.
+        assumptions: what capture assumed while it traced the graph; those that the fused regions do not discharge are in the result.
     """
-    run = _Run(options)
+    run = _Run(options, assumptions)
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
     known = dict(zip(placeholders, example_inputs, strict=False)) if example_inputs is not None else {}
     _fuse_module(gm, {n: v for n, v in known.items() if _is_real(v)}, run)
+    if assumptions:
+        run.result.undischarged += discharge.lost_track(gm, assumptions)
     return run.result
 
 
@@ -95,21 +102,26 @@ def _bodies(gm: GraphModule, known: dict[Node, Any]) -> list[tuple[GraphModule, 
 
 
 def _fuse_graph(gm: GraphModule, known: dict[Node, Any], run: _Run) -> bool:
-    ctx = interpret(gm.graph)
+    ctx = interpret(gm.graph, {a.row_node: a.members for a in run.assumptions if a.row_node is not None and a.graph is gm.graph})
     for node in gm.graph.nodes:
         if node.op == "get_attr" and isinstance(getattr(gm, str(node.target), None), torch.Tensor):
             known[node] = getattr(gm, str(node.target))
     refused: list[tuple[Lost, Routing | None]] = []
     covered: set[Node] = set()
-    changed = False
+    fused: list[Region] = []
+    claims = discharge.claims(ctx, run.assumptions)
     for found in sorted(lift(ctx), key=lambda f: ctx.position[f.lost.node if isinstance(f, Refused) else f.anchor]):
         problem = found.lost if isinstance(found, Refused) else _rewrite(ctx, known, run, found)
         covered |= set() if isinstance(found, Refused) else found.nodes
-        changed = changed or problem is None
+        if problem is None and isinstance(found, Region):
+            fused.append(found)
         if problem is not None:
             refused.append((problem, found.routing))
     run.result.skipped += [_skipped(lost) for lost in refusals(ctx, refused, covered)]
-    return changed
+    if run.assumptions:
+        discharge.sweep(ctx, claims)
+        run.result.undischarged += discharge.undischarged(ctx, claims, fused)
+    return bool(fused) or bool(run.assumptions)
 
 
 def _rewrite(ctx: Context, known: dict[Node, Any], run: _Run, region: Region) -> Lost | None:
@@ -146,7 +158,7 @@ def _verdict(ctx: Context, known: dict[Node, Any], run: _Run, region: Region, em
     key = signature(region, lowered.tier)
     if key not in run.verdicts:
         try:
-            run.verdicts[key] = verify(region, emit.nodes, lowered.result, known, ctx.first)
+            run.verdicts[key] = verify(region, emit.nodes, lowered.result, known, ctx.first, run.assumptions)
         except Exception as error:  # whatever a user's region raises on synthetic tokens
             return Lost("verification-error", region.anchor, {"detail": f"{type(error).__name__}: {_first_line(error)}"})
     verdict = run.verdicts[key]

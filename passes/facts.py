@@ -30,6 +30,26 @@ class Routing:
         return product(self.tokens)
 
 
+class RowNumber(int):
+    """The number of an expert that stands for others: the value of ``row``, whatever that is. Equal to no constant."""
+
+    row: Node
+
+    def __new__(cls, value: int, row: Node) -> RowNumber:
+        made = super().__new__(cls, value)
+        made.row = row
+        return made
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RowNumber) and other.row is self.row
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash((int(self), self.row))
+
+
 @dataclass(frozen=True)
 class Fact:
     """Base of facts that describe a tensor dimension by dimension."""
@@ -162,6 +182,16 @@ class Counts(Fact):
 
     routing: Routing
     ends: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Hit(Fact):
+    """Not zero exactly where some slot (or slot ``slot``) chose the expert: of the ``e`` axis, or ``expert`` if that axis is gone."""
+
+    routing: Routing
+    expert: int | None
+    negated: bool = False
+    slot: int | None = None
 
 
 @dataclass(frozen=True, eq=False)

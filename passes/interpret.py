@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 from torch.fx import Graph, Node
@@ -22,9 +23,9 @@ _METADATA = frozenset(
 )
 
 
-def interpret(graph: Graph) -> Context:
-    """Facts for every node of a Dynamo-level graph."""
-    ctx = Context(graph)
+def interpret(graph: Graph, rows: Mapping[Node, tuple[int, ...]] | None = None) -> Context:
+    """Facts for every node of a Dynamo-level graph; ``rows`` are representatives' numbers and the experts that each stands for."""
+    ctx = Context(graph, rows)
     for node in graph.nodes:
         call = ctx.calls[node]
         if call is None:

@@ -17,6 +17,7 @@ from moefuse.passes.facts import (
     Counts,
     Fact,
     Fill,
+    Hit,
     Index,
     IndexMatrix,
     Lost,
@@ -25,6 +26,7 @@ from moefuse.passes.facts import (
     Part,
     Range,
     Routing,
+    RowNumber,
     Rows,
     Sorted,
     Sum,
@@ -63,6 +65,7 @@ class Region:
         holders: nodes that hold the result (several when it was accumulated in place).
         expr: what expert e adds for one (token, slot), routing weight included; leaves cover all experts.
         base: a tensor that the sum was added to, or None.
+        parts: each expert's share, where the program adds one after another.
         nodes: everything computed only for this region, leaves excluded.
         leaves: tensors the region reads.
     """
@@ -74,6 +77,7 @@ class Region:
     expr: Expr
     num_experts: int
     base: Node | None
+    parts: tuple[Part, ...] = ()
     nodes: set[Node] = field(default_factory=set)
     leaves: list[Node] = field(default_factory=list)
 
@@ -174,7 +178,7 @@ def _summed(ctx: Context, fact: Sum, holders: list[Node]) -> Region | Lost | Non
         return ctx.lost("not-weighted", anchor)
     if not per_slot and _needs_distinct(expr, fact.once, by_token) and not routing.distinct:
         return ctx.lost("ids-not-distinct", anchor)
-    return Region(anchor, holders, names.pop(), routing, expr, count, fact.base)  # type: ignore[arg-type]
+    return Region(anchor, holders, names.pop(), routing, expr, count, fact.base, fact.parts)  # type: ignore[arg-type]
 
 
 def _over_slots(ctx: Context, parts: list[Part], routing: Routing, anchor: Node) -> tuple[Expr, int] | Lost:
@@ -197,10 +201,14 @@ def _over_slots(ctx: Context, parts: list[Part], routing: Routing, anchor: Node)
 def _over_experts(ctx: Context, parts: list[Part], anchor: Node) -> tuple[Expr, int] | Lost:
     """(common expression, E) of one part for each expert."""
     ordered = sorted(parts, key=lambda p: int(p.rows.domain.expert or 0))
-    numbers = [int(p.rows.domain.expert or 0) for p in ordered]
-    expr = generalise([p.rows.expr for p in ordered], numbers, anchor)
+    experts: list[int] = [p.rows.domain.expert if p.rows.domain.expert is not None else 0 for p in ordered]
+    expr = generalise([p.rows.expr for p in ordered], experts, anchor)
     if isinstance(expr, Lost):
         return expr
+    by_row = ctx.by_row()
+    if by_row and not all(_parametric(p.rows, by_row) for p in ordered):
+        return ctx.lost("experts-differ", anchor, expert="?", detail="what it computes may depend on its number")
+    numbers = sorted(number for e in experts for number in ctx.members(e))
     count = _num_experts(ctx, expr, anchor)
     if isinstance(count, Lost):
         return count
@@ -208,6 +216,17 @@ def _over_experts(ctx: Context, parts: list[Part], anchor: Node) -> tuple[Expr, 
         run = numbers == list(range(numbers[0], numbers[-1] + 1))
         return ctx.lost("missing-experts", anchor, present=f"{numbers[0]}..{numbers[-1]}" if run else str(numbers), count=str(count))
     return expr, count
+
+
+def _parametric(rows: Rows, by_row: set[Node]) -> bool:
+    """Whether an expert's number is used for nothing but to choose its tokens and its weights: then it may stand for others."""
+    number = rows.domain.expert
+    if not isinstance(number, RowNumber):
+        return not any(source in by_row for source in sources(rows.expr))
+    chosen = [leaf.expert for leaf in weight_leaves(rows.expr)] + [e.expert for e in walk(rows.expr) if isinstance(e, Gate)]
+    if rows.domain.selection is not None:
+        chosen.append(rows.domain.selection.expert)
+    return all(c is not None and c == number for c in chosen) and not any(source in by_row for source in sources(rows.expr))
 
 
 def _anchor(ctx: Context, fact: Sum, holders: list[Node]) -> Node:
@@ -344,7 +363,7 @@ def _modes(ctx: Context, region: Region) -> Lost | None:
     mode = ctx.mode[region.anchor]
     for node in sorted(region.nodes, key=ctx.position.__getitem__):
         value, fact = tensor(node), ctx.facts.get(node)
-        counts = isinstance(fact, Counts | Sorted | Range | Fill) or (isinstance(fact, Mask) and fact.weight is None)
+        counts = isinstance(fact, Counts | Hit | Sorted | Range | Fill) or (isinstance(fact, Mask) and fact.weight is None)
         if value is None or not value.dtype.is_floating_point or counts or (isinstance(fact, Table) and fact.ones):
             continue
         if ctx.mode[node] != mode:

@@ -7,13 +7,15 @@ original that is far from the reference, a wrong op as a replacement that is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.fx import Node
 
+from moefuse.capture.assumptions import Assumption
 from moefuse.passes.evaluate import Rows64
 from moefuse.passes.expr import Gate, SlotWeight, Token, walk
 from moefuse.passes.lift import Region
@@ -32,21 +34,30 @@ class Verdict:
     problem: str = ""
 
 
-def verify(region: Region, new_nodes: Sequence[Node], result: Node, weights: dict[Node, Any], same: dict[Node, Node]) -> Verdict:
+def verify(
+    region: Region,
+    new_nodes: Sequence[Node],
+    result: Node,
+    weights: dict[Node, Any],
+    same: dict[Node, Node],
+    assumptions: Sequence[Assumption] = (),
+) -> Verdict:
     """Compare a region with its replacement.
 
     Args:
         new_nodes: the replacement's nodes in order, ending in ``result``.
         weights: real values of the graph's inputs where they are known.
         same: for each view the first one equal to it, as the region's leaves name them.
+        assumptions: what capture assumed; a loop body that stands for several experts is run for each of them.
     """
     values = Inputs(region, weights, same)
+    bodies = [a for a in assumptions if a.row_node is not None and a.nodes & region.nodes]
     before = [n for n in region.anchor.graph.nodes if n in region.nodes]
     worst = 0.0
     for kind in ("random", "one", "random"):
         leaves = values.draw(kind)
         with torch.no_grad():
-            original = _run(before, values, leaves, region.anchor)
+            original = _run(before, values, leaves, region.anchor, bodies)
             fused = _run(new_nodes, values, leaves, result)
             verdict = _compare(region, values, leaves, original, fused)
         if verdict.problem:
@@ -141,8 +152,8 @@ def _ancestors(node: Node) -> set[Node]:
     return seen
 
 
-def _run(nodes: Sequence[Node], values: Inputs, leaves: dict[Node, Any], result: Node) -> torch.Tensor:
-    """Execute nodes in order on real tensors."""
+def _run(nodes: Sequence[Node], values: Inputs, leaves: dict[Node, Any], result: Node, bodies: Sequence[Assumption] = ()) -> torch.Tensor:
+    """Execute nodes in order on real tensors, the body of a loop once for every expert it stands for."""
     env: dict[Node, Any] = {}
 
     def value(node: Node) -> Any:
@@ -156,17 +167,54 @@ def _run(nodes: Sequence[Node], values: Inputs, leaves: dict[Node, Any], result:
             return env[node]
         return values.weight(node)
 
-    for node in nodes:
+    def run(node: Node) -> None:
         if node in leaves:
-            continue
+            return
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), value)
         call = call_of(node)
         if call is not None and call.inplace and node.args[0] not in env:
             raise ValueError(f"{node.name} would write to a tensor of the user's")
         env[node] = call_target(node, args, kwargs)
+
+    for step in _steps(nodes, bodies):
+        if isinstance(step, Node):
+            run(step)
+        else:
+            env.update(step(env))
     if node_writes(result):
         return value(result.args[0])  # type: ignore[arg-type, no-any-return]
     return env[result]  # type: ignore[no-any-return]
+
+
+def _steps(nodes: Sequence[Node], bodies: Sequence[Assumption]) -> Iterator[Node | Callable[[dict[Node, Any]], dict[Node, Any]]]:
+    """Nodes in the order to run them, and what to set in between: the number of an expert, and what its turn carries over to the next."""
+    done: set[Node] = set()
+    for node in nodes:
+        body = next((b for b in bodies if node in b.nodes), None)
+        if body is None:
+            yield node
+        elif node not in done:
+            inside = [n for n in nodes if n in body.nodes]
+            done.update(inside)
+            for member in body.members:
+                yield functools.partial(_set_row, body, member)
+                yield from inside
+                yield functools.partial(_carry, body)
+
+
+def _set_row(body: Assumption, member: int, env: dict[Node, Any]) -> dict[Node, Any]:
+    assert body.row_node is not None
+    return {body.row_node: torch.full_like(fake_zeros(body.row_node), member)}
+
+
+def _carry(body: Assumption, env: dict[Node, Any]) -> dict[Node, Any]:
+    return {old: env[new] for _, old, new in body.carried if new in env}
+
+
+def fake_zeros(node: Node) -> torch.Tensor:
+    """A real tensor of a node's shape, dtype and device."""
+    value = fake(node)
+    return torch.zeros(tuple(value.shape), dtype=value.dtype, device=value.device)
 
 
 def call_target(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

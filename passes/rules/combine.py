@@ -25,7 +25,7 @@ def on_sum(ctx: Context, node: Node, x: Any, *args: Any, **kwargs: Any) -> Any:
     if len(args) > 1 and all(isinstance(a, int) and not isinstance(a, bool) for a in args):
         dim, keepdim = args, False
     fact = ctx.fact(x)
-    if isinstance(fact, Mask):
+    if isinstance(fact, Mask) or (isinstance(fact, Table) and fact.ones and dim is None):
         return over_slots(ctx, node, x, dim, keepdim)
     if isinstance(fact, Stacked):
         return _sum_of(node, fact) if dim == fact.dim and not keepdim else None

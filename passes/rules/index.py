@@ -13,12 +13,15 @@ from moefuse.passes.expr import Slice
 from moefuse.passes.facts import (
     Column,
     Combined,
+    Counts,
     Fact,
+    Hit,
     Index,
     IndexMatrix,
     Lost,
     Many,
     Mask,
+    RowNumber,
     Rows,
     Sum,
     Table,
@@ -27,6 +30,7 @@ from moefuse.passes.facts import (
 )  # fmt: skip
 from moefuse.passes.ops import tensor
 from moefuse.passes.rules import rule
+from moefuse.passes.rules.hits import picked
 from moefuse.passes.sizes import same
 
 _ALL = slice(None, None, None)
@@ -39,7 +43,7 @@ def on_getitem(ctx: Context, node: Node, x: Any, index: Any) -> Any:
         return known.items[index] if isinstance(index, int) and -len(known.items) <= index < len(known.items) else None
     if not isinstance(x, Node) or tensor(x) is None:
         return None
-    items = list(index) if isinstance(index, tuple) else [index]
+    items = [_known(ctx, i) for i in (index if isinstance(index, tuple) else (index,))]
     tensors = [i for i in items if isinstance(i, Node) and tensor(i) is not None]
     if tensors:
         from moefuse.passes.rules.gather import by_tensor
@@ -49,6 +53,15 @@ def on_getitem(ctx: Context, node: Node, x: Any, index: Any) -> Any:
         return None
     fact = ctx.fact(x)
     return basic(ctx, node, x, fact, items) if isinstance(fact, Fact) and not isinstance(fact, Sum | Combined) else None
+
+
+def _known(ctx: Context, item: Any) -> Any:
+    """An index tensor of one element whose value is known, as the constant index that takes the same."""
+    at = ctx.number(item)
+    if at is None:
+        return item
+    # Counted from the front: a slice of -1 would end at 0.
+    return at if tensor(item).dim() == 0 else slice(at, at + 1) if at >= 0 else item  # type: ignore[union-attr]
 
 
 def basic(ctx: Context, node: Node, x: Node, fact: Fact, items: list[Any]) -> Any:
@@ -79,13 +92,19 @@ def pick(ctx: Context, node: Node, x: Node, fact: Any, dim: int, at: int) -> Any
     axis = fact.axes[dim]
     axes: Axes = (*fact.axes[:dim], *fact.axes[dim + 1 :])
     only = axis[0] if len(axis) == 1 else None
+    if isinstance(at, RowNumber) and not (
+        only is not None and (only.kind == "e" or (isinstance(fact, View) and only.kind == "d" and only.index == 0 and dim == 0))
+    ):
+        return None
     if isinstance(fact, IndexMatrix) and only is not None and only.kind == "d":
         return Index(axes, fact.selection, fact.columns[at])
     if same(extent(axis), 1):
         return fact.with_axes(axes)
-    if isinstance(fact, Mask | Table) and only is not None and only.kind == "e":
+    if isinstance(fact, Mask | Table | Hit) and only is not None and only.kind == "e":
         expert = at + only.size if at < 0 else at
         return replace(fact, axes=axes, expert=expert)
+    if isinstance(fact, Counts) and only is not None and only.kind == "e":
+        return picked(fact, at, only.size)
     if isinstance(fact, Rows) and only is not None and only.kind == "f":
         return feature_pick(node, fact, dim, at)
     if isinstance(fact, Rows) and only is not None and only.kind == "e" and fact.domain.name == "dense":
@@ -127,28 +146,35 @@ def feature_pick(node: Node, fact: Rows, dim: int, at: int) -> Rows | None:
 def cut(ctx: Context, node: Node, fact: Any, dim: int, item: slice) -> Any:
     """A slice of a dimension: nothing, one expert's column, or some features."""
     axis = fact.axes[dim]
-    if item == _ALL or (same(extent(axis), 1) and item.start in (None, 0) and item.step in (None, 1)):
+    if item == _ALL or (
+        same(extent(axis), 1) and not isinstance(item.start, RowNumber) and item.start in (None, 0) and item.step in (None, 1)
+    ):
         return fact
     only = axis[0] if len(axis) == 1 else None
     if only is None or not isinstance(only.size, int) or any(not isinstance(v, int | None) for v in (item.start, item.stop, item.step)):
         return None
     start, stop, step = item.indices(only.size)
     length = max(0, -(-(stop - start) // step))
-    if length == only.size:
+    if length == only.size and not isinstance(item.start, RowNumber):
         return fact
     axes = tuple(((Atom(only.kind, only.index, length),) if i == dim else a) for i, a in enumerate(fact.axes))
-    if isinstance(fact, Rows) and only.kind == "f" and step > 0:
+    if isinstance(fact, Rows) and only.kind == "f" and step > 0 and not isinstance(item.start, RowNumber):
         if sum(a.kind == "f" for b in fact.axes for a in b) != 1:
             return None
         return replace(fact, axes=axes, expr=Slice(node, fact.expr, start, step, length, only.size))
     if isinstance(fact, Mask | Table) and only.kind == "e" and length == 1:
-        return replace(fact, axes=tuple(() if i == dim else a for i, a in enumerate(fact.axes)), expert=start)
+        expert = item.start if isinstance(item.start, RowNumber) else start
+        return replace(fact, axes=tuple(() if i == dim else a for i, a in enumerate(fact.axes)), expert=expert)
+    if isinstance(item.start, RowNumber):
+        return None
     return None
 
 
 @rule("select")
 def on_select(ctx: Context, node: Node, x: Node, dim: int, index: Any) -> Any:
     fact = ctx.fact(x)
+    number = ctx.number(index)
+    index = index if number is None else number
     if not isinstance(fact, Fact) or isinstance(fact, Sum) or not isinstance(index, int):
         return None
     return pick(ctx, node, x, fact, normalize(dim, len(fact.axes)), index)

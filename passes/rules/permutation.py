@@ -59,13 +59,11 @@ def on_floor_divide(ctx: Context, node: Node, x: Node, other: Any) -> Any:
     return replace(fact, of="token") if size is not None and same(size, fact.order.routing.top_k) else None
 
 
-@rule("ge", "gt")
-def on_beyond(ctx: Context, node: Node, x: Any, other: Any) -> Any:
+def beyond(fact: Sorted, name: str, bound: Any) -> Absent | None:
     """``sorted_ids >= E``: slots that no expert here serves."""
-    fact = ctx.fact(x)
-    if not isinstance(fact, Sorted) or fact.of != "ids" or not isinstance(other, int) or isinstance(other, bool):
+    if fact.of != "ids" or name not in ("ge", "gt") or not isinstance(bound, int) or isinstance(bound, bool):
         return None
-    return Absent(fact.axes, fact.order.routing, other + (ctx.calls[node].name == "gt"))  # type: ignore[union-attr]
+    return Absent(fact.axes, fact.order.routing, bound + (name == "gt"))
 
 
 def on_div(ctx: Context, node: Node, x: Any, other: Any, rounding_mode: str | None) -> Any:

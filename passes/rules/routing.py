@@ -15,6 +15,7 @@ from moefuse.passes.facts import (
     Column,
     Counts,
     Fill,
+    Hit,
     Index,
     IndexMatrix,
     Many,
@@ -74,7 +75,13 @@ def settled(ctx: Context, node: Node, mask: Mask) -> Mask | Table:
 def on_compare(ctx: Context, node: Node, a: Any, other: Any) -> Any:
     b = other
     negated = ctx.calls[node].name == "ne"  # type: ignore[union-attr]
+    number = ctx.number(b)
+    b = b if number is None else number
     fact = ctx.fact(a) if isinstance(a, Node) else None
+    if isinstance(fact, Counts | Hit):
+        from moefuse.passes.rules.hits import compared
+
+        return compared(fact, ctx.calls[node].name, b)  # type: ignore[union-attr]
     if isinstance(fact, Mask | Table) and b in (0, 1, False, True):
         return on_not(ctx, node, a) if (b in (0, False)) != negated else ctx.fact(a)
     if isinstance(fact, Range) and isinstance(b, Node):
@@ -113,9 +120,16 @@ def _slot_table(ctx: Context, column: Column, expert: Any, negated: bool) -> Tab
 @rule("bitwise_not", "logical_not")
 def on_not(ctx: Context, node: Node, x: Node) -> Any:
     fact = ctx.fact(x)
+    if isinstance(fact, Hit):
+        return replace(fact, negated=not fact.negated) if _boolean(x) else None
     if isinstance(fact, Mask) and fact.weight is None:
         return replace(fact, negated=not fact.negated)
     return replace(fact, negated=not fact.negated) if isinstance(fact, Table) and fact.ones else None
+
+
+def _boolean(x: Node) -> bool:
+    value = tensor(x)
+    return value is not None and value.dtype == torch.bool
 
 
 @rule("arange")
@@ -137,6 +151,10 @@ def mask_table(ctx: Context, node: Node, mask: Mask, axes: Axes) -> Table:
 def over_slots(ctx: Context, node: Node, x: Node, dim: Any, keepdim: bool) -> Any:
     """Sum (or any, or max) of a mask over the slots of a token; over everything but the expert it counts tokens."""
     mask = ctx.fact(x)
+    if isinstance(mask, Mask | Table) and dim is None and mask.expert is not None:
+        from moefuse.passes.rules.hits import all_dims, any_of
+
+        return any_of(mask, all_dims(mask, None))
     if not isinstance(mask, Mask) or mask.negated or dim is None:
         return None
     rank = len(mask.axes)
@@ -156,6 +174,8 @@ def over_slots(ctx: Context, node: Node, x: Node, dim: Any, keepdim: bool) -> An
 @rule("any")
 def on_any(ctx: Context, node: Node, x: Node, dim: Any = None, keepdim: bool = False) -> Any:
     fact = over_slots(ctx, node, x, dim, keepdim)
+    if isinstance(fact, Counts):
+        return Hit(fact.axes, fact.routing, None)
     return fact if not isinstance(fact, Table) or fact.ones else None
 
 

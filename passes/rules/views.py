@@ -10,7 +10,7 @@ from torch.fx import Node
 from moefuse.passes.axes import Atom, Axes, Axis, atoms, extent, reshape
 from moefuse.passes.context import Context, as_size, normalize, out_shape
 from moefuse.passes.expr import Cast
-from moefuse.passes.facts import Counts, Fact, Fill, Index, IndexMatrix, Mask, Range, Rows, Sorted, Sum, Table, View
+from moefuse.passes.facts import Counts, Fact, Fill, Hit, Index, IndexMatrix, Mask, Range, Rows, Sorted, Sum, Table, View
 from moefuse.passes.ops import tensor
 from moefuse.passes.rules import rule
 from moefuse.passes.sizes import Size, product, same
@@ -188,7 +188,7 @@ def on_cast(ctx: Context, node: Node, x: Node, *_: Any, **__: Any) -> Any:
         return None if isinstance(fact, Sum) else fact
     if isinstance(fact, Rows):
         return replace(fact, expr=Cast(node, fact.expr, after.dtype))
-    if isinstance(fact, Mask | Index | IndexMatrix | Sorted | Counts | Range):
+    if isinstance(fact, Mask | Index | IndexMatrix | Sorted | Counts | Range | Hit):
         return fact if not isinstance(fact, Mask) or fact.weight is None else None
     if isinstance(fact, Table):
         return replace(fact, root=node if fact.root is not None else None, root_axes=fact.axes, slots=None if not fact.ones else fact.slots)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
 from moefuse import FusionError, Options, pipeline
+from moefuse.capture import entry
 from moefuse.errors import CODES
 from moefuse.report import FusionReport
 
@@ -232,6 +233,19 @@ class TokensDiffer(Layer):
         return y.view(T, K, H).sum(dim=1)
 
 
+class NotCaptured(Layer):
+    """The loop over experts with tokens counts them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        ids, weights = self.route(x)
+        out, active = torch.zeros_like(x), 0
+        for e in (F.one_hot(ids, E).sum((0, 1)) > 0).nonzero():  # at: not-captured
+            tok, slot = torch.where(ids == e[0])
+            out.index_add_(0, tok, self.expert(e[0], x[tok]) * weights[tok, slot, None])  # type: ignore[arg-type]
+            active += 1
+        return out / active
+
+
 class Autocast(Layer):
     """float32 weights under autocast."""
 
@@ -310,6 +324,7 @@ class Case:
         device: where the model lives.
         marker: the ``# at:`` comment of the line that must be named, if it is not the code itself.
         module: module path in the report.
+        captured: whether Dynamo traces it with capture, and may break the graph.
     """
 
     program: type[nn.Module]
@@ -319,6 +334,7 @@ class Case:
     device: str = "cpu"
     marker: str | None = None
     module: str = ""
+    captured: bool = False
 
 
 def after_slot_weights(patch: pytest.MonkeyPatch, change: Callable[[Tensor], Tensor]) -> None:
@@ -377,6 +393,12 @@ CASES: dict[str, Case] = {
         Autocast, "dtype bfloat16 from float32 weights is not supported by the fused op (autocast inside the experts)"
     ),
     "device-unsupported": Case(Batched, "the fused op does not run on meta: it has no kernel there", device="meta"),
+    "not-captured": Case(
+        NotCaptured,
+        "this loop depends on data, and `active` is read after it, and has another value if it does not run; "
+        "the graph breaks here as it would without moefuse",
+        captured=True,
+    ),
     "excluded": Case(Model, "the module path matches options['exclude']", options=Options(exclude=r"^mlp$"), marker="plain", module="mlp"),
     "limit": Case(Plain, "options['max_rewrites'] regions were fused already", options=Options(max_rewrites=0), marker="plain"),
     "context-differs": Case(ContextDiffers, "the experts run under another grad mode or autocast than their sum"),
@@ -412,15 +434,17 @@ def line_of(marker: str) -> str:
     return f"{__file__}:{number}"
 
 
-def compiled(model: nn.Module, options: Options, report: FusionReport) -> Callable[..., Any]:
+def compiled(model: nn.Module, options: Options, report: FusionReport, *, captured: bool = False) -> Callable[..., Any]:
     """The model with moefuse's passes and eager execution of what they leave."""
 
     def backend(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        report.extend(pipeline.rewrite(gm, example_inputs, options))
+        report.extend(pipeline.rewrite(gm, example_inputs, options, entry.frame()))
         assert not any("moefuse" in str(node.target) for node in gm.graph.nodes), gm.graph
         return gm.forward
 
-    call: Callable[..., Any] = torch.compile(model, fullgraph=True, backend=backend)
+    if captured:
+        entry.enable(backend, lambda _arguments: options, lambda found, *_: report.extend(found))
+    call: Callable[..., Any] = torch.compile(model, fullgraph=not captured, backend=backend)
     return call
 
 
@@ -451,7 +475,7 @@ def test_refusal(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
         case.arrange(monkeypatch)
     model, report = case.program().train().to(case.device), FusionReport()
     x = torch.randn(T, H, device=case.device)
-    got = outputs_and_gradients(compiled(model, case.options, report), model, x)
+    got = outputs_and_gradients(compiled(model, case.options, report, captured=case.captured), model, x)
 
     assert report.fused == []
     assert [s.code for s in report.skipped] == [code], str(report)

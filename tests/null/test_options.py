@@ -23,7 +23,7 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_defaults() -> None:
     assert Options.from_user(None) == (Options(), {})
-    assert Options() == Options(verify="probe", strict=False, exclude=None, max_rewrites=None, enabled=True)
+    assert Options() == Options(verify="probe", strict=False, exclude=None, max_rewrites=None, enabled=True, capture=True)
 
 
 def test_own_options_are_taken_and_inductor_keeps_the_rest() -> None:
@@ -64,17 +64,19 @@ def test_the_callers_dict_is_left_alone() -> None:
         ),
         (
             {"strikt": True},
-            "unknown option 'strikt' (did you mean 'strict'?); moefuse's options are enabled, exclude, max_rewrites, strict, verify; "
+            "unknown option 'strikt' (did you mean 'strict'?); "
+            "moefuse's options are capture, enabled, exclude, max_rewrites, strict, verify; "
             "Inductor's options are accepted too, see torch._inductor.list_options()",
         ),
         (
             {"max_autotun": True},
-            "unknown option 'max_autotun' (did you mean 'max_autotune'?); moefuse's options are enabled, exclude, max_rewrites, strict, "
+            "unknown option 'max_autotun' (did you mean 'max_autotune'?); "
+            "moefuse's options are capture, enabled, exclude, max_rewrites, strict, "
             "verify; Inductor's options are accepted too, see torch._inductor.list_options()",
         ),
         (
             {7: True},
-            "unknown option 7; moefuse's options are enabled, exclude, max_rewrites, strict, verify; "
+            "unknown option 7; moefuse's options are capture, enabled, exclude, max_rewrites, strict, verify; "
             "Inductor's options are accepted too, see torch._inductor.list_options()",
         ),
         (["strict"], "options must be a dict, got list"),
@@ -135,7 +137,7 @@ def test_an_unknown_variable_warns_once(monkeypatch: pytest.MonkeyPatch) -> None
         for _ in range(2):
             Options.from_user(None)
     texts = [str(warning.message) for warning in caught]
-    known = "MOEFUSE_DISABLE, MOEFUSE_VERIFY, MOEFUSE_STRICT, MOEFUSE_CPU_KERNEL, MOEFUSE_CACHE_DIR"
+    known = "MOEFUSE_DISABLE, MOEFUSE_VERIFY, MOEFUSE_STRICT, MOEFUSE_CAPTURE, MOEFUSE_CPU_KERNEL, MOEFUSE_CACHE_DIR"
     assert texts == [f"environment variable MOEFUSE_STRIKT is unknown to moefuse; it reads {known}"]
 
 

@@ -59,7 +59,7 @@ def test_text(name: str) -> None:
 
 def test_json_says_everything() -> None:
     data = json.loads(REPORTS["mixed"].to_json())
-    assert set(data) == {"fused", "skipped", "graph_count", "graph_breaks"}
+    assert set(data) == {"fused", "skipped", "graph_count", "graph_breaks", "notes"}
     assert data["fused"][0] == {
         "module": "model.layers.0.mlp",
         "location": "/src/modeling_x.py:123",

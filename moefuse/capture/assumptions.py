@@ -1,0 +1,89 @@
+"""What capture assumed, as values: where, what about, and everything that happened under it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch.fx import Graph, Node
+
+Kind = Literal["row", "size", "value"]
+
+TAG = "moefuse_assumptions"
+"""Key of a node's meta: how many assumptions it was made under. A copy of such a node carries it too, and is then noticed."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """An instruction of the user's program."""
+
+    code: Any
+    offset: int | None
+
+
+@dataclass(eq=False)
+class Assumption:
+    """One way taken on an assumption.
+
+    Attributes:
+        kind: ``"row"``: this iteration runs, for row ``row`` of the mask ``subject``. ``"size"``: the unbacked size ``subject`` is at
+            least one. ``"value"``: the tensor ``subject`` is true (``outcome``) or false.
+        row_node, members: where this iteration was traced as the representative of several rows: the row in the graph, and all of them.
+        place: the statement.
+        location: the user's ``file:line``.
+        graph: the graph that was being written.
+        concerns_experts: whether what it is about is computed from expert ids; None if nobody has looked.
+        nodes: every operation recorded in the scope.
+        carried: locals that are live behind the scope and hold another tensor than before: (name, node before, node now).
+    """
+
+    kind: Kind
+    place: Place
+    location: str
+    subject: Any
+    row: int = 0
+    row_node: Node | None = None
+    members: tuple[int, ...] = ()
+    outcome: bool = True
+    graph: Graph | None = None
+    concerns_experts: bool | None = None
+    nodes: set[Node] = field(default_factory=set)
+    carried: list[tuple[str, Node, Node]] = field(default_factory=list)
+
+    @property
+    def what(self) -> str:
+        """How the refusal calls it."""
+        return "this loop" if self.kind == "row" else "this branch"
+
+
+@dataclass(frozen=True, eq=False)
+class Undischarged:
+    """An assumption that does not hold for every input, and why."""
+
+    assumption: Assumption
+    detail: str
+
+
+@dataclass(eq=False)
+class Scope:
+    """An assumption whose two ways have not met yet.
+
+    Attributes:
+        join: number of the instruction where they meet.
+        stack, locals: the state at the branch, to compare with.
+        marker: the last operation recorded before the scope.
+        loop: the loop whose iteration this is, if it is one.
+        clock: what was made later than this was made inside.
+    """
+
+    assumption: Assumption
+    translator: Any
+    join: int
+    stack: list[Any]
+    locals: dict[str, Any]
+    graph: Any
+    marker: Node
+    clock: int
+    check: Callable[[], object] = lambda: None
+    loop: Any = None

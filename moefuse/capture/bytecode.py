@@ -1,0 +1,105 @@
+"""Questions about a function's bytecode: where two ways of a branch meet, which locals are live, whether a loop is a plain ``for``.
+
+Instructions are Dynamo's: ``opname``, ``argval``, ``target`` (an instruction), ``exn_tab_entry``. Nothing here knows torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+Instruction = Any
+
+_NOTHING = frozenset(("NOP", "EXTENDED_ARG", "CACHE", "NOT_TAKEN", "RESUME"))
+_ALWAYS_JUMPS = frozenset(("JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_ABSOLUTE", "JUMP_BACKWARD_NO_INTERRUPT", "JUMP_NO_INTERRUPT", "JUMP"))
+_ENDS = frozenset(("RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE"))
+
+
+class Code:
+    """One function's instructions, with the answers that need the whole of it."""
+
+    def __init__(self, instructions: Sequence[Instruction]) -> None:
+        self.instructions = list(instructions)
+        self.index = {id(inst): i for i, inst in enumerate(self.instructions)}
+        self._live: dict[bool, list[frozenset[str]]] = {}
+
+    def landing(self, start: int) -> int | None:
+        """The first instruction from ``start`` on that does something; None if the way there is a circle."""
+        seen: set[int] = set()
+        at = start
+        while at < len(self.instructions) and at not in seen:
+            seen.add(at)
+            inst = self.instructions[at]
+            if inst.opname in _ALWAYS_JUMPS:
+                at = self.index[id(inst.target)]
+            elif inst.opname in _NOTHING:
+                at += 1
+            else:
+                return at
+        return None
+
+    def ways(self, at: int) -> tuple[int, int] | None:
+        """(where the conditional jump at ``at`` goes when its value is true, when it is false); None for any other instruction.
+
+        Jumps that leave the tested value on the stack (``a or b`` as a value) and jumps on None are not among them.
+        """
+        inst = self.instructions[at]
+        if "JUMP" not in inst.opname or "OR_POP" in inst.opname or not inst.opname.endswith(("IF_TRUE", "IF_FALSE")):
+            return None
+        jump, following = self.index[id(inst.target)], at + 1
+        return (jump, following) if inst.opname.endswith("IF_TRUE") else (following, jump)
+
+    def plain_for(self, at: int) -> bool:
+        """Whether ``GET_ITER`` at ``at`` feeds the ``for`` that follows and nothing else (no comprehension, no enumerate)."""
+        following = at + 1
+        while self.instructions[following].opname in ("EXTENDED_ARG", "CACHE"):
+            following += 1
+        return bool(self.instructions[following].opname == "FOR_ITER")
+
+    def only_looped_over(self, name: str, before: int) -> bool:
+        """Whether a local is stored once and read once, as ``for ... in name``."""
+        loads = [i for i, inst in enumerate(self.instructions) if name in _names(inst) and not inst.opname.startswith("STORE_FAST")]
+        stores = [i for i, inst in enumerate(self.instructions) if name in _names(inst) and inst.opname.startswith("STORE_FAST")]
+        if len(loads) != 1 or stores != [before] or not self.instructions[loads[0]].opname.startswith("LOAD_FAST"):
+            return False
+        return self.instructions[loads[0] + 1].opname == "GET_ITER" and self.plain_for(loads[0] + 1)
+
+    def live(self, at: int, *, handlers: bool = False) -> frozenset[str]:
+        """Locals that some way from ``at`` on may read before it writes them; with ``handlers`` also if exceptions are raised on the way.
+
+        Cells are not locals here.
+        """
+        if handlers not in self._live:
+            self._live[handlers] = self._liveness(handlers)
+        return self._live[handlers][at]
+
+    def _liveness(self, handlers: bool) -> list[frozenset[str]]:
+        live: list[frozenset[str]] = [frozenset()] * len(self.instructions)
+        changed = True
+        while changed:
+            changed = False
+            for i in range(len(self.instructions) - 1, -1, -1):
+                inst = self.instructions[i]
+                after: frozenset[str] = frozenset().union(*(live[j] for j in self._successors(i, handlers)))
+                names = frozenset(_names(inst))
+                # Instructions that store and load at once count as reads only: that can only make a name live for longer.
+                before = after - names if inst.opname in ("STORE_FAST", "STORE_FAST_MAYBE_NULL") else after | names
+                changed = changed or before != live[i]
+                live[i] = before
+        return live
+
+    def _successors(self, at: int, handlers: bool) -> list[int]:
+        inst = self.instructions[at]
+        out = [] if inst.opname in _ENDS or inst.opname in _ALWAYS_JUMPS else [at + 1]
+        if inst.target is not None:
+            out.append(self.index[id(inst.target)])
+        if handlers and inst.exn_tab_entry is not None:
+            out.append(self.index[id(inst.exn_tab_entry.target)])
+        return [i for i in out if i < len(self.instructions)]
+
+
+def _names(inst: Instruction) -> tuple[str, ...]:
+    """The plain locals that an instruction reads, writes or deletes."""
+    if "_FAST" not in inst.opname:
+        return ()
+    return inst.argval if isinstance(inst.argval, tuple) else (inst.argval,)

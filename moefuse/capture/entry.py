@@ -1,0 +1,110 @@
+"""Which frames capture watches: those whose compiler is a function that was marked with :func:`enable`."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from moefuse import _dynamo_private as dynamo
+from moefuse import _torch_private
+from moefuse.capture.frame import Frame, Ledger
+from moefuse.config import Options
+from moefuse.report import FusionReport
+
+log = logging.getLogger("moefuse.capture")
+
+_MARK = "moefuse_captures_for"
+_LEDGER = "moefuse_ledger"
+_lock = threading.Lock()
+_missing: list[str] | None = None
+
+_Backend = TypeVar("_Backend", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """What a frame of this backend needs to know. ``backend``: a decorator that copies attributes must not copy the mark."""
+
+    backend: object
+    options: Callable[[Mapping[str, Any]], Options | None]
+    skipped: Callable[[FusionReport, Options, object], None]
+
+
+def enable(
+    backend: _Backend,
+    options: Callable[[Mapping[str, Any]], Options | None],
+    skipped: Callable[[FusionReport, Options, object], None],
+) -> _Backend:
+    """Capture loops in frames that this Dynamo backend compiles. It must hand every graph to :func:`moefuse.pipeline.rewrite`.
+
+    Args:
+        backend: a function; returned as it is.
+        options: moefuse's options from the keyword arguments that ``torch.compile`` passes to the backend; None to stay away.
+        skipped: what to do with the report of a frame for which the backend is never called; its arguments are the report, the options,
+            and the object that stands for the ``torch.compile`` call.
+    """
+    setattr(backend, _MARK, _Mark(backend, options, skipped))
+    if "torch._dynamo.symbolic_convert" in sys.modules:
+        unavailable()
+    else:
+        # Dynamo takes a second to import: wait for the first torch.compile call.
+        _torch_private.before_torch_compile(unavailable)
+    return backend
+
+
+def unavailable() -> str | None:
+    """Why this torch has no capture, or None. The first call puts the hooks in place, and logs if it cannot."""
+    global _missing
+    with _lock:
+        if _missing is None:
+            _missing = dynamo.missing()
+            if _missing:
+                log.warning("%s", _reason())
+            else:
+                dynamo.install(_start)
+    return _reason()
+
+
+def _reason() -> str | None:
+    if not _missing:
+        return None
+    return f"capture of data-dependent expert loops is off: this torch has no {', '.join(_missing)}; all else works"
+
+
+def frame() -> Frame | None:
+    """The record of the attempt whose graph the backend is called with; None if capture does not watch it."""
+    found: Frame | None = dynamo.current()
+    return found
+
+
+def _start(compiler_fn: Any, speculation_log: Any, one_graph: bool) -> Frame | None:
+    """The observer of a new attempt at a frame; None if the frame is not ours."""
+    mark, arguments, owner = _find(compiler_fn)
+    own = mark.options(arguments) if mark is not None else None
+    if mark is None or own is None or not own.enabled:
+        return None
+    ledger: Ledger = vars(speculation_log).setdefault(_LEDGER, Ledger())
+    if not own.capture or dynamo.copies_nodes():
+        ledger.off = True
+    flags = not one_graph and not dynamo.user_flags()
+    return Frame(ledger, speculation_log, flags=flags, skipped=lambda report: mark.skipped(report, own, owner))
+
+
+def _find(compiler_fn: Any) -> tuple[_Mark | None, dict[str, Any], object | None]:
+    """The mark behind what torch wraps around a backend, the keyword arguments it adds, and what stands for the torch.compile call."""
+    arguments: dict[str, Any] = {}
+    owner = None
+    for _ in range(8):
+        inner, given = _torch_private.unwrap_backend(compiler_fn)
+        if inner is None:
+            break
+        arguments = {**given, **arguments}
+        owner = compiler_fn if _torch_private.is_torch_compile_call(compiler_fn) else owner
+        compiler_fn = inner
+    mark = vars(compiler_fn).get(_MARK) if isinstance(compiler_fn, types.FunctionType) else None
+    return (mark if mark is not None and mark.backend is compiler_fn else None), arguments, owner

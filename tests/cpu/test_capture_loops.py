@@ -1,0 +1,57 @@
+"""Loops that depend on data: captured and fused where that changes nothing, otherwise exactly as without moefuse."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.cpu.capture_case import check, plain
+from tests.programs.loops import NEAR_MISS, POSITIVE, Layer
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+
+@pytest.mark.parametrize("cls", POSITIVE.values(), ids=POSITIVE)
+def test_a_loop_is_one_graph_and_fused(cls: type[Layer]) -> None:
+    seen = check(cls)
+    assert len(seen.graphs) == 1
+    assert len(seen.report.fused) == 1, str(seen.report)
+    assert (seen.report.skipped, seen.report.graph_breaks) == ([], [])
+
+
+@pytest.mark.parametrize("cls", NEAR_MISS.values(), ids=NEAR_MISS)
+def test_what_only_looks_like_one_runs_as_without_moefuse(cls: type[Layer], capsys: pytest.CaptureFixture[str]) -> None:
+    """Values, gradients and Python's state equal eager's; nothing is fused; Dynamo breaks the graph where it always did."""
+    seen = check(cls)
+    assert seen.report.fused == []
+    if cls is NEAR_MISS["Prints"]:
+        return  # int(row) is one more break where Dynamo may read numbers out of tensors
+    without = check(cls, options=plain(capture=False))
+    assert (len(seen.graphs), seen.report.graph_breaks) == (len(without.graphs), without.report.graph_breaks)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("compile_kwargs", [{"fullgraph": True}, {"dynamic": True}, {"dynamic": False}], ids=str)
+@pytest.mark.parametrize("name", ["RowsOfNonzero", "ContinueWhenEmpty"])
+def test_ways_to_compile(name: str, compile_kwargs: dict[str, bool], grad: bool) -> None:
+    seen = check(POSITIVE[name], grad=grad, tokens=(5, 7, 3), **compile_kwargs)
+    assert len(seen.graphs) == (3 if compile_kwargs == {"dynamic": False} else len(seen.graphs)) <= 3
+    assert len(seen.report.fused) == len(seen.graphs)
+
+
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_few_tokens(tokens: int) -> None:
+    seen = check(POSITIVE["ModuleListByRow"], tokens=(tokens, 5, 5))
+    assert len(seen.report.fused) == len(seen.graphs) >= 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [plain(exclude=""), plain(max_rewrites=0), plain(capture=False), plain(enabled=False)],
+    ids=["exclude", "max_rewrites", "capture", "enabled"],
+)
+def test_a_region_that_an_option_leaves_alone_is_not_captured(options: object) -> None:
+    """No option leaves a loop unrolled and unfused: the graphs are those without capture."""
+    without = check(POSITIVE["RowsOfNonzero"], options=plain(capture=False))
+    seen = check(POSITIVE["RowsOfNonzero"], options=options)  # type: ignore[arg-type]
+    assert len(seen.graphs) == len(without.graphs) > 1
+    assert "not-captured" not in seen.codes
