@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
+import weakref
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any, Protocol
@@ -31,6 +32,8 @@ POINTS: dict[str, tuple[str, ...]] = {
     "torch._dynamo.variables.builder": ("wrap_fx_proxy",),
     "torch._dynamo.variables.constant": ("ConstantVariable.create",),
     "torch._dynamo.variables.lists": ("ListVariable", "ListIteratorVariable"),
+    "torch._dynamo.variables.iter": ("IteratorVariable.__init__",),
+    "torch._dynamo.variables.functions": ("LocalGeneratorObjectVariable.__init__",),
     "torch._dynamo.variables.lazy": ("LazyVariableTracker.realize",),
     "torch._dynamo.variables.tensor": ("TensorVariable.method_item", "TensorVariable.method_tolist", "SymNodeVariable"),
     "torch._dynamo.exc": (
@@ -48,7 +51,9 @@ POINTS: dict[str, tuple[str, ...]] = {
 _KEPT = "moefuse_capture"
 _SETTINGS = "moefuse_settings"
 _ARGUMENTS = ("compiler_fn", "one_graph", "export", "speculation_log")
+_ADVANCE = ("next_variable", "tp_iternext_impl")
 _clock = itertools.count(1)
+_births: dict[int, tuple[Any, int]] = {}
 
 
 class Observer(Protocol):
@@ -56,6 +61,7 @@ class Observer(Protocol):
 
     def before(self, translator: Any) -> None: ...
     def mutated(self, variable: Any) -> None: ...
+    def advanced(self, iterator: Any) -> None: ...
     def compiled(self) -> None: ...
     def failed(self, error: Exception, environment: Any) -> None: ...
     def rows(self, translator: Any, variable: Any) -> Any: ...
@@ -105,6 +111,8 @@ def install(start: Callable[[Any, Any, bool], Observer | None]) -> None:
     from torch._dynamo.side_effects import SideEffects
     from torch._dynamo.symbolic_convert import InstructionTranslator, InstructionTranslatorBase
     from torch._dynamo.variables.base import MutationType
+    from torch._dynamo.variables.functions import LocalGeneratorObjectVariable
+    from torch._dynamo.variables.iter import IteratorVariable
     from torch._dynamo.variables.tensor import TensorVariable
 
     if getattr(InstructionTranslatorBase.step, "moefuse", False):
@@ -118,6 +126,17 @@ def install(start: Callable[[Any, Any, bool], Observer | None]) -> None:
     _wrap(TensorVariable, "method_tolist", _on_tolist)
     for name in ("mutation", "store_attr", "register_hook"):
         _wrap(SideEffects, name, _on_mutation)
+    _wrap(LocalGeneratorObjectVariable, "__init__", _on_iterator)
+    _wrap(IteratorVariable, "__init__", _on_iterator)
+    for kind in _subclasses(IteratorVariable):
+        for name in _ADVANCE:
+            if name in vars(kind):
+                _wrap(kind, name, _on_advance)
+
+
+def _subclasses(kind: type) -> list[type]:
+    below: list[type] = kind.__subclasses__()
+    return [kind, *(deeper for one in below for deeper in _subclasses(one))]
 
 
 def _wrap(owner: type, name: str, hook: Callable[..., Any]) -> None:
@@ -192,6 +211,26 @@ def _on_mutation(original: Any, self: Any, variable: Any, *args: Any, **kwargs: 
     if observer is not None:
         observer.mutated(variable)
     return original(self, variable, *args, **kwargs)
+
+
+def _on_iterator(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    original(self, *args, **kwargs)
+    for made in (self, getattr(self, "inline_tracer", None)):
+        if made is not None:
+            # Not an attribute: Dynamo copies a variable by calling its class with all of its attributes.
+            _births[id(made)] = weakref.ref(made, functools.partial(_forget, id(made))), next(_clock)
+
+
+def _forget(key: int, dead: Any) -> None:
+    if _births.get(key, (None, 0))[0] is dead:
+        del _births[key]
+
+
+def _on_advance(original: Any, self: Any, translator: Any, *args: Any, **kwargs: Any) -> Any:
+    observer = getattr(getattr(translator, "output", None), _KEPT, None)
+    if observer is not None:
+        observer.advanced(self)
+    return original(self, translator, *args, **kwargs)
 
 
 def _on_item(original: Any, self: Any, translator: Any, *args: Any, **kwargs: Any) -> Any:
@@ -293,6 +332,12 @@ def born_inside(variable: Any, clock: int) -> bool:
 
     kind = variable.mutation_type
     return isinstance(kind, ValueMutationNew | AttributeMutationNew) and getattr(kind, "moefuse_born", 0) > clock
+
+
+def iterator_born_inside(iterator: Any, clock: int) -> bool:
+    """Whether the program made this iterator, or started this generator's frame, after ``clock``."""
+    known, born = _births.get(id(iterator), (None, 0))
+    return known is not None and known() is iterator and born > clock and getattr(iterator, "source", None) is None
 
 
 def plain(variable: Any) -> Any:

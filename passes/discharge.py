@@ -4,6 +4,8 @@
 2. Whatever S adds to a fused region is a share of expert e of the same routing. The fused op gives an expert that nobody chose nothing.
 3. Everything else that S recorded is gone, or is a pure value that only fused ops read.
 4. A local that S leaves with another tensor holds the accumulator with such shares added, or the same storage.
+5. Where S was traced once for several rows, no row finds what another left: S writes to nothing that is older than S but accumulators, and
+   reads those for nothing but to add to them (:func:`_meetings`).
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from torch.fx import GraphModule, Node
 from moefuse._dynamo_private import unbacked_in
 from moefuse.capture.assumptions import TAG, Assumption, Undischarged
 from moefuse.passes.context import Context
-from moefuse.passes.facts import Fill, Hit, Index, IndexMatrix, Mask, Part, Routing, RowNumber, Rows, Sum
+from moefuse.passes.facts import Buffer, Fill, Hit, Index, IndexMatrix, Mask, Part, Routing, RowNumber, Rows, Sum
 from moefuse.passes.lift import SIZE_QUERIES, Region
 from moefuse.passes.ops import fake, location
 from moefuse.passes.rules.hits import rows_of
@@ -41,6 +43,7 @@ class Claim:
     expert: int | None = None
     slot: int | None = None
     leaks: tuple[tuple[Node, Node], ...] = ()
+    meetings: tuple[Node, ...] = ()
 
     def covers(self, part: Part) -> bool:
         """Whether an expert's share is nothing whenever the assumption is false."""
@@ -65,7 +68,31 @@ def _claim(ctx: Context, assumption: Assumption, sizes: dict[Any, _Chosen]) -> C
     assumption.concerns_experts = found is not None or _concerns(ctx, assumption)
     if found is None:
         return Claim(assumption, leaks=leaks)
-    return Claim(assumption, *found, leaks=leaks)
+    return Claim(assumption, *found, leaks=leaks, meetings=_meetings(ctx, assumption))
+
+
+def _meetings(ctx: Context, a: Assumption) -> tuple[Node, ...]:
+    """Nodes of a representative's scope at which one row may find what another left. All must turn out to be shares of a fused region.
+
+    They write to a tensor that is older than the scope, or read one that the scope writes to or replaces.
+    """
+    if len(a.members) < 2:
+        return ()
+    inside = [n for n in a.nodes if n in ctx.position]
+    passed = {ctx.storage[n] for n in inside if (call := ctx.calls[n]) is not None and call.inplace} - a.nodes
+    passed |= {ctx.storage[old] for _, old, _ in a.carried if old in ctx.position}
+    return tuple(n for n in inside if _meets(ctx, n, passed))
+
+
+def _meets(ctx: Context, node: Node, passed: set[Node]) -> bool:
+    call = ctx.calls[node]
+    if not any(ctx.storage.get(i) in passed for i in node.all_input_nodes):
+        return False
+    if call is None or call.inplace:
+        return True
+    view = ctx.storage[node] in passed  # who reads or writes it is asked instead
+    middle = isinstance(ctx.facts.get(node), Buffer)  # of ``out[idx] += rows``: the assignment is asked instead
+    return not view and not middle and call.name not in SIZE_QUERIES
 
 
 def _chosen(ctx: Context, a: Assumption) -> _Chosen | None:
@@ -192,6 +219,10 @@ def _detail(ctx: Context, claim: Claim, fused: Sequence[Region], emitted: set[No
                 return f"`{node.name}` is used behind it"
     if not all(claim.covers(p) for p in shares):
         return "it does not ask exactly whether some token chose the expert that it runs"
+    added = {p.node for p in shares}
+    stray = next((n for n in claim.meetings if n not in added), None)
+    if stray is not None:
+        return f"one iteration may find what another left (`{stray.name}`)"
     carried = next((name for name, old, new in claim.assumption.carried if not _same_without(ctx, claim, old, new)), None)
     return None if carried is None else f"`{carried}` is read after it, and has another value if it does not run"
 

@@ -26,6 +26,9 @@ READ_AFTER = "`{name}` is read after it, and has another value if it does not ru
 
 _GENERATOR = 0x20 | 0x80 | 0x200
 
+_MAKES_GENERATOR = frozenset(("COPY_FREE_VARS", "MAKE_CELL", "RETURN_GENERATOR"))
+"""What the frame of a generator does when it is called, and not when it gives an item."""
+
 
 @dataclass
 class Ledger:
@@ -132,6 +135,8 @@ class Frame:
         if loop is not None and modules.tells_apart(tx, loop, tx.instructions[at]):
             self._unroll("the body may tell one module from another")
         name = tx.instructions[at].opname
+        if tx.f_code.co_flags & _GENERATOR and name not in _MAKES_GENERATOR:
+            self.advanced(tx)
         if name == "GET_ITER":
             self._get_iter(tx, at)
         elif name == "FOR_ITER":
@@ -146,6 +151,12 @@ class Frame:
         for scope in self._scopes:
             if not dynamo.born_inside(variable, scope.clock):
                 self._refuse(scope.assumption, "it changes a Python object that was there before")
+
+    def advanced(self, iterator: Any) -> None:
+        """An iterator is about to give its next item. Not every kind of iterator counts as mutated by that."""
+        for scope in self._scopes:
+            if not dynamo.iterator_born_inside(iterator, scope.clock):
+                self._refuse(scope.assumption, "it takes an item from an iterator that was there before")
 
     def rows(self, tx: Any, variable: Any) -> Any:
         """The rows of a mask as a list of numbers for ``tolist()``, where only a ``for`` will read that list; else None."""

@@ -317,6 +317,25 @@ class ViewInTheLoop(Layer):
         return out
 
 
+@positive
+class LoopsInTheBody(Layer):
+    """Iterators that the body makes for itself are its own business."""
+
+    def forward(self, x: Tensor, logits: Tensor) -> Tensor:
+        ids, weights = self.route(logits)
+        out = torch.zeros_like(x)
+        mask, hit = self.hits(ids)
+        for row in hit.nonzero():
+            slot, tok = torch.where(mask[row[0]])
+            y = x[tok]
+            for _ in range(2):
+                y = F.silu(y)
+            for scale in (s * 2.0 for s in (0.25, 0.5)):
+                y = y * scale
+            out.index_add_(0, tok, self.expert(row[0], y) * weights[tok, slot, None])
+        return out
+
+
 # --- what only looks like one of these --------------------------------------------------------------------------------------------
 
 
@@ -915,3 +934,94 @@ def logits_for(kind: str, tokens: int) -> Tensor:
 
 KINDS = ("random", "skewed", "upper")
 Make = Callable[[], Layer]
+
+
+@near_miss
+class AccumulatesIntoItsInput(Hits):
+    """The next expert reads what this one added."""
+
+    def forward(self, x: Tensor, logits: Tensor) -> Tensor:
+        x = x.clone()
+        ids, weights = self.route(logits)
+        for row in self.mask(ids).nonzero():
+            self.body(row[0], x, x, ids, weights)
+        return x
+
+
+@near_miss
+class ReadsTheAccumulator(Hits):
+    """The next expert reads the sum so far, which is zero for the first."""
+
+    def body(self, row: Tensor, out: Tensor, x: Tensor, ids: Tensor, weights: Tensor) -> None:
+        tok, slot = torch.where(ids == row)
+        out.index_add_(0, tok, self.expert(row, x[tok] + out[tok]) * weights[tok, slot, None])
+
+
+@near_miss
+class OverwritesTheWeights(Hits):
+    """The next expert finds other routing weights."""
+
+    def body(self, row: Tensor, out: Tensor, x: Tensor, ids: Tensor, weights: Tensor) -> None:
+        super().body(row, out, x, ids, weights)
+        weights.mul_(2.0)
+
+
+@near_miss
+class ScalesTheSum(Hits):
+    """Every further expert scales what is there."""
+
+    def body(self, row: Tensor, out: Tensor, x: Tensor, ids: Tensor, weights: Tensor) -> None:
+        super().body(row, out, x, ids, weights)
+        out.mul_(0.5)
+
+
+@near_miss
+class NextFromAnIterator(Hits):
+    """The scale of an expert depends on how many came before."""
+
+    def forward(self, x: Tensor, logits: Tensor) -> Tensor:
+        ids, weights = self.route(logits)
+        out = torch.zeros_like(x)
+        scales = iter(range(1, E + 1))
+        for row in self.mask(ids).nonzero():
+            self.body(row[0], out, x * next(scales), ids, weights)
+        return out
+
+
+@near_miss
+class CarriesTheInput(Hits):
+    """A local, and not a tensor that is written to, goes from one expert to the next."""
+
+    def forward(self, x: Tensor, logits: Tensor) -> Tensor:
+        ids, weights = self.route(logits)
+        out = torch.zeros_like(x)
+        for row in self.mask(ids).nonzero():
+            self.body(row[0], out, x, ids, weights)
+            x = x * 0.5
+        return out
+
+
+@near_miss
+class NextFromAGenerator(Hits):
+    """The same with a generator, which is started by the first expert."""
+
+    def forward(self, x: Tensor, logits: Tensor) -> Tensor:
+        ids, weights = self.route(logits)
+        out = torch.zeros_like(x)
+        scales = (float(i) for i in range(1, E + 1))
+        for row in self.mask(ids).nonzero():
+            self.body(row[0], out, x * next(scales), ids, weights)
+        return out
+
+
+@near_miss
+class NextFromADict(Hits):
+    """The same with the keys of a dict."""
+
+    def forward(self, x: Tensor, logits: Tensor) -> Tensor:
+        ids, weights = self.route(logits)
+        out = torch.zeros_like(x)
+        scales = iter(dict.fromkeys(range(1, E + 1)).keys())
+        for row in self.mask(ids).nonzero():
+            self.body(row[0], out, x * next(scales), ids, weights)
+        return out
