@@ -96,7 +96,7 @@ def input_like(translator: Any, node: Node, list_name: str, row: int, other: int
 def _value(translator: Any, source: Any) -> Any:
     """What a source stands for now."""
     root = translator.output.root_tx
-    value = eval(_name(source), {"L": root.f_locals, "G": root.f_globals})  # noqa: S307  (Dynamo's own spelling of a source)
+    value = eval(_name(source), {"L": root.f_locals, "G": root.f_globals})
     if not isinstance(value, torch.Tensor):
         raise UnknownError("a weight is no tensor")
     return value

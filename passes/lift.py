@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -223,15 +223,21 @@ def _over_experts(ctx: Context, parts: list[Part], anchor: Node) -> tuple[Expr, 
     return expr, count
 
 
+def _from_lists(ctx: Context, row: Node) -> Collection[Node] | None:
+    """Weights that a representative has from lists of modules; None for a twin, which stands for no other, so that any weight will do."""
+    if any(row is known.twin_node for known in ctx.siblings.values()):
+        return None
+    return ctx.siblings[row].siblings if row in ctx.siblings else ()
+
+
 def _parametric(ctx: Context, rows: Rows, by_row: set[Node]) -> bool:
     """Whether an expert's number is used for nothing but to choose its tokens and its weights: then it may stand for others."""
     number = rows.domain.expert
     if not isinstance(number, RowNumber):
         return not any(source in by_row for source in sources(rows.expr))
-    known = ctx.siblings.get(number.row)
-    twin = any(number.row is a.twin_node for a in ctx.siblings.values())
-    listed = [leaf for leaf in weight_leaves(rows.expr) if not leaf.stacked and (twin or (known is not None and leaf.source in known.siblings))]
-    chosen = [leaf.expert for leaf in weight_leaves(rows.expr) if leaf not in listed] + [e.expert for e in walk(rows.expr) if isinstance(e, Gate)]
+    own = _from_lists(ctx, number.row)
+    stacked = [leaf for leaf in weight_leaves(rows.expr) if leaf.stacked or (own is not None and leaf.source not in own)]
+    chosen = [leaf.expert for leaf in stacked] + [e.expert for e in walk(rows.expr) if isinstance(e, Gate)]
     if rows.domain.selection is not None:
         chosen.append(rows.domain.selection.expert)
     return all(c is not None and c == number for c in chosen) and not any(source in by_row for source in sources(rows.expr))

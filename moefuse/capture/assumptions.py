@@ -31,7 +31,7 @@ class Assumption:
             least one. ``"value"``: the tensor ``subject`` is true (``outcome``) or false.
         row_node, members: where this iteration was traced as the representative of several rows: the row in the graph, and all of them.
         twin, twin_node: the row that was traced beside a representative where the body runs a module of a list.
-        siblings: then, for each weight that the representative's module gives the graph: the same weight of each of ``members`` and the twin.
+        siblings: then, for each weight of the representative in the graph: the same weight of each of ``members`` and the twin.
         place: the statement.
         location: the user's ``file:line``.
         graph: the graph that was being written.
