@@ -65,7 +65,7 @@ class Observer(Protocol):
     def compiled(self) -> None: ...
     def failed(self, error: Exception, environment: Any) -> None: ...
     def rows(self, translator: Any, variable: Any) -> Any: ...
-    def read(self, variable: Any) -> None: ...
+    def read(self, translator: Any, variable: Any) -> None: ...
 
     @property
     def scalars(self) -> bool: ...
@@ -237,7 +237,7 @@ def _on_item(original: Any, self: Any, translator: Any, *args: Any, **kwargs: An
     observer = getattr(translator.output, _KEPT, None)
     if observer is None or not observer.scalars:
         return original(self, translator, *args, **kwargs)
-    observer.read(self)
+    observer.read(translator, self)
     from torch._dynamo import config
 
     with config.patch(capture_scalar_outputs=True):
@@ -248,7 +248,7 @@ def _on_tolist(original: Any, self: Any, translator: Any, *args: Any, **kwargs: 
     observer = getattr(translator.output, _KEPT, None)
     known = observer.rows(translator, self) if observer is not None else None
     if observer is not None and known is None:
-        observer.read(self)
+        observer.read(translator, self)
     return original(self, translator, *args, **kwargs) if known is None else known
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from moefuse.capture.assumptions import Assumption
 from moefuse.passes.axes import Atom, fresh
 from moefuse.passes.facts import Combined, Lost, Routing, RowNumber, Sum, View
 from moefuse.passes.ops import Call, call_of, fake, tensor
@@ -34,6 +35,7 @@ class Context:
     def __init__(self, graph: Graph, rows: Mapping[Node, tuple[int, ...]] | None = None) -> None:
         self.graph = graph
         self.rows = dict(rows or {})
+        self.siblings: dict[Node, Assumption] = {}
         self.facts: dict[Node, Any] = {}
         self.position = {node: i for i, node in enumerate(graph.nodes)}
         self.calls: dict[Node, Call | None] = {}

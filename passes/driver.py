@@ -16,6 +16,7 @@ from torch.fx import GraphModule, Node
 
 import moefuse.ops  # noqa: F401  (the ops that the rewrite inserts)
 from moefuse.capture.assumptions import Assumption, Undischarged
+from moefuse.capture.siblings import keep
 from moefuse.errors import CODES
 from moefuse.passes import discharge
 from moefuse.passes.context import Context
@@ -103,6 +104,7 @@ def _bodies(gm: GraphModule, known: dict[Node, Any]) -> list[tuple[GraphModule, 
 
 def _fuse_graph(gm: GraphModule, known: dict[Node, Any], run: _Run) -> bool:
     ctx = interpret(gm.graph, {a.row_node: a.members for a in run.assumptions if a.row_node is not None and a.graph is gm.graph})
+    ctx.siblings = {a.row_node: a for a in run.assumptions if a.row_node is not None and a.siblings}
     for node in gm.graph.nodes:
         if node.op == "get_attr" and isinstance(getattr(gm, str(node.target), None), torch.Tensor):
             known[node] = getattr(gm, str(node.target))
@@ -119,6 +121,8 @@ def _fuse_graph(gm: GraphModule, known: dict[Node, Any], run: _Run) -> bool:
             refused.append((problem, found.routing))
     run.result.skipped += [_skipped(lost) for lost in refusals(ctx, refused, covered)]
     if run.assumptions:
+        for kept in gm.graph.find_nodes(op="call_function", target=keep):
+            gm.graph.erase_node(kept)
         discharge.sweep(ctx, claims)
         run.result.undischarged += discharge.undischarged(ctx, claims, fused)
     return bool(fused) or bool(run.assumptions)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +33,7 @@ from moefuse.passes.facts import (
     Table,
 )
 from moefuse.passes.generalise import generalise
+from moefuse.passes.instances import instances
 from moefuse.passes.ops import tensor
 from moefuse.passes.sizes import shape_of
 from moefuse.passes.templates import same_expr, vanishes
@@ -201,12 +202,16 @@ def _over_slots(ctx: Context, parts: list[Part], routing: Routing, anchor: Node)
 def _over_experts(ctx: Context, parts: list[Part], anchor: Node) -> tuple[Expr, int] | Lost:
     """(common expression, E) of one part for each expert."""
     ordered = sorted(parts, key=lambda p: int(p.rows.domain.expert or 0))
-    experts: list[int] = [p.rows.domain.expert if p.rows.domain.expert is not None else 0 for p in ordered]
-    expr = generalise([p.rows.expr for p in ordered], experts, anchor)
+    written = [instances(ctx.siblings, p, ordered) for p in ordered]
+    if any(found is None for found in written):
+        return ctx.lost("experts-differ", anchor, expert="?", detail="what it computes may depend on its number")
+    pairs = sorted((pair for found in written for pair in found or ()), key=lambda pair: int(pair[0]))
+    experts: list[int] = [number for number, _ in pairs]
+    expr = generalise([expr for _, expr in pairs], experts, anchor)
     if isinstance(expr, Lost):
         return expr
     by_row = ctx.by_row()
-    if by_row and not all(_parametric(p.rows, by_row) for p in ordered):
+    if by_row and not all(_parametric(ctx, p.rows, by_row) for p in ordered):
         return ctx.lost("experts-differ", anchor, expert="?", detail="what it computes may depend on its number")
     numbers = sorted(number for e in experts for number in ctx.members(e))
     count = _num_experts(ctx, expr, anchor)
@@ -218,12 +223,21 @@ def _over_experts(ctx: Context, parts: list[Part], anchor: Node) -> tuple[Expr, 
     return expr, count
 
 
-def _parametric(rows: Rows, by_row: set[Node]) -> bool:
+def _from_lists(ctx: Context, row: Node) -> Collection[Node] | None:
+    """Weights that a representative has from lists of modules; None for a twin, which stands for no other, so that any weight will do."""
+    if any(row is known.twin_node for known in ctx.siblings.values()):
+        return None
+    return ctx.siblings[row].siblings if row in ctx.siblings else ()
+
+
+def _parametric(ctx: Context, rows: Rows, by_row: set[Node]) -> bool:
     """Whether an expert's number is used for nothing but to choose its tokens and its weights: then it may stand for others."""
     number = rows.domain.expert
     if not isinstance(number, RowNumber):
         return not any(source in by_row for source in sources(rows.expr))
-    chosen = [leaf.expert for leaf in weight_leaves(rows.expr)] + [e.expert for e in walk(rows.expr) if isinstance(e, Gate)]
+    own = _from_lists(ctx, number.row)
+    stacked = [leaf for leaf in weight_leaves(rows.expr) if leaf.stacked or (own is not None and leaf.source not in own)]
+    chosen = [leaf.expert for leaf in stacked] + [e.expert for e in walk(rows.expr) if isinstance(e, Gate)]
     if rows.domain.selection is not None:
         chosen.append(rows.domain.selection.expert)
     return all(c is not None and c == number for c in chosen) and not any(source in by_row for source in sources(rows.expr))

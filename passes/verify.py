@@ -176,7 +176,7 @@ def _run(nodes: Sequence[Node], values: Inputs, leaves: dict[Node, Any], result:
             raise ValueError(f"{node.name} would write to a tensor of the user's")
         env[node] = call_target(node, args, kwargs)
 
-    for step in _steps(nodes, bodies):
+    for step in _steps(nodes, bodies, values):
         if isinstance(step, Node):
             run(step)
         else:
@@ -186,7 +186,9 @@ def _run(nodes: Sequence[Node], values: Inputs, leaves: dict[Node, Any], result:
     return env[result]  # type: ignore[no-any-return]
 
 
-def _steps(nodes: Sequence[Node], bodies: Sequence[Assumption]) -> Iterator[Node | Callable[[dict[Node, Any]], dict[Node, Any]]]:
+def _steps(
+    nodes: Sequence[Node], bodies: Sequence[Assumption], values: Inputs
+) -> Iterator[Node | Callable[[dict[Node, Any]], dict[Node, Any]]]:
     """Nodes in the order to run them, and what to set in between: the number of an expert, and what its turn carries over to the next."""
     done: set[Node] = set()
     for node in nodes:
@@ -197,14 +199,16 @@ def _steps(nodes: Sequence[Node], bodies: Sequence[Assumption]) -> Iterator[Node
             inside = [n for n in nodes if n in body.nodes]
             done.update(inside)
             for member in body.members:
-                yield functools.partial(_set_row, body, member)
+                yield functools.partial(_set_row, body, member, values)
                 yield from inside
                 yield functools.partial(_carry, body)
+            yield functools.partial(_set_row, body, body.row, values)
 
 
-def _set_row(body: Assumption, member: int, env: dict[Node, Any]) -> dict[Node, Any]:
+def _set_row(body: Assumption, member: int, values: Inputs, env: dict[Node, Any]) -> dict[Node, Any]:
     assert body.row_node is not None
-    return {body.row_node: torch.full_like(fake_zeros(body.row_node), member)}
+    own = {node: values.weight(same[member]) for node, same in body.siblings.items()}
+    return own | {body.row_node: torch.full_like(fake_zeros(body.row_node), member)}
 
 
 def _carry(body: Assumption, env: dict[Node, Any]) -> dict[Node, Any]:

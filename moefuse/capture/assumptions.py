@@ -30,6 +30,8 @@ class Assumption:
         kind: ``"row"``: this iteration runs, for row ``row`` of the mask ``subject``. ``"size"``: the unbacked size ``subject`` is at
             least one. ``"value"``: the tensor ``subject`` is true (``outcome``) or false.
         row_node, members: where this iteration was traced as the representative of several rows: the row in the graph, and all of them.
+        twin, twin_node: the row that was traced beside a representative where the body runs a module of a list.
+        siblings: then, for each weight of the representative in the graph: the same weight of each of ``members`` and the twin.
         place: the statement.
         location: the user's ``file:line``.
         graph: the graph that was being written.
@@ -45,6 +47,9 @@ class Assumption:
     row: int = 0
     row_node: Node | None = None
     members: tuple[int, ...] = ()
+    twin: int | None = None
+    twin_node: Node | None = None
+    siblings: dict[Node, dict[int, Node]] = field(default_factory=dict)
     outcome: bool = True
     graph: Graph | None = None
     concerns_experts: bool | None = None

@@ -11,7 +11,7 @@ import torch
 from torch.fx import Node
 
 from moefuse import _dynamo_private as dynamo
-from moefuse.capture import guess
+from moefuse.capture import guess, modules
 from moefuse.capture.assumptions import TAG, Assumption, Kind, Place, Scope, Undischarged
 from moefuse.capture.bytecode import Code
 from moefuse.errors import CODES
@@ -52,7 +52,8 @@ class Ledger:
 class _Loop:
     """A ``for`` over the rows of a mask: every row, whether the mask has it or not; or one row for each way through the body.
 
-    ``like`` is the tensor of rows (in the second case only), ``handed`` the rows so far, ``conditions`` what the body asked about them.
+    ``like`` is the tensor of rows (in the second case only), ``handed`` the rows so far, ``conditions`` what the body asked about them,
+    ``lists`` the lists of modules that it selects from: name of the source -> list.
     """
 
     mask: Node
@@ -65,6 +66,7 @@ class _Loop:
     assumptions: list[Assumption] = field(default_factory=list)
     conditions: list[tuple[Node, Node]] = field(default_factory=list)
     finished: bool = False
+    lists: dict[str, Any] = field(default_factory=dict)
 
     @property
     def represented(self) -> bool:
@@ -129,6 +131,9 @@ class Frame:
             self._leave(tx, at)
         if self._next is not None and self._next[0] is tx:
             self._iterate(tx)
+        loop = next((s.loop for s in self._scopes if s.loop is not None and s.loop.lists), None)
+        if loop is not None and modules.tells_apart(tx, loop, tx.instructions[at]):
+            self._unroll("the body may tell one module from another")
         name = tx.instructions[at].opname
         if tx.f_code.co_flags & _GENERATOR and name not in _MAKES_GENERATOR:
             self.advanced(tx)
@@ -328,13 +333,18 @@ class Frame:
                 classes.setdefault(known.get(loop.outcomes(row)), []).append(row)
         except Exception:  # whatever the user's condition raises on plain tensors
             self._unroll("a condition on the row cannot be evaluated for other rows")
-        if None in classes:
+        following = classes[None][0] if None in classes else modules.twin_wanted(loop, classes)
+        if following is not None:
             iterator = dynamo.realized(tx.stack[-1])
-            iterator.items = [*iterator.items, self._hand_out(tx, loop, loop.like, classes[None][0])]
+            iterator.items = [*iterator.items, self._hand_out(tx, loop, loop.like, following)]
             return
         loop.finished = True
         for assumption in loop.assumptions:
-            assumption.members = tuple(classes[assumption.row])
+            assumption.members = tuple(classes.get(assumption.row, (assumption.row,)))
+        if loop.lists:
+            problem = modules.bind(tx, loop)
+            if problem is not None:
+                self._unroll(problem)
 
     def _unroll(self, why: str) -> NoReturn:
         """Start the frame again, with every row traced."""
@@ -342,11 +352,13 @@ class Frame:
         log.debug("tracing this frame again, row by row: %s", why)
         raise dynamo.restart(self.log, "moefuse: representatives do not do")
 
-    def read(self, variable: Any) -> None:
-        """A number is read out of a tensor: where that is a representative's row, Python may do anything with it."""
+    def read(self, tx: Any, variable: Any) -> None:
+        """A number is read out of a tensor: where that is a representative's row, Python may do anything with it but select a module."""
         node = dynamo.tensor_node(variable)
-        known = node is not None and dynamo.known_tensor(node.meta.get("example_value")) is not None
-        if known and any(s.loop is not None and s.loop.represented for s in self._scopes):
+        if node is None or dynamo.known_tensor(node.meta.get("example_value")) is None:
+            return
+        loops = [s.loop for s in self._scopes if s.loop is not None and s.loop.represented]
+        if loops and (len(loops) > 1 or not modules.selects(tx, loops[0], node)):
             self._unroll("the body reads the number of its row")
 
     def _iterate(self, tx: Any) -> None:
