@@ -66,7 +66,7 @@ def inlines(variable: Any) -> bool:
 
 def in_root(translator: Any) -> bool:
     """Whether the frame's own graph is being written, not that of a higher-order operator's body."""
-    return translator.output.current_tracer is translator.output.root_tracer  # type: ignore[no-any-return]
+    return translator.output.current_tracer is translator.output.root_tracer
 
 
 def weights(translator: Any, list_name: str, row: int) -> dict[str, Node]:

@@ -12,12 +12,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moefuse.capture import siblings
+from moefuse.capture import modules, siblings
 from moefuse.capture.siblings import different, keep
 from tests.cpu.capture_case import Packed, Seen, capturing, check, plain
 from tests.programs.loops import H, I, K
 
-pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+pytestmark = pytest.mark.usefixtures("fresh_dynamo", "representatives")
+
+
+@pytest.fixture
+def representatives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The feature is off by default."""
+    monkeypatch.setattr(modules, "REPRESENT", True)
+
 
 E = 6
 
