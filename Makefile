@@ -38,11 +38,11 @@ lint: $(STAMP)
 	$(BIN)/mypy --package moefuse
 
 test: lint kernels
-	$(BIN)/python -m pytest tests/null tests/cpu -x -q
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/null tests/cpu -x -q -n auto
 
 kernels: $(TRITON)/.installed
-	PYTHONPATH=$(TRITON) $(BIN)/python -m pytest tests/triton -x -q
-	PYTHONPATH=$(TRITON) TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/triton -x -q
+	PYTHONPATH=$(TRITON) $(BIN)/python -m pytest tests/triton -x -q -n auto
+	PYTHONPATH=$(TRITON) OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/triton -x -q -n auto
 
 $(TRITON)/.installed: $(STAMP) requirements/triton.txt
 	$(BIN)/pip install --quiet --no-deps --target $(TRITON) -r requirements/triton.txt

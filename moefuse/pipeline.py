@@ -68,7 +68,9 @@ def rewrite(
         report.skipped.append(_internal_error(error))
         return _unless_assumed(frame, report)
     report.fused += result.fused
-    report.skipped += result.skipped
+    found = {(skipped.code, skipped.location) for skipped in result.skipped}
+    # What an earlier attempt at this frame refused, and this one finds again, is one refusal.
+    report.skipped = [skipped for skipped in report.skipped if (skipped.code, skipped.location) not in found] + result.skipped
     if frame is not None:
         _settle(frame, gm, report, result, options)
     if result.fused:

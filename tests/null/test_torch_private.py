@@ -64,4 +64,4 @@ def test_no_other_module_imports_the_compiler() -> None:
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             if any(name.startswith(("torch._inductor", "torch._dynamo", "torch._functorch", "torch._guards")) for name in names):
                 found.add(path.relative_to(package).as_posix())
-    assert found == {"_torch_private.py", "_dynamo_private.py"}
+    assert found == {"_torch_private.py", "_dynamo_private.py", "_dynamo_modules.py"}
