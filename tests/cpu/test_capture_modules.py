@@ -186,7 +186,11 @@ def test_another_dtype_is_a_difference() -> None:
     assert different(experts) is not None
 
 
-@pytest.mark.parametrize("value", [(0.0, -0.0), ([1], [2]), ({"a": 1}, {"a": 2}), (1, True), (object(), object()), (abs, len)], ids=str)
+@pytest.mark.parametrize(
+    "value",
+    [(0.0, -0.0), ([1], [2]), ({"a": 1}, {"a": 2}), (1, True), (object(), object()), (abs, len)],
+    ids=lambda pair: type(pair[0]).__name__,
+)
 def test_attributes_of_every_kind_are_compared(value: tuple[object, object]) -> None:
     a, b = Expert(), Expert()
     a.scale, b.scale = value  # type: ignore[assignment]
@@ -355,7 +359,9 @@ def test_two_lists_are_two_rows_too(traced: list[int]) -> None:
 # --- later ------------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("change", [*DIFFERENT[:2], DIFFERENT[9], lambda m: m.__setitem__(4, nn.Identity())], ids=str)
+@pytest.mark.parametrize(
+    "change", [*DIFFERENT[:2], DIFFERENT[9], lambda m: m.__setitem__(4, nn.Identity())], ids=["attribute", "number", "forward", "replaced"]
+)
 def test_a_sibling_that_changes_later_is_noticed(change: Callable[[nn.ModuleList], None]) -> None:
     """The guards on the traced expert are on all."""
     torch.manual_seed(0)
