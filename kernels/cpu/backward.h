@@ -216,12 +216,6 @@ template <class D> class Backward {
     }
   }
 
-  static void narrow_row(const float* from, int64_t n, D* out) {
-    int64_t i = 0;
-    for (; i + W <= n; i += W) store_lanes(out + i, load(from + i));
-    for (; i < n; ++i) out[i] = narrow<D>(from[i]);
-  }
-
   // The gradient of an expert's bias: the sum of its rows, times their routing weights if `scaled` and the weight is on the output.
   void sum_into(const Experts& b, const Routing::Group& g, const float* rows, int64_t ld, bool scaled) const {
     D* out = static_cast<D*>(const_cast<void*>(b.of(g.expert, sizeof(D))));

@@ -84,6 +84,13 @@ template <class D> void widen_row(const D* from, int64_t n, Acc<D>* to) {
   for (; i < n; ++i) to[i] = widen(from[i]);
 }
 
+template <class D> void narrow_row(const Acc<D>* from, int64_t n, D* to) {
+  constexpr int W = WIDTH<Acc<D>>;
+  int64_t i = 0;
+  for (; i + W <= n; i += W) store_lanes(to + i, load(from + i));
+  for (; i < n; ++i) to[i] = narrow<D>(from[i]);
+}
+
 // Rounds n values to D, where they stay in the accumulation dtype.
 template <class D> void round_row(Acc<D>* row, int64_t n) {
   if (std::is_same<D, Acc<D>>::value) return;
@@ -185,13 +192,6 @@ template <class D> class Large {
     int64_t i = 0;
     for (; i + W <= n; i += W) store<A>(row + i, rounded_lanes(load(row + i) + load(bias + i), static_cast<D*>(nullptr)));
     for (; i < n; ++i) row[i] = rounded<D>(row[i] + widen(bias[i]));
-  }
-
-  static void narrow_row(const A* from, int64_t n, D* to) {
-    constexpr int W = WIDTH<A>;
-    int64_t i = 0;
-    for (; i + W <= n; i += W) store_lanes(to + i, load(from + i));
-    for (; i < n; ++i) to[i] = narrow<D>(from[i]);
   }
 
   void project_rows(const Experts& w, const Routing::Group& group, const A* rows, int64_t n, A* out, int64_t ld, Scratch& s, int threads) const {
