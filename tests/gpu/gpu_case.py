@@ -32,7 +32,7 @@ def assert_right(out: Tensor, args: list[Any], options: dict[str, Any], factor: 
     if not finite.any():
         return
     error, allowed = (float((o.double() - exact)[finite].abs().max()) for o in (out, own))
-    roundings = 8 if out.dtype == torch.float64 else 1
+    roundings = 8 if out.dtype in (torch.float32, torch.float64) else 1
     floor = roundings * torch.finfo(out.dtype).eps * max(float(exact[finite].abs().max()), 1.0)
     assert error <= factor * allowed + floor, f"error {error:.3g}, the reference's {allowed:.3g}"
 

@@ -44,7 +44,7 @@ def call(case: Case, config: Any = None, args: list[Any] | None = None, poison: 
 
 
 def check(case: Case, config: Any = None, args: list[Any] | None = None) -> None:
-    """The error is within twice the reference's own, in the same dtype, plus one rounding."""
+    """The error is within twice the reference's own, in the same dtype, plus the roundings that the order of sums explains."""
     args = case.args() if args is None else args
     out = call(case, config, args)
     options = case.options
@@ -59,8 +59,8 @@ def check(case: Case, config: Any = None, args: list[Any] | None = None) -> None
     error = float((out.double() - exact)[finite].abs().max()) if finite.any() else 0.0
     own_error = float((own.double() - exact)[finite].abs().max()) if finite.any() else 0.0
     scale = float(exact[finite].abs().max()) if finite.any() else 0.0
-    # In float64 the reference is the measure itself: sums in another order differ by a few roundings.
-    roundings = 8 if out.dtype == torch.float64 else 1
+    # Sums in another order differ by a few roundings of the type they run in; of a few dozen numbers the reference may have had none.
+    roundings = 8 if out.dtype in (torch.float32, torch.float64) else 1
     assert error <= 2 * own_error + roundings * torch.finfo(out.dtype).eps * max(scale, 1.0)
 
 
