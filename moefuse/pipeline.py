@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from moefuse import _dynamo_private, _torch_private
+from moefuse import _torch_private
+from moefuse._dynamo.values import unbacked_in
 from moefuse.capture.assumptions import Undischarged
 from moefuse.capture.frame import Frame, refusals
 from moefuse.config import Options
@@ -107,7 +108,7 @@ def raise_strict(report: FusionReport) -> None:
 def has_data_dependent_sizes(gm: torch.fx.GraphModule) -> bool:
     """Whether some value of the graph, or of a body in it, has a size that only the run knows."""
     return any(
-        _dynamo_private.unbacked_in(node.meta.get("example_value"))
+        unbacked_in(node.meta.get("example_value"))
         for module in gm.modules()
         if isinstance(module, torch.fx.GraphModule)
         for node in module.graph.nodes

@@ -18,7 +18,7 @@ import moefuse.ops  # noqa: F401  (the ops that the rewrite inserts)
 from moefuse.capture.assumptions import Assumption, Undischarged
 from moefuse.capture.siblings import keep
 from moefuse.errors import CODES
-from moefuse.passes import discharge
+from moefuse.passes import discharge, leftovers
 from moefuse.passes.context import Context
 from moefuse.passes.devices import unsupported
 from moefuse.passes.emit import Emitter
@@ -123,7 +123,7 @@ def _fuse_graph(gm: GraphModule, known: dict[Node, Any], run: _Run) -> bool:
     if run.assumptions:
         for kept in gm.graph.find_nodes(op="call_function", target=keep):
             gm.graph.erase_node(kept)
-        discharge.sweep(ctx, claims)
+        leftovers.erase(ctx, {n for claim in claims for n in claim.assumption.nodes})
         run.result.undischarged += discharge.undischarged(ctx, claims, fused)
     return bool(fused) or bool(run.assumptions)
 

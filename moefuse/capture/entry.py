@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from moefuse import _dynamo_private as dynamo
 from moefuse import _torch_private
+from moefuse._dynamo import control, hooks, points
 from moefuse.capture.frame import Frame, Ledger
 from moefuse.config import Options
 from moefuse.report import FusionReport
@@ -62,11 +62,11 @@ def unavailable() -> str | None:
     global _missing
     with _lock:
         if _missing is None:
-            _missing = dynamo.missing()
+            _missing = points.missing()
             if _missing:
                 log.warning("%s", _reason())
             else:
-                dynamo.install(_start)
+                hooks.install(_start)
     return _reason()
 
 
@@ -78,7 +78,7 @@ def _reason() -> str | None:
 
 def frame() -> Frame | None:
     """The record of the attempt whose graph the backend is called with; None if capture does not watch it."""
-    found: Frame | None = dynamo.current()
+    found: Frame | None = hooks.current()
     return found
 
 
@@ -89,9 +89,9 @@ def _start(compiler_fn: Any, speculation_log: Any, one_graph: bool) -> Frame | N
     if mark is None or own is None or not own.enabled:
         return None
     ledger: Ledger = vars(speculation_log).setdefault(_LEDGER, Ledger())
-    if not own.capture or dynamo.copies_nodes():
+    if not own.capture or control.copies_nodes():
         ledger.off = True
-    flags = not one_graph and not dynamo.user_flags()
+    flags = not one_graph and not control.user_flags()
     return Frame(ledger, speculation_log, flags=flags, skipped=lambda report: mark.skipped(report, own, owner))
 
 

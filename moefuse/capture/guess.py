@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from moefuse import _dynamo_private as dynamo
+from moefuse._dynamo import values
 
 _VIEWS = frozenset(
     ("flatten", "squeeze", "view", "reshape", "ravel", "contiguous", "cpu", "long", "unique", "detach", "numpy", "to", "sort")
@@ -33,7 +33,7 @@ def _value(node: Node) -> Any:
 def mask_of(node: Node | None) -> Node | None:
     """The mask [n] (n known) whose true positions a tensor lists; None for any other tensor."""
     value = None if node is None else _value(node)
-    if not isinstance(value, torch.Tensor) or not value.dim() or not dynamo.unbacked(value.shape[0]):
+    if not isinstance(value, torch.Tensor) or not value.dim() or not values.unbacked(value.shape[0]):
         return None
     source = _listed(node)
     mask = _value(source) if source is not None else None
@@ -76,7 +76,7 @@ def about_size(number: Any) -> tuple[Any, bool] | None:
     import sympy  # here: importing moefuse must stay cheap
 
     expr = sympy.sympify(getattr(number.node, "expr", None))
-    symbols = dynamo.unbacked(number)
+    symbols = values.unbacked(number)
     if expr is None or len(symbols) != 1 or expr.free_symbols != symbols:
         return None
     (size,) = symbols

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from moefuse import _dynamo_modules as lists
-from moefuse import _dynamo_private as dynamo
+from moefuse._dynamo import modules as lists
+from moefuse._dynamo import values
 from moefuse.capture import siblings
 
 log = logging.getLogger("moefuse.capture")
@@ -54,7 +54,7 @@ def selects(tx: Any, loop: Any, node: Any) -> bool:
 
 def _is_row(loop: Any, node: Any) -> bool:
     """Whether a number is the row itself, for every row."""
-    from moefuse.capture.frame import replay
+    from moefuse.capture.loops import replay
 
     start = loop.handed[-1][1]
     try:
@@ -90,7 +90,7 @@ def bind(tx: Any, loop: Any) -> str | None:
             for name in loop.lists:
                 for node in lists.weights(tx, name, assumption.row).values():
                     variables = {m: lists.input_like(tx, node, name, assumption.row, m) for m in others}
-                    assumption.siblings[node] = {assumption.row: node} | {m: dynamo.tensor_node(v) for m, v in variables.items()}
+                    assumption.siblings[node] = {assumption.row: node} | {m: values.tensor_node(v) for m, v in variables.items()}
                     made += variables.values()
                 lists.copy_guards(tx, name, assumption.row, others)
     except lists.UnknownError as error:
@@ -114,7 +114,7 @@ def tells_apart(tx: Any, loop: Any, inst: Any) -> bool:
 
 
 def _compares(name: str, operands: list[Any], loop: Any) -> bool:
-    if any(dynamo.is_constant(dynamo.plain(v)) for v in operands[:2]) and name != "STORE_SUBSCR":
+    if any(values.is_constant(values.plain(v)) for v in operands[:2]) and name != "STORE_SUBSCR":
         return False
     kind: Callable[[Any, Any], bool] = _from_list if name in ("IS_OP", "CONTAINS_OP") else _one_of
     return any(kind(v, loop) for v in operands)
@@ -122,7 +122,7 @@ def _compares(name: str, operands: list[Any], loop: Any) -> bool:
 
 def _calls(tx: Any, inst: Any, loop: Any) -> bool:
     count = 3 if "EX" in inst.opname else (inst.arg or 0) + 2
-    items = [dynamo.plain(v) for v in tx.stack[-count:] if v is not None]
+    items = [values.plain(v) for v in tx.stack[-count:] if v is not None]
     functions = [lists.builtin(v) for v in items]
     if any(f in (id, hash) for f in functions if f is not None):
         return True
@@ -135,7 +135,7 @@ def _calls(tx: Any, inst: Any, loop: Any) -> bool:
 
 def _inside(variable: Any) -> list[Any]:
     items = vars(variable).get("items")
-    return [dynamo.plain(v) for v in items] if isinstance(items, list) else []
+    return [values.plain(v) for v in items] if isinstance(items, list) else []
 
 
 def _from_list(variable: Any, loop: Any) -> bool:
@@ -146,5 +146,5 @@ def _from_list(variable: Any, loop: Any) -> bool:
 
 def _one_of(variable: Any, loop: Any) -> bool:
     """Whether it is such an object, and neither a tensor nor a constant."""
-    variable = dynamo.plain(variable)
-    return _from_list(variable, loop) and not dynamo.is_constant(variable) and dynamo.tensor_node(variable) is None
+    variable = values.plain(variable)
+    return _from_list(variable, loop) and not values.is_constant(variable) and values.tensor_node(variable) is None

@@ -13,7 +13,8 @@ import torch
 from torch._dynamo.utils import counters
 
 import moefuse
-from moefuse import FusionError, _dynamo_private
+from moefuse import FusionError
+from moefuse._dynamo import points
 from moefuse.capture import entry
 from moefuse.capture.frame import Frame
 from tests.cpu.capture_case import Packed, Seen, call, capturing, plain, same
@@ -160,7 +161,7 @@ def test_switched_off_by_hand(how: str, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_torch_without_the_hooks_switches_capture_off(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setitem(_dynamo_private.POINTS, "torch._dynamo.symbolic_convert", ("InstructionTranslatorBase.moved",))
+    monkeypatch.setitem(points.POINTS, "torch._dynamo.symbolic_convert", ("InstructionTranslatorBase.moved",))
     monkeypatch.setattr(entry, "_missing", None)
     with caplog.at_level(logging.WARNING, "moefuse.capture"):
         assert entry.unavailable() == entry.unavailable()

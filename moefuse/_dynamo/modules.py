@@ -1,7 +1,4 @@
-"""What capture asks Dynamo about lists of modules: which list a row selects from, and the siblings' weights and guards.
-
-With ``_dynamo_private.py`` and ``_torch_private.py`` the only modules that touch private torch.
-"""
+"""What capture asks Dynamo about lists of modules: which list a row selects from, and the siblings' weights and guards."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ import torch
 from torch import nn
 from torch.fx import Node
 
-from moefuse import _dynamo_private as dynamo
+from moefuse._dynamo import values
 
 _INDEX = getattr(nn.ModuleList, "_get_abs_string_index", None)
 _GETITEM = nn.ModuleList.__getitem__
@@ -33,7 +30,7 @@ def list_of(translator: Any) -> tuple[nn.ModuleList, str] | None:
     outer = getattr(translator, "parent", None)
     if _INDEX is None or outer is None or translator.f_code is not _INDEX.__code__ or outer.f_code is not _GETITEM.__code__:
         return None
-    variable = dynamo.realized(translator.symbolic_locals.get("self"))
+    variable = values.realized(translator.symbolic_locals.get("self"))
     value, source = getattr(variable, "value", None), getattr(variable, "source", None)
     return (value, _name(source)) if type(value) is nn.ModuleList and source is not None else None
 
@@ -87,8 +84,8 @@ def input_like(translator: Any, node: Node, list_name: str, row: int, other: int
 
     source = _moved(node.meta["grapharg"].source, list_name, row, other)
     value = _value(translator, source)
-    made = dynamo.realized(VariableTracker.build(translator, value, source))
-    if dynamo.tensor_node(made) is None or _name(made.source) != _name(source):
+    made = values.realized(VariableTracker.build(translator, value, source))
+    if values.tensor_node(made) is None or _name(made.source) != _name(source):
         raise UnknownError("a weight is known under another name")
     return made
 

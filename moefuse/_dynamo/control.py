@@ -1,0 +1,66 @@
+"""How a traced frame is started again, what Dynamo's errors mean, and which of its settings matter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moefuse._dynamo import values
+
+
+def restart(speculation_log: Any, reason: str) -> Exception:
+    """The exception that makes Dynamo analyse the frame again, from the start and without what it learned about this attempt.
+
+    It is two of Dynamo's restarts at once: the one clears the log of the frame, the other passes through a call of the backend.
+    """
+    from torch._dynamo.exc import TensorifyScalarRestartAnalysis, UnspecializeRestartAnalysis
+
+    speculation_log.clear()
+    kind = type("CaptureRestart", (UnspecializeRestartAnalysis, TensorifyScalarRestartAnalysis), {})
+    return kind(restart_reason=reason)  # type: ignore[no-any-return]
+
+
+def is_restart(error: Exception) -> bool:
+    """Whether Dynamo will try the frame again, or was told to leave it."""
+    from torch._dynamo.exc import RestartAnalysis, SkipFrame
+
+    return isinstance(error, RestartAnalysis | SkipFrame)
+
+
+def is_break(error: Exception) -> bool:
+    """Whether Dynamo tries the frame again because the graph breaks in it."""
+    from torch._dynamo.exc import SpeculationRestartAnalysis
+
+    return isinstance(error, SpeculationRestartAnalysis)
+
+
+def has_unbacked(environment: Any) -> bool:
+    """Whether the frame's sizes include one that only the run knows."""
+    return any(values.unbacked(symbol) for symbol in environment.var_to_range)
+
+
+def is_tracing(error: Exception) -> bool:
+    """Whether an error is Dynamo's own way of saying that it cannot trace something."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    return isinstance(error, TorchDynamoException)
+
+
+def is_backends(error: Exception) -> bool:
+    """Whether an error comes out of the backend, and not out of tracing."""
+    from torch._dynamo.exc import ShortenTraceback
+
+    return isinstance(error, ShortenTraceback)
+
+
+def user_flags() -> bool:
+    """Whether the user has switched both capture flags on."""
+    from torch._dynamo import config
+
+    return bool(config.capture_scalar_outputs and config.capture_dynamic_output_shape_ops)
+
+
+def copies_nodes() -> bool:
+    """Whether a setting makes Dynamo copy parts of the graph on its way to the backend: then nodes cannot be followed."""
+    from torch._dynamo import config
+
+    return bool(getattr(config, "use_graph_deduplication", False)) or config.repro_after == "dynamo"

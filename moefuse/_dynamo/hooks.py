@@ -1,0 +1,185 @@
+"""Four methods of Dynamo's tracing, and a few of its bookkeeping, wrapped once for the process.
+
+Each wrapper first asks whether the frame that is being traced has a ``moefuse_capture`` (only frames for our own backend have); for all
+others it is the method as it was.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from moefuse._dynamo import births
+
+_KEPT = "moefuse_capture"
+_SETTINGS = "moefuse_settings"
+_ADVANCE = ("next_variable", "tp_iternext_impl")
+
+
+class Observer(Protocol):
+    """What a traced frame is told; see moefuse/capture/frame.py."""
+
+    def before(self, translator: Any) -> None: ...
+    def mutated(self, variable: Any) -> None: ...
+    def advanced(self, iterator: Any) -> None: ...
+    def compiled(self) -> None: ...
+    def failed(self, error: Exception, environment: Any) -> None: ...
+    def rows(self, translator: Any, variable: Any) -> Any: ...
+    def read(self, translator: Any, variable: Any) -> None: ...
+
+    @property
+    def scalars(self) -> bool: ...
+
+
+def install(start: Callable[[Any, Any, bool], Observer | None]) -> None:
+    """Wrap Dynamo's methods.
+
+    ``start(compiler_fn, speculation_log, one_graph)`` gives the observer of a frame, or None to leave the frame alone.
+    """
+    from torch._dynamo.output_graph import OutputGraph
+    from torch._dynamo.side_effects import SideEffects
+    from torch._dynamo.symbolic_convert import InstructionTranslator, InstructionTranslatorBase
+    from torch._dynamo.variables.base import MutationType
+    from torch._dynamo.variables.functions import LocalGeneratorObjectVariable
+    from torch._dynamo.variables.iter import IteratorVariable
+    from torch._dynamo.variables.tensor import TensorVariable
+
+    if getattr(InstructionTranslatorBase.step, "moefuse", False):
+        return
+    _wrap(InstructionTranslator, "__init__", functools.partial(_on_init, start, inspect.signature(InstructionTranslator.__init__)))
+    _wrap(InstructionTranslatorBase, "step", _on_step)
+    _wrap(InstructionTranslatorBase, "run", _on_run)
+    _wrap(OutputGraph, "call_user_compiler", _on_compile)
+    _wrap(MutationType, "__init__", _on_new)
+    _wrap(TensorVariable, "method_item", _on_item)
+    _wrap(TensorVariable, "method_tolist", _on_tolist)
+    for name in ("mutation", "store_attr", "register_hook"):
+        _wrap(SideEffects, name, _on_mutation)
+    _wrap(LocalGeneratorObjectVariable, "__init__", _on_iterator)
+    _wrap(IteratorVariable, "__init__", _on_iterator)
+    for kind in _subclasses(IteratorVariable):
+        for name in _ADVANCE:
+            if name in vars(kind):
+                _wrap(kind, name, _on_advance)
+
+
+def _subclasses(kind: type) -> list[type]:
+    below: list[type] = kind.__subclasses__()
+    return [kind, *(deeper for one in below for deeper in _subclasses(one))]
+
+
+def _wrap(owner: type, name: str, hook: Callable[..., Any]) -> None:
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return hook(original, self, *args, **kwargs)
+
+    wrapper.moefuse = True  # type: ignore[attr-defined]
+    setattr(owner, name, wrapper)
+
+
+def _on_init(
+    start: Callable[..., Observer | None], signature: inspect.Signature, original: Any, self: Any, *args: Any, **kwargs: Any
+) -> None:
+    given = signature.bind(self, *args, **kwargs).arguments
+    original(self, *args, **kwargs)
+    if given["export"]:
+        return
+    observer = start(given["compiler_fn"], given["speculation_log"], given["one_graph"])
+    if observer is None:
+        return
+    setattr(self.output, _KEPT, observer)
+    setattr(self.output.tracing_context, _KEPT, observer)
+    if observer.scalars:
+        environment = self.output.shape_env
+        setattr(self.output, _SETTINGS, environment.settings)
+        environment.settings = dataclasses.replace(environment.settings, allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True)
+
+
+def _on_step(original: Any, self: Any) -> Any:
+    observer = getattr(self.output, _KEPT, None)
+    if observer is not None:
+        observer.before(self)
+    return original(self)
+
+
+def _on_run(original: Any, self: Any) -> Any:
+    observer = getattr(self.output, _KEPT, None)
+    if observer is None or self.output.root_tx is not self:
+        return original(self)
+    try:
+        result = original(self)
+    except Exception as error:
+        observer.failed(error, self.output.shape_env)
+        raise
+    observer.compiled()
+    return result
+
+
+def _on_compile(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    # The compiler shares the environment: with the flags, it would read numbers out of index tensors that it leaves alone without them.
+    settings = getattr(self, _SETTINGS, None)
+    if settings is not None:
+        self.shape_env.settings = settings
+    compiled = original(self, *args, **kwargs)
+    observer = getattr(self, _KEPT, None)
+    if observer is not None:
+        observer.compiled()
+    return compiled
+
+
+def _on_new(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    original(self, *args, **kwargs)
+    self.moefuse_born = births.now()
+
+
+def _on_mutation(original: Any, self: Any, variable: Any, *args: Any, **kwargs: Any) -> Any:
+    output = self.output_graph_weakref()
+    observer = getattr(output, _KEPT, None)
+    if observer is not None:
+        observer.mutated(variable)
+    return original(self, variable, *args, **kwargs)
+
+
+def _on_iterator(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    original(self, *args, **kwargs)
+    for made in (self, getattr(self, "inline_tracer", None)):
+        if made is not None:
+            births.record(made)
+
+
+def _on_advance(original: Any, self: Any, translator: Any, *args: Any, **kwargs: Any) -> Any:
+    observer = getattr(getattr(translator, "output", None), _KEPT, None)
+    if observer is not None:
+        observer.advanced(self)
+    return original(self, translator, *args, **kwargs)
+
+
+def _on_item(original: Any, self: Any, translator: Any, *args: Any, **kwargs: Any) -> Any:
+    observer = getattr(translator.output, _KEPT, None)
+    if observer is None or not observer.scalars:
+        return original(self, translator, *args, **kwargs)
+    observer.read(translator, self)
+    from torch._dynamo import config
+
+    with config.patch(capture_scalar_outputs=True):
+        return original(self, translator, *args, **kwargs)
+
+
+def _on_tolist(original: Any, self: Any, translator: Any, *args: Any, **kwargs: Any) -> Any:
+    observer = getattr(translator.output, _KEPT, None)
+    known = observer.rows(translator, self) if observer is not None else None
+    if observer is not None and known is None:
+        observer.read(translator, self)
+    return original(self, translator, *args, **kwargs) if known is None else known
+
+
+def current() -> Any:
+    """The observer of the frame whose graph is being compiled; None outside Dynamo, or for a frame that is not ours."""
+    from torch._guards import TracingContext
+
+    return getattr(TracingContext.try_get(), _KEPT, None)

@@ -1,0 +1,110 @@
+"""What Dynamo knows about the values of the program that it traces: variables, their graph nodes, constants and symbols."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+
+def plain(variable: Any) -> Any:
+    """A variable behind Dynamo's laziness, unless looking at it would be its first use."""
+    from torch._dynamo.variables.lazy import LazyVariableTracker
+
+    if isinstance(variable, LazyVariableTracker):
+        return variable.realize() if variable.is_realized() else variable
+    return variable
+
+
+def realized(variable: Any) -> Any:
+    """A variable behind Dynamo's laziness."""
+    return variable.realize() if hasattr(variable, "realize") else variable
+
+
+def tensor_node(variable: Any) -> Node | None:
+    """The graph node of a tensor variable; None for anything else."""
+    from torch._dynamo.variables.tensor import TensorVariable
+
+    return variable.as_proxy().node if isinstance(variable, TensorVariable) else None
+
+
+def symbol(variable: Any) -> Any:
+    """The SymInt or SymBool of a symbolic number; None for anything else."""
+    from torch._dynamo.variables.tensor import SymNodeVariable
+
+    number = variable.sym_num if isinstance(variable, SymNodeVariable) else None
+    return number if isinstance(number, torch.SymInt | torch.SymBool) else None
+
+
+def number_node(variable: Any) -> Node | None:
+    """The graph node of a symbolic number; None for anything else."""
+    return variable.as_proxy().node if symbol(variable) is not None else None
+
+
+def unbacked(value: Any) -> set[Any]:
+    """Symbols in a size or a tensor's shape whose values only the run knows."""
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    return set(free_unbacked_symbols(value))
+
+
+def unbacked_in(value: Any) -> set[Any]:
+    """Such symbols in whatever a node's value is: a tensor, a number, or a tuple of them."""
+    if isinstance(value, tuple | list):
+        return {symbol for item in value for symbol in unbacked_in(item)}
+    return unbacked(value) if isinstance(value, torch.Tensor | torch.SymInt | torch.SymBool | torch.SymFloat) else set()
+
+
+def is_list_iterator(variable: Any) -> bool:
+    """Whether a variable is the iterator of a list."""
+    from torch._dynamo.variables.lists import ListIteratorVariable
+
+    return isinstance(variable, ListIteratorVariable)
+
+
+def is_constant(variable: Any) -> bool:
+    """Whether a variable is a plain Python constant."""
+    from torch._dynamo.variables.constant import ConstantVariable
+
+    return isinstance(variable, ConstantVariable)
+
+
+def constant(value: object) -> Any:
+    """A Python constant as Dynamo's variable."""
+    from torch._dynamo.variables.constant import ConstantVariable
+
+    return ConstantVariable.create(value)
+
+
+def known_tensor(value: Any) -> torch.Tensor | None:
+    """The value of a one-element fake tensor that was computed from constants alone."""
+    known = getattr(value, "constant", None)
+    return known if isinstance(known, torch.Tensor) and known.numel() == 1 else None
+
+
+def row_tensor(translator: Any, literal: object, like: torch.Tensor) -> Any:
+    """``torch.tensor(literal)`` on the device of ``like``, recorded in the graph."""
+    from torch._dynamo.variables.builder import wrap_fx_proxy
+
+    proxy = translator.output.create_proxy("call_function", torch.tensor, (literal,), {"device": like.device, "dtype": like.dtype})
+    return wrap_fx_proxy(translator, proxy)
+
+
+def new_list(items: list[Any]) -> Any:
+    """A new Python list."""
+    from torch._dynamo.variables.base import ValueMutationNew
+    from torch._dynamo.variables.lists import ListVariable
+
+    return ListVariable(items, mutation_type=ValueMutationNew())
+
+
+def graph_of(translator: Any) -> torch.fx.Graph:
+    """The graph that is being written: the frame's, or that of a higher-order operator's body."""
+    return translator.output.current_tracer.graph  # type: ignore[no-any-return]
+
+
+def python_state(translator: Any) -> tuple[object, ...]:
+    """Parts of a frame's state that are neither variables nor nodes, to compare."""
+    output = translator.output
+    return len(translator.block_stack), len(getattr(output, "random_calls", ())), len(translator.exn_vt_stack)

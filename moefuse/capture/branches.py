@@ -1,0 +1,68 @@
+"""Conditional jumps: known from a row, or assumed, or left to Dynamo."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from moefuse._dynamo import values
+from moefuse.capture import guess
+from moefuse.capture.assumptions import Assumption, Kind
+from moefuse.capture.loops import GENERATOR
+
+if TYPE_CHECKING:
+    from moefuse.capture.frame import Frame
+
+
+def jump(frame: Frame, tx: Any, at: int) -> None:
+    """A conditional jump: known, or assumed, or left to Dynamo."""
+    code = frame.code_of(tx)
+    ways = code.ways(at)
+    if ways is None:
+        return
+    top = values.realized(tx.stack[-1])
+    known = _known(frame, top)
+    if known is not None:
+        tx.stack[-1] = values.constant(known)
+        return
+    place = frame.place(tx)
+    if tx.f_code.co_flags & GENERATOR:
+        return
+    found = _assumed(top)
+    if found is None:
+        return
+    kind, subject, outcome = found
+    here, there = ways if outcome else ways[::-1]
+    join = code.landing(there)
+    # The other way must do nothing before both meet, and this way must not be the way back of a loop.
+    if join is None or code.instructions[join].opname in ("RAISE_VARARGS", "RERAISE") or here <= at:
+        return
+    assumption = Assumption(kind, place, frame.location(tx), subject, outcome=outcome)
+    frame.scopes.enter(tx, assumption, join, tx.stack[:-1])
+    tx.stack[-1] = values.constant(outcome)
+
+
+def _known(frame: Frame, variable: Any) -> bool | None:
+    """The truth of a one-element tensor that follows from the row alone."""
+    node = values.tensor_node(variable)
+    if node is None or not any(s.assumption.kind == "row" for s in frame.scopes.open):
+        return None
+    known = values.known_tensor(node.meta.get("example_value"))
+    if known is None:
+        return None
+    loops = frame.scopes.represented()
+    for loop in loops:
+        loop.conditions.append((node, loop.handed[-1][1]))
+    if len(loops) > 1:
+        frame.unroll("a condition may depend on the rows of two loops")
+    return bool(known)
+
+
+def _assumed(variable: Any) -> tuple[Kind, Any, bool] | None:
+    """(kind, what it is about, outcome if an expert has tokens) of a condition; None if capture has no opinion."""
+    number = values.symbol(variable)
+    if number is not None:
+        found = guess.about_size(number)
+        return None if found is None else ("size", found[0], found[1])
+    node = values.tensor_node(variable)
+    outcome = guess.about_value(node) if node is not None else None
+    return None if outcome is None else ("value", node, outcome)

@@ -1,0 +1,209 @@
+"""Loops over the rows of a mask: which ``for`` is one, the rows it hands out, and rows that stand for others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.fx import Node
+
+from moefuse._dynamo import values
+from moefuse.capture import guess, modules
+from moefuse.capture.assumptions import Assumption, Place
+
+if TYPE_CHECKING:
+    from moefuse.capture.frame import Frame
+
+MAX_BODIES = 1024
+"""Loop bodies that one frame may unroll, at about a tenth of a second each."""
+
+GENERATOR = 0x20 | 0x80 | 0x200
+"""Flags of code whose frame stops and goes on."""
+
+
+@dataclass(eq=False)
+class Loop:
+    """A ``for`` over the rows of a mask: every row, whether the mask has it or not; or one row for each way through the body.
+
+    ``like`` is the tensor of rows (in the second case only), ``handed`` the rows so far, ``conditions`` what the body asked about them,
+    ``lists`` the lists of modules that it selects from: name of the source -> list.
+    """
+
+    mask: Node
+    count: int
+    place: Place
+    location: str
+    done: int = 0
+    like: Any = None
+    handed: list[tuple[int, Node]] = field(default_factory=list)
+    assumptions: list[Assumption] = field(default_factory=list)
+    conditions: list[tuple[Node, Node]] = field(default_factory=list)
+    finished: bool = False
+    lists: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def represented(self) -> bool:
+        """Whether one row is traced for each way through the body, instead of every row."""
+        return self.like is not None
+
+    def outcomes(self, row: int) -> tuple[bool, ...]:
+        """Which ways the conditions met so far take for a row. Raises what ``replay`` raises."""
+        value = torch.full(tuple(self.like.shape[1:]), row, dtype=self.like.dtype)
+        return tuple(bool(replay(node, start, value)) for node, start in self.conditions)
+
+
+class Loops:
+    """The loops of one attempt at a frame."""
+
+    def __init__(self, frame: Frame) -> None:
+        self.frame = frame
+        self.made: list[Loop] = []
+        self._iterators: dict[int, tuple[Any, Loop]] = {}
+        self._lists: dict[int, tuple[Any, Loop]] = {}
+        self._next: tuple[Any, Loop, Any] | None = None
+        self._bodies = 0
+
+    def rows(self, tx: Any, variable: Any) -> Any:
+        """The rows of a mask as a list of numbers for ``tolist()``, where only a ``for`` will read that list; else None."""
+        source = guess.mask_of(values.tensor_node(variable)) if self.frame.active else None
+        if source is None or not self._only_for(tx):
+            return None
+        value = values.tensor_node(variable).meta["example_value"]  # type: ignore[union-attr]
+        loop = Loop(source, guess.length(source), self.frame.place(tx), self.frame.location(tx))
+        if value.dim() != 1:
+            return None
+        made = values.new_list([values.constant(i) for i in range(loop.count)])
+        self._lists[id(made)] = (made, loop)
+        self.made.append(loop)
+        return made
+
+    def get_iter(self, tx: Any, at: int) -> None:
+        """``for row in mask.nonzero():`` becomes a loop over all rows."""
+        listed = self._lists.get(id(tx.stack[-1]))
+        if listed is not None:
+            self._next = (tx, listed[1], None)
+            return
+        top = values.realized(tx.stack[-1])
+        node = values.tensor_node(top)
+        source = guess.mask_of(node)
+        place = self.frame.place(tx)
+        if node is None or source is None or tx.f_code.co_flags & GENERATOR:
+            return
+        value = node.meta["example_value"]
+        if not self.frame.code_of(tx).plain_for(at) or value.dim() > 2 or (value.dim() == 2 and value.shape[1] != 1):
+            return
+        loop = Loop(source, guess.length(source), place, self.frame.location(tx))
+        if not self.frame.ledger.unroll and loop.count > 2:
+            loop.like = value
+        rows = [self._hand_out(tx, loop, value, i) for i in range(1 if loop.represented else loop.count)]
+        self.made.append(loop)
+        self._spend(tx, len(rows))
+        tx.stack[-1] = values.new_list(rows)
+        self._next = (tx, loop, None)
+
+    def _hand_out(self, tx: Any, loop: Loop, value: Any, row: int) -> Any:
+        made = values.row_tensor(tx, [row] if value.dim() == 2 else row, value)
+        loop.handed.append((row, values.tensor_node(made)))  # type: ignore[arg-type]
+        return made
+
+    def _spend(self, tx: Any, bodies: int) -> None:
+        """Unrolling has a price; beyond some point it is not worth it."""
+        self._bodies += bodies
+        if self._bodies > MAX_BODIES:
+            self.frame.retreat([], why=f"more than {MAX_BODIES} loop bodies, at {self.frame.location(tx)}")
+
+    def for_iter(self, tx: Any) -> None:
+        known = self._iterators.get(id(tx.stack[-1]))
+        if known is not None:
+            if known[1].represented and known[1].done == len(known[1].handed):
+                self._next_representative(tx, known[1])
+            self._next = (tx, known[1], tx.stack[-1])
+
+    def _next_representative(self, tx: Any, loop: Loop) -> None:
+        """Hand out the first row that goes another way than those before, or end the loop."""
+        try:
+            known = {loop.outcomes(row): row for row, _ in reversed(loop.handed)}
+            classes: dict[int | None, list[int]] = {}
+            for row in range(loop.count):
+                classes.setdefault(known.get(loop.outcomes(row)), []).append(row)
+        except Exception:  # whatever the user's condition raises on plain tensors
+            self.frame.unroll("a condition on the row cannot be evaluated for other rows")
+        following = classes[None][0] if None in classes else modules.twin_wanted(loop, classes)
+        if following is not None:
+            iterator = values.realized(tx.stack[-1])
+            iterator.items = [*iterator.items, self._hand_out(tx, loop, loop.like, following)]
+            return
+        loop.finished = True
+        for assumption in loop.assumptions:
+            assumption.members = tuple(classes.get(assumption.row, (assumption.row,)))
+        if loop.lists:
+            problem = modules.bind(tx, loop)
+            if problem is not None:
+                self.frame.unroll(problem)
+
+    def read(self, tx: Any, variable: Any) -> None:
+        """A number is read out of a tensor: where that is a representative's row, Python may do anything with it but select a module."""
+        node = values.tensor_node(variable)
+        if node is None or values.known_tensor(node.meta.get("example_value")) is None:
+            return
+        loops = self.frame.scopes.represented()
+        if loops and (len(loops) > 1 or not modules.selects(tx, loops[0], node)):
+            self.frame.unroll("the body reads the number of its row")
+
+    def iterate(self, tx: Any) -> None:
+        """The instruction behind GET_ITER or FOR_ITER: remember the iterator, or open the scope of an iteration."""
+        if self._next is None or self._next[0] is not tx:
+            return
+        _, loop, iterator = self._next
+        self._next = None
+        if iterator is None:
+            top = values.realized(tx.stack[-1])
+            if not values.is_list_iterator(top):
+                self.frame.refuse(self.row(loop), "this Python iterates in a way that moefuse does not know")
+            tx.stack[-1] = top
+            self._iterators[id(top)] = (top, loop)
+            return
+        if loop.done == (len(loop.handed) if loop.represented else loop.count):
+            return
+        assumption = self.row(loop)
+        loop.done += 1
+        loop.assumptions.append(assumption)
+        self.frame.scopes.enter(tx, assumption, self._head(tx), tx.stack[:-1], loop)
+
+    def row(self, loop: Loop) -> Assumption:
+        if loop.represented:
+            row, node = loop.handed[min(loop.done, len(loop.handed) - 1)]
+            return Assumption("row", loop.place, loop.location, loop.mask, row=row, row_node=node)
+        return Assumption("row", loop.place, loop.location, loop.mask, row=loop.done)
+
+    def _head(self, tx: Any) -> int:
+        """The FOR_ITER that has just run."""
+        at = tx.instruction_pointer - 1
+        while tx.instructions[at].opname != "FOR_ITER":
+            at -= 1
+        return int(at)
+
+    def _only_for(self, tx: Any) -> bool:
+        """Whether the result of the running call is only looped over."""
+        code, at = self.frame.code_of(tx), tx.instruction_pointer
+        following = code.instructions[at]
+        if following.opname == "GET_ITER":
+            return code.plain_for(at)
+        return following.opname == "STORE_FAST" and code.only_looped_over(following.argval, at)
+
+
+def replay(node: Node, row: Node, value: torch.Tensor) -> Any:
+    """What a chain of operations on a row gives for another row.
+
+    Raises:
+        ValueError: it does not start from the row and constants alone.
+    """
+    if node is row:
+        return value
+    if node.op not in ("call_function", "call_method") or (not node.all_input_nodes and node.target is not torch.tensor):
+        raise ValueError(f"{node.name} is not computed from the row")
+    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: replay(n, row, value))
+    if isinstance(node.target, str):
+        return getattr(args[0], node.target)(*args[1:], **kwargs)
+    return node.target(*args, **kwargs)

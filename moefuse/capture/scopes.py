@@ -1,0 +1,113 @@
+"""The scopes of assumptions: they open at a branch, close where its two ways meet, and find Python's state as the other way leaves it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from moefuse._dynamo import births, values
+from moefuse.capture.assumptions import TAG, Assumption, Scope
+
+if TYPE_CHECKING:
+    from moefuse.capture.frame import Frame
+    from moefuse.capture.loops import Loop
+
+READ_AFTER = "`{name}` is read after it, and has another value if it does not run"
+
+
+class Scopes:
+    """The open scopes of one attempt at a frame, the innermost last."""
+
+    def __init__(self, frame: Frame) -> None:
+        self.frame = frame
+        self.open: list[Scope] = []
+        self._handled: list[tuple[Any, Assumption, str]] = []
+
+    def represented(self) -> list[Loop]:
+        """The loops around this place of which representatives are traced."""
+        return [s.loop for s in self.open if s.loop is not None and s.loop.represented]
+
+    def leave(self, tx: Any, at: int) -> None:
+        """Close the scopes that end in front of this instruction."""
+        while True:
+            ending = next((s for s in reversed(self.open) if s.translator is tx and s.join == at), None)
+            if ending is None:
+                return
+            while self.open[-1] is not ending:
+                self.frame.refuse(self.open[-1].assumption, "a function is left in the middle of it")
+            self.open.pop()
+            self._close(tx, ending, at)
+
+    def enter(self, tx: Any, assumption: Assumption, join: int, stack: list[Any], loop: Loop | None = None) -> None:
+        """Everything recorded from here on depends on the assumption, up to instruction ``join`` of ``tx``."""
+        graph = values.graph_of(tx)
+        if any(s.translator is tx and s.assumption.place == assumption.place for s in self.open):
+            self.frame.refuse(assumption, "the program comes back to it before its two ways meet")
+        state = values.python_state(tx)
+        assumption.graph = graph
+        self.frame.assumptions.append(assumption)
+        self.open.append(
+            Scope(
+                assumption,
+                tx,
+                join,
+                list(stack),
+                dict(tx.symbolic_locals),
+                graph,
+                next(iter(reversed(graph.nodes)), None),  # type: ignore[arg-type]
+                births.now(),
+                lambda: values.python_state(tx) == state,
+                loop,
+            )
+        )
+
+    def _close(self, tx: Any, scope: Scope, at: int) -> None:
+        """What happened in the scope, and whether Python's state is what it was."""
+        assumption = scope.assumption
+        if values.graph_of(tx) is not scope.graph or (scope.marker is not None and scope.marker._erased):
+            self.frame.refuse(assumption, "Dynamo rewrote the graph in the middle of it")
+        for node in reversed(scope.graph.nodes):
+            if node is scope.marker:
+                break
+            if node.op != "placeholder":
+                assumption.nodes.add(node)
+                node.meta[TAG] = node.meta.get(TAG, 0) + 1
+        same_stack = len(tx.stack) == len(scope.stack) and all(_compare(a, b) == "same" for a, b in zip(scope.stack, tx.stack, strict=True))
+        if not same_stack or not scope.check():
+            self.frame.refuse(assumption, "the program is in another state behind it")
+        code = self.frame.code_of(tx)
+        for name in sorted(code.live(at) | code.live(at, handlers=True)):
+            before, after = scope.locals.get(name), tx.symbolic_locals.get(name)
+            verdict = _compare(before, after)
+            if verdict == "same":
+                continue
+            if name not in code.live(at):
+                self._handled.append((tx, assumption, name))
+            elif verdict == "differs":
+                self.frame.refuse(assumption, READ_AFTER.format(name=name))
+            elif verdict == "carried":
+                assumption.carried.append((name, values.tensor_node(values.plain(before)), values.tensor_node(values.plain(after))))  # type: ignore[arg-type]
+
+    def handler(self, tx: Any) -> None:
+        """An exception is handled: what only the handlers read is read after all."""
+        for owner, assumption, name in self._handled:
+            if owner is tx:
+                self.frame.refuse(assumption, READ_AFTER.format(name=name))
+
+
+def _compare(before: Any, after: Any) -> str:
+    """``same``, ``carried`` (both are tensors), or ``differs``."""
+    if before is after:
+        return "same"
+    if before is None or after is None:
+        return "differs"
+    before, after = values.plain(before), values.plain(after)
+    if before is after:
+        return "same"
+    if values.is_constant(before) and values.is_constant(after):
+        a, b = before.as_python_constant(), after.as_python_constant()
+        return "same" if type(a) is type(b) and a == b else "differs"
+    old, new = values.tensor_node(before), values.tensor_node(after)
+    if old is not None and new is not None:
+        return "same" if old is new else "carried"
+    old, new = values.number_node(before), values.number_node(after)
+    return "same" if old is not None and old is new else "differs"

@@ -1,0 +1,126 @@
+"""What is left of a captured loop in the graph once its layers are fused: which of it nothing needs, and which of it has no effects."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from moefuse._dynamo.values import unbacked_in
+from moefuse.passes.context import Context
+from moefuse.passes.lift import SIZE_QUERIES
+from moefuse.passes.ops import fake
+from moefuse.passes.rules.pointwise import RANDOM
+
+_ASSERTS = frozenset(("_assert_scalar", "_assert_async", "sym_constrain_range", "sym_constrain_range_for_size", "_check", "_check_is_size"))
+_MODES = frozenset(("_set_grad_enabled", "_enter_autocast", "_exit_autocast", "_enter_inference_mode", "_exit_inference_mode"))
+
+
+def erase(ctx: Context, scoped: set[Node]) -> None:
+    """Erase what nothing reads any more, and the assertions about sizes that are gone with it.
+
+    Args:
+        ctx: the graph, already rewritten.
+        scoped: what was recorded under assumptions; grad modes are switched back for operations that are gone only here.
+    """
+    live = _live(ctx)
+    for node in reversed(list(ctx.graph.nodes)):
+        if node not in live and not any(u in live for u in node.users):
+            ctx.graph.erase_node(node)
+    _drop_idle_modes(ctx, scoped)
+
+
+def _live(ctx: Context) -> set[Node]:
+    """Nodes that the result of the graph, or an effect of it, needs."""
+    roots = [n for n in ctx.graph.nodes if n.op in ("placeholder", "output", "call_module") or _effect(ctx, n)]
+    asserts = [n for n in ctx.graph.nodes if _about_data(ctx, n)]
+    writes = [n for n in ctx.graph.nodes if (call := ctx.calls.get(n)) is not None and call.inplace and n not in roots]
+    live: set[Node] = set()
+    while roots:
+        _reach(live, roots)
+        sizes = {s for n in live if n.op != "output" for s in unbacked_in(fake(n))}
+        roots = [n for n in asserts if n not in live and any(unbacked_in(fake(i)) & sizes for i in n.all_input_nodes)]
+        roots += [w for w in writes if w not in live and any(a in live for a in ctx.aliases[ctx.storage[w]])]
+    return live
+
+
+def _reach(live: set[Node], roots: list[Node]) -> None:
+    stack = list(roots)
+    while stack:
+        node = stack.pop()
+        if node not in live:
+            live.add(node)
+            stack.extend(node.all_input_nodes)
+
+
+def _effect(ctx: Context, node: Node) -> bool:
+    """Whether a node does something besides its result. Writes count where the storage is the user's."""
+    call = ctx.calls.get(node)
+    if call is None:
+        return node in ctx.calls and node.op not in ("placeholder", "get_attr")
+    if _about_data(ctx, node):
+        return False
+    if call.inplace and isinstance(call.args[0], Node) and call.kwargs.get("out") is None:
+        return ctx.storage[node].op in ("placeholder", "get_attr")
+    return call.name not in SIZE_QUERIES and not pure(ctx, node)
+
+
+def _about_data(ctx: Context, node: Node) -> bool:
+    """Whether a node only asserts something about sizes that the run decides."""
+    call = ctx.calls.get(node)
+    return call is not None and call.name in _ASSERTS and any(unbacked_in(fake(i)) for i in node.all_input_nodes)
+
+
+def _drop_idle_modes(ctx: Context, scoped: set[Node]) -> None:
+    """Grad modes that were switched in a scope for operations that are gone."""
+    order = [n for n in ctx.graph.nodes if n.op not in ("placeholder", "get_attr")]
+    now = torch.is_grad_enabled()
+    kept: list[tuple[Node, bool]] = []
+    for node in order:
+        call = ctx.calls.get(node)
+        switches = call is not None and call.name == "_set_grad_enabled" and isinstance(call.args[0], bool)
+        if switches and kept and kept[-1][1] and kept[-1][0] in scoped:
+            ctx.graph.erase_node(kept.pop()[0])
+        kept.append((node, switches))
+    for node, switches in kept:
+        if not switches:
+            continue
+        wanted = bool(node.args[0])
+        if wanted == now and node in scoped:
+            ctx.graph.erase_node(node)
+        now = wanted
+
+
+def pure(ctx: Context, node: Node) -> bool:
+    """Whether a node is a function of its arguments and nothing else, as far as torch says."""
+    call = ctx.calls.get(node)
+    if node.op == "get_attr":
+        return True
+    if call is None or call.inplace or call.name in _MODES or call.name in _ASSERTS or random(call.name):
+        return False
+    if isinstance(node.target, torch._ops.HigherOrderOperator) or not _plain_value(fake(node)):
+        return False
+    return node.op == "call_method" or (_known_module(node.target) and not node.is_impure())
+
+
+def _plain_value(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return all(map(_plain_value, value))
+    return isinstance(value, torch.Tensor | torch.SymInt | torch.SymFloat | torch.SymBool | bool | int | float)
+
+
+def _known_module(target: Any) -> bool:
+    module = str(getattr(target, "__module__", None) or "torch")
+    return module.partition(".")[0] in ("torch", "_operator", "operator", "math", "builtins") or isinstance(target, torch._ops.OpOverload)
+
+
+@functools.cache
+def random(name: str) -> bool:
+    """Whether an operation draws random numbers."""
+    if name in RANDOM or "rand" in name or name in ("dropout", "manual_seed", "seed", "set_rng_state"):
+        return True
+    packet = getattr(torch.ops.aten, name, None)
+    overloads = packet.overloads() if isinstance(packet, torch._ops.OpOverloadPacket) else ()
+    return any(torch.Tag.nondeterministic_seeded in getattr(packet, o).tags for o in overloads)

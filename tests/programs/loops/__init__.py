@@ -1,0 +1,25 @@
+"""Expert loops that depend on data, as people write them, and loops that only look like one.
+
+Every layer takes ``x [T, H]`` and router ``logits [T, E]``, so that a test decides which experts get no token at all.
+"""
+
+from tests.programs.loops import conditions, hits, near_conditions, near_python, near_rows
+from tests.programs.loops.base import KINDS, NEAR_MISS, POSITIVE, E, Expert, H, I, K, Layer, logits_for
+
+__all__ = [
+    "KINDS",
+    "NEAR_MISS",
+    "POSITIVE",
+    "E",
+    "Expert",
+    "H",
+    "I",
+    "K",
+    "Layer",
+    "conditions",
+    "hits",
+    "logits_for",
+    "near_conditions",
+    "near_python",
+    "near_rows",
+]

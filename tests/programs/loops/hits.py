@@ -1,0 +1,117 @@
+"""Loops over the experts that were hit."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.programs.loops.base import E, H, Layer, positive
+
+
+@positive
+class RowsOfNonzero(Layer):
+    """transformers 5: rows of shape [1], a sentinel expert, stacked weights."""
+
+    def forward(self, x: Tensor, logits: Tensor) -> Tensor:
+        ids, weights = self.route(logits)
+        out = torch.zeros_like(x)
+        with torch.no_grad():
+            mask = F.one_hot(ids, num_classes=E + 1).permute(2, 1, 0)
+            hit = torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero()
+        for row in hit:
+            row = row[0]
+            if row == E:
+                continue
+            slot, tok = torch.where(mask[row])
+            y = self.expert(row, x[tok]) * weights[tok, slot, None]
+            out.index_add_(0, tok, y.to(out.dtype))
+        return out
+
+
+@positive
+class ModuleListByRow(Layer):
+    """transformers 4.57: ``self.experts[row]`` and ``mask[row].squeeze(0)``."""
+
+    def forward(self, x: Tensor, logits: Tensor) -> Tensor:
+        ids, weights = self.route(logits)
+        out = torch.zeros((x.shape[0], H), dtype=x.dtype, device=x.device)
+        mask, hit = self.hits(ids)
+        for row in hit.nonzero():
+            expert = self.experts[row]
+            slot, tok = torch.where(mask[row].squeeze(0))
+            current = x[None, tok].reshape(-1, H)
+            out.index_add_(0, tok, expert(current) * weights[tok, slot, None])
+        return out
+
+
+@positive
+class ListOfHits(Layer):
+    """``.flatten().tolist()``: Python numbers."""
+
+    def forward(self, x: Tensor, logits: Tensor) -> Tensor:
+        ids, weights = self.route(logits)
+        out = torch.zeros_like(x)
+        mask, hit = self.hits(ids)
+        for e in hit.nonzero().flatten().tolist():
+            slot, tok = torch.where(mask[e])
+            out.index_add_(0, tok, self.experts[e](x[tok]) * weights[tok, slot, None])
+        return out
+
+
+@positive
+class NamedListOfHits(Layer):
+    """The list has a name before it is looped over."""
+
+    def forward(self, x: Tensor, logits: Tensor) -> Tensor:
+        ids, weights = self.route(logits)
+        out = torch.zeros_like(x)
+        mask, hit = self.hits(ids)
+        present = torch.where(hit)[0].tolist()
+        for e in present:
+            slot, tok = torch.where(mask[e])
+            out.index_add_(0, tok, self.expert(e, x[tok]) * weights[tok, slot, None])
+        return out
+
+
+@positive
+class SqueezedHits(Layer):
+    """Scalars, from ``where``, ``squeeze`` and counts."""
+
+    def forward(self, x: Tensor, logits: Tensor) -> Tensor:
+        ids, weights = self.route(logits)
+        out = torch.zeros_like(x)
+        counts = F.one_hot(ids, num_classes=E).sum(dim=(0, 1))
+        for e in (counts != 0).nonzero().squeeze(-1):
+            tok, slot = torch.where(ids == e)
+            out.index_add_(0, tok, self.expert(e, x[tok]) * weights[tok, slot, None])
+        return out
+
+
+@positive
+class ArgwhereSliced(Layer):
+    """GPT-OSS: ``hit[:]``, and grad mode switched in the body."""
+
+    def forward(self, x: Tensor, logits: Tensor) -> Tensor:
+        ids, weights = self.route(logits)
+        out = torch.zeros_like(x)
+        mask, hit = self.hits(ids)
+        for row in torch.argwhere(hit)[:]:
+            with torch.no_grad():
+                slot, tok = torch.where(mask[row[0]])
+            out.index_add_(0, tok, self.expert(row[0], x[tok]) * weights[tok, slot, None])
+        return out
+
+
+@positive
+class OutOfPlace(Layer):
+    """The accumulator is a new tensor after every expert."""
+
+    def forward(self, x: Tensor, logits: Tensor) -> Tensor:
+        ids, weights = self.route(logits)
+        out = torch.zeros_like(x)
+        mask, hit = self.hits(ids)
+        for row in hit.nonzero():
+            slot, tok = torch.where(mask[row[0]])
+            out = torch.index_add(out, 0, tok, self.expert(row[0], x[tok]) * weights[tok, slot, None])
+        return out
