@@ -2,7 +2,8 @@
 
 Rows e and f are traced. Then the body's other rows are what row e is, with row e's weights replaced by theirs, because
 
-* the modules are isomorphic (``siblings.different``), and guards like those on row e's keep them so,
+* the modules are isomorphic (``siblings.different``), and guards like those on row e's keep them so (Dynamo guards no hooks by default:
+  one that is put on a module after the compilation goes unnoticed, as it does on every module that Dynamo has traced),
 * the row's number selects the module and nothing else that Python sees (``selects``),
 * the body cannot tell one module from another: it compares no identities and uses no module as a key (``tells_apart``),
 * a weight that row e reads through the list is at the same place in row f the one that row f reads through it; one that the body has from
@@ -29,14 +30,9 @@ _BUILDS = ("BUILD_LIST", "BUILD_TUPLE", "BUILD_SET", "BUILD_MAP", "BUILD_CONST_K
 _ADDS = ("LIST_APPEND", "SET_ADD", "MAP_ADD", "LIST_EXTEND", "SET_UPDATE", "DICT_UPDATE", "DICT_MERGE", "STORE_GLOBAL")
 
 
-REPRESENT = False
-"""Off: a module list is traced row by row. A forward hook that is put on one sibling after the compilation is not noticed yet, because no
-guard of Dynamo's looks at it."""
-
-
 def selects(tx: Any, loop: Any, node: Any) -> bool:
     """Whether a row is read as the index of a list of isomorphic modules, one for each row; remembers the list."""
-    found = lists.list_of(tx) if REPRESENT else None
+    found = lists.list_of(tx)
     if found is None or not lists.in_root(tx):
         return False
     experts, name = found

@@ -12,18 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moefuse.capture import modules, siblings
+from moefuse.capture import siblings
 from moefuse.capture.siblings import different, keep
 from tests.cpu.capture_case import Packed, Seen, capturing, check, plain
 from tests.programs.loops import H, I, K
 
-pytestmark = pytest.mark.usefixtures("fresh_dynamo", "representatives")
-
-
-@pytest.fixture
-def representatives(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The feature is off by default."""
-    monkeypatch.setattr(modules, "REPRESENT", True)
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 E = 6
@@ -373,6 +367,22 @@ def test_a_sibling_that_changes_later_is_noticed(change: Callable[[nn.ModuleList
         torch.testing.assert_close(compiled(both), Packed(model)(both), rtol=1e-5, atol=1e-5)
         assert len(seen.report.fused) == 1
         change(model.experts)
+        torch.testing.assert_close(compiled(both), Packed(model)(both), rtol=1e-5, atol=1e-5)
+
+
+def test_a_hook_that_comes_later_is_noticed_where_dynamo_notices_hooks() -> None:
+    """By default Dynamo looks at the hooks of no module again; a user who switches that on gets it for the siblings too."""
+    from torch._dynamo import config
+
+    torch.manual_seed(0)
+    model = Loop().eval()
+    seen = Seen()
+    both = torch.randn(64, H + 4)
+    with config.patch(skip_nnmodule_hook_guards=False), torch.no_grad():
+        compiled = torch.compile(Packed(model), backend=capturing(seen))
+        compiled(both)
+        assert len(seen.report.fused) == 1
+        _hook(model.experts)
         torch.testing.assert_close(compiled(both), Packed(model)(both), rtol=1e-5, atol=1e-5)
 
 
