@@ -195,9 +195,15 @@ def _grown(ctx: Context, node: Node, first: Any, rows: Rows) -> Sum | None:
 
 
 def _merged(x: Sum, y: Sum) -> Sum | None:
-    if x.base is not None and y.base is not None:
+    """Two halves of one layer; two whole layers, or sums over different routings, stay two."""
+    routings = {p.rows.domain.routing for p in (*x.parts, *y.parts)} - {None}
+    if (x.base is not None and y.base is not None) or len(routings) > 1 or _experts(x) & _experts(y):
         return None
     return Sum(x.axes, x.base or y.base, (*x.parts, *y.parts), x.once or y.once)
+
+
+def _experts(found: Sum) -> set[tuple[Any, int | None]]:
+    return {(p.rows.domain.expert, p.rows.domain.slot) for p in found.parts}
 
 
 def _plain_axes(node: Node) -> Axes:

@@ -10,7 +10,7 @@ from torch.fx import Node
 from moefuse.passes.axes import Atom, Axes, Axis, atoms, extent, reshape
 from moefuse.passes.context import Context, as_size, normalize, out_shape
 from moefuse.passes.expr import Cast
-from moefuse.passes.facts import Counts, Fact, Fill, Hit, Index, IndexMatrix, Mask, Range, Rows, Sorted, Sum, Table, View
+from moefuse.passes.facts import Counts, Fact, Fill, Hit, Index, IndexMatrix, Mask, Range, Rows, Sorted, Sum, Table, View, Weight
 from moefuse.passes.ops import tensor
 from moefuse.passes.rules import rule
 from moefuse.passes.sizes import Size, product, same
@@ -176,6 +176,8 @@ def on_same(ctx: Context, node: Node, x: Node, *_: Any, **__: Any) -> Any:
     cuts = ctx.calls[node].name in ("detach", "getattr")  # type: ignore[union-attr]
     if cuts and isinstance(fact, Rows | View | Table | Sum | Mask):
         return ctx.lost("no-rule", node, op="detach") if isinstance(fact, Rows) and fact.domain.routing is not None else None
+    if cuts and isinstance(fact, Weight) and ctx.mode[node][0] and (value := tensor(x)) is not None and value.requires_grad:
+        return None  # another tensor than the parameter: it has no gradient
     return fact if isinstance(fact, Fact) and not isinstance(fact, Sum) else None
 
 

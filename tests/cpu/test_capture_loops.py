@@ -7,7 +7,7 @@ import torch
 from torch.torch_version import TorchVersion
 
 from tests.cpu.capture_case import check, plain
-from tests.programs.loops import NEAR_MISS, POSITIVE, Layer
+from tests.programs.loops import NEAR_MISS, POSITIVE, Layer, gradients
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -24,6 +24,13 @@ def test_a_loop_is_one_graph_and_fused(cls: type[Layer]) -> None:
     assert len(seen.graphs) == 1
     assert len(seen.report.fused) == 1, str(seen.report)
     assert (seen.report.skipped, seen.report.graph_breaks) == ([], [])
+
+
+@pytest.mark.parametrize("cls", [gradients.TwoLayers, gradients.TwoRoutings])
+def test_two_layers_whose_sum_is_taken_stay_two(cls: type[Layer]) -> None:
+    seen = check(cls)
+    assert len(seen.graphs) == 1
+    assert len(seen.report.fused) == 2, str(seen.report)
 
 
 @pytest.mark.parametrize("cls", NEAR_MISS.values(), ids=NEAR_MISS)
