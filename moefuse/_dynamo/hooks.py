@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from moefuse._dynamo import births
+from moefuse._dynamo import births, values
 
 _KEPT = "moefuse_capture"
 _SETTINGS = "moefuse_settings"
@@ -43,6 +43,7 @@ def install(start: Callable[[Any, Any, bool], Observer | None]) -> None:
     from torch._dynamo.side_effects import SideEffects
     from torch._dynamo.symbolic_convert import InstructionTranslator, InstructionTranslatorBase
     from torch._dynamo.variables.base import MutationType
+    from torch._dynamo.variables.builtin import BuiltinVariable
     from torch._dynamo.variables.functions import LocalGeneratorObjectVariable
     from torch._dynamo.variables.iter import IteratorVariable
     from torch._dynamo.variables.tensor import TensorVariable
@@ -56,6 +57,8 @@ def install(start: Callable[[Any, Any, bool], Observer | None]) -> None:
     _wrap(MutationType, "__init__", _on_new)
     _wrap(TensorVariable, "method_item", _on_item)
     _wrap(TensorVariable, "method_tolist", _on_tolist)
+    if hasattr(BuiltinVariable, "call_index"):
+        _wrap(BuiltinVariable, "call_index", _on_index)
     for name in ("mutation", "store_attr", "register_hook"):
         _wrap(SideEffects, name, _on_mutation)
     _wrap(LocalGeneratorObjectVariable, "__init__", _on_iterator)
@@ -80,6 +83,11 @@ def _wrap(owner: type, name: str, hook: Callable[..., Any]) -> None:
 
     wrapper.moefuse = True  # type: ignore[attr-defined]
     setattr(owner, name, wrapper)
+    # From torch 2.15 on a method is called through a table of its class, by the name that the program uses.
+    table = vars(owner).get("tp_methods", {})
+    for key, entry in table.items():
+        if getattr(entry, "handler", None) is original:
+            table[key] = type(entry)(wrapper)
 
 
 def _on_init(
@@ -168,6 +176,15 @@ def _on_item(original: Any, self: Any, translator: Any, *args: Any, **kwargs: An
 
     with config.patch(capture_scalar_outputs=True):
         return original(self, translator, *args, **kwargs)
+
+
+def _on_index(original: Any, self: Any, translator: Any, argument: Any, *more: Any) -> Any:
+    # ``experts[row]`` with a tensor: torch 2.11 breaks the graph here, later releases read the number.
+    observer = getattr(translator.output, _KEPT, None)
+    node = values.tensor_node(argument)
+    if observer is None or node is None or values.known_tensor(node.meta.get("example_value")) is None:
+        return original(self, translator, argument, *more)
+    return argument.call_method(translator, "item", [], {})
 
 
 def _on_tolist(original: Any, self: Any, translator: Any, *args: Any, **kwargs: Any) -> Any:

@@ -23,7 +23,8 @@ _NOT = frozenset(("logical_not", "bitwise_not", "invert", "not_"))
 
 
 def _name(node: Node) -> str:
-    return node.target if isinstance(node.target, str) else str(getattr(node.target, "__name__", node.target))
+    name = node.target if isinstance(node.target, str) else str(getattr(node.target, "__name__", node.target))
+    return name[2:-2] if name.startswith("__") and name.endswith("__") else name
 
 
 def _value(node: Node) -> Any:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
-from torch.torch_version import TorchVersion
 
 from tests.cpu.capture_case import check, plain
 from tests.programs.loops import NEAR_MISS, POSITIVE, Layer, gradients
@@ -12,13 +10,7 @@ from tests.programs.loops import NEAR_MISS, POSITIVE, Layer, gradients
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
-NEEDS_2_12 = pytest.mark.skipif(TorchVersion(torch.__version__) < (2, 12), reason="Dynamo of torch 2.11 breaks the graph at this statement")
-"""``self.experts[row]`` with a tensor, and a condition on a count."""
-
-
-@pytest.mark.parametrize(
-    "cls", [pytest.param(c, id=n, marks=NEEDS_2_12 if n in ("ModuleListByRow", "IfCount") else ()) for n, c in POSITIVE.items()]
-)
+@pytest.mark.parametrize("cls", POSITIVE.values(), ids=POSITIVE)
 def test_a_loop_is_one_graph_and_fused(cls: type[Layer]) -> None:
     seen = check(cls)
     assert len(seen.graphs) == 1
@@ -53,7 +45,6 @@ def test_ways_to_compile(name: str, compile_kwargs: dict[str, bool], grad: bool)
     assert len(seen.report.fused) == len(seen.graphs)
 
 
-@NEEDS_2_12
 @pytest.mark.parametrize("tokens", [0, 1])
 def test_few_tokens(tokens: int) -> None:
     seen = check(POSITIVE["ModuleListByRow"], tokens=(tokens, 5, 5))
