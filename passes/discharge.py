@@ -22,8 +22,8 @@ from moefuse.capture.assumptions import TAG, Assumption, Undischarged
 from moefuse.passes.context import Context
 from moefuse.passes.facts import Buffer, Fill, Hit, Index, IndexMatrix, Mask, Part, Routing, RowNumber, Rows, Sum
 from moefuse.passes.leftovers import pure
-from moefuse.passes.lift import SIZE_QUERIES, Region
-from moefuse.passes.ops import fake, location
+from moefuse.passes.lift import Region
+from moefuse.passes.ops import SIZE_QUERIES, fake, location
 from moefuse.passes.rules.hits import rows_of
 
 _Chosen = tuple[Routing, int, int | None]

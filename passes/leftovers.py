@@ -10,8 +10,7 @@ from torch.fx import Node
 
 from moefuse._dynamo.values import unbacked_in
 from moefuse.passes.context import Context
-from moefuse.passes.lift import SIZE_QUERIES
-from moefuse.passes.ops import fake
+from moefuse.passes.ops import SIZE_QUERIES, fake
 from moefuse.passes.rules.pointwise import RANDOM
 
 _ASSERTS = frozenset(("_assert_scalar", "_assert_async", "sym_constrain_range", "sym_constrain_range_for_size", "_check", "_check_is_size"))
@@ -91,6 +90,15 @@ def _drop_idle_modes(ctx: Context, scoped: set[Node]) -> None:
         if wanted == now and node in scoped:
             ctx.graph.erase_node(node)
         now = wanted
+
+
+def unread(ctx: Context) -> list[Node]:
+    """Nodes without effect that nothing reads but other such nodes, in the order of the program."""
+    found: dict[Node, None] = {}
+    for node in reversed(ctx.graph.nodes):
+        if node.op in ("call_function", "call_method") and all(u in found for u in node.users) and pure(ctx, node):
+            found[node] = None
+    return list(reversed(found))
 
 
 def pure(ctx: Context, node: Node) -> bool:

@@ -34,15 +34,11 @@ from moefuse.passes.facts import (
 )
 from moefuse.passes.generalise import generalise
 from moefuse.passes.instances import instances
-from moefuse.passes.ops import tensor
+from moefuse.passes.leftovers import unread
+from moefuse.passes.ops import SIZE_QUERIES, tensor
 from moefuse.passes.sizes import shape_of
 from moefuse.passes.templates import same_expr, vanishes
 from moefuse.spec import Domain
-
-#: nodes that only ask for sizes or assert them
-SIZE_QUERIES = frozenset(
-    ("size sym_size sym_numel numel dim _assert_scalar sym_constrain_range sym_constrain_range_for_size _check").split()
-)
 
 #: operations that take only the shape, dtype or device of some of their arguments
 _LOOKS_AT: dict[str, tuple[int, ...]] = {
@@ -299,6 +295,9 @@ def _checked(ctx: Context, region: Region) -> Region | Lost:
         return ctx.lost("missing-experts", region.anchor, present=f"below {min(bounds)}", count=str(region.num_experts))
     region.leaves = [*sources(region.expr), region.routing.node]
     region.nodes = slice_of(ctx, region)
+    for node in unread(ctx):
+        if not region.nodes.isdisjoint(node.all_input_nodes):
+            region.nodes.add(node)
     if region.base is not None:
         ctx.erasable.update({w: True for w in ctx.writes.get(ctx.storage[region.base], ()) if w in region.nodes})
     for check in (_types, _modes, _mutations, _feeds_itself, _escapes):

@@ -51,6 +51,12 @@ class Call:
     inplace: bool
 
 
+#: nodes that only ask for sizes or assert them
+SIZE_QUERIES = frozenset(
+    ("size sym_size sym_numel numel dim _assert_scalar sym_constrain_range sym_constrain_range_for_size _check").split()
+)
+
+
 def raw_name(node: Node) -> str:
     """The name of a node's target as written: method name, function name, or operator name without its overload."""
     if isinstance(node.target, str):

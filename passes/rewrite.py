@@ -6,7 +6,8 @@ import torch
 from torch.fx import Graph, Node
 
 from moefuse.passes.context import Context
-from moefuse.passes.lift import SIZE_QUERIES, Region
+from moefuse.passes.lift import Region
+from moefuse.passes.ops import SIZE_QUERIES
 
 
 def replace(ctx: Context, region: Region, result: Node) -> None:
