@@ -9,6 +9,7 @@ from torch.fx import Node
 from moefuse.passes.context import Context
 from moefuse.passes.expr import Gate, has_linear, walk
 from moefuse.passes.facts import Buffer, Lost, Many, Routing, Rows, Sum
+from moefuse.passes.leftovers import live
 from moefuse.passes.ops import module_path
 
 #: what a sum looks like after one expert was lost on the way: the loss says more
@@ -25,7 +26,10 @@ def refusals(ctx: Context, refused: list[tuple[Lost, Routing | None]], covered: 
     out: dict[Any, Lost] = {}
     for lost, routing in refused:
         out.setdefault(routing if routing is not None else module_path(lost.node), lost)
+    alive = live(ctx) if any(isinstance(fact, Lost) for fact in ctx.facts.values()) else set()
     for node, fact in ctx.facts.items():
+        if node not in alive:
+            continue  # nobody reads it: no layer is missed
         # An alias that a write made stale is lost before that write; it only matters where it is read behind it.
         if isinstance(fact, Lost) and ctx.position[node] >= ctx.position[fact.node] and node not in covered:
             key = _routing(ctx, node) or module_path(node)

@@ -115,3 +115,18 @@ class OutOfPlace(Layer):
             slot, tok = torch.where(mask[row[0]])
             out = torch.index_add(out, 0, tok, self.expert(row[0], x[tok]) * weights[tok, slot, None])
         return out
+
+
+@positive
+class UnusedStatistic(Layer):
+    """Something that would not be local to a row, and that nobody reads."""
+
+    def forward(self, x: Tensor, logits: Tensor) -> Tensor:
+        ids, weights = self.route(logits)
+        out = torch.zeros_like(x)
+        for row in self.hits(ids)[1].nonzero():
+            tok, slot = torch.where(ids == row)
+            rows = self.expert(row[0], x[tok])
+            _norm = rows.sum()
+            out.index_add_(0, tok, rows * weights[tok, slot, None])
+        return out
