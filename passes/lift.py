@@ -31,6 +31,8 @@ from moefuse.passes.facts import (
     Sorted,
     Sum,
     Table,
+    View,
+    Weight,
 )
 from moefuse.passes.generalise import generalise
 from moefuse.passes.instances import instances
@@ -380,7 +382,9 @@ def _modes(ctx: Context, region: Region) -> Lost | None:
         counts = isinstance(fact, Counts | Hit | Sorted | Range | Fill) or (isinstance(fact, Mask) and fact.weight is None)
         if value is None or not value.dtype.is_floating_point or counts or (isinstance(fact, Table) and fact.ones):
             continue
-        if ctx.mode[node] != mode:
+        # A view or a cast computes the same under every autocast; only whether it is differentiated may differ.
+        plain = isinstance(fact, View | Weight)
+        if ctx.mode[node] != mode and (not plain or ctx.mode[node][0] != mode[0]):
             return ctx.lost("context-differs", node)
     return None
 

@@ -121,11 +121,13 @@ def stacked(fact: View, axes: Axes, **index: Any) -> Weight | None:
     value = tensor(fact.root)
     if value is None or not value.dtype.is_floating_point or value.dim() < 2:
         return None
-    if any(len(a) != 1 or a[0].kind != "d" for a in axes):
+    left = [() if a and a[0].index == 0 and extent(a) == 1 else a for a in axes]  # ``W[e:e + 1]``
+    if any(a and (len(a) != 1 or a[0].kind != "d") for a in left):
         return None
     return Weight(
-        tuple((Atom("w", a[0].index, a[0].size),) for a in axes), fact.root, index.get("expert"), index.get("routing"), index.get("order")
-    )
+        tuple((Atom("w", a[0].index, a[0].size),) if a else () for a in left),
+        fact.root, index.get("expert"), index.get("routing"), index.get("order"),
+    )  # fmt: skip
 
 
 def feature_pick(node: Node, fact: Rows, dim: int, at: int) -> Rows | None:
@@ -165,8 +167,8 @@ def cut(ctx: Context, node: Node, fact: Any, dim: int, item: slice) -> Any:
     if isinstance(fact, Mask | Table) and only.kind == "e" and length == 1:
         expert = item.start if isinstance(item.start, RowNumber) else start
         return replace(fact, axes=tuple(() if i == dim else a for i, a in enumerate(fact.axes)), expert=expert)
-    if isinstance(item.start, RowNumber):
-        return None
+    if isinstance(fact, View) and not isinstance(fact, Column) and (only.kind, only.index, dim, length) == ("d", 0, 0, 1):
+        return stacked(fact, axes, expert=item.start if isinstance(item.start, RowNumber) else start)
     return None
 
 
