@@ -58,7 +58,8 @@ def claims(ctx: Context, assumptions: Sequence[Assumption]) -> list[Claim]:
     for a in assumptions:
         if a.row_node is not None:
             passed.setdefault(a.subject, set()).update(_passed_on(ctx, a))
-    return [_claim(ctx, a, sizes, passed) for a in assumptions if any(n in ctx.position for n in a.nodes)]
+    here = [a for a in assumptions if any(n in ctx.position for n in (a.nodes if a.kind != "end" else (a.subject,)))]
+    return [_claim(ctx, a, sizes, passed) for a in here]
 
 
 def _claim(ctx: Context, assumption: Assumption, sizes: dict[Any, _Chosen], passed: dict[Node, set[Node]]) -> Claim:
@@ -97,6 +98,9 @@ def _chosen(ctx: Context, a: Assumption) -> _Chosen | None:
     fact = ctx.facts.get(a.subject)
     if not isinstance(fact, Hit) or ctx.storage[a.subject] in ctx.writes:
         return None
+    if a.kind == "end":
+        choices = fact.routing.choices
+        return (fact.routing, a.row, fact.slot) if rows_of(fact) and choices is not None and choices <= a.row else None
     if a.kind == "row":
         row = a.row if a.row_node is None else RowNumber(a.row, a.row_node)
         return (fact.routing, row, fact.slot) if rows_of(fact) else None
@@ -126,6 +130,8 @@ def undischarged(ctx: Context, found: Sequence[Claim], fused: Sequence[Region]) 
 
 
 def _detail(ctx: Context, claim: Claim, fused: Sequence[Region], emitted: set[Node]) -> str | None:
+    if claim.assumption.kind == "end":
+        return None if claim.routing is not None else f"nothing says that no token chooses expert {claim.assumption.row} or one behind it"
     nodes = claim.assumption.nodes
     left = _not_harmless(ctx, {n for n in nodes if not n._erased}, emitted)
     if left:
@@ -190,6 +196,12 @@ def _writes_to(ctx: Context, new: Node, old: Node) -> bool:
             return False
         node = call.args[0]
     return True
+
+
+def out_of_sight(gm: GraphModule, assumptions: Sequence[Assumption]) -> list[Undischarged]:
+    """The assumptions about the end of a loop whose mask is no longer in the graph, so that nothing can be said about it. At the start."""
+    here = {n for m in gm.modules() if isinstance(m, GraphModule) for n in m.graph.nodes}
+    return [Undischarged(a, "its mask is not in the graph") for a in assumptions if a.kind == "end" and a.subject not in here]
 
 
 def lost_track(gm: GraphModule, assumptions: Sequence[Assumption]) -> list[Undischarged]:

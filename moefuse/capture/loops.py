@@ -70,12 +70,11 @@ class Loops:
         if source is None or not self._only_for(tx):
             return None
         value = values.tensor_node(variable).meta["example_value"]  # type: ignore[union-attr]
-        loop = Loop(source, guess.length(source), self.frame.place(tx), self.frame.location(tx))
         if value.dim() != 1:
             return None
+        loop = self._loop(tx, source)
         made = values.new_list([values.constant(i) for i in range(loop.count)])
         self._lists[id(made)] = (made, loop)
-        self.made.append(loop)
         return made
 
     def get_iter(self, tx: Any, at: int) -> None:
@@ -87,20 +86,27 @@ class Loops:
         top = values.realized(tx.stack[-1])
         node = values.tensor_node(top)
         source = guess.mask_of(node)
-        place = self.frame.place(tx)
         if node is None or source is None or tx.f_code.co_flags & GENERATOR:
             return
         value = node.meta["example_value"]
         if not self.frame.code_of(tx).plain_for(at) or value.dim() > 2 or (value.dim() == 2 and value.shape[1] != 1):
             return
-        loop = Loop(source, guess.length(source), place, self.frame.location(tx))
+        loop = self._loop(tx, source)
         if not self.frame.ledger.unroll and loop.count > 2:
             loop.like = value
         rows = [self._hand_out(tx, loop, value, i) for i in range(1 if loop.represented else loop.count)]
-        self.made.append(loop)
         self._spend(tx, len(rows))
         tx.stack[-1] = values.new_list(rows)
         self._next = (tx, loop, None)
+
+    def _loop(self, tx: Any, mask: Node) -> Loop:
+        """A loop over the rows that a mask may have."""
+        loop = Loop(mask, guess.end(mask), self.frame.place(tx), self.frame.location(tx))
+        if loop.count < guess.length(mask):
+            graph = values.graph_of(tx)
+            self.frame.assumptions.append(Assumption("end", loop.place, loop.location, mask, row=loop.count, graph=graph))
+        self.made.append(loop)
+        return loop
 
     def _hand_out(self, tx: Any, loop: Loop, value: Any, row: int) -> Any:
         made = values.row_tensor(tx, [row] if value.dim() == 2 else row, value)

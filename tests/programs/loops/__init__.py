@@ -3,20 +3,21 @@
 Every layer takes ``x [T, H]`` and router ``logits [T, E]``, so that a test decides which experts get no token at all.
 """
 
-from tests.programs.loops import conditions, gradients, hits, near_conditions, near_python, near_rows
+from tests.programs.loops import conditions, ends, gradients, hits, near_conditions, near_python, near_rows
 from tests.programs.loops.base import KINDS, NEAR_MISS, POSITIVE, E, Expert, H, I, K, Layer, logits_for
 
 __all__ = [
-    "KINDS",
-    "NEAR_MISS",
-    "POSITIVE",
     "E",
-    "Expert",
     "H",
     "I",
     "K",
+    "KINDS",
+    "NEAR_MISS",
+    "POSITIVE",
+    "Expert",
     "Layer",
     "conditions",
+    "ends",
     "gradients",
     "hits",
     "logits_for",
