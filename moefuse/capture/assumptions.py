@@ -27,9 +27,9 @@ class Assumption:
     """One way taken on an assumption.
 
     Attributes:
-        kind: ``"row"``: this iteration runs, for row ``row`` of the mask ``subject``. ``"end"``: from row ``row`` on the mask ``subject`` is
-            false, so that no iteration was traced for these rows. ``"size"``: the unbacked size ``subject`` is at
-            least one. ``"value"``: the tensor ``subject`` is true (``outcome``) or false.
+        kind: ``"row"``: this iteration runs, for row ``row`` of the mask ``subject``. ``"end"``: from row ``row`` on the mask ``subject``
+            is false; no iteration was traced for these rows. ``"size"``: the unbacked size ``subject`` is at least one. ``"value"``: the
+            tensor ``subject`` is true (``outcome``) or false.
         row_node, members: where this iteration was traced as the representative of several rows: the row in the graph, and all of them.
         twin, twin_node: the row that was traced beside a representative where the body runs a module of a list.
         siblings: then, for each weight of the representative in the graph: the same weight of each of ``members`` and the twin.
