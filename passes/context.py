@@ -265,8 +265,18 @@ def _switched(call: Call, grad: bool, casts: tuple[str, ...]) -> tuple[bool, tup
     return grad, (*casts, str(call.args))
 
 
-def normalize(dim: int, rank: int) -> int:
-    """A dimension counted from the front."""
+class ComputedDimError(TypeError):
+    """A dimension that the graph computes (a size that only the run knows, used as one): no rule reads it."""
+
+
+def normalize(dim: Any, rank: int) -> int:
+    """A dimension counted from the front.
+
+    Raises:
+        ComputedDimError: it is not a number.
+    """
+    if not isinstance(dim, int):
+        raise ComputedDimError(dim)
     return dim + rank if dim < 0 else dim
 
 

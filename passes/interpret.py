@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.fx import Graph, Node
 
-from moefuse.passes.context import Context
+from moefuse.passes.context import ComputedDimError, Context
 from moefuse.passes.facts import Buffer, Lost, Many, Rows, View
 from moefuse.passes.ops import Call, tensor
 from moefuse.passes.rules import RULES, Rule
@@ -64,7 +64,10 @@ def _apply(rule: Rule, ctx: Context, node: Node, call: Call) -> Any:
         bound = inspect.signature(rule).bind(ctx, node, *call.args, **call.kwargs)
     except TypeError:  # a spelling of the arguments that the rule does not know
         return None
-    return rule(*bound.args, **bound.kwargs)
+    try:
+        return rule(*bound.args, **bound.kwargs)
+    except ComputedDimError:
+        return None
 
 
 def _write(ctx: Context, node: Node, call: Call, fact: Any) -> None:
