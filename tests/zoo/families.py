@@ -115,7 +115,7 @@ FAMILIES: dict[str, Family] = {
     "laguna": Family("LagunaForCausalLM"),
     "lfm2_moe": Family("Lfm2MoeForCausalLM", {"layer_types": ["conv", "full_attention"]}),
     "llama4": Family("Llama4ForCausalLM", {"moe_layers": [0, 1], "layer_types": ["full_attention"] * 2}, registry=False),
-    "longcat_flash": Family("LongcatFlashForCausalLM", {"zero_expert_num": 4, "head_dim": 8}, registry=False, loops=()),
+    "longcat_flash": Family("LongcatFlashForCausalLM", {"zero_expert_num": 4, "head_dim": 8}, registry=False),
     "mellum": Family("MellumForCausalLM"),
     "mimo_v2_flash": Family("MiMoV2FlashForCausalLM"),
     "minimax": Family("MiniMaxForCausalLM"),
