@@ -49,12 +49,12 @@ class UnusedClassOfArgmax(_OneMore):
 
 
 class _Fallback(_OneMore):
-    """Row E has a body of its own."""
+    """Row E has a body of its own, which no region describes: it does not ask for weights."""
 
     def body(self, row: Tensor, out: Tensor, x: Tensor, ids: Tensor, weights: Tensor) -> None:
         if row == E:
-            tok, slot = torch.where(ids == E)
-            out.index_add_(0, tok, 3 * x[tok].tanh() * weights[tok, slot, None])
+            tok, _ = torch.where(ids == E)
+            out.index_add_(0, tok, 3 * x[tok].tanh())
         else:
             super().body(row, out, x, ids, weights)
 
@@ -77,6 +77,18 @@ class DroppedByWhere(_Fallback):
     def route(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         ids, weights = super().route(logits)
         return torch.where(weights < 0.4, E, ids), weights
+
+
+@positive
+class WeightedFallback(DroppedByWhere):
+    """The same with a weight: row E is an expert without weights."""
+
+    def body(self, row: Tensor, out: Tensor, x: Tensor, ids: Tensor, weights: Tensor) -> None:
+        if row == E:
+            tok, slot = torch.where(ids == E)
+            out.index_add_(0, tok, 3 * x[tok].tanh() * weights[tok, slot, None])
+        else:
+            super().body(row, out, x, ids, weights)
 
 
 @near_miss
