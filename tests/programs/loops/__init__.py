@@ -7,14 +7,14 @@ from tests.programs.loops import conditions, ends, gradients, hits, near_conditi
 from tests.programs.loops.base import KINDS, NEAR_MISS, POSITIVE, E, Expert, H, I, K, Layer, logits_for
 
 __all__ = [
-    "E",
-    "H",
-    "I",
-    "K",
     "KINDS",
     "NEAR_MISS",
     "POSITIVE",
+    "E",
     "Expert",
+    "H",
+    "I",
+    "K",
     "Layer",
     "conditions",
     "ends",
