@@ -39,6 +39,7 @@ class Claim:
     slot: int | None = None
     leaks: tuple[tuple[Node, Node], ...] = ()
     meetings: tuple[Node, ...] = ()
+    through: str | None = None
 
     def covers(self, part: Part) -> bool:
         """Whether an expert's share is nothing whenever the assumption is false."""
@@ -69,9 +70,8 @@ def _claim(ctx: Context, assumption: Assumption, sizes: dict[Any, _Chosen], pass
     if found is None:
         return Claim(assumption, leaks=leaks)
     between = passed[assumption.subject] if assumption.row_node is not None else set()
-    return Claim(
-        assumption, *found, leaks=leaks, meetings=tuple(n for n in assumption.nodes if n in ctx.position and _meets(ctx, n, between))
-    )
+    meetings = tuple(n for n in assumption.nodes if n in ctx.position and _meets(ctx, n, between))
+    return Claim(assumption, *found, leaks=leaks, meetings=meetings, through=_written_through(ctx, assumption))
 
 
 def _passed_on(ctx: Context, a: Assumption) -> set[Node]:
@@ -133,6 +133,8 @@ def _detail(ctx: Context, claim: Claim, fused: Sequence[Region], emitted: set[No
     if claim.assumption.kind == "end":
         return None if claim.routing is not None else f"nothing says that no token chooses expert {claim.assumption.row} or one behind it"
     nodes = claim.assumption.nodes
+    if claim.through is not None:
+        return f"`{claim.through}` is written to, and is a view"
     left = _not_harmless(ctx, {n for n in nodes if not n._erased}, emitted)
     if left:
         first = min(left, key=lambda n: ctx.position.get(n, 1 << 60))
@@ -158,6 +160,11 @@ def _detail(ctx: Context, claim: Claim, fused: Sequence[Region], emitted: set[No
         return f"one iteration may find what another left (`{stray.name}`)"
     carried = next((name for name, old, new in claim.assumption.carried if not _same_without(ctx, claim, old, new)), None)
     return None if carried is None else f"`{carried}` is read after it, and has another value if it does not run"
+
+
+def _written_through(ctx: Context, a: Assumption) -> str | None:
+    """What was indexed by a row that Python has as a number, and written to: by the number it is a view, and the graph has a copy."""
+    return next((u.name for n in a.numbers for u in n.users if ctx.storage.get(u) in ctx.writes), None)
 
 
 def _not_harmless(ctx: Context, remaining: set[Node], emitted: set[Node]) -> set[Node]:

@@ -33,6 +33,7 @@ class Assumption:
         row_node, members: where this iteration was traced as the representative of several rows: the row in the graph, and all of them.
         twin, twin_node: the row that was traced beside a representative where the body runs a module of a list.
         siblings: then, for each weight of the representative in the graph: the same weight of each of ``members`` and the twin.
+        numbers: rows that Python has as numbers, and uses as an index of tensors only.
         place: the statement.
         location: the user's ``file:line``.
         graph: the graph that was being written.
@@ -51,6 +52,7 @@ class Assumption:
     twin: int | None = None
     twin_node: Node | None = None
     siblings: dict[Node, dict[int, Node]] = field(default_factory=dict)
+    numbers: set[Node] = field(default_factory=set)
     outcome: bool = True
     graph: Graph | None = None
     concerns_experts: bool | None = None

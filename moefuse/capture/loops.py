@@ -27,7 +27,7 @@ class Loop:
     """A ``for`` over the rows of a mask: every row, whether the mask has it or not; or one row for each way through the body.
 
     ``like`` is the tensor of rows (in the second case only), ``handed`` the rows so far, ``conditions`` what the body asked about them,
-    ``lists`` the lists of modules that it selects from: name of the source -> list.
+    ``lists`` the lists of modules that it selects from: name of the source -> list; ``numbers`` its rows where Python has them as numbers.
     """
 
     mask: Node
@@ -41,6 +41,7 @@ class Loop:
     conditions: list[tuple[Node, Node]] = field(default_factory=list)
     finished: bool = False
     lists: dict[str, Any] = field(default_factory=dict)
+    numbers: set[Node] = field(default_factory=set)
 
     @property
     def represented(self) -> bool:
@@ -148,14 +149,36 @@ class Loops:
             if problem is not None:
                 self.frame.unroll(problem)
 
-    def read(self, tx: Any, variable: Any) -> None:
-        """A number is read out of a tensor: where that is a representative's row, Python may do anything with it but select a module."""
+    def read(self, tx: Any, variable: Any) -> Any:
+        """A number is read out of a tensor: where that is a representative's row, Python may do anything with it but select a module.
+
+        ``e = row.item()`` with an ``e`` that is nothing but an index of tensors stays the row: the tensor returned is that number.
+        """
         node = values.tensor_node(variable)
         if node is None or values.known_tensor(node.meta.get("example_value")) is None:
-            return
+            return None
         loops = self.frame.scopes.represented()
+        if len(loops) == 1 and self._only_indexes(tx, loops[0], node):
+            loops[0].numbers.add(node)
+            loops[0].assumptions[-1].numbers.add(node)
+            return variable
         if loops and (len(loops) > 1 or not modules.selects(tx, loops[0], node)):
             self.frame.unroll("the body reads the number of its row")
+        return None
+
+    def _only_indexes(self, tx: Any, loop: Loop, node: Node) -> bool:
+        code, at = self.frame.code_of(tx), tx.instruction_pointer
+        following = code.instructions[at]
+        scalar = not node.meta["example_value"].dim()
+        return scalar and following.opname == "STORE_FAST" and code.only_indexes(following.argval) and modules.is_row(loop, node)
+
+    def subscript(self, tx: Any) -> None:
+        """``container[index]`` is about to run: a row that stands for its number must be the index of a tensor."""
+        loops = self.frame.scopes.represented()
+        if any(loop.numbers for loop in loops):
+            index = values.tensor_node(values.plain(tx.stack[-1]))
+            if any(index in loop.numbers for loop in loops) and values.tensor_node(values.realized(tx.stack[-2])) is None:
+                self.frame.unroll("the number of a row is the index of something that is no tensor")
 
     def iterate(self, tx: Any) -> None:
         """The instruction behind GET_ITER or FOR_ITER: remember the iterator, or open the scope of an iteration."""
