@@ -72,8 +72,8 @@ class Context:
             root = self._storage_root(node, call)
             self.storage[node] = root
             self.aliases.setdefault(root, []).append(node)
-            if call is not None and call.inplace:
-                self.writes.setdefault(root, []).append(node)
+            for target in call.targets if call is not None else ():
+                self.writes.setdefault(self.storage[target], []).append(node)
 
     def _same_views(self) -> None:
         """Views that are written again for every expert (``W.view(E, I, H)`` in a loop) are one view."""
@@ -87,6 +87,8 @@ class Context:
             self.first[node] = seen.setdefault(f"{call.name} {args} {before}", node)
 
     def _storage_root(self, node: Node, call: Call | None) -> Node:
+        if call is not None and call.targets:
+            return self.storage[call.targets[0]]
         if call is None or not call.args or not isinstance(call.args[0], Node):
             return node
         source = call.args[0]
@@ -94,7 +96,7 @@ class Context:
             return node
         if call.name in ("to", "type_as") and _changes_dtype(node, source):
             return node
-        if call.inplace or call.name in _ALIASING or (call.name == "getitem" and not _copies(call.args[1])):
+        if call.name in _ALIASING or (call.name == "getitem" and not _copies(call.args[1])):
             return self.storage[source]
         return node
 

@@ -77,7 +77,7 @@ def _claim(ctx: Context, assumption: Assumption, sizes: dict[Any, _Chosen], pass
 def _passed_on(ctx: Context, a: Assumption) -> set[Node]:
     """Tensors older than a representative's scope that it writes to or replaces: all that one row can leave for the next."""
     calls = [(n, ctx.calls[n]) for n in a.nodes if n in ctx.position]
-    written = {ctx.storage[n] for n, call in calls if call is not None and call.inplace} - a.nodes
+    written = {ctx.storage[t] for _, call in calls if call is not None for t in call.targets} - a.nodes
     return written | {ctx.storage[old] for _, old, _ in a.carried if old in ctx.position}
 
 
@@ -199,9 +199,9 @@ def _writes_to(ctx: Context, new: Node, old: Node) -> bool:
     node = new
     while node is not old:
         call = ctx.calls.get(node)
-        if call is None or not call.inplace or not isinstance(call.args[0], Node):
+        if call is None or not call.targets:
             return False
-        node = call.args[0]
+        node = call.targets[0]
     return True
 
 

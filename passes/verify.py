@@ -172,7 +172,7 @@ def _run(nodes: Sequence[Node], values: Inputs, leaves: dict[Node, Any], result:
             return
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), value)
         call = call_of(node)
-        if call is not None and call.inplace and node.args[0] not in env:
+        if call is not None and any(t not in env for t in call.targets):
             raise ValueError(f"{node.name} would write to a tensor of the user's")
         env[node] = call_target(node, args, kwargs)
 
