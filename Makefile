@@ -3,16 +3,19 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# transformers 4 has an environment of its own: it does not go with the huggingface_hub of transformers 5.
+VENV4 := .venv4
 # The GPU kernels are compiled and interpreted without a GPU. Triton stays beside the environment: everything else is tested without it.
 TRITON := $(VENV)/triton
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo lint test kernels gpu deep bench clean
+.PHONY: help venv demo lint test test-transformers4 kernels gpu deep bench clean
 
 help:
 	@echo "make venv   the environment, pinned, in $(VENV)"
 	@echo "make demo   run examples/demo.py"
 	@echo "make test   style, types, and all tests that need no GPU"
+	@echo "make test-transformers4  the expert loops of transformers 4.57, all families, in an environment of their own ($(VENV4))"
 	@echo "make kernels  the GPU kernels without a GPU: interpreted, and compiled for five targets (part of test)"
 	@echo "make gpu    the tests that need a CUDA device"
 	@echo "make lint   style and types only"
@@ -40,6 +43,16 @@ lint: $(STAMP)
 test: lint kernels
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/null tests/cpu -x -q -n auto
 
+test-transformers4: $(VENV4)/.installed
+	OMP_NUM_THREADS=1 HYPOTHESIS_PROFILE=deep $(VENV4)/bin/python -m pytest tests/cpu/test_transformers_loops.py -q -n auto
+
+$(VENV4)/.installed: pyproject.toml requirements/torch.txt requirements/transformers4.txt
+	$(PYTHON) -m venv $(VENV4)
+	$(VENV4)/bin/pip install --quiet -r requirements/torch.txt
+	$(VENV4)/bin/pip install --quiet -r requirements/transformers4.txt
+	$(VENV4)/bin/pip install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
+
 kernels: $(TRITON)/.installed
 	PYTHONPATH=$(TRITON) $(BIN)/python -m pytest tests/triton -x -q -n auto
 	PYTHONPATH=$(TRITON) OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/triton -x -q -n auto
@@ -59,4 +72,4 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/compile_time.py
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VENV4) build dist .mypy_cache .pytest_cache .ruff_cache

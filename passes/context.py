@@ -28,6 +28,14 @@ _SAME_NUMBER = frozenset("getitem squeeze unsqueeze view reshape flatten ravel c
 #: operations that switch grad mode or autocast for what follows
 _MODE_SWITCHES = frozenset(("_set_grad_enabled", "_enter_autocast", "_exit_autocast", "_enter_inference_mode", "_exit_inference_mode"))
 
+#: operations that give values and indices
+_PAIRS = frozenset(("topk", "sort", "max", "min"))
+
+#: operations that give indices along a dimension: where that stands among the arguments, and its default
+_DIMS: dict[str, tuple[int, int | None]] = {
+    "topk": (2, -1), "sort": (1, -1), "argsort": (1, -1), "max": (1, None), "min": (1, None), "argmax": (1, None), "argmin": (1, None),
+}  # fmt: skip
+
 
 class Context:
     """Facts about the nodes of one graph. ``facts`` holds what rules found; everything else is derived from the graph once."""
@@ -64,8 +72,8 @@ class Context:
             root = self._storage_root(node, call)
             self.storage[node] = root
             self.aliases.setdefault(root, []).append(node)
-            if call is not None and call.inplace:
-                self.writes.setdefault(root, []).append(node)
+            for target in call.targets if call is not None else ():
+                self.writes.setdefault(self.storage[target], []).append(node)
 
     def _same_views(self) -> None:
         """Views that are written again for every expert (``W.view(E, I, H)`` in a loop) are one view."""
@@ -79,6 +87,8 @@ class Context:
             self.first[node] = seen.setdefault(f"{call.name} {args} {before}", node)
 
     def _storage_root(self, node: Node, call: Call | None) -> Node:
+        if call is not None and call.targets:
+            return self.storage[call.targets[0]]
         if call is None or not call.args or not isinstance(call.args[0], Node):
             return node
         source = call.args[0]
@@ -86,7 +96,7 @@ class Context:
             return node
         if call.name in ("to", "type_as") and _changes_dtype(node, source):
             return node
-        if call.inplace or call.name in _ALIASING or (call.name == "getitem" and not _copies(call.args[1])):
+        if call.name in _ALIASING or (call.name == "getitem" and not _copies(call.args[1])):
             return self.storage[source]
         return node
 
@@ -167,7 +177,7 @@ class Context:
             return None
         tokens = tuple(a.size for a in (dims[:-1] if slots else dims))
         top_k = int(dims[-1].size) if slots else 1
-        found = Routing(root, tokens, top_k, slots, distinct=top_k == 1 or self._from_topk(root))
+        found = Routing(root, tokens, top_k, slots, distinct=top_k == 1 or self._from_topk(root), choices=self._choices(root))
         self.routings[root] = found
         return found
 
@@ -184,15 +194,28 @@ class Context:
 
     def _from_topk(self, node: Node) -> bool:
         """Whether ids are the indices of a top-k or of a part of a sorted dimension, and so distinct within a token."""
+        call = self._chosen_by(node)
+        return call is not None and call.name in ("topk", "sort", "argsort") and _last_dim(call)
+
+    def _choices(self, node: Node) -> int | None:
+        """How many positions ids choose among: every id is less than that."""
+        call = self._chosen_by(node)
+        scores = tensor(call.args[0]) if call is not None and call.args else None
+        dim = _dim(call) if call is not None else None
+        if scores is None or not isinstance(dim, int) or not scores.dim() or self.storage[node] in self.writes:
+            return None
+        size = scores.shape[dim]
+        return size if isinstance(size, int) else None
+
+    def _chosen_by(self, node: Node) -> Call | None:
+        """The operation whose indices along a dimension ids are, perhaps only some of them."""
         call = self.calls.get(node)
         while call is not None and call.name == "getitem" and _is_slice(call.args[1]):
             call = self.calls.get(call.args[0])
-        if call is None:
-            return False
-        if call.name == "argsort":
-            return _last_dim(call, 1)
-        source = self.calls.get(call.args[0]) if call.name == "getitem" and call.args[1] == 1 else None
-        return source is not None and source.name in ("topk", "sort") and _last_dim(source, 2 if source.name == "topk" else 1)
+        if call is not None and call.name == "getitem" and call.args[1] == 1:
+            source = self.calls.get(call.args[0])
+            return source if source is not None and source.name in _PAIRS else None
+        return call if call is not None and call.name in ("argsort", "argmax", "argmin") else None
 
     def written_between(self, node: Node, first: Node, last: Node) -> Node | None:
         """A write to the storage of ``node`` after ``first`` and before ``last``, if there is one."""
@@ -212,10 +235,15 @@ def _is_slice(index: object) -> bool:
     return all(isinstance(item, slice) or item is Ellipsis for item in items)
 
 
-def _last_dim(call: Call, place: int) -> bool:
-    """Whether a top-k or sort runs along the last dimension. ``place``: where its ``dim`` stands among the arguments."""
-    dim = call.kwargs.get("dim", call.args[place] if len(call.args) > place else -1)
-    value = tensor(call.args[0]) if call.args else tensor(call.kwargs["input"])
+def _dim(call: Call) -> Any:
+    """The dimension that a top-k, sort or maximum goes along; None where it is not one dimension."""
+    place, default = _DIMS[call.name]
+    return call.kwargs.get("dim", call.args[place] if len(call.args) > place else default)
+
+
+def _last_dim(call: Call) -> bool:
+    """Whether it is the last one."""
+    dim, value = _dim(call), tensor(call.args[0])
     return isinstance(dim, int) and value is not None and dim in (-1, value.dim() - 1)
 
 
@@ -239,8 +267,18 @@ def _switched(call: Call, grad: bool, casts: tuple[str, ...]) -> tuple[bool, tup
     return grad, (*casts, str(call.args))
 
 
-def normalize(dim: int, rank: int) -> int:
-    """A dimension counted from the front."""
+class ComputedDimError(TypeError):
+    """A dimension that the graph computes (a size that only the run knows, used as one): no rule reads it."""
+
+
+def normalize(dim: Any, rank: int) -> int:
+    """A dimension counted from the front.
+
+    Raises:
+        ComputedDimError: it is not a number.
+    """
+    if not isinstance(dim, int):
+        raise ComputedDimError(dim)
     return dim + rank if dim < 0 else dim
 
 

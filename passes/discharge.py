@@ -39,6 +39,7 @@ class Claim:
     slot: int | None = None
     leaks: tuple[tuple[Node, Node], ...] = ()
     meetings: tuple[Node, ...] = ()
+    through: str | None = None
 
     def covers(self, part: Part) -> bool:
         """Whether an expert's share is nothing whenever the assumption is false."""
@@ -58,7 +59,8 @@ def claims(ctx: Context, assumptions: Sequence[Assumption]) -> list[Claim]:
     for a in assumptions:
         if a.row_node is not None:
             passed.setdefault(a.subject, set()).update(_passed_on(ctx, a))
-    return [_claim(ctx, a, sizes, passed) for a in assumptions if any(n in ctx.position for n in a.nodes)]
+    here = [a for a in assumptions if any(n in ctx.position for n in (a.nodes if a.kind != "end" else (a.subject,)))]
+    return [_claim(ctx, a, sizes, passed) for a in here]
 
 
 def _claim(ctx: Context, assumption: Assumption, sizes: dict[Any, _Chosen], passed: dict[Node, set[Node]]) -> Claim:
@@ -68,15 +70,14 @@ def _claim(ctx: Context, assumption: Assumption, sizes: dict[Any, _Chosen], pass
     if found is None:
         return Claim(assumption, leaks=leaks)
     between = passed[assumption.subject] if assumption.row_node is not None else set()
-    return Claim(
-        assumption, *found, leaks=leaks, meetings=tuple(n for n in assumption.nodes if n in ctx.position and _meets(ctx, n, between))
-    )
+    meetings = tuple(n for n in assumption.nodes if n in ctx.position and _meets(ctx, n, between))
+    return Claim(assumption, *found, leaks=leaks, meetings=meetings, through=_written_through(ctx, assumption))
 
 
 def _passed_on(ctx: Context, a: Assumption) -> set[Node]:
     """Tensors older than a representative's scope that it writes to or replaces: all that one row can leave for the next."""
     calls = [(n, ctx.calls[n]) for n in a.nodes if n in ctx.position]
-    written = {ctx.storage[n] for n, call in calls if call is not None and call.inplace} - a.nodes
+    written = {ctx.storage[t] for _, call in calls if call is not None for t in call.targets} - a.nodes
     return written | {ctx.storage[old] for _, old, _ in a.carried if old in ctx.position}
 
 
@@ -97,6 +98,9 @@ def _chosen(ctx: Context, a: Assumption) -> _Chosen | None:
     fact = ctx.facts.get(a.subject)
     if not isinstance(fact, Hit) or ctx.storage[a.subject] in ctx.writes:
         return None
+    if a.kind == "end":
+        choices = fact.routing.choices
+        return (fact.routing, a.row, fact.slot) if rows_of(fact) and choices is not None and choices <= a.row else None
     if a.kind == "row":
         row = a.row if a.row_node is None else RowNumber(a.row, a.row_node)
         return (fact.routing, row, fact.slot) if rows_of(fact) else None
@@ -126,7 +130,11 @@ def undischarged(ctx: Context, found: Sequence[Claim], fused: Sequence[Region]) 
 
 
 def _detail(ctx: Context, claim: Claim, fused: Sequence[Region], emitted: set[Node]) -> str | None:
+    if claim.assumption.kind == "end":
+        return None if claim.routing is not None else f"nothing says that no token chooses expert {claim.assumption.row} or one behind it"
     nodes = claim.assumption.nodes
+    if claim.through is not None:
+        return f"`{claim.through}` is written to, and is a view"
     left = _not_harmless(ctx, {n for n in nodes if not n._erased}, emitted)
     if left:
         first = min(left, key=lambda n: ctx.position.get(n, 1 << 60))
@@ -152,6 +160,11 @@ def _detail(ctx: Context, claim: Claim, fused: Sequence[Region], emitted: set[No
         return f"one iteration may find what another left (`{stray.name}`)"
     carried = next((name for name, old, new in claim.assumption.carried if not _same_without(ctx, claim, old, new)), None)
     return None if carried is None else f"`{carried}` is read after it, and has another value if it does not run"
+
+
+def _written_through(ctx: Context, a: Assumption) -> str | None:
+    """What was indexed by a row that Python has as a number, and written to: by the number it is a view, and the graph has a copy."""
+    return next((u.name for n in a.numbers for u in n.users if ctx.storage.get(u) in ctx.writes), None)
 
 
 def _not_harmless(ctx: Context, remaining: set[Node], emitted: set[Node]) -> set[Node]:
@@ -186,10 +199,16 @@ def _writes_to(ctx: Context, new: Node, old: Node) -> bool:
     node = new
     while node is not old:
         call = ctx.calls.get(node)
-        if call is None or not call.inplace or not isinstance(call.args[0], Node):
+        if call is None or not call.targets:
             return False
-        node = call.args[0]
+        node = call.targets[0]
     return True
+
+
+def out_of_sight(gm: GraphModule, assumptions: Sequence[Assumption]) -> list[Undischarged]:
+    """The assumptions about the end of a loop whose mask is no longer in the graph, so that nothing can be said about it. At the start."""
+    here = {n for m in gm.modules() if isinstance(m, GraphModule) for n in m.graph.nodes}
+    return [Undischarged(a, "its mask is not in the graph") for a in assumptions if a.kind == "end" and a.subject not in here]
 
 
 def lost_track(gm: GraphModule, assumptions: Sequence[Assumption]) -> list[Undischarged]:

@@ -64,6 +64,7 @@ def fuse(gm: GraphModule, example_inputs: Sequence[object] | None, options: Opti
         assumptions: what capture assumed while it traced the graph; those that the fused regions do not discharge are in the result.
     """
     run = _Run(options, assumptions)
+    run.result.undischarged += discharge.out_of_sight(gm, assumptions)
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
     known = dict(zip(placeholders, example_inputs, strict=False)) if example_inputs is not None else {}
     _fuse_module(gm, {n: v for n, v in known.items() if _is_real(v)}, run)

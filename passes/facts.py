@@ -17,13 +17,17 @@ from moefuse.passes.sizes import Size, product
 
 @dataclass(frozen=True, eq=False)
 class Routing:
-    """One tensor of expert ids [tokens..., K] (or [tokens...] when there is one slot), and what is known about it."""
+    """One tensor of expert ids [tokens..., K] (or [tokens...] when there is one slot), and what is known about it.
+
+    ``distinct``: no id is twice in a token. ``choices``: every id is less than this; None if nothing says so.
+    """
 
     node: Node
     tokens: tuple[Size, ...]
     top_k: int
     has_slots: bool
     distinct: bool
+    choices: int | None = None
 
     @property
     def num_tokens(self) -> Size:

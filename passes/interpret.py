@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.fx import Graph, Node
 
-from moefuse.passes.context import Context
+from moefuse.passes.context import ComputedDimError, Context
 from moefuse.passes.facts import Buffer, Lost, Many, Rows, View
 from moefuse.passes.ops import Call, tensor
 from moefuse.passes.rules import RULES, Rule
@@ -33,14 +33,14 @@ def interpret(graph: Graph, rows: Mapping[Node, tuple[int, ...]] | None = None) 
         fact = _visit(ctx, node, call)
         if fact is not None:
             ctx.facts[node] = fact
-        if call.inplace:
-            _write(ctx, node, call, fact)
+        for target in call.targets:
+            _write(ctx, node, target, fact)
     return ctx
 
 
 def _visit(ctx: Context, node: Node, call: Call) -> Any:
     inputs = [ctx.facts.get(n) for n in node.all_input_nodes]
-    rule = RULES.get(call.name)
+    rule = RULES.get(call.name) if call.kwargs.get("out") is None else None
     fact = _apply(rule, ctx, node, call) if rule is not None else None
     stale = next((f for f in inputs if isinstance(f, Lost) and f.code == "alias"), None)
     if isinstance(fact, Lost) and stale is not None:
@@ -64,15 +64,15 @@ def _apply(rule: Rule, ctx: Context, node: Node, call: Call) -> Any:
         bound = inspect.signature(rule).bind(ctx, node, *call.args, **call.kwargs)
     except TypeError:  # a spelling of the arguments that the rule does not know
         return None
-    return rule(*bound.args, **bound.kwargs)
+    try:
+        return rule(*bound.args, **bound.kwargs)
+    except ComputedDimError:
+        return None
 
 
-def _write(ctx: Context, node: Node, call: Call, fact: Any) -> None:
+def _write(ctx: Context, node: Node, target: Node, fact: Any) -> None:
     """An in-place operation: its target now holds the result, and every other alias of that storage is out of date."""
-    target = call.args[0]
-    if not isinstance(target, Node):
-        return
-    for alias in ctx.aliases[ctx.storage[node]]:
+    for alias in ctx.aliases[ctx.storage[target]]:
         if ctx.position[alias] > ctx.position[node] or alias in (node, target):
             continue
         if _whole_view(ctx, alias, target):

@@ -24,25 +24,25 @@ def erase(ctx: Context, scoped: set[Node]) -> None:
         ctx: the graph, already rewritten.
         scoped: what was recorded under assumptions; grad modes are switched back for operations that are gone only here.
     """
-    live = _live(ctx)
+    needed = live(ctx)
     for node in reversed(list(ctx.graph.nodes)):
-        if node not in live and not any(u in live for u in node.users):
+        if node not in needed and not any(u in needed for u in node.users):
             ctx.graph.erase_node(node)
     _drop_idle_modes(ctx, scoped)
 
 
-def _live(ctx: Context) -> set[Node]:
+def live(ctx: Context) -> set[Node]:
     """Nodes that the result of the graph, or an effect of it, needs."""
     roots = [n for n in ctx.graph.nodes if n.op in ("placeholder", "output", "call_module") or _effect(ctx, n)]
     asserts = [n for n in ctx.graph.nodes if _about_data(ctx, n)]
     writes = [n for n in ctx.graph.nodes if (call := ctx.calls.get(n)) is not None and call.inplace and n not in roots]
-    live: set[Node] = set()
+    found: set[Node] = set()
     while roots:
-        _reach(live, roots)
-        sizes = {s for n in live if n.op != "output" for s in unbacked_in(fake(n))}
-        roots = [n for n in asserts if n not in live and any(unbacked_in(fake(i)) & sizes for i in n.all_input_nodes)]
-        roots += [w for w in writes if w not in live and any(a in live for a in ctx.aliases[ctx.storage[w]])]
-    return live
+        _reach(found, roots)
+        sizes = {s for n in found if n.op != "output" for s in unbacked_in(fake(n))}
+        roots = [n for n in asserts if n not in found and any(unbacked_in(fake(i)) & sizes for i in n.all_input_nodes)]
+        roots += [w for w in writes if w not in found and any(a in found for a in ctx.aliases[ctx.storage[w]])]
+    return found
 
 
 def _reach(live: set[Node], roots: list[Node]) -> None:

@@ -31,13 +31,15 @@ from moefuse.passes.facts import (
     Sorted,
     Sum,
     Table,
+    View,
+    Weight,
 )
 from moefuse.passes.generalise import generalise
 from moefuse.passes.instances import instances
 from moefuse.passes.leftovers import unread
 from moefuse.passes.ops import SIZE_QUERIES, tensor
 from moefuse.passes.sizes import shape_of
-from moefuse.passes.templates import same_expr, vanishes
+from moefuse.passes.templates import factors, same_expr, vanishes
 from moefuse.spec import Domain
 
 #: operations that take only the shape, dtype or device of some of their arguments
@@ -53,6 +55,14 @@ _DEVICES = frozenset(("cpu", "cuda"))
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
+@dataclass(frozen=True, eq=False)
+class Weightless:
+    """Experts behind the last one with weights: each adds ``expr`` of its token (often the token itself), routing weight included."""
+
+    expr: Expr
+    numbers: range
+
+
 @dataclass(eq=False)
 class Region:
     """One mixture of experts of the program.
@@ -63,6 +73,7 @@ class Region:
         expr: what expert e adds for one (token, slot), routing weight included; leaves cover all experts.
         base: a tensor that the sum was added to, or None.
         parts: each expert's share, where the program adds one after another.
+        rest: what experts without weights add, if there are such.
         nodes: everything computed only for this region, leaves excluded.
         leaves: tensors the region reads.
     """
@@ -75,6 +86,7 @@ class Region:
     num_experts: int
     base: Node | None
     parts: tuple[Part, ...] = ()
+    rest: Weightless | None = None
     nodes: set[Node] = field(default_factory=set)
     leaves: list[Node] = field(default_factory=list)
 
@@ -154,15 +166,18 @@ def _target_of_write(ctx: Context, node: Node, fact: Any) -> bool:
 def _summed(ctx: Context, fact: Sum, holders: list[Node]) -> Region | Lost | None:
     parts = [p for p in fact.parts if has_linear(p.rows.expr)]
     anchor = _anchor(ctx, fact, holders)
-    if not parts or len(parts) != len(fact.parts):
+    if not parts:
         return None
     routing = next((p.rows.domain.routing for p in parts if p.rows.domain.routing is not None), None)
     if routing is None:
         return None
-    experts = [p.rows.domain.expert for p in parts]
-    if any(p.rows.domain.routing not in (None, routing) for p in parts) or any(e is None for e in experts):
+    experts = [p.rows.domain.expert for p in fact.parts]
+    if any(p.rows.domain.routing not in (None, routing) for p in fact.parts) or any(e is None for e in experts):
         return ctx.lost("experts-differ", anchor, expert="?", detail="its rows are chosen by another routing")
-    found = _over_slots(ctx, parts, routing, anchor)
+    rest = _weightless(ctx, fact, anchor)
+    if isinstance(rest, Lost):
+        return rest
+    found = _over_slots(ctx, parts, routing, anchor, rest)
     if isinstance(found, Lost):
         return found
     expr, count = found
@@ -175,15 +190,44 @@ def _summed(ctx: Context, fact: Sum, holders: list[Node]) -> Region | Lost | Non
         return ctx.lost("not-weighted", anchor)
     if not per_slot and _needs_distinct(expr, fact.once, by_token) and not routing.distinct:
         return ctx.lost("ids-not-distinct", anchor)
-    return Region(anchor, holders, names.pop(), routing, expr, count, fact.base, fact.parts)  # type: ignore[arg-type]
+    return Region(anchor, holders, names.pop(), routing, expr, count, fact.base, fact.parts, rest)  # type: ignore[arg-type]
 
 
-def _over_slots(ctx: Context, parts: list[Part], routing: Routing, anchor: Node) -> tuple[Expr, int] | Lost:
+def _weightless(ctx: Context, fact: Sum, anchor: Node) -> Weightless | Lost | None:
+    """The experts of a loop that have no weights: one expression of the token for all of them, times the routing weight of the slot."""
+    parts = [p for p in fact.parts if not has_linear(p.rows.expr)]
+    if not parts:
+        return None
+    found = _common(ctx, parts, anchor)
+    if isinstance(found, Lost):
+        return found
+    expr, numbers = found
+    leaves = {type(e) for e in walk(expr) if isinstance(e, Token | SlotWeight | Gate | ExpertVector | SharedVector)}
+    by_slot = all(p.rows.domain.name == "selected" and p.rows.domain.slot is None and _exact(p) for p in fact.parts)
+    weights = [f for f in factors(expr) if isinstance(f, SlotWeight)]
+    if (
+        fact.once
+        or not by_slot
+        or leaves != {Token, SlotWeight}
+        or len(weights) != 1
+        or numbers != list(range(numbers[0], numbers[-1] + 1))
+    ):
+        return ctx.lost("experts-differ", anchor, expert=str(numbers[0]), detail="it has no weights, and is not its token times a weight")
+    return Weightless(expr, range(numbers[0], numbers[-1] + 1))
+
+
+def _exact(part: Part) -> bool:
+    """Whether a share is one row for each slot that chose the expert, not one for each token."""
+    selection = part.rows.domain.selection
+    return selection is not None and not selection.by_token
+
+
+def _over_slots(ctx: Context, parts: list[Part], routing: Routing, anchor: Node, rest: Weightless | None = None) -> tuple[Expr, int] | Lost:
     """The experts' common expression; where the loop also runs over slots, the same one for every slot."""
     slots = {p.rows.domain.slot for p in parts}
     if slots != {None} and slots != set(range(routing.top_k)):
         return ctx.lost("missing-experts", anchor, present=f"slots {sorted(map(str, slots))}", count=str(routing.top_k))
-    found = [_over_experts(ctx, [p for p in parts if p.rows.domain.slot == s], anchor) for s in sorted(slots, key=str)]
+    found = [_over_experts(ctx, [p for p in parts if p.rows.domain.slot == s], anchor, rest) for s in sorted(slots, key=str)]
     first = found[0]
     if any(e.slot not in (None, p.rows.domain.slot) for p in parts for e in walk(p.rows.expr) if isinstance(e, SlotWeight)):
         return ctx.lost("experts-differ", anchor, expert="0", detail="weighted by the routing weight of another slot")
@@ -195,8 +239,25 @@ def _over_slots(ctx: Context, parts: list[Part], routing: Routing, anchor: Node)
     return first
 
 
-def _over_experts(ctx: Context, parts: list[Part], anchor: Node) -> tuple[Expr, int] | Lost:
-    """(common expression, E) of one part for each expert."""
+def _over_experts(ctx: Context, parts: list[Part], anchor: Node, rest: Weightless | None = None) -> tuple[Expr, int] | Lost:
+    """(common expression, E) of one part for each expert with weights."""
+    found = _common(ctx, parts, anchor)
+    if isinstance(found, Lost):
+        return found
+    expr, numbers = found
+    # Weights that experts without weights have all the same are never read.
+    count = _num_experts(ctx, expr, anchor, {len(numbers), len(numbers) + len(rest.numbers)} if rest is not None else set())
+    if isinstance(count, Lost):
+        return count
+    every = [*numbers, *(rest.numbers if rest is not None else ())]
+    if every != list(range(count + (len(rest.numbers) if rest is not None else 0))):
+        run = numbers == list(range(numbers[0], numbers[-1] + 1))
+        return ctx.lost("missing-experts", anchor, present=f"{numbers[0]}..{numbers[-1]}" if run else str(numbers), count=str(count))
+    return expr, count
+
+
+def _common(ctx: Context, parts: list[Part], anchor: Node) -> tuple[Expr, list[int]] | Lost:
+    """(common expression, numbers of the experts) of one part for each expert."""
     ordered = sorted(parts, key=lambda p: int(p.rows.domain.expert or 0))
     written = [instances(ctx.siblings, p, ordered) for p in ordered]
     if any(found is None for found in written):
@@ -209,14 +270,7 @@ def _over_experts(ctx: Context, parts: list[Part], anchor: Node) -> tuple[Expr, 
     by_row = ctx.by_row()
     if by_row and not all(_parametric(ctx, p.rows, by_row) for p in ordered):
         return ctx.lost("experts-differ", anchor, expert="?", detail="what it computes may depend on its number")
-    numbers = sorted(number for e in experts for number in ctx.members(e))
-    count = _num_experts(ctx, expr, anchor)
-    if isinstance(count, Lost):
-        return count
-    if numbers != list(range(count)):
-        run = numbers == list(range(numbers[0], numbers[-1] + 1))
-        return ctx.lost("missing-experts", anchor, present=f"{numbers[0]}..{numbers[-1]}" if run else str(numbers), count=str(count))
-    return expr, count
+    return expr, sorted(number for e in experts for number in ctx.members(e))
 
 
 def _from_lists(ctx: Context, row: Node) -> Collection[Node] | None:
@@ -252,8 +306,8 @@ def _needs_distinct(expr: Expr, once: bool, by_token: bool) -> bool:
     return once or any(not g.slots and not g.ones for g in gates) or ((by_token or bool(gates)) and not exact)
 
 
-def _num_experts(ctx: Context, expr: Expr, node: Node) -> int | Lost:
-    """E, from the weights themselves."""
+def _num_experts(ctx: Context, expr: Expr, node: Node, with_rest: Collection[int] = ()) -> int | Lost:
+    """E, from the weights themselves; where experts without weights follow, a stack may have room for those too (``with_rest``: both)."""
     counts: dict[int, str] = {}
     for leaf in weight_leaves(expr):
         value = tensor(leaf.source)
@@ -263,6 +317,8 @@ def _num_experts(ctx: Context, expr: Expr, node: Node) -> int | Lost:
         if not isinstance(size, int):
             return ctx.lost("missing-experts", node, present="a dynamic number", count="?")
         counts.setdefault(size, leaf.source.name)
+    if with_rest and counts.keys() <= set(with_rest):
+        return min(with_rest)
     if len(counts) != 1:
         return ctx.lost("missing-experts", node, present=", ".join(f"{n} in {name}" for n, name in counts.items()), count="one number")
     return next(iter(counts))
@@ -293,7 +349,8 @@ def _checked(ctx: Context, region: Region) -> Region | Lost:
     bounds = ctx.sentinels.get(region.routing, set())
     if bounds - {region.num_experts}:
         return ctx.lost("missing-experts", region.anchor, present=f"below {min(bounds)}", count=str(region.num_experts))
-    region.leaves = [*sources(region.expr), region.routing.node]
+    rest = sources(region.rest.expr) if region.rest is not None else []
+    region.leaves = list(dict.fromkeys((*sources(region.expr), *rest, region.routing.node)))
     region.nodes = slice_of(ctx, region)
     for node in unread(ctx):
         if not region.nodes.isdisjoint(node.all_input_nodes):
@@ -379,7 +436,9 @@ def _modes(ctx: Context, region: Region) -> Lost | None:
         counts = isinstance(fact, Counts | Hit | Sorted | Range | Fill) or (isinstance(fact, Mask) and fact.weight is None)
         if value is None or not value.dtype.is_floating_point or counts or (isinstance(fact, Table) and fact.ones):
             continue
-        if ctx.mode[node] != mode:
+        # A view or a cast computes the same under every autocast; only whether it is differentiated may differ.
+        plain = isinstance(fact, View | Weight)
+        if ctx.mode[node] != mode and (not plain or ctx.mode[node][0] != mode[0]):
             return ctx.lost("context-differs", node)
     return None
 

@@ -13,7 +13,7 @@ from torch.fx import Node
 from moefuse.passes.emit import Emitter
 from moefuse.passes.evaluate import function_of
 from moefuse.passes.expr import Cast, ExpertVector, Expr, Gate, Leaf, Linear, Op, SharedVector, Slice, SlotWeight, Token, walk
-from moefuse.passes.lift import Region, weight_leaves
+from moefuse.passes.lift import Region, Weightless, weight_leaves
 from moefuse.passes.ops import tensor
 from moefuse.passes.sizes import same_shape, shape_of
 from moefuse.passes.templates import Body, factors, is_weight, match, one_weight
@@ -41,6 +41,8 @@ class Lowering:
         body = match(self.region.expr)
         lowered = self.fused(body) if body is not None else self.grouped()
         result = lowered.result
+        if self.region.rest is not None:
+            result = self.emit(torch.add, result, Everywhere(self.region, self.emit).weightless(self.region.rest, result))
         if self.region.base is not None:
             result = self.emit(torch.add, self.reshaped(result, self.region.base), self.region.base)
         return Lowered(self.reshaped(result, self.region.value), lowered.spec, lowered.tier)
@@ -84,13 +86,17 @@ class Lowering:
 
     def stack(self, leaf: Leaf) -> list[Node]:
         """A projection as the ops take it: [[E, out, in]] or E times [out, in]; a transposed view where it is stored the other way."""
-        sources = list(leaf.parts) if leaf.parts else [leaf.source]
+        sources = self.vectors(leaf)
         if list(leaf.order) == sorted(leaf.order):
             return sources
         return [self.emit(torch.transpose, s, -2, -1) for s in sources]
 
     def vectors(self, leaf: Leaf | None) -> list[Node]:
-        return [] if leaf is None else list(leaf.parts) if leaf.parts else [leaf.source]
+        if leaf is None or leaf.parts:
+            return [] if leaf is None else list(leaf.parts)
+        value, count = tensor(leaf.source), self.region.num_experts
+        longer = self.region.rest is not None and value is not None and shape_of(value)[0] != count
+        return [self.emit(operator.getitem, leaf.source, slice(0, count)) if longer else leaf.source]
 
     def reshaped(self, node: Node, like: Node) -> Node:
         """``node`` in the shape of ``like``."""
@@ -226,6 +232,29 @@ class Lowering:
             return self.once("rows", lambda: self.emit(operator.getitem, self.permuted(), 0))
         index = self.once("tokens", lambda: self.emit(torch.floor_divide, order, self.region.routing.top_k))
         return self.emit(torch.index_select, self.tokens(token, None), 0, index)
+
+
+class Everywhere(Lowering):
+    """Expressions of a token alone, for every token in place."""
+
+    def order(self) -> tuple[Any, Any]:
+        return None, None
+
+    def _token_rows(self, token: Token, order: Any) -> Node:
+        return self.tokens(token, None)
+
+    def weightless(self, rest: Weightless, like: Node) -> Node:
+        """[T, H] in the dtype of ``like``: what experts without weights add. Tokens that chose none of them get an exact zero."""
+        ids = self.ids()
+        found = self.emit(torch.bitwise_and, self.emit(torch.ge, ids, rest.numbers.start), self.emit(torch.lt, ids, rest.numbers.stop))
+        (weight,) = (f for f in factors(rest.expr) if isinstance(f, SlotWeight))
+        share = self.emit(torch.sum, self.emit(torch.where, found, self.slot_weights(weight), 0.0), -1, keepdim=True)
+        rows = self.emit(torch.mul, self.product([f for f in factors(rest.expr) if f is not weight]), share)
+        rows = self.emit(torch.where, self.emit(torch.any, found, -1, keepdim=True), rows, 0.0)
+        value, wanted = tensor(rows), tensor(like)
+        if value is None or wanted is None or value.dtype == wanted.dtype:
+            return rows
+        return self.emit(torch.Tensor.to, rows, wanted.dtype)
 
 
 def _dtype(leaf: Leaf) -> torch.dtype:

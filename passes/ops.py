@@ -43,12 +43,21 @@ _NOT_INPLACE = {"sym_constrain_range_"}
 
 @dataclass(frozen=True)
 class Call:
-    """A node as a canonical operation: name, positional and keyword arguments, and whether it writes to its first argument."""
+    """A node as a canonical operation: name, positional and keyword arguments, and whether it writes to a tensor that it is given."""
 
     name: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     inplace: bool
+
+    @property
+    def targets(self) -> tuple[Node, ...]:
+        """What it writes to: the tensors of ``out=``, else its first argument."""
+        if not self.inplace:
+            return ()
+        given = self.kwargs.get("out")
+        found = self.args[:1] if given is None else given if isinstance(given, tuple | list) else (given,)
+        return tuple(t for t in found if isinstance(t, Node))
 
 
 #: nodes that only ask for sizes or assert them

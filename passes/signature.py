@@ -14,7 +14,8 @@ from moefuse.passes.sizes import shape_of
 def signature(region: Region, tier: str) -> Hashable:
     """Equal for regions with equal structure, sizes, dtypes and spelling."""
     names = tuple(str(n.target) for n in region.anchor.graph.nodes if n in region.nodes)
-    return tier, region.domain, region.routing.top_k, region.num_experts, region.base is None, _of(region.expr, {}), names
+    rest = None if region.rest is None else (region.rest.numbers, _of(region.rest.expr, {}))
+    return tier, region.domain, region.routing.top_k, region.num_experts, region.base is None, _of(region.expr, {}), rest, names
 
 
 def _leaf(leaf: Leaf) -> Hashable:

@@ -107,7 +107,7 @@ class Inputs:
     def draw(self, kind: str) -> dict[Node, Any]:
         """Leaves of one probe: tokens, ids and routing weights."""
         region, routing = self.region, self.region.routing
-        tokens, experts, top_k = self.num_tokens, region.num_experts, routing.top_k
+        tokens, experts, top_k = self.num_tokens, region.rest.numbers.stop if region.rest is not None else region.num_experts, routing.top_k
         scores = torch.rand(tokens, max(experts, top_k), generator=self.generator)
         ids = scores.topk(top_k, dim=-1).indices if kind == "random" else torch.arange(top_k).expand(tokens, top_k).clone()
         held = fake(routing.node)
@@ -172,7 +172,7 @@ def _run(nodes: Sequence[Node], values: Inputs, leaves: dict[Node, Any], result:
             return
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), value)
         call = call_of(node)
-        if call is not None and call.inplace and node.args[0] not in env:
+        if call is not None and any(t not in env for t in call.targets):
             raise ValueError(f"{node.name} would write to a tensor of the user's")
         env[node] = call_target(node, args, kwargs)
 
@@ -276,13 +276,13 @@ def reference(region: Region, weight: Callable[[Node], Any], leaves: dict[Node, 
     top_k = region.routing.top_k
     ids = leaves[region.routing.node].reshape(-1, top_k)[sample].long()
     out: torch.Tensor | None = None
-    for expert in range(region.num_experts):
+    for expert in range(region.num_experts if region.rest is None else region.rest.numbers.stop):
         row, slot = torch.where(ids == expert)
         if not len(row):
             continue
         tokens = sample[row]
         values = Rows64(lambda n: leaves[n] if n in leaves else weight(n), expert, tokens, tokens * top_k + slot)
-        part = values.run(region.expr)
+        part = values.run(region.expr if region.rest is None or expert not in region.rest.numbers else region.rest.expr)
         if out is None:
             out = torch.zeros(len(sample), part.shape[-1], dtype=torch.float64, device=part.device)
         out.index_add_(0, row, part.expand(len(row), -1).contiguous())

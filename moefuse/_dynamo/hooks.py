@@ -28,7 +28,7 @@ class Observer(Protocol):
     def compiled(self) -> None: ...
     def failed(self, error: Exception, environment: Any) -> None: ...
     def rows(self, translator: Any, variable: Any) -> Any: ...
-    def read(self, translator: Any, variable: Any) -> None: ...
+    def read(self, translator: Any, variable: Any) -> Any: ...
 
     @property
     def scalars(self) -> bool: ...
@@ -171,7 +171,9 @@ def _on_item(original: Any, self: Any, translator: Any, *args: Any, **kwargs: An
     observer = getattr(translator.output, _KEPT, None)
     if observer is None or not observer.scalars:
         return original(self, translator, *args, **kwargs)
-    observer.read(translator, self)
+    known = observer.read(translator, self)
+    if known is not None:
+        return known
     from torch._dynamo import config
 
     with config.patch(capture_scalar_outputs=True):

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from torch.fx import Graph, Node
 
-Kind = Literal["row", "size", "value"]
+Kind = Literal["row", "end", "size", "value"]
 
 TAG = "moefuse_assumptions"
 """Key of a node's meta: how many assumptions it was made under. A copy of such a node carries it too, and is then noticed."""
@@ -27,11 +27,13 @@ class Assumption:
     """One way taken on an assumption.
 
     Attributes:
-        kind: ``"row"``: this iteration runs, for row ``row`` of the mask ``subject``. ``"size"``: the unbacked size ``subject`` is at
-            least one. ``"value"``: the tensor ``subject`` is true (``outcome``) or false.
+        kind: ``"row"``: this iteration runs, for row ``row`` of the mask ``subject``. ``"end"``: from row ``row`` on the mask ``subject``
+            is false; no iteration was traced for these rows. ``"size"``: the unbacked size ``subject`` is at least one. ``"value"``: the
+            tensor ``subject`` is true (``outcome``) or false.
         row_node, members: where this iteration was traced as the representative of several rows: the row in the graph, and all of them.
         twin, twin_node: the row that was traced beside a representative where the body runs a module of a list.
         siblings: then, for each weight of the representative in the graph: the same weight of each of ``members`` and the twin.
+        numbers: rows that Python has as numbers, and uses as an index of tensors only.
         place: the statement.
         location: the user's ``file:line``.
         graph: the graph that was being written.
@@ -50,6 +52,7 @@ class Assumption:
     twin: int | None = None
     twin_node: Node | None = None
     siblings: dict[Node, dict[int, Node]] = field(default_factory=dict)
+    numbers: set[Node] = field(default_factory=set)
     outcome: bool = True
     graph: Graph | None = None
     concerns_experts: bool | None = None
@@ -59,7 +62,7 @@ class Assumption:
     @property
     def what(self) -> str:
         """How the refusal calls it."""
-        return "this loop" if self.kind == "row" else "this branch"
+        return "this loop" if self.kind in ("row", "end") else "this branch"
 
 
 @dataclass(frozen=True, eq=False)

@@ -64,6 +64,19 @@ class Code:
             return False
         return self.instructions[loads[0] + 1].opname == "GET_ITER" and self.plain_for(loads[0] + 1)
 
+    def only_indexes(self, name: str) -> bool:
+        """Whether all that is done with a local is ``container[name]``, and ``name.item()``."""
+        for i, inst in enumerate(self.instructions):
+            names = _names(inst)
+            if name not in names or inst.opname == "STORE_FAST":
+                continue
+            following = self.instructions[i + 1]
+            reads = following.opname in ("LOAD_METHOD", "LOAD_ATTR") and following.argval == "item"
+            last = inst.opname.startswith("LOAD_FAST") and names[-1] == name and names.count(name) == 1
+            if not last or not (following.opname == "BINARY_SUBSCR" or reads):
+                return False
+        return True
+
     def live(self, at: int, *, handlers: bool = False) -> frozenset[str]:
         """Locals that some way from ``at`` on may read before it writes them; with ``handlers`` also if exceptions are raised on the way.
 

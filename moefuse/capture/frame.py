@@ -90,6 +90,8 @@ class Frame:
         if loop is not None and modules.tells_apart(tx, loop, tx.instructions[at]):
             self.unroll("the body may tell one module from another")
         name = tx.instructions[at].opname
+        if name == "BINARY_SUBSCR":
+            self.loops.subscript(tx)
         if tx.f_code.co_flags & GENERATOR and name not in _MAKES_GENERATOR:
             self.advanced(tx)
         if name == "GET_ITER":
@@ -137,9 +139,9 @@ class Frame:
         """``tolist()`` of the rows of a mask, as Python's list; None for any other tensor."""
         return self.loops.rows(tx, variable)
 
-    def read(self, tx: Any, variable: Any) -> None:
-        """A number is read out of a tensor."""
-        self.loops.read(tx, variable)
+    def read(self, tx: Any, variable: Any) -> Any:
+        """A number is read out of a tensor; what Python gets in its place, or None."""
+        return self.loops.read(tx, variable)
 
     def unroll(self, why: str) -> NoReturn:
         """Start the frame again, with every row traced."""

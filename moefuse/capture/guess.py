@@ -19,6 +19,7 @@ _COMPARES: dict[str, Callable[[Any, Any], Any]] = {
     "le": operator.le, "less_equal": operator.le, "eq": operator.eq, "ne": operator.ne, "not_equal": operator.ne,
 }  # fmt: skip
 _COUNTS = frozenset(("sum", "count_nonzero", "bincount", "getitem", "select", "numel", "any", "max", "amax"))
+_KEEPS_IDS = frozenset(("one_hot", "permute", "transpose", "movedim", "unsqueeze"))
 _NOT = frozenset(("logical_not", "bitwise_not", "invert", "not_"))
 
 
@@ -70,6 +71,32 @@ def _whole(index: Any) -> bool:
 def length(mask: Node) -> int:
     """How many rows a mask can have."""
     return int(_value(mask).shape[0])
+
+
+def end(mask: Node) -> int:
+    """The first row that a mask never has, if its length is no better bound: experts are chosen among fewer than it has positions for.
+
+    ``one_hot(ids, E + 1)`` has one for ids that a shard of the experts does not have; where ids come from a top-k of E scores, no id is E.
+    """
+    node: Any = mask
+    for _ in range(16):
+        if not isinstance(node, Node) or node.op not in ("call_method", "call_function") or not node.args:
+            break
+        name, first = _name(node), node.args[0]
+        if name in ("topk", "argmax") and isinstance(first, Node):
+            return min(length(mask), _choices(node, first))
+        if name not in _KEEPS_IDS and name not in _VIEWS and name not in _COUNTS and name not in _COMPARES:
+            break
+        node = first
+    return length(mask)
+
+
+def _choices(node: Node, scores: Node) -> int:
+    """How many things a top-k or an argmax chooses among; no bound where that is not plain."""
+    place = 2 if _name(node) == "topk" else 1
+    dim = node.kwargs.get("dim", node.args[place] if len(node.args) > place else -1)
+    size = _value(scores).shape[dim] if isinstance(dim, int) and isinstance(_value(scores), torch.Tensor) else None
+    return size if isinstance(size, int) and size > 0 else 1 << 62
 
 
 def about_size(number: Any) -> tuple[Any, bool] | None:

@@ -27,7 +27,7 @@ class Loop:
     """A ``for`` over the rows of a mask: every row, whether the mask has it or not; or one row for each way through the body.
 
     ``like`` is the tensor of rows (in the second case only), ``handed`` the rows so far, ``conditions`` what the body asked about them,
-    ``lists`` the lists of modules that it selects from: name of the source -> list.
+    ``lists`` the lists of modules that it selects from: name of the source -> list; ``numbers`` its rows where Python has them as numbers.
     """
 
     mask: Node
@@ -41,6 +41,7 @@ class Loop:
     conditions: list[tuple[Node, Node]] = field(default_factory=list)
     finished: bool = False
     lists: dict[str, Any] = field(default_factory=dict)
+    numbers: set[Node] = field(default_factory=set)
 
     @property
     def represented(self) -> bool:
@@ -70,12 +71,11 @@ class Loops:
         if source is None or not self._only_for(tx):
             return None
         value = values.tensor_node(variable).meta["example_value"]  # type: ignore[union-attr]
-        loop = Loop(source, guess.length(source), self.frame.place(tx), self.frame.location(tx))
         if value.dim() != 1:
             return None
+        loop = self._loop(tx, source)
         made = values.new_list([values.constant(i) for i in range(loop.count)])
         self._lists[id(made)] = (made, loop)
-        self.made.append(loop)
         return made
 
     def get_iter(self, tx: Any, at: int) -> None:
@@ -87,20 +87,27 @@ class Loops:
         top = values.realized(tx.stack[-1])
         node = values.tensor_node(top)
         source = guess.mask_of(node)
-        place = self.frame.place(tx)
         if node is None or source is None or tx.f_code.co_flags & GENERATOR:
             return
         value = node.meta["example_value"]
         if not self.frame.code_of(tx).plain_for(at) or value.dim() > 2 or (value.dim() == 2 and value.shape[1] != 1):
             return
-        loop = Loop(source, guess.length(source), place, self.frame.location(tx))
+        loop = self._loop(tx, source)
         if not self.frame.ledger.unroll and loop.count > 2:
             loop.like = value
         rows = [self._hand_out(tx, loop, value, i) for i in range(1 if loop.represented else loop.count)]
-        self.made.append(loop)
         self._spend(tx, len(rows))
         tx.stack[-1] = values.new_list(rows)
         self._next = (tx, loop, None)
+
+    def _loop(self, tx: Any, mask: Node) -> Loop:
+        """A loop over the rows that a mask may have."""
+        loop = Loop(mask, guess.end(mask), self.frame.place(tx), self.frame.location(tx))
+        if loop.count < guess.length(mask):
+            graph = values.graph_of(tx)
+            self.frame.assumptions.append(Assumption("end", loop.place, loop.location, mask, row=loop.count, graph=graph))
+        self.made.append(loop)
+        return loop
 
     def _hand_out(self, tx: Any, loop: Loop, value: Any, row: int) -> Any:
         made = values.row_tensor(tx, [row] if value.dim() == 2 else row, value)
@@ -142,14 +149,36 @@ class Loops:
             if problem is not None:
                 self.frame.unroll(problem)
 
-    def read(self, tx: Any, variable: Any) -> None:
-        """A number is read out of a tensor: where that is a representative's row, Python may do anything with it but select a module."""
+    def read(self, tx: Any, variable: Any) -> Any:
+        """A number is read out of a tensor: where that is a representative's row, Python may do anything with it but select a module.
+
+        ``e = row.item()`` with an ``e`` that is nothing but an index of tensors stays the row: the tensor returned is that number.
+        """
         node = values.tensor_node(variable)
         if node is None or values.known_tensor(node.meta.get("example_value")) is None:
-            return
+            return None
         loops = self.frame.scopes.represented()
+        if len(loops) == 1 and self._only_indexes(tx, loops[0], node):
+            loops[0].numbers.add(node)
+            loops[0].assumptions[-1].numbers.add(node)
+            return variable
         if loops and (len(loops) > 1 or not modules.selects(tx, loops[0], node)):
             self.frame.unroll("the body reads the number of its row")
+        return None
+
+    def _only_indexes(self, tx: Any, loop: Loop, node: Node) -> bool:
+        code, at = self.frame.code_of(tx), tx.instruction_pointer
+        following = code.instructions[at]
+        scalar = not node.meta["example_value"].dim()
+        return scalar and following.opname == "STORE_FAST" and code.only_indexes(following.argval) and modules.is_row(loop, node)
+
+    def subscript(self, tx: Any) -> None:
+        """``container[index]`` is about to run: a row that stands for its number must be the index of a tensor."""
+        loops = self.frame.scopes.represented()
+        if any(loop.numbers for loop in loops):
+            index = values.tensor_node(values.plain(tx.stack[-1]))
+            if any(index in loop.numbers for loop in loops) and values.tensor_node(values.realized(tx.stack[-2])) is None:
+                self.frame.unroll("the number of a row is the index of something that is no tensor")
 
     def iterate(self, tx: Any) -> None:
         """The instruction behind GET_ITER or FOR_ITER: remember the iterator, or open the scope of an iteration."""

@@ -37,8 +37,8 @@ def selects(tx: Any, loop: Any, node: Any) -> bool:
         return False
     experts, name = found
     if name in loop.lists:
-        return loop.lists[name] is experts and _is_row(loop, node)
-    if len(experts) != loop.count or not _is_row(loop, node):
+        return loop.lists[name] is experts and is_row(loop, node)
+    if len(experts) != loop.count or not is_row(loop, node):
         return False
     problem = siblings.different(list(experts))
     if problem is not None:
@@ -48,7 +48,7 @@ def selects(tx: Any, loop: Any, node: Any) -> bool:
     return True
 
 
-def _is_row(loop: Any, node: Any) -> bool:
+def is_row(loop: Any, node: Any) -> bool:
     """Whether a number is the row itself, for every row."""
     from moefuse.capture.loops import replay
 

@@ -64,6 +64,8 @@ def combined(ctx: Context, node: Node, rows: Rows, over: Axis, left: Axes) -> An
     )
     if slots or (rows.domain.name == "dense" and kinds == ["e"]):
         return Combined(left, rows)
+    if rows.domain.name == "dense" and rows.domain.routing is None and not kinds:
+        return None  # one stacked layer that every token goes through: shared experts
     return ctx.lost("not-row-local", node, op="sum")
 
 

@@ -43,7 +43,9 @@ def on_getitem(ctx: Context, node: Node, x: Any, index: Any) -> Any:
         return known.items[index] if isinstance(index, int) and -len(known.items) <= index < len(known.items) else None
     if not isinstance(x, Node) or tensor(x) is None:
         return None
-    items = [_known(ctx, i) for i in (index if isinstance(index, tuple) else (index,))]
+    given = index if isinstance(index, tuple) else (index,)
+    among = any(isinstance(i, Node) and ctx.number(i) is None and (t := tensor(i)) is not None and t.dim() for i in given)
+    items = [_known(ctx, i, among) for i in given]
     tensors = [i for i in items if isinstance(i, Node) and tensor(i) is not None]
     if tensors:
         from moefuse.passes.rules.gather import by_tensor
@@ -55,11 +57,16 @@ def on_getitem(ctx: Context, node: Node, x: Any, index: Any) -> Any:
     return basic(ctx, node, x, fact, items) if isinstance(fact, Fact) and not isinstance(fact, Sum | Combined) else None
 
 
-def _known(ctx: Context, item: Any) -> Any:
-    """An index tensor of one element whose value is known, as the constant index that takes the same."""
+def _known(ctx: Context, item: Any, among: bool) -> Any:
+    """An index tensor of one element whose value is known, as the constant index that takes the same.
+
+    ``among``: other index tensors are beside it, with whose elements its one is broadcast.
+    """
     at = ctx.number(item)
     if at is None:
         return item
+    if among:
+        return at if tensor(item).dim() < 2 else item  # type: ignore[union-attr]
     # Counted from the front: a slice of -1 would end at 0.
     return at if tensor(item).dim() == 0 else slice(at, at + 1) if at >= 0 else item  # type: ignore[union-attr]
 
@@ -121,11 +128,13 @@ def stacked(fact: View, axes: Axes, **index: Any) -> Weight | None:
     value = tensor(fact.root)
     if value is None or not value.dtype.is_floating_point or value.dim() < 2:
         return None
-    if any(len(a) != 1 or a[0].kind != "d" for a in axes):
+    left = [() if a and a[0].index == 0 and extent(a) == 1 else a for a in axes]  # ``W[e:e + 1]``
+    if any(a and (len(a) != 1 or a[0].kind != "d") for a in left):
         return None
     return Weight(
-        tuple((Atom("w", a[0].index, a[0].size),) for a in axes), fact.root, index.get("expert"), index.get("routing"), index.get("order")
-    )
+        tuple((Atom("w", a[0].index, a[0].size),) if a else () for a in left),
+        fact.root, index.get("expert"), index.get("routing"), index.get("order"),
+    )  # fmt: skip
 
 
 def feature_pick(node: Node, fact: Rows, dim: int, at: int) -> Rows | None:
@@ -165,8 +174,8 @@ def cut(ctx: Context, node: Node, fact: Any, dim: int, item: slice) -> Any:
     if isinstance(fact, Mask | Table) and only.kind == "e" and length == 1:
         expert = item.start if isinstance(item.start, RowNumber) else start
         return replace(fact, axes=tuple(() if i == dim else a for i, a in enumerate(fact.axes)), expert=expert)
-    if isinstance(item.start, RowNumber):
-        return None
+    if isinstance(fact, View) and not isinstance(fact, Column) and (only.kind, only.index, dim, length) == ("d", 0, 0, 1):
+        return stacked(fact, axes, expert=item.start if isinstance(item.start, RowNumber) else start)
     return None
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from moefuse.passes.expr import show
-from moefuse.passes.facts import Buffer, Column, Combined, Rows, Sum, Weight
+from moefuse.passes.facts import Buffer, Column, Combined, Lost, Rows, Sum, Weight
 from tests.null.rules_case import E, H, I, K, T, assign, call, fact_of, letters, lost_code, rows_of, trace
 
 Function = Callable[..., Any]
@@ -357,3 +357,9 @@ def test_a_masked_expert_is_read_backwards() -> None:
     assert isinstance(traced.fact, Rows)
     assert (traced.fact.domain.name, traced.fact.domain.expert) == ("masked", 1)
     assert show(traced.fact.expr) == "mul(linear(silu(linear(token(x), w_up)), w_out), gate[1])"
+
+
+def test_a_computed_dimension_is_not_read() -> None:
+    """``x.unsqueeze(n)`` with a number out of the graph: nothing is known about the result, and nothing fails."""
+    traced = trace(lambda x, ids: torch.unsqueeze(x[tok(ids)], x.dim() - 2))
+    assert traced.fact is None or isinstance(traced.fact, Lost)

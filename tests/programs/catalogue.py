@@ -59,6 +59,9 @@ _SELECTED = (
     ("column_nonzero", "mask.nonzero()[:, 0]", Selected(find="any_column"), Body(up_first=True), Store(access="select")),
     ("gpt_oss_loop", "GPT-OSS training loop: in-out, interleaved, biases", Selected(), _OAI, _IN_OUT),
     ("dbrx", "one flat matrix per projection, viewed", Selected(), _SEPARATE, Store(kind="flat")),
+    ("chunked", "W.chunk(E)[e].squeeze(0)", Selected(), _SEPARATE, Store(access="chunk")),
+    ("sliced", "W[e:e+1].squeeze(0)", Selected(), Body(), Store(access="slice", linear=1)),
+    ("narrowed", "W.narrow(0, e, 1)[0]", Selected(), Body(), Store(access="narrow", layout=("in-out", "in-out"))),
     ("addmm", "torch.addmm with bias and x.mm", Selected(), Body(bias=True), Store(linear=3)),
     ("input_weight", "the routing weight multiplies the expert's input", Selected(weight_on="input"), Body(), Store()),
 )

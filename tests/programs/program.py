@@ -102,7 +102,7 @@ class Store(_Short):
 
     kind: Literal["stacked", "flat", "parameter_list", "module_list", "module_dict", "sequential"] = "stacked"
     layout: tuple[str, str] = ("out-in", "out-in")
-    access: Literal["index", "select", "unbind"] = "index"
+    access: Literal["index", "select", "unbind", "chunk", "slice", "narrow"] = "index"
     linear: int = 0
 
 

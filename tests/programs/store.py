@@ -29,6 +29,9 @@ ACCESS: dict[str, Callable[[Tensor, int], Tensor]] = {
     "index": lambda w, e: w[e],
     "select": lambda w, e: w.select(0, e),
     "unbind": lambda w, e: w.unbind(0)[e],
+    "chunk": lambda w, e: w.chunk(w.shape[0], dim=0)[e].squeeze(dim=0),
+    "slice": lambda w, e: w[e : e + 1].squeeze(0),
+    "narrow": lambda w, e: w.narrow(0, e, 1)[0],
 }
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 Gradients = dict[str, Tensor]
 
@@ -63,6 +64,19 @@ def output_and_gradients(model: nn.Module, run: Callable[[], Tensor]) -> tuple[T
     grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
     return out.detach(), grads
+
+
+class Wide(TorchFunctionMode):
+    """Whatever a program wants in float32 it gets in float64: a model in double precision, its router included."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.float:
+            func = torch.Tensor.double
+        return func(*torch.utils._pytree.tree_map(_wider, args), **torch.utils._pytree.tree_map(_wider, kwargs or {}))
+
+
+def _wider(value: Any) -> Any:
+    return torch.float64 if value is torch.float32 else value
 
 
 def cast(model: Any, dtype: torch.dtype) -> Any:

@@ -6,99 +6,69 @@ default initialisation makes them vanish beside the residual stream). ``tokens(2
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-LAYERS, HIDDEN, EXPERTS, TOP_K, VOCAB = 2, 64, 8, 2, 128
+from tests.zoo.families import FAMILIES, LAYERS
+
+HIDDEN, EXPERTS, TOP_K, VOCAB = 64, 8, 2, 128
 
 # One value for every spelling of the same idea; a config gets only the names that it knows.
 SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": HIDDEN,
-    "intermediate_size": 96,
-    "moe_intermediate_size": 48,
-    "intermediate_size_mlp": 96,
-    "dense_intermediate_size": 96,
-    "shared_expert_intermediate_size": 48,
-    "moe_shared_expert_intermediate_size": 48,
-    "moe_hidden_size": 32,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
+    # the model
+    **dict.fromkeys(("vocab_size",), VOCAB),
+    **dict.fromkeys(("hidden_size", "d_model"), HIDDEN),
+    **dict.fromkeys(("num_hidden_layers", "n_layers", "num_layers"), LAYERS),
+    **dict.fromkeys(("num_attention_heads", "n_heads"), 4),
+    **dict.fromkeys(("max_position_embeddings", "model_max_length", "max_seq_len"), 128),
     "num_key_value_heads": 2,
     "head_dim": 16,
-    "max_position_embeddings": 128,
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
-    "num_experts": EXPERTS,
-    "num_local_experts": EXPERTS,
-    "n_routed_experts": EXPERTS,
-    "moe_num_experts": EXPERTS,
-    "num_experts_per_tok": TOP_K,
-    "moe_topk": TOP_K,
-    "n_group": 2,
+    **dict.fromkeys(("sliding_window", "sliding_window_size"), 8),
+    # experts
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), EXPERTS),
+    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts"), TOP_K),
+    **dict.fromkeys(("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"), 1),
+    **dict.fromkeys(("n_group", "num_expert_group"), 2),
     "topk_group": 1,
-    "n_shared_experts": 1,
-    "num_shared_experts": 1,
-    "moe_num_shared_experts": 1,
-    "first_k_dense_replace": 0,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
     "norm_topk_prob": True,
+    "moe_renormalize": True,
+    **dict.fromkeys(("intermediate_size", "intermediate_size_mlp", "dense_intermediate_size", "ffn_hidden_size"), 96),
+    **dict.fromkeys(
+        (
+            "moe_intermediate_size expert_ffn_hidden_size shared_expert_intermediate_size shared_experts_intermediate_size "
+            "shared_intermediate_size share_expert_dim moe_shared_expert_intermediate_size"
+        ).split(),
+        48,
+    ),
+    "moe_hidden_size": 32,
+    # every layer has experts
+    **dict.fromkeys(("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index", "expert_layer_offset"), 0),
+    **dict.fromkeys(("decoder_sparse_step", "expert_layer_period"), 1),
+    "moe_layer_end_index": LAYERS - 1,
+    "mlp_only_layers": [],
+    # latent, indexed and linear attention
     "q_lora_rank": 32,
     "kv_lora_rank": 16,
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 8,
     "v_head_dim": 16,
-    "sliding_window": 8,
-}
-
-
-@dataclass(frozen=True)
-class Family:
-    """Where a model class lives and what its tiny config needs beyond `SIZES`.
-
-    Attributes:
-        folder: folder of the family in ``transformers.models``.
-        model: name of the model class.
-        config: settings that win over `SIZES`.
-        layers: number of layers with experts in the tiny model.
-        registry: whether the experts class is decorated with ``use_experts_implementation``.
-        since: first release of transformers in which that is so, or whose code traces in one graph.
-    """
-
-    folder: str
-    model: str
-    config: dict[str, Any] = field(default_factory=dict)
-    layers: int = LAYERS
-    registry: bool = True
-    since: str = "5"
-
-
-_LATENT_ATTENTION = {"num_key_value_heads": 4, "head_dim": 8}
-_MAMBA = {"ssm_state_size": 16, "mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 1, "chunk_size": 8, "use_mamba_kernels": False}
-_SPARSE = {"mlp_layer_types": ["sparse"] * LAYERS}
-
-FAMILIES: dict[str, Family] = {
-    "aria": Family("aria", "AriaTextForCausalLM", since="5.23"),
-    "deepseek_v3": Family("deepseek_v3", "DeepseekV3ForCausalLM", _LATENT_ATTENTION | _SPARSE),
-    "glm4_moe": Family("glm4_moe", "Glm4MoeForCausalLM", _SPARSE),
-    "gpt_oss": Family("gpt_oss", "GptOssForCausalLM", {"layer_types": ["sliding_attention", "full_attention"]}),
-    "granitemoe": Family("granitemoe", "GraniteMoeForCausalLM"),
-    "llama4": Family("llama4", "Llama4ForCausalLM", {"moe_layers": [0, 1], "layer_types": ["full_attention"] * 2}, registry=False),
-    "minimax_m3_vl": Family("minimax_m3_vl", "MiniMaxM3VLForCausalLM"),
-    "mixtral": Family("mixtral", "MixtralForCausalLM"),
-    "muse_spark": Family("muse_spark", "MuseSparkTextModel", {"layer_types": ["sliding_attention", "full_attention"]}),
-    "nemotron_h": Family("nemotron_h", "NemotronHForCausalLM", _MAMBA | {"layers_block_type": ["attention", "moe"]}, layers=1),
-    "olmoe": Family("olmoe", "OlmoeForCausalLM"),
-    "openai_privacy_filter": Family("openai_privacy_filter", "OpenAIPrivacyFilterForTokenClassification"),
-    "phimoe": Family("phimoe", "PhimoeForCausalLM"),
-    "qwen2_moe": Family("qwen2_moe", "Qwen2MoeForCausalLM"),
-    "qwen3_moe": Family("qwen3_moe", "Qwen3MoeForCausalLM"),
+    "index_topk": 4,
+    "index_head_dim": 16,
+    "index_n_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_head_dim": 16,
+    "linear_num_heads": 4,
+    # no random numbers: two runs would not be comparable
+    **dict.fromkeys(("router_jitter_noise", "input_jitter_noise", "attention_dropout", "hidden_dropout"), 0.0),
 }
 
 
@@ -106,17 +76,38 @@ def make_config(name: str, **changes: Any) -> Any:
     """The family's tiny config; ``changes`` win over everything."""
     family = FAMILIES[name]
     config_class = model_class(name).config_class
-    default = config_class()
-    known = {key for key in SIZES if key in default.__dict__}
-    optional = {key for key in ("sliding_window", "q_lora_rank") if default.__dict__.get(key, 0) is None}
-    return config_class(**{key: SIZES[key] for key in known - optional} | family.config | changes)
+    default = dict(config_class().__dict__)
+    generation = family.old if major() == "4" else family.new
+    absent = {key for key in ("sliding_window", "sliding_window_size", "q_lora_rank") if default.get(key, 0) is None}
+    known = {key: value for key, value in SIZES.items() if key in default and key not in absent}
+    if "qk_rope_head_dim" in default:  # latent attention: one key head for each query head, whose width follows from other settings
+        known["num_key_value_heads"] = known["num_attention_heads"]
+        known.pop("head_dim", None)
+    return config_class(**known | _by_layer(default) | family.config | generation | changes)
+
+
+def _by_layer(default: dict[str, Any]) -> dict[str, Any]:
+    """Lists with one item for each layer: experts in every layer, and of everything else the first kinds that there are."""
+    out = {}
+    for key in ("layer_types", "mlp_layer_types", "indexer_types"):
+        if isinstance(default.get(key), list | tuple) and default[key]:
+            kinds = [kind for kind in dict.fromkeys(default[key]) if (key, kind) != ("mlp_layer_types", "dense")]
+            out[key] = ["full"] * LAYERS if key == "indexer_types" else (kinds * LAYERS)[:LAYERS]
+    return out
+
+
+def major() -> str:
+    """``"4"`` or ``"5"``."""
+    import transformers
+
+    return transformers.__version__.partition(".")[0]
 
 
 def model_class(name: str) -> Any:
     """The transformers class of a family; skips the test when the installed transformers does not have it."""
-    family = FAMILIES[name]
-    module = pytest.importorskip(f"transformers.models.{family.folder}.modeling_{family.folder}")
-    return getattr(module, family.model)
+    folder = FAMILIES[name].folder or name
+    module = pytest.importorskip(f"transformers.models.{folder}.modeling_{folder}")
+    return getattr(module, FAMILIES[name].model)
 
 
 def build(name: str, *, seed: int = 0, experts_implementation: str | None = None, **changes: Any) -> Any:
@@ -138,6 +129,9 @@ def _scale_up(model: nn.Module, seed: int) -> None:
             parameter.normal_(0.0, 0.1, generator=generator)
         elif name.endswith("bias"):
             parameter.normal_(0.0, 0.05, generator=generator)
+    for name, buffer in model.named_buffers():
+        if name.endswith("bias"):  # that of a router may be a buffer
+            buffer.normal_(0.0, 0.05, generator=generator)
 
 
 def tokens(batch: int = 2, length: int = 8, seed: int = 0) -> Tensor:
@@ -145,7 +139,16 @@ def tokens(batch: int = 2, length: int = 8, seed: int = 0) -> Tensor:
     return torch.randint(3, VOCAB, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
-def hidden(model: nn.Module, ids: Tensor, **kwargs: Any) -> Tensor:
+def inputs(name: str, batch: int = 2, length: int = 8, seed: int = 0) -> dict[str, Any]:
+    """What a family takes: token ids or embeddings, as keyword arguments."""
+    family = FAMILIES[name]
+    out: dict[str, Any] = {"attention_mask": torch.ones(batch, length, dtype=torch.int64)} if family.masked else {}
+    if family.inputs == "ids":
+        return out | {"input_ids": tokens(batch, length, seed)}
+    return out | {"inputs_embeds": torch.randn(batch, length, HIDDEN, generator=torch.Generator().manual_seed(seed))}
+
+
+def hidden(model: nn.Module, ids: Tensor | None = None, **kwargs: Any) -> Tensor:
     """The main output of a model: logits, or the last hidden state of a headless one."""
-    out = model(input_ids=ids, use_cache=False, **kwargs)
+    out = model(**({} if ids is None else {"input_ids": ids}), use_cache=False, **kwargs)
     return out.logits if getattr(out, "logits", None) is not None else out.last_hidden_state

@@ -130,3 +130,22 @@ class UnusedStatistic(Layer):
             _mean = rows.sum() / rows.shape[0]
             out.index_add_(0, tok, rows * weights[tok, slot, None])
         return out
+
+
+@positive
+class RowsOfOne(Layer):
+    """qwen3_vl_moe of transformers 4.57: the row stays a tensor of one element, also beside the tokens in ``table[tokens, row, None]``."""
+
+    def forward(self, x: Tensor, logits: Tensor) -> Tensor:
+        ids, weights = self.route(logits)
+        table = torch.zeros_like(logits).scatter_(1, ids, weights)
+        out = torch.zeros_like(x)
+        with torch.no_grad():
+            mask, hit = self.hits(ids)
+        for row in hit.nonzero()[:]:
+            with torch.no_grad():
+                _, tok = torch.where(mask[row[0]])
+            gate, up = (x[tok] @ self.w_in[row].transpose(1, 2)).chunk(2, dim=-1)
+            y = (F.silu(gate) * up) @ self.w_out[row].transpose(1, 2)
+            out.index_add_(0, tok, y[0] * table[tok, row, None])
+        return out
