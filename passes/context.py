@@ -10,8 +10,9 @@ from torch.fx import Graph, Node
 
 from moefuse.capture.assumptions import Assumption
 from moefuse.passes.axes import Atom, fresh
-from moefuse.passes.facts import Combined, Lost, Routing, RowNumber, Sum, View
+from moefuse.passes.facts import Combined, Lost, Part, Routing, RowNumber, Sum, View
 from moefuse.passes.ops import Call, call_of, fake, tensor
+from moefuse.passes.refine import Known
 from moefuse.passes.sizes import shape_of, size_of
 
 #: operations whose result may share storage with their first argument
@@ -54,6 +55,8 @@ class Context:
         self.routings: dict[Node, Routing] = {}
         self.erasable: dict[Node, bool] = {}
         self.sentinels: dict[Routing, set[int]] = {}
+        self.segments: dict[Node, tuple[Part, ...]] = {}
+        self.sizes: Known = {}
         self.first: dict[Node, Node] = {}
         self.replaced: dict[Node, Node] = {}
         self.finished: dict[int, tuple[Any, list[Node]]] = {}
@@ -195,7 +198,8 @@ class Context:
     def _from_topk(self, node: Node) -> bool:
         """Whether ids are the indices of a top-k or of a part of a sorted dimension, and so distinct within a token."""
         call = self._chosen_by(node)
-        return call is not None and call.name in ("topk", "sort", "argsort") and _last_dim(call)
+        written = self.storage.get(node) in self.writes
+        return call is not None and call.name in ("topk", "sort", "argsort") and _last_dim(call) and not written
 
     def _choices(self, node: Node) -> int | None:
         """How many positions ids choose among: every id is less than that."""

@@ -15,16 +15,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from moefuse._dynamo.values import unbacked_in
 from moefuse.capture.assumptions import TAG, Assumption, Undischarged
 from moefuse.passes.context import Context
-from moefuse.passes.facts import Buffer, Fill, Hit, Index, IndexMatrix, Mask, Part, Routing, RowNumber, Rows, Sum
+from moefuse.passes.facts import Buffer, Counts, Fill, Hit, Index, IndexMatrix, Mask, Part, Present, Routing, RowNumber, Rows, Span, Sum
 from moefuse.passes.leftovers import pure
 from moefuse.passes.lift import Region
 from moefuse.passes.ops import SIZE_QUERIES, fake, location
 from moefuse.passes.rules.hits import rows_of
+from moefuse.passes.rules.spans import difference, hit_of
+from moefuse.passes.sizes import same
 
 _Chosen = tuple[Routing, int, int | None]
 
@@ -55,15 +57,46 @@ def claims(ctx: Context, assumptions: Sequence[Assumption]) -> list[Claim]:
         found = _of_size(ctx, node, fact)
         if found is not None:
             sizes.setdefault(*found)
+    for a in assumptions:
+        if isinstance(a.subject, tuple):
+            between = _between(ctx, *a.subject)
+            sizes |= {a.subject: between} if between is not None else {}
     passed: dict[Node, set[Node]] = {}
     for a in assumptions:
         if a.row_node is not None:
             passed.setdefault(a.subject, set()).update(_passed_on(ctx, a))
-    here = [a for a in assumptions if any(n in ctx.position for n in (a.nodes if a.kind != "end" else (a.subject,)))]
+    here = [a for a in assumptions if _about_python(a, ctx.graph) or any(n in ctx.position for n in _nodes(a))]
     return [_claim(ctx, a, sizes, passed) for a in here]
 
 
+def _nodes(a: Assumption) -> tuple[Node, ...]:
+    """What an assumption is about in a graph."""
+    return (a.subject,) if a.kind == "end" else (*a.nodes, *a.appended)
+
+
+def _between(ctx: Context, end: Any, start: Any) -> _Chosen | None:
+    """(routing, expert, slot) of the slots between two offsets, given as symbols."""
+    spans = {v.node.expr: n for n, f in ctx.facts.items() if isinstance(f, Span) and isinstance(v := fake(n), torch.SymInt)}
+    found = hit_of(difference(ctx, spans[end], spans[start])) if end in spans and start in spans else None
+    return (found.routing, found.expert, None) if isinstance(found, Hit) and found.expert is not None else None
+
+
+def _counted(ctx: Context, a: Assumption) -> Routing | None:
+    """The routing whose slots a tensor counts, one number for each expert that the router could choose."""
+    fact = ctx.facts.get(a.subject) if a.kind == "length" else None
+    count = fact.routing.choices if isinstance(fact, Counts) else None
+    return fact.routing if count is not None and count <= a.row and same(fact.axes[0][0].size, a.row) else None  # type: ignore[union-attr]
+
+
+def _about_python(a: Assumption, graph: Graph) -> bool:
+    """Whether it is about what Python saw: then it matters, whatever is left of it in its graph."""
+    return a.kind in ("list", "length") and a.graph is graph
+
+
 def _claim(ctx: Context, assumption: Assumption, sizes: dict[Any, _Chosen], passed: dict[Node, set[Node]]) -> Claim:
+    if assumption.kind in ("list", "length"):
+        assumption.concerns_experts = True
+        return Claim(assumption, _counted(ctx, assumption))
     leaks = tuple((n, u) for n in assumption.nodes if n in ctx.position for u in n.users if u not in assumption.nodes)
     found = sizes.get(assumption.subject) if assumption.kind == "size" else _chosen(ctx, assumption)
     assumption.concerns_experts = found is not None or _concerns(ctx, assumption)
@@ -95,7 +128,9 @@ def _meets(ctx: Context, node: Node, passed: set[Node]) -> bool:
 
 def _chosen(ctx: Context, a: Assumption) -> _Chosen | None:
     """(routing, expert, slot) whose rows the condition asks for."""
-    fact = ctx.facts.get(a.subject)
+    fact = hit_of(ctx.facts.get(a.subject))
+    if isinstance(fact, Present) and a.kind == "row" and int(a.row) < fact.count and ctx.storage[a.subject] not in ctx.writes:
+        return fact.routing, a.row if a.row_node is None else RowNumber(a.row, a.row_node), None
     if not isinstance(fact, Hit) or ctx.storage[a.subject] in ctx.writes:
         return None
     if a.kind == "end":
@@ -109,7 +144,7 @@ def _chosen(ctx: Context, a: Assumption) -> _Chosen | None:
 
 def _of_size(ctx: Context, node: Node, fact: Any) -> tuple[Any, _Chosen] | None:
     """(symbol, selection) of a tensor whose length counts the rows of a selection, or of a number that does."""
-    value = fake(node)
+    value, fact = fake(node), hit_of(fact)
     if isinstance(value, torch.SymInt):
         counts = isinstance(fact, Hit) and not fact.negated and fact.expert is not None
         return (value.node.expr, (fact.routing, fact.expert, fact.slot)) if counts else None
@@ -129,9 +164,21 @@ def undischarged(ctx: Context, found: Sequence[Claim], fused: Sequence[Region]) 
     return [Undischarged(c.assumption, detail) for c in found if (detail := _detail(ctx, c, fused, emitted)) is not None]
 
 
+def _of_no_scope(ctx: Context, claim: Claim, fused: Sequence[Region]) -> str | None:
+    """What is in the way of an assumption under which nothing was recorded."""
+    a = claim.assumption
+    if a.kind == "list":
+        return None if any(_never_empty(ctx, a, region) for region in fused) else "nobody knows whether the list has an item"
+    if claim.routing is not None:
+        return None
+    if a.kind == "length":
+        return "nobody knows how many experts there are"
+    return f"nothing says that no token chooses expert {a.row} or one behind it"
+
+
 def _detail(ctx: Context, claim: Claim, fused: Sequence[Region], emitted: set[Node]) -> str | None:
-    if claim.assumption.kind == "end":
-        return None if claim.routing is not None else f"nothing says that no token chooses expert {claim.assumption.row} or one behind it"
+    if claim.assumption.kind in ("end", "list", "length"):
+        return _of_no_scope(ctx, claim, fused)
     nodes = claim.assumption.nodes
     if claim.through is not None:
         return f"`{claim.through}` is written to, and is a view"
@@ -144,16 +191,18 @@ def _detail(ctx: Context, claim: Claim, fused: Sequence[Region], emitted: set[No
         inside = region.nodes & nodes
         if not inside:
             continue
-        if not region.parts:
+        if not region.parts and not segments_of(ctx, region):
             return "a whole layer depends on it"
-        shares += [p for p in region.parts if p.node in nodes]
+        shares += [p for p in (*region.parts, *segments_of(ctx, region)) if p.node in nodes]
         for node, user in claim.leaks:
             # Readers that are gone and were not part of a region only asked for sizes.
             reads = user in region.nodes or not user._erased
-            if node in region.nodes and reads and not isinstance(ctx.facts.get(node), Sum):
+            if node in region.nodes and reads and not isinstance(ctx.facts.get(node), Sum) and not _only_joined(ctx, claim, node, user):
                 return f"`{node.name}` is used behind it"
     if not all(claim.covers(p) for p in shares):
         return "it does not ask exactly whether some token chose the expert that it runs"
+    if not all(_joined_away(ctx, claim, node, fused) for node in claim.assumption.appended):
+        return "what it appends to a list is more than the rows of the expert that it asks about"
     added = {p.node for p in shares}
     stray = next((n for n in claim.meetings if n not in added), None)
     if stray is not None:
@@ -167,6 +216,32 @@ def _written_through(ctx: Context, a: Assumption) -> str | None:
     return next((u.name for n in a.numbers for u in n.users if ctx.storage.get(u) in ctx.writes), None)
 
 
+def segments_of(ctx: Context, region: Region) -> list[Part]:
+    """The pieces of sorted slots that a region puts together."""
+    return [p for n in region.nodes for p in ctx.segments.get(n, ())]
+
+
+def _only_joined(ctx: Context, claim: Claim, node: Node, user: Node) -> bool:
+    """Whether a reader behind the scope puts an expert's rows, which are none if the assumption is false, beside those of the others."""
+    if isinstance(ctx.facts.get(node), Span):
+        return True  # a number: asked as a carried local
+    return any(p.node is node and claim.covers(p) for p in ctx.segments.get(user, ()))
+
+
+def _joined_away(ctx: Context, claim: Claim, node: Node, fused: Sequence[Region]) -> bool:
+    """Whether what was appended to a list ended up as an expert's piece of a fused region, and nowhere else."""
+    return node._erased and any(p.node is node and claim.covers(p) for region in fused for p in segments_of(ctx, region))
+
+
+def _never_empty(ctx: Context, assumption: Assumption, region: Region) -> bool:
+    """Whether a list has an item whenever there is a token: it has one for every expert that somebody chose."""
+    routing = region.routing
+    slots = routing.num_tokens * routing.top_k
+    some = slots >= 1 if isinstance(slots, int) else bool(slots.is_positive)
+    whole = any({p.node for p in ctx.segments.get(n, ())} == set(assumption.items) for n in region.nodes)
+    return whole and some and routing.choices == len(assumption.items)
+
+
 def _not_harmless(ctx: Context, remaining: set[Node], emitted: set[Node]) -> set[Node]:
     """Nodes that stay in the graph and are not plain values which fused ops alone read (a view of a weight, say)."""
     good = {n for n in remaining if pure(ctx, n) and not unbacked_in(fake(n))}
@@ -178,8 +253,31 @@ def _not_harmless(ctx: Context, remaining: set[Node], emitted: set[Node]) -> set
     return remaining - good
 
 
-def _same_without(ctx: Context, claim: Claim, old: Node, new: Node) -> bool:
+def _offset(ctx: Context, value: Any) -> Any:
+    """The node of a number of slots, or the constant 0. Of several nodes for one number Dynamo keeps the first."""
+    if not isinstance(value, Node) or value in ctx.position:
+        return value if value == 0 or isinstance(ctx.facts.get(value), Span) else None
+    number = fake(value)
+    expr = number.node.expr if isinstance(number, torch.SymInt) else None
+    same = (n for n, f in ctx.facts.items() if isinstance(f, Span) and isinstance(v := fake(n), torch.SymInt) and v.node.expr == expr)
+    return next(same, None)
+
+
+def _same_offset(ctx: Context, claim: Claim, old: Any, new: Any) -> bool:
+    """Whether a number grows by the slots of the expert that the assumption is about."""
+    between = difference(ctx, new, old)
+    if not isinstance(between, Span):
+        return False
+    return (
+        between.routing is claim.routing and (between.start, between.stop) == (claim.expert, (claim.expert or 0) + 1) and claim.slot is None
+    )
+
+
+def _same_without(ctx: Context, claim: Claim, old: Any, new: Any) -> bool:
     """Whether ``new`` equals ``old`` when the assumption is false: the accumulator, with shares of an expert that nobody chose."""
+    offset = _offset(ctx, new)
+    if offset is not None:
+        return new._erased and _same_offset(ctx, claim, _offset(ctx, old), offset)
     if old not in ctx.position or new not in ctx.position:
         return False
     if _writes_to(ctx, new, old):
@@ -218,6 +316,7 @@ def lost_track(gm: GraphModule, assumptions: Sequence[Assumption]) -> list[Undis
     unknown = any(TAG in n.meta and n not in known for m in bodies for n in m.graph.nodes)
     here = {n for m in bodies for n in m.graph.nodes}
     elsewhere = any(not n._erased and n not in here for n in known)
+    elsewhere = elsewhere or any(a.kind in ("list", "length") and a.graph not in [m.graph for m in bodies] for a in assumptions)
     return [Undischarged(a, "Dynamo copied the graph") for a in assumptions] if unknown or elsewhere else []
 
 
@@ -232,7 +331,8 @@ def concerns_routing(assumption: Assumption) -> bool:
 
 def _concerns(ctx: Context, assumption: Assumption) -> bool:
     if assumption.kind == "size":
-        return any(assumption.subject in unbacked_in(fake(n)) and _routed(ctx.facts.get(n)) for n in ctx.position)
+        symbols = set(assumption.subject) if isinstance(assumption.subject, tuple) else {assumption.subject}
+        return any(symbols & unbacked_in(fake(n)) and _routed(ctx.facts.get(n)) for n in ctx.position)
     stack, seen = [assumption.subject], {assumption.subject}
     while stack:
         node = stack.pop()

@@ -6,8 +6,8 @@ Every tree node keeps the FX node it came from, for error messages and for repla
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -151,9 +151,45 @@ def walk(expr: Expr) -> Iterator[Expr]:
         stack.extend(item.children)
 
 
+def rewritten(expr: Expr, source: Callable[[Node], Node], leaf: Callable[[Leaf], Leaf], number: Callable[[int | None], int | None]) -> Expr:
+    """The tree with other shared tensors, weights and expert numbers; what was one node of it stays one."""
+    memo: dict[int, Any] = {}
+
+    def run(old: Any) -> Any:
+        if not isinstance(old, Expr):
+            return old
+        if id(old) not in memo:
+            memo[id(old)] = made(old)
+        return memo[id(old)]
+
+    def made(old: Expr) -> Expr:
+        match old:
+            case Token() | SlotWeight():
+                return old
+            case SharedVector():
+                return replace(old, source=source(old.source))
+            case Gate():
+                return replace(old, expert=number(old.expert))
+            case ExpertVector():
+                return replace(old, vector=leaf(old.vector))
+            case Linear():
+                return replace(old, child=run(old.child), weight=leaf(old.weight))
+            case Op():
+                return replace(old, args=tuple(map(run, old.args)), kwargs=tuple((k, run(v)) for k, v in old.kwargs))
+        return replace(old, child=run(old.child))  # type: ignore[call-arg, attr-defined]
+
+    found: Expr = run(expr)
+    return found
+
+
 def has_linear(expr: Expr) -> bool:
     """Whether an expert projection was applied."""
     return any(isinstance(e, Linear) for e in walk(expr))
+
+
+def weight_leaves(expr: Expr) -> list[Leaf]:
+    """The expert weights of an expression."""
+    return [e.weight if isinstance(e, Linear) else e.vector for e in walk(expr) if isinstance(e, Linear | ExpertVector)]
 
 
 def show(expr: Any) -> str:

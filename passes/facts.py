@@ -124,24 +124,29 @@ class Table(Fact):
 
 @dataclass(frozen=True, eq=False)
 class Selection:
-    """The rows of one expert: all (t, k) with ``ids[t, k] == expert``, or (``by_token``) all t with any such k (or just ``slot``)."""
+    """The rows of one expert: all (t, k) with ``ids[t, k] == expert``, or (``by_token``) all t with any such k (or just ``slot``).
+
+    ``order``: they come as they stand in this sorted order, a segment of it; else as they stand in the ids.
+    """
 
     routing: Routing
     expert: int
     by_token: bool
     slot: int | None = None
+    order: Order | None = None
 
     def same(self, other: object) -> bool:
         return (
             isinstance(other, Selection)
             and other.routing is self.routing
             and (other.expert, other.by_token, other.slot) == (self.expert, self.by_token, self.slot)
+            and other.order is self.order
         )
 
 
 @dataclass(frozen=True, eq=False)
 class Index(Fact):
-    """Row numbers of a selection: into the flattened tokens (``of`` "token") or the slots of a token (``of`` "slot")."""
+    """Row numbers of a selection: into the flattened tokens (``of`` "token"), the slots of a token ("slot"), or all slots ("flat")."""
 
     selection: Selection
     of: str
@@ -182,10 +187,20 @@ class Absent(Fact):
 
 @dataclass(frozen=True, eq=False)
 class Counts(Fact):
-    """Tokens of each expert (``ends`` False) or their running sum (``ends`` True)."""
+    """Slots of each expert (``ends`` False) or their running sum (``ends`` True): entry i is that of the first ``i + first`` experts."""
 
     routing: Routing
     ends: bool
+    first: int = 1
+
+
+@dataclass(frozen=True, eq=False)
+class Span(Fact):
+    """How many slots the experts ``start`` to ``stop - 1`` have together: a number, or a tensor of one element."""
+
+    routing: Routing
+    start: int
+    stop: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,6 +211,14 @@ class Hit(Fact):
     expert: int | None
     negated: bool = False
     slot: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Present(Fact):
+    """The experts that some slot chose, each once, out of ``count``."""
+
+    routing: Routing
+    count: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -276,6 +299,14 @@ class Buffer(Fact):
     target: Node
     selection: Selection
     rows: Rows | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Pieces(Fact):
+    """A tensor of all sorted slots, in which the segments of the first experts are filled in."""
+
+    order: Order
+    parts: tuple[Part, ...]
 
 
 @dataclass(frozen=True, eq=False)

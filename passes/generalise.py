@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch.fx import Node
@@ -18,6 +19,8 @@ from moefuse.passes.expr import (
     Slice,
     SlotWeight,
     Token,
+    rewritten,
+    weight_leaves,
 )  # fmt: skip
 from moefuse.passes.facts import Lost
 from moefuse.passes.ops import tensor
@@ -36,6 +39,19 @@ def generalise(exprs: list[Expr], experts: list[int], node: Node) -> Expr | Lost
         return _merge(exprs, experts)
     except _DifferError as differ:
         return Lost("experts-differ", node, {"expert": str(differ.expert), "detail": differ.detail})
+
+
+def specialise(expr: Expr, expert: int) -> Expr | None:
+    """What an expression for all experts is for one of them, the opposite of :func:`generalise`; None if it has no such expert."""
+    if any(leaf.parts and expert >= len(leaf.parts) for leaf in weight_leaves(expr)):
+        return None
+
+    def leaf(old: Leaf) -> Leaf:
+        if old.parts:
+            return Leaf(old.parts[expert], False, None, old.order)
+        return replace(old, expert=expert) if old.stacked and old.expert is None else old
+
+    return rewritten(expr, lambda source: source, leaf, lambda number: expert if number is None else number)
 
 
 def _merge(exprs: list[Expr], experts: list[int]) -> Expr:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from torch.fx import Node
 
 from moefuse.capture.assumptions import Assumption
-from moefuse.passes.expr import ExpertVector, Expr, Gate, Leaf, Linear, Op, SharedVector, SlotWeight, Token, walk
+from moefuse.passes.expr import ExpertVector, Expr, Gate, Leaf, Linear, SharedVector, SlotWeight, Token, rewritten, walk
 from moefuse.passes.facts import Part, RowNumber
 
 Siblings = dict[Node, Assumption]
@@ -27,9 +26,8 @@ def instances(siblings: Siblings, part: Part, parts: list[Part]) -> list[tuple[i
     return [(m, instance(expr, known, m)) for m in known.members]
 
 
-def instance(expr: Expr, known: Assumption, member: int) -> Expr:  # noqa: C901  (one case for each kind of Expr)
+def instance(expr: Expr, known: Assumption, member: int) -> Expr:
     """The expression with the weights and the number of another expert in place of the representative's."""
-    memo: dict[int, Any] = {}
 
     def source(node: Node) -> Node:
         return known.siblings[node][member] if node in known.siblings else node
@@ -40,31 +38,7 @@ def instance(expr: Expr, known: Assumption, member: int) -> Expr:  # noqa: C901 
     def leaf(old: Leaf) -> Leaf:
         return replace(old, expert=number(old.expert)) if old.stacked else replace(old, source=source(old.source))
 
-    def run(old: Any) -> Any:
-        if not isinstance(old, Expr):
-            return old
-        if id(old) not in memo:
-            memo[id(old)] = made(old)
-        return memo[id(old)]
-
-    def made(old: Expr) -> Expr:
-        match old:
-            case Token() | SlotWeight():
-                return old
-            case SharedVector():
-                return replace(old, source=source(old.source))
-            case Gate():
-                return replace(old, expert=number(old.expert))
-            case ExpertVector():
-                return replace(old, vector=leaf(old.vector))
-            case Linear():
-                return replace(old, child=run(old.child), weight=leaf(old.weight))
-            case Op():
-                return replace(old, args=tuple(map(run, old.args)), kwargs=tuple((k, run(v)) for k, v in old.kwargs))
-        return replace(old, child=run(old.child))  # type: ignore[call-arg, attr-defined]
-
-    made_of: Expr = run(expr)
-    return made_of
+    return rewritten(expr, source, leaf, number)
 
 
 def _sources(expr: Expr) -> list[Node]:

@@ -9,8 +9,9 @@ from typing import Any
 from torch.fx import Graph, Node
 
 from moefuse.passes.context import ComputedDimError, Context
-from moefuse.passes.facts import Buffer, Lost, Many, Rows, View
+from moefuse.passes.facts import Buffer, Lost, Many, Pieces, Rows, View
 from moefuse.passes.ops import Call, tensor
+from moefuse.passes.refine import refine
 from moefuse.passes.rules import RULES, Rule
 from moefuse.passes.sizes import same_shape, shape_of, size_of
 
@@ -18,7 +19,7 @@ from moefuse.passes.sizes import same_shape, shape_of, size_of
 _METADATA = frozenset(
     (
         "size dim numel sym_size sym_numel is_contiguous stride getattr element_size ndimension sym_stride len _assert_scalar "
-        "_assert_async sym_constrain_range sym_constrain_range_for_size _check _check_is_size is_floating_point"
+        "_assert_async sym_constrain_range sym_constrain_range_for_size _check _check_is_size is_floating_point sym_storage_offset"
     ).split()
 )
 
@@ -30,6 +31,7 @@ def interpret(graph: Graph, rows: Mapping[Node, tuple[int, ...]] | None = None) 
         call = ctx.calls[node]
         if call is None:
             continue
+        refine(ctx.sizes, node)
         fact = _visit(ctx, node, call)
         if fact is not None:
             ctx.facts[node] = fact
@@ -56,7 +58,7 @@ def _carries(fact: Any) -> bool:
     """Whether a fact is expert computation, whose loss is worth reporting."""
     if isinstance(fact, Many):
         return any(_carries(f) for f in fact.items)
-    return isinstance(fact, Buffer) or (isinstance(fact, Rows) and fact.domain.routing is not None)
+    return isinstance(fact, Buffer | Pieces) or (isinstance(fact, Rows) and fact.domain.routing is not None)
 
 
 def _apply(rule: Rule, ctx: Context, node: Node, call: Call) -> Any:

@@ -10,7 +10,7 @@ import torch
 from torch.fx import Node
 
 from moefuse.passes.context import Context
-from moefuse.passes.expr import ExpertVector, Expr, Gate, Leaf, Linear, SharedVector, SlotWeight, Token, has_linear, walk
+from moefuse.passes.expr import ExpertVector, Expr, Gate, Linear, SharedVector, SlotWeight, Token, has_linear, walk, weight_leaves
 from moefuse.passes.facts import (
     Buffer,
     Combined,
@@ -24,11 +24,13 @@ from moefuse.passes.facts import (
     Many,
     Mask,
     Part,
+    Pieces,
     Range,
     Routing,
     RowNumber,
     Rows,
     Sorted,
+    Span,
     Sum,
     Table,
     View,
@@ -324,11 +326,6 @@ def _num_experts(ctx: Context, expr: Expr, node: Node, with_rest: Collection[int
     return next(iter(counts))
 
 
-def weight_leaves(expr: Expr) -> list[Leaf]:
-    """The expert weights of an expression."""
-    return [e.weight if isinstance(e, Linear) else e.vector for e in walk(expr) if isinstance(e, Linear | ExpertVector)]
-
-
 def sources(expr: Expr) -> list[Node]:
     """Every tensor an expression reads, weights included."""
     out: dict[Node, None] = {}
@@ -433,12 +430,13 @@ def _modes(ctx: Context, region: Region) -> Lost | None:
     mode = ctx.mode[region.anchor]
     for node in sorted(region.nodes, key=ctx.position.__getitem__):
         value, fact = tensor(node), ctx.facts.get(node)
-        counts = isinstance(fact, Counts | Hit | Sorted | Range | Fill) or (isinstance(fact, Mask) and fact.weight is None)
+        counts = isinstance(fact, Counts | Hit | Span | Sorted | Range | Fill) or (isinstance(fact, Mask) and fact.weight is None)
         if value is None or not value.dtype.is_floating_point or counts or (isinstance(fact, Table) and fact.ones):
             continue
-        # A view or a cast computes the same under every autocast; only whether it is differentiated may differ.
+        # A view or a cast computes the same under every autocast. Where the sum is made without gradients nothing is differentiated,
+        # however its inputs were made; elsewhere all of it must be.
         plain = isinstance(fact, View | Weight)
-        if ctx.mode[node] != mode and (not plain or ctx.mode[node][0] != mode[0]):
+        if (ctx.mode[node][1] != mode[1] and not plain) or (mode[0] and not ctx.mode[node][0]):
             return ctx.lost("context-differs", node)
     return None
 
@@ -504,7 +502,7 @@ def _expert_value(fact: Any) -> bool:
         return any(_expert_value(f) for f in fact.items)
     if isinstance(fact, Rows):
         return has_linear(fact.expr)
-    return isinstance(fact, Sum | Buffer | Lost)
+    return isinstance(fact, Sum | Buffer | Pieces | Lost)
 
 
 __all__ = ["Fact", "Region", "lift", "slice_of", "sources", "weight_leaves"]

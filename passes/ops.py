@@ -62,7 +62,7 @@ class Call:
 
 #: nodes that only ask for sizes or assert them
 SIZE_QUERIES = frozenset(
-    ("size sym_size sym_numel numel dim _assert_scalar sym_constrain_range sym_constrain_range_for_size _check").split()
+    ("size sym_size sym_numel sym_storage_offset numel dim _assert_scalar sym_constrain_range sym_constrain_range_for_size _check").split()
 )
 
 

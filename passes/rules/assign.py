@@ -8,8 +8,8 @@ from torch.fx import Node
 
 from moefuse.passes.axes import Atom, Axis
 from moefuse.passes.context import Context
-from moefuse.passes.facts import Buffer, Domain, Fill, Index, Mask, Rows, Selection, Sorted, Table
-from moefuse.passes.rules import rule
+from moefuse.passes.facts import Buffer, Domain, Fill, Index, Mask, Pieces, Rows, Selection, Sorted, Table
+from moefuse.passes.rules import rule, segments
 from moefuse.passes.rules.permutation import assign_inverse
 from moefuse.passes.rules.routing import selection
 
@@ -23,6 +23,8 @@ def on_setitem(ctx: Context, node: Node, target: Node, index: Any, value: Any) -
         return None
     where = ctx.fact(items[0]) if isinstance(items[0], Node) else None
     current = ctx.fact(target)
+    if isinstance(items[0], slice) and isinstance(current, Fill | Pieces):
+        return segments.fill(ctx, node, current, items[0].start, items[0].stop, value) if items[0].step is None else None
     if isinstance(where, Sorted) and isinstance(current, Fill):
         rows = ctx.fact(value)
         return unsort(rows, where) if isinstance(rows, Rows) else assign_inverse(ctx, node, target, where, value)

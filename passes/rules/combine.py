@@ -10,11 +10,31 @@ from torch.fx import Node
 from moefuse.passes.axes import Atom, Axes, Axis, extent
 from moefuse.passes.context import Context, normalize, out_shape
 from moefuse.passes.expr import Gate, Op, walk
-from moefuse.passes.facts import Combined, Domain, Fill, Index, Lost, Mask, Part, Range, Routing, Rows, Sorted, Stacked, Sum, Table, View
+from moefuse.passes.facts import (
+    Combined,
+    Counts,
+    Domain,
+    Fill,
+    Index,
+    Lost,
+    Mask,
+    Part,
+    Range,
+    Routing,
+    Rows,
+    Sorted,
+    Stacked,
+    Sum,
+    Table,
+    View,
+)
 from moefuse.passes.generalise import generalise
 from moefuse.passes.ops import tensor
 from moefuse.passes.rules import rule
 from moefuse.passes.rules.routing import over_slots
+from moefuse.passes.rules.segments import joined as joined_segments
+from moefuse.passes.rules.segments import segment_of
+from moefuse.passes.rules.spans import with_zero
 from moefuse.passes.sizes import same
 
 
@@ -25,7 +45,7 @@ def on_sum(ctx: Context, node: Node, x: Any, *args: Any, **kwargs: Any) -> Any:
     if len(args) > 1 and all(isinstance(a, int) and not isinstance(a, bool) for a in args):
         dim, keepdim = args, False
     fact = ctx.fact(x)
-    if isinstance(fact, Mask) or (isinstance(fact, Table) and fact.ones and dim is None):
+    if isinstance(fact, Mask) or (isinstance(fact, Table) and fact.ones):
         return over_slots(ctx, node, x, dim, keepdim)
     if isinstance(fact, Stacked):
         return _sum_of(node, fact) if dim == fact.dim and not keepdim else None
@@ -223,9 +243,15 @@ def on_stack(ctx: Context, node: Node, tensors: Any, dim: int = 0, **_: Any) -> 
     from moefuse.passes.cone import cone_rows
 
     joined = ctx.calls[node].name == "cat"  # type: ignore[union-attr]
-    if not isinstance(tensors, tuple | list) or len(tensors) < 2:
+    if not isinstance(tensors, tuple | list) or not tensors:
         return None
     tables = [ctx.fact(t) for t in tensors]
+    if joined and segment_of(tables[0]) is not None:
+        return joined_segments(ctx, node, tensors, tables, dim)
+    if len(tensors) < 2:
+        return None
+    if joined and isinstance(tables[1], Counts):
+        return with_zero(ctx, tensors)
     if not joined and all(isinstance(t, Table) for t in tables):
         return stacked_tables(node, tables, dim)
     rows: list[Rows] = []

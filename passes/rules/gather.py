@@ -18,6 +18,7 @@ from moefuse.passes.facts import (
     Fill,
     Index,
     Mask,
+    Order,
     Range,
     Routing,
     Rows,
@@ -134,6 +135,8 @@ def by_rows(ctx: Context, node: Node, x: Node, base: Any, chosen: Selection, ind
             return None
         columns.append(i.of)
     rest = indices[len(columns) :]
+    if columns == ["flat"]:
+        return _by_slots(node, base, chosen, rest)
     if any(r is not None and r != _ALL for r in rest[1:]):
         return None
     rows = row_axis(node)
@@ -144,6 +147,20 @@ def by_rows(ctx: Context, node: Node, x: Node, base: Any, chosen: Selection, ind
             return ctx.lost("tokens-differ", node, detail="the routing weights are not [tokens, slots]")
         return _with_none(Rows((rows,), row_domain(chosen), SlotWeight(node, base.root)), rest)
     return None
+
+
+def _by_slots(node: Node, base: Any, chosen: Selection, rest: list[Any]) -> Any:
+    """``w.flatten()[slots]``: a value per slot, for the slots of an expert."""
+    rows = row_axis(node)
+    if isinstance(base, Range) and len(base.axes) == 1 and len(base.axes[0]) == 2:
+        found = _range_by_order(base, Sorted((), Order(chosen.routing, node), "slot"), rows)
+        return Index((rows,), chosen, "token") if found is not None and found.of == "token" and not rest else None
+    expr = slot_value(node, base, chosen.routing) if isinstance(base, View) else None
+    slots = chosen.routing.num_tokens * chosen.routing.top_k
+    if expr is None or not same(extent(base.axes[0]), slots):
+        return None
+    axes = (rows, *((Atom("f", 0, extent(a)),) if a and not same(extent(a), 1) else () for a in base.axes[1:]))
+    return _with_none(Rows(axes, row_domain(chosen), expr), rest)
 
 
 def _by_tokens(ctx: Context, node: Node, x: Node, base: Any, chosen: Selection, rows: Axis, rest: list[Any]) -> Any:

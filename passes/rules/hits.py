@@ -9,9 +9,14 @@ from typing import Any
 
 from torch.fx import Node
 
+from moefuse.passes.axes import Axes, extent
 from moefuse.passes.context import Context, normalize
-from moefuse.passes.facts import Counts, Hit, Mask, Sorted, Table
+from moefuse.passes.facts import Counts, Hit, Mask, Present, Routing, Sorted, Span, Table
 from moefuse.passes.rules import rule
+from moefuse.passes.rules.routing import is_integer, role_axes, row_axis
+from moefuse.passes.rules.spans import compared as compared_spans
+from moefuse.passes.rules.spans import hit_of
+from moefuse.passes.sizes import product, same
 
 _COMPARE: dict[str, Callable[[Any, Any], bool]] = {
     "gt": operator.gt, "ge": operator.ge, "lt": operator.lt, "le": operator.le, "eq": operator.eq, "ne": operator.ne,
@@ -26,6 +31,8 @@ def on_bound(ctx: Context, node: Node, x: Any, bound: Any) -> Any:
         from moefuse.passes.rules.permutation import beyond
 
         return beyond(fact, name, bound)
+    if isinstance(fact, Span) and isinstance(bound, Node):
+        return compared_spans(ctx, name, x, bound)
     return compared(fact, name, bound)
 
 
@@ -35,6 +42,7 @@ def compared(fact: Any, name: str, bound: Any) -> Hit | None:
         return None
     if isinstance(fact, Counts) and not fact.ends:
         fact = Hit(fact.axes, fact.routing, None)
+    fact = hit_of(fact)
     # A hit is a number of which only zero is known; a count is one, and so is any True.
     if not isinstance(fact, Hit) or fact.negated:
         return None
@@ -74,17 +82,29 @@ def on_count_nonzero(ctx: Context, node: Node, x: Node, dim: Any = None, keepdim
     return any_of(fact, all_dims(fact, dim)) if isinstance(fact, Mask | Table) and not keepdim else None
 
 
-@rule("item")
-def on_item(ctx: Context, node: Node, x: Node) -> Hit | None:
-    fact = ctx.fact(x)
-    return fact if isinstance(fact, Hit) and fact.expert is not None else None
-
-
-def picked(fact: Counts, at: int, size: Any) -> Hit | None:
-    """``counts[e]``."""
-    if fact.ends or not isinstance(size, int):
+@rule("unique")
+def on_unique(ctx: Context, node: Node, ids: Node, **options: Any) -> Any:
+    """``ids.unique()``, where the ids are known to be below some number."""
+    view = ctx.view(ids)
+    routing = ctx.routing(view) if view is not None and is_integer(ids) else None
+    count = routing.choices if routing is not None else None
+    axes = role_axes(view, routing) if view is not None and routing is not None else None
+    if routing is None or axes is None or not isinstance(count, int) or set(options) - {"sorted"}:
         return None
-    return Hit((), fact.routing, at + size if at < 0 else at)
+    return Present((row_axis(node),), routing, count) if _every_slot(axes, routing) else None
+
+
+def _every_slot(axes: Axes, routing: Routing) -> bool:
+    """Whether a view of the ids shows all of them."""
+    return same(product(extent(a) for a in axes), routing.num_tokens * routing.top_k)
+
+
+@rule("item")
+def on_item(ctx: Context, node: Node, x: Node) -> Hit | Span | None:
+    fact = ctx.fact(x)
+    if isinstance(fact, Span):
+        return fact
+    return fact if isinstance(fact, Hit) and fact.expert is not None else None
 
 
 def rows_of(fact: Hit) -> bool:
@@ -92,4 +112,4 @@ def rows_of(fact: Hit) -> bool:
     return fact.expert is None and not fact.negated and len(fact.axes) == 1 and [a.kind for a in fact.axes[0]] == ["e"]
 
 
-__all__ = ["all_dims", "any_of", "compared", "picked", "rows_of"]
+__all__ = ["all_dims", "any_of", "compared", "rows_of"]

@@ -30,7 +30,7 @@ from moefuse.passes.facts import (
 )  # fmt: skip
 from moefuse.passes.ops import tensor
 from moefuse.passes.rules import rule
-from moefuse.passes.rules.hits import picked
+from moefuse.passes.rules.spans import picked
 from moefuse.passes.sizes import same
 
 _ALL = slice(None, None, None)
@@ -155,6 +155,10 @@ def feature_pick(node: Node, fact: Rows, dim: int, at: int) -> Rows | None:
 def cut(ctx: Context, node: Node, fact: Any, dim: int, item: slice) -> Any:
     """A slice of a dimension: nothing, one expert's column, or some features."""
     axis = fact.axes[dim]
+    if dim == 0 and item.step is None and any(isinstance(v, Node) for v in (item.start, item.stop)):
+        from moefuse.passes.rules import segments
+
+        return segments.of_bounds(ctx, node, fact, item.start, item.stop) if segments.is_sorted(fact) else None
     if item == _ALL or (
         same(extent(axis), 1) and not isinstance(item.start, RowNumber) and item.start in (None, 0) and item.step in (None, 1)
     ):
@@ -225,6 +229,11 @@ def on_split(ctx: Context, node: Node, x: Node, sizes: Any, dim: int = 0) -> Any
     fact = ctx.fact(x)
     if not isinstance(fact, Fact) or isinstance(fact, Sum):
         return None
+    if isinstance(sizes, tuple | list) and any(isinstance(s, Node) for s in sizes):
+        from moefuse.passes.rules import segments
+
+        first = normalize(dim, len(fact.axes)) == 0
+        return segments.of_sizes(ctx, node, fact, sizes) if first and segments.is_sorted(fact) else None
     total = extent(fact.axes[normalize(dim, len(fact.axes))])
     if isinstance(sizes, int) and isinstance(total, int):
         sizes = [min(sizes, total - i) for i in range(0, total, sizes)]

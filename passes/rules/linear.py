@@ -89,7 +89,7 @@ def on_grouped_mm(ctx: Context, node: Node, x: Any, weight: Any, offs: Any = Non
     rows, stack, ends = ctx.fact(x), ctx.fact(weight), ctx.fact(offs)
     if not isinstance(rows, Rows):
         return None
-    known = isinstance(ends, Counts) and ends.ends and ends.routing is rows.domain.routing
+    known = isinstance(ends, Counts) and ends.ends and ends.first == 1 and ends.routing is rows.domain.routing
     if rows.domain.name != "sorted" or not known or bias is not None or not isinstance(stack, View):
         return ctx.lost("tokens-differ", node, detail="the group offsets are not the ends of the experts these rows are sorted by")
     dims = [a[0].index if len(a) == 1 and a[0].kind == "d" else -1 for a in stack.axes]

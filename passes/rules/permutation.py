@@ -9,7 +9,7 @@ from torch.fx import Node
 
 from moefuse.passes.axes import Atom, Axis, atoms
 from moefuse.passes.context import Context, as_size
-from moefuse.passes.facts import Absent, Many, Order, Range, Routing, Sorted, View
+from moefuse.passes.facts import Absent, Index, Many, Order, Range, Routing, Sorted, View
 from moefuse.passes.rules import rule
 from moefuse.passes.rules.routing import is_integer, role_axes
 from moefuse.passes.sizes import same
@@ -53,6 +53,9 @@ def on_floor_divide(ctx: Context, node: Node, x: Node, other: Any) -> Any:
     fact = ctx.fact(x)
     if isinstance(fact, Range):
         return None
+    if isinstance(fact, Index) and fact.of == "flat":
+        size = as_size(other)
+        return replace(fact, of="token") if size is not None and same(size, fact.selection.routing.top_k) else None
     if not isinstance(fact, Sorted) or fact.of != "slot":
         return None
     size = as_size(other)

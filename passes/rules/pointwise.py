@@ -12,12 +12,13 @@ from moefuse.passes.axes import Axes, extent
 from moefuse.passes.cone import cone_rows
 from moefuse.passes.context import Context, normalize, out_shape
 from moefuse.passes.expr import Expr, Gate, Op, has_linear, walk
-from moefuse.passes.facts import Buffer, Combined, Domain, Fill, Lost, Mask, Rows, Sorted, Sum, Table, View
+from moefuse.passes.facts import Buffer, Combined, Counts, Domain, Fill, Lost, Mask, Rows, Sorted, Span, Sum, Table, View
 from moefuse.passes.operands import joined, leaf, padded, real, scalar, symbol
 from moefuse.passes.ops import UNARY, tensor
 from moefuse.passes.rules import rule
 from moefuse.passes.rules.permutation import on_div
 from moefuse.passes.rules.routing import masked_weight
+from moefuse.passes.rules.spans import difference, total
 from moefuse.passes.rules.tables import combine_table, unary
 from moefuse.passes.rules.views import inherited
 from moefuse.passes.sizes import same
@@ -31,6 +32,8 @@ RANDOM = (
 @rule(*UNARY, *TERNARY, "pow", "sub", "maximum", "minimum", "remainder", "fmod", "atan2", "rsub")
 def on_pointwise(ctx: Context, node: Node, *args: Any, **kwargs: Any) -> Any:
     facts = [ctx.fact(a) for a in (*args, *kwargs.values())]
+    if any(isinstance(f, Span | Counts) for f in facts):
+        return difference(ctx, *args) if ctx.calls[node].name == "sub" and len(args) == 2 and not kwargs else None  # type: ignore[union-attr]
     if facts and isinstance(facts[0], Sorted) and facts[0].of == "ids" and ctx.calls[node].name == "clamp":  # type: ignore[union-attr]
         return clamped_ids(ctx, facts[0], *args[1:], **kwargs)
     table = next((f for f in facts if isinstance(f, Table)), None)
@@ -177,6 +180,8 @@ def on_add(ctx: Context, node: Node, a: Any, other: Any, *, alpha: Any = 1) -> A
     from moefuse.passes.rules.combine import add_to_sum
 
     x, y = ctx.fact(a), ctx.fact(b)
+    if isinstance(x, Span) or isinstance(y, Span):
+        return total(ctx, a, b) if alpha == 1 else None
     if alpha != 1:
         return row_local(ctx, node, (a, b), {"alpha": alpha}) if isinstance(x, Rows) or isinstance(y, Rows) else plain(ctx, node, [x, y])
     if isinstance(x, Buffer) and isinstance(y, Rows) and x.rows is None and y.domain.selection is not None:

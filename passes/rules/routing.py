@@ -25,10 +25,12 @@ from moefuse.passes.facts import (
     Rows,
     Selection,
     Sorted,
+    Span,
     Table,
     View,
 )
 from moefuse.passes.ops import fake, tensor
+from moefuse.passes.refine import refine, settle
 from moefuse.passes.rules import rule
 from moefuse.passes.sizes import same, shape_of
 
@@ -78,7 +80,11 @@ def on_compare(ctx: Context, node: Node, a: Any, other: Any) -> Any:
     number = ctx.number(b)
     b = b if number is None else number
     fact = ctx.fact(a) if isinstance(a, Node) else None
-    if isinstance(fact, Counts | Hit):
+    if isinstance(fact, Span) and isinstance(b, Node):
+        from moefuse.passes.rules.spans import compared as compared_spans
+
+        return compared_spans(ctx, ctx.calls[node].name, a, b)  # type: ignore[union-attr]
+    if isinstance(fact, Counts | Hit | Span):
         from moefuse.passes.rules.hits import compared
 
         return compared(fact, ctx.calls[node].name, b)  # type: ignore[union-attr]
@@ -155,6 +161,8 @@ def over_slots(ctx: Context, node: Node, x: Node, dim: Any, keepdim: bool) -> An
         from moefuse.passes.rules.hits import all_dims, any_of
 
         return any_of(mask, all_dims(mask, None))
+    if isinstance(mask, Table) and dim is not None:
+        return _chosen_by(mask, dim, keepdim)
     if not isinstance(mask, Mask) or mask.negated or dim is None:
         return None
     rank = len(mask.axes)
@@ -169,6 +177,16 @@ def over_slots(ctx: Context, node: Node, x: Node, dim: Any, keepdim: bool) -> An
     if left == ["e"] and mask.weight is None and not keepdim:
         return Counts(axes, mask.routing, ends=False)
     return None
+
+
+def _chosen_by(table: Table, dim: Any, keepdim: bool) -> Counts | None:
+    """A 0/1 table [tokens, E] summed over the tokens: how many chose each expert, once each."""
+    if not table.ones or table.negated or table.expert is not None or table.slot is not None or keepdim:
+        return None
+    rank = len(table.axes)
+    dims = {normalize(d, rank) for d in (dim if isinstance(dim, tuple | list) else (dim,))}
+    left = tuple(axis for i, axis in enumerate(table.axes) if i not in dims)
+    return Counts(left, table.routing, ends=False) if table.routing.distinct and [a.kind for axis in left for a in axis] == ["e"] else None
 
 
 @rule("any")
@@ -320,7 +338,13 @@ def on_count(ctx: Context, node: Node, x: Node, *args: Any, **kwargs: Any) -> An
         routing = fact.order.routing
     else:
         return None
-    return None if routing is None or not isinstance(bins, int) else Counts(((Atom("e", 0, bins),),), routing, ends=False)
+    if routing is None or not isinstance(bins, int):
+        return None
+    choices = routing.choices
+    if isinstance(choices, int) and choices <= bins:
+        settle(ctx.sizes, list(out_shape(node)), bins)
+        refine(ctx.sizes, node)
+    return Counts(((Atom("e", 0, bins),),), routing, ends=False)
 
 
 @rule("cumsum")

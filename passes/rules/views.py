@@ -5,14 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch.fx import Node
 
 from moefuse.passes.axes import Atom, Axes, Axis, atoms, extent, reshape
 from moefuse.passes.context import Context, as_size, normalize, out_shape
 from moefuse.passes.expr import Cast
-from moefuse.passes.facts import Counts, Fact, Fill, Hit, Index, IndexMatrix, Mask, Range, Rows, Sorted, Sum, Table, View, Weight
+from moefuse.passes.facts import Counts, Fact, Fill, Hit, Index, IndexMatrix, Mask, Range, Rows, Sorted, Span, Sum, Table, View, Weight
 from moefuse.passes.ops import tensor
 from moefuse.passes.rules import rule
+from moefuse.passes.rules.spans import hit_of
 from moefuse.passes.sizes import Size, product, same
 
 _uid = iter(range(1, 1 << 62))
@@ -190,7 +192,9 @@ def on_cast(ctx: Context, node: Node, x: Node, *_: Any, **__: Any) -> Any:
         return None if isinstance(fact, Sum) else fact
     if isinstance(fact, Rows):
         return replace(fact, expr=Cast(node, fact.expr, after.dtype))
-    if isinstance(fact, Mask | Index | IndexMatrix | Sorted | Counts | Range | Hit):
+    if isinstance(fact, Span) and after.dtype == torch.bool:
+        return hit_of(fact) if isinstance(hit_of(fact), Hit) else None
+    if isinstance(fact, Mask | Index | IndexMatrix | Sorted | Counts | Range | Hit | Span):
         return fact if not isinstance(fact, Mask) or fact.weight is None else None
     if isinstance(fact, Table):
         return replace(fact, root=node if fact.root is not None else None, root_axes=fact.axes, slots=None if not fact.ones else fact.slots)
