@@ -29,6 +29,7 @@ class Observer(Protocol):
     def failed(self, error: Exception, environment: Any) -> None: ...
     def rows(self, translator: Any, variable: Any) -> Any: ...
     def read(self, translator: Any, variable: Any) -> Any: ...
+    def numbers(self, translator: Any, variable: Any) -> Any: ...
 
     @property
     def scalars(self) -> bool: ...
@@ -59,6 +60,7 @@ def install(start: Callable[[Any, Any, bool], Observer | None]) -> None:
     _wrap(TensorVariable, "method_tolist", _on_tolist)
     if hasattr(BuiltinVariable, "call_index"):
         _wrap(BuiltinVariable, "call_index", _on_index)
+    _wrap(TensorVariable, "unpack_var_sequence", _on_unpack)
     for name in ("mutation", "store_attr", "register_hook"):
         _wrap(SideEffects, name, _on_mutation)
     _wrap(LocalGeneratorObjectVariable, "__init__", _on_iterator)
@@ -194,6 +196,12 @@ def _on_tolist(original: Any, self: Any, translator: Any, *args: Any, **kwargs: 
     known = observer.rows(translator, self) if observer is not None else None
     if observer is not None and known is None:
         observer.read(translator, self)
+    return original(self, translator, *args, **kwargs) if known is None else known
+
+
+def _on_unpack(original: Any, self: Any, translator: Any, *args: Any, **kwargs: Any) -> Any:
+    observer = getattr(translator.output, _KEPT, None)
+    known = observer.numbers(translator, self) if observer is not None and not args and not kwargs else None
     return original(self, translator, *args, **kwargs) if known is None else known
 
 

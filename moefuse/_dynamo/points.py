@@ -32,7 +32,12 @@ POINTS: dict[str, tuple[str, ...]] = {
     "torch._dynamo.variables.functions": ("LocalGeneratorObjectVariable.__init__", "UserFunctionVariable"),
     "torch._dynamo.variables.nn_module": ("UnspecializedNNModuleVariable",),
     "torch._dynamo.variables.lazy": ("LazyVariableTracker.realize",),
-    "torch._dynamo.variables.tensor": ("TensorVariable.method_item", "TensorVariable.method_tolist", "SymNodeVariable"),
+    "torch._dynamo.variables.tensor": (
+        "TensorVariable.method_item",
+        "TensorVariable.method_tolist",
+        "TensorVariable.unpack_var_sequence",
+        "SymNodeVariable",
+    ),
     "torch._dynamo.exc": (
         "RestartAnalysis",
         "SpeculationRestartAnalysis",

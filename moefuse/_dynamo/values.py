@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -40,6 +41,17 @@ def symbol(variable: Any) -> Any:
 def number_node(variable: Any) -> Node | None:
     """The graph node of a symbolic number; None for anything else."""
     return variable.as_proxy().node if symbol(variable) is not None else None
+
+
+def known(variable: Any) -> Any:
+    """The graph node of a tensor or a symbolic number, or a constant integer itself; None for anything else."""
+    variable = plain(variable)
+    node = tensor_node(variable)
+    node = number_node(variable) if node is None else node
+    if node is not None:
+        return node
+    value = variable.as_python_constant() if is_constant(variable) else None
+    return value if type(value) is int else None
 
 
 def unbacked(value: Any) -> set[Any]:
@@ -89,6 +101,22 @@ def row_tensor(translator: Any, literal: object, like: torch.Tensor) -> Any:
 
     proxy = translator.output.create_proxy("call_function", torch.tensor, (literal,), {"device": like.device, "dtype": like.dtype})
     return wrap_fx_proxy(translator, proxy)
+
+
+def is_ndarray(variable: Any) -> bool:
+    """Whether a variable is an array of NumPy's, which Dynamo traces as a tensor."""
+    from torch._dynamo.variables.tensor import NumpyNdarrayVariable
+
+    return isinstance(variable, NumpyNdarrayVariable)
+
+
+def number_at(translator: Any, node: Node, index: int) -> Any:
+    """``tensor[index].item()``, recorded in the graph."""
+    from torch._dynamo.variables.builder import wrap_fx_proxy
+
+    source = torch.fx.Proxy(node, translator.output.current_tracer)
+    element = wrap_fx_proxy(translator, translator.output.create_proxy("call_function", operator.getitem, (source, index), {}))
+    return element.call_method(translator, "item", [], {})
 
 
 def new_list(items: list[Any]) -> Any:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from torch.fx import Graph, Node
 
-Kind = Literal["row", "end", "size", "value"]
+Kind = Literal["row", "end", "size", "value", "list", "length"]
 
 TAG = "moefuse_assumptions"
 """Key of a node's meta: how many assumptions it was made under. A copy of such a node carries it too, and is then noticed."""
@@ -29,7 +29,8 @@ class Assumption:
     Attributes:
         kind: ``"row"``: this iteration runs, for row ``row`` of the mask ``subject``. ``"end"``: from row ``row`` on the mask ``subject``
             is false; no iteration was traced for these rows. ``"size"``: the unbacked size ``subject`` is at least one. ``"value"``: the
-            tensor ``subject`` is true (``outcome``) or false.
+            tensor ``subject`` is true (``outcome``) or false. ``"list"``: the program has appended one of ``items`` to a list.
+            ``"length"``: the tensor ``subject`` has ``row`` elements.
         row_node, members: where this iteration was traced as the representative of several rows: the row in the graph, and all of them.
         twin, twin_node: the row that was traced beside a representative where the body runs a module of a list.
         siblings: then, for each weight of the representative in the graph: the same weight of each of ``members`` and the twin.
@@ -39,7 +40,9 @@ class Assumption:
         graph: the graph that was being written.
         concerns_experts: whether what it is about is computed from expert ids; None if nobody has looked.
         nodes: every operation recorded in the scope.
-        carried: locals that are live behind the scope and hold another tensor than before: (name, node before, node now).
+        carried: locals that are live behind the scope and hold another tensor or number than before: (name, before, now), each a
+            node or a constant.
+        appended: what the scope appended to lists that are older.
     """
 
     kind: Kind
@@ -57,7 +60,9 @@ class Assumption:
     graph: Graph | None = None
     concerns_experts: bool | None = None
     nodes: set[Node] = field(default_factory=set)
-    carried: list[tuple[str, Node, Node]] = field(default_factory=list)
+    carried: list[tuple[str, Any, Any]] = field(default_factory=list)
+    appended: list[Node] = field(default_factory=list)
+    items: tuple[Node, ...] = ()
 
     @property
     def what(self) -> str:

@@ -111,6 +111,14 @@ class Code:
         return [i for i in out if i < len(self.instructions)]
 
 
+def empties(instructions: Sequence[Instruction], at: int) -> bool:
+    """Whether the value on the stack, a list or its length, is only asked whether it is nothing: a jump, perhaps after ``> 0``."""
+    rest = [inst for inst in instructions[at : at + 8] if inst.opname not in (*_NOTHING, "PRECALL", "TO_BOOL")]
+    if len(rest) > 2 and rest[0].opname == "LOAD_CONST" and rest[0].argval == 0 and rest[1].opname == "COMPARE_OP":
+        rest = rest[2:]
+    return bool(rest) and "JUMP" in rest[0].opname and rest[0].opname.endswith(("IF_TRUE", "IF_FALSE")) and "OR_POP" not in rest[0].opname
+
+
 def _names(inst: Instruction) -> tuple[str, ...]:
     """The plain locals that an instruction reads, writes or deletes."""
     if "_FAST" not in inst.opname:

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from moefuse._dynamo import births, control
-from moefuse.capture import branches, modules
+from moefuse.capture import branches, counts, modules
+from moefuse.capture.appends import Appends
 from moefuse.capture.assumptions import Assumption, Place, Undischarged
 from moefuse.capture.bytecode import Code
 from moefuse.capture.loops import GENERATOR, Loops
@@ -56,6 +57,7 @@ class Frame:
         self.settled: set[Assumption] = set()
         self.scopes = Scopes(self)
         self.loops = Loops(self)
+        self.appends = Appends(self)
         self._code: dict[int, tuple[Any, Code]] = {}
 
     @property
@@ -86,6 +88,7 @@ class Frame:
         if self.scopes.open:
             self.scopes.leave(tx, at)
         self.loops.iterate(tx)
+        self.appends.before(tx, at)
         loop = next((s.loop for s in self.scopes.open if s.loop is not None and s.loop.lists), None)
         if loop is not None and modules.tells_apart(tx, loop, tx.instructions[at]):
             self.unroll("the body may tell one module from another")
@@ -106,7 +109,7 @@ class Frame:
     def mutated(self, variable: Any) -> None:
         """An object of the program is about to change."""
         for scope in self.scopes.open:
-            if not births.born_inside(variable, scope.clock):
+            if not births.born_inside(variable, scope.clock) and not self.appends.takes(variable, scope.assumption):
                 self.refuse(scope.assumption, "it changes a Python object that was there before")
 
     def advanced(self, iterator: Any) -> None:
@@ -137,7 +140,12 @@ class Frame:
 
     def rows(self, tx: Any, variable: Any) -> Any:
         """``tolist()`` of the rows of a mask, as Python's list; None for any other tensor."""
-        return self.loops.rows(tx, variable)
+        found = self.loops.rows(tx, variable)
+        return counts.as_list(self, tx, variable) if found is None else found
+
+    def numbers(self, tx: Any, variable: Any) -> Any:
+        """The elements of a tensor or an array that is unpacked, where they are to be numbers; None to leave it to Dynamo."""
+        return counts.numbers(self, tx, variable)
 
     def read(self, tx: Any, variable: Any) -> Any:
         """A number is read out of a tensor; what Python gets in its place, or None."""

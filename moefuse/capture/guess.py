@@ -20,6 +20,7 @@ _COMPARES: dict[str, Callable[[Any, Any], Any]] = {
 }  # fmt: skip
 _COUNTS = frozenset(("sum", "count_nonzero", "bincount", "getitem", "select", "numel", "any", "max", "amax"))
 _KEEPS_IDS = frozenset(("one_hot", "permute", "transpose", "movedim", "unsqueeze"))
+_UNIQUE = frozenset(("unique",))
 _NOT = frozenset(("logical_not", "bitwise_not", "invert", "not_"))
 
 
@@ -33,11 +34,13 @@ def _value(node: Node) -> Any:
 
 
 def mask_of(node: Node | None) -> Node | None:
-    """The mask [n] (n known) whose true positions a tensor lists; None for any other tensor."""
+    """The mask [n] (n known) whose true positions a tensor lists, or the distinct expert ids; None for any other tensor."""
     value = None if node is None else _value(node)
     if not isinstance(value, torch.Tensor) or not value.dim() or not values.unbacked(value.shape[0]):
         return None
     source = _listed(node)
+    if source is not None and _name(source) in _UNIQUE:
+        return source
     mask = _value(source) if source is not None else None
     return source if isinstance(mask, torch.Tensor) and mask.dim() == 1 and isinstance(mask.shape[0], int) else None
 
@@ -48,6 +51,8 @@ def _listed(node: Any) -> Node | None:
         if not isinstance(node, Node) or node.op not in ("call_method", "call_function") or not node.args:
             return None
         name, first = _name(node), node.args[0]
+        if name in _UNIQUE and choices(first) is not None:
+            return node if isinstance(_value(node), torch.Tensor) and set(node.kwargs) <= {"sorted"} else None
         alone = not node.kwargs.get("as_tuple", False) and len(node.args) == 1
         if name == "argwhere" or (name == "nonzero" and alone):
             return first if isinstance(first, Node) else None
@@ -68,9 +73,44 @@ def _whole(index: Any) -> bool:
     return items[0] == slice(None) and all(i == 0 for i in items[1:])
 
 
-def length(mask: Node) -> int:
-    """How many rows a mask can have."""
-    return int(_value(mask).shape[0])
+def length(source: Node) -> int:
+    """How many rows a mask, or a list of distinct ids, can have."""
+    count = choices(source.args[0]) if _name(source) in _UNIQUE else None
+    return int(_value(source).shape[0]) if count is None else count
+
+
+def bins(node: Node | None) -> int | None:
+    """How long ``bincount(ids, minlength=E)``, or a running sum of it, is: E where the ids are below it. None for any other tensor."""
+    for _ in range(8):
+        if not isinstance(node, Node) or node.op not in ("call_method", "call_function") or not node.args:
+            return None
+        name, first = _name(node), node.args[0]
+        if name == "bincount":
+            least, count = node.kwargs.get("minlength", node.args[2] if len(node.args) > 2 else 0), choices(first)
+            return least if isinstance(least, int) and count is not None and count <= least else None
+        if name not in _VIEWS and name not in ("cumsum", "view_as"):
+            return None
+        node = first  # type: ignore[assignment]
+    return None
+
+
+def choices(ids: Any) -> int | None:
+    """How many experts the router chose from, where ids are views of the places of the best scores; None if that is not known."""
+    for _ in range(8):
+        if not isinstance(ids, Node) or ids.op not in ("call_method", "call_function") or not ids.args:
+            return None
+        name, first = _name(ids), ids.args[0]
+        if name == "getitem" and isinstance(first, Node) and _name(first) in ("topk", "sort", "max"):
+            scores = _value(first.args[0]) if isinstance(first.args[0], Node) and ids.args[1] == 1 else None
+            count = scores.shape[-1] if isinstance(scores, torch.Tensor) and scores.dim() else None
+            return count if isinstance(count, int) else None
+        if name == "argmax":
+            scores = _value(first) if isinstance(first, Node) else None
+            return int(scores.shape[-1]) if isinstance(scores, torch.Tensor) and isinstance(scores.shape[-1], int) else None
+        if name not in _VIEWS:
+            return None
+        ids = first
+    return None
 
 
 def end(mask: Node) -> int:
@@ -100,17 +140,42 @@ def _choices(node: Node, scores: Node) -> int:
 
 
 def about_size(number: Any) -> tuple[Any, bool] | None:
-    """(the symbol, the outcome) of a condition that says whether one unbacked size is zero; None for any other condition."""
+    """(the symbol, the outcome) of a condition that says whether one unbacked size is zero; None for any other condition.
+
+    Of ``end == start``, where both are such sizes, the pair of them.
+    """
     import sympy  # here: importing moefuse must stay cheap
 
     expr = sympy.sympify(getattr(number.node, "expr", None))
     symbols = values.unbacked(number)
-    if expr is None or len(symbols) != 1 or expr.free_symbols != symbols:
+    if expr is None or not symbols or expr.free_symbols != symbols:
         return None
-    (size,) = symbols
-    some = _truth(expr.subs(size, sympy.Symbol("n", integer=True, positive=True)))
-    none = _truth(expr.subs(size, 0))
-    return None if some is None or none is None or some == none else (size, some)
+    if isinstance(expr, sympy.core.relational.Relational):
+        expr = expr.func(sympy.expand(expr.lhs - expr.rhs), 0)
+        symbols = expr.free_symbols
+    size, less = _between(expr, symbols)
+    if size is None:
+        return None
+    some = _truth(expr.subs(size, less + sympy.Symbol("n", integer=True, positive=True)))
+    none = _truth(expr.subs(size, less))
+    return None if some is None or none is None or some == none else (size if less == 0 else (size, less), some)
+
+
+def _between(expr: Any, symbols: set[Any]) -> tuple[Any, Any]:
+    """(size, 0) of an expression of one size; (end, start) of one of a difference; else (None, 0)."""
+    if len(symbols) == 1:
+        return next(iter(symbols)), 0
+    signs = (expr.lhs if hasattr(expr, "lhs") else expr).as_coefficients_dict() if len(symbols) == 2 else {}
+    found = {sign: symbol for symbol, sign in signs.items()}
+    if set(found) != {1, -1} or set(found.values()) != symbols:
+        return None, 0
+    # A program may write ``start >= end``: both orders are differences, and the facts say which one is the end.
+    return (found[1], found[-1]) if _rises(found) else (found[-1], found[1])
+
+
+def _rises(found: dict[Any, Any]) -> bool:
+    """Whether the symbol with the plus sign was made after the other, as ends are after starts."""
+    return str(found[1])[1:].zfill(9) > str(found[-1])[1:].zfill(9)
 
 
 def _truth(expr: Any) -> bool | None:
@@ -124,6 +189,27 @@ def _truth(expr: Any) -> bool | None:
     return True if found.is_nonzero else False if found.is_zero else None
 
 
+_OFFSETS = {"eq": False, "ne": True, "gt": True, "lt": True}
+
+
+def _about_offsets(node: Node) -> bool | None:
+    """The outcome of ``start == end``, ``end > start`` of 0-d tensors when there is something between them; None for other conditions."""
+    both = len(node.args) == 2 and all(isinstance(a, Node) and _integer(_value(a)) for a in node.args)
+    return _OFFSETS.get(_name(node)) if both else None
+
+
+def _tells(name: str, bound: Any) -> bool | None:
+    """The outcome of comparing a number with a constant, where every number but zero gives the same and zero does not."""
+    if name not in _COMPARES or not isinstance(bound, int | float):
+        return None
+    holds = {bool(_COMPARES[name](n, bound)) for n in (1, 2, 3, 1 << 40)}
+    return holds.pop() if len(holds) == 1 and bool(_COMPARES[name](0, bound)) not in holds else None
+
+
+def _integer(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not value.dim() and value.dtype == torch.int64
+
+
 def about_value(node: Node, depth: int = 6) -> bool | None:
     """The outcome of ``if mask.any():``, ``if mask.sum() == 0:``, ``if counts[e] > 0:`` when there are some; None for other conditions."""
     if depth == 0 or node.op not in ("call_method", "call_function"):
@@ -134,15 +220,15 @@ def about_value(node: Node, depth: int = 6) -> bool | None:
         return None
     if name == "any":
         return True
+    if _about_offsets(node) is not None:
+        return _about_offsets(node)
+    if name == "sub" and all(isinstance(a, Node) and _integer(_value(a)) for a in node.args):
+        return True
     if name in _NOT:
         inner = about_value(first, depth - 1)
         return None if inner is None else not inner
     if name in _COMPARES and len(node.args) == 2 and isinstance(node.args[1], int | float):
-        bound = node.args[1]
-        holds = {bool(_COMPARES[name](n, bound)) for n in (1, 2, 3, 1 << 40)}
-        if len(holds) != 1 or bool(_COMPARES[name](0, bound)) in holds or about_value(first, depth - 1) is None:
-            return None
-        return holds.pop()
+        return None if about_value(first, depth - 1) is None else _tells(name, node.args[1])
     if name in _VIEWS or name in ("bool", "item", "int"):
         return about_value(first, depth - 1)
     value = _value(node)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from torch.fx import Node
+
 from moefuse._dynamo import births, values
 from moefuse.capture.assumptions import TAG, Assumption, Scope
 
@@ -85,7 +87,7 @@ class Scopes:
             elif verdict == "differs":
                 self.frame.refuse(assumption, READ_AFTER.format(name=name))
             elif verdict == "carried":
-                assumption.carried.append((name, values.tensor_node(values.plain(before)), values.tensor_node(values.plain(after))))  # type: ignore[arg-type]
+                assumption.carried.append((name, values.known(before), values.known(after)))
 
     def handler(self, tx: Any) -> None:
         """An exception is handled: what only the handlers read is read after all."""
@@ -95,7 +97,7 @@ class Scopes:
 
 
 def _compare(before: Any, after: Any) -> str:
-    """``same``, ``carried`` (both are tensors), or ``differs``."""
+    """``same``, ``carried`` (both are tensors, or numbers that the run computes), or ``differs``."""
     if before is after:
         return "same"
     if before is None or after is None:
@@ -109,5 +111,7 @@ def _compare(before: Any, after: Any) -> str:
     old, new = values.tensor_node(before), values.tensor_node(after)
     if old is not None and new is not None:
         return "same" if old is new else "carried"
-    old, new = values.number_node(before), values.number_node(after)
-    return "same" if old is not None and old is new else "differs"
+    old, new = values.known(before), values.known(after)
+    if old is not None and old is new:
+        return "same"
+    return "carried" if old is not None and isinstance(new, Node) else "differs"

@@ -1,0 +1,50 @@
+"""Counts that a program takes apart: in NumPy, or as long as ``bincount`` makes them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from moefuse._dynamo import values
+from moefuse.capture import guess
+from moefuse.capture.assumptions import Assumption
+
+if TYPE_CHECKING:
+    from moefuse.capture.frame import Frame
+
+
+def numbers(frame: Frame, tx: Any, variable: Any) -> list[Any] | None:
+    """The elements of an array of integers as Python's numbers, and as many of ``bincount(ids, minlength=E)`` as there are experts.
+
+    NumPy's integers are no Python integers, but nothing that a captured graph keeps can tell: numbers that depend on data are not in it.
+    """
+    count = _length(frame, variable)
+    node = values.tensor_node(variable)
+    if count is None or node is None:
+        return None
+    if guess.bins(node) is not None:
+        assumption = Assumption("length", frame.place(tx), frame.location(tx), node, row=count)
+        assumption.graph = values.graph_of(tx)
+        frame.assumptions.append(assumption)
+    return [values.number_at(tx, node, i) for i in range(count)]
+
+
+def as_list(frame: Frame, tx: Any, variable: Any) -> Any:
+    """``bincount(ids, minlength=E).tolist()``; None for any other tensor."""
+    node = values.tensor_node(variable)
+    if not frame.active or guess.bins(node) is None:
+        return None
+    found = numbers(frame, tx, variable)
+    return None if found is None else values.new_list(found)
+
+
+def _length(frame: Frame, variable: Any) -> int | None:
+    node = values.tensor_node(variable)
+    value = node.meta.get("example_value") if node is not None and frame.active else None
+    if not isinstance(value, torch.Tensor) or value.dim() != 1 or value.dtype not in (torch.int64, torch.int32):
+        return None
+    bins = guess.bins(node)
+    if bins is not None:
+        return bins
+    return int(value.shape[0]) if values.is_ndarray(variable) and isinstance(value.shape[0], int) else None
