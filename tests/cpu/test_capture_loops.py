@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch.torch_version import TorchVersion
 
 from tests.cpu.capture_case import check, plain
 from tests.programs.loops import NEAR_MISS, POSITIVE, Layer, gradients
@@ -10,7 +12,14 @@ from tests.programs.loops import NEAR_MISS, POSITIVE, Layer, gradients
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
-@pytest.mark.parametrize("cls", POSITIVE.values(), ids=POSITIVE)
+NEEDS_2_12 = pytest.mark.skipif(TorchVersion(torch.__version__) < (2, 12), reason="Dynamo of torch 2.11 breaks the graph at this statement")
+"""Rows assigned to a slice of unknown length."""
+
+
+OLD = ("FilledByCumsum", "EndsAsList")
+
+
+@pytest.mark.parametrize("cls", [pytest.param(c, id=n, marks=NEEDS_2_12 if n in OLD else ()) for n, c in POSITIVE.items()])
 def test_a_loop_is_one_graph_and_fused(cls: type[Layer]) -> None:
     seen = check(cls)
     assert len(seen.graphs) == 1

@@ -3,7 +3,20 @@
 Every layer takes ``x [T, H]`` and router ``logits [T, E]``, so that a test decides which experts get no token at all.
 """
 
-from tests.programs.loops import conditions, ends, gradients, hits, near_conditions, near_python, near_rows, numbers, weightless
+from tests.programs.loops import (
+    conditions,
+    ends,
+    gradients,
+    hits,
+    near_conditions,
+    near_python,
+    near_rows,
+    near_segments,
+    numbers,
+    segments,
+    unique,
+    weightless,
+)
 from tests.programs.loops.base import KINDS, NEAR_MISS, POSITIVE, E, Expert, H, I, K, Layer, logits_for
 
 __all__ = [
@@ -24,6 +37,9 @@ __all__ = [
     "near_conditions",
     "near_python",
     "near_rows",
+    "near_segments",
     "numbers",
+    "segments",
+    "unique",
     "weightless",
 ]

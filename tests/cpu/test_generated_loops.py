@@ -1,0 +1,117 @@
+"""Generated loops that depend on data: what is a mixture of experts is one graph and fused, and nothing ever computes anything else."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from hypothesis import assume, event, given, reject, settings
+from hypothesis import strategies as st
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.torch_version import TorchVersion
+
+from moefuse import Options
+from tests.cpu.capture_case import Packed, Seen, call, capturing, plain, same
+from tests.programs import generated
+from tests.programs.generated import Loop
+from tests.programs.loops import KINDS, H, logits_for
+from tests.strategies import PHASES, THOROUGH
+
+pytestmark = [
+    pytest.mark.usefixtures("fresh_dynamo"),
+    pytest.mark.skipif(TorchVersion(torch.__version__) < (2, 12), reason="Dynamo of torch 2.11 breaks more of these graphs"),
+]
+
+EXAMPLES = settings().max_examples if THOROUGH else 8
+
+
+def some(names: dict[str, str] | dict[str, tuple[str, ...]]) -> st.SearchStrategy[str]:
+    return st.sampled_from(sorted(names))
+
+
+def rows_loops(twists: st.SearchStrategy[str]) -> st.SearchStrategy[Loop]:
+    """Loops over experts that select rows."""
+    return st.builds(
+        Loop,
+        over=some(generated.OVER),
+        mask=some(generated.MASKS),
+        hit=some(generated.HITS),
+        skip=some(generated.SKIPS),
+        gather=some(generated.GATHERS),
+        add=some(generated.ADDS),
+        store=some(generated.STORES),
+        twist=twists,
+    ).filter(generated.sensible)
+
+
+def cut_loops(twists: st.SearchStrategy[str]) -> st.SearchStrategy[Loop]:
+    """Loops over pieces of sorted slots."""
+    return st.builds(
+        Loop,
+        cut=some(generated.CUTS),
+        counts=some(generated.COUNTS),
+        skip=some(generated.CUT_SKIPS),
+        rows=some(generated.ROWS),
+        add=st.sampled_from([*sorted(generated.ADDS), "append", "append", "fill"]),
+        store=some(generated.STORES),
+        twist=twists,
+    ).filter(generated.sensible)
+
+
+def compare(loop: Loop, *, verify: str, grad: bool, flags: bool = False) -> Seen:
+    """Outputs, gradients, inputs and Python's state for routings that leave different experts without tokens.
+
+    ``flags``: the user has switched both of Dynamo's capture flags on, with which some programs cannot be compiled at all.
+    """
+    if not flags:
+        return _compare(loop, plain(verify=verify), grad)
+    with torch._dynamo.config.patch(capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True):
+        try:
+            return _compare(loop, plain(verify=verify), grad)
+        except GuardOnDataDependentSymNode as error:
+            with pytest.raises(type(error)):
+                _compare(loop, plain(capture=False, enabled=False), grad)
+            return Seen()
+
+
+def _compare(loop: Loop, options: Options, grad: bool) -> Seen:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = generated.layer(loop)()
+    twin, seen = copy.deepcopy(model), Seen()
+    compiled = torch.compile(Packed(model), backend=capturing(seen, options))
+    for kind in KINDS:
+        x, logits = torch.randn(5, H), logits_for(kind, 5)
+        try:
+            expected = call(twin, twin, x, logits, grad=grad)
+        except Exception:  # a twist that is no program at all for this routing
+            reject()
+        assume(torch.isfinite(expected.out).all())
+        same(call(lambda x, logits: compiled(torch.cat([x, logits], dim=1)), model, x, logits, grad=grad), expected)
+    return seen
+
+
+@pytest.mark.parametrize("loops", [rows_loops, cut_loops])
+def test_a_mixture_of_experts_is_one_graph_and_fused(loops: object) -> None:
+    @settings(phases=PHASES, max_examples=EXAMPLES)
+    @given(loops(st.just("none")))  # type: ignore[operator]
+    def run(loop: Loop) -> None:
+        seen = compare(loop, verify=plain().verify, grad=True)
+        assert (len(seen.graphs), len(seen.report.fused)) == (1, 1), f"{loop}\n{loop.text}\n{seen.report}"
+
+    run()
+
+
+@pytest.mark.parametrize("loops", [rows_loops, cut_loops])
+def test_what_only_looks_like_one_computes_what_it_says(loops: object) -> None:
+    """Without the verification too, which would catch what the facts get wrong."""
+    names = generated.twists(cut=loops is cut_loops)
+
+    @settings(phases=PHASES, max_examples=EXAMPLES)
+    @given(loops(st.sampled_from(names)), st.booleans(), st.booleans(), st.booleans())  # type: ignore[operator]
+    def run(loop: Loop, verified: bool, grad: bool, flags: bool) -> None:
+        event(loop.twist)
+        compare(loop, verify=plain().verify if verified else "off", grad=grad, flags=flags)
+
+    run()

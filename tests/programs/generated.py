@@ -1,0 +1,281 @@
+"""Expert loops written by a generator: as many ways to say the same as its parts allow, and one thing wrong in each near miss.
+
+A :class:`Loop` is turned into Python source, so that Dynamo sees what it would see of a user's file. ``twist`` names the one statement that
+makes a difference; ``"none"`` is a mixture of experts and must be fused.
+"""
+
+from __future__ import annotations
+
+import itertools
+import linecache
+import textwrap
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from tests.programs.loops.base import E, H, K, Layer
+
+_numbers = itertools.count()
+
+OVER = {
+    "range": "range(E)",
+    "nonzero": "hit.nonzero()",
+    "flat": "hit.nonzero().flatten()",
+    "list": "hit.nonzero().flatten().tolist()",
+    "where": "torch.where(hit)[0]",
+    "unique": "ids.unique()",
+    "unique_list": "torch.unique(ids.flatten()).tolist()",
+}
+"""What the loop runs over."""
+
+MASKS = {
+    "one_hot": ("mask = F.one_hot(ids, num_classes=E).permute(2, 1, 0)", "mask[e]", True),
+    "equal": ("", "ids == e", False),
+    "equal_all": ("mask = ids[..., None] == torch.arange(E)", "mask[..., e]", False),
+}
+"""Once before the loop; the mask of one expert; whether its rows are slots."""
+
+HITS = {
+    "sum": "F.one_hot(ids, num_classes=E).sum(dim=(0, 1)) > 0",
+    "any": "(ids[..., None] == torch.arange(E)).any(dim=1).any(dim=0)",
+    "count": "F.one_hot(ids.flatten(), num_classes=E).sum(0).ne(0)",
+}
+
+SKIPS = {
+    "no": "",
+    "numel": "if tok.numel() == 0: continue",
+    "len": "if len(tok) < 1: continue",
+    "shape": "if not tok.shape[0] > 0: continue",
+    "any": "if not (ids == e).any(): continue",
+}
+
+GATHERS = {"index": "x[tok]", "select": "x.index_select(0, tok)", "none": "x[None, tok].reshape(-1, H)"}
+
+ADDS = {
+    "index_add_": "out.index_add_(0, tok, y)",
+    "iadd": "out[tok] += y",
+    "index_add": "out = out.index_add(0, tok, y)",
+    "index_put_": "out.index_put_((tok,), y, accumulate=True)",
+}
+
+COUNTS = {
+    "one_hot": "F.one_hot(ids.flatten(), num_classes=E).sum(0)",
+    "bincount": "torch.bincount(ids.flatten(), minlength=E)",
+    "scatter": "ids.new_zeros((ids.shape[0], E)).scatter_(1, ids, 1).sum(0)",
+    "histc": "torch.histc(ids.flatten().float(), bins=E, min=0, max=E - 1).long()",
+    "compare": "(ids.view(-1, 1) == torch.arange(E)).sum(0)",
+}
+
+CUTS = {
+    "list": ("sizes = counts.tolist()", "for e, n in enumerate(sizes):", "end = start + n", "start = end"),
+    "tensor": ("", "for e, n in enumerate(counts):", "end = start + n", "start = end"),
+    "numpy": ("sizes = counts.cpu().numpy()", "for e, n in enumerate(sizes):", "end = start + n", "start = end"),
+    "ends": (
+        "ends = counts.cumsum(0).tolist()",
+        "for e, end in enumerate(ends):",
+        "start = 0 if e == 0 else ends[e - 1]\nn = end - start",
+        "",
+    ),
+    "bounds": (
+        "ends = torch.cat((torch.zeros(1, dtype=torch.long), counts.cumsum(0)))",
+        "for e in range(E):",
+        "start, end = ends[e], ends[e + 1]\nn = end - start",
+        "",
+    ),
+    "iadd": ("sizes = counts.tolist()", "for e, n in enumerate(sizes):", "end = start + n", "start += n"),
+}
+"""Before the loop; its head; where an expert's slots begin and end; what the next expert needs."""
+
+CUT_SKIPS = {"no": "", "zero": "if n == 0: continue", "some": "if not n > 0: continue"}
+
+ROWS = {"rows": "rows[start:end]", "tokens": "x[token[start:end]]", "slots": "x[perm[start:end] // K]"}
+
+STORES = {"stacked": "self.expert(e, h)", "modules": "self.experts[e](h)"}
+
+# Twists by the part of the program that they change: (part, what stands there now). ``{}`` is what stood there.
+TWISTS: dict[str, dict[str, str]] = {
+    "none": {},
+    "not_renormalised": {"route": "{}\nweights = logits.softmax(-1).gather(1, ids)"},
+    "counts_iterations": {"before": "{}\nturns = 0", "after": "turns = turns + 1\n{}", "end": "out = out / (turns + 1)\n{}"},
+    "counts_on_self": {"after": "self.calls += 1\n{}"},
+    "remembers": {"after": "self.seen.append(1)\n{}"},
+    "breaks_early": {"before": "{}\nturns = 0", "after": "{}\nturns = turns + 1\nif turns >= 2: break"},
+    "breaks_when_empty": {"skip": "if h_count == 0: break"},
+    "drops_small": {"skip": "if h_count <= 1: continue"},
+    "reads_count": {"weigh": "{}\ny = y / (h.shape[0] + 1)"},
+    "batch_mean": {"gather": "{}\nh = h - h.mean(dim=0, keepdim=True)"},
+    "batch_max": {"weigh": "{}\ny = y / (1 + y.detach().abs().sum())"},
+    "sorts_rows": {"weigh": "{}\ny = y.flip(0)"},
+    "cumsum_rows": {"weigh": "{}\ny = y.cumsum(0)"},
+    "scales_x": {"after": "x.mul_(1.25)\n{}"},
+    "writes_x": {"after": "x[:1] = x[:1] + 1\n{}"},
+    "adds_to_x": {"before": "{}\nout = x"},
+    "next_expert": {"expert": "e = (e + 1) % E\n{}"},
+    "first_expert": {"expert": "e = 0\n{}"},
+    "weighs_twice": {"weigh": "{}\n{}"},
+    "unweighted": {"weigh": ""},
+    "number_in_arithmetic": {"weigh": "{}\ny = y * (e + 1)"},
+    "fades": {"add": "out = out * 0.5\n{}"},
+    "fades_in_place": {"add": "out.mul_(0.5)\n{}"},
+    "feeds_back": {"gather": "{}\nh = h + out.mean()"},
+    "reads_after": {"end": "out = out + y.sum()\n{}", "before": "{}\ny = x"},
+    "last_number": {"end": "out = out * (e + 1)\n{}", "before": "{}\ne = 0"},
+    "same_twice": {"route": "{}\nids = ids[:, :1].expand(-1, K).contiguous()"},
+    "shifted_in_place": {"route": "{}\nids[:, 1] = ids[:, 0]"},
+    "random": {"weigh": "{}\ny = F.dropout(y, 0.5)"},
+    "grad_off": {"expert": "with torch.no_grad():\n    {}"},
+    "detaches": {"weigh": "{}\ny = y.detach()"},
+}
+
+LOOP_TWISTS: dict[str, dict[str, str]] = {
+    "other_mask": {"hit": "hit = torch.arange(E) < 2"},
+    "hit_by_many": {"hit": "hit = F.one_hot(ids, num_classes=E).sum(dim=(0, 1)) > 1"},
+    "hit_shifted": {"hit": "{}\nhit = hit.roll(1)"},
+    "other_unique": {"over": "(ids + 1).remainder(E).unique()"},
+    "first_slot_only": {"select": "tok, slot = torch.where(ids[:, :1] == e)"},
+    "wrong_slot": {"weigh": "y = y * weights[tok, 0, None]"},
+    "other_tokens": {"gather": "h = x[tok.flip(0)]"},
+    "assigns": {"add": "out[tok] = y"},
+    "all_but_last": {"over": "range(E - 1)"},
+}
+
+CUT_TWISTS: dict[str, dict[str, str]] = {
+    "starts_late": {"cut": "{}\nh_start = start + 1", "gather": "h = x[token][h_start:end]\nh = F.pad(h, (0, 0, 0, 1))[: end - start]"},
+    "ends_late": {"offset": "start = 1"},
+    "not_sorted": {"order": "{}\nperm = torch.arange(ids.numel())\ntoken = perm // K\nrows = x[token]"},
+    "descending": {"order": "{}\nperm = ids.flatten().argsort(descending=True)\ntoken = perm // K\nrows = x[token]"},
+    "other_counts": {"counts": "{}\ncounts = counts.flip(0)"},
+    "other_routing": {"counts": "{}\ncounts = F.one_hot((-logits).topk(K)[1].flatten(), num_classes=E).sum(0)"},
+    "counts_changed": {"counts": "{}\ncounts[0] += counts[1]\ncounts[1] = 0"},
+    "list_length": {"end": "out = out * len(outs)\n{}"},
+    "list_first": {"end": "out = out + outs[0].sum()\n{}"},
+    "list_again": {"end": "out = out + torch.cat(outs).shape[0]\n{}"},
+    "adds_the_offset": {"end": "out = out + end\n{}", "before": "{}\nend = 0"},
+    "reversed": {"join": "ys = torch.cat(outs[::-1])"},
+    "twice_in_list": {"add": "{}\n{}", "join": "ys = torch.cat(outs)[: rows.shape[0]]"},
+    "other_order": {"join": "{}\nperm = perm.flip(0)"},
+    "wrong_k": {"order": "{}\ntoken = perm % K\nrows = x[token]"},
+}
+
+
+@dataclass(frozen=True)
+class Loop:
+    """One program. ``over`` or ``cut`` says which kind of loop it is; parts of the other kind are ignored."""
+
+    over: str = ""
+    cut: str = ""
+    mask: str = "equal"
+    hit: str = "sum"
+    skip: str = "no"
+    gather: str = "index"
+    add: str = "index_add_"
+    counts: str = "one_hot"
+    rows: str = "rows"
+    store: str = "stacked"
+    twist: str = "none"
+
+    @property
+    def text(self) -> str:
+        """The source of ``forward(self, x, logits)``."""
+        parts = _cut_parts(self) if self.cut else _loop_parts(self)
+        for part, new in {**TWISTS, **LOOP_TWISTS, **CUT_TWISTS}[self.twist].items():
+            parts[part] = _filled(new, parts.get(part, ""))
+        return _written(parts)
+
+
+def _filled(new: str, old: str) -> str:
+    lines = []
+    for line in new.split("\n"):
+        lead = line[: len(line) - len(line.lstrip())]
+        lines += [lead + inner for inner in old.split("\n")] if line.strip() == "{}" else [line]
+    return "\n".join(lines)
+
+
+_ROUTE = "x = x.clone()\nweights, ids = torch.topk(logits.softmax(-1), K, dim=-1)\nweights = weights / weights.sum(-1, keepdim=True)"
+
+
+def _loop_parts(p: Loop) -> dict[str, str]:
+    once, mask, slots_first = MASKS[p.mask]
+    number = "e = e[0]" if p.over == "nonzero" else ""
+    listed = p.over in ("range", "unique", "unique_list")
+    return {
+        "route": _ROUTE,
+        "hit": "" if listed else f"hit = {HITS[p.hit]}",
+        "before": f"out = torch.zeros_like(x)\n{once}",
+        "over": OVER[p.over],
+        "head": "for e in {over}:",
+        "cut": number,
+        "select": f"{'slot, tok' if slots_first else 'tok, slot'} = torch.where({mask})\nh_count = tok.shape[0]",
+        "skip": SKIPS[p.skip],
+        "gather": f"h = {GATHERS[p.gather]}",
+        "expert": f"y = {STORES[p.store]}",
+        "weigh": "y = y * weights[tok, slot, None]",
+        "add": ADDS[p.add],
+        "after": "",
+        "join": "",
+        "end": "return out",
+    }
+
+
+def _cut_parts(p: Loop) -> dict[str, str]:
+    before, head, cut, following = CUTS[p.cut]
+    listed, filled = p.add == "append", p.add == "fill"
+    whole = listed or filled
+    join = ""
+    if whole:
+        join = "ys = torch.cat(outs, dim=0)\n" if listed else ""
+        join += "out = torch.empty_like(ys)\nout[perm] = ys\nout = (out.view(*ids.shape, -1) * weights.unsqueeze(-1)).sum(1)"
+    add = {"append": "outs.append(y)", "fill": "ys[start:end] = y"}.get(p.add) or ADDS[p.add]
+    return {
+        "route": _ROUTE,
+        "counts": f"counts = {COUNTS[p.counts]}",
+        "order": "perm = ids.flatten().argsort(stable=True)\ntoken = perm // K\nrows = x[token]\nscale = weights.flatten()[perm]",
+        "before": "out = torch.zeros_like(x)\nouts = []\nys = torch.zeros_like(rows)\n" + before,
+        "offset": "start = 0",
+        "head": head,
+        "cut": f"{cut}\nh_count = n",
+        "skip": CUT_SKIPS[p.skip],
+        "select": "" if whole else "tok = token[start:end]",
+        "gather": f"h = {ROWS[p.rows]}",
+        "expert": f"y = {STORES[p.store]}",
+        "weigh": "" if whole else "y = y * scale[start:end, None]",
+        "add": add,
+        "after": following,
+        "join": join,
+        "end": "return out",
+    }
+
+
+def _written(parts: dict[str, str]) -> str:
+    outside = [parts[p] for p in ("route", "hit", "counts", "order", "before", "offset") if parts.get(p)]
+    selection = ("cut", "skip", "select") if "counts" in parts else ("cut", "select", "skip")
+    inside = [parts[p] for p in (*selection, "gather", "expert", "weigh", "add", "after") if parts.get(p)]
+    head = parts["head"].replace("{over}", parts.get("over", ""))
+    body = "\n".join([*outside, head, textwrap.indent("\n".join(inside), "    "), *(parts[p] for p in ("join", "end") if parts[p])])
+    return "def forward(self, x, logits):\n" + textwrap.indent(body, "    ") + "\n"
+
+
+def layer(loop: Loop) -> type[Layer]:
+    """A layer with that forward, from a file that Dynamo and tracebacks can read."""
+    name = f"<loop {next(_numbers)}>"
+    linecache.cache[name] = (len(loop.text), None, loop.text.splitlines(keepends=True), name)
+    space: dict[str, Any] = {"torch": torch, "F": F, "E": E, "H": H, "K": K}
+    exec(compile(loop.text, name, "exec"), space)
+    return type("Generated", (Layer,), {"forward": space["forward"]})
+
+
+def twists(*, cut: bool) -> list[str]:
+    """The twists that a kind of loop has a place for."""
+    return [*TWISTS, *(CUT_TWISTS if cut else LOOP_TWISTS)]
+
+
+def sensible(p: Loop) -> bool:
+    """Whether the parts fit together: a twist that changes what is not there would be none."""
+    twist = {**TWISTS, **LOOP_TWISTS, **CUT_TWISTS}[p.twist]
+    if p.cut:
+        whole = p.add in ("append", "fill")
+        return not ((whole and p.twist in ("weighs_twice", "unweighted")) or (p.twist.startswith("list_") and p.add != "append")
+                    or ("join" in twist and p.add != "append") or (p.rows != "rows" and p.twist == "starts_late"))  # fmt: skip
+    return not (("hit" in twist and p.over in ("range", "unique", "unique_list")) or p.add in ("append", "fill"))

@@ -1,0 +1,62 @@
+"""Loops over the expert ids that occur."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tests.programs.loops.base import Layer, positive
+
+
+@positive
+class UniqueIds(Layer):
+    """``for e in torch.unique(ids)``: 0-d tensors."""
+
+    def forward(self, x: Tensor, logits: Tensor) -> Tensor:
+        ids, weights = self.route(logits)
+        out = torch.zeros_like(x)
+        for e in torch.unique(ids):
+            tok, slot = torch.where(ids == e)
+            out.index_add_(0, tok, self.expert(e, x[tok]) * weights[tok, slot, None])
+        return out
+
+
+@positive
+class UniqueModules(Layer):
+    """``self.experts[e]`` with a tensor."""
+
+    def forward(self, x: Tensor, logits: Tensor) -> Tensor:
+        ids, weights = self.route(logits)
+        out = torch.zeros_like(x)
+        for e in ids.unique():
+            tok, slot = torch.where(ids == e)
+            out[tok] += self.experts[e](x[tok]) * weights[tok, slot].unsqueeze(-1)
+        return out
+
+
+@positive
+class UniqueList(Layer):
+    """``ids.unique().tolist()``: Python numbers."""
+
+    def forward(self, x: Tensor, logits: Tensor) -> Tensor:
+        ids, weights = self.route(logits)
+        out = torch.zeros_like(x)
+        for e in ids.unique().tolist():
+            tok, slot = torch.where(ids == e)
+            out.index_add_(0, tok, self.experts[e](x[tok]) * weights[tok, slot, None])
+        return out
+
+
+@positive
+class UniqueNumbers(Layer):
+    """``e.item()`` in the loop, of the flattened ids."""
+
+    def forward(self, x: Tensor, logits: Tensor) -> Tensor:
+        ids, weights = self.route(logits)
+        out = torch.zeros_like(x)
+        for e in ids.view(-1).unique(sorted=True):
+            number = e.item()
+            mask = (ids == number).any(dim=-1)
+            scale = (weights * (ids == number)).sum(-1)
+            out[mask] += self.experts[number](x[mask]) * scale[mask].unsqueeze(-1)
+        return out
