@@ -433,10 +433,12 @@ def _modes(ctx: Context, region: Region) -> Lost | None:
         counts = isinstance(fact, Counts | Hit | Span | Sorted | Range | Fill) or (isinstance(fact, Mask) and fact.weight is None)
         if value is None or not value.dtype.is_floating_point or counts or (isinstance(fact, Table) and fact.ones):
             continue
-        # A view or a cast computes the same under every autocast. Where the sum is made without gradients nothing is differentiated,
-        # however its inputs were made; elsewhere all of it must be.
-        plain = isinstance(fact, View | Weight)
-        if (ctx.mode[node][1] != mode[1] and not plain) or (mode[0] and not ctx.mode[node][0]):
+        here = ctx.mode[node]
+        # A view or a cast computes the same under every autocast.
+        casts = here[1] == mode[1] or isinstance(fact, View | Weight)
+        # What is added without gradients has none, however it was computed; an accumulator keeps those that it had.
+        grads = here[0] == mode[0] or (here[0] and not isinstance(fact, Sum | Buffer))
+        if not casts or not grads:
             return ctx.lost("context-differs", node)
     return None
 

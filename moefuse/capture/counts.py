@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from moefuse._dynamo import values
+from moefuse._dynamo import lists, values
 from moefuse.capture import guess
 from moefuse.capture.assumptions import Assumption
 
@@ -17,17 +17,25 @@ if TYPE_CHECKING:
 def numbers(frame: Frame, tx: Any, variable: Any) -> list[Any] | None:
     """The elements of an array of integers as Python's numbers, and as many of ``bincount(ids, minlength=E)`` as there are experts.
 
-    NumPy's integers are no Python integers, but nothing that a captured graph keeps can tell: numbers that depend on data are not in it.
+    NumPy's integers are no Python integers; a program that asks for their type is traced without capture (:func:`asks_for_type`).
     """
     count = _length(frame, variable)
     node = values.tensor_node(variable)
     if count is None or node is None:
         return None
+    frame.numpy = frame.numpy or values.is_ndarray(variable)
     if guess.bins(node) is not None:
         assumption = Assumption("length", frame.place(tx), frame.location(tx), node, row=count)
         assumption.graph = values.graph_of(tx)
         frame.assumptions.append(assumption)
     return [values.number_at(tx, node, i) for i in range(count)]
+
+
+def asks_for_type(tx: Any, inst: Any) -> bool:
+    """Whether an instruction asks for the type of a number that depends on data."""
+    if lists.callee(tx, inst) not in (isinstance, type):
+        return False
+    return any(values.symbol(values.plain(v)) is not None for v in tx.stack[-inst.arg :])
 
 
 def as_list(frame: Frame, tx: Any, variable: Any) -> Any:

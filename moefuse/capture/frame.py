@@ -58,6 +58,7 @@ class Frame:
         self.scopes = Scopes(self)
         self.loops = Loops(self)
         self.appends = Appends(self)
+        self.numpy = False
         self._code: dict[int, tuple[Any, Code]] = {}
 
     @property
@@ -92,6 +93,8 @@ class Frame:
         loop = next((s.loop for s in self.scopes.open if s.loop is not None and s.loop.lists), None)
         if loop is not None and modules.tells_apart(tx, loop, tx.instructions[at]):
             self.unroll("the body may tell one module from another")
+        if self.numpy and counts.asks_for_type(tx, tx.instructions[at]):
+            self.retreat([], why="it asks for the type of a number out of NumPy")
         name = tx.instructions[at].opname
         if name == "BINARY_SUBSCR":
             self.loops.subscript(tx)

@@ -209,3 +209,34 @@ class CountsUnique(Layer):
             out.index_add_(0, tok, self.expert(e, x[tok]) * weights[tok, slot, None])
             turns += 1
         return out / turns
+
+
+@near_miss
+class AsksForNumpysType(Cut):
+    """A number out of a NumPy array is no Python integer."""
+
+    def forward(self, x: Tensor, logits: Tensor) -> Tensor:
+        ids, weights = self.route(logits)
+        perm, token = self.order(ids)
+        rows, outs, start = x[token], [], 0
+        for e, n in enumerate(self.counts(ids).cpu().numpy()):
+            factor = 3.0 if isinstance(n, int) else 2.0
+            end = start + n
+            outs.append(self.expert(e, rows[start:end]) * factor)
+            start = end
+        return self.unsorted(self.whole(outs), perm, weights)
+
+
+@near_miss
+class BranchesOnNumpysType(Cut):
+    """The same by ``type``."""
+
+    def forward(self, x: Tensor, logits: Tensor) -> Tensor:
+        ids, weights = self.route(logits)
+        perm, token = self.order(ids)
+        rows, outs, start = x[token], [], 0
+        for e, n in enumerate(self.counts(ids).cpu().numpy()):
+            end = start + n
+            outs.append(self.expert(e + (type(n) is int) * 0, rows[start:end]) * (1.0 + (type(n) is int)))
+            start = end
+        return self.unsorted(self.whole(outs), perm, weights)
