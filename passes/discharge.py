@@ -22,8 +22,8 @@ from moefuse.capture.assumptions import TAG, Assumption, Undischarged
 from moefuse.passes.context import Context
 from moefuse.passes.facts import Buffer, Counts, Fill, Hit, Index, IndexMatrix, Mask, Part, Present, Routing, RowNumber, Rows, Span, Sum
 from moefuse.passes.leftovers import pure
-from moefuse.passes.lift import Region
 from moefuse.passes.ops import SIZE_QUERIES, fake, location
+from moefuse.passes.regions import Region
 from moefuse.passes.rules.hits import rows_of
 from moefuse.passes.rules.spans import difference, hit_of
 from moefuse.passes.sizes import same

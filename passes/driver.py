@@ -24,10 +24,11 @@ from moefuse.passes.devices import unsupported
 from moefuse.passes.emit import Emitter
 from moefuse.passes.facts import Lost, Routing
 from moefuse.passes.interpret import interpret
-from moefuse.passes.lift import Refused, Region, lift
+from moefuse.passes.lift import lift
 from moefuse.passes.lower import Lowered, Lowering
 from moefuse.passes.ops import location, module_path
 from moefuse.passes.refusals import refusals
+from moefuse.passes.regions import Refused, Region
 from moefuse.passes.rewrite import replace
 from moefuse.passes.signature import signature
 from moefuse.passes.verify import Verdict, verify

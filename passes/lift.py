@@ -3,107 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch.fx import Node
 
 from moefuse.passes.context import Context
-from moefuse.passes.expr import ExpertVector, Expr, Gate, Linear, SharedVector, SlotWeight, Token, has_linear, walk, weight_leaves
+from moefuse.passes.expr import ExpertVector, Expr, Gate, SharedVector, SlotWeight, Token, has_linear, walk, weight_leaves
 from moefuse.passes.facts import (
-    Buffer,
     Combined,
-    Counts,
-    Fact,
-    Fill,
-    Hit,
-    Index,
-    IndexMatrix,
     Lost,
-    Many,
-    Mask,
     Part,
-    Pieces,
-    Range,
     Routing,
     RowNumber,
     Rows,
-    Sorted,
-    Span,
     Sum,
-    Table,
-    View,
-    Weight,
 )
 from moefuse.passes.generalise import generalise
 from moefuse.passes.instances import instances
-from moefuse.passes.leftovers import unread
-from moefuse.passes.ops import SIZE_QUERIES, tensor
+from moefuse.passes.ops import tensor
+from moefuse.passes.regions import Refused, Region, Weightless, sources
+from moefuse.passes.safety import checked
 from moefuse.passes.sizes import shape_of
 from moefuse.passes.templates import factors, same_expr, vanishes
-from moefuse.spec import Domain
-
-#: operations that take only the shape, dtype or device of some of their arguments
-_LOOKS_AT: dict[str, tuple[int, ...]] = {
-    **dict.fromkeys(("type_as", "view_as", "reshape_as", "expand_as"), (1,)),
-    **dict.fromkeys(("zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_ones", "new_empty", "new_full"), (0,)),
-    **dict.fromkeys(("size", "sym_size", "numel", "dim"), (0,)),
-}
-
-#: where the ops are at least as fast as what they replace; elsewhere the program stays as it is
-_DEVICES = frozenset(("cpu", "cuda"))
-
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
-
-@dataclass(frozen=True, eq=False)
-class Weightless:
-    """Experts behind the last one with weights: each adds ``expr`` of its token (often the token itself), routing weight included."""
-
-    expr: Expr
-    numbers: range
-
-
-@dataclass(eq=False)
-class Region:
-    """One mixture of experts of the program.
-
-    Attributes:
-        anchor: the operation after which the result is complete; the new op goes behind it.
-        holders: nodes that hold the result (several when it was accumulated in place).
-        expr: what expert e adds for one (token, slot), routing weight included; leaves cover all experts.
-        base: a tensor that the sum was added to, or None.
-        parts: each expert's share, where the program adds one after another.
-        rest: what experts without weights add, if there are such.
-        nodes: everything computed only for this region, leaves excluded.
-        leaves: tensors the region reads.
-    """
-
-    anchor: Node
-    holders: list[Node]
-    domain: Domain
-    routing: Routing
-    expr: Expr
-    num_experts: int
-    base: Node | None
-    parts: tuple[Part, ...] = ()
-    rest: Weightless | None = None
-    nodes: set[Node] = field(default_factory=set)
-    leaves: list[Node] = field(default_factory=list)
-
-    @property
-    def value(self) -> Node:
-        """A node whose fake value is the result's (an assignment by index has none of its own)."""
-        return next((h for h in (self.anchor, *self.holders) if tensor(h) is not None), self.anchor)
-
-
-@dataclass(frozen=True, eq=False)
-class Refused:
-    """A sum over experts that is not rewritten, and the routing it belongs to."""
-
-    lost: Lost
-    routing: Routing | None
 
 
 def lift(ctx: Context) -> Iterator[Region | Refused]:
@@ -117,7 +38,7 @@ def lift(ctx: Context) -> Iterator[Region | Refused]:
         rows = [fact.rows] if isinstance(fact, Combined) else [p.rows for p in fact.parts]
         routing = next((r.domain.routing for r in rows if r.domain.routing is not None), None)
         found = _combined(ctx, fact, holders[id(fact)]) if isinstance(fact, Combined) else _summed(ctx, fact, holders[id(fact)])
-        found = _checked(ctx, found) if isinstance(found, Region) else found
+        found = checked(ctx, found) if isinstance(found, Region) else found
         if found is not None:
             yield Refused(found, routing) if isinstance(found, Lost) else found
 
@@ -324,187 +245,3 @@ def _num_experts(ctx: Context, expr: Expr, node: Node, with_rest: Collection[int
     if len(counts) != 1:
         return ctx.lost("missing-experts", node, present=", ".join(f"{n} in {name}" for n, name in counts.items()), count="one number")
     return next(iter(counts))
-
-
-def sources(expr: Expr) -> list[Node]:
-    """Every tensor an expression reads, weights included."""
-    out: dict[Node, None] = {}
-    for e in walk(expr):
-        match e:
-            case Token() | SlotWeight() | SharedVector():
-                out[e.source] = None
-            case Gate(ones=False):
-                out[e.source] = None
-    for leaf in weight_leaves(expr):
-        out.update(dict.fromkeys(leaf.parts or (leaf.source,)))
-    return list(out)
-
-
-def _checked(ctx: Context, region: Region) -> Region | Lost:
-    """The region with its nodes, if nothing in the program around it forbids the rewrite."""
-    region.domain = _spelling(ctx, region)
-    bounds = ctx.sentinels.get(region.routing, set())
-    if bounds - {region.num_experts}:
-        return ctx.lost("missing-experts", region.anchor, present=f"below {min(bounds)}", count=str(region.num_experts))
-    rest = sources(region.rest.expr) if region.rest is not None else []
-    region.leaves = list(dict.fromkeys((*sources(region.expr), *rest, region.routing.node)))
-    region.nodes = slice_of(ctx, region)
-    for node in unread(ctx):
-        if not region.nodes.isdisjoint(node.all_input_nodes):
-            region.nodes.add(node)
-    if region.base is not None:
-        ctx.erasable.update({w: True for w in ctx.writes.get(ctx.storage[region.base], ()) if w in region.nodes})
-    for check in (_types, _modes, _mutations, _feeds_itself, _escapes):
-        problem = check(ctx, region)
-        if problem is not None:
-            return problem
-    return region
-
-
-def _spelling(ctx: Context, region: Region) -> Domain:
-    """The rows the projections ran on (sorted rows are unsorted before they are summed)."""
-    for e in walk(region.expr):
-        fact = ctx.facts.get(e.node) if isinstance(e, Linear) else None
-        if isinstance(fact, Rows):
-            return fact.domain.name  # type: ignore[return-value]
-    return region.domain
-
-
-def _read_by(ctx: Context, node: Node) -> list[Node]:
-    """The inputs whose values an operation reads; ``zeros_like(x)`` and ``y.type_as(x)`` only look at x's shape or dtype.
-
-    The number of an expert's rows is a value of the region, though: only its run knows it.
-    """
-    call = ctx.calls[node]
-    if call is not None and call.name in SIZE_QUERIES and isinstance(ctx.facts.get(node.all_input_nodes[0]), Rows | Index | IndexMatrix):
-        return node.all_input_nodes
-    if call is None or call.name not in _LOOKS_AT:
-        return node.all_input_nodes
-    values = [a for i, a in enumerate(call.args) if i not in _LOOKS_AT[call.name]]
-    return [a for a in values if isinstance(a, Node)]
-
-
-def slice_of(ctx: Context, region: Region) -> set[Node]:
-    """Everything between the leaves and the anchor, in-place writes included."""
-    stop = set(region.leaves) | ({region.base} if region.base is not None else set())
-    kept = {ctx.storage[n] for n in stop}
-    last = ctx.position[region.anchor]
-    seen: set[Node] = set()
-    stack = [region.anchor, *(h for h in region.holders if ctx.position[h] <= last)]
-    while stack:
-        node = stack.pop()
-        if node in seen or node in stop or ctx.first[node] in stop or ctx.calls.get(node) is None:
-            continue
-        seen.add(node)
-        stack.extend(_read_by(ctx, node))
-        stack.extend(w for w in ctx.writes.get(ctx.storage[node], ()) if ctx.position[w] <= last and ctx.storage[node] not in kept)
-    if region.base is not None:
-        seen.update(w for w in ctx.writes.get(ctx.storage[region.base], ()) if w in region.holders and ctx.position[w] <= last)
-    return seen
-
-
-def _types(ctx: Context, region: Region) -> Lost | None:
-    """Dtypes and devices the ops accept."""
-    values = [tensor(n) for leaf in weight_leaves(region.expr) for n in (leaf.parts or (leaf.source,))]
-    devices = {v.device.type for v in values if v is not None}
-    for v in values:
-        if v is not None and v.dtype not in _FLOATS:
-            return ctx.lost("dtype-unsupported", region.anchor, dtype=str(v.dtype).removeprefix("torch."), detail="expert weights")
-    if devices - _DEVICES:
-        return ctx.lost("device-unsupported", region.anchor, device=", ".join(sorted(devices)), detail="it has no kernel there")
-    dtypes = {v.dtype for v in values if v is not None}
-    if len(dtypes) > 1:
-        names = ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
-        return ctx.lost("dtype-unsupported", region.anchor, dtype=names, detail="expert weights of several dtypes")
-    for e in walk(region.expr):
-        if isinstance(e, Linear):
-            out, weight = tensor(e.node), tensor(e.weight.source)
-            if out is not None and weight is not None and out.dtype != weight.dtype:
-                names = f"{out.dtype} from {weight.dtype} weights".replace("torch.", "")
-                return ctx.lost("dtype-unsupported", region.anchor, dtype=names, detail="autocast inside the experts")
-    return None
-
-
-def _modes(ctx: Context, region: Region) -> Lost | None:
-    """Grad mode and autocast are the same for everything that is differentiated, and for the sum."""
-    mode = ctx.mode[region.anchor]
-    for node in sorted(region.nodes, key=ctx.position.__getitem__):
-        value, fact = tensor(node), ctx.facts.get(node)
-        counts = isinstance(fact, Counts | Hit | Span | Sorted | Range | Fill) or (isinstance(fact, Mask) and fact.weight is None)
-        if value is None or not value.dtype.is_floating_point or counts or (isinstance(fact, Table) and fact.ones):
-            continue
-        here = ctx.mode[node]
-        # A view or a cast computes the same under every autocast.
-        casts = here[1] == mode[1] or isinstance(fact, View | Weight)
-        # What is added without gradients has none, however it was computed; an accumulator keeps those that it had.
-        grads = here[0] == mode[0] or (here[0] and not isinstance(fact, Sum | Buffer))
-        if not casts or not grads:
-            return ctx.lost("context-differs", node)
-    return None
-
-
-def _mutations(ctx: Context, region: Region) -> Lost | None:
-    """No leaf is written to between its first use in the region and the anchor."""
-    if region.base is not None:
-        root = ctx.storage[region.base]
-        written = any(w in region.nodes for w in ctx.writes.get(root, ()))
-        if written and (root.op == "placeholder" or (root is not region.base and root not in region.nodes)):
-            return ctx.lost("mutation", region.anchor, name=root.name)
-    for source in region.leaves:
-        used = [n for n in region.nodes if any(ctx.storage[i] is ctx.storage[source] for i in n.all_input_nodes)]
-        first = min(used, key=ctx.position.__getitem__, default=None)
-        write = ctx.written_between(source, first, region.anchor) if first is not None else None
-        if write is not None and source is not region.base:
-            return ctx.lost("mutation", write, name=source.name)
-    return None
-
-
-def _feeds_itself(ctx: Context, region: Region) -> Lost | None:
-    """No input of the region is computed from what its experts computed."""
-    inside = {n for n in region.nodes if _expert_value(ctx.facts.get(n))} | {e.node for e in walk(region.expr) if isinstance(e, Linear)}
-    first = min((ctx.position[n] for n in inside), default=0)
-    for source in (s for s in region.leaves if ctx.calls.get(s) is not None):
-        stack, seen = [source], {source}
-        while stack:
-            node = stack.pop()
-            if node in inside:
-                return ctx.lost("value-escapes", source, name=node.name)
-            new = [i for i in node.all_input_nodes if i not in seen and ctx.position[i] >= first]
-            seen.update(new)
-            stack.extend(new)
-    return None
-
-
-def _escapes(ctx: Context, region: Region) -> Lost | None:
-    """Nothing the experts computed is read outside the region."""
-    last = ctx.position[region.anchor]
-    for node in sorted(region.nodes, key=ctx.position.__getitem__):
-        holder = node in region.holders
-        if not holder and not _expert_value(ctx.facts.get(node)):
-            continue
-        for user in node.users:
-            call = ctx.calls.get(user)
-            if user in region.nodes or (call is not None and call.name in SIZE_QUERIES):
-                continue
-            if holder and ctx.position[user] > last:
-                continue
-            code = "hook" if call is not None and call.name == "register_hook" else "value-escapes"
-            return ctx.lost(code, user, name=node.name)
-    stale = [a for h in region.holders for a in ctx.aliases[ctx.storage[h]] if a not in region.holders and a not in region.nodes]
-    for alias in stale:
-        written = any(w in region.nodes for w in ctx.writes.get(ctx.storage[alias], ()))
-        if written and ctx.position[alias] < last and any(u not in region.nodes for u in alias.users):
-            return ctx.lost("alias", region.anchor, name=alias.name)
-    return None
-
-
-def _expert_value(fact: Any) -> bool:
-    """Whether a fact is something an expert computed."""
-    if isinstance(fact, Many):
-        return any(_expert_value(f) for f in fact.items)
-    if isinstance(fact, Rows):
-        return has_linear(fact.expr)
-    return isinstance(fact, Sum | Buffer | Pieces | Lost)
-
-
-__all__ = ["Fact", "Region", "lift", "slice_of", "sources", "weight_leaves"]

@@ -12,9 +12,23 @@ from torch.fx import Node
 
 from moefuse.passes.emit import Emitter
 from moefuse.passes.evaluate import function_of
-from moefuse.passes.expr import Cast, ExpertVector, Expr, Gate, Leaf, Linear, Op, SharedVector, Slice, SlotWeight, Token, walk
-from moefuse.passes.lift import Region, Weightless, weight_leaves
+from moefuse.passes.expr import (
+    Cast,
+    ExpertVector,
+    Expr,
+    Gate,
+    Leaf,
+    Linear,
+    Op,
+    SharedVector,
+    Slice,
+    SlotWeight,
+    Token,
+    walk,
+    weight_leaves,
+)
 from moefuse.passes.ops import tensor
+from moefuse.passes.regions import Region, Weightless
 from moefuse.passes.sizes import same_shape, shape_of
 from moefuse.passes.templates import Body, factors, is_weight, match, one_weight
 from moefuse.spec import ExpertsSpec, Tier

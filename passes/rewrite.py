@@ -6,8 +6,8 @@ import torch
 from torch.fx import Graph, Node
 
 from moefuse.passes.context import Context
-from moefuse.passes.lift import Region
 from moefuse.passes.ops import SIZE_QUERIES
+from moefuse.passes.regions import Region
 
 
 def replace(ctx: Context, region: Region, result: Node) -> None:

@@ -6,8 +6,8 @@ from collections.abc import Hashable
 from typing import Any
 
 from moefuse.passes.expr import Cast, ExpertVector, Expr, Gate, Leaf, Linear, Op, SharedVector, Slice, SlotWeight, Token
-from moefuse.passes.lift import Region
 from moefuse.passes.ops import tensor
+from moefuse.passes.regions import Region
 from moefuse.passes.sizes import shape_of
 
 

@@ -18,8 +18,8 @@ from torch.fx import Node
 from moefuse.capture.assumptions import Assumption
 from moefuse.passes.evaluate import Rows64
 from moefuse.passes.expr import Gate, SlotWeight, Token, walk
-from moefuse.passes.lift import Region
 from moefuse.passes.ops import call_of, fake
+from moefuse.passes.regions import Region
 
 _SAMPLE = 64
 _FAR = 512.0
@@ -265,7 +265,7 @@ def _rms(x: torch.Tensor) -> float:
 
 def _lowest(region: Region, out: torch.dtype) -> torch.dtype:
     """The coarsest dtype that the region computes in."""
-    from moefuse.passes.lift import weight_leaves
+    from moefuse.passes.expr import weight_leaves
 
     found: list[torch.dtype] = [*(fake(leaf.source).dtype for leaf in weight_leaves(region.expr)), out]
     return max(found, key=lambda d: torch.finfo(d).eps)

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from moefuse.passes.facts import Lost
-from moefuse.passes.lift import Refused, Region, lift
+from moefuse.passes.lift import lift
+from moefuse.passes.regions import Refused, Region
 from moefuse.passes.signature import signature
 from tests.null.rules_case import E, trace
 
