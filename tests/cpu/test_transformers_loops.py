@@ -43,6 +43,9 @@ IDIOMS = {
         "longcat_flash": "nn.Identity behind the experts",
         "ernie4_5_moe": "router without autocast",
         "gpt_oss": "stacked, interleaved, biases, a class for the unused",
+        "granitemoe": "counts.tolist(), torch.split, torch.cat",
+        "aria": "sorted slots, bounds out of a cumsum, out[start:end] =",
+        "deepseek_v2": "for e, n in enumerate(counts), a list of outputs",
         "qwen3_vl_moe": "W[row] with a row of shape [1]; another program in eval",
     },
     "5": {

@@ -53,7 +53,7 @@ _DBRX = {"ffn_hidden_size": 96, "moe_num_experts": 8, "moe_top_k": 2}
 
 FAMILIES: dict[str, Family] = {
     "afmoe": Family("AfmoeForCausalLM", _SLIDING),
-    "aria": Family("AriaTextForCausalLM", since="5.23", loops=("5.23",)),
+    "aria": Family("AriaTextForCausalLM", since="5.23", loops=("4", "5.23")),
     "axk1": Family("AXK1ForCausalLM"),
     "axk2": Family("AXK2ForCausalLM"),
     "bailing_hybrid": Family("BailingHybridForCausalLM"),
@@ -67,8 +67,8 @@ FAMILIES: dict[str, Family] = {
         registry=False,
     ),
     "deepseek_ocr2": Family("DeepseekOcr2TextModel", {"mlp_layer_types": ["sparse"] * LAYERS}),
-    "deepseek_v2": Family("DeepseekV2ForCausalLM", loops=_FIVE),
-    "deepseek_v2_group": Family("DeepseekV2ForCausalLM", {"topk_method": "group_limited_greedy"}, "deepseek_v2", loops=_FIVE),
+    "deepseek_v2": Family("DeepseekV2ForCausalLM"),
+    "deepseek_v2_group": Family("DeepseekV2ForCausalLM", {"topk_method": "group_limited_greedy"}, "deepseek_v2"),
     "deepseek_v3": Family("DeepseekV3ForCausalLM"),
     "deepseek_v32": Family("DeepseekV32ForCausalLM"),
     "deepseek_v4": Family("DeepseekV4ForCausalLM"),
@@ -90,7 +90,7 @@ FAMILIES: dict[str, Family] = {
     "glm5_next": Family("Glm5NextTextModel", {"num_key_value_heads": 4, "qk_rope_head_dim": 0, "index_kpool": 2}, loops=()),
     "glm_moe_dsa": Family("GlmMoeDsaForCausalLM"),
     "gpt_oss": Family("GptOssForCausalLM", _SLIDING),
-    "granitemoe": Family("GraniteMoeForCausalLM", loops=_FIVE),
+    "granitemoe": Family("GraniteMoeForCausalLM"),
     "granitemoe_swa": Family("GraniteMoeSWAForCausalLM"),
     "granitemoehybrid": Family(
         "GraniteMoeHybridForCausalLM",
@@ -99,7 +99,7 @@ FAMILIES: dict[str, Family] = {
         new={"layer_types": ["linear_attention", "full_attention"]},
         loops=_FIVE,
     ),
-    "granitemoeshared": Family("GraniteMoeSharedForCausalLM", loops=_FIVE),
+    "granitemoeshared": Family("GraniteMoeSharedForCausalLM"),
     "hunyuan_v1_moe": Family("HunYuanMoEV1ForCausalLM"),
     "hy_v3": Family("HYV3ForCausalLM"),
     "hy_v4": Family("HYV4ForCausalLM"),
