@@ -17,10 +17,11 @@ def appends(translator: Any, inst: Any) -> tuple[Any, Any] | None:
     if inst.opname != "CALL" or inst.arg != 1 or len(translator.stack) < 3:
         return None
     from torch._dynamo.variables.lists import ListVariable
-    from torch._dynamo.variables.misc import GetAttrVariable
 
     for variable in translator.stack[-3:-1]:
-        if isinstance(variable, GetAttrVariable) and variable.name == "append":
+        # GetAttrVariable; from torch 2.15 on a CallMethodVariable
+        name = getattr(variable, "name", None) or getattr(variable, "method_name", None)
+        if name == "append" and hasattr(variable, "obj"):
             owner = values.plain(variable.obj)
             return (owner, translator.stack[-1]) if isinstance(owner, ListVariable) else None
     return None
