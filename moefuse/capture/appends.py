@@ -73,7 +73,5 @@ class Appends:
         place, location = self.frame.place(tx), self.frame.location(tx)
         if None in nodes or not nodes:
             self.frame.refuse(Assumption("list", place, location, None), "it asks for the length of a list of other things than tensors")
-        found = Assumption("list", place, location, nodes[0], items=tuple(nodes))  # type: ignore[arg-type]
-        found.graph = values.graph_of(tx)
-        self.frame.assumptions.append(found)
+        self.frame.assume(tx, Assumption("list", place, location, nodes[0], items=tuple(nodes)))  # type: ignore[arg-type]
         return True

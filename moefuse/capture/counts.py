@@ -25,9 +25,7 @@ def numbers(frame: Frame, tx: Any, variable: Any) -> list[Any] | None:
         return None
     frame.numpy = frame.numpy or values.is_ndarray(variable)
     if guess.bins(node) is not None:
-        assumption = Assumption("length", frame.place(tx), frame.location(tx), node, row=count)
-        assumption.graph = values.graph_of(tx)
-        frame.assumptions.append(assumption)
+        frame.assume(tx, Assumption("length", frame.place(tx), frame.location(tx), node, row=count))
     return [values.number_at(tx, node, i) for i in range(count)]
 
 

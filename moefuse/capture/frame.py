@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from moefuse._dynamo import births, control
+from moefuse._dynamo import births, control, values
 from moefuse.capture import branches, counts, modules
 from moefuse.capture.appends import Appends
 from moefuse.capture.assumptions import Assumption, Place, Undischarged
@@ -213,6 +213,11 @@ class Frame:
         self._skipped(FusionReport(skipped=list(self.ledger.refusals), graph_breaks=[text]))
 
     # --- small things ---
+
+    def assume(self, tx: Any, assumption: Assumption) -> None:
+        """Put an assumption on record: no graph of this frame is used before it is discharged."""
+        assumption.graph = values.graph_of(tx)
+        self.assumptions.append(assumption)
 
     def code_of(self, tx: Any) -> Code:
         known = self._code.get(id(tx.instructions))

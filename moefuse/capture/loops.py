@@ -104,8 +104,7 @@ class Loops:
         """A loop over the rows that a mask may have."""
         loop = Loop(mask, guess.end(mask), self.frame.place(tx), self.frame.location(tx))
         if loop.count < guess.length(mask):
-            graph = values.graph_of(tx)
-            self.frame.assumptions.append(Assumption("end", loop.place, loop.location, mask, row=loop.count, graph=graph))
+            self.frame.assume(tx, Assumption("end", loop.place, loop.location, mask, row=loop.count))
         self.made.append(loop)
         return loop
 

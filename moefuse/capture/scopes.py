@@ -45,8 +45,7 @@ class Scopes:
         if any(s.translator is tx and s.assumption.place == assumption.place for s in self.open):
             self.frame.refuse(assumption, "the program comes back to it before its two ways meet")
         state = values.python_state(tx)
-        assumption.graph = graph
-        self.frame.assumptions.append(assumption)
+        self.frame.assume(tx, assumption)
         self.open.append(
             Scope(
                 assumption,
