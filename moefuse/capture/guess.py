@@ -101,12 +101,9 @@ def choices(ids: Any) -> int | None:
             return None
         name, first = _name(ids), ids.args[0]
         if name == "getitem" and isinstance(first, Node) and _name(first) in ("topk", "sort", "max"):
-            scores = _value(first.args[0]) if isinstance(first.args[0], Node) and ids.args[1] == 1 else None
-            count = scores.shape[-1] if isinstance(scores, torch.Tensor) and scores.dim() else None
-            return count if isinstance(count, int) else None
+            return _chosen_among(first) if ids.args[1] == 1 else None
         if name == "argmax":
-            scores = _value(first) if isinstance(first, Node) else None
-            return int(scores.shape[-1]) if isinstance(scores, torch.Tensor) and isinstance(scores.shape[-1], int) else None
+            return _chosen_among(ids)
         if name not in _VIEWS:
             return None
         ids = first
@@ -123,20 +120,22 @@ def end(mask: Node) -> int:
         if not isinstance(node, Node) or node.op not in ("call_method", "call_function") or not node.args:
             break
         name, first = _name(node), node.args[0]
-        if name in ("topk", "argmax") and isinstance(first, Node):
-            return min(length(mask), _choices(node, first))
+        if name in ("topk", "argmax"):
+            count = _chosen_among(node)
+            return length(mask) if count is None else min(length(mask), count)
         if name not in _KEEPS_IDS and name not in _VIEWS and name not in _COUNTS and name not in _COMPARES:
             break
         node = first
     return length(mask)
 
 
-def _choices(node: Node, scores: Node) -> int:
-    """How many things a top-k or an argmax chooses among; no bound where that is not plain."""
+def _chosen_among(node: Node) -> int | None:
+    """How many things a top-k, a sort, a maximum or an argmax chooses among; None where that is not plain."""
+    scores = _value(node.args[0]) if isinstance(node.args[0], Node) else None
     place = 2 if _name(node) == "topk" else 1
     dim = node.kwargs.get("dim", node.args[place] if len(node.args) > place else -1)
-    size = _value(scores).shape[dim] if isinstance(dim, int) and isinstance(_value(scores), torch.Tensor) else None
-    return size if isinstance(size, int) and size > 0 else 1 << 62
+    size = scores.shape[dim] if isinstance(dim, int) and isinstance(scores, torch.Tensor) and scores.dim() else None
+    return size if isinstance(size, int) and size > 0 else None
 
 
 def about_size(number: Any) -> tuple[Any, bool] | None:
