@@ -34,7 +34,10 @@ import gpu_shapes as gs  # noqa: E402
 import layer_report  # noqa: E402
 
 OURS, CEILINGS = "moefuse", ("ub_read", "ub_dense")
-NAMES = (OURS, *CEILINGS, "torch_grouped", "hf_eager", "hf_grouped", "hf_grouped_c", "hf_batched", "hf_batched_c", "hf_batched_ma")
+NAMES = (
+    OURS, *CEILINGS, "torch_grouped", "hf_eager", "hf_grouped", "hf_grouped_c", "hf_batched", "hf_batched_c", "hf_batched_ma",
+    "triton_kernels",
+)  # fmt: skip
 SETS = {1: 16, 8: 8, 64: 4, 512: 3}
 Lists = tuple[list[Tensor], ...]
 Call = Callable[[Tensor, Tensor, Tensor], Any]
@@ -141,6 +144,10 @@ def make(name: str, s: gs.Shape, lists: Lists, tokens: int) -> Call | None:
         return dense(s, lists, tokens)
     if name == "torch_grouped":
         return grouped(s, lists)
+    if name == "triton_kernels":
+        from peer_triton_kernels import triton_kernels_layer
+
+        return triton_kernels_layer(s, lists)
     if name.startswith("hf_batched") and tokens > 8:
         return None
     implementation = {"hf_e": "eager", "hf_g": "grouped_mm", "hf_b": "batched_mm"}[name[:4]]

@@ -7,10 +7,29 @@ from moefuse.kernels.triton.functions import after_previous, expert_base, let_ne
 
 
 @triton.jit
+def slot_row(
+    y, ids, weights, position, t, k, n, top_k, E, N, stride_it, stride_ik, stride_rt, stride_rk,
+    SCALE: tl.constexpr, SORTED: tl.constexpr, EVEN_N: tl.constexpr,
+):  # fmt: skip
+    """weights[t, k] times the row of y of slot t*K + k, outputs n; zero for an invalid id, whose row is not read."""
+    e = tl.load(ids + t * stride_it + k * stride_ik).to(tl.int64)
+    live = (e >= 0) & (e < E)
+    mask = live & (n >= 0) if EVEN_N else live & (n < N)
+    row = t * top_k + k
+    if SORTED:
+        row = tl.load(position + row).to(tl.int64)
+    v = tl.load(y + row * N + n, mask=mask, other=0.0).to(tl.float32)
+    if SCALE:
+        v *= tl.load(weights + t * stride_rt + k * stride_rk, mask=live, other=0.0).to(tl.float32)
+    return v
+
+
+@triton.jit
 def combine_slots(
     y,
     ids,
     weights,
+    position,
     out,
     top_k,
     E,
@@ -20,27 +39,31 @@ def combine_slots(
     stride_rt,
     stride_rk,
     SCALE: tl.constexpr,
+    SORTED: tl.constexpr,
     EVEN_N: tl.constexpr,
     BN: tl.constexpr,
+    KNOWN: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """out [T, N] = sum over k of weights[t, k] * y[t*K + k], slot 0 first; y [S, N] in slot order. Rows of invalid ids are not read.
 
-    SCALE: the routing weight goes on the output.
+    SORTED: row position[slot] of y belongs to a slot. SCALE: the routing weight goes on the output. KNOWN: K, or 0 for a loop.
     """
     after_previous(PDL)
     let_next_start(PDL)
     t = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     total = tl.zeros([BN], tl.float32)
-    for k in range(top_k):
-        e = tl.load(ids + t * stride_it + k * stride_ik).to(tl.int64)
-        live = (e >= 0) & (e < E)
-        mask = live & (n >= 0) if EVEN_N else live & (n < N)
-        v = tl.load(y + (t * top_k + k) * N + n, mask=mask, other=0.0).to(tl.float32)
-        if SCALE:
-            v *= tl.load(weights + t * stride_rt + k * stride_rk, mask=live, other=0.0).to(tl.float32)
-        total += v
+    if KNOWN:
+        for k in tl.static_range(KNOWN):
+            total += slot_row(
+                y, ids, weights, position, t, k, n, top_k, E, N, stride_it, stride_ik, stride_rt, stride_rk, SCALE, SORTED, EVEN_N
+            )  # fmt: skip
+    else:
+        for k in range(top_k):
+            total += slot_row(
+                y, ids, weights, position, t, k, n, top_k, E, N, stride_it, stride_ik, stride_rt, stride_rk, SCALE, SORTED, EVEN_N
+            )  # fmt: skip
     tl.store(out + t * N + n, total.to(out.dtype.element_ty), mask=n < N)
 
 

@@ -36,7 +36,10 @@ class Vectors:
 
 @dataclass(frozen=True)
 class Tiles:
-    """Tile sizes and form of one kernel in ``gemm.py``; the number of rows bm is the layer's."""
+    """Tile sizes and form of one kernel in ``gemm.py``; the number of rows bm is the layer's.
+
+    ``rows_desc`` of the up kernel: token rows are copied into sorted order first, so that they come through a descriptor as well.
+    """
 
     bn: int = 128
     bk: int = 64
@@ -50,6 +53,8 @@ class Tiles:
     tail: bool = False
     persistent: bool = False
     flatten: bool = False
+    store: int = 0
+    """Blocks of columns in which a tile is stored through a descriptor; 0: by pointers."""
     per_sm: int = 1
     """Programs per multiprocessor of a persistent grid."""
 
@@ -121,9 +126,10 @@ def power_of_two(n: float) -> int:
 
 
 def shared_bytes(p: Problem, bm: int, up: Tiles, itemsize: int, second: bool = False) -> int:
-    """Shared memory that the pipeline of an up kernel (second: of a down kernel) takes."""
+    """Shared memory that an up kernel (second: a down kernel) takes: its pipeline, and a block of columns that is being stored."""
     width = up.bn * (1 if second or p.gating == "plain" else 2)
-    return up.stages * (bm + width) * up.bk * itemsize
+    store = bm * up.bn // up.store if up.store else 0
+    return (up.stages * (bm + width) * up.bk + store) * itemsize
 
 
 def fit(p: Problem, config: Config, limit: int, itemsize: int) -> Config:
@@ -170,8 +176,8 @@ def rules(p: Problem, hopper: bool) -> Config:
         return Config(bm, Tiles(128 // gates, 64, 4, 3, 4), Tiles(128, 64, 4, 3, 4))
     if not hopper:
         return Config(bm, Tiles(128 // gates, 64, 8, 3, 8), Tiles(128, 64, 8, 3, 8))
-    up = Tiles(256 // gates, 64, 8, 3, 8, desc=True, join=True, tail=True)
-    return Config(bm, up, Tiles(256, 64, 8, 3, 8, desc=True, rows_desc=True, persistent=True, flatten=True))
+    up = Tiles(256 // gates, 64, 8, 3, 8, desc=True, join=True, persistent=True, flatten=True, store=1)
+    return Config(bm, up, Tiles(256, 64, 8, 3, 8, desc=True, rows_desc=True, persistent=True, flatten=True, store=2))
 
 
 FAR = 5.0

@@ -6,6 +6,69 @@ Everything here runs in the accumulation dtype; rounding to the storage dtype is
 import triton
 import triton.language as tl
 
+if triton.knobs.runtime.interpret:
+
+    def on_nvidia() -> bool:
+        """Under the interpreter no machine code can be written out."""
+        return False
+else:
+
+    @tl.core.builtin
+    def on_nvidia(_semantic=None):  # type: ignore[no-untyped-def]
+        """True where the code is compiled for an NVIDIA GPU, so PTX may be written out."""
+        return tl.constexpr(getattr(_semantic.builder.options, "backend_name", "") == "cuda")
+
+
+@triton.jit
+def rounded(x, dtype: tl.constexpr):
+    """Values rounded to ``dtype``, in the dtype of x.
+
+    A conversion to bfloat16 and back, written as such, becomes one slow instruction per value (F2F, on the unit of the exponentials); a
+    packed conversion makes two at once on the ordinary units.
+    """
+    if on_nvidia() and (dtype == tl.bfloat16 and x.dtype == tl.float32):
+        r = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 both, low, high;
+            cvt.rn.bf16x2.f32 both, $3, $2;
+            shl.b32 low, both, 16;
+            and.b32 high, both, 0xffff0000;
+            mov.b32 $0, low;
+            mov.b32 $1, high;
+            }""",
+            "=f,=f,f,f",
+            [x],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        r = x.to(dtype).to(x.dtype)
+    return r
+
+
+@triton.jit
+def logistic(x, FAST: tl.constexpr):
+    """1 / (1 + exp(-x)). FAST (16-bit storage): to some 2^-21, and 0 for what is below 1e-38."""
+    if FAST and on_nvidia():
+        r = tl.inline_asm_elementwise(
+            """{
+            .reg .f32 e;
+            mul.f32 e, $1, 0fBFB8AA3B;
+            ex2.approx.ftz.f32 e, e;
+            add.f32 e, e, 0f3F800000;
+            rcp.approx.ftz.f32 $0, e;
+            }""",
+            "=f,f",
+            [x],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        r = tl.sigmoid(x)
+    return r
+
 
 @triton.jit
 def tanh(x):
@@ -44,21 +107,21 @@ def at_least(x, limit):
 
 
 @triton.jit
-def pointwise(h, ACT: tl.constexpr):
-    """The function of one value behind an activation."""
+def pointwise(h, ACT: tl.constexpr, FAST: tl.constexpr):
+    """The function of one value behind an activation. FAST: see ``logistic``."""
     if ACT == "silu":
-        r = h * tl.sigmoid(h)
+        r = h * logistic(h, FAST)
     elif ACT == "gelu":
         r = 0.5 * h * (1.0 + tl.erf(h * 0.7071067811865476))
     elif ACT == "gelu_tanh":
         # 0.5 (1 + tanh(u)) = sigmoid(2u)
-        r = h * tl.sigmoid(1.5957691216057308 * (h + 0.044715 * h * h * h))
+        r = h * logistic(1.5957691216057308 * (h + 0.044715 * h * h * h), FAST)
     elif ACT == "relu":
         r = relu(h)
     elif ACT == "relu2":
         r = relu(h) * relu(h)
     elif ACT == "sigmoid":
-        r = tl.sigmoid(h)
+        r = logistic(h, FAST)
     elif ACT == "tanh":
         r = tanh(h)
     else:
@@ -68,18 +131,18 @@ def pointwise(h, ACT: tl.constexpr):
 
 
 @triton.jit
-def gated(gate, up, arg0, arg1, ACT: tl.constexpr):
+def gated(gate, up, arg0, arg1, ACT: tl.constexpr, FAST: tl.constexpr):
     """act(gate, up) of ``moefuse/ops/activations.py``."""
     if ACT == "swiglu_oai":
         g = at_most(gate, arg1)
         u = at_least(at_most(up, arg1), -arg1)
-        r = g * tl.sigmoid(g * arg0) * (u + 1.0)
+        r = g * logistic(g * arg0, FAST) * (u + 1.0)
     elif ACT == "silu_clamp":
         g = at_most(gate, arg0)
         u = at_least(at_most(up, arg0), -arg0)
-        r = g * tl.sigmoid(g) * u
+        r = g * logistic(g, FAST) * u
     else:
-        r = pointwise(gate, ACT) * up
+        r = pointwise(gate, ACT, FAST) * up
     return r
 
 
@@ -128,3 +191,25 @@ def let_next_start(PDL: tl.constexpr):
     """With programmatic dependent launch: the next kernel's programs may be scheduled."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
+
+
+FAR_ROW: tl.constexpr = tl.constexpr(1 << 30)
+"""What :func:`store_rows` counts rows up to."""
+
+
+@triton.jit
+def store_rows(rows_of, v, start, rows, col, BM: tl.constexpr, BN: tl.constexpr, PARTS: tl.constexpr):
+    """Store the first ``rows`` of v [BM, BN] at row ``start`` from column ``col`` through a descriptor of ``plan.rows_descriptor``.
+
+    The hardware clips rows at a fixed one, so row r of the tile is shown as row FAR_ROW - rows + r: what is behind ``rows`` falls off. The
+    second coordinate puts the rows where they belong, the first takes away what is too much (idea of ragged_tma.py in Triton's tools). In
+    PARTS blocks of columns, each of which waits in shared memory only for itself.
+    """
+    at = start + rows
+    row = FAR_ROW - rows
+    if PARTS == 1:
+        rows_of.store([FAR_ROW, at, row, col], tl.reshape(v, [1, 1, BM, BN]))
+    else:
+        left, right = tl.split(tl.permute(tl.reshape(v, [BM, 2, BN // 2]), (0, 2, 1)))
+        store_rows(rows_of, left, start, rows, col, BM, BN // 2, PARTS // 2)
+        store_rows(rows_of, right, start, rows, col + BN // 2, BM, BN // 2, PARTS // 2)

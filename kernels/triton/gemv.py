@@ -9,7 +9,7 @@ tensor-core kernels have no form.
 import triton
 import triton.language as tl
 
-from moefuse.kernels.triton.functions import after_previous, expert_base, gated, index, let_next_start, pointwise
+from moefuse.kernels.triton.functions import after_previous, expert_base, gated, index, let_next_start, pointwise, rounded
 
 
 @triton.jit
@@ -107,6 +107,7 @@ def up_vectors(
     let_next_start(PDL)
     dtype: tl.constexpr = x.dtype.element_ty
     acc_type: tl.constexpr = tl.float64 if dtype == tl.float64 else tl.float32
+    FAST: tl.constexpr = dtype.primitive_bitwidth == 16
     slot = tl.program_id(0)
     t = (slot // top_k).to(tl.int64)
     j = (slot % top_k).to(tl.int64)
@@ -127,10 +128,10 @@ def up_vectors(
             v = load_row(row, k, scale, H, stride_xh, WIDE, EVEN_K, SCALE, acc_type)
             acc += load_block(base_a, n2, k, 2 * N, H, stride_an, stride_ak, WIDE, EVEN_N, EVEN_K, acc_type) * v[None, :]
         both = add_bias(tl.sum(acc, 1), b_a, e, 0, n2, 2 * N, stride_bae, stride_ban, dtype, BIAS_TABLE, BIAS_A)
-        gate, up = tl.split(tl.reshape(both.to(dtype).to(acc_type), [BN, 2]))
+        gate, up = tl.split(tl.reshape(rounded(both, dtype), [BN, 2]))
         if UP_FIRST:
             gate, up = up, gate
-        out = gated(gate, up, arg0, arg1, ACT)
+        out = gated(gate, up, arg0, arg1, ACT, FAST)
     elif GATING == "halves":
         base_b = expert_base(w_b, e, stride_be, dtype, TABLE, ALIGNED) + index(first_b, True) * stride_bn
         base_a += index(first_a, True) * stride_an
@@ -143,7 +144,7 @@ def up_vectors(
             acc_b += load_block(base_b, n, k, N, H, stride_bn, stride_bk, WIDE, EVEN_N, EVEN_K, acc_type) * v[None, :]
         gate = add_bias(tl.sum(acc_a, 1), b_a, e, first_a, n, N, stride_bae, stride_ban, dtype, BIAS_TABLE, BIAS_A)
         up = add_bias(tl.sum(acc_b, 1), b_b, e, first_b, n, N, stride_bbe, stride_bbn, dtype, BIAS_TABLE, BIAS_B)
-        out = gated(gate.to(dtype).to(acc_type), up.to(dtype).to(acc_type), arg0, arg1, ACT)
+        out = gated(rounded(gate, dtype), rounded(up, dtype), arg0, arg1, ACT, FAST)
     else:
         acc_p = tl.zeros([BN, BK], acc_type)
         for k0 in tl.range(0, H, BK, num_stages=STAGES):
@@ -151,7 +152,7 @@ def up_vectors(
             v = load_row(row, k, scale, H, stride_xh, WIDE, EVEN_K, SCALE, acc_type)
             acc_p += load_block(base_a, n, k, N, H, stride_an, stride_ak, WIDE, EVEN_N, EVEN_K, acc_type) * v[None, :]
         gate = add_bias(tl.sum(acc_p, 1), b_a, e, 0, n, N, stride_bae, stride_ban, dtype, BIAS_TABLE, BIAS_A)
-        out = pointwise(gate.to(dtype).to(acc_type), ACT)
+        out = pointwise(rounded(gate, dtype), ACT, FAST)
     tl.store(h + slot.to(tl.int64) * N + n, out.to(dtype), mask=n < N)
 
 

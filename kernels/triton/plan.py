@@ -32,6 +32,8 @@ SORT_AT_ONCE = 8192
 """Up to this many slots one kernel sorts; each of its programs reads all ids."""
 CHUNK = 256
 """Slots of a chunk of the sort for more."""
+UNROLLED = 16
+"""Up to so many slots per token the combine has all their rows in flight at once."""
 
 
 @dataclass(frozen=True)
@@ -89,13 +91,23 @@ class Workspace:
         return out
 
 
+def rows_descriptor(rows: int, features: int, bm: int, bn: int) -> tuple[Any, ...]:
+    """(shape, strides, block) of a descriptor of a contiguous [rows, features] through which ``functions.store_rows`` stores.
+
+    Rows are clipped at FAR_ROW = 2**30; coordinate FAR_ROW of the first dimension goes 2**64 bytes (a power of two times that), which is
+    nowhere, minus FAR_ROW rows.
+    """
+    huge = 0x7FFF0000
+    return (huge, huge, 1 << 30, features), ((1 << 34) - features, features, features, 1), (1, 1, bm, bn)
+
+
 @dataclass
 class _Step:
     """A launch and the names of its pointers."""
 
     launch: Launch
     names: tuple[str, ...]
-    descs: tuple[tuple[int, str, tuple[int, int], tuple[int, int], tuple[int, int]], ...] = ()
+    descs: tuple[tuple[int, str, tuple[int, ...], tuple[int, ...], tuple[int, ...]], ...] = ()
     """(position, name of the tensor, shape, strides, block) of each descriptor among the pointers."""
 
 
@@ -232,8 +244,8 @@ class Plan:
         """64-bit offsets within an expert or a token's row."""
         return any(w.wide for w in operands) or abs(self.strides_x[1]) * self.hidden >= 1 << 31
 
-    def _launch(self, kernel: Any, grid: Sequence[int], rest: Sequence[Any], names: str, part: Any, **more: Any) -> None:
-        options = {"num_warps": part.warps, "num_stages": max(part.stages, 1)} if part is not None else {"num_warps": 4}
+    def _launch(self, kernel: Any, grid: Sequence[int], rest: Sequence[Any], names: str, part: Any, warps: int = 4, **more: Any) -> None:
+        options = {"num_warps": part.warps, "num_stages": max(part.stages, 1)} if part is not None else {"num_warps": warps}
         if self.config.pdl and not INTERPRETED:
             options["launch_pdl"] = True
         self.steps.append(_Step(Launch(kernel, grid, rest, **options), tuple(names.split()), **more))
@@ -312,24 +324,49 @@ class Plan:
 
     # Many slots ---------------------------------------------------------------------------------------------------------------------
 
-    def _build_routing(self, bm: int, max_tiles: int) -> None:
+    def _build_routing(self, bm: int, max_tiles: int, inverse: bool) -> None:
         ws, s, e, pdl = self.workspace, self.slots, self.experts, self.config.pdl and not INTERPRETED
         bins = max(power_of_two(e + 1), 32)
-        for name, count in (("order", s), ("offsets", e + 1), ("tiles", 2 * max_tiles), ("num_tiles", 1)):
-            ws.add(name, (count,), torch.int32)
+        for name, count in (("order", s), ("position", s), ("offsets", e + 1), ("tiles", 2 * max_tiles), ("num_tiles", 1)):
+            if name != "position" or inverse:
+                ws.add(name, (count,), torch.int32)
+        position = "position" if inverse else "order"
         by = (*self.strides_ids, s, e, self.top_k)
+        flat = self.strides_ids == (self.top_k, 1)
         if s <= SORT_AT_ONCE:
-            block = min(max(power_of_two(s), 128), 1024)
-            rest = (*by, max_tiles, block, bins, bm, pdl)
-            self._launch(routing.sort_once, (e + 1,), rest, "ids order offsets tiles num_tiles", None)
+            rest = (*by, max_tiles, flat, inverse, max(power_of_two(s), 128), bins, bm, pdl)
+            names = f"ids order {position} offsets tiles num_tiles"
+            self._launch(routing.sort_once, (e + 1,), rest, names, None, warps=4 if s <= 1024 else 8)
             return
         chunks, cols = -(-s // CHUNK), 8
         ws.add("counts", (chunks, bins), torch.int32)
         ws.add("totals", (bins,), torch.int32)
-        self._launch(routing.count_chunks, (chunks,), (*by, CHUNK, bins, pdl), "ids counts", None)
+        self._launch(routing.count_chunks, (chunks,), (*by, flat, CHUNK, bins, pdl), "ids counts", None)
         self._launch(routing.scan_chunks, (bins // cols,), (chunks, 128, bins, cols, pdl), "counts totals", None)
-        rest = (*by, max_tiles, CHUNK, bins, bm, pdl)
-        self._launch(routing.place_chunks, (chunks,), rest, "ids counts totals order offsets tiles num_tiles", None)
+        rest = (*by, max_tiles, flat, inverse, CHUNK, bins, bm, pdl)
+        names = f"ids counts totals order {position} offsets tiles num_tiles"
+        self._launch(routing.place_chunks, (chunks,), rest, names, None)
+
+    def _store(self, parts: int, features: int, bn: int) -> int:
+        """In how many blocks of columns rows of ``features`` can be stored through a descriptor; 0 if they cannot."""
+        item = self.dtype.itemsize
+        return parts if parts and features * item % 16 == 0 and bn // parts * item >= 16 else 0
+
+    def _build_sorted_rows(self) -> None:
+        s, h, pdl = self.slots, self.hidden, self.config.pdl and not INTERPRETED
+        self.workspace.add("xs", (s, h), self.dtype)
+        rows, block = 8, min(power_of_two(h), 256)
+        wide = self._wide()
+        self._launch(
+            routing.sort_rows,
+            (-(-s // rows), -(-h // block)),
+            (
+                *(self.experts, h, self.top_k, *self.strides_x, *self.strides_weights),
+                *(self.body.on_input, wide, h % block == 0, rows, block, pdl),
+            ),
+            "x weights order offsets xs",
+            None,
+        )
 
     def _grid(self, part: Tiles, tiles: int) -> tuple[int]:
         return (min(self.device.sms * part.per_sm, max(tiles, 1)),) if part.persistent else (max(tiles, 1),)
@@ -338,12 +375,14 @@ class Plan:
         up, down, body, bm, pdl = self.config.up, self.config.down, self.body, self.config.bm, self.config.pdl and not INTERPRETED
         i, n, h, s = self.inter, self.out, self.hidden, self.slots
         max_tiles = min(s, s // bm + min(self.experts, s))
-        self._build_routing(bm, max_tiles)
+        item = self.dtype.itemsize
+        stored = (self._store(up.store, i, up.bn), self._store(down.store, n, down.bn))
+        self._build_routing(bm, max_tiles, stored[1] > 0)
         self.workspace.add("y", (s, n), self.dtype)
         no_bias = (0, 0)
         width = 2 * up.bn if self.gating == "interleaved" else up.bn
         features = {"merged": 2 * i, "interleaved": 2 * i}.get(body.gating, i)
-        tail = (up.tail and bm > 16 and not up.flatten, down.tail and bm > 16 and not down.flatten)
+        tail = [part.tail and bm > 16 and not part.flatten for part in (up, down)]
         descs: list[Any] = []
         form = self._up_desc()
         join = self._joined(form)
@@ -355,6 +394,13 @@ class Plan:
             for position, (name, w) in enumerate((a, b if body.gating == "separate" else a), 2):
                 descs.append((position, name, *self._matrix(w, form, features, h, width, up.bk)))
         rows_a, rows_b = self._rows(self.w_in, form), self._rows(self.w_up, form)
+        if stored[0]:
+            descs.append((7, "h", *rows_descriptor(s, i, bm, up.bn // stored[0])))
+        up_rows = up.rows_desc and h > 0 and h * item % 16 == 0
+        if up_rows:
+            tail[0] = False
+            self._build_sorted_rows()
+            descs.insert(0, (0, "xs", (s, h), (h, 1), (bm, up.bk)))
         precision = "tf32" if self.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
         self._launch(
             gemm.up_tiles,
@@ -364,21 +410,23 @@ class Plan:
                 *(*self.w_in.strides, *self.w_up.strides),
                 *(*(self.b_in.strides if self.b_in else no_bias), *(self.b_up.strides if self.b_up else no_bias), *self.firsts),
                 *(rows_a, rows_b, self.gating, body.up_first and (join or self.gating == "interleaved"), body.activation),
-                *(*self._up_flags(), body.on_input, self._wide(self.w_in, self.w_up)),
-                *(i % up.bn == 0, h % up.bk == 0, bm, up.bn, up.bk, up.group, up.swap, form),
-                *(join, tail[0], up.persistent, up.flatten, precision, pdl),
+                *(*self._up_flags(), body.on_input and not up_rows, self._wide(self.w_in, self.w_up)),
+                *(i % up.bn == 0, h % up.bk == 0, bm, up.bn, up.bk, up.group, up.swap, form, up_rows),
+                *(join, tail[0], up.persistent, up.flatten, stored[0], precision, pdl),
             ),
-            "x weights w_in w_up b_in b_up h order offsets tiles num_tiles",
+            ("xs" if up_rows else "x") + " weights w_in w_up b_in b_up h h order offsets tiles num_tiles",
             up,
             descs=tuple(descs),
         )
         descs = []
-        rows_desc = down.rows_desc and i > 0 and i * self.dtype.itemsize % 16 == 0
+        rows_desc = down.rows_desc and i > 0 and i * item % 16 == 0
         if rows_desc:
             descs.append((1, "h", (s, i), (i, 1), (bm, down.bk)))
         form = self._down_desc()
         if form:
             descs.append((2, "w_out", *self._matrix(self.w_out, form, n, i, down.bn, down.bk)))
+        if stored[1]:
+            descs.append((5, "y", *rows_descriptor(s, n, bm, down.bn // stored[1])))
         self._launch(
             gemm.down_tiles,
             self._grid(down, max_tiles * -(-n // down.bn)),
@@ -386,9 +434,9 @@ class Plan:
                 *(max_tiles, i, n, self._rows(self.w_out, form), *self.w_out.strides, *(self.b_out.strides if self.b_out else no_bias)),
                 *(*self._down_flags(), self._wide(self.w_out)),
                 *(n % down.bn == 0, i % down.bk == 0, bm, down.bn, down.bk, down.group, down.swap, form),
-                *(rows_desc, tail[1], down.persistent, down.flatten, precision, pdl),
+                *(rows_desc, tail[1], down.persistent, down.flatten, stored[1], precision, pdl),
             ),
-            "h h w_out b_out y order offsets tiles num_tiles",
+            "h h w_out b_out y y order offsets tiles num_tiles",
             down,
             descs=tuple(descs),
         )
@@ -398,9 +446,9 @@ class Plan:
             (self.tokens, -(-n // block)),
             (
                 *(self.top_k, self.experts, n, *self.strides_ids, *self.strides_weights),
-                *(not body.on_input, n % block == 0, block, pdl),
+                *(not body.on_input, stored[1] > 0, n % block == 0, block, self.top_k if self.top_k <= UNROLLED else 0, pdl),
             ),
-            "y ids weights out",
+            f"y ids weights {'position' if stored[1] else 'ids'} out",
             None,
         )
 

@@ -2,7 +2,7 @@
 
 Glossary, all int32, in one buffer (:class:`Layout` says where each begins); S = T*K slots, slot = t*K + k:
 
-* order [S]: slot numbers stably sorted by expert, slots with an invalid id last;
+* order [S]: slot numbers stably sorted by expert, slots with an invalid id last; position [S]: its inverse, where the combine wants it;
 * offsets [E + 1]: rows [offsets[e], offsets[e + 1]) of the order belong to expert e; offsets[E] counts the valid slots;
 * tiles [2, max_tiles]: expert and first row of each tile of up to BM rows, experts in order; num_tiles [1] of them are filled.
 
@@ -13,14 +13,15 @@ counting sort: the rank of a slot among equal ids is a prefix count, so the orde
 import triton
 import triton.language as tl
 
-from moefuse.kernels.triton.functions import after_previous, let_next_start
+from moefuse.kernels.triton.functions import after_previous, index, let_next_start
 
 
 @triton.jit
-def load_keys(ids, s, S, E, top_k, stride_t, stride_k):
-    """Expert of slots s, E for every slot that is invalid or past the end."""
+def load_keys(ids, s, S, E, top_k, stride_t, stride_k, FLAT: tl.constexpr):
+    """Expert of slots s, E for every slot that is invalid or past the end. FLAT: ids [T, K] is contiguous."""
     inside = s < S
-    raw = tl.load(ids + (s // top_k).to(tl.int64) * stride_t + (s % top_k).to(tl.int64) * stride_k, mask=inside, other=-1).to(tl.int64)
+    at = ids + s if FLAT else ids + (s // top_k).to(tl.int64) * stride_t + (s % top_k).to(tl.int64) * stride_k
+    raw = tl.load(at, mask=inside, other=-1).to(tl.int64)
     return tl.where(inside & (raw >= 0) & (raw < E), raw, E).to(tl.int32)
 
 
@@ -39,6 +40,7 @@ def write_tiles(tiles, max_tiles, e, first_tile, first_row, rows, BM: tl.constex
 def sort_once(
     ids,
     order,
+    position,
     offsets,
     tiles,
     num_tiles,
@@ -48,19 +50,21 @@ def sort_once(
     E,
     top_k,
     max_tiles,
+    FLAT: tl.constexpr,
+    INVERSE: tl.constexpr,
     BS: tl.constexpr,
     BE: tl.constexpr,
     BM: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Everything in one launch; program e finds the slots of expert e (program E the invalid ones). For few slots: each reads all ids."""
+    """Everything in one launch, for S <= BS slots: program e reads all ids and finds the slots of expert e (program E the invalid ones)."""
     after_previous(PDL)
     let_next_start(PDL)
     e = tl.program_id(0)
     bins = tl.arange(0, BE)
-    counts = tl.zeros([BE], tl.int32)
-    for s in range(0, S, BS):
-        counts += tl.histogram(load_keys(ids, s + tl.arange(0, BS), S, E, top_k, stride_t, stride_k), BE)
+    slot = tl.arange(0, BS)
+    key = load_keys(ids, slot, S, E, top_k, stride_t, stride_k, FLAT)
+    counts = tl.histogram(key, BE)
     tiles_of = tl.where(bins < E, (counts + BM - 1) // BM, 0)
     row = tl.sum(tl.where(bins < e, counts, 0))
     first_tile = tl.sum(tl.where(bins < e, tiles_of, 0))
@@ -69,22 +73,20 @@ def sort_once(
         tl.store(num_tiles, tl.sum(tiles_of))
     else:
         write_tiles(tiles, max_tiles, e, first_tile, row, tl.sum(tl.where(bins == e, counts, 0)), BM)
-    for s in range(0, S, BS):
-        slot = s + tl.arange(0, BS)
-        key = load_keys(ids, slot, S, E, top_k, stride_t, stride_k)
-        mine = ((key == e) & (slot < S)).to(tl.int32)
-        rank = tl.cumsum(mine, 0) - mine
-        tl.store(order + row + rank, slot, mask=mine != 0)
-        row += tl.sum(mine)
+    mine = ((key == e) & (slot < S)).to(tl.int32)
+    row += tl.cumsum(mine, 0) - mine
+    tl.store(order + row, slot, mask=mine != 0)
+    if INVERSE:
+        tl.store(position + slot, row, mask=mine != 0)
 
 
 @triton.jit(do_not_specialize=["S"])
-def count_chunks(ids, counts, stride_t, stride_k, S, E, top_k, BS: tl.constexpr, BE: tl.constexpr, PDL: tl.constexpr):
+def count_chunks(ids, counts, stride_t, stride_k, S, E, top_k, FLAT: tl.constexpr, BS: tl.constexpr, BE: tl.constexpr, PDL: tl.constexpr):
     """counts [C, BE]: how often each expert occurs in each chunk of BS slots (first of three kernels for many slots)."""
     after_previous(PDL)
     let_next_start(PDL)
     chunk = tl.program_id(0)
-    key = load_keys(ids, chunk * BS + tl.arange(0, BS), S, E, top_k, stride_t, stride_k)
+    key = load_keys(ids, chunk * BS + tl.arange(0, BS), S, E, top_k, stride_t, stride_k, FLAT)
     tl.store(counts + chunk * BE + tl.arange(0, BE), tl.histogram(key, BE))
 
 
@@ -111,6 +113,7 @@ def place_chunks(
     counts,
     totals,
     order,
+    position,
     offsets,
     tiles,
     num_tiles,
@@ -120,6 +123,8 @@ def place_chunks(
     E,
     top_k,
     max_tiles,
+    FLAT: tl.constexpr,
+    INVERSE: tl.constexpr,
     BS: tl.constexpr,
     BE: tl.constexpr,
     BM: tl.constexpr,
@@ -144,15 +149,34 @@ def place_chunks(
             write_tiles(tiles, max_tiles, e, first_tile, row, tl.sum(tl.where(bins == e, total_valid, 0)), BM)
     i = tl.arange(0, BS)
     slot = chunk * BS + i
-    key = load_keys(ids, slot, S, E, top_k, stride_t, stride_k)
-    # Smaller experts, this expert in earlier chunks, this expert earlier in this chunk; 32 at a time, to stay in registers.
-    row = tl.load(counts + chunk * BE + key)
-    for b in range(0, BE, 32):
-        some = b + tl.arange(0, 32)
-        n = tl.load(totals + some, mask=some < E, other=0)
-        row += tl.sum(tl.where(some[None, :] < key[:, None], n[None, :], 0), 1)
+    key = load_keys(ids, slot, S, E, top_k, stride_t, stride_k, FLAT)
+    # Smaller experts, this expert in earlier chunks, this expert earlier in this chunk (32 slots at a time, to stay in registers).
+    row = tl.load(counts + chunk * BE + key) + tl.gather(tl.cumsum(total_valid, 0) - total_valid, key, 0)
     for j in range(0, BS, 32):
         before = j + tl.arange(0, 32)
-        other = load_keys(ids, chunk * BS + before, S, E, top_k, stride_t, stride_k)
+        other = tl.gather(key, before, 0)
         row += tl.sum(((other[None, :] == key[:, None]) & (before[None, :] < i[:, None])).to(tl.int32), 1)
     tl.store(order + row, slot, mask=slot < S)
+    if INVERSE:
+        tl.store(position + slot, row, mask=slot < S)
+
+
+@triton.jit
+def sort_rows(
+    x, weights, order, offsets, xs, E, H, top_k, stride_xt, stride_xh, stride_rt, stride_rk,
+    SCALE: tl.constexpr, WIDE: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """xs [S, H]: token rows in sorted order, ROWS of them per program, times the routing weight with SCALE. Invalid slots are left out."""
+    after_previous(PDL)
+    let_next_start(PDL)
+    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    live = r < tl.load(offsets + E)
+    slot = tl.load(order + r, mask=live, other=0)
+    token = (slot // top_k).to(tl.int64)
+    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = live[:, None] if EVEN else live[:, None] & (col[None, :] < H)
+    v = tl.load(x + token[:, None] * stride_xt + index(col, WIDE)[None, :] * stride_xh, mask=mask, other=0.0)
+    if SCALE:
+        scale = tl.load(weights + token * stride_rt + (slot % top_k).to(tl.int64) * stride_rk, mask=live, other=0.0).to(tl.float32)
+        v = (v.to(tl.float32) * scale[:, None]).to(x.dtype.element_ty)
+    tl.store(xs + r.to(tl.int64)[:, None] * H + col[None, :], v, mask=mask)

@@ -113,12 +113,15 @@ def test_every_storage(gating: str, storage: dict[str, bool], form: str) -> None
         {"persistent": True},
         {"persistent": True, "flatten": True},
         {"desc": True, "join": True, "tail": True, "persistent": True, "rows_desc": True},
+        {"store": 1},
+        {"store": 2, "tail": True},
+        {"store": 4, "swap": True},
     ],
-    ids="+".join,
+    ids=lambda flags: "+".join(flags) if isinstance(flags, dict) else None,
 )
 @pytest.mark.parametrize("storage", STORAGES[:2], ids=["stacked", "in-out"])
 @pytest.mark.parametrize("up_first", [False, True])
-def test_forms_of_a_tile(flags: dict[str, bool], storage: dict[str, bool], up_first: bool) -> None:
+def test_forms_of_a_tile(flags: dict[str, int], storage: dict[str, bool], up_first: bool) -> None:
     """Descriptors need rows of whole 16 bytes, so the sizes are multiples of four; none is a multiple of the tile."""
     case = SMALL.with_(tokens=40, hidden=40, inter=20, hidden_out=28, up_first=up_first, **storage)
     check(case, tiles(32, **flags))
