@@ -110,15 +110,15 @@ def _processor() -> str:
     return "\n".join(line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part")))
 
 
-def libtorch_functions(names: Sequence[str]) -> list[int]:
-    """Addresses of functions of libtorch's C interface.
+def libtorch_functions(names: Sequence[str], part: str = "torch_cpu") -> list[int]:
+    """Addresses of functions of libtorch's C interface in one of its libraries.
 
     Raises:
         AttributeError: this libtorch has no such function.
         OSError: libtorch is not where it usually is.
     """
     folder = Path(torch.__file__).parent / "lib"
-    name = {"darwin": "libtorch_cpu.dylib", "win32": "torch_cpu.dll"}.get(sys.platform, "libtorch_cpu.so")
+    name = {"darwin": f"lib{part}.dylib", "win32": f"{part}.dll"}.get(sys.platform, f"lib{part}.so")
     library = ctypes.CDLL(str(folder / name))
     return [ctypes.cast(getattr(library, function), ctypes.c_void_p).value or 0 for function in names]
 

@@ -502,12 +502,17 @@ class Plan:
         self.ready = all(step.launch.compiled is not None for step in self.steps)
         if self.ready and not any(self.stacked) and not any(operand is not None and operand.table for operand in self._described()):
             try:
-                self.direct = Direct(self.steps, ("out", *INPUTS, *self.workspace.parts))
+                self.direct = Direct(self.steps, self.names)
             except NotImplementedError:
                 return
 
     def _described(self) -> tuple[Operand | None, ...]:
         return self.w_in, self.w_up, self.w_out, self.b_in, self.b_up, self.b_out
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What a direct launch gets the addresses of, in order."""
+        return ("out", *INPUTS, *self.workspace.parts)
 
     def positions(self, counts: Sequence[int]) -> tuple[int, ...]:
         """Where each name of :data:`INPUTS` is among all tensors of a call in schema order; lists of one tensor, given their lengths.

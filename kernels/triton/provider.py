@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from moefuse._torch_private import current_device
+from moefuse.kernels.triton import native
 from moefuse.kernels.triton.launch import INTERPRETED
 from moefuse.kernels.triton.plan import Body, Lists, Plan
 from moefuse.ops.body import decode, unpack
@@ -106,19 +107,22 @@ def _kinds(tensors: Sequence[Tensor]) -> Any:
 
 def _plan(key: Any, x: Tensor, ids: Tensor, weights: Tensor, lists: Lists, body: Body) -> Plan:
     if len(_PLANS) >= _MAX_PLANS:
-        _PLANS.clear()
+        forget()
     plan = _PLANS[key] = Plan(x, ids, weights, lists, body)
     return plan
 
 
-_BY_FORM: dict[Any, tuple[Plan, tuple[int, ...]]] = {}
-"""Plans that launch directly, keyed by the arguments of the internal op, with the positions of their inputs."""
+_BY_FORM: dict[Any, tuple[Plan, tuple[int, ...], bool]] = {}
+"""Plans that launch directly, keyed by the arguments of the internal op: with the positions of their inputs, and whether C++ knows."""
 _FEW = 12
 """A call with more tensors has experts in separate Parameters."""
 
 
 def infer(tensors: Sequence[Tensor], counts: Sequence[int], body: int, arg0: float, arg1: float, out_dtype: torch.dtype) -> Tensor:
-    """``moefuse::experts_infer`` on CUDA: what a compiled model calls, so the known case is decided with little Python."""
+    """``moefuse::experts_infer`` on CUDA: what a compiled model calls, so the known case is decided with little Python.
+
+    Where C++ can be compiled, ``native.py`` has taken over what comes here twice.
+    """
     if len(tensors) > _FEW or providers.PROVIDERS["experts"][0].name != NAME:
         return _general(tensors, counts, body, arg0, arg1, out_dtype)
     x = tensors[0]
@@ -133,7 +137,10 @@ def infer(tensors: Sequence[Tensor], counts: Sequence[int], body: int, arg0: flo
         out = _general(tensors, counts, body, arg0, arg1, out_dtype)
         _remember(key, tensors, counts, body, arg0, arg1, out_dtype)
         return out
-    plan, positions = known
+    plan, positions, told = known
+    if not told and native.ready():
+        _BY_FORM[key] = plan, positions, True
+        native.remember(native.key_of(tensors, counts, body, arg0, arg1, out_dtype), plan, positions)
     if plan.index == current_device():
         direct = plan.run_flat([pointers[i] for i in positions])
         if direct is not None:
@@ -141,8 +148,8 @@ def infer(tensors: Sequence[Tensor], counts: Sequence[int], body: int, arg0: flo
     return _general(tensors, counts, body, arg0, arg1, out_dtype)
 
 
-def _general(*args: Any) -> Tensor:
-    out: Tensor = torch.ops.moefuse.experts_infer_general.default(*args)
+def _general(tensors: Sequence[Tensor], counts: Sequence[int], body: int, arg0: float, arg1: float, out_dtype: torch.dtype) -> Tensor:
+    out: Tensor = providers.run("experts", *unpack(tensors, counts), *decode(body, arg0, arg1).values(), out_dtype)
     return out
 
 
@@ -150,16 +157,19 @@ def _remember(
     key: Any, tensors: Sequence[Tensor], counts: Sequence[int], body: int, arg0: float, arg1: float, out_dtype: torch.dtype
 ) -> None:
     """Note the plan of the call that has just run, if it launches directly."""
+    native.start()
     data, options = unpack(tensors, counts), decode(body, arg0, arg1)
     made, _ = _key(*data, *options.values(), out_dtype)  # type: ignore[call-arg]
     plan = _PLANS.get(made)
     if plan is None or plan.direct is None:
         return
     if len(_BY_FORM) >= _MAX_PLANS:
-        _BY_FORM.clear()
-    _BY_FORM[key] = plan, plan.positions(counts)
+        forget()
+    _BY_FORM[key] = plan, plan.positions(counts), False
 
 
-if not INTERPRETED:
-    _LIBRARY = torch.library.Library("moefuse", "IMPL")
-    _LIBRARY.impl("experts_infer", infer, "CUDA")
+def forget() -> None:
+    """Drop what is known of calls; they are planned anew. CUDA graphs that were recorded replay what they recorded."""
+    _PLANS.clear()
+    _BY_FORM.clear()
+    native.forget()

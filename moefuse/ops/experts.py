@@ -78,6 +78,8 @@ def _or_native(name: str, unit: str, general: Callable[..., Any]) -> Callable[..
 
 
 def _infer(tensors: Lists, counts: Sequence[int], body: int, arg0: float, arg1: float, out_dtype: torch.dtype) -> Tensor:
+    if tensors[0].device.type == "cuda" and not isinstance(kernels := providers.triton_kernels(), str):
+        return kernels.infer(tensors, counts, body, arg0, arg1, out_dtype)  # type: ignore[no-any-return]
     out: Tensor = providers.run("experts", *unpack(tensors, counts), *decode(body, arg0, arg1).values(), out_dtype)
     return out
 

@@ -1,0 +1,226 @@
+// moefuse::experts_infer on CUDA as libtorch's dispatcher calls it, for plans that direct.py has laid out: finds the plan by what it depends
+// on, allocates the output and one workspace, writes the addresses of this call and launches. Everything else goes on to the Python op.
+// No header of torch or CUDA is needed: libtorch's stable C interface and the driver's launch function arrive as a table.
+#include <cstdint>
+#include <cstring>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+namespace {
+
+using Handle = void*;
+using Value = uint64_t;
+using Key = std::vector<uint64_t>;
+constexpr uint64_t TORCH_2_10 = (uint64_t(2) << 56) | (uint64_t(10) << 48);
+constexpr size_t FEW = 12;  // more tensors are experts in separate Parameters
+
+// In the order of FUNCTIONS in native.py.
+struct Interface {
+  int32_t (*dim)(Handle, int64_t*);
+  int32_t (*sizes)(Handle, int64_t**);
+  int32_t (*strides)(Handle, int64_t**);
+  int32_t (*dtype)(Handle, int32_t*);
+  int32_t (*data)(Handle, void**);
+  int32_t (*device)(Handle, int32_t*);
+  int32_t (*empty)(int64_t, const int64_t*, const int64_t*, int32_t, int32_t, int32_t, Handle*);
+  int32_t (*release)(Handle);
+  int32_t (*list_size)(Handle, size_t*);
+  int32_t (*list_item)(Handle, size_t, Value*);
+  int32_t (*list_release)(Handle);
+  int32_t (*call)(const char*, const char*, Value*, uint64_t);
+  int32_t (*library)(const char*, const char*, const char*, uint32_t, Handle*);
+  int32_t (*implement)(Handle, const char*, void (*)(Value*, uint64_t, uint64_t), uint64_t);
+  int32_t (*current_device)(int32_t*);
+  int32_t (*stream)(int32_t, void**);
+  int32_t (*launch)(const void*, void*, void**, void**);  // cuLaunchKernelEx
+};
+Interface torch_;
+std::string other;       // the op that takes what is not known here
+int32_t device_type = 1;  // of the tensors: CUDA, or in tests the CPU
+
+// CUlaunchConfig.
+struct Config {
+  uint32_t grid[3], block[3], shared;
+  void* stream;
+  void* attributes;
+  uint32_t num_attributes;
+};
+
+// One kernel: its configuration, function and parameters lie in memory that direct.py keeps.
+struct Launch {
+  Config* config;
+  void* function;
+  void** params;
+};
+
+struct Plan {
+  int64_t out[2], bytes;
+  int32_t out_dtype, byte_dtype;
+  std::vector<int64_t> inputs, sections;  // position of each input among the tensors; offset of each section of the workspace
+  uint64_t* cells;                        // addresses: out, inputs, sections
+  std::vector<Launch> launches;
+};
+
+struct Hash {
+  size_t operator()(const Key& key) const {
+    uint64_t h = 1469598103934665603u;
+    for (uint64_t word : key) h = (h ^ word) * 1099511628211u ^ (h >> 29);
+    return h;
+  }
+};
+std::unordered_map<Key, Plan, Hash> plans;
+std::mutex lock;  // also keeps threads apart from writing the addresses to the launch
+
+void check(int32_t error) {
+  if (error) throw std::runtime_error("moefuse::experts: a call into libtorch failed");
+}
+Handle handle(Value v) { return reinterpret_cast<Handle>(v); }
+
+// What a plan depends on: options, list lengths, device, and of each tensor dtype, alignment, sizes and strides. False: too many tensors.
+bool describe(const Value* stack, Key& key, std::vector<Handle>& tensors, std::vector<uint64_t>& addresses) {
+  size_t count = 0, lists = 0;
+  check(torch_.list_size(handle(stack[0]), &count));
+  if (!count || count > FEW) return false;
+  check(torch_.list_size(handle(stack[1]), &lists));
+  key.reserve(12 + count * 8);
+  key.insert(key.end(), {stack[2], stack[3], stack[4], uint64_t(uint32_t(stack[5]))});
+  for (size_t i = 0; i < lists; ++i) {
+    Value n;
+    check(torch_.list_item(handle(stack[1]), i, &n));
+    key.push_back(n);
+  }
+  int32_t device;
+  for (size_t i = 0; i < count; ++i) {
+    Value v;
+    check(torch_.list_item(handle(stack[0]), i, &v));
+    Handle t = handle(v);
+    tensors.push_back(t);
+    int64_t dim, *sizes, *strides;
+    int32_t dtype;
+    void* data;
+    check(torch_.dim(t, &dim));
+    check(torch_.sizes(t, &sizes));
+    check(torch_.strides(t, &strides));
+    check(torch_.dtype(t, &dtype));
+    check(torch_.data(t, &data));
+    addresses.push_back(reinterpret_cast<uint64_t>(data));
+    key.push_back(uint64_t(uint32_t(dtype)) << 16 | uint64_t(dim) << 8 | (addresses.back() & 15));
+    key.insert(key.end(), sizes, sizes + dim);
+    key.insert(key.end(), strides, strides + dim);
+  }
+  check(torch_.device(tensors[0], &device));
+  key.push_back(uint64_t(int64_t(device)));
+  return true;
+}
+
+Handle empty(const int64_t* sizes, const int64_t* strides, int64_t dim, int32_t dtype, int32_t device, uint64_t* address) {
+  Handle t;
+  void* data;
+  check(torch_.empty(dim, sizes, strides, dtype, device_type, device, &t));
+  check(torch_.data(t, &data));
+  *address = reinterpret_cast<uint64_t>(data);
+  return t;
+}
+
+// Runs a plan; false if the driver declined its first launch, then nothing ran.
+bool run(Plan& plan, const std::vector<uint64_t>& addresses, int32_t device, Value* result) {
+  const int64_t strides[] = {plan.out[1], 1}, one = 1;
+  uint64_t out, space;
+  void* stream;
+  check(torch_.stream(device, &stream));
+  Handle made = empty(plan.out, strides, 2, plan.out_dtype, device, &out);
+  Handle scratch = empty(&plan.bytes, &one, 1, plan.byte_dtype, device, &space);
+  uint64_t* cell = plan.cells;
+  *cell++ = out;
+  for (int64_t i : plan.inputs) *cell++ = addresses[size_t(i)];
+  for (int64_t offset : plan.sections) *cell++ = space + uint64_t(offset);
+  int32_t error = 0;
+  size_t done = 0;
+  for (; done < plan.launches.size() && !error; done += !error) {
+    Launch& one_launch = plan.launches[done];
+    one_launch.config->stream = stream;
+    error = torch_.launch(one_launch.config, one_launch.function, one_launch.params, nullptr);
+  }
+  check(torch_.release(scratch));
+  if (!error) {
+    *result = reinterpret_cast<Value>(made);
+    return true;
+  }
+  check(torch_.release(made));
+  if (done) throw std::runtime_error("moefuse::experts: CUDA error " + std::to_string(error) + " at a launch");
+  return false;
+}
+
+bool known(Value* stack, std::vector<Handle>& tensors) {
+  Key key;
+  std::vector<uint64_t> addresses;
+  tensors.reserve(FEW);
+  addresses.reserve(FEW);
+  if (!describe(stack, key, tensors, addresses)) return false;
+  int32_t device = int32_t(key.back()), current = device;
+  if (device_type) check(torch_.current_device(&current));
+  if (current != device) return false;
+  std::lock_guard<std::mutex> guard(lock);
+  auto found = plans.find(key);
+  Value result;
+  if (found == plans.end() || !run(found->second, addresses, device, &result)) return false;
+  for (Handle t : tensors) torch_.release(t);
+  torch_.list_release(handle(stack[0]));
+  torch_.list_release(handle(stack[1]));
+  stack[0] = result;
+  return true;
+}
+
+void infer_kernel(Value* stack, uint64_t, uint64_t) {
+  std::vector<Handle> tensors;
+  if (!known(stack, tensors)) check(torch_.call(other.c_str(), "", stack, TORCH_2_10));
+}
+
+}  // namespace
+
+#define PUBLIC extern "C" __attribute__((visibility("default")))
+
+// From now on the dispatcher runs namespace::op on tensors of `dispatch` here. 0, or libtorch's error code.
+PUBLIC int32_t moefuse_register(void* const* functions, const char* name, const char* dispatch, const char* op, const char* fallback, int32_t type) {
+  std::memcpy(&torch_, functions, sizeof torch_);
+  other = std::string(name) + "::" + fallback;
+  device_type = type;
+  Handle library;
+  if (int32_t error = torch_.library(name, dispatch, "moefuse/kernels/triton", 1, &library)) return error;
+  return torch_.implement(library, op, infer_kernel, TORCH_2_10);
+}
+
+// The plan of a call with this key. `numbers`: out [2], bytes, out_dtype, dtype of bytes, inputs, sections, launches (three counts), then
+// the inputs, the sections, and of each launch the addresses of its configuration, function and parameters.
+PUBLIC void moefuse_remember(const uint64_t* key, int64_t words, const int64_t* numbers, uint64_t* cells) {
+  Plan plan;
+  const int64_t* n = numbers;
+  plan.out[0] = *n++;
+  plan.out[1] = *n++;
+  plan.bytes = *n++;
+  plan.out_dtype = int32_t(*n++);
+  plan.byte_dtype = int32_t(*n++);
+  int64_t inputs = *n++, sections = *n++, launches = *n++;
+  plan.inputs.assign(n, n + inputs);
+  n += inputs;
+  plan.sections.assign(n, n + sections);
+  n += sections;
+  for (int64_t i = 0; i < launches; ++i, n += 3)
+    plan.launches.push_back({reinterpret_cast<Config*>(n[0]), reinterpret_cast<void*>(n[1]), reinterpret_cast<void**>(n[2])});
+  plan.cells = cells;
+  std::lock_guard<std::mutex> guard(lock);
+  plans[Key(key, key + words)] = plan;
+}
+
+PUBLIC void moefuse_forget() {
+  std::lock_guard<std::mutex> guard(lock);
+  plans.clear();
+}
+
+PUBLIC int64_t moefuse_known() {
+  std::lock_guard<std::mutex> guard(lock);
+  return int64_t(plans.size());
+}

@@ -1,0 +1,141 @@
+"""``moefuse::experts_infer`` on CUDA without Python: the C++ of ``direct.cpp`` launches the plans that are remembered here.
+
+A Python op costs some 20 microseconds of the host before its first launch, most of them in the dispatcher's way to Python and back. The C++
+is compiled at the first use on a machine, beside whatever the process does, by the compiler that Inductor uses; until it is there, and
+without one, the Python op of ``provider.py`` does the same. ``MOEFUSE_DIRECT_LAUNCH=0`` leaves it out.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import struct
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moefuse import _torch_private, cache_folder
+from moefuse.kernels.triton.direct import SWITCH, Direct
+
+log = logging.getLogger(__name__)
+
+FUNCTIONS = (
+    "aoti_torch_get_dim",
+    "aoti_torch_get_sizes",
+    "aoti_torch_get_strides",
+    "aoti_torch_get_dtype",
+    "aoti_torch_get_data_ptr",
+    "aoti_torch_get_device_index",
+    "aoti_torch_empty_strided",
+    "aoti_torch_delete_tensor_object",
+    "torch_list_size",
+    "torch_list_get_item",
+    "torch_delete_list",
+    "torch_call_dispatcher",
+    "aoti_torch_library_init_impl",
+    "torch_library_impl",
+    "aoti_torch_get_current_device_index",
+)
+"""Functions of libtorch, in the order of ``Interface`` in direct.cpp; behind them come the current stream's and the driver's launch."""
+
+CODES = {
+    torch.uint8: 0, torch.int8: 1, torch.int16: 2, torch.int32: 3, torch.int64: 4,
+    torch.float16: 5, torch.float32: 6, torch.float64: 7, torch.bfloat16: 15,
+}  # fmt: skip
+"""How libtorch numbers the dtypes that a call may have."""
+
+_library: ctypes.CDLL | None = None
+_tried = False
+_lock = threading.Lock()
+_kept: list[Direct] = []
+
+
+def load(functions: Sequence[int], name: str, dispatch: str, op: str, fallback: str, device_type: int) -> ctypes.CDLL:
+    """The compiled library, registered for ``name::op`` on tensors of ``dispatch``; calls that it does not know go to ``name::fallback``.
+
+    Raises whatever goes wrong.
+    """
+    text = (Path(__file__).parent / "direct.cpp").read_text()
+    library = ctypes.CDLL(str(_torch_private.build_cpp(text, cache_folder.make("cuda-launch"))))
+    table = (ctypes.c_void_p * len(functions))(*functions)
+    error = library.moefuse_register(table, name.encode(), dispatch.encode(), op.encode(), fallback.encode(), device_type)
+    if error:
+        raise RuntimeError(f"libtorch refused the kernel (error {error})")
+    return library
+
+
+def start() -> None:
+    """Have the library ready soon, once per process."""
+    global _tried
+    with _lock:
+        if _tried or os.environ.get(SWITCH) == "0":
+            return
+        _tried = True
+    threading.Thread(target=_start, daemon=True).start()
+
+
+def _start() -> None:
+    global _library
+    try:
+        functions = _torch_private.libtorch_functions(FUNCTIONS)
+        functions += _torch_private.libtorch_functions(["aoti_torch_get_current_cuda_stream"], "torch_cuda")
+        launch = ctypes.cast(ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx, ctypes.c_void_p).value or 0
+        library = load([*functions, launch], "moefuse", "CUDA", "experts_infer", "experts_infer_general", 1)
+    except Exception as error:
+        # No compiler, a read-only cache folder, a torch without the interface, ...: the Python op stays.
+        log.debug("experts are launched from Python: %s", str(error).strip().split("\n")[0])
+        return
+    _library = library
+
+
+def ready() -> bool:
+    """Whether plans can be handed over."""
+    return _library is not None
+
+
+def key_of(
+    tensors: Sequence[Tensor], counts: Sequence[int], body: int, arg0: float, arg1: float, out_dtype: torch.dtype
+) -> tuple[int, ...] | None:
+    """What ``describe`` in direct.cpp makes of a call; None if a dtype has no number here."""
+    if out_dtype not in CODES or any(t.dtype not in CODES for t in tensors):
+        return None
+    words = [body, *struct.unpack("2q", struct.pack("2d", arg0, arg1)), CODES[out_dtype], *counts]
+    for t in tensors:
+        words.append(CODES[t.dtype] << 16 | t.dim() << 8 | t.data_ptr() & 15)
+        words += [*t.shape, *t.stride()]
+    return (*words, tensors[0].get_device())
+
+
+def remember(
+    key: tuple[int, ...] | None, plan: Any, positions: Sequence[int], library: ctypes.CDLL | None = None, function: Any = None
+) -> bool:
+    """Hand over a plan that launches directly; ``positions``: of its inputs among the call's tensors. False if that cannot be done."""
+    library = library or _library
+    # float32 depends on a global switch as well, and tensor maps are made in Python.
+    if key is None or library is None or plan.dtype == torch.float32 or any(step.descs for step in plan.steps):
+        return False
+    # Its own memory: Python and C++ guard what they write with different locks.
+    direct = Direct(plan.steps, plan.names, function)
+    sections = [offset for offset, _, _ in plan.workspace.parts.values()]
+    launches = [
+        address
+        for kernel in direct.kernels
+        for address in (ctypes.addressof(kernel.config), kernel.function.value or 0, ctypes.addressof(kernel.params))
+    ]
+    numbers = [plan.tokens, plan.out, plan.workspace.size, CODES[plan.body.out_dtype], CODES[torch.uint8]]
+    numbers += [len(positions), len(sections), len(direct.kernels), *positions, *sections, *launches]
+    words = (ctypes.c_uint64 * len(key))(*(word & 0xFFFFFFFFFFFFFFFF for word in key))
+    _kept.append(direct)
+    library.moefuse_remember(words, ctypes.c_int64(len(key)), (ctypes.c_int64 * len(numbers))(*numbers), direct.cells)
+    return True
+
+
+def forget() -> None:
+    """Forget all plans; the memory that they launch from stays, since a launch may be under way."""
+    if _library is not None:
+        _library.moefuse_forget()

@@ -1,0 +1,198 @@
+"""The C++ that launches without Python: built here for an op of its own on CPU tensors, with a launch function that only takes notes."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.triton.test_compiled import make_plan, source
+
+NAME = "moefuse_direct_test"
+COUNTS = [1, 0, 1, 0, 0, 0]
+BF16 = torch.bfloat16
+T, K, E, H, INNER = 3, 2, 4, 64, 32
+
+
+class World:
+    """A library over fake CUDA functions, a plan for few slots, and what has been launched."""
+
+    def __init__(self) -> None:
+        import triton
+        from triton.backends.compiler import GPUTarget
+
+        from moefuse import _torch_private
+        from moefuse.kernels.triton import direct, native
+        from moefuse.kernels.triton.config import Config, Problem, Vectors
+
+        self.native, self.direct = native, direct
+        self.launched: list[tuple[Any, ...]] = []
+        self.errors: list[int] = []
+        self.fallbacks = 0
+        self.ops = torch.library.Library(NAME, "DEF")
+        for op in ("infer", "general"):
+            self.ops.define(f"{op}(Tensor[] tensors, int[] counts, int body, float arg0, float arg1, ScalarType out_dtype) -> Tensor")
+        self.ops.impl("general", self.general, "CPU")
+        launch = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p)
+        stream = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_int32, ctypes.POINTER(ctypes.c_void_p))
+        self.callbacks = (stream(self.stream), launch(self.launch))
+        functions = _torch_private.libtorch_functions(native.FUNCTIONS)
+        functions += [ctypes.cast(f, ctypes.c_void_p).value or 0 for f in self.callbacks]
+        self.library = native.load(functions, NAME, "CPU", "infer", "general", 0)
+        self.plan, tensors = make_plan(
+            Problem(T, K, E, H, INNER, H, "merged", "bfloat16"), Config(0, Vectors(4, 64), Vectors(4, 32), pdl=True)
+        )
+        for step in self.plan.steps:
+            compiled = triton.compile(source(step, tensors), target=GPUTarget("cuda", 90, 32), options=step.launch.options)
+            compiled.__dict__["function"] = 77
+            step.launch.compiled = compiled
+
+    def general(self, tensors: list[Tensor], *rest: Any) -> Tensor:
+        self.fallbacks += 1
+        return tensors[0] + 1
+
+    def stream(self, device: int, out: Any) -> int:
+        out[0] = 5
+        return 0
+
+    def launch(self, config: Any, function: Any, params: Any, extra: Any) -> int:
+        step = self.plan.steps[len(self.launched) % len(self.plan.steps)]
+        kinds = self.direct.parameters([str(kind) for kind in step.launch.compiled.src.signature.values()], [])
+        at = {
+            step.names[position]: ctypes.c_uint64.from_address(params[i]).value
+            for i, (position, kind) in enumerate(kinds)
+            if kind == "pointer"
+        }
+        known = self.direct._Config.from_address(config)
+        self.launched.append((function, known.stream, tuple(known.grid), at))
+        return self.errors.pop(0) if self.errors else 0
+
+    def remember(self, tensors: list[Tensor]) -> bool:
+        key = self.native.key_of(tensors, COUNTS, 3, 0.5, -0.25, BF16)
+        return bool(self.native.remember(key, self.plan, self.plan.positions(COUNTS), self.library, len))
+
+    def known(self) -> int:
+        self.library.moefuse_known.restype = ctypes.c_int64
+        return int(self.library.moefuse_known())
+
+
+def call(tensors: list[Tensor], counts: list[int] = COUNTS, body: int = 3, arg0: float = 0.5, out_dtype: torch.dtype = BF16) -> Tensor:
+    out: Tensor = torch.ops.moefuse_direct_test.infer(tensors, counts, body, arg0, -0.25, out_dtype)
+    return out
+
+
+def tensors(tokens: int = T, ids: torch.dtype = torch.int64) -> list[Tensor]:
+    x, weights = torch.zeros(tokens, H, dtype=BF16), torch.zeros(tokens, K, dtype=BF16)
+    return [x, torch.zeros(tokens, K, dtype=ids), weights, torch.zeros(E, 2 * INNER, H, dtype=BF16), torch.zeros(E, H, INNER, dtype=BF16)]
+
+
+@pytest.fixture(scope="module")
+def everything() -> World:
+    return World()
+
+
+@pytest.fixture
+def world(everything: World) -> World:
+    everything.library.moefuse_forget()
+    everything.launched.clear()
+    everything.errors.clear()
+    everything.fallbacks = 0
+    return everything
+
+
+def test_a_known_call_is_launched(world: World) -> None:
+    """Every kernel with its grid, on the current stream, with the addresses of this call; the output has the plan's shape and dtype."""
+    assert world.remember(tensors())
+    for _ in range(2):  # the second call has other addresses
+        world.launched.clear()
+        args = tensors()
+        out = call(args)
+        assert (out.shape, out.dtype, out.stride()) == ((T, H), BF16, (H, 1))
+        assert world.fallbacks == 0
+        assert [(f, s, g) for f, s, g, _ in world.launched] == [(77, 5, step.launch.grid) for step in world.plan.steps]
+        for _, _, _, at in world.launched:
+            for name, tensor in (("x", args[0]), ("ids", args[1]), ("w_in", args[3]), ("w_out", args[4]), ("out", out)):
+                assert at.get(name, tensor.data_ptr()) == tensor.data_ptr(), name
+        first, last = world.launched[0][3], world.launched[-1][3]
+        assert first["h"] == last["h"] not in (0, out.data_ptr())
+
+
+def test_what_is_unknown_goes_on(world: World) -> None:
+    """Another size, dtype, stride, alignment, option, or number of lists: each is another plan's business, or nobody's."""
+    assert world.remember(tensors())
+    strided = tensors()
+    strided[0] = torch.zeros(H, T, dtype=BF16).t()
+    shifted = tensors()
+    shifted[0] = torch.zeros(T * H + 1, dtype=BF16)[1:].view(T, H)
+    calls = [
+        lambda: call(tensors(4)),
+        lambda: call(tensors(ids=torch.int32)),
+        lambda: call(strided),
+        lambda: call(shifted),
+        lambda: call(tensors(), body=4),
+        lambda: call(tensors(), arg0=0.75),
+        lambda: call(tensors(), out_dtype=torch.float32),
+        lambda: call(tensors(), counts=[0, 1, 1, 0, 0, 0]),
+        lambda: call([*tensors(), *(torch.zeros(1) for _ in range(20))]),
+    ]
+    for i, other in enumerate(calls, 1):
+        assert torch.equal(other(), torch.ones(4 if i == 1 else T, H, dtype=BF16))
+        assert world.fallbacks == i
+    assert not world.launched
+
+
+def test_many_plans_side_by_side(world: World) -> None:
+    """One plan per number of tokens, as a server has them."""
+    for tokens in range(1, 40):
+        assert world.remember(tensors(tokens))
+    assert world.known() == 39
+    for tokens in range(1, 40):
+        call(tensors(tokens))
+    assert world.fallbacks == 0
+    call(tensors(40))
+    assert world.fallbacks == 1
+
+
+def test_a_launch_that_fails(world: World) -> None:
+    """Declined before anything ran: the Python op takes over. Later: an error that names the code."""
+    assert world.remember(tensors())
+    world.errors[:] = [2]
+    call(tensors())
+    assert world.fallbacks == 1
+    world.launched.clear()
+    world.errors[:] = [0, 719]
+    with pytest.raises(RuntimeError):
+        call(tensors())
+    assert world.fallbacks == 1
+
+
+def test_what_stays_in_python(world: World) -> None:
+    """float32 depends on the TF32 switch; a dtype that has no number cannot be a key."""
+    from moefuse.kernels.triton.config import Problem
+
+    plan, _ = make_plan(Problem(T, K, E, H, INNER, H, "merged", "float32"), None)
+    assert not world.native.remember((1, 2), plan, plan.positions(COUNTS), world.library)
+    assert not world.native.remember(None, world.plan, world.plan.positions(COUNTS), world.library)
+    odd = tensors()
+    odd[0] = odd[0].to(torch.complex64)
+    assert world.native.key_of(odd, COUNTS, 3, 0.5, 0.0, BF16) is None
+    assert world.known() == 0
+
+
+def test_nothing_leaks(world: World) -> None:
+    """Arguments and results are released: a tensor that only the op saw is gone after it."""
+    import gc
+    import weakref
+
+    assert world.remember(tensors())
+    args = tensors()
+    alive = weakref.ref(args[0].untyped_storage())
+    out = call(args)
+    result = weakref.ref(out)
+    del args, out
+    gc.collect()
+    assert result() is None
+    assert alive() is None
