@@ -90,12 +90,14 @@ def tile_rows(slots: int, experts: int, dtype: torch.dtype) -> int:
     return min(max(power_of_two(1.3 * slots / hit), 16), 32 if dtype == torch.float32 else 128)
 
 
-def linear_sizes(bm: int, dtype: torch.dtype, device: Device) -> Tiles:
-    """Tiles of ``grouped.linear_tiles``."""
+def linear_sizes(bm: int, aligned: bool, dtype: torch.dtype, device: Device) -> Tiles:
+    """Tiles of ``grouped.linear_tiles``. Rows that are not whole 16 bytes (not ``aligned``) take registers for many addresses."""
     if dtype == torch.float64:
-        return Tiles(16, 16, 4, 1)
+        return Tiles(16, 16, 8, 1)
     if dtype == torch.float32:
         return fit(Tiles(64, 32, 4, 3), bm, 4, device)
+    if not aligned:
+        return fit(Tiles(64, 32, 8, 3, 4), bm, 2, device)
     if bm < 128:
         return fit(Tiles(64 if bm < 64 else 128, 64, 4, 3, 4), bm, 2, device)
     if not device.hopper:
@@ -103,12 +105,14 @@ def linear_sizes(bm: int, dtype: torch.dtype, device: Device) -> Tiles:
     return fit(Tiles(256, 64, 8, 3, 8, desc=True, rows_desc=True, persistent=True, flatten=True), bm, 2, device)
 
 
-def grad_sizes(mean_rows: float, dtype: torch.dtype, device: Device) -> tuple[int, Tiles]:
+def grad_sizes(mean_rows: float, aligned: bool, dtype: torch.dtype, device: Device) -> tuple[int, Tiles]:
     """(BN, tiles) of ``wgrad.weight_grads``; bn of the tiles is the kernel's BK, bk its rows BR."""
     if dtype == torch.float64:
-        return 16, Tiles(16, 16, 4, 1)
+        return 16, Tiles(16, 16, 8, 1)
     if dtype == torch.float32:
         return 64, fit(Tiles(64, 32, 4, 2), 64, 4, device)
+    if not aligned:
+        return 64, fit(Tiles(64, 32, 8, 3, 8), 64, 2, device)
     rows_at_once = 64 if mean_rows > 32 else 32
     if not device.hopper:
         return 128, fit(Tiles(128, rows_at_once, 8, 3, 8), 128, 2, device)
@@ -129,10 +133,15 @@ def fit(t: Tiles, bm: int, item: int, device: Device) -> Tiles:
     return t
 
 
-def blocks(n: int) -> tuple[int, int]:
+def blocks(n: int, elements: int = 2048) -> tuple[int, int]:
     """(rows, columns) of a block of a kernel that only moves rows of n elements."""
-    bn = min(max(power_of_two(n), 16), 1024)
-    return min(2048 // bn, 32), bn
+    bn = min(max(power_of_two(n), 16), elements, 1024)
+    return min(elements // bn, 32), bn
+
+
+def whole(item: int, *sizes: int) -> bool:
+    """Whether rows of these sizes are whole 16 bytes."""
+    return all(n * item % 16 == 0 for n in sizes)
 
 
 def bins(experts: int) -> int:
@@ -321,7 +330,7 @@ def linear(
     assert it.tiles is not None
     (_, n), k, item = out.shape, x.shape[1], x.element_size()
     device = device_of(x.device)
-    part = linear_sizes(it.bm, x.dtype, device)
+    part = linear_sizes(it.bm, whole(item, n, k), x.dtype, device)
     form = described_as(w.operand, item) if part.desc and k else ""
     if form == "in-out" and k % part.bk:
         form = ""  # a block would reach into the next expert
@@ -361,7 +370,7 @@ def weight_grads(
     """Gradients of a list of weights, from those of the outputs g and the inputs x: [S, N] rows, or [T, N] tokens."""
     grads, target, instead = new_grads(w, 2)
     n, k = g.shape[1], x.shape[1]
-    bn, part = grad_sizes(it.mean_rows, x.dtype, device_of(x.device))
+    bn, part = grad_sizes(it.mean_rows, whole(x.element_size(), n, k), x.dtype, device_of(x.device))
     if n and k:
         launch(
             wgrad.weight_grads,
@@ -403,10 +412,63 @@ def pair(
 ) -> None:
     """``backward.pair_rows``: what is not None of out [S, N] and d_weights [T, K] is written."""
     n = ys.shape[1]
-    br, bn = blocks(n)
+    br, bn = blocks(n, 1024)
     scale = weights if scaled else None
     strides = (0, 0) if scale is None else scale.stride()
     rest = (it.slots, it.top_k, it.experts, n, *tokens.stride(), *ys.stride(), *strides)
     flags = (from_rows, scale is not None, out is not None, d_weights is not None, br, bn)
     pointers = (tokens, ys, ys if scale is None else scale, it.order, it.offsets, ys if out is None else out)
     launch(backward.pair_rows, (-(-it.slots // br),), (*pointers, ys if d_weights is None else d_weights), (*rest, *flags))
+
+
+# The activation -----------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Activation:
+    """The activation of one kind of expert, and where gate and up are in a row of the pre-activation [S, width]."""
+
+    name: str
+    args: tuple[float, float]
+    gating: str
+    up_first: bool
+    inter: int
+
+    @property
+    def flags(self) -> tuple[Any, ...]:
+        """GATE, UP, STEP, PLAIN, ACT, ARG0, ARG1 of ``backward.py``."""
+        second, step = (1, 2) if self.gating == "interleaved" else (self.inter, 1)
+        gate, up = (second, 0) if self.up_first else (0, second)
+        plain = self.gating == "plain"
+        return gate, 0 if plain else up, step, plain, self.name, *self.args
+
+
+def activate(a: Tensor, h: Tensor, it: Sorted, how: Activation) -> None:
+    """a [S, I] from h [S, width]."""
+    br, bn = blocks(how.inter)
+    grid = (-(-it.slots // br), -(-how.inter // bn))
+    launch(backward.activate, grid, (h, it.offsets, a), (it.slots, it.experts, how.inter, h.stride(0), *how.flags, br, bn))
+
+
+def activate_grads(
+    it: Sorted,
+    h: Tensor,
+    d_a: Tensor | None,
+    how: Activation,
+    *,
+    scale: Tensor | None,
+    d_h: Tensor | None,
+    a: Tensor | None,
+    d_weights: Tensor | None,
+    grad: Tensor,
+    bias: Weight | None,
+) -> None:
+    """``backward.activate_grads``: what is not None of d_h, a and d_weights is written. ``bias``: of the second projection."""
+    br, bn = blocks(how.inter, 1024 if whole(h.element_size(), how.inter) else 512)
+    wanted = tuple(t is not None for t in (d_h, a, d_weights))
+    d_a, d_h, a, d_weights = (h if t is None else t for t in (d_a, d_h, a, d_weights))
+    pointers = (h, d_a, grad, h if bias is None else bias.pointer, h if scale is None else scale, it.order, it.offsets, d_h, a, d_weights)
+    strides = (h.stride(0), *grad.stride(), *((0, 0) if bias is None else bias.strides), *((0, 0) if scale is None else scale.stride()))
+    flags = (*how.flags, scale is not None, *wanted, bias is not None, bias is not None and bias.operand.table, bins(it.experts), br, bn)
+    rest = (it.slots, it.top_k, it.experts, how.inter, grad.shape[1], *strides, *flags)
+    launch(backward.activate_grads, (-(-it.slots // br),), pointers, rest)

@@ -48,6 +48,7 @@ SIZES = {
     "in-out": Sizes(top_k=4, experts=32, hidden=2880, inter=2880, oai=True),
     "separate": Sizes(tokens=512, experts=16, separate=True),
     "odd": Sizes(tokens=300, hidden=99, inter=77),
+    "odd, many rows": Sizes(experts=8, hidden=99, inter=77),
     "float32": Sizes(tokens=64, dtype=torch.float32),
     "float64": Sizes(tokens=64, dtype=torch.float64),
 }
@@ -119,3 +120,25 @@ def test_the_grouped_tier(name: str, arch: int | str, launches: list[Any], tmp_p
         tier.combine_backward(out, xs, weights, order, offsets, s.top_k, [True, True])
 
     compile_all(launches, arch, tmp_path, monkeypatch, run)
+
+
+@pytest.mark.parametrize("on_input", [False, True], ids=["weight-on-output", "weight-on-input"])
+@pytest.mark.parametrize(("name", "arch"), ON_ALL)
+def test_training(name: str, arch: int | str, on_input: bool, launches: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from moefuse.kernels.triton import training
+
+    if on_input and name != "in-out" and not DEEP:
+        pytest.skip("HYPOTHESIS_PROFILE=deep compiles it for every size")
+    s = SIZES[name]
+    ids = torch.empty(s.tokens, s.top_k, dtype=torch.int64, device="meta")
+    x, weights = s.draw(s.tokens, s.hidden), s.draw(s.tokens, s.top_k)
+    lists = (s.weight(2 * s.inter, s.hidden), [], s.weight(s.hidden, s.inter), s.bias(2 * s.inter), [], s.bias(s.hidden))
+    options = ("swiglu_oai", [1.7, 7.0], "interleaved", False) if s.oai else ("silu", [], "merged", False)
+    needs = [True, True, True, False, True, s.oai, False, s.oai]
+
+    def run() -> None:
+        out, h, order, offsets = training.experts_forward(x, ids, weights, *lists, *options, on_input, None)
+        training.experts_backward(out, x, weights, h, order, offsets, *lists, needs, *options, on_input)
+
+    compile_all(launches, arch, tmp_path, monkeypatch, run)
+    assert {"linear_tiles", "weight_grads", "activate", "activate_grads", "sum_rows"} <= {s.launch.kernel.__name__ for s, _ in launches}
