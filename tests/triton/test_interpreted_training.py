@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.cpu.ops_case import Case, every_body, leaves, oracle_grads, reference, run, tensors, to
-from tests.triton.interpreted_case import interpreted
+from tests.triton.interpreted_case import TIER, interpreted
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),  # the interpreter, about NumPy
@@ -180,3 +180,51 @@ def test_bitwise_equal_from_run_to_run() -> None:
 )
 def test_any_sizes(storage: dict[str, bool], on_input: bool, **sizes: Any) -> None:
     check(Case(weight_on_input=on_input, **storage, **sizes))
+
+
+class Block(torch.nn.Module):
+    """Routed experts; ``plain`` ones have an activation that no template describes, so they take the grouped tier."""
+
+    def __init__(self, plain: bool) -> None:
+        super().__init__()
+        self.plain = plain
+        self.gate = torch.nn.Linear(16, 4, bias=False)
+        self.up = torch.nn.Parameter(torch.randn(4, 24 if plain else 48, 16) / 4)
+        self.down = torch.nn.Parameter(torch.randn(4, 16, 24) / 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = torch.softmax(self.gate(x), -1).topk(2, -1)
+        out = torch.zeros_like(x)
+        for e in range(4):
+            token, slot = torch.where(ids == e)
+            h = torch.nn.functional.linear(x[token], self.up[e])
+            if self.plain:
+                a = h.sin().square()
+            else:
+                gate, up = h.chunk(2, -1)
+                a = torch.nn.functional.silu(gate) * up
+            out.index_add_(0, token, torch.nn.functional.linear(a, self.down[e]) * weights[token, slot, None])
+        return out
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("plain", [False, True], ids=["template", "grouped tier"])
+def test_a_compiled_block_trains_as_in_eager(plain: bool, ran: list[str]) -> None:
+    """Through the backend and Inductor: the kernels run, and one step has the gradients of eager."""
+    import moefuse
+    from moefuse.kernels.triton import tier
+
+    torch.manual_seed(0)
+    block = Block(plain)
+    x = torch.randn(7, 16)
+    with interpreted(tier, TIER) as ran_in_tier:
+        out = torch.compile(block, backend="moefuse")(x)
+        grads = torch.autograd.grad(out.square().sum(), list(block.parameters()))
+    report = moefuse.last_report()
+    assert report is not None
+    assert (len(report.fused), report.skipped) == (1, [])
+    used = {"permute", "grouped_linear", "combine", "grouped_linear_backward", "combine_backward"}
+    assert used <= set(ran_in_tier) if plain else {"experts_forward", "experts_backward"} <= set(ran)
+    want = block(x)
+    torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(grads, torch.autograd.grad(want.square().sum(), list(block.parameters())), rtol=1e-4, atol=1e-5)
