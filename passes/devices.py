@@ -48,5 +48,11 @@ def _missing(names: Iterable[str], device: str) -> str | None:
 
 def _refusal(name: str, args: Sequence[object], options: Mapping[str, object], device: str) -> str | None:
     """Why no kernel of the device takes this very call; it is asked with fake tensors."""
-    answers = [p.supports(*args, *options.values()) for p in providers.PROVIDERS[name] if p.device == device]
-    return None if None in answers else answers[0]
+    first: str | None = None
+    for provider in providers.PROVIDERS[name]:
+        if provider.device == device:
+            answer = provider.supports(*args, *options.values())
+            if answer is None:
+                return None
+            first = first or answer
+    return first

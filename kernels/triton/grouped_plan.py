@@ -60,6 +60,20 @@ def launch(
     made.first(given)
 
 
+def launch_step(step: Any, tensors: Sequence[Tensor]) -> None:
+    """Launch a step of a plan of ``plan.py``."""
+    given: list[Any] = list(tensors)
+    if step.launch.compiled is not None:
+        given = [t.data_ptr() for t in tensors]
+        for position, _, shape, strides, _ in step.descs:
+            given[position] = Descriptor(Address(given[position]), shape, strides)
+        step.launch.again(stream_of(tensors[0].device), given)
+        return
+    for position, _, shape, strides, block in step.descs:
+        given[position] = TensorDescriptor(tensors[position], list(shape), list(strides), list(block))
+    step.launch.first(given)
+
+
 def launch_once(kernel: Any, arguments: tuple[Any, ...]) -> None:
     """Launch one program with arguments that are new each time."""
     kernel[(1,)](*arguments, num_warps=1)

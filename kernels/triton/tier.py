@@ -17,7 +17,7 @@ from moefuse.kernels.triton.grouped_plan import Lists, Sorted, on_device
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
-def supports(first: Tensor) -> str | None:
+def supports(first: Tensor, *rest: object) -> str | None:
     """None, or why no kernel takes a call whose first tensor is this one; all of a call have its device, and its dtype or another float."""
     return None if first.dtype in DTYPES else f"no kernel for {first.dtype}"
 

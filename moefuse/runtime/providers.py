@@ -75,6 +75,7 @@ def _on_cuda() -> list[Provider]:
     """The providers of ``experts`` for CUDA tensors; neither waits for the device."""
     return [
         Provider("triton", _triton_supports, _triton_experts, device="cuda"),
+        *_triton("grouped_mm", "experts", "grouped_mm"),
         Provider("dense", dense.supports, dense.experts, device=FALLBACK),
     ]
 
@@ -88,7 +89,7 @@ def _kernels_in(module: str) -> ModuleType | str:
         return f"triton cannot be imported ({error})"
 
 
-def _triton(module: str, op: str) -> list[Provider]:
+def _triton(module: str, op: str, name: str = "triton") -> list[Provider]:
     """The provider of ``op`` for CUDA tensors: the function of that name in a module of ``moefuse/kernels/triton``."""
 
     def supports(first: Any, *rest: Any) -> str | None:
@@ -96,9 +97,9 @@ def _triton(module: str, op: str) -> list[Provider]:
         if first.device.type != "cuda":
             return f"tensors on {first.device.type}, the kernels run on CUDA devices"
         kernels = _kernels_in(module)
-        return kernels if isinstance(kernels, str) else kernels.supports(first)
+        return kernels if isinstance(kernels, str) else kernels.supports(first, *rest)
 
-    return [Provider("triton", supports, lambda *args: getattr(_kernels_in(module), op)(*args), device="cuda")]
+    return [Provider(name, supports, lambda *args: getattr(_kernels_in(module), op)(*args), device="cuda")]
 
 
 PROVIDERS: dict[str, list[Provider]] = {
