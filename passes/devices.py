@@ -17,7 +17,7 @@ _DIFFERENTIATED = {
     "expert_rows": ("expert_rows", "expert_rows_backward"),
     "combine": ("combine", "combine_backward"),
 }
-"""What an op of a replacement runs as when a gradient is wanted."""
+"""What an op of a replacement runs as when a gradient is wanted; the first of them takes the arguments of the op itself."""
 
 
 def unsupported(new_nodes: Sequence[Node], grad: bool) -> tuple[str, str] | None:
@@ -33,10 +33,11 @@ def unsupported(new_nodes: Sequence[Node], grad: bool) -> tuple[str, str] | None
             continue
         name = str(target).split(".")[1]
         differentiated = grad and any(t.requires_grad for t in tensors)
-        missing = _missing(_DIFFERENTIATED[name] if differentiated else (name,), device)
+        names = _DIFFERENTIATED[name] if differentiated else (name,)
+        missing = _missing(names, device)
         if missing:
             return device, f"no kernel for {missing}{' (training)' if differentiated else ''}"
-        if not differentiated and (reason := _refusal(name, args, node.kwargs, device)) is not None:
+        if (reason := _refusal(names[0], args, node.kwargs, device)) is not None:
             return device, reason
     return None
 
@@ -47,5 +48,11 @@ def _missing(names: Iterable[str], device: str) -> str | None:
 
 def _refusal(name: str, args: Sequence[object], options: Mapping[str, object], device: str) -> str | None:
     """Why no kernel of the device takes this very call; it is asked with fake tensors."""
-    answers = [p.supports(*args, *options.values()) for p in providers.PROVIDERS[name] if p.device == device]
-    return None if None in answers else answers[0]
+    first: str | None = None
+    for provider in providers.PROVIDERS[name]:
+        if provider.device == device:
+            answer = provider.supports(*args, *options.values())
+            if answer is None:
+                return None
+            first = first or answer
+    return first

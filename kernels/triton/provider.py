@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moefuse._torch_private import current_device
-from moefuse.kernels.triton import native
+from moefuse.kernels.triton import grouped_mm, native
 from moefuse.kernels.triton.launch import INTERPRETED
 from moefuse.kernels.triton.plan import Body, Lists, Plan
 from moefuse.ops.body import decode, unpack
@@ -19,7 +19,7 @@ NAME = "triton"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
-_PLANS: dict[Any, Plan] = {}
+_PLANS: dict[Any, Plan | grouped_mm.LibraryPlan] = {}
 _MAX_PLANS = 4096
 """Plans kept; beyond, all are dropped and made again when needed (a compiled kernel stays with Triton)."""
 
@@ -105,10 +105,12 @@ def _kinds(tensors: Sequence[Tensor]) -> Any:
     return n, t.shape, t.stride() if len(strides) == 1 else None, any(t.data_ptr() & 15 for t in tensors)
 
 
-def _plan(key: Any, x: Tensor, ids: Tensor, weights: Tensor, lists: Lists, body: Body) -> Plan:
+def _plan(key: Any, x: Tensor, ids: Tensor, weights: Tensor, lists: Lists, body: Body) -> Plan | grouped_mm.LibraryPlan:
     if len(_PLANS) >= _MAX_PLANS:
         forget()
-    plan = _PLANS[key] = Plan(x, ids, weights, lists, body)
+    form = grouped_mm.form_for(x, ids, lists, body)
+    plan = Plan(x, ids, weights, lists, body) if form is None else grouped_mm.LibraryPlan(x, ids, weights, lists, body, form)
+    _PLANS[key] = plan
     return plan
 
 
@@ -161,7 +163,7 @@ def _remember(
     data, options = unpack(tensors, counts), decode(body, arg0, arg1)
     made, _ = _key(*data, *options.values(), out_dtype)  # type: ignore[call-arg]
     plan = _PLANS.get(made)
-    if plan is None or plan.direct is None:
+    if not isinstance(plan, Plan) or plan.direct is None:
         return
     if len(_BY_FORM) >= _MAX_PLANS:
         forget()

@@ -75,21 +75,44 @@ def _on_cuda() -> list[Provider]:
     """The providers of ``experts`` for CUDA tensors; neither waits for the device."""
     return [
         Provider("triton", _triton_supports, _triton_experts, device="cuda"),
+        *_triton("grouped_mm", "experts", "grouped_mm"),
         Provider("dense", dense.supports, dense.experts, device=FALLBACK),
     ]
 
 
+@functools.cache
+def _kernels_in(module: str) -> ModuleType | str:
+    """A module of ``moefuse/kernels/triton``, or why there is none."""
+    try:
+        return importlib.import_module(f"moefuse.kernels.triton.{module}")
+    except ImportError as error:
+        return f"triton cannot be imported ({error})"
+
+
+def _triton(module: str, op: str, name: str = "triton") -> list[Provider]:
+    """The provider of ``op`` for CUDA tensors: the function of that name in a module of ``moefuse/kernels/triton``."""
+
+    def supports(first: Any, *rest: Any) -> str | None:
+        first = first if hasattr(first, "device") else first[0]
+        if first.device.type != "cuda":
+            return f"tensors on {first.device.type}, the kernels run on CUDA devices"
+        kernels = _kernels_in(module)
+        return kernels if isinstance(kernels, str) else kernels.supports(first, *rest)
+
+    return [Provider(name, supports, lambda *args: getattr(_kernels_in(module), op)(*args), device="cuda")]
+
+
 PROVIDERS: dict[str, list[Provider]] = {
     "experts": _on_cuda() + _portable(cpu.experts),
-    "experts_forward": _portable(cpu.experts_forward),
-    "experts_backward": _portable(backward.experts_backward),
-    "permute": _portable(grouped.permute),
-    "grouped_linear": _portable(grouped.grouped_linear),
-    "grouped_linear_backward": _portable(grouped.grouped_linear_backward),
-    "expert_rows": _portable(grouped.expert_rows),
-    "expert_rows_backward": _portable(grouped.expert_rows_backward),
-    "combine": _portable(grouped.combine),
-    "combine_backward": _portable(grouped.combine_backward),
+    "experts_forward": _triton("training", "experts_forward") + _portable(cpu.experts_forward),
+    "experts_backward": _triton("training", "experts_backward") + _portable(backward.experts_backward),
+    "permute": _triton("tier", "permute") + _portable(grouped.permute),
+    "grouped_linear": _triton("tier", "grouped_linear") + _portable(grouped.grouped_linear),
+    "grouped_linear_backward": _triton("tier", "grouped_linear_backward") + _portable(grouped.grouped_linear_backward),
+    "expert_rows": _triton("tier", "expert_rows") + _portable(grouped.expert_rows),
+    "expert_rows_backward": _triton("tier", "expert_rows_backward") + _portable(grouped.expert_rows_backward),
+    "combine": _triton("tier", "combine") + _portable(grouped.combine),
+    "combine_backward": _triton("tier", "combine_backward") + _portable(grouped.combine_backward),
 }
 
 

@@ -1,0 +1,193 @@
+"""What happens to sorted rows between the GEMMs of training: the activation, its gradient, and the products with routing weights.
+
+Rounding is where ``moefuse/runtime/backward.py`` has it. With y = a W_out^T + b_out, the gradient of a routing weight <dout, y> is computed
+as <dout W_out, a> + <dout, b_out>, so y is not needed (SonicMoE's and ScatterMoE's papers; the code is our own).
+"""
+
+import triton
+import triton.language as tl
+
+from moefuse.kernels.triton.functions import at_least, at_most, expert_base, gated, pointwise, relu, tanh
+from moefuse.kernels.triton.rows import expert_of
+
+
+@triton.jit
+def pointwise_grad(d, h, ACT: tl.constexpr):
+    """d times the derivative of ``functions.pointwise`` at h."""
+    if ACT == "silu":
+        s = tl.sigmoid(h)
+        r = d * s * (1.0 + h * (1.0 - s))
+    elif ACT == "gelu":
+        cdf = 0.5 * (1.0 + tl.erf(h * 0.7071067811865476))
+        r = d * (cdf + h * tl.exp(-0.5 * h * h) * 0.3989422804014327)
+    elif ACT == "gelu_tanh":
+        # With s = sigmoid(2u): 0.5 (1 + tanh(u)) = s, and its derivative by u is 2 s (1 - s).
+        s = tl.sigmoid(1.5957691216057308 * (h + 0.044715 * h * h * h))
+        r = d * (s + h * 2.0 * s * (1.0 - s) * 0.7978845608028654 * (1.0 + 0.134145 * h * h))
+    elif ACT == "relu":
+        r = tl.where(h <= 0, 0.0, d).to(d.dtype)
+    elif ACT == "relu2":
+        r = d * 2.0 * relu(h)
+    elif ACT == "sigmoid":
+        s = tl.sigmoid(h)
+        r = d * s * (1.0 - s)
+    elif ACT == "tanh":
+        t = tanh(h)
+        r = d * (1.0 - t * t)
+    else:
+        tl.static_assert(ACT == "identity", "activation without a derivative here")
+        r = d
+    return r
+
+
+@triton.jit
+def gated_grads(d, gate, up, ARG0: tl.constexpr, ARG1: tl.constexpr, ACT: tl.constexpr):
+    """(gradient of gate, gradient of up) of ``functions.gated``; a clamp lets its bounds through, as torch.clamp does."""
+    if ACT == "swiglu_oai":
+        g = at_most(gate, ARG1)
+        u = at_least(at_most(up, ARG1), -ARG1)
+        s = tl.sigmoid(g * ARG0)
+        d_gate = d * (u + 1.0) * s * (1.0 + ARG0 * g * (1.0 - s)) * (gate <= ARG1).to(d.dtype)
+        d_up = d * g * s * ((up <= ARG1) & (up >= -ARG1)).to(d.dtype)
+    elif ACT == "silu_clamp":
+        g = at_most(gate, ARG0)
+        u = at_least(at_most(up, ARG0), -ARG0)
+        d_gate = pointwise_grad(d * u, g, "silu") * (gate <= ARG0).to(d.dtype)
+        d_up = d * pointwise(g, "silu") * ((up <= ARG0) & (up >= -ARG0)).to(d.dtype)
+    else:
+        d_gate = pointwise_grad(d * up, gate, ACT)
+        d_up = d * pointwise(gate, ACT)
+    return d_gate, d_up
+
+
+@triton.jit
+def activated(gate, up, ARG0: tl.constexpr, ARG1: tl.constexpr, ACT: tl.constexpr, PLAIN: tl.constexpr):
+    """The activation of either kind of expert."""
+    if PLAIN:
+        r = pointwise(gate, ACT)
+    else:
+        r = gated(gate, up, ARG0, ARG1, ACT)
+    return r
+
+
+@triton.jit(do_not_specialize=["S"])
+def activate(
+    h, offsets, a, S, E, I, stride_hr,
+    GATE: tl.constexpr, UP: tl.constexpr, STEP: tl.constexpr, PLAIN: tl.constexpr, ACT: tl.constexpr, ARG0: tl.constexpr,
+    ARG1: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """a [S, I], rounded to storage, from the pre-activation h [S, width]; GATE, UP, STEP: where the features of gate and up are in a row.
+
+    Dead rows are not written.
+    """
+    dtype: tl.constexpr = h.dtype.element_ty
+    wide: tl.constexpr = tl.float64 if dtype == tl.float64 else tl.float32
+    row = tl.program_id(0) * BR + tl.arange(0, BR)
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    mask = (row < tl.load(offsets + E))[:, None] & (n < I)[None, :]
+    at = h + row.to(tl.int64)[:, None] * stride_hr + n[None, :] * STEP
+    gate = tl.load(at + GATE, mask=mask, other=0.0).to(wide)
+    up = gate if PLAIN else tl.load(at + UP, mask=mask, other=0.0).to(wide)
+    out = activated(gate, up, ARG0, ARG1, ACT, PLAIN)
+    tl.store(a + row.to(tl.int64)[:, None] * I + n[None, :], out.to(dtype), mask=mask)
+
+
+@triton.jit
+def row_products(a, b, live, N, stride_a, stride_b, wide: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr):
+    """Inner products [BR] of rows of N elements, given the addresses of their first ones."""
+    total = tl.zeros([BR], wide)
+    for n0 in range(0, N, BN):
+        n = (n0 + tl.arange(0, BN)).to(tl.int64)
+        mask = live[:, None] & (n < N)[None, :]
+        v = tl.load(a[:, None] + n[None, :] * stride_a, mask=mask, other=0.0).to(wide)
+        total += tl.sum(v * tl.load(b[:, None] + n[None, :] * stride_b, mask=mask, other=0.0).to(wide), 1)
+    return total
+
+
+@triton.jit(do_not_specialize=["S"])
+def activate_grads(
+    h, d_a, grad, b, weights, order, offsets, d_h, a, d_weights,
+    S, top_k, E, I, N, stride_hr, stride_gt, stride_gn, stride_be, stride_bn, stride_rt, stride_rk,
+    GATE: tl.constexpr, UP: tl.constexpr, STEP: tl.constexpr, PLAIN: tl.constexpr, ACT: tl.constexpr, ARG0: tl.constexpr,
+    ARG1: tl.constexpr, SCALE: tl.constexpr, WANT_H: tl.constexpr, WANT_A: tl.constexpr, WANT_WEIGHTS: tl.constexpr, BIAS: tl.constexpr,
+    BIAS_TABLE: tl.constexpr, BE: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """From h [S, width] and d_a [S, I], the gradient of the activation's result before the routing weight, whatever is wanted of:
+
+    d_h [S, width] (contiguous), the gradient of h; a [S, I], the activation times its routing weight, rounded to storage; d_weights [S]
+    in slot order, the gradient of the routing weights, zeros for dead rows. SCALE: the routing weight multiplies the expert's output.
+    """
+    dtype: tl.constexpr = h.dtype.element_ty
+    wide: tl.constexpr = tl.float64 if dtype == tl.float64 else tl.float32
+    row = tl.program_id(0) * BR + tl.arange(0, BR)
+    live = row < tl.load(offsets + E)
+    slot = tl.load(order + row, mask=row < S, other=0).to(tl.int64)
+    token = slot // top_k
+    if SCALE:
+        scale = tl.load(weights + token * stride_rt + slot % top_k * stride_rk, mask=live, other=0.0).to(wide)[:, None]
+    at_row = row.to(tl.int64)[:, None]
+    total = tl.zeros([BR], wide)
+    for n0 in range(0, I, BN):
+        n = n0 + tl.arange(0, BN)
+        mask = live[:, None] & (n < I)[None, :]
+        at_h = at_row * stride_hr + n[None, :] * STEP
+        gate = tl.load(h + at_h + GATE, mask=mask, other=0.0).to(wide)
+        up = gate if PLAIN else tl.load(h + at_h + UP, mask=mask, other=0.0).to(wide)
+        if WANT_A or WANT_WEIGHTS:
+            value = activated(gate, up, ARG0, ARG1, ACT, PLAIN)
+        if WANT_A:
+            tl.store(a + at_row * I + n[None, :], (value * scale if SCALE else value).to(dtype), mask=mask)
+        if WANT_H or WANT_WEIGHTS:
+            d = tl.load(d_a + at_row * I + n[None, :], mask=mask, other=0.0).to(wide)
+        if WANT_WEIGHTS:
+            total += tl.sum(tl.where(mask, d * value, 0.0), 1)
+        if WANT_H:
+            if SCALE:
+                d = d * scale
+            if PLAIN:
+                d_gate = pointwise_grad(d, gate, ACT)
+            else:
+                d_gate, d_up = gated_grads(d, gate, up, ARG0, ARG1, ACT)
+                tl.store(d_h + at_h + UP, d_up.to(dtype), mask=mask)
+            tl.store(d_h + at_h + GATE, d_gate.to(dtype), mask=mask)
+    if WANT_WEIGHTS:
+        if BIAS:
+            e = tl.where(live, expert_of(row, offsets, E, BE), 0)
+            base = expert_base(b, e, stride_be, dtype, BIAS_TABLE, False)
+            total += row_products(grad + token * stride_gt, base, live, N, stride_gn, stride_bn, wide, BR, BN)
+        tl.store(d_weights + slot, total.to(d_weights.dtype.element_ty), mask=row < S)
+
+
+@triton.jit(do_not_specialize=["S"])
+def pair_rows(
+    tokens, rows, weights, order, offsets, out, d_weights, S, top_k, E, N, stride_tt, stride_tn, stride_sr, stride_sn, stride_rt, stride_rk,
+    FROM_ROWS: tl.constexpr, SCALE: tl.constexpr, WANT_OUT: tl.constexpr, WANT_WEIGHTS: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """For each sorted row, whatever is wanted of: out [S, N], the row (FROM_ROWS) or its token times the routing weight; d_weights [S] in
+    slot order, the inner product of the row and its token. Both are zero for dead rows. out may be ``rows``.
+    """
+    wide: tl.constexpr = tl.float64 if out.dtype.element_ty == tl.float64 else tl.float32
+    row = tl.program_id(0) * BR + tl.arange(0, BR)
+    live = row < tl.load(offsets + E)
+    slot = tl.load(order + row, mask=row < S, other=0).to(tl.int64)
+    token = slot // top_k
+    if SCALE:
+        scale = tl.load(weights + token * stride_rt + slot % top_k * stride_rk, mask=live, other=0.0).to(wide)[:, None]
+    at_row = row.to(tl.int64)[:, None]
+    total = tl.zeros([BR], wide)
+    for n0 in range(0, N, BN):
+        n = (n0 + tl.arange(0, BN)).to(tl.int64)[None, :]
+        mask = live[:, None] & (n < N)
+        if WANT_WEIGHTS or not FROM_ROWS:
+            t = tl.load(tokens + token[:, None] * stride_tt + n * stride_tn, mask=mask, other=0.0).to(wide)
+        if WANT_WEIGHTS or FROM_ROWS:
+            s = tl.load(rows + at_row * stride_sr + n * stride_sn, mask=mask, other=0.0).to(wide)
+        if WANT_WEIGHTS:
+            total += tl.sum(t * s, 1)
+        if WANT_OUT:
+            value = s if FROM_ROWS else t
+            if SCALE:
+                value = value * scale
+            tl.store(out + at_row * N + n, value.to(out.dtype.element_ty), mask=(row < S)[:, None] & (n < N))
+    if WANT_WEIGHTS:
+        tl.store(d_weights + slot, total.to(d_weights.dtype.element_ty), mask=row < S)

@@ -1,0 +1,205 @@
+"""``experts`` with the products left to ``torch.nn.functional.grouped_mm``, which is quicker for large experts with many rows each.
+
+Around it are our own kernels: the sort, the gather, the activation, the weighted sum. In the form "down" the first projection with its
+activation is ``gemm.up_tiles`` and only the second one is the library's. What is quicker is measured: an entry of a table of ``config.py``
+may say so (:func:`preferred`).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moefuse.kernels.triton import config
+from moefuse.kernels.triton import grouped_plan as plan
+from moefuse.kernels.triton.config import Problem
+from moefuse.kernels.triton.grouped_plan import Activation, Lists, Sorted, on_device
+from moefuse.kernels.triton.plan import Body, Plan, device_of
+
+NAME = "grouped_mm"
+FORMS = ("all", "down")
+DTYPES: tuple[torch.dtype, ...] = (torch.bfloat16,)
+"""The dtypes that the library takes on CUDA without waiting for the host."""
+DEVICES = ("cuda",)
+MAX_EXPERTS = 1024
+
+
+def _fast(device: torch.device) -> bool:
+    """Whether the library has kernels for the device: elsewhere it loops over experts on the host."""
+    return device.type != "cuda" or (torch.version.hip is None and torch.cuda.get_device_capability(device)[0] in (9, 10))
+
+
+def _strided(t: Tensor) -> bool:
+    """Whether the library takes a matrix, or a stack of them: one dimension without gaps, the other in steps of whole 16 bytes."""
+    n, k = t.stride()[-2:]
+    rows, columns = t.shape[-2:]
+    item = t.element_size()
+    along, step = (n, k) if n == 1 and k >= max(rows, 1) else (k, n) if k == 1 and n >= max(columns, 1) else (0, 0)
+    apart = t.stride(0) * item % 16 == 0 if t.dim() == 3 else True
+    return along == 1 and step * item % 16 == 0 and apart and t.data_ptr() % 16 == 0
+
+
+def refusal(x: Tensor, gating: str, biases: Sequence[Lists], *lists: Lists) -> str | None:
+    """Why the library cannot compute the products of a call; None if it can. Looks at devices, dtypes, sizes and strides only."""
+    if x.device.type not in DEVICES or x.dtype not in DTYPES:
+        return f"{x.dtype} on {x.device.type}"
+    if gating == "separate" or any(len(w) != 1 or w[0].dim() != 3 for w in lists):
+        return "weights in several tensors"
+    if any(biases):
+        return "biases, which would be added to a rounded product"
+    if lists[0][0].shape[0] > MAX_EXPERTS or not x.numel() or not _fast(x.device):
+        return "too many experts, no tokens, or a device without kernels for it"
+    sizes = [n for (w,) in lists for n in w.shape[1:]]
+    fit = all(n > 0 and n * x.element_size() % 16 == 0 for n in sizes) and all(_strided(w) for (w,) in lists)
+    return None if fit else "rows that are not whole 16 bytes"
+
+
+def supports(
+    x: Tensor, ids: Tensor, weights: Tensor, w_in: Lists, w_up: Lists, w_out: Lists, b_in: Lists, b_up: Lists, b_out: Lists, *rest: Any
+) -> str | None:
+    """:func:`refusal` for the arguments of ``experts``. Of fake tensors only device and dtype are known to the end."""
+    gating = rest[2] if len(rest) > 2 else "merged"
+    return refusal(x, gating, (b_in, b_up, b_out), w_in, w_out) or (None if ids.numel() else "no slots")
+
+
+def product(rows: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+    """rows [S, K] times w[e] [K, N] of each row's expert; dead rows are not written."""
+    return torch.nn.functional.grouped_mm(rows, w, offs=ends)
+
+
+def weight_grad(w: Tensor, g: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+    """Gradient of w [E, N, K], stored as it is, from sorted rows of its outputs g [S, N] and its inputs x [S, K]."""
+    if w.stride(1) == 1 and w.stride(2) != 1:
+        return torch.nn.functional.grouped_mm(x.t(), g, offs=ends).transpose(1, 2)
+    return torch.nn.functional.grouped_mm(g.t(), x, offs=ends)
+
+
+def gathered(x: Tensor, it: Sorted, scale: Tensor | None = None) -> Tensor:
+    """Rows [S, N] of the tokens x [T, N], times their routing weight where ``scale`` is given; dead rows of that are zeros."""
+    out = torch.empty((it.slots, x.shape[1]), dtype=x.dtype, device=x.device)
+    if scale is None:
+        plan.gather(out, x, it)
+    else:
+        plan.pair(it, x, out, scale, out=out, d_weights=None)
+    return out
+
+
+@on_device
+def experts(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w_in: Lists,
+    w_up: Lists,
+    w_out: Lists,
+    b_in: Lists,
+    b_up: Lists,
+    b_out: Lists,
+    activation: str,
+    activation_args: Sequence[float],
+    gating: str,
+    up_first: bool,
+    weight_on_input: bool,
+    out_dtype: torch.dtype | None,
+) -> Tensor:
+    """``moefuse::experts``, arguments in schema order, both products by the library."""
+    arg0, arg1, *_ = (*activation_args, 0.0, 0.0)
+    order, offsets = plan.sort(ids, w_in[0].shape[0])
+    it = Sorted(order, offsets, ids.numel(), w_in[0].shape[0], ids.shape[1])
+    ends = offsets[1:].to(torch.int32)
+    rows = gathered(x, it, weights if weight_on_input else None)
+    h = product(rows, w_in[0].transpose(1, 2), ends)
+    del rows
+    a = torch.empty((it.slots, w_out[0].shape[2]), dtype=x.dtype, device=x.device)
+    plan.activate(a, h, it, Activation(activation, (float(arg0), float(arg1)), gating, up_first, a.shape[1]))
+    del h
+    return _summed(product(a, w_out[0].transpose(1, 2), ends), it, None if weight_on_input else weights, out_dtype or x.dtype)
+
+
+def _summed(y: Tensor, it: Sorted, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
+    out = torch.empty((it.slots // it.top_k, y.shape[1]), dtype=dtype, device=y.device)
+    plan.sum_slots(out, y, it, weights)
+    return out
+
+
+class LibraryPlan:
+    """In the place of a :class:`~moefuse.kernels.triton.plan.Plan`: calls of one kind with products by the library."""
+
+    direct = None
+
+    def __init__(self, x: Tensor, ids: Tensor, weights: Tensor, lists: tuple[Lists, ...], body: Body, form: str) -> None:
+        self.body = body
+        self.up = Plan(x, ids, weights, lists, body) if form == "down" else None
+        # The launches until the activation; what they leave in the workspace is all that the rest needs.
+        names = [step.launch.kernel.__name__ for step in self.up.steps] if self.up is not None else []
+        self.steps = self.up.steps[: names.index("up_tiles") + 1] if self.up is not None and "up_tiles" in names else []
+
+    def uniform(self, lists: tuple[Lists, ...]) -> tuple[Lists, ...]:
+        return lists
+
+    def run(self, x: Tensor, ids: Tensor, weights: Tensor, lists: tuple[Lists, ...]) -> Tensor:
+        """The output [T, N]."""
+        body = self.body
+        if self.up is None:
+            out: Tensor = experts(
+                x, ids, weights, *lists, body.activation, body.args, body.gating, body.up_first, body.on_input, body.out_dtype
+            )
+            return out
+        space = torch.empty(self.up.workspace.size, dtype=torch.uint8, device=x.device)
+        views = self.up.workspace.views(space)
+        tensors = {**views, **self.up._operands(lists), "x": x, "ids": ids, "weights": weights, "out": space}
+        for step in self.steps:
+            plan.launch_step(step, [tensors[name] for name in step.names])
+        it = Sorted(views["order"], views["offsets"], ids.numel(), lists[0][0].shape[0], ids.shape[1])
+        y = product(views["h"], lists[2][0].transpose(1, 2), views["offsets"][1:])
+        return _summed(y, it, None if body.on_input else weights, body.out_dtype)
+
+
+def form_for(x: Tensor, ids: Tensor, lists: tuple[Lists, ...], body: Body) -> str | None:
+    """The form of the library's that is quicker than our kernels for a call by a measurement; None if none is known to be."""
+    w_in, _, w_out, b_in, b_up, b_out = lists
+    if not ids.numel() or refusal(x, body.gating, (b_in, b_up, b_out), w_in, w_out) is not None:
+        return None
+    experts, out, inter = w_out[0].shape
+    problem = Problem(
+        *(x.shape[0], ids.shape[1], experts, x.shape[1], inter, out),
+        gating=body.gating,
+        dtype=str(x.dtype).removeprefix("torch."),
+        transposed_in=w_in[0].stride(2) != 1,
+        transposed_out=w_out[0].stride(2) != 1,
+    )
+    return preferred(problem, device_of(x.device).name)
+
+
+def preferred(problem: Problem, device: str) -> str | None:
+    """The form whose measured time is the least at the table's entry that is nearest to the problem; None: our own kernels."""
+    near = [(problem.distance(entry), i) for i, (entry, _) in enumerate(_measured(device)) if entry.form == problem.form]
+    if not near or min(near)[0] >= config.FAR:
+        return None
+    times = _measured(device)[min(near)[1]][1]
+    best = min(times, key=times.__getitem__)
+    return None if best == "us" else best
+
+
+def prefers_grouped_mm(problem: Problem, device: str) -> bool:
+    """Whether a call on the device called ``device`` is quicker with ``grouped_mm`` in some form."""
+    return preferred(problem, device) is not None
+
+
+@functools.cache
+def _measured(device: str) -> tuple[tuple[Problem, dict[str, float]], ...]:
+    """(problem, microseconds: "us" of our own kernels, others by form) of the device's table; entries without the others stand for ours.
+
+    The times of the library are in an entry's ``grouped_mm``: {"all": 17100.0, "down": 17300.0}.
+    """
+    path = Path(__file__).parent / "tables" / f"{device.replace(' ', '_').replace('/', '_')}.json"
+    if not path.is_file():
+        return ()
+    entries = json.loads(path.read_text())["entries"]
+    return tuple((Problem(**e["problem"]), {"us": e["us"], **e.get("grouped_mm", {})}) for e in entries if "us" in e)

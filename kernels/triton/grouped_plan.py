@@ -1,0 +1,488 @@
+"""Block sizes and launches of the kernels of the grouped tier and of training: one function per kernel, tensors in, nothing returned.
+
+Grids and buffers follow from shapes alone, as in ``plan.py``. There is no plan to keep: a launch is looked up by everything that Triton
+specialises on, and one that was seen before goes straight to its compiled kernel.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from moefuse._torch_private import current_device
+from moefuse.kernels.triton import backward, grouped, routing, rows, wgrad
+from moefuse.kernels.triton.config import Tiles, power_of_two
+from moefuse.kernels.triton.launch import Address, Descriptor, Launch, stream_of
+from moefuse.kernels.triton.operands import Operand, address_table, describe
+from moefuse.kernels.triton.plan import CHUNK, SORT_AT_ONCE, Device, device_of
+
+Lists = Sequence[Tensor]
+
+_LAUNCHES: dict[Any, Launch] = {}
+_MAX_LAUNCHES = 1 << 14
+"""Launches kept; beyond, all are dropped and made again when needed (a compiled kernel stays with Triton)."""
+_ONE_TILE = 1 << 30
+"""Rows of a tile where the tiles of the sort are not used."""
+
+
+def launch(
+    kernel: Any,
+    grid: Sequence[int],
+    pointers: Sequence[Tensor],
+    rest: tuple[Any, ...],
+    *,
+    warps: int = 4,
+    stages: int = 2,
+    descs: tuple[tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...]], ...] = (),
+) -> None:
+    """Launch on the current stream. ``descs``: (position, shape, strides, block) of each pointer that is passed as a descriptor."""
+    addresses: list[Any] = [t.data_ptr() for t in pointers]
+    kinds = tuple([(t.dtype, a & 15) for t, a in zip(pointers, addresses, strict=True)])
+    key = (id(kernel), *grid, rest, warps, stages, descs, kinds, pointers[0].device)
+    known = _LAUNCHES.get(key)
+    if known is not None and known.compiled is not None:
+        for position, shape, strides, _ in descs:
+            addresses[position] = Descriptor(Address(addresses[position]), shape, strides)
+        known.again(stream_of(pointers[0].device), addresses)
+        return
+    if len(_LAUNCHES) >= _MAX_LAUNCHES:
+        _LAUNCHES.clear()
+    made = _LAUNCHES[key] = Launch(kernel, grid, rest, num_warps=warps, num_stages=stages)
+    given: list[Any] = list(pointers)
+    for position, shape, strides, block in descs:
+        given[position] = TensorDescriptor(pointers[position], list(shape), list(strides), list(block))
+    made.first(given)
+
+
+def launch_step(step: Any, tensors: Sequence[Tensor]) -> None:
+    """Launch a step of a plan of ``plan.py``."""
+    given: list[Any] = list(tensors)
+    if step.launch.compiled is not None:
+        given = [t.data_ptr() for t in tensors]
+        for position, _, shape, strides, _ in step.descs:
+            given[position] = Descriptor(Address(given[position]), shape, strides)
+        step.launch.again(stream_of(tensors[0].device), given)
+        return
+    for position, _, shape, strides, block in step.descs:
+        given[position] = TensorDescriptor(tensors[position], list(shape), list(strides), list(block))
+    step.launch.first(given)
+
+
+def launch_once(kernel: Any, arguments: tuple[Any, ...]) -> None:
+    """Launch one program with arguments that are new each time."""
+    kernel[(1,)](*arguments, num_warps=1)
+
+
+def on_device(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Run with the device of the first tensor as the current one."""
+
+    @functools.wraps(function)
+    def wrapper(first: Any, *rest: Any) -> Any:
+        device = (first if isinstance(first, Tensor) else first[0]).device
+        if device.type != "cuda" or device.index == current_device():
+            return function(first, *rest)
+        with torch.cuda.device(device):
+            return function(first, *rest)
+
+    return wrapper
+
+
+# Sizes --------------------------------------------------------------------------------------------------------------------------------
+
+
+def tile_rows(slots: int, experts: int, dtype: torch.dtype) -> int:
+    """Rows of a tile: somewhat more than an expert gets on average, so that most experts need one tile fewer."""
+    if dtype == torch.float64:
+        return 16
+    hit = max(experts * (1.0 - (1.0 - 1.0 / experts) ** slots), 1.0)
+    return min(max(power_of_two(1.3 * slots / hit), 16), 32 if dtype == torch.float32 else 128)
+
+
+def linear_sizes(bm: int, aligned: bool, dtype: torch.dtype, device: Device) -> Tiles:
+    """Tiles of ``grouped.linear_tiles``. Rows that are not whole 16 bytes (not ``aligned``) take registers for many addresses."""
+    if dtype == torch.float64:
+        return Tiles(16, 16, 8, 1)
+    if dtype == torch.float32:
+        return fit(Tiles(64, 32, 4, 3), bm, 4, device)
+    if not aligned:
+        return fit(Tiles(64, 32, 8, 3, 4), bm, 2, device)
+    if bm < 128:
+        return fit(Tiles(64 if bm < 64 else 128, 64, 4, 3, 4), bm, 2, device)
+    if not device.hopper:
+        return fit(Tiles(128, 64, 8, 3, 8), bm, 2, device)
+    return fit(Tiles(256, 64, 8, 3, 8, desc=True, rows_desc=True, persistent=True, flatten=True), bm, 2, device)
+
+
+def grad_sizes(mean_rows: float, aligned: bool, dtype: torch.dtype, device: Device) -> tuple[int, Tiles]:
+    """(BN, tiles) of ``wgrad.weight_grads``; bn of the tiles is the kernel's BK, bk its rows BR."""
+    if dtype == torch.float64:
+        return 16, Tiles(16, 16, 8, 1)
+    if dtype == torch.float32:
+        return 64, fit(Tiles(64, 32, 4, 2), 64, 4, device)
+    if not aligned:
+        return 64, fit(Tiles(64, 32, 8, 3, 8), 64, 2, device)
+    rows_at_once = 64 if mean_rows > 32 else 32
+    if not device.hopper:
+        return 128, fit(Tiles(128, rows_at_once, 8, 3, 8), 128, 2, device)
+    return 128, fit(Tiles(256, rows_at_once, 8, 3, 8), 128, 2, device)
+
+
+def fit(t: Tiles, bm: int, item: int, device: Device) -> Tiles:
+    """The tiles with stages, then block sizes, reduced until the pipeline is within shared memory."""
+    while t.stages * (bm + t.bn) * t.bk * item > device.shared:
+        if t.stages > 2:
+            t = replace(t, stages=t.stages - 1)
+        elif t.bk > 32:
+            t = replace(t, bk=t.bk // 2)
+        elif t.bn > 32:
+            t = replace(t, bn=t.bn // 2)
+        else:
+            break
+    return t
+
+
+def blocks(n: int, elements: int = 2048) -> tuple[int, int]:
+    """(rows, columns) of a block of a kernel that only moves rows of n elements."""
+    bn = min(max(power_of_two(n), 16), elements, 1024)
+    return min(elements // bn, 32), bn
+
+
+def whole(item: int, *sizes: int) -> bool:
+    """Whether rows of these sizes are whole 16 bytes."""
+    return all(n * item % 16 == 0 for n in sizes)
+
+
+def bins(experts: int) -> int:
+    return max(power_of_two(experts + 1), 16)
+
+
+def precision_of(dtype: torch.dtype) -> str:
+    return "tf32" if dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
+
+
+# Operands -----------------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One list as a kernel takes it: the stacked tensor or the table of addresses, and the strides (expert, out, in) or (expert, out)."""
+
+    pointer: Tensor
+    operand: Operand
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        return self.operand.strides
+
+    def transposed(self) -> Weight:
+        """The weight of the product with its transpose: (expert, in, out)."""
+        e, n, k = self.operand.strides
+        return Weight(self.pointer, replace(self.operand, strides=(e, k, n)))
+
+
+def weight(tensors: Lists, dims: int = 2) -> Weight:
+    """A list of weights (dims 2) or vectors (1). Tensors that differ in their strides are stacked first: no single form reads them."""
+    operand = describe(tensors, dims)
+    if not operand.uniform:
+        tensors = [torch.stack(list(tensors))]
+        operand = describe(tensors, dims)
+    return Weight(address_table(tensors) if operand.table else tensors[0], operand)
+
+
+def described_as(operand: Operand, item: int) -> str:
+    """How a descriptor can show a weight as one matrix: "out-in" (E * features rows), "in-out" (E * inputs rows), or "" (not)."""
+    e, n, k = operand.strides
+    if operand.table or not operand.aligned:
+        return ""
+    if k == 1 and n > 1 and e % n == 0 and n * item % 16 == 0:
+        return "out-in"
+    return "in-out" if n == 1 and k > 1 and e % k == 0 and k * item % 16 == 0 else ""
+
+
+def new_grads(tensors: Lists, dims: int) -> tuple[list[Tensor], Weight, Tensor | None]:
+    """(gradients with the strides of their tensors, how a kernel writes them, what it writes instead if their strides differ)."""
+    grads = [torch.empty_like(t) for t in tensors]
+    operand = describe(grads, dims)
+    if not operand.uniform:
+        stacked = torch.empty((len(grads), *grads[0].shape), dtype=grads[0].dtype, device=grads[0].device)
+        return grads, Weight(stacked, describe([stacked], dims)), stacked
+    if not operand.table:
+        return grads, Weight(grads[0], operand), None
+    addresses = [t.data_ptr() for t in grads]
+    table = torch.empty(-(-len(addresses) // 8) * 8, dtype=torch.int64, device=grads[0].device)
+    addresses += [0] * (table.shape[0] - len(addresses))
+    for i in range(0, len(addresses), 8):
+        launch_once(wgrad.write_addresses, (table, i, *addresses[i : i + 8]))
+    return grads, Weight(table, operand), None
+
+
+def spread(grads: list[Tensor], stacked: Tensor | None) -> list[Tensor]:
+    """The gradients, filled from what was written in their place."""
+    if stacked is not None:
+        for g, part in zip(grads, stacked, strict=True):
+            g.copy_(part)
+    return grads
+
+
+# Routing ------------------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sorted:
+    """The sorted rows of one call, with the list of tiles that its products share.
+
+    Attributes:
+        order: [S] int64; a tensor that is not read where no row is gathered.
+        offsets: [E + 1] int64.
+        tiles: [2, max_tiles] int32, then their number.
+    """
+
+    order: Tensor
+    offsets: Tensor
+    slots: int
+    experts: int
+    top_k: int
+    bm: int = 0
+    tiles: Tensor | None = None
+    max_tiles: int = 0
+
+    @property
+    def mean_rows(self) -> float:
+        return self.slots / self.experts
+
+
+def sort(ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """(order [S], offsets [E + 1]), int64."""
+    slots, device = ids.numel(), ids.device
+    order = torch.empty(slots, dtype=torch.int64, device=device)
+    if not slots:
+        return order, torch.zeros(experts + 1, dtype=torch.int64, device=device)
+    offsets = torch.empty(experts + 1, dtype=torch.int64, device=device)
+    max_tiles, be = min(slots, experts), max(power_of_two(experts + 1), 32)
+    unused = torch.empty(2 * max_tiles + 1, dtype=torch.int32, device=device)
+    by = (*ids.stride(), slots, experts, ids.shape[1])
+    arrays = (order, offsets, unused, unused[2 * max_tiles :])
+    if slots <= SORT_AT_ONCE:
+        block = min(max(power_of_two(slots), 128), 1024)
+        launch(routing.sort_once, (experts + 1,), (ids, *arrays), (*by, max_tiles, block, be, _ONE_TILE, False))
+        return order, offsets
+    chunks, cols = -(-slots // CHUNK), 8
+    counts, totals = (torch.empty(n, dtype=torch.int32, device=device) for n in (chunks * be, be))
+    launch(routing.count_chunks, (chunks,), (ids, counts), (*by, CHUNK, be, False))
+    launch(routing.scan_chunks, (be // cols,), (counts, totals), (chunks, 128, be, cols, False))
+    launch(routing.place_chunks, (chunks,), (ids, counts, totals, *arrays), (*by, max_tiles, CHUNK, be, _ONE_TILE, False))
+    return order, offsets
+
+
+def tiled(it: Sorted, dtype: torch.dtype) -> Sorted:
+    """The same rows with their tiles for products in ``dtype``."""
+    bm = tile_rows(it.slots, it.experts, dtype)
+    max_tiles = min(it.slots, it.slots // bm + min(it.experts, it.slots))
+    tiles = torch.empty(2 * max_tiles + 1, dtype=torch.int32, device=it.offsets.device)
+    rest = (max_tiles, it.experts, bins(it.experts), bm)
+    launch(rows.list_tiles, (it.experts,), (it.offsets, tiles, tiles[2 * max_tiles :]), rest)
+    return replace(it, bm=bm, tiles=tiles, max_tiles=max_tiles)
+
+
+def inverse(it: Sorted) -> Tensor:
+    """position [S] int32: the row of each slot."""
+    position = torch.empty(it.slots, dtype=torch.int32, device=it.order.device)
+    launch(rows.invert, (-(-it.slots // 1024),), (it.order, position), (it.slots, 1024))
+    return position
+
+
+# Rows ---------------------------------------------------------------------------------------------------------------------------------
+
+
+def gather(out: Tensor, x: Tensor, it: Sorted) -> None:
+    """out [S, N] = the token of each row."""
+    br, bn = blocks(out.shape[1])
+    grid = (-(-it.slots // br), -(-out.shape[1] // bn))
+    launch(rows.gather_rows, grid, (x, it.order, out), (it.slots, it.top_k, out.shape[1], *x.stride(), br, bn))
+
+
+def clear_dead(out: Tensor, it: Sorted) -> None:
+    """Zeros in the dead rows of out."""
+    br, bn = blocks(out.shape[1])
+    launch(rows.clear_dead, (-(-out.shape[0] // br),), (out, it.offsets), (out.shape[0], it.experts, out.shape[1], out.stride(0), br, bn))
+
+
+def sum_slots(out: Tensor, y: Tensor, it: Sorted, weights: Tensor | None) -> None:
+    """out [T, N] = the (weighted) sum over the slots of each token of its rows in y."""
+    n = out.shape[1]
+    bn = min(power_of_two(n), 1024)
+    strides = (0, 0) if weights is None else weights.stride()
+    rest = (it.top_k, it.experts, n, *y.stride(), *strides, weights is not None, bn)
+    pointers = (y, inverse(it), it.offsets, y if weights is None else weights, out)
+    launch(rows.sum_rows, (out.shape[0], -(-n // bn)), pointers, rest)
+
+
+# Products -----------------------------------------------------------------------------------------------------------------------------
+
+
+def linear(
+    out: Tensor,
+    x: Tensor,
+    w: Weight,
+    it: Sorted,
+    *,
+    bias: Weight | None = None,
+    tokens: bool = False,
+    scale: Tensor | None = None,
+    add: bool = False,
+) -> None:
+    """out [S, N] = rows [S, K] times w[e]^T (+ bias[e]); out has contiguous rows. ``tokens``: x is [T, K], read through the order.
+
+    ``scale`` [T, K]: each token times its routing weight. ``add``: to what out holds. Dead rows are not written.
+    """
+    assert it.tiles is not None
+    (_, n), k, item = out.shape, x.shape[1], x.element_size()
+    device = device_of(x.device)
+    part = linear_sizes(it.bm, whole(item, n, k), x.dtype, device)
+    form = described_as(w.operand, item) if part.desc and k else ""
+    if form == "in-out" and k % part.bk:
+        form = ""  # a block would reach into the next expert
+    by_desc = part.rows_desc and not tokens and k > 0 and x.stride(1) == 1 and x.stride(0) * item % 16 == 0 and x.data_ptr() % 16 == 0
+    descs: list[Any] = [(1, (it.slots, k), (x.stride(0), 1), (it.bm, part.bk))] if by_desc else []
+    e_stride, n_stride, k_stride = w.strides
+    rows_w = 0
+    if form == "out-in":
+        rows_w = e_stride // n_stride
+        descs.append((2, (rows_w * (it.experts - 1) + n, k), (n_stride, 1), (part.bn, part.bk)))
+    elif form:
+        rows_w = e_stride // k_stride
+        descs.append((2, (rows_w * (it.experts - 1) + k, n), (k_stride, 1), (part.bk, part.bn)))
+    count = it.max_tiles * -(-n // part.bn)
+    wide = w.operand.wide or abs(x.stride(1)) * k >= 1 << 31
+    launch(
+        grouped.linear_tiles,
+        (min(device.sms * part.per_sm, count) if part.persistent else count,),
+        (x, x, w.pointer, w.pointer if bias is None else bias.pointer, x if scale is None else scale, it.order, out, it.offsets,
+         it.tiles, it.tiles[2 * it.max_tiles :]),
+        (
+            *(it.max_tiles, it.top_k, k, n, rows_w, *x.stride(), *((0, 0) if scale is None else scale.stride()), *w.strides),
+            *(*((0, 0) if bias is None else bias.strides), out.stride(0), tokens, scale is not None, add),
+            *(w.operand.table, w.operand.aligned, bias is not None, bias is not None and bias.operand.table, wide),
+            *(n % part.bn == 0, k % part.bk == 0),
+            *(it.bm, part.bn, part.bk, part.group, form, by_desc, part.persistent, part.flatten, precision_of(x.dtype)),
+        ),
+        warps=part.warps,
+        stages=part.stages,
+        descs=tuple(descs),
+    )  # fmt: skip
+
+
+def weight_grads(
+    w: Lists, g: Tensor, x: Tensor, it: Sorted, *, g_tokens: bool = False, x_tokens: bool = False, scale: Tensor | None = None
+) -> list[Tensor]:
+    """Gradients of a list of weights, from those of the outputs g and the inputs x: [S, N] rows, or [T, N] tokens."""
+    grads, target, instead = new_grads(w, 2)
+    n, k = g.shape[1], x.shape[1]
+    bn, part = grad_sizes(it.mean_rows, whole(x.element_size(), n, k), x.dtype, device_of(x.device))
+    if n and k:
+        launch(
+            wgrad.weight_grads,
+            (it.experts * -(-n // bn) * -(-k // part.bn),),
+            (g, x, x if scale is None else scale, it.order, it.offsets, target.pointer),
+            (
+                *(it.top_k, n, k, *g.stride(), *x.stride(), *((0, 0) if scale is None else scale.stride()), *target.strides),
+                *(g_tokens, x_tokens, scale is not None, target.operand.table, target.operand.aligned, target.operand.wide),
+                *(bn, part.bn, part.bk, part.group, precision_of(x.dtype)),
+            ),
+            warps=part.warps,
+            stages=part.stages,
+        )
+    return spread(grads, instead)
+
+
+def vector_grads(v: Lists, g: Tensor, it: Sorted, *, tokens: bool = False, scale: Tensor | None = None) -> list[Tensor]:
+    """Gradients of a list of vectors: the sum of each expert's rows of g, (``scale``) times their routing weights."""
+    grads, target, instead = new_grads(v, 1)
+    n = g.shape[1]
+    if n:
+        strides = (0, 0) if scale is None else scale.stride()
+        rest = (it.top_k, n, *g.stride(), *strides, *target.strides, tokens, scale is not None, target.operand.table, 32, 64)
+        pointers = (g, g if scale is None else scale, it.order, it.offsets, target.pointer)
+        launch(wgrad.vector_grads, (it.experts, -(-n // 64)), pointers, rest)
+    return spread(grads, instead)
+
+
+def pair(
+    it: Sorted,
+    tokens: Tensor,
+    ys: Tensor,
+    weights: Tensor | None,
+    *,
+    out: Tensor | None,
+    d_weights: Tensor | None,
+    from_rows: bool = False,
+    scaled: bool = True,
+) -> None:
+    """``backward.pair_rows``: what is not None of out [S, N] and d_weights [T, K] is written."""
+    n = ys.shape[1]
+    br, bn = blocks(n, 1024)
+    scale = weights if scaled else None
+    strides = (0, 0) if scale is None else scale.stride()
+    rest = (it.slots, it.top_k, it.experts, n, *tokens.stride(), *ys.stride(), *strides)
+    flags = (from_rows, scale is not None, out is not None, d_weights is not None, br, bn)
+    pointers = (tokens, ys, ys if scale is None else scale, it.order, it.offsets, ys if out is None else out)
+    launch(backward.pair_rows, (-(-it.slots // br),), (*pointers, ys if d_weights is None else d_weights), (*rest, *flags))
+
+
+# The activation -----------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Activation:
+    """The activation of one kind of expert, and where gate and up are in a row of the pre-activation [S, width]."""
+
+    name: str
+    args: tuple[float, float]
+    gating: str
+    up_first: bool
+    inter: int
+
+    @property
+    def flags(self) -> tuple[Any, ...]:
+        """GATE, UP, STEP, PLAIN, ACT, ARG0, ARG1 of ``backward.py``."""
+        second, step = (1, 2) if self.gating == "interleaved" else (self.inter, 1)
+        gate, up = (second, 0) if self.up_first else (0, second)
+        plain = self.gating == "plain"
+        return gate, 0 if plain else up, step, plain, self.name, *self.args
+
+
+def activate(a: Tensor, h: Tensor, it: Sorted, how: Activation) -> None:
+    """a [S, I] from h [S, width]."""
+    br, bn = blocks(how.inter)
+    grid = (-(-it.slots // br), -(-how.inter // bn))
+    launch(backward.activate, grid, (h, it.offsets, a), (it.slots, it.experts, how.inter, h.stride(0), *how.flags, br, bn))
+
+
+def activate_grads(
+    it: Sorted,
+    h: Tensor,
+    d_a: Tensor | None,
+    how: Activation,
+    *,
+    scale: Tensor | None,
+    d_h: Tensor | None,
+    a: Tensor | None,
+    d_weights: Tensor | None,
+    grad: Tensor,
+    bias: Weight | None,
+) -> None:
+    """``backward.activate_grads``: what is not None of d_h, a and d_weights is written. ``bias``: of the second projection."""
+    br, bn = blocks(how.inter, 1024 if whole(h.element_size(), how.inter) else 512)
+    wanted = tuple(t is not None for t in (d_h, a, d_weights))
+    d_a, d_h, a, d_weights = (h if t is None else t for t in (d_a, d_h, a, d_weights))
+    pointers = (h, d_a, grad, h if bias is None else bias.pointer, h if scale is None else scale, it.order, it.offsets, d_h, a, d_weights)
+    strides = (h.stride(0), *grad.stride(), *((0, 0) if bias is None else bias.strides), *((0, 0) if scale is None else scale.stride()))
+    flags = (*how.flags, scale is not None, *wanted, bias is not None, bias is not None and bias.operand.table, bins(it.experts), br, bn)
+    rest = (it.slots, it.top_k, it.experts, how.inter, grad.shape[1], *strides, *flags)
+    launch(backward.activate_grads, (-(-it.slots // br),), pointers, rest)

@@ -1,0 +1,109 @@
+"""The grouped-tier ops on CUDA: ``permute``, ``grouped_linear``, ``expert_rows``, ``combine`` and their gradients.
+
+Nothing waits for the device and nothing but values depends on the routing, as ``docs/design/gpu-kernels.md`` explains for ``experts``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from moefuse.kernels.triton import grouped_plan as plan
+from moefuse.kernels.triton import rows
+from moefuse.kernels.triton.grouped_plan import Lists, Sorted, on_device
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def supports(first: Tensor, *rest: object) -> str | None:
+    """None, or why no kernel takes a call whose first tensor is this one; all of a call have its device, and its dtype or another float."""
+    return None if first.dtype in DTYPES else f"no kernel for {first.dtype}"
+
+
+def _rows(offsets: Tensor, slots: int, order: Tensor | None = None, top_k: int = 1) -> Sorted:
+    offsets = offsets.contiguous()
+    return Sorted(offsets if order is None else order.contiguous(), offsets, slots, offsets.shape[0] - 1, top_k)
+
+
+@on_device
+def permute(x: Tensor, ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """``moefuse::permute``."""
+    order, offsets = plan.sort(ids, num_experts)
+    xs = torch.empty((order.shape[0], x.shape[1]), dtype=x.dtype, device=x.device)
+    if xs.numel():
+        plan.gather(xs, x, _rows(offsets, order.shape[0], order, ids.shape[1]))
+    return xs, order, offsets
+
+
+@on_device
+def grouped_linear(xs: Tensor, offsets: Tensor, w: Lists, b: Lists) -> Tensor:
+    """``moefuse::grouped_linear``."""
+    out = torch.empty((xs.shape[0], w[0].shape[-2]), dtype=xs.dtype, device=xs.device)
+    if out.numel():
+        it = plan.tiled(_rows(offsets, xs.shape[0]), xs.dtype)
+        plan.linear(out, xs, plan.weight(w), it, bias=plan.weight(b, 1) if b else None)
+        plan.clear_dead(out, it)
+    return out
+
+
+@on_device
+def grouped_linear_backward(grad: Tensor, xs: Tensor, offsets: Tensor, w: Lists, b: Lists, needs: Sequence[bool]) -> list[Tensor]:
+    """Gradients of xs, w, b that ``needs`` asks for, flattened in that order."""
+    it = _rows(offsets, xs.shape[0])
+    out: list[Tensor] = []
+    if needs[0]:
+        d_xs = torch.empty(xs.shape, dtype=xs.dtype, device=xs.device)
+        if d_xs.numel():
+            it = plan.tiled(it, xs.dtype)
+            plan.linear(d_xs, grad, plan.weight(w).transposed(), it)
+            plan.clear_dead(d_xs, it)
+        out.append(d_xs)
+    if needs[1]:
+        out += plan.weight_grads(w, grad, xs, it)
+    if needs[2]:
+        out += plan.vector_grads(b, grad, it)
+    return out
+
+
+@on_device
+def expert_rows(v: Lists, offsets: Tensor, num_rows: int) -> Tensor:
+    """``moefuse::expert_rows``."""
+    n = v[0].shape[-1]
+    out = torch.empty((num_rows, n), dtype=v[0].dtype, device=v[0].device)
+    if out.numel():
+        it, source = _rows(offsets, num_rows), plan.weight(v, 1)
+        br, bn = plan.blocks(n)
+        rest = (num_rows, it.experts, n, *source.strides, source.operand.table, plan.bins(it.experts), br, bn)
+        plan.launch(rows.vector_rows, (-(-num_rows // br), -(-n // bn)), (source.pointer, it.offsets, out), rest)
+    return out
+
+
+@on_device
+def expert_rows_backward(grad: Tensor, v: Lists, offsets: Tensor) -> list[Tensor]:
+    """Gradient of v: the sum of each expert's rows."""
+    return plan.vector_grads(v, grad, _rows(offsets, grad.shape[0]))
+
+
+@on_device
+def combine(ys: Tensor, weights: Tensor | None, order: Tensor, offsets: Tensor, top_k: int, out_dtype: torch.dtype | None) -> Tensor:
+    """``moefuse::combine``."""
+    out = torch.empty((ys.shape[0] // top_k, ys.shape[1]), dtype=out_dtype or ys.dtype, device=ys.device)
+    if out.numel():
+        plan.sum_slots(out, ys, _rows(offsets, ys.shape[0], order, top_k), weights)
+    return out
+
+
+@on_device
+def combine_backward(
+    grad: Tensor, ys: Tensor, weights: Tensor | None, order: Tensor, offsets: Tensor, top_k: int, needs: Sequence[bool]
+) -> list[Tensor]:
+    """Gradients of ys and weights that ``needs`` asks for."""
+    d_ys = torch.empty(ys.shape, dtype=ys.dtype, device=ys.device) if needs[0] else None
+    d_weights = None
+    if needs[1] and weights is not None:
+        d_weights = torch.empty(weights.shape, dtype=weights.dtype, device=ys.device)
+    if ys.shape[0]:
+        plan.pair(_rows(offsets, ys.shape[0], order, top_k), grad, ys, weights, out=d_ys, d_weights=d_weights)
+    return [t for t in (d_ys, d_weights) if t is not None]

@@ -1,0 +1,106 @@
+"""Gradients of expert weights and vectors: every program owns one piece of one expert's gradient and walks over that expert's rows.
+
+Nothing is shared between programs, so the sums have one order and need no atomics; an expert without rows gets zeros. Rows are gathered
+through the order while they are loaded: no sorted copy of the tokens or of the output's gradient exists. (SonicMoE's and ScatterMoE's
+papers gather inside the weight gradient likewise; the code is our own.)
+"""
+
+import triton
+import triton.language as tl
+
+from moefuse.kernels.triton.functions import expert_base, index, tile_order
+
+
+@triton.jit
+def place(row, live, order, top_k, GATHER: tl.constexpr):
+    """Where rows [BR] are in their tensor: themselves, or their tokens."""
+    if GATHER:
+        at = tl.load(order + row, mask=live, other=0).to(tl.int64) // top_k
+    else:
+        at = row.to(tl.int64)
+    return at
+
+
+@triton.jit
+def factor_of(row, live, order, weights, top_k, stride_rt, stride_rk, wide: tl.constexpr):
+    """Routing weights of rows [BR]."""
+    slot = tl.load(order + row, mask=live, other=0).to(tl.int64)
+    return tl.load(weights + slot // top_k * stride_rt + slot % top_k * stride_rk, mask=live, other=0.0).to(wide)
+
+
+@triton.jit
+def weight_grads(
+    g, x, weights, order, offsets, d_w,
+    top_k, N, K, stride_gr, stride_gn, stride_xr, stride_xk, stride_rt, stride_rk, stride_de, stride_dn, stride_dk,
+    GATHER_G: tl.constexpr, GATHER_X: tl.constexpr, SCALE: tl.constexpr, TABLE: tl.constexpr, ALIGNED: tl.constexpr, WIDE: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """d_w[e] [N, K] = sum over the rows of e of g[row]^T x[row], rounded once. SCALE: rows of x times their routing weight, rounded."""
+    dtype: tl.constexpr = x.dtype.element_ty
+    wide: tl.constexpr = tl.float64 if dtype == tl.float64 else tl.float32
+    blocks_n = tl.cdiv(N, BN)
+    blocks_k = tl.cdiv(K, BK)
+    pid = tl.program_id(0)
+    e = pid // (blocks_n * blocks_k)
+    block_n, block_k = tile_order(pid % (blocks_n * blocks_k), blocks_n, blocks_k, GROUP)
+    n = block_n * BN + tl.arange(0, BN)
+    k = block_k * BK + tl.arange(0, BK)
+    begin = tl.load(offsets + e).to(tl.int32)
+    end = tl.load(offsets + e + 1).to(tl.int32)
+    acc = tl.zeros([BN, BK], wide)
+    for r0 in tl.range(begin, end, BR):
+        row = r0 + tl.arange(0, BR)
+        live = row < end
+        from_g = place(row, live, order, top_k, GATHER_G)
+        from_x = place(row, live, order, top_k, GATHER_X)
+        at_g = g + from_g[:, None] * stride_gr + n.to(tl.int64)[None, :] * stride_gn
+        at_x = x + from_x[:, None] * stride_xr + k.to(tl.int64)[None, :] * stride_xk
+        a = tl.load(at_g, mask=live[:, None] & (n < N)[None, :], other=0.0)
+        v = tl.load(at_x, mask=live[:, None] & (k < K)[None, :], other=0.0)
+        if SCALE:
+            scale = factor_of(row, live, order, weights, top_k, stride_rt, stride_rk, wide)
+            v = (v.to(wide) * scale[:, None]).to(dtype)
+        acc = tl.dot(tl.trans(a), v, acc, input_precision=PRECISION, out_dtype=wide)
+    base = expert_base(d_w, e, stride_de, dtype, TABLE, ALIGNED)
+    at = base + index(n, WIDE)[:, None] * stride_dn + index(k, WIDE)[None, :] * stride_dk
+    tl.store(at, acc.to(dtype), mask=(n < N)[:, None] & (k < K)[None, :])
+
+
+@triton.jit
+def vector_grads(
+    g, weights, order, offsets, d_b, top_k, N, stride_gr, stride_gn, stride_rt, stride_rk, stride_de, stride_dn,
+    GATHER: tl.constexpr, SCALE: tl.constexpr, TABLE: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """d_b[e] [N] = the sum of g over the rows of e, rounded once. SCALE: times their routing weights (not rounded)."""
+    dtype: tl.constexpr = g.dtype.element_ty
+    wide: tl.constexpr = tl.float64 if dtype == tl.float64 else tl.float32
+    e = tl.program_id(0)
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    begin = tl.load(offsets + e).to(tl.int32)
+    end = tl.load(offsets + e + 1).to(tl.int32)
+    acc = tl.zeros([BR, BN], wide)
+    for r0 in tl.range(begin, end, BR):
+        row = r0 + tl.arange(0, BR)
+        live = row < end
+        at = place(row, live, order, top_k, GATHER)
+        v = tl.load(g + at[:, None] * stride_gr + n.to(tl.int64)[None, :] * stride_gn, mask=live[:, None] & (n < N)[None, :], other=0.0).to(
+            wide
+        )
+        if SCALE:
+            v *= factor_of(row, live, order, weights, top_k, stride_rt, stride_rk, wide)[:, None]
+        acc += v
+    base = expert_base(d_b, e, stride_de, dtype, TABLE, False)
+    tl.store(base + n.to(tl.int64) * stride_dn, tl.sum(acc, 0).to(dtype), mask=n < N)
+
+
+@triton.jit(do_not_specialize=["first", "a0", "a1", "a2", "a3", "a4", "a5", "a6", "a7"])
+def write_addresses(table, first, a0, a1, a2, a3, a4, a5, a6, a7):
+    """Eight entries of a table of addresses. Gradients of separate Parameters are new tensors at every call, so their table is new too."""
+    tl.store(table + first, a0)
+    tl.store(table + first + 1, a1)
+    tl.store(table + first + 2, a2)
+    tl.store(table + first + 3, a3)
+    tl.store(table + first + 4, a4)
+    tl.store(table + first + 5, a5)
+    tl.store(table + first + 6, a6)
+    tl.store(table + first + 7, a7)

@@ -1,0 +1,144 @@
+"""The kernels of the grouped tier and of training compile for every target without a GPU there, without spills, within shared memory.
+
+The ops run on meta tensors; their launches are compiled instead of made.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.triton.test_compiled import DEEP, SHARED, source, spills
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """One layer: T tokens, K of E experts, H hidden, I inner; ``oai``: biases and storage in-out."""
+
+    tokens: int = 4096
+    top_k: int = 8
+    experts: int = 128
+    hidden: int = 2048
+    inter: int = 768
+    dtype: torch.dtype = torch.bfloat16
+    oai: bool = False
+    separate: bool = False
+
+    def draw(self, *shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=self.dtype, device="meta")
+
+    def weight(self, out: int, inp: int) -> list[torch.Tensor]:
+        if self.separate:
+            return [self.draw(out, inp) for _ in range(self.experts)]
+        return [self.draw(self.experts, inp, out).transpose(1, 2) if self.oai else self.draw(self.experts, out, inp)]
+
+    def bias(self, out: int) -> list[torch.Tensor]:
+        return [self.draw(self.experts, out)] if self.oai else []
+
+
+SIZES = {
+    "many rows": Sizes(),
+    "few rows": Sizes(tokens=64),
+    "in-out": Sizes(top_k=4, experts=32, hidden=2880, inter=2880, oai=True),
+    "separate": Sizes(tokens=512, experts=16, separate=True),
+    "odd": Sizes(tokens=300, hidden=99, inter=77),
+    "odd, many rows": Sizes(experts=8, hidden=99, inter=77),
+    "float32": Sizes(tokens=64, dtype=torch.float32),
+    "float64": Sizes(tokens=64, dtype=torch.float64),
+}
+EVERYWHERE = ["many rows", "few rows", "float64"]
+ON_ALL = [pytest.param(name, arch, id=f"{name}-{arch}") for name in SIZES for arch in SHARED if arch == 90 or name in EVERYWHERE or DEEP]
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What would be launched, in the form of a step of a plan with its tensors."""
+    from moefuse.kernels.triton import grouped_plan
+
+    made: list[Any] = []
+
+    def launch(kernel: Any, grid: Any, pointers: Any, rest: Any, *, warps: int = 4, stages: int = 2, descs: Any = ()) -> None:
+        assert all(isinstance(n, int) and n > 0 for n in grid), (kernel.__name__, grid)
+        names = [f"p{i}" for i in range(len(pointers))]
+        inner = SimpleNamespace(kernel=kernel, rest=rest, options={"num_warps": warps, "num_stages": stages})
+        blocks = tuple((position, names[position], shape, strides, block) for position, shape, strides, block in descs)
+        made.append((SimpleNamespace(launch=inner, names=names, descs=blocks), dict(zip(names, pointers, strict=True))))
+
+    monkeypatch.setattr(grouped_plan, "launch", launch)
+    monkeypatch.setattr(grouped_plan, "launch_once", lambda *a: None)
+    monkeypatch.setattr(grouped_plan, "address_table", lambda t: torch.empty(len(t), dtype=torch.int64, device="meta"))
+    return made
+
+
+def compile_all(made: list[Any], arch: int | str, folder: Path, monkeypatch: pytest.MonkeyPatch, run: Callable[[], Any]) -> None:
+    """Run, and compile every different launch."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    from moefuse.kernels.triton import grouped_plan
+
+    device = grouped_plan.Device("", 132, SHARED[arch], arch == 90)
+    monkeypatch.setattr(grouped_plan, "device_of", lambda d: device)
+    run()
+    target = GPUTarget("hip", arch, 64) if isinstance(arch, str) else GPUTarget("cuda", arch, 32)
+    seen = set()
+    for step, tensors in made:
+        inner = step.launch
+        key = (inner.kernel.__name__, inner.rest, tuple(t.dtype for t in tensors.values()), str(step.descs))
+        if key in seen:
+            continue
+        seen.add(key)
+        compiled = triton.compile(source(step, tensors), target=target, options=inner.options)
+        name = f"{inner.kernel.__name__} for {arch} {inner.rest}"
+        assert compiled.metadata.shared <= SHARED[arch], f"{name}: {compiled.metadata.shared} bytes of shared memory"
+        assert spills(compiled, arch, folder) == 0, f"{name} spills"
+
+
+@pytest.mark.parametrize(("name", "arch"), ON_ALL)
+def test_the_grouped_tier(name: str, arch: int | str, launches: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from moefuse.kernels.triton import tier
+
+    s = SIZES[name]
+    ids = torch.empty(s.tokens, s.top_k, dtype=torch.int64, device="meta")
+    weights = s.draw(s.tokens, s.top_k)
+
+    def run() -> None:
+        xs, order, offsets = tier.permute(s.draw(s.tokens, s.hidden), ids, s.experts)
+        w, b = s.weight(s.inter, s.hidden), s.bias(s.inter)
+        h = tier.grouped_linear(xs, offsets, w, b)
+        tier.grouped_linear_backward(h, xs, offsets, w, b, [True, True, bool(b)])
+        v = [s.draw(s.inter) for _ in range(s.experts)] if s.separate else [s.draw(s.experts, s.inter)]
+        rows = tier.expert_rows(v, offsets, xs.shape[0])
+        tier.expert_rows_backward(rows, v, offsets)
+        out = tier.combine(xs, weights, order, offsets, s.top_k, None)
+        tier.combine_backward(out, xs, weights, order, offsets, s.top_k, [True, True])
+
+    compile_all(launches, arch, tmp_path, monkeypatch, run)
+
+
+@pytest.mark.parametrize("on_input", [False, True], ids=["weight-on-output", "weight-on-input"])
+@pytest.mark.parametrize(("name", "arch"), ON_ALL)
+def test_training(name: str, arch: int | str, on_input: bool, launches: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from moefuse.kernels.triton import training
+
+    if on_input and name != "in-out" and not DEEP:
+        pytest.skip("HYPOTHESIS_PROFILE=deep compiles it for every size")
+    s = SIZES[name]
+    ids = torch.empty(s.tokens, s.top_k, dtype=torch.int64, device="meta")
+    x, weights = s.draw(s.tokens, s.hidden), s.draw(s.tokens, s.top_k)
+    lists = (s.weight(2 * s.inter, s.hidden), [], s.weight(s.hidden, s.inter), s.bias(2 * s.inter), [], s.bias(s.hidden))
+    options = ("swiglu_oai", [1.7, 7.0], "interleaved", False) if s.oai else ("silu", [], "merged", False)
+    needs = [True, True, True, False, True, s.oai, False, s.oai]
+
+    def run() -> None:
+        out, h, order, offsets = training.experts_forward(x, ids, weights, *lists, *options, on_input, None)
+        training.experts_backward(out, x, weights, h, order, offsets, *lists, needs, *options, on_input)
+
+    compile_all(launches, arch, tmp_path, monkeypatch, run)
+    assert {"linear_tiles", "weight_grads", "activate", "activate_grads", "sum_rows"} <= {s.launch.kernel.__name__ for s, _ in launches}

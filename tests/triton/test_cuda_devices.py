@@ -1,0 +1,60 @@
+"""Which replacements are made on CUDA, asked with fake tensors: no device is needed for the answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph, Node
+
+from moefuse.passes.devices import unsupported
+from tests.cpu.ops_case import Case
+from tests.cpu.test_ops_grouped import EXPERTS, body_args, draw_ids, ops
+
+
+def called(op: Any, args: list[Any], dtype: torch.dtype = torch.bfloat16, requires_grad: bool = False, **options: Any) -> list[Node]:
+    """A graph's call of ``op`` on fake CUDA tensors."""
+    graph = Graph()
+
+    def node(value: Any) -> Any:
+        if isinstance(value, list):
+            return [node(v) for v in value]
+        if not isinstance(value, torch.Tensor):
+            return value
+        made = graph.placeholder("x")
+        fake = torch.empty(value.shape, dtype=dtype if value.is_floating_point() else value.dtype, device="cuda")
+        made.meta["example_value"] = fake.requires_grad_(requires_grad and value.is_floating_point())
+        return made
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        return [graph.call_function(op, tuple(map(node, args)), options)]
+
+
+def calls() -> dict[str, list[Any]]:
+    """Arguments of every public op."""
+    x, ids, weights, w, b, *_ = body_args(5)
+    order, offsets = torch.arange(10), torch.arange(EXPERTS + 1)
+    return {
+        "experts": Case().args(),
+        "permute": [x, ids, EXPERTS],
+        "grouped_linear": [draw_ids(10, 3, 0, 2).double(), offsets, w, b],
+        "expert_rows": [b, offsets, 10],
+        "combine": [draw_ids(10, 3, 0, 2).double(), weights, order, offsets, 2, None],
+    }
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("name", ["experts", "permute", "grouped_linear", "expert_rows", "combine"])
+def test_every_op_has_kernels(name: str, grad: bool) -> None:
+    options = {"activation": "silu"} if name == "experts" else {}
+    target = getattr(ops, name).default
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        assert unsupported(called(target, calls()[name], dtype, grad, **options), grad) is None
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
+def test_a_dtype_without_kernels_is_named(grad: bool) -> None:
+    answer = unsupported(called(ops.grouped_linear.default, calls()["grouped_linear"], torch.complex64, grad), grad)
+    assert answer == ("cuda", "no kernel for torch.complex64")

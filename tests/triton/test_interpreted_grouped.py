@@ -1,0 +1,219 @@
+"""The grouped tier's Triton kernels at tiny sizes in Triton's interpreter: each op against the portable one in double precision."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from moefuse.runtime import grouped
+from tests.cpu.test_ops_grouped import EXPERTS, ROUTINGS, body, body_args, body_leaves, draw, draw_ids, loop_body, ops
+from tests.triton.interpreted_case import TIER, interpreted
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),  # the interpreter, about NumPy
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # NumPy, about the NaN of these tests
+    pytest.mark.usefixtures("ran"),
+]
+DTYPES = [torch.float16, torch.float32, torch.float64]
+FORMS = ["stacked", "in-out", "separate", "mixed"]
+
+
+@pytest.fixture
+def ran() -> Iterator[list[str]]:
+    from moefuse.kernels.triton import tier
+
+    with interpreted(tier, TIER) as names:
+        yield names
+
+
+def near(got: Tensor, exact: Tensor, own: Tensor) -> None:
+    """The error is within twice the portable op's own in the same dtype, plus the roundings that the order of sums explains."""
+    assert got.shape == own.shape
+    assert got.dtype == own.dtype
+    assert got.isfinite().all()
+    if got.numel():
+        roundings = 8 if got.dtype in (torch.float32, torch.float64) else 1
+        floor = roundings * torch.finfo(got.dtype).eps * max(float(exact.abs().max()), 1.0)
+        assert float((got.double() - exact).abs().max()) <= 2 * float((own.double() - exact).abs().max()) + floor
+
+
+def lists(form: str, out: int, inp: int, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
+    """Weights and biases: one tensor, stored the other way, one per expert, or one per expert with strides that differ."""
+    w, b = draw(EXPERTS, out, inp, seed=1, dtype=dtype), draw(EXPERTS, out, seed=2, dtype=dtype)
+    separate = [v.clone() for v in w], [v.clone() for v in b]
+    if form == "mixed":
+        separate[0][1] = separate[0][1].t().contiguous().t()
+        separate[1][2] = separate[1][2].repeat_interleave(2)[::2]
+    return {"stacked": ([w], [b]), "in-out": ([w.mT.contiguous().mT], [b])}.get(form, separate)
+
+
+def wide(tensors: list[Tensor]) -> list[Tensor]:
+    return [t.double() for t in tensors]
+
+
+@pytest.mark.parametrize("ids", ROUTINGS)
+def test_permute(ids: Tensor, ran: list[str]) -> None:
+    for x in (draw(ids.shape[0], 3), draw(3, ids.shape[0], dtype=torch.float16).t()):
+        got, want = ops.permute(x, ids, EXPERTS), grouped.permute(x, ids, EXPERTS)
+        assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(got, want, strict=True))
+    assert ran == ["permute"] * 2
+
+
+@pytest.mark.parametrize("at_once", [8192, 0], ids=["one sort", "chunks"])
+def test_ids_of_any_kind(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transposed, expanded, and of every integer dtype."""
+    from moefuse.kernels.triton import grouped_plan
+
+    monkeypatch.setattr(grouped_plan, "SORT_AT_ONCE", at_once)
+    x = draw(300, 2)
+    for ids in (draw_ids(2, 300, -1, 5).t(), draw_ids(300, 1, 0, 9).expand(-1, 3), draw_ids(300, 2, 0, 250).to(torch.uint8)):
+        assert all(torch.equal(a, b) for a, b in zip(ops.permute(x, ids, 5), grouped.permute(x, ids, 5), strict=True))
+
+
+CASES = [(ids, "stacked", torch.float32) for ids in ROUTINGS]
+CASES += [(ROUTINGS[0], form, dtype) for form in FORMS for dtype in DTYPES]
+
+
+@pytest.mark.parametrize(
+    ("ids", "form", "dtype"), [pytest.param(*ids.values, *rest, id=f"{ids.id}-{rest[0]}-{rest[1]}") for ids, *rest in CASES]
+)
+def test_grouped_linear_and_its_gradients(ids: Tensor, form: str, dtype: torch.dtype) -> None:
+    """Forward and gradients, strides of the gradients, zeros for dead rows and for experts without any, of rows that are NaN beyond."""
+    w, b = lists(form, 21, 19, dtype)
+    xs, _, offsets = ops.permute(draw(ids.shape[0], 19, dtype=dtype), ids, EXPERTS)
+    grad = draw(xs.shape[0], 21, seed=3, dtype=dtype)
+    grad[int(offsets[-1]) :] = float("nan")
+    for bias in (b, []):
+        got = ops.grouped_linear(xs, offsets, w, bias)
+        own = grouped.grouped_linear(xs, offsets, w, bias)
+        near(got, grouped.grouped_linear(xs.double(), offsets, wide(w), wide(bias)), own)
+        assert not got[int(offsets[-1]) :].any()
+        needs = [True, True, bool(bias)]
+        grads = ops.grouped_linear_backward(grad, xs, offsets, w, bias, needs)
+        owns = grouped.grouped_linear_backward(grad, xs, offsets, w, bias, needs)
+        exacts = grouped.grouped_linear_backward(grad.double(), xs.double(), offsets, wide(w), wide(bias), needs)
+        for g, exact, o, like in zip(grads, exacts, owns, [xs, *w, *bias], strict=True):
+            near(g, exact, o)
+            assert g.stride() == torch.empty_like(like).stride()
+
+
+def test_only_what_is_asked_for() -> None:
+    w, b = lists("stacked", 5, 3, torch.float32)
+    xs, _, offsets = ops.permute(draw(5, 3, dtype=torch.float32), draw_ids(5, 2, -1, 5), EXPERTS)
+    grad = draw(10, 5, dtype=torch.float32)
+    every = ops.grouped_linear_backward(grad, xs, offsets, w, b, [True, True, True])
+    for i in range(3):
+        (one,) = ops.grouped_linear_backward(grad, xs, offsets, w, b, [i == 0, i == 1, i == 2])
+        assert torch.equal(one, every[i])
+
+
+TILE_FORMS: list[dict[str, bool]] = [
+    {"desc": True},
+    {"rows_desc": True},
+    {"persistent": True},
+    {"desc": True, "rows_desc": True, "persistent": True, "flatten": True},
+]
+
+
+@pytest.mark.parametrize("flags", TILE_FORMS, ids="+".join)
+@pytest.mark.parametrize("form", FORMS[:3])
+def test_forms_of_a_tile(flags: dict[str, bool], form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Descriptors need rows of whole 16 bytes; the sizes are multiples of four and not of the tile, or of it (in-out needs that)."""
+    from moefuse.kernels.triton import grouped_plan
+    from moefuse.kernels.triton.config import Tiles
+
+    monkeypatch.setattr(grouped_plan, "linear_sizes", lambda *a: Tiles(16, 16, 4, 1, 2, **flags))
+    for out, inp in ((20, 28), (48, 32)):
+        w, b = lists(form, out, inp, torch.float32)
+        xs, _, offsets = ops.permute(draw(60, inp, dtype=torch.float32), draw_ids(60, 2, -1, 5), EXPERTS)
+        own = grouped.grouped_linear(xs, offsets, w, b)
+        near(ops.grouped_linear(xs, offsets, w, b), grouped.grouped_linear(xs.double(), offsets, wide(w), wide(b)), own)
+        grad = draw(120, out, dtype=torch.float32)
+        (d_xs,) = ops.grouped_linear_backward(grad, xs, offsets, w, b, [True, False, False])
+        (own,) = grouped.grouped_linear_backward(grad, xs, offsets, w, b, [True, False, False])
+        (exact,) = grouped.grouped_linear_backward(grad.double(), xs.double(), offsets, wide(w), wide(b), [True, False, False])
+        near(d_xs, exact, own)
+
+
+def test_views_of_every_kind() -> None:
+    """Rows with gaps, columns with gaps, expanded gradients, weights that overlap."""
+    (w,), (b,) = lists("stacked", 8, 6, torch.float32)
+    _, _, offsets = ops.permute(draw(5, 3), draw_ids(5, 2, -1, 5), EXPERTS)
+    xs = draw(10, 6, dtype=torch.float32)
+    gaps = torch.full((10, 13), float("nan"))[:, 1::2].copy_(xs)
+    shared = w[:1].expand(EXPERTS, -1, -1)
+    holes = torch.full((EXPERTS, 16, 9), float("nan"))[:, ::2, 1:7].copy_(w)
+    ones = torch.ones(1, 1).expand(10, 8)
+    for weight in (w, shared, holes):
+        want = grouped.grouped_linear(xs, offsets, [weight], [b])
+        torch.testing.assert_close(ops.grouped_linear(gaps, offsets, [weight], [b]), want)
+        got = ops.grouped_linear_backward(ones, gaps, offsets, [weight], [b], [True, True, True])
+        torch.testing.assert_close(got, grouped.grouped_linear_backward(ones, xs, offsets, [weight], [b], [True, True, True]))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("ids", ROUTINGS)
+def test_expert_rows(ids: Tensor, form: str) -> None:
+    _, v = lists(form, 5, 3, torch.float32)
+    _, _, offsets = grouped.permute(draw(ids.shape[0], 3), ids, EXPERTS)
+    assert torch.equal(ops.expert_rows(v, offsets, ids.numel()), grouped.expert_rows(v, offsets, ids.numel()))
+    grad = draw(ids.numel(), 5, dtype=torch.float32)
+    torch.testing.assert_close(ops.expert_rows_backward(grad, v, offsets), grouped.expert_rows_backward(grad, v, offsets))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("ids", ROUTINGS)
+def test_combine_and_its_gradients(ids: Tensor, weighted: bool, dtype: torch.dtype) -> None:
+    """Dead rows and their routing weights may hold NaN."""
+    tokens, top_k = ids.shape
+    _, order, offsets = grouped.permute(draw(tokens, 3), ids, EXPERTS)
+    ys, weights = draw(tokens * top_k, 35, seed=1, dtype=dtype), draw(tokens, top_k, seed=2)
+    ys[int(offsets[-1]) :] = float("nan")
+    weights[(ids < 0) | (ids >= EXPERTS)] = float("nan")
+    given = weights if weighted else None
+    for out_dtype in (None, torch.float32):
+        call = (given, order, offsets, top_k, out_dtype)
+        clean = ys.masked_fill(ys.isnan(), 0), None if given is None else given.masked_fill(given.isnan(), 0)
+        exact = grouped.combine(clean[0].double(), clean[1], order, offsets, top_k, torch.float64)
+        near(ops.combine(ys, *call), exact, grouped.combine(clean[0], clean[1], order, offsets, top_k, out_dtype))
+        grad = draw(tokens, 35, seed=4, dtype=out_dtype or dtype)
+        rest = (order, offsets, top_k, [True, weighted])
+        got = ops.combine_backward(grad, ys, given, *rest)
+        own = grouped.combine_backward(grad, *clean, *rest)
+        exacts = grouped.combine_backward(grad.double(), clean[0].double(), clean[1], *rest)
+        for g, e, o in zip(got, exacts, own, strict=True):
+            near(g, e, o)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(tokens=st.integers(0, 30), top_k=st.integers(1, 4), dtype=st.sampled_from([torch.float32, torch.float64]), seed=st.integers(0, 99))
+def test_a_custom_body_equals_the_loop_with_its_gradients(tokens: int, top_k: int, dtype: torch.dtype, seed: int) -> None:
+    """All ops together through autograd, against a loop over experts in double precision."""
+    args = body_args(tokens, dtype, seed, top_k)
+    exact = body_args(tokens, torch.float64, seed, top_k)
+    out, want = body(*args), loop_body(*exact)
+    tolerance: dict[str, Any] = {"rtol": 1e-3, "atol": 1e-4} if dtype == torch.float32 else {}
+    torch.testing.assert_close(out.double(), want, **tolerance)
+    pull = draw(*out.shape, seed=7)
+    ours = torch.autograd.grad(out, body_leaves(args), pull.to(dtype))
+    theirs = torch.autograd.grad(want, body_leaves(exact), pull, allow_unused=True)
+    for a, b, p in zip(ours, theirs, body_leaves(args), strict=True):
+        torch.testing.assert_close(a.double(), torch.zeros_like(a, dtype=torch.float64) if b is None else b, **tolerance)
+        assert a.stride() == p.stride()
+
+
+def test_bitwise_equal_from_run_to_run() -> None:
+    def once() -> list[Tensor]:
+        args = body_args(50, torch.float32)
+        out = body(*args)
+        return [out, *torch.autograd.grad(out.square().sum(), body_leaves(args))]
+
+    first = once()
+    assert all(torch.equal(a, b) for a, b in zip(once(), first, strict=True))

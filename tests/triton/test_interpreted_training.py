@@ -1,0 +1,230 @@
+"""``experts`` differentiated by the Triton kernels, at tiny sizes in Triton's interpreter, against autograd of the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.cpu.ops_case import Case, every_body, leaves, oracle_grads, reference, run, tensors, to
+from tests.triton.interpreted_case import TIER, interpreted
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),  # the interpreter, about NumPy
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # NumPy, about the NaN of these tests
+    pytest.mark.usefixtures("ran"),
+]
+SMALL = Case(tokens=5, hidden=24, inter=20, hidden_out=17, experts=4, top_k=3, dtype=torch.float32)
+STORAGES: list[dict[str, bool]] = [{}, {"transposed": True}, {"separate": True}]
+
+
+@pytest.fixture
+def ran() -> Iterator[list[str]]:
+    from moefuse.kernels.triton import training
+
+    with interpreted(training, ("experts_forward", "experts_backward")) as names:
+        yield names
+
+
+def pull(out: Tensor) -> Tensor:
+    return torch.randn(out.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).to(out.dtype)
+
+
+def results(function: Any, case: Case, dtype: torch.dtype) -> list[Tensor]:
+    """The output and the gradient of every input, in the order of ``leaves``, of the same values in ``dtype``."""
+    args = to(case.args(), dtype)
+    for t in leaves(args):
+        t.requires_grad_()
+    options = case.options if dtype == case.dtype else {**case.options, "out_dtype": None}
+    out = function(args, **options)
+    return [out.detach(), *oracle_grads(out, leaves(args), pull(out.to(case.options["out_dtype"] or case.dtype)).to(out.dtype))]
+
+
+def check(case: Case) -> None:
+    """The error is within twice autograd's own in the same dtype, plus the roundings that the order of sums explains."""
+    every = zip(results(run, case, case.dtype), results(reference, case, case.dtype), results(reference, case, torch.float64), strict=True)
+    for i, (got, own, exact) in enumerate(every):
+        assert (got.shape, got.dtype) == (own.shape, own.dtype)
+        assert got.isfinite().all(), i
+        if not got.numel():
+            continue
+        roundings = 16 if got.dtype in (torch.float32, torch.float64) else 2
+        floor = roundings * torch.finfo(got.dtype).eps * max(float(exact.abs().max()), 1.0)
+        error, allowed = (float((t.double() - exact).abs().max()) for t in (got, own))
+        assert error <= 2 * allowed + floor, f"result {i}: error {error:.3g}, autograd's own {allowed:.3g}"
+
+
+@pytest.mark.parametrize("case", every_body(), ids=lambda c: f"{c.activation}-{c.gating}-{c.up_first}")
+def test_every_body(case: Case, ran: list[str]) -> None:
+    """In double precision, so a wrong derivative has nowhere to hide."""
+    check(case.with_(tokens=4))
+    assert ran == ["experts_forward", "experts_backward"]
+
+
+@pytest.mark.parametrize("storage", STORAGES, ids=["stacked", "in-out", "separate"])
+@pytest.mark.parametrize("gating", ["merged", "interleaved", "separate", "plain"])
+@pytest.mark.parametrize("on_input", [False, True], ids=["weight-on-output", "weight-on-input"])
+def test_every_storage(gating: str, storage: dict[str, bool], on_input: bool) -> None:
+    check(SMALL.with_(gating=gating, weight_on_input=on_input, **storage))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("on_input", [False, True], ids=["weight-on-output", "weight-on-input"])
+def test_dtypes(dtype: torch.dtype, on_input: bool) -> None:
+    check(SMALL.with_(dtype=dtype, weight_on_input=on_input, tokens=20))
+    check(SMALL.with_(dtype=dtype, weight_on_input=on_input, out_dtype=torch.float32))
+
+
+EDGES: list[dict[str, int]] = [{"tokens": 0}, {"tokens": 1}, {"experts": 1, "high_id": 1}, {"top_k": 1}, {"hidden": 1}, {"inter": 1}]
+EDGES += [{"low_id": -3, "high_id": 0}]
+
+
+@pytest.mark.parametrize("sizes", EDGES, ids=str)
+@pytest.mark.parametrize("on_input", [False, True], ids=["weight-on-output", "weight-on-input"])
+def test_sizes_at_the_edge(sizes: dict[str, int], on_input: bool) -> None:
+    """No slots, one, no valid id, sizes of one."""
+    check(SMALL.with_(weight_on_input=on_input, **sizes))
+
+
+def test_weights_that_share_no_strides() -> None:
+    """Separate Parameters, one of them stored the other way; its gradient is too."""
+    args = SMALL.with_(separate=True).args()
+    args[3][1] = args[3][1].t().contiguous().t()
+    for t in leaves(args):
+        t.requires_grad_()
+    out, want = run(args), reference(args)
+    torch.testing.assert_close(out, want)
+    ours = torch.autograd.grad(out, leaves(args), pull(out))
+    torch.testing.assert_close(list(ours), oracle_grads(want, leaves(args), pull(out)))
+    assert [g.stride() for g in ours] == [p.stride() for p in leaves(args)]
+
+
+@pytest.mark.parametrize("on_input", [False, True], ids=["weight-on-output", "weight-on-input"])
+@pytest.mark.parametrize("index", range(8))
+def test_only_what_is_asked_for(index: int, on_input: bool) -> None:
+    """Each input alone gets the gradient that it gets with the others."""
+    case = SMALL.with_(gating="separate", weight_on_input=on_input)
+    every = results(run, case, case.dtype)[1:]
+    args = case.args()
+    leaf = leaves(args)[index].requires_grad_()
+    out = run(args, **case.options)
+    (one,) = torch.autograd.grad(out, leaf, pull(out))
+    assert torch.equal(one, every[index])
+
+
+def test_untouched_experts_get_zeros_and_are_not_read() -> None:
+    """NaN in an expert that nobody chose and in routing weights of invalid ids reaches no gradient."""
+    case = SMALL.with_(experts=6, low_id=-1, high_id=3)
+    args = case.args()
+    args[2][args[1] < 0] = float("nan")
+    for t in tensors(args[3:]):
+        t[3:] = float("nan")
+    for t in leaves(args):
+        t.requires_grad_()
+    out = run(args)
+    grads = torch.autograd.grad(out, leaves(args), pull(out))
+    assert all(g.isfinite().all() for g in grads)
+    assert not grads[1][args[1] < 0].any()
+    assert all(not g[3:].any() for g in grads[2:])
+
+
+def test_an_expanded_gradient() -> None:
+    """sum() hands back a gradient with stride 0."""
+    args = SMALL.args(requires_grad=True)
+    ours = torch.autograd.grad(run(args).sum(), leaves(args))
+    torch.testing.assert_close(ours, torch.autograd.grad(reference(args).sum(), leaves(args)))
+
+
+def test_forward_equals_the_inference_kernels_reference_and_saves_zeros_for_dead_rows() -> None:
+    """What is saved: pre-activation, order and offsets in the layout that the CPU's kernels use, so either backward may follow."""
+    from moefuse.kernels.triton import training
+    from moefuse.runtime import cpu
+
+    for gating in ("merged", "interleaved", "separate", "plain"):
+        case = SMALL.with_(gating=gating)
+        call = (*case.args(), *case.options.values())
+        out, h, order, offsets = training.experts_forward(*call)
+        want, want_h, want_order, want_offsets = cpu.experts_forward(*call)
+        assert torch.equal(order, want_order)
+        assert torch.equal(offsets, want_offsets)
+        torch.testing.assert_close(h, want_h)
+        torch.testing.assert_close(out, want)
+        assert not h[int(offsets[-1]) :].any()
+
+
+def test_bitwise_equal_from_run_to_run() -> None:
+    case = SMALL.with_(tokens=40)
+    first = results(run, case, case.dtype)
+    assert all(torch.equal(a, b) for a, b in zip(results(run, case, case.dtype), first, strict=True))
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    tokens=st.integers(0, 20),
+    hidden=st.integers(1, 40),
+    inter=st.integers(1, 40),
+    hidden_out=st.integers(1, 40),
+    experts=st.integers(1, 6),
+    top_k=st.integers(1, 5),
+    gating=st.sampled_from(["merged", "interleaved", "separate", "plain"]),
+    storage=st.sampled_from(STORAGES),
+    bias=st.booleans(),
+    on_input=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+    seed=st.integers(0, 99),
+)
+def test_any_sizes(storage: dict[str, bool], on_input: bool, **sizes: Any) -> None:
+    check(Case(weight_on_input=on_input, **storage, **sizes))
+
+
+class Block(torch.nn.Module):
+    """Routed experts; ``plain`` ones have an activation that no template describes, so they take the grouped tier."""
+
+    def __init__(self, plain: bool) -> None:
+        super().__init__()
+        self.plain = plain
+        self.gate = torch.nn.Linear(16, 4, bias=False)
+        self.up = torch.nn.Parameter(torch.randn(4, 24 if plain else 48, 16) / 4)
+        self.down = torch.nn.Parameter(torch.randn(4, 16, 24) / 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = torch.softmax(self.gate(x), -1).topk(2, -1)
+        out = torch.zeros_like(x)
+        for e in range(4):
+            token, slot = torch.where(ids == e)
+            h = torch.nn.functional.linear(x[token], self.up[e])
+            if self.plain:
+                a = h.sin().square()
+            else:
+                gate, up = h.chunk(2, -1)
+                a = torch.nn.functional.silu(gate) * up
+            out.index_add_(0, token, torch.nn.functional.linear(a, self.down[e]) * weights[token, slot, None])
+        return out
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("plain", [False, True], ids=["template", "grouped tier"])
+def test_a_compiled_block_trains_as_in_eager(plain: bool, ran: list[str]) -> None:
+    """Through the backend and Inductor: the kernels run, and one step has the gradients of eager."""
+    import moefuse
+    from moefuse.kernels.triton import tier
+
+    torch.manual_seed(0)
+    block = Block(plain)
+    x = torch.randn(7, 16)
+    with interpreted(tier, TIER) as ran_in_tier:
+        out = torch.compile(block, backend="moefuse")(x)
+        grads = torch.autograd.grad(out.square().sum(), list(block.parameters()))
+    report = moefuse.last_report()
+    assert report is not None
+    assert (len(report.fused), report.skipped) == (1, [])
+    used = {"permute", "grouped_linear", "combine", "grouped_linear_backward", "combine_backward"}
+    assert used <= set(ran_in_tier) if plain else {"experts_forward", "experts_backward"} <= set(ran)
+    want = block(x)
+    torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(grads, torch.autograd.grad(want.square().sum(), list(block.parameters())), rtol=1e-4, atol=1e-5)
