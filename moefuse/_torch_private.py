@@ -101,6 +101,14 @@ def build_cpp(source: str, folder: Path) -> Path:
     return target
 
 
+def file_lock(path: Path) -> contextlib.AbstractContextManager[Any]:
+    """A lock between processes; the file stays."""
+    from torch.utils._filelock import FileLock
+
+    lock: contextlib.AbstractContextManager[Any] = FileLock(str(path))
+    return lock
+
+
 def _processor() -> str:
     """What -march=native depends on, as far as it can be read without a compiler."""
     try:
