@@ -163,3 +163,12 @@ def _remember(
 if not INTERPRETED:
     _LIBRARY = torch.library.Library("moefuse", "IMPL")
     _LIBRARY.impl("experts_infer", infer, "CUDA")
+
+
+def forget_plans() -> None:
+    """Make every plan anew at its next call, so that it takes a configuration that was measured since.
+
+    CUDA graphs recorded before stay as they are: a graph holds the launches, and Triton keeps the kernels that it launches.
+    """
+    _PLANS.clear()
+    _BY_FORM.clear()

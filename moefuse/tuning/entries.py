@@ -114,7 +114,8 @@ def problem_from(data: Any) -> Problem:
     """A checked problem."""
     values = _record(Problem, data, lambda name, value: _whole(value, name, 0, MAX_SIZE))
     problem = Problem(**values)
-    if problem.gating not in GATINGS or not isinstance(getattr(torch, problem.dtype, None), torch.dtype):
+    dtype = getattr(torch, problem.dtype, None)
+    if problem.gating not in GATINGS or not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise InvalidEntryError(f"gating {problem.gating!r} or dtype {problem.dtype!r} is unknown")
     if not (problem.tokens and problem.top_k and problem.experts):
         raise InvalidEntryError("a problem without tokens or experts")

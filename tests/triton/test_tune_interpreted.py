@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+import json
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -174,3 +176,146 @@ def test_the_problem_of_a_call_is_the_plans() -> None:
             plans.Plan(x, ids, weights, tuple(lists), plans.Body("silu", (0.0, 0.0), "merged", False, False, x.dtype))
         assert seen[-1] == problem_of(x, ids, lists[0], lists[2], "merged")
     assert len(set(seen)) == 3
+
+
+# moefuse.warmup --------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tools(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Iterator[Any]:
+    """Measuring in the interpreter: a clock that ticks once per look, times that prefer tiles of 64 features, no compiler."""
+    import contextlib
+    import itertools
+
+    from moefuse.kernels.triton.tune import call as calls
+    from moefuse.kernels.triton.tune.compiling import nothing
+    from moefuse.tuning import sites
+    from moefuse.tuning.warmup import Tools
+
+    monkeypatch.setenv("MOEFUSE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(calls, "SETS", ((1 << 30, 1),))
+    monkeypatch.setattr(sites, "DEVICES", {"cpu"})
+    sites.clear()
+    ticks = itertools.count()
+
+    def timer(run: Sequence[Any], good: float, config: Any) -> float:
+        return 50.0 + abs(config.up.bn - 64) + (0.0 if config.bm == 16 else 50.0)
+
+    yield Tools(timer, lambda: contextlib.nullcontext(nothing), lambda before, after: (30.0, 60.0), lambda: float(next(ticks)), "eager")
+    sites.clear()
+
+
+SPEC = {"num_experts": 3, "top_k": 2, "hidden": 10, "intermediate": 6, "dtype": "float32", "activation": "silu", "hidden_out": 7}
+
+
+@pytest.mark.usefixtures("nothing_runs")
+def test_warmup_with_specs(tools: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """Measured once per bucket, kept, and taken by the next plan; equal specs are one."""
+    import moefuse
+    from moefuse.kernels.triton.config import choose, shipped
+    from moefuse.tuning import store, warmup
+
+    spec = moefuse.ExpertsSpec(**SPEC)  # type: ignore[arg-type]
+    report = warmup.run([spec, spec], [20, 17, 1], 1e6, False, tools)
+    assert [(t.tokens, t.asked) for t in report.tuned] == [(1, (1,)), (20, (17, 20))]
+    assert [t.name for t in report.measured] == ["spec * x2"] * 2 or [t.name for t in report.measured] == ["spec 0 x2"] * 2
+    last = report.tuned[-1]
+    assert last.us == 50.0 < last.before_us
+    assert last.config["bm"] == 16
+    assert last.config["up"]["bn"] == 64
+    assert report.path == str(store.path_of("interpreter"))
+    p = problem(tokens=18, hidden=10, inter=6, out=7)
+    how = ("interpreter", False, 99 << 10, 4)
+    assert choose(p, *how).to_json() == last.config != shipped(p, *how).to_json()
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.usefixtures("nothing_runs")
+def test_a_budget_is_shared(tools: Any) -> None:
+    """However little there is, every number of tokens is measured as it runs now."""
+    import moefuse
+    from moefuse.tuning import warmup
+
+    spec = moefuse.ExpertsSpec(**SPEC)  # type: ignore[arg-type]
+    report = warmup.run(spec, [1, 4, 16, 64], 2.0, False, tools)
+    assert [t.tokens for t in report.measured] == [1, 4, 16, 64]
+    assert all(t.tried <= 2 for t in report.tuned)
+
+
+@pytest.mark.usefixtures("nothing_runs")
+@pytest.mark.parametrize("installed", [True, False])
+def test_progress(tools: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, installed: bool) -> None:
+    """On stderr: a bar, or lines where tqdm is not installed."""
+    import sys
+
+    import moefuse
+    from moefuse.tuning import warmup
+
+    if not installed:
+        monkeypatch.setitem(sys.modules, "tqdm", None)
+    warmup.run(moefuse.ExpertsSpec(**SPEC), [1, 20], 1e6, True, tools)  # type: ignore[arg-type]
+    out, err = capsys.readouterr()
+    assert out == ""
+    lines = ["moefuse.warmup: 1 of 2: T=1 spec 0", "moefuse.warmup: 2 of 2: T=20 spec 0"]
+    assert ("2/2" in err) if installed else (err.splitlines() == lines)
+
+
+def test_warmup_with_a_model(tools: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the compiled model to another decision at its next compilation: real kernels, its own weights, its own program."""
+    from moefuse.kernels.triton import provider
+    from moefuse.passes import gate
+    from moefuse.runtime import native, providers
+    from moefuse.tuning import warmup
+    from tests.cpu.test_cost_gate import H, Layer, T, run
+
+    native.configure(False)
+    monkeypatch.setattr(gate, "device_name", lambda device: "interpreter")
+    providers.register("experts", providers.Provider("triton", provider.supports, provider.experts))
+    try:
+        model, x = Layer(), torch.randn(T, H)
+        assert len(run(model, x).fused) == 1
+        assert provider._PLANS
+        report = warmup.run(model, [T], 1e6, False, dataclasses.replace(tools, clock=lambda: 0.0))
+        assert not provider._PLANS
+        (row,) = report.measured
+        ((program, times),) = row.programs.items()
+        assert times == (30.0, 60.0)
+        assert program.startswith("selected:")
+        assert "stays as it is from the next compilation on" in str(report)
+        torch._dynamo.reset()
+        assert [s.code for s in run(model, x).skipped] == ["not-faster"]
+        torch._dynamo.reset()
+        assert len(run(model, x, cost_gate=False).fused) == 1
+    finally:
+        providers.unregister("experts", "triton")
+        providers.PROVIDERS["experts"][:0] = [p for p in providers._on_cuda() if p.name == "triton"]
+        native.configure(True)
+        torch._dynamo.reset()
+
+
+def test_a_device_out_of_memory(tools: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import moefuse
+    from moefuse.kernels.triton.tune import call as calls
+    from moefuse.tuning import warmup
+
+    def weights_of(*_: Any) -> Any:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(calls, "weights_of", weights_of)
+    report = warmup.run(moefuse.ExpertsSpec(**SPEC), [4], 1e6, False, tools)  # type: ignore[arg-type]
+    assert [t.problem for t in report.tuned] == ["not enough memory on the device"]
+    assert report.measured == []
+    assert json.loads(report.to_json())["tuned"][0]["us"] is None
+
+
+def test_a_folder_that_cannot_be_written(tools: Any, monkeypatch: pytest.MonkeyPatch, nothing_runs: None) -> None:
+    import moefuse
+    from moefuse.tuning import store, warmup
+
+    def save(*_: Any) -> Any:
+        raise PermissionError("read-only")
+
+    monkeypatch.setattr(store, "save", save)
+    report = warmup.run(moefuse.ExpertsSpec(**SPEC), [4], 1e6, False, tools)  # type: ignore[arg-type]
+    assert len(report.measured) == 1
+    assert report.notes == ["measurements could not be kept: read-only"]

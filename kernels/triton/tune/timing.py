@@ -28,6 +28,29 @@ def graph_time(calls: Sequence[Callable[[], Any]], good_us: float = float("inf")
     return replay_time(graph.replay, len(calls), good_us)
 
 
+def pair_time(before: Callable[[], Any], after: Callable[[], Any]) -> tuple[float, float]:
+    """Microseconds of two programs, measured in the same way: as graphs if neither waits for the device, else with their host work."""
+    for call in (before, after):
+        for _ in range(3):
+            call()
+    if waits(before) or waits(after):
+        return replay_time(before, 1), replay_time(after, 1)
+    return graph_time([before]), graph_time([after])
+
+
+def waits(call: Callable[[], Any]) -> bool:
+    """Whether a call makes the host wait for the device, which no graph can record."""
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        call()
+    except RuntimeError:
+        return True
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+    return False
+
+
 def replay_time(run: Callable[[], Any], count: int, good_us: float = float("inf")) -> float:
     """Microseconds of a ``count``-th part of ``run``, measured by events on the current stream."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
