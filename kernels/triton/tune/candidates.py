@@ -33,7 +33,8 @@ def starts(p: Problem, device: Device, current: Config) -> list[Config]:
     near = [c for q, c in sorted(entries, key=lambda e: p.distance(e[0]))[:NEAR]]
     found = [current, *near, rules(p, device.hopper)]
     found += [c for bm in heights(p) for c in forms(p, bm, device.hopper)]
-    return unique(p, device, (c for c in found if c.bm or p.slots <= max(FEW_SLOTS, 4 * p.top_k)))
+    # An entry for fewer slots may have vectors, which read an expert once for every slot.
+    return unique(p, device, (c for c in found if c.bm or c == current or 0 in heights(p)))
 
 
 def unique(p: Problem, device: Device, configs: Iterable[Config]) -> list[Config]:
@@ -91,6 +92,8 @@ def _tall(p: Problem, bm: int, hopper: bool) -> Iterator[Config]:
     warps = 8 if bm == 128 else 4
     yield Config(bm, Tiles(128 // gates, 64, warps, 3, 8), Tiles(128, 64, warps, 3, 8), pdl=hopper)
     if not hopper:
+        yield Config(bm, Tiles(128 // gates, 32, warps, 4, 8), Tiles(128, 32, warps, 4, 8))
+        yield Config(bm, Tiles(64, 64, 4, 3, 8), Tiles(64, 64, 4, 3, 8))
         return
     wide = Tiles(256 // gates, 64, 8, 3, 8, desc=True)
     down = Tiles(256 if bm == 128 else 128, 64, 8, 3, 8, desc=True, rows_desc=True)
@@ -110,7 +113,11 @@ def neighbours(part: Any) -> list[Any]:
             found += [replace(part, **{f.name: n}) for n in _around(f.name, value)]
     # What keeps the size of a tile and changes its shape is one step too.
     found += [replace(part, bn=2 * part.bn, bk=part.bk // 2), replace(part, bn=part.bn // 2, bk=2 * part.bk)]
-    return [q for q in dict.fromkeys(found) if q != part and all(_legal(f.name, getattr(q, f.name)) for f in fields(q))]
+    return [q for q in dict.fromkeys(found) if q != part and all(_legal(q, f.name) for f in fields(q) if _differ(q, part, f.name))]
+
+
+def _differ(a: Any, b: Any, name: str) -> bool:
+    return bool(getattr(a, name) != getattr(b, name))
 
 
 def _around(name: str, value: int) -> list[int]:
@@ -119,8 +126,10 @@ def _around(name: str, value: int) -> list[int]:
     return [2 * value, value // 2] if value else [1, 2, 4]
 
 
-def _legal(name: str, value: Any) -> bool:
+def _legal(part: Any, name: str) -> bool:
+    value = getattr(part, name)
     if isinstance(value, bool) or not isinstance(value, int):
         return True
     low, high = BOUNDS.get(name, (0, LARGE))
-    return low <= value <= high
+    # Tensor cores take no less than 16 features; vectors do.
+    return (1 if isinstance(part, Vectors) and name == "bn" else low) <= value <= high
