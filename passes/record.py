@@ -14,7 +14,7 @@ from moefuse.passes.emit import Emitter
 from moefuse.passes.gate import experts_call, problem_and_grad
 from moefuse.passes.lower import Lowered
 from moefuse.passes.ops import fake, location, module_path
-from moefuse.passes.program import NotComparableError, held_by, take_out
+from moefuse.passes.program import NotComparableError, held_by, name_of, take_out
 from moefuse.passes.regions import Region
 from moefuse.tuning import sites
 from moefuse.tuning.held import Held
@@ -51,10 +51,13 @@ def _site(
     if found is None:
         return None
     lists: Any = call.args[3:9]
+    device = fake(region.value).device
     held = [tuple(held_by(n, known) for n in part) for part in lists]
-    program: Any
+    key = name_of(region), found[0], fake(call).dtype, device
+    program: Any = sites.programs.get(key)
     try:
-        program = take_out(ctx, region, emit.nodes, lowered.result, known, assumptions)
+        program = program or take_out(ctx, region, emit.nodes, lowered.result, known, assumptions)
+        sites.programs[key] = program
     except NotComparableError as error:
         program = str(error)
     return sites.Site(
@@ -64,7 +67,7 @@ def _site(
         found[0],
         fake(call).dtype,
         (bool(lists[3]), bool(lists[4]), bool(lists[5])),
-        fake(region.value).device,
+        device,
         _complete(held),
         program,
         found[1],

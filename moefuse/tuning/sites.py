@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
@@ -60,6 +61,9 @@ class Site:
         return tuple(found)  # type: ignore[arg-type]
 
 
+programs: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
+"""The programs of the regions, each once for all layers that are equal: a graph of many experts is large."""
+
 _sites: list[Site] = []
 _lock = threading.Lock()
 
@@ -69,7 +73,7 @@ def remember(site: Site) -> None:
     with _lock:
         # A recompilation for the same tokens and weights says the same again.
         mine = site.owners()
-        kept = [s for s in _sites if not (s.problem == site.problem and s.location == site.location and s.owners() == mine)]
+        kept = [s for s in _sites if (s.module, s.location, s.problem) != (site.module, site.location, site.problem) or s.owners() != mine]
         _sites[:] = [*kept, site][-MAX_SITES:]
 
 

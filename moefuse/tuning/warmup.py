@@ -25,8 +25,8 @@ from moefuse.tuning.targets import Target
 log = logging.getLogger(__name__)
 
 MAX_TOKENS = 1 << 24
-SEARCHING = 0.75
-"""Share of a problem's time that its search may take where there are programs to compare."""
+COMPARING = 0.5
+"""Most of a problem's time that is kept from its search for the programs to compare."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def _one(
     report.device = report.device or name
     programs, reasons = _programs(target)
     now = tools.clock()
-    until = now + (SEARCHING if programs else 1.0) * (deadline - now)
+    until = deadline - min(sum(map(compare.seconds, programs.values())), COMPARING * (deadline - now))
     lists = next((found for site in target.sites if (found := site.tensors()) is not None), None)
     try:
         call = make(problem, Kind(**target.kind), target.device, lists)
@@ -151,7 +151,7 @@ def _one(
     _forget_plans()
     pairs: dict[str, Pair] = {}
     for label, program in programs.items():
-        if tools.clock() + compare.seconds(program) > end:
+        if tools.clock() + 0.5 * compare.seconds(program) > end:
             reasons.append("no time was left")
             continue
         try:

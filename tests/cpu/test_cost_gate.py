@@ -160,6 +160,48 @@ def test_weights_are_those_of_now() -> None:
     assert site.tensors() is None
 
 
+def test_equal_layers_share_one_program() -> None:
+    """A graph of many experts is large; the weights of each layer are its own."""
+    model = nn.Sequential(Layer(), nn.LayerNorm(H), Layer(), nn.LayerNorm(H), Layer(transposed=True))
+    run(model, torch.randn(T, H))
+    first, second, third = (s.program for s in sites.of(None))
+    assert first is second is not third
+    assert len({frozenset(s.owners()) for s in sites.of(None)}) == 3
+    assert len(sites.of([model[2].w_in])) == 1
+
+
+def test_a_failure_here_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    from moefuse.passes import record
+
+    def take_out(*_: Any) -> Any:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(record, "take_out", take_out)
+    model = Layer()
+    assert len(run(model, torch.randn(T, H)).fused) == 1
+    assert sites.of(None) == []
+
+
+def test_a_loop_that_depends_on_data_is_no_program() -> None:
+    """What capture traced for one expert stands for all of them: that graph cannot be run by itself."""
+
+    class Loop(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            weights, ids = torch.topk(self.gate(x).softmax(-1), K, dim=-1)
+            out = torch.zeros_like(x)
+            mask = F.one_hot(ids, E).permute(2, 1, 0)
+            for e in torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero():
+                slot, tok = torch.where(mask[e[0]])
+                a, b = F.linear(x[tok], self.w_in[e[0]]).chunk(2, dim=-1)
+                out.index_add_(0, tok, F.linear(F.silu(a) * b, self.w_out[e[0]]) * weights[tok, slot, None])
+            return out
+
+    model = Loop()
+    with torch.no_grad():
+        torch.compile(model, backend="moefuse", fullgraph=True)(torch.randn(T, H))
+    assert only_site().program == "the loop depends on data: its graph is not a program that runs by itself"
+
+
 def test_a_gradient_is_noted() -> None:
     report = FusionReport()
 

@@ -1,4 +1,4 @@
-"""``moefuse.warmup`` on a device: measured, kept, taken, right; and the cost gate after it. Small shapes: under a minute."""
+"""``moefuse.warmup`` on a device: measured, kept, taken, right; and the cost gate after it. Small shapes: about a minute."""
 
 from __future__ import annotations
 
@@ -47,12 +47,13 @@ def config_of(case: Case) -> dict[str, Any]:
 
 def test_specs() -> None:
     """Every number of tokens is measured, the choice is taken by the next call, and it is right."""
-    report = moefuse.warmup(SPEC, [2, 64], budget_s=25, progress=False)
+    report = moefuse.warmup(SPEC, [2, 64], budget_s=24, progress=False)
     assert [t.tokens for t in report.measured] == [2, 64], str(report)
     assert report.device == torch.cuda.get_device_name()
-    assert report.seconds < 40
+    assert report.seconds < 30
+    # Workers begin while the first problem is measured as it runs now.
+    assert report.tuned[-1].tried > 4, str(report)
     for row in report.tuned:
-        assert row.tried > 1, str(report)
         assert row.us <= row.before_us
         case = Case(**SIZES, tokens=row.tokens, dtype=torch.bfloat16)
         assert config_of(case) == row.config
@@ -92,7 +93,7 @@ def test_a_model_and_its_program() -> None:
         want = model(x)
         torch.testing.assert_close(compiled(x), want, rtol=1e-3, atol=1e-3)
         before = torch.cuda.get_rng_state()
-        report = moefuse.warmup(compiled, [10], budget_s=40, progress=False)
+        report = moefuse.warmup(compiled, [10], budget_s=26, progress=False)
         assert torch.equal(torch.cuda.get_rng_state(), before)
         (row,) = report.measured
         ((program, fused),) = row.programs.values()

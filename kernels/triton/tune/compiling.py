@@ -107,16 +107,18 @@ class Workers:
         self.jobs: queue.SimpleQueue[tuple[int, int, str] | None] = queue.SimpleQueue()
         self.answers: queue.SimpleQueue[tuple[int, int, str | None]] = queue.SimpleQueue()
         self.processes: list[subprocess.Popen[str]] = []
+        self.threads: list[threading.Thread] = []
         self.round = 0
-        self.dead = 0
 
     def __enter__(self) -> Workers:
         # The child finds moefuse, torch and Triton where this process found them.
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)}
         for _ in range(self.count):
-            process = subprocess.Popen(self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+            pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+            process = subprocess.Popen(self.command, text=True, env=environment, **pipes)
             self.processes.append(process)
-            threading.Thread(target=self._serve, args=(process,), daemon=True).start()
+            self.threads.append(threading.Thread(target=self._serve, args=(process,), daemon=True))
+            self.threads[-1].start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -137,7 +139,7 @@ class Workers:
             self.jobs.put((self.round, i, json.dumps(to_json(job))))
         answers: list[str | None] = [LATE] * len(jobs)
         missing = len(jobs)
-        while missing and self.dead < self.count and time.monotonic() < deadline:
+        while missing and time.monotonic() < deadline and (any(t.is_alive() for t in self.threads) or not self.answers.empty()):
             try:
                 number, i, answer = self.answers.get(timeout=min(max(deadline - time.monotonic(), 0.001), 1.0))
             except queue.Empty:
@@ -163,6 +165,5 @@ class Workers:
                 line = ""
             if not line:
                 self.answers.put((number, i, "the compiling process ended"))
-                self.dead += 1
                 return
             self.answers.put((number, i, json.loads(line)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -41,13 +42,15 @@ def pair_time(before: Callable[[], Any], after: Callable[[], Any]) -> tuple[floa
 def waits(call: Callable[[], Any]) -> bool:
     """Whether a call makes the host wait for the device, which no graph can record."""
     mode = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        call()
-    except RuntimeError:
-        return True
-    finally:
-        torch.cuda.set_sync_debug_mode(mode)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls the mode a prototype
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            call()
+        except RuntimeError:
+            return True
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
     return False
 
 
