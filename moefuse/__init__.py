@@ -8,25 +8,31 @@ import moefuse.ops  # noqa: F401  # registers torch.ops.moefuse.*, which rewritt
 from moefuse._version import __version__ as __version__
 from moefuse.api import compile as compile
 from moefuse.api import explain as explain
+from moefuse.api import warmup as warmup
 from moefuse.config import Options as Options
 from moefuse.errors import FusionError as FusionError
 from moefuse.errors import OptionError as OptionError
 from moefuse.history import last_report as last_report
 from moefuse.report import FusionReport as FusionReport
+from moefuse.spec import ExpertsSpec as ExpertsSpec
+from moefuse.tuning.report import WarmupReport as WarmupReport
 
 if TYPE_CHECKING:
     from moefuse.inductor_pass import MoEFusionPass as MoEFusionPass
 
 __all__ = [
+    "ExpertsSpec",
     "FusionError",
     "FusionReport",
     "MoEFusionPass",
     "OptionError",
     "Options",
+    "WarmupReport",
     "__version__",
     "compile",
     "explain",
     "last_report",
+    "warmup",
 ]
 
 

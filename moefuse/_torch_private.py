@@ -74,6 +74,24 @@ def compile_fx(
     return cast(CompiledFn, inductor_compile_fx(gm, inputs, config_patches=config_patches, **named))
 
 
+def compile_region(gm: torch.fx.GraphModule, backend: Any) -> CompiledFn:
+    """``torch.compile`` of a graph for the sizes that it is called with, numbers of selected rows left open."""
+    from torch._dynamo import config
+
+    # Dynamo skips the forward of a graph module that is called by itself; and it counts recompilations per code object.
+    def call(*args: Any) -> Any:
+        return gm(*args)
+
+    call.__code__ = call.__code__.replace()
+    compiled = torch.compile(call, backend=backend, dynamic=False, fullgraph=True)
+
+    def run(*args: Any) -> Any:
+        with config.patch(capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True):
+            return compiled(*args)
+
+    return run
+
+
 def build_cpp(source: str, folder: Path) -> Path:
     """The shared library of a C++ text, compiled for this machine with Inductor's compiler and flags unless ``folder`` has it already.
 
@@ -99,6 +117,14 @@ def build_cpp(source: str, folder: Path) -> Path:
                 builder.build()
                 os.replace(builder.get_target_file_path(), target)
     return target
+
+
+def file_lock(path: Path) -> contextlib.AbstractContextManager[Any]:
+    """A lock between processes; the file stays."""
+    from torch.utils._filelock import FileLock
+
+    lock: contextlib.AbstractContextManager[Any] = FileLock(str(path))
+    return lock
 
 
 def _processor() -> str:
@@ -264,6 +290,11 @@ def unwrap_backend(backend: Any) -> tuple[Any, dict[str, Any]]:
 def is_torch_compile_call(backend: object) -> bool:
     """Whether a backend object is the one that stands for a ``torch.compile`` call, see :func:`torch_compile_call`."""
     return isinstance(backend, torch._TorchCompileWrapper)
+
+
+def same_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two fake tensors stand for views of one allocation."""
+    return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)
 
 
 def graph_break(gm: torch.fx.GraphModule) -> str | None:

@@ -1,10 +1,10 @@
-"""The functions that users call: compile, explain."""
+"""The functions that users call: compile, explain, warmup."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
@@ -13,6 +13,10 @@ from moefuse import backend as _backend
 from moefuse.capture import entry
 from moefuse.config import Options
 from moefuse.report import FusionReport
+from moefuse.spec import ExpertsSpec
+
+if TYPE_CHECKING:
+    from moefuse.tuning.report import WarmupReport
 
 _Model = TypeVar("_Model", bound=Callable[..., Any])
 
@@ -72,6 +76,42 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> FusionRepor
     note = entry.unavailable()
     report.notes += [note] if note is not None else []
     return report
+
+
+def warmup(
+    model_or_specs: Callable[..., Any] | ExpertsSpec | Iterable[ExpertsSpec],
+    tokens: Sequence[int],
+    *,
+    budget_s: float = 120.0,
+    progress: bool = True,
+) -> WarmupReport:
+    """Measure which kernels are the fastest for a model's experts on this GPU, and keep the result for this and later processes.
+
+    Nothing is tuned unless this is called: until then calls take shipped tables or rules. For each different layer and each bucket of rows
+    per expert (T*K/E up to the next power of two) that ``tokens`` falls into, configurations are compiled beside each other, timed on
+    random routings, and the fastest that agrees with the reference is kept in the user's cache folder. For the regions of a model the
+    program that was matched is timed too, as Inductor compiles it alone; a region that is not faster than it is left alone from the
+    next compilation on (``not-faster``). What has been compiled already stays, and takes the new configuration at its next call; CUDA
+    graphs recorded before stay valid and keep the old one. Weights are only read, no random state is touched.
+
+    Args:
+        model_or_specs: a model that has run compiled at least once (its fused regions are measured, on its own weights), or one or more
+            :class:`moefuse.ExpertsSpec` (measured on random weights).
+        tokens: numbers of tokens T of one forward pass, e.g. ``[1, 8, 512]``.
+        budget_s: seconds; every layer and number of tokens gets its share, and at least what runs now is timed.
+        progress: show a bar (with tqdm installed) or lines on stderr.
+
+    Returns:
+        What was measured. On a machine with nothing to tune (no CUDA device, ``MOEFUSE_AUTOTUNE=0``, a model that has not run yet) it is
+        empty, and its notes say why.
+
+    Raises:
+        TypeError: the first argument is neither a model nor specs.
+        ValueError: illegal tokens, budget, or a spec of no fused op.
+    """
+    from moefuse.tuning import warmup as _warmup
+
+    return _warmup.run(model_or_specs, tokens, budget_s, progress)
 
 
 def _check_callable(name: str, model: object) -> None:

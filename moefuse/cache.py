@@ -10,6 +10,8 @@ import functools
 import hashlib
 from pathlib import Path
 
+import torch
+
 from moefuse.config import Options
 
 _NOT_SOURCES = frozenset({".pyc", ".pyo", ".so"})
@@ -35,5 +37,19 @@ def source_hash() -> str:
 
 
 def key(options: Options) -> str:
-    """Equal for equal sources and equal options, and for nothing else."""
-    return f"moefuse {source_hash()} {options.fingerprint()}"
+    """Equal for equal sources, equal options and equal decisions of the cost gate, and for nothing else."""
+    return f"moefuse {source_hash()} {options.fingerprint()}{_decisions() if options.cost_gate else ''}"
+
+
+def devices() -> list[str]:
+    """Names of the devices that measurements can be of."""
+    if not torch.cuda.is_initialized():
+        return []
+    return sorted({torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())})
+
+
+def _decisions() -> str:
+    from moefuse.tuning import store
+
+    prints = [store.fingerprint(device) for device in devices()]
+    return f" gate {prints}" if any(prints) else ""

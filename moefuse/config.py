@@ -22,8 +22,11 @@ ENVIRONMENT: dict[str, tuple[str, dict[str, object]]] = {
 }
 """Environment variable -> (the option whose default it sets, legal text -> value)."""
 
-SWITCHES: dict[str, tuple[str, ...]] = {"MOEFUSE_CPU_KERNEL": ("0", "1"), "MOEFUSE_CACHE_DIR": ()}
-"""Environment variables that set no option -> legal texts, none where any text is. MOEFUSE_CPU_KERNEL=0 leaves the C++ kernels out."""
+SWITCHES: dict[str, tuple[str, ...]] = {"MOEFUSE_CPU_KERNEL": ("0", "1"), "MOEFUSE_AUTOTUNE": ("0", "1"), "MOEFUSE_CACHE_DIR": ()}
+"""Environment variables that set no option -> legal texts, none where any text is.
+
+MOEFUSE_CPU_KERNEL=0 leaves the C++ kernels out; MOEFUSE_AUTOTUNE=0 forbids tuning, and nothing that was tuned earlier is used.
+"""
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,7 @@ class Options:
         max_rewrites: fuse at most this many regions per graph (for bisecting); None for no limit.
         enabled: False hands every graph to Inductor as it is.
         capture: False leaves data-dependent expert loops to Dynamo, which breaks the graph there.
+        cost_gate: leave a region alone whose program was measured to be at least as fast as the fused op; False fuses it all the same.
     """
 
     verify: Verify = "probe"
@@ -46,11 +50,12 @@ class Options:
     max_rewrites: int | None = None
     enabled: bool = True
     capture: bool = True
+    cost_gate: bool = True
 
     def __post_init__(self) -> None:
         if self.verify not in get_args(Verify):
             raise _illegal("verify", self.verify, _one_of(get_args(Verify)))
-        for name in ("strict", "enabled", "capture"):
+        for name in ("strict", "enabled", "capture", "cost_gate"):
             if not isinstance(getattr(self, name), bool):
                 raise _illegal(name, getattr(self, name), "True or False")
         if isinstance(self.max_rewrites, bool) or not isinstance(self.max_rewrites, int | None) or (self.max_rewrites or 0) < 0:

@@ -22,8 +22,8 @@ from moefuse.report import FusionReport, Skipped
 # Named after the backend, not after this file: it is the name in the documentation for TORCH_LOGS.
 log = logging.getLogger("moefuse.backend")
 
-USER_DECIDED = frozenset({"excluded", "limit"})
-"""Codes of regions that an option told moefuse to leave: neither a warning nor, under strict, an error."""
+USER_DECIDED = frozenset({"excluded", "limit", "not-faster"})
+"""Codes of regions that an option or a measurement told moefuse to leave: neither a warning nor, under strict, an error."""
 
 _warned: set[tuple[str, str, str]] = set()
 _warned_lock = threading.Lock()

@@ -109,10 +109,10 @@ class FusionReport:
             at_most = "at most " if len(errors) > 1 else ""
             error = f"error {at_most}{max(errors):.2g}" if errors else "not verified"
             text = f"{first.spec}  [{first.domain}, {first.tier}, {error}]"
-            rows.append(("fused", _modules([f.module for f in fused]), _basename(first.location), text))
+            rows.append(("fused", module_names([f.module for f in fused]), _basename(first.location), text))
         for skipped in _grouped(self.skipped, lambda s: (_pattern(s.module), s.location, s.code, s.message)):
             code, message, location = skipped[0].code, skipped[0].message, skipped[0].location
-            rows.append(("skipped", _modules([s.module for s in skipped]), _basename(location), f"{code}: {message}"))
+            rows.append(("skipped", module_names([s.module for s in skipped]), _basename(location), f"{code}: {message}"))
         return rows
 
     def _break_lines(self) -> list[str]:
@@ -140,7 +140,7 @@ def _pattern(module: str) -> str:
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", module)
 
 
-def _modules(paths: list[str]) -> str:
+def module_names(paths: list[str]) -> str:
     if len(paths) == 1:
         return paths[0] or "(no module)"
     same = len(set(paths)) == 1

@@ -32,6 +32,7 @@ class ExpertsSpec:
         layout: ``"out-in"`` when a projection is stored as ``nn.Linear`` stores it, ``"in-out"`` when transposed; (first, last) projection.
         bias: whether any projection has a bias.
         weight_on: whether the routing weight multiplies the expert's output or its input.
+        hidden_out: features of the result; 0 stands for ``hidden``.
     """
 
     num_experts: int
@@ -47,6 +48,7 @@ class ExpertsSpec:
     layout: tuple[str, str] = ("out-in", "out-in")
     bias: bool = False
     weight_on: Literal["output", "input"] = "output"
+    hidden_out: int = 0
 
     def to_dict(self) -> dict[str, object]:
         """Plain data for JSON."""
@@ -54,6 +56,7 @@ class ExpertsSpec:
 
     def __str__(self) -> str:
         sizes = f"E={self.num_experts} K={self.top_k} H={self.hidden} I={self.intermediate}"
+        sizes += f" out={self.hidden_out}" if self.hidden_out not in (0, self.hidden) else ""
         act = self.activation + (f"{self.activation_args}" if self.activation_args else "")
         parts = [sizes, self.dtype, act, self.gating, self.weights, "/".join(dict.fromkeys(self.layout))]
         parts += ["bias"] if self.bias else []

@@ -23,10 +23,12 @@ from moefuse.passes.context import Context
 from moefuse.passes.devices import unsupported
 from moefuse.passes.emit import Emitter
 from moefuse.passes.facts import Lost, Routing
+from moefuse.passes.gate import not_faster
 from moefuse.passes.interpret import interpret
 from moefuse.passes.lift import lift
 from moefuse.passes.lower import Lowered, Lowering
 from moefuse.passes.ops import location, module_path
+from moefuse.passes.record import remember
 from moefuse.passes.refusals import refusals
 from moefuse.passes.regions import Refused, Region
 from moefuse.passes.rewrite import replace
@@ -147,10 +149,15 @@ def _rewrite(ctx: Context, known: dict[Node, Any], run: _Run, region: Region) ->
     if elsewhere is not None:
         emit.undo()
         return Lost("device-unsupported", anchor, dict(zip(("device", "detail"), elsewhere, strict=True)))
+    slower = not_faster(region, emit.nodes, ctx.mode[anchor][0]) if options.cost_gate else None
+    if slower is not None:
+        emit.undo()
+        return Lost("not-faster", anchor, slower)
     verdict = _verdict(ctx, known, run, region, emit, lowered)
     if isinstance(verdict, Lost):
         emit.undo()
         return verdict
+    remember(ctx, known, run.assumptions, region, emit, lowered)
     replace(ctx, region, lowered.result)
     measured = None if verdict is None else verdict.error
     run.result.fused.append(Fused(_path(region), location(anchor), lowered.spec, region.domain, lowered.tier, measured))

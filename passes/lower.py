@@ -302,6 +302,7 @@ def fused_spec(region: Region, body: Body) -> ExpertsSpec:
         layout=(_layout(body.first.weight), _layout(body.last.weight)),
         bias=any(p is not None and p.bias is not None for p in (body.first, body.up, body.last)),
         weight_on="input" if body.weight_on_input else "output",
+        hidden_out=_features(body.last.weight, 0),
     )
 
 

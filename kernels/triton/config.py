@@ -1,9 +1,10 @@
-"""Which kernels a call takes and with what tile sizes: shipped tables first, then rules that hold anywhere.
+"""Which kernels a call takes and with what tile sizes: what this user measured, then shipped tables, then rules that hold anywhere.
 
 A table is JSON under ``tables/``, one file per device name, measured by ``benchmarks/sweep_gpu.py``. What decides is how many slots there
 are, how many rows an expert gets of them, and the sizes of an expert; an entry is a problem with its configuration. A call takes the entry
 that is nearest in these (on a logarithmic scale) among those with its storage, as long as one is near enough; else the rules below.
-Every choice is clamped to the shared memory of the device.
+What ``moefuse.warmup`` measured on this machine (``moefuse/tuning/store.py``) comes before both, for the same sizes and the same bucket of
+rows per expert. Every choice is clamped to the shared memory of the device.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -91,6 +93,8 @@ class Problem:
     dtype: str
     transposed_in: bool = False
     transposed_out: bool = False
+    separate: bool = False
+    """Experts are separate Parameters, reached through a table of addresses."""
 
     @property
     def slots(self) -> int:
@@ -101,6 +105,11 @@ class Problem:
         """Mean rows of an expert that has any, for uniform routing."""
         hit = self.experts * (1.0 - (1.0 - 1.0 / self.experts) ** self.slots)
         return self.slots / max(hit, 1.0)
+
+    @property
+    def bucket(self) -> int:
+        """b for T*K/E in (2**(b-1), 2**b]: what is measured for one problem of a bucket serves all with these sizes."""
+        return math.ceil(math.log2(max(self.slots, 1) / max(self.experts, 1)))
 
     @property
     def form(self) -> tuple[str, str, bool, bool]:
@@ -118,6 +127,31 @@ class Problem:
         routing = 2 * apart(self.rows, other.rows) + apart(self.slots, other.slots)
         sizes = apart(self.hidden, other.hidden) + apart(self.inter, other.inter) + apart(self.out, other.out)
         return routing + 0.5 * sizes + 0.1 * apart(self.experts, other.experts)
+
+
+def problem_of(x: Any, ids: Any, w_in: Sequence[Any], w_out: Sequence[Any], gating: str) -> Problem:
+    """The problem of a call of ``moefuse::experts``, from its tensors (fake ones too: sizes that are symbolic count as their hint)."""
+    first, last = w_in[0], w_out[0]
+    inner, outer = first.stride()[-2:], last.stride()[-2:]
+    return Problem(
+        tokens=hint(x.shape[0]),
+        top_k=hint(ids.shape[1]),
+        experts=hint(first.shape[0]) if len(w_in) == 1 and first.dim() == 3 else len(w_in),
+        hidden=hint(x.shape[1]),
+        inter=hint(last.shape[-1]),
+        out=hint(last.shape[-2]),
+        gating=gating,
+        dtype=str(x.dtype).removeprefix("torch."),
+        transposed_in=bool(inner[1] != 1 and inner[0] == 1),
+        transposed_out=bool(outer[1] != 1 and outer[0] == 1),
+        separate=len(w_in) > 1,
+    )
+
+
+def hint(size: Any) -> int:
+    """A size as a number; of a symbolic one, the value that it was traced with."""
+    node = getattr(size, "node", None)
+    return int(size if node is None else node.hint)
 
 
 def power_of_two(n: float) -> int:
@@ -190,11 +224,25 @@ HOPPER = "NVIDIA H200"
 @functools.cache
 def table(device: str) -> tuple[tuple[Problem, Config], ...]:
     """The entries for the device with this name; none if it has no table."""
-    path = Path(__file__).parent / "tables" / f"{device.replace(' ', '_').replace('/', '_')}.json"
+    path = _table_path(device)
     if not path.is_file():
         return ()
     entries = json.loads(path.read_text())["entries"]
     return tuple((Problem(**entry["problem"]), Config.from_json(entry["config"])) for entry in entries)
+
+
+@functools.cache
+def table_times(device: str) -> tuple[tuple[Problem, float, float], ...]:
+    """(problem, microseconds of the op, of the compiled grouped program) of the table's entries that have both."""
+    path = _table_path(device)
+    if not path.is_file():
+        return ()
+    entries = [e for e in json.loads(path.read_text())["entries"] if "peer_us" in e]
+    return tuple((Problem(**e["problem"]), float(e["us"]), float(e["peer_us"])) for e in entries)
+
+
+def _table_path(device: str) -> Path:
+    return Path(__file__).parent / "tables" / f"{device.replace(' ', '_').replace('/', '_')}.json"
 
 
 def _usable(p: Problem, entry: Problem, config: Config) -> bool:
@@ -204,6 +252,17 @@ def _usable(p: Problem, entry: Problem, config: Config) -> bool:
 
 def choose(p: Problem, device: str, hopper: bool, limit: int, itemsize: int) -> Config:
     """The configuration of a call on the device called ``device`` with ``limit`` bytes of shared memory per program."""
+    # The store parses the classes above, so it cannot be imported before they exist.
+    from moefuse.tuning import store
+
+    mine = store.find(device, p)
+    if mine is not None and _usable(p, mine.problem, mine.config):
+        return fit(p, mine.config, limit, itemsize)
+    return shipped(p, device, hopper, limit, itemsize)
+
+
+def shipped(p: Problem, device: str, hopper: bool, limit: int, itemsize: int) -> Config:
+    """What :func:`choose` takes where this user has measured nothing."""
     entries = table(device) or (table(HOPPER) if hopper else ())
     near = [(p.distance(entry), i) for i, (entry, config) in enumerate(entries) if _usable(p, entry, config)]
     if near and min(near)[0] < FAR:

@@ -162,6 +162,7 @@ class Plan:
             str(self.dtype).removeprefix("torch."),
             self.w_in.strides[2] != 1 and self.w_in.strides[1] == 1,
             self.w_out.strides[2] != 1 and self.w_out.strides[1] == 1,
+            self.w_in.table,
         )
         return choose(problem, self.device.name, self.device.hopper, self.device.shared, item)
 

@@ -107,7 +107,7 @@ def _kinds(tensors: Sequence[Tensor]) -> Any:
 
 def _plan(key: Any, x: Tensor, ids: Tensor, weights: Tensor, lists: Lists, body: Body) -> Plan | grouped_mm.LibraryPlan:
     if len(_PLANS) >= _MAX_PLANS:
-        forget()
+        forget_plans()
     form = grouped_mm.form_for(x, ids, lists, body)
     plan = Plan(x, ids, weights, lists, body) if form is None else grouped_mm.LibraryPlan(x, ids, weights, lists, body, form)
     _PLANS[key] = plan
@@ -166,12 +166,15 @@ def _remember(
     if not isinstance(plan, Plan) or plan.direct is None:
         return
     if len(_BY_FORM) >= _MAX_PLANS:
-        forget()
+        forget_plans()
     _BY_FORM[key] = plan, plan.positions(counts), False
 
 
-def forget() -> None:
-    """Drop what is known of calls; they are planned anew. CUDA graphs that were recorded replay what they recorded."""
+def forget_plans() -> None:
+    """Make every plan anew at its next call, so that it takes a configuration that was measured since.
+
+    CUDA graphs recorded before stay as they are: a graph holds the launches, and Triton keeps the kernels that it launches.
+    """
     _PLANS.clear()
     _BY_FORM.clear()
     native.forget()

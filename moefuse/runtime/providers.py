@@ -139,7 +139,7 @@ def unregister(op: str, name: str) -> None:
 def _replace(op: str, order: list[Provider]) -> None:
     PROVIDERS[op][:] = order
     if triton_kernels.cache_info().currsize and not isinstance(kernels := triton_kernels(), str):
-        kernels.forget()  # what it launches without asking here
+        kernels.forget_plans()  # what it launches without asking here
     unit = next((unit for unit, ops in _NATIVE.items() if op in ops), None)
     if unit is not None:
         free = all(p.device not in (None, "cpu") or p.supports is _everything for name in _NATIVE[unit] for p in PROVIDERS[name])

@@ -312,6 +312,15 @@ class Model(nn.Module):
         return x + self.mlp(x)
 
 
+class Teacher(Plain):
+    """A layer that is only evaluated, inside a program that is trained: times are of the forward op alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            y = super().forward(x)
+        return x + y
+
+
 @dataclass(frozen=True)
 class Case:
     """One refusal: the program, what is reported, and what has to be arranged for it.
@@ -359,6 +368,15 @@ def crashing_lowering(patch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("no kernel image is available\nfor execution on the device")
 
     after_slot_weights(patch, change)
+
+
+def measured_slower(patch: pytest.MonkeyPatch) -> None:
+    """A measurement of this very program, in which it is the faster one."""
+    from moefuse.passes import gate
+    from moefuse.tuning.entries import Pair
+
+    patch.setattr(gate, "device_name", lambda device: "a device")
+    patch.setattr(gate.store, "comparison", lambda device, problem, program: Pair(20.0, 30.0, problem.tokens))
 
 
 def raising_rule(patch: pytest.MonkeyPatch) -> None:
@@ -417,6 +435,12 @@ CASES: dict[str, Case] = {
         Plain,
         "the check against the original could not run: RuntimeError: no kernel image is available",
         arrange=crashing_lowering,
+        marker="plain",
+    ),
+    "not-faster": Case(
+        Teacher,
+        "20.0 us as it is and 30.0 us as the fused op for 10 tokens on a device (measured here by moefuse.warmup)",
+        arrange=measured_slower,
         marker="plain",
     ),
     "internal-error": Case(

@@ -77,6 +77,7 @@ def test_json_says_everything() -> None:
             "layout": ["out-in", "out-in"],
             "bias": False,
             "weight_on": "output",
+            "hidden_out": 0,
         },
         "domain": "sorted",
         "tier": "fused",

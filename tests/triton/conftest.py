@@ -17,6 +17,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             continue
         if not HAVE:
             item.add_marker(pytest.mark.skip(reason="triton is not installed"))
-        elif item.path.name.startswith("test_interpreted") != INTERPRETED:
+        elif ("interpreted" in item.path.stem) != INTERPRETED:
             reason = "runs compiled: unset TRITON_INTERPRET" if INTERPRETED else "runs in the interpreter: set TRITON_INTERPRET=1"
             item.add_marker(pytest.mark.skip(reason=reason))

@@ -1,0 +1,40 @@
+"""A progress bar on stderr: tqdm's if it is installed, plain lines else, nothing if it is not wanted."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any
+
+
+class Progress:
+    """Counts steps of ``total``; a context manager."""
+
+    def __init__(self, total: int, wanted: bool) -> None:
+        self.total, self.wanted, self.done = total, wanted and total > 0, 0
+        self.bar: Any = None
+
+    def __enter__(self) -> Progress:
+        if self.wanted:
+            try:
+                self.bar = importlib.import_module("tqdm").tqdm(total=self.total, desc="moefuse.warmup", unit="problem", file=sys.stderr)
+            except ImportError:
+                self.bar = None
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self.bar is not None:
+            self.bar.close()
+
+    def at(self, what: str) -> None:
+        """Say what is being done."""
+        if self.bar is not None:
+            self.bar.set_postfix_str(what)
+        elif self.wanted:
+            sys.stderr.write(f"moefuse.warmup: {self.done + 1} of {self.total}: {what}\n")
+
+    def step(self) -> None:
+        """One more is done."""
+        self.done += 1
+        if self.bar is not None:
+            self.bar.update(1)

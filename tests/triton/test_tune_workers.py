@@ -1,0 +1,142 @@
+"""Worker processes: jobs and answers, deadlines, and processes that die. What a worker compiles needs a GPU (tests/gpu)."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+import time
+from typing import Any
+
+import pytest
+
+DEEP = os.environ.get("HYPOTHESIS_PROFILE") == "deep"
+
+ECHO = """
+import json, sys, time
+for line in sys.stdin:
+    job = json.loads(line)
+    bm = job["config"]["bm"]
+    if bm == 16:
+        sys.exit(1)
+    time.sleep(bm / 100)
+    print(json.dumps(None if bm < 300 else "too large"), flush=True)
+"""
+
+
+def jobs(*heights: int) -> list[Any]:
+    from moefuse.kernels.triton.config import Config, Problem, Tiles
+    from moefuse.kernels.triton.tune.call import Kind
+
+    p = Problem(20, 2, 3, 24, 20, 17, "merged", "bfloat16")
+    return [(p, Kind(biases=(True, False, True)), Config(bm, Tiles(), Tiles(swap=True))) for bm in heights]
+
+
+def workers(count: int = 2) -> Any:
+    from moefuse.kernels.triton.tune.compiling import Workers
+
+    return Workers(count, [sys.executable, "-c", ECHO])
+
+
+def test_a_job_survives_the_way() -> None:
+    from moefuse.kernels.triton.tune.compiling import from_json, to_json
+
+    (job,) = jobs(32)
+    assert from_json(json.loads(json.dumps(to_json(job)))) == job
+
+
+def test_answers_are_in_the_order_of_the_jobs() -> None:
+    with workers() as pool:
+        assert pool(jobs(0, 512, 1, 400, 2), time.monotonic() + 60) == [None, "too large", None, "too large", None]
+        assert pool(jobs(1), time.monotonic() + 60) == [None]
+
+
+def test_a_deadline_leaves_the_rest() -> None:
+    """What is late is late, also when it is answered during the next round."""
+    with workers(1) as pool:
+        begin = time.monotonic()
+        first = pool(jobs(0, 299, 299, 299), begin + 1.5)
+        assert time.monotonic() - begin < 3.0
+        assert first == [None, "not compiled in time", "not compiled in time", "not compiled in time"]
+        assert pool(jobs(0), time.monotonic() + 60) == [None]
+
+
+def test_a_process_that_dies() -> None:
+    """Its job has failed; when all are dead nobody waits."""
+    with workers(2) as pool:
+        answers = pool(jobs(16, 0, 0), time.monotonic() + 60)
+        assert answers.count("the compiling process ended") == 1
+        begin = time.monotonic()
+        pool(jobs(16, 16, 0, 0), begin + 60)
+        assert time.monotonic() - begin < 20
+
+
+def test_leaving_ends_the_processes() -> None:
+    pool = workers(2)
+    with pool:
+        pass
+    assert all(process.poll() is not None for process in pool.processes)
+
+
+def test_the_real_worker_answers() -> None:
+    """Without a GPU Triton cannot compile for one, and that is an answer too. The user's own script is not run again."""
+    from moefuse.kernels.triton.tune.compiling import Workers
+
+    with Workers(1) as pool:
+        (answer,) = pool(jobs(32), time.monotonic() + 120)
+    assert answer != "the compiling process ended"
+    assert answer != "not compiled in time"
+
+
+def problems() -> list[Any]:
+    from moefuse.kernels.triton.config import Problem
+
+    return [
+        Problem(1, 8, 128, 2048, 768, 2048, "merged", "bfloat16"),
+        Problem(8, 4, 32, 2880, 2880, 2880, "interleaved", "bfloat16", True, True),
+        Problem(512, 8, 64, 2048, 1024, 2048, "separate", "bfloat16", separate=True),
+        Problem(16384, 2, 8, 4096, 14336, 4096, "merged", "bfloat16"),
+        Problem(64, 2, 8, 512, 256, 512, "plain", "float32"),
+        Problem(64, 2, 8, 512, 256, 512, "merged", "float64"),
+    ]
+
+
+@pytest.mark.parametrize("index", range(6))
+def test_searches_are_bounded(index: int) -> None:
+    """A few dozen candidates to begin with and per round, each within the device's shared memory, none twice."""
+    from moefuse.kernels.triton.config import fit, rules
+    from moefuse.kernels.triton.plan import Device
+    from moefuse.kernels.triton.tune import candidates
+    from moefuse.tuning.entries import config_from
+
+    p = problems()[index]
+    for device in (Device("NVIDIA H200", 132, 227 << 10, True), Device("another", 80, 99 << 10, False)):
+        item = candidates.itemsize(p)
+        starts = candidates.starts(p, device, fit(p, rules(p, device.hopper), device.shared, item))
+        assert 2 <= len(starts) <= 40
+        for config in starts:
+            assert fit(p, config, device.shared, item) == config
+            assert config_from(config.to_json()) == config
+            for part in (config.up, config.down):
+                near = candidates.neighbours(part)
+                assert 4 <= len(near) <= 40
+                assert part not in near
+                assert len(set(near)) == len(near)
+                changed = [[f.name for f in dataclasses.fields(q) if getattr(q, f.name) != getattr(part, f.name)] for q in near]
+                assert all(len(names) == 1 or names == ["bn", "bk"] for names in changed)
+
+
+@pytest.mark.skipif(not DEEP, reason="compiles some hundred kernels")
+@pytest.mark.parametrize("index", range(6))
+def test_every_start_compiles(index: int, tmp_path: Any) -> None:
+    from moefuse.kernels.triton.config import fit, rules
+    from moefuse.kernels.triton.plan import Device
+    from moefuse.kernels.triton.tune import candidates
+    from tests.triton.test_compiled import compile_plan
+
+    p = problems()[index]
+    device = Device("NVIDIA H200", 132, 227 << 10, True)
+    current = fit(p, rules(p, True), device.shared, candidates.itemsize(p))
+    for config in candidates.starts(p, device, current):
+        compile_plan(p, config, 90, tmp_path, p.separate)
