@@ -14,6 +14,7 @@ from torch import Tensor
 
 from moefuse.kernels.triton import grouped_plan as plan
 from moefuse.kernels.triton.grouped_plan import Activation, Lists, Sorted, on_device
+from moefuse.kernels.triton.products import Library, Own, products
 from moefuse.kernels.triton.tier import supports
 from moefuse.ops.reference import count_experts
 
@@ -45,24 +46,26 @@ def experts_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The output and (h, order, offsets) for backward; dead rows of h are zeros."""
     experts, (hidden, inter), features = count_experts(w_in), w_out[0].shape[-2:], w_in[0].shape[-2]
+    slots, width = ids.numel(), 2 * features if gating == "separate" else features
     order, offsets = plan.sort(ids, experts)
     out = torch.empty((x.shape[0], hidden), dtype=out_dtype or x.dtype, device=x.device)
-    h = torch.empty((ids.numel(), 2 * features if gating == "separate" else features), dtype=x.dtype, device=x.device)
-    if not ids.numel():
-        return out.zero_(), h, order, offsets
-    it = plan.tiled(Sorted(order, offsets, ids.numel(), experts, ids.shape[1]), x.dtype)
+    if not slots:
+        return out.zero_(), torch.empty((0, width), dtype=x.dtype, device=x.device), order, offsets
+    it = Sorted(order, offsets, slots, experts, ids.shape[1])
+    by = products(x, it, gating, (b_in, b_up, b_out), w_in, w_out)
     scale = weights if weight_on_input else None
-    if features:
-        plan.linear(h[:, :features], x, plan.weight(w_in), it, bias=plan.weight(b_in, 1) if b_in else None, tokens=True, scale=scale)
-    if features and gating == "separate":
-        plan.linear(h[:, features:], x, plan.weight(w_up), it, bias=plan.weight(b_up, 1) if b_up else None, tokens=True, scale=scale)
-    a = torch.empty((ids.numel(), inter), dtype=x.dtype, device=x.device)
+    if gating == "separate":
+        h = torch.empty((slots, width), dtype=x.dtype, device=x.device)
+        by.linear(x, w_in, b_in, tokens=True, scale=scale, out=h[:, :features])
+        by.linear(x, w_up, b_up, tokens=True, scale=scale, out=h[:, features:])
+    else:
+        h = by.linear(x, w_in, b_in, tokens=True, scale=scale)
+    a = torch.empty((slots, inter), dtype=x.dtype, device=x.device)
     if inter:
         plan.clear_dead(h, it)
         plan.activate(a, h, it, _how(activation, activation_args, gating, up_first, inter))
-    y = torch.empty((ids.numel(), hidden), dtype=x.dtype, device=x.device)
+    y = by.linear(a, w_out, b_out)
     if hidden:
-        plan.linear(y, a, plan.weight(w_out), it, bias=plan.weight(b_out, 1) if b_out else None)
         plan.sum_slots(out, y, it, None if weight_on_input else weights)
     return out, h, order, offsets
 
@@ -92,7 +95,8 @@ def experts_backward(
     need_x, need_weights, need_in, need_up, need_out, need_b_in, need_b_up, need_b_out = needs
     slots, inter = order.shape[0], w_out[0].shape[-1]
     it = Sorted(order.contiguous(), offsets.contiguous(), slots, count_experts(w_in), weights.shape[1])
-    scale = None if weight_on_input else weights
+    by = products(x, it, gating, (b_in, b_up, b_out), w_in, w_out)
+    scale, scale_in = (None, weights) if weight_on_input else (weights, None)
     d_out, h = grad.to(x.dtype), h.contiguous()
     d_weights = torch.zeros(weights.shape, dtype=weights.dtype, device=x.device) if need_weights else None
     need_rows = need_x or (need_weights and weight_on_input)
@@ -100,11 +104,7 @@ def experts_backward(
     d_h = torch.empty_like(h) if need_h else None
     a = torch.empty((slots, inter), dtype=x.dtype, device=x.device) if need_out else None
     if slots:
-        it = plan.tiled(it, x.dtype)
-        d_a = None
-        if inter and (need_h or need_weights):
-            d_a = torch.empty((slots, inter), dtype=x.dtype, device=x.device)
-            plan.linear(d_a, d_out, plan.weight(w_out).transposed(), it, tokens=True)
+        d_a = by.linear(d_out, w_out, back=True, tokens=True) if need_h or need_weights else None
         plan.activate_grads(
             it,
             h,
@@ -118,29 +118,28 @@ def experts_backward(
             bias=plan.weight(b_out, 1) if b_out else None,
         )
         del d_a
-    d_w_out = plan.weight_grads(w_out, d_out, a, it, g_tokens=True) if a is not None else []
+    d_w_out = by.weight_grads(w_out, d_out, a, g_tokens=True) if a is not None else []
     d_b_out = plan.vector_grads(b_out, d_out, it, tokens=True, scale=scale) if need_b_out else []
     del a
-    parts: list[Tensor | None] = [d_h, None]
-    if gating == "separate" and d_h is not None:
-        parts = [d_h[:, :inter], d_h[:, inter:]]
-    scale_in = weights if weight_on_input else None
-    found: list[list[Tensor]] = []
-    for part, w, need in zip(parts, (w_in, w_up), (need_in, need_up), strict=True):
-        found.append(plan.weight_grads(w, part, x, it, x_tokens=True, scale=scale_in) if need and part is not None else [])
-    for part, b, need in zip(parts, (b_in, b_up), (need_b_in, need_b_up), strict=True):
-        found.append(plan.vector_grads(b, part, it) if need and part is not None else [])
-    d_w_in, d_w_up, d_b_in, d_b_up = found
-    d_x = _token_grads(x, parts, (w_in, w_up), it, weights, weight_on_input, need_x, d_weights) if need_rows else None
+    parts: list[Tensor] = []
+    if d_h is not None:
+        parts = [d_h[:, :inter], d_h[:, inter:]] if gating == "separate" else [d_h]
+    lists = (w_in, w_up)[: len(parts)]
+    wanted = zip(parts, lists, (need_in, need_up), strict=False)
+    d_w_in = [g for part, w, need in wanted if need for g in by.weight_grads(w, part, x, x_tokens=True, scale=scale_in)]
+    pairs = zip(parts, (b_in, b_up), (need_b_in, need_b_up), strict=False)
+    d_b_in = [g for part, b, need in pairs if need for g in plan.vector_grads(b, part, it)]
+    d_x = _token_grads(x, parts, lists, it, by, weights, weight_on_input, need_x, d_weights) if need_rows else None
     out = [t for t in (d_x, d_weights) if t is not None]
-    return [*out, *d_w_in, *d_w_up, *d_w_out, *d_b_in, *d_b_up, *d_b_out]
+    return [*out, *d_w_in, *d_w_out, *d_b_in, *d_b_out]
 
 
 def _token_grads(
     x: Tensor,
-    parts: Sequence[Tensor | None],
-    lists: tuple[Lists, Lists],
+    parts: Sequence[Tensor],
+    lists: Sequence[Lists],
     it: Sorted,
+    by: Own | Library,
     weights: Tensor,
     on_input: bool,
     need_x: bool,
@@ -149,10 +148,9 @@ def _token_grads(
     """Gradient [T, H] of x if it is wanted, from that of the pre-activation; with the weight on the input, d_weights is filled too."""
     if not (it.slots and x.shape[1]):
         return torch.zeros(x.shape, dtype=x.dtype, device=x.device) if need_x else None
-    d_rows = torch.empty((it.slots, x.shape[1]), dtype=x.dtype, device=x.device)
-    for part, w in zip(parts, lists, strict=True):
-        if part is not None:
-            plan.linear(d_rows, part, plan.weight(w).transposed(), it, add=part is not parts[0])
+    d_rows = by.linear(parts[0], lists[0], back=True)
+    for part, w in zip(parts[1:], lists[1:], strict=True):
+        by.linear(part, w, back=True, out=d_rows, add=True)
     if on_input:
         plan.pair(it, x, d_rows, weights, out=d_rows if need_x else None, d_weights=d_weights, from_rows=True)
     if not need_x:

@@ -324,6 +324,7 @@ def test_providers_are_asked_in_order_and_say_why_not() -> None:
         reasons = providers.explain("experts", z(4, 6))
         gpu = {
             "triton": "tensors on cpu, the kernels run on CUDA devices",
+            "grouped_mm": "tensors on cpu, the kernels run on CUDA devices",
             "dense": "tensors on cpu, where reading the routing costs nothing",
         }
         assert reasons == {"never": "no such device", "marker": "only 5 tokens", **gpu, "portable": None}
@@ -331,4 +332,4 @@ def test_providers_are_asked_in_order_and_say_why_not() -> None:
         providers.unregister("experts", "never")
         providers.unregister("experts", "marker")
         providers.unregister("experts", "portable")
-    assert [p.name for p in providers.PROVIDERS["experts"]] == ["triton", "dense", "portable"]
+    assert [p.name for p in providers.PROVIDERS["experts"]] == ["triton", "grouped_mm", "dense", "portable"]

@@ -73,6 +73,41 @@ def test_every_storage(gating: str, storage: dict[str, bool], on_input: bool) ->
     check(SMALL.with_(gating=gating, weight_on_input=on_input, **storage))
 
 
+@pytest.mark.parametrize("needed", ["everything", "weights only", "input only"])
+@pytest.mark.parametrize(
+    "changes", [{}, {"transposed": True}, {"gating": "interleaved"}, {"gating": "plain"}, {"weight_on_input": True}], ids=str
+)
+def test_products_of_the_library(changes: dict[str, Any], needed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """grouped_mm instead of our own products; what it leaves unwritten is NaN."""
+    from moefuse.kernels.triton import grouped_mm, products
+
+    monkeypatch.setattr(grouped_mm, "DEVICES", ("cpu",))
+    monkeypatch.setattr(grouped_mm, "DTYPES", (torch.float32,))
+    case = SMALL.with_(inter=16, hidden_out=32, tokens=11, bias=False, **changes)
+    skip = {"everything": (), "weights only": (0,), "input only": (1, 2, 3)}[needed]
+    library, calls = torch.nn.functional.grouped_mm, []
+
+    def poisoned(a: Any, b: Any, offs: Any) -> Tensor:
+        out = library(a, b, offs=offs)
+        if out.dim() == 2:
+            out[int(offs[-1]) :] = float("nan")
+        calls.append(out.dim())
+        return out
+
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", poisoned)
+    found = []
+    for preferred in ("own", "library"):
+        monkeypatch.setattr(products, "PREFERRED", preferred)
+        args = case.args()
+        wanted = [t.requires_grad_() for i, t in enumerate(leaves(args)) if i not in skip]
+        out = run(args, **case.options)
+        found.append([out.detach(), *torch.autograd.grad(out, wanted, pull(out.detach()))])
+        assert [g.stride() for g in found[-1][1:]] == [t.stride() for t in wanted]
+    # The gradient of routing weights on the input takes that of the rows, as x does.
+    assert len(calls) == {"everything": 6, "weights only": 6 if case.weight_on_input else 5, "input only": 4}[needed]
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("on_input", [False, True], ids=["weight-on-output", "weight-on-input"])
 def test_dtypes(dtype: torch.dtype, on_input: bool) -> None:

@@ -1,0 +1,226 @@
+"""Forward and backward of one layer of experts on a GPU: moefuse's kernels against transformers' grouped_mm under torch.compile.
+
+    python benchmarks/train_gpu.py --out benchmarks/results/train-h200.json
+    python benchmarks/train_gpu.py --shapes qwen3 --only moefuse,moefuse_own,moefuse_library
+
+Gradients of the tokens, the routing weights and all expert weights. Correctness comes first: what is further than 2 % from float32, in the
+output and the token gradients of sampled tokens, their routing weights' gradients, or the weight gradients of one expert, is not timed.
+Times are microseconds per step, the median over CUDA-graph replays with rotating inputs; what cannot be captured is timed with events. All
+implementations of a shape take turns. "moefuse_own" and "moefuse_library" force whose products are used (``kernels/triton/products.py``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+
+import gpu_shapes as gs  # noqa: E402
+import layer  # noqa: E402
+
+NAMES = ("moefuse", "moefuse_own", "moefuse_library", "hf_grouped_c")
+LIMIT = 0.02
+Step = Callable[[Tensor, Tensor, Tensor, Tensor], list[Tensor]]
+
+
+def make(name: str, s: gs.Shape, lists: layer.Lists) -> Step:
+    """(x, ids, weights, gradient of the output) -> output, and gradients of x, weights, w_in, w_out."""
+    w_in, _, w_out, *_ = lists
+    if name.startswith("moefuse"):
+        import moefuse.ops  # noqa: F401
+        from moefuse.kernels.triton import products
+
+        preferred, options = name.partition("_")[2] or None, gs.options(s)
+
+        def call(x: Tensor, ids: Tensor, weights: Tensor) -> Any:
+            return torch.ops.moefuse.experts(x, ids, weights, *lists, **options)
+
+        def prefer() -> None:
+            products.PREFERRED = preferred
+    else:
+        module = layer.transformers_experts(s, lists, "grouped_mm").train()
+        module.requires_grad_(True)
+        w_in, w_out = ([p] for p in (module.gate_up_proj, module.down_proj))
+        call = torch.compile(module, dynamic=False)
+
+        def prefer() -> None:
+            pass
+
+    def step(x: Tensor, ids: Tensor, weights: Tensor, grad: Tensor) -> list[Tensor]:
+        prefer()
+        out = call(x, ids, weights)
+        return [out.detach(), *torch.autograd.grad(out, [x, weights, w_in[0], w_out[0]], grad)]
+
+    return step
+
+
+class Timed:
+    """One implementation at one shape; has what ``layer.take_turns`` asks for."""
+
+    def __init__(self, name: str, step: Step, sets: list[tuple[Tensor, ...]]) -> None:
+        self.name, self.step, self.sets = name, step, sets
+        self.times: list[float] = []
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for inputs in sets:
+                step(*inputs)
+        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step(*sets[0])
+        torch.cuda.synchronize()
+        self.peak_mib = round((torch.cuda.max_memory_allocated() - before) / 2**20)
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def capture(self) -> None:
+        """Record one step per input set."""
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                for inputs in self.sets:
+                    self.step(*inputs)
+        except RuntimeError:
+            torch.cuda.synchronize()
+            return
+        self.graph = graph
+
+    def once(self) -> float:
+        """Microseconds per step."""
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        if self.graph is not None:
+            self.graph.replay()
+        else:
+            for inputs in self.sets:
+                self.step(*inputs)
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) * 1000 / len(self.sets)
+
+
+def exact(s: gs.Shape, lists: layer.Lists, inputs: tuple[Tensor, ...], rows: list[int], expert: int) -> list[Tensor]:
+    """In float32: output, gradient of x, gradient of weights of tokens ``rows``; gradients of w_in and w_out of one expert."""
+    x, ids, weights, grad = (t.detach() for t in inputs)
+    w_in, _, w_out, *_ = (lists[0][0].detach(), None, lists[2][0].detach())
+
+    def one(token: Tensor, scale: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        gate, up = (token @ a.t()).chunk(2, -1)
+        return torch.nn.functional.silu(gate) * up @ b.t() * scale[:, None]
+
+    with torch.enable_grad():
+        out, d_x, d_weights = [], [], []
+        for t in rows:
+            token, scale = x[t : t + 1].float().requires_grad_(), weights[t].float().requires_grad_()
+            parts = [one(token, scale[k : k + 1], w_in[e].float(), w_out[e].float()) for k, e in enumerate(ids[t].tolist())]
+            total = torch.stack(parts).sum(0)
+            found = torch.autograd.grad(total, (token, scale), grad[t : t + 1].float())
+            out.append(total.detach())
+            d_x.append(found[0])
+            d_weights.append(found[1])
+        token, slot = torch.where(ids == expert)
+        a, b = (w[expert].float().requires_grad_() for w in (w_in, w_out))
+        y = one(x[token].float(), weights[token, slot].float(), a, b)
+        d_in, d_out = torch.autograd.grad(y, (a, b), grad[token].float())
+    return [torch.cat(out), torch.cat(d_x), torch.stack(d_weights), d_in, d_out]
+
+
+def errors(found: list[Tensor], want: list[Tensor], rows: list[int], expert: int) -> dict[str, float]:
+    """Relative error of each result."""
+    out, d_x, d_weights, d_in, d_out = found
+    got = (out[rows], d_x[rows], d_weights[rows], d_in[expert], d_out[expert])
+    names = ("out", "d_x", "d_weights", "d_w_in", "d_w_out")
+    return {name: round(gs.relative_error(g, w), 5) for name, g, w in zip(names, got, want, strict=True)}
+
+
+def measure(shape: str, tokens: int, names: list[str], seconds: float, deadline: float) -> list[dict[str, Any]]:
+    """All implementations at one shape, in turns."""
+    s = gs.SHAPES[shape]
+    torch.manual_seed(tokens)
+    lists = gs.weights_of(s)
+    for w in (*lists[0], *lists[2]):
+        w.requires_grad_()
+    sets: list[tuple[Tensor, ...]] = []
+    for _ in range(2):
+        x, ids, weights = gs.inputs_of(s, tokens)
+        sets.append((x.requires_grad_(), ids, weights.requires_grad_(), torch.randn_like(x)))
+    rows, expert = list(range(0, tokens, max(tokens // 8, 1)))[:8], 1
+    want = exact(s, lists, sets[0], rows, expert)
+    timed: list[tuple[Timed, dict[str, Any]]] = []
+    results = []
+    for name in names:
+        entry: dict[str, Any] = {"shape": shape, "T": tokens, "impl": name}
+        if time.perf_counter() > deadline:
+            results.append({**entry, "failed": "no time left"})
+            continue
+        try:
+            torch._dynamo.reset()
+            step = make(name, s, lists)
+            entry["errors"] = errors(step(*sets[0]), want, rows, expert)
+            if not all(value < LIMIT for value in entry["errors"].values()):
+                raise RuntimeError(f"errors {entry['errors']}")
+            it = Timed(name, step, sets)
+            entry["peak_mib"] = it.peak_mib
+            it.capture()
+            entry["graph"] = it.graph is not None
+            timed.append((it, entry))
+        except Exception as error:
+            results.append({**entry, "failed": str(error).strip().split("\n")[0][:200]})
+            print(shape, tokens, name, "FAILED", traceback.format_exc(limit=-3)[-500:], flush=True)
+    if timed:
+        layer.take_turns([it for it, _ in timed], seconds)
+    for it, entry in timed:
+        results.append({**entry, "us": round(statistics.median(it.times[1:]), 1), "turns": len(it.times) - 1})
+    return results
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    """One line per result, with the stored peer's time."""
+    path = Path(__file__).parent / "results" / "peers-h200.json"
+    stored = json.loads(path.read_text())["forward_backward"]
+    lines = [f"{'shape':10} {'T':>6} {'implementation':16} {'us':>9} {'peak MiB':>9} {'worst error':>12} {'stored hf_grouped_c':>20}"]
+    for r in results:
+        peer = stored.get(r["shape"], {}).get(str(r["T"]), {}).get("hf_grouped_c", float("nan"))
+        shown = f"{r['us']:9.1f} {r['peak_mib']:9} {max(r['errors'].values()):12.5f}" if "us" in r else f"failed: {r['failed'][:40]}"
+        lines.append(f"{r['shape']:10} {r['T']:6} {r['impl']:16} {shown} {peer:20.1f}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--shapes", default="qwen3,mixtral")
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--only", default=",".join(NAMES), help="implementations")
+    parser.add_argument("--seconds", type=float, default=1.5, help="of timing per shape")
+    parser.add_argument("--budget", type=float, default=110.0, help="seconds in all")
+    parser.add_argument("--commit", help="where the checkout is not a repository")
+    args = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    deadline = time.perf_counter() + args.budget - 5
+    unit = "microseconds per forward and backward, median of CUDA-graph replays with rotating inputs, in turns"
+    data: dict[str, Any] = {**layer.environment(args.commit), "unit": unit, "results": []}
+    for shape in args.shapes.split(","):
+        data["results"] += measure(shape, args.tokens, args.only.split(","), args.seconds, deadline)
+        torch.cuda.empty_cache()
+        if args.out:
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+            args.out.write_text(json.dumps(data, indent=1) + "\n")
+    print(table(data["results"]))
+
+
+if __name__ == "__main__":
+    main()

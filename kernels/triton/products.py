@@ -1,0 +1,103 @@
+"""The products of training over sorted rows: by our own kernels, or by the library where experts are large and have many rows each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from moefuse.kernels.triton import grouped_mm
+from moefuse.kernels.triton import grouped_plan as plan
+from moefuse.kernels.triton.grouped_plan import Lists, Sorted
+
+PREFERRED: str | None = None
+""""own" or "library" for every call that either can run; None: by the rule below. Benchmarks set it."""
+LIBRARY_ROWS = 512
+LIBRARY_SIZE = 2048
+"""Mean rows of an expert, and features of either projection, from which on the library's products are taken. A guess that follows the
+measured forward pass (``benchmarks/train_gpu.py`` times both)."""
+
+
+class Own:
+    """Tokens are gathered while they are loaded; any strides, dtypes, biases and lists."""
+
+    def __init__(self, it: Sorted, dtype: torch.dtype) -> None:
+        self.it = plan.tiled(it, dtype) if it.slots else it
+
+    def linear(
+        self,
+        x: Tensor,
+        w: Lists,
+        b: Lists = (),
+        *,
+        back: bool = False,
+        tokens: bool = False,
+        scale: Tensor | None = None,
+        out: Tensor | None = None,
+        add: bool = False,
+    ) -> Tensor:
+        """Rows of x times w[e]^T plus b[e], or with ``back`` times w[e]; dead rows are not written. The rest: ``grouped_plan.linear``."""
+        if out is None:
+            out = torch.empty((self.it.slots, w[0].shape[-1 if back else -2]), dtype=x.dtype, device=x.device)
+        if out.numel():
+            weight = plan.weight(w).transposed() if back else plan.weight(w)
+            plan.linear(out, x, weight, self.it, bias=plan.weight(b, 1) if b else None, tokens=tokens, scale=scale, add=add)
+        return out
+
+    def weight_grads(
+        self, w: Lists, g: Tensor, x: Tensor, *, g_tokens: bool = False, x_tokens: bool = False, scale: Tensor | None = None
+    ) -> list[Tensor]:
+        """Gradients of w, with its strides."""
+        return plan.weight_grads(w, g, x, self.it, g_tokens=g_tokens, x_tokens=x_tokens, scale=scale)
+
+
+class Library:
+    """``grouped_mm`` on gathered copies of the tokens; what :func:`moefuse.kernels.triton.grouped_mm.refusal` lets through."""
+
+    def __init__(self, it: Sorted) -> None:
+        self.it, self.ends = it, it.offsets[1:].to(torch.int32)
+        self.last: tuple[Tensor, Tensor] | None = None
+
+    def _rows(self, t: Tensor, tokens: bool, scale: Tensor | None) -> Tensor:
+        if not tokens:
+            return t
+        if self.last is None or self.last[0] is not t:
+            self.last = t, grouped_mm.gathered(t, self.it, scale)
+        return self.last[1]
+
+    def linear(
+        self,
+        x: Tensor,
+        w: Lists,
+        b: Lists = (),
+        *,
+        back: bool = False,
+        tokens: bool = False,
+        scale: Tensor | None = None,
+        out: Tensor | None = None,
+        add: bool = False,
+    ) -> Tensor:
+        """As of :class:`Own`."""
+        assert out is None
+        assert not b
+        assert not add
+        return grouped_mm.product(self._rows(x, tokens, scale), w[0] if back else w[0].transpose(1, 2), self.ends)
+
+    def weight_grads(
+        self, w: Lists, g: Tensor, x: Tensor, *, g_tokens: bool = False, x_tokens: bool = False, scale: Tensor | None = None
+    ) -> list[Tensor]:
+        """As of :class:`Own`."""
+        rows_g, rows_x = self._rows(g, g_tokens, None), self._rows(x, x_tokens, scale)
+        self.last = None
+        return [grouped_mm.weight_grad(w[0], rows_g, rows_x, self.ends)]
+
+
+def products(x: Tensor, it: Sorted, gating: str, biases: Sequence[Lists], w_in: Lists, w_out: Lists) -> Own | Library:
+    """Who computes the products of a call."""
+    large = it.mean_rows >= LIBRARY_ROWS and min(w_out[0].shape[-2:]) >= LIBRARY_SIZE
+    if PREFERRED == "own" or (PREFERRED is None and not large):
+        return Own(it, x.dtype)
+    if not it.slots or grouped_mm.refusal(x, gating, biases, w_in, w_out) is not None:
+        return Own(it, x.dtype)
+    return Library(it)
