@@ -7,29 +7,29 @@ as <dout W_out, a> + <dout, b_out>, so y is not needed (SonicMoE's and ScatterMo
 import triton
 import triton.language as tl
 
-from moefuse.kernels.triton.functions import at_least, at_most, expert_base, gated, pointwise, relu, tanh
+from moefuse.kernels.triton.functions import at_least, at_most, expert_base, gated, logistic, pointwise, relu, tanh
 from moefuse.kernels.triton.rows import expert_of
 
 
 @triton.jit
-def pointwise_grad(d, h, ACT: tl.constexpr):
+def pointwise_grad(d, h, ACT: tl.constexpr, FAST: tl.constexpr):
     """d times the derivative of ``functions.pointwise`` at h."""
     if ACT == "silu":
-        s = tl.sigmoid(h)
+        s = logistic(h, FAST)
         r = d * s * (1.0 + h * (1.0 - s))
     elif ACT == "gelu":
         cdf = 0.5 * (1.0 + tl.erf(h * 0.7071067811865476))
         r = d * (cdf + h * tl.exp(-0.5 * h * h) * 0.3989422804014327)
     elif ACT == "gelu_tanh":
         # With s = sigmoid(2u): 0.5 (1 + tanh(u)) = s, and its derivative by u is 2 s (1 - s).
-        s = tl.sigmoid(1.5957691216057308 * (h + 0.044715 * h * h * h))
+        s = logistic(1.5957691216057308 * (h + 0.044715 * h * h * h), FAST)
         r = d * (s + h * 2.0 * s * (1.0 - s) * 0.7978845608028654 * (1.0 + 0.134145 * h * h))
     elif ACT == "relu":
         r = tl.where(h <= 0, 0.0, d).to(d.dtype)
     elif ACT == "relu2":
         r = d * 2.0 * relu(h)
     elif ACT == "sigmoid":
-        s = tl.sigmoid(h)
+        s = logistic(h, FAST)
         r = d * s * (1.0 - s)
     elif ACT == "tanh":
         t = tanh(h)
@@ -41,32 +41,32 @@ def pointwise_grad(d, h, ACT: tl.constexpr):
 
 
 @triton.jit
-def gated_grads(d, gate, up, ARG0: tl.constexpr, ARG1: tl.constexpr, ACT: tl.constexpr):
+def gated_grads(d, gate, up, ARG0: tl.constexpr, ARG1: tl.constexpr, ACT: tl.constexpr, FAST: tl.constexpr):
     """(gradient of gate, gradient of up) of ``functions.gated``; a clamp lets its bounds through, as torch.clamp does."""
     if ACT == "swiglu_oai":
         g = at_most(gate, ARG1)
         u = at_least(at_most(up, ARG1), -ARG1)
-        s = tl.sigmoid(g * ARG0)
+        s = logistic(g * ARG0, FAST)
         d_gate = d * (u + 1.0) * s * (1.0 + ARG0 * g * (1.0 - s)) * (gate <= ARG1).to(d.dtype)
         d_up = d * g * s * ((up <= ARG1) & (up >= -ARG1)).to(d.dtype)
     elif ACT == "silu_clamp":
         g = at_most(gate, ARG0)
         u = at_least(at_most(up, ARG0), -ARG0)
-        d_gate = pointwise_grad(d * u, g, "silu") * (gate <= ARG0).to(d.dtype)
-        d_up = d * pointwise(g, "silu") * ((up <= ARG0) & (up >= -ARG0)).to(d.dtype)
+        d_gate = pointwise_grad(d * u, g, "silu", FAST) * (gate <= ARG0).to(d.dtype)
+        d_up = d * pointwise(g, "silu", FAST) * ((up <= ARG0) & (up >= -ARG0)).to(d.dtype)
     else:
-        d_gate = pointwise_grad(d * up, gate, ACT)
-        d_up = d * pointwise(gate, ACT)
+        d_gate = pointwise_grad(d * up, gate, ACT, FAST)
+        d_up = d * pointwise(gate, ACT, FAST)
     return d_gate, d_up
 
 
 @triton.jit
-def activated(gate, up, ARG0: tl.constexpr, ARG1: tl.constexpr, ACT: tl.constexpr, PLAIN: tl.constexpr):
+def activated(gate, up, ARG0: tl.constexpr, ARG1: tl.constexpr, ACT: tl.constexpr, PLAIN: tl.constexpr, FAST: tl.constexpr):
     """The activation of either kind of expert."""
     if PLAIN:
-        r = pointwise(gate, ACT)
+        r = pointwise(gate, ACT, FAST)
     else:
-        r = gated(gate, up, ARG0, ARG1, ACT)
+        r = gated(gate, up, ARG0, ARG1, ACT, FAST)
     return r
 
 
@@ -88,7 +88,7 @@ def activate(
     at = h + row.to(tl.int64)[:, None] * stride_hr + n[None, :] * STEP
     gate = tl.load(at + GATE, mask=mask, other=0.0).to(wide)
     up = gate if PLAIN else tl.load(at + UP, mask=mask, other=0.0).to(wide)
-    out = activated(gate, up, ARG0, ARG1, ACT, PLAIN)
+    out = activated(gate, up, ARG0, ARG1, ACT, PLAIN, dtype.primitive_bitwidth == 16)
     tl.store(a + row.to(tl.int64)[:, None] * I + n[None, :], out.to(dtype), mask=mask)
 
 
@@ -134,7 +134,7 @@ def activate_grads(
         gate = tl.load(h + at_h + GATE, mask=mask, other=0.0).to(wide)
         up = gate if PLAIN else tl.load(h + at_h + UP, mask=mask, other=0.0).to(wide)
         if WANT_A or WANT_WEIGHTS:
-            value = activated(gate, up, ARG0, ARG1, ACT, PLAIN)
+            value = activated(gate, up, ARG0, ARG1, ACT, PLAIN, dtype.primitive_bitwidth == 16)
         if WANT_A:
             tl.store(a + at_row * I + n[None, :], (value * scale if SCALE else value).to(dtype), mask=mask)
         if WANT_H or WANT_WEIGHTS:
@@ -145,9 +145,9 @@ def activate_grads(
             if SCALE:
                 d = d * scale
             if PLAIN:
-                d_gate = pointwise_grad(d, gate, ACT)
+                d_gate = pointwise_grad(d, gate, ACT, dtype.primitive_bitwidth == 16)
             else:
-                d_gate, d_up = gated_grads(d, gate, up, ARG0, ARG1, ACT)
+                d_gate, d_up = gated_grads(d, gate, up, ARG0, ARG1, ACT, dtype.primitive_bitwidth == 16)
                 tl.store(d_h + at_h + UP, d_up.to(dtype), mask=mask)
             tl.store(d_h + at_h + GATE, d_gate.to(dtype), mask=mask)
     if WANT_WEIGHTS:

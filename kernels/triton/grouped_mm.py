@@ -153,7 +153,7 @@ class LibraryPlan:
             return out
         space = torch.empty(self.up.workspace.size, dtype=torch.uint8, device=x.device)
         views = self.up.workspace.views(space)
-        tensors = {**views, **self.up._operands(lists), "x": x, "ids": ids, "weights": weights, "out": space}
+        tensors = {**views, **self.up._operands(lists), "x": x, "ids": ids, "weights": weights}
         for step in self.steps:
             plan.launch_step(step, [tensors[name] for name in step.names])
         it = Sorted(views["order"], views["offsets"], ids.numel(), lists[0][0].shape[0], ids.shape[1])

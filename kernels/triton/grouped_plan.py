@@ -20,7 +20,7 @@ from moefuse.kernels.triton import backward, grouped, routing, rows, wgrad
 from moefuse.kernels.triton.config import Tiles, power_of_two
 from moefuse.kernels.triton.launch import Address, Descriptor, Launch, stream_of
 from moefuse.kernels.triton.operands import Operand, address_table, describe
-from moefuse.kernels.triton.plan import CHUNK, SORT_AT_ONCE, Device, device_of
+from moefuse.kernels.triton.plan import CHUNK, SORT_AT_ONCE, Device, device_of, rows_descriptor
 
 Lists = Sequence[Tensor]
 
@@ -116,7 +116,7 @@ def linear_sizes(bm: int, aligned: bool, dtype: torch.dtype, device: Device) -> 
         return fit(Tiles(64 if bm < 64 else 128, 64, 4, 3, 4), bm, 2, device)
     if not device.hopper:
         return fit(Tiles(128, 64, 8, 3, 8), bm, 2, device)
-    return fit(Tiles(256, 64, 8, 3, 8, desc=True, rows_desc=True, persistent=True, flatten=True), bm, 2, device)
+    return fit(Tiles(256, 64, 8, 3, 8, desc=True, rows_desc=True, persistent=True, flatten=True, store=2), bm, 2, device)
 
 
 def grad_sizes(mean_rows: float, aligned: bool, dtype: torch.dtype, device: Device) -> tuple[int, Tiles]:
@@ -135,7 +135,7 @@ def grad_sizes(mean_rows: float, aligned: bool, dtype: torch.dtype, device: Devi
 
 def fit(t: Tiles, bm: int, item: int, device: Device) -> Tiles:
     """The tiles with stages, then block sizes, reduced until the pipeline is within shared memory."""
-    while t.stages * (bm + t.bn) * t.bk * item > device.shared:
+    while (t.stages * (bm + t.bn) * t.bk + (bm * t.bn // t.store if t.store else 0)) * item > device.shared:
         if t.stages > 2:
             t = replace(t, stages=t.stages - 1)
         elif t.bk > 32:
@@ -264,19 +264,19 @@ def sort(ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     if not slots:
         return order, torch.zeros(experts + 1, dtype=torch.int64, device=device)
     offsets = torch.empty(experts + 1, dtype=torch.int64, device=device)
-    max_tiles, be = min(slots, experts), max(power_of_two(experts + 1), 32)
+    max_tiles, be, flat = min(slots, experts), max(power_of_two(experts + 1), 32), ids.stride() == (ids.shape[1], 1)
     unused = torch.empty(2 * max_tiles + 1, dtype=torch.int32, device=device)
     by = (*ids.stride(), slots, experts, ids.shape[1])
-    arrays = (order, offsets, unused, unused[2 * max_tiles :])
+    arrays = (order, order, offsets, unused, unused[2 * max_tiles :])
     if slots <= SORT_AT_ONCE:
-        block = min(max(power_of_two(slots), 128), 1024)
-        launch(routing.sort_once, (experts + 1,), (ids, *arrays), (*by, max_tiles, block, be, _ONE_TILE, False))
+        rest = (*by, max_tiles, flat, False, max(power_of_two(slots), 128), be, _ONE_TILE, False)
+        launch(routing.sort_once, (experts + 1,), (ids, *arrays), rest, warps=4 if slots <= 1024 else 8)
         return order, offsets
     chunks, cols = -(-slots // CHUNK), 8
     counts, totals = (torch.empty(n, dtype=torch.int32, device=device) for n in (chunks * be, be))
-    launch(routing.count_chunks, (chunks,), (ids, counts), (*by, CHUNK, be, False))
+    launch(routing.count_chunks, (chunks,), (ids, counts), (*by, flat, CHUNK, be, False))
     launch(routing.scan_chunks, (be // cols,), (counts, totals), (chunks, 128, be, cols, False))
-    launch(routing.place_chunks, (chunks,), (ids, counts, totals, *arrays), (*by, max_tiles, CHUNK, be, _ONE_TILE, False))
+    launch(routing.place_chunks, (chunks,), (ids, counts, totals, *arrays), (*by, max_tiles, flat, False, CHUNK, be, _ONE_TILE, False))
     return order, offsets
 
 
@@ -351,6 +351,11 @@ def linear(
     by_desc = part.rows_desc and not tokens and k > 0 and x.stride(1) == 1 and x.stride(0) * item % 16 == 0 and x.data_ptr() % 16 == 0
     descs: list[Any] = [(1, (it.slots, k), (x.stride(0), 1), (it.bm, part.bk))] if by_desc else []
     e_stride, n_stride, k_stride = w.strides
+    if part.store and out.is_contiguous() and not add and whole(item, n) and out.data_ptr() % 16 == 0:
+        store = part.store
+        descs.append((7, *rows_descriptor(it.slots, n, it.bm, part.bn // store)))
+    else:
+        store = 0
     rows_w = 0
     if form == "out-in":
         rows_w = e_stride // n_stride
@@ -363,18 +368,18 @@ def linear(
     launch(
         grouped.linear_tiles,
         (min(device.sms * part.per_sm, count) if part.persistent else count,),
-        (x, x, w.pointer, w.pointer if bias is None else bias.pointer, x if scale is None else scale, it.order, out, it.offsets,
+        (x, x, w.pointer, w.pointer if bias is None else bias.pointer, x if scale is None else scale, it.order, out, out, it.offsets,
          it.tiles, it.tiles[2 * it.max_tiles :]),
         (
             *(it.max_tiles, it.top_k, k, n, rows_w, *x.stride(), *((0, 0) if scale is None else scale.stride()), *w.strides),
             *(*((0, 0) if bias is None else bias.strides), out.stride(0), tokens, scale is not None, add),
             *(w.operand.table, w.operand.aligned, bias is not None, bias is not None and bias.operand.table, wide),
             *(n % part.bn == 0, k % part.bk == 0),
-            *(it.bm, part.bn, part.bk, part.group, form, by_desc, part.persistent, part.flatten, precision_of(x.dtype)),
+            *(it.bm, part.bn, part.bk, part.group, form, by_desc, part.persistent, part.flatten, store, precision_of(x.dtype)),
         ),
         warps=part.warps,
         stages=part.stages,
-        descs=tuple(descs),
+        descs=tuple(sorted(descs)),
     )  # fmt: skip
 
 

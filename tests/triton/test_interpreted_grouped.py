@@ -113,17 +113,18 @@ def test_only_what_is_asked_for() -> None:
         assert torch.equal(one, every[i])
 
 
-TILE_FORMS: list[dict[str, bool]] = [
+TILE_FORMS: list[dict[str, Any]] = [
     {"desc": True},
     {"rows_desc": True},
     {"persistent": True},
-    {"desc": True, "rows_desc": True, "persistent": True, "flatten": True},
+    {"store": 1},
+    {"desc": True, "store": 2, "rows_desc": True, "persistent": True, "flatten": True},
 ]
 
 
 @pytest.mark.parametrize("flags", TILE_FORMS, ids="+".join)
 @pytest.mark.parametrize("form", FORMS[:3])
-def test_forms_of_a_tile(flags: dict[str, bool], form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forms_of_a_tile(flags: dict[str, Any], form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Descriptors need rows of whole 16 bytes; the sizes are multiples of four and not of the tile, or of it (in-out needs that)."""
     from moefuse.kernels.triton import grouped_plan
     from moefuse.kernels.triton.config import Tiles
