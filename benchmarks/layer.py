@@ -194,6 +194,16 @@ class Timed:
         end.synchronize()
         return start.elapsed_time(end) * 1000 / len(sets)
 
+    def peak(self) -> float:
+        """MiB that one call takes at its peak beyond what is there before and the graph keeps."""
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        self.call(*self.sets[0])
+        torch.cuda.synchronize()
+        return (torch.cuda.max_memory_allocated() - before) / (1 << 20)
+
     def host(self, calls: int = 40) -> float:
         """Microseconds of the host per call, without CUDA graphs: median of single calls on an idle device."""
         times = []
@@ -250,6 +260,7 @@ def measure(shape: str, tokens: int, lists: Lists, names: list[str], skew: str, 
         results.append({**entry, "us": round(statistics.median(it.times[1:]), 2), "turns": len(it.times) - 1})
         if it.name in (OURS, "hf_grouped_c"):
             results[-1]["host_us"] = round(it.host(), 1)
+            results[-1]["peak_mib"] = round(it.peak(), 2)
     return results
 
 

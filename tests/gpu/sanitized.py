@@ -1,0 +1,76 @@
+"""Every kernel once, on small problems, for NVIDIA's compute-sanitizer (which wants to see a process from its start):
+
+    compute-sanitizer --tool memcheck --error-exitcode 1 python tests/gpu/sanitized.py
+    compute-sanitizer --tool racecheck --error-exitcode 1 python tests/gpu/sanitized.py
+
+torch's allocator is asked to give every tensor an allocation of its own, so that a read past a tensor's end is seen.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+os.environ["MOEFUSE_DIRECT_LAUNCH"] = "0"
+sys.path[:0] = [str(Path(__file__).parent.parent.parent)]
+
+import torch  # noqa: E402
+
+from moefuse.kernels.triton import plan as plans  # noqa: E402
+from moefuse.kernels.triton.config import Config, Tiles, Vectors  # noqa: E402
+from moefuse.ops.body import decode, encode  # noqa: E402
+from tests.cpu.ops_case import Case  # noqa: E402
+from tests.gpu.gpu_case import assert_right, on_gpu  # noqa: E402
+
+HIGH = Tiles(64, 64, 4, 3, 4)
+CONFIGS = {
+    "vectors": Config(0, Vectors(4, 64), Vectors(4, 32, at=2)),
+    "parts": Config(0, Vectors(4, 64), Vectors(32, 16, at=1, parts=3)),
+    "swap": Config(16, Tiles(64, 64, 4, 3, swap=True), Tiles(64, 64, 4, 3, swap=True)),
+    "pointers": Config(64, HIGH, HIGH),
+    "descriptors": Config(64, replace(HIGH, desc=True, join=True), replace(HIGH, desc=True, rows_desc=True)),
+    "walk": Config(64, replace(HIGH, desc=True, persistent=True, flatten=True), replace(HIGH, desc=True, persistent=True, flatten=True)),
+    "stored": Config(128, Tiles(64, 64, 8, 3, 4, desc=True, join=True, persistent=True, flatten=True, store=2),
+                     Tiles(128, 64, 8, 3, 4, desc=True, rows_desc=True, persistent=True, flatten=True, store=2)),
+    "sorted rows": Config(128, Tiles(64, 64, 8, 3, 4, desc=True, rows_desc=True, join=True, store=1), Tiles(64, 64, 8, 3, 4, tail=True)),
+}  # fmt: skip
+
+
+def cases() -> Iterator[tuple[str, Case, Config]]:
+    odd = Case(tokens=37, hidden=72, inter=40, hidden_out=56, experts=5, top_k=3, dtype=torch.bfloat16, bias=False, low_id=-1, high_id=6)
+    for name, config in CONFIGS.items():
+        yield name, odd, config
+        yield name, odd.with_(bias=True, gating="interleaved", activation="swiglu_oai"), config
+    yield "many slots", odd.with_(tokens=3000), CONFIGS["stored"]
+    yield "separate", odd.with_(separate=True), CONFIGS["pointers"]
+
+
+def main() -> None:
+    for name, case, config in cases():
+        args = on_gpu(case.args())
+        o = case.options
+        code = encode(o["activation"], o["activation_args"], o["gating"], o["up_first"], o["weight_on_input"])
+        args0 = (*decode(*code)["activation_args"], 0.0, 0.0)[:2]
+        body = plans.Body(o["activation"], args0, o["gating"], o["up_first"], o["weight_on_input"], o["out_dtype"] or args[0].dtype)
+        plan = plans.Plan(*args[:3], tuple(args[3:]), body, config)
+        out = plan.run(*args[:3], tuple(args[3:]))
+        assert_right(out, args, o)
+        sys.stdout.write(f"{name}: right\n")
+    for training in (False, True):
+        case = Case(tokens=37, hidden=72, inter=40, hidden_out=56, experts=5, top_k=3, dtype=torch.bfloat16)
+        args = [[t.cuda().requires_grad_(training) for t in a] if isinstance(a, list) else a.cuda() for a in case.args()]
+        if training:
+            args[0].requires_grad_()
+        out = torch.ops.moefuse.experts(*args, **case.options)
+        if training:
+            out.float().sum().backward()
+        torch.cuda.synchronize()
+        sys.stdout.write(f"op {'trained' if training else 'called'}\n")
+
+
+if __name__ == "__main__":
+    main()
