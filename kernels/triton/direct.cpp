@@ -15,7 +15,7 @@ using Handle = void*;
 using Value = uint64_t;
 using Key = std::vector<uint64_t>;
 constexpr uint64_t TORCH_2_10 = (uint64_t(2) << 56) | (uint64_t(10) << 48);
-constexpr size_t FEW = 12;  // more tensors are experts in separate Parameters
+constexpr size_t SINGLE = 3;  // x, ids, weights come before the lists
 
 // In the order of FUNCTIONS in native.py.
 struct Interface {
@@ -59,7 +59,9 @@ struct Launch {
 struct Plan {
   int64_t out[2], bytes;
   int32_t out_dtype, byte_dtype;
-  std::vector<int64_t> inputs, sections;  // position of each input among the tensors; offset of each section of the workspace
+  std::vector<int64_t> inputs;    // position of each input among the tensors; -1 - k: the address constants[k]
+  std::vector<int64_t> sections;  // offset of each section of the workspace
+  std::vector<uint64_t> constants;
   uint64_t* cells;                        // addresses: out, inputs, sections
   std::vector<Launch> launches;
 };
@@ -79,19 +81,26 @@ void check(int32_t error) {
 }
 Handle handle(Value v) { return reinterpret_cast<Handle>(v); }
 
-// What a plan depends on: options, list lengths, device, and of each tensor dtype, alignment, sizes and strides. False: too many tensors.
+// What a plan depends on: options, list lengths, device, and of each tensor dtype, sizes, strides, and its alignment or, in a list of
+// separate Parameters, its address: those are in a table on the device that belongs to the plan. False: not a call of this op.
 bool describe(const Value* stack, Key& key, std::vector<Handle>& tensors, std::vector<uint64_t>& addresses) {
   size_t count = 0, lists = 0;
   check(torch_.list_size(handle(stack[0]), &count));
-  if (!count || count > FEW) return false;
   check(torch_.list_size(handle(stack[1]), &lists));
+  if (count < SINGLE) return false;
   key.reserve(12 + count * 8);
+  tensors.reserve(count);
+  addresses.reserve(count);
   key.insert(key.end(), {stack[2], stack[3], stack[4], uint64_t(uint32_t(stack[5]))});
+  std::vector<bool> separate(SINGLE, false);
   for (size_t i = 0; i < lists; ++i) {
     Value n;
     check(torch_.list_item(handle(stack[1]), i, &n));
     key.push_back(n);
+    if (n > count) return false;
+    separate.insert(separate.end(), size_t(n), n > 1);
   }
+  if (separate.size() != count) return false;
   int32_t device;
   for (size_t i = 0; i < count; ++i) {
     Value v;
@@ -107,7 +116,8 @@ bool describe(const Value* stack, Key& key, std::vector<Handle>& tensors, std::v
     check(torch_.dtype(t, &dtype));
     check(torch_.data(t, &data));
     addresses.push_back(reinterpret_cast<uint64_t>(data));
-    key.push_back(uint64_t(uint32_t(dtype)) << 16 | uint64_t(dim) << 8 | (addresses.back() & 15));
+    key.push_back(uint64_t(uint32_t(dtype)) << 8 | uint64_t(dim));
+    key.push_back(separate[i] ? addresses.back() : addresses.back() & 15);
     key.insert(key.end(), sizes, sizes + dim);
     key.insert(key.end(), strides, strides + dim);
   }
@@ -135,7 +145,7 @@ bool run(Plan& plan, const std::vector<uint64_t>& addresses, int32_t device, Val
   Handle scratch = empty(&plan.bytes, &one, 1, plan.byte_dtype, device, &space);
   uint64_t* cell = plan.cells;
   *cell++ = out;
-  for (int64_t i : plan.inputs) *cell++ = addresses[size_t(i)];
+  for (int64_t i : plan.inputs) *cell++ = i < 0 ? plan.constants[size_t(-1 - i)] : addresses[size_t(i)];
   for (int64_t offset : plan.sections) *cell++ = space + uint64_t(offset);
   int32_t error = 0;
   size_t done = 0;
@@ -157,8 +167,6 @@ bool run(Plan& plan, const std::vector<uint64_t>& addresses, int32_t device, Val
 bool known(Value* stack, std::vector<Handle>& tensors) {
   Key key;
   std::vector<uint64_t> addresses;
-  tensors.reserve(FEW);
-  addresses.reserve(FEW);
   if (!describe(stack, key, tensors, addresses)) return false;
   int32_t device = int32_t(key.back()), current = device;
   if (device_type) check(torch_.current_device(&current));
@@ -193,8 +201,8 @@ PUBLIC int32_t moefuse_register(void* const* functions, const char* name, const 
   return torch_.implement(library, op, infer_kernel, TORCH_2_10);
 }
 
-// The plan of a call with this key. `numbers`: out [2], bytes, out_dtype, dtype of bytes, inputs, sections, launches (three counts), then
-// the inputs, the sections, and of each launch the addresses of its configuration, function and parameters.
+// The plan of a call with this key. `numbers`: out [2], bytes, out_dtype, dtype of bytes, inputs, sections, constants, launches (four
+// counts), then the inputs, the sections, the constants, and of each launch the addresses of its configuration, function and parameters.
 PUBLIC void moefuse_remember(const uint64_t* key, int64_t words, const int64_t* numbers, uint64_t* cells) {
   Plan plan;
   const int64_t* n = numbers;
@@ -203,11 +211,13 @@ PUBLIC void moefuse_remember(const uint64_t* key, int64_t words, const int64_t* 
   plan.bytes = *n++;
   plan.out_dtype = int32_t(*n++);
   plan.byte_dtype = int32_t(*n++);
-  int64_t inputs = *n++, sections = *n++, launches = *n++;
+  int64_t inputs = *n++, sections = *n++, constants = *n++, launches = *n++;
   plan.inputs.assign(n, n + inputs);
   n += inputs;
   plan.sections.assign(n, n + sections);
   n += sections;
+  plan.constants.assign(n, n + constants);
+  n += constants;
   for (int64_t i = 0; i < launches; ++i, n += 3)
     plan.launches.push_back({reinterpret_cast<Config*>(n[0]), reinterpret_cast<void*>(n[1]), reinterpret_cast<void**>(n[2])});
   plan.cells = cells;

@@ -12,7 +12,7 @@ import logging
 import os
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,8 @@ CODES = {
 _library: ctypes.CDLL | None = None
 _tried = False
 _lock = threading.Lock()
-_kept: list[Direct] = []
+_kept: list[Any] = []
+"""Memory that plans launch from, with the tables of addresses that are theirs."""
 
 
 def load(functions: Sequence[int], name: str, dispatch: str, op: str, fallback: str, device_type: int) -> ctypes.CDLL:
@@ -105,22 +106,35 @@ def key_of(
     if out_dtype not in CODES or any(t.dtype not in CODES for t in tensors):
         return None
     words = [body, *struct.unpack("2q", struct.pack("2d", arg0, arg1)), CODES[out_dtype], *counts]
-    for t in tensors:
-        words.append(CODES[t.dtype] << 16 | t.dim() << 8 | t.data_ptr() & 15)
-        words += [*t.shape, *t.stride()]
+    separate = [False] * (len(tensors) - sum(counts)) + [n > 1 for n in counts for _ in range(n)]
+    for t, whole in zip(tensors, separate, strict=True):
+        address = t.data_ptr()
+        words += [CODES[t.dtype] << 8 | t.dim(), address if whole else address & 15, *t.shape, *t.stride()]
     return (*words, tensors[0].get_device())
 
 
 def remember(
-    key: tuple[int, ...] | None, plan: Any, positions: Sequence[int], library: ctypes.CDLL | None = None, function: Any = None
+    key: tuple[int, ...] | None,
+    plan: Any,
+    positions: Sequence[int],
+    tables: Mapping[int, Tensor] | None = None,
+    library: ctypes.CDLL | None = None,
+    function: Any = None,
 ) -> bool:
-    """Hand over a plan that launches directly; ``positions``: of its inputs among the call's tensors. False if that cannot be done."""
+    """Hand over a plan that launches directly; False if that cannot be done.
+
+    ``positions``: of its inputs among the call's tensors; ``tables``: what takes the place of an input, by the index of that input: the
+    device's table of the addresses of separate Parameters, which is kept for good.
+    """
     library = library or _library
-    # float32 depends on a global switch as well, and tensor maps are made in Python.
-    if key is None or library is None or plan.dtype == torch.float32 or any(step.descs for step in plan.steps):
+    # float32 depends on a global switch as well, tensor maps are made in Python, and lists of unequal strides are stacked there.
+    if key is None or library is None or plan.dtype == torch.float32 or any(step.descs for step in plan.steps) or any(plan.stacked):
         return False
-    # Its own memory: Python and C++ guard what they write with different locks.
-    direct = Direct(plan.steps, plan.names, function)
+    try:
+        # Its own memory: Python and C++ guard what they write with different locks.
+        direct = Direct(plan.steps, plan.names, function)
+    except NotImplementedError:
+        return False
     sections = [offset for offset, _, _ in plan.workspace.parts.values()]
     launches = [
         address
@@ -128,9 +142,13 @@ def remember(
         for address in (ctypes.addressof(kernel.config), kernel.function.value or 0, ctypes.addressof(kernel.params))
     ]
     numbers = [plan.tokens, plan.out, plan.workspace.size, CODES[plan.body.out_dtype], CODES[torch.uint8]]
-    numbers += [len(positions), len(sections), len(direct.kernels), *positions, *sections, *launches]
+    constants = [table.data_ptr() for table in (tables or {}).values()]
+    places = list(positions)
+    for k, at in enumerate(tables or ()):
+        places[at] = -1 - k
+    numbers += [len(places), len(sections), len(constants), len(direct.kernels), *places, *sections, *constants, *launches]
     words = (ctypes.c_uint64 * len(key))(*(word & 0xFFFFFFFFFFFFFFFF for word in key))
-    _kept.append(direct)
+    _kept.append((direct, tables))
     library.moefuse_remember(words, ctypes.c_int64(len(key)), (ctypes.c_int64 * len(numbers))(*numbers), direct.cells)
     return True
 

@@ -510,6 +510,15 @@ class Plan:
     def _described(self) -> tuple[Operand | None, ...]:
         return self.w_in, self.w_up, self.w_out, self.b_in, self.b_up, self.b_out
 
+    def tables(self, lists: Lists) -> dict[int, Tensor] | None:
+        """The tables of addresses that this call launches with, by the index of their name in :data:`INPUTS`.
+
+        None if one of them does not follow from the addresses of a list of several tensors.
+        """
+        if any(len(tensors) == 1 and operand.table for tensors, operand in zip(lists, self._described(), strict=True) if operand):
+            return None
+        return {INPUTS.index(name): t for name, t in self._operands(lists).items() if t.dtype == torch.int64}
+
     @property
     def names(self) -> tuple[str, ...]:
         """What a direct launch gets the addresses of, in order."""

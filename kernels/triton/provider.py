@@ -116,8 +116,8 @@ def _plan(key: Any, x: Tensor, ids: Tensor, weights: Tensor, lists: Lists, body:
 
 _BY_FORM: dict[Any, tuple[Plan, tuple[int, ...], bool]] = {}
 """Plans that launch directly, keyed by the arguments of the internal op: with the positions of their inputs, and whether C++ knows."""
-_FEW = 12
-"""A call with more tensors has experts in separate Parameters."""
+_TOLD: set[Any] = set()
+"""Calls with separate Parameters that C++ has been told of, or cannot be."""
 
 
 def infer(tensors: Sequence[Tensor], counts: Sequence[int], body: int, arg0: float, arg1: float, out_dtype: torch.dtype) -> Tensor:
@@ -125,8 +125,10 @@ def infer(tensors: Sequence[Tensor], counts: Sequence[int], body: int, arg0: flo
 
     Where C++ can be compiled, ``native.py`` has taken over what comes here twice.
     """
-    if len(tensors) > _FEW or providers.PROVIDERS["experts"][0].name != NAME:
-        return _general(tensors, counts, body, arg0, arg1, out_dtype)
+    if max(counts) > 1 or providers.PROVIDERS["experts"][0].name != NAME:
+        out = _general(tensors, counts, body, arg0, arg1, out_dtype)
+        _remember_separate(tensors, counts, body, arg0, arg1, out_dtype)
+        return out
     x = tensors[0]
     pointers = [t.data_ptr() for t in tensors]
     key = (
@@ -170,6 +172,28 @@ def _remember(
     _BY_FORM[key] = plan, plan.positions(counts), False
 
 
+def _remember_separate(
+    tensors: Sequence[Tensor], counts: Sequence[int], body: int, arg0: float, arg1: float, out_dtype: torch.dtype
+) -> None:
+    """Have C++ know a call with separate Parameters, with the tables of their addresses."""
+    native.start()
+    if not native.ready() or providers.PROVIDERS["experts"][0].name != NAME:
+        return
+    x, ids, weights, first, *_, last = tensors
+    mark = (*map(_kind, (x, ids, weights)), tuple(counts), body, arg0, arg1, out_dtype, first.data_ptr(), last.data_ptr())
+    if mark in _TOLD:
+        return
+    _TOLD.add(mark)
+    data, options = unpack(tensors, counts), decode(body, arg0, arg1)
+    made, _ = _key(*data, *options.values(), out_dtype)  # type: ignore[call-arg]
+    plan = _PLANS.get(made)
+    if not isinstance(plan, Plan) or not plan.ready:
+        return
+    tables = plan.tables(tuple(data[3:]))
+    if tables is not None:
+        native.remember(native.key_of(tensors, counts, body, arg0, arg1, out_dtype), plan, plan.positions(counts), tables)
+
+
 def forget_plans() -> None:
     """Make every plan anew at its next call, so that it takes a configuration that was measured since.
 
@@ -177,4 +201,5 @@ def forget_plans() -> None:
     """
     _PLANS.clear()
     _BY_FORM.clear()
+    _TOLD.clear()
     native.forget()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import time
 from typing import Any
 
 import pytest
@@ -167,3 +169,38 @@ def test_a_compiled_block(mode: str) -> None:
     assert report is not None
     assert len(report.fused) == 1
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("separate", [False, True], ids=["stacked", "separate"])
+def test_launched_without_python(separate: bool) -> None:
+    """Once C++ knows a call it launches it: the same bits, live weights, other tokens; a graph records it."""
+    from moefuse.kernels.triton import native, provider
+
+    case = Case(tokens=2, hidden=256, inter=128, hidden_out=256, experts=8, top_k=2, bias=False, dtype=torch.bfloat16, separate=separate)
+    args = on_gpu(case.args())
+    run(args, **case.options)
+    deadline = time.monotonic() + 120
+    while not native.ready() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert native.ready(), "the C++ did not compile"
+    assert native._library is not None
+    native._library.moefuse_known.restype = ctypes.c_int64
+    before = native._library.moefuse_known()
+    for _ in range(3):
+        run(args, **case.options)
+    assert native._library.moefuse_known() > before
+    want = provider.experts(*args, *case.options.values())
+    out = run(args, **case.options)
+    assert torch.equal(out, want)
+    args[0] = args[0] * 2
+    for w in args[3]:
+        w.mul_(0.5)
+    want = provider.experts(*args, *case.options.values())
+    assert torch.equal(run(args, **case.options), want)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        recorded = run(args, **case.options)
+    args[1].copy_(args[1].flip(0))
+    graph.replay()
+    assert torch.equal(recorded, provider.experts(*args, *case.options.values()))
+    assert_right(recorded, args, case.options)

@@ -72,7 +72,7 @@ class World:
 
     def remember(self, tensors: list[Tensor]) -> bool:
         key = self.native.key_of(tensors, COUNTS, 3, 0.5, -0.25, BF16)
-        return bool(self.native.remember(key, self.plan, self.plan.positions(COUNTS), self.library, len))
+        return bool(self.native.remember(key, self.plan, self.plan.positions(COUNTS), None, self.library, len))
 
     def known(self) -> int:
         self.library.moefuse_known.restype = ctypes.c_int64
@@ -174,12 +174,34 @@ def test_what_stays_in_python(world: World) -> None:
     from moefuse.kernels.triton.config import Problem
 
     plan, _ = make_plan(Problem(T, K, E, H, INNER, H, "merged", "float32"), None)
-    assert not world.native.remember((1, 2), plan, plan.positions(COUNTS), world.library)
-    assert not world.native.remember(None, world.plan, world.plan.positions(COUNTS), world.library)
+    assert not world.native.remember((1, 2), plan, plan.positions(COUNTS), None, world.library)
+    assert not world.native.remember(None, world.plan, world.plan.positions(COUNTS), None, world.library)
     odd = tensors()
     odd[0] = odd[0].to(torch.complex64)
     assert world.native.key_of(odd, COUNTS, 3, 0.5, 0.0, BF16) is None
     assert world.known() == 0
+
+
+def test_separate_parameters(world: World) -> None:
+    """A table of addresses takes the place of a list; the same call over other Parameters is another call."""
+    separate = [E, 0, E, 0, 0, 0]
+
+    def arguments() -> list[Tensor]:
+        many = [torch.zeros(2 * INNER, H, dtype=BF16) for _ in range(E)] + [torch.zeros(H, INNER, dtype=BF16) for _ in range(E)]
+        return [*tensors()[:3], *many]
+
+    first, second = arguments(), arguments()
+    tables = {3: torch.zeros(E, dtype=torch.int64), 5: torch.zeros(E, dtype=torch.int64)}
+    key = world.native.key_of(first, separate, 3, 0.5, -0.25, BF16)
+    assert world.native.remember(key, world.plan, world.plan.positions(separate), tables, world.library, len)
+    call(first, separate)
+    assert world.fallbacks == 0
+    up, down = world.launched[0][3], world.launched[-1][3]
+    assert (up["w_in"], down["w_out"]) == (tables[3].data_ptr(), tables[5].data_ptr())
+    call(second, separate)
+    assert world.fallbacks == 1
+    call([*first[:3], *first[3 : 3 + E - 1], second[3], *first[3 + E :]], separate)
+    assert world.fallbacks == 2
 
 
 def test_nothing_leaks(world: World) -> None:
