@@ -178,6 +178,7 @@ def test_launched_without_python(separate: bool) -> None:
 
     case = Case(tokens=2, hidden=256, inter=128, hidden_out=256, experts=8, top_k=2, bias=False, dtype=torch.bfloat16, separate=separate)
     args = on_gpu(case.args())
+    provider.forget_plans()
     run(args, **case.options)
     deadline = time.monotonic() + 120
     while not native.ready() and time.monotonic() < deadline:
@@ -185,10 +186,9 @@ def test_launched_without_python(separate: bool) -> None:
     assert native.ready(), "the C++ did not compile"
     assert native._library is not None
     native._library.moefuse_known.restype = ctypes.c_int64
-    before = native._library.moefuse_known()
     for _ in range(3):
         run(args, **case.options)
-    assert native._library.moefuse_known() > before
+    assert native._library.moefuse_known() == 1
     want = provider.experts(*args, *case.options.values())
     out = run(args, **case.options)
     assert torch.equal(out, want)

@@ -169,7 +169,8 @@ def test_memory(on_input: bool) -> None:
     out = run(args, **case.options)
     slots, i, h = case.tokens * case.top_k, case.inter, case.hidden
     saved = torch.cuda.memory_allocated() - before
-    assert saved <= 2 * (slots * 2 * i + case.tokens * h) + 8 * slots + (64 << 10)
+    # The allocator leaves a large block whole when less than a MiB of it would remain.
+    assert saved <= 2 * (slots * 2 * i + case.tokens * h) + 8 * slots + (2 << 20)
     torch.cuda.reset_peak_memory_stats()
     out.sum().backward()
     peak = torch.cuda.max_memory_allocated() - before
@@ -186,7 +187,7 @@ def one_step(model: Any, ids: Tensor) -> tuple[float, dict[str, Tensor]]:
     logits = model(ids, use_cache=False).logits
     loss = torch.nn.functional.cross_entropy(logits[:, :-1].reshape(-1, logits.shape[-1]), ids[:, 1:].reshape(-1))
     loss.backward()
-    return float(loss), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return float(loss.detach()), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
