@@ -20,7 +20,8 @@ from moefuse.kernels.triton import config
 from moefuse.kernels.triton import grouped_plan as plan
 from moefuse.kernels.triton.config import Problem
 from moefuse.kernels.triton.grouped_plan import Activation, Lists, Sorted, on_device
-from moefuse.kernels.triton.plan import Body, Plan, device_of
+from moefuse.kernels.triton.layout import Body, device_of
+from moefuse.kernels.triton.plan import Plan
 
 NAME = "grouped_mm"
 FORMS = ("all", "down")

@@ -19,8 +19,8 @@ from moefuse._torch_private import current_device
 from moefuse.kernels.triton import backward, grouped, routing, rows, wgrad
 from moefuse.kernels.triton.config import Tiles, power_of_two
 from moefuse.kernels.triton.launch import Address, Descriptor, Launch, stream_of
+from moefuse.kernels.triton.layout import CHUNK, SORT_AT_ONCE, Device, device_of, rows_descriptor
 from moefuse.kernels.triton.operands import Operand, address_table, describe
-from moefuse.kernels.triton.plan import CHUNK, SORT_AT_ONCE, Device, device_of, rows_descriptor
 
 Lists = Sequence[Tensor]
 

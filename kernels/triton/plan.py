@@ -6,9 +6,7 @@ and launches. Buffer sizes depend on T, K, E and the sizes of an expert, never o
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,98 +15,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moefuse._torch_private import empty_cuda
 from moefuse._torch_private import raw_stream as _raw_stream
-from moefuse.kernels.triton import combine, gemm, gemv, routing
-from moefuse.kernels.triton.config import SHARED_BYTES, Config, Problem, Tiles, Vectors, choose, power_of_two
+from moefuse.kernels.triton import tiles, vectors
+from moefuse.kernels.triton.config import Config, Problem, choose
 from moefuse.kernels.triton.direct import Direct
 from moefuse.kernels.triton.launch import INTERPRETED, Address, Descriptor, Launch, stream_of
+from moefuse.kernels.triton.layout import INPUTS, Body, Lists, Step, Workspace, device_of
 from moefuse.kernels.triton.operands import Operand, address_table, describe
-
-Lists = tuple[Sequence[Tensor], ...]
-"""w_in, w_up, w_out, b_in, b_up, b_out."""
-
-INPUTS = ("x", "ids", "weights", "w_in", "w_up", "w_out", "b_in", "b_up", "b_out")
-"""Names of the tensors that a call brings."""
-SORT_AT_ONCE = 8192
-"""Up to this many slots one kernel sorts; each of its programs reads all ids."""
-CHUNK = 256
-"""Slots of a chunk of the sort for more."""
-UNROLLED = 16
-"""Up to so many slots per token the combine has all their rows in flight at once."""
-
-
-@dataclass(frozen=True)
-class Body:
-    """The options of a call."""
-
-    activation: str
-    args: tuple[float, float]
-    gating: str
-    up_first: bool
-    on_input: bool
-    out_dtype: torch.dtype
-
-
-@dataclass(frozen=True)
-class Device:
-    """What a configuration depends on of the device."""
-
-    name: str
-    sms: int
-    shared: int
-    hopper: bool
-
-
-@functools.cache
-def device_of(device: torch.device) -> Device:
-    """Properties of a device; of the interpreter's, those of a small Hopper."""
-    if device.type != "cuda":
-        return Device("interpreter", 2, SHARED_BYTES, False)
-    p = torch.cuda.get_device_properties(device)
-    shared = getattr(p, "shared_memory_per_block_optin", SHARED_BYTES)
-    return Device(p.name, p.multi_processor_count, shared, torch.version.hip is None and p.major == 9)
-
-
-class Workspace:
-    """Sections of one allocation, each at a multiple of 256 bytes."""
-
-    def __init__(self) -> None:
-        self.size = 0
-        self.parts: dict[str, tuple[int, tuple[int, ...], torch.dtype]] = {}
-
-    def add(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        self.parts[name] = (self.size, shape, dtype)
-        count = 1
-        for n in shape:
-            count *= n
-        self.size += -(-count * dtype.itemsize // 256) * 256
-
-    def views(self, base: Tensor) -> dict[str, Tensor]:
-        """Every section as a tensor."""
-        out = {}
-        for name, (offset, shape, dtype) in self.parts.items():
-            count = functools.reduce(lambda a, b: a * b, shape, 1) * dtype.itemsize
-            out[name] = base[offset : offset + count].view(dtype).view(shape)
-        return out
-
-
-def rows_descriptor(rows: int, features: int, bm: int, bn: int) -> tuple[Any, ...]:
-    """(shape, strides, block) of a descriptor of a contiguous [rows, features] through which ``functions.store_rows`` stores.
-
-    Rows are clipped at FAR_ROW = 2**30; coordinate FAR_ROW of the first dimension goes 2**64 bytes (a power of two times that), which is
-    nowhere, minus FAR_ROW rows.
-    """
-    huge = 0x7FFF0000
-    return (huge, huge, 1 << 30, features), ((1 << 34) - features, features, features, 1), (1, 1, bm, bn)
-
-
-@dataclass
-class _Step:
-    """A launch and the names of its pointers."""
-
-    launch: Launch
-    names: tuple[str, ...]
-    descs: tuple[tuple[int, str, tuple[int, ...], tuple[int, ...], tuple[int, ...]], ...] = ()
-    """(position, name of the tensor, shape, strides, block) of each descriptor among the pointers."""
 
 
 class Plan:
@@ -135,7 +47,7 @@ class Plan:
         self.config = config or self._choose(w_in[0])
         self.strides_x, self.strides_ids, self.strides_weights = x.stride(), ids.stride(), weights.stride()
         self.workspace = Workspace()
-        self.steps: list[_Step] = []
+        self.steps: list[Step] = []
         self.ready = False
         self.direct: Direct | None = None
         if not self.empty:
@@ -166,50 +78,6 @@ class Plan:
         )
         return choose(problem, self.device.name, self.device.hopper, self.device.shared, item)
 
-    @staticmethod
-    def _describable(w: Operand, item: int) -> str:
-        """How a descriptor can show the operand as one matrix: "out-in" (E * features rows), "in-out" (E * inputs rows), or "" (not)."""
-        e, n, k = w.strides
-        if w.table or not w.aligned:
-            return ""
-        if k == 1 and n > 1 and e % n == 0 and n * item % 16 == 0:
-            return "out-in"
-        return "in-out" if n == 1 and k > 1 and e % k == 0 and k * item % 16 == 0 else ""
-
-    def _up_desc(self) -> str:
-        """The form of the descriptors of ``up_tiles``; an in-out tile must not reach into the next expert's inputs."""
-        up, item = self.config.up, self.dtype.itemsize
-        a, b = self._describable(self.w_in, item), self._describable(self.w_up, item)
-        return a if up.desc and a == b and self.hidden and (a == "out-in" or self.hidden % up.bk == 0) else ""
-
-    def _joined(self, form: str) -> bool:
-        """Whether ``up_tiles`` takes gate and up as one block: both halves of every expert in one tensor, which is not an expanded view."""
-        e, n, _ = self.w_in.strides
-        return (
-            self.config.up.join
-            and form == "out-in"
-            and self.body.gating == "merged"
-            and not self.config.up.swap
-            and e >= 2 * self.inter * n
-        )
-
-    def _down_desc(self) -> str:
-        down = self.config.down
-        a = self._describable(self.w_out, self.dtype.itemsize)
-        return a if down.desc and self.inter and (a == "out-in" or self.inter % down.bk == 0) else ""
-
-    def _matrix(self, w: Operand, form: str, features: int, inputs: int, bn: int, bk: int) -> tuple[Any, ...]:
-        """(shape, strides, block) of the descriptor of one operand."""
-        rows = self._rows(w, form) * (self.experts - 1)
-        if form == "out-in":
-            return (rows + features, inputs), (w.strides[1], 1), (bn, bk)
-        return (rows + inputs, features), (w.strides[2], 1), (bk, bn)
-
-    @staticmethod
-    def _rows(w: Operand, form: str) -> int:
-        """Rows from one expert to the next in the matrix of a descriptor."""
-        return w.strides[0] // w.strides[1 if form == "out-in" else 2] if form else 0
-
     @property
     def gating(self) -> str:
         """The kernels' form of the gating: halves of one tensor and two tensors are one form."""
@@ -226,232 +94,30 @@ class Plan:
         ws, s = self.workspace, self.slots
         ws.add("h", (s, self.inter), self.dtype)
         if self.config.bm:
-            self._build_tiles()
+            tiles.build_tiles(self)
         else:
-            self._build_vectors()
+            vectors.build_vectors(self)
 
-    def _up_flags(self) -> tuple[bool, ...]:
+    def up_flags(self) -> tuple[bool, ...]:
         """TABLE, ALIGNED, BIAS_A, BIAS_B, BIAS_TABLE."""
         a, b = self.b_in, self.b_up
         aligned = self.w_in.aligned and self.w_up.aligned
         return self.w_in.table, aligned, a is not None, b is not None, (a is not None and a.table) or (b is not None and b.table)
 
-    def _down_flags(self) -> tuple[bool, ...]:
+    def down_flags(self) -> tuple[bool, ...]:
         """TABLE, ALIGNED, BIAS, BIAS_TABLE."""
         b = self.b_out
         return self.w_out.table, self.w_out.aligned, b is not None, b is not None and b.table
 
-    def _wide(self, *operands: Operand) -> bool:
+    def wide(self, *operands: Operand) -> bool:
         """64-bit offsets within an expert or a token's row."""
         return any(w.wide for w in operands) or abs(self.strides_x[1]) * self.hidden >= 1 << 31
 
-    def _launch(self, kernel: Any, grid: Sequence[int], rest: Sequence[Any], names: str, part: Any, warps: int = 4, **more: Any) -> None:
+    def launch(self, kernel: Any, grid: Sequence[int], rest: Sequence[Any], names: str, part: Any, warps: int = 4, **more: Any) -> None:
         options = {"num_warps": part.warps, "num_stages": max(part.stages, 1)} if part is not None else {"num_warps": warps}
         if self.config.pdl and not INTERPRETED:
             options["launch_pdl"] = True
-        self.steps.append(_Step(Launch(kernel, grid, rest, **options), tuple(names.split()), **more))
-
-    # Few slots ----------------------------------------------------------------------------------------------------------------------
-
-    def _build_vectors(self) -> None:
-        up, down, body, pdl = self.config.up, self.config.down, self.body, self.config.pdl and not INTERPRETED
-        no_bias = (0, 0)
-        i, n, h = self.inter, self.out, self.hidden
-        self._launch(
-            gemv.up_vectors,
-            (self.slots, max(-(-i // up.bn), 1)),
-            (
-                *(self.slots, self.top_k, self.experts, h, i, *body.args),
-                *(*self.strides_x, *self.strides_ids, *self.strides_weights, *self.w_in.strides, *self.w_up.strides),
-                *(*(self.b_in.strides if self.b_in else no_bias), *(self.b_up.strides if self.b_up else no_bias), *self.firsts),
-                *(self.gating, body.up_first and self.gating == "interleaved", body.activation),
-                *(*self._up_flags(), body.on_input, self._wide(self.w_in, self.w_up)),
-                *(i % up.bn == 0, h % up.bk == 0, up.bn, up.bk, up.stages, pdl),
-            ),
-            "x ids weights w_in w_up b_in b_up h",
-            up,
-        )
-        if down.parts:
-            self._build_parts(down)
-            return
-        self._launch(
-            gemv.down_vectors,
-            (self.tokens, -(-n // down.bn)),
-            (
-                *(self.top_k, self.experts, i, n, *self.strides_ids, *self.strides_weights, *self.w_out.strides),
-                *(self.b_out.strides if self.b_out else no_bias),
-                *(
-                    self.w_out.table,
-                    self.w_out.aligned,
-                    self.b_out is not None,
-                    self.b_out is not None and self.b_out.table,
-                    not body.on_input,
-                    self._wide(self.w_out),
-                ),
-                *(n % down.bn == 0, i % down.bk == 0, down.at, down.bn, down.bk, down.stages, pdl),
-            ),
-            "h ids weights w_out b_out out",
-            down,
-        )
-
-    def _build_parts(self, down: Vectors) -> None:
-        pdl, i, n = self.config.pdl and not INTERPRETED, self.inter, self.out
-        span = -(-i // (down.parts * down.bk)) * down.bk
-        wide = torch.float64 if self.dtype == torch.float64 else torch.float32
-        self.workspace.add("parts", (self.slots, down.parts, n), wide)
-        self._launch(
-            gemv.down_parts,
-            (self.slots, -(-n // down.bn), down.parts),
-            (
-                *(self.top_k, self.experts, i, n, span, *self.strides_ids, *self.w_out.strides),
-                *(self.w_out.table, self.w_out.aligned, self._wide(self.w_out), n % down.bn == 0, i % down.bk == 0),
-                *(down.bn, down.bk, down.stages, pdl),
-            ),
-            "h ids w_out parts",
-            down,
-        )
-        block = min(power_of_two(n), 256)
-        bias = self.b_out
-        self._launch(
-            combine.combine_parts,
-            (self.tokens, -(-n // block)),
-            (
-                *(self.top_k, self.experts, n, *self.strides_ids, *self.strides_weights, *(bias.strides if bias else (0, 0))),
-                *(down.parts, bias is not None, bias is not None and bias.table, not self.body.on_input, block, pdl),
-            ),
-            "parts ids weights b_out out h",
-            None,
-        )
-
-    # Many slots ---------------------------------------------------------------------------------------------------------------------
-
-    def _build_routing(self, bm: int, max_tiles: int, inverse: bool) -> None:
-        ws, s, e, pdl = self.workspace, self.slots, self.experts, self.config.pdl and not INTERPRETED
-        bins = max(power_of_two(e + 1), 32)
-        for name, count in (("order", s), ("position", s), ("offsets", e + 1), ("tiles", 2 * max_tiles), ("num_tiles", 1)):
-            if name != "position" or inverse:
-                ws.add(name, (count,), torch.int32)
-        position = "position" if inverse else "order"
-        by = (*self.strides_ids, s, e, self.top_k)
-        flat = self.strides_ids == (self.top_k, 1)
-        if s <= SORT_AT_ONCE:
-            rest = (*by, max_tiles, flat, inverse, max(power_of_two(s), 128), bins, bm, pdl)
-            names = f"ids order {position} offsets tiles num_tiles"
-            self._launch(routing.sort_once, (e + 1,), rest, names, None, warps=4 if s <= 1024 else 8)
-            return
-        chunks, cols = -(-s // CHUNK), 8
-        ws.add("counts", (chunks, bins), torch.int32)
-        ws.add("totals", (bins,), torch.int32)
-        self._launch(routing.count_chunks, (chunks,), (*by, flat, CHUNK, bins, pdl), "ids counts", None)
-        self._launch(routing.scan_chunks, (bins // cols,), (chunks, 128, bins, cols, pdl), "counts totals", None)
-        rest = (*by, max_tiles, flat, inverse, CHUNK, bins, bm, pdl)
-        names = f"ids counts totals order {position} offsets tiles num_tiles"
-        self._launch(routing.place_chunks, (chunks,), rest, names, None)
-
-    def _store(self, parts: int, features: int, bn: int) -> int:
-        """In how many blocks of columns rows of ``features`` can be stored through a descriptor; 0 if they cannot."""
-        item = self.dtype.itemsize
-        return parts if parts and features * item % 16 == 0 and bn // parts * item >= 16 else 0
-
-    def _build_sorted_rows(self) -> None:
-        s, h, pdl = self.slots, self.hidden, self.config.pdl and not INTERPRETED
-        self.workspace.add("xs", (s, h), self.dtype)
-        rows, block = 8, min(power_of_two(h), 256)
-        wide = self._wide()
-        self._launch(
-            routing.sort_rows,
-            (-(-s // rows), -(-h // block)),
-            (
-                *(self.experts, h, self.top_k, *self.strides_x, *self.strides_weights),
-                *(self.body.on_input, wide, h % block == 0, rows, block, pdl),
-            ),
-            "x weights order offsets xs",
-            None,
-        )
-
-    def _grid(self, part: Tiles, tiles: int) -> tuple[int]:
-        return (min(self.device.sms * part.per_sm, max(tiles, 1)),) if part.persistent else (max(tiles, 1),)
-
-    def _build_tiles(self) -> None:
-        up, down, body, bm, pdl = self.config.up, self.config.down, self.body, self.config.bm, self.config.pdl and not INTERPRETED
-        i, n, h, s = self.inter, self.out, self.hidden, self.slots
-        max_tiles = min(s, s // bm + min(self.experts, s))
-        item = self.dtype.itemsize
-        stored = (self._store(up.store, i, up.bn), self._store(down.store, n, down.bn))
-        self._build_routing(bm, max_tiles, stored[1] > 0)
-        self.workspace.add("y", (s, n), self.dtype)
-        no_bias = (0, 0)
-        width = 2 * up.bn if self.gating == "interleaved" else up.bn
-        features = {"merged": 2 * i, "interleaved": 2 * i}.get(body.gating, i)
-        tail = [part.tail and bm > 16 and not part.flatten for part in (up, down)]
-        descs: list[Any] = []
-        form = self._up_desc()
-        join = self._joined(form)
-        if join:
-            strides = self.w_in.strides
-            descs.append((2, "w_in", (self.experts, 2, i, h), (strides[0], i * strides[1], strides[1], 1), (1, 2, up.bn, up.bk)))
-        elif form:
-            a, b = ("w_in", self.w_in), ("w_up", self.w_up)
-            for position, (name, w) in enumerate((a, b if body.gating == "separate" else a), 2):
-                descs.append((position, name, *self._matrix(w, form, features, h, width, up.bk)))
-        rows_a, rows_b = self._rows(self.w_in, form), self._rows(self.w_up, form)
-        if stored[0]:
-            descs.append((7, "h", *rows_descriptor(s, i, bm, up.bn // stored[0])))
-        up_rows = up.rows_desc and h > 0 and h * item % 16 == 0
-        if up_rows:
-            tail[0] = False
-            self._build_sorted_rows()
-            descs.insert(0, (0, "xs", (s, h), (h, 1), (bm, up.bk)))
-        precision = "tf32" if self.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
-        self._launch(
-            gemm.up_tiles,
-            self._grid(up, max_tiles * -(-i // up.bn)),
-            (
-                *(max_tiles, self.top_k, h, i, *body.args, *self.strides_x, *self.strides_weights),
-                *(*self.w_in.strides, *self.w_up.strides),
-                *(*(self.b_in.strides if self.b_in else no_bias), *(self.b_up.strides if self.b_up else no_bias), *self.firsts),
-                *(rows_a, rows_b, self.gating, body.up_first and (join or self.gating == "interleaved"), body.activation),
-                *(*self._up_flags(), body.on_input and not up_rows, self._wide(self.w_in, self.w_up)),
-                *(i % up.bn == 0, h % up.bk == 0, bm, up.bn, up.bk, up.group, up.swap, form, up_rows),
-                *(join, tail[0], up.persistent, up.flatten, stored[0], precision, pdl),
-            ),
-            ("xs" if up_rows else "x") + " weights w_in w_up b_in b_up h h order offsets tiles num_tiles",
-            up,
-            descs=tuple(descs),
-        )
-        descs = []
-        rows_desc = down.rows_desc and i > 0 and i * item % 16 == 0
-        if rows_desc:
-            descs.append((1, "h", (s, i), (i, 1), (bm, down.bk)))
-        form = self._down_desc()
-        if form:
-            descs.append((2, "w_out", *self._matrix(self.w_out, form, n, i, down.bn, down.bk)))
-        if stored[1]:
-            descs.append((5, "y", *rows_descriptor(s, n, bm, down.bn // stored[1])))
-        self._launch(
-            gemm.down_tiles,
-            self._grid(down, max_tiles * -(-n // down.bn)),
-            (
-                *(max_tiles, i, n, self._rows(self.w_out, form), *self.w_out.strides, *(self.b_out.strides if self.b_out else no_bias)),
-                *(*self._down_flags(), self._wide(self.w_out)),
-                *(n % down.bn == 0, i % down.bk == 0, bm, down.bn, down.bk, down.group, down.swap, form),
-                *(rows_desc, tail[1], down.persistent, down.flatten, stored[1], precision, pdl),
-            ),
-            "h h w_out b_out y y order offsets tiles num_tiles",
-            down,
-            descs=tuple(descs),
-        )
-        block = min(power_of_two(n), 1024)
-        self._launch(
-            combine.combine_slots,
-            (self.tokens, -(-n // block)),
-            (
-                *(self.top_k, self.experts, n, *self.strides_ids, *self.strides_weights),
-                *(not body.on_input, stored[1] > 0, n % block == 0, block, self.top_k if self.top_k <= UNROLLED else 0, pdl),
-            ),
-            f"y ids weights {'position' if stored[1] else 'ids'} out",
-            None,
-        )
+        self.steps.append(Step(Launch(kernel, grid, rest, **options), tuple(names.split()), **more))
 
     # Running ------------------------------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from moefuse._torch_private import current_device
 from moefuse.kernels.triton import grouped_mm, native
 from moefuse.kernels.triton.launch import INTERPRETED
-from moefuse.kernels.triton.plan import Body, Lists, Plan
+from moefuse.kernels.triton.layout import Body, Lists
+from moefuse.kernels.triton.plan import Plan
 from moefuse.ops.body import decode, unpack
 from moefuse.runtime import providers
 

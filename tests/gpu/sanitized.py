@@ -20,6 +20,7 @@ sys.path[:0] = [str(Path(__file__).parent.parent.parent)]
 
 import torch  # noqa: E402
 
+from moefuse.kernels.triton import layout  # noqa: E402
 from moefuse.kernels.triton import plan as plans  # noqa: E402
 from moefuse.kernels.triton.config import Config, Tiles, Vectors  # noqa: E402
 from moefuse.ops.body import decode, encode  # noqa: E402
@@ -55,7 +56,7 @@ def main() -> None:
         o = case.options
         code = encode(o["activation"], o["activation_args"], o["gating"], o["up_first"], o["weight_on_input"])
         args0 = (*decode(*code)["activation_args"], 0.0, 0.0)[:2]
-        body = plans.Body(o["activation"], args0, o["gating"], o["up_first"], o["weight_on_input"], o["out_dtype"] or args[0].dtype)
+        body = layout.Body(o["activation"], args0, o["gating"], o["up_first"], o["weight_on_input"], o["out_dtype"] or args[0].dtype)
         plan = plans.Plan(*args[:3], tuple(args[3:]), body, config)
         out = plan.run(*args[:3], tuple(args[3:]))
         assert_right(out, args, o)

@@ -29,6 +29,7 @@ POINTERS = {
 
 def make_plan(problem: Any, config: Any, separate: bool = False) -> Any:
     """A plan over meta tensors."""
+    from moefuse.kernels.triton import layout
     from moefuse.kernels.triton import plan as plans
 
     dtype = getattr(torch, problem.dtype)
@@ -54,7 +55,7 @@ def make_plan(problem: Any, config: Any, separate: bool = False) -> Any:
     if problem.gating == "interleaved":
         activation, lists[3], lists[5] = "swiglu_oai", [draw(problem.experts, width)], [draw(problem.experts, problem.out)]
     ids = torch.empty(problem.tokens, problem.top_k, dtype=torch.int64, device="meta")
-    body = plans.Body(activation, (1.7, 7.0), problem.gating, False, False, dtype)
+    body = layout.Body(activation, (1.7, 7.0), problem.gating, False, False, dtype)
     plan = plans.Plan(draw(problem.tokens, problem.hidden), ids, draw(problem.tokens, problem.top_k), tuple(lists), body, config)
     tensors = plan.workspace.views(torch.empty(plan.workspace.size, dtype=torch.uint8, device="meta"))
     own = {"x": draw(1), "weights": draw(1), "out": draw(1), "ids": ids}

@@ -24,12 +24,13 @@ TILE_BODIES = [c for c in every_body() if c.activation in ("silu", "swiglu_oai",
 
 def call(case: Case, config: Any = None, args: list[Any] | None = None, poison: bool = True) -> torch.Tensor:
     """One call with the given configuration (None: the one it would take); every buffer begins as NaN."""
+    from moefuse.kernels.triton import layout
     from moefuse.kernels.triton import plan as plans
 
     x, ids, weights, *lists = case.args() if args is None else args
     o = case.options
     arg0, arg1, *_ = (*o["activation_args"], 0.0, 0.0)
-    body = plans.Body(o["activation"], (arg0, arg1), o["gating"], o["up_first"], o["weight_on_input"], o["out_dtype"] or x.dtype)
+    body = layout.Body(o["activation"], (arg0, arg1), o["gating"], o["up_first"], o["weight_on_input"], o["out_dtype"] or x.dtype)
     plan = plans.Plan(x, ids, weights, tuple(lists), body, config)
     empty = torch.empty
 
@@ -182,6 +183,7 @@ def test_unused_experts_and_invalid_weights_are_not_read() -> None:
 @pytest.mark.parametrize("tokens", [7, 300])
 def test_the_order_is_a_stable_sort(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
     """One kernel for few slots and three for many give the same arrays as torch's stable sort."""
+    from moefuse.kernels.triton import layout
     from moefuse.kernels.triton import plan as plans
     from moefuse.runtime.routing import sort_slots
 
@@ -189,7 +191,7 @@ def test_the_order_is_a_stable_sort(monkeypatch: pytest.MonkeyPatch, tokens: int
     for at_once in (8192, 0):
         monkeypatch.setattr(plans, "SORT_AT_ONCE", at_once)
         x, ids, weights, *lists = case.args()
-        body = plans.Body("silu", (0.0, 0.0), "merged", False, False, x.dtype)
+        body = layout.Body("silu", (0.0, 0.0), "merged", False, False, x.dtype)
         plan = plans.Plan(x, ids, weights, tuple(lists), body, tiles())
         space = torch.full((plan.workspace.size,), 255, dtype=torch.uint8)
         views = plan.workspace.views(space)

@@ -106,7 +106,7 @@ def problems() -> list[Any]:
 def test_searches_are_bounded(index: int) -> None:
     """A few dozen candidates to begin with and per round, each within the device's shared memory, none twice."""
     from moefuse.kernels.triton.config import fit, rules
-    from moefuse.kernels.triton.plan import Device
+    from moefuse.kernels.triton.layout import Device
     from moefuse.kernels.triton.tune import candidates
     from moefuse.tuning.entries import config_from
 
@@ -131,7 +131,7 @@ def test_searches_are_bounded(index: int) -> None:
 @pytest.mark.parametrize("index", range(6))
 def test_every_start_compiles(index: int, tmp_path: Any) -> None:
     from moefuse.kernels.triton.config import fit, rules
-    from moefuse.kernels.triton.plan import Device
+    from moefuse.kernels.triton.layout import Device
     from moefuse.kernels.triton.tune import candidates
     from tests.triton.test_compiled import compile_plan
 

@@ -12,7 +12,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from moefuse.kernels.triton.config import Config, Problem, Tiles, Vectors, fit, power_of_two, rules, table
-from moefuse.kernels.triton.plan import Device
+from moefuse.kernels.triton.layout import Device
 
 NEAR = 3
 """Entries of the table that a search begins with."""

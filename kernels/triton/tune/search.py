@@ -14,7 +14,8 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from moefuse.kernels.triton.config import Config, choose, shipped
-from moefuse.kernels.triton.plan import Plan, device_of
+from moefuse.kernels.triton.layout import device_of
+from moefuse.kernels.triton.plan import Plan
 from moefuse.kernels.triton.tune import candidates
 from moefuse.kernels.triton.tune.call import Call
 from moefuse.kernels.triton.tune.check import Truth

@@ -1,0 +1,99 @@
+"""What a plan is put together from: names, the options of a call, the device, sections of the workspace, steps, and descriptors of rows."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moefuse.kernels.triton.config import SHARED_BYTES
+from moefuse.kernels.triton.launch import Launch
+
+Lists = tuple[Sequence[Tensor], ...]
+"""w_in, w_up, w_out, b_in, b_up, b_out."""
+
+INPUTS = ("x", "ids", "weights", "w_in", "w_up", "w_out", "b_in", "b_up", "b_out")
+"""Names of the tensors that a call brings."""
+SORT_AT_ONCE = 8192
+"""Up to this many slots one kernel sorts; each of its programs reads all ids."""
+CHUNK = 256
+"""Slots of a chunk of the sort for more."""
+
+
+@dataclass(frozen=True)
+class Body:
+    """The options of a call."""
+
+    activation: str
+    args: tuple[float, float]
+    gating: str
+    up_first: bool
+    on_input: bool
+    out_dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a configuration depends on of the device."""
+
+    name: str
+    sms: int
+    shared: int
+    hopper: bool
+
+
+@functools.cache
+def device_of(device: torch.device) -> Device:
+    """Properties of a device; of the interpreter's, those of a small Hopper."""
+    if device.type != "cuda":
+        return Device("interpreter", 2, SHARED_BYTES, False)
+    p = torch.cuda.get_device_properties(device)
+    shared = getattr(p, "shared_memory_per_block_optin", SHARED_BYTES)
+    return Device(p.name, p.multi_processor_count, shared, torch.version.hip is None and p.major == 9)
+
+
+class Workspace:
+    """Sections of one allocation, each at a multiple of 256 bytes."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self.parts: dict[str, tuple[int, tuple[int, ...], torch.dtype]] = {}
+
+    def add(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.parts[name] = (self.size, shape, dtype)
+        count = 1
+        for n in shape:
+            count *= n
+        self.size += -(-count * dtype.itemsize // 256) * 256
+
+    def views(self, base: Tensor) -> dict[str, Tensor]:
+        """Every section as a tensor."""
+        out = {}
+        for name, (offset, shape, dtype) in self.parts.items():
+            count = functools.reduce(lambda a, b: a * b, shape, 1) * dtype.itemsize
+            out[name] = base[offset : offset + count].view(dtype).view(shape)
+        return out
+
+
+def rows_descriptor(rows: int, features: int, bm: int, bn: int) -> tuple[Any, ...]:
+    """(shape, strides, block) of a descriptor of a contiguous [rows, features] through which ``functions.store_rows`` stores.
+
+    Rows are clipped at FAR_ROW = 2**30; coordinate FAR_ROW of the first dimension goes 2**64 bytes (a power of two times that), which is
+    nowhere, minus FAR_ROW rows.
+    """
+    huge = 0x7FFF0000
+    return (huge, huge, 1 << 30, features), ((1 << 34) - features, features, features, 1), (1, 1, bm, bn)
+
+
+@dataclass
+class Step:
+    """A launch and the names of its pointers."""
+
+    launch: Launch
+    names: tuple[str, ...]
+    descs: tuple[tuple[int, str, tuple[int, ...], tuple[int, ...], tuple[int, ...]], ...] = ()
+    """(position, name of the tensor, shape, strides, block) of each descriptor among the pointers."""
