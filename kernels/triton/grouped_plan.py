@@ -20,7 +20,7 @@ from moefuse.kernels.triton import backward, grouped, routing, rows, wgrad
 from moefuse.kernels.triton.config import Tiles, power_of_two
 from moefuse.kernels.triton.launch import Address, Descriptor, Launch, stream_of
 from moefuse.kernels.triton.operands import Operand, address_table, describe
-from moefuse.kernels.triton.plan import CHUNK, SORT_AT_ONCE, Device, device_of, rows_descriptor
+from moefuse.kernels.triton.plan import CHUNK, SORT_AT_ONCE, UNROLLED, Device, device_of, rows_descriptor
 
 Lists = Sequence[Tensor]
 
@@ -308,9 +308,9 @@ def gather(out: Tensor, x: Tensor, it: Sorted) -> None:
 
 
 def clear_dead(out: Tensor, it: Sorted) -> None:
-    """Zeros in the dead rows of out."""
-    br, bn = blocks(out.shape[1])
-    launch(rows.clear_dead, (-(-out.shape[0] // br),), (out, it.offsets), (out.shape[0], it.experts, out.shape[1], out.stride(0), br, bn))
+    """Zeros in the dead rows of out. Few programs: mostly there is nothing to do."""
+    s, n = out.shape
+    launch(rows.clear_dead, (-(-s // 64),), (out, it.offsets), (s, it.experts, n, out.stride(0), 64, min(max(power_of_two(n), 16), 64)))
 
 
 def sum_slots(out: Tensor, y: Tensor, it: Sorted, weights: Tensor | None) -> None:
@@ -318,7 +318,7 @@ def sum_slots(out: Tensor, y: Tensor, it: Sorted, weights: Tensor | None) -> Non
     n = out.shape[1]
     bn = min(power_of_two(n), 1024)
     strides = (0, 0) if weights is None else weights.stride()
-    rest = (it.top_k, it.experts, n, *y.stride(), *strides, weights is not None, bn)
+    rest = (it.top_k, it.experts, n, *y.stride(), *strides, weights is not None, bn, it.top_k if it.top_k <= UNROLLED else 0)
     pointers = (y, inverse(it), it.offsets, y if weights is None else weights, out)
     launch(rows.sum_rows, (out.shape[0], -(-n // bn)), pointers, rest)
 
