@@ -389,7 +389,10 @@ def weight_grads(
     """Gradients of a list of weights, from those of the outputs g and the inputs x: [S, N] rows, or [T, N] tokens."""
     grads, target, instead = new_grads(w, 2)
     n, k = g.shape[1], x.shape[1]
-    bn, part = grad_sizes(it.mean_rows, whole(x.element_size(), n, k), x.dtype, device_of(x.device))
+    device = device_of(x.device)
+    bn, part = grad_sizes(it.mean_rows, whole(x.element_size(), n, k), x.dtype, device)
+    # Gathered rows come one load after their row numbers, and Triton divides the stages between both. Elsewhere registers would not do.
+    deep = device.hopper and x.element_size() == 2 and (g_tokens or x_tokens) and scale is None
     if n and k:
         launch(
             wgrad.weight_grads,
@@ -401,7 +404,7 @@ def weight_grads(
                 *(bn, part.bn, part.bk, part.group, precision_of(x.dtype)),
             ),
             warps=part.warps,
-            stages=part.stages,
+            stages=2 * part.stages - 1 if deep else part.stages,
         )
     return spread(grads, instead)
 
