@@ -119,18 +119,17 @@ def linear_sizes(bm: int, aligned: bool, dtype: torch.dtype, device: Device) -> 
     return fit(Tiles(256, 64, 8, 3, 8, desc=True, rows_desc=True, persistent=True, flatten=True, store=2), bm, 2, device)
 
 
-def grad_sizes(mean_rows: float, aligned: bool, dtype: torch.dtype, device: Device) -> tuple[int, Tiles]:
-    """(BN, tiles) of ``wgrad.weight_grads``; bn of the tiles is the kernel's BK, bk its rows BR."""
+def grad_sizes(mean_rows: float, aligned: bool, scaled: bool, dtype: torch.dtype, device: Device) -> tuple[int, Tiles]:
+    """(BN, tiles) of ``wgrad.weight_grads``; bn of the tiles is the kernel's BK, bk its rows BR. Scaling rows takes registers."""
     if dtype == torch.float64:
         return 16, Tiles(16, 16, 8, 1)
     if dtype == torch.float32:
-        return 64, fit(Tiles(64, 32, 4, 2), 64, 4, device)
+        return 64, fit(Tiles(64, 32, 8 if scaled else 4, 2), 64, 4, device)
     if not aligned:
         return 64, fit(Tiles(64, 32, 8, 3, 8), 64, 2, device)
-    rows_at_once = 64 if mean_rows > 32 else 32
     if not device.hopper:
-        return 128, fit(Tiles(128, rows_at_once, 8, 3, 8), 128, 2, device)
-    return 128, fit(Tiles(256, rows_at_once, 8, 3, 8), 128, 2, device)
+        return 128, fit(Tiles(128, 64 if mean_rows > 32 and not scaled else 32, 8, 3, 8), 128, 2, device)
+    return 128, fit(Tiles(256, 64 if mean_rows > 32 else 32, 8, 3, 8), 128, 2, device)
 
 
 def fit(t: Tiles, bm: int, item: int, device: Device) -> Tiles:
@@ -390,7 +389,7 @@ def weight_grads(
     grads, target, instead = new_grads(w, 2)
     n, k = g.shape[1], x.shape[1]
     device = device_of(x.device)
-    bn, part = grad_sizes(it.mean_rows, whole(x.element_size(), n, k), x.dtype, device)
+    bn, part = grad_sizes(it.mean_rows, whole(x.element_size(), n, k), scale is not None, x.dtype, device)
     # Gathered rows come one load after their row numbers, and Triton divides the stages between both. Elsewhere registers would not do.
     deep = device.hopper and x.element_size() == 2 and (g_tokens or x_tokens) and scale is None
     if n and k:
