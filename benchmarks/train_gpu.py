@@ -2,6 +2,7 @@
 
     python benchmarks/train_gpu.py --out benchmarks/results/train-h200.json
     python benchmarks/train_gpu.py --shapes qwen3 --only moefuse,moefuse_own,moefuse_library
+    python benchmarks/train_gpu.py --shapes mixtral --only moefuse_own --profile
 
 Gradients of the tokens, the routing weights and all expert weights. Correctness comes first: what is further than 2 % from float32, in the
 output and the token gradients of sampled tokens, their routing weights' gradients, or the weight gradients of one expert, is not timed.
@@ -146,7 +147,18 @@ def errors(found: list[Tensor], want: list[Tensor], rows: list[int], expert: int
     return {name: round(gs.relative_error(g, w), 5) for name, g, w in zip(names, got, want, strict=True)}
 
 
-def measure(shape: str, tokens: int, names: list[str], seconds: float, deadline: float) -> list[dict[str, Any]]:
+def kernels_of(it: Timed, steps: int = 4) -> dict[str, float]:
+    """Microseconds per step of each kernel by name, the longest first."""
+    kinds = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=kinds) as profiled:
+        for i in range(steps):
+            it.step(*it.sets[i % len(it.sets)])
+        torch.cuda.synchronize()
+    times = {e.key[:60]: round(e.self_device_time_total / steps, 1) for e in profiled.key_averages() if e.self_device_time_total > 0}
+    return dict(sorted(times.items(), key=lambda pair: -pair[1]))
+
+
+def measure(shape: str, tokens: int, names: list[str], seconds: float, deadline: float, profile: bool = False) -> list[dict[str, Any]]:
     """All implementations at one shape, in turns."""
     s = gs.SHAPES[shape]
     torch.manual_seed(tokens)
@@ -174,6 +186,8 @@ def measure(shape: str, tokens: int, names: list[str], seconds: float, deadline:
                 raise RuntimeError(f"errors {entry['errors']}")
             it = Timed(name, step, sets)
             entry["peak_mib"] = it.peak_mib
+            if profile:
+                entry["kernels_us"] = kernels_of(it)
             it.capture()
             entry["graph"] = it.graph is not None
             timed.append((it, entry))
@@ -207,6 +221,7 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(NAMES), help="implementations")
     parser.add_argument("--seconds", type=float, default=1.5, help="of timing per shape")
     parser.add_argument("--budget", type=float, default=110.0, help="seconds in all")
+    parser.add_argument("--profile", action="store_true", help="the time of each kernel too")
     parser.add_argument("--commit", help="where the checkout is not a repository")
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
@@ -214,11 +229,14 @@ def main() -> None:
     unit = "microseconds per forward and backward, median of CUDA-graph replays with rotating inputs, in turns"
     data: dict[str, Any] = {**layer.environment(args.commit), "unit": unit, "results": []}
     for shape in args.shapes.split(","):
-        data["results"] += measure(shape, args.tokens, args.only.split(","), args.seconds, deadline)
+        data["results"] += measure(shape, args.tokens, args.only.split(","), args.seconds, deadline, args.profile)
         torch.cuda.empty_cache()
         if args.out:
             args.out.parent.mkdir(parents=True, exist_ok=True)
             args.out.write_text(json.dumps(data, indent=1) + "\n")
+    for r in data["results"]:
+        for name, us in list(r.get("kernels_us", {}).items())[:16]:
+            print(f"{r['shape']:10} {r['impl']:16} {us:10.1f} {name}")
     print(table(data["results"]))
 
 

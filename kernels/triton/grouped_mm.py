@@ -18,7 +18,7 @@ from torch import Tensor
 
 from moefuse.kernels.triton import config
 from moefuse.kernels.triton import grouped_plan as plan
-from moefuse.kernels.triton.config import Problem
+from moefuse.kernels.triton.config import Problem, problem_of
 from moefuse.kernels.triton.grouped_plan import Activation, Lists, Sorted, on_device
 from moefuse.kernels.triton.layout import Body, device_of
 from moefuse.kernels.triton.plan import Plan
@@ -167,15 +167,7 @@ def form_for(x: Tensor, ids: Tensor, lists: tuple[Lists, ...], body: Body) -> st
     w_in, _, w_out, b_in, b_up, b_out = lists
     if not ids.numel() or refusal(x, body.gating, (b_in, b_up, b_out), w_in, w_out) is not None:
         return None
-    experts, out, inter = w_out[0].shape
-    problem = Problem(
-        *(x.shape[0], ids.shape[1], experts, x.shape[1], inter, out),
-        gating=body.gating,
-        dtype=str(x.dtype).removeprefix("torch."),
-        transposed_in=w_in[0].stride(2) != 1,
-        transposed_out=w_out[0].stride(2) != 1,
-    )
-    return preferred(problem, device_of(x.device).name)
+    return preferred(problem_of(x, ids, w_in, w_out, body.gating), device_of(x.device).name)
 
 
 def preferred(problem: Problem, device: str) -> str | None:

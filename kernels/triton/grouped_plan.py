@@ -19,7 +19,7 @@ from moefuse._torch_private import current_device
 from moefuse.kernels.triton import backward, grouped, routing, rows, wgrad
 from moefuse.kernels.triton.config import Tiles, power_of_two
 from moefuse.kernels.triton.launch import Address, Descriptor, Launch, stream_of
-from moefuse.kernels.triton.layout import CHUNK, SORT_AT_ONCE, Device, device_of, rows_descriptor
+from moefuse.kernels.triton.layout import CHUNK, SORT_AT_ONCE, UNROLLED, Device, device_of, rows_descriptor
 from moefuse.kernels.triton.operands import Operand, address_table, describe
 
 Lists = Sequence[Tensor]
@@ -119,18 +119,17 @@ def linear_sizes(bm: int, aligned: bool, dtype: torch.dtype, device: Device) -> 
     return fit(Tiles(256, 64, 8, 3, 8, desc=True, rows_desc=True, persistent=True, flatten=True, store=2), bm, 2, device)
 
 
-def grad_sizes(mean_rows: float, aligned: bool, dtype: torch.dtype, device: Device) -> tuple[int, Tiles]:
-    """(BN, tiles) of ``wgrad.weight_grads``; bn of the tiles is the kernel's BK, bk its rows BR."""
+def grad_sizes(mean_rows: float, aligned: bool, scaled: bool, dtype: torch.dtype, device: Device) -> tuple[int, Tiles]:
+    """(BN, tiles) of ``wgrad.weight_grads``; bn of the tiles is the kernel's BK, bk its rows BR. Scaling rows takes registers."""
     if dtype == torch.float64:
         return 16, Tiles(16, 16, 8, 1)
     if dtype == torch.float32:
-        return 64, fit(Tiles(64, 32, 4, 2), 64, 4, device)
+        return 64, fit(Tiles(64, 32, 8 if scaled else 4, 2), 64, 4, device)
     if not aligned:
         return 64, fit(Tiles(64, 32, 8, 3, 8), 64, 2, device)
-    rows_at_once = 64 if mean_rows > 32 else 32
     if not device.hopper:
-        return 128, fit(Tiles(128, rows_at_once, 8, 3, 8), 128, 2, device)
-    return 128, fit(Tiles(256, rows_at_once, 8, 3, 8), 128, 2, device)
+        return 128, fit(Tiles(128, 64 if mean_rows > 32 and not scaled else 32, 8, 3, 8), 128, 2, device)
+    return 128, fit(Tiles(256, 64 if mean_rows > 32 else 32, 8, 3, 8), 128, 2, device)
 
 
 def fit(t: Tiles, bm: int, item: int, device: Device) -> Tiles:
@@ -308,9 +307,9 @@ def gather(out: Tensor, x: Tensor, it: Sorted) -> None:
 
 
 def clear_dead(out: Tensor, it: Sorted) -> None:
-    """Zeros in the dead rows of out."""
-    br, bn = blocks(out.shape[1])
-    launch(rows.clear_dead, (-(-out.shape[0] // br),), (out, it.offsets), (out.shape[0], it.experts, out.shape[1], out.stride(0), br, bn))
+    """Zeros in the dead rows of out. Few programs: mostly there is nothing to do."""
+    s, n = out.shape
+    launch(rows.clear_dead, (-(-s // 64),), (out, it.offsets), (s, it.experts, n, out.stride(0), 64, min(max(power_of_two(n), 16), 64)))
 
 
 def sum_slots(out: Tensor, y: Tensor, it: Sorted, weights: Tensor | None) -> None:
@@ -318,7 +317,7 @@ def sum_slots(out: Tensor, y: Tensor, it: Sorted, weights: Tensor | None) -> Non
     n = out.shape[1]
     bn = min(power_of_two(n), 1024)
     strides = (0, 0) if weights is None else weights.stride()
-    rest = (it.top_k, it.experts, n, *y.stride(), *strides, weights is not None, bn)
+    rest = (it.top_k, it.experts, n, *y.stride(), *strides, weights is not None, bn, it.top_k if it.top_k <= UNROLLED else 0)
     pointers = (y, inverse(it), it.offsets, y if weights is None else weights, out)
     launch(rows.sum_rows, (out.shape[0], -(-n // bn)), pointers, rest)
 
@@ -389,7 +388,10 @@ def weight_grads(
     """Gradients of a list of weights, from those of the outputs g and the inputs x: [S, N] rows, or [T, N] tokens."""
     grads, target, instead = new_grads(w, 2)
     n, k = g.shape[1], x.shape[1]
-    bn, part = grad_sizes(it.mean_rows, whole(x.element_size(), n, k), x.dtype, device_of(x.device))
+    device = device_of(x.device)
+    bn, part = grad_sizes(it.mean_rows, whole(x.element_size(), n, k), scale is not None, x.dtype, device)
+    # Gathered rows come one load after their row numbers, and Triton divides the stages between both. Elsewhere registers would not do.
+    deep = device.hopper and x.element_size() == 2 and (g_tokens or x_tokens) and scale is None
     if n and k:
         launch(
             wgrad.weight_grads,
@@ -401,7 +403,7 @@ def weight_grads(
                 *(bn, part.bn, part.bk, part.group, precision_of(x.dtype)),
             ),
             warps=part.warps,
-            stages=part.stages,
+            stages=2 * part.stages - 1 if deep else part.stages,
         )
     return spread(grads, instead)
 

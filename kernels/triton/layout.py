@@ -22,6 +22,8 @@ SORT_AT_ONCE = 8192
 """Up to this many slots one kernel sorts; each of its programs reads all ids."""
 CHUNK = 256
 """Slots of a chunk of the sort for more."""
+UNROLLED = 16
+"""Up to so many slots per token the combine has all their rows in flight at once."""
 
 
 @dataclass(frozen=True)

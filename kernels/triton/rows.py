@@ -81,20 +81,36 @@ def invert(order, position, S, BR: tl.constexpr):
 
 
 @triton.jit
-def sum_rows(
-    y, position, offsets, weights, out, top_k, E, N, stride_yr, stride_yn, stride_rt, stride_rk, SCALE: tl.constexpr, BN: tl.constexpr
+def slot_row(
+    y, position, weights, dead, t, k, n, top_k, N, stride_yr, stride_yn, stride_rt, stride_rk, SCALE: tl.constexpr, wide: tl.constexpr
 ):  # fmt: skip
-    """out [T, N] = sum over k of weights[t, k] * y[row of slot (t, k)], slot 0 first. Dead rows and their weights are not read."""
+    """weights[t, k] times the row of y of slot (t, k); zeros for a dead one, which is not read."""
+    row = tl.load(position + t * top_k + k).to(tl.int64)
+    live = row < dead
+    v = tl.load(y + row * stride_yr + n.to(tl.int64) * stride_yn, mask=live & (n < N), other=0.0).to(wide)
+    if SCALE:
+        v *= tl.load(weights + t * stride_rt + k * stride_rk, mask=live, other=0.0).to(wide)
+    return v
+
+
+@triton.jit
+def sum_rows(
+    y, position, offsets, weights, out, top_k, E, N, stride_yr, stride_yn, stride_rt, stride_rk,
+    SCALE: tl.constexpr, BN: tl.constexpr, KNOWN: tl.constexpr,
+):  # fmt: skip
+    """out [T, N] = sum over k of weights[t, k] * y[row of slot (t, k)], slot 0 first. Dead rows and their weights are not read.
+
+    KNOWN: K, whose rows are then all in flight at once; or 0 for a loop.
+    """
     wide: tl.constexpr = tl.float64 if y.dtype.element_ty == tl.float64 else tl.float32
     t = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     dead = tl.load(offsets + E)
     total = tl.zeros([BN], wide)
-    for k in range(top_k):
-        row = tl.load(position + t * top_k + k).to(tl.int64)
-        live = row < dead
-        v = tl.load(y + row * stride_yr + n.to(tl.int64) * stride_yn, mask=live & (n < N), other=0.0).to(wide)
-        if SCALE:
-            v *= tl.load(weights + t * stride_rt + k * stride_rk, mask=live, other=0.0).to(wide)
-        total += v
+    if KNOWN:
+        for k in tl.static_range(KNOWN):
+            total += slot_row(y, position, weights, dead, t, k, n, top_k, N, stride_yr, stride_yn, stride_rt, stride_rk, SCALE, wide)
+    else:
+        for k in range(top_k):
+            total += slot_row(y, position, weights, dead, t, k, n, top_k, N, stride_yr, stride_yn, stride_rt, stride_rk, SCALE, wide)
     tl.store(out + t * N + n, total.to(out.dtype.element_ty), mask=n < N)

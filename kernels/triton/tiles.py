@@ -9,14 +9,11 @@ import torch
 from moefuse.kernels.triton import combine, gemm, routing
 from moefuse.kernels.triton.config import Tiles, power_of_two
 from moefuse.kernels.triton.launch import INTERPRETED
-from moefuse.kernels.triton.layout import CHUNK, SORT_AT_ONCE, rows_descriptor
+from moefuse.kernels.triton.layout import CHUNK, SORT_AT_ONCE, UNROLLED, rows_descriptor
 from moefuse.kernels.triton.operands import Operand
 
 if TYPE_CHECKING:
     from moefuse.kernels.triton.plan import Plan
-
-UNROLLED = 16
-"""Up to so many slots per token the combine has all their rows in flight at once."""
 
 
 def describable(w: Operand, item: int) -> str:

@@ -95,7 +95,7 @@ def experts_backward(
     need_x, need_weights, need_in, need_up, need_out, need_b_in, need_b_up, need_b_out = needs
     slots, inter = order.shape[0], w_out[0].shape[-1]
     it = Sorted(order.contiguous(), offsets.contiguous(), slots, count_experts(w_in), weights.shape[1])
-    by = products(x, it, gating, (b_in, b_up, b_out), w_in, w_out)
+    by = products(x, it, gating, (), w_in, w_out)  # no product here has a bias
     scale, scale_in = (None, weights) if weight_on_input else (weights, None)
     d_out, h = grad.to(x.dtype), h.contiguous()
     d_weights = torch.zeros(weights.shape, dtype=weights.dtype, device=x.device) if need_weights else None

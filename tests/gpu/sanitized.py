@@ -25,6 +25,7 @@ from moefuse.kernels.triton import plan as plans  # noqa: E402
 from moefuse.kernels.triton.config import Config, Tiles, Vectors  # noqa: E402
 from moefuse.ops.body import decode, encode  # noqa: E402
 from tests.cpu.ops_case import Case  # noqa: E402
+from tests.gpu import test_grouped as tier  # noqa: E402
 from tests.gpu.gpu_case import assert_right, on_gpu  # noqa: E402
 
 HIGH = Tiles(64, 64, 4, 3, 4)
@@ -61,16 +62,30 @@ def main() -> None:
         out = plan.run(*args[:3], tuple(args[3:]))
         assert_right(out, args, o)
         sys.stdout.write(f"{name}: right\n")
-    for training in (False, True):
-        case = Case(tokens=37, hidden=72, inter=40, hidden_out=56, experts=5, top_k=3, dtype=torch.bfloat16)
-        args = [[t.cuda().requires_grad_(training) for t in a] if isinstance(a, list) else a.cuda() for a in case.args()]
-        if training:
-            args[0].requires_grad_()
-        out = torch.ops.moefuse.experts(*args, **case.options)
-        if training:
-            out.float().sum().backward()
-        torch.cuda.synchronize()
-        sys.stdout.write(f"op {'trained' if training else 'called'}\n")
+    case = Case(tokens=37, hidden=72, inter=40, hidden_out=56, experts=5, top_k=3, dtype=torch.bfloat16)
+    torch.ops.moefuse.experts(*on_gpu(case.args()), **case.options)
+    torch.cuda.synchronize()
+    sys.stdout.write("op called\n")
+    for changes in ({}, {"tokens": 3000}, {"separate": True}, {"transposed": True}, {"weight_on_input": True, "gating": "separate"}):
+        trained(case.with_(**changes))
+        sys.stdout.write(f"op trained {changes}\n")
+    for size in ("few", "many", "odd"):
+        for form in tier.FORMS:
+            call = tier.inputs(size, form, torch.bfloat16)
+            for t in tier.leaves(call):
+                t.requires_grad_()
+            tier.body(**call).float().sum().backward()
+            torch.cuda.synchronize()
+            sys.stdout.write(f"grouped tier {size} {form}\n")
+
+
+def trained(case: Case) -> None:
+    """Forward and backward of the op."""
+    args = [[t.requires_grad_() for t in a] if isinstance(a, list) else a for a in on_gpu(case.args())]
+    args[0].requires_grad_()
+    args[2].requires_grad_()
+    torch.ops.moefuse.experts(*args, **case.options).float().sum().backward()
+    torch.cuda.synchronize()
 
 
 if __name__ == "__main__":

@@ -166,14 +166,14 @@ def test_the_problem_of_a_call_is_the_plans() -> None:
     """The gate and the tuner name a problem from tensors, the plan from its operands; a choice must mean the same to both."""
     from moefuse.kernels.triton import layout
     from moefuse.kernels.triton import plan as plans
-    from moefuse.kernels.triton.config import problem_of
+    from moefuse.kernels.triton.config import Config, Vectors, problem_of
 
     seen: list[Any] = []
     for storage in ({}, {"transposed": True}, {"separate": True}):
         case = Case(tokens=3, hidden=24, inter=20, hidden_out=17, dtype=torch.float32, **storage)
         x, ids, weights, *lists = case.args()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(plans, "choose", lambda p, *rest: seen.append(p) or plans.Config(0, plans.Vectors(), plans.Vectors()))
+            patch.setattr(plans, "choose", lambda p, *rest: seen.append(p) or Config(0, Vectors(), Vectors()))
             plans.Plan(x, ids, weights, tuple(lists), layout.Body("silu", (0.0, 0.0), "merged", False, False, x.dtype))
         assert seen[-1] == problem_of(x, ids, lists[0], lists[2], "merged")
     assert len(set(seen)) == 3
