@@ -107,7 +107,7 @@ def _impossible(tools: Tools | None) -> str | None:
     if tools is not None:
         return None
     if not torch.cuda.is_available():
-        return "there is nothing to tune without a CUDA device: the kernels for the CPU choose by rules"
+        return "nothing to tune without a CUDA device: the kernels for the CPU choose by rules"
     kernels = providers.triton_kernels()
     return f"nothing is tuned without the Triton kernels: {kernels}" if isinstance(kernels, str) else None
 
