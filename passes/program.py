@@ -161,13 +161,18 @@ def _input(node: Node, roles: dict[Node, Role], known: dict[Node, Any]) -> Input
     raise NotComparableError(f"it reads `{node.name}`, integers that the rest of the program computes")
 
 
+def origin(node: Node, known: dict[Node, Any]) -> Node:
+    """What a weight is made from first, going back along first arguments."""
+    for _ in range(_VIEWS):
+        if node in known or not node.all_input_nodes:
+            break
+        node = node.all_input_nodes[0]
+    return node
+
+
 def held_by(node: Node, known: dict[Node, Any]) -> Held | None:
     """The user's own tensor that a node is, or is a view of."""
-    root, value = node, fake(node)
-    for _ in range(_VIEWS):
-        if root in known or not root.all_input_nodes:
-            break
-        root = root.all_input_nodes[0]
+    root, value = origin(node, known), fake(node)
     owner, base = known.get(root), fake(root)
     if not isinstance(owner, torch.Tensor) or not isinstance(base, torch.Tensor) or not isinstance(value, torch.Tensor):
         return None

@@ -202,6 +202,33 @@ def test_a_loop_that_depends_on_data_is_no_program() -> None:
     assert only_site().program == "the loop depends on data: its graph is not a program that runs by itself"
 
 
+def test_weights_that_the_graph_computes() -> None:
+    """They are no operand of the user's, but say whose layer it is; measuring makes its own."""
+
+    class Scaled(Layer):
+        def product(self, x: Tensor, w: Tensor) -> Tensor:
+            return F.linear(x, w)
+
+        def forward(self, x: Tensor) -> Tensor:
+            weights, ids = torch.topk(self.gate(x).softmax(-1), K, dim=-1)
+            w_in, w_out = self.w_in * 2, self.w_out * 2
+            out = torch.zeros_like(x)
+            for e in range(E):
+                tok, slot = torch.where(ids == e)
+                a, b = F.linear(x[tok], w_in[e]).chunk(2, dim=-1)
+                out.index_add_(0, tok, F.linear(F.silu(a) * b, w_out[e]) * weights[tok, slot, None])
+            return out
+
+    model = Scaled()
+    report = run(model, torch.randn(T, H))
+    assert len(report.fused) == 1, str(report)
+    site = only_site()
+    assert site.lists is None
+    assert site.tensors() is None
+    assert sites.of([model.w_in]) == [site]
+    assert compare.compare(site.program, T, ran, backend="eager") == Pair(2.0, 1.0, T)
+
+
 def test_a_gradient_is_noted() -> None:
     report = FusionReport()
 
