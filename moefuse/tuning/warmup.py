@@ -132,7 +132,7 @@ def _one(
     row = Tuned(target.name, target.spec, problem.tokens, asked)
     name = device_of(target.device).name
     report.device = report.device or name
-    programs, reasons = _programs(target)
+    programs, reasons = _programs(target, problem.tokens)
     now = tools.clock()
     until = deadline - min(sum(map(compare.seconds, programs.values())), COMPARING * (deadline - now))
     lists = next((found for site in target.sites if (found := site.tensors()) is not None), None)
@@ -166,16 +166,20 @@ def _one(
     return replace(row, programs=times, not_compared=tuple(dict.fromkeys(reasons)))
 
 
-def _programs(target: Target) -> tuple[dict[str, Program], list[str]]:
-    """(programs that were matched, one of each name; why others cannot be run)."""
+def _programs(target: Target, tokens: int) -> tuple[dict[str, Program], list[str]]:
+    """(programs that were matched and run with so many tokens, one of each name; why there is none of other names)."""
     found: dict[str, Program] = {}
-    reasons = []
-    for site in target.sites:
-        if isinstance(site.program, Program):
-            found[site.program.name] = site.program
-        else:
-            reasons.append(str(site.program))
-    return found, list(dict.fromkeys(reasons))
+    reasons: dict[str, str] = {}
+    for program in dict.fromkeys(site.program for site in target.sites):
+        if not isinstance(program, Program):
+            reasons[str(program)] = str(program)
+            continue
+        try:
+            compare.symbols(program, tokens)
+            found[program.name] = program
+        except NotComparableError as error:
+            reasons[program.name] = str(error)
+    return found, [why for name, why in reasons.items() if name not in found]
 
 
 def _save(device: str, entry: Entry, report: WarmupReport) -> None:

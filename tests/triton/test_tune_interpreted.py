@@ -277,7 +277,7 @@ def test_warmup_with_a_model(tools: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     providers.register("experts", providers.Provider("triton", provider.supports, provider.experts))
     try:
         model, x = Layer(), torch.randn(T, H)
-        assert len(run(model, x).fused) == 1
+        assert len(run(model, x, verify="off").fused) == 1
         assert provider._PLANS
         report = warmup.run(model, [T], 1e6, False, dataclasses.replace(tools, clock=lambda: 0.0))
         assert not provider._PLANS
@@ -287,14 +287,32 @@ def test_warmup_with_a_model(tools: Any, monkeypatch: pytest.MonkeyPatch) -> Non
         assert program.startswith("selected:")
         assert "stays as it is from the next compilation on" in str(report)
         torch._dynamo.reset()
-        assert [s.code for s in run(model, x).skipped] == ["not-faster"]
+        assert [s.code for s in run(model, x, verify="off").skipped] == ["not-faster"]
         torch._dynamo.reset()
-        assert len(run(model, x, cost_gate=False).fused) == 1
+        assert len(run(model, x, verify="off", cost_gate=False).fused) == 1
     finally:
         providers.unregister("experts", "triton")
         providers.PROVIDERS["experts"][:0] = [p for p in providers._on_cuda() if p.name == "triton"]
         native.configure(True)
         torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("nothing_runs")
+def test_every_number_of_tokens_has_its_program(tools: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that was compiled for two fixed numbers of tokens has two programs of one name, and none for a third."""
+    from moefuse.kernels.triton.tune import candidates
+    from moefuse.tuning import warmup
+    from tests.cpu.test_cost_gate import H, Layer, run
+
+    monkeypatch.setattr(candidates, "neighbours", lambda part: [])
+    model = Layer()
+    for tokens in (4, 20):
+        run(model, torch.randn(tokens, H), dynamic=False)
+    report = warmup.run(model, [4, 20, 100], 1e6, False, dataclasses.replace(tools, clock=lambda: 0.0))
+    assert [len(t.programs) for t in report.tuned] == [1, 1, 0]
+    assert [t.not_compared for t in report.tuned[:2]] == [(), ()]
+    (why,) = report.tuned[2].not_compared
+    assert why == "it was compiled for 20 tokens, which cannot be 100"
 
 
 def test_a_device_out_of_memory(tools: Any, monkeypatch: pytest.MonkeyPatch) -> None:
