@@ -71,7 +71,7 @@ def run(what: Any, tokens: Sequence[int], budget_s: float, progress: bool, tools
     if not wanted:
         return report
     try:
-        with tools.compiler() as compiler, Progress(len(wanted), progress) as bar, torch.no_grad():
+        with _on(wanted[0][0].device), tools.compiler() as compiler, Progress(len(wanted), progress) as bar, torch.no_grad():
             for i, (target, problem, asked) in enumerate(wanted):
                 now = clock()
                 deadline = now + max(start + budget_s - now, 0.0) / (len(wanted) - i)

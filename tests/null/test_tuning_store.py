@@ -265,6 +265,22 @@ def test_what_ships_and_what_the_rules_say_can_be_kept() -> None:
         assert entries.config_from(json.loads(json.dumps(config.to_json()))) == config
 
 
+def test_times_of_a_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Entries may carry the time of the compiled grouped program; those without say nothing of it, and choose all the same."""
+    from moefuse.kernels.triton import config as configs
+
+    data = [
+        {"problem": dataclasses.asdict(P), "us": 12.0, "peer_us": 10.5, "config": CONFIG.to_json()},
+        {"problem": dataclasses.asdict(dataclasses.replace(P, tokens=8)), "us": 3.0, "config": CONFIG.to_json()},
+    ]
+    (tmp_path / "table.json").write_text(json.dumps({"entries": data}))
+    monkeypatch.setattr(configs, "_table_path", lambda device: tmp_path / "table.json")
+    assert configs.table_times.__wrapped__("a device") == ((P, 12.0, 10.5),)
+    assert len(configs.table.__wrapped__("a device")) == 2
+    monkeypatch.setattr(configs, "_table_path", lambda device: tmp_path / "none.json")
+    assert configs.table_times.__wrapped__("a device") == ()
+
+
 WRITER = """
 import dataclasses, sys
 from moefuse.tuning import store
