@@ -127,7 +127,7 @@ def _one(
     """Search, store, compare, store."""
     from moefuse.kernels.triton.plan import device_of
     from moefuse.kernels.triton.tune.call import Kind, make
-    from moefuse.kernels.triton.tune.search import Search
+    from moefuse.kernels.triton.tune.search import Search, current_form, library_times
 
     row = Tuned(target.name, target.spec, problem.tokens, asked)
     name = device_of(target.device).name
@@ -138,17 +138,30 @@ def _one(
     lists = next((found for site in target.sites if (found := site.tensors()) is not None), None)
     try:
         call = make(problem, Kind(**target.kind), target.device, lists)
+        form = current_form(call)
         outcome = Search(call, tools.timer, compiler, until, tools.clock).run()
+        if outcome.config is None:
+            return replace(row, tried=outcome.tried, problem=next(iter(outcome.failed), "no configuration works"))
+        entry = Entry(problem, outcome.config, outcome.us, when=int(time.time()))
+        _save(name, entry, report)
+        # From here on calls take the new configuration: what the library's forms do themselves, and the comparison.
+        _forget_plans()
+        library = library_times(call, tools.timer)
         del call
     except torch.OutOfMemoryError:
         return replace(row, problem="not enough memory on the device")
-    if outcome.config is None:
-        return replace(row, tried=outcome.tried, problem=next(iter(outcome.failed), "no configuration works"))
-    row = replace(row, us=outcome.us, before_us=outcome.before_us, config=outcome.config.to_json(), tried=outcome.tried)
-    entry = Entry(problem, outcome.config, outcome.us, when=int(time.time()))
-    _save(name, entry, report)
-    # From here on calls take the new configuration, in the comparison too.
-    _forget_plans()
+    entry = replace(entry, library=library)
+    if library:
+        _save(name, entry, report)
+        _forget_plans()
+    row = replace(
+        row,
+        us=min((outcome.us, *library.values())),
+        before_us=library.get(form or "", outcome.before_us),
+        config=outcome.config.to_json(),
+        library=entry.form or "",
+        tried=outcome.tried + len(library),
+    )
     pairs: dict[str, Pair] = {}
     for label, program in programs.items():
         if tools.clock() + 0.5 * compare.seconds(program) > end:

@@ -249,7 +249,7 @@ def measured(model: nn.Module, tokens: int, program_us: float, fused_us: float, 
     run(model, torch.randn(tokens, H), dynamic)
     site = only_site()
     name: str = site.program.name
-    entry = Entry(site.problem, Config(0, Vectors(), Vectors()), fused_us, {name: Pair(program_us, fused_us, tokens)}, 1)
+    entry = Entry(site.problem, Config(0, Vectors(), Vectors()), fused_us, {}, {name: Pair(program_us, fused_us, tokens)}, 1)
     store.save("a device", [entry])
     torch._dynamo.reset()
     return name
@@ -320,7 +320,7 @@ def test_a_table_speaks_of_grouped_products_only(monkeypatch: pytest.MonkeyPatch
     assert gate.measurement("a device", site.problem, site.program.name, grouped=False) is None
     assert gate.measurement("a device", dataclasses.replace(site.problem, tokens=64), site.program.name, grouped=True) is None
     # What was measured here is asked first.
-    store.save("a device", [Entry(site.problem, Config(0, Vectors(), Vectors()), 1.0, {site.program.name: Pair(2.0, 1.0, T)}, 1)])
+    store.save("a device", [Entry(site.problem, Config(0, Vectors(), Vectors()), 1.0, {}, {site.program.name: Pair(2.0, 1.0, T)}, 1)])
     mine = gate.measurement("a device", site.problem, site.program.name, grouped=True)
     assert mine == (Pair(2.0, 1.0, T), "measured here by moefuse.warmup")
 
@@ -332,7 +332,7 @@ def test_the_cache_key_follows_the_decisions(monkeypatch: pytest.MonkeyPatch) ->
     keys = [cache.key(Options())]
     measured(model, T, 30.0, 20.0)
     assert cache.key(Options()) == keys[0]
-    measured_again = Entry(only_site().problem, Config(0, Vectors(), Vectors()), 1.0, {only_site().program.name: Pair(2.0, 3.0, T)}, 2)
+    measured_again = Entry(only_site().problem, Config(0, Vectors(), Vectors()), 1.0, {}, {only_site().program.name: Pair(2.0, 3.0, T)}, 2)
     store.save("a device", [measured_again])
     assert cache.key(Options()) != keys[0]
     # With the gate off, nothing that was measured matters.

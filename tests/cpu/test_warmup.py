@@ -113,7 +113,7 @@ def test_the_report() -> None:
     config = {"bm": 16}
     report = WarmupReport(
         [
-            Tuned("layers.*.mlp x2", SPEC, 8, (8,), 10.0, 12.5, config, 40, "", {"sorted:0123456789ab": (9.0, 10.0)}, ("because",)),
+            Tuned("layers.*.mlp x2", SPEC, 8, (8,), 10.0, 12.5, config, "all", 40, "", {"sorted:0123456789ab": (9.0, 10.0)}, ("because",)),
             Tuned("layers.*.mlp x2", SPEC, 512, (512,), problem="not enough memory on the device"),
         ],
         "NVIDIA H200",
@@ -123,7 +123,8 @@ def test_the_report() -> None:
     )
     assert str(report).splitlines() == [
         "moefuse: measured 1 of 2 in 61 s on NVIDIA H200",
-        "  tuned   T=8  layers.*.mlp x2  E=8 K=2 H=64 I=48 bfloat16 silu merged stacked out-in: 12.5 -> 10.0 us, 40 configurations",
+        "  tuned   T=8  layers.*.mlp x2  E=8 K=2 H=64 I=48 bfloat16 silu merged stacked out-in: 12.5 -> 10.0 us, 40 configurations, "
+        "products by the library",
         "          program sorted:0123456789ab: 9.0 us, fused 10.0 us: stays as it is from the next compilation on",
         "          not compared: because",
         "  failed  T=512  layers.*.mlp x2  E=8 K=2 H=64 I=48 bfloat16 silu merged stacked out-in: not enough memory on the device",

@@ -297,6 +297,36 @@ def test_warmup_with_a_model(tools: Any, monkeypatch: pytest.MonkeyPatch) -> Non
         torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("quick", ["all", "down", None])
+def test_products_by_the_library(tools: Any, monkeypatch: pytest.MonkeyPatch, quick: str | None) -> None:
+    """Its forms are measured beside our own kernels; the quickest is what the next call takes."""
+    import moefuse
+    from moefuse.kernels.triton import grouped_mm, provider
+    from moefuse.kernels.triton.config import Config, Tiles
+    from moefuse.kernels.triton.tune import candidates
+    from moefuse.kernels.triton.tune.call import Kind, make
+    from moefuse.tuning import warmup
+
+    monkeypatch.setattr(grouped_mm, "DEVICES", ("cpu",))
+    monkeypatch.setattr(grouped_mm, "DTYPES", (torch.float32,))
+    monkeypatch.setattr(candidates, "starts", lambda p, d, current: [Config(16, Tiles(16, 16, 4, 1), Tiles(16, 16, 4, 1))])
+    monkeypatch.setattr(candidates, "neighbours", lambda part: [])
+    times = {"all": 5.0, "down": 5.0} | ({quick: 2.0} if quick else {})
+
+    def timer(run: Sequence[Any], good: float, what: Any) -> float:
+        return times[what] if isinstance(what, str) else 3.0 if what.bm else 4.0
+
+    spec = moefuse.ExpertsSpec(**{**SPEC, "hidden": 12, "intermediate": 8, "hidden_out": 8})  # type: ignore[arg-type]
+    (row,) = warmup.run(spec, [6], 1e6, False, dataclasses.replace(tools, timer=timer)).measured
+    assert (row.us, row.library) == ((2.0, quick) if quick else (3.0, ""))
+    call = make(problem(tokens=6, hidden=12, inter=8, out=8), Kind(), "cpu")
+    provider.forget_plans()
+    provider.experts(*call.sets[0], *call.lists, "silu", [], "merged", False, False, None)
+    (plan,) = provider._PLANS.values()
+    assert type(plan).__name__ == ("LibraryPlan" if quick else "Plan")
+    provider.forget_plans()
+
+
 @pytest.mark.usefixtures("nothing_runs")
 def test_every_number_of_tokens_has_its_program(tools: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that was compiled for two fixed numbers of tokens has two programs of one name, and none for a third."""
