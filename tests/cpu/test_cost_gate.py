@@ -33,6 +33,7 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None
     monkeypatch.setattr(sites, "DEVICES", {"cpu"})
     monkeypatch.setattr(gate, "device_name", lambda device: "a device")
     monkeypatch.setenv(cache_folder.VARIABLE, str(tmp_path))
+    monkeypatch.delenv(store.SWITCH)
     sites.clear()
     yield
     sites.clear()

@@ -44,6 +44,7 @@ def normal(text: str) -> str:
 def test_python_blocks_run(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # What the text shows is a machine without a GPU.
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("MOEFUSE_AUTOTUNE")
     namespace: dict[str, Any] = {"__name__": "documentation"}
     printed = ""
     torch.manual_seed(0)

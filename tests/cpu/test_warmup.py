@@ -24,6 +24,7 @@ NOTHING = ["nothing to tune without a CUDA device: the kernels for the CPU choos
 @pytest.fixture(autouse=True)
 def _folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(cache_folder.VARIABLE, str(tmp_path))
+    monkeypatch.delenv("MOEFUSE_AUTOTUNE")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     sites.clear()
 

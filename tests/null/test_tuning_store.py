@@ -282,12 +282,12 @@ def test_times_of_a_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     from moefuse.kernels.triton import config as configs
 
     data = [
-        {"problem": dataclasses.asdict(P), "us": 12.0, "peer_us": 10.5, "config": CONFIG.to_json()},
+        {"problem": dataclasses.asdict(P), "us": 12.0, "peer_us": 10.5, "config": CONFIG.to_json(), "grouped_mm": {"all": 11.0}},
         {"problem": dataclasses.asdict(dataclasses.replace(P, tokens=8)), "us": 3.0, "config": CONFIG.to_json()},
     ]
     (tmp_path / "table.json").write_text(json.dumps({"entries": data}))
     monkeypatch.setattr(configs, "_table_path", lambda device: tmp_path / "table.json")
-    assert configs.table_times.__wrapped__("a device") == ((P, 12.0, 10.5),)
+    assert configs.table_times.__wrapped__("a device") == ((P, 11.0, 10.5),)
     assert len(configs.table.__wrapped__("a device")) == 2
     monkeypatch.setattr(configs, "_table_path", lambda device: tmp_path / "none.json")
     assert configs.table_times.__wrapped__("a device") == ()

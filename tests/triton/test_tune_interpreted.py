@@ -193,6 +193,7 @@ def tools(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Iterator[Any]:
     from moefuse.tuning.warmup import Tools
 
     monkeypatch.setenv("MOEFUSE_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("MOEFUSE_AUTOTUNE")
     monkeypatch.setattr(calls, "SETS", ((1 << 30, 1),))
     monkeypatch.setattr(sites, "DEVICES", {"cpu"})
     sites.clear()
