@@ -73,9 +73,19 @@ class Program:
 
 
 def name_of(region: Region) -> str:
-    """``domain:hash`` of the operations of a region: equal for one spelling in every process, whatever the sizes."""
-    names = "\n".join(_target(n.target) for n in region.anchor.graph.nodes if n in region.nodes)
+    """``domain:hash`` of the operations on tensors of a region: equal for one spelling in every process, whatever the sizes.
+
+    Operations on sizes do not count: a graph for any number of tokens has them, one for a fixed number has not.
+    """
+    nodes = [n for n in region.anchor.graph.nodes if n in region.nodes and not _is_size(fake(n))]
+    names = "\n".join(_target(n.target) for n in nodes)
     return f"{region.domain}:{hashlib.sha256(names.encode()).hexdigest()[:12]}"
+
+
+def _is_size(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return all(_is_size(v) for v in value)
+    return isinstance(value, int | float | torch.SymInt | torch.SymBool | torch.SymFloat)
 
 
 def _target(target: Any) -> str:

@@ -56,7 +56,8 @@ def _site(
     device = fake(region.value).device
     held = [tuple(held_by(n, known) for n in part) for part in lists]
     made_from = [known.get(origin(n, known)) for part in lists for n in part]
-    key = name_of(region), found[0], fake(call).dtype, device
+    # A graph for any number of tokens and one for a fixed number are one program, and not one graph.
+    key = name_of(region), found[0], fake(call).dtype, device, tuple(map(str, region.routing.tokens))
     program: Any = sites.programs.get(key)
     try:
         program = program or take_out(ctx, region, emit.nodes, lowered.result, known, assumptions)

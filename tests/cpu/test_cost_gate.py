@@ -161,6 +161,38 @@ def test_weights_are_those_of_now() -> None:
     assert site.tensors() is None
 
 
+@pytest.mark.parametrize("choice", ["grouped_mm", "batched_mm"])
+def test_programs_of_transformers(choice: str) -> None:
+    """They run by themselves, compute what replaces them, and have one name, whether compiled for one number of tokens or for any."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("transformers.integrations.moe")
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+
+    config = transformers.Qwen3MoeConfig(hidden_size=64, moe_intermediate_size=32, num_experts=8, num_experts_per_tok=2)
+    config._experts_implementation = choice
+    torch.manual_seed(0)
+    block = Qwen3MoeSparseMoeBlock(config).to(torch.bfloat16).eval()
+    for p in block.parameters():
+        torch.nn.init.normal_(p, std=p.shape[-1] ** -0.5)
+
+    def close(before: Callable[[], Any], after: Callable[[], Any]) -> tuple[float, float]:
+        torch.testing.assert_close(before(), after(), rtol=2e-2, atol=2e-2)
+        return 2.0, 1.0
+
+    names = set()
+    for dynamic in (False, True):
+        torch._dynamo.reset()
+        sites.clear()
+        with torch.no_grad():
+            torch.compile(block, backend="moefuse", dynamic=dynamic)(torch.randn(1, 16, 64, dtype=torch.bfloat16))
+        (site,) = sites.of(list(block.parameters()))
+        assert site.tensors() is not None
+        names.add(site.program.name)
+        for tokens in (16, 5) if dynamic else (16,):
+            assert compare.compare(site.program, tokens, close, backend="eager") == Pair(2.0, 1.0, tokens)
+    assert len(names) == 1
+
+
 def test_equal_layers_share_one_program() -> None:
     """A graph of many experts is large; the weights of each layer are its own."""
     model = nn.Sequential(Layer(), nn.LayerNorm(H), Layer(), nn.LayerNorm(H), Layer(transposed=True))
