@@ -73,9 +73,19 @@ class Program:
 
 
 def name_of(region: Region) -> str:
-    """``domain:hash`` of the operations of a region: equal for one spelling in every process, whatever the sizes."""
-    names = "\n".join(_target(n.target) for n in region.anchor.graph.nodes if n in region.nodes)
+    """``domain:hash`` of the operations on tensors of a region: equal for one spelling in every process, whatever the sizes.
+
+    Operations on sizes do not count: a graph for any number of tokens has them, one for a fixed number has not.
+    """
+    nodes = [n for n in region.anchor.graph.nodes if n in region.nodes and not _is_size(fake(n))]
+    names = "\n".join(_target(n.target) for n in nodes)
     return f"{region.domain}:{hashlib.sha256(names.encode()).hexdigest()[:12]}"
+
+
+def _is_size(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return all(_is_size(v) for v in value)
+    return isinstance(value, int | float | torch.SymInt | torch.SymBool | torch.SymFloat)
 
 
 def _target(target: Any) -> str:
@@ -161,13 +171,18 @@ def _input(node: Node, roles: dict[Node, Role], known: dict[Node, Any]) -> Input
     raise NotComparableError(f"it reads `{node.name}`, integers that the rest of the program computes")
 
 
+def origin(node: Node, known: dict[Node, Any]) -> Node:
+    """What a weight is made from first, going back along first arguments."""
+    for _ in range(_VIEWS):
+        if node in known or not node.all_input_nodes:
+            break
+        node = node.all_input_nodes[0]
+    return node
+
+
 def held_by(node: Node, known: dict[Node, Any]) -> Held | None:
     """The user's own tensor that a node is, or is a view of."""
-    root, value = node, fake(node)
-    for _ in range(_VIEWS):
-        if root in known or not root.all_input_nodes:
-            break
-        root = root.all_input_nodes[0]
+    root, value = origin(node, known), fake(node)
     owner, base = known.get(root), fake(root)
     if not isinstance(owner, torch.Tensor) or not isinstance(base, torch.Tensor) or not isinstance(value, torch.Tensor):
         return None

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch.fx import Node
 
 from moefuse.capture.assumptions import Assumption
@@ -14,7 +16,7 @@ from moefuse.passes.emit import Emitter
 from moefuse.passes.gate import experts_call, problem_and_grad
 from moefuse.passes.lower import Lowered
 from moefuse.passes.ops import fake, location, module_path
-from moefuse.passes.program import NotComparableError, held_by, name_of, take_out
+from moefuse.passes.program import NotComparableError, held_by, name_of, origin, take_out
 from moefuse.passes.regions import Region
 from moefuse.tuning import sites
 from moefuse.tuning.held import Held
@@ -53,7 +55,9 @@ def _site(
     lists: Any = call.args[3:9]
     device = fake(region.value).device
     held = [tuple(held_by(n, known) for n in part) for part in lists]
-    key = name_of(region), found[0], fake(call).dtype, device
+    made_from = [known.get(origin(n, known)) for part in lists for n in part]
+    # A graph for any number of tokens and one for a fixed number are one program, and not one graph.
+    key = name_of(region), found[0], fake(call).dtype, device, tuple(map(str, region.routing.tokens))
     program: Any = sites.programs.get(key)
     try:
         program = program or take_out(ctx, region, emit.nodes, lowered.result, known, assumptions)
@@ -69,6 +73,7 @@ def _site(
         (bool(lists[3]), bool(lists[4]), bool(lists[5])),
         device,
         _complete(held),
+        tuple(weakref.ref(t) for t in made_from if isinstance(t, torch.Tensor)),
         program,
         found[1],
     )

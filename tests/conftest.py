@@ -15,6 +15,9 @@ import torch
 from moefuse.config import Options
 from moefuse.report import Fused, Skipped
 
+# What this machine's user has tuned decides nothing here; tests of tuning have a folder of their own.
+os.environ["MOEFUSE_AUTOTUNE"] = "0"
+
 _COMMON = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
 # The same examples in every run: "deep" is the one that searches.
 hypothesis.settings.register_profile("quick", max_examples=15, derandomize=True, **_COMMON)

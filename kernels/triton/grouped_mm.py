@@ -22,6 +22,7 @@ from moefuse.kernels.triton.config import Problem, problem_of
 from moefuse.kernels.triton.grouped_plan import Activation, Lists, Sorted, on_device
 from moefuse.kernels.triton.layout import Body, device_of
 from moefuse.kernels.triton.plan import Plan
+from moefuse.tuning import store
 
 NAME = "grouped_mm"
 FORMS = ("all", "down")
@@ -171,7 +172,11 @@ def form_for(x: Tensor, ids: Tensor, lists: tuple[Lists, ...], body: Body) -> st
 
 
 def preferred(problem: Problem, device: str) -> str | None:
-    """The form whose measured time is the least at the table's entry that is nearest to the problem; None: our own kernels."""
+    """The form whose time is the least where ``moefuse.warmup`` measured the problem, else at the nearest entry of the table; None: our own
+    kernels."""
+    mine = store.find(device, problem)
+    if mine is not None:
+        return mine.form if mine.form in FORMS else None
     near = [(problem.distance(entry), i) for i, (entry, _) in enumerate(_measured(device)) if entry.form == problem.form]
     if not near or min(near)[0] >= config.FAR:
         return None

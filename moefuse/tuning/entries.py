@@ -26,6 +26,8 @@ MAX_TIME = 1e9
 """Bound of a time in microseconds."""
 MAX_PROGRAMS = 64
 """Programs that one problem is compared with."""
+MAX_FORMS = 8
+"""Forms of the library's."""
 POWERS = {"bm", "bn", "bk", "warps", "at"}
 """Settings that Triton asks powers of two for; bm may also be 0."""
 LIMITS = {"bm": 512, "bn": 1024, "bk": 4096, "warps": 32, "stages": 16, "at": 64, "parts": 64, "group": 1024, "per_sm": 32}
@@ -34,6 +36,7 @@ FIRST_ZERO = {"bm", "parts", "stages"}
 """Settings that may be 0."""
 
 _WORD = re.compile(r"[\w+./ -]{0,64}")
+_FORM = re.compile(r"[a-z_]{1,16}")
 _PROGRAM = re.compile(r"[a-z]{1,16}:[0-9a-f]{12}")
 
 
@@ -58,6 +61,7 @@ class Entry:
         problem: what was measured; it stands for its whole bucket.
         config: the winner.
         us: microseconds of the op with it.
+        library: microseconds of the op with products by the library, by form (``kernels/triton/grouped_mm.py``).
         programs: :func:`moefuse.passes.program.name_of` of a program -> times.
         when: seconds since 1970.
     """
@@ -65,6 +69,7 @@ class Entry:
     problem: Problem
     config: Config
     us: float
+    library: Mapping[str, float] = field(default_factory=dict)
     programs: Mapping[str, Pair] = field(default_factory=dict)
     when: int = 0
 
@@ -72,6 +77,12 @@ class Entry:
     def key(self) -> Problem:
         """Equal for problems that share an entry."""
         return key_of(self.problem)
+
+    @property
+    def form(self) -> str | None:
+        """The form of the library's that is the quickest; None if our own kernels are."""
+        best = min(self.library, key=self.library.__getitem__, default=None)
+        return best if best is not None and self.library[best] < self.us else None
 
     def merged(self, other: Entry) -> Entry:
         """One entry for two with the same key: the newer configuration, and of each program the newer comparison."""
@@ -84,6 +95,7 @@ class Entry:
             "problem": asdict(self.problem),
             "config": self.config.to_json(),
             "us": self.us,
+            "library": dict(self.library),
             "programs": programs,
             "when": self.when,
         }
@@ -100,11 +112,12 @@ def parse(data: Any) -> Entry:
     Raises:
         InvalidEntryError: anything is missing, unknown, of another type, or out of bounds.
     """
-    names = _keys(data, "an entry", {"problem", "config", "us", "programs", "when"})
+    names = _keys(data, "an entry", {"problem", "config", "us", "library", "programs", "when"})
     return Entry(
         problem_from(names["problem"]),
         config_from(names["config"]),
         _time(names["us"], "us"),
+        _library(names["library"]),
         _programs(names["programs"]),
         _whole(names["when"], "when", 0, MAX_SIZE),
     )
@@ -180,6 +193,12 @@ def _time(value: Any, name: str) -> float:
     if type(value) not in (int, float) or not 0 < value <= MAX_TIME:
         raise InvalidEntryError(f"{name} is {value!r}")
     return float(value)
+
+
+def _library(data: Any) -> dict[str, float]:
+    if not isinstance(data, dict) or len(data) > MAX_FORMS or not all(_FORM.fullmatch(str(name)) for name in data):
+        raise InvalidEntryError(f"library is {data!r}")
+    return {name: _time(value, name) for name, value in data.items()}
 
 
 def _programs(data: Any) -> dict[str, Pair]:

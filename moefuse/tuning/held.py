@@ -34,7 +34,11 @@ class Held:
 
 
 def hold(owner: Tensor, like: Any, root: Any) -> Held | None:
-    """``like`` (a fake view of the fake ``root``) as a view of the real ``owner``; None if it has sizes that are not known."""
+    """``like`` (a fake view of the fake ``root``) as a view of the real ``owner``; None if it has sizes that are not known,
+    or the owner is not a plain tensor."""
+    # A subclass may have no memory of its own (DTensor), or other values in it (quantised).
+    if type(owner) not in (Tensor, torch.nn.Parameter):
+        return None
     numbers = (*like.shape, *like.stride(), like.storage_offset(), root.storage_offset())
     if not all(isinstance(n, int) for n in numbers) or like.dtype != owner.dtype:
         return None

@@ -23,6 +23,7 @@ class Tuned:
         us: microseconds of the op with the best configuration; infinite if none was found.
         before_us: microseconds with what was taken until now; infinite if that could not be measured.
         config: the best configuration, as JSON data; empty if none was found.
+        library: the form in which products by the library (``grouped_mm``) are quicker than that; empty if none is.
         tried: configurations that were timed.
         problem: why nothing was measured; empty if something was.
         programs: a program that was matched -> (its microseconds, those of what replaces it), both compiled by Inductor.
@@ -36,6 +37,7 @@ class Tuned:
     us: float = math.inf
     before_us: float = math.inf
     config: Mapping[str, Any] = field(default_factory=dict)
+    library: str = ""
     tried: int = 0
     problem: str = ""
     programs: Mapping[str, tuple[float, float]] = field(default_factory=dict)
@@ -93,7 +95,7 @@ def _lines(t: Tuned) -> list[str]:
     if t.problem:
         return [f"  failed  {title}: {t.problem}"]
     before = f"{t.before_us:.1f} -> " if math.isfinite(t.before_us) else ""
-    lines = [f"  tuned   {title}: {before}{t.us:.1f} us, {t.tried} configurations"]
+    lines = [f"  tuned   {title}: {before}{t.us:.1f} us, {t.tried} configurations{', products by the library' if t.library else ''}"]
     for name, (program, fused) in t.programs.items():
         verdict = "stays as it is from the next compilation on" if program <= fused else "is replaced"
         lines.append(f"          program {name}: {program:.1f} us, fused {fused:.1f} us: {verdict}")

@@ -33,6 +33,7 @@ class Site:
         biases: whether w_in, w_up, w_out have one.
         device: where it runs.
         lists: the operands w_in, w_up, w_out, b_in, b_up, b_out; None where the graph computes one.
+        sources: the user's tensors that the operands are, or are computed from.
         program: the region before and after (:class:`moefuse.passes.program.Program`), or why there is none to run.
         trained: gradients were wanted, so the forward op alone does not run.
     """
@@ -45,13 +46,13 @@ class Site:
     biases: tuple[bool, bool, bool]
     device: torch.device
     lists: tuple[tuple[Held, ...], ...] | None
+    sources: tuple[weakref.ref[Tensor], ...]
     program: Any
     trained: bool = False
 
     def owners(self) -> set[int]:
-        """``id`` of each tensor of the user's that is still there."""
-        alive = (held.owner() for part in self.lists or () for held in part)
-        return {id(owner) for owner in alive if owner is not None}
+        """``id`` of each of its sources that is still there."""
+        return {id(source) for ref in self.sources if (source := ref()) is not None}
 
     def tensors(self) -> tuple[list[Tensor], ...] | None:
         """The operands as they are now; None if one is not there any more."""

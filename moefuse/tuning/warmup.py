@@ -71,7 +71,7 @@ def run(what: Any, tokens: Sequence[int], budget_s: float, progress: bool, tools
     if not wanted:
         return report
     try:
-        with tools.compiler() as compiler, Progress(len(wanted), progress) as bar, torch.no_grad():
+        with _on(wanted[0][0].device), tools.compiler() as compiler, Progress(len(wanted), progress) as bar, torch.no_grad():
             for i, (target, problem, asked) in enumerate(wanted):
                 now = clock()
                 deadline = now + max(start + budget_s - now, 0.0) / (len(wanted) - i)
@@ -107,7 +107,7 @@ def _impossible(tools: Tools | None) -> str | None:
     if tools is not None:
         return None
     if not torch.cuda.is_available():
-        return "there is nothing to tune without a CUDA device: the kernels for the CPU choose by rules"
+        return "nothing to tune without a CUDA device: the kernels for the CPU choose by rules"
     kernels = providers.triton_kernels()
     return f"nothing is tuned without the Triton kernels: {kernels}" if isinstance(kernels, str) else None
 
@@ -127,28 +127,41 @@ def _one(
     """Search, store, compare, store."""
     from moefuse.kernels.triton.layout import device_of
     from moefuse.kernels.triton.tune.call import Kind, make
-    from moefuse.kernels.triton.tune.search import Search
+    from moefuse.kernels.triton.tune.search import Search, current_form, library_times
 
     row = Tuned(target.name, target.spec, problem.tokens, asked)
     name = device_of(target.device).name
     report.device = report.device or name
-    programs, reasons = _programs(target)
+    programs, reasons = _programs(target, problem.tokens)
     now = tools.clock()
     until = deadline - min(sum(map(compare.seconds, programs.values())), COMPARING * (deadline - now))
     lists = next((found for site in target.sites if (found := site.tensors()) is not None), None)
     try:
         call = make(problem, Kind(**target.kind), target.device, lists)
+        form = current_form(call)
         outcome = Search(call, tools.timer, compiler, until, tools.clock).run()
+        if outcome.config is None:
+            return replace(row, tried=outcome.tried, problem=next(iter(outcome.failed), "no configuration works"))
+        entry = Entry(problem, outcome.config, outcome.us, when=int(time.time()))
+        _save(name, entry, report)
+        # From here on calls take the new configuration: what the library's forms do themselves, and the comparison.
+        _forget_plans()
+        library = library_times(call, tools.timer)
         del call
     except torch.OutOfMemoryError:
         return replace(row, problem="not enough memory on the device")
-    if outcome.config is None:
-        return replace(row, tried=outcome.tried, problem=next(iter(outcome.failed), "no configuration works"))
-    row = replace(row, us=outcome.us, before_us=outcome.before_us, config=outcome.config.to_json(), tried=outcome.tried)
-    entry = Entry(problem, outcome.config, outcome.us, when=int(time.time()))
-    _save(name, entry, report)
-    # From here on calls take the new configuration, in the comparison too.
-    _forget_plans()
+    entry = replace(entry, library=library)
+    if library:
+        _save(name, entry, report)
+        _forget_plans()
+    row = replace(
+        row,
+        us=min((outcome.us, *library.values())),
+        before_us=library.get(form or "", outcome.before_us),
+        config=outcome.config.to_json(),
+        library=entry.form or "",
+        tried=outcome.tried + len(library),
+    )
     pairs: dict[str, Pair] = {}
     for label, program in programs.items():
         if tools.clock() + 0.5 * compare.seconds(program) > end:
@@ -166,16 +179,20 @@ def _one(
     return replace(row, programs=times, not_compared=tuple(dict.fromkeys(reasons)))
 
 
-def _programs(target: Target) -> tuple[dict[str, Program], list[str]]:
-    """(programs that were matched, one of each name; why others cannot be run)."""
+def _programs(target: Target, tokens: int) -> tuple[dict[str, Program], list[str]]:
+    """(programs that were matched and run with so many tokens, one of each name; why there is none of other names)."""
     found: dict[str, Program] = {}
-    reasons = []
-    for site in target.sites:
-        if isinstance(site.program, Program):
-            found[site.program.name] = site.program
-        else:
-            reasons.append(str(site.program))
-    return found, list(dict.fromkeys(reasons))
+    reasons: dict[str, str] = {}
+    for program in dict.fromkeys(site.program for site in target.sites):
+        if not isinstance(program, Program):
+            reasons[str(program)] = str(program)
+            continue
+        try:
+            compare.symbols(program, tokens)
+            found[program.name] = program
+        except NotComparableError as error:
+            reasons[program.name] = str(error)
+    return found, [why for name, why in reasons.items() if name not in found]
 
 
 def _save(device: str, entry: Entry, report: WarmupReport) -> None:

@@ -33,6 +33,7 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None
     monkeypatch.setattr(sites, "DEVICES", {"cpu"})
     monkeypatch.setattr(gate, "device_name", lambda device: "a device")
     monkeypatch.setenv(cache_folder.VARIABLE, str(tmp_path))
+    monkeypatch.delenv(store.SWITCH)
     sites.clear()
     yield
     sites.clear()
@@ -160,6 +161,38 @@ def test_weights_are_those_of_now() -> None:
     assert site.tensors() is None
 
 
+@pytest.mark.parametrize("choice", ["grouped_mm", "batched_mm"])
+def test_programs_of_transformers(choice: str) -> None:
+    """They run by themselves, compute what replaces them, and have one name, whether compiled for one number of tokens or for any."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("transformers.integrations.moe")
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+
+    config = transformers.Qwen3MoeConfig(hidden_size=64, moe_intermediate_size=32, num_experts=8, num_experts_per_tok=2)
+    config._experts_implementation = choice
+    torch.manual_seed(0)
+    block = Qwen3MoeSparseMoeBlock(config).to(torch.bfloat16).eval()
+    for p in block.parameters():
+        torch.nn.init.normal_(p, std=p.shape[-1] ** -0.5)
+
+    def close(before: Callable[[], Any], after: Callable[[], Any]) -> tuple[float, float]:
+        torch.testing.assert_close(before(), after(), rtol=2e-2, atol=2e-2)
+        return 2.0, 1.0
+
+    names = set()
+    for dynamic in (False, True):
+        torch._dynamo.reset()
+        sites.clear()
+        with torch.no_grad():
+            torch.compile(block, backend="moefuse", dynamic=dynamic)(torch.randn(1, 16, 64, dtype=torch.bfloat16))
+        (site,) = sites.of(list(block.parameters()))
+        assert site.tensors() is not None
+        names.add(site.program.name)
+        for tokens in (16, 5) if dynamic else (16,):
+            assert compare.compare(site.program, tokens, close, backend="eager") == Pair(2.0, 1.0, tokens)
+    assert len(names) == 1
+
+
 def test_equal_layers_share_one_program() -> None:
     """A graph of many experts is large; the weights of each layer are its own."""
     model = nn.Sequential(Layer(), nn.LayerNorm(H), Layer(), nn.LayerNorm(H), Layer(transposed=True))
@@ -202,6 +235,33 @@ def test_a_loop_that_depends_on_data_is_no_program() -> None:
     assert only_site().program == "the loop depends on data: its graph is not a program that runs by itself"
 
 
+def test_weights_that_the_graph_computes() -> None:
+    """They are no operand of the user's, but say whose layer it is; measuring makes its own."""
+
+    class Scaled(Layer):
+        def product(self, x: Tensor, w: Tensor) -> Tensor:
+            return F.linear(x, w)
+
+        def forward(self, x: Tensor) -> Tensor:
+            weights, ids = torch.topk(self.gate(x).softmax(-1), K, dim=-1)
+            w_in, w_out = self.w_in * 2, self.w_out * 2
+            out = torch.zeros_like(x)
+            for e in range(E):
+                tok, slot = torch.where(ids == e)
+                a, b = F.linear(x[tok], w_in[e]).chunk(2, dim=-1)
+                out.index_add_(0, tok, F.linear(F.silu(a) * b, w_out[e]) * weights[tok, slot, None])
+            return out
+
+    model = Scaled()
+    report = run(model, torch.randn(T, H))
+    assert len(report.fused) == 1, str(report)
+    site = only_site()
+    assert site.lists is None
+    assert site.tensors() is None
+    assert sites.of([model.w_in]) == [site]
+    assert compare.compare(site.program, T, ran, backend="eager") == Pair(2.0, 1.0, T)
+
+
 def test_a_gradient_is_noted() -> None:
     report = FusionReport()
 
@@ -222,7 +282,7 @@ def measured(model: nn.Module, tokens: int, program_us: float, fused_us: float, 
     run(model, torch.randn(tokens, H), dynamic)
     site = only_site()
     name: str = site.program.name
-    entry = Entry(site.problem, Config(0, Vectors(), Vectors()), fused_us, {name: Pair(program_us, fused_us, tokens)}, 1)
+    entry = Entry(site.problem, Config(0, Vectors(), Vectors()), fused_us, {}, {name: Pair(program_us, fused_us, tokens)}, 1)
     store.save("a device", [entry])
     torch._dynamo.reset()
     return name
@@ -293,7 +353,7 @@ def test_a_table_speaks_of_grouped_products_only(monkeypatch: pytest.MonkeyPatch
     assert gate.measurement("a device", site.problem, site.program.name, grouped=False) is None
     assert gate.measurement("a device", dataclasses.replace(site.problem, tokens=64), site.program.name, grouped=True) is None
     # What was measured here is asked first.
-    store.save("a device", [Entry(site.problem, Config(0, Vectors(), Vectors()), 1.0, {site.program.name: Pair(2.0, 1.0, T)}, 1)])
+    store.save("a device", [Entry(site.problem, Config(0, Vectors(), Vectors()), 1.0, {}, {site.program.name: Pair(2.0, 1.0, T)}, 1)])
     mine = gate.measurement("a device", site.problem, site.program.name, grouped=True)
     assert mine == (Pair(2.0, 1.0, T), "measured here by moefuse.warmup")
 
@@ -305,7 +365,7 @@ def test_the_cache_key_follows_the_decisions(monkeypatch: pytest.MonkeyPatch) ->
     keys = [cache.key(Options())]
     measured(model, T, 30.0, 20.0)
     assert cache.key(Options()) == keys[0]
-    measured_again = Entry(only_site().problem, Config(0, Vectors(), Vectors()), 1.0, {only_site().program.name: Pair(2.0, 3.0, T)}, 2)
+    measured_again = Entry(only_site().problem, Config(0, Vectors(), Vectors()), 1.0, {}, {only_site().program.name: Pair(2.0, 3.0, T)}, 2)
     store.save("a device", [measured_again])
     assert cache.key(Options()) != keys[0]
     # With the gate off, nothing that was measured matters.

@@ -27,6 +27,7 @@ def own_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None
     from moefuse.tuning import sites
 
     monkeypatch.setenv(cache_folder.VARIABLE, str(tmp_path))
+    monkeypatch.delenv("MOEFUSE_AUTOTUNE")
     sites.clear()
     provider.forget_plans()
     yield

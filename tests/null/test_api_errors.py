@@ -49,7 +49,8 @@ def test_the_pass_takes_only_moefuse_options() -> None:
 
 
 def test_public_names() -> None:
-    names = ["FusionError", "FusionReport", "MoEFusionPass", "OptionError", "Options", "__version__", "compile", "explain", "last_report"]
+    names = ["ExpertsSpec", "FusionError", "FusionReport", "MoEFusionPass", "OptionError", "Options", "WarmupReport"]
+    names += ["__version__", "compile", "explain", "last_report", "warmup"]
     assert sorted(moefuse.__all__) == sorted(names)
     assert all(getattr(moefuse, name) is not None for name in names)
     with pytest.raises(AttributeError, match="module 'moefuse' has no attribute 'fuse'"):

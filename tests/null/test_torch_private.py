@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import moefuse
+from moefuse import _torch_private
 from moefuse._dynamo import points
 
 POINTS = {
@@ -28,6 +29,7 @@ POINTS = {
     "torch._dynamo.pgo": ["_CODE_STATE"],
     "torch._guards": ["CompileContext"],
     "torch._logging._internal": ["trace_structured"],
+    "torch.utils._filelock": ["FileLock"],
     "torch._C._dynamo.eval_frame": ["reset_code"],
     "torch": ["_TorchCompileWrapper", "_TorchCompileInductorWrapper"],
 }
@@ -52,6 +54,18 @@ def test_shapes() -> None:
     assert list(inspect.signature(torch._TorchCompileInductorWrapper.__init__).parameters)[1:4] == ["mode", "options", "dynamic"]
     metric = import_module("torch._dynamo.utils").CompilationMetrics
     assert {"fail_type", "fail_reason", "fail_user_frame_filename", "fail_user_frame_lineno", "co_name"} <= set(metric.__annotations__)
+
+
+def test_lock_between_processes(tmp_path: Path) -> None:
+    with _torch_private.file_lock(tmp_path / "a.lock"):
+        assert (tmp_path / "a.lock").exists()
+
+
+def test_views_share_a_storage() -> None:
+    with torch._subclasses.FakeTensorMode():
+        a = torch.empty(4, 6)
+        assert _torch_private.same_storage(a, a.t()[1:])
+        assert not _torch_private.same_storage(a, a.clone())
 
 
 def test_no_other_module_imports_the_compiler() -> None:

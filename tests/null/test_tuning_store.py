@@ -210,6 +210,10 @@ WRONG: list[tuple[tuple[str, ...], Any]] = [
     (("config", "more"), 1),
     *((("us",), value) for value in (0, -1.0, float("nan"), float("inf"), 1e30, True, "1", None, ...)),
     *((("when",), value) for value in (-1, 1.5, True, None, ...)),
+    *(
+        (("library",), value)
+        for value in ([], None, {"../x": 1.0}, {"all": 0}, {"all": "1"}, {"": 1.0}, dict.fromkeys("abcdefghi", 1.0), ...)
+    ),
     *((("programs",), value) for value in ([], None, 1, {"x": 1}, {"../../x": {}}, ...)),
     *((("programs", NAME, name), value) for name in ("program_us", "fused_us", "tokens") for value in (0, -1, "1", True, None, ...)),
     (("programs", NAME, "more"), 1),
@@ -239,7 +243,7 @@ def test_a_bad_entry_does_not_hide_the_good_ones(caplog: pytest.LogCaptureFixtur
 
 _LEAF = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
 _JSON = st.recursive(_LEAF, lambda x: st.lists(x) | st.dictionaries(st.text(), x), max_leaves=20)
-_FIELDS = ["problem", "config", "us", "programs", "when"]
+_FIELDS = ["problem", "config", "us", "library", "programs", "when"]
 
 
 @given(st.one_of(_JSON, st.fixed_dictionaries(dict.fromkeys(_FIELDS, _JSON))))
@@ -263,6 +267,30 @@ def test_what_ships_and_what_the_rules_say_can_be_kept() -> None:
             found += [rules(dataclasses.replace(P, tokens=tokens, dtype=dtype), hopper) for hopper in (False, True)]
     for config in found:
         assert entries.config_from(json.loads(json.dumps(config.to_json()))) == config
+
+
+def test_the_quickest_form() -> None:
+    assert entry(us=12.5).form is None
+    assert entry(us=12.5, library={"all": 12.5, "down": 13.0}).form is None
+    assert entry(us=12.5, library={"all": 12.0, "down": 11.0}).form == "down"
+    again = entries.parse(json.loads(json.dumps(entry(library={"all": 12.0}).to_json())))
+    assert again == entry(library={"all": 12.0})
+
+
+def test_times_of_a_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Entries may carry the time of the compiled grouped program; those without say nothing of it, and choose all the same."""
+    from moefuse.kernels.triton import config as configs
+
+    data = [
+        {"problem": dataclasses.asdict(P), "us": 12.0, "peer_us": 10.5, "config": CONFIG.to_json(), "grouped_mm": {"all": 11.0}},
+        {"problem": dataclasses.asdict(dataclasses.replace(P, tokens=8)), "us": 3.0, "config": CONFIG.to_json()},
+    ]
+    (tmp_path / "table.json").write_text(json.dumps({"entries": data}))
+    monkeypatch.setattr(configs, "_table_path", lambda device: tmp_path / "table.json")
+    assert configs.table_times.__wrapped__("a device") == ((P, 11.0, 10.5),)
+    assert len(configs.table.__wrapped__("a device")) == 2
+    monkeypatch.setattr(configs, "_table_path", lambda device: tmp_path / "none.json")
+    assert configs.table_times.__wrapped__("a device") == ()
 
 
 WRITER = """

@@ -194,6 +194,7 @@ def tools(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Iterator[Any]:
     from moefuse.tuning.warmup import Tools
 
     monkeypatch.setenv("MOEFUSE_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("MOEFUSE_AUTOTUNE")
     monkeypatch.setattr(calls, "SETS", ((1 << 30, 1),))
     monkeypatch.setattr(sites, "DEVICES", {"cpu"})
     sites.clear()
@@ -278,7 +279,7 @@ def test_warmup_with_a_model(tools: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     providers.register("experts", providers.Provider("triton", provider.supports, provider.experts))
     try:
         model, x = Layer(), torch.randn(T, H)
-        assert len(run(model, x).fused) == 1
+        assert len(run(model, x, verify="off").fused) == 1
         assert provider._PLANS
         report = warmup.run(model, [T], 1e6, False, dataclasses.replace(tools, clock=lambda: 0.0))
         assert not provider._PLANS
@@ -288,14 +289,62 @@ def test_warmup_with_a_model(tools: Any, monkeypatch: pytest.MonkeyPatch) -> Non
         assert program.startswith("selected:")
         assert "stays as it is from the next compilation on" in str(report)
         torch._dynamo.reset()
-        assert [s.code for s in run(model, x).skipped] == ["not-faster"]
+        assert [s.code for s in run(model, x, verify="off").skipped] == ["not-faster"]
         torch._dynamo.reset()
-        assert len(run(model, x, cost_gate=False).fused) == 1
+        assert len(run(model, x, verify="off", cost_gate=False).fused) == 1
     finally:
         providers.unregister("experts", "triton")
         providers.PROVIDERS["experts"][:0] = [p for p in providers._on_cuda() if p.name == "triton"]
         native.configure(True)
         torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("quick", ["all", "down", None])
+def test_products_by_the_library(tools: Any, monkeypatch: pytest.MonkeyPatch, quick: str | None) -> None:
+    """Its forms are measured beside our own kernels; the quickest is what the next call takes."""
+    import moefuse
+    from moefuse.kernels.triton import grouped_mm, provider
+    from moefuse.kernels.triton.config import Config, Tiles
+    from moefuse.kernels.triton.tune import candidates
+    from moefuse.kernels.triton.tune.call import Kind, make
+    from moefuse.tuning import warmup
+
+    monkeypatch.setattr(grouped_mm, "DEVICES", ("cpu",))
+    monkeypatch.setattr(grouped_mm, "DTYPES", (torch.float32,))
+    monkeypatch.setattr(candidates, "starts", lambda p, d, current: [Config(16, Tiles(16, 16, 4, 1), Tiles(16, 16, 4, 1))])
+    monkeypatch.setattr(candidates, "neighbours", lambda part: [])
+    times = {"all": 5.0, "down": 5.0} | ({quick: 2.0} if quick else {})
+
+    def timer(run: Sequence[Any], good: float, what: Any) -> float:
+        return times[what] if isinstance(what, str) else 3.0 if what.bm else 4.0
+
+    spec = moefuse.ExpertsSpec(**{**SPEC, "hidden": 12, "intermediate": 8, "hidden_out": 8})  # type: ignore[arg-type]
+    (row,) = warmup.run(spec, [6], 1e6, False, dataclasses.replace(tools, timer=timer)).measured
+    assert (row.us, row.library) == ((2.0, quick) if quick else (3.0, ""))
+    call = make(problem(tokens=6, hidden=12, inter=8, out=8), Kind(), "cpu")
+    provider.forget_plans()
+    provider.experts(*call.sets[0], *call.lists, "silu", [], "merged", False, False, None)
+    (plan,) = provider._PLANS.values()
+    assert type(plan).__name__ == ("LibraryPlan" if quick else "Plan")
+    provider.forget_plans()
+
+
+@pytest.mark.usefixtures("nothing_runs")
+def test_every_number_of_tokens_has_its_program(tools: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that was compiled for two fixed numbers of tokens has two programs of one name, and none for a third."""
+    from moefuse.kernels.triton.tune import candidates
+    from moefuse.tuning import warmup
+    from tests.cpu.test_cost_gate import H, Layer, run
+
+    monkeypatch.setattr(candidates, "neighbours", lambda part: [])
+    model = Layer()
+    for tokens in (4, 20):
+        run(model, torch.randn(tokens, H), dynamic=False)
+    report = warmup.run(model, [4, 20, 100], 1e6, False, dataclasses.replace(tools, clock=lambda: 0.0))
+    assert [len(t.programs) for t in report.tuned] == [1, 1, 0]
+    assert [t.not_compared for t in report.tuned[:2]] == [(), ()]
+    (why,) = report.tuned[2].not_compared
+    assert why == "it was compiled for 20 tokens, which cannot be 100"
 
 
 def test_a_device_out_of_memory(tools: Any, monkeypatch: pytest.MonkeyPatch) -> None:

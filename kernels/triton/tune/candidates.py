@@ -99,7 +99,7 @@ def _tall(p: Problem, bm: int, hopper: bool) -> Iterator[Config]:
     down = Tiles(256 if bm == 128 else 128, 64, 8, 3, 8, desc=True, rows_desc=True)
     for walk in ({"tail": True}, {"persistent": True, "flatten": True}, {"tail": True, "persistent": True}):
         yield Config(bm, replace(wide, join=True, **walk), replace(down, **walk), pdl=True)
-        yield Config(bm, replace(wide, **walk), replace(down, **walk), pdl=True)
+        yield Config(bm, replace(wide, store=1, **walk), replace(down, store=2, **walk), pdl=True)
 
 
 def neighbours(part: Any) -> list[Any]:

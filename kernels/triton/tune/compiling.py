@@ -98,11 +98,12 @@ def worker_count() -> int:
 
 
 class Workers:
-    """A pool of worker processes, as a :data:`Compiler`. A context manager; leaving it ends the processes."""
+    """A pool of worker processes, as a :data:`Compiler`, for the current device. A context manager; leaving it ends the processes."""
 
     def __init__(self, count: int | None = None, command: Sequence[str] | None = None) -> None:
         # -P: the current folder counts only if this process looks there too.
-        self.command = list(command or (sys.executable, "-P", "-m", "moefuse.kernels.triton.tune.worker"))
+        device = str(torch.cuda.current_device() if torch.cuda.is_available() else 0)
+        self.command = list(command or (sys.executable, "-P", "-m", "moefuse.kernels.triton.tune.worker", device))
         self.count = count or worker_count()
         self.jobs: queue.SimpleQueue[tuple[int, int, str] | None] = queue.SimpleQueue()
         self.answers: queue.SimpleQueue[tuple[int, int, str | None]] = queue.SimpleQueue()

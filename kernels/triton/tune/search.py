@@ -6,6 +6,7 @@ so their settings are varied apart and the best of both are then tried together.
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Iterable
@@ -151,6 +152,41 @@ class Search:
             self.failed[config] = problem
             del self.times[config]
         return None
+
+
+def library_times(call: Call, timer: Timer) -> dict[str, float]:
+    """Microseconds of the call with products by the library, by form: those that it takes, and that are right."""
+    from moefuse.kernels.triton import grouped_mm
+
+    x, ids, weights = call.sets[0]
+    body = call.kind.body(call.problem)
+    w_in, _, w_out, *biases = call.lists
+    if grouped_mm.refusal(x, call.problem.gating, biases, w_in, w_out) is not None:
+        return {}
+    truth, times = Truth(call), {}
+    for form in grouped_mm.FORMS:
+        try:
+            plan = grouped_mm.LibraryPlan(x, ids, weights, call.lists, body, form)
+            if plan.up is not None and not plan.steps:
+                continue  # our own half of this form is made of tiles
+            runs = [functools.partial(plan.run, *inputs, call.lists) for inputs in call.sets]
+            first, *_ = [run() for run in runs]
+            problem = truth.problem(first)
+            if problem:
+                log.warning("products by the library are wrong and are not used: %s for %s in form %s", problem, call.problem, form)
+                continue
+            times[form] = timer(runs, float("inf"), form)
+        except Exception as error:
+            log.debug("the library cannot run %s in form %s: %s", call.problem, form, _first_line(error))
+    return times
+
+
+def current_form(call: Call) -> str | None:
+    """The form of the library's that a call takes now; None if it takes our own kernels."""
+    from moefuse.kernels.triton import grouped_mm
+
+    x, ids, _ = call.sets[0]
+    return grouped_mm.form_for(x, ids, call.lists, call.kind.body(call.problem))
 
 
 def _first_line(error: Exception) -> str:
