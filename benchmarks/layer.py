@@ -285,7 +285,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     shapes, tokens = args.shapes.split(","), [int(t) for t in args.tokens.split(",")]
     wanted = args.only.split(",")
     first = [n for n in wanted if n in (OURS, *CEILINGS)]
-    for names in (first, wanted) if first != wanted else (wanted,):
+    for names in (first, wanted) if first != wanted and not args.once else (wanted,):
         for shape in shapes:
             if time.perf_counter() - begin > args.budget:
                 break
@@ -318,6 +318,7 @@ def main() -> None:
     parser.add_argument("--skew", default="uniform", choices=("uniform", "half", "zipf"))
     parser.add_argument("--seconds", type=float, default=0.5, help="of timing per point")
     parser.add_argument("--budget", type=float, default=3600.0, help="seconds in all")
+    parser.add_argument("--once", action="store_true", help="all at each point at once, without a first pass for ours and the ceilings")
     parser.add_argument("--commit", help="where the checkout is not a repository")
     parser.add_argument("--show", type=Path, help="print the table of a result instead of measuring")
     parser.add_argument("--plot", type=Path, help="write the figure (SVG) of the result")

@@ -185,11 +185,12 @@ def test_the_order_is_a_stable_sort(monkeypatch: pytest.MonkeyPatch, tokens: int
     """One kernel for few slots and three for many give the same arrays as torch's stable sort."""
     from moefuse.kernels.triton import layout
     from moefuse.kernels.triton import plan as plans
+    from moefuse.kernels.triton import tiles as builder
     from moefuse.runtime.routing import sort_slots
 
     case = SMALL.with_(tokens=tokens, experts=5, low_id=-2, high_id=7)
     for at_once in (8192, 0):
-        monkeypatch.setattr(plans, "SORT_AT_ONCE", at_once)
+        monkeypatch.setattr(builder, "SORT_AT_ONCE", at_once)
         x, ids, weights, *lists = case.args()
         body = layout.Body("silu", (0.0, 0.0), "merged", False, False, x.dtype)
         plan = plans.Plan(x, ids, weights, tuple(lists), body, tiles())
