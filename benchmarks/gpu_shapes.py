@@ -66,14 +66,16 @@ def inputs_of(
     if device == "meta":
         empty = torch.empty(tokens, s.top_k, device=device, dtype=torch.int64)
         return torch.empty(tokens, s.hidden, dtype=dtype, device=device), empty, torch.empty(tokens, s.top_k, dtype=dtype, device=device)
-    logits = torch.randn(tokens, s.experts, device=device)
+    scores = logits = torch.randn(tokens, s.experts, device=device)
     noise = -torch.log(-torch.log(torch.rand(tokens, s.experts, device=device).clamp(1e-9, 1 - 1e-7)))
     if skew == "zipf":
         logits = noise - torch.log(torch.arange(1, s.experts + 1, device=device))
     elif skew == "half":
+        logits = logits.clone()
         logits[:, 0] += 100.0 * (torch.rand(tokens, device=device) < 0.5 * s.top_k).float()
-    top, ids = logits.topk(s.top_k, dim=-1)
-    return torch.randn(tokens, s.hidden, device=device).to(dtype), ids, torch.softmax(top, -1).to(dtype)
+    ids = logits.topk(s.top_k, dim=-1).indices
+    # Weights of the scores, not of what skews them: a weight of zero would tell a peer that takes scores to choose another expert.
+    return torch.randn(tokens, s.hidden, device=device).to(dtype), ids, torch.softmax(scores.gather(1, ids), -1).to(dtype)
 
 
 def exact(x: Tensor, ids: Tensor, weights: Tensor, lists: tuple[list[Tensor], ...], s: Shape, rows: list[int]) -> Tensor:

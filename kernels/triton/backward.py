@@ -115,7 +115,8 @@ def activate_grads(
     """From h [S, width] and d_a [S, I], the gradient of the activation's result before the routing weight, whatever is wanted of:
 
     d_h [S, width] (contiguous), the gradient of h; a [S, I], the activation times its routing weight, rounded to storage; d_weights [S]
-    in slot order, the gradient of the routing weights, zeros for dead rows. SCALE: the routing weight multiplies the expert's output.
+    in slot order, the gradient of the routing weights, zeros for dead rows. a may be d_a. SCALE: the routing weight multiplies the
+    expert's output.
     """
     dtype: tl.constexpr = h.dtype.element_ty
     wide: tl.constexpr = tl.float64 if dtype == tl.float64 else tl.float32
@@ -135,10 +136,11 @@ def activate_grads(
         up = gate if PLAIN else tl.load(h + at_h + UP, mask=mask, other=0.0).to(wide)
         if WANT_A or WANT_WEIGHTS:
             value = activated(gate, up, ARG0, ARG1, ACT, PLAIN, dtype.primitive_bitwidth == 16)
-        if WANT_A:
-            tl.store(a + at_row * I + n[None, :], (value * scale if SCALE else value).to(dtype), mask=mask)
         if WANT_H or WANT_WEIGHTS:
             d = tl.load(d_a + at_row * I + n[None, :], mask=mask, other=0.0).to(wide)
+        if WANT_A:
+            tl.debug_barrier()  # every thread has loaded: a may be d_a
+            tl.store(a + at_row * I + n[None, :], (value * scale if SCALE else value).to(dtype), mask=mask)
         if WANT_WEIGHTS:
             total += tl.sum(tl.where(mask, d * value, 0.0), 1)
         if WANT_H:

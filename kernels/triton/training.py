@@ -102,9 +102,11 @@ def experts_backward(
     need_rows = need_x or (need_weights and weight_on_input)
     need_h = need_rows or need_in or need_up or need_b_in or need_b_up
     d_h = torch.empty_like(h) if need_h else None
-    a = torch.empty((slots, inter), dtype=x.dtype, device=x.device) if need_out else None
+    a = None if slots or not need_out else torch.empty((0, inter), dtype=x.dtype, device=x.device)
     if slots:
         d_a = by.linear(d_out, w_out, back=True, tokens=True) if need_h or need_weights else None
+        if need_out:
+            a = torch.empty((slots, inter), dtype=x.dtype, device=x.device) if d_a is None else d_a
         plan.activate_grads(
             it,
             h,
