@@ -32,6 +32,9 @@ _MODE_SWITCHES = frozenset(("_set_grad_enabled", "_enter_autocast", "_exit_autoc
 #: operations that give values and indices
 _PAIRS = frozenset(("topk", "sort", "max", "min"))
 
+#: operations between a router's projection and its choice that leave rows where they are
+_KEEPS_ROWS = frozenset("softmax sigmoid log_softmax tanh to float".split())
+
 #: operations that give indices along a dimension: where that stands among the arguments, and its default
 _DIMS: dict[str, tuple[int, int | None]] = {
     "topk": (2, -1), "sort": (1, -1), "argsort": (1, -1), "max": (1, None), "min": (1, None), "argmax": (1, None), "argmin": (1, None),
@@ -175,7 +178,7 @@ class Context:
         dims = self.root_atoms(ids)
         if dims is None:
             return None
-        slots = len(dims) > 1
+        slots = len(dims) > 1 and not self._one_for_each(root)
         if slots and not isinstance(dims[-1].size, int):
             return None
         tokens = tuple(a.size for a in (dims[:-1] if slots else dims))
@@ -200,6 +203,22 @@ class Context:
         call = self._chosen_by(node)
         written = self.storage.get(node) in self.writes
         return call is not None and call.name in ("topk", "sort", "argsort") and _last_dim(call) and not written
+
+    def _one_for_each(self, node: Node) -> bool:
+        """Whether ids are the best of the scores that a projection gives each [..., features] row: then all their dimensions count tokens.
+
+        (Behind a reshape of the projection the last one may count heads, each with a choice of its own.)
+        """
+        call = self._chosen_by(node)
+        if call is None or call.name not in ("argmax", "argmin", "max", "min") or not _last_dim(call):
+            return False
+        place = 2  # of keepdim among the arguments
+        if call.kwargs.get("keepdim", len(call.args) > place and call.args[place]):
+            return False
+        scores: Any = call.args[0]
+        while (source := self.calls.get(scores)) is not None and source.name in _KEEPS_ROWS and source.args and not source.inplace:
+            scores = source.args[0]
+        return source is not None and source.name == "linear"
 
     def _choices(self, node: Node) -> int | None:
         """How many positions ids choose among: every id is less than that."""

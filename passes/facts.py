@@ -19,7 +19,8 @@ from moefuse.passes.sizes import Size, product
 class Routing:
     """One tensor of expert ids [tokens..., K] (or [tokens...] when there is one slot), and what is known about it.
 
-    ``distinct``: no id is twice in a token. ``choices``: every id is less than this; None if nothing says so.
+    ``distinct``: no id is twice in a token. ``choices``: every id is less than this; None if nothing says so. ``columns``: ``node`` holds no
+    ids but a 0/1 mask [tokens..., (K,) ``columns``] with at most one 1 for a slot; the id of a slot without any is -1, and it has no expert.
     """
 
     node: Node
@@ -28,6 +29,7 @@ class Routing:
     has_slots: bool
     distinct: bool
     choices: int | None = None
+    columns: int | None = None
 
     @property
     def num_tokens(self) -> Size:

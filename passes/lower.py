@@ -66,10 +66,17 @@ class Lowering:
     def ids(self) -> Node:
         """[T, K]."""
         routing = self.region.routing
+        if routing.columns is not None:
+            return self.once(routing, lambda: self.left(routing.node, routing.columns, routing.top_k))
         value = tensor(routing.node)
         if value is not None and value.dim() == 2 and routing.has_slots and len(routing.tokens) == 1:
             return routing.node
         return self.once(routing, lambda: self.emit(torch.reshape, routing.node, (-1, routing.top_k)))
+
+    def left(self, mask: Node, columns: int | None, top_k: int) -> Node:
+        """[T, K]: where each slot's 1 stands in a mask, -1 where it has none."""
+        mask = self.emit(torch.Tensor.to, self.emit(torch.reshape, mask, (-1, top_k, columns)), torch.int64)
+        return self.emit(torch.where, self.emit(torch.any, mask, -1), self.emit(torch.argmax, mask, -1), -1)
 
     def once(self, key: Any, build: Callable[[], Node]) -> Node:
         if id(key) not in self.memo:
@@ -95,7 +102,10 @@ class Lowering:
             return self.matrix(weight.source, top_k)
         if isinstance(weight, Gate) and not weight.ones:
             table = self.matrix(weight.source, self.region.num_experts)
-            return self.emit(torch.gather, table, 1, self.emit(torch.Tensor.to, self.ids(), torch.int64))
+            ids = self.emit(torch.Tensor.to, self.ids(), torch.int64)
+            # What a slot without expert reads there is weighted nowhere.
+            ids = ids if self.region.routing.columns is None else self.emit(torch.clamp, ids, min=0)
+            return self.emit(torch.gather, table, 1, ids)
         return self.emit(torch.ones_like, self.ids(), dtype=torch.float32)
 
     def stack(self, leaf: Leaf) -> list[Node]:

@@ -15,7 +15,17 @@ def signature(region: Region, tier: str) -> Hashable:
     """Equal for regions with equal structure, sizes, dtypes and spelling."""
     names = tuple(str(n.target) for n in region.anchor.graph.nodes if n in region.nodes)
     rest = None if region.rest is None else (region.rest.numbers, _of(region.rest.expr, {}))
-    return tier, region.domain, region.routing.top_k, region.num_experts, region.base is None, _of(region.expr, {}), rest, names
+    return (
+        tier,
+        region.domain,
+        region.routing.top_k,
+        region.routing.columns,
+        region.num_experts,
+        region.base is None,
+        _of(region.expr, {}),
+        rest,
+        names,
+    )
 
 
 def _leaf(leaf: Leaf) -> Hashable:

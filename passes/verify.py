@@ -104,6 +104,11 @@ class Inputs:
             return torch.zeros(shape, dtype=like.dtype, device=like.device)
         return (torch.randn(shape, generator=self.generator) * scale).to(device=like.device, dtype=like.dtype)
 
+    def some(self, ids: torch.Tensor, columns: int) -> torch.Tensor:
+        """A 0/1 mask [T, K, columns] of the ids, without every fourth slot or so."""
+        mask = ids.unsqueeze(-1) == torch.arange(columns)
+        return mask & (torch.rand(ids.shape, generator=self.generator) < 0.75).unsqueeze(-1)
+
     def draw(self, kind: str) -> dict[Node, Any]:
         """Leaves of one probe: tokens, ids and routing weights."""
         region, routing = self.region, self.region.routing
@@ -111,7 +116,8 @@ class Inputs:
         scores = torch.rand(tokens, max(experts, top_k), generator=self.generator)
         ids = scores.topk(top_k, dim=-1).indices if kind == "random" else torch.arange(top_k).expand(tokens, top_k).clone()
         held = fake(routing.node)
-        out: dict[Node, Any] = {routing.node: ids.reshape([int(_hint(s)) for s in held.shape]).to(device=held.device, dtype=held.dtype)}
+        chosen = ids if routing.columns is None else self.some(ids, routing.columns)
+        out: dict[Node, Any] = {routing.node: chosen.reshape([int(_hint(s)) for s in held.shape]).to(device=held.device, dtype=held.dtype)}
         for e in walk(region.expr):
             if isinstance(e, Gate) and not e.ones and not e.slots:
                 table = torch.zeros(tokens, experts).scatter(1, ids, torch.rand(tokens, top_k, generator=self.generator) + 0.1)
@@ -137,7 +143,7 @@ def _product(sizes: Iterable[Any], region: Region) -> Any:
     out = 1
     for s in shape:
         out = out * int(_hint(s))
-    return out // region.routing.top_k
+    return out // (region.routing.top_k * (region.routing.columns or 1))
 
 
 def _ancestors(node: Node) -> set[Node]:
@@ -274,7 +280,12 @@ def _lowest(region: Region, out: torch.dtype) -> torch.dtype:
 def reference(region: Region, weight: Callable[[Node], Any], leaves: dict[Node, Any], sample: torch.Tensor) -> torch.Tensor:
     """The region's sum for some tokens in float64, [n, features]."""
     top_k = region.routing.top_k
-    ids = leaves[region.routing.node].reshape(-1, top_k)[sample].long()
+    ids = (
+        leaves[region.routing.node]
+        .reshape(-1, top_k, *([columns] if (columns := region.routing.columns) is not None else []))[sample]
+        .long()
+    )
+    ids = ids if columns is None else torch.where(ids.any(-1), ids.argmax(-1), -1)
     out: torch.Tensor | None = None
     for expert in range(region.num_experts if region.rest is None else region.rest.numbers.stop):
         row, slot = torch.where(ids == expert)

@@ -98,6 +98,8 @@ class Frame:
         name = tx.instructions[at].opname
         if name == "BINARY_SUBSCR":
             self.loops.subscript(tx)
+        elif name.startswith("FORMAT_"):
+            self.loops.formatted(tx, tx.instructions[at])
         if tx.f_code.co_flags & GENERATOR and name not in _MAKES_GENERATOR:
             self.advanced(tx)
         if name == "GET_ITER":

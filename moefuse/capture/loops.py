@@ -179,6 +179,19 @@ class Loops:
             if any(index in loop.numbers for loop in loops) and values.tensor_node(values.realized(tx.stack[-2])) is None:
                 self.frame.unroll("the number of a row is the index of something that is no tensor")
 
+    def formatted(self, tx: Any, inst: Any) -> None:
+        """``f"expert_{row}"`` is about to run: the text of a tensor without dimensions is that of its number, which every row has its own."""
+        at = -2 if inst.opname == "FORMAT_WITH_SPEC" or (inst.opname == "FORMAT_VALUE" and inst.arg & 4) else -1
+        if not self.frame.scopes.open or (inst.opname == "FORMAT_VALUE" and inst.arg & 3):
+            return
+        node = values.tensor_node(values.plain(tx.stack[at]))
+        number = values.known_tensor(node.meta.get("example_value")) if node is not None else None
+        if number is None or number.dim() or number.dtype not in (torch.int64, torch.int32):
+            return
+        if self.frame.scopes.represented():
+            self.frame.unroll("the body writes the number of its row into a string")
+        tx.stack[at] = values.constant(int(number))
+
     def iterate(self, tx: Any) -> None:
         """The instruction behind GET_ITER or FOR_ITER: remember the iterator, or open the scope of an iteration."""
         if self._next is None or self._next[0] is not tx:

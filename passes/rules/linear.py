@@ -107,7 +107,9 @@ def contract(ctx: Context, node: Node, a: Any, b: Any, first: Labels, second: La
     x, y = ctx.fact(a), ctx.fact(b)
     if x is None or y is None or len(first) != len(x.axes if hasattr(x, "axes") else ()) or len(second) != len(getattr(y, "axes", ())):
         return None
-    for left, right, names, others in ((x, y, first, second), (y, x, second, first)):
+    ways = ((x, y, first, second), (y, x, second, first))
+    # The weight of a layer says which operand holds rows: a [batch, length, features] input of the graph is no stack.
+    for left, right, names, others in ways[:1] if ctx.calls[node].name == "linear" else ways:  # type: ignore[union-attr]
         weight = expert_weight(ctx, right, left, others, names, out)
         if weight is not None and isinstance(left, Rows | View):
             found = project(ctx, node, left, weight, names, others, out)

@@ -16,6 +16,7 @@ from moefuse.passes.facts import Buffer, Combined, Counts, Domain, Fill, Lost, M
 from moefuse.passes.operands import joined, leaf, padded, real, scalar, symbol
 from moefuse.passes.ops import UNARY, tensor
 from moefuse.passes.rules import rule
+from moefuse.passes.rules.dropped import dropped
 from moefuse.passes.rules.permutation import on_div
 from moefuse.passes.rules.routing import masked_weight
 from moefuse.passes.rules.spans import difference, total
@@ -142,6 +143,8 @@ def on_mul(ctx: Context, node: Node, a: Any, other: Any, *, rounding_mode: str |
     if isinstance(x, Rows) or isinstance(y, Rows):
         return row_local(ctx, node, (a, b), {})
     for first, second, source in ((x, y, b), (y, x, a)):
+        if name == "mul" and isinstance(first, Mask | Table) and (left := dropped(ctx, node, first, second)) is not None:
+            return left
         if isinstance(first, Mask) and isinstance(second, View) and not first.negated and first.weight is None and name == "mul":
             return masked_weight(ctx, node, first, second)
         if isinstance(first, Table) and isinstance(second, View) and name == "mul" and not first.negated:

@@ -202,7 +202,8 @@ def selection(fact: Any, axes: Axes) -> tuple[Selection, tuple[str, ...]] | None
     columns = []
     for axis in axes:
         kinds = {a.kind for a in axis}
-        if len(kinds) > 1 or kinds & {"e", "b"} or not kinds:
+        only = not kinds and isinstance(fact, Table) and fact.routing.top_k == 1  # of [tokens, 1]: the one slot there is
+        if len(kinds) > 1 or kinds & {"e", "b"} or not (kinds or only):
             return None
         columns.append("token" if kinds == {"t"} else "slot")
     if fact.expert is None or fact.negated or columns.count("token") != 1:
@@ -211,8 +212,8 @@ def selection(fact: Any, axes: Axes) -> tuple[Selection, tuple[str, ...]] | None
         if fact.weight is not None or (fact.routing.has_slots and "slot" not in columns):
             return None
         return Selection(fact.routing, fact.expert, by_token=not fact.routing.has_slots), tuple(columns)
-    if isinstance(fact, Table) and fact.ones and columns == ["token"]:
-        return Selection(fact.routing, fact.expert, by_token=True, slot=fact.slot), ("token",)
+    if isinstance(fact, Table) and fact.ones:
+        return Selection(fact.routing, fact.expert, by_token=True, slot=fact.slot), tuple(columns)
     return None
 
 

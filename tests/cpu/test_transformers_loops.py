@@ -64,6 +64,7 @@ IDIOMS = {
         "gemma4": "router and experts see two norms, a weight per expert",
         "phimoe": "two rounds of masked argmax",
         "longcat_flash": "int(row.item()), experts without weights",
+        "switch_transformers": "experts by name, tokens above the capacity have none",
     },
 }
 DEEP = os.environ.get("HYPOTHESIS_PROFILE") == "deep"

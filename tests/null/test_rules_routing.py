@@ -294,3 +294,15 @@ def test_other_ids_may_repeat() -> None:
 def test_one_id_per_token_cannot_repeat() -> None:
     found = routing_of(lambda scores: scores.argmax(-1))
     assert (found.distinct, found.top_k, found.has_slots) == (True, 1, False)
+
+
+def test_the_best_of_a_projection_of_rows_is_one_id_for_each() -> None:
+    """[batch, length] ids of a router that saw [batch, length, features] have no dimension of slots."""
+    found = routing_of(lambda x, w: torch.nn.functional.linear(x.view(2, T // 2, H), w).softmax(-1).argmax(-1))
+    assert (found.tokens, found.top_k, found.has_slots) == ((2, T // 2), 1, False)
+
+
+def test_the_best_of_each_head_is_a_slot() -> None:
+    """[tokens, heads] ids behind a reshape of the projection: each head chooses an expert of its own."""
+    found = routing_of(lambda x, w: torch.nn.functional.linear(x, w).view(T, 2, -1).softmax(-1).argmax(-1))
+    assert (found.tokens, found.top_k, found.has_slots) == ((T,), 2, True)

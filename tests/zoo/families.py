@@ -20,7 +20,7 @@ class Family:
         registry: whether the experts class is decorated with ``use_experts_implementation`` (transformers 5).
         since: first release of transformers in which that is so, or whose code traces in one graph without capture.
         loops: major releases in which all that breaks the graph is a loop over experts, or nothing: one graph with capture.
-        inputs: ``"ids"`` or ``"embeds"``.
+        inputs: ``"ids"``, ``"embeds"``, or ``"pair"`` for token ids of an encoder and a decoder.
         masked: whether the model needs an attention mask where there is nothing to mask.
     """
 
@@ -50,6 +50,8 @@ _SLIDING = {"layer_types": ["sliding_attention", "full_attention"]}
 _HYBRID = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_chunk_size": 8, "mamba_n_groups": 1}
 _MROPE = _rope(mrope_section=[3, 3, 2])
 _DBRX = {"ffn_hidden_size": 96, "moe_num_experts": 8, "moe_top_k": 2}
+
+_SPARSE_PAIR = {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1, "num_layers": 1, "num_decoder_layers": 1}
 
 FAMILIES: dict[str, Family] = {
     "afmoe": Family("AfmoeForCausalLM", _SLIDING),
@@ -146,7 +148,15 @@ FAMILIES: dict[str, Family] = {
     ),
     "solar_open": Family("SolarOpenForCausalLM"),
     "step3p7": Family("Step3p7TextModel", {"sliding_window": 8, "num_sliding_attention_heads": 4}, registry=False),
+    "switch_transformers": Family(
+        "SwitchTransformersForConditionalGeneration",
+        _SPARSE_PAIR | {"num_heads": 4, "d_kv": 16, "d_ff": 96, "dropout_rate": 0.0, "expert_capacity": 2},
+        registry=False,
+        loops=("5.23",),
+        inputs="pair",
+        masked=True,
+    ),
     "unlimited_ocr": Family("UnlimitedOcrTextModel"),
     "zaya": Family("ZayaForCausalLM", {"num_experts_per_tok": 1, "router_hidden_size": 32}),
 }
-"""Not here: jetmoe, doge, gptsan_japanese, nllb_moe, switch_transformers, vitpose_backbone, whose experts are no such loop."""
+"""Not here: jetmoe, doge, gptsan_japanese, nllb_moe, vitpose_backbone, whose experts are no such loop."""

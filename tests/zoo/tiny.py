@@ -143,6 +143,10 @@ def inputs(name: str, batch: int = 2, length: int = 8, seed: int = 0) -> dict[st
     """What a family takes: token ids or embeddings, as keyword arguments."""
     family = FAMILIES[name]
     out: dict[str, Any] = {"attention_mask": torch.ones(batch, length, dtype=torch.int64)} if family.masked else {}
+    if family.inputs == "pair":
+        behind = {"decoder_input_ids": tokens(batch, length, seed + 1)}
+        behind |= {"decoder_attention_mask": torch.ones(batch, length, dtype=torch.int64)} if family.masked else {}
+        return out | behind | {"input_ids": tokens(batch, length, seed)}
     if family.inputs == "ids":
         return out | {"input_ids": tokens(batch, length, seed)}
     return out | {"inputs_embeds": torch.randn(batch, length, HIDDEN, generator=torch.Generator().manual_seed(seed))}

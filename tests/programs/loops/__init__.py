@@ -4,10 +4,12 @@ Every layer takes ``x [T, H]`` and router ``logits [T, E]``, so that a test deci
 """
 
 from tests.programs.loops import (
+    capacity,
     conditions,
     ends,
     gradients,
     hits,
+    names,
     near_conditions,
     near_python,
     near_rows,
@@ -29,11 +31,13 @@ __all__ = [
     "I",
     "K",
     "Layer",
+    "capacity",
     "conditions",
     "ends",
     "gradients",
     "hits",
     "logits_for",
+    "names",
     "near_conditions",
     "near_python",
     "near_rows",
