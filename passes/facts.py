@@ -19,8 +19,9 @@ from moefuse.passes.sizes import Size, product
 class Routing:
     """One tensor of expert ids [tokens..., K] (or [tokens...] when there is one slot), and what is known about it.
 
-    ``distinct``: no id is twice in a token. ``choices``: every id is less than this; None if nothing says so. ``columns``: ``node`` holds no
-    ids but a 0/1 mask [tokens..., (K,) ``columns``] with at most one 1 for a slot; the id of a slot without any is -1, and it has no expert.
+    ``distinct``: no id is twice in a token. ``choices``: every id is less than this; None if nothing says so.
+    ``columns``: ``node`` holds no ids but a 0/1 mask [tokens..., (K,) ``columns``] with at most one 1 for a slot; a slot without any has no
+    expert, and -1 for an id.
     """
 
     node: Node

@@ -180,7 +180,7 @@ class Loops:
                 self.frame.unroll("the number of a row is the index of something that is no tensor")
 
     def formatted(self, tx: Any, inst: Any) -> None:
-        """``f"expert_{row}"`` is about to run: the text of a tensor without dimensions is that of its number, which every row has its own."""
+        """``f"expert_{row}"`` is about to run: the text of a tensor without dimensions is that of its number."""
         at = -2 if inst.opname == "FORMAT_WITH_SPEC" or (inst.opname == "FORMAT_VALUE" and inst.arg & 4) else -1
         if not self.frame.scopes.open or (inst.opname == "FORMAT_VALUE" and inst.arg & 3):
             return

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from moefuse.passes.axes import Atom, Axes, Axis, align
+from moefuse.passes.axes import Atom, Axes, Axis, align, fresh
 from moefuse.passes.context import Context, as_size, normalize, out_shape
 from moefuse.passes.facts import (
     Absent,
@@ -58,7 +58,8 @@ def role_axes(view: View, routing: Routing) -> Axes | None:
 
 @rule("one_hot")
 def on_one_hot(ctx: Context, node: Node, ids: Node, num_classes: int = -1) -> Any:
-    view = ctx.view(ids)
+    # A mask that is read as ids (all of them 0 or 1) says nothing about whom it is the mask of.
+    view = View(fresh(out_shape(ids)), ids) if isinstance(ctx.fact(ids), Mask | Table) else ctx.view(ids)
     routing = ctx.routing(view) if view is not None and is_integer(ids) else None
     axes = role_axes(view, routing) if view is not None and routing is not None else None
     if axes is None or routing is None or num_classes < 1:

@@ -64,6 +64,7 @@ IDIOMS = {
         "gemma4": "router and experts see two norms, a weight per expert",
         "phimoe": "two rounds of masked argmax",
         "longcat_flash": "int(row.item()), experts without weights",
+        "nllb_moe": "a mask read as ids",
         "switch_transformers": "experts by name, tokens above the capacity have none",
     },
 }

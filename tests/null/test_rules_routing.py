@@ -298,11 +298,18 @@ def test_one_id_per_token_cannot_repeat() -> None:
 
 def test_the_best_of_a_projection_of_rows_is_one_id_for_each() -> None:
     """[batch, length] ids of a router that saw [batch, length, features] have no dimension of slots."""
-    found = routing_of(lambda x, w: torch.nn.functional.linear(x.view(2, T // 2, H), w).softmax(-1).argmax(-1))
-    assert (found.tokens, found.top_k, found.has_slots) == ((2, T // 2), 1, False)
+    found = routing_of(lambda x, one: F.linear(x[None], one).softmax(-1).argmax(-1))
+    assert (found.tokens, found.top_k, found.has_slots) == ((1, T), 1, False)
 
 
 def test_the_best_of_each_head_is_a_slot() -> None:
     """[tokens, heads] ids behind a reshape of the projection: each head chooses an expert of its own."""
-    found = routing_of(lambda x, w: torch.nn.functional.linear(x, w).view(T, 2, -1).softmax(-1).argmax(-1))
+    found = routing_of(lambda x, w_in: F.linear(x, w_in[0]).view(T, 2, -1).softmax(-1).argmax(-1))
     assert (found.tokens, found.top_k, found.has_slots) == ((T,), 2, True)
+
+
+def test_a_mask_read_as_ids_is_a_routing_of_its_own() -> None:
+    """``one_hot`` of a 0/1 mask: every entry is a slot, whose expert is 0 or 1."""
+    found = fact_of(lambda id: F.one_hot(F.one_hot(id, E), E))  # noqa: A006
+    assert isinstance(found, Mask)
+    assert (found.routing.tokens, found.routing.top_k, found.routing.distinct) == ((T,), E, False)

@@ -129,6 +129,23 @@ FAMILIES: dict[str, Family] = {
     "muse_spark": Family("MuseSparkTextModel", _SLIDING),
     "nemotron_h": Family("NemotronHForCausalLM", _NEMOTRON, layers=1),
     "nemotron_h_latent": Family("NemotronHForCausalLM", _NEMOTRON | {"moe_latent_size": 32}, "nemotron_h", layers=1),
+    "nllb_moe": Family(
+        "NllbMoeForConditionalGeneration",
+        {
+            "encoder_layers": 1,
+            "decoder_layers": 1,
+            "encoder_sparse_step": 1,
+            "decoder_sparse_step": 1,
+            "expert_capacity": 2,
+            **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 96),
+            **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
+            **dict.fromkeys(("dropout", "activation_dropout", "moe_token_dropout", "encoder_layerdrop", "decoder_layerdrop"), 0.0),
+        },
+        registry=False,
+        loops=("5.23",),
+        inputs="pair",
+        masked=True,
+    ),
     "olmoe": Family("OlmoeForCausalLM"),
     "openai_privacy_filter": Family("OpenAIPrivacyFilterForTokenClassification"),
     "phimoe": Family("PhimoeForCausalLM", loops=_FIVE),
@@ -159,4 +176,4 @@ FAMILIES: dict[str, Family] = {
     "unlimited_ocr": Family("UnlimitedOcrTextModel"),
     "zaya": Family("ZayaForCausalLM", {"num_experts_per_tok": 1, "router_hidden_size": 32}),
 }
-"""Not here: jetmoe, doge, gptsan_japanese, nllb_moe, vitpose_backbone, whose experts are no such loop."""
+"""Not here: jetmoe, doge, gptsan_japanese, vitpose_backbone, whose experts are no such loop."""

@@ -94,6 +94,19 @@ class EachSlot(_Capacity):
         return out
 
 
+@positive
+class MaskAsIds(_Capacity):
+    """The mask taken for ids: E slots for each token, whose expert is 0 or 1, with the weights of a table. (transformers 5's nllb_moe.)"""
+
+    def loop(self, x: Tensor, mask: Tensor, weights: Tensor) -> Tensor:
+        out, table = torch.zeros_like(x), mask * weights + weights
+        again = F.one_hot(mask, num_classes=E).permute(2, 1, 0)
+        for row in torch.greater(again.sum(dim=(-1, -2)), 0).nonzero():
+            slot, tok = torch.where(again[row].squeeze(0))
+            out.index_add_(0, tok, self.experts[row](x[tok]) * table[tok, slot, None])  # type: ignore[index]
+        return out
+
+
 @near_miss
 class OtherMaskForHits(_Capacity):
     """The loop asks who was chosen, the body who has room: an iteration may run with no token, and one is left out for nothing."""
