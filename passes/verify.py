@@ -280,11 +280,8 @@ def _lowest(region: Region, out: torch.dtype) -> torch.dtype:
 def reference(region: Region, weight: Callable[[Node], Any], leaves: dict[Node, Any], sample: torch.Tensor) -> torch.Tensor:
     """The region's sum for some tokens in float64, [n, features]."""
     top_k = region.routing.top_k
-    ids = (
-        leaves[region.routing.node]
-        .reshape(-1, top_k, *([columns] if (columns := region.routing.columns) is not None else []))[sample]
-        .long()
-    )
+    columns = region.routing.columns
+    ids = leaves[region.routing.node].reshape(-1, top_k, *(() if columns is None else (columns,)))[sample].long()
     ids = ids if columns is None else torch.where(ids.any(-1), ids.argmax(-1), -1)
     out: torch.Tensor | None = None
     for expert in range(region.num_experts if region.rest is None else region.rest.numbers.stop):
