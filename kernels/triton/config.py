@@ -161,28 +161,40 @@ def power_of_two(n: float) -> int:
 
 def shared_bytes(p: Problem, bm: int, up: Tiles, itemsize: int, second: bool = False) -> int:
     """Shared memory that an up kernel (second: a down kernel) takes: its pipeline, and a block of columns that is being stored."""
-    width = up.bn * (1 if second or p.gating == "plain" else 2)
-    store = bm * up.bn // up.store if up.store else 0
-    return (up.stages * (bm + width) * up.bk + store) * itemsize
+    return tile_bytes(up, bm, _products(p, second), itemsize)
+
+
+def _products(p: Problem, second: bool) -> int:
+    """How many blocks of weights one tile is multiplied with."""
+    return 1 if second or p.gating == "plain" else 2
+
+
+def tile_bytes(t: Tiles, bm: int, products: int, itemsize: int) -> int:
+    """Shared memory of tiles of bm rows that are multiplied with so many blocks of weights."""
+    store = bm * t.bn // t.store if t.store else 0
+    return (t.stages * (bm + products * t.bn) * t.bk + store) * itemsize
+
+
+def within(t: Tiles, bm: int, products: int, itemsize: int, limit: int) -> Tiles:
+    """The tiles with stages, then block sizes, reduced until they take at most ``limit`` bytes of shared memory."""
+    while tile_bytes(t, bm, products, itemsize) > limit:
+        if t.stages > 2:
+            t = replace(t, stages=t.stages - 1)
+        elif t.bk > 32:
+            t = replace(t, bk=t.bk // 2)
+        elif t.bn > 32:
+            t = replace(t, bn=t.bn // 2)
+        else:
+            break
+    return t
 
 
 def fit(p: Problem, config: Config, limit: int, itemsize: int) -> Config:
-    """The configuration with stages, then block sizes, reduced until it fits."""
+    """The configuration reduced until both of its kernels fit."""
     if not config.bm:
         return config
-    parts = []
-    for t, second in ((config.up, False), (config.down, True)):
-        while shared_bytes(p, config.bm, t, itemsize, second) > limit:
-            if t.stages > 2:
-                t = replace(t, stages=t.stages - 1)
-            elif t.bk > 32:
-                t = replace(t, bk=t.bk // 2)
-            elif t.bn > 32:
-                t = replace(t, bn=t.bn // 2)
-            else:
-                break
-        parts.append(t)
-    return replace(config, up=parts[0], down=parts[1])
+    up, down = (within(t, config.bm, _products(p, second), itemsize, limit) for t, second in ((config.up, False), (config.down, True)))
+    return replace(config, up=up, down=down)
 
 
 def _vectors(p: Problem) -> Config:
@@ -224,21 +236,21 @@ HOPPER = "NVIDIA H200"
 @functools.cache
 def table(device: str) -> tuple[tuple[Problem, Config], ...]:
     """The entries for the device with this name; none if it has no table."""
-    path = _table_path(device)
-    if not path.is_file():
-        return ()
-    entries = json.loads(path.read_text())["entries"]
-    return tuple((Problem(**entry["problem"]), Config.from_json(entry["config"])) for entry in entries)
+    return tuple((Problem(**entry["problem"]), Config.from_json(entry["config"])) for entry in table_entries(device))
 
 
 @functools.cache
 def table_times(device: str) -> tuple[tuple[Problem, float, float], ...]:
     """(problem, microseconds of the op, of the compiled grouped program) of the table's entries that have both."""
-    path = _table_path(device)
-    if not path.is_file():
-        return ()
-    entries = [e for e in json.loads(path.read_text())["entries"] if "peer_us" in e]
+    entries = [e for e in table_entries(device) if "peer_us" in e]
     return tuple((Problem(**e["problem"]), min((e["us"], *e.get("grouped_mm", {}).values())), e["peer_us"]) for e in entries)
+
+
+def table_entries(device: str) -> list[dict[str, Any]]:
+    """What the table of a device says, as it stands in its file."""
+    path = _table_path(device)
+    found: list[dict[str, Any]] = json.loads(path.read_text())["entries"] if path.is_file() else []
+    return found
 
 
 def _table_path(device: str) -> Path:

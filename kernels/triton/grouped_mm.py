@@ -8,9 +8,7 @@ may say so (:func:`preferred`).
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -196,8 +194,5 @@ def _measured(device: str) -> tuple[tuple[Problem, dict[str, float]], ...]:
 
     The times of the library are in an entry's ``grouped_mm``: {"all": 17100.0, "down": 17300.0}.
     """
-    path = Path(__file__).parent / "tables" / f"{device.replace(' ', '_').replace('/', '_')}.json"
-    if not path.is_file():
-        return ()
-    entries = json.loads(path.read_text())["entries"]
-    return tuple((Problem(**e["problem"]), {"us": e["us"], **e.get("grouped_mm", {})}) for e in entries if "us" in e)
+    entries = [e for e in config.table_entries(device) if "us" in e]
+    return tuple((Problem(**e["problem"]), {"us": e["us"], **e.get("grouped_mm", {})}) for e in entries)

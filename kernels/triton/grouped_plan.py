@@ -17,9 +17,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moefuse._torch_private import current_device
 from moefuse.kernels.triton import backward, grouped, routing, rows, wgrad
-from moefuse.kernels.triton.config import Tiles, power_of_two
+from moefuse.kernels.triton.config import Tiles, power_of_two, within
 from moefuse.kernels.triton.launch import Address, Descriptor, Launch, stream_of
-from moefuse.kernels.triton.layout import CHUNK, SORT_AT_ONCE, UNROLLED, Device, device_of, rows_descriptor
+from moefuse.kernels.triton.layout import CHUNK, SORT_AT_ONCE, UNROLLED, Device, device_of, precision_of, rows_descriptor
 from moefuse.kernels.triton.operands import Operand, address_table, describe
 
 Lists = Sequence[Tensor]
@@ -133,17 +133,8 @@ def grad_sizes(mean_rows: float, aligned: bool, scaled: bool, dtype: torch.dtype
 
 
 def fit(t: Tiles, bm: int, item: int, device: Device) -> Tiles:
-    """The tiles with stages, then block sizes, reduced until the pipeline is within shared memory."""
-    while (t.stages * (bm + t.bn) * t.bk + (bm * t.bn // t.store if t.store else 0)) * item > device.shared:
-        if t.stages > 2:
-            t = replace(t, stages=t.stages - 1)
-        elif t.bk > 32:
-            t = replace(t, bk=t.bk // 2)
-        elif t.bn > 32:
-            t = replace(t, bn=t.bn // 2)
-        else:
-            break
-    return t
+    """The tiles reduced until they are within the device's shared memory."""
+    return within(t, bm, 1, item, device.shared)
 
 
 def blocks(n: int, elements: int = 2048) -> tuple[int, int]:
@@ -159,10 +150,6 @@ def whole(item: int, *sizes: int) -> bool:
 
 def bins(experts: int) -> int:
     return max(power_of_two(experts + 1), 16)
-
-
-def precision_of(dtype: torch.dtype) -> str:
-    return "tf32" if dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
 
 
 # Operands -----------------------------------------------------------------------------------------------------------------------------
@@ -192,16 +179,6 @@ def weight(tensors: Lists, dims: int = 2) -> Weight:
         tensors = [torch.stack(list(tensors))]
         operand = describe(tensors, dims)
     return Weight(address_table(tensors) if operand.table else tensors[0], operand)
-
-
-def described_as(operand: Operand, item: int) -> str:
-    """How a descriptor can show a weight as one matrix: "out-in" (E * features rows), "in-out" (E * inputs rows), or "" (not)."""
-    e, n, k = operand.strides
-    if operand.table or not operand.aligned:
-        return ""
-    if k == 1 and n > 1 and e % n == 0 and n * item % 16 == 0:
-        return "out-in"
-    return "in-out" if n == 1 and k > 1 and e % k == 0 and k * item % 16 == 0 else ""
 
 
 def new_grads(tensors: Lists, dims: int) -> tuple[list[Tensor], Weight, Tensor | None]:
@@ -344,24 +321,19 @@ def linear(
     (_, n), k, item = out.shape, x.shape[1], x.element_size()
     device = device_of(x.device)
     part = linear_sizes(it.bm, whole(item, n, k), x.dtype, device)
-    form = described_as(w.operand, item) if part.desc and k else ""
+    form = w.operand.form(item) if part.desc and k else ""
     if form == "in-out" and k % part.bk:
         form = ""  # a block would reach into the next expert
     by_desc = part.rows_desc and not tokens and k > 0 and x.stride(1) == 1 and x.stride(0) * item % 16 == 0 and x.data_ptr() % 16 == 0
     descs: list[Any] = [(1, (it.slots, k), (x.stride(0), 1), (it.bm, part.bk))] if by_desc else []
-    e_stride, n_stride, k_stride = w.strides
     if part.store and out.is_contiguous() and not add and whole(item, n) and out.data_ptr() % 16 == 0:
         store = part.store
         descs.append((7, *rows_descriptor(it.slots, n, it.bm, part.bn // store)))
     else:
         store = 0
-    rows_w = 0
-    if form == "out-in":
-        rows_w = e_stride // n_stride
-        descs.append((2, (rows_w * (it.experts - 1) + n, k), (n_stride, 1), (part.bn, part.bk)))
-    elif form:
-        rows_w = e_stride // k_stride
-        descs.append((2, (rows_w * (it.experts - 1) + k, n), (k_stride, 1), (part.bk, part.bn)))
+    if form:
+        descs.append((2, *w.operand.matrix(form, it.experts, n, k, part.bn, part.bk)))
+    rows_w = w.operand.rows(form)
     count = it.max_tiles * -(-n // part.bn)
     wide = w.operand.wide or abs(x.stride(1)) * k >= 1 << 31
     launch(

@@ -22,6 +22,8 @@ SORT_AT_ONCE = 8192
 """Up to this many slots one kernel sorts; each of its programs reads all ids."""
 CHUNK = 256
 """Slots of a chunk of the sort for more."""
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+"""What the kernels store."""
 UNROLLED = 16
 """Up to so many slots per token the combine has all their rows in flight at once."""
 
@@ -79,6 +81,11 @@ class Workspace:
             count = functools.reduce(lambda a, b: a * b, shape, 1) * dtype.itemsize
             out[name] = base[offset : offset + count].view(dtype).view(shape)
         return out
+
+
+def precision_of(dtype: torch.dtype) -> str:
+    """How tensor cores multiply numbers of a dtype."""
+    return "tf32" if dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
 
 
 def rows_descriptor(rows: int, features: int, bm: int, bn: int) -> tuple[Any, ...]:

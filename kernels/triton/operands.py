@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +30,26 @@ class Operand:
     aligned: bool = True
     wide: bool = False
     uniform: bool = True
+
+    def form(self, item: int) -> str:
+        """How a descriptor can show the operand as one matrix: "out-in" (E * features rows), "in-out" (E * inputs rows), or "" (not)."""
+        e, n, k = self.strides
+        if self.table or not self.aligned:
+            return ""
+        if k == 1 and n > 1 and e % n == 0 and n * item % 16 == 0:
+            return "out-in"
+        return "in-out" if n == 1 and k > 1 and e % k == 0 and k * item % 16 == 0 else ""
+
+    def rows(self, form: str) -> int:
+        """Rows from one expert to the next in the matrix of a descriptor; 0 without one."""
+        return self.strides[0] // self.strides[1 if form == "out-in" else 2] if form else 0
+
+    def matrix(self, form: str, experts: int, features: int, inputs: int, bn: int, bk: int) -> tuple[Any, ...]:
+        """(shape, strides, block) of the descriptor, in blocks of bn features and bk inputs."""
+        before = self.rows(form) * (experts - 1)
+        if form == "out-in":
+            return (before + features, inputs), (self.strides[1], 1), (bn, bk)
+        return (before + inputs, features), (self.strides[2], 1), (bk, bn)
 
 
 def describe(tensors: Sequence[Tensor], dims: int, as_table: bool = False) -> Operand:

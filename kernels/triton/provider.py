@@ -11,14 +11,13 @@ from torch import Tensor
 from moefuse._torch_private import current_device
 from moefuse.kernels.triton import grouped_mm, native
 from moefuse.kernels.triton.launch import INTERPRETED
-from moefuse.kernels.triton.layout import Body, Lists
+from moefuse.kernels.triton.layout import DTYPES, Body, Lists
 from moefuse.kernels.triton.plan import Plan
 from moefuse.ops.body import decode, unpack
 from moefuse.runtime import providers
 
 NAME = "triton"
 DEVICE = "cpu" if INTERPRETED else "cuda"
-DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 _PLANS: dict[Any, Plan | grouped_mm.LibraryPlan] = {}
 _MAX_PLANS = 4096

@@ -13,8 +13,7 @@ from torch import Tensor
 from moefuse.kernels.triton import grouped_plan as plan
 from moefuse.kernels.triton import rows
 from moefuse.kernels.triton.grouped_plan import Lists, Sorted, on_device
-
-DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+from moefuse.kernels.triton.layout import DTYPES
 
 
 def supports(first: Tensor, *rest: object) -> str | None:

@@ -9,27 +9,16 @@ import torch
 from moefuse.kernels.triton import combine, gemm, routing
 from moefuse.kernels.triton.config import Tiles, power_of_two
 from moefuse.kernels.triton.launch import INTERPRETED
-from moefuse.kernels.triton.layout import CHUNK, SORT_AT_ONCE, UNROLLED, rows_descriptor
-from moefuse.kernels.triton.operands import Operand
+from moefuse.kernels.triton.layout import CHUNK, SORT_AT_ONCE, UNROLLED, precision_of, rows_descriptor
 
 if TYPE_CHECKING:
     from moefuse.kernels.triton.plan import Plan
 
 
-def describable(w: Operand, item: int) -> str:
-    """How a descriptor can show the operand as one matrix: "out-in" (E * features rows), "in-out" (E * inputs rows), or "" (not)."""
-    e, n, k = w.strides
-    if w.table or not w.aligned:
-        return ""
-    if k == 1 and n > 1 and e % n == 0 and n * item % 16 == 0:
-        return "out-in"
-    return "in-out" if n == 1 and k > 1 and e % k == 0 and k * item % 16 == 0 else ""
-
-
 def up_desc(plan: Plan) -> str:
     """The form of the descriptors of ``up_tiles``; an in-out tile must not reach into the next expert's inputs."""
     up, item = plan.config.up, plan.dtype.itemsize
-    a, b = describable(plan.w_in, item), describable(plan.w_up, item)
+    a, b = plan.w_in.form(item), plan.w_up.form(item)
     return a if up.desc and a == b and plan.hidden and (a == "out-in" or plan.hidden % up.bk == 0) else ""
 
 
@@ -41,21 +30,8 @@ def joined(plan: Plan, form: str) -> bool:
 
 def down_desc(plan: Plan) -> str:
     down = plan.config.down
-    a = describable(plan.w_out, plan.dtype.itemsize)
+    a = plan.w_out.form(plan.dtype.itemsize)
     return a if down.desc and plan.inter and (a == "out-in" or plan.inter % down.bk == 0) else ""
-
-
-def matrix(plan: Plan, w: Operand, form: str, features: int, inputs: int, bn: int, bk: int) -> tuple[Any, ...]:
-    """(shape, strides, block) of the descriptor of one operand."""
-    before = rows_of(w, form) * (plan.experts - 1)
-    if form == "out-in":
-        return (before + features, inputs), (w.strides[1], 1), (bn, bk)
-    return (before + inputs, features), (w.strides[2], 1), (bk, bn)
-
-
-def rows_of(w: Operand, form: str) -> int:
-    """Rows from one expert to the next in the matrix of a descriptor."""
-    return w.strides[0] // w.strides[1 if form == "out-in" else 2] if form else 0
 
 
 def build_routing(plan: Plan, bm: int, max_tiles: int, inverse: bool) -> None:
@@ -130,8 +106,8 @@ def build_tiles(plan: Plan) -> None:
     elif form:
         a, b = ("w_in", plan.w_in), ("w_up", plan.w_up)
         for position, (name, w) in enumerate((a, b if body.gating == "separate" else a), 2):
-            descs.append((position, name, *matrix(plan, w, form, features, h, width, up.bk)))
-    rows_a, rows_b = rows_of(plan.w_in, form), rows_of(plan.w_up, form)
+            descs.append((position, name, *w.matrix(form, plan.experts, features, h, width, up.bk)))
+    rows_a, rows_b = plan.w_in.rows(form), plan.w_up.rows(form)
     if stored[0]:
         descs.append((7, "h", *rows_descriptor(s, i, bm, up.bn // stored[0])))
     up_rows = up.rows_desc and h > 0 and h * item % 16 == 0
@@ -139,7 +115,7 @@ def build_tiles(plan: Plan) -> None:
         tail[0] = False
         build_sorted_rows(plan)
         descs.insert(0, (0, "xs", (s, h), (h, 1), (bm, up.bk)))
-    precision = "tf32" if plan.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
+    precision = precision_of(plan.dtype)
     plan.launch(
         gemm.up_tiles,
         grid(plan, up, max_tiles * -(-i // up.bn)),
@@ -162,14 +138,14 @@ def build_tiles(plan: Plan) -> None:
         descs.append((1, "h", (s, i), (i, 1), (bm, down.bk)))
     form = down_desc(plan)
     if form:
-        descs.append((2, "w_out", *matrix(plan, plan.w_out, form, n, i, down.bn, down.bk)))
+        descs.append((2, "w_out", *plan.w_out.matrix(form, plan.experts, n, i, down.bn, down.bk)))
     if stored[1]:
         descs.append((5, "y", *rows_descriptor(s, n, bm, down.bn // stored[1])))
     plan.launch(
         gemm.down_tiles,
         grid(plan, down, max_tiles * -(-n // down.bn)),
         (
-            *(max_tiles, i, n, rows_of(plan.w_out, form), *plan.w_out.strides, *(plan.b_out.strides if plan.b_out else no_bias)),
+            *(max_tiles, i, n, plan.w_out.rows(form), *plan.w_out.strides, *(plan.b_out.strides if plan.b_out else no_bias)),
             *(*plan.down_flags(), plan.wide(plan.w_out)),
             *(n % down.bn == 0, i % down.bk == 0, bm, down.bn, down.bk, down.group, down.swap, form),
             *(rows_desc, tail[1], down.persistent, down.flatten, stored[1], precision, pdl),

@@ -85,7 +85,7 @@ def test_what_it_does_not_take(changes: dict[str, Any], reason: str) -> None:
 
 
 def test_the_table_decides_by_its_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from moefuse.kernels.triton import grouped_mm
+    from moefuse.kernels.triton import config, grouped_mm
     from moefuse.kernels.triton.config import Problem
 
     problem = {
@@ -105,7 +105,7 @@ def test_the_table_decides_by_its_times(tmp_path: Path, monkeypatch: pytest.Monk
     ]
     (tmp_path / "tables").mkdir()
     (tmp_path / "tables" / "A_device.json").write_text(json.dumps({"entries": entries}))
-    monkeypatch.setattr(grouped_mm, "__file__", str(tmp_path / "grouped_mm.py"))
+    monkeypatch.setattr(config, "__file__", str(tmp_path / "config.py"))
     grouped_mm._measured.cache_clear()
     try:
         answers = {
