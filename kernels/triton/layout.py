@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -67,18 +68,17 @@ class Workspace:
         self.size = 0
         self.parts: dict[str, tuple[int, tuple[int, ...], torch.dtype]] = {}
 
-    def add(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        self.parts[name] = (self.size, shape, dtype)
-        count = 1
-        for n in shape:
-            count *= n
-        self.size += -(-count * dtype.itemsize // 256) * 256
+    def add(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, over: str | None = None) -> None:
+        """Append a section, or put it where the last one (``over``) is, which is not read any more when the new one is written."""
+        start = self.size if over is None else self.parts[over][0]
+        self.parts[name] = (start, shape, dtype)
+        self.size = max(self.size, start + -(-math.prod(shape) * dtype.itemsize // 256) * 256)
 
     def views(self, base: Tensor) -> dict[str, Tensor]:
         """Every section as a tensor."""
         out = {}
         for name, (offset, shape, dtype) in self.parts.items():
-            count = functools.reduce(lambda a, b: a * b, shape, 1) * dtype.itemsize
+            count = math.prod(shape) * dtype.itemsize
             out[name] = base[offset : offset + count].view(dtype).view(shape)
         return out
 

@@ -92,7 +92,6 @@ def build_tiles(plan: Plan) -> None:
     item = plan.dtype.itemsize
     stored = (store(plan, up.store, i, up.bn), store(plan, down.store, n, down.bn))
     build_routing(plan, bm, max_tiles, stored[1] > 0)
-    plan.workspace.add("y", (s, n), plan.dtype)
     no_bias = (0, 0)
     width = 2 * up.bn if plan.gating == "interleaved" else up.bn
     features = {"merged": 2 * i, "interleaved": 2 * i}.get(body.gating, i)
@@ -115,6 +114,7 @@ def build_tiles(plan: Plan) -> None:
         tail[0] = False
         build_sorted_rows(plan)
         descs.insert(0, (0, "xs", (s, h), (h, 1), (bm, up.bk)))
+    plan.workspace.add("y", (s, n), plan.dtype, over="xs" if up_rows else None)  # the down projection begins when the first one is over
     precision = precision_of(plan.dtype)
     plan.launch(
         gemm.up_tiles,
