@@ -43,9 +43,9 @@ def test_no_more_than_the_compiled_program(shape: str, monkeypatch: pytest.Monke
 
 
 def test_a_section_over_another() -> None:
-    from moefuse.kernels.triton.layout import Workspace
-
     import torch
+
+    from moefuse.kernels.triton.layout import Workspace
 
     w = Workspace()
     w.add("a", (3,), torch.int32)
