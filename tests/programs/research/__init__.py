@@ -1,0 +1,6 @@
+"""Spellings of research and remote code: short layers as people publish them, each with what moefuse makes of it."""
+
+from tests.programs.research import around, capacity, combines, gathered, masks, remote, stores
+from tests.programs.research.base import SPELLINGS, TWINS, Expected, Layer
+
+__all__ = ["SPELLINGS", "TWINS", "Expected", "Layer", "around", "capacity", "combines", "gathered", "masks", "remote", "stores"]

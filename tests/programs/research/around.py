@@ -1,0 +1,270 @@
+"""What stands around the experts: latent projections, shared experts, noise on gates and inputs, product keys."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.programs.research.base import E, Gated, H, I, K, Layer, Listed, Stacked, fused, mlp, twin, unseen
+
+
+def looped(experts: nn.ModuleList, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """The plain loop."""
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(experts):
+        tok, slot = torch.where(ids == e)
+        out.index_add_(0, tok, expert(x[tok]) * weights[tok, slot, None])
+    return out
+
+
+@fused("selected")
+class Latent(Layer):
+    """A shared projection down before the experts, one up behind them (LatentMoE, nemotron)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = nn.Linear(H, 4, bias=False), nn.Linear(4, H, bias=False)
+        self.experts = nn.ModuleList(Gated(4) for _ in range(E))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        return self.up(looped(self.experts, self.down(x), ids, weights))  # type: ignore[no-any-return]
+
+
+@fused("selected", "grouped")
+class LatentInside(Layer):
+    """The shared projections are applied to each expert's rows in the loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = nn.Linear(H, 4, bias=False), nn.Linear(4, H, bias=False)
+        self.experts = nn.ModuleList(Gated(4) for _ in range(E))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            tok, slot = torch.where(ids == e)
+            out.index_add_(0, tok, self.up(expert(self.down(x[tok]))) * weights[tok, slot, None])
+        return out
+
+
+@fused("selected")
+class SharedBeside(Listed):
+    """A gated shared expert beside the routed ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared, self.shared_gate = Gated(), nn.Linear(H, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        return looped(self.experts, x, ids, weights) + torch.sigmoid(self.shared_gate(x)) * self.shared(x)
+
+
+@fused("selected")
+class SharedAsOneMore(Layer):
+    """The shared expert is the last of the list, and every token has its number as one more id."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(Gated() for _ in range(E + 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        ids = torch.cat([ids, torch.full_like(ids[:, :1], E)], dim=-1)
+        weights = torch.cat([weights, torch.ones_like(weights[:, :1])], dim=-1)
+        return looped(self.experts, x, ids, weights)
+
+
+@fused("selected")
+class SharedLastTurn(Layer):
+    """One more turn of the loop: the last expert takes every token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(Gated() for _ in range(E + 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        out = torch.zeros_like(x)
+        for e in range(E + 1):
+            if e == E:
+                out = out + self.experts[e](x)
+                continue
+            tok, slot = torch.where(ids == e)
+            out = out.index_add(0, tok, self.experts[e](x[tok]) * weights[tok, slot, None])
+        return out
+
+
+@fused("selected")
+class SharedFirst(Listed):
+    """The sum starts from the shared expert's output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = Gated()
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        out = self.shared(x)
+        for e, expert in enumerate(self.experts):
+            tok, slot = torch.where(ids == e)
+            out = out.index_add(0, tok, expert(x[tok]) * weights[tok, slot, None])
+        return out
+
+
+@fused("selected")
+class NoisyTopK(Listed):
+    """Shazeer's noisy gate: softplus noise, softmax over the best k."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w_noise = nn.Parameter(torch.zeros(H, E))
+
+    def forward(self, x: Tensor) -> Tensor:
+        clean = self.gate(x)
+        noisy = clean + torch.randn_like(clean) * (F.softplus(x @ self.w_noise) + 1e-2)
+        top, ids = noisy.topk(K, dim=1)
+        return looped(self.experts, x, ids, top.softmax(1))
+
+
+@fused("selected")
+class Jitter(Listed):
+    """Switch's jitter: the router's input times uniform noise, in place of x."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            x = x * torch.empty_like(x).uniform_(0.9, 1.1)
+        weights, ids = self.route(x)
+        return looped(self.experts, x, ids, weights)
+
+
+class Dispatcher:
+    """The sparse dispatcher of tensor2tensor in PyTorch (D. Rau's mixture-of-experts): ``nonzero(gates).sort(0)``, split, stitched."""
+
+    def __init__(self, gates: Tensor) -> None:
+        sorted_experts, index_sorted_experts = torch.nonzero(gates).sort(0)
+        _, self.expert_index = sorted_experts.split(1, dim=1)
+        self.batch_index = torch.nonzero(gates)[index_sorted_experts[:, 1], 0]
+        self.part_sizes = (gates > 0).sum(0).tolist()
+        self.nonzero_gates = torch.gather(gates[self.batch_index.flatten()], 1, self.expert_index)
+
+    def dispatch(self, x: Tensor) -> tuple[Tensor, ...]:
+        return torch.split(x[self.batch_index].squeeze(1), self.part_sizes, dim=0)
+
+    def combine(self, out: list[Tensor], like: Tensor) -> Tensor:
+        stitched = torch.cat(out, 0).mul(self.nonzero_gates)
+        return torch.zeros_like(like).index_add(0, self.batch_index, stitched)
+
+
+@unseen(whole=False)
+class SparseDispatcher(Layer):
+    """A table of gates, scattered from the softmax of the best k, and that dispatcher."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(mlp() for _ in range(E))
+
+    def forward(self, x: Tensor) -> Tensor:
+        top, ids = self.gate(x).topk(K, dim=1)
+        gates = torch.zeros(x.shape[0], E, dtype=x.dtype).scatter(1, ids, top.softmax(1))
+        dispatcher = Dispatcher(gates)
+        inputs = dispatcher.dispatch(x)
+        return dispatcher.combine([self.experts[i](inputs[i]) for i in range(E)], x)
+
+
+@unseen()
+class ProductKeys(Layer):
+    """PEER: a million experts of one neuron, found by product keys, as embeddings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys = nn.Parameter(torch.randn(2, 3, H // 2))
+        self.down, self.up = nn.Embedding(9, H), nn.Embedding(9, H)
+
+    def forward(self, x: Tensor) -> Tensor:
+        halves = x.view(-1, 2, H // 2)
+        scores, places = torch.einsum("tpd,pnd->ptn", halves, self.keys).topk(K, dim=-1)
+        both = (scores[0][:, :, None] + scores[1][:, None, :]).flatten(1)
+        numbers = (places[0][:, :, None] * 3 + places[1][:, None, :]).flatten(1)
+        best, at = both.topk(K, dim=-1)
+        ids = numbers.gather(-1, at)
+        h = F.gelu(torch.einsum("td,tkd->tk", x, self.down(ids))) * best.softmax(-1)
+        return torch.einsum("tk,tkd->td", h, self.up(ids))
+
+
+@unseen()
+class EmbeddingBag(Layer):
+    """A memory layer: the chosen values, weighted, by ``embedding_bag``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values = nn.Parameter(torch.randn(E, H))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        return F.embedding_bag(ids, self.values, per_sample_weights=weights, mode="sum")
+
+
+@unseen()
+class SoftMoE(Stacked):
+    """Soft MoE: every slot is a mix of all tokens; nothing is chosen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phi = nn.Parameter(torch.randn(H, E, 2) / 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = torch.einsum("td,des->tes", x, self.phi)
+        slots = torch.einsum("tes,td->esd", logits.softmax(0), x)
+        h = F.silu(torch.bmm(slots, self.w1.transpose(1, 2))) * torch.bmm(slots, self.w3.transpose(1, 2))
+        y = torch.bmm(h, self.w2.transpose(1, 2))
+        return torch.einsum("tes,esd->td", logits.flatten(1).softmax(1).view_as(logits), y)
+
+
+@twin
+class NoiseInside(Listed):
+    """The noise is drawn for each expert's rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            tok, slot = torch.where(ids == e)
+            out.index_add_(0, tok, expert(x[tok] * torch.rand_like(x[tok])) * weights[tok, slot, None])
+        return out
+
+
+@twin
+class OtherGates(SparseDispatcher):
+    """Weights are read from another table than tokens are chosen by."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        top, ids = self.gate(x).topk(K, dim=1)
+        gates = torch.zeros(x.shape[0], E, dtype=x.dtype).scatter(1, ids, top.softmax(1))
+        dispatcher = Dispatcher(gates)
+        dispatcher.nonzero_gates = Dispatcher(gates.flip(0)).nonzero_gates
+        inputs = dispatcher.dispatch(x)
+        return dispatcher.combine([self.experts[i](inputs[i]) for i in range(E)], x)
+
+
+@twin
+class SharedTwice(Layer):
+    """The expert that every token has is an expert of the router, too, and counted twice for some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(H, I) for _ in range(E))
+        self.back = nn.Linear(I, H)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        ids = torch.cat([ids, torch.full_like(ids[:, :1], E - 1)], dim=-1)
+        weights = torch.cat([weights, torch.ones_like(weights[:, :1])], dim=-1)
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            mask = (ids == e).any(-1)
+            out[mask] += self.back(F.relu(expert(x[mask]))) * (weights * (ids == e)).sum(-1)[mask, None]
+        return out

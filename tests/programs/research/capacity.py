@@ -1,0 +1,173 @@
+"""Capacity: GShard and Switch dispatch and combine einsums, and loops that take no more than so many tokens."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.programs.research.base import E, H, K, Layer, Listed, Stacked, fused, twin, unseen
+
+
+def slots_of(scores: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
+    """Top-1: (combine weights [S, E, C], dispatch mask [S, E, C]); tokens behind ``capacity`` others of their expert are dropped."""
+    gates, index = scores.max(dim=-1)
+    mask = F.one_hot(index, num_classes=E)
+    place = (torch.cumsum(mask, dim=0) - 1) * mask
+    mask = mask * (place < capacity)
+    gates = gates * mask.sum(dim=1)
+    where = F.one_hot((place * mask).sum(dim=1), num_classes=capacity).to(scores.dtype)
+    combine = torch.einsum("se,sc->sec", gates[:, None] * mask, where)
+    return combine, combine.bool()
+
+
+@unseen()
+class DeepspeedTopOne(Listed):
+    """DeepSpeed-MoE, fairscale, Tutel's plain path: ``einsum("sec,sm->ecm")``, a chunk for each expert, ``einsum("sec,ecm->sm")``."""
+
+    capacity = 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        combine_weights, dispatch_mask = slots_of(self.scores(x), self.capacity)
+        dispatched = torch.einsum("sec,sm->ecm", dispatch_mask.to(x.dtype), x)
+        chunks = dispatched.chunk(E, dim=0)
+        expert_output = torch.cat([expert(chunk) for chunk, expert in zip(chunks, self.experts, strict=True)], dim=0)
+        return torch.einsum("sec,ecm->sm", combine_weights.to(x.dtype), expert_output)
+
+
+@unseen()
+class GshardTopTwo(Stacked):
+    """GShard, lucidrains' mixture-of-experts: two choices, places after those of the first, batched products over experts."""
+
+    capacity = 3
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.scores(x)
+        first = F.one_hot(scores.argmax(-1), num_classes=E)
+        second = F.one_hot(scores.masked_fill(first.bool(), 0.0).argmax(-1), num_classes=E)
+        at_first = torch.cumsum(first, dim=0) - first
+        at_second = torch.cumsum(second, dim=0) - second + first.sum(dim=0, keepdim=True)
+        combine = x.new_zeros(x.shape[0], E, self.capacity)
+        for mask, place in ((first, at_first), (second, at_second)):
+            mask = mask * (place < self.capacity)
+            gate = (scores * mask).sum(-1)
+            where = F.one_hot((place * mask).sum(-1), num_classes=self.capacity)
+            combine = combine + (gate[:, None, None] * mask[:, :, None] * where[:, None, :]).to(x.dtype)
+        rows = torch.einsum("tec,th->ech", combine.bool().to(x.dtype), x)
+        h = F.silu(torch.bmm(rows, self.w1.transpose(1, 2))) * torch.bmm(rows, self.w3.transpose(1, 2))
+        return torch.einsum("tec,ech->th", combine, torch.bmm(h, self.w2.transpose(1, 2)))
+
+
+@fused("selected")
+class SwitchDropped(Listed):
+    """Switch transformers' PyTorch form: ``mask * (cumsum <= capacity)``, a loop over experts."""
+
+    capacity = 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        probs, index = self.scores(x).max(dim=-1)
+        mask = F.one_hot(index, num_classes=E)
+        mask = mask * (torch.cumsum(mask, dim=0) <= self.capacity)
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            tok = mask[:, e].nonzero().squeeze(-1)
+            out.index_add_(0, tok, expert(x[tok]) * probs[tok, None].to(x.dtype))
+        return out
+
+
+@unseen(whole=False)
+class FirstOfEach(Listed):
+    """makeMoE with a capacity: ``selected[:capacity]`` of an expert's tokens."""
+
+    capacity = 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            tok = (ids == e).any(-1).nonzero().squeeze(-1)[: self.capacity]
+            w = (weights * (ids == e)).sum(-1)
+            out.index_add_(0, tok, expert(x[tok]) * w[tok, None])
+        return out
+
+
+@unseen()
+class ExpertChoice(Stacked):
+    """Expert choice (Zhou et al.): each expert takes its ``c`` best tokens; einsum there and back."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.scores(x)
+        g, i = scores.T.topk(min(2, x.shape[0]), dim=-1)
+        p = F.one_hot(i, num_classes=x.shape[0]).to(x.dtype)
+        rows = torch.einsum("ect,th->ech", p, x)
+        h = F.silu(torch.einsum("ech,eih->eci", rows, self.w1)) * torch.einsum("ech,eih->eci", rows, self.w3)
+        y = torch.einsum("eci,ehi->ech", h, self.w2)
+        return torch.einsum("ect,ec,ech->th", p, g.to(x.dtype), y)
+
+
+@unseen()
+class ExpertChoiceLoop(Listed):
+    """Expert choice, a loop: ``topk`` along the tokens, ``index_add_`` back."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.scores(x)
+        weights, tokens = torch.topk(scores.t(), k=min(3, x.shape[0]), dim=-1)
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            out.index_add_(0, tokens[e], expert(x[tokens[e]]) * weights[e, :, None].to(x.dtype))
+        return out
+
+
+@unseen()
+class ExpertChoiceGather(Stacked):
+    """Expert choice with stacked weights: ``x[ids]``, bmm, ``index_add`` of all rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.scores(x).transpose(0, 1).topk(min(3, x.shape[0]), dim=1)
+        rows = x[ids]
+        h = F.silu(torch.bmm(rows, self.w1.transpose(1, 2))) * torch.bmm(rows, self.w3.transpose(1, 2))
+        y = torch.bmm(h, self.w2.transpose(1, 2)) * weights.unsqueeze(-1).to(x.dtype)
+        return torch.zeros_like(x).index_add(0, ids.flatten(), y.flatten(0, 1))
+
+
+@twin
+class CapacityOffByOne(Layer):
+    """Dispatch drops one token more than combine knows of: its slot is zeros, and goes through the experts all the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = Listed().experts
+
+    def forward(self, x: Tensor) -> Tensor:
+        combine, _ = slots_of(self.scores(x), 3)
+        _, dispatch = slots_of(self.scores(x), 2)
+        dispatched = torch.einsum("sec,sm->ecm", F.pad(dispatch, (0, 1)).to(x.dtype), x)
+        chunks = dispatched.chunk(E, dim=0)
+        y = torch.cat([expert(chunk) for chunk, expert in zip(chunks, self.experts, strict=True)], dim=0)
+        return torch.einsum("sec,ecm->sm", combine.to(x.dtype), y)
+
+
+@twin
+class OtherLengths(Listed):
+    """The rows are the first two of an expert, the weights its last two."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            tok = (ids == e).any(-1).nonzero().squeeze(-1)
+            out[tok[:2]] += expert(x[tok[:2]]) * (weights * (ids == e)).sum(-1)[tok[-2:], None]
+        return out
+
+
+@twin
+class TransposedChoice(Listed):
+    """As many experts as slots: the ids of an expert's tokens taken for the experts of a token."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.scores(x).t().topk(K, dim=0)
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            slot, tok = torch.where(ids == e)
+            out.index_add_(0, tok % x.shape[0], expert(x[tok % x.shape[0]]) * weights[slot, tok, None].to(x.dtype))
+        return out + 0 * H

@@ -1,0 +1,139 @@
+"""Ways to add rows to their tokens, and to cut sorted slots."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.programs.research.base import E, H, K, Listed, Stacked, fused, refused, twin
+
+
+class _Loop(Listed):
+    """A loop over selections; subclasses add the rows."""
+
+    def add(self, out: Tensor, tok: Tensor, y: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            tok, slot = torch.where(ids == e)
+            out = self.add(out, tok, expert(x[tok]) * weights[tok, slot, None])
+        return out
+
+
+@fused("selected")
+class IndexPut(_Loop):
+    """``index_put_(accumulate=True)``."""
+
+    def add(self, out: Tensor, tok: Tensor, y: Tensor) -> Tensor:
+        return out.index_put_((tok,), y, accumulate=True)
+
+
+@fused("selected")
+class ScatterAdd(_Loop):
+    """``scatter_add_`` with an expanded index."""
+
+    def add(self, out: Tensor, tok: Tensor, y: Tensor) -> Tensor:
+        return out.scatter_add_(0, tok.unsqueeze(-1).expand_as(y), y)
+
+
+@refused("no-rule", "expert rows go through `scatter_reduce`, which has no rule: what it computes per row is unknown", whole=False)
+class ScatterReduce(_Loop):
+    """``scatter_reduce`` with a repeated index. (In place, autograd refuses a second one.)"""
+
+    def add(self, out: Tensor, tok: Tensor, y: Tensor) -> Tensor:
+        return out.scatter_reduce(0, tok.view(-1, 1).repeat(1, H), y, reduce="sum")  # at: ScatterReduce
+
+
+@fused("selected")
+class IndexReduced(_Loop):
+    """``torch.index_add`` out of place."""
+
+    def add(self, out: Tensor, tok: Tensor, y: Tensor) -> Tensor:
+        return torch.index_add(out, 0, tok, y)
+
+
+@refused("missing-experts", "only experts 1..1 are computed, of 1", whole=False)
+class NewBuffers(_Loop):
+    """A buffer of zeros for each expert, added up."""
+
+    def add(self, out: Tensor, tok: Tensor, y: Tensor) -> Tensor:
+        return out + torch.zeros_like(out).index_add(0, tok, y)  # at: NewBuffers
+
+
+class _Cut(Stacked):
+    """Sorted slots cut by offsets; subclasses count."""
+
+    def ends(self, ids: Tensor) -> list[int]:
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        order = torch.argsort(ids.flatten(), stable=True)
+        tokens, start = order // K, 0
+        out = torch.zeros_like(x)
+        for e, end in enumerate(self.ends(ids)):
+            rows = tokens[start:end]
+            h = F.silu(x[rows] @ self.w1[e].t()) * (x[rows] @ self.w3[e].t())
+            out.index_add_(0, rows, h @ self.w2[e].t() * weights.flatten()[order[start:end]].unsqueeze(-1))
+            start = end
+        return out
+
+
+@fused("selected")
+class BincountOffsets(_Cut):
+    """``bincount`` and ``cumsum``."""
+
+    def ends(self, ids: Tensor) -> list[int]:
+        return torch.bincount(ids.flatten(), minlength=E).cumsum(0).tolist()  # type: ignore[no-any-return]
+
+
+@fused("selected")
+class HistcOffsets(_Cut):
+    """``histc`` of floats, as megablocks-like code counts."""
+
+    def ends(self, ids: Tensor) -> list[int]:
+        return torch.histc(ids.flatten().float(), bins=E, min=0, max=E - 1).int().cumsum(0).tolist()  # type: ignore[no-any-return]
+
+
+@fused("selected")
+class UniqueCounts(_Cut):
+    """One-hot masks summed, and their running sum in Python's list."""
+
+    def ends(self, ids: Tensor) -> list[int]:
+        return F.one_hot(ids.flatten(), E).sum(0).cumsum(0).tolist()  # type: ignore[no-any-return]
+
+
+@twin
+class OneBinTooFew(_Cut):
+    """The last expert's slots are counted to nobody."""
+
+    def ends(self, ids: Tensor) -> list[int]:
+        return torch.bincount(ids.flatten().clamp(max=E - 2), minlength=E).cumsum(0).tolist()  # type: ignore[no-any-return]
+
+
+@twin
+class LargestRow(_Loop):
+    """The largest of a token's rows."""
+
+    def add(self, out: Tensor, tok: Tensor, y: Tensor) -> Tensor:
+        return out.scatter_reduce(0, tok.view(-1, 1).repeat(1, H), y, reduce="amax")
+
+
+@twin
+class WithoutSelf(_Loop):
+    """What was there is left out of the sum."""
+
+    def add(self, out: Tensor, tok: Tensor, y: Tensor) -> Tensor:
+        return out.scatter_reduce(0, tok.view(-1, 1).repeat(1, H), y, reduce="sum", include_self=False)
+
+
+@twin
+class HalfTheFeatures(_Loop):
+    """The index reaches fewer features than there are."""
+
+    def add(self, out: Tensor, tok: Tensor, y: Tensor) -> Tensor:
+        return out.scatter_add(0, tok.view(-1, 1).repeat(1, H // 2), y[:, : H // 2].contiguous())

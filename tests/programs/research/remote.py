@@ -1,0 +1,164 @@
+"""Layers of remote code and reference repositories: DeepSeek, Mistral, Mixtral, JetMoE, T5-like."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.programs.research.base import E, H, K, Listed, Stacked, fused, refused, unseen
+
+
+@fused("selected", train=False, grad=False)
+class DeepseekInfer(Listed):
+    """DeepSeek-V2 and V3, ``moe_infer``: counts by scatter_, ``.cpu().numpy()``, slices, cat, inverse by assignment."""
+
+    @torch.no_grad()
+    def forward(self, x: Tensor) -> Tensor:
+        topk_weight, topk_ids = self.route(x)
+        cnts = topk_ids.new_zeros((topk_ids.shape[0], len(self.experts)))
+        cnts.scatter_(1, topk_ids, 1)
+        tokens_per_expert = cnts.sum(dim=0)
+        idxs = topk_ids.view(-1).argsort()
+        sorted_tokens = x[idxs // topk_ids.shape[1]]
+        tokens_per_expert = tokens_per_expert.cpu().numpy()
+        outputs = []
+        start_idx = 0
+        for i, num_tokens in enumerate(tokens_per_expert):
+            end_idx = start_idx + num_tokens
+            if num_tokens == 0:
+                continue
+            expert = self.experts[i]
+            tokens_for_this_expert = sorted_tokens[start_idx:end_idx]
+            expert_out = expert(tokens_for_this_expert)
+            outputs.append(expert_out)
+            start_idx = end_idx
+        outs = torch.cat(outputs, dim=0) if len(outputs) else sorted_tokens.new_empty(0)
+        new_x = torch.empty_like(outs)
+        new_x[idxs] = outs
+        final_out: Tensor = (
+            new_x.view(*topk_ids.shape, -1).type(topk_weight.dtype).mul_(topk_weight.unsqueeze(dim=-1)).sum(dim=1).type(new_x.dtype)
+        )
+        return final_out
+
+
+@unseen(whole=False, grad=False)
+class DeepseekFirstInfer(Listed):
+    """DeepSeekMoE-16B, ``moe_infer``: ``bincount().cpu().numpy().cumsum(0)`` without minlength, scatter_reduce_."""
+
+    @torch.no_grad()
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        flat_expert_indices, flat_expert_weights = ids.view(-1), weights.view(-1, 1)
+        expert_cache = torch.zeros_like(x)
+        idxs = flat_expert_indices.argsort()
+        tokens_per_expert = flat_expert_indices.bincount().cpu().numpy().cumsum(0)
+        token_idxs = idxs // K
+        for i, end_idx in enumerate(tokens_per_expert):
+            start_idx = 0 if i == 0 else tokens_per_expert[i - 1]
+            if start_idx == end_idx:
+                continue
+            expert = self.experts[i]
+            exp_token_idx = token_idxs[start_idx:end_idx]
+            expert_tokens = x[exp_token_idx]
+            expert_out = expert(expert_tokens)
+            expert_out.mul_(flat_expert_weights[idxs[start_idx:end_idx]])
+            expert_cache.scatter_reduce_(0, exp_token_idx.view(-1, 1).repeat(1, x.shape[-1]), expert_out, reduce="sum")
+        return expert_cache
+
+
+@unseen(whole=False)
+class DeepseekTrain(Listed):
+    """DeepSeekMoE-16B and V2, training: tokens repeated for every slot, ``y[ids == i] = expert(x[ids == i])``, summed at the end."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        topk_weight, topk_idx = self.route(x)
+        flat_topk_idx = topk_idx.view(-1)
+        hidden_states = x.repeat_interleave(K, dim=0)
+        y = torch.empty_like(hidden_states)
+        for i, expert in enumerate(self.experts):
+            y[flat_topk_idx == i] = expert(hidden_states[flat_topk_idx == i])
+        return (y.view(*topk_weight.shape, -1) * topk_weight.unsqueeze(-1)).sum(dim=1)
+
+
+@refused("not-weighted", "expert outputs reach the sum without the mask or routing weight that selects them", whole=False)
+class DeepseekReference(Listed):
+    """DeepSeek-V3's own ``inference/model.py``: a list of counts that says which experts are left out, ``y[idx] += ...``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, indices = self.route(x)
+        y = torch.zeros_like(x)
+        counts = torch.bincount(indices.flatten(), minlength=E).tolist()
+        for i in range(E):
+            if counts[i] == 0:
+                continue
+            expert = self.experts[i]
+            idx, top = torch.where(indices == i)
+            y[idx] += expert(x[idx]) * weights[idx, top, None]  # at: DeepseekReference
+        return y
+
+
+@fused("selected")
+class MistralInference(Listed):
+    """mistral-inference and its many copies: ``results[batch_idx] += weights[...] * expert(inputs[batch_idx])``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, selected_experts = self.route(x)
+        results = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            batch_idx, nth_expert = torch.where(selected_experts == i)
+            results[batch_idx] += weights[batch_idx, nth_expert, None] * expert(x[batch_idx])
+        return results
+
+
+@refused(
+    "not-captured",
+    "this branch depends on data, and it cannot be traced: Could not guard on data-dependent expression Eq(u0, 0) "
+    "(unhinted: Eq(u0, 0)).  (Size-like symbols: u0); the graph breaks here as it would without moefuse",
+    whole=False,
+)
+class MixtralLists(Listed):
+    """The first Mixtral of transformers: row numbers as Python lists, ``if top_x.shape[0] == 0: continue``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        routing_weights, selected_experts = self.route(x)
+        final_hidden_states = torch.zeros((x.shape[0], H), dtype=x.dtype, device=x.device)
+        expert_mask = F.one_hot(selected_experts, num_classes=E).permute(2, 1, 0)
+        for expert_idx in range(E):
+            idx, top_x = torch.where(expert_mask[expert_idx])  # at: MixtralLists
+            if top_x.shape[0] == 0:
+                continue
+            top_x_list, idx_list = top_x.tolist(), idx.tolist()
+            current_state = x[None, top_x_list].reshape(-1, H)
+            current = self.experts[expert_idx](current_state) * routing_weights[top_x_list, idx_list, None]
+            final_hidden_states.index_add_(0, top_x, current.to(x.dtype))
+        return final_hidden_states
+
+
+@fused("selected")
+class SplitLists(Stacked):
+    """JetMoE, ScatterMoE's naive form: ``split(counts.tolist())``, one linear for each piece, ``cat``, ``index_add``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        _, order = ids.flatten().sort(0)
+        batch_index = order.div(K, rounding_mode="trunc")
+        expert_size = torch.zeros_like(self.scores(x)).scatter(1, ids, 1).long().sum(0).tolist()
+        pieces = x[batch_index].split(expert_size, dim=0)
+        outs = [F.linear(F.silu(F.linear(p, self.w1[i])) * F.linear(p, self.w3[i]), self.w2[i]) for i, p in enumerate(pieces)]
+        y = torch.cat(outs, dim=0) * weights.flatten()[order][:, None]
+        return torch.zeros_like(x).index_add(0, batch_index, y)
+
+
+@fused("selected", train=False)
+class SlotBySlot(Listed):
+    """A loop over slots and experts: ``nonzero`` of one column of the ids, ``index_add_``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        out = torch.zeros_like(x)
+        for k in range(K):
+            for e, expert in enumerate(self.experts):
+                rows = (ids[:, k] == e).nonzero().squeeze(-1)
+                out.index_add_(0, rows, expert(x.index_select(0, rows)) * weights[rows, k].unsqueeze(-1))
+        return out
