@@ -105,4 +105,4 @@ class Rows64:
         if expr.slots:
             return self.values(expr.source).reshape(-1, 1)[self.slots].double()
         table = self.values(expr.source)
-        return table[self.tokens, self.expert][:, None].double()
+        return table.reshape(-1, table.shape[-1])[self.tokens, self.expert][:, None].double()

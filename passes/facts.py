@@ -313,6 +313,14 @@ class Pieces(Fact):
 
 
 @dataclass(frozen=True, eq=False)
+class Filled(Fact):
+    """A tensor of all slots as they stand in the ids, in which the rows of some experts are filled in."""
+
+    routing: Routing
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True, eq=False)
 class Combined(Fact):
     """The whole region: a weighted sum over the chosen experts of each token. Atoms: ``t`` then ``f``."""
 

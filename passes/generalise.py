@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch.fx import Node
 
 from moefuse.passes.expr import (
@@ -93,7 +94,7 @@ def _same(exprs: list[Any], experts: list[int], name: str, what: str) -> None:
             raise _DifferError(e, f"{what} {value} instead of {first}")
 
 
-def _op(exprs: list[Any], experts: list[int]) -> Op:
+def _op(exprs: list[Any], experts: list[int]) -> Expr:
     first = exprs[0]
     _same(exprs, experts, "name", "operation")
     for e, other in zip(experts[1:], exprs[1:], strict=True):
@@ -101,7 +102,22 @@ def _op(exprs: list[Any], experts: list[int]) -> Op:
             raise _DifferError(e, f"`{first.name}` with other arguments")
     args = tuple(_argument([x.args[i] for x in exprs], experts, first.name) for i in range(len(first.args)))
     kwargs = tuple((k, _argument([x.kwargs[i][1] for x in exprs], experts, first.name)) for i, (k, _) in enumerate(first.kwargs))
-    return Op(first.node, first.name, args, kwargs)
+    return _apart(Op(first.node, first.name, args, kwargs))
+
+
+def _apart(op: Op) -> Expr:
+    """A norm whose weight or bias is each expert's own: the norm without them, times the one, plus the other, in the norm's precision."""
+    options, value = op.options, tensor(op.node)
+    if not op.name.endswith("_norm") or value is None or not any(isinstance(options.get(k), ExpertVector) for k in ("weight", "bias")):
+        return op
+    weight, bias = options.pop("weight", None), options.pop("bias", None)
+    # Without a number, rms_norm takes the eps of the dtype that it computes in.
+    wide = value.dtype in (torch.bfloat16, torch.float16) and (op.name == "layer_norm" or options.get("eps") is not None)
+    inner = Cast(op.node, op.args[0], torch.float32) if wide else op.args[0]
+    out: Expr = Op(op.node, op.name, (inner, *op.args[1:]), tuple(options.items()))
+    out = out if weight is None else Op(op.node, "mul", (out, weight))
+    out = out if bias is None else Op(op.node, "add", (out, bias))
+    return Cast(op.node, out, value.dtype) if wide else out
 
 
 def _argument(values: list[Any], experts: list[int], name: str) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 from torch.fx import Graph, Node
 
 from moefuse.passes.context import ComputedDimError, Context
-from moefuse.passes.facts import Buffer, Lost, Many, Pieces, Rows, View
+from moefuse.passes.facts import Buffer, Filled, Lost, Many, Pieces, Rows, View
 from moefuse.passes.ops import Call, tensor
 from moefuse.passes.refine import refine
 from moefuse.passes.rules import RULES, Rule
@@ -58,7 +58,7 @@ def _carries(fact: Any) -> bool:
     """Whether a fact is expert computation, whose loss is worth reporting."""
     if isinstance(fact, Many):
         return any(_carries(f) for f in fact.items)
-    return isinstance(fact, Buffer | Pieces) or (isinstance(fact, Rows) and fact.domain.routing is not None)
+    return isinstance(fact, Buffer | Pieces | Filled) or (isinstance(fact, Rows) and fact.domain.routing is not None)
 
 
 def _apply(rule: Rule, ctx: Context, node: Node, call: Call) -> Any:

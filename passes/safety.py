@@ -13,6 +13,7 @@ from moefuse.passes.facts import (
     Buffer,
     Counts,
     Fill,
+    Filled,
     Hit,
     Index,
     IndexMatrix,
@@ -211,4 +212,4 @@ def _expert_value(fact: Any) -> bool:
         return any(_expert_value(f) for f in fact.items)
     if isinstance(fact, Rows):
         return has_linear(fact.expr)
-    return isinstance(fact, Sum | Buffer | Pieces | Lost)
+    return isinstance(fact, Sum | Buffer | Pieces | Filled | Lost)

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from torch import SymBool, SymInt
+from torch.fx import Node
+
+from moefuse._dynamo import modules as lists
 from moefuse._dynamo import values
-from moefuse.capture import guess
+from moefuse.capture import guess, siblings
 from moefuse.capture.assumptions import Assumption, Kind
 from moefuse.capture.loops import GENERATOR
 
 if TYPE_CHECKING:
     from moefuse.capture.frame import Frame
+
+_NUMBERS = (SymInt, SymBool)
 
 
 def jump(frame: Frame, tx: Any, at: int) -> None:
@@ -36,9 +42,19 @@ def jump(frame: Frame, tx: Any, at: int) -> None:
     # The other way must do nothing before both meet, and this way must not be the way back of a loop.
     if join is None or code.instructions[join].opname in ("RAISE_VARARGS", "RERAISE") or here <= at:
         return
+    if kind == "size" and _read_out(values.number_node(top)):
+        # Dynamo drops a number that only a condition reads, and with it what the number counts.
+        lists.keep(tx, siblings.keep, [top])
     assumption = Assumption(kind, place, frame.location(tx), subject, outcome=outcome)
     frame.scopes.enter(tx, assumption, join, tx.stack[:-1])
     tx.stack[-1] = values.constant(outcome)
+
+
+def _read_out(node: Node | None) -> bool:
+    """Whether a condition is computed from numbers that were read out of tensors."""
+    if node is None:
+        return False
+    return node.target == "item" or any(_read_out(i) for i in node.all_input_nodes if isinstance(i.meta.get("example_value"), _NUMBERS))
 
 
 def _known(frame: Frame, variable: Any) -> bool | None:

@@ -117,4 +117,7 @@ def _owned(module: nn.Module, seen: set[int]) -> str | None:
 
 
 def keep(*tensors: torch.Tensor) -> None:
-    """Stands in a traced graph for the loop bodies that were not traced: without a reader Dynamo would drop their weights."""
+    """Stands in a traced graph for what reads these later, if anything does: the bodies of loops that were not traced, and assumptions.
+
+    Without a reader Dynamo would drop their weights, and the numbers that only a condition asks for.
+    """

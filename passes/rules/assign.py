@@ -10,6 +10,8 @@ from moefuse.passes.axes import Atom, Axis
 from moefuse.passes.context import Context
 from moefuse.passes.facts import Buffer, Domain, Fill, Index, Mask, Pieces, Rows, Selection, Sorted, Table
 from moefuse.passes.rules import rule, segments
+from moefuse.passes.rules.filled import fill_slots
+from moefuse.passes.rules.gather import tokens_together
 from moefuse.passes.rules.permutation import assign_inverse
 from moefuse.passes.rules.routing import selection
 
@@ -19,8 +21,9 @@ _ALL = slice(None, None, None)
 @rule("setitem")
 def on_setitem(ctx: Context, node: Node, target: Node, index: Any, value: Any) -> Any:
     items = list(index) if isinstance(index, tuple) else [index]
-    if any(i != _ALL for i in items[1:]):
-        return None
+    filled = fill_slots(ctx, node, target, [ctx.fact(i) if isinstance(i, Node) else i for i in _tensors(items)], value)
+    if filled is not None or any(i != _ALL for i in items[1:]):
+        return filled
     where = ctx.fact(items[0]) if isinstance(items[0], Node) else None
     current = ctx.fact(target)
     if isinstance(items[0], slice) and isinstance(current, Fill | Pieces):
@@ -41,11 +44,18 @@ def on_setitem(ctx: Context, node: Node, target: Node, index: Any, value: Any) -
     return None
 
 
+def _tensors(items: list[Any]) -> list[Any]:
+    """An index without the full slices behind."""
+    while items and items[-1] in (_ALL, Ellipsis):
+        items = items[:-1]
+    return items
+
+
 def _selection(where: Any) -> Selection | None:
     if isinstance(where, Index) and where.of == "token":
         return where.selection
     if isinstance(where, Mask | Table):
-        found = selection(where, where.axes)
+        found = selection(where, tokens_together(where.axes)[1])
         return found[0] if found is not None and found[1] == ("token",) else None
     return None
 

@@ -35,7 +35,7 @@ from moefuse.passes.rules.routing import over_slots
 from moefuse.passes.rules.segments import joined as joined_segments
 from moefuse.passes.rules.segments import segment_of
 from moefuse.passes.rules.spans import with_zero
-from moefuse.passes.sizes import same
+from moefuse.passes.sizes import same, same_shape
 
 
 @rule("sum")
@@ -160,6 +160,14 @@ def scatter_add_rows(ctx: Context, node: Node, target: Node, dim: int, index: No
     return add_rows(ctx, node, target, where, rows)
 
 
+@rule("scatter_reduce")
+def on_scatter_reduce(
+    ctx: Context, node: Node, target: Node, dim: int, index: Node, src: Any, reduce: str, *, include_self: bool = True
+) -> Any:
+    """``scatter_add`` by another name."""
+    return scatter_add_rows(ctx, node, target, dim, index, src) if reduce == "sum" and include_self else None
+
+
 def scatter_sorted(ctx: Context, target: Node, dim: int, index: Node, source: Any) -> Any:
     """``out.scatter(0, perm[:, None].expand(-1, H), rows)``: back to one row per slot."""
     from moefuse.passes.rules.assign import unsort
@@ -193,6 +201,9 @@ def add_to_sum(ctx: Context, node: Node, a: Any, b: Any) -> Any:
     x, y = ctx.fact(a), ctx.fact(b)
     if isinstance(x, Sum) and isinstance(y, Sum):
         return _merged(x, y)
+    for first, second, summed in ((x, y, b), (y, x, a)):
+        if isinstance(first, Fill) and first.value == 0.0 and isinstance(second, Sum) and _same_tensor(node, summed):
+            return replace(second, axes=_plain_axes(node))
     for first, second, source in ((x, y, a), (y, x, b)):
         if not isinstance(second, Rows) or not _selects(second):
             continue
@@ -214,6 +225,12 @@ def _grown(ctx: Context, node: Node, first: Any, rows: Rows) -> Sum | None:
     if isinstance(first, Sum):
         return replace(first, axes=_plain_axes(node), parts=(*first.parts, part))
     return Sum(_plain_axes(node), None, (part,))
+
+
+def _same_tensor(node: Node, other: Node) -> bool:
+    """Whether a sum has the shape and dtype of one of its terms."""
+    mine, theirs = tensor(node), tensor(other)
+    return mine is not None and theirs is not None and mine.dtype == theirs.dtype and same_shape(out_shape(node), out_shape(other))
 
 
 def _merged(x: Sum, y: Sum) -> Sum | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.fx import Node
 
-from moefuse.passes.axes import Atom, Axis, align, extent, fresh
+from moefuse.passes.axes import Atom, Axes, Axis, align, extent, fresh
 from moefuse.passes.context import Context, normalize, out_shape
 from moefuse.passes.expr import Expr, Gate, SlotWeight, Token
 from moefuse.passes.facts import (
@@ -81,13 +81,25 @@ def _by_tensor(ctx: Context, node: Node, x: Node, items: list[Any]) -> Any:
 
 
 def _by_any_mask(ctx: Context, node: Node, x: Node, base: Any, mask: Mask | Table, tail: list[Any]) -> Any:
-    found = selection(mask, mask.axes)
+    lead, axes = tokens_together(mask.axes)
+    found = selection(mask, axes)
     if found is None or len(tail) > 1:
         return None
+    if lead > 1 and isinstance(base, View | Table):
+        base = base.with_axes((sum(base.axes[:lead], ()), *base.axes[lead:]))
+    if isinstance(mask, Table) and isinstance(base, Table) and tail:
+        return _by_column(node, base, found[0], row_axis(node), tail)
     if tail:
         column = isinstance(mask, Table) and isinstance(tail[0], int) and isinstance(base, View)
         base = pick(ctx, node, x, base, len(base.axes) - 1, tail[0]) if column else None
     return by_mask(ctx, node, x, base, *found)
+
+
+def tokens_together(axes: Axes) -> tuple[int, Axes]:
+    """(how many dimensions in front count tokens, the axes of a mask with those as one): a boolean index goes through them in order."""
+    lead = next((i for i, axis in enumerate(axes) if not axis or {a.kind for a in axis} != {"t"}), len(axes))
+    order = [a.index for axis in axes[:lead] for a in axis]
+    return (lead, (sum(axes[:lead], ()), *axes[lead:])) if lead > 1 and order == sorted(order) else (1, axes)
 
 
 def by_ids(ctx: Context, base: View, ids: View) -> Any:
@@ -143,6 +155,9 @@ def by_rows(ctx: Context, node: Node, x: Node, base: Any, chosen: Selection, ind
     if columns == ["token"]:
         return _by_tokens(ctx, node, x, base, chosen, rows, rest)
     if columns == ["token", "slot"] and isinstance(base, View):
+        repeated = _by_slots(node, _slots_together(base), chosen, rest) if len(base.axes) == 3 else None
+        if repeated is not None:
+            return repeated
         if not _is_slot_weight(base, chosen.routing):
             return ctx.lost("tokens-differ", node, detail="the routing weights are not [tokens, slots]")
         return _with_none(Rows((rows,), row_domain(chosen), SlotWeight(node, base.root)), rest)
@@ -281,9 +296,16 @@ def by_mask(ctx: Context, node: Node, x: Node, base: Any, chosen: Selection, col
         if isinstance(base, Table) and base.expert == chosen.expert and base.routing is chosen.routing:
             return Rows((rows, *base.axes[1:]), row_domain(chosen), gate(node, base))
         return None
+    if columns == ("flat",):
+        return _by_slots(node, base, chosen, [])
     if isinstance(base, View) and _is_slot_weight(base, chosen.routing) and columns == ("token", "slot"):
         return Rows((rows,), row_domain(chosen), SlotWeight(node, base.root))
-    return None
+    return _by_slots(node, _slots_together(base), chosen, []) if columns == ("token", "slot") else None
+
+
+def _slots_together(base: Any) -> Any:
+    """A [tokens, slots of a token, features] tensor as one of [slots, features]."""
+    return replace(base, axes=(base.axes[0] + base.axes[1], *base.axes[2:])) if isinstance(base, View) and len(base.axes) == 3 else None
 
 
 def by_order(ctx: Context, node: Node, base: Any, index: Sorted) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -74,13 +75,33 @@ def on_matmul(ctx: Context, node: Node, a: Any, other: Any) -> Any:
 def on_einsum(ctx: Context, node: Node, equation: Any, *operands: Any) -> Any:
     if len(operands) == 1 and isinstance(operands[0], tuple | list):
         operands = tuple(operands[0])
-    if not isinstance(equation, str) or len(operands) != 2 or "." in equation:
+    if not isinstance(equation, str) or len(operands) < 2 or "." in equation:
         return None
     inputs, arrow, out = equation.replace(" ", "").partition("->")
-    left, _, right = inputs.partition(",")
-    if not arrow or len(set(left)) != len(left) or len(set(right)) != len(right):
+    labels = inputs.split(",")
+    if not arrow or len(labels) != len(operands) or any(len(set(names)) != len(names) for names in labels):
         return None
-    return contract(ctx, node, operands[0], operands[1], left, right, out)
+    if len(operands) == 2:
+        return contract(ctx, node, operands[0], operands[1], labels[0], labels[1], out)
+    sizes = {c: size for names, value in zip(labels, operands, strict=True) for c, size in zip(names, out_shape(value), strict=True)}
+    return _in_pairs(ctx, node, [(names, ctx.fact(value)) for names, value in zip(labels, operands, strict=True)], out, sizes)
+
+
+def _in_pairs(ctx: Context, node: Node, terms: list[tuple[Labels, Any]], out: Labels, sizes: dict[str, Any]) -> Any:
+    """An einsum of several operands, two at a time: rows meet an expert weight before anything is summed that both do not have."""
+    for (i, (first, x)), (j, (second, y)) in itertools.combinations(enumerate(terms), 2):
+        rest = [t for at, t in enumerate(terms) if at not in (i, j)]
+        kept = "".join(c for c in dict.fromkeys(first + second) if c in out or any(c in names for names, _ in rest))
+        names = kept if rest else out
+        found = contracted(ctx, node, x, y, first, second, names, tuple(sizes[c] for c in names))
+        if found is None or not rest:
+            if found is not None:
+                return found
+            continue
+        if isinstance(found, Lost):
+            return found
+        return _in_pairs(ctx, node, [(names, found), *rest], out, sizes)
+    return None
 
 
 @rule("grouped_mm")
@@ -104,7 +125,11 @@ def on_grouped_mm(ctx: Context, node: Node, x: Any, weight: Any, offs: Any = Non
 
 def contract(ctx: Context, node: Node, a: Any, b: Any, first: Labels, second: Labels, out: Labels) -> Any:
     """A two-operand einsum between facts."""
-    x, y = ctx.fact(a), ctx.fact(b)
+    return contracted(ctx, node, ctx.fact(a), ctx.fact(b), first, second, out, out_shape(node))
+
+
+def contracted(ctx: Context, node: Node, x: Any, y: Any, first: Labels, second: Labels, out: Labels, shape: tuple[Any, ...]) -> Any:
+    """The fact of a contraction of two facts, whose result has the given sizes."""
     if x is None or y is None or len(first) != len(x.axes if hasattr(x, "axes") else ()) or len(second) != len(getattr(y, "axes", ())):
         return None
     ways = ((x, y, first, second), (y, x, second, first))
@@ -112,7 +137,7 @@ def contract(ctx: Context, node: Node, a: Any, b: Any, first: Labels, second: La
     for left, right, names, others in ways[:1] if ctx.calls[node].name == "linear" else ways:  # type: ignore[union-attr]
         weight = expert_weight(ctx, right, left, others, names, out)
         if weight is not None and isinstance(left, Rows | View):
-            found = project(ctx, node, left, weight, names, others, out)
+            found = project(ctx, node, left, weight, names, others, out, shape)
             if found is not None:
                 return found
     for left, right, names, others in ((x, y, first, second), (y, x, second, first)):
@@ -146,7 +171,7 @@ def _repeats(axis: Axis) -> bool:
     return all(a.kind == "b" or same(a.size, 1) for a in axis)
 
 
-def project(ctx: Context, node: Node, x: Any, weight: Weight, names: Labels, others: Labels, out: Labels) -> Any:
+def project(ctx: Context, node: Node, x: Any, weight: Weight, names: Labels, others: Labels, out: Labels, shape: tuple[Any, ...]) -> Any:
     """Rows (or plain tokens) times an expert weight over one feature dimension."""
     summed = [c for c in names if c in others and c not in out]
     if len(summed) != 1 or any(c not in out for c in (set(names) | set(others)) - set(summed)):
@@ -174,7 +199,6 @@ def project(ctx: Context, node: Node, x: Any, weight: Weight, names: Labels, oth
         else next(a.index for axis in weight.axes for a in axis if a.kind == "w" and a is not contracted[0])
     )
     item = Leaf(weight.root, stack, weight.expert if stack else None, (outer, contracted[0].index))
-    shape = out_shape(node)
     result: list[Axis] = []
     for i, c in enumerate(out):
         if c in free:

@@ -11,7 +11,7 @@ from torch.fx import Node
 from moefuse.passes.axes import Axes, extent
 from moefuse.passes.cone import cone_rows
 from moefuse.passes.context import Context, normalize, out_shape
-from moefuse.passes.expr import Expr, Gate, Op, has_linear, walk
+from moefuse.passes.expr import ExpertVector, Expr, Gate, Op, SharedVector, has_linear, walk
 from moefuse.passes.facts import Buffer, Combined, Counts, Domain, Fill, Lost, Mask, Rows, Sorted, Span, Sum, Table, View
 from moefuse.passes.operands import joined, leaf, padded, real, scalar, symbol
 from moefuse.passes.ops import UNARY, tensor
@@ -271,7 +271,7 @@ def on_norm(ctx: Context, node: Node, x: Node, shape: Any, *args: Any, **kwargs:
         item = operand(ctx, node, fact.axes, fact.domain, value)
         if isinstance(item, Lost):
             return item
-        if isinstance(item, Expr) and call.name in ("layer_norm", "rms_norm") and type(item).__name__ != "SharedVector":
+        if isinstance(item, Expr) and call.name in ("layer_norm", "rms_norm") and not isinstance(item, SharedVector | ExpertVector):
             return None
         items.append((key, item))
     return Rows(fact.axes, fact.domain, Op(node, call.name, (fact.expr, tuple(shape)), tuple(items)))

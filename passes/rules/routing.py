@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from moefuse.passes.axes import Atom, Axes, Axis, align, fresh
+from moefuse.passes.axes import Atom, Axes, Axis, align, extent, fresh
 from moefuse.passes.context import Context, as_size, normalize, out_shape
 from moefuse.passes.facts import (
     Absent,
@@ -204,18 +204,25 @@ def selection(fact: Any, axes: Axes) -> tuple[Selection, tuple[str, ...]] | None
     for axis in axes:
         kinds = {a.kind for a in axis}
         only = not kinds and isinstance(fact, Table) and fact.routing.top_k == 1  # of [tokens, 1]: the one slot there is
-        if len(kinds) > 1 or kinds & {"e", "b"} or not (kinds or only):
+        flat = kinds == {"t", "k"} and every_slot(axis, fact.routing)
+        if (len(kinds) > 1 and not flat) or kinds & {"e", "b"} or not (kinds or only):
             return None
-        columns.append("token" if kinds == {"t"} else "slot")
-    if fact.expert is None or fact.negated or columns.count("token") != 1:
+        columns.append("flat" if flat else "token" if kinds == {"t"} else "slot")
+    if fact.expert is None or fact.negated or (columns.count("token") != 1 and columns != ["flat"]):
         return None
     if isinstance(fact, Mask):
-        if fact.weight is not None or (fact.routing.has_slots and "slot" not in columns):
+        if fact.weight is not None or (fact.routing.has_slots and not {"slot", "flat"} & set(columns)):
             return None
         return Selection(fact.routing, fact.expert, by_token=not fact.routing.has_slots), tuple(columns)
     if isinstance(fact, Table) and fact.ones:
         return Selection(fact.routing, fact.expert, by_token=True, slot=fact.slot), tuple(columns)
     return None
+
+
+def every_slot(axis: Axis, routing: Routing) -> bool:
+    """Whether an axis counts through all slots, token by token."""
+    names = [(a.kind, a.index) for a in axis if not same(a.size, 1)]
+    return names == sorted(names, key=lambda a: ("tk".index(a[0]), a[1])) and same(extent(axis), routing.num_tokens * routing.top_k)
 
 
 def row_axis(node: Node) -> Axis:

@@ -148,13 +148,14 @@ def on_expand(ctx: Context, node: Node, x: Node, *_: Any, **__: Any) -> Any:
 def on_repeat(ctx: Context, node: Node, x: Node, *repeats: Any, **kwargs: Any) -> Any:
     fact = ctx.fact(x)
     counts = kwargs.get("repeats", repeats[0] if len(repeats) == 1 and isinstance(repeats[0], tuple | list) else repeats)
-    if not isinstance(fact, View | Range | Rows) or len(counts) < len(fact.axes):
+    numbers = isinstance(fact, Index | Sorted)
+    if not isinstance(fact, View | Range | Rows | Index | Sorted) or len(counts) < len(fact.axes):
         return None
     padded = (*((),) * (len(counts) - len(fact.axes)), *fact.axes)
     axes = []
     for axis, count in zip(padded, counts, strict=True):
         times = as_size(count)
-        if times is None:
+        if times is None or (numbers and axis and not same(times, 1)):
             return None
         axes.append(axis if same(times, 1) else (broadcast(times), *axis))
     return fact.with_axes(tuple(axes))

@@ -250,9 +250,9 @@ class OtherGates(SparseDispatcher):
         return dispatcher.combine([self.experts[i](inputs[i]) for i in range(E)], x)
 
 
-@twin
+@fused("selected", "grouped")
 class SharedTwice(Layer):
-    """The expert that every token has is an expert of the router, too, and counted twice for some."""
+    """The expert that every token has is an expert of the router, too: an id twice in a token, whose weights are added."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.programs.research.base import E, H, K, Listed, Stacked, fused, refused, twin
+from tests.programs.research.base import E, H, K, Listed, Stacked, fused, twin
 
 
 class _Loop(Listed):
@@ -40,12 +40,12 @@ class ScatterAdd(_Loop):
         return out.scatter_add_(0, tok.unsqueeze(-1).expand_as(y), y)
 
 
-@refused("no-rule", "expert rows go through `scatter_reduce`, which has no rule: what it computes per row is unknown", whole=False)
+@fused("selected")
 class ScatterReduce(_Loop):
     """``scatter_reduce`` with a repeated index. (In place, autograd refuses a second one.)"""
 
     def add(self, out: Tensor, tok: Tensor, y: Tensor) -> Tensor:
-        return out.scatter_reduce(0, tok.view(-1, 1).repeat(1, H), y, reduce="sum")  # at: ScatterReduce
+        return out.scatter_reduce(0, tok.view(-1, 1).repeat(1, H), y, reduce="sum")
 
 
 @fused("selected")
@@ -56,12 +56,12 @@ class IndexReduced(_Loop):
         return torch.index_add(out, 0, tok, y)
 
 
-@refused("missing-experts", "only experts 1..1 are computed, of 1", whole=False)
+@fused("selected")
 class NewBuffers(_Loop):
     """A buffer of zeros for each expert, added up."""
 
     def add(self, out: Tensor, tok: Tensor, y: Tensor) -> Tensor:
-        return out + torch.zeros_like(out).index_add(0, tok, y)  # at: NewBuffers
+        return out + torch.zeros_like(out).index_add(0, tok, y)
 
 
 class _Cut(Stacked):

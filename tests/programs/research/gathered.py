@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.programs.research.base import E, H, I, K, Layer, Stacked, fused, refused, twin
+from tests.programs.research.base import E, H, I, K, Layer, Stacked, fused, twin
 
 
 @fused("slots")
@@ -33,14 +33,14 @@ class WeightFirst(Stacked):
         return torch.einsum("tk,tkh->th", weights, y)
 
 
-@refused("no-rule", "expert rows go through `einsum`, which has no rule: what it computes per row is unknown")
+@fused("slots")
 class ThreeOperands(Stacked):
     """The weighted sum and the last projection in one einsum."""
 
     def forward(self, x: Tensor) -> Tensor:
         weights, ids = self.route(x)
         h = F.silu(torch.einsum("tkoh,th->tko", self.w1[ids], x)) * torch.einsum("tkoh,th->tko", self.w3[ids], x)
-        return torch.einsum("tkho,tko,tk->th", self.w2[ids], h, weights)  # at: ThreeOperands
+        return torch.einsum("tkho,tko,tk->th", self.w2[ids], h, weights)
 
 
 class _Biased(Layer):
@@ -89,10 +89,10 @@ class ShiftedIds(Stacked):
 
 
 @twin
-class OtherSlot(Stacked):
-    """Three operands, with the weights of the slots the other way round."""
+class SlotsSummedTwice(Stacked):
+    """Three operands, where the weights are summed over slots of their own."""
 
     def forward(self, x: Tensor) -> Tensor:
         weights, ids = self.route(x)
         h = F.silu(torch.einsum("tkoh,th->tko", self.w1[ids], x)) * torch.einsum("tkoh,th->tko", self.w3[ids], x)
-        return torch.einsum("tkho,tko,tk->th", self.w2[ids], h, weights.flip(-1))
+        return torch.einsum("tkho,tko,tl->th", self.w2[ids], h, weights)

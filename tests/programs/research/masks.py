@@ -5,14 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from tests.programs.research.base import E, H, K, Layer, Listed, fused, mlp, refused, twin, unseen
+from tests.programs.research.base import E, H, K, Layer, Listed, fused, mlp, twin, unseen
 
 
-@refused(
-    "tokens-differ",
-    "the experts' input rows do not line up with the expert ids: `gating_scores` is not a value per row of the same experts",
-    whole=False,
-)
+@fused("selected")
 class MakeMoE(Layer):
     """makeMoE: noisy top-k, softmax over a -inf table, ``final_output[expert_mask] += weighted_output``."""
 
@@ -35,7 +31,7 @@ class MakeMoE(Layer):
             if flat_mask.any():
                 expert_output = expert(flat_x[flat_mask])
                 gating_scores = flat_gating[flat_mask, i].unsqueeze(1)
-                final_output[expert_mask] += expert_output * gating_scores  # at: MakeMoE
+                final_output[expert_mask] += expert_output * gating_scores
         return final_output.squeeze(0)
 
 
@@ -68,7 +64,7 @@ class MaskedSelect(Listed):
         return out
 
 
-@unseen(whole=False)
+@fused("selected")
 class SlotsByMask(Listed):
     """Rows of all slots by a mask over slots, written over a buffer of all slots."""
 
@@ -143,3 +139,17 @@ class HalfTheBuffer(Listed):
         for e, expert in enumerate(self.experts[:-1]):  # type: ignore[arg-type]
             y[ids == e] = expert(rows[ids == e])
         return (y * weights[..., None]).sum(1)
+
+
+@twin
+class NextColumn(MakeMoE):
+    """Weighed by the next expert's column of the table."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        top, indices = self.gate(x).topk(K, dim=-1)
+        gating = torch.full((x.shape[0], E), float("-inf"), dtype=top.dtype).scatter(-1, indices, top).softmax(-1)
+        out = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            mask = (indices == i).any(dim=-1)
+            out[mask] += expert(x[mask]) * gating[mask, (i + 1) % E].unsqueeze(1)
+        return out

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.programs.research.base import E, H, K, Listed, Stacked, fused, refused, unseen
+from tests.programs.research.base import E, H, K, Listed, Stacked, fused, refused, twin, unseen
 
 
 @fused("selected", train=False, grad=False)
@@ -67,7 +67,7 @@ class DeepseekFirstInfer(Listed):
         return expert_cache
 
 
-@unseen(whole=False)
+@fused("selected")
 class DeepseekTrain(Listed):
     """DeepSeekMoE-16B and V2, training: tokens repeated for every slot, ``y[ids == i] = expert(x[ids == i])``, summed at the end."""
 
@@ -81,7 +81,7 @@ class DeepseekTrain(Listed):
         return (y.view(*topk_weight.shape, -1) * topk_weight.unsqueeze(-1)).sum(dim=1)
 
 
-@refused("not-weighted", "expert outputs reach the sum without the mask or routing weight that selects them", whole=False)
+@fused("selected")
 class DeepseekReference(Listed):
     """DeepSeek-V3's own ``inference/model.py``: a list of counts that says which experts are left out, ``y[idx] += ...``."""
 
@@ -94,7 +94,7 @@ class DeepseekReference(Listed):
                 continue
             expert = self.experts[i]
             idx, top = torch.where(indices == i)
-            y[idx] += expert(x[idx]) * weights[idx, top, None]  # at: DeepseekReference
+            y[idx] += expert(x[idx]) * weights[idx, top, None]
         return y
 
 
@@ -125,8 +125,8 @@ class MixtralLists(Listed):
         final_hidden_states = torch.zeros((x.shape[0], H), dtype=x.dtype, device=x.device)
         expert_mask = F.one_hot(selected_experts, num_classes=E).permute(2, 1, 0)
         for expert_idx in range(E):
-            idx, top_x = torch.where(expert_mask[expert_idx])  # at: MixtralLists
-            if top_x.shape[0] == 0:
+            idx, top_x = torch.where(expert_mask[expert_idx])
+            if top_x.shape[0] == 0:  # at: MixtralLists
                 continue
             top_x_list, idx_list = top_x.tolist(), idx.tolist()
             current_state = x[None, top_x_list].reshape(-1, H)
@@ -162,3 +162,91 @@ class SlotBySlot(Listed):
                 rows = (ids[:, k] == e).nonzero().squeeze(-1)
                 out.index_add_(0, rows, expert(x.index_select(0, rows)) * weights[rows, k].unsqueeze(-1))
         return out
+
+
+@twin
+class CountsOfTheNext(Listed):
+    """The next expert's count says whether this one runs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, indices = self.route(x)
+        y = torch.zeros_like(x)
+        counts = torch.bincount(indices.flatten(), minlength=E).tolist()
+        for i in range(E):
+            if counts[(i + 1) % E] == 0:
+                continue
+            idx, top = torch.where(indices == i)
+            y[idx] += self.experts[i](x[idx]) * weights[idx, top, None]
+        return y
+
+
+@twin
+class SumOfOtherTokens(Listed):
+    """The buffer of all slots is read as if slots came before tokens."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        topk_weight, topk_idx = self.route(x)
+        flat_topk_idx = topk_idx.view(-1)
+        hidden_states = x.repeat_interleave(K, dim=0)
+        y = torch.empty_like(hidden_states)
+        for i, expert in enumerate(self.experts):
+            y[flat_topk_idx == i] = expert(hidden_states[flat_topk_idx == i])
+        return (y.view(K, -1, H) * topk_weight.t().unsqueeze(-1)).sum(dim=0)
+
+
+@twin
+class TokensRepeatedWhole(Listed):
+    """All tokens, and then all tokens again: a slot's row is another token's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        topk_weight, topk_idx = self.route(x)
+        flat_topk_idx = topk_idx.view(-1)
+        hidden_states = x.repeat(K, 1)
+        y = torch.empty_like(hidden_states)
+        for i, expert in enumerate(self.experts):
+            y[flat_topk_idx == i] = expert(hidden_states[flat_topk_idx == i])
+        return (y.view(*topk_weight.shape, -1) * topk_weight.unsqueeze(-1)).sum(dim=1)
+
+
+@twin
+class WrittenElsewhere(Listed):
+    """An expert's rows are written one slot behind those that they were taken from."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        topk_weight, topk_idx = self.route(x)
+        flat = topk_idx.view(-1)
+        hidden_states = x.repeat_interleave(K, dim=0)
+        y = torch.zeros_like(hidden_states)
+        turned = flat.roll(1)
+        for i, expert in enumerate(self.experts):
+            y[turned == i] = expert(hidden_states[flat == i])
+        return (y.view(*topk_weight.shape, -1) * topk_weight.unsqueeze(-1)).sum(dim=1)
+
+
+@twin
+class BufferAfterwards(Listed):
+    """The buffer is changed before its sum is taken."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        topk_weight, topk_idx = self.route(x)
+        flat = topk_idx.view(-1)
+        hidden_states = x.repeat_interleave(K, dim=0)
+        y = torch.zeros_like(hidden_states)
+        for i, expert in enumerate(self.experts):
+            y[flat == i] = expert(hidden_states[flat == i])
+        y[0] = 1.0
+        return (y.view(*topk_weight.shape, -1) * topk_weight.unsqueeze(-1)).sum(dim=1)
+
+
+@twin
+class WrittenTwice(Listed):
+    """The last expert's rows are written over by another function of them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        topk_weight, topk_idx = self.route(x)
+        flat = topk_idx.view(-1)
+        hidden_states = x.repeat_interleave(K, dim=0)
+        y = torch.zeros_like(hidden_states)
+        for i in (*range(E), 0):
+            y[flat == i] = self.experts[i](hidden_states[flat == i] * (1 + i))
+        return (y.view(*topk_weight.shape, -1) * topk_weight.unsqueeze(-1)).sum(dim=1)

@@ -20,7 +20,7 @@ class Loop(Layer):
         out = torch.zeros_like(x)
         for e in range(E):
             tok, slot = torch.where(ids == e)
-            out.index_add_(0, tok, self.expert(e, x[tok]) * weights[tok, slot, None])  # at: NormInside
+            out.index_add_(0, tok, self.expert(e, x[tok]) * weights[tok, slot, None])
         return out
 
 
@@ -101,12 +101,7 @@ class FlatPieces(Loop):
         return (F.silu(x @ self.all[0, e].t()) * (x @ self.all[1, e].t())) @ self.all[2, e]
 
 
-@refused(
-    "not-lowered",
-    "the region is understood, but its replacement does not type-check: Expected weight to be of same shape as "
-    "normalized_shape, but got weight of shape torch.Size([12, 8]) and normalized_shape = [8]",
-    whole=False,
-)
+@fused("selected", "grouped")
 class NormInside(Loop):
     """A LayerNorm in front of each expert's projections."""
 
