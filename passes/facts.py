@@ -22,6 +22,7 @@ class Routing:
     ``distinct``: no id is twice in a token. ``choices``: every id is less than this; None if nothing says so.
     ``columns``: ``node`` holds no ids but a 0/1 mask [tokens..., (K,) ``columns``] with at most one 1 for a slot; a slot without any has no
     expert, and -1 for an id.
+    ``kept``: a table [tokens, E]; a slot whose entry of it is zero has no expert.
     """
 
     node: Node
@@ -31,6 +32,12 @@ class Routing:
     distinct: bool
     choices: int | None = None
     columns: int | None = None
+    kept: Node | None = None
+
+    @property
+    def whole(self) -> bool:
+        """Whether every slot has an expert."""
+        return self.columns is None and self.kept is None
 
     @property
     def num_tokens(self) -> Size:
@@ -174,10 +181,33 @@ class Order:
 
 @dataclass(frozen=True, eq=False)
 class Sorted(Fact):
-    """An index array of an Order. ``of``: "ids" sorted expert ids, "slot" the permutation, "token" its tokens, "inverse" its inverse."""
+    """An index array of an Order. ``of``: "ids" sorted expert ids, "slot" the permutation, "token" its tokens, "inverse" its inverse.
+
+    "entry": the permutation of a list of a table's entries (:class:`Entries`).
+    """
 
     order: Order
     of: str
+
+
+@dataclass(frozen=True, eq=False)
+class Entries(Fact):
+    """The places [entries, 2] of the entries of a routing table that are not zero: token and expert.
+
+    ``order``: each column was sorted by itself; then these are its values (``of`` "ids"), or where those came from ("entry").
+    """
+
+    routing: Routing
+    order: Order | None = None
+    of: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class Picked(Fact):
+    """Rows of a routing table, for the tokens of an Order."""
+
+    root: Node
+    order: Order
 
 
 @dataclass(frozen=True, eq=False)

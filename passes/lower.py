@@ -68,6 +68,8 @@ class Lowering:
         routing = self.region.routing
         if routing.columns is not None:
             return self.once(routing, lambda: self.left(routing.node, routing.columns, routing.top_k))
+        if routing.kept is not None:
+            return self.once(routing, lambda: self.weighted(routing.node, routing.kept, routing.top_k))
         value = tensor(routing.node)
         if value is not None and value.dim() == 2 and routing.has_slots and len(routing.tokens) == 1:
             return routing.node
@@ -77,6 +79,11 @@ class Lowering:
         """[T, K]: where each slot's 1 stands in a mask, -1 where it has none."""
         mask = self.emit(torch.Tensor.to, self.emit(torch.reshape, mask, (-1, top_k, columns)), torch.int64)
         return self.emit(torch.where, self.emit(torch.any, mask, -1), self.emit(torch.argmax, mask, -1), -1)
+
+    def weighted(self, ids: Node, table: Any, top_k: int) -> Node:
+        """[T, K]: the ids, and -1 where the table's entry is zero."""
+        ids = self.emit(torch.Tensor.to, self.emit(torch.reshape, ids, (-1, top_k)), torch.int64)
+        return self.emit(torch.where, self.emit(torch.ne, self.emit(torch.gather, table, 1, ids), 0), ids, -1)
 
     def once(self, key: Any, build: Callable[[], Node]) -> Node:
         if id(key) not in self.memo:
@@ -104,7 +111,7 @@ class Lowering:
             table = self.matrix(weight.source, self.region.num_experts)
             ids = self.emit(torch.Tensor.to, self.ids(), torch.int64)
             # What a slot without expert reads there is weighted nowhere.
-            ids = ids if self.region.routing.columns is None else self.emit(torch.clamp, ids, min=0)
+            ids = ids if self.region.routing.whole else self.emit(torch.clamp, ids, min=0)
             return self.emit(torch.gather, table, 1, ids)
         return self.emit(torch.ones_like, self.ids(), dtype=torch.float32)
 

@@ -104,7 +104,7 @@ def take_out(
     """
     if any(a.nodes & region.nodes for a in assumptions):
         raise NotComparableError("the loop depends on data: its graph is not a program that runs by itself")
-    if region.routing.columns is not None:
+    if not region.routing.whole:
         raise NotComparableError("its slots may have no expert")
     before = [n for n in region.anchor.graph.nodes if n in region.nodes and n.op != "get_attr"]
     call = call_of(region.anchor)

@@ -54,8 +54,9 @@ def checked(ctx: Context, region: Region) -> Region | Lost:
     bounds = ctx.sentinels.get(region.routing, set())
     if bounds - {region.num_experts}:
         return ctx.lost("missing-experts", region.anchor, present=f"below {min(bounds)}", count=str(region.num_experts))
+    kept = region.routing.kept
     rest = sources(region.rest.expr) if region.rest is not None else []
-    region.leaves = list(dict.fromkeys((*sources(region.expr), *rest, region.routing.node)))
+    region.leaves = list(dict.fromkeys((*sources(region.expr), *rest, region.routing.node, *((kept,) if kept is not None else ()))))
     region.nodes = slice_of(ctx, region)
     for node in unread(ctx):
         if not region.nodes.isdisjoint(node.all_input_nodes):

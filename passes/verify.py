@@ -122,6 +122,8 @@ class Inputs:
             if isinstance(e, Gate) and not e.ones and not e.slots:
                 table = torch.zeros(tokens, experts).scatter(1, ids, torch.rand(tokens, top_k, generator=self.generator) + 0.1)
                 like = fake(e.source)
+                if e.source is routing.kept:
+                    table *= torch.rand(table.shape, generator=self.generator) < 0.75
                 out[e.source] = table.reshape([int(_hint(s)) for s in like.shape]).to(device=like.device, dtype=like.dtype)
             elif isinstance(e, SlotWeight) or (isinstance(e, Gate) and e.slots):
                 out[e.source] = self.random(fake(e.source)).abs().clamp(0.1, 2.0)
@@ -283,6 +285,8 @@ def reference(region: Region, weight: Callable[[Node], Any], leaves: dict[Node, 
     columns = region.routing.columns
     ids = leaves[region.routing.node].reshape(-1, top_k, *(() if columns is None else (columns,)))[sample].long()
     ids = ids if columns is None else torch.where(ids.any(-1), ids.argmax(-1), -1)
+    if region.routing.kept is not None:
+        ids = torch.where(leaves[region.routing.kept][sample].gather(1, ids) != 0, ids, -1)
     out: torch.Tensor | None = None
     for expert in range(region.num_experts if region.rest is None else region.rest.numbers.stop):
         row, slot = torch.where(ids == expert)

@@ -19,6 +19,7 @@ from moefuse.passes.facts import (
     Lost,
     Mask,
     Part,
+    Picked,
     Range,
     Routing,
     Rows,
@@ -30,7 +31,7 @@ from moefuse.passes.facts import (
 )
 from moefuse.passes.generalise import generalise
 from moefuse.passes.ops import tensor
-from moefuse.passes.rules import rule
+from moefuse.passes.rules import entries, rule
 from moefuse.passes.rules.routing import over_slots
 from moefuse.passes.rules.segments import joined as joined_segments
 from moefuse.passes.rules.segments import segment_of
@@ -324,6 +325,8 @@ def on_gather(ctx: Context, node: Node, x: Any, dim: Any, index: Any, **_: Any) 
     if not isinstance(dim, int):
         dim, index = index, dim
     rows, view, where = ctx.fact(x), ctx.view(index), ctx.fact(index)
+    if isinstance(rows, Picked):
+        return entries.gathered(node, rows, dim, where)
     if dim == 0 and isinstance(where, Index | Sorted) and len(where.axes) == 2 and [a.kind for a in where.axes[1]] == ["b"]:
         from moefuse.passes.rules.gather import by_tensor
 

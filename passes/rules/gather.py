@@ -14,6 +14,7 @@ from moefuse.passes.facts import (
     Buffer,
     Column,
     Domain,
+    Entries,
     Fact,
     Fill,
     Index,
@@ -29,7 +30,7 @@ from moefuse.passes.facts import (
     View,
 )
 from moefuse.passes.ops import tensor
-from moefuse.passes.rules import rule
+from moefuse.passes.rules import entries, rule
 from moefuse.passes.rules.index import pick, stacked
 from moefuse.passes.rules.routing import is_integer, role_axes, row_axis, selection
 from moefuse.passes.sizes import same
@@ -70,6 +71,10 @@ def _by_tensor(ctx: Context, node: Node, x: Node, items: list[Any]) -> Any:
         return _by_any_mask(ctx, node, x, base, first, tail)
     if isinstance(base, Rows) and base.domain.name == "dense" and len([i for i in indices if i != _ALL]) == 2:
         return chosen_outputs(ctx, base, items, indices)
+    if isinstance(first, Sorted) and isinstance(base, Entries):
+        return entries.taken(node, base, first, tail)
+    if isinstance(first, Sorted) and isinstance(base, Table):
+        return entries.rows_of_table(node, base, first, tail)
     if isinstance(first, Sorted) and (plain or len(getattr(base, "axes", ())) == 1):
         found = by_order(ctx, node, base, first)
         return _with_none(found, tail) if isinstance(found, Rows) else found
@@ -311,7 +316,7 @@ def _slots_together(base: Any) -> Any:
 def by_order(ctx: Context, node: Node, base: Any, index: Sorted) -> Any:
     """Indexing by the sorted order of all slots, by its tokens, or by its inverse."""
     order, routing = index.order, index.order.routing
-    rows: Axis = (Atom("r", 0, routing.num_tokens * routing.top_k),)
+    rows: Axis = (Atom("r", 0, routing.num_tokens * routing.top_k if routing.kept is None else out_shape(node)[0]),)
     domain = Domain("sorted", routing, order=order)
     if isinstance(base, Rows) and base.domain.name == "sorted" and index.of == "inverse" and base.domain.order is order:
         slots: Axis = (*(Atom("t", i, s) for i, s in enumerate(routing.tokens)), Atom("k", 0, routing.top_k))

@@ -12,7 +12,7 @@ from torch.fx import Node
 from moefuse.passes.axes import Axes, extent
 from moefuse.passes.context import Context, normalize
 from moefuse.passes.facts import Counts, Hit, Mask, Present, Routing, Sorted, Span, Table
-from moefuse.passes.rules import rule
+from moefuse.passes.rules import entries, rule
 from moefuse.passes.rules.routing import is_integer, role_axes, row_axis
 from moefuse.passes.rules.spans import compared as compared_spans
 from moefuse.passes.rules.spans import hit_of
@@ -31,6 +31,8 @@ def on_bound(ctx: Context, node: Node, x: Any, bound: Any) -> Any:
         from moefuse.passes.rules.permutation import beyond
 
         return beyond(fact, name, bound)
+    if isinstance(fact, Table) and not fact.ones:
+        return entries.positive(ctx, node, fact) if name == "gt" and bound == 0 else None
     if isinstance(fact, Span) and isinstance(bound, Node):
         return compared_spans(ctx, name, x, bound)
     return compared(fact, name, bound)

@@ -14,6 +14,7 @@ from moefuse.passes.facts import (
     Column,
     Combined,
     Counts,
+    Entries,
     Fact,
     Hit,
     Index,
@@ -29,7 +30,7 @@ from moefuse.passes.facts import (
     Weight,
 )  # fmt: skip
 from moefuse.passes.ops import tensor
-from moefuse.passes.rules import rule
+from moefuse.passes.rules import entries, rule
 from moefuse.passes.rules.spans import picked
 from moefuse.passes.sizes import same
 
@@ -105,6 +106,8 @@ def pick(ctx: Context, node: Node, x: Node, fact: Any, dim: int, at: int) -> Any
         return None
     if isinstance(fact, IndexMatrix) and only is not None and only.kind == "d":
         return Index(axes, fact.selection, fact.columns[at])
+    if isinstance(fact, Entries):
+        return entries.column(fact, axes, at) if dim == 1 else None
     if same(extent(axis), 1):
         return fact.with_axes(axes)
     if isinstance(fact, Mask | Table | Hit) and only is not None and only.kind == "e":
@@ -171,6 +174,8 @@ def cut(ctx: Context, node: Node, fact: Any, dim: int, item: slice) -> Any:
     if length == only.size and not isinstance(item.start, RowNumber):
         return fact
     axes = tuple(((Atom(only.kind, only.index, length),) if i == dim else a) for i, a in enumerate(fact.axes))
+    if isinstance(fact, Entries):
+        return entries.column(fact, (fact.axes[0], ()), start) if dim == 1 and length == 1 else None
     if isinstance(fact, Rows) and only.kind == "f" and step > 0 and not isinstance(item.start, RowNumber):
         if sum(a.kind == "f" for b in fact.axes for a in b) != 1:
             return None

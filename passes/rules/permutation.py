@@ -9,8 +9,8 @@ from torch.fx import Node
 
 from moefuse.passes.axes import Atom, Axis, atoms
 from moefuse.passes.context import Context, as_size
-from moefuse.passes.facts import Absent, Index, Many, Order, Range, Routing, Sorted, View
-from moefuse.passes.rules import rule
+from moefuse.passes.facts import Absent, Entries, Index, Many, Order, Range, Routing, Sorted, View
+from moefuse.passes.rules import entries, rule
 from moefuse.passes.rules.routing import is_integer, role_axes
 from moefuse.passes.sizes import same
 
@@ -22,6 +22,8 @@ def on_sort(ctx: Context, node: Node, x: Node, *args: Any, **kwargs: Any) -> Any
     if kwargs.get("descending", False) or any(a is True for a in args[1:2]):
         return None
     fact = ctx.fact(x)
+    if isinstance(fact, Entries):
+        return None if only_order else entries.sort(node, fact, kwargs.get("dim", args[0] if args else -1))
     if isinstance(fact, Sorted) and fact.of == "slot":
         inverse = replace(fact, of="inverse")
         return inverse if only_order else Many((None, inverse))

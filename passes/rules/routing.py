@@ -31,7 +31,7 @@ from moefuse.passes.facts import (
 )
 from moefuse.passes.ops import fake, tensor
 from moefuse.passes.refine import refine, settle
-from moefuse.passes.rules import rule
+from moefuse.passes.rules import entries, rule
 from moefuse.passes.sizes import same, shape_of
 
 
@@ -89,6 +89,8 @@ def on_compare(ctx: Context, node: Node, a: Any, other: Any) -> Any:
         from moefuse.passes.rules.hits import compared
 
         return compared(fact, ctx.calls[node].name, b)  # type: ignore[union-attr]
+    if isinstance(fact, Table) and not fact.ones:
+        return entries.positive(ctx, node, fact) if negated and b == 0 else None
     if isinstance(fact, Mask | Table) and b in (0, 1, False, True):
         return on_not(ctx, node, a) if (b in (0, False)) != negated else ctx.fact(a)
     if isinstance(fact, Range) and isinstance(b, Node):
@@ -234,6 +236,8 @@ def row_axis(node: Node) -> Axis:
 @rule("nonzero")
 def on_nonzero(ctx: Context, node: Node, x: Node, as_tuple: bool = False) -> Any:
     fact = ctx.fact(x)
+    if isinstance(fact, Table) and fact.expert is None:
+        return None if as_tuple else entries.listed(ctx, node, fact)
     found = selection(fact, fact.axes) if isinstance(fact, Mask | Table) else None
     if found is None:
         return None

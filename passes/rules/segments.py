@@ -88,7 +88,8 @@ def joined(ctx: Context, node: Node, tensors: Any, facts: list[Any], dim: Any) -
     if dim != 0 or None in known:
         return None
     found = complete(ctx, node, tuple(Part(f, t) for f, t in zip(facts, tensors, strict=True)))
-    if isinstance(found, Rows) and found.domain.routing is not None and found.domain.routing.choices == len(facts):
+    routing = found.domain.routing if isinstance(found, Rows) else None
+    if isinstance(found, Rows) and routing is not None and routing.kept is None and routing.choices == len(facts):
         settle(ctx.sizes, [f.axes[0][0].size for f in facts], extent(found.axes[0]))
         refine(ctx.sizes, node)
     return found
@@ -107,7 +108,7 @@ def complete(ctx: Context, node: Node, parts: tuple[Part, ...], *, filled: bool 
         return problem
     ctx.segments[node] = parts
     first = parts[0].rows
-    rows: Axis = slot_rows(order.routing)
+    rows: Axis = slot_rows(order.routing) if order.routing.kept is None else (Atom("r", 0, out_shape(node)[0]),)
     return Rows((rows, *first.axes[1:]), Domain("sorted", order.routing, order=order), expr)
 
 

@@ -159,7 +159,7 @@ class Dispatcher:
         return torch.zeros_like(like).index_add(0, self.batch_index, stitched)
 
 
-@unseen(whole=False)
+@fused("selected")
 class SparseDispatcher(Layer):
     """A table of gates, scattered from the softmax of the best k, and that dispatcher."""
 
@@ -171,6 +171,58 @@ class SparseDispatcher(Layer):
         top, ids = self.gate(x).topk(K, dim=1)
         gates = torch.zeros(x.shape[0], E, dtype=x.dtype).scatter(1, ids, top.softmax(1))
         dispatcher = Dispatcher(gates)
+        inputs = dispatcher.dispatch(x)
+        return dispatcher.combine([self.experts[i](inputs[i]) for i in range(E)], x)
+
+
+@fused("selected")
+class DispatcherWithLoss(Layer):
+    """The whole layer: noise, one more choice than is used for the load, importance and load in a loss, a float accumulator."""
+
+    leaf = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(mlp() for _ in range(E))
+        self.w_noise = nn.Parameter(torch.zeros(H, E))
+
+    def gates(self, x: Tensor) -> Tensor:
+        clean = self.gate(x)
+        logits = (clean + torch.randn_like(clean) * (F.softplus(x @ self.w_noise) + 1e-2)).softmax(1)
+        top_logits, top_indices = logits.topk(min(K + 1, E), dim=1)
+        top_k_logits, top_k_indices = top_logits[:, :K], top_indices[:, :K]
+        top_k_gates = top_k_logits / (top_k_logits.sum(1, keepdim=True) + 1e-6)
+        return torch.zeros_like(logits, requires_grad=self.leaf).scatter(1, top_k_indices, top_k_gates)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gates = self.gates(x)
+        importance, load = gates.sum(0), (gates > 0).sum(0)
+        loss = importance.var() / (importance.mean() ** 2 + 1e-10) + load.float().var()
+        dispatcher = Dispatcher(gates)
+        inputs = dispatcher.dispatch(x)
+        stitched = torch.cat([self.experts[i](inputs[i]) for i in range(E)], 0).mul(dispatcher.nonzero_gates)
+        zeros = torch.zeros(gates.size(0), stitched.size(1), dtype=x.dtype, device=stitched.device)
+        return zeros.index_add(0, dispatcher.batch_index, stitched) + loss.to(x.dtype)
+
+
+@unseen(whole=False)
+class DispatcherAsPublished(DispatcherWithLoss):
+    """With ``zeros_like(logits, requires_grad=True)``, at which Dynamo breaks the graph: the table of gates is an input of what follows."""
+
+    leaf = True
+
+
+@fused("selected")
+class RectifiedGates(Layer):
+    """Weights that are zero for some of the chosen experts: those are not in the dispatcher's list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(mlp() for _ in range(E))
+
+    def forward(self, x: Tensor) -> Tensor:
+        top, ids = self.gate(x).topk(K, dim=1)
+        dispatcher = Dispatcher(torch.zeros(x.shape[0], E, dtype=x.dtype).scatter(1, ids, F.relu(top - 0.1)))
         inputs = dispatcher.dispatch(x)
         return dispatcher.combine([self.experts[i](inputs[i]) for i in range(E)], x)
 
@@ -268,3 +320,31 @@ class SharedTwice(Layer):
             mask = (ids == e).any(-1)
             out[mask] += self.back(F.relu(expert(x[mask]))) * (weights * (ids == e)).sum(-1)[mask, None]
         return out
+
+
+@twin
+class ScaledOnly(SparseDispatcher):
+    """The list is of gates above a bound that is not zero."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        top, ids = self.gate(x).topk(K, dim=1)
+        gates = torch.zeros(x.shape[0], E, dtype=x.dtype).scatter(1, ids, top.softmax(1))
+        places = torch.nonzero(gates > 0.4)
+        out = torch.zeros_like(x)
+        for e in range(E):
+            tok = places[places[:, 1] == e, 0]
+            out = out.index_add(0, tok, self.experts[e](x[tok]) * gates[tok, e, None])
+        return out
+
+
+@twin
+class OrderOfTokens(SparseDispatcher):
+    """The list is sorted by token where it should be by expert."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        top, ids = self.gate(x).topk(K, dim=1)
+        gates = torch.zeros(x.shape[0], E, dtype=x.dtype).scatter(1, ids, top.softmax(1))
+        dispatcher = Dispatcher(gates)
+        dispatcher.batch_index = torch.nonzero(gates)[torch.nonzero(gates).sort(0)[1][:, 0], 0]
+        inputs = dispatcher.dispatch(x)
+        return dispatcher.combine([self.experts[i](inputs[i]) for i in range(E)], x)
