@@ -1,6 +1,6 @@
 """One negative program for every refusal code: the code, the whole message, the user's line, and results equal to eager.
 
-The programs are written as users write them. The statement that a refusal must name is marked with a comment ``# at: <case>``.
+The programs are in tests/programs/refused.py.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
@@ -20,305 +19,32 @@ from moefuse import FusionError, Options, pipeline
 from moefuse.capture import entry
 from moefuse.errors import CODES
 from moefuse.report import FusionReport
-
-T, H, I, E, K = 10, 8, 12, 4, 2  # noqa: E741  (the letters of moefuse.spec)
-
-
-class Layer(nn.Module):
-    """The parts of a small mixture-of-experts layer; each program below writes its own forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = nn.Linear(H, E, bias=False)
-        self.w_in = nn.Parameter(torch.randn(E, 2 * I, H) * H**-0.5)
-        self.w_out = nn.Parameter(torch.randn(E, H, I) * I**-0.5)
-
-    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        weights, ids = torch.topk(self.gate(x).softmax(-1), K, dim=-1)
-        return ids, weights
-
-    def expert(self, e: int, x: Tensor) -> Tensor:
-        gate, up = F.linear(x, self.w_in[e]).chunk(2, dim=-1)
-        return F.linear(F.silu(gate) * up, self.w_out[e])
-
-
-class Plain(Layer):
-    """The positive that every negative is one statement away from."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        ids, weights = self.route(x)
-        out = torch.zeros_like(x)
-        for e in range(E):
-            tok, slot = torch.where(ids == e)
-            y = self.expert(e, x[tok]) * weights[tok, slot, None]
-            out.index_add_(0, tok, y)  # at: plain
-        return out
-
-
-class NoRule(Layer):
-    """An operation that no transfer rule knows."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        ids, weights = self.route(x)
-        out = torch.zeros_like(x)
-        for e in range(E):
-            tok, slot = torch.where(ids == e)
-            y = torch.digamma(self.expert(e, x[tok]).abs() + 1)  # at: no-rule
-            out.index_add_(0, tok, y * weights[tok, slot, None])
-        return out
-
-
-class NotRowLocal(Layer):
-    """Batch statistics of the rows that were routed to one expert."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        ids, weights = self.route(x)
-        out = torch.zeros_like(x)
-        for e in range(E):
-            tok, slot = torch.where(ids == e)
-            y = self.expert(e, x[tok])
-            y = y - y.mean(dim=0)  # at: not-row-local
-            out.index_add_(0, tok, y * weights[tok, slot, None])
-        return out
-
-
-class Random(Layer):
-    """Dropout inside the experts, in training mode."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        ids, weights = self.route(x)
-        out = torch.zeros_like(x)
-        for e in range(E):
-            tok, slot = torch.where(ids == e)
-            y = F.dropout(self.expert(e, x[tok]), 0.25, training=self.training)  # at: random
-            out.index_add_(0, tok, y * weights[tok, slot, None])
-        return out
-
-
-class Hook(Layer):
-    """A gradient hook on what the experts computed."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        ids, weights = self.route(x)
-        out = torch.zeros_like(x)
-        for e in range(E):
-            tok, slot = torch.where(ids == e)
-            y = self.expert(e, x[tok])
-            if y.requires_grad:
-                y.register_hook(lambda grad: grad * 0.5)  # at: hook
-            out.index_add_(0, tok, y * weights[tok, slot, None])
-        return out
-
-
-class ValueEscapes(Layer):
-    """An auxiliary loss on the size of what the experts computed."""
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        ids, weights = self.route(x)
-        out, penalty = torch.zeros_like(x), x.new_zeros(())
-        for e in range(E):
-            tok, slot = torch.where(ids == e)
-            y = self.expert(e, x[tok])
-            out.index_add_(0, tok, y * weights[tok, slot, None])
-            penalty = penalty + y.square().sum()  # at: value-escapes
-        return out, penalty
-
-
-class Mutation(Layer):
-    """The tokens are changed while the loop over experts still reads them."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        ids, weights = self.route(x)
-        h = x * 1.0
-        out = torch.zeros_like(h)
-        for e in range(E):
-            tok, slot = torch.where(ids == e)
-            out.index_add_(0, tok, self.expert(e, h[tok]) * weights[tok, slot, None])
-            h.mul_(0.5)  # at: mutation
-        return out
-
-
-class Alias(Layer):
-    """The experts' rows are scaled through a view, and read again under their own name."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        ids, weights = self.route(x)
-        out = torch.zeros_like(x)
-        for e in range(E):
-            tok, slot = torch.where(ids == e)
-            y = self.expert(e, x[tok])
-            y[:, : H // 2].mul_(0.5)  # at: alias
-            out.index_add_(0, tok, y * weights[tok, slot, None])
-        return out
-
-
-class ExpertsDiffer(Layer):
-    """One expert has another activation."""
-
-    def expert(self, e: int, x: Tensor) -> Tensor:
-        gate, up = F.linear(x, self.w_in[e]).chunk(2, dim=-1)
-        act = F.gelu if e == 2 else F.silu
-        return F.linear(act(gate) * up, self.w_out[e])
-
-    def forward(self, x: Tensor) -> Tensor:
-        ids, weights = self.route(x)
-        out = torch.zeros_like(x)
-        for e in range(E):
-            tok, slot = torch.where(ids == e)
-            out.index_add_(0, tok, self.expert(e, x[tok]) * weights[tok, slot, None])  # at: experts-differ
-        return out
-
-
-class MissingExperts(Layer):
-    """The last expert is left out (an off-by-one, or a zero expert)."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        ids, weights = self.route(x)
-        out = torch.zeros_like(x)
-        for e in range(E - 1):
-            tok, slot = torch.where(ids == e)
-            out.index_add_(0, tok, self.expert(e, x[tok]) * weights[tok, slot, None])  # at: missing-experts
-        return out
-
-
-class IdsNotDistinct(Layer):
-    """Ids from hashing may repeat for one token, and the rows are assigned, not added."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        ids, weights = self.route(x)
-        ids = ids // 2
-        out = torch.zeros_like(x)
-        for e in range(E):
-            tok, slot = torch.where(ids == e)
-            out[tok] += self.expert(e, x[tok]) * weights[tok, slot, None]  # at: ids-not-distinct
-        return out
-
-
-class NotWeighted(Layer):
-    """The bias of an expert is added for every token, chosen or not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bias = nn.Parameter(torch.randn(E, H))
-
-    def forward(self, x: Tensor) -> Tensor:
-        ids, weights = self.route(x)
-        out = torch.zeros_like(x)
-        for e in range(E):
-            w = (weights * (ids == e)).sum(-1, keepdim=True)
-            out = out + (self.expert(e, x) * w + self.bias[e])  # at: not-weighted
-        return out
-
-
-class NotCombined(Layer):
-    """The experts' rows are returned side by side, and no token is ever summed."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        ids, _weights = self.route(x)
-        gate, up = torch.einsum("th,tkih->tki", x, self.w_in[ids]).chunk(2, dim=-1)
-        return torch.einsum("tki,tkhi->tkh", F.silu(gate) * up, self.w_out[ids])  # at: not-combined
-
-
-class TokensDiffer(Layer):
-    """The rows are token by token, their weights slot by slot."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        ids, weights = self.route(x)
-        rows = x.repeat_interleave(K, dim=0)
-        flat = ids.reshape(-1)
-        gate, up = torch.bmm(self.w_in[flat], rows.unsqueeze(-1)).squeeze(-1).chunk(2, dim=-1)
-        y = torch.bmm(self.w_out[flat], (F.silu(gate) * up).unsqueeze(-1)).squeeze(-1)
-        scale = weights.t().reshape(-1, 1)
-        y = y * scale  # at: tokens-differ
-        return y.view(T, K, H).sum(dim=1)
-
-
-class NotCaptured(Layer):
-    """The loop over experts with tokens counts them."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        ids, weights = self.route(x)
-        out, active = torch.zeros_like(x), 0
-        for e in (F.one_hot(ids, E).sum((0, 1)) > 0).nonzero():  # at: not-captured
-            tok, slot = torch.where(ids == e[0])
-            out.index_add_(0, tok, self.expert(e[0], x[tok]) * weights[tok, slot, None])  # type: ignore[arg-type]
-            active += 1
-        return out / active
-
-
-class Autocast(Layer):
-    """float32 weights under autocast."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            ids, weights = self.route(x)
-            out = torch.zeros_like(x)
-            for e in range(E):
-                tok, slot = torch.where(ids == e)
-                y = self.expert(e, x[tok]) * weights[tok, slot, None]
-                out.index_add_(0, tok, y.to(out.dtype))  # at: dtype-unsupported
-        return out
-
-
-class Batched(Layer):
-    """Gathered weights: no shape depends on the routing, so it also runs on the meta device."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        ids, weights = self.route(x)
-        gate, up = torch.einsum("th,tkih->tki", x, self.w_in[ids]).chunk(2, dim=-1)
-        y = torch.einsum("tki,tkhi->tkh", F.silu(gate) * up, self.w_out[ids])
-        return (y * weights[..., None]).sum(dim=1)  # at: device-unsupported
-
-
-class ContextDiffers(Layer):
-    """The experts are frozen by no_grad, their weighted sum is not."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        ids, weights = self.route(x)
-        out = torch.zeros_like(x)
-        for e in range(E):
-            tok, slot = torch.where(ids == e)
-            with torch.no_grad():
-                y = F.linear(F.silu(F.linear(x[tok], self.w_in[e, :I])), self.w_out[e])  # at: context-differs
-            out.index_add_(0, tok, y * weights[tok, slot, None])
-        return out
-
-
-class NotLowered(Layer):
-    """One number per expert as its bias, which torch broadcasts over the features and the op does not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bias = nn.Parameter(torch.randn(E, 1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        ids, weights = self.route(x)
-        out = torch.zeros_like(x)
-        for e in range(E):
-            tok, slot = torch.where(ids == e)
-            y = self.expert(e, x[tok]) + self.bias[e]
-            out.index_add_(0, tok, y * weights[tok, slot, None])  # at: not-lowered
-        return out
-
-
-class Model(nn.Module):
-    """A layer inside a model, so that it has a module path."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mlp = Plain()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.mlp(x)
-
-
-class Teacher(Plain):
-    """A layer that is only evaluated, inside a program that is trained: times are of the forward op alone."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            y = super().forward(x)
-        return x + y
+from tests.programs import refused
+from tests.programs.refused import (
+    Alias,
+    Autocast,
+    Batched,
+    ContextDiffers,
+    ExpertsDiffer,
+    H,
+    Hook,
+    IdsNotDistinct,
+    MissingExperts,
+    Model,
+    Mutation,
+    NoRule,
+    NotCaptured,
+    NotCombined,
+    NotLowered,
+    NotRowLocal,
+    NotWeighted,
+    Plain,
+    Random,
+    T,
+    Teacher,
+    TokensDiffer,
+    ValueEscapes,
+)
 
 
 @dataclass(frozen=True)
@@ -453,9 +179,9 @@ CASES: dict[str, Case] = {
 
 def line_of(marker: str) -> str:
     """``file:line`` of the statement with the comment ``# at: marker``."""
-    lines = Path(__file__).read_text().splitlines()
-    (number,) = [i for i, line in enumerate(lines, 1) if line.endswith(f"# at: {marker}")]
-    return f"{__file__}:{number}"
+    lines = [(path, i, line) for path in (refused.__file__, __file__) for i, line in enumerate(Path(path).read_text().splitlines(), 1)]
+    (found,) = [f"{path}:{number}" for path, number, line in lines if line.endswith(f"# at: {marker}")]
+    return found
 
 
 def compiled(model: nn.Module, options: Options, report: FusionReport, *, captured: bool = False) -> Callable[..., Any]:
@@ -538,7 +264,7 @@ def test_every_message_is_filled_in() -> None:
 
 def test_strict_raises_what_the_report_says() -> None:
     """`strict` turns a refusal into an error whose text names code, message and line."""
-    with pytest.raises(FusionError, match=r"test_refusals\.py:\d+ +random: `dropout` draws random numbers") as caught:
+    with pytest.raises(FusionError, match=r"refused\.py:\d+ +random: `dropout` draws random numbers") as caught:
         torch.compile(Random(), backend="moefuse", fullgraph=True, options={"strict": True})(torch.randn(T, H))
     assert line_of("random").rpartition("/")[2] in str(caught.value)
 
