@@ -1,4 +1,4 @@
-"""Lists that grow in a scope: ``outputs.append(expert(rows))`` behind ``if n == 0: continue``.
+"""Lists that grow in a scope: ``outputs.append(expert(rows))`` behind ``if n == 0: continue``, or a comprehension with an ``if``.
 
 Whether an expert without tokens adds its empty rows makes no difference to ``torch.cat``, and to hardly anything else. So a list that
 grew in a scope may be joined, be appended to, and be asked whether it is empty; whatever else looks into it is a refusal.
@@ -36,6 +36,8 @@ class Appends:
         self._now, self._allowed = None, False
         if inst.opname == "CALL" and (self.frame.scopes.open or self._first):
             self._now = lists.appends(tx, inst)
+        elif inst.opname == "LIST_APPEND" and (self.frame.scopes.open or self._first):
+            self._now = values.realized(tx.stack[-1 - inst.arg]), tx.stack[-1]
         if not self._first:
             return
         if self._now is not None:

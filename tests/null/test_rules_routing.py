@@ -128,11 +128,18 @@ def test_the_matrix_itself() -> None:
         lambda ids: torch.where(ids != 1),
         lambda ids: torch.where(ids > 1),
         lambda ids: torch.where(F.one_hot(ids, E)),  # rows of all experts
-        lambda ids: torch.where((ids == 1).reshape(-1)),  # slot numbers, not token numbers
+        lambda ids: torch.where((ids == 1).t().reshape(-1)),  # slots of tokens in another order than tokens with their slots
     ],
 )
 def test_rows_that_are_not_one_experts(function: Function) -> None:
     assert fact_of(function) is None
+
+
+def test_numbers_of_slots() -> None:
+    """Counted through token by token: no token numbers."""
+    fact = fact_of(lambda ids: torch.nonzero((ids == 1).reshape(-1)).squeeze(1))
+    assert isinstance(fact, Index)
+    assert fact.of == "flat"
 
 
 COUNTS: list[Function] = [

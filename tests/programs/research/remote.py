@@ -164,6 +164,94 @@ class SlotBySlot(Listed):
         return out
 
 
+@fused("selected")
+class LlamaMoe(Listed):
+    """LLaMA-MoE's calculator: pieces of the sorted tokens, and a list of outputs of those that are not empty."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores, ids = self.route(x)
+        _, index_sorted = ids.view(-1).sort(0)
+        batch_indices = index_sorted.div(K, rounding_mode="floor")
+        sizes = ids.view(-1).bincount(minlength=E).tolist()
+        split_x = torch.split(x.index_select(0, batch_indices), sizes, dim=0)
+        outputs = [self.experts[i](split_x[i]) for i in range(E) if split_x[i].shape[0] > 0]
+        y = torch.cat(outputs, 0) * scores.view(-1).index_select(0, index_sorted).unsqueeze(-1)
+        return torch.zeros_like(x).index_add(0, batch_indices, y)
+
+
+@fused("selected")
+class AnnotatedSwitch(Listed):
+    """labml's annotated Switch: lists of row numbers, outputs assigned, everything scaled at the end."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        route_prob_max, routes = torch.max(self.scores(x), dim=-1)
+        indexes_list = [torch.eq(routes, i).nonzero(as_tuple=True)[0] for i in range(E)]
+        final_output = x.new_zeros(x.shape)
+        expert_output = [self.experts[i](x[indexes_list[i], :]) for i in range(E)]
+        for i in range(E):
+            final_output[indexes_list[i], :] = expert_output[i]
+        return final_output * route_prob_max.view(-1, 1).to(x.dtype)
+
+
+@fused("selected")
+class BailingTrain(Listed):
+    """Ling and others: the mask once, cast back, with leading dimensions folded."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        identity, bsz = x.view(1, -1, H), x.shape[0]
+        weights, ids = self.route(x)
+        flat = ids.view(-1)
+        h = identity.view(-1, H).repeat_interleave(K, dim=0)
+        y = torch.empty_like(h)
+        for i, expert in enumerate(self.experts):
+            mask = flat == i
+            y[mask] = expert(h[mask]).to(y.dtype)
+        out = (y.view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(dim=1)
+        return out.to(x.dtype).view(1, bsz, H).squeeze(0)
+
+
+@fused("selected")
+class BySlotPairs(Listed):
+    """Every slot's output kept, by pairs of row numbers: ``y[token, slot] = expert(x[token])``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        y = x.new_zeros(x.shape[0], K, H)
+        for e, expert in enumerate(self.experts):
+            tok, slot = torch.where(ids == e)
+            y[tok, slot] = expert(x[tok])
+        return torch.einsum("tkh,tk->th", y, weights)
+
+
+@fused("selected")
+class FlatRows(Listed):
+    """Row numbers of flat slots, their tokens by division."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        y = x.new_zeros(ids.numel(), H)
+        for e, expert in enumerate(self.experts):
+            rows = torch.nonzero(ids.flatten() == e).squeeze(1)
+            y[rows] = expert(x[rows // K])
+        return (y.view(-1, K, H) * weights[:, :, None]).sum(1)
+
+
+@fused("selected")
+class SkippedInBuffer(Listed):
+    """``if mask.any():`` around what fills the buffer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        flat, h = ids.view(-1), x.repeat_interleave(K, dim=0)
+        y = torch.zeros_like(h)
+        for i, expert in enumerate(self.experts):
+            mask = flat == i
+            if not mask.any():
+                continue
+            y[mask] = expert(h[mask])
+        return (y.view(-1, K, H) * weights[:, :, None]).sum(1)
+
+
 @twin
 class CountsOfTheNext(Listed):
     """The next expert's count says whether this one runs."""
@@ -250,3 +338,56 @@ class WrittenTwice(Listed):
         for i in (*range(E), 0):
             y[flat == i] = self.experts[i](hidden_states[flat == i] * (1 + i))
         return (y.view(*topk_weight.shape, -1) * topk_weight.unsqueeze(-1)).sum(dim=1)
+
+
+@twin
+class PiecesOfTwo(Listed):
+    """A list of the outputs of pieces that have more than one row, and the others put behind as they are."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores, ids = self.route(x)
+        _, order = ids.view(-1).sort(0)
+        split_x = torch.split(x[order // K], ids.view(-1).bincount(minlength=E).tolist(), dim=0)
+        outputs = [self.experts[i](split_x[i]) for i in range(E) if split_x[i].shape[0] > 1]
+        outputs += [piece for piece in split_x if piece.shape[0] == 1]
+        y = torch.cat(outputs, 0) * scores.view(-1)[order].unsqueeze(-1)
+        return torch.zeros_like(x).index_add(0, order // K, y)
+
+
+@twin
+class CountedOutputs(Listed):
+    """How many experts had tokens is in the result."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores, ids = self.route(x)
+        _, order = ids.view(-1).sort(0)
+        split_x = torch.split(x[order // K], ids.view(-1).bincount(minlength=E).tolist(), dim=0)
+        outputs = [self.experts[i](split_x[i]) for i in range(E) if split_x[i].shape[0] > 0]
+        y = torch.cat(outputs, 0) * scores.view(-1)[order].unsqueeze(-1)
+        return torch.zeros_like(x).index_add(0, order // K, y) / len(outputs)
+
+
+@twin
+class PairsSwapped(Listed):
+    """Outputs go to the other slot of their token."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        y = x.new_zeros(x.shape[0], K, H)
+        for e, expert in enumerate(self.experts):
+            tok, slot = torch.where(ids == e)
+            y[tok, 1 - slot] = expert(x[tok])
+        return torch.einsum("tkh,tk->th", y, weights)
+
+
+@twin
+class OtherDivisor(Listed):
+    """Flat slots, divided by one more than there are in a token."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        y = x.new_zeros(ids.numel(), H)
+        for e, expert in enumerate(self.experts):
+            rows = torch.nonzero(ids.flatten() == e).squeeze(1)
+            y[rows] = expert(x[rows // (K + 1)])
+        return (y.view(-1, K, H) * weights[:, :, None]).sum(1)
