@@ -59,6 +59,7 @@ class Context:
         self.erasable: dict[Node, bool] = {}
         self.sentinels: dict[Routing, set[int]] = {}
         self.segments: dict[Node, tuple[Part, ...]] = {}
+        self.queues: dict[Node, Routing] = {}
         self.sizes: Known = {}
         self.first: dict[Node, Node] = {}
         self.replaced: dict[Node, Node] = {}

@@ -24,6 +24,7 @@ from tests.programs.refused import (
     Alias,
     Autocast,
     Batched,
+    Capacity,
     ContextDiffers,
     ExpertsDiffer,
     H,
@@ -130,6 +131,9 @@ CASES: dict[str, Case] = {
     ),
     "not-weighted": Case(NotWeighted, "expert outputs reach the sum without the mask or routing weight that selects them"),
     "not-combined": Case(NotCombined, "expert rows never reach a sum over the chosen experts of a token"),
+    "capacity": Case(
+        Capacity, "`einsum` puts tokens into a fixed number of places of each expert, and the experts run on all places, filled or not"
+    ),
     "tokens-differ": Case(
         TokensDiffer, "the experts' input rows do not line up with the expert ids: `scale` is not a value per row of the same experts"
     ),

@@ -207,6 +207,21 @@ class NotCombined(Layer):
         return torch.einsum("tki,tkhi->tkh", F.silu(gate) * up, self.w_out[ids])  # at: not-combined
 
 
+class Capacity(Layer):
+    """Room for three tokens in each expert."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        probs, index = self.gate(x).softmax(-1).max(dim=-1)
+        mask = F.one_hot(index, num_classes=E)
+        place = (torch.cumsum(mask, dim=0) - 1) * mask
+        mask = mask * (place < 3)
+        where = F.one_hot((place * mask).sum(-1), num_classes=3).to(x.dtype)
+        combine = torch.einsum("se,sc->sec", probs[:, None] * mask, where)
+        rows = torch.einsum("sec,sm->ecm", combine.bool().to(x.dtype), x)  # at: capacity
+        gate, up = torch.bmm(rows, self.w_in.transpose(1, 2)).chunk(2, dim=-1)
+        return torch.einsum("sec,ecm->sm", combine, torch.bmm(F.silu(gate) * up, self.w_out.transpose(1, 2)))
+
+
 class TokensDiffer(Layer):
     """The rows are token by token, their weights slot by slot."""
 

@@ -6,7 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.programs.research.base import E, H, K, Layer, Listed, Stacked, fused, twin, unseen
+from tests.programs.research.base import E, H, K, Layer, Listed, Stacked, fused, refused, twin, unseen
+
+FIXED = "`einsum` puts tokens into a fixed number of places of each expert, and the experts run on all places, filled or not"
 
 
 def slots_of(scores: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
@@ -21,7 +23,7 @@ def slots_of(scores: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
     return combine, combine.bool()
 
 
-@unseen()
+@refused("capacity", FIXED)
 class DeepspeedTopOne(Listed):
     """DeepSpeed-MoE, fairscale, Tutel's plain path: ``einsum("sec,sm->ecm")``, a chunk for each expert, ``einsum("sec,ecm->sm")``."""
 
@@ -29,13 +31,13 @@ class DeepspeedTopOne(Listed):
 
     def forward(self, x: Tensor) -> Tensor:
         combine_weights, dispatch_mask = slots_of(self.scores(x), self.capacity)
-        dispatched = torch.einsum("sec,sm->ecm", dispatch_mask.to(x.dtype), x)
+        dispatched = torch.einsum("sec,sm->ecm", dispatch_mask.to(x.dtype), x)  # at: DeepspeedTopOne
         chunks = dispatched.chunk(E, dim=0)
         expert_output = torch.cat([expert(chunk) for chunk, expert in zip(chunks, self.experts, strict=True)], dim=0)
         return torch.einsum("sec,ecm->sm", combine_weights.to(x.dtype), expert_output)
 
 
-@unseen()
+@refused("capacity", FIXED)
 class GshardTopTwo(Stacked):
     """GShard, lucidrains' mixture-of-experts: two choices, places after those of the first, batched products over experts."""
 
@@ -53,9 +55,21 @@ class GshardTopTwo(Stacked):
             gate = (scores * mask).sum(-1)
             where = F.one_hot((place * mask).sum(-1), num_classes=self.capacity)
             combine = combine + (gate[:, None, None] * mask[:, :, None] * where[:, None, :]).to(x.dtype)
-        rows = torch.einsum("tec,th->ech", combine.bool().to(x.dtype), x)
+        rows = torch.einsum("tec,th->ech", combine.bool().to(x.dtype), x)  # at: GshardTopTwo
         h = F.silu(torch.bmm(rows, self.w1.transpose(1, 2))) * torch.bmm(rows, self.w3.transpose(1, 2))
         return torch.einsum("tec,ech->th", combine, torch.bmm(h, self.w2.transpose(1, 2)))
+
+
+@refused("capacity", FIXED.replace("einsum", "matmul"))
+class FlatPlaces(Listed):
+    """Places of all experts in one dimension, and ``matmul`` there and back (Tutel, fairseq)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        combine, dispatch = slots_of(self.scores(x), 2)
+        flat = dispatch.to(x.dtype).flatten(1)
+        rows = (flat.t() @ x).view(E, -1, H)  # at: FlatPlaces
+        y = torch.stack([expert(row) for expert, row in zip(self.experts, rows, strict=True)])
+        return combine.to(x.dtype).flatten(1) @ y.view(-1, H)
 
 
 @fused("selected")

@@ -1,0 +1,77 @@
+"""Places for tokens: experts that take a fixed number of tokens, as GShard (arXiv:2006.16668) and Switch (arXiv:2101.03961) write it.
+
+``cumsum`` of the mask of the chosen experts says where a token stands in the queue of its expert, ``one_hot`` of that gives it a place,
+and an einsum over the tokens puts it there. The experts then run on all places, filled or not: one batched product, with nothing to leave
+out. It stays as it is; what is here only recognises it, so that the report can say so. (A mask times a condition on such numbers, without
+places, is a routing with fewer slots: rules/dropped.py.)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.fx import Node
+
+from moefuse.passes.context import Context, out_shape
+from moefuse.passes.facts import Lost, Mask, Routing, Table
+from moefuse.passes.ops import SIZE_QUERIES, Call, tensor
+from moefuse.passes.sizes import same
+
+
+def follow(ctx: Context, node: Node, call: Call, fact: Any) -> Lost | None:
+    """Notes what is computed from places in a queue; a refusal where tokens are put there."""
+    fewer = isinstance(fact, Mask | Table) and fact.routing.node is node  # who is left after a condition: a routing again
+    if fewer or call.name in SIZE_QUERIES:
+        return None
+    routing = _queue(ctx, call) or next((ctx.queues[n] for n in node.all_input_nodes if n in ctx.queues), None)
+    if routing is None:
+        return None
+    if fact is None and _puts_tokens(ctx, call, routing):
+        return ctx.lost("capacity", node, op=call.name)
+    ctx.queues[node] = routing
+    return None
+
+
+def _queue(ctx: Context, call: Call) -> Routing | None:
+    """The routing whose chosen experts a running sum counts."""
+    fact = ctx.fact(call.args[0]) if call.name == "cumsum" and call.args else None
+    counts = fact.weight is None if isinstance(fact, Mask) else isinstance(fact, Table) and fact.ones
+    return fact.routing if isinstance(fact, Mask | Table) and counts and fact.expert is None else None
+
+
+def _puts_tokens(ctx: Context, call: Call, routing: Routing) -> bool:
+    """Whether a product of places and something else is summed over the tokens, and has features that the places do not have."""
+    labels = _labels(call)
+    if labels is None:
+        return False
+    operands, names, out = labels
+    placed = [n in ctx.queues for n in operands]
+    if placed.count(True) != 1:
+        return False
+    at = placed.index(True)
+    mine, theirs = names[at], names[1 - at]
+    value = tensor(operands[1 - at])
+    summed = [c for c in mine if c in theirs and c not in out]
+    sizes = [out_shape(operands[at])[mine.index(c)] for c in summed]
+    features = any(c in out and c not in mine for c in theirs)
+    return features and value is not None and value.dtype.is_floating_point and len(sizes) == 1 and same(sizes[0], routing.num_tokens)
+
+
+def _labels(call: Call) -> tuple[list[Node], list[str], str] | None:
+    """(two operands, their index names, those of the result) of a contraction; None for any other operation."""
+    args = call.args
+    if call.name == "einsum" and isinstance(args[0], str) and "." not in args[0]:
+        operands = args[1] if len(args) == 2 and isinstance(args[1], tuple | list) else args[1:]
+        inputs, arrow, out = args[0].replace(" ", "").partition("->")
+        names = inputs.split(",")
+    elif call.name in ("matmul", "mm") and len(args) == 2:
+        operands, names, arrow, out = args, ["ij", "jk"], "->", "ik"
+    else:
+        return None
+    fits = len(operands) == 2 == len(names) and all(isinstance(n, Node) for n in operands) and bool(arrow)
+    if not fits or any(len(out_shape(n)) != len(c) for n, c in zip(operands, names, strict=True)):
+        return None
+    return list(operands), names, out
+
+
+__all__ = ["follow"]
