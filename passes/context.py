@@ -60,6 +60,7 @@ class Context:
         self.sentinels: dict[Routing, set[int]] = {}
         self.segments: dict[Node, tuple[Part, ...]] = {}
         self.queues: dict[Node, Routing] = {}
+        self.filled: dict[int, tuple[Any, Any]] = {}
         self.sizes: Known = {}
         self.first: dict[Node, Node] = {}
         self.replaced: dict[Node, Node] = {}

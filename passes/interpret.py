@@ -52,6 +52,10 @@ def _visit(ctx: Context, node: Node, call: Call) -> Any:
         return fact
     if call.name in _METADATA or not any(_carries(f) for f in inputs):
         return None
+    filled = next((f for f in inputs if isinstance(f, Filled)), None)
+    if filled is not None and not call.targets:
+        experts = sorted(int(p.rows.domain.expert or 0) for p in filled.parts)
+        return ctx.lost("missing-experts", node, present=f"{experts[0]}..{experts[-1]}", count=str(filled.routing.choices or "more"))
     return ctx.lost("no-rule", node, op=call.name)
 
 

@@ -17,6 +17,7 @@ from tests.programs.program import (
     SMOOTH,
     Body,
     Dense,
+    Filled,
     Masked,
     Noise,
     Program,
@@ -35,7 +36,7 @@ THOROUGH = settings().max_examples > 100
 PHASES = (*_PHASES, Phase.target, Phase.shrink) if THOROUGH else _PHASES
 """Shrinking a program costs minutes of compilation; its repr is short anyway, so only the deep profile does it."""
 DTYPES: tuple[str, ...] = ("float32", "float32", "float32", "bfloat16")
-SPELLINGS: tuple[type[Any], ...] = (Selected, Masked, Slots, Sorted, Dense)
+SPELLINGS: tuple[type[Any], ...] = (Selected, Filled, Masked, Slots, Sorted, Dense)
 
 
 def choices(cls: type[D]) -> st.SearchStrategy[D]:

@@ -182,11 +182,11 @@ def scatter_sorted(ctx: Context, target: Node, dim: int, index: Node, source: An
 def on_index_put(ctx: Context, node: Node, target: Node, indices: Any, values: Any, accumulate: bool = False) -> Any:
     from moefuse.passes.rules.assign import on_setitem
 
-    if not isinstance(indices, tuple | list) or len(indices) != 1:
+    if not isinstance(indices, tuple | list) or not indices:
         return None
-    rows, where = ctx.fact(values), ctx.fact(indices[0])
     if not accumulate:
-        return on_setitem(ctx, node, target, indices[0], values)
+        return on_setitem(ctx, node, target, tuple(indices), values)
+    rows, where = ctx.fact(values), ctx.fact(indices[0]) if len(indices) == 1 else None
     if not isinstance(rows, Rows):
         return None
     if isinstance(where, Mask | Table) and rows.domain.selection is not None:

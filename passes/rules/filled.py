@@ -9,13 +9,12 @@ from torch.fx import Node
 
 from moefuse.passes.axes import Atom, Axes, extent
 from moefuse.passes.context import Context, out_shape
-from moefuse.passes.expr import Cast
+from moefuse.passes.expr import Cast, weight_leaves
 from moefuse.passes.facts import Domain, Fill, Filled, Index, Lost, Mask, Part, Routing, Rows, Selection
 from moefuse.passes.generalise import generalise
 from moefuse.passes.ops import tensor
 from moefuse.passes.rules.routing import selection
-from moefuse.passes.rules.segments import all_there
-from moefuse.passes.sizes import same
+from moefuse.passes.sizes import same, shape_of
 
 
 def slots_of(where: list[Any]) -> tuple[Selection, bool] | None:
@@ -34,6 +33,7 @@ def slots_of(where: list[Any]) -> tuple[Selection, bool] | None:
 def fill_slots(ctx: Context, node: Node, target: Node, where: list[Any], value: Any) -> Any:
     """One expert's rows put where they belong among all slots; None if the index is no selection of slots."""
     found, rows, current = slots_of(where), ctx.fact(value), ctx.fact(target)
+    current = ctx.filled[id(current)][1] if id(current) in ctx.filled else current
     if found is None or not isinstance(rows, Rows) or not isinstance(current, Fill | Filled):
         return None
     chosen, flat = found
@@ -74,14 +74,16 @@ def _whole(ctx: Context, node: Node, filled: Filled) -> Rows | Lost | None:
     """All slots, once every expert has written its own; None before that."""
     parts = {p.rows.domain.expert: p.rows for p in filled.parts}
     count, choices = len(parts), filled.routing.choices
-    if set(parts) != set(range(count)) or (choices is not None and count < choices):
+    stacks = {shape_of(tensor(leaf.source))[0] for leaf in weight_leaves(filled.parts[0].rows.expr) if leaf.stacked}  # type: ignore[arg-type]
+    if set(parts) != set(range(count)) or (choices is not None and count < choices) or stacks - {count}:
         return None
     expr = generalise([parts[e].expr for e in range(count)], list(range(count)), node)
     if isinstance(expr, Lost):
         return expr if count == choices else None
-    if all_there(ctx, node, filled.routing, expr, count, filled=True) is not None:
-        return None
-    return Rows(filled.axes, Domain("slots", filled.routing), expr)
+    whole = Rows(filled.axes, Domain("slots", filled.routing), expr)
+    # Where nothing says how many experts there are, the next one may follow.
+    ctx.filled[id(whole)] = whole, filled
+    return whole
 
 
 __all__ = ["fill_slots", "slots_of"]

@@ -103,7 +103,7 @@ def complete(ctx: Context, node: Node, parts: tuple[Part, ...], *, filled: bool 
     expr = generalise([p.rows.expr for p in parts], list(range(len(parts))), node)
     if isinstance(expr, Lost):
         return expr
-    problem = all_there(ctx, node, order.routing, expr, len(parts), filled)
+    problem = _all_there(ctx, node, order.routing, expr, len(parts), filled)
     if problem is not None:
         return problem
     ctx.segments[node] = parts
@@ -112,7 +112,7 @@ def complete(ctx: Context, node: Node, parts: tuple[Part, ...], *, filled: bool 
     return Rows((rows, *first.axes[1:]), Domain("sorted", order.routing, order=order), expr)
 
 
-def all_there(ctx: Context, node: Node, routing: Routing, expr: Expr, count: int, filled: bool) -> Lost | None:
+def _all_there(ctx: Context, node: Node, routing: Routing, expr: Expr, count: int, filled: bool) -> Lost | None:
     """Whether ``count`` experts are all that there are: as many as weights, or as scores that the ids were chosen by.
 
     A tensor that is ``filled`` has all of its rows from the beginning; rows that are put beside each other must come to all slots.
@@ -149,4 +149,4 @@ def fill(ctx: Context, node: Node, current: Any, start: Any, stop: Any, value: A
     return whole if isinstance(whole, Rows) else Pieces(((Atom("r", 0, slots),), *rows.axes[1:]), order, parts)
 
 
-__all__ = ["all_there", "fill", "is_sorted", "joined", "of_bounds", "of_sizes", "piece", "segment_of"]
+__all__ = ["fill", "is_sorted", "joined", "of_bounds", "of_sizes", "piece", "segment_of"]

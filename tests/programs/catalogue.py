@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moefuse.spec import Domain, Tier
-from tests.programs.program import Body, Dense, Masked, Noise, Program, Routing, Selected, Slots, Sorted, Store
+from tests.programs.program import Body, Dense, Filled, Masked, Noise, Program, Routing, Selected, Slots, Sorted, Store
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,12 @@ _MASKED = (
     ),
     ("masked_slot_loop", "for k, for e with 0/1 masks", Masked(weight="slot_loop"), Body(gating="plain", activation="relu2"), _LIST),
     ("masked_onehot", "one_hot einsum, stack and sum", Masked(weight="onehot_einsum", accumulate="stack_sum"), Body(), Store()),
+)
+_FILLED = (
+    ("deepseek_training", "y[flat == e] = expert(h[flat == e]) into empty_like", Filled(), _SEPARATE, _LIST),
+    ("filled_pairs", "y[token, slot] = expert(x[token]), weighed before", Filled("pairs", rows="token", weigh="before"), Body(), Store()),
+    ("filled_grid", "a mask over tokens and slots, index_put_", Filled("grid_mask", write="index_put_", combine="einsum"), _OAI, _IN_OUT),
+    ("filled_rows", "numbers of flat slots, their tokens by division", Filled("flat_nonzero", rows="token", init="zeros"), Body(), Store()),
 )
 _SLOTS = (
     ("batched_mm", "transformers batched_mm", Slots(), Body(), Store()),
@@ -240,6 +246,7 @@ def _entries(domain: Domain, rows: tuple[tuple[str, str, object, Body, Store], .
 
 PROGRAMS: tuple[Entry, ...] = (
     *_entries("selected", _SELECTED),
+    *_entries("selected", _FILLED),
     *_entries("masked", _MASKED),
     *_entries("slots", _SLOTS),
     *_entries("sorted", _SORTED),

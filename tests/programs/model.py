@@ -9,13 +9,13 @@ from types import ModuleType
 import torch
 from torch import Tensor, nn
 
-from tests.programs import by_order, dense, masked, reference, routing, selected, slots, store
+from tests.programs import by_order, dense, filled, masked, reference, routing, selected, slots, store
 from tests.programs.bodies import rms_norm
 from tests.programs.hooks import PLAIN, Hooks
-from tests.programs.program import Dense, Masked, Program, Selected, Slots, Sorted
+from tests.programs.program import Dense, Filled, Masked, Program, Selected, Slots, Sorted
 from tests.programs.style import Style
 
-FAMILY: dict[type, ModuleType] = {Selected: selected, Masked: masked, Slots: slots, Sorted: by_order, Dense: dense}
+FAMILY: dict[type, ModuleType] = {Selected: selected, Filled: filled, Masked: masked, Slots: slots, Sorted: by_order, Dense: dense}
 
 
 class SharedMLP(nn.Module):

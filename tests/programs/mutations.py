@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from tests.programs.bodies import Expert, Project, Vector
 from tests.programs.hooks import PLAIN, Hooks
 from tests.programs.model import MoE, build
-from tests.programs.program import Dense, Masked, Program, Selected, Slots, Sorted
+from tests.programs.program import Dense, Filled, Masked, Program, Selected, Slots, Sorted
 from tests.programs.routing import Routed, Router
 
-LOOPS, BATCHED = (Selected, Masked), (Slots, Sorted, Dense)
+LOOPS, BATCHED = (Selected, Filled, Masked), (Slots, Sorted, Dense)
 LISTED = ("list_sum", "stack_sum", "stack_einsum", "stack_dim1", "cat_sum")
 Alter = Callable[[MoE], None]
 
@@ -57,7 +57,7 @@ def loops(p: Program) -> bool:
 
 def summing_loops(p: Program) -> bool:
     """Loops that keep one accumulator."""
-    return loops(p) and not (isinstance(p.spelling, Masked) and p.spelling.accumulate in LISTED)
+    return loops(p) and not isinstance(p.spelling, Filled) and not (isinstance(p.spelling, Masked) and p.spelling.accumulate in LISTED)
 
 
 def index_loops(p: Program) -> bool:
@@ -89,7 +89,12 @@ def batched(p: Program) -> bool:
 def gridded(p: Program) -> bool:
     """Programs with a [T, K, H] value."""
     s = p.spelling
-    return unsorts(p) or (isinstance(s, Slots) and s.combine != "index_add") or (isinstance(s, Dense) and s.weights == "gather")
+    return (
+        unsorts(p)
+        or isinstance(s, Filled)
+        or (isinstance(s, Slots) and s.combine != "index_add")
+        or (isinstance(s, Dense) and s.weights == "gather")
+    )
 
 
 def replaceable_body(p: Program) -> bool:

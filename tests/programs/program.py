@@ -123,9 +123,21 @@ class Selected(_Short):
         "slot_loop",
     ] = "where"
     gather: Literal["index", "index_select", "none_index", "gather"] = "index"
-    combine: Literal["index_add_", "index_add", "iadd", "set_sum", "index_put_", "scatter_add_", "assign"] = "index_add_"
+    combine: Literal["index_add_", "index_add", "iadd", "set_sum", "index_put_", "scatter_add_", "scatter_reduce", "assign"] = "index_add_"
     init: Literal["zeros_like", "zeros", "new_zeros", "full"] = "zeros_like"
     weight_on: Literal["output", "input"] = "output"
+
+
+@dataclass(frozen=True, repr=False)
+class Filled(_Short):
+    """A loop over experts; each writes its rows into a tensor of all slots, which is weighed and summed at the end."""
+
+    find: Literal["flat_mask", "flat_nonzero", "flat_where", "grid_mask", "pairs"] = "flat_mask"
+    rows: Literal["repeat_interleave", "expand", "repeat", "token"] = "repeat_interleave"
+    init: Literal["empty", "zeros", "new_zeros"] = "empty"
+    write: Literal["setitem", "setitem_rest", "index_put_"] = "setitem"
+    weigh: Literal["after", "before"] = "after"
+    combine: Literal["view_mul_sum", "einsum", "matmul", "bmm"] = "view_mul_sum"
 
 
 @dataclass(frozen=True, repr=False)
@@ -190,7 +202,7 @@ class Noise(_Short):
 class Program(_Short):
     """One generated model: spelling x routing x body x storage x noise, with sizes."""
 
-    spelling: Selected | Masked | Slots | Sorted | Dense = field(default_factory=Selected)
+    spelling: Selected | Filled | Masked | Slots | Sorted | Dense = field(default_factory=Selected)
     routing: Routing = field(default_factory=Routing)
     body: Body = field(default_factory=Body)
     store: Store = field(default_factory=Store)
@@ -207,7 +219,7 @@ class Program(_Short):
     def domains(self) -> tuple[Domain, ...]:
         """The row domains a correct report may name for this spelling."""
         match self.spelling:
-            case Selected():
+            case Selected() | Filled():
                 return ("selected",)
             case Masked(accumulate=how) if how.startswith(("stack", "cat")):
                 return ("masked", "dense")
@@ -259,7 +271,7 @@ def _storage_rules(p: Program) -> list[Rule]:
         (st.kind == "flat" and st.layout[0] != st.layout[1], "flat storage has one layout"),
         (st.kind == "sequential" and (b.gating != "plain" or b.extra not in ("none", "middle")), "nn.Sequential holds a plain expert"),
         (
-            st.access != "index" and not (st.kind == "stacked" and isinstance(s, Selected | Masked)),
+            st.access != "index" and not (st.kind == "stacked" and isinstance(s, Selected | Filled | Masked)),
             "only stacked weights have several ways to read one expert",
         ),
         (b.activation in NEEDS_GATE and b.gating == "plain", "this activation needs a gate"),

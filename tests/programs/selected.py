@@ -40,6 +40,7 @@ COMBINE: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "index_add": lambda out, tok, y: torch.index_add(out, 0, tok, y),
     "iadd": _iadd,
     "index_put_": lambda out, tok, y: out.index_put_((tok,), y, accumulate=True),
+    "scatter_reduce": lambda out, tok, y: torch.scatter_reduce(out, 0, tok.view(-1, 1).repeat(1, y.shape[-1]), y, reduce="sum"),
     "scatter_add_": lambda out, tok, y: out.scatter_add_(0, tok.unsqueeze(-1).expand(-1, y.shape[-1]), y),
 }
 
