@@ -8,6 +8,7 @@ import inspect
 import pytest
 import torch
 
+import moefuse
 from tests.cpu.capture_case import Seen, capturing
 from tests.programs.check import compare, execute
 from tests.programs.research import SPELLINGS, TWINS, Layer
@@ -67,3 +68,27 @@ def test_few_and_odd_tokens(cls: type[Layer], tokens: int) -> None:
 def test_twin(cls: type[Layer]) -> None:
     seen = checked(cls, TOKENS)
     assert seen.report.fused == [], str(seen.report)
+
+
+@pytest.mark.parametrize("name", ["DeepseekTrain", "MakeMoE", "SparseDispatcher", "NormInside", "ThreeOperands", "LowRank"])
+def test_bfloat16(name: str) -> None:
+    """Rounding of the program's own dtype is the budget."""
+    cls = SPELLINGS[name]
+    seen = checked(cls, TOKENS, torch.bfloat16)
+    assert [f.tier for f in seen.report.fused] == [cls.expected.tier], str(seen.report)
+
+
+@pytest.mark.parametrize("name", ["DeepseekTrain", "SparseDispatcher", "LlamaMoe"])
+def test_through_inductor(name: str) -> None:
+    """What user code gets: the backend by name, no graph break, and compiled code."""
+    torch.manual_seed(0)
+    model = SPELLINGS[name]()
+    twin, exact = copy.deepcopy(model), copy.deepcopy(model).double()
+    compiled = torch.compile(model, backend="moefuse", fullgraph=True)
+    x = torch.randn(TOKENS, H)
+    ours, eager, truth = (
+        execute(lambda t, call=call: (call(t),), module, (x.to(next(module.parameters()).dtype),))
+        for call, module in ((compiled, model), (twin, twin), (exact, exact))
+    )
+    compare(ours, eager, truth)
+    assert len(moefuse.last_report().fused) == 1
