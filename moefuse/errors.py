@@ -19,6 +19,7 @@ CODES: dict[str, str] = {
     "not-weighted": "expert outputs reach the sum without the mask or routing weight that selects them",
     "not-combined": "expert rows never reach a sum over the chosen experts of a token",
     "capacity": "`{op}` puts tokens into a fixed number of places of each expert, and the experts run on all places, filled or not",
+    "expert-choice": "experts choose their tokens here, not tokens their experts: every expert has the same number of rows",
     "tokens-differ": "the experts' input rows do not line up with the expert ids: {detail}",
     "dtype-unsupported": "dtype {dtype} is not supported by the fused op ({detail})",
     "device-unsupported": "the fused op does not run on {device}: {detail}",

@@ -60,6 +60,8 @@ class Context:
         self.sentinels: dict[Routing, set[int]] = {}
         self.segments: dict[Node, tuple[Part, ...]] = {}
         self.queues: dict[Node, Routing] = {}
+        self.chosen: dict[Node, Node] = {}
+        self.told: set[Node] = set()
         self.filled: dict[int, tuple[Any, Any]] = {}
         self.sizes: Known = {}
         self.first: dict[Node, Node] = {}
@@ -226,7 +228,7 @@ class Context:
         """How many positions ids choose among: every id is less than that."""
         call = self._chosen_by(node)
         scores = tensor(call.args[0]) if call is not None and call.args else None
-        dim = _dim(call) if call is not None else None
+        dim = dim_of(call) if call is not None else None
         if scores is None or not isinstance(dim, int) or not scores.dim() or self.storage[node] in self.writes:
             return None
         size = scores.shape[dim]
@@ -260,7 +262,7 @@ def _is_slice(index: object) -> bool:
     return all(isinstance(item, slice) or item is Ellipsis for item in items)
 
 
-def _dim(call: Call) -> Any:
+def dim_of(call: Call) -> Any:
     """The dimension that a top-k, sort or maximum goes along; None where it is not one dimension."""
     place, default = _DIMS[call.name]
     return call.kwargs.get("dim", call.args[place] if len(call.args) > place else default)
@@ -268,7 +270,7 @@ def _dim(call: Call) -> Any:
 
 def _last_dim(call: Call) -> bool:
     """Whether it is the last one."""
-    dim, value = _dim(call), tensor(call.args[0])
+    dim, value = dim_of(call), tensor(call.args[0])
     return isinstance(dim, int) and value is not None and dim in (-1, value.dim() - 1)
 
 

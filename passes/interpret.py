@@ -12,7 +12,7 @@ from moefuse.passes.context import ComputedDimError, Context
 from moefuse.passes.facts import Buffer, Filled, Lost, Many, Pieces, Rows, View
 from moefuse.passes.ops import Call, tensor
 from moefuse.passes.refine import refine
-from moefuse.passes.rules import RULES, Rule, capacity
+from moefuse.passes.rules import RULES, Rule, capacity, choosers
 from moefuse.passes.sizes import same_shape, shape_of, size_of
 
 #: questions about a tensor's metadata: they carry no routing information and lose none
@@ -33,7 +33,7 @@ def interpret(graph: Graph, rows: Mapping[Node, tuple[int, ...]] | None = None) 
             continue
         refine(ctx.sizes, node)
         fact = _visit(ctx, node, call)
-        fact = capacity.follow(ctx, node, call, fact) or fact
+        fact = capacity.follow(ctx, node, call, fact) or choosers.follow(ctx, node, call, fact) or fact
         if fact is not None:
             ctx.facts[node] = fact
         for target in call.targets:

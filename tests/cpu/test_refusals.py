@@ -26,6 +26,7 @@ from tests.programs.refused import (
     Batched,
     Capacity,
     ContextDiffers,
+    ExpertChoice,
     ExpertsDiffer,
     H,
     Hook,
@@ -133,6 +134,9 @@ CASES: dict[str, Case] = {
     "not-combined": Case(NotCombined, "expert rows never reach a sum over the chosen experts of a token"),
     "capacity": Case(
         Capacity, "`einsum` puts tokens into a fixed number of places of each expert, and the experts run on all places, filled or not"
+    ),
+    "expert-choice": Case(
+        ExpertChoice, "experts choose their tokens here, not tokens their experts: every expert has the same number of rows"
     ),
     "tokens-differ": Case(
         TokensDiffer, "the experts' input rows do not line up with the expert ids: `scale` is not a value per row of the same experts"

@@ -222,6 +222,17 @@ class Capacity(Layer):
         return torch.einsum("sec,ecm->sm", combine, torch.bmm(F.silu(gate) * up, self.w_out.transpose(1, 2)))
 
 
+class ExpertChoice(Layer):
+    """Every expert takes its five best tokens."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.gate(x).softmax(-1).t().topk(5, dim=-1)  # at: expert-choice
+        rows = x[ids]
+        gate, up = torch.bmm(rows, self.w_in.transpose(1, 2)).chunk(2, dim=-1)
+        y = torch.bmm(F.silu(gate) * up, self.w_out.transpose(1, 2)) * weights[..., None]
+        return torch.zeros_like(x).index_add(0, ids.flatten(), y.flatten(0, 1))
+
+
 class TokensDiffer(Layer):
     """The rows are token by token, their weights slot by slot."""
 

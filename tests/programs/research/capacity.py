@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from tests.programs.research.base import E, H, K, Layer, Listed, Stacked, fused, refused, twin, unseen
+from tests.programs.research.base import E, H, K, Layer, Listed, Stacked, fused, mlp, refused, twin, unseen
 
 FIXED = "`einsum` puts tokens into a fixed number of places of each expert, and the experts run on all places, filled or not"
+
+CHOSEN = "experts choose their tokens here, not tokens their experts: every expert has the same number of rows"
 
 
 def slots_of(scores: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
@@ -72,6 +74,28 @@ class FlatPlaces(Listed):
         return combine.to(x.dtype).flatten(1) @ y.view(-1, H)
 
 
+@unseen()
+class DepthRouter(Layer):
+    """Mixture of depths: one score for each token, and one block for the best of them. No experts, nothing to say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.score, self.block = nn.Linear(H, 1), mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, tokens = self.score(x).squeeze(-1).topk(max(1, x.shape[0] // 2), dim=0)
+        return x.index_add(0, tokens, self.block(x[tokens]) * weights.sigmoid()[:, None])
+
+
+@unseen()
+class BestOfEachClass(Layer):
+    """A detector's best places for each class: chosen along rows, and no weights behind."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        best, places = self.gate(x).t().topk(1, dim=-1)
+        return x + x[places[:, 0]].mean(0) * best.sum()
+
+
 @fused("selected")
 class SwitchDropped(Listed):
     """Switch transformers' PyTorch form: ``mask * (cumsum <= capacity)``, a loop over experts."""
@@ -105,39 +129,40 @@ class FirstOfEach(Listed):
         return out
 
 
-@unseen()
+@refused("expert-choice", CHOSEN)
 class ExpertChoice(Stacked):
     """Expert choice (Zhou et al.): each expert takes its ``c`` best tokens; einsum there and back."""
 
     def forward(self, x: Tensor) -> Tensor:
         scores = self.scores(x)
-        g, i = scores.T.topk(min(2, x.shape[0]), dim=-1)
+        g, i = scores.T.topk(min(2, x.shape[0]), dim=-1)  # at: ExpertChoice
         p = F.one_hot(i, num_classes=x.shape[0]).to(x.dtype)
         rows = torch.einsum("ect,th->ech", p, x)
-        h = F.silu(torch.einsum("ech,eih->eci", rows, self.w1)) * torch.einsum("ech,eih->eci", rows, self.w3)
+        gate = torch.einsum("ech,eih->eci", rows, self.w1)
+        h = F.silu(gate) * torch.einsum("ech,eih->eci", rows, self.w3)
         y = torch.einsum("eci,ehi->ech", h, self.w2)
         return torch.einsum("ect,ec,ech->th", p, g.to(x.dtype), y)
 
 
-@unseen()
+@refused("expert-choice", CHOSEN)
 class ExpertChoiceLoop(Listed):
     """Expert choice, a loop: ``topk`` along the tokens, ``index_add_`` back."""
 
     def forward(self, x: Tensor) -> Tensor:
         scores = self.scores(x)
-        weights, tokens = torch.topk(scores.t(), k=min(3, x.shape[0]), dim=-1)
+        weights, tokens = torch.topk(scores.t(), k=min(3, x.shape[0]), dim=-1)  # at: ExpertChoiceLoop
         out = torch.zeros_like(x)
         for e, expert in enumerate(self.experts):
             out.index_add_(0, tokens[e], expert(x[tokens[e]]) * weights[e, :, None].to(x.dtype))
         return out
 
 
-@unseen()
+@refused("expert-choice", CHOSEN)
 class ExpertChoiceGather(Stacked):
     """Expert choice with stacked weights: ``x[ids]``, bmm, ``index_add`` of all rows."""
 
     def forward(self, x: Tensor) -> Tensor:
-        weights, ids = self.scores(x).transpose(0, 1).topk(min(3, x.shape[0]), dim=1)
+        weights, ids = self.scores(x).transpose(0, 1).topk(min(3, x.shape[0]), dim=1)  # at: ExpertChoiceGather
         rows = x[ids]
         h = F.silu(torch.bmm(rows, self.w1.transpose(1, 2))) * torch.bmm(rows, self.w3.transpose(1, 2))
         y = torch.bmm(h, self.w2.transpose(1, 2)) * weights.unsqueeze(-1).to(x.dtype)
