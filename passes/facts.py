@@ -22,7 +22,7 @@ class Routing:
     ``distinct``: no id is twice in a token. ``choices``: every id is less than this; None if nothing says so.
     ``columns``: ``node`` holds no ids but a 0/1 mask [tokens..., (K,) ``columns``] with at most one 1 for a slot; a slot without any has no
     expert, and -1 for an id.
-    ``kept``: a table [tokens, E]; a slot whose entry of it is zero has no expert.
+    ``kept``: a table [tokens, E]; a slot whose entry of it is zero (``above``: zero, less, or no number) has no expert.
     """
 
     node: Node
@@ -33,6 +33,7 @@ class Routing:
     choices: int | None = None
     columns: int | None = None
     kept: Node | None = None
+    above: bool = False
 
     @property
     def whole(self) -> bool:

@@ -27,6 +27,7 @@ from moefuse.passes.expr import (
     walk,
     weight_leaves,
 )
+from moefuse.passes.facts import Routing
 from moefuse.passes.ops import tensor
 from moefuse.passes.regions import Region, Weightless
 from moefuse.passes.sizes import same_shape, shape_of
@@ -69,7 +70,7 @@ class Lowering:
         if routing.columns is not None:
             return self.once(routing, lambda: self.left(routing.node, routing.columns, routing.top_k))
         if routing.kept is not None:
-            return self.once(routing, lambda: self.weighted(routing.node, routing.kept, routing.top_k))
+            return self.once(routing, lambda: self.weighted(routing))
         value = tensor(routing.node)
         if value is not None and value.dim() == 2 and routing.has_slots and len(routing.tokens) == 1:
             return routing.node
@@ -80,10 +81,11 @@ class Lowering:
         mask = self.emit(torch.Tensor.to, self.emit(torch.reshape, mask, (-1, top_k, columns)), torch.int64)
         return self.emit(torch.where, self.emit(torch.any, mask, -1), self.emit(torch.argmax, mask, -1), -1)
 
-    def weighted(self, ids: Node, table: Any, top_k: int) -> Node:
-        """[T, K]: the ids, and -1 where the table's entry is zero."""
-        ids = self.emit(torch.Tensor.to, self.emit(torch.reshape, ids, (-1, top_k)), torch.int64)
-        return self.emit(torch.where, self.emit(torch.ne, self.emit(torch.gather, table, 1, ids), 0), ids, -1)
+    def weighted(self, routing: Routing) -> Node:
+        """[T, K]: the ids, and -1 where the table's entry leaves the slot without expert."""
+        ids = self.emit(torch.Tensor.to, self.emit(torch.reshape, routing.node, (-1, routing.top_k)), torch.int64)
+        entry = self.emit(torch.gather, routing.kept, 1, ids)
+        return self.emit(torch.where, self.emit(torch.gt if routing.above else torch.ne, entry, 0), ids, -1)
 
     def once(self, key: Any, build: Callable[[], Node]) -> Node:
         if id(key) not in self.memo:

@@ -20,7 +20,7 @@ def signature(region: Region, tier: str) -> Hashable:
         region.domain,
         region.routing.top_k,
         region.routing.columns,
-        None if region.routing.kept is None else _tensor(region.routing.kept),
+        None if region.routing.kept is None else (_tensor(region.routing.kept), region.routing.above),
         region.num_experts,
         region.base is None,
         _of(region.expr, {}),

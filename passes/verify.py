@@ -120,18 +120,25 @@ class Inputs:
         out: dict[Node, Any] = {routing.node: chosen.reshape([int(_hint(s)) for s in held.shape]).to(device=held.device, dtype=held.dtype)}
         for e in walk(region.expr):
             if isinstance(e, Gate) and not e.ones and not e.slots:
-                table = torch.zeros(tokens, experts).scatter(1, ids, torch.rand(tokens, top_k, generator=self.generator) + 0.1)
-                like = fake(e.source)
-                if e.source is routing.kept:
-                    table *= torch.rand(table.shape, generator=self.generator) < 0.75
-                out[e.source] = table.reshape([int(_hint(s)) for s in like.shape]).to(device=like.device, dtype=like.dtype)
+                out[e.source] = self.table(ids, experts, e.source)
             elif isinstance(e, SlotWeight) or (isinstance(e, Gate) and e.slots):
                 out[e.source] = self.random(fake(e.source)).abs().clamp(0.1, 2.0)
             elif isinstance(e, Token) and e.source not in out:
                 out[e.source] = self.random(fake(e.source))
         if region.base is not None:
             out[region.base] = self.random(fake(region.base))
+        if routing.kept is not None and routing.kept not in out:
+            out[routing.kept] = self.table(ids, experts, routing.kept)
         return out
+
+    def table(self, ids: torch.Tensor, experts: int, node: Node) -> torch.Tensor:
+        """Weights of the chosen experts as [T, E]; where the table says who is left, every fourth entry or so takes its expert away."""
+        table = torch.zeros(len(ids), experts).scatter(1, ids, torch.rand(ids.shape, generator=self.generator) + 0.1)
+        if node is self.region.routing.kept:
+            some = torch.rand(table.shape, generator=self.generator) < 0.75
+            table = torch.where(some, table, -table if self.region.routing.above else 0.0)
+        like = fake(node)
+        return table.reshape([int(_hint(s)) for s in like.shape]).to(device=like.device, dtype=like.dtype)
 
 
 def _hint(value: Any) -> Any:
@@ -286,7 +293,8 @@ def reference(region: Region, weight: Callable[[Node], Any], leaves: dict[Node, 
     ids = leaves[region.routing.node].reshape(-1, top_k, *(() if columns is None else (columns,)))[sample].long()
     ids = ids if columns is None else torch.where(ids.any(-1), ids.argmax(-1), -1)
     if region.routing.kept is not None:
-        ids = torch.where(leaves[region.routing.kept][sample].gather(1, ids) != 0, ids, -1)
+        entry = leaves[region.routing.kept][sample].gather(1, ids)
+        ids = torch.where(entry > 0 if region.routing.above else entry != 0, ids, -1)
     out: torch.Tensor | None = None
     for expert in range(region.num_experts if region.rest is None else region.rest.numbers.stop):
         row, slot = torch.where(ids == expert)

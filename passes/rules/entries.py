@@ -17,29 +17,57 @@ from moefuse.passes.context import Context, normalize, out_shape
 from moefuse.passes.expr import Gate
 from moefuse.passes.facts import Domain, Entries, Many, Order, Picked, Routing, Rows, Sorted, Table
 
+_POSITIVE = frozenset("softmax sigmoid relu exp abs square zeros zeros_like new_zeros ones ones_like softplus".split())
 
-def kept(ctx: Context, table: Table) -> Routing | None:
-    """The routing of a whole table's entries that are not zero; one object for each table."""
+#: operations whose result is not below zero if that many of their first arguments are not
+_READ = {
+    **dict.fromkeys(("add", "mul", "div", "maximum"), 2),
+    **dict.fromkeys("topk sort getitem sum mean amax amin max to type_as view reshape contiguous clone unsqueeze squeeze".split(), 1),
+}  # fmt: skip
+
+
+def kept(ctx: Context, table: Table, *, above: bool) -> Routing | None:
+    """The routing of a whole table's entries that are not zero, or above zero; one object for each table."""
     root, old = table.root, table.routing
-    if table.expert is not None or table.fill != 0.0 or table.negated or table.slot is not None or root is None or old.columns is not None:
+    if table.expert is not None or table.fill != 0.0 or table.negated or table.slot is not None or root is None or not old.whole:
         return None
     kinds = [{a.kind for a in axis} for axis in table.axes]
-    if kinds != [{"t"}, {"e"}] or not old.distinct or old.kept is not None or len(old.tokens) != 1:
+    if kinds != [{"t"}, {"e"}] or not old.distinct or len(old.tokens) != 1:
         return None
-    if root not in ctx.routings:
-        ctx.routings[root] = replace(old, kept=root)
-    return ctx.routings[root]
+    return ctx.kept.setdefault((root, above), replace(old, kept=root, above=above))
 
 
-def positive(ctx: Context, node: Node, table: Table) -> Table | None:
-    """``gates > 0``, ``gates != 0``: who is still chosen. Code that lists the one and counts the other takes weights for positive."""
-    routing = kept(ctx, table)
+def compared(ctx: Context, node: Node, table: Table, *, above: bool) -> Table | None:
+    """``gates > 0``, ``gates != 0``: who is still chosen."""
+    routing = kept(ctx, table, above=above)
     return None if routing is None else replace(table, routing=routing, root=node, root_axes=table.axes, slots=None, ones=True)
+
+
+def counted(ctx: Context, routing: Routing) -> Routing:
+    """The routing whose slots ``(gates > 0).sum(0)`` counts: all that are not zero, if none is less."""
+    if routing.kept is None or not routing.above or not never_negative(ctx, routing.kept):
+        return routing
+    return ctx.kept.setdefault((routing.kept, False), replace(routing, above=False))
+
+
+def never_negative(ctx: Context, value: Any) -> bool:
+    """Whether what a value is computed from says that it is not below zero."""
+    if isinstance(value, bool | int | float):
+        return value >= 0
+    call = ctx.calls.get(value) if isinstance(value, Node) and ctx.storage[value] not in ctx.writes else None
+    if call is None or call.kwargs.get("out") is not None:
+        return False
+    if call.name in _POSITIVE:
+        return True
+    if call.name in ("scatter", "scatter_add"):
+        return len(call.args) == 4 and not call.kwargs and never_negative(ctx, call.args[0]) and never_negative(ctx, call.args[3])
+    count = _READ.get(call.name, 0)
+    return 0 < count <= len(call.args) and "alpha" not in call.kwargs and all(never_negative(ctx, a) for a in call.args[:count])
 
 
 def listed(ctx: Context, node: Node, table: Table) -> Entries | None:
     """``nonzero(gates)``: [entries, 2], token and expert."""
-    routing = None if table.ones else kept(ctx, table)
+    routing = None if table.ones else kept(ctx, table, above=False)
     return None if routing is None else Entries((_rows(node), (Atom("d", 1, 2),)), routing)
 
 
@@ -89,4 +117,4 @@ def _rows(node: Node) -> Axis:
     return (Atom("r", 0, out_shape(node)[0]),)
 
 
-__all__ = ["column", "gathered", "kept", "listed", "positive", "rows_of_table", "sort", "taken"]
+__all__ = ["column", "compared", "counted", "gathered", "kept", "listed", "never_negative", "rows_of_table", "sort", "taken"]

@@ -202,10 +202,17 @@ def _by_tokens(ctx: Context, node: Node, x: Node, base: Any, chosen: Selection, 
     return _with_none(taken, rest) if isinstance(taken, Rows) else taken
 
 
+def same_ids(table: Routing, chosen: Routing) -> bool:
+    """Whether a table has an entry for every slot of a routing: it is of the same, or of one with more slots."""
+    return table is chosen or (chosen.kept is not None and table.kept is None and table.node is chosen.node)
+
+
 def _by_column(node: Node, base: Table, chosen: Selection, rows: Axis, rest: list[Any]) -> Rows | None:
     """The weight of the expert out of a routing table."""
-    if base.routing is not chosen.routing:
+    if not same_ids(base.routing, chosen.routing):
         return None
+    if chosen.routing.kept is not None and chosen.routing.kept is base.root:
+        base = replace(base, slots=None)  # what says who is left is read, not what it was made of
     if base.expert is None and rest and rest[0] == chosen.expert:
         return _with_none(Rows((rows,), row_domain(chosen), gate(node, replace(base, expert=chosen.expert))), rest[1:])
     same_expert = base.expert == chosen.expert
@@ -298,7 +305,7 @@ def by_mask(ctx: Context, node: Node, x: Node, base: Any, chosen: Selection, col
             return _slot_gate(node, base, chosen, rows)
         if isinstance(base, View):
             return take_tokens(ctx, node, base, chosen, rows)
-        if isinstance(base, Table) and base.expert == chosen.expert and base.routing is chosen.routing:
+        if isinstance(base, Table) and base.expert == chosen.expert and same_ids(base.routing, chosen.routing):
             return Rows((rows, *base.axes[1:]), row_domain(chosen), gate(node, base))
         return None
     if columns == ("flat",):

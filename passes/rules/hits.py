@@ -32,7 +32,7 @@ def on_bound(ctx: Context, node: Node, x: Any, bound: Any) -> Any:
 
         return beyond(fact, name, bound)
     if isinstance(fact, Table) and not fact.ones:
-        return entries.positive(ctx, node, fact) if name == "gt" and bound == 0 else None
+        return entries.compared(ctx, node, fact, above=True) if name == "gt" and bound == 0 else None
     if isinstance(fact, Span) and isinstance(bound, Node):
         return compared_spans(ctx, name, x, bound)
     return compared(fact, name, bound)

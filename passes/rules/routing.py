@@ -90,7 +90,7 @@ def on_compare(ctx: Context, node: Node, a: Any, other: Any) -> Any:
 
         return compared(fact, ctx.calls[node].name, b)  # type: ignore[union-attr]
     if isinstance(fact, Table) and not fact.ones:
-        return entries.positive(ctx, node, fact) if negated and b == 0 else None
+        return entries.compared(ctx, node, fact, above=False) if negated and b == 0 else None
     if isinstance(fact, Mask | Table) and b in (0, 1, False, True):
         return on_not(ctx, node, a) if (b in (0, False)) != negated else ctx.fact(a)
     if isinstance(fact, Range) and isinstance(b, Node):
@@ -165,7 +165,7 @@ def over_slots(ctx: Context, node: Node, x: Node, dim: Any, keepdim: bool) -> An
 
         return any_of(mask, all_dims(mask, None))
     if isinstance(mask, Table) and dim is not None:
-        return _chosen_by(mask, dim, keepdim)
+        return _chosen_by(ctx, mask, dim, keepdim)
     if not isinstance(mask, Mask) or mask.negated or dim is None:
         return None
     rank = len(mask.axes)
@@ -182,14 +182,15 @@ def over_slots(ctx: Context, node: Node, x: Node, dim: Any, keepdim: bool) -> An
     return None
 
 
-def _chosen_by(table: Table, dim: Any, keepdim: bool) -> Counts | None:
+def _chosen_by(ctx: Context, table: Table, dim: Any, keepdim: bool) -> Counts | None:
     """A 0/1 table [tokens, E] summed over the tokens: how many chose each expert, once each."""
     if not table.ones or table.negated or table.expert is not None or table.slot is not None or keepdim:
         return None
     rank = len(table.axes)
     dims = {normalize(d, rank) for d in (dim if isinstance(dim, tuple | list) else (dim,))}
     left = tuple(axis for i, axis in enumerate(table.axes) if i not in dims)
-    return Counts(left, table.routing, ends=False) if table.routing.distinct and [a.kind for axis in left for a in axis] == ["e"] else None
+    routing = entries.counted(ctx, table.routing)
+    return Counts(left, routing, ends=False) if table.routing.distinct and [a.kind for axis in left for a in axis] == ["e"] else None
 
 
 @rule("any")

@@ -227,6 +227,20 @@ class RectifiedGates(Layer):
         return dispatcher.combine([self.experts[i](inputs[i]) for i in range(E)], x)
 
 
+@fused("selected")
+class AboveZero(Listed):
+    """Signed gates, of which a loop takes those above zero."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        top, ids = self.gate(x).topk(K, dim=1)
+        gates = torch.zeros(x.shape[0], E, dtype=x.dtype).scatter(1, ids, top.tanh())
+        mask, out = gates > 0, torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            tok = torch.where(mask[:, e])[0]
+            out = out.index_add(0, tok, expert(x[tok]) * gates[tok, e, None])
+        return out
+
+
 @unseen()
 class ProductKeys(Layer):
     """PEER: a million experts of one neuron, found by product keys, as embeddings."""
@@ -346,5 +360,16 @@ class OrderOfTokens(SparseDispatcher):
         gates = torch.zeros(x.shape[0], E, dtype=x.dtype).scatter(1, ids, top.softmax(1))
         dispatcher = Dispatcher(gates)
         dispatcher.batch_index = torch.nonzero(gates)[torch.nonzero(gates).sort(0)[1][:, 0], 0]
+        inputs = dispatcher.dispatch(x)
+        return dispatcher.combine([self.experts[i](inputs[i]) for i in range(E)], x)
+
+
+@twin
+class PerhapsNegative(SparseDispatcher):
+    """Nothing says that gates are above zero: the list has all that are not zero, the counts are of those above."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        top, ids = self.gate(x).topk(K, dim=1)
+        dispatcher = Dispatcher(torch.zeros(x.shape[0], E, dtype=x.dtype).scatter(1, ids, 2 + top.tanh()))
         inputs = dispatcher.dispatch(x)
         return dispatcher.combine([self.experts[i](inputs[i]) for i in range(E)], x)
