@@ -77,6 +77,25 @@ class Code:
                 return False
         return True
 
+    def only_in_indices(self, name: str) -> bool:
+        """Whether all that is done with a local is ``container[name]`` and ``container[..., name, ...]``, beside constants and locals."""
+        for i, inst in enumerate(self.instructions):
+            names = _names(inst)
+            if name not in names or inst.opname == "STORE_FAST":
+                continue
+            if not _loads(inst) or names.count(name) != 1 or not self._indexes(i + 1, len(names) - 1 - names.index(name)):
+                return False
+        return True
+
+    def _indexes(self, at: int, behind: int) -> bool:
+        """Whether the value under the ``behind`` last ones becomes an index, alone or in a tuple of what is loaded around it."""
+        while _loads(inst := self.instructions[at]):
+            behind += max(len(_names(inst)), 1)
+            at += 1
+        if inst.opname == "BUILD_TUPLE" and inst.arg > behind:
+            return bool(self.instructions[at + 1].opname == "BINARY_SUBSCR")
+        return bool(inst.opname == "BINARY_SUBSCR" and not behind)
+
     def live(self, at: int, *, handlers: bool = False) -> frozenset[str]:
         """Locals that some way from ``at`` on may read before it writes them; with ``handlers`` also if exceptions are raised on the way.
 
@@ -117,6 +136,11 @@ def empties(instructions: Sequence[Instruction], at: int) -> bool:
     if len(rest) > 2 and rest[0].opname == "LOAD_CONST" and rest[0].argval == 0 and rest[1].opname == "COMPARE_OP":
         rest = rest[2:]
     return bool(rest) and "JUMP" in rest[0].opname and rest[0].opname.endswith(("IF_TRUE", "IF_FALSE")) and "OR_POP" not in rest[0].opname
+
+
+def _loads(inst: Instruction) -> bool:
+    """Whether an instruction puts plain locals or a constant on the stack, and does nothing else."""
+    return inst.opname == "LOAD_CONST" or (inst.opname.startswith("LOAD_FAST") and "CLEAR" not in inst.opname)
 
 
 def _names(inst: Instruction) -> tuple[str, ...]:

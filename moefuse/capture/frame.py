@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+import torch
+
 from moefuse._dynamo import births, control, values
 from moefuse.capture import branches, counts, modules
 from moefuse.capture.appends import Appends
@@ -144,9 +146,22 @@ class Frame:
         self.report_skipped(error)
 
     def rows(self, tx: Any, variable: Any) -> Any:
-        """``tolist()`` of the rows of a mask, as Python's list; None for any other tensor."""
+        """``tolist()`` of the rows of a mask, as Python's list, and of what is an index and nothing else; None for any other tensor."""
         found = self.loops.rows(tx, variable)
-        return counts.as_list(self, tx, variable) if found is None else found
+        found = counts.as_list(self, tx, variable) if found is None else found
+        if found is not None or not self._only_an_index(tx, variable):
+            return found
+        return variable.call_method(tx, "clone", [], {})  # a list does not change with the tensor
+
+    def _only_an_index(self, tx: Any, variable: Any) -> bool:
+        """``rows.tolist()`` of unknown length, with which tensors are indexed as with the tensor itself."""
+        node = values.tensor_node(variable)
+        value = node.meta.get("example_value") if node is not None and self.active else None
+        if not isinstance(value, torch.Tensor) or value.dim() != 1 or value.dtype != torch.int64 or not values.unbacked(value.shape[0]):
+            return False
+        code, at = self.code_of(tx), tx.instruction_pointer
+        following = code.instructions[at]
+        return following.opname == "STORE_FAST" and code.only_in_indices(following.argval)
 
     def numbers(self, tx: Any, variable: Any) -> Any:
         """The elements of a tensor or an array that is unpacked, where they are to be numbers; None to leave it to Dynamo."""

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.programs.research.base import E, H, K, Listed, Stacked, fused, refused, twin, unseen
+from tests.programs.research.base import E, H, K, Listed, Stacked, fused, twin, unseen
 
 
 @fused("selected", train=False, grad=False)
@@ -111,12 +111,7 @@ class MistralInference(Listed):
         return results
 
 
-@refused(
-    "not-captured",
-    "this branch depends on data, and it cannot be traced: Could not guard on data-dependent expression Eq(u0, 0) "
-    "(unhinted: Eq(u0, 0)).  (Size-like symbols: u0); the graph breaks here as it would without moefuse",
-    whole=False,
-)
+@fused("selected")
 class MixtralLists(Listed):
     """The first Mixtral of transformers: row numbers as Python lists, ``if top_x.shape[0] == 0: continue``."""
 
@@ -126,9 +121,10 @@ class MixtralLists(Listed):
         expert_mask = F.one_hot(selected_experts, num_classes=E).permute(2, 1, 0)
         for expert_idx in range(E):
             idx, top_x = torch.where(expert_mask[expert_idx])
-            if top_x.shape[0] == 0:  # at: MixtralLists
+            if top_x.shape[0] == 0:
                 continue
-            top_x_list, idx_list = top_x.tolist(), idx.tolist()
+            top_x_list = top_x.tolist()
+            idx_list = idx.tolist()
             current_state = x[None, top_x_list].reshape(-1, H)
             current = self.experts[expert_idx](current_state) * routing_weights[top_x_list, idx_list, None]
             final_hidden_states.index_add_(0, top_x, current.to(x.dtype))
@@ -391,3 +387,50 @@ class OtherDivisor(Listed):
             rows = torch.nonzero(ids.flatten() == e).squeeze(1)
             y[rows] = expert(x[rows // (K + 1)])
         return (y.view(-1, K, H) * weights[:, :, None]).sum(1)
+
+
+class _Lists(Listed):
+    """Row numbers as Python lists; subclasses do one thing more with them."""
+
+    def take(self, x: Tensor, rows: list[int]) -> Tensor:
+        return x[None, rows].reshape(-1, H)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            tok, slot = torch.where(ids == e)
+            rows = tok.tolist()
+            out.index_add_(0, tok, expert(self.take(x, rows)) * weights[tok, slot, None])
+        return out
+
+
+@twin
+class RowsCounted(_Lists):
+    """How many there are is a factor."""
+
+    def take(self, x: Tensor, rows: list[int]) -> Tensor:
+        return super().take(x, rows) * len(rows)
+
+
+@twin
+class RowsReversed(_Lists):
+    """They are read from the back."""
+
+    def take(self, x: Tensor, rows: list[int]) -> Tensor:
+        return x[rows[::-1]]
+
+
+@twin
+class RowsBeforeAWrite(Listed):
+    """The tensor changes after its numbers were read."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            tok, slot = torch.where(ids == e)
+            rows = tok.tolist()
+            tok.mul_(0)
+            out.index_add_(0, tok, expert(x[rows]) * weights[rows, slot, None])
+        return out
