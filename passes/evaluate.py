@@ -50,11 +50,14 @@ class Rows64:
         values: leaf source node -> tensor (any dtype).
         expert: which expert the rows belong to.
         tokens: [n] token numbers of the rows.
-        slots: [n] slot numbers (t*K + k) of the rows.
+        choices: [n] rows of the ids and routing weights that they go by: the tokens, or what several tokens share.
+        slots: [n] slot numbers (choice * K + k) of the rows.
     """
 
-    def __init__(self, values: Callable[[Any], torch.Tensor], expert: int, tokens: torch.Tensor, slots: torch.Tensor) -> None:
-        self.values, self.expert, self.tokens, self.slots = values, expert, tokens, slots
+    def __init__(
+        self, values: Callable[[Any], torch.Tensor], expert: int, tokens: torch.Tensor, choices: torch.Tensor, slots: torch.Tensor
+    ) -> None:
+        self.values, self.expert, self.tokens, self.choices, self.slots = values, expert, tokens, choices, slots
         self.memo: dict[int, Any] = {}
 
     def weight(self, leaf: Leaf) -> torch.Tensor:
@@ -105,4 +108,4 @@ class Rows64:
         if expr.slots:
             return self.values(expr.source).reshape(-1, 1)[self.slots].double()
         table = self.values(expr.source)
-        return table[self.tokens, self.expert][:, None].double()
+        return table[self.choices, self.expert][:, None].double()

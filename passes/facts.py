@@ -21,7 +21,8 @@ class Routing:
 
     ``distinct``: no id is twice in a token. ``choices``: every id is less than this; None if nothing says so.
     ``columns``: ``node`` holds no ids but a 0/1 mask [tokens..., (K,) ``columns``] with at most one 1 for a slot; a slot without any has no
-    expert, and -1 for an id.
+    expert, and -1 for an id. ``shared``: the sizes of the last of the ``tokens`` dimensions that ``node`` does not have: all of
+    their tokens share one row of ids (an expert for a whole sequence or image).
     """
 
     node: Node
@@ -31,6 +32,7 @@ class Routing:
     distinct: bool
     choices: int | None = None
     columns: int | None = None
+    shared: tuple[Size, ...] = ()
 
     @property
     def num_tokens(self) -> Size:

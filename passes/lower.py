@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -67,11 +68,32 @@ class Lowering:
         """[T, K]."""
         routing = self.region.routing
         if routing.columns is not None:
-            return self.once(routing, lambda: self.left(routing.node, routing.columns, routing.top_k))
+            return self.once(routing, lambda: self.for_each(self.left(routing.node, routing.columns, routing.top_k)))
         value = tensor(routing.node)
         if value is not None and value.dim() == 2 and routing.has_slots and len(routing.tokens) == 1:
             return routing.node
-        return self.once(routing, lambda: self.emit(torch.reshape, routing.node, (-1, routing.top_k)))
+        return self.once(routing, lambda: self.for_each(self.emit(torch.reshape, routing.node, (-1, routing.top_k))))
+
+    def for_each(self, rows: Node) -> Node:
+        """Rows for every token, where tokens share one."""
+        shared, value, result = self.region.routing.shared, tensor(rows), tensor(self.region.value)
+        if not shared or value is None or result is None:
+            return rows
+        lead = shape_of(result)[:-1]
+        if not same_shape(lead[-len(shared) :], shared):
+            raise ValueError(f"{shared} tokens share ids, and the result has tokens {lead}")
+        wide = self.emit(torch.unsqueeze, rows, 1)
+        wide = self.emit(torch.Tensor.expand, wide, -1, self.product_of(self.sizes(lead)[-len(shared) :]), -1)
+        return self.emit(torch.reshape, wide, (-1, shape_of(value)[1]))
+
+    def product_of(self, sizes: list[Any]) -> Any:
+        """The product of sizes that are numbers or nodes."""
+        known = math.prod(s for s in sizes if isinstance(s, int))
+        rest = [s for s in sizes if not isinstance(s, int)]
+        out: Any = known if known != 1 or not rest else rest.pop()
+        for s in rest:
+            out = self.emit(operator.mul, out, s)
+        return out
 
     def left(self, mask: Node, columns: int | None, top_k: int) -> Node:
         """[T, K]: where each slot's 1 stands in a mask, -1 where it has none."""
@@ -99,9 +121,9 @@ class Lowering:
         """[T, K] routing weights of the chosen experts."""
         top_k = self.region.routing.top_k
         if isinstance(weight, SlotWeight) or (isinstance(weight, Gate) and weight.slots):
-            return self.matrix(weight.source, top_k)
+            return self.for_each(self.matrix(weight.source, top_k))
         if isinstance(weight, Gate) and not weight.ones:
-            table = self.matrix(weight.source, self.region.num_experts)
+            table = self.for_each(self.matrix(weight.source, self.region.num_experts))
             ids = self.emit(torch.Tensor.to, self.ids(), torch.int64)
             # What a slot without expert reads there is weighted nowhere.
             ids = ids if self.region.routing.columns is None else self.emit(torch.clamp, ids, min=0)
