@@ -81,7 +81,7 @@ class Rows64:
     def _run(self, expr: Expr) -> Any:
         match expr:
             case Token():
-                return self.values(expr.source).reshape(-1, expr.width)[self.tokens].double()
+                return self.values(expr.source).reshape(-1, expr.width)[self.slots if expr.by_slot else self.tokens].double()
             case SlotWeight():
                 return self.values(expr.source).reshape(-1, 1)[self.slots].double()
             case Gate():

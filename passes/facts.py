@@ -323,6 +323,13 @@ class Combined(Fact):
 
 
 @dataclass(frozen=True, eq=False)
+class Apart:
+    """A row for each slot, which nothing adds to others: the region ends there, and views of it are plain tensors."""
+
+    rows: Rows
+
+
+@dataclass(frozen=True, eq=False)
 class Many:
     """A tuple or list of facts (chunk, where, sort, unbind)."""
 

@@ -20,6 +20,8 @@ def signature(region: Region, tier: str) -> Hashable:
         region.domain,
         region.routing.top_k,
         region.routing.columns,
+        tuple(map(str, region.routing.shared)),
+        region.apart,
         region.num_experts,
         region.base is None,
         _of(region.expr, {}),
@@ -48,7 +50,7 @@ def _of(expr: Any, memo: dict[int, int]) -> Hashable:
     children = tuple(_of(c, memo) for c in expr.children)
     match expr:
         case Token():
-            return "token", expr.width, _tensor(expr.source)
+            return "token", expr.width, expr.by_slot, _tensor(expr.source)
         case SlotWeight():
             return "slot", _tensor(expr.source)
         case SharedVector():

@@ -248,7 +248,7 @@ def node_writes(node: Node) -> bool:
 
 
 def _compare(region: Region, values: Inputs, leaves: dict[Node, Any], original: torch.Tensor, fused: torch.Tensor) -> Verdict:
-    tokens = values.num_tokens
+    tokens = values.num_tokens * (region.routing.top_k if region.apart else 1)
     if tuple(original.shape) != tuple(fused.shape) or original.dtype != fused.dtype:
         return Verdict(float("inf"), f"{list(original.shape)} {original.dtype} became {list(fused.shape)} {fused.dtype}")
     if tokens == 0:
@@ -287,8 +287,8 @@ def _lowest(region: Region, out: torch.dtype) -> torch.dtype:
 def reference(
     region: Region, weight: Callable[[Node], Any], leaves: dict[Node, Any], sample: torch.Tensor, shared: int = 1
 ) -> torch.Tensor:
-    """The region's sum for some tokens in float64, [n, features]; ``shared`` tokens behind each other share a row of ids."""
-    top_k = region.routing.top_k
+    """The region's sum for some tokens (or a row for some slots) in float64, [n, features]; ``shared`` tokens share a row of ids."""
+    top_k = 1 if region.apart else region.routing.top_k
     columns = region.routing.columns
     ids = leaves[region.routing.node].reshape(-1, top_k, *(() if columns is None else (columns,)))[sample // shared].long()
     ids = ids if columns is None else torch.where(ids.any(-1), ids.argmax(-1), -1)
@@ -299,7 +299,8 @@ def reference(
             continue
         tokens = sample[row]
         rows = tokens // shared
-        values = Rows64(lambda n: leaves[n] if n in leaves else weight(n), expert, tokens, rows, rows * top_k + slot)
+        at = (tokens // region.routing.top_k, rows // region.routing.top_k, tokens) if region.apart else (tokens, rows, rows * top_k + slot)
+        values = Rows64(lambda n: leaves[n] if n in leaves else weight(n), expert, *at)
         part = values.run(region.expr if region.rest is None or expert not in region.rest.numbers else region.rest.expr)
         if out is None:
             out = torch.zeros(len(sample), part.shape[-1], dtype=torch.float64, device=part.device)

@@ -318,7 +318,7 @@ def by_order(ctx: Context, node: Node, base: Any, index: Sorted) -> Any:
 
 
 def slot_value(node: Node, base: View, routing: Routing) -> Expr | None:
-    """What a plain [slots, ...] tensor holds for a slot: its token's features (repeated per slot), or its routing weight."""
+    """What a plain [slots, ...] tensor holds for a slot: features (its token's, repeated, or its own), or its routing weight."""
     runs = align((*(Atom("t", i, s) for i, s in enumerate(routing.tokens)), Atom("k", 0, routing.top_k)), base.axes[0])
     if runs is None:
         return None
@@ -326,7 +326,8 @@ def slot_value(node: Node, base: View, routing: Routing) -> Expr | None:
     if slots and all(a.kind == "b" for a in slots[0]) and routing.top_k > 1:
         return token(node, base, [tuple(a for run, cut in runs if all(r.kind == "t" for r in run) for a in cut)], list(base.axes[1:]))
     if any(a for a in base.axes[1:] if not same(extent(a), 1)):
-        return token(node, base, [base.axes[0]], list(base.axes[1:])) if routing.top_k == 1 else None
+        own = token(node, base, [base.axes[0]], list(base.axes[1:]))
+        return own if own is None or routing.top_k == 1 else replace(own, by_slot=True)
     return SlotWeight(node, base.root) if _is_slot_weight(base, routing) else None
 
 
