@@ -161,9 +161,8 @@ def main() -> None:
         fresh = []
         for found in rows_of(name, args.modes.split(",")):
             fresh.append(found)
-            print(
-                {k: v for k, v in found.items() if k not in ("reasons", "where")}, {r["code"] for r in found.get("reasons", ())}, flush=True
-            )
+            codes = {r["code"] for r in found.get("reasons", ())}
+            print({k: v for k, v in found.items() if k not in ("reasons", "where")}, codes, flush=True)
         if args.out is not None and fresh:
             written(args.out, fresh)
 

@@ -10,14 +10,15 @@ RESULTS = Path(__file__).parent / "results" / "coverage.json"
 
 HEAD = """# Coverage of transformers
 
-Every mixture-of-experts family of transformers, as a tiny model of its own class with random weights (`tests/zoo`), each implementation of its
-experts, in evaluation and in training: compiled with moefuse's capture and rewrite, without Inductor, and compared with the unmodified model.
-Written by `make coverage` from `benchmarks/results/coverage.json`; do not edit.
+Every mixture-of-experts family of transformers, as a tiny model of its own class with random weights (`tests/zoo`), each implementation
+of its experts, in evaluation and in training: compiled with moefuse's capture and rewrite, without Inductor, and compared with the
+unmodified model. Written by `make coverage` from `benchmarks/results/coverage.json`; do not edit.
 
-* **fused**: expert layers that were fused, of those that one forward pass runs; **tier**: one op, or grouped products around the family's code
-  (`grouped`).
+* **fused**: expert layers that were fused, of those that one forward pass runs; **tier**: one op, or grouped products around the family's
+  code (`grouped`).
 * **graphs**, **breaks**: what Dynamo made. More than one graph with every layer fused is code beside the experts that Dynamo breaks at.
-* **error**: largest difference from the unmodified model in the output, in training also of a gradient, relative to its largest value or norm.
+* **error**: largest difference from the unmodified model in the output, in training also of a gradient, relative to its largest value or
+  norm.
 
 """
 
@@ -69,7 +70,8 @@ def summary(run: dict[str, Any]) -> str:
     one = [name for name in full if all(r["graphs"] == 1 for r in families[name])]
     rows = [r for r in run["rows"] if "unusable" not in r]
     rest = [name for name in families if name not in full]
-    text = f"{len(full)} of {len(families)} families fused in every row ({sum(map(complete, rows))} of {len(rows)} rows), {len(one)} of them in one graph."
+    text = f"{len(full)} of {len(families)} families fused in every row ({sum(map(complete, rows))} of {len(rows)} rows)"
+    text += f", {len(one)} of them in one graph."
     return text + (f" Not in every row: {', '.join(rest)}." if rest else "")
 
 

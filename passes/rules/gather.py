@@ -310,15 +310,24 @@ def by_order(ctx: Context, node: Node, base: Any, index: Sorted) -> Any:
     count = routing.num_tokens if index.of == "token" else routing.num_tokens * routing.top_k
     if not same(extent(base.axes[0]), count):
         return ctx.lost("tokens-differ", node, detail=f"{extent(base.axes[0])} rows are indexed by {count} sorted slots")
-    expr = slot_value(node, base, routing) if index.of == "slot" else token(node, base, [base.axes[0]], list(base.axes[1:]))
+    if index.of == "slot":
+        expr = slot_value(node, base, routing) or own_row(node, base)
+    else:
+        expr = token(node, base, [base.axes[0]], list(base.axes[1:]))
     if index.of == "inverse" or expr is None:
         return None
     axes = (rows, *((Atom("f", 0, extent(a)),) if a and not same(extent(a), 1) else () for a in base.axes[1:]))
     return Rows(axes, domain, expr)
 
 
+def own_row(node: Node, base: View) -> Token | None:
+    """A plain [slots, features] tensor that has a row for each slot."""
+    found = token(node, base, [base.axes[0]], list(base.axes[1:]))
+    return None if found is None else replace(found, by_slot=True)
+
+
 def slot_value(node: Node, base: View, routing: Routing) -> Expr | None:
-    """What a plain [slots, ...] tensor holds for a slot: features (its token's, repeated, or its own), or its routing weight."""
+    """What a plain [slots, ...] tensor holds for a slot: its token's features (repeated per slot), or its routing weight."""
     runs = align((*(Atom("t", i, s) for i, s in enumerate(routing.tokens)), Atom("k", 0, routing.top_k)), base.axes[0])
     if runs is None:
         return None
@@ -326,8 +335,7 @@ def slot_value(node: Node, base: View, routing: Routing) -> Expr | None:
     if slots and all(a.kind == "b" for a in slots[0]) and routing.top_k > 1:
         return token(node, base, [tuple(a for run, cut in runs if all(r.kind == "t" for r in run) for a in cut)], list(base.axes[1:]))
     if any(a for a in base.axes[1:] if not same(extent(a), 1)):
-        own = token(node, base, [base.axes[0]], list(base.axes[1:]))
-        return own if own is None or routing.top_k == 1 else replace(own, by_slot=True)
+        return token(node, base, [base.axes[0]], list(base.axes[1:])) if routing.top_k == 1 else None
     return SlotWeight(node, base.root) if _is_slot_weight(base, routing) else None
 
 
