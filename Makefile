@@ -48,9 +48,9 @@ test-transformers4: $(VENV4)/.installed
 	OMP_NUM_THREADS=1 HYPOTHESIS_PROFILE=deep $(VENV4)/bin/python -m pytest tests/cpu/test_transformers_loops.py -q -n auto
 
 coverage: $(STAMP) $(VENV4)/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/coverage.py --out benchmarks/results/coverage.json
-	OMP_NUM_THREADS=1 $(VENV4)/bin/python benchmarks/coverage.py --out benchmarks/results/coverage.json
-	$(BIN)/python benchmarks/coverage.py --page docs/coverage.md
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/zoo_coverage.py --out benchmarks/results/coverage.json
+	OMP_NUM_THREADS=1 $(VENV4)/bin/python benchmarks/zoo_coverage.py --out benchmarks/results/coverage.json
+	$(BIN)/python benchmarks/zoo_coverage.py --page docs/coverage.md
 
 $(VENV4)/.installed: pyproject.toml requirements/torch.txt requirements/transformers4.txt
 	$(PYTHON) -m venv $(VENV4)

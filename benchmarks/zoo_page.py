@@ -1,4 +1,4 @@
-"""The text of docs/coverage.md, out of what ``coverage.py`` measured."""
+"""The text of docs/coverage.md, out of what ``zoo_coverage.py`` measured."""
 
 from __future__ import annotations
 

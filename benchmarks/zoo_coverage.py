@@ -1,8 +1,8 @@
 """What becomes of every mixture-of-experts family of transformers: docs/coverage.md, from real runs.
 
     make coverage                                                # both releases, then the page
-    python benchmarks/coverage.py --out benchmarks/results/coverage.json [FAMILY ...]
-    python benchmarks/coverage.py --page docs/coverage.md        # only write the page
+    python benchmarks/zoo_coverage.py --out benchmarks/results/coverage.json [FAMILY ...]
+    python benchmarks/zoo_coverage.py --page docs/coverage.md        # only write the page
 
 Every family is a tiny model of its own class (``tests/zoo``) with each implementation of its experts, in evaluation and in training,
 compiled with moefuse's capture and rewrite and without Inductor. The file keeps one run of each release; a run with families named
@@ -23,10 +23,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
-import coverage_page  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
+import zoo_page  # noqa: E402
 from _timing import environment  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch._dynamo.utils import counters  # noqa: E402
@@ -142,7 +142,7 @@ def written(out: Path, fresh: list[dict[str, Any]]) -> None:
     order = list(tiny.FAMILIES)
     rows = sorted(kept + fresh, key=lambda r: (order.index(r["family"]), r["implementation"], r["mode"]))
     runs[transformers.__version__] = {**environment(), "transformers": transformers.__version__, "rows": rows}
-    out.write_text(coverage_page.as_text([runs[v] for v in sorted(runs)]))
+    out.write_text(zoo_page.as_text([runs[v] for v in sorted(runs)]))
 
 
 def main() -> None:
@@ -153,7 +153,7 @@ def main() -> None:
     parser.add_argument("--page", type=Path, help="write the page from the results that are there, and measure nothing")
     args = parser.parse_args()
     if args.page:
-        args.page.write_text(coverage_page.page(json.loads(coverage_page.RESULTS.read_text())))
+        args.page.write_text(zoo_page.page(json.loads(zoo_page.RESULTS.read_text())))
         return
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
