@@ -9,13 +9,14 @@ VENV4 := .venv4
 TRITON := $(VENV)/triton
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo lint test test-transformers4 kernels gpu deep bench clean
+.PHONY: help venv demo lint test test-transformers4 coverage kernels gpu deep bench clean
 
 help:
 	@echo "make venv   the environment, pinned, in $(VENV)"
 	@echo "make demo   run examples/demo.py"
 	@echo "make test   style, types, and all tests that need no GPU"
 	@echo "make test-transformers4  the expert loops of transformers 4.57, all families, in an environment of their own ($(VENV4))"
+	@echo "make coverage  every family of transformers 5 and 4.57, each implementation, eval and train: docs/coverage.md (half an hour)"
 	@echo "make kernels  the GPU kernels without a GPU: interpreted, and compiled for five targets (part of test)"
 	@echo "make gpu    the tests that need a CUDA device"
 	@echo "make lint   style and types only"
@@ -45,6 +46,11 @@ test: lint kernels
 
 test-transformers4: $(VENV4)/.installed
 	OMP_NUM_THREADS=1 HYPOTHESIS_PROFILE=deep $(VENV4)/bin/python -m pytest tests/cpu/test_transformers_loops.py -q -n auto
+
+coverage: $(STAMP) $(VENV4)/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/zoo_coverage.py --out benchmarks/results/coverage.json
+	OMP_NUM_THREADS=1 $(VENV4)/bin/python benchmarks/zoo_coverage.py --out benchmarks/results/coverage.json
+	$(BIN)/python benchmarks/zoo_coverage.py --page docs/coverage.md
 
 $(VENV4)/.installed: pyproject.toml requirements/torch.txt requirements/transformers4.txt
 	$(PYTHON) -m venv $(VENV4)

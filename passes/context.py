@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -56,6 +57,7 @@ class Context:
         self.writes: dict[Node, list[Node]] = {}
         self.mode: dict[Node, tuple[bool, tuple[str, ...]]] = {}
         self.routings: dict[Node, Routing] = {}
+        self.shared: dict[tuple[Routing, tuple[Any, ...]], Routing] = {}
         self.erasable: dict[Node, bool] = {}
         self.sentinels: dict[Routing, set[int]] = {}
         self.segments: dict[Node, tuple[Part, ...]] = {}
@@ -191,6 +193,13 @@ class Context:
         found = Routing(root, tokens, top_k, slots, distinct=top_k == 1 or self._from_topk(root), choices=self._choices(root))
         self.routings[root] = found
         return found
+
+    def shared_routing(self, routing: Routing, more: tuple[Any, ...]) -> Routing:
+        """The routing of tokens [*tokens, *more], where all with the same first numbers go where ``routing`` says; one object for each."""
+        key = (routing, tuple(map(str, more)))
+        if key not in self.shared:
+            self.shared[key] = replace(routing, tokens=(*routing.tokens, *more), shared=more)
+        return self.shared[key]
 
     def root_atoms(self, view: View) -> tuple[Atom, ...] | None:
         """The dimensions a view's root is taken apart into (all of them, also those the view no longer shows)."""

@@ -50,11 +50,14 @@ class Rows64:
         values: leaf source node -> tensor (any dtype).
         expert: which expert the rows belong to.
         tokens: [n] token numbers of the rows.
-        slots: [n] slot numbers (t*K + k) of the rows.
+        choices: [n] rows of the ids and routing weights that they go by: the tokens, or what several tokens share.
+        slots: [n] slot numbers (choice * K + k) of the rows.
     """
 
-    def __init__(self, values: Callable[[Any], torch.Tensor], expert: int, tokens: torch.Tensor, slots: torch.Tensor) -> None:
-        self.values, self.expert, self.tokens, self.slots = values, expert, tokens, slots
+    def __init__(
+        self, values: Callable[[Any], torch.Tensor], expert: int, tokens: torch.Tensor, choices: torch.Tensor, slots: torch.Tensor
+    ) -> None:
+        self.values, self.expert, self.tokens, self.choices, self.slots = values, expert, tokens, choices, slots
         self.memo: dict[int, Any] = {}
 
     def weight(self, leaf: Leaf) -> torch.Tensor:
@@ -78,7 +81,7 @@ class Rows64:
     def _run(self, expr: Expr) -> Any:
         match expr:
             case Token():
-                return self.values(expr.source).reshape(-1, expr.width)[self.tokens].double()
+                return self.values(expr.source).reshape(-1, expr.width)[self.slots if expr.by_slot else self.tokens].double()
             case SlotWeight():
                 return self.values(expr.source).reshape(-1, 1)[self.slots].double()
             case Gate():
@@ -105,4 +108,4 @@ class Rows64:
         if expr.slots:
             return self.values(expr.source).reshape(-1, 1)[self.slots].double()
         table = self.values(expr.source)
-        return table.reshape(-1, table.shape[-1])[self.tokens, self.expert][:, None].double()
+        return table.reshape(-1, table.shape[-1])[self.choices, self.expert][:, None].double()

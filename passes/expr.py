@@ -27,10 +27,14 @@ class Expr:
 
 @dataclass(frozen=True, eq=False)
 class Token(Expr):
-    """The row's token: ``source[t, :]`` of a plain tensor [tokens..., H]. ``width`` is H (1 for a scalar per token)."""
+    """The row's token: ``source[t, :]`` of a plain tensor [tokens..., H]. ``width`` is H (1 for a scalar per token).
+
+    ``by_slot``: the tensor has a row for each slot, and the row is ``source[t * K + k, :]``.
+    """
 
     source: Node
     width: int
+    by_slot: bool = False
 
 
 @dataclass(frozen=True, eq=False)

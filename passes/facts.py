@@ -21,7 +21,8 @@ class Routing:
 
     ``distinct``: no id is twice in a token. ``choices``: every id is less than this; None if nothing says so.
     ``columns``: ``node`` holds no ids but a 0/1 mask [tokens..., (K,) ``columns``] with at most one 1 for a slot; a slot without any has no
-    expert, and -1 for an id.
+    expert, and -1 for an id. ``shared``: the sizes of the last of the ``tokens`` dimensions that ``node`` does not have: all of
+    their tokens share one row of ids (an expert for a whole sequence or image).
     ``kept``: a table [tokens, E]; a slot whose entry of it is zero (``above``: zero, less, or no number) has no expert.
     """
 
@@ -32,6 +33,7 @@ class Routing:
     distinct: bool
     choices: int | None = None
     columns: int | None = None
+    shared: tuple[Size, ...] = ()
     kept: Node | None = None
     above: bool = False
 
@@ -357,6 +359,13 @@ class Combined(Fact):
 
     rows: Rows
     base: Node | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Apart:
+    """A row for each slot, which nothing adds to others: the region ends there, and views of it are plain tensors."""
+
+    rows: Rows
 
 
 @dataclass(frozen=True, eq=False)

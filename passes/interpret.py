@@ -9,7 +9,8 @@ from typing import Any
 from torch.fx import Graph, Node
 
 from moefuse.passes.context import ComputedDimError, Context
-from moefuse.passes.facts import Buffer, Filled, Lost, Many, Pieces, Rows, View
+from moefuse.passes.expr import has_linear, walk
+from moefuse.passes.facts import Apart, Buffer, Combined, Filled, Lost, Many, Pieces, Rows, View
 from moefuse.passes.ops import Call, tensor
 from moefuse.passes.refine import refine
 from moefuse.passes.rules import RULES, Rule, capacity, choosers
@@ -26,6 +27,24 @@ _METADATA = frozenset(
 
 def interpret(graph: Graph, rows: Mapping[Node, tuple[int, ...]] | None = None) -> Context:
     """Facts for every node of a Dynamo-level graph; ``rows`` are representatives' numbers and the experts that each stands for."""
+    ctx = _interpret(graph, rows, frozenset())
+    ends = apart(ctx)
+    return _interpret(graph, rows, ends) if ends else ctx
+
+
+def apart(ctx: Context) -> frozenset[Node]:
+    """Where sorted rows of experts are put back to their slots, and no sum over the slots of a token ever reads them."""
+    found = {}
+    for node, fact in ctx.facts.items():
+        if isinstance(fact, Rows) and fact.domain.name == "slots" and has_linear(fact.expr):
+            before = [f for f in map(ctx.facts.get, node.all_input_nodes) if isinstance(f, Rows)]
+            if any(f.domain.name == "sorted" and f.expr is fact.expr for f in before):
+                found[node] = fact.expr
+    summed = {id(e) for f in ctx.facts.values() if isinstance(f, Combined) for e in walk(f.rows.expr)} if found else set()
+    return frozenset(node for node, expr in found.items() if id(expr) not in summed)
+
+
+def _interpret(graph: Graph, rows: Mapping[Node, tuple[int, ...]] | None, ends: frozenset[Node]) -> Context:
     ctx = Context(graph, rows)
     for node in graph.nodes:
         call = ctx.calls[node]
@@ -34,6 +53,8 @@ def interpret(graph: Graph, rows: Mapping[Node, tuple[int, ...]] | None = None) 
         refine(ctx.sizes, node)
         fact = _visit(ctx, node, call)
         fact = capacity.follow(ctx, node, call, fact) or choosers.follow(ctx, node, call, fact) or fact
+        if node in ends and isinstance(fact, Rows):
+            fact = Apart(fact)
         if fact is not None:
             ctx.facts[node] = fact
         for target in call.targets:

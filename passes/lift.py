@@ -10,6 +10,7 @@ from torch.fx import Node
 from moefuse.passes.context import Context
 from moefuse.passes.expr import ExpertVector, Expr, Gate, SharedVector, SlotWeight, Token, has_linear, walk, weight_leaves
 from moefuse.passes.facts import (
+    Apart,
     Combined,
     Lost,
     Part,
@@ -35,9 +36,9 @@ def lift(ctx: Context) -> Iterator[Region | Refused]:
     for key, (_, nodes) in ctx.finished.items():
         holders.setdefault(key, []).extend(n for n in nodes if n not in holders.get(key, ()))
     for fact in _complete(ctx):
-        rows = [fact.rows] if isinstance(fact, Combined) else [p.rows for p in fact.parts]
+        rows = [fact.rows] if isinstance(fact, Combined | Apart) else [p.rows for p in fact.parts]
         routing = next((r.domain.routing for r in rows if r.domain.routing is not None), None)
-        found = _combined(ctx, fact, holders[id(fact)]) if isinstance(fact, Combined) else _summed(ctx, fact, holders[id(fact)])
+        found = _combined(ctx, fact, holders[id(fact)]) if isinstance(fact, Combined | Apart) else _summed(ctx, fact, holders[id(fact)])
         found = checked(ctx, found) if isinstance(found, Region) else found
         if found is not None:
             yield Refused(found, routing) if isinstance(found, Lost) else found
@@ -54,7 +55,7 @@ def _complete(ctx: Context) -> list[Any]:
                 known = best.get(part)
                 if known is None or len(fact.parts) > len(known.parts):
                     best[part] = fact
-        elif isinstance(fact, Combined):
+        elif isinstance(fact, Combined | Apart):
             out[id(fact)] = fact
     for fact in known_facts:
         if isinstance(fact, Sum) and all(len(best[p].parts) <= len(fact.parts) for p in (fact.parts[0], fact.parts[-1])):
@@ -62,7 +63,7 @@ def _complete(ctx: Context) -> list[Any]:
     return list(out.values())
 
 
-def _combined(ctx: Context, fact: Combined, holders: list[Node]) -> Region | Lost | None:
+def _combined(ctx: Context, fact: Combined | Apart, holders: list[Node]) -> Region | Lost | None:
     rows = fact.rows
     routing = rows.domain.routing
     if routing is None or not has_linear(rows.expr):
@@ -73,7 +74,8 @@ def _combined(ctx: Context, fact: Combined, holders: list[Node]) -> Region | Los
     count = _num_experts(ctx, rows.expr, anchor)
     if isinstance(count, Lost):
         return count
-    region = Region(anchor, holders, rows.domain.name, routing, rows.expr, count, fact.base)  # type: ignore[arg-type]
+    region = Region(anchor, holders, rows.domain.name, routing, rows.expr, count, getattr(fact, "base", None))  # type: ignore[arg-type]
+    region.apart = isinstance(fact, Apart)
     if _needs_distinct(rows.expr, False, False) and not routing.distinct:
         return ctx.lost("ids-not-distinct", anchor)
     return region

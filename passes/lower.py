@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,12 +26,12 @@ from moefuse.passes.expr import (
     SlotWeight,
     Token,
     walk,
-    weight_leaves,
 )
 from moefuse.passes.facts import Routing
-from moefuse.passes.ops import tensor
+from moefuse.passes.ops import fake, tensor
 from moefuse.passes.regions import Region, Weightless
 from moefuse.passes.sizes import same_shape, shape_of
+from moefuse.passes.specs import dtype_of, fused_spec, grouped_spec
 from moefuse.passes.templates import Body, factors, is_weight, match, one_weight
 from moefuse.spec import ExpertsSpec, Tier
 
@@ -53,8 +54,7 @@ class Lowering:
 
     def run(self) -> Lowered:
         """Insert the new nodes; the graph's old ones are left alone."""
-        body = match(self.region.expr)
-        lowered = self.fused(body) if body is not None else self.grouped()
+        lowered = self.rows_by_slot() if self.region.by_slot else self.either()
         result = lowered.result
         if self.region.rest is not None:
             result = self.emit(torch.add, result, Everywhere(self.region, self.emit).weightless(self.region.rest, result))
@@ -62,19 +62,68 @@ class Lowering:
             result = self.emit(torch.add, self.reshaped(result, self.region.base), self.region.base)
         return Lowered(self.reshaped(result, self.region.value), lowered.spec, lowered.tier)
 
+    def either(self) -> Lowered:
+        """One op if a template describes the expert, else grouped products around its own code."""
+        body = match(self.region.expr)
+        return self.fused(body) if body is not None else self.grouped()
+
+    def rows_by_slot(self) -> Lowered:
+        """The same with T*K tokens of one slot each; then the sum over the slots of a token, unless they stay apart."""
+        region, top_k = self.region, self.region.routing.top_k
+        if region.rest is not None:
+            raise ValueError("some experts have no weights, and each slot has a row of its own")
+        ids = self.emit(torch.reshape, self.ids(), (-1, 1))
+        routing = replace(
+            region.routing,
+            node=ids,
+            tokens=(region.routing.num_tokens * top_k,),
+            top_k=1,
+            has_slots=True,
+            columns=None,
+            shared=(),
+            kept=None,
+        )
+        lowered = BySlot(replace(region, routing=routing), self.emit, top_k).either()
+        result = lowered.result
+        if not region.apart:
+            width = shape_of(fake(result))[-1]
+            result = self.emit(torch.sum, self.emit(torch.reshape, result, (-1, top_k, width)), 1)
+        return Lowered(result, replace(lowered.spec, top_k=top_k), lowered.tier)
+
     # -- shared pieces
 
     def ids(self) -> Node:
         """[T, K]."""
         routing = self.region.routing
         if routing.columns is not None:
-            return self.once(routing, lambda: self.left(routing.node, routing.columns, routing.top_k))
+            return self.once(routing, lambda: self.for_each(self.left(routing.node, routing.columns, routing.top_k)))
         if routing.kept is not None:
-            return self.once(routing, lambda: self.weighted(routing))
+            return self.once(routing, lambda: self.for_each(self.weighted(routing)))
         value = tensor(routing.node)
         if value is not None and value.dim() == 2 and routing.has_slots and len(routing.tokens) == 1:
             return routing.node
-        return self.once(routing, lambda: self.emit(torch.reshape, routing.node, (-1, routing.top_k)))
+        return self.once(routing, lambda: self.for_each(self.emit(torch.reshape, routing.node, (-1, routing.top_k))))
+
+    def for_each(self, rows: Node) -> Node:
+        """Rows for every token, where tokens share one."""
+        shared, value, result = self.region.routing.shared, tensor(rows), tensor(self.region.value)
+        if not shared or value is None or result is None:
+            return rows
+        lead = shape_of(result)[:-1]
+        if not same_shape(lead[-len(shared) :], shared):
+            raise ValueError(f"{shared} tokens share ids, and the result has tokens {lead}")
+        wide = self.emit(torch.unsqueeze, rows, 1)
+        wide = self.emit(torch.Tensor.expand, wide, -1, self.product_of(self.sizes(lead)[-len(shared) :]), -1)
+        return self.emit(torch.reshape, wide, (-1, shape_of(value)[1]))
+
+    def product_of(self, sizes: list[Any]) -> Any:
+        """The product of sizes that are numbers or nodes."""
+        known = math.prod(s for s in sizes if isinstance(s, int))
+        rest = [s for s in sizes if not isinstance(s, int)]
+        out: Any = known if known != 1 or not rest else rest.pop()
+        for s in rest:
+            out = self.emit(operator.mul, out, s)
+        return out
 
     def left(self, mask: Node, columns: int | None, top_k: int) -> Node:
         """[T, K]: where each slot's 1 stands in a mask, -1 where it has none."""
@@ -108,9 +157,9 @@ class Lowering:
         """[T, K] routing weights of the chosen experts."""
         top_k = self.region.routing.top_k
         if isinstance(weight, SlotWeight) or (isinstance(weight, Gate) and weight.slots):
-            return self.matrix(weight.source, top_k)
+            return self.for_each(self.matrix(weight.source, top_k))
         if isinstance(weight, Gate) and not weight.ones:
-            table = self.matrix(weight.source, self.region.num_experts)
+            table = self.for_each(self.matrix(weight.source, self.region.num_experts))
             ids = self.emit(torch.Tensor.to, self.ids(), torch.int64)
             # What a slot without expert reads there is weighted nowhere.
             ids = ids if self.region.routing.whole else self.emit(torch.clamp, ids, min=0)
@@ -157,7 +206,7 @@ class Lowering:
 
     def fused(self, body: Body) -> Lowered:
         """One `moefuse::experts`."""
-        dtype = _dtype(body.first.weight)
+        dtype = dtype_of(body.first.weight)
         x = self.tokens(body.token, dtype)
         up = body.up
         result = self.emit(
@@ -240,7 +289,7 @@ class Lowering:
                 return self.emit(torch.index_select, flat, 0, order)
             case Linear():
                 child = self.rows(expr.child)
-                value, dtype = tensor(child), _dtype(expr.weight)
+                value, dtype = tensor(child), dtype_of(expr.weight)
                 if value is not None and value.dtype != dtype:
                     child = self.emit(torch.Tensor.to, child, dtype)
                 return self.emit(torch.ops.moefuse.grouped_linear.default, child, offsets, self.stack(expr.weight), [])
@@ -267,6 +316,27 @@ class Lowering:
         return self.emit(torch.index_select, self.tokens(token, None), 0, index)
 
 
+class BySlot(Lowering):
+    """A region in which every slot is a token of its own."""
+
+    def __init__(self, region: Region, emit: Emitter, top_k: int) -> None:
+        super().__init__(region, emit)
+        self.top_k = top_k
+
+    def tokens(self, token: Token, dtype: torch.dtype | None) -> Node:
+        """[T*K, width]: rows of the slots, or each token's row once for every slot of it."""
+        node = super().tokens(token, dtype)
+        if token.by_slot:
+            return node
+        wide = self.emit(torch.Tensor.expand, self.emit(torch.unsqueeze, node, 1), -1, self.top_k, -1)
+        return self.emit(torch.reshape, wide, (-1, token.width))
+
+    def slot_weights(self, weight: Expr | None) -> Node:
+        if isinstance(weight, Gate) and not weight.ones and not weight.slots:
+            raise ValueError("the routing weights are a table, and each slot has a row of its own")
+        return super().slot_weights(weight)
+
+
 class Everywhere(Lowering):
     """Expressions of a token alone, for every token in place."""
 
@@ -288,57 +358,3 @@ class Everywhere(Lowering):
         if value is None or wanted is None or value.dtype == wanted.dtype:
             return rows
         return self.emit(torch.Tensor.to, rows, wanted.dtype)
-
-
-def _dtype(leaf: Leaf) -> torch.dtype:
-    value = tensor(leaf.source)
-    assert value is not None
-    return value.dtype
-
-
-def _layout(leaf: Leaf) -> str:
-    return "out-in" if list(leaf.order) == sorted(leaf.order) else "in-out"
-
-
-def _features(leaf: Leaf, which: int) -> int:
-    value = tensor(leaf.source)
-    return int(value.shape[leaf.order[which]]) if value is not None else 0
-
-
-def fused_spec(region: Region, body: Body) -> ExpertsSpec:
-    """What a template found."""
-    return ExpertsSpec(
-        num_experts=region.num_experts,
-        top_k=region.routing.top_k,
-        hidden=body.token.width,
-        intermediate=_features(body.last.weight, 1),
-        dtype=str(_dtype(body.first.weight)).removeprefix("torch."),
-        activation=body.activation,
-        activation_args=body.arguments,
-        gating=body.gating,
-        up_first=body.up_first,
-        weights="stacked" if body.first.weight.stacked else "separate",
-        layout=(_layout(body.first.weight), _layout(body.last.weight)),
-        bias=any(p is not None and p.bias is not None for p in (body.first, body.up, body.last)),
-        weight_on="input" if body.weight_on_input else "output",
-        hidden_out=_features(body.last.weight, 0),
-    )
-
-
-def grouped_spec(region: Region) -> ExpertsSpec:
-    """What can be said of a body that no template describes."""
-    linears = [e for e in walk(region.expr) if isinstance(e, Linear)]
-    leaves = weight_leaves(region.expr)
-    token = next(e for e in walk(region.expr) if isinstance(e, Token))
-    return ExpertsSpec(
-        num_experts=region.num_experts,
-        top_k=region.routing.top_k,
-        hidden=token.width,
-        intermediate=_features(linears[0].weight, 1) if len(linears) > 1 else 0,
-        dtype=str(_dtype(linears[0].weight)).removeprefix("torch."),
-        activation="custom",
-        gating="plain",
-        weights="stacked" if leaves[0].stacked else "separate",
-        layout=(_layout(linears[-1].weight), _layout(linears[0].weight)),
-        bias=any(isinstance(e, ExpertVector) for e in walk(region.expr)),
-    )

@@ -106,6 +106,8 @@ def take_out(
         raise NotComparableError("the loop depends on data: its graph is not a program that runs by itself")
     if not region.routing.whole:
         raise NotComparableError("its slots may have no expert")
+    if region.routing.shared or region.by_slot:
+        raise NotComparableError("a row of ids is not one token's")
     before = [n for n in region.anchor.graph.nodes if n in region.nodes and n.op != "get_attr"]
     call = call_of(region.anchor)
     last = region.anchor.args[0] if call is not None and call.name == "setitem" else region.anchor

@@ -37,6 +37,7 @@ class Region:
         rest: what experts without weights add, if there are such.
         nodes: everything computed only for this region, leaves excluded.
         leaves: tensors the region reads.
+        apart: the result has a row for each slot, not their sum.
     """
 
     anchor: Node
@@ -50,6 +51,12 @@ class Region:
     rest: Weightless | None = None
     nodes: set[Node] = field(default_factory=set)
     leaves: list[Node] = field(default_factory=list)
+    apart: bool = False
+
+    @property
+    def by_slot(self) -> bool:
+        """Whether a slot is what the ops have to see as a token: rows come or go one for each slot."""
+        return self.apart or any(isinstance(e, Token) and e.by_slot for e in walk(self.expr))
 
     @property
     def value(self) -> Node:

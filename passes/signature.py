@@ -21,6 +21,8 @@ def signature(region: Region, tier: str) -> Hashable:
         region.routing.top_k,
         region.routing.columns,
         None if region.routing.kept is None else (_tensor(region.routing.kept), region.routing.above),
+        tuple(map(str, region.routing.shared)),
+        region.apart,
         region.num_experts,
         region.base is None,
         _of(region.expr, {}),
@@ -49,7 +51,7 @@ def _of(expr: Any, memo: dict[int, int]) -> Hashable:
     children = tuple(_of(c, memo) for c in expr.children)
     match expr:
         case Token():
-            return "token", expr.width, _tensor(expr.source)
+            return "token", expr.width, expr.by_slot, _tensor(expr.source)
         case SlotWeight():
             return "slot", _tensor(expr.source)
         case SharedVector():

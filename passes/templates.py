@@ -157,7 +157,9 @@ def same_expr(a: Any, b: Any) -> bool:
     if type(a) is not type(b):
         return False
     match a:
-        case Token() | SlotWeight():
+        case Token():
+            return a.source is b.source and a.by_slot == b.by_slot
+        case SlotWeight():
             return a.source is b.source
         case Gate():
             return a.ones == b.ones and (a.ones or a.source is b.source)

@@ -8,7 +8,8 @@ original that is far from the reference, a wrong op as a replacement that is.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,7 +75,9 @@ class Inputs:
         self.region, self.known = region, {n: _hint(v) for n, v in weights.items()}
         self.generator = torch.Generator().manual_seed(0)
         self.device = fake(region.value).device
-        self.num_tokens = int(_hint(_product(region.routing.tokens, region)))
+        self.shared = _tokens_of_a_row(region)
+        self.num_rows = _rows_of_ids(region)
+        self.num_tokens = self.num_rows * self.shared
 
     def first(self, node: Node) -> Node:
         """The first of several equal views."""
@@ -112,7 +115,7 @@ class Inputs:
     def draw(self, kind: str) -> dict[Node, Any]:
         """Leaves of one probe: tokens, ids and routing weights."""
         region, routing = self.region, self.region.routing
-        tokens, experts, top_k = self.num_tokens, region.rest.numbers.stop if region.rest is not None else region.num_experts, routing.top_k
+        tokens, experts, top_k = self.num_rows, region.rest.numbers.stop if region.rest is not None else region.num_experts, routing.top_k
         scores = torch.rand(tokens, max(experts, top_k), generator=self.generator)
         ids = scores.topk(top_k, dim=-1).indices if kind == "random" else torch.arange(top_k).expand(tokens, top_k).clone()
         held = fake(routing.node)
@@ -147,12 +150,16 @@ def _hint(value: Any) -> Any:
     return node.hint if node is not None and node.hint is not None else value
 
 
-def _product(sizes: Iterable[Any], region: Region) -> Any:
-    shape = fake(region.routing.node).shape
-    out = 1
-    for s in shape:
-        out = out * int(_hint(s))
-    return out // (region.routing.top_k * (region.routing.columns or 1))
+def _rows_of_ids(region: Region) -> int:
+    """Rows of the [T, K] ids."""
+    sizes = [int(_hint(s)) for s in fake(region.routing.node).shape]
+    return math.prod(sizes) // (region.routing.top_k * (region.routing.columns or 1))
+
+
+def _tokens_of_a_row(region: Region) -> int:
+    """How many tokens share one row of ids."""
+    count = len(region.routing.shared)
+    return math.prod(int(_hint(s)) for s in fake(region.value).shape[:-1][-count:]) if count else 1
 
 
 def _ancestors(node: Node) -> set[Node]:
@@ -250,14 +257,14 @@ def node_writes(node: Node) -> bool:
 
 
 def _compare(region: Region, values: Inputs, leaves: dict[Node, Any], original: torch.Tensor, fused: torch.Tensor) -> Verdict:
-    tokens = values.num_tokens
+    tokens = values.num_tokens * (region.routing.top_k if region.apart else 1)
     if tuple(original.shape) != tuple(fused.shape) or original.dtype != fused.dtype:
         return Verdict(float("inf"), f"{list(original.shape)} {original.dtype} became {list(fused.shape)} {fused.dtype}")
     if tokens == 0:
         return Verdict(0.0)
     sample = torch.randperm(tokens, generator=values.generator)[:_SAMPLE].to(original.device)
     flat, new = original.reshape(tokens, -1).double(), fused.reshape(tokens, -1).double()
-    truth = reference(region, values.weight, leaves, sample)
+    truth = reference(region, values.weight, leaves, sample, values.shared)
     if region.base is not None:
         truth = truth + leaves[region.base].reshape(tokens, -1)[sample].double()
     eps = torch.finfo(_lowest(region, original.dtype)).eps
@@ -286,14 +293,16 @@ def _lowest(region: Region, out: torch.dtype) -> torch.dtype:
     return max(found, key=lambda d: torch.finfo(d).eps)
 
 
-def reference(region: Region, weight: Callable[[Node], Any], leaves: dict[Node, Any], sample: torch.Tensor) -> torch.Tensor:
-    """The region's sum for some tokens in float64, [n, features]."""
-    top_k = region.routing.top_k
+def reference(
+    region: Region, weight: Callable[[Node], Any], leaves: dict[Node, Any], sample: torch.Tensor, shared: int = 1
+) -> torch.Tensor:
+    """The region's sum for some tokens (or a row for some slots) in float64, [n, features]; ``shared`` tokens share a row of ids."""
+    top_k = 1 if region.apart else region.routing.top_k
     columns = region.routing.columns
-    ids = leaves[region.routing.node].reshape(-1, top_k, *(() if columns is None else (columns,)))[sample].long()
+    ids = leaves[region.routing.node].reshape(-1, top_k, *(() if columns is None else (columns,)))[sample // shared].long()
     ids = ids if columns is None else torch.where(ids.any(-1), ids.argmax(-1), -1)
     if region.routing.kept is not None:
-        entry = leaves[region.routing.kept][sample].gather(1, ids)
+        entry = leaves[region.routing.kept][sample // (region.routing.top_k if region.apart else shared)].gather(1, ids)
         ids = torch.where(entry > 0 if region.routing.above else entry != 0, ids, -1)
     out: torch.Tensor | None = None
     for expert in range(region.num_experts if region.rest is None else region.rest.numbers.stop):
@@ -301,7 +310,9 @@ def reference(region: Region, weight: Callable[[Node], Any], leaves: dict[Node, 
         if not len(row):
             continue
         tokens = sample[row]
-        values = Rows64(lambda n: leaves[n] if n in leaves else weight(n), expert, tokens, tokens * top_k + slot)
+        rows = tokens // shared
+        at = (tokens // region.routing.top_k, rows // region.routing.top_k, tokens) if region.apart else (tokens, rows, rows * top_k + slot)
+        values = Rows64(lambda n: leaves[n] if n in leaves else weight(n), expert, *at)
         part = values.run(region.expr if region.rest is None or expert not in region.rest.numbers else region.rest.expr)
         if out is None:
             out = torch.zeros(len(sample), part.shape[-1], dtype=torch.float64, device=part.device)

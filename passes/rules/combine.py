@@ -126,6 +126,11 @@ def add_rows(ctx: Context, node: Node, target: Node, where: Any, rows: Rows) -> 
         base = _base(ctx, target)
         tokens = tuple(Atom("t", i, s) for i, s in enumerate(rows.domain.routing.tokens))
         return None if base is False else Combined((tokens, *rows.axes[1:]), rows, base)
+    if isinstance(where, Sorted) and where.of == "slot" and where.order.routing.top_k > 1:
+        from moefuse.passes.rules.assign import unsort
+
+        zeros = ctx.fact(target)
+        return unsort(rows, where) if isinstance(zeros, Fill) and zeros.value == 0.0 else None
     each_token = isinstance(where, Sorted) and (where.of == "token" or (where.of == "slot" and where.order.routing.top_k == 1))
     if isinstance(where, Sorted) and each_token and rows.domain.order is where.order:
         base = _base(ctx, target)

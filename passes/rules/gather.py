@@ -344,11 +344,20 @@ def by_order(ctx: Context, node: Node, base: Any, index: Sorted) -> Any:
     count = routing.num_tokens if index.of == "token" else routing.num_tokens * routing.top_k
     if not same(extent(base.axes[0]), count):
         return ctx.lost("tokens-differ", node, detail=f"{extent(base.axes[0])} rows are indexed by {count} sorted slots")
-    expr = slot_value(node, base, routing) if index.of == "slot" else token(node, base, [base.axes[0]], list(base.axes[1:]))
+    if index.of == "slot":
+        expr = slot_value(node, base, routing) or own_row(node, base)
+    else:
+        expr = token(node, base, [base.axes[0]], list(base.axes[1:]))
     if index.of == "inverse" or expr is None:
         return None
     axes = (rows, *((Atom("f", 0, extent(a)),) if a and not same(extent(a), 1) else () for a in base.axes[1:]))
     return Rows(axes, domain, expr)
+
+
+def own_row(node: Node, base: View) -> Token | None:
+    """A plain [slots, features] tensor that has a row for each slot."""
+    found = token(node, base, [base.axes[0]], list(base.axes[1:]))
+    return None if found is None else replace(found, by_slot=True)
 
 
 def slot_value(node: Node, base: View, routing: Routing) -> Expr | None:

@@ -168,6 +168,8 @@ def expert_output(ctx: Context, node: Node, value: Any, table: Table) -> Rows | 
     if theirs[-1] and rank > 1:
         # The one token of a call may have gone to the dimension of size one in a reshape; that one is for the features.
         table = table.with_axes((*theirs[:-2], theirs[-2] + theirs[-1], ()))
+    if table.expert is not None and not table.routing.shared:
+        table = spread(ctx, table, axes[:-1], padded(table.axes, rank)[:-1])
     found = cone_rows(ctx, node, value, table)
     if found is None:
         return None
@@ -175,6 +177,15 @@ def expert_output(ctx: Context, node: Node, value: Any, table: Table) -> Rows | 
     if expr is None and has_linear(found.expr):
         return ctx.lost("not-weighted", node)
     return None if expr is None else replace(found, expr=Op(node, "mul", (found.expr, expr)))
+
+
+def spread(ctx: Context, table: Table, tokens: Axes, theirs: Axes) -> Table:
+    """The table for more tokens than it has rows: one for a whole sequence, if its own dimensions are the first ones of the tokens."""
+    own = [i for i, axis in enumerate(theirs) if real(axis)]
+    more = [i for i, axis in enumerate(tokens) if real(axis) and i not in own]
+    if not more or (max(own) > min(more) if own else not same(table.routing.num_tokens, 1)):
+        return table
+    return replace(table, routing=ctx.shared_routing(table.routing, tuple(extent(tokens[i]) for i in more)))
 
 
 @rule("add")

@@ -20,7 +20,7 @@ class Family:
         registry: whether the experts class is decorated with ``use_experts_implementation`` (transformers 5).
         since: first release of transformers in which that is so, or whose code traces in one graph without capture.
         loops: major releases in which all that breaks the graph is a loop over experts, or nothing: one graph with capture.
-        inputs: ``"ids"``, ``"embeds"``, or ``"pair"`` for token ids of an encoder and a decoder.
+        inputs: ``"ids"``, ``"embeds"``, ``"images"``, ``"patches"``, or ``"pair"`` for token ids of an encoder and a decoder.
         masked: whether the model needs an attention mask where there is nothing to mask.
     """
 
@@ -75,8 +75,16 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v32": Family("DeepseekV32ForCausalLM"),
     "deepseek_v4": Family("DeepseekV4ForCausalLM"),
     "diffusion_gemma": Family("DiffusionGemmaEncoderTextModel"),
+    "doge": Family("DogeForCausalLM", {"is_moe": True, "num_experts": 16}, registry=False, loops=()),
     "dots1": Family("Dots1ForCausalLM"),
     "dots3_note": Family("Dots3NoteForCausalLM", {"num_key_value_heads": 4}),
+    "dots3_note_vision": Family(
+        "Dots3NoteVisionModel",
+        {"adapter_in_dim": 64, "adapter_out_dim": 64, "patch_size": 4, "mlp_layer_types": ["sparse"] * LAYERS},
+        "dots3_note",
+        loops=(),
+        inputs="patches",
+    ),
     "ernie4_5_moe": Family("Ernie4_5_MoeForCausalLM"),
     "ernie4_5_vl_moe": Family(
         "Ernie4_5_VLMoeTextModel",
@@ -92,6 +100,13 @@ FAMILIES: dict[str, Family] = {
     "glm5_next": Family("Glm5NextTextModel", {"num_key_value_heads": 4, "qk_rope_head_dim": 0, "index_kpool": 2}, loops=()),
     "glm_moe_dsa": Family("GlmMoeDsaForCausalLM"),
     "gpt_oss": Family("GptOssForCausalLM", _SLIDING),
+    "gptsan_japanese": Family(
+        "GPTSanJapaneseForConditionalGeneration",
+        {"d_ff": 96, "d_ext": 96, "d_spout": 16, "num_switch_layers": 2, "num_ext_layers": 0, "num_heads": 4, "expert_capacity": 2},
+        "deprecated/gptsan_japanese",
+        registry=False,
+        loops=(),
+    ),
     "granitemoe": Family("GraniteMoeForCausalLM"),
     "granitemoe_swa": Family("GraniteMoeSWAForCausalLM"),
     "granitemoehybrid": Family(
@@ -112,6 +127,7 @@ FAMILIES: dict[str, Family] = {
         {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False, "mamba_dt_rank": 8},
         loops=_FIVE,
     ),
+    "jetmoe": Family("JetMoeForCausalLM", {"kv_channels": 16}, layers=3 * LAYERS, registry=False),
     "kimi_linear": Family("KimiLinearForCausalLM"),
     "kolibri1": Family("Kolibri1ForCausalLM"),
     "laguna": Family("LagunaForCausalLM"),
@@ -174,6 +190,11 @@ FAMILIES: dict[str, Family] = {
         masked=True,
     ),
     "unlimited_ocr": Family("UnlimitedOcrTextModel"),
+    "vitpose_backbone": Family(
+        "VitPoseBackbone",
+        {"image_size": (32, 32), "patch_size": (16, 16), "num_experts": 4, "part_features": 16},
+        registry=False,
+        inputs="images",
+    ),
     "zaya": Family("ZayaForCausalLM", {"num_experts_per_tok": 1, "router_hidden_size": 32}),
 }
-"""Not here: jetmoe, doge, gptsan_japanese, vitpose_backbone, whose experts are no such loop."""

@@ -106,7 +106,7 @@ def major() -> str:
 def model_class(name: str) -> Any:
     """The transformers class of a family; skips the test when the installed transformers does not have it."""
     folder = FAMILIES[name].folder or name
-    module = pytest.importorskip(f"transformers.models.{folder}.modeling_{folder}")
+    module = pytest.importorskip(f"transformers.models.{folder.replace('/', '.')}.modeling_{folder.rpartition('/')[2]}")
     return getattr(module, FAMILIES[name].model)
 
 
@@ -149,10 +149,18 @@ def inputs(name: str, batch: int = 2, length: int = 8, seed: int = 0) -> dict[st
         return out | behind | {"input_ids": tokens(batch, length, seed)}
     if family.inputs == "ids":
         return out | {"input_ids": tokens(batch, length, seed)}
+    generator = torch.Generator().manual_seed(seed)
+    if family.inputs == "images":
+        return {"pixel_values": torch.randn(2, 3, 32, 32, generator=generator), "dataset_index": torch.tensor([0, 1])}
+    if family.inputs == "patches":
+        return {"pixel_values": torch.randn(16, 48, generator=generator), "grid_thw": torch.tensor([[1, 4, 4]])}
     return out | {"inputs_embeds": torch.randn(batch, length, HIDDEN, generator=torch.Generator().manual_seed(seed))}
 
 
 def hidden(model: nn.Module, ids: Tensor | None = None, **kwargs: Any) -> Tensor:
-    """The main output of a model: logits, or the last hidden state of a headless one."""
-    out = model(**({} if ids is None else {"input_ids": ids}), use_cache=False, **kwargs)
-    return out.logits if getattr(out, "logits", None) is not None else out.last_hidden_state
+    """The main output of a model: logits, the last hidden state of a headless one, or the feature map of a backbone."""
+    cache = {} if "pixel_values" in kwargs else {"use_cache": False}
+    out = model(**({} if ids is None else {"input_ids": ids}), **cache, **kwargs)
+    found = (getattr(out, name, None) for name in ("logits", "last_hidden_state", "feature_maps"))
+    first = next(value for value in found if value is not None)
+    return first[-1] if isinstance(first, tuple) else first  # type: ignore[no-any-return]
