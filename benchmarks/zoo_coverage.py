@@ -116,6 +116,7 @@ def row(name: str, implementation: str, mode: str) -> dict[str, Any] | None:
         "breaks": sum(counters["graph_break"].values()),
         **errors(got, eager, mode),
         "reasons": reasons(seen.report),
+        **({"alone": tiny.FAMILIES[name].alone} if tiny.FAMILIES[name].alone else {}),
         "where": sorted({Path(f.location).name for f in seen.report.fused}),
         "seconds": round(time.perf_counter() - start, 1),
     }

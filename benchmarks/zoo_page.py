@@ -47,7 +47,7 @@ def why(row: dict[str, Any]) -> str:
     if complete(row):
         return ""
     found = dict.fromkeys(f"`{r['code']}` {r['line']}: {r['message']}" for r in row["reasons"])
-    return "<br>".join(found).replace("|", "/") or "nothing found"
+    return "<br>".join(found).replace("|", "/") or row.get("alone", "nothing found")
 
 
 def line(row: dict[str, Any]) -> str:

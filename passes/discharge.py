@@ -129,6 +129,8 @@ def _meets(ctx: Context, node: Node, passed: set[Node]) -> bool:
 def _chosen(ctx: Context, a: Assumption) -> _Chosen | None:
     """(routing, expert, slot) whose rows the condition asks for."""
     fact = hit_of(ctx.facts.get(a.subject))
+    if isinstance(fact, Counts) and not fact.ends and fact.first == 1:
+        fact = Hit(fact.axes, fact.routing, None)  # numbers of slots are not zero exactly where there are slots
     if isinstance(fact, Present) and a.kind == "row" and int(a.row) < fact.count and ctx.storage[a.subject] not in ctx.writes:
         return fact.routing, a.row if a.row_node is None else RowNumber(a.row, a.row_node), None
     if not isinstance(fact, Hit) or ctx.storage[a.subject] in ctx.writes:

@@ -57,10 +57,16 @@ class Code:
         return bool(self.instructions[following].opname == "FOR_ITER")
 
     def only_looped_over(self, name: str, before: int) -> bool:
-        """Whether a local is stored once and read once, as ``for ... in name``."""
-        loads = [i for i, inst in enumerate(self.instructions) if name in _names(inst) and not inst.opname.startswith("STORE_FAST")]
-        stores = [i for i, inst in enumerate(self.instructions) if name in _names(inst) and inst.opname.startswith("STORE_FAST")]
-        if len(loads) != 1 or stores != [before] or not self.instructions[loads[0]].opname.startswith("LOAD_FAST"):
+        """Whether a local that is stored at ``before`` is read once from there on, as ``for ... in name``.
+
+        The name may have held something else before, unless the program may come back to where that was read.
+        """
+        uses = [i for i, inst in enumerate(self.instructions) if name in _names(inst)]
+        back = any(inst.target is not None and self.index[id(inst.target)] <= before for inst in self.instructions[before:])
+        loads = [i for i in uses if i > before]
+        if before not in uses or (uses[0] < before and back):
+            return False
+        if len(loads) != 1 or not self.instructions[loads[0]].opname.startswith("LOAD_FAST"):
             return False
         return self.instructions[loads[0] + 1].opname == "GET_ITER" and self.plain_for(loads[0] + 1)
 

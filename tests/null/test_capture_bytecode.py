@@ -66,3 +66,46 @@ def test_nothing_but_an_index(function: Callable[..., Any]) -> None:
 @pytest.mark.parametrize("function", [counted, beside_an_index, under_an_index, indexed_in_an_index, given_away, returned, in_a_tuple])
 def test_something_else(function: Callable[..., Any]) -> None:
     assert not asks(function)
+
+
+def loop_alone(x: Any) -> Any:
+    rows = x.tolist()
+    for row in rows:
+        x = x[row]
+    return x
+
+
+def loop_behind_another_use(x: Any) -> Any:
+    rows = x.sum(0)
+    rows = rows.nonzero()
+    rows = rows.tolist()
+    for row in rows:
+        x = x[row]
+    return x
+
+
+def loop_and_more(x: Any) -> Any:
+    rows = x.tolist()
+    for row in rows:
+        x = x[row]
+    return x, rows
+
+
+def loop_in_a_loop(x: Any, rows: Any) -> Any:
+    for _ in range(2):
+        x = x[rows]
+        rows = x.tolist()
+        for row in rows:
+            x = x[row]
+    return x
+
+
+LOOPED = {loop_alone: True, loop_behind_another_use: True, loop_and_more: False, loop_in_a_loop: False}
+
+
+@pytest.mark.parametrize("function", LOOPED, ids=lambda f: f.__name__)
+def test_a_list_that_is_only_looped_over(function: Callable[..., Any]) -> None:
+    """From its last assignment on; a name may have meant something else before, if the program does not come back there."""
+    code = Code(cleaned_instructions(function.__code__))
+    last = max(i for i, inst in enumerate(code.instructions) if inst.opname == "STORE_FAST" and inst.argval == "rows")
+    assert code.only_looped_over("rows", last) is LOOPED[function]
