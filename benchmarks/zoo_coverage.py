@@ -142,7 +142,10 @@ def written(out: Path, fresh: list[dict[str, Any]]) -> None:
     kept = [r for r in old if (r["family"], r["implementation"], r["mode"]) not in key]
     order = list(tiny.FAMILIES)
     rows = sorted(kept + fresh, key=lambda r: (order.index(r["family"]), r["implementation"], r["mode"]))
-    command = {"command": "python benchmarks/zoo_coverage.py --out benchmarks/results/coverage.json", "transformers": transformers.__version__}
+    command = {
+        "command": "python benchmarks/zoo_coverage.py --out benchmarks/results/coverage.json",
+        "transformers": transformers.__version__,
+    }
     runs[transformers.__version__] = {**environment(), **command, "rows": rows}
     out.write_text(zoo_page.as_text([runs[v] for v in sorted(runs)]))
 
