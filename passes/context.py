@@ -201,6 +201,13 @@ class Context:
             self.shared[key] = replace(routing, tokens=(*routing.tokens, *more), shared=more)
         return self.shared[key]
 
+    def split_routing(self, routing: Routing, tokens: tuple[Any, ...]) -> Routing:
+        """The same routing with its tokens in so many dimensions; one object for each."""
+        key = (routing, ("split", *map(str, tokens)))
+        if key not in self.shared:
+            self.shared[key] = replace(routing, tokens=tokens)
+        return self.shared[key]
+
     def root_atoms(self, view: View) -> tuple[Atom, ...] | None:
         """The dimensions a view's root is taken apart into (all of them, also those the view no longer shows)."""
         shown = {a.index: a for axis in view.axes for a in axis if a.kind == "d"}

@@ -313,11 +313,15 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class Sum(Fact):
-    """An accumulator over experts: ``base`` (None: zeros) plus the parts so far. ``once``: rows were assigned or read-modify-written."""
+    """An accumulator over experts: ``base`` (None: zeros) plus the parts so far. ``once``: rows were assigned or read-modify-written.
+
+    ``replaced``: the parts stand where rows of ``base`` stood.
+    """
 
     base: Node | None
     parts: tuple[Part, ...]
     once: bool = False
+    replaced: bool = False
 
 
 @dataclass(frozen=True, eq=False)

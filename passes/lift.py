@@ -115,7 +115,8 @@ def _summed(ctx: Context, fact: Sum, holders: list[Node]) -> Region | Lost | Non
         return ctx.lost("not-weighted", anchor)
     if not per_slot and _needs_distinct(expr, fact.once, by_token) and not routing.distinct:
         return ctx.lost("ids-not-distinct", anchor)
-    return Region(anchor, holders, names.pop(), routing, expr, count, fact.base, fact.parts, rest)  # type: ignore[arg-type]
+    replaced = fact.replaced and fact.base is not None
+    return Region(anchor, holders, names.pop(), routing, expr, count, fact.base, fact.parts, rest, replaced=replaced)  # type: ignore[arg-type]
 
 
 def _weightless(ctx: Context, fact: Sum, anchor: Node) -> Weightless | Lost | None:

@@ -59,8 +59,18 @@ class Lowering:
         if self.region.rest is not None:
             result = self.emit(torch.add, result, Everywhere(self.region, self.emit).weightless(self.region.rest, result))
         if self.region.base is not None:
-            result = self.emit(torch.add, self.reshaped(result, self.region.base), self.region.base)
+            result = (self.over if self.region.replaced else self.added)(result, self.region.base)
         return Lowered(self.reshaped(result, self.region.value), lowered.spec, lowered.tier)
+
+    def added(self, result: Node, base: Node) -> Node:
+        return self.emit(torch.add, self.reshaped(result, base), base)
+
+    def over(self, result: Node, base: Node) -> Node:
+        """The experts' rows where a token chose one, the old ones elsewhere."""
+        ids, count = self.ids(), self.region.num_experts if self.region.rest is None else self.region.rest.numbers.stop
+        chosen = self.emit(torch.bitwise_and, self.emit(torch.ge, ids, 0), self.emit(torch.lt, ids, count))
+        width = shape_of(fake(result))[-1]
+        return self.emit(torch.where, self.emit(torch.any, chosen, -1, keepdim=True), result, self.matrix(base, width))
 
     def either(self) -> Lowered:
         """One op if a template describes the expert, else grouped products around its own code."""

@@ -37,6 +37,7 @@ class Region:
         rest: what experts without weights add, if there are such.
         nodes: everything computed only for this region, leaves excluded.
         leaves: tensors the region reads.
+        replaced: what the experts give stands in place of the rows of ``base`` that chose one.
         apart: the result has a row for each slot, not their sum.
     """
 
@@ -52,6 +53,7 @@ class Region:
     nodes: set[Node] = field(default_factory=set)
     leaves: list[Node] = field(default_factory=list)
     apart: bool = False
+    replaced: bool = False
 
     @property
     def by_slot(self) -> bool:

@@ -99,7 +99,8 @@ def slice_of(ctx: Context, region: Region) -> set[Node]:
     kept = {ctx.storage[n] for n in stop}
     last = ctx.position[region.anchor]
     seen: set[Node] = set()
-    stack = [region.anchor, *(h for h in region.holders if ctx.position[h] <= last)]
+    shares = [p.node for p in region.parts] if region.base is not None else []  # ``out[rows] = y`` names the base, not what it held before
+    stack = [region.anchor, *(n for n in (*region.holders, *shares) if ctx.position[n] <= last)]
     while stack:
         node = stack.pop()
         if node in seen or node in stop or ctx.first[node] in stop or ctx.calls.get(node) is None:

@@ -23,6 +23,7 @@ def signature(region: Region, tier: str) -> Hashable:
         None if region.routing.kept is None else (_tensor(region.routing.kept), region.routing.above),
         tuple(map(str, region.routing.shared)),
         region.apart,
+        region.replaced,
         region.num_experts,
         region.base is None,
         _of(region.expr, {}),

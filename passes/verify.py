@@ -115,7 +115,7 @@ class Inputs:
     def draw(self, kind: str) -> dict[Node, Any]:
         """Leaves of one probe: tokens, ids and routing weights."""
         region, routing = self.region, self.region.routing
-        tokens, experts, top_k = self.num_rows, region.rest.numbers.stop if region.rest is not None else region.num_experts, routing.top_k
+        tokens, experts, top_k = self.num_rows, _all_experts(region), routing.top_k
         scores = torch.rand(tokens, max(experts, top_k), generator=self.generator)
         ids = scores.topk(top_k, dim=-1).indices if kind == "random" else torch.arange(top_k).expand(tokens, top_k).clone()
         held = fake(routing.node)
@@ -266,7 +266,8 @@ def _compare(region: Region, values: Inputs, leaves: dict[Node, Any], original: 
     flat, new = original.reshape(tokens, -1).double(), fused.reshape(tokens, -1).double()
     truth = reference(region, values.weight, leaves, sample, values.shared)
     if region.base is not None:
-        truth = truth + leaves[region.base].reshape(tokens, -1)[sample].double()
+        old = leaves[region.base].reshape(tokens, -1)[sample].double()
+        truth = torch.where(_has_expert(region, leaves, sample, values.shared), truth, old) if region.replaced else truth + old
     eps = torch.finfo(_lowest(region, original.dtype)).eps
     size = _rms(truth) + 1e-30
     theirs, ours = _rms(flat[sample] - truth), _rms(new[sample] - truth)
@@ -281,6 +282,12 @@ def _compare(region: Region, values: Inputs, leaves: dict[Node, Any], original: 
     return Verdict(ours / allowed)
 
 
+def _has_expert(region: Region, leaves: dict[Node, Any], sample: torch.Tensor, shared: int) -> torch.Tensor:
+    """[n, 1]: whether any slot of these tokens has an expert."""
+    ids = _ids(region, leaves, sample, shared)
+    return ((ids >= 0) & (ids < _all_experts(region))).any(-1, keepdim=True)
+
+
 def _rms(x: torch.Tensor) -> float:
     return float(x.square().mean().sqrt()) if x.numel() else 0.0
 
@@ -293,19 +300,30 @@ def _lowest(region: Region, out: torch.dtype) -> torch.dtype:
     return max(found, key=lambda d: torch.finfo(d).eps)
 
 
+def _all_experts(region: Region) -> int:
+    """Experts, those without weights included."""
+    return region.num_experts if region.rest is None else region.rest.numbers.stop
+
+
+def _ids(region: Region, leaves: dict[Node, Any], sample: torch.Tensor, shared: int) -> torch.Tensor:
+    """[n, K]: the experts of some tokens (or [n, 1]: of some slots), -1 for a slot without any."""
+    top_k, columns = 1 if region.apart else region.routing.top_k, region.routing.columns
+    ids = leaves[region.routing.node].reshape(-1, top_k, *(() if columns is None else (columns,)))[sample // shared].long()
+    ids = ids if columns is None else torch.where(ids.any(-1), ids.argmax(-1), -1)
+    if region.routing.kept is None:
+        return ids
+    entry = leaves[region.routing.kept][sample // (region.routing.top_k if region.apart else shared)].gather(1, ids)
+    return torch.where(entry > 0 if region.routing.above else entry != 0, ids, -1)
+
+
 def reference(
     region: Region, weight: Callable[[Node], Any], leaves: dict[Node, Any], sample: torch.Tensor, shared: int = 1
 ) -> torch.Tensor:
     """The region's sum for some tokens (or a row for some slots) in float64, [n, features]; ``shared`` tokens share a row of ids."""
     top_k = 1 if region.apart else region.routing.top_k
-    columns = region.routing.columns
-    ids = leaves[region.routing.node].reshape(-1, top_k, *(() if columns is None else (columns,)))[sample // shared].long()
-    ids = ids if columns is None else torch.where(ids.any(-1), ids.argmax(-1), -1)
-    if region.routing.kept is not None:
-        entry = leaves[region.routing.kept][sample // (region.routing.top_k if region.apart else shared)].gather(1, ids)
-        ids = torch.where(entry > 0 if region.routing.above else entry != 0, ids, -1)
+    ids = _ids(region, leaves, sample, shared)
     out: torch.Tensor | None = None
-    for expert in range(region.num_experts if region.rest is None else region.rest.numbers.stop):
+    for expert in range(_all_experts(region)):
         row, slot = torch.where(ids == expert)
         if not len(row):
             continue

@@ -40,7 +40,7 @@ def on_setitem(ctx: Context, node: Node, target: Node, index: Any, value: Any) -
     if isinstance(rows, Rows) and rows.domain.selection is not None and rows.domain.selection.same(chosen):
         if chosen.routing.top_k != 1:
             return ctx.lost("not-weighted", node)
-        return extend(ctx, node, target, rows, once=False)
+        return extend(ctx, node, target, rows, once=False, replaced=True)
     return None
 
 
@@ -60,11 +60,11 @@ def _selection(where: Any) -> Selection | None:
     return None
 
 
-def extend(ctx: Context, node: Node, target: Node, rows: Rows, *, once: bool) -> Any:
+def extend(ctx: Context, node: Node, target: Node, rows: Rows, *, once: bool, replaced: bool = False) -> Any:
     """The accumulator with one more expert's rows."""
     from moefuse.passes.rules.combine import accumulated
 
-    return accumulated(ctx, node, target, rows, once=once)
+    return accumulated(ctx, node, target, rows, once=once, replaced=replaced)
 
 
 def unsort(rows: Rows, index: Sorted) -> Rows | None:

@@ -90,19 +90,19 @@ def combined(ctx: Context, node: Node, rows: Rows, over: Axis, left: Axes) -> An
     return ctx.lost("not-row-local", node, op="sum")
 
 
-def accumulated(ctx: Context, node: Node, target: Node, rows: Rows, *, once: bool = False) -> Any:
-    """An accumulator with one more part."""
+def accumulated(ctx: Context, node: Node, target: Node, rows: Rows, *, once: bool = False, replaced: bool = False) -> Any:
+    """An accumulator with one more part, which is added to what stands there, or replaces it."""
     current = ctx.fact(target)
     part = Part(rows, node)
     shape = out_shape(target)
     axes: Axes = tuple((Atom("d", i, s),) for i, s in enumerate(shape))
     if isinstance(current, Sum):
-        return replace(current, parts=(*current.parts, part), once=current.once or once)
+        same_way = current.base is None or current.replaced == replaced
+        return replace(current, parts=(*current.parts, part), once=current.once or once) if same_way else None
     if isinstance(current, Fill) and current.value == 0.0:
         return Sum(axes, None, (part,), once)
-    if (isinstance(current, View) and current.root is target) or isinstance(current, Combined):
-        return Sum(axes, target, (part,), once)
-    return None
+    own = isinstance(current, View) and (current.root is target or ctx.storage[target] is target)  # a clone is a tensor of its own
+    return Sum(axes, target, (part,), once, replaced) if own or isinstance(current, Combined) else None
 
 
 @rule("index_add", "index_reduce")

@@ -52,7 +52,34 @@ def on_reshape(ctx: Context, node: Node, x: Node, *_: Any, **__: Any) -> Any:
     fact = ctx.fact(x)
     if isinstance(fact, Sum | Fill):
         return fact.with_axes(reshape(fact.axes, out_shape(node)) or ()) if isinstance(fact, Fill) else None
-    return reshaped(fact, out_shape(node)) if isinstance(fact, Fact) else None
+    found = reshaped(fact, out_shape(node)) if isinstance(fact, Fact) else None
+    return split_tokens(ctx, fact, out_shape(node)) if found is None and isinstance(fact, Rows | Table) else found
+
+
+def split_tokens(ctx: Context, fact: Rows | Table, sizes: tuple[Size, ...]) -> Any:
+    """Tokens that were one dimension taken apart into batch and sequence, or None: ``table.t().view(E, B, -1)``."""
+    flat = atoms(fact.axes)
+    places = [i for i, a in enumerate(flat) if a.kind == "t"]
+    if len(places) != 1 or (isinstance(fact, Rows) and fact.domain.name != "dense"):
+        return None
+    at, whole = places[0], flat[places[0]].size
+    for first in range(len(sizes)):
+        for last in range(first + 2, len(sizes) + 1):
+            parts = sizes[first:last]
+            if any(same(s, 1) for s in parts) or not same(product(parts), whole):
+                continue
+            before, after = reshape((flat[:at],), sizes[:first]), reshape((flat[at + 1 :],), sizes[last:])
+            if before is not None and after is not None:
+                tokens = tuple((Atom("t", i, s),) for i, s in enumerate(parts))
+                return _with_tokens(ctx, fact.with_axes((*before, *tokens, *after)), parts)
+    return None
+
+
+def _with_tokens(ctx: Context, fact: Rows | Table, tokens: tuple[Size, ...]) -> Any:
+    if isinstance(fact, Table):
+        return replace(fact, routing=ctx.split_routing(fact.routing, tokens))
+    routing = fact.domain.routing
+    return fact if routing is None else replace(fact, domain=replace(fact.domain, routing=ctx.split_routing(routing, tokens)))
 
 
 @rule("squeeze")
