@@ -42,7 +42,7 @@ lint: $(STAMP)
 	$(BIN)/mypy --package moefuse
 
 test: lint kernels
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/null tests/cpu -x -q -n auto
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/null tests/cpu -x -q -n auto --dist worksteal
 
 test-transformers4: $(VENV4)/.installed
 	OMP_NUM_THREADS=1 HYPOTHESIS_PROFILE=deep $(VENV4)/bin/python -m pytest tests/cpu/test_transformers_loops.py -q -n auto
