@@ -57,7 +57,7 @@ class Context:
         self.writes: dict[Node, list[Node]] = {}
         self.mode: dict[Node, tuple[bool, tuple[str, ...]]] = {}
         self.routings: dict[Node, Routing] = {}
-        self.shared: dict[tuple[Routing, tuple[Any, ...]], Routing] = {}
+        self.derived: dict[tuple[Routing, tuple[str, ...], int], Routing] = {}
         self.erasable: dict[Node, bool] = {}
         self.sentinels: dict[Routing, set[int]] = {}
         self.segments: dict[Node, tuple[Part, ...]] = {}
@@ -196,17 +196,15 @@ class Context:
 
     def shared_routing(self, routing: Routing, more: tuple[Any, ...]) -> Routing:
         """The routing of tokens [*tokens, *more], where all with the same first numbers go where ``routing`` says; one object for each."""
-        key = (routing, tuple(map(str, more)))
-        if key not in self.shared:
-            self.shared[key] = replace(routing, tokens=(*routing.tokens, *more), shared=more)
-        return self.shared[key]
+        return self._with_tokens(routing, (*routing.tokens, *more), more)
 
     def split_routing(self, routing: Routing, tokens: tuple[Any, ...]) -> Routing:
         """The same routing with its tokens in so many dimensions; one object for each."""
-        key = (routing, ("split", *map(str, tokens)))
-        if key not in self.shared:
-            self.shared[key] = replace(routing, tokens=tokens)
-        return self.shared[key]
+        return self._with_tokens(routing, tokens, routing.shared)
+
+    def _with_tokens(self, routing: Routing, tokens: tuple[Any, ...], shared: tuple[Any, ...]) -> Routing:
+        key = (routing, tuple(map(str, tokens)), len(shared))
+        return self.derived.setdefault(key, replace(routing, tokens=tokens, shared=shared))
 
     def root_atoms(self, view: View) -> tuple[Atom, ...] | None:
         """The dimensions a view's root is taken apart into (all of them, also those the view no longer shows)."""

@@ -74,8 +74,8 @@ def _combined(ctx: Context, fact: Combined | Apart, holders: list[Node]) -> Regi
     count = _num_experts(ctx, rows.expr, anchor)
     if isinstance(count, Lost):
         return count
-    region = Region(anchor, holders, rows.domain.name, routing, rows.expr, count, getattr(fact, "base", None))  # type: ignore[arg-type]
-    region.apart = isinstance(fact, Apart)
+    base = fact.base if isinstance(fact, Combined) else None
+    region = Region(anchor, holders, rows.domain.name, routing, rows.expr, count, base, apart=isinstance(fact, Apart))  # type: ignore[arg-type]
     if _needs_distinct(rows.expr, False, False) and not routing.distinct:
         return ctx.lost("ids-not-distinct", anchor)
     return region

@@ -67,8 +67,8 @@ class Lowering:
 
     def over(self, result: Node, base: Node) -> Node:
         """The experts' rows where a token chose one, the old ones elsewhere."""
-        ids, count = self.ids(), self.region.num_experts if self.region.rest is None else self.region.rest.numbers.stop
-        chosen = self.emit(torch.bitwise_and, self.emit(torch.ge, ids, 0), self.emit(torch.lt, ids, count))
+        ids = self.ids()
+        chosen = self.emit(torch.bitwise_and, self.emit(torch.ge, ids, 0), self.emit(torch.lt, ids, self.region.all_experts))
         width = shape_of(fake(result))[-1]
         return self.emit(torch.where, self.emit(torch.any, chosen, -1, keepdim=True), result, self.matrix(base, width))
 
@@ -116,15 +116,19 @@ class Lowering:
 
     def for_each(self, rows: Node) -> Node:
         """Rows for every token, where tokens share one."""
-        shared, value, result = self.region.routing.shared, tensor(rows), tensor(self.region.value)
-        if not shared or value is None or result is None:
+        shared, result = self.region.routing.shared, tensor(self.region.value)
+        if not shared or result is None:
             return rows
         lead = shape_of(result)[:-1]
         if not same_shape(lead[-len(shared) :], shared):
             raise ValueError(f"{shared} tokens share ids, and the result has tokens {lead}")
-        wide = self.emit(torch.unsqueeze, rows, 1)
-        wide = self.emit(torch.Tensor.expand, wide, -1, self.product_of(self.sizes(lead)[-len(shared) :]), -1)
-        return self.emit(torch.reshape, wide, (-1, shape_of(value)[1]))
+        return self.repeated(rows, self.product_of(self.sizes(lead)[-len(shared) :]))
+
+    def repeated(self, rows: Node, count: Any) -> Node:
+        """[n * count, width]: every row so many times."""
+        width = shape_of(fake(rows))[1]
+        wide = self.emit(torch.Tensor.expand, self.emit(torch.unsqueeze, rows, 1), -1, count, -1)
+        return self.emit(torch.reshape, wide, (-1, width))
 
     def product_of(self, sizes: list[Any]) -> Any:
         """The product of sizes that are numbers or nodes."""
@@ -336,10 +340,7 @@ class BySlot(Lowering):
     def tokens(self, token: Token, dtype: torch.dtype | None) -> Node:
         """[T*K, width]: rows of the slots, or each token's row once for every slot of it."""
         node = super().tokens(token, dtype)
-        if token.by_slot:
-            return node
-        wide = self.emit(torch.Tensor.expand, self.emit(torch.unsqueeze, node, 1), -1, self.top_k, -1)
-        return self.emit(torch.reshape, wide, (-1, token.width))
+        return node if token.by_slot else self.repeated(node, self.top_k)
 
     def slot_weights(self, weight: Expr | None) -> Node:
         if isinstance(weight, Gate) and not weight.ones and not weight.slots:

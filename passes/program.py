@@ -123,7 +123,7 @@ def take_out(
         tuple(_input(n, roles, known) for n in order),
         tuple(_size(s) for s in region.routing.tokens),
         region.routing.top_k,
-        region.rest.numbers.stop if region.rest is not None else region.num_experts,
+        region.all_experts,
         fake(region.value).device,
     )
 

@@ -56,6 +56,11 @@ class Region:
     replaced: bool = False
 
     @property
+    def all_experts(self) -> int:
+        """Experts, those without weights included."""
+        return self.num_experts if self.rest is None else self.rest.numbers.stop
+
+    @property
     def by_slot(self) -> bool:
         """Whether a slot is what the ops have to see as a token: rows come or go one for each slot."""
         return self.apart or any(isinstance(e, Token) and e.by_slot for e in walk(self.expr))

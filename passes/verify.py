@@ -115,7 +115,7 @@ class Inputs:
     def draw(self, kind: str) -> dict[Node, Any]:
         """Leaves of one probe: tokens, ids and routing weights."""
         region, routing = self.region, self.region.routing
-        tokens, experts, top_k = self.num_rows, _all_experts(region), routing.top_k
+        tokens, experts, top_k = self.num_rows, region.all_experts, routing.top_k
         scores = torch.rand(tokens, max(experts, top_k), generator=self.generator)
         ids = scores.topk(top_k, dim=-1).indices if kind == "random" else torch.arange(top_k).expand(tokens, top_k).clone()
         held = fake(routing.node)
@@ -285,7 +285,7 @@ def _compare(region: Region, values: Inputs, leaves: dict[Node, Any], original: 
 def _has_expert(region: Region, leaves: dict[Node, Any], sample: torch.Tensor, shared: int) -> torch.Tensor:
     """[n, 1]: whether any slot of these tokens has an expert."""
     ids = _ids(region, leaves, sample, shared)
-    return ((ids >= 0) & (ids < _all_experts(region))).any(-1, keepdim=True)
+    return ((ids >= 0) & (ids < region.all_experts)).any(-1, keepdim=True)
 
 
 def _rms(x: torch.Tensor) -> float:
@@ -298,11 +298,6 @@ def _lowest(region: Region, out: torch.dtype) -> torch.dtype:
 
     found: list[torch.dtype] = [*(fake(leaf.source).dtype for leaf in weight_leaves(region.expr)), out]
     return max(found, key=lambda d: torch.finfo(d).eps)
-
-
-def _all_experts(region: Region) -> int:
-    """Experts, those without weights included."""
-    return region.num_experts if region.rest is None else region.rest.numbers.stop
 
 
 def _ids(region: Region, leaves: dict[Node, Any], sample: torch.Tensor, shared: int) -> torch.Tensor:
@@ -323,7 +318,7 @@ def reference(
     top_k = 1 if region.apart else region.routing.top_k
     ids = _ids(region, leaves, sample, shared)
     out: torch.Tensor | None = None
-    for expert in range(_all_experts(region)):
+    for expert in range(region.all_experts):
         row, slot = torch.where(ids == expert)
         if not len(row):
             continue
