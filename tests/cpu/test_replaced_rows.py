@@ -5,7 +5,6 @@ Tokens that no expert takes (ids out of range, over capacity) keep what stood th
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 
 import pytest
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from moefuse.config import Options
-from tests.programs.check import Outcome, light
+from tests.programs.check import Outcome, check_exact
 
 E, H, WIDTH = 4, 12, 20
 BASES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -60,24 +59,9 @@ class Both(Replaced):
 
 
 def check(model: nn.Module, options: Options | None = None) -> Outcome:
-    """Values and gradients equal to those in double precision, on two inputs."""
-    torch._dynamo.reset()
-    outcome, exact = Outcome(), copy.deepcopy(model).double()
+    inputs = (torch.randn(9, H, generator=torch.Generator().manual_seed(seed)) for seed in range(2))
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
-        compiled = torch.compile(model, backend=light(outcome, options), fullgraph=True)
-        for seed in range(2):
-            x = torch.randn(9, H, generator=torch.Generator().manual_seed(seed))
-            results: list[list[Tensor]] = []
-            for called, owner, value in ((compiled, model, x), (exact, exact, x.double())):
-                owner.zero_grad()
-                leaf = value.clone().requires_grad_()
-                out = called(leaf)
-                out.square().sum().backward()
-                grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in owner.parameters()]
-                results.append([out.detach(), leaf.grad, *grads])  # type: ignore[list-item]
-            for got, gold in zip(*results, strict=True):
-                torch.testing.assert_close(got.double(), gold, rtol=1e-4, atol=1e-5)
-    return outcome
+        return check_exact(model, *((x,) for x in inputs), options=options)
 
 
 @pytest.fixture(autouse=True)

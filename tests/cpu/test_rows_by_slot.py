@@ -5,14 +5,13 @@ Ainslie et al., CoLT5; Shen et al., JetMoE. The rows go in or come out one for e
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.programs.check import Outcome, light
+from tests.programs.check import Outcome, check_exact
 
 E, H, WIDTH = 4, 12, 10
 
@@ -82,21 +81,7 @@ def mixing(rows: Tensor) -> Tensor:
 
 
 def check(model: nn.Module, *inputs: Tensor, dynamic: bool = False) -> Outcome:
-    """Values and gradients equal to those in double precision."""
-    torch._dynamo.reset()
-    outcome, exact = Outcome(), copy.deepcopy(model).double()
-    compiled = torch.compile(model, backend=light(outcome), fullgraph=True, dynamic=dynamic)
-    for x in inputs:
-        results: list[list[Tensor]] = []
-        for called, owner, value in ((compiled, model, x), (exact, exact, x.double())):
-            owner.zero_grad()
-            leaf = value.clone().requires_grad_()
-            out = called(leaf)
-            out.square().sum().backward()
-            results.append([out.detach(), leaf.grad, *(p.grad for p in owner.parameters())])  # type: ignore[list-item]
-        for got, gold in zip(*results, strict=True):
-            torch.testing.assert_close(got.double(), gold, rtol=2e-4, atol=2e-5)
-    return outcome
+    return check_exact(model, *((x,) for x in inputs), dynamic=dynamic, tolerance=2e-4)
 
 
 def tokens(count: int, seed: int = 0) -> Tensor:

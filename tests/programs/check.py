@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -131,6 +132,30 @@ def check_model(model: MoE, *, plain: bool, full: bool = False, grad: bool = Tru
     if full:
         report = moefuse.last_report()
         outcome = Outcome(list(report.fused), list(report.skipped), report.graph_count)
+    return outcome
+
+
+def check_exact(
+    model: nn.Module, *inputs: tuple[Tensor, ...], options: Options | None = None, dynamic: bool = False, tolerance: float = 1e-4
+) -> Outcome:
+    """Any module, in one graph, on each of the inputs: outputs and gradients equal to those in double precision.
+
+    The first input of each is differentiated, too; a parameter without a gradient has zeros.
+    """
+    torch._dynamo.reset()
+    outcome, exact = Outcome(), copy.deepcopy(model).double()
+    compiled = torch.compile(model, backend=light(outcome, options), fullgraph=True, dynamic=dynamic)
+    for first, *rest in inputs:
+        results: list[list[Tensor]] = []
+        for called, owner, value in ((compiled, model, first), (exact, exact, first.double())):
+            owner.zero_grad()
+            leaf = value.clone().requires_grad_()
+            out = called(leaf, *rest)
+            out.square().sum().backward()
+            grads = [torch.zeros_like(t) if t.grad is None else t.grad for t in (leaf, *owner.parameters())]
+            results.append([out.detach(), *grads])
+        for got, wanted in zip(*results, strict=True):
+            torch.testing.assert_close(got.double(), wanted, rtol=tolerance, atol=0.1 * tolerance)
     return outcome
 
 
