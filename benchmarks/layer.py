@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import random
 import statistics
 import subprocess
 import sys
@@ -39,6 +40,7 @@ NAMES = (
     "triton_kernels",
 )  # fmt: skip
 SETS = {1: 16, 8: 8, 64: 4, 512: 3}
+LEAST_TURNS = 9
 Lists = tuple[list[Tensor], ...]
 Call = Callable[[Tensor, Tensor, Tensor], Any]
 
@@ -217,12 +219,12 @@ class Timed:
 
 
 def take_turns(timed: list[Timed], seconds: float) -> None:
-    """Time each once per turn, in an order that rotates."""
-    started = time.perf_counter()
+    """Time each once per turn. The order is shuffled: who comes before decides the clock and the cache that one finds."""
+    started, order = time.perf_counter(), random.Random(0)
     for turn in range(60):
-        if turn >= 5 and time.perf_counter() - started > seconds:
+        if turn >= LEAST_TURNS and time.perf_counter() - started > seconds:
             break
-        for it in timed[turn % len(timed) :] + timed[: turn % len(timed)]:
+        for it in order.sample(timed, len(timed)):
             # The reference loop takes milliseconds and waits for the device: a few turns are enough.
             if it.graph is not None or turn < 3:
                 it.times.append(it.once())
