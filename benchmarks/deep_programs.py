@@ -2,7 +2,7 @@
 
     python benchmarks/deep_programs.py --programs 20000 --jobs 8 --out benchmarks/results/deep-programs.json
 
-The generators are those of the tests (tests/strategies.py, tests/programs), the checks too. A shard is one kind of program with one seed, so
+The generators and the checks are those of the tests (tests/strategies.py, tests/programs). A shard is one kind of program with one seed, so
 that a log can be continued: shards that it holds already are not run again. Programs are counted once, however often they are drawn.
 """
 

@@ -13,10 +13,11 @@ from torch.fx import Node
 
 from moefuse.passes.axes import Atom, Axes, align
 from moefuse.passes.context import Context
-from moefuse.passes.expr import Cast, Expr, Leaf, Linear, Op, SharedVector, Slice, SlotWeight, Token, has_linear
+from moefuse.passes.expr import Cast, Expr, Leaf, Linear, Op, SharedVector, SlotWeight, Token, has_linear
 from moefuse.passes.facts import Column, Domain, Rows, Table, View
 from moefuse.passes.operands import padded, real, scalar
 from moefuse.passes.ops import BINARY, UNARY, Call, tensor
+from moefuse.passes.pieces import piece
 from moefuse.passes.sizes import same, same_shape, shape_of
 
 _POINTWISE = frozenset((*UNARY, *BINARY))
@@ -121,8 +122,8 @@ def _inside(ctx: Context, top: Node, node: Node, inside: set[Node], memo: dict[N
         return go(first) if isinstance(first, Node) else None
     if call.name in _POINTWISE:
         return _pointwise(node, go, call)
-    if call.name == "getitem":
-        return _piece(ctx, node, go, first, call.args[1])
+    if call.name in ("getitem", "select"):
+        return piece(ctx, node, go, inside)
     return None
 
 
@@ -189,30 +190,6 @@ def _over_features(node: Node, go: Any, x: Node, call: Call) -> Expr | None:
     if call.name == "softmax":
         return Op(node, call.name, (go(x),), (("dim", -1),))
     return Op(node, call.name, (go(x),), (("dim", -1), ("keepdim", True)))
-
-
-def _piece(ctx: Context, node: Node, go: Any, source: Any, index: Any) -> Expr | None:
-    """A half of a projection: ``chunk(2, -1)[i]`` or a slice of the last dimension."""
-    if not isinstance(source, Node):
-        return None
-    call, value = ctx.calls[source], tensor(node)
-    features = [t.shape[-1] for t in (tensor(source), tensor(source.args[0]) if source.args else None, value) if t is not None and t.dim()]
-    if value is None or not all(isinstance(size, int) for size in features):
-        return None
-    if call is not None and call.name in ("chunk", "split") and isinstance(index, int) and isinstance(call.args[0], Node):
-        before = tensor(call.args[0])
-        dim = call.kwargs.get("dim", call.args[2] if len(call.args) > 2 else 0)
-        if before is None or dim not in (-1, before.dim() - 1) or int(before.shape[-1]) % int(value.shape[-1]):
-            return None
-        width = int(value.shape[-1])
-        return Slice(node, go(call.args[0]), index * width, 1, width, int(before.shape[-1]))
-    before = tensor(source)
-    if before is None or not isinstance(index, tuple) or not isinstance(index[-1], slice):
-        return None
-    if any(i is not Ellipsis and i != slice(None) for i in index[:-1]) or (Ellipsis not in index and len(index) != before.dim()):
-        return None
-    start, stop, step = index[-1].indices(int(before.shape[-1]))
-    return Slice(node, go(source), start, step, len(range(start, stop, step)), int(before.shape[-1]))
 
 
 __all__ = ["View", "cone", "cone_rows"]
