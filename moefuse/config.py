@@ -22,10 +22,16 @@ ENVIRONMENT: dict[str, tuple[str, dict[str, object]]] = {
 }
 """Environment variable -> (the option whose default it sets, legal text -> value)."""
 
-SWITCHES: dict[str, tuple[str, ...]] = {"MOEFUSE_CPU_KERNEL": ("0", "1"), "MOEFUSE_AUTOTUNE": ("0", "1"), "MOEFUSE_CACHE_DIR": ()}
+SWITCHES: dict[str, tuple[str, ...]] = {
+    "MOEFUSE_CPU_KERNEL": ("0", "1"),
+    "MOEFUSE_AUTOTUNE": ("0", "1"),
+    "MOEFUSE_OVERLAP": ("0", "1"),
+    "MOEFUSE_CACHE_DIR": (),
+}
 """Environment variables that set no option -> legal texts, none where any text is.
 
-MOEFUSE_CPU_KERNEL=0 leaves the C++ kernels out; MOEFUSE_AUTOTUNE=0 forbids tuning, and nothing that was tuned earlier is used.
+MOEFUSE_CPU_KERNEL=0 leaves the C++ kernels out; MOEFUSE_AUTOTUNE=0 forbids tuning, and nothing that was tuned earlier is used;
+MOEFUSE_OVERLAP=0 runs shared experts behind the routed ones instead of beside them.
 """
 
 
@@ -42,6 +48,8 @@ class Options:
         enabled: False hands every graph to Inductor as it is.
         capture: False leaves data-dependent expert loops to Dynamo, which breaks the graph there.
         cost_gate: leave a region alone whose program was measured to be at least as fast as the fused op; False fuses it all the same.
+        overlap: up to so many tokens, a shared expert becomes one op with the routed ones and runs beside them on a stream of its own
+            (CUDA, inference); 0 leaves shared experts as they are.
     """
 
     verify: Verify = "probe"
@@ -51,6 +59,7 @@ class Options:
     enabled: bool = True
     capture: bool = True
     cost_gate: bool = True
+    overlap: int = 0
 
     def __post_init__(self) -> None:
         if self.verify not in get_args(Verify):
@@ -60,6 +69,8 @@ class Options:
                 raise _illegal(name, getattr(self, name), "True or False")
         if isinstance(self.max_rewrites, bool) or not isinstance(self.max_rewrites, int | None) or (self.max_rewrites or 0) < 0:
             raise _illegal("max_rewrites", self.max_rewrites, "a non-negative integer or None")
+        if isinstance(self.overlap, bool) or not isinstance(self.overlap, int) or self.overlap < 0:
+            raise _illegal("overlap", self.overlap, "a non-negative integer")
         self._check_exclude()
 
     def _check_exclude(self) -> None:
