@@ -33,11 +33,8 @@ def inputs(tokens: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def call(w: dict[str, Tensor], x: Tensor, ids: Tensor, scores: Tensor, gate: Tensor, overlap: int) -> Tensor:
     routed: tuple[Any, ...] = ([x, ids, scores, w["w_in"], w["w_out"]], [1, 0, 1, 0, 0, 0], *encode("silu", (), "merged", False, False))
-    shared: tuple[Any, ...] = (
-        [x, gate, w["gate"], w["up"], w["down"]],
-        [1, 1, 1, 1, 0, 0, 0],
-        *encode("silu", (), "separate", False, False),
-    )
+    body = encode("silu", (), "separate", False, False)
+    shared: tuple[Any, ...] = ([x, gate, w["gate"], w["up"], w["down"]], [1, 1, 1, 1, 0, 0, 0], *body)
     out: Tensor = torch.ops.moefuse.experts_and_shared(*routed, x.dtype, *shared, overlap)
     return out
 
