@@ -61,6 +61,20 @@ def unbacked(value: Any) -> set[Any]:
     return set(free_unbacked_symbols(value))
 
 
+def expression(number: Any) -> Any:
+    """The expression of a size or a condition on sizes; ``u // 8`` is a fraction in it where the program needs a multiple of 8."""
+    import sympy  # here: importing moefuse must stay cheap
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    expr = sympy.sympify(getattr(number.node, "expr", None))
+    if expr is None:
+        return None
+    floors = [f for f in expr.atoms(sympy.Function) if type(f).__name__ == "FloorDiv" and f.args[1].is_Integer]
+    environment = number.node.shape_env
+    exact = [f for f in floors if statically_known_true(environment.create_symintnode(f.args[0], hint=None) % int(f.args[1]) == 0)]
+    return expr.subs({f: f.args[0] / f.args[1] for f in exact})
+
+
 def unbacked_in(value: Any) -> set[Any]:
     """Such symbols in whatever a node's value is: a tensor, a number, or a tuple of them."""
     if isinstance(value, tuple | list):

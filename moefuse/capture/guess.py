@@ -145,7 +145,7 @@ def about_size(number: Any) -> tuple[Any, bool] | None:
     """
     import sympy  # here: importing moefuse must stay cheap
 
-    expr = sympy.sympify(getattr(number.node, "expr", None))
+    expr = values.expression(number)
     symbols = values.unbacked(number)
     if expr is None or not symbols or expr.free_symbols != symbols:
         return None

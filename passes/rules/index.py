@@ -108,7 +108,7 @@ def pick(ctx: Context, node: Node, x: Node, fact: Any, dim: int, at: int) -> Any
         return Index(axes, fact.selection, fact.columns[at])
     if isinstance(fact, Entries):
         return entries.column(fact, axes, at) if dim == 1 else None
-    if same(extent(axis), 1):
+    if same(extent(axis), 1) or (only is not None and only.kind == "b"):
         return fact.with_axes(axes)
     if isinstance(fact, Mask | Table | Hit) and only is not None and only.kind == "e":
         expert = at + only.size if at < 0 else at

@@ -11,7 +11,24 @@ from torch.fx import Node
 from moefuse.passes.axes import Atom, Axes, Axis, atoms, extent, reshape
 from moefuse.passes.context import Context, as_size, normalize, out_shape
 from moefuse.passes.expr import Cast
-from moefuse.passes.facts import Counts, Fact, Fill, Hit, Index, IndexMatrix, Mask, Range, Rows, Sorted, Span, Sum, Table, View, Weight
+from moefuse.passes.facts import (
+    Buffer,
+    Counts,
+    Fact,
+    Fill,
+    Hit,
+    Index,
+    IndexMatrix,
+    Mask,
+    Range,
+    Rows,
+    Sorted,
+    Span,
+    Sum,
+    Table,
+    View,
+    Weight,
+)
 from moefuse.passes.ops import tensor
 from moefuse.passes.rules import rule
 from moefuse.passes.rules.spans import hit_of
@@ -29,7 +46,7 @@ def reshaped(fact: Any, sizes: tuple[Size, ...]) -> Any:
     """The fact after a row-major reshape, or None. Rows of an expert have a length that only the run knows: its dimension stays put."""
     if isinstance(fact, IndexMatrix) and len(sizes) == 1 and len(fact.columns) == 1:
         return Index(fact.axes[:1], fact.selection, fact.columns[0])
-    axes = reshape(fact.axes, sizes)
+    axes = reshape(fact.axes, sizes) or _rows_again(fact, sizes)
     shown = tuple(a for a in fact.axes if a)
     if axes is None and shown and shown[0][0].kind == "r" and sizes and not isinstance(sizes[0], int):
         rest = reshape(shown[1:], sizes[1:])
@@ -37,6 +54,15 @@ def reshaped(fact: Any, sizes: tuple[Size, ...]) -> Any:
     if axes is None and isinstance(fact, Rows):
         axes = split_features(fact.axes, sizes)
     return None if axes is None else fact.with_axes(axes)
+
+
+def _rows_again(fact: Any, sizes: tuple[Size, ...]) -> Axes | None:
+    """Elements of rows, one row behind the other, as rows again: how many there are is what is left for the first dimension."""
+    flat: Axis = fact.axes[0] if len(fact.axes) == 1 else ()
+    if not isinstance(fact, Rows | Buffer) or len(flat) < 2 or flat[0].kind != "r" or len(sizes) < 2:
+        return None
+    rest = reshape((flat[1:],), sizes[1:])
+    return None if rest is None else ((flat[0]._replace(size=sizes[0]),), *rest)
 
 
 def split_features(axes: Axes, sizes: tuple[Size, ...]) -> Axes | None:
