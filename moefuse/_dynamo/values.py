@@ -89,6 +89,30 @@ def is_list_iterator(variable: Any) -> bool:
     return isinstance(variable, ListIteratorVariable)
 
 
+def is_generator(variable: Any) -> bool:
+    """Whether a variable is a generator that nobody has listed."""
+    from torch._dynamo.variables.functions import LocalGeneratorObjectVariable
+
+    return isinstance(variable, LocalGeneratorObjectVariable)
+
+
+def _polyfilled(code: Any) -> bool:
+    """Whether code is Dynamo's own, in place of a builtin function."""
+    return "_dynamo/polyfills" in code.co_filename.replace("\\", "/")
+
+
+def enumerates(code: Any) -> bool:
+    """Whether code is that of ``enumerate``."""
+    return code.co_name == "enumerate" and _polyfilled(code)
+
+
+def users(translator: Any) -> Any:
+    """The translator of the user's code that runs a builtin function."""
+    while _polyfilled(translator.f_code) and getattr(translator, "parent", None) is not None:
+        translator = translator.parent
+    return translator
+
+
 def is_constant(variable: Any) -> bool:
     """Whether a variable is a plain Python constant."""
     from torch._dynamo.variables.constant import ConstantVariable

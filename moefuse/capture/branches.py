@@ -11,7 +11,7 @@ from moefuse._dynamo import modules as lists
 from moefuse._dynamo import values
 from moefuse.capture import guess, siblings
 from moefuse.capture.assumptions import Assumption, Kind
-from moefuse.capture.loops import GENERATOR
+from moefuse.capture.bytecode import GENERATOR
 
 if TYPE_CHECKING:
     from moefuse.capture.frame import Frame

@@ -20,6 +20,7 @@ from moefuse.passes.facts import (
     Index,
     IndexMatrix,
     Mask,
+    Occurring,
     Range,
     Rows,
     Sorted,
@@ -248,7 +249,7 @@ def on_cast(ctx: Context, node: Node, x: Node, *_: Any, **__: Any) -> Any:
         return replace(fact, expr=Cast(node, fact.expr, after.dtype))
     if isinstance(fact, Span) and after.dtype == torch.bool:
         return hit_of(fact) if isinstance(hit_of(fact), Hit) else None
-    if isinstance(fact, Mask | Index | IndexMatrix | Sorted | Counts | Range | Hit | Span):
+    if isinstance(fact, Mask | Index | IndexMatrix | Sorted | Counts | Occurring | Range | Hit | Span):
         return fact if not isinstance(fact, Mask) or fact.weight is None else None
     if isinstance(fact, Table):
         return replace(fact, root=node if fact.root is not None else None, root_axes=fact.axes, slots=None if not fact.ones else fact.slots)
