@@ -358,6 +358,14 @@ def lost_track(gm: GraphModule, assumptions: Sequence[Assumption]) -> list[Undis
     return [Undischarged(a, "Dynamo copied the graph") for a in assumptions] if unknown or elsewhere else []
 
 
+def counts_rows(graph: Graph, symbols: set[Any]) -> bool:
+    """Whether one of these sizes is how many rows an expert has, in a graph that is half written."""
+    from moefuse.passes.interpret import interpret
+
+    ctx = interpret(graph)
+    return any((found := _of_size(ctx, n, fact)) is not None and found[0] in symbols for n, fact in ctx.facts.items())
+
+
 def concerns_routing(assumption: Assumption) -> bool:
     """Whether the condition of an assumption is computed from expert ids."""
     from moefuse.passes.interpret import interpret

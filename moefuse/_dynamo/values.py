@@ -75,6 +75,13 @@ def expression(number: Any) -> Any:
     return expr.subs({f: f.args[0] / f.args[1] for f in exact})
 
 
+def undecided(number: Any) -> bool:
+    """Whether the bounds that are known of sizes leave it open if a condition on them holds."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return not isinstance(number, torch.SymBool) or not (statically_known_true(number) or statically_known_true(torch.sym_not(number)))
+
+
 def unbacked_in(value: Any) -> set[Any]:
     """Such symbols in whatever a node's value is: a tensor, a number, or a tuple of them."""
     if isinstance(value, tuple | list):

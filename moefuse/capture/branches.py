@@ -35,6 +35,7 @@ def jump(frame: Frame, tx: Any, at: int) -> None:
         return
     found = _assumed(top)
     if found is None:
+        frame.asks_for_rows(tx, values.symbol(top))
         return
     kind, subject, outcome = found
     here, there = ways if outcome else ways[::-1]

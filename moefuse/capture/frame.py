@@ -178,6 +178,16 @@ class Frame:
         log.debug("tracing this frame again, row by row: %s", why)
         raise control.restart(self.log, "moefuse: representatives do not do")
 
+    def asks_for_rows(self, tx: Any, number: Any) -> None:
+        """A branch, at which Dynamo is about to stop, depends on a number: the user is told if that is how many tokens an expert has."""
+        from moefuse.passes.discharge import counts_rows
+
+        symbols, location = values.unbacked(number) if number is not None else set(), self.location(tx)
+        told = any(known.location == location for known in self.ledger.refusals)
+        if symbols and not told and values.undecided(number) and counts_rows(values.graph_of(tx), symbols):
+            text = CODES["not-captured"].format(what="this branch", detail="it asks how many tokens an expert has")
+            self.ledger.refusals.append(Skipped("not-captured", text, module="", location=location))
+
     # --- giving up ---
 
     def refuse(self, assumption: Assumption, detail: str) -> NoReturn:
