@@ -32,6 +32,7 @@ from moefuse.passes.record import remember
 from moefuse.passes.refusals import refusals
 from moefuse.passes.regions import Refused, Region
 from moefuse.passes.rewrite import replace
+from moefuse.passes.router import one_kernel
 from moefuse.passes.signature import signature
 from moefuse.passes.verify import Verdict, verify
 from moefuse.report import Fused, Skipped
@@ -47,6 +48,7 @@ class GraphResult:
     fused: list[Fused] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
     undischarged: list[Undischarged] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -129,6 +131,7 @@ def _fuse_graph(gm: GraphModule, known: dict[Node, Any], run: _Run) -> bool:
             gm.graph.erase_node(kept)
         leftovers.erase(ctx, {n for claim in claims for n in claim.assumption.nodes})
         run.result.undischarged += discharge.undischarged(ctx, claims, fused)
+    run.result.notes += one_kernel(gm.graph) if fused and run.options.router_topk else []
     return bool(fused) or bool(run.assumptions)
 
 

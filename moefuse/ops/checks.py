@@ -280,3 +280,13 @@ def check_combine(ys: Tensor, weights: Tensor | None, order: Tensor, offsets: Te
     if not _equal(weights.shape[0] * top_k, rows):
         _same(weights.shape[0] * top_k, rows, op, "weights", weights, f"[T, K] with T*K={rows}, the rows of `ys`")
     return weights.shape[0]
+
+
+def check_topk(scores: Tensor, k: int) -> None:
+    """Arguments of ``moefuse::topk``."""
+    if scores.dim() < 1:
+        _bad_value("topk", "scores", f"has shape {_shape(scores)}", "[..., E]")
+    if scores.dtype not in _FLOATS:
+        _bad_type("topk", "scores", f"has dtype {_names([scores.dtype])}", _names(_FLOATS))
+    if not 0 <= k <= scores.shape[-1]:
+        _bad_value("topk", "k", f"is {k}", f"0 to the number of experts, {scores.shape[-1]}")

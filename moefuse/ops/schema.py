@@ -29,6 +29,7 @@ SCHEMAS: tuple[str, ...] = (
     "expert_rows(Tensor[] v, Tensor offsets, SymInt num_rows) -> Tensor",
     "expert_rows_backward(Tensor grad, Tensor[] v, Tensor offsets) -> Tensor[]",
     "combine(Tensor ys, Tensor? weights, Tensor order, Tensor offsets, SymInt top_k, ScalarType? out_dtype) -> Tensor",
+    "topk(Tensor scores, int k) -> (Tensor values, Tensor ids)",
     "combine_backward(Tensor grad, Tensor ys, Tensor? weights, Tensor order, Tensor offsets, SymInt top_k, bool[] needs) -> Tensor[]",
 )
 

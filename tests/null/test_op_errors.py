@@ -299,6 +299,19 @@ def test_combine(changes: dict[str, Any], error: type[Exception], text: str) -> 
     both(lambda fake: invoke(ops.combine, values, fake), error, f"moefuse::combine: {text}")
 
 
+@pytest.mark.parametrize(
+    ("changes", "error", "text"),
+    [
+        case("scores-rank", {"scores": z()}, ValueError, "argument `scores` has shape []; legal: [..., E]"),
+        case("scores-dtype", {"scores": ids(5, 8)}, TypeError, f"argument `scores` has dtype int64; legal: {FLOATS}"),
+        case("k-many", {"k": 9}, ValueError, "argument `k` is 9; legal: 0 to the number of experts, 8"),
+        case("k-negative", {"k": -1}, ValueError, "argument `k` is -1; legal: 0 to the number of experts, 8"),
+    ],
+)
+def test_topk(changes: dict[str, Any], error: type[Exception], text: str) -> None:
+    both(lambda fake: invoke(ops.topk, {"scores": z(5, 8), "k": 2, **changes}, fake), error, f"moefuse::topk: {text}")
+
+
 def test_internal_forward_has_no_gradient() -> None:
     tensors, counts = join([z(5, 6).requires_grad_(), *list(EXPERTS.values())[1:9]], 3)
     with pytest.raises(RuntimeError, match=r"moefuse::experts_forward is internal and has no gradient; call the public op it belongs to"):

@@ -142,3 +142,22 @@ def test_training(name: str, arch: int | str, on_input: bool, launches: list[Any
 
     compile_all(launches, arch, tmp_path, monkeypatch, run)
     assert {"linear_tiles", "weight_grads", "activate", "activate_grads", "sum_rows"} <= {s.launch.kernel.__name__ for s, _ in launches}
+
+
+SCORES = [(4096, 1024, 32), (300, 8, 2)]
+
+
+@pytest.mark.parametrize("arch", list(SHARED))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_topk(dtype: torch.dtype, arch: int | str, launches: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys of 32 and of 64 bits; the widest row is what has to fit the registers of one warp."""
+    from moefuse.kernels.triton import router
+
+    sizes = SCORES if arch == 90 or DEEP else SCORES[:1]
+
+    def run() -> None:
+        for tokens, experts, k in sizes:
+            router.topk(torch.empty(tokens, experts, dtype=dtype, device="meta"), k)
+
+    compile_all(launches, arch, tmp_path, monkeypatch, run)
+    assert len(launches) == len(sizes)

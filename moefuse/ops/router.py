@@ -1,0 +1,57 @@
+"""``moefuse::topk``: a router's choice as one operation with one meaning, with its fake, registration and gradient.
+
+``torch.topk`` leaves open which of two equal scores comes first, and the order under ``sorted=False``; the op does not, so that its kernels
+agree with each other and from run to run. It is defined by ``moefuse/ops/reference.py``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moefuse.ops.autograd import below_autograd, ops, wants_grad
+from moefuse.ops.checks import check_topk
+from moefuse.ops.schema import implement
+from moefuse.runtime import providers
+
+
+def _topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    check_topk(scores, k)
+    out: tuple[Tensor, Tensor] = providers.run("topk", scores, k)
+    return out
+
+
+def _topk_fake(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    check_topk(scores, k)
+    shape = (*scores.shape[:-1], k)
+    return scores.new_empty(shape), scores.new_empty(shape, dtype=torch.int64)
+
+
+class _TopK(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        with below_autograd():
+            values, ids = ops.topk(scores, k)
+        ctx.mark_non_differentiable(ids)
+        ctx.shape = scores.shape
+        ctx.save_for_backward(ids)
+        return values, ids
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor, None]:
+        (ids,) = ctx.saved_tensors
+        # Positions are distinct in a row, so nothing is added up and the result is exact.
+        return grad.new_zeros(ctx.shape).scatter(-1, ids, grad), None
+
+
+def topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Autograd entry of ``moefuse::topk``."""
+    if wants_grad((scores,)):
+        return _TopK.apply(scores, k)  # type: ignore[no-any-return,no-untyped-call]
+    with below_autograd():
+        return ops.topk(scores, k)  # type: ignore[no-any-return]
+
+
+implement("topk", kernel=_topk, fake=_topk_fake, autograd=topk)
