@@ -1,7 +1,7 @@
 """A router's ``torch.topk`` as ``moefuse::topk``: one launch instead of a search and a sort.
 
-The scores stay the user's arithmetic and the values their bits; of equal scores the op takes the lowest position, where ``torch.topk`` leaves
-open which, and its results are in descending order under ``sorted=False`` too.
+The scores stay the user's arithmetic, and values keep their bits. Of equal scores the op takes the lowest position, where ``torch.topk``
+leaves open which, and its results are in descending order under ``sorted=False`` too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ARGUMENTS = ("k", "dim", "largest", "sorted")
 
 
 def one_kernel(graph: Graph) -> list[str]:
-    """Replace every top-k between a router's projection and the ids of a fused region (groups of experts included); notes for the report."""
+    """Replace every top-k between a router's projection and the ids of a fused region, those of groups too. Notes for the report."""
     notes: dict[str, None] = {}
     for node, call in _choices(graph):
         if _replaced(graph, node, call):

@@ -114,7 +114,7 @@ PROVIDERS: dict[str, list[Provider]] = {
     "expert_rows_backward": _triton("tier", "expert_rows_backward") + _portable(grouped.expert_rows_backward),
     "combine": _triton("tier", "combine") + _portable(grouped.combine),
     "combine_backward": _triton("tier", "combine_backward") + _portable(grouped.combine_backward),
-    "topk": _triton("router", "topk") + _portable(topk_reference),
+    "topk": _triton("router_plan", "topk") + _portable(topk_reference),
 }
 
 

@@ -151,13 +151,13 @@ SCORES = [(4096, 1024, 32), (300, 8, 2)]
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_topk(dtype: torch.dtype, arch: int | str, launches: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys of 32 and of 64 bits; the widest row is what has to fit the registers of one warp."""
-    from moefuse.kernels.triton import router
+    from moefuse.kernels.triton import router_plan
 
     sizes = SCORES if arch == 90 or DEEP else SCORES[:1]
 
     def run() -> None:
         for tokens, experts, k in sizes:
-            router.topk(torch.empty(tokens, experts, dtype=dtype, device="meta"), k)
+            router_plan.topk(torch.empty(tokens, experts, dtype=dtype, device="meta"), k)
 
     compile_all(launches, arch, tmp_path, monkeypatch, run)
     assert len(launches) == len(sizes)

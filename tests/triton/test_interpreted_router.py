@@ -22,9 +22,9 @@ SPECIAL = [0.0, -0.0, 1.0, -1.0, 1e-41, -1e-41, 3e-8, 65504.0, -65504.0, float("
 
 @pytest.fixture
 def ran() -> Iterator[list[str]]:
-    from moefuse.kernels.triton import router
+    from moefuse.kernels.triton import router_plan
 
-    with interpreted(router, ("topk",)) as names:
+    with interpreted(router_plan, ("topk",)) as names:
         yield names
 
 
@@ -102,10 +102,10 @@ def test_gradient(ran: list[str]) -> None:
 
 
 def test_what_the_kernel_leaves_to_torch() -> None:
-    from moefuse.kernels.triton import router
+    from moefuse.kernels.triton import router_plan
 
     meta = {"device": "meta"}
-    assert router.supports(torch.empty(2, 1024, **meta), 32) is None
-    assert router.supports(torch.empty(2, 1025, **meta), 8) == "1025 experts, the kernel takes 1024"
-    assert router.supports(torch.empty(2, 64, **meta), 33) == "33 experts per token, the kernel takes 32"
-    assert router.supports(torch.empty(2, 64, dtype=torch.float64, **meta), 8) == "no kernel for torch.float64"
+    assert router_plan.supports(torch.empty(2, 1024, **meta), 32) is None
+    assert router_plan.supports(torch.empty(2, 1025, **meta), 8) == "1025 experts, the kernel takes 1024"
+    assert router_plan.supports(torch.empty(2, 64, **meta), 33) == "33 experts per token, the kernel takes 32"
+    assert router_plan.supports(torch.empty(2, 64, dtype=torch.float64, **meta), 8) == "no kernel for torch.float64"
