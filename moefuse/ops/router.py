@@ -2,6 +2,8 @@
 
 ``torch.topk`` leaves open which of two equal scores comes first, and the order under ``sorted=False``; the op does not, so that its kernels
 agree with each other and from run to run. It is defined by ``moefuse/ops/reference.py``.
+
+In a graph for Inductor the call of a Triton kernel takes the op's place, so that it is launched by Inductor's code, not through Python.
 """
 
 from __future__ import annotations
@@ -11,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moefuse._torch_private import when_functionalized
 from moefuse.ops.autograd import below_autograd, ops, wants_grad
 from moefuse.ops.checks import check_topk
-from moefuse.ops.schema import implement
+from moefuse.ops.schema import LIBRARY, implement
 from moefuse.runtime import providers
 
 
@@ -55,3 +58,4 @@ def topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 implement("topk", kernel=_topk, fake=_topk_fake, autograd=topk)
+when_functionalized("moefuse::topk", LIBRARY, lambda *args: providers.select("topk", *args).traced)
