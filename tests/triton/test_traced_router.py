@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.source import ConstantSource
 from torch._functorch.aot_autograd import aot_export_joint_simple
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 KERNEL = torch.ops.higher_order.triton_kernel_wrapper_functional
 
@@ -27,13 +29,13 @@ def compiles_for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(driver), "active", property(lambda self: Driver()))
 
 
-def traced(k: int, device: str, *sizes: int, dtype: torch.dtype = torch.float32, transposed: bool = False) -> list[Node]:
+def traced(k: int, device: str, *sizes: Any, dtype: torch.dtype = torch.float32, transposed: bool = False, mode: Any = None) -> list[Node]:
     import moefuse.ops  # noqa: F401  (registers the op)
 
     def router(scores: Tensor) -> Any:
         return torch.ops.moefuse.topk(scores.exp(), k)
 
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with mode or FakeTensorMode(allow_non_fake_inputs=True):
         scores = torch.empty(*sizes, device=device, dtype=dtype)
         gm = aot_export_joint_simple(router, (scores.mT if transposed else scores,), trace_joint=False)
     return list(gm.graph.nodes)
@@ -46,6 +48,19 @@ def test_a_kernel_that_writes_its_results(sizes: tuple[int, ...]) -> None:
     assert call.kwargs["tensors_to_clone"] == ["values", "ids"]
     assert call.kwargs["kwargs"]["K"] == 4
     assert all(n >= 1 for n in call.kwargs["grid"][0])
+
+
+@pytest.mark.usefixtures("compiles_for_hopper")
+def test_any_number_of_tokens() -> None:
+    """One graph for every T, without a guard; no grid is empty."""
+    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    sizes = StatelessSymbolicContext([DimDynamic.DYNAMIC])
+    tokens = mode.from_tensor(torch.empty(8), symbolic_context=sizes, source=ConstantSource("x")).shape[0]
+    (call,) = (n for n in traced(4, "cuda", tokens, 128, mode=mode) if n.target is KERNEL)
+    size = call.kwargs["grid"][0][0].meta["val"]
+    assert isinstance(size, torch.SymInt)
+    assert [size.node.expr.subs({tokens.node.expr: n}) for n in (0, 1, 9)] == [1, 1, 3]
+    assert not mode.shape_env.guards
 
 
 @pytest.mark.usefixtures("compiles_for_hopper")
