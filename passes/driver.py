@@ -131,7 +131,7 @@ def _fuse_graph(gm: GraphModule, known: dict[Node, Any], run: _Run) -> bool:
             gm.graph.erase_node(kept)
         leftovers.erase(ctx, {n for claim in claims for n in claim.assumption.nodes})
         run.result.undischarged += discharge.undischarged(ctx, claims, fused)
-    run.result.notes += one_kernel(gm.graph) if fused and run.options.router_topk else []
+    run.result.notes += one_kernel(gm.graph, run.options) if fused else []
     return bool(fused) or bool(run.assumptions)
 
 

@@ -1,4 +1,4 @@
-"""A router's ``torch.topk`` as ``moefuse::topk``: one launch instead of a search and a sort.
+"""A router's ``torch.topk`` as ``moefuse::topk``: one launch instead of a search and a sort. Or the whole router, if the user asks for it.
 
 The scores stay the user's arithmetic, and values keep their bits. Of equal scores the op takes the lowest position, where ``torch.topk``
 leaves open which, and its results are in descending order under ``sorted=False`` too.
@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import operator
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.fx import Graph, Node
 
+from moefuse.passes import recipes
 from moefuse.passes.devices import unsupported
 from moefuse.passes.emit import Emitter
 from moefuse.passes.ops import Call, call_of, fake, location, tensor
+
+if TYPE_CHECKING:
+    from moefuse.config import Options
 
 DEVICES = {"cuda"}
 """Where the op has a kernel that is quicker than ``torch.topk``."""
@@ -25,13 +29,18 @@ _PRODUCTS = frozenset("linear matmul mm bmm addmm baddbmm einsum".split())
 _ARGUMENTS = ("k", "dim", "largest", "sorted")
 
 
-def one_kernel(graph: Graph) -> list[str]:
+def one_kernel(graph: Graph, options: Options) -> list[str]:
     """Replace every top-k between a router's projection and the ids of a fused region, those of groups too. Notes for the report."""
     notes: dict[str, None] = {}
-    for node, call in _choices(graph):
-        if _replaced(graph, node, call):
-            file, _, line = location(node).rpartition(":")
-            where = f" at {os.path.basename(file)}:{line}" if file else ""
+    for node, call in _choices(graph) if options.router_topk or options.fuse_router else ():
+        file, _, line = location(node).rpartition(":")
+        where = f" at {os.path.basename(file)}:{line}" if file else ""
+        k = _count(call) if node.users else None
+        if k is None:
+            continue
+        if options.fuse_router and recipes.fused(graph, node, call, k):
+            notes[f"the router{where} is one kernel behind its logits"] = None
+        elif options.router_topk and _replaced(graph, node, call, k):
             notes[f"the router's top-k{where} is one kernel, which gives equal scores to the lowest expert"] = None
     return list(notes)
 
@@ -53,13 +62,9 @@ def _choices(graph: Graph) -> list[tuple[Node, Call]]:
     return found
 
 
-def _replaced(graph: Graph, node: Node, call: Call) -> bool:
-    """Replace one top-k, if the op computes the same and has a kernel for it."""
-    scores, k = tensor(call.args[0]), _count(call)
-    if scores is None or k is None or scores.device.type not in DEVICES or not scores.is_floating_point():
-        return False
-    if not scores.dim() or not isinstance(scores.shape[-1], int) or not 0 <= k <= scores.shape[-1]:
-        return False
+def _replaced(graph: Graph, node: Node, call: Call, k: int) -> bool:
+    """Replace one top-k, if the op has a kernel for it."""
+    scores = tensor(call.args[0])
     if any(user.target is not operator.getitem for user in node.users):
         return False
     emit = Emitter(graph, node, node, {})
@@ -74,12 +79,15 @@ def _replaced(graph: Graph, node: Node, call: Call) -> bool:
 
 
 def _count(call: Call) -> int | None:
-    """K of a top-k for the greatest along the last dimension; None for any other."""
+    """K of a top-k on a device with kernels, for the greatest of a fixed number along the last dimension; None for any other."""
     given: dict[str, Any] = {"dim": -1, "largest": True, **dict(zip(_ARGUMENTS, call.args[1:], strict=False)), **call.kwargs}
     scores, k = tensor(call.args[0]), given.get("k")
-    last = scores is not None and isinstance(given["dim"], int) and given["dim"] in (-1, scores.dim() - 1)
-    plain = type(k) is int and given["largest"] is True and last and not call.inplace
-    return k if plain else None
+    if scores is None or not scores.dim() or scores.device.type not in DEVICES or not scores.is_floating_point() or call.inplace:
+        return None
+    if given["dim"] not in (-1, scores.dim() - 1) or given["largest"] is not True:
+        return None
+    experts = scores.shape[-1]
+    return k if type(k) is int and isinstance(experts, int) and 0 <= k <= experts else None
 
 
 def _shapes(node: Node) -> list[tuple[Any, ...]]:

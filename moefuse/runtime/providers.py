@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+from moefuse.ops.recipe import route_reference
 from moefuse.ops.reference import topk_reference
 from moefuse.runtime import backward, cpu, dense, grouped, native
 
@@ -119,6 +120,7 @@ PROVIDERS: dict[str, list[Provider]] = {
     "expert_rows_backward": _triton("tier", "expert_rows_backward") + _portable(grouped.expert_rows_backward),
     "combine": _triton("tier", "combine") + _portable(grouped.combine),
     "combine_backward": _triton("tier", "combine_backward") + _portable(grouped.combine_backward),
+    "route": _triton("router_plan", "route", traced="route_traced") + _portable(route_reference),
     "topk": _triton("router_plan", "topk", traced="topk_traced") + _portable(topk_reference),
 }
 

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from moefuse.ops.recipe import SCORES, Recipe, route_reference
 from moefuse.ops.reference import topk_reference
 from tests.triton.interpreted_case import interpreted
 
@@ -24,7 +25,7 @@ SPECIAL = [0.0, -0.0, 1.0, -1.0, 1e-41, -1e-41, 3e-8, 65504.0, -65504.0, float("
 def ran() -> Iterator[list[str]]:
     from moefuse.kernels.triton import router_plan
 
-    with interpreted(router_plan, ("topk",)) as names:
+    with interpreted(router_plan, ("topk", "route")) as names:
         yield names
 
 
@@ -99,6 +100,49 @@ def test_gradient(ran: list[str]) -> None:
     (got,) = torch.autograd.grad((values * torch.arange(12).view(4, 3)).sum(), scores)
     (want,) = torch.autograd.grad((scores.gather(1, ids) * torch.arange(12).view(4, 3)).sum(), scores)
     assert torch.equal(got, want)
+
+
+@st.composite
+def recipes(draw: st.DrawFn) -> tuple[Recipe, int]:
+    """Any recipe, with a number of experts for it."""
+    groups = draw(st.sampled_from([0, 0, 1, 2, 3, 4]))
+    of_each = draw(st.integers(2, 5))
+    experts = max(groups, 1) * of_each
+    kept = draw(st.integers(1, groups)) if groups else 0
+    recipe = Recipe(
+        draw(st.integers(1, of_each * max(kept, 1))),
+        draw(st.sampled_from(SCORES)),
+        groups,
+        kept,
+        draw(st.integers(1, of_each)) if groups else 0,
+        lowest=draw(st.booleans()),
+        by_choice=draw(st.booleans()),
+        weight=draw(st.sampled_from(SCORES)),
+        renormalise=draw(st.booleans()),
+        eps=draw(st.sampled_from([0.0, 1e-20, 0.125])),
+        least=draw(st.sampled_from([0.0, 0.5])),
+        scale=draw(st.sampled_from([1.0, 2.5])),
+    )
+    return recipe, experts
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(recipe=recipes(), tokens=st.integers(0, 5), biased=st.booleans(), half=st.booleans(), seed=st.integers(0, 1 << 30))
+def test_any_recipe(ran: list[str], recipe: tuple[Recipe, int], tokens: int, biased: bool, half: bool, seed: int) -> None:
+    """Ids and weights as the op is defined. Where a sum may be near zero it is divided by, any rounding shows: positive logits there."""
+    how, experts = recipe
+    source = torch.Generator().manual_seed(seed)
+    logits = torch.randn(tokens, experts, generator=source)
+    bias = torch.rand(experts, generator=source) * 0.2 if biased else None
+    if how.renormalise and how.score == how.weight == "identity":
+        logits = logits.abs()
+    dtype = torch.float16 if half else torch.float32
+    weights, ids = torch.ops.moefuse.route(logits, bias, *how.arguments, dtype)
+    want_weights, want_ids = route_reference(logits, bias, how, dtype)
+    assert ran[-1] == "route"
+    assert torch.equal(ids, want_ids)
+    assert weights.dtype == dtype
+    torch.testing.assert_close(weights, want_weights, rtol=max(2e-6, torch.finfo(dtype).eps), atol=1e-7)
 
 
 def test_what_the_kernel_leaves_to_torch() -> None:

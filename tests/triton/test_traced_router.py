@@ -72,6 +72,23 @@ def test_rows_are_dense() -> None:
     assert any(n.target is torch.ops.aten.clone.default for n in nodes)
 
 
+@pytest.mark.usefixtures("compiles_for_hopper")
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_whole_router(biased: bool) -> None:
+    from moefuse.ops.recipe import Recipe
+
+    def router(logits: Tensor, bias: Tensor) -> Any:
+        return torch.ops.moefuse.route(logits, bias if biased else None, *Recipe(4, "softmax", 8, 2, 2).arguments, torch.bfloat16)
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        inputs = torch.empty(3, 64, device="cuda", dtype=torch.bfloat16), torch.empty(64, device="cuda")
+        nodes = aot_export_joint_simple(router, inputs, trace_joint=False).graph.nodes
+    (call,) = (n for n in nodes if n.target is KERNEL)
+    assert call.kwargs["tensors_to_clone"] == ["weights", "ids"]
+    assert call.kwargs["kwargs"]["weights"].meta["val"].dtype == torch.bfloat16
+    assert call.kwargs["kwargs"]["BIAS"] == biased
+
+
 @pytest.mark.parametrize(("device", "dtype"), [("cpu", torch.float32), ("cuda", torch.float64)])
 def test_elsewhere_the_op_stays(device: str, dtype: torch.dtype) -> None:
     targets = [n.target for n in traced(4, device, 8, 128, dtype=dtype)]
