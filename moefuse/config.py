@@ -22,10 +22,16 @@ ENVIRONMENT: dict[str, tuple[str, dict[str, object]]] = {
 }
 """Environment variable -> (the option whose default it sets, legal text -> value)."""
 
-SWITCHES: dict[str, tuple[str, ...]] = {"MOEFUSE_CPU_KERNEL": ("0", "1"), "MOEFUSE_AUTOTUNE": ("0", "1"), "MOEFUSE_CACHE_DIR": ()}
+SWITCHES: dict[str, tuple[str, ...]] = {
+    "MOEFUSE_CPU_KERNEL": ("0", "1"),
+    "MOEFUSE_AUTOTUNE": ("0", "1"),
+    "MOEFUSE_OVERLAP": ("0", "1"),
+    "MOEFUSE_CACHE_DIR": (),
+}
 """Environment variables that set no option -> legal texts, none where any text is.
 
-MOEFUSE_CPU_KERNEL=0 leaves the C++ kernels out; MOEFUSE_AUTOTUNE=0 forbids tuning, and nothing that was tuned earlier is used.
+MOEFUSE_CPU_KERNEL=0 leaves the C++ kernels out; MOEFUSE_AUTOTUNE=0 forbids tuning, and nothing that was tuned earlier is used;
+MOEFUSE_OVERLAP=0 runs shared experts behind the routed ones instead of beside them.
 """
 
 
@@ -45,6 +51,8 @@ class Options:
         router_topk: run ``torch.topk`` of a fused region's router as one kernel on CUDA devices; False leaves it to torch.
         fuse_router: in inference on CUDA devices, run all that such a router does with its logits as one kernel; scores are rounded
             differently then, so that nearly equal ones may change places.
+        overlap: up to so many tokens, a shared expert becomes one op with the routed ones and runs beside them on a stream of its own
+            (CUDA, inference); 0 leaves shared experts as they are.
     """
 
     verify: Verify = "probe"
@@ -56,6 +64,7 @@ class Options:
     cost_gate: bool = True
     router_topk: bool = True
     fuse_router: bool = False
+    overlap: int = 0
 
     def __post_init__(self) -> None:
         if self.verify not in get_args(Verify):
@@ -65,6 +74,8 @@ class Options:
                 raise _illegal(name, getattr(self, name), "True or False")
         if isinstance(self.max_rewrites, bool) or not isinstance(self.max_rewrites, int | None) or (self.max_rewrites or 0) < 0:
             raise _illegal("max_rewrites", self.max_rewrites, "a non-negative integer or None")
+        if isinstance(self.overlap, bool) or not isinstance(self.overlap, int) or self.overlap < 0:
+            raise _illegal("overlap", self.overlap, "a non-negative integer")
         self._check_exclude()
 
     def _check_exclude(self) -> None:

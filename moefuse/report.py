@@ -25,6 +25,7 @@ class Fused:
         domain: which spelling the rows were in.
         tier: ``"fused"`` for one op, ``"grouped"`` for grouped GEMMs around the user's own pointwise code.
         error: error of the fused op against an fp64 reference divided by the original's allowance (at most 1 passes); None if not verified.
+        shared: whether a shared expert runs in the same op.
     """
 
     module: str
@@ -33,6 +34,7 @@ class Fused:
     domain: Domain
     tier: Tier
     error: float | None = None
+    shared: bool = False
 
     def to_dict(self) -> dict[str, object]:
         return {
@@ -42,6 +44,7 @@ class Fused:
             "domain": self.domain,
             "tier": self.tier,
             "error": self.error,
+            "shared": self.shared,
         }
 
 
@@ -103,12 +106,13 @@ class FusionReport:
 
     def _rows(self) -> list[tuple[str, str, str, str]]:
         rows = []
-        for fused in _grouped(self.fused, lambda f: (_pattern(f.module), f.location, f.spec, f.domain, f.tier)):
+        for fused in _grouped(self.fused, lambda f: (_pattern(f.module), f.location, f.spec, f.domain, f.tier, f.shared)):
             first = fused[0]
             errors = [f.error for f in fused if f.error is not None]
             at_most = "at most " if len(errors) > 1 else ""
             error = f"error {at_most}{max(errors):.2g}" if errors else "not verified"
-            text = f"{first.spec}  [{first.domain}, {first.tier}, {error}]"
+            beside = " and a shared expert" if first.shared else ""
+            text = f"{first.spec}{beside}  [{first.domain}, {first.tier}, {error}]"
             rows.append(("fused", module_names([f.module for f in fused]), _basename(first.location), text))
         for skipped in _grouped(self.skipped, lambda s: (_pattern(s.module), s.location, s.code, s.message)):
             code, message, location = skipped[0].code, skipped[0].message, skipped[0].location

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from dataclasses import replace as changed
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +34,7 @@ from moefuse.passes.refusals import refusals
 from moefuse.passes.regions import Refused, Region
 from moefuse.passes.rewrite import replace
 from moefuse.passes.router import one_kernel
+from moefuse.passes.shared import join_shared
 from moefuse.passes.signature import signature
 from moefuse.passes.verify import Verdict, verify
 from moefuse.report import Fused, Skipped
@@ -57,6 +59,8 @@ class _Run:
     assumptions: Sequence[Assumption] = ()
     result: GraphResult = field(default_factory=GraphResult)
     verdicts: dict[Any, Verdict] = field(default_factory=dict)
+    numbers: dict[Node, int] = field(default_factory=dict)
+    """The fused ops, and where the result says what they are."""
 
 
 def fuse(gm: GraphModule, example_inputs: Sequence[object] | None, options: Options, assumptions: Sequence[Assumption] = ()) -> GraphResult:
@@ -132,6 +136,8 @@ def _fuse_graph(gm: GraphModule, known: dict[Node, Any], run: _Run) -> bool:
         leftovers.erase(ctx, {n for claim in claims for n in claim.assumption.nodes})
         run.result.undischarged += discharge.undischarged(ctx, claims, fused)
     run.result.notes += one_kernel(gm.graph, run.options) if fused else []
+    if fused and run.options.overlap:
+        _join(gm.graph, known, run)
     return bool(fused) or bool(run.assumptions)
 
 
@@ -163,8 +169,18 @@ def _rewrite(ctx: Context, known: dict[Node, Any], run: _Run, region: Region) ->
     remember(ctx, known, run.assumptions, region, emit, lowered)
     replace(ctx, region, lowered.result)
     measured = None if verdict is None else verdict.error
+    run.numbers |= {n: len(run.result.fused) for n in emit.nodes if n.target is torch.ops.moefuse.experts.default}
     run.result.fused.append(Fused(_path(region), location(anchor), lowered.spec, region.domain, lowered.tier, measured))
     return None
+
+
+def _join(graph: torch.fx.Graph, known: dict[Node, Any], run: _Run) -> None:
+    for joined in join_shared(graph, known, run.options.overlap, run.options.verify != "off"):
+        at = run.numbers[joined.experts]
+        entry = run.result.fused[at]
+        run.result.fused[at] = changed(
+            entry, shared=True, error=max(entry.error or 0.0, joined.error or 0.0) if joined.error else entry.error
+        )
 
 
 def _verdict(ctx: Context, known: dict[Node, Any], run: _Run, region: Region, emit: Emitter, lowered: Lowered) -> Verdict | Lost | None:

@@ -65,19 +65,19 @@ def test_the_callers_dict_is_left_alone() -> None:
         (
             {"strikt": True},
             "unknown option 'strikt' (did you mean 'strict'?); "
-            "moefuse's options are capture, cost_gate, enabled, exclude, fuse_router, max_rewrites, router_topk, strict, verify; "
-            "Inductor's options are accepted too, see torch._inductor.list_options()",
+            "moefuse's options are capture, cost_gate, enabled, exclude, fuse_router, max_rewrites, overlap, router_topk, "
+            "strict, verify; Inductor's options are accepted too, see torch._inductor.list_options()",
         ),
         (
             {"max_autotun": True},
             "unknown option 'max_autotun' (did you mean 'max_autotune'?); "
-            "moefuse's options are capture, cost_gate, enabled, exclude, fuse_router, max_rewrites, router_topk, strict, "
+            "moefuse's options are capture, cost_gate, enabled, exclude, fuse_router, max_rewrites, overlap, router_topk, strict, "
             "verify; Inductor's options are accepted too, see torch._inductor.list_options()",
         ),
         (
             {7: True},
-            "unknown option 7; moefuse's options are capture, cost_gate, enabled, exclude, fuse_router, max_rewrites, router_topk, strict, "
-            "verify; "
+            "unknown option 7; moefuse's options are capture, cost_gate, enabled, exclude, fuse_router, max_rewrites, overlap, "
+            "router_topk, strict, verify; "
             "Inductor's options are accepted too, see torch._inductor.list_options()",
         ),
         (["strict"], "options must be a dict, got list"),
@@ -138,7 +138,8 @@ def test_an_unknown_variable_warns_once(monkeypatch: pytest.MonkeyPatch) -> None
         for _ in range(2):
             Options.from_user(None)
     texts = [str(warning.message) for warning in caught]
-    known = "MOEFUSE_DISABLE, MOEFUSE_VERIFY, MOEFUSE_STRICT, MOEFUSE_CAPTURE, MOEFUSE_CPU_KERNEL, MOEFUSE_AUTOTUNE, MOEFUSE_CACHE_DIR"
+    known = "MOEFUSE_DISABLE, MOEFUSE_VERIFY, MOEFUSE_STRICT, MOEFUSE_CAPTURE, MOEFUSE_CPU_KERNEL, "
+    known += "MOEFUSE_AUTOTUNE, MOEFUSE_OVERLAP, MOEFUSE_CACHE_DIR"
     assert texts == [f"environment variable MOEFUSE_STRIKT is unknown to moefuse; it reads {known}"]
 
 

@@ -82,6 +82,7 @@ def test_json_says_everything() -> None:
         "domain": "sorted",
         "tier": "fused",
         "error": 0.61,
+        "shared": False,
     }
     assert data["fused"][1]["error"] is None
     assert data["skipped"] == [

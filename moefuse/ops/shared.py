@@ -1,0 +1,88 @@
+"""``moefuse::experts_and_shared``: routed experts and the expert that every token takes, added.
+
+    experts(x [T, H], ids [T, K], weights [T, K], ...) + weight [T, 1] * shared(x [T, Hs])
+
+The second term is ``moefuse::experts`` too, with one expert that every token chooses. Both are rounded before they are added, as in the
+program that this replaces. Inference only. On CUDA the two may run at the same time (``moefuse/runtime/overlap.py``).
+
+``shared`` holds the shared expert's tokens [T, Hs] and seven lists: its weight per token (none, or one tensor [T, 1]) and the six lists of
+``experts`` with one tensor of two dimensions each, ``shared_counts`` their lengths; see ``moefuse/ops/body.py`` for the other numbers.
+``overlap``: up to this many tokens the two may run at the same time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from moefuse.ops import autograd
+from moefuse.ops.body import unpack
+from moefuse.ops.schema import implement
+from moefuse.runtime import overlap as streams
+
+Lists = Sequence[Tensor]
+
+
+def shared_part(shared: Lists, counts: Sequence[int], body: int, arg0: float, arg1: float, out_dtype: torch.dtype) -> Tensor:
+    """[T, H]: one expert that every token chooses, times its weight."""
+    x, weights, *lists = unpack(shared, counts)
+    tokens = x.shape[0]
+    ids = x.new_zeros((tokens, 1), dtype=torch.int64)
+    scale = weights[0] if weights else x.new_ones((tokens, 1))
+    tensors = [x, ids, scale, *(t for part in lists for t in part)]
+    out: Tensor = torch.ops.moefuse.experts_infer.default(tensors, counts[1:], body, arg0, arg1, out_dtype)
+    return out
+
+
+def _kernel(
+    tensors: Lists,
+    counts: Sequence[int],
+    body: int,
+    arg0: float,
+    arg1: float,
+    out_dtype: torch.dtype,
+    shared: Lists,
+    shared_counts: Sequence[int],
+    shared_body: int,
+    shared_arg0: float,
+    shared_arg1: float,
+    overlap: int,
+) -> Tensor:
+    def routed() -> Tensor:
+        out: Tensor = torch.ops.moefuse.experts_infer.default(tensors, counts, body, arg0, arg1, out_dtype)
+        return out
+
+    def always() -> Tensor:
+        return shared_part(shared, shared_counts, shared_body, shared_arg0, shared_arg1, out_dtype)
+
+    x = tensors[0]
+    if x.device.type != "cuda" or x.shape[0] > overlap:
+        return routed().add_(always())
+    first, second = streams.both(x.device, routed, always)
+    return first.add_(second)
+
+
+def _fake(
+    tensors: Lists,
+    counts: Sequence[int],
+    body: int,
+    arg0: float,
+    arg1: float,
+    out_dtype: torch.dtype,
+    shared: Lists,
+    shared_counts: Sequence[int],
+    shared_body: int,
+    shared_arg0: float,
+    shared_arg1: float,
+    overlap: int,
+) -> Tensor:
+    routed: Tensor = torch.ops.moefuse.experts_infer.default(tensors, counts, body, arg0, arg1, out_dtype)
+    second = shared_part(shared, shared_counts, shared_body, shared_arg0, shared_arg1, out_dtype)
+    if second.shape != routed.shape:
+        raise ValueError(f"moefuse::experts_and_shared: the experts give {tuple(routed.shape)}, the shared one {tuple(second.shape)}")
+    return routed
+
+
+implement("experts_and_shared", kernel=_kernel, fake=_fake, autograd=autograd.not_differentiable("experts_and_shared"))

@@ -1,0 +1,74 @@
+"""Two independent pieces of GPU work at the same time: one on the current stream, one on a side stream that forks from it and joins it.
+
+What makes it right:
+
+* **Inputs**: the side stream waits for everything that the current stream was given before the fork; the caller holds its inputs until
+  after the join, and nothing is written between.
+* **Buffers**: what the side work allocates comes from the side stream's own memory, so neither piece is ever given a buffer that the other
+  one still uses. A buffer freed there is used again only by later side work, which waits for a later fork, and the fork stands behind
+  every reader of it: a current stream has a side stream of its own. (``record_stream`` would say the same to the allocator by an event
+  for each tensor and call.)
+* **CUDA graphs**: fork and join are events, which capture turns into edges; no stream is waited for by the host.
+* **Collectives** never run here: the side work is one call of ``moefuse::experts``.
+
+MOEFUSE_OVERLAP=0 runs both pieces in order.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Work = Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class Side:
+    """A side stream and its two events, which are recorded anew in each call."""
+
+    stream: torch.cuda.Stream
+    fork: torch.cuda.Event
+    join: torch.cuda.Event
+
+
+_SIDES: dict[tuple[int, int], Side] = {}
+"""One for each current stream, by device and stream."""
+
+
+def side_of(current: torch.cuda.Stream) -> Side:
+    """The side stream of a stream."""
+    key = current.device_index, current.cuda_stream
+    side = _SIDES.get(key)
+    if side is None:
+        stream = torch.cuda.Stream(current.device)
+        side = _SIDES[key] = Side(stream, torch.cuda.Event(), torch.cuda.Event())
+    return side
+
+
+def enabled() -> bool:
+    """Whether the environment allows it; read on every call, as it is what people set to find out."""
+    return os.environ.get("MOEFUSE_OVERLAP", "1") != "0"
+
+
+def both(device: torch.device, work: Work, side_work: Work) -> tuple[Tensor, Tensor]:
+    """(work(), side_work()), the latter on the side stream; both results may be read on the current stream."""
+    if not enabled():
+        return work(), side_work()
+    current = torch.cuda.current_stream(device)
+    side = side_of(current)
+    side.fork.record(current)
+    side.stream.wait_event(side.fork)
+    try:
+        with torch.cuda.stream(side.stream):
+            try:
+                second = side_work()
+            finally:  # a capture must not end with a stream that never came back, whatever was raised
+                side.join.record(side.stream)
+        first = work()
+    finally:
+        current.wait_event(side.join)
+    return first, second

@@ -1,0 +1,223 @@
+"""Shared experts: what every token takes beside the routed experts, and is added to them, becomes one op with them.
+
+A shared expert is found from the sum: the other addend, read backwards (``cone.py``), is one expert's expression. It is described by a
+region of one expert that every token chooses, so the checks, the templates and the verification are those of routed experts. Its weight
+per token (a sigmoid of a projection, say) stays the user's own arithmetic.
+
+    result = experts(x, ids, weights) + gate * expert(x)    ->    result = experts_and_shared(...)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from moefuse.ops.body import encode
+from moefuse.passes.cone import cone_rows
+from moefuse.passes.context import Context
+from moefuse.passes.emit import Emitter
+from moefuse.passes.expr import ExpertVector, Expr, Leaf, Linear, Op, SharedVector, SlotWeight, Token, has_linear
+from moefuse.passes.facts import Lost, Routing
+from moefuse.passes.interpret import interpret
+from moefuse.passes.lower import Lowering
+from moefuse.passes.ops import SIZE_QUERIES, call_of, fake, tensor
+from moefuse.passes.regions import Region
+from moefuse.passes.safety import checked
+from moefuse.passes.sizes import same_shape, shape_of
+from moefuse.passes.templates import bare, factors, match
+from moefuse.passes.verify import verify
+
+DEVICES = {"cuda"}
+"""Where one op for both is worth something. Elsewhere the shared expert is left to Inductor."""
+
+_VIEWS = frozenset(("view", "reshape", "view_as", "reshape_as", "flatten", "unflatten", "squeeze", "unsqueeze"))
+
+
+@dataclass(frozen=True, eq=False)
+class Joined:
+    """A shared expert that was put into one op with routed ones.
+
+    Attributes:
+        experts: the op of the routed experts that was there before.
+        error: of the verification, as in ``moefuse.report.Fused``; None if switched off.
+    """
+
+    experts: Node
+    error: float | None
+
+
+def join_shared(graph: Graph, known: dict[Node, Any], tokens: int, check: bool) -> list[Joined]:
+    """Join shared experts with the fused regions of a graph that all passes have left.
+
+    Args:
+        known: real values of the graph's inputs where they are known.
+        tokens: up to so many tokens the two run at the same time; a call that is known to have more stays as it is.
+        check: whether to verify on the model's own weights.
+    """
+    sums = [(node, *found) for node in graph.nodes if _worth(node, tokens) and (found := _addend(node)) is not None]
+    if not sums:
+        return []
+    ctx, joined = interpret(graph), []
+    for experts, add, other in sums:
+        done = _join(ctx, known, tokens, check, experts, add, other)
+        if done is not None:
+            joined.append(done)
+    return joined
+
+
+def _worth(node: Node, tokens: int) -> bool:
+    if node.target is not torch.ops.moefuse.experts.default:
+        return False
+    value = fake(node)
+    count = value.shape[0]
+    count = count if isinstance(count, int) else count.node.hint
+    return value.device.type in DEVICES and count is not None and 0 < count <= tokens
+
+
+def _addend(node: Node) -> tuple[Node, Node] | None:
+    """(the sum that is all that reads the experts' result, its other term)."""
+    while True:
+        users = [u for u in node.users if (call := call_of(u)) is None or call.name not in SIZE_QUERIES]
+        call = call_of(users[0]) if len(users) == 1 else None
+        if call is None:
+            return None
+        if call.name in _VIEWS and call.args[0] is node:
+            node = users[0]
+            continue
+        terms = [a for a in call.args if a is not node]
+        if call.name != "add" or len(call.args) != 2 or call.kwargs or len(terms) != 1 or not isinstance(terms[0], Node):
+            return None
+        mine, other = tensor(node), tensor(terms[0])
+        if mine is None or other is None or mine.dtype != other.dtype or not same_shape(shape_of(mine), shape_of(other)):
+            return None
+        return users[0], terms[0]
+
+
+def _bare_view(node: Node) -> Node:
+    """What a view with as many features is a view of, where nothing else reads the view."""
+    while (call := call_of(node)) is not None and call.name in _VIEWS and isinstance(call.args[0], Node) and len(node.users) == 1:
+        before, value = tensor(call.args[0]), tensor(node)
+        if before is None or value is None or not same_shape(shape_of(before)[-1:], shape_of(value)[-1:]):
+            return node
+        node = call.args[0]
+    return node
+
+
+def _join(ctx: Context, known: dict[Node, Any], tokens: int, check: bool, experts: Node, add: Node, other: Node) -> Joined | None:
+    value = _bare_view(other)
+    unread = ctx.calls.get(value) is not None and len(value.users) == 1
+    rows = cone_rows(ctx, next(iter(value.users)), value, None) if unread else None
+    taken = None if rows is None else _weight_apart(rows.expr)
+    if taken is None or not _same_place(ctx, experts, add, value):
+        return None
+    expr = taken[0]
+    body = match(expr)
+    if body is None or body.weight_on_input:
+        return None
+    # The op stands where the sum stood; everything that it reads is computed there.
+    emit = Emitter(ctx.graph, add, experts, {})
+    try:
+        region = _region(ctx, emit, value, body.token.source, expr)
+        if isinstance(region, Lost):
+            emit.undo()
+            return None
+        lowering = Lowering(region, emit)
+        alone = lowering.fused(body).result
+        whole = lowering.reshaped(alone, value)
+        verdict = verify(region, emit.nodes, whole, known, ctx.first) if check else None
+        if verdict is not None and verdict.problem:
+            emit.undo()
+            return None
+        result = _both(emit, experts, alone, tokens, gated=body.weight is not None)
+        result = lowering.reshaped(result, add)
+    except Exception:  # a replacement that cannot be built is no reason to stop the user's program
+        emit.undo()
+        return None
+    add.replace_all_uses_with(result, propagate_meta=False)
+    _erase(ctx.graph, [add, other, value, *region.nodes, *emit.nodes, experts])
+    return Joined(experts, None if verdict is None else verdict.error)
+
+
+def _weight_apart(expr: Expr) -> tuple[Expr] | None:
+    """The expert times at most one weight per token, whose own arithmetic is left alone; None if it is anything else."""
+    found = factors(expr)
+    core = [f for f in found if isinstance(f, Expr) and has_linear(f) and _features(f) != 1]
+    weights = [f for f in found if f not in core]
+    if len(core) != 1 or len(weights) > 1 or any(not isinstance(w, Expr) or _features(w) != 1 for w in weights):
+        return None
+    expert = _own(core[0], {})
+    if not weights:
+        return (expert,)
+    node = bare(weights[0]).node if not hasattr(bare(weights[0]), "source") else bare(weights[0]).source
+    return (Op(expr.node, "mul", (expert, SlotWeight(node, node))),)
+
+
+def _features(expr: Any) -> int | None:
+    value = tensor(expr.node) if isinstance(expr, Expr) else None
+    return value.shape[-1] if value is not None and value.dim() > 1 and isinstance(value.shape[-1], int) else None
+
+
+def _own(expr: Any, memo: dict[Node, Token]) -> Any:
+    """The expression with what comes before its first projections as a tensor, and with its biases as vectors of the one expert."""
+    if not isinstance(expr, Expr) or isinstance(expr, SharedVector):
+        return expr
+    if not has_linear(expr) and (width := _features(expr)) is not None:
+        source = getattr(expr, "source", expr.node)
+        return memo.setdefault(source, Token(expr.node, source, width))
+    match expr:
+        case Op():
+            args = tuple(_own(a, memo) for a in expr.args)
+            if expr.name == "add" and any(isinstance(bare(a), Linear) for a in args):
+                args = tuple(ExpertVector(a.node, Leaf(a.source, False, None, (0,))) if isinstance(a, SharedVector) else a for a in args)
+            return Op(expr.node, expr.name, args, expr.kwargs)
+        case Linear():
+            return Linear(expr.node, _own(expr.child, memo), expr.weight)
+    return replace(expr, child=_own(expr.child, memo)) if expr.children else expr  # type: ignore[call-arg, attr-defined]
+
+
+def _same_place(ctx: Context, experts: Node, add: Node, value: Node) -> bool:
+    """Whether the routed experts may be computed where the sum is, and nothing is differentiated there."""
+    if ctx.mode[experts] != ctx.mode[add] or ctx.mode[experts] != ctx.mode[value]:
+        return False
+    if ctx.mode[add][0] and any(v is not None and v.requires_grad for v in (tensor(experts), tensor(value))):
+        return False
+    return all(ctx.written_between(source, experts, add) is None for source in experts.all_input_nodes)
+
+
+def _region(ctx: Context, emit: Emitter, value: Node, token: Node, expr: Expr) -> Region | Lost:
+    """The shared expert as a region of one expert that every token chooses."""
+    ids = emit(torch.zeros_like, emit(torch.Tensor.narrow, token, -1, 0, 1), dtype=torch.int64)
+    for node in emit.nodes:
+        ctx.storage[node] = ctx.first[node] = node
+        ctx.calls[node] = None
+        ctx.position[node] = ctx.position[emit.before]
+    routing = Routing(ids, shape_of(fake(value))[:-1], 1, has_slots=True, distinct=True)
+    return checked(ctx, Region(value, [value], "masked", routing, expr, 1, None))
+
+
+def _both(emit: Emitter, experts: Node, shared: Node, tokens: int, *, gated: bool) -> Node:
+    """The op for both, from the two ops for one."""
+
+    def numbers(node: Node) -> tuple[int, float, float]:
+        options: Any = {k: v for k, v in node.kwargs.items() if k != "out_dtype"}
+        return encode(options["activation"], options["activation_args"], options["gating"], options["up_first"], options["weight_on_input"])
+
+    def tensors(data: list[Any], lists: list[Any]) -> tuple[list[Any], list[int]]:
+        return [*data, *(n for part in lists for n in part)], [len(part) for part in lists]
+
+    first, counts = tensors(list(experts.args[:3]), list(experts.args[3:9]))
+    second, shared_counts = tensors([shared.args[0]], [[shared.args[2]] if gated else [], *shared.args[3:9]])
+    options = numbers(experts), numbers(shared)
+    dtype = fake(experts).dtype
+    return emit(torch.ops.moefuse.experts_and_shared.default, first, counts, *options[0], dtype, second, shared_counts, *options[1], tokens)
+
+
+def _erase(graph: Graph, nodes: list[Node]) -> None:
+    """Erase those of the nodes that nothing reads any more."""
+    doomed = set(nodes)
+    for node in reversed(list(graph.nodes)):
+        if node in doomed and not node.users and node.op not in ("placeholder", "output"):
+            graph.erase_node(node)

@@ -1,0 +1,211 @@
+"""Shared experts and the routed ones as one op: what is joined, what is not, and that either computes what was written.
+
+The op runs in order on the CPU; the pass, which is for CUDA, is told here that the CPU is worth it too.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moefuse.config import Options
+from moefuse.passes import shared
+from tests.programs.check import Outcome, light
+
+E, H, N, K = 4, 16, 12, 2
+
+
+class MLP(nn.Module):
+    def __init__(self, width: int, bias: bool = False) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(H, width, bias), nn.Linear(H, width, bias)
+        self.down = nn.Linear(width, H, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
+
+
+class Merged(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(H, 2 * width, False), nn.Linear(width, H, False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.first(x).chunk(2, -1)
+        return self.last(F.gelu(gate) * up)  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    """Routed experts; ``join`` puts them together with everything else."""
+
+    def __init__(self, join: Callable[[Block, Tensor, Tensor], Tensor], mlp: nn.Module | None = None) -> None:
+        super().__init__()
+        self.join = join
+        self.router, self.expert = nn.Linear(H, E), mlp or MLP(20)
+        self.token_gate = nn.Linear(H, 1, bias=False)
+        self.w_in = nn.Parameter(torch.randn(E, 2 * N, H) / H**0.5)
+        self.w_out = nn.Parameter(torch.randn(E, H, N) / N**0.5)
+
+    def routed(self, x: Tensor) -> Tensor:
+        weights, ids = self.router(x).softmax(-1).topk(K, -1)
+        out = torch.zeros_like(x)
+        for e in range(E):
+            token, slot = torch.where(ids == e)
+            gate, up = F.linear(x[token], self.w_in[e]).chunk(2, -1)
+            out.index_add_(0, token, F.linear(F.silu(gate) * up, self.w_out[e]) * weights[token, slot, None])
+        return out
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        x = hidden.reshape(-1, H)
+        return self.join(self, hidden, x)
+
+
+def gated(m: Block, hidden: Tensor, x: Tensor) -> Tensor:
+    return (m.routed(x) + torch.sigmoid(m.token_gate(x)) * m.expert(x)).view(hidden.shape)
+
+
+def before(m: Block, hidden: Tensor, x: Tensor) -> Tensor:
+    """DeepSeek: the shared expert on the unflattened tokens, added in place."""
+    out = m.routed(x).view(hidden.shape)
+    out = out + m.expert(hidden)
+    return hidden + out
+
+
+def first(m: Block, hidden: Tensor, x: Tensor) -> Tensor:
+    shared_out = m.expert(x)
+    return (shared_out + m.routed(x)).view(hidden.shape)
+
+
+def in_place(m: Block, hidden: Tensor, x: Tensor) -> Tensor:
+    out = m.routed(x)
+    out += m.expert(x)
+    return out.view(hidden.shape)
+
+
+def other_tokens(m: Block, hidden: Tensor, x: Tensor) -> Tensor:
+    """The shared expert sees something else than the routed ones."""
+    return (m.routed(x) + m.expert(x * 2.0 - 1.0)).view(hidden.shape)
+
+
+def run(model: nn.Module, x: Tensor, tokens: int = 256, **options: object) -> Outcome:
+    torch._dynamo.reset()
+    outcome, exact = Outcome(), copy.deepcopy(model).double()
+    compiled = torch.compile(model, backend=light(outcome, Options(overlap=tokens, **options)), fullgraph=True)  # type: ignore[arg-type]
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x).double(), exact(x.double()), rtol=1e-4, atol=1e-5)
+    return outcome
+
+
+@pytest.fixture(autouse=True)
+def _on_this_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared, "DEVICES", {"cpu"})
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("tokens", [(1, 1), (2, 5), (0, 3)], ids=str)
+@pytest.mark.parametrize("join", [gated, before, first, in_place, other_tokens])
+def test_joined(join: Callable[[Block, Tensor, Tensor], Tensor], tokens: tuple[int, int]) -> None:
+    outcome = run(Block(join), torch.randn(*tokens, H))
+    assert [f.shared for f in outcome.fused] == [tokens[0] > 0], outcome
+    assert "shared" in str(outcome.fused[0].to_dict())
+
+
+@pytest.mark.parametrize(
+    "mlp", [lambda: Merged(10), lambda: MLP(7, bias=True), lambda: nn.Sequential(nn.Linear(H, 9), nn.ReLU(), nn.Linear(9, H))]
+)
+def test_other_experts(mlp: Callable[[], nn.Module]) -> None:
+    outcome = run(Block(gated, mlp()), torch.randn(3, 2, H))
+    assert [f.shared for f in outcome.fused] == [True], outcome
+
+
+def scaled(m: Block, hidden: Tensor, x: Tensor) -> Tensor:
+    """A constant factor is no weight per token."""
+    return (m.routed(x) + 0.5 * m.expert(x)).view(hidden.shape)
+
+
+def twice(m: Block, hidden: Tensor, x: Tensor) -> Tensor:
+    """The shared result is read again."""
+    y = m.expert(x)
+    return (m.routed(x) + y).view(hidden.shape) * y.mean()
+
+
+def routed_twice(m: Block, hidden: Tensor, x: Tensor) -> Tensor:
+    """The routed result is read again."""
+    y = m.routed(x)
+    return ((y + m.expert(x)) * y).view(hidden.shape)
+
+
+def residual(m: Block, hidden: Tensor, x: Tensor) -> Tensor:
+    """What is added is no expert."""
+    return hidden + m.routed(x).view(hidden.shape)
+
+
+def written_between(m: Block, hidden: Tensor, x: Tensor) -> Tensor:
+    """The tokens change after the routed experts have read them."""
+    x = x + 1.0
+    y = m.routed(x)
+    x.mul_(2.0)
+    return (y + m.expert(x)).view(hidden.shape)
+
+
+def alpha(m: Block, hidden: Tensor, x: Tensor) -> Tensor:
+    return torch.add(m.routed(x), m.expert(x), alpha=2).view(hidden.shape)
+
+
+@pytest.mark.parametrize("join", [scaled, twice, routed_twice, residual, written_between, alpha])
+def test_left_alone(join: Callable[[Block, Tensor, Tensor], Tensor]) -> None:
+    outcome = run(Block(join), torch.randn(2, 5, H))
+    assert [f.shared for f in outcome.fused] == [False], outcome
+
+
+def test_many_tokens_stay_apart() -> None:
+    assert [f.shared for f in run(Block(gated), torch.randn(3, 3, H), tokens=8).fused] == [False]
+
+
+def test_off_by_default() -> None:
+    assert [f.shared for f in run(Block(gated), torch.randn(2, 3, H), tokens=Options().overlap).fused] == [False]
+
+
+def test_training_is_left_alone() -> None:
+    outcome, model = Outcome(), Block(gated)
+    torch._dynamo.reset()
+    torch.compile(model, backend=light(outcome, Options(overlap=256)), fullgraph=True)(torch.randn(2, 3, H)).sum().backward()
+    assert [f.shared for f in outcome.fused] == [False]
+
+
+def test_a_wrong_reading_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Verification stands behind the pass: with a template that takes the wrong activation nothing is joined."""
+    from dataclasses import replace
+
+    match = shared.match
+    monkeypatch.setattr(shared, "match", lambda expr: replace(match(expr), activation="relu"))
+    assert [f.shared for f in run(Block(gated), torch.randn(2, 3, H)).fused] == [False]
+
+
+def test_sizes_that_change() -> None:
+    torch._dynamo.reset()
+    outcome, model = Outcome(), Block(before)
+    compiled = torch.compile(model, backend=light(outcome, Options(overlap=256)), fullgraph=True, dynamic=True)
+    with torch.no_grad():
+        for sizes in ((2, 5), (3, 7)):
+            x = torch.randn(*sizes, H)
+            torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-5)
+    assert (outcome.graphs, [f.shared for f in outcome.fused]) == (1, [True]), outcome
+
+
+def test_the_whole_way() -> None:
+    """Through the backend and Inductor, and the report says it."""
+    import moefuse
+
+    torch._dynamo.reset()
+    model = Block(gated, MLP(20)).eval()
+    compiled = torch.compile(model, backend="moefuse", options={"overlap": 16})
+    x = torch.randn(2, 3, H)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-5)
+    assert "and a shared expert" in str(moefuse.last_report())
