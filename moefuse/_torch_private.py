@@ -1,6 +1,6 @@
 """The only door to private torch. Everything here is guarded by tests and works from torch 2.11 on.
 
-Sections: Inductor, caches, errors that cross Dynamo, counters and traces, what Dynamo knows about the current compilation.
+Sections: Inductor, caches, errors that cross Dynamo, counters and traces, what Dynamo knows about the current compilation, tracing, CUDA.
 torch's compiler modules are imported inside the functions: importing moefuse must stay as cheap as importing torch.
 """
 
@@ -422,6 +422,31 @@ def _break_text(reason: object, user_stack: Sequence[Any]) -> str:
 def _first_line(text: object) -> str:
     lines = str(text).strip().splitlines()
     return lines[0] if lines else "unknown reason"
+
+
+# --- tracing ----------------------------------------------------------------------------------------------------------------------
+
+
+def when_functionalized(name: str, library: torch.library.Library, instead: Callable[..., Callable[..., Any] | None]) -> None:
+    """Trace other operations in place of an op of ``library`` where AOTAutograd makes the graph that Inductor compiles.
+
+    ``instead(*args)`` gives the function to trace, called with the same arguments, or None to leave the op in the graph. It is not asked
+    where a graph is exported, or where tensors are of a class of their own.
+    """
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+
+    known = (torch.Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor)
+
+    def rule(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        plain = not kwargs and not torch.compiler.is_exporting() and all(t in known for t in types)
+        function = instead(*args) if plain else None
+        if function is None:
+            return mode.__torch_dispatch__(op, types, args, kwargs)
+        with mode:
+            return function(*args)
+
+    torch.library.register_torch_dispatch(name, FunctionalTensorMode, rule, lib=library)
 
 
 # --- CUDA -------------------------------------------------------------------------------------------------------------------------

@@ -48,6 +48,9 @@ class Options:
         enabled: False hands every graph to Inductor as it is.
         capture: False leaves data-dependent expert loops to Dynamo, which breaks the graph there.
         cost_gate: leave a region alone whose program was measured to be at least as fast as the fused op; False fuses it all the same.
+        router_topk: run ``torch.topk`` of a fused region's router as one kernel on CUDA devices; False leaves it to torch.
+        fuse_router: in inference on CUDA devices, run all that such a router does with its logits as one kernel; scores are rounded
+            differently then, so that nearly equal ones may change places.
         overlap: up to so many tokens, a shared expert becomes one op with the routed ones and runs beside them on a stream of its own
             (CUDA, inference); 0 leaves shared experts as they are.
     """
@@ -59,12 +62,14 @@ class Options:
     enabled: bool = True
     capture: bool = True
     cost_gate: bool = True
+    router_topk: bool = True
+    fuse_router: bool = False
     overlap: int = 0
 
     def __post_init__(self) -> None:
         if self.verify not in get_args(Verify):
             raise _illegal("verify", self.verify, _one_of(get_args(Verify)))
-        for name in ("strict", "enabled", "capture", "cost_gate"):
+        for name in ("strict", "enabled", "capture", "cost_gate", "router_topk", "fuse_router"):
             if not isinstance(getattr(self, name), bool):
                 raise _illegal(name, getattr(self, name), "True or False")
         if isinstance(self.max_rewrites, bool) or not isinstance(self.max_rewrites, int | None) or (self.max_rewrites or 0) < 0:

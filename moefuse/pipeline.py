@@ -69,6 +69,7 @@ def rewrite(
         report.skipped.append(_internal_error(error))
         return _unless_assumed(frame, report)
     report.fused += result.fused
+    report.notes += [note for note in result.notes if note not in report.notes]
     found = {(skipped.code, skipped.location) for skipped in result.skipped}
     # What an earlier attempt at this frame refused, and this one finds again, is one refusal.
     report.skipped = [skipped for skipped in report.skipped if (skipped.code, skipped.location) not in found] + result.skipped

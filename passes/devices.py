@@ -16,6 +16,8 @@ _DIFFERENTIATED = {
     "grouped_linear": ("grouped_linear", "grouped_linear_backward"),
     "expert_rows": ("expert_rows", "expert_rows_backward"),
     "combine": ("combine", "combine_backward"),
+    "topk": ("topk",),
+    "route": ("route",),
 }
 """What an op of a replacement runs as when a gradient is wanted; the first of them takes the arguments of the op itself."""
 

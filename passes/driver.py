@@ -33,6 +33,7 @@ from moefuse.passes.record import remember
 from moefuse.passes.refusals import refusals
 from moefuse.passes.regions import Refused, Region
 from moefuse.passes.rewrite import replace
+from moefuse.passes.router import one_kernel
 from moefuse.passes.shared import join_shared
 from moefuse.passes.signature import signature
 from moefuse.passes.verify import Verdict, verify
@@ -49,6 +50,7 @@ class GraphResult:
     fused: list[Fused] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
     undischarged: list[Undischarged] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -133,6 +135,7 @@ def _fuse_graph(gm: GraphModule, known: dict[Node, Any], run: _Run) -> bool:
             gm.graph.erase_node(kept)
         leftovers.erase(ctx, {n for claim in claims for n in claim.assumption.nodes})
         run.result.undischarged += discharge.undischarged(ctx, claims, fused)
+    run.result.notes += one_kernel(gm.graph, run.options) if fused else []
     if fused and run.options.overlap:
         _join(gm.graph, known, run)
     return bool(fused) or bool(run.assumptions)

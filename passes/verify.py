@@ -72,7 +72,7 @@ class Inputs:
 
     def __init__(self, region: Region, weights: dict[Node, Any], same: dict[Node, Node]) -> None:
         self.same = same
-        self.region, self.known = region, {n: _hint(v) for n, v in weights.items()}
+        self.region, self.known = region, {n: hint(v) for n, v in weights.items()}
         self.generator = torch.Generator().manual_seed(0)
         self.device = fake(region.value).device
         self.shared = _tokens_of_a_row(region)
@@ -95,14 +95,14 @@ class Inputs:
         # The known values are the user's own tensors: nothing that writes is ever run on them.
         writes = any(call is not None and call.inplace for call in map(call_of, before))
         if writes or len(before) > _SMALL or any(n.op == "placeholder" and n not in self.known for n in before):
-            return self.random(value) if isinstance(value, torch.Tensor) else _hint(value)
+            return self.random(value) if isinstance(value, torch.Tensor) else hint(value)
         args = torch.fx.node.map_arg((node.args, node.kwargs), self.weight)
         with torch.no_grad():
             return call_target(node, *args)
 
     def random(self, like: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
         """Normal values in the shape, dtype and device of a fake tensor."""
-        shape = [int(_hint(s)) for s in like.shape]
+        shape = [int(hint(s)) for s in like.shape]
         if not like.dtype.is_floating_point:
             return torch.zeros(shape, dtype=like.dtype, device=like.device)
         return (torch.randn(shape, generator=self.generator) * scale).to(device=like.device, dtype=like.dtype)
@@ -120,7 +120,7 @@ class Inputs:
         ids = scores.topk(top_k, dim=-1).indices if kind == "random" else torch.arange(top_k).expand(tokens, top_k).clone()
         held = fake(routing.node)
         chosen = ids if routing.columns is None else self.some(ids, routing.columns)
-        out: dict[Node, Any] = {routing.node: chosen.reshape([int(_hint(s)) for s in held.shape]).to(device=held.device, dtype=held.dtype)}
+        out: dict[Node, Any] = {routing.node: chosen.reshape([int(hint(s)) for s in held.shape]).to(device=held.device, dtype=held.dtype)}
         for e in walk(region.expr):
             if isinstance(e, Gate) and not e.ones and not e.slots:
                 out[e.source] = self.table(ids, experts, e.source)
@@ -141,10 +141,10 @@ class Inputs:
             some = torch.rand(table.shape, generator=self.generator) < 0.75
             table = torch.where(some, table, -table if self.region.routing.above else 0.0)
         like = fake(node)
-        return table.reshape([int(_hint(s)) for s in like.shape]).to(device=like.device, dtype=like.dtype)
+        return table.reshape([int(hint(s)) for s in like.shape]).to(device=like.device, dtype=like.dtype)
 
 
-def _hint(value: Any) -> Any:
+def hint(value: Any) -> Any:
     """A concrete number for a size that is symbolic."""
     node = getattr(value, "node", None)
     return node.hint if node is not None and node.hint is not None else value
@@ -152,14 +152,14 @@ def _hint(value: Any) -> Any:
 
 def _rows_of_ids(region: Region) -> int:
     """Rows of the [T, K] ids."""
-    sizes = [int(_hint(s)) for s in fake(region.routing.node).shape]
+    sizes = [int(hint(s)) for s in fake(region.routing.node).shape]
     return math.prod(sizes) // (region.routing.top_k * (region.routing.columns or 1))
 
 
 def _tokens_of_a_row(region: Region) -> int:
     """How many tokens share one row of ids."""
     count = len(region.routing.shared)
-    return math.prod(int(_hint(s)) for s in fake(region.value).shape[:-1][-count:]) if count else 1
+    return math.prod(int(hint(s)) for s in fake(region.value).shape[:-1][-count:]) if count else 1
 
 
 def _ancestors(node: Node) -> set[Node]:

@@ -49,6 +49,7 @@ def fresh_dynamo() -> Iterator[None]:
 class StubResult:
     fused: list[Fused] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
 
 @dataclass

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from moefuse.ops.activations import ACTIVATIONS
+from moefuse.ops.recipe import SCORES, Recipe
 from moefuse.ops.reference import GATINGS
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -280,3 +281,34 @@ def check_combine(ys: Tensor, weights: Tensor | None, order: Tensor, offsets: Te
     if not _equal(weights.shape[0] * top_k, rows):
         _same(weights.shape[0] * top_k, rows, op, "weights", weights, f"[T, K] with T*K={rows}, the rows of `ys`")
     return weights.shape[0]
+
+
+def check_topk(scores: Tensor, k: int, op: str = "topk", arg: str = "scores") -> None:
+    """Arguments of ``moefuse::topk``."""
+    if scores.dim() < 1:
+        _bad_value(op, arg, f"has shape {_shape(scores)}", "[..., E]")
+    if scores.dtype not in _FLOATS:
+        _bad_type(op, arg, f"has dtype {_names([scores.dtype])}", _names(_FLOATS))
+    if not 0 <= k <= scores.shape[-1]:
+        _bad_value(op, "k", f"is {k}", f"0 to the number of experts, {scores.shape[-1]}")
+
+
+def check_route(logits: Tensor, bias: Tensor | None, recipe: Recipe, out_dtype: torch.dtype) -> None:
+    """Arguments of ``moefuse::route``."""
+    check_topk(logits, recipe.k, "route", "logits")
+    experts = logits.shape[-1]
+    if bias is not None and (bias.dim() != 1 or bias.shape[0] != experts):
+        _bad_value("route", "bias", f"has shape {_shape(bias)}", f"[E] with E={experts}, the last dimension of `logits`")
+    for name in ("score", "weight"):
+        if getattr(recipe, name) not in SCORES:
+            _bad_value("route", name, f"is {getattr(recipe, name)!r}", ", ".join(map(repr, SCORES)))
+    if out_dtype not in _FLOATS:
+        _bad_type("route", "out_dtype", f"is {_names([out_dtype])}", _names(_FLOATS))
+    if not recipe.groups:
+        return
+    if recipe.groups < 0 or experts % recipe.groups:
+        _bad_value("route", "groups", f"is {recipe.groups}", f"0, or a divisor of the number of experts, {experts}")
+    if not 0 <= recipe.kept <= recipe.groups:
+        _bad_value("route", "kept", f"is {recipe.kept}", f"0 to the number of groups, {recipe.groups}")
+    if not 0 <= recipe.best <= experts // recipe.groups:
+        _bad_value("route", "best", f"is {recipe.best}", f"0 to the experts of a group, {experts // recipe.groups}")

@@ -117,3 +117,13 @@ def experts_reference(
             term = term * scale[:, k : k + 1].masked_fill(~valid[:, k : k + 1], 0)
         out = out + term
     return out.to(out_dtype or x.dtype)
+
+
+def topk_reference(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """``moefuse::topk``: scores [..., E] -> their k greatest [..., K], and the positions of these, int64 [..., K].
+
+    What ``torch.topk(scores, k)`` gives, greatest first and NaN before all else, with what torch leaves open decided: of equal values (0.0
+    and -0.0 are equal, and so are all NaN) the lowest position comes first. Values keep their bits.
+    """
+    values, ids = torch.sort(scores, dim=-1, descending=True, stable=True)
+    return values[..., :k].contiguous(), ids[..., :k].contiguous()

@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+from moefuse.ops.recipe import route_reference
+from moefuse.ops.reference import topk_reference
 from moefuse.runtime import backward, cpu, dense, grouped, native
 
 
@@ -35,6 +37,8 @@ class Provider:
     run: Callable[..., Any]
     device: str | None = None
     """The only device type whose tensors it takes (or :data:`FALLBACK`); None if it may take those of the CPU."""
+    traced: Callable[..., Any] | None = None
+    """The same as ``run`` in operations that Inductor compiles, instead of a call of the op; the op says whether it asks for it."""
 
 
 def _everything(*args: Any) -> None:
@@ -89,8 +93,8 @@ def _kernels_in(module: str) -> ModuleType | str:
         return f"triton cannot be imported ({error})"
 
 
-def _triton(module: str, op: str, name: str = "triton") -> list[Provider]:
-    """The provider of ``op`` for CUDA tensors: the function of that name in a module of ``moefuse/kernels/triton``."""
+def _triton(module: str, op: str, name: str = "triton", traced: str | None = None) -> list[Provider]:
+    """The provider of ``op`` for CUDA tensors: the function of that name in a module of ``moefuse/kernels/triton``, and its ``traced``."""
 
     def supports(first: Any, *rest: Any) -> str | None:
         first = first if hasattr(first, "device") else first[0]
@@ -99,7 +103,10 @@ def _triton(module: str, op: str, name: str = "triton") -> list[Provider]:
         kernels = _kernels_in(module)
         return kernels if isinstance(kernels, str) else kernels.supports(first, *rest)
 
-    return [Provider(name, supports, lambda *args: getattr(_kernels_in(module), op)(*args), device="cuda")]
+    def call(function: str) -> Callable[..., Any]:
+        return lambda *args: getattr(_kernels_in(module), function)(*args)
+
+    return [Provider(name, supports, call(op), "cuda", None if traced is None else call(traced))]
 
 
 PROVIDERS: dict[str, list[Provider]] = {
@@ -113,6 +120,8 @@ PROVIDERS: dict[str, list[Provider]] = {
     "expert_rows_backward": _triton("tier", "expert_rows_backward") + _portable(grouped.expert_rows_backward),
     "combine": _triton("tier", "combine") + _portable(grouped.combine),
     "combine_backward": _triton("tier", "combine_backward") + _portable(grouped.combine_backward),
+    "route": _triton("router_plan", "route", traced="route_traced") + _portable(route_reference),
+    "topk": _triton("router_plan", "topk", traced="topk_traced") + _portable(topk_reference),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import moefuse.ops  # noqa: F401  (registers torch.ops.moefuse)
 from moefuse.ops.body import encode, join
+from moefuse.ops.recipe import Recipe
 from moefuse.runtime import providers
 
 ops = torch.ops.moefuse
@@ -297,6 +299,38 @@ def test_expert_rows_of_nothing() -> None:
 def test_combine(changes: dict[str, Any], error: type[Exception], text: str) -> None:
     values = {"ys": z(10, 6), "weights": z(5, 2), "order": ids(10), "offsets": ids(4), "top_k": 2, "out_dtype": None, **changes}
     both(lambda fake: invoke(ops.combine, values, fake), error, f"moefuse::combine: {text}")
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "text"),
+    [
+        case("scores-rank", {"scores": z()}, ValueError, "argument `scores` has shape []; legal: [..., E]"),
+        case("scores-dtype", {"scores": ids(5, 8)}, TypeError, f"argument `scores` has dtype int64; legal: {FLOATS}"),
+        case("k-many", {"k": 9}, ValueError, "argument `k` is 9; legal: 0 to the number of experts, 8"),
+        case("k-negative", {"k": -1}, ValueError, "argument `k` is -1; legal: 0 to the number of experts, 8"),
+    ],
+)
+def test_topk(changes: dict[str, Any], error: type[Exception], text: str) -> None:
+    both(lambda fake: invoke(ops.topk, {"scores": z(5, 8), "k": 2, **changes}, fake), error, f"moefuse::topk: {text}")
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "text"),
+    [
+        case("logits-dtype", {"logits": ids(5, 8)}, TypeError, f"argument `logits` has dtype int64; legal: {FLOATS}"),
+        case("k-many", {"k": 9}, ValueError, "argument `k` is 9; legal: 0 to the number of experts, 8"),
+        case("bias", {"bias": z(7)}, ValueError, "argument `bias` has shape [7]; legal: [E] with E=8, the last dimension of `logits`"),
+        case("score", {"score": "tanh"}, ValueError, "argument `score` is 'tanh'; legal: 'identity', 'softmax', 'sigmoid'"),
+        case("weight", {"weight": "tanh"}, ValueError, "argument `weight` is 'tanh'; legal: 'identity', 'softmax', 'sigmoid'"),
+        case("out-dtype", {"out_dtype": torch.int32}, TypeError, f"argument `out_dtype` is int32; legal: {FLOATS}"),
+        case("groups", {"groups": 3}, ValueError, "argument `groups` is 3; legal: 0, or a divisor of the number of experts, 8"),
+        case("kept", {"groups": 4, "kept": 5}, ValueError, "argument `kept` is 5; legal: 0 to the number of groups, 4"),
+        case("best", {"groups": 4, "best": 3}, ValueError, "argument `best` is 3; legal: 0 to the experts of a group, 2"),
+    ],
+)
+def test_route(changes: dict[str, Any], error: type[Exception], text: str) -> None:
+    fields = {**dataclasses.asdict(Recipe(2)), "logits": z(5, 8), "bias": None, "out_dtype": torch.float32, **changes}
+    both(lambda fake: invoke(ops.route, fields, fake), error, f"moefuse::route: {text}")
 
 
 def test_internal_forward_has_no_gradient() -> None:

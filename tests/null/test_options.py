@@ -65,18 +65,19 @@ def test_the_callers_dict_is_left_alone() -> None:
         (
             {"strikt": True},
             "unknown option 'strikt' (did you mean 'strict'?); "
-            "moefuse's options are capture, cost_gate, enabled, exclude, max_rewrites, overlap, strict, verify; "
-            "Inductor's options are accepted too, see torch._inductor.list_options()",
+            "moefuse's options are capture, cost_gate, enabled, exclude, fuse_router, max_rewrites, overlap, router_topk, "
+            "strict, verify; Inductor's options are accepted too, see torch._inductor.list_options()",
         ),
         (
             {"max_autotun": True},
             "unknown option 'max_autotun' (did you mean 'max_autotune'?); "
-            "moefuse's options are capture, cost_gate, enabled, exclude, max_rewrites, overlap, strict, "
+            "moefuse's options are capture, cost_gate, enabled, exclude, fuse_router, max_rewrites, overlap, router_topk, strict, "
             "verify; Inductor's options are accepted too, see torch._inductor.list_options()",
         ),
         (
             {7: True},
-            "unknown option 7; moefuse's options are capture, cost_gate, enabled, exclude, max_rewrites, overlap, strict, verify; "
+            "unknown option 7; moefuse's options are capture, cost_gate, enabled, exclude, fuse_router, max_rewrites, overlap, "
+            "router_topk, strict, verify; "
             "Inductor's options are accepted too, see torch._inductor.list_options()",
         ),
         (["strict"], "options must be a dict, got list"),

@@ -28,6 +28,8 @@ POINTS = {
     "torch._dynamo.guards": ["DeletedGuardManagerWrapper"],
     "torch._dynamo.pgo": ["_CODE_STATE"],
     "torch._guards": ["CompileContext"],
+    "torch._subclasses.fake_tensor": ["FakeTensor"],
+    "torch._subclasses.functional_tensor": ["FunctionalTensor", "FunctionalTensorMode"],
     "torch._logging._internal": ["trace_structured"],
     "torch.utils._filelock": ["FileLock"],
     "torch._C._dynamo.eval_frame": ["reset_code"],

@@ -142,3 +142,47 @@ def test_training(name: str, arch: int | str, on_input: bool, launches: list[Any
 
     compile_all(launches, arch, tmp_path, monkeypatch, run)
     assert {"linear_tiles", "weight_grads", "activate", "activate_grads", "sum_rows"} <= {s.launch.kernel.__name__ for s, _ in launches}
+
+
+SCORES = [(4096, 1024, 32), (300, 8, 2)]
+
+
+@pytest.mark.parametrize("arch", list(SHARED))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_topk(dtype: torch.dtype, arch: int | str, launches: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys of 32 and of 64 bits; the widest row is what has to fit the registers of one warp."""
+    from moefuse.kernels.triton import router_plan
+
+    sizes = SCORES if arch == 90 or DEEP else SCORES[:1]
+
+    def run() -> None:
+        for tokens, experts, k in sizes:
+            router_plan.topk(torch.empty(tokens, experts, dtype=dtype, device="meta"), k)
+
+    compile_all(launches, arch, tmp_path, monkeypatch, run)
+    assert len(launches) == len(sizes)
+
+
+RECIPES = {
+    "softmax": ((300, 128), {"k": 8, "score": "softmax", "renormalise": True}),
+    "groups": (
+        (4096, 256),
+        {"k": 8, "score": "sigmoid", "groups": 8, "kept": 4, "best": 2, "by_choice": False, "renormalise": True, "eps": 1e-20},
+    ),
+    "widest": ((64, 1024), {"k": 32, "score": "softmax", "groups": 16, "kept": 4, "best": 2, "renormalise": True, "scale": 2.5}),
+}
+
+
+@pytest.mark.parametrize("arch", list(SHARED))
+@pytest.mark.parametrize("name", list(RECIPES))
+def test_route(name: str, arch: int | str, launches: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole router in the registers of one warp."""
+    from moefuse.kernels.triton import router_plan
+    from moefuse.ops.recipe import Recipe
+
+    if name != "widest" and arch != 90 and not DEEP:
+        pytest.skip("HYPOTHESIS_PROFILE=deep compiles it for every target")
+    sizes, fields = RECIPES[name]
+    logits, bias = (torch.empty(size, dtype=torch.float32, device="meta") for size in (sizes, sizes[1:]))
+    compile_all(launches, arch, tmp_path, monkeypatch, lambda: router_plan.route(logits, bias, Recipe(**fields), torch.bfloat16))
+    assert len(launches) == 1

@@ -1,0 +1,100 @@
+"""``moefuse::topk`` and ``moefuse::route``: a router's choice as one operation with one meaning; fakes, registration, gradient.
+
+``torch.topk`` leaves open which of two equal scores comes first, and the order under ``sorted=False``; the op does not, so that its kernels
+agree with each other and from run to run. It is defined by ``moefuse/ops/reference.py``.
+
+``route`` is all that a router does with its logits (``moefuse/ops/recipe.py``), for inference.
+
+In a graph for Inductor the call of a Triton kernel takes the op's place, so that it is launched by Inductor's code, not through Python.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moefuse._torch_private import when_functionalized
+from moefuse.ops.autograd import below_autograd, ops, wants_grad
+from moefuse.ops.checks import check_route, check_topk
+from moefuse.ops.recipe import Recipe
+from moefuse.ops.schema import LIBRARY, implement
+from moefuse.runtime import providers
+
+
+def _topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    check_topk(scores, k)
+    out: tuple[Tensor, Tensor] = providers.run("topk", scores, k)
+    return out
+
+
+def _topk_fake(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    check_topk(scores, k)
+    shape = (*scores.shape[:-1], k)
+    return scores.new_empty(shape), scores.new_empty(shape, dtype=torch.int64)
+
+
+class _TopK(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        with below_autograd():
+            values, ids = ops.topk(scores, k)
+        ctx.mark_non_differentiable(ids)
+        ctx.shape = scores.shape
+        ctx.save_for_backward(ids)
+        return values, ids
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor, None]:
+        (ids,) = ctx.saved_tensors
+        # Positions are distinct in a row, so nothing is added up and the result is exact.
+        return grad.new_zeros(ctx.shape).scatter(-1, ids, grad), None
+
+
+def topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Autograd entry of ``moefuse::topk``."""
+    if wants_grad((scores,)):
+        return _TopK.apply(scores, k)  # type: ignore[no-any-return,no-untyped-call]
+    with below_autograd():
+        return ops.topk(scores, k)  # type: ignore[no-any-return]
+
+
+def _route(logits: Tensor, bias: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
+    *fields, out_dtype = rest
+    recipe = Recipe(*fields)
+    check_route(logits, bias, recipe, out_dtype)
+    out: tuple[Tensor, Tensor] = providers.run("route", logits, bias, recipe, out_dtype)
+    return out
+
+
+def _route_fake(logits: Tensor, bias: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
+    *fields, out_dtype = rest
+    recipe = Recipe(*fields)
+    check_route(logits, bias, recipe, out_dtype)
+    shape = (*logits.shape[:-1], recipe.k)
+    return logits.new_empty(shape, dtype=out_dtype), logits.new_empty(shape, dtype=torch.int64)
+
+
+def route(logits: Tensor, bias: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
+    """Autograd entry of ``moefuse::route``, which has no gradient.
+
+    Raises:
+        RuntimeError: one is wanted.
+    """
+    if wants_grad((logits, bias)):
+        raise RuntimeError("moefuse::route has no gradient; it is for inference")
+    with below_autograd():
+        return ops.route(logits, bias, *rest)  # type: ignore[no-any-return]
+
+
+def _route_traced(logits: Tensor, bias: Tensor | None, *rest: Any) -> Any:
+    *fields, out_dtype = rest
+    traced = providers.select("route", logits, bias, Recipe(*fields), out_dtype).traced
+    return None if traced is None else lambda logits, bias, *rest: traced(logits, bias, Recipe(*fields), out_dtype)
+
+
+implement("route", kernel=_route, fake=_route_fake, autograd=route)
+when_functionalized("moefuse::route", LIBRARY, _route_traced)
+implement("topk", kernel=_topk, fake=_topk_fake, autograd=topk)
+when_functionalized("moefuse::topk", LIBRARY, lambda *args: providers.select("topk", *args).traced)

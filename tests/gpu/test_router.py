@@ -1,0 +1,120 @@
+"""The router's kernel on the device: values against torch.topk, graphs, repeatability, no waiting, and through torch.compile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moefuse.ops.reference import topk_reference
+from moefuse.runtime import providers
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+INTEGERS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+SIZES = [(1, 128, 8), (7, 8, 2), (64, 64, 6), (300, 512, 10), (1, 1, 1), (33, 1024, 32), (5000, 256, 8), (0, 64, 8), (3, 257, 9)]
+
+
+def topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    assert providers.select("topk", scores, k).name == "triton"
+    return torch.ops.moefuse.topk(scores, k)  # type: ignore[no-any-return]
+
+
+def distinct(tokens: int, experts: int, dtype: torch.dtype) -> Tensor:
+    """Scores no two of which are equal in a row, in any order."""
+    values = torch.arange(experts, device="cuda", dtype=torch.float32) - experts // 3
+    return values[torch.rand(tokens, experts, device="cuda").argsort(-1)].to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("tokens", "experts", "k"), SIZES)
+def test_what_torch_gives(tokens: int, experts: int, k: int, dtype: torch.dtype) -> None:
+    scores = distinct(tokens, experts, dtype)
+    for got, want in zip(topk(scores, k), torch.topk(scores, k), strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "experts", "k"), SIZES)
+def test_any_bits(tokens: int, experts: int, k: int, dtype: torch.dtype) -> None:
+    """Every NaN, both zeros, numbers that are not normal, ties: what the definition gives, to the bit."""
+    kind = INTEGERS[dtype]
+    bits = torch.iinfo(kind)
+    scores = torch.randint(bits.min, bits.max, (tokens, experts), dtype=kind).view(dtype)
+    scores[::2, ::3] = torch.tensor([0.0, -0.0]).to(dtype)[torch.randint(2, scores[::2, ::3].shape)]
+    values, ids = topk(scores.cuda(), k)
+    want_values, want_ids = topk_reference(scores, k)
+    assert torch.equal(ids.cpu(), want_ids)
+    assert torch.equal(values.cpu().view(kind), want_values.view(kind))
+
+
+def test_strides() -> None:
+    for scores in (
+        distinct(16, 40, torch.float32).t(),
+        distinct(30, 64, torch.bfloat16)[::3, ::2],
+        distinct(6, 32, torch.float32).view(2, 3, 32),
+    ):
+        for got, want in zip(topk(scores, 4), topk_reference(scores, 4), strict=True):
+            assert torch.equal(got, want)
+
+
+def test_a_graph_replays_with_other_scores_and_the_host_never_waits() -> None:
+    scores = distinct(64, 128, torch.float32)
+    topk(scores, 8)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        values, ids = topk(scores, 8)
+    for _ in range(3):
+        scores.copy_(distinct(64, 128, torch.float32))
+        graph.replay()
+        want = torch.topk(scores, 8)
+        assert torch.equal(values, want.values)
+        assert torch.equal(ids, want.indices)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        topk(scores, 8)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_bitwise_equal_from_run_to_run() -> None:
+    scores = torch.randint(0, 3, (4096, 128), device="cuda").float()
+    first = topk(scores, 8)
+    for _ in range(5):
+        assert all(map(torch.equal, topk(scores, 8), first))
+
+
+def test_one_launch() -> None:
+    scores = distinct(64, 128, torch.float32)
+    topk(scores, 8)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        topk(scores, 8)
+        torch.cuda.synchronize()
+    names = [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    assert [n for n in names if "choose" in n or "Mem" in n] == ["choose"], names
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_in_a_compiled_layer(dynamic: bool) -> None:
+    """The layer calls the op, and gives the same with and without it, gradients too."""
+    import moefuse
+    from tests.cpu.test_router import H, Layer, T, by_groups
+
+    results: list[list[Tensor]] = []
+    for on in (True, False):
+        torch._dynamo.reset()
+        model: Any = Layer(by_groups).cuda()
+        x = torch.randn(T, H, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+        out = torch.compile(model, backend="moefuse", dynamic=dynamic, options={"router_topk": on})(x)
+        report = moefuse.last_report()
+        assert report is not None
+        assert len(report.fused) == 1
+        assert len([n for n in report.notes if "top-k" in n]) == (3 if on else 0)
+        results.append([out, *torch.autograd.grad(out.square().sum(), [*list(model.experts.parameters()), model.gate.weight])])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b)

@@ -1,0 +1,96 @@
+"""What Inductor gets for ``moefuse::topk`` on a CUDA device: the kernel's own call, which writes to its results and to nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.source import ConstantSource
+from torch._functorch.aot_autograd import aot_export_joint_simple
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+KERNEL = torch.ops.higher_order.triton_kernel_wrapper_functional
+
+
+@pytest.fixture
+def compiles_for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch asks Triton's driver what to analyse the kernel for."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    class Driver:
+        def get_current_target(self) -> Any:
+            return GPUTarget("cuda", 90, 32)
+
+    monkeypatch.setattr(type(driver), "active", property(lambda self: Driver()))
+
+
+def traced(k: int, device: str, *sizes: Any, dtype: torch.dtype = torch.float32, transposed: bool = False, mode: Any = None) -> list[Node]:
+    import moefuse.ops  # noqa: F401  (registers the op)
+
+    def router(scores: Tensor) -> Any:
+        return torch.ops.moefuse.topk(scores.exp(), k)
+
+    with mode or FakeTensorMode(allow_non_fake_inputs=True):
+        scores = torch.empty(*sizes, device=device, dtype=dtype)
+        gm = aot_export_joint_simple(router, (scores.mT if transposed else scores,), trace_joint=False)
+    return list(gm.graph.nodes)
+
+
+@pytest.mark.usefixtures("compiles_for_hopper")
+@pytest.mark.parametrize("sizes", [(8, 128), (2, 3, 64), (0, 16)], ids=["rows", "three-dimensions", "no-tokens"])
+def test_a_kernel_that_writes_its_results(sizes: tuple[int, ...]) -> None:
+    (call,) = (n for n in traced(4, "cuda", *sizes) if n.target is KERNEL)
+    assert call.kwargs["tensors_to_clone"] == ["values", "ids"]
+    assert call.kwargs["kwargs"]["K"] == 4
+    assert all(n >= 1 for n in call.kwargs["grid"][0])
+
+
+@pytest.mark.usefixtures("compiles_for_hopper")
+def test_any_number_of_tokens() -> None:
+    """One graph for every T, without a guard; no grid is empty."""
+    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    sizes = StatelessSymbolicContext([DimDynamic.DYNAMIC])
+    tokens = mode.from_tensor(torch.empty(8), symbolic_context=sizes, source=ConstantSource("x")).shape[0]
+    (call,) = (n for n in traced(4, "cuda", tokens, 128, mode=mode) if n.target is KERNEL)
+    size = call.kwargs["grid"][0][0].meta["val"]
+    assert isinstance(size, torch.SymInt)
+    assert [size.node.expr.subs({tokens.node.expr: n}) for n in (0, 1, 9)] == [1, 1, 3]
+    assert not mode.shape_env.guards
+
+
+@pytest.mark.usefixtures("compiles_for_hopper")
+def test_rows_are_dense() -> None:
+    """The kernel is told strides, so Inductor must have no choice of them."""
+    nodes = traced(2, "cuda", 16, 8, transposed=True)
+    (call,) = (n for n in nodes if n.target is KERNEL)
+    assert (call.kwargs["kwargs"]["stride_t"], call.kwargs["kwargs"]["stride_e"]) == (16, 1)
+    assert any(n.target is torch.ops.aten.clone.default for n in nodes)
+
+
+@pytest.mark.usefixtures("compiles_for_hopper")
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_whole_router(biased: bool) -> None:
+    from moefuse.ops.recipe import Recipe
+
+    def router(logits: Tensor, bias: Tensor) -> Any:
+        return torch.ops.moefuse.route(logits, bias if biased else None, *Recipe(4, "softmax", 8, 2, 2).arguments, torch.bfloat16)
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        inputs = torch.empty(3, 64, device="cuda", dtype=torch.bfloat16), torch.empty(64, device="cuda")
+        nodes = aot_export_joint_simple(router, inputs, trace_joint=False).graph.nodes
+    (call,) = (n for n in nodes if n.target is KERNEL)
+    assert call.kwargs["tensors_to_clone"] == ["weights", "ids"]
+    assert call.kwargs["kwargs"]["weights"].meta["val"].dtype == torch.bfloat16
+    assert call.kwargs["kwargs"]["BIAS"] == biased
+
+
+@pytest.mark.parametrize(("device", "dtype"), [("cpu", torch.float32), ("cuda", torch.float64)])
+def test_elsewhere_the_op_stays(device: str, dtype: torch.dtype) -> None:
+    targets = [n.target for n in traced(4, device, 8, 128, dtype=dtype)]
+    assert torch.ops.moefuse.topk.default in targets
+    assert KERNEL not in targets
