@@ -333,6 +333,27 @@ class SkippedInBuffer(Listed):
         return (y.view(-1, K, H) * weights[:, :, None]).sum(1)
 
 
+SHORT = (
+    "this list depends on data, and without `minlength` it is shorter if the last experts have no tokens; "
+    "the graph breaks here as it would without moefuse"
+)
+
+
+@refused("not-captured", SHORT, whole=False)
+class ShortList(_UpToTheLast):
+    """The counts as a Python list, of which nobody knows how long it is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        order, out, start = ids.view(-1).argsort(), torch.zeros_like(x), 0
+        counts = ids.view(-1).bincount().tolist()  # at: ShortList
+        for e in range(len(counts)):
+            slots = order[start : start + counts[e]]
+            out.index_add_(0, slots // K, self.own(x, slots // K, slots, weights, e))
+            start = start + counts[e]
+        return out
+
+
 class _Ends(_UpToTheLast):
     """The loop of :class:`DeepseekFirstInfer`; subclasses do one thing more with the ends."""
 
