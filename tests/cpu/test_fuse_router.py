@@ -216,6 +216,28 @@ def test_what_the_op_does_not_compute_stays(route: Callable[..., Routed]) -> Non
     torch.testing.assert_close(out, model(x))
 
 
+def test_results_of_the_graph_stay() -> None:
+    """Scores and choices that a model returns, for a loss or to look at; ids and weights may be."""
+
+    class Returning(Layer):
+        def forward(self, x: Tensor) -> Any:
+            scores = self.gate(x).softmax(-1)
+            weights, ids = torch.topk(scores, K, dim=-1)
+            out = sum(expert(x) * (weights * (ids == e)).sum(-1, keepdim=True) for e, expert in enumerate(self.experts))
+            return (out, scores) if self.also else (out, ids, weights)
+
+    x = torch.randn(T, H)
+    for also in (True, False):
+        torch._dynamo.reset()
+        model = Returning(softmax_alone, also)
+        with torch.no_grad():
+            got, report, names = run(model, x, fuse_router=True)
+        assert len(report.fused) == 1
+        assert (names["moefuse.route"], names["moefuse.topk"]) == ((0, 1) if also else (1, 0))
+        for a, b in zip(got, model(x), strict=True):
+            torch.testing.assert_close(a, b)
+
+
 def test_only_on_demand_and_only_for_inference() -> None:
     x = torch.randn(T, H)
     with torch.no_grad():
