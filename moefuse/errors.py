@@ -18,7 +18,7 @@ CODES: dict[str, str] = {
     "ids-not-distinct": "a repeated expert id for one token would count once here; ids that do not come from top-k can repeat",
     "not-weighted": "expert outputs reach the sum without the mask or routing weight that selects them",
     "not-combined": "expert rows never reach a sum over the chosen experts of a token",
-    "capacity": "`{op}` puts tokens into a fixed number of places of each expert, and the experts run on all places, filled or not",
+    "capacity": "experts take a limited number of tokens here: {detail}",
     "expert-choice": "experts choose their tokens here, not tokens their experts: every expert has the same number of rows",
     "tokens-differ": "the experts' input rows do not line up with the expert ids: {detail}",
     "dtype-unsupported": "dtype {dtype} is not supported by the fused op ({detail})",

@@ -64,6 +64,7 @@ class Context:
         self.queues: dict[Node, Routing] = {}
         self.chosen: dict[Node, Node] = {}
         self.told: set[Node] = set()
+        self.parts: dict[Node, tuple[Node, Routing]] = {}
         self.kept: dict[tuple[Node, bool], Routing] = {}
         self.filled: dict[int, tuple[Any, Any]] = {}
         self.sizes: Known = {}

@@ -20,7 +20,23 @@ from torch.fx import Graph, GraphModule, Node
 from moefuse._dynamo.values import unbacked_in
 from moefuse.capture.assumptions import TAG, Assumption, Undischarged
 from moefuse.passes.context import Context
-from moefuse.passes.facts import Buffer, Counts, Fill, Hit, Index, IndexMatrix, Mask, Part, Present, Routing, RowNumber, Rows, Span, Sum
+from moefuse.passes.facts import (
+    Buffer,
+    Counts,
+    Fill,
+    Hit,
+    Index,
+    IndexMatrix,
+    Mask,
+    Occurring,
+    Part,
+    Present,
+    Routing,
+    RowNumber,
+    Rows,
+    Span,
+    Sum,
+)
 from moefuse.passes.leftovers import pure
 from moefuse.passes.ops import SIZE_QUERIES, fake, location
 from moefuse.passes.regions import Region
@@ -42,6 +58,7 @@ class Claim:
     leaks: tuple[tuple[Node, Node], ...] = ()
     meetings: tuple[Node, ...] = ()
     through: str | None = None
+    strays: tuple[Node, ...] = ()
 
     def covers(self, part: Part) -> bool:
         """Whether an expert's share is nothing whenever the assumption is false."""
@@ -66,7 +83,7 @@ def claims(ctx: Context, assumptions: Sequence[Assumption]) -> list[Claim]:
         if a.row_node is not None:
             passed.setdefault(a.subject, set()).update(_passed_on(ctx, a))
     here = [a for a in assumptions if _about_python(a, ctx.graph) or any(n in ctx.position for n in _nodes(a))]
-    return [_claim(ctx, a, sizes, passed) for a in here]
+    return [_claim(ctx, a, sizes, passed, assumptions) for a in here]
 
 
 def _nodes(a: Assumption) -> tuple[Node, ...]:
@@ -84,6 +101,8 @@ def _between(ctx: Context, end: Any, start: Any) -> _Chosen | None:
 def _counted(ctx: Context, a: Assumption) -> Routing | None:
     """The routing whose slots a tensor counts, one number for each expert that the router could choose."""
     fact = ctx.facts.get(a.subject) if a.kind == "length" else None
+    if isinstance(fact, Occurring):
+        return fact.routing if fact.count <= a.row and ctx.storage[a.subject] not in ctx.writes else None
     count = fact.routing.choices if isinstance(fact, Counts) else None
     return fact.routing if count is not None and count <= a.row and same(fact.axes[0][0].size, a.row) else None  # type: ignore[union-attr]
 
@@ -93,10 +112,22 @@ def _about_python(a: Assumption, graph: Graph) -> bool:
     return a.kind in ("list", "length") and a.graph is graph
 
 
-def _claim(ctx: Context, assumption: Assumption, sizes: dict[Any, _Chosen], passed: dict[Node, set[Node]]) -> Claim:
+def _strays(ctx: Context, length: Assumption, every: Sequence[Assumption]) -> tuple[Node, ...]:
+    """What reads an element of counts outside of the iterations that run only if there is such an element."""
+    if length.kind != "length":
+        return ()
+    inside = {a.row: a.nodes for a in every if a.kind == "element" and a.subject is length.subject}
+    last = len(length.items)
+    reads = [(at, u) for at, n in enumerate(length.items) if n in ctx.position for u in n.users if u in ctx.position]
+    return tuple(u for at, u in reads if not any(u in inside.get(i, ()) for i in range(at, last)))
+
+
+def _claim(
+    ctx: Context, assumption: Assumption, sizes: dict[Any, _Chosen], passed: dict[Node, set[Node]], every: Sequence[Assumption]
+) -> Claim:
     if assumption.kind in ("list", "length"):
         assumption.concerns_experts = True
-        return Claim(assumption, _counted(ctx, assumption))
+        return Claim(assumption, _counted(ctx, assumption), strays=_strays(ctx, assumption, every))
     leaks = tuple((n, u) for n in assumption.nodes if n in ctx.position for u in n.users if u not in assumption.nodes)
     found = sizes.get(assumption.subject) if assumption.kind == "size" else _chosen(ctx, assumption)
     assumption.concerns_experts = found is not None or _concerns(ctx, assumption)
@@ -129,6 +160,9 @@ def _meets(ctx: Context, node: Node, passed: set[Node]) -> bool:
 def _chosen(ctx: Context, a: Assumption) -> _Chosen | None:
     """(routing, expert, slot) whose rows the condition asks for."""
     fact = hit_of(ctx.facts.get(a.subject))
+    if a.kind == "element":  # the tensor ends behind the highest id
+        whole = isinstance(fact, Occurring) and ctx.storage[a.subject] not in ctx.writes
+        return (fact.routing, a.row, None) if whole else None
     if isinstance(fact, Counts) and not fact.ends and fact.first == 1:
         fact = Hit(fact.axes, fact.routing, None)  # numbers of slots are not zero exactly where there are slots
     if isinstance(fact, Present) and a.kind == "row" and int(a.row) < fact.count and ctx.storage[a.subject] not in ctx.writes:
@@ -171,6 +205,8 @@ def _of_no_scope(ctx: Context, claim: Claim, fused: Sequence[Region]) -> str | N
     a = claim.assumption
     if a.kind == "list":
         return None if any(_never_empty(ctx, a, region) for region in fused) else "nobody knows whether the list has an item"
+    if claim.strays:
+        return f"`{claim.strays[0].name}` reads an element that is not there if the last experts have no tokens"
     if claim.routing is not None:
         return None
     if a.kind == "length":
@@ -320,6 +356,14 @@ def lost_track(gm: GraphModule, assumptions: Sequence[Assumption]) -> list[Undis
     elsewhere = any(not n._erased and n not in here for n in known)
     elsewhere = elsewhere or any(a.kind in ("list", "length") and a.graph not in [m.graph for m in bodies] for a in assumptions)
     return [Undischarged(a, "Dynamo copied the graph") for a in assumptions] if unknown or elsewhere else []
+
+
+def counts_rows(graph: Graph, symbols: set[Any]) -> bool:
+    """Whether one of these sizes is how many rows an expert has, in a graph that is half written."""
+    from moefuse.passes.interpret import interpret
+
+    ctx = interpret(graph)
+    return any((found := _of_size(ctx, n, fact)) is not None and found[0] in symbols for n, fact in ctx.facts.items())
 
 
 def concerns_routing(assumption: Assumption) -> bool:

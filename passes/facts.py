@@ -231,6 +231,15 @@ class Counts(Fact):
 
 
 @dataclass(frozen=True, eq=False)
+class Occurring(Fact):
+    """Slots of each expert (``ends`` False) or their running sum, up to the last expert that occurs: at most ``count``, perhaps fewer."""
+
+    routing: Routing
+    ends: bool
+    count: int
+
+
+@dataclass(frozen=True, eq=False)
 class Span(Fact):
     """How many slots the experts ``start`` to ``stop - 1`` have together: a number, or a tensor of one element."""
 

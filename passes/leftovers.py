@@ -41,8 +41,13 @@ def live(ctx: Context) -> set[Node]:
         _reach(found, roots)
         sizes = {s for n in found if n.op != "output" for s in unbacked_in(fake(n))}
         roots = [n for n in asserts if n not in found and any(unbacked_in(fake(i)) & sizes for i in n.all_input_nodes)]
-        roots += [w for w in writes if w not in found and any(a in found for a in ctx.aliases[ctx.storage[w]])]
+        roots += [w for w in writes if w not in found and any(a in found for a in _written(ctx, w))]
     return found
+
+
+def _written(ctx: Context, write: Node) -> list[Node]:
+    """Everything that may show what a write leaves: the aliases of its target, or the fused op's result in its place."""
+    return [*ctx.aliases[ctx.storage[write]], *(n for n in write.all_input_nodes if n not in ctx.position)]
 
 
 def _reach(live: set[Node], roots: list[Node]) -> None:

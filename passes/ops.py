@@ -24,6 +24,9 @@ _ALIASES = {
     "bfloat16": "to", "half": "to", "float": "to", "double": "to", "long": "to", "int": "to", "bool": "to",
 }  # fmt: skip
 
+#: operations on arrays of NumPy's, by the names that Dynamo gives them, that are torch's
+_ALIASES |= {f"wrapped_{name}": name for name in "cumsum getitem item eq ne lt le gt ge add sub".split()}
+
 _CASTS = {
     "bfloat16": torch.bfloat16, "half": torch.float16, "float": torch.float32, "double": torch.float64,
     "long": torch.int64, "int": torch.int32, "bool": torch.bool,

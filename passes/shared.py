@@ -23,7 +23,7 @@ from moefuse.passes.expr import ExpertVector, Expr, Leaf, Linear, Op, SharedVect
 from moefuse.passes.facts import Lost, Routing
 from moefuse.passes.interpret import interpret
 from moefuse.passes.lower import Lowering
-from moefuse.passes.ops import SIZE_QUERIES, call_of, fake, tensor
+from moefuse.passes.ops import SIZE_QUERIES, Call, call_of, fake, tensor
 from moefuse.passes.regions import Region
 from moefuse.passes.safety import checked
 from moefuse.passes.sizes import same_shape, shape_of
@@ -60,6 +60,8 @@ def join_shared(graph: Graph, known: dict[Node, Any], tokens: int, check: bool) 
     sums = [(node, *found) for node in graph.nodes if _worth(node, tokens) and (found := _addend(node)) is not None]
     if not sums:
         return []
+    for _, add, other in sums:
+        _read_behind(graph, add, other)
     ctx, joined = interpret(graph), []
     for experts, add, other in sums:
         done = _join(ctx, known, tokens, check, experts, add, other)
@@ -84,7 +86,7 @@ def _addend(node: Node) -> tuple[Node, Node] | None:
         call = call_of(users[0]) if len(users) == 1 else None
         if call is None:
             return None
-        if call.name in _VIEWS and call.args[0] is node:
+        if call.args[:1] == (node,) and (call.name in _VIEWS or _rounds(node, users[0], call)):
             node = users[0]
             continue
         terms = [a for a in call.args if a is not node]
@@ -94,6 +96,26 @@ def _addend(node: Node) -> tuple[Node, Node] | None:
         if mine is None or other is None or mine.dtype != other.dtype or not same_shape(shape_of(mine), shape_of(other)):
             return None
         return users[0], terms[0]
+
+
+def _read_behind(graph: Graph, add: Node, other: Node) -> None:
+    """``shared.add_(routed)`` and then a reader of ``shared``: the same value under the name of the sum, which is what is replaced."""
+    call = call_of(add)
+    if call is None or not call.inplace or call.args[0] is not other:
+        return
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    later = [user for user in other.users if user is not add]
+    if all(order[user] > order[add] for user in later):
+        for user in later:
+            user.replace_input_with(other, add)
+
+
+def _rounds(node: Node, cast: Node, call: Call) -> bool:
+    """A cast to the same or a narrower dtype: the op can round its sum to that at once."""
+    before, after = tensor(node), tensor(cast)
+    if call.name not in ("to", "type_as") or before is None or after is None or before.device != after.device:
+        return False
+    return before.dtype == after.dtype or before.dtype.itemsize > after.dtype.itemsize
 
 
 def _bare_view(node: Node) -> Node:
@@ -211,7 +233,7 @@ def _both(emit: Emitter, experts: Node, shared: Node, tokens: int, *, gated: boo
     first, counts = tensors(list(experts.args[:3]), list(experts.args[3:9]))
     second, shared_counts = tensors([shared.args[0]], [[shared.args[2]] if gated else [], *shared.args[3:9]])
     options = numbers(experts), numbers(shared)
-    dtype = fake(experts).dtype
+    dtype = fake(shared).dtype
     return emit(torch.ops.moefuse.experts_and_shared.default, first, counts, *options[0], dtype, second, shared_counts, *options[1], tokens)
 
 

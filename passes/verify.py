@@ -196,6 +196,10 @@ def _run(nodes: Sequence[Node], values: Inputs, leaves: dict[Node, Any], result:
         call = call_of(node)
         if call is not None and any(t not in env for t in call.targets):
             raise ValueError(f"{node.name} would write to a tensor of the user's")
+        if call is not None and call.name == "bincount" and len(args) == 1:
+            # All iterations of a captured loop are here, each with an element of its own; a run leaves out the last ones without tokens.
+            least: Any = kwargs.get("minlength", 0)
+            kwargs = {**kwargs, "minlength": max(least, values.region.all_experts)}
         env[node] = call_target(node, args, kwargs)
 
     for step in _steps(nodes, bodies, values):

@@ -14,6 +14,7 @@ from tests.programs.program import (
     CUSTOM,
     NEEDS_GATE,
     NONZERO_AT_ZERO,
+    ON_MASKS,
     SMOOTH,
     Body,
     Dense,
@@ -86,12 +87,14 @@ def _fit_spelling(s: Any, r: Routing, k: int) -> tuple[Any, Routing]:
     """Bring a spelling and a routing into agreement instead of throwing the draw away."""
     if isinstance(s, Selected):
         boolean = s.find in ("any_mask", "top1_mask", "slot_loop")
-        if boolean and s.combine not in ("iadd", "set_sum", "assign"):
+        if boolean and s.combine not in ON_MASKS:
             s = _with(s, combine="iadd")
         if boolean:
-            s = _with(s, gather="index", weight_on="output")
-        elif s.combine in ("set_sum", "assign"):
+            s = _with(s, gather="masked_select" if s.gather == "masked_select" else "index", weight_on="output")
+        elif s.combine in ON_MASKS and s.combine != "iadd":
             s = _with(s, combine="index_add_")
+        if not boolean and s.gather == "masked_select":
+            s = _with(s, gather="index")
         if s.find != "top1_mask" and s.combine == "assign":
             s = _with(s, combine="iadd")
     flat = (isinstance(s, Selected) and s.find == "top1_mask") or (isinstance(s, Masked) and s.weight == "top1")

@@ -48,7 +48,7 @@ POINTS: dict[str, tuple[str, ...]] = {
         "ShortenTraceback",
     ),
     "torch._dynamo.config": ("capture_scalar_outputs", "capture_dynamic_output_shape_ops"),
-    "torch.fx.experimental.symbolic_shapes": ("ShapeEnvSettings", "free_unbacked_symbols"),
+    "torch.fx.experimental.symbolic_shapes": ("ShapeEnvSettings", "free_unbacked_symbols", "statically_known_true"),
 }
 """What capture uses of private torch: module -> dotted names inside it."""
 

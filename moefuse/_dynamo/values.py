@@ -61,6 +61,27 @@ def unbacked(value: Any) -> set[Any]:
     return set(free_unbacked_symbols(value))
 
 
+def expression(number: Any) -> Any:
+    """The expression of a size or a condition on sizes; ``u // 8`` is a fraction in it where the program needs a multiple of 8."""
+    import sympy  # here: importing moefuse must stay cheap
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    expr = sympy.sympify(getattr(number.node, "expr", None))
+    if expr is None:
+        return None
+    floors = [f for f in expr.atoms(sympy.Function) if type(f).__name__ == "FloorDiv" and f.args[1].is_Integer]
+    environment = number.node.shape_env
+    exact = [f for f in floors if statically_known_true(environment.create_symintnode(f.args[0], hint=None) % int(f.args[1]) == 0)]
+    return expr.subs({f: f.args[0] / f.args[1] for f in exact})
+
+
+def undecided(number: Any) -> bool:
+    """Whether the bounds that are known of sizes leave it open if a condition on them holds."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return not isinstance(number, torch.SymBool) or not (statically_known_true(number) or statically_known_true(torch.sym_not(number)))
+
+
 def unbacked_in(value: Any) -> set[Any]:
     """Such symbols in whatever a node's value is: a tensor, a number, or a tuple of them."""
     if isinstance(value, tuple | list):
@@ -73,6 +94,30 @@ def is_list_iterator(variable: Any) -> bool:
     from torch._dynamo.variables.lists import ListIteratorVariable
 
     return isinstance(variable, ListIteratorVariable)
+
+
+def is_generator(variable: Any) -> bool:
+    """Whether a variable is a generator that nobody has listed."""
+    from torch._dynamo.variables.functions import LocalGeneratorObjectVariable
+
+    return isinstance(variable, LocalGeneratorObjectVariable)
+
+
+def _polyfilled(code: Any) -> bool:
+    """Whether code is Dynamo's own, in place of a builtin function."""
+    return "_dynamo/polyfills" in code.co_filename.replace("\\", "/")
+
+
+def enumerates(code: Any) -> bool:
+    """Whether code is that of ``enumerate``."""
+    return code.co_name == "enumerate" and _polyfilled(code)
+
+
+def users(translator: Any) -> Any:
+    """The translator of the user's code that runs a builtin function."""
+    while _polyfilled(translator.f_code) and getattr(translator, "parent", None) is not None:
+        translator = translator.parent
+    return translator
 
 
 def is_constant(variable: Any) -> bool:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from torch.fx import Graph, Node
 
-Kind = Literal["row", "end", "size", "value", "list", "length"]
+Kind = Literal["row", "end", "size", "value", "list", "length", "element"]
 
 TAG = "moefuse_assumptions"
 """Key of a node's meta: how many assumptions it was made under. A copy of such a node carries it too, and is then noticed."""
@@ -30,7 +30,8 @@ class Assumption:
         kind: ``"row"``: this iteration runs, for row ``row`` of the mask ``subject``. ``"end"``: from row ``row`` on the mask ``subject``
             is false; no iteration was traced for these rows. ``"size"``: the unbacked size ``subject`` is at least one. ``"value"``: the
             tensor ``subject`` is true (``outcome``) or false. ``"list"``: the program has appended one of ``items`` to a list.
-            ``"length"``: the tensor ``subject`` has ``row`` elements.
+            ``"length"``: the tensor ``subject`` has ``row`` elements; or no more than that, and each of ``items`` is read in an
+            iteration of its own. ``"element"``: this iteration runs: the tensor ``subject`` has an element ``row``.
         row_node, members: where this iteration was traced as the representative of several rows: the row in the graph, and all of them.
         twin, twin_node: the row that was traced beside a representative where the body runs a module of a list.
         siblings: then, for each weight of the representative in the graph: the same weight of each of ``members`` and the twin.
@@ -67,7 +68,7 @@ class Assumption:
     @property
     def what(self) -> str:
         """How the refusal calls it."""
-        return "this loop" if self.kind in ("row", "end") else "this branch"
+        return "this loop" if self.kind in ("row", "end", "element") or (self.kind == "length" and self.items) else "this branch"
 
 
 @dataclass(frozen=True, eq=False)

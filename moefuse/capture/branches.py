@@ -11,7 +11,7 @@ from moefuse._dynamo import modules as lists
 from moefuse._dynamo import values
 from moefuse.capture import guess, siblings
 from moefuse.capture.assumptions import Assumption, Kind
-from moefuse.capture.loops import GENERATOR
+from moefuse.capture.bytecode import GENERATOR
 
 if TYPE_CHECKING:
     from moefuse.capture.frame import Frame
@@ -35,6 +35,7 @@ def jump(frame: Frame, tx: Any, at: int) -> None:
         return
     found = _assumed(top)
     if found is None:
+        frame.asks_for_rows(tx, values.symbol(top))
         return
     kind, subject, outcome = found
     here, there = ways if outcome else ways[::-1]

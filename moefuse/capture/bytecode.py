@@ -10,6 +10,9 @@ from typing import Any
 
 Instruction = Any
 
+GENERATOR = 0x20 | 0x80 | 0x200
+"""Flags of code whose frame stops and goes on."""
+
 _NOTHING = frozenset(("NOP", "EXTENDED_ARG", "CACHE", "NOT_TAKEN", "RESUME"))
 _ALWAYS_JUMPS = frozenset(("JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_ABSOLUTE", "JUMP_BACKWARD_NO_INTERRUPT", "JUMP_NO_INTERRUPT", "JUMP"))
 _ENDS = frozenset(("RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE"))

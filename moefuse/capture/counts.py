@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,9 +10,33 @@ import torch
 from moefuse._dynamo import lists, values
 from moefuse.capture import guess
 from moefuse.capture.assumptions import Assumption
+from moefuse.capture.bytecode import GENERATOR
 
 if TYPE_CHECKING:
     from moefuse.capture.frame import Frame
+
+
+@dataclass(eq=False)
+class Elements:
+    """The numbers of ``bincount(ids)`` that a ``for`` goes through: as many as there are experts, though the last ones may be missing.
+
+    Each iteration is the scope of an assumption: that the tensor has this element. ``nodes``: number in the graph -> place. ``lazy``: they
+    come through ``enumerate``, which must not have been turned into a list before.
+    """
+
+    length: Assumption
+    nodes: dict[Any, int]
+    lazy: bool
+    done: set[int] = field(default_factory=set)
+
+    def given(self, iterator: Any, item: Any) -> int | None:
+        """The place of the element that a ``for`` has just got, by itself or in a tuple (``enumerate``, ``zip``)."""
+        if self.lazy and not values.is_generator(values.plain(iterator)):
+            return None
+        item = values.plain(item)
+        inside = vars(item).get("items")
+        found = [self.nodes.get(values.number_node(values.plain(v))) for v in (inside if isinstance(inside, list | tuple) else [item])]
+        return next((at for at in found if at is not None), None)
 
 
 def numbers(frame: Frame, tx: Any, variable: Any) -> list[Any] | None:
@@ -21,12 +46,27 @@ def numbers(frame: Frame, tx: Any, variable: Any) -> list[Any] | None:
     """
     count = _length(frame, variable)
     node = values.tensor_node(variable)
-    if count is None or node is None:
+    bins = guess.bins(node)
+    if count is None or node is None or (bins is not None and not bins[1] and not _only_for(frame, tx)):
         return None
     frame.numpy = frame.numpy or values.is_ndarray(variable)
-    if guess.bins(node) is not None:
-        frame.assume(tx, Assumption("length", frame.place(tx), frame.location(tx), node, row=count))
-    return [values.number_at(tx, node, i) for i in range(count)]
+    found = [values.number_at(tx, node, i) for i in range(count)]
+    if bins is not None:
+        length = Assumption("length", frame.place(tx), frame.location(tx), node, row=count)
+        frame.assume(tx, length)
+        if not bins[1]:
+            length.items = tuple(values.number_node(v) for v in found)  # type: ignore[misc]
+            lazy = bool(tx.f_code.co_flags & GENERATOR)
+            frame.elements.append(Elements(length, {n: i for i, n in enumerate(length.items)}, lazy))
+    return found
+
+
+def _only_for(frame: Frame, tx: Any) -> bool:
+    """Whether what the running instruction gives is looped over by the ``for`` that follows, and by nothing else."""
+    code, at = frame.code_of(tx), tx.instruction_pointer
+    if code.instructions[at - 1].opname == "GET_ITER":
+        return code.plain_for(at - 1) and (not tx.f_code.co_flags & GENERATOR or values.enumerates(tx.f_code))
+    return code.instructions[at].opname == "GET_ITER" and code.plain_for(at) and not tx.f_code.co_flags & GENERATOR
 
 
 def asks_for_type(tx: Any, inst: Any) -> bool:
@@ -39,7 +79,7 @@ def asks_for_type(tx: Any, inst: Any) -> bool:
 def as_list(frame: Frame, tx: Any, variable: Any) -> Any:
     """``bincount(ids, minlength=E).tolist()``; None for any other tensor."""
     node = values.tensor_node(variable)
-    if not frame.active or guess.bins(node) is None:
+    if not frame.active or (guess.bins(node) or (0, False))[1] is False:
         return None
     found = numbers(frame, tx, variable)
     return None if found is None else values.new_list(found)
@@ -52,5 +92,5 @@ def _length(frame: Frame, variable: Any) -> int | None:
         return None
     bins = guess.bins(node)
     if bins is not None:
-        return bins
+        return bins[0]
     return int(value.shape[0]) if values.is_ndarray(variable) and isinstance(value.shape[0], int) else None

@@ -13,8 +13,8 @@ from moefuse._dynamo import births, control, values
 from moefuse.capture import branches, counts, modules
 from moefuse.capture.appends import Appends
 from moefuse.capture.assumptions import Assumption, Place, Undischarged
-from moefuse.capture.bytecode import Code
-from moefuse.capture.loops import GENERATOR, Loops
+from moefuse.capture.bytecode import GENERATOR, Code
+from moefuse.capture.loops import Loops
 from moefuse.capture.scopes import Scopes
 from moefuse.errors import CODES
 from moefuse.report import FusionReport, Skipped
@@ -61,6 +61,7 @@ class Frame:
         self.loops = Loops(self)
         self.appends = Appends(self)
         self.numpy = False
+        self.elements: list[counts.Elements] = []
         self._code: dict[int, tuple[Any, Code]] = {}
 
     @property
@@ -177,6 +178,16 @@ class Frame:
         log.debug("tracing this frame again, row by row: %s", why)
         raise control.restart(self.log, "moefuse: representatives do not do")
 
+    def asks_for_rows(self, tx: Any, number: Any) -> None:
+        """A branch, at which Dynamo is about to stop, depends on a number: the user is told if that is how many tokens an expert has."""
+        from moefuse.passes.discharge import counts_rows
+
+        symbols, location = values.unbacked(number) if number is not None else set(), self.location(tx)
+        told = any(known.location == location for known in self.ledger.refusals)
+        if symbols and not told and values.undecided(number) and counts_rows(values.graph_of(tx), symbols):
+            text = CODES["not-captured"].format(what="this branch", detail="it asks how many tokens an expert has")
+            self.ledger.refusals.append(Skipped("not-captured", text, module="", location=location))
+
     # --- giving up ---
 
     def refuse(self, assumption: Assumption, detail: str) -> NoReturn:
@@ -207,6 +218,7 @@ class Frame:
     def unsettled(self) -> list[Undischarged]:
         """Assumptions whose scope is still open."""
         early = [Undischarged(s.assumption, "it is left early, or the graph breaks in it") for s in self.scopes.open]
+        early += [Undischarged(e.length, "not every element is looped over") for e in self.elements if len(e.done) < len(e.nodes)]
         return early or [
             Undischarged(self.loops.row(loop), "it is left early, or the graph breaks in it")
             for loop in self.loops.made
@@ -247,6 +259,7 @@ class Frame:
         return Place(tx.f_code, tx.instructions[tx.instruction_pointer].offset)
 
     def location(self, tx: Any) -> str:
+        tx = values.users(tx)
         return f"{tx.f_code.co_filename}:{tx.lineno if tx.lineno > 0 else tx.f_code.co_firstlineno}"
 
 

@@ -26,6 +26,7 @@ _NOT = frozenset(("logical_not", "bitwise_not", "invert", "not_"))
 
 def _name(node: Node) -> str:
     name = node.target if isinstance(node.target, str) else str(getattr(node.target, "__name__", node.target))
+    name = name.removeprefix("wrapped_")  # of NumPy's
     return name[2:-2] if name.startswith("__") and name.endswith("__") else name
 
 
@@ -79,15 +80,18 @@ def length(source: Node) -> int:
     return int(_value(source).shape[0]) if count is None else count
 
 
-def bins(node: Node | None) -> int | None:
-    """How long ``bincount(ids, minlength=E)``, or a running sum of it, is: E where the ids are below it. None for any other tensor."""
+def bins(node: Node | None) -> tuple[int, bool] | None:
+    """How long ``bincount(ids)``, or a running sum of it, may be, and whether it always is; None for any other tensor.
+
+    It has E elements where ``minlength`` says so and the ids are below it. Without, it ends behind the highest id that occurs.
+    """
     for _ in range(8):
         if not isinstance(node, Node) or node.op not in ("call_method", "call_function") or not node.args:
             return None
         name, first = _name(node), node.args[0]
         if name == "bincount":
             least, count = node.kwargs.get("minlength", node.args[2] if len(node.args) > 2 else 0), choices(first)
-            return least if isinstance(least, int) and count is not None and count <= least else None
+            return (max(least, count), count <= least) if isinstance(least, int) and count is not None else None
         if name not in _VIEWS and name not in ("cumsum", "view_as"):
             return None
         node = first  # type: ignore[assignment]
@@ -145,7 +149,7 @@ def about_size(number: Any) -> tuple[Any, bool] | None:
     """
     import sympy  # here: importing moefuse must stay cheap
 
-    expr = sympy.sympify(getattr(number.node, "expr", None))
+    expr = values.expression(number)
     symbols = values.unbacked(number)
     if expr is None or not symbols or expr.free_symbols != symbols:
         return None
@@ -206,7 +210,7 @@ def _tells(name: str, bound: Any) -> bool | None:
 
 
 def _integer(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and not value.dim() and value.dtype == torch.int64
+    return isinstance(value, torch.SymInt) or (isinstance(value, torch.Tensor) and not value.dim() and value.dtype == torch.int64)
 
 
 def about_value(node: Node, depth: int = 6) -> bool | None:

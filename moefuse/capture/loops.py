@@ -11,15 +11,13 @@ from torch.fx import Node
 from moefuse._dynamo import values
 from moefuse.capture import guess, modules
 from moefuse.capture.assumptions import Assumption, Place
+from moefuse.capture.bytecode import GENERATOR
 
 if TYPE_CHECKING:
     from moefuse.capture.frame import Frame
 
 MAX_BODIES = 1024
 """Loop bodies that one frame may unroll, at about a tenth of a second each."""
-
-GENERATOR = 0x20 | 0x80 | 0x200
-"""Flags of code whose frame stops and goes on."""
 
 
 @dataclass(eq=False)
@@ -64,6 +62,7 @@ class Loops:
         self._lists: dict[int, tuple[Any, Loop]] = {}
         self._next: tuple[Any, Loop, Any] | None = None
         self._bodies = 0
+        self._advancing: list[Any] = []
 
     def rows(self, tx: Any, variable: Any) -> Any:
         """The rows of a mask as a list of numbers for ``tolist()``, where only a ``for`` will read that list; else None."""
@@ -120,6 +119,7 @@ class Loops:
             self.frame.retreat([], why=f"more than {MAX_BODIES} loop bodies, at {self.frame.location(tx)}")
 
     def for_iter(self, tx: Any) -> None:
+        self._advancing.append(tx)
         known = self._iterators.get(id(tx.stack[-1]))
         if known is not None:
             if known[1].represented and known[1].done == len(known[1].handed):
@@ -194,6 +194,9 @@ class Loops:
 
     def iterate(self, tx: Any) -> None:
         """The instruction behind GET_ITER or FOR_ITER: remember the iterator, or open the scope of an iteration."""
+        if self._advancing and any(t is tx for t in self._advancing):
+            self._advancing = [t for t in self._advancing if t is not tx]
+            self._element(tx)
         if self._next is None or self._next[0] is not tx:
             return
         _, loop, iterator = self._next
@@ -211,6 +214,18 @@ class Loops:
         loop.done += 1
         loop.assumptions.append(assumption)
         self.frame.scopes.enter(tx, assumption, self._head(tx), tx.stack[:-1], loop)
+
+    def _element(self, tx: Any) -> None:
+        """A ``for`` may have got an element of counts whose length depends on data: then this iteration runs if there is one."""
+        if len(tx.stack) < 2 or tx.f_code.co_flags & GENERATOR:
+            return
+        for known in self.frame.elements:
+            at = known.given(*tx.stack[-2:])
+            if at is not None and at not in known.done:
+                known.done.add(at)
+                assumption = Assumption("element", self.frame.place(tx), self.frame.location(tx), known.length.subject, row=at)
+                self.frame.scopes.enter(tx, assumption, self._head(tx), tx.stack[:-1])
+                return
 
     def row(self, loop: Loop) -> Assumption:
         if loop.represented:

@@ -32,13 +32,16 @@ def on_setitem(ctx: Context, node: Node, target: Node, index: Any, value: Any) -
         rows = ctx.fact(value)
         return unsort(rows, where) if isinstance(rows, Rows) else assign_inverse(ctx, node, target, where, value)
     chosen = _selection(where)
-    if chosen is None:
-        return None
-    rows = ctx.fact(value)
+    return None if chosen is None else put(ctx, node, target, chosen, ctx.fact(value))
+
+
+def put(ctx: Context, node: Node, target: Node, chosen: Selection, rows: Any) -> Any:
+    """An accumulator whose rows at a selection are replaced: by themselves and an expert's rows, or by an expert's rows."""
     if isinstance(rows, Buffer) and rows.target is target and rows.rows is not None and rows.selection.same(chosen):
         return extend(ctx, node, target, rows.rows, once=not chosen.by_token)
     if isinstance(rows, Rows) and rows.domain.selection is not None and rows.domain.selection.same(chosen):
-        if chosen.routing.top_k != 1:
+        before = ctx.fact(target)
+        if chosen.routing.top_k != 1 and not (isinstance(before, Fill) and before.value == 0.0):
             return ctx.lost("not-weighted", node)
         return extend(ctx, node, target, rows, once=False, replaced=True)
     return None

@@ -3,7 +3,7 @@
 ``cumsum`` of the mask of the chosen experts says where a token stands in the queue of its expert, ``one_hot`` of that gives it a place,
 and an einsum over the tokens puts it there. The experts then run on all places, filled or not: one batched product, with nothing to leave
 out. It stays as it is; what is here only recognises it, so that the report can say so. (A mask times a condition on such numbers, without
-places, is a routing with fewer slots: rules/dropped.py.)
+places, is a routing with fewer slots: rules/dropped.py.) So does a loop that keeps some of each expert's tokens, ``tok[:capacity]``.
 """
 
 from __future__ import annotations
@@ -13,13 +13,20 @@ from typing import Any
 from torch.fx import Node
 
 from moefuse.passes.context import Context, out_shape
-from moefuse.passes.facts import Lost, Mask, Routing, Table
+from moefuse.passes.facts import Index, IndexMatrix, Lost, Mask, Routing, Table, View, Weight
 from moefuse.passes.ops import SIZE_QUERIES, Call, tensor
+from moefuse.passes.rules.choosers import applies_weights
 from moefuse.passes.sizes import same
+
+PLACES = "`{op}` puts them into a fixed number of places of each expert, and the experts run on all places, filled or not"
+SOME = "`{name}` is some of the tokens that chose an expert, and which depends on the others"
 
 
 def follow(ctx: Context, node: Node, call: Call, fact: Any) -> Lost | None:
     """Notes what is computed from places in a queue; a refusal where tokens are put there."""
+    lost = _some_tokens(ctx, node, call, fact)
+    if lost is not None:
+        return lost
     fewer = isinstance(fact, Mask | Table) and fact.routing.node is node  # who is left after a condition: a routing again
     if fewer or call.name in SIZE_QUERIES:
         return None
@@ -27,9 +34,28 @@ def follow(ctx: Context, node: Node, call: Call, fact: Any) -> Lost | None:
     if routing is None:
         return None
     if fact is None and _puts_tokens(ctx, call, routing):
-        return ctx.lost("capacity", node, op=call.name)
+        return ctx.lost("capacity", node, detail=PLACES.format(op=call.name))
     ctx.queues[node] = routing
     return None
+
+
+def _some_tokens(ctx: Context, node: Node, call: Call, fact: Any) -> Lost | None:
+    """Follows part of an expert's tokens to the expert; one refusal for all experts of a routing, where the part is taken."""
+    if not isinstance(fact, View | Weight | None) or call.name in SIZE_QUERIES:
+        return None
+    whole = ctx.fact(call.args[0]) if call.name in ("getitem", "narrow", "index_select") and call.args else None
+    if isinstance(whole, Index | IndexMatrix):
+        ctx.parts[node] = (node, whole.selection.routing)
+        return None
+    found = next((ctx.parts[n] for n in node.all_input_nodes if n in ctx.parts), None)
+    if found is None:
+        return None
+    ctx.parts[node] = found
+    source, routing = found
+    if routing.node in ctx.told or not applies_weights(ctx, node, call):
+        return None
+    ctx.told.add(routing.node)
+    return ctx.lost("capacity", source, detail=SOME.format(name=source.name))
 
 
 def _queue(ctx: Context, call: Call) -> Routing | None:

@@ -31,8 +31,7 @@ def follow(ctx: Context, node: Node, call: Call, fact: Any) -> Lost | None:
     if source is None:
         return None
     ctx.chosen[node] = source
-    first = source not in ctx.told and fact is None and call.name in _PRODUCTS and any(_parameter(ctx, n) for n in node.all_input_nodes)
-    if not first:
+    if source in ctx.told or fact is not None or not applies_weights(ctx, node, call):
         return None
     ctx.told.add(source)  # one refusal for all experts, at the choice
     return ctx.lost("expert-choice", source)
@@ -64,10 +63,15 @@ def _columns(ctx: Context, node: Node) -> int | None:
     return _columns(ctx, first) if kept else None  # type: ignore[arg-type]
 
 
+def applies_weights(ctx: Context, node: Node, call: Call) -> bool:
+    """Whether an operation is a product with a matrix of weights."""
+    return call.name in _PRODUCTS and any(_parameter(ctx, n) for n in node.all_input_nodes)
+
+
 def _parameter(ctx: Context, node: Node) -> bool:
     """Whether a tensor is a matrix of weights, or matrices."""
     value = tensor(node)
     return value is not None and value.dim() >= 2 and isinstance(tensor(ctx.storage[node]), torch.nn.Parameter)
 
 
-__all__ = ["follow"]
+__all__ = ["applies_weights", "follow"]

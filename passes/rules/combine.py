@@ -242,7 +242,7 @@ def _same_tensor(node: Node, other: Node) -> bool:
 def _merged(x: Sum, y: Sum) -> Sum | None:
     """Two halves of one layer; two whole layers, or sums over different routings, stay two."""
     routings = {p.rows.domain.routing for p in (*x.parts, *y.parts)} - {None}
-    if (x.base is not None and y.base is not None) or len(routings) > 1 or _experts(x) & _experts(y):
+    if (x.base is not None and y.base is not None) or x.replaced or y.replaced or len(routings) > 1 or _experts(x) & _experts(y):
         return None
     return Sum(x.axes, x.base or y.base, (*x.parts, *y.parts), x.once or y.once)
 

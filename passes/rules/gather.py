@@ -68,7 +68,10 @@ def _by_tensor(ctx: Context, node: Node, x: Node, items: list[Any]) -> Any:
     if isinstance(first, Index):
         return by_rows(ctx, node, x, base, first.selection, [first, *tail])
     if isinstance(first, Mask | Table):
-        return _by_any_mask(ctx, node, x, base, first, tail)
+        from moefuse.passes.rules.masked import by_wide_mask
+
+        wide = not tail and [a.kind for a in first.axes[-1]] == ["b"]
+        return by_wide_mask(ctx, node, x, first) if wide else by_any_mask(ctx, node, x, base, first, tail)
     if isinstance(base, Rows) and base.domain.name == "dense" and len([i for i in indices if i != _ALL]) == 2:
         return chosen_outputs(ctx, base, items, indices)
     if isinstance(first, Sorted) and isinstance(base, Entries):
@@ -85,15 +88,20 @@ def _by_tensor(ctx: Context, node: Node, x: Node, items: list[Any]) -> Any:
     return None
 
 
-def _by_any_mask(ctx: Context, node: Node, x: Node, base: Any, mask: Mask | Table, tail: list[Any]) -> Any:
+def by_any_mask(ctx: Context, node: Node, x: Node, base: Any, mask: Mask | Table, tail: list[Any]) -> Any:
+    """``x[mask]``, perhaps with a column behind, for a mask over tokens, or tokens and slots."""
     lead, axes = tokens_together(mask.axes)
     found = selection(mask, axes)
-    if found is None or len(tail) > 1:
+    new = bool(tail) and all(t is None for t in tail)  # dimensions of size one behind
+    if found is None or (len(tail) > 1 and not new):
         return None
     if lead > 1 and isinstance(base, View | Table):
         base = base.with_axes((sum(base.axes[:lead], ()), *base.axes[lead:]))
     if isinstance(mask, Table) and isinstance(base, Table) and tail:
         return _by_column(node, base, found[0], row_axis(node), tail)
+    if new:
+        taken = by_mask(ctx, node, x, base, *found)
+        return _with_none(taken, tail) if isinstance(taken, Rows) else taken
     if tail:
         column = isinstance(mask, Table) and isinstance(tail[0], int) and isinstance(base, View)
         base = pick(ctx, node, x, base, len(base.axes) - 1, tail[0]) if column else None
@@ -188,7 +196,7 @@ def _by_tokens(ctx: Context, node: Node, x: Node, base: Any, chosen: Selection, 
     if isinstance(base, Sum) and base.parts[0].rows.domain.routing is not chosen.routing:
         base = View(fresh(out_shape(x)), x)
     if isinstance(base, Fill | Sum):
-        return Buffer((rows, *((b[0],) for b in base.axes[1:] if b)), x, chosen) if not rest else None
+        return Buffer((rows, *_features(base)), x, chosen) if not rest else None
     if isinstance(base, Column) and chosen.slot == base.slot:
         return _with_none(_slot_gate(node, base, chosen, rows), rest)
     if isinstance(base, Table):
@@ -200,6 +208,11 @@ def _by_tokens(ctx: Context, node: Node, x: Node, base: Any, chosen: Selection, 
         return _with_none(Rows((rows,), row_domain(chosen), Gate(node, base.root, True, False, chosen.expert)), rest[1:]) if slot else None
     taken = take_tokens(ctx, node, base, chosen, rows)
     return _with_none(taken, rest) if isinstance(taken, Rows) else taken
+
+
+def _features(base: Fill | Sum) -> Axes:
+    """The dimensions of an accumulator behind its tokens, as features of a row."""
+    return tuple((Atom("f", i, extent(b)),) for i, b in enumerate(base.axes[1:]) if b)
 
 
 def same_ids(table: Routing, chosen: Routing) -> bool:
@@ -300,7 +313,7 @@ def by_mask(ctx: Context, node: Node, x: Node, base: Any, chosen: Selection, col
         if isinstance(base, Sum) and base.parts[0].rows.domain.routing is not chosen.routing:
             base = View(fresh(out_shape(x)), x)
         if isinstance(base, Fill | Sum):
-            return Buffer((rows,), x, chosen)
+            return Buffer((rows, *_features(base)), x, chosen)
         if isinstance(base, Column) and chosen.slot == base.slot:
             return _slot_gate(node, base, chosen, rows)
         if isinstance(base, View):

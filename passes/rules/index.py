@@ -22,6 +22,7 @@ from moefuse.passes.facts import (
     Lost,
     Many,
     Mask,
+    Occurring,
     RowNumber,
     Rows,
     Sum,
@@ -108,13 +109,15 @@ def pick(ctx: Context, node: Node, x: Node, fact: Any, dim: int, at: int) -> Any
         return Index(axes, fact.selection, fact.columns[at])
     if isinstance(fact, Entries):
         return entries.column(fact, axes, at) if dim == 1 else None
-    if same(extent(axis), 1):
+    if same(extent(axis), 1) or (only is not None and only.kind == "b"):
         return fact.with_axes(axes)
     if isinstance(fact, Mask | Table | Hit) and only is not None and only.kind == "e":
         expert = at + only.size if at < 0 else at
         return replace(fact, axes=axes, expert=expert)
     if isinstance(fact, Counts) and only is not None and only.kind == "e":
         return picked(fact, at, only.size)
+    if isinstance(fact, Occurring) and len(fact.axes) == 1 and 0 <= at < fact.count:
+        return picked(Counts(fact.axes, fact.routing, fact.ends), at, fact.count)  # where there is such an element
     if isinstance(fact, Rows) and only is not None and only.kind == "f":
         return feature_pick(node, fact, dim, at)
     if isinstance(fact, Rows) and only is not None and only.kind == "e" and fact.domain.name == "dense":

@@ -20,6 +20,7 @@ from moefuse.passes.facts import (
     IndexMatrix,
     Many,
     Mask,
+    Occurring,
     Range,
     Routing,
     Rows,
@@ -338,7 +339,7 @@ def on_count(ctx: Context, node: Node, x: Node, *args: Any, **kwargs: Any) -> An
         x = source.args[0]
     fact = ctx.fact(x)
     if ctx.calls[node].name == "bincount":  # type: ignore[union-attr]
-        bins = kwargs.get("minlength", args[1] if len(args) > 1 else None)
+        bins = kwargs.get("minlength", args[1] if len(args) > 1 else 0)
         if args[:1] not in ((), (None,)) or kwargs.get("weights") is not None:
             return None
     else:
@@ -355,6 +356,10 @@ def on_count(ctx: Context, node: Node, x: Node, *args: Any, **kwargs: Any) -> An
     if routing is None or not isinstance(bins, int):
         return None
     choices = routing.choices
+    if choices is not None and bins < choices and ctx.calls[node].name == "bincount":  # type: ignore[union-attr]
+        return Occurring(((Atom("e", 0, out_shape(node)[0]),),), routing, ends=False, count=choices)
+    if bins == 0:
+        return None
     if isinstance(choices, int) and choices <= bins:
         settle(ctx.sizes, list(out_shape(node)), bins)
         refine(ctx.sizes, node)
@@ -366,7 +371,7 @@ def on_cumsum(ctx: Context, node: Node, x: Node, dim: int = 0, **_: Any) -> Any:
     fact = ctx.fact(x)
     if isinstance(fact, Rows):
         return ctx.lost("not-row-local", node, op="cumsum")
-    return replace(fact, ends=True) if isinstance(fact, Counts) and not fact.ends else None
+    return replace(fact, ends=True) if isinstance(fact, Counts | Occurring) and not fact.ends else None
 
 
 @rule("searchsorted", "bucketize")

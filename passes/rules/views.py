@@ -11,7 +11,25 @@ from torch.fx import Node
 from moefuse.passes.axes import Atom, Axes, Axis, atoms, extent, reshape
 from moefuse.passes.context import Context, as_size, normalize, out_shape
 from moefuse.passes.expr import Cast
-from moefuse.passes.facts import Counts, Fact, Fill, Hit, Index, IndexMatrix, Mask, Range, Rows, Sorted, Span, Sum, Table, View, Weight
+from moefuse.passes.facts import (
+    Buffer,
+    Counts,
+    Fact,
+    Fill,
+    Hit,
+    Index,
+    IndexMatrix,
+    Mask,
+    Occurring,
+    Range,
+    Rows,
+    Sorted,
+    Span,
+    Sum,
+    Table,
+    View,
+    Weight,
+)
 from moefuse.passes.ops import tensor
 from moefuse.passes.rules import rule
 from moefuse.passes.rules.spans import hit_of
@@ -29,7 +47,7 @@ def reshaped(fact: Any, sizes: tuple[Size, ...]) -> Any:
     """The fact after a row-major reshape, or None. Rows of an expert have a length that only the run knows: its dimension stays put."""
     if isinstance(fact, IndexMatrix) and len(sizes) == 1 and len(fact.columns) == 1:
         return Index(fact.axes[:1], fact.selection, fact.columns[0])
-    axes = reshape(fact.axes, sizes)
+    axes = reshape(fact.axes, sizes) or _rows_again(fact, sizes)
     shown = tuple(a for a in fact.axes if a)
     if axes is None and shown and shown[0][0].kind == "r" and sizes and not isinstance(sizes[0], int):
         rest = reshape(shown[1:], sizes[1:])
@@ -37,6 +55,15 @@ def reshaped(fact: Any, sizes: tuple[Size, ...]) -> Any:
     if axes is None and isinstance(fact, Rows):
         axes = split_features(fact.axes, sizes)
     return None if axes is None else fact.with_axes(axes)
+
+
+def _rows_again(fact: Any, sizes: tuple[Size, ...]) -> Axes | None:
+    """Elements of rows, one row behind the other, as rows again: how many there are is what is left for the first dimension."""
+    flat: Axis = fact.axes[0] if len(fact.axes) == 1 else ()
+    if not isinstance(fact, Rows | Buffer) or len(flat) < 2 or flat[0].kind != "r" or len(sizes) < 2:
+        return None
+    rest = reshape((flat[1:],), sizes[1:])
+    return None if rest is None else ((flat[0]._replace(size=sizes[0]),), *rest)
 
 
 def split_features(axes: Axes, sizes: tuple[Size, ...]) -> Axes | None:
@@ -222,7 +249,7 @@ def on_cast(ctx: Context, node: Node, x: Node, *_: Any, **__: Any) -> Any:
         return replace(fact, expr=Cast(node, fact.expr, after.dtype))
     if isinstance(fact, Span) and after.dtype == torch.bool:
         return hit_of(fact) if isinstance(hit_of(fact), Hit) else None
-    if isinstance(fact, Mask | Index | IndexMatrix | Sorted | Counts | Range | Hit | Span):
+    if isinstance(fact, Mask | Index | IndexMatrix | Sorted | Counts | Occurring | Range | Hit | Span):
         return fact if not isinstance(fact, Mask) or fact.weight is None else None
     if isinstance(fact, Table):
         return replace(fact, root=node if fact.root is not None else None, root_axes=fact.axes, slots=None if not fact.ones else fact.slots)

@@ -172,6 +172,15 @@ def test_a_router_is_one_op(route: Callable[..., Routed]) -> None:
     torch.testing.assert_close(out, model(x))
 
 
+@pytest.mark.parametrize(("route", "taken"), [(softmax_renormalised, True), (softmax_of_the_chosen, True), (logits_with_bias, False)])
+def test_in_sixteen_bits(route: Callable[..., Routed], taken: bool) -> None:
+    """What the program computes in float32 is taken, with bfloat16 before and behind it; a sum that it rounds to bfloat16 is not."""
+    model, x = Layer(route).bfloat16(), torch.randn(T, H, generator=torch.Generator().manual_seed(5)).bfloat16()
+    out, found, _ = routes(model, x)
+    assert found == ([Recipe(K, **FUSED[route])] if taken else [])
+    torch.testing.assert_close(out, model(x), rtol=2**-6, atol=2**-7)
+
+
 def read_elsewhere(it: Layer, x: Tensor) -> Routed:
     """Scores that something else reads, as a loss would."""
     scores = it.gate(x).softmax(-1)

@@ -133,7 +133,9 @@ CASES: dict[str, Case] = {
     "not-weighted": Case(NotWeighted, "expert outputs reach the sum without the mask or routing weight that selects them"),
     "not-combined": Case(NotCombined, "expert rows never reach a sum over the chosen experts of a token"),
     "capacity": Case(
-        Capacity, "`einsum` puts tokens into a fixed number of places of each expert, and the experts run on all places, filled or not"
+        Capacity,
+        "experts take a limited number of tokens here: `einsum` puts them into a fixed number of places of each expert, "
+        "and the experts run on all places, filled or not",
     ),
     "expert-choice": Case(
         ExpertChoice, "experts choose their tokens here, not tokens their experts: every expert has the same number of rows"

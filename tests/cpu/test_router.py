@@ -107,7 +107,7 @@ def run(model: nn.Module, x: Tensor, dynamic: bool = False, **options: Any) -> t
     report, names = FusionReport(), Counter[str]()
 
     def backend(gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        report.extend(pipeline.rewrite(gm, example_inputs, Options(**options)))
+        report.extend(pipeline.rewrite(gm, example_inputs, Options(**{"router_topk": True, **options})))
         names.update(f"moefuse.{raw_name(n)}" if "moefuse" in str(n.target) else raw_name(n) for n in gm.graph.nodes)
         return gm.forward
 

@@ -209,3 +209,19 @@ def test_the_whole_way() -> None:
     with torch.no_grad():
         torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-5)
     assert "and a shared expert" in str(moefuse.last_report())
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "llama4"])
+def test_a_sum_that_is_rounded_before_it_is_added(family: str) -> None:
+    """transformers weighs in float32 and rounds the sum: the op rounds to the narrow dtype at once."""
+    from tests.zoo import tiny
+
+    torch._dynamo.reset()
+    outcome = Outcome()
+    model = tiny.build(family).to(torch.bfloat16).eval()
+    inputs = tiny.inputs(family)
+    with torch.no_grad():
+        wanted = tiny.hidden(model, **inputs)
+        got = tiny.hidden(torch.compile(model, backend=light(outcome, Options(overlap=256))), **inputs)
+    assert [f.shared for f in outcome.fused] == [True, True], outcome
+    torch.testing.assert_close(got, wanted, rtol=0.1, atol=0.1)

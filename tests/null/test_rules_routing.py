@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from moefuse.passes.facts import Counts, Index, IndexMatrix, Many, Mask, Routing, Sorted, Table, View
+from moefuse.passes.facts import Counts, Hit, Index, IndexMatrix, Many, Mask, Occurring, Routing, Sorted, Span, Table, View
 from tests.null.rules_case import E, K, T, assign, call, fact_of, letters, trace
 
 Function = Callable[..., Any]
@@ -162,6 +162,23 @@ def test_running_sums_of_counts_are_ends() -> None:
     fact = fact_of(lambda ids: torch.bincount(ids.reshape(-1), minlength=E).cumsum(0).to(torch.int32))
     assert isinstance(fact, Counts)
     assert fact.ends
+
+
+def up_to_the_last(scores: Any) -> Any:
+    """Counts that end behind the highest of the chosen experts."""
+    return torch.bincount(scores.topk(K)[1].reshape(-1))
+
+
+def test_counts_may_end_early() -> None:
+    """No bound for the ids, no fact; and not one from the back, where the last number may be any expert's."""
+    fact = fact_of(up_to_the_last)
+    assert isinstance(fact, Occurring)
+    assert (fact.count, fact.ends) == (E, False)
+    end = fact_of(lambda scores: up_to_the_last(scores).cumsum(0)[1])
+    assert isinstance(end, Span)
+    assert (end.start, end.stop) == (0, 2)
+    for from_the_back in (lambda scores: up_to_the_last(scores)[-1], lambda scores: up_to_the_last(scores) > 0):
+        assert not isinstance(fact_of(from_the_back), Span | Hit | Counts)
 
 
 def sorted_ids(ids: Any) -> Any:

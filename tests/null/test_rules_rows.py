@@ -40,6 +40,10 @@ ROWS: list[tuple[str, Function, tuple[str, str, str]]] = [
     ("index_select", lambda x, ids: x.index_select(0, tok(ids)), ("selected", "r f", "token(x)")),
     ("none_index", lambda x, ids: x[None, tok(ids)][0], ("selected", "r f", "token(x)")),
     ("mask", lambda x, ids: x[(ids == 1).any(-1)], ("selected", "r f", "token(x)")),
+    ("masked_select", lambda x, ids: x.masked_select((ids == 1).any(-1)[:, None]).view(-1, H), ("selected", "r f", "token(x)")),
+    ("masked_select_flat", lambda x, ids: torch.masked_select(x, (ids == 1).any(-1, keepdim=True)), ("selected", "rf", "token(x)")),
+    ("wide_mask", lambda x, ids: x[(ids == 1).any(-1)[:, None].expand(-1, H)].reshape(-1, H), ("selected", "r f", "token(x)")),
+    ("weights_masked_select", lambda weights, ids: weights.masked_select(ids == 1), ("selected", "r", "weight")),
     ("gather", lambda x, ids: torch.gather(x, 0, tok(ids)[:, None].expand(-1, H)), ("selected", "r f", "token(x)")),
     ("weights", lambda weights, ids: weights[both(ids)[0], both(ids)[1]], ("selected", "r", "weight")),
     ("weights_none", lambda weights, ids: weights[both(ids)[0], both(ids)[1], None], ("selected", "r 1", "weight")),
@@ -72,6 +76,17 @@ def test_rows_of_another_tensor_are_lost() -> None:
     ],
 )
 def test_rows_of_other_tokens(function: Function) -> None:
+    assert not isinstance(fact_of(function), Rows)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, ids: x.masked_select((ids == 1).any(-1)[:, None]).view(H, -1),  # elements in another order
+        lambda x, ids: x.t().masked_select((ids == 1).any(-1)),  # columns
+    ],
+)
+def test_elements_that_are_no_rows(function: Function) -> None:
     assert not isinstance(fact_of(function), Rows)
 
 

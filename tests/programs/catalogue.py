@@ -38,6 +38,14 @@ _SELECTED = (
         _LIST,
     ),
     (
+        "masked_select",
+        "x.masked_select(mask[:, None]), put back by masked_scatter",
+        Selected(find="any_mask", gather="masked_select", combine="masked_part"),
+        _SEPARATE,
+        _LIST,
+    ),
+    ("masked_scatter", "out.masked_scatter_(mask, out[mask] + ...)", Selected(find="slot_loop", combine="masked_sum"), Body(), Store()),
+    (
         "tutorial_slots",
         "for k, for e: out[mask] += ..., nn.Sequential experts",
         Selected(find="slot_loop", combine="iadd"),

@@ -122,10 +122,25 @@ class Selected(_Short):
         "top1_mask",
         "slot_loop",
     ] = "where"
-    gather: Literal["index", "index_select", "none_index", "gather"] = "index"
-    combine: Literal["index_add_", "index_add", "iadd", "set_sum", "index_put_", "scatter_add_", "scatter_reduce", "assign"] = "index_add_"
+    gather: Literal["index", "index_select", "none_index", "gather", "masked_select"] = "index"
+    combine: Literal[
+        "index_add_",
+        "index_add",
+        "iadd",
+        "set_sum",
+        "masked_sum",
+        "masked_part",
+        "index_put_",
+        "scatter_add_",
+        "scatter_reduce",
+        "assign",
+    ] = "index_add_"
     init: Literal["zeros_like", "zeros", "new_zeros", "full"] = "zeros_like"
     weight_on: Literal["output", "input"] = "output"
+
+
+ON_MASKS = ("iadd", "set_sum", "masked_sum", "masked_part", "assign")
+"""How a boolean mask is combined."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -309,10 +324,11 @@ def _selected_rules(_p: Program, s: Selected) -> list[Rule]:
     boolean = s.find in ("any_mask", "top1_mask", "slot_loop")
     return [
         (s.weight_on == "input" and boolean, "not written"),
-        (s.combine in ("set_sum", "assign") and not boolean, "boolean masks only"),
-        (boolean and s.combine not in ("iadd", "set_sum", "assign"), "a boolean mask is combined by assignment"),
+        (s.combine in ON_MASKS and s.combine != "iadd" and not boolean, "boolean masks only"),
+        (boolean and s.combine not in ON_MASKS, "a boolean mask is combined by assignment"),
         (s.combine == "assign" and s.find != "top1_mask", "assignment is a sum for top-1 only"),
-        (boolean and s.gather != "index", "a boolean mask is indexed"),
+        (boolean and s.gather not in ("index", "masked_select"), "a boolean mask is indexed"),
+        (not boolean and s.gather == "masked_select", "boolean masks only"),
     ]
 
 

@@ -50,6 +50,10 @@ def _into_mask(how: str, out: Tensor, mask: Tensor, y: Tensor) -> None:
         out[mask] += y
     elif how == "set_sum":
         out[mask] = out[mask] + y
+    elif how == "masked_sum":
+        out.masked_scatter_(mask.unsqueeze(-1), (out[mask] + y).to(out.dtype))
+    elif how == "masked_part":
+        out += torch.zeros_like(out).masked_scatter(mask[:, None].expand_as(out), y.to(out.dtype))
     else:
         out[mask] = y
 
@@ -104,12 +108,15 @@ def _by_index(s: Selected, style: Style, hooks: Hooks) -> Mix:
 def _by_mask(s: Selected, style: Style, hooks: Hooks) -> Mix:
     init = INIT[s.init]
 
+    def take(x: Tensor, mask: Tensor) -> Tensor:
+        return x[mask] if s.gather == "index" else x.masked_select(mask[:, None]).view(-1, x.shape[-1])
+
     def any_mask(store: ExpertStore, x: Tensor, r: Routed) -> Tensor:
         out = init(x)
         for e in hooks.experts(store.count):
             mask = (r.ids == e).any(-1)
             w = hooks.weight(e, (r.weights * (r.ids == e)).sum(-1))
-            y = hooks.routed(e, store.run(e, style.noop(hooks.source(e, x)[mask])))
+            y = hooks.routed(e, store.run(e, style.noop(take(hooks.source(e, x), mask))))
             _into_mask(s.combine, out, mask, style.weigh(y, style.last(w[mask])))
             out = hooks.partial(e, out)
         return out
@@ -118,7 +125,7 @@ def _by_mask(s: Selected, style: Style, hooks: Hooks) -> Mix:
         out = init(x)
         for e in hooks.experts(store.count):
             mask = r.ids == e
-            y = hooks.routed(e, store.run(e, style.noop(hooks.source(e, x)[mask])))
+            y = hooks.routed(e, store.run(e, style.noop(take(hooks.source(e, x), mask))))
             _into_mask(s.combine, out, mask, style.weigh(y, style.last(hooks.weight(e, r.weights)[mask])))
             out = hooks.partial(e, out)
         return out
@@ -129,7 +136,7 @@ def _by_mask(s: Selected, style: Style, hooks: Hooks) -> Mix:
             for e in hooks.experts(store.count):
                 mask = r.ids[:, k] == e
                 w = hooks.weight(e, r.weights[:, k])
-                y = hooks.routed(e, store.run(e, style.noop(hooks.source(e, x)[mask])))
+                y = hooks.routed(e, store.run(e, style.noop(take(hooks.source(e, x), mask))))
                 _into_mask(s.combine, out, mask, style.weigh(y, style.last(w[mask])))
                 out = hooks.partial(e, out)
         return out

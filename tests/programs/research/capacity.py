@@ -8,7 +8,9 @@ from torch import Tensor, nn
 
 from tests.programs.research.base import E, H, K, Layer, Listed, Stacked, fused, mlp, refused, twin, unseen
 
-FIXED = "`einsum` puts tokens into a fixed number of places of each expert, and the experts run on all places, filled or not"
+LIMITED = "experts take a limited number of tokens here: "
+
+FIXED = LIMITED + "`einsum` puts them into a fixed number of places of each expert, and the experts run on all places, filled or not"
 
 CHOSEN = "experts choose their tokens here, not tokens their experts: every expert has the same number of rows"
 
@@ -113,9 +115,9 @@ class SwitchDropped(Listed):
         return out
 
 
-@unseen(whole=False)
+@refused("capacity", LIMITED + "`tok` is some of the tokens that chose an expert, and which depends on the others", whole=False)
 class FirstOfEach(Listed):
-    """makeMoE with a capacity: ``selected[:capacity]`` of an expert's tokens."""
+    """``selected[:capacity]`` of an expert's tokens, however many there are."""
 
     capacity = 2
 
@@ -123,7 +125,40 @@ class FirstOfEach(Listed):
         weights, ids = self.route(x)
         out = torch.zeros_like(x)
         for e, expert in enumerate(self.experts):
-            tok = (ids == e).any(-1).nonzero().squeeze(-1)[: self.capacity]
+            tok = (ids == e).any(-1).nonzero().squeeze(-1)[: self.capacity]  # at: FirstOfEach
+            w = (weights * (ids == e)).sum(-1)
+            out.index_add_(0, tok, expert(x[tok]) * w[tok, None])
+        return out
+
+
+ASKS = "this branch depends on data, and it asks how many tokens an expert has; the graph breaks here as it would without moefuse"
+
+
+@refused("not-captured", ASKS, whole=False)
+class FirstIfMany(Listed):
+    """makeMoE with a capacity: ``selected[:capacity]`` where an expert has more tokens than that."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        out, capacity = torch.zeros_like(x), x.shape[0] // 2
+        for e, expert in enumerate(self.experts):
+            tok = (ids == e).any(-1).nonzero().squeeze(-1)
+            tok = tok[:capacity] if tok.numel() > capacity else tok  # at: FirstIfMany
+            w = (weights * (ids == e)).sum(-1)
+            out.index_add_(0, tok, expert(x[tok]) * w[tok, None])
+        return out
+
+
+@fused("selected")
+class RoomForAll(Listed):
+    """A capacity that no expert can reach: as many tokens as there are."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            tok = (ids == e).any(-1).nonzero().squeeze(-1)
+            tok = tok[: len(x)] if tok.numel() > len(x) else tok
             w = (weights * (ids == e)).sum(-1)
             out.index_add_(0, tok, expert(x[tok]) * w[tok, None])
         return out

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.programs.research.base import E, H, K, Listed, Stacked, fused, twin, unseen
+from tests.programs.research.base import E, H, K, Listed, Stacked, fused, twin
 
 
 @fused("selected", train=False, grad=False)
@@ -42,7 +44,7 @@ class DeepseekInfer(Listed):
         return final_out
 
 
-@unseen(whole=False, grad=False)
+@fused("selected", grad=False)
 class DeepseekFirstInfer(Listed):
     """DeepSeekMoE-16B, ``moe_infer``: ``bincount().cpu().numpy().cumsum(0)`` without minlength, scatter_reduce_."""
 
@@ -65,6 +67,47 @@ class DeepseekFirstInfer(Listed):
             expert_out.mul_(flat_expert_weights[idxs[start_idx:end_idx]])
             expert_cache.scatter_reduce_(0, exp_token_idx.view(-1, 1).repeat(1, x.shape[-1]), expert_out, reduce="sum")
         return expert_cache
+
+
+class _UpToTheLast(Listed):
+    """Slots sorted by expert, cut where ``bincount`` without ``minlength`` says: the last experts may have no number."""
+
+    def own(self, x: Tensor, tok: Tensor, slots: Tensor, weights: Tensor, e: int) -> Tensor:
+        y: Tensor = self.experts[e](x[tok]) * weights.view(-1, 1)[slots]
+        return y
+
+
+@fused("selected")
+class CountsInPairs(_UpToTheLast):
+    """Counts and experts in pairs, up to the last expert that was chosen; slices by a running sum."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        order = ids.view(-1).argsort()
+        out, start = torch.zeros_like(x), 0
+        for count, expert in zip(ids.view(-1).bincount().cpu().numpy(), self.experts, strict=False):
+            end = start + count
+            if count == 0:
+                continue
+            slots = order[start:end]
+            out.index_add_(0, slots // K, expert(x[slots // K]) * weights.view(-1, 1)[slots])
+            start = end
+        return out
+
+
+@fused("selected")
+class EndsAlone(_UpToTheLast):
+    """The ends alone, as a ``for`` gets them, without asking whether there are any tokens."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        order, out, e, start = ids.view(-1).argsort(), torch.zeros_like(x), 0, 0
+        ends = ids.view(-1).bincount().cumsum(0).cpu().numpy()
+        for e, end in enumerate(ends):
+            start = ends[e - 1] if e > 0 else 0
+            slots = order[start:end]
+            out.index_add_(0, slots // K, self.own(x, slots // K, slots, weights, e))
+        return out
 
 
 @fused("selected")
@@ -246,6 +289,107 @@ class SkippedInBuffer(Listed):
                 continue
             y[mask] = expert(h[mask])
         return (y.view(-1, K, H) * weights[:, :, None]).sum(1)
+
+
+class _Ends(_UpToTheLast):
+    """The loop of :class:`DeepseekFirstInfer`; subclasses do one thing more with the ends."""
+
+    def pairs(self, ends: Any) -> Any:
+        return enumerate(ends)
+
+    def start(self, ends: Any, e: int) -> Any:
+        return ends[e - 1] if e else 0
+
+    def after(self, out: Tensor, ends: Any) -> Tensor:
+        return out
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        order, out, e = ids.view(-1).argsort(), torch.zeros_like(x), 0
+        ends = ids.view(-1).bincount().cpu().numpy().cumsum(0)
+        for e, end in self.pairs(ends):
+            start = self.start(ends, e)
+            if start == end:
+                continue
+            slots = order[start:end]
+            out.index_add_(0, slots // K, self.own(x, slots // K, slots, weights, e))
+        return self.after(out, ends)
+
+
+@twin
+class LastNumberKept(_UpToTheLast):
+    """The number of the last expert that was chosen is in the result."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        order, out, e, start = ids.view(-1).argsort(), torch.zeros_like(x), 0, 0
+        for e, count in enumerate(ids.view(-1).bincount().cpu().numpy()):
+            slots = order[start : start + count]
+            out.index_add_(0, slots // K, self.own(x, slots // K, slots, weights, e))
+            start = start + count
+        return out * e
+
+
+@twin
+class NumbersCounted(_Ends):
+    """How many numbers there are is in the result."""
+
+    def after(self, out: Tensor, ends: Any) -> Tensor:
+        return out * len(ends)
+
+
+@twin
+class PairsListed(_Ends):
+    """The pairs as a list, whose length is in the result."""
+
+    def pairs(self, ends: Any) -> Any:
+        self.listed = list(enumerate(ends))
+        return self.listed
+
+    def after(self, out: Tensor, ends: Any) -> Tensor:
+        found = out * len(self.listed)
+        del self.listed
+        return found
+
+
+@twin
+class TurnsCounted(_Ends):
+    """How often the loop ran is in the result."""
+
+    def pairs(self, ends: Any) -> Any:
+        self.turns = 0
+        return enumerate(ends)
+
+    def start(self, ends: Any, e: int) -> Any:
+        self.turns += 1
+        return super().start(ends, e)
+
+    def after(self, out: Tensor, ends: Any) -> Tensor:
+        return out + self.turns
+
+
+@twin
+class LastEndKept(_Ends):
+    """The start of the last expert that was chosen is in the result."""
+
+    def after(self, out: Tensor, ends: Any) -> Tensor:
+        return out + float(ends[-2] if len(ends) > 1 else 0)
+
+
+@twin
+class UnequalBoth(_Ends):
+    """Where the last experts have no tokens, the one before starts where it ends, counted from the back."""
+
+    def start(self, ends: Any, e: int) -> Any:
+        return ends[-1] if e == E - 2 else super().start(ends, e)
+
+
+@twin
+class WithoutTheFirst(_Ends):
+    """The first expert is left out."""
+
+    def pairs(self, ends: Any) -> Any:
+        return ((e, end) for e, end in enumerate(ends) if e)
 
 
 @twin
