@@ -3,8 +3,8 @@
     python benchmarks/router_gpu.py --seconds 120 --out benchmarks/results/router-h200.json
 
 Checks first: values and ids must be those of ``torch.topk`` on scores without ties. Then microseconds: "alone" is a call in a CUDA graph;
-"router" is projection, softmax, choice and renormalisation compiled by Inductor, as a graph and called from Python ("host": the time
-until the call returns, with the device kept idle). "launches" are the kernels of one call of that router.
+"router" is projection, softmax, choice and renormalisation compiled by Inductor ("fused": all but the projection by ``moefuse::route``), as
+a graph and called from Python ("host": the time until the call returns). "launches" are the kernels of one call of that router.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from torch import Tensor
 
 sys.path[:0] = [str(Path(__file__).parent.parent)]
 
-import moefuse.ops  # noqa: E402, F401  (registers the op)
+from moefuse.ops.recipe import Recipe  # noqa: E402  (moefuse.ops registers the ops)
 
 SIZES = [(128, 8), (64, 6), (256, 8), (512, 10), (8, 2)]
 TOKENS = [1, 16, 64, 512, 4096, 16384]
 HIDDEN = 2048
 KINDS: dict[str, Callable[[Tensor, int], Any]] = {"torch": torch.topk, "moefuse": torch.ops.moefuse.topk}
+ROUTERS = [*KINDS, "fused"]
 
 
 def check(tokens: int, experts: int, k: int) -> None:
@@ -77,12 +78,17 @@ def from_python(call: Callable[[], object], repeat: int = 50) -> Callable[[], fl
     return us
 
 
-def router(choose: Callable[[Tensor, int], Any], k: int) -> Callable[[Tensor, Tensor], Any]:
+def router(name: str, k: int) -> Callable[[Tensor, Tensor], Any]:
+    recipe, choose = Recipe(k, "softmax", renormalise=True), KINDS.get(name, torch.topk)
+
+    def whole(x: Tensor, w: Tensor) -> Any:
+        return torch.ops.moefuse.route(torch.nn.functional.linear(x, w), None, *recipe.arguments, x.dtype)
+
     def f(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         values, ids = choose(torch.nn.functional.linear(x, w).float().softmax(-1), k)
         return (values / values.sum(-1, keepdim=True)).to(x.dtype), ids
 
-    return torch.compile(f, fullgraph=True, dynamic=False)
+    return torch.compile(whole if name == "fused" else f, fullgraph=True, dynamic=False)
 
 
 def launches(call: Callable[[], object]) -> list[str]:
@@ -100,9 +106,9 @@ def measure(tokens: int, experts: int, k: int, whole: bool) -> dict[str, Any]:
     timers = {f"alone {name}": in_a_graph(lambda choose=choose: choose(scores, k)) for name, choose in KINDS.items()}
     if whole:
         x, w = (torch.randn(n, HIDDEN, device="cuda", dtype=torch.bfloat16) for n in (tokens, experts))
-        for name, choose in KINDS.items():
+        for name in ROUTERS:
             torch._dynamo.reset()
-            compiled = router(choose, k)
+            compiled = router(name, k)
             compiled(x, w)
             call = lambda compiled=compiled: compiled(x, w)  # noqa: E731
             row[f"launches {name}"] = launches(call)
@@ -134,7 +140,7 @@ def main() -> None:
         args.out.write_text(json.dumps({"device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": rows}, indent=1) + "\n")
     for row in rows:
         times = [f"{name} {us:.1f}" for name, us in row["us"].items()]
-        counts = [f"launches {name} {len(row[f'launches {name}'])}" for name in KINDS if f"launches {name}" in row]
+        counts = [f"launches {name} {len(row[f'launches {name}'])}" for name in ROUTERS if f"launches {name}" in row]
         print(f"T={row['T']:<6} E={row['E']:<4} K={row['K']:<3}", *times, *counts, sep="  ")
 
 

@@ -246,9 +246,14 @@ def _inside(graph: Graph, router: Router) -> list[Node] | None:
         call = call_of(node)
         if call is not None and any(target not in found for target in call.targets):
             return None
-        if node not in ends and any(user not in found and user.users for user in node.users):
+        if node not in ends and any(user not in found and not _idle(user) for user in node.users):
             return None
     return [n for n in graph.nodes if n in found]
+
+
+def _idle(node: Node) -> bool:
+    """Whether a node is an item that nothing reads."""
+    return node.target is operator.getitem and not node.users
 
 
 def _has_values(node: Node) -> bool:
@@ -269,8 +274,8 @@ def _replaced(graph: Graph, router: Router, before: Node, inside: list[Node]) ->
     for i, node in enumerate((router.weights, router.ids)):
         node.replace_all_uses_with(emit(operator.getitem, made, i))
     for node in reversed(inside):
-        for user in [u for u in node.users if not u.users]:
-            graph.erase_node(user)  # an item that nothing reads
+        for user in [u for u in node.users if _idle(u)]:
+            graph.erase_node(user)
         graph.erase_node(node)
     return True
 

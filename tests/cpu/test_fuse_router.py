@@ -172,6 +172,15 @@ def test_a_router_is_one_op(route: Callable[..., Routed]) -> None:
     torch.testing.assert_close(out, model(x))
 
 
+@pytest.mark.parametrize(("route", "taken"), [(softmax_renormalised, True), (softmax_of_the_chosen, True), (logits_with_bias, False)])
+def test_in_sixteen_bits(route: Callable[..., Routed], taken: bool) -> None:
+    """What the program computes in float32 is taken, with bfloat16 before and behind it; a sum that it rounds to bfloat16 is not."""
+    model, x = Layer(route).bfloat16(), torch.randn(T, H, generator=torch.Generator().manual_seed(5)).bfloat16()
+    out, found, _ = routes(model, x)
+    assert found == ([Recipe(K, **FUSED[route])] if taken else [])
+    torch.testing.assert_close(out, model(x), rtol=2**-6, atol=2**-7)
+
+
 def read_elsewhere(it: Layer, x: Tensor) -> Routed:
     """Scores that something else reads, as a loss would."""
     scores = it.gate(x).softmax(-1)
@@ -214,6 +223,28 @@ def test_what_the_op_does_not_compute_stays(route: Callable[..., Routed]) -> Non
     assert all("top-k" in note for note in notes)
     assert notes
     torch.testing.assert_close(out, model(x))
+
+
+def test_results_of_the_graph_stay() -> None:
+    """Scores and choices that a model returns, for a loss or to look at; ids and weights may be."""
+
+    class Returning(Layer):
+        def forward(self, x: Tensor) -> Any:
+            scores = self.gate(x).softmax(-1)
+            weights, ids = torch.topk(scores, K, dim=-1)
+            out = sum(expert(x) * (weights * (ids == e)).sum(-1, keepdim=True) for e, expert in enumerate(self.experts))
+            return (out, scores) if self.also else (out, ids, weights)
+
+    x = torch.randn(T, H)
+    for also in (True, False):
+        torch._dynamo.reset()
+        model = Returning(softmax_alone, also)
+        with torch.no_grad():
+            got, report, names = run(model, x, fuse_router=True)
+        assert len(report.fused) == 1
+        assert (names["moefuse.route"], names["moefuse.topk"]) == ((0, 1) if also else (1, 0))
+        for a, b in zip(got, model(x), strict=True):
+            torch.testing.assert_close(a, b)
 
 
 def test_only_on_demand_and_only_for_inference() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moefuse.ops.recipe import Recipe, route_reference
 from moefuse.ops.reference import topk_reference
 from moefuse.runtime import providers
 
@@ -96,6 +97,51 @@ def test_one_launch() -> None:
         torch.cuda.synchronize()
     names = [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
     assert [n for n in names if "choose" in n or "Mem" in n] == ["choose"], names
+
+
+RECIPES = {
+    "softmax": (128, Recipe(8, "softmax", renormalise=True)),
+    "sigmoid": (64, Recipe(6, "sigmoid", by_choice=False, renormalise=True, eps=1e-20, scale=2.5)),
+    "chosen": (32, Recipe(4, weight="softmax")),
+    "groups": (256, Recipe(8, "sigmoid", 8, 4, 2, by_choice=False, renormalise=True, eps=1e-20, scale=2.5)),
+    "odd groups": (160, Recipe(6, "softmax", 8, 3, 1, lowest=False, scale=16.0)),
+    "widest": (1024, Recipe(32, "softmax", 16, 4, 2, renormalise=True, least=0.5)),
+}
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 7, 1000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", RECIPES)
+def test_routers(name: str, dtype: torch.dtype, tokens: int) -> None:
+    """Ids as the definition gives them, but where what the choice is made by is nearly equal; and their weights. Equal from run to run."""
+    experts, recipe = RECIPES[name]
+    logits, bias = torch.randn(tokens, experts, device="cuda").to(dtype), torch.randn(experts, device="cuda") * 0.1
+    assert providers.select("route", logits, bias, recipe, dtype).name == "triton"
+    weights, ids = torch.ops.moefuse.route(logits, bias, *recipe.arguments, dtype)
+    want_weights, want_ids = route_reference(logits, bias, recipe, dtype)
+    alike = (ids == want_ids).all(-1)
+    assert int((~alike).sum()) <= tokens // 100
+    torch.testing.assert_close(weights[alike], want_weights[alike], rtol=max(torch.finfo(dtype).eps, 1e-5), atol=1e-7)
+    again = torch.ops.moefuse.route(logits, bias, *recipe.arguments, dtype)
+    assert all(map(torch.equal, again, (weights, ids)))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_a_router_in_a_compiled_layer(dynamic: bool) -> None:
+    import moefuse
+    from tests.cpu.test_fuse_router import groups_by_two
+    from tests.cpu.test_router import H, Layer, T
+
+    model: Any = Layer(groups_by_two).cuda()
+    compiled = torch.compile(model, backend="moefuse", dynamic=dynamic, options={"fuse_router": True})
+    with torch.no_grad():
+        for tokens in (T, 5) if dynamic else (T,):
+            x = torch.randn(tokens, H, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+            torch.testing.assert_close(compiled(x), model(x))
+    report = moefuse.last_report()
+    assert report is not None
+    assert [n for n in report.notes if n.startswith("the router at")]
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

@@ -89,6 +89,28 @@ def test_a_whole_router(biased: bool) -> None:
     assert call.kwargs["kwargs"]["BIAS"] == biased
 
 
+@pytest.mark.parametrize(("experts", "k", "reason"), [(128, 8, None), (2048, 8, "2048 experts"), (128, 40, "40 experts per token")])
+def test_the_passes_ask_the_kernels(experts: int, k: int, reason: str | None) -> None:
+    """With the arguments of the ops' schemas."""
+    from torch.fx import Graph
+
+    from moefuse.ops.recipe import Recipe
+    from moefuse.passes.devices import unsupported
+
+    graph = Graph()
+    logits = graph.placeholder("logits")
+    with FakeTensorMode():
+        logits.meta["example_value"] = torch.empty(4, experts, device="cuda")
+    calls = [
+        graph.call_function(torch.ops.moefuse.topk.default, (logits, k)),
+        graph.call_function(torch.ops.moefuse.route.default, (logits, None, *Recipe(k).arguments, torch.float32)),
+        graph.call_function(torch.ops.moefuse.route.default, (logits, logits, *Recipe(k).arguments, torch.float32)),
+    ]
+    for call in calls:
+        answer = unsupported([call], grad=False)
+        assert (answer is None) if reason is None else (answer is not None and reason in answer[1])
+
+
 @pytest.mark.parametrize(("device", "dtype"), [("cpu", torch.float32), ("cuda", torch.float64)])
 def test_elsewhere_the_op_stays(device: str, dtype: torch.dtype) -> None:
     targets = [n.target for n in traced(4, device, 8, 128, dtype=dtype)]
