@@ -159,7 +159,8 @@ def _join(ctx: Context, known: dict[Node, Any], tokens: int, check: bool, expert
         emit.undo()
         return None
     add.replace_all_uses_with(result, propagate_meta=False)
-    _erase(ctx.graph, [add, other, value, *region.nodes, *emit.nodes, experts])
+    _introduce(ctx, emit)
+    _erase(ctx.graph, add, emit.nodes)
     return Joined(experts, None if verdict is None else verdict.error)
 
 
@@ -212,10 +213,7 @@ def _same_place(ctx: Context, experts: Node, add: Node, value: Node) -> bool:
 def _region(ctx: Context, emit: Emitter, value: Node, token: Node, expr: Expr) -> Region | Lost:
     """The shared expert as a region of one expert that every token chooses."""
     ids = emit(torch.zeros_like, emit(torch.Tensor.narrow, token, -1, 0, 1), dtype=torch.int64)
-    for node in emit.nodes:
-        ctx.storage[node] = ctx.first[node] = node
-        ctx.calls[node] = None
-        ctx.position[node] = ctx.position[emit.before]
+    _introduce(ctx, emit)
     routing = Routing(ids, shape_of(fake(value))[:-1], 1, has_slots=True, distinct=True)
     return checked(ctx, Region(value, [value], "masked", routing, expr, 1, None))
 
@@ -237,9 +235,22 @@ def _both(emit: Emitter, experts: Node, shared: Node, tokens: int, *, gated: boo
     return emit(torch.ops.moefuse.experts_and_shared.default, first, counts, *options[0], dtype, second, shared_counts, *options[1], tokens)
 
 
-def _erase(graph: Graph, nodes: list[Node]) -> None:
-    """Erase those of the nodes that nothing reads any more."""
-    doomed = set(nodes)
-    for node in reversed(list(graph.nodes)):
-        if node in doomed and not node.users and node.op not in ("placeholder", "output"):
-            graph.erase_node(node)
+def _introduce(ctx: Context, emit: Emitter) -> None:
+    """New nodes as tensors of their own, about which nothing is known: what comes later may read them."""
+    for node in emit.nodes:
+        ctx.storage[node] = ctx.first[node] = node
+        ctx.calls[node] = None
+        ctx.position[node], ctx.mode[node] = ctx.position[emit.before], ctx.mode[emit.before]
+
+
+def _erase(graph: Graph, add: Node, new: list[Node]) -> None:
+    """Erase the sum and what only it read, and new nodes that were for the verification."""
+    stack: list[Node] = [add, *new]
+    while stack:
+        node = stack.pop()
+        call = call_of(node)
+        if call is None or node.users or (call.inplace and node is not add) or node not in graph.find_nodes(op=node.op, target=node.target):
+            continue
+        sources = node.all_input_nodes
+        graph.erase_node(node)
+        stack += sources

@@ -198,6 +198,26 @@ def test_sizes_that_change() -> None:
     assert (outcome.graphs, [f.shared for f in outcome.fused]) == (1, [True]), outcome
 
 
+def test_nothing_is_computed_twice_and_layers_follow_each_other() -> None:
+    """The second layer reads the sum of the first, without anything between."""
+    torch._dynamo.reset()
+    graphs, outcome = [], Outcome()
+    inner = light(outcome, Options(overlap=16))
+
+    def backend(gm: torch.fx.GraphModule, example_inputs: list[Tensor]) -> Callable[..., object]:
+        graphs.append(gm)
+        return inner(gm, example_inputs)
+
+    model = nn.Sequential(Block(gated), Block(before), Block(first))
+    x = torch.randn(2, 3, H)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(model, backend=backend, fullgraph=True)(x), model(x), rtol=1e-4, atol=1e-5)
+    names = [str(node.target) for node in graphs[0].graph.nodes]
+    assert [f.shared for f in outcome.fused] == [True] * 3, outcome
+    assert names.count("moefuse.experts_and_shared.default") == 3
+    assert names.count("moefuse.experts.default") == 0
+
+
 def test_the_whole_way() -> None:
     """Through the backend and Inductor, and the report says it."""
     import moefuse

@@ -210,10 +210,10 @@ def test_the_order_is_a_stable_sort(monkeypatch: pytest.MonkeyPatch, tokens: int
 
 
 @given(
-    tokens=st.integers(0, 20),
-    hidden=st.integers(1, 40),
-    inter=st.integers(1, 40),
-    hidden_out=st.integers(1, 40),
+    tokens=st.integers(0, 12),
+    hidden=st.integers(1, 24),
+    inter=st.integers(1, 24),
+    hidden_out=st.integers(1, 24),
     experts=st.integers(1, 6),
     top_k=st.integers(1, 5),
     gating=st.sampled_from(["merged", "interleaved", "separate", "plain"]),
