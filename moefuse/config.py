@@ -48,8 +48,8 @@ class Options:
         enabled: False hands every graph to Inductor as it is.
         capture: False leaves data-dependent expert loops to Dynamo, which breaks the graph there.
         cost_gate: leave a region alone whose program was measured to be at least as fast as the fused op; False fuses it all the same.
-        router_topk: run ``torch.topk`` of a fused region's router as one kernel on CUDA devices, which gives equal scores to
-            the lowest expert.
+        router_topk: run ``torch.topk`` of a fused region's router as one kernel on CUDA devices, which gives equal scores to the lowest
+            expert.
         fuse_router: in inference on CUDA devices, run all that such a router does with its logits as one kernel; scores are rounded
             differently then, so that nearly equal ones may change places.
         overlap: up to so many tokens, a shared expert becomes one op with the routed ones and runs beside them on a stream of its own

@@ -65,6 +65,8 @@ class Context:
         self.chosen: dict[Node, Node] = {}
         self.told: set[Node] = set()
         self.parts: dict[Node, tuple[Node, Routing]] = {}
+        self.strangers: dict[Node, Node] = {}
+        self.strange_experts: dict[Node, dict[Node, set[Node]]] = {}
         self.kept: dict[tuple[Node, bool], Routing] = {}
         self.filled: dict[int, tuple[Any, Any]] = {}
         self.sizes: Known = {}

@@ -13,7 +13,7 @@ from moefuse.passes.expr import has_linear, walk
 from moefuse.passes.facts import Apart, Buffer, Combined, Filled, Lost, Many, Pieces, Rows, View
 from moefuse.passes.ops import Call, tensor
 from moefuse.passes.refine import refine
-from moefuse.passes.rules import RULES, Rule, capacity, choosers
+from moefuse.passes.rules import RULES, Rule, capacity, choosers, strangers
 from moefuse.passes.sizes import same_shape, shape_of, size_of
 
 #: questions about a tensor's metadata: they carry no routing information and lose none
@@ -52,7 +52,8 @@ def _interpret(graph: Graph, rows: Mapping[Node, tuple[int, ...]] | None, ends: 
             continue
         refine(ctx.sizes, node)
         fact = _visit(ctx, node, call)
-        fact = capacity.follow(ctx, node, call, fact) or choosers.follow(ctx, node, call, fact) or fact
+        lost = (family.follow(ctx, node, call, fact) for family in (capacity, choosers, strangers))
+        fact = next((found for found in lost if found is not None), fact)
         if node in ends and isinstance(fact, Rows):
             fact = Apart(fact)
         if fact is not None:

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from moefuse.capture.frame import Frame
 
 
+SHORT = "without `minlength` it is shorter if the last experts have no tokens"
+
+
 @dataclass(eq=False)
 class Elements:
     """The numbers of ``bincount(ids)`` that a ``for`` goes through: as many as there are experts, though the last ones may be missing.
@@ -47,7 +50,10 @@ def numbers(frame: Frame, tx: Any, variable: Any) -> list[Any] | None:
     count = _length(frame, variable)
     node = values.tensor_node(variable)
     bins = guess.bins(node)
-    if count is None or node is None or (bins is not None and not bins[1] and not _only_for(frame, tx)):
+    if count is None or node is None:
+        return None
+    if bins is not None and not bins[1] and not _only_for(frame, tx):
+        frame.tell(tx, "this list", SHORT)
         return None
     frame.numpy = frame.numpy or values.is_ndarray(variable)
     found = [values.number_at(tx, node, i) for i in range(count)]
@@ -79,7 +85,11 @@ def asks_for_type(tx: Any, inst: Any) -> bool:
 def as_list(frame: Frame, tx: Any, variable: Any) -> Any:
     """``bincount(ids, minlength=E).tolist()``; None for any other tensor."""
     node = values.tensor_node(variable)
-    if not frame.active or (guess.bins(node) or (0, False))[1] is False:
+    bins = guess.bins(node)
+    if not frame.active or bins is None:
+        return None
+    if not bins[1]:
+        frame.tell(tx, "this list", SHORT)
         return None
     found = numbers(frame, tx, variable)
     return None if found is None else values.new_list(found)

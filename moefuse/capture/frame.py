@@ -182,11 +182,19 @@ class Frame:
         """A branch, at which Dynamo is about to stop, depends on a number: the user is told if that is how many tokens an expert has."""
         from moefuse.passes.discharge import counts_rows
 
-        symbols, location = values.unbacked(number) if number is not None else set(), self.location(tx)
-        told = any(known.location == location for known in self.ledger.refusals)
-        if symbols and not told and values.undecided(number) and counts_rows(values.graph_of(tx), symbols):
-            text = CODES["not-captured"].format(what="this branch", detail="it asks how many tokens an expert has")
-            self.ledger.refusals.append(Skipped("not-captured", text, module="", location=location))
+        symbols = values.unbacked(number) if number is not None else set()
+        if symbols and values.undecided(number) and not self._told(tx) and counts_rows(values.graph_of(tx), symbols):
+            self.tell(tx, "this branch", "it asks how many tokens an expert has")
+
+    def tell(self, tx: Any, what: str, detail: str) -> None:
+        """A refusal for the report, where Dynamo is about to stop."""
+        if not self._told(tx):
+            text = CODES["not-captured"].format(what=what, detail=detail)
+            self.ledger.refusals.append(Skipped("not-captured", text, module="", location=self.location(tx)))
+
+    def _told(self, tx: Any) -> bool:
+        location = self.location(tx)
+        return any(known.location == location for known in self.ledger.refusals)
 
     # --- giving up ---
 

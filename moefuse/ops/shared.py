@@ -3,16 +3,17 @@
     experts(x [T, H], ids [T, K], weights [T, K], ...) + weight [T, 1] * shared(x [T, Hs])
 
 The second term is ``moefuse::experts`` too, with one expert that every token chooses. Both are rounded before they are added, as in the
-program that this replaces. Inference only. On CUDA the two may run at the same time (``moefuse/runtime/overlap.py``).
+program that this replaces. Inference only. On CUDA, up to ``overlap`` tokens, few tokens take all of their experts in the same launches
+(``moefuse/kernels/triton/joined.py``, which rounds the sum once), more of them two streams (``moefuse/runtime/overlap.py``).
 
 ``shared`` holds the shared expert's tokens [T, Hs] and seven lists: its weight per token (none, or one tensor [T, 1]) and the six lists of
 ``experts`` with one tensor of two dimensions each, ``shared_counts`` their lengths; see ``moefuse/ops/body.py`` for the other numbers.
-``overlap``: up to this many tokens the two may run at the same time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from moefuse.ops import autograd
 from moefuse.ops.body import unpack
 from moefuse.ops.schema import implement
 from moefuse.runtime import overlap as streams
+from moefuse.runtime import providers
 
 Lists = Sequence[Tensor]
 
@@ -34,6 +36,12 @@ def shared_part(shared: Lists, counts: Sequence[int], body: int, arg0: float, ar
     tensors = [x, ids, scale, *(t for part in lists for t in part)]
     out: Tensor = torch.ops.moefuse.experts_infer.default(tensors, counts[1:], body, arg0, arg1, out_dtype)
     return out
+
+
+def in_one(*args: Any) -> Tensor | None:
+    """The call in the same launches, if Triton is there and has kernels for it."""
+    kernels = providers.triton_module("joined_plan")
+    return None if isinstance(kernels, str) else kernels.run(*args)
 
 
 def _kernel(
@@ -58,8 +66,11 @@ def _kernel(
         return shared_part(shared, shared_counts, shared_body, shared_arg0, shared_arg1, out_dtype)
 
     x = tensors[0]
-    if x.device.type != "cuda" or x.shape[0] > overlap:
+    if x.device.type != "cuda" or x.shape[0] > overlap or not streams.enabled():
         return routed().add_(always())
+    joined = in_one(tensors, counts, body, arg0, arg1, out_dtype, shared, shared_counts, shared_body, shared_arg0, shared_arg1)
+    if joined is not None:
+        return joined
     first, second = streams.both(x.device, routed, always)
     return first.add_(second)
 

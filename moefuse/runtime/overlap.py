@@ -11,7 +11,7 @@ What makes it right:
 * **CUDA graphs**: fork and join are events, which capture turns into edges; no stream is waited for by the host.
 * **Collectives** never run here: the side work is one call of ``moefuse::experts``.
 
-MOEFUSE_OVERLAP=0 runs both pieces in order.
+MOEFUSE_OVERLAP=0 forbids it.
 """
 
 from __future__ import annotations
@@ -56,8 +56,6 @@ def enabled() -> bool:
 
 def both(device: torch.device, work: Work, side_work: Work) -> tuple[Tensor, Tensor]:
     """(work(), side_work()), the latter on the side stream; both results may be read on the current stream."""
-    if not enabled():
-        return work(), side_work()
     current = torch.cuda.current_stream(device)
     side = side_of(current)
     side.fork.record(current)

@@ -85,7 +85,7 @@ def _on_cuda() -> list[Provider]:
 
 
 @functools.cache
-def _kernels_in(module: str) -> ModuleType | str:
+def triton_module(module: str) -> ModuleType | str:
     """A module of ``moefuse/kernels/triton``, or why there is none."""
     try:
         return importlib.import_module(f"moefuse.kernels.triton.{module}")
@@ -100,11 +100,11 @@ def _triton(module: str, op: str, name: str = "triton", traced: str | None = Non
         first = first if hasattr(first, "device") else first[0]
         if first.device.type != "cuda":
             return f"tensors on {first.device.type}, the kernels run on CUDA devices"
-        kernels = _kernels_in(module)
+        kernels = triton_module(module)
         return kernels if isinstance(kernels, str) else kernels.supports(first, *rest)
 
     def call(function: str) -> Callable[..., Any]:
-        return lambda *args: getattr(_kernels_in(module), function)(*args)
+        return lambda *args: getattr(triton_module(module), function)(*args)
 
     return [Provider(name, supports, call(op), "cuda", None if traced is None else call(traced))]
 

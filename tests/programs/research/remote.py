@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.programs.research.base import E, H, K, Listed, Stacked, fused, twin
+from tests.programs.research.base import E, H, K, Listed, Stacked, fused, refused, twin, unseen
 
 
 @fused("selected", train=False, grad=False)
@@ -67,6 +67,48 @@ class DeepseekFirstInfer(Listed):
             expert_out.mul_(flat_expert_weights[idxs[start_idx:end_idx]])
             expert_cache.scatter_reduce_(0, exp_token_idx.view(-1, 1).repeat(1, x.shape[-1]), expert_out, reduce="sum")
         return expert_cache
+
+
+class _TwoTables(Listed):
+    """transformers 4's NLLB-MoE: two choices of one expert each, their tables added up, and read as a mask."""
+
+    def table(self, x: Tensor) -> Tensor:
+        scores = self.scores(x).to(x.dtype)
+        first = F.one_hot(scores.argmax(-1), num_classes=E)
+        second = F.one_hot(scores.masked_fill(first.bool(), float("-inf")).argmax(-1), num_classes=E)
+        return (scores * first).sum(1, keepdim=True) * first + (scores * second).sum(1, keepdim=True) * second
+
+
+@refused(
+    "tokens-differ",
+    "the experts' input rows do not line up with the expert ids: no rule reads whose tokens `token_indices` are",
+    whole=False,
+)
+class NllbOfFour(_TwoTables):
+    """Every token for every expert by an einsum, rows of two indices, put back where they were."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        router_probs = self.table(x)
+        router_mask = router_probs.bool()
+        masked = torch.einsum("bm,be->ebm", x, router_mask.to(x.dtype))
+        for idx, expert in enumerate(self.experts):
+            token_indices = router_mask[:, idx]
+            combining_weights = router_probs[token_indices, idx]
+            expert_output = expert(masked[idx, token_indices])  # at: NllbOfFour
+            masked[idx, token_indices] = torch.einsum("b,be->be", combining_weights, expert_output)
+        return masked.sum(dim=0)
+
+
+@unseen(whole=False)
+class ByModality(Listed):
+    """Text and image tokens, each with a projection of its own: no experts, nothing to say."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        image = x[:, 0] > 0
+        out = torch.zeros_like(x)
+        out[image] = self.experts[0](x[image])
+        out[~image] = self.experts[1](x[~image])
+        return out
 
 
 class _UpToTheLast(Listed):
@@ -289,6 +331,27 @@ class SkippedInBuffer(Listed):
                 continue
             y[mask] = expert(h[mask])
         return (y.view(-1, K, H) * weights[:, :, None]).sum(1)
+
+
+SHORT = (
+    "this list depends on data, and without `minlength` it is shorter if the last experts have no tokens; "
+    "the graph breaks here as it would without moefuse"
+)
+
+
+@refused("not-captured", SHORT, whole=False)
+class ShortList(_UpToTheLast):
+    """The counts as a Python list, of which nobody knows how long it is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        order, out, start = ids.view(-1).argsort(), torch.zeros_like(x), 0
+        counts = ids.view(-1).bincount().tolist()  # at: ShortList
+        for e in range(len(counts)):
+            slots = order[start : start + counts[e]]
+            out.index_add_(0, slots // K, self.own(x, slots // K, slots, weights, e))
+            start = start + counts[e]
+        return out
 
 
 class _Ends(_UpToTheLast):
