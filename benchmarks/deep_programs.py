@@ -77,7 +77,7 @@ KINDS: dict[str, Callable[[], tuple[Any, Check]]] = {
     "twisted loops over pieces": lambda: _loops(True, True),
 }
 AT_ONCE = ("selected", "filled", "masked", "slots", "sorted", "dense", "near misses")
-"""What torch 2.11 can do too: its Dynamo breaks more of the loops."""
+"""What is drawn with torch 2.11, whose Dynamo breaks more of the loops."""
 
 
 def shard(kind: str, seed: int) -> dict[str, Any]:
@@ -151,12 +151,15 @@ def main() -> None:
     parser.add_argument("--programs", type=int, default=20000)
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--budget", type=float, default=86400, help="seconds")
-    parser.add_argument("--kinds", type=lambda text: text.split(","), default=list(KINDS))
+    parser.add_argument("--kinds", type=lambda text: text.split(","), help="some of: " + ", ".join(KINDS))
     parser.add_argument("--commit", help="what the log says, where git cannot tell")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     from _timing import environment
 
+    import torch
+
+    args.kinds = args.kinds or list(KINDS if torch.torch_version.TorchVersion(torch.__version__) >= (2, 12) else AT_ONCE)
     data: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {"shards": []}
     here = {**environment(), **({"commit": args.commit} if args.commit else {})}
 
