@@ -155,9 +155,8 @@ def main() -> None:
     parser.add_argument("--commit", help="what the log says, where git cannot tell")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    from _timing import environment
-
     import torch
+    from _timing import environment
 
     args.kinds = args.kinds or list(KINDS if torch.torch_version.TorchVersion(torch.__version__) >= (2, 12) else AT_ONCE)
     data: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {"shards": []}
