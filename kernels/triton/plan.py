@@ -121,11 +121,12 @@ class Plan:
 
     # Running ------------------------------------------------------------------------------------------------------------------------
 
-    def run(self, x: Tensor, ids: Tensor, weights: Tensor, lists: Lists) -> Tensor:
-        """The output [T, N] of a call that this plan was made for."""
+    def run(self, x: Tensor, ids: Tensor, weights: Tensor, lists: Lists, out: Tensor | None = None) -> Tensor:
+        """The output [T, N] of a call that this plan was made for; written to ``out`` if there are slots, experts and features."""
         if self.empty:
             return x.new_zeros((self.tokens, self.out), dtype=self.body.out_dtype)
-        out = torch.empty((self.tokens, self.out), dtype=self.body.out_dtype, device=x.device)
+        if out is None:
+            out = torch.empty((self.tokens, self.out), dtype=self.body.out_dtype, device=x.device)
         space = torch.empty(self.workspace.size, dtype=torch.uint8, device=x.device)
         operands = self._operands(lists)
         if not self.ready:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moefuse._torch_private import current_device
-from moefuse.kernels.triton import grouped_mm, joined_plan, native
+from moefuse.kernels.triton import chunks, grouped_mm, joined_plan, native
 from moefuse.kernels.triton.launch import INTERPRETED
 from moefuse.kernels.triton.layout import DTYPES, Body, Lists
 from moefuse.kernels.triton.plan import Plan
@@ -19,7 +19,8 @@ from moefuse.runtime import providers
 NAME = "triton"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 
-_PLANS: dict[Any, Plan | grouped_mm.LibraryPlan] = {}
+AnyPlan = Plan | grouped_mm.LibraryPlan | chunks.ChunkedPlan
+_PLANS: dict[Any, AnyPlan] = {}
 _MAX_PLANS = 4096
 """Plans kept; beyond, all are dropped and made again when needed (a compiled kernel stays with Triton)."""
 
@@ -105,11 +106,13 @@ def _kinds(tensors: Sequence[Tensor]) -> Any:
     return n, t.shape, t.stride() if len(strides) == 1 else None, any(t.data_ptr() & 15 for t in tensors)
 
 
-def _plan(key: Any, x: Tensor, ids: Tensor, weights: Tensor, lists: Lists, body: Body) -> Plan | grouped_mm.LibraryPlan:
+def _plan(key: Any, x: Tensor, ids: Tensor, weights: Tensor, lists: Lists, body: Body) -> AnyPlan:
     if len(_PLANS) >= _MAX_PLANS:
         forget_plans()
-    form = grouped_mm.form_for(x, ids, lists, body)
-    plan = Plan(x, ids, weights, lists, body) if form is None else grouped_mm.LibraryPlan(x, ids, weights, lists, body, form)
+    form = grouped_mm.form_for(x, ids, lists, body) if chunks.allowed() is None else None
+    plan: AnyPlan = grouped_mm.LibraryPlan(x, ids, weights, lists, body, form) if form is not None else Plan(x, ids, weights, lists, body)
+    if isinstance(plan, Plan):
+        plan = chunks.chunked(plan, x, ids, weights, lists, body)
     _PLANS[key] = plan
     return plan
 

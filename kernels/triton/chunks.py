@@ -1,0 +1,63 @@
+"""Calls whose workspace would be larger than the user allows (MOEFUSE_WORKSPACE_MIB), as several calls on fewer tokens each.
+
+Each chunk has the configuration of the whole call. A token's result depends on nothing but that configuration and the token's own data, so
+the result is the same, bit for bit. The smallest chunk has :data:`ROWS` tokens, whatever is allowed.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import Tensor
+
+from moefuse.kernels.triton.layout import Body, Lists
+from moefuse.kernels.triton.plan import Plan
+
+ROWS = 256
+"""Chunks begin at multiples of this: addresses in them are aligned as in the whole call."""
+
+
+def allowed() -> int | None:
+    """Bytes that the workspace of a call may have; None if the user sets no limit."""
+    text = os.environ.get("MOEFUSE_WORKSPACE_MIB", "")
+    if text and not text.isdecimal():
+        raise ValueError(f"MOEFUSE_WORKSPACE_MIB={text!r} is no number of MiB")
+    return int(text) << 20 if text else None
+
+
+def chunked(plan: Plan, x: Tensor, ids: Tensor, weights: Tensor, lists: Lists, body: Body) -> Plan | ChunkedPlan:
+    """The plan itself if its workspace is small enough, else one in chunks."""
+    limit = allowed()
+    if limit is None or plan.empty or plan.workspace.size <= limit or plan.tokens <= ROWS:
+        return plan
+    return ChunkedPlan(plan, x, ids, weights, lists, body, limit)
+
+
+class ChunkedPlan:
+    """All calls of one kind, in equal chunks and a rest."""
+
+    def __init__(self, whole: Plan, x: Tensor, ids: Tensor, weights: Tensor, lists: Lists, body: Body, limit: int) -> None:
+        self.whole, tokens = whole, whole.tokens
+
+        def part(first: int, last: int) -> Plan:
+            return Plan(x[first:last], ids[first:last], weights[first:last], lists, body, whole.config)
+
+        step = -(-tokens // (2 * ROWS)) * ROWS
+        while (plan := part(0, step)).workspace.size > limit and step > ROWS:
+            step = max(step // (2 * ROWS), 1) * ROWS
+        rest = tokens % step
+        self.step = step
+        self.plans = [plan] * (tokens // step) + ([part(tokens - rest, tokens)] if rest else [])
+
+    def uniform(self, lists: Lists) -> Lists:
+        """As of a plan."""
+        return self.whole.uniform(lists)
+
+    def run(self, x: Tensor, ids: Tensor, weights: Tensor, lists: Lists) -> Tensor:
+        """The output [T, N]."""
+        out = torch.empty((self.whole.tokens, self.whole.out), dtype=self.whole.body.out_dtype, device=x.device)
+        for i, plan in enumerate(self.plans):
+            rows = slice(i * self.step, i * self.step + plan.tokens)
+            plan.run(x[rows], ids[rows], weights[rows], lists, out[rows])
+        return out

@@ -1,0 +1,67 @@
+"""Long calls in chunks: the bits of the whole call, in less memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.cpu.ops_case import Case
+from tests.triton.test_interpreted import tiles, vectors
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
+CASE = Case(tokens=11, dtype=torch.float32)
+
+
+def plans(case: Case, config: Any, limit: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any, list[Any]]:
+    """(the whole call's plan, what it becomes under the limit, arguments)."""
+    from moefuse.kernels.triton import chunks, layout, plan
+
+    monkeypatch.setattr(chunks, "ROWS", 4)
+    monkeypatch.setattr(chunks, "allowed", lambda: limit)
+    x, ids, weights, *lists = case.args()
+    o = case.options
+    body = layout.Body(o["activation"], (0.0, 0.0), o["gating"], o["up_first"], o["weight_on_input"], x.dtype)
+    whole = plan.Plan(x, ids, weights, tuple(lists), body, config)
+    return whole, chunks.chunked(whole, x, ids, weights, tuple(lists), body), [x, ids, weights, tuple(lists)]
+
+
+@pytest.mark.parametrize("config", [tiles, vectors], ids=["tiles", "vectors"])
+@pytest.mark.parametrize(("tokens", "share"), [(11, 0), (13, 0.5), (8, 0)])
+def test_equal_bits(tokens: int, share: float, config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rest, chunks of more than the least, whole chunks only; every buffer begins as NaN."""
+    case = CASE.with_(tokens=tokens)
+    whole = plans(case, config(), 1 << 30, monkeypatch)[0]
+    limit = int(share * whole.workspace.size)
+    whole, parts, (x, ids, weights, lists) = plans(case, config(), limit, monkeypatch)
+    assert sum(p.tokens for p in parts.plans) == tokens
+    assert parts.step == 4 or all(p.workspace.size <= limit for p in parts.plans)
+    empty = torch.empty
+
+    def poisoned(*size: Any, **more: Any) -> torch.Tensor:
+        return empty(*size, **more).fill_(255 if more.get("dtype") == torch.uint8 else float("nan"))
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+    assert torch.equal(parts.run(x, ids, weights, lists), whole.run(x, ids, weights, lists))
+
+
+@pytest.mark.parametrize(("tokens", "limit"), [(0, 0), (4, 0), (11, 1 << 30)])
+def test_small_calls_stay_whole(tokens: int, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, parts, _ = plans(CASE.with_(tokens=tokens), tiles(), limit, monkeypatch)
+    assert parts is whole
+
+
+def test_the_limit_is_read_and_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    from moefuse.kernels.triton import chunks
+
+    monkeypatch.delenv("MOEFUSE_WORKSPACE_MIB", raising=False)
+    assert chunks.allowed() is None
+    monkeypatch.setenv("MOEFUSE_WORKSPACE_MIB", "3")
+    assert chunks.allowed() == 3 << 20
+    monkeypatch.setenv("MOEFUSE_WORKSPACE_MIB", "3 GB")
+    with pytest.raises(ValueError, match="MOEFUSE_WORKSPACE_MIB='3 GB' is no number of MiB"):
+        chunks.allowed()
