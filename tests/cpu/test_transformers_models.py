@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -31,6 +32,8 @@ FAMILIES = [
 ]  # fmt: skip
 FEW = ["mixtral", "qwen3_moe", "gpt_oss"]
 IMPLEMENTATIONS = ["grouped_mm", "batched_mm"]
+MORE = [("gpt_oss", None), ("deepseek_v3", None)] if os.environ.get("HYPOTHESIS_PROFILE") == "deep" else []
+"""What goes the whole way in a search only: Inductor takes half a minute each."""
 # Random numbers in training would make two runs incomparable.
 NO_NOISE: dict[str, dict[str, Any]] = {"phimoe": {"router_jitter_noise": 0.0, "input_jitter_noise": 0.0}}
 
@@ -121,7 +124,7 @@ def test_training(name: str, checkpointing: bool, dtype: torch.dtype) -> None:
     assert_gradients_within_budget(got[1], eager[1], reference[1])
 
 
-@pytest.mark.parametrize(("name", "choice"), [("qwen3_moe", None), ("mixtral", "batched_mm"), ("gpt_oss", None)])
+@pytest.mark.parametrize(("name", "choice"), [("qwen3_moe", None), ("mixtral", "batched_mm"), *MORE])
 def test_whole_way(name: str, choice: str | None) -> None:
     """The registered backend, Inductor included: report, output and gradients."""
     model, exact = model_and_exact(name, choice, torch.float32)
