@@ -28,7 +28,7 @@ from moefuse.passes.regions import Region
 from moefuse.passes.safety import checked
 from moefuse.passes.sizes import same_shape, shape_of
 from moefuse.passes.templates import bare, factors, match
-from moefuse.passes.verify import verify
+from moefuse.passes.verify import hint, verify
 
 DEVICES = {"cuda"}
 """Where one op for both is worth something. Elsewhere the shared expert is left to Inductor."""
@@ -74,9 +74,8 @@ def _worth(node: Node, tokens: int) -> bool:
     if node.target is not torch.ops.moefuse.experts.default:
         return False
     value = fake(node)
-    count = value.shape[0]
-    count = count if isinstance(count, int) else count.node.hint
-    return value.device.type in DEVICES and count is not None and 0 < count <= tokens
+    count = hint(value.shape[0])
+    return value.device.type in DEVICES and isinstance(count, int) and 0 < count <= tokens
 
 
 def _addend(node: Node) -> tuple[Node, Node] | None:
@@ -132,10 +131,9 @@ def _join(ctx: Context, known: dict[Node, Any], tokens: int, check: bool, expert
     value = _bare_view(other)
     unread = ctx.calls.get(value) is not None and len(value.users) == 1
     rows = cone_rows(ctx, next(iter(value.users)), value, None) if unread else None
-    taken = None if rows is None else _weight_apart(rows.expr)
-    if taken is None or not _same_place(ctx, experts, add, value):
+    expr = None if rows is None else _weight_apart(rows.expr)
+    if expr is None or not _same_place(ctx, experts, add, value):
         return None
-    expr = taken[0]
     body = match(expr)
     if body is None or body.weight_on_input:
         return None
@@ -164,18 +162,23 @@ def _join(ctx: Context, known: dict[Node, Any], tokens: int, check: bool, expert
     return Joined(experts, None if verdict is None else verdict.error)
 
 
-def _weight_apart(expr: Expr) -> tuple[Expr] | None:
+def _weight_apart(expr: Expr) -> Expr | None:
     """The expert times at most one weight per token, whose own arithmetic is left alone; None if it is anything else."""
     found = factors(expr)
     core = [f for f in found if isinstance(f, Expr) and has_linear(f) and _features(f) != 1]
     weights = [f for f in found if f not in core]
     if len(core) != 1 or len(weights) > 1 or any(not isinstance(w, Expr) or _features(w) != 1 for w in weights):
         return None
-    expert = _own(core[0], {})
+    expert: Expr = _own(core[0], {})
     if not weights:
-        return (expert,)
-    node = bare(weights[0]).node if not hasattr(bare(weights[0]), "source") else bare(weights[0]).source
-    return (Op(expr.node, "mul", (expert, SlotWeight(node, node))),)
+        return expert
+    source = _tensor_of(bare(weights[0]))
+    return Op(expr.node, "mul", (expert, SlotWeight(source, source)))
+
+
+def _tensor_of(expr: Expr) -> Node:
+    """The tensor that an expression reads or, where it computes one, gives."""
+    return getattr(expr, "source", expr.node)
 
 
 def _features(expr: Any) -> int | None:
@@ -188,7 +191,7 @@ def _own(expr: Any, memo: dict[Node, Token]) -> Any:
     if not isinstance(expr, Expr) or isinstance(expr, SharedVector):
         return expr
     if not has_linear(expr) and (width := _features(expr)) is not None:
-        source = getattr(expr, "source", expr.node)
+        source = _tensor_of(expr)
         return memo.setdefault(source, Token(expr.node, source, width))
     match expr:
         case Op():
@@ -246,11 +249,12 @@ def _introduce(ctx: Context, emit: Emitter) -> None:
 def _erase(graph: Graph, add: Node, new: list[Node]) -> None:
     """Erase the sum and what only it read, and new nodes that were for the verification."""
     stack: list[Node] = [add, *new]
+    erased: set[Node] = set()
     while stack:
         node = stack.pop()
         call = call_of(node)
-        if call is None or node.users or (call.inplace and node is not add) or node not in graph.find_nodes(op=node.op, target=node.target):
+        if node in erased or call is None or node.users or (call.inplace and node is not add):
             continue
-        sources = node.all_input_nodes
+        stack += node.all_input_nodes
         graph.erase_node(node)
-        stack += sources
+        erased.add(node)

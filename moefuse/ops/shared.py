@@ -44,56 +44,35 @@ def in_one(*args: Any) -> Tensor | None:
     return None if isinstance(kernels, str) else kernels.run(*args)
 
 
-def _kernel(
-    tensors: Lists,
-    counts: Sequence[int],
-    body: int,
-    arg0: float,
-    arg1: float,
-    out_dtype: torch.dtype,
-    shared: Lists,
-    shared_counts: Sequence[int],
-    shared_body: int,
-    shared_arg0: float,
-    shared_arg1: float,
-    overlap: int,
-) -> Tensor:
-    def routed() -> Tensor:
-        out: Tensor = torch.ops.moefuse.experts_infer.default(tensors, counts, body, arg0, arg1, out_dtype)
-        return out
+def routed_part(tensors: Lists, counts: Sequence[int], body: int, arg0: float, arg1: float, out_dtype: torch.dtype) -> Tensor:
+    """[T, N]: the routed experts."""
+    out: Tensor = torch.ops.moefuse.experts_infer.default(tensors, counts, body, arg0, arg1, out_dtype)
+    return out
 
-    def always() -> Tensor:
-        return shared_part(shared, shared_counts, shared_body, shared_arg0, shared_arg1, out_dtype)
 
-    x = tensors[0]
+def _parts(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Arguments of the routed experts, and of the shared one: both with the result's dtype."""
+    return args[:6], (*args[6:11], args[5])
+
+
+def _kernel(*args: Any) -> Tensor:
+    routed, shared = _parts(args)
+    x, overlap = args[0][0], args[11]
     if x.device.type != "cuda" or x.shape[0] > overlap or not streams.enabled():
-        return routed().add_(always())
-    joined = in_one(tensors, counts, body, arg0, arg1, out_dtype, shared, shared_counts, shared_body, shared_arg0, shared_arg1)
+        return routed_part(*routed).add_(shared_part(*shared))
+    joined = in_one(*args[:11])
     if joined is not None:
         return joined
-    first, second = streams.both(x.device, routed, always)
+    first, second = streams.both(x.device, lambda: routed_part(*routed), lambda: shared_part(*shared))
     return first.add_(second)
 
 
-def _fake(
-    tensors: Lists,
-    counts: Sequence[int],
-    body: int,
-    arg0: float,
-    arg1: float,
-    out_dtype: torch.dtype,
-    shared: Lists,
-    shared_counts: Sequence[int],
-    shared_body: int,
-    shared_arg0: float,
-    shared_arg1: float,
-    overlap: int,
-) -> Tensor:
-    routed: Tensor = torch.ops.moefuse.experts_infer.default(tensors, counts, body, arg0, arg1, out_dtype)
-    second = shared_part(shared, shared_counts, shared_body, shared_arg0, shared_arg1, out_dtype)
-    if second.shape != routed.shape:
-        raise ValueError(f"moefuse::experts_and_shared: the experts give {tuple(routed.shape)}, the shared one {tuple(second.shape)}")
-    return routed
+def _fake(*args: Any) -> Tensor:
+    routed, shared = _parts(args)
+    first, second = routed_part(*routed), shared_part(*shared)
+    if second.shape != first.shape:
+        raise ValueError(f"moefuse::experts_and_shared: the experts give {tuple(first.shape)}, the shared one {tuple(second.shape)}")
+    return first
 
 
 implement("experts_and_shared", kernel=_kernel, fake=_fake, autograd=autograd.not_differentiable("experts_and_shared"))
