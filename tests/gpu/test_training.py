@@ -30,21 +30,27 @@ def pull(out: Tensor) -> Tensor:
     return torch.randn(out.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).to(out)
 
 
+def shaken(t: Tensor, jitter: int | None, dtype: torch.dtype) -> Tensor:
+    """``t``, every value multiplied by 1 + r or 1 - r at random if there is a seed; r is the usual rounding of ``dtype``."""
+    if jitter is None:
+        return t
+    # 16 bit: every value is rounded once, by a quarter of eps on average; else sums are rounded at every step.
+    rounding = torch.finfo(dtype).eps * (0.25 if dtype.itemsize == 2 else 1.0)
+    sign = torch.randint(0, 2, t.shape, generator=torch.Generator().manual_seed(jitter)).to(t) * 2 - 1
+    return t.mul_(1 + rounding * sign)
+
+
 def results(function: Any, case: Case, dtype: torch.dtype, jitter: int | None = None) -> list[Tensor]:
     """The output and the gradient of every input of the same values in ``dtype``.
 
-    ``jitter`` is a seed: then every input is multiplied by 1 + r or 1 - r, at random, where r is the usual rounding of the case's dtype.
+    With a seed ``jitter`` every input, the incoming gradient too (a bias's gradient depends on nothing else), is one rounding off.
     """
     args = to(on_gpu(case.args()), dtype)
-    # 16 bit: every value is rounded once, by a quarter of eps on average; else sums are rounded at every step.
-    rounding = torch.finfo(case.dtype).eps * (0.25 if case.dtype.itemsize == 2 else 1.0)
     for t in leaves(args):
-        if jitter is not None:
-            sign = torch.randint(0, 2, t.shape, generator=torch.Generator().manual_seed(jitter)).to(t) * 2 - 1
-            t.mul_(1 + rounding * sign)
-        t.requires_grad_()
+        shaken(t, jitter, case.dtype).requires_grad_()
     out = function(args, **(case.options if dtype == case.dtype else {**case.options, "out_dtype": None}))
-    return [out.detach(), *oracle_grads(out, leaves(args), pull(out.detach().to(case.dtype)).to(out.dtype))]
+    incoming = pull(out.detach().to(case.dtype)).to(out.dtype)
+    return [out.detach(), *oracle_grads(out, leaves(args), shaken(incoming, jitter, case.dtype))]
 
 
 def near(got: Tensor, own: Tensor, exact: Tensor, moved: float, name: object = "") -> None:
@@ -104,6 +110,12 @@ EDGES: list[dict[str, int]] = [{"tokens": 0}, {"tokens": 1}, {"experts": 1}, {"l
 def test_sizes_at_the_edge(sizes: dict[str, Any]) -> None:
     for dtype in (torch.bfloat16, torch.float32):
         check(Case(**{**SOME, **sizes}, dtype=dtype))
+
+
+def test_a_gradient_that_hangs_on_the_incoming_one_alone() -> None:
+    """The bias's gradient is the sum of 86 incoming ones, which cancel: autograd's own sum happened to be exact."""
+    sizes = {"tokens": 86, "hidden": 1, "inter": 1, "hidden_out": 1, "experts": 1, "top_k": 1}
+    check(Case(**sizes, bias=True, weight_on_input=True, dtype=torch.float64, seed=1))
 
 
 def test_gradcheck() -> None:
