@@ -33,8 +33,8 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
 Call = Callable[[Tensor], Any]
 TOKENS = (1, 8, 64, 256, 1024, 4096)
-NAMES = ("hf", "hf_reduce", "serial", "overlap", "overlap_reduce", "experts", "router", "ub_read")
-NOT_A_BLOCK = ("experts", "router", "ub_read")
+NAMES = ("serial", "serial_topk", "joined", "beside", "beside_topk", "beside_fused", "serial_reduce", "beside_reduce", "beside_topk_reduce", "ub_read")
+NOT_A_BLOCK = ("experts", "router", "ub_read", "shared", "shared_hf")
 
 
 def _qwen3(**sizes: Any) -> nn.Module:
@@ -121,12 +121,31 @@ class Router(nn.Module):
 
 def make(name: str, block: nn.Module) -> Call:
     torch._dynamo.reset()
+    if name in ("shared", "shared_hf"):
+        return shared_alone(block, ours=name == "shared")
     if name in ("hf", "hf_reduce"):
         return torch.compile(block, dynamic=False, mode="reduce-overhead" if name == "hf_reduce" else None)
     if name == "router":
         return torch.compile(Router(block), dynamic=False, backend="moefuse")
-    options = {"overlap": 0 if name == "serial" else 1 << 30, **({"triton.cudagraphs": True} if name == "overlap_reduce" else {})}
+    base, *more = name.split("_")
+    options = {"overlap": 0 if base == "serial" else 1 << 30, "router_topk": "topk" in more, "fuse_router": "fused" in more}
+    if "reduce" in more:
+        options["triton.cudagraphs"] = True
     return torch.compile(block, dynamic=False, backend="moefuse", options=options)
+
+
+def shared_alone(block: nn.Module, *, ours: bool) -> Call:
+    """The shared expert, without its weight per token: our op, or transformers' module under Inductor."""
+    mlp: Any = getattr(block, "shared_expert", None) or getattr(block, "shared_experts", None)
+    if not ours:
+        return torch.compile(mlp, dynamic=False)
+    import moefuse.ops  # noqa: F401
+    from moefuse.ops.body import encode
+
+    lists = [mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight]
+    body = encode("silu", (), "separate", False, False)
+    op = torch.ops.moefuse.shared_start
+    return lambda x: op([x.view(-1, x.shape[-1]), *lists], [1, 1, 1, 0, 0, 0], *body, x.dtype, 0)
 
 
 def reading(block: nn.Module, tokens: int, top_k: int) -> Call:
@@ -209,7 +228,7 @@ def measure(name: str, tokens: int, block: nn.Module, names: list[str], args: ar
                 row["error"] = round(float((it.out.float() - wanted).norm() / wanted.norm()), 5)
                 if not row["error"] < 0.05:
                     raise RuntimeError(f"error {row['error']}")
-            if each in ("serial", "overlap"):
+            if each in ("serial", "beside"):
                 import moefuse
 
                 row["shared"] = [f.shared for f in moefuse.last_report().fused]
@@ -285,7 +304,7 @@ def main() -> None:
 
 def show(rows: list[dict[str, Any]]) -> None:
     text = "  ".join(f"{r['impl']} {r.get('us', 0):.1f}/{r['wall_us']:.1f}" for r in rows if "wall_us" in r)
-    shared = next((r["shared"] for r in rows if r["impl"] == "overlap" and "shared" in r), None)
+    shared = next((r["shared"] for r in rows if r["impl"] == "beside" and "shared" in r), None)
     print(f"{rows[0]['block']:9} {rows[0]['T']:5}  {text}  joined {shared}", flush=True)
 
 

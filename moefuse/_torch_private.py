@@ -149,6 +149,13 @@ def libtorch_functions(names: Sequence[str], part: str = "torch_cpu") -> list[in
     return [ctypes.cast(getattr(library, function), ctypes.c_void_p).value or 0 for function in names]
 
 
+def records_graphs(patches: Mapping[str, Any]) -> bool:
+    """Whether Inductor records CUDA graphs under these patches of its config."""
+    from torch._inductor import config
+
+    return bool(patches.get("triton.cudagraphs", config.triton.cudagraphs))
+
+
 # --- caches -----------------------------------------------------------------------------------------------------------------------
 
 _STAMPED_PASS = "post_grad_custom_post_pass"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,6 +14,9 @@ from moefuse.capture import entry
 from moefuse.config import Options
 from moefuse.errors import FusionError, OptionError
 from moefuse.report import FusionReport
+
+OVERLAP = 256
+"""Tokens up to which shared experts run on a stream of their own, where Inductor records CUDA graphs."""
 
 
 def backend(
@@ -58,7 +62,10 @@ def parse(mode: str | None, options: Mapping[str, object] | None) -> tuple[Optio
     own, rest = Options.from_user(options)
     if mode is not None and options:
         raise RuntimeError("Either mode or options can be specified, but both can't be specified at the same time.")
-    return own, _torch_private.inductor_config(mode, rest)
+    patches = _torch_private.inductor_config(mode, rest)
+    if own.overlap is None:
+        own = dataclasses.replace(own, overlap=OVERLAP if _torch_private.records_graphs(patches) else 0)
+    return own, patches
 
 
 def _capture_options(arguments: Mapping[str, Any]) -> Options | None:

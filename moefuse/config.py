@@ -33,7 +33,7 @@ SWITCHES: dict[str, tuple[str, ...]] = {
 
 MOEFUSE_CPU_KERNEL=0 leaves the C++ kernels out; MOEFUSE_AUTOTUNE=0 forbids tuning, and nothing that was tuned earlier is used;
 MOEFUSE_WORKSPACE_MIB=n runs long prefills in chunks, so that a call takes about n MiB beside its result;
-MOEFUSE_OVERLAP=0 runs shared experts behind the routed ones instead of beside them.
+MOEFUSE_OVERLAP=0 runs shared experts in order instead of beside the routed ones.
 """
 
 
@@ -54,8 +54,9 @@ class Options:
             expert.
         fuse_router: in inference on CUDA devices, run all that such a router does with its logits as one kernel; scores are rounded
             differently then, so that nearly equal ones may change places.
-        overlap: up to so many tokens, a shared expert becomes one op with the routed ones and runs beside them on a stream of its own
-            (CUDA, inference); 0 leaves shared experts as they are.
+        overlap: up to so many tokens, shared experts start before the router and run beside the routed ones on a stream of their own
+            (inference in a CUDA graph); 0 leaves them as they are. None is 256 where Inductor records CUDA graphs
+            (``mode="reduce-overhead"``), else 0: give a number if you record them yourself.
     """
 
     verify: Verify = "probe"
@@ -65,9 +66,9 @@ class Options:
     enabled: bool = True
     capture: bool = True
     cost_gate: bool = True
-    router_topk: bool = False
+    router_topk: bool = True
     fuse_router: bool = False
-    overlap: int = 0
+    overlap: int | None = None
 
     def __post_init__(self) -> None:
         if self.verify not in get_args(Verify):
@@ -77,8 +78,8 @@ class Options:
                 raise _illegal(name, getattr(self, name), "True or False")
         if isinstance(self.max_rewrites, bool) or not isinstance(self.max_rewrites, int | None) or (self.max_rewrites or 0) < 0:
             raise _illegal("max_rewrites", self.max_rewrites, "a non-negative integer or None")
-        if isinstance(self.overlap, bool) or not isinstance(self.overlap, int) or self.overlap < 0:
-            raise _illegal("overlap", self.overlap, "a non-negative integer")
+        if isinstance(self.overlap, bool) or not isinstance(self.overlap, int | None) or (self.overlap or 0) < 0:
+            raise _illegal("overlap", self.overlap, "a non-negative integer or None")
         self._check_exclude()
 
     def _check_exclude(self) -> None:

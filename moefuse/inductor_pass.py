@@ -1,4 +1,4 @@
-"""The two passes that moefuse gives to Inductor: the cache stamp, and the whole of moefuse for people who stay on Inductor.
+"""The two passes that moefuse gives to Inductor: the cache stamp with what has to be done last, and the whole of moefuse for people who stay on Inductor.
 
 Importing this module imports Inductor, which takes a second: it is only done when something is compiled or MoEFusionPass is used.
 """
@@ -13,10 +13,11 @@ from moefuse import _torch_private, cache, history, pipeline
 from moefuse._torch_private import CustomGraphPass
 from moefuse.config import Options
 from moefuse.errors import FusionError, OptionError
+from moefuse.passes.beside import start_early
 
 
 class CacheStamp(CustomGraphPass):
-    """Does nothing; its ``uuid`` keeps Inductor from serving what an older moefuse or other options produced.
+    """Its ``uuid`` keeps Inductor from serving what an older moefuse or other options produced; shared experts start early behind it.
 
     Args:
         key: what the caches are keyed on.
@@ -29,6 +30,7 @@ class CacheStamp(CustomGraphPass):
     def __call__(self, graph: torch.fx.Graph) -> None:
         if self._first is not None:
             self._first(graph)
+        start_early(graph)
 
     def uuid(self) -> str | None:
         if self._first is None:

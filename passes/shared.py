@@ -1,10 +1,10 @@
-"""Shared experts: what every token takes beside the routed experts, and is added to them, becomes one op with them.
+"""Shared experts: what every token takes beside the routed experts, and is added to them, starts before the router and is met at the sum.
 
 A shared expert is found from the sum: the other addend, read backwards (``cone.py``), is one expert's expression. It is described by a
 region of one expert that every token chooses, so the checks, the templates and the verification are those of routed experts. Its weight
 per token (a sigmoid of a projection, say) stays the user's own arithmetic.
 
-    result = experts(x, ids, weights) + gate * expert(x)    ->    result = experts_and_shared(...)
+    s = shared_start(x, ...); ...router...; result = shared_join(experts(x, ids, weights), s, gate, [x])    (``beside.py``)
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from moefuse.ops.body import encode
+from moefuse.passes.beside import start_and_join
 from moefuse.passes.cone import cone_rows
 from moefuse.passes.context import Context
 from moefuse.passes.emit import Emitter
@@ -31,17 +31,17 @@ from moefuse.passes.templates import bare, factors, match
 from moefuse.passes.verify import hint, verify
 
 DEVICES = {"cuda"}
-"""Where one op for both is worth something. Elsewhere the shared expert is left to Inductor."""
+"""Where a shared expert gains from a stream of its own. Elsewhere it is left to Inductor."""
 
 _VIEWS = frozenset(("view", "reshape", "view_as", "reshape_as", "flatten", "unflatten", "squeeze", "unsqueeze"))
 
 
 @dataclass(frozen=True, eq=False)
 class Joined:
-    """A shared expert that was put into one op with routed ones.
+    """A shared expert that runs beside routed ones.
 
     Attributes:
-        experts: the op of the routed experts that was there before.
+        experts: the op of the routed experts.
         error: of the verification, as in ``moefuse.report.Fused``; None if switched off.
     """
 
@@ -137,7 +137,6 @@ def _join(ctx: Context, known: dict[Node, Any], tokens: int, check: bool, expert
     body = match(expr)
     if body is None or body.weight_on_input:
         return None
-    # The op stands where the sum stood; everything that it reads is computed there.
     emit = Emitter(ctx.graph, add, experts, {})
     try:
         region = _region(ctx, emit, value, body.token.source, expr)
@@ -151,8 +150,10 @@ def _join(ctx: Context, known: dict[Node, Any], tokens: int, check: bool, expert
         if verdict is not None and verdict.problem:
             emit.undo()
             return None
-        result = _both(emit, experts, alone, tokens, gated=body.weight is not None)
-        result = lowering.reshaped(result, add)
+        result = start_and_join(ctx, emit, add, other, alone, tokens, gated=body.weight is not None)
+        if result is None:
+            emit.undo()
+            return None
     except Exception:  # a replacement that cannot be built is no reason to stop the user's program
         emit.undo()
         return None
@@ -219,23 +220,6 @@ def _region(ctx: Context, emit: Emitter, value: Node, token: Node, expr: Expr) -
     _introduce(ctx, emit)
     routing = Routing(ids, shape_of(fake(value))[:-1], 1, has_slots=True, distinct=True)
     return checked(ctx, Region(value, [value], "masked", routing, expr, 1, None))
-
-
-def _both(emit: Emitter, experts: Node, shared: Node, tokens: int, *, gated: bool) -> Node:
-    """The op for both, from the two ops for one."""
-
-    def numbers(node: Node) -> tuple[int, float, float]:
-        options: Any = {k: v for k, v in node.kwargs.items() if k != "out_dtype"}
-        return encode(options["activation"], options["activation_args"], options["gating"], options["up_first"], options["weight_on_input"])
-
-    def tensors(data: list[Any], lists: list[Any]) -> tuple[list[Any], list[int]]:
-        return [*data, *(n for part in lists for n in part)], [len(part) for part in lists]
-
-    first, counts = tensors(list(experts.args[:3]), list(experts.args[3:9]))
-    second, shared_counts = tensors([shared.args[0]], [[shared.args[2]] if gated else [], *shared.args[3:9]])
-    options = numbers(experts), numbers(shared)
-    dtype = fake(shared).dtype
-    return emit(torch.ops.moefuse.experts_and_shared.default, first, counts, *options[0], dtype, second, shared_counts, *options[1], tokens)
 
 
 def _introduce(ctx: Context, emit: Emitter) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moefuse._torch_private import current_device
-from moefuse.kernels.triton import chunks, grouped_mm, joined_plan, native
+from moefuse.kernels.triton import chunks, grouped_mm, native
 from moefuse.kernels.triton.launch import INTERPRETED
 from moefuse.kernels.triton.layout import DTYPES, Body, Lists
 from moefuse.kernels.triton.plan import Plan
@@ -206,4 +206,3 @@ def forget_plans() -> None:
     _BY_FORM.clear()
     _TOLD.clear()
     native.forget()
-    joined_plan.forget()

@@ -23,8 +23,8 @@ SCHEMAS: tuple[str, ...] = (
     *(f"experts_infer{general}({_PACKED}) -> Tensor" for general in ("", "_general")),
     *(f"experts_forward{general}({_PACKED}) -> {_KEPT}" for general in ("", "_general")),
     *(f"experts_backward{general}({_PACKED_BACKWARD}) -> Tensor[]" for general in ("", "_general")),
-    f"experts_and_shared({_PACKED}, Tensor[] shared, int[] shared_counts, int shared_body, float shared_arg0, float shared_arg1, "
-    "int overlap) -> Tensor",
+    f"shared_start({_PACKED}, int overlap) -> Tensor",
+    "shared_join(Tensor routed, Tensor shared, Tensor? weight, Tensor[] held, int overlap) -> Tensor",
     "permute(Tensor x, Tensor ids, int num_experts) -> (Tensor xs, Tensor order, Tensor offsets)",
     "grouped_linear(Tensor xs, Tensor offsets, Tensor[] w, Tensor[] b) -> Tensor",
     "grouped_linear_backward(Tensor grad, Tensor xs, Tensor offsets, Tensor[] w, Tensor[] b, bool[] needs) -> Tensor[]",

@@ -1,13 +1,16 @@
-"""``moefuse::experts_and_shared``: routed experts and the expert that every token takes, added.
+"""``moefuse::shared_start`` and ``moefuse::shared_join``: a shared expert that runs while the router and the routed experts do.
 
-    experts(x [T, H], ids [T, K], weights [T, K], ...) + weight [T, 1] * shared(x [T, Hs])
+    s = shared_start(x [T, H], ...)      in front of the router
+    out = shared_join(routed [.., N], s [T, N], weight [T, 1] or None, held, overlap)    == routed + weight * s
 
-The second term is ``moefuse::experts`` too, with one expert that every token chooses. Both are rounded before they are added, as in the
-program that this replaces. Inference only. On CUDA, up to ``overlap`` tokens, few tokens take all of their experts in the same launches
-(``moefuse/kernels/triton/joined.py``, which rounds the sum once), more of them two streams (``moefuse/runtime/overlap.py``).
+The last line is computed in the accumulation dtype and rounded once, to the dtype of ``routed``.
 
-``shared`` holds the shared expert's tokens [T, Hs] and seven lists: its weight per token (none, or one tensor [T, 1]) and the six lists of
-``experts`` with one tensor of two dimensions each, ``shared_counts`` their lengths; see ``moefuse/ops/body.py`` for the other numbers.
+``shared_start`` is ``moefuse::experts`` with one expert that every token takes. While a CUDA graph is recorded and there are at most
+``overlap`` tokens, it runs on a side stream (``moefuse/runtime/overlap.py``) and ``shared_join`` waits for it; otherwise in order. Without
+a graph the host gives the pace, and a second stream would only cost it time.
+
+Between the two nobody reads ``s``. ``held`` are the tensors that the side stream reads: as arguments of ``shared_join`` they stay alive, and
+nothing is written over them, until the two streams have met. Inference only.
 """
 
 from __future__ import annotations
@@ -19,60 +22,102 @@ import torch
 from torch import Tensor
 
 from moefuse.ops import autograd
-from moefuse.ops.body import unpack
+from moefuse.ops.activations import ACTIVATIONS
+from moefuse.ops.body import decode, unpack
+from moefuse.ops.reference import accumulation_dtype, expert_vector, expert_weight, split_gate
 from moefuse.ops.schema import implement
 from moefuse.runtime import overlap as streams
 from moefuse.runtime import providers
 
 Lists = Sequence[Tensor]
 
+FEW = 2
+"""Tokens up to which the weights are read as vectors, in two launches; library products need three and are not quicker."""
 
-def shared_part(shared: Lists, counts: Sequence[int], body: int, arg0: float, arg1: float, out_dtype: torch.dtype) -> Tensor:
-    """[T, H]: one expert that every token chooses, times its weight."""
-    x, weights, *lists = unpack(shared, counts)
-    tokens = x.shape[0]
-    ids = x.new_zeros((tokens, 1), dtype=torch.int64)
-    scale = weights[0] if weights else x.new_ones((tokens, 1))
-    tensors = [x, ids, scale, *(t for part in lists for t in part)]
-    out: Tensor = torch.ops.moefuse.experts_infer.default(tensors, counts[1:], body, arg0, arg1, out_dtype)
+_EVERY: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
+"""The one expert's number and its weight, for each device and dtype."""
+
+
+def _beside(x: Tensor, rows: int, overlap: int) -> bool:
+    return x.is_cuda and 0 < rows <= overlap and torch.cuda.is_current_stream_capturing() and streams.enabled()
+
+
+def _every(x: Tensor) -> tuple[Tensor, Tensor]:
+    """ids [T, 1] and weights [T, 1] with which every token takes expert 0 as it is."""
+    known = _EVERY.get((x.device, x.dtype))
+    if known is None:
+        known = x.new_zeros((1, 1), dtype=torch.int32), x.new_ones((1, 1))
+        # What is made while a graph is recorded has values only when that graph has run.
+        if not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+            _EVERY[x.device, x.dtype] = known
+    return known[0].expand(x.shape[0], 1), known[1].expand(x.shape[0], 1)
+
+
+def _run(tensors: Lists, counts: Sequence[int], body: int, arg0: float, arg1: float, out_dtype: torch.dtype) -> Tensor:
+    """[T, N]: the one expert."""
+    x, *weights = tensors
+    if x.is_cuda and x.shape[0] > FEW:
+        return _dense(x, unpack(weights, counts), decode(body, arg0, arg1), out_dtype)
+    given = [x, *_every(x), *weights]
+    out: Tensor = torch.ops.moefuse.experts_infer.default(given, counts, body, arg0, arg1, out_dtype)
     return out
 
 
-def in_one(*args: Any) -> Tensor | None:
-    """The call in the same launches, if Triton is there and has kernels for it."""
-    kernels = providers.triton_module("joined_plan")
-    return None if isinstance(kernels, str) else kernels.run(*args)
+def _dense(x: Tensor, lists: list[Lists], options: dict[str, Any], out_dtype: torch.dtype) -> Tensor:
+    """Library products for all tokens: an expert that every token takes leaves nothing to group."""
+    weights, biases = [expert_weight(w, 0) if w else None for w in lists[:3]], [expert_vector(b, 0) for b in lists[3:]]
+    linear = torch.nn.functional.linear
+    h = linear(x, weights[0], biases[0])  # type: ignore[arg-type]
+    gate, up = split_gate(h, options["gating"], options["up_first"])
+    if options["gating"] == "separate":
+        gate, up = h, linear(x, weights[1], biases[1])  # type: ignore[arg-type]
+    a = _activate(gate, up, options["activation"], options["activation_args"])
+    return linear(a, weights[2], biases[2]).to(out_dtype)  # type: ignore[arg-type]
 
 
-def routed_part(tensors: Lists, counts: Sequence[int], body: int, arg0: float, arg1: float, out_dtype: torch.dtype) -> Tensor:
-    """[T, N]: the routed experts."""
-    out: Tensor = torch.ops.moefuse.experts_infer.default(tensors, counts, body, arg0, arg1, out_dtype)
+def _activate(gate: Tensor, up: Tensor | None, activation: str, args: Sequence[float]) -> Tensor:
+    kernels = providers.triton_module("activate")
+    if not isinstance(kernels, str) and kernels.supports(gate):
+        return kernels.activate(gate, up, activation, args)  # type: ignore[no-any-return]
+    wide = accumulation_dtype(gate.dtype)
+    return ACTIVATIONS[activation].forward(gate.to(wide), None if up is None else up.to(wide), args).to(gate.dtype)
+
+
+def _start(tensors: Lists, counts: Sequence[int], body: int, arg0: float, arg1: float, out_dtype: torch.dtype, overlap: int) -> Tensor:
+    x = tensors[0]
+    if not _beside(x, x.shape[0], overlap):
+        return _run(tensors, counts, body, arg0, arg1, out_dtype)
+    return streams.fork(x.device, lambda: _run(tensors, counts, body, arg0, arg1, out_dtype))
+
+
+def _start_fake(tensors: Lists, counts: Sequence[int], body: int, arg0: float, arg1: float, out_dtype: torch.dtype, overlap: int) -> Tensor:
+    x, *weights = tensors
+    ids = x.new_zeros((x.shape[0], 1), dtype=torch.int32)
+    given = [x, ids, x.new_ones((x.shape[0], 1)), *weights]
+    out: Tensor = torch.ops.moefuse.experts_infer.default(given, counts, body, arg0, arg1, out_dtype)
     return out
 
 
-def _parts(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Arguments of the routed experts, and of the shared one: both with the result's dtype."""
-    return args[:6], (*args[6:11], args[5])
+def _join(routed: Tensor, shared: Tensor, weight: Tensor | None, held: Lists, overlap: int) -> Tensor:
+    if _beside(shared, shared.shape[0], overlap):
+        streams.meet(shared.device)
+    shared = shared.view(routed.shape)
+    out = torch.empty(routed.shape, dtype=routed.dtype, device=routed.device)
+    factor = None if weight is None else weight.reshape(*routed.shape[:-1], 1)
+    if factor is None and shared.dtype == routed.dtype:
+        return torch.add(routed, shared, out=out)
+    if factor is not None and shared.dtype == factor.dtype == routed.dtype:
+        return torch.addcmul(routed, factor, shared, out=out)
+    wide = torch.promote_types(accumulation_dtype(routed.dtype), shared.dtype)
+    scaled = shared.to(wide) if factor is None else shared.to(wide) * factor.to(wide)
+    return out.copy_(routed.to(wide) + scaled)
 
 
-def _kernel(*args: Any) -> Tensor:
-    routed, shared = _parts(args)
-    x, overlap = args[0][0], args[11]
-    if x.device.type != "cuda" or x.shape[0] > overlap or not streams.enabled():
-        return routed_part(*routed).add_(shared_part(*shared))
-    joined = in_one(*args[:11])
-    if joined is not None:
-        return joined
-    first, second = streams.both(x.device, lambda: routed_part(*routed), lambda: shared_part(*shared))
-    return first.add_(second)
+def _join_fake(routed: Tensor, shared: Tensor, weight: Tensor | None, held: Lists, overlap: int) -> Tensor:
+    if shared.shape[-1] != routed.shape[-1]:
+        raise ValueError(f"moefuse::shared_join: {tuple(routed.shape)} and {tuple(shared.shape)} have different features")
+    return torch.empty(routed.shape, dtype=routed.dtype, device=routed.device)
 
 
-def _fake(*args: Any) -> Tensor:
-    routed, shared = _parts(args)
-    first, second = routed_part(*routed), shared_part(*shared)
-    if second.shape != first.shape:
-        raise ValueError(f"moefuse::experts_and_shared: the experts give {tuple(first.shape)}, the shared one {tuple(second.shape)}")
-    return first
-
-
-implement("experts_and_shared", kernel=_kernel, fake=_fake, autograd=autograd.not_differentiable("experts_and_shared"))
+for _name, _kernel, _fake in (("shared_start", _start, _start_fake), ("shared_join", _join, _join_fake)):
+    implement(_name, kernel=_kernel, fake=_fake, autograd=autograd.not_differentiable(_name))

@@ -1,15 +1,15 @@
-"""Two independent pieces of GPU work at the same time: one on the current stream, one on a side stream that forks from it and joins it.
+"""Work on a side stream, beside what the current stream does: it forks from it, and joins it later.
 
 What makes it right:
 
 * **Inputs**: the side stream waits for everything that the current stream was given before the fork; the caller holds its inputs until
-  after the join, and nothing is written between.
-* **Buffers**: what the side work allocates comes from the side stream's own memory, so neither piece is ever given a buffer that the other
+  after the join, and nothing is written over them between.
+* **Buffers**: what the side work allocates comes from the side stream's own memory, so neither is ever given a buffer that the other
   one still uses. A buffer freed there is used again only by later side work, which waits for a later fork, and the fork stands behind
   every reader of it: a current stream has a side stream of its own. (``record_stream`` would say the same to the allocator by an event
   for each tensor and call.)
 * **CUDA graphs**: fork and join are events, which capture turns into edges; no stream is waited for by the host.
-* **Collectives** never run here: the side work is one call of ``moefuse::experts``.
+* **Collectives** never run here: the side work is one expert that every token takes.
 
 MOEFUSE_OVERLAP=0 forbids it.
 """
@@ -54,19 +54,20 @@ def enabled() -> bool:
     return os.environ.get("MOEFUSE_OVERLAP", "1") != "0"
 
 
-def both(device: torch.device, work: Work, side_work: Work) -> tuple[Tensor, Tensor]:
-    """(work(), side_work()), the latter on the side stream; both results may be read on the current stream."""
+def fork(device: torch.device, work: Work) -> Tensor:
+    """work() on the side stream. Nothing may read the result, or write what the work reads, on the current stream before :func:`meet`."""
     current = torch.cuda.current_stream(device)
     side = side_of(current)
     side.fork.record(current)
     side.stream.wait_event(side.fork)
-    try:
-        with torch.cuda.stream(side.stream):
-            try:
-                second = side_work()
-            finally:  # a capture must not end with a stream that never came back, whatever was raised
-                side.join.record(side.stream)
-        first = work()
-    finally:
-        current.wait_event(side.join)
-    return first, second
+    with torch.cuda.stream(side.stream):
+        try:
+            return work()
+        finally:  # a capture must not end with a stream that never came back, whatever was raised
+            side.join.record(side.stream)
+
+
+def meet(device: torch.device) -> None:
+    """Have the current stream wait for what was forked from it."""
+    current = torch.cuda.current_stream(device)
+    current.wait_event(side_of(current).join)

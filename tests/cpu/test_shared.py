@@ -1,11 +1,13 @@
-"""Shared experts and the routed ones as one op: what is joined, what is not, and that either computes what was written.
+"""Shared experts that start before the router and are met at the sum: which ones, where, and that the result is what was written.
 
-The op runs in order on the CPU; the pass, which is for CUDA, is told here that the CPU is worth it too.
+On the CPU they run in order; the pass, which is for CUDA, is told here that the CPU gains too.
 """
 
 from __future__ import annotations
 
 import copy
+import itertools
+import re
 from collections.abc import Callable
 
 import pytest
@@ -13,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moefuse.backend import parse
 from moefuse.config import Options
 from moefuse.passes import shared
 from tests.programs.check import Outcome, light
@@ -167,8 +170,8 @@ def test_many_tokens_stay_apart() -> None:
     assert [f.shared for f in run(Block(gated), torch.randn(3, 3, H), tokens=8).fused] == [False]
 
 
-def test_off_by_default() -> None:
-    assert [f.shared for f in run(Block(gated), torch.randn(2, 3, H), tokens=Options().overlap).fused] == [False]
+def test_off_without_cuda_graphs() -> None:
+    assert [f.shared for f in run(Block(gated), torch.randn(2, 3, H), tokens=parse(None, {})[0].overlap).fused] == [False]
 
 
 def test_training_is_left_alone() -> None:
@@ -214,21 +217,30 @@ def test_nothing_is_computed_twice_and_layers_follow_each_other() -> None:
         torch.testing.assert_close(torch.compile(model, backend=backend, fullgraph=True)(x), model(x), rtol=1e-4, atol=1e-5)
     names = [str(node.target) for node in graphs[0].graph.nodes]
     assert [f.shared for f in outcome.fused] == [True] * 3, outcome
-    assert names.count("moefuse.experts_and_shared.default") == 3
-    assert names.count("moefuse.experts.default") == 0
+    ours = [name.split(".")[1] for name in names if name.startswith("moefuse.")]
+    assert ours == ["shared_start", "experts", "shared_join"] * 3
+    assert names.index("moefuse.shared_start.default") < min(i for i, name in enumerate(names) if "linear" in name)
 
 
 def test_the_whole_way() -> None:
-    """Through the backend and Inductor, and the report says it."""
+    """Through the backend and Inductor, whose order by who reads what is undone: starts come before the routers. The report says it."""
+    from torch._inductor.utils import run_and_get_code
+
     import moefuse
 
     torch._dynamo.reset()
-    model = Block(gated, MLP(20)).eval()
-    compiled = torch.compile(model, backend="moefuse", options={"overlap": 16})
+    model = nn.Sequential(Block(gated, MLP(20)), nn.LayerNorm(H), Block(before)).eval()
+    compiled = torch.compile(model, backend="moefuse", mode="reduce-overhead")
     x = torch.randn(2, 3, H)
     with torch.no_grad():
-        torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-5)
-    assert "and a shared expert" in str(moefuse.last_report())
+        out, (code, *_) = run_and_get_code(compiled, x)
+        torch.testing.assert_close(out, model(x), rtol=1e-4, atol=1e-5)
+    report = moefuse.last_report()
+    assert ([f.shared for f in report.fused], "and a shared expert" in str(report)) == ([True, True], True)
+    calls = re.findall(r"moefuse\.(\w+)\.default\(|extern_kernels\.(?:add)?(mm)\(", code)
+    order = [name for name, _ in itertools.groupby(a or b for a, b in calls)]
+    assert order[:3] == ["shared_start", "mm", "experts_infer"]
+    assert order[order.index("shared_join") + 1 :] == ["shared_start", "mm", "experts_infer", "shared_join"]
 
 
 @pytest.mark.parametrize("family", ["qwen2_moe", "llama4"])

@@ -1,0 +1,44 @@
+"""The activation of an expert that every token takes, in the interpreter: every one, with strides of every kind."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from moefuse.ops.activations import ACTIVATIONS
+from moefuse.ops.reference import accumulation_dtype
+
+quiet = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore:Conversion of an array with ndim:DeprecationWarning")
+
+
+def halves(h: Tensor) -> tuple[Tensor, Tensor]:
+    return h.chunk(2, -1)  # type: ignore[return-value]
+
+
+def interleaved(h: Tensor) -> tuple[Tensor, Tensor]:
+    return h[:, 0::2], h[:, 1::2]
+
+
+@quiet
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize(("split", "dtype"), [(halves, torch.float32), (interleaved, torch.float16)])
+def test_activations(activation: str, split: object, dtype: torch.dtype) -> None:
+    """Against the definition; as close as one rounding (the interpreter truncates to bfloat16), and at sizes that are no multiple of a block."""
+    from moefuse.kernels.triton.activate import activate
+
+    known = ACTIVATIONS[activation]
+    args = (1.702, 1.5)[: known.num_args]
+    h = torch.randn(3, 2 * 517, generator=torch.Generator().manual_seed(0)).to(dtype)
+    gate, up = split(h)  # type: ignore[operator]
+    wide = accumulation_dtype(dtype)
+    for other in (up, None) if activation not in ("swiglu_oai", "silu_clamp") else (up,):
+        wanted = known.forward(gate.to(wide), None if other is None else other.to(wide), args)
+        tolerance = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 2.0**-11, "atol": 1e-6}
+        torch.testing.assert_close(activate(gate, other, activation, args).to(wide), wanted, **tolerance)  # type: ignore[arg-type]
+
+
+def test_no_tokens() -> None:
+    from moefuse.kernels.triton.activate import activate
+
+    assert activate(torch.zeros(0, 4), None, "silu", ()).shape == (0, 4)
