@@ -6,10 +6,10 @@
 Every implementation of a point takes turns in shuffled order, correctness first. Microseconds per call: ``us`` of CUDA-graph replays (what
 the device does), ``wall_us`` of plain calls one after another (what people see who do not use CUDA graphs).
 
-``hf``: transformers under Inductor; ``hf_reduce``: mode="reduce-overhead"; ``serial``: moefuse, shared experts left to Inductor;
-``overlap``: moefuse with shared experts beside the routed ones; ``overlap_reduce``: the same with mode="reduce-overhead";
-``experts``: the routed experts of ``serial`` alone; ``router``: transformers' router alone under moefuse's backend;
-``ub_read``: the chosen experts' and the shared expert's weights read once.
+``hf``: transformers under Inductor; ``serial``: moefuse, shared experts left to Inductor; ``overlap``: moefuse with shared experts beside
+the router and the routed ones; ``fused``: the same with ``fuse_router``; each also with CUDA graphs by Inductor (``*_reduce``, like
+mode="reduce-overhead"), which have a wall time only. ``experts``, ``shared``: the routed experts and the shared one of ``serial`` alone;
+``router``: transformers' router alone under moefuse's backend; ``ub_read``: the chosen experts' and the shared expert's weights read once.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
 Call = Callable[[Tensor], Any]
 TOKENS = (1, 8, 64, 256, 1024, 4096)
-NAMES = ("serial", "serial_topk", "joined", "beside", "beside_topk", "beside_fused", "serial_reduce", "beside_reduce", "beside_topk_reduce", "ub_read")
-NOT_A_BLOCK = ("experts", "router", "ub_read", "shared", "shared_hf")
+PLAIN = ("hf", "serial", "overlap", "fused")
+NAMES = (*PLAIN, *(f"{name}_reduce" for name in PLAIN), "experts", "router", "shared", "ub_read")
+NOT_A_BLOCK = ("experts", "router", "ub_read", "shared")
 
 
 def _qwen3(**sizes: Any) -> nn.Module:
@@ -121,31 +122,16 @@ class Router(nn.Module):
 
 def make(name: str, block: nn.Module) -> Call:
     torch._dynamo.reset()
-    if name in ("shared", "shared_hf"):
-        return shared_alone(block, ours=name == "shared")
+    if name == "shared":
+        return torch.compile(getattr(block, "shared_expert", None) or block.shared_experts, dynamic=False)  # type: ignore[arg-type, return-value]
     if name in ("hf", "hf_reduce"):
         return torch.compile(block, dynamic=False, mode="reduce-overhead" if name == "hf_reduce" else None)
     if name == "router":
         return torch.compile(Router(block), dynamic=False, backend="moefuse")
-    base, *more = name.split("_")
-    options = {"overlap": 0 if base == "serial" else 1 << 30, "router_topk": "topk" in more, "fuse_router": "fused" in more}
-    if "reduce" in more:
-        options["triton.cudagraphs"] = True
+    base, *reduce = name.split("_")
+    options: dict[str, Any] = {"overlap": 0 if base == "serial" else 1 << 30, "fuse_router": base == "fused"}
+    options |= {"triton.cudagraphs": True} if reduce else {}
     return torch.compile(block, dynamic=False, backend="moefuse", options=options)
-
-
-def shared_alone(block: nn.Module, *, ours: bool) -> Call:
-    """The shared expert, without its weight per token: our op, or transformers' module under Inductor."""
-    mlp: Any = getattr(block, "shared_expert", None) or getattr(block, "shared_experts", None)
-    if not ours:
-        return torch.compile(mlp, dynamic=False)
-    import moefuse.ops  # noqa: F401
-    from moefuse.ops.body import encode
-
-    lists = [mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight]
-    body = encode("silu", (), "separate", False, False)
-    op = torch.ops.moefuse.shared_start
-    return lambda x: op([x.view(-1, x.shape[-1]), *lists], [1, 1, 1, 0, 0, 0], *body, x.dtype, 0)
 
 
 def reading(block: nn.Module, tokens: int, top_k: int) -> Call:
@@ -228,7 +214,7 @@ def measure(name: str, tokens: int, block: nn.Module, names: list[str], args: ar
                 row["error"] = round(float((it.out.float() - wanted).norm() / wanted.norm()), 5)
                 if not row["error"] < 0.05:
                     raise RuntimeError(f"error {row['error']}")
-            if each in ("serial", "beside"):
+            if each in PLAIN[1:]:
                 import moefuse
 
                 row["shared"] = [f.shared for f in moefuse.last_report().fused]
@@ -304,7 +290,7 @@ def main() -> None:
 
 def show(rows: list[dict[str, Any]]) -> None:
     text = "  ".join(f"{r['impl']} {r.get('us', 0):.1f}/{r['wall_us']:.1f}" for r in rows if "wall_us" in r)
-    shared = next((r["shared"] for r in rows if r["impl"] == "beside" and "shared" in r), None)
+    shared = next((r["shared"] for r in rows if r["impl"] == "overlap" and "shared" in r), None)
     print(f"{rows[0]['block']:9} {rows[0]['T']:5}  {text}  joined {shared}", flush=True)
 
 

@@ -1,4 +1,4 @@
-"""The two passes that moefuse gives to Inductor: the cache stamp with what has to be done last, and the whole of moefuse for people who stay on Inductor.
+"""The passes that moefuse gives to Inductor: the stamp, with what has to be done last, and all of moefuse for people who stay on Inductor.
 
 Importing this module imports Inductor, which takes a second: it is only done when something is compiled or MoEFusionPass is used.
 """

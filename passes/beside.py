@@ -7,6 +7,7 @@ tensor. Else the shared expert is left alone.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,21 +20,29 @@ from moefuse.passes.emit import Emitter
 from moefuse.passes.ops import fake
 
 
-def start_and_join(ctx: Context, emit: Emitter, add: Node, other: Node, alone: Node, tokens: int, *, gated: bool) -> Node | None:
+@dataclass(frozen=True)
+class Weight:
+    """What a shared expert is multiplied by: a tensor [T, 1] or None, and a number."""
+
+    tensor: Any
+    scale: float
+
+
+def start_and_join(ctx: Context, emit: Emitter, add: Node, other: Node, alone: Node, tokens: int, weight: Weight) -> Node | None:
     """The sum's new value, of its shape; None if the shared expert cannot start earlier.
 
     Args:
-        emit: what was written in front of ``add``, where the new nodes go.
+        emit: what was written where the sum is needed, and where the new nodes go.
         other: the addend that the shared expert is.
         alone: ``moefuse::experts`` with the one expert, among ``emit.nodes``.
         tokens: up to so many tokens it runs on another stream.
-        gated: whether ``alone`` has a weight per token that is not 1.
     """
     term = next((a for a in add.all_input_nodes if a is not other), None)
     tensors = [alone.args[0], *(n for part in alone.args[3:9] for n in part)]  # type: ignore[union-attr]
     moved, sources = _with_sources(tensors, set(emit.nodes))
     place = _behind(ctx.graph, sources)
-    if term is None or place is None or not _as_good(ctx, place, sources, add) or not _recordable(place, add, fake(alone).device):
+    at = emit.before
+    if term is None or place is None or not _as_good(ctx, place, sources, at) or not _recordable(place, at, fake(alone).device):
         return None
     cursor = place
     for node in moved:
@@ -42,11 +51,10 @@ def start_and_join(ctx: Context, emit: Emitter, add: Node, other: Node, alone: N
     counts = [len(part) for part in alone.args[3:9]]  # type: ignore[arg-type]
     options: Any = {k: v for k, v in alone.kwargs.items() if k != "out_dtype"}
     body = encode(options["activation"], options["activation_args"], options["gating"], options["up_first"], options["weight_on_input"])
-    before, emit.before = emit.before, cursor.next
+    emit.before = cursor.next
     start = emit(torch.ops.moefuse.shared_start.default, tensors, counts, *body, fake(alone).dtype, tokens)
-    emit.before = before
-    weight = alone.args[2] if gated else None
-    return emit(torch.ops.moefuse.shared_join.default, term, start, weight, [tensors[0]], tokens)
+    emit.before = at
+    return emit(torch.ops.moefuse.shared_join.default, term, start, weight.tensor, weight.scale, [tensors[0]], tokens)
 
 
 def _with_sources(tensors: Iterable[Any], new: set[Node]) -> tuple[list[Node], list[Node]]:
@@ -78,18 +86,18 @@ def _behind(graph: Graph, sources: Iterable[Node]) -> Node | None:
     return last
 
 
-def _as_good(ctx: Context, place: Node, sources: Iterable[Node], add: Node) -> bool:
+def _as_good(ctx: Context, place: Node, sources: Iterable[Node], at: Node) -> bool:
     """Whether the sources hold the same behind ``place`` as at the sum, and gradients are recorded at both or at neither."""
     first = place.next
-    if first not in ctx.mode or ctx.mode[first] != ctx.mode[add]:
+    if first not in ctx.mode or ctx.mode[first] != ctx.mode[at]:
         return False
-    return all(ctx.written_between(source, place, add) is None for source in sources)
+    return all(ctx.written_between(source, place, at) is None for source in sources)
 
 
-def _recordable(place: Node, add: Node, device: torch.device) -> bool:
+def _recordable(place: Node, at: Node, device: torch.device) -> bool:
     """Whether all between is work on the device whose sizes the host knows."""
     node = place.next
-    while node is not add:
+    while node is not at:
         value = fake(node)
         each = value if isinstance(value, tuple | list) else (value,)
         if unbacked_in(value) or any(isinstance(v, torch.Tensor) and v.device != device for v in each):

@@ -175,7 +175,7 @@ def _rewrite(ctx: Context, known: dict[Node, Any], run: _Run, region: Region) ->
 
 
 def _join(graph: torch.fx.Graph, known: dict[Node, Any], run: _Run) -> None:
-    for joined in join_shared(graph, known, run.options.overlap, run.options.verify != "off"):
+    for joined in join_shared(graph, known, run.options.overlap or 0, run.options.verify != "off"):
         at = run.numbers[joined.experts]
         entry = run.result.fused[at]
         run.result.fused[at] = changed(

@@ -9,13 +9,14 @@ per token (a sigmoid of a projection, say) stays the user's own arithmetic.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
-from moefuse.passes.beside import start_and_join
+from moefuse.passes.beside import Weight, start_and_join
 from moefuse.passes.cone import cone_rows
 from moefuse.passes.context import Context
 from moefuse.passes.emit import Emitter
@@ -23,7 +24,7 @@ from moefuse.passes.expr import ExpertVector, Expr, Leaf, Linear, Op, SharedVect
 from moefuse.passes.facts import Lost, Routing
 from moefuse.passes.interpret import interpret
 from moefuse.passes.lower import Lowering
-from moefuse.passes.ops import SIZE_QUERIES, Call, call_of, fake, tensor
+from moefuse.passes.ops import SIZE_QUERIES, call_of, fake, tensor
 from moefuse.passes.regions import Region
 from moefuse.passes.safety import checked
 from moefuse.passes.sizes import same_shape, shape_of
@@ -32,6 +33,9 @@ from moefuse.passes.verify import hint, verify
 
 DEVICES = {"cuda"}
 """Where a shared expert gains from a stream of its own. Elsewhere it is left to Inductor."""
+
+STEPS = 16
+"""So many operations behind the experts a sum with a shared one is looked for: views, casts, an output projection, residuals."""
 
 _VIEWS = frozenset(("view", "reshape", "view_as", "reshape_as", "flatten", "unflatten", "squeeze", "unsqueeze"))
 
@@ -57,15 +61,16 @@ def join_shared(graph: Graph, known: dict[Node, Any], tokens: int, check: bool) 
         tokens: up to so many tokens the two run at the same time; a call that is known to have more stays as it is.
         check: whether to verify on the model's own weights.
     """
-    sums = [(node, *found) for node in graph.nodes if _worth(node, tokens) and (found := _addend(node)) is not None]
+    sums = [each for node in graph.nodes if _worth(node, tokens) for each in _sums(node)]
     if not sums:
         return []
-    for _, add, other in sums:
-        _read_behind(graph, add, other)
-    ctx, joined = interpret(graph), []
-    for experts, add, other in sums:
-        done = _join(ctx, known, tokens, check, experts, add, other)
+    for each in sums:
+        _read_behind(graph, each)
+    ctx, joined, gone = interpret(graph), [], set[Node]()
+    for each in sums:
+        done = _join(ctx, known, tokens, check, each) if each.add not in gone else None
         if done is not None:
+            gone.add(each.add)
             joined.append(done)
     return joined
 
@@ -78,27 +83,66 @@ def _worth(node: Node, tokens: int) -> bool:
     return value.device.type in DEVICES and isinstance(count, int) and 0 < count <= tokens
 
 
-def _addend(node: Node) -> tuple[Node, Node] | None:
-    """(the sum that is all that reads the experts' result, its other term)."""
-    while True:
-        users = [u for u in node.users if (call := call_of(u)) is None or call.name not in SIZE_QUERIES]
-        call = call_of(users[0]) if len(users) == 1 else None
-        if call is None:
-            return None
-        if call.args[:1] == (node,) and (call.name in _VIEWS or _rounds(node, users[0], call)):
-            node = users[0]
-            continue
-        terms = [a for a in call.args if a is not node]
-        if call.name != "add" or len(call.args) != 2 or call.kwargs or len(terms) != 1 or not isinstance(terms[0], Node):
-            return None
-        mine, other = tensor(node), tensor(terms[0])
-        if mine is None or other is None or mine.dtype != other.dtype or not same_shape(shape_of(mine), shape_of(other)):
-            return None
-        return users[0], terms[0]
+@dataclass(frozen=True, eq=False)
+class _Sum:
+    """A sum whose one term may be a shared expert.
+
+    Attributes:
+        experts: the routed experts.
+        add: the sum.
+        other: the term.
+        at: where the sum is needed: ``add`` itself, or a later sum of it and the experts that is all that reads it.
+    """
+
+    experts: Node
+    add: Node
+    other: Node
+    at: Node
 
 
-def _read_behind(graph: Graph, add: Node, other: Node) -> None:
+def _sums(experts: Node) -> list[_Sum]:
+    """The sums on the way of the experts' result, as long as it has one reader."""
+    found: list[_Sum] = []
+    node = experts
+    for _ in range(STEPS):
+        users = _readers(node)
+        if len(users) != 1:
+            break
+        other = _other(users[0], node)
+        if other is not None:
+            found.append(_Sum(experts, users[0], other, users[0]))
+            found += [_Sum(experts, other, term, users[0]) for term in _terms(other)]
+        node = users[0]
+    return found
+
+
+def _readers(node: Node) -> list[Node]:
+    return [u for u in node.users if (call := call_of(u)) is None or call.name not in SIZE_QUERIES]
+
+
+def _other(add: Node, term: Node) -> Node | None:
+    """What ``add`` adds to ``term``, of its shape and dtype; None if it is no such sum."""
+    call = call_of(add)
+    terms = [a for a in call.args if a is not term] if call is not None else []
+    if call is None or call.name != "add" or len(call.args) != 2 or call.kwargs or len(terms) != 1 or not isinstance(terms[0], Node):
+        return None
+    mine, other = tensor(term), tensor(terms[0])
+    if mine is None or other is None or mine.dtype != other.dtype or not same_shape(shape_of(mine), shape_of(other)):
+        return None
+    return terms[0]
+
+
+def _terms(node: Node) -> list[Node]:
+    """Both terms of a sum that one node reads, such as a residual and a shared expert."""
+    call = call_of(node)
+    if call is None or call.name != "add" or call.inplace or len(_readers(node)) != 1:
+        return []
+    return [a for a in call.args if isinstance(a, Node) and _other(node, a) is not None]
+
+
+def _read_behind(graph: Graph, found: _Sum) -> None:
     """``shared.add_(routed)`` and then a reader of ``shared``: the same value under the name of the sum, which is what is replaced."""
+    add, other = found.add, found.other
     call = call_of(add)
     if call is None or not call.inplace or call.args[0] is not other:
         return
@@ -107,14 +151,6 @@ def _read_behind(graph: Graph, add: Node, other: Node) -> None:
     if all(order[user] > order[add] for user in later):
         for user in later:
             user.replace_input_with(other, add)
-
-
-def _rounds(node: Node, cast: Node, call: Call) -> bool:
-    """A cast to the same or a narrower dtype: the op can round its sum to that at once."""
-    before, after = tensor(node), tensor(cast)
-    if call.name not in ("to", "type_as") or before is None or after is None or before.device != after.device:
-        return False
-    return before.dtype == after.dtype or before.dtype.itemsize > after.dtype.itemsize
 
 
 def _bare_view(node: Node) -> Node:
@@ -127,54 +163,59 @@ def _bare_view(node: Node) -> Node:
     return node
 
 
-def _join(ctx: Context, known: dict[Node, Any], tokens: int, check: bool, experts: Node, add: Node, other: Node) -> Joined | None:
-    value = _bare_view(other)
+def _join(ctx: Context, known: dict[Node, Any], tokens: int, check: bool, found: _Sum) -> Joined | None:
+    value = _bare_view(found.other)
     unread = ctx.calls.get(value) is not None and len(value.users) == 1
     rows = cone_rows(ctx, next(iter(value.users)), value, None) if unread else None
-    expr = None if rows is None else _weight_apart(rows.expr)
-    if expr is None or not _same_place(ctx, experts, add, value):
+    expr, scale = (None, 1.0) if rows is None else _weight_apart(rows.expr)
+    if expr is None or not _same_place(ctx, found, value):
         return None
     body = match(expr)
     if body is None or body.weight_on_input:
         return None
-    emit = Emitter(ctx.graph, add, experts, {})
+    emit = Emitter(ctx.graph, found.at, found.experts, {})
     try:
-        region = _region(ctx, emit, value, body.token.source, expr)
+        meaning = expr if scale == 1.0 else Op(expr.node, "mul", (expr, scale))
+        region = _region(ctx, emit, value, body.token.source, meaning)
         if isinstance(region, Lost):
             emit.undo()
             return None
         lowering = Lowering(region, emit)
         alone = lowering.fused(body).result
-        whole = lowering.reshaped(alone, value)
+        whole = lowering.reshaped(alone if scale == 1.0 else emit(torch.mul, alone, scale), value)
         verdict = verify(region, emit.nodes, whole, known, ctx.first) if check else None
         if verdict is not None and verdict.problem:
             emit.undo()
             return None
-        result = start_and_join(ctx, emit, add, other, alone, tokens, gated=body.weight is not None)
+        weight = Weight(alone.args[2] if body.weight is not None else None, scale)
+        result = start_and_join(ctx, emit, found.add, found.other, alone, tokens, weight)
         if result is None:
             emit.undo()
             return None
     except Exception:  # a replacement that cannot be built is no reason to stop the user's program
         emit.undo()
         return None
-    add.replace_all_uses_with(result, propagate_meta=False)
+    found.add.replace_all_uses_with(result, propagate_meta=False)
     _introduce(ctx, emit)
-    _erase(ctx.graph, add, emit.nodes)
-    return Joined(experts, None if verdict is None else verdict.error)
+    _erase(ctx.graph, found.add, emit.nodes)
+    return Joined(found.experts, None if verdict is None else verdict.error)
 
 
-def _weight_apart(expr: Expr) -> Expr | None:
-    """The expert times at most one weight per token, whose own arithmetic is left alone; None if it is anything else."""
-    found = factors(expr)
+def _weight_apart(expr: Expr) -> tuple[Expr | None, float]:
+    """(the expert times at most one weight per token, whose own arithmetic is left alone; a constant factor); None for anything else."""
+    every = factors(expr)
+    numbers = [f for f in every if isinstance(f, int | float)]
+    found = [f for f in every if not isinstance(f, int | float)]
     core = [f for f in found if isinstance(f, Expr) and has_linear(f) and _features(f) != 1]
     weights = [f for f in found if f not in core]
     if len(core) != 1 or len(weights) > 1 or any(not isinstance(w, Expr) or _features(w) != 1 for w in weights):
-        return None
+        return None, 1.0
     expert: Expr = _own(core[0], {})
+    scale = math.prod(map(float, numbers))
     if not weights:
-        return expert
+        return expert, scale
     source = _tensor_of(bare(weights[0]))
-    return Op(expr.node, "mul", (expert, SlotWeight(source, source)))
+    return Op(expr.node, "mul", (expert, SlotWeight(source, source))), scale
 
 
 def _tensor_of(expr: Expr) -> Node:
@@ -205,13 +246,14 @@ def _own(expr: Any, memo: dict[Node, Token]) -> Any:
     return replace(expr, child=_own(expr.child, memo)) if expr.children else expr  # type: ignore[call-arg, attr-defined]
 
 
-def _same_place(ctx: Context, experts: Node, add: Node, value: Node) -> bool:
-    """Whether the routed experts may be computed where the sum is, and nothing is differentiated there."""
-    if ctx.mode[experts] != ctx.mode[add] or ctx.mode[experts] != ctx.mode[value]:
+def _same_place(ctx: Context, found: _Sum, value: Node) -> bool:
+    """Whether the sum may be computed where it is needed, and nothing is differentiated there."""
+    places = (found.experts, found.add, found.at, value)
+    if any(ctx.mode[node] != ctx.mode[found.at] for node in places):
         return False
-    if ctx.mode[add][0] and any(v is not None and v.requires_grad for v in (tensor(experts), tensor(value))):
+    if ctx.mode[found.at][0] and any(v is not None and v.requires_grad for v in (tensor(found.experts), tensor(value))):
         return False
-    return all(ctx.written_between(source, experts, add) is None for source in experts.all_input_nodes)
+    return all(ctx.written_between(term, found.add, found.at) is None for term in found.add.all_input_nodes)
 
 
 def _region(ctx: Context, emit: Emitter, value: Node, token: Node, expr: Expr) -> Region | Lost:

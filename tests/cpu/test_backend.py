@@ -142,7 +142,7 @@ def test_an_internal_error_costs_nothing_but_speed(stub_driver: StubDriver, capl
 def test_the_passes_get_the_graph_the_inputs_and_the_options(stub_driver: StubDriver, patches: list[dict[str, Any]]) -> None:
     compiled(options={"verify": "off", "max_rewrites": 3})(torch.randn(3, 6))
     ((gm, example_inputs, options),) = stub_driver.calls
-    assert options == moefuse.Options(verify="off", max_rewrites=3)
+    assert options == moefuse.Options(verify="off", max_rewrites=3, overlap=0)
     assert example_inputs is not None
     assert len(example_inputs) == len(gm.graph.find_nodes(op="placeholder"))
 

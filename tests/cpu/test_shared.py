@@ -95,10 +95,42 @@ def other_tokens(m: Block, hidden: Tensor, x: Tensor) -> Tensor:
     return (m.routed(x) + m.expert(x * 2.0 - 1.0)).view(hidden.shape)
 
 
-def run(model: nn.Module, x: Tensor, tokens: int = 256, **options: object) -> Outcome:
+def scaled(m: Block, hidden: Tensor, x: Tensor) -> Tensor:
+    return (m.routed(x) + 0.5 * m.expert(x)).view(hidden.shape)
+
+
+def scaled_and_gated(m: Block, hidden: Tensor, x: Tensor) -> Tensor:
+    return (m.routed(x) + m.expert(x) * m.token_gate(x).sigmoid() * 2.0).view(hidden.shape)
+
+
+def dense_residual(m: Block, hidden: Tensor, x: Tensor) -> Tensor:
+    """A dense block beside the experts, each added to the residual."""
+    return hidden + m.routed(x).view(hidden.shape) + m.expert(hidden)
+
+
+def residual_first(m: Block, hidden: Tensor, x: Tensor) -> Tensor:
+    """The dense block is in the residual before the experts are."""
+    with_dense = hidden + m.expert(hidden)
+    return with_dense + m.routed(x).view(hidden.shape)
+
+
+def latent(m: Block, hidden: Tensor, x: Tensor) -> Tensor:
+    """Routed experts between projections of their own; the shared expert reads the tokens themselves."""
+    inside = F.linear(x, m.w_in[0, :H])
+    return (F.linear(m.routed(inside), m.w_in[1, :H]) + m.expert(x)).view(hidden.shape)
+
+
+def run(model: nn.Module, x: Tensor, tokens: int = 256, graphs: list[torch.fx.GraphModule] | None = None) -> Outcome:
     torch._dynamo.reset()
     outcome, exact = Outcome(), copy.deepcopy(model).double()
-    compiled = torch.compile(model, backend=light(outcome, Options(overlap=tokens, **options)), fullgraph=True)  # type: ignore[arg-type]
+    inner = light(outcome, Options(overlap=tokens))
+
+    def backend(gm: torch.fx.GraphModule, example_inputs: list[Tensor]) -> Callable[..., object]:
+        if graphs is not None:
+            graphs.append(gm)
+        return inner(gm, example_inputs)
+
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
     with torch.no_grad():
         torch.testing.assert_close(compiled(x).double(), exact(x.double()), rtol=1e-4, atol=1e-5)
     return outcome
@@ -111,7 +143,9 @@ def _on_this_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("tokens", [(1, 1), (2, 5), (0, 3)], ids=str)
-@pytest.mark.parametrize("join", [gated, before, first, in_place, other_tokens])
+@pytest.mark.parametrize(
+    "join", [gated, before, first, in_place, other_tokens, scaled, scaled_and_gated, dense_residual, residual_first, latent]
+)
 def test_joined(join: Callable[[Block, Tensor, Tensor], Tensor], tokens: tuple[int, int]) -> None:
     outcome = run(Block(join), torch.randn(*tokens, H))
     assert [f.shared for f in outcome.fused] == [tokens[0] > 0], outcome
@@ -124,11 +158,6 @@ def test_joined(join: Callable[[Block, Tensor, Tensor], Tensor], tokens: tuple[i
 def test_other_experts(mlp: Callable[[], nn.Module]) -> None:
     outcome = run(Block(gated, mlp()), torch.randn(3, 2, H))
     assert [f.shared for f in outcome.fused] == [True], outcome
-
-
-def scaled(m: Block, hidden: Tensor, x: Tensor) -> Tensor:
-    """A constant factor is no weight per token."""
-    return (m.routed(x) + 0.5 * m.expert(x)).view(hidden.shape)
 
 
 def twice(m: Block, hidden: Tensor, x: Tensor) -> Tensor:
@@ -160,10 +189,23 @@ def alpha(m: Block, hidden: Tensor, x: Tensor) -> Tensor:
     return torch.add(m.routed(x), m.expert(x), alpha=2).view(hidden.shape)
 
 
-@pytest.mark.parametrize("join", [scaled, twice, routed_twice, residual, written_between, alpha])
+@pytest.mark.parametrize("join", [twice, routed_twice, residual, written_between, alpha])
 def test_left_alone(join: Callable[[Block, Tensor, Tensor], Tensor]) -> None:
     outcome = run(Block(join), torch.randn(2, 5, H))
     assert [f.shared for f in outcome.fused] == [False], outcome
+
+
+def test_several() -> None:
+    """Two shared experts, each with a start and a join of its own."""
+
+    def both(m: Block, hidden: Tensor, x: Tensor) -> Tensor:
+        return (m.routed(x) + m.expert[0](x) + m.expert[1](x)).view(hidden.shape)
+
+    graphs: list[torch.fx.GraphModule] = []
+    outcome = run(Block(both, nn.ModuleList([MLP(20), MLP(9)])), torch.randn(2, 5, H), graphs=graphs)
+    assert [f.shared for f in outcome.fused] == [True], outcome
+    names = [str(node.target) for node in graphs[0].graph.nodes]
+    assert (names.count("moefuse.shared_start.default"), names.count("moefuse.shared_join.default")) == (2, 2)
 
 
 def test_many_tokens_stay_apart() -> None:

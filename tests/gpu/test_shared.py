@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from moefuse.ops.body import encode
 from moefuse.runtime import overlap
+from tests.cpu.test_shared import Block, before, first, gated
 from tests.cpu.test_shared import E as EXPERTS
 from tests.cpu.test_shared import H as WIDTH
 from tests.cpu.test_shared import K as CHOSEN
-from tests.cpu.test_shared import Block, before, first, gated
 
 pytestmark = pytest.mark.gpu
 
@@ -46,7 +46,7 @@ def call(w: dict[str, Tensor], x: Tensor, ids: Tensor, scores: Tensor, gate: Ten
         torch.full((size,), float("nan"), dtype=x.dtype, device="cuda")
     options = encode("silu", (), "merged", False, False)
     routed = torch.ops.moefuse.experts_infer([x, ids, scores, w["w_in"], w["w_out"]], [1, 0, 1, 0, 0, 0], *options, x.dtype)
-    out: Tensor = torch.ops.moefuse.shared_join(routed, start, gate, [x], tokens)
+    out: Tensor = torch.ops.moefuse.shared_join(routed, start, gate, 1.0, [x], tokens)
     return out
 
 
@@ -99,7 +99,9 @@ def test_values(tokens: int, dtype: torch.dtype, forks: list[torch.device]) -> N
     assert float((out.double() - wanted).norm() / wanted.norm()) < (1e-4 if dtype == torch.float32 else 0.01)
 
 
-@pytest.mark.parametrize(("activation", "gating"), [("gelu", "merged"), ("silu", "interleaved"), ("relu2", "plain"), ("swiglu_oai", "merged")])
+@pytest.mark.parametrize(
+    ("activation", "gating"), [("gelu", "merged"), ("silu", "interleaved"), ("relu2", "plain"), ("swiglu_oai", "merged")]
+)
 @pytest.mark.parametrize("tokens", [1, 70])
 @pytest.mark.parametrize("bias", [False, True])
 def test_every_body(activation: str, gating: str, tokens: int, bias: bool) -> None:
@@ -136,12 +138,12 @@ def test_a_thousand_replays_with_buffers_coming_and_going() -> None:
                 x = call(w, torch.nn.functional.layer_norm(x, (H,)), *args[1:], limit)  # type: ignore[arg-type]
             return x
 
-        cases.append((*recorded(layers), layers(limit=0)))
+        cases.append((*recorded(layers), layers(limit=0), args))  # a graph does not keep its inputs alive
     junk: list[Tensor] = []
     generator = torch.Generator().manual_seed(0)
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
     for i in range(1000):
-        graph, out, wanted = cases[i % len(cases)]
+        graph, out, wanted, _ = cases[i % len(cases)]
         graph.replay()
         size = int(torch.randint(1, 1 << 20, (), generator=generator))
         junk.append(torch.full((size,), float("nan"), device="cuda"))
@@ -178,11 +180,10 @@ def test_an_error_leaves_no_stream_behind() -> None:
         raise ValueError("no")
 
     device = torch.device("cuda", torch.cuda.current_device())
-    with pytest.raises(ValueError, match="no"), torch.cuda.graph(torch.cuda.CUDAGraph()):
-        try:
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        with pytest.raises(ValueError, match="no"):
             overlap.fork(device, broken)
-        finally:
-            overlap.meet(device)
+        overlap.meet(device)
     test_replays_with_other_routing()
 
 

@@ -24,7 +24,7 @@ def interleaved(h: Tensor) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize(("split", "dtype"), [(halves, torch.float32), (interleaved, torch.float16)])
 def test_activations(activation: str, split: object, dtype: torch.dtype) -> None:
-    """Against the definition; as close as one rounding (the interpreter truncates to bfloat16), and at sizes that are no multiple of a block."""
+    """As close as one rounding (the interpreter truncates to bfloat16, so not there), at sizes that are no multiple of a block."""
     from moefuse.kernels.triton.activate import activate
 
     known = ACTIVATIONS[activation]

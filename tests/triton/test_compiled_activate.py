@@ -1,0 +1,33 @@
+"""The activation kernel compiles for every target, without spills."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.triton.test_compiled import SHARED, source, spills
+
+
+@pytest.mark.parametrize("arch", SHARED)
+@pytest.mark.parametrize(("activation", "gated"), [("swiglu_oai", True), ("tanh", False)])
+def test_compiles(activation: str, gated: bool, arch: int | str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    from moefuse.kernels.triton import activate
+
+    made: list[Any] = []
+    monkeypatch.setattr(activate, "launch", lambda *args: made.append(args))
+    h = torch.empty(64, 2 * 5632, dtype=torch.bfloat16, device="meta")
+    gate, up = h.chunk(2, -1)
+    activate.activate(gate, up if gated else None, activation, (1.7, 7.0))
+    [(kernel, _, pointers, rest)] = made
+    names = ("gate", "up", "out")
+    step = SimpleNamespace(launch=SimpleNamespace(kernel=kernel, rest=rest, options={}), names=names, descs=())
+    target = GPUTarget("hip", arch, 64) if isinstance(arch, str) else GPUTarget("cuda", arch, 32)
+    compiled = triton.compile(source(step, dict(zip(names, pointers, strict=True))), target=target, options={"num_warps": 4})
+    assert spills(compiled, arch, tmp_path) == 0
