@@ -9,10 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from moefuse.passes.expr import Gate, weight_leaves
 from moefuse.passes.facts import Lost
 from moefuse.passes.lift import lift
 from moefuse.passes.regions import Refused, Region
 from moefuse.passes.signature import signature
+from moefuse.passes.templates import factors
 from tests.null.rules_case import E, trace
 
 
@@ -73,6 +75,38 @@ def test_the_order_of_experts_does_not_matter() -> None:
 
 def test_an_expert_twice_is_refused() -> None:
     assert refusal(experts=(0, 1, 2, 0)).code == "missing-experts"
+
+
+def masked(x: Any, ids: Any, weights: Any, one: Any, two: Any, one_b: Any, two_b: Any, product: Callable[..., Any], mul: Any) -> Any:
+    """Two experts with matrices of their own, each on every token."""
+    out = torch.zeros_like(x)
+    for e, (first, second) in enumerate(((one, two), (one_b, two_b))):
+        out = out + mul(product(F.silu(product(x, first)), second), (weights * (ids == e)).sum(-1, keepdim=True))
+    return out
+
+
+PRODUCTS: dict[str, Callable[..., Any]] = {
+    "linear": F.linear,
+    "mm": lambda x, w: x.mm(w.t()),
+    "matmul by keywords": lambda x, w: torch.matmul(input=x, other=w.t()),
+    "mm by keyword": lambda x, w: torch.mm(x, mat2=w.t()),
+    "einsum": lambda x, w: torch.einsum("ti,oi->to", x, w),
+    "einsum transposed": lambda x, w: torch.einsum("ab, bc -> ac", x, w.T),
+    "einsum, weight first": lambda x, w: torch.einsum("oi,ti->to", (w, x)),
+    "addmm": lambda x, w: torch.addmm(w[:, 0], x, w.t()),
+}
+
+
+@pytest.mark.parametrize("product", PRODUCTS.values(), ids=PRODUCTS)
+@pytest.mark.parametrize("mul", [torch.mul, lambda y, w: torch.mul(input=y, other=w)], ids=["positions", "keywords"])
+def test_products_of_every_token(product: Any, mul: Any) -> None:
+    (found,) = regions(
+        lambda x, ids, weights, one, two, one_b, two_b: masked(x, ids, weights, one, two, one_b, two_b, product=product, mul=mul)
+    )
+    assert isinstance(found, Region), found
+    assert (found.domain, found.num_experts) == ("masked", 2)
+    assert [leaf.order for leaf in weight_leaves(found.expr) if len(leaf.order) == 2] == [(0, 1)] * 2
+    assert [type(f) for f in factors(found.expr)][1] is Gate
 
 
 def test_equal_layers_have_equal_signatures() -> None:
