@@ -109,6 +109,45 @@ def test_products_of_every_token(product: Any, mul: Any) -> None:
     assert [type(f) for f in factors(found.expr)][1] is Gate
 
 
+UNKNOWN: dict[str, Callable[..., Any]] = {
+    "addmm, scaled": lambda x, w: torch.addmm(w[:, 0], x, w.t(), alpha=2),
+    "addmm of a matrix": lambda x, w: torch.addmm(x[:, :1], x, w.t()),
+    "einsum, another order": lambda x, w: torch.einsum("ti,oi->ot", x, w).t(),
+    "tensordot": lambda x, w: torch.tensordot(x, w.t(), 1),
+}
+
+
+@pytest.mark.parametrize("product", UNKNOWN.values(), ids=UNKNOWN)
+def test_other_products_of_every_token(product: Any) -> None:
+    (found,) = regions(
+        lambda x, ids, weights, one, two, one_b, two_b: masked(x, ids, weights, one, two, one_b, two_b, product=product, mul=torch.mul)
+    )
+    assert isinstance(found, Refused), found
+    assert found.lost.code in ("no-rule", "experts-differ")
+
+
+@pytest.mark.parametrize(
+    "together", [lambda ys, w: torch.einsum("te,eth->th", w, torch.stack(ys)), lambda ys, w: (torch.stack(ys, 1) * w[:, :, None]).sum(1)]
+)
+def test_unknown_experts_beside_each_other_are_refused_by_name(together: Any) -> None:
+    def function(x: Any, scores: Any, ids: Any, weights: Any, one: Any, one_b: Any, one_c: Any, two: Any, two_b: Any, two_c: Any) -> Any:
+        pairs = ((one, two), (one_b, two_b), (one_c, two_c))
+        table = torch.zeros_like(scores).scatter(1, ids, weights)
+        return together([torch.tensordot(F.silu(x @ a.t()), b.t(), 1) for a, b in pairs], table)
+
+    (found,) = regions(function)
+    assert isinstance(found, Refused), found
+    assert (found.lost.code, found.lost.details) == ("no-rule", {"op": "tensordot"})
+
+
+def test_a_table_that_weighs_plain_tensors_is_no_layer() -> None:
+    def function(x: Any, x2: Any, scores: Any, ids: Any, weights: Any) -> Any:
+        table = torch.zeros_like(scores).scatter(1, ids, weights)
+        return torch.einsum("te,eth->th", table, torch.stack([x, x2, x]))
+
+    assert regions(function) == []
+
+
 def test_equal_layers_have_equal_signatures() -> None:
     assert signature(only_region(), "fused") == signature(only_region(), "fused")
 
