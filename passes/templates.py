@@ -196,6 +196,9 @@ def gate_and_up(expr: Any) -> tuple[str, tuple[float, ...], Any, Any] | None:
     silu = _sigmoid_product(terms)
     if silu is not None:
         return "silu", (), silu[0], silu[1]
+    squared = _relu_twice(terms)
+    if squared is not None:
+        return "relu2", (), *squared
     if len(terms) != 2:
         return None
     for a, b in (terms, terms[::-1]):
@@ -220,6 +223,25 @@ def _sigmoid_product(terms: list[Any]) -> tuple[Any, Any] | None:
     return None
 
 
+def _relu_twice(terms: list[Any]) -> tuple[Any, Any] | None:
+    """``relu(g) * relu(g) * up``, in any order."""
+    if len(terms) != 3:
+        return None
+    for i, up in enumerate(terms):
+        cut = _same_relu(*(t for at, t in enumerate(terms) if at != i))
+        if cut is not None:
+            return cut, up
+    return None
+
+
+def _same_relu(a: Any, b: Any) -> Any:
+    """What two expressions are the relu of, if that is one value."""
+    first, second = unary(a), unary(b)
+    if first is None or second is None or not first[0] == second[0] == "relu":
+        return None
+    return first[1] if same_expr(first[1], second[1]) else None
+
+
 def unary(expr: Any) -> tuple[str, Any] | None:
     """A known activation and its argument."""
     expr = bare(expr)
@@ -240,8 +262,8 @@ def unary(expr: Any) -> tuple[str, Any] | None:
         return "relu2", inner.args[0]
     if expr.name == "mul" and len(expr.args) == 2:
         a, b = bare(expr.args[0]), bare(expr.args[1])
-        if isinstance(a, Op) and isinstance(b, Op) and a.name == "relu" and same_expr(a, b):
-            return "relu2", a.args[0]
+        if (cut := _same_relu(a, b)) is not None:
+            return "relu2", cut
         product = _sigmoid_product([a, b])
         if product is not None:
             return "silu", product[0]
