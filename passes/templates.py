@@ -236,10 +236,17 @@ def _relu_twice(terms: list[Any]) -> tuple[Any, Any] | None:
 
 def _same_relu(a: Any, b: Any) -> Any:
     """What two expressions are the relu of, if that is one value."""
-    first, second = unary(a), unary(b)
-    if first is None or second is None or not first[0] == second[0] == "relu":
-        return None
-    return first[1] if same_expr(first[1], second[1]) else None
+    first, second = _cut(a), _cut(b)
+    return first if first is not None and second is not None and same_expr(first, second) else None
+
+
+def _cut(expr: Any) -> Any:
+    """What an expression is the relu of."""
+    expr = bare(expr)
+    if isinstance(expr, Op) and expr.name == "relu" and len(expr.args) == 1 and not expr.kwargs:
+        return expr.args[0]
+    bounds = clamp(expr)
+    return bounds[0] if bounds is not None and bounds[1:] == (0.0, math.inf) else None
 
 
 def unary(expr: Any) -> tuple[str, Any] | None:
@@ -248,18 +255,17 @@ def unary(expr: Any) -> tuple[str, Any] | None:
     if not isinstance(expr, Op) or not expr.args:
         return None
     x = expr.args[0]
-    if expr.name in ("silu", "relu", "sigmoid", "tanh") and len(expr.args) == 1 and not expr.kwargs:
+    if (cut := _cut(expr)) is not None:
+        return "relu", cut
+    if expr.name in ("silu", "sigmoid", "tanh") and len(expr.args) == 1 and not expr.kwargs:
         return expr.name, x
     if expr.name == "gelu":
         kind = expr.options.get("approximate", expr.args[1] if len(expr.args) > 1 else "none")
         return {"none": "gelu", "tanh": "gelu_tanh"}.get(kind, ""), x
-    bounds = clamp(expr)
-    if bounds is not None and bounds[1:] == (0.0, math.inf):
-        return "relu", bounds[0]
     inner = bare(x)
     squared = expr.name == "square" or (expr.name == "pow" and expr.args[1:] == (2,)) or (expr.name == "pow" and expr.args[1:] == (2.0,))
-    if squared and isinstance(inner, Op) and inner.name == "relu":
-        return "relu2", inner.args[0]
+    if squared and (cut := _cut(inner)) is not None:
+        return "relu2", cut
     if expr.name == "mul" and len(expr.args) == 2:
         a, b = bare(expr.args[0]), bare(expr.args[1])
         if (cut := _same_relu(a, b)) is not None:
