@@ -101,6 +101,8 @@ def _fit_spelling(s: Any, r: Routing, k: int) -> tuple[Any, Routing]:
     if flat and (k != 1 or r.recipe not in ("argmax", "max")):
         s = _with(s, find="where", combine="index_add_") if isinstance(s, Selected) else _with(s, weight="sum_mask")
         flat = False
+    if isinstance(s, Filled) and s.find == "flat_mask" and r.recipe == "sort_slice":
+        s = _with(s, find="flat_where")
     if isinstance(s, Masked) and s.weight == "slot_loop" and s.accumulate == "stack_einsum":
         s = _with(s, accumulate="stack_sum")
     r = _with(r, flat=flat)
