@@ -35,7 +35,7 @@ _NOT_DIFFERENTIABLE = [
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
-@pytest.mark.parametrize(("program", "name"), _NOT_DIFFERENTIABLE, ids=lambda value: str(value).replace(" ", "-") * isinstance(value, str))
+@pytest.mark.parametrize(("program", "name"), _NOT_DIFFERENTIABLE, ids=["written", "detached"])
 def test_what_eager_cannot_differentiate(program: Program, name: str) -> None:
     check.check_near_miss(program, name)
 
