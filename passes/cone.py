@@ -7,7 +7,8 @@ experts' input.
 from __future__ import annotations
 
 import heapq
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from torch.fx import Node
 
@@ -46,16 +47,19 @@ def cone_rows(ctx: Context, node: Node, value: Node, table: Table | None) -> Row
     known = tensor(value)
     if known is None or known.dim() < 2:
         return None
-    shape = shape_of(known)
-    inside = cone(ctx, value, node)
-    memo: dict[Node, Expr] = {}
-    expr = _expr(ctx, value, value, inside, memo, len(shape))
+    shape, expr = shape_of(known), read_back(ctx, node, value)
     axes: Axes = (*((Atom("t", i, s),) for i, s in enumerate(shape[:-1])), (Atom("f", 0, shape[-1]),))
     if table is None:
         return Rows(axes, Domain("masked"), expr) if has_linear(expr) else None
     if table.expert is None:
         return None if has_linear(expr) else _every_expert(ctx, node, value, table)
     return Rows(axes, Domain("masked", table.routing, expert=table.expert, slot=table.slot), expr)
+
+
+def read_back(ctx: Context, node: Node, value: Node) -> Expr:
+    """What a plain value that ``node`` reads computes, as far as it is for this value alone; what no rule knows is a token."""
+    known = tensor(value)
+    return _expr(ctx, value, value, cone(ctx, value, node), {}, 0 if known is None else known.dim())
 
 
 def _every_expert(ctx: Context, node: Node, value: Node, table: Table) -> Rows | None:
@@ -107,8 +111,8 @@ def _inside(ctx: Context, top: Node, node: Node, inside: set[Node], memo: dict[N
         return _expr(ctx, top, source, inside, memo, rank)
 
     first = call.args[0] if call.args else None
-    if call.name in ("linear", "matmul", "mm") and isinstance(first, Node):
-        return _linear(ctx, node, go, *call.args, **call.kwargs)
+    if call.name in _READ:
+        return _projection(ctx, node, go, call)
     unchanged = _unchanged(ctx, node, inside)
     if unchanged is not None:
         return go(unchanged)
@@ -129,6 +133,8 @@ def _inside(ctx: Context, top: Node, node: Node, inside: set[Node], memo: dict[N
 
 def _pointwise(node: Node, go: Any, call: Call) -> Expr | None:
     items = []
+    if call.kwargs.keys() == {"other"}:  # ``torch.mul(x, other=w)``
+        call = Call(call.name, (*call.args, *call.kwargs.values()), {}, False)
     for a in (*call.args, *call.kwargs.values()):
         if isinstance(a, Node) and tensor(a) is not None:
             items.append(go(a))
@@ -156,17 +162,72 @@ def _unchanged(ctx: Context, node: Node, inside: set[Node]) -> Node | None:
     return None
 
 
-def _linear(ctx: Context, node: Node, go: Any, x: Node, weight: Node, bias: Node | None = None) -> Expr | None:
-    """``linear(x, W, b)``, ``x @ W`` or ``x @ W.T`` with a Parameter W."""
-    view = ctx.view(weight)
+def _projection(ctx: Context, node: Node, go: Any, call: Call) -> Expr | None:
+    """``linear(x, W, b)``, ``x @ W``, ``addmm(b, x, W)`` or an einsum with a Parameter W."""
+    found = _operands(call)
+    if found is None or not isinstance(found.x, Node):
+        return None
+    view = ctx.view(found.weight)
     if view is None or ctx.storage[view.root].op not in ("placeholder", "get_attr"):
         return None
     dims = tuple(a[0].index if len(a) == 1 and a[0].kind == "d" else -1 for a in view.axes)
     if sorted(dims) != [0, 1]:
         return None
-    order = dims if ctx.calls[node].name == "linear" else dims[::-1]  # type: ignore[union-attr]
-    expr: Expr = Linear(node, go(x), Leaf(view.root, False, None, order))
-    return expr if bias is None else Op(node, "add", (expr, SharedVector(node, bias)))
+    order = dims if found.out_first else dims[::-1]
+    expr: Expr = Linear(node, go(found.x), Leaf(view.root, False, None, order))
+    return expr if found.bias is None else Op(node, "add", (expr, SharedVector(node, found.bias)))
+
+
+class _Operands(NamedTuple):
+    """Rows times a matrix [out, in] (``out_first``) or [in, out]."""
+
+    x: Any
+    weight: Any
+    out_first: bool = False
+    bias: Any = None
+
+
+def _operands(call: Call) -> _Operands | None:
+    """What a product of rows and a matrix reads; None for any other contraction."""
+    try:
+        return _READ[call.name](*call.args, **call.kwargs)
+    except TypeError:  # a spelling of the arguments that is not known
+        return None
+
+
+def _of_linear(x: Any, weight: Any, bias: Any = None) -> _Operands:
+    return _Operands(x, weight, True, bias)
+
+
+def _of_matmul(x: Any, other: Any = None, *, mat2: Any = None) -> _Operands:
+    return _Operands(x, mat2 if other is None else other)
+
+
+def _of_addmm(bias: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1) -> _Operands | None:
+    value = tensor(bias)
+    plain = beta == 1 and alpha == 1 and value is not None and value.dim() == 1
+    return _Operands(mat1, mat2, False, bias) if plain else None
+
+
+def _of_einsum(equation: Any, *operands: Any) -> _Operands | None:
+    """``einsum("ti,oi->to", x, W)``, with any letters, in any order."""
+    if len(operands) == 1 and isinstance(operands[0], tuple | list):
+        operands = tuple(operands[0])
+    if not isinstance(equation, str) or len(operands) != 2 or "." in equation or "->" not in equation:
+        return None
+    inputs, _, out = equation.replace(" ", "").partition("->")
+    pairs = list(zip(inputs.split(","), operands, strict=True))
+    for (rows, x), (matrix, weight) in (pairs, pairs[::-1]):
+        lead, inner, new = rows[:-1], rows[-1:], out[-1:]
+        distinct = len(set(lead + inner + new)) == len(rows) + 1
+        if lead and out == lead + new and distinct and matrix in (new + inner, inner + new):
+            return _Operands(x, weight, matrix == new + inner)
+    return None
+
+
+_READ: dict[str, Callable[..., _Operands | None]] = {
+    "linear": _of_linear, "matmul": _of_matmul, "mm": _of_matmul, "addmm": _of_addmm, "einsum": _of_einsum,
+}  # fmt: skip
 
 
 def _over_features(node: Node, go: Any, x: Node, call: Call) -> Expr | None:

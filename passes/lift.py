@@ -21,6 +21,7 @@ from moefuse.passes.facts import (
 )
 from moefuse.passes.generalise import generalise
 from moefuse.passes.instances import instances
+from moefuse.passes.opaque import unread, unread_stacks
 from moefuse.passes.ops import tensor
 from moefuse.passes.regions import Refused, Region, Weightless, sources
 from moefuse.passes.safety import checked
@@ -42,6 +43,7 @@ def lift(ctx: Context) -> Iterator[Region | Refused]:
         found = checked(ctx, found) if isinstance(found, Region) else found
         if found is not None:
             yield Refused(found, routing) if isinstance(found, Lost) else found
+    yield from unread_stacks(ctx)
 
 
 def _complete(ctx: Context) -> list[Any]:
@@ -92,7 +94,7 @@ def _summed(ctx: Context, fact: Sum, holders: list[Node]) -> Region | Lost | Non
     parts = [p for p in fact.parts if has_linear(p.rows.expr)]
     anchor = _anchor(ctx, fact, holders)
     if not parts:
-        return None
+        return unread(ctx, [p.rows.expr for p in fact.parts])
     routing = next((p.rows.domain.routing for p in parts if p.rows.domain.routing is not None), None)
     if routing is None:
         return None

@@ -196,6 +196,9 @@ def gate_and_up(expr: Any) -> tuple[str, tuple[float, ...], Any, Any] | None:
     silu = _sigmoid_product(terms)
     if silu is not None:
         return "silu", (), silu[0], silu[1]
+    squared = _relu_twice(terms)
+    if squared is not None:
+        return "relu2", (), *squared
     if len(terms) != 2:
         return None
     for a, b in (terms, terms[::-1]):
@@ -220,28 +223,53 @@ def _sigmoid_product(terms: list[Any]) -> tuple[Any, Any] | None:
     return None
 
 
+def _relu_twice(terms: list[Any]) -> tuple[Any, Any] | None:
+    """``relu(g) * relu(g) * up``, in any order."""
+    if len(terms) != 3:
+        return None
+    for i, up in enumerate(terms):
+        cut = _same_relu(*(t for at, t in enumerate(terms) if at != i))
+        if cut is not None:
+            return cut, up
+    return None
+
+
+def _same_relu(a: Any, b: Any) -> Any:
+    """What two expressions are the relu of, if that is one value."""
+    first, second = _cut(a), _cut(b)
+    return first if first is not None and second is not None and same_expr(first, second) else None
+
+
+def _cut(expr: Any) -> Any:
+    """What an expression is the relu of."""
+    expr = bare(expr)
+    if isinstance(expr, Op) and expr.name == "relu" and len(expr.args) == 1 and not expr.kwargs:
+        return expr.args[0]
+    bounds = clamp(expr)
+    return bounds[0] if bounds is not None and bounds[1:] == (0.0, math.inf) else None
+
+
 def unary(expr: Any) -> tuple[str, Any] | None:
     """A known activation and its argument."""
     expr = bare(expr)
     if not isinstance(expr, Op) or not expr.args:
         return None
     x = expr.args[0]
-    if expr.name in ("silu", "relu", "sigmoid", "tanh") and len(expr.args) == 1 and not expr.kwargs:
+    if (cut := _cut(expr)) is not None:
+        return "relu", cut
+    if expr.name in ("silu", "sigmoid", "tanh") and len(expr.args) == 1 and not expr.kwargs:
         return expr.name, x
     if expr.name == "gelu":
         kind = expr.options.get("approximate", expr.args[1] if len(expr.args) > 1 else "none")
         return {"none": "gelu", "tanh": "gelu_tanh"}.get(kind, ""), x
-    bounds = clamp(expr)
-    if bounds is not None and bounds[1:] == (0.0, math.inf):
-        return "relu", bounds[0]
     inner = bare(x)
     squared = expr.name == "square" or (expr.name == "pow" and expr.args[1:] == (2,)) or (expr.name == "pow" and expr.args[1:] == (2.0,))
-    if squared and isinstance(inner, Op) and inner.name == "relu":
-        return "relu2", inner.args[0]
+    if squared and (cut := _cut(inner)) is not None:
+        return "relu2", cut
     if expr.name == "mul" and len(expr.args) == 2:
         a, b = bare(expr.args[0]), bare(expr.args[1])
-        if isinstance(a, Op) and isinstance(b, Op) and a.name == "relu" and same_expr(a, b):
-            return "relu2", a.args[0]
+        if (cut := _same_relu(a, b)) is not None:
+            return "relu2", cut
         product = _sigmoid_product([a, b])
         if product is not None:
             return "silu", product[0]

@@ -83,24 +83,31 @@ def _with(data: D, **changes: Any) -> D:
     return type(data)(**(values | changes))
 
 
+def _fit_selected(s: Selected) -> Selected:
+    """A way to combine that goes with how the rows are found."""
+    boolean = s.find in ("any_mask", "top1_mask", "slot_loop")
+    if boolean and s.combine not in ON_MASKS:
+        s = _with(s, combine="iadd")
+    if boolean:
+        s = _with(s, gather="masked_select" if s.gather == "masked_select" else "index", weight_on="output")
+    elif s.combine in ON_MASKS and s.combine != "iadd":
+        s = _with(s, combine="index_add_")
+    if not boolean and s.gather == "masked_select":
+        s = _with(s, gather="index")
+    if s.find != "top1_mask" and s.combine == "assign":
+        s = _with(s, combine="iadd")
+    return s
+
+
 def _fit_spelling(s: Any, r: Routing, k: int) -> tuple[Any, Routing]:
     """Bring a spelling and a routing into agreement instead of throwing the draw away."""
-    if isinstance(s, Selected):
-        boolean = s.find in ("any_mask", "top1_mask", "slot_loop")
-        if boolean and s.combine not in ON_MASKS:
-            s = _with(s, combine="iadd")
-        if boolean:
-            s = _with(s, gather="masked_select" if s.gather == "masked_select" else "index", weight_on="output")
-        elif s.combine in ON_MASKS and s.combine != "iadd":
-            s = _with(s, combine="index_add_")
-        if not boolean and s.gather == "masked_select":
-            s = _with(s, gather="index")
-        if s.find != "top1_mask" and s.combine == "assign":
-            s = _with(s, combine="iadd")
+    s = _fit_selected(s) if isinstance(s, Selected) else s
     flat = (isinstance(s, Selected) and s.find == "top1_mask") or (isinstance(s, Masked) and s.weight == "top1")
     if flat and (k != 1 or r.recipe not in ("argmax", "max")):
         s = _with(s, find="where", combine="index_add_") if isinstance(s, Selected) else _with(s, weight="sum_mask")
         flat = False
+    if isinstance(s, Filled) and s.find == "flat_mask" and r.recipe == "sort_slice":
+        s = _with(s, find="flat_where")
     if isinstance(s, Masked) and s.weight == "slot_loop" and s.accumulate == "stack_einsum":
         s = _with(s, accumulate="stack_sum")
     r = _with(r, flat=flat)

@@ -10,7 +10,7 @@ inline Slope with_slope(int activation, VecF v) {
   switch (activation) {
     case SILU: { VecF s = sigmoid(v); return {v * s, s * (1.f + v * (1.f - s))}; }
     case GELU: {
-      VecF area = 0.5f * (1.f + erf(v * float(M_SQRT1_2)));
+      VecF area = below(v);
       return {v * area, area + v * exp(-0.5f * v * v) * float(M_2_SQRTPI * M_SQRT1_2 * 0.5)};
     }
     case GELU_TANH: {

@@ -41,7 +41,9 @@ def put(ctx: Context, node: Node, target: Node, chosen: Selection, rows: Any) ->
         return extend(ctx, node, target, rows.rows, once=not chosen.by_token)
     if isinstance(rows, Rows) and rows.domain.selection is not None and rows.domain.selection.same(chosen):
         before = ctx.fact(target)
-        if chosen.routing.top_k != 1 and not (isinstance(before, Fill) and before.value == 0.0):
+        # Where a token has several experts, nothing may be lost: the one that writes is the first, and stands for no others.
+        first = isinstance(before, Fill) and before.value == 0.0 and len(ctx.members(chosen.expert)) == 1
+        if chosen.routing.top_k != 1 and not first:
             return ctx.lost("not-weighted", node)
         return extend(ctx, node, target, rows, once=False, replaced=True)
     return None

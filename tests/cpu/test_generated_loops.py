@@ -115,3 +115,21 @@ def test_what_only_looks_like_one_computes_what_it_says(loops: object) -> None:
         compare(loop, verify=plain().verify if verified else "off", grad=grad, flags=flags)
 
     run()
+
+
+FOUND = {
+    "every expert assigns, in a loop that is traced for one of them": Loop(
+        "where", add="index_put_", gather="select", skip="numel", twist="assigns"
+    ),
+}
+"""What a search found: computed wrongly once, without the verification."""
+
+
+@pytest.mark.parametrize("loop", FOUND.values(), ids=FOUND)
+def test_what_a_search_found(loop: Loop) -> None:
+    @settings(phases=PHASES, max_examples=1)
+    @given(st.just(loop))
+    def run(loop: Loop) -> None:
+        compare(loop, verify="off", grad=False)
+
+    run()

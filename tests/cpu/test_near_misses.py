@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 
 from tests.programs import check
 from tests.programs.mutations import MUTATIONS, Mutation
-from tests.programs.program import Program, Selected, Sorted
+from tests.programs.program import Dense, Program, Routing, Selected, Sorted
 from tests.strategies import PHASES, near_misses
 
 _SHARE = 15
@@ -26,6 +26,18 @@ def test_near_miss_equals_eager(mutation: Mutation) -> None:
         check.check_near_miss(p, mutation.name)
 
     run()
+
+
+_NOT_DIFFERENTIABLE = [
+    (Program(Selected(combine="scatter_reduce")), "first row halved through a view"),
+    (Program(Dense(weights="given", weight_on="input"), Routing("neg_inf_softmax")), "rows detached"),
+]
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize(("program", "name"), _NOT_DIFFERENTIABLE, ids=["written", "detached"])
+def test_what_eager_cannot_differentiate(program: Program, name: str) -> None:
+    check.check_near_miss(program, name)
 
 
 @pytest.mark.usefixtures("fresh_dynamo")

@@ -174,6 +174,22 @@ def test_special_values_go_through_an_activation_as_in_torch(activation: str) ->
         torch.testing.assert_close(run(args, **options), reference(args, **options), equal_nan=True)
 
 
+@pytest.mark.parametrize("activation", [name for name in ACTIVATIONS if name not in ("swiglu_oai", "silu_clamp")])
+def test_an_activation_is_off_by_a_few_roundings_everywhere(activation: str) -> None:
+    """Of its value, or of its argument; also where it is close to zero."""
+    half = torch.linspace(0, 6, 2000)[:, None]
+    values, one = torch.cat((-half.flip(0), half)), torch.ones(1, 1, 1)
+    args = [values, torch.zeros(4000, 1, dtype=torch.int64), torch.ones(4000, 1), [one], [], [one], [], [], []]
+    got = run(args, gating="plain", activation=activation)
+    wide = values.double().requires_grad_()
+    exact = ACTIVATIONS[activation].forward(wide, None, ())
+    (slope,) = torch.autograd.grad(exact.sum(), wide)
+    allowed = 2.5 * torch.finfo(torch.float32).eps * (exact.abs() + (wide * slope).abs())
+    assert ((got - exact).abs() <= allowed).all()
+    if activation == "tanh":
+        assert torch.equal(got.flip(0), -got)
+
+
 def test_nan_and_wild_ids_stay_where_they_are() -> None:
     for dtype in DTYPES:
         args = Case(tokens=6, low_id=0, high_id=3, dtype=dtype).args()

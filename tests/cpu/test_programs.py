@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 
 from tests.programs import catalogue, check
-from tests.programs.program import Program, invalid
+from tests.programs.program import Body, Dense, Noise, Program, Routing, Slots, Sorted, Store, invalid
 from tests.strategies import PHASES, SPELLINGS, programs
 
 _FULL = catalogue.PROGRAMS[::14]
@@ -37,6 +38,60 @@ def test_catalogue(entry: catalogue.Entry) -> None:
 @pytest.mark.parametrize("entry", _FULL, ids=lambda entry: entry.name)
 def test_through_inductor(entry: catalogue.Entry) -> None:
     check.check_program(entry.program, full=True)
+
+
+_CANCELS = {
+    "scale of a normed row": Program(
+        Slots(rows="repeat", product="einsum", weight_on="input"),
+        Routing("inputs", "clamp", 2.5, upcast=True, router_bias=True),
+        Body(gating="plain", activation="identity", extra="out_norm"),
+        Store(layout=("in-out", "out-in"), linear=3),
+        Noise("contiguous", "method", "none_index", "flatten", logits_out=True, shared="gated", pre_norm=True),
+        tokens=(3, 1),
+        seed=1,
+    ),
+    "one hidden feature before a norm": Program(
+        Dense(weight_on="input"),
+        Routing("sort_slice", "div", 2.5),
+        Body(gating="separate", activation="relu2", extra="out_norm"),
+        tokens=(4,),
+        experts=3,
+        top_k=3,
+        seed=3,
+    ),
+    "weight over itself": Program(
+        Sorted("argsort", "div_floor", "searchsorted", "private", "index_copy_", "after"),
+        Routing("max", "clamp", router_bias=True),
+        Body(gating="plain", activation="tanh", form=1, bias=True),
+        Store(layout=("in-out", "in-out")),
+        Noise("clone", "method", "view"),
+        tokens=(1, 1),
+        top_k=1,
+        inter=8,
+        dtype="bfloat16",
+    ),
+}
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("program", _CANCELS.values(), ids=_CANCELS)
+def test_gradients_that_cancel(program: Program) -> None:
+    """All rounding: eager's own error at one point is luck."""
+    check.check_program(program)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_no_rounding_excuses_a_wrong_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = _CANCELS["scale of a normed row"]
+    execute = check.execute
+
+    def off(call: Any, model: Any, inputs: Any, **options: Any) -> check.Run:
+        found = execute(call, model, inputs, **options)
+        return found if call is model else replace(found, grads={name: g * 1.001 for name, g in found.grads.items()})
+
+    monkeypatch.setattr(check, "execute", off)
+    with pytest.raises(AssertionError, match=r"grad of .*: error"):
+        check.check_program(program)
 
 
 def test_catalogue_is_sound() -> None:

@@ -95,6 +95,34 @@ def test_the_error_of_a_sound_rewrite_is_within_its_allowance() -> None:
     assert 0 <= fused.error <= 1
 
 
+def settled(rows: int, *errors: tuple[float, float]) -> tuple[bool, int]:
+    """(whether a replacement is as exact as the original, draws of tokens); the last of the errors is that of all further draws."""
+    seen: list[str] = []
+
+    def probe(kind: str) -> verify.Errors:
+        seen.append(kind)
+        return verify.Errors(rows, *errors[min(len(seen), len(errors)) - 1], eps=1e-7)
+
+    found = verify._settled(probe, "one")
+    assert isinstance(found, verify.Errors)
+    assert set(seen) == {"one"}
+    return found.ours <= found.allowed, len(seen)
+
+
+def test_few_rows_do_not_settle_it() -> None:
+    # Two tokens may be lucky in the original; sixteen times two are not.
+    assert settled(2, (1e-7, 9e-7), (2e-7, 2e-7)) == (True, 16)
+    assert settled(40, (1e-7, 9e-7), (1e-7, 6e-7)) == (False, 2)
+    assert settled(2, (1e-7, 9e-7)) == (False, 16)
+    assert settled(2, (1e-7, 5e-7), (1e-7, 9e-7)) == (True, 1)
+    assert settled(64, (1e-7, 9e-7), (2e-7, 2e-7)) == (False, 1)
+
+
+def test_a_wrong_meaning_in_a_further_draw_is_a_refusal() -> None:
+    found = iter([verify.Errors(2, 1e-7, 9e-7, 1e-7), "the original differs"])
+    assert verify._settled(lambda _: next(found), "random") == "the original differs"
+
+
 def test_dynamic_sizes_add_no_guard() -> None:
     # A guard of ours would show as one more graph for every new number of tokens.
     light = Light()

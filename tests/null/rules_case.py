@@ -40,6 +40,10 @@ INPUTS: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
     "b_out": ((E, H), torch.float32),
     "one": ((I, H), torch.float32),
     "two": ((H, I), torch.float32),
+    "one_b": ((I, H), torch.float32),
+    "two_b": ((H, I), torch.float32),
+    "one_c": ((I, H), torch.float32),
+    "two_c": ((H, I), torch.float32),
     "vector": ((H,), torch.float32),
     "other": ((B, H), torch.float32),
 }

@@ -9,10 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from moefuse.passes.expr import Gate, weight_leaves
 from moefuse.passes.facts import Lost
 from moefuse.passes.lift import lift
 from moefuse.passes.regions import Refused, Region
 from moefuse.passes.signature import signature
+from moefuse.passes.templates import factors
 from tests.null.rules_case import E, trace
 
 
@@ -73,6 +75,77 @@ def test_the_order_of_experts_does_not_matter() -> None:
 
 def test_an_expert_twice_is_refused() -> None:
     assert refusal(experts=(0, 1, 2, 0)).code == "missing-experts"
+
+
+def masked(x: Any, ids: Any, weights: Any, one: Any, two: Any, one_b: Any, two_b: Any, product: Callable[..., Any], mul: Any) -> Any:
+    """Two experts with matrices of their own, each on every token."""
+    out = torch.zeros_like(x)
+    for e, (first, second) in enumerate(((one, two), (one_b, two_b))):
+        out = out + mul(product(F.silu(product(x, first)), second), (weights * (ids == e)).sum(-1, keepdim=True))
+    return out
+
+
+PRODUCTS: dict[str, Callable[..., Any]] = {
+    "linear": F.linear,
+    "mm": lambda x, w: x.mm(w.t()),
+    "matmul by keywords": lambda x, w: torch.matmul(input=x, other=w.t()),
+    "mm by keyword": lambda x, w: torch.mm(x, mat2=w.t()),
+    "einsum": lambda x, w: torch.einsum("ti,oi->to", x, w),
+    "einsum transposed": lambda x, w: torch.einsum("ab, bc -> ac", x, w.T),
+    "einsum, weight first": lambda x, w: torch.einsum("oi,ti->to", (w, x)),
+    "addmm": lambda x, w: torch.addmm(w[:, 0], x, w.t()),
+}
+
+
+@pytest.mark.parametrize("product", PRODUCTS.values(), ids=PRODUCTS)
+@pytest.mark.parametrize("mul", [torch.mul, lambda y, w: torch.mul(input=y, other=w)], ids=["positions", "keywords"])
+def test_products_of_every_token(product: Any, mul: Any) -> None:
+    (found,) = regions(
+        lambda x, ids, weights, one, two, one_b, two_b: masked(x, ids, weights, one, two, one_b, two_b, product=product, mul=mul)
+    )
+    assert isinstance(found, Region), found
+    assert (found.domain, found.num_experts) == ("masked", 2)
+    assert [leaf.order for leaf in weight_leaves(found.expr) if len(leaf.order) == 2] == [(0, 1)] * 2
+    assert [type(f) for f in factors(found.expr)][1] is Gate
+
+
+UNKNOWN: dict[str, Callable[..., Any]] = {
+    "addmm, scaled": lambda x, w: torch.addmm(w[:, 0], x, w.t(), alpha=2),
+    "addmm of a matrix": lambda x, w: torch.addmm(x[:, :1], x, w.t()),
+    "einsum, another order": lambda x, w: torch.einsum("ti,oi->ot", x, w).t(),
+    "tensordot": lambda x, w: torch.tensordot(x, w.t(), 1),
+}
+
+
+@pytest.mark.parametrize("product", UNKNOWN.values(), ids=UNKNOWN)
+def test_other_products_of_every_token(product: Any) -> None:
+    (found,) = regions(
+        lambda x, ids, weights, one, two, one_b, two_b: masked(x, ids, weights, one, two, one_b, two_b, product=product, mul=torch.mul)
+    )
+    assert isinstance(found, Refused), found
+    assert found.lost.code in ("no-rule", "experts-differ")
+
+
+@pytest.mark.parametrize(
+    "together", [lambda ys, w: torch.einsum("te,eth->th", w, torch.stack(ys)), lambda ys, w: (torch.stack(ys, 1) * w[:, :, None]).sum(1)]
+)
+def test_unknown_experts_beside_each_other_are_refused_by_name(together: Any) -> None:
+    def function(x: Any, scores: Any, ids: Any, weights: Any, one: Any, one_b: Any, one_c: Any, two: Any, two_b: Any, two_c: Any) -> Any:
+        pairs = ((one, two), (one_b, two_b), (one_c, two_c))
+        table = torch.zeros_like(scores).scatter(1, ids, weights)
+        return together([torch.tensordot(F.silu(x @ a.t()), b.t(), 1) for a, b in pairs], table)
+
+    (found,) = regions(function)
+    assert isinstance(found, Refused), found
+    assert (found.lost.code, found.lost.details) == ("no-rule", {"op": "tensordot"})
+
+
+def test_a_table_that_weighs_plain_tensors_is_no_layer() -> None:
+    def function(x: Any, x2: Any, scores: Any, ids: Any, weights: Any) -> Any:
+        table = torch.zeros_like(scores).scatter(1, ids, weights)
+        return torch.einsum("te,eth->th", table, torch.stack([x, x2, x]))
+
+    assert regions(function) == []
 
 
 def test_equal_layers_have_equal_signatures() -> None:

@@ -71,6 +71,7 @@ PLAIN: list[tuple[str, Between]] = [
     ("relu2", lambda h: torch.relu(h) ** 2),
     ("relu2", lambda h: torch.relu(h).square()),
     ("relu2", lambda h: torch.square(F.relu(h))),
+    ("relu2", lambda h: torch.relu(h) * h.clamp(min=0)),
     ("sigmoid", torch.sigmoid),
     ("tanh", torch.tanh),
     ("identity", lambda h: h),
@@ -165,6 +166,8 @@ NEAR: list[tuple[str, Between]] = [
     ("scaled", lambda h: F.silu(halves(h)[0]) * halves(h)[1] * 0.5),
     ("other_sigmoid", lambda h: halves(h)[0] * torch.sigmoid(halves(h)[1]) * halves(h)[1] * halves(h)[0]),
     ("sigmoid_alpha", lambda h: halves(h)[0] * torch.sigmoid(halves(h)[0] * 1.702) * halves(h)[1]),
+    ("cubed by factors", lambda h: torch.relu(halves(h)[0]) * torch.relu(halves(h)[0]) * torch.relu(halves(h)[0])),
+    ("both_halves_cut", lambda h: torch.relu(halves(h)[0]) * torch.relu(halves(h)[1]) * halves(h)[0]),
     ("cubed", lambda h: torch.relu(halves(h)[0]) ** 3 * halves(h)[1]),
     ("leaky", lambda h: F.leaky_relu(halves(h)[0]) * halves(h)[1]),
 ]

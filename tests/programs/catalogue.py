@@ -245,6 +245,31 @@ _ODD = (
         Program(Dense(product="einsum_te"), tokens=(4,)),
         "dense",
     ),
+    Entry(
+        "addmm_of_every_token",
+        "torch.addmm with a ParameterList, on every token",
+        Program(
+            Masked(accumulate="add_"), body=Body(gating="plain", bias=True), store=Store("parameter_list", ("in-out", "in-out"), linear=2)
+        ),
+        "masked",
+    ),
+    Entry(
+        "einsum_of_every_token",
+        "an einsum with a ParameterList, on every token, beside each other",
+        Program(
+            Masked("scatter", "stack_einsum"),
+            body=Body(split="sizes"),
+            store=Store("parameter_list", ("in-out", "in-out"), linear=4),
+            top_k=1,
+        ),
+        "dense",
+    ),
+    Entry(
+        "slot_loop_by_keyword",
+        "for k, for e: torch.mul by keywords on every token",
+        Program(Masked("slot_loop", "iadd"), body=_SEPARATE, store=_LIST, noise=Noise(mul="function")),
+        "masked",
+    ),
 )
 
 

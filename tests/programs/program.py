@@ -320,6 +320,11 @@ def _dense_rules(p: Program, s: Dense) -> list[Rule]:
     ]
 
 
+def _filled_rules(p: Program, s: Filled) -> list[Rule]:
+    strided = p.routing.recipe == "sort_slice" and p.top_k < p.experts and p.tokens != (1,) * len(p.tokens)
+    return [(s.find == "flat_mask" and strided, "the first columns of sorted ids cannot be viewed as flat")]
+
+
 def _selected_rules(_p: Program, s: Selected) -> list[Rule]:
     boolean = s.find in ("any_mask", "top1_mask", "slot_loop")
     return [
@@ -343,6 +348,8 @@ def invalid(p: Program) -> str | None:
             rules += _slots_rules(p, s)
         case Dense() as s:
             rules += _dense_rules(p, s)
+        case Filled() as s:
+            rules += _filled_rules(p, s)
         case Selected() as s:
             rules += _selected_rules(p, s)
     return next((reason for broken, reason in rules if broken), None)
