@@ -15,7 +15,7 @@ from moefuse.config import Options
 from moefuse.errors import FusionError, OptionError
 from moefuse.report import FusionReport
 
-OVERLAP = 64
+OVERLAP = 8
 """Tokens up to which shared experts run on a stream of their own, where Inductor records CUDA graphs."""
 
 

@@ -55,7 +55,7 @@ class Options:
         fuse_router: in inference on CUDA devices, run all that such a router does with its logits as one kernel; scores are rounded
             differently then, so that nearly equal ones may change places.
         overlap: up to so many tokens, shared experts start before the router and run beside the routed ones on a stream of their own
-            (inference in a CUDA graph); 0 leaves them as they are. None is 64 where Inductor records CUDA graphs
+            (inference in a CUDA graph); 0 leaves them as they are. None is 8 where Inductor records CUDA graphs
             (``mode="reduce-overhead"``), else 0: give a number if you record them yourself.
     """
 
