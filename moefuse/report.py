@@ -25,7 +25,9 @@ class Fused:
         domain: which spelling the rows were in.
         tier: ``"fused"`` for one op, ``"grouped"`` for grouped GEMMs around the user's own pointwise code.
         error: error of the fused op against an fp64 reference divided by the original's allowance (at most 1 passes); None if not verified.
-        shared: whether a shared expert runs in the same op.
+        shared: whether a shared expert runs beside it.
+        workspace: bytes that a call in inference takes beside its result, on CUDA devices; None where nothing is known.
+        tokens: with so many tokens.
     """
 
     module: str
@@ -35,6 +37,8 @@ class Fused:
     tier: Tier
     error: float | None = None
     shared: bool = False
+    workspace: int | None = None
+    tokens: int | None = None
 
     def to_dict(self) -> dict[str, object]:
         return {
@@ -45,6 +49,8 @@ class Fused:
             "tier": self.tier,
             "error": self.error,
             "shared": self.shared,
+            "workspace": self.workspace,
+            "tokens": self.tokens,
         }
 
 
@@ -112,7 +118,9 @@ class FusionReport:
             at_most = "at most " if len(errors) > 1 else ""
             error = f"error {at_most}{max(errors):.2g}" if errors else "not verified"
             beside = " and a shared expert" if first.shared else ""
-            text = f"{first.spec}{beside}  [{first.domain}, {first.tier}, {error}]"
+            sizes = [(f.workspace, f.tokens) for f in fused if f.workspace is not None]
+            memory = f", {max(sizes)[0] / 2**20:.2g} MiB for {max(sizes)[1]} tokens" if sizes else ""
+            text = f"{first.spec}{beside}  [{first.domain}, {first.tier}, {error}{memory}]"
             rows.append(("fused", module_names([f.module for f in fused]), _basename(first.location), text))
         for skipped in _grouped(self.skipped, lambda s: (_pattern(s.module), s.location, s.code, s.message)):
             code, message, location = skipped[0].code, skipped[0].message, skipped[0].location

@@ -28,6 +28,7 @@ from moefuse.passes.gate import not_faster
 from moefuse.passes.interpret import interpret
 from moefuse.passes.lift import lift
 from moefuse.passes.lower import Lowered, Lowering
+from moefuse.passes.memory import workspace
 from moefuse.passes.ops import location, module_path
 from moefuse.passes.record import remember
 from moefuse.passes.refusals import refusals
@@ -170,7 +171,10 @@ def _rewrite(ctx: Context, known: dict[Node, Any], run: _Run, region: Region) ->
     replace(ctx, region, lowered.result)
     measured = None if verdict is None else verdict.error
     run.numbers |= {n: len(run.result.fused) for n in emit.nodes if n.target is torch.ops.moefuse.experts.default}
-    run.result.fused.append(Fused(_path(region), location(anchor), lowered.spec, region.domain, lowered.tier, measured))
+    size, tokens = workspace(emit.nodes, ctx.mode[anchor][0]) or (None, None)
+    run.result.fused.append(
+        Fused(_path(region), location(anchor), lowered.spec, region.domain, lowered.tier, measured, workspace=size, tokens=tokens)
+    )
     return None
 
 

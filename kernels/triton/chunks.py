@@ -11,7 +11,7 @@ import os
 import torch
 from torch import Tensor
 
-from moefuse.kernels.triton.layout import Body, Lists
+from moefuse.kernels.triton.layout import Body, Device, Lists
 from moefuse.kernels.triton.plan import Plan
 
 ROWS = 256
@@ -32,6 +32,12 @@ def chunked(plan: Plan, x: Tensor, ids: Tensor, weights: Tensor, lists: Lists, b
     if limit is None or plan.empty or plan.workspace.size <= limit or plan.tokens <= ROWS:
         return plan
     return ChunkedPlan(plan, x, ids, weights, lists, body, limit)
+
+
+def workspace_bytes(x: Tensor, ids: Tensor, weights: Tensor, lists: Lists, body: Body, device: Device) -> int:
+    """What a call of these kinds of tensors (on the meta device) takes beside its result."""
+    plan = chunked(Plan(x, ids, weights, lists, body, device=device), x, ids, weights, lists, body)
+    return plan.workspace.size if isinstance(plan, Plan) else max(part.workspace.size for part in plan.plans)
 
 
 class ChunkedPlan:

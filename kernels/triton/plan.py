@@ -19,15 +19,16 @@ from moefuse.kernels.triton import tiles, vectors
 from moefuse.kernels.triton.config import Config, Problem, choose
 from moefuse.kernels.triton.direct import Direct
 from moefuse.kernels.triton.launch import INTERPRETED, Address, Descriptor, Launch, stream_of
-from moefuse.kernels.triton.layout import INPUTS, Body, Lists, Step, Workspace, device_of
+from moefuse.kernels.triton.layout import INPUTS, Body, Device, Lists, Step, Workspace, device_of
 from moefuse.kernels.triton.operands import Operand, address_table, describe
 
 
 class Plan:
     """All calls with the same shapes, strides, dtypes, alignments and options."""
 
-    def __init__(self, x: Tensor, ids: Tensor, weights: Tensor, lists: Lists, body: Body, config: Config | None = None) -> None:
-        self.device, self.index = device_of(x.device), x.device.index
+    def __init__(self, x: Tensor, ids: Tensor, weights: Tensor, lists: Lists, body: Body, config: Config | None = None,
+                 device: Device | None = None) -> None:  # fmt: skip
+        self.device, self.index = device or device_of(x.device), x.device.index
         self.stacked = tuple(len(tensors) > 1 and not describe(tensors, tensors[0].dim()).uniform for tensors in lists)
         w_in, w_up, w_out, b_in, b_up, b_out = lists = self.uniform(lists)
         self.dtype, self.body = x.dtype, body

@@ -83,6 +83,8 @@ def test_json_says_everything() -> None:
         "tier": "fused",
         "error": 0.61,
         "shared": False,
+        "workspace": None,
+        "tokens": None,
     }
     assert data["fused"][1]["error"] is None
     assert data["skipped"] == [

@@ -1,0 +1,57 @@
+"""The memory that a report names is what a plan of the call takes, also where MOEFUSE_WORKSPACE_MIB limits it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from moefuse.config import Options
+from moefuse.report import FusionReport
+from tests.programs.check import Outcome, light
+
+
+class Experts(nn.Module):
+    """Every expert on the tokens that chose it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w_in = nn.Parameter(torch.randn(4, 512, 64) / 8)
+        self.w_out = nn.Parameter(torch.randn(4, 64, 256) / 16)
+        self.gate = nn.Linear(64, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.gate(x).softmax(-1).topk(2, -1)
+        out = torch.zeros_like(x)
+        for e in range(4):
+            token, slot = torch.where(ids == e)
+            a, b = torch.nn.functional.linear(x[token], self.w_in[e]).chunk(2, -1)
+            y = torch.nn.functional.linear(torch.nn.functional.silu(a) * b, self.w_out[e])
+            out.index_add_(0, token, y * weights[token, slot, None])
+        return out
+
+
+def reported(tokens: int, grad: bool = False) -> Outcome:
+    torch._dynamo.reset()
+    outcome = Outcome()
+    with torch.set_grad_enabled(grad):
+        torch.compile(Experts(), backend=light(outcome, Options()), fullgraph=True)(torch.randn(tokens, 64))
+    return outcome
+
+
+def test_workspace_in_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from moefuse.kernels.triton import chunks
+    from moefuse.passes import memory
+
+    assert [f.workspace for f in reported(900).fused] == [None]  # nothing is known on the CPU
+    monkeypatch.setattr(memory, "DEVICES", {"cpu"})
+    assert [f.workspace for f in reported(900, grad=True).fused] == [None]
+    outcome = reported(900)
+    [fused] = outcome.fused
+    assert fused.tokens == 900
+    # Activations of both projections of all slots are part of it.
+    assert 900 * 2 * (256 + 64) * 4 <= (fused.workspace or 0) < 2 * 900 * 2 * (256 + 64) * 4
+    assert f"{(fused.workspace or 0) / 2**20:.2g} MiB for 900 tokens" in str(FusionReport(outcome.fused))
+    monkeypatch.setattr(chunks, "allowed", lambda: 1 << 20)
+    assert 0 < (reported(900).fused[0].workspace or 0) <= 1 << 20
