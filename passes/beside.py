@@ -1,12 +1,12 @@
 """Where a shared expert starts and where it is met: as early as its inputs are there, in front of the router, and at the sum.
 
 Between the two must be nothing that would end the recording of a CUDA graph: no tensor on another device, no size that is read from a
-tensor. Else the shared expert is left alone.
+tensor, neither by position nor by what the sum needs and the start does not. Else the shared expert is left alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +42,9 @@ def start_and_join(ctx: Context, emit: Emitter, add: Node, other: Node, alone: N
     moved, sources = _with_sources(tensors, set(emit.nodes))
     place = _behind(ctx.graph, sources)
     at = emit.before
-    if term is None or place is None or not _as_good(ctx, place, sources, at) or not _recordable(place, at, fake(alone).device):
+    if term is None or place is None or not _as_good(ctx, place, sources, at):
+        return None
+    if not all(_recordable(node, fake(alone).device) for node in (*_between(place, at), *_needed([term], sources))):
         return None
     cursor = place
     for node in moved:
@@ -94,16 +96,36 @@ def _as_good(ctx: Context, place: Node, sources: Iterable[Node], at: Node) -> bo
     return all(ctx.written_between(source, place, at) is None for source in sources)
 
 
-def _recordable(place: Node, at: Node, device: torch.device) -> bool:
-    """Whether all between is work on the device whose sizes the host knows."""
+def _between(place: Node, at: Node) -> Iterator[Node]:
     node = place.next
     while node is not at:
-        value = fake(node)
-        each = value if isinstance(value, tuple | list) else (value,)
-        if unbacked_in(value) or any(isinstance(v, torch.Tensor) and v.device != device for v in each):
-            return False
+        yield node
         node = node.next
-    return True
+
+
+def _needed(wanted: Iterable[Node], known: Iterable[Node]) -> set[Node]:
+    """What is computed for ``wanted`` but not for ``known``: Inductor may put it behind the start, wherever it stands."""
+    there = _ancestors(known, set())
+    return _ancestors(wanted, there) - there
+
+
+def _ancestors(nodes: Iterable[Node], there: set[Node]) -> set[Node]:
+    """The nodes and what they are computed from, as far as ``there``."""
+    found, stack = set(there), list(nodes)
+    while stack:
+        node = stack.pop()
+        if node in found or node.op in ("placeholder", "get_attr"):
+            continue
+        found.add(node)
+        stack += node.all_input_nodes
+    return found
+
+
+def _recordable(node: Node, device: torch.device) -> bool:
+    """Whether a node is work on the device whose sizes the host knows."""
+    value = fake(node)
+    each = value if isinstance(value, tuple | list) else (value,)
+    return not unbacked_in(value) and all(v.device == device for v in each if isinstance(v, torch.Tensor))
 
 
 def start_early(graph: Graph) -> None:
@@ -133,9 +155,4 @@ def _only_for(node: Node) -> set[Node]:
 
 
 def _writes_between(place: Node, start: Node) -> bool:
-    node = place.next
-    while node is not start:
-        if node.op == "root" or node.is_impure():
-            return True
-        node = node.next
-    return False
+    return any(node.op == "root" or node.is_impure() for node in _between(place, start))

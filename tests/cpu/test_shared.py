@@ -189,7 +189,20 @@ def alpha(m: Block, hidden: Tensor, x: Tensor) -> Tensor:
     return torch.add(m.routed(x), m.expert(x), alpha=2).view(hidden.shape)
 
 
-@pytest.mark.parametrize("join", [twice, routed_twice, residual, written_between, alpha])
+def size_between(m: Block, hidden: Tensor, x: Tensor) -> Tensor:
+    """A size that is read from a tensor, which the sum needs: a CUDA graph ends there, and the shared expert must not start before it."""
+    known = (hidden > 0).nonzero().shape[0]
+    return m.routed(x * (1.0 + known * 0.0)).view(hidden.shape) + m.expert(hidden)
+
+
+def size_before(m: Block, hidden: Tensor, x: Tensor) -> Tensor:
+    """The same, written before what the shared expert reads: Inductor is free to compute it later."""
+    known = (hidden > 0).nonzero().shape[0]
+    x = hidden.reshape(-1, H) * 2.0
+    return (m.routed(x * (1.0 + known * 0.0)) + m.expert(x)).view(hidden.shape)
+
+
+@pytest.mark.parametrize("join", [size_between, size_before, twice, routed_twice, residual, written_between, alpha])
 def test_left_alone(join: Callable[[Block, Tensor, Tensor], Tensor]) -> None:
     outcome = run(Block(join), torch.randn(2, 5, H))
     assert [f.shared for f in outcome.fused] == [False], outcome
