@@ -7,6 +7,7 @@ from typing import Any
 
 from torch.fx import Node
 
+from moefuse.passes.activations import vanishes
 from moefuse.passes.context import Context
 from moefuse.passes.expr import ExpertVector, Expr, Gate, SharedVector, SlotWeight, Token, has_linear, walk, weight_leaves
 from moefuse.passes.facts import (
@@ -23,10 +24,10 @@ from moefuse.passes.generalise import generalise
 from moefuse.passes.instances import instances
 from moefuse.passes.opaque import unread, unread_stacks
 from moefuse.passes.ops import tensor
+from moefuse.passes.products import factors, same_expr
 from moefuse.passes.regions import Refused, Region, Weightless, sources
 from moefuse.passes.safety import checked
 from moefuse.passes.sizes import shape_of
-from moefuse.passes.templates import factors, same_expr, vanishes
 
 
 def lift(ctx: Context) -> Iterator[Region | Refused]:

@@ -29,10 +29,11 @@ from moefuse.passes.expr import (
 )
 from moefuse.passes.facts import Routing
 from moefuse.passes.ops import fake, tensor
+from moefuse.passes.products import factors, is_weight, one_weight
 from moefuse.passes.regions import Region, Weightless
 from moefuse.passes.sizes import same_shape, shape_of
 from moefuse.passes.specs import dtype_of, fused_spec, grouped_spec
-from moefuse.passes.templates import Body, factors, is_weight, match, one_weight
+from moefuse.passes.templates import Body, match
 from moefuse.spec import ExpertsSpec, Tier
 
 

@@ -131,3 +131,10 @@ def location(node: Node) -> str:
         return ""
     path, _, rest = lines[-1].removeprefix('File "').partition('", line ')
     return f"{path}:{rest.split(',')[0]}"
+
+
+def call_target(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run one node's operation."""
+    if isinstance(node.target, str):
+        return getattr(args[0], node.target)(*args[1:], **kwargs)
+    return node.target(*args, **kwargs)

@@ -10,8 +10,8 @@ import torch
 from torch.fx import Node
 
 from moefuse.ops.recipe import Recipe
-from moefuse.passes.ops import fake, tensor
-from moefuse.passes.verify import call_target, hint
+from moefuse.passes.ops import call_target, fake, tensor
+from moefuse.passes.synthetic import hint
 
 _ROWS = 64
 _TOLERANCE = 1e-5

@@ -25,11 +25,13 @@ from moefuse.passes.facts import Lost, Routing
 from moefuse.passes.interpret import interpret
 from moefuse.passes.lower import Lowering
 from moefuse.passes.ops import SIZE_QUERIES, call_of, fake, tensor
+from moefuse.passes.products import bare, factors
 from moefuse.passes.regions import Region
 from moefuse.passes.safety import checked
 from moefuse.passes.sizes import same_shape, shape_of
-from moefuse.passes.templates import bare, factors, match
-from moefuse.passes.verify import hint, verify
+from moefuse.passes.synthetic import hint
+from moefuse.passes.templates import match
+from moefuse.passes.verify import verify
 
 DEVICES = {"cuda"}
 """Where a shared expert gains from a stream of its own. Elsewhere it is left to Inductor."""

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from moefuse.passes.expr import Gate, weight_leaves
 from moefuse.passes.facts import Lost
 from moefuse.passes.lift import lift
+from moefuse.passes.products import factors
 from moefuse.passes.regions import Refused, Region
 from moefuse.passes.signature import signature
-from moefuse.passes.templates import factors
 from tests.null.rules_case import E, trace
 
 

@@ -11,10 +11,12 @@ import torch
 import torch.nn.functional as F
 
 from moefuse.ops.activations import ACTIVATIONS
+from moefuse.passes.activations import vanishes
 from moefuse.passes.expr import Expr, Linear, SlotWeight, has_linear, walk
 from moefuse.passes.facts import Lost, Rows
 from moefuse.passes.generalise import generalise
-from moefuse.passes.templates import Body, factors, match, same_expr, vanishes
+from moefuse.passes.products import factors, same_expr
+from moefuse.passes.templates import Body, match
 from tests.null.rules_case import E, H, I, K, T, fact_of, trace
 
 Between = Callable[..., Any]
