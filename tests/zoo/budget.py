@@ -33,11 +33,16 @@ def assert_within_budget(got: Tensor, eager: Tensor, exact: Tensor, factor: floa
     assert ours <= factor * theirs + floor, f"error {ours:.3g}, the unmodified program makes {theirs:.3g}"
 
 
+FEW = 16
+"""Numbers of a parameter whose errors do not average out."""
+
+
 def assert_gradients_within_budget(got: Gradients, eager: Gradients, exact: Gradients, factor: float = 1.5) -> None:
     """The same for the gradients of a model: every parameter has one, and the upper quartile of their relative errors fits the budget.
 
     In float32 each single parameter is held to three times the budget as well: one gradient has few roundings, and luck in them, so it
-    varies more than the quartile does.
+    varies more than the quartile does. Where a parameter is a few numbers, the unmodified program's own luck is no measure: there the
+    quartile of all its errors counts, if it is the larger one.
     """
     assert got.keys() == eager.keys() == exact.keys()
     ours, theirs = [], []
@@ -47,10 +52,11 @@ def assert_gradients_within_budget(got: Gradients, eager: Gradients, exact: Grad
         ours.append(float((got[name].double() - reference).norm() / scale))
         theirs.append(float((eager[name].double() - reference).norm() / scale))
     floor = 16 * torch.finfo(next(iter(got.values())).dtype).eps
-    our, their = (float(torch.tensor(errors).quantile(0.75)) for errors in (ours, theirs))
-    assert our <= factor * their + floor, f"error of the gradients {our:.3g}, the unmodified program makes {their:.3g}"
+    our, usual = (float(torch.tensor(errors).quantile(0.75)) for errors in (ours, theirs))
+    assert our <= factor * usual + floor, f"error of the gradients {our:.3g}, the unmodified program makes {usual:.3g}"
     if floor < 1e-4:
-        for name, our, their in zip(exact, ours, theirs, strict=True):
+        for name, our, own in zip(exact, ours, theirs, strict=True):
+            their = max(own, usual) if exact[name].numel() <= FEW else own
             assert our <= 3 * factor * their + floor, f"gradient of {name}: error {our:.3g}, the unmodified program makes {their:.3g}"
 
 
