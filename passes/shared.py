@@ -135,9 +135,9 @@ def _other(add: Node, term: Node) -> Node | None:
 
 
 def _terms(node: Node) -> list[Node]:
-    """Both terms of a sum that one node reads, such as a residual and a shared expert."""
+    """Both terms of a sum that one node reads and nothing else, its size neither: it is computed later then."""
     call = call_of(node)
-    if call is None or call.name != "add" or call.inplace or len(_readers(node)) != 1:
+    if call is None or call.name != "add" or call.inplace or len(node.users) != 1:
         return []
     return [a for a in call.args if isinstance(a, Node) and _other(node, a) is not None]
 
