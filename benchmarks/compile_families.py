@@ -6,6 +6,7 @@ Each family has the experts that transformers chooses by default. Each measureme
 for Inductor's caches; torch and transformers are imported before (a fork server), moefuse's own C++ kernel is compiled before. The two
 backends of a family run at the same time; a family that seems slow is measured again, and the quickest call of each backend counts.
 A family whose expert loops break Dynamo's graph has more graphs with inductor than with moefuse: there the two do different work.
+A file that is there already is continued.
 """
 
 from __future__ import annotations
@@ -117,6 +118,20 @@ def measure(pool: ProcessPoolExecutor, families: list[str], train: bool, write: 
     return list(rows.values())
 
 
+def known_rows(path: Path | None, train: bool) -> dict[str, dict[str, Any]]:
+    """What a file has already, by family: without names given, only the others are measured."""
+    data: dict[str, Any] = json.loads(path.read_text()) if path is not None and path.exists() else {"rows": [], "train": train}
+    if data["train"] != train:
+        raise SystemExit(f"{path} has {'training' if data['train'] else 'inference'}")
+    return {r["family"]: r for r in data["rows"] if "ratio" in r}
+
+
+def render(head: dict[str, Any], rows: list[dict[str, Any]]) -> str:
+    """JSON with a line for each family."""
+    lines = ",\n  ".join(map(json.dumps, rows))
+    return json.dumps(head)[:-1] + f', "rows": [\n  {lines}\n]}}\n'
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("families", nargs="*")
@@ -130,16 +145,20 @@ def main() -> None:
 
     here = environment()
 
+    known = known_rows(args.out, args.train)
+
     def write(rows: list[dict[str, Any]]) -> None:
         if args.out is not None:
-            args.out.write_text(json.dumps({**here, "jobs": args.jobs, "train": args.train, "rows": rows}, indent=1) + "\n")
+            every = known | {r["family"]: {**r, "commit": here.get("commit")} for r in rows}
+            args.out.write_text(render({**here, "jobs": args.jobs, "train": args.train}, [every[name] for name in sorted(every)]))
 
     context = get_context("forkserver")
     context.set_forkserver_preload(["_warm_inductor"])
     with ProcessPoolExecutor(args.jobs, mp_context=context, max_tasks_per_child=1) as pool:
         pool.submit(first_call, "mixtral", "moefuse", args.train).result()
-        rows = measure(pool, args.families or list(FAMILIES), args.train, write)
-    ratios = sorted(r["ratio"] for r in rows if "ratio" in r and r["inductor_graphs"] == r["moefuse_graphs"])
+        rows = measure(pool, args.families or [name for name in FAMILIES if name not in known], args.train, write)
+    every = known | {r["family"]: r for r in rows}
+    ratios = sorted(r["ratio"] for r in every.values() if "ratio" in r and r["inductor_graphs"] == r["moefuse_graphs"])
     if ratios:
         print(
             f"{len(ratios)} families with as many graphs: ratio {ratios[0]:.2f} to {ratios[-1]:.2f}, median {ratios[len(ratios) // 2]:.2f}"
