@@ -35,11 +35,11 @@ def workspace(new_nodes: Sequence[Node], grad: bool) -> tuple[int, int] | None:
     options: Any = call.kwargs
     constants = (*options["activation_args"], 0.0, 0.0)[:2]
     body = Body(options["activation"], constants, options["gating"], options["up_first"], options["weight_on_input"], fake(call).dtype)
-    x, *rest = map(like, args[:3])
-    lists = tuple([like(t) for t in part] for part in args[3:9])
     try:
+        x, *rest = map(like, args[:3])
+        lists = tuple([like(t) for t in part] for part in args[3:9])
         return kernels.workspace_bytes(x, *rest, lists, body, device_of(args[0].device)), x.shape[0]
-    except Exception:  # a number for the report is no reason to stop the user's program
+    except Exception:  # sizes without a hint; a number for the report is no reason to stop the user's program
         return None
 
 
