@@ -44,7 +44,8 @@ def start_and_join(ctx: Context, emit: Emitter, add: Node, other: Node, alone: N
     at = emit.before
     if term is None or place is None or not _as_good(ctx, place, sources, at):
         return None
-    if not all(_recordable(node, fake(alone).device) for node in (*_between(place, at), *_needed([term], sources))):
+    wanted = [n for n in (term, weight.tensor) if n is not None]
+    if not all(_recordable(node, fake(alone).device) for node in (*_between(place, at), *_needed(wanted, sources))):
         return None
     cursor = place
     for node in moved:
