@@ -70,7 +70,7 @@ def join_shared(graph: Graph, known: dict[Node, Any], tokens: int, check: bool) 
         _read_behind(graph, each)
     ctx, joined, gone = interpret(graph), [], set[Node]()
     for each in sums:
-        done = _join(ctx, known, tokens, check, each) if each.add not in gone else None
+        done = None if gone & {each.add, each.at} else _join(ctx, known, tokens, check, each)
         if done is not None:
             gone.add(each.add)
             joined.append(done)

@@ -22,12 +22,11 @@ import torch
 from torch import Tensor
 
 from moefuse.ops import autograd
-from moefuse.ops.activations import ACTIVATIONS
 from moefuse.ops.body import decode, unpack
-from moefuse.ops.reference import accumulation_dtype, expert_vector, expert_weight, split_gate
+from moefuse.ops.reference import accumulation_dtype
 from moefuse.ops.schema import implement
+from moefuse.runtime import dense, providers
 from moefuse.runtime import overlap as streams
-from moefuse.runtime import providers
 
 Lists = Sequence[Tensor]
 
@@ -65,22 +64,13 @@ def _run(tensors: Lists, counts: Sequence[int], body: int, arg0: float, arg1: fl
 
 def _dense(x: Tensor, lists: list[Lists], options: dict[str, Any], out_dtype: torch.dtype) -> Tensor:
     """Library products for all tokens: an expert that every token takes leaves nothing to group."""
-    weights, biases = [expert_weight(w, 0) if w else None for w in lists[:3]], [expert_vector(b, 0) for b in lists[3:]]
-    linear = torch.nn.functional.linear
-    h = linear(x, weights[0], biases[0])  # type: ignore[arg-type]
-    gate, up = split_gate(h, options["gating"], options["up_first"])
-    if options["gating"] == "separate":
-        gate, up = h, linear(x, weights[1], biases[1])  # type: ignore[arg-type]
-    a = _activate(gate, up, options["activation"], options["activation_args"])
-    return linear(a, weights[2], biases[2]).to(out_dtype)  # type: ignore[arg-type]
 
+    def act(gate: Tensor, up: Tensor | None) -> Tensor:
+        kernels = providers.triton_module("activate") if gate.is_cuda else ""
+        quick = not isinstance(kernels, str) and kernels.supports(gate)
+        return (kernels if quick else dense).activate(gate, up, options["activation"], options["activation_args"])  # type: ignore[no-any-return, union-attr]
 
-def _activate(gate: Tensor, up: Tensor | None, activation: str, args: Sequence[float]) -> Tensor:
-    kernels = providers.triton_module("activate")
-    if not isinstance(kernels, str) and kernels.supports(gate):
-        return kernels.activate(gate, up, activation, args)  # type: ignore[no-any-return]
-    wide = accumulation_dtype(gate.dtype)
-    return ACTIVATIONS[activation].forward(gate.to(wide), None if up is None else up.to(wide), args).to(gate.dtype)
+    return dense.one_expert(x, lists, 0, options["gating"], options["up_first"], act).to(out_dtype)
 
 
 def _start(tensors: Lists, counts: Sequence[int], body: int, arg0: float, arg1: float, out_dtype: torch.dtype, overlap: int) -> Tensor:

@@ -6,7 +6,7 @@ CUDA graph can record it. It runs what the Triton kernels do not take, and every
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -20,6 +20,25 @@ Lists = Sequence[Tensor]
 def supports(x: Tensor, *rest: object) -> str | None:
     """None for tensors on a CUDA device: elsewhere a host that reads the routing is quicker."""
     return None if x.device.type == "cuda" else f"tensors on {x.device.type}, where reading the routing costs nothing"
+
+
+def one_expert(
+    rows: Tensor, lists: Sequence[Lists], e: int, gating: str, up_first: bool, act: Callable[[Tensor, Tensor | None], Tensor]
+) -> Tensor:
+    """[n, Hout]: expert ``e`` on every row [n, H]; ``act`` is given gate and up [n, I], and its result is in their dtype."""
+    w_in, w_up, w_out, b_in, b_up, b_out = lists
+    linear = torch.nn.functional.linear
+    h = linear(rows, expert_weight(w_in, e), expert_vector(b_in, e))
+    gate, up = split_gate(h, gating, up_first)
+    if gating == "separate":
+        gate, up = h, linear(rows, expert_weight(w_up, e), expert_vector(b_up, e))
+    return linear(act(gate, up), expert_weight(w_out, e), expert_vector(b_out, e))
+
+
+def activate(gate: Tensor, up: Tensor | None, activation: str, args: Sequence[float]) -> Tensor:
+    """The activation in the accumulation dtype, rounded to that of ``gate``."""
+    wide = accumulation_dtype(gate.dtype)
+    return ACTIVATIONS[activation].forward(gate.to(wide), None if up is None else up.to(wide), args).to(gate.dtype)
 
 
 def experts(
@@ -45,8 +64,7 @@ def experts(
     """
     tokens, top_k = ids.shape
     wide = accumulation_dtype(x.dtype)
-    act = ACTIVATIONS[activation].forward
-    linear = torch.nn.functional.linear
+    lists = (w_in, w_up, w_out, b_in, b_up, b_out)
     scale = weights.to(wide)
     hidden_out = expert_weight(w_out, 0).shape[0]
     num_experts = count_experts(w_in)
@@ -58,12 +76,7 @@ def experts(
         # A token's weight for this expert; with the same expert in several slots, the rows differ only if the weight is on the input.
         for slots in range(top_k) if weight_on_input else (slice(None),):
             rows = (x.to(wide) * scale[:, slots, None]).to(x.dtype) if isinstance(slots, int) else x
-            h = linear(rows, expert_weight(w_in, e), expert_vector(b_in, e))
-            gate, up = split_gate(h, gating, up_first)
-            if gating == "separate":
-                gate, up = h, linear(rows, expert_weight(w_up, e), expert_vector(b_up, e))
-            a = act(gate.to(wide), None if up is None else up.to(wide), activation_args).to(x.dtype)
-            result = linear(a, expert_weight(w_out, e), expert_vector(b_out, e))
+            result = one_expert(rows, lists, e, gating, up_first, lambda gate, up: activate(gate, up, activation, activation_args))
             y[slots] = torch.where(chosen[slots, :, None], result, y[slots])
     out = torch.zeros((tokens, hidden_out), dtype=wide, device=x.device)
     valid = (ids >= 0) & (ids < num_experts)

@@ -208,6 +208,20 @@ def test_left_alone(join: Callable[[Block, Tensor, Tensor], Tensor]) -> None:
     assert [f.shared for f in outcome.fused] == [False], outcome
 
 
+@pytest.mark.parametrize(("activation", "gating"), [("gelu", "merged"), ("silu", "separate"), ("relu2", "plain")])
+def test_library_products(activation: str, gating: str) -> None:
+    """What more than a few tokens take on CUDA devices, against the definition."""
+    from moefuse.ops import shared as op
+    from moefuse.ops.reference import experts_reference
+
+    x, wide = torch.randn(5, H), 2 * N if gating == "merged" else N
+    first = [torch.randn(wide, H) / 4 for _ in range(2 if gating == "separate" else 1)]
+    lists = [first[:1], first[1:], [torch.randn(H, N) / 4], [torch.randn(wide)], [torch.randn(wide) for _ in first[1:]], [torch.randn(H)]]
+    options = {"activation": activation, "activation_args": [], "gating": gating, "up_first": False}
+    wanted = experts_reference(x, torch.zeros(5, 1, dtype=torch.int64), torch.ones(5, 1), *lists, **options)  # type: ignore[arg-type]
+    torch.testing.assert_close(op._dense(x, lists, options, torch.float32), wanted)
+
+
 def test_several() -> None:
     """Two shared experts, each with a start and a join of its own."""
 
