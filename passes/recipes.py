@@ -29,16 +29,16 @@ _GROUPS = _VIEWS | frozenset("topk getitem sum max amax scatter zeros_like bitwi
 _UNDERSTOOD = _GROUPS | frozenset("softmax sigmoid add mul div clamp clamp_min gather masked_fill where".split())
 
 
-def fused(graph: Graph, node: Node, call: Call, k: int) -> bool:
-    """Replace the router whose choice is this top-k by one op, if it is one that the op computes."""
+def fused(graph: Graph, node: Node, call: Call, k: int) -> Node | None:
+    """Replace the router whose choice is this top-k by one op, if it is one that the op computes. Its logits."""
     try:
         router = _read(node, call, k)
         inside = None if router is None else _inside(graph, router)
         if router is None or inside is None or not agrees(router, inside):
-            return False
+            return None
     except (TypeError, ValueError, IndexError, KeyError, RuntimeError):  # an operation with other arguments than any that is known here
-        return False
-    return _replaced(graph, router, node, inside)
+        return None
+    return router.logits if _replaced(graph, router, node, inside) else None
 
 
 # Reading -------------------------------------------------------------------------------------------------------------------------------

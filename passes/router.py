@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx import Graph, Node
 
-from moefuse.passes import recipes
+from moefuse.passes import logits, recipes
 from moefuse.passes.devices import unsupported
 from moefuse.passes.emit import Emitter
 from moefuse.passes.ops import Call, call_of, fake, location, tensor
@@ -38,8 +38,10 @@ def one_kernel(graph: Graph, options: Options) -> list[str]:
         k = _count(call) if node.users else None
         if k is None:
             continue
-        if options.fuse_router and recipes.fused(graph, node, call, k):
-            notes[f"the router{where} is one kernel behind its logits"] = None
+        read = recipes.fused(graph, node, call, k) if options.fuse_router else None
+        if read is not None:
+            first = "one kernel and one for its logits" if logits.replaced(graph, read) else "one kernel behind its logits"
+            notes[f"the router{where} is {first}"] = None
         elif options.router_topk and _replaced(graph, node, call, k):
             notes[f"the router's top-k{where} is one kernel, which gives equal scores to the lowest expert"] = None
     return list(notes)

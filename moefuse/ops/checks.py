@@ -293,6 +293,26 @@ def check_topk(scores: Tensor, k: int, op: str = "topk", arg: str = "scores") ->
         _bad_value(op, "k", f"is {k}", f"0 to the number of experts, {scores.shape[-1]}")
 
 
+def check_router_logits(x: Tensor, w: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> None:
+    """Arguments of ``moefuse::router_logits``."""
+    op = "router_logits"
+    if x.dim() < 1:
+        _bad_value(op, "x", f"has shape {_shape(x)}", "[..., H]")
+    _check_dim(w, 2, op, "w", "[E, H]")
+    if not _equal(w.shape[1], x.shape[-1]):
+        _same(w.shape[1], x.shape[-1], op, "w", w, f"[E, H] with H={x.shape[-1]}, the last dimension of `x`")
+    for arg, t in (("x", x), ("w", w)):
+        _check_floats(t, op, arg)
+    _check_device(w, x, op, "w", "x")
+    if bias is not None:
+        _check_floats(bias, op, "bias")
+        _check_device(bias, x, op, "bias", "x")
+        if bias.dim() != 1 or bias.shape[0] != w.shape[0]:
+            _bad_value(op, "bias", f"has shape {_shape(bias)}", f"[E] with E={w.shape[0]}, the first dimension of `w`")
+    if out_dtype not in _FLOATS:
+        _bad_type(op, "out_dtype", f"is {_names([out_dtype])}", _names(_FLOATS))
+
+
 def check_route(logits: Tensor, bias: Tensor | None, recipe: Recipe, out_dtype: torch.dtype) -> None:
     """Arguments of ``moefuse::route``."""
     check_topk(logits, recipe.k, "route", "logits")

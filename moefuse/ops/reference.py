@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from moefuse.ops.activations import ACTIVATIONS
@@ -127,3 +128,9 @@ def topk_reference(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """
     values, ids = torch.sort(scores, dim=-1, descending=True, stable=True)
     return values[..., :k].contiguous(), ids[..., :k].contiguous()
+
+
+def router_logits_reference(x: Tensor, w: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """``moefuse::router_logits``: x [..., H] times w [E, H] transposed, plus bias [E], summed in the accumulation dtype: [..., E]."""
+    acc = torch.promote_types(accumulation_dtype(x.dtype), accumulation_dtype(w.dtype))
+    return F.linear(x.to(acc), w.to(acc), None if bias is None else bias.to(acc)).to(out_dtype)

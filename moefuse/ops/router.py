@@ -1,15 +1,17 @@
-"""``moefuse::topk`` and ``moefuse::route``: a router's choice as one operation with one meaning; fakes, registration, gradient.
+"""A router as operations with one meaning, ``moefuse::topk``, ``route`` and ``router_logits``: fakes, registration, gradient.
 
 ``torch.topk`` leaves open which of two equal scores comes first, and the order under ``sorted=False``; the op does not, so that its kernels
 agree with each other and from run to run. It is defined by ``moefuse/ops/reference.py``.
 
-``route`` is all that a router does with its logits (``moefuse/ops/recipe.py``), for inference.
+``route`` is all that a router does with its logits (``moefuse/ops/recipe.py``), and ``router_logits`` the product in front of it, for
+which factors of 16 bits need no copies in float32. Both are for inference.
 
 In a graph for Inductor the call of a Triton kernel takes the op's place, so that it is launched by Inductor's code, not through Python.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from torch import Tensor
 
 from moefuse._torch_private import when_functionalized
 from moefuse.ops.autograd import below_autograd, ops, wants_grad
-from moefuse.ops.checks import check_route, check_topk
+from moefuse.ops.checks import check_route, check_router_logits, check_topk
 from moefuse.ops.recipe import Recipe
 from moefuse.ops.schema import LIBRARY, implement
 from moefuse.runtime import providers
@@ -76,16 +78,16 @@ def _route_fake(logits: Tensor, bias: Tensor | None, *rest: Any) -> tuple[Tensor
     return logits.new_empty(shape, dtype=out_dtype), logits.new_empty(shape, dtype=torch.int64)
 
 
-def route(logits: Tensor, bias: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
-    """Autograd entry of ``moefuse::route``, which has no gradient.
+def _for_inference(name: str) -> Callable[..., Any]:
+    """Autograd entry of an op without a gradient: it raises a RuntimeError where one is wanted."""
 
-    Raises:
-        RuntimeError: one is wanted.
-    """
-    if wants_grad((logits, bias)):
-        raise RuntimeError("moefuse::route has no gradient; it is for inference")
-    with below_autograd():
-        return ops.route(logits, bias, *rest)  # type: ignore[no-any-return]
+    def entry(*args: Any) -> Any:
+        if wants_grad([a for a in args if isinstance(a, Tensor)]):
+            raise RuntimeError(f"moefuse::{name} has no gradient; it is for inference")
+        with below_autograd():
+            return getattr(ops, name)(*args)
+
+    return entry
 
 
 def _route_traced(logits: Tensor, bias: Tensor | None, *rest: Any) -> Any:
@@ -94,7 +96,20 @@ def _route_traced(logits: Tensor, bias: Tensor | None, *rest: Any) -> Any:
     return None if traced is None else lambda logits, bias, *rest: traced(logits, bias, Recipe(*fields), out_dtype)
 
 
-implement("route", kernel=_route, fake=_route_fake, autograd=route)
+def _logits(x: Tensor, w: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    check_router_logits(x, w, bias, out_dtype)
+    out: Tensor = providers.run("router_logits", x, w, bias, out_dtype)
+    return out
+
+
+def _logits_fake(x: Tensor, w: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    check_router_logits(x, w, bias, out_dtype)
+    return x.new_empty((*x.shape[:-1], w.shape[0]), dtype=out_dtype)
+
+
+implement("router_logits", kernel=_logits, fake=_logits_fake, autograd=_for_inference("router_logits"))
+when_functionalized("moefuse::router_logits", LIBRARY, lambda *args: providers.select("router_logits", *args).traced)
+implement("route", kernel=_route, fake=_route_fake, autograd=_for_inference("route"))
 when_functionalized("moefuse::route", LIBRARY, _route_traced)
 implement("topk", kernel=_topk, fake=_topk_fake, autograd=topk)
 when_functionalized("moefuse::topk", LIBRARY, lambda *args: providers.select("topk", *args).traced)

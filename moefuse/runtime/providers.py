@@ -24,7 +24,7 @@ from types import ModuleType
 from typing import Any
 
 from moefuse.ops.recipe import route_reference
-from moefuse.ops.reference import topk_reference
+from moefuse.ops.reference import router_logits_reference, topk_reference
 from moefuse.runtime import backward, cpu, dense, grouped, native
 
 
@@ -121,6 +121,7 @@ PROVIDERS: dict[str, list[Provider]] = {
     "combine": _triton("tier", "combine") + _portable(grouped.combine),
     "combine_backward": _triton("tier", "combine_backward") + _portable(grouped.combine_backward),
     "route": _triton("router_plan", "route", traced="route_traced") + _portable(route_reference),
+    "router_logits": _triton("logits", "router_logits", traced="router_logits_traced") + _portable(router_logits_reference),
     "topk": _triton("router_plan", "topk", traced="topk_traced") + _portable(topk_reference),
 }
 

@@ -22,8 +22,10 @@ import torch  # noqa: E402
 
 from moefuse.kernels.triton import layout  # noqa: E402
 from moefuse.kernels.triton import plan as plans  # noqa: E402
+from moefuse.kernels.triton.activate import activate  # noqa: E402
 from moefuse.kernels.triton.config import Config, Tiles, Vectors  # noqa: E402
 from moefuse.ops.body import decode, encode  # noqa: E402
+from moefuse.ops.recipe import Recipe  # noqa: E402
 from tests.cpu.ops_case import Case  # noqa: E402
 from tests.gpu import test_grouped as tier  # noqa: E402
 from tests.gpu.gpu_case import assert_right, on_gpu  # noqa: E402
@@ -69,6 +71,7 @@ def main() -> None:
     for changes in ({}, {"tokens": 3000}, {"separate": True}, {"transposed": True}, {"weight_on_input": True, "gating": "separate"}):
         trained(case.with_(**changes))
         sys.stdout.write(f"op trained {changes}\n")
+    router()
     for size in ("few", "many", "odd"):
         for form in tier.FORMS:
             call = tier.inputs(size, form, torch.bfloat16)
@@ -77,6 +80,19 @@ def main() -> None:
             tier.body(**call).float().sum().backward()
             torch.cuda.synchronize()
             sys.stdout.write(f"grouped tier {size} {form}\n")
+
+
+def router() -> None:
+    """Logits, choice, all of a router, and the activation of a shared expert, at sizes that are no multiple of a block."""
+    x, w, bias = (torch.randn(*shape, device="cuda", dtype=torch.bfloat16) for shape in ((5, 1001), (37, 1001), (37,)))
+    logits = torch.ops.moefuse.router_logits(x, w, bias, torch.float32)
+    for scores in (logits, logits.bfloat16()):
+        torch.ops.moefuse.topk(scores, 3)
+    groups = Recipe(3, "sigmoid", 4, 2, 2, by_choice=False, renormalise=True)
+    torch.ops.moefuse.route(logits[:, :36].contiguous(), bias[:36].float(), *groups.arguments, torch.bfloat16)
+    activate(x[:, ::2], x[:, 1::2].contiguous().repeat(1, 2)[:, :501], "silu", ())
+    torch.cuda.synchronize()
+    sys.stdout.write("router called\n")
 
 
 def trained(case: Case) -> None:

@@ -126,6 +126,61 @@ def test_routers(name: str, dtype: torch.dtype, tokens: int) -> None:
     assert all(map(torch.equal, again, (weights, ids)))
 
 
+LOGITS = [(1, 128, 2048), (8, 60, 1000), (3, 256, 7168), (5, 4, 20001), (17, 128, 2048), (16, 9, 130), (300, 256, 7168), (0, 16, 64)]
+
+
+@pytest.mark.parametrize("kinds", [(torch.bfloat16,) * 3, (torch.float16, torch.float16, torch.float32), (torch.float32,) * 3,
+                                   (torch.bfloat16, torch.float32, torch.float32)])  # fmt: skip
+@pytest.mark.parametrize(("tokens", "experts", "hidden"), LOGITS)
+def test_logits(tokens: int, experts: int, hidden: int, kinds: tuple[torch.dtype, ...]) -> None:
+    """Within the rounding of a float32 sum and of the result, by the kernel and by the library; equal from run to run."""
+    x = torch.randn(tokens, hidden, device="cuda").to(kinds[0])
+    w, bias = torch.randn(experts, hidden, device="cuda").to(kinds[1]), torch.randn(experts, device="cuda")
+    for weight, added in ((w, None), (w.t().contiguous().t(), bias)):
+        assert providers.select("router_logits", x, weight, added, kinds[2]).name == "triton"
+        got = torch.ops.moefuse.router_logits(x, weight, added, kinds[2])
+        exact = torch.nn.functional.linear(x.double(), w.double(), None if added is None else added.double())
+        size = x.double().abs() @ w.double().abs().t() + bias.double().abs()
+        assert bool(((got - exact).abs() <= 2.0**-20 * size + torch.finfo(kinds[2]).eps / 2 * exact.abs()).all())
+        assert torch.equal(torch.ops.moefuse.router_logits(x, weight, added, kinds[2]), got)
+
+
+@pytest.mark.parametrize(("tokens", "dynamic"), [(1, False), (300, False), (300, True)])
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_a_router_that_casts_both_factors(tokens: int, dynamic: bool) -> None:
+    """In a compiled layer nothing is copied: for few tokens the router is two launches, for many the library's product is one of them."""
+    import moefuse
+
+    w = torch.randn(64, 1024, device="cuda", dtype=torch.bfloat16)
+    experts = torch.randn(64, 1024, 32, device="cuda", dtype=torch.bfloat16) / 32
+
+    class Block(torch.nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            logits = torch.nn.functional.linear(x.float(), w.float())
+            weights, ids = torch.topk(logits.softmax(-1), 4)
+            weights = (weights / weights.sum(-1, keepdim=True)).to(x.dtype)
+            out = torch.zeros(len(x), 32, device=x.device, dtype=x.dtype)
+            for e in range(64):
+                out = out + (x @ experts[e]) * (weights * (ids == e)).sum(-1, keepdim=True)
+            return out
+
+    x = torch.randn(tokens, 1024, device="cuda", dtype=torch.bfloat16)
+    compiled = torch.compile(Block(), backend="moefuse", dynamic=dynamic, options={"fuse_router": True})
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), Block()(x), rtol=2**-6, atol=2**-6)
+        report = moefuse.last_report()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            compiled(x)
+            torch.cuda.synchronize()
+    assert report is not None
+    assert any("one kernel and one for its logits" in note for note in report.notes), report
+    names = [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    assert ("few_logits" in names) == (tokens == 1), names
+    assert names.count("route") == 1
+    if tokens == 1:
+        assert names[:2] == ["few_logits", "route"], names
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_a_router_in_a_compiled_layer(dynamic: bool) -> None:

@@ -333,6 +333,22 @@ def test_route(changes: dict[str, Any], error: type[Exception], text: str) -> No
     both(lambda fake: invoke(ops.route, fields, fake), error, f"moefuse::route: {text}")
 
 
+@pytest.mark.parametrize(
+    ("changes", "error", "text"),
+    [
+        case("x-rank", {"x": z()}, ValueError, "argument `x` has shape []; legal: [..., H]"),
+        case("x-dtype", {"x": ids(5, 6)}, TypeError, f"argument `x` has dtype int64; legal: {FLOATS}"),
+        case("w-rank", {"w": z(2, 8, 6)}, ValueError, "argument `w` has shape [2, 8, 6]; legal: [E, H]"),
+        case("w-inputs", {"w": z(8, 7)}, ValueError, "argument `w` has shape [8, 7]; legal: [E, H] with H=6, the last dimension of `x`"),
+        case("bias", {"bias": z(7)}, ValueError, "argument `bias` has shape [7]; legal: [E] with E=8, the first dimension of `w`"),
+        case("out-dtype", {"out_dtype": torch.int32}, TypeError, f"argument `out_dtype` is int32; legal: {FLOATS}"),
+    ],
+)
+def test_router_logits(changes: dict[str, Any], error: type[Exception], text: str) -> None:
+    values = {"x": z(5, 6), "w": z(8, 6), "bias": None, "out_dtype": torch.float32, **changes}
+    both(lambda fake: invoke(ops.router_logits, values, fake), error, f"moefuse::router_logits: {text}")
+
+
 def test_internal_forward_has_no_gradient() -> None:
     tensors, counts = join([z(5, 6).requires_grad_(), *list(EXPERTS.values())[1:9]], 3)
     with pytest.raises(RuntimeError, match=r"moefuse::experts_forward is internal and has no gradient; call the public op it belongs to"):

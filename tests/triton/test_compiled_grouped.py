@@ -188,3 +188,19 @@ def test_route(name: str, arch: int | str, launches: list[Any], tmp_path: Path, 
     logits, bias = (torch.empty(size, dtype=torch.float32, device="meta") for size in (sizes, sizes[1:]))
     compile_all(launches, arch, tmp_path, monkeypatch, lambda: router_plan.route(logits, bias, Recipe(**fields), torch.bfloat16))
     assert len(launches) == 1
+
+
+@pytest.mark.parametrize("arch", list(SHARED))
+def test_router_logits(arch: int | str, launches: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both sizes of a program, from 16 bits and from float32, with a weight that is a transposed view."""
+    from moefuse.kernels.triton import logits
+
+    sizes = [(torch.bfloat16, 8, 7168), (torch.float32, 3, 20000)]
+
+    def run() -> None:
+        for dtype, tokens, hidden in sizes:
+            x, w = (torch.empty(*shape, dtype=dtype, device="meta") for shape in ((tokens, hidden), (hidden, 256)))
+            logits.router_logits(x, w.t(), torch.empty(256, device="meta"), torch.float32)
+
+    compile_all(launches, arch, tmp_path, monkeypatch, run)
+    assert len(launches) == len(sizes)
