@@ -4,7 +4,8 @@
     python benchmarks/decode.py --device cpu --tiny
 
 For each batch size and backend: milliseconds per token (the difference of a long and a short generation), and from a profile the GPU's
-microseconds per token by kind of kernel. What a token takes beyond the GPU's sum is the host: ``generate`` itself.
+microseconds per token by kind of kernel, and between kernels: pauses of up to 20 us, where the graph goes from one kernel to the next, and
+longer ones, where the GPU waits for the host. "moefuse+fuse_router" is moefuse with that option.
 """
 
 from __future__ import annotations
@@ -61,7 +62,10 @@ def generator(model: Any, batch: int, backend: str, device: str) -> Callable[[in
 
     ids = torch.randint(0, model.config.vocab_size, (batch, 32), device=device)
     how: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "cache_implementation": "static"}
-    how["compile_config"] = CompileConfig(backend=backend)
+    name, _, option = backend.partition("+")
+    # torch takes a mode or options: with options, "triton.cudagraphs" is what mode="reduce-overhead" means.
+    given: dict[str, Any] = {"mode": None, "options": {"triton.cudagraphs": device == "cuda", option: True}} if option else {}
+    how["compile_config"] = CompileConfig(backend=name, **given)
 
     def generate(count: int) -> None:
         model.generate(ids, max_new_tokens=count, min_new_tokens=count, **how)
@@ -78,15 +82,21 @@ def seconds(generate: Callable[[int], None], count: int) -> float:
 
 
 def on_the_gpu(generate: Callable[[int], None], count: int) -> Counter[str]:
-    """Microseconds by kind of kernel."""
+    """Microseconds by kind of kernel, and of pauses between kernels."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as recorded:
         generate(count)
+    events = [event for event in recorded.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     found: Counter[str] = Counter()
-    for event in recorded.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            found[kind_of(event.name)] += event.device_time_total
+    busy_until = None
+    for event in sorted(events, key=lambda event: event.time_range.start):
+        found[kind_of(event.name)] += event.device_time_total
+        found["kernels"] += 1
+        if busy_until is not None and event.time_range.start > busy_until:
+            pause = event.time_range.start - busy_until
+            found["pauses up to 20 us" if pause <= 20 else "longer pauses"] += pause
+        busy_until = max(busy_until or 0, event.time_range.end)
     return found
 
 
@@ -100,13 +110,14 @@ def measure(model: Any, batch: int, backend: str, device: str, turns: int) -> di
     if device == "cuda":
         long, short = on_the_gpu(generate, LONG), on_the_gpu(generate, SHORT)
         row["gpu_us"] = {kind: round((us - short[kind]) / (LONG - SHORT), 1) for kind, us in long.most_common()}
+        row["kernels"] = row["gpu_us"].pop("kernels")
     return row
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=lambda text: [int(n) for n in text.split(",")], default=[1, 8, 32])
-    parser.add_argument("--backends", type=lambda text: text.split(","), default=["moefuse", "inductor"])
+    parser.add_argument("--backends", type=lambda text: text.split(","), default=["moefuse", "moefuse+fuse_router", "inductor"])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--turns", type=int, default=5)
@@ -122,7 +133,8 @@ def main() -> None:
             for backend in args.backends:
                 row = measure(model, batch, backend, args.device, args.turns)
                 data["results"].append(row)
-                print(f"batch {batch:3} {backend:9} {row['ms']:8.3f} ms  GPU us: {row.get('gpu_us', 'not profiled')}", flush=True)
+                shown = f"{row['ms']:8.3f} ms  {row.get('kernels', 0)} kernels  GPU us: {row.get('gpu_us', 'not profiled')}"
+                print(f"batch {batch:3} {backend:20} {shown}", flush=True)
                 if args.out:
                     args.out.write_text(json.dumps(data, indent=1) + "\n")
 

@@ -3,13 +3,15 @@
     python benchmarks/router_gpu.py --seconds 120 --out benchmarks/results/router-h200.json
 
 Checks first: values and ids must be those of ``torch.topk`` on scores without ties. Then microseconds: "alone" is a call in a CUDA graph;
-"router" is projection, softmax, choice and renormalisation compiled by Inductor ("fused": all but the projection by ``moefuse::route``), as
-a graph and called from Python ("host": the time until the call returns). "launches" are the kernels of one call of that router.
+"router" is projection, softmax, choice and renormalisation compiled by Inductor ("fused": all but the projection by ``moefuse::route``,
+"whole": the projection by ``moefuse::router_logits``), as a graph and called from Python ("host": the time until the call returns). "cast"
+routers multiply in float32, as DeepSeek-V3's does. "launches" are the kernels of one call of a router.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import statistics
@@ -28,9 +30,10 @@ from moefuse.ops.recipe import Recipe  # noqa: E402  (moefuse.ops registers the 
 
 SIZES = [(128, 8), (64, 6), (256, 8), (512, 10), (8, 2)]
 TOKENS = [1, 16, 64, 512, 4096, 16384]
-HIDDEN = 2048
 KINDS: dict[str, Callable[[Tensor, int], Any]] = {"torch": torch.topk, "moefuse": torch.ops.moefuse.topk}
-ROUTERS = [*KINDS, "fused"]
+ROUTERS = [*KINDS, "fused", "whole"]
+WHOLE = [(128, 8, 2048, False), (256, 8, 7168, True)]
+"""E, K, H and whether both factors are cast, of whole routers."""
 
 
 def check(tokens: int, experts: int, k: int) -> None:
@@ -78,17 +81,22 @@ def from_python(call: Callable[[], object], repeat: int = 50) -> Callable[[], fl
     return us
 
 
-def router(name: str, k: int) -> Callable[[Tensor, Tensor], Any]:
+def router(name: str, k: int, cast: bool) -> Callable[[Tensor, Tensor], Any]:
     recipe, choose = Recipe(k, "softmax", renormalise=True), KINDS.get(name, torch.topk)
 
-    def whole(x: Tensor, w: Tensor) -> Any:
-        return torch.ops.moefuse.route(torch.nn.functional.linear(x, w), None, *recipe.arguments, x.dtype)
+    def logits(x: Tensor, w: Tensor) -> Tensor:
+        if name == "whole":
+            return torch.ops.moefuse.router_logits(x, w, None, torch.float32 if cast else x.dtype)  # type: ignore[no-any-return]
+        return torch.nn.functional.linear(x.float(), w.float()) if cast else torch.nn.functional.linear(x, w)
+
+    def one(x: Tensor, w: Tensor) -> Any:
+        return torch.ops.moefuse.route(logits(x, w), None, *recipe.arguments, x.dtype)
 
     def f(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        values, ids = choose(torch.nn.functional.linear(x, w).float().softmax(-1), k)
+        values, ids = choose(logits(x, w).float().softmax(-1), k)
         return (values / values.sum(-1, keepdim=True)).to(x.dtype), ids
 
-    return torch.compile(whole if name == "fused" else f, fullgraph=True, dynamic=False)
+    return torch.compile(one if name in ("fused", "whole") else f, fullgraph=True, dynamic=False)
 
 
 def launches(call: Callable[[], object]) -> list[str]:
@@ -98,27 +106,37 @@ def launches(call: Callable[[], object]) -> list[str]:
     return [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
 
 
-@torch.no_grad()
-def measure(tokens: int, experts: int, k: int, whole: bool) -> dict[str, Any]:
+def medians(timers: dict[str, Callable[[], float]]) -> dict[str, float]:
     """Medians of five turns of each timer."""
-    scores = torch.randn(tokens, experts, device="cuda").softmax(-1)
-    row: dict[str, Any] = {"T": tokens, "E": experts, "K": k, "us": {}}
-    timers = {f"alone {name}": in_a_graph(lambda choose=choose: choose(scores, k)) for name, choose in KINDS.items()}
-    if whole:
-        x, w = (torch.randn(n, HIDDEN, device="cuda", dtype=torch.bfloat16) for n in (tokens, experts))
-        for name in ROUTERS:
-            torch._dynamo.reset()
-            compiled = router(name, k)
-            compiled(x, w)
-            call = lambda compiled=compiled: compiled(x, w)  # noqa: E731
-            row[f"launches {name}"] = launches(call)
-            timers[f"router {name}"], timers[f"host {name}"] = in_a_graph(call), from_python(call)
     turns: dict[str, list[float]] = {name: [] for name in timers}
     for _ in range(5):
         for name, us in timers.items():
             turns[name].append(us())
-    row["us"] = {name: round(statistics.median(values), 2) for name, values in turns.items()}
-    return row
+    return {name: round(statistics.median(values), 2) for name, values in turns.items()}
+
+
+@torch.no_grad()
+def choices(tokens: int, experts: int, k: int) -> dict[str, Any]:
+    """The choice alone."""
+    scores = torch.randn(tokens, experts, device="cuda").softmax(-1)
+    timers = {f"alone {name}": in_a_graph(lambda choose=choose: choose(scores, k)) for name, choose in KINDS.items()}
+    return {"T": tokens, "E": experts, "K": k, "us": medians(timers)}
+
+
+@torch.no_grad()
+def routers(tokens: int, experts: int, k: int, hidden: int, cast: bool) -> dict[str, Any]:
+    """Whole routers."""
+    row: dict[str, Any] = {"T": tokens, "E": experts, "K": k, "H": hidden, "cast": cast}
+    timers: dict[str, Callable[[], float]] = {}
+    x, w = (torch.randn(n, hidden, device="cuda", dtype=torch.bfloat16) for n in (tokens, experts))
+    for name in ROUTERS:
+        torch._dynamo.reset()
+        compiled = router(name, k, cast)
+        compiled(x, w)
+        call = lambda compiled=compiled: compiled(x, w)  # noqa: E731
+        row[f"launches {name}"] = len(launches(call))
+        timers[f"router {name}"], timers[f"host {name}"] = in_a_graph(call), from_python(call)
+    return {**row, "us": medians(timers)}
 
 
 def main() -> None:
@@ -131,16 +149,18 @@ def main() -> None:
         for tokens in TOKENS[:5]:
             check(tokens, experts, k)
     print("values and ids are those of torch.topk", flush=True)
+    calls = [functools.partial(routers, tokens, *sizes) for sizes in WHOLE for tokens in (1, 8, 64, 4096)]
+    calls += [functools.partial(choices, tokens, *sizes) for sizes, tokens in itertools.product(SIZES, TOKENS)]
     rows: list[dict[str, Any]] = []
-    for (experts, k), tokens in itertools.product(SIZES, TOKENS):
+    for call in calls:
         if time.perf_counter() > until:
             break
-        rows.append(measure(tokens, experts, k, whole=(experts, k) == SIZES[0] and tokens in (1, 64, 4096)))
+        rows.append(call())
     if args.out:
         args.out.write_text(json.dumps({"device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": rows}, indent=1) + "\n")
     for row in rows:
         times = [f"{name} {us:.1f}" for name, us in row["us"].items()]
-        counts = [f"launches {name} {len(row[f'launches {name}'])}" for name in ROUTERS if f"launches {name}" in row]
+        counts = [f"launches {name} {row[f'launches {name}']}" for name in ROUTERS if f"launches {name}" in row]
         print(f"T={row['T']:<6} E={row['E']:<4} K={row['K']:<3}", *times, *counts, sep="  ")
 
 
