@@ -52,8 +52,9 @@ class Options:
         cost_gate: leave a region alone whose program was measured to be at least as fast as the fused op; False fuses it all the same.
         router_topk: run ``torch.topk`` of a fused region's router as one kernel on CUDA devices, which gives equal scores to the lowest
             expert.
-        fuse_router: in inference on CUDA devices, run all that such a router does with its logits as one kernel; scores are rounded
-            differently then, so that nearly equal ones may change places.
+        fuse_router: in inference on CUDA devices, run all that such a router does with its logits as one kernel, and their product as
+            another where tokens are few or both factors are cast; scores are rounded differently then, so that nearly equal ones may
+            change places.
         overlap: up to so many tokens, shared experts start before the router and run beside the routed ones on a stream of their own
             (inference in a CUDA graph); 0 leaves them as they are. None is 8 where Inductor records CUDA graphs
             (``mode="reduce-overhead"``), else 0: give a number if you record them yourself.

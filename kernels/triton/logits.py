@@ -5,6 +5,7 @@ float32 where the program casts both factors first, so neither is copied.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -51,7 +52,7 @@ def supports(x: Tensor, w: Tensor, *rest: Any) -> str | None:
 
 
 def _rows(x: Tensor) -> Tensor:
-    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def _arguments(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor) -> tuple[tuple[int, ...], tuple[Tensor, ...], tuple[Any, ...], int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import astuple, dataclass
 
 import torch
@@ -80,5 +81,6 @@ def few_rows(x: Tensor, w: Tensor) -> bool:
 
     Measured on an H200: two to three times at one token; equal at about 2^24 products.
     """
-    rows, products = x.shape[:-1].numel(), x.shape[:-1].numel() * w.numel()
+    rows = math.prod(x.shape[:-1])  # torch.Size.numel would make a number of a symbol
+    products = rows * w.numel()
     return isinstance(products, int) and 0 < rows <= FEW_ROWS and products <= FEW_PRODUCTS

@@ -145,9 +145,9 @@ def test_logits(tokens: int, experts: int, hidden: int, kinds: tuple[torch.dtype
         assert torch.equal(torch.ops.moefuse.router_logits(x, weight, added, kinds[2]), got)
 
 
-@pytest.mark.parametrize(("tokens", "dynamic"), [(1, False), (300, False), (300, True)])
+@pytest.mark.parametrize("tokens", [1, 300])
 @pytest.mark.usefixtures("fresh_dynamo")
-def test_a_router_that_casts_both_factors(tokens: int, dynamic: bool) -> None:
+def test_a_router_that_casts_both_factors(tokens: int) -> None:
     """In a compiled layer nothing is copied: for few tokens the router is two launches, for many the library's product is one of them."""
     import moefuse
 
@@ -165,7 +165,7 @@ def test_a_router_that_casts_both_factors(tokens: int, dynamic: bool) -> None:
             return out
 
     x = torch.randn(tokens, 1024, device="cuda", dtype=torch.bfloat16)
-    compiled = torch.compile(Block(), backend="moefuse", dynamic=dynamic, options={"fuse_router": True})
+    compiled = torch.compile(Block(), backend="moefuse", dynamic=False, options={"fuse_router": True})
     with torch.no_grad():
         torch.testing.assert_close(compiled(x), Block()(x), rtol=2**-6, atol=2**-6)
         report = moefuse.last_report()
