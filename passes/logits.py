@@ -31,7 +31,7 @@ def replaced(graph: Graph, logits: Any) -> bool:
     value, (x, w, bias), turned = tensor(node), _factors(call), call.name != "linear"
     if value is None or value.requires_grad or not _plain(value, x, w, bias):
         return False
-    x, w = _before_cast(graph, x, node), _before_cast(graph, w, node)
+    x, w = _before_cast(x, node), _before_cast(w, node)
     if not _pays(value, tensor(x), tensor(w)):
         return False
     emit = Emitter(graph, node, node, {})
@@ -65,13 +65,11 @@ def _product(logits: Any) -> tuple[Node, Call] | None:
 
 def _factors(call: Call) -> tuple[Any, Any, Any]:
     """(tokens, weight, bias) as the call has them; tokens None where it has more than these."""
-    given = dict(zip(("x", "w", "bias") if call.name == "linear" else ("x", "w"), call.args, strict=False))
-    if call.name == "addmm":
-        given = dict(zip(("bias", "x", "w"), call.args, strict=False))
-    known = {"weight": "w", "bias": "bias", "other": "w", "mat2": "w", "mat1": "x"}
-    if any(name not in known for name in call.kwargs):
+    names = {"linear": ("x", "w", "bias"), "addmm": ("bias", "x", "w")}.get(call.name, ("x", "w"))
+    keywords = {"weight": "w", "bias": "bias", "other": "w", "mat2": "w", "mat1": "x"}
+    if len(call.args) > len(names) or any(name not in keywords for name in call.kwargs):
         return None, None, None
-    given |= {known[name]: value for name, value in call.kwargs.items()}
+    given = dict(zip(names, call.args, strict=False)) | {keywords[name]: value for name, value in call.kwargs.items()}
     return given.get("x"), given.get("w"), given.get("bias")
 
 
@@ -87,7 +85,7 @@ def _casts(call: Call) -> list[Node]:
     return [n for n in _factors(call) if isinstance(n, Node) and (c := call_of(n)) is not None and c.name == "to"]
 
 
-def _before_cast(graph: Graph, factor: Node, product: Node) -> Node:
+def _before_cast(factor: Node, product: Node) -> Node:
     """A factor before its cast to float32, where nothing is written between the cast and the product."""
     call, value = call_of(factor), tensor(factor)
     before = None if call is None or call.name != "to" or not call.args else tensor(call.args[0])
