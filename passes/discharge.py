@@ -19,21 +19,18 @@ from torch.fx import Graph, GraphModule, Node
 
 from moefuse._dynamo.values import unbacked_in
 from moefuse.capture.assumptions import TAG, Assumption, Undischarged
+from moefuse.passes.concerns import Chosen, concerns, of_size
 from moefuse.passes.context import Context
 from moefuse.passes.facts import (
     Buffer,
     Counts,
     Fill,
     Hit,
-    Index,
-    IndexMatrix,
-    Mask,
     Occurring,
     Part,
     Present,
     Routing,
     RowNumber,
-    Rows,
     Span,
     Sum,
 )
@@ -43,8 +40,6 @@ from moefuse.passes.regions import Region
 from moefuse.passes.rules.hits import rows_of
 from moefuse.passes.rules.spans import difference, hit_of
 from moefuse.passes.sizes import same
-
-_Chosen = tuple[Routing, int, int | None]
 
 
 @dataclass(frozen=True)
@@ -69,9 +64,9 @@ class Claim:
 
 def claims(ctx: Context, assumptions: Sequence[Assumption]) -> list[Claim]:
     """The claims of the assumptions that something in this graph depends on. Before anything is rewritten."""
-    sizes: dict[Any, _Chosen] = {}
+    sizes: dict[Any, Chosen] = {}
     for node, fact in ctx.facts.items() if any(a.kind == "size" for a in assumptions) else ():
-        found = _of_size(ctx, node, fact)
+        found = of_size(ctx, node, fact)
         if found is not None:
             sizes.setdefault(*found)
     for a in assumptions:
@@ -91,7 +86,7 @@ def _nodes(a: Assumption) -> tuple[Node, ...]:
     return (a.subject,) if a.kind == "end" else (*a.nodes, *a.appended)
 
 
-def _between(ctx: Context, end: Any, start: Any) -> _Chosen | None:
+def _between(ctx: Context, end: Any, start: Any) -> Chosen | None:
     """(routing, expert, slot) of the slots between two offsets, given as symbols."""
     spans = {v.node.expr: n for n, f in ctx.facts.items() if isinstance(f, Span) and isinstance(v := fake(n), torch.SymInt)}
     found = hit_of(difference(ctx, spans[end], spans[start])) if end in spans and start in spans else None
@@ -123,14 +118,14 @@ def _strays(ctx: Context, length: Assumption, every: Sequence[Assumption]) -> tu
 
 
 def _claim(
-    ctx: Context, assumption: Assumption, sizes: dict[Any, _Chosen], passed: dict[Node, set[Node]], every: Sequence[Assumption]
+    ctx: Context, assumption: Assumption, sizes: dict[Any, Chosen], passed: dict[Node, set[Node]], every: Sequence[Assumption]
 ) -> Claim:
     if assumption.kind in ("list", "length"):
         assumption.concerns_experts = True
         return Claim(assumption, _counted(ctx, assumption), strays=_strays(ctx, assumption, every))
     leaks = tuple((n, u) for n in assumption.nodes if n in ctx.position for u in n.users if u not in assumption.nodes)
     found = sizes.get(assumption.subject) if assumption.kind == "size" else _chosen(ctx, assumption)
-    assumption.concerns_experts = found is not None or _concerns(ctx, assumption)
+    assumption.concerns_experts = found is not None or concerns(ctx, assumption)
     if found is None:
         return Claim(assumption, leaks=leaks)
     between = passed[assumption.subject] if assumption.row_node is not None else set()
@@ -157,7 +152,7 @@ def _meets(ctx: Context, node: Node, passed: set[Node]) -> bool:
     return not view and not middle and call.name not in SIZE_QUERIES
 
 
-def _chosen(ctx: Context, a: Assumption) -> _Chosen | None:
+def _chosen(ctx: Context, a: Assumption) -> Chosen | None:
     """(routing, expert, slot) whose rows the condition asks for."""
     fact = hit_of(ctx.facts.get(a.subject))
     if a.kind == "element":  # the tensor ends behind the highest id
@@ -176,22 +171,6 @@ def _chosen(ctx: Context, a: Assumption) -> _Chosen | None:
         row = a.row if a.row_node is None else RowNumber(a.row, a.row_node)
         return (fact.routing, row, fact.slot) if rows_of(fact) else None
     return (fact.routing, fact.expert, fact.slot) if fact.expert is not None and fact.negated != a.outcome else None
-
-
-def _of_size(ctx: Context, node: Node, fact: Any) -> tuple[Any, _Chosen] | None:
-    """(symbol, selection) of a tensor whose length counts the rows of a selection, or of a number that does."""
-    value, fact = fake(node), hit_of(fact)
-    if isinstance(value, torch.SymInt):
-        counts = isinstance(fact, Hit) and not fact.negated and fact.expert is not None
-        return (value.node.expr, (fact.routing, fact.expert, fact.slot)) if counts else None
-    if not isinstance(value, torch.Tensor) or not value.dim() or ctx.storage[node] in ctx.writes:
-        return None
-    at = 1 if isinstance(fact, IndexMatrix) and fact.transposed else 0
-    symbol = getattr(getattr(value.shape[at], "node", None), "expr", None)
-    selection = fact.selection if isinstance(fact, Index | IndexMatrix) else fact.domain.selection if isinstance(fact, Rows) else None
-    if symbol is None or selection is None:
-        return None
-    return symbol, (selection.routing, selection.expert, selection.slot)
 
 
 def undischarged(ctx: Context, found: Sequence[Claim], fused: Sequence[Region]) -> list[Undischarged]:
@@ -356,39 +335,3 @@ def lost_track(gm: GraphModule, assumptions: Sequence[Assumption]) -> list[Undis
     elsewhere = any(not n._erased and n not in here for n in known)
     elsewhere = elsewhere or any(a.kind in ("list", "length") and a.graph not in [m.graph for m in bodies] for a in assumptions)
     return [Undischarged(a, "Dynamo copied the graph") for a in assumptions] if unknown or elsewhere else []
-
-
-def counts_rows(graph: Graph, symbols: set[Any]) -> bool:
-    """Whether one of these sizes is how many rows an expert has, in a graph that is half written."""
-    from moefuse.passes.interpret import interpret
-
-    ctx = interpret(graph)
-    return any((found := _of_size(ctx, n, fact)) is not None and found[0] in symbols for n, fact in ctx.facts.items())
-
-
-def concerns_routing(assumption: Assumption) -> bool:
-    """Whether the condition of an assumption is computed from expert ids."""
-    from moefuse.passes.interpret import interpret
-
-    if assumption.concerns_experts is None and assumption.graph is not None:
-        assumption.concerns_experts = _concerns(interpret(assumption.graph), assumption)
-    return assumption.concerns_experts is not False
-
-
-def _concerns(ctx: Context, assumption: Assumption) -> bool:
-    if assumption.kind == "size":
-        symbols = set(assumption.subject) if isinstance(assumption.subject, tuple) else {assumption.subject}
-        return any(symbols & unbacked_in(fake(n)) and _routed(ctx.facts.get(n)) for n in ctx.position)
-    stack, seen = [assumption.subject], {assumption.subject}
-    while stack:
-        node = stack.pop()
-        if _routed(ctx.facts.get(node)):
-            return True
-        new = [i for i in node.all_input_nodes if i not in seen]
-        seen.update(new)
-        stack.extend(new)
-    return False
-
-
-def _routed(fact: Any) -> bool:
-    return isinstance(fact, Hit | Mask | Index | IndexMatrix) or getattr(fact, "routing", None) is not None

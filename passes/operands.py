@@ -33,7 +33,7 @@ def joined(parts: list[Axes], rank: int) -> Axes:
 
 def leaf(ctx: Context, node: Node, axes: Axes, domain: Domain, value: Any) -> Expr | None:
     """The expression of an operand for the rows of ``domain`` laid out as ``axes``; None if it is not a value per row."""
-    from moefuse.passes.rules.gather import gate
+    from moefuse.passes.rules.leaves import gate
 
     rank = len(axes)
     if isinstance(value, Rows):

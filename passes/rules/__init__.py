@@ -14,7 +14,7 @@ Rule = Callable[..., Any]
 
 RULES: dict[str, Rule] = {}
 
-_FAMILIES = tuple("views routing hits spans tables index gather assign permutation linear pointwise combine masked".split())
+_FAMILIES = tuple("views routing counts hits spans tables index gather assign permutation linear pointwise combine masked".split())
 
 
 def rule(*names: str) -> Callable[[Rule], Rule]:

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch.fx import Node
 
-from moefuse.passes.axes import Atom, Axes, Axis, align, extent, fresh
+from moefuse.passes.axes import Atom, Axes, Axis, extent, fresh
 from moefuse.passes.context import Context, normalize, out_shape
-from moefuse.passes.expr import Expr, Gate, SlotWeight, Token
+from moefuse.passes.expr import Gate, SlotWeight
 from moefuse.passes.facts import (
     Buffer,
     Column,
@@ -29,9 +29,9 @@ from moefuse.passes.facts import (
     Table,
     View,
 )
-from moefuse.passes.ops import tensor
 from moefuse.passes.rules import entries, rule
 from moefuse.passes.rules.index import pick, stacked
+from moefuse.passes.rules.leaves import gate, is_slot_weight, own_row, row_domain, slot_gate, slot_value, take_tokens, token
 from moefuse.passes.rules.routing import is_integer, role_axes, row_axis, selection
 from moefuse.passes.sizes import same
 
@@ -171,7 +171,7 @@ def by_rows(ctx: Context, node: Node, x: Node, base: Any, chosen: Selection, ind
         repeated = _by_slots(node, _slots_together(base), chosen, rest) if len(base.axes) == 3 else None
         if repeated is not None:
             return repeated
-        if not _is_slot_weight(base, chosen.routing):
+        if not is_slot_weight(base, chosen.routing):
             return ctx.lost("tokens-differ", node, detail="the routing weights are not [tokens, slots]")
         return _with_none(Rows((rows,), row_domain(chosen), SlotWeight(node, base.root)), rest)
     return None
@@ -198,7 +198,7 @@ def _by_tokens(ctx: Context, node: Node, x: Node, base: Any, chosen: Selection, 
     if isinstance(base, Fill | Sum):
         return Buffer((rows, *_features(base)), x, chosen) if not rest else None
     if isinstance(base, Column) and chosen.slot == base.slot:
-        return _with_none(_slot_gate(node, base, chosen, rows), rest)
+        return _with_none(slot_gate(node, base, chosen, rows), rest)
     if isinstance(base, Table):
         return _by_column(node, base, chosen, rows, rest)
     if not isinstance(base, View):
@@ -242,70 +242,6 @@ def _with_none(rows: Rows, rest: list[Any]) -> Rows | None:
     return rows.with_axes(axes)  # type: ignore[no-any-return]
 
 
-def row_domain(chosen: Selection) -> Domain:
-    return Domain("selected", chosen.routing, selection=chosen, expert=chosen.expert, slot=chosen.slot)
-
-
-def _slot_gate(node: Node, column: Column, chosen: Selection, rows: Axis) -> Rows:
-    """The weights of one slot for the rows that chose an expert in that slot."""
-    axes = (rows, *(() for _ in column.axes[1:]))
-    return Rows(axes, row_domain(chosen), Gate(node, column.base.root, True, False, chosen.expert))
-
-
-def gate(node: Node, table: Table) -> Gate:
-    """The weight a table gives the row's expert."""
-    if table.slots is not None:
-        return Gate(node, table.slots.root, True, False, table.expert)
-    source = table.root if table.root is not None else node
-    return Gate(node, source, False, table.ones, table.expert)
-
-
-def _is_slot_weight(view: View, routing: Routing) -> bool:
-    dims = [a.index for axis in view.axes for a in axis if a.kind == "d"]
-    total: Any = 1
-    for axis in view.axes:
-        total = total * extent(axis)
-    return dims == sorted(dims) and same(total, routing.num_tokens * routing.top_k)
-
-
-def take_tokens(ctx: Context, node: Node, base: View, chosen: Selection, rows: Axis) -> Any:
-    """Rows of a plain [tokens, H] tensor for the tokens of an expert."""
-    token_axes, features = base.axes[:1], base.axes[1:]
-    if not same(extent(token_axes[0]), chosen.routing.num_tokens):
-        return ctx.lost("tokens-differ", node, detail=f"{extent(token_axes[0])} rows are indexed by {chosen.routing.num_tokens} tokens")
-    expr = token(node, base, list(token_axes), list(features))
-    if expr is None:
-        return ctx.lost("tokens-differ", node, detail="the indexed tensor is not a plain [tokens, features] tensor")
-    if chosen.routing.top_k == 1 and not any(features):
-        return Rows((rows, *features), row_domain(chosen), SlotWeight(node, base.root))
-    axes = (rows, *((Atom("f", 0, extent(a)),) if a and not same(extent(a), 1) else () for a in features))
-    return Rows(axes, row_domain(chosen), expr)
-
-
-def token(node: Node, base: View, token_axes: list[Axis], features: list[Axis]) -> Token | None:
-    """The Token leaf of a view whose token dimensions are the leading ones of its root and whose features are the last."""
-    if len([a for a in features if a]) > 1:
-        return None
-    lead = [a for axis in token_axes for a in axis if a.kind == "d" and not same(a.size, 1)]
-    last = [a for axis in features for a in axis if a.kind == "d" and not same(a.size, 1)]
-    order = [a.index for a in (*lead, *last)]
-    if order != sorted(order) or any(a.kind == "b" for axis in features for a in axis if not same(a.size, 1)):
-        return None
-    value = tensor(base.root)
-    width: Any = 1
-    for a in last:
-        width = width * a.size
-    total: Any = width
-    for a in lead:
-        total = total * a.size
-    if value is None or not isinstance(width, int):
-        return None
-    whole: Any = 1
-    for s in out_shape(base.root):
-        whole = whole * s
-    return Token(node, base.root, width) if same(whole, total) else None
-
-
 def by_mask(ctx: Context, node: Node, x: Node, base: Any, chosen: Selection, columns: tuple[str, ...]) -> Any:
     """``x[mask]`` with a boolean mask over tokens, or over tokens and slots."""
     rows = row_axis(node)
@@ -315,7 +251,7 @@ def by_mask(ctx: Context, node: Node, x: Node, base: Any, chosen: Selection, col
         if isinstance(base, Fill | Sum):
             return Buffer((rows, *_features(base)), x, chosen)
         if isinstance(base, Column) and chosen.slot == base.slot:
-            return _slot_gate(node, base, chosen, rows)
+            return slot_gate(node, base, chosen, rows)
         if isinstance(base, View):
             return take_tokens(ctx, node, base, chosen, rows)
         if isinstance(base, Table) and base.expert == chosen.expert and same_ids(base.routing, chosen.routing):
@@ -323,7 +259,7 @@ def by_mask(ctx: Context, node: Node, x: Node, base: Any, chosen: Selection, col
         return None
     if columns == ("flat",):
         return _by_slots(node, base, chosen, [])
-    if isinstance(base, View) and _is_slot_weight(base, chosen.routing) and columns == ("token", "slot"):
+    if isinstance(base, View) and is_slot_weight(base, chosen.routing) and columns == ("token", "slot"):
         return Rows((rows,), row_domain(chosen), SlotWeight(node, base.root))
     return _by_slots(node, _slots_together(base), chosen, []) if columns == ("token", "slot") else None
 
@@ -365,25 +301,6 @@ def by_order(ctx: Context, node: Node, base: Any, index: Sorted) -> Any:
         return None
     axes = (rows, *((Atom("f", 0, extent(a)),) if a and not same(extent(a), 1) else () for a in base.axes[1:]))
     return Rows(axes, domain, expr)
-
-
-def own_row(node: Node, base: View) -> Token | None:
-    """A plain [slots, features] tensor that has a row for each slot."""
-    found = token(node, base, [base.axes[0]], list(base.axes[1:]))
-    return None if found is None else replace(found, by_slot=True)
-
-
-def slot_value(node: Node, base: View, routing: Routing) -> Expr | None:
-    """What a plain [slots, ...] tensor holds for a slot: its token's features (repeated per slot), or its routing weight."""
-    runs = align((*(Atom("t", i, s) for i, s in enumerate(routing.tokens)), Atom("k", 0, routing.top_k)), base.axes[0])
-    if runs is None:
-        return None
-    slots = [cut for run, cut in runs if any(a.kind == "k" for a in run)]
-    if slots and all(a.kind == "b" for a in slots[0]) and routing.top_k > 1:
-        return token(node, base, [tuple(a for run, cut in runs if all(r.kind == "t" for r in run) for a in cut)], list(base.axes[1:]))
-    if any(a for a in base.axes[1:] if not same(extent(a), 1)):
-        return token(node, base, [base.axes[0]], list(base.axes[1:])) if routing.top_k == 1 else None
-    return SlotWeight(node, base.root) if _is_slot_weight(base, routing) else None
 
 
 def _range_by_order(base: Range, index: Sorted, rows: Axis) -> Sorted | None:

@@ -16,7 +16,7 @@ from moefuse.passes.operands import fits, leaf, real
 from moefuse.passes.ops import tensor
 from moefuse.passes.rules import rule
 from moefuse.passes.rules.combine import combined
-from moefuse.passes.rules.gather import slot_value, token
+from moefuse.passes.rules.leaves import slot_value, token
 from moefuse.passes.rules.routing import mask_table, masked_weight
 from moefuse.passes.sizes import same
 
