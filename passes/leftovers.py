@@ -66,9 +66,15 @@ def _effect(ctx: Context, node: Node) -> bool:
         return node in ctx.calls and node.op not in ("placeholder", "get_attr")
     if _about_data(ctx, node):
         return False
-    if call.inplace and isinstance(call.args[0], Node) and call.kwargs.get("out") is None:
+    if call.inplace and not _users_own(node) and isinstance(call.args[0], Node) and call.kwargs.get("out") is None:
         return ctx.storage[node].op in ("placeholder", "get_attr")
     return call.name not in SIZE_QUERIES and not pure(ctx, node)
+
+
+def _users_own(node: Node) -> bool:
+    """Whether an operator is not one of torch's: what it does besides its writes is not known."""
+    target = node.target
+    return isinstance(target, torch._ops.HigherOrderOperator) or getattr(target, "namespace", "aten") not in ("aten", "prims")
 
 
 def _about_data(ctx: Context, node: Node) -> bool:

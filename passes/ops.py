@@ -46,18 +46,22 @@ _NOT_INPLACE = {"sym_constrain_range_"}
 
 @dataclass(frozen=True)
 class Call:
-    """A node as a canonical operation: name, positional and keyword arguments, and whether it writes to a tensor that it is given."""
+    """A node as a canonical operation: name, positional and keyword arguments, and whether it writes to a tensor that it is given.
+
+    ``written``: the tensors that it writes to, where its schema says so.
+    """
 
     name: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     inplace: bool
+    written: tuple[Node, ...] = ()
 
     @property
     def targets(self) -> tuple[Node, ...]:
-        """What it writes to: the tensors of ``out=``, else its first argument."""
-        if not self.inplace:
-            return ()
+        """What it writes to: what its schema says, the tensors of ``out=``, else its first argument."""
+        if self.written or not self.inplace:
+            return self.written
         given = self.kwargs.get("out")
         found = self.args[:1] if given is None else given if isinstance(given, tuple | list) else (given,)
         return tuple(t for t in found if isinstance(t, Node))
@@ -96,7 +100,25 @@ def call_of(node: Node) -> Call | None:
     if name.endswith("_") and not name.endswith("__") and name not in _NOT_INPLACE:
         name, inplace = name[:-1], True
         name = _ALIASES.get(name, name)
-    return Call(name, args, kwargs, inplace)
+    written = _written(node)
+    return Call(name, args, kwargs, inplace or bool(written), written)
+
+
+def _written(node: Node) -> tuple[Node, ...]:
+    """The tensors that an operator writes to, by its schema; a Triton kernel of the user's may write to any that it gets."""
+    target: Any = node.target
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return tuple(node.all_input_nodes) if target.name() == "triton_kernel_wrapper_mutation" else ()
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        names = target.overloads()
+        target = getattr(target, names[0]) if len(names) == 1 else None
+    if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
+        return ()
+    known = target._schema.arguments
+    given = dict(zip((a.name for a in known), node.args, strict=False)) | node.kwargs
+    found = [given.get(a.name) for a in known if a.alias_info is not None and a.alias_info.is_write]
+    each = [t for value in found for t in (value if isinstance(value, tuple | list) else (value,))]
+    return tuple(t for t in each if isinstance(t, Node))
 
 
 def fake(node: object) -> Any:

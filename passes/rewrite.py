@@ -56,8 +56,8 @@ def _writes_outside(ctx: Context, node: Node, found: set[Node]) -> bool:
     call = ctx.calls.get(node)
     if call is None or not call.inplace:
         return False
-    root = ctx.storage[node]
-    return root not in found and not _rewritten(ctx, root, node)
+    roots = {ctx.storage[t] for t in call.targets} or {ctx.storage[node]}
+    return any(root not in found and not _rewritten(ctx, root, node) for root in roots)
 
 
 def _rewritten(ctx: Context, root: Node, node: Node) -> bool:

@@ -91,3 +91,16 @@ def test_a_name_has_one_rule() -> None:
     with pytest.raises(ValueError, match=r"operation 'softmax' has two rules: moefuse\.passes\.rules\.tables and "):
         rule("softmax")(lambda ctx, node: None)
     assert RULES["softmax"].__module__ == "moefuse.passes.rules.tables"
+
+
+def test_what_a_triton_kernel_of_the_users_may_write_to() -> None:
+    """Any tensor that it gets; a call of it has no name that says so."""
+    from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
+
+    graph = fx.Graph()
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+    given = {"kernel_idx": 0, "constant_args_idx": 0, "grid": [(1, 1, 1)], "tma_descriptor_metadata": {}, "kwargs": {"x": x, "y": y}}
+    call = call_of(graph.call_function(triton_kernel_wrapper_mutation, (), given))
+    assert call is not None
+    assert call.inplace
+    assert call.targets == (x, y)
