@@ -7,8 +7,7 @@ experts' input.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch.fx import Node
 
@@ -16,6 +15,7 @@ from moefuse.passes.axes import Atom, Axes, align
 from moefuse.passes.context import Context
 from moefuse.passes.expr import Cast, Expr, Leaf, Linear, Op, SharedVector, SlotWeight, Token, has_linear
 from moefuse.passes.facts import Column, Domain, Rows, Table, View
+from moefuse.passes.matmuls import READ, operands
 from moefuse.passes.operands import padded, real, scalar
 from moefuse.passes.ops import BINARY, UNARY, Call, tensor
 from moefuse.passes.pieces import piece
@@ -111,7 +111,7 @@ def _inside(ctx: Context, top: Node, node: Node, inside: set[Node], memo: dict[N
         return _expr(ctx, top, source, inside, memo, rank)
 
     first = call.args[0] if call.args else None
-    if call.name in _READ:
+    if call.name in READ:
         return _projection(ctx, node, go, call)
     unchanged = _unchanged(ctx, node, inside)
     if unchanged is not None:
@@ -164,7 +164,7 @@ def _unchanged(ctx: Context, node: Node, inside: set[Node]) -> Node | None:
 
 def _projection(ctx: Context, node: Node, go: Any, call: Call) -> Expr | None:
     """``linear(x, W, b)``, ``x @ W``, ``addmm(b, x, W)`` or an einsum with a Parameter W."""
-    found = _operands(call)
+    found = operands(call)
     if found is None or not isinstance(found.x, Node):
         return None
     view = ctx.view(found.weight)
@@ -176,58 +176,6 @@ def _projection(ctx: Context, node: Node, go: Any, call: Call) -> Expr | None:
     order = dims if found.out_first else dims[::-1]
     expr: Expr = Linear(node, go(found.x), Leaf(view.root, False, None, order))
     return expr if found.bias is None else Op(node, "add", (expr, SharedVector(node, found.bias)))
-
-
-class _Operands(NamedTuple):
-    """Rows times a matrix [out, in] (``out_first``) or [in, out]."""
-
-    x: Any
-    weight: Any
-    out_first: bool = False
-    bias: Any = None
-
-
-def _operands(call: Call) -> _Operands | None:
-    """What a product of rows and a matrix reads; None for any other contraction."""
-    try:
-        return _READ[call.name](*call.args, **call.kwargs)
-    except TypeError:  # a spelling of the arguments that is not known
-        return None
-
-
-def _of_linear(x: Any, weight: Any, bias: Any = None) -> _Operands:
-    return _Operands(x, weight, True, bias)
-
-
-def _of_matmul(x: Any, other: Any = None, *, mat2: Any = None) -> _Operands:
-    return _Operands(x, mat2 if other is None else other)
-
-
-def _of_addmm(bias: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1) -> _Operands | None:
-    value = tensor(bias)
-    plain = beta == 1 and alpha == 1 and value is not None and value.dim() == 1
-    return _Operands(mat1, mat2, False, bias) if plain else None
-
-
-def _of_einsum(equation: Any, *operands: Any) -> _Operands | None:
-    """``einsum("ti,oi->to", x, W)``, with any letters, in any order."""
-    if len(operands) == 1 and isinstance(operands[0], tuple | list):
-        operands = tuple(operands[0])
-    if not isinstance(equation, str) or len(operands) != 2 or "." in equation or "->" not in equation:
-        return None
-    inputs, _, out = equation.replace(" ", "").partition("->")
-    pairs = list(zip(inputs.split(","), operands, strict=True))
-    for (rows, x), (matrix, weight) in (pairs, pairs[::-1]):
-        lead, inner, new = rows[:-1], rows[-1:], out[-1:]
-        distinct = len(set(lead + inner + new)) == len(rows) + 1
-        if lead and out == lead + new and distinct and matrix in (new + inner, inner + new):
-            return _Operands(x, weight, matrix == new + inner)
-    return None
-
-
-_READ: dict[str, Callable[..., _Operands | None]] = {
-    "linear": _of_linear, "matmul": _of_matmul, "mm": _of_matmul, "addmm": _of_addmm, "einsum": _of_einsum,
-}  # fmt: skip
 
 
 def _over_features(node: Node, go: Any, x: Node, call: Call) -> Expr | None:

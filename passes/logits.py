@@ -10,101 +10,80 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from moefuse.ops.recipe import few_rows
+from moefuse.passes.context import Context
 from moefuse.passes.devices import unsupported
 from moefuse.passes.emit import Emitter
-from moefuse.passes.ops import Call, call_of, tensor
+from moefuse.passes.matmuls import READ, Operands, operands
+from moefuse.passes.ops import call_of, tensor
 from moefuse.passes.sizes import same_shape, shape_of
 
 _VIEWS = frozenset("view reshape contiguous flatten unflatten squeeze unsqueeze to".split())
 _HALVES = (torch.bfloat16, torch.float16)
 
 
-def replaced(graph: Graph, logits: Any) -> bool:
-    """Replace the product in front of ``logits``, if nothing else reads it and the op has a kernel that is quicker."""
-    product = _product(logits)
-    if product is None:
+def replaced(ctx: Context, logits: Any) -> bool:
+    """Replace the product in front of ``logits``, if nothing else reads it and the op has a kernel that is quicker.
+
+    ``ctx``: the graph as it was before any router was replaced.
+    """
+    found = _product(logits)
+    if found is None or found[0] not in ctx.position:
         return False
-    node, call = product
-    value, (x, w, bias), turned = tensor(node), _factors(call), call.name != "linear"
-    if value is None or value.requires_grad or not _plain(value, x, w, bias):
+    node, product = found
+    value, bias = tensor(node), product.bias
+    if value is None or value.requires_grad or not _plain(value, product):
         return False
-    x, w = _before_cast(x, node), _before_cast(w, node)
+    x, w = _before_cast(ctx, product.x, node), _before_cast(ctx, product.weight, node)
     if not _pays(value, tensor(x), tensor(w)):
         return False
-    emit = Emitter(graph, node, node, {})
+    emit = Emitter(ctx.graph, node, node, {})
     emit.mode = getattr(value, "fake_mode", None)
-    made = emit(torch.ops.moefuse.router_logits.default, x, emit(torch.t, w) if turned else w, bias, value.dtype)
+    made = emit(torch.ops.moefuse.router_logits.default, x, w if product.out_first else emit(torch.t, w), bias, value.dtype)
     after = tensor(made)
     if after is None or not same_shape(shape_of(after), shape_of(value)) or unsupported([made], False) is not None:
         emit.undo()
         return False
     node.replace_all_uses_with(made)
-    stack = [node]
-    while stack:
-        dead = stack.pop()
-        if not dead.users and dead.op != "placeholder" and dead in (node, *_casts(call)):
-            stack += dead.all_input_nodes
-            graph.erase_node(dead)
+    ctx.graph.erase_node(node)
+    for cast, source in ((product.x, x), (product.weight, w)):
+        if cast is not source and not cast.users:
+            ctx.graph.erase_node(cast)
     return True
 
 
-def _product(logits: Any) -> tuple[Node, Call] | None:
+def _product(logits: Any) -> tuple[Node, Operands] | None:
     """The product behind views and casts that only lead to ``logits``."""
     node = logits
     while (call := call_of(node)) is not None and len(node.users) == 1 and not call.inplace:
-        if call.name in ("linear", "matmul", "mm", "addmm"):
-            return node, call
+        if call.name in READ:
+            product = operands(call)
+            return None if product is None else (node, product)
         if call.name not in _VIEWS:
             break
         node = call.args[0]
     return None
 
 
-def _factors(call: Call) -> tuple[Any, Any, Any]:
-    """(tokens, weight, bias) as the call has them; tokens None where it has more than these."""
-    names = {"linear": ("x", "w", "bias"), "addmm": ("bias", "x", "w")}.get(call.name, ("x", "w"))
-    keywords = {"weight": "w", "bias": "bias", "other": "w", "mat2": "w", "mat1": "x"}
-    if len(call.args) > len(names) or any(name not in keywords for name in call.kwargs):
-        return None, None, None
-    given = dict(zip(names, call.args, strict=False)) | {keywords[name]: value for name, value in call.kwargs.items()}
-    return given.get("x"), given.get("w"), given.get("bias")
-
-
-def _plain(value: torch.Tensor, *factors: Any) -> bool:
+def _plain(value: torch.Tensor, product: Operands) -> bool:
     """Whether the factors are tokens, a matrix and a vector or nothing, of one dtype, which the product has too."""
-    x, w, bias = map(tensor, factors)
-    if x is None or w is None or not x.dim() or w.dim() != 2 or (factors[2] is not None and (bias is None or bias.dim() != 1)):
+    x, w, bias = map(tensor, (product.x, product.weight, product.bias))
+    if x is None or w is None or not x.dim() or w.dim() != 2 or (product.bias is not None and (bias is None or bias.dim() != 1)):
         return False
     return all(t.dtype == value.dtype and t.device == value.device for t in (x, w, *([] if bias is None else [bias])))
 
 
-def _casts(call: Call) -> list[Node]:
-    return [n for n in _factors(call) if isinstance(n, Node) and (c := call_of(n)) is not None and c.name == "to"]
-
-
-def _before_cast(factor: Node, product: Node) -> Node:
-    """A factor before its cast to float32, where nothing is written between the cast and the product."""
+def _before_cast(ctx: Context, factor: Node, product: Node) -> Node:
+    """A factor before its cast to float32, where nothing is written to it between the cast and the product."""
     call, value = call_of(factor), tensor(factor)
-    before = None if call is None or call.name != "to" or not call.args else tensor(call.args[0])
+    source = call.args[0] if call is not None and call.name == "to" and call.args else None
+    before = tensor(source)
     if value is None or before is None or value.dtype != torch.float32 or before.dtype not in _HALVES or before.device != value.device:
         return factor
-    node = factor.next
-    while node is not product:
-        if _writes(node):
-            return factor
-        node = node.next
-    return call.args[0]  # type: ignore[no-any-return,union-attr]
-
-
-def _writes(node: Node) -> bool:
-    """Whether a node may write to a tensor: anything that is not known to make new values."""
-    call = call_of(node)
-    if isinstance(node.target, torch._ops.OpOverload):
-        return node.target._schema.is_mutable
-    return node.op == "call_module" or (call is not None and call.inplace) or isinstance(node.target, torch._ops.HigherOrderOperator)
+    known = factor in ctx.position and source in ctx.position
+    return source if known and ctx.written_between(source, factor, product) is None else factor  # type: ignore[arg-type, return-value]
 
 
 def _pays(value: torch.Tensor, x: torch.Tensor | None, w: torch.Tensor | None) -> bool:

@@ -14,6 +14,7 @@ import torch
 from torch.fx import Graph, Node
 
 from moefuse.passes import logits, recipes
+from moefuse.passes.context import Context
 from moefuse.passes.devices import unsupported
 from moefuse.passes.emit import Emitter
 from moefuse.passes.ops import Call, call_of, fake, location, tensor
@@ -32,15 +33,16 @@ _ARGUMENTS = ("k", "dim", "largest", "sorted")
 def one_kernel(graph: Graph, options: Options) -> list[str]:
     """Replace every top-k between a router's projection and the ids of a fused region, those of groups too. Notes for the report."""
     notes: dict[str, None] = {}
+    ctx = Context(graph) if options.fuse_router else None
     for node, call in _choices(graph) if options.router_topk or options.fuse_router else ():
         file, _, line = location(node).rpartition(":")
         where = f" at {os.path.basename(file)}:{line}" if file else ""
         k = _count(call) if node.users else None
         if k is None:
             continue
-        read = recipes.fused(graph, node, call, k) if options.fuse_router else None
-        if read is not None:
-            first = "one kernel and one for its logits" if logits.replaced(graph, read) else "one kernel behind its logits"
+        read = None if ctx is None else recipes.fused(graph, node, call, k)
+        if ctx is not None and read is not None:
+            first = "one kernel and one for its logits" if logits.replaced(ctx, read) else "one kernel behind its logits"
             notes[f"the router{where} is {first}"] = None
         elif options.router_topk and _replaced(graph, node, call, k):
             notes[f"the router's top-k{where} is one kernel, which gives equal scores to the lowest expert"] = None

@@ -76,6 +76,10 @@ def product_of_views(it: Layer, x: Tensor) -> Routed:
     return renormalised(torch.matmul(x.view(2, -1, H), it.gate.weight.mT).reshape(-1, E).float(), x)
 
 
+def contraction(it: Layer, x: Tensor) -> Routed:
+    return renormalised(torch.einsum("th,eh->te", x, it.gate.weight), x)
+
+
 def added_product(it: Layer, x: Tensor) -> Routed:
     return renormalised(torch.addmm(it.bias, x, it.gate.weight.t()), x)
 
@@ -117,11 +121,11 @@ def close(a: Tensor, b: Tensor) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("route", [linear, linear_with_bias, product, product_of_views, added_product, cast_read_elsewhere])
+@pytest.mark.parametrize("route", [linear, linear_with_bias, product, product_of_views, contraction, added_product, cast_read_elsewhere])
 def test_few_tokens(route: Callable[..., Routed], dtype: torch.dtype) -> None:
     names, out, wanted = compiled(route, FEW, dtype)
     assert names["moefuse.router_logits"] == 1
-    assert names["linear"] + names["matmul"] + names["addmm"] == 0
+    assert names["linear"] + names["matmul"] + names["addmm"] + names["einsum"] == 0
     close(out, wanted)
 
 
