@@ -60,6 +60,12 @@ def launch(
     made.first(given)
 
 
+def launch_traced(kernel: Any, grid: Sequence[Any], pointers: Sequence[Any], rest: tuple[Any, ...], *, warps: int) -> None:
+    """Put a launch into the graph that is being traced, where Inductor makes it."""
+    named = dict(zip(kernel.arg_names, (*pointers, *rest), strict=True))
+    torch.library.wrap_triton(kernel)[tuple(grid)](**named, num_warps=warps)
+
+
 def launch_step(step: Any, tensors: Sequence[Tensor]) -> None:
     """Launch a step of a plan of ``plan.py``."""
     given: list[Any] = list(tensors)

@@ -9,7 +9,6 @@ import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -17,9 +16,10 @@ from torch import Tensor
 from moefuse.kernels.triton import grouped_plan as plan
 from moefuse.kernels.triton.config import power_of_two
 from moefuse.kernels.triton.grouped_plan import on_device
+from moefuse.kernels.triton.router_plan import DTYPES
 from moefuse.ops.recipe import few_rows
+from moefuse.ops.reference import router_logits_reference
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _EXPERTS = 2
 """Logits of a program."""
 
@@ -79,7 +79,7 @@ def router_logits(x: Tensor, w: Tensor, bias: Tensor | None, out_dtype: torch.dt
 def _many(x: Tensor, w: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """The same by the library."""
     if x.dtype != w.dtype or x.dtype == torch.float32 or torch.version.hip:  # no product of 16 bits into 32 there
-        return F.linear(x.float(), w.float(), None if bias is None else bias.float()).to(out_dtype)
+        return router_logits_reference(x, w, bias, out_dtype)
     rows = _rows(x)
     sums = torch.mm(rows, w.t(), out_dtype=torch.float32) if out_dtype == torch.float32 or bias is not None else torch.mm(rows, w.t())
     if bias is not None:
@@ -97,8 +97,7 @@ def router_logits_traced(x: Tensor, w: Tensor, bias: Tensor | None, out_dtype: t
         turned = not w.is_contiguous() and w.t().is_contiguous()
         weight = w.t() if turned else w.contiguous()
         grid, pointers, rest, warps = _arguments(rows, weight.t() if turned else weight, None if bias is None else bias.contiguous(), out)
-        named = dict(zip(few_logits.arg_names, (pointers[0], weight, *pointers[2:], *rest), strict=True))
-        torch.library.wrap_triton(few_logits)[grid](**named, num_warps=warps)
+        plan.launch_traced(few_logits, grid, (pointers[0], weight, *pointers[2:]), rest, warps=warps)
     return out
 
 

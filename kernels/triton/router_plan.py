@@ -68,9 +68,7 @@ def _dense_rows(scores: Tensor) -> Tensor:
 def _traced(kernel: Any, tokens: int | torch.SymInt, bt: int, pointers: tuple[Any, ...], rest: tuple[Any, ...]) -> None:
     """Put a kernel into the graph that is being traced."""
     # No tokens, no grid; a program too many does nothing.
-    grid = (torch.sym_max((tokens + bt - 1) // bt, 1),)
-    named = dict(zip(kernel.arg_names, (*pointers, *rest), strict=True))
-    torch.library.wrap_triton(kernel)[grid](**named, num_warps=WARPS)
+    plan.launch_traced(kernel, (torch.sym_max((tokens + bt - 1) // bt, 1),), pointers, rest, warps=WARPS)
 
 
 def topk_traced(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -101,12 +101,15 @@ def experts(
         return ops.experts_infer.default(tensors, counts, *body, dtype)  # type: ignore[no-any-return]
 
 
-def not_differentiable(name: str) -> Callable[..., Any]:
-    """Autograd entry of an internal op that only runs below autograd."""
+INTERNAL = "is internal and has no gradient; call the public op it belongs to"
+
+
+def not_differentiable(name: str, why: str = INTERNAL) -> Callable[..., Any]:
+    """Autograd entry of an op without a gradient: a RuntimeError says ``why`` where one is wanted."""
 
     def entry(*args: Any, **kwargs: Any) -> Any:
         if wants_grad(flatten(args)):
-            raise RuntimeError(f"moefuse::{name} is internal and has no gradient; call the public op it belongs to")
+            raise RuntimeError(f"moefuse::{name} {why}")
         with below_autograd():
             return getattr(ops, name)(*args, **kwargs)
 

@@ -11,18 +11,19 @@ In a graph for Inductor the call of a Triton kernel takes the op's place, so tha
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from moefuse._torch_private import when_functionalized
-from moefuse.ops.autograd import below_autograd, ops, wants_grad
+from moefuse.ops.autograd import below_autograd, not_differentiable, ops, wants_grad
 from moefuse.ops.checks import check_route, check_router_logits, check_topk
 from moefuse.ops.recipe import Recipe
 from moefuse.ops.schema import LIBRARY, implement
 from moefuse.runtime import providers
+
+_INFERENCE = "has no gradient; it is for inference"
 
 
 def _topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -78,18 +79,6 @@ def _route_fake(logits: Tensor, bias: Tensor | None, *rest: Any) -> tuple[Tensor
     return logits.new_empty(shape, dtype=out_dtype), logits.new_empty(shape, dtype=torch.int64)
 
 
-def _for_inference(name: str) -> Callable[..., Any]:
-    """Autograd entry of an op without a gradient: it raises a RuntimeError where one is wanted."""
-
-    def entry(*args: Any) -> Any:
-        if wants_grad([a for a in args if isinstance(a, Tensor)]):
-            raise RuntimeError(f"moefuse::{name} has no gradient; it is for inference")
-        with below_autograd():
-            return getattr(ops, name)(*args)
-
-    return entry
-
-
 def _route_traced(logits: Tensor, bias: Tensor | None, *rest: Any) -> Any:
     *fields, out_dtype = rest
     traced = providers.select("route", logits, bias, Recipe(*fields), out_dtype).traced
@@ -107,9 +96,9 @@ def _logits_fake(x: Tensor, w: Tensor, bias: Tensor | None, out_dtype: torch.dty
     return x.new_empty((*x.shape[:-1], w.shape[0]), dtype=out_dtype)
 
 
-implement("router_logits", kernel=_logits, fake=_logits_fake, autograd=_for_inference("router_logits"))
+implement("router_logits", kernel=_logits, fake=_logits_fake, autograd=not_differentiable("router_logits", _INFERENCE))
 when_functionalized("moefuse::router_logits", LIBRARY, lambda *args: providers.select("router_logits", *args).traced)
-implement("route", kernel=_route, fake=_route_fake, autograd=_for_inference("route"))
+implement("route", kernel=_route, fake=_route_fake, autograd=not_differentiable("route", _INFERENCE))
 when_functionalized("moefuse::route", LIBRARY, _route_traced)
 implement("topk", kernel=_topk, fake=_topk_fake, autograd=topk)
 when_functionalized("moefuse::topk", LIBRARY, lambda *args: providers.select("topk", *args).traced)

@@ -116,3 +116,40 @@ def test_elsewhere_the_op_stays(device: str, dtype: torch.dtype) -> None:
     targets = [n.target for n in traced(4, device, 8, 128, dtype=dtype)]
     assert torch.ops.moefuse.topk.default in targets
     assert KERNEL not in targets
+
+
+def traced_logits(tokens: Any, experts: int, hidden: int, *, turned: bool = False, mode: Any = None) -> list[Node]:
+    """The graph of a router's product in float32 from bfloat16 factors."""
+    import moefuse.ops  # noqa: F401  (registers the op)
+
+    def product(x: Tensor, w: Tensor) -> Any:
+        return (torch.ops.moefuse.router_logits(x, w, None, torch.float32).exp(),)
+
+    with mode or FakeTensorMode(allow_non_fake_inputs=True):
+        x, w = (torch.empty(*shape, device="cuda", dtype=torch.bfloat16) for shape in ((tokens, hidden), (experts, hidden)))
+        w = torch.empty(hidden, experts, device="cuda", dtype=torch.bfloat16).t() if turned else w
+        return list(aot_export_joint_simple(product, (x, w), trace_joint=False).graph.nodes)
+
+
+@pytest.mark.usefixtures("compiles_for_hopper")
+@pytest.mark.parametrize("turned", [False, True])
+def test_logits_of_few_tokens(turned: bool) -> None:
+    """One kernel, which copies neither factor."""
+    nodes = traced_logits(3, 64, 1024, turned=turned)
+    (call,) = (n for n in nodes if n.target is KERNEL)
+    assert call.kwargs["tensors_to_clone"] == ["out"]
+    assert call.kwargs["grid"] == [(32, 3, 1)]
+    assert not [n for n in nodes if n.target in (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default)]
+
+
+@pytest.mark.usefixtures("compiles_for_hopper")
+def test_logits_of_many_tokens() -> None:
+    """The library's product into float32, for any number of tokens."""
+    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    sizes = StatelessSymbolicContext([DimDynamic.DYNAMIC])
+    symbol = mode.from_tensor(torch.empty(300), symbolic_context=sizes, source=ConstantSource("x")).shape[0]
+    for tokens, where in ((300, None), (symbol, mode)):
+        nodes = traced_logits(tokens, 64, 1024, mode=where)
+        assert [n.target for n in nodes if "mm" in str(n.target)] == [torch.ops.aten.mm.dtype]
+        assert not [n for n in nodes if n.target in (KERNEL, torch.ops.aten._to_copy.default)]
+    assert not mode.shape_env.guards  # type: ignore[union-attr]
