@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import json
 import os
 import platform
 import subprocess
@@ -58,6 +59,12 @@ def summary(values: list[float]) -> dict[str, float]:
 def paired_ratio(slow: list[float], fast: list[float]) -> dict[str, float]:
     """slow / fast, taken round by round: above 1 when ``fast`` wins."""
     return summary([s / f for s, f in zip(slow, fast, strict=True)])
+
+
+def by_line(head: dict[str, Any], name: str, rows: list[dict[str, Any]]) -> str:
+    """JSON of ``head`` and, under ``name``, a line for each row."""
+    lines = ",\n  ".join(map(json.dumps, rows))
+    return json.dumps(head)[:-1] + (", " if head else "") + f'"{name}": [\n  {lines}\n]}}\n'
 
 
 def environment() -> dict[str, Any]:

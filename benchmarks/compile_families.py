@@ -126,12 +126,6 @@ def known_rows(path: Path | None, train: bool) -> dict[str, dict[str, Any]]:
     return {r["family"]: r for r in data["rows"] if "ratio" in r}
 
 
-def render(head: dict[str, Any], rows: list[dict[str, Any]]) -> str:
-    """JSON with a line for each family."""
-    lines = ",\n  ".join(map(json.dumps, rows))
-    return json.dumps(head)[:-1] + f', "rows": [\n  {lines}\n]}}\n'
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("families", nargs="*")
@@ -139,7 +133,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="families at a time")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    from _timing import environment
+    from _timing import by_line, environment
 
     from tests.zoo.families import FAMILIES
 
@@ -150,7 +144,7 @@ def main() -> None:
     def write(rows: list[dict[str, Any]]) -> None:
         if args.out is not None:
             every = known | {r["family"]: {**r, "commit": here.get("commit")} for r in rows}
-            args.out.write_text(render({**here, "jobs": args.jobs, "train": args.train}, [every[name] for name in sorted(every)]))
+            args.out.write_text(by_line({**here, "jobs": args.jobs, "train": args.train}, "rows", [every[name] for name in sorted(every)]))
 
     context = get_context("forkserver")
     context.set_forkserver_preload(["_warm_inductor"])

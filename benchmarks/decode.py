@@ -11,7 +11,6 @@ longer ones, where the GPU waits for the host. "moefuse+fuse_router" is moefuse 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections import Counter
@@ -26,7 +25,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 KINDS: list[tuple[str, tuple[str, ...]]] = [
     ("Inductor's", ("triton_",)),
     ("experts", ("_vectors", "down_parts", "up_tiles", "down_tiles", "combine_", "sort_once", "_chunks", "grouped_mm", "GroupProblem")),
-    ("router's choice", ("choose", "route", "topk", "TopK", "bitonicSort", "radix")),
+    ("router", ("few_logits", "choose", "route", "topk", "TopK", "bitonicSort", "radix")),
     ("attention", ("flash", "fmha", "attention")),
     ("library products", ("gemm", "gemv", "cutlass", "nvjet", "splitK", "cublas")),
     ("copies", ("Memcpy", "Memset", "copy_kernel", "CatArray")),
@@ -124,19 +123,22 @@ def main() -> None:
     parser.add_argument("--commit")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    from _timing import environment
+    from _timing import by_line
+    from layer import environment
 
-    data: dict[str, Any] = {**environment(), **({"commit": args.commit} if args.commit else {}), "results": []}
+    unit = "ms: milliseconds per token; gpu_us: microseconds per token in a profile, which makes the host slower"
+    head = {**environment(args.commit), "unit": unit} if args.device == "cuda" else {}
+    rows: list[dict[str, Any]] = []
     model = build(args.device, args.tiny)
     with torch.no_grad():
         for batch in args.batch:
             for backend in args.backends:
                 row = measure(model, batch, backend, args.device, args.turns)
-                data["results"].append(row)
+                rows.append(row)
                 shown = f"{row['ms']:8.3f} ms  {row.get('kernels', 0)} kernels  GPU us: {row.get('gpu_us', 'not profiled')}"
                 print(f"batch {batch:3} {backend:20} {shown}", flush=True)
                 if args.out:
-                    args.out.write_text(json.dumps(data, indent=1) + "\n")
+                    args.out.write_text(by_line(head, "results", rows))
 
 
 if __name__ == "__main__":

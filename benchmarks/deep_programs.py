@@ -156,7 +156,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     import torch
-    from _timing import environment
+    from _timing import by_line, environment
 
     args.kinds = args.kinds or list(KINDS if torch.torch_version.TorchVersion(torch.__version__) >= (2, 12) else AT_ONCE)
     data: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {"shards": []}
@@ -166,20 +166,13 @@ def main() -> None:
         for it in shards:
             it.setdefault("torch", here.get("torch"))
             it.setdefault("commit", here.get("commit"))
-        args.out.write_text(render({**data, "shards": shards}))
+        args.out.write_text(by_line({k: v for k, v in data.items() if k != "shards"}, "shards", shards))
 
     try:
         search(args, write, data["shards"])
     except BrokenProcessPool as error:
         print("a worker died:", error)
     report(data["shards"])
-
-
-def render(data: dict[str, Any]) -> str:
-    """JSON with a line for each shard."""
-    rest = {k: v for k, v in data.items() if k != "shards"}
-    lines = ",\n  ".join(json.dumps(s) for s in data["shards"])
-    return json.dumps(rest)[:-1] + (", " if rest else "") + f'"shards": [\n  {lines}\n]}}\n'
 
 
 def report(shards: list[dict[str, Any]]) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
-import json
 import statistics
 import sys
 import time
@@ -24,7 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-sys.path[:0] = [str(Path(__file__).parent.parent)]
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+
+from _timing import by_line  # noqa: E402
+from layer import environment  # noqa: E402
 
 from moefuse.ops.recipe import Recipe  # noqa: E402  (moefuse.ops registers the ops)
 
@@ -142,6 +144,7 @@ def routers(tokens: int, experts: int, k: int, hidden: int, cast: bool) -> dict[
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=120.0)
+    parser.add_argument("--commit")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     until = time.perf_counter() + args.seconds
@@ -157,7 +160,7 @@ def main() -> None:
             break
         rows.append(call())
     if args.out:
-        args.out.write_text(json.dumps({"device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": rows}, indent=1) + "\n")
+        args.out.write_text(by_line({**environment(args.commit), "unit": "microseconds, medians of five turns"}, "rows", rows))
     for row in rows:
         times = [f"{name} {us:.1f}" for name, us in row["us"].items()]
         counts = [f"launches {name} {row[f'launches {name}']}" for name in ROUTERS if f"launches {name}" in row]
