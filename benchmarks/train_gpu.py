@@ -1,4 +1,4 @@
-"""Forward and backward of one layer of experts on a GPU: moefuse's kernels against transformers' grouped_mm under torch.compile.
+"""Forward and backward of one layer of experts on a GPU: transformers' grouped_mm compiled by moefuse, and by Inductor alone.
 
     python benchmarks/train_gpu.py --out benchmarks/results/train-h200.json
     python benchmarks/train_gpu.py --shapes qwen3 --only moefuse,moefuse_own,moefuse_library
@@ -31,6 +31,8 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 import gpu_shapes as gs  # noqa: E402
 import layer  # noqa: E402
 
+import moefuse  # noqa: E402
+
 NAMES = ("moefuse", "moefuse_own", "moefuse_library", "hf_grouped_c")
 LIMIT = 0.02
 Step = Callable[[Tensor, Tensor, Tensor, Tensor], list[Tensor]]
@@ -38,31 +40,24 @@ Step = Callable[[Tensor, Tensor, Tensor, Tensor], list[Tensor]]
 
 def make(name: str, s: gs.Shape, lists: layer.Lists) -> Step:
     """(x, ids, weights, gradient of the output) -> output, and gradients of x, weights, w_in, w_out."""
-    w_in, _, w_out, *_ = lists
-    if name.startswith("moefuse"):
-        import moefuse.ops  # noqa: F401
-        from moefuse.kernels.triton import products
+    from moefuse.kernels.triton import products
 
-        preferred, options = name.partition("_")[2] or None, gs.options(s)
-
-        def call(x: Tensor, ids: Tensor, weights: Tensor) -> Any:
-            return torch.ops.moefuse.experts(x, ids, weights, *lists, **options)
-
-        def prefer() -> None:
-            products.PREFERRED = preferred
-    else:
-        module = layer.transformers_experts(s, lists, "grouped_mm").train()
-        module.requires_grad_(True)
-        w_in, w_out = ([p] for p in (module.gate_up_proj, module.down_proj))
-        call = torch.compile(module, dynamic=False)
-
-        def prefer() -> None:
-            pass
+    module = layer.transformers_experts(s, lists, "grouped_mm").train()
+    module.requires_grad_(True)
+    ours = name.startswith("moefuse")
+    preferred = name.partition("_")[2] or None if ours else None
+    call = torch.compile(module, dynamic=False, backend="moefuse" if ours else "inductor")
+    report = None
 
     def step(x: Tensor, ids: Tensor, weights: Tensor, grad: Tensor) -> list[Tensor]:
-        prefer()
+        nonlocal report
+        products.PREFERRED = preferred
         out = call(x, ids, weights)
-        return [out.detach(), *torch.autograd.grad(out, [x, weights, w_in[0], w_out[0]], grad)]
+        if ours and report is None:
+            report = moefuse.last_report()
+            if report is None or len(report.fused) != 1:
+                raise RuntimeError(f"not fused: {report}")
+        return [out.detach(), *torch.autograd.grad(out, [x, weights, module.gate_up_proj, module.down_proj], grad)]
 
     return step
 

@@ -11,7 +11,7 @@ from moefuse.passes.ops import fake
 from moefuse.runtime import providers
 
 _DIFFERENTIATED = {
-    "experts": ("experts_forward", "experts_backward"),
+    "experts": ("experts_forward", "experts_backward_rows", "experts_backward_in", "experts_backward_out"),
     "permute": ("permute",),
     "grouped_linear": ("grouped_linear", "grouped_linear_backward"),
     "expert_rows": ("expert_rows", "expert_rows_backward"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -23,7 +24,12 @@ class Own:
     """Tokens are gathered while they are loaded; any strides, dtypes, biases and lists."""
 
     def __init__(self, it: Sorted, dtype: torch.dtype) -> None:
-        self.it = plan.tiled(it, dtype) if it.slots else it
+        self.it, self.dtype = it, dtype
+
+    @functools.cached_property
+    def tiled(self) -> Sorted:
+        """The rows with the tiles that all products share; gradients of weights need none."""
+        return plan.tiled(self.it, self.dtype)
 
     def linear(
         self,
@@ -42,7 +48,7 @@ class Own:
             out = torch.empty((self.it.slots, w[0].shape[-1 if back else -2]), dtype=x.dtype, device=x.device)
         if out.numel():
             weight = plan.weight(w).transposed() if back else plan.weight(w)
-            plan.linear(out, x, weight, self.it, bias=plan.weight(b, 1) if b else None, tokens=tokens, scale=scale, add=add)
+            plan.linear(out, x, weight, self.tiled, bias=plan.weight(b, 1) if b else None, tokens=tokens, scale=scale, add=add)
         return out
 
     def weight_grads(
@@ -93,11 +99,11 @@ class Library:
         return [grouped_mm.weight_grad(w[0], rows_g, rows_x, self.ends)]
 
 
-def products(x: Tensor, it: Sorted, gating: str, biases: Sequence[Lists], w_in: Lists, w_out: Lists) -> Own | Library:
-    """Who computes the products of a call."""
-    large = it.mean_rows >= LIBRARY_ROWS and min(w_out[0].shape[-2:]) >= LIBRARY_SIZE
+def products(x: Tensor, it: Sorted, gating: str, biases: Sequence[Lists], size: int, *lists: Lists) -> Own | Library:
+    """Who computes the products with the weights ``lists``. ``size``: the smaller of the features of a token and of the activation."""
+    large = it.mean_rows >= LIBRARY_ROWS and size >= LIBRARY_SIZE
     if PREFERRED == "own" or (PREFERRED is None and not large):
         return Own(it, x.dtype)
-    if not it.slots or grouped_mm.refusal(x, gating, biases, w_in, w_out) is not None:
+    if not it.slots or grouped_mm.refusal(x, gating, biases, *lists) is not None:
         return Own(it, x.dtype)
     return Library(it)

@@ -1,8 +1,8 @@
-"""``moefuse::experts_forward`` and ``experts_backward`` on CUDA: what a differentiated call of ``experts`` runs as.
+"""``moefuse::experts_forward`` and the parts of its backward on CUDA: what a differentiated call of ``experts`` runs as.
 
 Saved are the pre-activation in sorted rows and the routing arrays, nothing else (``moefuse/ops/experts.py``). Tokens and the gradient of
-the output are gathered while they are loaded. Per slot, backward keeps at most: the gradient of the activation and the activation, of the
-pre-activation, and of the token. Rounding is where ``moefuse/runtime/backward.py`` has it.
+the output are gathered while they are loaded, or copied for the library's products. The parts and the rounding are those of
+``moefuse/runtime/backward.py``; a compiled program frees the pre-activation after the first part and its gradient after the second.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from moefuse.kernels.triton import grouped_plan as plan
 from moefuse.kernels.triton.grouped_plan import Activation, Lists, Sorted, on_device
 from moefuse.kernels.triton.products import Library, Own, products
 from moefuse.kernels.triton.tier import supports
+from moefuse.ops.body import Needs
 from moefuse.ops.reference import count_experts
 
-__all__ = ["experts_backward", "experts_forward", "supports"]
+__all__ = ["experts_backward_in", "experts_backward_out", "experts_backward_rows", "experts_forward", "supports"]
 
 
 def _how(name: str, args: Sequence[float], gating: str, up_first: bool, inter: int) -> Activation:
@@ -52,7 +53,7 @@ def experts_forward(
     if not slots:
         return out.zero_(), torch.empty((0, width), dtype=x.dtype, device=x.device), order, offsets
     it = Sorted(order, offsets, slots, experts, ids.shape[1])
-    by = products(x, it, gating, (b_in, b_up, b_out), w_in, w_out)
+    by = products(x, it, gating, (b_in, b_up, b_out), min(hidden, inter), w_in, w_out)
     scale = weights if weight_on_input else None
     if gating == "separate":
         h = torch.empty((slots, width), dtype=x.dtype, device=x.device)
@@ -71,18 +72,13 @@ def experts_forward(
 
 
 @on_device
-def experts_backward(
+def experts_backward_rows(
     grad: Tensor,
-    x: Tensor,
     weights: Tensor,
     h: Tensor,
     order: Tensor,
     offsets: Tensor,
-    w_in: Lists,
-    w_up: Lists,
     w_out: Lists,
-    b_in: Lists,
-    b_up: Lists,
     b_out: Lists,
     needs: Sequence[bool],
     activation: str,
@@ -91,49 +87,96 @@ def experts_backward(
     up_first: bool,
     weight_on_input: bool,
 ) -> list[Tensor]:
-    """The gradients that ``needs`` (in the order of ``moefuse.runtime.backward.INPUTS``) asks for, flattened."""
-    need_x, need_weights, need_in, need_up, need_out, need_b_in, need_b_up, need_b_out = needs
-    slots, inter = order.shape[0], w_out[0].shape[-1]
-    it = Sorted(order.contiguous(), offsets.contiguous(), slots, count_experts(w_in), weights.shape[1])
-    by = products(x, it, gating, (), w_in, w_out)  # no product here has a bias
-    scale, scale_in = (None, weights) if weight_on_input else (weights, None)
-    d_out, h = grad.to(x.dtype), h.contiguous()
-    d_weights = torch.zeros(weights.shape, dtype=weights.dtype, device=x.device) if need_weights else None
-    need_rows = need_x or (need_weights and weight_on_input)
-    need_h = need_rows or need_in or need_up or need_b_in or need_b_up
-    d_h = torch.empty_like(h) if need_h else None
-    a = None if slots or not need_out else torch.empty((0, inter), dtype=x.dtype, device=x.device)
+    """Of d_h, a and the gradient of routing weights on the output, what ``needs`` (``moefuse.ops.body.Needs``) asks for."""
+    need, slots, inter = Needs.of(needs, weight_on_input), order.shape[0], w_out[0].shape[-1]
+    d_weights = torch.zeros(weights.shape, dtype=weights.dtype, device=h.device) if need.products else None
+    h, d_out, d_a, a = h.contiguous(), grad.to(h.dtype), None, None
+    it = _sorted(order, offsets, w_out, weights)
+    if slots and (need.h or need.products):
+        d_a = products(h, it, gating, (), min(grad.shape[1], inter), w_out).linear(d_out, w_out, back=True, tokens=True)
+    if need.w_out:
+        a = torch.empty((slots, inter), dtype=h.dtype, device=h.device) if d_a is None else d_a
+    d_h = torch.empty_like(h) if need.h else None
     if slots:
-        d_a = by.linear(d_out, w_out, back=True, tokens=True) if need_h or need_weights else None
-        if need_out:
-            a = torch.empty((slots, inter), dtype=x.dtype, device=x.device) if d_a is None else d_a
         plan.activate_grads(
             it,
             h,
             d_a,
             _how(activation, activation_args, gating, up_first, inter),
-            scale=scale,
+            scale=None if weight_on_input else weights,
             d_h=d_h,
             a=a,
-            d_weights=None if weight_on_input else d_weights,
+            d_weights=d_weights,
             grad=d_out,
             bias=plan.weight(b_out, 1) if b_out else None,
         )
-        del d_a
-    d_w_out = by.weight_grads(w_out, d_out, a, g_tokens=True) if a is not None else []
-    d_b_out = plan.vector_grads(b_out, d_out, it, tokens=True, scale=scale) if need_b_out else []
-    del a
-    parts: list[Tensor] = []
-    if d_h is not None:
-        parts = [d_h[:, :inter], d_h[:, inter:]] if gating == "separate" else [d_h]
+    return [t for t in (d_h, a, d_weights) if t is not None]
+
+
+@on_device
+def experts_backward_in(
+    x: Tensor,
+    weights: Tensor,
+    d_h: Tensor,
+    order: Tensor,
+    offsets: Tensor,
+    w_in: Lists,
+    w_up: Lists,
+    b_in: Lists,
+    b_up: Lists,
+    needs: Sequence[bool],
+    activation: str,
+    activation_args: Sequence[float],
+    gating: str,
+    up_first: bool,
+    weight_on_input: bool,
+) -> list[Tensor]:
+    """What ``needs`` asks for of the gradients of x, of routing weights on the input, of w_in, w_up, b_in and b_up, flattened."""
+    need, it = Needs.of(needs, weight_on_input), _sorted(order, offsets, w_in, weights)
+    d_h, features, hidden = d_h.contiguous(), *w_in[0].shape[-2:]
+    inter = features if gating in ("plain", "separate") else features // 2
+    by = products(x, it, gating, (), min(hidden, inter), w_in)
+    parts = [d_h[:, :features], d_h[:, features:]] if gating == "separate" else [d_h]
     lists = (w_in, w_up)[: len(parts)]
-    wanted = zip(parts, lists, (need_in, need_up), strict=False)
-    d_w_in = [g for part, w, need in wanted if need for g in by.weight_grads(w, part, x, x_tokens=True, scale=scale_in)]
-    pairs = zip(parts, (b_in, b_up), (need_b_in, need_b_up), strict=False)
-    d_b_in = [g for part, b, need in pairs if need for g in plan.vector_grads(b, part, it)]
-    d_x = _token_grads(x, parts, lists, it, by, weights, weight_on_input, need_x, d_weights) if need_rows else None
-    out = [t for t in (d_x, d_weights) if t is not None]
-    return [*out, *d_w_in, *d_w_out, *d_b_in, *d_b_out]
+    d_weights = None
+    if need.weights and weight_on_input:
+        d_weights = torch.zeros(weights.shape, dtype=weights.dtype, device=x.device)
+    d_x = _token_grads(x, parts, lists, it, by, weights, weight_on_input, need.x, d_weights) if need.tokens else None
+    scale = weights if weight_on_input else None
+    wanted = zip(parts, lists, (need.w_in, need.w_up), strict=False)
+    d_w = [g for part, w, need in wanted if need for g in by.weight_grads(w, part, x, x_tokens=True, scale=scale)]
+    pairs = zip(parts, (b_in, b_up), (need.b_in, need.b_up), strict=False)
+    d_b = [g for part, b, need in pairs if need for g in plan.vector_grads(b, part, it)]
+    return [*(t for t in (d_x, d_weights) if t is not None), *d_w, *d_b]
+
+
+@on_device
+def experts_backward_out(
+    grad: Tensor,
+    weights: Tensor,
+    order: Tensor,
+    offsets: Tensor,
+    a: Lists,
+    w_out: Lists,
+    b_out: Lists,
+    needs: Sequence[bool],
+    activation: str,
+    activation_args: Sequence[float],
+    gating: str,
+    up_first: bool,
+    weight_on_input: bool,
+) -> list[Tensor]:
+    """What ``needs`` asks for of the gradients of w_out and b_out, flattened. ``a`` is one tensor, or none if only b_out's is wanted."""
+    need, it = Needs.of(needs, weight_on_input), _sorted(order, offsets, w_out, weights)
+    d_out = grad.to(w_out[0].dtype)
+    by = products(d_out, it, gating, (), min(w_out[0].shape[-2:]), w_out)
+    d_w = by.weight_grads(w_out, d_out, a[0], g_tokens=True) if need.w_out else []
+    d_b = plan.vector_grads(b_out, d_out, it, tokens=True, scale=None if weight_on_input else weights) if need.b_out else []
+    return [*d_w, *d_b]
+
+
+def _sorted(order: Tensor, offsets: Tensor, w: Lists, weights: Tensor) -> Sorted:
+    return Sorted(order.contiguous(), offsets.contiguous(), order.shape[0], count_experts(w), weights.shape[1])
 
 
 def _token_grads(

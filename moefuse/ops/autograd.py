@@ -6,13 +6,13 @@ An Autograd kernel costs little when nothing is to be differentiated: it redispa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moefuse.ops.body import encode_needs, pack
+from moefuse.ops.body import Needs, decode, encode_needs, pack
 from moefuse.ops.checks import check_experts
 
 ops = torch.ops.moefuse
@@ -68,9 +68,42 @@ class _Experts(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         need_x, _, need_weights, *need_flat = ctx.needs_input_grad[3:]
         needs = [need_x, need_weights, *(any(part) for part in split(need_flat, ctx.counts))]
-        computed = ops.experts_backward.default([grad, *ctx.saved_tensors], ctx.counts, encode_needs(needs), *ctx.body)
+        backward = _in_parts if grad.device.type in IN_PARTS else _at_once
+        computed = backward(grad, ctx.saved_tensors, ctx.counts, needs, ctx.body)
         d_x, d_weights, *d_flat = grads_for(needs, (1, 1, *ctx.counts), computed)
         return None, None, None, d_x, None, d_weights, *d_flat
+
+
+IN_PARTS = ("cuda",)
+"""Devices where backward is three ops, so that a compiled program frees what the next does not read. Elsewhere one op goes by chunks."""
+
+
+def _at_once(grad: Tensor, saved: Lists, counts: list[int], needs: list[bool], body: tuple[Any, ...]) -> list[Tensor]:
+    computed: list[Tensor] = ops.experts_backward.default([grad, *saved], counts, encode_needs(needs), *body)
+    return computed
+
+
+def _in_parts(grad: Tensor, saved: Lists, counts: list[int], needs: list[bool], body: tuple[Any, ...]) -> list[Tensor]:
+    """The parts of ``moefuse/runtime/backward.py``; the largest gradients are made last, when all else is as small as it gets."""
+    need, bits = Needs.of(needs, decode(*body)["weight_on_input"]), encode_needs(needs)
+    x, weights, h, order, offsets, *flat = saved
+    w_in, w_up, w_out, b_in, b_up, b_out = split(flat, counts)
+
+    def part(op: Any, tensors: Lists, *lists: Lists) -> Iterator[Tensor]:
+        return iter(op.default([*tensors, *(t for part in lists for t in part)], [len(part) for part in lists], bits, *body))
+
+    none: list[Tensor] = []
+    d_x, d_in, d_out = none, iter(none), iter(none)
+    rows = part(ops.experts_backward_rows, (grad, weights, h, order, offsets), w_out, b_out)
+    d_h, a, d_weights = ([next(rows)] if wanted else [] for wanted in (need.h, need.w_out, need.products))
+    if d_h:
+        d_in = part(ops.experts_backward_in, (x, weights, *d_h, order, offsets), w_in, w_up, b_in, b_up)
+        d_x = [next(d_in)] if need.x else []
+        d_weights = [next(d_in)] if need.weights and need.on_input else d_weights
+    if need.out:
+        d_out = part(ops.experts_backward_out, (grad, weights, order, offsets), a, w_out, b_out)
+    taken = zip((d_in, d_in, d_out) * 2, (w_in, w_up, w_out, b_in, b_up, b_out), needs[2:], strict=True)
+    return [*d_x, *d_weights, *(next(source) for source, tensors, wanted in taken if wanted for _ in tensors)]
 
 
 def experts(

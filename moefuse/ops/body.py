@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -72,11 +73,57 @@ def unpack(tensors: Sequence[Tensor], counts: Sequence[int]) -> list[Any]:
     return data
 
 
+@dataclass(frozen=True)
+class Needs:
+    """The gradients of ``experts`` that are wanted, in the order in which its backward returns them, and what they ask for.
+
+    A weight list has one flag, and one gradient per tensor.
+    """
+
+    x: bool
+    weights: bool
+    w_in: bool
+    w_up: bool
+    w_out: bool
+    b_in: bool
+    b_up: bool
+    b_out: bool
+    on_input: bool
+    """Whether routing weights multiply the token: no gradient, but it says which part makes theirs."""
+
+    @classmethod
+    def of(cls, flags: Sequence[bool], on_input: bool) -> Needs:
+        """From the flags alone."""
+        x, weights, *lists = flags
+        w_in, w_up, w_out, b_in, b_up, b_out = lists
+        return cls(x, weights, w_in, w_up, w_out, b_in, b_up, b_out, on_input)
+
+    @property
+    def tokens(self) -> bool:
+        """The gradient of each slot's token."""
+        return self.x or (self.weights and self.on_input)
+
+    @property
+    def h(self) -> bool:
+        """The gradient of the pre-activation: the second part runs."""
+        return self.tokens or self.w_in or self.w_up or self.b_in or self.b_up
+
+    @property
+    def products(self) -> bool:
+        """The gradient of routing weights on the output."""
+        return self.weights and not self.on_input
+
+    @property
+    def out(self) -> bool:
+        """The third part runs."""
+        return self.w_out or self.b_out
+
+
 def encode_needs(needs: Sequence[bool]) -> int:
     """Flags of the gradients that are wanted, as bits."""
     return sum(bool(need) << i for i, need in enumerate(needs))
 
 
 def decode_needs(bits: int) -> list[bool]:
-    """The eight flags of :data:`moefuse.runtime.backward.INPUTS`."""
+    """The first eight flags of :class:`Needs`."""
     return [bool(bits >> i & 1) for i in range(8)]

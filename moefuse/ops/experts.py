@@ -1,7 +1,8 @@
 """``moefuse::experts``: kernel entry, fake and registration, and the internal ops that it runs as.
 
-Inference is ``experts_infer``; a call that is differentiated is ``experts_forward``, later ``experts_backward``. On the CPU a C++ kernel
-takes these over (``moefuse/runtime/native.py``), and what it leaves comes back as the op of the same name with ``_general``.
+Inference is ``experts_infer``; a call that is differentiated is ``experts_forward``, later ``experts_backward``, or its three parts where
+memory is to be free between them (``moefuse/runtime/backward.py``). On the CPU a C++ kernel takes the former over
+(``moefuse/runtime/native.py``), and what it leaves comes back as the op of the same name with ``_general``.
 
 What forward saves for backward has shapes that do not depend on the routing:
 
@@ -12,14 +13,14 @@ What forward saves for backward has shapes that do not depend on the routing:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from moefuse.ops import autograd
-from moefuse.ops.body import decode, decode_needs, pack, unpack
+from moefuse.ops.body import Needs, decode, decode_needs, pack, unpack
 from moefuse.ops.checks import check_experts
 from moefuse.ops.schema import implement
 from moefuse.runtime import native, providers
@@ -103,26 +104,57 @@ def _forward_fake(tensors: Lists, counts: Sequence[int], body: int, arg0: float,
     return x.new_empty((x.shape[0], hidden), dtype=out_dtype), x.new_empty((slots, width)), order, offsets
 
 
-def _backward(tensors: Lists, counts: Sequence[int], needs: int, body: int, arg0: float, arg1: float) -> list[Tensor]:
-    data = unpack(tensors, counts)
-    out: list[Tensor] = providers.run("experts_backward", *data, decode_needs(needs), *decode(body, arg0, arg1).values())
-    return out
+def _like(groups: Iterable[tuple[Lists, bool]]) -> list[Tensor]:
+    """Gradients of the groups that are wanted."""
+    return [torch.empty_like(t) for tensors, wanted in groups if wanted for t in tensors]
 
 
 def _backward_fake(tensors: Lists, counts: Sequence[int], needs: int, body: int, arg0: float, arg1: float) -> list[Tensor]:
     _, x, weights, _, _, _, *lists = unpack(tensors, counts)
     wanted = decode_needs(needs)
-    out: list[Tensor] = [t.new_empty(t.shape) for t, need in ((x, wanted[0]), (weights, wanted[1])) if need]
-    for part, need in zip(lists, wanted[2:], strict=True):
-        out += [torch.empty_like(t) for t in part] if need else []
-    return out
+    dense = [t.new_empty(t.shape) for t, need in ((x, wanted[0]), (weights, wanted[1])) if need]
+    return dense + _like(zip(lists, wanted[2:], strict=True))
+
+
+def _part(name: str) -> Callable[..., list[Tensor]]:
+    """A part of backward: everything but the needs and the options is in ``tensors``."""
+
+    def kernel(tensors: Lists, counts: Sequence[int], needs: int, body: int, arg0: float, arg1: float) -> list[Tensor]:
+        data = unpack(tensors, counts)
+        out: list[Tensor] = providers.run(name, *data, decode_needs(needs), *decode(body, arg0, arg1).values())
+        return out
+
+    return kernel
+
+
+def _need(needs: int, body: int) -> Needs:
+    return Needs.of(decode_needs(needs), decode(body, 0.0, 0.0)["weight_on_input"])
+
+
+def _rows_fake(tensors: Lists, counts: Sequence[int], needs: int, body: int, arg0: float, arg1: float) -> list[Tensor]:
+    need, (_, weights, h, _, _, w_out, _) = _need(needs, body), unpack(tensors, counts)
+    made = ((h.shape, need.h, h), ((h.shape[0], w_out[0].shape[-1]), need.w_out, h), (weights.shape, need.products, weights))
+    return [like.new_empty(shape) for shape, wanted, like in made if wanted]
+
+
+def _in_fake(tensors: Lists, counts: Sequence[int], needs: int, body: int, arg0: float, arg1: float) -> list[Tensor]:
+    need, (x, weights, _, _, _, *lists) = _need(needs, body), unpack(tensors, counts)
+    dense = [t.new_empty(t.shape) for t, wanted in ((x, need.x), (weights, need.weights and need.on_input)) if wanted]
+    return dense + _like(zip(lists, (need.w_in, need.w_up, need.b_in, need.b_up), strict=True))
+
+
+def _out_fake(tensors: Lists, counts: Sequence[int], needs: int, body: int, arg0: float, arg1: float) -> list[Tensor]:
+    need, (*_, w_out, b_out) = _need(needs, body), unpack(tensors, counts)
+    return _like(((w_out, need.w_out), (b_out, need.b_out)))
 
 
 implement("experts", kernel=_kernel, fake=_fake, autograd=autograd.experts)
 for _name, _general, _general_fake, _unit, _entry in (
     ("experts_infer", _infer, _infer_fake, "infer", None),
     ("experts_forward", _forward, _forward_fake, "train", autograd.not_differentiable("experts_forward")),
-    ("experts_backward", _backward, _backward_fake, "train", autograd.once("experts_backward", "experts")),
+    ("experts_backward", _part("experts_backward"), _backward_fake, "train", autograd.once("experts_backward", "experts")),
 ):
     implement(_name, kernel=_or_native(_name, _unit, _general), fake=_general_fake, autograd=_entry)
     implement(f"{_name}_general", kernel=_general, fake=_general_fake, autograd=None)
+for _name, _general_fake in (("experts_backward_rows", _rows_fake), ("experts_backward_in", _in_fake), ("experts_backward_out", _out_fake)):
+    implement(_name, kernel=_part(_name), fake=_general_fake, autograd=autograd.once(_name, "experts"))

@@ -22,7 +22,7 @@ SCHEMAS: tuple[str, ...] = (
     f"experts({_EXPERTS_ARGS}) -> Tensor",
     *(f"experts_infer{general}({_PACKED}) -> Tensor" for general in ("", "_general")),
     *(f"experts_forward{general}({_PACKED}) -> {_KEPT}" for general in ("", "_general")),
-    *(f"experts_backward{general}({_PACKED_BACKWARD}) -> Tensor[]" for general in ("", "_general")),
+    *(f"experts_backward{part}({_PACKED_BACKWARD}) -> Tensor[]" for part in ("", "_general", "_rows", "_in", "_out")),
     f"shared_start({_PACKED}, int overlap) -> Tensor",
     "shared_join(Tensor routed, Tensor shared, Tensor? weight, float scale, Tensor[] held, int overlap) -> Tensor",
     "permute(Tensor x, Tensor ids, int num_experts) -> (Tensor xs, Tensor order, Tensor offsets)",

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from moefuse.ops.reference import accumulation_dtype, expert_vector
-from moefuse.runtime.backward import empty_grads, vector_grads, weight_grads
 from moefuse.runtime.cpu import Lists, back_project, project
+from moefuse.runtime.expert_grads import empty_grads, vector_grads, weight_grads
 from moefuse.runtime.routing import groups_of, positions, sort_slots
 
 

@@ -112,7 +112,10 @@ def _triton(module: str, op: str, name: str = "triton", traced: str | None = Non
 PROVIDERS: dict[str, list[Provider]] = {
     "experts": _on_cuda() + _portable(cpu.experts),
     "experts_forward": _triton("training", "experts_forward") + _portable(cpu.experts_forward),
-    "experts_backward": _triton("training", "experts_backward") + _portable(backward.experts_backward),
+    "experts_backward": _portable(backward.experts_backward),
+    "experts_backward_rows": _triton("training", "experts_backward_rows") + _portable(backward.experts_backward_rows),
+    "experts_backward_in": _triton("training", "experts_backward_in") + _portable(backward.experts_backward_in),
+    "experts_backward_out": _triton("training", "experts_backward_out") + _portable(backward.experts_backward_out),
     "permute": _triton("tier", "permute") + _portable(grouped.permute),
     "grouped_linear": _triton("tier", "grouped_linear") + _portable(grouped.grouped_linear),
     "grouped_linear_backward": _triton("tier", "grouped_linear_backward") + _portable(grouped.grouped_linear_backward),

@@ -79,7 +79,7 @@ def check(case: Case) -> None:
 
 def test_triton_runs_the_ops() -> None:
     x = torch.empty(3, 3, device="cuda")
-    for op in ("experts_forward", "experts_backward"):
+    for op in ("experts_forward", "experts_backward_rows", "experts_backward_in", "experts_backward_out"):
         assert providers.select(op, x).name == "triton"
 
 

@@ -138,7 +138,11 @@ def test_training(name: str, arch: int | str, on_input: bool, launches: list[Any
 
     def run() -> None:
         out, h, order, offsets = training.experts_forward(x, ids, weights, *lists, *options, on_input, None)
-        training.experts_backward(out, x, weights, h, order, offsets, *lists, needs, *options, on_input)
+        w_in, w_up, w_out, b_in, b_up, b_out = lists
+        rest, routing = (needs, *options, on_input), (order, offsets)
+        d_h, a, *_ = training.experts_backward_rows(out, weights, h, *routing, w_out, b_out, *rest)
+        training.experts_backward_in(x, weights, d_h, *routing, w_in, w_up, b_in, b_up, *rest)
+        training.experts_backward_out(out, weights, *routing, [a], w_out, b_out, *rest)
 
     compile_all(launches, arch, tmp_path, monkeypatch, run)
     assert {"linear_tiles", "weight_grads", "activate", "activate_grads", "sum_rows"} <= {s.launch.kernel.__name__ for s, _ in launches}

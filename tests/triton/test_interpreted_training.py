@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from moefuse.ops import autograd
 from tests.cpu.ops_case import Case, every_body, leaves, oracle_grads, reference, run, tensors, to
 from tests.triton.interpreted_case import TIER, interpreted
 
@@ -19,15 +20,17 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # NumPy, about the NaN of these tests
     pytest.mark.usefixtures("ran"),
 ]
+ALL = ("experts_forward", "experts_backward_rows", "experts_backward_in", "experts_backward_out")
 SMALL = Case(tokens=5, hidden=24, inter=20, hidden_out=17, experts=4, top_k=3, dtype=torch.float32)
 STORAGES: list[dict[str, bool]] = [{}, {"transposed": True}, {"separate": True}]
 
 
 @pytest.fixture
-def ran() -> Iterator[list[str]]:
+def ran(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     from moefuse.kernels.triton import training
 
-    with interpreted(training, ("experts_forward", "experts_backward")) as names:
+    monkeypatch.setattr(autograd, "IN_PARTS", ("cpu",))
+    with interpreted(training, ALL) as names:
         yield names
 
 
@@ -63,7 +66,7 @@ def check(case: Case) -> None:
 def test_every_body(case: Case, ran: list[str]) -> None:
     """In double precision, so a wrong derivative has nowhere to hide."""
     check(case.with_(tokens=4))
-    assert ran == ["experts_forward", "experts_backward"]
+    assert ran == list(ALL)
 
 
 @pytest.mark.parametrize("storage", STORAGES, ids=["stacked", "in-out", "separate"])
@@ -263,7 +266,7 @@ def test_a_compiled_block_trains_as_in_eager(plain: bool, ran: list[str]) -> Non
     assert report is not None
     assert (len(report.fused), report.skipped) == (1, [])
     used = {"permute", "grouped_linear", "combine", "grouped_linear_backward", "combine_backward"}
-    assert used <= set(ran_in_tier) if plain else {"experts_forward", "experts_backward"} <= set(ran)
+    assert used <= set(ran_in_tier) if plain else set(ALL) <= set(ran)
     want = block(x)
     torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(grads, torch.autograd.grad(want.square().sum(), list(block.parameters())), rtol=1e-4, atol=1e-5)
