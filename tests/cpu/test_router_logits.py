@@ -129,11 +129,12 @@ def test_few_tokens(route: Callable[..., Routed], dtype: torch.dtype) -> None:
     close(out, wanted)
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("tokens", [1, MANY])
 @pytest.mark.parametrize("route", [cast, cast_product])
-def test_casts_of_both_factors(route: Callable[..., Routed], tokens: int) -> None:
+def test_casts_of_both_factors(route: Callable[..., Routed], tokens: int, dynamic: bool) -> None:
     """Neither factor is copied."""
-    names, out, wanted = compiled(route, tokens, torch.bfloat16)
+    names, out, wanted = compiled(route, tokens, torch.bfloat16, dynamic)
     assert names["moefuse.router_logits"] == 1
     assert names["type"] + names["float"] == 0
     close(out, wanted)
@@ -144,18 +145,19 @@ BF16, F32 = torch.bfloat16, torch.float32
 
 @pytest.mark.parametrize(
     ("route", "dtype", "dynamic"),
-    [(linear, BF16, False), (linear, F32, False), (cast, F32, False), (one_cast, BF16, False), (cast, BF16, True)],
+    [(linear, BF16, False), (linear, F32, False), (cast, F32, False), (one_cast, BF16, False), (linear, BF16, True), (cast, F32, True)],
 )
 def test_what_a_library_does_well_stays(route: Callable[..., Routed], dtype: torch.dtype, dynamic: bool) -> None:
-    """And what may be any number of tokens."""
+    """And what may be few tokens or many."""
     names, out, wanted = compiled(route, MANY, dtype, dynamic)
     assert not names["moefuse.router_logits"]
     close(out, wanted)
 
 
-def test_one_graph_for_any_number_of_tokens() -> None:
+@pytest.mark.parametrize("route", [cast, linear])
+def test_one_graph_for_any_number_of_tokens(route: Callable[..., Routed]) -> None:
     """Whether tokens are few is not asked where their number is a symbol."""
-    model = Layer(cast).bfloat16()
+    model = Layer(route).bfloat16()
     compiled = torch.compile(model, backend="moefuse", dynamic=True, options={"fuse_router": True})
     with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
         for tokens in (FEW, MANY, FEW + 1):

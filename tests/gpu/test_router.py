@@ -145,29 +145,36 @@ def test_logits(tokens: int, experts: int, hidden: int, kinds: tuple[torch.dtype
         assert torch.equal(torch.ops.moefuse.router_logits(x, weight, added, kinds[2]), got)
 
 
+class Block(torch.nn.Module):
+    """A router as DeepSeek-V3 has it, in front of experts that are matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.randn(64, 1024, device="cuda", dtype=torch.bfloat16))
+        self.experts = torch.nn.Parameter(torch.randn(64, 1024, 32, device="cuda", dtype=torch.bfloat16) / 32)
+
+    def forward(self, x: Tensor) -> Any:
+        logits = torch.nn.functional.linear(x.float(), self.w.float())
+        weights, ids = torch.topk(logits.softmax(-1), 4)
+        weights = (weights / weights.sum(-1, keepdim=True)).to(x.dtype)
+        out = torch.zeros(len(x), 32, device=x.device, dtype=x.dtype)
+        for e in range(64):
+            out = out + (x @ self.experts[e]) * (weights * (ids == e)).sum(-1, keepdim=True)
+        return out
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("tokens", [1, 300])
 @pytest.mark.usefixtures("fresh_dynamo")
-def test_a_router_that_casts_both_factors(tokens: int) -> None:
+def test_a_router_that_casts_both_factors(tokens: int, dynamic: bool) -> None:
     """In a compiled layer nothing is copied: for few tokens the router is two launches, for many the library's product is one of them."""
     import moefuse
 
-    w = torch.randn(64, 1024, device="cuda", dtype=torch.bfloat16)
-    experts = torch.randn(64, 1024, 32, device="cuda", dtype=torch.bfloat16) / 32
-
-    class Block(torch.nn.Module):
-        def forward(self, x: Tensor) -> Any:
-            logits = torch.nn.functional.linear(x.float(), w.float())
-            weights, ids = torch.topk(logits.softmax(-1), 4)
-            weights = (weights / weights.sum(-1, keepdim=True)).to(x.dtype)
-            out = torch.zeros(len(x), 32, device=x.device, dtype=x.dtype)
-            for e in range(64):
-                out = out + (x @ experts[e]) * (weights * (ids == e)).sum(-1, keepdim=True)
-            return out
-
+    block = Block()
     x = torch.randn(tokens, 1024, device="cuda", dtype=torch.bfloat16)
-    compiled = torch.compile(Block(), backend="moefuse", dynamic=False, options={"fuse_router": True})
+    compiled = torch.compile(block, backend="moefuse", dynamic=dynamic, options={"fuse_router": True})
     with torch.no_grad():
-        torch.testing.assert_close(compiled(x), Block()(x), rtol=2**-6, atol=2**-6)
+        torch.testing.assert_close(compiled(x), block(x), rtol=2**-6, atol=2**-6)
         report = moefuse.last_report()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             compiled(x)
@@ -175,8 +182,9 @@ def test_a_router_that_casts_both_factors(tokens: int) -> None:
     assert report is not None
     assert any("one kernel and one for its logits" in note for note in report.notes), report
     names = [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    assert ("few_logits" in names) == (tokens == 1), names
+    assert ("few_logits" in names) == (tokens == 1), names  # torch never makes a symbol of 1
     assert names.count("route") == 1
+    assert len(names[: names.index("route")]) <= 2, names  # the library may split the sum over H
     if tokens == 1:
         assert names[:2] == ["few_logits", "route"], names
 

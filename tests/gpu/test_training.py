@@ -248,18 +248,25 @@ def test_a_compiled_model_trains_as_in_eager(name: str) -> None:
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
-def test_training_takes_no_more_memory_than_the_default() -> None:
-    """A block of transformers, forward and backward: peak memory of backend moefuse against that of backend inductor."""
+@pytest.mark.parametrize("frozen", [False, True], ids=["", "experts-frozen"])
+@pytest.mark.parametrize(("hidden", "inter", "experts", "top_k"), [(512, 384, 32, 4), (2048, 768, 128, 8), (1024, 3584, 8, 2)])
+def test_training_takes_no_more_memory_than_the_default(hidden: int, inter: int, experts: int, top_k: int, frozen: bool) -> None:
+    """A block of transformers, forward and backward: peak memory of backend moefuse against that of backend inductor.
+
+    Where rows weigh more than weights, as much as them (Qwen3's sizes), and where few experts are large (Mixtral's proportions).
+    """
     transformers = pytest.importorskip("transformers")
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
-    config = transformers.Qwen3MoeConfig(hidden_size=512, moe_intermediate_size=384, num_experts=32, num_experts_per_tok=4)
+    sizes = {"hidden_size": hidden, "moe_intermediate_size": inter, "num_experts": experts, "num_experts_per_tok": top_k}
+    config = transformers.Qwen3MoeConfig(**sizes)
     config._experts_implementation = "grouped_mm"
     torch.manual_seed(0)
     block = Qwen3MoeSparseMoeBlock(config).to("cuda", torch.bfloat16)
     for p in block.parameters():
         torch.nn.init.normal_(p, std=p.shape[-1] ** -0.5)
-    x = torch.randn(1, 4096, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    block.experts.requires_grad_(not frozen)
+    x = torch.randn(1, 4096, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     peaks = {}
     for backend in ("inductor", "moefuse"):
         torch._dynamo.reset()
