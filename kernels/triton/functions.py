@@ -198,6 +198,12 @@ FAR_ROW: tl.constexpr = tl.constexpr(1 << 30)
 
 
 @triton.jit
+def load_rows(rows_of, start, rows, col, BM: tl.constexpr, BN: tl.constexpr):
+    """[BM, BN] from row ``start`` and column ``col``, zeros behind the first ``rows``, through a descriptor as of :func:`store_rows`."""
+    return tl.reshape(rows_of.load([FAR_ROW, start + rows, FAR_ROW - rows, col]), [BM, BN])
+
+
+@triton.jit
 def store_rows(rows_of, v, start, rows, col, BM: tl.constexpr, BN: tl.constexpr, PARTS: tl.constexpr):
     """Store the first ``rows`` of v [BM, BN] at row ``start`` from column ``col`` through a descriptor of ``plan.rows_descriptor``.
 

@@ -138,6 +138,17 @@ def grad_sizes(mean_rows: float, aligned: bool, scaled: bool, dtype: torch.dtype
     return 128, fit(Tiles(256, 64 if mean_rows > 32 else 32, 8, 3, 8), 128, 2, device)
 
 
+GRAD_ROWS = 64
+"""Mean rows of an expert from which on gradients of weights are worth sorted copies of the tokens, which come through descriptors."""
+
+
+def grad_tiles(n: int, k: int, it: Sorted, dtype: torch.dtype, device: Device) -> tuple[int, Tiles] | None:
+    """(BN, tiles) of ``wgrad.weight_grad_tiles``, whose bn is the kernel's BK and bk its BR; None where it cannot be or does not pay."""
+    if not (device.hopper and dtype.itemsize == 2 and whole(2, n, k) and it.mean_rows >= GRAD_ROWS and min(n, k) >= 64):
+        return None
+    return 128, fit(Tiles(256, 64, 8, 3, 8, persistent=True), 128, 2, device)
+
+
 def fit(t: Tiles, bm: int, item: int, device: Device) -> Tiles:
     """The tiles reduced until they are within the device's shared memory."""
     return within(t, bm, 1, item, device.shared)
@@ -152,6 +163,11 @@ def blocks(n: int, elements: int = 2048) -> tuple[int, int]:
 def whole(item: int, *sizes: int) -> bool:
     """Whether rows of these sizes are whole 16 bytes."""
     return all(n * item % 16 == 0 for n in sizes)
+
+
+def aligned_rows(t: Tensor) -> bool:
+    """Whether a descriptor can show the rows of t [S, N]."""
+    return t.stride(1) == 1 and t.stride(0) * t.element_size() % 16 == 0 and t.data_ptr() % 16 == 0
 
 
 def bins(experts: int) -> int:
@@ -330,11 +346,11 @@ def linear(
     form = w.operand.form(item) if part.desc and k else ""
     if form == "in-out" and k % part.bk:
         form = ""  # a block would reach into the next expert
-    by_desc = part.rows_desc and not tokens and k > 0 and x.stride(1) == 1 and x.stride(0) * item % 16 == 0 and x.data_ptr() % 16 == 0
+    by_desc = part.rows_desc and not tokens and k > 0 and aligned_rows(x)
     descs: list[Any] = [(1, (it.slots, k), (x.stride(0), 1), (it.bm, part.bk))] if by_desc else []
     if part.store and out.is_contiguous() and not add and whole(item, n) and out.data_ptr() % 16 == 0:
         store = part.store
-        descs.append((7, *rows_descriptor(it.slots, n, it.bm, part.bn // store)))
+        descs.append((7, *rows_descriptor(n, it.bm, part.bn // store)))
     else:
         store = 0
     if form:
@@ -367,6 +383,26 @@ def weight_grads(
     grads, target, instead = new_grads(w, 2)
     n, k = g.shape[1], x.shape[1]
     device = device_of(x.device)
+    tiles = None if g_tokens or x_tokens else grad_tiles(n, k, it, x.dtype, device)
+    if tiles is not None and all(aligned_rows(t) for t in (g, x)):
+        bn, part = tiles
+        count = it.experts * -(-n // bn) * -(-k // part.bn)
+        launch(
+            wgrad.weight_grad_tiles,
+            (min(device.sms * part.per_sm, count) if part.persistent else count,),
+            (g, x, it.offsets, target.pointer),
+            (
+                *(it.experts, n, k, *target.strides, target.operand.table, target.operand.aligned, target.operand.wide),
+                *(bn, part.bn, part.bk, part.group),
+            ),
+            warps=part.warps,
+            stages=part.stages,
+            descs=(
+                (0, *rows_descriptor(n, part.bk, bn, g.stride(0))),
+                (1, *rows_descriptor(k, part.bk, part.bn, x.stride(0))),
+            ),
+        )
+        return spread(grads, instead)
     bn, part = grad_sizes(it.mean_rows, whole(x.element_size(), n, k), scale is not None, x.dtype, device)
     # Gathered rows come one load after their row numbers, and Triton divides the stages between both. Elsewhere registers would not do.
     deep = device.hopper and x.element_size() == 2 and (g_tokens or x_tokens) and scale is None

@@ -88,14 +88,17 @@ def precision_of(dtype: torch.dtype) -> str:
     return "tf32" if dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
 
 
-def rows_descriptor(rows: int, features: int, bm: int, bn: int) -> tuple[Any, ...]:
-    """(shape, strides, block) of a descriptor of a contiguous [rows, features] through which ``functions.store_rows`` stores.
+def rows_descriptor(features: int, bm: int, bn: int, stride: int | None = None) -> tuple[Any, ...]:
+    """(shape, strides, block) of a descriptor of rows through which ``functions.store_rows`` stores and ``load_rows`` loads.
+
+    ``stride``: elements from row to row, ``features`` where rows are contiguous.
 
     Rows are clipped at FAR_ROW = 2**30; coordinate FAR_ROW of the first dimension goes 2**64 bytes (a power of two times that), which is
     nowhere, minus FAR_ROW rows.
     """
     huge = 0x7FFF0000
-    return (huge, huge, 1 << 30, features), ((1 << 34) - features, features, features, 1), (1, 1, bm, bn)
+    step = features if stride is None else stride
+    return (huge, huge, 1 << 30, features), ((1 << 34) - step, step, step, 1), (1, 1, bm, bn)
 
 
 @dataclass

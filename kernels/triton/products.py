@@ -11,6 +11,7 @@ from torch import Tensor
 from moefuse.kernels.triton import grouped_mm
 from moefuse.kernels.triton import grouped_plan as plan
 from moefuse.kernels.triton.grouped_plan import Lists, Sorted
+from moefuse.kernels.triton.layout import device_of
 
 PREFERRED: str | None = None
 """"own" or "library" for every call that either can run; None: by the rule below. Benchmarks set it."""
@@ -20,11 +21,28 @@ LIBRARY_SIZE = 512
 (``benchmarks/train_gpu.py``): a step with 256 rows of 768 x 2048 takes 0.76 of the time, with 1024 rows of 14336 x 4096 0.58."""
 
 
-class Own:
-    """Tokens are gathered while they are loaded; any strides, dtypes, biases and lists."""
+class _Rows:
+    """The sorted rows of a call, and the copy of the last tokens that were gathered."""
+
+    def __init__(self, it: Sorted) -> None:
+        self.it = it
+        self.last: tuple[Tensor, Tensor] | None = None
+
+    def rows(self, t: Tensor, tokens: bool, scale: Tensor | None) -> Tensor:
+        """t itself, or its sorted copy if it has tokens."""
+        if not tokens:
+            return t
+        if self.last is None or self.last[0] is not t:
+            self.last = t, grouped_mm.gathered(t, self.it, scale)
+        return self.last[1]
+
+
+class Own(_Rows):
+    """Tokens are gathered while they are loaded, where no kernel wants them sorted; any strides, dtypes, biases and lists."""
 
     def __init__(self, it: Sorted, dtype: torch.dtype) -> None:
-        self.it, self.dtype = it, dtype
+        super().__init__(it)
+        self.dtype = dtype
 
     @functools.cached_property
     def tiled(self) -> Sorted:
@@ -55,22 +73,17 @@ class Own:
         self, w: Lists, g: Tensor, x: Tensor, *, g_tokens: bool = False, x_tokens: bool = False, scale: Tensor | None = None
     ) -> list[Tensor]:
         """Gradients of w, with its strides."""
+        if plan.grad_tiles(g.shape[1], x.shape[1], self.it, x.dtype, device_of(x.device)) is not None:
+            return plan.weight_grads(w, self.rows(g, g_tokens, None), self.rows(x, x_tokens, scale), self.it)
         return plan.weight_grads(w, g, x, self.it, g_tokens=g_tokens, x_tokens=x_tokens, scale=scale)
 
 
-class Library:
+class Library(_Rows):
     """``grouped_mm`` on gathered copies of the tokens; what :func:`moefuse.kernels.triton.grouped_mm.refusal` lets through."""
 
     def __init__(self, it: Sorted) -> None:
-        self.it, self.ends = it, it.offsets[1:].to(torch.int32)
-        self.last: tuple[Tensor, Tensor] | None = None
-
-    def _rows(self, t: Tensor, tokens: bool, scale: Tensor | None) -> Tensor:
-        if not tokens:
-            return t
-        if self.last is None or self.last[0] is not t:
-            self.last = t, grouped_mm.gathered(t, self.it, scale)
-        return self.last[1]
+        super().__init__(it)
+        self.ends = it.offsets[1:].to(torch.int32)
 
     def linear(
         self,
@@ -88,13 +101,13 @@ class Library:
         assert out is None
         assert not b
         assert not add
-        return grouped_mm.product(self._rows(x, tokens, scale), w[0] if back else w[0].transpose(1, 2), self.ends)
+        return grouped_mm.product(self.rows(x, tokens, scale), w[0] if back else w[0].transpose(1, 2), self.ends)
 
     def weight_grads(
         self, w: Lists, g: Tensor, x: Tensor, *, g_tokens: bool = False, x_tokens: bool = False, scale: Tensor | None = None
     ) -> list[Tensor]:
         """As of :class:`Own`."""
-        rows_g, rows_x = self._rows(g, g_tokens, None), self._rows(x, x_tokens, scale)
+        rows_g, rows_x = self.rows(g, g_tokens, None), self.rows(x, x_tokens, scale)
         self.last = None
         return [grouped_mm.weight_grad(w[0], rows_g, rows_x, self.ends)]
 

@@ -108,7 +108,7 @@ def build_tiles(plan: Plan) -> None:
             descs.append((position, name, *w.matrix(form, plan.experts, features, h, width, up.bk)))
     rows_a, rows_b = plan.w_in.rows(form), plan.w_up.rows(form)
     if stored[0]:
-        descs.append((7, "h", *rows_descriptor(s, i, bm, up.bn // stored[0])))
+        descs.append((7, "h", *rows_descriptor(i, bm, up.bn // stored[0])))
     up_rows = up.rows_desc and h > 0 and h * item % 16 == 0
     if up_rows:
         tail[0] = False
@@ -140,7 +140,7 @@ def build_tiles(plan: Plan) -> None:
     if form:
         descs.append((2, "w_out", *plan.w_out.matrix(form, plan.experts, n, i, down.bn, down.bk)))
     if stored[1]:
-        descs.append((5, "y", *rows_descriptor(s, n, bm, down.bn // stored[1])))
+        descs.append((5, "y", *rows_descriptor(n, bm, down.bn // stored[1])))
     plan.launch(
         gemm.down_tiles,
         grid(plan, down, max_tiles * -(-n // down.bn)),

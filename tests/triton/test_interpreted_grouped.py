@@ -142,6 +142,33 @@ def test_forms_of_a_tile(flags: dict[str, Any], form: str, monkeypatch: pytest.M
         near(d_xs, exact, own)
 
 
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("ids", ROUTINGS)
+def test_gradients_of_weights_by_descriptors(ids: Tensor, form: str, persistent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of the next expert and dead ones, all NaN, are seen by no descriptor; rows with gaps, sizes that are no multiples of a tile."""
+    from moefuse.kernels.triton import grouped_plan
+    from moefuse.kernels.triton.config import Tiles
+
+    monkeypatch.setattr(grouped_plan, "grad_tiles", lambda *a: (16, Tiles(32, 16, 4, 1, 2, persistent=persistent)))
+    for out, inp in ((20, 28), (16, 64)):
+        w, _ = lists(form, out, inp, torch.float32)
+        xs, _, offsets = grouped.permute(draw(ids.shape[0], inp, dtype=torch.float32), ids, EXPERTS)
+        grad = torch.full((ids.numel(), out + 4), float("nan"))[:, :out].copy_(draw(ids.numel(), out, dtype=torch.float32))
+        for t in (xs, grad):
+            t[offsets[-1] :] = float("nan")
+        want = grouped.grouped_linear_backward(grad, xs, offsets, w, [], [False, True, False])
+        torch.testing.assert_close(ops.grouped_linear_backward(grad, xs, offsets, w, [], [False, True, False]), want)
+        if offsets[-1] > offsets[-2]:
+            xs[offsets[-2] :] = float("nan")  # the last expert's
+            for got, exact in zip(
+                ops.grouped_linear_backward(grad, xs, offsets, w, [], [False, True, False]),
+                grouped.grouped_linear_backward(grad, xs, offsets, w, [], [False, True, False]),
+                strict=True,
+            ):
+                torch.testing.assert_close(got, exact, equal_nan=True)
+
+
 def test_views_of_every_kind() -> None:
     """Rows with gaps, columns with gaps, expanded gradients, weights that overlap."""
     (w,), (b,) = lists("stacked", 8, 6, torch.float32)

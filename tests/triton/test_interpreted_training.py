@@ -115,6 +115,30 @@ def test_products_of_the_library(changes: dict[str, Any], needed: str, monkeypat
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("storage", STORAGES, ids=["stacked", "in-out", "separate"])
+@pytest.mark.parametrize("gating", ["merged", "separate"])
+@pytest.mark.parametrize("on_input", [False, True], ids=["weight-on-output", "weight-on-input"])
+def test_gradients_of_weights_from_sorted_copies(
+    gating: str, storage: dict[str, bool], on_input: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both factors through descriptors; tokens are copied once for gate and up."""
+    from moefuse.kernels.triton import grouped_mm, grouped_plan
+    from moefuse.kernels.triton.config import Tiles
+
+    copies: list[tuple[int, ...]] = []
+    gathered = grouped_mm.gathered
+
+    def noted(x: Tensor, *rest: Any) -> Tensor:
+        copies.append(tuple(x.shape))
+        return gathered(x, *rest)
+
+    monkeypatch.setattr(grouped_plan, "grad_tiles", lambda *a: (16, Tiles(32, 16, 4, 1, 2, persistent=True)))
+    monkeypatch.setattr(grouped_mm, "gathered", noted)
+    case = SMALL.with_(tokens=13, inter=16, hidden_out=36, gating=gating, weight_on_input=on_input, **storage)
+    check(case)
+    assert copies == [(13, case.hidden), (13, case.hidden_out)]
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("on_input", [False, True], ids=["weight-on-output", "weight-on-input"])
 def test_dtypes(dtype: torch.dtype, on_input: bool) -> None:
