@@ -7,7 +7,10 @@
 Gradients of the tokens, the routing weights and all expert weights. Correctness comes first: what is further than 2 % from float32, in the
 output and the token gradients of sampled tokens, their routing weights' gradients, or the weight gradients of one expert, is not timed.
 Times are microseconds per step, the median over CUDA-graph replays with rotating inputs; what cannot be captured is timed with events. All
-implementations of a shape take turns. "moefuse_own" and "moefuse_library" force whose products are used (``kernels/triton/products.py``).
+implementations of a shape take turns. "us_launched" is the same without a graph, so with the host's work where that takes longer.
+
+"moefuse_own" and "moefuse_library" force whose products are used (``kernels/triton/products.py``). "loop" is a loop over a list of experts,
+eager, because Inductor cannot make one graph of it, and "moefuse_loop" the same loop compiled by moefuse.
 """
 
 from __future__ import annotations
@@ -33,33 +36,67 @@ import layer  # noqa: E402
 
 import moefuse  # noqa: E402
 
-NAMES = ("moefuse", "moefuse_own", "moefuse_library", "hf_grouped_c")
+NAMES = ("moefuse", "moefuse_own", "moefuse_library", "hf_grouped_c", "moefuse_loop", "loop")
 LIMIT = 0.02
 Step = Callable[[Tensor, Tensor, Tensor, Tensor], list[Tensor]]
 
 
+class Loop(torch.nn.Module):
+    """The same experts as modules in a list and a loop over them, as in transformers 4 and in many people's own code."""
+
+    def __init__(self, s: gs.Shape, lists: layer.Lists) -> None:
+        super().__init__()
+        w_in, _, w_out, *_ = lists
+        self.gate, self.up = (
+            torch.nn.ParameterList(w[first : first + s.inter].detach().clone() for w in w_in[0]) for first in (0, s.inter)
+        )
+        self.down = torch.nn.ParameterList(w.detach().clone() for w in w_out[0])
+
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        mask = torch.nn.functional.one_hot(ids, len(self.down)).permute(2, 1, 0)
+        for e in range(len(self.down)):
+            slot, token = torch.where(mask[e])
+            rows = x[token]
+            a = torch.nn.functional.silu(rows @ self.gate[e].t()) * (rows @ self.up[e].t())
+            out.index_add_(0, token, a @ self.down[e].t() * weights[token, slot, None])
+        return out
+
+
 def make(name: str, s: gs.Shape, lists: layer.Lists) -> Step:
-    """(x, ids, weights, gradient of the output) -> output, and gradients of x, weights, w_in, w_out."""
+    """(x, ids, weights, gradient of the output) -> output, and gradients of x, weights and all Parameters."""
     from moefuse.kernels.triton import products
 
-    module = layer.transformers_experts(s, lists, "grouped_mm").train()
-    module.requires_grad_(True)
-    ours = name.startswith("moefuse")
-    preferred = name.partition("_")[2] or None if ours else None
-    call = torch.compile(module, dynamic=False, backend="moefuse" if ours else "inductor")
-    report = None
+    loop, ours = "loop" in name, name.startswith("moefuse")
+    module = Loop(s, lists) if loop else layer.transformers_experts(s, lists, "grouped_mm")
+    module.train().requires_grad_(True)
+    preferred = {"moefuse_own": "own", "moefuse_library": "library"}.get(name)
+    call: Any = module
+    if name != "loop":
+        call = torch.compile(module, dynamic=False, backend="moefuse" if ours else "inductor")
+    parameters, fused = list(module.parameters()), False
 
     def step(x: Tensor, ids: Tensor, weights: Tensor, grad: Tensor) -> list[Tensor]:
-        nonlocal report
+        nonlocal fused
         products.PREFERRED = preferred
         out = call(x, ids, weights)
-        if ours and report is None:
+        if ours and not fused:
             report = moefuse.last_report()
             if report is None or len(report.fused) != 1:
                 raise RuntimeError(f"not fused: {report}")
-        return [out.detach(), *torch.autograd.grad(out, [x, weights, module.gate_up_proj, module.down_proj], grad)]
+            fused = True
+        return [out.detach(), *torch.autograd.grad(out, [x, weights, *parameters], grad)]
 
     return step
+
+
+def of_expert(found: list[Tensor], expert: int) -> list[Tensor]:
+    """Output, gradients of x and weights, and those of one expert's two projections."""
+    out, d_x, d_weights, *rest = found
+    if len(rest) == 2:
+        return [out, d_x, d_weights, *(d[expert] for d in rest)]
+    gate, up, down = (rest[i * len(rest) // 3 + expert] for i in range(3))
+    return [out, d_x, d_weights, torch.cat((gate, up)), down]
 
 
 class Timed:
@@ -81,6 +118,7 @@ class Timed:
         torch.cuda.synchronize()
         self.peak_mib = round((torch.cuda.max_memory_allocated() - before) / 2**20)
         self.graph: torch.cuda.CUDAGraph | None = None
+        self.launched = round(statistics.median(self.once() for _ in range(5)), 1)
 
     def capture(self) -> None:
         """Record one step per input set."""
@@ -136,8 +174,8 @@ def exact(s: gs.Shape, lists: layer.Lists, inputs: tuple[Tensor, ...], rows: lis
 
 def errors(found: list[Tensor], want: list[Tensor], rows: list[int], expert: int) -> dict[str, float]:
     """Relative error of each result."""
-    out, d_x, d_weights, d_in, d_out = found
-    got = (out[rows], d_x[rows], d_weights[rows], d_in[expert], d_out[expert])
+    out, d_x, d_weights, d_in, d_out = of_expert(found, expert)
+    got = (out[rows], d_x[rows], d_weights[rows], d_in, d_out)
     names = ("out", "d_x", "d_weights", "d_w_in", "d_w_out")
     return {name: round(gs.relative_error(g, w), 5) for name, g, w in zip(names, got, want, strict=True)}
 
@@ -181,6 +219,7 @@ def measure(shape: str, tokens: int, names: list[str], seconds: float, deadline:
                 raise RuntimeError(f"errors {entry['errors']}")
             it = Timed(name, step, sets)
             entry["peak_mib"] = it.peak_mib
+            entry["us_launched"] = it.launched
             if profile:
                 entry["kernels_us"] = kernels_of(it)
             it.capture()
@@ -200,11 +239,12 @@ def table(results: list[dict[str, Any]]) -> str:
     """One line per result, with the stored peer's time."""
     path = Path(__file__).parent / "results" / "peers-h200.json"
     stored = json.loads(path.read_text())["forward_backward"]
-    lines = [f"{'shape':10} {'T':>6} {'implementation':16} {'us':>9} {'peak MiB':>9} {'worst error':>12} {'stored hf_grouped_c':>20}"]
+    titles = ("us", "launched", "peak MiB", "worst error", "stored hf_grouped_c")
+    lines = [f"{'shape':10} {'T':>6} {'implementation':16}" + "".join(f"{title:>20}" for title in titles)]
     for r in results:
         peer = stored.get(r["shape"], {}).get(str(r["T"]), {}).get("hf_grouped_c", float("nan"))
-        shown = f"{r['us']:9.1f} {r['peak_mib']:9} {max(r['errors'].values()):12.5f}" if "us" in r else f"failed: {r['failed'][:40]}"
-        lines.append(f"{r['shape']:10} {r['T']:6} {r['impl']:16} {shown} {peer:20.1f}")
+        values = (r["us"], r["us_launched"], r["peak_mib"], max(r["errors"].values()), peer) if "us" in r else (r["failed"][:60],)
+        lines.append(f"{r['shape']:10} {r['T']:6} {r['impl']:16}" + "".join(f"{value:>20}" for value in values))
     return "\n".join(lines)
 
 

@@ -80,9 +80,16 @@ def launch_step(step: Any, tensors: Sequence[Tensor]) -> None:
     step.launch.first(given)
 
 
-def launch_once(kernel: Any, arguments: tuple[Any, ...]) -> None:
-    """Launch one program with arguments that are new each time."""
-    kernel[(1,)](*arguments, num_warps=1)
+def launch_once(kernel: Any, pointer: Tensor, numbers: Sequence[int]) -> None:
+    """Launch one program with numbers that are new each time, for which the kernel is not specialised."""
+    key = (id(kernel), pointer.data_ptr() & 15, *[n >= 1 << 31 for n in numbers], pointer.device)
+    known = _LAUNCHES.get(key)
+    if known is None:
+        known = _LAUNCHES[key] = Launch(kernel, (1,), (), num_warps=1)
+    if known.compiled is None:
+        known.first((pointer, *numbers))
+    else:
+        known.again(stream_of(pointer.device), (pointer.data_ptr(), *numbers))
 
 
 def on_device(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -138,15 +145,19 @@ def grad_sizes(mean_rows: float, aligned: bool, scaled: bool, dtype: torch.dtype
     return 128, fit(Tiles(256, 64 if mean_rows > 32 else 32, 8, 3, 8), 128, 2, device)
 
 
-GRAD_ROWS = 64
-"""Mean rows of an expert from which on gradients of weights are worth sorted copies of the tokens, which come through descriptors."""
+GRAD_ROWS = 32
+"""Mean rows of an expert from which on gradients of weights are worth sorted copies of the tokens, which come through descriptors: measured
+there as everywhere above (``benchmarks/sweep_wgrad.py``), 1.3 to 1.7 times as fast as gathering them while they are loaded."""
 
 
-def grad_tiles(n: int, k: int, it: Sorted, dtype: torch.dtype, device: Device) -> tuple[int, Tiles] | None:
+def grad_tiles(g: Tensor, x: Tensor, it: Sorted) -> tuple[int, Tiles] | None:
     """(BN, tiles) of ``wgrad.weight_grad_tiles``, whose bn is the kernel's BK and bk its BR; None where it cannot be or does not pay."""
-    if not (device.hopper and dtype.itemsize == 2 and whole(2, n, k) and it.mean_rows >= GRAD_ROWS and min(n, k) >= 64):
+    n, k, device = g.shape[1], x.shape[1], device_of(x.device)
+    if not (device.hopper and x.element_size() == 2 and whole(2, n, k) and it.mean_rows >= GRAD_ROWS and min(n, k) >= 64):
         return None
-    return 128, fit(Tiles(256, 64, 8, 3, 8, persistent=True), 128, 2, device)
+    if it.mean_rows >= 768:
+        return 128, fit(Tiles(256, 32, 8, 5, 8), 128, 2, device)
+    return 128, fit(Tiles(128, 64, 4, 3, 8) if it.mean_rows <= 128 else Tiles(128, 32, 4, 5, 8), 128, 2, device)
 
 
 def fit(t: Tiles, bm: int, item: int, device: Device) -> Tiles:
@@ -216,7 +227,7 @@ def new_grads(tensors: Lists, dims: int) -> tuple[list[Tensor], Weight, Tensor |
     table = torch.empty(-(-len(addresses) // 8) * 8, dtype=torch.int64, device=grads[0].device)
     addresses += [0] * (table.shape[0] - len(addresses))
     for i in range(0, len(addresses), 8):
-        launch_once(wgrad.write_addresses, (table, i, *addresses[i : i + 8]))
+        launch_once(wgrad.write_addresses, table, (i, *addresses[i : i + 8]))
     return grads, Weight(table, operand), None
 
 
@@ -381,28 +392,12 @@ def weight_grads(
 ) -> list[Tensor]:
     """Gradients of a list of weights, from those of the outputs g and the inputs x: [S, N] rows, or [T, N] tokens."""
     grads, target, instead = new_grads(w, 2)
+    tiles = None if g_tokens or x_tokens else grad_tiles(g, x, it)
+    if tiles is not None and all(aligned_rows(t) for t in (g, x)):
+        _weight_grad_tiles(target, g, x, it, *tiles)
+        return spread(grads, instead)
     n, k = g.shape[1], x.shape[1]
     device = device_of(x.device)
-    tiles = None if g_tokens or x_tokens else grad_tiles(n, k, it, x.dtype, device)
-    if tiles is not None and all(aligned_rows(t) for t in (g, x)):
-        bn, part = tiles
-        count = it.experts * -(-n // bn) * -(-k // part.bn)
-        launch(
-            wgrad.weight_grad_tiles,
-            (min(device.sms * part.per_sm, count) if part.persistent else count,),
-            (g, x, it.offsets, target.pointer),
-            (
-                *(it.experts, n, k, *target.strides, target.operand.table, target.operand.aligned, target.operand.wide),
-                *(bn, part.bn, part.bk, part.group),
-            ),
-            warps=part.warps,
-            stages=part.stages,
-            descs=(
-                (0, *rows_descriptor(n, part.bk, bn, g.stride(0))),
-                (1, *rows_descriptor(k, part.bk, part.bn, x.stride(0))),
-            ),
-        )
-        return spread(grads, instead)
     bn, part = grad_sizes(it.mean_rows, whole(x.element_size(), n, k), scale is not None, x.dtype, device)
     # Gathered rows come one load after their row numbers, and Triton divides the stages between both. Elsewhere registers would not do.
     deep = device.hopper and x.element_size() == 2 and (g_tokens or x_tokens) and scale is None
@@ -420,6 +415,25 @@ def weight_grads(
             stages=2 * part.stages - 1 if deep else part.stages,
         )
     return spread(grads, instead)
+
+
+def _weight_grad_tiles(target: Weight, g: Tensor, x: Tensor, it: Sorted, bn: int, part: Tiles) -> None:
+    """Gradients of weights from sorted rows that descriptors can show."""
+    each, *inner = target.strides
+    if inner[0] == 1 != inner[1]:  # stored in-out: the transpose, whose rows are contiguous
+        g, x, inner = x, g, inner[::-1]
+    n, k, device = g.shape[1], x.shape[1], device_of(x.device)
+    count = it.experts * -(-n // bn) * -(-k // part.bn)
+    operand = target.operand
+    launch(
+        wgrad.weight_grad_tiles,
+        (min(device.sms * part.per_sm, count) if part.persistent else count,),
+        (g, x, it.offsets, target.pointer),
+        (it.experts, n, k, each, *inner, operand.table, operand.aligned, operand.wide, bn, part.bn, part.bk, part.group),
+        warps=part.warps,
+        stages=part.stages,
+        descs=((0, *rows_descriptor(n, part.bk, bn, g.stride(0))), (1, *rows_descriptor(k, part.bk, part.bn, x.stride(0)))),
+    )
 
 
 def vector_grads(v: Lists, g: Tensor, it: Sorted, *, tokens: bool = False, scale: Tensor | None = None) -> list[Tensor]:

@@ -11,7 +11,6 @@ from torch import Tensor
 from moefuse.kernels.triton import grouped_mm
 from moefuse.kernels.triton import grouped_plan as plan
 from moefuse.kernels.triton.grouped_plan import Lists, Sorted
-from moefuse.kernels.triton.layout import device_of
 
 PREFERRED: str | None = None
 """"own" or "library" for every call that either can run; None: by the rule below. Benchmarks set it."""
@@ -73,7 +72,7 @@ class Own(_Rows):
         self, w: Lists, g: Tensor, x: Tensor, *, g_tokens: bool = False, x_tokens: bool = False, scale: Tensor | None = None
     ) -> list[Tensor]:
         """Gradients of w, with its strides."""
-        if plan.grad_tiles(g.shape[1], x.shape[1], self.it, x.dtype, device_of(x.device)) is not None:
+        if plan.grad_tiles(g, x, self.it) is not None:
             return plan.weight_grads(w, self.rows(g, g_tokens, None), self.rows(x, x_tokens, scale), self.it)
         return plan.weight_grads(w, g, x, self.it, g_tokens=g_tokens, x_tokens=x_tokens, scale=scale)
 

@@ -21,6 +21,7 @@ FEW = {"tokens": 3, "hidden": 96, "inter": 64, "hidden_out": 80, "experts": 9, "
 SOME = {"tokens": 70, "hidden": 96, "inter": 64, "hidden_out": 96, "experts": 9, "top_k": 4}
 MANY = {"tokens": 1500, "hidden": 136, "inter": 200, "hidden_out": 264, "experts": 6, "top_k": 2}
 WIDE = {"tokens": 3000, "hidden": 512, "inter": 384, "hidden_out": 512, "experts": 8, "top_k": 4}
+EIGHTS = {"tokens": 700, "hidden": 136, "inter": 72, "hidden_out": 200, "experts": 9, "top_k": 2}
 ODD = {"tokens": 70, "hidden": 51, "inter": 37, "hidden_out": 45, "experts": 5, "top_k": 3}
 STORAGES: list[dict[str, bool]] = [{}, {"transposed": True}, {"separate": True}]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
@@ -89,7 +90,7 @@ def test_every_body(case: Case) -> None:
     check(case.with_(**SOME, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("sizes", [FEW, SOME, MANY, WIDE, ODD], ids=["few", "some", "many", "wide", "odd"])
+@pytest.mark.parametrize("sizes", [FEW, SOME, MANY, WIDE, EIGHTS, ODD], ids=["few", "some", "many", "wide", "eights", "odd"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype(sizes: dict[str, Any], dtype: torch.dtype) -> None:
     check(Case(**sizes, dtype=dtype))
@@ -296,6 +297,10 @@ def test_training_takes_no_more_memory_than_the_default(hidden: int, inter: int,
     on_input=st.booleans(),
     dtype=st.sampled_from(DTYPES),
     seed=st.integers(0, 99),
+    whole=st.booleans(),
 )
-def test_any_sizes(storage: dict[str, Any], on_input: bool, **sizes: Any) -> None:
+def test_any_sizes(storage: dict[str, Any], on_input: bool, whole: bool, **sizes: Any) -> None:
+    """``whole``: features are multiples of 8, so that rows can come through descriptors."""
+    if whole:
+        sizes |= {name: -(-sizes[name] // 8) * 8 for name in ("hidden", "inter", "hidden_out")}
     check(Case(weight_on_input=on_input, **storage, **sizes))
