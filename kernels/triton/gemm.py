@@ -36,12 +36,17 @@ def weight_tile(
     """Weights [BN, BK] of features n and inputs from k0; zero outside (a descriptor may show other experts in rows that are not stored).
 
     DESC "out-in": w is a descriptor of [E * features, inputs], and features begin at row + col; "in-out": of [E * inputs, features], inputs
-    begin at row, features at col; else w is a pointer to the expert's first feature.
+    begin at row, features at col; "apart ...": of an expert's own matrix, ``row`` steps behind the beginning (``operands.py``); else w is a
+    pointer to the expert's first feature.
     """
     if DESC == "out-in":
         v = w.load([row + col, k0])
     elif DESC == "in-out":
         v = tl.trans(w.load([row + k0, col]))
+    elif DESC == "apart out-in":
+        v = tl.reshape(w.load([(row >> 30).to(tl.int32), (row & 0x3FFFFFFF).to(tl.int32), col, k0]), [n.shape[0], BK])
+    elif DESC == "apart in-out":
+        v = tl.trans(tl.reshape(w.load([(row >> 30).to(tl.int32), (row & 0x3FFFFFFF).to(tl.int32), k0, col]), [BK, n.shape[0]]))
     else:
         k = k0 + tl.arange(0, BK)
         at = w + index(n, WIDE)[:, None] * stride_n + index(k, WIDE)[None, :] * stride_k
@@ -54,6 +59,16 @@ def weight_tile(
         else:
             v = tl.load(at, mask=(n[:, None] < N) & (k[None, :] < limit), other=0.0)
     return v
+
+
+@triton.jit
+def first_row(steps, e, rows, DESC: tl.constexpr):
+    """Where expert e begins in what a descriptor shows: ``rows`` per expert, or the steps of a table."""
+    if DESC == "apart out-in" or DESC == "apart in-out":
+        row = tl.load(steps + e)
+    else:
+        row = e * rows
+    return row
 
 
 @triton.jit
@@ -126,7 +141,7 @@ def activated(
 @triton.jit
 def up_tile(
     e, start, rows, block,
-    x, weights, w_a, w_b, b_a, b_b, h, h_desc, order,
+    x, weights, w_a, w_b, b_a, b_b, h, h_desc, order, steps_a, steps_b,
     top_k, H, N, arg0, arg1,
     stride_xt, stride_xh, stride_rt, stride_rk,
     stride_ae, stride_an, stride_ak, stride_be, stride_bn, stride_bk, stride_bae, stride_ban, stride_bbe, stride_bbn,
@@ -153,8 +168,8 @@ def up_tile(
         scale = tl.load(weights + token * stride_rt + (slot % top_k).to(tl.int64) * stride_rk, mask=live, other=0.0).to(tl.float32)
     features = 2 * N if GATING == "interleaved" else N
     n = block * WIDTH + tl.arange(0, WIDTH)
-    row_a = e * rows_a
-    row_b = e * rows_b
+    row_a = first_row(steps_a, e, rows_a, DESC)
+    row_b = row_a if GATING != "halves" else first_row(steps_b, e, rows_b, DESC)
     col_a = first_a + block * WIDTH
     col_b = first_b + block * WIDTH
     base_a = w_a
@@ -197,7 +212,7 @@ def up_tile(
 
 @triton.jit(do_not_specialize=["max_tiles"])
 def up_tiles(
-    x, weights, w_a, w_b, b_a, b_b, h, h_desc, order, offsets, tiles, num_tiles, max_tiles,
+    x, weights, w_a, w_b, b_a, b_b, h, h_desc, order, offsets, tiles, num_tiles, steps_a, steps_b, max_tiles,
     top_k, H, N, arg0, arg1,
     stride_xt, stride_xh, stride_rt, stride_rk,
     stride_ae, stride_an, stride_ak, stride_be, stride_bn, stride_bk, stride_bae, stride_ban, stride_bbe, stride_bbn,
@@ -227,7 +242,7 @@ def up_tiles(
         rows = tl.load(offsets + e + 1) - start
         if TAIL and rows <= BM // 2:
             up_tile(
-                e, start, rows, block, x, weights, w_a, w_b, b_a, b_b, h, h_desc, order, top_k, H, N, arg0, arg1,
+                e, start, rows, block, x, weights, w_a, w_b, b_a, b_b, h, h_desc, order, steps_a, steps_b, top_k, H, N, arg0, arg1,
                 stride_xt, stride_xh, stride_rt, stride_rk,
                 stride_ae, stride_an, stride_ak, stride_be, stride_bn, stride_bk, stride_bae, stride_ban, stride_bbe, stride_bbn,
                 first_a, first_b, rows_a, rows_b,
@@ -236,7 +251,7 @@ def up_tiles(
             )  # fmt: skip
         else:
             up_tile(
-                e, start, rows, block, x, weights, w_a, w_b, b_a, b_b, h, h_desc, order, top_k, H, N, arg0, arg1,
+                e, start, rows, block, x, weights, w_a, w_b, b_a, b_b, h, h_desc, order, steps_a, steps_b, top_k, H, N, arg0, arg1,
                 stride_xt, stride_xh, stride_rt, stride_rk,
                 stride_ae, stride_an, stride_ak, stride_be, stride_bn, stride_bk, stride_bae, stride_ban, stride_bbe, stride_bbn,
                 first_a, first_b, rows_a, rows_b,
@@ -247,7 +262,7 @@ def up_tiles(
 
 @triton.jit
 def down_tile(
-    e, start, rows, block, h, h_desc, w, b, y, y_desc, order, I, N, rows_w, stride_we, stride_wn, stride_wk, stride_be, stride_bn,
+    e, start, rows, block, h, h_desc, w, b, y, y_desc, order, steps, I, N, rows_w, stride_we, stride_wn, stride_wk, stride_be, stride_bn,
     TABLE: tl.constexpr, ALIGNED: tl.constexpr, BIAS: tl.constexpr, BIAS_TABLE: tl.constexpr, WIDE: tl.constexpr, EVEN_N: tl.constexpr,
     EVEN_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr, DESC: tl.constexpr,
     ROWS_DESC: tl.constexpr, STORE: tl.constexpr, SORTED: tl.constexpr, PRECISION: tl.constexpr,
@@ -258,7 +273,7 @@ def down_tile(
     r = tl.arange(0, BM)
     live = r < rows
     n = block * BN + tl.arange(0, BN)
-    row_w = e * rows_w
+    row_w = first_row(steps, e, rows_w, DESC)
     base = w
     if DESC == "":
         base = expert_base(w, e, stride_we, dtype, TABLE, ALIGNED)
@@ -282,7 +297,7 @@ def down_tile(
 
 @triton.jit(do_not_specialize=["max_tiles"])
 def down_tiles(
-    h, h_desc, w, b, y, y_desc, order, offsets, tiles, num_tiles, max_tiles,
+    h, h_desc, w, b, y, y_desc, order, offsets, tiles, num_tiles, steps, max_tiles,
     I, N, rows_w, stride_we, stride_wn, stride_wk, stride_be, stride_bn,
     TABLE: tl.constexpr, ALIGNED: tl.constexpr, BIAS: tl.constexpr, BIAS_TABLE: tl.constexpr, WIDE: tl.constexpr, EVEN_N: tl.constexpr,
     EVEN_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, SWAP: tl.constexpr,
@@ -302,13 +317,13 @@ def down_tiles(
         rows = tl.load(offsets + e + 1) - start
         if TAIL and rows <= BM // 2:
             down_tile(
-                e, start, rows, block, h, h_desc, w, b, y, y_desc, order,
+                e, start, rows, block, h, h_desc, w, b, y, y_desc, order, steps,
                 I, N, rows_w, stride_we, stride_wn, stride_wk, stride_be, stride_bn,
                 TABLE, ALIGNED, BIAS, BIAS_TABLE, WIDE, EVEN_N, EVEN_K, BM // 2, BN, BK, SWAP, DESC, False, 0, STORE > 0, PRECISION,
             )  # fmt: skip
         else:
             down_tile(
-                e, start, rows, block, h, h_desc, w, b, y, y_desc, order,
+                e, start, rows, block, h, h_desc, w, b, y, y_desc, order, steps,
                 I, N, rows_w, stride_we, stride_wn, stride_wk, stride_be, stride_bn,
                 TABLE, ALIGNED, BIAS, BIAS_TABLE, WIDE, EVEN_N, EVEN_K, BM, BN, BK, SWAP, DESC, ROWS_DESC, STORE, False, PRECISION,
             )  # fmt: skip

@@ -9,13 +9,13 @@ import triton
 import triton.language as tl
 
 from moefuse.kernels.triton.functions import expert_base, store_rows, tile_order
-from moefuse.kernels.triton.gemm import row_tile, weight_tile
+from moefuse.kernels.triton.gemm import first_row, row_tile, weight_tile
 
 
 @triton.jit
 def linear_tile(
     e, start, rows, block,
-    x, x_desc, w, b, weights, order, out, out_desc,
+    x, x_desc, w, b, weights, order, out, out_desc, steps,
     top_k, K, N, rows_w, stride_xr, stride_xk, stride_rt, stride_rk, stride_we, stride_wn, stride_wk, stride_be, stride_bn, stride_or,
     GATHER: tl.constexpr, SCALE: tl.constexpr, ADD: tl.constexpr, TABLE: tl.constexpr, ALIGNED: tl.constexpr, BIAS: tl.constexpr,
     BIAS_TABLE: tl.constexpr, WIDE: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
@@ -38,7 +38,7 @@ def linear_tile(
             scale = tl.load(weights + token * stride_rt + (slot % top_k) * stride_rk, mask=live, other=0.0).to(wide)
     else:
         at_x = x + from_row.to(tl.int64)[:, None] * stride_xr
-    row_w = e * rows_w
+    row_w = first_row(steps, e, rows_w, DESC)
     base = w
     if DESC == "":
         base = expert_base(w, e, stride_we, dtype, TABLE, ALIGNED)
@@ -69,7 +69,7 @@ def linear_tile(
 
 @triton.jit(do_not_specialize=["max_tiles"])
 def linear_tiles(
-    x, x_desc, w, b, weights, order, out, out_desc, offsets, tiles, num_tiles,
+    x, x_desc, w, b, weights, order, out, out_desc, offsets, tiles, num_tiles, steps,
     max_tiles, top_k, K, N, rows_w, stride_xr, stride_xk, stride_rt, stride_rk, stride_we, stride_wn, stride_wk, stride_be, stride_bn,
     stride_or,
     GATHER: tl.constexpr, SCALE: tl.constexpr, ADD: tl.constexpr, TABLE: tl.constexpr, ALIGNED: tl.constexpr, BIAS: tl.constexpr,
@@ -91,7 +91,7 @@ def linear_tiles(
         start = tl.load(tiles + max_tiles + tile)
         rows = tl.load(offsets + e + 1).to(tl.int32) - start
         linear_tile(
-            e, start, rows, block, x, x_desc, w, b, weights, order, out, out_desc,
+            e, start, rows, block, x, x_desc, w, b, weights, order, out, out_desc, steps,
             top_k, K, N, rows_w, stride_xr, stride_xk, stride_rt, stride_rk, stride_we, stride_wn, stride_wk, stride_be, stride_bn,
             stride_or, GATHER, SCALE, ADD, TABLE, ALIGNED, BIAS, BIAS_TABLE, WIDE, EVEN_N, EVEN_K, BM, BN, BK, DESC, ROWS_DESC, STORE,
             PRECISION,

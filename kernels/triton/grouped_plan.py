@@ -20,7 +20,7 @@ from moefuse.kernels.triton import backward, grouped, routing, rows, wgrad
 from moefuse.kernels.triton.config import Tiles, power_of_two, within
 from moefuse.kernels.triton.launch import Address, Descriptor, Launch, stream_of
 from moefuse.kernels.triton.layout import CHUNK, SORT_AT_ONCE, UNROLLED, Device, device_of, precision_of, rows_descriptor
-from moefuse.kernels.triton.operands import Operand, address_table, describe
+from moefuse.kernels.triton.operands import Operand, address_table, describe, is_apart, steps_table
 
 Lists = Sequence[Tensor]
 
@@ -190,10 +190,14 @@ def bins(experts: int) -> int:
 
 @dataclass(frozen=True)
 class Weight:
-    """One list as a kernel takes it: the stacked tensor or the table of addresses, and the strides (expert, out, in) or (expert, out)."""
+    """One list as a kernel takes it: the stacked tensor or the table of addresses, and the strides (expert, out, in) or (expert, out).
+
+    ``tensors``: the list itself, if the kernel only reads it.
+    """
 
     pointer: Tensor
     operand: Operand
+    tensors: Lists = ()
 
     @property
     def strides(self) -> tuple[int, ...]:
@@ -202,7 +206,7 @@ class Weight:
     def transposed(self) -> Weight:
         """The weight of the product with its transpose: (expert, in, out)."""
         e, n, k = self.operand.strides
-        return Weight(self.pointer, replace(self.operand, strides=(e, k, n)))
+        return replace(self, operand=replace(self.operand, strides=(e, k, n)))
 
 
 def weight(tensors: Lists, dims: int = 2) -> Weight:
@@ -211,7 +215,7 @@ def weight(tensors: Lists, dims: int = 2) -> Weight:
     if not operand.uniform:
         tensors = [torch.stack(list(tensors))]
         operand = describe(tensors, dims)
-    return Weight(address_table(tensors) if operand.table else tensors[0], operand)
+    return Weight(address_table(tensors) if operand.table else tensors[0], operand, tensors)
 
 
 def new_grads(tensors: Lists, dims: int) -> tuple[list[Tensor], Weight, Tensor | None]:
@@ -365,15 +369,16 @@ def linear(
     else:
         store = 0
     if form:
-        descs.append((2, *w.operand.matrix(form, it.experts, n, k, part.bn, part.bk)))
+        descs.append((2, *w.operand.matrix(form, it.experts, n, k, part.bn, part.bk, item)))
+    pointer, steps = steps_table(w.tensors) if is_apart(form) else (w.pointer, w.pointer)
     rows_w = w.operand.rows(form)
     count = it.max_tiles * -(-n // part.bn)
     wide = w.operand.wide or abs(x.stride(1)) * k >= 1 << 31
     launch(
         grouped.linear_tiles,
         (min(device.sms * part.per_sm, count) if part.persistent else count,),
-        (x, x, w.pointer, w.pointer if bias is None else bias.pointer, x if scale is None else scale, it.order, out, out, it.offsets,
-         it.tiles, it.tiles[2 * it.max_tiles :]),
+        (x, x, pointer, pointer if bias is None else bias.pointer, x if scale is None else scale, it.order, out, out, it.offsets,
+         it.tiles, it.tiles[2 * it.max_tiles :], steps),
         (
             *(it.max_tiles, it.top_k, k, n, rows_w, *x.stride(), *((0, 0) if scale is None else scale.stride()), *w.strides),
             *(*((0, 0) if bias is None else bias.strides), out.stride(0), tokens, scale is not None, add),

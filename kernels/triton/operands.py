@@ -14,6 +14,15 @@ _MAX_TABLES = 4096
 """Tables kept (8 bytes per expert each); beyond, all are dropped and made again when needed."""
 
 
+STEP, STEPS, FAR = 16, 1 << 30, 1 << 13
+"""Bytes, and two numbers of them, that a descriptor can go from its beginning; together the 2**47 bytes that a process can address."""
+
+
+def is_apart(form: str) -> bool:
+    """Whether the descriptor shows experts anywhere in memory, so that a kernel takes the table of :func:`steps_table` beside it."""
+    return form.startswith("apart")
+
+
 @dataclass(frozen=True)
 class Operand:
     """How to reach expert e of one list: ``strides`` are (expert, out, in) in elements; of a bias (expert, out).
@@ -32,20 +41,33 @@ class Operand:
     uniform: bool = True
 
     def form(self, item: int) -> str:
-        """How a descriptor can show the operand as one matrix: "out-in" (E * features rows), "in-out" (E * inputs rows), or "" (not)."""
+        """How a descriptor can show the operand: as one matrix, "out-in" (E * features rows) or "in-out" (E * inputs rows); as experts
+        anywhere in memory, "apart out-in" or "apart in-out"; or "" (not)."""
         e, n, k = self.strides
-        if self.table or not self.aligned:
+        if not self.aligned:
             return ""
+        if self.table:
+            out_in, in_out = (inner == 1 < outer and outer * item % 16 == 0 for inner, outer in ((k, n), (n, k)))
+            return "apart out-in" if out_in else "apart in-out" if in_out else ""
         if k == 1 and n > 1 and e % n == 0 and n * item % 16 == 0:
             return "out-in"
         return "in-out" if n == 1 and k > 1 and e % k == 0 and k * item % 16 == 0 else ""
 
     def rows(self, form: str) -> int:
         """Rows from one expert to the next in the matrix of a descriptor; 0 without one."""
-        return self.strides[0] // self.strides[1 if form == "out-in" else 2] if form else 0
+        return self.strides[0] // self.strides[1 if form == "out-in" else 2] if form in ("out-in", "in-out") else 0
 
-    def matrix(self, form: str, experts: int, features: int, inputs: int, bn: int, bk: int) -> tuple[Any, ...]:
-        """(shape, strides, block) of the descriptor, in blocks of bn features and bk inputs."""
+    def matrix(self, form: str, experts: int, features: int, inputs: int, bn: int, bk: int, item: int) -> tuple[Any, ...]:
+        """(shape, strides, block) of the descriptor, in blocks of bn features and bk inputs.
+
+        Experts that are apart are one tensor [FAR, STEPS, rows, columns] that begins with the first of them in memory, whose leading
+        dimensions only add: a multiple of :data:`STEP` bytes, and one of STEPS times that.
+        """
+        if is_apart(form):
+            far, near = STEPS * STEP // item, STEP // item
+            if form == "apart out-in":
+                return (FAR, STEPS, features, inputs), (far, near, self.strides[1], 1), (1, 1, bn, bk)
+            return (FAR, STEPS, inputs, features), (far, near, self.strides[2], 1), (1, 1, bk, bn)
         before = self.rows(form) * (experts - 1)
         if form == "out-in":
             return (before + features, inputs), (self.strides[1], 1), (bn, bk)
@@ -87,20 +109,34 @@ def addresses(tensors: Sequence[Tensor]) -> tuple[int, ...]:
 def address_table(tensors: Sequence[Tensor]) -> Tensor:
     """int64 addresses [E] on the device.
 
-    A table depends on nothing but the addresses in it, so one that is kept cannot become wrong. It is written by fill kernels, which need
-    neither a copy from the host nor a synchronisation. During capture of a CUDA graph it is written anew, inside the graph.
+    A table depends on nothing but the addresses in it, so one that is kept cannot become wrong.
     """
-    device = tensors[0].device
-    key = (device, addresses(tensors))
+    return _table(tensors[0].device, addresses(tensors))
+
+
+def steps_table(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """(the tensor that is first in memory, int64 [E]: how many times :data:`STEP` bytes behind its beginning each expert begins)."""
+    every = addresses(tensors)
+    first = min(every)
+    base = tensors[0] if len(tensors) == 1 else tensors[every.index(first)]
+    return base, _table(base.device, tuple([(address - first) // STEP for address in every]))
+
+
+def _table(device: torch.device, numbers: tuple[int, ...]) -> Tensor:
+    """The numbers on the device. They are written by fill kernels, which need neither a copy from the host nor a synchronisation.
+
+    During capture of a CUDA graph they are written anew, inside the graph.
+    """
+    key = (device, numbers)
     table = _TABLES.get(key)
     if table is not None:
         return table
     if device.type == "cpu":
-        table = torch.tensor(key[1], dtype=torch.int64)
+        table = torch.tensor(numbers, dtype=torch.int64)
     else:
-        table = torch.empty(len(key[1]), dtype=torch.int64, device=device)
-        for e, address in enumerate(key[1]):
-            table[e].fill_(address)
+        table = torch.empty(len(numbers), dtype=torch.int64, device=device)
+        for e, number in enumerate(numbers):
+            table[e].fill_(number)
         if torch.cuda.is_current_stream_capturing():
             return table
     if len(_TABLES) >= _MAX_TABLES:

@@ -20,7 +20,7 @@ from moefuse.kernels.triton.config import Config, Problem, choose
 from moefuse.kernels.triton.direct import Direct
 from moefuse.kernels.triton.launch import INTERPRETED, Address, Descriptor, Launch, stream_of
 from moefuse.kernels.triton.layout import INPUTS, Body, Device, Lists, Step, Workspace, device_of
-from moefuse.kernels.triton.operands import Operand, address_table, describe
+from moefuse.kernels.triton.operands import Operand, address_table, describe, is_apart, steps_table
 
 
 class Plan:
@@ -51,6 +51,7 @@ class Plan:
         self.steps: list[Step] = []
         self.ready = False
         self.direct: Direct | None = None
+        self.apart: set[str] = set()
         if not self.empty:
             self._build(ids, weights)
 
@@ -90,6 +91,12 @@ class Plan:
         if self.body.gating != "merged":
             return 0, 0
         return (self.inter, 0) if self.body.up_first else (0, self.inter)
+
+    def steps_of(self, form: str, *names: str) -> str:
+        """The names of the tables that a kernel with descriptors of this form takes; without such a form something that is not read."""
+        if is_apart(form):
+            self.apart |= set(names)
+        return " ".join(f"steps_{name}" if is_apart(form) else name for name in names)
 
     def _build(self, ids: Tensor, weights: Tensor) -> None:
         ws, s = self.workspace, self.slots
@@ -149,11 +156,12 @@ class Plan:
     def _operands(self, lists: Lists) -> dict[str, Tensor]:
         """The tensor behind each weight and bias name; a name without one gets some other tensor, which is not read."""
         w_in, w_up, w_out, b_in, b_up, b_out = lists
-        found = {
-            "w_in": address_table(w_in) if self.w_in.table else w_in[0],
-            "w_out": address_table(w_out) if self.w_out.table else w_out[0],
-        }
-        found["w_up"] = found["w_in"] if not w_up else address_table(w_up) if self.w_up.table else w_up[0]
+        found: dict[str, Tensor] = {}
+        for name, tensors, w in (("w_in", w_in, self.w_in), ("w_up", w_up or w_in, self.w_up), ("w_out", w_out, self.w_out)):
+            if name in self.apart:
+                found[name], found[f"steps_{name}"] = steps_table(tensors)
+            else:
+                found[name] = address_table(tensors) if w.table else tensors[0]
         for name, tensors, operand in (("b_in", b_in, self.b_in), ("b_up", b_up, self.b_up), ("b_out", b_out, self.b_out)):
             if tensors and operand:
                 found[name] = address_table(tensors) if operand.table else tensors[0]
@@ -181,9 +189,10 @@ class Plan:
     def tables(self, lists: Lists) -> dict[int, Tensor] | None:
         """The tables of addresses that this call launches with, by the index of their name in :data:`INPUTS`.
 
-        None if one of them does not follow from the addresses of a list of several tensors.
+        None if one of them does not follow from the addresses of a list of several tensors, or a descriptor takes its place.
         """
-        if any(len(tensors) == 1 and operand.table for tensors, operand in zip(lists, self._described(), strict=True) if operand):
+        described = zip(lists, self._described(), strict=True)
+        if self.apart or any(len(tensors) == 1 and operand.table for tensors, operand in described if operand):
             return None
         return {INPUTS.index(name): t for name, t in self._operands(lists).items() if t.dtype == torch.int64}
 

@@ -10,28 +10,38 @@ from moefuse.kernels.triton import combine, gemm, routing
 from moefuse.kernels.triton.config import Tiles, power_of_two
 from moefuse.kernels.triton.launch import INTERPRETED
 from moefuse.kernels.triton.layout import CHUNK, SORT_AT_ONCE, UNROLLED, precision_of, rows_descriptor
+from moefuse.kernels.triton.operands import is_apart
+
+APART_ROWS = 128
+"""Rows of a tile from which on descriptors show experts that are apart."""
 
 if TYPE_CHECKING:
     from moefuse.kernels.triton.plan import Plan
 
 
 def up_desc(plan: Plan) -> str:
-    """The form of the descriptors of ``up_tiles``; an in-out tile must not reach into the next expert's inputs."""
-    up, item = plan.config.up, plan.dtype.itemsize
-    a, b = plan.w_in.form(item), plan.w_up.form(item)
-    return a if up.desc and a == b and plan.hidden and (a == "out-in" or plan.hidden % up.bk == 0) else ""
+    """The form of the descriptors of ``up_tiles``."""
+    a, b = (w.form(plan.dtype.itemsize) for w in (plan.w_in, plan.w_up))
+    return _possible(plan, plan.config.up, a, plan.hidden) if a == b else ""
+
+
+def down_desc(plan: Plan) -> str:
+    """The form of the descriptor of ``down_tiles``."""
+    return _possible(plan, plan.config.down, plan.w_out.form(plan.dtype.itemsize), plan.inter)
+
+
+def _possible(plan: Plan, part: Tiles, form: str, inputs: int) -> str:
+    """An in-out tile must not reach into the next expert's inputs. Experts that are apart cost the host more with descriptors than without
+    (``native.py`` launches only without), which few rows do not repay."""
+    if not part.desc or not inputs or (is_apart(form) and plan.config.bm < APART_ROWS):
+        return ""
+    return "" if form == "in-out" and inputs % part.bk else form
 
 
 def joined(plan: Plan, form: str) -> bool:
     """Whether ``up_tiles`` takes gate and up as one block: both halves of every expert in one tensor, which is not an expanded view."""
     e, n, _ = plan.w_in.strides
     return plan.config.up.join and form == "out-in" and plan.body.gating == "merged" and not plan.config.up.swap and e >= 2 * plan.inter * n
-
-
-def down_desc(plan: Plan) -> str:
-    down = plan.config.down
-    a = plan.w_out.form(plan.dtype.itemsize)
-    return a if down.desc and plan.inter and (a == "out-in" or plan.inter % down.bk == 0) else ""
 
 
 def build_routing(plan: Plan, bm: int, max_tiles: int, inverse: bool) -> None:
@@ -105,7 +115,7 @@ def build_tiles(plan: Plan) -> None:
     elif form:
         a, b = ("w_in", plan.w_in), ("w_up", plan.w_up)
         for position, (name, w) in enumerate((a, b if body.gating == "separate" else a), 2):
-            descs.append((position, name, *w.matrix(form, plan.experts, features, h, width, up.bk)))
+            descs.append((position, name, *w.matrix(form, plan.experts, features, h, width, up.bk, item)))
     rows_a, rows_b = plan.w_in.rows(form), plan.w_up.rows(form)
     if stored[0]:
         descs.append((7, "h", *rows_descriptor(i, bm, up.bn // stored[0])))
@@ -128,7 +138,7 @@ def build_tiles(plan: Plan) -> None:
             *(i % up.bn == 0, h % up.bk == 0, bm, up.bn, up.bk, up.group, up.swap, form, up_rows),
             *(join, tail[0], up.persistent, up.flatten, stored[0], precision, pdl),
         ),
-        ("xs" if up_rows else "x") + " weights w_in w_up b_in b_up h h order offsets tiles num_tiles",
+        f"{'xs' if up_rows else 'x'} weights w_in w_up b_in b_up h h order offsets tiles num_tiles {plan.steps_of(form, 'w_in', 'w_up')}",
         up,
         descs=tuple(descs),
     )
@@ -138,7 +148,7 @@ def build_tiles(plan: Plan) -> None:
         descs.append((1, "h", (s, i), (i, 1), (bm, down.bk)))
     form = down_desc(plan)
     if form:
-        descs.append((2, "w_out", *plan.w_out.matrix(form, plan.experts, n, i, down.bn, down.bk)))
+        descs.append((2, "w_out", *plan.w_out.matrix(form, plan.experts, n, i, down.bn, down.bk, item)))
     if stored[1]:
         descs.append((5, "y", *rows_descriptor(n, bm, down.bn // stored[1])))
     plan.launch(
@@ -150,7 +160,7 @@ def build_tiles(plan: Plan) -> None:
             *(n % down.bn == 0, i % down.bk == 0, bm, down.bn, down.bk, down.group, down.swap, form),
             *(rows_desc, tail[1], down.persistent, down.flatten, stored[1], precision, pdl),
         ),
-        "h h w_out b_out y y order offsets tiles num_tiles",
+        "h h w_out b_out y y order offsets tiles num_tiles " + plan.steps_of(form, "w_out"),
         down,
         descs=tuple(descs),
     )

@@ -49,6 +49,30 @@ def test_every_storage(gating: str, storage: dict[str, Any], sizes: dict[str, An
     check(Case(**sizes, **storage, gating=gating, bias=bias, dtype=torch.bfloat16))
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("gating", ["merged", "interleaved", "separate", "plain"])
+def test_experts_anywhere_in_memory(gating: str, transposed: bool) -> None:
+    """Many rows: descriptors that reach from one expert to another 16 GiB and more behind it, and see nothing else of what is there."""
+    from moefuse.kernels.triton import layout
+    from moefuse.kernels.triton import plan as plans
+
+    case = Case(**MANY, separate=True, gating=gating, dtype=torch.bfloat16)
+    args = on_gpu(case.args())
+    room = torch.full(((17 << 30) // 2,), float("nan"), dtype=torch.bfloat16, device="cuda")
+    ends = [0, room.numel()]
+    for at in (3, 4, 5):
+        for e, w in enumerate(args[at]):
+            n = w.numel()
+            own = room[ends[0] :][:n] if e % 2 else room[ends[1] - n : ends[1]]
+            ends = [ends[0] + n + 8, ends[1]] if e % 2 else [ends[0], ends[1] - n - 8]
+            shape = w.t().shape if transposed else w.shape
+            args[at][e] = own.view(shape).t().copy_(w) if transposed else own.view(shape).copy_(w)
+    assert_right(run(args, **case.options), args, case.options)
+    x, ids, weights, *lists = args
+    body = layout.Body("silu", (0.0, 0.0), gating, False, False, torch.bfloat16)
+    assert plans.Plan(x, ids, weights, tuple(lists), body).apart == {"w_in", "w_up", "w_out"}
+
+
 @pytest.mark.parametrize("sizes", [FEW, SOME], ids=["few", "some"])
 def test_weights_on_the_input_and_output_dtypes(sizes: dict[str, Any]) -> None:
     check(Case(**sizes, weight_on_input=True, dtype=torch.bfloat16))

@@ -39,7 +39,7 @@ def make_plan(problem: Any, config: Any, separate: bool = False) -> Any:
 
     def weight(out: int, inp: int, transposed: bool) -> list[torch.Tensor]:
         if separate:
-            return [draw(out, inp) for _ in range(problem.experts)]
+            return [draw(inp, out).t() if transposed else draw(out, inp) for _ in range(problem.experts)]
         return [draw(problem.experts, inp, out).transpose(1, 2) if transposed else draw(problem.experts, out, inp)]
 
     width = problem.inter if problem.gating == "plain" else 2 * problem.inter
@@ -62,7 +62,8 @@ def make_plan(problem: Any, config: Any, separate: bool = False) -> Any:
     table = torch.empty(1, dtype=torch.int64, device="meta")
     for name in ("w_in", "w_up", "w_out", "b_in", "b_up", "b_out"):
         operand = getattr(plan, name)
-        own[name] = table if operand is not None and operand.table else draw(1)
+        own[name] = table if operand is not None and operand.table and name not in plan.apart else draw(1)
+        own[f"steps_{name}"] = table
     return plan, {**tensors, **own}
 
 
@@ -187,12 +188,12 @@ def test_the_rules(arch: int | str, name: str, tmp_path: Path) -> None:
     compile_plan(problem, config, arch, tmp_path)
 
 
-@pytest.mark.parametrize("arch", [80, 90])
-def test_separate_parameters(arch: int, tmp_path: Path) -> None:
-    """Addresses from a table."""
+@pytest.mark.parametrize(("name", "arch"), [("small", 80), ("small", 90), ("prefill", 80), ("prefill", 90), ("prefill in-out", 90)])
+def test_separate_parameters(name: str, arch: int, tmp_path: Path) -> None:
+    """Addresses from a table; many rows take descriptors that reach experts anywhere in memory."""
     from moefuse.kernels.triton.config import fit, rules
 
-    problem = problems()["small"]
+    problem = problems()[name]
     compile_plan(problem, fit(problem, rules(problem, arch == 90), SHARED[arch], 2), arch, tmp_path, separate=True)
 
 

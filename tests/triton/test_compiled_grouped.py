@@ -73,6 +73,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(grouped_plan, "launch", launch)
     monkeypatch.setattr(grouped_plan, "launch_once", lambda *a: None)
     monkeypatch.setattr(grouped_plan, "address_table", lambda t: torch.empty(len(t), dtype=torch.int64, device="meta"))
+    monkeypatch.setattr(grouped_plan, "steps_table", lambda t: (t[0], torch.empty(len(t), dtype=torch.int64, device="meta")))
     return made
 
 

@@ -5,6 +5,7 @@ The interpreter multiplies the raw bits of bfloat16 in ``tl.dot``, so tiles run 
 
 from __future__ import annotations
 
+import mmap
 from typing import Any
 
 import pytest
@@ -126,6 +127,61 @@ def test_forms_of_a_tile(flags: dict[str, int], storage: dict[str, bool], up_fir
     """Descriptors need rows of whole 16 bytes, so the sizes are multiples of four; none is a multiple of the tile."""
     case = SMALL.with_(tokens=40, hidden=40, inter=20, hidden_out=28, up_first=up_first, **storage)
     check(case, tiles(32, **flags))
+
+
+@pytest.fixture
+def apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few rows, too, take descriptors of experts anywhere in memory."""
+    from moefuse.kernels.triton import tiles as builder
+
+    monkeypatch.setattr(builder, "APART_ROWS", 0)
+
+
+EVERYTHING = {"desc": True, "tail": True, "persistent": True, "rows_desc": True, "store": 2}
+
+
+@pytest.mark.usefixtures("apart")
+@pytest.mark.parametrize("flags", [{"desc": True}, EVERYTHING], ids=["desc", "everything"])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("gating", ["merged", "interleaved", "separate", "plain"])
+def test_descriptors_of_experts_apart(gating: str, transposed: bool, flags: dict[str, Any]) -> None:
+    """No size is a multiple of the tile; what lies around an expert's own numbers is NaN."""
+    from moefuse.kernels.triton import layout
+    from moefuse.kernels.triton import plan as plans
+
+    case = SMALL.with_(tokens=40, hidden=40, inter=20, hidden_out=28, gating=gating, separate=True)
+    args = case.args()
+    for at in (3, 4, 5):
+        for e, w in enumerate(args[at]):
+            room = torch.full((3, *(w.t() if transposed else w).shape), float("nan"))
+            room[1] = w.t() if transposed else w
+            args[at][e] = room[1].t() if transposed else room[1]
+    body = layout.Body("silu", (0.0, 0.0), gating, False, False, torch.float32)
+    assert plans.Plan(*args[:3], tuple(args[3:]), body, tiles(32, **flags)).apart == {"w_in", "w_up", "w_out"}
+    check(case, tiles(32, **flags), args)
+
+
+@pytest.mark.usefixtures("apart")
+def test_one_list_apart_and_one_stacked() -> None:
+    """Both are reached as experts apart."""
+    case = SMALL.with_(tokens=40, hidden=40, inter=20, hidden_out=28, gating="separate", separate=True)
+    args = case.args()
+    args[4] = [torch.stack(args[4])]
+    check(case, tiles(32, desc=True), args)
+
+
+@pytest.mark.usefixtures("apart")
+def test_experts_far_apart() -> None:
+    """More than one leading dimension of the descriptor can go. Of 16 GiB of addresses a few pages are used."""
+    from moefuse.kernels.triton import operands
+
+    case = SMALL.with_(tokens=40, hidden=40, inter=20, hidden_out=28, gating="separate", separate=True)
+    args = case.args()
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)  # named from Python 3.13 on
+    far = torch.frombuffer(mmap.mmap(-1, operands.STEPS * operands.STEP + (1 << 16), flags=flags), dtype=torch.float32)
+    args[3][0], args[3][2] = far[-800:].view(20, 40).copy_(args[3][0]), far[:800].view(20, 40).copy_(args[3][2])
+    assert int(operands.steps_table(args[3])[1].max()) >= operands.STEPS
+    check(case, tiles(32, desc=True), args)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
