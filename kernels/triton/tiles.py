@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -105,10 +106,12 @@ def build_tiles(plan: Plan) -> None:
     no_bias = (0, 0)
     width = 2 * up.bn if plan.gating == "interleaved" else up.bn
     features = {"merged": 2 * i, "interleaved": 2 * i}.get(body.gating, i)
-    tail = [part.tail and bm > 16 and not part.flatten for part in (up, down)]
     descs: list[Any] = []
     form = up_desc(plan)
     join = joined(plan, form)
+    if plan.gating == "halves" and not join:
+        up = replace(up, flatten=False)  # two products in a step: the flattened loop takes 1.1 to 1.2 times as long
+    tail = [part.tail and bm > 16 and not part.flatten for part in (up, down)]
     if join:
         strides = plan.w_in.strides
         descs.append((2, "w_in", (plan.experts, 2, i, h), (strides[0], i * strides[1], strides[1], 1), (1, 2, up.bn, up.bk)))
