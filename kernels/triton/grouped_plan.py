@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moefuse._torch_private import current_device
-from moefuse.kernels.triton import backward, grouped, routing, rows, wgrad
+from moefuse.kernels.triton import backward, grouped, routing, rows
 from moefuse.kernels.triton.config import Tiles, power_of_two, within
 from moefuse.kernels.triton.launch import Address, Descriptor, Launch, stream_of
 from moefuse.kernels.triton.layout import CHUNK, SORT_AT_ONCE, UNROLLED, Device, device_of, precision_of, rows_descriptor
@@ -24,8 +24,8 @@ from moefuse.kernels.triton.operands import Operand, address_table, describe, is
 
 Lists = Sequence[Tensor]
 
-_LAUNCHES: dict[Any, Launch] = {}
-_MAX_LAUNCHES = 1 << 14
+LAUNCHES: dict[Any, Launch] = {}
+_MAXLAUNCHES = 1 << 14
 """Launches kept; beyond, all are dropped and made again when needed (a compiled kernel stays with Triton)."""
 _ONE_TILE = 1 << 30
 """Rows of a tile where the tiles of the sort are not used."""
@@ -45,15 +45,15 @@ def launch(
     addresses: list[Any] = [t.data_ptr() for t in pointers]
     kinds = tuple([(t.dtype, a & 15) for t, a in zip(pointers, addresses, strict=True)])
     key = (id(kernel), *grid, rest, warps, stages, descs, kinds, pointers[0].device)
-    known = _LAUNCHES.get(key)
+    known = LAUNCHES.get(key)
     if known is not None and known.compiled is not None:
         for position, shape, strides, _ in descs:
             addresses[position] = Descriptor(Address(addresses[position]), shape, strides)
         known.again(stream_of(pointers[0].device), addresses)
         return
-    if len(_LAUNCHES) >= _MAX_LAUNCHES:
-        _LAUNCHES.clear()
-    made = _LAUNCHES[key] = Launch(kernel, grid, rest, num_warps=warps, num_stages=stages)
+    if len(LAUNCHES) >= _MAXLAUNCHES:
+        LAUNCHES.clear()
+    made = LAUNCHES[key] = Launch(kernel, grid, rest, num_warps=warps, num_stages=stages)
     given: list[Any] = list(pointers)
     for position, shape, strides, block in descs:
         given[position] = TensorDescriptor(pointers[position], list(shape), list(strides), list(block))
@@ -78,18 +78,6 @@ def launch_step(step: Any, tensors: Sequence[Tensor]) -> None:
     for position, _, shape, strides, block in step.descs:
         given[position] = TensorDescriptor(tensors[position], list(shape), list(strides), list(block))
     step.launch.first(given)
-
-
-def launch_once(kernel: Any, pointer: Tensor, numbers: Sequence[int]) -> None:
-    """Launch one program with numbers that are new each time, for which the kernel is not specialised."""
-    key = (id(kernel), pointer.data_ptr() & 15, *[n >= 1 << 31 for n in numbers], pointer.device)
-    known = _LAUNCHES.get(key)
-    if known is None:
-        known = _LAUNCHES[key] = Launch(kernel, (1,), (), num_warps=1)
-    if known.compiled is None:
-        known.first((pointer, *numbers))
-    else:
-        known.again(stream_of(pointer.device), (pointer.data_ptr(), *numbers))
 
 
 def on_device(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -130,34 +118,6 @@ def linear_sizes(bm: int, aligned: bool, dtype: torch.dtype, device: Device) -> 
     if not device.hopper:
         return fit(Tiles(128, 64, 8, 3, 8), bm, 2, device)
     return fit(Tiles(256, 64, 8, 3, 8, desc=True, rows_desc=True, persistent=True, flatten=True, store=2), bm, 2, device)
-
-
-def grad_sizes(mean_rows: float, aligned: bool, scaled: bool, dtype: torch.dtype, device: Device) -> tuple[int, Tiles]:
-    """(BN, tiles) of ``wgrad.weight_grads``; bn of the tiles is the kernel's BK, bk its rows BR. Scaling rows takes registers."""
-    if dtype == torch.float64:
-        return 16, Tiles(16, 16, 8, 1)
-    if dtype == torch.float32:
-        return 64, fit(Tiles(64, 32, 8 if scaled else 4, 2), 64, 4, device)
-    if not aligned:
-        return 64, fit(Tiles(64, 32, 8, 3, 8), 64, 2, device)
-    if not device.hopper:
-        return 128, fit(Tiles(128, 64 if mean_rows > 32 and not scaled else 32, 8, 3, 8), 128, 2, device)
-    return 128, fit(Tiles(256, 64 if mean_rows > 32 else 32, 8, 3, 8), 128, 2, device)
-
-
-GRAD_ROWS = 32
-"""Mean rows of an expert from which on gradients of weights are worth sorted copies of the tokens, which come through descriptors: measured
-there as everywhere above (``benchmarks/sweep_wgrad.py``), 1.3 to 1.7 times as fast as gathering them while they are loaded."""
-
-
-def grad_tiles(g: Tensor, x: Tensor, it: Sorted) -> tuple[int, Tiles] | None:
-    """(BN, tiles) of ``wgrad.weight_grad_tiles``, whose bn is the kernel's BK and bk its BR; None where it cannot be or does not pay."""
-    n, k, device = g.shape[1], x.shape[1], device_of(x.device)
-    if not (device.hopper and x.element_size() == 2 and whole(2, n, k) and it.mean_rows >= GRAD_ROWS and min(n, k) >= 64):
-        return None
-    if it.mean_rows >= 768:
-        return 128, fit(Tiles(256, 32, 8, 5, 8), 128, 2, device)
-    return 128, fit(Tiles(128, 64, 4, 3, 8) if it.mean_rows <= 128 else Tiles(128, 32, 4, 5, 8), 128, 2, device)
 
 
 def fit(t: Tiles, bm: int, item: int, device: Device) -> Tiles:
@@ -216,31 +176,6 @@ def weight(tensors: Lists, dims: int = 2) -> Weight:
         tensors = [torch.stack(list(tensors))]
         operand = describe(tensors, dims)
     return Weight(address_table(tensors) if operand.table else tensors[0], operand, tensors)
-
-
-def new_grads(tensors: Lists, dims: int) -> tuple[list[Tensor], Weight, Tensor | None]:
-    """(gradients with the strides of their tensors, how a kernel writes them, what it writes instead if their strides differ)."""
-    grads = [torch.empty_like(t) for t in tensors]
-    operand = describe(grads, dims)
-    if not operand.uniform:
-        stacked = torch.empty((len(grads), *grads[0].shape), dtype=grads[0].dtype, device=grads[0].device)
-        return grads, Weight(stacked, describe([stacked], dims)), stacked
-    if not operand.table:
-        return grads, Weight(grads[0], operand), None
-    addresses = [t.data_ptr() for t in grads]
-    table = torch.empty(-(-len(addresses) // 8) * 8, dtype=torch.int64, device=grads[0].device)
-    addresses += [0] * (table.shape[0] - len(addresses))
-    for i in range(0, len(addresses), 8):
-        launch_once(wgrad.write_addresses, table, (i, *addresses[i : i + 8]))
-    return grads, Weight(table, operand), None
-
-
-def spread(grads: list[Tensor], stacked: Tensor | None) -> list[Tensor]:
-    """The gradients, filled from what was written in their place."""
-    if stacked is not None:
-        for g, part in zip(grads, stacked, strict=True):
-            g.copy_(part)
-    return grads
 
 
 # Routing ------------------------------------------------------------------------------------------------------------------------------
@@ -390,67 +325,6 @@ def linear(
         stages=part.stages,
         descs=tuple(sorted(descs)),
     )  # fmt: skip
-
-
-def weight_grads(
-    w: Lists, g: Tensor, x: Tensor, it: Sorted, *, g_tokens: bool = False, x_tokens: bool = False, scale: Tensor | None = None
-) -> list[Tensor]:
-    """Gradients of a list of weights, from those of the outputs g and the inputs x: [S, N] rows, or [T, N] tokens."""
-    grads, target, instead = new_grads(w, 2)
-    tiles = None if g_tokens or x_tokens else grad_tiles(g, x, it)
-    if tiles is not None and all(aligned_rows(t) for t in (g, x)):
-        _weight_grad_tiles(target, g, x, it, *tiles)
-        return spread(grads, instead)
-    n, k = g.shape[1], x.shape[1]
-    device = device_of(x.device)
-    bn, part = grad_sizes(it.mean_rows, whole(x.element_size(), n, k), scale is not None, x.dtype, device)
-    # Gathered rows come one load after their row numbers, and Triton divides the stages between both. Elsewhere registers would not do.
-    deep = device.hopper and x.element_size() == 2 and (g_tokens or x_tokens) and scale is None
-    if n and k:
-        launch(
-            wgrad.weight_grads,
-            (it.experts * -(-n // bn) * -(-k // part.bn),),
-            (g, x, x if scale is None else scale, it.order, it.offsets, target.pointer),
-            (
-                *(it.top_k, n, k, *g.stride(), *x.stride(), *((0, 0) if scale is None else scale.stride()), *target.strides),
-                *(g_tokens, x_tokens, scale is not None, target.operand.table, target.operand.aligned, target.operand.wide),
-                *(bn, part.bn, part.bk, part.group, precision_of(x.dtype)),
-            ),
-            warps=part.warps,
-            stages=2 * part.stages - 1 if deep else part.stages,
-        )
-    return spread(grads, instead)
-
-
-def _weight_grad_tiles(target: Weight, g: Tensor, x: Tensor, it: Sorted, bn: int, part: Tiles) -> None:
-    """Gradients of weights from sorted rows that descriptors can show."""
-    each, *inner = target.strides
-    if inner[0] == 1 != inner[1]:  # stored in-out: the transpose, whose rows are contiguous
-        g, x, inner = x, g, inner[::-1]
-    n, k, device = g.shape[1], x.shape[1], device_of(x.device)
-    count = it.experts * -(-n // bn) * -(-k // part.bn)
-    operand = target.operand
-    launch(
-        wgrad.weight_grad_tiles,
-        (min(device.sms * part.per_sm, count) if part.persistent else count,),
-        (g, x, it.offsets, target.pointer),
-        (it.experts, n, k, each, *inner, operand.table, operand.aligned, operand.wide, bn, part.bn, part.bk, part.group),
-        warps=part.warps,
-        stages=part.stages,
-        descs=((0, *rows_descriptor(n, part.bk, bn, g.stride(0))), (1, *rows_descriptor(k, part.bk, part.bn, x.stride(0)))),
-    )
-
-
-def vector_grads(v: Lists, g: Tensor, it: Sorted, *, tokens: bool = False, scale: Tensor | None = None) -> list[Tensor]:
-    """Gradients of a list of vectors: the sum of each expert's rows of g, (``scale``) times their routing weights."""
-    grads, target, instead = new_grads(v, 1)
-    n = g.shape[1]
-    if n:
-        strides = (0, 0) if scale is None else scale.stride()
-        rest = (it.top_k, n, *g.stride(), *strides, *target.strides, tokens, scale is not None, target.operand.table, 32, 64)
-        pointers = (g, g if scale is None else scale, it.order, it.offsets, target.pointer)
-        launch(wgrad.vector_grads, (it.experts, -(-n // 64)), pointers, rest)
-    return spread(grads, instead)
 
 
 def pair(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moefuse.kernels.triton import grouped_mm
+from moefuse.kernels.triton import grouped_mm, wgrad_plan
 from moefuse.kernels.triton import grouped_plan as plan
 from moefuse.kernels.triton.grouped_plan import Lists, Sorted
 
@@ -72,9 +72,9 @@ class Own(_Rows):
         self, w: Lists, g: Tensor, x: Tensor, *, g_tokens: bool = False, x_tokens: bool = False, scale: Tensor | None = None
     ) -> list[Tensor]:
         """Gradients of w, with its strides."""
-        if plan.grad_tiles(g, x, self.it) is not None:
-            return plan.weight_grads(w, self.rows(g, g_tokens, None), self.rows(x, x_tokens, scale), self.it)
-        return plan.weight_grads(w, g, x, self.it, g_tokens=g_tokens, x_tokens=x_tokens, scale=scale)
+        if wgrad_plan.grad_tiles(g, x, self.it) is not None:
+            return wgrad_plan.weight_grads(w, self.rows(g, g_tokens, None), self.rows(x, x_tokens, scale), self.it)
+        return wgrad_plan.weight_grads(w, g, x, self.it, g_tokens=g_tokens, x_tokens=x_tokens, scale=scale)
 
 
 class Library(_Rows):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moefuse.kernels.triton import grouped_plan as plan
-from moefuse.kernels.triton import rows
+from moefuse.kernels.triton import rows, wgrad_plan
 from moefuse.kernels.triton.grouped_plan import Lists, Sorted, on_device
 from moefuse.kernels.triton.layout import DTYPES
 
@@ -60,9 +60,9 @@ def grouped_linear_backward(grad: Tensor, xs: Tensor, offsets: Tensor, w: Lists,
             plan.clear_dead(d_xs, it)
         out.append(d_xs)
     if needs[1]:
-        out += plan.weight_grads(w, grad, xs, it)
+        out += wgrad_plan.weight_grads(w, grad, xs, it)
     if needs[2]:
-        out += plan.vector_grads(b, grad, it)
+        out += wgrad_plan.vector_grads(b, grad, it)
     return out
 
 
@@ -82,7 +82,7 @@ def expert_rows(v: Lists, offsets: Tensor, num_rows: int) -> Tensor:
 @on_device
 def expert_rows_backward(grad: Tensor, v: Lists, offsets: Tensor) -> list[Tensor]:
     """Gradient of v: the sum of each expert's rows."""
-    return plan.vector_grads(v, grad, _rows(offsets, grad.shape[0]))
+    return wgrad_plan.vector_grads(v, grad, _rows(offsets, grad.shape[0]))
 
 
 @on_device

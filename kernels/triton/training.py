@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from moefuse.kernels.triton import grouped_plan as plan
+from moefuse.kernels.triton import wgrad_plan
 from moefuse.kernels.triton.grouped_plan import Activation, Lists, Sorted, on_device
 from moefuse.kernels.triton.products import Library, Own, products
 from moefuse.kernels.triton.tier import supports
@@ -146,7 +147,7 @@ def experts_backward_in(
     wanted = zip(parts, lists, (need.w_in, need.w_up), strict=False)
     d_w = [g for part, w, need in wanted if need for g in by.weight_grads(w, part, x, x_tokens=True, scale=scale)]
     pairs = zip(parts, (b_in, b_up), (need.b_in, need.b_up), strict=False)
-    d_b = [g for part, b, need in pairs if need for g in plan.vector_grads(b, part, it)]
+    d_b = [g for part, b, need in pairs if need for g in wgrad_plan.vector_grads(b, part, it)]
     return [*(t for t in (d_x, d_weights) if t is not None), *d_w, *d_b]
 
 
@@ -171,7 +172,7 @@ def experts_backward_out(
     d_out = grad.to(w_out[0].dtype)
     by = products(d_out, it, gating, (), min(w_out[0].shape[-2:]), w_out)
     d_w = by.weight_grads(w_out, d_out, a[0], g_tokens=True) if need.w_out else []
-    d_b = plan.vector_grads(b_out, d_out, it, tokens=True, scale=None if weight_on_input else weights) if need.b_out else []
+    d_b = wgrad_plan.vector_grads(b_out, d_out, it, tokens=True, scale=None if weight_on_input else weights) if need.b_out else []
     return [*d_w, *d_b]
 
 

@@ -68,30 +68,30 @@ def weight_grads(
 
 @triton.jit
 def weight_grad_tiles(
-    g_rows, x_rows, offsets, d_w, E, N, K, stride_de, stride_dn, stride_dk,
+    g_rows, x_rows, offsets, d_w, N, K, stride_de, stride_dn, stride_dk,
     TABLE: tl.constexpr, ALIGNED: tl.constexpr, WIDE: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr,
     GROUP: tl.constexpr,
 ):  # fmt: skip
     """The same where both are sorted rows that come through descriptors, which give zeros behind an expert's last row."""
-    dtype: tl.constexpr = d_w.dtype.element_ty if not TABLE else g_rows.dtype
+    dtype: tl.constexpr = g_rows.dtype
     blocks_n = tl.cdiv(N, BN)
     blocks_k = tl.cdiv(K, BK)
-    for i in tl.range(tl.program_id(0), E * blocks_n * blocks_k, tl.num_programs(0)):
-        e = i // (blocks_n * blocks_k)
-        block_n, block_k = tile_order(i % (blocks_n * blocks_k), blocks_n, blocks_k, GROUP)
-        begin = tl.load(offsets + e).to(tl.int32)
-        end = tl.load(offsets + e + 1).to(tl.int32)
-        acc = tl.zeros([BN, BK], tl.float32)
-        for row in tl.range(begin, end, BR):
-            rows = tl.minimum(end - row, BR)
-            a = load_rows(g_rows, row, rows, block_n * BN, BR, BN)
-            v = load_rows(x_rows, row, rows, block_k * BK, BR, BK)
-            acc = tl.dot(tl.trans(a), v, acc)
-        n = block_n * BN + tl.arange(0, BN)
-        k = block_k * BK + tl.arange(0, BK)
-        base = expert_base(d_w, e, stride_de, dtype, TABLE, ALIGNED)
-        at = base + index(n, WIDE)[:, None] * stride_dn + index(k, WIDE)[None, :] * stride_dk
-        tl.store(at, acc.to(dtype), mask=(n < N)[:, None] & (k < K)[None, :])
+    pid = tl.program_id(0)
+    e = pid // (blocks_n * blocks_k)
+    block_n, block_k = tile_order(pid % (blocks_n * blocks_k), blocks_n, blocks_k, GROUP)
+    begin = tl.load(offsets + e).to(tl.int32)
+    end = tl.load(offsets + e + 1).to(tl.int32)
+    acc = tl.zeros([BN, BK], tl.float32)
+    for row in tl.range(begin, end, BR):
+        rows = tl.minimum(end - row, BR)
+        a = load_rows(g_rows, row, rows, block_n * BN, BR, BN)
+        v = load_rows(x_rows, row, rows, block_k * BK, BR, BK)
+        acc = tl.dot(tl.trans(a), v, acc)
+    n = block_n * BN + tl.arange(0, BN)
+    k = block_k * BK + tl.arange(0, BK)
+    base = expert_base(d_w, e, stride_de, dtype, TABLE, ALIGNED)
+    at = base + index(n, WIDE)[:, None] * stride_dn + index(k, WIDE)[None, :] * stride_dk
+    tl.store(at, acc.to(dtype), mask=(n < N)[:, None] & (k < K)[None, :])
 
 
 @triton.jit

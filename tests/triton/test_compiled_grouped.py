@@ -59,7 +59,7 @@ ON_ALL = [pytest.param(name, arch, id=f"{name}-{arch}") for name in SIZES for ar
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What would be launched, in the form of a step of a plan with its tensors."""
-    from moefuse.kernels.triton import grouped_plan
+    from moefuse.kernels.triton import grouped_plan, wgrad_plan
 
     made: list[Any] = []
 
@@ -71,7 +71,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         made.append((SimpleNamespace(launch=inner, names=names, descs=blocks), dict(zip(names, pointers, strict=True))))
 
     monkeypatch.setattr(grouped_plan, "launch", launch)
-    monkeypatch.setattr(grouped_plan, "launch_once", lambda *a: None)
+    monkeypatch.setattr(wgrad_plan, "launch_once", lambda *a: None)
     monkeypatch.setattr(grouped_plan, "address_table", lambda t: torch.empty(len(t), dtype=torch.int64, device="meta"))
     monkeypatch.setattr(grouped_plan, "steps_table", lambda t: (t[0], torch.empty(len(t), dtype=torch.int64, device="meta")))
     return made
@@ -82,10 +82,11 @@ def compile_all(made: list[Any], arch: int | str, folder: Path, monkeypatch: pyt
     import triton
     from triton.backends.compiler import GPUTarget
 
-    from moefuse.kernels.triton import grouped_plan
+    from moefuse.kernels.triton import grouped_plan, wgrad_plan
 
     device = grouped_plan.Device("", 132, SHARED[arch], arch == 90)
-    monkeypatch.setattr(grouped_plan, "device_of", lambda d: device)
+    for module in (grouped_plan, wgrad_plan):
+        monkeypatch.setattr(module, "device_of", lambda d: device)
     run()
     target = GPUTarget("hip", arch, 64) if isinstance(arch, str) else GPUTarget("cuda", arch, 32)
     seen = set()

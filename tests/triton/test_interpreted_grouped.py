@@ -142,15 +142,14 @@ def test_forms_of_a_tile(flags: dict[str, Any], form: str, monkeypatch: pytest.M
         near(d_xs, exact, own)
 
 
-@pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("ids", ROUTINGS)
-def test_gradients_of_weights_by_descriptors(ids: Tensor, form: str, persistent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_of_weights_by_descriptors(ids: Tensor, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of the next expert and dead ones, all NaN, are seen by no descriptor; rows with gaps, sizes that are no multiples of a tile."""
-    from moefuse.kernels.triton import grouped_plan
+    from moefuse.kernels.triton import wgrad_plan
     from moefuse.kernels.triton.config import Tiles
 
-    monkeypatch.setattr(grouped_plan, "grad_tiles", lambda *a: (16, Tiles(32, 16, 4, 1, 2, persistent=persistent)))
+    monkeypatch.setattr(wgrad_plan, "grad_tiles", lambda *a: (16, Tiles(32, 16, 4, 1, 2)))
     for out, inp in ((20, 28), (16, 64)):
         w, _ = lists(form, out, inp, torch.float32)
         xs, _, offsets = grouped.permute(draw(ids.shape[0], inp, dtype=torch.float32), ids, EXPERTS)

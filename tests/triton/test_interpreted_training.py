@@ -122,7 +122,7 @@ def test_gradients_of_weights_from_sorted_copies(
     gating: str, storage: dict[str, bool], on_input: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both factors through descriptors; tokens are copied once for gate and up."""
-    from moefuse.kernels.triton import grouped_mm, grouped_plan
+    from moefuse.kernels.triton import grouped_mm, wgrad_plan
     from moefuse.kernels.triton.config import Tiles
 
     copies: list[tuple[int, ...]] = []
@@ -132,7 +132,7 @@ def test_gradients_of_weights_from_sorted_copies(
         copies.append(tuple(x.shape))
         return gathered(x, *rest)
 
-    monkeypatch.setattr(grouped_plan, "grad_tiles", lambda *a: (16, Tiles(32, 16, 4, 1, 2, persistent=True)))
+    monkeypatch.setattr(wgrad_plan, "grad_tiles", lambda *a: (16, Tiles(32, 16, 4, 1, 2)))
     monkeypatch.setattr(grouped_mm, "gathered", noted)
     case = SMALL.with_(tokens=13, inter=16, hidden_out=36, gating=gating, weight_on_input=on_input, **storage)
     check(case)

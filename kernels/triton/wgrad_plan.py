@@ -1,0 +1,141 @@
+"""Block sizes and launches of the kernels in ``wgrad.py``: gradients of lists of weights and vectors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moefuse.kernels.triton import grouped_plan as plan
+from moefuse.kernels.triton import wgrad
+from moefuse.kernels.triton.config import Tiles
+from moefuse.kernels.triton.grouped_plan import Lists, Sorted, Weight, aligned_rows, fit, whole
+from moefuse.kernels.triton.launch import Launch, stream_of
+from moefuse.kernels.triton.layout import Device, device_of, precision_of, rows_descriptor
+from moefuse.kernels.triton.operands import describe
+
+
+def grad_sizes(mean_rows: float, aligned: bool, scaled: bool, dtype: torch.dtype, device: Device) -> tuple[int, Tiles]:
+    """(BN, tiles) of ``wgrad.weight_grads``; bn of the tiles is the kernel's BK, bk its rows BR. Scaling rows takes registers."""
+    if dtype == torch.float64:
+        return 16, Tiles(16, 16, 8, 1)
+    if dtype == torch.float32:
+        return 64, fit(Tiles(64, 32, 8 if scaled else 4, 2), 64, 4, device)
+    if not aligned:
+        return 64, fit(Tiles(64, 32, 8, 3, 8), 64, 2, device)
+    if not device.hopper:
+        return 128, fit(Tiles(128, 64 if mean_rows > 32 and not scaled else 32, 8, 3, 8), 128, 2, device)
+    return 128, fit(Tiles(256, 64 if mean_rows > 32 else 32, 8, 3, 8), 128, 2, device)
+
+
+GRAD_ROWS = 32
+"""Mean rows of an expert from which on gradients of weights are worth sorted copies of the tokens, which come through descriptors: measured
+there as everywhere above (``benchmarks/wgrad_gpu.py``), 1.3 to 1.7 times as fast as gathering them while they are loaded."""
+
+
+def grad_tiles(g: Tensor, x: Tensor, it: Sorted) -> tuple[int, Tiles] | None:
+    """(BN, tiles) of ``wgrad.weight_grad_tiles``, whose bn is the kernel's BK and bk its BR; None where it cannot be or does not pay."""
+    n, k, device = g.shape[1], x.shape[1], device_of(x.device)
+    if not (device.hopper and x.element_size() == 2 and whole(2, n, k) and it.mean_rows >= GRAD_ROWS and min(n, k) >= 64):
+        return None
+    if it.mean_rows >= 768:
+        return 128, fit(Tiles(256, 32, 8, 5, 8), 128, 2, device)
+    return 128, fit(Tiles(128, 64, 4, 3, 8) if it.mean_rows <= 128 else Tiles(128, 32, 4, 5, 8), 128, 2, device)
+
+
+def launch_once(kernel: Any, pointer: Tensor, numbers: Sequence[int]) -> None:
+    """Launch one program with numbers that are new each time, for which the kernel is not specialised."""
+    key = (id(kernel), pointer.data_ptr() & 15, *[n >= 1 << 31 for n in numbers], pointer.device)
+    known = plan.LAUNCHES.get(key)
+    if known is None:
+        known = plan.LAUNCHES[key] = Launch(kernel, (1,), (), num_warps=1)
+    if known.compiled is None:
+        known.first((pointer, *numbers))
+    else:
+        known.again(stream_of(pointer.device), (pointer.data_ptr(), *numbers))
+
+
+def new_grads(tensors: Lists, dims: int) -> tuple[list[Tensor], Weight, Tensor | None]:
+    """(gradients with the strides of their tensors, how a kernel writes them, what it writes instead if their strides differ)."""
+    grads = [torch.empty_like(t) for t in tensors]
+    operand = describe(grads, dims)
+    if not operand.uniform:
+        stacked = torch.empty((len(grads), *grads[0].shape), dtype=grads[0].dtype, device=grads[0].device)
+        return grads, Weight(stacked, describe([stacked], dims)), stacked
+    if not operand.table:
+        return grads, Weight(grads[0], operand), None
+    addresses = [t.data_ptr() for t in grads]
+    table = torch.empty(-(-len(addresses) // 8) * 8, dtype=torch.int64, device=grads[0].device)
+    addresses += [0] * (table.shape[0] - len(addresses))
+    for i in range(0, len(addresses), 8):
+        launch_once(wgrad.write_addresses, table, (i, *addresses[i : i + 8]))
+    return grads, Weight(table, operand), None
+
+
+def spread(grads: list[Tensor], stacked: Tensor | None) -> list[Tensor]:
+    """The gradients, filled from what was written in their place."""
+    if stacked is not None:
+        for g, part in zip(grads, stacked, strict=True):
+            g.copy_(part)
+    return grads
+
+
+def weight_grads(
+    w: Lists, g: Tensor, x: Tensor, it: Sorted, *, g_tokens: bool = False, x_tokens: bool = False, scale: Tensor | None = None
+) -> list[Tensor]:
+    """Gradients of a list of weights, from those of the outputs g and the inputs x: [S, N] rows, or [T, N] tokens."""
+    grads, target, instead = new_grads(w, 2)
+    tiles = None if g_tokens or x_tokens else grad_tiles(g, x, it)
+    if tiles is not None and all(aligned_rows(t) for t in (g, x)):
+        _weight_grad_tiles(target, g, x, it, *tiles)
+        return spread(grads, instead)
+    n, k = g.shape[1], x.shape[1]
+    device = device_of(x.device)
+    bn, part = grad_sizes(it.mean_rows, whole(x.element_size(), n, k), scale is not None, x.dtype, device)
+    # Gathered rows come one load after their row numbers, and Triton divides the stages between both. Elsewhere registers would not do.
+    deep = device.hopper and x.element_size() == 2 and (g_tokens or x_tokens) and scale is None
+    if n and k:
+        plan.launch(
+            wgrad.weight_grads,
+            (it.experts * -(-n // bn) * -(-k // part.bn),),
+            (g, x, x if scale is None else scale, it.order, it.offsets, target.pointer),
+            (
+                *(it.top_k, n, k, *g.stride(), *x.stride(), *((0, 0) if scale is None else scale.stride()), *target.strides),
+                *(g_tokens, x_tokens, scale is not None, target.operand.table, target.operand.aligned, target.operand.wide),
+                *(bn, part.bn, part.bk, part.group, precision_of(x.dtype)),
+            ),
+            warps=part.warps,
+            stages=2 * part.stages - 1 if deep else part.stages,
+        )
+    return spread(grads, instead)
+
+
+def _weight_grad_tiles(target: Weight, g: Tensor, x: Tensor, it: Sorted, bn: int, part: Tiles) -> None:
+    """Gradients of weights from sorted rows that descriptors can show."""
+    each, *inner = target.strides
+    if inner[0] == 1 != inner[1]:  # stored in-out: the transpose, whose rows are contiguous
+        g, x, inner = x, g, inner[::-1]
+    n, k, operand = g.shape[1], x.shape[1], target.operand
+    plan.launch(
+        wgrad.weight_grad_tiles,
+        (it.experts * -(-n // bn) * -(-k // part.bn),),
+        (g, x, it.offsets, target.pointer),
+        (n, k, each, *inner, operand.table, operand.aligned, operand.wide, bn, part.bn, part.bk, part.group),
+        warps=part.warps,
+        stages=part.stages,
+        descs=((0, *rows_descriptor(n, part.bk, bn, g.stride(0))), (1, *rows_descriptor(k, part.bk, part.bn, x.stride(0)))),
+    )
+
+
+def vector_grads(v: Lists, g: Tensor, it: Sorted, *, tokens: bool = False, scale: Tensor | None = None) -> list[Tensor]:
+    """Gradients of a list of vectors: the sum of each expert's rows of g, (``scale``) times their routing weights."""
+    grads, target, instead = new_grads(v, 1)
+    n = g.shape[1]
+    if n:
+        strides = (0, 0) if scale is None else scale.stride()
+        rest = (it.top_k, n, *g.stride(), *strides, *target.strides, tokens, scale is not None, target.operand.table, 32, 64)
+        pointers = (g, g if scale is None else scale, it.order, it.offsets, target.pointer)
+        plan.launch(wgrad.vector_grads, (it.experts, -(-n // 64)), pointers, rest)
+    return spread(grads, instead)
