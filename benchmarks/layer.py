@@ -2,6 +2,7 @@
 
     python benchmarks/layer.py --out benchmarks/results/layer-h200.json
     python benchmarks/layer.py --shapes qwen3 --tokens 1,64 --only moefuse,hf_grouped_c,ub_read
+    python benchmarks/layer.py --shapes mixtral --only moefuse,moefuse_apart,loop --once
     python benchmarks/layer.py --show benchmarks/results/layer-h200.json --plot layer.svg
 
 Correctness comes first: an implementation that is further than 2 % from float32 on sampled tokens is not timed. Times are microseconds per
@@ -39,6 +40,8 @@ NAMES = (
     OURS, *CEILINGS, "torch_grouped", "hf_eager", "hf_grouped", "hf_grouped_c", "hf_batched", "hf_batched_c", "hf_batched_ma",
     "triton_kernels",
 )  # fmt: skip
+APART = ("moefuse_apart", "loop")
+"""Experts in Parameters of their own: our op, and an eager loop over them. Measured where ``--only`` names them."""
 SETS = {1: 16, 8: 8, 64: 4, 512: 3}
 LEAST_TURNS = 9
 Lists = tuple[list[Tensor], ...]
@@ -70,6 +73,26 @@ def transformers_experts(s: gs.Shape, lists: Lists, implementation: str) -> torc
     for name, tensor in names.items():
         setattr(module, name, torch.nn.Parameter(tensor, requires_grad=False))
     return module.eval()
+
+
+class Loop(torch.nn.Module):
+    """The same experts as modules in a list and a loop over them, as in transformers 4 and in many people's own code."""
+
+    def __init__(self, s: gs.Shape, lists: Lists) -> None:
+        super().__init__()
+        w_in, _, w_out, *_ = lists
+        self.gate, self.up = (torch.nn.ParameterList(w[first:][: s.inter].detach().clone() for w in w_in[0]) for first in (0, s.inter))
+        self.down = torch.nn.ParameterList(w.detach().clone() for w in w_out[0])
+
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        mask = torch.nn.functional.one_hot(ids, len(self.down)).permute(2, 1, 0)
+        for e in range(len(self.down)):
+            slot, token = torch.where(mask[e])
+            rows = x[token]
+            a = torch.nn.functional.silu(rows @ self.gate[e].t()) * (rows @ self.up[e].t())
+            out.index_add_(0, token, a @ self.down[e].t() * weights[token, slot, None])
+        return out
 
 
 def grouped(s: gs.Shape, lists: Lists) -> Call:
@@ -140,6 +163,12 @@ def make(name: str, s: gs.Shape, lists: Lists, tokens: int) -> Call | None:
 
         options = gs.options(s)
         return lambda x, ids, weights: torch.ops.moefuse.experts(x, ids, weights, *lists, **options)
+    if name in APART:
+        loop = Loop(s, lists).requires_grad_(False)
+        if name == "loop":
+            return loop
+        apart = (list(loop.gate), list(loop.up), list(loop.down), [], [], [])
+        return lambda x, ids, weights: torch.ops.moefuse.experts(x, ids, weights, *apart, activation="silu", gating="separate")
     if name == "ub_read":
         return reading(lists)
     if name == "ub_dense":
@@ -172,7 +201,7 @@ class Timed:
             self.out = call(*inputs)
         self.out = call(*sets[0])
         self.graph: torch.cuda.CUDAGraph | None = None
-        if name == "hf_eager":
+        if name in ("hf_eager", "loop"):
             return
         for inputs in sets:
             call(*inputs)
@@ -260,7 +289,7 @@ def measure(shape: str, tokens: int, lists: Lists, names: list[str], skew: str, 
         take_turns([it for it, _ in timed], seconds)
     for it, entry in timed:
         results.append({**entry, "us": round(statistics.median(it.times[1:]), 2), "turns": len(it.times) - 1})
-        if it.name in (OURS, "hf_grouped_c"):
+        if it.name.startswith(OURS) or it.name == "hf_grouped_c":
             results[-1]["host_us"] = round(it.host(), 1)
             results[-1]["peak_mib"] = round(it.peak(), 2)
     return results

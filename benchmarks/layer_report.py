@@ -33,7 +33,7 @@ def row(point: Point, results: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """One point: our time, the ceiling, the best peer of this run, and the best stored peer scaled by the ceilings of both runs."""
     ours = results[OURS]["us"]
     ceiling = max((results[c]["us"] for c in CEILINGS if c in results), default=0.0)
-    peers = {n: r["us"] for n, r in results.items() if n != OURS and n not in CEILINGS}
+    peers = {n: r["us"] for n, r in results.items() if not n.startswith(OURS) and n not in CEILINGS}
     here = min(peers.items(), key=lambda p: p[1], default=("", 0.0))
     stored, stored_ceiling = gs.best_peer(*point)
     scaled = stored * ceiling / stored_ceiling if ceiling and stored_ceiling else stored

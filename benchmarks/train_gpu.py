@@ -41,34 +41,12 @@ LIMIT = 0.02
 Step = Callable[[Tensor, Tensor, Tensor, Tensor], list[Tensor]]
 
 
-class Loop(torch.nn.Module):
-    """The same experts as modules in a list and a loop over them, as in transformers 4 and in many people's own code."""
-
-    def __init__(self, s: gs.Shape, lists: layer.Lists) -> None:
-        super().__init__()
-        w_in, _, w_out, *_ = lists
-        self.gate, self.up = (
-            torch.nn.ParameterList(w[first : first + s.inter].detach().clone() for w in w_in[0]) for first in (0, s.inter)
-        )
-        self.down = torch.nn.ParameterList(w.detach().clone() for w in w_out[0])
-
-    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        out = torch.zeros_like(x)
-        mask = torch.nn.functional.one_hot(ids, len(self.down)).permute(2, 1, 0)
-        for e in range(len(self.down)):
-            slot, token = torch.where(mask[e])
-            rows = x[token]
-            a = torch.nn.functional.silu(rows @ self.gate[e].t()) * (rows @ self.up[e].t())
-            out.index_add_(0, token, a @ self.down[e].t() * weights[token, slot, None])
-        return out
-
-
 def make(name: str, s: gs.Shape, lists: layer.Lists) -> Step:
     """(x, ids, weights, gradient of the output) -> output, and gradients of x, weights and all Parameters."""
     from moefuse.kernels.triton import products
 
     loop, ours = "loop" in name, name.startswith("moefuse")
-    module = Loop(s, lists) if loop else layer.transformers_experts(s, lists, "grouped_mm")
+    module = layer.Loop(s, lists) if loop else layer.transformers_experts(s, lists, "grouped_mm")
     module.train().requires_grad_(True)
     preferred = {"moefuse_own": "own", "moefuse_library": "library"}.get(name)
     call: Any = module
