@@ -10,7 +10,6 @@ Microseconds per call: the least of three runs of calls in a row. "separate" wri
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -2,6 +2,7 @@
 
     compute-sanitizer --tool memcheck --error-exitcode 1 python tests/gpu/sanitized.py
     compute-sanitizer --tool racecheck --error-exitcode 1 python tests/gpu/sanitized.py
+    compute-sanitizer --tool memcheck --error-exitcode 1 python tests/gpu/sanitized.py apart    (what has this in its name)
 
 torch's allocator is asked to give every tensor an allocation of its own, so that a read past a tensor's end is seen.
 """
@@ -13,6 +14,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
 os.environ["MOEFUSE_DIRECT_LAUNCH"] = "0"
@@ -51,10 +53,15 @@ def cases() -> Iterator[tuple[str, Case, Config]]:
         yield name, odd.with_(bias=True, gating="interleaved", activation="swiglu_oai"), config
     yield "many slots", odd.with_(tokens=3000), CONFIGS["stored"]
     yield "separate", odd.with_(separate=True), CONFIGS["pointers"]
+    for gating in ("merged", "interleaved", "separate"):
+        yield f"apart {gating}", odd.with_(tokens=3000, separate=True, gating=gating), CONFIGS["stored"]
 
 
 def main() -> None:
+    only = sys.argv[1] if len(sys.argv) > 1 else ""
     for name, case, config in cases():
+        if only not in name:
+            continue
         args = on_gpu(case.args())
         o = case.options
         code = encode(o["activation"], o["activation_args"], o["gating"], o["up_first"], o["weight_on_input"])
@@ -68,9 +75,20 @@ def main() -> None:
     torch.ops.moefuse.experts(*on_gpu(case.args()), **case.options)
     torch.cuda.synchronize()
     sys.stdout.write("op called\n")
-    for changes in ({}, {"tokens": 3000}, {"separate": True}, {"transposed": True}, {"weight_on_input": True, "gating": "separate"}):
-        trained(case.with_(**changes))
-        sys.stdout.write(f"op trained {changes}\n")
+    trainings: dict[str, dict[str, Any]] = {
+        "few": {},
+        "many": {"tokens": 3000},
+        "many apart": {"tokens": 3000, "separate": True, "gating": "separate", "hidden_out": 72, "inter": 64},
+        "separate": {"separate": True},
+        "in-out": {"transposed": True},
+        "weight on input": {"weight_on_input": True, "gating": "separate"},
+    }
+    for name, changes in trainings.items():
+        if only in name:
+            trained(case.with_(**changes))
+            sys.stdout.write(f"op trained: {name}\n")
+    if only:
+        return
     router()
     for size in ("few", "many", "odd"):
         for form in tier.FORMS:

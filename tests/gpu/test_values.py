@@ -52,13 +52,13 @@ def test_every_storage(gating: str, storage: dict[str, Any], sizes: dict[str, An
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("gating", ["merged", "interleaved", "separate", "plain"])
 def test_experts_anywhere_in_memory(gating: str, transposed: bool) -> None:
-    """Many rows: descriptors that reach from one expert to another 16 GiB and more behind it, and see nothing else of what is there."""
+    """Many rows: descriptors that reach from one expert to another (16 GiB and more behind it in one case), and see nothing in between."""
     from moefuse.kernels.triton import layout
     from moefuse.kernels.triton import plan as plans
 
     case = Case(**MANY, separate=True, gating=gating, dtype=torch.bfloat16)
     args = on_gpu(case.args())
-    room = torch.full(((17 << 30) // 2,), float("nan"), dtype=torch.bfloat16, device="cuda")
+    room = torch.full(((17 if gating == "separate" else 1) << 29,), float("nan"), dtype=torch.bfloat16, device="cuda")
     ends = [0, room.numel()]
     for at in (3, 4, 5):
         for e, w in enumerate(args[at]):
@@ -71,6 +71,8 @@ def test_experts_anywhere_in_memory(gating: str, transposed: bool) -> None:
     x, ids, weights, *lists = args
     body = layout.Body("silu", (0.0, 0.0), gating, False, False, torch.bfloat16)
     assert plans.Plan(x, ids, weights, tuple(lists), body).apart == {"w_in", "w_up", "w_out"}
+    del room, own, args, lists
+    torch.cuda.empty_cache()  # other processes test on this device
 
 
 @pytest.mark.parametrize("sizes", [FEW, SOME], ids=["few", "some"])
