@@ -144,10 +144,10 @@ def experts_backward_in(
         d_weights = torch.zeros(weights.shape, dtype=weights.dtype, device=x.device)
     d_x = _token_grads(x, parts, lists, it, by, weights, weight_on_input, need.x, d_weights) if need.tokens else None
     scale = weights if weight_on_input else None
-    wanted = zip(parts, lists, (need.w_in, need.w_up), strict=False)
-    d_w = [g for part, w, need in wanted if need for g in by.weight_grads(w, part, x, x_tokens=True, scale=scale)]
-    pairs = zip(parts, (b_in, b_up), (need.b_in, need.b_up), strict=False)
-    d_b = [g for part, b, need in pairs if need for g in wgrad_plan.vector_grads(b, part, it)]
+    matrices = zip(parts, lists, (need.w_in, need.w_up), strict=False)
+    d_w = [g for part, w, wanted in matrices if wanted for g in by.weight_grads(w, part, x, x_tokens=True, scale=scale)]
+    vectors = zip(parts, (b_in, b_up), (need.b_in, need.b_up), strict=False)
+    d_b = [g for part, b, wanted in vectors if wanted for g in wgrad_plan.vector_grads(b, part, it)]
     return [*(t for t in (d_x, d_weights) if t is not None), *d_w, *d_b]
 
 

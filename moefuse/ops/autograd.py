@@ -93,8 +93,9 @@ def _in_parts(grad: Tensor, saved: Lists, counts: list[int], needs: list[bool], 
         return iter(op.default([*tensors, *(t for part in lists for t in part)], [len(part) for part in lists], bits, *body))
 
     none: list[Tensor] = []
-    d_x, d_in, d_out = none, iter(none), iter(none)
-    rows = part(ops.experts_backward_rows, (grad, weights, h, order, offsets), w_out, b_out)
+    d_x, rows, d_in, d_out = none, iter(none), iter(none), iter(none)
+    if need.rows:
+        rows = part(ops.experts_backward_rows, (grad, weights, h, order, offsets), w_out, b_out)
     d_h, a, d_weights = ([next(rows)] if wanted else [] for wanted in (need.h, need.w_out, need.products))
     if d_h:
         d_in = part(ops.experts_backward_in, (x, weights, *d_h, order, offsets), w_in, w_up, b_in, b_up)

@@ -114,6 +114,11 @@ class Needs:
         return self.weights and not self.on_input
 
     @property
+    def rows(self) -> bool:
+        """The first part runs."""
+        return self.h or self.w_out or self.products
+
+    @property
     def out(self) -> bool:
         """The third part runs."""
         return self.w_out or self.b_out

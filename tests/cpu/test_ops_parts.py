@@ -70,7 +70,7 @@ def test_any_set_of_gradients(wanted: set[int], gating: str, on_input: bool, nam
     flags = [i in at for i in range(8)] if gating == "separate" else [i in at for i in (0, 1, 2, 8, 3, 4, 8, 5)]
     need = Needs.of(flags, on_input)
     expected = {
-        "experts_backward_rows": need.h + need.w_out + need.products,
+        "experts_backward_rows": need.h + need.w_out + need.products or None,
         "experts_backward_in": sum((need.x, need.weights and on_input, need.w_in, need.w_up, need.b_in, need.b_up)) if need.h else None,
         "experts_backward_out": need.w_out + need.b_out if need.out else None,
     }[name]
