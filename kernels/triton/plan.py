@@ -6,7 +6,7 @@ and launches. Buffer sizes depend on T, K, E and the sizes of an expert, never o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -135,16 +135,21 @@ class Plan:
             return x.new_zeros((self.tokens, self.out), dtype=self.body.out_dtype)
         if out is None:
             out = torch.empty((self.tokens, self.out), dtype=self.body.out_dtype, device=x.device)
-        space = torch.empty(self.workspace.size, dtype=torch.uint8, device=x.device)
         operands = self._operands(lists)
-        if not self.ready:
-            self._first(x, ids, weights, operands, space, out)
-            return out
+        if self.ready:
+            return self.run_at(x, ids, weights, {name: t.data_ptr() for name, t in operands.items()}, out)
+        space = torch.empty(self.workspace.size, dtype=torch.uint8, device=x.device)
+        self._first(x, ids, weights, operands, space, out)
+        return out
+
+    def run_at(self, x: Tensor, ids: Tensor, weights: Tensor, places: Mapping[str, int], out: Tensor | None = None) -> Tensor:
+        """:meth:`run` once it is ``ready``, given the addresses of weights and biases by name."""
+        if out is None:
+            out = torch.empty((self.tokens, self.out), dtype=self.body.out_dtype, device=x.device)
+        space = torch.empty(self.workspace.size, dtype=torch.uint8, device=x.device)
         base = space.data_ptr()
-        at = {name: base + part[0] for name, part in self.workspace.parts.items()}
+        at = {name: base + part[0] for name, part in self.workspace.parts.items()} | dict(places)
         at["x"], at["ids"], at["weights"], at["out"] = x.data_ptr(), ids.data_ptr(), weights.data_ptr(), out.data_ptr()
-        for name, t in operands.items():
-            at[name] = t.data_ptr()
         stream = stream_of(x.device)
         for step in self.steps:
             pointers: list[Any] = [at[name] for name in step.names]
@@ -152,6 +157,11 @@ class Plan:
                 pointers[position] = Descriptor(Address(pointers[position]), shape, strides)
             step.launch.again(stream, pointers)
         return out
+
+    def places(self, lists: Lists) -> tuple[dict[str, int], list[Tensor]]:
+        """What :meth:`run_at` takes for these lists, and the tables that have to be kept for it."""
+        operands = self._operands(lists)
+        return {name: t.data_ptr() for name, t in operands.items()}, [t for t in operands.values() if t.dtype == torch.int64]
 
     def _operands(self, lists: Lists) -> dict[str, Tensor]:
         """The tensor behind each weight and bias name; a name without one gets some other tensor, which is not read."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -119,8 +120,20 @@ def _plan(key: Any, x: Tensor, ids: Tensor, weights: Tensor, lists: Lists, body:
 
 _BY_FORM: dict[Any, tuple[Plan, tuple[int, ...], bool]] = {}
 """Plans that launch directly, keyed by the arguments of the internal op: with the positions of their inputs, and whether C++ knows."""
-_TOLD: set[Any] = set()
-"""Calls with separate Parameters that C++ has been told of, or cannot be."""
+
+
+@dataclass
+class _Separate:
+    """A plan of calls with these very Parameters: what ``run_at`` takes, the tables among that, and whether C++ was asked to launch it."""
+
+    plan: Plan
+    places: dict[str, int]
+    tables: list[Tensor]
+    told: bool = False
+
+
+_BY_ADDRESS: dict[Any, _Separate] = {}
+"""Keyed by the arguments of the internal op, all addresses of Parameters among them."""
 
 
 def infer(tensors: Sequence[Tensor], counts: Sequence[int], body: int, arg0: float, arg1: float, out_dtype: torch.dtype) -> Tensor:
@@ -128,10 +141,10 @@ def infer(tensors: Sequence[Tensor], counts: Sequence[int], body: int, arg0: flo
 
     Where C++ can be compiled, ``native.py`` has taken over what comes here twice.
     """
-    if max(counts) > 1 or providers.PROVIDERS["experts"][0].name != NAME:
-        out = _general(tensors, counts, body, arg0, arg1, out_dtype)
-        _remember_separate(tensors, counts, body, arg0, arg1, out_dtype)
-        return out
+    if providers.PROVIDERS["experts"][0].name != NAME:
+        return _general(tensors, counts, body, arg0, arg1, out_dtype)
+    if max(counts) > 1:
+        return _infer_separate(tensors, counts, body, arg0, arg1, out_dtype)
     x = tensors[0]
     pointers = [t.data_ptr() for t in tensors]
     key = (
@@ -155,6 +168,36 @@ def infer(tensors: Sequence[Tensor], counts: Sequence[int], body: int, arg0: flo
     return _general(tensors, counts, body, arg0, arg1, out_dtype)
 
 
+def _infer_separate(
+    tensors: Sequence[Tensor], counts: Sequence[int], body: int, arg0: float, arg1: float, out_dtype: torch.dtype
+) -> Tensor:
+    """:func:`infer` where experts are separate Parameters."""
+    x, ids, weights, *flat = tensors
+    firsts, start = [], 0
+    for n in counts:
+        firsts += flat[start : start + min(n, 1)]
+        start += n
+    key = (
+        body, arg0, arg1, out_dtype, tuple(counts), *map(_kind, (x, ids, weights)),
+        x.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32,
+        tuple([t.shape for t in firsts]),  # shapes are equal in a list
+        tuple([t.data_ptr() for t in flat]), tuple([t.stride() for t in flat]),
+    )  # fmt: skip
+    known = _BY_ADDRESS.get(key)
+    if known is None or known.plan.index != current_device():
+        out = _general(tensors, counts, body, arg0, arg1, out_dtype)
+        if known is None and not torch.cuda.is_current_stream_capturing():  # a table that is written there holds nothing yet
+            _remember_separate(key, tensors, counts, body, arg0, arg1, out_dtype)
+        return out
+    if not known.told and native.ready():
+        known.told = True
+        tables = known.plan.tables(tuple(unpack(tensors, counts)[3:]))
+        if tables is not None:
+            made = native.key_of(tensors, counts, body, arg0, arg1, out_dtype)
+            native.remember(made, known.plan, known.plan.positions(counts), tables)
+    return known.plan.run_at(x, ids, weights, known.places)
+
+
 def _general(tensors: Sequence[Tensor], counts: Sequence[int], body: int, arg0: float, arg1: float, out_dtype: torch.dtype) -> Tensor:
     out: Tensor = providers.run("experts", *unpack(tensors, counts), *decode(body, arg0, arg1).values(), out_dtype)
     return out
@@ -176,25 +219,18 @@ def _remember(
 
 
 def _remember_separate(
-    tensors: Sequence[Tensor], counts: Sequence[int], body: int, arg0: float, arg1: float, out_dtype: torch.dtype
+    key: Any, tensors: Sequence[Tensor], counts: Sequence[int], body: int, arg0: float, arg1: float, out_dtype: torch.dtype
 ) -> None:
-    """Have C++ know a call with separate Parameters, with the tables of their addresses."""
+    """Note the plan of the call that has just run, and where it finds the weights."""
     native.start()
-    if not native.ready() or providers.PROVIDERS["experts"][0].name != NAME:
-        return
-    x, ids, weights, first, *_, last = tensors
-    mark = (*map(_kind, (x, ids, weights)), tuple(counts), body, arg0, arg1, out_dtype, first.data_ptr(), last.data_ptr())
-    if mark in _TOLD:
-        return
-    _TOLD.add(mark)
     data, options = unpack(tensors, counts), decode(body, arg0, arg1)
     made, _ = _key(*data, *options.values(), out_dtype)  # type: ignore[call-arg]
     plan = _PLANS.get(made)
-    if not isinstance(plan, Plan) or not plan.ready:
+    if not isinstance(plan, Plan) or not plan.ready or plan.empty or any(plan.stacked):
         return
-    tables = plan.tables(tuple(data[3:]))
-    if tables is not None:
-        native.remember(native.key_of(tensors, counts, body, arg0, arg1, out_dtype), plan, plan.positions(counts), tables)
+    if len(_BY_ADDRESS) >= _MAX_PLANS:
+        _BY_ADDRESS.clear()
+    _BY_ADDRESS[key] = _Separate(plan, *plan.places(tuple(data[3:])))
 
 
 def forget_plans() -> None:
@@ -204,5 +240,5 @@ def forget_plans() -> None:
     """
     _PLANS.clear()
     _BY_FORM.clear()
-    _TOLD.clear()
+    _BY_ADDRESS.clear()
     native.forget()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import time
+import weakref
 from typing import Any
 
 import pytest
@@ -204,3 +206,41 @@ def test_launched_without_python(separate: bool) -> None:
     graph.replay()
     assert torch.equal(recorded, provider.experts(*args, *case.options.values()))
     assert_right(recorded, args, case.options)
+
+
+def test_known_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many rows of separate Parameters: a second call finds its plan by their addresses. Weights are read live, and none is kept alive."""
+    from moefuse.kernels.triton import provider
+
+    case = Case(tokens=700, hidden=136, inter=200, hidden_out=264, experts=6, top_k=2, gating="separate", bias=False, separate=True)
+    case = case.with_(dtype=torch.bfloat16)
+    args = on_gpu(case.args())
+    provider.forget_plans()
+    want = run(args, **case.options)
+    assert_right(want, args, case.options)
+    (known,) = provider._BY_ADDRESS.values()
+    assert known.plan.apart == {"w_in", "w_up", "w_out"}
+    with monkeypatch.context() as patch:
+        patch.setattr(provider, "_general", None)
+        assert torch.equal(run(args, **case.options), want)
+        args[5][1].mul_(2)
+        changed = run(args, **case.options)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            recorded = run(args, **case.options)
+        graph.replay()
+        assert torch.equal(recorded, changed)
+    assert_right(changed, args, case.options)
+    assert torch.equal(changed, provider.experts(*args, *case.options.values()))
+    for other in (
+        [*args[:3], args[3][::-1], *args[4:]],  # the same addresses in another order
+        [*args[:5], [w[:128] for w in args[5]], *args[6:]],  # the same addresses and strides, other sizes
+        [args[0][:600], args[1][:600], args[2][:600], *args[3:]],
+    ):
+        assert_right(run(other, **case.options), other, case.options)
+        assert_right(run(other, **case.options), other, case.options)
+    assert len(provider._BY_ADDRESS) == 4
+    refs = [weakref.ref(w) for part in args[3:6] for w in part]
+    del args, other, known, graph
+    gc.collect()
+    assert not any(ref() is not None for ref in refs)
