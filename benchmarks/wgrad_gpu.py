@@ -1,6 +1,6 @@
 """Gradients of expert weights on a GPU: our kernels with other tile sizes, gathering and from sorted rows, and torch's grouped_mm.
 
-    python benchmarks/wgrad_gpu.py --out wgrad.json
+    python benchmarks/wgrad_gpu.py --out benchmarks/results/wgrad-h200.json
     python benchmarks/wgrad_gpu.py --only "mixtral in;qwen3 out"
 
 The sizes of both projections of several models at 4096 tokens. What is further than 1 % from float32 for one expert is reported as wrong.

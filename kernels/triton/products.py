@@ -17,7 +17,7 @@ PREFERRED: str | None = None
 LIBRARY_ROWS = 768
 LIBRARY_SIZE = 4096
 """Mean rows of an expert, and features of either projection, from which on the library's products are taken. Measured on an H200
-(``benchmarks/train_gpu.py``): a step with 1024 rows of 14336 x 4096 takes 0.94 of the time, all smaller ones 1.07 to 1.18 times as long."""
+(``benchmarks/train_gpu.py``): a step with 1024 rows of 14336 x 4096 takes 0.96 of the time, all smaller ones 1.09 to 1.18 times as long."""
 
 
 class _Rows:
