@@ -25,7 +25,7 @@ from moefuse.kernels.triton.operands import Operand, address_table, describe, is
 Lists = Sequence[Tensor]
 
 LAUNCHES: dict[Any, Launch] = {}
-_MAXLAUNCHES = 1 << 14
+_MAX_LAUNCHES = 1 << 14
 """Launches kept; beyond, all are dropped and made again when needed (a compiled kernel stays with Triton)."""
 _ONE_TILE = 1 << 30
 """Rows of a tile where the tiles of the sort are not used."""
@@ -51,7 +51,7 @@ def launch(
             addresses[position] = Descriptor(Address(addresses[position]), shape, strides)
         known.again(stream_of(pointers[0].device), addresses)
         return
-    if len(LAUNCHES) >= _MAXLAUNCHES:
+    if len(LAUNCHES) >= _MAX_LAUNCHES:
         LAUNCHES.clear()
     made = LAUNCHES[key] = Launch(kernel, grid, rest, num_warps=warps, num_stages=stages)
     given: list[Any] = list(pointers)
