@@ -81,11 +81,11 @@ def measure(name: str) -> Iterator[dict[str, Any]]:
     want = g[first:last].float().t() @ x[first:last].float()
     flops, ends, chosen = 2 * rows * n * k, offsets[1:].to(torch.int32), wgrad_plan.grad_tiles
 
-    def gathering() -> list[Tensor]:
-        return wgrad_plan.weight_grads(stacked, g, x, it, x_tokens=True)
+    tokens = torch.empty_like(x)
+    tokens[order] = x
 
     ways: dict[str, tuple[Any, Callable[[], list[Tensor]]]] = {
-        "gathering": (None, gathering),
+        "gathering": (None, lambda: wgrad_plan.weight_grads(stacked, g, tokens, it, x_tokens=True)),
         "rows by pointers": (None, lambda: wgrad_plan.weight_grads(stacked, g, x, it)),
         "grouped_mm": (None, lambda: [grouped_mm.weight_grad(stacked[0], g, x, ends)]),
         **{label: (tiles, lambda: wgrad_plan.weight_grads(stacked, g, x, it)) for label, tiles in TILES.items()},
