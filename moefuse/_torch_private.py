@@ -299,9 +299,27 @@ def is_torch_compile_call(backend: object) -> bool:
     return isinstance(backend, torch._TorchCompileWrapper)
 
 
+def storage_key(t: torch.Tensor) -> int:
+    """Equal for two living tensors exactly if they are views of one allocation. Without such memory: itself."""
+    try:
+        return int(t.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):  # sparse and other opaque layouts
+        return id(t)
+
+
 def same_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two fake tensors stand for views of one allocation."""
-    return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)
+    return storage_key(a) == storage_key(b)
+
+
+@contextlib.contextmanager
+def trying_on_fakes(value: object) -> Iterator[None]:
+    """Run something on fake tensors for what it shows: new symbols that it makes are nobody's."""
+    first = next((t for t in (value if isinstance(value, tuple | list) else (value,)) if isinstance(t, torch.Tensor)), None)
+    environment = getattr(getattr(first, "fake_mode", None), "shape_env", None)
+    ignoring = contextlib.nullcontext() if environment is None else environment.ignore_fresh_unbacked_symbols()
+    with ignoring, torch.no_grad():
+        yield
 
 
 def graph_break(gm: torch.fx.GraphModule) -> str | None:

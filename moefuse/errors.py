@@ -30,6 +30,7 @@ CODES: dict[str, str] = {
     "not-lowered": "the region is understood, but its replacement does not type-check: {detail}",
     "verification-failed": "the fused op and the original disagree on this model's weights: {detail}",
     "verification-error": "the check against the original could not run: {detail}",
+    "effects-differ": "the rewritten graph would do something else than the program: `{name}` {detail} (please report it)",
     "not-faster": "{program} us as it is and {fused} us as the fused op for {tokens} tokens on {device} ({source})",
     "internal-error": "moefuse itself failed, so the whole graph stays as it was: {error} (please report it with the logged traceback)",
 }

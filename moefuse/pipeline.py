@@ -17,7 +17,7 @@ from moefuse.capture.assumptions import Undischarged
 from moefuse.capture.frame import Frame, refusals
 from moefuse.config import Options
 from moefuse.errors import CODES, FusionError
-from moefuse.report import FusionReport, Skipped
+from moefuse.report import FusionReport, RejectedError, Skipped
 
 # Named after the backend, not after this file: it is the name in the documentation for TORCH_LOGS.
 log = logging.getLogger("moefuse.backend")
@@ -63,6 +63,11 @@ def rewrite(
         result = driver.fuse(gm, example_inputs, options, **({"assumptions": assumptions} if assumptions else {}))
     except _torch_private.dynamo_control_flow():
         raise
+    except RejectedError as error:
+        saved.restore()
+        log.error("%s at %s: the graph goes to the compiler as it was", error.skipped.message, error.skipped.location or "an unknown place")
+        report.skipped.append(error.skipped)
+        return _unless_assumed(frame, report)
     except Exception as error:
         saved.restore()
         log.exception("moefuse failed on this graph; it goes to the compiler as it was")

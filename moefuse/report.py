@@ -67,6 +67,14 @@ class Skipped:
         return {"code": self.code, "message": self.message, "module": self.module, "location": self.location}
 
 
+class RejectedError(Exception):
+    """A rewrite that a last check of the whole graph rejects: the graph goes back to what it was, and ``skipped`` says why."""
+
+    def __init__(self, skipped: Skipped) -> None:
+        super().__init__(skipped.message)
+        self.skipped = skipped
+
+
 @dataclass
 class FusionReport:
     """What one compilation did; graphs are counted as Dynamo hands them over."""

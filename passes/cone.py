@@ -88,7 +88,8 @@ def _every_expert(ctx: Context, node: Node, value: Node, table: Table) -> Rows |
 def _expr(ctx: Context, top: Node, node: Node, inside: set[Node], memo: dict[Node, Expr], rank: int) -> Expr:
     if node in memo:
         return memo[node]
-    found = _inside(ctx, top, node, inside, memo, rank) if node in inside else None
+    plain = node in inside and not ctx.memory.rewritten(node)  # what is written to later is more than its operation says
+    found = _inside(ctx, top, node, inside, memo, rank) if plain else None
     column = ctx.facts.get(node)
     if found is None and isinstance(column, Column):
         found = SlotWeight(node, column.base.root, column.slot)

@@ -15,14 +15,7 @@ from moefuse.passes.facts import Combined, Lost, Part, Routing, RowNumber, Sum, 
 from moefuse.passes.ops import Call, call_of, fake, tensor
 from moefuse.passes.refine import Known
 from moefuse.passes.sizes import shape_of, size_of
-
-#: operations whose result may share storage with their first argument
-_ALIASING = frozenset(
-    (
-        "view reshape transpose t permute squeeze unsqueeze expand expand_as flatten unflatten chunk split tensor_split narrow select "
-        "unbind getattr T mT view_as reshape_as contiguous to type_as detach alias movedim split_with_sizes unfold diagonal ravel"
-    ).split()
-)
+from moefuse.passes.storage import Memory
 
 #: operations on a tensor of one element that keep its value
 _SAME_NUMBER = frozenset("getitem squeeze unsqueeze view reshape flatten ravel contiguous clone detach to".split())
@@ -50,15 +43,16 @@ class Context:
         self.rows = dict(rows or {})
         self.siblings: dict[Node, Assumption] = {}
         self.facts: dict[Node, Any] = {}
-        self.position = {node: i for i, node in enumerate(graph.nodes)}
+        self.memory = Memory(graph)
+        self.position, self.storage = self.memory.position, self.memory.storage
+        self.aliases, self.writes = self.memory.aliases, self.memory.writes
         self.calls: dict[Node, Call | None] = {}
-        self.storage: dict[Node, Node] = {}
-        self.aliases: dict[Node, list[Node]] = {}
-        self.writes: dict[Node, list[Node]] = {}
+        self.made: dict[Node, Any] = {}
         self.mode: dict[Node, tuple[bool, tuple[str, ...]]] = {}
         self.routings: dict[Node, Routing] = {}
         self.derived: dict[tuple[Routing, tuple[str, ...], int], Routing] = {}
-        self.erasable: dict[Node, bool] = {}
+        self.erasable: set[Node] = set()
+        self.results: dict[Node, Any] = {}
         self.sentinels: dict[Routing, set[int]] = {}
         self.segments: dict[Node, tuple[Part, ...]] = {}
         self.queues: dict[Node, Routing] = {}
@@ -80,16 +74,11 @@ class Context:
         grad: bool = torch.is_grad_enabled()
         casts: tuple[str, ...] = ()
         for node in self.graph.nodes:
-            call = call_of(node)
+            call = call_of(node, self.memory.targets[node])
             self.calls[node] = call
             if call is not None and call.name in _MODE_SWITCHES:
                 grad, casts = _switched(call, grad, casts)
             self.mode[node] = (grad, casts)
-            root = self._storage_root(node, call)
-            self.storage[node] = root
-            self.aliases.setdefault(root, []).append(node)
-            for target in call.targets if call is not None else ():
-                self.writes.setdefault(self.storage[target], []).append(node)
 
     def _same_views(self) -> None:
         """Views that are written again for every expert (``W.view(E, I, H)`` in a loop) are one view."""
@@ -99,27 +88,7 @@ class Context:
             if call is None or self.storage[node] is node or call.inplace:
                 continue
             args = torch.fx.node.map_arg((call.args, call.kwargs), lambda n: self.first[n])
-            before = sum(self.position[w] < self.position[node] for w in self.writes.get(self.storage[node], ()))
-            self.first[node] = seen.setdefault(f"{call.name} {args} {before}", node)
-
-    def _storage_root(self, node: Node, call: Call | None) -> Node:
-        if call is not None and call.targets:
-            return self.storage[call.targets[0]]
-        if call is None or not call.args or not isinstance(call.args[0], Node):
-            return node
-        source = call.args[0]
-        if call.name == "getitem" and self._separate_outputs(source):
-            return node
-        if call.name in ("to", "type_as") and _changes_dtype(node, source):
-            return node
-        if call.name in _ALIASING or (call.name == "getitem" and not _copies(call.args[1])):
-            return self.storage[source]
-        return node
-
-    def _separate_outputs(self, source: Node) -> bool:
-        """Whether a tuple holds new tensors (top-k, sort), not views of one (chunk, split)."""
-        call = self.calls[source]
-        return call is not None and isinstance(fake(source), tuple | list) and call.name not in _ALIASING
+            self.first[node] = seen.setdefault(f"{call.name} {args} {self.memory.version(self.storage[node], node)}", node)
 
     def view(self, value: object) -> View | None:
         """The plain view of a tensor node: its fact if that is a View, the node itself if it has no fact, else None."""
@@ -129,7 +98,7 @@ class Context:
         if isinstance(fact, View):
             return fact
         known = tensor(value)
-        if not isinstance(fact, Combined | Lost | None) or known is None:
+        if not isinstance(fact, Combined | Lost | None) or known is None or self.storage.get(value) in self.memory.reshaped:
             return None
         return View(fresh(shape_of(known)), self.first.get(value, value))
 
@@ -264,11 +233,7 @@ class Context:
 
     def written_between(self, node: Node, first: Node, last: Node) -> Node | None:
         """A write to the storage of ``node`` after ``first`` and before ``last``, if there is one."""
-        low, high = self.position[first], self.position[last]
-        for write in self.writes.get(self.storage[node], ()):
-            if low < self.position[write] < high:
-                return write
-        return None
+        return self.memory.written_between(node, first, last)
 
     def lost(self, code: str, node: Node, **details: Any) -> Lost:
         """A refusal at ``node``."""
@@ -290,17 +255,6 @@ def _last_dim(call: Call) -> bool:
     """Whether it is the last one."""
     dim, value = dim_of(call), tensor(call.args[0])
     return isinstance(dim, int) and value is not None and dim in (-1, value.dim() - 1)
-
-
-def _changes_dtype(node: Node, source: Node) -> bool:
-    before, after = tensor(source), tensor(node)
-    return before is not None and after is not None and before.dtype != after.dtype
-
-
-def _copies(index: object) -> bool:
-    """Whether indexing with ``index`` copies: an index tensor or list is in it."""
-    items = index if isinstance(index, tuple) else (index,)
-    return any(isinstance(i, list) or (isinstance(i, Node) and tensor(i) is not None) for i in items)
 
 
 def _switched(call: Call, grad: bool, casts: tuple[str, ...]) -> tuple[bool, tuple[str, ...]]:

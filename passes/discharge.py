@@ -147,7 +147,7 @@ def _meets(ctx: Context, node: Node, passed: set[Node]) -> bool:
         return False
     if call is None or call.inplace:
         return True
-    view = ctx.storage[node] in passed and not (call.name == "detach" or "data" in call.args)  # who reads or writes it is asked instead
+    view = ctx.storage[node] in passed  # who reads or writes it is asked instead
     middle = isinstance(ctx.facts.get(node), Buffer)  # of ``out[idx] += rows``: the assignment is asked instead
     return not view and not middle and call.name not in SIZE_QUERIES
 

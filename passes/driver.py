@@ -22,6 +22,7 @@ from moefuse.errors import CODES
 from moefuse.passes import discharge, leftovers
 from moefuse.passes.context import Context
 from moefuse.passes.devices import unsupported
+from moefuse.passes.effects import Effects, EffectsDifferError, compare, effects
 from moefuse.passes.emit import Emitter
 from moefuse.passes.facts import Lost, Routing
 from moefuse.passes.gate import not_faster
@@ -38,7 +39,7 @@ from moefuse.passes.router import one_kernel
 from moefuse.passes.shared import join_shared
 from moefuse.passes.signature import signature
 from moefuse.passes.verify import Verdict, verify
-from moefuse.report import Fused, Skipped
+from moefuse.report import Fused, RejectedError, Skipped
 
 if TYPE_CHECKING:
     from moefuse.config import Options
@@ -115,6 +116,7 @@ def _bodies(gm: GraphModule, known: dict[Node, Any]) -> list[tuple[GraphModule, 
 
 def _fuse_graph(gm: GraphModule, known: dict[Node, Any], run: _Run) -> bool:
     ctx = interpret(gm.graph, {a.row_node: a.members for a in run.assumptions if a.row_node is not None and a.graph is gm.graph})
+    before = effects(ctx)
     ctx.siblings = {a.row_node: a for a in run.assumptions if a.row_node is not None and a.siblings}
     for node in gm.graph.nodes:
         if node.op == "get_attr" and isinstance(getattr(gm, str(node.target), None), torch.Tensor):
@@ -139,7 +141,18 @@ def _fuse_graph(gm: GraphModule, known: dict[Node, Any], run: _Run) -> bool:
     run.result.notes += one_kernel(gm.graph, run.options) if fused else []
     if fused and run.options.overlap:
         _join(gm.graph, known, run)
+    if fused or run.assumptions:
+        _compare(ctx, before)
     return bool(fused) or bool(run.assumptions)
+
+
+def _compare(ctx: Context, before: Effects) -> None:
+    """The graph has the effects that it had; else none of its rewrites may stay, for nobody knows which one is wrong."""
+    try:
+        compare(ctx, before)
+    except EffectsDifferError as error:
+        details = {"name": error.node.name, "detail": error.detail}
+        raise RejectedError(_skipped(Lost("effects-differ", error.node, details))) from error
 
 
 def _rewrite(ctx: Context, known: dict[Node, Any], run: _Run, region: Region) -> Lost | None:

@@ -58,8 +58,10 @@ def _interpret(graph: Graph, rows: Mapping[Node, tuple[int, ...]] | None, ends: 
             fact = Apart(fact)
         if fact is not None:
             ctx.facts[node] = fact
+        if call.targets:
+            ctx.made[node] = fact
         for target in call.targets:
-            _write(ctx, node, target, fact)
+            _write(ctx, node, target, fact if _is_result(ctx, node, target) else None)
     return ctx
 
 
@@ -101,7 +103,7 @@ def _apply(rule: Rule, ctx: Context, node: Node, call: Call) -> Any:
 
 def _write(ctx: Context, node: Node, target: Node, fact: Any) -> None:
     """An in-place operation: its target now holds the result, and every other alias of that storage is out of date."""
-    for alias in ctx.aliases[ctx.storage[target]]:
+    for alias in (alias for name in ctx.memory.storages(target) for alias in ctx.aliases.get(name, ())):
         if ctx.position[alias] > ctx.position[node] or alias in (node, target):
             continue
         if _whole_view(ctx, alias, target):
@@ -117,13 +119,19 @@ def _write(ctx: Context, node: Node, target: Node, fact: Any) -> None:
         ctx.facts[target] = fact
 
 
+def _is_result(ctx: Context, node: Node, target: Node) -> bool:
+    """Whether what an operation writes to a tensor is its result, and not something beside it."""
+    return tensor(node) is None or (ctx.storage[node] is ctx.storage[target] and _whole_view(ctx, node, target))
+
+
 def _whole_view(ctx: Context, alias: Node, target: Node) -> bool:
     """Whether two aliases show the same elements in the same shape (``contiguous``, a cast to the same dtype)."""
     a, b = tensor(alias), tensor(target)
-    if a is None or b is None or a.dtype != b.dtype:
+    if a is None or b is None or a.dtype != b.dtype or a.is_conj() != b.is_conj() or a.is_neg() != b.is_neg():
         return False
     # As expressions: comparing the sizes themselves would add a guard.
-    return same_shape(shape_of(a), shape_of(b)) and same_shape([size_of(s) for s in a.stride()], [size_of(s) for s in b.stride()])
+    mine, theirs = ([size_of(s) for s in (*t.stride(), t.storage_offset())] for t in (a, b))
+    return same_shape(shape_of(a), shape_of(b)) and same_shape(mine, theirs)
 
 
 def _like(ctx: Context, fact: Any, alias: Node) -> Any:

@@ -10,11 +10,12 @@ from torch.fx import Node
 
 from moefuse._dynamo.values import unbacked_in
 from moefuse.passes.context import Context
-from moefuse.passes.ops import SIZE_QUERIES, fake
+from moefuse.passes.ops import SIZE_QUERIES, Call, fake
 from moefuse.passes.rules.pointwise import RANDOM
+from moefuse.passes.writes import known_function
 
-_ASSERTS = frozenset(("_assert_scalar", "_assert_async", "sym_constrain_range", "sym_constrain_range_for_size", "_check", "_check_is_size"))
-_MODES = frozenset(("_set_grad_enabled", "_enter_autocast", "_exit_autocast", "_enter_inference_mode", "_exit_inference_mode"))
+ASSERTS = frozenset(("_assert_scalar", "_assert_async", "sym_constrain_range", "sym_constrain_range_for_size", "_check", "_check_is_size"))
+MODES = frozenset(("_set_grad_enabled", "_enter_autocast", "_exit_autocast", "_enter_inference_mode", "_exit_inference_mode"))
 
 
 def erase(ctx: Context, scoped: set[Node]) -> None:
@@ -47,7 +48,8 @@ def live(ctx: Context) -> set[Node]:
 
 def _written(ctx: Context, write: Node) -> list[Node]:
     """Everything that may show what a write leaves: the aliases of its target, or the fused op's result in its place."""
-    return [*ctx.aliases[ctx.storage[write]], *(n for n in write.all_input_nodes if n not in ctx.position)]
+    names = {name for t in ctx.memory.targets[write] for name in ctx.memory.storages(t)}
+    return [*(a for name in names for a in ctx.aliases.get(name, ())), *(n for n in write.all_input_nodes if n not in ctx.position)]
 
 
 def _reach(live: set[Node], roots: list[Node]) -> None:
@@ -66,21 +68,22 @@ def _effect(ctx: Context, node: Node) -> bool:
         return node in ctx.calls and node.op not in ("placeholder", "get_attr")
     if _about_data(ctx, node):
         return False
-    if call.inplace and not _users_own(node) and isinstance(call.args[0], Node) and call.kwargs.get("out") is None:
-        return ctx.storage[node].op in ("placeholder", "get_attr")
+    if call.inplace and not users_own(node) and not draws(call):
+        return any(ctx.memory.outlives(name) for t in call.targets for name in ctx.memory.storages(t))
     return call.name not in SIZE_QUERIES and not pure(ctx, node)
 
 
-def _users_own(node: Node) -> bool:
+def users_own(node: Node) -> bool:
     """Whether an operator is not one of torch's: what it does besides its writes is not known."""
     target = node.target
-    return isinstance(target, torch._ops.HigherOrderOperator) or getattr(target, "namespace", "aten") not in ("aten", "prims")
+    foreign = getattr(target, "namespace", "aten") not in ("aten", "prims") or not known_function(target)
+    return isinstance(target, torch._ops.HigherOrderOperator) or foreign
 
 
 def _about_data(ctx: Context, node: Node) -> bool:
     """Whether a node only asserts something about sizes that the run decides."""
     call = ctx.calls.get(node)
-    return call is not None and call.name in _ASSERTS and any(unbacked_in(fake(i)) for i in node.all_input_nodes)
+    return call is not None and call.name in ASSERTS and any(unbacked_in(fake(i)) for i in node.all_input_nodes)
 
 
 def _drop_idle_modes(ctx: Context, scoped: set[Node]) -> None:
@@ -117,11 +120,11 @@ def pure(ctx: Context, node: Node) -> bool:
     call = ctx.calls.get(node)
     if node.op == "get_attr":
         return True
-    if call is None or call.inplace or call.name in _MODES or call.name in _ASSERTS or random(call.name):
+    if call is None or call.inplace or call.name in MODES or call.name in ASSERTS or draws(call):
         return False
     if isinstance(node.target, torch._ops.HigherOrderOperator) or not _plain_value(fake(node)):
         return False
-    return node.op == "call_method" or (_known_module(node.target) and not node.is_impure())
+    return node.op == "call_method" or (known_function(node.target) and not node.is_impure())
 
 
 def _plain_value(value: Any) -> bool:
@@ -130,9 +133,12 @@ def _plain_value(value: Any) -> bool:
     return isinstance(value, torch.Tensor | torch.SymInt | torch.SymFloat | torch.SymBool | bool | int | float)
 
 
-def _known_module(target: Any) -> bool:
-    module = str(getattr(target, "__module__", None) or "torch")
-    return module.partition(".")[0] in ("torch", "_operator", "operator", "math", "builtins") or isinstance(target, torch._ops.OpOverload)
+def draws(call: Call) -> bool:
+    """Whether an operation draws random numbers with the arguments that it has."""
+    if "dropout" in call.name:
+        given = dict(zip(("input", "p", "training"), call.args, strict=False)) | call.kwargs
+        return given.get("p", 0.5) != 0.0 and given.get("training", given.get("train", True)) is not False
+    return random(call.name)
 
 
 @functools.cache

@@ -1,6 +1,6 @@
 """Canonical names: many spellings of one operation become one name with one argument order.
 
-`torch.multiply(a, b)`, `a * b`, `a.mul(b)`, `a *= b` are all ``mul``; the last one with ``inplace`` set. A rule is looked up by this name.
+`torch.multiply(a, b)`, `a * b`, `a.mul(b)`, `a *= b` are all ``mul``; the last one has a target. A rule is looked up by this name.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ from typing import Any
 
 import torch
 from torch.fx import Node
+
+from moefuse.passes.values import fake, tensor
+from moefuse.passes.writes import known_function, plain_name, written
 
 _ALIASES = {
     "multiply": "mul", "imul": "mul_", "iadd": "add_", "isub": "sub_", "itruediv": "div_", "truediv": "div", "true_divide": "div",
@@ -27,6 +30,9 @@ _ALIASES = {
 #: operations on arrays of NumPy's, by the names that Dynamo gives them, that are torch's
 _ALIASES |= {f"wrapped_{name}": name for name in "cumsum getitem item eq ne lt le gt ge add sub".split()}
 
+#: where operators have the names that rules know; the last one is a grouped product that its library registers
+_NAMESPACES = frozenset(("aten", "prims", "moefuse", "transformers"))
+
 _CASTS = {
     "bfloat16": torch.bfloat16, "half": torch.float16, "float": torch.float32, "double": torch.float64,
     "long": torch.int64, "int": torch.int32, "bool": torch.bool,
@@ -40,31 +46,20 @@ UNARY = (
 ).split()
 BINARY = "add sub mul div pow maximum minimum remainder fmod atan2 rsub".split()
 
-#: in-place spellings that do not end in an underscore, or whose underscore means something else
-_NOT_INPLACE = {"sym_constrain_range_"}
-
 
 @dataclass(frozen=True)
 class Call:
-    """A node as a canonical operation: name, positional and keyword arguments, and whether it writes to a tensor that it is given.
-
-    ``written``: the tensors that it writes to, where its schema says so.
-    """
+    """A node as a canonical operation: name, positional and keyword arguments, and the tensors that it writes to."""
 
     name: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    inplace: bool
-    written: tuple[Node, ...] = ()
+    targets: tuple[Node, ...] = ()
 
     @property
-    def targets(self) -> tuple[Node, ...]:
-        """What it writes to: what its schema says, the tensors of ``out=``, else its first argument."""
-        if self.written or not self.inplace:
-            return self.written
-        given = self.kwargs.get("out")
-        found = self.args[:1] if given is None else given if isinstance(given, tuple | list) else (given,)
-        return tuple(t for t in found if isinstance(t, Node))
+    def inplace(self) -> bool:
+        """Whether it writes to a tensor that it is given."""
+        return bool(self.targets)
 
 
 #: nodes that only ask for sizes or assert them
@@ -74,17 +69,22 @@ SIZE_QUERIES = frozenset(
 
 
 def raw_name(node: Node) -> str:
-    """The name of a node's target as written: method name, function name, or operator name without its overload."""
-    if isinstance(node.target, str):
-        return node.target
-    name = getattr(node.target, "__name__", str(node.target))
-    if isinstance(node.target, torch._ops.OpOverload):
-        name = node.target._opname
-    return str(name)
+    """The name of a node's target as written: method name, function name, or operator name without its overload.
+
+    A function or an operator that is not torch's has all of its name, so that no rule takes it for what torch calls so.
+    """
+    target: Any = node.target
+    if isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        space, _, name = str(getattr(target, "_qualified_op_name", None) or target.name()).partition("::")
+        name = name.partition(".")[0]
+        return name if space in _NAMESPACES else f"{space}::{name}"
+    if isinstance(target, torch._ops.HigherOrderOperator) or known_function(target):
+        return plain_name(target)
+    return f"{target.__module__}.{plain_name(target)}"
 
 
-def call_of(node: Node) -> Call | None:
-    """The canonical call of a node, or None for placeholders, attributes and the output."""
+def call_of(node: Node, targets: tuple[Node, ...] | None = None) -> Call | None:
+    """The canonical call of a node, or None for placeholders, attributes and the output. ``targets``: what it writes to, where known."""
     if node.op not in ("call_function", "call_method"):
         return None
     raw = raw_name(node)
@@ -93,46 +93,13 @@ def call_of(node: Node) -> Call | None:
         if first in kwargs:
             args = (kwargs.pop(first), *args)
     if raw in _CASTS and node.op == "call_method":
-        return Call("to", (*args, _CASTS[raw]), kwargs, False)
-    plain = raw[2:-2] if raw.startswith("__") and raw.endswith("__") else raw  # `x.__eq__(y)`, as torch 2.11 records `x == y`
-    name = _ALIASES.get(plain, plain)
-    inplace = name == "setitem" or bool(kwargs.pop("inplace", False)) or kwargs.get("out") is not None
-    if name.endswith("_") and not name.endswith("__") and name not in _NOT_INPLACE:
-        name, inplace = name[:-1], True
-        name = _ALIASES.get(name, name)
-    written = _written(node)
-    return Call(name, args, kwargs, inplace or bool(written), written)
-
-
-def _written(node: Node) -> tuple[Node, ...]:
-    """The tensors that an operator writes to, by its schema; a Triton kernel of the user's may write to any that it gets."""
-    target: Any = node.target
-    if isinstance(target, torch._ops.HigherOrderOperator):
-        return tuple(node.all_input_nodes) if target.name() == "triton_kernel_wrapper_mutation" else ()
-    if isinstance(target, torch._ops.OpOverloadPacket):
-        names = target.overloads()
-        target = getattr(target, names[0]) if len(names) == 1 else None
-    if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
-        return ()
-    known = target._schema.arguments
-    given = dict(zip((a.name for a in known), node.args, strict=False)) | node.kwargs
-    found = [given.get(a.name) for a in known if a.alias_info is not None and a.alias_info.is_write]
-    each = [t for value in found for t in (value if isinstance(value, tuple | list) else (value,))]
-    return tuple(t for t in each if isinstance(t, Node))
-
-
-def fake(node: object) -> Any:
-    """The fake value Dynamo (or AOTAutograd) recorded for a node: a tensor, a SymInt, a tuple, or None."""
-    if not isinstance(node, Node):
-        return None
-    value = node.meta.get("example_value")
-    return node.meta.get("val") if value is None else value
-
-
-def tensor(node: object) -> torch.Tensor | None:
-    """The fake tensor of a node, or None if it is not a tensor."""
-    value = fake(node)
-    return value if isinstance(value, torch.Tensor) else None
+        return Call("to", (*args, _CASTS[raw]), kwargs)  # a copy, or the tensor itself
+    name = _ALIASES.get(raw, raw)
+    kwargs.pop("inplace", None)
+    targets = written(node) if targets is None else targets
+    if targets and name.endswith("_"):
+        name = _ALIASES.get(name[:-1], name[:-1])
+    return Call(name, args, kwargs, targets)
 
 
 def module_path(node: Node) -> str:
@@ -160,3 +127,6 @@ def call_target(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     if isinstance(node.target, str):
         return getattr(args[0], node.target)(*args[1:], **kwargs)
     return node.target(*args, **kwargs)
+
+
+__all__ = ["SIZE_QUERIES", "Call", "call_of", "call_target", "fake", "location", "module_path", "raw_name", "tensor"]

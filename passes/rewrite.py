@@ -23,6 +23,9 @@ def replace(ctx: Context, region: Region, result: Node) -> None:
         # A later region may read this result directly: it is emitted with, and verified as, the new node.
         ctx.replaced[holder] = result
     ctx.first[result] = region.value
+    ctx.results[result] = region
+    if result not in ctx.position:
+        ctx.memory.introduce(result, region.value)
     sweep(ctx.graph, region.nodes, ctx)
 
 
@@ -53,16 +56,13 @@ def dead(graph: Graph, nodes: set[Node], ctx: Context) -> set[Node]:
 
 def _writes_outside(ctx: Context, node: Node, found: set[Node]) -> bool:
     """Whether an in-place operation changes storage that stays."""
-    call = ctx.calls.get(node)
-    if call is None or not call.inplace:
-        return False
-    roots = {ctx.storage[t] for t in call.targets} or {ctx.storage[node]}
+    roots = {name for t in ctx.memory.targets.get(node, ()) for name in ctx.memory.storages(t)}
     return any(root not in found and not _rewritten(ctx, root, node) for root in roots)
 
 
 def _rewritten(ctx: Context, root: Node, node: Node) -> bool:
     """A base that the region accumulated into: its new value is the replacement, so the write must go."""
-    return root.op != "placeholder" and ctx.erasable.get(node, False)
+    return not ctx.memory.outlives(root) and node in ctx.erasable
 
 
 def queries(nodes: set[Node], ctx: Context) -> set[Node]:

@@ -61,8 +61,7 @@ def checked(ctx: Context, region: Region) -> Region | Lost:
     for node in unread(ctx):
         if not region.nodes.isdisjoint(node.all_input_nodes):
             region.nodes.add(node)
-    if region.base is not None:
-        ctx.erasable.update({w: True for w in ctx.writes.get(ctx.storage[region.base], ()) if w in region.nodes})
+    ctx.erasable |= own_writes(ctx, region)
     for check in (_types, _modes, _mutations, _feeds_itself, _escapes):
         problem = check(ctx, region)
         if problem is not None:
@@ -94,10 +93,16 @@ def _read_by(ctx: Context, node: Node) -> list[Node]:
 
 
 def slice_of(ctx: Context, region: Region) -> set[Node]:
-    """Everything between the leaves and the anchor, in-place writes included."""
+    """Everything between the leaves and the anchor, in-place writes included.
+
+    Of the writes to the storage of a base only the region's own: what was written before them is the base, and stays.
+    """
     stop = set(region.leaves) | ({region.base} if region.base is not None else set())
-    kept = {ctx.storage[n] for n in stop}
+    kept = {name for n in stop for name in ctx.memory.storages(n)}
     last = ctx.position[region.anchor]
+    own = own_writes(ctx, region)
+    first = min((ctx.position[w] for w in own), default=last)
+    under = set(ctx.memory.storages(region.base)) if region.base is not None else set()
     seen: set[Node] = set()
     shares = [p.node for p in region.parts] if region.base is not None else []  # ``out[rows] = y`` names the base, not what it held before
     stack = [region.anchor, *(n for n in (*region.holders, *shares) if ctx.position[n] <= last)]
@@ -105,12 +110,23 @@ def slice_of(ctx: Context, region: Region) -> set[Node]:
         node = stack.pop()
         if node in seen or node in stop or ctx.first[node] in stop or ctx.calls.get(node) is None:
             continue
+        before = ctx.position[node] < first and not under.isdisjoint(ctx.memory.storages(node))
+        if before or (node not in own and any(name in under for t in ctx.memory.targets[node] for name in ctx.memory.storages(t))):
+            continue
         seen.add(node)
         stack.extend(_read_by(ctx, node))
-        stack.extend(w for w in ctx.writes.get(ctx.storage[node], ()) if ctx.position[w] <= last and ctx.storage[node] not in kept)
-    if region.base is not None:
-        seen.update(w for w in ctx.writes.get(ctx.storage[region.base], ()) if w in region.holders and ctx.position[w] <= last)
-    return seen
+        for name in ctx.memory.storages(node):
+            stack.extend(w for w in ctx.writes.get(name, ()) if ctx.position[w] <= last and name not in kept)
+    return seen | own
+
+
+def own_writes(ctx: Context, region: Region) -> set[Node]:
+    """The writes by which a region adds to its base."""
+    if region.base is None:
+        return set()
+    names = set(ctx.memory.storages(region.base))
+    adding = (n for n in (region.anchor, *(p.node for p in region.parts)) if n in ctx.memory.targets)
+    return {n for n in adding if any(name in names for t in ctx.memory.targets[n] for name in ctx.memory.storages(t))}
 
 
 def _types(ctx: Context, region: Region) -> Lost | None:
@@ -157,11 +173,11 @@ def _mutations(ctx: Context, region: Region) -> Lost | None:
     """No leaf is written to between its first use in the region and the anchor."""
     if region.base is not None:
         root = ctx.storage[region.base]
-        written = any(w in region.nodes for w in ctx.writes.get(root, ()))
-        if written and (root.op == "placeholder" or (root is not region.base and root not in region.nodes)):
+        if own_writes(ctx, region) and (ctx.memory.outlives(root) or (root is not region.base and root not in region.nodes)):
             return ctx.lost("mutation", region.anchor, name=root.name)
     for source in region.leaves:
-        used = [n for n in region.nodes if any(ctx.storage[i] is ctx.storage[source] for i in n.all_input_nodes)]
+        names = set(ctx.memory.storages(source))
+        used = [n for n in region.nodes if any(not names.isdisjoint(ctx.memory.storages(i)) for i in n.all_input_nodes)]
         first = min(used, key=ctx.position.__getitem__, default=None)
         write = ctx.written_between(source, first, region.anchor) if first is not None else None
         if write is not None and source is not region.base:
@@ -200,11 +216,24 @@ def _escapes(ctx: Context, region: Region) -> Lost | None:
                 continue
             code = "hook" if call is not None and call.name == "register_hook" else "value-escapes"
             return ctx.lost(code, user, name=node.name)
-    stale = [a for h in region.holders for a in ctx.aliases[ctx.storage[h]] if a not in region.holders and a not in region.nodes]
-    for alias in stale:
-        written = any(w in region.nodes for w in ctx.writes.get(ctx.storage[alias], ()))
-        if written and ctx.position[alias] < last and any(u not in region.nodes for u in alias.users):
-            return ctx.lost("alias", region.anchor, name=alias.name)
+    return _stale(ctx, region)
+
+
+def _stale(ctx: Context, region: Region) -> Lost | None:
+    """Nothing but the result's readers finds a version of some storage that the region made."""
+    last, holders = ctx.position[region.anchor], set(region.holders)
+    first: dict[Node, int] = {}
+    for node in region.nodes:
+        for name in (name for t in ctx.memory.targets[node] for name in ctx.memory.storages(t)):
+            first[name] = min(first.get(name, last), ctx.position[node])
+    for name, start in first.items():
+        for alias in ctx.aliases[name]:
+            for user in alias.users if ctx.position[alias] <= last else ():
+                call = ctx.calls.get(user)
+                outside = user not in region.nodes and ctx.position[user] > start
+                redirected = alias in holders and ctx.position[user] > last
+                if outside and not redirected and (call is None or call.name not in SIZE_QUERIES):
+                    return ctx.lost("alias", region.anchor, name=alias.name)
     return None
 
 

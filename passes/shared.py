@@ -269,7 +269,8 @@ def _region(ctx: Context, emit: Emitter, value: Node, token: Node, expr: Expr) -
 def _introduce(ctx: Context, emit: Emitter) -> None:
     """New nodes as tensors of their own, about which nothing is known: what comes later may read them."""
     for node in emit.nodes:
-        ctx.storage[node] = ctx.first[node] = node
+        ctx.first[node] = node
+        ctx.memory.introduce(node)
         ctx.calls[node] = None
         ctx.position[node], ctx.mode[node] = ctx.position[emit.before], ctx.mode[emit.before]
 

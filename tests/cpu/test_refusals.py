@@ -26,6 +26,7 @@ from tests.programs.refused import (
     Batched,
     Capacity,
     ContextDiffers,
+    Counting,
     ExpertChoice,
     ExpertsDiffer,
     H,
@@ -117,6 +118,21 @@ def raising_rule(patch: pytest.MonkeyPatch) -> None:
     patch.setitem(RULES, "index_add", on_index_add)
 
 
+def losing_writes(patch: pytest.MonkeyPatch) -> None:
+    """A sweep that takes a write to the model's buffer with it."""
+    from moefuse.passes import rewrite
+
+    original = rewrite.sweep
+
+    def sweep(graph: torch.fx.Graph, nodes: set[torch.fx.Node], ctx: Any) -> None:
+        original(graph, nodes, ctx)
+        for node in reversed(graph.nodes):
+            if node.target == "copy_":
+                graph.erase_node(node)
+
+    patch.setattr(rewrite, "sweep", sweep)
+
+
 CASES: dict[str, Case] = {
     "no-rule": Case(NoRule, "expert rows go through `digamma`, which has no rule: what it computes per row is unknown"),
     "not-row-local": Case(NotRowLocal, "`mean` mixes the rows of an expert, so its result depends on which other tokens were routed there"),
@@ -172,6 +188,11 @@ CASES: dict[str, Case] = {
         "the check against the original could not run: RuntimeError: no kernel image is available",
         arrange=crashing_lowering,
         marker="plain",
+    ),
+    "effects-differ": Case(
+        Counting,
+        "the rewritten graph would do something else than the program: `copy_` is gone (please report it)",
+        arrange=losing_writes,
     ),
     "not-faster": Case(
         Teacher,
