@@ -135,7 +135,7 @@ def _inside(ctx: Context, top: Node, node: Node, inside: set[Node], memo: dict[N
 def _pointwise(node: Node, go: Any, call: Call) -> Expr | None:
     items = []
     if call.kwargs.keys() == {"other"}:  # ``torch.mul(x, other=w)``
-        call = Call(call.name, (*call.args, *call.kwargs.values()), {}, False)
+        call = Call(call.name, (*call.args, *call.kwargs.values()), {})
     for a in (*call.args, *call.kwargs.values()):
         if isinstance(a, Node) and tensor(a) is not None:
             items.append(go(a))

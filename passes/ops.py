@@ -75,8 +75,8 @@ def raw_name(node: Node) -> str:
     """
     target: Any = node.target
     if isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
-        space, _, name = str(getattr(target, "_qualified_op_name", None) or target.name()).partition("::")
-        name = name.partition(".")[0]
+        whole = str(target).partition(".")
+        space, name = whole[0], whole[2].partition(".")[0]
         return name if space in _NAMESPACES else f"{space}::{name}"
     if isinstance(target, torch._ops.HigherOrderOperator) or known_function(target):
         return plain_name(target)

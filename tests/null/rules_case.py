@@ -46,6 +46,7 @@ INPUTS: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
     "two_c": ((H, I), torch.float32),
     "vector": ((H,), torch.float32),
     "other": ((B, H), torch.float32),
+    "grid": ((4, 6), torch.float32),
 }
 
 
