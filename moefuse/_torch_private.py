@@ -307,6 +307,12 @@ def storage_key(t: torch.Tensor) -> int:
         return id(t)
 
 
+def has_kernel(schema: Any) -> bool:
+    """Whether a schema is that of an operator on tensors, not of a method of TorchScript's lists and dicts, which have the same names."""
+    name = f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name
+    return bool(torch._C._dispatch_has_kernel(name))
+
+
 def same_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two fake tensors stand for views of one allocation."""
     return storage_key(a) == storage_key(b)

@@ -13,8 +13,8 @@ from torch.fx import Graph, Node
 
 from moefuse.capture.siblings import keep
 from moefuse.passes.context import Context
-from moefuse.passes.leftovers import ASSERTS, MODES, draws, pure, users_own
-from moefuse.passes.ops import SIZE_QUERIES
+from moefuse.passes.leftovers import ASSERTS, MODES, draws, plain_value, pure, users_own
+from moefuse.passes.ops import SIZE_QUERIES, fake
 
 
 class EffectsDifferError(Exception):
@@ -51,9 +51,12 @@ def _has_effect(ctx: Context, node: Node) -> bool:
         return False
     if draws(call):
         return True
-    if call.targets:
-        return users_own(node) or any(ctx.memory.outlives(name) for t in call.targets for name in ctx.memory.storages(t))
-    return not pure(ctx, node)
+    if any(ctx.memory.outlives(name) for t in call.targets for name in ctx.memory.storages(t)):
+        return True
+    if users_own(node):
+        return bool(call.targets) or not pure(ctx, node)
+    # What a method of something else than a tensor does (an event, a stream), nobody knows.
+    return node.is_impure() and not call.targets or any(not plain_value(fake(i)) for i in node.all_input_nodes if fake(i) is not None)
 
 
 def compare(ctx: Context, before: Effects) -> None:

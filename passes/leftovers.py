@@ -122,14 +122,14 @@ def pure(ctx: Context, node: Node) -> bool:
         return True
     if call is None or call.inplace or call.name in MODES or call.name in ASSERTS or draws(call):
         return False
-    if isinstance(node.target, torch._ops.HigherOrderOperator) or not _plain_value(fake(node)):
+    if isinstance(node.target, torch._ops.HigherOrderOperator) or not plain_value(fake(node)):
         return False
     return node.op == "call_method" or (known_function(node.target) and not node.is_impure())
 
 
-def _plain_value(value: Any) -> bool:
+def plain_value(value: Any) -> bool:
     if isinstance(value, tuple | list):
-        return all(map(_plain_value, value))
+        return all(map(plain_value, value))
     return isinstance(value, torch.Tensor | torch.SymInt | torch.SymFloat | torch.SymBool | bool | int | float)
 
 

@@ -23,18 +23,19 @@ from moefuse.passes.emit import Emitter
 from moefuse.passes.ops import Call, call_of, fake, tensor
 from moefuse.passes.recipe_probe import Router, agrees
 from moefuse.passes.sizes import same_shape, shape_of
+from moefuse.passes.storage import Memory
 
 _VIEWS = frozenset("view reshape flatten unflatten contiguous unsqueeze squeeze expand expand_as to".split())
 _GROUPS = _VIEWS | frozenset("topk getitem sum max amax scatter zeros_like bitwise_not eq".split())
 _UNDERSTOOD = _GROUPS | frozenset("softmax sigmoid add mul div clamp clamp_min gather masked_fill where".split())
 
 
-def fused(graph: Graph, node: Node, call: Call, k: int) -> Node | None:
+def fused(graph: Graph, memory: Memory, node: Node, call: Call, k: int) -> Node | None:
     """Replace the router whose choice is this top-k by one op, if it is one that the op computes. Its logits."""
     try:
         router = _read(node, call, k)
         inside = None if router is None else _inside(graph, router)
-        if router is None or inside is None or not agrees(router, inside):
+        if router is None or inside is None or _written(memory, router, inside) or not agrees(router, inside):
             return None
     except (TypeError, ValueError, IndexError, KeyError, RuntimeError):  # an operation with other arguments than any that is known here
         return None
@@ -249,6 +250,14 @@ def _inside(graph: Graph, router: Router) -> list[Node] | None:
         if node not in ends and any(user not in found and not _idle(user) for user in node.users):
             return None
     return [n for n in graph.nodes if n in found]
+
+
+def _written(memory: Memory, router: Router, inside: list[Node]) -> bool:
+    """Whether something changes the logits or the bias while the router works, or may have."""
+    ends = (inside[0], inside[-1], router.logits, *([] if router.bias is None else [router.bias]))
+    if any(n not in memory.position for n in ends):
+        return True
+    return any(memory.written_between(n, inside[0], inside[-1]) is not None for n in ends[2:])
 
 
 def _idle(node: Node) -> bool:

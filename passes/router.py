@@ -40,7 +40,7 @@ def one_kernel(graph: Graph, options: Options) -> list[str]:
         k = _count(call) if node.users else None
         if k is None:
             continue
-        read = None if ctx is None else recipes.fused(graph, node, call, k)
+        read = None if ctx is None else recipes.fused(graph, ctx.memory, node, call, k)
         if ctx is not None and read is not None:
             first = "one kernel and one for its logits" if logits.replaced(ctx, read) else "one kernel behind its logits"
             notes[f"the router{where} is {first}"] = None

@@ -90,7 +90,7 @@ class Memory:
         return None
 
     def _read(self, node: Node) -> frozenset[int]:
-        value = fake(node)
+        value = _attribute(node) if node.op == "get_attr" and fake(node) is None else fake(node)
         keys = frozenset(_torch_private.storage_key(t) for t in tensors_in(value))
         unknown = value is None and node.op in ("call_function", "call_method", "call_module") and node.users and not _modes(node)
         return self._joined(k for i in node.all_input_nodes for k in self._keys[i]) if unknown else keys
@@ -119,6 +119,14 @@ class Memory:
         while (parent := self._parent.get(key, key)) != key:
             key = parent
         return key
+
+
+def _attribute(node: Node) -> object:
+    """The real value of an attribute of the graph's module; None if it has none of that name."""
+    owner: object = node.graph.owning_module
+    for name in str(node.target).split("."):
+        owner = getattr(owner, name, None)
+    return owner
 
 
 def _modes(node: Node) -> bool:
