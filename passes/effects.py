@@ -56,7 +56,7 @@ def _has_effect(ctx: Context, node: Node) -> bool:
     if users_own(node):
         return bool(call.targets) or not pure(ctx, node)
     # What a method of something else than a tensor does (an event, a stream), nobody knows.
-    return node.is_impure() and not call.targets or any(not plain_value(fake(i)) for i in node.all_input_nodes if fake(i) is not None)
+    return (node.is_impure() and not call.targets) or any(not plain_value(fake(i)) for i in node.all_input_nodes if fake(i) is not None)
 
 
 def compare(ctx: Context, before: Effects) -> None:
