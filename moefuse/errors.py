@@ -16,6 +16,7 @@ CODES: dict[str, str] = {
     "experts-differ": "expert {expert} differs from expert 0: {detail}",
     "missing-experts": "only experts {present} are computed, of {count}",
     "ids-not-distinct": "a repeated expert id for one token would count once here; ids that do not come from top-k can repeat",
+    "ids-out-of-range": "expert ids may belong to no expert, and mean something else here than no contribution: {detail}",
     "not-weighted": "expert outputs reach the sum without the mask or routing weight that selects them",
     "not-combined": "expert rows never reach a sum over the chosen experts of a token",
     "capacity": "experts take a limited number of tokens here: {detail}",

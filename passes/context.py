@@ -13,6 +13,7 @@ from moefuse.capture.assumptions import Assumption
 from moefuse.passes.axes import Atom, fresh
 from moefuse.passes.facts import Combined, Lost, Part, Routing, RowNumber, Sum, View
 from moefuse.passes.ops import Call, call_of, fake, tensor
+from moefuse.passes.ranges import Interval, distinct, interval
 from moefuse.passes.refine import Known
 from moefuse.passes.sizes import shape_of, size_of
 from moefuse.passes.storage import Memory
@@ -54,6 +55,7 @@ class Context:
         self.erasable: set[Node] = set()
         self.results: dict[Node, Any] = {}
         self.sentinels: dict[Routing, set[int]] = {}
+        self.ranges: dict[Node, Interval | None] = {}
         self.segments: dict[Node, tuple[Part, ...]] = {}
         self.queues: dict[Node, Routing] = {}
         self.chosen: dict[Node, Node] = {}
@@ -162,7 +164,7 @@ class Context:
             return None
         tokens = tuple(a.size for a in (dims[:-1] if slots else dims))
         top_k = int(dims[-1].size) if slots else 1
-        found = Routing(root, tokens, top_k, slots, distinct=top_k == 1 or self._from_topk(root), choices=self._choices(root))
+        found = Routing(root, tokens, top_k, slots, distinct=top_k == 1 or distinct(self, root), bounds=interval(self, root))
         self.routings[root] = found
         return found
 
@@ -189,11 +191,10 @@ class Context:
             return tuple(Atom("d", i, s) for i, s in enumerate(own))
         return tuple(shown[i] for i in sorted(shown))
 
-    def _from_topk(self, node: Node) -> bool:
+    def from_topk(self, node: Node) -> bool:
         """Whether ids are the indices of a top-k or of a part of a sorted dimension, and so distinct within a token."""
         call = self._chosen_by(node)
-        written = self.storage.get(node) in self.writes
-        return call is not None and call.name in ("topk", "sort", "argsort") and _last_dim(call) and not written
+        return call is not None and call.name in ("topk", "sort", "argsort") and _last_dim(call)
 
     def _one_for_each(self, node: Node) -> bool:
         """Whether ids are the best of the scores that a projection gives each [..., features] row: then all their dimensions count tokens.
@@ -211,12 +212,12 @@ class Context:
             scores = source.args[0]
         return source is not None and source.name == "linear"
 
-    def _choices(self, node: Node) -> int | None:
-        """How many positions ids choose among: every id is less than that."""
+    def positions(self, node: Node) -> int | None:
+        """How many positions indices choose among: each is from 0 to one less than that."""
         call = self._chosen_by(node)
         scores = tensor(call.args[0]) if call is not None and call.args else None
         dim = dim_of(call) if call is not None else None
-        if scores is None or not isinstance(dim, int) or not scores.dim() or self.storage[node] in self.writes:
+        if scores is None or not isinstance(dim, int) or not scores.dim():
             return None
         size = scores.shape[dim]
         return size if isinstance(size, int) else None

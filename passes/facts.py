@@ -14,12 +14,14 @@ from moefuse.passes.axes import Atom, Axes
 from moefuse.passes.expr import Expr
 from moefuse.passes.sizes import Size, product
 
+_MANY = (1 << 31) - 1  # what only a dtype bounds is not bounded
+
 
 @dataclass(frozen=True, eq=False)
 class Routing:
     """One tensor of expert ids [tokens..., K] (or [tokens...] when there is one slot), and what is known about it.
 
-    ``distinct``: no id is twice in a token. ``choices``: every id is less than this; None if nothing says so.
+    ``distinct``: no id is twice in a token. ``bounds``: no id is less than the first or more than the second.
     ``columns``: ``node`` holds no ids but a 0/1 mask [tokens..., (K,) ``columns``] with at most one 1 for a slot; a slot without any has no
     expert, and -1 for an id. ``shared``: the sizes of the last of the ``tokens`` dimensions that ``node`` does not have: all of
     their tokens share one row of ids (an expert for a whole sequence or image).
@@ -31,7 +33,7 @@ class Routing:
     top_k: int
     has_slots: bool
     distinct: bool
-    choices: int | None = None
+    bounds: tuple[int, int] | None = None
     columns: int | None = None
     shared: tuple[Size, ...] = ()
     kept: Node | None = None
@@ -45,6 +47,16 @@ class Routing:
     @property
     def num_tokens(self) -> Size:
         return product(self.tokens)
+
+    @property
+    def choices(self) -> int | None:
+        """All ids are from 0 to one less than this; None if nothing says so."""
+        low, high = self.bounds or (-1, -1)
+        return high + 1 if low >= 0 and high < _MANY else None
+
+    def within(self, count: int) -> bool:
+        """Whether every id is that of one of so many experts."""
+        return self.choices is not None and self.choices <= count
 
 
 class RowNumber(int):

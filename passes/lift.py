@@ -24,6 +24,7 @@ from moefuse.passes.generalise import generalise
 from moefuse.passes.instances import instances
 from moefuse.passes.opaque import unread, unread_stacks
 from moefuse.passes.ops import tensor
+from moefuse.passes.outside import outside
 from moefuse.passes.products import factors, same_expr
 from moefuse.passes.regions import Refused, Region, Weightless, sources
 from moefuse.passes.safety import checked
@@ -41,10 +42,19 @@ def lift(ctx: Context) -> Iterator[Region | Refused]:
         rows = [fact.rows] if isinstance(fact, Combined | Apart) else [p.rows for p in fact.parts]
         routing = next((r.domain.routing for r in rows if r.domain.routing is not None), None)
         found = _combined(ctx, fact, holders[id(fact)]) if isinstance(fact, Combined | Apart) else _summed(ctx, fact, holders[id(fact)])
-        found = checked(ctx, found) if isinstance(found, Region) else found
+        found = _placed(ctx, checked(ctx, found)) if isinstance(found, Region) else found
         if found is not None:
             yield Refused(found, routing) if isinstance(found, Lost) else found
     yield from unread_stacks(ctx)
+
+
+def _placed(ctx: Context, found: Region | Lost) -> Region | Lost:
+    """The region, and what it means by ids that belong to no expert."""
+    means = outside(ctx, found) if isinstance(found, Region) else None
+    if isinstance(found, Lost) or isinstance(means, Lost):
+        return found if isinstance(found, Lost) else means  # type: ignore[return-value]
+    found.outside = means
+    return found
 
 
 def _complete(ctx: Context) -> list[Any]:

@@ -29,6 +29,7 @@ from moefuse.passes.expr import (
 )
 from moefuse.passes.facts import Routing
 from moefuse.passes.ops import fake, tensor
+from moefuse.passes.outside import placed
 from moefuse.passes.products import factors, is_weight, one_weight
 from moefuse.passes.regions import Region, Weightless
 from moefuse.passes.sizes import same_shape, shape_of
@@ -94,7 +95,7 @@ class Lowering:
             shared=(),
             kept=None,
         )
-        lowered = BySlot(replace(region, routing=routing), self.emit, top_k).either()
+        lowered = BySlot(replace(region, routing=routing, outside=None), self.emit, top_k).either()
         result = lowered.result
         if not region.apart:
             width = shape_of(fake(result))[-1]
@@ -110,10 +111,14 @@ class Lowering:
             return self.once(routing, lambda: self.for_each(self.left(routing.node, routing.columns, routing.top_k)))
         if routing.kept is not None:
             return self.once(routing, lambda: self.for_each(self.weighted(routing)))
-        value = tensor(routing.node)
-        if value is not None and value.dim() == 2 and routing.has_slots and len(routing.tokens) == 1:
-            return routing.node
-        return self.once(routing, lambda: self.for_each(self.emit(torch.reshape, routing.node, (-1, routing.top_k))))
+        return self.once(routing, lambda: self.for_each(self.rows_of_ids(routing)))
+
+    def rows_of_ids(self, routing: Routing) -> Node:
+        """[T, K]: the ids as the program has them, those of no expert where the ops leave them out as it does."""
+        value, means = tensor(routing.node), self.region.outside
+        plain = value is not None and value.dim() == 2 and routing.has_slots and len(routing.tokens) == 1
+        ids = routing.node if plain else self.emit(torch.reshape, routing.node, (-1, routing.top_k))
+        return ids if means is None else placed(self.emit, ids, means, routing.bounds, self.region.all_experts)
 
     def for_each(self, rows: Node) -> Node:
         """Rows for every token, where tokens share one."""
@@ -147,9 +152,15 @@ class Lowering:
 
     def weighted(self, routing: Routing) -> Node:
         """[T, K]: the ids, and -1 where the table's entry leaves the slot without expert."""
-        ids = self.emit(torch.Tensor.to, self.emit(torch.reshape, routing.node, (-1, routing.top_k)), torch.int64)
-        entry = self.emit(torch.gather, routing.kept, 1, ids)
+        ids = self.emit(torch.Tensor.to, self.rows_of_ids(routing), torch.int64)
+        entry = self.emit(torch.gather, routing.kept, 1, self.within(ids))
         return self.emit(torch.where, self.emit(torch.gt if routing.above else torch.ne, entry, 0), ids, -1)
+
+    def within(self, ids: Node) -> Node:
+        """Ids to read a table by; what a slot without expert reads there is weighted nowhere."""
+        count = self.region.num_experts
+        known = self.region.routing.whole and self.region.routing.within(count)
+        return ids if known else self.emit(torch.clamp, ids, min=0, max=count - 1)
 
     def once(self, key: Any, build: Callable[[], Node]) -> Node:
         if id(key) not in self.memo:
@@ -176,9 +187,7 @@ class Lowering:
         if isinstance(weight, Gate) and not weight.ones:
             table = self.for_each(self.matrix(weight.source, self.region.num_experts))
             ids = self.emit(torch.Tensor.to, self.ids(), torch.int64)
-            # What a slot without expert reads there is weighted nowhere.
-            ids = ids if self.region.routing.whole else self.emit(torch.clamp, ids, min=0)
-            return self.emit(torch.gather, table, 1, ids)
+            return self.emit(torch.gather, table, 1, self.within(ids))
         return self.emit(torch.ones_like, self.ids(), dtype=torch.float32)
 
     def stack(self, leaf: Leaf) -> list[Node]:

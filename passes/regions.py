@@ -24,6 +24,19 @@ class Weightless:
     numbers: range
 
 
+@dataclass(frozen=True)
+class Outside:
+    """What becomes of ids outside [0, E).
+
+    ``wraps``: a negative one counts from the end. ``first``: it belongs to expert 0. ``low``, ``high``: what is beyond raises, if set.
+    """
+
+    wraps: bool = False
+    first: bool = False
+    low: int | None = None
+    high: int | None = None
+
+
 @dataclass(eq=False)
 class Region:
     """One mixture of experts of the program.
@@ -39,6 +52,7 @@ class Region:
         leaves: tensors the region reads.
         replaced: what the experts give stands in place of the rows of ``base`` that chose one.
         apart: the result has a row for each slot, not their sum.
+        outside: what becomes of ids that belong to no expert; None if that is nothing, as for the ops.
     """
 
     anchor: Node
@@ -54,6 +68,7 @@ class Region:
     leaves: list[Node] = field(default_factory=list)
     apart: bool = False
     replaced: bool = False
+    outside: Outside | None = None
 
     @property
     def all_experts(self) -> int:

@@ -31,6 +31,7 @@ from moefuse.passes.facts import (
 )
 from moefuse.passes.generalise import generalise
 from moefuse.passes.ops import tensor
+from moefuse.passes.ranges import tells_none
 from moefuse.passes.rules import entries, rule
 from moefuse.passes.rules.routing import over_slots
 from moefuse.passes.rules.segments import joined as joined_segments
@@ -47,7 +48,8 @@ def on_sum(ctx: Context, node: Node, x: Any, *args: Any, **kwargs: Any) -> Any:
         dim, keepdim = args, False
     fact = ctx.fact(x)
     if isinstance(fact, Mask) or (isinstance(fact, Table) and fact.ones):
-        return over_slots(ctx, node, x, dim, keepdim)
+        value = tensor(node)
+        return over_slots(ctx, node, x, dim, keepdim) if value is None or tells_none(value.dtype) else None
     if isinstance(fact, Stacked):
         return _sum_of(node, fact) if dim == fact.dim and not keepdim else None
     if not isinstance(fact, Rows):

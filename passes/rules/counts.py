@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch.fx import Node
 
 from moefuse.passes.axes import Atom
 from moefuse.passes.context import Context, out_shape
-from moefuse.passes.facts import Counts, Occurring, Range, Rows, Sorted, View
+from moefuse.passes.facts import Counts, Occurring, Range, Routing, Rows, Sorted, View
+from moefuse.passes.ops import tensor
+from moefuse.passes.ranges import counts, holds, interval
 from moefuse.passes.refine import refine, settle
 from moefuse.passes.rules import rule
 from moefuse.passes.rules.routing import is_integer
@@ -17,9 +20,7 @@ from moefuse.passes.rules.routing import is_integer
 
 @rule("bincount", "histc")
 def on_count(ctx: Context, node: Node, x: Node, *args: Any, **kwargs: Any) -> Any:
-    source = ctx.calls.get(x)
-    if source is not None and source.name == "to" and isinstance(source.args[0], Node) and is_integer(source.args[0]):
-        x = source.args[0]
+    given, x = x, uncast(ctx, x)
     fact = ctx.fact(x)
     if ctx.calls[node].name == "bincount":  # type: ignore[union-attr]
         bins = kwargs.get("minlength", args[1] if len(args) > 1 else 0)
@@ -36,7 +37,9 @@ def on_count(ctx: Context, node: Node, x: Node, *args: Any, **kwargs: Any) -> An
         routing = fact.order.routing
     else:
         return None
-    if routing is None or not isinstance(bins, int):
+    if routing is None or not isinstance(bins, int) or not _as_they_are(ctx, x, given, bins):
+        return None
+    if not exact(node, routing):
         return None
     choices = routing.choices
     if choices is not None and bins < choices and ctx.calls[node].name == "bincount":  # type: ignore[union-attr]
@@ -49,12 +52,32 @@ def on_count(ctx: Context, node: Node, x: Node, *args: Any, **kwargs: Any) -> An
     return Counts(((Atom("e", 0, bins),),), routing, ends=False)
 
 
+def uncast(ctx: Context, x: Node) -> Node:
+    """The ids that are counted in another dtype: ``histc`` takes no integers on a CPU."""
+    source = ctx.calls.get(x)
+    cast = source is not None and source.name == "to" and isinstance(source.args[0], Node) and is_integer(source.args[0])
+    return source.args[0] if cast else x  # type: ignore[union-attr]
+
+
+def _as_they_are(ctx: Context, ids: Node, given: Node, bins: int) -> bool:
+    """Whether ids are counted as themselves. (What is outside of the bins stays there if it is rounded; for 32 bits see outside.py.)"""
+    dtype, known = tensor(given).dtype, interval(ctx, ids)  # type: ignore[union-attr]
+    rounds = dtype.is_floating_point or dtype == torch.int32
+    return holds(dtype, (0, bins)) if rounds else known is not None and holds(dtype, known)
+
+
+def exact(node: Node, routing: Routing) -> bool:
+    """Whether the dtype of a result has room for numbers of slots."""
+    value = tensor(node)
+    return value is not None and counts(value.dtype, routing.num_tokens * routing.top_k)
+
+
 @rule("cumsum")
 def on_cumsum(ctx: Context, node: Node, x: Node, dim: int = 0, **_: Any) -> Any:
     fact = ctx.fact(x)
     if isinstance(fact, Rows):
         return ctx.lost("not-row-local", node, op="cumsum")
-    return replace(fact, ends=True) if isinstance(fact, Counts | Occurring) and not fact.ends else None
+    return replace(fact, ends=True) if isinstance(fact, Counts | Occurring) and not fact.ends and exact(node, fact.routing) else None
 
 
 @rule("searchsorted", "bucketize")

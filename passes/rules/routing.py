@@ -29,6 +29,7 @@ from moefuse.passes.facts import (
     View,
 )
 from moefuse.passes.ops import fake, tensor
+from moefuse.passes.ranges import counts
 from moefuse.passes.rules import entries, rule
 from moefuse.passes.sizes import same, shape_of
 
@@ -163,7 +164,7 @@ def over_slots(ctx: Context, node: Node, x: Node, dim: Any, keepdim: bool) -> An
 
         return any_of(mask, all_dims(mask, None))
     if isinstance(mask, Table) and dim is not None:
-        return _chosen_by(ctx, mask, dim, keepdim)
+        return _chosen_by(ctx, node, mask, dim, keepdim)
     if not isinstance(mask, Mask) or mask.negated or dim is None:
         return None
     rank = len(mask.axes)
@@ -175,12 +176,18 @@ def over_slots(ctx: Context, node: Node, x: Node, dim: Any, keepdim: bool) -> An
     if gone == ["k"] or (not gone and not mask.routing.has_slots):
         return mask_table(ctx, node, mask, axes)
     left = [a.kind for axis in axes for a in axis]
-    if left == ["e"] and mask.weight is None and not keepdim:
-        return Counts(axes, mask.routing, ends=False)
-    return None
+    return counted(node, axes, mask.routing) if left == ["e"] and mask.weight is None and not keepdim else None
 
 
-def _chosen_by(ctx: Context, table: Table, dim: Any, keepdim: bool) -> Counts | None:
+def counted(node: Node, axes: Axes, routing: Routing) -> Counts | Hit | None:
+    """Ones added up: numbers of slots, or, in a dtype that rounds those, at least whether there are any."""
+    value = tensor(node)
+    if value is None or counts(value.dtype, routing.num_tokens * routing.top_k):
+        return Counts(axes, routing, ends=False)
+    return Hit(axes, routing, None) if value.dtype.is_floating_point or value.dtype == torch.bool else None
+
+
+def _chosen_by(ctx: Context, node: Node, table: Table, dim: Any, keepdim: bool) -> Counts | Hit | None:
     """A 0/1 table [tokens, E] summed over the tokens: how many chose each expert, once each."""
     if not table.ones or table.negated or table.expert is not None or table.slot is not None or keepdim:
         return None
@@ -188,7 +195,7 @@ def _chosen_by(ctx: Context, table: Table, dim: Any, keepdim: bool) -> Counts | 
     dims = {normalize(d, rank) for d in (dim if isinstance(dim, tuple | list) else (dim,))}
     left = tuple(axis for i, axis in enumerate(table.axes) if i not in dims)
     routing = entries.counted(ctx, table.routing)
-    return Counts(left, routing, ends=False) if table.routing.distinct and [a.kind for axis in left for a in axis] == ["e"] else None
+    return counted(node, left, routing) if table.routing.distinct and [a.kind for axis in left for a in axis] == ["e"] else None
 
 
 @rule("any")

@@ -14,10 +14,10 @@ from torch.fx import Node
 
 from moefuse.passes.axes import Atom, Axes, Axis
 from moefuse.passes.context import Context, normalize, out_shape
-from moefuse.passes.facts import Column, Counts, Fill, Mask, Routing, Table, View
+from moefuse.passes.facts import Column, Fill, Mask, Routing, Table, View
 from moefuse.passes.ops import tensor
 from moefuse.passes.rules import rule
-from moefuse.passes.rules.routing import constant, is_integer, role_axes
+from moefuse.passes.rules.routing import constant, counted, is_integer, role_axes
 from moefuse.passes.sizes import same, shape_of
 
 
@@ -49,7 +49,7 @@ def on_scatter(ctx: Context, node: Node, target: Node, dim: int, index: Node, sr
     axes = role_axes(view, routing) if routing is not None else None
     shape = out_shape(node)
     if len(shape) == 1 and routing is not None and axes is not None and fill.value == 0.0 and ctx.calls[node].name == "scatter_add":  # type: ignore[union-attr]
-        return Counts(((Atom("e", 0, shape[0]),),), routing, ends=False) if constant(ctx, src) == 1.0 else None
+        return counted(node, ((Atom("e", 0, shape[0]),),), routing) if constant(ctx, src) == 1.0 else None
     at = normalize(dim, len(shape))
     if routing is None or axes is None or at >= len(axes) or {a.kind for a in axes[at]} - {"k"} or not isinstance(shape[at], int):
         return scatter_rows(ctx, node, target, dim, index, src)

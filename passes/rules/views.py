@@ -31,6 +31,7 @@ from moefuse.passes.facts import (
     Weight,
 )
 from moefuse.passes.ops import tensor
+from moefuse.passes.ranges import counts, holds, interval, tells_none
 from moefuse.passes.rules import rule
 from moefuse.passes.rules.spans import hit_of
 from moefuse.passes.sizes import Size, product, same
@@ -76,7 +77,9 @@ def split_features(axes: Axes, sizes: tuple[Size, ...]) -> Axes | None:
 
 @rule("view", "reshape", "flatten", "unflatten", "view_as", "reshape_as", "ravel", "_unsafe_view")
 def on_reshape(ctx: Context, node: Node, x: Node, *_: Any, **__: Any) -> Any:
-    fact = ctx.fact(x)
+    fact, before, after = ctx.fact(x), tensor(x), tensor(node)
+    if before is not None and after is not None and before.dtype != after.dtype:
+        return None  # ``x.view(torch.int32)``: the same bits, other numbers
     if isinstance(fact, Sum | Fill):
         return fact.with_axes(reshape(fact.axes, out_shape(node)) or ()) if isinstance(fact, Fill) else None
     found = reshaped(fact, out_shape(node)) if isinstance(fact, Fact) else None
@@ -249,13 +252,38 @@ def on_cast(ctx: Context, node: Node, x: Node, *_: Any, **__: Any) -> Any:
         return replace(fact, expr=Cast(node, fact.expr, after.dtype))
     if isinstance(fact, Span) and after.dtype == torch.bool:
         return hit_of(fact) if isinstance(hit_of(fact), Hit) else None
-    if isinstance(fact, Mask | Index | IndexMatrix | Sorted | Counts | Occurring | Range | Hit | Span):
-        return fact if not isinstance(fact, Mask) or fact.weight is None else None
+    if isinstance(fact, Mask | Hit):
+        weighted = isinstance(fact, Mask) and fact.weight is not None
+        some = isinstance(fact, Mask) or before.dtype == torch.bool or tells_none(after.dtype)
+        return fact if some and not weighted else None
+    if isinstance(fact, Counts | Occurring) and after.dtype == torch.bool:
+        return Hit(fact.axes, fact.routing, None) if isinstance(fact, Counts) and not fact.ends else None
+    if isinstance(fact, Index | IndexMatrix | Sorted | Counts | Occurring | Range | Span):
+        return fact if _keeps_numbers(ctx, x, fact, after.dtype) else None
     if isinstance(fact, Table):
+        if not after.dtype.is_floating_point and fact.fill not in (0.0, 1.0):
+            return None
         return replace(fact, root=node if fact.root is not None else None, root_axes=fact.axes, slots=None if not fact.ones else fact.slots)
     if isinstance(fact, View) and not before.dtype.is_floating_point and not after.dtype.is_floating_point:
-        return fact
+        numbers = interval(ctx, x)
+        return fact if numbers is not None and holds(after.dtype, numbers) else inherited(fact, node)
     return inherited(fact, node)
+
+
+def _keeps_numbers(ctx: Context, x: Node, fact: Fact, dtype: torch.dtype) -> bool:
+    """Whether numbers of rows, slots or experts are the same in another dtype."""
+    if isinstance(fact, Sorted) and fact.of == "ids":
+        numbers = interval(ctx, x)
+        return numbers is not None and holds(dtype, numbers)
+    if isinstance(fact, Index | IndexMatrix | Sorted) and dtype not in (torch.int64, torch.int32):
+        return False  # a byte is a mask where it is an index
+    return counts(dtype, fact.size if isinstance(fact, Range) else _slots(fact))
+
+
+def _slots(fact: Any) -> Size:
+    """How many slots there are, of the routing that a fact is about."""
+    about = fact.selection if isinstance(fact, Index | IndexMatrix) else fact.order if isinstance(fact, Sorted) else fact
+    return about.routing.num_tokens * about.routing.top_k
 
 
 def inherited(fact: Fact, node: Node) -> View | None:
