@@ -43,18 +43,21 @@ def outside(ctx: Context, region: Region) -> Outside | Lost | None:
     wraps = any(i[0] < 0 for i in indexed)
     if any(i[1] >= count for i in indexed):
         uses.append((low, count - 1))
-    if _cut(ctx, region):
+    first = False
+    if routing.kept is None:
         counts = [n for n in region.nodes if isinstance(ctx.facts.get(n), Counts | Occurring)]
-        if high >= count and _clamped(ctx, region) and not (counts and _left_out(ctx, region)):
+        pieces = _pieces(ctx, region)
+        if region.domain == "sorted" and high >= count and _clamped(ctx, region) and not (counts and _left_out(ctx, region)):
             detail = f"those of {count} and more are clamped to the last expert, and nothing leaves their rows out"
             return ctx.lost("ids-out-of-range", region.anchor, detail=detail)
-        first = bool(counts) and _counting(ctx, counts) <= _SEARCH and not wraps
-        if counts and not first:
+        cut = bool(pieces or (counts and region.domain == "sorted"))
+        first = cut and bool(counts) and _counting(ctx, counts) <= _SEARCH and not wraps
+        if cut and not first:
+            if -_INT32 <= low < 0 and all(u[0] < 0 for u in uses):
+                return ctx.lost("ids-out-of-range", region.anchor, detail="negative ones come first and shift the rows of all experts")
             uses.append((0, _INT32 if _cut_off(ctx, counts) else high))
-        if any(n in ctx.segments and (call := ctx.calls[n]) is not None and call.name == "cat" for n in region.nodes):
+        if any((call := ctx.calls[n]) is not None and call.name == "cat" for n in pieces):
             uses.append((low, count - 1))  # fewer rows than slots
-    else:
-        first = False
     least, most = max((u[0] for u in uses), default=low), min((u[1] for u in uses), default=high)
     negative = least < 0 and low < 0
     found = Outside(wraps and negative, first and negative, least if least > low else None, most if most < high else None)
@@ -113,9 +116,10 @@ def _indexed(ctx: Context, node: Node, routing: Routing) -> list[Interval]:
     return [i for i in found if i is not None]
 
 
-def _cut(ctx: Context, region: Region) -> bool:
-    """Whether the region's rows are sorted and cut where counts say."""
-    return region.routing.kept is None and (region.domain == "sorted" or any(n in ctx.segments for n in region.nodes))
+def _pieces(ctx: Context, region: Region) -> list[Node]:
+    """What puts pieces of the sorted slots to where they belong."""
+    ordered = [p.node for p in region.parts if p.rows.domain.selection is not None and p.rows.domain.selection.order is not None]
+    return [*ordered, *(n for n in region.nodes if n in ctx.segments)]
 
 
 def _left_out(ctx: Context, region: Region) -> bool:

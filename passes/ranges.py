@@ -186,7 +186,7 @@ _FUNCTIONS: dict[str, Callable[[Any, Call], Interval | None]] = {
     **dict.fromkeys(("getitem", "index_select", "gather", "clone", "contiguous", "select", "masked_select"), _same),
     "to": _cast, "add": _of_corners(lambda a, b: a + b), "sub": _of_corners(lambda a, b: a - b), "mul": _of_corners(lambda a, b: a * b),
     "minimum": _of_corners(min), "maximum": _of_corners(max), "clamp": _clamp, "remainder": _remainder, "mod": _remainder,
-    "floor_divide": _floor_divide, "bitwise_and": _bits, "where": _where, "masked_fill": _filled, "cat": _all_of, "stack": _all_of,
+    "floor_divide": _floor_divide, "bitwise_and": _bits, "where": _where, "masked_fill": _filled, **dict.fromkeys(("cat", "stack", "tensor"), _all_of),
     "randint": _randint,
 }  # fmt: skip
 

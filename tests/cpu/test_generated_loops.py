@@ -30,7 +30,10 @@ def some(names: dict[str, str] | dict[str, tuple[str, ...]]) -> st.SearchStrateg
     return st.sampled_from(sorted(names))
 
 
-def rows_loops(twists: st.SearchStrategy[str]) -> st.SearchStrategy[Loop]:
+PLAIN_IDS = st.just("topk")
+
+
+def rows_loops(twists: st.SearchStrategy[str], ids: st.SearchStrategy[str] = PLAIN_IDS) -> st.SearchStrategy[Loop]:
     """Loops over experts that select rows."""
     return st.builds(
         Loop,
@@ -42,10 +45,11 @@ def rows_loops(twists: st.SearchStrategy[str]) -> st.SearchStrategy[Loop]:
         add=some(generated.ADDS),
         store=some(generated.STORES),
         twist=twists,
+        ids=ids,
     ).filter(generated.sensible)
 
 
-def cut_loops(twists: st.SearchStrategy[str]) -> st.SearchStrategy[Loop]:
+def cut_loops(twists: st.SearchStrategy[str], ids: st.SearchStrategy[str] = PLAIN_IDS) -> st.SearchStrategy[Loop]:
     """Loops over pieces of sorted slots."""
     return st.builds(
         Loop,
@@ -56,6 +60,7 @@ def cut_loops(twists: st.SearchStrategy[str]) -> st.SearchStrategy[Loop]:
         add=st.sampled_from([*sorted(generated.ADDS), "append", "append", "fill"]),
         store=some(generated.STORES),
         twist=twists,
+        ids=ids,
     ).filter(generated.sensible)
 
 
@@ -85,8 +90,12 @@ def _compare(loop: Loop, options: Options, grad: bool) -> Seen:
         x, logits = torch.randn(5, H), logits_for(kind, 5)
         try:
             expected = call(twin, twin, x, logits, grad=grad)
-        except Exception:  # a twist that is no program at all for this routing
-            reject()
+        except Exception:  # a twist that is no program at all for this routing, or ids that an operation does not take
+            if loop.ids == "topk":
+                reject()
+            with pytest.raises(Exception):  # noqa: B017  (Inductor's bounds check and eager's are of different types)
+                call(lambda x, logits: compiled(torch.cat([x, logits], dim=1)), model, x, logits, grad=grad)
+            return seen
         assume(torch.isfinite(expected.out).all())
         same(call(lambda x, logits: compiled(torch.cat([x, logits], dim=1)), model, x, logits, grad=grad), expected)
     return seen
@@ -113,6 +122,19 @@ def test_what_only_looks_like_one_computes_what_it_says(loops: object) -> None:
     def run(loop: Loop, verified: bool, grad: bool, flags: bool) -> None:
         event(loop.twist)
         compare(loop, verify=plain().verify if verified else "off", grad=grad, flags=flags)
+
+    run()
+
+
+@pytest.mark.parametrize("loops", [rows_loops, cut_loops])
+def test_ids_of_no_expert_mean_what_the_program_says(loops: object) -> None:
+    """Ids below zero, beyond the last expert, twice the same, or cast: eager's result, or an error where eager has one."""
+
+    @settings(phases=PHASES, max_examples=3 * EXAMPLES)
+    @given(loops(st.just("none"), some(generated.IDS)), st.booleans(), st.booleans())  # type: ignore[operator]
+    def run(loop: Loop, verified: bool, grad: bool) -> None:
+        event(loop.ids)
+        compare(loop, verify=plain().verify if verified else "off", grad=grad)
 
     run()
 

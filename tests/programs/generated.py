@@ -30,6 +30,29 @@ OVER = {
 }
 """What the loop runs over."""
 
+IDS = {
+    "topk": "",
+    "minus_one": "ids = ids - 1",
+    "minus_all": "ids = ids - E",
+    "twice": "ids = ids * 2 - 1",
+    "table": "ids = torch.tensor([-1, 3, 0, E])[ids]",
+    "dropped": "ids = ids.masked_fill(weights < 0.5, -1)",
+    "sentinel": "ids = ids.masked_fill(weights < 0.5, E)",
+    "in_place": "ids[weights < 0.5] = -1",
+    "where": "ids = torch.where(weights < 0.5, ids - E, ids)",
+    "remainder": "ids = (ids + 3).remainder(E)",
+    "modulo": "ids = (ids * 3 - 1) % E",
+    "clamped": "ids = (ids * 2 - 1).clamp(0, E - 1)",
+    "bool": "ids = ids.bool().long()",
+    "uint8": "ids = (ids - 1).to(torch.uint8).long()",
+    "int32": "ids = ids.int()",
+    "half": "ids = (ids - 1).half().long()",
+}
+"""What becomes of the ids of the top-k: below zero, too high, twice the same, or as good as before."""
+
+WITHIN = ("topk", "remainder", "modulo", "clamped", "bool", "int32")
+"""Those that are ids of experts, whatever the logits."""
+
 MASKS = {
     "one_hot": ("mask = F.one_hot(ids, num_classes=E).permute(2, 1, 0)", "mask[e]", True),
     "equal": ("", "ids == e", False),
@@ -175,6 +198,7 @@ class Loop:
     rows: str = "rows"
     store: str = "stacked"
     twist: str = "none"
+    ids: str = "topk"
 
     @property
     def text(self) -> str:
@@ -201,7 +225,7 @@ def _loop_parts(p: Loop) -> dict[str, str]:
     number = "e = e[0]" if p.over == "nonzero" else ""
     listed = p.over in ("range", "unique", "unique_list")
     return {
-        "route": _ROUTE,
+        "route": f"{_ROUTE}\n{IDS[p.ids]}".strip(),
         "hit": "" if listed else f"hit = {HITS[p.hit]}",
         "before": f"out = torch.zeros_like(x)\n{once}",
         "over": OVER[p.over],
@@ -229,7 +253,7 @@ def _cut_parts(p: Loop) -> dict[str, str]:
         join += "out = torch.empty_like(ys)\nout[perm] = ys\nout = (out.view(*ids.shape, -1) * weights.unsqueeze(-1)).sum(1)"
     add = {"append": "outs.append(y)", "fill": "ys[start:end] = y"}.get(p.add) or ADDS[p.add]
     return {
-        "route": _ROUTE,
+        "route": f"{_ROUTE}\n{IDS[p.ids]}".strip(),
         "counts": f"counts = {COUNTS[p.counts]}",
         "order": "perm = ids.flatten().argsort(stable=True)\ntoken = perm // K\nrows = x[token]\nscale = weights.flatten()[perm]",
         "before": "out = torch.zeros_like(x)\nouts = []\nys = torch.zeros_like(rows)\n" + before,
