@@ -184,10 +184,10 @@ def _randint(ctx: Context, call: Call) -> Interval | None:
 
 _FUNCTIONS: dict[str, Callable[[Any, Call], Interval | None]] = {
     **dict.fromkeys(("getitem", "index_select", "gather", "clone", "contiguous", "select", "masked_select"), _same),
-    "to": _cast, "add": _of_corners(lambda a, b: a + b), "sub": _of_corners(lambda a, b: a - b), "mul": _of_corners(lambda a, b: a * b),
-    "minimum": _of_corners(min), "maximum": _of_corners(max), "clamp": _clamp, "remainder": _remainder, "mod": _remainder,
-    "floor_divide": _floor_divide, "bitwise_and": _bits, "where": _where, "masked_fill": _filled, **dict.fromkeys(("cat", "stack", "tensor"), _all_of),
-    "randint": _randint,
+    **dict.fromkeys(("remainder", "mod"), _remainder), **dict.fromkeys(("cat", "stack", "tensor"), _all_of),
+    "add": _of_corners(lambda a, b: a + b), "sub": _of_corners(lambda a, b: a - b), "mul": _of_corners(lambda a, b: a * b),
+    "minimum": _of_corners(min), "maximum": _of_corners(max), "floor_divide": _floor_divide, "bitwise_and": _bits,
+    "to": _cast, "clamp": _clamp, "where": _where, "masked_fill": _filled, "randint": _randint,
 }  # fmt: skip
 
 
