@@ -138,8 +138,8 @@ def _clamp(ctx: Context, call: Call) -> Interval | None:
     found = interval(ctx, call.args[0])
     if found is None or any(b is not None and type(b) is not int for b in (low, high)):
         return None
-    bounds = found[0] if low is None else low, found[1] if high is None else high
-    return tuple(min(max(v, bounds[0]), bounds[1]) for v in found)  # type: ignore[return-value]
+    least, most = (max(v, low) if low is not None else v for v in found)
+    return (least, most) if high is None else (min(least, high), min(most, high))
 
 
 def _remainder(ctx: Context, call: Call) -> Interval | None:

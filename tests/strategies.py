@@ -53,8 +53,8 @@ def choices(cls: type[D]) -> st.SearchStrategy[D]:
 
 
 def routings() -> st.SearchStrategy[Routing]:
-    """Any routing recipe with any of its options."""
-    return st.builds(lambda r, scale: _with(r, scale=scale), choices(Routing), st.sampled_from((1.0, 2.5)))
+    """Any routing recipe with any of its options, and the ids that it chooses."""
+    return st.builds(lambda r, scale: _with(r, scale=scale, ids="chosen"), choices(Routing), st.sampled_from((1.0, 2.5)))
 
 
 def bodies() -> st.SearchStrategy[Body]:
@@ -180,6 +180,14 @@ def programs(draw: st.DrawFn, spellings: tuple[type[Any], ...] = SPELLINGS, dtyp
         # What is left over: repeated ids, dense input weights.  Rare, so drawing again is cheap.
         reject()
     return program
+
+
+@st.composite
+def odd_ids(draw: st.DrawFn, spellings: tuple[type[Any], ...]) -> Program:
+    """A program whose router makes something else of the ids that it chose."""
+    changed = st.sampled_from([how for how in get_args(get_type_hints(Routing)["ids"]) if how != "chosen"])
+    p = draw(programs(spellings).filter(lambda p: p.routing.recipe != "inputs" and not p.routing.recipe.startswith("neg_inf")))
+    return _with(p, routing=_with(p.routing, ids=draw(changed)))
 
 
 @st.composite

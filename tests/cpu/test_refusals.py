@@ -32,6 +32,7 @@ from tests.programs.refused import (
     H,
     Hook,
     IdsNotDistinct,
+    IdsOutOfRange,
     MissingExperts,
     Model,
     Mutation,
@@ -145,6 +146,11 @@ CASES: dict[str, Case] = {
     "missing-experts": Case(MissingExperts, "only experts 0..2 are computed, of 4"),
     "ids-not-distinct": Case(
         IdsNotDistinct, "a repeated expert id for one token would count once here; ids that do not come from top-k can repeat"
+    ),
+    "ids-out-of-range": Case(
+        IdsOutOfRange,
+        "expert ids may belong to no expert, and mean something else here than no contribution: "
+        "those of 4 and more are clamped to the last expert, and nothing leaves their rows out",
     ),
     "not-weighted": Case(NotWeighted, "expert outputs reach the sum without the mask or routing weight that selects them"),
     "not-combined": Case(NotCombined, "expert rows never reach a sum over the chosen experts of a token"),

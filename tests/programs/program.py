@@ -41,7 +41,7 @@ class _Short:
 
 @dataclass(frozen=True, repr=False)
 class Routing(_Short):
-    """How ids and weights come about. ``flat`` gives 1-D ids and weights (top-1 only)."""
+    """How ids and weights come about. ``flat`` gives 1-D ids and weights (top-1 only); ``ids`` what the router makes of the chosen ones."""
 
     recipe: Literal[
         "softmax_topk",
@@ -61,6 +61,25 @@ class Routing(_Short):
     upcast: bool = False
     router_bias: bool = False
     flat: bool = False
+    ids: Literal[
+        "chosen",
+        "minus_one",
+        "minus_all",
+        "twice",
+        "table",
+        "dropped",
+        "sentinel",
+        "where",
+        "remainder",
+        "modulo",
+        "clamped",
+        "bool",
+        "uint8",
+        "int8",
+        "int32",
+        "half",
+        "bfloat16",
+    ] = "chosen"
 
 
 @dataclass(frozen=True, repr=False)

@@ -182,6 +182,19 @@ class IdsNotDistinct(Layer):
         return out
 
 
+class IdsOutOfRange(Layer):
+    """Ids from 1 to E, of which the last one is clamped to the last expert: two ids for one expert."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        ids, weights = self.route(x)
+        ordered, order = (ids + 1).flatten().sort()
+        at = ordered.clamp(max=E - 1)
+        rows = x[order // K].unsqueeze(-1)
+        gate, up = torch.bmm(self.w_in[at], rows).squeeze(-1).chunk(2, dim=-1)
+        y = torch.bmm(self.w_out[at], (F.silu(gate) * up).unsqueeze(-1)).squeeze(-1)
+        return torch.zeros_like(x).index_add(0, order // K, y * weights.flatten()[order, None])  # at: ids-out-of-range
+
+
 class NotWeighted(Layer):
     """The bias of an expert is added for every token, chosen or not."""
 

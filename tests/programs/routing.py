@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -9,6 +10,27 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.programs.program import Program
+
+IDS: dict[str, Callable[[Tensor, Tensor, int], Tensor]] = {
+    "chosen": lambda ids, w, e: ids,
+    "minus_one": lambda ids, w, e: ids - 1,
+    "minus_all": lambda ids, w, e: ids - e,
+    "twice": lambda ids, w, e: ids * 2 - 1,
+    "table": lambda ids, w, e: torch.tensor([-1, *range(e, 1, -1)])[ids],
+    "dropped": lambda ids, w, e: ids.masked_fill(w < 0.3, -1),
+    "sentinel": lambda ids, w, e: ids.masked_fill(w < 0.3, e),
+    "where": lambda ids, w, e: torch.where(w < 0.3, ids - e, ids),
+    "remainder": lambda ids, w, e: (ids + 3).remainder(e),
+    "modulo": lambda ids, w, e: (ids * 3 - 1) % e,
+    "clamped": lambda ids, w, e: (ids * 2 - 1).clamp(0, e - 1),
+    "bool": lambda ids, w, e: ids.bool().long(),
+    "uint8": lambda ids, w, e: (ids - 1).to(torch.uint8).long(),
+    "int8": lambda ids, w, e: (ids - 1).to(torch.int8).long(),
+    "int32": lambda ids, w, e: (ids - 1).int(),
+    "half": lambda ids, w, e: (ids - 1).half().long(),
+    "bfloat16": lambda ids, w, e: (ids + 255).bfloat16().long() - 255,
+}
+"""What a router makes of the ids that it chose (with their weights, of so many experts): some of no expert, some twice."""
 
 
 class Routed(NamedTuple):
@@ -91,6 +113,7 @@ class Router(nn.Module):
             return Routed(logits, dense.gather(1, ids), ids, dense)
         weights, ids = self.choose(logits)
         weights = self.renormalise(weights)
+        ids = IDS[self.options.ids](ids, weights.detach(), self.num_experts)
         if self.options.flat:
             weights, ids = weights.squeeze(-1), ids.squeeze(-1)
         return Routed(logits, weights, ids)
