@@ -150,6 +150,14 @@ def _remainder(ctx: Context, call: Call) -> Interval | None:
     return (low, high) if low >= 0 and high < n else (0, n - 1) if n > 0 else (n + 1, 0)
 
 
+def _fmod(ctx: Context, call: Call) -> Interval | None:
+    both = _pair(ctx, call)
+    if both is None or both[1][0] != both[1][1] or both[1][0] == 0:
+        return None
+    most = abs(both[1][0]) - 1  # with the sign of what is divided
+    return max(both[0][0], -most) if both[0][0] < 0 else 0, min(both[0][1], most) if both[0][1] > 0 else 0
+
+
 def _floor_divide(ctx: Context, call: Call) -> Interval | None:
     both = _pair(ctx, call)
     return None if both is None or both[1][0] != both[1][1] or both[1][0] < 1 else (both[0][0] // both[1][0], both[0][1] // both[1][0])
@@ -163,12 +171,34 @@ def _bits(ctx: Context, call: Call) -> Interval | None:
 
 
 def _where(ctx: Context, call: Call) -> Interval | None:
-    return _join(*(interval(ctx, a) for a in call.args[1:])) if len(call.args) == 3 else None
+    if len(call.args) != 3:
+        return None
+    condition, chosen, other = call.args
+    return _join(_if(ctx, chosen, condition, True), _if(ctx, other, condition, False))
 
 
 def _filled(ctx: Context, call: Call) -> Interval | None:
-    value = call.kwargs.get("value", call.args[2] if len(call.args) > 2 else None)
-    return _join(interval(ctx, call.args[0]), interval(ctx, value))
+    condition, value = (call.kwargs.get(k, call.args[i] if len(call.args) > i else None) for i, k in ((1, "mask"), (2, "value")))
+    return _join(interval(ctx, value), _if(ctx, call.args[0], condition, False))
+
+
+_WHERE: dict[str, Callable[[int, int, int], Interval]] = {
+    "lt": lambda low, high, n: (low, min(high, n - 1)), "le": lambda low, high, n: (low, min(high, n)),
+    "gt": lambda low, high, n: (max(low, n + 1), high), "ge": lambda low, high, n: (max(low, n), high),
+    "eq": lambda low, high, n: (max(low, n), min(high, n)), "ne": lambda low, high, n: (low + (low == n), high - (high == n)),
+}  # fmt: skip
+_NOT = {"lt": "ge", "le": "gt", "gt": "le", "ge": "lt", "eq": "ne", "ne": "eq"}
+
+
+def _if(ctx: Context, value: Any, condition: Any, outcome: bool) -> Interval | None:
+    """What a tensor holds where a condition is true (or false): ``ids`` where ``ids < 0``."""
+    found = interval(ctx, value)
+    call = ctx.calls.get(condition) if isinstance(condition, Node) else None
+    asked = call is not None and call.name in _WHERE and not call.inplace and call.args[0] is value and type(call.args[-1]) is int
+    if found is None or call is None or not asked or ctx.storage[condition] in ctx.writes:
+        return found
+    low, high = _WHERE[call.name if outcome else _NOT[call.name]](*found, call.args[1])
+    return (low, high) if low <= high else found  # it is nowhere so
 
 
 def _all_of(ctx: Context, call: Call) -> Interval | None:
@@ -184,7 +214,7 @@ def _randint(ctx: Context, call: Call) -> Interval | None:
 
 _FUNCTIONS: dict[str, Callable[[Any, Call], Interval | None]] = {
     **dict.fromkeys(("getitem", "index_select", "gather", "clone", "contiguous", "select", "masked_select"), _same),
-    **dict.fromkeys(("remainder", "mod"), _remainder), **dict.fromkeys(("cat", "stack", "tensor"), _all_of),
+    **dict.fromkeys(("remainder", "mod"), _remainder), "fmod": _fmod, **dict.fromkeys(("cat", "stack", "tensor"), _all_of),
     "add": _of_corners(lambda a, b: a + b), "sub": _of_corners(lambda a, b: a - b), "mul": _of_corners(lambda a, b: a * b),
     "minimum": _of_corners(min), "maximum": _of_corners(max), "floor_divide": _floor_divide, "bitwise_and": _bits,
     "to": _cast, "clamp": _clamp, "where": _where, "masked_fill": _filled, "randint": _randint,

@@ -27,6 +27,10 @@ def chosen(scores: Any) -> Any:
     return torch.topk(scores, K)[1]
 
 
+def drop(ids: Any, mask: Function) -> Any:
+    return ids.masked_fill(mask(ids), E)
+
+
 BOUNDS: list[tuple[Function, tuple[int, int]]] = [
     (lambda ids: ids, INT64),
     (lambda ids: ids.int(), (-(1 << 31), (1 << 31) - 1)),
@@ -57,7 +61,16 @@ BOUNDS: list[tuple[Function, tuple[int, int]]] = [
     (lambda ids: ids.clamp(0, E - 1) + 1 - 1, (0, E - 1)),
     (lambda ids: ids + 1, INT64),
     (lambda ids: ids.clamp(min=0) + 1, INT64),  # may overflow
-    (lambda ids: ids.fmod(E), INT64),
+    (lambda ids: ids.fmod(E), (1 - E, E - 1)),
+    (lambda scores: chosen(scores).fmod(-2), (0, 1)),
+    (lambda scores, weights: chosen(scores).masked_fill(weights < 0, -1).fmod(2), (-1, 1)),
+    (lambda scores: drop(chosen(scores) - 1, lambda ids: ids == -1), (0, E)),
+    (lambda scores: drop(chosen(scores) - 1, lambda ids: ids < 0), (0, E)),
+    (lambda scores: drop(chosen(scores) - 1, lambda ids: ids == 0), (-1, E)),
+    (lambda scores: drop(chosen(scores) - 1, lambda ids: ids + 0 < 0), (-1, E)),  # other numbers, for all that is known
+    (lambda ids: torch.where(ids < 0, 0, torch.where(ids >= E, E - 1, ids)), (INT64[0], E - 1)),
+    (lambda ids: torch.where(ids >= 0, ids, 0), (0, INT64[1])),
+    (lambda scores: torch.where(chosen(scores) > E, 1, 0), (0, 1)),
 ]
 
 
@@ -98,6 +111,11 @@ STEPS: list[Callable[[Any, random.Random], Any]] = [
     lambda x, r: x.masked_fill(x > r.randint(-2, 2), r.randint(-9, 9)),
     lambda x, r: torch.where(x > r.randint(-2, 2), x, r.randint(-9, 9)),
     lambda x, r: torch.where(x < 0, x + 3, x),
+    lambda x, r: torch.where(x >= r.randint(-3, 3), x, r.randint(-3, 3)),
+    lambda x, r: x.masked_fill(x == r.randint(-3, 3), r.randint(-3, 3)),
+    lambda x, r: torch.where(x != r.randint(-3, 3), x, r.randint(-3, 3)),
+    lambda x, r: torch.where(x <= r.randint(-3, 3), r.randint(-3, 3), x),
+    lambda x, r: x.fmod(r.choice((-7, -2, 1, 3, 8))),
     lambda x, r: torch.minimum(x, x.flip(0) - 1),
     lambda x, r: torch.maximum(x, x * 2),
     lambda x, r: x.to(r.choice((torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64))),
