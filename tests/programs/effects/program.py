@@ -1,0 +1,228 @@
+"""A program: a spelling of the layer, and effects at its places. Drawn from a seed, and written as Python source."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import linecache
+import random
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.programs.effects import idioms, layers
+from tests.programs.effects.layers import STATE, UNROLLED, E, H, I, K, Layer, Spelling, samples
+from tests.programs.effects.views import applied, chain
+from tests.programs.effects.writes import executed, write
+
+TOKENS = (5, 7)
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class Effect:
+    """Statements at places, which belong together."""
+
+    kind: str
+    statements: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Program:
+    """``tokens``: of each call. ``change``: parameters get other values behind the first call. ``twins``: a second layer, never neutral."""
+
+    spelling: Spelling
+    effects: tuple[Effect, ...]
+    twins: bool = False
+    grad: bool = True
+    probe: bool = True
+    dynamic: bool | None = None
+    tokens: tuple[int, ...] = (5, 5, 7)
+    seed: int = 0
+
+    @property
+    def source(self) -> str:
+        """The source of ``forward``."""
+        at: dict[str, list[str]] = {}
+        for effect in self.effects:
+            for place, statement in effect.statements:
+                at.setdefault(place, []).append(statement)
+        return self.spelling.source(at)
+
+    def __str__(self) -> str:
+        how = f"twins={self.twins} grad={self.grad} probe={self.probe} dynamic={self.dynamic} tokens={self.tokens} seed={self.seed}"
+        return f"{self.source}# {how}; {', '.join(e.kind for e in self.effects)}"
+
+
+def build(p: Program) -> nn.Module:
+    """The model, from a file that Dynamo and tracebacks can read."""
+    name = f"<effects {next(_numbers)}>"
+    linecache.cache[name] = (len(p.source), None, p.source.splitlines(keepends=True), name)
+    space: dict[str, Any] = {"torch": torch, "F": F, "np": numpy, "checkpoint": checkpoint, "E": E, "H": H, "K": K, "I": I}
+    exec(compile(p.source, name, "exec"), space)
+    methods = {method: space[method] for method in ("forward", "inner") if method in space}
+    cls = type("Effects", (Layer,), methods)
+    torch.manual_seed(p.seed)
+    model = nn.Sequential(*(cls() for _ in range(1 + p.twins)))
+    if p.twins:
+        change(model[1])
+    return model
+
+
+def change(model: nn.Module) -> None:
+    """What an optimizer does between two calls: nothing is neutral behind it."""
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.rand(parameter.shape, generator=generator) + 0.1)
+
+
+# --- drawing ----------------------------------------------------------------------------------------------------------------------
+
+
+def draw(seed: int, kind: str = "mixed") -> Program:
+    """The program of a seed. Some raise in eager: whoever runs them draws again."""
+    rng = random.Random(f"{kind} {seed}")
+    spelling = _spelling(rng)
+    effects = [KINDS[kind](rng, spelling, 0)] if kind != "mixed" else []
+    if kind in ("mixed", "twins"):
+        some = [k for k in KINDS if k != "twins"]
+        effects += [KINDS[rng.choice(some)](rng, spelling, n + 1) for n in range(rng.randint(1, 3) - len(effects))]
+    found = tuple(e for e in effects if e is not None)
+    dynamic = rng.choice((None, None, None, True))
+    tokens = (5, 5, 7) if dynamic or rng.random() < 0.15 else (5, 5, 5)
+    twins = kind == "twins" or rng.random() < 0.08
+    return Program(spelling, found, twins, rng.random() < 0.6, rng.random() < 0.6, dynamic, tokens, rng.randrange(4))
+
+
+def _spelling(rng: random.Random) -> Spelling:
+    bodies = ("dense", "dense", "dense", "table", "table", "bmm", "einsum", "sorted", "rows", "rows", "rows", "masks", "hits")
+    some = {name: rng.choice(list(table)) for name, table in (("route", layers.ROUTES), ("expert", layers.EXPERTS), ("add", layers.ADDS), ("sum", layers.SUMS))}
+    start = rng.choice(("zeros", "zeros", *layers.STARTS))
+    skip = rng.choice(("", "", *layers.SKIPS))
+    own = rng.choice(("", "x = x.clone()", "x = x * 1"))
+    return Spelling(rng.choice(bodies), start=start, skip=skip, own=own, checkpoint=rng.random() < 0.06, **some)
+
+
+def _write(rng: random.Random, spelling: Spelling, n: int) -> Effect | None:
+    """A write through up to three views of something, perhaps taken earlier, perhaps read afterwards."""
+    place = rng.choice(spelling.places)
+    target = rng.choice(spelling.knows(place)) if rng.random() < 0.7 else rng.choice(list(STATE))
+    tensors = tuple(samples(target, t) for t in TOKENS)
+    exprs = chain(rng, tensors, rng.choice((0, 1, 1, 1, 2, 3)))
+    statement = _fitting(rng, target, exprs)
+    if statement is None:
+        return None
+    view = f"v{n} = {applied(exprs, target)}" if exprs else ""
+    lines = statement.replace("{v}", f"v{n}" if exprs else target)
+    early = rng.random() < 0.25 and view and _earlier(rng, spelling, place, target)
+    if not early and view:
+        lines = f"{view}\n{lines}"
+    lines = _wrapped(rng, lines, parameter=target in STATE)
+    found = [(early, view)] if early else []
+    if rng.random() < 0.2 and (first := _earlier(rng, spelling, place, target)):
+        stale = applied(chain(rng, tensors, rng.choice((0, 1, 1, 2))), target)
+        found += [(first, f"r{n} = {stale}"), (place, _guarded(rng, spelling, place, lines)), ("after", f"out = out + r{n}.sum() * 0.1")]
+        return Effect(f"write to {target}, read behind it", tuple(found))
+    return Effect(f"write to {target}", (*found, (place, _guarded(rng, spelling, place, lines))))
+
+
+def _fitting(rng: random.Random, target: str, exprs: list[str]) -> str | None:
+    """A statement that runs on that view of a target for several numbers of tokens, and changes what it may."""
+    lenient = rng.random() < 0.15
+    for _ in range(30):
+        statement = write(rng, target in ("ids", "self.hits"))
+        if all(_changes(target, exprs, statement, tokens, lenient) for tokens in TOKENS):
+            return statement
+    return None
+
+
+def _changes(target: str, exprs: list[str], statement: str, tokens: int, lenient: bool) -> bool:
+    from tests.programs.effects.views import evaluated
+
+    base = samples(target, tokens)
+    before, view = base.clone(), evaluated(applied(exprs, "t"), t=base)
+    if not isinstance(view, Tensor) or not executed(statement, view) or torch.equal(base, before) or base.shape != before.shape:
+        return False
+    return lenient or target != "ids" or bool(((base >= 0) & (base < E)).all())
+
+
+def _earlier(rng: random.Random, spelling: Spelling, place: str, target: str) -> str | None:
+    """A place before another one, outside of loops, that knows a target."""
+    order = spelling.places
+    found = [p for p in order[: order.index(place)] if p not in ("inside", "between") and (target in STATE or target in spelling.knows(p))]
+    return rng.choice(found) if found else None
+
+
+def _wrapped(rng: random.Random, lines: str, *, parameter: bool) -> str:
+    """The statements, or under ``no_grad``: nearly always where they write to parameters, which autograd forbids otherwise."""
+    if rng.random() < (0.8 if parameter else 0.15):
+        return "with torch.no_grad():\n" + _indented(lines)
+    return "if self.training:\n" + _indented(lines) if rng.random() < 0.1 else lines
+
+
+def _guarded(rng: random.Random, spelling: Spelling, place: str, lines: str) -> str:
+    """In a loop, for every expert or for one of them."""
+    if place in ("inside", "between") and spelling.body in UNROLLED and rng.random() < 0.6:
+        return f"if e == {rng.randrange(E)}:\n{_indented(lines)}"
+    return lines
+
+
+def _indented(lines: str) -> str:
+    return "\n".join("    " + line for line in lines.splitlines())
+
+
+def _update(rng: random.Random, spelling: Spelling, n: int) -> Effect | None:
+    statement = rng.choice(idioms.UPDATES).replace("{count}", rng.choice(idioms.COUNTS))
+    place = _place(rng, spelling, "ids")
+    wrapped = _wrapped(rng, statement, parameter=False)
+    return Effect("update", ((place, _guarded(rng, spelling, place, wrapped)),))
+
+
+def _python(rng: random.Random, spelling: Spelling, n: int) -> Effect | None:
+    place = _place(rng, spelling, "ids")
+    return Effect("Python", ((place, _guarded(rng, spelling, place, rng.choice(idioms.PYTHON))),))
+
+
+def _neutral(rng: random.Random, spelling: Spelling, n: int) -> Effect | None:
+    known = sorted({name for place in spelling.places for name in spelling.knows(place)} & set(idioms.NEUTRAL))
+    target = "out" if "out" in known and rng.random() < 0.5 else rng.choice(known)
+    place = _place(rng, spelling, target)
+    return Effect(f"neutral {target}", ((place, _guarded(rng, spelling, place, rng.choice(idioms.NEUTRAL[target]))),))
+
+
+def _ids(rng: random.Random, spelling: Spelling, n: int) -> Effect | None:
+    return Effect("ids", (("routed", rng.choice(idioms.IDS)),))
+
+
+def _draws(rng: random.Random, spelling: Spelling, n: int) -> Effect | None:
+    statement = rng.choice(idioms.DRAWS)
+    named = next((name for name in ("scores", "out", "w", "x") if re.search(rf"\b{name}\b", statement)), "x")
+    place = _place(rng, spelling, named)
+    return Effect("draws", ((place, _guarded(rng, spelling, place, statement)),))
+
+
+def _place(rng: random.Random, spelling: Spelling, target: str) -> str:
+    places = [place for place in spelling.places if target in spelling.knows(place)]
+    return rng.choice(places or ["after"])
+
+
+KINDS = {"views": _write, "updates": _update, "python": _python, "neutral": _neutral, "ids": _ids, "draws": _draws, "twins": _neutral}
+"""What an effect is; in "twins" of two equal layers, of which one is never neutral."""
+
+
+def without(p: Program, effect: int) -> Program:
+    """The program with one effect less."""
+    return replace(p, effects=p.effects[:effect] + p.effects[effect + 1 :])
+
+
+@functools.cache
+def kinds() -> tuple[str, ...]:
+    """All kinds of programs."""
+    return (*KINDS, "mixed")

@@ -1,0 +1,193 @@
+"""Run a program compiled, beside eager: several calls, and everything that a user can see of each."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moefuse import Options, pipeline
+from moefuse.capture import entry
+from moefuse.report import FusionReport
+from tests.programs.effects.layers import H
+from tests.programs.effects.program import Program, build, change
+
+Seen = dict[str, Any]
+"""What one call leaves, by name."""
+
+TOLERANCE = 1e-7
+"""Of float64, relative to the largest entry: sums in another order are right, anything else is not."""
+
+PLAIN = ("eager", "aot_eager", "inductor")
+"""torch's own backends: what they get wrong is not ours."""
+
+
+@dataclass
+class Verdict:
+    """``wrong``: what a user would see. ``theirs``: torch alone is wrong. ``no_program``: eager raises, or computes no numbers."""
+
+    wrong: list[str] = field(default_factory=list)
+    theirs: list[str] = field(default_factory=list)
+    no_program: str = ""
+    fused: int = 0
+    codes: list[str] = field(default_factory=list)
+
+
+def verdict(p: Program, behind: str = "eager") -> Verdict:
+    """What is wrong with a program compiled by moefuse with one of torch's backends behind the rewrite.
+
+    What differs is looked at again with AOTAutograd behind it, and beside that without moefuse: autograd of eager sees a write through
+    ``.data`` to what it has saved, a compiler does not.
+    """
+    with _quiet():
+        try:
+            expected = calls(p, None)
+        except Exception as error:
+            return Verdict(no_program=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+        if not all(_finite(value) for seen in expected for value in seen.values()):
+            return Verdict(no_program="not finite")
+        report = FusionReport()
+        wrong = _differs(p, _fusing(p, report, behind), expected)
+        found = Verdict(wrong, fused=len(report.fused), codes=[s.code for s in report.skipped])
+        if not wrong:
+            return found
+        surer = "aot_eager" if behind == "eager" else behind
+        plain = _attempt(p, surer)
+        ours = wrong if behind == surer else None
+        if isinstance(plain, str):  # torch cannot compile it: only with the graph as Dynamo made it can moefuse be at fault
+            direct = _attempt(p, "eager")
+            ours = wrong if behind == "eager" and not isinstance(direct, str) and not _unlike(direct, expected) else []
+        else:
+            again = _attempt_fused(p, surer)
+            ours = [again] if isinstance(again, str) else [name for name in _unlike(again, expected) if name in _unlike(again, plain)]
+        found.theirs = [] if ours else wrong
+        found.wrong = ours
+        return found
+
+
+def calls(p: Program, backend: Any) -> list[Seen]:
+    """Every call of a program, and what it leaves; ``backend`` None is eager."""
+    torch._dynamo.reset()
+    model = build(p)
+    run: Callable[..., Any] = model if backend is None else torch.compile(model, backend=backend, dynamic=p.dynamic)
+    found = []
+    for number, tokens in enumerate(p.tokens):
+        if number == 1:
+            change(model)
+        x = torch.randn(tokens, H, generator=torch.Generator().manual_seed(10 * p.seed + number))
+        found.append(_call(run, model, x, p.grad))
+    return found
+
+
+def _call(run: Callable[..., Any], model: nn.Module, x: Tensor, grad: bool) -> Seen:
+    model.zero_grad(set_to_none=True)
+    leaf = x.clone().requires_grad_(grad)
+    torch.manual_seed(7)
+    with torch.set_grad_enabled(grad):
+        fed = leaf.clone()
+        out = run(fed)
+        # Before the backward pass, which recomputes what checkpoints left out.
+        seen = {"output": out.detach().clone(), "input": fed.detach().clone(), "random state": torch.get_rng_state()}
+        if out.requires_grad:
+            (out * torch.linspace(-1, 1.5, out.numel()).view(out.shape)).sum().backward()
+    seen |= {name: t.detach().clone() for name, t in (*model.named_parameters(), *model.named_buffers())}
+    seen |= {f"gradient of {name}": _grad(t) for name, t in (("x", leaf), *model.named_parameters())}
+    return seen | {f"Python {name}": value for name, value in _python(model)}
+
+
+def _grad(t: Tensor) -> Tensor:
+    """The gradient; zeros where there is none, as of an expert without tokens, for which a fused op says zero."""
+    return torch.zeros_like(t) if t.grad is None else t.grad.clone()
+
+
+def _python(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    for at, layer in enumerate(model.children()):
+        for name, value in vars(layer).items():
+            if not name.startswith("_") and name != "training":
+                yield f"{at}.{name}", copy.deepcopy(value)
+
+
+# --- compilers --------------------------------------------------------------------------------------------------------------------
+
+
+def _fusing(p: Program, report: FusionReport, behind: str) -> Callable[..., Any]:
+    """A Dynamo backend: moefuse's capture and passes, then one of torch's backends."""
+    own = Options(verify="probe" if p.probe else "off")
+
+    def backend(gm: torch.fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
+        report.extend(pipeline.rewrite(gm, example_inputs, own, entry.frame()))
+        compiler: Any = None if behind == "eager" else torch._dynamo.lookup_backend(behind)
+        return gm.forward if compiler is None else compiler(gm, example_inputs)
+
+    def read(_arguments: Mapping[str, Any]) -> Options:
+        return own
+
+    def skipped(found: FusionReport, _own: Options, _owner: object) -> None:
+        report.extend(found)
+
+    return entry.enable(backend, read, skipped)
+
+
+def _attempt(p: Program, backend: Any) -> list[Seen] | str:
+    try:
+        return calls(p, backend)
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error)[:300]}"
+
+
+def _attempt_fused(p: Program, behind: str) -> list[Seen] | str:
+    return _attempt(p, _fusing(p, FusionReport(), behind))
+
+
+def _differs(p: Program, backend: Callable[..., Any], expected: list[Seen]) -> list[str]:
+    got = _attempt(p, backend)
+    return [got] if isinstance(got, str) else _unlike(got, expected)
+
+
+def _unlike(got: list[Seen], expected: list[Seen]) -> list[str]:
+    """What differs, by call and name."""
+    found = []
+    for number, (a, b) in enumerate(zip(got, expected, strict=True)):
+        found += [f"call {number}: {name}" for name in (*b, *(n for n in a if n not in b)) if not _same(a.get(name), b.get(name))]
+    return found
+
+
+def _same(got: Any, expected: Any) -> bool:
+    if isinstance(expected, Tensor):
+        if not isinstance(got, Tensor) or got.shape != expected.shape or got.dtype != expected.dtype:
+            return False
+        if not expected.is_floating_point() or not expected.numel():
+            return torch.equal(got, expected)
+        return bool((got - expected).abs().max() <= TOLERANCE * (1 + expected.abs().max()))
+    if isinstance(expected, list | tuple):
+        return isinstance(got, list | tuple) and len(got) == len(expected) and all(map(_same, got, expected))
+    return bool(got == expected)
+
+
+def _finite(value: Any) -> bool:
+    return not isinstance(value, Tensor) or not value.is_floating_point() or bool(value.isfinite().all())
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """float64, the same random numbers whoever compiles, and no warnings of refusals."""
+    import torch._inductor.config
+
+    log, level, dtype = logging.getLogger("moefuse"), logging.getLogger("moefuse").level, torch.get_default_dtype()
+    log.setLevel(logging.CRITICAL)
+    torch.set_default_dtype(torch.float64)
+    try:
+        with warnings.catch_warnings(), torch._inductor.config.patch(fallback_random=True):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
+        log.setLevel(level)
+        torch._dynamo.reset()
