@@ -1,4 +1,4 @@
-"""What people write beside their experts: usage counts, moving averages, balancing, caches, adapters that start at zero, noise, masks of ids."""
+"""What people write beside their experts: usage counts, moving averages, balancing, caches, adapters that start at zero, noise."""
 
 from __future__ import annotations
 
@@ -12,67 +12,87 @@ COUNTS = (
 """Tokens of each expert: what ``{count}`` stands for below."""
 
 UPDATES = (
-    "self.usage += {count}", "self.usage.add_({count})", "self.usage.data.add_({count})", "self.usage.data += {count}", "self.usage[:] = {count}",
-    "self.load.data[:] = {count}", "self.load.copy_({count})", "self.load.detach().copy_({count})", "self.load[0] += 1",
-    "self.ema.mul_(0.9).add_({count}, alpha=0.1)", "self.ema.data.mul_(0.9).add_({count}, alpha=0.1)", "self.ema.lerp_({count}, 0.1)",
-    "self.ema = self.ema * 0.9 + {count} * 0.1", "self.ema.data = self.ema.data * 0.9 + {count}", "torch.add(self.ema, {count}, out=self.ema)",
+    "self.usage += {count}", "self.usage.add_({count})", "self.usage.data.add_({count})", "self.usage.data += {count}",
+    "self.usage[:] = {count}", "self.load.data[:] = {count}", "self.load.copy_({count})", "self.load.detach().copy_({count})",
+    "self.load[0] += 1", "self.ema.mul_(0.9).add_({count}, alpha=0.1)", "self.ema.data.mul_(0.9).add_({count}, alpha=0.1)",
+    "self.ema.lerp_({count}, 0.1)", "self.ema = self.ema * 0.9 + {count} * 0.1", "self.ema.data = self.ema.data * 0.9 + {count}",
+    "torch.add(self.ema, {count}, out=self.ema)",
     "torch._foreach_mul_([self.ema, self.usage], 0.9)\ntorch._foreach_add_([self.ema, self.usage], [{count}, {count}])",
-    "self.hits.index_add_(0, ids.flatten(), torch.ones_like(ids.flatten()))", "self.hits.scatter_add_(0, ids.flatten(), torch.ones_like(ids.flatten()))",
-    "self.hits[ids.flatten()] = 1", "self.hits.bitwise_or_(F.one_hot(ids, E).sum((0, 1)))", "self.hits.index_fill_(0, ids[:, 0], 5)",
+    "self.hits.index_add_(0, ids.flatten(), torch.ones_like(ids.flatten()))",
+    "self.hits.scatter_add_(0, ids.flatten(), torch.ones_like(ids.flatten()))", "self.hits[ids.flatten()] = 1",
+    "self.hits.bitwise_or_(F.one_hot(ids, E).sum((0, 1)))", "self.hits.index_fill_(0, ids[:, 0], 5)",
     "self.hits.index_put_((ids.flatten(),), torch.ones_like(ids.flatten()), accumulate=True)",
     "c = {count}\nself.bias.data.add_(0.01 * torch.sign(c.mean() - c))", "c = {count}\nself.bias.data += 0.01 * torch.sign(c.mean() - c)",
     "c = {count}\nwith torch.no_grad():\n    self.bias.add_(0.01 * torch.sign(c.mean() - c))",
-    "c = {count}\nself.bias.data = self.bias.data + 0.01 * (c.mean() - c).sign()", "c = {count}\nself.bias.data.copy_(self.bias.data + 0.01 * (c.mean() - c).sign())",
+    "c = {count}\nself.bias.data = self.bias.data + 0.01 * (c.mean() - c).sign()",
+    "c = {count}\nself.bias.data.copy_(self.bias.data + 0.01 * (c.mean() - c).sign())",
     "self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)", "self.seen_x.copy_(x.detach()[0])", "self.seen_x = x.detach().mean(0)",
-    "x = F.batch_norm(x, self.mean, self.var, training=True)", "self.mean.data.copy_(x.data.mean(0))", "self.var.clamp_(min=0.5).mul_(1.1)",
-    "x = x + F.embedding(ids[:, 0], self.table.weight.detach(), max_norm=0.5)", "F.embedding(ids[:, 0], self.table.weight.data, max_norm=0.5)",
-    "self.gate.weight.data.copy_(F.normalize(self.gate.weight.data, dim=-1))", "self.gate.weight.data.div_(self.gate.weight.data.norm(dim=-1, keepdim=True))",
-    "with torch.no_grad():\n    self.gate.weight.clamp_(-0.3, 0.3)", "self.experts[0].up.weight.data.clamp_(-0.1, 0.1)", "self.w_in.data.clamp_(-0.2, 0.2)",
-    "for expert in self.experts: expert.up.weight.data.clamp_(-0.2, 0.2)", "torch.nn.utils.clip_grad_norm_(self.gate.parameters(), 1.0)",
-    "self.w_out.data[0].mul_(0.9)", "self.experts[1].down.weight.detach().mul_(0.9)", "torch._foreach_mul_([e.up.weight.data for e in self.experts], 0.9)",
-    "self.usage.cpu().add_({count})", "torch.as_strided(self.usage, (E,), (1,)).add_({count})", "self.usage.view(1, -1).flatten()[:].add_({count})",
-    "torch.ops.moefuse_effects.scale(self.usage, 0.5)", "self.usage.unbind(0)[0].add_(1)", "self.usage.zero_().add_({count})",
+    "x = F.batch_norm(x, self.mean, self.var, training=True)", "self.mean.data.copy_(x.data.mean(0))",
+    "self.var.clamp_(min=0.5).mul_(1.1)", "x = x + F.embedding(ids[:, 0], self.table.weight.detach(), max_norm=0.5)",
+    "F.embedding(ids[:, 0], self.table.weight.data, max_norm=0.5)",
+    "self.gate.weight.data.copy_(F.normalize(self.gate.weight.data, dim=-1))",
+    "self.gate.weight.data.div_(self.gate.weight.data.norm(dim=-1, keepdim=True))",
+    "with torch.no_grad():\n    self.gate.weight.clamp_(-0.3, 0.3)", "self.experts[0].up.weight.data.clamp_(-0.1, 0.1)",
+    "self.w_in.data.clamp_(-0.2, 0.2)", "for expert in self.experts: expert.up.weight.data.clamp_(-0.2, 0.2)",
+    "torch.nn.utils.clip_grad_norm_(self.gate.parameters(), 1.0)", "self.w_out.data[0].mul_(0.9)",
+    "self.experts[1].down.weight.detach().mul_(0.9)", "torch._foreach_mul_([e.up.weight.data for e in self.experts], 0.9)",
+    "self.usage.cpu().add_({count})", "torch.as_strided(self.usage, (E,), (1,)).add_({count})",
+    "self.usage.view(1, -1).flatten()[:].add_({count})", "torch.ops.moefuse_effects.scale(self.usage, 0.5)",
+    "self.usage.unbind(0)[0].add_(1)", "self.usage.zero_().add_({count})",
 )  # fmt: skip
 """Of buffers and parameters, by one statement or two; they know ``x``, ``w`` and ``ids``."""
 
 PYTHON = (
-    "self.calls += 1", "self.notes.append(3)", "self.notes.append(x.shape[0])", "self.stats['rows'] += x.shape[0]", "self.stats['last'] = ids.shape[1]",
-    "self.last = ids.detach()", "self.last_w = w.detach().clone()", "self.calls = self.calls * 2 + 1", "self.notes += [len(self.notes)]",
-    "self.cache = [w.detach(), ids]", "self.notes.clear()", "setattr(self, 'calls', self.calls + 3)", "self.stats.update(rows=1)", "self.last = w.detach()[:1]",
+    "self.calls += 1", "self.notes.append(3)", "self.notes.append(x.shape[0])", "self.stats['rows'] += x.shape[0]",
+    "self.stats['last'] = ids.shape[1]", "self.last = ids.detach()", "self.last_w = w.detach().clone()",
+    "self.calls = self.calls * 2 + 1", "self.notes += [len(self.notes)]", "self.cache = [w.detach(), ids]", "self.notes.clear()",
+    "setattr(self, 'calls', self.calls + 3)", "self.stats.update(rows=1)", "self.last = w.detach()[:1]",
 )  # fmt: skip
 """Of Python's state."""
 
 NEUTRAL = {
     "out": (
-        "out.add_(x @ self.A @ self.B)", "out.mul_(self.scale)", "out.add_(self.shift)", "out += self.shift", "out *= self.scale", "out = out + self.shift",
-        "out = out * self.scale", "out[:] = out * self.scale", "out.copy_(out + self.shift)", "out[...] += self.shift", "out.sub_(self.shift)",
-        "out.addmm_(x @ self.A, self.B)", "out.lerp_(x, 1 - self.scale)", "torch.mul(out, self.scale.detach(), out=out)", "out.view(-1, H).add_(self.shift)",
-        "out.data.add_(self.shift.data)", "out.T.mul_(self.scale)", "out.index_add_(0, torch.arange(x.shape[0]), self.shift.expand(x.shape[0], H))",
+        "out.add_(x @ self.A @ self.B)", "out.mul_(self.scale)", "out.add_(self.shift)", "out += self.shift", "out *= self.scale",
+        "out = out + self.shift", "out = out * self.scale", "out[:] = out * self.scale", "out.copy_(out + self.shift)",
+        "out[...] += self.shift", "out.sub_(self.shift)", "out.addmm_(x @ self.A, self.B)", "out.lerp_(x, 1 - self.scale)",
+        "torch.mul(out, self.scale.detach(), out=out)", "out.view(-1, H).add_(self.shift)", "out.data.add_(self.shift.data)",
+        "out.T.mul_(self.scale)", "out.index_add_(0, torch.arange(x.shape[0]), self.shift.expand(x.shape[0], H))",
         "out.addcmul_(x, self.shift)", "out.div_(self.scale)", "out.masked_fill_(self.shift > 0.1, 0.5)",
     ),
-    "w": ("w = w * self.factor", "w.mul_(self.factor)", "w = w + self.offset[ids]", "w.data.mul_(self.factor.data)", "w *= self.scale", "w = w / self.scale"),
-    "scores": ("scores = scores + self.offset", "scores.add_(self.offset)", "scores.data.add_(self.offset.data)", "scores = scores * self.scale"),
+    "w": (
+        "w = w * self.factor", "w.mul_(self.factor)", "w = w + self.offset[ids]", "w.data.mul_(self.factor.data)", "w *= self.scale",
+        "w = w / self.scale",
+    ),
+    "scores": (
+        "scores = scores + self.offset", "scores.add_(self.offset)", "scores.data.add_(self.offset.data)", "scores = scores * self.scale",
+    ),
     "x": ("x = x + self.shift", "x = x * self.scale", "x = x + x @ self.A @ self.B", "x.data.mul_(self.scale.data)", "x.add_(self.shift)"),
     "rows": ("rows = rows * self.scale", "rows.mul_(self.scale)", "rows.data.mul_(self.scale.data)"),
-    "weights": ("weights = weights + self.offset", "weights.add_(self.offset)", "weights.data.add_(self.offset.data)", "weights = weights * self.scale"),
+    "weights": (
+        "weights = weights + self.offset", "weights.add_(self.offset)", "weights.data.add_(self.offset.data)",
+        "weights = weights * self.scale",
+    ),
 }  # fmt: skip
 """Statements that change nothing while their parameter is what it is at first, by what they change."""
 
 IDS = (
-    "ids = ids.bool().long()", "ids = ids.to(torch.bool).to(torch.int64)", "ids = ids.to(torch.uint8).long()", "ids = ids.int().long()", "ids = (ids > 0).long()",
-    "ids = ids.clamp(max=1)", "ids = ids // 2", "ids = ids % 2", "ids = ids.remainder(2)", "ids = ids.type(torch.bool).type_as(ids)", "ids = (ids + 1) % E",
-    "ids = ids - 1", "ids = ids.masked_fill(w < 0.3, -1)", "ids = torch.where(w > 0.2, ids, -1)", "ids = ids.masked_fill(w < 0.3, E)", "ids = ids.flip(1)",
-    "ids = ids.to(torch.float64).long()", "ids = ids.half().long()", "ids = (ids.to(x.dtype) * 0.5).long()", "ids = ids & 1", "ids = ids ^ 1", "ids = E - 1 - ids",
-    "ids = ids.abs().sign()", "ids = torch.tensor([1, 0, 1])[ids]", "ids = torch.tensor([2, 0, 1])[ids]", "ids = torch.tensor([0, -1, 1])[ids]",
-    "ids = ids[:, :1].expand(-1, K)", "ids = ids.contiguous().view(torch.int32)[:, ::2].long()", "ids = ids.to(torch.int8).to(torch.int16).long()",
-    "ids = ids.logical_not().long()", "ids = ids.view(torch.uint8)[:, ::8].long()", "ids = ids.sort(-1).values", "ids = ids.cumsum(-1) % E",
-    "ids = ids.fmod(2)", "ids = torch.zeros_like(ids) + ids[:, :1]", "ids = ids.neg().neg()", "ids = ids.clone()", "ids = ids.new_tensor([[0, 1]]).expand_as(ids)",
+    "ids = ids.bool().long()", "ids = ids.to(torch.bool).to(torch.int64)", "ids = ids.to(torch.uint8).long()", "ids = ids.int().long()",
+    "ids = (ids > 0).long()", "ids = ids.clamp(max=1)", "ids = ids // 2", "ids = ids % 2", "ids = ids.remainder(2)",
+    "ids = ids.type(torch.bool).type_as(ids)", "ids = (ids + 1) % E", "ids = ids - 1", "ids = ids.masked_fill(w < 0.3, -1)",
+    "ids = torch.where(w > 0.2, ids, -1)", "ids = ids.masked_fill(w < 0.3, E)", "ids = ids.flip(1)", "ids = ids.to(torch.float64).long()",
+    "ids = ids.half().long()", "ids = (ids.to(x.dtype) * 0.5).long()", "ids = ids & 1", "ids = ids ^ 1", "ids = E - 1 - ids",
+    "ids = ids.abs().sign()", "ids = torch.tensor([1, 0, 1])[ids]", "ids = torch.tensor([2, 0, 1])[ids]",
+    "ids = torch.tensor([0, -1, 1])[ids]", "ids = ids[:, :1].expand(-1, K)", "ids = ids.contiguous().view(torch.int32)[:, ::2].long()",
+    "ids = ids.to(torch.int8).to(torch.int16).long()", "ids = ids.logical_not().long()", "ids = ids.view(torch.uint8)[:, ::8].long()",
+    "ids = ids.sort(-1).values", "ids = ids.cumsum(-1) % E", "ids = ids.fmod(2)", "ids = torch.zeros_like(ids) + ids[:, :1]",
+    "ids = ids.neg().neg()", "ids = ids.clone()", "ids = ids.new_tensor([[0, 1]]).expand_as(ids)",
 )  # fmt: skip
 """What ids become: the same, others, fewer, or some that no expert has."""
 
 DRAWS = (
-    "x = F.dropout(x, 0.3, self.training)", "w = F.dropout(w, 0.3)", "out = F.dropout(out, 0.3)", "scores = scores + torch.randn_like(scores)",
-    "x = x + 0.1 * torch.rand(H)", "torch.rand(3)", "out = out + torch.rand_like(out)", "out.add_(torch.randn(H))", "w = w * torch.bernoulli(torch.full_like(w, 0.7))",
-    "noise = torch.rand_like(x)", "torch.randperm(4)", "x = x * torch.empty_like(x).uniform_(0.9, 1.1)", "self.seen_x.normal_()", "F.dropout(out, 0.5, inplace=True)",
+    "x = F.dropout(x, 0.3, self.training)", "w = F.dropout(w, 0.3)", "out = F.dropout(out, 0.3)",
+    "scores = scores + torch.randn_like(scores)", "x = x + 0.1 * torch.rand(H)", "torch.rand(3)", "out = out + torch.rand_like(out)",
+    "out.add_(torch.randn(H))", "w = w * torch.bernoulli(torch.full_like(w, 0.7))", "noise = torch.rand_like(x)", "torch.randperm(4)",
+    "x = x * torch.empty_like(x).uniform_(0.9, 1.1)", "self.seen_x.normal_()", "F.dropout(out, 0.5, inplace=True)",
 )  # fmt: skip
 """Random numbers."""

@@ -52,10 +52,10 @@ class Layer(nn.Module):
 
 
 STATE = {
-    "self.usage": (E,), "self.ema": (E,), "self.load": (E,), "self.mean": (H,), "self.hits": (E,), "self.bias": (E,), "self.gate.weight": (E, H),
-    "self.w_in": (E, I, H), "self.w_out": (E, H, I), "self.experts[0].up.weight": (I, H), "self.experts[1].down.weight": (H, I),
-    "self.experts[2].up.bias": (I,), "self.shared.weight": (H, H), "self.scale": (), "self.shift": (H,), "self.offset": (E,),
-    "self.table.weight": (E, H),
+    "self.usage": (E,), "self.ema": (E,), "self.load": (E,), "self.mean": (H,), "self.hits": (E,), "self.bias": (E,),
+    "self.gate.weight": (E, H), "self.w_in": (E, I, H), "self.w_out": (E, H, I), "self.experts[0].up.weight": (I, H),
+    "self.experts[1].down.weight": (H, I), "self.experts[2].up.bias": (I,), "self.shared.weight": (H, H), "self.scale": (),
+    "self.shift": (H,), "self.offset": (E,), "self.table.weight": (E, H),
 }  # fmt: skip
 """What outlives a call, and its shape."""
 
@@ -88,28 +88,76 @@ SUMS = {"add": "out = out + y", "add_": "out.add_(y)", "iadd": "out += y"}
 
 SKIPS = {"numel": "if tok.numel() == 0: continue", "shape": "if tok.shape[0] == 0: continue"}
 
-_SELECT = "tok, slot = torch.where(ids == e)\n{skip}\n@inside\ny = {expert} * w[tok, slot, None]\n{add}\n@between"
+_ROWS = """
+    tok, slot = torch.where(ids == e)
+    {skip}
+    @inside
+    y = {expert} * w[tok, slot, None]
+    {add}
+    @between"""
 
 BODIES = {
-    "rows": "{start}\n@before\nfor e in range(E):\n    " + _SELECT.replace("\n", "\n    "),
-    "hits": "hit = (ids[..., None] == torch.arange(E)).sum((0, 1)) > 0\n{start}\n@before\nfor row in hit.nonzero():\n    e = row[0]\n    "
-    + _SELECT.replace("\n", "\n    "),
-    "dense": "{start}\n@before\nfor e in range(E):\n    @inside\n    y = {expert} * (w * (ids == e)).sum(-1, keepdim=True)\n    {sum}\n    @between",
-    "table": "weights = torch.zeros(x.shape[0], E).scatter(1, ids, w)\n@tabled\n{start}\n@before\nfor e in range(E):\n    @inside\n"
-    "    y = {expert} * weights[:, e : e + 1]\n    {sum}\n    @between",
-    "masks": "{start}\n@before\nfor k in range(K):\n    for e in range(E):\n        mask = ids[:, k] == e\n        @inside\n"
-    "        out[mask] += w[mask, k, None] * {expert}\n        @between",
-    "bmm": "rows = x.repeat_interleave(K, 0).unsqueeze(-1)\n@gathered\nh = F.silu(torch.bmm(self.w_in[ids.flatten()], rows))\n@between\n"
-    "y = torch.bmm(self.w_out[ids.flatten()], h).view(-1, K, H)\nout = (y * w.unsqueeze(-1)).sum(1)",
-    "einsum": "h = F.silu(torch.einsum('tkih,th->tki', self.w_in[ids], x))\n@between\n"
-    "y = torch.einsum('tkhi,tki->tkh', self.w_out[ids], h)\nout = torch.einsum('tkh,tk->th', y, w)",
-    "sorted": "perm = ids.flatten().argsort(stable=True)\ntoken = perm // K\nsizes = torch.bincount(ids.flatten(), minlength=E).tolist()\n"
-    "rows, weights = x[token], w.flatten()[perm]\n@gathered\n{start}\n@before\nstart = 0\nfor e, n in enumerate(sizes):\n"
-    "    end = start + n\n    tok = token[start:end]\n    @inside\n    y = {expert} * weights[start:end, None]\n    {add}\n    start = end\n    @between",
+    "rows": "{start}\n@before\nfor e in range(E):" + _ROWS,
+    "hits": "hit = (ids[..., None] == torch.arange(E)).sum((0, 1)) > 0\n{start}\n@before\nfor row in hit.nonzero():\n    e = row[0]"
+    + _ROWS,
+    "dense": """{start}
+@before
+for e in range(E):
+    @inside
+    y = {expert} * (w * (ids == e)).sum(-1, keepdim=True)
+    {sum}
+    @between""",
+    "table": """weights = torch.zeros(x.shape[0], E).scatter(1, ids, w)
+@tabled
+{start}
+@before
+for e in range(E):
+    @inside
+    y = {expert} * weights[:, e : e + 1]
+    {sum}
+    @between""",
+    "masks": """{start}
+@before
+for k in range(K):
+    for e in range(E):
+        mask = ids[:, k] == e
+        @inside
+        y = {expert} * w[:, k][mask].unsqueeze(-1)
+        out[mask] += y
+        @between""",
+    "bmm": """rows = x.repeat_interleave(K, 0).unsqueeze(-1)
+@gathered
+h = F.silu(torch.bmm(self.w_in[ids.flatten()], rows))
+@between
+y = torch.bmm(self.w_out[ids.flatten()], h).view(-1, K, H)
+out = (y * w.unsqueeze(-1)).sum(1)""",
+    "einsum": """h = F.silu(torch.einsum('tkih,th->tki', self.w_in[ids], x))
+@between
+y = torch.einsum('tkhi,tki->tkh', self.w_out[ids], h)
+out = torch.einsum('tkh,tk->th', y, w)""",
+    "sorted": """perm = ids.flatten().argsort(stable=True)
+token = perm // K
+sizes = torch.bincount(ids.flatten(), minlength=E).tolist()
+rows, weights = x[token], w.flatten()[perm]
+@gathered
+{start}
+@before
+start = 0
+for e, n in enumerate(sizes):
+    end = start + n
+    tok = token[start:end]
+    @inside
+    y = {expert} * weights[start:end, None]
+    {add}
+    start = end
+    @between""",
 }
 
 ROWS = {"rows": "x[tok]", "hits": "x[tok]", "dense": "x", "table": "x", "masks": "x[mask]", "sorted": "rows[start:end]"}
 """What an expert gets."""
+
+SIZED = ("rows", "hits", "masks", "sorted")
+"""What has sizes that depend on data: without capture, Dynamo breaks the graph there."""
 
 UNROLLED = ("rows", "dense", "table", "masks")
 """Where the number of an expert is Python's."""
@@ -140,7 +188,13 @@ class Spelling:
     def template(self) -> str:
         """The statements of ``forward``, with ``@place`` where effects may stand."""
         expert = EXPERTS[self.expert].format(ROWS.get(self.body, ""))
-        names = {"start": STARTS[self.start], "skip": SKIPS.get(self.skip, ""), "expert": expert, "add": ADDS[self.add], "sum": SUMS[self.sum]}
+        names = {
+            "start": STARTS[self.start],
+            "skip": SKIPS.get(self.skip, ""),
+            "expert": expert,
+            "add": ADDS[self.add],
+            "sum": SUMS[self.sum],
+        }
         return f"{self.own}\n@entry\n{ROUTES[self.route]}\n@routed\n{BODIES[self.body].format(**names)}\n@after\nreturn out"
 
     @property

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import linecache
 import random
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy
@@ -18,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.programs.effects import idioms, layers
 from tests.programs.effects.layers import STATE, UNROLLED, E, H, I, K, Layer, Spelling, samples
-from tests.programs.effects.views import applied, chain
+from tests.programs.effects.views import applied, chain, evaluated
 from tests.programs.effects.writes import executed, write
 
 TOKENS = (5, 7)
@@ -35,7 +34,8 @@ class Effect:
 
 @dataclass(frozen=True)
 class Program:
-    """``tokens``: of each call. ``change``: parameters get other values behind the first call. ``twins``: a second layer, never neutral."""
+    """``tokens``: of each call, behind the first of which parameters change. ``twins``: a second layer, never neutral. ``patient``: run on
+    where a loop that depends on data is refused."""
 
     spelling: Spelling
     effects: tuple[Effect, ...]
@@ -45,6 +45,7 @@ class Program:
     dynamic: bool | None = None
     tokens: tuple[int, ...] = (5, 5, 7)
     seed: int = 0
+    patient: bool = True
 
     @property
     def source(self) -> str:
@@ -98,12 +99,16 @@ def draw(seed: int, kind: str = "mixed") -> Program:
     dynamic = rng.choice((None, None, None, True))
     tokens = (5, 5, 7) if dynamic or rng.random() < 0.15 else (5, 5, 5)
     twins = kind == "twins" or rng.random() < 0.08
-    return Program(spelling, found, twins, rng.random() < 0.6, rng.random() < 0.6, dynamic, tokens, rng.randrange(4))
+    return Program(spelling, found, twins, rng.random() < 0.6, rng.random() < 0.6, dynamic, tokens, rng.randrange(4), rng.random() < 0.25)
 
 
 def _spelling(rng: random.Random) -> Spelling:
-    bodies = ("dense", "dense", "dense", "table", "table", "bmm", "einsum", "sorted", "rows", "rows", "rows", "masks", "hits")
-    some = {name: rng.choice(list(table)) for name, table in (("route", layers.ROUTES), ("expert", layers.EXPERTS), ("add", layers.ADDS), ("sum", layers.SUMS))}
+    # Those whose sizes depend on data take Dynamo the longest.
+    bodies = (*("dense", "table") * 5, *("bmm", "einsum") * 2, *("rows", "hits") * 3, "sorted", "masks")
+    some = {
+        name: rng.choice(list(table))
+        for name, table in (("route", layers.ROUTES), ("expert", layers.EXPERTS), ("add", layers.ADDS), ("sum", layers.SUMS))
+    }
     start = rng.choice(("zeros", "zeros", *layers.STARTS))
     skip = rng.choice(("", "", *layers.SKIPS))
     own = rng.choice(("", "x = x.clone()", "x = x * 1"))
@@ -144,8 +149,6 @@ def _fitting(rng: random.Random, target: str, exprs: list[str]) -> str | None:
 
 
 def _changes(target: str, exprs: list[str], statement: str, tokens: int, lenient: bool) -> bool:
-    from tests.programs.effects.views import evaluated
-
     base = samples(target, tokens)
     before, view = base.clone(), evaluated(applied(exprs, "t"), t=base)
     if not isinstance(view, Tensor) or not executed(statement, view) or torch.equal(base, before) or base.shape != before.shape:
@@ -217,12 +220,5 @@ KINDS = {"views": _write, "updates": _update, "python": _python, "neutral": _neu
 """What an effect is; in "twins" of two equal layers, of which one is never neutral."""
 
 
-def without(p: Program, effect: int) -> Program:
-    """The program with one effect less."""
-    return replace(p, effects=p.effects[:effect] + p.effects[effect + 1 :])
-
-
-@functools.cache
-def kinds() -> tuple[str, ...]:
-    """All kinds of programs."""
-    return (*KINDS, "mixed")
+NAMES = (*KINDS, "mixed")
+"""Of all kinds of programs."""

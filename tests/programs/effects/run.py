@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from moefuse import Options, pipeline
 from moefuse.capture import entry
 from moefuse.report import FusionReport
-from tests.programs.effects.layers import H
+from tests.programs.effects.layers import SIZED, H
 from tests.programs.effects.program import Program, build, change
 
 Seen = dict[str, Any]
@@ -24,9 +24,6 @@ Seen = dict[str, Any]
 
 TOLERANCE = 1e-7
 """Of float64, relative to the largest entry: sums in another order are right, anything else is not."""
-
-PLAIN = ("eager", "aot_eager", "inductor")
-"""torch's own backends: what they get wrong is not ours."""
 
 
 @dataclass
@@ -38,6 +35,16 @@ class Verdict:
     no_program: str = ""
     fused: int = 0
     codes: list[str] = field(default_factory=list)
+    stopped: bool = False
+
+    @property
+    def failed(self) -> bool:
+        """Whether it is moefuse that is wrong."""
+        return bool(self.wrong) or "internal-error" in self.codes
+
+
+class RefusedError(Exception):
+    """Nothing was fused in a loop that depends on data; the rest would be Dynamo's pieces of it."""
 
 
 def verdict(p: Program, behind: str = "eager") -> Verdict:
@@ -54,22 +61,26 @@ def verdict(p: Program, behind: str = "eager") -> Verdict:
         if not all(_finite(value) for seen in expected for value in seen.values()):
             return Verdict(no_program="not finite")
         report = FusionReport()
-        wrong = _differs(p, _fusing(p, report, behind), expected)
-        found = Verdict(wrong, fused=len(report.fused), codes=[s.code for s in report.skipped])
+        got = _attempt(p, _fusing(p, report, behind, patient=p.patient))
+        wrong = [] if got is None else [got] if isinstance(got, str) else _unlike(got, expected)
+        found = Verdict(wrong, fused=len(report.fused), codes=[s.code for s in report.skipped], stopped=got is None)
         if not wrong:
             return found
-        surer = "aot_eager" if behind == "eager" else behind
-        plain = _attempt(p, surer)
-        ours = wrong if behind == surer else None
-        if isinstance(plain, str):  # torch cannot compile it: only with the graph as Dynamo made it can moefuse be at fault
-            direct = _attempt(p, "eager")
-            ours = wrong if behind == "eager" and not isinstance(direct, str) and not _unlike(direct, expected) else []
-        else:
-            again = _attempt_fused(p, surer)
-            ours = [again] if isinstance(again, str) else [name for name in _unlike(again, expected) if name in _unlike(again, plain)]
-        found.theirs = [] if ours else wrong
-        found.wrong = ours
+        found.wrong = _ours(p, "aot_eager" if behind == "eager" else behind, wrong, expected)
+        found.theirs = [] if found.wrong else wrong
         return found
+
+
+def _ours(p: Program, behind: str, wrong: list[str], expected: list[Seen]) -> list[str]:
+    """What of a difference is moefuse's."""
+    plain = _attempt(p, behind)
+    if isinstance(plain, str):  # torch cannot compile it at all: what Dynamo made of it runs as it is
+        direct = _attempt(p, "eager")
+        return [] if isinstance(direct, str) or _unlike(direct, expected) else wrong
+    again = _attempt(p, _fusing(p, FusionReport(), behind))
+    if again is None or plain is None:
+        return []
+    return [again] if isinstance(again, str) else sorted({*_unlike(again, expected)} & {*_unlike(again, plain)})
 
 
 def calls(p: Program, backend: Any) -> list[Seen]:
@@ -117,14 +128,15 @@ def _python(model: nn.Module) -> Iterator[tuple[str, Any]]:
 # --- compilers --------------------------------------------------------------------------------------------------------------------
 
 
-def _fusing(p: Program, report: FusionReport, behind: str) -> Callable[..., Any]:
+def _fusing(p: Program, report: FusionReport, behind: str, patient: bool = True) -> Callable[..., Any]:
     """A Dynamo backend: moefuse's capture and passes, then one of torch's backends."""
     own = Options(verify="probe" if p.probe else "off")
 
     def backend(gm: torch.fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
         report.extend(pipeline.rewrite(gm, example_inputs, own, entry.frame()))
-        compiler: Any = None if behind == "eager" else torch._dynamo.lookup_backend(behind)
-        return gm.forward if compiler is None else compiler(gm, example_inputs)
+        if not patient and report.skipped and not report.fused and p.spelling.body in SIZED:
+            raise RefusedError
+        return gm.forward if behind == "eager" else torch._dynamo.lookup_backend(behind)(gm, example_inputs)
 
     def read(_arguments: Mapping[str, Any]) -> Options:
         return own
@@ -135,20 +147,13 @@ def _fusing(p: Program, report: FusionReport, behind: str) -> Callable[..., Any]
     return entry.enable(backend, read, skipped)
 
 
-def _attempt(p: Program, backend: Any) -> list[Seen] | str:
+def _attempt(p: Program, backend: Any) -> list[Seen] | str | None:
+    """What every call leaves, an exception as text, or None where it was not worth while."""
     try:
         return calls(p, backend)
     except Exception as error:
-        return f"{type(error).__name__}: {str(error)[:300]}"
-
-
-def _attempt_fused(p: Program, behind: str) -> list[Seen] | str:
-    return _attempt(p, _fusing(p, FusionReport(), behind))
-
-
-def _differs(p: Program, backend: Callable[..., Any], expected: list[Seen]) -> list[str]:
-    got = _attempt(p, backend)
-    return [got] if isinstance(got, str) else _unlike(got, expected)
+        refused = isinstance(error, RefusedError) or isinstance(getattr(error, "inner_exception", None), RefusedError)
+        return None if refused else f"{type(error).__name__}: {str(error)[:300]}"
 
 
 def _unlike(got: list[Seen], expected: list[Seen]) -> list[str]:
@@ -180,8 +185,10 @@ def _quiet() -> Iterator[None]:
     """float64, the same random numbers whoever compiles, and no warnings of refusals."""
     import torch._inductor.config
 
-    log, level, dtype = logging.getLogger("moefuse"), logging.getLogger("moefuse").level, torch.get_default_dtype()
-    log.setLevel(logging.CRITICAL)
+    logs, dtype = [logging.getLogger(name) for name in ("moefuse", "torch._dynamo")], torch.get_default_dtype()
+    levels = [log.level for log in logs]
+    for log in logs:
+        log.setLevel(logging.CRITICAL)
     torch.set_default_dtype(torch.float64)
     try:
         with warnings.catch_warnings(), torch._inductor.config.patch(fallback_random=True):
@@ -189,5 +196,6 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         torch.set_default_dtype(dtype)
-        log.setLevel(level)
+        for log, level in zip(logs, levels, strict=True):
+            log.setLevel(level)
         torch._dynamo.reset()

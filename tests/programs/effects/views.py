@@ -1,4 +1,4 @@
-"""Expressions whose result shares memory with a tensor, found by asking torch: by schema, and by calling everything and comparing storages."""
+"""Expressions whose result shares memory with a tensor, as torch says: by schema, and by calling everything and comparing storages."""
 
 from __future__ import annotations
 
@@ -33,14 +33,15 @@ BY_TYPE: dict[str, tuple[str, ...]] = {
 
 WRITTEN_BY_HAND = (
     "{t}[...]", "{t}[:]", "{t}[None]", "{t}[None][0]", "{t}[0]", "{t}[-1]", "{t}[1:]", "{t}[::2]", "{t}[..., 0]", "{t}[..., :1]",
-    "{t}[..., None]", "{t}[0, ...]", "list({t})[0]", "[*{t}][-1]", "next(iter({t}))", "(+{t})", "{t}.data.data", "{t}.expand(2, *{t}.shape)[1]",
-    "torch.from_numpy({t}.detach().numpy())", "torch.as_tensor({t}.detach().cpu().numpy())", "torch.from_numpy(np.asarray({t}.detach()))",
-    "torch.from_numpy({t}.detach().numpy().T)", "torch.from_numpy({t}.detach().numpy().reshape(-1))",
-    "torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack({t}.detach()))", "torch.frombuffer({t}.detach().numpy(), dtype={t}.dtype)",
-    "torch.split({t}, 1)[0]", "{t}.unbind(0)[0].unbind(0)[0]", "{t}.view({t}.shape).as_strided({t}.shape, {t}.stride())",
-    "torch.nn.Parameter({t}.detach(), requires_grad=False)", "torch.nn.Identity()({t})", "torch.nn.functional.dropout({t}, 0.0)",
-    "torch.nn.functional.dropout({t}, 0.5, False)", "torch.nn.Flatten(0)({t})", "{t}.to('cpu', {t}.dtype)", "{t}.type({t}.type())",
-    "torch.ops.aten.lift_fresh({t})", "{t}.view(torch.int64)", "{t}.detach().requires_grad_(False)", "{t}.narrow(-1, 0, 1).squeeze(-1)",
+    "{t}[..., None]", "{t}[0, ...]", "list({t})[0]", "[*{t}][-1]", "next(iter({t}))", "(+{t})", "{t}.data.data",
+    "{t}.expand(2, *{t}.shape)[1]", "torch.from_numpy({t}.detach().numpy())", "torch.as_tensor({t}.detach().cpu().numpy())",
+    "torch.from_numpy(np.asarray({t}.detach()))", "torch.from_numpy({t}.detach().numpy().T)",
+    "torch.from_numpy({t}.detach().numpy().reshape(-1))", "torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack({t}.detach()))",
+    "torch.frombuffer({t}.detach().numpy(), dtype={t}.dtype)", "torch.split({t}, 1)[0]", "{t}.unbind(0)[0].unbind(0)[0]",
+    "{t}.view({t}.shape).as_strided({t}.shape, {t}.stride())", "torch.nn.Parameter({t}.detach(), requires_grad=False)",
+    "torch.nn.Identity()({t})", "torch.nn.functional.dropout({t}, 0.0)", "torch.nn.functional.dropout({t}, 0.5, False)",
+    "torch.nn.Flatten(0)({t})", "{t}.to('cpu', {t}.dtype)", "{t}.type({t}.type())", "torch.ops.aten.lift_fresh({t})",
+    "{t}.view(torch.int64)", "{t}.detach().requires_grad_(False)", "{t}.narrow(-1, 0, 1).squeeze(-1)",
 )  # fmt: skip
 """Ways that no single call stands for."""
 

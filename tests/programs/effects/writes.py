@@ -1,4 +1,4 @@
-"""Statements that write to the memory of a tensor ``{v}``: every in-place method, ``out=``, ``inplace=`` and list function that torch has."""
+"""Statements that write to the memory of ``{v}``: every in-place method, ``out=``, ``inplace=`` and list function that torch has."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ WRITTEN_BY_HAND = (
     "torch.nn.init.constant_({v}, 1)", "torch.nn.init.zeros_({v})", "{v}.detach().numpy()[...] = 1", "{v}.numpy(force=True)[...] = 0",
     "np.multiply({v}.detach().numpy(), 2, out={v}.detach().numpy())", "np.asarray({v}.detach())[..., :1] = 0",
     "torch._foreach_copy_([{v}], [{v} * 2])", "torch._foreach_mul_([{v}, {v}.clone()], 2)", "torch.add({v}, {v}, out={v})",
-    "torch.mul(input={v}, other=2, out={v})", "torch.where({v} > 0, {v}, {v} + 1, out={v})", "{v}.index_fill_(0, {v}.new_zeros(1, dtype=torch.long), 1)",
-    "torch.stack([{v}[0]], out={v}[:1])", "{v}.set_({v} * 2)", "{v}.data = {v}.data * 2", "{v}.__setitem__(0, 1)", "{v}.__imul__(2)",
-    "torch.ops.aten.copy_({v}, {v} * 2)", "torch.ops.aten.add_.Tensor({v}, {v})", "{v}.scatter_reduce_(0, torch.zeros_like({v}, dtype=torch.long), {v}, 'sum')",
+    "torch.mul(input={v}, other=2, out={v})", "torch.where({v} > 0, {v}, {v} + 1, out={v})",
+    "{v}.index_fill_(0, {v}.new_zeros(1, dtype=torch.long), 1)", "torch.stack([{v}[0]], out={v}[:1])", "{v}.set_({v} * 2)",
+    "{v}.data = {v}.data * 2", "{v}.__setitem__(0, 1)", "{v}.__imul__(2)", "torch.ops.aten.copy_({v}, {v} * 2)",
+    "torch.ops.aten.add_.Tensor({v}, {v})", "{v}.scatter_reduce_(0, torch.zeros_like({v}, dtype=torch.long), {v}, 'sum')",
 )  # fmt: skip
 
 

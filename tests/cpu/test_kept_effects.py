@@ -1,0 +1,213 @@
+"""Statements around experts that change a sum, a buffer or a weight in place: they happen, whatever they are written through.
+
+Each of these programs was silently wrong once: as its comment says, a statement was erased with the loop, or was not seen as a write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.cpu.beside_eager import E, H, K, MoE, check
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+
+class Adapter(MoE):
+    """The shared path's adapter is added to the sum before the loop. B is zero at first, so that nothing shows while it is compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.A, self.B = nn.Parameter(torch.randn(H, 4)), nn.Parameter(torch.zeros(4, H))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        out = torch.zeros_like(x)
+        out.add_(x @ self.A @ self.B)
+        return self.add_experts(out, x, weights, ids)
+
+
+def test_an_adapter_that_is_zero_at_first() -> None:
+    check(Adapter, lambda m: m.B.fill_(0.1))
+
+
+class Scaled(MoE):
+    """The residual in the sum is scaled by a parameter that is one at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        out = x.clone()
+        out.mul_(self.scale)
+        for e, expert in enumerate(self.experts):
+            out.add_(expert(x) * (weights * (ids == e)).sum(-1, keepdim=True))
+        return out
+
+
+def test_a_scale_that_is_one_at_first() -> None:
+    check(Scaled, lambda m: m.scale.fill_(0.5))
+
+
+class Shifted(MoE):
+    """A vector is added to the sum before the loop."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.full((H,), value))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        out = torch.zeros_like(x)
+        out.add_(self.shift)
+        return self.add_experts(out, x, weights, ids)
+
+
+def test_an_equal_layer_that_adds_nothing_says_nothing_about_one_that_does() -> None:
+    check(lambda: nn.Sequential(Shifted(0.0), Shifted(1.0)))
+
+
+# --- writes through what does not look like a view ----------------------------------------------------------------------------------
+
+
+class Table(MoE):
+    """Every expert takes part a little: the table of weights is clamped in place, through something that shares its memory."""
+
+    def __init__(self, clamp: Callable[[Tensor], object], detach: bool) -> None:
+        super().__init__()
+        self.clamp, self.detach = clamp, detach
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        table = torch.zeros(len(x), E).scatter(1, ids, weights.detach() if self.detach else weights)
+        self.clamp(table)
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            out = out + expert(x) * table[:, e : e + 1]
+        return out
+
+
+@pytest.mark.parametrize(
+    "clamp",
+    [
+        lambda t: t.data.clamp_(min=0.05),
+        lambda t: torch.atleast_2d(t).cpu().clamp_(min=0.05),
+        lambda t: torch.as_strided(t, t.shape, t.stride()).clamp_(min=0.05),
+        lambda t: t.hsplit(1)[0].clamp_(min=0.05),
+        lambda t: torch.positive(t).clamp_(min=0.05),
+        lambda t: torch.broadcast_to(t, t.shape).clamp_(min=0.05),
+        lambda t: torch.as_tensor(t).clamp_(min=0.05),
+    ],
+    ids=["data", "cpu", "as_strided", "hsplit", "positive", "broadcast_to", "as_tensor"],
+)
+def test_a_table_that_is_written_through_a_view(clamp: Callable[[Tensor], object]) -> None:
+    check(lambda: Table(clamp, detach=True))
+
+
+def test_a_table_that_is_written_through_data_keeps_its_gradient() -> None:
+    check(lambda: Table(lambda t: t.data.clamp_(min=0.05), detach=False))
+
+
+class TokensFade(MoE):
+    """What the next expert gets is less."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        x = x * 1
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            tok, slot = torch.where(ids == e)
+            out.index_add_(0, tok, expert(x[tok]) * weights[tok, slot, None])
+            x.data.mul_(0.9)
+        return out
+
+
+class IdsClamped(MoE):
+    """Only two experts are left."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        ids.data.clamp_(max=1)
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            tok, slot = torch.where(ids == e)
+            out[tok] += expert(x[tok]) * weights[tok, slot, None]
+        return out
+
+
+class WeightsClipped(MoE):
+    """Weights are clipped behind their use: the call after this one sees them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            tok, slot = torch.where(ids == e)
+            out.index_add_(0, tok, expert(x[tok]) * weights[tok, slot, None])
+            if self.training:
+                expert[0].weight.data.clamp_(-0.1, 0.1)
+        return out
+
+
+@pytest.mark.parametrize("make", [TokensFade, IdsClamped, WeightsClipped])
+def test_what_is_written_through_data(make: type[MoE]) -> None:
+    check(make)
+
+
+# --- updates of what outlives the call ----------------------------------------------------------------------------------------------
+
+
+class Balanced(MoE):
+    """Balancing without a loss: a bias of the choice, and two counts, updated in forward through ``.data``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(E), requires_grad=False)
+        self.register_buffer("ema", torch.zeros(E))
+        self.register_buffer("load", torch.zeros(E))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.gate(x).sigmoid()
+        ids = (scores + self.bias).topk(K).indices
+        weights = scores.gather(1, ids)
+        if self.training:
+            with torch.no_grad():
+                count = torch.bincount(ids.flatten(), minlength=E).float()
+                self.bias.data.add_(0.01 * torch.sign(count.mean() - count))
+                self.ema.data.mul_(0.9).add_(count, alpha=0.1)
+                self.load.data[:] = count
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            tok, slot = torch.where(ids == e)
+            if tok.numel() == 0:
+                continue
+            out.index_add_(0, tok, expert(x[tok]) * weights[tok, slot, None])
+        return out
+
+
+class Normalised(MoE):
+    """The router's rows are normalised and the experts' weights clipped, through ``.data``, before they are used."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.gate.weight.data.copy_(F.normalize(self.gate.weight.data, dim=-1))
+        for expert in self.experts:
+            expert[0].weight.data.clamp_(-0.05, 0.05)
+        weights, ids = self.route(x)
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            tok, slot = torch.where(ids == e)
+            if tok.numel() == 0:
+                continue
+            out.index_add_(0, tok, expert(x[tok]) * weights[tok, slot, None])
+        return out
+
+
+@pytest.mark.parametrize("make", [Balanced, Normalised])
+def test_updates_beside_a_loop_that_was_captured(make: type[MoE]) -> None:
+    check(make, tokens=32)
