@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import importlib.metadata
 import json
 import os
 import platform
@@ -69,8 +70,6 @@ def by_line(head: dict[str, Any], name: str, rows: list[dict[str, Any]]) -> str:
 
 def environment() -> dict[str, Any]:
     """Where and on what a result was measured."""
-    import transformers
-
     model = next((line.split(":", 1)[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), platform.processor())
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -84,8 +83,16 @@ def environment() -> dict[str, Any]:
         "load_average": os.getloadavg()[0],
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        "transformers": _version("transformers"),
     }
+
+
+def _version(package: str) -> str | None:
+    """None where a package is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _lines(path: str) -> list[str]:

@@ -1,9 +1,13 @@
 """Search for a program that moefuse computes wrongly: thousands of generated ones, near misses included, each beside eager and float64.
 
     python benchmarks/deep_programs.py --programs 20000 --jobs 8 --out benchmarks/results/deep-programs.json
+    python benchmarks/deep_programs.py --kinds effects --programs 20000 --jobs 16 --budget 3000 --log /tmp/deep.jsonl --out ...
 
-The generators and the checks are those of the tests (tests/strategies.py, tests/programs). A shard is one kind of program with one seed, so
-that a log can be continued: shards that it holds already are not run again. Programs are counted once, however often they are drawn.
+The generators and the checks are those of the tests (tests/strategies.py, tests/programs). A shard is one kind of program with one seed.
+The log has a line for each, so that a search can be continued: shards that it holds already are not run again. Programs are counted once,
+however often they are drawn. The result has a row for each kind, torch and commit, and one digest of the seeds of all shards.
+
+Programs with effects need nothing but torch; the others need hypothesis.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from pathlib import Path
@@ -68,7 +72,10 @@ def _loops(cut: bool, twisted: bool) -> tuple[Any, Check]:
     return build(st.just("none")), one_graph
 
 
-KINDS: dict[str, Callable[[], tuple[Any, Check]]] = {
+EFFECTS = ("views", "updates", "python", "neutral", "ids", "draws", "twins", "mixed")
+"""As tests.programs.effects.NAMES, which needs a torch to be imported."""
+
+DRAWN: dict[str, Callable[[], tuple[Any, Check]]] = {
     **{name.lower(): lambda name=name: _spelling(name) for name in ("Selected", "Filled", "Masked", "Slots", "Sorted", "Dense")},  # type: ignore[misc]
     "near misses": _near_misses,
     "loops that select rows": lambda: _loops(False, False),
@@ -76,40 +83,79 @@ KINDS: dict[str, Callable[[], tuple[Any, Check]]] = {
     "twisted loops that select rows": lambda: _loops(False, True),
     "twisted loops over pieces": lambda: _loops(True, True),
 }
-AT_ONCE = ("selected", "filled", "masked", "slots", "sorted", "dense", "near misses")
+KINDS = (*DRAWN, *(f"effects: {name}" for name in EFFECTS))
+AT_ONCE = ("selected", "filled", "masked", "slots", "sorted", "dense", "near misses", *KINDS[len(DRAWN) :])
 """What is drawn with torch 2.11, whose Dynamo breaks more of the loops."""
+
+BEHIND = {17: "aot_eager", 31: "inductor"}
+"""Of so many programs with effects, one goes through this compiler of torch's; all others run as Dynamo recorded them."""
 
 
 def shard(kind: str, seed: int) -> dict[str, Any]:
     """Run one shard; a failure is part of the result, and ends it."""
     import torch
-    from hypothesis import HealthCheck, Phase, given, settings
-    from hypothesis import seed as seeded
 
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    drawn, check = KINDS[kind]()
+    start = time.perf_counter()
+    found = _effects(kind.removeprefix("effects: "), seed) if kind.startswith("effects: ") else _examples(kind, seed)
+    torch._dynamo.reset()
+    return {"kind": kind, "seed": seed, "seconds": round(time.perf_counter() - start, 1), **found}
+
+
+def _examples(kind: str, seed: int) -> dict[str, Any]:
+    """Examples that hypothesis draws."""
+    from hypothesis import HealthCheck, Phase, given, settings
+    from hypothesis import seed as seeded
+
+    drawn, check = DRAWN[kind]()
     done: set[str] = set()
     last: list[str] = [""]
-    start = time.perf_counter()
 
     @seeded(seed)
     @settings(max_examples=SHARD, deadline=None, database=None, phases=(Phase.generate,), suppress_health_check=list(HealthCheck))
     @given(drawn)
     def run(program: Any) -> None:
         last[0] = repr(program)
-        key = hashlib.sha256(last[0].encode()).hexdigest()[:12]
+        key = _key(last[0])
         if key not in done:
             check(program)
             done.add(key)
 
-    result: dict[str, Any] = {"kind": kind, "seed": seed}
     try:
         run()
     except Exception as error:
-        result |= {"failed": f"{type(error).__name__}: {error}"[:2000], "program": last[0]}
-    torch._dynamo.reset()
-    return {**result, "seconds": round(time.perf_counter() - start, 1), "keys": sorted(done)}
+        return {"keys": sorted(done), "failed": f"{type(error).__name__}: {error}"[:2000], "program": last[0]}
+    return {"keys": sorted(done)}
+
+
+def _effects(kind: str, seed: int) -> dict[str, Any]:
+    """Programs with effects, of so many seeds in a row; one that fails is made small, and the shard goes on."""
+    from tests.programs.effects import draw, shrunk, verdict
+
+    done: set[str] = set()
+    failed: list[str] = []
+    programs: list[str] = []
+    counts = dict.fromkeys(("fused", "torch's", "no program"), 0)
+    for number in range(seed * SHARD, (seed + 1) * SHARD):
+        p = draw(number, kind)
+        behind = next((name for every, name in BEHIND.items() if number % every == every - 1), "eager")
+        found = verdict(p, behind)
+        counts["no program"] += bool(found.no_program)
+        if found.no_program:
+            continue
+        done.add(_key(str(p)))
+        counts["fused"] += found.fused > 0
+        counts["torch's"] += bool(found.theirs)
+        if found.failed:
+            small = shrunk(p, lambda q, behind=behind: verdict(q, behind).failed)
+            failed.append(f"{kind} {number} with {behind}: {found.wrong[:3]} {found.codes}"[:500])
+            programs.append(str(small))
+    return {"keys": sorted(done), **counts, **({"failed": "\n".join(failed), "program": "\n\n".join(programs)} if failed else {})}
+
+
+def _key(program: str) -> str:
+    return hashlib.sha256(program.encode()).hexdigest()[:12]
 
 
 def plan(kinds: list[str], known: set[tuple[str, int]]) -> Iterator[tuple[str, int]]:
@@ -124,26 +170,97 @@ def plan(kinds: list[str], known: set[tuple[str, int]]) -> Iterator[tuple[str, i
 
 def search(args: argparse.Namespace, write: Callable[[list[dict[str, Any]]], None], shards: list[dict[str, Any]]) -> None:
     """Fill ``shards`` until there are enough programs or the time is over."""
+    todo, end = plan(args.kinds, {(s["kind"], s["seed"]) for s in shards}), time.perf_counter() + args.budget
+    died: list[tuple[str, int]] = []
+    while True:
+        running: dict[Future[dict[str, Any]], tuple[str, int]] = {}
+        try:
+            with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn"), max_tasks_per_child=8) as pool:
+                _fill(args, pool, todo, end, running, write, shards)
+            return
+        except BrokenProcessPool:
+            # One of these took its process with it: each is lost, and named.
+            died += running.values()
+            print("a worker died; one of", sorted(running.values()), flush=True)
+            if len(died) > 20 * args.jobs:
+                return
+
+
+def _fill(
+    args: argparse.Namespace,
+    pool: ProcessPoolExecutor,
+    todo: Iterator[tuple[str, int]],
+    end: float,
+    running: dict[Future[dict[str, Any]], tuple[str, int]],
+    write: Callable[[list[dict[str, Any]]], None],
+    shards: list[dict[str, Any]],
+) -> None:
     seen = {(s["kind"], key) for s in shards for key in s["keys"]}
-    todo, started = plan(args.kinds, {(s["kind"], s["seed"]) for s in shards}), time.perf_counter()
-    with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn"), max_tasks_per_child=8) as pool:
-        running = {pool.submit(shard, *next(todo)) for _ in range(args.jobs + 2)}
-        while running:
-            done = next(as_completed(running))
-            running.remove(done)
-            found = done.result()
-            fresh = [key for key in found["keys"] if (found["kind"], key) not in seen]
-            seen |= {(found["kind"], key) for key in fresh}
-            shards.append({**found, "keys": fresh})
-            write(shards)
-            if "failed" in found:
-                print("FAILED", found["kind"], found["seed"], found["program"], found["failed"], sep="\n", flush=True)
-            if len(seen) < args.programs and time.perf_counter() - started < args.budget:
-                running.add(pool.submit(shard, *next(todo)))
-            elif time.perf_counter() - started >= args.budget:
-                for it in running:
-                    it.cancel()
-                running = {it for it in running if not it.cancelled()}
+
+    def submit() -> None:
+        which = next(todo)
+        running[pool.submit(shard, *which)] = which
+
+    for _ in range(args.jobs + 2):
+        submit()
+    while running:
+        done = next(as_completed(running))
+        found = done.result()
+        del running[done]
+        fresh = [key for key in found["keys"] if (found["kind"], key) not in seen]
+        seen |= {(found["kind"], key) for key in fresh}
+        shards.append({**found, "keys": fresh})
+        write(shards)
+        if "failed" in found:
+            print("FAILED", found["kind"], found["seed"], found["program"], found["failed"], sep="\n", flush=True)
+        if len(seen) < args.programs and time.perf_counter() < end:
+            submit()
+        elif time.perf_counter() >= end:
+            for it in [it for it in running if it.cancel()]:
+                del running[it]
+
+
+def rows(shards: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Counts of each kind, torch and commit."""
+    found: dict[tuple[str, ...], dict[str, Any]] = {}
+    for it in shards:
+        row = found.setdefault(
+            _place(it), {**dict(zip(PLACE, _place(it), strict=True)), "shards": 0, "programs": 0, "failed": 0, "seconds": 0.0}
+        )
+        row["shards"] += 1
+        row["programs"] += len(it["keys"])
+        row["failed"] += len(it.get("failed", "").splitlines()) if it["kind"].startswith("effects") else "failed" in it
+        row["seconds"] = round(row["seconds"] + it["seconds"], 1)
+        for name in ("fused", "torch's", "no program"):
+            if name in it:
+                row[name] = row.get(name, 0) + it[name]
+    order = {kind: at for at, kind in enumerate(KINDS)}
+    return sorted(found.values(), key=lambda row: (row["commit"], row["torch"], order.get(row["kind"], 0)))
+
+
+PLACE = ("kind", "torch", "commit")
+
+
+def _place(it: dict[str, Any]) -> tuple[str, ...]:
+    return tuple(str(it[name]) for name in PLACE)
+
+
+def digest(before: str, shards: list[dict[str, Any]]) -> str:
+    """One number for the seeds of all shards; ``before`` is that of earlier results."""
+    lines = sorted(" ".join((*_place(it), str(it["seed"]))) for it in shards)
+    return hashlib.sha256("\n".join([before, *lines]).encode()).hexdigest()
+
+
+def merged(old: dict[str, Any], shards: list[dict[str, Any]], here: dict[str, Any]) -> str:
+    """The text of the result: what other commits or other torches counted stays, what this one counts is replaced."""
+    from _timing import by_line
+
+    new = rows(shards)
+    places = {_place(row) for row in new}
+    kept = [row for row in old.get("rows", []) if _place(row) not in places]
+    every = sorted(kept + new, key=lambda row: (row["commit"], row["torch"]))
+    head = {"programs": sum(row["programs"] for row in every), "failed": sum(row["failed"] for row in every)}
+    return by_line({**here, **head, "seeds": digest(old.get("seeds", "") if kept else "", shards)}, "rows", every)
 
 
 def main() -> None:
@@ -151,38 +268,41 @@ def main() -> None:
     parser.add_argument("--programs", type=int, default=20000)
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--budget", type=float, default=86400, help="seconds")
-    parser.add_argument("--kinds", type=lambda text: text.split(","), help="some of: " + ", ".join(KINDS))
-    parser.add_argument("--commit", help="what the log says, where git cannot tell")
+    parser.add_argument("--kinds", type=lambda text: text.split(","), help="'effects', or some of: " + ", ".join(KINDS))
+    parser.add_argument("--commit", help="what the result says, where git cannot tell")
+    parser.add_argument("--log", type=Path, help="a line for each shard, to continue from")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     import torch
-    from _timing import by_line, environment
+    from _timing import environment
 
+    args.kinds = [
+        kind for name in args.kinds or () for kind in ([k for k in KINDS if k.startswith("effects")] if name == "effects" else [name])
+    ]
     args.kinds = args.kinds or list(KINDS if torch.torch_version.TorchVersion(torch.__version__) >= (2, 12) else AT_ONCE)
-    data: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {"shards": []}
+    old: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {}
     here = {**environment(), **({"commit": args.commit} if args.commit else {})}
+    known = args.log.read_text().splitlines() if args.log and args.log.exists() else []
+    shards: list[dict[str, Any]] = [json.loads(line) for line in known]
 
     def write(shards: list[dict[str, Any]]) -> None:
-        for it in shards:
-            it.setdefault("torch", here.get("torch"))
-            it.setdefault("commit", here.get("commit"))
-        args.out.write_text(by_line({k: v for k, v in data.items() if k != "shards"}, "shards", shards))
+        shards[-1] |= {"torch": here["torch"], "commit": here["commit"]}
+        if args.log:
+            with args.log.open("a") as log:
+                log.write(json.dumps(shards[-1]) + "\n")
+        args.out.write_text(merged(old, shards, here))
 
-    try:
-        search(args, write, data["shards"])
-    except BrokenProcessPool as error:
-        print("a worker died:", error)
-    report(data["shards"])
+    search(args, write, shards)
+    report(rows(shards))
 
 
-def report(shards: list[dict[str, Any]]) -> None:
-    total = 0
-    for kind in KINDS:
-        of = [s for s in shards if s["kind"] == kind]
-        count, failed = sum(len(s["keys"]) for s in of), sum("failed" in s for s in of)
-        total += count
-        print(f"{kind:32} {len(of):5} shards {count:6} programs {failed:3} failed {sum(s['seconds'] for s in of):8.0f} s")
-    print(f"{total} programs")
+def report(found: list[dict[str, Any]]) -> None:
+    for row in found:
+        more = "".join(f" {row[name]:6} {name}" for name in ("fused", "torch's", "no program") if name in row)
+        print(
+            f"{row['kind']:32} {row['shards']:5} shards {row['programs']:6} programs {row['failed']:3} failed {row['seconds']:8.0f} s{more}"
+        )
+    print(f"{sum(row['programs'] for row in found)} programs, {sum(row['failed'] for row in found)} failed")
 
 
 if __name__ == "__main__":

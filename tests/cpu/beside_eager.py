@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tests.cpu.capture_case import Seen, capturing
 
-H, I, E, K = 16, 12, 6, 2
+H, I, E, K = 16, 12, 6, 2  # noqa: E741  (the letters of moefuse.spec)
 
 
 class MoE(nn.Module):
@@ -42,14 +42,17 @@ def check(make: Callable[[], nn.Module], change: Callable[[nn.Module], object] =
     for turn in range(2):
         x = torch.randn(tokens, H, generator=torch.Generator().manual_seed(turn))
         results = [_call(run, owner, x) for run, owner in ((twin, twin), (compiled, model))]
-        for name, wanted in results[0].items():
-            torch.testing.assert_close(
-                results[1][name], wanted, rtol=1e-4, atol=1e-5, msg=lambda m, name=name: f"{name} of call {turn}: {m}"
-            )
+        _same(f"call {turn}", *results)
         for owner in (twin, model):
             with torch.no_grad():
                 change(owner)
     return seen
+
+
+def _same(when: str, wanted: dict[str, Tensor], got: dict[str, Tensor]) -> None:
+    for name, value in wanted.items():
+        where = f"{name}, {when}: "
+        torch.testing.assert_close(got[name], value, rtol=1e-4, atol=1e-5, msg=lambda m, where=where: where + m)  # type: ignore[misc]
 
 
 def _call(run: Callable[[Tensor], Tensor], owner: nn.Module, x: Tensor) -> dict[str, Tensor]:

@@ -71,6 +71,11 @@ def verdict(p: Program, behind: str = "eager") -> Verdict:
         return found
 
 
+def fails(p: Program) -> bool:
+    """Whether moefuse is wrong about a program."""
+    return verdict(p).failed
+
+
 def _ours(p: Program, behind: str, wrong: list[str], expected: list[Seen]) -> list[str]:
     """What of a difference is moefuse's."""
     plain = _attempt(p, behind)

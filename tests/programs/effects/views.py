@@ -65,20 +65,51 @@ def evaluated(expr: str, **names: Tensor) -> Any:
             return None
 
 
-def _forms() -> Iterator[tuple[str, str]]:
-    """(name, expression): everything that might be a view of ``{t}``."""
+def _computes(name: str) -> bool:
+    """Whether a name is an operator that never returns what it was given: not by its schema, and not by being made of others."""
+    packet = getattr(torch.ops.aten, name, None)
+    if not isinstance(packet, torch._ops.OpOverloadPacket):
+        return False
+    return not any(_may_alias(getattr(packet, overload)) for overload in packet.overloads())
+
+
+def _may_alias(operator: Any) -> bool:
+    """By its schema, or because it is made of other operators, of which its schema says nothing."""
+    if any(r.alias_info is not None and not r.alias_info.is_write for r in operator._schema.returns):
+        return True
+    try:
+        return bool(operator.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd))
+    except RuntimeError:  # TorchScript's own, of numbers
+        return False
+
+
+def _methods() -> Iterator[tuple[str, str]]:
+    """(name, expression): methods and attributes of tensors."""
     for name in dir(Tensor):
-        if name.startswith("_") or name.endswith("_") or name in _NEVER:
+        if name.startswith("_") or name.endswith("_") or name in _NEVER or _computes(name):
             continue
-        if not callable(getattr(Tensor, name)):
+        if callable(getattr(Tensor, name)):
+            yield from ((name, f"{{t}}.{name}({given})") for given in ARGUMENTS)
+        else:
             yield name, "{t}." + name
-            continue
-        yield from ((name, f"{{t}}.{name}({given})") for given in ARGUMENTS)
+
+
+def _functions(methods: dict[str, dict[str, None]]) -> Iterator[tuple[str, str]]:
+    """(name, expression): functions; those that are methods too are tried with what was a view there."""
     for name in dir(torch):
         value = getattr(torch, name)
-        if name.startswith("_") or name.endswith("_") or name in _NEVER or not callable(value) or isinstance(value, type):
+        if (
+            not callable(value)
+            or isinstance(value, type)
+            or name.startswith("_")
+            or name.endswith("_")
+            or name in _NEVER
+            or _computes(name)
+        ):
             continue
-        yield from ((name, f"torch.{name}({{t}}{', ' if given else ''}{given})") for given in ARGUMENTS)
+        before = [expr.split("(", 1)[1].rsplit(")", 1)[0] for expr in methods.get(name, ()) if "(" in expr]
+        for given in before if hasattr(Tensor, name) else ARGUMENTS:
+            yield name, f"torch.{name}({', '.join(filter(None, ('{t}', given)))})"
 
 
 def _operators() -> Iterator[tuple[str, str]]:
@@ -113,12 +144,18 @@ def views() -> dict[str, tuple[str, ...]]:
     """Expressions of ``{t}`` by the name of what they call; each is a view of a matrix or of a vector, of numbers or of integers."""
     samples = (torch.rand(5, 2, dtype=torch.float64), torch.arange(3))
     found: dict[str, dict[str, None]] = {}
-    for name, expr in itertools.chain(_forms(), _operators()):
-        for sample in samples:
-            base = sample.clone()
-            index = _picked(base, evaluated(expr.replace("{t}", "t"), t=base))
-            if index is not None:
-                found.setdefault(name, {})[expr + index] = None
+
+    def keep(forms: Iterator[tuple[str, str]]) -> None:
+        for name, expr in forms:
+            for sample in samples:
+                base = sample.clone()
+                index = _picked(base, evaluated(expr.replace("{t}", "t"), t=base))
+                if index is not None:
+                    found.setdefault(name, {})[expr + index] = None
+
+    keep(_methods())
+    keep(_functions({name: dict(exprs) for name, exprs in found.items()}))
+    keep(_operators())
     return {**{name: tuple(exprs) for name, exprs in found.items()}, **{expr: (expr,) for expr in WRITTEN_BY_HAND}}
 
 

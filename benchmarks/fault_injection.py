@@ -1,0 +1,71 @@
+"""How many generated programs it takes to see a fault, with each root cause put back in turn (tests/programs/effects/faults.py).
+
+    python benchmarks/fault_injection.py --most 500 --jobs 2 --out benchmarks/results/fault-injection.json
+
+With every fault the search starts anew, from each of a few seeds. A fault that no search sees is a hole in the generator.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+import warnings
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def one(name: str, seed: int, most: int) -> dict[str, Any]:
+    """Search for one fault from one seed."""
+    import torch
+
+    from tests.programs.effects import shrunk
+    from tests.programs.effects.faults import FAULTS, search
+    from tests.programs.effects.run import fails
+
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    fault, start, ran, fused = FAULTS[name], time.perf_counter(), 0, 0
+    for count, p, found in search(fault, most, seed):
+        ran, fused = count, fused + (found.fused > 0)
+        if found.failed:
+            with fault.put_back():
+                small = str(shrunk(p, fails))
+            seconds = round(time.perf_counter() - start, 1)
+            return {"fault": name, "seed": seed, "programs": ran, "fused": fused, "found": True, "seconds": seconds, "program": small}
+    return {"fault": name, "seed": seed, "programs": ran, "fused": fused, "found": False, "seconds": round(time.perf_counter() - start, 1)}
+
+
+def main() -> None:
+    from _timing import by_line, environment
+
+    from tests.programs.effects.faults import FAULTS
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--most", type=int, default=500, help="programs of each search")
+    parser.add_argument("--seeds", type=int, default=3, help="searches for each fault")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    parser.add_argument("--faults", type=lambda text: text.split(","), default=list(FAULTS))
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    found = []
+    with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn"), max_tasks_per_child=2) as pool:
+        for row in pool.map(one, *zip(*((name, seed, args.most) for name in args.faults for seed in range(args.seeds)), strict=True)):
+            print(json.dumps({k: v for k, v in row.items() if k != "program"}), row.get("program", ""), sep="\n", flush=True)
+            found.append(row)
+    seen = {row["fault"] for row in found if row["found"]}
+    print(f"{len(seen)} of {len(args.faults)} faults seen; most programs {max((r['programs'] for r in found if r['found']), default=0)}")
+    if args.out:
+        args.out.write_text(by_line({**environment(), "seen": len(seen), "faults": len(args.faults)}, "searches", found))
+
+
+if __name__ == "__main__":
+    main()

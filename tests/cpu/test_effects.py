@@ -1,0 +1,91 @@
+"""Generated programs with effects at random places: whatever is fused, a user sees what eager does."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+import torch
+
+from tests.programs.effects import NAMES, draw, shrunk, verdict
+from tests.programs.effects.faults import FAULTS, shows
+from tests.programs.effects.run import fails
+from tests.programs.effects.views import NAMES as NAMESPACE
+from tests.programs.effects.views import chain, shares, views
+from tests.programs.effects.writes import writes
+from tests.strategies import THOROUGH
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+SECONDS = 600.0 if THOROUGH else 8.0
+"""For each kind of effect; a machine that is slower runs fewer programs, but never less than a few."""
+
+
+@pytest.mark.parametrize("kind", NAMES)
+def test_effects_are_kept(kind: str) -> None:
+    """Outputs, inputs, parameters, buffers, gradients, random numbers and Python's state of several calls."""
+    start, ran, fused = time.monotonic(), 0, 0
+    for seed in range(10_000):
+        p = draw(seed, kind)
+        found = verdict(p)
+        ran += not found.no_program
+        fused += found.fused > 0
+        if found.failed:
+            small = shrunk(p, fails)
+            pytest.fail(f"{kind} {seed}: {found.wrong[:3]} {found.codes}\n{p}\n# made small: {verdict(small).wrong[:3]}\n{small}")
+        if ran >= 3 and time.monotonic() - start > SECONDS:
+            break
+    assert fused, f"none of {ran} programs was fused"
+
+
+@pytest.mark.parametrize("kind", ["mixed"])
+def test_effects_behind_torchs_compilers(kind: str) -> None:
+    """The same through AOTAutograd and Inductor, for a few."""
+    for seed, behind in ((2, "aot_eager"), (3, "aot_eager"), (5, "inductor")):
+        p = draw(seed, kind)
+        found = verdict(p, behind)
+        assert not found.failed, f"{kind} {seed} with {behind}: {found.wrong[:3]} {found.codes}\n{p}"
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_seen(name: str) -> None:
+    """Were it put back, its program would be wrong; as it is, the program is right. Or nothing is left of what this is a test of."""
+    fault = FAULTS[name]
+    assert shows(fault).wrong, f"{name} is not seen\n{fault.program}"
+    found = verdict(fault.program)
+    assert not found.failed, f"{found.wrong[:3]} {found.codes}\n{fault.program}"
+
+
+def test_views_and_writes_come_from_torch() -> None:
+    """Those that once nobody had thought of are among them."""
+    names = {
+        "hsplit",
+        "atleast_2d",
+        "positive",
+        "cpu",
+        "as_strided",
+        "broadcast_to",
+        "data",
+        "real",
+        "mT",
+        "alias",
+        "view",
+        "unbind",
+        "expand",
+    }
+    assert names <= set(views())
+    assert {"add_", "_foreach_mul_", "index_fill_", "relu", "add", "masked_fill_", "scatter_", "index_add_", "index_copy_"} <= set(
+        writes(False)
+    )
+    assert "clamp_" in writes(True)
+
+
+def test_chains_share_memory() -> None:
+    """A chain is drawn for several sizes at once, or a program would write to a copy for some of them."""
+    rng, base = random.Random(0), torch.rand(5, 6, dtype=torch.float64)
+    for _ in range(20):
+        now = base
+        for expr in chain(rng, (base, torch.rand(7, 6, dtype=torch.float64)), 3):
+            now = eval(expr.replace("{t}", "t"), {**NAMESPACE, "t": now})
+            assert shares(base, now)
