@@ -211,3 +211,28 @@ class Normalised(MoE):
 @pytest.mark.parametrize("make", [Balanced, Normalised])
 def test_updates_beside_a_loop_that_was_captured(make: type[MoE]) -> None:
     check(make, tokens=32)
+
+
+# --- writes behind the experts to what only their gradient reads --------------------------------------------------------------------
+
+
+class WrittenBehind(MoE):
+    """Autograd saved the table, so that eager may change the weights afterwards. An op that was given the weights has saved those."""
+
+    def __init__(self, write: Callable[[Tensor], object]) -> None:
+        super().__init__()
+        self.write = write
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        table = torch.zeros(len(x), E).scatter(1, ids, weights)
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            out = out + expert(x) * table[:, e : e + 1]
+        self.write(weights)
+        return out
+
+
+@pytest.mark.parametrize("write", [lambda w: w.mul_(0.5), lambda w: torch._foreach_mul_([w], 0.5)], ids=["mul_", "foreach"])
+def test_weights_that_are_written_behind_the_experts(write: Callable[[Tensor], object]) -> None:
+    check(lambda: WrittenBehind(write))
