@@ -28,7 +28,10 @@ TOLERANCE = 1e-7
 
 @dataclass
 class Verdict:
-    """``wrong``: what a user would see. ``theirs``: torch alone is wrong. ``no_program``: eager raises, or computes no numbers."""
+    """``wrong``: what a user would see. ``theirs``: torch alone is wrong, or it is right behind AOTAutograd, where every user has it.
+
+    ``no_program``: eager raises, or computes no numbers. ``stopped``: refused, and not looked at any further.
+    """
 
     wrong: list[str] = field(default_factory=list)
     theirs: list[str] = field(default_factory=list)
