@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -36,6 +36,14 @@ _DIMS: dict[str, tuple[int, int | None]] = {
 }  # fmt: skip
 
 
+@dataclass(frozen=True, eq=False)
+class Standin:
+    """What a node of a rewrite stands for: whoever read ``holders`` reads it now, and the writes among ``nodes`` are made by it."""
+
+    holders: tuple[Node, ...]
+    nodes: frozenset[Node]
+
+
 class Context:
     """Facts about the nodes of one graph. ``facts`` holds what rules found; everything else is derived from the graph once."""
 
@@ -53,7 +61,7 @@ class Context:
         self.routings: dict[Node, Routing] = {}
         self.derived: dict[tuple[Routing, tuple[str, ...], int], Routing] = {}
         self.erasable: set[Node] = set()
-        self.results: dict[Node, Any] = {}
+        self.results: dict[Node, Standin] = {}
         self.sentinels: dict[Routing, set[int]] = {}
         self.ranges: dict[Node, Interval | None] = {}
         self.segments: dict[Node, tuple[Part, ...]] = {}

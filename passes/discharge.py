@@ -35,11 +35,12 @@ from moefuse.passes.facts import (
     Sum,
 )
 from moefuse.passes.leftovers import pure
-from moefuse.passes.ops import SIZE_QUERIES, fake, location
+from moefuse.passes.ops import SIZE_QUERIES, call_target, fake, location
 from moefuse.passes.regions import Region
 from moefuse.passes.rules.hits import rows_of
 from moefuse.passes.rules.spans import difference, hit_of
 from moefuse.passes.sizes import same
+from moefuse.passes.values import tensors_in
 
 
 @dataclass(frozen=True)
@@ -147,9 +148,22 @@ def _meets(ctx: Context, node: Node, passed: set[Node]) -> bool:
         return False
     if call is None or call.inplace:
         return True
-    view = ctx.storage[node] in passed  # who reads or writes it is asked instead
+    view = ctx.storage[node] in passed and not _cuts(node)  # who reads or writes it is asked instead
     middle = isinstance(ctx.facts.get(node), Buffer)  # of ``out[idx] += rows``: the assignment is asked instead
     return not view and not middle and call.name not in SIZE_QUERIES
+
+
+def _cuts(node: Node) -> bool:
+    """Whether a view lets no gradient through, as ``detach`` and ``.data``."""
+
+    def tracked(source: Node) -> Any:
+        value = fake(source)
+        return value.detach().requires_grad_(value.dtype.is_floating_point) if isinstance(value, torch.Tensor) else value
+
+    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), tracked)
+    with torch.enable_grad():
+        result = call_target(node, args, kwargs)
+    return not any(t.requires_grad for t in tensors_in(result))
 
 
 def _chosen(ctx: Context, a: Assumption) -> Chosen | None:

@@ -20,7 +20,7 @@ from moefuse.capture.assumptions import Assumption, Undischarged
 from moefuse.capture.siblings import keep
 from moefuse.errors import CODES
 from moefuse.passes import discharge, leftovers
-from moefuse.passes.context import Context
+from moefuse.passes.context import Context, Standin
 from moefuse.passes.devices import unsupported
 from moefuse.passes.effects import Effects, EffectsDifferError, compare, effects
 from moefuse.passes.emit import Emitter
@@ -140,7 +140,7 @@ def _fuse_graph(gm: GraphModule, known: dict[Node, Any], run: _Run) -> bool:
         run.result.undischarged += discharge.undischarged(ctx, claims, fused)
     run.result.notes += one_kernel(gm.graph, run.options) if fused else []
     if fused and run.options.overlap:
-        _join(gm.graph, known, run)
+        _join(ctx, known, run)
     if fused or run.assumptions:
         _compare(ctx, before)
     return bool(fused) or bool(run.assumptions)
@@ -191,8 +191,10 @@ def _rewrite(ctx: Context, known: dict[Node, Any], run: _Run, region: Region) ->
     return None
 
 
-def _join(graph: torch.fx.Graph, known: dict[Node, Any], run: _Run) -> None:
-    for joined in join_shared(graph, known, run.options.overlap or 0, run.options.verify != "off"):
+def _join(ctx: Context, known: dict[Node, Any], run: _Run) -> None:
+    for joined in join_shared(ctx.graph, known, run.options.overlap or 0, run.options.verify != "off"):
+        ctx.results[joined.result] = Standin((joined.add,), frozenset((joined.add,)))
+        ctx.memory.introduce(joined.result, joined.add)
         at = run.numbers[joined.experts]
         entry = run.result.fused[at]
         run.result.fused[at] = changed(

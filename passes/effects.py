@@ -94,12 +94,12 @@ class _Reader:
                 self._follow(node)
 
     def _cut(self, result: Node) -> None:
-        """From here on the region's result is ``result``."""
-        region, memory = self.ctx.results[result], self.ctx.memory
+        """From here on ``result`` is what the nodes that are gone had made."""
+        gone, memory = self.ctx.results[result], self.ctx.memory
         self.carried.add(result)
-        for holder in region.holders:
+        for holder in gone.holders:
             for name in memory.storages(holder):
-                mine = [w for w in memory.writes.get(name, ()) if w in region.nodes]
+                mine = [w for w in memory.writes.get(name, ()) if w in gone.nodes]
                 if mine:
                     self.cuts[name] = self.last[name] = mine[-1]
 

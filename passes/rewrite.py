@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.fx import Graph, Node
 
-from moefuse.passes.context import Context
+from moefuse.passes.context import Context, Standin
 from moefuse.passes.ops import SIZE_QUERIES
 from moefuse.passes.regions import Region
 
@@ -23,7 +23,7 @@ def replace(ctx: Context, region: Region, result: Node) -> None:
         # A later region may read this result directly: it is emitted with, and verified as, the new node.
         ctx.replaced[holder] = result
     ctx.first[result] = region.value
-    ctx.results[result] = region
+    ctx.results[result] = Standin(tuple(region.holders), frozenset(region.nodes))
     if result not in ctx.position:
         ctx.memory.introduce(result, region.value)
     sweep(ctx.graph, region.nodes, ctx)

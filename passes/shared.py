@@ -49,10 +49,13 @@ class Joined:
     Attributes:
         experts: the op of the routed experts.
         error: of the verification, as in ``moefuse.report.Fused``; None if switched off.
+        add, result: the sum, and what stands in its place.
     """
 
     experts: Node
     error: float | None
+    add: Node
+    result: Node
 
 
 def join_shared(graph: Graph, known: dict[Node, Any], tokens: int, check: bool) -> list[Joined]:
@@ -200,7 +203,7 @@ def _join(ctx: Context, known: dict[Node, Any], tokens: int, check: bool, found:
     found.add.replace_all_uses_with(result, propagate_meta=False)
     _introduce(ctx, emit)
     _erase(ctx.graph, found.add, emit.nodes)
-    return Joined(found.experts, None if verdict is None else verdict.error)
+    return Joined(found.experts, None if verdict is None else verdict.error, found.add, result)
 
 
 def _weight_apart(expr: Expr) -> tuple[Expr | None, float]:

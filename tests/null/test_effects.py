@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch.fx import Graph, Node
 
+from moefuse.passes.context import Standin
 from moefuse.passes.effects import EffectsDifferError, compare, effects
 from tests.null.rules_case import Traced, trace
 
@@ -89,8 +89,7 @@ def replaced(traced: Traced, *, redirect: bool, nodes: int = 2) -> Callable[[Gra
         out = named(traced, "zeros_like")
         with graph.inserting_after(writes[-1]):
             result = graph.call_function(torch.add, tuple(graph.find_nodes(op="placeholder")))
-        region = SimpleNamespace(holders=[out, *writes], nodes=set(writes))
-        traced.ctx.results[result] = region
+        traced.ctx.results[result] = Standin((out, *writes), frozenset(writes))
         traced.ctx.memory.introduce(result, out)
         if redirect:
             named(traced, "mul").replace_input_with(out, result)
