@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 
 import pytest
 import torch
@@ -18,34 +17,30 @@ from tests.strategies import THOROUGH
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
-SECONDS = 600.0 if THOROUGH else 8.0
-"""For each kind of effect; a machine that is slower runs fewer programs, but never less than a few."""
+PROGRAMS = 400 if THOROUGH else 12
+"""Of each kind of effect: about a minute for all of them. benchmarks/deep_programs.py runs thousands."""
 
 
 @pytest.mark.parametrize("kind", NAMES)
 def test_effects_are_kept(kind: str) -> None:
     """Outputs, inputs, parameters, buffers, gradients, random numbers and Python's state of several calls."""
-    start, ran, fused = time.monotonic(), 0, 0
-    for seed in range(10_000):
+    fused = 0
+    for seed in range(PROGRAMS):
         p = draw(seed, kind)
         found = verdict(p)
-        ran += not found.no_program
         fused += found.fused > 0
         if found.failed:
             small = shrunk(p, fails)
             pytest.fail(f"{kind} {seed}: {found.wrong[:3]} {found.codes}\n{p}\n# made small: {verdict(small).wrong[:3]}\n{small}")
-        if ran >= 3 and time.monotonic() - start > SECONDS:
-            break
-    assert fused, f"none of {ran} programs was fused"
+    assert fused >= PROGRAMS // 4, "little is fused in spite of effects, or beside them"
 
 
-@pytest.mark.parametrize("kind", ["mixed"])
-def test_effects_behind_torchs_compilers(kind: str) -> None:
-    """The same through AOTAutograd and Inductor, for a few."""
-    for seed, behind in ((2, "aot_eager"), (3, "aot_eager"), (5, "inductor")):
-        p = draw(seed, kind)
-        found = verdict(p, behind)
-        assert not found.failed, f"{kind} {seed} with {behind}: {found.wrong[:3]} {found.codes}\n{p}"
+@pytest.mark.parametrize(("seed", "behind"), [(2, "aot_eager"), (3, "aot_eager"), (5, "inductor")])
+def test_effects_behind_torchs_compilers(seed: int, behind: str) -> None:
+    """The same through what users have behind moefuse, for a few."""
+    p = draw(seed)
+    found = verdict(p, behind)
+    assert not found.failed, f"{found.wrong[:3]} {found.codes}\n{p}"
 
 
 @pytest.mark.parametrize("name", FAULTS)

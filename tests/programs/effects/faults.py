@@ -31,16 +31,16 @@ class Fault:
     kinds: tuple[str, ...] = NAMES
 
 
-def _program(body: str, *statements: tuple[str, str], route: str = "softmax", twins: bool = False, probe: bool = True) -> Program:
+def _program(body: str, *statements: tuple[str, str], route: str = "softmax", twins: bool = False, verify: str = "probe") -> Program:
     effects = tuple(Effect("written by hand", (statement,)) for statement in statements)
-    return Program(Spelling(body, route, expert="stacked"), effects, twins=twins, grad=False, probe=probe, tokens=(5, 5))
+    return Program(Spelling(body, route, expert="stacked"), effects, twins=twins, grad=False, verify=verify, tokens=(5, 5))
 
 
 FAULTS: dict[str, Fault] = {
     "storage by names": Fault(
         "a view whose name is on no list is taken for a new tensor",
         there,
-        _program("table", ("tabled", "torch.atleast_2d(weights).cpu().clamp_(min=0.05)"), probe=False),
+        _program("table", ("tabled", "torch.atleast_2d(weights).cpu().clamp_(min=0.05)"), verify="off"),
         ("views", "updates", "mixed"),
     ),
     "updates dropped": Fault(
@@ -52,7 +52,7 @@ FAULTS: dict[str, Fault] = {
     "erased in the region": Fault(
         "a write goes because it stands in the region",
         there,
-        _program("rows", ("before", "out.add_(x)"), probe=False),
+        _program("rows", ("before", "out.add_(x)"), verify="off"),
         ("neutral", "views", "mixed"),
     ),
     "proof on neutral values": Fault(
@@ -64,7 +64,7 @@ FAULTS: dict[str, Fault] = {
     "casts keep ids": Fault(
         "a cast that makes one id of several keeps what is known of ids",
         there,
-        replace(_program("rows", ("routed", "ids = ids.bool().long()"), probe=False), spelling=Spelling("rows", add="iadd")),
+        replace(_program("rows", ("routed", "ids = ids.bool().long()"), verify="off"), spelling=Spelling("rows", add="iadd")),
         ("ids", "mixed"),
     ),
     "equal layers": Fault(
@@ -76,7 +76,7 @@ FAULTS: dict[str, Fault] = {
     "no last look": Fault(
         "a write goes because it stands in the region, and effects are not compared at the end",
         there,
-        _program("rows", ("before", "out.add_(x)"), probe=False),
+        _program("rows", ("before", "out.add_(x)"), verify="off"),
         ("neutral", "views", "mixed"),
     ),
 }

@@ -21,6 +21,9 @@ from tests.programs.effects.views import applied, chain, evaluated
 from tests.programs.effects.writes import executed, write
 
 TOKENS = (5, 7)
+VERIFY = ("probe", "probe", "probe", "off", "off")
+"""Without the proof too, which would catch what the facts get wrong."""
+
 _numbers = itertools.count()
 
 
@@ -41,7 +44,7 @@ class Program:
     effects: tuple[Effect, ...]
     twins: bool = False
     grad: bool = True
-    probe: bool = True
+    verify: str = "probe"
     dynamic: bool | None = None
     tokens: tuple[int, ...] = (5, 5, 7)
     seed: int = 0
@@ -57,7 +60,7 @@ class Program:
         return self.spelling.source(at)
 
     def __str__(self) -> str:
-        how = f"twins={self.twins} grad={self.grad} probe={self.probe} dynamic={self.dynamic} tokens={self.tokens} seed={self.seed}"
+        how = f"twins={self.twins} grad={self.grad} verify={self.verify} dynamic={self.dynamic} tokens={self.tokens} seed={self.seed}"
         return f"{self.source}# {how}; {', '.join(e.kind for e in self.effects)}"
 
 
@@ -99,7 +102,7 @@ def draw(seed: int, kind: str = "mixed") -> Program:
     dynamic = rng.choice((None, None, None, True))
     tokens = (5, 5, 7) if dynamic or rng.random() < 0.15 else (5, 5, 5)
     twins = kind == "twins" or rng.random() < 0.08
-    return Program(spelling, found, twins, rng.random() < 0.6, rng.random() < 0.6, dynamic, tokens, rng.randrange(4), rng.random() < 0.25)
+    return Program(spelling, found, twins, rng.random() < 0.6, rng.choice(VERIFY), dynamic, tokens, rng.randrange(4), rng.random() < 0.25)
 
 
 def _spelling(rng: random.Random) -> Spelling:

@@ -138,7 +138,7 @@ def _python(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def _fusing(p: Program, report: FusionReport, behind: str, patient: bool = True) -> Callable[..., Any]:
     """A Dynamo backend: moefuse's capture and passes, then one of torch's backends."""
-    own = Options(verify="probe" if p.probe else "off")
+    own = Options(verify=p.verify)  # type: ignore[arg-type]
 
     def backend(gm: torch.fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
         report.extend(pipeline.rewrite(gm, example_inputs, own, entry.frame()))
