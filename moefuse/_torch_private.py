@@ -197,6 +197,14 @@ def dynamo_control_flow() -> tuple[type[BaseException], ...]:
     return (RestartAnalysis, SkipFrame)
 
 
+def breaks_the_graph() -> tuple[type[BaseException], ...]:
+    """Exceptions of a compiler that make Dynamo break the graph at the operation that the compiler cannot take."""
+    from torch._dynamo.exc import exceptions_allowed_to_be_fallback
+
+    found: tuple[type[BaseException], ...] = exceptions_allowed_to_be_fallback
+    return found
+
+
 @contextlib.contextmanager
 def surfacing(*kinds: type[Exception]) -> Iterator[None]:
     """Let errors of these kinds reach the caller of the compiled function as themselves.
@@ -313,6 +321,12 @@ def has_kernel(schema: Any) -> bool:
     return bool(torch._C._dispatch_has_kernel(name))
 
 
+def is_composite(schema: Any) -> bool:
+    """Whether an operator is made of others, so that its schema may keep to itself that the result is an input."""
+    name = f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"))
+
+
 def same_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two fake tensors stand for views of one allocation."""
     return storage_key(a) == storage_key(b)
@@ -320,11 +334,11 @@ def same_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 @contextlib.contextmanager
 def trying_on_fakes(value: object) -> Iterator[None]:
-    """Run something on fake tensors for what it shows: new symbols that it makes are nobody's."""
+    """Run something on fake tensors for what it shows, as eager would: without decompositions. New symbols that it makes are nobody's."""
     first = next((t for t in (value if isinstance(value, tuple | list) else (value,)) if isinstance(t, torch.Tensor)), None)
     environment = getattr(getattr(first, "fake_mode", None), "shape_env", None)
     ignoring = contextlib.nullcontext() if environment is None else environment.ignore_fresh_unbacked_symbols()
-    with ignoring, torch.no_grad():
+    with ignoring, torch.no_grad(), torch._C._DisablePythonDispatcher():
         yield
 
 

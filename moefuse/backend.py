@@ -47,14 +47,16 @@ def backend(
         own, patches = parse(mode, options)
     if not own.enabled:
         return _torch_private.compile_fx(gm, example_inputs, patches, name)
-    report = pipeline.rewrite(gm, example_inputs, own, entry.frame())
+    frame = entry.frame()
+    report, saved = pipeline.rewrite_and_keep(gm, example_inputs, own, frame)
     history.record(report)
     with _torch_private.surfacing(FusionError):
         pipeline.publish(report, own)
     from moefuse.inductor_pass import CacheStamp
 
     stamped = _torch_private.with_stamp(patches, functools.partial(CacheStamp, cache.key(own)))
-    return _torch_private.compile_fx(gm, example_inputs, stamped, name)
+    compiler = functools.partial(_torch_private.compile_fx, gm, example_inputs, stamped, name)
+    return pipeline.compile_or_restore(gm, report, saved, frame, compiler)
 
 
 def parse(mode: str | None, options: Mapping[str, object] | None) -> tuple[Options, dict[str, object]]:

@@ -6,8 +6,8 @@ import copy
 import logging
 import threading
 import traceback
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 
@@ -25,6 +25,8 @@ log = logging.getLogger("moefuse.backend")
 USER_DECIDED = frozenset({"excluded", "limit", "not-faster"})
 """Codes of regions that an option or a measurement told moefuse to leave: neither a warning nor, under strict, an error."""
 
+_Compiled = TypeVar("_Compiled")
+
 _warned: set[tuple[str, str, str]] = set()
 _warned_lock = threading.Lock()
 
@@ -32,6 +34,37 @@ _warned_lock = threading.Lock()
 def rewrite(
     gm: torch.fx.GraphModule, example_inputs: Sequence[object] | None, options: Options, frame: Frame | None = None
 ) -> FusionReport:
+    """As :func:`rewrite_and_keep`, without the way back."""
+    return rewrite_and_keep(gm, example_inputs, options, frame)[0]
+
+
+def compile_or_restore(
+    gm: torch.fx.GraphModule, report: FusionReport, saved: GraphSnapshot | None, frame: Frame | None, compiler: Callable[[], _Compiled]
+) -> _Compiled:
+    """Compile the rewritten graph; where the compiler cannot, the graph as it was. A rewrite is no reason for a program to stop."""
+    assumed = frame is not None and bool(frame.assumptions)
+    try:
+        return compiler()
+    except _torch_private.dynamo_control_flow():
+        raise
+    except Exception as error:
+        if assumed and isinstance(error, _torch_private.breaks_the_graph()):
+            raise
+        if frame is not None and assumed:
+            text = next(iter(str(error).strip().splitlines()), "")
+            frame.retreat([Undischarged(a, f"the compiler cannot take the graph ({text})") for a in frame.assumptions], report.skipped)
+        if saved is None or not report.fused:
+            raise
+        log.exception("the compiler fails on the graph that moefuse rewrote; it gets the graph as it was")
+        saved.restore()
+        report.fused.clear()
+        report.skipped.append(_internal_error(error))
+    return compiler()
+
+
+def rewrite_and_keep(
+    gm: torch.fx.GraphModule, example_inputs: Sequence[object] | None, options: Options, frame: Frame | None = None
+) -> tuple[FusionReport, GraphSnapshot | None]:
     """Fuse the MoE regions of ``gm`` in place.
 
     An exception inside moefuse restores the graph and becomes an ``internal-error`` in the report: a bug here costs speed, never
@@ -42,6 +75,9 @@ def rewrite(
         example_inputs: as for a backend; None if unknown.
         options: moefuse's options.
         frame: what capture assumed while it traced this graph. Whatever cannot be discharged makes Dynamo start the frame again.
+
+    Returns:
+        The report, and what puts the graph back; None if it is as it was.
     """
     report = FusionReport(graph_count=1)
     assumptions = frame.assumptions if frame is not None else []
@@ -55,7 +91,7 @@ def rewrite(
     except Exception as error:  # a graph that cannot be copied cannot be put back: leave it alone
         log.exception("moefuse cannot copy this graph; it goes to the compiler as it is")
         report.skipped.append(_internal_error(error))
-        return _unless_assumed(frame, report)
+        return _unless_assumed(frame, report), None
     try:
         # Imported here, so that a broken install of the passes cannot break a program either.
         from moefuse.passes import driver
@@ -67,12 +103,12 @@ def rewrite(
         saved.restore()
         log.error("%s at %s: the graph goes to the compiler as it was", error.skipped.message, error.skipped.location or "an unknown place")
         report.skipped.append(error.skipped)
-        return _unless_assumed(frame, report)
+        return _unless_assumed(frame, report), None
     except Exception as error:
         saved.restore()
         log.exception("moefuse failed on this graph; it goes to the compiler as it was")
         report.skipped.append(_internal_error(error))
-        return _unless_assumed(frame, report)
+        return _unless_assumed(frame, report), None
     report.fused += result.fused
     report.notes += [note for note in result.notes if note not in report.notes]
     found = {(skipped.code, skipped.location) for skipped in result.skipped}
@@ -82,7 +118,7 @@ def rewrite(
         _settle(frame, gm, report, result, options)
     if result.fused:
         _prepare_kernel(example_inputs or ())
-    return report
+    return report, saved
 
 
 def _unless_assumed(frame: Frame | None, report: FusionReport) -> FusionReport:

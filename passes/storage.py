@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 
 from moefuse import _torch_private
 from moefuse.passes.values import fake, tensors_in
-from moefuse.passes.writes import written
+from moefuse.passes.writes import returns_input, written
 
 
 class Memory:
@@ -41,6 +41,7 @@ class Memory:
         self.targets = {node: written(node) for node in graph.nodes}
         for node in graph.nodes:
             self._keys[node] = self._read(node)
+        self._join_hidden(graph)
         for node in graph.nodes:
             self._place(node)
         for node, targets in self.targets.items():
@@ -89,11 +90,30 @@ class Memory:
                 return writes[at]
         return None
 
+    def written_behind(self, node: Node, place: Node) -> Node | None:
+        """The first write to a storage of ``node`` behind ``place``, if there is one."""
+        writes = [w for name in self.storages(node) for w in self.writes.get(name, ()) if self.position[w] > self.position[place]]
+        return min(writes, key=self.position.__getitem__, default=None)
+
     def _read(self, node: Node) -> frozenset[int]:
         value = _attribute(node) if node.op == "get_attr" and fake(node) is None else fake(node)
         keys = frozenset(_torch_private.storage_key(t) for t in tensors_in(value))
         unknown = value is None and node.op in ("call_function", "call_method", "call_module") and node.users and not _modes(node)
         return self._joined(k for i in node.all_input_nodes for k in self._keys[i]) if unknown else keys
+
+    def _join_hidden(self, graph: Graph) -> None:
+        """Results that are their input in truth, where torch recorded a copy: Dynamo traces with decompositions, which copy more.
+
+        Only what is written to is asked, since nobody can tell a tensor from a copy before one of them is.
+        """
+        changed = {k for node in graph.nodes for t in self.targets[node] for k in self._keys[t]}
+        for node in graph.nodes if changed else ():
+            given = {k for i in node.all_input_nodes for k in self._keys[i]}
+            own = self._keys[node]
+            if own and given and own.isdisjoint(given) and not changed.isdisjoint(own | given) and not self.targets[node]:
+                shared = returns_input(node)
+                if shared is None or shared & given:
+                    self._joined((*own, *(given if shared is None else shared & given)))
 
     def _place(self, node: Node) -> None:
         keys = {self._find(k) for k in self._keys[node]}

@@ -197,6 +197,33 @@ def _by_running(node: Node) -> tuple[Node, ...]:
     return tuple(n for n, old in zip(inputs, before, strict=True) if None in old or _versions(n) != old)
 
 
+def returns_input(node: Node) -> set[int] | None:
+    """Storages of a node's result when it is run again on the fake tensors as it is, without decompositions; None: it cannot be run.
+
+    Nothing is run where a schema says that the result is new, of an operator that is not made of others.
+    """
+    if node.op not in ("call_function", "call_method") or isinstance(node.target, torch._ops.HigherOrderOperator) or _is_new(node.target):
+        return set()
+    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), fake)
+    try:
+        with _torch_private.trying_on_fakes([fake(i) for i in node.all_input_nodes]):
+            target: Any = node.target
+            result = getattr(args[0], target)(*args[1:], **kwargs) if isinstance(target, str) else target(*args, **kwargs)
+    except Exception:  # whatever it is, it is not known
+        return None
+    return {_torch_private.storage_key(t) for t in tensors_in(result)}
+
+
+@functools.cache
+def _is_new(target: Any) -> bool:
+    """Whether an operator's result is a new tensor, as its schemas say."""
+    if isinstance(target, types.FunctionType):
+        return False
+    overload = isinstance(target, torch._ops.OpOverload)
+    schemas = (target._schema,) if overload else _schemas_of(plain_name(target).removeprefix(_NUMPY))
+    return bool(schemas) and all(not _torch_private.is_composite(s) and all(r.alias_info is None for r in s.returns) for s in schemas)
+
+
 def _versions(node: Node) -> list[int | None]:
     return [_version(t) for t in tensors_in(fake(node))]
 
@@ -222,17 +249,17 @@ def _by_bodies(node: Node) -> tuple[Node, ...]:
     if not inside:
         return given
     keys = {n: _keys(n) for n in given}
-    changed = {key for body in inside for key in _changed(body.graph)}
-    if not changed <= {key for own in keys.values() for key in own}:
+    older = {key for body in inside for key in changed(body.graph)}
+    if not older <= {key for own in keys.values() for key in own}:
         return given
-    return tuple(n for n in given if keys[n] & changed)
+    return tuple(n for n in given if keys[n] & older)
 
 
 def _keys(node: Node) -> frozenset[int]:
     return frozenset(_torch_private.storage_key(t) for t in tensors_in(fake(node)))
 
 
-def _changed(graph: Graph) -> set[int]:
+def changed(graph: Graph) -> set[int]:
     """Storages that a body writes to and has not made itself."""
     older: set[int] = set()
     for node in graph.nodes:

@@ -25,6 +25,7 @@ from moefuse.inductor_pass import CacheStamp
 from moefuse.report import Fused, Skipped
 from moefuse.spec import ExpertsSpec
 from tests.conftest import StubDriver
+from tests.programs import refused
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "_no_history")
 
@@ -134,6 +135,25 @@ def test_an_internal_error_costs_nothing_but_speed(stub_driver: StubDriver, capl
     assert report is not None
     assert [skipped.code for skipped in report.skipped] == ["internal-error"]
     assert "AssertionError: a bug" in caplog.text
+
+
+def test_a_rewritten_graph_that_the_compiler_cannot_take(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """The compiler gets the graph as it was, and the report says so."""
+    original = _torch_private.compile_fx
+
+    def compile_fx(gm: torch.fx.GraphModule, *args: Any) -> Any:
+        if any(n.target is torch.ops.moefuse.experts.default for n in gm.graph.nodes):
+            raise KeyError("a bug of the compiler")
+        return original(gm, *args)
+
+    monkeypatch.setattr(_torch_private, "compile_fx", compile_fx)
+    model, x = refused.Plain(), torch.randn(refused.T, refused.H)
+    torch.testing.assert_close(torch.compile(model, backend="moefuse", fullgraph=True)(x), model(x))
+    report = moefuse.last_report()
+    assert report is not None
+    assert not report.fused
+    assert [skipped.code for skipped in report.skipped] == ["internal-error"]
+    assert "a bug of the compiler" in caplog.text
 
 
 # --- what reaches the passes and Inductor ------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import torch
 from torch._dynamo.utils import counters
 
 import moefuse
-from moefuse import FusionError
+from moefuse import FusionError, _torch_private
 from moefuse._dynamo import points
 from moefuse.capture import entry
 from moefuse.capture.frame import Frame
@@ -297,3 +297,21 @@ def test_one_failed_assumption_is_enough(monkeypatch: pytest.MonkeyPatch) -> Non
 
     torch.testing.assert_close(torch.compile(many, backend=capturing(seen))(X, LOGITS), many(X, LOGITS))
     assert len(retreats) == len({id(log) for log in retreats}) >= 1
+
+
+def test_a_graph_that_the_compiler_cannot_take_goes_to_it_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the compiler makes of a rewritten graph, or of a loop in one graph, is no reason for a program to stop that runs without."""
+    original = _torch_private.compile_fx
+
+    def compile_fx(gm: torch.fx.GraphModule, *args: Any) -> Any:
+        if any(n.target is torch.ops.moefuse.experts.default for n in gm.graph.nodes):
+            raise KeyError("a bug of the compiler")
+        return original(gm, *args)
+
+    monkeypatch.setattr(_torch_private, "compile_fx", compile_fx)
+    model = layer("IfNumel")
+    torch.testing.assert_close(torch.compile(model, backend="moefuse")(X, LOGITS), model(X, LOGITS))
+    report = moefuse.last_report()
+    assert report is not None
+    assert not report.fused
+    assert report.skipped
