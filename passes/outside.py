@@ -18,7 +18,7 @@ from torch.fx import Node
 
 from moefuse.passes.context import Context, normalize, out_shape
 from moefuse.passes.emit import Emitter
-from moefuse.passes.facts import Absent, Counts, Lost, Occurring, Routing, Sorted, View
+from moefuse.passes.facts import Absent, Counts, Lost, Occurring, Routing, Rows, Sorted, View
 from moefuse.passes.ops import Call, fake, tensor
 from moefuse.passes.ranges import Interval, holds, interval
 from moefuse.passes.regions import Outside, Region
@@ -70,7 +70,7 @@ def _raising(ctx: Context, routing: Routing) -> Iterator[Interval]:
         found = _takes(ctx, call) if call is not None else None
         if found is None or not _are_ids(ctx, found[0], routing):
             continue
-        known = interval(ctx, found[0])
+        known = _numbers(ctx, found[0], routing)
         if known is not None and not (known[0] >= found[1][0] and known[1] <= found[1][1]):
             yield found[1]
 
@@ -112,8 +112,15 @@ def _indexed(ctx: Context, node: Node, routing: Routing) -> list[Interval]:
     if call is None or call.name != "getitem":
         return []
     items = call.args[1] if isinstance(call.args[1], tuple | list) else (call.args[1],)
-    found = [interval(ctx, i) for i in items if isinstance(i, Node) and tensor(i) is not None and _are_ids(ctx, i, routing)]
+    found = [_numbers(ctx, i, routing) for i in items if isinstance(i, Node) and tensor(i) is not None and _are_ids(ctx, i, routing)]
     return [i for i in found if i is not None]
+
+
+def _numbers(ctx: Context, ids: Node, routing: Routing) -> Interval | None:
+    """What ids can be; sentinels that were clamped in place no longer are."""
+    found, bounds = interval(ctx, ids), ctx.sentinels.get(routing)
+    in_place = found is not None and bounds and isinstance(ctx.facts.get(ids), Sorted) and ctx.storage[ids] in ctx.writes
+    return (found[0], min(found[1], min(bounds) - 1)) if in_place and found is not None and bounds else found
 
 
 def _pieces(ctx: Context, region: Region) -> list[Node]:
@@ -124,7 +131,8 @@ def _pieces(ctx: Context, region: Region) -> list[Node]:
 
 def _left_out(ctx: Context, region: Region) -> bool:
     """Whether the rows of sentinels are set to zero."""
-    return any(isinstance(ctx.facts.get(n), Absent) for n in region.nodes)
+    masked = (n for n in region.nodes if any(isinstance(ctx.facts.get(i), Absent) for i in n.all_input_nodes))
+    return any(isinstance(ctx.facts.get(n), Rows) for n in masked)
 
 
 def _counting(ctx: Context, nodes: list[Node]) -> set[str]:

@@ -160,9 +160,10 @@ class Cast(nn.Module):
 
 
 def agrees(model: nn.Module, x: Tensor) -> check.Outcome:
+    """Without the verification, which sees some of what the facts get wrong."""
     outcome = check.Outcome()
     with torch.no_grad():
-        torch.testing.assert_close(torch.compile(model, backend=check.light(outcome), fullgraph=True)(x), model(x))
+        torch.testing.assert_close(torch.compile(model, backend=check.light(outcome, Options(verify="off")), fullgraph=True)(x), model(x))
     return outcome
 
 
@@ -174,7 +175,7 @@ def test_casts_of_more_ids_than_a_byte_holds(dtype: torch.dtype) -> None:
     assert dtype not in (torch.int16, torch.int32, torch.int64) or len(outcome.fused) == 1
 
 
-@pytest.mark.parametrize("change", [lambda ids: ids - 1, lambda ids: ids - 300, lambda ids: torch.where(ids > 9, ids - 300, ids)])
+@pytest.mark.parametrize("change", [lambda ids: ids - 99, lambda ids: ids - 300, lambda ids: torch.where(ids > 9, ids - 300, ids)])
 def test_indices_that_count_from_the_end(change: Callable[[Tensor], Tensor]) -> None:
     torch.manual_seed(0)
     assert len(agrees(Cast(change), torch.randn(200, WIDTH)).fused) == 1
@@ -240,3 +241,50 @@ class Gated(nn.Module):
 def test_a_table_is_not_read_where_it_has_no_entry() -> None:
     torch.manual_seed(0)
     assert len(agrees(Gated(), torch.randn(20, WIDTH)).fused) == 1
+
+
+class Sentinels(nn.Module):
+    """Experts of one rank, as transformers writes them: ids of E belong to experts elsewhere, and their rows are masked."""
+
+    def __init__(self, *, in_place: bool, masked: bool = True) -> None:
+        super().__init__()
+        self.w_in, self.b_in = nn.Parameter(torch.randn(E, 8, 8)), nn.Parameter(torch.randn(E, 8))
+        self.w_out, self.b_out = nn.Parameter(torch.randn(E, 8, 8)), nn.Parameter(torch.randn(E, 8))
+        self.in_place, self.masked = in_place, masked
+
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        ordered, order = torch.sort(ids.reshape(-1))
+        offsets = torch.histc(ordered.float(), bins=E, min=0, max=E - 1).cumsum(0, dtype=torch.int32)
+        elsewhere = (ordered >= E).unsqueeze(-1)
+        if self.in_place:
+            ordered.clamp_(max=E - 1)
+        else:
+            ordered = ordered.clamp(max=E - 1)
+        h = self.zeroed(torch.ops.transformers.grouped_mm_fallback(x[order // 2], self.w_in, offs=offsets) + self.b_in[ordered], elsewhere)
+        y = torch.ops.transformers.grouped_mm_fallback(F.silu(h), self.w_out, offs=offsets) + self.b_out[ordered]
+        y = self.zeroed(y, elsewhere) * weights.reshape(-1)[order, None]
+        return torch.zeros_like(x).index_add(0, order // 2, y)
+
+    def zeroed(self, rows: Tensor, elsewhere: Tensor) -> Tensor:
+        return rows.masked_fill(elsewhere, 0.0) if self.masked else rows
+
+
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("in_place", [True, False])
+def test_sentinels(in_place: bool, masked: bool) -> None:
+    """Masked ones belong to nobody, and do not raise where their clamped number is an index; negative ids do, in place of a mess."""
+    import transformers.integrations.moe  # noqa: F401  (registers the op)
+
+    torch.manual_seed(0)
+    model, outcome = Sentinels(in_place=in_place, masked=masked), check.Outcome()
+    compiled = torch.compile(model, backend=check.light(outcome), fullgraph=True)
+    x, ids, weights = torch.randn(9, 8), torch.rand(9, E).argsort(-1)[:, :2], torch.rand(9, 2)
+    with torch.no_grad():
+        for value in (0, E, E + 3):
+            ids[0, 0] = ids[4, 1] = value
+            torch.testing.assert_close(compiled(x, ids, weights), model(x, ids, weights))
+        if masked:
+            ids[0, 0] = -1
+            with pytest.raises(ERRORS):
+                compiled(x, ids, weights)
+    assert len(outcome.fused) == masked, str(outcome)
