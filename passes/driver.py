@@ -217,10 +217,10 @@ def _verdict(ctx: Context, known: dict[Node, Any], run: _Run, region: Region, em
     """The verification of this region, or of an identical one; None when switched off."""
     if run.options.verify == "off":
         return None
-    key = signature(region, lowered.tier)
+    key = signature(ctx, region, emit.nodes, lowered.tier, known, run.assumptions)
     if key not in run.verdicts:
         try:
-            run.verdicts[key] = verify(region, emit.nodes, lowered.result, known, ctx.first, run.assumptions)
+            run.verdicts[key] = verify(ctx, region, emit.nodes, lowered.result, known, run.assumptions)
         except Exception as error:  # whatever a user's region raises on synthetic tokens
             return Lost("verification-error", region.anchor, {"detail": f"{type(error).__name__}: {_first_line(error)}"})
     verdict = run.verdicts[key]

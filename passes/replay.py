@@ -10,46 +10,60 @@ import torch
 from torch.fx import Node
 
 from moefuse.capture.assumptions import Assumption
-from moefuse.passes.ops import call_of, call_target, fake
+from moefuse.passes.older import execute
+from moefuse.passes.ops import call_of, fake
 from moefuse.passes.synthetic import Inputs
 
 
-def replay(nodes: Sequence[Node], values: Inputs, leaves: dict[Node, Any], result: Node, bodies: Sequence[Assumption] = ()) -> torch.Tensor:
-    """Execute nodes in order on real tensors, the body of a loop once for every expert it stands for."""
-    env: dict[Node, Any] = {}
+class Run:
+    """What became of the nodes of one replay. ``values`` has those that ran, and copies of the leaves that they read."""
 
-    def value(node: Node) -> Any:
-        if node in env:
-            return env[node]
-        first = values.first(node)
-        if first in leaves and node not in leaves:
-            return value(first)
-        if node in leaves:
-            env[node] = leaves[node].clone() if isinstance(leaves[node], torch.Tensor) else leaves[node]
-            return env[node]
-        return values.weight(node)
+    def __init__(self, values: Inputs, leaves: dict[Node, Any]) -> None:
+        self.inputs, self.leaves = values, leaves
+        self.values: dict[Node, Any] = {}
 
-    def run(node: Node) -> None:
-        if node in leaves:
+    def value(self, node: Node) -> Any:
+        """The value of a node now; an assignment by index has that of its target."""
+        if node_writes(node) and node not in self.leaves:
+            return self.value(node.args[0])  # type: ignore[arg-type]
+        if node in self.values:
+            return self.values[node]
+        first = self.inputs.first(node)
+        if first in self.leaves and node not in self.leaves:
+            return self.value(first)
+        if node in self.leaves:
+            given = self.leaves[node]
+            self.values[node] = given.clone() if isinstance(given, torch.Tensor) else given
+            return self.values[node]
+        return self.inputs.weight(node)
+
+    def run(self, node: Node) -> None:
+        """Run one node, unless its value was given."""
+        if node in self.leaves:
             return
-        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), value)
+        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), self.value)
         call = call_of(node)
-        if call is not None and any(t not in env for t in call.targets):
-            raise ValueError(f"{node.name} would write to a tensor of the user's")
         if call is not None and call.name == "bincount" and len(args) == 1:
             # All iterations of a captured loop are here, each with an element of its own; a run leaves out the last ones without tokens.
             least: Any = kwargs.get("minlength", 0)
-            kwargs = {**kwargs, "minlength": max(least, values.region.all_experts)}
-        env[node] = call_target(node, args, kwargs)
+            kwargs = {**kwargs, "minlength": max(least, self.inputs.region.all_experts)}
+        self.values[node] = execute(node, args, kwargs, self.value, self.inputs.older)
 
+    def changed(self) -> list[Node]:
+        """Leaves that do not hold what was given any more."""
+        given = ((n, v) for n, v in self.leaves.items() if isinstance(v, torch.Tensor) and n in self.values)
+        return [n for n, v in given if not torch.equal(self.values[n], v)]
+
+
+def replay(nodes: Sequence[Node], values: Inputs, leaves: dict[Node, Any], bodies: Sequence[Assumption] = ()) -> Run:
+    """Execute nodes in order on real tensors, the body of a loop once for every expert it stands for."""
+    run = Run(values, leaves)
     for step in _steps(nodes, bodies, values):
         if isinstance(step, Node):
-            run(step)
+            run.run(step)
         else:
-            env.update(step(env))
-    if node_writes(result):
-        return value(result.args[0])  # type: ignore[arg-type, no-any-return]
-    return env[result]  # type: ignore[no-any-return]
+            run.values.update(step(run.values))
+    return run
 
 
 def _steps(
@@ -57,8 +71,9 @@ def _steps(
 ) -> Iterator[Node | Callable[[dict[Node, Any]], dict[Node, Any]]]:
     """Nodes in the order to run them, and what to set in between: the number of an expert, and what its turn carries over to the next."""
     done: set[Node] = set()
+    body_of = {node: body for body in reversed(bodies) for node in body.nodes}
     for node in nodes:
-        body = next((b for b in bodies if node in b.nodes), None)
+        body = body_of.get(node)
         if body is None:
             yield node
         elif node not in done:

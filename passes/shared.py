@@ -188,7 +188,7 @@ def _join(ctx: Context, known: dict[Node, Any], tokens: int, check: bool, found:
         lowering = Lowering(region, emit)
         alone = lowering.fused(body).result
         whole = lowering.reshaped(alone if scale == 1.0 else emit(torch.mul, alone, scale), value)
-        verdict = verify(region, emit.nodes, whole, known, ctx.first) if check else None
+        verdict = verify(ctx, region, emit.nodes, whole, known) if check else None
         if verdict is not None and verdict.problem:
             emit.undo()
             return None

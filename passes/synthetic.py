@@ -1,59 +1,128 @@
-"""Values for a verification: real weights where they are known, random activations and routing for the rest."""
+"""Values for a verification: real expert weights where they are known, drawn values for everything else that a region reads.
+
+Expert weights are the user's own tensors, so that the proof is about them; where they are neutral (``drawn.py``) the probe reads a copy
+with noise. All else that is a float (biases, scales, shared vectors, the base, LoRA factors, tables) is drawn, of the sign and size that
+it has. Integers and masks keep their values.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.fx import Node
 
-from moefuse.passes.expr import Gate, SlotWeight, Token, walk
-from moefuse.passes.ops import call_of, call_target, fake
+from moefuse.passes.context import Context
+from moefuse.passes.drawn import like, neutral, perturbed
+from moefuse.passes.expr import Expr, Gate, Leaf, Linear, SlotWeight, Token, walk
+from moefuse.passes.older import SMALL, WEIGHT, Older, execute, is_root, storages
+from moefuse.passes.ops import fake
 from moefuse.passes.regions import Region
 
-_SMALL = 16  # a weight is a few views of a Parameter; what has more behind it is an activation that the region only looks at
+COPIES = 2**28
+"""Bytes that the copies of one verification take at most: drawn values, weights with noise, tensors that something writes to. What does
+not fit keeps its real values: a misreading that these hide (all zeros, say, in a stacked weight of more than this) is then not found."""
 
 
 class Inputs:
-    """Values for everything a region reads: real weights, synthetic activations."""
+    """Values for everything that a region reads. The user's own tensors are read, and never written to.
 
-    def __init__(self, region: Region, weights: dict[Node, Any], same: dict[Node, Node]) -> None:
-        self.same = same
-        self.region, self.known = region, {n: hint(v) for n, v in weights.items()}
+    Args:
+        ctx: the region's graph; of it storage, writes, positions and equal views.
+        known: real values of the graph's inputs where they are known.
+    """
+
+    def __init__(self, ctx: Context, region: Region, known: Mapping[Node, Any]) -> None:
+        self.ctx, self.region = ctx, region
+        self.known = {n: hint(v) for n, v in known.items()}
+        self.values: dict[Node, Any] = {}
+        self.older: set[int] = set()
+        self.left = COPIES
         self.generator = torch.Generator().manual_seed(0)
         self.device = fake(region.value).device
         self.shared = tokens_of_a_row(region)
         self.num_rows = rows_of_ids(region)
         self.num_tokens = self.num_rows * self.shared
+        self._made = Older(ctx, region)
+        leaves = [e.weight for expr in _expressions(region) for e in walk(expr) if isinstance(e, Linear)]
+        self._weights = {n for leaf in leaves for n in leaf.parts or (leaf.source,)}
+        self._experts = {root for node in self._weights for root in self._made.roots(node, WEIGHT)}
+        self._perturb(leaves)
 
     def first(self, node: Node) -> Node:
         """The first of several equal views."""
-        return self.same.get(node, node)
+        return self.ctx.first.get(node, node)
 
     def weight(self, node: Node) -> Any:
-        """The real value of a weight or constant, computed from the graph's inputs if it is not one; synthetic if unknown."""
+        """The value of a tensor or number that is older than the region."""
+        if node not in self.values:
+            self.values[node] = self._root(node) if is_root(node) else self._computed(node)
+            self.older |= storages(self.values[node])
+        return self.values[node]
+
+    def _root(self, node: Node) -> Any:
+        """An input of the graph, or a tensor that its module holds."""
         if node not in self.known:
-            self.known[node] = self._computed(node)
-        return self.known[node]
+            return self._unknown(node)
+        real = self.known[node]
+        if node in self._experts or not isinstance(real, torch.Tensor) or not self._fits(real):
+            return real
+        return like(real, self.generator)
 
     def _computed(self, node: Node) -> Any:
-        value = fake(node)
-        before = _ancestors(node)
-        # The known values are the user's own tensors: nothing that writes is ever run on them.
-        writes = any(call is not None and call.inplace for call in map(call_of, before))
-        if writes or len(before) > _SMALL or any(n.op == "placeholder" and n not in self.known for n in before):
-            return self.random(value) if isinstance(value, torch.Tensor) else hint(value)
-        args = torch.fx.node.map_arg((node.args, node.kwargs), self.weight)
-        with torch.no_grad():
-            return call_target(node, *args)
+        """What the graph computes before the region, from the inputs that it is computed from; synthetic where that is not a few steps."""
+        steps = self._made.steps(node, WEIGHT if node in self._weights else SMALL)
+        if steps is None or any(is_root(n) and n not in self.known for n in steps):
+            return self._unknown(node)
+        env: dict[Node, Any] = {}
+        for step in steps:
+            if not is_root(step):
+                args, kwargs = torch.fx.node.map_arg((step.args, step.kwargs), env.__getitem__)
+                env[step] = execute(step, args, kwargs, env.__getitem__, self.older)
+                continue
+            value = self.weight(step)
+            written = isinstance(value, torch.Tensor) and self._made.written(step, steps)
+            if written and not self._fits(value):
+                return self._unknown(node)
+            env[step] = value.clone() if written else value
+        return env[node]
 
-    def random(self, like: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+    def _unknown(self, node: Node) -> Any:
+        value = fake(node)
+        return self.random(value) if isinstance(value, torch.Tensor) else hint(value)
+
+    def _fits(self, value: torch.Tensor) -> bool:
+        """Whether there is memory left for a copy, which is then taken."""
+        size = value.numel() * value.element_size()
+        fits = size <= self.left
+        self.left -= size if fits else 0
+        return fits
+
+    def _perturb(self, leaves: list[Leaf]) -> None:
+        """Copies with noise of the inputs that neutral expert weights are made of, the smallest first."""
+        roots: dict[Node, torch.Tensor] = {}
+        for leaf in leaves:
+            values = [self.weight(n) for n in leaf.parts or (leaf.source,)]
+            if all(isinstance(v, torch.Tensor) for v in values) and neutral(list(values[0]) if leaf.stacked else values):
+                below = (r for n in leaf.parts or (leaf.source,) for r in self._made.roots(n, WEIGHT))
+                roots |= {r: v for r in below if isinstance(v := self.known.get(r), torch.Tensor) and v.dtype.is_floating_point}
+        if not roots:
+            return
+        self.values.clear()
+        self.older.clear()
+        for root, value in sorted(roots.items(), key=lambda item: item[1].numel()):
+            if self._fits(value):
+                self.values[root] = perturbed(value, self.generator)
+                self.older |= storages(self.values[root])
+
+    def random(self, of: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
         """Normal values in the shape, dtype and device of a fake tensor."""
-        shape = [int(hint(s)) for s in like.shape]
-        if not like.dtype.is_floating_point:
-            return torch.zeros(shape, dtype=like.dtype, device=like.device)
-        return (torch.randn(shape, generator=self.generator) * scale).to(device=like.device, dtype=like.dtype)
+        shape = [int(hint(s)) for s in of.shape]
+        if not of.dtype.is_floating_point:
+            return torch.zeros(shape, dtype=of.dtype, device=of.device)
+        return (torch.randn(shape, generator=self.generator) * scale).to(device=of.device, dtype=of.dtype)
 
     def some(self, ids: torch.Tensor, columns: int) -> torch.Tensor:
         """A 0/1 mask [T, K, columns] of the ids, without every fourth slot or so."""
@@ -110,13 +179,5 @@ def tokens_of_a_row(region: Region) -> int:
     return math.prod(int(hint(s)) for s in fake(region.value).shape[:-1][-count:]) if count else 1
 
 
-def _ancestors(node: Node) -> set[Node]:
-    """What a value is computed from; stops counting where it is clearly not a weight."""
-    seen: set[Node] = set()
-    stack = [node]
-    while stack and len(seen) <= _SMALL:
-        n = stack.pop()
-        if n not in seen:
-            seen.add(n)
-            stack.extend(n.all_input_nodes)
-    return seen
+def _expressions(region: Region) -> list[Expr]:
+    return [region.expr, *([region.rest.expr] if region.rest is not None else [])]

@@ -1,5 +1,8 @@
 """The proof on the model's own weights: the original region and its replacement on synthetic tokens, both against float64.
 
+Compared is what the program's user can see: the sum, whatever else of the region is read behind it, and that nothing older is changed
+(``around.py``); on values of which none is neutral (``synthetic.py``).
+
 Three routings are tried: random, all tokens on the same experts (so that the others get none), and random again. The reference runs the
 recognised expression itself in float64, one expert at a time, on a sample of the tokens: a wrong reading of the program shows as an
 original that is far from the reference, a wrong op as a replacement that is.
@@ -16,15 +19,15 @@ import torch
 from torch.fx import Node
 
 from moefuse.capture.assumptions import Assumption
+from moefuse.passes.around import FAR, Around, lowest, rms
+from moefuse.passes.context import Context
 from moefuse.passes.evaluate import Rows64
-from moefuse.passes.ops import fake
 from moefuse.passes.regions import Region
 from moefuse.passes.replay import replay
 from moefuse.passes.synthetic import Inputs
 
 _SAMPLE = 64
 _DRAWS = 16  # of tokens, where a few of them do not settle it
-_FAR = 512.0
 
 
 @dataclass(frozen=True)
@@ -36,31 +39,27 @@ class Verdict:
 
 
 def verify(
-    region: Region,
-    new_nodes: Sequence[Node],
-    result: Node,
-    weights: dict[Node, Any],
-    same: dict[Node, Node],
-    assumptions: Sequence[Assumption] = (),
+    ctx: Context, region: Region, new_nodes: Sequence[Node], result: Node, known: dict[Node, Any], assumptions: Sequence[Assumption] = ()
 ) -> Verdict:
-    """Compare a region with its replacement.
+    """Compare a region with its replacement: the sum, and all that the program around the region may see of it.
 
     Args:
+        ctx: the region's graph.
         new_nodes: the replacement's nodes in order, ending in ``result``.
-        weights: real values of the graph's inputs where they are known.
-        same: for each view the first one equal to it, as the region's leaves name them.
+        known: real values of the graph's inputs where they are known.
         assumptions: what capture assumed; a loop body that stands for several experts is run for each of them.
     """
-    values = Inputs(region, weights, same)
+    values = Inputs(ctx, region, known)
     bodies = [a for a in assumptions if a.row_node is not None and a.nodes & region.nodes]
-    before = [n for n in region.anchor.graph.nodes if n in region.nodes]
+    around = Around(ctx, region, new_nodes)
 
     def probe(kind: str) -> Errors | str:
         leaves = values.draw(kind)
         with torch.no_grad():
-            original = replay(before, values, leaves, region.anchor, bodies)
-            fused = replay(new_nodes, values, leaves, result)
-            return _compare(region, values, leaves, original, fused)
+            original = replay(around.before, values, leaves, bodies)
+            fused = replay(around.after, values, leaves, bodies)
+            found = _compare(region, values, leaves, original.value(region.anchor), fused.value(result))
+            return found if isinstance(found, str) else around.seen(original, fused, result) or found
 
     worst = 0.0
     for kind in ("random", "one", "random"):
@@ -108,7 +107,7 @@ def _settled(probe: Callable[[str], Errors | str], kind: str) -> Errors | str:
 def _compare(region: Region, values: Inputs, leaves: dict[Node, Any], original: torch.Tensor, fused: torch.Tensor) -> Errors | str:
     """Errors against the reference, or what is wrong beyond rounding."""
     tokens = values.num_tokens * (region.routing.top_k if region.apart else 1)
-    eps = torch.finfo(_lowest(region, original.dtype)).eps
+    eps = torch.finfo(lowest(region, original.dtype)).eps
     if tuple(original.shape) != tuple(fused.shape) or original.dtype != fused.dtype:
         return f"{list(original.shape)} {original.dtype} became {list(fused.shape)} {fused.dtype}"
     if tokens == 0:
@@ -119,15 +118,15 @@ def _compare(region: Region, values: Inputs, leaves: dict[Node, Any], original: 
     if region.base is not None:
         old = leaves[region.base].reshape(tokens, -1)[sample].double()
         truth = torch.where(_has_expert(region, leaves, sample, values.shared), truth, old) if region.replaced else truth + old
-    size = _rms(truth) + 1e-30
-    theirs, ours = _rms(flat[sample] - truth) / size, _rms(new[sample] - truth) / size
-    if not theirs <= _FAR * eps:
+    size = rms(truth) + 1e-30
+    theirs, ours = rms(flat[sample] - truth) / size, rms(new[sample] - truth) / size
+    if not theirs <= FAR * eps:
         return f"the original differs from its recognised meaning by {theirs:.2e} of its size"
-    if not ours <= 2 * _FAR * eps:
+    if not ours <= 2 * FAR * eps:
         return str(Errors(len(sample), theirs, ours, eps))
-    apart = _rms(flat - new)
-    if not apart <= 2 * _FAR * eps * (_rms(flat) + 1e-30):
-        return f"tokens outside the sample differ by {apart / (_rms(flat) + 1e-30):.2e} of the result's size"
+    apart = rms(flat - new)
+    if not apart <= 2 * FAR * eps * (rms(flat) + 1e-30):
+        return f"tokens outside the sample differ by {apart / (rms(flat) + 1e-30):.2e} of the result's size"
     return Errors(len(sample), theirs, ours, eps)
 
 
@@ -135,18 +134,6 @@ def _has_expert(region: Region, leaves: dict[Node, Any], sample: torch.Tensor, s
     """[n, 1]: whether any slot of these tokens has an expert."""
     ids = _ids(region, leaves, sample, shared)
     return ((ids >= 0) & (ids < region.all_experts)).any(-1, keepdim=True)
-
-
-def _rms(x: torch.Tensor) -> float:
-    return float(x.square().mean().sqrt()) if x.numel() else 0.0
-
-
-def _lowest(region: Region, out: torch.dtype) -> torch.dtype:
-    """The coarsest dtype that the region computes in."""
-    from moefuse.passes.expr import weight_leaves
-
-    found: list[torch.dtype] = [*(fake(leaf.source).dtype for leaf in weight_leaves(region.expr)), out]
-    return max(found, key=lambda d: torch.finfo(d).eps)
 
 
 def _ids(region: Region, leaves: dict[Node, Any], sample: torch.Tensor, shared: int) -> torch.Tensor:

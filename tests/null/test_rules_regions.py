@@ -148,15 +148,28 @@ def test_a_table_that_weighs_plain_tensors_is_no_layer() -> None:
     assert regions(function) == []
 
 
+def signed(function: Callable[..., Any], tier: str = "fused", **known: torch.Tensor) -> Any:
+    """The signature of the only region; ``known`` are real values of arguments."""
+    ctx = trace(function).ctx
+    (found,) = lift(ctx)
+    assert isinstance(found, Region), found
+    inputs = {n.target: n for n in ctx.graph.find_nodes(op="placeholder")}
+    return signature(ctx, found, [], tier, {inputs[name]: value for name, value in known.items()})
+
+
+def of_layer(tier: str = "fused", **options: Any) -> Any:
+    return signed(lambda x, ids, weights, w_up, w_out: layer(x, ids, weights, w_up, w_out, **options), tier)
+
+
 def test_equal_layers_have_equal_signatures() -> None:
-    assert signature(only_region(), "fused") == signature(only_region(), "fused")
+    assert of_layer() == of_layer()
 
 
 @pytest.mark.parametrize("options", [{"act": torch.tanh}, {"scale": 2.0}])
 def test_other_layers_have_other_signatures(options: dict[str, Any]) -> None:
     """Anything that the verification could see differently: operations, constants."""
-    assert signature(only_region(), "fused") != signature(only_region(**options), "fused")
+    assert of_layer() != of_layer(**options)
 
 
 def test_the_tier_is_part_of_the_signature() -> None:
-    assert signature(only_region(), "fused") != signature(only_region(), "grouped")
+    assert of_layer() != of_layer("grouped")
