@@ -342,6 +342,13 @@ def trying_on_fakes(value: object) -> Iterator[None]:
         yield
 
 
+def source_name(node: torch.fx.Node) -> str:
+    """What an input of a graph is in the user's program (``L['self'].bias``); its name in the graph if nobody knows."""
+    name = getattr(getattr(node, "_dynamo_source", None), "name", None)
+    found = name() if callable(name) else name
+    return found if isinstance(found, str) else str(node.target)
+
+
 def graph_break(gm: torch.fx.GraphModule) -> str | None:
     """Why Dynamo ended this graph early, as ``reason at file:line``; None if it did not."""
     reason = getattr(gm, "compile_subgraph_reason", None)

@@ -12,7 +12,7 @@ from typing import Literal, get_args
 
 from moefuse.errors import OptionError
 
-Verify = Literal["probe", "off"]
+Verify = Literal["probe", "graph", "off"]
 
 ENVIRONMENT: dict[str, tuple[str, dict[str, object]]] = {
     "MOEFUSE_DISABLE": ("enabled", {"0": True, "1": False}),
@@ -43,7 +43,8 @@ class Options:
 
     Attributes:
         verify: ``"probe"`` runs each fused op and the code it replaces on the model's own weights and keeps the original if they
-            disagree; ``"off"`` skips that check.
+            disagree; ``"graph"`` also runs the whole graph before and after, and puts it back if anything differs that its user may see
+            (docs/design/debugging.md has what that costs); ``"off"`` checks nothing.
         strict: raise :class:`moefuse.FusionError` when mixture-of-experts code is found and not fused.
         exclude: regular expression; regions whose module path matches (``re.search``) stay as they are.
         max_rewrites: fuse at most this many regions per graph (for bisecting); None for no limit.

@@ -32,6 +32,7 @@ CODES: dict[str, str] = {
     "verification-failed": "the fused op and the original disagree on this model's weights: {detail}",
     "verification-error": "the check against the original could not run: {detail}",
     "effects-differ": "the rewritten graph would do something else than the program: `{name}` {detail} (please report it)",
+    "graph-differs": "run as a whole before and after the rewrite, the graphs do not agree in {name}: {detail}",
     "not-faster": "{program} us as it is and {fused} us as the fused op for {tokens} tokens on {device} ({source})",
     "internal-error": "moefuse itself failed, so the whole graph stays as it was: {error} (please report it with the logged traceback)",
 }

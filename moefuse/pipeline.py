@@ -7,7 +7,7 @@ import logging
 import threading
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -116,9 +116,31 @@ def rewrite_and_keep(
     report.skipped = [skipped for skipped in report.skipped if (skipped.code, skipped.location) not in found] + result.skipped
     if frame is not None:
         _settle(frame, gm, report, result, options)
+    if result.fused and options.verify == "graph":
+        difference = _validated(saved, gm, example_inputs, result.replaced, assumptions, report)
+        if difference is not None:
+            saved.restore()
+            report.fused = []
+            report.skipped.append(difference)
+            return _unless_assumed(frame, report), None
     if result.fused:
         _prepare_kernel(example_inputs or ())
     return report, saved
+
+
+def _validated(
+    saved: GraphSnapshot, gm: torch.fx.GraphModule, inputs: Sequence[object] | None, replaced: Any, assumptions: Any, report: FusionReport
+) -> Skipped | None:
+    """How the rewritten graph differs from the snapshot as a whole; one that cannot be compared gets a note."""
+    from moefuse.passes.validate import Verdict, validate
+
+    try:
+        verdict = validate(saved.modules, gm, inputs, replaced, assumptions)
+    except Exception as error:
+        log.exception("moefuse cannot compare this graph as a whole; its regions were compared one by one")
+        verdict = Verdict(note=f'verify="graph": the graphs were not compared ({type(error).__name__}: {error})')
+    report.notes += [verdict.note] if verdict.note and verdict.note not in report.notes else []
+    return verdict.difference
 
 
 def _unless_assumed(frame: Frame | None, report: FusionReport) -> FusionReport:
@@ -186,21 +208,39 @@ def publish(report: FusionReport, options: Options) -> None:
             _warn_once(skipped)
 
 
+class Saved(NamedTuple):
+    """A graph module as it was: its nodes then, and the copy of its graph with a node for each."""
+
+    module: torch.fx.GraphModule
+    nodes: tuple[torch.fx.Node, ...]
+    graph: torch.fx.Graph
+    modules: dict[str, Any]
+    parameters: dict[str, Any]
+    buffers: dict[str, Any]
+
+
 class GraphSnapshot:
     """The graphs of a module and of the bodies inside it, to put back if a rewrite fails half-way. Copies nodes, not tensors."""
 
     def __init__(self, gm: torch.fx.GraphModule) -> None:
-        self._modules = [
-            (module, _copy_graph(module.graph), dict(module._modules), dict(module._parameters), dict(module._buffers))
+        self.modules = [
+            Saved(
+                module,
+                tuple(module.graph.nodes),
+                _copy_graph(module.graph),
+                dict(module._modules),
+                dict(module._parameters),
+                dict(module._buffers),
+            )
             for module in gm.modules()
             if isinstance(module, torch.fx.GraphModule)
         ]
 
     def restore(self) -> None:
-        for module, graph, modules, parameters, buffers in self._modules:
+        for saved in self.modules:
             # Whatever the rewrite attached goes; nn.Module keeps attributes of these kinds in three dicts.
-            module.__dict__.update(_modules=modules, _parameters=parameters, _buffers=buffers)
-            module.graph = graph
+            saved.module.__dict__.update(_modules=saved.modules, _parameters=saved.parameters, _buffers=saved.buffers)
+            saved.module.graph = saved.graph
 
 
 def _copy_graph(graph: torch.fx.Graph) -> torch.fx.Graph:

@@ -55,6 +55,8 @@ class GraphResult:
     skipped: list[Skipped] = field(default_factory=list)
     undischarged: list[Undischarged] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    replaced: list[tuple[Region, Node]] = field(default_factory=list)
+    """The fused regions, and the nodes that hold their results."""
 
 
 @dataclass
@@ -193,6 +195,7 @@ def _rewrite(ctx: Context, known: dict[Node, Any], run: _Run, region: Region) ->
         return verdict
     remember(ctx, known, run.assumptions, region, emit, lowered)
     replace(ctx, region, lowered.result)
+    run.result.replaced.append((region, lowered.result))
     measured = None if verdict is None else verdict.error
     run.numbers |= {n: len(run.result.fused) for n in emit.nodes if n.target is torch.ops.moefuse.experts.default}
     size, tokens = workspace(emit.nodes, ctx.mode[anchor][0]) or (None, None)

@@ -266,7 +266,7 @@ def test_two_compilations_of_one_model_share_their_code(stub_driver: StubDriver,
     ("arguments", "error", "text"),
     [
         ({"options": {"strikt": True}}, moefuse.OptionError, r"^unknown option 'strikt' \(did you mean 'strict'\?\).*list_options\(\)$"),
-        ({"options": {"verify": "fast"}}, moefuse.OptionError, r"^option verify='fast' is not legal; use 'probe' or 'off'$"),
+        ({"options": {"verify": "fast"}}, moefuse.OptionError, r"^option verify='fast' is not legal; use 'probe' or 'graph' or 'off'$"),
         ({"mode": "fast"}, RuntimeError, r"^Unrecognized mode=fast, should be one of: default, .*max-autotune$"),
         ({"options": {"max_autotune": "x"}}, RuntimeError, r"^Unexpected type of attr max_autotune, got str should be bool$"),
     ],

@@ -89,6 +89,11 @@ def wrong_lowering(patch: pytest.MonkeyPatch) -> None:
     after_slot_weights(patch, lambda weights: weights.flip(-1))
 
 
+def cutting_lowering(patch: pytest.MonkeyPatch) -> None:
+    """A bug that no value shows: the routing weights arrive without their gradient."""
+    after_slot_weights(patch, lambda weights: weights.detach())
+
+
 def crashing_lowering(patch: pytest.MonkeyPatch) -> None:
     """A bug: something type-checks and cannot run."""
 
@@ -199,6 +204,14 @@ CASES: dict[str, Case] = {
         Counting,
         "the rewritten graph would do something else than the program: `copy_` is gone (please report it)",
         arrange=losing_writes,
+    ),
+    "graph-differs": Case(
+        Plain,
+        "run as a whole before and after the rewrite, the graphs do not agree in the gradient of "
+        "`L['self']._modules['router']._parameters['weight']`: it is gone",
+        arrange=cutting_lowering,
+        options=Options(verify="graph"),
+        marker="plain",
     ),
     "not-faster": Case(
         Teacher,

@@ -46,8 +46,8 @@ def test_the_callers_dict_is_left_alone() -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"verify": "fast"}, "option verify='fast' is not legal; use 'probe' or 'off'"),
-        ({"verify": ["off"]}, "option verify=['off'] is not legal; use 'probe' or 'off'"),
+        ({"verify": "fast"}, "option verify='fast' is not legal; use 'probe' or 'graph' or 'off'"),
+        ({"verify": ["off"]}, "option verify=['off'] is not legal; use 'probe' or 'graph' or 'off'"),
         ({"strict": 1}, "option strict=1 is not legal; use True or False"),
         ({"enabled": "yes"}, "option enabled='yes' is not legal; use True or False"),
         ({"max_rewrites": -1}, "option max_rewrites=-1 is not legal; use a non-negative integer or None"),
@@ -101,6 +101,7 @@ def test_a_typing_error_is_a_value_error_too() -> None:
         ("MOEFUSE_DISABLE", "0", Options()),
         ("MOEFUSE_VERIFY", "off", Options(verify="off")),
         ("MOEFUSE_VERIFY", "probe", Options()),
+        ("MOEFUSE_VERIFY", "graph", Options(verify="graph")),
         ("MOEFUSE_STRICT", "1", Options(strict=True)),
         ("MOEFUSE_STRICT", "0", Options()),
     ],
@@ -119,7 +120,7 @@ def test_written_options_win_over_the_environment(monkeypatch: pytest.MonkeyPatc
     ("variable", "text", "message"),
     [
         ("MOEFUSE_DISABLE", "yes", "environment variable MOEFUSE_DISABLE='yes' is not legal; use '0' or '1'"),
-        ("MOEFUSE_VERIFY", "", "environment variable MOEFUSE_VERIFY='' is not legal; use 'probe' or 'off'"),
+        ("MOEFUSE_VERIFY", "", "environment variable MOEFUSE_VERIFY='' is not legal; use 'probe' or 'graph' or 'off'"),
         ("MOEFUSE_STRICT", "true", "environment variable MOEFUSE_STRICT='true' is not legal; use '0' or '1'"),
         ("MOEFUSE_CPU_KERNEL", "off", "environment variable MOEFUSE_CPU_KERNEL='off' is not legal; use '0' or '1'"),
     ],
@@ -146,7 +147,7 @@ def test_an_unknown_variable_warns_once(monkeypatch: pytest.MonkeyPatch) -> None
 def options() -> st.SearchStrategy[Options]:
     return st.builds(
         Options,
-        verify=st.sampled_from(["probe", "off"]),
+        verify=st.sampled_from(["probe", "graph", "off"]),
         strict=st.booleans(),
         exclude=st.sampled_from([None, "", "a", "None", "layers"]),
         max_rewrites=st.none() | st.integers(0, 3),
