@@ -15,7 +15,7 @@ from torch.fx import Node
 
 from moefuse.passes.context import Context
 from moefuse.passes.expr import weight_leaves
-from moefuse.passes.ops import SIZE_QUERIES, fake, tensor
+from moefuse.passes.ops import SIZE_QUERIES, fake
 from moefuse.passes.regions import Region
 from moefuse.passes.replay import Run
 
@@ -33,6 +33,8 @@ class Around:
         self._last = ctx.position[region.anchor]
         self._accumulators = {self._storage(h) for h in region.holders}
         self.holders = [h for h in region.holders if any(self._behind(u) and u not in new for u in h.users)]
+        # Other names of the sum behind it: views that show all of it, casts that do nothing.
+        self._later = sorted((h for h in self.holders if ctx.position[h] > self._last), key=ctx.position.__getitem__)
         holders = set(region.holders)
         self.kept = [n for n in self.before if n not in holders and any(self._outside(u) for u in n.users)]
         stay = self._with_writes(self.kept)
@@ -49,6 +51,8 @@ class Around:
             if not equal(original.value(node), fused.value(node)):
                 return f"`{node.name}` is also read behind the layer, and would have another value there"
         new = fused.value(result)
+        for node in self._later:
+            original.run(node)
         for node in self.holders:
             problem = self._like(original, node, new)
             if problem:
@@ -56,8 +60,6 @@ class Around:
         return ""
 
     def _like(self, original: Run, holder: Node, new: torch.Tensor) -> str:
-        if holder not in original.values and holder not in original.leaves:
-            return self._later(original, holder)
         old = original.value(holder)
         if not isinstance(old, torch.Tensor):
             return ""
@@ -66,13 +68,6 @@ class Around:
         apart, size = rms(old.double() - new.double()), rms(old.double()) + 1e-30
         far = not apart <= 2 * FAR * torch.finfo(lowest(self.region, old.dtype)).eps * size
         return f"and differs from it by {apart / size:.2e} of its size" if far else ""
-
-    def _later(self, original: Run, holder: Node) -> str:
-        """A holder behind the anchor: a view of the result or a cast that does nothing."""
-        known, mine = tensor(holder), tensor(self.region.value)
-        if known is None or mine is None or (known.dtype == mine.dtype and known.dim() == mine.dim()):
-            return ""
-        return f"and is {known.dim()}-dimensional {known.dtype}, not {mine.dim()}-dimensional {mine.dtype}"
 
     def _accumulated(self, node: Node) -> bool:
         """Whether a leaf is the accumulator: whoever reads it behind the region reads the result, or nobody does."""

@@ -208,7 +208,7 @@ CASES: dict[str, Case] = {
     "graph-differs": Case(
         Plain,
         "run as a whole before and after the rewrite, the graphs do not agree in the gradient of "
-        "`L['self']._modules['router']._parameters['weight']`: it is gone",
+        "`L['self']._modules['gate']._parameters['weight']`: it is gone",
         arrange=cutting_lowering,
         options=Options(verify="graph"),
         marker="plain",
