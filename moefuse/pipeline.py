@@ -153,14 +153,25 @@ def _unless_assumed(frame: Frame | None, report: FusionReport) -> FusionReport:
 def _settle(frame: Frame, gm: torch.fx.GraphModule, report: FusionReport, result: Any, options: Options) -> None:
     """The last look before the graph is compiled: every assumption is discharged, and no size is left that only moefuse made traceable."""
     problems: list[Undischarged] = result.undischarged if frame.assumptions else []
-    if problems or (frame.traces_data and has_data_dependent_sizes(gm)):
+    left = _left(gm) if frame.traces_data else None
+    if problems or left is not None:
         if options.strict:
             # Instead of another attempt, which would break the graph where this says.
             report.skipped += [] if report.skipped else refusals(problems)
             if any(skipped.code not in USER_DECIDED for skipped in report.skipped):
                 raise_strict(report)
-        frame.retreat(problems, report.skipped, why="sizes that depend on data are left in the graph")
+        frame.retreat(problems, report.skipped, why=left or "")
     frame.settled |= set(frame.assumptions)
+
+
+def _left(gm: torch.fx.GraphModule) -> str | None:
+    """What a graph that only moefuse made traceable must not have."""
+    from moefuse.passes.writes import repeats_a_write
+
+    if has_data_dependent_sizes(gm):
+        return "sizes that depend on data are left in the graph"
+    # In eager, and so in the pieces of a broken graph, a checkpoint runs twice; in one graph it does not write again.
+    return "a function that is run again in backward writes to what was there before" if repeats_a_write(gm) else None
 
 
 def raise_strict(report: FusionReport) -> None:

@@ -36,11 +36,9 @@ from moefuse.passes.refusals import refusals
 from moefuse.passes.regions import Refused, Region
 from moefuse.passes.rewrite import replace
 from moefuse.passes.router import one_kernel
-from moefuse.passes.safety import copied
 from moefuse.passes.shared import join_shared
 from moefuse.passes.signature import signature
 from moefuse.passes.verify import Verdict, verify
-from moefuse.passes.writes import changed
 from moefuse.report import Fused, RejectedError, Skipped
 
 if TYPE_CHECKING:
@@ -94,18 +92,10 @@ def _is_real(value: object) -> bool:
 
 def _fuse_module(gm: GraphModule, known: dict[Node, Any], run: _Run) -> None:
     for body, inputs in _bodies(gm, known):
-        run.result.undischarged += _repeated(body, run.assumptions)
         _fuse_module(body, inputs, run)
     if _fuse_graph(gm, known, run):
         gm.graph.lint()
         gm.recompile()
-
-
-def _repeated(body: GraphModule, assumptions: Sequence[Assumption]) -> list[Undischarged]:
-    """Assumptions in a body that writes to what is older: the pieces of a broken graph would do so again where it is recomputed."""
-    detail = "the function that is run again in backward writes to something that is there before"
-    inside = [a for a in assumptions if a.graph is body.graph]
-    return [Undischarged(a, detail) for a in inside] if inside and changed(body.graph) else []
 
 
 def _bodies(gm: GraphModule, known: dict[Node, Any]) -> list[tuple[GraphModule, dict[Node, Any]]]:
@@ -175,7 +165,6 @@ def _rewrite(ctx: Context, known: dict[Node, Any], run: _Run, region: Region) ->
     if options.max_rewrites is not None and len(run.result.fused) >= options.max_rewrites:
         return Lost("limit", anchor)
     emit = Emitter(ctx.graph, anchor.next, region.value, ctx.replaced)
-    emit.replaced = ctx.replaced | {leaf: emit(torch.clone, leaf) for leaf in copied(ctx, region)}
     try:
         lowered = Lowering(region, emit).run()
     except Exception as error:  # a replacement that cannot be built is no reason to stop the user's program

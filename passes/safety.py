@@ -8,7 +8,7 @@ import torch
 from torch.fx import Node
 
 from moefuse.passes.context import Context
-from moefuse.passes.expr import Gate, Linear, SlotWeight, has_linear, walk, weight_leaves
+from moefuse.passes.expr import Linear, has_linear, walk, weight_leaves
 from moefuse.passes.facts import (
     Buffer,
     Counts,
@@ -62,7 +62,7 @@ def checked(ctx: Context, region: Region) -> Region | Lost:
         if not region.nodes.isdisjoint(node.all_input_nodes):
             region.nodes.add(node)
     ctx.erasable |= own_writes(ctx, region)
-    for check in (_types, _modes, _mutations, _feeds_itself, _escapes):
+    for check in (_types, _modes, _mutations, _spoiled, _feeds_itself, _escapes):
         problem = check(ctx, region)
         if problem is not None:
             return problem
@@ -180,35 +180,25 @@ def _mutations(ctx: Context, region: Region) -> Lost | None:
         used = [n for n in region.nodes if any(not names.isdisjoint(ctx.memory.storages(i)) for i in n.all_input_nodes)]
         first = min(used, key=ctx.position.__getitem__, default=None)
         write = ctx.written_between(source, first, region.anchor) if first is not None else None
-        write = _spoiling(ctx, region, source) if write is None else write
         if write is not None and source is not region.base:
             return ctx.lost("mutation", write, name=source.name)
     return None
 
 
-def copied(ctx: Context, region: Region) -> list[Node]:
-    """Ids and routing weights that are written to behind the region: the op keeps them for its gradients, and is given copies."""
-    return [n for n in region.leaves if _is_choice(region, n) and _saved_and_written(ctx, region, n) is not None]
+def _spoiled(ctx: Context, region: Region) -> Lost | None:
+    """Nothing that the region reads is written to behind it where gradients are recorded.
 
-
-def _is_choice(region: Region, leaf: Node) -> bool:
-    weights = (e.source for e in walk(region.expr) if isinstance(e, SlotWeight | Gate))
-    return leaf in (region.routing.node, region.routing.kept, *weights)
-
-
-def _spoiling(ctx: Context, region: Region, leaf: Node) -> Node | None:
-    """A write behind the region to what the op has kept for its gradients, where a copy would cost more than it gains."""
-    return None if _is_choice(region, leaf) else _saved_and_written(ctx, region, leaf)
-
-
-def _saved_and_written(ctx: Context, region: Region, leaf: Node) -> Node | None:
-    """The first write to a leaf behind the region, if gradients are recorded there."""
-    if leaf is region.base or not ctx.mode[region.anchor][0]:
-        return None
+    What the program keeps for its gradients, and so whether they are those of the old or the new values, is another matter for the op.
+    """
     values = (tensor(n) for n in region.leaves)
-    if not any(v is not None and v.requires_grad for v in values):
+    if not ctx.mode[region.anchor][0] or not any(v is not None and v.requires_grad for v in values):
         return None
-    return ctx.memory.written_behind(leaf, region.anchor)
+    results = {name for h in region.holders for name in ctx.memory.storages(h)}
+    for source in sorted({i for n in region.nodes for i in n.all_input_nodes}, key=ctx.position.__getitem__):
+        write = None if results & set(ctx.memory.storages(source)) else ctx.memory.written_behind(source, region.anchor)
+        if write is not None:
+            return ctx.lost("mutation", write, name=source.name)
+    return None
 
 
 def _feeds_itself(ctx: Context, region: Region) -> Lost | None:

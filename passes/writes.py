@@ -266,3 +266,9 @@ def changed(graph: Graph) -> set[int]:
         if node.op in ("placeholder", "get_attr"):
             older |= _keys(node)
     return {key for node in graph.nodes for target in written(node) for key in _keys(target) if key in older}
+
+
+def repeats_a_write(gm: GraphModule) -> bool:
+    """Whether a body inside a graph writes to what is older than the body."""
+    inside = (m for m in gm.modules() if m is not gm and isinstance(m, GraphModule))
+    return any(changed(body.graph) for body in inside)

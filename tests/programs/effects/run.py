@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -141,10 +142,15 @@ def _fusing(p: Program, report: FusionReport, behind: str, patient: bool = True)
     own = Options(verify=p.verify)  # type: ignore[arg-type]
 
     def backend(gm: torch.fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
-        report.extend(pipeline.rewrite(gm, example_inputs, own, entry.frame()))
+        frame = entry.frame()
+        found, saved = pipeline.rewrite_and_keep(gm, example_inputs, own, frame)
+        report.extend(found)
         if not patient and report.skipped and not report.fused and p.spelling.body in SIZED:
             raise RefusedError
-        return gm.forward if behind == "eager" else torch._dynamo.lookup_backend(behind)(gm, example_inputs)
+        if behind == "eager":
+            return gm.forward
+        compiler = functools.partial(torch._dynamo.lookup_backend(behind), gm, example_inputs)
+        return pipeline.compile_or_restore(gm, found, saved, frame, compiler)
 
     def read(_arguments: Mapping[str, Any]) -> Options:
         return own
