@@ -197,6 +197,13 @@ def dynamo_control_flow() -> tuple[type[BaseException], ...]:
     return (RestartAnalysis, SkipFrame)
 
 
+def depends_on_data() -> tuple[type[BaseException], ...]:
+    """Exceptions of an operation on fake tensors whose result has a size, or is a number, that only the run knows."""
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+    return (DataDependentOutputException, DynamicOutputShapeException)
+
+
 def breaks_the_graph() -> tuple[type[BaseException], ...]:
     """Exceptions of a compiler that make Dynamo break the graph at the operation that the compiler cannot take."""
     from torch._dynamo.exc import exceptions_allowed_to_be_fallback

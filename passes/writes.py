@@ -209,6 +209,8 @@ def returns_input(node: Node) -> set[int] | None:
         with _torch_private.trying_on_fakes([fake(i) for i in node.all_input_nodes]):
             target: Any = node.target
             result = getattr(args[0], target)(*args[1:], **kwargs) if isinstance(target, str) else target(*args, **kwargs)
+    except _torch_private.depends_on_data():  # no view has a size that only the run knows
+        return set()
     except Exception:  # whatever it is, it is not known
         return None
     return {_torch_private.storage_key(t) for t in tensors_in(result)}
