@@ -269,6 +269,23 @@ def frame_id() -> int | None:
     return None if compile_id is None else compile_id.frame_id
 
 
+@contextlib.contextmanager
+def apart() -> Iterator[None]:
+    """What is computed here is nobody's: the caller's saved-tensor hooks do not see it, and autocast keeps no copy of it.
+
+    Dynamo holds off modes, generators and defaults before it calls a backend, but hooks only while AOTAutograd traces. Grad mode, autocast
+    and the default dtype stay: the graph was traced under them.
+    """
+    set_tracing: Callable[[bool], bool] = torch._C._autograd._saved_tensors_hooks_set_tracing
+    cached, traced = torch.is_autocast_cache_enabled(), set_tracing(True)
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(cached)
+        set_tracing(traced)
+
+
 def torch_compile_call() -> object | None:
     """The object that stands for the ``torch.compile`` call which this backend call belongs to; None for a direct call."""
     frame = sys._getframe()

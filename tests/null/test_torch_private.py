@@ -32,6 +32,7 @@ POINTS = {
     "torch._subclasses.functional_tensor": ["FunctionalTensor", "FunctionalTensorMode"],
     "torch._logging._internal": ["trace_structured"],
     "torch.utils._filelock": ["FileLock"],
+    "torch._C._autograd": ["_saved_tensors_hooks_set_tracing"],
     "torch._C._dynamo.eval_frame": ["reset_code"],
     "torch": ["_TorchCompileWrapper", "_TorchCompileInductorWrapper"],
 }
