@@ -525,6 +525,14 @@ def when_functionalized(name: str, library: torch.library.Library, instead: Call
     torch.library.register_torch_dispatch(name, FunctionalTensorMode, rule, lib=library)
 
 
+# --- the dispatcher ---------------------------------------------------------------------------------------------------------------
+
+
+def on_cpu(op: Any, *args: Any) -> Any:
+    """What is registered for CPU tensors now; a call may find what was there before, since Python's dispatcher remembers its answers."""
+    return op.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args)
+
+
 # --- CUDA -------------------------------------------------------------------------------------------------------------------------
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moefuse import _torch_private
 from moefuse.ops import autograd
 from moefuse.ops.body import Needs, decode, decode_needs, pack, unpack
 from moefuse.ops.checks import check_experts
@@ -72,7 +73,7 @@ def _or_native(name: str, unit: str, general: Callable[..., Any]) -> Callable[..
 
     def kernel(tensors: Lists, *rest: Any) -> Any:
         if tensors[0].device.type == "cpu" and native.ready(unit):
-            return getattr(torch.ops.moefuse, name).default(tensors, *rest)
+            return _torch_private.on_cpu(getattr(torch.ops.moefuse, name).default, tensors, *rest)
         return general(tensors, *rest)
 
     return kernel

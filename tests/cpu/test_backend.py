@@ -10,8 +10,10 @@ import functools
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -107,6 +109,48 @@ def test_the_pass_under_inductor(stub_driver: StubDriver) -> None:
     report = moefuse.last_report()
     assert report is not None
     assert report.fused == [FUSED]
+
+
+def in_a_new_process(program: str) -> None:
+    """Where no kernel of this machine's is registered yet."""
+    done = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_pass_as_the_readme_shows_it() -> None:
+    """With the proof, whose run of the op is the first in its process: inside Inductor, which switches Python's dispatcher on."""
+    readme = (Path(__file__).parent.parent.parent / "README.md").read_text()
+    layer, *rest = re.findall(r"^```python\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)
+    (shown,) = [block for block in rest if "MoEFusionPass" in block]
+    in_a_new_process(f"""
+{layer}
+x = torch.randn(16, 64)
+with torch._inductor.config.patch(force_disable_caches=True):
+{textwrap.indent(shown, "    ")}
+report = moefuse.last_report()
+assert len(report.fused) == 1 and not report.skipped, report
+assert report.fused[0].error is not None, report
+""")
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_the_first_run_of_the_op_under_pythons_dispatcher(grad: bool) -> None:
+    """It remembers which kernel a call went to, also that of the call which registers another one."""
+    in_a_new_process(f"""
+import torch, moefuse
+import moefuse.ops
+from torch._dispatch.python import enable_python_dispatcher
+torch.manual_seed(0)
+x, w_in, w_out = (torch.randn(*size, requires_grad={grad}) for size in ((3, 4), (2, 6, 4), (2, 4, 6)))
+ids, weights = torch.tensor([[0], [1], [0]]), torch.ones(3, 1)
+with enable_python_dispatcher():
+    out = torch.ops.moefuse.experts(x, ids, weights, [w_in], [], [w_out], [], [], [], activation="relu", gating="plain")
+expected = torch.stack([(x[t] @ w_in[e].T).relu() @ w_out[e].T for t, e in enumerate(ids[:, 0])])
+torch.testing.assert_close(out, expected)
+if {grad}:
+    for ours, theirs in zip(torch.autograd.grad(out.sum(), [x, w_in, w_out]), torch.autograd.grad(expected.sum(), [x, w_in, w_out])):
+        torch.testing.assert_close(ours, theirs)
+""")
 
 
 def test_strict_works_under_inductor_too(stub_driver: StubDriver) -> None:
