@@ -373,6 +373,11 @@ def source_name(node: torch.fx.Node) -> str:
     return found if isinstance(found, str) else str(node.target)
 
 
+def is_transformed(value: torch.Tensor) -> bool:
+    """Whether a traced tensor belongs to a level of torch.func: it is batched, or differentiated once more."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(value))
+
+
 def graph_break(gm: torch.fx.GraphModule) -> str | None:
     """Why Dynamo ended this graph early, as ``reason at file:line``; None if it did not."""
     reason = getattr(gm, "compile_subgraph_reason", None)

@@ -12,6 +12,7 @@ from torch.fx import Graph, Node
 from moefuse.capture.assumptions import Assumption
 from moefuse.passes.axes import Atom, fresh
 from moefuse.passes.facts import Combined, Lost, Part, Routing, RowNumber, Sum, View
+from moefuse.passes.levels import levels
 from moefuse.passes.ops import Call, call_of, fake, tensor
 from moefuse.passes.ranges import Interval, distinct, interval
 from moefuse.passes.refine import Known
@@ -77,6 +78,7 @@ class Context:
         self.first: dict[Node, Node] = {}
         self.replaced: dict[Node, Node] = {}
         self.finished: dict[int, tuple[Any, list[Node]]] = {}
+        self.levels = levels(graph)
         self._scan()
         self._same_views()
 

@@ -31,6 +31,7 @@ from moefuse.passes.facts import (
     Weight,
 )
 from moefuse.passes.leftovers import unread
+from moefuse.passes.levels import transformed
 from moefuse.passes.ops import SIZE_QUERIES, tensor
 from moefuse.passes.regions import Region, sources
 from moefuse.spec import Domain
@@ -62,7 +63,7 @@ def checked(ctx: Context, region: Region) -> Region | Lost:
         if not region.nodes.isdisjoint(node.all_input_nodes):
             region.nodes.add(node)
     ctx.erasable |= own_writes(ctx, region)
-    for check in (_types, _modes, _mutations, _spoiled, _feeds_itself, _escapes):
+    for check in (transformed, _types, _modes, _mutations, _spoiled, _feeds_itself, _escapes):
         problem = check(ctx, region)
         if problem is not None:
             return problem

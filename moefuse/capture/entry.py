@@ -79,6 +79,8 @@ def _reason() -> str | None:
 def frame() -> Frame | None:
     """The record of the attempt whose graph the backend is called with; None if capture does not watch it."""
     found: Frame | None = hooks.current()
+    if found is not None:
+        found.has_graph = True
     return found
 
 

@@ -62,6 +62,7 @@ class Frame:
         self.appends = Appends(self)
         self.numpy = False
         self.elements: list[counts.Elements] = []
+        self.has_graph = False
         self._code: dict[int, tuple[Any, Code]] = {}
 
     @property
@@ -132,6 +133,9 @@ class Frame:
         left = [Undischarged(a, "nothing has checked it") for a in self.assumptions if a not in self.settled]
         if left:
             self.retreat(left)
+        if self.ledger.refusals and not self.has_graph:
+            # Where this attempt breaks there is no graph yet, and so no report that says why the one before was given up.
+            self._skipped(FusionReport(skipped=list(self.ledger.refusals)))
 
     def failed(self, error: Exception, environment: Any) -> None:
         """Tracing ended with an error: one that capture may have caused means another attempt without it."""

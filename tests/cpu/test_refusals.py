@@ -47,6 +47,7 @@ from tests.programs.refused import (
     T,
     Teacher,
     TokensDiffer,
+    Transformed,
     ValueEscapes,
 )
 
@@ -183,6 +184,7 @@ CASES: dict[str, Case] = {
     "excluded": Case(Model, "the module path matches options['exclude']", options=Options(exclude=r"^mlp$"), marker="plain", module="mlp"),
     "limit": Case(Plain, "options['max_rewrites'] regions were fused already", options=Options(max_rewrites=0), marker="plain"),
     "context-differs": Case(ContextDiffers, "the experts run under another grad mode or autocast than their sum"),
+    "transformed": Case(Transformed, "torch.func transforms the experts here (grad), and their fused op has no rules for that"),
     "not-lowered": Case(
         NotLowered,
         "the region is understood, but its replacement does not type-check: "

@@ -34,6 +34,11 @@ POINTS = {
     "torch.utils._filelock": ["FileLock"],
     "torch._C._autograd": ["_saved_tensors_hooks_set_tracing"],
     "torch._C._dynamo.eval_frame": ["reset_code"],
+    "torch._C._functorch": [
+        "is_functorch_wrapped_tensor",
+        *(f"_{kind}_{way}_nesting" for kind in ("grad", "vmap", "jvp", "func") for way in ("increment", "decrement")),
+    ],
+    "torch._functorch.predispatch": ["_enter_dual_level", "_exit_dual_level"],
     "torch": ["_TorchCompileWrapper", "_TorchCompileInductorWrapper"],
 }
 

@@ -309,6 +309,20 @@ class Batched(Layer):
         return (y * weights[..., None]).sum(dim=1)  # at: device-unsupported
 
 
+class Transformed(Layer):
+    """What the layer's result gains by a change of the tokens: torch.func runs the experts."""
+
+    def layer(self, x: Tensor) -> Tensor:
+        ids, weights = self.route(x)
+        out = torch.zeros_like(x)
+        for e in range(E):
+            out = out + self.expert(e, x) * (weights * (ids == e)).sum(-1, keepdim=True)  # at: transformed
+        return out
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.func.grad(lambda tokens: self.layer(tokens).square().sum())(x)
+
+
 class ContextDiffers(Layer):
     """The experts are frozen by no_grad, their weighted sum is not."""
 
