@@ -1,7 +1,12 @@
 // Derivatives of the activations, as in the table of moefuse/ops/activations.py, on vectors of float.
 namespace {
 
-struct Slope { VecF value, slope; };
+// The derivative of one value: a gradient times `slope`, and zero where the function is `off`, whatever the gradient is there.
+struct Slope {
+  VecF value, slope;
+  VecI off = {};
+  VecF times(VecF grad) const { return off ? VecF{} : grad * slope; }
+};
 
 inline VecF ones() { return lanes(1.f); }
 inline VecF where(VecI mask, VecF v) { return mask ? v : VecF{}; }
@@ -18,8 +23,8 @@ inline Slope with_slope(int activation, VecF v) {
       VecF s = sigmoid(scale * (v + 0.044715f * v * v * v));
       return {v * s, s + v * s * (1.f - s) * scale * (1.f + 0.134145f * v * v)};
     }
-    case RELU: return {at_least(v, 0.f), v <= lanes(0.f) ? VecF{} : ones()};
-    case RELU2: { VecF r = at_least(v, 0.f); return {r * r, 2.f * r}; }
+    case RELU: return {at_least(v, 0.f), ones(), v <= lanes(0.f)};
+    case RELU2: { VecF r = at_least(v, 0.f); return {r * r, 2.f * r, v <= lanes(0.f)}; }
     case SIGMOID: { VecF s = sigmoid(v); return {s, s * (1.f - s)}; }
     case TANH: { VecF t = tanh(v); return {t, 1.f - t * t}; }
     default: return {v, ones()};
@@ -32,15 +37,14 @@ struct Gradients { VecF value, gate, up; };
 inline Gradients gated_gradients(int activation, VecF grad, VecF gate, VecF up, float first, float second) {
   if (activation != SWIGLU_OAI && activation != SILU_CLAMP) {
     Slope f = with_slope(activation, gate);
-    return {f.value * up, grad * up * f.slope, grad * f.value};
+    return {f.value * up, f.times(grad * up), grad * f.value};
   }
   const float limit = activation == SWIGLU_OAI ? second : first;
   VecF g = at_most(gate, limit), u = at_least(at_most(up, limit), -limit);
-  VecI gate_passes = gate > lanes(limit) ? VecI{} : VecI{} - 1;
-  VecI up_passes = up > lanes(limit) || up < lanes(-limit) ? VecI{} : VecI{} - 1;
+  VecI gate_passes = gate <= lanes(limit), up_passes = up <= lanes(limit) && up >= lanes(-limit);
   if (activation == SILU_CLAMP) {
     Slope f = with_slope(SILU, g);
-    return {f.value * u, where(gate_passes, grad * u * f.slope), where(up_passes, grad * f.value)};
+    return {f.value * u, where(gate_passes, f.times(grad * u)), where(up_passes, grad * f.value)};
   }
   VecF s = sigmoid(g * first), shifted = u + 1.f;
   return {g * s * shifted, where(gate_passes, grad * shifted * s * (1.f + first * g * (1.f - s))), where(up_passes, grad * g * s)};
@@ -49,7 +53,7 @@ inline Gradients gated_gradients(int activation, VecF grad, VecF gate, VecF up, 
 inline Gradients gradients(int activation, VecF grad, VecF gate, const VecF* up, float first, float second) {
   if (up) return gated_gradients(activation, grad, gate, *up, first, second);
   Slope f = with_slope(activation, gate);
-  return {f.value, grad * f.slope, VecF{}};
+  return {f.value, f.times(grad), VecF{}};
 }
 
 }  // namespace

@@ -27,7 +27,7 @@ def pointwise_grad(d, h, ACT: tl.constexpr, FAST: tl.constexpr):
     elif ACT == "relu":
         r = tl.where(h <= 0, 0.0, d).to(d.dtype)
     elif ACT == "relu2":
-        r = d * 2.0 * relu(h)
+        r = tl.where(h <= 0, 0.0, d * 2.0 * relu(h)).to(d.dtype)
     elif ACT == "sigmoid":
         s = logistic(h, FAST)
         r = d * s * (1.0 - s)
@@ -41,19 +41,25 @@ def pointwise_grad(d, h, ACT: tl.constexpr, FAST: tl.constexpr):
 
 
 @triton.jit
+def passed(d, mask):
+    """A gradient where a clamp lets it through, and zero elsewhere, also in place of one that is not finite."""
+    return tl.where(mask, d, 0.0).to(d.dtype)
+
+
+@triton.jit
 def gated_grads(d, gate, up, ARG0: tl.constexpr, ARG1: tl.constexpr, ACT: tl.constexpr, FAST: tl.constexpr):
     """(gradient of gate, gradient of up) of ``functions.gated``; a clamp lets its bounds through, as torch.clamp does."""
     if ACT == "swiglu_oai":
         g = at_most(gate, ARG1)
         u = at_least(at_most(up, ARG1), -ARG1)
         s = logistic(g * ARG0, FAST)
-        d_gate = d * (u + 1.0) * s * (1.0 + ARG0 * g * (1.0 - s)) * (gate <= ARG1).to(d.dtype)
-        d_up = d * g * s * ((up <= ARG1) & (up >= -ARG1)).to(d.dtype)
+        d_gate = passed(d * (u + 1.0) * s * (1.0 + ARG0 * g * (1.0 - s)), gate <= ARG1)
+        d_up = passed(d * g * s, (up <= ARG1) & (up >= -ARG1))
     elif ACT == "silu_clamp":
         g = at_most(gate, ARG0)
         u = at_least(at_most(up, ARG0), -ARG0)
-        d_gate = pointwise_grad(d * u, g, "silu", FAST) * (gate <= ARG0).to(d.dtype)
-        d_up = d * pointwise(g, "silu", FAST) * ((up <= ARG0) & (up >= -ARG0)).to(d.dtype)
+        d_gate = passed(pointwise_grad(d * u, g, "silu", FAST), gate <= ARG0)
+        d_up = passed(d * pointwise(g, "silu", FAST), (up <= ARG0) & (up >= -ARG0))
     else:
         d_gate = pointwise_grad(d * up, gate, ACT, FAST)
         d_up = d * pointwise(gate, ACT, FAST)

@@ -79,10 +79,14 @@ def _gelu(approximate: str) -> Activation:
     return _pointwise(lambda h: torch.nn.functional.gelu(h, approximate=approximate), derivative)
 
 
-def _inside(value: Tensor, low: float | None, high: float | None) -> Tensor:
-    """Where a clamp lets the gradient through (the bounds themselves included, as torch.clamp does)."""
-    mask = value <= high if high is not None else torch.ones_like(value, dtype=torch.bool)
-    return mask if low is None else mask & (value >= low)
+def _relu2_vjp(grad: Tensor, h: Tensor) -> Tensor:
+    return _relu_vjp(grad * 2 * torch.relu(h), h)
+
+
+def _inside(grad: Tensor, value: Tensor, low: float | None, high: float) -> Tensor:
+    """The gradient behind a clamp, bounds included. Selected and not multiplied, as torch does: an infinite one is zero where it is off."""
+    mask = value <= high
+    return torch.where(mask if low is None else mask & (value >= low), grad, 0.0)
 
 
 def _swiglu_oai_forward(gate: Tensor, up: Tensor | None, args: Sequence[float]) -> Tensor:
@@ -99,7 +103,7 @@ def _swiglu_oai_backward(grad: Tensor, gate: Tensor, up: Tensor | None, args: Se
     s = torch.sigmoid(g * alpha)
     dg = grad * (u + 1) * s * (1 + alpha * g * (1 - s))
     du = grad * g * s
-    return dg * _inside(gate, None, limit), du * _inside(up, -limit, limit)
+    return _inside(dg, gate, None, limit), _inside(du, up, -limit, limit)
 
 
 def _silu_clamp_forward(gate: Tensor, up: Tensor | None, args: Sequence[float]) -> Tensor:
@@ -112,8 +116,8 @@ def _silu_clamp_backward(grad: Tensor, gate: Tensor, up: Tensor | None, args: Se
     assert up is not None
     (limit,) = args
     g, u = gate.clamp(max=limit), up.clamp(-limit, limit)
-    dg = _silu_vjp(grad * u, g) * _inside(gate, None, limit)
-    return dg, grad * torch.nn.functional.silu(g) * _inside(up, -limit, limit)
+    dg, du = _silu_vjp(grad * u, g), grad * torch.nn.functional.silu(g)
+    return _inside(dg, gate, None, limit), _inside(du, up, -limit, limit)
 
 
 ACTIVATIONS: dict[str, Activation] = {
@@ -121,7 +125,7 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu": _gelu("none"),
     "gelu_tanh": _gelu("tanh"),
     "relu": _pointwise(torch.relu, _relu_vjp),
-    "relu2": _pointwise(lambda h: torch.relu(h).square(), lambda grad, h: grad * 2 * torch.relu(h)),
+    "relu2": _pointwise(lambda h: torch.relu(h).square(), _relu2_vjp),
     "sigmoid": _pointwise(torch.sigmoid, _sigmoid_vjp),
     "tanh": _pointwise(torch.tanh, _tanh_vjp),
     "identity": _pointwise(lambda h: h, lambda grad, h: grad),

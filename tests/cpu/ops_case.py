@@ -127,3 +127,20 @@ def every_body() -> list[Case]:
             if gating in ("merged", "interleaved"):
                 cases.append(Case(activation=name, gating=gating, up_first=True))
     return cases
+
+
+def not_finite(out: Tensor, value: float) -> Tensor:
+    """A gradient of the result with one token's row that is not finite, as a loss that overflows gives it."""
+    pull = torch.randn(out.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).to(out.dtype)
+    pull[1] = value
+    return pull
+
+
+def assert_equally_finite(ours: list[Tensor], theirs: list[Tensor], **tolerance: float) -> None:
+    """Gradients are finite in the same places, and equal there; and not everything else is lost."""
+    for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        assert torch.equal(a.isfinite(), b.isfinite()), (
+            f"gradient {i}: {int((~a.isfinite()).sum())} not finite, not {int((~b.isfinite()).sum())}"
+        )
+        torch.testing.assert_close(a[a.isfinite()], b[b.isfinite()], **tolerance)
+    assert not all(b.isfinite().all() for b in theirs)

@@ -9,7 +9,18 @@ import torch
 from torch import Tensor
 
 from moefuse.runtime import providers
-from tests.cpu.ops_case import Case, every_body, leaves, oracle_grads, reference, run, tensors, to
+from tests.cpu.ops_case import (
+    Case,
+    assert_equally_finite,
+    every_body,
+    leaves,
+    not_finite,
+    oracle_grads,
+    reference,
+    run,
+    tensors,
+    to,
+)  # fmt: skip
 from tests.cpu.test_ops_values import SIZES, STORAGE, poisoned_empty
 
 __all__ = ["poisoned_empty"]
@@ -31,6 +42,18 @@ def test_every_body(case: Case) -> None:
     for on_input in (False, True):
         c = case.with_(weight_on_input=on_input)
         _check(c, c.args(requires_grad=True))
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["torch", "C++"])
+@pytest.mark.parametrize("case", every_body(), ids=lambda c: f"{c.activation}-{c.gating}{'-up-first' * c.up_first}")
+def test_a_gradient_that_is_not_finite(case: Case, dtype: torch.dtype, value: float) -> None:
+    """Where relu or a clamp is off the gradient is zero: selected as in eager, and not a product, which would be NaN."""
+    c = case.with_(dtype=dtype, inter=9)
+    args = c.args(requires_grad=True)
+    out, want = run(args, **c.options), reference(args, **c.options)
+    ours = torch.autograd.grad(out, leaves(args), not_finite(out, value))
+    assert_equally_finite(list(ours), oracle_grads(want, leaves(args), not_finite(want, value)), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("storage", STORAGE)

@@ -12,7 +12,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from moefuse.ops import autograd
-from tests.cpu.ops_case import Case, every_body, leaves, oracle_grads, reference, run, tensors, to
+from tests.cpu.ops_case import (
+    Case,
+    assert_equally_finite,
+    every_body,
+    leaves,
+    not_finite,
+    oracle_grads,
+    reference,
+    run,
+    tensors,
+    to,
+)  # fmt: skip
 from tests.triton.interpreted_case import TIER, interpreted
 
 pytestmark = [
@@ -67,6 +78,21 @@ def test_every_body(case: Case, ran: list[str]) -> None:
     """In double precision, so a wrong derivative has nowhere to hide."""
     check(case.with_(tokens=4))
     assert ran == list(ALL)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+@pytest.mark.parametrize(
+    "case",
+    [c for c in every_body() if c.activation in ("relu", "relu2", "swiglu_oai", "silu_clamp")],
+    ids=lambda c: f"{c.activation}-{c.gating}-{c.up_first}",
+)
+def test_a_gradient_that_is_not_finite(case: Case, value: float) -> None:
+    """Zero where the activation is off, as in eager."""
+    c = case.with_(tokens=4, inter=9, dtype=torch.float32)
+    args = c.args(requires_grad=True)
+    out, want = run(args, **c.options), reference(args, **c.options)
+    ours = torch.autograd.grad(out, leaves(args), not_finite(out, value))
+    assert_equally_finite(list(ours), oracle_grads(want, leaves(args), not_finite(want, value)), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("storage", STORAGES, ids=["stacked", "in-out", "separate"])
