@@ -391,9 +391,10 @@ def graph_break(gm: torch.fx.GraphModule) -> str | None:
 
 @dataclasses.dataclass
 class TraceLog:
-    """What Dynamo gave up on while it traced."""
+    """What Dynamo gave up on while it traced, and why it compiled frames again."""
 
     breaks: list[str] = dataclasses.field(default_factory=list)
+    recompiles: list[str] = dataclasses.field(default_factory=list)
 
 
 @contextlib.contextmanager
@@ -424,6 +425,7 @@ def borrowed_dynamo() -> Iterator[TraceLog]:
         with convert_frame.compile_lock:
             log.breaks += [_break_text(reason.reason, reason.user_stack) for reason in utils.graph_break_reasons[reasons:]]
             log.breaks += _given_up(utils._compilation_metrics)
+            log.recompiles += [_guard(m.recompile_reason) for m in utils._compilation_metrics if m.recompile_reason]
             utils._compilation_metrics = metrics
             del utils.graph_break_reasons[reasons:]
             pgo._CODE_STATE = sizes
@@ -436,10 +438,10 @@ def borrowed_dynamo() -> Iterator[TraceLog]:
                 _drop_new_entries(code, kept.get(code))
 
 
-def compile_apart(fn: Callable[..., Any], backend: CompiledFn) -> Callable[..., Any]:
+def compile_apart(fn: Callable[..., Any], backend: CompiledFn, dynamic: bool | None = None) -> Callable[..., Any]:
     """``torch.compile`` whose recompilations do not count against the user's, where torch can do that."""
     apart: dict[str, Any] = {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(torch.compile).parameters else {}
-    compiled: Callable[..., Any] = torch.compile(fn, backend=backend, **apart)
+    compiled: Callable[..., Any] = torch.compile(fn, backend=backend, dynamic=dynamic, **apart)
     return compiled
 
 
@@ -456,6 +458,113 @@ def not_compiled(model: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
     finally:
         for module, call in compiled.items():
             module.__dict__["_compiled_call_impl"] = call
+
+
+def compile_front(gm: torch.fx.GraphModule, example_inputs: Sequence[object]) -> CompiledFn:
+    """What Inductor does with a graph up to where it writes code: its errors are Inductor's; what it returns runs in eager.
+
+    Nothing is taken from torch's caches of compiled code or put there.
+    """
+    from torch._functorch import config
+    from torch._inductor.compile_fx import compile_fx as inductor_compile_fx
+
+    def as_it_is(traced: torch.fx.GraphModule, *_: Any, **__: Any) -> CompiledFn:
+        return traced.forward
+
+    inputs, instead = cast(Any, list(example_inputs)), cast(Any, as_it_is)
+    with config.patch(enable_autograd_cache=False):
+        return cast(CompiledFn, inductor_compile_fx(gm, inputs, inner_compile=instead))
+
+
+@contextlib.contextmanager
+def before_writes(save: Callable[[torch.Tensor], None]) -> Iterator[None]:
+    """Call ``save`` with every tensor that an operation is about to write to, in compiled and in plain code, on this thread."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Watch(TorchDispatchMode):
+        supports_higher_order_operators = True
+
+        @classmethod
+        def ignore_compile_internals(cls) -> bool:
+            return True  # else Dynamo would compile nothing
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kwargs = kwargs or {}
+            for value in _written(func, args, kwargs):
+                if _made_of_others(value) is not None:
+                    return NotImplemented  # its own operations are seen instead
+                save(value)
+            return func(*args, **kwargs)
+
+    with Watch():  # type: ignore[no-untyped-call]
+        yield
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The tensors that an operator writes to. A higher-order operator in a compiled graph writes to nothing from outside."""
+    if not isinstance(func, torch._ops.OpOverload):
+        return []
+    found: list[Any] = []
+    for place, name in _written_places(func):
+        value = args[place] if place < len(args) else kwargs.get(name)
+        found += value if isinstance(value, list | tuple) else [value]
+    return [value for value in found if isinstance(value, torch.Tensor)]
+
+
+@functools.cache
+def _written_places(func: Any) -> list[tuple[int, str]]:
+    def writes(argument: Any) -> bool:
+        # Old batch norms update running statistics and do not say so.
+        told = argument.alias_info is not None and argument.alias_info.is_write
+        return told or argument.name in ("running_mean", "running_var")
+
+    return [(place, argument.name) for place, argument in enumerate(func._schema.arguments) if writes(argument)]
+
+
+def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
+    """Where a tensor keeps its numbers: nowhere on the meta device, in several places for a class made of other tensors."""
+    if (inner := _made_of_others(tensor)) is not None:
+        return [storage for name in inner for storage in storages_of(getattr(tensor, name))]
+    if tensor.device.type == "meta" or tensor.layout != torch.strided or torch.nn.parameter.is_lazy(tensor):
+        return []
+    return [tensor.untyped_storage()]
+
+
+def _made_of_others(tensor: Any) -> list[str] | None:
+    """Attributes with the tensors that a tensor of a class of its own is made of; None for a tensor that has numbers itself."""
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+    return list(tensor.__tensor_flatten__()[0]) if is_traceable_wrapper_subclass(tensor) else None
+
+
+def tensor_state(tensor: torch.Tensor) -> Callable[[], None]:
+    """A function that gives a tensor back the storage, shape, gradient and version that it has now; not its content."""
+    if torch.nn.parameter.is_lazy(tensor):
+        return lambda: None
+    grad, leaf, trained = tensor.grad if tensor.is_leaf else None, tensor.is_leaf, tensor.requires_grad
+    alias, version = tensor.detach(), None if tensor.is_inference() else tensor._version
+
+    def restore() -> None:
+        if leaf and not tensor._is_view() and tensor.grad_fn is not None:
+            tensor.detach_()
+        if _place(tensor) != _place(alias):
+            tensor.data = alias
+        if leaf and tensor.is_leaf:
+            if tensor.requires_grad != trained:
+                tensor.requires_grad_(trained)
+            if tensor.grad is not grad:
+                tensor.grad = grad
+        if version is not None and tensor._version != version:
+            # Autograd compares versions in a backward that the user may still have to run.
+            torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+
+    return restore
+
+
+def _place(tensor: torch.Tensor) -> tuple[object, ...]:
+    storages = [storage._cdata for storage in storages_of(tensor)]
+    strided = tensor.layout == torch.strided
+    return (storages, tensor.shape, tensor.dtype, tensor.device, *((tensor.stride(), tensor.storage_offset()) if strided else ()))
 
 
 def _seen_codes() -> list[types.CodeType]:
@@ -498,6 +607,11 @@ def _break_text(reason: object, user_stack: Sequence[Any]) -> str:
     line = _first_line(reason)
     # Dynamo names the bytecode here, and the cause only in its log.
     return f"{'Data-dependent branching' if line.startswith('generic_jump') else line}{place}"
+
+
+def _guard(reason: str) -> str:
+    """``0/1: self.n == 1   # self.n += 1  # my.py:3 in forward (HINT: ...)`` -> ``self.n == 1``."""
+    return _first_line(reason).partition(": ")[2].partition("  #")[0].strip()
 
 
 def _first_line(text: object) -> str:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
-from moefuse import _torch_private, pipeline
 from moefuse import backend as _backend
-from moefuse.capture import entry
-from moefuse.config import Options
+from moefuse import trial
 from moefuse.report import FusionReport
 from moefuse.spec import ExpertsSpec
 
@@ -43,39 +40,24 @@ def compile(
 
 
 def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> FusionReport:
-    """Run ``model(*args, **kwargs)`` once and report what moefuse finds in it, without compiling for speed.
+    """Report what compiling ``model`` for this call would give, without writing code; what the call does is taken back.
 
-    A model that is compiled already is looked at from under its compilation. Nothing stays behind: neither what the user has compiled,
-    nor Dynamo's counters, nor the random state is changed, and :func:`moefuse.last_report` still gives the last real compilation. What
-    the model does by itself (a cache it fills, a buffer it updates) it does here too.
+    A model that is compiled already is looked at from under its compilation. Frames go through Dynamo, moefuse and the front half of
+    Inductor, whose errors are raised as the compiled call would raise them, and then run: what stands behind a graph break depends on
+    values. Where something was fused, the model is called again with sizes that vary, and ``notes`` says what changes from the second
+    call on.
+
+    Nothing stays behind: neither what the user has compiled, nor Dynamo's counters, nor :func:`moefuse.last_report`. Put back are random
+    states (torch, Python, NumPy), and of all that ``model`` and the arguments reach by attributes, containers and closures: contents,
+    gradients and other properties of tensors, attributes, lists, dicts, sets, deques and arrays. A tensor is copied when something is
+    about to write to it, so only what the model writes takes memory. Not put back: files, output, the network; globals, attributes of
+    classes, iterators; writes that bypass torch's dispatcher (a NumPy view of a tensor, a kernel launched by hand, another thread).
 
     Returns:
         The report; ``graph_breaks`` has every place where Dynamo left the graph, and frames that it did not trace at all.
     """
     _check_callable("explain", model)
-    # Neither MOEFUSE_DISABLE nor MOEFUSE_STRICT is meant for a question.
-    options = dataclasses.replace(Options.from_user(None)[0], enabled=True, strict=False)
-    report = FusionReport()
-
-    def fuse_only(gm: torch.fx.GraphModule, example_inputs: Sequence[object]) -> _torch_private.CompiledFn:
-        report.extend(pipeline.rewrite(gm, example_inputs, options, entry.frame()))
-        return gm.forward
-
-    def skipped(found: FusionReport, _own: Options, _owner: object) -> None:
-        report.skipped += found.skipped
-
-    entry.enable(fuse_only, lambda _arguments: options, skipped)
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    with (
-        _torch_private.borrowed_dynamo() as log,
-        _torch_private.not_compiled(model) as inner,
-        torch.random.fork_rng(devices=devices),
-    ):
-        _torch_private.compile_apart(inner, fuse_only)(*args, **kwargs)
-    report.graph_breaks = log.breaks
-    note = entry.unavailable()
-    report.notes += [note] if note is not None else []
-    return report
+    return trial.explain(model, args, kwargs)
 
 
 def warmup(

@@ -56,7 +56,11 @@ def backend(
 
     stamped = _torch_private.with_stamp(patches, functools.partial(CacheStamp, cache.key(own)))
     compiler = functools.partial(_torch_private.compile_fx, gm, example_inputs, stamped, name)
-    return pipeline.compile_or_restore(gm, report, saved, frame, compiler)
+    try:
+        return pipeline.compile_or_restore(gm, report, saved, frame, compiler)
+    except Exception:
+        history.withdraw(report)
+        raise
 
 
 def parse(mode: str | None, options: Mapping[str, object] | None) -> tuple[Options, dict[str, object]]:

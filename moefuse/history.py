@@ -30,6 +30,13 @@ def record(report: FusionReport, owner: object | None = None) -> None:
         _frames[object() if frame is None else frame] = report
 
 
+def withdraw(report: FusionReport) -> None:
+    """Forget a graph that the compiler behind moefuse gave up on: Dynamo comes back with parts of it, or the user has the error."""
+    with _lock:
+        for key in [key for key, known in _frames.items() if known is report]:
+            del _frames[key]
+
+
 def last_report() -> FusionReport | None:
     """The report of the most recent compilation through moefuse, or None if there was none.
 
