@@ -395,13 +395,15 @@ class TraceLog:
 
     breaks: list[str] = dataclasses.field(default_factory=list)
     recompiles: list[str] = dataclasses.field(default_factory=list)
+    refresh: Callable[[], None] = lambda: None
 
 
 @contextlib.contextmanager
 def borrowed_dynamo() -> Iterator[TraceLog]:
     """Trace as in a fresh process and leave Dynamo as it was: caches of what the user compiled, counters, recorded sizes.
 
-    ``torch._dynamo.reset()`` would throw away everything that the user has compiled. The log is filled when the block ends.
+    ``torch._dynamo.reset()`` would throw away everything that the user has compiled. The log is filled when the block ends, and by its
+    ``refresh``. Inside another such block, what that one compiled is kept.
     """
     from torch._dynamo import convert_frame, eval_frame, pgo, utils
 
@@ -419,13 +421,18 @@ def borrowed_dynamo() -> Iterator[TraceLog]:
         reasons = len(utils.graph_break_reasons)
         metrics = utils._compilation_metrics
         utils._compilation_metrics = collections.deque()
+
+    def refresh() -> None:
+        log.breaks = [_break_text(reason.reason, reason.user_stack) for reason in utils.graph_break_reasons[reasons:]]
+        log.breaks += _given_up(utils._compilation_metrics)
+        log.recompiles = [_guard(m.recompile_reason) for m in utils._compilation_metrics if m.recompile_reason]
+
+    log.refresh = refresh
     try:
         yield log
     finally:
         with convert_frame.compile_lock:
-            log.breaks += [_break_text(reason.reason, reason.user_stack) for reason in utils.graph_break_reasons[reasons:]]
-            log.breaks += _given_up(utils._compilation_metrics)
-            log.recompiles += [_guard(m.recompile_reason) for m in utils._compilation_metrics if m.recompile_reason]
+            refresh()
             utils._compilation_metrics = metrics
             del utils.graph_break_reasons[reasons:]
             pgo._CODE_STATE = sizes
@@ -438,10 +445,10 @@ def borrowed_dynamo() -> Iterator[TraceLog]:
                 _drop_new_entries(code, kept.get(code))
 
 
-def compile_apart(fn: Callable[..., Any], backend: CompiledFn, dynamic: bool | None = None) -> Callable[..., Any]:
+def compile_apart(fn: Callable[..., Any], backend: CompiledFn) -> Callable[..., Any]:
     """``torch.compile`` whose recompilations do not count against the user's, where torch can do that."""
     apart: dict[str, Any] = {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(torch.compile).parameters else {}
-    compiled: Callable[..., Any] = torch.compile(fn, backend=backend, dynamic=dynamic, **apart)
+    compiled: Callable[..., Any] = torch.compile(fn, backend=backend, **apart)
     return compiled
 
 
@@ -474,6 +481,20 @@ def compile_front(gm: torch.fx.GraphModule, example_inputs: Sequence[object]) ->
     inputs, instead = cast(Any, list(example_inputs)), cast(Any, as_it_is)
     with config.patch(enable_autograd_cache=False):
         return cast(CompiledFn, inductor_compile_fx(gm, inputs, inner_compile=instead))
+
+
+def compiler_failed(error: BaseException) -> bool:
+    """Whether an error comes from a backend, by way of Dynamo, and not from the program."""
+    from torch._dynamo.exc import BackendCompilerFailed
+
+    return isinstance(error, BackendCompilerFailed)
+
+
+def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], values: Any) -> Any:
+    """Nested containers with other tensors in the place of theirs."""
+    from torch.utils import _pytree
+
+    return _pytree.tree_map_only(torch.Tensor, change, values)
 
 
 @contextlib.contextmanager

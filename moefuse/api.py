@@ -44,8 +44,8 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> FusionRepor
 
     A model that is compiled already is looked at from under its compilation. Frames go through Dynamo, moefuse and the front half of
     Inductor, whose errors are raised as the compiled call would raise them, and then run: what stands behind a graph break depends on
-    values. Where something was fused, the model is called again with sizes that vary, and ``notes`` says what changes from the second
-    call on.
+    values. Where something was fused, the model is called again, and with inputs that are larger by one; ``notes`` says what such calls
+    do not fuse.
 
     Nothing stays behind: neither what the user has compiled, nor Dynamo's counters, nor :func:`moefuse.last_report`. Put back are random
     states (torch, Python, NumPy), and of all that ``model`` and the arguments reach by attributes, containers and closures: contents,

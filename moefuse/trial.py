@@ -19,47 +19,96 @@ _Call = Callable[..., Any]
 _CALLS = 4
 """Calls that compile something, each of them, before explain says that all later ones will."""
 
+_SIZES = 4
+"""Sizes of the inputs that are tried with one more."""
+
 
 def explain(model: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FusionReport:
     """The report of :func:`moefuse.explain`."""
     # Neither MOEFUSE_DISABLE nor MOEFUSE_STRICT is meant for a question.
-    options = dataclasses.replace(Options.from_user(None)[0], enabled=True, strict=False)
-    with _torch_private.not_compiled(model) as inner:
-        trial = _Trial(options)
-        with _torch_private.borrowed_dynamo() as log, taken_back(inner, args, kwargs):
-            trial.compiled(inner)(*args, **kwargs)
-        report = trial.report()
-        report.graph_breaks = log.breaks
-        if report.fused:
-            report.notes += _later_calls(inner, args, kwargs, options, report)
+    trial = _Trial(dataclasses.replace(Options.from_user(None)[0], enabled=True, strict=False))
+    with _torch_private.not_compiled(model) as inner, _torch_private.borrowed_dynamo() as log:
+        call = trial.compiled(inner)
+        with taken_back(inner, args, kwargs):
+            call(*args, **kwargs)
+            log.refresh()
+            report = trial.taken()
+            report.graph_breaks = log.breaks
+            if report.fused:
+                report.notes += _again(trial, lambda: call(*args, **kwargs), log)
+        for size in _sizes((args, kwargs)) if report.fused else ():
+            with _torch_private.borrowed_dynamo() as later, taken_back(inner, args, kwargs):
+                more, named = _grown((args, kwargs), size)
+                report.notes += _with_size(trial, lambda: call(*more, **named), size, report, later)  # noqa: B023
     note = entry.unavailable()
     report.notes += [note] if note is not None else []
     return report
 
 
-def _later_calls(model: _Call, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options, first: FusionReport) -> list[str]:
-    """What changes behind the first call: by sizes that vary, and by what each call leaves behind for the next."""
-    trial, graphs, report = _Trial(options), [0], FusionReport()
-    with _torch_private.borrowed_dynamo() as log, taken_back(model, args, kwargs):
-        call = trial.compiled(model, dynamic=True)
+def _again(trial: _Trial, call: Callable[[], object], log: _torch_private.TraceLog) -> list[str]:
+    """Call until nothing is compiled, and say so if that has no end."""
+    for _ in range(_CALLS):
         try:
-            while len(graphs) < 2 or (len(graphs) <= _CALLS and graphs[-1] > graphs[-2]):
-                call(*args, **kwargs)
-                graphs.append(len(trial.reports))
-                report = trial.report() if len(graphs) == 2 else report
+            call()
         except Exception as error:
-            text = str(error).strip().partition("\n")[0]
-            return [f"a later call, where sizes vary, raises {type(error).__name__}: {text}"]
-    notes = []
-    if len(report.fused) < len(first.fused):
-        known = {(skipped.code, skipped.location) for skipped in first.skipped}
-        why = [f"{s.code} at {s.location}: {s.message}" for s in trial.report().skipped if (s.code, s.location) not in known]
-        why += [reason for reason in log.breaks if reason not in first.graph_breaks]
-        notes.append(f"from the second size on, {len(report.fused)} of {len(first.fused)} are fused: {'; '.join(dict.fromkeys(why))}")
-    if graphs[-1] > graphs[-2]:
-        reason = f", each for one value of its own ({log.recompiles[-1]})" if log.recompiles else ""
-        notes.append(f"every call compiles another graph{reason}; from torch's recompile_limit on all of it runs in eager")
-    return notes
+            return [f"a second call raises {_text(error)}"]
+        if not trial.taken().graph_count:
+            return []
+    log.refresh()
+    reason = f", each for one value of its own ({log.recompiles[-1]})" if log.recompiles else ""
+    return [f"every call compiles another graph{reason}; from torch's recompile_limit on all of it runs in eager"]
+
+
+def _with_size(trial: _Trial, call: Callable[[], object], size: int, first: FusionReport, log: _torch_private.TraceLog) -> list[str]:
+    """What the first call fused and a call with one more than ``size`` somewhere does not, which makes Dynamo trace that as a symbol."""
+    try:
+        call()
+    except Exception as error:
+        # Most sizes of most inputs are not the caller's to choose.
+        return [f"where inputs have another size than {size}, {_text(error)}"] if _torch_private.compiler_failed(error) else []
+    finally:
+        report = trial.taken()
+    log.refresh()
+    known = {(skipped.code, skipped.location) for skipped in first.skipped}
+    refused = [f"{s.code} at {s.location}: {s.message}" for s in report.skipped if (s.code, s.location) not in known]
+    broken = [reason for reason in log.breaks if reason not in first.graph_breaks]
+    # A frame that does not see this size is not compiled again, and what is fused in it stays.
+    fewer = len(report.fused) < len(first.fused) and (broken or report.graph_count >= first.graph_count)
+    if not refused and not fewer:
+        return []
+    return [f"less is fused where inputs have another size than {size}: {'; '.join(dict.fromkeys(refused + broken))}"]
+
+
+def _text(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
+
+def _sizes(inputs: Any) -> list[int]:
+    """Some sizes that inputs have; Dynamo compiles zero and one apart from all others, whoever chooses them."""
+    found: dict[int, None] = {}
+
+    def look(value: torch.Tensor) -> torch.Tensor:
+        if not isinstance(value, torch.nn.Parameter):
+            found.update(dict.fromkeys(size for size in value.shape if size > 1))
+        return value
+
+    _torch_private.map_tensors(look, inputs)
+    return list(found)[:_SIZES]
+
+
+def _grown(inputs: Any, size: int) -> Any:
+    """Inputs with one more wherever they have ``size``: the first entry once again."""
+
+    def grow(value: torch.Tensor) -> torch.Tensor:
+        if isinstance(value, torch.nn.Parameter) or size not in value.shape:
+            return value
+        with torch.no_grad():
+            more = value
+            for dim in [i for i, n in enumerate(value.shape) if n == size]:
+                more = torch.cat((more, more.narrow(dim, 0, 1)), dim)
+        return more.requires_grad_(value.requires_grad)
+
+    return _torch_private.map_tensors(grow, inputs)
 
 
 class _Trial:
@@ -67,26 +116,23 @@ class _Trial:
 
     def __init__(self, options: Options) -> None:
         self._options = options
-        self.reports: list[FusionReport] = []
-        self._skipped = FusionReport()
+        self._report = FusionReport()
 
-    def compiled(self, model: _Call, dynamic: bool | None = None) -> _Call:
+    def compiled(self, model: _Call) -> _Call:
         def backend(gm: torch.fx.GraphModule, example_inputs: Sequence[object]) -> _torch_private.CompiledFn:
             report = pipeline.rewrite(gm, example_inputs, self._options, entry.frame())
             compiled = _torch_private.compile_front(gm, example_inputs)
             # Behind the compiler: where it gives up on a graph, Dynamo comes back with parts of it.
-            self.reports.append(report)
+            self._report.extend(report)
             return compiled
 
         entry.enable(backend, lambda _arguments: self._options, self._frame_skipped)
-        return _torch_private.compile_apart(model, backend, dynamic)
+        return _torch_private.compile_apart(model, backend)
 
-    def report(self) -> FusionReport:
-        merged = FusionReport()
-        for report in self.reports:
-            merged.extend(report)
-        merged.skipped += self._skipped.skipped
-        return merged
+    def taken(self) -> FusionReport:
+        """What was found since the last time."""
+        report, self._report = self._report, FusionReport()
+        return report
 
     def _frame_skipped(self, found: FusionReport, _own: Options, _owner: object) -> None:
-        self._skipped.skipped += found.skipped
+        self._report.skipped += found.skipped

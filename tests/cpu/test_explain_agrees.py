@@ -131,7 +131,7 @@ def test_a_break_behind_inductors_back_is_reported() -> None:
     assert any("Dynamic shape operator" in reason for reason in report.graph_breaks), report
     assert second == (0, ["tokens-differ"])
     (note,) = report.notes
-    assert note.startswith("from the second size on, 0 of 1 are fused: tokens-differ at "), note
+    assert note.startswith(f"less is fused where inputs have another size than {T}: tokens-differ at "), note
 
 
 @pytest.mark.parametrize(("program", "guard"), [(Counts, "self.calls == "), (Remembers, "len(self.seen) == ")])
@@ -149,6 +149,19 @@ def test_later_calls_that_are_fused_make_no_note(program: type[Loop]) -> None:
     assert in_fact(program(), T, T + 1) == [(1, [])] * 2
     report = moefuse.explain(program(), torch.randn(T, H))
     assert (len(report.fused), report.skipped, report.notes) == (1, [], [])
+
+
+def test_a_layer_that_does_not_see_a_size_makes_no_note() -> None:
+    """Its frame is not compiled again, so its region is not in the report of the call with another size."""
+    layer = Loop()
+
+    def both(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        a = layer(x)
+        torch._dynamo.graph_break()
+        return a, layer(y)
+
+    report = moefuse.explain(both, torch.randn(T, H), torch.randn(T + 3, H))
+    assert (len(report.fused), report.notes) == (2, [])
 
 
 class Busy(nn.Module):
