@@ -36,7 +36,7 @@ def explain(model: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Fusi
             report.graph_breaks = log.breaks
             if report.fused:
                 report.notes += _again(trial, lambda: call(*args, **kwargs), log)
-        for size in _sizes((args, kwargs)) if report.fused else ():
+        for size in later_sizes((args, kwargs)) if report.fused else ():
             with _torch_private.borrowed_dynamo() as later, taken_back(inner, args, kwargs):
                 more, named = _grown((args, kwargs), size)
                 report.notes += _with_size(trial, lambda: call(*more, **named), size, report, later)  # noqa: B023
@@ -83,7 +83,7 @@ def _text(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
-def _sizes(inputs: Any) -> list[int]:
+def later_sizes(inputs: Any) -> list[int]:
     """Some sizes that inputs have; Dynamo compiles zero and one apart from all others, whoever chooses them."""
     found: dict[int, None] = {}
 

@@ -21,18 +21,22 @@ POINTS = {
     "torch._inductor.compile_fx": ["compile_fx"],
     "torch._inductor.config": ["post_grad_custom_post_pass", "pre_grad_custom_pass"],
     "torch._inductor.custom_graph_pass": ["CustomGraphPass"],
-    "torch._dynamo.exc": ["ShortenTraceback", "RestartAnalysis", "SkipFrame"],
+    "torch._dynamo.exc": ["ShortenTraceback", "RestartAnalysis", "SkipFrame", "BackendCompilerFailed"],
     "torch._dynamo.utils": ["counters", "graph_break_reasons", "_compilation_metrics"],
     "torch._dynamo.convert_frame": ["compile_lock", "input_codes"],
     "torch._dynamo.eval_frame": ["cached_backends", "_debug_get_cache_entry_list"],
     "torch._dynamo.guards": ["DeletedGuardManagerWrapper"],
     "torch._dynamo.pgo": ["_CODE_STATE"],
+    "torch._functorch.config": ["enable_autograd_cache"],
     "torch._guards": ["CompileContext"],
     "torch._subclasses.fake_tensor": ["FakeTensor"],
     "torch._subclasses.functional_tensor": ["FunctionalTensor", "FunctionalTensorMode"],
     "torch._logging._internal": ["trace_structured"],
     "torch.utils._filelock": ["FileLock"],
     "torch._C._autograd": ["_saved_tensors_hooks_set_tracing"],
+    "torch.utils._python_dispatch": ["TorchDispatchMode", "is_traceable_wrapper_subclass"],
+    "torch.utils._pytree": ["tree_map_only"],
+    "torch._C._autograd": ["_unsafe_set_version_counter"],
     "torch._C._dynamo.eval_frame": ["reset_code"],
     "torch._C._functorch": [
         "is_functorch_wrapped_tensor",
@@ -60,8 +64,12 @@ def test_shapes() -> None:
     assert isinstance(utils._compilation_metrics, deque)
     assert issubclass(exc.ShortenTraceback, RuntimeError)
     assert list(inspect.signature(torch._TorchCompileInductorWrapper.__init__).parameters)[1:4] == ["mode", "options", "dynamic"]
+    assert "inner_compile" in inspect.signature(import_module("torch._inductor.compile_fx").compile_fx).parameters
+    assert callable(import_module("torch.utils._python_dispatch").TorchDispatchMode.ignore_compile_internals)
     metric = import_module("torch._dynamo.utils").CompilationMetrics
-    assert {"fail_type", "fail_reason", "fail_user_frame_filename", "fail_user_frame_lineno", "co_name"} <= set(metric.__annotations__)
+    assert {"fail_type", "fail_reason", "fail_user_frame_filename", "fail_user_frame_lineno", "co_name", "recompile_reason"} <= set(
+        metric.__annotations__
+    )
 
 
 def test_lock_between_processes(tmp_path: Path) -> None:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import copy
 import functools
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
+from hypothesis import settings
 from torch import Tensor, nn
 
+import moefuse
+from moefuse import trial
 from moefuse.config import Options
 from moefuse.report import Fused, Skipped
 from moefuse.spec import ExpertsSpec
@@ -150,8 +155,6 @@ def check_model(model: MoE, *, plain: bool, full: bool = False, grad: bool = Tru
         return execute(exact, exact, tuple(t.double() if t.is_floating_point() else t for t in inputs), grad=grad)
 
     if full:
-        import moefuse
-
         compiled = torch.compile(model, backend="moefuse", fullgraph=True)
     else:
         compiled = torch.compile(model, backend=light(outcome), fullgraph=True)
@@ -163,6 +166,25 @@ def check_model(model: MoE, *, plain: bool, full: bool = False, grad: bool = Tru
         report = moefuse.last_report()
         outcome = Outcome(list(report.fused), list(report.skipped), report.graph_count)
     return outcome
+
+
+def check_explained(model: MoE, outcome: Outcome, *, grad: bool = True) -> None:
+    """``moefuse.explain`` says what the compilation said, and leaves the model and its inputs as they were."""
+    inputs, state = inputs_for(model, 0), {name: value.clone() for name, value in model.state_dict().items()}
+    fed = [t.clone() for t in inputs]
+    torch._dynamo.reset()
+    # Only of the first call: what explain says of later ones is not what ``outcome`` is about.
+    with torch.set_grad_enabled(grad), mock.patch.object(trial, "later_sizes", return_value=[]):
+        report = moefuse.explain(model, *fed)
+    found = (len(report.fused), sorted(skipped.code for skipped in report.skipped))
+    assert found == (len(outcome.fused), sorted(skipped.code for skipped in outcome.skipped)), f"explained as\n{report}\n{outcome}"
+    for before, after in (*zip(inputs, fed, strict=True), *((state[name], value) for name, value in model.state_dict().items())):
+        torch.testing.assert_close(after, before, rtol=0, atol=0, equal_nan=True)
+
+
+def explained(p: Program, full: bool) -> bool:
+    """Whether a program is explained, too: it costs as much as the rest of its check, so only some are, and in the deep profile all."""
+    return full or settings().max_examples > 100 or zlib.crc32(repr(p).encode()) % 8 == 0
 
 
 def _near(model: MoE, inputs: tuple[Tensor, ...], exactly: Callable[[MoE, tuple[Tensor, ...]], Run], grad: bool) -> list[tuple[Run, Run]]:
@@ -230,6 +252,8 @@ def check_program(p: Program, *, full: bool = False) -> Outcome:
     """A positive program: equal to the reference, and fused as one region of the expected domain and tier."""
     model = build(p)
     outcome = check_model(model, plain=True, full=full)
+    if explained(p, full):
+        check_explained(model, outcome)
     if known_gap(p):
         return outcome
     assert len(outcome.fused) == 1, f"expected one fused region\n{outcome}\n{p}"
@@ -248,7 +272,11 @@ def check_near_miss(p: Program, name: str) -> Outcome:
     """A mutated program equals eager, whatever was fused; under no_grad where eager cannot differentiate it."""
     mutation = BY_NAME[name]
     model = mutation.build(p)
-    return check_model(model, plain=False, grad=mutation.grad and differentiable(model))
+    grad = mutation.grad and differentiable(model)
+    outcome = check_model(model, plain=False, grad=grad)
+    if explained(p, full=False):
+        check_explained(model, outcome, grad=grad)
+    return outcome
 
 
 def differentiable(model: MoE) -> bool:
