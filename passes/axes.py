@@ -80,6 +80,20 @@ def reshape(axes: Axes, sizes: Sequence[Size]) -> Axes | None:
     return tuple(out) if not rest else None
 
 
+def in_order(axes: Axes) -> bool:
+    """Whether each dimension runs through neighbouring ``d`` atoms in their own order: a reshape that gave it need not have moved anything.
+
+    Atoms of size one are nobody's neighbours.
+    """
+    every = sorted(a.index for a in atoms(axes) if a.kind == "d" and not same(a.size, 1))
+    place = {index: i for i, index in enumerate(every)}
+    for axis in axes:
+        run = [place[a.index] for a in axis if a.index in place and a.kind == "d"]
+        if run and run != list(range(run[0], run[0] + len(run))):
+            return False
+    return True
+
+
 def align(row: Axis, other: Axis) -> list[tuple[Axis, Axis]] | None:
     """Cut two axes of equal extent into the shortest runs of equal extent, ``[(run of row, run of other), ...]``.
 

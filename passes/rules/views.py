@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from moefuse.passes.axes import Atom, Axes, Axis, atoms, extent, reshape
+from moefuse.passes.axes import Atom, Axes, Axis, atoms, extent, in_order, reshape
 from moefuse.passes.context import Context, as_size, normalize, out_shape
 from moefuse.passes.expr import Cast
 from moefuse.passes.facts import (
@@ -83,7 +83,18 @@ def on_reshape(ctx: Context, node: Node, x: Node, *_: Any, **__: Any) -> Any:
     if isinstance(fact, Sum | Fill):
         return fact.with_axes(reshape(fact.axes, out_shape(node)) or ()) if isinstance(fact, Fill) else None
     found = reshaped(fact, out_shape(node)) if isinstance(fact, Fact) else None
+    if type(found) is View and _moved(found):
+        return inherited(found, ctx.first[node])
     return split_tokens(ctx, fact, out_shape(node)) if found is None and isinstance(fact, Rows | Table) else found
+
+
+def _moved(view: View) -> bool:
+    """Whether a reshape had to copy rows: [B, C, H, W] with its channels behind, as [B * H * W, C]. What it gives is a tensor of its own.
+
+    Numbers without features beside them are slots in some order, which their root says; and what is repeated says so by its atoms.
+    """
+    broadcast_over = any(a.kind != "d" and not same(a.size, 1) for a in atoms(view.axes))
+    return len(view.axes) > 1 and not same(extent(view.axes[-1]), 1) and not broadcast_over and not in_order(view.axes)
 
 
 def split_tokens(ctx: Context, fact: Rows | Table, sizes: tuple[Size, ...]) -> Any:
