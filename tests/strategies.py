@@ -161,13 +161,15 @@ def programs(draw: st.DrawFn, spellings: tuple[type[Any], ...] = SPELLINGS, dtyp
     experts = draw(st.integers(max(2, top_k), 6))
     s, r = _fit_spelling(s, r, top_k)
     s, body, store, dtype = _fit_rest(s, body, store, draw(st.sampled_from(dtypes)))
+    tokens = draw(st.sampled_from(TOKENS))
+    noise = draw(choices(Noise))
     program = Program(
         spelling=s,
         routing=r,
         body=body,
         store=store,
-        noise=draw(choices(Noise)),
-        tokens=draw(st.sampled_from(TOKENS)),
+        noise=noise if len(tokens) > 1 else _with(noise, layout="features_last"),
+        tokens=tokens,
         experts=experts,
         top_k=top_k,
         hidden=8 if isinstance(s, Sorted) and dtype == "bfloat16" else draw(st.sampled_from((8, 12))),

@@ -91,8 +91,11 @@ def on_reshape(ctx: Context, node: Node, x: Node, *_: Any, **__: Any) -> Any:
 def _moved(view: View) -> bool:
     """Whether a reshape had to copy rows: [B, C, H, W] with its channels behind, as [B * H * W, C]. What it gives is a tensor of its own.
 
-    Numbers without features beside them are slots in some order, which their root says; and what is repeated says so by its atoms.
+    Numbers without features beside them are slots in some order, which their root says; what is repeated says so by its atoms; and a
+    Parameter in another order is still the weight that the user trains.
     """
+    if isinstance(tensor(view.root), torch.nn.Parameter):
+        return False
     broadcast_over = any(a.kind != "d" and not same(a.size, 1) for a in atoms(view.axes))
     return len(view.axes) > 1 and not same(extent(view.axes[-1]), 1) and not broadcast_over and not in_order(view.axes)
 

@@ -47,6 +47,10 @@ INPUTS: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
     "vector": ((H,), torch.float32),
     "other": ((B, H), torch.float32),
     "grid": ((4, 6), torch.float32),
+    "image": ((2, H, 4), torch.float32),
+    "steps": ((4, 2, H), torch.float32),
+    "image_ids": ((8, K), torch.int64),
+    "ids_first": ((2, K, 4), torch.int64),
 }
 
 

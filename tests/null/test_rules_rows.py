@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from moefuse.passes import ops
-from moefuse.passes.expr import show
+from moefuse.passes.expr import Token, show, walk
 from moefuse.passes.facts import Buffer, Column, Combined, Lost, Rows, Sum, Weight
 from tests.null.rules_case import E, H, I, K, T, assign, call, fact_of, letters, lost_code, rows_of, trace
 
@@ -61,6 +61,59 @@ ROWS: list[tuple[str, Function, tuple[str, str, str]]] = [
 @pytest.mark.parametrize(("function", "expected"), [r[1:] for r in ROWS], ids=[r[0] for r in ROWS])
 def test_rows(function: Function, expected: tuple[str, str, str]) -> None:
     assert rows_of(function) == expected
+
+
+LAYOUTS: dict[str, Function] = {
+    "features_first": lambda image, image_ids: image.permute(0, 2, 1).reshape(-1, H)[tok(image_ids)],
+    "features_first_transposed": lambda image, image_ids: image.transpose(1, 2).contiguous().view(-1, H)[tok(image_ids)],
+    "tokens_swapped": lambda steps, image_ids: steps.transpose(0, 1).flatten(0, 1)[tok(image_ids)],
+    "apart_and_together": lambda image, image_ids: image.permute(0, 2, 1).reshape(8, H).view(2, 4, H).reshape(-1, H)[tok(image_ids)],
+    "repeated": lambda image, image_ids: image.permute(0, 2, 1).reshape(-1, H).repeat_interleave(K, dim=0)[order(image_ids)],
+    "ids_first": lambda image, ids_first: image.permute(0, 2, 1).reshape(-1, H)[tok(ids_first.permute(0, 2, 1).reshape(-1, K))],
+}
+"""Rows that a reshape copied out of a tensor in another layout: row t is that of token t, whatever the layout was."""
+
+
+@pytest.mark.parametrize("function", LAYOUTS.values(), ids=LAYOUTS)
+def test_rows_of_another_layout(function: Function) -> None:
+    traced = trace(function)
+    assert isinstance(traced.fact, Rows)
+    assert letters(traced.fact.axes) == "r f"
+    (token,) = [e for e in walk(traced.fact.expr) if isinstance(e, Token)]
+    copied = next(n for n in traced.graph.nodes if n.target in ("reshape", "view", "flatten") and n.meta["example_value"].shape == (8, H))
+    assert token.source is copied, "the rows are those of the copy"
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda image, image_ids: image.permute(0, 2, 1)[tok(image_ids)],  # nobody made rows: there are two of them
+        lambda image, ids: image.permute(0, 2, 1).reshape(-1, H)[tok(ids)],  # 8 rows, 7 tokens
+        lambda image, image_ids: image.permute(0, 2, 1).reshape(H, -1)[tok(image_ids)],
+    ],
+)
+def test_rows_of_another_layout_that_are_not_the_tokens(function: Function) -> None:
+    assert not isinstance(fact_of(function), Rows)
+
+
+def test_slots_of_another_layout_keep_their_ids() -> None:
+    """[T, K] turned over and flattened: numbers of slots are read from the ids, and are in another order than theirs."""
+    fact = fact_of(lambda ids: ids.t().reshape(-1))
+    assert fact.root.target == "ids"
+
+
+def test_a_parameter_in_another_order_stays_the_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The op reads it where it is stored; a copy would be made for every call."""
+
+    def function(w_in: Any) -> Any:
+        return w_in.permute(0, 2, 1).reshape(E * H, 2 * I).view(E, H, 2 * I)[1]
+
+    assert fact_of(function).root.target != "w_in"
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *args, **options: torch.nn.Parameter(empty(*args, **options)))
+    weight = fact_of(function)
+    assert isinstance(weight, Weight)
+    assert (weight.root.target, weight.expert) == ("w_in", 1)
 
 
 def test_rows_of_another_tensor_are_lost() -> None:

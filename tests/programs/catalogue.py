@@ -226,6 +226,24 @@ _ODD = (
         "slots",
     ),
     Entry(
+        "channels_before_tokens",
+        "[B, C, N] of a vision model: rows are copied out of the input",
+        Program(noise=Noise(layout="features_first", flatten="reshape"), tokens=(2, 3)),
+        "selected",
+    ),
+    Entry(
+        "sequence_before_batch",
+        "[S, B, H] of a time series, transposed and made contiguous",
+        Program(Sorted(), noise=Noise(layout="tokens_swapped", residual=True), tokens=(2, 4)),
+        "sorted",
+    ),
+    Entry(
+        "masked_channels_before_tokens",
+        "every expert on every token, of which rows were copied out of the input",
+        Program(Masked(), noise=Noise(layout="features_first", shared="gated"), tokens=(2, 3)),
+        "masked",
+    ),
+    Entry(
         "gathered_outputs_of_folded_tokens",
         "[B, S] tokens are flattened before every expert runs on them",
         Program(Dense(weights="gather"), noise=Noise(flatten="flatten", pre_norm=True), tokens=(2, 3), top_k=1),

@@ -41,14 +41,19 @@ class MoE(nn.Module):
         self.router = routing.Router(p)
         self.experts = store.make(p)
         self.mix = FAMILY[type(p.spelling)].make(p, hooks)
-        self.flatten = Style(p.noise).flatten
+        self.flatten, self.layout = Style(p.noise).flatten, Style(p.noise).layout
         self.shared = SharedMLP(p) if p.noise.shared != "none" else None
         self.norm_weight = nn.Parameter(torch.ones(p.hidden)) if p.noise.pre_norm else None
 
     def prepare(self, x: Tensor) -> Tensor:
-        """Hidden states [..., H] to rows [T, H], normalised where the program says so."""
+        """Hidden states to rows [T, H], normalised where the program says so."""
+        x = self.arrange(x)
         x = x if self.norm_weight is None else rms_norm(x, self.norm_weight)
         return self.flatten(x) if x.dim() > 2 else x
+
+    def arrange(self, x: Tensor) -> Tensor:
+        """[*tokens, H] from the input's layout, or the other way round."""
+        return x.permute(self.layout) if x.dim() > 2 and self.layout != (0, 1, 2) else x
 
     def forward(self, x: Tensor, ids: Tensor | None = None, weights: Tensor | None = None) -> tuple[Tensor, ...]:
         p = self.program
@@ -57,7 +62,7 @@ class MoE(nn.Module):
         out = self.mix(self.experts, h, routed)
         if self.shared is not None:
             out = out + self.shared(h)
-        out = out.view(x.shape)
+        out = self.arrange(out.view(self.arrange(x).shape))
         if p.noise.residual:
             out = x + out
         outputs = (out,)
@@ -91,7 +96,7 @@ def inputs_for(model: MoE, seed: int = 0) -> tuple[Tensor, ...]:
         x = torch.randn(*p.tokens, p.hidden, generator=generator).to(dtype)
         rows = x.numel() // p.hidden
         ids = torch.rand(rows, p.experts, generator=generator).argsort(-1)[:, : p.top_k]
-        return x, ids, torch.rand(rows, p.top_k, generator=generator).to(dtype)
+        return model.arrange(x).contiguous(), ids, torch.rand(rows, p.top_k, generator=generator).to(dtype)
     router, twin = model, gold(model, plain=True)
     gap = 1e-4 if dtype == torch.float32 else 2e-2
     with torch.no_grad():
@@ -101,7 +106,7 @@ def inputs_for(model: MoE, seed: int = 0) -> tuple[Tensor, ...]:
             if not bad.any():
                 break
             rows[bad] = torch.randn(int(bad.sum()), p.hidden, generator=generator).to(dtype)
-    return (rows.reshape(*p.tokens, p.hidden),)
+    return (model.arrange(rows.reshape(*p.tokens, p.hidden)).contiguous(),)
 
 
 def _near_tie(router: MoE, twin: MoE, rows: Tensor, gap: float) -> Tensor:

@@ -219,12 +219,13 @@ class Dense(_Short):
 
 @dataclass(frozen=True, repr=False)
 class Noise(_Short):
-    """Changes of spelling that change nothing, and things around the layer."""
+    """Changes of spelling that change nothing, and things around the layer. ``layout``: that of the input, of which rows are made."""
 
     noop: Literal["none", "contiguous", "reshape", "to", "clone", "view_as", "double_unsqueeze"] = "none"
     mul: Literal["infix", "commuted", "method", "function"] = "infix"
     last: Literal["none_index", "unsqueeze", "view", "keyword"] = "unsqueeze"
     flatten: Literal["view", "reshape", "flatten"] = "view"
+    layout: Literal["features_last", "features_first", "tokens_swapped"] = "features_last"
     logits_out: bool = False
     counts_out: bool = False
     residual: bool = False
@@ -359,6 +360,7 @@ def _selected_rules(_p: Program, s: Selected) -> list[Rule]:
 def invalid(p: Program) -> str | None:
     """Why this combination is not a program anybody can run (or not a mixture of experts); None when it is fine."""
     rules = _routing_rules(p) + _storage_rules(p)
+    rules += [(p.noise.layout != "features_last" and len(p.tokens) == 1, "one dimension of tokens has nothing to be swapped with")]
     rules += [(p.inter == 1 and "norm" in p.body.extra, "a norm over one feature is nothing but rounding")]
     match p.spelling:
         case Sorted() as s:

@@ -34,7 +34,10 @@ FLATTEN: dict[str, Callable[[Tensor], Tensor]] = {
     "view": lambda x: x.view(-1, x.shape[-1]),
     "reshape": lambda x: x.reshape(-1, x.size(-1)),
     "flatten": lambda x: x.flatten(0, -2),
+    "moved": lambda x: x.contiguous().view(-1, x.shape[-1]),
 }
+LAYOUT: dict[str, tuple[int, ...]] = {"features_last": (0, 1, 2), "features_first": (0, 2, 1), "tokens_swapped": (1, 0, 2)}
+"""How [*tokens, H] becomes the layer's input, and back again: each is its own inverse."""
 
 
 class Style:
@@ -44,7 +47,8 @@ class Style:
         self.mul = MULTIPLY[noise.mul]
         self.noop = NOOP[noise.noop]
         self.last = LAST[noise.last]
-        self.flatten = FLATTEN[noise.flatten]
+        self.flatten = FLATTEN[noise.flatten if noise.layout == "features_last" or noise.flatten != "view" else "moved"]
+        self.layout = LAYOUT[noise.layout]
 
     def weigh(self, y: Tensor, w: Tensor) -> Tensor:
         """Multiply rows by their routing weight (already with a trailing dimension) and stay in the rows' dtype."""
