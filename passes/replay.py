@@ -10,6 +10,7 @@ import torch
 from torch.fx import Node
 
 from moefuse.capture.assumptions import Assumption
+from moefuse.passes.guards import Guards
 from moefuse.passes.older import execute
 from moefuse.passes.ops import call_of, fake
 from moefuse.passes.synthetic import Inputs
@@ -18,9 +19,10 @@ from moefuse.passes.synthetic import Inputs
 class Run:
     """What became of the nodes of one replay. ``values`` has those that ran, and copies of the leaves that they read."""
 
-    def __init__(self, values: Inputs, leaves: dict[Node, Any]) -> None:
+    def __init__(self, values: Inputs, leaves: dict[Node, Any], nodes: Sequence[Node] = (), bodies: Sequence[Assumption] = ()) -> None:
         self.inputs, self.leaves = values, leaves
         self.values: dict[Node, Any] = {}
+        self.guards = Guards(bodies, nodes, self.values)
 
     def value(self, node: Node) -> Any:
         """The value of a node now; an assignment by index has that of its target."""
@@ -31,7 +33,7 @@ class Run:
         first = self.inputs.first(node)
         if first in self.leaves and node not in self.leaves:
             return self.value(first)
-        if node in self.leaves:
+        if node in self.leaves or self.guards.jump(node, self.value):
             given = self.leaves[node]
             self.values[node] = given.clone() if isinstance(given, torch.Tensor) else given
             return self.values[node]
@@ -39,7 +41,7 @@ class Run:
 
     def run(self, node: Node) -> None:
         """Run one node, unless its value was given."""
-        if node in self.leaves:
+        if node in self.leaves or self.guards.jump(node, self.value):
             return
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), self.value)
         call = call_of(node)
@@ -56,8 +58,8 @@ class Run:
 
 
 def replay(nodes: Sequence[Node], values: Inputs, leaves: dict[Node, Any], bodies: Sequence[Assumption] = ()) -> Run:
-    """Execute nodes in order on real tensors, the body of a loop once for every expert it stands for."""
-    run = Run(values, leaves)
+    """Execute nodes in order on real tensors, the body of a loop once for every expert it stands for, what is guarded if that holds."""
+    run = Run(values, leaves, nodes, bodies)
     for step in _steps(nodes, bodies, values):
         if isinstance(step, Node):
             run.run(step)
@@ -71,7 +73,7 @@ def _steps(
 ) -> Iterator[Node | Callable[[dict[Node, Any]], dict[Node, Any]]]:
     """Nodes in the order to run them, and what to set in between: the number of an expert, and what its turn carries over to the next."""
     done: set[Node] = set()
-    body_of = {node: body for body in reversed(bodies) for node in body.nodes}
+    body_of = {node: body for body in reversed(bodies) if body.row_node is not None for node in body.nodes}
     for node in nodes:
         body = body_of.get(node)
         if body is None:

@@ -50,7 +50,7 @@ def verify(
         assumptions: what capture assumed; a loop body that stands for several experts is run for each of them.
     """
     values = Inputs(ctx, region, known)
-    bodies = [a for a in assumptions if a.row_node is not None and a.nodes & region.nodes]
+    bodies = [a for a in assumptions if (a.row_node is not None or a.kind == "size") and a.nodes & region.nodes]
     around = Around(ctx, region, new_nodes)
 
     def probe(kind: str) -> Errors | str:

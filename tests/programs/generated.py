@@ -74,7 +74,12 @@ SKIPS = {
     "any": "if not (ids == e).any(): continue",
 }
 
-GATHERS = {"index": "x[tok]", "select": "x.index_select(0, tok)", "none": "x[None, tok].reshape(-1, H)"}
+GATHERS = {
+    "index": "x[tok]",
+    "counted": "x[tok].view(len(tok), -1)",
+    "select": "x.index_select(0, tok)",
+    "none": "x[None, tok].reshape(-1, H)",
+}
 
 ADDS = {
     "index_add_": "out.index_add_(0, tok, y)",
@@ -302,4 +307,6 @@ def sensible(p: Loop) -> bool:
         whole = p.add in ("append", "fill")
         return not ((whole and p.twist in ("weighs_twice", "unweighted")) or (p.twist.startswith("list_") and p.add != "append")
                     or ("join" in twist and p.add != "append") or (p.rows != "rows" and p.twist == "starts_late"))  # fmt: skip
+    if p.gather == "counted" and (p.over != "range" or p.skip in ("no", "any")):
+        return False  # without rows the other size is open, and only a branch on their number goes around that
     return not (("hit" in twist and p.over in ("range", "unique", "unique_list")) or p.add in ("append", "fill"))
