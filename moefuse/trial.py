@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -62,7 +64,8 @@ def _again(trial: _Trial, call: Callable[[], object], log: _torch_private.TraceL
 def _with_size(trial: _Trial, call: Callable[[], object], size: int, first: FusionReport, log: _torch_private.TraceLog) -> list[str]:
     """What the first call fused and a call with one more than ``size`` somewhere does not, which makes Dynamo trace that as a symbol."""
     try:
-        call()
+        with _quiet():
+            call()
     except Exception as error:
         # Most sizes of most inputs are not the caller's to choose.
         return [f"where inputs have another size than {size}, {_text(error)}"] if _torch_private.compiler_failed(error) else []
@@ -77,6 +80,17 @@ def _with_size(trial: _Trial, call: Callable[[], object], size: int, first: Fusi
     if not refused and not fewer:
         return []
     return [f"less is fused where inputs have another size than {size}: {'; '.join(dict.fromkeys(refused + broken))}"]
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without log messages: Dynamo reports, as an error of the program, that it cannot take another size."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)
 
 
 def _text(error: Exception) -> str:
