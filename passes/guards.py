@@ -35,7 +35,7 @@ class Guards:
         if guard is None:
             return False
         call = call_of(node)
-        before = node.all_input_nodes[0] if call is not None and call.inplace else None
+        before = call.targets[0] if call is not None and call.targets else None
         for _, old, new in guard.carried:
             before = old if new is node and isinstance(old, Node) else before
         if before is not None:
