@@ -123,6 +123,8 @@ def _by_name(node: Node) -> tuple[Node, ...]:
     python = (isinstance(target, str) and target.startswith("__")) or getattr(target, "__module__", "") in ("_operator", "operator")
     if name in ("setitem", "delitem") or ((python or plain_name(target).startswith(_NUMPY)) and is_augmented(name)):
         return tuple(_nodes(node.args[:1]))
+    if getattr(target, "__module__", "") in ("_operator", "operator"):
+        return ()  # ``and_`` and ``or_`` have their names from Python's grammar
     if _schemas_of(name):
         return _at(node, _places_by_name(name))
     first = node.args[0] if node.args else node.kwargs.get("input", node.kwargs.get("self"))

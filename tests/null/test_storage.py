@@ -155,6 +155,8 @@ SPELLINGS: list[tuple[Callable[..., Any], tuple[str, ...]]] = [
     (lambda x: torch.ops.aten.add_.Tensor(x, 1), ("x",)),
     (lambda x: torch.ops.aten.add_(x, 1), ("x",)),
     (lambda x: x.neg(), ()),
+    (lambda ids: ids & 3, ()),  # ``operator.and_`` has its name from Python's grammar
+    (lambda ids: call(operator.iand, ids, ids, 3), ("ids",)),
     (lambda x: x.sort(0), ()),  # lists of scripts have methods of this name that write
     (lambda x, x2: call(lambda a, b: a, x, x, x2), ("x", "x2")),
 ]  # fmt: skip
