@@ -119,7 +119,7 @@ def written_out(graph: Graph, assumptions: Sequence[Assumption] = ()) -> tuple[G
         if body is None:
             copied(node)
         elif node not in done:
-            inside = sorted((n for n in body.nodes if n in place), key=place.__getitem__)
+            inside = _with_sizes(body, place, body_of)
             done.update(inside)
             own = {n: {m: nodes[s] for m, s in same.items()} for n, same in body.siblings.items()}
             for member in body.members:
@@ -129,6 +129,17 @@ def written_out(graph: Graph, assumptions: Sequence[Assumption] = ()) -> tuple[G
                 nodes.update({old: nodes[n] for _, old, n in body.carried if isinstance(old, Node) and n in nodes})
             begun(body, body.row, own)
     return new, nodes
+
+
+def _with_sizes(body: Assumption, place: Mapping[Node, int], body_of: Mapping[Node, Assumption]) -> list[Node]:
+    """The nodes of a body in order, with those between them that read them: sizes, which Dynamo asks for outside of the program."""
+    order = list(place)
+    inside = {n for n in body.nodes if n in place}
+    first, last = min(map(place.__getitem__, inside)), max(map(place.__getitem__, inside))
+    for node in order[first:last]:
+        if body_of.get(node, body) is body and not inside.isdisjoint(node.all_input_nodes):
+            inside.add(node)
+    return sorted(inside, key=place.__getitem__)
 
 
 def _number(graph: Graph, row: Node, member: int) -> Node:

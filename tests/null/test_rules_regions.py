@@ -173,3 +173,27 @@ def test_other_layers_have_other_signatures(options: dict[str, Any]) -> None:
 
 def test_the_tier_is_part_of_the_signature() -> None:
     assert of_layer() != of_layer("grouped")
+
+
+def started(x: Any, ids: Any, weights: Any, w_up: Any, w_out: Any, vector: Any, *, at: str) -> Any:
+    """A vector added in place to the accumulator before the experts, or to what it is made of."""
+    start = torch.zeros_like(x)
+    if at == "before":
+        start = start.add(vector)
+    out = start.clone()
+    if at == "inside":
+        out.add_(vector)
+    for e in range(E):
+        tok, slot = torch.where(ids == e)
+        out.index_add_(0, tok, F.linear(F.silu(F.linear(x[tok], w_up[e])), w_out[e]) * weights[tok, slot, None])
+    return out
+
+
+def from_start(at: str) -> Callable[..., Any]:
+    return lambda x, ids, weights, w_up, w_out, vector: started(x, ids, weights, w_up, w_out, vector, at=at)
+
+
+def test_what_the_accumulator_held_is_part_of_the_signature() -> None:
+    """A layer that starts from zeros says nothing about one that adds to something, or that writes to its accumulator first."""
+    found = [signed(f) for f in map(from_start, ("nowhere", "before", "inside")) if any(isinstance(r, Region) for r in regions(f))]
+    assert len(set(found)) == len(found) >= 2
