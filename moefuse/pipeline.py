@@ -104,7 +104,8 @@ def rewrite_and_keep(
         saved.restore()
         log.error("%s at %s: the graph goes to the compiler as it was", error.skipped.message, error.skipped.location or "an unknown place")
         report.skipped.append(error.skipped)
-        return _unless_assumed(frame, report), None
+        _retrace(frame, gm, report, options, "the rewritten graph would do something else")
+        return report, None
     except Exception as error:
         saved.restore()
         log.exception("moefuse failed on this graph; it goes to the compiler as it was")
@@ -116,14 +117,15 @@ def rewrite_and_keep(
     # What an earlier attempt at this frame refused, and this one finds again, is one refusal.
     report.skipped = [skipped for skipped in report.skipped if (skipped.code, skipped.location) not in found] + result.skipped
     if frame is not None:
-        _settle(frame, gm, report, result, options)
+        _settle(frame, gm, report, result.undischarged, options)
     if result.fused and options.verify == "graph":
         difference = _validated(saved, gm, example_inputs, result.replaced, assumptions, report)
         if difference is not None:
             saved.restore()
             report.fused = []
             report.skipped.append(difference)
-            return _unless_assumed(frame, report), None
+            _retrace(frame, gm, report, options, "the graphs do not agree")
+            return report, None
     if result.fused:
         _prepare_kernel(example_inputs or ())
     return report, saved
@@ -151,9 +153,15 @@ def _unless_assumed(frame: Frame | None, report: FusionReport) -> FusionReport:
     return report
 
 
-def _settle(frame: Frame, gm: torch.fx.GraphModule, report: FusionReport, result: Any, options: Options) -> None:
+def _retrace(frame: Frame | None, gm: torch.fx.GraphModule, report: FusionReport, options: Options, why: str) -> None:
+    """A graph that was put back as a whole is traced again where only moefuse could trace it."""
+    if frame is not None:
+        _settle(frame, gm, report, [Undischarged(a, why) for a in frame.assumptions], options)
+
+
+def _settle(frame: Frame, gm: torch.fx.GraphModule, report: FusionReport, undischarged: list[Undischarged], options: Options) -> None:
     """The last look before the graph is compiled: every assumption is discharged, and no size is left that only moefuse made traceable."""
-    problems: list[Undischarged] = result.undischarged if frame.assumptions else []
+    problems = undischarged if frame.assumptions else []
     left = _left(gm) if frame.traces_data else None
     if problems or left is not None:
         if options.strict:

@@ -103,12 +103,15 @@ def _gradient_differences(want: Outcome, got: Outcome, regions: Sequence[Region]
 
 
 def _writer(graph: Graph, name: str) -> Node | None:
-    """The first operation that writes to an input or an attribute."""
+    """The first operation that writes to an input or an attribute, or to a view of it."""
+    named = (n for n in graph.nodes if n.op in ("placeholder", "get_attr") and name in (_torch_private.source_name(n), str(n.target)))
+    value = next((v for n in named if (v := tensor(n)) is not None), None)
     node: Node
-    for node in graph.nodes:
+    for node in graph.nodes if value is not None else ():
         call = call_of(node)
         for target in call.targets if call is not None else ():
-            if name in (_torch_private.source_name(target), str(target.target)):
+            written = tensor(target)
+            if written is not None and value is not None and _torch_private.same_storage(written, value):
                 return node
     return None
 

@@ -223,18 +223,6 @@ def test_faults_in_a_checkpoint_are_found(monkeypatch: pytest.MonkeyPatch) -> No
     assert "the result of the experts" in skipped.message
 
 
-def test_a_captured_loop_retreats(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its graph must not be used as it stands: one iteration stands for several."""
-    injected(monkeypatch, scale_result)
-    model, x = Loop(), torch.randn(5, H)
-    got = torch.compile(model, backend="moefuse", options={"verify": "graph"})(x)
-    torch.testing.assert_close(got, model(x))
-    report = moefuse.last_report()
-    assert report is not None
-    assert report.fused == []
-    assert "graph-differs" in {s.code for s in report.skipped}
-
-
 def test_nothing_of_the_users_is_touched() -> None:
     model, x = Layer(), torch.randn(5, H)
     state, before, random = copy.deepcopy(model.state_dict()), x.clone(), torch.get_rng_state()
@@ -272,3 +260,34 @@ def test_the_probe_alone_does_not_look_at_the_graph(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(validate, "validate", lambda *_: pytest.fail("compared"))
     torch.compile(Layer(), backend="moefuse")(torch.randn(5, H))
+
+
+class Unrolled(Loop):
+    """Every expert in the graph: its sizes depend on data, which is traced for moefuse's sake only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.gate(x).softmax(-1).topk(K)
+        out = torch.zeros_like(x)
+        for e in range(E):
+            tok, slot = torch.where(ids == e)
+            out.index_add_(0, tok, self.experts[e](x[tok]) * weights[tok, slot, None])
+        return out
+
+
+@pytest.mark.parametrize("model", [Loop, Unrolled], ids=lambda m: m.__name__)
+def test_what_only_moefuse_could_trace_is_traced_again(model: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One iteration stands for several, or sizes depend on data: without the fused op Inductor must not get such a graph."""
+    injected(monkeypatch, scale_result)
+    module, x = model(), torch.randn(5, H)
+    got = torch.compile(module, backend="moefuse", options={"verify": "graph"})(x)
+    torch.testing.assert_close(got, module(x))
+    report = moefuse.last_report()
+    assert report is not None
+    assert report.fused == []
+    assert [s.code for s in report.skipped] == ["graph-differs"]
+
+
+def test_strict_raises_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    injected(monkeypatch, scale_result)
+    with pytest.raises(moefuse.FusionError, match="graph-differs: run as a whole before and after the rewrite"):
+        torch.compile(Unrolled(), backend="moefuse", options={"verify": "graph", "strict": True})(torch.randn(5, H))
