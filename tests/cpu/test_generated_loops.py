@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ from hypothesis import strategies as st
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.torch_version import TorchVersion
 
-from moefuse import Options
+import moefuse
+from moefuse import Options, _torch_private, trial
+from moefuse.report import FusionReport
 from tests.cpu.capture_case import Packed, Seen, call, capturing, plain, same
 from tests.programs import generated
 from tests.programs.generated import Loop
@@ -145,6 +148,40 @@ FOUND = {
     ),
 }
 """What a search found: computed wrongly once, without the verification."""
+
+
+def outcome(run: Callable[[], FusionReport | None]) -> tuple[object, ...]:
+    """What a compilation says: how many regions are fused, the codes of others; or its error."""
+    torch._dynamo.reset()
+    try:
+        report = run()
+    except Exception as error:
+        return (type(error).__name__,)
+    assert report is not None
+    return len(report.fused), sorted(skipped.code for skipped in report.skipped)
+
+
+@pytest.mark.parametrize("loops", [rows_loops, cut_loops])
+def test_explain_says_what_the_backend_does(loops: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of the backend but Inductor's code generation, which neither refuses nor fuses anything."""
+    names = ["none", *generated.twists(cut=loops is cut_loops)]
+    monkeypatch.setattr(_torch_private, "compile_fx", lambda gm, inputs, *_: _torch_private.compile_front(gm, inputs))
+    monkeypatch.setattr(trial, "later_sizes", lambda _: [])
+
+    @settings(phases=PHASES, max_examples=EXAMPLES)
+    @given(loops(st.sampled_from(names)), st.booleans())  # type: ignore[operator]
+    def run(loop: Loop, grad: bool) -> None:
+        model, both = Packed(generated.layer(loop)()), torch.cat((torch.randn(5, H), logits_for("random", 5)), dim=1)
+
+        def compiled() -> FusionReport | None:
+            torch.compile(copy.deepcopy(model), backend="moefuse")(both)
+            return moefuse.last_report()
+
+        with torch.set_grad_enabled(grad):
+            expected = outcome(compiled)
+            assert outcome(lambda: moefuse.explain(model, both)) == expected, f"{loop}\n{loop.text}"
+
+    run()
 
 
 @pytest.mark.parametrize("loop", FOUND.values(), ids=FOUND)
