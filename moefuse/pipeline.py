@@ -117,7 +117,7 @@ def rewrite_and_keep(
     # What an earlier attempt at this frame refused, and this one finds again, is one refusal.
     report.skipped = [skipped for skipped in report.skipped if (skipped.code, skipped.location) not in found] + result.skipped
     if frame is not None:
-        _settle(frame, gm, report, result.undischarged, options)
+        _settle(frame, gm, report, result.undischarged if frame.assumptions else [], options)
     if result.fused and options.verify == "graph":
         difference = _validated(saved, gm, example_inputs, result.replaced, assumptions, report)
         if difference is not None:

@@ -28,6 +28,7 @@ class Guards:
         self._of = {node: found for node in nodes if (found := [a for a in conditions if node in a.nodes])}
         self._sizes = _sizes(nodes) if self._of else {}
         self._env = env
+        self._jumped: set[Node] = set()
 
     def jump(self, node: Node, value: Callable[[Node], Any]) -> bool:
         """Whether a node is jumped over. What it writes to, or the local that it replaces, then stays what it was."""
@@ -38,7 +39,9 @@ class Guards:
         before = call.targets[0] if call is not None and call.targets else None
         for _, old, new in guard.carried:
             before = old if new is node and isinstance(old, Node) else before
-        if before is not None:
+        if before is None or before in self._jumped:
+            self._jumped.add(node)
+        else:
             self._env[node] = value(before)
         return True
 

@@ -237,11 +237,12 @@ def _escapes(ctx: Context, region: Region) -> Lost | None:
 
 
 def _stale(ctx: Context, region: Region) -> Lost | None:
-    """Nothing but the result's readers finds a version of some storage that the region made."""
+    """Nothing but the result's readers finds a version of the accumulator that the region made."""
     last, holders = ctx.position[region.anchor], set(region.holders)
+    results = {name for h in region.holders for name in ctx.memory.storages(h)}
     first: dict[Node, int] = {}
     for node in region.nodes:
-        for name in (name for t in ctx.memory.targets[node] for name in ctx.memory.storages(t)):
+        for name in (name for t in ctx.memory.targets[node] for name in ctx.memory.storages(t) if name in results):
             first[name] = min(first.get(name, last), ctx.position[node])
     for name, start in first.items():
         for alias in ctx.aliases[name]:
