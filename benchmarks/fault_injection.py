@@ -45,8 +45,6 @@ def one(name: str, seed: int, most: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    from _timing import by_line, environment
-
     from tests.programs.effects.faults import FAULTS
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -61,10 +59,18 @@ def main() -> None:
         for row in pool.map(one, *zip(*((name, seed, args.most) for name in args.faults for seed in range(args.seeds)), strict=True)):
             print(json.dumps({k: v for k, v in row.items() if k != "program"}), row.get("program", ""), sep="\n", flush=True)
             found.append(row)
+            _write(args.out, found, args.faults)
     seen = {row["fault"] for row in found if row["found"]}
     print(f"{len(seen)} of {len(args.faults)} faults seen; most programs {max((r['programs'] for r in found if r['found']), default=0)}")
-    if args.out:
-        args.out.write_text(by_line({**environment(), "seen": len(seen), "faults": len(args.faults)}, "searches", found))
+
+
+def _write(out: Path | None, found: list[dict[str, Any]], faults: list[str]) -> None:
+    """What is found so far: a search may take long."""
+    from _timing import by_line, environment
+
+    if out is not None:
+        seen = {row["fault"] for row in found if row["found"]}
+        out.write_text(by_line({**environment(), "seen": len(seen), "faults": len(faults)}, "searches", found))
 
 
 if __name__ == "__main__":

@@ -39,10 +39,15 @@ _DIMS: dict[str, tuple[int, int | None]] = {
 
 @dataclass(frozen=True, eq=False)
 class Standin:
-    """What a node of a rewrite stands for: whoever read ``holders`` reads it now, and the writes among ``nodes`` are made by it."""
+    """What a node of a rewrite stands for: whoever read ``holders`` reads it now, and the writes among ``nodes`` are made by it.
+
+    ``base``: what it adds to, as ``adds`` did one after another.
+    """
 
     holders: tuple[Node, ...]
     nodes: frozenset[Node]
+    base: Node | None = None
+    adds: tuple[Node, ...] = ()
 
 
 class Context:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch.fx import Graph, Node
 
 from moefuse.capture.siblings import keep
-from moefuse.passes.context import Context
+from moefuse.passes.context import Context, Standin
 from moefuse.passes.leftovers import ASSERTS, MODES, draws, plain_value, pure, users_own
 from moefuse.passes.ops import SIZE_QUERIES, fake
 
@@ -96,12 +96,24 @@ class _Reader:
     def _cut(self, result: Node) -> None:
         """From here on ``result`` is what the nodes that are gone had made."""
         gone, memory = self.ctx.results[result], self.ctx.memory
+        self._check_base(gone)
         self.carried.add(result)
         for holder in gone.holders:
             for name in memory.storages(holder):
                 mine = [w for w in memory.writes.get(name, ()) if w in gone.nodes]
                 if mine:
                     self.cuts[name] = self.last[name] = mine[-1]
+
+    def _check_base(self, gone: Standin) -> None:
+        """What is in the base now is what those that added to it found there, but for what they had written themselves."""
+        memory = self.ctx.memory
+        for name in memory.storages(gone.base) if gone.base is not None else ():
+            for add in gone.adds:
+                expected = memory.version(name, add)
+                reads = any(name in memory.storages(i) for i in self.before.reads.get(add, ()))
+                if reads and expected not in gone.adds and self.last.get(name) is not expected:
+                    lost = "what was there before" if expected is None else f"what `{expected.name}` wrote"
+                    raise EffectsDifferError(add, f"would not add to {lost}")
 
     def _check(self, node: Node) -> None:
         now = set(node.all_input_nodes)

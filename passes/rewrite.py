@@ -23,7 +23,8 @@ def replace(ctx: Context, region: Region, result: Node) -> None:
         # A later region may read this result directly: it is emitted with, and verified as, the new node.
         ctx.replaced[holder] = result
     ctx.first[result] = region.value
-    ctx.results[result] = Standin(tuple(region.holders), frozenset(region.nodes))
+    adds = (region.anchor, *(p.node for p in region.parts))
+    ctx.results[result] = Standin(tuple(region.holders), frozenset(region.nodes), region.base, adds)
     if result not in ctx.position:
         ctx.memory.introduce(result, region.value)
     sweep(ctx.graph, region.nodes, ctx)

@@ -1,34 +1,43 @@
 """Faults put back one at a time, each with a program that shows it: whether the generator would see what it is there for.
 
-A fault is a context manager that makes moefuse wrong in one way. ``program`` is the smallest one known to show it, ``kinds`` are the kinds
-of programs among which a search finds some: benchmarks/fault_injection.py counts how many it takes.
+A fault makes moefuse wrong in one way. ``program`` is the smallest one known to show it, ``kinds`` are the kinds of programs among which a
+search finds some: benchmarks/fault_injection.py counts how many it takes. Where something else would catch the fault, that is switched off
+with it, and tested to catch it: ``defences``.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from unittest import mock
 
+from tests.programs.effects import broken
+from tests.programs.effects.broken import Broken
 from tests.programs.effects.layers import Spelling
 from tests.programs.effects.program import NAMES, Effect, Program, draw
 from tests.programs.effects.run import Verdict, verdict
 
 
-def there() -> AbstractContextManager[None]:
-    """Nothing to put back: the fault is still there."""
-    return nullcontext()
-
-
 @dataclass(frozen=True)
 class Fault:
-    """``put_back``: what makes moefuse wrong, and why that is wrong."""
+    """``cause``: what makes moefuse wrong; ``why`` that is wrong. ``defences``: what has to be off, too, each of which alone catches it."""
 
     why: str
-    put_back: Callable[[], AbstractContextManager[None]]
+    cause: Broken
     program: Program
     kinds: tuple[str, ...] = NAMES
+    defences: Mapping[str, Broken] = field(default_factory=dict)
+
+    @contextmanager
+    def put_back(self, on: str | None = None) -> Iterator[None]:
+        """Moefuse with the fault; ``on``: a defence that stays."""
+        off = [b for name, part in self.defences.items() if name != on for b in part]
+        with ExitStack() as stack:
+            for owner, name, instead in (*self.cause, *off):
+                stack.enter_context(mock.patch.object(owner, name, instead))
+            yield
 
 
 def _program(body: str, *statements: tuple[str, str], route: str = "softmax", twins: bool = False, verify: str = "probe") -> Program:
@@ -36,56 +45,63 @@ def _program(body: str, *statements: tuple[str, str], route: str = "softmax", tw
     return Program(Spelling(body, route, expert="stacked"), effects, twins=twins, grad=False, verify=verify, tokens=(5, 5))
 
 
+LOOK = {"last look": broken.NO_LAST_LOOK}
+
 FAULTS: dict[str, Fault] = {
     "storage by names": Fault(
-        "a view whose name is on no list is taken for a new tensor",
-        there,
+        "a view whose name is on no list is taken for a new tensor, by the last look too",
+        broken.STORAGE_BY_NAMES,
         _program("table", ("tabled", "torch.atleast_2d(weights).cpu().clamp_(min=0.05)"), verify="off"),
         ("views", "updates", "mixed"),
     ),
     "updates dropped": Fault(
         "a write to what outlives the call seems to write to nothing, and goes with a captured loop",
-        there,
+        broken.UPDATES_DROPPED,
         _program("hits", ("routed", "self.usage.data.add_(1)")),
         ("updates", "views", "mixed"),
+        LOOK,
     ),
     "erased in the region": Fault(
-        "a write goes because it stands in the region",
-        there,
+        "a write goes because it stands in the region: it is to the accumulator, but not the region's own",
+        broken.ERASED_IN_REGION,
         _program("rows", ("before", "out.add_(x)"), verify="off"),
         ("neutral", "views", "mixed"),
+        LOOK,
     ),
     "proof on neutral values": Fault(
         "a write goes because it stands in the region, and the proof takes the values that parameters happen to have",
-        there,
+        broken.ERASED_IN_REGION,
         _program("rows", ("before", "out.add_(self.shift)")),
         ("neutral", "mixed"),
+        LOOK | {"drawn values": broken.REAL_VALUES},
     ),
     "casts keep ids": Fault(
         "a cast that makes one id of several keeps what is known of ids",
-        there,
+        broken.CASTS_KEEP_IDS,
         replace(_program("rows", ("routed", "ids = ids.bool().long()"), verify="off"), spelling=Spelling("rows", add="iadd")),
         ("ids", "mixed"),
     ),
     "equal layers": Fault(
         "a layer is not proved because one like it was, whatever is added to either",
-        there,
-        _program("rows", ("before", "out.add_(self.shift)"), twins=True),
+        broken.ERASED_IN_REGION,
+        _program("rows", ("before", "out.add_(self.number)"), twins=True),
         ("twins", "mixed"),
+        LOOK | {"layers that are the same": broken.EQUAL_LAYERS},
     ),
     "no last look": Fault(
         "a write goes because it stands in the region, and effects are not compared at the end",
-        there,
+        broken.NO_LAST_LOOK,
         _program("rows", ("before", "out.add_(x)"), verify="off"),
         ("neutral", "views", "mixed"),
+        {"own writes": broken.ERASED_IN_REGION},
     ),
 }
-"""By name. Where a cause is mended, ``there`` is replaced by what breaks it again."""
+"""By name."""
 
 
-def shows(fault: Fault) -> Verdict:
-    """What its own program says with the fault put back."""
-    with fault.put_back():
+def shows(fault: Fault, on: str | None = None) -> Verdict:
+    """What its own program says with the fault put back, but for one of the defences."""
+    with fault.put_back(on):
         return verdict(fault.program)
 
 

@@ -58,6 +58,7 @@ NEUTRAL = {
         "torch.mul(out, self.scale.detach(), out=out)", "out.view(-1, H).add_(self.shift)", "out.data.add_(self.shift.data)",
         "out.T.mul_(self.scale)", "out.index_add_(0, torch.arange(x.shape[0]), self.shift.expand(x.shape[0], H))",
         "out.addcmul_(x, self.shift)", "out.div_(self.scale)", "out.masked_fill_(self.shift > 0.1, 0.5)",
+        "out.add_(self.number)", "out.mul_(1 + self.number)", "out = out + x * self.number",
     ),
     "w": (
         "w = w * self.factor", "w.mul_(self.factor)", "w = w + self.offset[ids]", "w.data.mul_(self.factor.data)", "w *= self.scale",

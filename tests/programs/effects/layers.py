@@ -43,7 +43,7 @@ class Layer(nn.Module):
             self.register_buffer(name, torch.zeros(size))
         self.register_buffer("var", torch.ones(H))
         self.register_buffer("hits", torch.zeros(E, dtype=torch.long))
-        self.calls = 0
+        self.calls, self.number = 0, 0
         self.notes: list[int] = []
         self.stats: dict[str, int] = {"rows": 0}
 

@@ -37,8 +37,8 @@ class Effect:
 
 @dataclass(frozen=True)
 class Program:
-    """``tokens``: of each call, behind the first of which parameters change. ``twins``: a second layer, never neutral. ``patient``: run on
-    where a loop that depends on data is refused."""
+    """``tokens``: of each call, behind the first of which parameters change. ``twins``: a second layer with another number, never neutral.
+    ``patient``: run on where a loop that depends on data is refused."""
 
     spelling: Spelling
     effects: tuple[Effect, ...]
@@ -76,6 +76,7 @@ def build(p: Program) -> nn.Module:
     model = nn.Sequential(*(cls() for _ in range(1 + p.twins)))
     if p.twins:
         change(model[1])
+        model[1].number = 1
     return model
 
 

@@ -1,0 +1,109 @@
+"""Root causes and defences, as what stands in their place when moefuse is broken: each is a list of (owner, name, replacement)."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+from torch.fx import Node
+
+from moefuse.passes import driver, effects, leftovers, safety, synthetic
+from moefuse.passes.context import Context
+from moefuse.passes.ops import call_of, fake, tensor
+from moefuse.passes.regions import Region
+from moefuse.passes.rules import views
+from moefuse.passes.signature import _Form
+from moefuse.passes.storage import Memory
+
+Broken = tuple[tuple[object, str, Any], ...]
+
+# --- storages by names ------------------------------------------------------------------------------------------------------------
+
+_ALIASING = frozenset(
+    (
+        "view reshape transpose t permute squeeze unsqueeze expand expand_as flatten unflatten chunk split tensor_split narrow select "
+        "unbind getattr T mT view_as reshape_as contiguous to type_as detach alias movedim split_with_sizes unfold diagonal ravel"
+    ).split()
+)
+
+
+def _key_by_name(memory: Memory, node: Node) -> frozenset[int]:
+    """The storage of the first argument where the name of the operation is on the list, else one of its own."""
+    own, call = frozenset((memory.position[node],)), call_of(node, memory.targets[node])
+    if call is not None and call.targets:
+        return memory._keys[call.targets[0]]
+    if call is None or not call.args or not isinstance(source := call.args[0], Node):
+        return own
+    before, after = tensor(source), tensor(node)
+    if call.name in ("to", "type_as") and before is not None and after is not None and before.dtype != after.dtype:
+        return own
+    if call.name == "getitem" and isinstance(fake(source), tuple | list):
+        made = call_of(source, ())
+        return memory._keys[source] if made is not None and made.name in _ALIASING else own
+    shares = call.name in _ALIASING or (call.name == "getitem" and not _by_tensors(call.args[1]))
+    return memory._keys[source] if shares else own
+
+
+def _by_tensors(index: object) -> bool:
+    items = index if isinstance(index, tuple) else (index,)
+    return any(isinstance(i, list) or (isinstance(i, Node) and tensor(i) is not None) for i in items)
+
+
+STORAGE_BY_NAMES: Broken = ((Memory, "_read", _key_by_name), (Memory, "_join_hidden", lambda memory, graph: None))
+
+
+# --- writes -----------------------------------------------------------------------------------------------------------------------
+
+_effect, _written, _has_effect = leftovers._effect, leftovers._written, effects._has_effect
+
+
+def _outlives(ctx: Context, node: Node) -> bool:
+    """Whether a node of torch's writes to what outlives the call."""
+    targets = ctx.memory.targets.get(node, ()) if not leftovers.users_own(node) else ()
+    return any(ctx.memory.outlives(name) for t in targets for name in ctx.memory.storages(t))
+
+
+UPDATES_DROPPED: Broken = (
+    (leftovers, "_effect", lambda ctx, node: not _outlives(ctx, node) and _effect(ctx, node)),
+    (leftovers, "_written", lambda ctx, write: [] if _outlives(ctx, write) else _written(ctx, write)),
+)
+
+
+def _every_write(ctx: Context, region: Region) -> set[Node]:
+    """Every write to the storage that the sum is accumulated in, up to its end."""
+    names = ctx.memory.storages(region.base) if region.base is not None else ()
+    last = ctx.position[region.anchor]
+    return {w for name in names for w in ctx.writes.get(name, ()) if ctx.position[w] <= last}
+
+
+ERASED_IN_REGION: Broken = ((safety, "own_writes", _every_write),)
+
+
+# --- facts ------------------------------------------------------------------------------------------------------------------------
+
+CASTS_KEEP_IDS: Broken = ((views, "holds", lambda dtype, numbers: True), (views, "counts", lambda dtype, most: True))
+
+
+# --- defences ---------------------------------------------------------------------------------------------------------------------
+
+NO_LAST_LOOK: Broken = ((driver, "compare", lambda ctx, before: None),)
+
+REAL_VALUES: Broken = ((synthetic, "like", lambda value, generator: value), (synthetic, "neutral", lambda experts: False))
+"""The proof takes parameters and buffers as they are."""
+
+
+def _by_names_alone(
+    ctx: Context,
+    region: Region,
+    new_nodes: Sequence[Node],
+    tier: str,
+    known: Mapping[Node, Any] | None = None,
+    assumptions: object = (),
+) -> Hashable:
+    """What the experts compute, and of everything around them the names of the operations."""
+    names = tuple(str(n.target) for n in ctx.graph.nodes if n in region.nodes)
+    expr = _Form(ctx, region, known or {}).of(region.expr)
+    return tier, region.domain, region.routing.top_k, region.num_experts, region.base is None, expr, names
+
+
+EQUAL_LAYERS: Broken = ((driver, "signature", _by_names_alone),)
