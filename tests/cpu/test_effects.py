@@ -52,6 +52,14 @@ def test_a_fault_is_seen(name: str) -> None:
     assert not found.failed, f"{found.wrong[:3]} {found.codes}\n{fault.program}"
 
 
+@pytest.mark.parametrize(("name", "defence"), [(name, defence) for name, fault in FAULTS.items() for defence in fault.defences])
+def test_each_defence_is_enough(name: str, defence: str) -> None:
+    """A fault that has to pass several is caught by any of them: or one of them guards nothing, and nobody would see it go."""
+    found = shows(FAULTS[name], on=defence)
+    assert not found.failed, f"{defence} lets {name} through: {found.wrong[:3]}\n{FAULTS[name].program}"
+    assert defence != "last look" or "effects-differ" in found.codes
+
+
 def test_views_and_writes_come_from_torch() -> None:
     """Those that once nobody had thought of are among them."""
     names = {

@@ -81,6 +81,43 @@ def accumulate(x: Any, x2: Any) -> Any:
     return out * 2, view
 
 
+def around_sums(x: Any, x2: Any) -> Any:
+    out = torch.zeros_like(x)
+    out.add_(x)
+    out.sub_(x2)
+    out.sub_(x)
+    return out * 2
+
+
+def between_sums(x: Any, x2: Any) -> Any:
+    out = torch.zeros_like(x)
+    out.sub_(x2)
+    out.add_(x)
+    out.sub_(x)
+    return out * 2
+
+
+@pytest.mark.parametrize(("program", "taken"), [(around_sums, True), (around_sums, False), (between_sums, True)])
+def test_what_a_sum_is_added_to_must_stay(program: Callable[..., Any], taken: bool) -> None:
+    """A write before those that a region is made of, or between them, went with it as if it were its own."""
+    traced = trace(program)
+    out, write, adds = named(traced, "zeros_like"), named(traced, "add_"), (named(traced, "sub_"), named(traced, "sub_", 1))
+
+    def change(graph: Graph) -> None:
+        gone = [*adds, write] if taken else [*adds]
+        with graph.inserting_after(adds[-1]):
+            result = graph.call_function(torch.add, (out, *graph.find_nodes(op="placeholder")[1:]))
+        traced.ctx.results[result] = Standin((out, *adds), frozenset(gone), out, adds)
+        traced.ctx.memory.introduce(result, out)
+        named(traced, "mul").replace_input_with(out, result)
+        for node in gone:
+            graph.erase_node(node)
+
+    said = problem(traced, change)
+    assert said is not None if taken else said is None
+    assert not taken or "would not add to what `add_` wrote" in str(said)
+
+
 def replaced(traced: Traced, *, redirect: bool, nodes: int = 2) -> Callable[[Graph], None]:
     """Put a sum in the place of the writes; ``redirect``: who reads the accumulator reads the sum."""
 
