@@ -283,16 +283,16 @@ def _switched(call: Call, grad: bool, casts: tuple[str, ...]) -> tuple[bool, tup
 
 
 class ComputedDimError(TypeError):
-    """A dimension that the graph computes (a size that only the run knows, used as one): no rule reads it."""
+    """A dimension that no rule reads: the graph computes it (a size that only the run knows), or it is one of a tensor without any."""
 
 
 def normalize(dim: Any, rank: int) -> int:
     """A dimension counted from the front.
 
     Raises:
-        ComputedDimError: it is not a number.
+        ComputedDimError: it is not the number of a dimension.
     """
-    if not isinstance(dim, int):
+    if not isinstance(dim, int) or not -rank <= dim < rank:
         raise ComputedDimError(dim)
     return dim + rank if dim < 0 else dim
 

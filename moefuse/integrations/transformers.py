@@ -125,7 +125,10 @@ def _fused_activation(module: nn.Module) -> str | None:
 
 
 def _tensor(module: nn.Module, name: str, ndim: int) -> Tensor:
-    value = getattr(module, name, None)
+    try:
+        value = getattr(module, name)
+    except AttributeError:  # not a default: for that Dynamo asks the module first, which runs a parametrization while it traces it
+        value = None
     if not isinstance(value, Tensor):
         flags = f"has_gate={_flag(module, 'has_gate', True)}, has_bias={_flag(module, 'has_bias', False)}"
         raise _refuse(module, f"its flags ({flags}) promise a tensor `{name}`, which it does not have")

@@ -21,6 +21,8 @@ _ALL = slice(None, None, None)
 @rule("setitem")
 def on_setitem(ctx: Context, node: Node, target: Node, index: Any, value: Any) -> Any:
     items = list(index) if isinstance(index, tuple) else [index]
+    if not items:
+        return None
     filled = fill_slots(ctx, node, target, [ctx.fact(i) if isinstance(i, Node) else i for i in _tensors(items)], value)
     if filled is not None or any(i != _ALL for i in items[1:]):
         return filled

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from moefuse.passes.axes import Atom, Axes, Axis, atoms, extent, in_order, reshape
+from moefuse.passes.axes import Atom, Axes, Axis, atoms, extent, fresh, in_order, reshape
 from moefuse.passes.context import Context, as_size, normalize, out_shape
 from moefuse.passes.expr import Cast
 from moefuse.passes.facts import (
@@ -81,7 +81,7 @@ def on_reshape(ctx: Context, node: Node, x: Node, *_: Any, **__: Any) -> Any:
     if before is not None and after is not None and before.dtype != after.dtype:
         return None  # ``x.view(torch.int32)``: the same bits, other numbers
     if isinstance(fact, Sum | Fill):
-        return fact.with_axes(reshape(fact.axes, out_shape(node)) or ()) if isinstance(fact, Fill) else None
+        return fact.with_axes(reshape(fact.axes, out_shape(node)) or fresh(out_shape(node))) if isinstance(fact, Fill) else None
     found = reshaped(fact, out_shape(node)) if isinstance(fact, Fact) else None
     if type(found) is View and _moved(found):
         return inherited(found, ctx.first[node])
@@ -157,7 +157,7 @@ def on_transpose(ctx: Context, node: Node, x: Node, dim0: int, dim1: int) -> Any
     i, j = normalize(dim0, rank), normalize(dim1, rank)
     axes[i], axes[j] = axes[j], axes[i]
     if isinstance(fact, IndexMatrix):
-        return replace(fact, axes=tuple(axes), transposed=not fact.transposed)
+        return replace(fact, axes=tuple(axes), transposed=fact.transposed != (i != j))
     return fact.with_axes(tuple(axes))
 
 
@@ -181,7 +181,7 @@ def on_permute(ctx: Context, node: Node, x: Node, *dims: Any, **kwargs: Any) -> 
     order = kwargs.get("dims", dims[0] if len(dims) == 1 and isinstance(dims[0], tuple | list) else dims)
     if not isinstance(fact, Fact) or isinstance(fact, Sum) or len(order) != len(fact.axes):
         return None
-    return fact.with_axes(tuple(fact.axes[d] for d in order))
+    return fact.with_axes(tuple(fact.axes[normalize(d, len(order))] for d in order))
 
 
 @rule("movedim")

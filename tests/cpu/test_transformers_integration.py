@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 pytest.importorskip("transformers.integrations.moe")
 
@@ -326,3 +327,52 @@ def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_transformers_without_a_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ImportError, match=r"registry of transformers 5.0 or newer.*has none"):
         reload_without(monkeypatch, "transformers.integrations.moe")
+
+
+# ---- weights that are computed -----------------------------------------------------------------------------------------------------
+
+
+class Low(nn.Module):
+    """A low-rank update of a stacked weight, as LoRA adapters write it."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        experts, out, width = weight.shape
+        self.a, self.b = nn.Parameter(torch.randn(experts, 2, width) / 4), nn.Parameter(torch.randn(experts, out, 2) / 4)
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + torch.bmm(self.b, self.a)
+
+
+class Adapted(nn.Module):
+    """Experts as PEFT wraps them for ``target_parameters``: parametrized, and computed once in each call."""
+
+    def __init__(self, experts: nn.Module) -> None:
+        super().__init__()
+        self.experts = experts
+        for name in ("gate_up_proj", "down_proj"):
+            parametrize.register_parametrization(experts, name, Low(getattr(experts, name)))
+
+    def forward(self, *args: Tensor) -> Tensor:
+        with parametrize.cached():
+            return self.experts(*args)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("backend", ["inductor", NAME])
+def test_adapters_of_expert_weights_under_compile(backend: str) -> None:
+    """Dynamo must not run a parametrization while it asks whether there is one: its guard on the cache fails at once then."""
+    ours, loop, _ = three_models("qwen3_moe")
+    torch.manual_seed(0)
+    for layer in ours.model.layers:
+        layer.mlp.experts = Adapted(layer.mlp.experts)
+    for layer, adapted in zip(loop.model.layers, ours.model.layers, strict=True):
+        layer.mlp.experts = Adapted(layer.mlp.experts)
+        layer.mlp.experts.load_state_dict(adapted.mlp.experts.state_dict())
+    ids = tiny.tokens()
+    got, expected = torch.compile(ours, backend=backend)(ids).logits, loop(ids).logits
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+    for out in (got, expected):
+        out.square().mean().backward()
+    for (name, p), q in zip(ours.named_parameters(), loop.parameters(), strict=True):
+        if ".parametrizations." in name:
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-6, msg=lambda m, name=name: f"gradient of {name}: {m}")
