@@ -53,7 +53,7 @@ def on_getitem(ctx: Context, node: Node, x: Any, index: Any) -> Any:
         from moefuse.passes.rules.gather import by_tensor
 
         return by_tensor(ctx, node, x, items)
-    if any(isinstance(i, list | Node) for i in items):
+    if any(isinstance(i, list | Node | bool) for i in items):
         return None
     fact = ctx.fact(x)
     return basic(ctx, node, x, fact, items) if isinstance(fact, Fact) and not isinstance(fact, Sum | Combined) else None
