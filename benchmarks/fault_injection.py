@@ -23,7 +23,7 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-def one(name: str, seed: int, most: int) -> dict[str, Any]:
+def one(name: str, seed: int, most: int, small: bool) -> dict[str, Any]:
     """Search for one fault from one seed."""
     import torch
 
@@ -36,11 +36,13 @@ def one(name: str, seed: int, most: int) -> dict[str, Any]:
     fault, start, ran, fused = FAULTS[name], time.perf_counter(), 0, 0
     for count, p, found in search(fault, most, seed):
         ran, fused = count, fused + (found.fused > 0)
+        if count % 20 == 0:
+            print(f"{name}, seed {seed}: {count} programs, {fused} fused", file=sys.stderr, flush=True)
         if found.failed:
-            with fault.put_back():
-                small = str(shrunk(p, fails))
             seconds = round(time.perf_counter() - start, 1)
-            return {"fault": name, "seed": seed, "programs": ran, "fused": fused, "found": True, "seconds": seconds, "program": small}
+            with fault.put_back():
+                program = str(shrunk(p, fails) if small else p)
+            return {"fault": name, "seed": seed, "programs": ran, "fused": fused, "found": True, "seconds": seconds, "program": program}
     return {"fault": name, "seed": seed, "programs": ran, "fused": fused, "found": False, "seconds": round(time.perf_counter() - start, 1)}
 
 
@@ -50,13 +52,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--most", type=int, default=500, help="programs of each search")
     parser.add_argument("--seeds", type=int, default=3, help="searches for each fault")
+    parser.add_argument("--small", action="store_true", help="make what is found small, which takes longer than to find it")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--faults", type=lambda text: text.split(","), default=list(FAULTS))
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     found = []
     with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn"), max_tasks_per_child=2) as pool:
-        for row in pool.map(one, *zip(*((name, seed, args.most) for name in args.faults for seed in range(args.seeds)), strict=True)):
+        for row in pool.map(one, *zip(*((name, seed, args.most, args.small) for name in args.faults for seed in range(args.seeds)), strict=True)):
             print(json.dumps({k: v for k, v in row.items() if k != "program"}), row.get("program", ""), sep="\n", flush=True)
             found.append(row)
             _write(args.out, found, args.faults)
