@@ -59,7 +59,8 @@ def main() -> None:
     args = parser.parse_args()
     found = []
     with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn"), max_tasks_per_child=2) as pool:
-        for row in pool.map(one, *zip(*((name, seed, args.most, args.small) for name in args.faults for seed in range(args.seeds)), strict=True)):
+        searches = [(name, seed, args.most, args.small) for name in args.faults for seed in range(args.seeds)]
+        for row in pool.map(one, *zip(*searches, strict=True)):
             print(json.dumps({k: v for k, v in row.items() if k != "program"}), row.get("program", ""), sep="\n", flush=True)
             found.append(row)
             _write(args.out, found, args.faults)
