@@ -194,6 +194,7 @@ def from_start(at: str) -> Callable[..., Any]:
 
 
 def test_what_the_accumulator_held_is_part_of_the_signature() -> None:
-    """A layer that starts from zeros says nothing about one that adds to something, or that writes to its accumulator first."""
-    found = [signed(f) for f in map(from_start, ("nowhere", "before", "inside")) if any(isinstance(r, Region) for r in regions(f))]
-    assert len(set(found)) == len(found) >= 2
+    """A layer that starts from zeros says nothing about one that adds to something; what was written before is no part of either."""
+    nowhere, before, inside = (signed(from_start(at)) for at in ("nowhere", "before", "inside"))
+    assert nowhere != before
+    assert before == inside

@@ -21,6 +21,7 @@ class Expected:
         domain: the rows the experts run on, for what is fused.
         code, message: the refusal, for what is not; both empty where there is nothing to say. Its line is the one with the comment
             ``# at: <class>``.
+        after: the code of what the frame behind the break is refused for, on top of that; empty where it says nothing.
         whole: one graph; otherwise Dynamo breaks it, as without moefuse.
         train: whether the module is in training mode.
         grad: whether it is differentiated.
@@ -30,6 +31,7 @@ class Expected:
     domain: str = ""
     code: str = ""
     message: str = ""
+    after: str = ""
     whole: bool = True
     train: bool = True
     grad: bool = True
@@ -113,9 +115,9 @@ def fused(domain: str, tier: str = "fused", *, train: bool = True, grad: bool = 
     return _listed(Expected(tier, domain, train=train, grad=grad))
 
 
-def refused(code: str, message: str, *, whole: bool = True) -> Decorator:
+def refused(code: str, message: str, *, after: str = "", whole: bool = True) -> Decorator:
     """Left as it is, with that text at the line marked ``# at: <class>``."""
-    return _listed(Expected(code=code, message=message, whole=whole))
+    return _listed(Expected(code=code, message=message, after=after, whole=whole))
 
 
 def unseen(*, whole: bool = True, grad: bool = True) -> Decorator:

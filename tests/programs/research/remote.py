@@ -337,7 +337,7 @@ SHORT = (
 )
 
 
-@refused("not-captured", SHORT, whole=False)
+@refused("not-captured", SHORT, after="tokens-differ", whole=False)
 class ShortList(UpToTheLast):
     """The counts as a Python list, of which nobody knows how long it is."""
 
