@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moefuse.runtime.lasting import lasting
+
 _TABLES: dict[tuple[torch.device, tuple[int, ...]], Tensor] = {}
 _MAX_TABLES = 4096
 """Tables kept (8 bytes per expert each); beyond, all are dropped and made again when needed."""
@@ -131,15 +133,18 @@ def _table(device: torch.device, numbers: tuple[int, ...]) -> Tensor:
     table = _TABLES.get(key)
     if table is not None:
         return table
-    if device.type == "cpu":
-        table = torch.tensor(numbers, dtype=torch.int64)
-    else:
-        table = torch.empty(len(numbers), dtype=torch.int64, device=device)
-        for e, number in enumerate(numbers):
-            table[e].fill_(number)
-        if torch.cuda.is_current_stream_capturing():
-            return table
+    if device.type != "cpu" and torch.cuda.is_current_stream_capturing():
+        return _written(device, numbers)
     if len(_TABLES) >= _MAX_TABLES:
         _TABLES.clear()
-    _TABLES[key] = table
+    table = _TABLES[key] = lasting(device, lambda: _written(device, numbers))
+    return table
+
+
+def _written(device: torch.device, numbers: tuple[int, ...]) -> Tensor:
+    if device.type == "cpu":
+        return torch.tensor(numbers, dtype=torch.int64)
+    table = torch.empty(len(numbers), dtype=torch.int64, device=device)
+    for e, number in enumerate(numbers):
+        table[e].fill_(number)
     return table

@@ -173,6 +173,25 @@ def test_a_compiled_block(mode: str) -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("tokens", [1, 64], ids=["few", "some"])
+def test_what_is_kept_is_not_in_the_pool_of_a_graph(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Separate experts need tables of addresses, and a shared expert a number; torch checks that its pools hold nothing of ours."""
+    from moefuse.kernels.triton import operands
+    from moefuse.ops import shared
+    from tests.gpu.test_shared import Block, before
+
+    monkeypatch.setattr(operands, "_TABLES", {})
+    monkeypatch.setattr(shared, "_EVERY", {})
+    torch._dynamo.reset()
+    model = Block(before).cuda().eval()
+    compiled = torch.compile(model, backend="moefuse", mode="reduce-overhead")
+    x = torch.randn(1, tokens, next(model.parameters()).shape[-1], device="cuda")
+    with torch.no_grad():
+        for _ in range(4):
+            torch.testing.assert_close(compiled(x), model(x), rtol=2e-3, atol=2e-3)
+    torch._dynamo.reset()
+
+
 @pytest.mark.parametrize("separate", [False, True], ids=["stacked", "separate"])
 def test_launched_without_python(separate: bool) -> None:
     """Once C++ knows a call it launches it: the same bits, live weights, other tokens; a graph records it."""
