@@ -19,7 +19,7 @@ import moefuse.ops  # noqa: F401  (the ops that the rewrite inserts)
 from moefuse.capture.assumptions import Assumption, Undischarged
 from moefuse.capture.siblings import keep
 from moefuse.errors import CODES
-from moefuse.passes import discharge, leftovers
+from moefuse.passes import discharge, leftovers, unhit
 from moefuse.passes.context import Context, Standin
 from moefuse.passes.devices import unsupported
 from moefuse.passes.effects import Effects, EffectsDifferError, compare, effects
@@ -140,6 +140,7 @@ def _fuse_graph(gm: GraphModule, known: dict[Node, Any], run: _Run) -> bool:
             gm.graph.erase_node(kept)
         leftovers.erase(ctx, {n for claim in claims for n in claim.assumption.nodes})
         run.result.undischarged += discharge.undischarged(ctx, claims, fused)
+    run.result.notes += unhit.notes(ctx, fused, run.assumptions)
     run.result.notes += one_kernel(gm.graph, run.options) if fused else []
     if fused and run.options.overlap:
         _join(ctx, known, run)

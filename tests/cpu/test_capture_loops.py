@@ -71,3 +71,13 @@ def test_a_region_that_an_option_leaves_alone_is_not_captured(options: object) -
     seen = check(POSITIVE["RowsOfNonzero"], options=options)  # type: ignore[arg-type]
     assert len(seen.graphs) == len(without.graphs) > 1
     assert "not-captured" not in seen.codes
+
+
+@pytest.mark.parametrize(
+    ("name", "grad", "told"), [("ModuleListByRow", True, 1), ("ModuleListByRow", False, 0), ("RowsOfNonzero", True, 0)]
+)
+def test_gradients_that_eager_leaves_none_are_told(name: str, grad: bool, told: int) -> None:
+    """Where experts have Parameters of their own and are trained: an optimizer with weight decay moves what has a gradient of zeros."""
+    seen = check(POSITIVE[name], grad=grad)
+    assert len(seen.report.fused) == 1
+    assert [note.split(" at ")[0] for note in seen.report.notes] == ["experts that no token chose get gradients of zeros"] * told
