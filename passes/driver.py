@@ -184,8 +184,9 @@ def _rewrite(ctx: Context, known: dict[Node, Any], run: _Run, region: Region) ->
         emit.undo()
         return verdict
     remember(ctx, known, run.assumptions, region, emit, lowered)
-    replace(ctx, region, lowered.result)
-    run.result.replaced.append((region, lowered.result))
+    result = unhit.without_tokens(region, run.assumptions, emit, lowered.result)
+    replace(ctx, region, result)
+    run.result.replaced.append((region, result))
     measured = None if verdict is None else verdict.error
     run.numbers |= {n: len(run.result.fused) for n in emit.nodes if n.target is torch.ops.moefuse.experts.default}
     size, tokens = workspace(emit.nodes, ctx.mode[anchor][0]) or (None, None)

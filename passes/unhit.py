@@ -1,11 +1,15 @@
-"""What training sees of experts that no token chose, where the program's loop skips them."""
+"""What autograd sees of experts that no token chose, where the program's loop skips them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+from torch.fx import Node
+
 from moefuse.capture.assumptions import Assumption
 from moefuse.passes.context import Context
+from moefuse.passes.emit import Emitter
 from moefuse.passes.expr import weight_leaves
 from moefuse.passes.ops import location, tensor
 from moefuse.passes.regions import Region
@@ -22,6 +26,14 @@ def notes(ctx: Context, fused: Sequence[Region], assumptions: Sequence[Assumptio
     One expert's slice of a stacked Parameter has zeros for its gradient in the loop too.
     """
     return [NOTE.format(where=f" at {location(r.anchor)}") for r in fused if _skips(r, assumptions) and _trained_apart(ctx, r)]
+
+
+def without_tokens(region: Region, assumptions: Sequence[Assumption], emit: Emitter, result: Node) -> Node:
+    """The result as the loop leaves it that ran for nobody, as there are no tokens: nothing of the experts is in it, no gradient either."""
+    skipped = bool(region.parts) and all(any(part.node in a.nodes for a in assumptions) for part in region.parts)
+    if not skipped or 0 not in [t for t in region.routing.tokens if isinstance(t, int)] or region.base is not None:
+        return result
+    return emit(torch.detach, result)
 
 
 def _skips(region: Region, assumptions: Sequence[Assumption]) -> bool:

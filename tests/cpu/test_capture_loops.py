@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.torch_version import TorchVersion
 
-from tests.cpu.capture_case import check, plain
-from tests.programs.loops import NEAR_MISS, POSITIVE, Layer, gradients
+from tests.cpu.capture_case import Seen, capturing, check, plain
+from tests.programs.loops import NEAR_MISS, POSITIVE, H, Layer, gradients
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -81,3 +81,13 @@ def test_gradients_that_eager_leaves_none_are_told(name: str, grad: bool, told: 
     seen = check(POSITIVE[name], grad=grad)
     assert len(seen.report.fused) == 1
     assert [note.split(" at ")[0] for note in seen.report.notes] == ["experts that no token chose get gradients of zeros"] * told
+
+
+@pytest.mark.parametrize("name", ["RowsOfNonzero", "ModuleListByRow", "UniqueIds", "RunningSlicesSkipped", "NotAny"])
+def test_no_token_at_all_is_no_gradient(name: str) -> None:
+    """The loop runs for nobody: what comes out does not require a gradient in eager, so neither here."""
+    model, seen = POSITIVE[name](), Seen()
+    x, logits = torch.zeros(0, H, requires_grad=True), torch.zeros(0, 4)
+    compiled = torch.compile(model, backend=capturing(seen))
+    assert compiled(x, logits).requires_grad == model(x, logits).requires_grad
+    assert compiled(x, logits).shape == x.shape
