@@ -59,7 +59,9 @@ def cone_rows(ctx: Context, node: Node, value: Node, table: Table | None) -> Row
 def read_back(ctx: Context, node: Node, value: Node) -> Expr:
     """What a plain value that ``node`` reads computes, as far as it is for this value alone; what no rule knows is a token."""
     known = tensor(value)
-    return _expr(ctx, value, value, cone(ctx, value, node), {}, 0 if known is None else known.dim())
+    # What is written to before it is read is more than its operation says.
+    inside = {n for n in cone(ctx, value, node) if ctx.written_between(n, n, node) is None}
+    return _expr(ctx, value, value, inside, {}, 0 if known is None else known.dim())
 
 
 def _every_expert(ctx: Context, node: Node, value: Node, table: Table) -> Rows | None:
@@ -88,8 +90,7 @@ def _every_expert(ctx: Context, node: Node, value: Node, table: Table) -> Rows |
 def _expr(ctx: Context, top: Node, node: Node, inside: set[Node], memo: dict[Node, Expr], rank: int) -> Expr:
     if node in memo:
         return memo[node]
-    plain = node in inside and not ctx.memory.rewritten(node)  # what is written to later is more than its operation says
-    found = _inside(ctx, top, node, inside, memo, rank) if plain else None
+    found = _inside(ctx, top, node, inside, memo, rank) if node in inside else None
     column = ctx.facts.get(node)
     if found is None and isinstance(column, Column):
         found = SlotWeight(node, column.base.root, column.slot)

@@ -71,10 +71,6 @@ class Memory:
         count = bisect_left(writes, self.position[reader], key=self.position.__getitem__)
         return writes[count - 1] if count else None
 
-    def rewritten(self, node: Node) -> bool:
-        """Whether something writes to a node's storage behind it."""
-        return any(self.position[self.writes[n][-1]] > self.position[node] for n in self.storages(node) if n in self.writes)
-
     def read(self, reader: Node) -> dict[Node, Node | None]:
         """The version of every storage that a node can read, of those that are written to anywhere."""
         names = {name for source in reader.all_input_nodes for name in self.storages(source) if name in self.writes}
