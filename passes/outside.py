@@ -23,6 +23,7 @@ from moefuse.passes.ops import Call, fake, tensor
 from moefuse.passes.ranges import Interval, holds, interval
 from moefuse.passes.regions import Outside, Region
 from moefuse.passes.rules.counts import uncast
+from moefuse.passes.rules.segments import segment_of
 
 #: operations that read or write at ids and raise for what is not there: where the ids and the dimension stand among their arguments
 _RAISE = {"index_select": (2, 1), "gather": (2, 1), "take_along_dim": (1, 2), "scatter": (2, 1), "scatter_add": (2, 1), "index_add": (2, 1)}
@@ -125,8 +126,8 @@ def _numbers(ctx: Context, ids: Node, routing: Routing) -> Interval | None:
 
 def _pieces(ctx: Context, region: Region) -> list[Node]:
     """What puts pieces of the sorted slots to where they belong."""
-    ordered = [p.node for p in region.parts if p.rows.domain.selection is not None and p.rows.domain.selection.order is not None]
-    return [*ordered, *(n for n in region.nodes if n in ctx.segments)]
+    ordered = [p.node for p in region.parts if segment_of(p.rows) is not None]
+    return [*ordered, *(n for n in region.nodes if any(segment_of(p.rows) is not None for p in ctx.segments.get(n, ())))]
 
 
 def _left_out(ctx: Context, region: Region) -> bool:
