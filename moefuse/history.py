@@ -8,7 +8,6 @@ report of the ``torch.compile`` call that compiled something most recently, in a
 from __future__ import annotations
 
 import threading
-from dataclasses import replace
 
 from moefuse import _torch_private
 from moefuse.report import FusionReport
@@ -47,9 +46,4 @@ def last_report() -> FusionReport | None:
         reports = list(_frames.values())
     if not reports:
         return None
-    merged = FusionReport()
-    # A frame without a graph is one that Dynamo gave up on: what it could not have fused is tried again in the frames that it calls.
-    for report in sorted(reports, key=lambda report: report.graph_count == 0):
-        told = {(skipped.code, skipped.location) for skipped in merged.skipped} if report.graph_count == 0 else set()
-        merged.extend(replace(report, skipped=[s for s in report.skipped if (s.code, s.location) not in told]))
-    return merged
+    return FusionReport.merged(reports)

@@ -6,7 +6,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from moefuse.spec import Domain, ExpertsSpec, Tier
@@ -105,6 +105,18 @@ class FusionReport:
         self.graph_count += other.graph_count
         self.graph_breaks += other.graph_breaks
         self.notes += [note for note in other.notes if note not in self.notes]
+
+    @classmethod
+    def merged(cls, reports: Iterable[FusionReport]) -> FusionReport:
+        """One report of several graphs.
+
+        One without a graph is of a frame that Dynamo gave up on: what it could not have fused is tried again in the frames that it calls.
+        """
+        merged = cls()
+        for report in sorted(reports, key=lambda report: report.graph_count == 0):
+            told = {(skipped.code, skipped.location) for skipped in merged.skipped} if report.graph_count == 0 else set()
+            merged.extend(replace(report, skipped=[s for s in report.skipped if (s.code, s.location) not in told]))
+        return merged
 
     @property
     def summary(self) -> str:

@@ -130,14 +130,14 @@ class _Trial:
 
     def __init__(self, options: Options) -> None:
         self._options = options
-        self._report = FusionReport()
+        self._found: list[FusionReport] = []
 
     def compiled(self, model: _Call) -> _Call:
         def backend(gm: torch.fx.GraphModule, example_inputs: Sequence[object]) -> _torch_private.CompiledFn:
             report = pipeline.rewrite(gm, example_inputs, self._options, entry.frame())
             compiled = _torch_private.compile_front(gm, example_inputs)
             # Behind the compiler: where it gives up on a graph, Dynamo comes back with parts of it.
-            self._report.extend(report)
+            self._found.append(report)
             return compiled
 
         entry.enable(backend, lambda _arguments: self._options, self._frame_skipped)
@@ -145,8 +145,8 @@ class _Trial:
 
     def taken(self) -> FusionReport:
         """What was found since the last time."""
-        report, self._report = self._report, FusionReport()
-        return report
+        found, self._found = self._found, []
+        return FusionReport.merged(found)
 
     def _frame_skipped(self, found: FusionReport, _own: Options, _owner: object) -> None:
-        self._report.skipped += found.skipped
+        self._found.append(found)

@@ -17,8 +17,8 @@ from tests.strategies import THOROUGH
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
-PROGRAMS = 400 if THOROUGH else 12
-"""Of each kind of effect: about a minute for all of them. benchmarks/deep_programs.py runs thousands."""
+PROGRAMS = 400 if THOROUGH else 8
+"""Of each kind of effect: less than a minute for all of them. benchmarks/deep_programs.py runs thousands."""
 
 
 @pytest.mark.parametrize("kind", NAMES)

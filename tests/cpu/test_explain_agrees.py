@@ -16,7 +16,7 @@ import moefuse
 from tests.conftest import StubDriver
 from tests.programs.refused import E, H, K, Layer
 
-pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+pytestmark = pytest.mark.usefixtures("fresh_dynamo", "no_code")
 
 T = 10
 

@@ -32,7 +32,7 @@ FAMILIES = [
 ]  # fmt: skip
 FEW = ["mixtral", "qwen3_moe", "gpt_oss"]
 IMPLEMENTATIONS = ["grouped_mm", "batched_mm"]
-MORE = [("gpt_oss", None), ("deepseek_v3", None)] if os.environ.get("HYPOTHESIS_PROFILE") == "deep" else []
+MORE = [("qwen3_moe", None), ("gpt_oss", None), ("deepseek_v3", None)] if os.environ.get("HYPOTHESIS_PROFILE") == "deep" else []
 """What goes the whole way in a search only: Inductor takes half a minute each."""
 # Random numbers in training would make two runs incomparable.
 NO_NOISE: dict[str, dict[str, Any]] = {"phimoe": {"router_jitter_noise": 0.0, "input_jitter_noise": 0.0}}
@@ -106,6 +106,7 @@ def test_inference(name: str, choice: str | None, dtype: torch.dtype) -> None:
         assert_within_budget(got, tiny.hidden(model, ids), tiny.hidden(exact, ids))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "checkpointing", "dtype"), list(training_cases()))
 def test_training(name: str, checkpointing: bool, dtype: torch.dtype) -> None:
     model, exact = model_and_exact(name, None, dtype, **NO_NOISE.get(name, {}))
@@ -124,7 +125,7 @@ def test_training(name: str, checkpointing: bool, dtype: torch.dtype) -> None:
     assert_gradients_within_budget(got[1], eager[1], reference[1])
 
 
-@pytest.mark.parametrize(("name", "choice"), [("qwen3_moe", None), ("mixtral", "batched_mm"), *MORE])
+@pytest.mark.parametrize(("name", "choice"), [("mixtral", "batched_mm"), *MORE])
 def test_whole_way(name: str, choice: str | None) -> None:
     """The registered backend, Inductor included: report, output and gradients."""
     model, exact = model_and_exact(name, choice, torch.float32)
@@ -179,9 +180,10 @@ def graphs_compiled(backend: Any, shapes: list[tuple[int, int]]) -> int:
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
+@pytest.mark.usefixtures("no_code")
 def test_no_more_recompiles_than_inductor() -> None:
     shapes = [(1, 1), (2, 8), (3, 33)]
-    assert graphs_compiled("moefuse", shapes) <= graphs_compiled("inductor", shapes)
+    assert graphs_compiled("moefuse", shapes) <= graphs_compiled("eager", shapes)
 
 
 def test_model_compile_and_generate() -> None:
