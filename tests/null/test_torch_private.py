@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.torch_version import TorchVersion
 
 import moefuse
 from moefuse import _torch_private
@@ -42,7 +43,8 @@ POINTS = {
         "is_functorch_wrapped_tensor",
         *(f"_{kind}_{way}_nesting" for kind in ("grad", "vmap", "jvp", "func") for way in ("increment", "decrement")),
     ],
-    "torch._functorch.predispatch": ["_enter_dual_level", "_exit_dual_level"],
+    # Before 2.12 a graph has the functions of torch._C themselves.
+    "torch._functorch.predispatch": ["_enter_dual_level", "_exit_dual_level"] if TorchVersion(torch.__version__) >= (2, 12) else [],
     "torch": ["_TorchCompileWrapper", "_TorchCompileInductorWrapper"],
 }
 
