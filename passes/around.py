@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from moefuse.passes.classes import SIZE_QUERIES
 from moefuse.passes.context import Context
 from moefuse.passes.expr import weight_leaves
-from moefuse.passes.ops import SIZE_QUERIES, fake
+from moefuse.passes.ops import fake
 from moefuse.passes.regions import Region
 from moefuse.passes.replay import Run
 

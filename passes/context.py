@@ -11,6 +11,7 @@ from torch.fx import Graph, Node
 
 from moefuse.capture.assumptions import Assumption
 from moefuse.passes.axes import Atom, fresh
+from moefuse.passes.classes import KEEPS, MODES, RESHAPES
 from moefuse.passes.facts import Combined, Lost, Part, Routing, RowNumber, Sum, View
 from moefuse.passes.levels import levels
 from moefuse.passes.ops import Call, call_of, fake, tensor
@@ -20,10 +21,7 @@ from moefuse.passes.sizes import shape_of, size_of
 from moefuse.passes.storage import Memory
 
 #: operations on a tensor of one element that keep its value
-_SAME_NUMBER = frozenset("getitem squeeze unsqueeze view reshape flatten ravel contiguous clone detach to".split())
-
-#: operations that switch grad mode or autocast for what follows
-_MODE_SWITCHES = frozenset(("_set_grad_enabled", "_enter_autocast", "_exit_autocast", "_enter_inference_mode", "_exit_inference_mode"))
+_SAME_NUMBER = RESHAPES | KEEPS | {"getitem", "ravel", "clone", "detach"}
 
 #: operations that give values and indices
 _PAIRS = frozenset(("topk", "sort", "max", "min"))
@@ -93,7 +91,7 @@ class Context:
         for node in self.graph.nodes:
             call = call_of(node, self.memory.targets[node])
             self.calls[node] = call
-            if call is not None and call.name in _MODE_SWITCHES:
+            if call is not None and call.name in MODES:
                 grad, casts = _switched(call, grad, casts)
             self.mode[node] = (grad, casts)
 

@@ -19,6 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from moefuse._dynamo.values import unbacked_in
 from moefuse.capture.assumptions import TAG, Assumption, Undischarged
+from moefuse.passes.classes import SIZE_QUERIES
 from moefuse.passes.concerns import Chosen, concerns, of_size
 from moefuse.passes.context import Context
 from moefuse.passes.facts import (
@@ -35,7 +36,7 @@ from moefuse.passes.facts import (
     Sum,
 )
 from moefuse.passes.leftovers import pure
-from moefuse.passes.ops import SIZE_QUERIES, call_target, fake, location
+from moefuse.passes.ops import call_target, fake, location
 from moefuse.passes.regions import Region
 from moefuse.passes.rules.hits import rows_of
 from moefuse.passes.rules.spans import difference, hit_of

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from torch.fx import Graph, Node
 
 from moefuse.capture.siblings import keep
+from moefuse.passes.classes import ASSERTS, MODES, SIZE_QUERIES, draws
 from moefuse.passes.context import Context, Standin
-from moefuse.passes.leftovers import ASSERTS, MODES, draws, plain_value, pure, users_own
-from moefuse.passes.ops import SIZE_QUERIES, fake
+from moefuse.passes.leftovers import plain_value, pure, users_own
+from moefuse.passes.ops import fake
 
 
 class EffectsDifferError(Exception):

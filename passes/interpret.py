@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.fx import Graph, Node
 
+from moefuse.passes.classes import METADATA
 from moefuse.passes.context import ComputedDimError, Context
 from moefuse.passes.expr import has_linear, walk
 from moefuse.passes.facts import Apart, Buffer, Combined, Filled, Lost, Many, Pieces, Rows, View
@@ -15,14 +16,6 @@ from moefuse.passes.ops import Call, tensor
 from moefuse.passes.refine import refine
 from moefuse.passes.rules import RULES, Rule, capacity, choosers, strangers
 from moefuse.passes.sizes import same_shape, shape_of, size_of
-
-#: questions about a tensor's metadata: they carry no routing information and lose none
-_METADATA = frozenset(
-    (
-        "size dim numel sym_size sym_numel is_contiguous stride getattr element_size ndimension sym_stride len _assert_scalar "
-        "_assert_async sym_constrain_range sym_constrain_range_for_size _check _check_is_size is_floating_point sym_storage_offset"
-    ).split()
-)
 
 
 def interpret(graph: Graph, rows: Mapping[Node, tuple[int, ...]] | None = None) -> Context:
@@ -74,7 +67,7 @@ def _visit(ctx: Context, node: Node, call: Call) -> Any:
         return ctx.lost("alias", stale.node, **stale.details)
     if fact is not None:
         return fact
-    if call.name in _METADATA or not any(_carries(f) for f in inputs):
+    if call.name in METADATA or not any(_carries(f) for f in inputs):
         return None
     filled = next((f for f in inputs if isinstance(f, Filled)), None)
     if filled is not None and not call.targets:

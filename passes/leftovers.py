@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 from torch.fx import Node
 
 from moefuse._dynamo.values import unbacked_in
+from moefuse.passes.classes import ASSERTS, MODES, SIZE_QUERIES, draws
 from moefuse.passes.context import Context
-from moefuse.passes.ops import SIZE_QUERIES, Call, fake
-from moefuse.passes.rules.pointwise import RANDOM
+from moefuse.passes.ops import fake
 from moefuse.passes.writes import known_function
-
-ASSERTS = frozenset(("_assert_scalar", "_assert_async", "sym_constrain_range", "sym_constrain_range_for_size", "_check", "_check_is_size"))
-MODES = frozenset(("_set_grad_enabled", "_enter_autocast", "_exit_autocast", "_enter_inference_mode", "_exit_inference_mode"))
 
 
 def erase(ctx: Context, scoped: set[Node]) -> None:
@@ -131,21 +127,3 @@ def plain_value(value: Any) -> bool:
     if isinstance(value, tuple | list):
         return all(map(plain_value, value))
     return isinstance(value, torch.Tensor | torch.SymInt | torch.SymFloat | torch.SymBool | bool | int | float)
-
-
-def draws(call: Call) -> bool:
-    """Whether an operation draws random numbers with the arguments that it has."""
-    if "dropout" in call.name:
-        given = dict(zip(("input", "p", "training"), call.args, strict=False)) | call.kwargs
-        return given.get("p", 0.5) != 0.0 and given.get("training", given.get("train", True)) is not False
-    return random(call.name)
-
-
-@functools.cache
-def random(name: str) -> bool:
-    """Whether an operation draws random numbers."""
-    if name in RANDOM or "rand" in name or name in ("dropout", "manual_seed", "seed", "set_rng_state"):
-        return True
-    packet = getattr(torch.ops.aten, name, None)
-    overloads = packet.overloads() if isinstance(packet, torch._ops.OpOverloadPacket) else ()
-    return any(torch.Tag.nondeterministic_seeded in getattr(packet, o).tags for o in overloads)

@@ -13,6 +13,7 @@ import torch
 from torch.fx import Node
 
 from moefuse.ops.recipe import few_rows
+from moefuse.passes.classes import KEEPS, RESHAPES
 from moefuse.passes.context import Context
 from moefuse.passes.devices import unsupported
 from moefuse.passes.emit import Emitter
@@ -20,7 +21,7 @@ from moefuse.passes.matmuls import READ, Operands, operands
 from moefuse.passes.ops import call_of, tensor
 from moefuse.passes.sizes import same_shape, shape_of
 
-_VIEWS = frozenset("view reshape contiguous flatten unflatten squeeze unsqueeze to".split())
+_VIEWS = RESHAPES | KEEPS
 _HALVES = (torch.bfloat16, torch.float16)
 
 

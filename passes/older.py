@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from moefuse.passes.classes import random
 from moefuse.passes.context import Context
-from moefuse.passes.leftovers import random
 from moefuse.passes.ops import call_of, call_target
 from moefuse.passes.regions import Region
 

@@ -62,12 +62,6 @@ class Call:
         return bool(self.targets)
 
 
-#: nodes that only ask for sizes or assert them
-SIZE_QUERIES = frozenset(
-    ("size sym_size sym_numel sym_storage_offset numel dim _assert_scalar sym_constrain_range sym_constrain_range_for_size _check").split()
-)
-
-
 def raw_name(node: Node) -> str:
     """The name of a node's target as written: method name, function name, or operator name without its overload.
 
@@ -129,4 +123,4 @@ def call_target(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     return node.target(*args, **kwargs)
 
 
-__all__ = ["SIZE_QUERIES", "Call", "call_of", "call_target", "fake", "location", "module_path", "raw_name", "tensor"]
+__all__ = ["Call", "call_of", "call_target", "fake", "location", "module_path", "raw_name", "tensor"]

@@ -18,6 +18,7 @@ import torch
 from torch.fx import Graph, Node
 
 from moefuse.ops.recipe import Recipe
+from moefuse.passes.classes import KEEPS, RESHAPES
 from moefuse.passes.devices import unsupported
 from moefuse.passes.emit import Emitter
 from moefuse.passes.ops import Call, call_of, fake, tensor
@@ -25,7 +26,7 @@ from moefuse.passes.recipe_probe import Router, agrees
 from moefuse.passes.sizes import same_shape, shape_of
 from moefuse.passes.storage import Memory
 
-_VIEWS = frozenset("view reshape flatten unflatten contiguous unsqueeze squeeze expand expand_as to".split())
+_VIEWS = RESHAPES | KEEPS | {"expand", "expand_as"}
 _GROUPS = _VIEWS | frozenset("topk getitem sum max amax scatter zeros_like bitwise_not eq".split())
 _UNDERSTOOD = _GROUPS | frozenset("softmax sigmoid add mul div clamp clamp_min gather masked_fill where".split())
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch.fx import Graph, Node
 
+from moefuse.passes.classes import SIZE_QUERIES
 from moefuse.passes.context import Context, Standin
-from moefuse.passes.ops import SIZE_QUERIES
 from moefuse.passes.regions import Region
 
 

@@ -14,6 +14,7 @@ import torch
 from torch.fx import Graph, Node
 
 from moefuse.passes import logits, recipes
+from moefuse.passes.classes import PRODUCTS
 from moefuse.passes.context import Context
 from moefuse.passes.devices import unsupported
 from moefuse.passes.emit import Emitter
@@ -26,7 +27,6 @@ DEVICES = {"cuda"}
 """Where the op has a kernel that is quicker than ``torch.topk``."""
 _ROUTED = (torch.ops.moefuse.experts.default, torch.ops.moefuse.permute.default)
 """Ops whose second argument is ids."""
-_PRODUCTS = frozenset("linear matmul mm bmm addmm baddbmm einsum".split())
 _ARGUMENTS = ("k", "dim", "largest", "sorted")
 
 
@@ -57,7 +57,7 @@ def _choices(graph: Graph) -> list[tuple[Node, Call]]:
     while stack:
         node = stack.pop()
         call = call_of(node)
-        if node in seen or call is None or call.name in _PRODUCTS:
+        if node in seen or call is None or call.name in PRODUCTS:
             continue
         seen.add(node)
         if call.name == "topk":

@@ -10,10 +10,10 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from moefuse.capture.assumptions import Assumption
+from moefuse.passes.classes import ASSERTS
 from moefuse.passes.ops import call_of, fake
 from moefuse.passes.synthetic import hint
 
-_ASSERTS = frozenset(("_assert_scalar", "_assert_async", "sym_constrain_range", "sym_constrain_range_for_size", "_check", "_check_is_size"))
 _CHECKPOINT = frozenset(("use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop"))
 """Arguments of a checkpoint that are not its body's."""
 
@@ -104,7 +104,7 @@ def written_out(graph: Graph, assumptions: Sequence[Assumption] = ()) -> tuple[G
 
     def copied(node: Node) -> None:
         call = call_of(node)
-        if call is not None and call.name in _ASSERTS and assumptions and not node.users:
+        if call is not None and call.name in ASSERTS and assumptions and not node.users:
             return  # of sizes that are not zero where the program, unlike its graph, runs the body
         made = nodes[node] = new.node_copy(node, nodes.__getitem__)
         if node in least and call is not None and call.name == "bincount" and len(call.args) == 1:

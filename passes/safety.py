@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from moefuse.passes.classes import SIZE_QUERIES
 from moefuse.passes.context import Context
 from moefuse.passes.expr import Linear, has_linear, walk, weight_leaves
 from moefuse.passes.facts import (
@@ -32,7 +33,7 @@ from moefuse.passes.facts import (
 )
 from moefuse.passes.leftovers import unread
 from moefuse.passes.levels import transformed
-from moefuse.passes.ops import SIZE_QUERIES, tensor
+from moefuse.passes.ops import tensor
 from moefuse.passes.regions import Region, sources
 from moefuse.spec import Domain
 

@@ -17,6 +17,7 @@ import torch
 from torch.fx import Graph, Node
 
 from moefuse.passes.beside import Weight, start_and_join
+from moefuse.passes.classes import RESHAPES, SIZE_QUERIES
 from moefuse.passes.cone import cone_rows
 from moefuse.passes.context import Context
 from moefuse.passes.emit import Emitter
@@ -24,7 +25,7 @@ from moefuse.passes.expr import ExpertVector, Expr, Leaf, Linear, Op, SharedVect
 from moefuse.passes.facts import Lost, Routing
 from moefuse.passes.interpret import interpret
 from moefuse.passes.lower import Lowering
-from moefuse.passes.ops import SIZE_QUERIES, call_of, fake, tensor
+from moefuse.passes.ops import call_of, fake, tensor
 from moefuse.passes.products import bare, factors
 from moefuse.passes.regions import Region
 from moefuse.passes.safety import checked
@@ -39,7 +40,7 @@ DEVICES = {"cuda"}
 STEPS = 16
 """So many operations behind the experts a sum with a shared one is looked for: views, casts, an output projection, residuals."""
 
-_VIEWS = frozenset(("view", "reshape", "view_as", "reshape_as", "flatten", "unflatten", "squeeze", "unsqueeze"))
+_VIEWS = RESHAPES | {"view_as", "reshape_as"}
 
 
 @dataclass(frozen=True, eq=False)

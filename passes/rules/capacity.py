@@ -12,9 +12,10 @@ from typing import Any
 
 from torch.fx import Node
 
+from moefuse.passes.classes import SIZE_QUERIES
 from moefuse.passes.context import Context, out_shape
 from moefuse.passes.facts import Index, IndexMatrix, Lost, Mask, Routing, Table, View, Weight
-from moefuse.passes.ops import SIZE_QUERIES, Call, tensor
+from moefuse.passes.ops import Call, tensor
 from moefuse.passes.rules.choosers import applies_weights
 from moefuse.passes.sizes import same
 

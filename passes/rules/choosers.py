@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from moefuse.passes.classes import PRODUCTS, SIZE_QUERIES
 from moefuse.passes.context import Context, dim_of
 from moefuse.passes.facts import Lost
-from moefuse.passes.ops import SIZE_QUERIES, Call, tensor
+from moefuse.passes.ops import Call, tensor
 from moefuse.passes.sizes import same, shape_of
 
-_PRODUCTS = frozenset(("linear", "matmul", "mm", "bmm", "einsum", "baddbmm", "addmm"))
 _SAME_PLACES = frozenset("softmax sigmoid log_softmax tanh to float type_as contiguous div mul add".split())
 
 
@@ -65,7 +65,7 @@ def _columns(ctx: Context, node: Node) -> int | None:
 
 def applies_weights(ctx: Context, node: Node, call: Call) -> bool:
     """Whether an operation is a product with a matrix of weights."""
-    return call.name in _PRODUCTS and any(_parameter(ctx, n) for n in node.all_input_nodes)
+    return call.name in PRODUCTS and any(_parameter(ctx, n) for n in node.all_input_nodes)
 
 
 def _parameter(ctx: Context, node: Node) -> bool:

@@ -9,6 +9,7 @@ import torch
 from torch.fx import Node
 
 from moefuse.passes.axes import Axes, extent
+from moefuse.passes.classes import RANDOM
 from moefuse.passes.cone import cone_rows
 from moefuse.passes.context import Context, normalize, out_shape
 from moefuse.passes.expr import ExpertVector, Expr, Gate, Op, SharedVector, has_linear, walk
@@ -25,9 +26,6 @@ from moefuse.passes.rules.views import inherited
 from moefuse.passes.sizes import same
 
 TERNARY = ("addcmul addcdiv lerp").split()
-RANDOM = (
-    "dropout alpha_dropout feature_dropout bernoulli rand_like randn_like randint_like normal uniform rrelu multinomial exponential"
-).split()
 
 
 @rule(*UNARY, *TERNARY, "pow", "sub", "maximum", "minimum", "remainder", "fmod", "atan2", "rsub")

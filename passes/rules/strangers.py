@@ -13,9 +13,10 @@ import torch
 from torch.fx import Node
 
 from moefuse._dynamo.values import unbacked
+from moefuse.passes.classes import SIZE_QUERIES
 from moefuse.passes.context import Context
 from moefuse.passes.facts import Lost, View, Weight
-from moefuse.passes.ops import SIZE_QUERIES, Call, tensor
+from moefuse.passes.ops import Call, tensor
 from moefuse.passes.rules.choosers import applies_weights
 
 _LOOP = 3
