@@ -64,18 +64,18 @@ def test_errors_have_the_documented_bases() -> None:
 
 def test_import_is_cheap_and_touches_nothing() -> None:
     program = """
-import sys, time, torch
-start = time.perf_counter()
+import sys, time
+start = time.process_time()
+import torch
+middle = time.process_time()
 import moefuse
-seconds = time.perf_counter() - start
+share = (time.process_time() - middle) / (middle - start)
 heavy = [name for name in ("transformers", "triton", "torch._inductor.compile_fx", "torch._dynamo.convert_frame", "sympy")
          if name in sys.modules]
 assert not heavy, heavy
 assert not torch.cuda.is_initialized()
-print(seconds)
+print(share)
 """
-    # The fastest of three: another process on a small machine must not fail this.
-    seconds = min(
-        float(subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout) for _ in range(3)
-    )
-    assert seconds < 0.3
+    # CPU time beside that of torch, and the quickest of three: other processes on a small machine must not fail this.
+    share = min(float(subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout) for _ in range(3))
+    assert share < 0.2
