@@ -27,22 +27,24 @@ hypothesis.settings.register_profile("deep", max_examples=500, print_blob=True, 
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 
-DEEP = os.environ.get("HYPOTHESIS_PROFILE") == "deep"
+# The default lets every few allocations scan what Dynamo keeps of thousands of compilations.
+gc.set_threshold(20_000, 20, 100)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    from tests.strategies import THOROUGH
+
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
         sampled = item.get_closest_marker("sampled")
-        if sampled is not None and not DEEP and hasattr(item, "callspec") and zlib.crc32(item.nodeid.encode()) % sampled.args[0]:
+        if sampled is not None and not THOROUGH and hasattr(item, "callspec") and zlib.crc32(item.nodeid.encode()) % sampled.args[0]:
             item.add_marker(pytest.mark.skip(reason=f"one case of {sampled.args[0]}; HYPOTHESIS_PROFILE=deep runs all"))
 
 
 @pytest.fixture(autouse=True, scope="module")
 def small_heap() -> Iterator[None]:
     """What Dynamo keeps of thousands of compilations is not looked at by every garbage collection: that took a fourth of the time."""
-    gc.set_threshold(20_000, 20, 100)
     yield
     torch._dynamo.reset()
     gc.collect()

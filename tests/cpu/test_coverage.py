@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -21,6 +20,7 @@ pytest.importorskip("transformers")
 
 import transformers
 
+from tests.strategies import THOROUGH
 from tests.zoo import tiny
 
 ROOT = Path(__file__).parent.parent.parent
@@ -37,7 +37,7 @@ def recorded() -> dict[str, Any]:
 
 
 KNOWN = recorded()["transformers"] == VERSION
-EVERY = os.environ.get("HYPOTHESIS_PROFILE") == "deep" or not KNOWN
+EVERY = THOROUGH or not KNOWN
 
 
 def cases() -> list[Any]:

@@ -13,7 +13,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.torch_version import TorchVersion
 
 import moefuse
-from moefuse import Options, _torch_private, trial
+from moefuse import Options, trial
 from moefuse.report import FusionReport
 from tests.cpu.capture_case import Packed, Seen, call, capturing, plain, same
 from tests.programs import generated
@@ -161,11 +161,11 @@ def outcome(run: Callable[[], FusionReport | None]) -> tuple[object, ...]:
     return len(report.fused), sorted(skipped.code for skipped in report.skipped)
 
 
+@pytest.mark.usefixtures("no_code")
 @pytest.mark.parametrize("loops", [rows_loops, cut_loops])
 def test_explain_says_what_the_backend_does(loops: object, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of the backend but Inductor's code generation, which neither refuses nor fuses anything."""
     names = ["none", *generated.twists(cut=loops is cut_loops)]
-    monkeypatch.setattr(_torch_private, "compile_fx", lambda gm, inputs, *_: _torch_private.compile_front(gm, inputs))
     monkeypatch.setattr(trial, "later_sizes", lambda _: [])
 
     @settings(phases=PHASES, max_examples=EXAMPLES)

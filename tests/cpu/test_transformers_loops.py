@@ -7,7 +7,6 @@ Light: capture and rewrite as the backend does them, and no Inductor. Every run 
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,6 +23,7 @@ import transformers
 import moefuse
 from moefuse.report import Fused, FusionReport
 from tests.cpu.capture_case import Seen, capturing
+from tests.strategies import THOROUGH
 from tests.zoo import tiny
 from tests.zoo.budget import Gradients, Wide, assert_gradients_within_budget, assert_within_budget, output_and_gradients
 
@@ -68,7 +68,6 @@ IDIOMS = {
         "switch_transformers": "experts by name, tokens above the capacity have none",
     },
 }
-DEEP = os.environ.get("HYPOTHESIS_PROFILE") == "deep"
 
 
 def captured(name: str) -> bool:
@@ -81,7 +80,7 @@ def cases() -> Iterator[Any]:
     for name in tiny.FAMILIES:
         if captured(name):
             few = name in IDIOMS[tiny.major()]
-            yield pytest.param(name, marks=() if few or DEEP else pytest.mark.skip(reason="HYPOTHESIS_PROFILE=deep runs all families"))
+            yield pytest.param(name, marks=() if few or THOROUGH else pytest.mark.skip(reason="HYPOTHESIS_PROFILE=deep runs all families"))
 
 
 def build(name: str) -> nn.Module:
@@ -145,7 +144,7 @@ def test_inference(name: str) -> None:
     """Under no_grad, and with other tokens in the second call: other experts have none."""
     if OLD and name == "qwen3_vl_moe":
         pytest.skip("in eval this is no loop: every expert on every token")
-    if not DEEP and name not in ("mixtral", "deepseek_v4", "dbrx"):
+    if not THOROUGH and name not in ("mixtral", "deepseek_v4", "dbrx"):
         pytest.skip("HYPOTHESIS_PROFILE=deep runs all families")
     model, seen = build(name), Seen()
     compiled, exact = torch.compile(model, backend=capturing(seen)), Exact(model)
@@ -157,7 +156,7 @@ def test_inference(name: str) -> None:
     assert_one_graph(name, seen.report, len(seen.graphs))
 
 
-@pytest.mark.parametrize("name", ["mixtral", *(("dbrx", "gpt_oss") if DEEP else ())])
+@pytest.mark.parametrize("name", ["mixtral", *(("dbrx", "gpt_oss") if THOROUGH else ())])
 def test_whole_way(name: str) -> None:
     """The registered backend, Inductor included."""
     model = build(name).train()

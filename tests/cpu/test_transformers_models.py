@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,6 +22,7 @@ import transformers
 import moefuse
 from moefuse.passes import driver
 from moefuse.report import Fused, Skipped
+from tests.strategies import THOROUGH
 from tests.zoo import tiny
 from tests.zoo.budget import assert_gradients_within_budget, assert_within_budget, cast, output_and_gradients
 
@@ -32,7 +32,7 @@ FAMILIES = [
 ]  # fmt: skip
 FEW = ["mixtral", "qwen3_moe", "gpt_oss"]
 IMPLEMENTATIONS = ["grouped_mm", "batched_mm"]
-MORE = [("qwen3_moe", None), ("gpt_oss", None), ("deepseek_v3", None)] if os.environ.get("HYPOTHESIS_PROFILE") == "deep" else []
+MORE = [("qwen3_moe", None), ("gpt_oss", None), ("deepseek_v3", None)] if THOROUGH else []
 """What goes the whole way in a search only: Inductor takes half a minute each."""
 # Random numbers in training would make two runs incomparable.
 NO_NOISE: dict[str, dict[str, Any]] = {"phimoe": {"router_jitter_noise": 0.0, "input_jitter_noise": 0.0}}

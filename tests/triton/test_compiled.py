@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import re
 import subprocess
 from pathlib import Path
@@ -15,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.strategies import THOROUGH
+
 SHARED = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, "gfx942": 64 << 10}
-DEEP = os.environ.get("HYPOTHESIS_PROFILE") == "deep"
 POINTERS = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
@@ -180,7 +180,7 @@ def test_the_rules(arch: int | str, name: str, tmp_path: Path) -> None:
     """What a device without a table takes."""
     from moefuse.kernels.triton.config import fit, rules
 
-    if arch != 90 and name not in EVERYWHERE and not DEEP:
+    if arch != 90 and name not in EVERYWHERE and not THOROUGH:
         pytest.skip("HYPOTHESIS_PROFILE=deep compiles it for every target")
     problem = problems()[name]
     item = getattr(torch, problem.dtype).itemsize
@@ -209,7 +209,7 @@ def test_the_table_is_within_its_device() -> None:
         assert choose(problem, "another Hopper", True, SHARED[90], 2) == config
 
 
-@pytest.mark.skipif(not DEEP, reason="HYPOTHESIS_PROFILE=deep compiles the whole table")
+@pytest.mark.skipif(not THOROUGH, reason="HYPOTHESIS_PROFILE=deep compiles the whole table")
 @pytest.mark.parametrize("index", range(36))
 def test_the_table_compiles(index: int, tmp_path: Path) -> None:
     from moefuse.kernels.triton.config import table

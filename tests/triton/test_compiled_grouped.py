@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.triton.test_compiled import DEEP, SHARED, source, spills
+from tests.strategies import THOROUGH
+from tests.triton.test_compiled import SHARED, source, spills
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +54,9 @@ SIZES = {
     "float64": Sizes(tokens=64, dtype=torch.float64),
 }
 EVERYWHERE = ["many rows", "few rows", "float64"]
-ON_ALL = [pytest.param(name, arch, id=f"{name}-{arch}") for name in SIZES for arch in SHARED if arch == 90 or name in EVERYWHERE or DEEP]
+ON_ALL = [
+    pytest.param(name, arch, id=f"{name}-{arch}") for name in SIZES for arch in SHARED if arch == 90 or name in EVERYWHERE or THOROUGH
+]
 
 
 @pytest.fixture
@@ -129,7 +132,7 @@ def test_the_grouped_tier(name: str, arch: int | str, launches: list[Any], tmp_p
 def test_training(name: str, arch: int | str, on_input: bool, launches: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from moefuse.kernels.triton import training
 
-    if on_input and name not in ("in-out", "float32") and not DEEP:
+    if on_input and name not in ("in-out", "float32") and not THOROUGH:
         pytest.skip("HYPOTHESIS_PROFILE=deep compiles it for every size")
     s = SIZES[name]
     ids = torch.empty(s.tokens, s.top_k, dtype=torch.int64, device="meta")
@@ -160,9 +163,9 @@ def test_topk(dtype: torch.dtype, arch: int | str, launches: list[Any], tmp_path
     """Keys of 32 and of 64 bits; the widest row is what has to fit the registers of one warp."""
     from moefuse.kernels.triton import router_plan
 
-    if dtype != torch.float32 and arch != 90 and not DEEP:
+    if dtype != torch.float32 and arch != 90 and not THOROUGH:
         pytest.skip("HYPOTHESIS_PROFILE=deep compiles it for every target")
-    sizes = SCORES if arch == 90 or DEEP else SCORES[:1]
+    sizes = SCORES if arch == 90 or THOROUGH else SCORES[:1]
 
     def run() -> None:
         for tokens, experts, k in sizes:
@@ -189,7 +192,7 @@ def test_route(name: str, arch: int | str, launches: list[Any], tmp_path: Path, 
     from moefuse.kernels.triton import router_plan
     from moefuse.ops.recipe import Recipe
 
-    if (name != "widest" or arch in (89, 100)) and not DEEP:
+    if (name != "widest" or arch in (89, 100)) and not THOROUGH:
         pytest.skip("HYPOTHESIS_PROFILE=deep compiles every router for every target")
     sizes, fields = RECIPES[name]
     logits, bias = (torch.empty(size, dtype=torch.float32, device="meta") for size in (sizes, sizes[1:]))

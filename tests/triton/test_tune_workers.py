@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import sys
 import time
 from typing import Any
 
 import pytest
 
-DEEP = os.environ.get("HYPOTHESIS_PROFILE") == "deep"
+from tests.strategies import THOROUGH
 
 ECHO = """
 import json, sys, time
@@ -127,7 +126,7 @@ def test_searches_are_bounded(index: int) -> None:
                 assert all(len(names) == 1 or names == ["bn", "bk"] for names in changed)
 
 
-@pytest.mark.skipif(not DEEP, reason="compiles some hundred kernels")
+@pytest.mark.skipif(not THOROUGH, reason="compiles some hundred kernels")
 @pytest.mark.parametrize("index", range(6))
 def test_every_start_compiles(index: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A candidate may spill: then it is slow, and loses."""
