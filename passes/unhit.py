@@ -13,11 +13,7 @@ from moefuse.passes.emit import Emitter
 from moefuse.passes.expr import weight_leaves
 from moefuse.passes.ops import location, tensor
 from moefuse.passes.regions import Region
-
-NOTE = (
-    "experts that no token chose get gradients of zeros{where}, where the loop leaves None: "
-    "weight decay and momentum go on moving their weights in such a step"
-)
+from moefuse.passes.sizes import same
 
 
 def notes(ctx: Context, fused: Sequence[Region], assumptions: Sequence[Assumption]) -> list[str]:
@@ -25,19 +21,20 @@ def notes(ctx: Context, fused: Sequence[Region], assumptions: Sequence[Assumptio
 
     One expert's slice of a stacked Parameter has zeros for its gradient in the loop too.
     """
-    return [NOTE.format(where=f" at {location(r.anchor)}") for r in fused if _skips(r, assumptions) and _trained_apart(ctx, r)]
+    return [
+        f"experts that no token chose get gradients of zeros at {location(region.anchor)}, where the loop leaves None: "
+        "weight decay and momentum go on moving their weights in such a step"
+        for region in fused
+        if any(not a.nodes.isdisjoint(region.nodes) for a in assumptions) and _trained_apart(ctx, region)
+    ]
 
 
 def without_tokens(region: Region, assumptions: Sequence[Assumption], emit: Emitter, result: Node) -> Node:
     """The result as the loop leaves it that ran for nobody, as there are no tokens: nothing of the experts is in it, no gradient either."""
     skipped = bool(region.parts) and all(any(part.node in a.nodes for a in assumptions) for part in region.parts)
-    if not skipped or 0 not in [t for t in region.routing.tokens if isinstance(t, int)] or region.base is not None:
+    if not skipped or region.base is not None or not any(same(size, 0) for size in region.routing.tokens):
         return result
     return emit(torch.detach, result)
-
-
-def _skips(region: Region, assumptions: Sequence[Assumption]) -> bool:
-    return any(not a.nodes.isdisjoint(region.nodes) for a in assumptions)
 
 
 def _trained_apart(ctx: Context, region: Region) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moefuse.runtime.lasting import lasting
+from moefuse.runtime.lasting import kept
 
 _TABLES: dict[tuple[torch.device, tuple[int, ...]], Tensor] = {}
 _MAX_TABLES = 4096
@@ -130,14 +130,10 @@ def _table(device: torch.device, numbers: tuple[int, ...]) -> Tensor:
     During capture of a CUDA graph they are written anew, inside the graph.
     """
     key = (device, numbers)
-    table = _TABLES.get(key)
-    if table is not None:
-        return table
-    if device.type != "cpu" and torch.cuda.is_current_stream_capturing():
-        return _written(device, numbers)
-    if len(_TABLES) >= _MAX_TABLES:
+    table = kept(_TABLES, key, device, lambda: _written(device, numbers))
+    if len(_TABLES) > _MAX_TABLES:
         _TABLES.clear()
-    table = _TABLES[key] = lasting(device, lambda: _written(device, numbers))
+        _TABLES[key] = table
     return table
 
 

@@ -27,7 +27,7 @@ from moefuse.ops.reference import accumulation_dtype
 from moefuse.ops.schema import implement
 from moefuse.runtime import dense, providers
 from moefuse.runtime import overlap as streams
-from moefuse.runtime.lasting import lasting
+from moefuse.runtime.lasting import kept
 
 Lists = Sequence[Tensor]
 
@@ -42,19 +42,10 @@ def _beside(x: Tensor, rows: int, overlap: int) -> bool:
     return x.is_cuda and 0 < rows <= overlap and torch.cuda.is_current_stream_capturing() and streams.enabled()
 
 
-def _one(x: Tensor) -> tuple[Tensor, Tensor]:
-    return x.new_zeros((1, 1), dtype=torch.int32), x.new_ones((1, 1))
-
-
 def _every(x: Tensor) -> tuple[Tensor, Tensor]:
     """ids [T, 1] and weights [T, 1] with which every token takes expert 0 as it is."""
-    known = _EVERY.get((x.device, x.dtype))
-    if known is None and x.is_cuda and torch.cuda.is_current_stream_capturing():
-        # What is made while a graph is recorded has values only when that graph has run.
-        known = _one(x)
-    if known is None:
-        known = _EVERY[x.device, x.dtype] = lasting(x.device, lambda: _one(x))
-    return known[0].expand(x.shape[0], 1), known[1].expand(x.shape[0], 1)
+    ids, weights = kept(_EVERY, (x.device, x.dtype), x.device, lambda: (x.new_zeros((1, 1), dtype=torch.int32), x.new_ones((1, 1))))
+    return ids.expand(x.shape[0], 1), weights.expand(x.shape[0], 1)
 
 
 def _run(tensors: Lists, counts: Sequence[int], body: int, arg0: float, arg1: float, out_dtype: torch.dtype) -> Tensor:

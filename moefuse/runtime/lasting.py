@@ -7,20 +7,32 @@ be kept alive by one small table. Pools are chosen by thread, so another thread 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import torch
 
+K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
 
 
-def lasting(device: torch.device, make: Callable[[], T]) -> T:
-    """``make()``, which returns tensors on ``device`` that outlive the call. Work that it launches is in order on the current stream.
+def kept(known: dict[K, T], key: K, device: torch.device, make: Callable[[], T]) -> T:
+    """``known[key]``: tensors on ``device``, from ``make()`` the first time.
 
-    Not for use while a graph is recorded: what is written there holds nothing before that graph has run.
+    While a graph is recorded they are made and not kept: they hold nothing before that graph has run.
     """
+    found = known.get(key)
+    if found is not None:
+        return found
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return make()
+    found = known[key] = _apart(device, make)
+    return found
+
+
+def _apart(device: torch.device, make: Callable[[], T]) -> T:
+    """``make()`` outside of every pool. Work that it launches is in order on the current stream."""
     if device.type != "cuda":
         return make()
     stream = torch.cuda.current_stream(device)
