@@ -183,12 +183,18 @@ class Lowering:
         """[T, K] routing weights of the chosen experts."""
         top_k = self.region.routing.top_k
         if isinstance(weight, SlotWeight) or (isinstance(weight, Gate) and weight.slots):
-            return self.for_each(self.matrix(weight.source, top_k))
+            rows = self.for_each(self.matrix(weight.source, top_k))
+            return self.emit(torch.ops.moefuse.own.default, rows) if weight.source in self.region.shown else rows
         if isinstance(weight, Gate) and not weight.ones:
-            table = self.for_each(self.matrix(weight.source, self.region.num_experts))
+            table = self.for_each(self.matrix(weight.source, self.columns(weight.source)))
             ids = self.emit(torch.Tensor.to, self.ids(), torch.int64)
             return self.emit(torch.gather, table, 1, self.within(ids))
         return self.emit(torch.ones_like, self.ids(), dtype=torch.float32)
+
+    def columns(self, table: Node) -> Any:
+        """How many experts a table of routing weights has: a region may be some of them."""
+        value = tensor(table)
+        return self.region.num_experts if value is None or value.dim() < 2 else shape_of(value)[-1]
 
     def stack(self, leaf: Leaf) -> list[Node]:
         """A projection as the ops take it: [[E, out, in]] or E times [out, in]; a transposed view where it is stored the other way."""

@@ -53,6 +53,7 @@ class Region:
         replaced: what the experts give stands in place of the rows of ``base`` that chose one.
         apart: the result has a row for each slot, not their sum.
         outside: what becomes of ids that belong to no expert; None if that is nothing, as for the ops.
+        shown: leaves that whoever called the graph may write to before the backward pass.
     """
 
     anchor: Node
@@ -69,6 +70,7 @@ class Region:
     apart: bool = False
     replaced: bool = False
     outside: Outside | None = None
+    shown: frozenset[Node] = frozenset()
 
     @property
     def all_experts(self) -> int:

@@ -64,6 +64,7 @@ def checked(ctx: Context, region: Region) -> Region | Lost:
         if not region.nodes.isdisjoint(node.all_input_nodes):
             region.nodes.add(node)
     ctx.erasable |= own_writes(ctx, region)
+    region.shown = _shown(ctx, region)
     for check in (transformed, _types, _modes, _mutations, _spoiled, _feeds_itself, _escapes):
         problem = check(ctx, region)
         if problem is not None:
@@ -129,6 +130,15 @@ def own_writes(ctx: Context, region: Region) -> set[Node]:
     names = set(ctx.memory.storages(region.base))
     adding = (n for n in (region.anchor, *(p.node for p in region.parts)) if n in ctx.memory.targets)
     return {n for n in adding if any(name in names for t in ctx.memory.targets[n] for name in ctx.memory.storages(t))}
+
+
+def _shown(ctx: Context, region: Region) -> frozenset[Node]:
+    """Leaves in memory that the graph makes and gives out, where gradients are recorded."""
+    if not ctx.mode[region.anchor][0]:
+        return frozenset()
+    given = (n for node in ctx.graph.nodes if node.op == "output" for n in node.all_input_nodes)
+    names = {name for n in given for name in ctx.memory.storages(n) if not ctx.memory.outlives(name)}
+    return frozenset(leaf for leaf in region.leaves if not names.isdisjoint(ctx.memory.storages(leaf)))
 
 
 def _types(ctx: Context, region: Region) -> Lost | None:

@@ -1,9 +1,10 @@
 """The moefuse ops. Importing this registers all of them: ``torch.ops.moefuse.experts``, ``permute``, ``grouped_linear``,
-``expert_rows``, ``combine`` and ``topk`` (and the internal ``*_forward`` / ``*_backward`` ops they differentiate through)."""
+``expert_rows``, ``combine``, ``own`` and ``topk`` (and the internal ``*_forward`` / ``*_backward`` ops they differentiate through)."""
 
 from __future__ import annotations
 
 from moefuse.ops import experts, grouped, router
+from moefuse.ops import own as _own  # noqa: F401  (defines its op)
 from moefuse.ops import shared as _shared  # noqa: F401  (defines its ops)
 from moefuse.ops.activations import ACTIVATIONS, Activation
 from moefuse.ops.reference import experts_reference

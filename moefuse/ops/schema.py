@@ -31,6 +31,7 @@ SCHEMAS: tuple[str, ...] = (
     "expert_rows(Tensor[] v, Tensor offsets, SymInt num_rows) -> Tensor",
     "expert_rows_backward(Tensor grad, Tensor[] v, Tensor offsets) -> Tensor[]",
     "combine(Tensor ys, Tensor? weights, Tensor order, Tensor offsets, SymInt top_k, ScalarType? out_dtype) -> Tensor",
+    "own(Tensor x) -> Tensor",
     "topk(Tensor scores, int k) -> (Tensor values, Tensor ids)",
     "router_logits(Tensor x, Tensor w, Tensor? bias, ScalarType out_dtype) -> Tensor",
     "route(Tensor logits, Tensor? bias, int k, str score, int groups, int kept, int best, bool lowest, bool by_choice, str weight, "

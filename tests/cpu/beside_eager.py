@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from moefuse import Options
 from tests.cpu.capture_case import Seen, capturing
 
 H, I, E, K = 16, 12, 6, 2  # noqa: E741  (the letters of moefuse.spec)
@@ -33,12 +34,21 @@ class MoE(nn.Module):
         return out
 
 
-def check(make: Callable[[], nn.Module], change: Callable[[nn.Module], object] = lambda model: None, tokens: int = 13) -> Seen:
-    """Outputs, parameters, buffers, and gradients of two calls; ``change`` is done to the model between them."""
+def check(
+    make: Callable[[], nn.Module],
+    change: Callable[[nn.Module], object] = lambda model: None,
+    tokens: int = 13,
+    options: Options | None = None,
+    behind: str = "eager",
+) -> Seen:
+    """Outputs, parameters, buffers, and gradients of two calls; ``change`` is done to the model between them.
+
+    ``behind``: torch's backend that compiles the rewritten graph.
+    """
     torch.manual_seed(0)
     model, seen = make(), Seen()
     twin = copy.deepcopy(model)
-    compiled = torch.compile(model, backend=capturing(seen))
+    compiled = torch.compile(model, backend=capturing(seen, options, behind))
     for turn in range(2):
         x = torch.randn(tokens, H, generator=torch.Generator().manual_seed(turn))
         results = [_call(run, owner, x) for run, owner in ((twin, twin), (compiled, model))]

@@ -29,14 +29,14 @@ class Seen:
         return {skipped.code for skipped in self.report.skipped}
 
 
-def capturing(seen: Seen, options: Options | None = None) -> Callable[..., Any]:
-    """A Dynamo backend with moefuse's capture and passes, which then runs the graph as it is."""
+def capturing(seen: Seen, options: Options | None = None, behind: str = "eager") -> Callable[..., Any]:
+    """A Dynamo backend with moefuse's capture and passes, and one of torch's behind them; ``eager`` runs the graph as it is."""
     own = options or Options()
 
     def backend(gm: torch.fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
         seen.report.extend(pipeline.rewrite(gm, example_inputs, own, entry.frame()))
         seen.graphs.append(gm)
-        return gm.forward
+        return gm.forward if behind == "eager" else torch._dynamo.lookup_backend(behind)(gm, example_inputs)
 
     def read(_arguments: Mapping[str, Any]) -> Options:
         return own

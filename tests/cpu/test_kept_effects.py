@@ -6,12 +6,14 @@ Each of these programs was silently wrong once: as its comment says, a statement
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moefuse import Options
 from tests.cpu.beside_eager import E, H, K, MoE, check
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -236,3 +238,65 @@ class WrittenBehind(MoE):
 @pytest.mark.parametrize("write", [lambda w: w.mul_(0.5), lambda w: torch._foreach_mul_([w], 0.5)], ids=["mul_", "foreach"])
 def test_weights_that_are_written_behind_the_experts(write: Callable[[Tensor], object]) -> None:
     check(lambda: WrittenBehind(write))
+
+
+class WrittenBehindABreak(MoE):
+    """The same behind a graph break. Of views torch keeps no version counter there, so that gradients were wrong; of others it raised."""
+
+    def __init__(self, route: Callable[[Tensor], tuple[Tensor, Tensor]], form: str) -> None:
+        super().__init__()
+        self.choose, self.form = route, form
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.choose(self.gate(x).softmax(-1))
+        table = torch.zeros(len(x), E).scatter(1, ids, weights)
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            share = table[:, e : e + 1] if self.form == "table" else (weights * (ids == e)).sum(-1, keepdim=True)
+            out = out + expert(x) * share
+        shown = weights if self.form != "narrow" else weights.narrow(1, 0, 1)
+        torch._dynamo.graph_break()
+        with torch.no_grad():
+            shown.mul_(0.5)
+        return out
+
+
+def _sorted(scores: Tensor) -> tuple[Tensor, Tensor]:
+    weights, ids = scores.sort(-1, descending=True)
+    return weights[:, :K], ids[:, :K]
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("form", ["table", "mask", "narrow"])
+@pytest.mark.parametrize("route", [_sorted, lambda scores: scores.topk(K, -1)[:2]], ids=["a slice", "topk"])
+def test_weights_that_are_written_behind_a_break(route: Callable[[Tensor], tuple[Tensor, Tensor]], form: str, backend: str) -> None:
+    seen = check(lambda: WrittenBehindABreak(route, form), behind=backend)
+    assert len(seen.report.fused) == 1, seen.report
+
+
+# --- a sum that is cut by a statement on it -----------------------------------------------------------------------------------------
+
+
+class CutSum(MoE):
+    """Experts in front of the statement and behind it are sums of their own, which read some columns of the table that all share."""
+
+    def __init__(self, cut: int) -> None:
+        super().__init__()
+        self.cut, self.A, self.B = cut, nn.Parameter(torch.randn(H, 4)), nn.Parameter(torch.randn(4, H))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        table = torch.zeros(len(x), E).scatter(1, ids, weights)
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            if e == self.cut:
+                out.addmm_(x @ self.A, self.B)
+            out = out + expert(x) * table[:, e : e + 1]
+        return out
+
+
+@pytest.mark.parametrize("verify", ["off", "probe"])
+@pytest.mark.parametrize(("cut", "tokens"), [(1, 13), (2, 12), (3, 12), (5, 12)])
+def test_some_columns_of_a_table(cut: int, tokens: int, verify: Literal["off", "probe"]) -> None:
+    """The table was read as one of as many columns as there are experts in the sum; 12 tokens fit such a table of 2 or 3 columns."""
+    check(lambda: CutSum(cut), tokens=tokens, options=Options(verify=verify))
