@@ -20,7 +20,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from pathlib import Path
@@ -169,9 +169,11 @@ def plan(kinds: list[str], known: set[tuple[str, int]]) -> Iterator[tuple[str, i
 
 
 def search(args: argparse.Namespace, write: Callable[[list[dict[str, Any]]], None], shards: list[dict[str, Any]]) -> None:
-    """Fill ``shards`` until there are enough programs or the time is over."""
+    """Fill ``shards`` until there are enough programs or the time is over.
+
+    A process that dies takes its pool with it; what was running then is run again, each shard in a pool of its own.
+    """
     todo, end = plan(args.kinds, {(s["kind"], s["seed"]) for s in shards}), time.perf_counter() + args.budget
-    died: list[tuple[str, int]] = []
     while True:
         running: dict[Future[dict[str, Any]], tuple[str, int]] = {}
         try:
@@ -179,11 +181,22 @@ def search(args: argparse.Namespace, write: Callable[[list[dict[str, Any]]], Non
                 _fill(args, pool, todo, end, running, write, shards)
             return
         except BrokenProcessPool:
-            # One of these took its process with it: each is lost, and named.
-            died += running.values()
-            print("a worker died; one of", sorted(running.values()), flush=True)
-            if len(died) > 20 * args.jobs:
-                return
+            lost = list(running.values())
+        with ThreadPoolExecutor(args.jobs) as threads:
+            for found in threads.map(_alone, lost):
+                shards.append(_fresh(found, _seen(shards)))
+                write(shards)
+                if "died" in found:
+                    print("DIED", found["kind"], found["seed"], flush=True)
+
+
+def _alone(which: tuple[str, int]) -> dict[str, Any]:
+    """A shard in a process that nothing else needs."""
+    try:
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+            return pool.submit(shard, *which).result()
+    except BrokenProcessPool:
+        return {"kind": which[0], "seed": which[1], "seconds": 0.0, "keys": [], "died": 1}
 
 
 def _fill(
@@ -195,7 +208,7 @@ def _fill(
     write: Callable[[list[dict[str, Any]]], None],
     shards: list[dict[str, Any]],
 ) -> None:
-    seen = {(s["kind"], key) for s in shards for key in s["keys"]}
+    seen = _seen(shards)
 
     def submit() -> None:
         which = next(todo)
@@ -207,9 +220,8 @@ def _fill(
         done = next(as_completed(running))
         found = done.result()
         del running[done]
-        fresh = [key for key in found["keys"] if (found["kind"], key) not in seen]
-        seen |= {(found["kind"], key) for key in fresh}
-        shards.append({**found, "keys": fresh})
+        shards.append(_fresh(found, seen))
+        seen |= _seen(shards[-1:])
         write(shards)
         if "failed" in found:
             print("FAILED", found["kind"], found["seed"], found["program"], found["failed"], sep="\n", flush=True)
@@ -218,6 +230,15 @@ def _fill(
         elif time.perf_counter() >= end:
             for it in [it for it in running if it.cancel()]:
                 del running[it]
+
+
+def _seen(shards: list[dict[str, Any]]) -> set[tuple[str, str]]:
+    return {(s["kind"], key) for s in shards for key in s["keys"]}
+
+
+def _fresh(found: dict[str, Any], seen: set[tuple[str, str]]) -> dict[str, Any]:
+    """A shard with the programs alone that no other had."""
+    return {**found, "keys": [key for key in found["keys"] if (found["kind"], key) not in seen]}
 
 
 def rows(shards: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -231,7 +252,7 @@ def rows(shards: list[dict[str, Any]]) -> list[dict[str, Any]]:
         row["programs"] += len(it["keys"])
         row["failed"] += len(it.get("failed", "").splitlines()) if it["kind"].startswith("effects") else "failed" in it
         row["seconds"] = round(row["seconds"] + it["seconds"], 1)
-        for name in ("fused", "torch's", "no program"):
+        for name in COUNTED:
             if name in it:
                 row[name] = row.get(name, 0) + it[name]
     order = {kind: at for at, kind in enumerate(KINDS)}
@@ -239,6 +260,8 @@ def rows(shards: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 PLACE = ("kind", "torch", "commit")
+COUNTED = ("fused", "torch's", "no program", "died")
+"""What a row adds up; a shard that died stopped its process."""
 
 
 def _place(it: dict[str, Any]) -> tuple[str, ...]:
@@ -298,7 +321,7 @@ def main() -> None:
 
 def report(found: list[dict[str, Any]]) -> None:
     for row in found:
-        more = "".join(f" {row[name]:6} {name}" for name in ("fused", "torch's", "no program") if name in row)
+        more = "".join(f" {row[name]:6} {name}" for name in COUNTED if name in row)
         print(
             f"{row['kind']:32} {row['shards']:5} shards {row['programs']:6} programs {row['failed']:3} failed {row['seconds']:8.0f} s{more}"
         )

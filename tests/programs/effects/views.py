@@ -46,13 +46,22 @@ WRITTEN_BY_HAND = (
 """Ways that no single call stands for."""
 
 _NEVER = frozenset(("backward", "compile", "pin_memory", "is_pinned", "cuda", "xpu", "ipu", "mtia", "hpu", "record_stream", "save"))
+_UNSAFE = "unsafe_"
+"""What torch names so may not be written to, says its documentation; AOTAutograd alone loses such writes."""
 
 
 def shares(base: Tensor, value: object) -> bool:
     """Whether a value is a tensor with elements in the memory of ``base``."""
     if not isinstance(value, Tensor) or value.layout != torch.strided or not value.numel():
         return False
-    return bool(value.untyped_storage().data_ptr() == base.untyped_storage().data_ptr())
+    storage = value.untyped_storage()
+    return storage.data_ptr() == base.untyped_storage().data_ptr() and _end(value) <= storage.nbytes()
+
+
+def _end(value: Tensor) -> int:
+    """The byte behind the last one that a view reaches: some operators take any strides, and a write stops the process later."""
+    last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+    return int((value.storage_offset() + last + 1) * value.element_size())
 
 
 def evaluated(expr: str, **names: Tensor) -> Any:
@@ -86,7 +95,7 @@ def _may_alias(operator: Any) -> bool:
 def _methods() -> Iterator[tuple[str, str]]:
     """(name, expression): methods and attributes of tensors."""
     for name in dir(Tensor):
-        if name.startswith("_") or name.endswith("_") or name in _NEVER or _computes(name):
+        if name.startswith(("_", _UNSAFE)) or name.endswith("_") or name in _NEVER or _computes(name):
             continue
         if callable(getattr(Tensor, name)):
             yield from ((name, f"{{t}}.{name}({given})") for given in ARGUMENTS)
@@ -101,7 +110,7 @@ def _functions(methods: dict[str, dict[str, None]]) -> Iterator[tuple[str, str]]
         if (
             not callable(value)
             or isinstance(value, type)
-            or name.startswith("_")
+            or name.startswith(("_", _UNSAFE))
             or name.endswith("_")
             or name in _NEVER
             or _computes(name)
@@ -118,6 +127,8 @@ def _operators() -> Iterator[tuple[str, str]]:
         if not schema.name.startswith("aten::") or not schema.arguments or not _aliases(schema):
             continue
         name = schema.name.removeprefix("aten::")
+        if name.startswith(_UNSAFE):
+            continue
         rest = [a for a in schema.arguments[1:] if not a.has_default_value()]
         tried = [("torch.float64", "{t}.dtype") if a.name == "dtype" else BY_TYPE.get(str(a.type), ()) for a in rest]
         for values in itertools.product(*tried):
