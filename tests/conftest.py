@@ -22,7 +22,7 @@ os.environ["MOEFUSE_AUTOTUNE"] = "0"
 
 _COMMON = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
 # The same examples in every run: "deep" is the one that searches.
-hypothesis.settings.register_profile("quick", max_examples=10, derandomize=True, **_COMMON)
+hypothesis.settings.register_profile("quick", max_examples=7, derandomize=True, **_COMMON)
 hypothesis.settings.register_profile("deep", max_examples=500, print_blob=True, **_COMMON)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 

@@ -257,7 +257,7 @@ def surroundings() -> dict[str, Any]:
     }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize("kind", LAYERS)
 def test_first_call(kind: Callable[[], nn.Module], around: str) -> None:

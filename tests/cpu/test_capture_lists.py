@@ -72,7 +72,7 @@ def test_joining_and_asking_for_emptiness_are_captured(whole: Whole) -> None:
     assert (len(seen.graphs), len(seen.report.fused)) == (1, 1)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("whole", LOOKS.values(), ids=LOOKS)
 def test_whoever_looks_into_the_list_sees_what_eager_sees(whole: Whole) -> None:
     assert _run(whole).report.fused == []

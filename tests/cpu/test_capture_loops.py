@@ -19,6 +19,7 @@ NEEDS_2_12 = pytest.mark.skipif(TorchVersion(torch.__version__) < (2, 12), reaso
 OLD = ("FilledByCumsum", "EndsAsList")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("cls", [pytest.param(c, id=n, marks=NEEDS_2_12 if n in OLD else ()) for n, c in POSITIVE.items()])
 def test_a_loop_is_one_graph_and_fused(cls: type[Layer]) -> None:
     seen = check(cls)
@@ -34,7 +35,7 @@ def test_two_layers_whose_sum_is_taken_stay_two(cls: type[Layer]) -> None:
     assert len(seen.report.fused) == 2, str(seen.report)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("cls", NEAR_MISS.values(), ids=NEAR_MISS)
 def test_what_only_looks_like_one_runs_as_without_moefuse(cls: type[Layer], capsys: pytest.CaptureFixture[str]) -> None:
     """Values, gradients and Python's state equal eager's; nothing is fused; Dynamo breaks the graph where it always did."""

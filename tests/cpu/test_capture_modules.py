@@ -157,7 +157,7 @@ DIFFERENT: list[Callable[[nn.ModuleList], None]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("change", DIFFERENT, ids=lambda f: f.__name__[1:])
 def test_experts_that_differ_are_traced_one_by_one(change: Callable[[nn.ModuleList], None], traced: list[int]) -> None:
     """A difference in one attribute, hook, shape, or in the order of weights: no expert speaks for another; values are eager's."""

@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.skipif(TorchVersion(torch.__version__) < (2, 12), reason="Dynamo of torch 2.11 breaks more of these graphs"),
 ]
 
-EXAMPLES = settings().max_examples if THOROUGH else 3
+EXAMPLES = settings().max_examples if THOROUGH else 2
 
 
 def some(names: dict[str, str] | dict[str, tuple[str, ...]]) -> st.SearchStrategy[str]:

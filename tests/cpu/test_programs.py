@@ -26,7 +26,7 @@ def test_any_program(spelling: type[Any]) -> None:
     run()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("entry", catalogue.PROGRAMS, ids=lambda entry: entry.name)
 def test_catalogue(entry: catalogue.Entry) -> None:

@@ -71,6 +71,7 @@ def test_family_in_bfloat16(name: str) -> None:
         assert_within_budget(*(tiny.hidden(model, ids) for model in (ours, loop, exact)))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", REGISTERED)
 def test_family_is_one_graph(name: str) -> None:
     model = tiny.build(name, experts_implementation=NAME)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tests.cpu.ops_case import Case, every_body, reference, tensors, to
 
 pytestmark = [
-    pytest.mark.sampled(3),
+    pytest.mark.sampled(6),
     pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),  # the interpreter, about NumPy
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # NumPy, about the NaN of these tests
 ]

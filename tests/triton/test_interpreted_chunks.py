@@ -15,7 +15,7 @@ from tests.cpu.ops_case import Case
 from tests.triton.test_interpreted import tiles, vectors
 
 pytestmark = [
-    pytest.mark.sampled(2),
+    pytest.mark.sampled(4),
     pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]

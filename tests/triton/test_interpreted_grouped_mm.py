@@ -14,7 +14,7 @@ from tests.triton.test_interpreted import call as own_call
 from tests.triton.test_interpreted import tiles
 
 pytestmark = [
-    pytest.mark.sampled(2),
+    pytest.mark.sampled(4),
     pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),  # the interpreter, about NumPy
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # NumPy, about the NaN of these tests
 ]

@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.triton.interpreted_case import interpreted
 
 pytestmark = [
-    pytest.mark.sampled(2),
+    pytest.mark.sampled(4),
     pytest.mark.usefixtures("ran"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore:Conversion of an array with ndim:DeprecationWarning"),
 ]

@@ -27,7 +27,7 @@ from tests.cpu.ops_case import (
 from tests.triton.interpreted_case import TIER, interpreted
 
 pytestmark = [
-    pytest.mark.sampled(3),
+    pytest.mark.sampled(6),
     pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),  # the interpreter, about NumPy
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # NumPy, about the NaN of these tests
     pytest.mark.usefixtures("ran"),

@@ -135,6 +135,7 @@ def test_a_launch_that_fails_is_left_out() -> None:
     assert outcome.failed["out of resources"] >= 1
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "more",
     [
