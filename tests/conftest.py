@@ -22,7 +22,7 @@ os.environ["MOEFUSE_AUTOTUNE"] = "0"
 
 _COMMON = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
 # The same examples in every run: "deep" is the one that searches.
-hypothesis.settings.register_profile("quick", max_examples=7, derandomize=True, **_COMMON)
+hypothesis.settings.register_profile("quick", max_examples=5, derandomize=True, **_COMMON)
 hypothesis.settings.register_profile("deep", max_examples=500, print_blob=True, **_COMMON)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
@@ -37,9 +37,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
-        sampled = item.get_closest_marker("sampled")
-        if sampled is not None and not THOROUGH and hasattr(item, "callspec") and zlib.crc32(item.nodeid.encode()) % sampled.args[0]:
-            item.add_marker(pytest.mark.skip(reason=f"one case of {sampled.args[0]}; HYPOTHESIS_PROFILE=deep runs all"))
+        if item.get_closest_marker("thorough") and not THOROUGH:
+            item.add_marker(pytest.mark.skip(reason="HYPOTHESIS_PROFILE=deep runs it"))
+    if not THOROUGH:
+        _sample(items)
+
+
+def _sample(items: list[pytest.Item]) -> None:
+    """Skip all cases of a test but every n-th, by their names; at least one runs."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sampled") is not None and hasattr(item, "callspec"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for some in cases.values():
+        for item in sorted(some, key=lambda item: zlib.crc32(item.nodeid.encode()) % _share(item))[1:]:
+            if zlib.crc32(item.nodeid.encode()) % _share(item):
+                item.add_marker(pytest.mark.skip(reason=f"one case of {_share(item)}; HYPOTHESIS_PROFILE=deep runs all"))
+
+
+def _share(item: pytest.Item) -> int:
+    marker = item.get_closest_marker("sampled")
+    assert marker is not None
+    return int(marker.args[0])
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -61,6 +61,7 @@ def test_inference_mode() -> None:
         torch.testing.assert_close(torch.compile(model, backend="moefuse")(X, LOGITS), model(X, LOGITS))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["CountsIterations", "BreaksEarly", "MoreThanOne", "OnlyPython"])
 def test_a_near_miss_through_inductor(name: str) -> None:
     model = layer(name)

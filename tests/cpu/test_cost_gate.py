@@ -161,6 +161,7 @@ def test_weights_are_those_of_now() -> None:
     assert site.tensors() is None
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("choice", ["grouped_mm", "batched_mm"])
 def test_programs_of_transformers(choice: str) -> None:
     """They run by themselves, compute what replaces them, and have one name, whether compiled for one number of tokens or for any."""

@@ -35,6 +35,7 @@ def test_catalogue(entry: catalogue.Entry) -> None:
     assert outcome.fused[0].tier == entry.tier, entry.why
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("entry", _FULL, ids=lambda entry: entry.name)
 def test_through_inductor(entry: catalogue.Entry) -> None:

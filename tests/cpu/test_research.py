@@ -84,6 +84,7 @@ def test_bfloat16(name: str) -> None:
     assert [f.tier for f in seen.report.fused] == [cls.expected.tier], str(seen.report)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["DeepseekTrain", "SparseDispatcher", "LlamaMoe"])
 def test_through_inductor(name: str) -> None:
     """What user code gets: the backend by name, no graph break, and compiled code."""

@@ -126,6 +126,7 @@ def test_training(name: str, checkpointing: bool, dtype: torch.dtype) -> None:
     assert_gradients_within_budget(got[1], eager[1], reference[1])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "choice"), [("mixtral", "batched_mm"), *MORE])
 def test_whole_way(name: str, choice: str | None) -> None:
     """The registered backend, Inductor included: report, output and gradients."""
