@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from moefuse._dynamo.values import unbacked_in
 from moefuse.capture.assumptions import Assumption
 from moefuse.passes.axes import Atom, fresh
 from moefuse.passes.classes import KEEPS, MODES, RESHAPES
@@ -55,6 +57,7 @@ class Context:
         self.graph = graph
         self.rows = dict(rows or {})
         self.siblings: dict[Node, Assumption] = {}
+        self.not_empty: set[Any] = set()
         self.facts: dict[Node, Any] = {}
         self.memory = Memory(graph)
         self.position, self.storage = self.memory.position, self.memory.storage
@@ -146,6 +149,15 @@ class Context:
     def members(self, expert: int) -> tuple[int, ...]:
         """The experts that a number stands for: itself, or those that capture traced one representative of."""
         return self.rows[expert.row] if isinstance(expert, RowNumber) else (int(expert),)
+
+    @functools.cached_property
+    def made_by(self) -> dict[Any, Node]:
+        """For each size that only the run knows: the first node that has it."""
+        found: dict[Any, Node] = {}
+        for node in self.position:
+            for symbol in unbacked_in(fake(node)):
+                found.setdefault(symbol, node)
+        return found
 
     def by_row(self) -> set[Node]:
         """Everything computed from a representative's row."""

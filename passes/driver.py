@@ -119,6 +119,8 @@ def _bodies(gm: GraphModule, known: dict[Node, Any]) -> list[tuple[GraphModule, 
 def _fuse_graph(gm: GraphModule, known: dict[Node, Any], run: _Run) -> bool:
     ctx = interpret(gm.graph, {a.row_node: a.members for a in run.assumptions if a.row_node is not None and a.graph is gm.graph})
     before = effects(ctx)
+    sizes = [a.subject if isinstance(a.subject, tuple) else (a.subject,) for a in run.assumptions if a.kind == "size"]
+    ctx.not_empty = {symbol for some in sizes for symbol in some}
     ctx.siblings = {a.row_node: a for a in run.assumptions if a.row_node is not None and a.siblings}
     for node in gm.graph.nodes:
         if node.op == "get_attr" and isinstance(getattr(gm, str(node.target), None), torch.Tensor):

@@ -11,6 +11,7 @@ from moefuse._dynamo.values import unbacked_in
 from moefuse.passes.classes import ASSERTS, MODES, SIZE_QUERIES, draws
 from moefuse.passes.context import Context
 from moefuse.passes.ops import fake
+from moefuse.passes.promises import about_data, promised
 from moefuse.passes.writes import known_function
 
 
@@ -31,7 +32,7 @@ def erase(ctx: Context, scoped: set[Node]) -> None:
 def live(ctx: Context) -> set[Node]:
     """Nodes that the result of the graph, or an effect of it, needs."""
     roots = [n for n in ctx.graph.nodes if n.op in ("placeholder", "output", "call_module") or _effect(ctx, n)]
-    asserts = [n for n in ctx.graph.nodes if _about_data(ctx, n)]
+    asserts = [n for n in ctx.graph.nodes if about_data(ctx, n)]
     writes = [n for n in ctx.graph.nodes if (call := ctx.calls.get(n)) is not None and call.inplace and n not in roots]
     found: set[Node] = set()
     while roots:
@@ -62,8 +63,8 @@ def _effect(ctx: Context, node: Node) -> bool:
     call = ctx.calls.get(node)
     if call is None:
         return node in ctx.calls and node.op not in ("placeholder", "get_attr")
-    if _about_data(ctx, node):
-        return False
+    if about_data(ctx, node):
+        return promised(ctx, node)
     if call.inplace and not users_own(node) and not draws(call):
         return any(ctx.memory.outlives(name) for t in call.targets for name in ctx.memory.storages(t))
     return call.name not in SIZE_QUERIES and not pure(ctx, node)
@@ -74,12 +75,6 @@ def users_own(node: Node) -> bool:
     target = node.target
     foreign = getattr(target, "namespace", "aten") not in ("aten", "prims") or not known_function(target)
     return isinstance(target, torch._ops.HigherOrderOperator) or foreign
-
-
-def _about_data(ctx: Context, node: Node) -> bool:
-    """Whether a node only asserts something about sizes that the run decides."""
-    call = ctx.calls.get(node)
-    return call is not None and call.name in ASSERTS and any(unbacked_in(fake(i)) for i in node.all_input_nodes)
 
 
 def _drop_idle_modes(ctx: Context, scoped: set[Node]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from torch.fx import Node
 
 from moefuse.passes.activations import vanishes
+from moefuse.passes.axes import Axes, atoms
 from moefuse.passes.context import Context
 from moefuse.passes.expr import ExpertVector, Expr, Gate, SharedVector, SlotWeight, Token, has_linear, walk, weight_leaves
 from moefuse.passes.facts import (
@@ -28,7 +29,7 @@ from moefuse.passes.outside import outside
 from moefuse.passes.products import factors, same_expr
 from moefuse.passes.regions import Refused, Region, Weightless, sources
 from moefuse.passes.safety import checked
-from moefuse.passes.sizes import shape_of
+from moefuse.passes.sizes import same, shape_of
 
 
 def lift(ctx: Context) -> Iterator[Region | Refused]:
@@ -42,10 +43,21 @@ def lift(ctx: Context) -> Iterator[Region | Refused]:
         rows = [fact.rows] if isinstance(fact, Combined | Apart) else [p.rows for p in fact.parts]
         routing = next((r.domain.routing for r in rows if r.domain.routing is not None), None)
         found = _combined(ctx, fact, holders[id(fact)]) if isinstance(fact, Combined | Apart) else _summed(ctx, fact, holders[id(fact)])
+        if isinstance(found, Region) and not all(map(_in_order, (fact.axes,) if isinstance(fact, Combined) else (r.axes for r in rows))):
+            found = ctx.lost("tokens-differ", found.anchor, detail="the sum does not have its tokens first and its features last")
         found = _placed(ctx, checked(ctx, found)) if isinstance(found, Region) else found
         if found is not None:
             yield Refused(found, routing) if isinstance(found, Lost) else found
     yield from unread_stacks(ctx)
+
+
+def _in_order(axes: Axes) -> bool:
+    """Whether features come last, and tokens in their own order: what the ops return, but for how dimensions are flattened."""
+    order = [a for a in atoms(axes) if not same(a.size, 1)]
+    features = [a.kind == "f" for a in order]
+    return features == sorted(features) and all(
+        [a.index for a in order if a.kind == kind] == sorted(a.index for a in order if a.kind == kind) for kind in "tf"
+    )
 
 
 def _placed(ctx: Context, found: Region | Lost) -> Region | Lost:

@@ -7,6 +7,7 @@ from torch.fx import Graph, Node
 
 from moefuse.passes.classes import SIZE_QUERIES
 from moefuse.passes.context import Context, Standin
+from moefuse.passes.promises import promised
 from moefuse.passes.regions import Region
 
 
@@ -78,7 +79,7 @@ def queries(nodes: set[Node], ctx: Context) -> set[Node]:
         if node in found or node in nodes:
             continue
         call = ctx.calls.get(node)
-        if call is None or not (call.name in SIZE_QUERIES or call.name == "getitem" or _symbolic(node)):
+        if call is None or promised(ctx, node) or not (call.name in SIZE_QUERIES or call.name == "getitem" or _symbolic(node)):
             continue
         found.add(node)
         stack.extend(node.users)

@@ -133,12 +133,12 @@ def own_writes(ctx: Context, region: Region) -> set[Node]:
 
 
 def _shown(ctx: Context, region: Region) -> frozenset[Node]:
-    """Leaves in memory that the graph makes and gives out, where gradients are recorded."""
+    """Leaves in memory that others have too, the graph's inputs and what it gives out, where gradients are recorded."""
     if not ctx.mode[region.anchor][0]:
         return frozenset()
     given = (n for node in ctx.graph.nodes if node.op == "output" for n in node.all_input_nodes)
-    names = {name for n in given for name in ctx.memory.storages(n) if not ctx.memory.outlives(name)}
-    return frozenset(leaf for leaf in region.leaves if not names.isdisjoint(ctx.memory.storages(leaf)))
+    names = {name for n in given for name in ctx.memory.storages(n)}
+    return frozenset(n for n in region.leaves if any(name in names or ctx.memory.outlives(name) for name in ctx.memory.storages(n)))
 
 
 def _types(ctx: Context, region: Region) -> Lost | None:

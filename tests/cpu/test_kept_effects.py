@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from moefuse import Options
 from tests.cpu.beside_eager import E, H, K, MoE, check
+from tests.cpu.capture_case import Seen, capturing
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -300,3 +301,25 @@ class CutSum(MoE):
 def test_some_columns_of_a_table(cut: int, tokens: int, verify: Literal["off", "probe"]) -> None:
     """The table was read as one of as many columns as there are experts in the sum; 12 tokens fit such a table of 2 or 3 columns."""
     check(lambda: CutSum(cut), tokens=tokens, options=Options(verify=verify))
+
+
+def test_weights_that_the_caller_changes_behind_the_call() -> None:
+    """They are an input of the graph; eager has kept what it gathered of them."""
+
+    class Given(MoE):
+        def forward(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+            return self.add_experts(torch.zeros_like(x), x, weights, ids)
+
+    torch.manual_seed(0)
+    model, seen, x = Given(), Seen(), torch.randn(9, H)
+    weights, ids = model.route(x)
+    gradients = []
+    for run in (model, torch.compile(model, backend=capturing(seen, behind="aot_eager"))):
+        model.zero_grad()
+        given = weights.detach().clone()
+        out = run(x, given, ids)
+        given.mul_(2)
+        out.square().sum().backward()
+        gradients.append([torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()])
+    assert len(seen.report.fused) == 1
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-4, atol=1e-5)

@@ -1,0 +1,94 @@
+"""Assertions of the program about how many tokens an expert has: they raise as in eager. Those that Dynamo makes go with the loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.cpu.capture_case import Seen, capturing
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+H, I, E, T = 8, 6, 4, 9  # noqa: E741  (the letters of moefuse.spec)
+
+
+class Asks(nn.Module):
+    """Whatever is asked of the number of an expert's rows is asked in front of its product."""
+
+    def __init__(self, ask: Callable[[Tensor], None]) -> None:
+        super().__init__()
+        self.ask = ask
+        self.up, self.down = nn.Parameter(torch.randn(E, I, H)), nn.Parameter(torch.randn(E, H, I))
+
+    def forward(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for e in range(E):
+            rows, slot = torch.where(ids == e)
+            self.ask(rows)
+            out.index_add_(0, rows, (x[rows] @ self.up[e].t()).relu() @ self.down[e].t() * weights[rows, slot, None])
+        return out
+
+
+def below(rows: Tensor) -> None:
+    assert rows.numel() < 4
+
+
+def checked(rows: Tensor) -> None:
+    torch._check(rows.shape[0] < 4)
+
+
+def some(rows: Tensor) -> None:
+    torch._check(rows.shape[0] > 0)
+
+
+def even(rows: Tensor) -> None:
+    torch._check(rows.shape[0] % 2 == 0)
+
+
+def three(rows: Tensor) -> None:
+    torch._check(rows.shape[0] != 3)
+
+
+def any_number(rows: Tensor) -> None:
+    torch._check(rows.shape[0] <= 2 * T)
+
+
+def routed(*loads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """x, weights [T, 1], ids [T, 1] with so many tokens for each expert."""
+    ids = torch.cat([torch.full((n,), e) for e, n in enumerate(loads)]).unsqueeze(1)
+    return torch.randn(len(ids), H), torch.rand(len(ids), 1), ids
+
+
+@pytest.mark.parametrize(
+    ("ask", "good", "bad"),
+    [
+        pytest.param(below, (3, 3, 3, 0), (4, 3, 2, 0), id="assert"),
+        pytest.param(checked, (3, 3, 3, 0), (0, 0, 0, 9), id="check"),
+        pytest.param(some, (3, 3, 2, 1), (3, 3, 3, 0), id="not empty"),
+        pytest.param(even, (4, 2, 2, 0), (3, 1, 2, 2), id="even"),
+        pytest.param(three, (4, 5, 0, 0), (4, 2, 3, 0), id="any other number"),
+    ],
+)
+def test_what_a_program_asserts_is_asserted(ask: Callable[[Tensor], None], good: tuple[int, ...], bad: tuple[int, ...]) -> None:
+    """First with numbers that hold, so that the compiled program is there."""
+    model = Asks(ask)
+    compiled = torch.compile(model, backend=capturing(Seen()))
+    given = routed(*good)
+    torch.testing.assert_close(compiled(*given), model(*given))
+    given = routed(*bad)
+    for run in (model, compiled):
+        with pytest.raises((AssertionError, RuntimeError)):
+            run(*given)
+
+
+def test_what_holds_for_any_routing_is_no_reason_to_wait() -> None:
+    """An assertion that every mask fulfils goes with the loop, like those that Dynamo makes."""
+    seen = Seen()
+    model = Asks(any_number)
+    given = routed(3, 3, 2, 1)
+    torch.testing.assert_close(torch.compile(model, backend=capturing(seen))(*given), model(*given))
+    assert (len(seen.report.fused), len(seen.graphs)) == (1, 1), seen.report
+    assert not {"nonzero", "where"} & {n.name.partition("_")[0] for n in seen.graphs[0].graph.nodes}
