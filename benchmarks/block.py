@@ -265,9 +265,9 @@ def main() -> None:
     from layer import environment
 
     if args.device == "cpu":
-        from moefuse.passes import shared
+        from moefuse.passes.block import shared_experts
 
-        shared.DEVICES.add("cpu")
+        shared_experts.DEVICES.add("cpu")
         data: dict[str, Any] = {"results": []}
     else:
         data = {**environment(args.commit), "results": []}

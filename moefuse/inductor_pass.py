@@ -13,7 +13,7 @@ from moefuse import _torch_private, cache, history, pipeline
 from moefuse._torch_private import CustomGraphPass
 from moefuse.config import Options
 from moefuse.errors import FusionError, OptionError
-from moefuse.passes.beside import start_early
+from moefuse.passes.block.overlap_placement import start_early
 
 
 class CacheStamp(CustomGraphPass):

@@ -135,7 +135,7 @@ def _validated(
     saved: GraphSnapshot, gm: torch.fx.GraphModule, inputs: Sequence[object] | None, replaced: Any, assumptions: Any, report: FusionReport
 ) -> Skipped | None:
     """How the rewritten graph differs from the snapshot as a whole; one that cannot be compared gets a note."""
-    from moefuse.passes.validate import Verdict, validate
+    from moefuse.passes.prove.validate import Verdict, validate
 
     try:
         verdict = validate(saved.modules, gm, inputs, replaced, assumptions)
@@ -175,7 +175,7 @@ def _settle(frame: Frame, gm: torch.fx.GraphModule, report: FusionReport, undisc
 
 def _left(gm: torch.fx.GraphModule) -> str | None:
     """What a graph that only moefuse made traceable must not have."""
-    from moefuse.passes.writes import repeats_a_write
+    from moefuse.passes.graph.writes import repeats_a_write
 
     if has_data_dependent_sizes(gm):
         return "sizes that depend on data are left in the graph"

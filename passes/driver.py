@@ -19,26 +19,28 @@ import moefuse.ops  # noqa: F401  (the ops that the rewrite inserts)
 from moefuse.capture.assumptions import Assumption, Undischarged
 from moefuse.capture.siblings import keep
 from moefuse.errors import CODES
-from moefuse.passes import discharge, leftovers, unhit
-from moefuse.passes.context import Context, Standin
-from moefuse.passes.devices import unsupported
-from moefuse.passes.effects import Effects, EffectsDifferError, compare, effects
-from moefuse.passes.emit import Emitter
-from moefuse.passes.facts import Lost, Routing
-from moefuse.passes.gate import not_faster
-from moefuse.passes.interpret import interpret
-from moefuse.passes.lift import lift
-from moefuse.passes.lower import Lowered, Lowering
-from moefuse.passes.memory import workspace
-from moefuse.passes.ops import location, module_path
-from moefuse.passes.record import remember
-from moefuse.passes.refusals import refusals
-from moefuse.passes.regions import Refused, Region
-from moefuse.passes.rewrite import replace
-from moefuse.passes.router import one_kernel
-from moefuse.passes.shared import join_shared
-from moefuse.passes.signature import signature
-from moefuse.passes.verify import Verdict, verify
+from moefuse.passes.block.router_topk import one_kernel
+from moefuse.passes.block.shared_experts import join_shared
+from moefuse.passes.graph.builder import Emitter
+from moefuse.passes.graph.calls import location, module_path
+from moefuse.passes.infer.state import Context, Standin
+from moefuse.passes.ir.facts import Lost, Routing
+from moefuse.passes.ir.regions import Refused, Region
+from moefuse.passes.lower import dce
+from moefuse.passes.lower.cost_gate import not_faster
+from moefuse.passes.lower.devices import unsupported
+from moefuse.passes.lower.lower import Lowered, Lowering
+from moefuse.passes.lower.record import remember
+from moefuse.passes.lower.rewrite import replace
+from moefuse.passes.lower.workspace_size import workspace
+from moefuse.passes.match import unhit_experts
+from moefuse.passes.match.interpret import interpret
+from moefuse.passes.match.lift import lift
+from moefuse.passes.match.refusals import refusals
+from moefuse.passes.prove import discharge
+from moefuse.passes.prove.effects import Effects, EffectsDifferError, compare, effects
+from moefuse.passes.prove.region_key import signature
+from moefuse.passes.prove.verify import Verdict, verify
 from moefuse.report import Fused, RejectedError, Skipped
 
 if TYPE_CHECKING:
@@ -140,9 +142,9 @@ def _fuse_graph(gm: GraphModule, known: dict[Node, Any], run: _Run) -> bool:
     if run.assumptions:
         for kept in gm.graph.find_nodes(op="call_function", target=keep):
             gm.graph.erase_node(kept)
-        leftovers.erase(ctx, {n for claim in claims for n in claim.assumption.nodes})
+        dce.erase(ctx, {n for claim in claims for n in claim.assumption.nodes})
         run.result.undischarged += discharge.undischarged(ctx, claims, fused)
-    run.result.notes += unhit.notes(ctx, fused, run.assumptions)
+    run.result.notes += unhit_experts.notes(ctx, fused, run.assumptions)
     run.result.notes += one_kernel(gm.graph, run.options) if fused else []
     if fused and run.options.overlap:
         _join(ctx, known, run)
@@ -186,7 +188,7 @@ def _rewrite(ctx: Context, known: dict[Node, Any], run: _Run, region: Region) ->
         emit.undo()
         return verdict
     remember(ctx, known, run.assumptions, region, emit, lowered)
-    result = unhit.without_tokens(region, run.assumptions, emit, lowered.result)
+    result = unhit_experts.without_tokens(region, run.assumptions, emit, lowered.result)
     replace(ctx, region, result)
     run.result.replaced.append((region, result))
     measured = None if verdict is None else verdict.error

@@ -184,7 +184,7 @@ class Frame:
 
     def asks_for_rows(self, tx: Any, number: Any) -> None:
         """A branch, at which Dynamo is about to stop, depends on a number: the user is told if that is how many tokens an expert has."""
-        from moefuse.passes.concerns import counts_rows
+        from moefuse.passes.prove.concerns import counts_rows
 
         symbols = values.unbacked(number) if number is not None else set()
         if symbols and values.undecided(number) and not self._told(tx) and counts_rows(values.graph_of(tx), symbols):
@@ -277,7 +277,7 @@ class Frame:
 
 def concerns_experts(assumption: Assumption) -> bool:
     """Whether what was assumed about has to do with expert ids at all; other code that depends on data is nothing to report."""
-    from moefuse.passes.concerns import concerns_routing
+    from moefuse.passes.prove.concerns import concerns_routing
 
     try:
         return concerns_routing(assumption)

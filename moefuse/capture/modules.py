@@ -7,7 +7,7 @@ Rows e and f are traced. Then the body's other rows are what row e is, with row 
 * the row's number selects the module and nothing else that Python sees (``selects``),
 * the body cannot tell one module from another: it compares no identities and uses no module as a key (``tells_apart``),
 * a weight that row e reads through the list is at the same place in row f the one that row f reads through it; one that the body has from
-  elsewhere (``self.experts[0].weight``) is the same in both, and is not replaced. The lift compares them; see ``passes/instances.py``.
+  elsewhere (``self.experts[0].weight``) is the same in both, and is not replaced. See ``passes/match/representative.py``.
 """
 
 from __future__ import annotations

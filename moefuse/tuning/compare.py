@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moefuse import _torch_private
-from moefuse.passes.program import Input, NotComparableError, Program
+from moefuse.passes.lower.program import Input, NotComparableError, Program
 from moefuse.tuning.entries import Pair
 
 if TYPE_CHECKING:

@@ -62,7 +62,7 @@ class Entry:
         config: the winner.
         us: microseconds of the op with it.
         library: microseconds of the op with products by the library, by form (``kernels/triton/grouped_mm.py``).
-        programs: :func:`moefuse.passes.program.name_of` of a program -> times.
+        programs: :func:`moefuse.passes.lower.program.name_of` of a program -> times.
         when: seconds since 1970.
     """
 

@@ -34,7 +34,7 @@ class Site:
         device: where it runs.
         lists: the operands w_in, w_up, w_out, b_in, b_up, b_out; None where the graph computes one.
         sources: the user's tensors that the operands are, or are computed from.
-        program: the region before and after (:class:`moefuse.passes.program.Program`), or why there is none to run.
+        program: the region before and after (:class:`moefuse.passes.lower.program.Program`), or why there is none to run.
         trained: gradients were wanted, so the forward op alone does not run.
     """
 

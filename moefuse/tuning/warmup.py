@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from moefuse.kernels.triton.config import Problem
-from moefuse.passes.program import NotComparableError, Program
+from moefuse.passes.lower.program import NotComparableError, Program
 from moefuse.runtime import providers
 from moefuse.tuning import compare, store, targets
 from moefuse.tuning.entries import Entry, Pair

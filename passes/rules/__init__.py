@@ -1,7 +1,7 @@
 """Transfer rules: from the facts of an operation's inputs to the fact of its result. One small file per family.
 
 A rule is a function ``(ctx, node, *args, **kwargs) -> fact | Lost | None`` with the operation's own arguments, registered under the
-canonical names it serves (see passes/ops.py). None means "says nothing about routing"; Lost carries the reason.
+canonical names it serves (see passes/graph/calls.py). None means "says nothing about routing"; Lost carries the reason.
 """
 
 from __future__ import annotations
@@ -14,7 +14,22 @@ Rule = Callable[..., Any]
 
 RULES: dict[str, Rule] = {}
 
-_FAMILIES = tuple("views routing counts hits spans tables index gather assign permutation linear pointwise combine masked".split())
+_FAMILIES = (
+    "rows.views",
+    "routing.masks",
+    "routing.counts",
+    "routing.nonempty",
+    "routing.offsets",
+    "routing.tables",
+    "rows.index",
+    "rows.advanced_index",
+    "sums.assign",
+    "routing.sort",
+    "rows.contraction",
+    "rows.pointwise",
+    "sums.reduce",
+    "rows.boolean_mask",
+)
 
 
 def rule(*names: str) -> Callable[[Rule], Rule]:

@@ -85,7 +85,7 @@ def test_any_edit_changes_the_hash(tmp_path: Path) -> None:
     hashes = {copied_hash(tmp_path)}
     # A checkout has links and an installation has folders: the same sources give the same hash.
     assert hashes == {cache.source_hash() + "\n"}
-    for path in ("runtime/providers.py", "passes/facts.py"):
+    for path in ("runtime/providers.py", "passes/ir/facts.py"):
         with (tmp_path / "moefuse" / path).open("a") as file:
             file.write("\n# edited\n")
         hashes.add(copied_hash(tmp_path))

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 import moefuse
 from moefuse import Options, cache, cache_folder, pipeline
 from moefuse.kernels.triton.config import Config, Vectors
-from moefuse.passes import gate
-from moefuse.passes.program import NotComparableError
+from moefuse.passes.lower import cost_gate
+from moefuse.passes.lower.program import NotComparableError
 from moefuse.report import FusionReport
 from moefuse.tuning import compare, sites, store
 from moefuse.tuning.entries import Entry, Pair
@@ -31,7 +31,7 @@ T, H, I, E, K = 10, 8, 12, 4, 2  # noqa: E741
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """The CPU as a device with something to tune, and a cache folder of its own."""
     monkeypatch.setattr(sites, "DEVICES", {"cpu"})
-    monkeypatch.setattr(gate, "device_name", lambda device: "a device")
+    monkeypatch.setattr(cost_gate, "device_name", lambda device: "a device")
     monkeypatch.setenv(cache_folder.VARIABLE, str(tmp_path))
     monkeypatch.delenv(store.SWITCH)
     sites.clear()
@@ -205,7 +205,7 @@ def test_equal_layers_share_one_program() -> None:
 
 
 def test_a_failure_here_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    from moefuse.passes import record
+    from moefuse.passes.lower import record
 
     def take_out(*_: Any) -> Any:
         raise KeyError("a bug")
@@ -348,14 +348,14 @@ def test_a_table_speaks_of_grouped_products_only(monkeypatch: pytest.MonkeyPatch
     model = Layer()
     run(model, torch.randn(T, H))
     site = only_site()
-    monkeypatch.setattr(gate, "table_times", lambda device: ((dataclasses.replace(site.problem, tokens=16), 30.0, 20.0),))
-    found = gate.measurement("a device", site.problem, site.program.name, grouped=True)
+    monkeypatch.setattr(cost_gate, "table_times", lambda device: ((dataclasses.replace(site.problem, tokens=16), 30.0, 20.0),))
+    found = cost_gate.measurement("a device", site.problem, site.program.name, grouped=True)
     assert found == (Pair(20.0, 30.0, 16), "measured for the table that ships with moefuse")
-    assert gate.measurement("a device", site.problem, site.program.name, grouped=False) is None
-    assert gate.measurement("a device", dataclasses.replace(site.problem, tokens=64), site.program.name, grouped=True) is None
+    assert cost_gate.measurement("a device", site.problem, site.program.name, grouped=False) is None
+    assert cost_gate.measurement("a device", dataclasses.replace(site.problem, tokens=64), site.program.name, grouped=True) is None
     # What was measured here is asked first.
     store.save("a device", [Entry(site.problem, Config(0, Vectors(), Vectors()), 1.0, {}, {site.program.name: Pair(2.0, 1.0, T)}, 1)])
-    mine = gate.measurement("a device", site.problem, site.program.name, grouped=True)
+    mine = cost_gate.measurement("a device", site.problem, site.program.name, grouped=True)
     assert mine == (Pair(2.0, 1.0, T), "measured here by moefuse.warmup")
 
 

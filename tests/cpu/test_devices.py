@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.fx import Graph, Node
 
-from moefuse.passes.devices import unsupported
+from moefuse.passes.lower.devices import unsupported
 from moefuse.runtime import providers
 from tests.cpu.ops_case import Case
 

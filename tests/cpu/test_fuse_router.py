@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moefuse.ops.recipe import Recipe, route_reference
-from moefuse.passes import router
+from moefuse.passes.block import router_topk
 from tests.cpu.test_router import E, H, K, Layer, T, run
 
 Routed = tuple[Tensor, Tensor]
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 @pytest.fixture(autouse=True)
 def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU as a device that has kernels."""
-    monkeypatch.setattr(router, "DEVICES", {"cpu"})
+    monkeypatch.setattr(router_topk, "DEVICES", {"cpu"})
 
 
 def softmax_renormalised(it: Layer, x: Tensor) -> Routed:
@@ -148,7 +148,7 @@ FUSED: dict[Callable[..., Routed], dict[str, Any]] = {
 def routes(model: nn.Module, x: Tensor, dynamic: bool = False) -> tuple[Tensor, list[Recipe], list[str]]:
     """(result, the recipes in the graph, notes of the report)."""
     found: list[Recipe] = []
-    inner = router.one_kernel
+    inner = router_topk.one_kernel
 
     def noted(graph: Any, options: Any) -> list[str]:
         notes = inner(graph, options)
@@ -262,10 +262,10 @@ def test_a_wrong_reading_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The probe is what keeps a recipe out that the graph is not."""
     from dataclasses import replace
 
-    from moefuse.passes import recipes
+    from moefuse.passes.block import router_match
 
-    read = recipes._behind
-    monkeypatch.setattr(recipes, "_behind", lambda *a: (read(*a)[0], replace(read(*a)[1], eps=1e-3)))
+    read = router_match._behind
+    monkeypatch.setattr(router_match, "_behind", lambda *a: (read(*a)[0], replace(read(*a)[1], eps=1e-3)))
     _, found, _ = routes(Layer(softmax_renormalised), torch.randn(T, H))
     assert not found
 

@@ -12,12 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import Node
 
-from moefuse.passes import around, driver, synthetic
-from moefuse.passes.context import Context
-from moefuse.passes.expr import ExpertVector, Expr, Linear, Op, SharedVector
-from moefuse.passes.lift import lift
-from moefuse.passes.lower import Lowering
-from moefuse.passes.regions import Region
+from moefuse.passes import driver
+from moefuse.passes.infer.state import Context
+from moefuse.passes.ir.expr import ExpertVector, Expr, Linear, Op, SharedVector
+from moefuse.passes.ir.regions import Region
+from moefuse.passes.lower.lower import Lowering
+from moefuse.passes.match.lift import lift
+from moefuse.passes.prove import surroundings, synthetic_inputs
 from tests.cpu.test_verify import Light
 
 E, K, H = 4, 2, 8
@@ -155,7 +156,7 @@ def test_the_users_values_are_kept_in_size_and_sign(monkeypatch: pytest.MonkeyPa
     right = driver.verify
 
     def look(ctx: Context, region: Region, new: Any, result: Node, known: dict[Node, Any], assumptions: Any) -> Any:
-        inputs = synthetic.Inputs(ctx, region, known)
+        inputs = synthetic_inputs.Inputs(ctx, region, known)
         seen.update({str(n.target).split("_")[-2]: inputs.weight(n) for n in known})
         return right(ctx, region, new, result, known, assumptions)
 
@@ -172,9 +173,9 @@ def test_the_users_values_are_kept_in_size_and_sign(monkeypatch: pytest.MonkeyPa
 
 def test_copies_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without memory for copies the real values are read, and no copy is made."""
-    monkeypatch.setattr(synthetic, "COPIES", 0)
+    monkeypatch.setattr(synthetic_inputs, "COPIES", 0)
     for name in ("like", "perturbed"):
-        monkeypatch.setattr(synthetic, name, lambda *_: pytest.fail("copied"))
+        monkeypatch.setattr(synthetic_inputs, name, lambda *_: pytest.fail("copied"))
     model = Loop()
     set_weights(model, "w_out", torch.zeros_like)
     assert len(fused(model).fused) == 1
@@ -245,7 +246,7 @@ def test_what_others_read_of_a_region_stays(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(fused(Sorted()).fused) == 1
     torch._dynamo.reset()
     monkeypatch.setattr(
-        around.Around, "_with_writes", lambda self, nodes: {n for k in nodes for n in (k, *k.all_input_nodes)} & self.region.nodes
+        surroundings.Around, "_with_writes", lambda self, nodes: {n for k in nodes for n in (k, *k.all_input_nodes)} & self.region.nodes
     )
     (skipped,) = fused(Sorted()).skipped
     assert "`inverse` is also read behind the layer" in skipped.message
@@ -312,7 +313,7 @@ def test_weights_that_are_unpacked_by_assignment_are_the_models(monkeypatch: pyt
     right = driver.verify
 
     def look(ctx: Context, region: Region, new: Any, result: Node, known: dict[Node, Any], assumptions: Any) -> Any:
-        inputs = synthetic.Inputs(ctx, region, known)
+        inputs = synthetic_inputs.Inputs(ctx, region, known)
         seen.extend(inputs.weight(n) for n in region.leaves if tuple(n.meta["example_value"].shape) == (E, H, H))
         return right(ctx, region, new, result, known, assumptions)
 

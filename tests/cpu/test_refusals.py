@@ -79,7 +79,7 @@ class Case:
 
 def after_slot_weights(patch: pytest.MonkeyPatch, change: Callable[[Tensor], Tensor]) -> None:
     """Let the lowering pass ``change(weights)`` to the fused op."""
-    from moefuse.passes.lower import Lowering
+    from moefuse.passes.lower.lower import Lowering
 
     original = Lowering.slot_weights
     patch.setattr(Lowering, "slot_weights", lambda self, weight: self.emit(change, original(self, weight)))
@@ -108,11 +108,11 @@ def crashing_lowering(patch: pytest.MonkeyPatch) -> None:
 
 def measured_slower(patch: pytest.MonkeyPatch) -> None:
     """A measurement of this very program, in which it is the faster one."""
-    from moefuse.passes import gate
+    from moefuse.passes.lower import cost_gate
     from moefuse.tuning.entries import Pair
 
-    patch.setattr(gate, "device_name", lambda device: "a device")
-    patch.setattr(gate.store, "comparison", lambda device, problem, program: Pair(20.0, 30.0, problem.tokens))
+    patch.setattr(cost_gate, "device_name", lambda device: "a device")
+    patch.setattr(cost_gate.store, "comparison", lambda device, problem, program: Pair(20.0, 30.0, problem.tokens))
 
 
 def raising_rule(patch: pytest.MonkeyPatch) -> None:
@@ -127,7 +127,7 @@ def raising_rule(patch: pytest.MonkeyPatch) -> None:
 
 def losing_writes(patch: pytest.MonkeyPatch) -> None:
     """A sweep that takes a write to the model's buffer with it."""
-    from moefuse.passes import rewrite
+    from moefuse.passes.lower import rewrite
 
     original = rewrite.sweep
 

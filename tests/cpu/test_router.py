@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from moefuse import Options, pipeline
-from moefuse.passes import router
-from moefuse.passes.ops import raw_name
+from moefuse.passes.block import router_topk
+from moefuse.passes.graph.calls import raw_name
 from moefuse.report import FusionReport
 
 T, H, E, K = 12, 8, 8, 3
@@ -117,7 +117,7 @@ def run(model: nn.Module, x: Tensor, dynamic: bool = False, **options: Any) -> t
 @pytest.fixture
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU as a device that has a kernel for the op."""
-    monkeypatch.setattr(router, "DEVICES", {"cpu"})
+    monkeypatch.setattr(router_topk, "DEVICES", {"cpu"})
 
 
 @pytest.mark.parametrize(("route", "calls", "dynamic"), [(softmax_first, 1, False), (softmax_last, 1, True), (by_groups, 3, True)])
@@ -132,7 +132,7 @@ def test_a_router_calls_the_op(route: Any, calls: int, dynamic: bool, monkeypatc
     assert "the router's top-k at test_router.py:" in report.notes[0]
     leaves = [model.gate.weight, *model.experts.parameters()]
     grads = torch.autograd.grad(got.square().sum(), leaves)
-    monkeypatch.setattr(router, "DEVICES", set())
+    monkeypatch.setattr(router_topk, "DEVICES", set())
     torch._dynamo.reset()
     want, other, names = run(model, x, dynamic)
     assert (names["topk"], names["moefuse.topk"], other.notes) == (calls, 0, [])

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moefuse.passes import router
+from moefuse.passes.block import router_topk
 from tests.cpu.test_router import E, H, K, Layer, run
 
 Routed = tuple[Tensor, Tensor]
@@ -22,7 +22,7 @@ FEW, MANY = 4, 40
 @pytest.fixture(autouse=True)
 def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU as a device that has kernels."""
-    monkeypatch.setattr(router, "DEVICES", {"cpu"})
+    monkeypatch.setattr(router_topk, "DEVICES", {"cpu"})
 
 
 def drawn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from moefuse.backend import parse
 from moefuse.config import Options
-from moefuse.passes import shared
+from moefuse.passes.block import shared_experts
 from tests.programs.check import Outcome, light
 
 E, H, N, K = 4, 16, 12, 2
@@ -138,7 +138,7 @@ def run(model: nn.Module, x: Tensor, tokens: int = 256, graphs: list[torch.fx.Gr
 
 @pytest.fixture(autouse=True)
 def _on_this_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared, "DEVICES", {"cpu"})
+    monkeypatch.setattr(shared_experts, "DEVICES", {"cpu"})
     torch.manual_seed(0)
 
 
@@ -254,8 +254,8 @@ def test_a_wrong_reading_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Verification stands behind the pass: with a template that takes the wrong activation nothing is joined."""
     from dataclasses import replace
 
-    match = shared.match
-    monkeypatch.setattr(shared, "match", lambda expr: replace(match(expr), activation="relu"))
+    match = shared_experts.match
+    monkeypatch.setattr(shared_experts, "match", lambda expr: replace(match(expr), activation="relu"))
     assert [f.shared for f in run(Block(gated), torch.randn(2, 3, H)).fused] == [False]
 
 

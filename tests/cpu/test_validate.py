@@ -243,7 +243,7 @@ def test_nothing_of_the_users_is_touched() -> None:
 
 def test_what_does_not_run_by_itself_gets_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then the regions alone have been compared, and the report says so."""
-    from moefuse.passes import validate
+    from moefuse.passes.prove import validate
 
     def fail(*_: Any) -> Any:
         raise NotImplementedError("no such input")
@@ -257,7 +257,7 @@ def test_what_does_not_run_by_itself_gets_a_note(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_probe_alone_does_not_look_at_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    from moefuse.passes import validate
+    from moefuse.passes.prove import validate
 
     monkeypatch.setattr(validate, "validate", lambda *_: pytest.fail("compared"))
     torch.compile(Layer(), backend="moefuse")(torch.randn(5, H))

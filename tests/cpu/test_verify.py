@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moefuse.config import Options
-from moefuse.passes import driver, verify
+from moefuse.passes import driver
+from moefuse.passes.prove import verify
 from moefuse.report import Fused, Skipped
 
 E, K, H, INNER = 4, 2, 8, 6

@@ -17,12 +17,12 @@ import torch.fx
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from moefuse.passes.axes import Axes, kinds
-from moefuse.passes.context import Context
-from moefuse.passes.expr import show
-from moefuse.passes.facts import Lost, Rows
-from moefuse.passes.interpret import interpret
-from moefuse.passes.sizes import same
+from moefuse.passes.graph.sizes import same
+from moefuse.passes.infer.state import Context
+from moefuse.passes.ir.axes import Axes, kinds
+from moefuse.passes.ir.expr import show
+from moefuse.passes.ir.facts import Lost, Rows
+from moefuse.passes.match.interpret import interpret
 
 T, K, E, H, I, B = 7, 2, 3, 5, 11, 13  # noqa: E741  (the letters of moefuse.spec; B is any other size)
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.fx import Graph, Node
 
-from moefuse.passes.context import Standin
-from moefuse.passes.effects import EffectsDifferError, compare, effects
+from moefuse.passes.infer.state import Standin
+from moefuse.passes.prove.effects import EffectsDifferError, compare, effects
 from tests.null.rules_case import Traced, trace
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moefuse.passes.facts import View
-from moefuse.passes.ranges import holds, interval
+from moefuse.passes.infer.ranges import holds, interval
+from moefuse.passes.ir.facts import View
 from tests.null.rules_case import E, K, T, assign, trace
 
 Function = Callable[..., Any]

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moefuse.passes.axes import Atom, Axes, align, atoms, extent, fresh, in_order, permute, reshape
-from moefuse.passes.facts import View
-from moefuse.passes.sizes import same
+from moefuse.passes.graph.sizes import same
+from moefuse.passes.ir.axes import Atom, Axes, align, atoms, extent, fresh, in_order, permute, reshape
+from moefuse.passes.ir.facts import View
 from tests.null.rules_case import INPUTS, T, trace
 
 SIZES = st.lists(st.integers(1, 4), min_size=1, max_size=5)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from moefuse.passes.ops import call_of
+from moefuse.passes.graph.calls import call_of
 from moefuse.passes.rules import RULES, rule
 from tests.null.rules_case import call, trace
 
@@ -88,9 +88,9 @@ def test_what_is_no_operation_has_no_call(op: str) -> None:
 
 def test_a_name_has_one_rule() -> None:
     """Two families that claim one operation would depend on the order of imports."""
-    with pytest.raises(ValueError, match=r"operation 'softmax' has two rules: moefuse\.passes\.rules\.tables and "):
+    with pytest.raises(ValueError, match=r"operation 'softmax' has two rules: moefuse\.passes\.rules\.routing\.tables and "):
         rule("softmax")(lambda ctx, node: None)
-    assert RULES["softmax"].__module__ == "moefuse.passes.rules.tables"
+    assert RULES["softmax"].__module__ == "moefuse.passes.rules.routing.tables"
 
 
 def test_what_a_triton_kernel_of_the_users_may_write_to() -> None:

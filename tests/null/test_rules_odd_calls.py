@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from moefuse.passes.axes import extent
-from moefuse.passes.facts import Combined, Fact, IndexMatrix, Sum
-from moefuse.passes.lift import lift
-from moefuse.passes.ops import tensor
+from moefuse.passes.graph.calls import tensor
+from moefuse.passes.ir.axes import extent
+from moefuse.passes.ir.facts import Combined, Fact, IndexMatrix, Sum
+from moefuse.passes.match.lift import lift
 from tests.null.rules_case import E, H, T, assign, trace
 
 Function = Callable[..., Any]

@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from moefuse.passes.expr import Gate, weight_leaves
-from moefuse.passes.facts import Lost
-from moefuse.passes.lift import lift
-from moefuse.passes.products import factors
-from moefuse.passes.regions import Refused, Region
-from moefuse.passes.signature import signature
+from moefuse.passes.ir.expr import Gate, weight_leaves
+from moefuse.passes.ir.expr_algebra import factors
+from moefuse.passes.ir.facts import Lost
+from moefuse.passes.ir.regions import Refused, Region
+from moefuse.passes.match.lift import lift
+from moefuse.passes.prove.region_key import signature
 from tests.null.rules_case import E, trace
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from moefuse.passes.facts import Counts, Hit, Index, IndexMatrix, Many, Mask, Occurring, Routing, Sorted, Span, Table, View
+from moefuse.passes.ir.facts import Counts, Hit, Index, IndexMatrix, Many, Mask, Occurring, Routing, Sorted, Span, Table, View
 from tests.null.rules_case import E, K, T, assign, call, fact_of, letters, trace
 
 Function = Callable[..., Any]

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from moefuse.passes import ops
-from moefuse.passes.expr import Token, show, walk
-from moefuse.passes.facts import Buffer, Column, Combined, Lost, Rows, Sum, Weight
+from moefuse.passes.graph import calls
+from moefuse.passes.ir.expr import Token, show, walk
+from moefuse.passes.ir.facts import Buffer, Column, Combined, Lost, Rows, Sum, Weight
 from tests.null.rules_case import E, H, I, K, T, assign, call, fact_of, letters, lost_code, rows_of, trace
 
 Function = Callable[..., Any]
@@ -239,7 +239,7 @@ def ends(ids: Any) -> Any:
 def _grouped_mm() -> Any:
     """An operator of the name `grouped_mm`, so that the rule can be tested in float32 on a CPU."""
     patch = pytest.MonkeyPatch()
-    patch.setattr(ops, "_NAMESPACES", ops._NAMESPACES | {"moefuse_test"})  # else it would be a stranger's operator
+    patch.setattr(calls, "_NAMESPACES", calls._NAMESPACES | {"moefuse_test"})  # else it would be a stranger's operator
     library = torch.library.Library("moefuse_test", "FRAGMENT")
     library.define("grouped_mm(Tensor x, Tensor w, *, Tensor offs) -> Tensor")
     library.impl("grouped_mm", lambda x, w, *, offs: x.new_empty((x.shape[0], w.shape[2])), "CompositeExplicitAutograd")

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from moefuse.passes.facts import Combined, Counts, Entries, Filled, Lost, Rows, Sorted, Sum, Table
+from moefuse.passes.ir.facts import Combined, Counts, Entries, Filled, Lost, Rows, Sorted, Sum, Table
 from tests.null.rules_case import E, H, K, T, assign, fact_of
 
 Function = Callable[..., Any]

@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 
 from moefuse.ops.activations import ACTIVATIONS
-from moefuse.passes.activations import vanishes
-from moefuse.passes.expr import Expr, Linear, SlotWeight, has_linear, walk
-from moefuse.passes.facts import Lost, Rows
-from moefuse.passes.generalise import generalise
-from moefuse.passes.products import factors, same_expr
-from moefuse.passes.templates import Body, match
+from moefuse.passes.ir.anti_unify import generalise
+from moefuse.passes.ir.expr import Expr, Linear, SlotWeight, has_linear, walk
+from moefuse.passes.ir.expr_algebra import factors, same_expr
+from moefuse.passes.ir.facts import Lost, Rows
+from moefuse.passes.match.activations import vanishes
+from moefuse.passes.match.templates import Body, match
 from tests.null.rules_case import E, H, I, K, T, fact_of, trace
 
 Between = Callable[..., Any]

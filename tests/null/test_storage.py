@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from moefuse.passes.storage import Memory
-from moefuse.passes.values import tensors_in
-from moefuse.passes.writes import written
+from moefuse.passes.graph.storage import Memory
+from moefuse.passes.graph.values import tensors_in
+from moefuse.passes.graph.writes import written
 from tests.null.rules_case import assign, call, trace
 
 ARGUMENTS: tuple[tuple[Any, ...], ...] = (

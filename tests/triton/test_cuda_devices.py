@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, Node
 
-from moefuse.passes.devices import unsupported
+from moefuse.passes.lower.devices import unsupported
 from tests.cpu.ops_case import Case
 from tests.cpu.test_ops_grouped import EXPERTS, body_args, draw_ids, ops
 

@@ -42,10 +42,10 @@ def reported(tokens: int, grad: bool = False) -> Outcome:
 def test_workspace_in_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     from moefuse.kernels.triton import chunks
-    from moefuse.passes import memory
+    from moefuse.passes.lower import workspace_size
 
     assert [f.workspace for f in reported(900).fused] == [None]  # nothing is known on the CPU
-    monkeypatch.setattr(memory, "DEVICES", {"cpu"})
+    monkeypatch.setattr(workspace_size, "DEVICES", {"cpu"})
     assert [f.workspace for f in reported(900, grad=True).fused] == [None]
     outcome = reported(900)
     [fused] = outcome.fused

@@ -95,7 +95,7 @@ def test_the_passes_ask_the_kernels(experts: int, k: int, reason: str | None) ->
     from torch.fx import Graph
 
     from moefuse.ops.recipe import Recipe
-    from moefuse.passes.devices import unsupported
+    from moefuse.passes.lower.devices import unsupported
 
     graph = Graph()
     logits = graph.placeholder("logits")

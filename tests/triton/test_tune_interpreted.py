@@ -267,7 +267,7 @@ def test_warmup_with_a_model(tools: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     """From the compiled model to another decision at its next compilation: real kernels, its own weights, its own program."""
     from moefuse.kernels.triton import provider
     from moefuse.kernels.triton.tune import candidates
-    from moefuse.passes import gate
+    from moefuse.passes.lower import cost_gate
     from moefuse.runtime import native, providers
     from moefuse.tuning import warmup
     from tests.cpu.test_cost_gate import H, Layer, T, run
@@ -276,7 +276,7 @@ def test_warmup_with_a_model(tools: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(candidates, "starts", lambda p, device, current: [current])
     monkeypatch.setattr(candidates, "neighbours", lambda part: [])
     native.configure(False)
-    monkeypatch.setattr(gate, "device_name", lambda device: "interpreter")
+    monkeypatch.setattr(cost_gate, "device_name", lambda device: "interpreter")
     providers.register("experts", providers.Provider("triton", provider.supports, provider.experts))
     try:
         model, x = Layer(), torch.randn(T, H)

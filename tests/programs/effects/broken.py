@@ -7,13 +7,16 @@ from typing import Any
 
 from torch.fx import Node
 
-from moefuse.passes import driver, effects, leftovers, safety, synthetic
-from moefuse.passes.context import Context
-from moefuse.passes.ops import call_of, fake, tensor
-from moefuse.passes.regions import Region
-from moefuse.passes.rules import views
-from moefuse.passes.signature import _Form
-from moefuse.passes.storage import Memory
+from moefuse.passes import driver
+from moefuse.passes.graph.calls import call_of, fake, tensor
+from moefuse.passes.graph.storage import Memory
+from moefuse.passes.infer.state import Context
+from moefuse.passes.ir.regions import Region
+from moefuse.passes.lower import dce
+from moefuse.passes.match import safety
+from moefuse.passes.prove import effects, synthetic_inputs
+from moefuse.passes.prove.region_key import _Form
+from moefuse.passes.rules.rows import views
 
 Broken = tuple[tuple[object, str, Any], ...]
 
@@ -54,18 +57,18 @@ STORAGE_BY_NAMES: Broken = ((Memory, "_read", _key_by_name), (Memory, "_join_hid
 
 # --- writes -----------------------------------------------------------------------------------------------------------------------
 
-_effect, _written, _has_effect = leftovers._effect, leftovers._written, effects._has_effect
+_effect, _written, _has_effect = dce._effect, dce._written, effects._has_effect
 
 
 def _outlives(ctx: Context, node: Node) -> bool:
     """Whether a node of torch's writes to what outlives the call."""
-    targets = ctx.memory.targets.get(node, ()) if not leftovers.users_own(node) else ()
+    targets = ctx.memory.targets.get(node, ()) if not dce.users_own(node) else ()
     return any(ctx.memory.outlives(name) for t in targets for name in ctx.memory.storages(t))
 
 
 UPDATES_DROPPED: Broken = (
-    (leftovers, "_effect", lambda ctx, node: not _outlives(ctx, node) and _effect(ctx, node)),
-    (leftovers, "_written", lambda ctx, write: [] if _outlives(ctx, write) else _written(ctx, write)),
+    (dce, "_effect", lambda ctx, node: not _outlives(ctx, node) and _effect(ctx, node)),
+    (dce, "_written", lambda ctx, write: [] if _outlives(ctx, write) else _written(ctx, write)),
 )
 
 
@@ -88,7 +91,7 @@ CASTS_KEEP_IDS: Broken = ((views, "holds", lambda dtype, numbers: True), (views,
 
 NO_LAST_LOOK: Broken = ((driver, "compare", lambda ctx, before: None),)
 
-REAL_VALUES: Broken = ((synthetic, "like", lambda value, generator: value), (synthetic, "neutral", lambda experts: False))
+REAL_VALUES: Broken = ((synthetic_inputs, "like", lambda value, generator: value), (synthetic_inputs, "neutral", lambda experts: False))
 """The proof takes parameters and buffers as they are."""
 
 

@@ -1,0 +1,44 @@
+"""Writing nodes: every new node gets the fake value its inputs imply, and the place in the user's code of the node it replaces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from moefuse.passes.graph.calls import fake
+
+_PROVENANCE = ("nn_module_stack", "stack_trace", "source_fn_stack")
+
+
+class Emitter:
+    """Inserts calls in front of ``before``; arguments that an earlier rewrite replaced become their replacement.
+
+    Raises whatever the fake implementation raises: a rewrite that does not type-check is not made.
+    """
+
+    def __init__(self, graph: Graph, before: Node, origin: Node, replaced: dict[Node, Node]) -> None:
+        self.graph, self.before, self.origin, self.replaced = graph, before, origin, replaced
+        self.nodes: list[Node] = []
+        value = fake(origin)
+        self.mode = getattr(value, "fake_mode", None)
+
+    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
+        args, kwargs = torch.fx.node.map_arg((args, kwargs), lambda n: self.replaced.get(n, n))
+        with self.graph.inserting_before(self.before):
+            node = self.graph.call_function(function, args, kwargs)
+        node.meta.update({k: self.origin.meta[k] for k in _PROVENANCE if k in self.origin.meta})
+        self.nodes.append(node)
+        if self.mode is not None:
+            values = torch.fx.node.map_arg((args, kwargs), fake)
+            with self.mode:
+                node.meta["example_value"] = function(*values[0], **values[1])
+        return node
+
+    def undo(self) -> None:
+        """Take back everything that was inserted."""
+        for node in reversed(self.nodes):
+            self.graph.erase_node(node)
+        self.nodes.clear()

@@ -1,0 +1,126 @@
+"""Canonical names: many spellings of one operation become one name with one argument order.
+
+`torch.multiply(a, b)`, `a * b`, `a.mul(b)`, `a *= b` are all ``mul``; the last one has a target. A rule is looked up by this name.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from moefuse.passes.graph.values import fake, tensor
+from moefuse.passes.graph.writes import known_function, plain_name, written
+
+_ALIASES = {
+    "multiply": "mul", "imul": "mul_", "iadd": "add_", "isub": "sub_", "itruediv": "div_", "truediv": "div", "true_divide": "div",
+    "divide": "div", "subtract": "sub", "floordiv": "floor_divide", "ifloordiv": "floor_divide_", "__floordiv__": "floor_divide",
+    "matmul": "matmul", "imatmul": "matmul_", "ipow": "pow_", "concat": "cat", "concatenate": "cat", "swapaxes": "transpose",
+    "swapdims": "transpose", "moveaxis": "movedim", "absolute": "abs", "negative": "neg", "clip": "clamp", "clip_": "clamp_",
+    "greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le", "not_equal": "ne", "invert": "bitwise_not",
+    "inv": "bitwise_not", "logical_not": "bitwise_not", "and_": "bitwise_and", "logical_and": "bitwise_and", "or_": "bitwise_or",
+    "radd": "add", "rmul": "mul", "view_as": "view_as", "sigmoid_": "sigmoid_", "max": "max", "_grouped_mm": "grouped_mm",
+    "grouped_mm_fallback": "grouped_mm", "argwhere": "nonzero", "type": "to", "type_as": "type_as", "scaled_mm": "scaled_mm",
+    "bfloat16": "to", "half": "to", "float": "to", "double": "to", "long": "to", "int": "to", "bool": "to",
+}  # fmt: skip
+
+#: operations on arrays of NumPy's, by the names that Dynamo gives them, that are torch's
+_ALIASES |= {f"wrapped_{name}": name for name in "cumsum getitem item eq ne lt le gt ge add sub".split()}
+
+#: where operators have the names that rules know; the last one is a grouped product that its library registers
+_NAMESPACES = frozenset(("aten", "prims", "moefuse", "transformers"))
+
+_CASTS = {
+    "bfloat16": torch.bfloat16, "half": torch.float16, "float": torch.float32, "double": torch.float64,
+    "long": torch.int64, "int": torch.int32, "bool": torch.bool,
+}  # fmt: skip
+
+#: pointwise functions of one tensor, and of two
+UNARY = (
+    "silu gelu relu relu6 elu selu celu leaky_relu mish softplus softsign hardswish hardsigmoid hardtanh tanh sigmoid logsigmoid exp exp2 "
+    "expm1 log log1p sqrt rsqrt reciprocal abs neg sign square sin cos erf clamp clamp_min clamp_max threshold tanhshrink nan_to_num "
+    "round floor"
+).split()
+BINARY = "add sub mul div pow maximum minimum remainder fmod atan2 rsub".split()
+
+
+@dataclass(frozen=True)
+class Call:
+    """A node as a canonical operation: name, positional and keyword arguments, and the tensors that it writes to."""
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    targets: tuple[Node, ...] = ()
+
+    @property
+    def inplace(self) -> bool:
+        """Whether it writes to a tensor that it is given."""
+        return bool(self.targets)
+
+
+def raw_name(node: Node) -> str:
+    """The name of a node's target as written: method name, function name, or operator name without its overload.
+
+    A function or an operator that is not torch's has all of its name, so that no rule takes it for what torch calls so.
+    """
+    target: Any = node.target
+    if isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        whole = str(target).partition(".")
+        space, name = whole[0], whole[2].partition(".")[0]
+        return name if space in _NAMESPACES else f"{space}::{name}"
+    if isinstance(target, torch._ops.HigherOrderOperator) or known_function(target):
+        return plain_name(target)
+    return f"{target.__module__}.{plain_name(target)}"
+
+
+def call_of(node: Node, targets: tuple[Node, ...] | None = None) -> Call | None:
+    """The canonical call of a node, or None for placeholders, attributes and the output. ``targets``: what it writes to, where known."""
+    if node.op not in ("call_function", "call_method"):
+        return None
+    raw = raw_name(node)
+    args, kwargs = tuple(node.args), dict(node.kwargs)
+    for first in ("input", "self"):
+        if first in kwargs:
+            args = (kwargs.pop(first), *args)
+    if raw in _CASTS and node.op == "call_method":
+        return Call("to", (*args, _CASTS[raw]), kwargs)  # a copy, or the tensor itself
+    name = _ALIASES.get(raw, raw)
+    kwargs.pop("inplace", None)
+    targets = written(node) if targets is None else targets
+    if targets and name.endswith("_"):
+        name = _ALIASES.get(name[:-1], name[:-1])
+    return Call(name, args, kwargs, targets)
+
+
+def module_path(node: Node) -> str:
+    """Dotted path of the innermost user module that ran this node, without Dynamo's wrapping of names; empty if unknown."""
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return ""
+    path = re.sub(r"^[LG]\['\w+'\]|^L__self__", "", list(stack.values())[-1][0])
+    path = path.replace("_modules['", ".").replace("['", ".").replace("']", "").replace("[", ".").replace("]", "")
+    return ".".join(p for p in path.split(".") if p and p not in ("self", "_modules", "_fn"))
+
+
+def location(node: Node) -> str:
+    """``file:line`` of the user's statement that made this node; empty if torch recorded none."""
+    trace = node.meta.get("stack_trace") or ""
+    lines = [ln.strip() for ln in trace.splitlines() if ln.strip().startswith("File ")]
+    if not lines:
+        return ""
+    path, _, rest = lines[-1].removeprefix('File "').partition('", line ')
+    return f"{path}:{rest.split(',')[0]}"
+
+
+def call_target(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run one node's operation."""
+    if isinstance(node.target, str):
+        return getattr(args[0], node.target)(*args[1:], **kwargs)
+    return node.target(*args, **kwargs)
+
+
+__all__ = ["Call", "call_of", "call_target", "fake", "location", "module_path", "raw_name", "tensor"]

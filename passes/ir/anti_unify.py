@@ -1,0 +1,171 @@
+"""One expression for all experts: their trees, compared position by position, may differ only in which expert's weight they use."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from moefuse.passes.graph.calls import tensor
+from moefuse.passes.graph.sizes import shape_of
+from moefuse.passes.ir.expr import (
+    Cast,
+    ExpertVector,
+    Expr,
+    Gate,
+    Leaf,
+    Linear,
+    Op,
+    SharedVector,
+    Slice,
+    SlotWeight,
+    Token,
+    rewritten,
+    weight_leaves,
+)  # fmt: skip
+from moefuse.passes.ir.facts import Lost
+
+
+class _DifferError(Exception):
+    def __init__(self, expert: int, detail: str) -> None:
+        super().__init__(detail)
+        self.expert, self.detail = expert, detail
+
+
+def generalise(exprs: list[Expr], experts: list[int], node: Node) -> Expr | Lost:
+    """The common tree, with stacked leaves indexed by the row's expert and separate Parameters listed; Lost where experts differ."""
+    try:
+        return _merge(exprs, experts)
+    except _DifferError as differ:
+        return Lost("experts-differ", node, {"expert": str(differ.expert), "detail": differ.detail})
+
+
+def specialise(expr: Expr, expert: int) -> Expr | None:
+    """What an expression for all experts is for one of them, the opposite of :func:`generalise`; None if it has no such expert."""
+    if any(leaf.parts and expert >= len(leaf.parts) for leaf in weight_leaves(expr)):
+        return None
+
+    def leaf(old: Leaf) -> Leaf:
+        if old.parts:
+            return Leaf(old.parts[expert], False, None, old.order)
+        return replace(old, expert=expert) if old.stacked and old.expert is None else old
+
+    return rewritten(expr, lambda source: source, leaf, lambda number: expert if number is None else number)
+
+
+def _merge(exprs: list[Expr], experts: list[int]) -> Expr:
+    first = exprs[0]
+    for e, other in zip(experts[1:], exprs[1:], strict=True):
+        if type(other) is not type(first):
+            raise _DifferError(e, f"{type(other).__name__.lower()} where expert {experts[0]} has {type(first).__name__.lower()}")
+    match first:
+        case Token() | SlotWeight():
+            _same(exprs, experts, "source", "input")
+            return first
+        case SharedVector():
+            return _vector(exprs, experts)
+        case Gate():
+            return _gate(exprs, experts)
+        case Linear():
+            child = _merge([e.child for e in exprs], experts)  # type: ignore[attr-defined]
+            return Linear(first.node, child, _leaf([e.weight for e in exprs], experts))  # type: ignore[attr-defined]
+        case ExpertVector():
+            return ExpertVector(first.node, _leaf([e.vector for e in exprs], experts))  # type: ignore[attr-defined]
+        case Slice():
+            for name in ("start", "step", "length", "of"):
+                _same(exprs, experts, name, f"slice {name}")
+            child = _merge([e.child for e in exprs], experts)  # type: ignore[attr-defined]
+            return Slice(first.node, child, first.start, first.step, first.length, first.of)
+        case Cast():
+            _same(exprs, experts, "dtype", "dtype")
+            return Cast(first.node, _merge([e.child for e in exprs], experts), first.dtype)  # type: ignore[attr-defined]
+        case Op():
+            return _op(exprs, experts)
+    raise _DifferError(experts[0], f"unknown expression {type(first).__name__}")
+
+
+def _same(exprs: list[Any], experts: list[int], name: str, what: str) -> None:
+    first = getattr(exprs[0], name)
+    for e, other in zip(experts[1:], exprs[1:], strict=True):
+        value = getattr(other, name)
+        if value is not first and (isinstance(first, Node) or value != first):
+            raise _DifferError(e, f"{what} {value} instead of {first}")
+
+
+def _op(exprs: list[Any], experts: list[int]) -> Expr:
+    first = exprs[0]
+    _same(exprs, experts, "name", "operation")
+    for e, other in zip(experts[1:], exprs[1:], strict=True):
+        if len(other.args) != len(first.args) or [k for k, _ in other.kwargs] != [k for k, _ in first.kwargs]:
+            raise _DifferError(e, f"`{first.name}` with other arguments")
+    args = tuple(_argument([x.args[i] for x in exprs], experts, first.name) for i in range(len(first.args)))
+    kwargs = tuple((k, _argument([x.kwargs[i][1] for x in exprs], experts, first.name)) for i, (k, _) in enumerate(first.kwargs))
+    return _apart(Op(first.node, first.name, args, kwargs))
+
+
+def _apart(op: Op) -> Expr:
+    """A norm whose weight or bias is each expert's own: the norm without them, times the one, plus the other, in the norm's precision."""
+    options, value = op.options, tensor(op.node)
+    if not op.name.endswith("_norm") or value is None or not any(isinstance(options.get(k), ExpertVector) for k in ("weight", "bias")):
+        return op
+    weight, bias = options.pop("weight", None), options.pop("bias", None)
+    # Without a number, rms_norm takes the eps of the dtype that it computes in.
+    wide = value.dtype in (torch.bfloat16, torch.float16) and (op.name == "layer_norm" or options.get("eps") is not None)
+    inner = Cast(op.node, op.args[0], torch.float32) if wide else op.args[0]
+    out: Expr = Op(op.node, op.name, (inner, *op.args[1:]), tuple(options.items()))
+    out = out if weight is None else Op(op.node, "mul", (out, weight))
+    out = out if bias is None else Op(op.node, "add", (out, bias))
+    return Cast(op.node, out, value.dtype) if wide else out
+
+
+def _argument(values: list[Any], experts: list[int], name: str) -> Any:
+    if all(isinstance(v, Expr) for v in values):
+        return _merge(values, experts)
+    for e, v in zip(experts[1:], values[1:], strict=True):
+        if isinstance(v, Expr) or isinstance(values[0], Expr) or type(v) is not type(values[0]) or v != values[0]:
+            raise _DifferError(e, f"`{name}` with {v} instead of {values[0]}")
+    return values[0]
+
+
+def _gate(exprs: list[Any], experts: list[int]) -> Gate:
+    for name in ("source", "slots", "ones"):
+        if name == "source" and exprs[0].ones:
+            continue
+        _same(exprs, experts, name, "routing weights")
+    for e, gate in zip(experts, exprs, strict=True):
+        if gate.expert is not None and gate.expert != e:
+            raise _DifferError(e, f"weighted by the column of expert {gate.expert}")
+    first: Gate = exprs[0]
+    return Gate(first.node, first.source, first.slots, first.ones, None)
+
+
+def _vector(exprs: list[Any], experts: list[int]) -> Expr:
+    first: SharedVector = exprs[0]
+    if all(e.source is first.source for e in exprs):
+        return first
+    return ExpertVector(first.node, _leaf([Leaf(e.source, False, None, (0,)) for e in exprs], experts))
+
+
+def _leaf(leaves: list[Leaf], experts: list[int]) -> Leaf:
+    first = leaves[0]
+    for e, leaf in zip(experts, leaves, strict=True):
+        if leaf.stacked != first.stacked or leaf.order != first.order:
+            raise _DifferError(e, "its weight is stored in another layout")
+        if leaf.stacked and leaf.source is not first.source:
+            raise _DifferError(e, f"uses {leaf.source.name} instead of {first.source.name}")
+        if leaf.stacked and leaf.expert is not None and leaf.expert != e:
+            raise _DifferError(e, f"uses the weight of expert {leaf.expert}")
+        _check_shape(e, leaf, first)
+    if first.stacked:
+        return Leaf(first.source, True, None, first.order)
+    return Leaf(first.source, False, None, first.order, tuple(leaf.source for leaf in leaves))
+
+
+def _check_shape(expert: int, leaf: Leaf, first: Leaf) -> None:
+    mine, theirs = tensor(leaf.source), tensor(first.source)
+    if mine is None or theirs is None or leaf.stacked:
+        return
+    if shape_of(mine) != shape_of(theirs) or mine.dtype != theirs.dtype or mine.device != theirs.device:
+        raise _DifferError(expert, f"weight {tuple(mine.shape)} {mine.dtype} instead of {tuple(theirs.shape)} {theirs.dtype}")

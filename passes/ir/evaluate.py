@@ -1,0 +1,111 @@
+"""Running an expression: the operations of the tree on [rows, features] tensors.
+
+`apply` is what the grouped tier emits and what the float64 reference of the verification runs, so the two cannot drift apart.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from moefuse.passes.ir.expr import Cast, ExpertVector, Expr, Gate, Leaf, Linear, Op, SharedVector, Slice, SlotWeight, Token
+
+_OPERATORS: dict[str, Callable[..., Any]] = {
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "div": operator.truediv,
+    "pow": operator.pow,
+}
+_BY_DTYPE = frozenset(("mean", "sum", "softmax", "log_softmax"))
+
+
+def function_of(name: str, kwargs: dict[str, Any]) -> Callable[..., Any]:
+    """The torch function behind a canonical name."""
+    if name in _OPERATORS and not kwargs:
+        return _OPERATORS[name]
+    found = getattr(F, name, None) or getattr(torch, name, None) or getattr(torch.special, name, None)
+    if name in ("softmax", "layer_norm", "rms_norm", "gelu", "silu"):
+        found = getattr(F, name)
+    elif hasattr(torch, name):
+        found = getattr(torch, name)
+    if found is None:
+        raise AttributeError(f"no torch function named {name}")
+    return found  # type: ignore[no-any-return]
+
+
+def apply(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run one operation by its canonical name."""
+    return function_of(name, kwargs)(*args, **kwargs)
+
+
+class Rows64:
+    """Values of the leaves for the rows of one expert, in float64.
+
+    Args:
+        values: leaf source node -> tensor (any dtype).
+        expert: which expert the rows belong to.
+        tokens: [n] token numbers of the rows.
+        choices: [n] rows of the ids and routing weights that they go by: the tokens, or what several tokens share.
+        slots: [n] slot numbers (choice * K + k) of the rows.
+    """
+
+    def __init__(
+        self, values: Callable[[Any], torch.Tensor], expert: int, tokens: torch.Tensor, choices: torch.Tensor, slots: torch.Tensor
+    ) -> None:
+        self.values, self.expert, self.tokens, self.choices, self.slots = values, expert, tokens, choices, slots
+        self.memo: dict[int, Any] = {}
+
+    def weight(self, leaf: Leaf) -> torch.Tensor:
+        """This expert's weight, dims in the order the expression sees them."""
+        if leaf.stacked:
+            row = self.values(leaf.source)[self.expert]
+            order = [d - 1 for d in leaf.order]
+        else:
+            row = self.values(leaf.parts[self.expert] if leaf.parts else leaf.source)
+            order = list(leaf.order)
+        return row.permute(order).double() if row.dim() == len(order) else row.double()
+
+    def run(self, expr: Any) -> Any:
+        """The value of an expression for these rows, [n, features]; constants as they are, casts without effect."""
+        if not isinstance(expr, Expr):
+            return expr
+        if id(expr) not in self.memo:
+            self.memo[id(expr)] = self._run(expr)
+        return self.memo[id(expr)]
+
+    def _run(self, expr: Expr) -> Any:
+        match expr:
+            case Token():
+                return self.values(expr.source).reshape(-1, expr.width)[self.slots if expr.by_slot else self.tokens].double()
+            case SlotWeight():
+                return self.values(expr.source).reshape(-1, 1)[self.slots].double()
+            case Gate():
+                return self._gate(expr)
+            case Linear():
+                return self.run(expr.child) @ self.weight(expr.weight).T
+            case ExpertVector():
+                return self.weight(expr.vector)
+            case SharedVector():
+                value = self.values(expr.source)
+                return value.double() if isinstance(value, torch.Tensor) else value
+            case Slice():
+                return self.run(expr.child)[:, expr.start : expr.start + expr.step * expr.length : expr.step]
+            case Cast():
+                return self.run(expr.child)
+            case Op():
+                options = {k: self.run(v) for k, v in expr.kwargs if not (k == "dtype" and expr.name in _BY_DTYPE)}
+                return apply(expr.name, tuple(self.run(a) for a in expr.args), options)
+        raise TypeError(f"cannot evaluate {type(expr).__name__}")
+
+    def _gate(self, expr: Gate) -> Any:
+        if expr.ones:
+            return torch.ones(len(self.tokens), 1, dtype=torch.float64, device=self.tokens.device)
+        if expr.slots:
+            return self.values(expr.source).reshape(-1, 1)[self.slots].double()
+        table = self.values(expr.source)
+        return table.reshape(-1, table.shape[-1])[self.choices, self.expert][:, None].double()

@@ -1,0 +1,112 @@
+"""Products in an expression: factors, routing weights among them, projections, and when two expressions are the same."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from moefuse.passes.ir.expr import Cast, ExpertVector, Expr, Gate, Leaf, Linear, Op, Slice, SlotWeight, Token
+
+
+@dataclass(frozen=True, eq=False)
+class Projection:
+    """One expert projection and its bias."""
+
+    weight: Leaf
+    bias: Leaf | None
+    child: Expr
+
+
+def bare(expr: Any) -> Any:
+    """An expression without casts."""
+    while isinstance(expr, Cast):
+        expr = expr.child
+    return expr
+
+
+def factors(expr: Any) -> list[Any]:
+    """The factors of a product."""
+    expr = bare(expr)
+    if isinstance(expr, Op) and expr.name == "mul" and len(expr.args) == 2 and not expr.kwargs:
+        return [*factors(expr.args[0]), *factors(expr.args[1])]
+    return [expr]
+
+
+def is_weight(expr: Any) -> bool:
+    """Whether a factor is the routing weight (or the mask) of a row."""
+    return isinstance(expr, SlotWeight | Gate)
+
+
+def split_weight(expr: Any) -> tuple[Any, list[Any]]:
+    """A product taken apart into the one factor that is not a routing weight, and the weights. The first is None if there are several."""
+    found = factors(expr)
+    rest = [f for f in found if not is_weight(f)]
+    weights = [f for f in found if is_weight(f)]
+    if len(rest) != 1:
+        return (expr, []) if not weights else (None, weights)
+    return rest[0], weights
+
+
+def one_weight(weights: list[Any]) -> tuple[bool, Any]:
+    """(whether at most one weight is more than a 0/1 mask, that weight or a mask or None)."""
+    real = [w for w in weights if not (isinstance(w, Gate) and w.ones)]
+    if len(real) > 1:
+        return False, None
+    return True, real[0] if real else weights[0] if weights else None
+
+
+def projection(expr: Any) -> Projection | None:
+    """``linear(child)`` with or without a bias."""
+    expr = bare(expr)
+    if isinstance(expr, Linear):
+        return Projection(expr.weight, None, expr.child)
+    if isinstance(expr, Op) and expr.name == "add" and len(expr.args) == 2 and not expr.kwargs:
+        for a, b in (expr.args, expr.args[::-1]):
+            inside = bare(a)
+            if isinstance(inside, Linear) and isinstance(bare(b), ExpertVector):
+                return Projection(inside.weight, bare(b).vector, inside.child)
+    return None
+
+
+def same_projection(a: Projection, b: Projection) -> bool:
+    return same_leaf(a.weight, b.weight) and same_leaf(a.bias, b.bias) and same_expr(a.child, b.child)
+
+
+def same_leaf(a: Leaf | None, b: Leaf | None) -> bool:
+    """Whether two leaves are the same weight."""
+    if a is None or b is None:
+        return a is b
+    return a.source is b.source and a.parts == b.parts and a.order == b.order and a.stacked == b.stacked
+
+
+def same_expr(a: Any, b: Any) -> bool:
+    """Whether two expressions compute the same value."""
+    a, b = bare(a), bare(b)
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    match a:
+        case Token():
+            return a.source is b.source and a.by_slot == b.by_slot
+        case SlotWeight():
+            return a.source is b.source
+        case Gate():
+            return a.ones == b.ones and (a.ones or a.source is b.source)
+        case Linear():
+            return same_leaf(a.weight, b.weight) and same_expr(a.child, b.child)
+        case ExpertVector():
+            return same_leaf(a.vector, b.vector)
+        case Slice():
+            return (a.start, a.step, a.length, a.of) == (b.start, b.step, b.length, b.of) and same_expr(a.child, b.child)
+        case Op():
+            pairs = zip((*a.args, *a.options.values()), (*b.args, *b.options.values()), strict=False)
+            return (
+                a.name == b.name
+                and len(a.args) == len(b.args)
+                and a.options.keys() == b.options.keys()
+                and all(same_expr(x, y) for x, y in pairs)
+            )
+        case Expr():
+            return getattr(a, "source", None) is getattr(b, "source", a)
+    return bool(a == b)

@@ -1,0 +1,387 @@
+"""Lowering a region: one fused op when a template describes the expert, grouped GEMMs around the user's own pointwise code otherwise."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from moefuse.passes.graph.builder import Emitter
+from moefuse.passes.graph.calls import fake, tensor
+from moefuse.passes.graph.sizes import same_shape, shape_of
+from moefuse.passes.ir.evaluate import function_of
+from moefuse.passes.ir.expr import (
+    Cast,
+    ExpertVector,
+    Expr,
+    Gate,
+    Leaf,
+    Linear,
+    Op,
+    SharedVector,
+    Slice,
+    SlotWeight,
+    Token,
+    walk,
+)
+from moefuse.passes.ir.expr_algebra import factors, is_weight, one_weight
+from moefuse.passes.ir.facts import Routing
+from moefuse.passes.ir.regions import Region, Weightless
+from moefuse.passes.lower.specs import dtype_of, fused_spec, grouped_spec
+from moefuse.passes.match.ids_outside import placed
+from moefuse.passes.match.templates import Body, match
+from moefuse.spec import ExpertsSpec, Tier
+
+
+@dataclass(frozen=True, eq=False)
+class Lowered:
+    """A region's new value and what it is."""
+
+    result: Node
+    spec: ExpertsSpec
+    tier: Tier
+
+
+class Lowering:
+    """Builds the replacement of one region in front of the node behind its anchor."""
+
+    def __init__(self, region: Region, emit: Emitter) -> None:
+        self.region, self.emit = region, emit
+        self.memo: dict[int, Any] = {}
+
+    def run(self) -> Lowered:
+        """Insert the new nodes; the graph's old ones are left alone."""
+        lowered = self.rows_by_slot() if self.region.by_slot else self.either()
+        result = lowered.result
+        if self.region.rest is not None:
+            result = self.emit(torch.add, result, Everywhere(self.region, self.emit).weightless(self.region.rest, result))
+        if self.region.base is not None:
+            result = (self.over if self.region.replaced else self.added)(result, self.region.base)
+        return Lowered(self.reshaped(result, self.region.value), lowered.spec, lowered.tier)
+
+    def added(self, result: Node, base: Node) -> Node:
+        return self.emit(torch.add, self.reshaped(result, base), base)
+
+    def over(self, result: Node, base: Node) -> Node:
+        """The experts' rows where a token chose one, the old ones elsewhere."""
+        ids = self.ids()
+        chosen = self.emit(torch.bitwise_and, self.emit(torch.ge, ids, 0), self.emit(torch.lt, ids, self.region.all_experts))
+        width = shape_of(fake(result))[-1]
+        return self.emit(torch.where, self.emit(torch.any, chosen, -1, keepdim=True), result, self.matrix(base, width))
+
+    def either(self) -> Lowered:
+        """One op if a template describes the expert, else grouped products around its own code."""
+        body = match(self.region.expr)
+        return self.fused(body) if body is not None else self.grouped()
+
+    def rows_by_slot(self) -> Lowered:
+        """The same with T*K tokens of one slot each; then the sum over the slots of a token, unless they stay apart."""
+        region, top_k = self.region, self.region.routing.top_k
+        if region.rest is not None:
+            raise ValueError("some experts have no weights, and each slot has a row of its own")
+        ids = self.emit(torch.reshape, self.ids(), (-1, 1))
+        routing = replace(
+            region.routing,
+            node=ids,
+            tokens=(region.routing.num_tokens * top_k,),
+            top_k=1,
+            has_slots=True,
+            columns=None,
+            shared=(),
+            kept=None,
+        )
+        lowered = BySlot(replace(region, routing=routing, outside=None), self.emit, top_k).either()
+        result = lowered.result
+        if not region.apart:
+            width = shape_of(fake(result))[-1]
+            result = self.emit(torch.sum, self.emit(torch.reshape, result, (-1, top_k, width)), 1)
+        return Lowered(result, replace(lowered.spec, top_k=top_k), lowered.tier)
+
+    # -- shared pieces
+
+    def ids(self) -> Node:
+        """[T, K]."""
+        routing = self.region.routing
+        if routing.columns is not None:
+            return self.once(routing, lambda: self.for_each(self.left(routing.node, routing.columns, routing.top_k)))
+        if routing.kept is not None:
+            return self.once(routing, lambda: self.for_each(self.weighted(routing)))
+        return self.once(routing, lambda: self.for_each(self.rows_of_ids(routing)))
+
+    def rows_of_ids(self, routing: Routing) -> Node:
+        """[T, K]: the ids as the program has them, those of no expert where the ops leave them out as it does."""
+        value, means = tensor(routing.node), self.region.outside
+        plain = value is not None and value.dim() == 2 and routing.has_slots and len(routing.tokens) == 1
+        ids = routing.node if plain else self.emit(torch.reshape, routing.node, (-1, routing.top_k))
+        return ids if means is None else placed(self.emit, ids, means, routing.bounds, self.region.all_experts)
+
+    def for_each(self, rows: Node) -> Node:
+        """Rows for every token, where tokens share one."""
+        shared, result = self.region.routing.shared, tensor(self.region.value)
+        if not shared or result is None:
+            return rows
+        lead = shape_of(result)[:-1]
+        if not same_shape(lead[-len(shared) :], shared):
+            raise ValueError(f"{shared} tokens share ids, and the result has tokens {lead}")
+        return self.repeated(rows, self.product_of(self.sizes(lead)[-len(shared) :]))
+
+    def repeated(self, rows: Node, count: Any) -> Node:
+        """[n * count, width]: every row so many times."""
+        width = shape_of(fake(rows))[1]
+        wide = self.emit(torch.Tensor.expand, self.emit(torch.unsqueeze, rows, 1), -1, count, -1)
+        return self.emit(torch.reshape, wide, (-1, width))
+
+    def product_of(self, sizes: list[Any]) -> Any:
+        """The product of sizes that are numbers or nodes."""
+        known = math.prod(s for s in sizes if isinstance(s, int))
+        rest = [s for s in sizes if not isinstance(s, int)]
+        out: Any = known if known != 1 or not rest else rest.pop()
+        for s in rest:
+            out = self.emit(operator.mul, out, s)
+        return out
+
+    def left(self, mask: Node, columns: int | None, top_k: int) -> Node:
+        """[T, K]: where each slot's 1 stands in a mask, -1 where it has none."""
+        mask = self.emit(torch.Tensor.to, self.emit(torch.reshape, mask, (-1, top_k, columns)), torch.int64)
+        return self.emit(torch.where, self.emit(torch.any, mask, -1), self.emit(torch.argmax, mask, -1), -1)
+
+    def weighted(self, routing: Routing) -> Node:
+        """[T, K]: the ids, and -1 where the table's entry leaves the slot without expert."""
+        ids = self.emit(torch.Tensor.to, self.rows_of_ids(routing), torch.int64)
+        entry = self.emit(torch.gather, routing.kept, 1, self.within(ids))
+        return self.emit(torch.where, self.emit(torch.gt if routing.above else torch.ne, entry, 0), ids, -1)
+
+    def within(self, ids: Node) -> Node:
+        """Ids to read a table by; what a slot without expert reads there is weighted nowhere."""
+        count = self.region.num_experts
+        known = self.region.routing.whole and self.region.routing.within(count)
+        return ids if known else self.emit(torch.clamp, ids, min=0, max=count - 1)
+
+    def once(self, key: Any, build: Callable[[], Node]) -> Node:
+        if id(key) not in self.memo:
+            self.memo[id(key)] = (build(), key)
+        return self.memo[id(key)][0]  # type: ignore[no-any-return]
+
+    def matrix(self, node: Node, width: int) -> Node:
+        """A tensor as [tokens, width]."""
+        value = tensor(node)
+        flat = value is not None and value.dim() == 2 and shape_of(value)[-1] == width
+        return node if flat else self.emit(torch.reshape, node, (-1, width))
+
+    def tokens(self, token: Token, dtype: torch.dtype | None) -> Node:
+        """[T, width] in ``dtype``."""
+        node = self.matrix(token.source, token.width)
+        value = tensor(node)
+        return self.emit(torch.Tensor.to, node, dtype) if dtype is not None and value is not None and value.dtype != dtype else node
+
+    def slot_weights(self, weight: Expr | None) -> Node:
+        """[T, K] routing weights of the chosen experts."""
+        top_k = self.region.routing.top_k
+        if isinstance(weight, SlotWeight) or (isinstance(weight, Gate) and weight.slots):
+            rows = self.for_each(self.matrix(weight.source, top_k))
+            return self.emit(torch.ops.moefuse.own.default, rows) if weight.source in self.region.shown else rows
+        if isinstance(weight, Gate) and not weight.ones:
+            table = self.for_each(self.matrix(weight.source, self.columns(weight.source)))
+            ids = self.emit(torch.Tensor.to, self.ids(), torch.int64)
+            return self.emit(torch.gather, table, 1, self.within(ids))
+        return self.emit(torch.ones_like, self.ids(), dtype=torch.float32)
+
+    def columns(self, table: Node) -> Any:
+        """How many experts a table of routing weights has: a region may be some of them."""
+        value = tensor(table)
+        return self.region.num_experts if value is None or value.dim() < 2 else shape_of(value)[-1]
+
+    def stack(self, leaf: Leaf) -> list[Node]:
+        """A projection as the ops take it: [[E, out, in]] or E times [out, in]; a transposed view where it is stored the other way."""
+        sources = self.vectors(leaf)
+        if list(leaf.order) == sorted(leaf.order):
+            return sources
+        return [self.emit(torch.transpose, s, -2, -1) for s in sources]
+
+    def vectors(self, leaf: Leaf | None) -> list[Node]:
+        if leaf is None or leaf.parts:
+            return [] if leaf is None else list(leaf.parts)
+        value, count = tensor(leaf.source), self.region.num_experts
+        longer = self.region.rest is not None and value is not None and shape_of(value)[0] != count
+        return [self.emit(operator.getitem, leaf.source, slice(0, count)) if longer else leaf.source]
+
+    def reshaped(self, node: Node, like: Node) -> Node:
+        """``node`` in the shape of ``like``."""
+        mine, theirs = tensor(node), tensor(like)
+        if mine is None or theirs is None or same_shape(shape_of(mine), shape_of(theirs)):
+            return node
+        sizes = self.sizes(shape_of(theirs)[:-1])
+        return self.emit(torch.reshape, node, (*sizes, shape_of(theirs)[-1]))
+
+    def sizes(self, wanted: tuple[Any, ...]) -> list[Any]:
+        """Leading sizes as arguments: numbers, or the sizes of a leaf that has the same leading dimensions."""
+        if all(isinstance(s, int) for s in wanted):
+            return list(wanted)
+        for source in self.region.leaves:
+            value = tensor(source)
+            if value is not None and same_shape(shape_of(value)[: len(wanted)], wanted):
+                return [s if isinstance(s, int) else self.emit(torch.ops.aten.sym_size.int, source, i) for i, s in enumerate(wanted)]
+        raise ValueError(f"no input of the region has the leading sizes {wanted}")
+
+    def out_dtype(self) -> torch.dtype | None:
+        value = tensor(self.region.value)
+        return value.dtype if value is not None else None
+
+    # -- tier 1
+
+    def fused(self, body: Body) -> Lowered:
+        """One `moefuse::experts`."""
+        dtype = dtype_of(body.first.weight)
+        x = self.tokens(body.token, dtype)
+        up = body.up
+        result = self.emit(
+            torch.ops.moefuse.experts.default,
+            x,
+            self.ids(),
+            self.slot_weights(body.weight),
+            self.stack(body.first.weight),
+            self.stack(up.weight) if up is not None else [],
+            self.stack(body.last.weight),
+            self.vectors(body.first.bias),
+            self.vectors(up.bias) if up is not None else [],
+            self.vectors(body.last.bias),
+            activation=body.activation,
+            activation_args=list(body.arguments),
+            gating=body.gating,
+            up_first=body.up_first,
+            weight_on_input=body.weight_on_input,
+            out_dtype=self.out_dtype() if self.out_dtype() != dtype else None,
+        )
+        return Lowered(result, fused_spec(self.region, body), "fused")
+
+    # -- tier 2
+
+    def grouped(self) -> Lowered:
+        """permute, grouped_linear, the user's own operations, combine."""
+        expr, region = self.region.expr, self.region
+        found = factors(expr)
+        weights = [f for f in found if is_weight(f)]
+        single, weight = one_weight(weights)
+        rest = [f for f in found if not is_weight(f)]
+        outside = bool(single and weights and rest)
+        rows = self.product(rest) if outside else self.rows(expr)
+        value = tensor(rows)
+        if value is not None and shape_of(value)[-1] == 1 and not any(isinstance(e, Linear) for e in walk(expr)):
+            raise ValueError("the contribution of an expert has no features")
+        order, offsets = self.order()
+        result = self.emit(
+            torch.ops.moefuse.combine.default,
+            rows,
+            self.slot_weights(weight) if outside and not (isinstance(weight, Gate) and weight.ones) else None,
+            order,
+            offsets,
+            region.routing.top_k,
+            out_dtype=self.out_dtype(),
+        )
+        return Lowered(result, grouped_spec(region), "grouped")
+
+    def product(self, terms: list[Expr]) -> Node:
+        out: Node = self.rows(terms[0])
+        for t in terms[1:]:
+            out = self.emit(torch.mul, out, self.rows(t))
+        return out
+
+    def permuted(self) -> Node:
+        token = next(e for e in walk(self.region.expr) if isinstance(e, Token))
+        return self.once(
+            self.region,
+            lambda: self.emit(torch.ops.moefuse.permute.default, self.tokens(token, None), self.ids(), self.region.num_experts),
+        )
+
+    def order(self) -> tuple[Node, Node]:
+        pair = self.permuted()
+        return (
+            self.once("order", lambda: self.emit(operator.getitem, pair, 1)),
+            self.once("offsets", lambda: self.emit(operator.getitem, pair, 2)),
+        )
+
+    def rows(self, expr: Any) -> Any:
+        """The value of an expression for all slots sorted by expert, [S, features]."""
+        return self.once(expr, lambda: self._rows(expr)) if isinstance(expr, Expr) else expr
+
+    def _rows(self, expr: Expr) -> Any:
+        order, offsets = self.order()
+        match expr:
+            case Token():
+                return self._token_rows(expr, order)
+            case SlotWeight() | Gate():
+                flat = self.emit(torch.reshape, self.slot_weights(expr), (-1, 1))
+                return self.emit(torch.index_select, flat, 0, order)
+            case Linear():
+                child = self.rows(expr.child)
+                value, dtype = tensor(child), dtype_of(expr.weight)
+                if value is not None and value.dtype != dtype:
+                    child = self.emit(torch.Tensor.to, child, dtype)
+                return self.emit(torch.ops.moefuse.grouped_linear.default, child, offsets, self.stack(expr.weight), [])
+            case ExpertVector():
+                count = self.emit(torch.ops.aten.sym_size.int, order, 0)
+                return self.emit(torch.ops.moefuse.expert_rows.default, self.vectors(expr.vector), offsets, count)
+            case SharedVector():
+                return expr.source
+            case Slice():
+                index = (Ellipsis, slice(expr.start, expr.start + expr.step * (expr.length - 1) + 1, expr.step))
+                return self.emit(operator.getitem, self.rows(expr.child), index)
+            case Cast():
+                return self.emit(torch.Tensor.to, self.rows(expr.child), expr.dtype)
+            case Op():
+                options = {k: self.rows(v) for k, v in expr.kwargs}
+                return self.emit(function_of(expr.name, options), *(self.rows(a) for a in expr.args), **options)
+        raise TypeError(f"cannot lower {type(expr).__name__}")
+
+    def _token_rows(self, token: Token, order: Node) -> Node:
+        first = next(e for e in walk(self.region.expr) if isinstance(e, Token))
+        if token.source is first.source and token.width == first.width:
+            return self.once("rows", lambda: self.emit(operator.getitem, self.permuted(), 0))
+        index = self.once("tokens", lambda: self.emit(torch.floor_divide, order, self.region.routing.top_k))
+        return self.emit(torch.index_select, self.tokens(token, None), 0, index)
+
+
+class BySlot(Lowering):
+    """A region in which every slot is a token of its own."""
+
+    def __init__(self, region: Region, emit: Emitter, top_k: int) -> None:
+        super().__init__(region, emit)
+        self.top_k = top_k
+
+    def tokens(self, token: Token, dtype: torch.dtype | None) -> Node:
+        """[T*K, width]: rows of the slots, or each token's row once for every slot of it."""
+        node = super().tokens(token, dtype)
+        return node if token.by_slot else self.repeated(node, self.top_k)
+
+    def slot_weights(self, weight: Expr | None) -> Node:
+        if isinstance(weight, Gate) and not weight.ones and not weight.slots:
+            raise ValueError("the routing weights are a table, and each slot has a row of its own")
+        return super().slot_weights(weight)
+
+
+class Everywhere(Lowering):
+    """Expressions of a token alone, for every token in place."""
+
+    def order(self) -> tuple[Any, Any]:
+        return None, None
+
+    def _token_rows(self, token: Token, order: Any) -> Node:
+        return self.tokens(token, None)
+
+    def weightless(self, rest: Weightless, like: Node) -> Node:
+        """[T, H] in the dtype of ``like``: what experts without weights add. Tokens that chose none of them get an exact zero."""
+        ids = self.ids()
+        found = self.emit(torch.bitwise_and, self.emit(torch.ge, ids, rest.numbers.start), self.emit(torch.lt, ids, rest.numbers.stop))
+        (weight,) = (f for f in factors(rest.expr) if isinstance(f, SlotWeight))
+        share = self.emit(torch.sum, self.emit(torch.where, found, self.slot_weights(weight), 0.0), -1, keepdim=True)
+        rows = self.emit(torch.mul, self.product([f for f in factors(rest.expr) if f is not weight]), share)
+        rows = self.emit(torch.where, self.emit(torch.any, found, -1, keepdim=True), rows, 0.0)
+        value, wanted = tensor(rows), tensor(like)
+        if value is None or wanted is None or value.dtype == wanted.dtype:
+            return rows
+        return self.emit(torch.Tensor.to, rows, wanted.dtype)

@@ -1,0 +1,65 @@
+"""What the report says of a lowered region: the spec of an op that a template describes, or of grouped products."""
+
+from __future__ import annotations
+
+import torch
+
+from moefuse.passes.graph.calls import tensor
+from moefuse.passes.ir.expr import ExpertVector, Leaf, Linear, Token, walk, weight_leaves
+from moefuse.passes.ir.regions import Region
+from moefuse.passes.match.templates import Body
+from moefuse.spec import ExpertsSpec
+
+
+def dtype_of(leaf: Leaf) -> torch.dtype:
+    value = tensor(leaf.source)
+    assert value is not None
+    return value.dtype
+
+
+def layout(leaf: Leaf) -> str:
+    return "out-in" if list(leaf.order) == sorted(leaf.order) else "in-out"
+
+
+def features(leaf: Leaf, which: int) -> int:
+    value = tensor(leaf.source)
+    return int(value.shape[leaf.order[which]]) if value is not None else 0
+
+
+def fused_spec(region: Region, body: Body) -> ExpertsSpec:
+    """What a template found."""
+    return ExpertsSpec(
+        num_experts=region.num_experts,
+        top_k=region.routing.top_k,
+        hidden=body.token.width,
+        intermediate=features(body.last.weight, 1),
+        dtype=str(dtype_of(body.first.weight)).removeprefix("torch."),
+        activation=body.activation,
+        activation_args=body.arguments,
+        gating=body.gating,
+        up_first=body.up_first,
+        weights="stacked" if body.first.weight.stacked else "separate",
+        layout=(layout(body.first.weight), layout(body.last.weight)),
+        bias=any(p is not None and p.bias is not None for p in (body.first, body.up, body.last)),
+        weight_on="input" if body.weight_on_input else "output",
+        hidden_out=features(body.last.weight, 0),
+    )
+
+
+def grouped_spec(region: Region) -> ExpertsSpec:
+    """What can be said of a body that no template describes."""
+    linears = [e for e in walk(region.expr) if isinstance(e, Linear)]
+    leaves = weight_leaves(region.expr)
+    token = next(e for e in walk(region.expr) if isinstance(e, Token))
+    return ExpertsSpec(
+        num_experts=region.num_experts,
+        top_k=region.routing.top_k,
+        hidden=token.width,
+        intermediate=features(linears[0].weight, 1) if len(linears) > 1 else 0,
+        dtype=str(dtype_of(linears[0].weight)).removeprefix("torch."),
+        activation="custom",
+        gating="plain",
+        weights="stacked" if leaves[0].stacked else "separate",
+        layout=(layout(linears[-1].weight), layout(linears[0].weight)),
+        bias=any(isinstance(e, ExpertVector) for e in walk(region.expr)),
+    )

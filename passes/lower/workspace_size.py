@@ -1,0 +1,48 @@
+"""What a fused op's call takes beside its result, for the report: known from sizes alone, before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from moefuse.kernels.triton.config import hint
+from moefuse.passes.graph.calls import fake
+from moefuse.passes.lower.cost_gate import experts_call
+from moefuse.runtime import providers
+
+DEVICES = {"cuda"}
+
+
+def workspace(new_nodes: Sequence[Node], grad: bool) -> tuple[int, int] | None:
+    """(bytes, tokens): what one call in inference takes with the tokens that the graph was traced with.
+
+    None where nothing is known: on other devices than CUDA, in training, or without the fused op. ``grad``: whether grad mode is on there.
+    """
+    call = experts_call(new_nodes)
+    kernels = providers.triton_module("chunks") if call is not None and fake(call).device.type in DEVICES else ""
+    if call is None or isinstance(kernels, str):
+        return None
+    from moefuse.kernels.triton.layout import DTYPES, Body, device_of
+
+    args: Any = torch.fx.node.map_arg(call.args, fake)
+    tensors = [t for a in args for t in (a if isinstance(a, list | tuple) else (a,))]
+    if (grad and any(t.requires_grad for t in tensors)) or args[0].dtype not in DTYPES:
+        return None
+    options: Any = call.kwargs
+    constants = (*options["activation_args"], 0.0, 0.0)[:2]
+    body = Body(options["activation"], constants, options["gating"], options["up_first"], options["weight_on_input"], fake(call).dtype)
+    try:
+        x, *rest = map(like, args[:3])
+        lists = tuple([like(t) for t in part] for part in args[3:9])
+        return kernels.workspace_bytes(x, *rest, lists, body, device_of(args[0].device)), x.shape[0]
+    except Exception:  # sizes without a hint; a number for the report is no reason to stop the user's program
+        return None
+
+
+def like(t: Tensor) -> Tensor:
+    """A tensor without memory of the sizes and strides that a fake one was traced with."""
+    return torch.empty_strided([hint(s) for s in t.shape], [hint(s) for s in t.stride()], dtype=t.dtype, device="meta")

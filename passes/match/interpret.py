@@ -1,0 +1,132 @@
+"""The abstract interpretation: visit nodes in program order, ask the rule of each operation, remember the fact."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from torch.fx import Graph, Node
+
+from moefuse.passes.graph.calls import Call, tensor
+from moefuse.passes.graph.op_classes import METADATA
+from moefuse.passes.graph.sizes import same_shape, shape_of, size_of
+from moefuse.passes.infer.state import ComputedDimError, Context
+from moefuse.passes.infer.symbolic_sizes import refine
+from moefuse.passes.ir.expr import has_linear, walk
+from moefuse.passes.ir.facts import Apart, Buffer, Combined, Filled, Lost, Many, Pieces, Rows, View
+from moefuse.passes.rules import RULES, Rule
+from moefuse.passes.rules.refused import capacity, expert_choice, unknown_routing
+
+
+def interpret(graph: Graph, rows: Mapping[Node, tuple[int, ...]] | None = None) -> Context:
+    """Facts for every node of a Dynamo-level graph; ``rows`` are representatives' numbers and the experts that each stands for."""
+    ctx = _interpret(graph, rows, frozenset())
+    ends = apart(ctx)
+    return _interpret(graph, rows, ends) if ends else ctx
+
+
+def apart(ctx: Context) -> frozenset[Node]:
+    """Where sorted rows of experts are put back to their slots, and no sum over the slots of a token ever reads them."""
+    found = {}
+    for node, fact in ctx.facts.items():
+        if isinstance(fact, Rows) and fact.domain.name == "slots" and has_linear(fact.expr):
+            before = [f for f in map(ctx.facts.get, node.all_input_nodes) if isinstance(f, Rows)]
+            if any(f.domain.name == "sorted" and f.expr is fact.expr for f in before):
+                found[node] = fact.expr
+    summed = {id(e) for f in ctx.facts.values() if isinstance(f, Combined) for e in walk(f.rows.expr)} if found else set()
+    return frozenset(node for node, expr in found.items() if id(expr) not in summed)
+
+
+def _interpret(graph: Graph, rows: Mapping[Node, tuple[int, ...]] | None, ends: frozenset[Node]) -> Context:
+    ctx = Context(graph, rows)
+    for node in graph.nodes:
+        call = ctx.calls[node]
+        if call is None:
+            continue
+        refine(ctx.sizes, node)
+        fact = _visit(ctx, node, call)
+        lost = (family.follow(ctx, node, call, fact) for family in (capacity, expert_choice, unknown_routing))
+        fact = next((found for found in lost if found is not None), fact)
+        if node in ends and isinstance(fact, Rows):
+            fact = Apart(fact)
+        if fact is not None:
+            ctx.facts[node] = fact
+        if call.targets:
+            ctx.made[node] = fact
+        for target in call.targets:
+            _write(ctx, node, target, fact if _is_result(ctx, node, target) else None)
+    return ctx
+
+
+def _visit(ctx: Context, node: Node, call: Call) -> Any:
+    inputs = [ctx.facts.get(n) for n in node.all_input_nodes]
+    rule = RULES.get(call.name) if call.kwargs.get("out") is None else None
+    fact = _apply(rule, ctx, node, call) if rule is not None else None
+    stale = next((f for f in inputs if isinstance(f, Lost) and f.code == "alias"), None)
+    if isinstance(fact, Lost) and stale is not None:
+        return ctx.lost("alias", stale.node, **stale.details)
+    if fact is not None:
+        return fact
+    if call.name in METADATA or not any(_carries(f) for f in inputs):
+        return None
+    filled = next((f for f in inputs if isinstance(f, Filled)), None)
+    if filled is not None and not call.targets:
+        experts = sorted(int(p.rows.domain.expert or 0) for p in filled.parts)
+        return ctx.lost("missing-experts", node, present=f"{experts[0]}..{experts[-1]}", count=str(filled.routing.choices or "more"))
+    return ctx.lost("no-rule", node, op=call.name)
+
+
+def _carries(fact: Any) -> bool:
+    """Whether a fact is expert computation, whose loss is worth reporting."""
+    if isinstance(fact, Many):
+        return any(_carries(f) for f in fact.items)
+    return isinstance(fact, Buffer | Pieces | Filled) or (isinstance(fact, Rows) and fact.domain.routing is not None)
+
+
+def _apply(rule: Rule, ctx: Context, node: Node, call: Call) -> Any:
+    try:
+        bound = inspect.signature(rule).bind(ctx, node, *call.args, **call.kwargs)
+    except TypeError:  # a spelling of the arguments that the rule does not know
+        return None
+    try:
+        return rule(*bound.args, **bound.kwargs)
+    except ComputedDimError:
+        return None
+
+
+def _write(ctx: Context, node: Node, target: Node, fact: Any) -> None:
+    """An in-place operation: its target now holds the result, and every other alias of that storage is out of date."""
+    for alias in (alias for name in ctx.memory.storages(target) for alias in ctx.aliases.get(name, ())):
+        if ctx.position[alias] > ctx.position[node] or alias in (node, target):
+            continue
+        if _whole_view(ctx, alias, target):
+            ctx.forget(alias)
+            if fact is not None:
+                ctx.facts[alias] = fact if isinstance(fact, Lost) else _like(ctx, fact, alias)
+        elif isinstance(ctx.facts.get(alias), Rows | Lost):
+            ctx.facts[alias] = ctx.lost("alias", node, name=alias.name)
+        elif alias in ctx.facts:
+            ctx.forget(alias)
+    ctx.forget(target)
+    if fact is not None:
+        ctx.facts[target] = fact
+
+
+def _is_result(ctx: Context, node: Node, target: Node) -> bool:
+    """Whether what an operation writes to a tensor is its result, and not something beside it."""
+    return tensor(node) is None or (ctx.storage[node] is ctx.storage[target] and _whole_view(ctx, node, target))
+
+
+def _whole_view(ctx: Context, alias: Node, target: Node) -> bool:
+    """Whether two aliases show the same elements in the same shape (``contiguous``, a cast to the same dtype)."""
+    a, b = tensor(alias), tensor(target)
+    if a is None or b is None or a.dtype != b.dtype or a.is_conj() != b.is_conj() or a.is_neg() != b.is_neg():
+        return False
+    # As expressions: comparing the sizes themselves would add a guard.
+    mine, theirs = ([size_of(s) for s in (*t.stride(), t.storage_offset())] for t in (a, b))
+    return same_shape(shape_of(a), shape_of(b)) and same_shape(mine, theirs)
+
+
+def _like(ctx: Context, fact: Any, alias: Node) -> Any:
+    return View(fact.axes, alias) if isinstance(fact, View) else fact

@@ -1,0 +1,275 @@
+"""From facts to regions: a complete sum over the chosen experts becomes a Region, or a Refusal that names the node."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from torch.fx import Node
+
+from moefuse.passes.graph.calls import tensor
+from moefuse.passes.graph.sizes import same, shape_of
+from moefuse.passes.infer.state import Context
+from moefuse.passes.ir.anti_unify import generalise
+from moefuse.passes.ir.axes import Axes, atoms
+from moefuse.passes.ir.expr import ExpertVector, Expr, Gate, SharedVector, SlotWeight, Token, has_linear, walk, weight_leaves
+from moefuse.passes.ir.expr_algebra import factors, same_expr
+from moefuse.passes.ir.facts import (
+    Apart,
+    Combined,
+    Lost,
+    Part,
+    Routing,
+    RowNumber,
+    Rows,
+    Sum,
+)
+from moefuse.passes.ir.regions import Refused, Region, Weightless, sources
+from moefuse.passes.match.activations import vanishes
+from moefuse.passes.match.ids_outside import outside
+from moefuse.passes.match.representative import instances
+from moefuse.passes.match.safety import checked
+from moefuse.passes.match.unrecognised import unread, unread_stacks
+
+
+def lift(ctx: Context) -> Iterator[Region | Refused]:
+    """Every region of the graph, or why a complete-looking one is refused."""
+    holders: dict[int, list[Node]] = {}
+    for node, fact in ctx.facts.items():
+        holders.setdefault(id(fact), []).append(node)
+    for key, (_, nodes) in ctx.finished.items():
+        holders.setdefault(key, []).extend(n for n in nodes if n not in holders.get(key, ()))
+    for fact in _complete(ctx):
+        rows = [fact.rows] if isinstance(fact, Combined | Apart) else [p.rows for p in fact.parts]
+        routing = next((r.domain.routing for r in rows if r.domain.routing is not None), None)
+        found = _combined(ctx, fact, holders[id(fact)]) if isinstance(fact, Combined | Apart) else _summed(ctx, fact, holders[id(fact)])
+        if isinstance(found, Region) and not all(map(_in_order, (fact.axes,) if isinstance(fact, Combined) else (r.axes for r in rows))):
+            found = ctx.lost("tokens-differ", found.anchor, detail="the sum does not have its tokens first and its features last")
+        found = _placed(ctx, checked(ctx, found)) if isinstance(found, Region) else found
+        if found is not None:
+            yield Refused(found, routing) if isinstance(found, Lost) else found
+    yield from unread_stacks(ctx)
+
+
+def _in_order(axes: Axes) -> bool:
+    """Whether features come last, and tokens in their own order: what the ops return, but for how dimensions are flattened."""
+    order = [a for a in atoms(axes) if not same(a.size, 1)]
+    features = [a.kind == "f" for a in order]
+    return features == sorted(features) and all(
+        [a.index for a in order if a.kind == kind] == sorted(a.index for a in order if a.kind == kind) for kind in "tf"
+    )
+
+
+def _placed(ctx: Context, found: Region | Lost) -> Region | Lost:
+    """The region, and what it means by ids that belong to no expert."""
+    means = outside(ctx, found) if isinstance(found, Region) else None
+    if isinstance(found, Lost) or isinstance(means, Lost):
+        return found if isinstance(found, Lost) else means  # type: ignore[return-value]
+    found.outside = means
+    return found
+
+
+def _complete(ctx: Context) -> list[Any]:
+    """Combined facts, and for each accumulator the fact with the most parts; each once."""
+    best: dict[Any, Sum] = {}
+    out: dict[int, Any] = {}
+    known_facts = [*ctx.facts.values(), *(fact for fact, _ in ctx.finished.values())]
+    for fact in known_facts:
+        if isinstance(fact, Sum):
+            for part in fact.parts[:1] + fact.parts[-1:]:
+                known = best.get(part)
+                if known is None or len(fact.parts) > len(known.parts):
+                    best[part] = fact
+        elif isinstance(fact, Combined | Apart):
+            out[id(fact)] = fact
+    for fact in known_facts:
+        if isinstance(fact, Sum) and all(len(best[p].parts) <= len(fact.parts) for p in (fact.parts[0], fact.parts[-1])):
+            out[id(fact)] = fact
+    return list(out.values())
+
+
+def _combined(ctx: Context, fact: Combined | Apart, holders: list[Node]) -> Region | Lost | None:
+    rows = fact.rows
+    routing = rows.domain.routing
+    if routing is None or not has_linear(rows.expr):
+        return None
+    anchor = min(holders, key=lambda n: ctx.position[n] if ctx.calls[n] is not None and not _target_of_write(ctx, n, fact) else 1 << 60)
+    if rows.domain.name == "dense" and not vanishes(rows.expr):
+        return ctx.lost("not-weighted", anchor)
+    count = _num_experts(ctx, rows.expr, anchor)
+    if isinstance(count, Lost):
+        return count
+    base = fact.base if isinstance(fact, Combined) else None
+    region = Region(anchor, holders, rows.domain.name, routing, rows.expr, count, base, apart=isinstance(fact, Apart))  # type: ignore[arg-type]
+    if _needs_distinct(rows.expr, False, False) and not routing.distinct:
+        return ctx.lost("ids-not-distinct", anchor)
+    return region
+
+
+def _target_of_write(ctx: Context, node: Node, fact: Any) -> bool:
+    """Whether a holder only holds the fact because a later operation wrote to it."""
+    call = ctx.calls[node]
+    writes = ctx.writes.get(ctx.storage[node], ())
+    return call is not None and not call.inplace and any(ctx.facts.get(w) is fact for w in writes)
+
+
+def _summed(ctx: Context, fact: Sum, holders: list[Node]) -> Region | Lost | None:
+    parts = [p for p in fact.parts if has_linear(p.rows.expr)]
+    anchor = _anchor(ctx, fact, holders)
+    if not parts:
+        return unread(ctx, [p.rows.expr for p in fact.parts])
+    routing = next((p.rows.domain.routing for p in parts if p.rows.domain.routing is not None), None)
+    if routing is None:
+        return None
+    experts = [p.rows.domain.expert for p in fact.parts]
+    if any(p.rows.domain.routing not in (None, routing) for p in fact.parts) or any(e is None for e in experts):
+        return ctx.lost("experts-differ", anchor, expert="?", detail="its rows are chosen by another routing")
+    rest = _weightless(ctx, fact, anchor)
+    if isinstance(rest, Lost):
+        return rest
+    found = _over_slots(ctx, parts, routing, anchor, rest)
+    if isinstance(found, Lost):
+        return found
+    expr, count = found
+    names = {p.rows.domain.name for p in parts}
+    by_token = any(p.rows.domain.selection is not None and p.rows.domain.selection.by_token for p in parts)
+    per_slot = parts[0].rows.domain.slot is not None
+    if len(names) != 1:
+        return ctx.lost("experts-differ", anchor, expert="?", detail="some experts see every token and some only theirs")
+    if names == {"masked"} and not vanishes(expr):
+        return ctx.lost("not-weighted", anchor)
+    if not per_slot and _needs_distinct(expr, fact.once, by_token) and not routing.distinct:
+        return ctx.lost("ids-not-distinct", anchor)
+    replaced = fact.replaced and fact.base is not None
+    return Region(anchor, holders, names.pop(), routing, expr, count, fact.base, fact.parts, rest, replaced=replaced)  # type: ignore[arg-type]
+
+
+def _weightless(ctx: Context, fact: Sum, anchor: Node) -> Weightless | Lost | None:
+    """The experts of a loop that have no weights: one expression of the token for all of them, times the routing weight of the slot."""
+    parts = [p for p in fact.parts if not has_linear(p.rows.expr)]
+    if not parts:
+        return None
+    found = _common(ctx, parts, anchor)
+    if isinstance(found, Lost):
+        return found
+    expr, numbers = found
+    leaves = {type(e) for e in walk(expr) if isinstance(e, Token | SlotWeight | Gate | ExpertVector | SharedVector)}
+    by_slot = all(p.rows.domain.name == "selected" and p.rows.domain.slot is None and _exact(p) for p in fact.parts)
+    weights = [f for f in factors(expr) if isinstance(f, SlotWeight)]
+    if (
+        fact.once
+        or not by_slot
+        or leaves != {Token, SlotWeight}
+        or len(weights) != 1
+        or numbers != list(range(numbers[0], numbers[-1] + 1))
+    ):
+        return ctx.lost("experts-differ", anchor, expert=str(numbers[0]), detail="it has no weights, and is not its token times a weight")
+    return Weightless(expr, range(numbers[0], numbers[-1] + 1))
+
+
+def _exact(part: Part) -> bool:
+    """Whether a share is one row for each slot that chose the expert, not one for each token."""
+    selection = part.rows.domain.selection
+    return selection is not None and not selection.by_token
+
+
+def _over_slots(ctx: Context, parts: list[Part], routing: Routing, anchor: Node, rest: Weightless | None = None) -> tuple[Expr, int] | Lost:
+    """The experts' common expression; where the loop also runs over slots, the same one for every slot."""
+    slots = {p.rows.domain.slot for p in parts}
+    if slots != {None} and slots != set(range(routing.top_k)):
+        return ctx.lost("missing-experts", anchor, present=f"slots {sorted(map(str, slots))}", count=str(routing.top_k))
+    found = [_over_experts(ctx, [p for p in parts if p.rows.domain.slot == s], anchor, rest) for s in sorted(slots, key=str)]
+    first = found[0]
+    if any(e.slot not in (None, p.rows.domain.slot) for p in parts for e in walk(p.rows.expr) if isinstance(e, SlotWeight)):
+        return ctx.lost("experts-differ", anchor, expert="0", detail="weighted by the routing weight of another slot")
+    for other in found[1:]:
+        if isinstance(other, Lost):
+            return other
+        if not isinstance(first, Lost) and not same_expr(first[0], other[0]):
+            return ctx.lost("experts-differ", anchor, expert="0", detail="in another slot it computes something else")
+    return first
+
+
+def _over_experts(ctx: Context, parts: list[Part], anchor: Node, rest: Weightless | None = None) -> tuple[Expr, int] | Lost:
+    """(common expression, E) of one part for each expert with weights."""
+    found = _common(ctx, parts, anchor)
+    if isinstance(found, Lost):
+        return found
+    expr, numbers = found
+    # Weights that experts without weights have all the same are never read.
+    count = _num_experts(ctx, expr, anchor, {len(numbers), len(numbers) + len(rest.numbers)} if rest is not None else set())
+    if isinstance(count, Lost):
+        return count
+    every = [*numbers, *(rest.numbers if rest is not None else ())]
+    if every != list(range(count + (len(rest.numbers) if rest is not None else 0))):
+        run = numbers == list(range(numbers[0], numbers[-1] + 1))
+        return ctx.lost("missing-experts", anchor, present=f"{numbers[0]}..{numbers[-1]}" if run else str(numbers), count=str(count))
+    return expr, count
+
+
+def _common(ctx: Context, parts: list[Part], anchor: Node) -> tuple[Expr, list[int]] | Lost:
+    """(common expression, numbers of the experts) of one part for each expert."""
+    ordered = sorted(parts, key=lambda p: int(p.rows.domain.expert or 0))
+    written = [instances(ctx.siblings, p, ordered) for p in ordered]
+    if any(found is None for found in written):
+        return ctx.lost("experts-differ", anchor, expert="?", detail="what it computes may depend on its number")
+    pairs = sorted((pair for found in written for pair in found or ()), key=lambda pair: int(pair[0]))
+    experts: list[int] = [number for number, _ in pairs]
+    expr = generalise([expr for _, expr in pairs], experts, anchor)
+    if isinstance(expr, Lost):
+        return expr
+    by_row = ctx.by_row()
+    if by_row and not all(_parametric(ctx, p.rows, by_row) for p in ordered):
+        return ctx.lost("experts-differ", anchor, expert="?", detail="what it computes may depend on its number")
+    return expr, sorted(number for e in experts for number in ctx.members(e))
+
+
+def _from_lists(ctx: Context, row: Node) -> Collection[Node] | None:
+    """Weights that a representative has from lists of modules; None for a twin, which stands for no other, so that any weight will do."""
+    if any(row is known.twin_node for known in ctx.siblings.values()):
+        return None
+    return ctx.siblings[row].siblings if row in ctx.siblings else ()
+
+
+def _parametric(ctx: Context, rows: Rows, by_row: set[Node]) -> bool:
+    """Whether an expert's number is used for nothing but to choose its tokens and its weights: then it may stand for others."""
+    number = rows.domain.expert
+    if not isinstance(number, RowNumber):
+        return not any(source in by_row for source in sources(rows.expr))
+    own = _from_lists(ctx, number.row)
+    stacked = [leaf for leaf in weight_leaves(rows.expr) if leaf.stacked or (own is not None and leaf.source not in own)]
+    chosen = [leaf.expert for leaf in stacked] + [e.expert for e in walk(rows.expr) if isinstance(e, Gate)]
+    if rows.domain.selection is not None:
+        chosen.append(rows.domain.selection.expert)
+    return all(c is not None and c == number for c in chosen) and not any(source in by_row for source in sources(rows.expr))
+
+
+def _anchor(ctx: Context, fact: Sum, holders: list[Node]) -> Node:
+    last = max(ctx.position[p.node] for p in fact.parts)
+    after = [h for h in holders if ctx.position[h] >= last]
+    return min(after, key=ctx.position.__getitem__) if after else max((p.node for p in fact.parts), key=ctx.position.__getitem__)
+
+
+def _needs_distinct(expr: Expr, once: bool, by_token: bool) -> bool:
+    """Whether a repeated id within a token would be treated differently from a sum over slots."""
+    gates = [e for e in walk(expr) if isinstance(e, Gate)]
+    exact = any(g.slots for g in gates)
+    return once or any(not g.slots and not g.ones for g in gates) or ((by_token or bool(gates)) and not exact)
+
+
+def _num_experts(ctx: Context, expr: Expr, node: Node, with_rest: Collection[int] = ()) -> int | Lost:
+    """E, from the weights themselves; where experts without weights follow, a stack may have room for those too (``with_rest``: both)."""
+    counts: dict[int, str] = {}
+    for leaf in weight_leaves(expr):
+        value = tensor(leaf.source)
+        size = shape_of(value)[0] if leaf.stacked and value is not None else len(leaf.parts)
+        if not leaf.stacked and not leaf.parts:
+            return ctx.lost("experts-differ", node, expert="?", detail=f"`{leaf.source.name}` is one weight for all experts")
+        if not isinstance(size, int):
+            return ctx.lost("missing-experts", node, present="a dynamic number", count="?")
+        counts.setdefault(size, leaf.source.name)
+    if with_rest and counts.keys() <= set(with_rest):
+        return min(with_rest)
+    if len(counts) != 1:
+        return ctx.lost("missing-experts", node, present=", ".join(f"{n} in {name}" for n, name in counts.items()), count="one number")
+    return next(iter(counts))

@@ -1,0 +1,80 @@
+"""Which refusals the user reads: one for each routing, the one that explains most."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.fx import Node
+
+from moefuse.passes.graph.calls import module_path
+from moefuse.passes.infer.state import Context
+from moefuse.passes.ir.expr import Gate, has_linear, walk
+from moefuse.passes.ir.facts import Buffer, Lost, Many, Routing, Rows, Sum
+from moefuse.passes.lower.dce import unread
+
+#: what a sum looks like after one expert was lost on the way: the loss says more
+_CONSEQUENCES = frozenset(("missing-experts", "experts-differ", "not-weighted", "ids-not-distinct"))
+
+
+def refusals(ctx: Context, refused: list[tuple[Lost, Routing | None]], covered: set[Node]) -> list[Lost]:
+    """The refusals of a graph in program order.
+
+    Args:
+        refused: sums that were refused, with their routing.
+        covered: nodes of regions that were fused or refused after they were understood.
+    """
+    out: dict[Any, Lost] = {}
+    for lost, routing in refused:
+        out.setdefault(routing if routing is not None else module_path(lost.node), lost)
+    ignored = covered | set(unread(ctx))  # no layer is missed there
+    for node, fact in ctx.facts.items():
+        # An alias that a write made stale is lost before that write; it only matters where it is read behind it.
+        if isinstance(fact, Lost) and ctx.position[node] >= ctx.position[fact.node] and node not in ignored:
+            key = _routing(ctx, node) or module_path(node)
+            known = out.get(key)
+            follows = known is not None and known.code in _CONSEQUENCES and ctx.position[known.node] > ctx.position[node]
+            if known is None or follows or known.node is node:
+                out[key] = fact
+    for node, routing in _ends(ctx, covered):
+        known = out.get(routing)
+        if known is None or (known.code == "not-combined" and ctx.position[known.node] < ctx.position[node]):
+            out[routing] = Lost("not-combined", node)
+    return sorted(out.values(), key=lambda lost: ctx.position[lost.node])
+
+
+def _ends(ctx: Context, covered: set[Node]) -> list[tuple[Node, Routing | None]]:
+    """Rows of chosen experts that nothing with a fact reads."""
+    out = []
+    for node, fact in ctx.facts.items():
+        if node in covered or not looks_like_experts(fact) or isinstance(fact, Many):
+            continue
+        if not any(
+            u in covered or looks_like_experts(ctx.facts.get(u)) or isinstance(ctx.facts.get(u), Sum | Lost | Buffer) for u in node.users
+        ):
+            out.append((node, fact.domain.routing))
+    return out
+
+
+def _routing(ctx: Context, node: Node) -> Routing | None:
+    """The routing of what an operation reads."""
+    for source in node.all_input_nodes:
+        fact = ctx.facts.get(source)
+        for item in fact.items if isinstance(fact, Many) else (fact,):
+            found = getattr(item, "routing", None) or getattr(getattr(item, "domain", None), "routing", None)
+            found = (
+                found
+                or getattr(getattr(item, "selection", None), "routing", None)
+                or getattr(getattr(item, "order", None), "routing", None)
+            )
+            if found is not None:
+                return found  # type: ignore[no-any-return]
+    return None
+
+
+def looks_like_experts(fact: Any) -> bool:
+    """Rows of chosen experts after a projection."""
+    if isinstance(fact, Many):
+        return any(looks_like_experts(f) for f in fact.items)
+    if not isinstance(fact, Rows) or not has_linear(fact.expr):
+        return False
+    return fact.domain.name in ("selected", "slots", "sorted") or any(isinstance(e, Gate) for e in walk(fact.expr))

@@ -1,0 +1,275 @@
+"""Whether a region may be replaced: nothing in the program around it sees the difference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from moefuse.passes.graph.calls import tensor
+from moefuse.passes.graph.levels import transformed
+from moefuse.passes.graph.op_classes import SIZE_QUERIES
+from moefuse.passes.infer.state import Context
+from moefuse.passes.ir.expr import Linear, has_linear, walk, weight_leaves
+from moefuse.passes.ir.facts import (
+    Buffer,
+    Counts,
+    Fill,
+    Filled,
+    Hit,
+    Index,
+    IndexMatrix,
+    Lost,
+    Many,
+    Mask,
+    Pieces,
+    Range,
+    Rows,
+    Sorted,
+    Span,
+    Sum,
+    Table,
+    View,
+    Weight,
+)
+from moefuse.passes.ir.regions import Region, sources
+from moefuse.passes.lower.dce import unread
+from moefuse.spec import Domain
+
+#: operations that take only the shape, dtype or device of some of their arguments
+_LOOKS_AT: dict[str, tuple[int, ...]] = {
+    **dict.fromkeys(("type_as", "view_as", "reshape_as", "expand_as"), (1,)),
+    **dict.fromkeys(("zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_ones", "new_empty", "new_full"), (0,)),
+    **dict.fromkeys(("size", "sym_size", "numel", "dim"), (0,)),
+}
+
+#: where the ops are at least as fast as what they replace; elsewhere the program stays as it is
+_DEVICES = frozenset(("cpu", "cuda"))
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def checked(ctx: Context, region: Region) -> Region | Lost:
+    """The region with its nodes, if nothing in the program around it forbids the rewrite."""
+    region.domain = _spelling(ctx, region)
+    bounds = ctx.sentinels.get(region.routing, set())
+    if bounds - {region.num_experts}:
+        return ctx.lost("missing-experts", region.anchor, present=f"below {min(bounds)}", count=str(region.num_experts))
+    kept = region.routing.kept
+    rest = sources(region.rest.expr) if region.rest is not None else []
+    region.leaves = list(dict.fromkeys((*sources(region.expr), *rest, region.routing.node, *((kept,) if kept is not None else ()))))
+    region.nodes = slice_of(ctx, region)
+    for node in unread(ctx):
+        if not region.nodes.isdisjoint(node.all_input_nodes):
+            region.nodes.add(node)
+    ctx.erasable |= own_writes(ctx, region)
+    region.shown = _shown(ctx, region)
+    for check in (transformed, _types, _modes, _mutations, _spoiled, _feeds_itself, _escapes):
+        problem = check(ctx, region)
+        if problem is not None:
+            return problem
+    return region
+
+
+def _spelling(ctx: Context, region: Region) -> Domain:
+    """The rows the projections ran on (sorted rows are unsorted before they are summed)."""
+    for e in walk(region.expr):
+        fact = ctx.facts.get(e.node) if isinstance(e, Linear) else None
+        if isinstance(fact, Rows):
+            return fact.domain.name  # type: ignore[return-value]
+    return region.domain
+
+
+def _read_by(ctx: Context, node: Node) -> list[Node]:
+    """The inputs whose values an operation reads; ``zeros_like(x)`` and ``y.type_as(x)`` only look at x's shape or dtype.
+
+    The number of an expert's rows is a value of the region, though: only its run knows it.
+    """
+    call = ctx.calls[node]
+    if call is not None and call.name in SIZE_QUERIES and isinstance(ctx.facts.get(node.all_input_nodes[0]), Rows | Index | IndexMatrix):
+        return node.all_input_nodes
+    if call is None or call.name not in _LOOKS_AT:
+        return node.all_input_nodes
+    values = [a for i, a in enumerate(call.args) if i not in _LOOKS_AT[call.name]]
+    return [a for a in values if isinstance(a, Node)]
+
+
+def slice_of(ctx: Context, region: Region) -> set[Node]:
+    """Everything between the leaves and the anchor, in-place writes included.
+
+    Of the writes to the storage of a base only the region's own: what was written before them is the base, and stays.
+    """
+    stop = set(region.leaves) | ({region.base} if region.base is not None else set())
+    kept = {name for n in stop for name in ctx.memory.storages(n)}
+    last = ctx.position[region.anchor]
+    own = own_writes(ctx, region)
+    first = min((ctx.position[w] for w in own), default=last)
+    under = set(ctx.memory.storages(region.base)) if region.base is not None else set()
+    seen: set[Node] = set()
+    shares = [p.node for p in region.parts] if region.base is not None else []  # ``out[rows] = y`` names the base, not what it held before
+    stack = [region.anchor, *(n for n in (*region.holders, *shares) if ctx.position[n] <= last)]
+    while stack:
+        node = stack.pop()
+        if node in seen or node in stop or ctx.first[node] in stop or ctx.calls.get(node) is None:
+            continue
+        before = ctx.position[node] < first and not under.isdisjoint(ctx.memory.storages(node))
+        if before or (node not in own and any(name in under for t in ctx.memory.targets[node] for name in ctx.memory.storages(t))):
+            continue
+        seen.add(node)
+        stack.extend(_read_by(ctx, node))
+        for name in ctx.memory.storages(node):
+            stack.extend(w for w in ctx.writes.get(name, ()) if ctx.position[w] <= last and name not in kept)
+    return seen | own
+
+
+def own_writes(ctx: Context, region: Region) -> set[Node]:
+    """The writes by which a region adds to its base."""
+    if region.base is None:
+        return set()
+    names = set(ctx.memory.storages(region.base))
+    adding = (n for n in (region.anchor, *(p.node for p in region.parts)) if n in ctx.memory.targets)
+    return {n for n in adding if any(name in names for t in ctx.memory.targets[n] for name in ctx.memory.storages(t))}
+
+
+def _shown(ctx: Context, region: Region) -> frozenset[Node]:
+    """Leaves in memory that others have too, the graph's inputs and what it gives out, where gradients are recorded."""
+    if not ctx.mode[region.anchor][0]:
+        return frozenset()
+    given = (n for node in ctx.graph.nodes if node.op == "output" for n in node.all_input_nodes)
+    names = {name for n in given for name in ctx.memory.storages(n)}
+    return frozenset(n for n in region.leaves if any(name in names or ctx.memory.outlives(name) for name in ctx.memory.storages(n)))
+
+
+def _types(ctx: Context, region: Region) -> Lost | None:
+    """Dtypes and devices the ops accept."""
+    values = [tensor(n) for leaf in weight_leaves(region.expr) for n in (leaf.parts or (leaf.source,))]
+    devices = {v.device.type for v in values if v is not None}
+    for v in values:
+        if v is not None and v.dtype not in _FLOATS:
+            return ctx.lost("dtype-unsupported", region.anchor, dtype=str(v.dtype).removeprefix("torch."), detail="expert weights")
+    if devices - _DEVICES:
+        return ctx.lost("device-unsupported", region.anchor, device=", ".join(sorted(devices)), detail="it has no kernel there")
+    dtypes = {v.dtype for v in values if v is not None}
+    if len(dtypes) > 1:
+        names = ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
+        return ctx.lost("dtype-unsupported", region.anchor, dtype=names, detail="expert weights of several dtypes")
+    for e in walk(region.expr):
+        if isinstance(e, Linear):
+            out, weight = tensor(e.node), tensor(e.weight.source)
+            if out is not None and weight is not None and out.dtype != weight.dtype:
+                names = f"{out.dtype} from {weight.dtype} weights".replace("torch.", "")
+                return ctx.lost("dtype-unsupported", region.anchor, dtype=names, detail="autocast inside the experts")
+    return None
+
+
+def _modes(ctx: Context, region: Region) -> Lost | None:
+    """Grad mode and autocast are the same for everything that is differentiated, and for the sum."""
+    mode = ctx.mode[region.anchor]
+    for node in sorted(region.nodes, key=ctx.position.__getitem__):
+        value, fact = tensor(node), ctx.facts.get(node)
+        counts = isinstance(fact, Counts | Hit | Span | Sorted | Range | Fill) or (isinstance(fact, Mask) and fact.weight is None)
+        if value is None or not value.dtype.is_floating_point or counts or (isinstance(fact, Table) and fact.ones):
+            continue
+        here = ctx.mode[node]
+        # A view or a cast computes the same under every autocast.
+        casts = here[1] == mode[1] or isinstance(fact, View | Weight)
+        # What is added without gradients has none, however it was computed; an accumulator keeps those that it had.
+        grads = here[0] == mode[0] or (here[0] and not isinstance(fact, Sum | Buffer))
+        if not casts or not grads:
+            return ctx.lost("context-differs", node)
+    return None
+
+
+def _mutations(ctx: Context, region: Region) -> Lost | None:
+    """No leaf is written to between its first use in the region and the anchor."""
+    if region.base is not None:
+        root = ctx.storage[region.base]
+        if own_writes(ctx, region) and (ctx.memory.outlives(root) or (root is not region.base and root not in region.nodes)):
+            return ctx.lost("mutation", region.anchor, name=root.name)
+    for source in region.leaves:
+        names = set(ctx.memory.storages(source))
+        used = [n for n in region.nodes if any(not names.isdisjoint(ctx.memory.storages(i)) for i in n.all_input_nodes)]
+        first = min(used, key=ctx.position.__getitem__, default=None)
+        write = ctx.written_between(source, first, region.anchor) if first is not None else None
+        if write is not None and source is not region.base:
+            return ctx.lost("mutation", write, name=source.name)
+    return None
+
+
+def _spoiled(ctx: Context, region: Region) -> Lost | None:
+    """Nothing that the region reads is written to behind it where gradients are recorded.
+
+    What the program keeps for its gradients, and so whether they are those of the old or the new values, is another matter for the op.
+    """
+    values = (tensor(n) for n in region.leaves)
+    if not ctx.mode[region.anchor][0] or not any(v is not None and v.requires_grad for v in values):
+        return None
+    results = {name for h in region.holders for name in ctx.memory.storages(h)}
+    for source in sorted({i for n in region.nodes for i in n.all_input_nodes}, key=ctx.position.__getitem__):
+        write = None if results & set(ctx.memory.storages(source)) else ctx.memory.written_behind(source, region.anchor)
+        if write is not None:
+            return ctx.lost("mutation", write, name=source.name)
+    return None
+
+
+def _feeds_itself(ctx: Context, region: Region) -> Lost | None:
+    """No input of the region is computed from what its experts computed."""
+    inside = {n for n in region.nodes if _expert_value(ctx.facts.get(n))} | {e.node for e in walk(region.expr) if isinstance(e, Linear)}
+    first = min((ctx.position[n] for n in inside), default=0)
+    for source in (s for s in region.leaves if ctx.calls.get(s) is not None):
+        stack, seen = [source], {source}
+        while stack:
+            node = stack.pop()
+            if node in inside:
+                return ctx.lost("value-escapes", source, name=node.name)
+            new = [i for i in node.all_input_nodes if i not in seen and ctx.position[i] >= first]
+            seen.update(new)
+            stack.extend(new)
+    return None
+
+
+def _escapes(ctx: Context, region: Region) -> Lost | None:
+    """Nothing the experts computed is read outside the region."""
+    last = ctx.position[region.anchor]
+    for node in sorted(region.nodes, key=ctx.position.__getitem__):
+        holder = node in region.holders
+        if not holder and not _expert_value(ctx.facts.get(node)):
+            continue
+        for user in node.users:
+            call = ctx.calls.get(user)
+            if user in region.nodes or (call is not None and call.name in SIZE_QUERIES):
+                continue
+            if holder and ctx.position[user] > last:
+                continue
+            code = "hook" if call is not None and call.name == "register_hook" else "value-escapes"
+            return ctx.lost(code, user, name=node.name)
+    return _stale(ctx, region)
+
+
+def _stale(ctx: Context, region: Region) -> Lost | None:
+    """Nothing but the result's readers finds a version of the accumulator that the region made."""
+    last, holders = ctx.position[region.anchor], set(region.holders)
+    results = {name for h in region.holders for name in ctx.memory.storages(h)}
+    first: dict[Node, int] = {}
+    for node in region.nodes:
+        for name in (name for t in ctx.memory.targets[node] for name in ctx.memory.storages(t) if name in results):
+            first[name] = min(first.get(name, last), ctx.position[node])
+    for name, start in first.items():
+        for alias in ctx.aliases[name]:
+            for user in alias.users if ctx.position[alias] <= last else ():
+                call = ctx.calls.get(user)
+                outside = user not in region.nodes and ctx.position[user] > start
+                redirected = alias in holders and ctx.position[user] > last
+                if outside and not redirected and (call is None or call.name not in SIZE_QUERIES):
+                    return ctx.lost("alias", region.anchor, name=alias.name)
+    return None
+
+
+def _expert_value(fact: Any) -> bool:
+    """Whether a fact is something an expert computed."""
+    if isinstance(fact, Many):
+        return any(_expert_value(f) for f in fact.items)
+    if isinstance(fact, Rows):
+        return has_linear(fact.expr)
+    return isinstance(fact, Sum | Buffer | Pieces | Filled | Lost)

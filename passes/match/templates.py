@@ -1,0 +1,85 @@
+"""Which known expert an expression is: gated or plain, which activation, which half is the gate, where the weight goes.
+
+A template compares what is computed. Casts up to float32 around pointwise code are looked through: the fused op does that part in float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from moefuse.passes.ir.expr import Expr, Slice, Token
+from moefuse.passes.ir.expr_algebra import (
+    Projection,
+    bare,
+    one_weight,
+    projection,
+    same_expr,
+    same_projection,
+    split_weight,
+)
+from moefuse.passes.match.activations import gate_and_up
+from moefuse.spec import Gating
+
+
+@dataclass(frozen=True, eq=False)
+class Body:
+    """An expert that the fused op knows."""
+
+    token: Token
+    weight: Expr | None
+    weight_on_input: bool
+    first: Projection
+    up: Projection | None
+    last: Projection
+    gating: Gating
+    up_first: bool
+    activation: str
+    arguments: tuple[float, ...]
+
+
+def match(expr: Expr) -> Body | None:
+    """The template of one row's contribution, or None (then the grouped tier replays the user's own code)."""
+    core, outer = split_weight(expr)
+    last = projection(core)
+    if last is None:
+        return None
+    activated = gate_and_up(bare(last.child))
+    if activated is None:
+        return None
+    activation, arguments, gate, up = activated
+    stored = storage(gate, up)
+    if stored is None:
+        return None
+    gating, up_first, first, second = stored
+    source, inner = split_weight(first.child)
+    token = bare(source)
+    if not isinstance(token, Token) or (inner and outer):
+        return None
+    single, weight = one_weight(inner or outer)
+    if not single:
+        return None
+    return Body(token, weight, bool(inner), first, second, last, gating, up_first, activation, arguments)
+
+
+def storage(gate: Any, up: Any) -> tuple[Gating, bool, Projection, Projection | None] | None:
+    """How gate and up projection are stored."""
+    gate, up = bare(gate), bare(up)
+    if up is None:
+        found = projection(gate)
+        return None if found is None else ("plain", False, found, None)
+    if isinstance(gate, Slice) and isinstance(up, Slice):
+        one, two = projection(gate.child), projection(up.child)
+        if one is None or two is None or not same_projection(one, two) or gate.length != up.length or gate.of != 2 * gate.length:
+            return None
+        places = ((gate.start, gate.step), (up.start, up.step))
+        half = gate.length
+        if places in (((0, 1), (half, 1)), ((half, 1), (0, 1))) and half > 1:
+            return "merged", gate.start != 0, one, None
+        if places in (((0, 2), (1, 2)), ((1, 2), (0, 2))):
+            return "interleaved", gate.start != 0, one, None
+        return None
+    one, two = projection(gate), projection(up)
+    if one is None or two is None or not same_expr(one.child, two.child) or (one.bias is None) != (two.bias is None):
+        return None
+    return "separate", False, one, two

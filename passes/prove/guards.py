@@ -1,0 +1,71 @@
+"""Code that capture traced as if there were rows, behind ``if n == 0: continue``. A replay jumps over it where there are none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from moefuse.capture.assumptions import Assumption
+from moefuse.passes.graph.calls import call_of, fake
+from moefuse.passes.graph.sizes import shape_of, size_of
+
+
+class Guards:
+    """Conditions on numbers of rows in front of some nodes, asked about the values that a replay has so far.
+
+    Args:
+        assumptions: any; those about a size are such conditions.
+        nodes: what is replayed, in order.
+        env: values so far, filled by the replay.
+    """
+
+    def __init__(self, assumptions: Sequence[Assumption], nodes: Sequence[Node], env: dict[Node, Any]) -> None:
+        # What appended to a list is read behind it, element by element: there has to be one.
+        conditions = [a for a in assumptions if a.kind == "size" and not a.appended]
+        self._of = {node: found for node in nodes if (found := [a for a in conditions if node in a.nodes])}
+        self._sizes = _sizes(nodes) if self._of else {}
+        self._env = env
+        self._jumped: set[Node] = set()
+
+    def jump(self, node: Node, value: Callable[[Node], Any]) -> bool:
+        """Whether a node is jumped over. What it writes to, or the local that it replaces, then stays what it was."""
+        guard = next((a for a in self._of.get(node, ()) if not self._holds(a)), None)
+        if guard is None:
+            return False
+        call = call_of(node)
+        before = call.targets[0] if call is not None and call.targets else None
+        for _, old, new in guard.carried:
+            before = old if new is node and isinstance(old, Node) else before
+        if before is None or before in self._jumped:
+            self._jumped.add(node)
+        else:
+            self._env[node] = value(before)
+        return True
+
+    def _holds(self, guard: Assumption) -> bool:
+        """Whether there are rows; also where the values so far do not say."""
+        ends = guard.subject if isinstance(guard.subject, tuple) else (guard.subject,)
+        sizes = [self._size(symbol) for symbol in ends]
+        return None in sizes or sizes[0] > sum(sizes[1:])
+
+    def _size(self, symbol: Any) -> Any:
+        """The value of a size that only the run knows."""
+        node, dim = self._sizes.get(symbol, (None, None))
+        held = None if node is None else self._env.get(node)
+        return held if held is None or dim is None else held.shape[dim]
+
+
+def _sizes(nodes: Sequence[Node]) -> dict[Any, tuple[Node, int | None]]:
+    """For each symbol the first node that has it: as a dimension, or as its value."""
+    found: dict[Any, tuple[Node, int | None]] = {}
+    for node in nodes:
+        value = fake(node)
+        if isinstance(value, torch.Tensor):
+            for dim, size in enumerate(shape_of(value)):
+                found.setdefault(size, (node, dim))
+        elif isinstance(value, torch.SymInt):
+            found.setdefault(size_of(value), (node, None))
+    return found

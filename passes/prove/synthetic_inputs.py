@@ -1,0 +1,183 @@
+"""Values for a verification: real expert weights where they are known, drawn values for everything else that a region reads.
+
+Expert weights are the user's own tensors, so that the proof is about them; where they are neutral (``drawn.py``) the probe reads a copy
+with noise. All else that is a float (biases, scales, shared vectors, the base, LoRA factors, tables) is drawn, of the sign and size that
+it has. Integers and masks keep their values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from moefuse.passes.graph.calls import fake
+from moefuse.passes.infer.backward_slice import SMALL, WEIGHT, Older, execute, is_root, storages
+from moefuse.passes.infer.state import Context
+from moefuse.passes.ir.expr import Expr, Gate, Leaf, Linear, SlotWeight, Token, walk
+from moefuse.passes.ir.regions import Region
+from moefuse.passes.prove.drawn import like, neutral, perturbed
+
+COPIES = 2**28
+"""Bytes that the copies of one verification take at most: drawn values, weights with noise, tensors that something writes to. What does
+not fit keeps its real values: a misreading that these hide (all zeros, say, in a stacked weight of more than this) is then not found."""
+
+
+class Inputs:
+    """Values for everything that a region reads. The user's own tensors are read, and never written to.
+
+    Args:
+        ctx: the region's graph; of it storage, writes, positions and equal views.
+        known: real values of the graph's inputs where they are known.
+    """
+
+    def __init__(self, ctx: Context, region: Region, known: Mapping[Node, Any]) -> None:
+        self.ctx, self.region = ctx, region
+        self.known = {n: hint(v) for n, v in known.items()}
+        self.values: dict[Node, Any] = {}
+        self.older: set[int] = set()
+        self.left = COPIES
+        self.generator = torch.Generator().manual_seed(0)
+        self.device = fake(region.value).device
+        self.shared = tokens_of_a_row(region)
+        self.num_rows = rows_of_ids(region)
+        self.num_tokens = self.num_rows * self.shared
+        self._made = Older(ctx, region)
+        leaves = [e.weight for expr in _expressions(region) for e in walk(expr) if isinstance(e, Linear)]
+        self._weights = {n for leaf in leaves for n in leaf.parts or (leaf.source,)}
+        self._experts = {root for node in self._weights for root in self._made.roots(node, WEIGHT)}
+        self._perturb(leaves)
+
+    def first(self, node: Node) -> Node:
+        """The first of several equal views."""
+        return self.ctx.first.get(node, node)
+
+    def weight(self, node: Node) -> Any:
+        """The value of a tensor or number that is older than the region."""
+        if node not in self.values:
+            self.values[node] = self._root(node) if is_root(node) else self._computed(node)
+            self.older |= storages(self.values[node])
+        return self.values[node]
+
+    def _root(self, node: Node) -> Any:
+        """An input of the graph, or a tensor that its module holds."""
+        if node not in self.known:
+            return self._unknown(node)
+        real = self.known[node]
+        if node in self._experts or not isinstance(real, torch.Tensor) or not self._fits(real):
+            return real
+        return like(real, self.generator)
+
+    def _computed(self, node: Node) -> Any:
+        """What the graph computes before the region, from the inputs that it is computed from; synthetic where that is not a few steps."""
+        steps = self._made.steps(node, WEIGHT if node in self._weights else SMALL)
+        if steps is None or any(is_root(n) and n not in self.known for n in steps):
+            return self._unknown(node)
+        env: dict[Node, Any] = {}
+        for step in steps:
+            if not is_root(step):
+                args, kwargs = torch.fx.node.map_arg((step.args, step.kwargs), env.__getitem__)
+                env[step] = execute(step, args, kwargs, env.__getitem__, self.older)
+                continue
+            value = self.weight(step)
+            written = isinstance(value, torch.Tensor) and self._made.written(step, steps)
+            if written and not self._fits(value):
+                return self._unknown(node)
+            env[step] = value.clone() if written else value
+        return env[node]
+
+    def _unknown(self, node: Node) -> Any:
+        value = fake(node)
+        return self.random(value) if isinstance(value, torch.Tensor) else hint(value)
+
+    def _fits(self, value: torch.Tensor) -> bool:
+        """Whether there is memory left for a copy, which is then taken."""
+        size = value.numel() * value.element_size()
+        fits = size <= self.left
+        self.left -= size if fits else 0
+        return fits
+
+    def _perturb(self, leaves: list[Leaf]) -> None:
+        """Copies with noise of the inputs that neutral expert weights are made of, the smallest first."""
+        roots: dict[Node, torch.Tensor] = {}
+        for leaf in leaves:
+            values = [self.weight(n) for n in leaf.parts or (leaf.source,)]
+            if all(isinstance(v, torch.Tensor) for v in values) and neutral(list(values[0]) if leaf.stacked else values):
+                below = (r for n in leaf.parts or (leaf.source,) for r in self._made.roots(n, WEIGHT))
+                roots |= {r: v for r in below if isinstance(v := self.known.get(r), torch.Tensor) and v.dtype.is_floating_point}
+        if not roots:
+            return
+        self.values.clear()
+        self.older.clear()
+        for root, value in sorted(roots.items(), key=lambda item: item[1].numel()):
+            if self._fits(value):
+                self.values[root] = perturbed(value, self.generator)
+                self.older |= storages(self.values[root])
+
+    def random(self, of: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        """Normal values in the shape, dtype and device of a fake tensor."""
+        shape = [int(hint(s)) for s in of.shape]
+        if not of.dtype.is_floating_point:
+            return torch.zeros(shape, dtype=of.dtype, device=of.device)
+        return (torch.randn(shape, generator=self.generator) * scale).to(device=of.device, dtype=of.dtype)
+
+    def some(self, ids: torch.Tensor, columns: int) -> torch.Tensor:
+        """A 0/1 mask [T, K, columns] of the ids, without every fourth slot or so."""
+        mask = ids.unsqueeze(-1) == torch.arange(columns)
+        return mask & (torch.rand(ids.shape, generator=self.generator) < 0.75).unsqueeze(-1)
+
+    def draw(self, kind: str) -> dict[Node, Any]:
+        """Leaves of one probe: tokens, ids and routing weights."""
+        region, routing = self.region, self.region.routing
+        tokens, experts, top_k = self.num_rows, region.all_experts, routing.top_k
+        scores = torch.rand(tokens, max(experts, top_k), generator=self.generator)
+        ids = scores.topk(top_k, dim=-1).indices if kind == "random" else torch.arange(top_k).expand(tokens, top_k).clone()
+        held = fake(routing.node)
+        chosen = ids if routing.columns is None else self.some(ids, routing.columns)
+        out: dict[Node, Any] = {routing.node: chosen.reshape([int(hint(s)) for s in held.shape]).to(device=held.device, dtype=held.dtype)}
+        for e in walk(region.expr):
+            if isinstance(e, Gate) and not e.ones and not e.slots:
+                out[e.source] = self.table(ids, experts, e.source)
+            elif isinstance(e, SlotWeight) or (isinstance(e, Gate) and e.slots):
+                out[e.source] = self.random(fake(e.source)).abs().clamp(0.1, 2.0)
+            elif isinstance(e, Token) and e.source not in out:
+                out[e.source] = self.random(fake(e.source))
+        if region.base is not None:
+            out[region.base] = self.random(fake(region.base))
+        if routing.kept is not None and routing.kept not in out:
+            out[routing.kept] = self.table(ids, experts, routing.kept)
+        return out
+
+    def table(self, ids: torch.Tensor, experts: int, node: Node) -> torch.Tensor:
+        """Weights of the chosen experts as [T, E]; where the table says who is left, every fourth entry or so takes its expert away."""
+        table = torch.zeros(len(ids), experts).scatter(1, ids, torch.rand(ids.shape, generator=self.generator) + 0.1)
+        if node is self.region.routing.kept:
+            some = torch.rand(table.shape, generator=self.generator) < 0.75
+            table = torch.where(some, table, -table if self.region.routing.above else 0.0)
+        like = fake(node)
+        return table.reshape([int(hint(s)) for s in like.shape]).to(device=like.device, dtype=like.dtype)
+
+
+def hint(value: Any) -> Any:
+    """A concrete number for a size that is symbolic."""
+    node = getattr(value, "node", None)
+    return node.hint if node is not None and node.hint is not None else value
+
+
+def rows_of_ids(region: Region) -> int:
+    """Rows of the [T, K] ids."""
+    sizes = [int(hint(s)) for s in fake(region.routing.node).shape]
+    return math.prod(sizes) // (region.routing.top_k * (region.routing.columns or 1))
+
+
+def tokens_of_a_row(region: Region) -> int:
+    """How many tokens share one row of ids."""
+    count = len(region.routing.shared)
+    return math.prod(int(hint(s)) for s in fake(region.value).shape[:-1][-count:]) if count else 1
+
+
+def _expressions(region: Region) -> list[Expr]:
+    return [region.expr, *([region.rest.expr] if region.rest is not None else [])]

@@ -1,0 +1,169 @@
+"""The proof on the model's own weights: the original region and its replacement on synthetic tokens, both against float64.
+
+Compared is what the program's user can see: the sum, whatever else of the region is read behind it, and that nothing older is changed
+(``surroundings.py``); on values of which none is neutral (``synthetic_inputs.py``).
+
+Three routings are tried: random, all tokens on the same experts (so that the others get none), and random again. The reference runs the
+recognised expression itself in float64, one expert at a time, on a sample of the tokens: a wrong reading of the program shows as an
+original that is far from the reference, a wrong op as a replacement that is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from moefuse.capture.assumptions import Assumption
+from moefuse.passes.infer.state import Context
+from moefuse.passes.ir.evaluate import Rows64
+from moefuse.passes.ir.regions import Region
+from moefuse.passes.prove.replay import replay
+from moefuse.passes.prove.surroundings import FAR, Around, lowest, rms
+from moefuse.passes.prove.synthetic_inputs import Inputs
+
+_SAMPLE = 64
+_DRAWS = 16  # of tokens, where a few of them do not settle it
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """``error``: the replacement's error over its allowance (at most 1 passes). ``problem``: why it failed, or empty."""
+
+    error: float
+    problem: str = ""
+
+
+def verify(
+    ctx: Context, region: Region, new_nodes: Sequence[Node], result: Node, known: dict[Node, Any], assumptions: Sequence[Assumption] = ()
+) -> Verdict:
+    """Compare a region with its replacement: the sum, and all that the program around the region may see of it.
+
+    Args:
+        ctx: the region's graph.
+        new_nodes: the replacement's nodes in order, ending in ``result``.
+        known: real values of the graph's inputs where they are known.
+        assumptions: what capture assumed; a loop body that stands for several experts is run for each of them.
+    """
+    values = Inputs(ctx, region, known)
+    bodies = [a for a in assumptions if (a.row_node is not None or a.kind == "size") and a.nodes & region.nodes]
+    around = Around(ctx, region, new_nodes)
+
+    def probe(kind: str) -> Errors | str:
+        leaves = values.draw(kind)
+        with torch.no_grad():
+            original = replay(around.before, values, leaves, bodies)
+            fused = replay(around.after, values, leaves, bodies)
+            found = _compare(region, values, leaves, original.value(region.anchor), fused.value(result))
+            return found if isinstance(found, str) else around.seen(original, fused, result) or found
+
+    worst = 0.0
+    for kind in ("random", "one", "random"):
+        found = _settled(probe, kind)
+        if isinstance(found, str):
+            return Verdict(float("inf"), found)
+        if found.ours > found.allowed:
+            return Verdict(found.ours / found.allowed, str(found))
+        worst = max(worst, found.ours / found.allowed)
+    return Verdict(worst)
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Errors of the original and of the replacement on so many rows, relative to the result's size."""
+
+    rows: int
+    theirs: float
+    ours: float
+    eps: float
+
+    @property
+    def allowed(self) -> float:
+        return 1.1 * self.theirs + 4 * self.eps
+
+    def __str__(self) -> str:
+        return f"error {self.ours:.2e} of the result's size, the original has {self.theirs:.2e}"
+
+
+def _settled(probe: Callable[[str], Errors | str], kind: str) -> Errors | str:
+    """The errors of one kind of routing. On few rows either may be luck: where that decides, more tokens are drawn."""
+    found = probe(kind)
+    if isinstance(found, str) or found.ours <= found.allowed or found.rows >= _SAMPLE:
+        return found
+    every = [found]
+    for _ in range(min(-(-_SAMPLE // found.rows), _DRAWS) - 1):
+        again = probe(kind)
+        if isinstance(again, str):
+            return again
+        every.append(again)
+    theirs, ours = (math.sqrt(sum(v * v for v in part) / len(every)) for part in zip(*((e.theirs, e.ours) for e in every), strict=True))
+    return Errors(found.rows * len(every), theirs, ours, found.eps)
+
+
+def _compare(region: Region, values: Inputs, leaves: dict[Node, Any], original: torch.Tensor, fused: torch.Tensor) -> Errors | str:
+    """Errors against the reference, or what is wrong beyond rounding."""
+    tokens = values.num_tokens * (region.routing.top_k if region.apart else 1)
+    eps = torch.finfo(lowest(region, original.dtype)).eps
+    if tuple(original.shape) != tuple(fused.shape) or original.dtype != fused.dtype:
+        return f"{list(original.shape)} {original.dtype} became {list(fused.shape)} {fused.dtype}"
+    if tokens == 0:
+        return Errors(0, 0.0, 0.0, eps)
+    sample = torch.randperm(tokens, generator=values.generator)[:_SAMPLE].to(original.device)
+    flat, new = original.reshape(tokens, -1).double(), fused.reshape(tokens, -1).double()
+    truth = reference(region, values.weight, leaves, sample, values.shared)
+    if region.base is not None:
+        old = leaves[region.base].reshape(tokens, -1)[sample].double()
+        truth = torch.where(_has_expert(region, leaves, sample, values.shared), truth, old) if region.replaced else truth + old
+    size = rms(truth) + 1e-30
+    theirs, ours = rms(flat[sample] - truth) / size, rms(new[sample] - truth) / size
+    if not theirs <= FAR * eps:
+        return f"the original differs from its recognised meaning by {theirs:.2e} of its size"
+    if not ours <= 2 * FAR * eps:
+        return str(Errors(len(sample), theirs, ours, eps))
+    apart = rms(flat - new)
+    if not apart <= 2 * FAR * eps * (rms(flat) + 1e-30):
+        return f"tokens outside the sample differ by {apart / (rms(flat) + 1e-30):.2e} of the result's size"
+    return Errors(len(sample), theirs, ours, eps)
+
+
+def _has_expert(region: Region, leaves: dict[Node, Any], sample: torch.Tensor, shared: int) -> torch.Tensor:
+    """[n, 1]: whether any slot of these tokens has an expert."""
+    ids = _ids(region, leaves, sample, shared)
+    return ((ids >= 0) & (ids < region.all_experts)).any(-1, keepdim=True)
+
+
+def _ids(region: Region, leaves: dict[Node, Any], sample: torch.Tensor, shared: int) -> torch.Tensor:
+    """[n, K]: the experts of some tokens (or [n, 1]: of some slots), -1 for a slot without any."""
+    top_k, columns = 1 if region.apart else region.routing.top_k, region.routing.columns
+    ids = leaves[region.routing.node].reshape(-1, top_k, *(() if columns is None else (columns,)))[sample // shared].long()
+    ids = ids if columns is None else torch.where(ids.any(-1), ids.argmax(-1), -1)
+    if region.routing.kept is None:
+        return ids
+    entry = leaves[region.routing.kept][sample // (region.routing.top_k if region.apart else shared)].gather(1, ids)
+    return torch.where(entry > 0 if region.routing.above else entry != 0, ids, -1)
+
+
+def reference(
+    region: Region, weight: Callable[[Node], Any], leaves: dict[Node, Any], sample: torch.Tensor, shared: int = 1
+) -> torch.Tensor:
+    """The region's sum for some tokens (or a row for some slots) in float64, [n, features]; ``shared`` tokens share a row of ids."""
+    top_k = 1 if region.apart else region.routing.top_k
+    ids = _ids(region, leaves, sample, shared)
+    out: torch.Tensor | None = None
+    for expert in range(region.all_experts):
+        row, slot = torch.where(ids == expert)
+        if not len(row):
+            continue
+        tokens = sample[row]
+        rows = tokens // shared
+        at = (tokens // region.routing.top_k, rows // region.routing.top_k, tokens) if region.apart else (tokens, rows, rows * top_k + slot)
+        values = Rows64(lambda n: leaves[n] if n in leaves else weight(n), expert, *at)
+        part = values.run(region.expr if region.rest is None or expert not in region.rest.numbers else region.rest.expr)
+        if out is None:
+            out = torch.zeros(len(sample), part.shape[-1], dtype=torch.float64, device=part.device)
+        out.index_add_(0, row, part.expand(len(row), -1).contiguous())
+    return out if out is not None else torch.zeros(len(sample), 1, dtype=torch.float64)

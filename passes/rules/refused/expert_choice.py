@@ -1,0 +1,77 @@
+"""Experts that choose tokens (expert choice, Zhou et al., arXiv:2202.09368): each column of the router's scores takes its best rows.
+
+Every expert then has the same number of rows, so that its work is a batched product already. It stays as it is; what is here only
+recognises it, so that the report can say so.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from moefuse.passes.graph.calls import Call, tensor
+from moefuse.passes.graph.op_classes import PRODUCTS, SIZE_QUERIES
+from moefuse.passes.graph.sizes import same, shape_of
+from moefuse.passes.infer.state import Context, dim_of
+from moefuse.passes.ir.facts import Lost
+
+_SAME_PLACES = frozenset("softmax sigmoid log_softmax tanh to float type_as contiguous div mul add".split())
+
+
+def follow(ctx: Context, node: Node, call: Call, fact: Any) -> Lost | None:
+    """Notes what is computed from the tokens that experts chose; a refusal where an expert's weight meets them."""
+    if call.name in SIZE_QUERIES:
+        return None
+    if _chooses(ctx, call):
+        ctx.chosen[node] = node
+        return None
+    source = next((ctx.chosen[n] for n in node.all_input_nodes if n in ctx.chosen), None)
+    if source is None:
+        return None
+    ctx.chosen[node] = source
+    if source in ctx.told or fact is not None or not applies_weights(ctx, node, call):
+        return None
+    ctx.told.add(source)  # one refusal for all experts, at the choice
+    return ctx.lost("expert-choice", source)
+
+
+def _chooses(ctx: Context, call: Call) -> bool:
+    """``scores.t().topk(c)[1]``: the indices of a top-k that goes along the rows of a projection, for each of its columns."""
+    source = ctx.calls.get(call.args[0]) if call.name == "getitem" and call.args[1] == 1 and isinstance(call.args[0], Node) else None
+    if source is None or source.name not in ("topk", "sort") or not isinstance(source.args[0], Node):
+        return False
+    value, dim = tensor(source.args[0]), dim_of(source)
+    column = _columns(ctx, source.args[0])
+    return value is not None and isinstance(dim, int) and column is not None and dim % value.dim() != column
+
+
+def _columns(ctx: Context, node: Node) -> int | None:
+    """Which dimension counts the features of the projection that a value is computed from, place by place; None if there is no such."""
+    view, call, value = ctx.view(node), ctx.calls.get(node), tensor(node)
+    if value is None or call is None:
+        return None
+    if view is not None and view.root is not node:
+        inner = _columns(ctx, view.root)
+        return next((i for i, axis in enumerate(view.axes) if [a.index for a in axis if a.kind == "d"] == [inner]), None)
+    if call.name in ("linear", "matmul", "mm"):
+        return None if same(shape_of(value)[-1], 1) else value.dim() - 1
+    first = call.args[0] if call.args else None
+    before = tensor(first)
+    kept = call.name in _SAME_PLACES and isinstance(first, Node) and before is not None and before.dim() == value.dim()
+    return _columns(ctx, first) if kept else None  # type: ignore[arg-type]
+
+
+def applies_weights(ctx: Context, node: Node, call: Call) -> bool:
+    """Whether an operation is a product with a matrix of weights."""
+    return call.name in PRODUCTS and any(_parameter(ctx, n) for n in node.all_input_nodes)
+
+
+def _parameter(ctx: Context, node: Node) -> bool:
+    """Whether a tensor is a matrix of weights, or matrices."""
+    value = tensor(node)
+    return value is not None and value.dim() >= 2 and isinstance(tensor(ctx.storage[node]), torch.nn.Parameter)
+
+
+__all__ = ["applies_weights", "follow"]

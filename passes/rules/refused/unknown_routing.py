@@ -1,0 +1,56 @@
+"""Experts on rows that nothing says anything about: a loop that takes rows by masks of unknown origin, each for weights of its own.
+
+The facts begin at expert ids. Where an author keeps the choice in another form (NLLB-MoE: a table that is the sum of two, read through
+``table.bool()[:, e]``), nothing is fused. What is here only recognises the loop, so that the report can say so. Two such choices are no
+loop: text and image tokens, say.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from moefuse._dynamo.values import unbacked
+from moefuse.passes.graph.calls import Call, tensor
+from moefuse.passes.graph.op_classes import SIZE_QUERIES
+from moefuse.passes.infer.state import Context
+from moefuse.passes.ir.facts import Lost, View, Weight
+from moefuse.passes.rules.refused.expert_choice import applies_weights
+
+_LOOP = 3
+
+
+def follow(ctx: Context, node: Node, call: Call, fact: Any) -> Lost | None:
+    """Notes rows whose number depends on data; a refusal where a second choice out of the same tensor meets weights of its own."""
+    if not isinstance(fact, View | Weight | None) or call.name in SIZE_QUERIES or node in ctx.parts:
+        return None
+    chosen = node if _chooses(ctx, node, call) else next((ctx.strangers[n] for n in node.all_input_nodes if n in ctx.strangers), None)
+    if chosen is None:
+        return None
+    ctx.strangers[node] = chosen
+    if chosen is node or not applies_weights(ctx, node, call):
+        return None
+    source = ctx.storage[ctx.calls[chosen].args[0]]  # type: ignore[union-attr]
+    seen = ctx.strange_experts.setdefault(source, {})
+    weights = {ctx.storage[n] for n in node.all_input_nodes if isinstance(tensor(ctx.storage[n]), torch.nn.Parameter)}
+    if not any(weights & others for choice, others in seen.items() if choice is not chosen):
+        seen.setdefault(chosen, weights)
+    if source in ctx.told or len(seen) < _LOOP:
+        return None
+    ctx.told.add(source)
+    first = next(iter(seen))
+    return ctx.lost("tokens-differ", first, detail=f"no rule reads whose tokens `{first.all_input_nodes[-1].name}` are")
+
+
+def _chooses(ctx: Context, node: Node, call: Call) -> bool:
+    """Whether rows are taken by a mask, or by numbers, that have nothing to do with any routing, and only the run knows how many."""
+    value = tensor(node)
+    if call.name not in ("getitem", "index_select", "masked_select") or value is None or not value.is_floating_point() or not value.dim():
+        return False
+    plain = all(isinstance(ctx.fact(n), View | None) for n in node.all_input_nodes[1:])
+    return plain and isinstance(call.args[0], Node) and len(node.all_input_nodes) > 1 and bool(unbacked(value.shape[0]))
+
+
+__all__ = ["follow"]

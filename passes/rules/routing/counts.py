@@ -1,0 +1,92 @@
+"""How many slots each expert has, and where its segment ends."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from moefuse.passes.graph.calls import tensor
+from moefuse.passes.infer.ranges import counts, holds, interval
+from moefuse.passes.infer.state import Context, out_shape
+from moefuse.passes.infer.symbolic_sizes import refine, settle
+from moefuse.passes.ir.axes import Atom
+from moefuse.passes.ir.facts import Counts, Occurring, Range, Routing, Rows, Sorted, View
+from moefuse.passes.rules import rule
+from moefuse.passes.rules.routing.masks import is_integer
+
+
+@rule("bincount", "histc")
+def on_count(ctx: Context, node: Node, x: Node, *args: Any, **kwargs: Any) -> Any:
+    given, x = x, uncast(ctx, x)
+    fact = ctx.fact(x)
+    if ctx.calls[node].name == "bincount":  # type: ignore[union-attr]
+        bins = kwargs.get("minlength", args[1] if len(args) > 1 else 0)
+        if args[:1] not in ((), (None,)) or kwargs.get("weights") is not None:
+            return None
+    else:
+        names = dict(zip(("bins", "min", "max"), args, strict=False)) | kwargs
+        bins = names.get("bins")
+        if names.get("min") != 0 or not isinstance(bins, int) or names.get("max") != bins - 1:
+            return None
+    if isinstance(fact, View) and is_integer(x):
+        routing = ctx.routing(fact)
+    elif isinstance(fact, Sorted) and fact.of == "ids":
+        routing = fact.order.routing
+    else:
+        return None
+    if routing is None or not isinstance(bins, int) or not _as_they_are(ctx, x, given, bins):
+        return None
+    if not exact(node, routing):
+        return None
+    choices = routing.choices
+    if choices is not None and bins < choices and ctx.calls[node].name == "bincount":  # type: ignore[union-attr]
+        return Occurring(((Atom("e", 0, out_shape(node)[0]),),), routing, ends=False, count=choices)
+    if bins == 0:
+        return None
+    if isinstance(choices, int) and choices <= bins:
+        settle(ctx.sizes, list(out_shape(node)), bins)
+        refine(ctx.sizes, node)
+    return Counts(((Atom("e", 0, bins),),), routing, ends=False)
+
+
+def uncast(ctx: Context, x: Node) -> Node:
+    """The ids that are counted in another dtype: ``histc`` takes no integers on a CPU."""
+    source = ctx.calls.get(x)
+    cast = source is not None and source.name == "to" and isinstance(source.args[0], Node) and is_integer(source.args[0])
+    return source.args[0] if cast else x  # type: ignore[union-attr]
+
+
+def _as_they_are(ctx: Context, ids: Node, given: Node, bins: int) -> bool:
+    """Whether ids are counted as themselves. (What is outside of the bins stays there if it is rounded; for 32 bits see ids_outside.py.)"""
+    dtype, known = tensor(given).dtype, interval(ctx, ids)  # type: ignore[union-attr]
+    rounds = dtype.is_floating_point or dtype == torch.int32
+    return holds(dtype, (0, bins)) if rounds else known is not None and holds(dtype, known)
+
+
+def exact(node: Node, routing: Routing) -> bool:
+    """Whether the dtype of a result has room for numbers of slots."""
+    value = tensor(node)
+    return value is not None and counts(value.dtype, routing.num_tokens * routing.top_k)
+
+
+@rule("cumsum")
+def on_cumsum(ctx: Context, node: Node, x: Node, dim: int = 0, **_: Any) -> Any:
+    fact = ctx.fact(x)
+    if isinstance(fact, Rows):
+        return ctx.lost("not-row-local", node, op="cumsum")
+    return replace(fact, ends=True) if isinstance(fact, Counts | Occurring) and not fact.ends and exact(node, fact.routing) else None
+
+
+@rule("searchsorted", "bucketize")
+def on_searchsorted(ctx: Context, node: Node, a: Node, b: Node, *, right: bool = False, **options: Any) -> Any:
+    """Where each expert's sorted slots end: ``searchsorted(sorted_ids, arange(E), right=True)``."""
+    first, second = (a, b) if ctx.calls[node].name == "searchsorted" else (b, a)  # type: ignore[union-attr]
+    ids, values = ctx.fact(first), ctx.fact(second)
+    if (not right and options.get("side") != "right") or set(options) - {"side", "out_int32"}:
+        return None
+    if not isinstance(ids, Sorted) or ids.of != "ids" or not isinstance(values, Range):
+        return None
+    return Counts(((Atom("e", 0, values.size),),), ids.order.routing, ends=True)

@@ -1,0 +1,115 @@
+"""Numbers of slots: ``counts[e].item()``, running offsets, and what they say when they are compared."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from torch.fx import Node
+
+from moefuse.passes.infer.state import Context
+from moefuse.passes.ir.facts import Counts, Hit, RowNumber, Span
+from moefuse.passes.rules import rule
+
+
+def picked(fact: Counts, at: int, size: Any) -> Hit | Span | None:
+    """``counts[e]``, ``counts.cumsum(0)[e]``."""
+    if not isinstance(size, int):
+        return None
+    number = at + size if at < 0 else at
+    if fact.ends:
+        return None if isinstance(number, RowNumber) else Span((), fact.routing, 0, int(number) + fact.first)
+    # A row that stands for other experts has no place among them.
+    return Hit((), fact.routing, number) if isinstance(number, RowNumber) else Span((), fact.routing, int(number), int(number) + 1)
+
+
+def hit_of(fact: Any) -> Any:
+    """A number of slots as what it says about one expert: whether there are any."""
+    if isinstance(fact, Span) and fact.stop == fact.start + 1:
+        return Hit(fact.axes, fact.routing, fact.start)
+    return fact
+
+
+def total(ctx: Context, *terms: Any) -> Span | None:
+    """The sum of numbers of slots whose experts follow each other."""
+    spans = sorted((f for f in map(ctx.fact, terms) if isinstance(f, Span)), key=lambda s: (s.start, s.stop))
+    if not spans or any(not isinstance(ctx.fact(t), Span) and not _zero(t) for t in terms):
+        return None
+    first = spans[0]
+    for before, after in itertools.pairwise(spans):
+        if after.routing is not first.routing or after.start != before.stop:
+            return None
+    return Span((), first.routing, first.start, spans[-1].stop)
+
+
+def difference(ctx: Context, a: Any, b: Any) -> Span | Counts | None:
+    """``ends[e] - counts[e]``, ``end - start``; of whole tensors, where each expert's slots begin."""
+    x, y = ctx.fact(a), ctx.fact(b)
+    if isinstance(x, Span) and _zero(b):
+        return x
+    if isinstance(x, Counts) and isinstance(y, Counts) and x.routing is y.routing:
+        return Counts(x.axes, x.routing, True, first=0) if x.ends and x.first == 1 and not y.ends and x.axes == y.axes else None
+    if not isinstance(x, Span) or not isinstance(y, Span) or x.routing is not y.routing:
+        return None
+    if x.start == y.start and y.stop <= x.stop:
+        return Span((), x.routing, y.stop, x.stop)
+    return Span((), x.routing, x.start, y.start) if x.stop == y.stop and x.start <= y.start else None
+
+
+def compared(ctx: Context, name: str, a: Any, b: Any) -> Hit | None:
+    """``start == end``, ``end > start``: whether the slots between two offsets are none."""
+    from moefuse.passes.rules.routing.nonempty import compared as with_constant
+
+    for first, second, what in ((a, b, name), (b, a, _TURNED.get(name, name))):
+        between = difference(ctx, first, second) if isinstance(second, Node) else None
+        if isinstance(between, Span):
+            return with_constant(hit_of(between), what, 0)
+    return None
+
+
+_TURNED = {"gt": "lt", "lt": "gt", "ge": "le", "le": "ge"}
+
+
+def bound(ctx: Context, value: Any) -> tuple[Any, int] | None:
+    """(routing, number of experts before it) of an offset into the sorted slots; no routing for 0."""
+    if value is None or _zero(value):
+        return None, 0
+    fact = ctx.fact(value)
+    return (fact.routing, fact.stop) if isinstance(fact, Span) and fact.start == 0 else None
+
+
+def _zero(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool | RowNumber) and value == 0
+
+
+@rule("sym_sum")
+def on_sym_sum(ctx: Context, node: Node, terms: Any) -> Span | None:
+    return total(ctx, *terms) if isinstance(terms, tuple | list) else None
+
+
+def with_zero(ctx: Context, tensors: Any) -> Counts | None:
+    """``cat((zeros(1), counts.cumsum(0)))``: the offsets with a zero in front."""
+    from moefuse.passes.graph.sizes import same
+    from moefuse.passes.ir.facts import Fill
+
+    if len(tensors) != 2:
+        return None
+    zero, ends = ctx.fact(tensors[0]), ctx.fact(tensors[1])
+    if not isinstance(zero, Fill) or zero.value != 0.0 or len(zero.axes) != 1 or not same(zero.axes[0][0].size if zero.axes[0] else 1, 1):
+        return None
+    return padded_front(ends)
+
+
+def padded_front(ends: Any) -> Counts | None:
+    """The running sum of counts with one zero in front."""
+    if not isinstance(ends, Counts) or not ends.ends or ends.first != 1 or len(ends.axes) != 1 or len(ends.axes[0]) != 1:
+        return None
+    only = ends.axes[0][0]
+    return Counts(((only._replace(size=only.size + 1),),), ends.routing, True, first=0)
+
+
+@rule("pad")
+def on_pad(ctx: Context, node: Node, x: Any, pad: Any, mode: str = "constant", value: Any = None) -> Counts | None:
+    """``F.pad(counts.cumsum(0), (1, 0))``."""
+    front = tuple(pad) == (1, 0) if isinstance(pad, tuple | list) else False
+    return padded_front(ctx.fact(x)) if front and mode == "constant" and value in (None, 0) else None

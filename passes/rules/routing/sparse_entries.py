@@ -1,0 +1,120 @@
+"""The entries of a routing table that are not zero, listed: ``nonzero(gates)``, sorted by expert, as sparse dispatchers do it.
+
+A chosen expert whose weight is zero is not in such a list. So the list is of another routing: the same ids, without the slots whose entry
+of the table is zero (``Routing.kept``). The dispatcher is that of tensor2tensor (Shazeer et al., arXiv:1701.06538, appendix A) and its
+translations to PyTorch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch.fx import Node
+
+from moefuse.passes.infer.state import Context, normalize, out_shape
+from moefuse.passes.ir.axes import Atom, Axes, Axis
+from moefuse.passes.ir.expr import Gate
+from moefuse.passes.ir.facts import Domain, Entries, Many, Order, Picked, Routing, Rows, Sorted, Table
+
+_POSITIVE = frozenset("softmax sigmoid relu exp abs square zeros zeros_like new_zeros ones ones_like softplus".split())
+
+#: operations whose result is not below zero if that many of their first arguments are not
+_READ = {
+    **dict.fromkeys(("add", "mul", "div", "maximum"), 2),
+    **dict.fromkeys("topk sort getitem sum mean amax amin max to type_as view reshape contiguous clone unsqueeze squeeze".split(), 1),
+}  # fmt: skip
+
+
+def kept(ctx: Context, table: Table, *, above: bool) -> Routing | None:
+    """The routing of a whole table's entries that are not zero, or above zero; one object for each table."""
+    root, old = table.root, table.routing
+    if table.expert is not None or table.fill != 0.0 or table.negated or table.slot is not None or root is None or not old.whole:
+        return None
+    kinds = [{a.kind for a in axis} for axis in table.axes]
+    if kinds != [{"t"}, {"e"}] or not old.distinct or len(old.tokens) != 1:
+        return None
+    return ctx.kept.setdefault((root, above), replace(old, kept=root, above=above))
+
+
+def compared(ctx: Context, node: Node, table: Table, *, above: bool) -> Table | None:
+    """``gates > 0``, ``gates != 0``: who is still chosen."""
+    routing = kept(ctx, table, above=above)
+    return None if routing is None else replace(table, routing=routing, root=node, root_axes=table.axes, slots=None, ones=True)
+
+
+def counted(ctx: Context, routing: Routing) -> Routing:
+    """The routing whose slots ``(gates > 0).sum(0)`` counts: all that are not zero, if none is less."""
+    if routing.kept is None or not routing.above or not never_negative(ctx, routing.kept):
+        return routing
+    return ctx.kept.setdefault((routing.kept, False), replace(routing, above=False))
+
+
+def never_negative(ctx: Context, value: Any) -> bool:
+    """Whether what a value is computed from says that it is not below zero."""
+    if isinstance(value, bool | int | float):
+        return value >= 0
+    call = ctx.calls.get(value) if isinstance(value, Node) and ctx.storage[value] not in ctx.writes else None
+    if call is None or call.kwargs.get("out") is not None:
+        return False
+    if call.name in _POSITIVE:
+        return True
+    if call.name in ("scatter", "scatter_add"):
+        return len(call.args) == 4 and not call.kwargs and never_negative(ctx, call.args[0]) and never_negative(ctx, call.args[3])
+    count = _READ.get(call.name, 0)
+    return 0 < count <= len(call.args) and "alpha" not in call.kwargs and all(never_negative(ctx, a) for a in call.args[:count])
+
+
+def listed(ctx: Context, node: Node, table: Table) -> Entries | None:
+    """``nonzero(gates)``: [entries, 2], token and expert."""
+    routing = None if table.ones else kept(ctx, table, above=False)
+    return None if routing is None else Entries((_rows(node), (Atom("d", 1, 2),)), routing)
+
+
+def sort(node: Node, fact: Entries, dim: Any) -> Many | None:
+    """``entries.sort(0)``: each column by itself, the experts among them."""
+    if fact.order is not None or not isinstance(dim, int) or normalize(dim, 2) != 0:
+        return None
+    order = Order(fact.routing, node)
+    return Many((replace(fact, order=order, of="ids"), replace(fact, order=order, of="entry")))
+
+
+def column(fact: Entries, axes: Axes, at: int) -> Sorted | None:
+    """One column of what a sort gave; only the experts are told apart by it."""
+    return Sorted(axes, fact.order, fact.of) if fact.order is not None and at in (1, -1) else None
+
+
+def taken(node: Node, base: Entries, index: Sorted, tail: list[Any]) -> Sorted | None:
+    """``entries[order, 0]``: the token of each entry, by expert."""
+    if index.of != "entry" or base.order is not None or base.routing is not index.order.routing or tail not in ([0], [1]):
+        return None
+    return Sorted((_rows(node),), index.order, "token" if tail == [0] else "ids")
+
+
+def rows_of_table(node: Node, base: Table, index: Sorted, tail: list[Any]) -> Picked | Rows | None:
+    """``gates[tokens]``, and ``gates[tokens, ids]`` at once."""
+    if base.root is None or base.root is not index.order.routing.kept or index.of != "token":
+        return None
+    if not tail:
+        return Picked((_rows(node), base.axes[1]), base.root, index.order)
+    ids = tail[0]
+    here = len(tail) == 1 and isinstance(ids, Sorted) and ids.of == "ids" and ids.order is index.order
+    return _weights(node, base.root, index.order, (_rows(node),)) if here else None
+
+
+def gathered(node: Node, base: Picked, dim: int, index: Any) -> Rows | None:
+    """``gather(gates[tokens], 1, ids)``: the weight of each entry."""
+    here = isinstance(index, Sorted) and index.of == "ids" and index.order is base.order and len(index.axes) == 2 and not index.axes[1]
+    return _weights(node, base.root, base.order, (_rows(node), ())) if here and normalize(dim, 2) == 1 else None
+
+
+def _weights(node: Node, table: Node, order: Order, axes: Axes) -> Rows:
+    return Rows(axes, Domain("sorted", order.routing, order=order), Gate(node, table, False, False, None))
+
+
+def _rows(node: Node) -> Axis:
+    """The entries, as many as Dynamo says."""
+    return (Atom("r", 0, out_shape(node)[0]),)
+
+
+__all__ = ["column", "compared", "counted", "gathered", "kept", "listed", "never_negative", "rows_of_table", "sort", "taken"]

@@ -1,0 +1,171 @@
+"""Dense routing tables [tokens, E]: scatters of the chosen weights, and what softmax, sigmoid or a product make of them.
+
+What matters is the value where an expert was *not* chosen: a table is a routing weight only when that is exactly zero.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from moefuse.passes.graph.calls import tensor
+from moefuse.passes.graph.sizes import same, shape_of
+from moefuse.passes.infer.state import Context, normalize, out_shape
+from moefuse.passes.ir.axes import Atom, Axes, Axis
+from moefuse.passes.ir.facts import Column, Fill, Mask, Routing, Table, View
+from moefuse.passes.rules import rule
+from moefuse.passes.rules.routing.masks import constant, counted, is_integer, role_axes
+
+
+@rule(
+    "zeros", "zeros_like", "new_zeros", "ones", "ones_like", "new_ones", "full", "full_like", "new_full", "empty", "empty_like", "new_empty"
+)
+def on_fill(ctx: Context, node: Node, *args: Any, **kwargs: Any) -> Any:
+    value = tensor(node)
+    if value is None:
+        return None
+    name = ctx.calls[node].name  # type: ignore[union-attr]
+    content = 0.0 if "zeros" in name else 1.0 if "ones" in name else math.nan
+    if "full" in name:
+        given = kwargs.get("fill_value", args[1] if len(args) == 2 else args[-1] if args else None)
+        if not isinstance(given, int | float):
+            return None
+        content = float(given)
+    return Fill(tuple((Atom("d", i, s),) for i, s in enumerate(shape_of(value))), content)
+
+
+@rule("scatter", "scatter_add")
+def on_scatter(ctx: Context, node: Node, target: Node, dim: int, index: Node, src: Any = None, **kwargs: Any) -> Any:
+    """The chosen weights written into a filled [tokens, E] tensor."""
+    fill, view = ctx.fact(target), ctx.view(index)
+    src = kwargs.pop("value", src)
+    if kwargs or not isinstance(fill, Fill) or view is None or not is_integer(index):
+        return scatter_rows(ctx, node, target, dim, index, src) if not kwargs else None
+    routing = ctx.routing(view)
+    axes = role_axes(view, routing) if routing is not None else None
+    shape = out_shape(node)
+    if len(shape) == 1 and routing is not None and axes is not None and fill.value == 0.0 and ctx.calls[node].name == "scatter_add":  # type: ignore[union-attr]
+        return counted(node, ((Atom("e", 0, shape[0]),),), routing) if constant(ctx, src) == 1.0 else None
+    at = normalize(dim, len(shape))
+    if routing is None or axes is None or at >= len(axes) or {a.kind for a in axes[at]} - {"k"} or not isinstance(shape[at], int):
+        return scatter_rows(ctx, node, target, dim, index, src)
+    adds = ctx.calls[node].name == "scatter_add"  # type: ignore[union-attr]
+    if adds and fill.value != 0.0:
+        return None
+    table: Axes = tuple((Atom("e", 0, shape[at]),) if i == at else a for i, a in enumerate(axes))
+    weight, value = (ctx.view(src), constant(ctx, src)) if src is not None else (None, None)
+    adds = adds or routing.distinct
+    exact = weight if adds and fill.value == 0.0 and weight is not None and _lines_up(weight, view) else None
+    return Table(table, routing, fill.value, None, node, table, slots=exact, ones=value == 1.0 and fill.value == 0.0)
+
+
+def _lines_up(weight: View, ids: View) -> bool:
+    """Whether a source tensor is indexed as the ids are: the same dims in the same order."""
+    return [[a.index for a in axis if a.kind == "d"] for axis in weight.axes] == [
+        [a.index for a in axis if a.kind == "d"] for axis in ids.axes
+    ]
+
+
+def scatter_rows(ctx: Context, node: Node, target: Node, dim: int, index: Node, src: Any) -> Any:
+    """Rows of an expert added by an index expanded over the features; see rules/combine.py."""
+    from moefuse.passes.rules.sums.reduce import scatter_add_rows, scatter_sorted
+
+    adds = ctx.calls[node].name == "scatter_add"  # type: ignore[union-attr]
+    return scatter_add_rows(ctx, node, target, dim, index, src) if adds else scatter_sorted(ctx, target, dim, index, src)
+
+
+def unary(ctx: Context, node: Node, table: Table, *args: Any, **kwargs: Any) -> Table | None:
+    """A pointwise function of a table: computed once on the fill value to learn what unchosen experts become."""
+    call = ctx.calls[node]
+    value = tensor(node)
+    if call is None or value is None or any(isinstance(a, Node) for a in (*args, *kwargs.values())):
+        return None
+    probe = torch.full((1,), table.fill, dtype=torch.float64)
+    function = getattr(probe, call.name, None) or getattr(torch.nn.functional, call.name, None)
+    if function is None:
+        return None
+    try:
+        fill = float(function(*args, **kwargs) if hasattr(probe, call.name) else function(probe, *args, **kwargs))
+    except (TypeError, RuntimeError):
+        return None
+    return derived(node, table, fill)
+
+
+def derived(node: Node, table: Table, fill: float) -> Table:
+    """A table computed from another; its values are read from the graph."""
+    whole = table.expert is None
+    return replace(table, fill=fill, root=node if whole else None, root_axes=table.axes if whole else (), slots=None, ones=False)
+
+
+@rule("softmax", "_softmax")
+def on_softmax(ctx: Context, node: Node, x: Node, dim: int | None = None, *args: Any, **kwargs: Any) -> Any:
+    fact = ctx.fact(x)
+    if isinstance(fact, Table):
+        over = {a.kind for a in fact.axes[normalize(dim if dim is not None else -1, len(fact.axes))]}
+        return derived(node, fact, 0.0) if over == {"e"} and fact.fill == -math.inf else None
+    from moefuse.passes.rules.rows.pointwise import over_features
+
+    return over_features(ctx, node, x, dim)
+
+
+def combine_table(ctx: Context, node: Node, name: str, table: Table, other: Any, table_first: bool) -> Any:
+    """A table and a plain tensor or number: zero stays zero under a product or when it is divided."""
+    axes = _broadcast(table, other, node)
+    if axes is None:
+        return None
+    if name == "mul" or (name == "div" and table_first):
+        if table.fill != 0.0:
+            return None
+        if isinstance(other, Table):
+            return _product(node, table, other)
+        if isinstance(other, View) and table.ones and table.expert is not None:
+            return _column(node, replace(table, axes=axes), other)
+        return derived(node, replace(table, axes=axes), 0.0)
+    return None
+
+
+def _product(node: Node, a: Table, b: Table) -> Table | None:
+    """A table times the 0/1 table of the same routing and expert is the table."""
+    if a.routing is not b.routing or (a.expert, a.slot) != (b.expert, b.slot) or b.fill != 0.0:
+        return None
+    if a.ones or b.ones:
+        kept = b if a.ones else a
+        return kept if kept.expert is not None else replace(kept, root=node, root_axes=kept.axes)
+    return derived(node, a, 0.0) if a.expert is None else None
+
+
+def _column(node: Node, table: Table, other: View) -> Table | None:
+    """One expert's 0/1 column times a value per token: a routing weight when there is one slot per token."""
+    if isinstance(other, Column) and table.slot == other.slot and not same(table.routing.top_k, 1):
+        return replace(table, slots=other.base, ones=False)
+    if table.routing.top_k != 1:
+        return None
+    return replace(table, slots=other, ones=False) if _per_token(other, table.routing) else None
+
+
+def _per_token(view: View, routing: Routing) -> bool:
+    dims = [a for axis in view.axes for a in axis if a.kind == "d" and not same(a.size, 1)]
+    extent: Any = 1
+    for a in dims:
+        extent = extent * a.size
+    return same(extent, routing.num_tokens)
+
+
+def _broadcast(table: Table, other: Any, node: Node) -> Axes | None:
+    rank = len(out_shape(node))
+    axes: Axes = (*((),) * (rank - len(table.axes)), *table.axes)
+    if not isinstance(other, View | Table | Mask):
+        return axes
+    theirs: Axes = (*((),) * (rank - len(other.axes)), *other.axes)
+    for mine, axis in zip(axes, theirs, strict=True):
+        if not _real(mine) and _real(axis):
+            return None
+    return axes
+
+
+def _real(axis: Axis) -> bool:
+    return any(not same(a.size, 1) for a in axis)

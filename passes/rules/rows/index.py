@@ -1,0 +1,265 @@
+"""Indexing: by constants (an expert, a half of the features) and by index tensors (the rows of an expert, the weights of a slot)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch.fx import Node
+
+from moefuse.passes.graph.calls import tensor
+from moefuse.passes.graph.sizes import same
+from moefuse.passes.infer.state import Context, normalize
+from moefuse.passes.ir.axes import Atom, Axes, extent, fresh
+from moefuse.passes.ir.expr import Slice
+from moefuse.passes.ir.facts import (
+    Column,
+    Combined,
+    Counts,
+    Entries,
+    Fact,
+    Hit,
+    Index,
+    IndexMatrix,
+    Lost,
+    Many,
+    Mask,
+    Occurring,
+    RowNumber,
+    Rows,
+    Sum,
+    Table,
+    View,
+    Weight,
+)  # fmt: skip
+from moefuse.passes.rules import rule
+from moefuse.passes.rules.routing import sparse_entries
+from moefuse.passes.rules.routing.offsets import picked
+
+_ALL = slice(None, None, None)
+
+
+@rule("getitem")
+def on_getitem(ctx: Context, node: Node, x: Any, index: Any) -> Any:
+    known = ctx.facts.get(x) if isinstance(x, Node) else None
+    if isinstance(known, Many):
+        return known.items[index] if isinstance(index, int) and -len(known.items) <= index < len(known.items) else None
+    if not isinstance(x, Node) or tensor(x) is None:
+        return None
+    given = index if isinstance(index, tuple) else (index,)
+    among = any(isinstance(i, Node) and ctx.number(i) is None and (t := tensor(i)) is not None and t.dim() for i in given)
+    items = [_known(ctx, i, among) for i in given]
+    tensors = [i for i in items if isinstance(i, Node) and tensor(i) is not None]
+    if tensors:
+        from moefuse.passes.rules.rows.advanced_index import by_tensor
+
+        return by_tensor(ctx, node, x, items)
+    if any(isinstance(i, list | Node | bool) for i in items):
+        return None
+    fact = ctx.fact(x)
+    return basic(ctx, node, x, fact, items) if isinstance(fact, Fact) and not isinstance(fact, Sum | Combined) else None
+
+
+def _known(ctx: Context, item: Any, among: bool) -> Any:
+    """An index tensor of one element whose value is known, as the constant index that takes the same.
+
+    ``among``: other index tensors are beside it, with whose elements its one is broadcast.
+    """
+    at = ctx.number(item)
+    if at is None:
+        return item
+    if among:
+        return at if tensor(item).dim() < 2 else item  # type: ignore[union-attr]
+    # Counted from the front: a slice of -1 would end at 0.
+    return at if tensor(item).dim() == 0 else slice(at, at + 1) if at >= 0 else item  # type: ignore[union-attr]
+
+
+def basic(ctx: Context, node: Node, x: Node, fact: Fact, items: list[Any]) -> Any:
+    """Indexing by integers, slices, None and an ellipsis, one dimension after another."""
+    rank, used = len(fact.axes), sum(i is not None and i is not Ellipsis for i in items)
+    if Ellipsis in items:
+        at = items.index(Ellipsis)
+        items = [*items[:at], *[_ALL] * (rank - used), *items[at + 1 :]]
+    items += [_ALL] * (rank - sum(i is not None for i in items))
+    current: Any = fact
+    dim = 0
+    for item in items:
+        if item is None:
+            current = current.with_axes((*current.axes[:dim], (), *current.axes[dim:]))
+            dim += 1
+        elif isinstance(item, int):
+            current = pick(ctx, node, x, current, dim, item)
+        else:
+            current = cut(ctx, node, current, dim, item)
+            dim += 1
+        if current is None or isinstance(current, Lost):
+            return current
+    return current
+
+
+def pick(ctx: Context, node: Node, x: Node, fact: Any, dim: int, at: int) -> Any:
+    """One index of a dimension: an expert, a feature half, or a dimension of size one."""
+    axis = fact.axes[dim]
+    axes: Axes = (*fact.axes[:dim], *fact.axes[dim + 1 :])
+    only = axis[0] if len(axis) == 1 else None
+    if isinstance(at, RowNumber) and not (
+        only is not None and (only.kind == "e" or (isinstance(fact, View) and only.kind == "d" and only.index == 0 and dim == 0))
+    ):
+        return None
+    if isinstance(fact, IndexMatrix) and only is not None and only.kind == "d":
+        return Index(axes, fact.selection, fact.columns[at])
+    if isinstance(fact, Entries):
+        return sparse_entries.column(fact, axes, at) if dim == 1 else None
+    if same(extent(axis), 1) or (only is not None and only.kind == "b"):
+        return fact.with_axes(axes)
+    if isinstance(fact, Mask | Table | Hit) and only is not None and only.kind == "e":
+        expert = at + only.size if at < 0 else at
+        return replace(fact, axes=axes, expert=expert)
+    if isinstance(fact, Counts) and only is not None and only.kind == "e":
+        return picked(fact, at, only.size)
+    if isinstance(fact, Occurring) and len(fact.axes) == 1 and 0 <= at < fact.count:
+        return picked(Counts(fact.axes, fact.routing, fact.ends), at, fact.count)  # where there is such an element
+    if isinstance(fact, Rows) and only is not None and only.kind == "f":
+        return feature_pick(node, fact, dim, at)
+    if isinstance(fact, Rows) and only is not None and only.kind == "e" and fact.domain.name == "dense":
+        return None
+    if isinstance(fact, View) and only is not None and only.kind == "d" and only.index == 0:
+        return stacked(fact, axes, expert=at + only.size if at < 0 else at)
+    if type(fact) is View and only is not None and only.kind == "d" and dim == len(fact.axes) - 1 and isinstance(only.size, int):
+        return Column(fresh([extent(a) for a in axes]), ctx.first[node], fact, at + only.size if at < 0 else at)
+    return None
+
+
+def stacked(fact: View, axes: Axes, **index: Any) -> Weight | None:
+    """A stacked weight with its expert dimension taken away."""
+    value = tensor(fact.root)
+    if value is None or not value.dtype.is_floating_point or value.dim() < 2:
+        return None
+    left = [() if a and a[0].index == 0 and extent(a) == 1 else a for a in axes]  # ``W[e:e + 1]``
+    if any(a and (len(a) != 1 or a[0].kind != "d") for a in left):
+        return None
+    return Weight(
+        tuple((Atom("w", a[0].index, a[0].size),) if a else () for a in left),
+        fact.root, index.get("expert"), index.get("routing"), index.get("order"),
+    )  # fmt: skip
+
+
+def feature_pick(node: Node, fact: Rows, dim: int, at: int) -> Rows | None:
+    """One half of features that were viewed as [2, I] or [I, 2]."""
+    features = [i for i, a in enumerate(fact.axes) if any(b.kind == "f" for b in a)]
+    if len(features) != 2:
+        return None
+    sizes = [extent(fact.axes[i]) for i in features]
+    outer = dim == features[0]
+    start, step, length = (at * sizes[1], 1, sizes[1]) if outer else (at, sizes[1], sizes[0])
+    expr = Slice(node, fact.expr, start, step, length, sizes[0] * sizes[1])
+    axes = [a for i, a in enumerate(fact.axes) if i != dim]
+    place = features[0] if not outer else features[1] - 1
+    axes[place] = (Atom("f", 0, length),)
+    return replace(fact, axes=tuple(axes), expr=expr)
+
+
+def cut(ctx: Context, node: Node, fact: Any, dim: int, item: slice) -> Any:
+    """A slice of a dimension: nothing, one expert's column, or some features."""
+    axis = fact.axes[dim]
+    if dim == 0 and item.step is None and any(isinstance(v, Node) for v in (item.start, item.stop)):
+        from moefuse.passes.rules.sums import segments
+
+        return segments.of_bounds(ctx, node, fact, item.start, item.stop) if segments.is_sorted(fact) else None
+    if item == _ALL or (
+        same(extent(axis), 1) and not isinstance(item.start, RowNumber) and item.start in (None, 0) and item.step in (None, 1)
+    ):
+        return fact
+    only = axis[0] if len(axis) == 1 else None
+    if only is None or not isinstance(only.size, int) or any(not isinstance(v, int | None) for v in (item.start, item.stop, item.step)):
+        return None
+    start, stop, step = item.indices(only.size)
+    length = max(0, -(-(stop - start) // step))
+    if length == only.size and not isinstance(item.start, RowNumber):
+        return fact
+    axes = tuple(((Atom(only.kind, only.index, length),) if i == dim else a) for i, a in enumerate(fact.axes))
+    if isinstance(fact, Entries):
+        return sparse_entries.column(fact, (fact.axes[0], ()), start) if dim == 1 and length == 1 else None
+    if isinstance(fact, Rows) and only.kind == "f" and step > 0 and not isinstance(item.start, RowNumber):
+        if sum(a.kind == "f" for b in fact.axes for a in b) != 1:
+            return None
+        return replace(fact, axes=axes, expr=Slice(node, fact.expr, start, step, length, only.size))
+    if isinstance(fact, Mask | Table) and only.kind == "e" and length == 1:
+        expert = item.start if isinstance(item.start, RowNumber) else start
+        return replace(fact, axes=tuple(() if i == dim else a for i, a in enumerate(fact.axes)), expert=expert)
+    if isinstance(fact, View) and not isinstance(fact, Column) and (only.kind, only.index, dim, length) == ("d", 0, 0, 1):
+        return stacked(fact, axes, expert=item.start if isinstance(item.start, RowNumber) else start)
+    return None
+
+
+@rule("select")
+def on_select(ctx: Context, node: Node, x: Node, dim: int, index: Any) -> Any:
+    fact = ctx.fact(x)
+    number = ctx.number(index)
+    index = index if number is None else number
+    if not isinstance(fact, Fact) or isinstance(fact, Sum) or not isinstance(index, int):
+        return None
+    return pick(ctx, node, x, fact, normalize(dim, len(fact.axes)), index)
+
+
+@rule("narrow")
+def on_narrow(ctx: Context, node: Node, x: Node, dim: int, start: Any, length: Any) -> Any:
+    fact = ctx.fact(x)
+    if not isinstance(fact, Fact) or isinstance(fact, Sum) or not isinstance(start, int) or not isinstance(length, int):
+        return None
+    return cut(ctx, node, fact, normalize(dim, len(fact.axes)), slice(start, start + length))
+
+
+@rule("unbind")
+def on_unbind(ctx: Context, node: Node, x: Node, dim: int = 0) -> Any:
+    fact = ctx.fact(x)
+    if not isinstance(fact, Fact) or isinstance(fact, Sum):
+        return None
+    at = normalize(dim, len(fact.axes))
+    count = extent(fact.axes[at])
+    if not isinstance(count, int):
+        return None
+    return many(pick(ctx, node, x, fact, at, i) for i in range(count))
+
+
+@rule("chunk", "tensor_split")
+def on_chunk(ctx: Context, node: Node, x: Node, chunks: Any, dim: int = 0) -> Any:
+    fact = ctx.fact(x)
+    if not isinstance(fact, Fact) or isinstance(fact, Sum) or not isinstance(chunks, int):
+        return None
+    size = extent(fact.axes[normalize(dim, len(fact.axes))])
+    if not isinstance(size, int) or size % chunks:
+        return None
+    return _pieces(ctx, node, fact, dim, [size // chunks] * chunks)
+
+
+@rule("split", "split_with_sizes")
+def on_split(ctx: Context, node: Node, x: Node, sizes: Any, dim: int = 0) -> Any:
+    fact = ctx.fact(x)
+    if not isinstance(fact, Fact) or isinstance(fact, Sum):
+        return None
+    if isinstance(sizes, tuple | list) and any(isinstance(s, Node) for s in sizes):
+        from moefuse.passes.rules.sums import segments
+
+        first = normalize(dim, len(fact.axes)) == 0
+        return segments.of_sizes(ctx, node, fact, sizes) if first and segments.is_sorted(fact) else None
+    total = extent(fact.axes[normalize(dim, len(fact.axes))])
+    if isinstance(sizes, int) and isinstance(total, int):
+        sizes = [min(sizes, total - i) for i in range(0, total, sizes)]
+    if not isinstance(sizes, tuple | list) or not all(isinstance(s, int) for s in sizes):
+        return None
+    return _pieces(ctx, node, fact, dim, list(sizes))
+
+
+def _pieces(ctx: Context, node: Node, fact: Fact, dim: int, sizes: list[int]) -> Many | None:
+    at, start, out = normalize(dim, len(fact.axes)), 0, []
+    for size in sizes:
+        out.append(cut(ctx, node, fact, at, slice(start, start + size)))
+        start += size
+    return many(out)
+
+
+def many(items: Any) -> Many | None:
+    """Facts of a tuple, or None if no item has one."""
+    found = tuple(items)
+    return Many(found) if any(f is not None for f in found) else None

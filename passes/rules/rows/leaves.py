@@ -1,0 +1,98 @@
+"""What a row of an expert reads of plain tensors: its token, its routing weight, the weight that a table has for it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch.fx import Node
+
+from moefuse.passes.graph.calls import tensor
+from moefuse.passes.graph.sizes import same
+from moefuse.passes.infer.state import Context, out_shape
+from moefuse.passes.ir.axes import Atom, Axis, align, extent
+from moefuse.passes.ir.expr import Expr, Gate, SlotWeight, Token
+from moefuse.passes.ir.facts import Column, Domain, Routing, Rows, Selection, Table, View
+
+
+def row_domain(chosen: Selection) -> Domain:
+    return Domain("selected", chosen.routing, selection=chosen, expert=chosen.expert, slot=chosen.slot)
+
+
+def slot_gate(node: Node, column: Column, chosen: Selection, rows: Axis) -> Rows:
+    """The weights of one slot for the rows that chose an expert in that slot."""
+    axes = (rows, *(() for _ in column.axes[1:]))
+    return Rows(axes, row_domain(chosen), Gate(node, column.base.root, True, False, chosen.expert))
+
+
+def gate(node: Node, table: Table) -> Gate:
+    """The weight a table gives the row's expert."""
+    if table.slots is not None:
+        return Gate(node, table.slots.root, True, False, table.expert)
+    source = table.root if table.root is not None else node
+    return Gate(node, source, False, table.ones, table.expert)
+
+
+def is_slot_weight(view: View, routing: Routing) -> bool:
+    dims = [a.index for axis in view.axes for a in axis if a.kind == "d"]
+    total: Any = 1
+    for axis in view.axes:
+        total = total * extent(axis)
+    return dims == sorted(dims) and same(total, routing.num_tokens * routing.top_k)
+
+
+def take_tokens(ctx: Context, node: Node, base: View, chosen: Selection, rows: Axis) -> Any:
+    """Rows of a plain [tokens, H] tensor for the tokens of an expert."""
+    token_axes, features = base.axes[:1], base.axes[1:]
+    if not same(extent(token_axes[0]), chosen.routing.num_tokens):
+        return ctx.lost("tokens-differ", node, detail=f"{extent(token_axes[0])} rows are indexed by {chosen.routing.num_tokens} tokens")
+    expr = token(node, base, list(token_axes), list(features))
+    if expr is None:
+        return ctx.lost("tokens-differ", node, detail="the indexed tensor is not a plain [tokens, features] tensor")
+    if chosen.routing.top_k == 1 and not any(features):
+        return Rows((rows, *features), row_domain(chosen), SlotWeight(node, base.root))
+    axes = (rows, *((Atom("f", 0, extent(a)),) if a and not same(extent(a), 1) else () for a in features))
+    return Rows(axes, row_domain(chosen), expr)
+
+
+def token(node: Node, base: View, token_axes: list[Axis], features: list[Axis]) -> Token | None:
+    """The Token leaf of a view whose token dimensions are the leading ones of its root and whose features are the last."""
+    if len([a for a in features if a]) > 1:
+        return None
+    lead = [a for axis in token_axes for a in axis if a.kind == "d" and not same(a.size, 1)]
+    last = [a for axis in features for a in axis if a.kind == "d" and not same(a.size, 1)]
+    order = [a.index for a in (*lead, *last)]
+    if order != sorted(order) or any(a.kind == "b" for axis in features for a in axis if not same(a.size, 1)):
+        return None
+    value = tensor(base.root)
+    width: Any = 1
+    for a in last:
+        width = width * a.size
+    total: Any = width
+    for a in lead:
+        total = total * a.size
+    if value is None or not isinstance(width, int):
+        return None
+    whole: Any = 1
+    for s in out_shape(base.root):
+        whole = whole * s
+    return Token(node, base.root, width) if same(whole, total) else None
+
+
+def own_row(node: Node, base: View) -> Token | None:
+    """A plain [slots, features] tensor that has a row for each slot."""
+    found = token(node, base, [base.axes[0]], list(base.axes[1:]))
+    return None if found is None else replace(found, by_slot=True)
+
+
+def slot_value(node: Node, base: View, routing: Routing) -> Expr | None:
+    """What a plain [slots, ...] tensor holds for a slot: its token's features (repeated per slot), or its routing weight."""
+    runs = align((*(Atom("t", i, s) for i, s in enumerate(routing.tokens)), Atom("k", 0, routing.top_k)), base.axes[0])
+    if runs is None:
+        return None
+    slots = [cut for run, cut in runs if any(a.kind == "k" for a in run)]
+    if slots and all(a.kind == "b" for a in slots[0]) and routing.top_k > 1:
+        return token(node, base, [tuple(a for run, cut in runs if all(r.kind == "t" for r in run) for a in cut)], list(base.axes[1:]))
+    if any(a for a in base.axes[1:] if not same(extent(a), 1)):
+        return token(node, base, [base.axes[0]], list(base.axes[1:])) if routing.top_k == 1 else None
+    return SlotWeight(node, base.root) if is_slot_weight(base, routing) else None

@@ -1,0 +1,294 @@
+"""Row-local operations: pointwise functions, and reductions over the features of a row. Everything else mixes rows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from moefuse.passes.graph.calls import UNARY, tensor
+from moefuse.passes.graph.op_classes import RANDOM
+from moefuse.passes.graph.sizes import same
+from moefuse.passes.infer.operands import joined, leaf, padded, real, scalar, symbol
+from moefuse.passes.infer.state import Context, normalize, out_shape
+from moefuse.passes.ir.axes import Axes, extent
+from moefuse.passes.ir.expr import ExpertVector, Expr, Gate, Op, SharedVector, has_linear, walk
+from moefuse.passes.ir.facts import Buffer, Combined, Counts, Domain, Fill, Lost, Mask, Rows, Sorted, Span, Sum, Table, View
+from moefuse.passes.match.cone import cone_rows
+from moefuse.passes.rules import rule
+from moefuse.passes.rules.routing.masked_slots import dropped
+from moefuse.passes.rules.routing.masks import masked_weight
+from moefuse.passes.rules.routing.offsets import difference, total
+from moefuse.passes.rules.routing.sort import on_div
+from moefuse.passes.rules.routing.tables import combine_table, unary
+from moefuse.passes.rules.rows.views import inherited
+
+TERNARY = ("addcmul addcdiv lerp").split()
+
+
+@rule(*UNARY, *TERNARY, "pow", "sub", "maximum", "minimum", "remainder", "fmod", "atan2", "rsub")
+def on_pointwise(ctx: Context, node: Node, *args: Any, **kwargs: Any) -> Any:
+    facts = [ctx.fact(a) for a in (*args, *kwargs.values())]
+    if any(isinstance(f, Span | Counts) for f in facts):
+        return difference(ctx, *args) if ctx.calls[node].name == "sub" and len(args) == 2 and not kwargs else None  # type: ignore[union-attr]
+    if facts and isinstance(facts[0], Sorted) and facts[0].of == "ids" and ctx.calls[node].name == "clamp":  # type: ignore[union-attr]
+        return clamped_ids(ctx, facts[0], *args[1:], **kwargs)
+    table = next((f for f in facts if isinstance(f, Table)), None)
+    rows = [f for f in facts if isinstance(f, Rows)]
+    if rows:
+        return row_local(ctx, node, args, kwargs)
+    if table is not None:
+        if args and args[0] is not None and facts[0] is table:
+            return unary(ctx, node, table, *args[1:], **kwargs)
+        return None
+    return plain(ctx, node, facts)
+
+
+def clamped_ids(ctx: Context, ids: Sorted, low: Any = None, high: Any = None, **bounds: Any) -> Sorted | None:
+    """``sorted_ids.clamp(max=E - 1)``: only sentinels change, whose rows belong to no expert. lift checks that the bound is E."""
+    low, high = bounds.get("min", low), bounds.get("max", high)
+    if (isinstance(low, int) and low > 0) or not isinstance(high, int):
+        return None
+    ctx.sentinels.setdefault(ids.order.routing, set()).add(high + 1)
+    return ids
+
+
+def plain(ctx: Context, node: Node, facts: list[Any]) -> View | None:
+    """A pointwise result of plain tensors is a new plain tensor whose dimensions factor as its inputs' do."""
+    shape = out_shape(node)
+    for f in facts:
+        if isinstance(f, View) and len(f.axes) == len(shape) and all(same(extent(a), s) for a, s in zip(f.axes, shape, strict=True)):
+            found = inherited(f, node)
+            if found is not None:
+                return found
+    return None
+
+
+def row_local(ctx: Context, node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A pointwise operation with at least one operand that has rows."""
+    call = ctx.calls[node]
+    facts = [ctx.fact(a) for a in args]
+    rows = [f for f in (*facts, *(ctx.fact(v) for v in kwargs.values())) if isinstance(f, Rows)]
+    domain = domain_of(rows, [f for f in facts if isinstance(f, Table)])
+    if call is None or domain is None:
+        return ctx.lost("experts-differ", node, expert="?", detail="rows of different experts or layers meet in one operation")
+    axes = joined([r.axes for r in rows], len(out_shape(node)))
+    new: list[Any] = []
+    for value in args:
+        item = operand(ctx, node, axes, domain, value)
+        if isinstance(item, Lost):
+            return item
+        new.append(item)
+    options = []
+    for key, value in kwargs.items():
+        item = operand(ctx, node, axes, domain, value)
+        if isinstance(item, Lost):
+            return item
+        options.append((key, item))
+    return Rows(axes, domain, Op(node, call.name, tuple(new), tuple(options)))
+
+
+def operand(ctx: Context, node: Node, axes: Axes, domain: Domain, value: Any) -> Any:
+    """An argument as an Expr or a constant; Lost if it is neither."""
+    if scalar(value) or isinstance(value, torch.dtype):
+        return value
+    found = leaf(ctx, node, axes, domain, ctx.fact(value)) if isinstance(value, Node) else None
+    found = found if found is not None else symbol(node, value)
+    if found is not None:
+        return found
+    name = value.name if isinstance(value, Node) else str(value)
+    return ctx.lost("tokens-differ", node, detail=f"`{name}` is not a value per row of the same experts")
+
+
+def domain_of(rows: list[Rows], tables: list[Table] | None = None) -> Domain | None:
+    """The one domain of all operands, with whatever any of them knows about routing and expert."""
+    first = rows[0].domain
+    for r in rows[1:]:
+        if not first.same(r.domain):
+            return None
+        first = merged(first, r.domain)
+    for t in tables or ():
+        if first.routing is not None and first.routing is not t.routing:
+            return None
+        known = first.expert is not None
+        first = replace(
+            first, routing=t.routing, expert=first.expert if known else t.expert, slot=first.slot if first.slot is not None else t.slot
+        )
+    return first
+
+
+def merged(a: Domain, b: Domain) -> Domain:
+    """Two equal domains, each perhaps knowing more than the other."""
+    return replace(
+        a,
+        routing=a.routing or b.routing,
+        selection=a.selection or b.selection,
+        order=a.order or b.order,
+        expert=a.expert if a.expert is not None else b.expert,
+        slot=a.slot if a.slot is not None else b.slot,
+    )
+
+
+@rule("mul", "div")
+def on_mul(ctx: Context, node: Node, a: Any, other: Any, *, rounding_mode: str | None = None) -> Any:
+    b = other
+    name = "mul" if ctx.calls[node].name == "mul" else "div"  # type: ignore[union-attr]
+    x, y = ctx.fact(a), ctx.fact(b)
+    if rounding_mode is not None:
+        return on_div(ctx, node, a, b, rounding_mode)
+    if isinstance(x, Rows) or isinstance(y, Rows):
+        return row_local(ctx, node, (a, b), {})
+    for first, second, source in ((x, y, b), (y, x, a)):
+        if name == "mul" and isinstance(first, Mask | Table) and (left := dropped(ctx, node, first, second)) is not None:
+            return left
+        if isinstance(first, Mask) and isinstance(second, View) and not first.negated and first.weight is None and name == "mul":
+            return masked_weight(ctx, node, first, second)
+        if isinstance(first, Table) and isinstance(second, View) and name == "mul" and not first.negated:
+            rows = expert_output(ctx, node, source, first)
+            if rows is not None:
+                return rows
+    for first, second, ahead in ((x, y, True), (y, x, False)):
+        if isinstance(first, Table) and not first.negated:
+            return combine_table(ctx, node, name, first, second if second is not None else (b if ahead else a), ahead)
+    return plain(ctx, node, [x, y])
+
+
+def expert_output(ctx: Context, node: Node, value: Any, table: Table) -> Rows | Lost | None:
+    """A plain [tokens, features] tensor times a routing table: the output (or input) of one expert, or of all of them."""
+    view, rank = ctx.view(value), len(out_shape(node))
+    if view is None or table.fill != 0.0:
+        return None
+    axes, theirs = padded(view.axes, rank), padded(table.axes, rank)
+    if not rank or not real(axes[-1]) or real(theirs[-1]):
+        return None
+    if theirs[-1] and rank > 1:
+        # The one token of a call may have gone to the dimension of size one in a reshape; that one is for the features.
+        table = table.with_axes((*theirs[:-2], theirs[-2] + theirs[-1], ()))
+    if table.expert is not None and not table.routing.shared:
+        table = spread(ctx, table, axes[:-1], padded(table.axes, rank)[:-1])
+    found = cone_rows(ctx, node, value, table)
+    if found is None:
+        return None
+    expr = leaf(ctx, node, found.axes, found.domain, table)
+    if expr is None and has_linear(found.expr):
+        return ctx.lost("not-weighted", node)
+    return None if expr is None else replace(found, expr=Op(node, "mul", (found.expr, expr)))
+
+
+def spread(ctx: Context, table: Table, tokens: Axes, theirs: Axes) -> Table:
+    """The table for more tokens than it has rows: one for a whole sequence, if its own dimensions are the first ones of the tokens."""
+    own = [i for i, axis in enumerate(theirs) if real(axis)]
+    more = [i for i, axis in enumerate(tokens) if real(axis) and i not in own]
+    if not more or (max(own) > min(more) if own else not same(table.routing.num_tokens, 1)):
+        return table
+    return replace(table, routing=ctx.shared_routing(table.routing, tuple(extent(tokens[i]) for i in more)))
+
+
+@rule("add")
+def on_add(ctx: Context, node: Node, a: Any, other: Any, *, alpha: Any = 1) -> Any:
+    b = other
+    from moefuse.passes.rules.sums.reduce import add_to_sum
+
+    x, y = ctx.fact(a), ctx.fact(b)
+    if isinstance(x, Span) or isinstance(y, Span):
+        return total(ctx, a, b) if alpha == 1 else None
+    if alpha != 1:
+        return row_local(ctx, node, (a, b), {"alpha": alpha}) if isinstance(x, Rows) or isinstance(y, Rows) else plain(ctx, node, [x, y])
+    if isinstance(x, Buffer) and isinstance(y, Rows) and x.rows is None and y.domain.selection is not None:
+        return replace(x, rows=y) if y.domain.selection.same(x.selection) else None
+    if isinstance(y, Buffer) and isinstance(x, Rows):
+        return on_add(ctx, node, b, a)
+    summed = add_to_sum(ctx, node, a, b)
+    if summed is not None:
+        return summed
+    if isinstance(x, Rows) or isinstance(y, Rows):
+        return row_local(ctx, node, (a, b), {})
+    if isinstance(x, Sum | Combined | Buffer) or isinstance(y, Sum | Combined | Buffer):
+        return None
+    return plain(ctx, node, [x, y])
+
+
+@rule("register_hook")
+def on_hook(ctx: Context, node: Node, x: Any, *_: Any, **__: Any) -> Any:
+    return ctx.lost("hook", node) if isinstance(ctx.fact(x), Rows) else None
+
+
+@rule(*RANDOM)
+def on_random(ctx: Context, node: Node, x: Any = None, *args: Any, **kwargs: Any) -> Any:
+    fact = ctx.fact(x)
+    if not isinstance(fact, Rows):
+        return None
+    call = ctx.calls[node]
+    names = dict(zip(("p", "training"), args, strict=False)) | kwargs
+    if call is not None and call.name == "dropout" and (names.get("p", 0.5) == 0.0 or names.get("training", True) is False):
+        return fact
+    return ctx.lost("random", node, op=call.name if call is not None else "?")
+
+
+def over_features(ctx: Context, node: Node, x: Node, dim: Any, *args: Any, keepdim: bool = True, **kwargs: Any) -> Any:
+    """A function over the features of each row: softmax, mean, norm."""
+    fact, call = ctx.fact(x), ctx.calls[node]
+    if not isinstance(fact, Rows) or call is None:
+        return None
+    rank = len(fact.axes)
+    dims = {normalize(d, rank) for d in (dim if isinstance(dim, tuple | list) else (dim if dim is not None else 0,))}
+    over = [a for d in dims for a in fact.axes[d]]
+    if dim is None or not over or any(a.kind != "f" for a in over):
+        return ctx.lost("not-row-local", node, op=call.name)
+    shape, value = out_shape(node), tensor(node)
+    if value is None:
+        return None
+    axes = tuple((() if i in dims and len(shape) == rank and same(shape[i], 1) else a) for i, a in enumerate(fact.axes))
+    if len(shape) < rank:
+        axes = tuple(a for i, a in enumerate(fact.axes) if i not in dims)
+    options = tuple((k, v) for k, v in kwargs.items() if scalar(v) or isinstance(v, torch.dtype))
+    return Rows(axes, fact.domain, Op(node, call.name, (fact.expr, *args), (("dim", -1), *options)))
+
+
+_REDUCTIONS = ("mean", "amax", "amin", "var", "std", "logsumexp", "norm", "prod")
+
+
+@rule(*_REDUCTIONS, "vector_norm", "linalg_vector_norm")
+def on_reduction(ctx: Context, node: Node, x: Node, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
+    name = ctx.calls[node].name  # type: ignore[union-attr]
+    if name not in ("mean", "amax", "amin", "var", "std", "logsumexp"):
+        return None
+    found = over_features(ctx, node, x, dim, **kwargs)
+    if isinstance(found, Rows) and isinstance(found.expr, Op):
+        return replace(found, expr=replace(found.expr, kwargs=(*found.expr.kwargs, ("keepdim", True))))
+    return found
+
+
+@rule("log_softmax")
+def on_log_softmax(ctx: Context, node: Node, x: Node, dim: Any = None, *_: Any, **kwargs: Any) -> Any:
+    return over_features(ctx, node, x, dim, **kwargs)
+
+
+@rule("layer_norm", "rms_norm")
+def on_norm(ctx: Context, node: Node, x: Node, shape: Any, *args: Any, **kwargs: Any) -> Any:
+    fact, call = ctx.fact(x), ctx.calls[node]
+    if not isinstance(fact, Rows) or call is None or not isinstance(shape, tuple | list) or len(shape) != 1:
+        return None
+    if [a.kind for a in fact.axes[-1]] != ["f"]:
+        return ctx.lost("not-row-local", node, op=call.name)
+    names = ("weight", "bias", "eps") if call.name == "layer_norm" else ("weight", "eps")
+    options = dict(zip(names, args, strict=False)) | kwargs
+    items = []
+    for key, value in options.items():
+        item = operand(ctx, node, fact.axes, fact.domain, value)
+        if isinstance(item, Lost):
+            return item
+        if isinstance(item, Expr) and call.name in ("layer_norm", "rms_norm") and not isinstance(item, SharedVector | ExpertVector):
+            return None
+        items.append((key, item))
+    return Rows(fact.axes, fact.domain, Op(node, call.name, (fact.expr, tuple(shape)), tuple(items)))
+
+
+def gated(expr: Expr) -> bool:
+    """Whether the weight that selects the expert is in the expression."""
+    return any(isinstance(e, Gate) for e in walk(expr))
+
+
+__all__ = ["Fill", "domain_of", "expert_output", "gated", "over_features", "row_local"]
