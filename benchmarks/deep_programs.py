@@ -184,10 +184,7 @@ def search(args: argparse.Namespace, write: Callable[[list[dict[str, Any]]], Non
             lost = list(running.values())
         with ThreadPoolExecutor(args.jobs) as threads:
             for found in threads.map(_alone, lost):
-                shards.append(_fresh(found, _seen(shards)))
-                write(shards)
-                if "died" in found:
-                    print("DIED", found["kind"], found["seed"], flush=True)
+                _keep(found, shards, _seen(shards), write)
 
 
 def _alone(which: tuple[str, int]) -> dict[str, Any]:
@@ -220,11 +217,8 @@ def _fill(
         done = next(as_completed(running))
         found = done.result()
         del running[done]
-        shards.append(_fresh(found, seen))
+        _keep(found, shards, seen, write)
         seen |= _seen(shards[-1:])
-        write(shards)
-        if "failed" in found:
-            print("FAILED", found["kind"], found["seed"], found["program"], found["failed"], sep="\n", flush=True)
         if len(seen) < args.programs and time.perf_counter() < end:
             submit()
         elif time.perf_counter() >= end:
@@ -236,9 +230,16 @@ def _seen(shards: list[dict[str, Any]]) -> set[tuple[str, str]]:
     return {(s["kind"], key) for s in shards for key in s["keys"]}
 
 
-def _fresh(found: dict[str, Any], seen: set[tuple[str, str]]) -> dict[str, Any]:
-    """A shard with the programs alone that no other had."""
-    return {**found, "keys": [key for key in found["keys"] if (found["kind"], key) not in seen]}
+def _keep(
+    found: dict[str, Any], shards: list[dict[str, Any]], seen: set[tuple[str, str]], write: Callable[[list[dict[str, Any]]], None]
+) -> None:
+    """Add a shard with the programs alone that no other had, and say what went wrong."""
+    shards.append({**found, "keys": [key for key in found["keys"] if (found["kind"], key) not in seen]})
+    write(shards)
+    if "died" in found:
+        print("DIED", found["kind"], found["seed"], flush=True)
+    if "failed" in found:
+        print("FAILED", found["kind"], found["seed"], found["program"], found["failed"], sep="\n", flush=True)
 
 
 def rows(shards: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -43,7 +43,8 @@ def lift(ctx: Context) -> Iterator[Region | Refused]:
         rows = [fact.rows] if isinstance(fact, Combined | Apart) else [p.rows for p in fact.parts]
         routing = next((r.domain.routing for r in rows if r.domain.routing is not None), None)
         found = _combined(ctx, fact, holders[id(fact)]) if isinstance(fact, Combined | Apart) else _summed(ctx, fact, holders[id(fact)])
-        if isinstance(found, Region) and not all(map(_in_order, (fact.axes,) if isinstance(fact, Combined) else (r.axes for r in rows))):
+        axes = [fact.axes] if isinstance(fact, Combined) else [r.axes for r in rows]
+        if isinstance(found, Region) and not all(map(_in_order, axes)):
             found = ctx.lost("tokens-differ", found.anchor, detail="the sum does not have its tokens first and its features last")
         found = _placed(ctx, checked(ctx, found)) if isinstance(found, Region) else found
         if found is not None:

@@ -41,18 +41,19 @@ def promised(ctx: Context, node: Node) -> bool:
     most = _most(ctx, rows)
     if most is None:
         return False
-    some = rows in ctx.not_empty
     if condition.has(sympy.Function):  # a remainder or a quotient: views ask for such themselves, and the facts of rows are the answer
         return False
     if not isinstance(condition, sympy.Ge | sympy.Gt | sympy.Le | sympy.Lt):
-        return bool(condition != sympy.true) and not (condition == sympy.Ne(rows, 0) and some)
-    at_most, at_least = condition.subs(rows, most), condition.subs(rows, 0)
-    return bool(at_most != sympy.true or (at_least != sympy.true and not some))
+        return bool(condition != sympy.true) and not (condition == sympy.Ne(rows, 0) and rows in ctx.not_empty)
+    ends = [most] if rows in ctx.not_empty else [most, 0]
+    return any(condition.subs(rows, end) != sympy.true for end in ends)
 
 
 def _most(ctx: Context, rows: Any) -> Any:
     """The elements of the mask that decides a number of rows; None where it is no mask that does."""
     node = ctx.made_by.get(rows)
     call = ctx.calls.get(node) if node is not None else None
-    masks = [t for i in node.all_input_nodes if (t := tensor(i)) is not None and t.dtype == torch.bool] if node is not None else []
-    return product(shape_of(masks[0])) if call is not None and call.name in _COUNTED and len(masks) == 1 else None
+    if node is None or call is None or call.name not in _COUNTED:
+        return None
+    masks = [t for i in node.all_input_nodes if (t := tensor(i)) is not None and t.dtype == torch.bool]
+    return product(shape_of(masks[0])) if len(masks) == 1 else None

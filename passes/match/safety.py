@@ -136,7 +136,7 @@ def _shown(ctx: Context, region: Region) -> frozenset[Node]:
     """Leaves in memory that others have too, the graph's inputs and what it gives out, where gradients are recorded."""
     if not ctx.mode[region.anchor][0]:
         return frozenset()
-    given = (n for node in ctx.graph.nodes if node.op == "output" for n in node.all_input_nodes)
+    given = (n for node in ctx.graph.find_nodes(op="output") for n in node.all_input_nodes)
     names = {name for n in given for name in ctx.memory.storages(n)}
     return frozenset(n for n in region.leaves if any(name in names or ctx.memory.outlives(name) for name in ctx.memory.storages(n)))
 

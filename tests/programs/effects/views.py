@@ -92,10 +92,15 @@ def _may_alias(operator: Any) -> bool:
         return False
 
 
+def _left_out(name: str) -> bool:
+    """Whether a public name is no view to try: private, in place, a copy, or not to be called here."""
+    return name.startswith(("_", _UNSAFE)) or name.endswith("_") or name in _NEVER or _computes(name)
+
+
 def _methods() -> Iterator[tuple[str, str]]:
     """(name, expression): methods and attributes of tensors."""
     for name in dir(Tensor):
-        if name.startswith(("_", _UNSAFE)) or name.endswith("_") or name in _NEVER or _computes(name):
+        if _left_out(name):
             continue
         if callable(getattr(Tensor, name)):
             yield from ((name, f"{{t}}.{name}({given})") for given in ARGUMENTS)
@@ -107,14 +112,7 @@ def _functions(methods: dict[str, dict[str, None]]) -> Iterator[tuple[str, str]]
     """(name, expression): functions; those that are methods too are tried with what was a view there."""
     for name in dir(torch):
         value = getattr(torch, name)
-        if (
-            not callable(value)
-            or isinstance(value, type)
-            or name.startswith(("_", _UNSAFE))
-            or name.endswith("_")
-            or name in _NEVER
-            or _computes(name)
-        ):
+        if not callable(value) or isinstance(value, type) or _left_out(name):
             continue
         before = [expr.split("(", 1)[1].rsplit(")", 1)[0] for expr in methods.get(name, ()) if "(" in expr]
         for given in before if hasattr(Tensor, name) else ARGUMENTS:
