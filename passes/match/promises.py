@@ -18,9 +18,12 @@ from moefuse.passes.graph.calls import fake, tensor
 from moefuse.passes.graph.op_classes import ASSERTS
 from moefuse.passes.graph.sizes import product, shape_of
 from moefuse.passes.infer.state import Context
+from moefuse.passes.ir.facts import Index, Routing, Span
 
 _COUNTED = frozenset("nonzero argwhere where masked_select getitem index".split())
 """Operations with as many rows as a mask has true elements."""
+
+_INEQUALITIES = (sympy.Ge, sympy.Gt, sympy.Le, sympy.Lt)
 
 
 def about_data(ctx: Context, node: Node) -> bool:
@@ -30,30 +33,66 @@ def about_data(ctx: Context, node: Node) -> bool:
 
 
 def promised(ctx: Context, node: Node) -> bool:
-    """Whether an assertion says of a number of rows more than what holds for every mask. Of several numbers at once nothing is known."""
+    """Whether an assertion says of numbers of rows more than what holds for every routing."""
     if not about_data(ctx, node) or not node.all_input_nodes:
         return False
     condition = getattr(getattr(fake(node.all_input_nodes[0]), "node", None), "expr", None)
-    symbols = unbacked_in(fake(node.all_input_nodes[0]))
-    if not isinstance(condition, sympy.Basic) or len(symbols) != 1:
-        return False
-    (rows,) = symbols
-    most = _most(ctx, rows)
-    if most is None:
+    symbols = sorted(unbacked_in(fake(node.all_input_nodes[0])), key=str)
+    if not isinstance(condition, sympy.Basic) or not symbols:
         return False
     if condition.has(sympy.Function):  # a remainder or a quotient: views ask for such themselves, and the facts of rows are the answer
         return False
-    if not isinstance(condition, sympy.Ge | sympy.Gt | sympy.Le | sympy.Lt):
+    return _of_one(ctx, condition, symbols[0]) if len(symbols) == 1 else _of_several(ctx, condition, symbols)
+
+
+def _of_one(ctx: Context, condition: Any, rows: Any) -> bool:
+    most = _most(ctx, rows)
+    if most is None:
+        return False
+    if not isinstance(condition, _INEQUALITIES):
         return bool(condition != sympy.true) and not (condition == sympy.Ne(rows, 0) and rows in ctx.not_empty)
     ends = [most] if rows in ctx.not_empty else [most, 0]
     return any(condition.subs(rows, end) != sympy.true for end in ends)
 
 
+def _of_several(ctx: Context, condition: Any, symbols: list[Any]) -> bool:
+    """Of several experts' numbers of slots, together all slots at most: what is linear holds if it does where one has them all."""
+    facts = [ctx.facts.get(ctx.made_by[s]) for s in symbols]
+    spans = [f for f in facts if isinstance(f, Span)]
+    if len(spans) < len(facts) or any(f.routing is not spans[0].routing for f in spans):
+        return False
+    most = _slots(spans[0].routing)
+    if not isinstance(condition, _INEQUALITIES) or sympy.Poly(condition.lhs - condition.rhs, *symbols).total_degree() > 1:
+        return bool(condition != sympy.true) and not (_of_each_expert(spans) and condition == sympy.Eq(sum(symbols), most))
+    none = dict.fromkeys(symbols, 0)
+    return any(condition.subs({**none, **some}) != sympy.true for some in ({}, *({s: most} for s in symbols)))
+
+
+def _of_each_expert(spans: list[Span]) -> bool:
+    """Whether these are the numbers of all experts, which ``split`` adds up."""
+    count = len(spans)
+    return sorted((s.start, s.stop) for s in spans) == [(e, e + 1) for e in range(count)] and spans[0].routing.choices in (None, count)
+
+
 def _most(ctx: Context, rows: Any) -> Any:
-    """The elements of the mask that decides a number of rows; None where it is no mask that does."""
+    """How large a number of rows may be: the elements of the mask that decides it, or all slots, which an expert's segment is cut from.
+
+    None where it is no such number.
+    """
     node = ctx.made_by.get(rows)
     call = ctx.calls.get(node) if node is not None else None
-    if node is None or call is None or call.name not in _COUNTED:
+    if node is None or call is None:
+        return None
+    fact = ctx.facts.get(node)
+    if isinstance(fact, Span):
+        return _slots(fact.routing)
+    if isinstance(fact, Index) and fact.selection.order is not None:
+        return _slots(fact.selection.routing)
+    if call.name not in _COUNTED:
         return None
     masks = [t for i in node.all_input_nodes if (t := tensor(i)) is not None and t.dtype == torch.bool]
     return product(shape_of(masks[0])) if len(masks) == 1 else None
+
+
+def _slots(routing: Routing) -> Any:
+    return routing.num_tokens * routing.top_k

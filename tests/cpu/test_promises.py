@@ -87,3 +87,59 @@ def test_what_holds_for_any_routing_is_no_reason_to_wait() -> None:
     torch.testing.assert_close(torch.compile(model, backend=capturing(seen))(*given), model(*given))
     assert (len(seen.report.fused), len(seen.graphs)) == (1, 1), seen.report
     assert not {"nonzero", "where"} & {n.name.partition("_")[0] for n in seen.graphs[0].graph.nodes}
+
+
+class AsksPieces(Asks):
+    """Of counts taken apart, and of where the pieces end."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = x[:, :E].softmax(-1).topk(1, -1)
+        order = ids.flatten().argsort(stable=True)
+        tokens, weights = order // 1, weights.flatten()[order]
+        sorted_x, out, start = x[tokens], torch.zeros_like(x), 0
+        for e, n in enumerate(torch.bincount(ids.flatten(), minlength=E).tolist()):
+            end = start + n
+            rows = tokens[start:end]
+            self.ask(rows, n, end)
+            y = (sorted_x[start:end] @ self.up[e].t()).relu() @ self.down[e].t()
+            out.index_add_(0, rows, y * weights[start:end, None])
+            start = end
+        return out
+
+
+def sent(*loads: int) -> Tensor:
+    """x [T, H], of which so many tokens go to each expert."""
+    x, _, ids = routed(*loads)
+    return torch.cat([nn.functional.one_hot(ids[:, 0], E) + x[:, :E] / 100, x[:, E:]], -1)
+
+
+PROMISED: dict[str, Callable[[Tensor, int, int], None]] = {
+    "a count": lambda rows, n, end: torch._check(n != 4),
+    "a bound": lambda rows, n, end: torch._check(n < 4),
+    "of another kind": lambda rows, n, end: torch._check_value(n <= 3),
+    "the rows": lambda rows, n, end: torch._check(rows.shape[0] < 4),
+    "an end": lambda rows, n, end: torch._check(end != 4),
+    "an end's bound": lambda rows, n, end: torch._check(2 * end <= 2 * T - 3 or end == T),
+}
+
+
+@pytest.mark.parametrize("name", PROMISED)
+def test_what_a_program_asserts_of_pieces_is_asserted(name: str) -> None:
+    model = AsksPieces(PROMISED[name])  # type: ignore[arg-type]
+    compiled = torch.compile(model, backend=capturing(Seen()))
+    x = sent(3, 3, 3, 0)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), model(x))
+        x = sent(4, 4, 1, 0)
+        for run in (model, compiled):
+            with pytest.raises((RuntimeError, ValueError)):
+                run(x)
+
+
+def test_pieces_of_any_routing_are_fused() -> None:
+    seen = Seen()
+    model = AsksPieces(lambda rows, n, end: torch._check(end <= T))  # type: ignore[arg-type]
+    x = sent(3, 3, 2, 1)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(model, backend=capturing(seen))(x), model(x))
+    assert len(seen.report.fused) == 1, seen.report

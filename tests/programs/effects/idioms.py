@@ -97,3 +97,31 @@ DRAWS = (
     "x = x * torch.empty_like(x).uniform_(0.9, 1.1)", "self.seen_x.normal_()", "F.dropout(out, 0.5, inplace=True)",
 )  # fmt: skip
 """Random numbers."""
+
+PROMISES = (
+    "assert {n} < {m}", "assert {n} != {m}", "assert {n} > 0", "torch._check({n} < {m})", "torch._check({n} != {m})",
+    "torch._check({n} > 0)", "torch._check({n} <= {rows})", "torch._check({n} >= 0)", "assert {n} <= {rows}", "assert 0 <= {n}",
+    "if {n} == {m}: raise ValueError('so many')", "if {n} > {m}: raise RuntimeError('too many')", "torch._check_is_size({n})",
+    "torch._check({n} % 5 != {m})", "assert {n} // 2 < {m}", "torch._check({n} + 1 < {m}, lambda: 'too many')",
+    "torch._check(2 * {n} < 2 * {m})", "torch._check_value({n} != {m})", "torch._assert({n} < {m}, 'too many')",
+)  # fmt: skip
+"""What a loop may say of an expert's number of rows, ``{n}``: some hold for every routing, some do not."""
+
+COUNTED = {"rows": "tok.shape[0]", "hits": "tok.numel()", "masks": "int(mask.sum())", "sorted": "n"}
+"""That number, by the spelling of the layer."""
+
+ASSERTED = (
+    "torch._assert_async((w > 0.2).all())", "torch._assert_async((ids != 2).any())", "torch._assert(bool((w > 0.15).all()), 'small')",
+    "assert (ids < E).all()", "assert torch.isfinite(w).all()", "torch._assert_async((x.abs() < 2.5).all(), 'large')",
+    "assert x.abs().max() < 2.5",
+)  # fmt: skip
+"""What a layer may say of its tensors."""
+
+KEPT = (
+    "{v}", "{v}.detach()", "{v}.data", "{v}[:, :1].detach()", "{v}.detach().view(-1)", "{v}.detach().t()", "{v}.detach()[1:]",
+    "torch.from_numpy({v}.detach().numpy())", "{v}.detach().clone()",
+)  # fmt: skip
+"""What a layer may give to its caller beside the result."""
+
+LATER = ("{v}.mul_(0.5)", "{v}.zero_()", "{v}.add_(1)", "{v}[0] = 0", "{v}.copy_({v}.flip(0))", "{v}.data.mul_(2)", "{v}.fill_(1)")
+"""What the caller may do to it, between the call and its backward pass."""

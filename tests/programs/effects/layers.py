@@ -44,6 +44,7 @@ class Layer(nn.Module):
         self.register_buffer("var", torch.ones(H))
         self.register_buffer("hits", torch.zeros(E, dtype=torch.long))
         self.calls, self.number = 0, 0
+        self.kept: Tensor | None = None
         self.notes: list[int] = []
         self.stats: dict[str, int] = {"rows": 0}
 
@@ -116,6 +117,26 @@ for e in range(E):
     y = {expert} * weights[:, e : e + 1]
     {sum}
     @between""",
+    "turned": """weights = torch.zeros(x.shape[0], E).scatter(1, ids, w)
+@tabled
+{start}
+@before
+for e in range(E):
+    @inside
+    y = {expert}.t() * weights[:, e]
+    {sum}
+    @between""",
+    "turned back": """{start}
+@before
+for e in range(E):
+    @inside
+    y = {expert}.t() * (w * (ids == e)).sum(-1)
+    {sum}
+    @between
+out = out.t()""",
+    "by feature": """y = torch.einsum('tkih,th->tki', self.w_in[ids], x)
+y = torch.einsum('tkhi,tki->tkh', self.w_out[ids], F.silu(y))
+out = torch.einsum('tkh,tk->ht', y, w)""",
     "masks": """{start}
 @before
 for k in range(K):
@@ -153,13 +174,19 @@ for e, n in enumerate(sizes):
     @between""",
 }
 
-ROWS = {"rows": "x[tok]", "hits": "x[tok]", "dense": "x", "table": "x", "masks": "x[mask]", "sorted": "rows[start:end]"}
+ROWS = {
+    "rows": "x[tok]", "hits": "x[tok]", "dense": "x", "table": "x", "turned": "x", "turned back": "x", "masks": "x[mask]",
+    "sorted": "rows[start:end]",
+}  # fmt: skip
 """What an expert gets."""
+
+TURNED = ("turned", "turned back", "by feature")
+"""Sums with their features first: as many tokens as features fit both ways, so that shapes say nothing."""
 
 SIZED = ("rows", "hits", "masks", "sorted")
 """What has sizes that depend on data: without capture, Dynamo breaks the graph there."""
 
-UNROLLED = ("rows", "dense", "table", "masks")
+UNROLLED = ("rows", "dense", "table", "turned", "turned back", "masks")
 """Where the number of an expert is Python's."""
 
 SCOPE: dict[str, tuple[str, ...]] = {

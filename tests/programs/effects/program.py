@@ -6,7 +6,7 @@ import itertools
 import linecache
 import random
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy
@@ -16,13 +16,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.programs.effects import idioms, layers
-from tests.programs.effects.layers import STATE, UNROLLED, E, H, I, K, Layer, Spelling, samples
+from tests.programs.effects.layers import SIZED, STATE, TURNED, UNROLLED, E, H, I, K, Layer, Spelling, samples
 from tests.programs.effects.views import applied, chain, evaluated
 from tests.programs.effects.writes import executed, write
 
 TOKENS = (5, 7)
 VERIFY = ("probe", "probe", "probe", "off", "off")
 """Without the proof too, which would catch what the facts get wrong."""
+
+CALLER = "caller"
+"""The place between a call and its backward pass, where the caller may write to what the layer has ``kept``."""
 
 _numbers = itertools.count()
 
@@ -59,9 +62,25 @@ class Program:
                 at.setdefault(place, []).append(statement)
         return self.spelling.source(at)
 
+    @property
+    def later(self) -> str:
+        """What the caller does before the backward pass."""
+        return "\n".join(s for effect in self.effects for place, s in effect.statements if place == CALLER)
+
+    @property
+    def promises(self) -> bool:
+        """Whether something is asserted, so that calls may raise."""
+        return any(effect.kind == "promises" for effect in self.effects)
+
+    def without(self, place: str) -> Program:
+        """The program without its statements at a place."""
+        kept = (replace(e, statements=tuple(s for s in e.statements if s[0] != place)) for e in self.effects)
+        return replace(self, effects=tuple(kept))
+
     def __str__(self) -> str:
+        late = f"# before backward: {self.later}\n" if self.later else ""
         how = f"twins={self.twins} grad={self.grad} verify={self.verify} dynamic={self.dynamic} tokens={self.tokens} seed={self.seed}"
-        return f"{self.source}# {how}; {', '.join(e.kind for e in self.effects)}"
+        return f"{self.source}{late}# {how}; {', '.join(e.kind for e in self.effects)}"
 
 
 def build(p: Program) -> nn.Module:
@@ -94,21 +113,24 @@ def change(model: nn.Module) -> None:
 def draw(seed: int, kind: str = "mixed") -> Program:
     """The program of a seed. Some raise in eager: whoever runs them draws again."""
     rng = random.Random(f"{kind} {seed}")
-    spelling = _spelling(rng)
+    spelling = _spelling(rng, BODIES.get(kind, ()))
     effects = [KINDS[kind](rng, spelling, 0)] if kind != "mixed" else []
     if kind in ("mixed", "twins"):
-        some = [k for k in KINDS if k != "twins"]
+        some = [k for k in KINDS if k not in ("twins", "orders")]
         effects += [KINDS[rng.choice(some)](rng, spelling, n + 1) for n in range(rng.randint(1, 3) - len(effects))]
     found = tuple(e for e in effects if e is not None)
     dynamic = rng.choice((None, None, None, True))
     tokens = (5, 5, 7) if dynamic or rng.random() < 0.15 else (5, 5, 5)
+    if spelling.body in TURNED:
+        tokens, dynamic = (H, H, H), rng.choice((None, False))
     twins = kind == "twins" or rng.random() < 0.08
     return Program(spelling, found, twins, rng.random() < 0.6, rng.choice(VERIFY), dynamic, tokens, rng.randrange(4), rng.random() < 0.25)
 
 
-def _spelling(rng: random.Random) -> Spelling:
+def _spelling(rng: random.Random, bodies: tuple[str, ...]) -> Spelling:
+    """Of some bodies, or of any but those that only fit some numbers of tokens."""
     # Those whose sizes depend on data take Dynamo the longest.
-    bodies = (*("dense", "table") * 5, *("bmm", "einsum") * 2, *("rows", "hits") * 3, "sorted", "masks")
+    bodies = bodies or (*("dense", "table") * 5, *("bmm", "einsum") * 2, *("rows", "hits") * 3, "sorted", "masks")
     some = {
         name: rng.choice(list(table))
         for name, table in (("route", layers.ROUTES), ("expert", layers.EXPERTS), ("add", layers.ADDS), ("sum", layers.SUMS))
@@ -215,13 +237,38 @@ def _draws(rng: random.Random, spelling: Spelling, n: int) -> Effect | None:
     return Effect("draws", ((place, _guarded(rng, spelling, place, statement)),))
 
 
+def _promise(rng: random.Random, spelling: Spelling, n: int) -> Effect | None:
+    """Of an expert's number of rows, or of a tensor."""
+    if spelling.body not in idioms.COUNTED or rng.random() < 0.25:
+        return Effect("promises", ((_place(rng, spelling, "ids"), rng.choice(idioms.ASSERTED)),))
+    names = {"{n}": idioms.COUNTED[spelling.body], "{m}": str(rng.randint(3, 6)), "{rows}": "x.shape[0] * K"}
+    statement = rng.choice(idioms.PROMISES)
+    for name, instead in names.items():
+        statement = statement.replace(name, instead)
+    return Effect("promises", (("inside", _guarded(rng, spelling, "inside", statement)),))
+
+
+def _later(rng: random.Random, spelling: Spelling, n: int) -> Effect | None:
+    """Something leaves the layer by its side, and is written to before the backward pass."""
+    place = rng.choice([place for place in spelling.places if place not in ("entry", "inside", "between")])
+    target = rng.choice([name for name in spelling.knows(place) if name not in ("x", "rows")])
+    kept = rng.choice(idioms.KEPT).replace("{v}", target)
+    return Effect(f"{target} later", ((place, f"self.kept = {kept}"), (CALLER, rng.choice(idioms.LATER).replace("{v}", "kept"))))
+
+
 def _place(rng: random.Random, spelling: Spelling, target: str) -> str:
     places = [place for place in spelling.places if target in spelling.knows(place)]
     return rng.choice(places or ["after"])
 
 
-KINDS = {"views": _write, "updates": _update, "python": _python, "neutral": _neutral, "ids": _ids, "draws": _draws, "twins": _neutral}
-"""What an effect is; in "twins" of two equal layers, of which one is never neutral."""
+KINDS = {
+    "views": _write, "updates": _update, "python": _python, "neutral": _neutral, "ids": _ids, "draws": _draws, "twins": _neutral,
+    "promises": _promise, "later": _later, "orders": _neutral,
+}  # fmt: skip
+"""What an effect is; in "twins" of two equal layers, of which one is never neutral, in "orders" of sums with their features first."""
+
+BODIES = {"promises": (*SIZED, *SIZED, "dense"), "orders": TURNED}
+"""Spellings of a kind that does not fit all."""
 
 
 NAMES = (*KINDS, "mixed")

@@ -11,7 +11,8 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import zip_longest
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +21,13 @@ from moefuse import Options, pipeline
 from moefuse.capture import entry
 from moefuse.report import FusionReport
 from tests.programs.effects.layers import SIZED, H
-from tests.programs.effects.program import Program, build, change
+from tests.programs.effects.program import CALLER, Program, build, change
 
 Seen = dict[str, Any]
 """What one call leaves, by name."""
+
+RAISES, NONE = "raises", "no gradient"
+"""In what a call leaves: that it raised as the program asserts something, and which gradients are None."""
 
 TOLERANCE = 1e-7
 """Of float64, relative to the largest entry: sums in another order are right, anything else is not."""
@@ -66,9 +70,13 @@ def verdict(p: Program, behind: str = "eager") -> Verdict:
             return Verdict(no_program=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
         if not all(_finite(value) for seen in expected for value in seen.values()):
             return Verdict(no_program="not finite")
+        if p.later and _unlike(expected, calls(p.without(CALLER), None)):
+            return Verdict(no_program="what the caller writes to is saved for eager's backward pass, and it did not see that")
         report = FusionReport()
         got = _attempt(p, _fusing(p, report, behind, patient=p.patient))
         wrong = [] if got is None else [got] if isinstance(got, str) else _unlike(got, expected)
+        if not wrong and isinstance(got, list) and behind == "eager" and (unsaid := _unsaid(got, expected, report)):
+            return Verdict([unsaid])
         found = Verdict(wrong, fused=len(report.fused), codes=[s.code for s in report.skipped], stopped=got is None)
         if not wrong:
             return found
@@ -78,6 +86,16 @@ def verdict(p: Program, behind: str = "eager") -> Verdict:
         found.wrong = _ours(p, "aot_eager" if behind == "eager" else behind, wrong, expected)
         found.theirs = [] if found.wrong else wrong
         return found
+
+
+def _unsaid(got: list[Seen], expected: list[Seen], report: FusionReport) -> str:
+    """Gradients that eager leaves None, of which no note of the report says that they are zeros: optimizers tell them apart."""
+    if any("get gradients of zeros" in note for note in report.notes):
+        return ""
+    for number, (a, b) in enumerate(zip(got, expected, strict=False)):
+        if differ := sorted(a.get(NONE, set()) ^ b.get(NONE, set())):
+            return f"call {number}: None or zeros, the gradients of {', '.join(differ)}"
+    return ""
 
 
 def _same_error(got: str, plain: Any) -> bool:
@@ -115,24 +133,42 @@ def calls(p: Program, backend: Any) -> list[Seen]:
         if number == 1:
             change(model)
         x = torch.randn(tokens, H, generator=torch.Generator().manual_seed(10 * p.seed + number))
-        found.append(_call(run, model, x, p.grad))
+        found.append(_call(p, run, model, x, may_raise=number > 0 and p.promises))
+        if RAISES in found[-1]:
+            break
     return found
 
 
-def _call(run: Callable[..., Any], model: nn.Module, x: Tensor, grad: bool) -> Seen:
+def _call(p: Program, run: Callable[..., Any], model: nn.Module, x: Tensor, may_raise: bool) -> Seen:
     model.zero_grad(set_to_none=True)
-    leaf = x.clone().requires_grad_(grad)
+    leaf = x.clone().requires_grad_(p.grad)
     torch.manual_seed(7)
-    with torch.set_grad_enabled(grad):
+    with torch.set_grad_enabled(p.grad):
         fed = leaf.clone()
-        out = run(fed)
+        try:
+            out = run(fed)
+        except Exception as error:
+            if not may_raise or _refused(error):
+                raise
+            return {RAISES: True}  # what was updated before that is not compared
         # Before the backward pass, which recomputes what checkpoints left out.
         seen = {"output": out.detach().clone(), "input": fed.detach().clone(), "random state": torch.get_rng_state()}
+        _write_later(p, model)
         if out.requires_grad:
             (out * torch.linspace(-1, 1.5, out.numel()).view(out.shape)).sum().backward()
     seen |= {name: t.detach().clone() for name, t in (*model.named_parameters(), *model.named_buffers())}
     seen |= {f"gradient of {name}": _grad(t) for name, t in (("x", leaf), *model.named_parameters())}
+    seen[NONE] = {name for name, t in (("x", leaf), *model.named_parameters()) if t.grad is None}
     return seen | {f"Python {name}": value for name, value in _python(model)}
+
+
+def _write_later(p: Program, model: nn.Module) -> None:
+    """What the caller does to what the layers gave away; they forget it then."""
+    for layer in model.children():
+        if p.later and layer.kept is not None:
+            with torch.no_grad():
+                exec(p.later, {"kept": layer.kept})
+        layer.kept = None
 
 
 def _grad(t: Tensor) -> Tensor:
@@ -192,18 +228,22 @@ def _attempt(p: Program, backend: Any) -> list[Seen] | str | None:
     try:
         return calls(p, backend)
     except Exception as error:
-        refused = isinstance(error, RefusedError) or isinstance(getattr(error, "inner_exception", None), RefusedError)
-        if refused:
+        if _refused(error):
             return None
         cause = getattr(error, "inner_exception", None) or error  # without the name of the backend, which is ours or torch's
         return f"{type(cause).__name__}: {str(cause)[:300]}"
 
 
+def _refused(error: Exception) -> bool:
+    return isinstance(error, RefusedError) or isinstance(getattr(error, "inner_exception", None), RefusedError)
+
+
 def _unlike(got: list[Seen], expected: list[Seen]) -> list[str]:
     """What differs, by call and name."""
     found = []
-    for number, (a, b) in enumerate(zip(got, expected, strict=True)):
-        found += [f"call {number}: {name}" for name in (*b, *(n for n in a if n not in b)) if not _same(a.get(name), b.get(name))]
+    for number, (a, b) in enumerate(zip_longest(got, expected, fillvalue=cast(Seen, {}))):
+        names = dict.fromkeys((*b, *a))
+        found += [f"call {number}: {name}" for name in names if name != NONE and not _same(a.get(name), b.get(name))]
     return found
 
 
