@@ -346,9 +346,9 @@ def has_kernel(schema: Any) -> bool:
 
 
 def is_composite(schema: Any) -> bool:
-    """Whether an operator is made of others, so that its schema may keep to itself that the result is an input."""
+    """Whether an operator is made of others, or TorchScript's own, so that its schema may keep to itself that the result is an input."""
     name = f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"))
+    return not has_kernel(schema) or bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"))
 
 
 def same_storage(a: torch.Tensor, b: torch.Tensor) -> bool:

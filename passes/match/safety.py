@@ -136,9 +136,18 @@ def _shown(ctx: Context, region: Region) -> frozenset[Node]:
     """Leaves in memory that others have too, the graph's inputs and what it gives out, where gradients are recorded."""
     if not ctx.mode[region.anchor][0]:
         return frozenset()
-    given = (n for node in ctx.graph.find_nodes(op="output") for n in node.all_input_nodes)
+    given = (_copied(ctx, n) for node in ctx.graph.find_nodes(op="output") for n in node.all_input_nodes)
     names = {name for n in given for name in ctx.memory.storages(n)}
     return frozenset(n for n in region.leaves if any(name in names or ctx.memory.outlives(name) for name in ctx.memory.storages(n)))
+
+
+def _copied(ctx: Context, node: Node) -> Node:
+    """What a result is a copy of: Inductor takes the copy away, so that who writes to the result writes to that."""
+    call = ctx.calls.get(node)
+    while call is not None and call.name in ("clone", "detach", "contiguous", "alias") and isinstance(call.args[0], Node):
+        node = call.args[0]
+        call = ctx.calls.get(node)
+    return node
 
 
 def _types(ctx: Context, region: Region) -> Lost | None:

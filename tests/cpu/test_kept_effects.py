@@ -323,3 +323,39 @@ def test_weights_that_the_caller_changes_behind_the_call() -> None:
         gradients.append([torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()])
     assert len(seen.report.fused) == 1
     torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-4, atol=1e-5)
+
+
+def test_a_copy_of_the_weights_that_the_caller_changes() -> None:
+    """Kept for a log, then cleared. Inductor takes the copy away, and autograd found the weights changed that the op keeps."""
+
+    class Logged(MoE):
+        def forward(self, x: Tensor) -> Tensor:
+            weights, ids = self.route(x)
+            self.kept = weights.detach().clone()
+            table = torch.zeros(len(x), E).scatter(1, ids, weights)
+            return sum(expert(x) * table[:, e : e + 1] for e, expert in enumerate(self.experts))  # type: ignore[return-value]
+
+    torch.manual_seed(0)
+    model, seen, x = Logged(), Seen(), torch.randn(9, H)
+    gradients = []
+    for run in (model, torch.compile(model, backend=capturing(seen, behind="inductor"))):
+        model.zero_grad()
+        out = run(x)
+        model.kept.zero_()
+        out.square().sum().backward()
+        gradients.append([torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()])
+    assert len(seen.report.fused) == 1
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-4, atol=1e-5)
+
+
+def test_a_view_by_an_operator_that_only_torchscript_has() -> None:
+    """The dispatcher does not know it, which was an internal error. Here it copies."""
+
+    class Written(MoE):
+        def forward(self, x: Tensor) -> Tensor:
+            weights, ids = self.route(x)
+            torch.ops.aten._ncf_view.default(ids.t(), [-1], 0).clamp_(max=2)
+            return self.add_experts(torch.zeros_like(x), x, weights, ids)
+
+    seen = check(Written)
+    assert "internal-error" not in {s.code for s in seen.report.skipped}
