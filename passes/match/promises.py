@@ -23,6 +23,9 @@ from moefuse.passes.ir.facts import Index, Routing, Span
 _COUNTED = frozenset("nonzero argwhere where masked_select getitem index".split())
 """Operations with as many rows as a mask has true elements."""
 
+_TRIED = 33
+"""Up to so many rows a remainder or a quotient is tried: as many as anybody groups them in."""
+
 _INEQUALITIES = (sympy.Ge, sympy.Gt, sympy.Le, sympy.Lt)
 
 
@@ -40,8 +43,6 @@ def promised(ctx: Context, node: Node) -> bool:
     symbols = sorted(unbacked_in(fake(node.all_input_nodes[0])), key=str)
     if not isinstance(condition, sympy.Basic) or not symbols:
         return False
-    if condition.has(sympy.Function):  # a remainder or a quotient: views ask for such themselves, and the facts of rows are the answer
-        return False
     return _of_one(ctx, condition, symbols[0]) if len(symbols) == 1 else _of_several(ctx, condition, symbols)
 
 
@@ -49,6 +50,9 @@ def _of_one(ctx: Context, condition: Any, rows: Any) -> bool:
     most = _most(ctx, rows)
     if most is None:
         return False
+    if condition.has(sympy.Function):  # a remainder or a quotient, which views ask for too: of elements, that they make whole rows
+        tried = range(1, min(most, _TRIED) + 1) if isinstance(most, int) else range(1, _TRIED)
+        return not _of_elements(ctx, rows) and any(_fails(condition, {rows: n}) for n in tried)
     if not isinstance(condition, _INEQUALITIES):
         return bool(condition != sympy.true) and not (condition == sympy.Ne(rows, 0) and rows in ctx.not_empty)
     ends = [most] if rows in ctx.not_empty else [most, 0]
@@ -62,16 +66,36 @@ def _of_several(ctx: Context, condition: Any, symbols: list[Any]) -> bool:
     if len(spans) < len(facts) or any(f.routing is not spans[0].routing for f in spans):
         return False
     most = _slots(spans[0].routing)
-    if not isinstance(condition, _INEQUALITIES) or sympy.Poly(condition.lhs - condition.rhs, *symbols).total_degree() > 1:
-        return bool(condition != sympy.true) and not (_of_each_expert(spans) and condition == sympy.Eq(sum(symbols), most))
+    if _of_each_expert(spans):  # together they are all slots
+        condition = condition.subs(symbols[-1], most - sum(symbols[:-1]))
+        if condition == sympy.true:
+            return False
     none = dict.fromkeys(symbols, 0)
-    return any(condition.subs({**none, **some}) != sympy.true for some in ({}, *({s: most} for s in symbols)))
+    if condition.has(sympy.Function):
+        return any(_fails(condition, none | {s: n}) for s in symbols for n in range(1, _TRIED))
+    if not isinstance(condition, _INEQUALITIES) or sympy.Poly(condition.lhs - condition.rhs, *symbols).total_degree() > 1:
+        return True
+    return any(condition.subs(none | some) != sympy.true for some in ({}, *({s: most} for s in symbols)))
+
+
+def _fails(condition: Any, numbers: dict[Any, int]) -> bool:
+    """Whether a condition is false of some numbers; one that divides by zero there says nothing of them."""
+    try:
+        return bool(condition.subs(numbers) == sympy.false)
+    except (ZeroDivisionError, AssertionError):
+        return False
 
 
 def _of_each_expert(spans: list[Span]) -> bool:
     """Whether these are the numbers of all experts, which ``split`` adds up."""
     count = len(spans)
     return sorted((s.start, s.stop) for s in spans) == [(e, e + 1) for e in range(count)] and spans[0].routing.choices in (None, count)
+
+
+def _of_elements(ctx: Context, rows: Any) -> bool:
+    """Whether a mask over features picked so many numbers, one by one: ``x.masked_select(mask.expand_as(x)).view(-1, H)``."""
+    value = tensor(ctx.made_by[rows])
+    return value is not None and value.is_floating_point() and value.dim() == 1
 
 
 def _most(ctx: Context, rows: Any) -> Any:

@@ -44,6 +44,10 @@ def some(rows: Tensor) -> None:
     torch._check(rows.shape[0] > 0)
 
 
+def even(rows: Tensor) -> None:
+    torch._check(rows.shape[0] % 2 == 0)
+
+
 def three(rows: Tensor) -> None:
     torch._check(rows.shape[0] != 3)
 
@@ -64,6 +68,7 @@ def routed(*loads: int) -> tuple[Tensor, Tensor, Tensor]:
         pytest.param(below, (3, 3, 3, 0), (4, 3, 2, 0), id="assert"),
         pytest.param(checked, (3, 3, 3, 0), (0, 0, 0, 9), id="check"),
         pytest.param(some, (3, 3, 2, 1), (3, 3, 3, 0), id="not empty"),
+        pytest.param(even, (4, 2, 2, 0), (3, 1, 2, 2), id="even"),
         pytest.param(three, (4, 5, 0, 0), (4, 2, 3, 0), id="any other number"),
     ],
 )
@@ -118,6 +123,8 @@ PROMISED: dict[str, Callable[[Tensor, int, int], None]] = {
     "a bound": lambda rows, n, end: torch._check(n < 4),
     "of another kind": lambda rows, n, end: torch._check_value(n <= 3),
     "the rows": lambda rows, n, end: torch._check(rows.shape[0] < 4),
+    "a remainder": lambda rows, n, end: torch._check(n % 5 != 4),
+    "an end's remainder": lambda rows, n, end: torch._check(end % 9 != 8),
     "an end": lambda rows, n, end: torch._check(end != 4),
     "an end's bound": lambda rows, n, end: torch._check(2 * end <= 2 * T - 3 or end == T),
 }

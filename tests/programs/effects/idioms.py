@@ -119,9 +119,12 @@ ASSERTED = (
 
 KEPT = (
     "{v}", "{v}.detach()", "{v}.data", "{v}[:, :1].detach()", "{v}.detach().view(-1)", "{v}.detach().t()", "{v}.detach()[1:]",
-    "torch.from_numpy({v}.detach().numpy())", "{v}.detach().clone()",
+    "torch.from_numpy({v}.detach().numpy())",
 )  # fmt: skip
 """What a layer may give to its caller beside the result."""
+
+COPY = "{v}.detach().clone()"
+"""Of ids that is not drawn: Inductor takes the copy away, and wrong ids in the backward pass stop the process."""
 
 LATER = ("{v}.mul_(0.5)", "{v}.zero_()", "{v}.add_(1)", "{v}[0] = 0", "{v}.copy_({v}.flip(0))", "{v}.data.mul_(2)", "{v}.fill_(1)")
 """What the caller may do to it, between the call and its backward pass."""

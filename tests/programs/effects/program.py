@@ -6,7 +6,7 @@ import itertools
 import linecache
 import random
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy
@@ -72,11 +72,6 @@ class Program:
         """Whether something is asserted, so that calls may raise."""
         return any(effect.kind == "promises" for effect in self.effects)
 
-    def without(self, place: str) -> Program:
-        """The program without its statements at a place."""
-        kept = (replace(e, statements=tuple(s for s in e.statements if s[0] != place)) for e in self.effects)
-        return replace(self, effects=tuple(kept))
-
     def __str__(self) -> str:
         late = f"# before backward: {self.later}\n" if self.later else ""
         how = f"twins={self.twins} grad={self.grad} verify={self.verify} dynamic={self.dynamic} tokens={self.tokens} seed={self.seed}"
@@ -123,7 +118,8 @@ def draw(seed: int, kind: str = "mixed") -> Program:
     tokens = (5, 5, 7) if dynamic or rng.random() < 0.15 else (5, 5, 5)
     if spelling.body in TURNED:
         tokens, dynamic = (H, H, H), rng.choice((None, False))
-    twins = kind == "twins" or rng.random() < 0.08
+    late = any("out later" in e.kind for e in found)  # one layer's sum is the next one's tokens, which the op keeps: the README says so
+    twins = (kind == "twins" or rng.random() < 0.08) and not late
     return Program(spelling, found, twins, rng.random() < 0.6, rng.choice(VERIFY), dynamic, tokens, rng.randrange(4), rng.random() < 0.25)
 
 
@@ -252,7 +248,8 @@ def _later(rng: random.Random, spelling: Spelling, n: int) -> Effect | None:
     """Something leaves the layer by its side, and is written to before the backward pass."""
     place = rng.choice([place for place in spelling.places if place not in ("entry", "inside", "between")])
     target = rng.choice([name for name in spelling.knows(place) if name not in ("x", "rows")])
-    kept = rng.choice(idioms.KEPT).replace("{v}", target)
+    forms = idioms.KEPT if target == "ids" else (*idioms.KEPT, idioms.COPY)
+    kept = rng.choice(forms).replace("{v}", target)
     return Effect(f"{target} later", ((place, f"self.kept = {kept}"), (CALLER, rng.choice(idioms.LATER).replace("{v}", "kept"))))
 
 
