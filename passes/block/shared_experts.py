@@ -21,13 +21,13 @@ from moefuse.passes.graph.builder import Emitter
 from moefuse.passes.graph.calls import call_of, fake, tensor
 from moefuse.passes.graph.op_classes import RESHAPES, SIZE_QUERIES
 from moefuse.passes.graph.sizes import same_shape, shape_of
+from moefuse.passes.infer.cone import cone_rows
 from moefuse.passes.infer.state import Context
 from moefuse.passes.ir.expr import ExpertVector, Expr, Leaf, Linear, Op, SharedVector, SlotWeight, Token, has_linear
 from moefuse.passes.ir.expr_algebra import bare, factors
 from moefuse.passes.ir.facts import Lost, Routing
 from moefuse.passes.ir.regions import Region
 from moefuse.passes.lower.lower import Lowering
-from moefuse.passes.match.cone import cone_rows
 from moefuse.passes.match.interpret import interpret
 from moefuse.passes.match.safety import checked
 from moefuse.passes.match.templates import match

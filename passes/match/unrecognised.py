@@ -8,12 +8,12 @@ from torch.fx import Node
 
 from moefuse.passes.graph.calls import Call
 from moefuse.passes.graph.sizes import same
+from moefuse.passes.infer.cone import read_back
 from moefuse.passes.infer.state import Context
 from moefuse.passes.ir.axes import extent
 from moefuse.passes.ir.expr import Expr, Token, has_linear, walk
 from moefuse.passes.ir.facts import Lost, Table, View
 from moefuse.passes.ir.regions import Refused
-from moefuse.passes.match.cone import read_back
 
 
 def unread(ctx: Context, exprs: list[Expr]) -> Lost | None:

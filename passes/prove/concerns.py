@@ -12,7 +12,7 @@ from moefuse.capture.assumptions import Assumption
 from moefuse.passes.graph.calls import fake
 from moefuse.passes.infer.state import Context
 from moefuse.passes.ir.facts import Hit, Index, IndexMatrix, Mask, Routing, Rows
-from moefuse.passes.rules.routing.offsets import hit_of
+from moefuse.passes.rules.routing.nonempty import hit_of
 
 Chosen = tuple[Routing, int, int | None]
 """A routing, an expert, and the slot that it is about (None: any)."""

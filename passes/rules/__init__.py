@@ -15,20 +15,25 @@ Rule = Callable[..., Any]
 RULES: dict[str, Rule] = {}
 
 _FAMILIES = (
-    "rows.views",
     "routing.masks",
-    "routing.counts",
     "routing.nonempty",
     "routing.offsets",
+    "routing.counts",
+    "routing.comparisons",
     "routing.tables",
-    "rows.index",
-    "rows.advanced_index",
-    "sums.assign",
     "routing.sort",
+    "rows.views",
+    "rows.index",
+    "rows.boolean_mask",
+    "rows.advanced_index",
+    "rows.getitem",
     "rows.contraction",
     "rows.pointwise",
+    "rows.reductions",
+    "sums.add",
+    "sums.assign",
+    "sums.scatter",
     "sums.reduce",
-    "rows.boolean_mask",
 )
 
 

@@ -15,7 +15,7 @@ from moefuse.passes.infer.symbolic_sizes import refine, settle
 from moefuse.passes.ir.axes import Atom
 from moefuse.passes.ir.facts import Counts, Occurring, Range, Routing, Rows, Sorted, View
 from moefuse.passes.rules import rule
-from moefuse.passes.rules.routing.masks import is_integer
+from moefuse.passes.rules.routing.ids import is_integer
 
 
 @rule("bincount", "histc")

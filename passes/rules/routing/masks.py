@@ -8,14 +8,13 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from moefuse.passes.graph.calls import fake, tensor
-from moefuse.passes.graph.sizes import same, shape_of
+from moefuse.passes.graph.calls import tensor
+from moefuse.passes.graph.sizes import same
 from moefuse.passes.infer.ranges import counts
 from moefuse.passes.infer.state import Context, as_size, normalize, out_shape
-from moefuse.passes.ir.axes import Atom, Axes, Axis, align, extent, fresh
+from moefuse.passes.ir.axes import Atom, Axes, Axis, align, fresh
 from moefuse.passes.ir.facts import (
     Absent,
-    Column,
     Counts,
     Fill,
     Hit,
@@ -27,33 +26,13 @@ from moefuse.passes.ir.facts import (
     Routing,
     Rows,
     Selection,
-    Span,
     Table,
     View,
 )
 from moefuse.passes.rules import rule
 from moefuse.passes.rules.routing import sparse_entries
-
-
-def is_integer(node: object) -> bool:
-    """Whether a node is an integer tensor."""
-    value = tensor(node)
-    return value is not None and value.dtype in (torch.int64, torch.int32)
-
-
-def role_axes(view: View, routing: Routing) -> Axes | None:
-    """The axes of a view of the ids, as tokens and slots."""
-    last = len(routing.tokens)
-    out: list[Axis] = []
-    for axis in view.axes:
-        new: list[Atom] = []
-        for a in axis:
-            if a.kind == "b" and not same(a.size, 1):
-                return None
-            if a.kind == "d":
-                new.append(Atom("k", 0, a.size) if routing.has_slots and a.index == last else Atom("t", a.index, a.size))
-        out.append(tuple(new))
-    return tuple(out)
+from moefuse.passes.rules.routing.ids import every_slot, is_integer, out_length, role_axes, row_axis
+from moefuse.passes.rules.routing.nonempty import all_dims, any_of
 
 
 @rule("one_hot")
@@ -72,58 +51,6 @@ def settled(ctx: Context, node: Node, mask: Mask) -> Mask | Table:
     if mask.routing.top_k != 1 or any(a.kind == "k" for axis in mask.axes for a in axis):
         return mask
     return replace(mask_table(ctx, node, mask, mask.axes), negated=mask.negated)
-
-
-@rule("eq", "ne")
-def on_compare(ctx: Context, node: Node, a: Any, other: Any) -> Any:
-    b = other
-    negated = ctx.calls[node].name == "ne"  # type: ignore[union-attr]
-    number = ctx.number(b)
-    b = b if number is None else number
-    fact = ctx.fact(a) if isinstance(a, Node) else None
-    if isinstance(fact, Span) and isinstance(b, Node):
-        from moefuse.passes.rules.routing.offsets import compared as compared_spans
-
-        return compared_spans(ctx, ctx.calls[node].name, a, b)  # type: ignore[union-attr]
-    if isinstance(fact, Counts | Hit | Span):
-        from moefuse.passes.rules.routing.nonempty import compared
-
-        return compared(fact, ctx.calls[node].name, b)  # type: ignore[union-attr]
-    if isinstance(fact, Table) and not fact.ones:
-        return sparse_entries.compared(ctx, node, fact, above=False) if negated and b == 0 else None
-    if isinstance(fact, Mask | Table) and b in (0, 1, False, True):
-        return on_not(ctx, node, a) if (b in (0, False)) != negated else ctx.fact(a)
-    if isinstance(fact, Range) and isinstance(b, Node):
-        a, b = b, a
-    view = ctx.view(a) if is_integer(a) else None
-    if isinstance(view, Column):
-        return _slot_table(ctx, view, b, negated)
-    routing = ctx.routing(view) if view is not None else None
-    axes = role_axes(view, routing) if view is not None and routing is not None else None
-    if axes is None or routing is None:
-        return None
-    if isinstance(b, int) and not isinstance(b, bool):
-        return settled(ctx, node, Mask(axes, routing, b, negated=negated))
-    numbers = ctx.fact(b)
-    if not isinstance(numbers, Range):
-        return None
-    rank = max(len(axes), len(numbers.axes))
-    left: Axes = (*((),) * (rank - len(axes)), *axes)
-    right: Axes = (*((),) * (rank - len(numbers.axes)), *numbers.axes)
-    if any(x and y and not same(x[0].size, 1) for x, y in zip(left, right, strict=True)):
-        return None
-    merged = tuple((Atom("e", 0, y[0].size),) if y else x for x, y in zip(left, right, strict=True))
-    return settled(ctx, node, Mask(merged, routing, None, negated=negated))
-
-
-def _slot_table(ctx: Context, column: Column, expert: Any, negated: bool) -> Table | None:
-    """``ids[:, slot] == expert``."""
-    routing = ctx.routing(column.base)
-    roles = role_axes(column.base, routing) if routing is not None else None
-    if routing is None or roles is None or not isinstance(expert, int) or isinstance(expert, bool) or [a.kind for a in roles[-1]] != ["k"]:
-        return None
-    axes = tuple(tuple(a._replace(kind="t") for a in axis) for axis in column.axes)
-    return Table(axes, routing, 0.0, expert, None, ones=True, negated=negated, slot=column.slot)
 
 
 @rule("bitwise_not", "logical_not")
@@ -161,8 +88,6 @@ def over_slots(ctx: Context, node: Node, x: Node, dim: Any, keepdim: bool) -> An
     """Sum (or any, or max) of a mask over the slots of a token; over everything but the expert it counts tokens."""
     mask = ctx.fact(x)
     if isinstance(mask, Mask | Table) and dim is None and mask.expert is not None:
-        from moefuse.passes.rules.routing.nonempty import all_dims, any_of
-
         return any_of(mask, all_dims(mask, None))
     if isinstance(mask, Table) and dim is not None:
         return _chosen_by(ctx, node, mask, dim, keepdim)
@@ -228,18 +153,6 @@ def selection(fact: Any, axes: Axes) -> tuple[Selection, tuple[str, ...]] | None
     return None
 
 
-def every_slot(axis: Axis, routing: Routing) -> bool:
-    """Whether an axis counts through all slots, token by token."""
-    names = [(a.kind, a.index) for a in axis if not same(a.size, 1)]
-    return names == sorted(names, key=lambda a: ("tk".index(a[0]), a[1])) and same(extent(axis), routing.num_tokens * routing.top_k)
-
-
-def row_axis(node: Node) -> Axis:
-    """The rows of a selection, with the length Dynamo gave the node."""
-    shape = out_shape(node)
-    return (Atom("r", 0, shape[0] if shape else 0),)
-
-
 @rule("nonzero")
 def on_nonzero(ctx: Context, node: Node, x: Node, as_tuple: bool = False) -> Any:
     fact = ctx.fact(x)
@@ -253,13 +166,6 @@ def on_nonzero(ctx: Context, node: Node, x: Node, as_tuple: bool = False) -> Any
         rows: Axis = (Atom("r", 0, out_length(node)),)
         return Many(tuple(Index((rows,), chosen, c) for c in columns))
     return IndexMatrix((row_axis(node), (Atom("d", 1, len(columns)),)), chosen, columns)
-
-
-def out_length(node: Node) -> Any:
-    """The length of the first tensor a node returns."""
-    value = fake(node)
-    first = value[0] if isinstance(value, tuple | list) and value else value
-    return shape_of(first)[0] if isinstance(first, torch.Tensor) and first.dim() else 0
 
 
 @rule("nonzero_numpy")
@@ -335,3 +241,19 @@ def constant(ctx: Context, value: Any) -> float | None:
         return float(value)
     fact = ctx.facts.get(value) if isinstance(value, Node) else None
     return fact.value if isinstance(fact, Fill) else None
+
+
+def tokens_together(axes: Axes) -> tuple[int, Axes]:
+    """(how many dimensions in front count tokens, the axes of a mask with those as one): a boolean index goes through them in order."""
+    lead = next((i for i, axis in enumerate(axes) if not axis or {a.kind for a in axis} != {"t"}), len(axes))
+    order = [a.index for axis in axes[:lead] for a in axis]
+    return (lead, (sum(axes[:lead], ()), *axes[lead:])) if lead > 1 and order == sorted(order) else (1, axes)
+
+
+def token_selection(where: Any) -> Selection | None:
+    if isinstance(where, Index) and where.of == "token":
+        return where.selection
+    if isinstance(where, Mask | Table):
+        found = selection(where, tokens_together(where.axes)[1])
+        return found[0] if found is not None and found[1] == ("token",) else None
+    return None

@@ -12,31 +12,14 @@ from torch.fx import Node
 from moefuse.passes.graph.sizes import product, same
 from moefuse.passes.infer.state import Context, normalize
 from moefuse.passes.ir.axes import Axes, extent
-from moefuse.passes.ir.facts import Counts, Hit, Mask, Present, Routing, Sorted, Span, Table
+from moefuse.passes.ir.facts import Counts, Hit, Mask, Present, Routing, Span, Table
 from moefuse.passes.rules import rule
-from moefuse.passes.rules.routing import sparse_entries
-from moefuse.passes.rules.routing.masks import is_integer, role_axes, row_axis
-from moefuse.passes.rules.routing.offsets import compared as compared_spans
-from moefuse.passes.rules.routing.offsets import hit_of
+from moefuse.passes.rules.routing.ids import is_integer, role_axes, row_axis
 
 _COMPARE: dict[str, Callable[[Any, Any], bool]] = {
     "gt": operator.gt, "ge": operator.ge, "lt": operator.lt, "le": operator.le, "eq": operator.eq, "ne": operator.ne,
 }  # fmt: skip
 _MANY = (1, 2, 3, 1 << 40)
-
-
-@rule("gt", "ge", "lt", "le")
-def on_bound(ctx: Context, node: Node, x: Any, bound: Any) -> Any:
-    fact, name = ctx.fact(x), ctx.calls[node].name  # type: ignore[union-attr]
-    if isinstance(fact, Sorted):
-        from moefuse.passes.rules.routing.sort import beyond
-
-        return beyond(fact, name, bound)
-    if isinstance(fact, Table) and not fact.ones:
-        return sparse_entries.compared(ctx, node, fact, above=True) if name == "gt" and bound == 0 else None
-    if isinstance(fact, Span) and isinstance(bound, Node):
-        return compared_spans(ctx, name, x, bound)
-    return compared(fact, name, bound)
 
 
 def compared(fact: Any, name: str, bound: Any) -> Hit | None:
@@ -116,3 +99,10 @@ def rows_of(fact: Hit) -> bool:
 
 
 __all__ = ["all_dims", "any_of", "compared", "rows_of"]
+
+
+def hit_of(fact: Any) -> Any:
+    """A number of slots as what it says about one expert: whether there are any."""
+    if isinstance(fact, Span) and fact.stop == fact.start + 1:
+        return Hit(fact.axes, fact.routing, fact.start)
+    return fact

@@ -7,9 +7,11 @@ from typing import Any
 
 from torch.fx import Node
 
+from moefuse.passes.graph.sizes import same
 from moefuse.passes.infer.state import Context
-from moefuse.passes.ir.facts import Counts, Hit, RowNumber, Span
+from moefuse.passes.ir.facts import Counts, Fill, Hit, RowNumber, Span
 from moefuse.passes.rules import rule
+from moefuse.passes.rules.routing.nonempty import compared, hit_of
 
 
 def picked(fact: Counts, at: int, size: Any) -> Hit | Span | None:
@@ -21,13 +23,6 @@ def picked(fact: Counts, at: int, size: Any) -> Hit | Span | None:
         return None if isinstance(number, RowNumber) else Span((), fact.routing, 0, int(number) + fact.first)
     # A row that stands for other experts has no place among them.
     return Hit((), fact.routing, number) if isinstance(number, RowNumber) else Span((), fact.routing, int(number), int(number) + 1)
-
-
-def hit_of(fact: Any) -> Any:
-    """A number of slots as what it says about one expert: whether there are any."""
-    if isinstance(fact, Span) and fact.stop == fact.start + 1:
-        return Hit(fact.axes, fact.routing, fact.start)
-    return fact
 
 
 def total(ctx: Context, *terms: Any) -> Span | None:
@@ -56,14 +51,12 @@ def difference(ctx: Context, a: Any, b: Any) -> Span | Counts | None:
     return Span((), x.routing, x.start, y.start) if x.stop == y.stop and x.start <= y.start else None
 
 
-def compared(ctx: Context, name: str, a: Any, b: Any) -> Hit | None:
+def compared_spans(ctx: Context, name: str, a: Any, b: Any) -> Hit | None:
     """``start == end``, ``end > start``: whether the slots between two offsets are none."""
-    from moefuse.passes.rules.routing.nonempty import compared as with_constant
-
     for first, second, what in ((a, b, name), (b, a, _TURNED.get(name, name))):
         between = difference(ctx, first, second) if isinstance(second, Node) else None
         if isinstance(between, Span):
-            return with_constant(hit_of(between), what, 0)
+            return compared(hit_of(between), what, 0)
     return None
 
 
@@ -89,9 +82,6 @@ def on_sym_sum(ctx: Context, node: Node, terms: Any) -> Span | None:
 
 def with_zero(ctx: Context, tensors: Any) -> Counts | None:
     """``cat((zeros(1), counts.cumsum(0)))``: the offsets with a zero in front."""
-    from moefuse.passes.graph.sizes import same
-    from moefuse.passes.ir.facts import Fill
-
     if len(tensors) != 2:
         return None
     zero, ends = ctx.fact(tensors[0]), ctx.fact(tensors[1])

@@ -13,7 +13,7 @@ from moefuse.passes.ir.axes import Atom, Axis, atoms
 from moefuse.passes.ir.facts import Absent, Entries, Index, Many, Order, Range, Routing, Sorted, View
 from moefuse.passes.rules import rule
 from moefuse.passes.rules.routing import sparse_entries
-from moefuse.passes.rules.routing.masks import is_integer, role_axes
+from moefuse.passes.rules.routing.ids import is_integer, role_axes
 
 
 @rule("sort", "argsort")

@@ -14,11 +14,10 @@ from torch.fx import Node
 
 from moefuse.passes.graph.calls import tensor
 from moefuse.passes.graph.sizes import same, shape_of
-from moefuse.passes.infer.state import Context, normalize, out_shape
+from moefuse.passes.infer.state import Context, out_shape
 from moefuse.passes.ir.axes import Atom, Axes, Axis
 from moefuse.passes.ir.facts import Column, Fill, Mask, Routing, Table, View
 from moefuse.passes.rules import rule
-from moefuse.passes.rules.routing.masks import constant, counted, is_integer, role_axes
 
 
 @rule(
@@ -38,44 +37,11 @@ def on_fill(ctx: Context, node: Node, *args: Any, **kwargs: Any) -> Any:
     return Fill(tuple((Atom("d", i, s),) for i, s in enumerate(shape_of(value))), content)
 
 
-@rule("scatter", "scatter_add")
-def on_scatter(ctx: Context, node: Node, target: Node, dim: int, index: Node, src: Any = None, **kwargs: Any) -> Any:
-    """The chosen weights written into a filled [tokens, E] tensor."""
-    fill, view = ctx.fact(target), ctx.view(index)
-    src = kwargs.pop("value", src)
-    if kwargs or not isinstance(fill, Fill) or view is None or not is_integer(index):
-        return scatter_rows(ctx, node, target, dim, index, src) if not kwargs else None
-    routing = ctx.routing(view)
-    axes = role_axes(view, routing) if routing is not None else None
-    shape = out_shape(node)
-    if len(shape) == 1 and routing is not None and axes is not None and fill.value == 0.0 and ctx.calls[node].name == "scatter_add":  # type: ignore[union-attr]
-        return counted(node, ((Atom("e", 0, shape[0]),),), routing) if constant(ctx, src) == 1.0 else None
-    at = normalize(dim, len(shape))
-    if routing is None or axes is None or at >= len(axes) or {a.kind for a in axes[at]} - {"k"} or not isinstance(shape[at], int):
-        return scatter_rows(ctx, node, target, dim, index, src)
-    adds = ctx.calls[node].name == "scatter_add"  # type: ignore[union-attr]
-    if adds and fill.value != 0.0:
-        return None
-    table: Axes = tuple((Atom("e", 0, shape[at]),) if i == at else a for i, a in enumerate(axes))
-    weight, value = (ctx.view(src), constant(ctx, src)) if src is not None else (None, None)
-    adds = adds or routing.distinct
-    exact = weight if adds and fill.value == 0.0 and weight is not None and _lines_up(weight, view) else None
-    return Table(table, routing, fill.value, None, node, table, slots=exact, ones=value == 1.0 and fill.value == 0.0)
-
-
 def _lines_up(weight: View, ids: View) -> bool:
     """Whether a source tensor is indexed as the ids are: the same dims in the same order."""
     return [[a.index for a in axis if a.kind == "d"] for axis in weight.axes] == [
         [a.index for a in axis if a.kind == "d"] for axis in ids.axes
     ]
-
-
-def scatter_rows(ctx: Context, node: Node, target: Node, dim: int, index: Node, src: Any) -> Any:
-    """Rows of an expert added by an index expanded over the features; see rules/combine.py."""
-    from moefuse.passes.rules.sums.reduce import scatter_add_rows, scatter_sorted
-
-    adds = ctx.calls[node].name == "scatter_add"  # type: ignore[union-attr]
-    return scatter_add_rows(ctx, node, target, dim, index, src) if adds else scatter_sorted(ctx, target, dim, index, src)
 
 
 def unary(ctx: Context, node: Node, table: Table, *args: Any, **kwargs: Any) -> Table | None:
@@ -99,17 +65,6 @@ def derived(node: Node, table: Table, fill: float) -> Table:
     """A table computed from another; its values are read from the graph."""
     whole = table.expert is None
     return replace(table, fill=fill, root=node if whole else None, root_axes=table.axes if whole else (), slots=None, ones=False)
-
-
-@rule("softmax", "_softmax")
-def on_softmax(ctx: Context, node: Node, x: Node, dim: int | None = None, *args: Any, **kwargs: Any) -> Any:
-    fact = ctx.fact(x)
-    if isinstance(fact, Table):
-        over = {a.kind for a in fact.axes[normalize(dim if dim is not None else -1, len(fact.axes))]}
-        return derived(node, fact, 0.0) if over == {"e"} and fact.fill == -math.inf else None
-    from moefuse.passes.rules.rows.pointwise import over_features
-
-    return over_features(ctx, node, x, dim)
 
 
 def combine_table(ctx: Context, node: Node, name: str, table: Table, other: Any, table_first: bool) -> Any:

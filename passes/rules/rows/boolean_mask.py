@@ -10,13 +10,15 @@ from torch.fx import Node
 
 from moefuse.passes.graph.sizes import Size, product, same
 from moefuse.passes.infer.state import Context, out_shape
-from moefuse.passes.ir.axes import Axes, atoms, extent
-from moefuse.passes.ir.facts import Buffer, Fact, Mask, Rows, Table
+from moefuse.passes.ir.axes import Axes, atoms, extent, fresh
+from moefuse.passes.ir.expr import SlotWeight
+from moefuse.passes.ir.facts import Buffer, Column, Fact, Fill, Mask, Rows, Selection, Sum, Table, View
 from moefuse.passes.rules import rule
-from moefuse.passes.rules.routing.masks import selection
-from moefuse.passes.rules.rows.advanced_index import by_any_mask, tokens_together
-from moefuse.passes.rules.sums.assign import put
-from moefuse.passes.rules.sums.scatter_by_expert import fill_slots
+from moefuse.passes.rules.routing.ids import row_axis
+from moefuse.passes.rules.routing.masks import selection, tokens_together
+from moefuse.passes.rules.rows.by_rows import by_column, by_slots, features_of, same_ids, slots_together, with_none
+from moefuse.passes.rules.rows.index import pick
+from moefuse.passes.rules.rows.leaves import gate, is_slot_weight, row_domain, slot_gate, take_tokens
 
 
 @rule("masked_select")
@@ -24,25 +26,6 @@ def on_masked_select(ctx: Context, node: Node, x: Node, mask: Node) -> Any:
     """``x.masked_select(mask[:, None])``, ``weights.masked_select(mask)``."""
     where = ctx.fact(mask)
     return by_wide_mask(ctx, node, x, where) if isinstance(where, Mask | Table) else None
-
-
-@rule("masked_scatter")
-def on_masked_scatter(ctx: Context, node: Node, target: Node, mask: Node, source: Node) -> Any:
-    """``zeros.masked_scatter(mask[:, None], rows)``: an expert's rows where they came from."""
-    where, rows, shape = ctx.fact(mask), ctx.fact(source), out_shape(target)
-    narrow = by_rows_of(where, shape) if isinstance(where, Mask | Table) else None
-    if narrow is None or not isinstance(rows, Rows | Buffer):
-        return None
-    if not _in_order(rows, product(shape[len(narrow.axes) :])):
-        return ctx.lost("tokens-differ", node, detail="an expert's rows are not put back as they stand")
-    filled = fill_slots(ctx, node, target, [narrow], source)
-    if filled is not None:
-        return filled
-    found = selection(narrow, tokens_together(narrow.axes)[1])
-    if found is None or found[1] != ("token",):
-        return None
-    elsewhere = ctx.lost("tokens-differ", node, detail="an expert's rows are not put where they were taken from")
-    return put(ctx, node, target, found[0], rows) or elsewhere
 
 
 def by_wide_mask(ctx: Context, node: Node, x: Node, mask: Mask | Table) -> Any:
@@ -67,10 +50,43 @@ def by_rows_of(mask: Mask | Table, shape: tuple[Size, ...]) -> Any:
     return mask.with_axes(lead) if lead and fits else None
 
 
-def _in_order(rows: Rows | Buffer, width: Size) -> bool:
-    """Whether the elements come row by row, ``width`` of each."""
-    flat = atoms(rows.axes)
-    if [a.kind for a in flat] != ["r", *["f"] * (len(flat) - 1)]:
-        return False
-    features = [a.index for a in flat[1:]]
-    return features == sorted(features) and same(extent(flat[1:]), width)
+def by_any_mask(ctx: Context, node: Node, x: Node, base: Any, mask: Mask | Table, tail: list[Any]) -> Any:
+    """``x[mask]``, perhaps with a column behind, for a mask over tokens, or tokens and slots."""
+    lead, axes = tokens_together(mask.axes)
+    found = selection(mask, axes)
+    new = bool(tail) and all(t is None for t in tail)  # dimensions of size one behind
+    if found is None or (len(tail) > 1 and not new):
+        return None
+    if lead > 1 and isinstance(base, View | Table):
+        base = base.with_axes((sum(base.axes[:lead], ()), *base.axes[lead:]))
+    if isinstance(mask, Table) and isinstance(base, Table) and tail:
+        return by_column(node, base, found[0], row_axis(node), tail)
+    if new:
+        taken = by_mask(ctx, node, x, base, *found)
+        return with_none(taken, tail) if isinstance(taken, Rows) else taken
+    if tail:
+        column = isinstance(mask, Table) and isinstance(tail[0], int) and isinstance(base, View)
+        base = pick(ctx, node, x, base, len(base.axes) - 1, tail[0]) if column else None
+    return by_mask(ctx, node, x, base, *found)
+
+
+def by_mask(ctx: Context, node: Node, x: Node, base: Any, chosen: Selection, columns: tuple[str, ...]) -> Any:
+    """``x[mask]`` with a boolean mask over tokens, or over tokens and slots."""
+    rows = row_axis(node)
+    if columns == ("token",):
+        if isinstance(base, Sum) and base.parts[0].rows.domain.routing is not chosen.routing:
+            base = View(fresh(out_shape(x)), x)
+        if isinstance(base, Fill | Sum):
+            return Buffer((rows, *features_of(base)), x, chosen)
+        if isinstance(base, Column) and chosen.slot == base.slot:
+            return slot_gate(node, base, chosen, rows)
+        if isinstance(base, View):
+            return take_tokens(ctx, node, base, chosen, rows)
+        if isinstance(base, Table) and base.expert == chosen.expert and same_ids(base.routing, chosen.routing):
+            return Rows((rows, *base.axes[1:]), row_domain(chosen), gate(node, base))
+        return None
+    if columns == ("flat",):
+        return by_slots(node, base, chosen, [])
+    if isinstance(base, View) and is_slot_weight(base, chosen.routing) and columns == ("token", "slot"):
+        return Rows((rows,), row_domain(chosen), SlotWeight(node, base.root))
+    return by_slots(node, slots_together(base), chosen, []) if columns == ("token", "slot") else None

@@ -14,7 +14,6 @@ from moefuse.passes.ir.axes import Atom, Axes, extent, fresh
 from moefuse.passes.ir.expr import Slice
 from moefuse.passes.ir.facts import (
     Column,
-    Combined,
     Counts,
     Entries,
     Fact,
@@ -35,43 +34,9 @@ from moefuse.passes.ir.facts import (
 from moefuse.passes.rules import rule
 from moefuse.passes.rules.routing import sparse_entries
 from moefuse.passes.rules.routing.offsets import picked
+from moefuse.passes.rules.sums import segments
 
 _ALL = slice(None, None, None)
-
-
-@rule("getitem")
-def on_getitem(ctx: Context, node: Node, x: Any, index: Any) -> Any:
-    known = ctx.facts.get(x) if isinstance(x, Node) else None
-    if isinstance(known, Many):
-        return known.items[index] if isinstance(index, int) and -len(known.items) <= index < len(known.items) else None
-    if not isinstance(x, Node) or tensor(x) is None:
-        return None
-    given = index if isinstance(index, tuple) else (index,)
-    among = any(isinstance(i, Node) and ctx.number(i) is None and (t := tensor(i)) is not None and t.dim() for i in given)
-    items = [_known(ctx, i, among) for i in given]
-    tensors = [i for i in items if isinstance(i, Node) and tensor(i) is not None]
-    if tensors:
-        from moefuse.passes.rules.rows.advanced_index import by_tensor
-
-        return by_tensor(ctx, node, x, items)
-    if any(isinstance(i, list | Node | bool) for i in items):
-        return None
-    fact = ctx.fact(x)
-    return basic(ctx, node, x, fact, items) if isinstance(fact, Fact) and not isinstance(fact, Sum | Combined) else None
-
-
-def _known(ctx: Context, item: Any, among: bool) -> Any:
-    """An index tensor of one element whose value is known, as the constant index that takes the same.
-
-    ``among``: other index tensors are beside it, with whose elements its one is broadcast.
-    """
-    at = ctx.number(item)
-    if at is None:
-        return item
-    if among:
-        return at if tensor(item).dim() < 2 else item  # type: ignore[union-attr]
-    # Counted from the front: a slice of -1 would end at 0.
-    return at if tensor(item).dim() == 0 else slice(at, at + 1) if at >= 0 else item  # type: ignore[union-attr]
 
 
 def basic(ctx: Context, node: Node, x: Node, fact: Fact, items: list[Any]) -> Any:
@@ -163,8 +128,6 @@ def cut(ctx: Context, node: Node, fact: Any, dim: int, item: slice) -> Any:
     """A slice of a dimension: nothing, one expert's column, or some features."""
     axis = fact.axes[dim]
     if dim == 0 and item.step is None and any(isinstance(v, Node) for v in (item.start, item.stop)):
-        from moefuse.passes.rules.sums import segments
-
         return segments.of_bounds(ctx, node, fact, item.start, item.stop) if segments.is_sorted(fact) else None
     if item == _ALL or (
         same(extent(axis), 1) and not isinstance(item.start, RowNumber) and item.start in (None, 0) and item.step in (None, 1)
@@ -239,8 +202,6 @@ def on_split(ctx: Context, node: Node, x: Node, sizes: Any, dim: int = 0) -> Any
     if not isinstance(fact, Fact) or isinstance(fact, Sum):
         return None
     if isinstance(sizes, tuple | list) and any(isinstance(s, Node) for s in sizes):
-        from moefuse.passes.rules.sums import segments
-
         first = normalize(dim, len(fact.axes)) == 0
         return segments.of_sizes(ctx, node, fact, sizes) if first and segments.is_sorted(fact) else None
     total = extent(fact.axes[normalize(dim, len(fact.axes))])

@@ -8,19 +8,19 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from moefuse.passes.graph.calls import UNARY, tensor
+from moefuse.passes.graph.calls import UNARY
 from moefuse.passes.graph.op_classes import RANDOM
 from moefuse.passes.graph.sizes import same
+from moefuse.passes.infer.cone import cone_rows
 from moefuse.passes.infer.operands import joined, leaf, padded, real, scalar, symbol
-from moefuse.passes.infer.state import Context, normalize, out_shape
+from moefuse.passes.infer.state import Context, out_shape
 from moefuse.passes.ir.axes import Axes, extent
-from moefuse.passes.ir.expr import ExpertVector, Expr, Gate, Op, SharedVector, has_linear, walk
-from moefuse.passes.ir.facts import Buffer, Combined, Counts, Domain, Fill, Lost, Mask, Rows, Sorted, Span, Sum, Table, View
-from moefuse.passes.match.cone import cone_rows
+from moefuse.passes.ir.expr import Expr, Gate, Op, has_linear, walk
+from moefuse.passes.ir.facts import Counts, Domain, Fill, Lost, Mask, Rows, Sorted, Span, Table, View
 from moefuse.passes.rules import rule
 from moefuse.passes.rules.routing.masked_slots import dropped
 from moefuse.passes.rules.routing.masks import masked_weight
-from moefuse.passes.rules.routing.offsets import difference, total
+from moefuse.passes.rules.routing.offsets import difference
 from moefuse.passes.rules.routing.sort import on_div
 from moefuse.passes.rules.routing.tables import combine_table, unary
 from moefuse.passes.rules.rows.views import inherited
@@ -186,30 +186,6 @@ def spread(ctx: Context, table: Table, tokens: Axes, theirs: Axes) -> Table:
     return replace(table, routing=ctx.shared_routing(table.routing, tuple(extent(tokens[i]) for i in more)))
 
 
-@rule("add")
-def on_add(ctx: Context, node: Node, a: Any, other: Any, *, alpha: Any = 1) -> Any:
-    b = other
-    from moefuse.passes.rules.sums.reduce import add_to_sum
-
-    x, y = ctx.fact(a), ctx.fact(b)
-    if isinstance(x, Span) or isinstance(y, Span):
-        return total(ctx, a, b) if alpha == 1 else None
-    if alpha != 1:
-        return row_local(ctx, node, (a, b), {"alpha": alpha}) if isinstance(x, Rows) or isinstance(y, Rows) else plain(ctx, node, [x, y])
-    if isinstance(x, Buffer) and isinstance(y, Rows) and x.rows is None and y.domain.selection is not None:
-        return replace(x, rows=y) if y.domain.selection.same(x.selection) else None
-    if isinstance(y, Buffer) and isinstance(x, Rows):
-        return on_add(ctx, node, b, a)
-    summed = add_to_sum(ctx, node, a, b)
-    if summed is not None:
-        return summed
-    if isinstance(x, Rows) or isinstance(y, Rows):
-        return row_local(ctx, node, (a, b), {})
-    if isinstance(x, Sum | Combined | Buffer) or isinstance(y, Sum | Combined | Buffer):
-        return None
-    return plain(ctx, node, [x, y])
-
-
 @rule("register_hook")
 def on_hook(ctx: Context, node: Node, x: Any, *_: Any, **__: Any) -> Any:
     return ctx.lost("hook", node) if isinstance(ctx.fact(x), Rows) else None
@@ -227,68 +203,9 @@ def on_random(ctx: Context, node: Node, x: Any = None, *args: Any, **kwargs: Any
     return ctx.lost("random", node, op=call.name if call is not None else "?")
 
 
-def over_features(ctx: Context, node: Node, x: Node, dim: Any, *args: Any, keepdim: bool = True, **kwargs: Any) -> Any:
-    """A function over the features of each row: softmax, mean, norm."""
-    fact, call = ctx.fact(x), ctx.calls[node]
-    if not isinstance(fact, Rows) or call is None:
-        return None
-    rank = len(fact.axes)
-    dims = {normalize(d, rank) for d in (dim if isinstance(dim, tuple | list) else (dim if dim is not None else 0,))}
-    over = [a for d in dims for a in fact.axes[d]]
-    if dim is None or not over or any(a.kind != "f" for a in over):
-        return ctx.lost("not-row-local", node, op=call.name)
-    shape, value = out_shape(node), tensor(node)
-    if value is None:
-        return None
-    axes = tuple((() if i in dims and len(shape) == rank and same(shape[i], 1) else a) for i, a in enumerate(fact.axes))
-    if len(shape) < rank:
-        axes = tuple(a for i, a in enumerate(fact.axes) if i not in dims)
-    options = tuple((k, v) for k, v in kwargs.items() if scalar(v) or isinstance(v, torch.dtype))
-    return Rows(axes, fact.domain, Op(node, call.name, (fact.expr, *args), (("dim", -1), *options)))
-
-
-_REDUCTIONS = ("mean", "amax", "amin", "var", "std", "logsumexp", "norm", "prod")
-
-
-@rule(*_REDUCTIONS, "vector_norm", "linalg_vector_norm")
-def on_reduction(ctx: Context, node: Node, x: Node, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
-    name = ctx.calls[node].name  # type: ignore[union-attr]
-    if name not in ("mean", "amax", "amin", "var", "std", "logsumexp"):
-        return None
-    found = over_features(ctx, node, x, dim, **kwargs)
-    if isinstance(found, Rows) and isinstance(found.expr, Op):
-        return replace(found, expr=replace(found.expr, kwargs=(*found.expr.kwargs, ("keepdim", True))))
-    return found
-
-
-@rule("log_softmax")
-def on_log_softmax(ctx: Context, node: Node, x: Node, dim: Any = None, *_: Any, **kwargs: Any) -> Any:
-    return over_features(ctx, node, x, dim, **kwargs)
-
-
-@rule("layer_norm", "rms_norm")
-def on_norm(ctx: Context, node: Node, x: Node, shape: Any, *args: Any, **kwargs: Any) -> Any:
-    fact, call = ctx.fact(x), ctx.calls[node]
-    if not isinstance(fact, Rows) or call is None or not isinstance(shape, tuple | list) or len(shape) != 1:
-        return None
-    if [a.kind for a in fact.axes[-1]] != ["f"]:
-        return ctx.lost("not-row-local", node, op=call.name)
-    names = ("weight", "bias", "eps") if call.name == "layer_norm" else ("weight", "eps")
-    options = dict(zip(names, args, strict=False)) | kwargs
-    items = []
-    for key, value in options.items():
-        item = operand(ctx, node, fact.axes, fact.domain, value)
-        if isinstance(item, Lost):
-            return item
-        if isinstance(item, Expr) and call.name in ("layer_norm", "rms_norm") and not isinstance(item, SharedVector | ExpertVector):
-            return None
-        items.append((key, item))
-    return Rows(fact.axes, fact.domain, Op(node, call.name, (fact.expr, tuple(shape)), tuple(items)))
-
-
 def gated(expr: Expr) -> bool:
     """Whether the weight that selects the expert is in the expression."""
     return any(isinstance(e, Gate) for e in walk(expr))
 
 
-__all__ = ["Fill", "domain_of", "expert_output", "gated", "over_features", "row_local"]
+__all__ = ["Fill", "domain_of", "expert_output", "gated", "row_local"]

@@ -34,7 +34,7 @@ from moefuse.passes.ir.facts import (
     Weight,
 )
 from moefuse.passes.rules import rule
-from moefuse.passes.rules.routing.offsets import hit_of
+from moefuse.passes.rules.routing.nonempty import hit_of
 
 _uid = iter(range(1, 1 << 62))
 

@@ -6,14 +6,16 @@ from typing import Any
 
 from torch.fx import Node
 
-from moefuse.passes.infer.state import Context
-from moefuse.passes.ir.axes import Atom, Axis
-from moefuse.passes.ir.facts import Buffer, Domain, Fill, Index, Mask, Pieces, Rows, Selection, Sorted, Table
+from moefuse.passes.graph.sizes import Size, product, same
+from moefuse.passes.infer.state import Context, out_shape
+from moefuse.passes.ir.axes import atoms, extent
+from moefuse.passes.ir.facts import Buffer, Fill, Mask, Pieces, Rows, Sorted, Table
 from moefuse.passes.rules import rule
-from moefuse.passes.rules.routing.masks import selection
+from moefuse.passes.rules.routing.masks import selection, token_selection, tokens_together
 from moefuse.passes.rules.routing.sort import assign_inverse
-from moefuse.passes.rules.rows.advanced_index import tokens_together
+from moefuse.passes.rules.rows.boolean_mask import by_rows_of
 from moefuse.passes.rules.sums import segments
+from moefuse.passes.rules.sums.accumulate import put, unsort
 from moefuse.passes.rules.sums.scatter_by_expert import fill_slots
 
 _ALL = slice(None, None, None)
@@ -34,22 +36,8 @@ def on_setitem(ctx: Context, node: Node, target: Node, index: Any, value: Any) -
     if isinstance(where, Sorted) and isinstance(current, Fill):
         rows = ctx.fact(value)
         return unsort(rows, where) if isinstance(rows, Rows) else assign_inverse(ctx, node, target, where, value)
-    chosen = _selection(where)
+    chosen = token_selection(where)
     return None if chosen is None else put(ctx, node, target, chosen, ctx.fact(value))
-
-
-def put(ctx: Context, node: Node, target: Node, chosen: Selection, rows: Any) -> Any:
-    """An accumulator whose rows at a selection are replaced: by themselves and an expert's rows, or by an expert's rows."""
-    if isinstance(rows, Buffer) and rows.target is target and rows.rows is not None and rows.selection.same(chosen):
-        return extend(ctx, node, target, rows.rows, once=not chosen.by_token)
-    if isinstance(rows, Rows) and rows.domain.selection is not None and rows.domain.selection.same(chosen):
-        before = ctx.fact(target)
-        # Where a token has several experts, nothing may be lost: the one that writes is the first, and stands for no others.
-        first = isinstance(before, Fill) and before.value == 0.0 and len(ctx.members(chosen.expert)) == 1
-        if chosen.routing.top_k != 1 and not first:
-            return ctx.lost("not-weighted", node)
-        return extend(ctx, node, target, rows, once=False, replaced=True)
-    return None
 
 
 def _tensors(items: list[Any]) -> list[Any]:
@@ -59,34 +47,37 @@ def _tensors(items: list[Any]) -> list[Any]:
     return items
 
 
-def _selection(where: Any) -> Selection | None:
-    if isinstance(where, Index) and where.of == "token":
-        return where.selection
-    if isinstance(where, Mask | Table):
-        found = selection(where, tokens_together(where.axes)[1])
-        return found[0] if found is not None and found[1] == ("token",) else None
-    return None
-
-
-def extend(ctx: Context, node: Node, target: Node, rows: Rows, *, once: bool, replaced: bool = False) -> Any:
-    """The accumulator with one more expert's rows."""
-    from moefuse.passes.rules.sums.reduce import accumulated
-
-    return accumulated(ctx, node, target, rows, once=once, replaced=replaced)
-
-
-def unsort(rows: Rows, index: Sorted) -> Rows | None:
-    """``out[perm] = rows``: back to one row per (token, slot)."""
-    routing = index.order.routing
-    if rows.domain.name != "sorted" or rows.domain.order is not index.order or index.of != "slot":
-        return None
-    slots: Axis = (*(Atom("t", i, s) for i, s in enumerate(routing.tokens)), Atom("k", 0, routing.top_k))
-    return Rows((slots, *rows.axes[1:]), Domain("slots", routing), rows.expr)
-
-
 @rule("index_copy")
 def on_index_copy(ctx: Context, node: Node, target: Node, dim: int, index: Node, source: Node) -> Any:
     where, rows, current = ctx.fact(index), ctx.fact(source), ctx.fact(target)
     if dim == 0 and isinstance(where, Sorted) and isinstance(rows, Rows) and isinstance(current, Fill):
         return unsort(rows, where)
     return None
+
+
+@rule("masked_scatter")
+def on_masked_scatter(ctx: Context, node: Node, target: Node, mask: Node, source: Node) -> Any:
+    """``zeros.masked_scatter(mask[:, None], rows)``: an expert's rows where they came from."""
+    where, rows, shape = ctx.fact(mask), ctx.fact(source), out_shape(target)
+    narrow = by_rows_of(where, shape) if isinstance(where, Mask | Table) else None
+    if narrow is None or not isinstance(rows, Rows | Buffer):
+        return None
+    if not _in_order(rows, product(shape[len(narrow.axes) :])):
+        return ctx.lost("tokens-differ", node, detail="an expert's rows are not put back as they stand")
+    filled = fill_slots(ctx, node, target, [narrow], source)
+    if filled is not None:
+        return filled
+    found = selection(narrow, tokens_together(narrow.axes)[1])
+    if found is None or found[1] != ("token",):
+        return None
+    elsewhere = ctx.lost("tokens-differ", node, detail="an expert's rows are not put where they were taken from")
+    return put(ctx, node, target, found[0], rows) or elsewhere
+
+
+def _in_order(rows: Rows | Buffer, width: Size) -> bool:
+    """Whether the elements come row by row, ``width`` of each."""
+    flat = atoms(rows.axes)
+    if [a.kind for a in flat] != ["r", *["f"] * (len(flat) - 1)]:
+        return False
+    features = [a.index for a in flat[1:]]
+    return features == sorted(features) and same(extent(flat[1:]), width)

@@ -1,0 +1,79 @@
+"""Comparisons: of ids, which become expert-id masks, and of numbers of slots, which say whether an expert has any."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.fx import Node
+
+from moefuse.passes.graph.sizes import same
+from moefuse.passes.infer.state import Context
+from moefuse.passes.ir.axes import Atom, Axes
+from moefuse.passes.ir.facts import Column, Counts, Hit, Mask, Range, Sorted, Span, Table
+from moefuse.passes.rules import rule
+from moefuse.passes.rules.routing import sparse_entries
+from moefuse.passes.rules.routing.ids import is_integer, role_axes
+from moefuse.passes.rules.routing.masks import on_not, settled
+from moefuse.passes.rules.routing.nonempty import compared
+from moefuse.passes.rules.routing.offsets import compared_spans
+from moefuse.passes.rules.routing.sort import beyond
+
+
+@rule("eq", "ne")
+def on_compare(ctx: Context, node: Node, a: Any, other: Any) -> Any:
+    b = other
+    negated = ctx.calls[node].name == "ne"  # type: ignore[union-attr]
+    number = ctx.number(b)
+    b = b if number is None else number
+    fact = ctx.fact(a) if isinstance(a, Node) else None
+    if isinstance(fact, Span) and isinstance(b, Node):
+        return compared_spans(ctx, ctx.calls[node].name, a, b)  # type: ignore[union-attr]
+    if isinstance(fact, Counts | Hit | Span):
+        return compared(fact, ctx.calls[node].name, b)  # type: ignore[union-attr]
+    if isinstance(fact, Table) and not fact.ones:
+        return sparse_entries.compared(ctx, node, fact, above=False) if negated and b == 0 else None
+    if isinstance(fact, Mask | Table) and b in (0, 1, False, True):
+        return on_not(ctx, node, a) if (b in (0, False)) != negated else ctx.fact(a)
+    if isinstance(fact, Range) and isinstance(b, Node):
+        a, b = b, a
+    view = ctx.view(a) if is_integer(a) else None
+    if isinstance(view, Column):
+        return _slot_table(ctx, view, b, negated)
+    routing = ctx.routing(view) if view is not None else None
+    axes = role_axes(view, routing) if view is not None and routing is not None else None
+    if axes is None or routing is None:
+        return None
+    if isinstance(b, int) and not isinstance(b, bool):
+        return settled(ctx, node, Mask(axes, routing, b, negated=negated))
+    numbers = ctx.fact(b)
+    if not isinstance(numbers, Range):
+        return None
+    rank = max(len(axes), len(numbers.axes))
+    left: Axes = (*((),) * (rank - len(axes)), *axes)
+    right: Axes = (*((),) * (rank - len(numbers.axes)), *numbers.axes)
+    if any(x and y and not same(x[0].size, 1) for x, y in zip(left, right, strict=True)):
+        return None
+    merged = tuple((Atom("e", 0, y[0].size),) if y else x for x, y in zip(left, right, strict=True))
+    return settled(ctx, node, Mask(merged, routing, None, negated=negated))
+
+
+def _slot_table(ctx: Context, column: Column, expert: Any, negated: bool) -> Table | None:
+    """``ids[:, slot] == expert``."""
+    routing = ctx.routing(column.base)
+    roles = role_axes(column.base, routing) if routing is not None else None
+    if routing is None or roles is None or not isinstance(expert, int) or isinstance(expert, bool) or [a.kind for a in roles[-1]] != ["k"]:
+        return None
+    axes = tuple(tuple(a._replace(kind="t") for a in axis) for axis in column.axes)
+    return Table(axes, routing, 0.0, expert, None, ones=True, negated=negated, slot=column.slot)
+
+
+@rule("gt", "ge", "lt", "le")
+def on_bound(ctx: Context, node: Node, x: Any, bound: Any) -> Any:
+    fact, name = ctx.fact(x), ctx.calls[node].name  # type: ignore[union-attr]
+    if isinstance(fact, Sorted):
+        return beyond(fact, name, bound)
+    if isinstance(fact, Table) and not fact.ones:
+        return sparse_entries.compared(ctx, node, fact, above=True) if name == "gt" and bound == 0 else None
+    if isinstance(fact, Span) and isinstance(bound, Node):
+        return compared_spans(ctx, name, x, bound)
+    return compared(fact, name, bound)

@@ -1,0 +1,54 @@
+"""What views of the expert ids count: tokens and slots, and the rows of a selection."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from moefuse.passes.graph.calls import fake, tensor
+from moefuse.passes.graph.sizes import same, shape_of
+from moefuse.passes.infer.state import out_shape
+from moefuse.passes.ir.axes import Atom, Axes, Axis, extent
+from moefuse.passes.ir.facts import Routing, View
+
+
+def is_integer(node: object) -> bool:
+    """Whether a node is an integer tensor."""
+    value = tensor(node)
+    return value is not None and value.dtype in (torch.int64, torch.int32)
+
+
+def role_axes(view: View, routing: Routing) -> Axes | None:
+    """The axes of a view of the ids, as tokens and slots."""
+    last = len(routing.tokens)
+    out: list[Axis] = []
+    for axis in view.axes:
+        new: list[Atom] = []
+        for a in axis:
+            if a.kind == "b" and not same(a.size, 1):
+                return None
+            if a.kind == "d":
+                new.append(Atom("k", 0, a.size) if routing.has_slots and a.index == last else Atom("t", a.index, a.size))
+        out.append(tuple(new))
+    return tuple(out)
+
+
+def every_slot(axis: Axis, routing: Routing) -> bool:
+    """Whether an axis counts through all slots, token by token."""
+    names = [(a.kind, a.index) for a in axis if not same(a.size, 1)]
+    return names == sorted(names, key=lambda a: ("tk".index(a[0]), a[1])) and same(extent(axis), routing.num_tokens * routing.top_k)
+
+
+def row_axis(node: Node) -> Axis:
+    """The rows of a selection, with the length Dynamo gave the node."""
+    shape = out_shape(node)
+    return (Atom("r", 0, shape[0] if shape else 0),)
+
+
+def out_length(node: Node) -> Any:
+    """The length of the first tensor a node returns."""
+    value = fake(node)
+    first = value[0] if isinstance(value, tuple | list) and value else value
+    return shape_of(first)[0] if isinstance(first, torch.Tensor) and first.dim() else 0

@@ -1,0 +1,125 @@
+"""Values per token or slot, taken for the rows of one expert."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch.fx import Node
+
+from moefuse.passes.graph.sizes import same
+from moefuse.passes.infer.state import Context, out_shape
+from moefuse.passes.ir.axes import Atom, Axes, Axis, extent, fresh
+from moefuse.passes.ir.expr import Gate, SlotWeight
+from moefuse.passes.ir.facts import Buffer, Column, Fill, Index, Order, Range, Routing, Rows, Selection, Sorted, Sum, Table, View
+from moefuse.passes.rules.routing.ids import row_axis
+from moefuse.passes.rules.rows.leaves import gate, is_slot_weight, row_domain, slot_gate, slot_value, take_tokens
+
+_ALL = slice(None, None, None)
+
+
+def by_rows(ctx: Context, node: Node, x: Node, base: Any, chosen: Selection, indices: list[Any]) -> Any:
+    """``x[token_rows]``, ``w[token_rows, slot_rows]``, with None, full slices or a constant slot behind."""
+    columns = []
+    for i in indices:
+        if not isinstance(i, Index):
+            break
+        if not i.selection.same(chosen):
+            return None
+        columns.append(i.of)
+    rest = indices[len(columns) :]
+    if columns == ["flat"]:
+        return by_slots(node, base, chosen, rest)
+    if any(r is not None and r != _ALL for r in rest[1:]):
+        return None
+    rows = row_axis(node)
+    if columns == ["token"]:
+        return _by_tokens(ctx, node, x, base, chosen, rows, rest)
+    if columns == ["token", "slot"] and isinstance(base, View):
+        repeated = by_slots(node, slots_together(base), chosen, rest) if len(base.axes) == 3 else None
+        if repeated is not None:
+            return repeated
+        if not is_slot_weight(base, chosen.routing):
+            return ctx.lost("tokens-differ", node, detail="the routing weights are not [tokens, slots]")
+        return with_none(Rows((rows,), row_domain(chosen), SlotWeight(node, base.root)), rest)
+    return None
+
+
+def by_slots(node: Node, base: Any, chosen: Selection, rest: list[Any]) -> Any:
+    """``w.flatten()[slots]``: a value per slot, for the slots of an expert."""
+    rows = row_axis(node)
+    if isinstance(base, Range) and len(base.axes) == 1 and len(base.axes[0]) == 2:
+        found = range_by_order(base, Sorted((), Order(chosen.routing, node), "slot"), rows)
+        return Index((rows,), chosen, "token") if found is not None and found.of == "token" and not rest else None
+    expr = slot_value(node, base, chosen.routing) if isinstance(base, View) else None
+    slots = chosen.routing.num_tokens * chosen.routing.top_k
+    if expr is None or not same(extent(base.axes[0]), slots):
+        return None
+    axes = (rows, *((Atom("f", 0, extent(a)),) if a and not same(extent(a), 1) else () for a in base.axes[1:]))
+    return with_none(Rows(axes, row_domain(chosen), expr), rest)
+
+
+def _by_tokens(ctx: Context, node: Node, x: Node, base: Any, chosen: Selection, rows: Axis, rest: list[Any]) -> Any:
+    """A value per token, for the tokens of an expert."""
+    if isinstance(base, Sum) and base.parts[0].rows.domain.routing is not chosen.routing:
+        base = View(fresh(out_shape(x)), x)
+    if isinstance(base, Fill | Sum):
+        return Buffer((rows, *features_of(base)), x, chosen) if not rest else None
+    if isinstance(base, Column) and chosen.slot == base.slot:
+        return with_none(slot_gate(node, base, chosen, rows), rest)
+    if isinstance(base, Table):
+        return by_column(node, base, chosen, rows, rest)
+    if not isinstance(base, View):
+        return None
+    if rest and isinstance(rest[0], int):
+        slot = chosen.slot == rest[0]
+        return with_none(Rows((rows,), row_domain(chosen), Gate(node, base.root, True, False, chosen.expert)), rest[1:]) if slot else None
+    taken = take_tokens(ctx, node, base, chosen, rows)
+    return with_none(taken, rest) if isinstance(taken, Rows) else taken
+
+
+def features_of(base: Fill | Sum) -> Axes:
+    """The dimensions of an accumulator behind its tokens, as features of a row."""
+    return tuple((Atom("f", i, extent(b)),) for i, b in enumerate(base.axes[1:]) if b)
+
+
+def same_ids(table: Routing, chosen: Routing) -> bool:
+    """Whether a table has an entry for every slot of a routing: it is of the same, or of one with more slots."""
+    return table is chosen or (chosen.kept is not None and table.kept is None and table.node is chosen.node)
+
+
+def by_column(node: Node, base: Table, chosen: Selection, rows: Axis, rest: list[Any]) -> Rows | None:
+    """The weight of the expert out of a routing table."""
+    if not same_ids(base.routing, chosen.routing):
+        return None
+    if chosen.routing.kept is not None and chosen.routing.kept is base.root:
+        base = replace(base, slots=None)  # what says who is left is read, not what it was made of
+    if base.expert is None and rest and rest[0] == chosen.expert:
+        return with_none(Rows((rows,), row_domain(chosen), gate(node, replace(base, expert=chosen.expert))), rest[1:])
+    same_expert = base.expert == chosen.expert
+    return with_none(Rows((rows, *base.axes[1:]), row_domain(chosen), gate(node, base)), rest) if same_expert else None
+
+
+def with_none(rows: Rows, rest: list[Any]) -> Rows | None:
+    axes = rows.axes
+    for r in rest:
+        if r is None:
+            axes = (*axes, ())
+        elif r != _ALL:
+            return None
+    return rows.with_axes(axes)  # type: ignore[no-any-return]
+
+
+def slots_together(base: Any) -> Any:
+    """A [tokens, slots of a token, features] tensor as one of [slots, features]."""
+    return replace(base, axes=(base.axes[0] + base.axes[1], *base.axes[2:])) if isinstance(base, View) and len(base.axes) == 3 else None
+
+
+def range_by_order(base: Range, index: Sorted, rows: Axis) -> Sorted | None:
+    """``arange(T).repeat_interleave(K)[perm]``: the token of each sorted slot."""
+    axis = base.axes[0]
+    routing = index.order.routing
+    repeated = len(axis) == 2 and axis[0].kind == "d" and axis[1].kind == "b" and same(axis[1].size, routing.top_k)
+    if len(base.axes) == 1 and repeated and same(base.size, routing.num_tokens):
+        return Sorted((rows,), index.order, "token")
+    return Sorted((rows,), index.order, "slot") if len(base.axes) == 1 and same(base.size, routing.num_tokens * routing.top_k) else None

@@ -1,0 +1,108 @@
+"""Accumulators that collect one expert's rows after another, and rows that go back to their slots."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch.fx import Node
+
+from moefuse.passes.graph.sizes import same
+from moefuse.passes.infer.state import Context, out_shape
+from moefuse.passes.ir.axes import Atom, Axes, Axis, extent
+from moefuse.passes.ir.expr import Gate, walk
+from moefuse.passes.ir.facts import Buffer, Combined, Domain, Fill, Index, Part, Range, Routing, Rows, Selection, Sorted, Sum, View
+
+
+def accumulated(ctx: Context, node: Node, target: Node, rows: Rows, *, once: bool = False, replaced: bool = False) -> Any:
+    """An accumulator with one more part, which is added to what stands there, or replaces it."""
+    current = ctx.fact(target)
+    part = Part(rows, node)
+    shape = out_shape(target)
+    axes: Axes = tuple((Atom("d", i, s),) for i, s in enumerate(shape))
+    if isinstance(current, Sum):
+        same_way = current.base is None or current.replaced == replaced
+        return replace(current, parts=(*current.parts, part), once=current.once or once) if same_way else None
+    if isinstance(current, Fill) and current.value == 0.0:
+        return Sum(axes, None, (part,), once)
+    own = isinstance(current, View) and (current.root is target or ctx.storage[target] is target)  # a clone is a tensor of its own
+    return Sum(axes, target, (part,), once, replaced) if own or isinstance(current, Combined) else None
+
+
+def add_rows(ctx: Context, node: Node, target: Node, where: Any, rows: Rows) -> Any:
+    """Rows added to the tokens they came from."""
+    if isinstance(where, Index) and where.of == "token" and rows.domain.selection is not None:
+        return accumulated(ctx, node, target, rows) if where.selection.same(rows.domain.selection) else None
+    if (
+        isinstance(where, Range)
+        and rows.domain.name == "slots"
+        and rows.domain.routing is not None
+        and _token_of_slot(where, rows.domain.routing)
+    ):
+        base = _base(ctx, target)
+        tokens = tuple(Atom("t", i, s) for i, s in enumerate(rows.domain.routing.tokens))
+        return None if base is False else Combined((tokens, *rows.axes[1:]), rows, base)
+    if isinstance(where, Sorted) and where.of == "slot" and where.order.routing.top_k > 1:
+        zeros = ctx.fact(target)
+        return unsort(rows, where) if isinstance(zeros, Fill) and zeros.value == 0.0 else None
+    each_token = isinstance(where, Sorted) and (where.of == "token" or (where.of == "slot" and where.order.routing.top_k == 1))
+    if isinstance(where, Sorted) and each_token and rows.domain.order is where.order:
+        base = _base(ctx, target)
+        if base is False:
+            return None
+        tokens = tuple(Atom("t", i, s) for i, s in enumerate(where.order.routing.tokens))
+        return Combined((tokens, *rows.axes[1:]), rows, base)
+    return None
+
+
+def _token_of_slot(where: Range, routing: Routing) -> bool:
+    """``arange(T).repeat_interleave(K)``."""
+    axis = where.axes[0] if len(where.axes) == 1 else ()
+    names = [a.kind for a in axis if not same(a.size, 1)]
+    expected = [kind for kind, size in (("d", routing.num_tokens), ("b", routing.top_k)) if not same(size, 1)]
+    return names == expected and same(where.size, routing.num_tokens) and same(extent(axis), routing.num_tokens * routing.top_k)
+
+
+def _base(ctx: Context, target: Node) -> Any:
+    current = ctx.fact(target)
+    if isinstance(current, Fill):
+        return None if current.value == 0.0 else False
+    return target if isinstance(current, View) and current.root is target else False
+
+
+def plain_axes(node: Node) -> Axes:
+    return tuple((Atom("d", i, s),) for i, s in enumerate(out_shape(node)))
+
+
+def selects(rows: Rows) -> bool:
+    """Whether the routing table is already in the expression, so that adding means combining experts."""
+    return rows.domain.name == "masked" and any(isinstance(e, Gate) for e in walk(rows.expr))
+
+
+def put(ctx: Context, node: Node, target: Node, chosen: Selection, rows: Any) -> Any:
+    """An accumulator whose rows at a selection are replaced: by themselves and an expert's rows, or by an expert's rows."""
+    if isinstance(rows, Buffer) and rows.target is target and rows.rows is not None and rows.selection.same(chosen):
+        return extend(ctx, node, target, rows.rows, once=not chosen.by_token)
+    if isinstance(rows, Rows) and rows.domain.selection is not None and rows.domain.selection.same(chosen):
+        before = ctx.fact(target)
+        # Where a token has several experts, nothing may be lost: the one that writes is the first, and stands for no others.
+        first = isinstance(before, Fill) and before.value == 0.0 and len(ctx.members(chosen.expert)) == 1
+        if chosen.routing.top_k != 1 and not first:
+            return ctx.lost("not-weighted", node)
+        return extend(ctx, node, target, rows, once=False, replaced=True)
+    return None
+
+
+def extend(ctx: Context, node: Node, target: Node, rows: Rows, *, once: bool, replaced: bool = False) -> Any:
+    """The accumulator with one more expert's rows."""
+
+    return accumulated(ctx, node, target, rows, once=once, replaced=replaced)
+
+
+def unsort(rows: Rows, index: Sorted) -> Rows | None:
+    """``out[perm] = rows``: back to one row per (token, slot)."""
+    routing = index.order.routing
+    if rows.domain.name != "sorted" or rows.domain.order is not index.order or index.of != "slot":
+        return None
+    slots: Axis = (*(Atom("t", i, s) for i, s in enumerate(routing.tokens)), Atom("k", 0, routing.top_k))
+    return Rows((slots, *rows.axes[1:]), Domain("slots", routing), rows.expr)

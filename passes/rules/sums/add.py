@@ -1,0 +1,89 @@
+"""Sums of two tensors: one more expert, one more token's row, or offsets into the sorted slots."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch.fx import Node
+
+from moefuse.passes.graph.calls import tensor
+from moefuse.passes.graph.sizes import same_shape
+from moefuse.passes.infer.state import Context, out_shape
+from moefuse.passes.ir.facts import Buffer, Combined, Fill, Part, Rows, Span, Sum, View
+from moefuse.passes.rules import rule
+from moefuse.passes.rules.routing.offsets import total
+from moefuse.passes.rules.rows.pointwise import plain, row_local
+from moefuse.passes.rules.sums.accumulate import plain_axes, selects
+
+
+@rule("add")
+def on_add(ctx: Context, node: Node, a: Any, other: Any, *, alpha: Any = 1) -> Any:
+    b = other
+
+    x, y = ctx.fact(a), ctx.fact(b)
+    if isinstance(x, Span) or isinstance(y, Span):
+        return total(ctx, a, b) if alpha == 1 else None
+    if alpha != 1:
+        return row_local(ctx, node, (a, b), {"alpha": alpha}) if isinstance(x, Rows) or isinstance(y, Rows) else plain(ctx, node, [x, y])
+    if isinstance(x, Buffer) and isinstance(y, Rows) and x.rows is None and y.domain.selection is not None:
+        return replace(x, rows=y) if y.domain.selection.same(x.selection) else None
+    if isinstance(y, Buffer) and isinstance(x, Rows):
+        return on_add(ctx, node, b, a)
+    summed = add_to_sum(ctx, node, a, b)
+    if summed is not None:
+        return summed
+    if isinstance(x, Rows) or isinstance(y, Rows):
+        return row_local(ctx, node, (a, b), {})
+    if isinstance(x, Sum | Combined | Buffer) or isinstance(y, Sum | Combined | Buffer):
+        return None
+    return plain(ctx, node, [x, y])
+
+
+def add_to_sum(ctx: Context, node: Node, a: Any, b: Any) -> Any:
+    """``acc + rows`` of one expert, in any order; None if neither side is an accumulation."""
+    x, y = ctx.fact(a), ctx.fact(b)
+    if isinstance(x, Sum) and isinstance(y, Sum):
+        return _merged(x, y)
+    for first, second, summed in ((x, y, b), (y, x, a)):
+        if isinstance(first, Fill) and first.value == 0.0 and isinstance(second, Sum) and _same_tensor(node, summed):
+            return replace(second, axes=plain_axes(node))
+    for first, second, source in ((x, y, a), (y, x, b)):
+        if not isinstance(second, Rows) or not selects(second):
+            continue
+        if isinstance(first, Sum) or (isinstance(first, Fill) and first.value == 0.0):
+            return _grown(ctx, node, first, second)
+        if isinstance(first, Rows) and selects(first) and first.domain.name == "masked" and not first.domain.same(second.domain):
+            return Sum(plain_axes(node), None, (Part(first, node), Part(second, node)))
+        if source == 0:
+            return second
+        if isinstance(first, View) and second.domain.name == "masked" and isinstance(source, Node) and first.root is source:
+            return Sum(plain_axes(node), source, (Part(second, node),))
+    return None
+
+
+def _grown(ctx: Context, node: Node, first: Any, rows: Rows) -> Sum | None:
+    if rows.domain.name != "masked":
+        return None
+    part = Part(rows, node)
+    if isinstance(first, Sum):
+        return replace(first, axes=plain_axes(node), parts=(*first.parts, part))
+    return Sum(plain_axes(node), None, (part,))
+
+
+def _same_tensor(node: Node, other: Node) -> bool:
+    """Whether a sum has the shape and dtype of one of its terms."""
+    mine, theirs = tensor(node), tensor(other)
+    return mine is not None and theirs is not None and mine.dtype == theirs.dtype and same_shape(out_shape(node), out_shape(other))
+
+
+def _merged(x: Sum, y: Sum) -> Sum | None:
+    """Two halves of one layer; two whole layers, or sums over different routings, stay two."""
+    routings = {p.rows.domain.routing for p in (*x.parts, *y.parts)} - {None}
+    if (x.base is not None and y.base is not None) or x.replaced or y.replaced or len(routings) > 1 or _experts(x) & _experts(y):
+        return None
+    return Sum(x.axes, x.base or y.base, (*x.parts, *y.parts), x.once or y.once)
+
+
+def _experts(found: Sum) -> set[tuple[Any, int | None]]:
+    return {(p.rows.domain.expert, p.rows.domain.slot) for p in found.parts}

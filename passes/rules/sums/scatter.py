@@ -1,0 +1,74 @@
+"""Scatters: of routing weights into a table, of an expert's rows into the sum, of sorted rows back to their slots."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.fx import Node
+
+from moefuse.passes.graph.sizes import same
+from moefuse.passes.infer.state import Context, normalize, out_shape
+from moefuse.passes.ir.axes import Atom, Axes
+from moefuse.passes.ir.facts import Fill, Index, Rows, Sorted, Table
+from moefuse.passes.rules import rule
+from moefuse.passes.rules.routing.ids import is_integer, role_axes
+from moefuse.passes.rules.routing.masks import constant, counted
+from moefuse.passes.rules.routing.tables import _lines_up
+from moefuse.passes.rules.sums.accumulate import add_rows, unsort
+
+
+@rule("scatter", "scatter_add")
+def on_scatter(ctx: Context, node: Node, target: Node, dim: int, index: Node, src: Any = None, **kwargs: Any) -> Any:
+    """The chosen weights written into a filled [tokens, E] tensor."""
+    fill, view = ctx.fact(target), ctx.view(index)
+    src = kwargs.pop("value", src)
+    if kwargs or not isinstance(fill, Fill) or view is None or not is_integer(index):
+        return scatter_rows(ctx, node, target, dim, index, src) if not kwargs else None
+    routing = ctx.routing(view)
+    axes = role_axes(view, routing) if routing is not None else None
+    shape = out_shape(node)
+    if len(shape) == 1 and routing is not None and axes is not None and fill.value == 0.0 and ctx.calls[node].name == "scatter_add":  # type: ignore[union-attr]
+        return counted(node, ((Atom("e", 0, shape[0]),),), routing) if constant(ctx, src) == 1.0 else None
+    at = normalize(dim, len(shape))
+    if routing is None or axes is None or at >= len(axes) or {a.kind for a in axes[at]} - {"k"} or not isinstance(shape[at], int):
+        return scatter_rows(ctx, node, target, dim, index, src)
+    adds = ctx.calls[node].name == "scatter_add"  # type: ignore[union-attr]
+    if adds and fill.value != 0.0:
+        return None
+    table: Axes = tuple((Atom("e", 0, shape[at]),) if i == at else a for i, a in enumerate(axes))
+    weight, value = (ctx.view(src), constant(ctx, src)) if src is not None else (None, None)
+    adds = adds or routing.distinct
+    exact = weight if adds and fill.value == 0.0 and weight is not None and _lines_up(weight, view) else None
+    return Table(table, routing, fill.value, None, node, table, slots=exact, ones=value == 1.0 and fill.value == 0.0)
+
+
+def scatter_rows(ctx: Context, node: Node, target: Node, dim: int, index: Node, src: Any) -> Any:
+    """Rows of an expert added by an index expanded over the features; see rules/combine.py."""
+
+    adds = ctx.calls[node].name == "scatter_add"  # type: ignore[union-attr]
+    return scatter_add_rows(ctx, node, target, dim, index, src) if adds else scatter_sorted(ctx, target, dim, index, src)
+
+
+def scatter_add_rows(ctx: Context, node: Node, target: Node, dim: int, index: Node, source: Any) -> Any:
+    """``out.scatter_add_(0, tok[:, None].expand(-1, H), rows)``."""
+    rows, where = ctx.fact(source), ctx.fact(index)
+    if not isinstance(rows, Rows) or dim != 0 or not isinstance(where, Index | Sorted) or len(where.axes) != 2:
+        return None
+    if [a.kind for a in where.axes[1]] != ["b"] or not same(where.axes[1][0].size, out_shape(target)[-1]):
+        return None
+    return add_rows(ctx, node, target, where, rows)
+
+
+@rule("scatter_reduce")
+def on_scatter_reduce(
+    ctx: Context, node: Node, target: Node, dim: int, index: Node, src: Any, reduce: str, *, include_self: bool = True
+) -> Any:
+    """``scatter_add`` by another name."""
+    return scatter_add_rows(ctx, node, target, dim, index, src) if reduce == "sum" and include_self else None
+
+
+def scatter_sorted(ctx: Context, target: Node, dim: int, index: Node, source: Any) -> Any:
+    """``out.scatter(0, perm[:, None].expand(-1, H), rows)``: back to one row per slot."""
+    rows, where = ctx.fact(source), ctx.fact(index)
+    full = isinstance(where, Sorted) and len(where.axes) == 2 and [a.kind for a in where.axes[1]] == ["b"]
+    return unsort(rows, where) if full and isinstance(rows, Rows) and dim == 0 and isinstance(ctx.fact(target), Fill) else None
