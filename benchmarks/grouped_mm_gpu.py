@@ -71,7 +71,7 @@ def into_table(gpu: str, results: list[dict[str, Any]]) -> None:
     """Write the library's times beside the configuration of the same problem, scaled to the entry's own time."""
     from gpu_table import problem_of
 
-    from moefuse.kernels.triton.config import Problem
+    from moefuse.kernels.triton.problem import Problem
 
     path = TABLES / f"{gpu.replace(' ', '_').replace('/', '_')}.json"
     lines = path.read_text().splitlines()

@@ -24,8 +24,8 @@ import layer  # noqa: E402
 from _timing import by_line  # noqa: E402
 
 from moefuse.kernels.triton import grouped_mm, grouped_plan, wgrad_plan  # noqa: E402
-from moefuse.kernels.triton.config import Tiles  # noqa: E402
 from moefuse.kernels.triton.grouped_plan import Sorted  # noqa: E402
+from moefuse.kernels.triton.problem import Tiles  # noqa: E402
 
 SIZES = {
     "mixtral in": (8, 8192, 28672, 4096),

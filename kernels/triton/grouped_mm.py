@@ -16,10 +16,10 @@ from torch import Tensor
 
 from moefuse.kernels.triton import config
 from moefuse.kernels.triton import grouped_plan as plan
-from moefuse.kernels.triton.config import Problem, problem_of
 from moefuse.kernels.triton.grouped_plan import Activation, Lists, Sorted, on_device
 from moefuse.kernels.triton.layout import Body, device_of
 from moefuse.kernels.triton.plan import Plan
+from moefuse.kernels.triton.problem import Problem, problem_of
 from moefuse.tuning import store
 
 NAME = "grouped_mm"

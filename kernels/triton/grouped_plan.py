@@ -17,10 +17,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moefuse._torch_private import current_device
 from moefuse.kernels.triton import backward, grouped, routing, rows
-from moefuse.kernels.triton.config import Tiles, power_of_two, within
+from moefuse.kernels.triton.config import within
 from moefuse.kernels.triton.launch import Address, Descriptor, Launch, stream_of
 from moefuse.kernels.triton.layout import CHUNK, SORT_AT_ONCE, UNROLLED, Device, device_of, precision_of, rows_descriptor
 from moefuse.kernels.triton.operands import Operand, address_table, describe, is_apart, steps_table
+from moefuse.kernels.triton.problem import Tiles, power_of_two
 
 Lists = Sequence[Tensor]
 

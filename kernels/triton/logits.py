@@ -14,8 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from moefuse.kernels.triton import grouped_plan as plan
-from moefuse.kernels.triton.config import power_of_two
 from moefuse.kernels.triton.grouped_plan import on_device
+from moefuse.kernels.triton.problem import power_of_two
 from moefuse.kernels.triton.router_plan import DTYPES
 from moefuse.ops.recipe import few_rows
 from moefuse.ops.reference import router_logits_reference

@@ -16,11 +16,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from moefuse._torch_private import empty_cuda
 from moefuse._torch_private import raw_stream as _raw_stream
 from moefuse.kernels.triton import tiles, vectors
-from moefuse.kernels.triton.config import Config, Problem, choose
+from moefuse.kernels.triton.config import choose
 from moefuse.kernels.triton.direct import Direct
 from moefuse.kernels.triton.launch import INTERPRETED, Address, Descriptor, Launch, stream_of
 from moefuse.kernels.triton.layout import INPUTS, Body, Device, Lists, Step, Workspace, device_of
 from moefuse.kernels.triton.operands import Operand, address_table, describe, is_apart, steps_table
+from moefuse.kernels.triton.problem import Config, Problem
 
 
 class Plan:

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from moefuse.kernels.triton import grouped_plan as plan
 from moefuse.kernels.triton import router
-from moefuse.kernels.triton.config import power_of_two
 from moefuse.kernels.triton.grouped_plan import on_device
+from moefuse.kernels.triton.problem import power_of_two
 from moefuse.ops.recipe import Recipe
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from moefuse.kernels.triton import combine, gemm, routing
-from moefuse.kernels.triton.config import Tiles, power_of_two
 from moefuse.kernels.triton.launch import INTERPRETED
 from moefuse.kernels.triton.layout import CHUNK, SORT_AT_ONCE, UNROLLED, precision_of, rows_descriptor
 from moefuse.kernels.triton.operands import is_apart
+from moefuse.kernels.triton.problem import Tiles, power_of_two
 
 APART_ROWS = 128
 """Rows of a tile from which on descriptors show experts that are apart."""

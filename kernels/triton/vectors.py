@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from moefuse.kernels.triton import combine, gemv
-from moefuse.kernels.triton.config import Vectors, power_of_two
 from moefuse.kernels.triton.launch import INTERPRETED
+from moefuse.kernels.triton.problem import Vectors, power_of_two
 
 if TYPE_CHECKING:
     from moefuse.kernels.triton.plan import Plan

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from moefuse.kernels.triton import grouped_plan as plan
 from moefuse.kernels.triton import wgrad
-from moefuse.kernels.triton.config import Tiles
 from moefuse.kernels.triton.grouped_plan import Lists, Sorted, Weight, aligned_rows, fit, whole
 from moefuse.kernels.triton.launch import Launch, stream_of
 from moefuse.kernels.triton.layout import Device, device_of, precision_of, rows_descriptor
 from moefuse.kernels.triton.operands import describe
+from moefuse.kernels.triton.problem import Tiles
 
 
 def grad_sizes(mean_rows: float, aligned: bool, scaled: bool, dtype: torch.dtype, device: Device) -> tuple[int, Tiles]:

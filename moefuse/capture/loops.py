@@ -12,6 +12,7 @@ from moefuse._dynamo import values
 from moefuse.capture import guess, modules
 from moefuse.capture.assumptions import Assumption, Place
 from moefuse.capture.bytecode import GENERATOR
+from moefuse.capture.replay import replay
 
 if TYPE_CHECKING:
     from moefuse.capture.frame import Frame
@@ -247,19 +248,3 @@ class Loops:
         if following.opname == "GET_ITER":
             return code.plain_for(at)
         return following.opname == "STORE_FAST" and code.only_looped_over(following.argval, at)
-
-
-def replay(node: Node, row: Node, value: torch.Tensor) -> Any:
-    """What a chain of operations on a row gives for another row.
-
-    Raises:
-        ValueError: it does not start from the row and constants alone.
-    """
-    if node is row:
-        return value
-    if node.op not in ("call_function", "call_method") or (not node.all_input_nodes and node.target is not torch.tensor):
-        raise ValueError(f"{node.name} is not computed from the row")
-    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: replay(n, row, value))
-    if isinstance(node.target, str):
-        return getattr(args[0], node.target)(*args[1:], **kwargs)
-    return node.target(*args, **kwargs)

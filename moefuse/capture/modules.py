@@ -21,6 +21,7 @@ import torch
 from moefuse._dynamo import modules as lists
 from moefuse._dynamo import values
 from moefuse.capture import siblings
+from moefuse.capture.replay import replay
 
 log = logging.getLogger("moefuse.capture")
 
@@ -50,8 +51,6 @@ def selects(tx: Any, loop: Any, node: Any) -> bool:
 
 def is_row(loop: Any, node: Any) -> bool:
     """Whether a number is the row itself, for every row."""
-    from moefuse.capture.loops import replay
-
     start = loop.handed[-1][1]
     try:
         shape, dtype = tuple(loop.like.shape[1:]), loop.like.dtype

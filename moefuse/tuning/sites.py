@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moefuse.kernels.triton.config import Problem
+from moefuse.kernels.triton.problem import Problem
 from moefuse.spec import ExpertsSpec
 from moefuse.tuning.held import Held
 

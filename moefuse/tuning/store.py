@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from moefuse import _torch_private, cache_folder
-from moefuse.kernels.triton.config import Problem
+from moefuse.kernels.triton.problem import Problem
 from moefuse.tuning.entries import Entry, InvalidEntryError, Pair, key_of, parse
 
 log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from moefuse import _torch_private
-from moefuse.kernels.triton.config import Problem
+from moefuse.kernels.triton.problem import Problem
 from moefuse.ops.activations import ACTIVATIONS
 from moefuse.ops.reference import GATINGS
 from moefuse.report import module_names

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from moefuse.kernels.triton.config import Problem
+from moefuse.kernels.triton.problem import Problem
 from moefuse.passes.lower.program import NotComparableError, Program
 from moefuse.runtime import providers
 from moefuse.tuning import compare, store, targets

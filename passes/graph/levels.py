@@ -6,17 +6,10 @@ The fused op has no rules for that, so nothing there is replaced; what is before
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
 from torch.fx import Graph, Node
 
-from moefuse import _torch_private
-from moefuse.passes.graph.calls import call_of, tensor
-from moefuse.passes.ir.facts import Lost
-from moefuse.passes.ir.regions import Region
-
-if TYPE_CHECKING:
-    from moefuse.passes.infer.state import Context
+from moefuse.passes.graph.calls import call_of
 
 _BEGIN = re.compile(r"_(\w+)_increment_nesting|_enter_(dual)_level")
 _END = re.compile(r"_(\w+)_decrement_nesting|_exit_(dual)_level")
@@ -36,14 +29,3 @@ def levels(graph: Graph) -> dict[Node, str]:
         elif inside:
             found[node] = inside[-1]
     return found
-
-
-def transformed(ctx: Context, region: Region) -> Lost | None:
-    """No operation of the region is inside a level, nor in the body of an operator that is called inside one."""
-    inside = min((n for n in region.nodes if n in ctx.levels), key=ctx.position.__getitem__, default=None)
-    if inside is not None:
-        return ctx.lost("transformed", region.anchor, name=ctx.levels[inside])
-    values = map(tensor, (*region.nodes, *region.leaves))
-    if any(v is not None and _torch_private.is_transformed(v) for v in values):
-        return ctx.lost("transformed", region.anchor, name="outside this part of the program")
-    return None

@@ -9,6 +9,7 @@ from torch.fx import Node
 
 from moefuse.passes.graph.calls import fake, tensor
 from moefuse.passes.graph.sizes import same, shape_of
+from moefuse.passes.infer.gates import gate
 from moefuse.passes.infer.state import Context
 from moefuse.passes.ir.axes import Atom, Axes, Axis, align, extent
 from moefuse.passes.ir.expr import ExpertVector, Expr, Leaf, SharedVector, SlotWeight, Token
@@ -33,8 +34,6 @@ def joined(parts: list[Axes], rank: int) -> Axes:
 
 def leaf(ctx: Context, node: Node, axes: Axes, domain: Domain, value: Any) -> Expr | None:
     """The expression of an operand for the rows of ``domain`` laid out as ``axes``; None if it is not a value per row."""
-    from moefuse.passes.rules.rows.leaves import gate
-
     rank = len(axes)
     if isinstance(value, Rows):
         return value.expr if value.domain.same(domain) and fits(axes, padded(value.axes, rank)) else None

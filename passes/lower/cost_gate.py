@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from moefuse.kernels.triton.config import Problem, problem_of, table_times
+from moefuse.kernels.triton.config import table_times
+from moefuse.kernels.triton.problem import Problem, problem_of
 from moefuse.passes.graph.calls import fake, raw_name
 from moefuse.passes.ir.regions import Region
 from moefuse.passes.lower.program import name_of

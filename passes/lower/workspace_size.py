@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from moefuse.kernels.triton.config import hint
+from moefuse.kernels.triton.problem import hint
 from moefuse.passes.graph.calls import fake
 from moefuse.passes.lower.cost_gate import experts_call
 from moefuse.runtime import providers

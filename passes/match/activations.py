@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from moefuse.passes.ir.evaluate import apply
 from moefuse.passes.ir.expr import Cast, Expr, Gate, Linear, Op, Slice
 from moefuse.passes.ir.expr_algebra import bare, factors, projection, same_expr
 
@@ -172,8 +173,6 @@ def vanishes(expr: Any) -> bool:
 
 
 def _zero_at_zero(expr: Op) -> bool:
-    from moefuse.passes.ir.evaluate import apply
-
     if any(isinstance(a, Expr) for a in (*expr.args[1:], *expr.options.values())):
         return False
     try:

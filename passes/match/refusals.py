@@ -10,7 +10,7 @@ from moefuse.passes.graph.calls import module_path
 from moefuse.passes.infer.state import Context
 from moefuse.passes.ir.expr import Gate, has_linear, walk
 from moefuse.passes.ir.facts import Buffer, Lost, Many, Routing, Rows, Sum
-from moefuse.passes.lower.dce import unread
+from moefuse.passes.match.liveness import unread
 
 #: what a sum looks like after one expert was lost on the way: the loss says more
 _CONSEQUENCES = frozenset(("missing-experts", "experts-differ", "not-weighted", "ids-not-distinct"))

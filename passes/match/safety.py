@@ -8,7 +8,6 @@ import torch
 from torch.fx import Node
 
 from moefuse.passes.graph.calls import tensor
-from moefuse.passes.graph.levels import transformed
 from moefuse.passes.graph.op_classes import SIZE_QUERIES
 from moefuse.passes.infer.state import Context
 from moefuse.passes.ir.expr import Linear, has_linear, walk, weight_leaves
@@ -34,7 +33,8 @@ from moefuse.passes.ir.facts import (
     Weight,
 )
 from moefuse.passes.ir.regions import Region, sources
-from moefuse.passes.lower.dce import unread
+from moefuse.passes.match.liveness import unread
+from moefuse.passes.match.transformed import transformed
 from moefuse.spec import Domain
 
 #: operations that take only the shape, dtype or device of some of their arguments

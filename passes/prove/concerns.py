@@ -12,6 +12,7 @@ from moefuse.capture.assumptions import Assumption
 from moefuse.passes.graph.calls import fake
 from moefuse.passes.infer.state import Context
 from moefuse.passes.ir.facts import Hit, Index, IndexMatrix, Mask, Routing, Rows
+from moefuse.passes.match.interpret import interpret
 from moefuse.passes.rules.routing.nonempty import hit_of
 
 Chosen = tuple[Routing, int, int | None]
@@ -20,16 +21,12 @@ Chosen = tuple[Routing, int, int | None]
 
 def counts_rows(graph: Graph, symbols: set[Any]) -> bool:
     """Whether one of these sizes is how many rows an expert has, in a graph that is half written."""
-    from moefuse.passes.match.interpret import interpret
-
     ctx = interpret(graph)
     return any((found := of_size(ctx, n, fact)) is not None and found[0] in symbols for n, fact in ctx.facts.items())
 
 
 def concerns_routing(assumption: Assumption) -> bool:
     """Whether the condition of an assumption is computed from expert ids."""
-    from moefuse.passes.match.interpret import interpret
-
     if assumption.concerns_experts is None and assumption.graph is not None:
         assumption.concerns_experts = concerns(interpret(assumption.graph), assumption)
     return assumption.concerns_experts is not False

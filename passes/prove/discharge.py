@@ -38,7 +38,7 @@ from moefuse.passes.ir.facts import (
     Sum,
 )
 from moefuse.passes.ir.regions import Region
-from moefuse.passes.lower.dce import pure
+from moefuse.passes.match.liveness import pure
 from moefuse.passes.prove.concerns import Chosen, concerns, of_size
 from moefuse.passes.rules.routing.nonempty import hit_of, rows_of
 from moefuse.passes.rules.routing.offsets import difference

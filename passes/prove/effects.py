@@ -15,7 +15,7 @@ from moefuse.capture.siblings import keep
 from moefuse.passes.graph.calls import fake
 from moefuse.passes.graph.op_classes import ASSERTS, MODES, SIZE_QUERIES, draws
 from moefuse.passes.infer.state import Context, Standin
-from moefuse.passes.lower.dce import plain_value, pure, users_own
+from moefuse.passes.match.liveness import plain_value, pure, users_own
 
 
 class EffectsDifferError(Exception):

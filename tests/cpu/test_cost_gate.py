@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import moefuse
 from moefuse import Options, cache, cache_folder, pipeline
-from moefuse.kernels.triton.config import Config, Vectors
+from moefuse.kernels.triton.problem import Config, Vectors
 from moefuse.passes.lower import cost_gate
 from moefuse.passes.lower.program import NotComparableError
 from moefuse.report import FusionReport

@@ -13,7 +13,7 @@ from torch import nn
 
 import moefuse
 from moefuse import cache_folder
-from moefuse.kernels.triton.config import Problem
+from moefuse.kernels.triton.problem import Problem
 from moefuse.tuning import sites, targets
 from moefuse.tuning.report import Tuned, WarmupReport
 

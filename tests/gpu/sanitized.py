@@ -25,7 +25,7 @@ import torch  # noqa: E402
 from moefuse.kernels.triton import layout  # noqa: E402
 from moefuse.kernels.triton import plan as plans  # noqa: E402
 from moefuse.kernels.triton.activate import activate  # noqa: E402
-from moefuse.kernels.triton.config import Config, Tiles, Vectors  # noqa: E402
+from moefuse.kernels.triton.problem import Config, Tiles, Vectors  # noqa: E402
 from moefuse.ops.body import decode, encode  # noqa: E402
 from moefuse.ops.recipe import Recipe  # noqa: E402
 from tests.cpu.ops_case import Case  # noqa: E402

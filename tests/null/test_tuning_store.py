@@ -20,7 +20,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moefuse import cache_folder
-from moefuse.kernels.triton.config import Config, Problem, Tiles, Vectors, choose, rules, table
+from moefuse.kernels.triton.config import choose, rules, table
+from moefuse.kernels.triton.problem import Config, Problem, Tiles, Vectors
 from moefuse.tuning import entries, store
 from moefuse.tuning.entries import Entry, InvalidEntryError, Pair
 

@@ -129,7 +129,7 @@ def compile_plan(problem: Any, config: Any, arch: int | str, folder: Path, separ
 
 
 def problems() -> dict[str, Any]:
-    from moefuse.kernels.triton.config import Problem
+    from moefuse.kernels.triton.problem import Problem
 
     def halves(tokens: int, **more: Any) -> Problem:
         return Problem(
@@ -223,7 +223,7 @@ def test_join_is_one_product(tmp_path: Path) -> None:
     import triton
     from triton.backends.compiler import GPUTarget
 
-    from moefuse.kernels.triton.config import Config, Tiles
+    from moefuse.kernels.triton.problem import Config, Tiles
 
     problem = problems()["prefill"]
     up = Tiles(128, 64, 8, 4, 8, desc=True, join=True, tail=True)
@@ -254,7 +254,7 @@ def compiled_up(desc: bool) -> tuple[Any, Any]:
     import triton
     from triton.backends.compiler import GPUTarget
 
-    from moefuse.kernels.triton.config import Config, Tiles, Vectors
+    from moefuse.kernels.triton.problem import Config, Tiles, Vectors
 
     part = Tiles(128, 64, 8, 3, 8, desc=True, join=True, rows_desc=True) if desc else Vectors(4, 512)
     plan, tensors = make_plan(problems()["prefill" if desc else "decode"], Config(128 if desc else 0, part, part, pdl=True))

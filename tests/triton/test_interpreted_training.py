@@ -150,7 +150,7 @@ def test_gradients_of_weights_from_sorted_copies(
 ) -> None:
     """Both factors through descriptors; tokens are copied once for gate and up."""
     from moefuse.kernels.triton import grouped_mm, wgrad_plan
-    from moefuse.kernels.triton.config import Tiles
+    from moefuse.kernels.triton.problem import Tiles
 
     copies: list[tuple[int, ...]] = []
     gathered = grouped_mm.gathered

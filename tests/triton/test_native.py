@@ -26,7 +26,7 @@ class World:
 
         from moefuse import _torch_private
         from moefuse.kernels.triton import direct, native
-        from moefuse.kernels.triton.config import Config, Problem, Vectors
+        from moefuse.kernels.triton.problem import Config, Problem, Vectors
 
         self.native, self.direct = native, direct
         self.launched: list[tuple[Any, ...]] = []
@@ -171,7 +171,7 @@ def test_a_launch_that_fails(world: World) -> None:
 
 def test_what_stays_in_python(world: World) -> None:
     """float32 depends on the TF32 switch; a dtype that has no number cannot be a key."""
-    from moefuse.kernels.triton.config import Problem
+    from moefuse.kernels.triton.problem import Problem
 
     plan, _ = make_plan(Problem(T, K, E, H, INNER, H, "merged", "float32"), None)
     assert not world.native.remember((1, 2), plan, plan.positions(COUNTS), None, world.library)

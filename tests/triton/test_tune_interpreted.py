@@ -19,7 +19,7 @@ pytestmark = [
 
 
 def problem(**more: Any) -> Any:
-    from moefuse.kernels.triton.config import Problem
+    from moefuse.kernels.triton.problem import Problem
 
     return Problem(
         **{
@@ -72,7 +72,7 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("nothing_runs")
 def test_the_search_walks_to_the_best() -> None:
     """Neighbour by neighbour, in both kernels, to a configuration that no start has."""
-    from moefuse.kernels.triton.config import Config, Tiles
+    from moefuse.kernels.triton.problem import Config, Tiles
     from moefuse.kernels.triton.tune import candidates
 
     p = problem()
@@ -167,7 +167,7 @@ def test_the_problem_of_a_call_is_the_plans() -> None:
     """The gate and the tuner name a problem from tensors, the plan from its operands; a choice must mean the same to both."""
     from moefuse.kernels.triton import layout
     from moefuse.kernels.triton import plan as plans
-    from moefuse.kernels.triton.config import Config, Vectors, problem_of
+    from moefuse.kernels.triton.problem import Config, Vectors, problem_of
 
     seen: list[Any] = []
     for storage in ({}, {"transposed": True}, {"separate": True}):
@@ -305,7 +305,7 @@ def test_products_by_the_library(tools: Any, monkeypatch: pytest.MonkeyPatch, qu
     """Its forms are measured beside our own kernels; the quickest is what the next call takes."""
     import moefuse
     from moefuse.kernels.triton import grouped_mm, provider
-    from moefuse.kernels.triton.config import Config, Tiles
+    from moefuse.kernels.triton.problem import Config, Tiles
     from moefuse.kernels.triton.tune import candidates
     from moefuse.kernels.triton.tune.call import Kind, make
     from moefuse.tuning import warmup

@@ -25,7 +25,7 @@ for line in sys.stdin:
 
 
 def jobs(*heights: int) -> list[Any]:
-    from moefuse.kernels.triton.config import Config, Problem, Tiles
+    from moefuse.kernels.triton.problem import Config, Problem, Tiles
     from moefuse.kernels.triton.tune.call import Kind
 
     p = Problem(20, 2, 3, 24, 20, 17, "merged", "bfloat16")
@@ -89,7 +89,7 @@ def test_the_real_worker_answers() -> None:
 
 
 def problems() -> list[Any]:
-    from moefuse.kernels.triton.config import Problem
+    from moefuse.kernels.triton.problem import Problem
 
     return [
         Problem(1, 8, 128, 2048, 768, 2048, "merged", "bfloat16"),

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moefuse.kernels.triton.config import Config, Problem
 from moefuse.kernels.triton.layout import Body, Lists
 from moefuse.kernels.triton.plan import Plan
+from moefuse.kernels.triton.problem import Config, Problem
 
 SETS = ((8, 8), (64, 4), (512, 3))
 """(up to so many tokens, so many routings); two for more. Few tokens hit few experts, so one routing says little."""

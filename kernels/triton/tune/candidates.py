@@ -11,8 +11,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import fields, replace
 from typing import Any
 
-from moefuse.kernels.triton.config import Config, Problem, Tiles, Vectors, fit, power_of_two, rules, table
+from moefuse.kernels.triton.config import fit, rules, table
 from moefuse.kernels.triton.layout import Device
+from moefuse.kernels.triton.problem import Config, Problem, Tiles, Vectors, power_of_two
 
 NEAR = 3
 """Entries of the table that a search begins with."""

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from moefuse.kernels.triton.config import Config, Problem
+from moefuse.kernels.triton.problem import Config, Problem
 from moefuse.kernels.triton.tune.call import Kind, make
 
 Job = tuple[Problem, Kind, Config]

@@ -14,9 +14,11 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from moefuse.kernels.triton.config import Config, choose, shipped
+from moefuse.kernels.triton import grouped_mm
+from moefuse.kernels.triton.config import choose, shipped
 from moefuse.kernels.triton.layout import device_of
 from moefuse.kernels.triton.plan import Plan
+from moefuse.kernels.triton.problem import Config
 from moefuse.kernels.triton.tune import candidates
 from moefuse.kernels.triton.tune.call import Call
 from moefuse.kernels.triton.tune.check import Truth
@@ -156,8 +158,6 @@ class Search:
 
 def library_times(call: Call, timer: Timer) -> dict[str, float]:
     """Microseconds of the call with products by the library, by form: those that it takes, and that are right."""
-    from moefuse.kernels.triton import grouped_mm
-
     x, ids, weights = call.sets[0]
     body = call.kind.body(call.problem)
     w_in, _, w_out, *biases = call.lists
@@ -183,8 +183,6 @@ def library_times(call: Call, timer: Timer) -> dict[str, float]:
 
 def current_form(call: Call) -> str | None:
     """The form of the library's that a call takes now; None if it takes our own kernels."""
-    from moefuse.kernels.triton import grouped_mm
-
     x, ids, _ = call.sets[0]
     return grouped_mm.form_for(x, ids, call.lists, call.kind.body(call.problem))
 

@@ -9,6 +9,7 @@ from typing import Any
 from torch.fx import Node
 
 from moefuse.passes.graph.sizes import Size, product, same
+from moefuse.passes.infer.gates import gate
 from moefuse.passes.infer.state import Context, out_shape
 from moefuse.passes.ir.axes import Axes, atoms, extent, fresh
 from moefuse.passes.ir.expr import SlotWeight
@@ -18,7 +19,7 @@ from moefuse.passes.rules.routing.ids import row_axis
 from moefuse.passes.rules.routing.masks import selection, tokens_together
 from moefuse.passes.rules.rows.by_rows import by_column, by_slots, features_of, same_ids, slots_together, with_none
 from moefuse.passes.rules.rows.index import pick
-from moefuse.passes.rules.rows.leaves import gate, is_slot_weight, row_domain, slot_gate, take_tokens
+from moefuse.passes.rules.rows.leaves import is_slot_weight, row_domain, slot_gate, take_tokens
 
 
 @rule("masked_select")

@@ -8,12 +8,13 @@ from typing import Any
 from torch.fx import Node
 
 from moefuse.passes.graph.sizes import same
+from moefuse.passes.infer.gates import gate
 from moefuse.passes.infer.state import Context, out_shape
 from moefuse.passes.ir.axes import Atom, Axes, Axis, extent, fresh
 from moefuse.passes.ir.expr import Gate, SlotWeight
 from moefuse.passes.ir.facts import Buffer, Column, Fill, Index, Order, Range, Routing, Rows, Selection, Sorted, Sum, Table, View
 from moefuse.passes.rules.routing.ids import row_axis
-from moefuse.passes.rules.rows.leaves import gate, is_slot_weight, row_domain, slot_gate, slot_value, take_tokens
+from moefuse.passes.rules.rows.leaves import is_slot_weight, row_domain, slot_gate, slot_value, take_tokens
 
 _ALL = slice(None, None, None)
 

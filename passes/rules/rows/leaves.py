@@ -12,7 +12,7 @@ from moefuse.passes.graph.sizes import same
 from moefuse.passes.infer.state import Context, out_shape
 from moefuse.passes.ir.axes import Atom, Axis, align, extent
 from moefuse.passes.ir.expr import Expr, Gate, SlotWeight, Token
-from moefuse.passes.ir.facts import Column, Domain, Routing, Rows, Selection, Table, View
+from moefuse.passes.ir.facts import Column, Domain, Routing, Rows, Selection, View
 
 
 def row_domain(chosen: Selection) -> Domain:
@@ -23,14 +23,6 @@ def slot_gate(node: Node, column: Column, chosen: Selection, rows: Axis) -> Rows
     """The weights of one slot for the rows that chose an expert in that slot."""
     axes = (rows, *(() for _ in column.axes[1:]))
     return Rows(axes, row_domain(chosen), Gate(node, column.base.root, True, False, chosen.expert))
-
-
-def gate(node: Node, table: Table) -> Gate:
-    """The weight a table gives the row's expert."""
-    if table.slots is not None:
-        return Gate(node, table.slots.root, True, False, table.expert)
-    source = table.root if table.root is not None else node
-    return Gate(node, source, False, table.ones, table.expert)
 
 
 def is_slot_weight(view: View, routing: Routing) -> bool:

@@ -43,7 +43,7 @@ def on_scatter(ctx: Context, node: Node, target: Node, dim: int, index: Node, sr
 
 
 def scatter_rows(ctx: Context, node: Node, target: Node, dim: int, index: Node, src: Any) -> Any:
-    """Rows of an expert added by an index expanded over the features; see rules/combine.py."""
+    """Rows of an expert added by an index expanded over the features."""
 
     adds = ctx.calls[node].name == "scatter_add"  # type: ignore[union-attr]
     return scatter_add_rows(ctx, node, target, dim, index, src) if adds else scatter_sorted(ctx, target, dim, index, src)

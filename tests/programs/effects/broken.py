@@ -12,8 +12,7 @@ from moefuse.passes.graph.calls import call_of, fake, tensor
 from moefuse.passes.graph.storage import Memory
 from moefuse.passes.infer.state import Context
 from moefuse.passes.ir.regions import Region
-from moefuse.passes.lower import dce
-from moefuse.passes.match import safety
+from moefuse.passes.match import liveness, safety
 from moefuse.passes.prove import effects, synthetic_inputs
 from moefuse.passes.prove.region_key import _Form
 from moefuse.passes.rules.rows import views
@@ -57,18 +56,18 @@ STORAGE_BY_NAMES: Broken = ((Memory, "_read", _key_by_name), (Memory, "_join_hid
 
 # --- writes -----------------------------------------------------------------------------------------------------------------------
 
-_effect, _written, _has_effect = dce._effect, dce._written, effects._has_effect
+_effect, _written, _has_effect = liveness._effect, liveness._written, effects._has_effect
 
 
 def _outlives(ctx: Context, node: Node) -> bool:
     """Whether a node of torch's writes to what outlives the call."""
-    targets = ctx.memory.targets.get(node, ()) if not dce.users_own(node) else ()
+    targets = ctx.memory.targets.get(node, ()) if not liveness.users_own(node) else ()
     return any(ctx.memory.outlives(name) for t in targets for name in ctx.memory.storages(t))
 
 
 UPDATES_DROPPED: Broken = (
-    (dce, "_effect", lambda ctx, node: not _outlives(ctx, node) and _effect(ctx, node)),
-    (dce, "_written", lambda ctx, write: [] if _outlives(ctx, write) else _written(ctx, write)),
+    (liveness, "_effect", lambda ctx, node: not _outlives(ctx, node) and _effect(ctx, node)),
+    (liveness, "_written", lambda ctx, write: [] if _outlives(ctx, write) else _written(ctx, write)),
 )
 
 
