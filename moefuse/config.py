@@ -26,6 +26,7 @@ SWITCHES: dict[str, tuple[str, ...]] = {
     "MOEFUSE_CPU_KERNEL": ("0", "1"),
     "MOEFUSE_AUTOTUNE": ("0", "1"),
     "MOEFUSE_OVERLAP": ("0", "1"),
+    "MOEFUSE_DIRECT_LAUNCH": ("0", "1"),
     "MOEFUSE_WORKSPACE_MIB": (),
     "MOEFUSE_CACHE_DIR": (),
 }

@@ -205,7 +205,7 @@ def load_rows(rows_of, start, rows, col, BM: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit
 def store_rows(rows_of, v, start, rows, col, BM: tl.constexpr, BN: tl.constexpr, PARTS: tl.constexpr):
-    """Store the first ``rows`` of v [BM, BN] at row ``start`` from column ``col`` through a descriptor of ``plan.rows_descriptor``.
+    """Store the first ``rows`` of v [BM, BN] at row ``start`` from column ``col`` through a descriptor of ``layout.rows_descriptor``.
 
     The hardware clips rows at a fixed one, so row r of the tile is shown as row FAR_ROW - rows + r: what is behind ``rows`` falls off. The
     second coordinate puts the rows where they belong, the first takes away what is too much (idea of ragged_tma.py in Triton's tools). In

@@ -183,11 +183,6 @@ def preferred(problem: Problem, device: str) -> str | None:
     return None if best == "us" else best
 
 
-def prefers_grouped_mm(problem: Problem, device: str) -> bool:
-    """Whether a call on the device called ``device`` is quicker with ``grouped_mm`` in some form."""
-    return preferred(problem, device) is not None
-
-
 @functools.cache
 def _measured(device: str) -> tuple[tuple[Problem, dict[str, float]], ...]:
     """(problem, microseconds: "us" of our own kernels, others by form) of the device's table; entries without the others stand for ours.

@@ -1,6 +1,6 @@
 """Block sizes and launches of the kernels of the grouped tier and of training: one function per kernel, tensors in, nothing returned.
 
-Grids and buffers follow from shapes alone, as in ``plan.py``. There is no plan to keep: a launch is looked up by everything that Triton
+Grids and buffers follow from shapes alone, as in ``plan.py``. What is kept are launches: one is looked up by everything that Triton
 specialises on, and one that was seen before goes straight to its compiled kernel.
 """
 

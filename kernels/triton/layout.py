@@ -94,7 +94,7 @@ def rows_descriptor(features: int, bm: int, bn: int, stride: int | None = None) 
     ``stride``: elements from row to row, ``features`` where rows are contiguous.
 
     Rows are clipped at FAR_ROW = 2**30; coordinate FAR_ROW of the first dimension goes 2**64 bytes (a power of two times that), which is
-    nowhere, minus FAR_ROW rows.
+    nowhere, minus FAR_ROW rows. (The constants are those of ``ragged_tma.py`` in Triton's tools, whose idea this is.)
     """
     huge = 0x7FFF0000
     step = features if stride is None else stride

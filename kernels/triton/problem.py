@@ -79,7 +79,7 @@ class Config:
 
 @dataclass(frozen=True)
 class Problem:
-    """What a choice may depend on; I, H, N: inner features, inputs, outputs of one expert. ``wide``: dtype is float32."""
+    """What a choice may depend on; I, H, N: inner features, inputs, outputs of one expert."""
 
     tokens: int
     top_k: int

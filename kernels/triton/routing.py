@@ -1,6 +1,6 @@
 """From expert ids to sorted rows on the device: the arrays that the tiled GEMMs work on.
 
-Glossary, all int32, in one buffer (:class:`Layout` says where each begins); S = T*K slots, slot = t*K + k:
+Glossary, all int32, in one buffer (``layout.Workspace`` says where each begins); S = T*K slots, slot = t*K + k:
 
 * order [S]: slot numbers stably sorted by expert, slots with an invalid id last; position [S]: its inverse, where the combine wants it;
 * offsets [E + 1]: rows [offsets[e], offsets[e + 1]) of the order belong to expert e; offsets[E] counts the valid slots;

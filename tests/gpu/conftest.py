@@ -1,4 +1,4 @@
-"""Compilation takes most of the time here: ``MOEFUSE_SHARD=3/16`` runs every sixteenth test, so that as many processes share it."""
+"""Compilation takes most of the time here: ``TEST_SHARD=3/16`` runs every sixteenth test, so that as many processes share it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    shard = os.environ.get("MOEFUSE_SHARD")
+    shard = os.environ.get("TEST_SHARD")
     if not shard:
         return
     this, count = map(int, shard.split("/"))

@@ -113,8 +113,8 @@ def test_the_table_decides_by_its_times(tmp_path: Path, monkeypatch: pytest.Monk
             tokens: grouped_mm.preferred(Problem(**{**problem, "tokens": tokens}), "A device") for tokens in (16384, 9000, 1024, 64, 1)
         }
         assert answers == {16384: "all", 9000: "all", 1024: None, 64: None, 1: None}
-        assert grouped_mm.prefers_grouped_mm(Problem(**problem), "A device")
-        assert not grouped_mm.prefers_grouped_mm(Problem(**{**problem, "gating": "plain"}), "A device")
-        assert not grouped_mm.prefers_grouped_mm(Problem(**problem), "unknown")
+        assert grouped_mm.preferred(Problem(**problem), "A device") is not None
+        assert grouped_mm.preferred(Problem(**{**problem, "gating": "plain"}), "A device") is None
+        assert grouped_mm.preferred(Problem(**problem), "unknown") is None
     finally:
         grouped_mm._measured.cache_clear()

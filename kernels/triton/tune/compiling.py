@@ -81,11 +81,6 @@ def _operands(plan: Any, lists: Any) -> dict[str, torch.Tensor]:
     return given
 
 
-def in_this_process(jobs: Sequence[Job], deadline: float) -> list[str | None]:
-    """A :data:`Compiler` without workers."""
-    return [compile_one(job) if time.monotonic() < deadline else LATE for job in jobs]
-
-
 def nothing(jobs: Sequence[Job], deadline: float) -> list[str | None]:
     """A :data:`Compiler` that leaves it to the first launch."""
     return [None] * len(jobs)
