@@ -9,7 +9,7 @@ VENV4 := .venv4
 TRITON := $(VENV)/triton
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo lint test test-transformers4 coverage kernels gpu deep bench clean
+.PHONY: help venv demo lint quick test test-transformers4 coverage kernels gpu deep bench clean
 
 help:
 	@echo "make venv   the environment, pinned, in $(VENV)"
@@ -17,6 +17,7 @@ help:
 	@echo "make test   style, types, and all tests that need no GPU"
 	@echo "make test-transformers4  the expert loops of transformers 4.57, all families, in an environment of their own ($(VENV4))"
 	@echo "make coverage  every family of transformers 5 and 4.57, each implementation, eval and train: docs/coverage.md (half an hour)"
+	@echo "make quick  style, types, what needs no compiler, and a slice of the catalogue of spellings: a minute and a half on two cores"
 	@echo "make kernels  the GPU kernels without a GPU: interpreted, and compiled for five targets (part of test)"
 	@echo "make gpu    the tests that need a CUDA device"
 	@echo "make lint   style and types only"
@@ -40,6 +41,9 @@ lint: $(STAMP)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy --package moefuse
+
+quick: lint
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/null tests/cpu/test_programs.py::test_catalogue -x -q -n auto --dist worksteal
 
 test: lint kernels
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/null tests/cpu -x -q -n auto --dist worksteal --durations 50
