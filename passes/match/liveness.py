@@ -32,7 +32,22 @@ def live(ctx: Context) -> set[Node]:
 def _written(ctx: Context, write: Node) -> list[Node]:
     """Everything that may show what a write leaves: the aliases of its target, or the fused op's result in its place."""
     names = {name for t in ctx.memory.targets[write] for name in ctx.memory.storages(t)}
-    return [*(a for name in names for a in ctx.aliases.get(name, ())), *(n for n in write.all_input_nodes if n not in ctx.position)]
+    return [*(a for name in names for a in ctx.aliases.get(name, ())), *_put_in(ctx, write, names)]
+
+
+def _put_in(ctx: Context, write: Node, names: set[Node]) -> list[Node]:
+    """New nodes that a write goes to, perhaps through views: ``result.detach().mul_(2)``."""
+    found, stack, seen = [], list(write.all_input_nodes), set()
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node not in ctx.position:
+            found.append(node)
+        elif not names.isdisjoint(ctx.memory.storages(node)):
+            stack.extend(node.all_input_nodes)
+    return found
 
 
 def _reach(live: set[Node], roots: list[Node]) -> None:

@@ -359,3 +359,38 @@ def test_a_view_by_an_operator_that_only_torchscript_has() -> None:
 
     seen = check(Written)
     assert "internal-error" not in {s.code for s in seen.report.skipped}
+
+
+class WrittenBetween(MoE):
+    """The first layer's sum is changed through a view before the second one reads it; dead code of captured loops goes."""
+
+    def __init__(self, write: Callable[[Tensor], object]) -> None:
+        super().__init__()
+        self.write = write
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            weights, ids = self.route(x)
+            self.write(x.data)
+            out = torch.zeros_like(x)
+            for row in (ids[..., None] == torch.arange(E)).sum((0, 1)).nonzero():
+                tok, slot = torch.where(ids == row[0])
+                out.index_add_(0, tok, self.experts[row[0]](x[tok]) * weights[tok, slot, None])
+            x = out
+        self.write(x.detach())
+        return x
+
+
+@pytest.mark.parametrize("verify", ["off", "probe"])
+@pytest.mark.parametrize(
+    "write", [lambda x: x.mul_(2), lambda x: x.view(-1)[3:].zero_(), lambda x: x.unbind(0)[1].add_(1)], ids=["all", "some", "a row"]
+)
+def test_a_sum_that_is_written_through_a_view(write: Callable[[Tensor], object], verify: Literal["off", "probe"]) -> None:
+    """The write went with the loop: the fused op's result was not seen behind the view."""
+    torch.manual_seed(0)
+    model, seen = WrittenBetween(write), Seen()
+    x = torch.randn(9, H)
+    with torch.no_grad():
+        expected = model(x.clone())
+        torch.testing.assert_close(torch.compile(model, backend=capturing(seen, Options(verify=verify)))(x.clone()), expected)
+    assert len(seen.report.fused) == 2, seen.report
