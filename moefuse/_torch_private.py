@@ -339,16 +339,21 @@ def storage_key(t: torch.Tensor) -> int:
         return id(t)
 
 
+def _operator_name(schema: Any) -> str:
+    """The name by which the dispatcher knows an operator."""
+    return f"{schema.name}.{schema.overload_name}" if schema.overload_name else str(schema.name)
+
+
 def has_kernel(schema: Any) -> bool:
     """Whether a schema is that of an operator on tensors, not of a method of TorchScript's lists and dicts, which have the same names."""
-    name = f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name
-    return bool(torch._C._dispatch_has_kernel(name))
+    return bool(torch._C._dispatch_has_kernel(_operator_name(schema)))
 
 
 def is_composite(schema: Any) -> bool:
     """Whether an operator is made of others, or TorchScript's own, so that its schema may keep to itself that the result is an input."""
-    name = f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name
-    return not has_kernel(schema) or bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"))
+    return not has_kernel(schema) or bool(
+        torch._C._dispatch_has_kernel_for_dispatch_key(_operator_name(schema), "CompositeImplicitAutograd")
+    )
 
 
 def same_storage(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -1,5 +1,4 @@
-"""Routed experts as one sort and contiguous per-expert GEMMs over sorted rows: the provider in PyTorch alone, for
-CPUs and for devices without kernels.
+"""Routed experts as one sort and contiguous per-expert GEMMs over sorted rows: in PyTorch alone, for CPUs and devices without kernels.
 
 Rows are worked on in chunks of whole experts, so temporaries stay small (and in cache) however many slots there are, and the activation
 runs once per chunk instead of once per expert. Only experts that have rows are visited. One host read of the expert ids per call.

@@ -169,8 +169,9 @@ def _call(p: Program, run: Callable[..., Any], model: nn.Module, x: Tensor, may_
         if out.requires_grad:
             (out * torch.linspace(-1, 1.5, out.numel()).view(out.shape)).sum().backward()
     seen |= {name: t.detach().clone() for name, t in (*model.named_parameters(), *model.named_buffers())}
-    seen |= {f"gradient of {name}": _grad(t) for name, t in (("x", leaf), *model.named_parameters())}
-    seen[NONE] = {name for name, t in (("x", leaf), *model.named_parameters()) if t.grad is None}
+    leaves = {"x": leaf, **dict(model.named_parameters())}
+    seen |= {f"gradient of {name}": _grad(t) for name, t in leaves.items()}
+    seen[NONE] = {name for name, t in leaves.items() if t.grad is None}
     return seen | {f"Python {name}": value for name, value in _python(model)}
 
 
