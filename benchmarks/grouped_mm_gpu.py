@@ -34,12 +34,14 @@ TABLES = Path(__file__).parent.parent / "kernels" / "triton" / "tables"
 def make(form: str, s: gs.Shape, lists: layer.Lists, inputs: tuple[Tensor, ...]) -> layer.Call:
     """One form, as the provider would run it."""
     from moefuse.kernels.triton.grouped_mm import LibraryPlan
-    from moefuse.kernels.triton.plan import Body, Plan
+    from moefuse.kernels.triton.plan import Plan
+    from moefuse.ops.call import ExpertsCall
 
-    options = gs.options(s)
-    body = Body(options["activation"], (0.0, 0.0), options["gating"], False, False, torch.bfloat16)
-    plan: Any = Plan(*inputs, lists, body) if form == "own" else LibraryPlan(*inputs, lists, body, form)
-    return lambda x, ids, weights: plan.run(x, ids, weights, lists)
+    def call(*tensors: Tensor) -> Any:
+        return ExpertsCall.of(*tensors, *lists, **gs.options(s))
+
+    plan: Any = Plan(call(*inputs)) if form == "own" else LibraryPlan(call(*inputs), form)
+    return lambda x, ids, weights: plan.run(call(x, ids, weights))
 
 
 def measure(shape: str, tokens: int, lists: layer.Lists, seconds: float) -> dict[str, Any]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
@@ -12,6 +10,7 @@ from torch import Tensor
 from moefuse.kernels.triton.functions import gated, pointwise
 from moefuse.kernels.triton.grouped_plan import launch, on_device
 from moefuse.kernels.triton.layout import DTYPES
+from moefuse.ops.call import Body
 
 BLOCK = 512
 
@@ -42,13 +41,12 @@ def supports(gate: Tensor) -> bool:
 
 
 @on_device
-def activate(gate: Tensor, up: Tensor | None, activation: str, activation_args: Sequence[float]) -> Tensor:
+def activate(gate: Tensor, up: Tensor | None, body: Body) -> Tensor:
     """[T, I] in the dtype of ``gate`` [T, I], whose strides and those of ``up`` [T, I] may be any."""
     tokens, inter = gate.shape
     out = torch.empty((tokens, inter), dtype=gate.dtype, device=gate.device)
     other = gate if up is None else up
-    args = (*activation_args, 0.0, 0.0)[:2]
     if out.numel():
-        rest = (inter, *gate.stride(), *other.stride(), *map(float, args), activation, up is not None, BLOCK)
+        rest = (inter, *gate.stride(), *other.stride(), *body.pair, body.activation, up is not None, BLOCK)
         launch(act_rows, (tokens, -(-inter // BLOCK)), (gate, other, out), rest)
     return out

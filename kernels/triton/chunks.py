@@ -11,8 +11,9 @@ import os
 import torch
 from torch import Tensor
 
-from moefuse.kernels.triton.layout import Body, Device, Lists
+from moefuse.kernels.triton.layout import Device
 from moefuse.kernels.triton.plan import Plan
+from moefuse.ops.call import ExpertsCall
 
 ROWS = 256
 """Chunks begin at multiples of this: addresses in them are aligned as in the whole call."""
@@ -26,28 +27,28 @@ def allowed() -> int | None:
     return int(text) << 20 if text else None
 
 
-def chunked(plan: Plan, x: Tensor, ids: Tensor, weights: Tensor, lists: Lists, body: Body) -> Plan | ChunkedPlan:
+def chunked(plan: Plan, call: ExpertsCall) -> Plan | ChunkedPlan:
     """The plan itself if its workspace is small enough, else one in chunks."""
     limit = allowed()
     if limit is None or plan.empty or plan.workspace.size <= limit or plan.tokens <= ROWS:
         return plan
-    return ChunkedPlan(plan, x, ids, weights, lists, body, limit)
+    return ChunkedPlan(plan, call, limit)
 
 
-def workspace_bytes(x: Tensor, ids: Tensor, weights: Tensor, lists: Lists, body: Body, device: Device) -> int:
+def workspace_bytes(call: ExpertsCall, device: Device) -> int:
     """What a call of these kinds of tensors (on the meta device) takes beside its result."""
-    plan = chunked(Plan(x, ids, weights, lists, body, device=device), x, ids, weights, lists, body)
+    plan = chunked(Plan(call, device=device), call)
     return plan.workspace.size if isinstance(plan, Plan) else max(part.workspace.size for part in plan.plans)
 
 
 class ChunkedPlan:
     """All calls of one kind, in equal chunks and a rest."""
 
-    def __init__(self, whole: Plan, x: Tensor, ids: Tensor, weights: Tensor, lists: Lists, body: Body, limit: int) -> None:
+    def __init__(self, whole: Plan, call: ExpertsCall, limit: int) -> None:
         self.whole, tokens = whole, whole.tokens
 
         def part(first: int, last: int) -> Plan:
-            return Plan(x[first:last], ids[first:last], weights[first:last], lists, body, whole.config)
+            return Plan(call.of_tokens(slice(first, last)), whole.config)
 
         step = -(-tokens // (2 * ROWS)) * ROWS
         while (plan := part(0, step)).workspace.size > limit and step > ROWS:
@@ -56,14 +57,11 @@ class ChunkedPlan:
         self.step = step
         self.plans = [plan] * (tokens // step) + ([part(tokens - rest, tokens)] if rest else [])
 
-    def uniform(self, lists: Lists) -> Lists:
-        """As of a plan."""
-        return self.whole.uniform(lists)
-
-    def run(self, x: Tensor, ids: Tensor, weights: Tensor, lists: Lists) -> Tensor:
+    def run(self, call: ExpertsCall) -> Tensor:
         """The output [T, N]."""
-        out = torch.empty((self.whole.tokens, self.whole.out), dtype=self.whole.body.out_dtype, device=x.device)
+        call = self.whole.uniform(call)
+        out = torch.empty((self.whole.tokens, self.whole.out), dtype=self.whole.out_dtype, device=call.device)
         for i, plan in enumerate(self.plans):
             rows = slice(i * self.step, i * self.step + plan.tokens)
-            plan.run(x[rows], ids[rows], weights[rows], lists, out[rows])
+            plan.run(call.of_tokens(rows), out[rows])
         return out

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,9 +16,10 @@ from torch import Tensor
 from moefuse.kernels.triton import config
 from moefuse.kernels.triton import grouped_plan as plan
 from moefuse.kernels.triton.grouped_plan import Activation, Lists, Sorted, on_device
-from moefuse.kernels.triton.layout import Body, device_of
+from moefuse.kernels.triton.layout import device_of
 from moefuse.kernels.triton.plan import Plan
 from moefuse.kernels.triton.problem import Problem, problem_of
+from moefuse.ops.call import ExpertsCall
 from moefuse.tuning import store
 
 NAME = "grouped_mm"
@@ -60,12 +60,14 @@ def refusal(x: Tensor, gating: str, biases: Sequence[Lists], *lists: Lists) -> s
     return None if fit else "rows that are not whole 16 bytes"
 
 
-def supports(
-    x: Tensor, ids: Tensor, weights: Tensor, w_in: Lists, w_up: Lists, w_out: Lists, b_in: Lists, b_up: Lists, b_out: Lists, *rest: Any
-) -> str | None:
-    """:func:`refusal` for the arguments of ``experts``. Of fake tensors only device and dtype are known to the end."""
-    gating = rest[2] if len(rest) > 2 else "merged"
-    return refusal(x, gating, (b_in, b_up, b_out), w_in, w_out) or (None if ids.numel() else "no slots")
+def supports(call: ExpertsCall) -> str | None:
+    """:func:`refusal` for a call. Of fake tensors only device and dtype are known to the end."""
+    return refusal_of(call) or (None if call.ids.numel() else "no slots")
+
+
+def refusal_of(call: ExpertsCall) -> str | None:
+    """:func:`refusal` for the products of a call."""
+    return refusal(call.x, call.body.gating, call.lists[3:], call.w_in.weight, call.w_out.weight)
 
 
 def product(rows: Tensor, w: Tensor, ends: Tensor) -> Tensor:
@@ -91,35 +93,20 @@ def gathered(x: Tensor, it: Sorted, scale: Tensor | None = None) -> Tensor:
 
 
 @on_device
-def experts(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    w_in: Lists,
-    w_up: Lists,
-    w_out: Lists,
-    b_in: Lists,
-    b_up: Lists,
-    b_out: Lists,
-    activation: str,
-    activation_args: Sequence[float],
-    gating: str,
-    up_first: bool,
-    weight_on_input: bool,
-    out_dtype: torch.dtype | None,
-) -> Tensor:
-    """``moefuse::experts``, arguments in schema order, both products by the library."""
-    arg0, arg1, *_ = (*activation_args, 0.0, 0.0)
-    order, offsets = plan.sort(ids, w_in[0].shape[0])
-    it = Sorted(order, offsets, ids.numel(), w_in[0].shape[0], ids.shape[1])
+def experts(call: ExpertsCall) -> Tensor:
+    """``moefuse::experts``, both products by the library."""
+    x, ids, body = call.x, call.ids, call.body
+    (w_in,), (w_out,) = call.w_in.weight, call.w_out.weight
+    order, offsets = plan.sort(ids, w_in.shape[0])
+    it = Sorted(order, offsets, ids.numel(), w_in.shape[0], call.top_k)
     ends = offsets[1:].to(torch.int32)
-    rows = gathered(x, it, weights if weight_on_input else None)
-    h = product(rows, w_in[0].transpose(1, 2), ends)
+    rows = gathered(x, it, call.weights if body.on_input else None)
+    h = product(rows, w_in.transpose(1, 2), ends)
     del rows
-    a = torch.empty((it.slots, w_out[0].shape[2]), dtype=x.dtype, device=x.device)
-    plan.activate(a, h, it, Activation(activation, (float(arg0), float(arg1)), gating, up_first, a.shape[1]))
+    a = torch.empty((it.slots, w_out.shape[2]), dtype=x.dtype, device=x.device)
+    plan.activate(a, h, it, Activation(body, a.shape[1]))
     del h
-    return _summed(product(a, w_out[0].transpose(1, 2), ends), it, None if weight_on_input else weights, out_dtype or x.dtype)
+    return _summed(product(a, w_out.transpose(1, 2), ends), it, None if body.on_input else call.weights, call.out_dtype)
 
 
 def _summed(y: Tensor, it: Sorted, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -133,40 +120,33 @@ class LibraryPlan:
 
     direct = None
 
-    def __init__(self, x: Tensor, ids: Tensor, weights: Tensor, lists: tuple[Lists, ...], body: Body, form: str) -> None:
-        self.body = body
-        self.up = Plan(x, ids, weights, lists, body) if form == "down" else None
+    def __init__(self, call: ExpertsCall, form: str) -> None:
+        self.up = Plan(call) if form == "down" else None
         # The launches until the activation; what they leave in the workspace is all that the rest needs.
         names = [step.launch.kernel.__name__ for step in self.up.steps] if self.up is not None else []
         self.steps = self.up.steps[: names.index("up_tiles") + 1] if self.up is not None and "up_tiles" in names else []
 
-    def uniform(self, lists: tuple[Lists, ...]) -> tuple[Lists, ...]:
-        return lists
-
-    def run(self, x: Tensor, ids: Tensor, weights: Tensor, lists: tuple[Lists, ...]) -> Tensor:
+    def run(self, call: ExpertsCall) -> Tensor:
         """The output [T, N]."""
-        body = self.body
         if self.up is None:
-            out: Tensor = experts(
-                x, ids, weights, *lists, body.activation, body.args, body.gating, body.up_first, body.on_input, body.out_dtype
-            )
+            out: Tensor = experts(call)
             return out
-        space = torch.empty(self.up.workspace.size, dtype=torch.uint8, device=x.device)
+        space = torch.empty(self.up.workspace.size, dtype=torch.uint8, device=call.device)
         views = self.up.workspace.views(space)
-        tensors = {**views, **self.up._operands(lists), "x": x, "ids": ids, "weights": weights}
+        tensors = {**views, **self.up._operands(call.lists), "x": call.x, "ids": call.ids, "weights": call.weights}
         for step in self.steps:
             plan.launch_step(step, [tensors[name] for name in step.names])
-        it = Sorted(views["order"], views["offsets"], ids.numel(), lists[0][0].shape[0], ids.shape[1])
-        y = product(views["h"], lists[2][0].transpose(1, 2), views["offsets"][1:])
-        return _summed(y, it, None if body.on_input else weights, body.out_dtype)
+        it = Sorted(views["order"], views["offsets"], call.ids.numel(), call.w_in.experts, call.top_k)
+        y = product(views["h"], call.w_out.weight[0].transpose(1, 2), views["offsets"][1:])
+        return _summed(y, it, None if call.body.on_input else call.weights, call.out_dtype)
 
 
-def form_for(x: Tensor, ids: Tensor, lists: tuple[Lists, ...], body: Body) -> str | None:
+def form_for(call: ExpertsCall) -> str | None:
     """The form of the library's that is quicker than our kernels for a call by a measurement; None if none is known to be."""
-    w_in, _, w_out, b_in, b_up, b_out = lists
-    if not ids.numel() or refusal(x, body.gating, (b_in, b_up, b_out), w_in, w_out) is not None:
+    if supports(call) is not None:
         return None
-    return preferred(problem_of(x, ids, w_in, w_out, body.gating), device_of(x.device).name)
+    problem = problem_of(call.x, call.ids, call.w_in.weight, call.w_out.weight, call.body.gating)
+    return preferred(problem, device_of(call.device).name)
 
 
 def preferred(problem: Problem, device: str) -> str | None:

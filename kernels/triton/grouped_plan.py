@@ -22,6 +22,7 @@ from moefuse.kernels.triton.launch import Address, Descriptor, Launch, stream_of
 from moefuse.kernels.triton.layout import CHUNK, SORT_AT_ONCE, UNROLLED, Device, device_of, precision_of, rows_descriptor
 from moefuse.kernels.triton.operands import Operand, address_table, describe, is_apart, steps_table
 from moefuse.kernels.triton.problem import Tiles, power_of_two
+from moefuse.ops.call import Body
 
 Lists = Sequence[Tensor]
 
@@ -82,11 +83,11 @@ def launch_step(step: Any, tensors: Sequence[Tensor]) -> None:
 
 
 def on_device(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Run with the device of the first tensor as the current one."""
+    """Run with the device of the first argument, a tensor, a list of them or a call, as the current one."""
 
     @functools.wraps(function)
     def wrapper(first: Any, *rest: Any) -> Any:
-        device = (first if isinstance(first, Tensor) else first[0]).device
+        device = (first if hasattr(first, "device") else first[0]).device
         if device.type != "cuda" or device.index == current_device():
             return function(first, *rest)
         with torch.cuda.device(device):
@@ -357,19 +358,17 @@ def pair(
 class Activation:
     """The activation of one kind of expert, and where gate and up are in a row of the pre-activation [S, width]."""
 
-    name: str
-    args: tuple[float, float]
-    gating: str
-    up_first: bool
+    body: Body
     inter: int
 
     @property
     def flags(self) -> tuple[Any, ...]:
         """GATE, UP, STEP, PLAIN, ACT, ARG0, ARG1 of ``backward.py``."""
-        second, step = (1, 2) if self.gating == "interleaved" else (self.inter, 1)
-        gate, up = (second, 0) if self.up_first else (0, second)
-        plain = self.gating == "plain"
-        return gate, 0 if plain else up, step, plain, self.name, *self.args
+        body = self.body
+        second, step = (1, 2) if body.gating == "interleaved" else (self.inter, 1)
+        gate, up = (second, 0) if body.up_first else (0, second)
+        plain = body.gating == "plain"
+        return gate, 0 if plain else up, step, plain, body.activation, *body.pair
 
 
 def activate(a: Tensor, h: Tensor, it: Sorted, how: Activation) -> None:

@@ -1,4 +1,4 @@
-"""What a plan is put together from: names, the options of a call, the device, sections of the workspace, steps, and descriptors of rows."""
+"""What a plan is put together from: names, the device, sections of the workspace, steps, and descriptors of rows."""
 
 from __future__ import annotations
 
@@ -27,18 +27,6 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 """What the kernels store."""
 UNROLLED = 16
 """Up to so many slots per token the combine has all their rows in flight at once."""
-
-
-@dataclass(frozen=True)
-class Body:
-    """The options of a call."""
-
-    activation: str
-    args: tuple[float, float]
-    gating: str
-    up_first: bool
-    on_input: bool
-    out_dtype: torch.dtype
 
 
 @dataclass(frozen=True)

@@ -141,7 +141,7 @@ def remember(
         for kernel in direct.kernels
         for address in (ctypes.addressof(kernel.config), kernel.function.value or 0, ctypes.addressof(kernel.params))
     ]
-    numbers = [plan.tokens, plan.out, plan.workspace.size, CODES[plan.body.out_dtype], CODES[torch.uint8]]
+    numbers = [plan.tokens, plan.out, plan.workspace.size, CODES[plan.out_dtype], CODES[torch.uint8]]
     constants = [table.data_ptr() for table in (tables or {}).values()]
     places = list(positions)
     for k, at in enumerate(tables or ()):

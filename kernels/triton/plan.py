@@ -6,7 +6,7 @@ and launches. Buffer sizes depend on T, K, E and the sizes of an expert, never o
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,35 +15,39 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moefuse._torch_private import empty_cuda
 from moefuse._torch_private import raw_stream as _raw_stream
-from moefuse.kernels.triton import tiles, vectors
+from moefuse.kernels.triton import native, tiles, vectors
 from moefuse.kernels.triton.config import choose
 from moefuse.kernels.triton.direct import Direct
 from moefuse.kernels.triton.launch import INTERPRETED, Address, Descriptor, Launch, stream_of
-from moefuse.kernels.triton.layout import INPUTS, Body, Device, Lists, Step, Workspace, device_of
+from moefuse.kernels.triton.layout import INPUTS, Device, Lists, Step, Workspace, device_of
 from moefuse.kernels.triton.operands import Operand, address_table, describe, is_apart, steps_table
 from moefuse.kernels.triton.problem import Config, Problem
+from moefuse.ops.call import ExpertsCall
+
+MAX_KNOWN = 4096
+"""Sets of separate Parameters that a plan remembers; beyond, it forgets them."""
 
 
 class Plan:
     """All calls with the same shapes, strides, dtypes, alignments and options."""
 
-    def __init__(self, x: Tensor, ids: Tensor, weights: Tensor, lists: Lists, body: Body, config: Config | None = None,
-                 device: Device | None = None) -> None:  # fmt: skip
+    def __init__(self, call: ExpertsCall, config: Config | None = None, device: Device | None = None) -> None:
+        x, ids, weights, body = call.x, call.ids, call.weights, call.body
         self.device, self.index = device or device_of(x.device), x.device.index
-        self.stacked = tuple(len(tensors) > 1 and not describe(tensors, tensors[0].dim()).uniform for tensors in lists)
-        w_in, w_up, w_out, b_in, b_up, b_out = lists = self.uniform(lists)
-        self.dtype, self.body = x.dtype, body
+        self.stacked = tuple(len(tensors) > 1 and not describe(tensors, tensors[0].dim()).uniform for tensors in call.lists)
+        w_in, w_up, w_out, b_in, b_up, b_out = self.uniform(call).lists
+        self.dtype, self.body, self.out_dtype = x.dtype, body, call.out_dtype
         self.tokens, self.hidden = x.shape
         self.top_k = ids.shape[1]
         self.slots = self.tokens * self.top_k
         self.experts = w_in[0].shape[0] if len(w_in) == 1 and w_in[0].dim() == 3 else len(w_in)
         self.out, self.inter = w_out[0].shape[-2:]
-        mixed = body.gating == "separate" and (len(w_in) > 1) != (len(w_up) > 1)
+        mixed = body.split and (len(w_in) > 1) != (len(w_up) > 1)
         mixed_bias = bool(b_in and b_up) and (len(b_in) > 1) != (len(b_up) > 1)
         self.w_in, self.w_out = describe(w_in, 2, mixed), describe(w_out, 2)
         self.w_up = describe(w_up, 2, mixed) if w_up else self.w_in
         self.b_in = describe(b_in, 1, mixed_bias) if b_in else None
-        self.b_up = describe(b_up, 1, mixed_bias) if b_up else None if body.gating == "separate" else self.b_in
+        self.b_up = describe(b_up, 1, mixed_bias) if b_up else None if body.split else self.b_in
         self.b_out = describe(b_out, 1) if b_out else None
         self.empty = not (self.slots and self.out and self.experts)
         self.config = config or self._choose(w_in[0])
@@ -53,14 +57,16 @@ class Plan:
         self.ready = False
         self.direct: Direct | None = None
         self.apart: set[str] = set()
+        self.known: dict[tuple[int, ...] | None, tuple[dict[str, int], list[Tensor]]] = {}
+        self.told: set[tuple[int, ...]] = set()
         if not self.empty:
             self._build(ids, weights)
 
-    def uniform(self, lists: Lists) -> Lists:
-        """The lists as they are; one whose tensors differ in their strides is stacked: there is no single form to read it."""
+    def uniform(self, call: ExpertsCall) -> ExpertsCall:
+        """The call as it is; a list whose tensors differ in their strides is stacked: there is no single form to read it."""
         if not any(self.stacked):
-            return lists
-        return tuple([torch.stack(list(t))] if stack else t for t, stack in zip(lists, self.stacked, strict=True))
+            return call
+        return call.with_lists([torch.stack(list(t))] if stack else t for t, stack in zip(call.lists, self.stacked, strict=True))
 
     # What the kernels share ---------------------------------------------------------------------------------------------------------
 
@@ -130,28 +136,29 @@ class Plan:
 
     # Running ------------------------------------------------------------------------------------------------------------------------
 
-    def run(self, x: Tensor, ids: Tensor, weights: Tensor, lists: Lists, out: Tensor | None = None) -> Tensor:
+    def run(self, call: ExpertsCall, out: Tensor | None = None) -> Tensor:
         """The output [T, N] of a call that this plan was made for; written to ``out`` if there are slots, experts and features."""
         if self.empty:
-            return x.new_zeros((self.tokens, self.out), dtype=self.body.out_dtype)
+            return call.x.new_zeros((self.tokens, self.out), dtype=self.out_dtype)
+        call = self.uniform(call)
+        if self.direct is not None and out is None and (made := self._run_flat(call)) is not None:
+            return made
         if out is None:
-            out = torch.empty((self.tokens, self.out), dtype=self.body.out_dtype, device=x.device)
-        operands = self._operands(lists)
+            out = torch.empty((self.tokens, self.out), dtype=self.out_dtype, device=call.device)
         if self.ready:
-            return self.run_at(x, ids, weights, {name: t.data_ptr() for name, t in operands.items()}, out)
-        space = torch.empty(self.workspace.size, dtype=torch.uint8, device=x.device)
-        self._first(x, ids, weights, operands, space, out)
+            return self._again(call, out)
+        space = torch.empty(self.workspace.size, dtype=torch.uint8, device=call.device)
+        self._first(call, self._operands(call.lists), space, out)
         return out
 
-    def run_at(self, x: Tensor, ids: Tensor, weights: Tensor, places: Mapping[str, int], out: Tensor | None = None) -> Tensor:
-        """:meth:`run` once it is ``ready``, given the addresses of weights and biases by name."""
-        if out is None:
-            out = torch.empty((self.tokens, self.out), dtype=self.body.out_dtype, device=x.device)
-        space = torch.empty(self.workspace.size, dtype=torch.uint8, device=x.device)
+    def _again(self, call: ExpertsCall, out: Tensor) -> Tensor:
+        """:meth:`run` once it is ``ready``."""
+        places = self._places(call)
+        space = torch.empty(self.workspace.size, dtype=torch.uint8, device=call.device)
         base = space.data_ptr()
-        at = {name: base + part[0] for name, part in self.workspace.parts.items()} | dict(places)
-        at["x"], at["ids"], at["weights"], at["out"] = x.data_ptr(), ids.data_ptr(), weights.data_ptr(), out.data_ptr()
-        stream = stream_of(x.device)
+        at = {name: base + part[0] for name, part in self.workspace.parts.items()} | places
+        at["x"], at["ids"], at["weights"], at["out"] = call.x.data_ptr(), call.ids.data_ptr(), call.weights.data_ptr(), out.data_ptr()
+        stream = stream_of(call.device)
         for step in self.steps:
             pointers: list[Any] = [at[name] for name in step.names]
             for position, _, shape, strides, _ in step.descs:
@@ -159,10 +166,34 @@ class Plan:
             step.launch.again(stream, pointers)
         return out
 
-    def places(self, lists: Lists) -> tuple[dict[str, int], list[Tensor]]:
-        """What :meth:`run_at` takes for these lists, and the tables that have to be kept for it."""
-        operands = self._operands(lists)
-        return {name: t.data_ptr() for name, t in operands.items()}, [t for t in operands.values() if t.dtype == torch.int64]
+    def _places(self, call: ExpertsCall) -> dict[str, int]:
+        """The address behind each weight and bias name; for experts in several tensors kept, with the tables that these need."""
+        addresses = None if any(self.stacked) else _addresses(call)
+        if addresses in self.known:
+            return self.known[addresses][0]
+        operands = self._operands(call.lists)
+        places = {name: t.data_ptr() for name, t in operands.items()}
+        # A table that is written while a graph is recorded holds nothing yet.
+        if addresses and not (call.x.is_cuda and torch.cuda.is_current_stream_capturing()):
+            if len(self.known) >= MAX_KNOWN:
+                self.known.clear()
+            self.known[addresses] = places, [t for t in operands.values() if t.dtype == torch.int64]
+        return places
+
+    def hand_over(self, call: ExpertsCall) -> None:
+        """Let C++ launch what this plan launches, for calls like this one; once for the same Parameters, where experts are separate."""
+        addresses = _addresses(call)
+        if addresses in self.told or not self.ready or any(self.stacked):
+            return
+        if addresses and addresses not in self.known:
+            return  # the first call with these Parameters, or one that is recorded
+        if len(self.told) >= MAX_KNOWN:
+            self.told.clear()
+        self.told.add(addresses)
+        tables = self.tables(call.lists) if addresses else None
+        if (tables if addresses else self.direct) is not None:
+            packed = call.pack()
+            native.remember(native.key_of(*packed), self, self.positions(packed[1]), tables)
 
     def _operands(self, lists: Lists) -> dict[str, Tensor]:
         """The tensor behind each weight and bias name; a name without one gets some other tensor, which is not read."""
@@ -180,8 +211,9 @@ class Plan:
                 found[name] = found["b_in"] if name == "b_up" else found["w_out"]
         return found
 
-    def _first(self, x: Tensor, ids: Tensor, weights: Tensor, operands: dict[str, Tensor], space: Tensor, out: Tensor) -> None:
-        tensors = {**self.workspace.views(space), **operands, "x": x, "ids": ids, "weights": weights, "out": out}
+    def _first(self, call: ExpertsCall, operands: dict[str, Tensor], space: Tensor, out: Tensor) -> None:
+        own = {"x": call.x, "ids": call.ids, "weights": call.weights, "out": out}
+        tensors = {**self.workspace.views(space), **operands, **own}
         for step in self.steps:
             pointers: list[Any] = [tensors[name] for name in step.names]
             for position, name, shape, strides, block in step.descs:
@@ -226,11 +258,21 @@ class Plan:
         more = (w_in, w_up if w_up >= 0 else w_in, w_out, b_in, b_up if b_up >= 0 else b_in, b_out if b_out >= 0 else w_out)
         return (0, 1, 2, *more)
 
-    def run_flat(self, pointers: Sequence[int]) -> Tensor | None:
-        """:meth:`run` given the addresses of :data:`INPUTS`, by direct launches; None if they could not be made."""
+    def _run_flat(self, call: ExpertsCall) -> Tensor | None:
+        """:meth:`run` of lists of one tensor, by direct launches; None if they could not be made."""
         assert self.direct is not None
-        out = empty_cuda((self.tokens, self.out), (self.out, 1), self.body.out_dtype)
+        w_in, w_up, w_out, b_in, b_up, b_out = call.lists
+        b_in = b_in or w_in
+        inputs = (w_in, w_up or w_in, w_out, b_in, b_up or b_in, b_out or w_out)
+        out = empty_cuda((self.tokens, self.out), (self.out, 1), self.out_dtype)
         space = empty_cuda((self.workspace.size,), (1,), torch.uint8)
         base = space.data_ptr()
-        addresses = (out.data_ptr(), *pointers, *[base + part[0] for part in self.workspace.parts.values()])
+        pointers = [t.data_ptr() for t in (out, call.x, call.ids, call.weights, *[tensors[0] for tensors in inputs])]
+        addresses = (*pointers, *[base + part[0] for part in self.workspace.parts.values()])
         return out if self.direct.run(_raw_stream(self.index), addresses) else None
+
+
+def _addresses(call: ExpertsCall) -> tuple[int, ...]:
+    """Of all Parameters where a list has several; else nothing."""
+    lists = call.lists
+    return tuple([t.data_ptr() for tensors in lists for t in tensors]) if max(map(len, lists)) > 1 else ()

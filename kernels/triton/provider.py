@@ -1,9 +1,8 @@
-"""The Triton kernels as providers of moefuse's ops on CUDA, and what they do not take."""
+"""The Triton kernels as the provider of ``moefuse::experts`` on CUDA: what they do not take, and the plans of calls seen before."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,9 +11,9 @@ from torch import Tensor
 from moefuse._torch_private import current_device
 from moefuse.kernels.triton import chunks, grouped_mm, native
 from moefuse.kernels.triton.launch import INTERPRETED
-from moefuse.kernels.triton.layout import DTYPES, Body, Lists
+from moefuse.kernels.triton.layout import DTYPES
 from moefuse.kernels.triton.plan import Plan
-from moefuse.ops.body import decode, unpack
+from moefuse.ops.call import ExpertsCall
 from moefuse.runtime import providers
 
 NAME = "triton"
@@ -26,67 +25,46 @@ _MAX_PLANS = 4096
 """Plans kept; beyond, all are dropped and made again when needed (a compiled kernel stays with Triton)."""
 
 
-def supports(x: Tensor, ids: Tensor, weights: Tensor, w_in: Sequence[Tensor], *rest: Any) -> str | None:
-    """None, or why these kernels cannot run a call of ``moefuse::experts``. Looks at devices, dtypes and sizes only."""
-    if x.device.type != DEVICE:
-        return f"tensors on {x.device.type}, the kernels run on {DEVICE}"
-    if x.dtype not in DTYPES:
-        return f"no kernel for {x.dtype}"
-    return None
+def supports(call: ExpertsCall) -> str | None:
+    """None, or why these kernels cannot run a call. Looks at devices, dtypes and sizes only."""
+    if call.device.type != DEVICE:
+        return f"tensors on {call.device.type}, the kernels run on {DEVICE}"
+    return None if call.dtype in DTYPES else f"no kernel for {call.dtype}"
 
 
-def experts(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    w_in: Sequence[Tensor],
-    w_up: Sequence[Tensor],
-    w_out: Sequence[Tensor],
-    b_in: Sequence[Tensor],
-    b_up: Sequence[Tensor],
-    b_out: Sequence[Tensor],
-    activation: str,
-    activation_args: Sequence[float],
-    gating: str,
-    up_first: bool,
-    weight_on_input: bool,
-    out_dtype: torch.dtype | None,
-) -> Tensor:
-    """``moefuse::experts``, arguments in schema order."""
-    lists = (w_in, w_up, w_out, b_in, b_up, b_out)
-    key, body = _key(x, ids, weights, *lists, activation, activation_args, gating, up_first, weight_on_input, out_dtype)
-    plan = _PLANS.get(key)
+def experts(call: ExpertsCall) -> Tensor:
+    """``moefuse::experts``."""
+    key = key_of(call)
+    return _run(_PLANS.get(key) or _plan(key, call), call)
+
+
+def infer(call: ExpertsCall) -> Tensor:
+    """``moefuse::experts_infer`` on CUDA: what a compiled model calls, so the known case is decided with little Python.
+
+    Where C++ can be compiled, ``native.py`` takes over what comes here twice.
+    """
+    plan = _PLANS.get(key_of(call)) if providers.PROVIDERS["experts"][0].name == NAME else None
     if plan is None:
-        plan = _plan(key, x, ids, weights, lists, Body(*body))
-    if x.device.type == "cuda" and x.device.index != current_device():
-        with torch.cuda.device(x.device):
-            return plan.run(x, ids, weights, plan.uniform(lists))
-    return plan.run(x, ids, weights, plan.uniform(lists))
+        out: Tensor = providers.run("experts", call)
+        native.start()
+        return out
+    if isinstance(plan, Plan) and native.ready():
+        plan.hand_over(call)
+    return _run(plan, call)
 
 
-def _key(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    w_in: Sequence[Tensor],
-    w_up: Sequence[Tensor],
-    w_out: Sequence[Tensor],
-    b_in: Sequence[Tensor],
-    b_up: Sequence[Tensor],
-    b_out: Sequence[Tensor],
-    activation: str,
-    activation_args: Sequence[float],
-    gating: str,
-    up_first: bool,
-    weight_on_input: bool,
-    out_dtype: torch.dtype | None,
-) -> tuple[Any, Any]:
-    """(what the plan of a call depends on, the fields of its body)."""
-    arg0, arg1, *_ = (*activation_args, 0.0, 0.0)
-    body = (activation, (arg0, arg1), gating, up_first, weight_on_input, out_dtype or x.dtype)
-    lists = (w_in, w_up, w_out, b_in, b_up, b_out)
+def _run(plan: AnyPlan, call: ExpertsCall) -> Tensor:
+    if call.device.type == "cuda" and call.device.index != current_device():
+        with torch.cuda.device(call.device):
+            return plan.run(call)
+    return plan.run(call)
+
+
+def key_of(call: ExpertsCall) -> tuple[Any, ...]:
+    """What the plan of a call depends on."""
+    x = call.x
     tf32 = x.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
-    return (*body, tf32, *_kind(x), *_kind(ids), *_kind(weights), *map(_kinds, lists)), body
+    return call.body, call.out_dtype, tf32, *_kind(x), *_kind(call.ids), *_kind(call.weights), *map(_kinds, call.lists)
 
 
 def _kind(t: Tensor) -> tuple[Any, ...]:
@@ -107,130 +85,13 @@ def _kinds(tensors: Sequence[Tensor]) -> Any:
     return n, t.shape, t.stride() if len(strides) == 1 else None, any(t.data_ptr() & 15 for t in tensors)
 
 
-def _plan(key: Any, x: Tensor, ids: Tensor, weights: Tensor, lists: Lists, body: Body) -> AnyPlan:
+def _plan(key: Any, call: ExpertsCall) -> AnyPlan:
     if len(_PLANS) >= _MAX_PLANS:
         forget_plans()
-    form = grouped_mm.form_for(x, ids, lists, body) if chunks.allowed() is None else None
-    plan: AnyPlan = grouped_mm.LibraryPlan(x, ids, weights, lists, body, form) if form is not None else Plan(x, ids, weights, lists, body)
-    if isinstance(plan, Plan):
-        plan = chunks.chunked(plan, x, ids, weights, lists, body)
+    form = grouped_mm.form_for(call) if chunks.allowed() is None else None
+    plan: AnyPlan = chunks.chunked(Plan(call), call) if form is None else grouped_mm.LibraryPlan(call, form)
     _PLANS[key] = plan
     return plan
-
-
-_BY_FORM: dict[Any, tuple[Plan, tuple[int, ...], bool]] = {}
-"""Plans that launch directly, keyed by the arguments of the internal op: with the positions of their inputs, and whether C++ knows."""
-
-
-@dataclass
-class _Separate:
-    """A plan of calls with these very Parameters: what ``run_at`` takes, the tables among that, and whether C++ was asked to launch it."""
-
-    plan: Plan
-    places: dict[str, int]
-    tables: list[Tensor]
-    told: bool = False
-
-
-_BY_ADDRESS: dict[Any, _Separate] = {}
-"""Keyed by the arguments of the internal op, all addresses of Parameters among them."""
-
-
-def infer(tensors: Sequence[Tensor], counts: Sequence[int], body: int, arg0: float, arg1: float, out_dtype: torch.dtype) -> Tensor:
-    """``moefuse::experts_infer`` on CUDA: what a compiled model calls, so the known case is decided with little Python.
-
-    Where C++ can be compiled, ``native.py`` has taken over what comes here twice.
-    """
-    if providers.PROVIDERS["experts"][0].name != NAME:
-        return _general(tensors, counts, body, arg0, arg1, out_dtype)
-    if max(counts) > 1:
-        return _infer_separate(tensors, counts, body, arg0, arg1, out_dtype)
-    x = tensors[0]
-    pointers = [t.data_ptr() for t in tensors]
-    key = (
-        body, arg0, arg1, out_dtype, tuple(counts), x.dtype, tensors[1].dtype, tensors[2].dtype, x.get_device(),
-        tuple([(t.shape, t.stride(), p & 15) for t, p in zip(tensors, pointers, strict=True)]),
-        x.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32,
-    )  # fmt: skip
-    known = _BY_FORM.get(key)
-    if known is None:
-        out = _general(tensors, counts, body, arg0, arg1, out_dtype)
-        _remember(key, tensors, counts, body, arg0, arg1, out_dtype)
-        return out
-    plan, positions, told = known
-    if not told and native.ready():
-        _BY_FORM[key] = plan, positions, True
-        native.remember(native.key_of(tensors, counts, body, arg0, arg1, out_dtype), plan, positions)
-    if plan.index == current_device():
-        direct = plan.run_flat([pointers[i] for i in positions])
-        if direct is not None:
-            return direct
-    return _general(tensors, counts, body, arg0, arg1, out_dtype)
-
-
-def _infer_separate(
-    tensors: Sequence[Tensor], counts: Sequence[int], body: int, arg0: float, arg1: float, out_dtype: torch.dtype
-) -> Tensor:
-    """:func:`infer` where experts are separate Parameters."""
-    x, ids, weights, *flat = tensors
-    firsts, start = [], 0
-    for n in counts:
-        firsts += flat[start : start + min(n, 1)]
-        start += n
-    key = (
-        body, arg0, arg1, out_dtype, tuple(counts), *map(_kind, (x, ids, weights)),
-        x.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32,
-        tuple([t.shape for t in firsts]),  # shapes are equal in a list
-        tuple([t.data_ptr() for t in flat]), tuple([t.stride() for t in flat]),
-    )  # fmt: skip
-    known = _BY_ADDRESS.get(key)
-    if known is None or known.plan.index != current_device():
-        out = _general(tensors, counts, body, arg0, arg1, out_dtype)
-        if known is None and not torch.cuda.is_current_stream_capturing():  # a table that is written there holds nothing yet
-            _remember_separate(key, tensors, counts, body, arg0, arg1, out_dtype)
-        return out
-    if not known.told and native.ready():
-        known.told = True
-        tables = known.plan.tables(tuple(unpack(tensors, counts)[3:]))
-        if tables is not None:
-            made = native.key_of(tensors, counts, body, arg0, arg1, out_dtype)
-            native.remember(made, known.plan, known.plan.positions(counts), tables)
-    return known.plan.run_at(x, ids, weights, known.places)
-
-
-def _general(tensors: Sequence[Tensor], counts: Sequence[int], body: int, arg0: float, arg1: float, out_dtype: torch.dtype) -> Tensor:
-    out: Tensor = providers.run("experts", *unpack(tensors, counts), *decode(body, arg0, arg1).values(), out_dtype)
-    return out
-
-
-def _remember(
-    key: Any, tensors: Sequence[Tensor], counts: Sequence[int], body: int, arg0: float, arg1: float, out_dtype: torch.dtype
-) -> None:
-    """Note the plan of the call that has just run, if it launches directly."""
-    native.start()
-    data, options = unpack(tensors, counts), decode(body, arg0, arg1)
-    made, _ = _key(*data, *options.values(), out_dtype)  # type: ignore[call-arg]
-    plan = _PLANS.get(made)
-    if not isinstance(plan, Plan) or plan.direct is None:
-        return
-    if len(_BY_FORM) >= _MAX_PLANS:
-        forget_plans()
-    _BY_FORM[key] = plan, plan.positions(counts), False
-
-
-def _remember_separate(
-    key: Any, tensors: Sequence[Tensor], counts: Sequence[int], body: int, arg0: float, arg1: float, out_dtype: torch.dtype
-) -> None:
-    """Note the plan of the call that has just run, and where it finds the weights."""
-    native.start()
-    data, options = unpack(tensors, counts), decode(body, arg0, arg1)
-    made, _ = _key(*data, *options.values(), out_dtype)  # type: ignore[call-arg]
-    plan = _PLANS.get(made)
-    if not isinstance(plan, Plan) or not plan.ready or plan.empty or any(plan.stacked):
-        return
-    if len(_BY_ADDRESS) >= _MAX_PLANS:
-        _BY_ADDRESS.clear()
-    _BY_ADDRESS[key] = _Separate(plan, *plan.places(tuple(data[3:])))
 
 
 def forget_plans() -> None:
@@ -239,6 +100,4 @@ def forget_plans() -> None:
     CUDA graphs recorded before stay as they are: a graph holds the launches, and Triton keeps the kernels that it launches.
     """
     _PLANS.clear()
-    _BY_FORM.clear()
-    _BY_ADDRESS.clear()
     native.forget()

@@ -133,7 +133,7 @@ def build_tiles(plan: Plan) -> None:
         gemm.up_tiles,
         grid(plan, up, max_tiles * -(-i // up.bn)),
         (
-            *(max_tiles, plan.top_k, h, i, *body.args, *plan.strides_x, *plan.strides_weights),
+            *(max_tiles, plan.top_k, h, i, *body.pair, *plan.strides_x, *plan.strides_weights),
             *(*plan.w_in.strides, *plan.w_up.strides),
             *(*(plan.b_in.strides if plan.b_in else no_bias), *(plan.b_up.strides if plan.b_up else no_bias), *plan.firsts),
             *(rows_a, rows_b, plan.gating, body.up_first and (join or plan.gating == "interleaved"), body.activation),

@@ -22,7 +22,7 @@ def build_vectors(plan: Plan) -> None:
         gemv.up_vectors,
         (plan.slots, max(-(-i // up.bn), 1)),
         (
-            *(plan.slots, plan.top_k, plan.experts, h, i, *body.args),
+            *(plan.slots, plan.top_k, plan.experts, h, i, *body.pair),
             *(*plan.strides_x, *plan.strides_ids, *plan.strides_weights, *plan.w_in.strides, *plan.w_up.strides),
             *(*(plan.b_in.strides if plan.b_in else no_bias), *(plan.b_up.strides if plan.b_up else no_bias), *plan.firsts),
             *(plan.gating, body.up_first and plan.gating == "interleaved", body.activation),

@@ -12,13 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moefuse.ops.body import Needs, decode, encode_needs, pack
+from moefuse.ops.call import Body, ExpertsCall, cut
 from moefuse.ops.checks import check_experts
+from moefuse.ops.grad_calls import GradCall, InCall, Needs, OutCall, RowsCall
 
 ops = torch.ops.moefuse
 below_autograd = torch._C._AutoDispatchBelowAutograd
-
-Lists = Sequence[Tensor]
 
 
 def wants_grad(tensors: Iterable[Tensor | None]) -> bool:
@@ -34,15 +33,6 @@ def flatten(args: Iterable[Any]) -> list[Tensor]:
             out.append(a)
         elif isinstance(a, (list, tuple)):
             out += [t for t in a if isinstance(t, Tensor)]
-    return out
-
-
-def split(tensors: Sequence[Any], lengths: Sequence[int]) -> list[list[Any]]:
-    """Cut a flat sequence into lists of the given lengths."""
-    out, start = [], 0
-    for n in lengths:
-        out.append(list(tensors[start : start + n]))
-        start += n
     return out
 
 
@@ -67,10 +57,12 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         need_x, _, need_weights, *need_flat = ctx.needs_input_grad[3:]
-        needs = [need_x, need_weights, *(any(part) for part in split(need_flat, ctx.counts))]
-        backward = _in_parts if grad.device.type in IN_PARTS else _at_once
-        computed = backward(grad, ctx.saved_tensors, ctx.counts, needs, ctx.body)
-        d_x, d_weights, *d_flat = grads_for(needs, (1, 1, *ctx.counts), computed)
+        flags = [need_x, need_weights, *(any(part) for part in cut(need_flat, ctx.counts))]
+        x, weights, h, order, offsets, *flat = ctx.saved_tensors
+        needs = Needs.of(flags, Body.decode(*ctx.body).on_input).encode()
+        call = GradCall.unpack([grad, x, weights, h, order, offsets, *flat], ctx.counts, needs, *ctx.body)
+        computed = _in_parts(call) if grad.device.type in IN_PARTS else ops.experts_backward.default(*call.pack())
+        d_x, d_weights, *d_flat = grads_for(flags, (1, 1, *ctx.counts), computed)
         return None, None, None, d_x, None, d_weights, *d_flat
 
 
@@ -78,57 +70,34 @@ IN_PARTS = ("cuda",)
 """Devices where backward is three ops, so that a compiled program frees what the next does not read. Elsewhere one op goes by chunks."""
 
 
-def _at_once(grad: Tensor, saved: Lists, counts: list[int], needs: list[bool], body: tuple[Any, ...]) -> list[Tensor]:
-    computed: list[Tensor] = ops.experts_backward.default([grad, *saved], counts, encode_needs(needs), *body)
-    return computed
-
-
-def _in_parts(grad: Tensor, saved: Lists, counts: list[int], needs: list[bool], body: tuple[Any, ...]) -> list[Tensor]:
+def _in_parts(call: GradCall) -> list[Tensor]:
     """The parts of ``moefuse/runtime/backward.py``; the largest gradients are made last, when all else is as small as it gets."""
-    need, bits = Needs.of(needs, decode(*body)["weight_on_input"]), encode_needs(needs)
-    x, weights, h, order, offsets, *flat = saved
-    w_in, w_up, w_out, b_in, b_up, b_out = split(flat, counts)
+    grad, x, weights, h, order, offsets, w_in, w_up, w_out, need, body = call
 
-    def part(op: Any, tensors: Lists, *lists: Lists) -> Iterator[Tensor]:
-        return iter(op.default([*tensors, *(t for part in lists for t in part)], [len(part) for part in lists], bits, *body))
+    def part(op: Any, of: RowsCall | InCall | OutCall) -> Iterator[Tensor]:
+        return iter(op.default(*of.pack()))
 
     none: list[Tensor] = []
     d_x, rows, d_in, d_out = none, iter(none), iter(none), iter(none)
     if need.rows:
-        rows = part(ops.experts_backward_rows, (grad, weights, h, order, offsets), w_out, b_out)
+        rows = part(ops.experts_backward_rows, RowsCall(grad, weights, h, order, offsets, w_out, need, body))
     d_h, a, d_weights = ([next(rows)] if wanted else [] for wanted in (need.h, need.w_out, need.products))
     if d_h:
-        d_in = part(ops.experts_backward_in, (x, weights, *d_h, order, offsets), w_in, w_up, b_in, b_up)
+        d_in = part(ops.experts_backward_in, InCall(x, weights, d_h[0], order, offsets, w_in, w_up, need, body))
         d_x = [next(d_in)] if need.x else []
         d_weights = [next(d_in)] if need.weights and need.on_input else d_weights
     if need.out:
-        d_out = part(ops.experts_backward_out, (grad, weights, order, offsets), a, w_out, b_out)
-    taken = zip((d_in, d_in, d_out) * 2, (w_in, w_up, w_out, b_in, b_up, b_out), needs[2:], strict=True)
+        d_out = part(ops.experts_backward_out, OutCall(grad, weights, order, offsets, a[0] if a else None, w_out, need, body))
+    lists = (w_in.weight, w_up.weight, w_out.weight, w_in.bias, w_up.bias, w_out.bias)
+    taken = zip((d_in, d_in, d_out) * 2, lists, need.flags[2:], strict=True)
     return [*d_x, *d_weights, *(next(source) for source, tensors, wanted in taken if wanted for _ in tensors)]
 
 
-def experts(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    w_in: Lists,
-    w_up: Lists,
-    w_out: Lists,
-    b_in: Lists,
-    b_up: Lists,
-    b_out: Lists,
-    *,
-    activation: str = "silu",
-    activation_args: Sequence[float] = (),
-    gating: str = "merged",
-    up_first: bool = False,
-    weight_on_input: bool = False,
-    out_dtype: torch.dtype | None = None,
-) -> Tensor:
+def experts(*data: Any, **options: Any) -> Tensor:
     """Autograd entry of ``moefuse::experts``."""
-    data = (x, ids, weights, w_in, w_up, w_out, b_in, b_up, b_out)
-    check_experts("experts", *data, activation, activation_args, gating, up_first, out_dtype)
-    tensors, counts, *body, dtype = pack(data, activation, activation_args, gating, up_first, weight_on_input, out_dtype)
+    call = ExpertsCall.of(*data, **options)
+    check_experts(call)
+    tensors, counts, *body, dtype = call.pack()
     if wants_grad(tensors):
         return _Experts.apply(counts, tuple(body), dtype, *tensors)  # type: ignore[no-any-return,no-untyped-call]
     with below_autograd():

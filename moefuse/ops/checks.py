@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from moefuse.ops.activations import ACTIVATIONS
+from moefuse.ops.call import Body, ExpertsCall
 from moefuse.ops.recipe import SCORES, Recipe
 from moefuse.ops.reference import GATINGS
 
@@ -130,29 +131,14 @@ def _check_vector(v: Sequence[Tensor], experts: Any, size: Any, like: Tensor, op
         _same(n, size, op, arg, given, f"size {size}, the output features of its projection")
 
 
-def check_experts(
-    op: str,
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    w_in: Sequence[Tensor],
-    w_up: Sequence[Tensor],
-    w_out: Sequence[Tensor],
-    b_in: Sequence[Tensor],
-    b_up: Sequence[Tensor],
-    b_out: Sequence[Tensor],
-    activation: str,
-    activation_args: Sequence[float],
-    gating: str,
-    up_first: bool,
-    out_dtype: torch.dtype | None,
-) -> tuple[Any, Any, Any]:
+def check_experts(call: ExpertsCall) -> tuple[Any, Any, Any]:
     """Check the arguments of ``moefuse::experts`` and return (E, width of the pre-activation, Hout).
 
     Raises:
         TypeError: a dtype is not legal.
         ValueError: a shape, list length, device, or option is not legal.
     """
+    op, (x, ids, weights, (w_in, b_in), (w_up, b_up), (w_out, b_out), body, out_dtype) = "experts", call
     _check_dim(x, 2, op, "x", "[T, H]")
     _check_floats(x, op, "x")
     _check_dim(ids, 2, op, "ids", "[T, K]")
@@ -167,13 +153,15 @@ def check_experts(
         _same(weights.shape[1], ids.shape[1], op, "weights", weights, f"{_shape(ids)}, the shape of `ids`")
     _check_device(ids, x, op, "ids", "x")
     _check_device(weights, x, op, "weights", "x")
-    _check_options(op, activation, activation_args, gating, up_first, out_dtype)
+    _check_body(op, body)
+    _check_out_dtype(out_dtype, op)
+    gating = body.gating
     gated = gating in ("merged", "interleaved")
     experts, out, _ = _check_weight(w_in, None, None, x.shape[1], x, op, "w_in")
     if gated and out % 2:
         _bad_value(op, "w_in", f"has {out} output features", f"an even number for gating {gating!r} (gate and up)")
     inner = out // 2 if gated else out
-    if gating == "separate":
+    if body.split:
         _check_weight(w_up, experts, out, x.shape[1], x, op, "w_up")
         _check_vector(b_up, experts, out, x, op, "b_up")
     elif w_up or b_up:
@@ -182,12 +170,11 @@ def check_experts(
     _, hidden, _ = _check_weight(w_out, experts, None, inner, x, op, "w_out")
     _check_vector(b_in, experts, out, x, op, "b_in")
     _check_vector(b_out, experts, hidden, x, op, "b_out")
-    return experts, 2 * out if gating == "separate" else out, hidden
+    return experts, 2 * out if body.split else out, hidden
 
 
-def _check_options(
-    op: str, activation: str, activation_args: Sequence[float], gating: str, up_first: bool, out_dtype: torch.dtype | None
-) -> None:
+def _check_body(op: str, body: Body) -> None:
+    activation, activation_args, gating = body.activation, body.args, body.gating
     if gating not in GATINGS:
         _bad_value(op, "gating", f"is {gating!r}", ", ".join(map(repr, GATINGS)))
     act = ACTIVATIONS.get(activation)
@@ -198,9 +185,8 @@ def _check_options(
         _bad_value(op, "activation_args", f"has {len(activation_args)} values", f"{act.num_args}{names} for activation {activation!r}")
     if act.needs_gate and gating == "plain":
         _bad_value(op, "gating", "is 'plain'", f"a gated form, because activation {activation!r} mixes gate and up")
-    if up_first and gating not in ("merged", "interleaved"):
+    if body.up_first and gating not in ("merged", "interleaved"):
         _bad_value(op, "up_first", "is True", f"False for gating {gating!r}; only 'merged' and 'interleaved' have an order")
-    _check_out_dtype(out_dtype, op)
 
 
 def check_permute(x: Tensor, ids: Tensor, num_experts: int) -> None:

@@ -13,7 +13,7 @@ What forward saves for backward has shapes that do not depend on the routing:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,8 +21,9 @@ from torch import Tensor
 
 from moefuse import _torch_private
 from moefuse.ops import autograd
-from moefuse.ops.body import Needs, decode, decode_needs, pack, unpack
+from moefuse.ops.call import ExpertsCall
 from moefuse.ops.checks import check_experts
+from moefuse.ops.grad_calls import GradCall, InCall, OutCall, RowsCall
 from moefuse.ops.schema import implement
 from moefuse.runtime import native, providers
 
@@ -30,42 +31,17 @@ Lists = Sequence[Tensor]
 Kept = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def _kernel(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    w_in: Lists,
-    w_up: Lists,
-    w_out: Lists,
-    b_in: Lists,
-    b_up: Lists,
-    b_out: Lists,
-    *,
-    activation: str = "silu",
-    activation_args: Sequence[float] = (),
-    gating: str = "merged",
-    up_first: bool = False,
-    weight_on_input: bool = False,
-    out_dtype: torch.dtype | None = None,
-) -> Tensor:
-    data = (x, ids, weights, w_in, w_up, w_out, b_in, b_up, b_out)
-    check_experts("experts", *data, activation, activation_args, gating, up_first, out_dtype)
-    args = pack(data, activation, activation_args, gating, up_first, weight_on_input, out_dtype)
-    out: Tensor = torch.ops.moefuse.experts_infer.default(*args)
+def _kernel(*data: Any, **options: Any) -> Tensor:
+    call = ExpertsCall.of(*data, **options)
+    check_experts(call)
+    out: Tensor = torch.ops.moefuse.experts_infer.default(*call.pack())
     return out
 
 
-def _fake(*data: Any, activation: str = "silu", activation_args: Sequence[float] = (), gating: str = "merged", up_first: bool = False,
-          weight_on_input: bool = False, out_dtype: torch.dtype | None = None) -> Tensor:  # fmt: skip
-    options: dict[str, Any] = {
-        "activation": activation,
-        "activation_args": activation_args,
-        "gating": gating,
-        "up_first": up_first,
-        "out_dtype": out_dtype,
-    }
-    _, _, hidden = check_experts("experts", *data, **options)
-    return data[0].new_empty((data[0].shape[0], hidden), dtype=out_dtype or data[0].dtype)  # type: ignore[no-any-return]
+def _fake(*data: Any, **options: Any) -> Tensor:
+    call = ExpertsCall.of(*data, **options)
+    _, _, hidden = check_experts(call)
+    return call.x.new_empty((call.x.shape[0], hidden), dtype=call.out_dtype)
 
 
 def _or_native(name: str, unit: str, general: Callable[..., Any]) -> Callable[..., Any]:
@@ -79,83 +55,87 @@ def _or_native(name: str, unit: str, general: Callable[..., Any]) -> Callable[..
     return kernel
 
 
-def _infer(tensors: Lists, counts: Sequence[int], body: int, arg0: float, arg1: float, out_dtype: torch.dtype) -> Tensor:
-    if tensors[0].device.type == "cuda" and not isinstance(kernels := providers.triton_kernels(), str):
-        return kernels.infer(tensors, counts, body, arg0, arg1, out_dtype)  # type: ignore[no-any-return]
-    out: Tensor = providers.run("experts", *unpack(tensors, counts), *decode(body, arg0, arg1).values(), out_dtype)
-    return out
+def _infer(*packed: Any) -> Tensor:
+    call = ExpertsCall.unpack(*packed)
+    if call.device.type == "cuda" and not isinstance(kernels := providers.triton_kernels(), str):
+        return kernels.infer(call)  # type: ignore[no-any-return]
+    return providers.run("experts", call)  # type: ignore[no-any-return]
 
 
-def _infer_fake(tensors: Lists, counts: Sequence[int], body: int, arg0: float, arg1: float, out_dtype: torch.dtype) -> Tensor:
-    return _fake(*unpack(tensors, counts), **decode(body, arg0, arg1), out_dtype=out_dtype)
+def _infer_fake(*packed: Any) -> Tensor:
+    call = ExpertsCall.unpack(*packed)
+    _, _, hidden = check_experts(call)
+    return call.x.new_empty((call.x.shape[0], hidden), dtype=call.out_dtype)
 
 
-def _forward(tensors: Lists, counts: Sequence[int], body: int, arg0: float, arg1: float, out_dtype: torch.dtype) -> Kept:
-    out: Kept = providers.run("experts_forward", *unpack(tensors, counts), *decode(body, arg0, arg1).values(), out_dtype)
-    return out
+def _forward(*packed: Any) -> Kept:
+    return providers.run("experts_forward", ExpertsCall.unpack(*packed))  # type: ignore[no-any-return]
 
 
-def _forward_fake(tensors: Lists, counts: Sequence[int], body: int, arg0: float, arg1: float, out_dtype: torch.dtype) -> Kept:
-    data, options = unpack(tensors, counts), {**decode(body, arg0, arg1), "out_dtype": out_dtype}
-    del options["weight_on_input"]
-    x, ids = data[:2]
-    experts, width, hidden = check_experts("experts", *data, **options)
-    slots = x.shape[0] * ids.shape[1]
+def _forward_fake(*packed: Any) -> Kept:
+    call = ExpertsCall.unpack(*packed)
+    experts, width, hidden = check_experts(call)
+    x, slots = call.x, call.x.shape[0] * call.top_k
     order, offsets = (x.new_empty((n,), dtype=torch.int64) for n in (slots, experts + 1))
-    return x.new_empty((x.shape[0], hidden), dtype=out_dtype), x.new_empty((slots, width)), order, offsets
+    return x.new_empty((x.shape[0], hidden), dtype=call.out_dtype), x.new_empty((slots, width)), order, offsets
 
 
-def _like(groups: Iterable[tuple[Lists, bool]]) -> list[Tensor]:
+def _like(*groups: tuple[Lists, bool]) -> list[Tensor]:
     """Gradients of the groups that are wanted."""
     return [torch.empty_like(t) for tensors, wanted in groups if wanted for t in tensors]
 
 
-def _backward_fake(tensors: Lists, counts: Sequence[int], needs: int, body: int, arg0: float, arg1: float) -> list[Tensor]:
-    _, x, weights, _, _, _, *lists = unpack(tensors, counts)
-    wanted = decode_needs(needs)
-    dense = [t.new_empty(t.shape) for t, need in ((x, wanted[0]), (weights, wanted[1])) if need]
-    return dense + _like(zip(lists, wanted[2:], strict=True))
+def _dense(*tensors: tuple[Tensor, bool]) -> list[Tensor]:
+    return [t.new_empty(t.shape) for t, wanted in tensors if wanted]
 
 
-def _part(name: str) -> Callable[..., list[Tensor]]:
-    """A part of backward: everything but the needs and the options is in ``tensors``."""
-
-    def kernel(tensors: Lists, counts: Sequence[int], needs: int, body: int, arg0: float, arg1: float) -> list[Tensor]:
-        data = unpack(tensors, counts)
-        out: list[Tensor] = providers.run(name, *data, decode_needs(needs), *decode(body, arg0, arg1).values())
-        return out
-
-    return kernel
+def _backward_fake(*packed: Any) -> list[Tensor]:
+    call = GradCall.unpack(*packed)
+    need, a, b, c = call.need, call.w_in, call.w_up, call.w_out
+    weights = _like((a.weight, need.w_in), (b.weight, need.w_up), (c.weight, need.w_out))
+    biases = _like((a.bias, need.b_in), (b.bias, need.b_up), (c.bias, need.b_out))
+    return _dense((call.x, need.x), (call.weights, need.weights)) + weights + biases
 
 
-def _need(needs: int, body: int) -> Needs:
-    return Needs.of(decode_needs(needs), decode(body, 0.0, 0.0)["weight_on_input"])
-
-
-def _rows_fake(tensors: Lists, counts: Sequence[int], needs: int, body: int, arg0: float, arg1: float) -> list[Tensor]:
-    need, (_, weights, h, _, _, w_out, _) = _need(needs, body), unpack(tensors, counts)
-    made = ((h.shape, need.h, h), ((h.shape[0], w_out[0].shape[-1]), need.w_out, h), (weights.shape, need.products, weights))
+def _rows_fake(*packed: Any) -> list[Tensor]:
+    call = RowsCall.unpack(*packed)
+    need, h, weights = call.need, call.h, call.weights
+    made = ((h.shape, need.h, h), ((h.shape[0], call.w_out.inputs), need.w_out, h), (weights.shape, need.products, weights))
     return [like.new_empty(shape) for shape, wanted, like in made if wanted]
 
 
-def _in_fake(tensors: Lists, counts: Sequence[int], needs: int, body: int, arg0: float, arg1: float) -> list[Tensor]:
-    need, (x, weights, _, _, _, *lists) = _need(needs, body), unpack(tensors, counts)
-    dense = [t.new_empty(t.shape) for t, wanted in ((x, need.x), (weights, need.weights and need.on_input)) if wanted]
-    return dense + _like(zip(lists, (need.w_in, need.w_up, need.b_in, need.b_up), strict=True))
+def _in_fake(*packed: Any) -> list[Tensor]:
+    call = InCall.unpack(*packed)
+    need, a, b = call.need, call.w_in, call.w_up
+    lists = _like((a.weight, need.w_in), (b.weight, need.w_up), (a.bias, need.b_in), (b.bias, need.b_up))
+    return _dense((call.x, need.x), (call.weights, need.weights and need.on_input)) + lists
 
 
-def _out_fake(tensors: Lists, counts: Sequence[int], needs: int, body: int, arg0: float, arg1: float) -> list[Tensor]:
-    need, (*_, w_out, b_out) = _need(needs, body), unpack(tensors, counts)
-    return _like(((w_out, need.w_out), (b_out, need.b_out)))
+def _out_fake(*packed: Any) -> list[Tensor]:
+    call = OutCall.unpack(*packed)
+    return _like((call.w_out.weight, call.need.w_out), (call.w_out.bias, call.need.b_out))
+
+
+def _grads(name: str, kind: Any) -> Callable[..., list[Tensor]]:
+    """Backward, or a part of it."""
+
+    def kernel(*packed: Any) -> list[Tensor]:
+        return providers.run(name, kind.unpack(*packed))  # type: ignore[no-any-return]
+
+    return kernel
 
 
 implement("experts", kernel=_kernel, fake=_fake, autograd=autograd.experts)
 for _name, _general, _general_fake, _unit, _entry in (
     ("experts_infer", _infer, _infer_fake, "infer", None),
     ("experts_forward", _forward, _forward_fake, "train", autograd.not_differentiable("experts_forward")),
-    ("experts_backward", _part("experts_backward"), _backward_fake, "train", autograd.once("experts_backward", "experts")),
+    ("experts_backward", _grads("experts_backward", GradCall), _backward_fake, "train", autograd.once("experts_backward", "experts")),
 ):
     implement(_name, kernel=_or_native(_name, _unit, _general), fake=_general_fake, autograd=_entry)
     implement(f"{_name}_general", kernel=_general, fake=_general_fake, autograd=None)
-for _name, _general_fake in (("experts_backward_rows", _rows_fake), ("experts_backward_in", _in_fake), ("experts_backward_out", _out_fake)):
-    implement(_name, kernel=_part(_name), fake=_general_fake, autograd=autograd.once(_name, "experts"))
+for _name, _kind, _general_fake in (
+    ("experts_backward_rows", RowsCall, _rows_fake),
+    ("experts_backward_in", InCall, _in_fake),
+    ("experts_backward_out", OutCall, _out_fake),
+):
+    implement(_name, kernel=_grads(_name, _kind), fake=_general_fake, autograd=autograd.once(_name, "experts"))

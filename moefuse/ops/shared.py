@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from moefuse.ops import autograd
-from moefuse.ops.body import decode, unpack
+from moefuse.ops.call import Body, ExpertsCall
 from moefuse.ops.reference import accumulation_dtype
 from moefuse.ops.schema import implement
 from moefuse.runtime import dense, providers
@@ -48,39 +48,44 @@ def _every(x: Tensor) -> tuple[Tensor, Tensor]:
     return ids.expand(x.shape[0], 1), weights.expand(x.shape[0], 1)
 
 
-def _run(tensors: Lists, counts: Sequence[int], body: int, arg0: float, arg1: float, out_dtype: torch.dtype) -> Tensor:
-    """[T, N]: the one expert."""
+def _call(tensors: Lists, *rest: Any) -> ExpertsCall:
+    """Of the one expert, which every token takes."""
     x, *weights = tensors
-    if x.is_cuda and x.shape[0] > FEW:
-        return _dense(x, unpack(weights, counts), decode(body, arg0, arg1), out_dtype)
-    given = [x, *_every(x), *weights]
-    out: Tensor = torch.ops.moefuse.experts_infer.default(given, counts, body, arg0, arg1, out_dtype)
+    return ExpertsCall.unpack([x, *_every(x), *weights], *rest)
+
+
+def _run(call: ExpertsCall) -> Tensor:
+    """[T, N]: the one expert."""
+    if call.x.is_cuda and call.x.shape[0] > FEW:
+        return _dense(call)
+    out: Tensor = torch.ops.moefuse.experts_infer.default(*call.pack())
     return out
 
 
-def _dense(x: Tensor, lists: list[Lists], options: dict[str, Any], out_dtype: torch.dtype) -> Tensor:
+def _dense(call: ExpertsCall) -> Tensor:
     """Library products for all tokens: an expert that every token takes leaves nothing to group."""
 
-    def act(gate: Tensor, up: Tensor | None) -> Tensor:
+    def act(gate: Tensor, up: Tensor | None, body: Body) -> Tensor:
         kernels = providers.triton_module("activate") if gate.is_cuda else ""
         quick = not isinstance(kernels, str) and kernels.supports(gate)
-        return (kernels if quick else dense).activate(gate, up, options["activation"], options["activation_args"])  # type: ignore[no-any-return, union-attr]
+        return (kernels if quick else dense).activate(gate, up, body)  # type: ignore[no-any-return, union-attr]
 
-    return dense.one_expert(x, lists, 0, options["gating"], options["up_first"], act).to(out_dtype)
-
-
-def _start(tensors: Lists, counts: Sequence[int], body: int, arg0: float, arg1: float, out_dtype: torch.dtype, overlap: int) -> Tensor:
-    x = tensors[0]
-    if not _beside(x, x.shape[0], overlap):
-        return _run(tensors, counts, body, arg0, arg1, out_dtype)
-    return streams.fork(x.device, lambda: _run(tensors, counts, body, arg0, arg1, out_dtype))
+    return dense.one_expert(call.x, call, 0, act).to(call.out_dtype)
 
 
-def _start_fake(tensors: Lists, counts: Sequence[int], body: int, arg0: float, arg1: float, out_dtype: torch.dtype, overlap: int) -> Tensor:
+def _start(tensors: Lists, counts: Sequence[int], *rest: Any) -> Tensor:
+    *body, overlap = rest
+    call = _call(tensors, counts, *body)
+    if not _beside(call.x, call.x.shape[0], overlap):
+        return _run(call)
+    return streams.fork(call.x.device, lambda: _run(call))
+
+
+def _start_fake(tensors: Lists, counts: Sequence[int], *rest: Any) -> Tensor:
     x, *weights = tensors
-    ids = x.new_zeros((x.shape[0], 1), dtype=torch.int32)
-    given = [x, ids, x.new_ones((x.shape[0], 1)), *weights]
-    out: Tensor = torch.ops.moefuse.experts_infer.default(given, counts, body, arg0, arg1, out_dtype)
+    *body, _ = rest
+    given = [x, x.new_zeros((x.shape[0], 1), dtype=torch.int32), x.new_ones((x.shape[0], 1)), *weights]
+    out: Tensor = torch.ops.moefuse.experts_infer.default(given, counts, *body)
     return out
 
 

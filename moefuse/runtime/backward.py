@@ -14,44 +14,26 @@ Rows past the last valid one are not defined in d_h and a; nothing reads them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from moefuse.ops.activations import ACTIVATIONS
-from moefuse.ops.body import Needs
+from moefuse.ops.call import Stack
+from moefuse.ops.grad_calls import GradCall, InCall, OutCall, RowsCall
 from moefuse.ops.reference import accumulation_dtype, split_gate
-from moefuse.runtime.cpu import CHUNK_ROWS, Lists, back_project, sum_slots
+from moefuse.runtime.cpu import CHUNK_ROWS, back_project, sum_slots
 from moefuse.runtime.expert_grads import add_bias_products, empty_grads, vector_grads, weight_grads
 from moefuse.runtime.routing import Group, chunked, groups_of, positions
 
 
-def experts_backward(
-    grad: Tensor,
-    x: Tensor,
-    weights: Tensor,
-    h: Tensor,
-    order: Tensor,
-    offsets: Tensor,
-    w_in: Lists,
-    w_up: Lists,
-    w_out: Lists,
-    b_in: Lists,
-    b_up: Lists,
-    b_out: Lists,
-    needs: Sequence[bool],
-    *how: Any,
-) -> list[Tensor]:
-    """The gradients that ``needs`` (:class:`~moefuse.ops.body.Needs`) asks for, flattened: all parts, chunk by chunk of whole experts."""
-    work = _Work(h, weights, order, offsets, needs, *how)
-    d_out, d_in = _OutGrads(work, w_out, b_out), _InGrads(work, x, w_in, w_up, b_in, b_up)
+def experts_backward(call: GradCall) -> list[Tensor]:
+    """The gradients that ``call.need`` asks for, flattened: all parts, chunk by chunk of whole experts."""
+    work = _Work(call)
+    d_out, d_in = _OutGrads(work, call.w_out), _InGrads(work, call)
     d_scale = work.empty_scale()
     for chunk in chunked(work.groups, CHUNK_ROWS):
-        rows = work.span(chunk)
-        d_rows = work.gathered(grad, rows)
-        d_h, a = work.rows(chunk, d_rows, h, w_out, b_out, d_scale)
+        d_rows = work.gathered(call.grad, work.span(chunk))
+        d_h, a = work.rows(chunk, d_rows, call.h, call.w_out, d_scale)
         if a is not None or work.need.b_out:
             d_out.add(chunk, d_rows, a)
         if d_h is not None:
@@ -61,77 +43,54 @@ def experts_backward(
     return [*before, *d_in.w_in, *d_in.w_up, *d_out.w, *d_in.b_in, *d_in.b_up, *d_out.b]
 
 
-def experts_backward_rows(
-    grad: Tensor, weights: Tensor, h: Tensor, order: Tensor, offsets: Tensor, w_out: Lists, b_out: Lists, needs: Sequence[bool], *how: Any
-) -> list[Tensor]:
-    """The first part: of d_h, a and the routing weights' gradient what ``needs`` asks for."""
-    work = _Work(h, weights, order, offsets, needs, *how)
+def experts_backward_rows(call: RowsCall) -> list[Tensor]:
+    """The first part: of d_h, a and the routing weights' gradient what ``call.need`` asks for."""
+    work, h = _Work(call), call.h
     d_scale = work.empty_scale() if work.need.products else None
     d_h = torch.zeros_like(h) if work.need.h else None
-    a = h.new_zeros((h.shape[0], w_out[0].shape[-1])) if work.need.w_out else None
+    a = h.new_zeros((h.shape[0], call.w_out.inputs)) if work.need.w_out else None
     for chunk in chunked(work.groups, CHUNK_ROWS):
         rows = work.span(chunk)
-        made = work.rows(chunk, work.gathered(grad, rows), h, w_out, b_out, d_scale)
+        made = work.rows(chunk, work.gathered(call.grad, rows), h, call.w_out, d_scale)
         for whole, part in zip((d_h, a), made, strict=True):
             if whole is not None and part is not None:
                 whole[rows] = part
     return [t for t in (d_h, a, None if d_scale is None else work.by_slot(d_scale)) if t is not None]
 
 
-def experts_backward_in(
-    x: Tensor,
-    weights: Tensor,
-    d_h: Tensor,
-    order: Tensor,
-    offsets: Tensor,
-    w_in: Lists,
-    w_up: Lists,
-    b_in: Lists,
-    b_up: Lists,
-    needs: Sequence[bool],
-    *how: Any,
-) -> list[Tensor]:
-    """The second part: gradients of x, of routing weights on the input, of w_in, w_up, b_in and b_up."""
-    work = _Work(d_h, weights, order, offsets, needs, *how)
+def experts_backward_in(call: InCall) -> list[Tensor]:
+    """The second part: gradients of x, of routing weights on the input, of w_in and w_up, and of their biases."""
+    work = _Work(call)
     d_scale = work.empty_scale() if work.need.on_input else None
-    grads = _InGrads(work, x, w_in, w_up, b_in, b_up)
+    grads = _InGrads(work, call)
     for chunk in chunked(work.groups, CHUNK_ROWS):
-        grads.add(chunk, d_h[work.span(chunk)], d_scale)
+        grads.add(chunk, call.d_h[work.span(chunk)], d_scale)
     before = [] if grads.d_rows is None else [grads.d_x(grads.d_rows)]
     before += [] if d_scale is None else [work.by_slot(d_scale)]
     return [*before, *grads.w_in, *grads.w_up, *grads.b_in, *grads.b_up]
 
 
-def experts_backward_out(
-    grad: Tensor,
-    weights: Tensor,
-    order: Tensor,
-    offsets: Tensor,
-    a: Lists,
-    w_out: Lists,
-    b_out: Lists,
-    needs: Sequence[bool],
-    *how: Any,
-) -> list[Tensor]:
-    """The third part: gradients of w_out and b_out. ``a`` has no tensor where only b_out's is wanted."""
-    work = _Work(w_out[0], weights, order, offsets, needs, *how)
-    grads = _OutGrads(work, w_out, b_out)
+def experts_backward_out(call: OutCall) -> list[Tensor]:
+    """The third part: gradients of w_out and of its biases."""
+    work = _Work(call)
+    grads = _OutGrads(work, call.w_out)
     for chunk in chunked(work.groups, CHUNK_ROWS):
         rows = work.span(chunk)
-        grads.add(chunk, work.gathered(grad, rows), a[0][rows] if a else None)
+        grads.add(chunk, work.gathered(call.grad, rows), None if call.a is None else call.a[rows])
     return [*grads.w, *grads.b]
 
 
 class _Work:
     """What the parts of one backward call share."""
 
-    def __init__(self, like: Tensor, weights: Tensor, order: Tensor, offsets: Tensor, needs: Sequence[bool], *how: Any) -> None:
-        activation, self.args, self.gating, self.up_first, on_input = how
-        self.activation = ACTIVATIONS[activation]
-        self.need = Needs.of(needs, on_input)
-        self.dtype, self.wide = like.dtype, accumulation_dtype(like.dtype)
-        self.weights, self.order, self.top_k = weights, order, weights.shape[1]
-        ends = offsets.tolist()
+    def __init__(self, call: GradCall | RowsCall | InCall | OutCall) -> None:
+        self.body, self.need = call.body, call.need
+        self.activation = ACTIVATIONS[self.body.activation]
+        # Of the weights, which is that of the work: the gradient of the output may have another.
+        self.dtype = call.w_in.weight[0].dtype if isinstance(call, InCall) else call.w_out.weight[0].dtype
+        self.wide = accumulation_dtype(self.dtype)
+        self.weights, self.order, self.top_k = call.weights, call.order, call.weights.shape[1]
+        ends = call.offsets.tolist()
         self.groups, self.valid = groups_of(ends), ends[-1]
 
     @staticmethod
@@ -158,29 +117,29 @@ class _Work:
         return out.view(self.weights.shape).to(self.weights.dtype)
 
     def rows(
-        self, chunk: list[Group], d_out: Tensor, h: Tensor, w_out: Lists, b_out: Lists, d_scale: Tensor | None
+        self, chunk: list[Group], d_out: Tensor, h: Tensor, w_out: Stack, d_scale: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None]:
         """(d_h, a) of a chunk, whichever is wanted; fills the routing weights' gradient where they are on the output."""
         need, rows = self.need, self.span(chunk)
         scale = self.scale(rows)
-        gate, up = split_gate(h[rows], self.gating, self.up_first)
+        gate, up = split_gate(h[rows], self.body.gating, self.body.up_first)
         gate, up = gate.to(self.wide), None if up is None else up.to(self.wide)
-        value = self.activation.forward(gate, up, self.args) if need.w_out or need.products else None
+        value = self.activation.forward(gate, up, self.body.args) if need.w_out or need.products else None
         a = (value if need.on_input else value * scale).to(self.dtype) if need.w_out and value is not None else None
         if not (need.h or need.products):
             return None, a
-        d_act = d_out.new_empty((d_out.shape[0], w_out[0].shape[-1]))
-        back_project(d_act, d_out, w_out, chunk)
+        d_act = d_out.new_empty((d_out.shape[0], w_out.inputs))
+        back_project(d_act, d_out, w_out.weight, chunk)
         d_a = d_act.to(self.wide)
         if d_scale is not None and value is not None and need.products:
             d_scale[rows] = (d_a * value).sum(-1)
-            if b_out:
-                add_bias_products(d_scale, d_out.to(self.wide), b_out, chunk)
+            if w_out.bias:
+                add_bias_products(d_scale, d_out.to(self.wide), w_out.bias, chunk)
         if not need.h:
             return None, a
         d_h = torch.empty_like(h[rows])
-        grads = self.activation.backward(d_a if need.on_input else d_a * scale, gate, up, self.args)
-        for target, part in zip(split_gate(d_h, self.gating, self.up_first), grads, strict=True):
+        grads = self.activation.backward(d_a if need.on_input else d_a * scale, gate, up, self.body.args)
+        for target, part in zip(split_gate(d_h, self.body.gating, self.body.up_first), grads, strict=True):
             if target is not None and part is not None:
                 target.copy_(part)
         return d_h, a
@@ -189,17 +148,17 @@ class _Work:
 class _InGrads:
     """The gradients of the first projection and of what goes into it."""
 
-    def __init__(self, work: _Work, x: Tensor, w_in: Lists, w_up: Lists, b_in: Lists, b_up: Lists) -> None:
-        need = work.need
-        self.work, self.x, self.lists = work, x, (w_in, w_up)
+    def __init__(self, work: _Work, call: GradCall | InCall) -> None:
+        need, (w_in, b_in), (w_up, b_up) = work.need, call.w_in, call.w_up
+        self.work, self.x, self.lists = work, call.x, (w_in, w_up)
         self.w_in, self.w_up = (empty_grads(t, work.groups, 2) if wanted else [] for t, wanted in ((w_in, need.w_in), (w_up, need.w_up)))
         self.b_in, self.b_up = (empty_grads(t, work.groups, 1) if wanted else [] for t, wanted in ((b_in, need.b_in), (b_up, need.b_up)))
-        self.d_rows = x.new_empty((work.order.shape[0], x.shape[1])) if need.x else None
+        self.d_rows = self.x.new_empty((work.order.shape[0], self.x.shape[1])) if need.x else None
 
     def add(self, chunk: list[Group], d_h: Tensor, d_scale: Tensor | None) -> None:
         """What a chunk contributes; fills the routing weights' gradient where they are on the input."""
         work, rows, half = self.work, self.work.span(chunk), d_h.shape[1] // 2
-        parts = [d_h[:, :half], d_h[:, half:]] if work.gating == "separate" else [d_h]
+        parts = [d_h[:, :half], d_h[:, half:]] if work.body.split else [d_h]
         xs = None
         if self.w_in or self.w_up or (work.need.on_input and work.need.weights):
             xs = work.gathered(self.x, rows)
@@ -233,10 +192,10 @@ class _InGrads:
 class _OutGrads:
     """The gradients of the second projection."""
 
-    def __init__(self, work: _Work, w_out: Lists, b_out: Lists) -> None:
+    def __init__(self, work: _Work, w_out: Stack) -> None:
         self.work = work
-        self.w = empty_grads(w_out, work.groups, 2) if work.need.w_out else []
-        self.b = empty_grads(b_out, work.groups, 1) if work.need.b_out else []
+        self.w = empty_grads(w_out.weight, work.groups, 2) if work.need.w_out else []
+        self.b = empty_grads(w_out.bias, work.groups, 1) if work.need.b_out else []
 
     def add(self, chunk: list[Group], d_out: Tensor, a: Tensor | None) -> None:
         """What a chunk contributes."""

@@ -11,8 +11,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from moefuse.ops.activations import ACTIVATIONS
-from moefuse.ops.reference import accumulation_dtype, count_experts, expert_vector, expert_weight, split_gate
+from moefuse.ops.call import ExpertsCall, Stack
+from moefuse.ops.reference import accumulation_dtype, expert_vector, expert_weight, split_gate
+from moefuse.runtime.dense import activate
 from moefuse.runtime.gemm import mm_into
 from moefuse.runtime.routing import Group, chunked, groups_of, groups_of_ids, sort_slots
 
@@ -31,107 +32,48 @@ BLOCK_ROWS = 128
 Lists = Sequence[Tensor]
 
 
-def experts(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    w_in: Lists,
-    w_up: Lists,
-    w_out: Lists,
-    b_in: Lists,
-    b_up: Lists,
-    b_out: Lists,
-    activation: str,
-    activation_args: Sequence[float],
-    gating: str,
-    up_first: bool,
-    weight_on_input: bool,
-    out_dtype: torch.dtype | None,
-) -> Tensor:
-    """``moefuse::experts``, arguments in schema order."""
-    num_experts = count_experts(w_in)
-    slots = ids.numel()
-    if slots * w_out[0].shape[-2] * x.element_size() > BLOCK_BYTES:
-        per_token = ids.shape[1] * w_out[0].shape[-2] * x.element_size()
-        block = max(BLOCK_BYTES // per_token, BLOCK_ROWS * num_experts // ids.shape[1], 1)
-        if block < x.shape[0]:
-            rest = (w_in, w_up, w_out, b_in, b_up, b_out, activation, activation_args, gating, up_first, weight_on_input, out_dtype)
-            out = x.new_empty((x.shape[0], w_out[0].shape[-2]), dtype=out_dtype or x.dtype)
-            for start in range(0, x.shape[0], block):
+def experts(call: ExpertsCall) -> Tensor:
+    """``moefuse::experts``."""
+    num_experts, tokens, slots = call.w_in.experts, call.x.shape[0], call.ids.numel()
+    per_token = call.top_k * call.w_out.features * call.dtype.itemsize
+    if tokens * per_token > BLOCK_BYTES:
+        block = max(BLOCK_BYTES // per_token, BLOCK_ROWS * num_experts // call.top_k, 1)
+        if block < tokens:
+            out = call.x.new_empty((tokens, call.w_out.features), dtype=call.out_dtype)
+            for start in range(0, tokens, block):
                 part = slice(start, start + block)
-                out[part] = experts(x[part], ids[part], weights[part], *rest)
+                out[part] = experts(call.of_tokens(part))
             return out
     order: Tensor | None
     if slots <= FEW_SLOTS:
-        rows, groups = groups_of_ids(ids.reshape(-1).tolist(), num_experts)
+        rows, groups = groups_of_ids(call.ids.reshape(-1).tolist(), num_experts)
         valid = len(rows)
-        order = None if rows == list(range(slots)) else torch.tensor(rows, dtype=torch.int64, device=x.device)
+        order = None if rows == list(range(slots)) else torch.tensor(rows, dtype=torch.int64, device=call.device)
     else:
-        order, offsets = sort_slots(ids, num_experts)
+        order, offsets = sort_slots(call.ids, num_experts)
         ends = offsets.tolist()
         groups, valid = groups_of(ends), ends[-1]
-    body = _Body(x, weights, order, w_in, w_up, w_out, b_in, b_up, b_out, activation, activation_args, gating, up_first, weight_on_input)
-    ys = body.run(groups, slots, None)
-    return _combine(ys, None if weight_on_input else weights, order, valid, x.shape[0], ids.shape[1], out_dtype or x.dtype)
+    return _combine(_SortedRows(call, order).run(groups, slots, None), call, order, valid)
 
 
-def experts_forward(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    w_in: Lists,
-    w_up: Lists,
-    w_out: Lists,
-    b_in: Lists,
-    b_up: Lists,
-    b_out: Lists,
-    activation: str,
-    activation_args: Sequence[float],
-    gating: str,
-    up_first: bool,
-    weight_on_input: bool,
-    out_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def experts_forward(call: ExpertsCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``moefuse::experts_forward``: the output and (h, order, offsets) for backward; rows of h past the valid ones are zeros."""
-    order, offsets = sort_slots(ids, count_experts(w_in))
+    order, offsets = sort_slots(call.ids, call.w_in.experts)
     ends = offsets.tolist()
     valid = ends[-1]
-    body = _Body(x, weights, order, w_in, w_up, w_out, b_in, b_up, b_out, activation, activation_args, gating, up_first, weight_on_input)
-    h = x.new_empty((order.shape[0], body.width))
+    h = call.x.new_empty((order.shape[0], call.width))
     h[valid:].zero_()
-    ys = body.run(groups_of(ends), order.shape[0], h)
-    out = _combine(ys, None if weight_on_input else weights, order, valid, x.shape[0], ids.shape[1], out_dtype or x.dtype)
-    return out, h, order, offsets
+    ys = _SortedRows(call, order).run(groups_of(ends), order.shape[0], h)
+    return _combine(ys, call, order, valid), h, order, offsets
 
 
-class _Body:
-    """The expert body on sorted rows; holds the arguments of one call."""
+class _SortedRows:
+    """The experts of one call on its sorted rows."""
 
-    def __init__(
-        self,
-        x: Tensor,
-        weights: Tensor,
-        order: Tensor | None,
-        w_in: Lists,
-        w_up: Lists,
-        w_out: Lists,
-        b_in: Lists,
-        b_up: Lists,
-        b_out: Lists,
-        activation: str,
-        activation_args: Sequence[float],
-        gating: str,
-        up_first: bool,
-        weight_on_input: bool,
-    ) -> None:
-        self.x, self.order = x, order
-        self.top_k = weights.shape[1]
-        self.scale = weights.reshape(-1) if weight_on_input else None
-        self.w_in, self.w_up, self.w_out, self.b_in, self.b_up, self.b_out = w_in, w_up, w_out, b_in, b_up, b_out
-        self.activation, self.args, self.gating, self.up_first = ACTIVATIONS[activation].forward, activation_args, gating, up_first
-        self.wide = accumulation_dtype(x.dtype)
-        self.out_features = w_in[0].shape[-2]
-        self.width = 2 * self.out_features if gating == "separate" else self.out_features
+    def __init__(self, call: ExpertsCall, order: Tensor | None) -> None:
+        self.call, self.x, self.order, self.top_k = call, call.x, order, call.top_k
+        self.scale = call.weights.reshape(-1) if call.body.on_input else None
+        self.wide = accumulation_dtype(call.dtype)
 
     def rows(self, start: int, end: int) -> Tensor:
         """Inputs [n, H] of sorted rows [start, end), times the routing weight if it goes on the input."""
@@ -148,29 +90,28 @@ class _Body:
 
     def pre_activation(self, xs: Tensor, h: Tensor, chunk: list[Group]) -> None:
         """h [n, width] = first projection(s) of the chunk."""
-        if self.gating == "separate":
-            project(h[:, : self.out_features], xs, self.w_in, self.b_in, chunk)
-            project(h[:, self.out_features :], xs, self.w_up, self.b_up, chunk)
-        else:
-            project(h, xs, self.w_in, self.b_in, chunk)
+        call, features = self.call, self.call.w_in.features
+        project(h[:, :features], xs, call.w_in, chunk)
+        if call.body.split:
+            project(h[:, features:], xs, call.w_up, chunk)
 
     def run(self, groups: list[Group], slots: int, save: Tensor | None) -> Tensor:
         """Expert outputs [slots, Hout] in sorted order, invalid rows zero; the pre-activation goes to ``save`` [slots, width] if given."""
-        ys = self.x.new_empty((slots, self.w_out[0].shape[-2]))
+        call, body = self.call, self.call.body
+        ys = self.x.new_empty((slots, call.w_out.features))
         ys[groups[-1][2] if groups else 0 :].zero_()
         for chunk in chunked(groups, CHUNK_ROWS):
             start, end = chunk[0][1], chunk[-1][2]
             xs = self.rows(start, end)
-            h = self.x.new_empty((end - start, self.width)) if save is None else save[start:end]
+            h = self.x.new_empty((end - start, call.width)) if save is None else save[start:end]
             self.pre_activation(xs, h, chunk)
-            gate, up = split_gate(h, self.gating, self.up_first)
-            a = self.activation(gate.to(self.wide), None if up is None else up.to(self.wide), self.args).to(self.x.dtype)
-            project(ys[start:end], a, self.w_out, self.b_out, chunk)
+            project(ys[start:end], activate(*split_gate(h, body.gating, body.up_first), body), call.w_out, chunk)
         return ys
 
 
-def project(out: Tensor, rows: Tensor, w: Lists, b: Lists, groups: list[Group]) -> None:
+def project(out: Tensor, rows: Tensor, stack: Stack, groups: list[Group]) -> None:
     """out[i] = rows[i] @ w[e].T + b[e] for consecutive groups; row 0 of both tensors is the first row of the first group."""
+    w, b = stack
     stacked = w[0].transpose(1, 2) if len(w) == 1 and w[0].dim() == 3 else None
     for (e, _, _), into, part in _cut(groups, out, rows):
         mm_into(into, part, w[e].t() if stacked is None else stacked[e], expert_vector(b, e))
@@ -189,26 +130,23 @@ def _cut(groups: list[Group], out: Tensor, rows: Tensor) -> Iterator[tuple[Group
     return zip(groups, out.split_with_sizes([*sizes, rest]), rows.split_with_sizes([*sizes, rest]), strict=False)
 
 
-def _combine(ys: Tensor, weights: Tensor | None, order: Tensor | None, valid: int, tokens: int, top_k: int, dtype: torch.dtype) -> Tensor:
+def _combine(ys: Tensor, call: ExpertsCall, order: Tensor | None, valid: int) -> Tensor:
     """Weighted sum [T, Hout] over the slots of each token. ``order`` may stop after its valid entries; ys is zero past them.
 
     None as ``order`` says that row i is slot i, and all are valid.
     """
-    wide = accumulation_dtype(ys.dtype)
-    hidden = ys.shape[1]
+    tokens, top_k = call.ids.shape
     slots = tokens * top_k
     if not valid:
-        return torch.zeros((tokens, hidden), dtype=dtype, device=ys.device)
+        return torch.zeros((tokens, ys.shape[1]), dtype=call.out_dtype, device=ys.device)
+    weights = None if call.body.on_input else call.weights.to(accumulation_dtype(ys.dtype))
     if order is None:
-        weights = None if weights is None else weights.to(wide)
-        return sum_slots(ys, None, weights, top_k).to(dtype)
+        return sum_slots(ys, None, weights, top_k).to(call.out_dtype)
     position = torch.full((slots,), slots - 1, dtype=torch.int64, device=ys.device) if order.shape[0] < slots else order.new_empty(slots)
     position[order] = torch.arange(order.shape[0], device=ys.device)
-    if weights is not None:
-        weights = weights.to(wide)
-        if valid < slots:
-            weights = weights.masked_fill((position >= valid).view(tokens, top_k), 0)
-    return sum_slots(ys, position, weights, top_k).to(dtype)
+    if weights is not None and valid < slots:
+        weights = weights.masked_fill((position >= valid).view(tokens, top_k), 0)
+    return sum_slots(ys, position, weights, top_k).to(call.out_dtype)
 
 
 def sum_slots(ys: Tensor, position: Tensor | None, weights: Tensor | None, top_k: int) -> Tensor:

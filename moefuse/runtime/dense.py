@@ -6,83 +6,59 @@ CUDA graph can record it. It runs what the Triton kernels do not take, and every
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from moefuse.ops.activations import ACTIVATIONS
-from moefuse.ops.reference import accumulation_dtype, count_experts, expert_vector, expert_weight, split_gate
+from moefuse.ops.call import Body, ExpertsCall
+from moefuse.ops.reference import accumulation_dtype, split_gate
 
-Lists = Sequence[Tensor]
 
-
-def supports(x: Tensor, *rest: object) -> str | None:
+def supports(call: ExpertsCall) -> str | None:
     """None for tensors on a CUDA device: elsewhere a host that reads the routing is quicker."""
-    return None if x.device.type == "cuda" else f"tensors on {x.device.type}, where reading the routing costs nothing"
+    return None if call.device.type == "cuda" else f"tensors on {call.device.type}, where reading the routing costs nothing"
 
 
-def one_expert(
-    rows: Tensor, lists: Sequence[Lists], e: int, gating: str, up_first: bool, act: Callable[[Tensor, Tensor | None], Tensor]
-) -> Tensor:
-    """[n, Hout]: expert ``e`` on every row [n, H]; ``act`` is given gate and up [n, I], and its result is in their dtype."""
-    w_in, w_up, w_out, b_in, b_up, b_out = lists
-    linear = torch.nn.functional.linear
-    h = linear(rows, expert_weight(w_in, e), expert_vector(b_in, e))
-    gate, up = split_gate(h, gating, up_first)
-    if gating == "separate":
-        gate, up = h, linear(rows, expert_weight(w_up, e), expert_vector(b_up, e))
-    return linear(act(gate, up), expert_weight(w_out, e), expert_vector(b_out, e))
-
-
-def activate(gate: Tensor, up: Tensor | None, activation: str, args: Sequence[float]) -> Tensor:
+def activate(gate: Tensor, up: Tensor | None, body: Body) -> Tensor:
     """The activation in the accumulation dtype, rounded to that of ``gate``."""
     wide = accumulation_dtype(gate.dtype)
-    return ACTIVATIONS[activation].forward(gate.to(wide), None if up is None else up.to(wide), args).to(gate.dtype)
+    return ACTIVATIONS[body.activation].forward(gate.to(wide), None if up is None else up.to(wide), body.args).to(gate.dtype)
 
 
-def experts(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    w_in: Lists,
-    w_up: Lists,
-    w_out: Lists,
-    b_in: Lists,
-    b_up: Lists,
-    b_out: Lists,
-    activation: str,
-    activation_args: Sequence[float],
-    gating: str,
-    up_first: bool,
-    weight_on_input: bool,
-    out_dtype: torch.dtype | None,
-) -> Tensor:
-    """``moefuse::experts``, arguments in schema order; any device.
+def one_expert(rows: Tensor, call: ExpertsCall, e: int, act: Callable[[Tensor, Tensor | None, Body], Tensor] = activate) -> Tensor:
+    """[n, Hout]: expert ``e`` of a call on every row [n, H]; ``act`` is given gate and up [n, I], and its result is in their dtype."""
+    linear, body = torch.nn.functional.linear, call.body
+    h = linear(rows, *call.w_in.expert(e))
+    gate, up = (h, linear(rows, *call.w_up.expert(e))) if body.split else split_gate(h, body.gating, body.up_first)
+    return linear(act(gate, up, body), *call.w_out.expert(e))
+
+
+def experts(call: ExpertsCall) -> Tensor:
+    """``moefuse::experts``; any device.
 
     The result of a slot is selected, not multiplied by a mask, so a NaN stays in its token and its expert.
     """
+    x, ids, on_input = call.x, call.ids, call.body.on_input
     tokens, top_k = ids.shape
     wide = accumulation_dtype(x.dtype)
-    lists = (w_in, w_up, w_out, b_in, b_up, b_out)
-    scale = weights.to(wide)
-    hidden_out = expert_weight(w_out, 0).shape[0]
-    num_experts = count_experts(w_in)
+    scale = call.weights.to(wide)
+    hidden_out, num_experts = call.w_out.features, call.w_in.experts
     if not (tokens and top_k):
-        return torch.zeros((tokens, hidden_out), dtype=out_dtype or x.dtype, device=x.device)
+        return torch.zeros((tokens, hidden_out), dtype=call.out_dtype, device=x.device)
     y = torch.zeros((top_k, tokens, hidden_out), dtype=x.dtype, device=x.device)
     for e in range(num_experts):
         chosen = (ids == e).t()
         # A token's weight for this expert; with the same expert in several slots, the rows differ only if the weight is on the input.
-        for slots in range(top_k) if weight_on_input else (slice(None),):
+        for slots in range(top_k) if on_input else (slice(None),):
             rows = (x.to(wide) * scale[:, slots, None]).to(x.dtype) if isinstance(slots, int) else x
-            result = one_expert(rows, lists, e, gating, up_first, lambda gate, up: activate(gate, up, activation, activation_args))
-            y[slots] = torch.where(chosen[slots, :, None], result, y[slots])
+            y[slots] = torch.where(chosen[slots, :, None], one_expert(rows, call, e), y[slots])
     out = torch.zeros((tokens, hidden_out), dtype=wide, device=x.device)
     valid = (ids >= 0) & (ids < num_experts)
     for k in range(top_k):
         term = y[k].to(wide)
-        if not weight_on_input:
+        if not on_input:
             term = term * scale[:, k : k + 1].masked_fill(~valid[:, k : k + 1], 0)
         out += term
-    return out.to(out_dtype or x.dtype)
+    return out.to(call.out_dtype)

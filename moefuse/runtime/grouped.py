@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from moefuse.ops.call import Stack
 from moefuse.ops.reference import accumulation_dtype, expert_vector
 from moefuse.runtime.cpu import Lists, back_project, project
 from moefuse.runtime.expert_grads import empty_grads, vector_grads, weight_grads
@@ -26,7 +27,7 @@ def grouped_linear(xs: Tensor, offsets: Tensor, w: Lists, b: Lists) -> Tensor:
     out[ends[-1] :].zero_()
     groups = groups_of(ends)
     if groups:
-        project(out, xs, w, b, groups)
+        project(out, xs, Stack(w, b), groups)
     return out
 
 

@@ -1,6 +1,7 @@
 """Who computes an op: ordered providers, each saying in one function what it supports.
 
-A provider is a pair of functions for one op, both called with the op's arguments in schema order:
+A provider is a pair of functions for one op, both called with the op's arguments in schema order, those of the experts ops as one
+(:class:`~moefuse.ops.call.ExpertsCall` and the calls of ``moefuse/ops/grad_calls.py``):
 ``supports(*args) -> None`` when it can run them, else a short reason; ``run(*args) -> result``. They are asked in order, the first that
 supports the call runs it, and the portable implementation, which supports everything, is last. A GPU family under ``kernels/`` calls
 :func:`register` when it is imported. The arrays that pass from one op to the next (h, order, offsets) have one layout, given in
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
@@ -49,28 +51,6 @@ def _portable(run: Callable[..., Any]) -> list[Provider]:
     return [Provider("portable", _everything, run)]
 
 
-@functools.cache
-def triton_kernels() -> ModuleType | str:
-    """The Triton kernels of ``moefuse/kernels/triton/provider.py``, or why there are none."""
-    try:
-        return importlib.import_module("moefuse.kernels.triton.provider")
-    except ImportError as error:
-        return f"triton cannot be imported ({error})"
-
-
-def _triton_supports(x: Any, *rest: Any) -> str | None:
-    if x.device.type != "cuda":
-        return f"tensors on {x.device.type}, the kernels run on CUDA devices"
-    kernels = triton_kernels()
-    return kernels if isinstance(kernels, str) else kernels.supports(x, *rest)
-
-
-def _triton_experts(*args: Any) -> Any:
-    kernels = triton_kernels()
-    assert not isinstance(kernels, str)
-    return kernels.experts(*args)
-
-
 FALLBACK = "fallback"
 """Stands for the device of a provider that takes no CPU tensors and is no reason to replace a program: right, but slow."""
 
@@ -78,7 +58,7 @@ FALLBACK = "fallback"
 def _on_cuda() -> list[Provider]:
     """The providers of ``experts`` for CUDA tensors; neither waits for the device."""
     return [
-        Provider("triton", _triton_supports, _triton_experts, device="cuda"),
+        *_triton("provider", "experts"),
         *_triton("grouped_mm", "experts", "grouped_mm"),
         Provider("dense", dense.supports, dense.experts, device=FALLBACK),
     ]
@@ -91,6 +71,11 @@ def triton_module(module: str) -> ModuleType | str:
         return importlib.import_module(f"moefuse.kernels.triton.{module}")
     except ImportError as error:
         return f"triton cannot be imported ({error})"
+
+
+def triton_kernels() -> ModuleType | str:
+    """The provider of ``moefuse::experts``, or why there is none."""
+    return triton_module("provider")
 
 
 def _triton(module: str, op: str, name: str = "triton", traced: str | None = None) -> list[Provider]:
@@ -151,7 +136,7 @@ def unregister(op: str, name: str) -> None:
 
 def _replace(op: str, order: list[Provider]) -> None:
     PROVIDERS[op][:] = order
-    if triton_kernels.cache_info().currsize and not isinstance(kernels := triton_kernels(), str):
+    if (kernels := sys.modules.get("moefuse.kernels.triton.provider")) is not None:
         kernels.forget_plans()  # what it launches without asking here
     unit = next((unit for unit, ops in _NATIVE.items() if op in ops), None)
     if unit is not None:

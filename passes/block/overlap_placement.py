@@ -14,7 +14,7 @@ import torch
 from torch.fx import Graph, Node
 
 from moefuse._dynamo.values import unbacked_in
-from moefuse.ops.body import encode
+from moefuse.ops.call import Body
 from moefuse.passes.graph.builder import Emitter
 from moefuse.passes.graph.calls import fake
 from moefuse.passes.infer.state import Context
@@ -52,8 +52,9 @@ def start_and_join(ctx: Context, emit: Emitter, add: Node, other: Node, alone: N
         cursor.append(node)
         cursor = node
     counts = [len(part) for part in alone.args[3:9]]  # type: ignore[arg-type]
-    options: Any = {k: v for k, v in alone.kwargs.items() if k != "out_dtype"}
-    body = encode(options["activation"], options["activation_args"], options["gating"], options["up_first"], options["weight_on_input"])
+    options: Any = alone.kwargs
+    args = tuple(options["activation_args"])
+    body = Body(options["activation"], args, options["gating"], options["up_first"], options["weight_on_input"]).encode()
     emit.before = cursor.next
     start = emit(torch.ops.moefuse.shared_start.default, tensors, counts, *body, fake(alone).dtype, tokens)
     emit.before = at

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch.fx import Node
 
+from moefuse.ops.call import ExpertsCall
 from moefuse.passes.graph.calls import fake
 from moefuse.runtime import providers
 
@@ -51,9 +52,10 @@ def _missing(names: Iterable[str], device: str) -> str | None:
 def _refusal(name: str, args: Sequence[object], options: Mapping[str, object], device: str) -> str | None:
     """Why no kernel of the device takes this very call; it is asked with fake tensors."""
     first: str | None = None
+    given = (ExpertsCall.of(*args, **options),) if name.startswith("experts") else (*args, *options.values())  # type: ignore[arg-type]
     for provider in providers.PROVIDERS[name]:
         if provider.device == device:
-            answer = provider.supports(*args, *options.values())
+            answer = provider.supports(*given)
             if answer is None:
                 return None
             first = first or answer

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from moefuse.kernels.triton.problem import hint
+from moefuse.ops.call import ExpertsCall
 from moefuse.passes.graph.calls import fake
 from moefuse.passes.lower.cost_gate import experts_call
 from moefuse.runtime import providers
@@ -26,19 +27,17 @@ def workspace(new_nodes: Sequence[Node], grad: bool) -> tuple[int, int] | None:
     kernels = providers.triton_module("chunks") if call is not None and fake(call).device.type in DEVICES else ""
     if call is None or isinstance(kernels, str):
         return None
-    from moefuse.kernels.triton.layout import DTYPES, Body, device_of
+    from moefuse.kernels.triton.layout import DTYPES, device_of
 
     args: Any = torch.fx.node.map_arg(call.args, fake)
     tensors = [t for a in args for t in (a if isinstance(a, list | tuple) else (a,))]
     if (grad and any(t.requires_grad for t in tensors)) or args[0].dtype not in DTYPES:
         return None
-    options: Any = call.kwargs
-    constants = (*options["activation_args"], 0.0, 0.0)[:2]
-    body = Body(options["activation"], constants, options["gating"], options["up_first"], options["weight_on_input"], fake(call).dtype)
     try:
-        x, *rest = map(like, args[:3])
-        lists = tuple([like(t) for t in part] for part in args[3:9])
-        return kernels.workspace_bytes(x, *rest, lists, body, device_of(args[0].device)), x.shape[0]
+        lists = [[like(t) for t in part] for part in args[3:9]]
+        given: list[Any] = [*map(like, args[:3]), *lists]
+        described = ExpertsCall.of(*given, **{**call.kwargs, "out_dtype": fake(call).dtype})
+        return kernels.workspace_bytes(described, device_of(args[0].device)), described.x.shape[0]
     except Exception:  # sizes without a hint; a number for the report is no reason to stop the user's program
         return None
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import moefuse.ops  # noqa: F401  (registers torch.ops.moefuse)
 from moefuse.ops import ACTIVATIONS, experts_reference
+from moefuse.ops.call import ExpertsCall
 
 ARGS = {"swiglu_oai": [1.7, 0.6], "silu_clamp": [0.6]}
 GATED = ("merged", "interleaved", "separate")
@@ -52,6 +53,10 @@ class Case:
             "weight_on_input": self.weight_on_input,
             "out_dtype": self.out_dtype,
         }
+
+    def call(self, args: list[Any] | None = None) -> ExpertsCall:
+        """What a provider is given; of other tensors if there are ``args``."""
+        return ExpertsCall.of(*(self.args() if args is None else args), **self.options)
 
     def args(self, requires_grad: bool = False) -> list[Any]:
         g = torch.Generator().manual_seed(self.seed)

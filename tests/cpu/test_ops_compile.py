@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from moefuse.ops.body import pack
+from moefuse.ops.call import ExpertsCall
 from tests.cpu.ops_case import Case, leaves, run
 
 CHECKED = [
@@ -33,7 +33,7 @@ def test_opcheck(case: Case, requires_grad: bool) -> None:
 def test_opcheck_of_the_internal_ops(case: Case) -> None:
     data = tuple(case.args())
     options = {"activation": "silu", "activation_args": [], "gating": "merged", "up_first": False, "weight_on_input": False}
-    tensors, counts, *body, dtype = pack(data, **options | {k: v for k, v in case.options.items() if k in options}, out_dtype=None)
+    tensors, counts, *body, dtype = ExpertsCall.of(*data, **options | {k: v for k, v in case.options.items() if k in options}).pack()
     torch.library.opcheck(torch.ops.moefuse.experts_forward.default, (tensors, counts, *body, dtype))
     out, h, order, offsets = torch.ops.moefuse.experts_forward(tensors, counts, *body, dtype)
     x, _, weights, *flat = tensors

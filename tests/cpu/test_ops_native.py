@@ -18,7 +18,7 @@ from torch._inductor.utils import fresh_cache, run_and_get_code
 
 from moefuse import _torch_private, cache_folder
 from moefuse.ops import ACTIVATIONS
-from moefuse.ops.body import decode, encode, pack
+from moefuse.ops.call import Body, ExpertsCall
 from moefuse.runtime import native, providers
 from tests.cpu.ops_case import Case, every_body, reference, run, tensors, to
 
@@ -286,15 +286,15 @@ def test_errors_of_the_general_op_reach_the_caller(monkeypatch: pytest.MonkeyPat
 def test_options_survive_the_encoding() -> None:
     for c in every_body():
         for on_input in (False, True):
-            options = {k: v for k, v in c.with_(weight_on_input=on_input).options.items() if k != "out_dtype"}
-            assert decode(*encode(**options)) == options
+            body = c.with_(weight_on_input=on_input).call().body
+            assert Body.decode(*body.encode()) == body
 
 
 @pytest.mark.parametrize("case", [Case(), Case(separate=True), Case(tokens=2000)], ids=["stacked", "list", "many"])
 def test_opcheck(case: Case) -> None:
     c = case.with_(dtype=torch.float32)
     options = {k: v for k, v in c.options.items() if k != "out_dtype"}
-    args = pack(tuple(c.args()), **options, out_dtype=None)
+    args = ExpertsCall.of(*c.args(), **options).pack()
     for op in (torch.ops.moefuse.experts_infer.default, torch.ops.moefuse.experts_infer_general.default):
         torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from moefuse.ops import autograd
-from moefuse.ops.body import Needs, encode, encode_needs
+from moefuse.ops.grad_calls import Needs
 from moefuse.runtime import native, providers
 from tests.cpu.ops_case import Case, leaves, run
 
@@ -92,11 +92,10 @@ def test_any_set_of_gradients(wanted: set[int], gating: str, on_input: bool, nam
 
 @pytest.mark.parametrize("case", CASES[:5])
 def test_opcheck(case: Case) -> None:
-    args, options = case.args(), dict(case.options)
-    options.pop("out_dtype")
+    args = case.args()
     x, ids, weights, *lists = args
     w_in, w_up, w_out, b_in, b_up, b_out = lists
-    body = encode(**options)
+    body = case.call().body.encode()
     counts = [len(part) for part in lists]
     flat = [t for part in lists for t in part]
     out, h, order, offsets = torch.ops.moefuse.experts_forward([x, ids, weights, *flat], counts, *body, x.dtype)
@@ -104,7 +103,12 @@ def test_opcheck(case: Case) -> None:
     needs = [True, True, *map(bool, lists)]
 
     def check(op: Any, tensors: list[Tensor], *parts: list[Tensor]) -> Any:
-        call = ([*tensors, *(t for part in parts for t in part)], [len(part) for part in parts], encode_needs(needs), *body)
+        call = (
+            [*tensors, *(t for part in parts for t in part)],
+            [len(part) for part in parts],
+            Needs.of(needs, case.weight_on_input).encode(),
+            *body,
+        )
         torch.library.opcheck(op.default, call)
         return op(*call)
 

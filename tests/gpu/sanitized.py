@@ -22,11 +22,9 @@ sys.path[:0] = [str(Path(__file__).parent.parent.parent)]
 
 import torch  # noqa: E402
 
-from moefuse.kernels.triton import layout  # noqa: E402
 from moefuse.kernels.triton import plan as plans  # noqa: E402
 from moefuse.kernels.triton.activate import activate  # noqa: E402
 from moefuse.kernels.triton.problem import Config, Tiles, Vectors  # noqa: E402
-from moefuse.ops.body import decode, encode  # noqa: E402
 from moefuse.ops.recipe import Recipe  # noqa: E402
 from tests.cpu.ops_case import Case  # noqa: E402
 from tests.gpu import test_grouped as tier  # noqa: E402
@@ -63,13 +61,8 @@ def main() -> None:
         if only not in name:
             continue
         args = on_gpu(case.args())
-        o = case.options
-        code = encode(o["activation"], o["activation_args"], o["gating"], o["up_first"], o["weight_on_input"])
-        args0 = (*decode(*code)["activation_args"], 0.0, 0.0)[:2]
-        body = layout.Body(o["activation"], args0, o["gating"], o["up_first"], o["weight_on_input"], o["out_dtype"] or args[0].dtype)
-        plan = plans.Plan(*args[:3], tuple(args[3:]), body, config)
-        out = plan.run(*args[:3], tuple(args[3:]))
-        assert_right(out, args, o)
+        call = case.call(args)
+        assert_right(plans.Plan(call, config).run(call), args, case.options)
         sys.stdout.write(f"{name}: right\n")
     case = Case(tokens=37, hidden=72, inter=40, hidden_out=56, experts=5, top_k=3, dtype=torch.bfloat16)
     torch.ops.moefuse.experts(*on_gpu(case.args()), **case.options)

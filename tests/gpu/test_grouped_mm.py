@@ -29,13 +29,9 @@ BODIES: list[dict[str, Any]] = [
 
 def planned(case: Case, args: list[Any], form: str) -> Any:
     from moefuse.kernels.triton.grouped_mm import LibraryPlan
-    from moefuse.kernels.triton.plan import Body
 
-    o = case.options
-    arg0, arg1, *_ = (*o["activation_args"], 0.0, 0.0)
-    body = Body(o["activation"], (arg0, arg1), o["gating"], o["up_first"], o["weight_on_input"], o["out_dtype"] or case.dtype)
-    plan = LibraryPlan(*args[:3], tuple(args[3:]), body, form)
-    return lambda: plan.run(*args[:3], tuple(args[3:]))
+    plan = LibraryPlan(case.call(args), form)
+    return lambda: plan.run(case.call(args))
 
 
 @pytest.mark.parametrize("changes", BODIES, ids=str)
@@ -45,7 +41,7 @@ def test_right_and_without_waiting(form: str, changes: dict[str, Any]) -> None:
 
     case = Case(**{**SIZES, **changes}, dtype=torch.bfloat16)
     args = on_gpu(case.args())
-    assert grouped_mm.supports(*args, *case.options.values()) is None
+    assert grouped_mm.supports(case.call(args)) is None
     call = planned(case, args, form)
     assert_right(call(), args, case.options)
     torch.cuda.set_sync_debug_mode("error")

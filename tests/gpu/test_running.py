@@ -210,26 +210,27 @@ def test_launched_without_python(separate: bool) -> None:
     for _ in range(3):
         run(args, **case.options)
     assert native._library.moefuse_known() == 1
-    want = provider.experts(*args, *case.options.values())
+    want = provider.experts(case.call(args))
     out = run(args, **case.options)
     assert torch.equal(out, want)
     args[0] = args[0] * 2
     for w in args[3]:
         w.mul_(0.5)
-    want = provider.experts(*args, *case.options.values())
+    want = provider.experts(case.call(args))
     assert torch.equal(run(args, **case.options), want)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         recorded = run(args, **case.options)
     args[1].copy_(args[1].flip(0))
     graph.replay()
-    assert torch.equal(recorded, provider.experts(*args, *case.options.values()))
+    assert torch.equal(recorded, provider.experts(case.call(args)))
     assert_right(recorded, args, case.options)
 
 
 def test_known_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many rows of separate Parameters: a second call finds its plan by their addresses. Weights are read live, and none is kept alive."""
     from moefuse.kernels.triton import provider
+    from moefuse.kernels.triton.plan import Plan
 
     case = Case(tokens=700, hidden=136, inter=200, hidden_out=264, experts=6, top_k=2, gating="separate", bias=False, separate=True)
     case = case.with_(dtype=torch.bfloat16)
@@ -237,10 +238,12 @@ def test_known_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     provider.forget_plans()
     want = run(args, **case.options)
     assert_right(want, args, case.options)
-    (known,) = provider._BY_ADDRESS.values()
-    assert known.plan.apart == {"w_in", "w_up", "w_out"}
+    (plan,) = provider._PLANS.values()
+    assert plan.apart == {"w_in", "w_up", "w_out"}
+    assert torch.equal(run(args, **case.options), want)
+    assert len(plan.known) == 1
     with monkeypatch.context() as patch:
-        patch.setattr(provider, "_general", None)
+        patch.setattr(Plan, "_operands", None)
         assert torch.equal(run(args, **case.options), want)
         args[5][1].mul_(2)
         changed = run(args, **case.options)
@@ -250,7 +253,7 @@ def test_known_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
         graph.replay()
         assert torch.equal(recorded, changed)
     assert_right(changed, args, case.options)
-    assert torch.equal(changed, provider.experts(*args, *case.options.values()))
+    assert torch.equal(changed, provider.experts(case.call(args)))
     for other in (
         [*args[:3], args[3][::-1], *args[4:]],  # the same addresses in another order
         [*args[:5], [w[:128] for w in args[5]], *args[6:]],  # the same addresses and strides, other sizes
@@ -258,8 +261,8 @@ def test_known_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         assert_right(run(other, **case.options), other, case.options)
         assert_right(run(other, **case.options), other, case.options)
-    assert len(provider._BY_ADDRESS) == 4
+    assert sum(len(plan.known) for plan in provider._PLANS.values()) == 4
     refs = [weakref.ref(w) for part in args[3:6] for w in part]
-    del args, other, known, graph
+    del args, other, graph
     gc.collect()
     assert not any(ref() is not None for ref in refs)

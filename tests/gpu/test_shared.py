@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moefuse.ops.body import encode
+from moefuse.ops.call import Body
 from moefuse.runtime import overlap
 from tests.cpu.test_shared import Block, before, first, gated
 from tests.cpu.test_shared import E as EXPERTS
@@ -40,11 +40,11 @@ def inputs(tokens: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> t
 
 def call(w: dict[str, Tensor], x: Tensor, ids: Tensor, scores: Tensor, gate: Tensor, tokens: int) -> Tensor:
     """Start, something that takes and frees memory on the current stream, the routed experts, join."""
-    body = encode("silu", (), "separate", False, False)
+    body = Body(gating="separate").encode()
     start = torch.ops.moefuse.shared_start([x, w["gate"], w["up"], w["down"]], [1, 1, 1, 0, 0, 0], *body, x.dtype, tokens)
     for size in (x.shape[0] * H, x.shape[0] * WIDE):
         torch.full((size,), float("nan"), dtype=x.dtype, device="cuda")
-    options = encode("silu", (), "merged", False, False)
+    options = Body().encode()
     routed = torch.ops.moefuse.experts_infer([x, ids, scores, w["w_in"], w["w_out"]], [1, 0, 1, 0, 0, 0], *options, x.dtype)
     out: Tensor = torch.ops.moefuse.shared_join(routed, start, gate, 1.0, [x], tokens)
     return out
@@ -117,7 +117,7 @@ def test_every_body(activation: str, gating: str, tokens: int, bias: bool) -> No
         for shape in ((tokens, 50), (rows, 50), (34, wide), (rows,), (34,))
     )
     lists = [[w_in], [], [w_out], [b_in] if bias else [], [], [b_out] if bias else []]
-    counts, body = [len(part) for part in lists], encode(activation, args, gating, False, False)
+    counts, body = [len(part) for part in lists], Body(activation, tuple(args), gating).encode()
     got = torch.ops.moefuse.shared_start([x, *(t for part in lists for t in part)], counts, *body, x.dtype, 0)
     once = x.new_zeros((tokens, 1), dtype=torch.int64), x.new_ones((tokens, 1)).double()
     options: dict[str, Any] = {"activation": activation, "activation_args": args, "gating": gating}

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moefuse.ops.call import ExpertsCall
 from moefuse.runtime import dense, providers
 from tests.cpu.ops_case import Case, every_body, tensors
 from tests.gpu.gpu_case import assert_right, check, on_gpu, run
@@ -26,7 +27,7 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 def test_triton_runs_the_op() -> None:
     args = on_gpu(Case(**SOME, dtype=torch.bfloat16).args())
     options = Case(**SOME).options
-    assert providers.select("experts", *args, *options.values()).name == "triton"
+    assert providers.select("experts", ExpertsCall.of(*args, **options)).name == "triton"
 
 
 @pytest.mark.parametrize("case", every_body(), ids=lambda c: f"{c.activation}-{c.gating}-{c.up_first}")
@@ -53,7 +54,6 @@ def test_every_storage(gating: str, storage: dict[str, Any], sizes: dict[str, An
 @pytest.mark.parametrize("gating", ["merged", "interleaved", "separate", "plain"])
 def test_experts_anywhere_in_memory(gating: str, transposed: bool) -> None:
     """Many rows: descriptors that reach from one expert to another (16 GiB and more behind it in one case), and see nothing in between."""
-    from moefuse.kernels.triton import layout
     from moefuse.kernels.triton import plan as plans
 
     case = Case(**MANY, separate=True, gating=gating, dtype=torch.bfloat16)
@@ -68,10 +68,8 @@ def test_experts_anywhere_in_memory(gating: str, transposed: bool) -> None:
             shape = w.t().shape if transposed else w.shape
             args[at][e] = own.view(shape).t().copy_(w) if transposed else own.view(shape).copy_(w)
     assert_right(run(args, **case.options), args, case.options)
-    x, ids, weights, *lists = args
-    body = layout.Body("silu", (0.0, 0.0), gating, False, False, torch.bfloat16)
-    assert plans.Plan(x, ids, weights, tuple(lists), body).apart == {"w_in", "w_up", "w_out"}
-    del room, own, args, lists
+    assert plans.Plan(case.call(args)).apart == {"w_in", "w_up", "w_out"}
+    del room, own, args
     torch.cuda.empty_cache()  # other processes test on this device
 
 
@@ -147,7 +145,7 @@ def test_dense_fallback_on_the_device() -> None:
         args = on_gpu(c.args())
         torch.cuda.set_sync_debug_mode("error")
         try:
-            out = dense.experts(*args, *c.options.values())
+            out = dense.experts(c.call(args))
         finally:
             torch.cuda.set_sync_debug_mode("default")
         assert_right(out, args, c.options)

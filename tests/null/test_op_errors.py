@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import moefuse.ops  # noqa: F401  (registers torch.ops.moefuse)
-from moefuse.ops.body import encode, join
+from moefuse.ops.call import Body, ExpertsCall, join
 from moefuse.ops.recipe import Recipe
 from moefuse.runtime import providers
 
@@ -350,9 +350,9 @@ def test_router_logits(changes: dict[str, Any], error: type[Exception], text: st
 
 
 def test_internal_forward_has_no_gradient() -> None:
-    tensors, counts = join([z(5, 6).requires_grad_(), *list(EXPERTS.values())[1:9]], 3)
+    tensors, counts = join([z(5, 6).requires_grad_(), *list(EXPERTS.values())[1:3]], list(EXPERTS.values())[3:9])
     with pytest.raises(RuntimeError, match=r"moefuse::experts_forward is internal and has no gradient; call the public op it belongs to"):
-        ops.experts_forward(tensors, counts, *encode("silu", [], "merged", False, False), torch.float32)
+        ops.experts_forward(tensors, counts, *Body().encode(), torch.float32)
 
 
 def test_provider_for_an_unknown_op() -> None:
@@ -364,14 +364,14 @@ def test_provider_for_an_unknown_op() -> None:
 def test_providers_are_asked_in_order_and_say_why_not() -> None:
     """The seam for other kernels: the newest first, a reason hands the call on, the portable one is last."""
     never = providers.Provider("never", lambda *a: "no such device", lambda *a: None)
-    marker = providers.Provider("marker", lambda x, *a: None if x.shape[0] == 5 else "only 5 tokens", lambda *a: z(1))
+    marker = providers.Provider("marker", lambda call: None if call.x.shape[0] == 5 else "only 5 tokens", lambda *a: z(1))
     try:
         providers.register("experts", marker)
         providers.register("experts", never)
         assert ops.experts(**EXPERTS).shape == (1,)
         values = {**EXPERTS, "x": z(4, 6), "ids": ids(4, 2), "weights": z(4, 2)}
         assert ops.experts(**values).shape == (4, 7)
-        reasons = providers.explain("experts", z(4, 6))
+        reasons = providers.explain("experts", ExpertsCall.of(**values))
         gpu = {
             "triton": "tensors on cpu, the kernels run on CUDA devices",
             "grouped_mm": "tensors on cpu, the kernels run on CUDA devices",

@@ -29,8 +29,8 @@ POINTERS = {
 
 def make_plan(problem: Any, config: Any, separate: bool = False) -> Any:
     """A plan over meta tensors."""
-    from moefuse.kernels.triton import layout
     from moefuse.kernels.triton import plan as plans
+    from moefuse.ops.call import Body, ExpertsCall, Stack
 
     dtype = getattr(torch, problem.dtype)
 
@@ -55,8 +55,10 @@ def make_plan(problem: Any, config: Any, separate: bool = False) -> Any:
     if problem.gating == "interleaved":
         activation, lists[3], lists[5] = "swiglu_oai", [draw(problem.experts, width)], [draw(problem.experts, problem.out)]
     ids = torch.empty(problem.tokens, problem.top_k, dtype=torch.int64, device="meta")
-    body = layout.Body(activation, (1.7, 7.0), problem.gating, False, False, dtype)
-    plan = plans.Plan(draw(problem.tokens, problem.hidden), ids, draw(problem.tokens, problem.top_k), tuple(lists), body, config)
+    w_in, w_up, w_out, b_in, b_up, b_out = lists
+    body = Body(activation, (1.7, 7.0) if activation == "swiglu_oai" else (), problem.gating)
+    inputs = draw(problem.tokens, problem.hidden), ids, draw(problem.tokens, problem.top_k)
+    plan = plans.Plan(ExpertsCall(*inputs, Stack(w_in, b_in), Stack(w_up, b_up), Stack(w_out, b_out), body, dtype), config)
     tensors = plan.workspace.views(torch.empty(plan.workspace.size, dtype=torch.uint8, device="meta"))
     own = {"x": draw(1), "weights": draw(1), "out": draw(1), "ids": ids}
     table = torch.empty(1, dtype=torch.int64, device="meta")

@@ -131,23 +131,24 @@ def test_the_grouped_tier(name: str, arch: int | str, launches: list[Any], tmp_p
 @pytest.mark.parametrize(("name", "arch"), ON_ALL)
 def test_training(name: str, arch: int | str, on_input: bool, launches: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from moefuse.kernels.triton import training
+    from moefuse.ops.call import Body, ExpertsCall, Stack
+    from moefuse.ops.grad_calls import InCall, Needs, OutCall, RowsCall
 
     if on_input and name not in ("in-out", "float32") and not THOROUGH:
         pytest.skip("HYPOTHESIS_PROFILE=deep compiles it for every size")
     s = SIZES[name]
     ids = torch.empty(s.tokens, s.top_k, dtype=torch.int64, device="meta")
     x, weights = s.draw(s.tokens, s.hidden), s.draw(s.tokens, s.top_k)
-    lists = (s.weight(2 * s.inter, s.hidden), [], s.weight(s.hidden, s.inter), s.bias(2 * s.inter), [], s.bias(s.hidden))
-    options = ("swiglu_oai", [1.7, 7.0], "interleaved", False) if s.oai else ("silu", [], "merged", False)
-    needs = [True, True, True, False, True, s.oai, False, s.oai]
+    w_in, w_up = Stack(s.weight(2 * s.inter, s.hidden), s.bias(2 * s.inter)), Stack([])
+    w_out = Stack(s.weight(s.hidden, s.inter), s.bias(s.hidden))
+    body = Body("swiglu_oai", (1.7, 7.0), "interleaved", on_input=on_input) if s.oai else Body(on_input=on_input)
+    how = Needs.of([True, True, True, False, True, s.oai, False, s.oai], on_input), body
 
     def run() -> None:
-        out, h, order, offsets = training.experts_forward(x, ids, weights, *lists, *options, on_input, None)
-        w_in, w_up, w_out, b_in, b_up, b_out = lists
-        rest, routing = (needs, *options, on_input), (order, offsets)
-        d_h, a, *_ = training.experts_backward_rows(out, weights, h, *routing, w_out, b_out, *rest)
-        training.experts_backward_in(x, weights, d_h, *routing, w_in, w_up, b_in, b_up, *rest)
-        training.experts_backward_out(out, weights, *routing, [a], w_out, b_out, *rest)
+        out, h, order, offsets = training.experts_forward(ExpertsCall(x, ids, weights, w_in, w_up, w_out, body, x.dtype))
+        d_h, a, *_ = training.experts_backward_rows(RowsCall(out, weights, h, order, offsets, w_out, *how))
+        training.experts_backward_in(InCall(x, weights, d_h, order, offsets, w_in, w_up, *how))
+        training.experts_backward_out(OutCall(out, weights, order, offsets, a, w_out, *how))
 
     compile_all(launches, arch, tmp_path, monkeypatch, run)
     grads = "weight_grad_tiles" if arch == 90 and name in ("many rows", "in-out", "separate") else "weight_grads"

@@ -26,14 +26,10 @@ TILE_BODIES = [c for c in every_body() if c.activation in ("silu", "swiglu_oai",
 
 def call(case: Case, config: Any = None, args: list[Any] | None = None, poison: bool = True) -> torch.Tensor:
     """One call with the given configuration (None: the one it would take); every buffer begins as NaN."""
-    from moefuse.kernels.triton import layout
     from moefuse.kernels.triton import plan as plans
 
-    x, ids, weights, *lists = case.args() if args is None else args
-    o = case.options
-    arg0, arg1, *_ = (*o["activation_args"], 0.0, 0.0)
-    body = layout.Body(o["activation"], (arg0, arg1), o["gating"], o["up_first"], o["weight_on_input"], o["out_dtype"] or x.dtype)
-    plan = plans.Plan(x, ids, weights, tuple(lists), body, config)
+    given = case.call(args)
+    plan = plans.Plan(given, config)
     empty = torch.empty
 
     def poisoned(*size: Any, **more: Any) -> torch.Tensor:
@@ -43,7 +39,7 @@ def call(case: Case, config: Any = None, args: list[Any] | None = None, poison: 
     with pytest.MonkeyPatch.context() as patch:
         if poison:
             patch.setattr(torch, "empty", poisoned)
-        return plan.run(x, ids, weights, plan.uniform(tuple(lists)))
+        return plan.run(given)
 
 
 def check(case: Case, config: Any = None, args: list[Any] | None = None) -> None:
@@ -147,7 +143,6 @@ EVERYTHING = {"desc": True, "tail": True, "persistent": True, "rows_desc": True,
 @pytest.mark.parametrize("gating", ["merged", "interleaved", "separate", "plain"])
 def test_descriptors_of_experts_apart(gating: str, transposed: bool, flags: dict[str, Any]) -> None:
     """No size is a multiple of the tile; what lies around an expert's own numbers is NaN."""
-    from moefuse.kernels.triton import layout
     from moefuse.kernels.triton import plan as plans
 
     case = SMALL.with_(tokens=40, hidden=40, inter=20, hidden_out=28, gating=gating, separate=True)
@@ -157,8 +152,7 @@ def test_descriptors_of_experts_apart(gating: str, transposed: bool, flags: dict
             room = torch.full((3, *(w.t() if transposed else w).shape), float("nan"))
             room[1] = w.t() if transposed else w
             args[at][e] = room[1].t() if transposed else room[1]
-    body = layout.Body("silu", (0.0, 0.0), gating, False, False, torch.float32)
-    assert plans.Plan(*args[:3], tuple(args[3:]), body, tiles(32, **flags)).apart == {"w_in", "w_up", "w_out"}
+    assert plans.Plan(case.call(args), tiles(32, **flags)).apart == {"w_in", "w_up", "w_out"}
     check(case, tiles(32, **flags), args)
 
 
@@ -240,7 +234,6 @@ def test_unused_experts_and_invalid_weights_are_not_read() -> None:
 @pytest.mark.parametrize("tokens", [7, 300])
 def test_the_order_is_a_stable_sort(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
     """One kernel for few slots and three for many give the same arrays as torch's stable sort."""
-    from moefuse.kernels.triton import layout
     from moefuse.kernels.triton import plan as plans
     from moefuse.kernels.triton import tiles as builder
     from moefuse.runtime.routing import sort_slots
@@ -248,9 +241,8 @@ def test_the_order_is_a_stable_sort(monkeypatch: pytest.MonkeyPatch, tokens: int
     case = SMALL.with_(tokens=tokens, experts=5, low_id=-2, high_id=7)
     for at_once in (8192, 0):
         monkeypatch.setattr(builder, "SORT_AT_ONCE", at_once)
-        x, ids, weights, *lists = case.args()
-        body = layout.Body("silu", (0.0, 0.0), "merged", False, False, x.dtype)
-        plan = plans.Plan(x, ids, weights, tuple(lists), body, tiles())
+        call = case.call()
+        ids, plan = call.ids, plans.Plan(call, tiles())
         space = torch.full((plan.workspace.size,), 255, dtype=torch.uint8)
         views = plan.workspace.views(space)
         at = {**views, "ids": ids}

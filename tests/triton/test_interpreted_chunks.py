@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from moefuse.ops.call import ExpertsCall
 from tests.cpu.ops_case import Case
 from tests.triton.test_interpreted import tiles, vectors
 
@@ -22,17 +23,15 @@ pytestmark = [
 CASE = Case(tokens=11, dtype=torch.float32)
 
 
-def plans(case: Case, config: Any, limit: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any, list[Any]]:
-    """(the whole call's plan, what it becomes under the limit, arguments)."""
-    from moefuse.kernels.triton import chunks, layout, plan
+def plans(case: Case, config: Any, limit: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any, ExpertsCall]:
+    """(the whole call's plan, what it becomes under the limit, the call)."""
+    from moefuse.kernels.triton import chunks, plan
 
     monkeypatch.setattr(chunks, "ROWS", 4)
     monkeypatch.setattr(chunks, "allowed", lambda: limit)
-    x, ids, weights, *lists = case.args()
-    o = case.options
-    body = layout.Body(o["activation"], (0.0, 0.0), o["gating"], o["up_first"], o["weight_on_input"], x.dtype)
-    whole = plan.Plan(x, ids, weights, tuple(lists), body, config)
-    return whole, chunks.chunked(whole, x, ids, weights, tuple(lists), body), [x, ids, weights, tuple(lists)]
+    call = case.call()
+    whole = plan.Plan(call, config)
+    return whole, chunks.chunked(whole, call), call
 
 
 @pytest.mark.parametrize("config", [tiles, vectors], ids=["tiles", "vectors"])
@@ -42,7 +41,7 @@ def test_values(tokens: int, share: float, config: Any, monkeypatch: pytest.Monk
     case = CASE.with_(tokens=tokens)
     whole = plans(case, config(), 1 << 30, monkeypatch)[0]
     limit = int(share * whole.workspace.size)
-    whole, parts, (x, ids, weights, lists) = plans(case, config(), limit, monkeypatch)
+    whole, parts, call = plans(case, config(), limit, monkeypatch)
     assert sum(p.tokens for p in parts.plans) == tokens
     assert parts.step == 4 or all(p.workspace.size <= limit for p in parts.plans)
     empty = torch.empty
@@ -51,7 +50,7 @@ def test_values(tokens: int, share: float, config: Any, monkeypatch: pytest.Monk
         return empty(*size, **more).fill_(255 if more.get("dtype") == torch.uint8 else float("nan"))
 
     monkeypatch.setattr(torch, "empty", poisoned)
-    torch.testing.assert_close(parts.run(x, ids, weights, lists), whole.run(x, ids, weights, lists), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(parts.run(call), whole.run(call), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(("tokens", "limit"), [(0, 0), (4, 0), (11, 1 << 30)])

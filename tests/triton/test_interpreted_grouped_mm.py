@@ -60,7 +60,7 @@ def test_equals_our_own_kernels(form: str, changes: dict[str, Any], monkeypatch:
     monkeypatch.setattr(torch.nn.functional, "grouped_mm", poisoned)
     provider._PLANS.clear()
     for _ in range(2):
-        torch.testing.assert_close(provider.experts(*args, *case.options.values()), want, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(provider.experts(case.call(args)), want, rtol=1e-5, atol=1e-5)
     assert [type(p).__name__ for p in provider._PLANS.values()] == ["LibraryPlan"]
     provider._PLANS.clear()
 
@@ -81,8 +81,8 @@ def test_what_it_does_not_take(changes: dict[str, Any], reason: str) -> None:
     from moefuse.kernels.triton import grouped_mm
 
     case = SMALL.with_(**changes)
-    assert reason in grouped_mm.supports(*case.args(), *case.options.values())
-    assert grouped_mm.supports(*SMALL.args(), *SMALL.options.values()) is None
+    assert reason in grouped_mm.supports(case.call())
+    assert grouped_mm.supports(SMALL.call()) is None
 
 
 def test_the_table_decides_by_its_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

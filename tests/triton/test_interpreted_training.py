@@ -240,9 +240,9 @@ def test_forward_equals_the_inference_kernels_reference_and_saves_zeros_for_dead
 
     for gating in ("merged", "interleaved", "separate", "plain"):
         case = SMALL.with_(gating=gating)
-        call = (*case.args(), *case.options.values())
-        out, h, order, offsets = training.experts_forward(*call)
-        want, want_h, want_order, want_offsets = cpu.experts_forward(*call)
+        call = case.call()
+        out, h, order, offsets = training.experts_forward(call)
+        want, want_h, want_order, want_offsets = cpu.experts_forward(call)
         assert torch.equal(order, want_order)
         assert torch.equal(offsets, want_offsets)
         torch.testing.assert_close(h, want_h)

@@ -165,7 +165,6 @@ def test_every_start_is_right(more: dict[str, Any], monkeypatch: pytest.MonkeyPa
 
 def test_the_problem_of_a_call_is_the_plans() -> None:
     """The gate and the tuner name a problem from tensors, the plan from its operands; a choice must mean the same to both."""
-    from moefuse.kernels.triton import layout
     from moefuse.kernels.triton import plan as plans
     from moefuse.kernels.triton.problem import Config, Vectors, problem_of
 
@@ -175,7 +174,7 @@ def test_the_problem_of_a_call_is_the_plans() -> None:
         x, ids, weights, *lists = case.args()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(plans, "choose", lambda p, *rest: seen.append(p) or Config(0, Vectors(), Vectors()))
-            plans.Plan(x, ids, weights, tuple(lists), layout.Body("silu", (0.0, 0.0), "merged", False, False, x.dtype))
+            plans.Plan(case.call([x, ids, weights, *lists]))
         assert seen[-1] == problem_of(x, ids, lists[0], lists[2], "merged")
     assert len(set(seen)) == 3
 
@@ -324,7 +323,7 @@ def test_products_by_the_library(tools: Any, monkeypatch: pytest.MonkeyPatch, qu
     assert (row.us, row.library) == ((2.0, quick) if quick else (3.0, ""))
     call = make(problem(tokens=6, hidden=12, inter=8, out=8), Kind(), "cpu")
     provider.forget_plans()
-    provider.experts(*call.sets[0], *call.lists, "silu", [], "merged", False, False, None)
+    provider.experts(call.calls[0])
     (plan,) = provider._PLANS.values()
     assert type(plan).__name__ == ("LibraryPlan" if quick else "Plan")
     provider.forget_plans()

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moefuse.kernels.triton.layout import Body, Lists
+from moefuse.kernels.triton.layout import Lists
 from moefuse.kernels.triton.plan import Plan
 from moefuse.kernels.triton.problem import Config, Problem
+from moefuse.ops.activations import ACTIVATIONS
+from moefuse.ops.call import Body, ExpertsCall, Stack
 
 SETS = ((8, 8), (64, 4), (512, 3))
 """(up to so many tokens, so many routings); two for more. Few tokens hit few experts, so one routing says little."""
@@ -29,9 +31,12 @@ class Kind:
     biases: tuple[bool, bool, bool] = (False, False, False)
 
     def body(self, p: Problem) -> Body:
-        """The options of the call."""
-        out = getattr(torch, self.out_dtype or p.dtype)
-        return Body(self.activation, self.args, p.gating, self.up_first, self.on_input, out)
+        """What an expert computes."""
+        return Body(self.activation, self.args[: ACTIVATIONS[self.activation].num_args], p.gating, self.up_first, self.on_input)
+
+    def out(self, p: Problem) -> torch.dtype:
+        """The dtype of the result."""
+        return getattr(torch, self.out_dtype or p.dtype)  # type: ignore[no-any-return]
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -50,9 +55,16 @@ class Call:
     lists: Lists
     sets: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
 
+    @property
+    def calls(self) -> list[ExpertsCall]:
+        """One for each set."""
+        w_in, w_up, w_out, b_in, b_up, b_out = self.lists
+        stacks = Stack(w_in, b_in), Stack(w_up, b_up), Stack(w_out, b_out)
+        return [ExpertsCall(*inputs, *stacks, self.kind.body(self.problem), self.kind.out(self.problem)) for inputs in self.sets]
+
     def plan(self, config: Config | None = None) -> Plan:
         """The plan of a call with a configuration (None: the one that it takes by itself)."""
-        return Plan(*self.sets[0], self.lists, self.kind.body(self.problem), config)
+        return Plan(self.calls[0], config)
 
 
 def make(p: Problem, kind: Kind, device: torch.device | str, lists: Lists | None = None, skew: bool = False) -> Call:

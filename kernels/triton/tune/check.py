@@ -23,7 +23,7 @@ class Truth:
         x, ids, weights = call.sets[0]
         tokens = call.problem.tokens
         self.rows = torch.arange(0, tokens, max(tokens // SAMPLE, 1), device=x.device)[:SAMPLE]
-        body = call.kind.body(call.problem)
+        body, out_dtype = call.kind.body(call.problem), call.kind.out(call.problem)
         options = {
             "activation": body.activation,
             "activation_args": body.args,
@@ -42,8 +42,8 @@ class Truth:
             self.exact += experts_reference(sample[0].double(), alone, sample[2].double(), *wide, **options)  # type: ignore[arg-type]
             own += experts_reference(sample[0], alone, sample[2], *lists, **options, out_dtype=_wide(x.dtype))  # type: ignore[arg-type]
         self.size = _rms(self.exact)
-        self.eps = max(torch.finfo(body.out_dtype).eps, torch.finfo(x.dtype).eps)
-        self.allowed = ALLOWED * _rms(own.to(body.out_dtype).double() - self.exact) + ROUNDINGS * self.eps * self.size
+        self.eps = max(torch.finfo(out_dtype).eps, torch.finfo(x.dtype).eps)
+        self.allowed = ALLOWED * _rms(own.to(out_dtype).double() - self.exact) + ROUNDINGS * self.eps * self.size
 
     def problem(self, out: Tensor) -> str:
         """Why ``out`` [T, N] is wrong, or an empty text."""

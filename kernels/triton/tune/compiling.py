@@ -54,7 +54,7 @@ def compile_one(job: Job) -> str | None:
         x, ids, weights = call.sets[0]
         space = torch.empty(plan.workspace.size, dtype=torch.uint8, device="meta")
         tensors = {**plan.workspace.views(space), **_operands(plan, call.lists), "x": x, "ids": ids, "weights": weights}
-        tensors["out"] = torch.empty((problem.tokens, problem.out), dtype=kind.body(problem).out_dtype, device="meta")
+        tensors["out"] = torch.empty((problem.tokens, problem.out), dtype=kind.out(problem), device="meta")
         for step in plan.steps:
             pointers: list[Any] = [tensors[name] for name in step.names]
             for position, name, sizes, strides, block in step.descs:

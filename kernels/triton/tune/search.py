@@ -12,12 +12,9 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
-from torch import Tensor
-
 from moefuse.kernels.triton import grouped_mm
 from moefuse.kernels.triton.config import choose, shipped
 from moefuse.kernels.triton.layout import device_of
-from moefuse.kernels.triton.plan import Plan
 from moefuse.kernels.triton.problem import Config
 from moefuse.kernels.triton.tune import candidates
 from moefuse.kernels.triton.tune.call import Call
@@ -125,27 +122,20 @@ class Search:
         good = min(self.times.values(), default=float("inf"))
         try:
             plan = self.call.plan(config)
-            for inputs in self.call.sets:
-                self._run(plan, inputs)
-            calls = [self._bound(plan, inputs) for inputs in self.call.sets]
-            self.times[config] = self.timer(calls, good, config)
+            runs = [functools.partial(plan.run, plan.uniform(call)) for call in self.call.calls]
+            for run in runs:
+                run()
+            self.times[config] = self.timer(runs, good, config)
         except Exception as error:
             # A configuration that a device cannot run is not worth an error; a device that is lost fails them all, and there is no winner.
             self.failed[config] = _first_line(error)
-
-    def _bound(self, plan: Plan, inputs: tuple[Tensor, Tensor, Tensor]) -> Callable[[], Tensor]:
-        return lambda: self._run(plan, inputs)
-
-    def _run(self, plan: Plan, inputs: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-        x, ids, weights = inputs
-        return plan.run(x, ids, weights, plan.uniform(self.call.lists))
 
     def _right(self) -> Config | None:
         """The fastest configuration whose result is right."""
         for config in sorted(self.times, key=self.times.__getitem__):
             try:
                 self.truth = self.truth or Truth(self.call)
-                problem = self.truth.problem(self._run(self.call.plan(config), self.call.sets[0]))
+                problem = self.truth.problem(self.call.plan(config).run(self.call.calls[0]))
             except Exception as error:
                 problem = _first_line(error)
             if not problem:
@@ -158,18 +148,16 @@ class Search:
 
 def library_times(call: Call, timer: Timer) -> dict[str, float]:
     """Microseconds of the call with products by the library, by form: those that it takes, and that are right."""
-    x, ids, weights = call.sets[0]
-    body = call.kind.body(call.problem)
-    w_in, _, w_out, *biases = call.lists
-    if grouped_mm.refusal(x, call.problem.gating, biases, w_in, w_out) is not None:
+    calls = call.calls
+    if grouped_mm.refusal_of(calls[0]) is not None:
         return {}
     truth, times = Truth(call), {}
     for form in grouped_mm.FORMS:
         try:
-            plan = grouped_mm.LibraryPlan(x, ids, weights, call.lists, body, form)
+            plan = grouped_mm.LibraryPlan(calls[0], form)
             if plan.up is not None and not plan.steps:
                 continue  # our own half of this form is made of tiles
-            runs = [functools.partial(plan.run, *inputs, call.lists) for inputs in call.sets]
+            runs = [functools.partial(plan.run, each) for each in calls]
             first, *_ = [run() for run in runs]
             problem = truth.problem(first)
             if problem:
@@ -183,8 +171,7 @@ def library_times(call: Call, timer: Timer) -> dict[str, float]:
 
 def current_form(call: Call) -> str | None:
     """The form of the library's that a call takes now; None if it takes our own kernels."""
-    x, ids, _ = call.sets[0]
-    return grouped_mm.form_for(x, ids, call.lists, call.kind.body(call.problem))
+    return grouped_mm.form_for(call.calls[0])
 
 
 def _first_line(error: Exception) -> str:

@@ -1,0 +1,226 @@
+"""Backward of one call of ``moefuse::experts``, whole (:class:`GradCall`) or in its three parts, and the gradients that are wanted.
+
+What the parts compute is in ``moefuse/runtime/backward.py``. Common fields: weights [T, K]; order [S] and offsets [E + 1], int64, as in
+``moefuse/runtime/routing.py``; h [S, width], the pre-activation in sorted rows; ``grad`` [T, Hout], the gradient of the output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moefuse.ops.call import Body, Stack, cut, join
+
+
+@dataclass(frozen=True)
+class Needs:
+    """The gradients of ``experts`` that are wanted, in the order in which its backward returns them, and what they ask for.
+
+    A weight list has one flag, and one gradient per tensor.
+    """
+
+    x: bool
+    weights: bool
+    w_in: bool
+    w_up: bool
+    w_out: bool
+    b_in: bool
+    b_up: bool
+    b_out: bool
+    on_input: bool
+    """Whether routing weights multiply the token: no gradient, but it says which part makes theirs."""
+
+    @classmethod
+    def of(cls, flags: Sequence[bool], on_input: bool) -> Needs:
+        """From the flags alone."""
+        x, weights, *lists = flags
+        w_in, w_up, w_out, b_in, b_up, b_out = lists
+        return cls(x, weights, w_in, w_up, w_out, b_in, b_up, b_out, on_input)
+
+    @classmethod
+    def decode(cls, bits: int, on_input: bool) -> Needs:
+        """From the bits of :meth:`encode`."""
+        return cls.of([bool(bits >> i & 1) for i in range(8)], on_input)
+
+    @property
+    def flags(self) -> tuple[bool, ...]:
+        """What :meth:`of` is given."""
+        return self.x, self.weights, self.w_in, self.w_up, self.w_out, self.b_in, self.b_up, self.b_out
+
+    def encode(self) -> int:
+        """The flags as bits."""
+        return sum(flag << i for i, flag in enumerate(self.flags))
+
+    @property
+    def tokens(self) -> bool:
+        """The gradient of each slot's token."""
+        return self.x or (self.weights and self.on_input)
+
+    @property
+    def h(self) -> bool:
+        """The gradient of the pre-activation: the second part runs."""
+        return self.tokens or self.w_in or self.w_up or self.b_in or self.b_up
+
+    @property
+    def products(self) -> bool:
+        """The gradient of routing weights on the output."""
+        return self.weights and not self.on_input
+
+    @property
+    def rows(self) -> bool:
+        """The first part runs."""
+        return self.h or self.w_out or self.products
+
+    @property
+    def out(self) -> bool:
+        """The third part runs."""
+        return self.w_out or self.b_out
+
+
+Packed = tuple[list[Tensor], list[int], int, int, float, float]
+"""Arguments of the backward ops: all tensors, how many each list has, the needs, and the body."""
+
+
+class GradCall(NamedTuple):
+    """Arguments of ``experts_backward``."""
+
+    grad: Tensor
+    x: Tensor
+    weights: Tensor
+    h: Tensor
+    order: Tensor
+    offsets: Tensor
+    w_in: Stack
+    w_up: Stack
+    w_out: Stack
+    need: Needs
+    body: Body
+
+    @staticmethod
+    def unpack(tensors: Sequence[Tensor], counts: Sequence[int], needs: int, *body: Any) -> GradCall:
+        """From the arguments of the op."""
+        w_in, w_up, w_out, b_in, b_up, b_out = cut(tensors, counts, 6)
+        grad, x, weights, h, order, offsets = tensors[:6]
+        stacks = Stack(w_in, b_in), Stack(w_up, b_up), Stack(w_out, b_out)
+        return GradCall(grad, x, weights, h, order, offsets, *stacks, *_how(needs, *body))
+
+    def pack(self) -> Packed:
+        """Arguments of the op."""
+        a, b, c = self.w_in, self.w_up, self.w_out
+        return _packed(self[:6], (a.weight, b.weight, c.weight, a.bias, b.bias, c.bias), self.need, self.body)
+
+
+class RowsCall(NamedTuple):
+    """The first part, ``experts_backward_rows``: of d_h [S, width], the weighted activation a [S, I] and the weights' gradient [T, K]."""
+
+    grad: Tensor
+    weights: Tensor
+    h: Tensor
+    order: Tensor
+    offsets: Tensor
+    w_out: Stack
+    need: Needs
+    body: Body
+
+    @staticmethod
+    def unpack(tensors: Sequence[Tensor], counts: Sequence[int], needs: int, *body: Any) -> RowsCall:
+        """From the arguments of the op."""
+        grad, weights, h, order, offsets = tensors[:5]
+        return RowsCall(grad, weights, h, order, offsets, Stack(*cut(tensors, counts, 5)), *_how(needs, *body))
+
+    def pack(self) -> Packed:
+        """Arguments of the op."""
+        return _packed(self[:5], self.w_out, self.need, self.body)
+
+    @property
+    def device(self) -> torch.device:
+        """Of all tensors."""
+        return self.grad.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the gradient."""
+        return self.grad.dtype
+
+
+class InCall(NamedTuple):
+    """The second part, ``experts_backward_in``: of the gradients of x, of weights on the input, of w_in and w_up; from d_h [S, width]."""
+
+    x: Tensor
+    weights: Tensor
+    d_h: Tensor
+    order: Tensor
+    offsets: Tensor
+    w_in: Stack
+    w_up: Stack
+    need: Needs
+    body: Body
+
+    @staticmethod
+    def unpack(tensors: Sequence[Tensor], counts: Sequence[int], needs: int, *body: Any) -> InCall:
+        """From the arguments of the op."""
+        w_in, w_up, b_in, b_up = cut(tensors, counts, 5)
+        x, weights, d_h, order, offsets = tensors[:5]
+        return InCall(x, weights, d_h, order, offsets, Stack(w_in, b_in), Stack(w_up, b_up), *_how(needs, *body))
+
+    def pack(self) -> Packed:
+        """Arguments of the op."""
+        a, b = self.w_in, self.w_up
+        return _packed(self[:5], (a.weight, b.weight, a.bias, b.bias), self.need, self.body)
+
+    @property
+    def device(self) -> torch.device:
+        """Of all tensors."""
+        return self.x.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of tokens and weights."""
+        return self.x.dtype
+
+
+class OutCall(NamedTuple):
+    """The third part, ``experts_backward_out``: the gradients of w_out. ``a`` [S, I] is None where only its biases' is wanted."""
+
+    grad: Tensor
+    weights: Tensor
+    order: Tensor
+    offsets: Tensor
+    a: Tensor | None
+    w_out: Stack
+    need: Needs
+    body: Body
+
+    @staticmethod
+    def unpack(tensors: Sequence[Tensor], counts: Sequence[int], needs: int, *body: Any) -> OutCall:
+        """From the arguments of the op."""
+        a, w_out, b_out = cut(tensors, counts, 4)
+        grad, weights, order, offsets = tensors[:4]
+        return OutCall(grad, weights, order, offsets, a[0] if a else None, Stack(w_out, b_out), *_how(needs, *body))
+
+    def pack(self) -> Packed:
+        """Arguments of the op."""
+        return _packed(self[:4], ([] if self.a is None else [self.a], *self.w_out), self.need, self.body)
+
+    @property
+    def device(self) -> torch.device:
+        """Of all tensors."""
+        return self.grad.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the gradient."""
+        return self.grad.dtype
+
+
+def _how(needs: int, *body: Any) -> tuple[Needs, Body]:
+    expert = Body.decode(*body)
+    return Needs.decode(needs, expert.on_input), expert
+
+
+def _packed(tensors: Sequence[Any], lists: Sequence[Sequence[Tensor]], need: Needs, body: Body) -> Packed:
+    return (*join(tensors, lists), need.encode(), *body.encode())
