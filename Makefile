@@ -7,9 +7,13 @@ STAMP := $(VENV)/.installed
 VENV4 := .venv4
 # The GPU kernels are compiled and interpreted without a GPU. Triton stays beside the environment: everything else is tested without it.
 TRITON := $(VENV)/triton
+# What needs no compiler, and programs that go through most of the passes.
+CATALOGUE := tests/cpu/test_programs.py::test_catalogue
+SLICE := tests/null $(CATALOGUE)
+COVERED := --cov=moefuse --cov=passes
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo lint quick test test-transformers4 coverage kernels gpu deep bench clean
+.PHONY: help venv demo lint quick test test-transformers4 coverage kernels cover gpu deep bench clean
 
 help:
 	@echo "make venv   the environment, pinned, in $(VENV)"
@@ -19,6 +23,7 @@ help:
 	@echo "make coverage  every family of transformers 5 and 4.57, each implementation, eval and train: docs/coverage.md (half an hour)"
 	@echo "make quick  style, types, what needs no compiler, and a slice of the catalogue of spellings: a minute and a half on two cores"
 	@echo "make kernels  the GPU kernels without a GPU: interpreted, and compiled for five targets (part of test)"
+	@echo "make cover  line and branch coverage of all tests that need no GPU (half an hour on two cores; of a slice in make test)"
 	@echo "make gpu    the tests that need a CUDA device"
 	@echo "make lint   style and types only"
 	@echo "make deep   the tests again with many more generated programs"
@@ -43,10 +48,18 @@ lint: $(STAMP)
 	$(BIN)/mypy --package moefuse
 
 quick: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/null tests/cpu/test_programs.py::test_catalogue -x -q -n auto --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SLICE) -x -q -n auto --dist worksteal
 
+# Coverage is of the slice only: measuring makes it a sixth slower, and the whole would not fit. `make cover` measures the whole.
 test: lint kernels
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/null tests/cpu -x -q -n auto --dist worksteal --durations 50
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SLICE) -x -q -n auto --dist worksteal $(COVERED) --cov-report=
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/cpu --deselect $(CATALOGUE) -x -q -n auto --dist worksteal --durations 50
+	$(BIN)/coverage json -q -o - | $(BIN)/python tests/cover.py
+
+cover: $(TRITON)/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/null tests/cpu -q -n auto --dist worksteal $(COVERED) --cov=kernels --cov-report=
+	PYTHONPATH=$(TRITON) OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/triton -q -n auto $(COVERED) --cov=kernels --cov-append --cov-report=
+	$(BIN)/coverage json -q -o - | $(BIN)/python tests/cover.py
 
 test-transformers4: $(VENV4)/.installed
 	OMP_NUM_THREADS=1 HYPOTHESIS_PROFILE=deep $(VENV4)/bin/python -m pytest tests/cpu/test_transformers_loops.py -q -n auto

@@ -52,8 +52,8 @@ def interleaved(
 
 
 def summary(values: list[float]) -> dict[str, float]:
-    """Median and spread of one candidate."""
-    shares = {"p10": 0.1, "p25": 0.25, "median": 0.5, "p75": 0.75, "p90": 0.9}
+    """Median and quartiles of one candidate."""
+    shares = {"p25": 0.25, "median": 0.5, "p75": 0.75}
     return {"rounds": len(values)} | {name: percentile(values, share) for name, share in shares.items()}
 
 
@@ -62,10 +62,19 @@ def paired_ratio(slow: list[float], fast: list[float]) -> dict[str, float]:
     return summary([s / f for s, f in zip(slow, fast, strict=True)])
 
 
-def by_line(head: dict[str, Any], name: str, rows: list[dict[str, Any]]) -> str:
+def short(value: Any) -> Any:
+    """Floats with six digits: more than any measurement means."""
+    if isinstance(value, dict):
+        return {name: short(v) for name, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [short(v) for v in value]
+    return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
+def by_line(head: dict[str, Any], name: str, rows: list[Any]) -> str:
     """JSON of ``head`` and, under ``name``, a line for each row."""
-    lines = ",\n  ".join(map(json.dumps, rows))
-    return json.dumps(head)[:-1] + (", " if head else "") + f'"{name}": [\n  {lines}\n]}}\n'
+    lines = ",\n  ".join(json.dumps(short(row)) for row in rows)
+    return json.dumps(short(head))[:-1] + (", " if head else "") + f'"{name}": [\n  {lines}\n]}}\n'
 
 
 def environment() -> dict[str, Any]:
@@ -74,13 +83,13 @@ def environment() -> dict[str, Any]:
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": " ".join(["python", *sys.argv]),
-        "commit": _git("rev-parse", "HEAD"),
+        "commit": _git("rev-parse", "--short=7", "HEAD"),
         "uncommitted_changes": bool(_git("status", "--porcelain", "--untracked-files=no")),
         "cpu": model,
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY"),
-        "load_average": os.getloadavg()[0],
+        "load_average": round(os.getloadavg()[0], 1),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": _version("transformers"),

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import random
 import statistics
 import sys
@@ -30,6 +29,8 @@ import torch
 from torch import Tensor, nn
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+
+from _timing import by_line  # noqa: E402
 
 Call = Callable[[Tensor], Any]
 TOKENS = (1, 8, 64, 256, 1024, 4096)
@@ -282,7 +283,7 @@ def main() -> None:
                 data["results"] += found
                 show(found)
                 if args.out:
-                    args.out.write_text(json.dumps(data, indent=1) + "\n")
+                    args.out.write_text(by_line({k: v for k, v in data.items() if k != "results"}, "results", data["results"]))
             del block
             if args.device == "cuda":
                 torch.cuda.empty_cache()

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from _timing import environment, paired_ratio, summary
+from _timing import by_line, environment, paired_ratio, summary
 from torch import Tensor, nn
 
 HIDDEN, INNER, TOP_K, TOKENS = 16, 8, 2, 12
@@ -229,7 +229,8 @@ def main() -> None:
         found = whole(args, kernels) if args.model_layers else grid(args, kernels)
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(environment() | found, indent=1) + "\n")
+        cells = found.pop("cells", [])
+        args.out.write_text(by_line(environment() | found, "cells", cells))
 
 
 if __name__ == "__main__":

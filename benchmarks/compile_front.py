@@ -81,7 +81,9 @@ def main() -> None:
         warnings.filterwarnings("ignore")
         where = environment()
         result = {"commit": where["commit"], "environment": where, "seconds": measured(args.families)}
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    from _timing import short
+
+    args.out.write_text(json.dumps(short(result), indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from _timing import environment, paired_ratio, summary
+from _timing import environment, paired_ratio, short, summary
 
 FIRST = "moefuse, no kernel yet"
 CANDIDATES = ("inductor", "moefuse", FIRST)
@@ -107,7 +107,7 @@ def main() -> None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         rows = {name: summary(values) for name, values in seconds.items()}
         settings = {"layers": args.layers, "train": args.train}
-        args.out.write_text(json.dumps(environment() | settings | {"unit": "s", "seconds": rows, "ratio": ratio}, indent=1) + "\n")
+        args.out.write_text(json.dumps(short(environment() | settings | {"unit": "s", "seconds": rows, "ratio": ratio}), indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@
 
 The generators and the checks are those of the tests (tests/strategies.py, tests/programs). A shard is one kind of program with one seed.
 The log has a line for each, so that a search can be continued: shards that it holds already are not run again. Programs are counted once,
-however often they are drawn. The result has a row for each kind, torch and commit, and one digest of the seeds of all shards.
+however often they are drawn. The result has a row for each kind, torch and commit.
 
 Programs with effects need nothing but torch; the others need hypothesis.
 """
@@ -269,12 +269,6 @@ def _place(it: dict[str, Any]) -> tuple[str, ...]:
     return tuple(str(it[name]) for name in PLACE)
 
 
-def digest(before: str, shards: list[dict[str, Any]]) -> str:
-    """One number for the seeds of all shards; ``before`` is that of earlier results."""
-    lines = sorted(" ".join((*_place(it), str(it["seed"]))) for it in shards)
-    return hashlib.sha256("\n".join([before, *lines]).encode()).hexdigest()
-
-
 def merged(old: dict[str, Any], shards: list[dict[str, Any]], here: dict[str, Any]) -> str:
     """The text of the result: what other commits or other torches counted stays, what this one counts is replaced."""
     from _timing import by_line
@@ -284,7 +278,7 @@ def merged(old: dict[str, Any], shards: list[dict[str, Any]], here: dict[str, An
     kept = [row for row in old.get("rows", []) if _place(row) not in places]
     every = sorted(kept + new, key=lambda row: (row["commit"], row["torch"]))
     head = {"programs": sum(row["programs"] for row in every), "failed": sum(row["failed"] for row in every)}
-    return by_line({**here, **head, "seeds": digest(old.get("seeds", "") if kept else "", shards)}, "rows", every)
+    return by_line({**here, **head}, "rows", every)
 
 
 def main() -> None:

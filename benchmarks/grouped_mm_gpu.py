@@ -26,6 +26,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
 import gpu_shapes as gs  # noqa: E402
 import layer  # noqa: E402
+import layer_report  # noqa: E402
 
 POINTS = "mixtral/16384,mixtral/4096,mixtral/512,deepseek/16384,deepseek/4096,qwen2moe/16384,olmoe/16384,qwen3/16384,qwen3/4096"
 TABLES = Path(__file__).parent.parent / "kernels" / "triton" / "tables"
@@ -116,7 +117,7 @@ def main() -> None:
             data["results"].append(measure(shape, int(tokens), lists, args.seconds))
             if args.out:
                 args.out.parent.mkdir(parents=True, exist_ok=True)
-                args.out.write_text(json.dumps(data, indent=1) + "\n")
+                layer_report.write(args.out, data)
     if args.into_table:
         into_table(data["gpu"], data["results"])
     print(f"{'shape':10} {'T':>6} {'own':>10} {'all':>10} {'down':>10}")

@@ -13,14 +13,13 @@ from __future__ import annotations
 import argparse
 import copy
 import importlib
-import json
 import logging
 import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
-from _timing import environment, interleaved, paired_ratio, summary
+from _timing import by_line, environment, interleaved, paired_ratio, summary
 from torch import Tensor, nn
 
 # Real layers with the feature sizes divided by four to eight, so that the weights of one stay near 100 MB.
@@ -184,7 +183,7 @@ def main() -> None:
                 show(rows[-1])
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(environment() | {"unit": f"ms per {what}", "rows": rows}, indent=1) + "\n")
+        args.out.write_text(by_line(environment() | {"unit": f"ms per {what}"}, "rows", rows))
 
 
 if __name__ == "__main__":

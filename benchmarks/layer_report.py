@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
 
 import gpu_shapes as gs
+from _timing import by_line
 
 OURS, CEILINGS = "moefuse", ("ub_read", "ub_dense")
 Point = tuple[str, int]
@@ -15,9 +15,7 @@ Point = tuple[str, int]
 
 def write(path: Path, data: dict[str, Any]) -> None:
     """JSON, one line per result."""
-    head = json.dumps({k: v for k, v in data.items() if k != "results"})[1:-1]
-    lines = ",\n  ".join(json.dumps(r) for r in data["results"])
-    path.write_text("{" + head + ',\n "results": [\n  ' + lines + "\n ]}\n")
+    path.write_text(by_line({k: v for k, v in data.items() if k != "results"}, "results", data["results"]))
 
 
 def points(data: dict[str, Any]) -> dict[Point, dict[str, dict[str, Any]]]:

@@ -33,6 +33,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
 import gpu_shapes as gs  # noqa: E402
 import layer  # noqa: E402
+import layer_report  # noqa: E402
 
 import moefuse  # noqa: E402
 
@@ -247,7 +248,7 @@ def main() -> None:
         torch.cuda.empty_cache()
         if args.out:
             args.out.parent.mkdir(parents=True, exist_ok=True)
-            args.out.write_text(json.dumps(data, indent=1) + "\n")
+            layer_report.write(args.out, data)
     for r in data["results"]:
         for name, us in list(r.get("kernels_us", {}).items())[:16]:
             print(f"{r['shape']:10} {r['impl']:16} {us:10.1f} {name}")

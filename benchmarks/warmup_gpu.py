@@ -9,7 +9,6 @@ grouped program of transformers (``experts_implementation="grouped_mm"``) compil
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -22,6 +21,8 @@ import torch
 
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(Path(__file__).parent), str(ROOT)]
+
+from _timing import by_line  # noqa: E402
 
 TOKENS = (1, 8, 64, 512, 4096)
 """Numbers of tokens; each is compiled apart, so that every one has a program of its own."""
@@ -89,11 +90,18 @@ def main() -> None:
         rows += [{"layer": name, "first": first.get(t.tokens), "then": then.get(t.tokens), **t.to_dict()} for t in report.tuned]
         del block
         torch.cuda.empty_cache()
-    out = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": rows}
+    head = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
     os.makedirs(args.out, exist_ok=True)
-    (Path(args.out) / "warmup.json").write_text(json.dumps(out, indent=1))
+    (Path(args.out) / "warmup.json").write_text(by_line(head, "rows", list(map(kept, rows))))
     table(rows)
     print(f"{time.monotonic() - begin:.0f} s")
+
+
+def kept(row: dict[str, Any]) -> dict[str, Any]:
+    """What a reader needs: the layer's name stands for its sizes, and a program is called by its kind."""
+    names = ("layer", "tokens", "first", "then", "us", "before_us", "tried", "config", "library")
+    programs = {name.partition(":")[0]: times for name, times in row["programs"].items()}
+    return {name: row[name] for name in names} | {"programs": programs}
 
 
 def table(rows: list[dict[str, Any]]) -> None:

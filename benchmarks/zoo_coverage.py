@@ -12,9 +12,7 @@ replaces their rows only.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -99,7 +97,7 @@ def row(name: str, implementation: str, mode: str) -> dict[str, Any] | None:
     if model is None:
         return None
     known = {"family": name, "implementation": implementation, "mode": mode, "present": tiny.FAMILIES[name].layers}
-    model, inputs, seen, start = model.train(mode == "train"), tiny.inputs(name), Seen(), time.perf_counter()
+    model, inputs, seen = model.train(mode == "train"), tiny.inputs(name), Seen()
     try:
         eager = result(model, model, mode, inputs)
     except Exception as error:
@@ -118,7 +116,6 @@ def row(name: str, implementation: str, mode: str) -> dict[str, Any] | None:
         "reasons": reasons(seen.report),
         **({"alone": tiny.FAMILIES[name].alone} if tiny.FAMILIES[name].alone else {}),
         "where": sorted({Path(f.location).name for f in seen.report.fused}),
-        "seconds": round(time.perf_counter() - start, 1),
     }
 
 
@@ -136,7 +133,7 @@ def rows_of(name: str, modes: list[str]) -> Iterator[dict[str, Any]]:
 
 def written(out: Path, fresh: list[dict[str, Any]]) -> None:
     """Add rows to the run of this release."""
-    runs = {r["transformers"]: r for r in (json.loads(out.read_text())["runs"] if out.exists() else [])}
+    runs = {r["transformers"]: r for r in (zoo_page.read(out) if out.exists() else [])}
     old = runs.get(transformers.__version__, {"rows": []})["rows"]
     key = [(r["family"], r["implementation"], r["mode"]) for r in fresh]
     kept = [r for r in old if (r["family"], r["implementation"], r["mode"]) not in key]
@@ -158,7 +155,7 @@ def main() -> None:
     parser.add_argument("--page", type=Path, help="write the page from the results that are there, and measure nothing")
     args = parser.parse_args()
     if args.page:
-        args.page.write_text(zoo_page.page(json.loads(zoo_page.RESULTS.read_text())))
+        args.page.write_text(zoo_page.page(zoo_page.read()))
         return
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from _timing import by_line
+
 RESULTS = Path(__file__).parent / "results" / "coverage.json"
 
 HEAD = """# Coverage of transformers
@@ -23,13 +25,36 @@ unmodified model. Written by `make coverage` from `benchmarks/results/coverage.j
 """
 
 
+COLUMNS = "family implementation mode default present fused tiers graphs breaks where output gradient reasons alone unusable failed".split()
+
+
 def as_text(runs: list[dict[str, Any]]) -> str:
-    """JSON with one line for each row."""
-    parts = []
-    for run in runs:
-        head = json.dumps({k: v for k, v in run.items() if k != "rows"})[1:-1]
-        parts.append("{" + head + ',\n "rows": [\n  ' + ",\n  ".join(json.dumps(r) for r in run["rows"]) + "\n ]}")
+    """JSON with one line for each row: its columns as far as it has any, errors as the page shows them."""
+    parts = (by_line(_head(run), "rows", list(map(_packed, run["rows"]))).rstrip() for run in runs)
     return '{"runs": [\n' + ",\n".join(parts) + "\n]}\n"
+
+
+def _head(run: dict[str, Any]) -> dict[str, Any]:
+    return {**{k: v for k, v in run.items() if k != "rows"}, "columns": COLUMNS}
+
+
+def _packed(row: dict[str, Any]) -> list[Any]:
+    shown = {k: float(number(row[k])) for k in ("output", "gradient") if k in row}
+    values = [{**row, **shown, "reasons": row.get("reasons") or None}.get(name) for name in COLUMNS]
+    while values[-1] is None:
+        values.pop()
+    return values
+
+
+def read(path: Path = RESULTS) -> list[dict[str, Any]]:
+    """The runs, each row with its fields by name."""
+    runs = json.loads(path.read_text())["runs"]
+    return [{**run, "rows": [_unpacked(run["columns"], row) for row in run["rows"]]} for run in runs]
+
+
+def _unpacked(columns: list[str], values: list[Any]) -> dict[str, Any]:
+    row = {name: value for name, value in zip(columns, values, strict=False) if value is not None}
+    return {"reasons": [], **row} if "fused" in row else row
 
 
 def complete(row: dict[str, Any]) -> bool:
@@ -75,9 +100,9 @@ def summary(run: dict[str, Any]) -> str:
     return text + (f" Not in every row: {', '.join(rest)}." if rest else "")
 
 
-def page(data: dict[str, Any]) -> str:
+def page(runs: list[dict[str, Any]]) -> str:
     parts = [HEAD]
-    for run in reversed(data["runs"]):
+    for run in reversed(runs):
         parts.append(f"## transformers {run['transformers']}\n\n{summary(run)}\n\n")
         parts.append(
             "| family | experts | mode | fused | tier | graphs | breaks | error | why not |\n|---|---|---|---|---|---|---|---|---|\n"

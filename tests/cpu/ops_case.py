@@ -117,6 +117,26 @@ def reference(args: list[Any], **options: Any) -> Tensor:
     return experts_reference(*args, **options)
 
 
+ROUNDINGS = {torch.bfloat16: 1, torch.float16: 1, torch.float32: 4, torch.float64: 64}
+"""Of the largest value. A 16-bit result is a sum in float32, rounded once; sums in float32 have an order; nothing is wider than float64."""
+
+
+def assert_as_exact(ours: Tensor, theirs: Tensor, exact: Tensor, dtype: torch.dtype | None = None) -> None:
+    """``ours`` is as far from ``exact`` (in float64) as ``theirs`` is: at most twice as far, and :data:`ROUNDINGS`.
+
+    ``dtype``: the one that is computed in, where the result is wider.
+    """
+    assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
+    assert exact.dtype == torch.float64
+    if exact.numel() == 0:
+        return
+    ours, theirs, exact = ours.detach(), theirs.detach(), exact.detach()
+    error, allowed = (float((value.double() - exact).abs().max()) for value in (ours, theirs))
+    dtype = dtype or ours.dtype
+    limit = 2 * allowed + ROUNDINGS[dtype] * torch.finfo(dtype).eps * float(exact.abs().max())
+    assert error <= limit, f"error {error:.3g} against float64, the reference's is {allowed:.3g}, limit {limit:.3g}"
+
+
 def oracle_grads(out: Tensor, inputs: list[Tensor], pull: Tensor) -> list[Tensor]:
     """Gradients of the reference; zeros where its graph does not reach (no slots)."""
     grads = torch.autograd.grad(out, inputs, pull, allow_unused=True) if out.requires_grad else [None] * len(inputs)

@@ -252,12 +252,14 @@ def test_threads() -> None:
         except Exception as error:  # for the main thread
             results[name] = error
 
-    threads = [threading.Thread(target=work, args=(name,)) for name in ("RowsOfNonzero", "IfNumel", "CountsIterations")]
+    names = ("RowsOfNonzero", "IfNumel", "CountsIterations")
+    threads = [threading.Thread(target=work, args=(name,)) for name in names]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    for name, found in results.items():
+    for name in names:
+        found = results[name]
         assert isinstance(found, torch.Tensor), f"{name}: {found}"
         torch.testing.assert_close(found, torch.zeros_like(found), atol=1e-5, rtol=0)
 

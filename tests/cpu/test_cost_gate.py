@@ -177,7 +177,9 @@ def test_programs_of_transformers(choice: str) -> None:
         torch.nn.init.normal_(p, std=p.shape[-1] ** -0.5)
 
     def close(before: Callable[[], Any], after: Callable[[], Any]) -> tuple[float, float]:
-        torch.testing.assert_close(before(), after(), rtol=2e-2, atol=2e-2)
+        # Neither is exact: each is a rounding of bfloat16 from float64, here and in the row between the two products.
+        ours, theirs = after().double(), before().double()
+        assert float((ours - theirs).abs().max()) <= 2 * torch.finfo(torch.bfloat16).eps * float(theirs.abs().max())
         return 2.0, 1.0
 
     names = set()

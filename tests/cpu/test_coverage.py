@@ -7,7 +7,6 @@ every run looks at all of them, and compares with the newest recorded release of
 from __future__ import annotations
 
 import importlib
-import json
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -24,7 +23,18 @@ from tests.strategies import THOROUGH
 from tests.zoo import tiny
 
 ROOT = Path(__file__).parent.parent.parent
-RUNS = json.loads((ROOT / "benchmarks" / "results" / "coverage.json").read_text())["runs"]
+
+
+def benchmark(name: str) -> ModuleType:
+    folder = str(ROOT / "benchmarks")
+    sys.path.insert(0, folder)
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(folder)
+
+
+RUNS = benchmark("zoo_page").read()
 VERSION = transformers.__version__
 FEW = ("mixtral", "llama4", "jetmoe", "vitpose_backbone", "longcat_flash", "zaya")
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -48,12 +58,7 @@ def cases() -> list[Any]:
 
 @pytest.fixture(scope="module")
 def coverage() -> ModuleType:
-    folder = str(ROOT / "benchmarks")
-    sys.path.insert(0, folder)
-    try:
-        return importlib.import_module("zoo_coverage")
-    finally:
-        sys.path.remove(folder)
+    return benchmark("zoo_coverage")
 
 
 def difference(old: dict[str, Any], new: dict[str, Any] | None, version: str) -> str | None:
@@ -109,4 +114,8 @@ def test_no_family_is_forgotten() -> None:
 
 def test_the_page_says_what_was_measured(coverage: ModuleType) -> None:
     page = (ROOT / "docs" / "coverage.md").read_text()
-    assert page == coverage.zoo_page.page({"runs": RUNS}), "make coverage writes docs/coverage.md"
+    assert page == coverage.zoo_page.page(RUNS), "make coverage writes docs/coverage.md"
+
+
+def test_what_is_written_is_read(coverage: ModuleType) -> None:
+    assert coverage.zoo_page.as_text(RUNS) == coverage.zoo_page.RESULTS.read_text()

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from moefuse.ops.call import ExpertsCall
-from tests.cpu.ops_case import Case, leaves, run
+from tests.cpu.ops_case import Case, assert_as_exact, leaves, reference, run, to
 
 CHECKED = [
     pytest.param(Case(), id="stacked"),
@@ -59,18 +59,19 @@ def test_compiled_forward_and_backward_with_any_number_of_tokens(case: Case, dty
     def f(args: list[Any]) -> Tensor:
         return run([args[0].sin(), *args[1:]], **c.options).float().cos()
 
+    def exactly(args: list[Any]) -> Tensor:
+        return reference([args[0].sin(), *args[1:]], **c.options).cos()
+
     compiled = torch.compile(f, backend=counter, fullgraph=True)
     for tokens in (6, 9, 3, 17):
         args = c.with_(tokens=tokens).args(requires_grad=True)
         for t in args[:3]:
             torch._dynamo.mark_dynamic(t, 0)
-        out, want = compiled(args), f(args)
-        tolerance = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.03, "atol": 0.03}
-        torch.testing.assert_close(out, want, **tolerance)
-        ours = torch.autograd.grad(out.sum(), leaves(args))
-        theirs = torch.autograd.grad(want.sum(), leaves(args))
-        torch.testing.assert_close(ours, theirs, **tolerance)
-        assert [g.stride() for g in ours] == [t.stride() for t in leaves(args)]
+        calls = ((compiled, args), (f, args), (exactly, to(args, torch.float64)))
+        ours, theirs, truths = ([out, *torch.autograd.grad(out.sum(), leaves(a))] for out, a in ((g(a), a) for g, a in calls))
+        for got, want, truth in zip(ours, theirs, truths, strict=True):
+            assert_as_exact(got, want, truth, dtype)
+        assert [g.stride() for g in ours[1:]] == [t.stride() for t in leaves(args)]
     assert counter.frame_count == 1
 
 

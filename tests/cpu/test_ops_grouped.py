@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import moefuse.ops  # noqa: F401  (registers torch.ops.moefuse)
+from tests.cpu.ops_case import assert_as_exact, to
 
 ops = torch.ops.moefuse
 F = torch.nn.functional
@@ -163,8 +164,7 @@ def test_gradcheck() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_is_near_float64(dtype: torch.dtype) -> None:
     args = body_args(40, dtype)
-    exact = [[t.double() for t in a] if isinstance(a, list) else a.double() if a.is_floating_point() else a for a in args]
-    torch.testing.assert_close(body(*args).double(), loop_body(*exact), rtol=0.05, atol=0.15)
+    assert_as_exact(body(*args), loop_body(*args), loop_body(*to(args, torch.float64)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -229,11 +229,10 @@ def test_compiled_forward_and_backward_with_any_number_of_tokens() -> None:
         args = body_args(tokens, torch.float32)
         for t in args[:3]:
             torch._dynamo.mark_dynamic(t, 0)
-        out, want = compiled(*args), body(*args)
-        torch.testing.assert_close(out, want)
-        ours = torch.autograd.grad(out.sum(), body_leaves(args))
-        theirs = torch.autograd.grad(want.sum(), body_leaves(args))
-        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+        exact = to(args, torch.float64)
+        results = [(f(*a), body_leaves(a)) for f, a in ((compiled, args), (body, args), (loop_body, exact))]
+        for triple in zip(*([out, *torch.autograd.grad(out.sum(), of)] for out, of in results), strict=True):
+            assert_as_exact(*triple)
     assert counter.frame_count == 1
 
 

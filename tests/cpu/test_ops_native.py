@@ -20,7 +20,7 @@ from moefuse import _torch_private, cache_folder
 from moefuse.ops import ACTIVATIONS
 from moefuse.ops.call import Body, ExpertsCall
 from moefuse.runtime import native, providers
-from tests.cpu.ops_case import Case, every_body, reference, run, tensors, to
+from tests.cpu.ops_case import Case, assert_as_exact, every_body, reference, run, tensors, to
 
 pytestmark = pytest.mark.skipif(not native.ready(), reason="no working C++ compiler")
 
@@ -76,16 +76,21 @@ def portable(args: list[Any], **options: Any) -> Tensor:
         native.configure(True)
 
 
+def assert_right(args: list[Any], c: Case) -> None:
+    """As near to float64 as the reference in the case's dtype."""
+    wide = reference(to(args, torch.float64), **{**c.options, "out_dtype": None})
+    assert_as_exact(run(args, **c.options), reference(args, **c.options), wide, c.dtype)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("storage", STORAGE)
 def test_every_body_and_dtype(storage: dict[str, Any], dtype: torch.dtype, log: Log) -> None:
-    """Odd sizes: every loop of the kernel has a rest. A 16-bit result may differ from the reference where a sum is a tie."""
+    """Odd sizes: every loop of the kernel has a rest."""
     for case in every_body():
         for on_input in (False, True):
             c = case.with_(**storage, dtype=dtype, weight_on_input=on_input, hidden=70, inter=37, hidden_out=131)
             args = c.args()
-            tolerance = {} if dtype.itemsize > 2 else {"rtol": 0.03, "atol": 0.03}
-            torch.testing.assert_close(run(args, **c.options), reference(args, **c.options), **tolerance)
+            assert_right(args, c)
     assert log.general == 0
 
 
@@ -99,8 +104,7 @@ def test_many_slots_of_every_body_and_dtype(storage: dict[str, Any], dtype: torc
         c = case.with_(**storage, dtype=dtype, weight_on_input=i % 2 == 0, tokens=230, hidden=70, inter=37, hidden_out=131)
         c = c.with_(out_dtype=out_dtype)
         args = c.args()
-        bound = {torch.float64: 1e-7, torch.float32: 1e-5}.get(dtype, 0.03)
-        torch.testing.assert_close(run(args, **c.options), reference(args, **c.options), rtol=bound, atol=bound)
+        assert_right(args, c)
     assert log.general == 0
 
 
@@ -123,7 +127,7 @@ def test_many_slots_keep_nan_and_wild_ids_in_their_rows(dtype: torch.dtype) -> N
 def test_a_large_call_goes_in_blocks_of_tokens() -> None:
     c = Case(tokens=1100, hidden=8, inter=8, hidden_out=10000, experts=2, top_k=2, dtype=torch.float32, low_id=0, high_id=2)
     args = c.args()
-    torch.testing.assert_close(run(args), reference(args), rtol=1e-4, atol=1e-4)
+    assert_right(args, c)
 
 
 @pytest.mark.parametrize("storage", STORAGE)

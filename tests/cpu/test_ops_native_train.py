@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moefuse.runtime import native, providers
-from tests.cpu.ops_case import Case, every_body, leaves, reference, run, to
+from tests.cpu.ops_case import Case, assert_as_exact, every_body, leaves, reference, run, to
 
 pytestmark = pytest.mark.skipif(not native.ready("train"), reason="no working C++ compiler")
 
@@ -120,7 +120,7 @@ def test_each_gradient_alone(wanted: str, on_input: bool, log: Log) -> None:
     out = run(args, **c.options)
     (ours,) = torch.autograd.grad(out, target, pull_of(out))
     (theirs,) = torch.autograd.grad(reference(args, **c.options), target, pull_of(out))
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    assert_as_exact(ours, theirs, exact(args, c)[1 + NAMES.index(wanted)])
     assert log.general == []
 
 
@@ -129,9 +129,10 @@ def test_an_expanded_gradient_and_a_transposed_input(log: Log) -> None:
     c = Case(dtype=torch.float32, **BIG)
     args = c.args(requires_grad=True)
     args[0] = args[0].detach().t().contiguous().t().requires_grad_()
-    ours = torch.autograd.grad(run(args).sum(), leaves(args))
-    theirs = torch.autograd.grad(reference(args).sum(), leaves(args))
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    wide = to(args, torch.float64)
+    calls = ((run, args), (reference, args), (reference, wide))
+    for gradients_of_one in zip(*(torch.autograd.grad(f(a).sum(), leaves(a)) for f, a in calls), strict=True):
+        assert_as_exact(*gradients_of_one)
     assert log.general == []
 
 
@@ -163,8 +164,8 @@ def test_one_expert_with_most_of_the_rows(log: Log) -> None:
     c = Case(dtype=torch.float32, experts=12, top_k=2, tokens=900, hidden=70, inter=37, hidden_out=131, low_id=0, high_id=12)
     args = c.args(requires_grad=True)
     args[1][:, 0] = 3
-    for ours, theirs in zip(gradients(run, args, c), gradients(reference, args, c), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
+    for ours, theirs, truth in zip(gradients(run, args, c), gradients(reference, args, c), exact(args, c), strict=True):
+        assert_as_exact(ours, theirs, truth)
     assert log.general == []
 
 

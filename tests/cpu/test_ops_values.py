@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
 from moefuse.runtime import cpu, gemm, native
-from tests.cpu.ops_case import Case, every_body, leaves, oracle_grads, reference, run, tensors, to
+from tests.cpu.ops_case import Case, assert_as_exact, every_body, leaves, oracle_grads, reference, run, tensors, to
 
 STORAGE = [
     pytest.param({}, id="stacked"),
@@ -132,21 +133,23 @@ def test_gemv_of_a_large_bfloat16_weight(monkeypatch: pytest.MonkeyPatch) -> Non
         out = torch.empty(1, 1024, dtype=torch.bfloat16)
         gemm.mm_into(out, a, w.t(), v)
         exact = a.double() @ w.double().t() + (0 if v is None else v.double())
-        torch.testing.assert_close(out.double(), exact, rtol=0.01, atol=0.02)
+        assert_as_exact(out, F.linear(a, w, v), exact)
 
 
 def test_out_dtype_keeps_the_float32_sum() -> None:
     c = Case(dtype=torch.bfloat16, out_dtype=torch.float32)
-    out = run(c.args(), **c.options)
+    args = c.args()
+    out = run(args, **c.options)
     assert out.dtype == torch.float32
-    torch.testing.assert_close(out, reference(c.args(), **c.options), rtol=0.02, atol=0.02)
-    assert torch.equal(out.bfloat16(), run(c.args()))
+    assert_as_exact(out, reference(args, **c.options), reference(to(args, torch.float64)), c.dtype)
+    assert torch.equal(out.bfloat16(), run(args))
 
 
 def test_routing_weights_may_be_wider_than_x() -> None:
     args = Case(dtype=torch.bfloat16, bias=False).args()
     args[2] = torch.full_like(args[2], 1.0, dtype=torch.float32) + 2**-12  # not representable in bfloat16
-    torch.testing.assert_close(run(args, out_dtype=torch.float32), reference(args, out_dtype=torch.float32), rtol=0.01, atol=0.01)
+    options = {"out_dtype": torch.float32}
+    assert_as_exact(run(args, **options), reference(args, **options), reference(to(args, torch.float64)), torch.bfloat16)
     ones = [*args[:2], torch.ones_like(args[2]), *args[3:]]
     assert not torch.equal(run(args, out_dtype=torch.float32), run(ones, out_dtype=torch.float32))
 

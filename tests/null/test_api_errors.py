@@ -63,19 +63,16 @@ def test_errors_have_the_documented_bases() -> None:
 
 
 def test_import_is_cheap_and_touches_nothing() -> None:
+    """Behind ``import torch`` it loads files of moefuse only: neither the passes, nor a compiler, nor kernels."""
     program = """
-import sys, time
-start = time.process_time()
+import sys
 import torch
-middle = time.process_time()
+before = set(sys.modules)
 import moefuse
-share = (time.process_time() - middle) / (middle - start)
-heavy = [name for name in ("transformers", "triton", "torch._inductor.compile_fx", "torch._dynamo.convert_frame", "sympy")
-         if name in sys.modules]
-assert not heavy, heavy
+print(*(set(sys.modules) - before))
 assert not torch.cuda.is_initialized()
-print(share)
 """
-    # CPU time beside that of torch, and the quickest of three: other processes on a small machine must not fail this.
-    share = min(float(subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout) for _ in range(3))
-    assert share < 0.2
+    loaded = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout.split()
+    assert "moefuse.api" in loaded
+    late = ("moefuse.passes", "moefuse.kernels", "moefuse.integrations")
+    assert [name for name in loaded if not name.startswith("moefuse") or name.startswith(late)] == []

@@ -46,13 +46,23 @@ def test_lines_are_not_endless(path: Path) -> None:
     assert long == []
 
 
+def excerpts(path: Path) -> list[tuple[str, str]]:
+    """(file, text) of each block behind `<!-- from file -->`."""
+    return re.findall(r"<!-- from (\S+) -->\n *```\w*\n(.*?)^ *```$", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
 @pytest.mark.parametrize("path", FILES, ids=names(FILES))
 def test_excerpts_are_what_the_source_says(path: Path) -> None:
     """A block behind `<!-- from file -->` stands in that file, apart from indentation."""
-    for name, block in re.findall(r"<!-- from (\S+) -->\n *```\n(.*?)^ *```$", path.read_text(), flags=re.MULTILINE | re.DOTALL):
+    for name, block in excerpts(path):
         lines = [line.strip() for line in (ROOT / name).read_text().splitlines()]
         wanted = [line.strip() for line in block.splitlines()]
         assert any(lines[i : i + len(wanted)] == wanted for i in range(len(lines))), f"{name} has changed: {wanted[0]}"
+
+
+def test_every_excerpt_is_compared() -> None:
+    """A comment that the test above does not find would say nothing."""
+    assert sum(path.read_text().count("<!-- from ") for path in FILES) == sum(len(excerpts(path)) for path in FILES) > 0
 
 
 def test_the_table_of_options() -> None:

@@ -24,8 +24,9 @@ from tests.programs.mutations import BY_NAME
 from tests.programs.nearby import nearby
 from tests.programs.program import Program
 
-BAND: dict[torch.dtype, float] = {torch.float32: 64 * 1.2e-7, torch.bfloat16: 8 * 2.0**-8}
-"""Rounding allowance relative to the size of a tensor, for results where eager happens to be exact."""
+BAND: dict[torch.dtype, float] = {torch.float32: 16 * 2.0**-23, torch.bfloat16: 2 * 2.0**-8}
+"""Rounding allowance relative to the size of a tensor, for results where eager happens to be exact: sums in another order; in bfloat16 they
+are float32 inside, and an expert's row and the result are rounded once each."""
 
 
 @dataclass

@@ -158,6 +158,7 @@ def test_every_start_is_right(more: dict[str, Any], monkeypatch: pytest.MonkeyPa
     found = search(small, lambda calls, good, config: 1.0, biases=(True, True, True))
     outcome = found.run(rounds=0)
     assert outcome.failed == {}
+    assert found.times
     for config in list(found.times):
         found.times = {config: 1.0}
         assert found._right() == config
