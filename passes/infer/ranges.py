@@ -13,6 +13,7 @@ import torch
 from torch.fx import Node
 
 from moefuse.passes.graph.calls import Call, fake, tensor
+from moefuse.passes.graph.op_classes import VALUES_AND_INDICES
 from moefuse.passes.ir.facts import View
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ def _same(ctx: Context, call: Call) -> Interval | None:
     if isinstance(fake(source), torch.Tensor):
         return interval(ctx, source)
     pair = ctx.calls.get(source)  # ``ids.sort()[0]``
-    values = pair is not None and pair.name in ("sort", "topk", "max", "min") and call.name == "getitem" and call.args[1] == 0
+    values = pair is not None and pair.name in VALUES_AND_INDICES and call.name == "getitem" and call.args[1] == 0
     return interval(ctx, pair.args[0]) if values and pair is not None else None
 
 

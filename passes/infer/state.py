@@ -14,27 +14,13 @@ from moefuse._dynamo.values import unbacked_in
 from moefuse.capture.assumptions import Assumption
 from moefuse.passes.graph.calls import Call, call_of, fake, tensor
 from moefuse.passes.graph.levels import levels
-from moefuse.passes.graph.op_classes import KEEPS, MODES, RESHAPES
+from moefuse.passes.graph.op_classes import INDICES_ALONG, MODES, SAME_NUMBER, SCORES, VALUES_AND_INDICES
 from moefuse.passes.graph.sizes import shape_of, size_of
 from moefuse.passes.graph.storage import Memory
 from moefuse.passes.infer.ranges import Interval, distinct, interval
 from moefuse.passes.infer.symbolic_sizes import Known
 from moefuse.passes.ir.axes import Atom, fresh
 from moefuse.passes.ir.facts import Combined, Lost, Part, Routing, RowNumber, Sum, View
-
-#: operations on a tensor of one element that keep its value
-_SAME_NUMBER = RESHAPES | KEEPS | {"getitem", "ravel", "clone", "detach"}
-
-#: operations that give values and indices
-_PAIRS = frozenset(("topk", "sort", "max", "min"))
-
-#: operations between a router's projection and its choice that leave rows where they are
-_KEEPS_ROWS = frozenset("softmax sigmoid log_softmax tanh to float".split())
-
-#: operations that give indices along a dimension: where that stands among the arguments, and its default
-_DIMS: dict[str, tuple[int, int | None]] = {
-    "topk": (2, -1), "sort": (1, -1), "argsort": (1, -1), "max": (1, None), "min": (1, None), "argmax": (1, None), "argmin": (1, None),
-}  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,7 +127,7 @@ class Context:
         """The row that a value is, unchanged."""
         while value not in self.rows:
             call = self.calls.get(value)
-            if call is None or call.name not in _SAME_NUMBER or (call.name == "getitem" and call.args[1] not in (0, (0,))):
+            if call is None or call.name not in SAME_NUMBER or (call.name == "getitem" and call.args[1] not in (0, (0,))):
                 return None
             value = call.args[0]
         return value  # type: ignore[no-any-return]
@@ -233,7 +219,7 @@ class Context:
         if call.kwargs.get("keepdim", len(call.args) > place and call.args[place]):
             return False
         scores: Any = call.args[0]
-        while (source := self.calls.get(scores)) is not None and source.name in _KEEPS_ROWS and source.args and not source.inplace:
+        while (source := self.calls.get(scores)) is not None and source.name in SCORES and source.args and not source.inplace:
             scores = source.args[0]
         return source is not None and source.name == "linear"
 
@@ -254,7 +240,7 @@ class Context:
             call = self.calls.get(call.args[0])
         if call is not None and call.name == "getitem" and call.args[1] == 1:
             source = self.calls.get(call.args[0])
-            return source if source is not None and source.name in _PAIRS else None
+            return source if source is not None and source.name in VALUES_AND_INDICES else None
         return call if call is not None and call.name in ("argsort", "argmax", "argmin") else None
 
     def written_between(self, node: Node, first: Node, last: Node) -> Node | None:
@@ -273,7 +259,7 @@ def _is_slice(index: object) -> bool:
 
 def dim_of(call: Call) -> Any:
     """The dimension that a top-k, sort or maximum goes along; None where it is not one dimension."""
-    place, default = _DIMS[call.name]
+    place, default = INDICES_ALONG[call.name]
     return call.kwargs.get("dim", call.args[place] if len(call.args) > place else default)
 
 

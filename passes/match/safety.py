@@ -8,7 +8,7 @@ import torch
 from torch.fx import Node
 
 from moefuse.passes.graph.calls import tensor
-from moefuse.passes.graph.op_classes import SIZE_QUERIES
+from moefuse.passes.graph.op_classes import COPIES, LOOKS_AT, SIZE_QUERIES
 from moefuse.passes.infer.state import Context
 from moefuse.passes.ir.expr import Linear, has_linear, walk, weight_leaves
 from moefuse.passes.ir.facts import (
@@ -36,13 +36,6 @@ from moefuse.passes.ir.regions import Region, sources
 from moefuse.passes.match.liveness import unread
 from moefuse.passes.match.transformed import transformed
 from moefuse.spec import Domain
-
-#: operations that take only the shape, dtype or device of some of their arguments
-_LOOKS_AT: dict[str, tuple[int, ...]] = {
-    **dict.fromkeys(("type_as", "view_as", "reshape_as", "expand_as"), (1,)),
-    **dict.fromkeys(("zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_ones", "new_empty", "new_full"), (0,)),
-    **dict.fromkeys(("size", "sym_size", "numel", "dim"), (0,)),
-}
 
 #: where the ops are at least as fast as what they replace; elsewhere the program stays as it is
 _DEVICES = frozenset(("cpu", "cuda"))
@@ -89,9 +82,9 @@ def _read_by(ctx: Context, node: Node) -> list[Node]:
     call = ctx.calls[node]
     if call is not None and call.name in SIZE_QUERIES and isinstance(ctx.facts.get(node.all_input_nodes[0]), Rows | Index | IndexMatrix):
         return node.all_input_nodes
-    if call is None or call.name not in _LOOKS_AT:
+    if call is None or call.name not in LOOKS_AT:
         return node.all_input_nodes
-    values = [a for i, a in enumerate(call.args) if i not in _LOOKS_AT[call.name]]
+    values = [a for i, a in enumerate(call.args) if i not in LOOKS_AT[call.name]]
     return [a for a in values if isinstance(a, Node)]
 
 
@@ -144,7 +137,7 @@ def _shown(ctx: Context, region: Region) -> frozenset[Node]:
 def _copied(ctx: Context, node: Node) -> Node:
     """What a result is a copy of: Inductor takes the copy away, so that who writes to the result writes to that."""
     call = ctx.calls.get(node)
-    while call is not None and call.name in ("clone", "detach", "contiguous", "alias") and isinstance(call.args[0], Node):
+    while call is not None and call.name in COPIES and isinstance(call.args[0], Node):
         node = call.args[0]
         call = ctx.calls.get(node)
     return node

@@ -12,12 +12,10 @@ import torch
 from torch.fx import Node
 
 from moefuse.passes.graph.calls import Call, tensor
-from moefuse.passes.graph.op_classes import PRODUCTS, SIZE_QUERIES
+from moefuse.passes.graph.op_classes import PLAIN_PRODUCTS, PRODUCTS, SAME_PLACES, SIZE_QUERIES
 from moefuse.passes.graph.sizes import same, shape_of
 from moefuse.passes.infer.state import Context, dim_of
 from moefuse.passes.ir.facts import Lost
-
-_SAME_PLACES = frozenset("softmax sigmoid log_softmax tanh to float type_as contiguous div mul add".split())
 
 
 def follow(ctx: Context, node: Node, call: Call, fact: Any) -> Lost | None:
@@ -55,11 +53,11 @@ def _columns(ctx: Context, node: Node) -> int | None:
     if view is not None and view.root is not node:
         inner = _columns(ctx, view.root)
         return next((i for i, axis in enumerate(view.axes) if [a.index for a in axis if a.kind == "d"] == [inner]), None)
-    if call.name in ("linear", "matmul", "mm"):
+    if call.name in PLAIN_PRODUCTS:
         return None if same(shape_of(value)[-1], 1) else value.dim() - 1
     first = call.args[0] if call.args else None
     before = tensor(first)
-    kept = call.name in _SAME_PLACES and isinstance(first, Node) and before is not None and before.dim() == value.dim()
+    kept = call.name in SAME_PLACES and isinstance(first, Node) and before is not None and before.dim() == value.dim()
     return _columns(ctx, first) if kept else None  # type: ignore[arg-type]
 
 

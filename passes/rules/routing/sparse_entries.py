@@ -12,18 +12,11 @@ from typing import Any
 
 from torch.fx import Node
 
+from moefuse.passes.graph.op_classes import KEEPS_SIGN, NEVER_NEGATIVE
 from moefuse.passes.infer.state import Context, normalize, out_shape
 from moefuse.passes.ir.axes import Atom, Axes, Axis
 from moefuse.passes.ir.expr import Gate
 from moefuse.passes.ir.facts import Domain, Entries, Many, Order, Picked, Routing, Rows, Sorted, Table
-
-_POSITIVE = frozenset("softmax sigmoid relu exp abs square zeros zeros_like new_zeros ones ones_like softplus".split())
-
-#: operations whose result is not below zero if that many of their first arguments are not
-_READ = {
-    **dict.fromkeys(("add", "mul", "div", "maximum"), 2),
-    **dict.fromkeys("topk sort getitem sum mean amax amin max to type_as view reshape contiguous clone unsqueeze squeeze".split(), 1),
-}  # fmt: skip
 
 
 def kept(ctx: Context, table: Table, *, above: bool) -> Routing | None:
@@ -57,11 +50,11 @@ def never_negative(ctx: Context, value: Any) -> bool:
     call = ctx.calls.get(value) if isinstance(value, Node) and ctx.storage[value] not in ctx.writes else None
     if call is None or call.kwargs.get("out") is not None:
         return False
-    if call.name in _POSITIVE:
+    if call.name in NEVER_NEGATIVE:
         return True
     if call.name in ("scatter", "scatter_add"):
         return len(call.args) == 4 and not call.kwargs and never_negative(ctx, call.args[0]) and never_negative(ctx, call.args[3])
-    count = _READ.get(call.name, 0)
+    count = KEEPS_SIGN.get(call.name, 0)
     return 0 < count <= len(call.args) and "alpha" not in call.kwargs and all(never_negative(ctx, a) for a in call.args[:count])
 
 

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from moefuse.passes.graph.calls import UNARY
-from moefuse.passes.graph.op_classes import RANDOM
+from moefuse.passes.graph.op_classes import RANDOM, TERNARY, UNARY
 from moefuse.passes.graph.sizes import same
 from moefuse.passes.infer.cone import cone_rows
 from moefuse.passes.infer.operands import joined, leaf, padded, real, scalar, symbol
@@ -24,8 +23,6 @@ from moefuse.passes.rules.routing.offsets import difference
 from moefuse.passes.rules.routing.sort import on_div
 from moefuse.passes.rules.routing.tables import combine_table, unary
 from moefuse.passes.rules.rows.views import inherited
-
-TERNARY = ("addcmul addcdiv lerp").split()
 
 
 @rule(*UNARY, *TERNARY, "pow", "sub", "maximum", "minimum", "remainder", "fmod", "atan2", "rsub")

@@ -9,6 +9,7 @@ import torch
 from torch.fx import Node
 
 from moefuse.passes.graph.calls import tensor
+from moefuse.passes.graph.op_classes import SHAPED
 from moefuse.passes.graph.sizes import Size, product, same
 from moefuse.passes.infer.ranges import counts, holds, interval, tells_none
 from moefuse.passes.infer.state import Context, as_size, normalize, out_shape
@@ -75,7 +76,7 @@ def split_features(axes: Axes, sizes: tuple[Size, ...]) -> Axes | None:
     return None if rest is None else (*rest, (Atom("f", 0, sizes[-2]),), (Atom("f", 1, sizes[-1]),))
 
 
-@rule("view", "reshape", "flatten", "unflatten", "view_as", "reshape_as", "ravel", "_unsafe_view")
+@rule(*SHAPED)
 def on_reshape(ctx: Context, node: Node, x: Node, *_: Any, **__: Any) -> Any:
     fact, before, after = ctx.fact(x), tensor(x), tensor(node)
     if before is not None and after is not None and before.dtype != after.dtype:
