@@ -13,7 +13,7 @@ from dataclasses import replace as replaced
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 import moefuse.ops  # noqa: F401  (the ops that the rewrite inserts)
 from moefuse.capture.assumptions import Assumption, Undischarged
@@ -23,7 +23,7 @@ from moefuse.passes.block.router_topk import one_kernel
 from moefuse.passes.block.shared_experts import join_shared
 from moefuse.passes.graph.builder import Emitter
 from moefuse.passes.graph.calls import location, module_path
-from moefuse.passes.infer.state import Context, Standin
+from moefuse.passes.infer.state import Context, Given, Standin
 from moefuse.passes.ir.facts import Lost, Routing
 from moefuse.passes.ir.regions import Refused, Region
 from moefuse.passes.lower import dce
@@ -119,11 +119,8 @@ def _bodies(gm: GraphModule, known: dict[Node, Any]) -> list[tuple[GraphModule, 
 
 
 def _fuse_graph(gm: GraphModule, known: dict[Node, Any], run: _Run) -> bool:
-    ctx = interpret(gm.graph, {a.row_node: a.members for a in run.assumptions if a.row_node is not None and a.graph is gm.graph})
+    ctx = interpret(gm.graph, _given(gm.graph, run.assumptions))
     before = effects(ctx)
-    sizes = [a.subject if isinstance(a.subject, tuple) else (a.subject,) for a in run.assumptions if a.kind == "size"]
-    ctx.not_empty = {symbol for some in sizes for symbol in some}
-    ctx.siblings = {a.row_node: a for a in run.assumptions if a.row_node is not None and a.siblings}
     for node in gm.graph.nodes:
         if node.op == "get_attr" and isinstance(getattr(gm, str(node.target), None), torch.Tensor):
             known[node] = getattr(gm, str(node.target))
@@ -151,6 +148,16 @@ def _fuse_graph(gm: GraphModule, known: dict[Node, Any], run: _Run) -> bool:
     if fused or run.assumptions:
         _compare(ctx, before)
     return bool(fused) or bool(run.assumptions)
+
+
+def _given(graph: Graph, assumptions: Sequence[Assumption]) -> Given:
+    """What capture says of one graph."""
+    sizes = [a.subject if isinstance(a.subject, tuple) else (a.subject,) for a in assumptions if a.kind == "size"]
+    return Given(
+        {a.row_node: a.members for a in assumptions if a.row_node is not None and a.graph is graph},
+        {a.row_node: a for a in assumptions if a.row_node is not None and a.siblings},
+        {symbol for some in sizes for symbol in some},
+    )
 
 
 def _compare(ctx: Context, before: Effects) -> None:

@@ -211,7 +211,7 @@ def _over_experts(ctx: Context, parts: list[Part], anchor: Node, rest: Weightles
 def _common(ctx: Context, parts: list[Part], anchor: Node) -> tuple[Expr, list[int]] | Lost:
     """(common expression, numbers of the experts) of one part for each expert."""
     ordered = sorted(parts, key=lambda p: int(p.rows.domain.expert or 0))
-    written = [instances(ctx.siblings, p, ordered) for p in ordered]
+    written = [instances(ctx.given.siblings, p, ordered) for p in ordered]
     if any(found is None for found in written):
         return ctx.lost("experts-differ", anchor, expert="?", detail="what it computes may depend on its number")
     pairs = sorted((pair for found in written for pair in found or ()), key=lambda pair: int(pair[0]))
@@ -227,9 +227,9 @@ def _common(ctx: Context, parts: list[Part], anchor: Node) -> tuple[Expr, list[i
 
 def _from_lists(ctx: Context, row: Node) -> Collection[Node] | None:
     """Weights that a representative has from lists of modules; None for a twin, which stands for no other, so that any weight will do."""
-    if any(row is known.twin_node for known in ctx.siblings.values()):
+    if any(row is known.twin_node for known in ctx.given.siblings.values()):
         return None
-    return ctx.siblings[row].siblings if row in ctx.siblings else ()
+    return ctx.given.siblings[row].siblings if row in ctx.given.siblings else ()
 
 
 def _parametric(ctx: Context, rows: Rows, by_row: set[Node]) -> bool:

@@ -51,8 +51,8 @@ def _of_one(ctx: Context, condition: Any, rows: Any) -> bool:
         tried = range(1, min(most, _TRIED) + 1) if isinstance(most, int) else range(1, _TRIED)
         return not _of_elements(ctx, rows) and any(_fails(condition, {rows: n}) for n in tried)
     if not isinstance(condition, _INEQUALITIES):
-        return bool(condition != sympy.true) and not (condition == sympy.Ne(rows, 0) and rows in ctx.not_empty)
-    ends = [most] if rows in ctx.not_empty else [most, 0]
+        return bool(condition != sympy.true) and not (condition == sympy.Ne(rows, 0) and rows in ctx.given.not_empty)
+    ends = [most] if rows in ctx.given.not_empty else [most, 0]
     return any(condition.subs(rows, end) != sympy.true for end in ends)
 
 

@@ -6,6 +6,7 @@ recognises it, so that the report can say so.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,24 +15,34 @@ from torch.fx import Node
 from moefuse.passes.graph.calls import Call, tensor
 from moefuse.passes.graph.op_classes import PLAIN_PRODUCTS, PRODUCTS, SAME_PLACES, SIZE_QUERIES
 from moefuse.passes.graph.sizes import same, shape_of
-from moefuse.passes.infer.state import Context, dim_of
+from moefuse.passes.infer.choices import dim_of
+from moefuse.passes.infer.state import Context
 from moefuse.passes.ir.facts import Lost
+
+
+@dataclass
+class Notes:
+    """``chosen``: what is computed from tokens that experts chose, and the choice. ``told``: what any of the refused families has told."""
+
+    chosen: dict[Node, Node] = field(default_factory=dict)
+    told: set[Node] = field(default_factory=set)
 
 
 def follow(ctx: Context, node: Node, call: Call, fact: Any) -> Lost | None:
     """Notes what is computed from the tokens that experts chose; a refusal where an expert's weight meets them."""
     if call.name in SIZE_QUERIES:
         return None
+    notes = ctx.scratch(Notes)
     if _chooses(ctx, call):
-        ctx.chosen[node] = node
+        notes.chosen[node] = node
         return None
-    source = next((ctx.chosen[n] for n in node.all_input_nodes if n in ctx.chosen), None)
+    source = next((notes.chosen[n] for n in node.all_input_nodes if n in notes.chosen), None)
     if source is None:
         return None
-    ctx.chosen[node] = source
-    if source in ctx.told or fact is not None or not applies_weights(ctx, node, call):
+    notes.chosen[node] = source
+    if source in notes.told or fact is not None or not applies_weights(ctx, node, call):
         return None
-    ctx.told.add(source)  # one refusal for all experts, at the choice
+    notes.told.add(source)  # one refusal for all experts, at the choice
     return ctx.lost("expert-choice", source)
 
 
@@ -72,4 +83,4 @@ def _parameter(ctx: Context, node: Node) -> bool:
     return value is not None and value.dim() >= 2 and isinstance(tensor(ctx.storage[node]), torch.nn.Parameter)
 
 
-__all__ = ["applies_weights", "follow"]
+__all__ = ["Notes", "applies_weights", "follow"]

@@ -7,7 +7,7 @@ translations to PyTorch.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch.fx import Node
@@ -19,6 +19,13 @@ from moefuse.passes.ir.expr import Gate
 from moefuse.passes.ir.facts import Domain, Entries, Many, Order, Picked, Routing, Rows, Sorted, Table
 
 
+@dataclass
+class _Kept:
+    """Routings of the entries of a table, by table, and by whether the entries are above zero."""
+
+    of: dict[tuple[Node, bool], Routing] = field(default_factory=dict)
+
+
 def kept(ctx: Context, table: Table, *, above: bool) -> Routing | None:
     """The routing of a whole table's entries that are not zero, or above zero; one object for each table."""
     root, old = table.root, table.routing
@@ -27,7 +34,7 @@ def kept(ctx: Context, table: Table, *, above: bool) -> Routing | None:
     kinds = [{a.kind for a in axis} for axis in table.axes]
     if kinds != [{"t"}, {"e"}] or not old.distinct or len(old.tokens) != 1:
         return None
-    return ctx.kept.setdefault((root, above), replace(old, kept=root, above=above))
+    return ctx.scratch(_Kept).of.setdefault((root, above), replace(old, kept=root, above=above))
 
 
 def compared(ctx: Context, node: Node, table: Table, *, above: bool) -> Table | None:
@@ -40,7 +47,7 @@ def counted(ctx: Context, routing: Routing) -> Routing:
     """The routing whose slots ``(gates > 0).sum(0)`` counts: all that are not zero, if none is less."""
     if routing.kept is None or not routing.above or not never_negative(ctx, routing.kept):
         return routing
-    return ctx.kept.setdefault((routing.kept, False), replace(routing, above=False))
+    return ctx.scratch(_Kept).of.setdefault((routing.kept, False), replace(routing, above=False))
 
 
 def never_negative(ctx: Context, value: Any) -> bool:
