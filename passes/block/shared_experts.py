@@ -265,7 +265,7 @@ def _region(ctx: Context, emit: Emitter, value: Node, token: Node, expr: Expr) -
     ids = emit(torch.zeros_like, emit(torch.Tensor.narrow, token, -1, 0, 1), dtype=torch.int64)
     _introduce(ctx, emit)
     routing = Routing(ids, shape_of(fake(value))[:-1], 1, has_slots=True, distinct=True)
-    return checked(ctx, Region(value, [value], "masked", routing, expr, 1, None))
+    return checked(ctx, Region(value, (value,), "masked", routing, expr, 1, None))
 
 
 def _introduce(ctx: Context, emit: Emitter) -> None:

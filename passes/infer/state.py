@@ -66,7 +66,6 @@ class Context:
         sentinels: for each routing the ids that the program compares with, of experts that it does not have.
         sizes: what is known of sizes that only the run knows.
         replaced, results: what took the place of a node, and what each result of a rewrite stands for.
-        erasable: writes of regions to their bases.
     """
 
     def __init__(self, graph: Graph, given: Given | None = None) -> None:
@@ -85,7 +84,6 @@ class Context:
         self.first: dict[Node, Node] = {}
         self.replaced: dict[Node, Node] = {}
         self.results: dict[Node, Standin] = {}
-        self.erasable: set[Node] = set()
         self._scratch: dict[type, Any] = {}
         self._same_views()
 

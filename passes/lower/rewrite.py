@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from moefuse.passes.graph.op_classes import SIZE_QUERIES
 from moefuse.passes.infer.state import Context, Standin
@@ -25,49 +27,35 @@ def replace(ctx: Context, region: Region, result: Node) -> None:
         ctx.replaced[holder] = result
     ctx.first[result] = region.value
     adds = (region.anchor, *(p.node for p in region.parts))
-    ctx.results[result] = Standin(tuple(region.holders), frozenset(region.nodes), region.base, adds)
+    ctx.results[result] = Standin(region.holders, region.nodes, region.base, adds)
     if result not in ctx.position:
         ctx.memory.introduce(result, region.value)
-    sweep(ctx.graph, region.nodes, ctx)
+    sweep(ctx, region)
 
 
-def sweep(graph: Graph, nodes: set[Node], ctx: Context) -> None:
+def sweep(ctx: Context, region: Region) -> None:
     """Erase nodes of a region that nothing reads; assertions about sizes that only it had go with it."""
-    alive = set(nodes)
-    while True:
-        doomed = dead(graph, alive, ctx)
-        if not doomed:
-            return
-        for node in reversed([n for n in graph.nodes if n in doomed]):
-            graph.erase_node(node)
-        alive -= doomed
+    doomed = dead(ctx, region)
+    for node in reversed(ctx.graph.nodes):
+        if node in doomed:
+            ctx.graph.erase_node(node)
 
 
-def dead(graph: Graph, nodes: set[Node], ctx: Context) -> set[Node]:
+def dead(ctx: Context, region: Region) -> set[Node]:
     """The largest set of nodes whose every reader is in the set, size queries and assertions of these nodes included."""
-    found = set(nodes) | queries(nodes, ctx)
-    changed = True
-    while changed:
-        changed = False
-        for node in list(found):
-            if any(u not in found for u in node.users) or _writes_outside(ctx, node, found):
-                found.discard(node)
-                changed = True
-    return found
+    found = region.nodes | queries(region.nodes, ctx)
+    while kept := {n for n in found if any(u not in found for u in n.users) or _writes_outside(ctx, n, found, region)}:
+        found -= kept
+    return set(found)
 
 
-def _writes_outside(ctx: Context, node: Node, found: set[Node]) -> bool:
-    """Whether an in-place operation changes storage that stays."""
+def _writes_outside(ctx: Context, node: Node, found: Set[Node], region: Region) -> bool:
+    """Whether an in-place operation changes storage that stays, and is no write to a base whose new value is the replacement."""
     roots = {name for t in ctx.memory.targets.get(node, ()) for name in ctx.memory.storages(t)}
-    return any(root not in found and not _rewritten(ctx, root, node) for root in roots)
+    return any(root not in found and (ctx.memory.outlives(root) or node not in region.own_writes) for root in roots)
 
 
-def _rewritten(ctx: Context, root: Node, node: Node) -> bool:
-    """A base that the region accumulated into: its new value is the replacement, so the write must go."""
-    return not ctx.memory.outlives(root) and node in ctx.erasable
-
-
-def queries(nodes: set[Node], ctx: Context) -> set[Node]:
+def queries(nodes: Set[Node], ctx: Context) -> set[Node]:
     """Size queries of the nodes, arithmetic on them, and the assertions that end there.
 
     Dynamo reads the length of ``torch.where(mask)[0]`` from a second, otherwise unused item of the tuple.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from typing import Any
 
 from torch.fx import Node
@@ -66,8 +67,7 @@ def _placed(ctx: Context, found: Region | Lost) -> Region | Lost:
     means = outside(ctx, found) if isinstance(found, Region) else None
     if isinstance(found, Lost) or isinstance(means, Lost):
         return found if isinstance(found, Lost) else means  # type: ignore[return-value]
-    found.outside = means
-    return found
+    return replace(found, outside=means)
 
 
 def _complete(ctx: Context) -> list[Any]:
@@ -101,7 +101,7 @@ def _combined(ctx: Context, fact: Combined | Apart, holders: list[Node]) -> Regi
     if isinstance(count, Lost):
         return count
     base = fact.base if isinstance(fact, Combined) else None
-    region = Region(anchor, holders, rows.domain.name, routing, rows.expr, count, base, apart=isinstance(fact, Apart))  # type: ignore[arg-type]
+    region = Region(anchor, tuple(holders), rows.domain.name, routing, rows.expr, count, base, apart=isinstance(fact, Apart))  # type: ignore[arg-type]
     if _needs_distinct(rows.expr, False, False) and not routing.distinct:
         return ctx.lost("ids-not-distinct", anchor)
     return region
@@ -142,7 +142,7 @@ def _summed(ctx: Context, fact: Sum, holders: list[Node]) -> Region | Lost | Non
     if not per_slot and _needs_distinct(expr, fact.once, by_token) and not routing.distinct:
         return ctx.lost("ids-not-distinct", anchor)
     replaced = fact.replaced and fact.base is not None
-    return Region(anchor, holders, names.pop(), routing, expr, count, fact.base, fact.parts, rest, replaced=replaced)  # type: ignore[arg-type]
+    return Region(anchor, tuple(holders), names.pop(), routing, expr, count, fact.base, fact.parts, rest, replaced=replaced)  # type: ignore[arg-type]
 
 
 def _weightless(ctx: Context, fact: Sum, anchor: Node) -> Weightless | Lost | None:
