@@ -1,7 +1,8 @@
-"""The pipeline over a graph: interpret, lift, lower, verify, rewrite; bodies of higher-order operators included.
+"""The pipeline over a graph, bodies of higher-order operators first.
 
-Order of what can go wrong: a region that is not understood stays as it was and is reported; so does one whose replacement does not
-type-check or does not agree with the original.
+The graph is interpreted, and its sums over experts are lifted to regions. Each region is then lowered beside the original, gated (device,
+cost, verification) and put in, in the order of the program; where any of that fails it stays as it was, and is reported. Behind all regions
+what capture recorded is discharged and erased, shared experts and the router's top-k are joined, and the effects are compared.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import replace as replaced
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 import moefuse.ops  # noqa: F401  (the ops that the rewrite inserts)
 from moefuse.capture.assumptions import Assumption, Undischarged
@@ -23,7 +24,7 @@ from moefuse.passes.block.router_topk import one_kernel
 from moefuse.passes.block.shared_experts import join_shared
 from moefuse.passes.graph.builder import Emitter
 from moefuse.passes.graph.calls import location, module_path
-from moefuse.passes.infer.state import Context, Standin
+from moefuse.passes.infer.state import Context, Given, Standin
 from moefuse.passes.ir.facts import Lost, Routing
 from moefuse.passes.ir.regions import Refused, Region
 from moefuse.passes.lower import dce
@@ -119,31 +120,15 @@ def _bodies(gm: GraphModule, known: dict[Node, Any]) -> list[tuple[GraphModule, 
 
 
 def _fuse_graph(gm: GraphModule, known: dict[Node, Any], run: _Run) -> bool:
-    ctx = interpret(gm.graph, {a.row_node: a.members for a in run.assumptions if a.row_node is not None and a.graph is gm.graph})
+    ctx = interpret(gm.graph, _given(gm.graph, run.assumptions))
     before = effects(ctx)
-    sizes = [a.subject if isinstance(a.subject, tuple) else (a.subject,) for a in run.assumptions if a.kind == "size"]
-    ctx.not_empty = {symbol for some in sizes for symbol in some}
-    ctx.siblings = {a.row_node: a for a in run.assumptions if a.row_node is not None and a.siblings}
     for node in gm.graph.nodes:
         if node.op == "get_attr" and isinstance(getattr(gm, str(node.target), None), torch.Tensor):
             known[node] = getattr(gm, str(node.target))
-    refused: list[tuple[Lost, Routing | None]] = []
-    covered: set[Node] = set()
-    fused: list[Region] = []
     claims = discharge.claims(ctx, run.assumptions)
-    for found in sorted(lift(ctx), key=lambda f: ctx.position[f.lost.node if isinstance(f, Refused) else f.anchor]):
-        problem = found.lost if isinstance(found, Refused) else _rewrite(ctx, known, run, found)
-        covered |= set() if isinstance(found, Refused) else found.nodes
-        if problem is None and isinstance(found, Region):
-            fused.append(found)
-        if problem is not None:
-            refused.append((problem, found.routing))
-    run.result.skipped += [_skipped(lost) for lost in refusals(ctx, refused, covered)]
+    fused = _fuse_regions(ctx, known, run)
     if run.assumptions:
-        for kept in gm.graph.find_nodes(op="call_function", target=keep):
-            gm.graph.erase_node(kept)
-        dce.erase(ctx, {n for claim in claims for n in claim.assumption.nodes})
-        run.result.undischarged += discharge.undischarged(ctx, claims, fused)
+        _discharge(ctx, run, claims, fused)
     run.result.notes += unhit_experts.notes(ctx, fused, run.assumptions)
     run.result.notes += one_kernel(gm.graph, run.options) if fused else []
     if fused and run.options.overlap:
@@ -151,6 +136,43 @@ def _fuse_graph(gm: GraphModule, known: dict[Node, Any], run: _Run) -> bool:
     if fused or run.assumptions:
         _compare(ctx, before)
     return bool(fused) or bool(run.assumptions)
+
+
+def _fuse_regions(ctx: Context, known: dict[Node, Any], run: _Run) -> list[Region]:
+    """Replace the regions that can be, in the order of the program, and report the others."""
+    refused: list[tuple[Lost, Routing | None]] = []
+    covered: set[Node] = set()
+    fused: list[Region] = []
+    for found in sorted(lift(ctx), key=lambda f: ctx.position[f.lost.node if isinstance(f, Refused) else f.anchor]):
+        if isinstance(found, Refused):
+            refused.append((found.lost, found.routing))
+            continue
+        covered |= found.nodes
+        problem = _rewrite(ctx, known, run, found)
+        if problem is None:
+            fused.append(found)
+        else:
+            refused.append((problem, found.routing))
+    run.result.skipped += [_skipped(lost) for lost in refusals(ctx, refused, covered)]
+    return fused
+
+
+def _discharge(ctx: Context, run: _Run, claims: list[discharge.Claim], fused: list[Region]) -> None:
+    """Erase what is left of captured loops; what the fused regions do not discharge goes into the result."""
+    for kept in ctx.graph.find_nodes(op="call_function", target=keep):
+        ctx.graph.erase_node(kept)
+    dce.erase(ctx, {n for claim in claims for n in claim.assumption.nodes})
+    run.result.undischarged += discharge.undischarged(ctx, claims, fused)
+
+
+def _given(graph: Graph, assumptions: Sequence[Assumption]) -> Given:
+    """What capture says of one graph."""
+    sizes = [a.subject if isinstance(a.subject, tuple) else (a.subject,) for a in assumptions if a.kind == "size"]
+    return Given(
+        {a.row_node: a.members for a in assumptions if a.row_node is not None and a.graph is graph},
+        {a.row_node: a for a in assumptions if a.row_node is not None and a.siblings},
+        {symbol for some in sizes for symbol in some},
+    )
 
 
 def _compare(ctx: Context, before: Effects) -> None:
@@ -163,30 +185,51 @@ def _compare(ctx: Context, before: Effects) -> None:
 
 
 def _rewrite(ctx: Context, known: dict[Node, Any], run: _Run, region: Region) -> Lost | None:
-    """Lower, verify and replace one region; on any doubt the graph is as it was."""
-    options, anchor = run.options, region.anchor
+    """Lower, gate and replace one region; on any doubt the graph is as it was."""
+    unwanted = _unwanted(run, region)
+    if unwanted is not None:
+        return unwanted
+    emit = Emitter(ctx.graph, region.anchor.next, region.value, ctx.replaced)
+    made = _lowered(ctx, known, run, region, emit)
+    if isinstance(made, Lost):
+        emit.undo()
+        return made
+    _put_in(ctx, known, run, region, emit, *made)
+    return None
+
+
+def _unwanted(run: _Run, region: Region) -> Lost | None:
+    """What the user does not want replaced."""
+    options = run.options
     if options.exclude is not None and re.search(options.exclude, _path(region)):
-        return Lost("excluded", anchor)
+        return Lost("excluded", region.anchor)
     if options.max_rewrites is not None and len(run.result.fused) >= options.max_rewrites:
-        return Lost("limit", anchor)
-    emit = Emitter(ctx.graph, anchor.next, region.value, ctx.replaced)
+        return Lost("limit", region.anchor)
+    return None
+
+
+def _lowered(ctx: Context, known: dict[Node, Any], run: _Run, region: Region, emit: Emitter) -> tuple[Lowered, Verdict | None] | Lost:
+    """The replacement beside the original, if every gate lets it through, and what the verification found."""
+    anchor = region.anchor
     try:
         lowered = Lowering(region, emit).run()
     except Exception as error:  # a replacement that cannot be built is no reason to stop the user's program
-        emit.undo()
         return Lost("not-lowered", anchor, {"detail": _first_line(error)})
     elsewhere = unsupported(emit.nodes, ctx.mode[anchor][0])
     if elsewhere is not None:
-        emit.undo()
         return Lost("device-unsupported", anchor, dict(zip(("device", "detail"), elsewhere, strict=True)))
-    slower = not_faster(region, emit.nodes, ctx.mode[anchor][0]) if options.cost_gate else None
+    slower = not_faster(region, emit.nodes, ctx.mode[anchor][0]) if run.options.cost_gate else None
     if slower is not None:
-        emit.undo()
         return Lost("not-faster", anchor, slower)
     verdict = _verdict(ctx, known, run, region, emit, lowered)
-    if isinstance(verdict, Lost):
-        emit.undo()
-        return verdict
+    return verdict if isinstance(verdict, Lost) else (lowered, verdict)
+
+
+def _put_in(
+    ctx: Context, known: dict[Node, Any], run: _Run, region: Region, emit: Emitter, lowered: Lowered, verdict: Verdict | None
+) -> None:
+    """Let the program read the replacement, and report it."""
+    anchor = region.anchor
     remember(ctx, known, run.assumptions, region, emit, lowered)
     result = unhit_experts.without_tokens(region, run.assumptions, emit, lowered.result)
     replace(ctx, region, result)
@@ -197,7 +240,6 @@ def _rewrite(ctx: Context, known: dict[Node, Any], run: _Run, region: Region) ->
     run.result.fused.append(
         Fused(_path(region), location(anchor), lowered.spec, region.domain, lowered.tier, measured, workspace=size, tokens=tokens)
     )
-    return None
 
 
 def _join(ctx: Context, known: dict[Node, Any], run: _Run) -> None:

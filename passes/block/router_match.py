@@ -21,13 +21,12 @@ from moefuse.ops.recipe import Recipe
 from moefuse.passes.block.router_check import Router, agrees
 from moefuse.passes.graph.builder import Emitter
 from moefuse.passes.graph.calls import Call, call_of, fake, tensor
-from moefuse.passes.graph.op_classes import KEEPS, RESHAPES
+from moefuse.passes.graph.op_classes import BROADCASTS, KEEPS, RESHAPES
 from moefuse.passes.graph.sizes import same_shape, shape_of
 from moefuse.passes.graph.storage import Memory
 from moefuse.passes.lower.devices import unsupported
 
-_VIEWS = RESHAPES | KEEPS | {"expand", "expand_as"}
-_GROUPS = _VIEWS | frozenset("topk getitem sum max amax scatter zeros_like bitwise_not eq".split())
+_GROUPS = RESHAPES | KEEPS | BROADCASTS | frozenset("topk getitem sum max amax scatter zeros_like bitwise_not eq".split())
 _UNDERSTOOD = _GROUPS | frozenset("softmax sigmoid add mul div clamp clamp_min gather masked_fill where".split())
 
 
@@ -70,7 +69,7 @@ def _read(node: Node, call: Call, k: int) -> Router | None:
 
 def _plain(node: Any) -> Node:
     """The value before views that change neither shape nor dtype."""
-    while (call := call_of(node)) is not None and call.name in ("view", "reshape", "contiguous", "to", "flatten"):
+    while (call := call_of(node)) is not None and call.name in RESHAPES | KEEPS:
         before, after = tensor(call.args[0]), tensor(node)
         if before is None or after is None or before.dtype != after.dtype or not same_shape(shape_of(before), shape_of(after)):
             break

@@ -40,8 +40,6 @@ DEVICES = {"cuda"}
 STEPS = 16
 """So many operations behind the experts a sum with a shared one is looked for: views, casts, an output projection, residuals."""
 
-_VIEWS = RESHAPES | {"view_as", "reshape_as"}
-
 
 @dataclass(frozen=True, eq=False)
 class Joined:
@@ -161,7 +159,7 @@ def _read_behind(graph: Graph, found: _Sum) -> None:
 
 def _bare_view(node: Node) -> Node:
     """What a view with as many features is a view of, where nothing else reads the view."""
-    while (call := call_of(node)) is not None and call.name in _VIEWS and isinstance(call.args[0], Node) and len(node.users) == 1:
+    while (call := call_of(node)) is not None and call.name in RESHAPES and isinstance(call.args[0], Node) and len(node.users) == 1:
         before, value = tensor(call.args[0]), tensor(node)
         if before is None or value is None or not same_shape(shape_of(before)[-1:], shape_of(value)[-1:]):
             return node
@@ -267,7 +265,7 @@ def _region(ctx: Context, emit: Emitter, value: Node, token: Node, expr: Expr) -
     ids = emit(torch.zeros_like, emit(torch.Tensor.narrow, token, -1, 0, 1), dtype=torch.int64)
     _introduce(ctx, emit)
     routing = Routing(ids, shape_of(fake(value))[:-1], 1, has_slots=True, distinct=True)
-    return checked(ctx, Region(value, [value], "masked", routing, expr, 1, None))
+    return checked(ctx, Region(value, (value,), "masked", routing, expr, 1, None))
 
 
 def _introduce(ctx: Context, emit: Emitter) -> None:

@@ -38,14 +38,6 @@ _CASTS = {
     "long": torch.int64, "int": torch.int32, "bool": torch.bool,
 }  # fmt: skip
 
-#: pointwise functions of one tensor, and of two
-UNARY = (
-    "silu gelu relu relu6 elu selu celu leaky_relu mish softplus softsign hardswish hardsigmoid hardtanh tanh sigmoid logsigmoid exp exp2 "
-    "expm1 log log1p sqrt rsqrt reciprocal abs neg sign square sin cos erf clamp clamp_min clamp_max threshold tanhshrink nan_to_num "
-    "round floor"
-).split()
-BINARY = "add sub mul div pow maximum minimum remainder fmod atan2 rsub".split()
-
 
 @dataclass(frozen=True)
 class Call:

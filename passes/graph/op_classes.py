@@ -1,4 +1,7 @@
-"""Classes of operations by what they do. What aliases what, and what writes, is read from torch: storage.py and writes.py."""
+"""Classes of operations by what they do, under their canonical names: the one table that rules and matchers read.
+
+What aliases what, and what writes, is read from torch: storage.py and writes.py. No class here decides about memory.
+"""
 
 from __future__ import annotations
 
@@ -10,32 +13,98 @@ import torch
 if TYPE_CHECKING:
     from moefuse.passes.graph.calls import Call
 
-RESHAPES = frozenset("view reshape flatten unflatten squeeze unsqueeze".split())
-"""The same elements in another shape."""
+SHAPED = frozenset("view reshape flatten unflatten view_as reshape_as ravel _unsafe_view".split())
+"""The first argument's elements, in their order, in a shape that one rule reads off the result."""
+
+RESHAPES = SHAPED | {"squeeze", "unsqueeze"}
+"""The first argument's elements, in their order, in another shape."""
+
+TURNS = frozenset(("transpose", "permute"))
+"""The same elements in another order of dimensions: behind one, an equal shape does not mean equal places."""
+
+BROADCASTS = frozenset(("expand", "expand_as"))
+"""The same elements, some of them several times."""
+
+COPIES = frozenset("clone detach contiguous alias".split())
+"""The same elements in the same shape and dtype, perhaps in another memory, perhaps without gradients."""
 
 KEEPS = frozenset(("contiguous", "to"))
-"""The same elements, in another memory or dtype."""
+"""The same elements, in another memory or dtype, with their gradients. Not ``clone``: who writes one wants memory of his own."""
+
+CASTS = frozenset(("to", "type_as", "contiguous", "clone"))
+"""The same elements with their gradients in the dtype of the result; the same dtype is no cast."""
+
+SAME_NUMBER = RESHAPES | KEEPS | COPIES | {"getitem"}
+"""Of a tensor of one element: the same number."""
+
+UNARY = (
+    "silu gelu relu relu6 elu selu celu leaky_relu mish softplus softsign hardswish hardsigmoid hardtanh tanh sigmoid logsigmoid exp exp2 "
+    "expm1 log log1p sqrt rsqrt reciprocal abs neg sign square sin cos erf clamp clamp_min clamp_max threshold tanhshrink nan_to_num "
+    "round floor"
+).split()
+"""Pointwise functions of one tensor."""
+
+BINARY = "add sub mul div pow maximum minimum remainder fmod atan2 rsub".split()
+"""Pointwise functions of two tensors."""
+
+TERNARY = "addcmul addcdiv lerp".split()
+"""Pointwise functions of three tensors."""
+
+SCORES = frozenset("softmax sigmoid log_softmax tanh to".split())
+"""What stands between a router's projection and its choice, and leaves every score where it is."""
+
+SAME_PLACES = SCORES | frozenset("type_as contiguous div mul add".split())
+"""As ``SCORES``, with arithmetic: enough to say which dimension counts experts, not that ids are of a projection's rows."""
+
+NEVER_NEGATIVE = frozenset("softmax sigmoid relu exp abs square zeros zeros_like new_zeros ones ones_like softplus".split())
+"""Results that are not below zero, whatever the arguments are."""
+
+KEEPS_SIGN = dict.fromkeys(("add", "mul", "div", "maximum"), 2) | dict.fromkeys(
+    RESHAPES | CASTS | frozenset("topk sort getitem sum mean amax amin max".split()), 1
+)
+"""Results that are not below zero if that many of the first arguments are not."""
+
+INDICES_ALONG: dict[str, tuple[int, int | None]] = {
+    "topk": (2, -1), "sort": (1, -1), "argsort": (1, -1), "max": (1, None), "min": (1, None), "argmax": (1, None), "argmin": (1, None),
+}  # fmt: skip
+"""Operations that give indices along a dimension: where that stands among the arguments, and its default."""
+
+VALUES_AND_INDICES = frozenset(("topk", "sort", "max", "min"))
+"""Of those, the ones that give values first."""
+
+COUNTED = frozenset("nonzero argwhere where masked_select getitem index".split())
+"""Results with as many rows as a mask has true elements."""
 
 PRODUCTS = frozenset("linear matmul mm bmm addmm baddbmm einsum".split())
+"""Products that can apply a matrix of weights. Those of rows and one matrix are taken apart in matmuls.py."""
+
+PLAIN_PRODUCTS = frozenset(("linear", "matmul", "mm"))
+"""Products whose last dimension counts the outputs of a projection, whatever the arguments are."""
 
 ASSERTS = frozenset("_assert_scalar _assert_async sym_constrain_range sym_constrain_range_for_size _check _check_is_size".split())
 
 MODES = frozenset("_set_grad_enabled _enter_autocast _exit_autocast _enter_inference_mode _exit_inference_mode".split())
 """They switch grad mode, autocast or inference mode for what follows."""
 
-SIZE_QUERIES = frozenset(
-    "size sym_size sym_numel sym_storage_offset numel dim _assert_scalar sym_constrain_range sym_constrain_range_for_size _check".split()
-)
-"""They only ask for sizes, or assert them."""
+SIZE_QUERIES = ASSERTS - {"_assert_async", "_check_is_size"} | frozenset("size sym_size sym_numel sym_storage_offset numel dim".split())
+"""They only ask for sizes, or assert them. (``_assert_async`` asserts values.)"""
 
 METADATA = (
     SIZE_QUERIES | ASSERTS | frozenset("is_contiguous stride getattr element_size ndimension sym_stride len is_floating_point".split())
 )
 """They carry no routing information and lose none."""
 
+LOOKS_AT: dict[str, tuple[int, ...]] = {
+    **dict.fromkeys(("type_as", "view_as", "reshape_as", "expand_as"), (1,)),
+    **dict.fromkeys(("zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_ones", "new_empty", "new_full"), (0,)),
+    **dict.fromkeys(("size", "sym_size", "numel", "dim"), (0,)),
+}
+"""They take only the shape, dtype or device of some of their arguments."""
+
 RANDOM = tuple(
     "dropout alpha_dropout feature_dropout bernoulli rand_like randn_like randint_like normal uniform rrelu multinomial exponential".split()
 )
+"""They draw random numbers; torch's tag knows more of them (``random``)."""
 
 
 def draws(call: Call) -> bool:

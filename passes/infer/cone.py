@@ -11,8 +11,9 @@ from typing import Any
 
 from torch.fx import Node
 
-from moefuse.passes.graph.calls import BINARY, UNARY, Call, tensor
+from moefuse.passes.graph.calls import Call, tensor
 from moefuse.passes.graph.matmuls import READ, operands
+from moefuse.passes.graph.op_classes import BINARY, CASTS, RESHAPES, TURNS, UNARY
 from moefuse.passes.graph.sizes import same, same_shape, shape_of
 from moefuse.passes.infer.feature_slices import piece
 from moefuse.passes.infer.operands import padded, real, scalar
@@ -120,7 +121,7 @@ def _inside(ctx: Context, top: Node, node: Node, inside: set[Node], memo: dict[N
         return go(unchanged)
     if call.name in ("mean", "var", "amax", "softmax", "layer_norm", "rms_norm") and isinstance(first, Node):
         return _over_features(node, go, first, call)
-    if call.name in ("to", "contiguous", "clone", "type_as") and isinstance(first, Node):
+    if call.name in CASTS and isinstance(first, Node):
         before = tensor(first)
         same_dtype = before is not None and before.dtype == value.dtype
         return go(first) if same_dtype else Cast(node, go(first), value.dtype)
@@ -148,7 +149,7 @@ def _pointwise(node: Node, go: Any, call: Call) -> Expr | None:
     return Op(node, call.name, tuple(items[:count]), tuple(zip(call.kwargs, items[count:], strict=True)))
 
 
-_VIEWS = ("view", "reshape", "view_as", "reshape_as", "expand_as", "squeeze", "unsqueeze", "transpose", "permute")
+_VIEWS = RESHAPES | TURNS | {"expand_as"}
 
 
 def _unchanged(ctx: Context, node: Node, inside: set[Node]) -> Node | None:
@@ -156,7 +157,7 @@ def _unchanged(ctx: Context, node: Node, inside: set[Node]) -> Node | None:
     value, current = tensor(node), node
     transposed = False
     while current in inside and (call := ctx.calls[current]) is not None and call.name in _VIEWS and isinstance(call.args[0], Node):
-        transposed = transposed or call.name in ("transpose", "permute")
+        transposed = transposed or call.name in TURNS
         current = call.args[0]
         before = tensor(current)
         if before is not None and value is not None and same_shape(shape_of(before), shape_of(value)):

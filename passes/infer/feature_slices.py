@@ -8,6 +8,7 @@ from typing import Any
 from torch.fx import Node
 
 from moefuse.passes.graph.calls import fake, tensor
+from moefuse.passes.graph.op_classes import SHAPED
 from moefuse.passes.graph.sizes import same_shape, shape_of
 from moefuse.passes.infer.state import Context
 from moefuse.passes.ir.expr import Expr, Slice
@@ -98,7 +99,7 @@ def _single(source: Node, index: Any) -> tuple[int | None, int | None]:
 def _of_view(ctx: Context, node: Node, go: Go, inside: set[Node], view: Node, dim: int, index: int) -> Expr | None:
     """One entry of features [m * n] that were viewed as [m, n]: a block, or every n-th."""
     call = ctx.calls[view]
-    if view not in inside or call is None or call.name not in ("view", "reshape", "unflatten") or not isinstance(call.args[0], Node):
+    if view not in inside or call is None or call.name not in SHAPED or not isinstance(call.args[0], Node):
         return None
     whole, parts = tensor(call.args[0]), tensor(view)
     if whole is None or parts is None or parts.dim() != whole.dim() + 1 or not same_shape(shape_of(whole)[:-1], shape_of(parts)[:-2]):

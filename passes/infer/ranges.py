@@ -7,18 +7,24 @@ what could overflow, or is written to.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.fx import Node
 
 from moefuse.passes.graph.calls import Call, fake, tensor
+from moefuse.passes.graph.op_classes import VALUES_AND_INDICES
+from moefuse.passes.infer.choices import from_topk, positions
+from moefuse.passes.infer.state import Context
 from moefuse.passes.ir.facts import View
 
-if TYPE_CHECKING:
-    from moefuse.passes.infer.state import Context
-
 Interval = tuple[int, int]  # both ends included
+
+
+@dataclass
+class _Ranges:
+    of: dict[Node, Interval | None] = field(default_factory=dict)
 
 
 def whole(dtype: torch.dtype) -> Interval | None:
@@ -57,18 +63,19 @@ def interval(ctx: Context, value: Any) -> Interval | None:
     known = tensor(value)
     if known is None:
         return None
-    if value not in ctx.ranges:
+    seen = ctx.scratch(_Ranges).of
+    if value not in seen:
         limits = whole(known.dtype)
         found = _computed(ctx, value) if limits is not None and ctx.storage[value] not in ctx.writes else None
-        ctx.ranges[value] = found if found is not None and limits is not None and holds(known.dtype, found) else limits
-    return ctx.ranges[value]
+        seen[value] = found if found is not None and limits is not None and holds(known.dtype, found) else limits
+    return seen[value]
 
 
 def distinct(ctx: Context, node: Node) -> bool:
     """Whether the last dimension of ids holds no number twice: indices of a top-k or of part of a sorted dimension, perhaps shifted."""
     if ctx.storage.get(node) in ctx.writes:
         return False
-    if ctx.from_topk(node):
+    if from_topk(ctx, node):
         return True
     call = ctx.calls.get(node)
     if call is None or call.inplace or call.kwargs or call.name not in ("add", "sub") or len(call.args) != 2:
@@ -84,7 +91,7 @@ def _computed(ctx: Context, node: Node) -> Interval | None:
     number = ctx.number(node)
     if number is not None:
         return (int(number), int(number)) if type(number) is int else None
-    size = ctx.positions(node)
+    size = positions(ctx, node)
     if size is not None:
         return 0, size - 1
     fact, call = ctx.facts.get(node), ctx.calls.get(node)
@@ -105,7 +112,7 @@ def _same(ctx: Context, call: Call) -> Interval | None:
     if isinstance(fake(source), torch.Tensor):
         return interval(ctx, source)
     pair = ctx.calls.get(source)  # ``ids.sort()[0]``
-    values = pair is not None and pair.name in ("sort", "topk", "max", "min") and call.name == "getitem" and call.args[1] == 0
+    values = pair is not None and pair.name in VALUES_AND_INDICES and call.name == "getitem" and call.args[1] == 0
     return interval(ctx, pair.args[0]) if values and pair is not None else None
 
 

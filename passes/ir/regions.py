@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch.fx import Node
 
@@ -37,9 +37,9 @@ class Outside:
     high: int | None = None
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class Region:
-    """One mixture of experts of the program.
+    """One mixture of experts of the program. Lifting says what it computes, and the safety check what of the program it spans.
 
     Attributes:
         anchor: the operation after which the result is complete; the new op goes behind it.
@@ -50,6 +50,7 @@ class Region:
         rest: what experts without weights add, if there are such.
         nodes: everything computed only for this region, leaves excluded.
         leaves: tensors the region reads.
+        own_writes: the writes among ``nodes`` by which it adds to its base, which go with it.
         replaced: what the experts give stands in place of the rows of ``base`` that chose one.
         apart: the result has a row for each slot, not their sum.
         outside: what becomes of ids that belong to no expert; None if that is nothing, as for the ops.
@@ -57,7 +58,7 @@ class Region:
     """
 
     anchor: Node
-    holders: list[Node]
+    holders: tuple[Node, ...]
     domain: Domain
     routing: Routing
     expr: Expr
@@ -65,8 +66,9 @@ class Region:
     base: Node | None
     parts: tuple[Part, ...] = ()
     rest: Weightless | None = None
-    nodes: set[Node] = field(default_factory=set)
-    leaves: list[Node] = field(default_factory=list)
+    nodes: frozenset[Node] = frozenset()
+    leaves: tuple[Node, ...] = ()
+    own_writes: frozenset[Node] = frozenset()
     apart: bool = False
     replaced: bool = False
     outside: Outside | None = None

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import torch
-from torch.fx import Graph, Node
+from torch.fx import Node
 
-from moefuse.passes.graph.op_classes import SIZE_QUERIES
 from moefuse.passes.infer.state import Context, Standin
 from moefuse.passes.ir.regions import Region
-from moefuse.passes.match.promises import promised
+from moefuse.passes.lower.dce import sweep
 
 
 def replace(ctx: Context, region: Region, result: Node) -> None:
@@ -25,68 +23,7 @@ def replace(ctx: Context, region: Region, result: Node) -> None:
         ctx.replaced[holder] = result
     ctx.first[result] = region.value
     adds = (region.anchor, *(p.node for p in region.parts))
-    ctx.results[result] = Standin(tuple(region.holders), frozenset(region.nodes), region.base, adds)
+    ctx.results[result] = Standin(region.holders, region.nodes, region.base, adds)
     if result not in ctx.position:
         ctx.memory.introduce(result, region.value)
-    sweep(ctx.graph, region.nodes, ctx)
-
-
-def sweep(graph: Graph, nodes: set[Node], ctx: Context) -> None:
-    """Erase nodes of a region that nothing reads; assertions about sizes that only it had go with it."""
-    alive = set(nodes)
-    while True:
-        doomed = dead(graph, alive, ctx)
-        if not doomed:
-            return
-        for node in reversed([n for n in graph.nodes if n in doomed]):
-            graph.erase_node(node)
-        alive -= doomed
-
-
-def dead(graph: Graph, nodes: set[Node], ctx: Context) -> set[Node]:
-    """The largest set of nodes whose every reader is in the set, size queries and assertions of these nodes included."""
-    found = set(nodes) | queries(nodes, ctx)
-    changed = True
-    while changed:
-        changed = False
-        for node in list(found):
-            if any(u not in found for u in node.users) or _writes_outside(ctx, node, found):
-                found.discard(node)
-                changed = True
-    return found
-
-
-def _writes_outside(ctx: Context, node: Node, found: set[Node]) -> bool:
-    """Whether an in-place operation changes storage that stays."""
-    roots = {name for t in ctx.memory.targets.get(node, ()) for name in ctx.memory.storages(t)}
-    return any(root not in found and not _rewritten(ctx, root, node) for root in roots)
-
-
-def _rewritten(ctx: Context, root: Node, node: Node) -> bool:
-    """A base that the region accumulated into: its new value is the replacement, so the write must go."""
-    return not ctx.memory.outlives(root) and node in ctx.erasable
-
-
-def queries(nodes: set[Node], ctx: Context) -> set[Node]:
-    """Size queries of the nodes, arithmetic on them, and the assertions that end there.
-
-    Dynamo reads the length of ``torch.where(mask)[0]`` from a second, otherwise unused item of the tuple.
-    """
-    found: set[Node] = set()
-    stack = [u for n in nodes for u in n.users if u not in nodes]
-    while stack:
-        node = stack.pop()
-        if node in found or node in nodes:
-            continue
-        call = ctx.calls.get(node)
-        if call is None or promised(ctx, node) or not (call.name in SIZE_QUERIES or call.name == "getitem" or _symbolic(node)):
-            continue
-        found.add(node)
-        stack.extend(node.users)
-    return found
-
-
-def _symbolic(node: Node) -> bool:
-    """Whether a node computes with sizes only."""
-    value = node.meta.get("example_value")
-    return value is not None and isinstance(value, torch.SymInt | torch.SymBool | torch.SymFloat | bool | int)
+    sweep(ctx, region)

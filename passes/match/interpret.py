@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
 from typing import Any
 
 from torch.fx import Graph, Node
@@ -11,7 +10,7 @@ from torch.fx import Graph, Node
 from moefuse.passes.graph.calls import Call, tensor
 from moefuse.passes.graph.op_classes import METADATA
 from moefuse.passes.graph.sizes import same_shape, shape_of, size_of
-from moefuse.passes.infer.state import ComputedDimError, Context
+from moefuse.passes.infer.state import ComputedDimError, Context, Given
 from moefuse.passes.infer.symbolic_sizes import refine
 from moefuse.passes.ir.expr import has_linear, walk
 from moefuse.passes.ir.facts import Apart, Buffer, Combined, Filled, Lost, Many, Pieces, Rows, View
@@ -19,11 +18,11 @@ from moefuse.passes.rules import RULES, Rule
 from moefuse.passes.rules.refused import capacity, expert_choice, unknown_routing
 
 
-def interpret(graph: Graph, rows: Mapping[Node, tuple[int, ...]] | None = None) -> Context:
-    """Facts for every node of a Dynamo-level graph; ``rows`` are representatives' numbers and the experts that each stands for."""
-    ctx = _interpret(graph, rows, frozenset())
+def interpret(graph: Graph, given: Given | None = None) -> Context:
+    """Facts for every node of a Dynamo-level graph; ``given``: what capture says of it."""
+    ctx = _interpret(graph, given, frozenset())
     ends = apart(ctx)
-    return _interpret(graph, rows, ends) if ends else ctx
+    return _interpret(graph, given, ends) if ends else ctx
 
 
 def apart(ctx: Context) -> frozenset[Node]:
@@ -38,8 +37,8 @@ def apart(ctx: Context) -> frozenset[Node]:
     return frozenset(node for node, expr in found.items() if id(expr) not in summed)
 
 
-def _interpret(graph: Graph, rows: Mapping[Node, tuple[int, ...]] | None, ends: frozenset[Node]) -> Context:
-    ctx = Context(graph, rows)
+def _interpret(graph: Graph, given: Given | None, ends: frozenset[Node]) -> Context:
+    ctx = Context(graph, given)
     for node in graph.nodes:
         call = ctx.calls[node]
         if call is None:
@@ -52,8 +51,6 @@ def _interpret(graph: Graph, rows: Mapping[Node, tuple[int, ...]] | None, ends: 
             fact = Apart(fact)
         if fact is not None:
             ctx.facts[node] = fact
-        if call.targets:
-            ctx.made[node] = fact
         for target in call.targets:
             _write(ctx, node, target, fact if _is_result(ctx, node, target) else None)
     return ctx

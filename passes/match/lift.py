@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from typing import Any
 
 from torch.fx import Node
@@ -66,8 +67,7 @@ def _placed(ctx: Context, found: Region | Lost) -> Region | Lost:
     means = outside(ctx, found) if isinstance(found, Region) else None
     if isinstance(found, Lost) or isinstance(means, Lost):
         return found if isinstance(found, Lost) else means  # type: ignore[return-value]
-    found.outside = means
-    return found
+    return replace(found, outside=means)
 
 
 def _complete(ctx: Context) -> list[Any]:
@@ -101,7 +101,7 @@ def _combined(ctx: Context, fact: Combined | Apart, holders: list[Node]) -> Regi
     if isinstance(count, Lost):
         return count
     base = fact.base if isinstance(fact, Combined) else None
-    region = Region(anchor, holders, rows.domain.name, routing, rows.expr, count, base, apart=isinstance(fact, Apart))  # type: ignore[arg-type]
+    region = Region(anchor, tuple(holders), rows.domain.name, routing, rows.expr, count, base, apart=isinstance(fact, Apart))  # type: ignore[arg-type]
     if _needs_distinct(rows.expr, False, False) and not routing.distinct:
         return ctx.lost("ids-not-distinct", anchor)
     return region
@@ -142,7 +142,7 @@ def _summed(ctx: Context, fact: Sum, holders: list[Node]) -> Region | Lost | Non
     if not per_slot and _needs_distinct(expr, fact.once, by_token) and not routing.distinct:
         return ctx.lost("ids-not-distinct", anchor)
     replaced = fact.replaced and fact.base is not None
-    return Region(anchor, holders, names.pop(), routing, expr, count, fact.base, fact.parts, rest, replaced=replaced)  # type: ignore[arg-type]
+    return Region(anchor, tuple(holders), names.pop(), routing, expr, count, fact.base, fact.parts, rest, replaced=replaced)  # type: ignore[arg-type]
 
 
 def _weightless(ctx: Context, fact: Sum, anchor: Node) -> Weightless | Lost | None:
@@ -211,7 +211,7 @@ def _over_experts(ctx: Context, parts: list[Part], anchor: Node, rest: Weightles
 def _common(ctx: Context, parts: list[Part], anchor: Node) -> tuple[Expr, list[int]] | Lost:
     """(common expression, numbers of the experts) of one part for each expert."""
     ordered = sorted(parts, key=lambda p: int(p.rows.domain.expert or 0))
-    written = [instances(ctx.siblings, p, ordered) for p in ordered]
+    written = [instances(ctx.given.siblings, p, ordered) for p in ordered]
     if any(found is None for found in written):
         return ctx.lost("experts-differ", anchor, expert="?", detail="what it computes may depend on its number")
     pairs = sorted((pair for found in written for pair in found or ()), key=lambda pair: int(pair[0]))
@@ -227,9 +227,9 @@ def _common(ctx: Context, parts: list[Part], anchor: Node) -> tuple[Expr, list[i
 
 def _from_lists(ctx: Context, row: Node) -> Collection[Node] | None:
     """Weights that a representative has from lists of modules; None for a twin, which stands for no other, so that any weight will do."""
-    if any(row is known.twin_node for known in ctx.siblings.values()):
+    if any(row is known.twin_node for known in ctx.given.siblings.values()):
         return None
-    return ctx.siblings[row].siblings if row in ctx.siblings else ()
+    return ctx.given.siblings[row].siblings if row in ctx.given.siblings else ()
 
 
 def _parametric(ctx: Context, rows: Rows, by_row: set[Node]) -> bool:

@@ -15,13 +15,10 @@ from torch.fx import Node
 
 from moefuse._dynamo.values import unbacked_in
 from moefuse.passes.graph.calls import fake, tensor
-from moefuse.passes.graph.op_classes import ASSERTS
+from moefuse.passes.graph.op_classes import ASSERTS, COUNTED
 from moefuse.passes.graph.sizes import product, shape_of
 from moefuse.passes.infer.state import Context
 from moefuse.passes.ir.facts import Index, Routing, Span
-
-_COUNTED = frozenset("nonzero argwhere where masked_select getitem index".split())
-"""Operations with as many rows as a mask has true elements."""
 
 _TRIED = 33
 """Up to so many rows a remainder or a quotient is tried: as many as anybody groups them in."""
@@ -54,8 +51,8 @@ def _of_one(ctx: Context, condition: Any, rows: Any) -> bool:
         tried = range(1, min(most, _TRIED) + 1) if isinstance(most, int) else range(1, _TRIED)
         return not _of_elements(ctx, rows) and any(_fails(condition, {rows: n}) for n in tried)
     if not isinstance(condition, _INEQUALITIES):
-        return bool(condition != sympy.true) and not (condition == sympy.Ne(rows, 0) and rows in ctx.not_empty)
-    ends = [most] if rows in ctx.not_empty else [most, 0]
+        return bool(condition != sympy.true) and not (condition == sympy.Ne(rows, 0) and rows in ctx.given.not_empty)
+    ends = [most] if rows in ctx.given.not_empty else [most, 0]
     return any(condition.subs(rows, end) != sympy.true for end in ends)
 
 
@@ -112,7 +109,7 @@ def _most(ctx: Context, rows: Any) -> Any:
         return _slots(fact.routing)
     if isinstance(fact, Index) and fact.selection.order is not None:
         return _slots(fact.selection.routing)
-    if call.name not in _COUNTED:
+    if call.name not in COUNTED:
         return None
     masks = [t for i in node.all_input_nodes if (t := tensor(i)) is not None and t.dtype == torch.bool]
     return product(shape_of(masks[0])) if len(masks) == 1 else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from torch.fx import Node
@@ -10,7 +11,7 @@ from moefuse.capture.assumptions import Assumption
 from moefuse.passes.ir.expr import ExpertVector, Expr, Gate, Leaf, Linear, SharedVector, SlotWeight, Token, rewritten, walk
 from moefuse.passes.ir.facts import Part, RowNumber
 
-Siblings = dict[Node, Assumption]
+Siblings = Mapping[Node, Assumption]
 """Row of a representative -> the assumption that knows its siblings."""
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.fx import Node
 
 from moefuse.passes.graph.calls import tensor
-from moefuse.passes.graph.op_classes import SIZE_QUERIES
+from moefuse.passes.graph.op_classes import COPIES, LOOKS_AT, SIZE_QUERIES
 from moefuse.passes.infer.state import Context
 from moefuse.passes.ir.expr import Linear, has_linear, walk, weight_leaves
 from moefuse.passes.ir.facts import (
@@ -37,13 +38,6 @@ from moefuse.passes.match.liveness import unread
 from moefuse.passes.match.transformed import transformed
 from moefuse.spec import Domain
 
-#: operations that take only the shape, dtype or device of some of their arguments
-_LOOKS_AT: dict[str, tuple[int, ...]] = {
-    **dict.fromkeys(("type_as", "view_as", "reshape_as", "expand_as"), (1,)),
-    **dict.fromkeys(("zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_ones", "new_empty", "new_full"), (0,)),
-    **dict.fromkeys(("size", "sym_size", "numel", "dim"), (0,)),
-}
-
 #: where the ops are at least as fast as what they replace; elsewhere the program stays as it is
 _DEVICES = frozenset(("cpu", "cuda"))
 
@@ -51,25 +45,27 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def checked(ctx: Context, region: Region) -> Region | Lost:
-    """The region with its nodes, if nothing in the program around it forbids the rewrite."""
-    region.domain = _spelling(ctx, region)
+    """The region with what it spans of the program, if nothing in the program around it forbids the rewrite. Changes nothing."""
     bounds = ctx.sentinels.get(region.routing, set())
     if bounds - {region.num_experts}:
         return ctx.lost("missing-experts", region.anchor, present=f"below {min(bounds)}", count=str(region.num_experts))
+    whole = _spanned(ctx, region)
+    checks = (transformed, _types, _modes, _mutations, _spoiled, _feeds_itself, _escapes)
+    problems = (check(ctx, whole) for check in checks)
+    return next((problem for problem in problems if problem is not None), whole)
+
+
+def _spanned(ctx: Context, region: Region) -> Region:
+    """The region with its rows' domain, leaves, nodes and writes."""
     kept = region.routing.kept
     rest = sources(region.rest.expr) if region.rest is not None else []
-    region.leaves = list(dict.fromkeys((*sources(region.expr), *rest, region.routing.node, *((kept,) if kept is not None else ()))))
-    region.nodes = slice_of(ctx, region)
+    leaves = tuple(dict.fromkeys((*sources(region.expr), *rest, region.routing.node, *((kept,) if kept is not None else ()))))
+    whole = replace(region, domain=_spelling(ctx, region), leaves=leaves, own_writes=frozenset(own_writes(ctx, region)))
+    nodes = slice_of(ctx, whole)
     for node in unread(ctx):
-        if not region.nodes.isdisjoint(node.all_input_nodes):
-            region.nodes.add(node)
-    ctx.erasable |= own_writes(ctx, region)
-    region.shown = _shown(ctx, region)
-    for check in (transformed, _types, _modes, _mutations, _spoiled, _feeds_itself, _escapes):
-        problem = check(ctx, region)
-        if problem is not None:
-            return problem
-    return region
+        if not nodes.isdisjoint(node.all_input_nodes):
+            nodes.add(node)
+    return replace(whole, nodes=frozenset(nodes), shown=_shown(ctx, whole))
 
 
 def _spelling(ctx: Context, region: Region) -> Domain:
@@ -89,9 +85,9 @@ def _read_by(ctx: Context, node: Node) -> list[Node]:
     call = ctx.calls[node]
     if call is not None and call.name in SIZE_QUERIES and isinstance(ctx.facts.get(node.all_input_nodes[0]), Rows | Index | IndexMatrix):
         return node.all_input_nodes
-    if call is None or call.name not in _LOOKS_AT:
+    if call is None or call.name not in LOOKS_AT:
         return node.all_input_nodes
-    values = [a for i, a in enumerate(call.args) if i not in _LOOKS_AT[call.name]]
+    values = [a for i, a in enumerate(call.args) if i not in LOOKS_AT[call.name]]
     return [a for a in values if isinstance(a, Node)]
 
 
@@ -103,7 +99,7 @@ def slice_of(ctx: Context, region: Region) -> set[Node]:
     stop = set(region.leaves) | ({region.base} if region.base is not None else set())
     kept = {name for n in stop for name in ctx.memory.storages(n)}
     last = ctx.position[region.anchor]
-    own = own_writes(ctx, region)
+    own = region.own_writes
     first = min((ctx.position[w] for w in own), default=last)
     under = set(ctx.memory.storages(region.base)) if region.base is not None else set()
     seen: set[Node] = set()
@@ -144,7 +140,7 @@ def _shown(ctx: Context, region: Region) -> frozenset[Node]:
 def _copied(ctx: Context, node: Node) -> Node:
     """What a result is a copy of: Inductor takes the copy away, so that who writes to the result writes to that."""
     call = ctx.calls.get(node)
-    while call is not None and call.name in ("clone", "detach", "contiguous", "alias") and isinstance(call.args[0], Node):
+    while call is not None and call.name in COPIES and isinstance(call.args[0], Node):
         node = call.args[0]
         call = ctx.calls.get(node)
     return node
@@ -194,7 +190,7 @@ def _mutations(ctx: Context, region: Region) -> Lost | None:
     """No leaf is written to between its first use in the region and the anchor."""
     if region.base is not None:
         root = ctx.storage[region.base]
-        if own_writes(ctx, region) and (ctx.memory.outlives(root) or (root is not region.base and root not in region.nodes)):
+        if region.own_writes and (ctx.memory.outlives(root) or (root is not region.base and root not in region.nodes)):
             return ctx.lost("mutation", region.anchor, name=root.name)
     for source in region.leaves:
         names = set(ctx.memory.storages(source))

@@ -82,20 +82,18 @@ def transposed_weights(expr: Any) -> Any:
     return replace(expr, weight=replace(expr.weight, order=expr.weight.order[::-1])) if isinstance(expr, Linear) else expr
 
 
-def misread(monkeypatch: pytest.MonkeyPatch, change: Callable[[Context, Region], object]) -> None:
+def misread(monkeypatch: pytest.MonkeyPatch, change: Callable[[Context, Region], Region]) -> None:
     """A bug in a rule: every region is something else than it is."""
 
     def wrong(ctx: Context) -> Iterator[Any]:
         for found in lift(ctx):
-            if isinstance(found, Region):
-                change(ctx, found)
-            yield found
+            yield change(ctx, found) if isinstance(found, Region) else found
 
     monkeypatch.setattr(driver, "lift", wrong)
 
 
-def of_expression(change: Callable[[Any], Any]) -> Callable[[Context, Region], object]:
-    return lambda _, region: setattr(region, "expr", change(region.expr))
+def of_expression(change: Callable[[Any], Any]) -> Callable[[Context, Region], Region]:
+    return lambda _, region: replace(region, expr=change(region.expr))
 
 
 def set_weights(model: Loop, name: str, value: Callable[[Tensor], Tensor]) -> None:
@@ -112,11 +110,11 @@ def fused(model: nn.Module, *args: Tensor) -> Light:
     return light
 
 
-READINGS: dict[str, tuple[Callable[[Context, Region], object], str, Callable[[Tensor], Tensor]]] = {
+READINGS: dict[str, tuple[Callable[[Context, Region], Region], str, Callable[[Tensor], Tensor]]] = {
     "a scale of ones left out": (of_expression(without("mul", SharedVector)), "scale", torch.ones_like),
     "a shift of zeros left out": (of_expression(without("add", SharedVector)), "shift", torch.zeros_like),
     "biases of zeros left out": (of_expression(without("add", ExpertVector)), "bias", torch.zeros_like),
-    "a base of zeros left out": (lambda _, region: setattr(region, "base", None), "start", torch.zeros_like),
+    "a base of zeros left out": (lambda _, region: replace(region, base=None), "start", torch.zeros_like),
     "equal experts out of order": (of_expression(reversed_experts), "w_in", lambda w: torch.arange(H * H).view(H, H).sin()),
     "an identity transposed": (of_expression(transposed_weights), "w_out", lambda w: torch.eye(H).expand(E, H, H)),
     "experts of zeros transposed": (of_expression(transposed_weights), "w_out", torch.zeros_like),
@@ -181,12 +179,12 @@ def test_copies_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(fused(model).fused) == 1
 
 
-def holds_half(ctx: Context, region: Region) -> None:
-    region.holders += [n for n in ctx.graph.nodes if n.name == "half"]
+def holds_half(ctx: Context, region: Region) -> Region:
+    return replace(region, holders=(*region.holders, *(n for n in ctx.graph.nodes if n.name == "half")))
 
 
-def writes_to_tokens(ctx: Context, region: Region) -> None:
-    region.nodes |= {n for n in ctx.graph.nodes if n.name == "mul_"}
+def writes_to_tokens(ctx: Context, region: Region) -> Region:
+    return replace(region, nodes=region.nodes | {n for n in ctx.graph.nodes if n.name == "mul_"})
 
 
 class Halved(Loop):

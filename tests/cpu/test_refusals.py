@@ -131,11 +131,11 @@ def losing_writes(patch: pytest.MonkeyPatch) -> None:
 
     original = rewrite.sweep
 
-    def sweep(graph: torch.fx.Graph, nodes: set[torch.fx.Node], ctx: Any) -> None:
-        original(graph, nodes, ctx)
-        for node in reversed(graph.nodes):
+    def sweep(ctx: Any, region: Any) -> None:
+        original(ctx, region)
+        for node in reversed(ctx.graph.nodes):
             if node.target == "copy_":
-                graph.erase_node(node)
+                ctx.graph.erase_node(node)
 
     patch.setattr(rewrite, "sweep", sweep)
 

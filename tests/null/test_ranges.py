@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from moefuse.passes.infer.ranges import holds, interval
+from moefuse.passes.infer.routings import routing_of
 from moefuse.passes.ir.facts import View
 from tests.null.rules_case import E, K, T, assign, trace
 
@@ -172,7 +173,7 @@ def test_what_a_dtype_holds(dtype: torch.dtype) -> None:
 def test_ids_behind_a_cast_that_merges_are_other_ids(dtype: torch.dtype) -> None:
     """A top-k over three experts: true and false, but not bytes, are too few for them."""
     traced = trace(lambda scores: chosen(scores).to(dtype).long())
-    found = traced.ctx.routing(traced.ctx.view(traced.returned))  # type: ignore[arg-type]
+    found = routing_of(traced.ctx, traced.ctx.view(traced.returned))  # type: ignore[arg-type]
     same = not (dtype == torch.bool or dtype.is_floating_point)
     assert found is None or found.distinct == same
 
@@ -187,5 +188,5 @@ def test_ids_of_which_nothing_is_known_behind_a_cast() -> None:
 
 def test_shifted_ids_are_distinct_still() -> None:
     traced = trace(lambda scores: (chosen(scores) - 1, chosen(scores) * 0, chosen(scores).remainder(2)))
-    found = [traced.ctx.routing(traced.ctx.view(n)) for n in traced.returned]  # type: ignore[arg-type, attr-defined]
+    found = [routing_of(traced.ctx, traced.ctx.view(n)) for n in traced.returned]  # type: ignore[arg-type, attr-defined]
     assert [r.distinct for r in found if r is not None] == [True, False, False]

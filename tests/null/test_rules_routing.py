@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from moefuse.passes.infer import routings
 from moefuse.passes.ir.facts import Counts, Hit, Index, IndexMatrix, Many, Mask, Occurring, Routing, Sorted, Span, Table, View
 from tests.null.rules_case import E, K, T, assign, call, fact_of, letters, trace
 
@@ -300,7 +301,7 @@ def routing_of(function: Function) -> Routing:
     traced = trace(function)
     view = traced.ctx.fact(traced.returned)
     assert isinstance(view, View)
-    found = traced.ctx.routing(view)
+    found = routings.routing_of(traced.ctx, view)
     assert found is not None
     return found
 

@@ -3,11 +3,12 @@
 ``cumsum`` of the mask of the chosen experts says where a token stands in the queue of its expert, ``one_hot`` of that gives it a place,
 and an einsum over the tokens puts it there. The experts then run on all places, filled or not: one batched product, with nothing to leave
 out. It stays as it is; what is here only recognises it, so that the report can say so. (A mask times a condition on such numbers, without
-places, is a routing with fewer slots: rules/dropped.py.) So does a loop that keeps some of each expert's tokens, ``tok[:capacity]``.
+places, is a routing with fewer slots: masked_slots.py.) So does a loop that keeps some of each expert's tokens, ``tok[:capacity]``.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch.fx import Node
@@ -17,10 +18,18 @@ from moefuse.passes.graph.op_classes import SIZE_QUERIES
 from moefuse.passes.graph.sizes import same
 from moefuse.passes.infer.state import Context, out_shape
 from moefuse.passes.ir.facts import Index, IndexMatrix, Lost, Mask, Routing, Table, View, Weight
-from moefuse.passes.rules.refused.expert_choice import applies_weights
+from moefuse.passes.rules.refused.expert_choice import Notes, applies_weights
 
 PLACES = "`{op}` puts them into a fixed number of places of each expert, and the experts run on all places, filled or not"
 SOME = "`{name}` is some of the tokens that chose an expert, and which depends on the others"
+
+
+@dataclass
+class Places:
+    """``queues``: what is computed from places in the queues of a routing. ``parts``: what is computed from some of an expert's tokens."""
+
+    queues: dict[Node, Routing] = field(default_factory=dict)
+    parts: dict[Node, tuple[Node, Routing]] = field(default_factory=dict)
 
 
 def follow(ctx: Context, node: Node, call: Call, fact: Any) -> Lost | None:
@@ -31,12 +40,13 @@ def follow(ctx: Context, node: Node, call: Call, fact: Any) -> Lost | None:
     fewer = isinstance(fact, Mask | Table) and fact.routing.node is node  # who is left after a condition: a routing again
     if fewer or call.name in SIZE_QUERIES:
         return None
-    routing = _queue(ctx, call) or next((ctx.queues[n] for n in node.all_input_nodes if n in ctx.queues), None)
+    queues = ctx.scratch(Places).queues
+    routing = _queue(ctx, call) or next((queues[n] for n in node.all_input_nodes if n in queues), None)
     if routing is None:
         return None
     if fact is None and _puts_tokens(ctx, call, routing):
         return ctx.lost("capacity", node, detail=PLACES.format(op=call.name))
-    ctx.queues[node] = routing
+    queues[node] = routing
     return None
 
 
@@ -44,18 +54,19 @@ def _some_tokens(ctx: Context, node: Node, call: Call, fact: Any) -> Lost | None
     """Follows part of an expert's tokens to the expert; one refusal for all experts of a routing, where the part is taken."""
     if not isinstance(fact, View | Weight | None) or call.name in SIZE_QUERIES:
         return None
+    parts, told = ctx.scratch(Places).parts, ctx.scratch(Notes).told
     whole = ctx.fact(call.args[0]) if call.name in ("getitem", "narrow", "index_select") and call.args else None
     if isinstance(whole, Index | IndexMatrix):
-        ctx.parts[node] = (node, whole.selection.routing)
+        parts[node] = (node, whole.selection.routing)
         return None
-    found = next((ctx.parts[n] for n in node.all_input_nodes if n in ctx.parts), None)
+    found = next((parts[n] for n in node.all_input_nodes if n in parts), None)
     if found is None:
         return None
-    ctx.parts[node] = found
+    parts[node] = found
     source, routing = found
-    if routing.node in ctx.told or not applies_weights(ctx, node, call):
+    if routing.node in told or not applies_weights(ctx, node, call):
         return None
-    ctx.told.add(routing.node)
+    told.add(routing.node)
     return ctx.lost("capacity", source, detail=SOME.format(name=source.name))
 
 
@@ -72,7 +83,7 @@ def _puts_tokens(ctx: Context, call: Call, routing: Routing) -> bool:
     if labels is None:
         return False
     operands, names, out = labels
-    placed = [n in ctx.queues for n in operands]
+    placed = [n in ctx.scratch(Places).queues for n in operands]
     if placed.count(True) != 1:
         return False
     at = placed.index(True)
@@ -101,4 +112,4 @@ def _labels(call: Call) -> tuple[list[Node], list[str], str] | None:
     return list(operands), names, out
 
 
-__all__ = ["follow"]
+__all__ = ["Places", "follow"]

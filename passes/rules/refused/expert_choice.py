@@ -6,34 +6,43 @@ recognises it, so that the report can say so.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.fx import Node
 
 from moefuse.passes.graph.calls import Call, tensor
-from moefuse.passes.graph.op_classes import PRODUCTS, SIZE_QUERIES
+from moefuse.passes.graph.op_classes import PLAIN_PRODUCTS, PRODUCTS, SAME_PLACES, SIZE_QUERIES
 from moefuse.passes.graph.sizes import same, shape_of
-from moefuse.passes.infer.state import Context, dim_of
+from moefuse.passes.infer.choices import dim_of
+from moefuse.passes.infer.state import Context
 from moefuse.passes.ir.facts import Lost
 
-_SAME_PLACES = frozenset("softmax sigmoid log_softmax tanh to float type_as contiguous div mul add".split())
+
+@dataclass
+class Notes:
+    """``chosen``: what is computed from tokens that experts chose, and the choice. ``told``: what any of the refused families has told."""
+
+    chosen: dict[Node, Node] = field(default_factory=dict)
+    told: set[Node] = field(default_factory=set)
 
 
 def follow(ctx: Context, node: Node, call: Call, fact: Any) -> Lost | None:
     """Notes what is computed from the tokens that experts chose; a refusal where an expert's weight meets them."""
     if call.name in SIZE_QUERIES:
         return None
+    notes = ctx.scratch(Notes)
     if _chooses(ctx, call):
-        ctx.chosen[node] = node
+        notes.chosen[node] = node
         return None
-    source = next((ctx.chosen[n] for n in node.all_input_nodes if n in ctx.chosen), None)
+    source = next((notes.chosen[n] for n in node.all_input_nodes if n in notes.chosen), None)
     if source is None:
         return None
-    ctx.chosen[node] = source
-    if source in ctx.told or fact is not None or not applies_weights(ctx, node, call):
+    notes.chosen[node] = source
+    if source in notes.told or fact is not None or not applies_weights(ctx, node, call):
         return None
-    ctx.told.add(source)  # one refusal for all experts, at the choice
+    notes.told.add(source)  # one refusal for all experts, at the choice
     return ctx.lost("expert-choice", source)
 
 
@@ -55,11 +64,11 @@ def _columns(ctx: Context, node: Node) -> int | None:
     if view is not None and view.root is not node:
         inner = _columns(ctx, view.root)
         return next((i for i, axis in enumerate(view.axes) if [a.index for a in axis if a.kind == "d"] == [inner]), None)
-    if call.name in ("linear", "matmul", "mm"):
+    if call.name in PLAIN_PRODUCTS:
         return None if same(shape_of(value)[-1], 1) else value.dim() - 1
     first = call.args[0] if call.args else None
     before = tensor(first)
-    kept = call.name in _SAME_PLACES and isinstance(first, Node) and before is not None and before.dim() == value.dim()
+    kept = call.name in SAME_PLACES and isinstance(first, Node) and before is not None and before.dim() == value.dim()
     return _columns(ctx, first) if kept else None  # type: ignore[arg-type]
 
 
@@ -74,4 +83,4 @@ def _parameter(ctx: Context, node: Node) -> bool:
     return value is not None and value.dim() >= 2 and isinstance(tensor(ctx.storage[node]), torch.nn.Parameter)
 
 
-__all__ = ["applies_weights", "follow"]
+__all__ = ["Notes", "applies_weights", "follow"]

@@ -7,6 +7,7 @@ loop: text and image tokens, say.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,29 +18,39 @@ from moefuse.passes.graph.calls import Call, tensor
 from moefuse.passes.graph.op_classes import SIZE_QUERIES
 from moefuse.passes.infer.state import Context
 from moefuse.passes.ir.facts import Lost, View, Weight
-from moefuse.passes.rules.refused.expert_choice import applies_weights
+from moefuse.passes.rules.refused.capacity import Places
+from moefuse.passes.rules.refused.expert_choice import Notes, applies_weights
 
 _LOOP = 3
 
 
+@dataclass
+class _Rows:
+    """``chosen``: what is computed from rows of unknown origin. ``experts``: for each tensor its choices, with the weights they met."""
+
+    chosen: dict[Node, Node] = field(default_factory=dict)
+    experts: dict[Node, dict[Node, set[Node]]] = field(default_factory=dict)
+
+
 def follow(ctx: Context, node: Node, call: Call, fact: Any) -> Lost | None:
     """Notes rows whose number depends on data; a refusal where a second choice out of the same tensor meets weights of its own."""
-    if not isinstance(fact, View | Weight | None) or call.name in SIZE_QUERIES or node in ctx.parts:
+    if not isinstance(fact, View | Weight | None) or call.name in SIZE_QUERIES or node in ctx.scratch(Places).parts:
         return None
-    chosen = node if _chooses(ctx, node, call) else next((ctx.strangers[n] for n in node.all_input_nodes if n in ctx.strangers), None)
+    rows, told = ctx.scratch(_Rows), ctx.scratch(Notes).told
+    chosen = node if _chooses(ctx, node, call) else next((rows.chosen[n] for n in node.all_input_nodes if n in rows.chosen), None)
     if chosen is None:
         return None
-    ctx.strangers[node] = chosen
+    rows.chosen[node] = chosen
     if chosen is node or not applies_weights(ctx, node, call):
         return None
     source = ctx.storage[ctx.calls[chosen].args[0]]  # type: ignore[union-attr]
-    seen = ctx.strange_experts.setdefault(source, {})
+    seen = rows.experts.setdefault(source, {})
     weights = {ctx.storage[n] for n in node.all_input_nodes if isinstance(tensor(ctx.storage[n]), torch.nn.Parameter)}
     if not any(weights & others for choice, others in seen.items() if choice is not chosen):
         seen.setdefault(chosen, weights)
-    if source in ctx.told or len(seen) < _LOOP:
+    if source in told or len(seen) < _LOOP:
         return None
-    ctx.told.add(source)
+    told.add(source)
     first = next(iter(seen))
     return ctx.lost("tokens-differ", first, detail=f"no rule reads whose tokens `{first.all_input_nodes[-1].name}` are")
 

@@ -7,6 +7,7 @@ from typing import Any
 from torch.fx import Node
 
 from moefuse.passes.graph.sizes import same
+from moefuse.passes.infer.routings import routing_of
 from moefuse.passes.infer.state import Context
 from moefuse.passes.ir.axes import Atom, Axes
 from moefuse.passes.ir.facts import Column, Counts, Hit, Mask, Range, Sorted, Span, Table
@@ -39,7 +40,7 @@ def on_compare(ctx: Context, node: Node, a: Any, other: Any) -> Any:
     view = ctx.view(a) if is_integer(a) else None
     if isinstance(view, Column):
         return _slot_table(ctx, view, b, negated)
-    routing = ctx.routing(view) if view is not None else None
+    routing = routing_of(ctx, view) if view is not None else None
     axes = role_axes(view, routing) if view is not None and routing is not None else None
     if axes is None or routing is None:
         return None
@@ -59,7 +60,7 @@ def on_compare(ctx: Context, node: Node, a: Any, other: Any) -> Any:
 
 def _slot_table(ctx: Context, column: Column, expert: Any, negated: bool) -> Table | None:
     """``ids[:, slot] == expert``."""
-    routing = ctx.routing(column.base)
+    routing = routing_of(ctx, column.base)
     roles = role_axes(column.base, routing) if routing is not None else None
     if routing is None or roles is None or not isinstance(expert, int) or isinstance(expert, bool) or [a.kind for a in roles[-1]] != ["k"]:
         return None

@@ -10,6 +10,7 @@ from torch.fx import Node
 
 from moefuse.passes.graph.calls import tensor
 from moefuse.passes.infer.ranges import counts, holds, interval
+from moefuse.passes.infer.routings import routing_of
 from moefuse.passes.infer.state import Context, out_shape
 from moefuse.passes.infer.symbolic_sizes import refine, settle
 from moefuse.passes.ir.axes import Atom
@@ -32,7 +33,7 @@ def on_count(ctx: Context, node: Node, x: Node, *args: Any, **kwargs: Any) -> An
         if names.get("min") != 0 or not isinstance(bins, int) or names.get("max") != bins - 1:
             return None
     if isinstance(fact, View) and is_integer(x):
-        routing = ctx.routing(fact)
+        routing = routing_of(ctx, fact)
     elif isinstance(fact, Sorted) and fact.of == "ids":
         routing = fact.order.routing
     else:

@@ -11,6 +11,7 @@ from torch.fx import Node
 from moefuse.passes.graph.calls import tensor
 from moefuse.passes.graph.sizes import same
 from moefuse.passes.infer.ranges import counts
+from moefuse.passes.infer.routings import routing_of
 from moefuse.passes.infer.state import Context, as_size, normalize, out_shape
 from moefuse.passes.ir.axes import Atom, Axes, Axis, align, fresh
 from moefuse.passes.ir.facts import (
@@ -39,7 +40,7 @@ from moefuse.passes.rules.routing.nonempty import all_dims, any_of
 def on_one_hot(ctx: Context, node: Node, ids: Node, num_classes: int = -1) -> Any:
     # A mask that is read as ids (all of them 0 or 1) says nothing about whom it is the mask of.
     view = View(fresh(out_shape(ids)), ids) if isinstance(ctx.fact(ids), Mask | Table) else ctx.view(ids)
-    routing = ctx.routing(view) if view is not None and is_integer(ids) else None
+    routing = routing_of(ctx, view) if view is not None and is_integer(ids) else None
     axes = role_axes(view, routing) if view is not None and routing is not None else None
     if axes is None or routing is None or num_classes < 1:
         return None

@@ -10,6 +10,7 @@ from typing import Any
 from torch.fx import Node
 
 from moefuse.passes.graph.sizes import product, same
+from moefuse.passes.infer.routings import routing_of
 from moefuse.passes.infer.state import Context, normalize
 from moefuse.passes.ir.axes import Axes, extent
 from moefuse.passes.ir.facts import Counts, Hit, Mask, Present, Routing, Span, Table
@@ -72,7 +73,7 @@ def on_count_nonzero(ctx: Context, node: Node, x: Node, dim: Any = None, keepdim
 def on_unique(ctx: Context, node: Node, ids: Node, **options: Any) -> Any:
     """``ids.unique()``, where the ids are known to be below some number."""
     view = ctx.view(ids)
-    routing = ctx.routing(view) if view is not None and is_integer(ids) else None
+    routing = routing_of(ctx, view) if view is not None and is_integer(ids) else None
     count = routing.choices if routing is not None else None
     axes = role_axes(view, routing) if view is not None and routing is not None else None
     if routing is None or axes is None or not isinstance(count, int) or set(options) - {"sorted"}:

@@ -8,6 +8,7 @@ from typing import Any
 from torch.fx import Node
 
 from moefuse.passes.graph.sizes import same
+from moefuse.passes.infer.routings import routing_of
 from moefuse.passes.infer.state import Context, as_size
 from moefuse.passes.ir.axes import Atom, Axis, atoms
 from moefuse.passes.ir.facts import Absent, Entries, Index, Many, Order, Range, Routing, Sorted, View
@@ -30,7 +31,7 @@ def on_sort(ctx: Context, node: Node, x: Node, *args: Any, **kwargs: Any) -> Any
         return inverse if only_order else Many((None, inverse))
     if not isinstance(fact, View) or not is_integer(x) or len(fact.axes) != 1:
         return None
-    routing = ctx.routing(fact)
+    routing = routing_of(ctx, fact)
     if routing is None or not _all_slots(fact, routing):
         return None
     rows = (slot_rows(routing),)

@@ -7,23 +7,23 @@ translations to PyTorch.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch.fx import Node
 
+from moefuse.passes.graph.op_classes import KEEPS_SIGN, NEVER_NEGATIVE
 from moefuse.passes.infer.state import Context, normalize, out_shape
 from moefuse.passes.ir.axes import Atom, Axes, Axis
 from moefuse.passes.ir.expr import Gate
 from moefuse.passes.ir.facts import Domain, Entries, Many, Order, Picked, Routing, Rows, Sorted, Table
 
-_POSITIVE = frozenset("softmax sigmoid relu exp abs square zeros zeros_like new_zeros ones ones_like softplus".split())
 
-#: operations whose result is not below zero if that many of their first arguments are not
-_READ = {
-    **dict.fromkeys(("add", "mul", "div", "maximum"), 2),
-    **dict.fromkeys("topk sort getitem sum mean amax amin max to type_as view reshape contiguous clone unsqueeze squeeze".split(), 1),
-}  # fmt: skip
+@dataclass
+class _Kept:
+    """Routings of the entries of a table, by table, and by whether the entries are above zero."""
+
+    of: dict[tuple[Node, bool], Routing] = field(default_factory=dict)
 
 
 def kept(ctx: Context, table: Table, *, above: bool) -> Routing | None:
@@ -34,7 +34,7 @@ def kept(ctx: Context, table: Table, *, above: bool) -> Routing | None:
     kinds = [{a.kind for a in axis} for axis in table.axes]
     if kinds != [{"t"}, {"e"}] or not old.distinct or len(old.tokens) != 1:
         return None
-    return ctx.kept.setdefault((root, above), replace(old, kept=root, above=above))
+    return ctx.scratch(_Kept).of.setdefault((root, above), replace(old, kept=root, above=above))
 
 
 def compared(ctx: Context, node: Node, table: Table, *, above: bool) -> Table | None:
@@ -47,7 +47,7 @@ def counted(ctx: Context, routing: Routing) -> Routing:
     """The routing whose slots ``(gates > 0).sum(0)`` counts: all that are not zero, if none is less."""
     if routing.kept is None or not routing.above or not never_negative(ctx, routing.kept):
         return routing
-    return ctx.kept.setdefault((routing.kept, False), replace(routing, above=False))
+    return ctx.scratch(_Kept).of.setdefault((routing.kept, False), replace(routing, above=False))
 
 
 def never_negative(ctx: Context, value: Any) -> bool:
@@ -57,11 +57,11 @@ def never_negative(ctx: Context, value: Any) -> bool:
     call = ctx.calls.get(value) if isinstance(value, Node) and ctx.storage[value] not in ctx.writes else None
     if call is None or call.kwargs.get("out") is not None:
         return False
-    if call.name in _POSITIVE:
+    if call.name in NEVER_NEGATIVE:
         return True
     if call.name in ("scatter", "scatter_add"):
         return len(call.args) == 4 and not call.kwargs and never_negative(ctx, call.args[0]) and never_negative(ctx, call.args[3])
-    count = _READ.get(call.name, 0)
+    count = KEEPS_SIGN.get(call.name, 0)
     return 0 < count <= len(call.args) and "alpha" not in call.kwargs and all(never_negative(ctx, a) for a in call.args[:count])
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from torch.fx import Node
 
 from moefuse.passes.graph.sizes import same
+from moefuse.passes.infer.routings import routing_of
 from moefuse.passes.infer.state import Context, normalize, out_shape
 from moefuse.passes.ir.axes import Atom, Axis, extent
 from moefuse.passes.ir.facts import (
@@ -83,7 +84,7 @@ def _by_tensor(ctx: Context, node: Node, x: Node, items: list[Any]) -> Any:
 
 def by_ids(ctx: Context, base: View, ids: View) -> Any:
     """``W[ids]``: each slot's expert weight."""
-    routing = ctx.routing(ids)
+    routing = routing_of(ctx, ids)
     axes = role_axes(ids, routing) if routing is not None else None
     if axes is None or base.axes[0] != (Atom("d", 0, base.axes[0][0].size),):
         return None
@@ -97,7 +98,7 @@ def chosen_outputs(ctx: Context, base: Rows, items: list[Any], indices: list[Any
     if sorted(kinds) != ["e", "t"]:
         return None
     ids, numbers = indices[kinds.index("e")], indices[kinds.index("t")]
-    routing = ctx.routing(ids) if isinstance(ids, View) and is_integer(items[kinds.index("e")]) else None
+    routing = routing_of(ctx, ids) if isinstance(ids, View) and is_integer(items[kinds.index("e")]) else None
     roles = role_axes(ids, routing) if routing is not None else None
     if routing is None or roles is None or not isinstance(numbers, Range) or not same(numbers.size, routing.num_tokens):
         return None

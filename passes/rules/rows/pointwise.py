@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from moefuse.passes.graph.calls import UNARY
-from moefuse.passes.graph.op_classes import RANDOM
+from moefuse.passes.graph.op_classes import RANDOM, TERNARY, UNARY
 from moefuse.passes.graph.sizes import same
 from moefuse.passes.infer.cone import cone_rows
 from moefuse.passes.infer.operands import joined, leaf, padded, real, scalar, symbol
+from moefuse.passes.infer.routings import shared_routing
 from moefuse.passes.infer.state import Context, out_shape
 from moefuse.passes.ir.axes import Axes, extent
 from moefuse.passes.ir.expr import Expr, Gate, Op, has_linear, walk
@@ -24,8 +24,6 @@ from moefuse.passes.rules.routing.offsets import difference
 from moefuse.passes.rules.routing.sort import on_div
 from moefuse.passes.rules.routing.tables import combine_table, unary
 from moefuse.passes.rules.rows.views import inherited
-
-TERNARY = ("addcmul addcdiv lerp").split()
 
 
 @rule(*UNARY, *TERNARY, "pow", "sub", "maximum", "minimum", "remainder", "fmod", "atan2", "rsub")
@@ -183,7 +181,7 @@ def spread(ctx: Context, table: Table, tokens: Axes, theirs: Axes) -> Table:
     more = [i for i, axis in enumerate(tokens) if real(axis) and i not in own]
     if not more or (max(own) > min(more) if own else not same(table.routing.num_tokens, 1)):
         return table
-    return replace(table, routing=ctx.shared_routing(table.routing, tuple(extent(tokens[i]) for i in more)))
+    return replace(table, routing=shared_routing(ctx, table.routing, tuple(extent(tokens[i]) for i in more)))
 
 
 @rule("register_hook")

@@ -9,8 +9,10 @@ import torch
 from torch.fx import Node
 
 from moefuse.passes.graph.calls import tensor
+from moefuse.passes.graph.op_classes import SHAPED
 from moefuse.passes.graph.sizes import Size, product, same
 from moefuse.passes.infer.ranges import counts, holds, interval, tells_none
+from moefuse.passes.infer.routings import split_routing
 from moefuse.passes.infer.state import Context, as_size, normalize, out_shape
 from moefuse.passes.ir.axes import Atom, Axes, Axis, atoms, extent, fresh, in_order, reshape
 from moefuse.passes.ir.expr import Cast
@@ -75,7 +77,7 @@ def split_features(axes: Axes, sizes: tuple[Size, ...]) -> Axes | None:
     return None if rest is None else (*rest, (Atom("f", 0, sizes[-2]),), (Atom("f", 1, sizes[-1]),))
 
 
-@rule("view", "reshape", "flatten", "unflatten", "view_as", "reshape_as", "ravel", "_unsafe_view")
+@rule(*SHAPED)
 def on_reshape(ctx: Context, node: Node, x: Node, *_: Any, **__: Any) -> Any:
     fact, before, after = ctx.fact(x), tensor(x), tensor(node)
     if before is not None and after is not None and before.dtype != after.dtype:
@@ -121,9 +123,9 @@ def split_tokens(ctx: Context, fact: Rows | Table, sizes: tuple[Size, ...]) -> A
 
 def _with_tokens(ctx: Context, fact: Rows | Table, tokens: tuple[Size, ...]) -> Any:
     if isinstance(fact, Table):
-        return replace(fact, routing=ctx.split_routing(fact.routing, tokens))
+        return replace(fact, routing=split_routing(ctx, fact.routing, tokens))
     routing = fact.domain.routing
-    return fact if routing is None else replace(fact, domain=replace(fact.domain, routing=ctx.split_routing(routing, tokens)))
+    return fact if routing is None else replace(fact, domain=replace(fact.domain, routing=split_routing(ctx, routing, tokens)))
 
 
 @rule("squeeze")

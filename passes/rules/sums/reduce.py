@@ -11,6 +11,7 @@ from moefuse.passes.graph.calls import tensor
 from moefuse.passes.graph.sizes import same
 from moefuse.passes.infer.cone import cone_rows
 from moefuse.passes.infer.ranges import tells_none
+from moefuse.passes.infer.routings import routing_of
 from moefuse.passes.infer.state import Context, normalize, out_shape
 from moefuse.passes.ir.anti_unify import generalise
 from moefuse.passes.ir.axes import Atom, Axes, Axis
@@ -195,7 +196,7 @@ def on_gather(ctx: Context, node: Node, x: Any, dim: Any, index: Any, **_: Any) 
         return None
     rest = view.axes[:-1] if view.axes and all(a.kind == "b" for a in view.axes[-1]) else None
     plain = replace(view, axes=rest) if rest is not None else None
-    routing = ctx.routing(plain) if plain is not None else None
+    routing = routing_of(ctx, plain) if plain is not None else None
     roles = role_axes(plain, routing) if plain is not None and routing is not None else None
     if roles is None or len(roles) != len(rows.axes) - 1 or (rows.domain.routing is not None and rows.domain.routing is not routing):
         return None

@@ -7,6 +7,7 @@ from typing import Any
 from torch.fx import Node
 
 from moefuse.passes.graph.sizes import same
+from moefuse.passes.infer.routings import routing_of
 from moefuse.passes.infer.state import Context, normalize, out_shape
 from moefuse.passes.ir.axes import Atom, Axes
 from moefuse.passes.ir.facts import Fill, Index, Rows, Sorted, Table
@@ -24,7 +25,7 @@ def on_scatter(ctx: Context, node: Node, target: Node, dim: int, index: Node, sr
     src = kwargs.pop("value", src)
     if kwargs or not isinstance(fill, Fill) or view is None or not is_integer(index):
         return scatter_rows(ctx, node, target, dim, index, src) if not kwargs else None
-    routing = ctx.routing(view)
+    routing = routing_of(ctx, view)
     axes = role_axes(view, routing) if routing is not None else None
     shape = out_shape(node)
     if len(shape) == 1 and routing is not None and axes is not None and fill.value == 0.0 and ctx.calls[node].name == "scatter_add":  # type: ignore[union-attr]

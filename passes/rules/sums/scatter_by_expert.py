@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch.fx import Node
@@ -15,6 +15,13 @@ from moefuse.passes.ir.axes import Atom, Axes, extent
 from moefuse.passes.ir.expr import Cast, weight_leaves
 from moefuse.passes.ir.facts import Domain, Fill, Filled, Index, Lost, Mask, Part, Routing, Rows, Selection
 from moefuse.passes.rules.routing.masks import selection
+
+
+@dataclass
+class _Whole:
+    """By the identity of a fact of all slots: the fact, and what it was as parts."""
+
+    before: dict[int, tuple[Any, Any]] = field(default_factory=dict)
 
 
 def slots_of(where: list[Any]) -> tuple[Selection, bool] | None:
@@ -33,7 +40,7 @@ def slots_of(where: list[Any]) -> tuple[Selection, bool] | None:
 def fill_slots(ctx: Context, node: Node, target: Node, where: list[Any], value: Any) -> Any:
     """One expert's rows put where they belong among all slots; None if the index is no selection of slots."""
     found, rows, current = slots_of(where), ctx.fact(value), ctx.fact(target)
-    current = ctx.filled[id(current)][1] if id(current) in ctx.filled else current
+    current = ctx.scratch(_Whole).before.get(id(current), (None, current))[1]
     if found is None or not isinstance(rows, Rows) or not isinstance(current, Fill | Filled):
         return None
     chosen, flat = found
@@ -82,7 +89,7 @@ def _whole(ctx: Context, node: Node, filled: Filled) -> Rows | Lost | None:
         return expr if count == choices else None
     whole = Rows(filled.axes, Domain("slots", filled.routing), expr)
     # Where nothing says how many experts there are, the next one may follow.
-    ctx.filled[id(whole)] = whole, filled
+    ctx.scratch(_Whole).before[id(whole)] = whole, filled
     return whole
 
 
