@@ -137,7 +137,7 @@ class LibraryPlan:
         self.body = body
         self.up = Plan(x, ids, weights, lists, body) if form == "down" else None
         # The launches until the activation; what they leave in the workspace is all that the rest needs.
-        names = [step.launch.kernel.__name__ for step in self.up.steps] if self.up is not None else []
+        names = [step.kernel.__name__ for step in self.up.steps] if self.up is not None else []
         self.steps = self.up.steps[: names.index("up_tiles") + 1] if self.up is not None and "up_tiles" in names else []
 
     def uniform(self, lists: tuple[Lists, ...]) -> tuple[Lists, ...]:
@@ -155,7 +155,7 @@ class LibraryPlan:
         views = self.up.workspace.views(space)
         tensors = {**views, **self.up._operands(lists), "x": x, "ids": ids, "weights": weights}
         for step in self.steps:
-            plan.launch_step(step, [tensors[name] for name in step.names])
+            plan.run(step, [tensors[name] for name in step.names])
         it = Sorted(views["order"], views["offsets"], ids.numel(), lists[0][0].shape[0], ids.shape[1])
         y = product(views["h"], lists[2][0].transpose(1, 2), views["offsets"][1:])
         return _summed(y, it, None if body.on_input else weights, body.out_dtype)

@@ -1,18 +1,26 @@
-"""Launching a Triton kernel with little host work.
+"""Launching a Triton kernel whose arguments have names.
 
-``kernel[grid](...)`` binds and specialises its arguments on every call, which costs more than a small kernel runs. A :class:`Launch` does
-that once: its first call goes the usual way and keeps the compiled kernel, later calls hand addresses straight to it. That is right because
-everything Triton specialises on (integers, dtypes, alignment of addresses) is part of the key of the plan that owns the launch.
+A :class:`Launch` binds its arguments once, by the names of the kernel's parameters: arrays are named as their owner calls them, all else is
+given by value.
+There are two ways to launch:
+
+* Triton's launcher. ``kernel[grid](...)`` binds and specialises its arguments on every call, which costs more than a small kernel runs. The
+  first call goes that way and keeps the compiled kernel; later ones hand addresses straight to what Triton generated for it. That is right
+  because everything Triton specialises on (integers, dtypes, alignment of addresses) is part of the key of whoever owns the launch.
+* The driver's launch function (``direct.py``), for whole plans. Triton's launcher parses some fifty Python arguments per launch; the driver
+  reads them from memory that was laid out once. The same memory is launched from Python and, where the call itself is the cost, from C++
+  (``native.py``). What each costs stands in ``docs/design/gpu-kernels.md``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moefuse._torch_private import raw_stream
 
@@ -23,31 +31,71 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 """Kernels run in Python on CPU tensors (TRITON_INTERPRET=1)."""
 
 
+class Described(NamedTuple):
+    """An array that a kernel takes through a tensor descriptor: its name (or the tensor), and what the descriptor shows of it."""
+
+    array: Any
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    block: tuple[int, ...]
+
+
 class Launch:
-    """One kernel with its grid, its arguments after the pointers, and its options."""
+    """One kernel with its grid, arguments and options.
 
-    __slots__ = ("compiled", "function", "grid", "kernel", "options", "packed", "rest", "run")
+    Attributes:
+        names: of the arrays, in the order in which launching takes them.
+        args: all arguments in the kernel's order; in the place of an array its name, or a :class:`Described` with its name.
+    """
 
-    def __init__(self, kernel: Any, grid: Sequence[int], rest: Sequence[Any], **options: Any) -> None:
-        self.kernel, self.grid, self.rest, self.options = kernel, (*grid, 1, 1)[:3], tuple(rest), options
+    __slots__ = ("args", "compiled", "descs", "function", "grid", "kernel", "names", "options", "packed", "positions", "run")
+
+    def __init__(
+        self, kernel: Any, grid: Sequence[int], arrays: Mapping[str, str | Described], numbers: Mapping[str, Any], **options: Any
+    ) -> None:
+        given = {**arrays, **numbers}
+        wrong = set(given) ^ set(kernel.arg_names)
+        if wrong or len(given) < len(arrays) + len(numbers):
+            raise TypeError(f"{kernel.__name__}: {sorted(wrong) or 'something'} is missing, unknown, or given twice")
+        self.kernel, self.grid, self.options = kernel, (*grid, 1, 1)[:3], options
+        self.args = [given[name] for name in kernel.arg_names]
+        self.positions = tuple(kernel.arg_names.index(name) for name in arrays)
+        self.names = tuple(a.array if isinstance(a, Described) else a for a in arrays.values())
+        self.descs = tuple((i, a) for i, a in enumerate(arrays.values()) if isinstance(a, Described))
         self.compiled: Any = None
 
-    def first(self, pointers: Sequence[Any]) -> None:
-        """Compile and launch; ``pointers`` are tensors and descriptors."""
+    def arguments(self, tensors: Sequence[Any]) -> list[Any]:
+        """What the kernel is called with, given the arrays."""
+        given = list(tensors)
+        for i, (_, shape, strides, block) in self.descs:
+            given[i] = TensorDescriptor(given[i], list(shape), list(strides), list(block))
+        return self._filled(given)
+
+    def first(self, tensors: Sequence[Any]) -> None:
+        """Compile and launch."""
         options = {} if INTERPRETED else self.options
-        compiled = self.kernel[self.grid](*pointers, *self.rest, **options)
+        compiled = self.kernel[self.grid](*self.arguments(tensors), **options)
         if _DIRECT and isinstance(self.kernel, JITFunction):
             self.run, self.function, self.packed = compiled.run, compiled.function, compiled.packed_metadata
             self.compiled = compiled
 
-    def again(self, stream: int, pointers: Sequence[Any]) -> None:
-        """Launch; ``pointers`` may be addresses. Only after :meth:`first` has set ``compiled``."""
+    def again(self, stream: int, addresses: Sequence[int]) -> None:
+        """Launch with other arrays. Only after :meth:`first` has set ``compiled``."""
+        given: list[Any] = list(addresses)
+        for i, (_, shape, strides, _) in self.descs:
+            given[i] = _Descriptor(_Address(given[i]), shape, strides)
         x, y, z = self.grid
-        self.run(x, y, z, stream, self.function, self.packed, None, None, None, *pointers, *self.rest)
+        self.run(x, y, z, stream, self.function, self.packed, None, None, None, *self._filled(given))
+
+    def _filled(self, arrays: Sequence[Any]) -> list[Any]:
+        args = self.args.copy()
+        for position, array in zip(self.positions, arrays, strict=True):
+            args[position] = array
+        return args
 
 
-class Descriptor:
-    """What Triton's launcher asks of a tensor descriptor, without the checks of its class, which the plan has made."""
+class _Descriptor:
+    """What Triton's launcher asks of a tensor descriptor, without the checks of its class, which the first call has made."""
 
     __slots__ = ("base", "padding", "shape", "strides")
 
@@ -55,7 +103,7 @@ class Descriptor:
         self.base, self.shape, self.strides, self.padding = base, shape, strides, "zero"
 
 
-class Address:
+class _Address:
     """An address that a descriptor can begin at."""
 
     __slots__ = ("address",)

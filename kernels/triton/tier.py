@@ -14,6 +14,7 @@ from moefuse.kernels.triton import grouped_plan as plan
 from moefuse.kernels.triton import rows, wgrad_plan
 from moefuse.kernels.triton.grouped_plan import Lists, Sorted, on_device
 from moefuse.kernels.triton.layout import DTYPES
+from moefuse.kernels.triton.structs import Rows
 
 
 def supports(first: Tensor, *rest: object) -> str | None:
@@ -74,8 +75,19 @@ def expert_rows(v: Lists, offsets: Tensor, num_rows: int) -> Tensor:
     if out.numel():
         it, source = _rows(offsets, num_rows), plan.weight(v, 1)
         br, bn = plan.blocks(n)
-        rest = (num_rows, it.experts, n, *source.strides, source.operand.table, plan.bins(it.experts), br, bn)
-        plan.launch(rows.vector_rows, (-(-num_rows // br), -(-n // bn)), (source.pointer, it.offsets, out), rest)
+        plan.launch(
+            rows.vector_rows,
+            (-(-num_rows // br), -(-n // bn)),
+            {"v": source.pointer, "offsets": it.offsets, "out": out},
+            S=num_rows,
+            E=it.experts,
+            N=n,
+            at_v=Rows(*source.strides),
+            TABLE=source.operand.table,
+            BE=plan.bins(it.experts),
+            BR=br,
+            BN=bn,
+        )
     return out
 
 
