@@ -9,10 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moefuse.kernels.triton.functions import gated, pointwise
-from moefuse.kernels.triton.grouped_plan import launch, on_device
+from moefuse.kernels.triton.device.functions import gated, pointwise
+from moefuse.kernels.triton.device.structs import Rows
+from moefuse.kernels.triton.launch.calls import launch, on_device
 from moefuse.kernels.triton.layout import DTYPES
-from moefuse.kernels.triton.structs import Rows
 
 BLOCK = 512
 

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from moefuse.kernels.triton import config
 from moefuse.kernels.triton import grouped_plan as plan
-from moefuse.kernels.triton.grouped_plan import Activation, Lists, Sorted, on_device
+from moefuse.kernels.triton.grouped_plan import Activation, Lists, Sorted
+from moefuse.kernels.triton.launch.calls import on_device, run
 from moefuse.kernels.triton.layout import Body, device_of
 from moefuse.kernels.triton.plan import Plan
 from moefuse.kernels.triton.problem import Problem, problem_of
@@ -155,7 +156,7 @@ class LibraryPlan:
         views = self.up.workspace.views(space)
         tensors = {**views, **self.up._operands(lists), "x": x, "ids": ids, "weights": weights}
         for step in self.steps:
-            plan.run(step, [tensors[name] for name in step.names])
+            run(step, [tensors[name] for name in step.names])
         it = Sorted(views["order"], views["offsets"], ids.numel(), lists[0][0].shape[0], ids.shape[1])
         y = product(views["h"], lists[2][0].transpose(1, 2), views["offsets"][1:])
         return _summed(y, it, None if body.on_input else weights, body.out_dtype)

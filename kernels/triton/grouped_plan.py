@@ -1,80 +1,31 @@
 """Block sizes and launches of the kernels of the grouped tier and of training: one function per kernel, tensors in, nothing returned.
 
-Grids and buffers follow from shapes alone, as in ``plan.py``. What is kept are launches: one is looked up by everything that Triton
-specialises on, and one that was seen before goes straight to its compiled kernel.
+Grids and buffers follow from shapes alone, as in ``plan.py``. There are no plans: what is kept are launches (``launch/calls.py``).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moefuse._torch_private import current_device
-from moefuse.kernels.triton import backward, grouped, routing, rows
 from moefuse.kernels.triton.config import within
-from moefuse.kernels.triton.launch import Described, Launch, stream_of
+from moefuse.kernels.triton.device import backward, grouped, routing, rows
+from moefuse.kernels.triton.device.structs import Halves, Rows, Stored, Tiling, Wanted
+from moefuse.kernels.triton.launch.calls import launch
+from moefuse.kernels.triton.launch.launch import Described
 from moefuse.kernels.triton.layout import CHUNK, SORT_AT_ONCE, UNROLLED, Device, device_of, precision_of, rows_descriptor
 from moefuse.kernels.triton.operands import Operand, address_table, describe, is_apart, steps_table
 from moefuse.kernels.triton.problem import Tiles, power_of_two
-from moefuse.kernels.triton.structs import Halves, Rows, Stored, Tiling, Wanted
 
 Lists = Sequence[Tensor]
 
-LAUNCHES: dict[Any, Launch] = {}
-_MAX_LAUNCHES = 1 << 14
-"""Launches kept; beyond, all are dropped and made again when needed (a compiled kernel stays with Triton)."""
 _ONE_TILE = 1 << 30
 """Rows of a tile where the tiles of the sort are not used."""
-
-
-def launch(
-    kernel: Any, grid: Sequence[int], arrays: Mapping[str, Tensor | Described], *, warps: int = 4, stages: int = 2, **numbers: Any
-) -> None:
-    """Launch on the current stream, arguments by the names of the kernel's parameters."""
-    tensors = [a.array if isinstance(a, Described) else a for a in arrays.values()]
-    addresses = [t.data_ptr() for t in tensors]
-    kinds = tuple([(t.dtype, a & 15) for t, a in zip(tensors, addresses, strict=True)])
-    descs = tuple([(name, *a[1:]) for name, a in arrays.items() if isinstance(a, Described)])
-    key = (id(kernel), *grid, *arrays, *numbers, *numbers.values(), warps, stages, descs, kinds, tensors[0].device)
-    known = LAUNCHES.get(key)
-    if known is None:
-        if len(LAUNCHES) >= _MAX_LAUNCHES:
-            LAUNCHES.clear()
-        named = {name: a._replace(array=name) if isinstance(a, Described) else name for name, a in arrays.items()}
-        known = LAUNCHES[key] = Launch(kernel, grid, named, numbers, num_warps=warps, num_stages=stages)
-    run(known, tensors, addresses)
-
-
-def run(it: Launch, tensors: Sequence[Tensor], addresses: Sequence[int] | None = None) -> None:
-    """Launch on the current stream, with arrays in the order of its names."""
-    if it.compiled is None:
-        it.first(tensors)
-    else:
-        it.again(stream_of(tensors[0].device), addresses or [t.data_ptr() for t in tensors])
-
-
-def launch_traced(kernel: Any, grid: Sequence[Any], arrays: Mapping[str, Any], *, warps: int, **numbers: Any) -> None:
-    """Put a launch into the graph that is being traced, where Inductor makes it."""
-    torch.library.wrap_triton(kernel)[tuple(grid)](**arrays, **numbers, num_warps=warps)
-
-
-def on_device(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Run with the device of the first tensor as the current one."""
-
-    @functools.wraps(function)
-    def wrapper(first: Any, *rest: Any) -> Any:
-        device = (first if isinstance(first, Tensor) else first[0]).device
-        if device.type != "cuda" or device.index == current_device():
-            return function(first, *rest)
-        with torch.cuda.device(device):
-            return function(first, *rest)
-
-    return wrapper
 
 
 # Sizes --------------------------------------------------------------------------------------------------------------------------------
@@ -88,6 +39,7 @@ def tile_rows(slots: int, experts: int, dtype: torch.dtype) -> int:
     return min(max(power_of_two(1.3 * slots / hit), 16), 32 if dtype == torch.float32 else 128)
 
 
+@functools.cache
 def linear_sizes(bm: int, aligned: bool, dtype: torch.dtype, device: Device) -> Tiles:
     """Tiles of ``grouped.linear_tiles``. Rows that are not whole 16 bytes (not ``aligned``) take registers for many addresses."""
     if dtype == torch.float64:

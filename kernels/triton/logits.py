@@ -13,8 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moefuse.kernels.triton import grouped_plan as plan
-from moefuse.kernels.triton.grouped_plan import on_device
+from moefuse.kernels.triton.launch.calls import launch, launch_traced, on_device
 from moefuse.kernels.triton.problem import power_of_two
 from moefuse.kernels.triton.router_plan import DTYPES
 from moefuse.ops.recipe import few_rows
@@ -74,7 +73,7 @@ def router_logits(x: Tensor, w: Tensor, bias: Tensor | None, out_dtype: torch.dt
     out = torch.empty((*x.shape[:-1], w.shape[0]), dtype=out_dtype, device=x.device)
     if out.numel():
         grid, arrays, rest = _arguments(_rows(x), w, bias, out)
-        plan.launch(few_logits, grid, arrays, **rest)
+        launch(few_logits, grid, arrays, **rest)
     return out
 
 
@@ -99,7 +98,7 @@ def router_logits_traced(x: Tensor, w: Tensor, bias: Tensor | None, out_dtype: t
         turned = not w.is_contiguous() and w.t().is_contiguous()
         weight = w.t() if turned else w.contiguous()
         grid, arrays, rest = _arguments(rows, weight.t() if turned else weight, None if bias is None else bias.contiguous(), out)
-        plan.launch_traced(few_logits, grid, arrays | {"w": weight}, **rest)
+        launch_traced(few_logits, grid, arrays | {"w": weight}, **rest)
     return out
 
 

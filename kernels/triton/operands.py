@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moefuse.kernels.triton.structs import Experts
+from moefuse.kernels.triton.device.structs import Experts
 from moefuse.runtime.lasting import kept
 
 _TABLES: dict[tuple[torch.device, tuple[int, ...]], Tensor] = {}

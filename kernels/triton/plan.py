@@ -16,12 +16,12 @@ from moefuse._torch_private import empty_cuda
 from moefuse._torch_private import raw_stream as _raw_stream
 from moefuse.kernels.triton import tiles, vectors
 from moefuse.kernels.triton.config import choose
-from moefuse.kernels.triton.direct import Direct
-from moefuse.kernels.triton.launch import INTERPRETED, Described, Launch, stream_of
+from moefuse.kernels.triton.device.structs import Rows, Stored
+from moefuse.kernels.triton.launch.direct import Direct
+from moefuse.kernels.triton.launch.launch import INTERPRETED, Described, Launch, stream_of
 from moefuse.kernels.triton.layout import INPUTS, Body, Device, Lists, Workspace, device_of
 from moefuse.kernels.triton.operands import Operand, address_table, describe, is_apart, steps_table
 from moefuse.kernels.triton.problem import Config, Problem, Tiles, Vectors
-from moefuse.kernels.triton.structs import Rows, Stored
 
 
 class Plan:

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moefuse.kernels.triton import grouped_plan as plan
-from moefuse.kernels.triton import router
-from moefuse.kernels.triton.grouped_plan import on_device
+from moefuse.kernels.triton.device import router
+from moefuse.kernels.triton.launch.calls import launch, launch_traced, on_device
 from moefuse.kernels.triton.problem import power_of_two
 from moefuse.ops.recipe import Recipe
 
@@ -54,7 +53,7 @@ def topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
         rows = scores if scores.dim() == 2 else scores.reshape(-1, scores.shape[-1])
         numbers = _choose(rows, k, rows.stride())
         arrays = {"scores": rows, "values": values, "ids": ids}
-        plan.launch(router.choose, (-(-rows.shape[0] // numbers["BT"]),), arrays, warps=WARPS, **numbers)
+        launch(router.choose, (-(-rows.shape[0] // numbers["BT"]),), arrays, warps=WARPS, **numbers)
     return values, ids
 
 
@@ -75,7 +74,7 @@ def _traced(kernel: Any, arrays: dict[str, Any], numbers: dict[str, Any]) -> Non
     """Put a kernel into the graph that is being traced."""
     # No tokens, no grid; a program too many does nothing.
     programs = torch.sym_max((numbers["T"] + numbers["BT"] - 1) // numbers["BT"], 1)
-    plan.launch_traced(kernel, (programs,), arrays, warps=WARPS, **numbers)
+    launch_traced(kernel, (programs,), arrays, warps=WARPS, **numbers)
 
 
 def topk_traced(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -104,7 +103,7 @@ def route(logits: Tensor, bias: Tensor | None, recipe: Recipe, out_dtype: torch.
         rows = logits if logits.dim() == 2 else logits.reshape(-1, logits.shape[-1])
         numbers = _route(recipe, rows, bias, (*rows.stride(), 1 if bias is None else bias.stride(0)))
         arrays = {"logits": rows, "bias": rows if bias is None else bias, "weights": weights, "ids": ids}
-        plan.launch(router.route, (-(-rows.shape[0] // numbers["BT"]),), arrays, warps=WARPS, **numbers)
+        launch(router.route, (-(-rows.shape[0] // numbers["BT"]),), arrays, warps=WARPS, **numbers)
     return weights, ids
 
 

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from moefuse.kernels.triton import grouped_plan as plan
-from moefuse.kernels.triton import rows, wgrad_plan
-from moefuse.kernels.triton.grouped_plan import Lists, Sorted, on_device
+from moefuse.kernels.triton import wgrad_plan
+from moefuse.kernels.triton.device import rows
+from moefuse.kernels.triton.device.structs import Rows
+from moefuse.kernels.triton.grouped_plan import Lists, Sorted
+from moefuse.kernels.triton.launch.calls import launch, on_device
 from moefuse.kernels.triton.layout import DTYPES
-from moefuse.kernels.triton.structs import Rows
 
 
 def supports(first: Tensor, *rest: object) -> str | None:
@@ -75,7 +77,7 @@ def expert_rows(v: Lists, offsets: Tensor, num_rows: int) -> Tensor:
     if out.numel():
         it, source = _rows(offsets, num_rows), plan.weight(v, 1)
         br, bn = plan.blocks(n)
-        plan.launch(
+        launch(
             rows.vector_rows,
             (-(-num_rows // br), -(-n // bn)),
             {"v": source.pointer, "offsets": it.offsets, "out": out},

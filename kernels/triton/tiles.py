@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moefuse.kernels.triton import combine, gemm, routing
-from moefuse.kernels.triton.launch import Described
+from moefuse.kernels.triton.device import combine, gemm, routing
+from moefuse.kernels.triton.device.structs import Form, Tiling
+from moefuse.kernels.triton.launch.launch import Described
 from moefuse.kernels.triton.layout import CHUNK, SORT_AT_ONCE, UNROLLED, precision_of, rows_descriptor
 from moefuse.kernels.triton.operands import is_apart
 from moefuse.kernels.triton.problem import Tiles, power_of_two
-from moefuse.kernels.triton.structs import Form, Tiling
 
 APART_ROWS = 128
 """Rows of a tile from which on descriptors show experts that are apart."""

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moefuse.kernels.triton import combine, gemv
+from moefuse.kernels.triton.device import combine, gemv
+from moefuse.kernels.triton.device.structs import Blocks, Experts, Form, Rows
 from moefuse.kernels.triton.problem import Vectors, power_of_two
-from moefuse.kernels.triton.structs import Blocks, Experts, Form, Rows
 
 if TYPE_CHECKING:
     from moefuse.kernels.triton.plan import Plan

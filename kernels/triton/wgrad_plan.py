@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from moefuse.kernels.triton import grouped_plan as plan
-from moefuse.kernels.triton import wgrad
+from moefuse.kernels.triton.device import wgrad
+from moefuse.kernels.triton.device.structs import Experts, Rows, Stored
 from moefuse.kernels.triton.grouped_plan import Lists, Sorted, Weight, aligned_rows, fit, whole
-from moefuse.kernels.triton.launch import Described, Launch, stream_of
+from moefuse.kernels.triton.launch.calls import launch, launch_once
+from moefuse.kernels.triton.launch.launch import Described
 from moefuse.kernels.triton.layout import Device, device_of, precision_of, rows_descriptor
 from moefuse.kernels.triton.operands import describe
 from moefuse.kernels.triton.problem import Tiles
-from moefuse.kernels.triton.structs import Experts, Rows, Stored
 
 
 def grad_sizes(mean_rows: float, aligned: bool, scaled: bool, dtype: torch.dtype, device: Device) -> tuple[int, Tiles]:
@@ -44,18 +42,6 @@ def grad_tiles(g: Tensor, x: Tensor, it: Sorted) -> tuple[int, Tiles] | None:
     if it.mean_rows >= 768:
         return 128, fit(Tiles(256, 32, 8, 5, 8), 128, 2, device)
     return 128, fit(Tiles(128, 64, 4, 3, 8) if it.mean_rows <= 128 else Tiles(128, 32, 4, 5, 8), 128, 2, device)
-
-
-def launch_once(kernel: Any, pointer: Tensor, numbers: Sequence[int]) -> None:
-    """Launch one program with numbers that are new each time, for which the kernel is not specialised."""
-    key = (id(kernel), pointer.data_ptr() & 15, *[n >= 1 << 31 for n in numbers], pointer.device)
-    known = plan.LAUNCHES.get(key)
-    if known is None:
-        known = plan.LAUNCHES[key] = Launch(kernel, (1,), {name: name for name in kernel.arg_names}, {}, num_warps=1)
-    if known.compiled is None:
-        known.first((pointer, *numbers))
-    else:
-        known.again(stream_of(pointer.device), (pointer.data_ptr(), *numbers))
 
 
 def new_grads(tensors: Lists, dims: int) -> tuple[list[Tensor], Weight, Tensor | None]:
@@ -98,7 +84,7 @@ def weight_grads(
     # Gathered rows come one load after their row numbers, and Triton divides the stages between both. Elsewhere registers would not do.
     deep = device.hopper and x.element_size() == 2 and (g_tokens or x_tokens) and scale is None
     if n and k:
-        plan.launch(
+        launch(
             wgrad.weight_grads,
             (it.experts * -(-n // bn) * -(-k // part.bn),),
             {
@@ -135,7 +121,7 @@ def _weight_grad_tiles(target: Weight, g: Tensor, x: Tensor, it: Sorted, bn: int
     if target.strides[1] == 1 != target.strides[2]:  # stored in-out: the transpose, whose rows are contiguous
         g, x, target = x, g, target.transposed()
     n, k = g.shape[1], x.shape[1]
-    plan.launch(
+    launch(
         wgrad.weight_grad_tiles,
         (it.experts * -(-n // bn) * -(-k // part.bn),),
         {
@@ -162,7 +148,7 @@ def vector_grads(v: Lists, g: Tensor, it: Sorted, *, tokens: bool = False, scale
     grads, target, instead = new_grads(v, 1)
     n = g.shape[1]
     if n:
-        plan.launch(
+        launch(
             wgrad.vector_grads,
             (it.experts, -(-n // 64)),
             {"g": g, "weights": g if scale is None else scale, "order": it.order, "offsets": it.offsets, "d_b": target.pointer},

@@ -72,7 +72,7 @@ def source(launch: Any, tensors: dict[str, torch.Tensor]) -> Any:
     """What Triton's launcher would compile for this launch."""
     from triton.compiler import ASTSource
 
-    from moefuse.kernels.triton.launch import Described
+    from moefuse.kernels.triton.launch.launch import Described
 
     constants: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], Any] = {}
@@ -91,11 +91,10 @@ def source(launch: Any, tensors: dict[str, torch.Tensor]) -> Any:
         return "i64" if value >= 1 << 31 else "i32"
 
     signature = {}
-    arrays = set(launch.positions)
     for i, (param, value) in enumerate(zip(launch.kernel.params, launch.args, strict=True)):
         if isinstance(value, Described):
             signature[param.name] = f"tensordesc<{POINTERS[tensors[value.array].dtype]}{list(value.block)}>"
-        elif i in arrays:
+        elif i < len(launch.names):
             signature[param.name] = f"*{POINTERS[tensors[value].dtype]}"
             attributes[(i,)] = [["tt.divisibility", 16]]
         elif param.is_constexpr:
@@ -280,7 +279,7 @@ def test_direct_launches_pass_what_tritons_launcher_passes(desc: bool) -> None:
     """The arguments of the machine code, one by one, against the C text of Triton's generated launcher."""
     from triton.backends.nvidia.driver import make_launcher
 
-    from moefuse.kernels.triton import direct
+    from moefuse.kernels.triton.launch import direct
 
     step, compiled = compiled_up(desc)
     signature = list(compiled.src.signature.values())
@@ -308,7 +307,7 @@ def test_direct_launches_store_every_argument(monkeypatch: pytest.MonkeyPatch) -
     """Values, grid, threads, stream and the PDL attribute, read back from the memory that the driver would read."""
     import ctypes
 
-    from moefuse.kernels.triton import direct
+    from moefuse.kernels.triton.launch import direct
 
     step, compiled = compiled_up(desc=False)
     monkeypatch.setattr(type(compiled), "function", 77, raising=False)
@@ -343,13 +342,13 @@ def test_direct_launches_store_every_argument(monkeypatch: pytest.MonkeyPatch) -
 
 def test_arguments_are_bound_by_name() -> None:
     """A keyword that is missing, unknown or given twice is an error when the launch is made, with the kernel's name."""
-    from moefuse.kernels.triton import routing
-    from moefuse.kernels.triton.launch import Launch
+    from moefuse.kernels.triton.device import routing
+    from moefuse.kernels.triton.launch.launch import Launch
 
     arrays, numbers = {"totals": "b", "counts": "a"}, {"C": 3, "BC": 128, "BE": 32, "COLS": 8, "PDL": False}
     launch = Launch(routing.scan_chunks, (1,), arrays, numbers)
-    assert launch.args == ["a", "b", 3, 128, 32, 8, False]
-    assert launch._filled([7, 8])[:3] == [8, 7, 3]
+    assert launch.args == ("a", "b", 3, 128, 32, 8, False)
+    assert (launch.names, launch.order) == (("a", "b"), (1, 0))
     for wrong in (numbers | {"BD": 1}, {"C": 3}, numbers | {"counts": 1}):
         with pytest.raises(TypeError, match="scan_chunks"):
             Launch(routing.scan_chunks, (1,), arrays, wrong)

@@ -17,11 +17,12 @@ def test_compiles(activation: str, gated: bool, arch: int | str, tmp_path: Path,
     import triton
     from triton.backends.compiler import GPUTarget
 
-    from moefuse.kernels.triton import activate, grouped_plan
+    from moefuse.kernels.triton import activate
+    from moefuse.kernels.triton.launch import calls
 
     made: list[Any] = []
-    monkeypatch.setattr(grouped_plan, "LAUNCHES", {})
-    monkeypatch.setattr(grouped_plan, "run", lambda it, tensors, _: made.append((it, dict(zip(it.names, tensors, strict=True)))))
+    monkeypatch.setattr(calls, "LAUNCHES", {})
+    monkeypatch.setattr(calls, "run", lambda it, tensors, _: made.append((it, dict(zip(it.names, tensors, strict=True)))))
     h = torch.empty(64, 2 * 5632, dtype=torch.bfloat16, device="meta")
     gate, up = h.chunk(2, -1)
     activate.activate(gate, up if gated else None, activation, (1.7, 7.0))

@@ -62,6 +62,7 @@ ON_ALL = [
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What would be launched, in the form of a step of a plan with its tensors."""
     from moefuse.kernels.triton import grouped_plan, wgrad_plan
+    from moefuse.kernels.triton.launch import calls
 
     made: list[Any] = []
 
@@ -69,8 +70,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         assert all(isinstance(n, int) and n > 0 for n in it.grid), (it.kernel.__name__, it.grid)
         made.append((it, dict(zip(it.names, tensors, strict=True))))
 
-    monkeypatch.setattr(grouped_plan, "run", run)
-    monkeypatch.setattr(grouped_plan, "LAUNCHES", {})
+    monkeypatch.setattr(calls, "run", run)
+    monkeypatch.setattr(calls, "LAUNCHES", {})
     monkeypatch.setattr(wgrad_plan, "launch_once", lambda *a: None)
     monkeypatch.setattr(grouped_plan, "address_table", lambda t: torch.empty(len(t), dtype=torch.int64, device="meta"))
     monkeypatch.setattr(grouped_plan, "steps_table", lambda t: (t[0], torch.empty(len(t), dtype=torch.int64, device="meta")))

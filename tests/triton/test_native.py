@@ -25,7 +25,7 @@ class World:
         from triton.backends.compiler import GPUTarget
 
         from moefuse import _torch_private
-        from moefuse.kernels.triton import direct, native
+        from moefuse.kernels.triton.launch import direct, native
         from moefuse.kernels.triton.problem import Config, Problem, Vectors
 
         self.native, self.direct = native, direct

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from moefuse.kernels.triton.functions import after_previous, expert_base, let_next_start
+from moefuse.kernels.triton.device.functions import after_previous, expert_base, let_next_start
 
 
 @triton.jit

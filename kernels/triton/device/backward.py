@@ -7,8 +7,8 @@ as <dout W_out, a> + <dout, b_out>, so y is not needed (SonicMoE's and ScatterMo
 import triton
 import triton.language as tl
 
-from moefuse.kernels.triton.functions import at_least, at_most, expert_base, gated, logistic, pointwise, relu, tanh
-from moefuse.kernels.triton.rows import expert_of
+from moefuse.kernels.triton.device.functions import at_least, at_most, expert_base, gated, logistic, pointwise, relu, tanh
+from moefuse.kernels.triton.device.rows import expert_of
 
 
 @triton.jit

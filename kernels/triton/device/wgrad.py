@@ -8,7 +8,7 @@ papers gather inside the weight gradient likewise; the code is our own.)
 import triton
 import triton.language as tl
 
-from moefuse.kernels.triton.functions import expert_base, index, load_rows, tile_order
+from moefuse.kernels.triton.device.functions import expert_base, index, load_rows, tile_order
 
 
 @triton.jit

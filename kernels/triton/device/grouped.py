@@ -8,9 +8,9 @@ and the persistent grid are as in ``gemm.py``, which also does the loading.
 import triton
 import triton.language as tl
 
-from moefuse.kernels.triton.functions import expert_base, store_rows, tile_order
-from moefuse.kernels.triton.gemm import first_row, row_tile, weight_tile
-from moefuse.kernels.triton.structs import Weights
+from moefuse.kernels.triton.device.functions import expert_base, store_rows, tile_order
+from moefuse.kernels.triton.device.gemm import first_row, row_tile, weight_tile
+from moefuse.kernels.triton.device.structs import Weights
 
 
 @triton.jit

@@ -4,12 +4,14 @@ A :class:`Launch` binds its arguments once, by the names of the kernel's paramet
 given by value.
 There are two ways to launch:
 
-* Triton's launcher. ``kernel[grid](...)`` binds and specialises its arguments on every call, which costs more than a small kernel runs. The
-  first call goes that way and keeps the compiled kernel; later ones hand addresses straight to what Triton generated for it. That is right
-  because everything Triton specialises on (integers, dtypes, alignment of addresses) is part of the key of whoever owns the launch.
-* The driver's launch function (``direct.py``), for whole plans. Triton's launcher parses some fifty Python arguments per launch; the driver
-  reads them from memory that was laid out once. The same memory is launched from Python and, where the call itself is the cost, from C++
-  (``native.py``). What each costs stands in ``docs/design/gpu-kernels.md``.
+* Triton's launcher. ``kernel[grid](...)`` binds and specialises its arguments on every call: 21 us of the host, longer than a small kernel
+  runs. The first call goes that way and keeps the compiled kernel; later ones hand addresses straight to the launcher that Triton generated
+  for it (3.8 us). That is right because everything Triton specialises on (integers, dtypes, alignment of addresses) is part of the key of
+  whoever owns the launch.
+* The driver's launch function (``direct.py``), for whole plans: it reads arguments from memory that was laid out once (0.9 us). The same
+  memory is launched from Python and, where the call itself is the cost, from C++ (``native.py``).
+
+``docs/design/gpu-kernels.md`` says how these were measured.
 """
 
 from __future__ import annotations
@@ -41,27 +43,30 @@ class Described(NamedTuple):
 
 
 class Launch:
-    """One kernel with its grid, arguments and options.
+    """One kernel with its grid, arguments and options. Arrays are a kernel's first parameters.
 
     Attributes:
-        names: of the arrays, in the order in which launching takes them.
-        args: all arguments in the kernel's order; in the place of an array its name, or a :class:`Described` with its name.
+        names: of the arrays, in the order of the kernel and of launching.
+        order: where each of them is in the mapping that they were given in; empty if that has the same order.
+        args: all arguments; in the place of an array its name, or a :class:`Described` with its name.
     """
 
-    __slots__ = ("args", "compiled", "descs", "function", "grid", "kernel", "names", "options", "packed", "positions", "run")
+    __slots__ = ("args", "compiled", "descs", "function", "grid", "kernel", "names", "options", "order", "packed", "rest", "run")
 
     def __init__(
         self, kernel: Any, grid: Sequence[int], arrays: Mapping[str, str | Described], numbers: Mapping[str, Any], **options: Any
     ) -> None:
-        given = {**arrays, **numbers}
-        wrong = set(given) ^ set(kernel.arg_names)
-        if wrong or len(given) < len(arrays) + len(numbers):
-            raise TypeError(f"{kernel.__name__}: {sorted(wrong) or 'something'} is missing, unknown, or given twice")
+        count, given = len(arrays), list(arrays)
+        wrong = set(kernel.arg_names[:count]) ^ set(arrays) | set(kernel.arg_names[count:]) ^ set(numbers)
+        if wrong:
+            raise TypeError(f"{kernel.__name__}: {sorted(wrong)} missing, unknown, or no array where one belongs")
         self.kernel, self.grid, self.options = kernel, (*grid, 1, 1)[:3], options
-        self.args = [given[name] for name in kernel.arg_names]
-        self.positions = tuple(kernel.arg_names.index(name) for name in arrays)
-        self.names = tuple(a.array if isinstance(a, Described) else a for a in arrays.values())
-        self.descs = tuple((i, a) for i, a in enumerate(arrays.values()) if isinstance(a, Described))
+        shown = [arrays[name] for name in kernel.arg_names[:count]]
+        self.rest = tuple([numbers[name] for name in kernel.arg_names[count:]])
+        self.args = (*shown, *self.rest)
+        self.names = tuple([a.array if isinstance(a, Described) else a for a in shown])
+        self.order = () if given == kernel.arg_names[:count] else tuple([given.index(name) for name in kernel.arg_names[:count]])
+        self.descs = tuple([(i, a) for i, a in enumerate(shown) if isinstance(a, Described)])
         self.compiled: Any = None
 
     def arguments(self, tensors: Sequence[Any]) -> list[Any]:
@@ -69,7 +74,7 @@ class Launch:
         given = list(tensors)
         for i, (_, shape, strides, block) in self.descs:
             given[i] = TensorDescriptor(given[i], list(shape), list(strides), list(block))
-        return self._filled(given)
+        return [*given, *self.rest]
 
     def first(self, tensors: Sequence[Any]) -> None:
         """Compile and launch."""
@@ -81,17 +86,13 @@ class Launch:
 
     def again(self, stream: int, addresses: Sequence[int]) -> None:
         """Launch with other arrays. Only after :meth:`first` has set ``compiled``."""
-        given: list[Any] = list(addresses)
-        for i, (_, shape, strides, _) in self.descs:
-            given[i] = _Descriptor(_Address(given[i]), shape, strides)
+        given: Any = addresses
+        if self.descs:
+            given = list(addresses)
+            for i, (_, shape, strides, _) in self.descs:
+                given[i] = _Descriptor(_Address(given[i]), shape, strides)
         x, y, z = self.grid
-        self.run(x, y, z, stream, self.function, self.packed, None, None, None, *self._filled(given))
-
-    def _filled(self, arrays: Sequence[Any]) -> list[Any]:
-        args = self.args.copy()
-        for position, array in zip(self.positions, arrays, strict=True):
-            args[position] = array
-        return args
+        self.run(x, y, z, stream, self.function, self.packed, None, None, None, *given, *self.rest)
 
 
 class _Descriptor:

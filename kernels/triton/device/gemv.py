@@ -9,7 +9,7 @@ tensor-core kernels have no form.
 import triton
 import triton.language as tl
 
-from moefuse.kernels.triton.functions import after_previous, expert_base, gated, index, let_next_start, pointwise, rounded
+from moefuse.kernels.triton.device.functions import after_previous, expert_base, gated, index, let_next_start, pointwise, rounded
 
 
 @triton.jit

@@ -13,7 +13,7 @@ counting sort: the rank of a slot among equal ids is a prefix count, so the orde
 import triton
 import triton.language as tl
 
-from moefuse.kernels.triton.functions import after_previous, index, let_next_start
+from moefuse.kernels.triton.device.functions import after_previous, index, let_next_start
 
 
 @triton.jit

@@ -15,7 +15,7 @@ our own.
 import triton
 import triton.language as tl
 
-from moefuse.kernels.triton.functions import (
+from moefuse.kernels.triton.device.functions import (
     after_previous,
     expert_base,
     gated,
@@ -26,7 +26,7 @@ from moefuse.kernels.triton.functions import (
     store_rows,
     tile_order,
 )
-from moefuse.kernels.triton.structs import Weights
+from moefuse.kernels.triton.device.structs import Weights
 
 
 @triton.jit

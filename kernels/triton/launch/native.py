@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from moefuse import _torch_private, cache_folder
-from moefuse.kernels.triton.direct import SWITCH, Direct
+from moefuse.kernels.triton.launch.direct import SWITCH, Direct
 
 log = logging.getLogger(__name__)
 

@@ -1,9 +1,9 @@
 """Launching all kernels of a plan with a few foreign calls: the driver reads arguments from memory that was laid out once.
 
-Every argument that the plan fixes is stored once; a call writes the
-addresses that changed and hands the driver, per kernel, a launch configuration and an array of pointers to the arguments. The order of the
-arguments is the one of the launcher that Triton 3.6 generates (``triton/backends/nvidia/driver.py``), which a test compares; with any other
-version, and whenever the driver declines, Triton's own way is taken.
+Every argument that the plan fixes is stored once; a call writes the addresses that changed and hands the driver, per kernel, a launch
+configuration and an array of pointers to the arguments. The order of the arguments is the one of the launcher that Triton 3.6 generates
+(``triton/backends/nvidia/driver.py``), which a test compares; with any other version, and whenever the driver declines, Triton's own way is
+taken.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 import triton
 
-from moefuse.kernels.triton.launch import Described, Launch
+from moefuse.kernels.triton.launch.launch import Described, Launch
 
 SWITCH = "MOEFUSE_DIRECT_LAUNCH"
 """Environment variable; 0 leaves all launches to Triton."""

@@ -7,8 +7,8 @@ Rows from offsets[E] on belong to slots with an invalid id: they are dead.
 import triton
 import triton.language as tl
 
-from moefuse.kernels.triton.functions import expert_base
-from moefuse.kernels.triton.routing import write_tiles
+from moefuse.kernels.triton.device.functions import expert_base
+from moefuse.kernels.triton.device.routing import write_tiles
 
 
 @triton.jit
