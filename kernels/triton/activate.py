@@ -7,8 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moefuse.kernels.triton.functions import gated, pointwise
-from moefuse.kernels.triton.grouped_plan import launch, on_device
+from moefuse.kernels.triton.device.functions import gated, pointwise
+from moefuse.kernels.triton.device.structs import Rows
+from moefuse.kernels.triton.launch.calls import launch, on_device
 from moefuse.kernels.triton.layout import DTYPES
 from moefuse.ops.call import Body
 
@@ -17,7 +18,7 @@ BLOCK = 512
 
 @triton.jit
 def act_rows(
-    gate, up, out, I, stride_gt, stride_gi, stride_ut, stride_ui, arg0, arg1,
+    gate, up, out, I, at_gate, at_up, args,
     ACT: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """out [T, I] = act(gate [T, I], up [T, I]), computed in the accumulation dtype; program (t, block of features)."""
@@ -26,10 +27,10 @@ def act_rows(
     FAST: tl.constexpr = dtype.primitive_bitwidth == 16
     t = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    a = tl.load(gate + t * stride_gt + i.to(tl.int64) * stride_gi, mask=i < I, other=0.0).to(acc_type)
+    a = tl.load(gate + t * at_gate.row + i.to(tl.int64) * at_gate.col, mask=i < I, other=0.0).to(acc_type)  # [BLOCK]
     if GATED:
-        b = tl.load(up + t * stride_ut + i.to(tl.int64) * stride_ui, mask=i < I, other=0.0).to(acc_type)
-        r = gated(a, b, arg0, arg1, ACT, FAST)
+        b = tl.load(up + t * at_up.row + i.to(tl.int64) * at_up.col, mask=i < I, other=0.0).to(acc_type)  # [BLOCK]
+        r = gated(a, b, args[0], args[1], ACT, FAST)
     else:
         r = pointwise(a, ACT, FAST)
     tl.store(out + t * I + i, r.to(dtype), mask=i < I)
@@ -47,6 +48,16 @@ def activate(gate: Tensor, up: Tensor | None, body: Body) -> Tensor:
     out = torch.empty((tokens, inter), dtype=gate.dtype, device=gate.device)
     other = gate if up is None else up
     if out.numel():
-        rest = (inter, *gate.stride(), *other.stride(), *body.pair, body.activation, up is not None, BLOCK)
-        launch(act_rows, (tokens, -(-inter // BLOCK)), (gate, other, out), rest)
+        launch(
+            act_rows,
+            (tokens, -(-inter // BLOCK)),
+            {"gate": gate, "up": other, "out": out},
+            I=inter,
+            at_gate=Rows(*gate.stride()),
+            at_up=Rows(*other.stride()),
+            args=body.pair,
+            ACT=body.activation,
+            GATED=up is not None,
+            BLOCK=BLOCK,
+        )
     return out

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from moefuse.kernels.triton import config
 from moefuse.kernels.triton import grouped_plan as plan
-from moefuse.kernels.triton.grouped_plan import Activation, Lists, Sorted, on_device
+from moefuse.kernels.triton.grouped_plan import Activation, Lists, Sorted
+from moefuse.kernels.triton.launch.calls import on_device, run
 from moefuse.kernels.triton.layout import device_of
 from moefuse.kernels.triton.plan import Plan
 from moefuse.kernels.triton.problem import Problem, problem_of
@@ -123,7 +124,7 @@ class LibraryPlan:
     def __init__(self, call: ExpertsCall, form: str) -> None:
         self.up = Plan(call) if form == "down" else None
         # The launches until the activation; what they leave in the workspace is all that the rest needs.
-        names = [step.launch.kernel.__name__ for step in self.up.steps] if self.up is not None else []
+        names = [step.kernel.__name__ for step in self.up.steps] if self.up is not None else []
         self.steps = self.up.steps[: names.index("up_tiles") + 1] if self.up is not None and "up_tiles" in names else []
 
     def run(self, call: ExpertsCall) -> Tensor:
@@ -135,7 +136,7 @@ class LibraryPlan:
         views = self.up.workspace.views(space)
         tensors = {**views, **self.up._operands(call.lists), "x": call.x, "ids": call.ids, "weights": call.weights}
         for step in self.steps:
-            plan.launch_step(step, [tensors[name] for name in step.names])
+            run(step, [tensors[name] for name in step.names])
         it = Sorted(views["order"], views["offsets"], call.ids.numel(), call.w_in.experts, call.top_k)
         y = product(views["h"], call.w_out.weight[0].transpose(1, 2), views["offsets"][1:])
         return _summed(y, it, None if call.body.on_input else call.weights, call.out_dtype)

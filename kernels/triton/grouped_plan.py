@@ -1,24 +1,23 @@
 """Block sizes and launches of the kernels of the grouped tier and of training: one function per kernel, tensors in, nothing returned.
 
-Grids and buffers follow from shapes alone, as in ``plan.py``. What is kept are launches: one is looked up by everything that Triton
-specialises on, and one that was seen before goes straight to its compiled kernel.
+Grids and buffers follow from shapes alone, as in ``plan.py``. There are no plans: what is kept are launches (``launch/calls.py``).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from moefuse._torch_private import current_device
-from moefuse.kernels.triton import backward, grouped, routing, rows
 from moefuse.kernels.triton.config import within
-from moefuse.kernels.triton.launch import Address, Descriptor, Launch, stream_of
+from moefuse.kernels.triton.device import backward, grouped, routing, rows
+from moefuse.kernels.triton.device.structs import Halves, Rows, Stored, Tiling, Wanted
+from moefuse.kernels.triton.launch.calls import launch
+from moefuse.kernels.triton.launch.launch import Described
 from moefuse.kernels.triton.layout import CHUNK, SORT_AT_ONCE, UNROLLED, Device, device_of, precision_of, rows_descriptor
 from moefuse.kernels.triton.operands import Operand, address_table, describe, is_apart, steps_table
 from moefuse.kernels.triton.problem import Tiles, power_of_two
@@ -26,74 +25,8 @@ from moefuse.ops.call import Body
 
 Lists = Sequence[Tensor]
 
-LAUNCHES: dict[Any, Launch] = {}
-_MAX_LAUNCHES = 1 << 14
-"""Launches kept; beyond, all are dropped and made again when needed (a compiled kernel stays with Triton)."""
 _ONE_TILE = 1 << 30
 """Rows of a tile where the tiles of the sort are not used."""
-
-
-def launch(
-    kernel: Any,
-    grid: Sequence[int],
-    pointers: Sequence[Tensor],
-    rest: tuple[Any, ...],
-    *,
-    warps: int = 4,
-    stages: int = 2,
-    descs: tuple[tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...]], ...] = (),
-) -> None:
-    """Launch on the current stream. ``descs``: (position, shape, strides, block) of each pointer that is passed as a descriptor."""
-    addresses: list[Any] = [t.data_ptr() for t in pointers]
-    kinds = tuple([(t.dtype, a & 15) for t, a in zip(pointers, addresses, strict=True)])
-    key = (id(kernel), *grid, rest, warps, stages, descs, kinds, pointers[0].device)
-    known = LAUNCHES.get(key)
-    if known is not None and known.compiled is not None:
-        for position, shape, strides, _ in descs:
-            addresses[position] = Descriptor(Address(addresses[position]), shape, strides)
-        known.again(stream_of(pointers[0].device), addresses)
-        return
-    if len(LAUNCHES) >= _MAX_LAUNCHES:
-        LAUNCHES.clear()
-    made = LAUNCHES[key] = Launch(kernel, grid, rest, num_warps=warps, num_stages=stages)
-    given: list[Any] = list(pointers)
-    for position, shape, strides, block in descs:
-        given[position] = TensorDescriptor(pointers[position], list(shape), list(strides), list(block))
-    made.first(given)
-
-
-def launch_traced(kernel: Any, grid: Sequence[Any], pointers: Sequence[Any], rest: tuple[Any, ...], *, warps: int) -> None:
-    """Put a launch into the graph that is being traced, where Inductor makes it."""
-    named = dict(zip(kernel.arg_names, (*pointers, *rest), strict=True))
-    torch.library.wrap_triton(kernel)[tuple(grid)](**named, num_warps=warps)
-
-
-def launch_step(step: Any, tensors: Sequence[Tensor]) -> None:
-    """Launch a step of a plan of ``plan.py``."""
-    given: list[Any] = list(tensors)
-    if step.launch.compiled is not None:
-        given = [t.data_ptr() for t in tensors]
-        for position, _, shape, strides, _ in step.descs:
-            given[position] = Descriptor(Address(given[position]), shape, strides)
-        step.launch.again(stream_of(tensors[0].device), given)
-        return
-    for position, _, shape, strides, block in step.descs:
-        given[position] = TensorDescriptor(tensors[position], list(shape), list(strides), list(block))
-    step.launch.first(given)
-
-
-def on_device(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Run with the device of the first argument, a tensor, a list of them or a call, as the current one."""
-
-    @functools.wraps(function)
-    def wrapper(first: Any, *rest: Any) -> Any:
-        device = (first if hasattr(first, "device") else first[0]).device
-        if device.type != "cuda" or device.index == current_device():
-            return function(first, *rest)
-        with torch.cuda.device(device):
-            return function(first, *rest)
-
-    return wrapper
 
 
 # Sizes --------------------------------------------------------------------------------------------------------------------------------
@@ -107,6 +40,7 @@ def tile_rows(slots: int, experts: int, dtype: torch.dtype) -> int:
     return min(max(power_of_two(1.3 * slots / hit), 16), 32 if dtype == torch.float32 else 128)
 
 
+@functools.cache
 def linear_sizes(bm: int, aligned: bool, dtype: torch.dtype, device: Device) -> Tiles:
     """Tiles of ``grouped.linear_tiles``. Rows that are not whole 16 bytes (not ``aligned``) take registers for many addresses."""
     if dtype == torch.float64:
@@ -216,17 +150,26 @@ def sort(ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     offsets = torch.empty(experts + 1, dtype=torch.int64, device=device)
     max_tiles, be, flat = min(slots, experts), max(power_of_two(experts + 1), 32), ids.stride() == (ids.shape[1], 1)
     unused = torch.empty(2 * max_tiles + 1, dtype=torch.int32, device=device)
-    by = (*ids.stride(), slots, experts, ids.shape[1])
-    arrays = (order, order, offsets, unused, unused[2 * max_tiles :])
+    by: dict[str, Any] = {
+        "at_ids": Rows(*ids.stride()),
+        "S": slots,
+        "E": experts,
+        "top_k": ids.shape[1],
+        "FLAT": flat,
+        "BE": be,
+        "PDL": False,
+    }
+    lists: dict[str, Any] = {"max_tiles": max_tiles, "INVERSE": False, "BM": _ONE_TILE}
+    arrays = {"ids": ids, "order": order, "position": order, "offsets": offsets, "tiles": unused, "num_tiles": unused[2 * max_tiles :]}
     if slots <= SORT_AT_ONCE:
-        rest = (*by, max_tiles, flat, False, max(power_of_two(slots), 128), be, _ONE_TILE, False)
-        launch(routing.sort_once, (experts + 1,), (ids, *arrays), rest, warps=4 if slots <= 1024 else 8)
+        warps, bs = 4 if slots <= 1024 else 8, max(power_of_two(slots), 128)
+        launch(routing.sort_once, (experts + 1,), arrays, warps=warps, BS=bs, **by, **lists)
         return order, offsets
     chunks, cols = -(-slots // CHUNK), 8
-    counts, totals = (torch.empty(n, dtype=torch.int32, device=device) for n in (chunks * be, be))
-    launch(routing.count_chunks, (chunks,), (ids, counts), (*by, flat, CHUNK, be, False))
-    launch(routing.scan_chunks, (be // cols,), (counts, totals), (chunks, 128, be, cols, False))
-    launch(routing.place_chunks, (chunks,), (ids, counts, totals, *arrays), (*by, max_tiles, flat, False, CHUNK, be, _ONE_TILE, False))
+    sums = {name: torch.empty(n, dtype=torch.int32, device=device) for name, n in (("counts", chunks * be), ("totals", be))}
+    launch(routing.count_chunks, (chunks,), {"ids": ids, "counts": sums["counts"]}, BS=CHUNK, **by)
+    launch(routing.scan_chunks, (be // cols,), sums, C=chunks, BC=128, BE=be, COLS=cols, PDL=False)
+    launch(routing.place_chunks, (chunks,), arrays | sums, BS=CHUNK, **by, **lists)
     return order, offsets
 
 
@@ -235,15 +178,15 @@ def tiled(it: Sorted, dtype: torch.dtype) -> Sorted:
     bm = tile_rows(it.slots, it.experts, dtype)
     max_tiles = min(it.slots, it.slots // bm + min(it.experts, it.slots))
     tiles = torch.empty(2 * max_tiles + 1, dtype=torch.int32, device=it.offsets.device)
-    rest = (max_tiles, it.experts, bins(it.experts), bm)
-    launch(rows.list_tiles, (it.experts,), (it.offsets, tiles, tiles[2 * max_tiles :]), rest)
+    arrays = {"offsets": it.offsets, "tiles": tiles, "num_tiles": tiles[2 * max_tiles :]}
+    launch(rows.list_tiles, (it.experts,), arrays, max_tiles=max_tiles, E=it.experts, BE=bins(it.experts), BM=bm)
     return replace(it, bm=bm, tiles=tiles, max_tiles=max_tiles)
 
 
 def inverse(it: Sorted) -> Tensor:
     """position [S] int32: the row of each slot."""
     position = torch.empty(it.slots, dtype=torch.int32, device=it.order.device)
-    launch(rows.invert, (-(-it.slots // 1024),), (it.order, position), (it.slots, 1024))
+    launch(rows.invert, (-(-it.slots // 1024),), {"order": it.order, "position": position}, S=it.slots, BR=1024)
     return position
 
 
@@ -254,23 +197,39 @@ def gather(out: Tensor, x: Tensor, it: Sorted) -> None:
     """out [S, N] = the token of each row."""
     br, bn = blocks(out.shape[1])
     grid = (-(-it.slots // br), -(-out.shape[1] // bn))
-    launch(rows.gather_rows, grid, (x, it.order, out), (it.slots, it.top_k, out.shape[1], *x.stride(), br, bn))
+    arrays = {"x": x, "order": it.order, "out": out}
+    launch(rows.gather_rows, grid, arrays, S=it.slots, top_k=it.top_k, N=out.shape[1], at_x=Rows(*x.stride()), BR=br, BN=bn)
 
 
 def clear_dead(out: Tensor, it: Sorted) -> None:
     """Zeros in the dead rows of out. Few programs: mostly there is nothing to do."""
     s, n = out.shape
-    launch(rows.clear_dead, (-(-s // 64),), (out, it.offsets), (s, it.experts, n, out.stride(0), 64, min(max(power_of_two(n), 16), 64)))
+    arrays, bn = {"out": out, "offsets": it.offsets}, min(max(power_of_two(n), 16), 64)
+    launch(rows.clear_dead, (-(-s // 64),), arrays, S=s, E=it.experts, N=n, stride_or=out.stride(0), BR=64, BN=bn)
+
+
+def rows_of(t: Tensor | None) -> Rows:
+    """Strides of a matrix, of none zeros."""
+    return Rows(0, 0) if t is None else Rows(*t.stride())
 
 
 def sum_slots(out: Tensor, y: Tensor, it: Sorted, weights: Tensor | None) -> None:
     """out [T, N] = the (weighted) sum over the slots of each token of its rows in y."""
     n = out.shape[1]
     bn = min(power_of_two(n), 1024)
-    strides = (0, 0) if weights is None else weights.stride()
-    rest = (it.top_k, it.experts, n, *y.stride(), *strides, weights is not None, bn, it.top_k if it.top_k <= UNROLLED else 0)
-    pointers = (y, inverse(it), it.offsets, y if weights is None else weights, out)
-    launch(rows.sum_rows, (out.shape[0], -(-n // bn)), pointers, rest)
+    launch(
+        rows.sum_rows,
+        (out.shape[0], -(-n // bn)),
+        {"y": y, "position": inverse(it), "offsets": it.offsets, "weights": y if weights is None else weights, "out": out},
+        top_k=it.top_k,
+        E=it.experts,
+        N=n,
+        at_y=Rows(*y.stride()),
+        at_weights=rows_of(weights),
+        SCALE=weights is not None,
+        BN=bn,
+        KNOWN=it.top_k if it.top_k <= UNROLLED else 0,
+    )
 
 
 # Products -----------------------------------------------------------------------------------------------------------------------------
@@ -299,34 +258,45 @@ def linear(
     if form == "in-out" and k % part.bk:
         form = ""  # a block would reach into the next expert
     by_desc = part.rows_desc and not tokens and k > 0 and aligned_rows(x)
-    descs: list[Any] = [(1, (it.slots, k), (x.stride(0), 1), (it.bm, part.bk))] if by_desc else []
-    if part.store and out.is_contiguous() and not add and whole(item, n) and out.data_ptr() % 16 == 0:
-        store = part.store
-        descs.append((7, *rows_descriptor(n, it.bm, part.bn // store)))
-    else:
-        store = 0
-    if form:
-        descs.append((2, *w.operand.matrix(form, it.experts, n, k, part.bn, part.bk, item)))
+    store = part.store if out.is_contiguous() and not add and whole(item, n) and out.data_ptr() % 16 == 0 else 0
     pointer, steps = steps_table(w.tensors) if is_apart(form) else (w.pointer, w.pointer)
-    rows_w = w.operand.rows(form)
     count = it.max_tiles * -(-n // part.bn)
     wide = w.operand.wide or abs(x.stride(1)) * k >= 1 << 31
+    table = bias is not None and bias.operand.table
+    even, walk = (n % part.bn == 0, k % part.bk == 0), (part.persistent, part.flatten)
     launch(
         grouped.linear_tiles,
         (min(device.sms * part.per_sm, count) if part.persistent else count,),
-        (x, x, pointer, pointer if bias is None else bias.pointer, x if scale is None else scale, it.order, out, out, it.offsets,
-         it.tiles, it.tiles[2 * it.max_tiles :], steps),
-        (
-            *(it.max_tiles, it.top_k, k, n, rows_w, *x.stride(), *((0, 0) if scale is None else scale.stride()), *w.strides),
-            *(*((0, 0) if bias is None else bias.strides), out.stride(0), tokens, scale is not None, add),
-            *(w.operand.table, w.operand.aligned, bias is not None, bias is not None and bias.operand.table, wide),
-            *(n % part.bn == 0, k % part.bk == 0),
-            *(it.bm, part.bn, part.bk, part.group, form, by_desc, part.persistent, part.flatten, store, precision_of(x.dtype)),
-        ),
+        {
+            "x": x,
+            "x_desc": Described(x, (it.slots, k), (x.stride(0), 1), (it.bm, part.bk)) if by_desc else x,
+            "w": Described(pointer, *w.operand.matrix(form, it.experts, n, k, part.bn, part.bk, item)) if form else pointer,
+            "b": pointer if bias is None else bias.pointer,
+            "weights": x if scale is None else scale,
+            "order": it.order,
+            "out": out,
+            "out_desc": Described(out, *rows_descriptor(n, it.bm, part.bn // store)) if store else out,
+            "offsets": it.offsets,
+            "tiles": it.tiles,
+            "num_tiles": it.tiles[2 * it.max_tiles :],
+            "steps": steps,
+        },
         warps=part.warps,
         stages=part.stages,
-        descs=tuple(sorted(descs)),
-    )  # fmt: skip
+        max_tiles=it.max_tiles,
+        top_k=it.top_k,
+        K=k,
+        N=n,
+        at_x=Rows(*x.stride()),
+        at_weights=rows_of(scale),
+        at_w=w.operand.at(None if bias is None else bias.operand, form),
+        stride_or=out.stride(0),
+        GATHER=tokens,
+        SCALE=scale is not None,
+        ADD=add,
+        stored=Stored(w.operand.table, w.operand.aligned, wide, bias is not None, BIAS_TABLE=table, DESC=form),
+        tiling=Tiling(it.bm, part.bn, part.bk, part.group, *even, precision_of(x.dtype), False, by_desc, False, *walk, store),
+    )
 
 
 def pair(
@@ -344,11 +314,27 @@ def pair(
     n = ys.shape[1]
     br, bn = blocks(n, 1024)
     scale = weights if scaled else None
-    strides = (0, 0) if scale is None else scale.stride()
-    rest = (it.slots, it.top_k, it.experts, n, *tokens.stride(), *ys.stride(), *strides)
-    flags = (from_rows, scale is not None, out is not None, d_weights is not None, br, bn)
-    pointers = (tokens, ys, ys if scale is None else scale, it.order, it.offsets, ys if out is None else out)
-    launch(backward.pair_rows, (-(-it.slots // br),), (*pointers, ys if d_weights is None else d_weights), (*rest, *flags))
+    launch(
+        backward.pair_rows,
+        (-(-it.slots // br),),
+        {
+            "tokens": tokens, "rows": ys, "weights": ys if scale is None else scale, "order": it.order, "offsets": it.offsets,
+            "out": ys if out is None else out, "d_weights": ys if d_weights is None else d_weights,
+        },
+        S=it.slots,
+        top_k=it.top_k,
+        E=it.experts,
+        N=n,
+        at_tokens=Rows(*tokens.stride()),
+        at_rows=Rows(*ys.stride()),
+        at_weights=rows_of(scale),
+        FROM_ROWS=from_rows,
+        SCALE=scale is not None,
+        WANT_OUT=out is not None,
+        WANT_WEIGHTS=d_weights is not None,
+        BR=br,
+        BN=bn,
+    )  # fmt: skip
 
 
 # The activation -----------------------------------------------------------------------------------------------------------------------
@@ -362,20 +348,21 @@ class Activation:
     inter: int
 
     @property
-    def flags(self) -> tuple[Any, ...]:
-        """GATE, UP, STEP, PLAIN, ACT, ARG0, ARG1 of ``backward.py``."""
+    def halves(self) -> Halves:
+        """What the kernels of ``backward.py`` take of it."""
         body = self.body
         second, step = (1, 2) if body.gating == "interleaved" else (self.inter, 1)
         gate, up = (second, 0) if body.up_first else (0, second)
         plain = body.gating == "plain"
-        return gate, 0 if plain else up, step, plain, body.activation, *body.pair
+        return Halves(gate, 0 if plain else up, step, plain, body.activation, *body.pair)
 
 
 def activate(a: Tensor, h: Tensor, it: Sorted, how: Activation) -> None:
     """a [S, I] from h [S, width]."""
     br, bn = blocks(how.inter)
     grid = (-(-it.slots // br), -(-how.inter // bn))
-    launch(backward.activate, grid, (h, it.offsets, a), (it.slots, it.experts, how.inter, h.stride(0), *how.flags, br, bn))
+    arrays, sizes = {"h": h, "offsets": it.offsets, "a": a}, {"S": it.slots, "E": it.experts, "I": how.inter}
+    launch(backward.activate, grid, arrays, **sizes, stride_hr=h.stride(0), halves=how.halves, BR=br, BN=bn)
 
 
 def activate_grads(
@@ -393,10 +380,28 @@ def activate_grads(
 ) -> None:
     """``backward.activate_grads``: what is not None of d_h, a and d_weights is written. ``bias``: of the second projection."""
     br, bn = blocks(how.inter, 1024 if whole(h.element_size(), how.inter) else 512)
-    wanted = tuple(t is not None for t in (d_h, a, d_weights))
-    d_a, d_h, a, d_weights = (h if t is None else t for t in (d_a, d_h, a, d_weights))
-    pointers = (h, d_a, grad, h if bias is None else bias.pointer, h if scale is None else scale, it.order, it.offsets, d_h, a, d_weights)
-    strides = (h.stride(0), *grad.stride(), *((0, 0) if bias is None else bias.strides), *((0, 0) if scale is None else scale.stride()))
-    flags = (*how.flags, scale is not None, *wanted, bias is not None, bias is not None and bias.operand.table, bins(it.experts), br, bn)
-    rest = (it.slots, it.top_k, it.experts, how.inter, grad.shape[1], *strides, *flags)
-    launch(backward.activate_grads, (-(-it.slots // br),), pointers, rest)
+    launch(
+        backward.activate_grads,
+        (-(-it.slots // br),),
+        {
+            "h": h, "d_a": h if d_a is None else d_a, "grad": grad, "b": h if bias is None else bias.pointer,
+            "weights": h if scale is None else scale, "order": it.order, "offsets": it.offsets, "d_h": h if d_h is None else d_h,
+            "a": h if a is None else a, "d_weights": h if d_weights is None else d_weights,
+        },
+        S=it.slots,
+        top_k=it.top_k,
+        E=it.experts,
+        I=how.inter,
+        N=grad.shape[1],
+        stride_hr=h.stride(0),
+        at_grad=Rows(*grad.stride()),
+        at_b=Rows(*((0, 0) if bias is None else bias.strides)),
+        at_weights=rows_of(scale),
+        halves=how.halves,
+        SCALE=scale is not None,
+        want=Wanted(d_h is not None, a is not None, d_weights is not None),
+        bias=(bias is not None, bias is not None and bias.operand.table),
+        BE=bins(it.experts),
+        BR=br,
+        BN=bn,
+    )  # fmt: skip

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from moefuse.kernels.triton.config import SHARED_BYTES
-from moefuse.kernels.triton.launch import Launch
 
 Lists = tuple[Sequence[Tensor], ...]
 """w_in, w_up, w_out, b_in, b_up, b_out."""
@@ -87,13 +86,3 @@ def rows_descriptor(features: int, bm: int, bn: int, stride: int | None = None) 
     huge = 0x7FFF0000
     step = features if stride is None else stride
     return (huge, huge, 1 << 30, features), ((1 << 34) - step, step, step, 1), (1, 1, bm, bn)
-
-
-@dataclass
-class Step:
-    """A launch and the names of its pointers."""
-
-    launch: Launch
-    names: tuple[str, ...]
-    descs: tuple[tuple[int, str, tuple[int, ...], tuple[int, ...], tuple[int, ...]], ...] = ()
-    """(position, name of the tensor, shape, strides, block) of each descriptor among the pointers."""

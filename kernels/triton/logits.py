@@ -13,8 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moefuse.kernels.triton import grouped_plan as plan
-from moefuse.kernels.triton.grouped_plan import on_device
+from moefuse.kernels.triton.launch.calls import launch, launch_traced, on_device
 from moefuse.kernels.triton.problem import power_of_two
 from moefuse.kernels.triton.router_plan import DTYPES
 from moefuse.ops.recipe import few_rows
@@ -36,12 +35,13 @@ def few_logits(
     for first in range(0, H, BH):
         h = first + tl.arange(0, BH)
         wide = h.to(tl.int64)
-        a = tl.load(x + t * stride_xt + wide * stride_xh, mask=h < H, other=0.0).to(tl.float32)
-        b = tl.load(rows + wide[None, :] * stride_wh, mask=(e < E)[:, None] & (h < H)[None, :], other=0.0).to(tl.float32)
+        a = tl.load(x + t * stride_xt + wide * stride_xh, mask=h < H, other=0.0).to(tl.float32)  # [BH]
+        inside = (e < E)[:, None] & (h < H)[None, :]
+        b = tl.load(rows + wide[None, :] * stride_wh, mask=inside, other=0.0).to(tl.float32)  # [BE, BH]
         total += a[None, :] * b
     v = tl.sum(total, 1)
     if BIAS:
-        v += tl.load(bias + e.to(tl.int64) * stride_b, mask=e < E, other=0.0).to(tl.float32)
+        v += tl.load(bias + e.to(tl.int64) * stride_b, mask=e < E, other=0.0).to(tl.float32)  # [BE]
     tl.store(out + t * E + e, v.to(out.dtype.element_ty), mask=e < E)
 
 
@@ -55,13 +55,14 @@ def _rows(x: Tensor) -> Tensor:
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
-def _arguments(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor) -> tuple[tuple[int, ...], tuple[Tensor, ...], tuple[Any, ...], int]:
-    """Grid, pointers, the rest and the number of warps, for x [T, H]."""
+def _arguments(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor) -> tuple[tuple[int, ...], dict[str, Tensor], dict[str, Any]]:
+    """Grid, arrays, and the rest with the number of warps, for x [T, H]."""
     experts, hidden = w.shape
     block = min(power_of_two(hidden), 2048 if x.shape[0] <= 4 else 1024)
-    strides = (*x.stride(), *w.stride(), 0 if bias is None else bias.stride(0))
-    rest = (experts, hidden, *strides, bias is not None, _EXPERTS, block)
-    return (-(-experts // _EXPERTS), x.shape[0]), (x, w, x if bias is None else bias, out), rest, max(block // 256, 1)
+    (xt, xh), (we, wh) = x.stride(), w.stride()
+    strides = {"stride_xt": xt, "stride_xh": xh, "stride_we": we, "stride_wh": wh, "stride_b": 0 if bias is None else bias.stride(0)}
+    rest = {"E": experts, "H": hidden, **strides, "BIAS": bias is not None, "BE": _EXPERTS, "BH": block, "warps": max(block // 256, 1)}
+    return (-(-experts // _EXPERTS), x.shape[0]), {"x": x, "w": w, "bias": x if bias is None else bias, "out": out}, rest
 
 
 @on_device
@@ -71,8 +72,8 @@ def router_logits(x: Tensor, w: Tensor, bias: Tensor | None, out_dtype: torch.dt
         return _many(x, w, bias, out_dtype)
     out = torch.empty((*x.shape[:-1], w.shape[0]), dtype=out_dtype, device=x.device)
     if out.numel():
-        grid, pointers, rest, warps = _arguments(_rows(x), w, bias, out)
-        plan.launch(few_logits, grid, pointers, rest, warps=warps)
+        grid, arrays, rest = _arguments(_rows(x), w, bias, out)
+        launch(few_logits, grid, arrays, **rest)
     return out
 
 
@@ -96,8 +97,8 @@ def router_logits_traced(x: Tensor, w: Tensor, bias: Tensor | None, out_dtype: t
         rows = _rows(x.contiguous())
         turned = not w.is_contiguous() and w.t().is_contiguous()
         weight = w.t() if turned else w.contiguous()
-        grid, pointers, rest, warps = _arguments(rows, weight.t() if turned else weight, None if bias is None else bias.contiguous(), out)
-        plan.launch_traced(few_logits, grid, (pointers[0], weight, *pointers[2:]), rest, warps=warps)
+        grid, arrays, rest = _arguments(rows, weight.t() if turned else weight, None if bias is None else bias.contiguous(), out)
+        launch_traced(few_logits, grid, arrays | {"w": weight}, **rest)
     return out
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moefuse.kernels.triton.device.structs import Experts
 from moefuse.runtime.lasting import kept
 
 _TABLES: dict[tuple[torch.device, tuple[int, ...]], Tensor] = {}
@@ -58,6 +59,12 @@ class Operand:
     def rows(self, form: str) -> int:
         """Rows from one expert to the next in the matrix of a descriptor; 0 without one."""
         return self.strides[0] // self.strides[1 if form == "out-in" else 2] if form in ("out-in", "in-out") else 0
+
+    def at(self, bias: Operand | None, form: str | None = None, first: int | None = None) -> Experts:
+        """Where kernels find an expert's weights, from output ``first`` on, and its biases; ``form``: of their descriptor."""
+        e, n, k = self.strides
+        bias_e, bias_n = bias.strides if bias else (0, 0)
+        return Experts(e, n, k, bias_e, bias_n, None if form is None else self.rows(form), first)
 
     def matrix(self, form: str, experts: int, features: int, inputs: int, bn: int, bk: int, item: int) -> tuple[Any, ...]:
         """(shape, strides, block) of the descriptor, in blocks of bn features and bk inputs.

@@ -6,22 +6,23 @@ and launches. Buffer sizes depend on T, K, E and the sizes of an expert, never o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moefuse._torch_private import empty_cuda
 from moefuse._torch_private import raw_stream as _raw_stream
-from moefuse.kernels.triton import native, tiles, vectors
+from moefuse.kernels.triton import tiles, vectors
 from moefuse.kernels.triton.config import choose
-from moefuse.kernels.triton.direct import Direct
-from moefuse.kernels.triton.launch import INTERPRETED, Address, Descriptor, Launch, stream_of
-from moefuse.kernels.triton.layout import INPUTS, Device, Lists, Step, Workspace, device_of
+from moefuse.kernels.triton.device.structs import Rows, Stored
+from moefuse.kernels.triton.launch import native
+from moefuse.kernels.triton.launch.direct import Direct
+from moefuse.kernels.triton.launch.launch import INTERPRETED, Described, Launch, stream_of
+from moefuse.kernels.triton.layout import INPUTS, Device, Lists, Workspace, device_of
 from moefuse.kernels.triton.operands import Operand, address_table, describe, is_apart, steps_table
-from moefuse.kernels.triton.problem import Config, Problem
+from moefuse.kernels.triton.problem import Config, Problem, Tiles, Vectors
 from moefuse.ops.call import ExpertsCall
 
 MAX_KNOWN = 4096
@@ -51,9 +52,9 @@ class Plan:
         self.b_out = describe(b_out, 1) if b_out else None
         self.empty = not (self.slots and self.out and self.experts)
         self.config = config or self._choose(w_in[0])
-        self.strides_x, self.strides_ids, self.strides_weights = x.stride(), ids.stride(), weights.stride()
+        self.strides_x, self.strides_ids, self.strides_weights = Rows(*x.stride()), Rows(*ids.stride()), Rows(*weights.stride())
         self.workspace = Workspace()
-        self.steps: list[Step] = []
+        self.steps: list[Launch] = []
         self.ready = False
         self.direct: Direct | None = None
         self.apart: set[str] = set()
@@ -99,11 +100,11 @@ class Plan:
             return 0, 0
         return (self.inter, 0) if self.body.up_first else (0, self.inter)
 
-    def steps_of(self, form: str, *names: str) -> str:
-        """The names of the tables that a kernel with descriptors of this form takes; without such a form something that is not read."""
+    def steps_of(self, form: str, name: str) -> str:
+        """The name of the table that a kernel with descriptors of this form takes; without such a form something that is not read."""
         if is_apart(form):
-            self.apart |= set(names)
-        return " ".join(f"steps_{name}" if is_apart(form) else name for name in names)
+            self.apart.add(name)
+        return f"steps_{name}" if is_apart(form) else name
 
     def _build(self, ids: Tensor, weights: Tensor) -> None:
         ws, s = self.workspace, self.slots
@@ -113,26 +114,34 @@ class Plan:
         else:
             vectors.build_vectors(self)
 
-    def up_flags(self) -> tuple[bool, ...]:
-        """TABLE, ALIGNED, BIAS_A, BIAS_B, BIAS_TABLE."""
+    def up_stored(self, form: str = "") -> Stored:
+        """How the first projection is stored; ``form`` of its descriptors."""
         a, b = self.b_in, self.b_up
-        aligned = self.w_in.aligned and self.w_up.aligned
-        return self.w_in.table, aligned, a is not None, b is not None, (a is not None and a.table) or (b is not None and b.table)
+        aligned, tables = self.w_in.aligned and self.w_up.aligned, (a is not None and a.table) or (b is not None and b.table)
+        return Stored(self.w_in.table, aligned, self.wide(self.w_in, self.w_up), a is not None, b is not None, tables, form)
 
-    def down_flags(self) -> tuple[bool, ...]:
-        """TABLE, ALIGNED, BIAS, BIAS_TABLE."""
-        b = self.b_out
-        return self.w_out.table, self.w_out.aligned, b is not None, b is not None and b.table
+    def down_stored(self, form: str = "") -> Stored:
+        """How the second projection is stored; ``form`` of its descriptor."""
+        w, b = self.w_out, self.b_out
+        return Stored(w.table, w.aligned, self.wide(w), b is not None, BIAS_TABLE=b is not None and b.table, DESC=form)
 
     def wide(self, *operands: Operand) -> bool:
         """64-bit offsets within an expert or a token's row."""
         return any(w.wide for w in operands) or abs(self.strides_x[1]) * self.hidden >= 1 << 31
 
-    def launch(self, kernel: Any, grid: Sequence[int], rest: Sequence[Any], names: str, part: Any, warps: int = 4, **more: Any) -> None:
-        options = {"num_warps": part.warps, "num_stages": max(part.stages, 1)} if part is not None else {"num_warps": warps}
-        if self.config.pdl and not INTERPRETED:
+    @property
+    def pdl(self) -> bool:
+        """Programmatic dependent launch."""
+        return self.config.pdl and not INTERPRETED
+
+    def launch(
+        self, kernel: Any, grid: Sequence[int], part: Tiles | Vectors | int, arrays: Mapping[str, str | Described], **numbers: Any
+    ) -> None:
+        """Add a launch. ``part`` says how many warps and stages; ``arrays``: by parameter, the name of an input or a section."""
+        options = {"num_warps": part} if isinstance(part, int) else {"num_warps": part.warps, "num_stages": max(part.stages, 1)}
+        if self.pdl:
             options["launch_pdl"] = True
-        self.steps.append(Step(Launch(kernel, grid, rest, **options), tuple(names.split()), **more))
+        self.steps.append(Launch(kernel, grid, arrays, numbers, **options))
 
     # Running ------------------------------------------------------------------------------------------------------------------------
 
@@ -160,10 +169,7 @@ class Plan:
         at["x"], at["ids"], at["weights"], at["out"] = call.x.data_ptr(), call.ids.data_ptr(), call.weights.data_ptr(), out.data_ptr()
         stream = stream_of(call.device)
         for step in self.steps:
-            pointers: list[Any] = [at[name] for name in step.names]
-            for position, _, shape, strides, _ in step.descs:
-                pointers[position] = Descriptor(Address(pointers[position]), shape, strides)
-            step.launch.again(stream, pointers)
+            step.again(stream, [at[name] for name in step.names])
         return out
 
     def _places(self, call: ExpertsCall) -> dict[str, int]:
@@ -215,11 +221,8 @@ class Plan:
         own = {"x": call.x, "ids": call.ids, "weights": call.weights, "out": out}
         tensors = {**self.workspace.views(space), **operands, **own}
         for step in self.steps:
-            pointers: list[Any] = [tensors[name] for name in step.names]
-            for position, name, shape, strides, block in step.descs:
-                pointers[position] = TensorDescriptor(tensors[name], list(shape), list(strides), list(block))
-            step.launch.first(pointers)
-        self.ready = all(step.launch.compiled is not None for step in self.steps)
+            step.first([tensors[name] for name in step.names])
+        self.ready = all(step.compiled is not None for step in self.steps)
         if self.ready and not any(self.stacked) and not any(operand is not None and operand.table for operand in self._described()):
             try:
                 self.direct = Direct(self.steps, self.names)

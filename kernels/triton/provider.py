@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from moefuse._torch_private import current_device
-from moefuse.kernels.triton import chunks, grouped_mm, native
-from moefuse.kernels.triton.launch import INTERPRETED
+from moefuse.kernels.triton import chunks, grouped_mm
+from moefuse.kernels.triton.launch import native
+from moefuse.kernels.triton.launch.launch import INTERPRETED
 from moefuse.kernels.triton.layout import DTYPES
 from moefuse.kernels.triton.plan import Plan
 from moefuse.ops.call import ExpertsCall

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moefuse.kernels.triton import grouped_plan as plan
-from moefuse.kernels.triton import router
-from moefuse.kernels.triton.grouped_plan import on_device
+from moefuse.kernels.triton.device import router
+from moefuse.kernels.triton.launch.calls import launch, launch_traced, on_device
 from moefuse.kernels.triton.problem import power_of_two
 from moefuse.ops.recipe import Recipe
 
@@ -32,11 +31,11 @@ def supports(scores: Tensor, *rest: Any) -> str | None:
     return f"{k} experts per token, the kernel takes {MAX_CHOSEN}" if k > MAX_CHOSEN else None
 
 
-def _sizes(tokens: int | torch.SymInt, experts: int, k: int, dtype: torch.dtype) -> tuple[int, int, int, bool]:
-    """BT, BE, BK, NARROW of the kernel."""
+def _sizes(tokens: int | torch.SymInt, experts: int, k: int) -> dict[str, int]:
+    """BT, BE, BK of the kernels."""
     be = power_of_two(experts)
     bt = min(max(_ELEMENTS // be, 1), 8)
-    return (min(bt, power_of_two(tokens)) if isinstance(tokens, int) else bt), be, power_of_two(k), dtype != torch.float32
+    return {"BT": min(bt, power_of_two(tokens)) if isinstance(tokens, int) else bt, "BE": be, "BK": power_of_two(k)}
 
 
 def _results(scores: Tensor, k: int, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
@@ -52,11 +51,17 @@ def topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     values, ids = _results(scores, k)
     if values.numel():
         rows = scores if scores.dim() == 2 else scores.reshape(-1, scores.shape[-1])
-        tokens, experts = rows.shape
-        bt, *sizes = _sizes(tokens, experts, k, scores.dtype)
-        rest = (tokens, experts, *rows.stride(), k, bt, *sizes)
-        plan.launch(router.choose, (-(-tokens // bt),), (rows, values, ids), rest, warps=WARPS)
+        numbers = _choose(rows, k, rows.stride())
+        arrays = {"scores": rows, "values": values, "ids": ids}
+        launch(router.choose, (-(-rows.shape[0] // numbers["BT"]),), arrays, warps=WARPS, **numbers)
     return values, ids
+
+
+def _choose(rows: Tensor, k: int, strides: tuple[int, ...]) -> dict[str, Any]:
+    """The numbers of the kernel ``choose``."""
+    tokens, experts = rows.shape
+    numbers = {"T": tokens, "E": experts, "stride_t": strides[0], "stride_e": strides[1], "K": k, "NARROW": rows.dtype != torch.float32}
+    return numbers | _sizes(tokens, experts, k)
 
 
 def _dense_rows(scores: Tensor) -> Tensor:
@@ -65,10 +70,11 @@ def _dense_rows(scores: Tensor) -> Tensor:
     return dense.view(-1, scores.shape[-1])
 
 
-def _traced(kernel: Any, tokens: int | torch.SymInt, bt: int, pointers: tuple[Any, ...], rest: tuple[Any, ...]) -> None:
+def _traced(kernel: Any, arrays: dict[str, Any], numbers: dict[str, Any]) -> None:
     """Put a kernel into the graph that is being traced."""
     # No tokens, no grid; a program too many does nothing.
-    plan.launch_traced(kernel, (torch.sym_max((tokens + bt - 1) // bt, 1),), pointers, rest, warps=WARPS)
+    programs = torch.sym_max((numbers["T"] + numbers["BT"] - 1) // numbers["BT"], 1)
+    launch_traced(kernel, (programs,), arrays, warps=WARPS, **numbers)
 
 
 def topk_traced(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -76,16 +82,17 @@ def topk_traced(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     values, ids = _results(scores, k)
     if k and scores.shape[-1]:
         rows = _dense_rows(scores)
-        tokens, experts = rows.shape
-        bt, *sizes = _sizes(tokens, experts, k, scores.dtype)
-        _traced(router.choose, tokens, bt, (rows, values, ids), (tokens, experts, experts, 1, k, bt, *sizes))
+        _traced(router.choose, {"scores": rows, "values": values, "ids": ids}, _choose(rows, k, (rows.shape[1], 1)))
     return values, ids
 
 
-def _recipe(recipe: Recipe, bias: Tensor | None, tokens: int | torch.SymInt, experts: int) -> tuple[Any, ...]:
-    """The constants of the kernel ``route``."""
-    bt, be, bk, _ = _sizes(tokens, experts, recipe.k, torch.float32)
-    return *recipe.arguments, bias is not None, bt, be, bk, power_of_two(recipe.groups)
+def _route(recipe: Recipe, rows: Tensor, bias: Tensor | None, strides: tuple[int, ...]) -> dict[str, Any]:
+    """The numbers of the kernel ``route``."""
+    tokens, experts = rows.shape
+    names = ("K", "SCORE", "G", "KEPT", "BEST", "LOWEST", "BY_CHOICE", "WEIGHT", "RENORMALISE", "EPS", "LEAST", "SCALE")
+    numbers: dict[str, Any] = {"T": tokens, "E": experts, **dict(zip(("stride_t", "stride_e", "stride_b"), strides, strict=True))}
+    numbers |= dict(zip(names, recipe.arguments, strict=True))
+    return numbers | {"BIAS": bias is not None, **_sizes(tokens, experts, recipe.k), "BG": power_of_two(recipe.groups)}
 
 
 @on_device
@@ -94,11 +101,9 @@ def route(logits: Tensor, bias: Tensor | None, recipe: Recipe, out_dtype: torch.
     weights, ids = _results(logits, recipe.k, out_dtype)
     if weights.numel():
         rows = logits if logits.dim() == 2 else logits.reshape(-1, logits.shape[-1])
-        tokens, experts = rows.shape
-        constants = _recipe(recipe, bias, tokens, experts)
-        rest = (tokens, experts, *rows.stride(), 1 if bias is None else bias.stride(0), *constants)
-        pointers = (rows, rows if bias is None else bias, weights, ids)
-        plan.launch(router.route, (-(-tokens // constants[-4]),), pointers, rest, warps=WARPS)
+        numbers = _route(recipe, rows, bias, (*rows.stride(), 1 if bias is None else bias.stride(0)))
+        arrays = {"logits": rows, "bias": rows if bias is None else bias, "weights": weights, "ids": ids}
+        launch(router.route, (-(-rows.shape[0] // numbers["BT"]),), arrays, warps=WARPS, **numbers)
     return weights, ids
 
 
@@ -107,8 +112,6 @@ def route_traced(logits: Tensor, bias: Tensor | None, recipe: Recipe, out_dtype:
     weights, ids = _results(logits, recipe.k, out_dtype)
     if recipe.k and logits.shape[-1]:
         rows, added = _dense_rows(logits), None if bias is None else _dense_rows(bias).view(-1)
-        tokens, experts = rows.shape
-        constants = _recipe(recipe, bias, tokens, experts)
-        pointers = (rows, rows if added is None else added, weights, ids)
-        _traced(router.route, tokens, constants[-4], pointers, (tokens, experts, experts, 1, 1, *constants))
+        arrays = {"logits": rows, "bias": rows if added is None else added, "weights": weights, "ids": ids}
+        _traced(router.route, arrays, _route(recipe, rows, bias, (rows.shape[1], 1, 1)))
     return weights, ids

@@ -11,8 +11,11 @@ import torch
 from torch import Tensor
 
 from moefuse.kernels.triton import grouped_plan as plan
-from moefuse.kernels.triton import rows, wgrad_plan
-from moefuse.kernels.triton.grouped_plan import Lists, Sorted, on_device
+from moefuse.kernels.triton import wgrad_plan
+from moefuse.kernels.triton.device import rows
+from moefuse.kernels.triton.device.structs import Rows
+from moefuse.kernels.triton.grouped_plan import Lists, Sorted
+from moefuse.kernels.triton.launch.calls import launch, on_device
 from moefuse.kernels.triton.layout import DTYPES
 
 
@@ -74,8 +77,19 @@ def expert_rows(v: Lists, offsets: Tensor, num_rows: int) -> Tensor:
     if out.numel():
         it, source = _rows(offsets, num_rows), plan.weight(v, 1)
         br, bn = plan.blocks(n)
-        rest = (num_rows, it.experts, n, *source.strides, source.operand.table, plan.bins(it.experts), br, bn)
-        plan.launch(rows.vector_rows, (-(-num_rows // br), -(-n // bn)), (source.pointer, it.offsets, out), rest)
+        launch(
+            rows.vector_rows,
+            (-(-num_rows // br), -(-n // bn)),
+            {"v": source.pointer, "offsets": it.offsets, "out": out},
+            S=num_rows,
+            E=it.experts,
+            N=n,
+            at_v=Rows(*source.strides),
+            TABLE=source.operand.table,
+            BE=plan.bins(it.experts),
+            BR=br,
+            BN=bn,
+        )
     return out
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from moefuse.kernels.triton import combine, gemm, routing
-from moefuse.kernels.triton.launch import INTERPRETED
+from moefuse.kernels.triton.device import combine, gemm, routing
+from moefuse.kernels.triton.device.structs import Form, Tiling
+from moefuse.kernels.triton.launch.launch import Described
 from moefuse.kernels.triton.layout import CHUNK, SORT_AT_ONCE, UNROLLED, precision_of, rows_descriptor
 from moefuse.kernels.triton.operands import is_apart
 from moefuse.kernels.triton.problem import Tiles, power_of_two
@@ -46,27 +47,27 @@ def joined(plan: Plan, form: str) -> bool:
 
 
 def build_routing(plan: Plan, bm: int, max_tiles: int, inverse: bool) -> None:
-    ws, s, e, pdl = plan.workspace, plan.slots, plan.experts, plan.config.pdl and not INTERPRETED
+    ws, s, e = plan.workspace, plan.slots, plan.experts
     bins = max(power_of_two(e + 1), 32)
     for name, count in (("order", s), ("position", s), ("offsets", e + 1), ("tiles", 2 * max_tiles), ("num_tiles", 1)):
         if name != "position" or inverse:
             ws.add(name, (count,), torch.int32)
-    position = "position" if inverse else "order"
-    by = (*plan.strides_ids, s, e, plan.top_k)
-    flat = plan.strides_ids == (plan.top_k, 1)
+    slots = {"at_ids": plan.strides_ids, "S": s, "E": e, "top_k": plan.top_k, "FLAT": plan.strides_ids == (plan.top_k, 1)}
+    arrays = {"ids": "ids", "order": "order", "position": "position" if inverse else "order"}
+    arrays |= {"offsets": "offsets", "tiles": "tiles", "num_tiles": "num_tiles"}
+    lists = {"max_tiles": max_tiles, "INVERSE": inverse, "BM": bm}
     if s <= SORT_AT_ONCE:
-        rest = (*by, max_tiles, flat, inverse, max(power_of_two(s), 128), bins, bm, pdl)
-        names = f"ids order {position} offsets tiles num_tiles"
-        plan.launch(routing.sort_once, (e + 1,), rest, names, None, warps=4 if s <= 1024 else 8)
+        warps, bs = 4 if s <= 1024 else 8, max(power_of_two(s), 128)
+        plan.launch(routing.sort_once, (e + 1,), warps, arrays, **slots, **lists, BS=bs, BE=bins, PDL=plan.pdl)
         return
     chunks, cols = -(-s // CHUNK), 8
     ws.add("counts", (chunks, bins), torch.int32)
     ws.add("totals", (bins,), torch.int32)
-    plan.launch(routing.count_chunks, (chunks,), (*by, flat, CHUNK, bins, pdl), "ids counts", None)
-    plan.launch(routing.scan_chunks, (bins // cols,), (chunks, 128, bins, cols, pdl), "counts totals", None)
-    rest = (*by, max_tiles, flat, inverse, CHUNK, bins, bm, pdl)
-    names = f"ids counts totals order {position} offsets tiles num_tiles"
-    plan.launch(routing.place_chunks, (chunks,), rest, names, None)
+    sizes = {"BE": bins, "PDL": plan.pdl}
+    plan.launch(routing.count_chunks, (chunks,), 4, {"ids": "ids", "counts": "counts"}, **slots, BS=CHUNK, **sizes)
+    plan.launch(routing.scan_chunks, (bins // cols,), 4, {"counts": "counts", "totals": "totals"}, C=chunks, BC=128, COLS=cols, **sizes)
+    arrays |= {"counts": "counts", "totals": "totals"}
+    plan.launch(routing.place_chunks, (chunks,), 4, arrays, **slots, **lists, BS=CHUNK, **sizes)
 
 
 def store(plan: Plan, parts: int, features: int, bn: int) -> int:
@@ -76,19 +77,25 @@ def store(plan: Plan, parts: int, features: int, bn: int) -> int:
 
 
 def build_sorted_rows(plan: Plan) -> None:
-    s, h, pdl = plan.slots, plan.hidden, plan.config.pdl and not INTERPRETED
+    s, h = plan.slots, plan.hidden
     plan.workspace.add("xs", (s, h), plan.dtype)
     rows, block = 8, min(power_of_two(h), 256)
-    wide = plan.wide()
     plan.launch(
         routing.sort_rows,
         (-(-s // rows), -(-h // block)),
-        (
-            *(plan.experts, h, plan.top_k, *plan.strides_x, *plan.strides_weights),
-            *(plan.body.on_input, wide, h % block == 0, rows, block, pdl),
-        ),
-        "x weights order offsets xs",
-        None,
+        4,
+        {"x": "x", "weights": "weights", "order": "order", "offsets": "offsets", "xs": "xs"},
+        E=plan.experts,
+        H=h,
+        top_k=plan.top_k,
+        at_x=plan.strides_x,
+        at_weights=plan.strides_weights,
+        SCALE=plan.body.on_input,
+        WIDE=plan.wide(),
+        EVEN=h % block == 0,
+        ROWS=rows,
+        BLOCK=block,
+        PDL=plan.pdl,
     )
 
 
@@ -97,84 +104,134 @@ def grid(plan: Plan, part: Tiles, tiles: int) -> tuple[int]:
 
 
 def build_tiles(plan: Plan) -> None:
-    up, down, body, bm, pdl = plan.config.up, plan.config.down, plan.body, plan.config.bm, plan.config.pdl and not INTERPRETED
-    i, n, h, s = plan.inter, plan.out, plan.hidden, plan.slots
+    up, down, bm, s = plan.config.up, plan.config.down, plan.config.bm, plan.slots
     max_tiles = min(s, s // bm + min(plan.experts, s))
-    item = plan.dtype.itemsize
-    stored = (store(plan, up.store, i, up.bn), store(plan, down.store, n, down.bn))
-    build_routing(plan, bm, max_tiles, stored[1] > 0)
-    no_bias = (0, 0)
-    width = 2 * up.bn if plan.gating == "interleaved" else up.bn
-    features = {"merged": 2 * i, "interleaved": 2 * i}.get(body.gating, i)
-    descs: list[Any] = []
+    in_order = store(plan, down.store, plan.out, down.bn) > 0
+    build_routing(plan, bm, max_tiles, in_order)
+    sorted_rows = up.rows_desc and plan.hidden > 0 and plan.hidden * plan.dtype.itemsize % 16 == 0
+    if sorted_rows:
+        build_sorted_rows(plan)
+    # The down projection begins when the first one is over.
+    plan.workspace.add("y", (s, plan.out), plan.dtype, over="xs" if sorted_rows else None)
+    build_up(plan, up, max_tiles, sorted_rows)
+    build_down(plan, down, max_tiles)
+    build_sum(plan, in_order)
+
+
+def tiling(plan: Plan, part: Tiles, n: int, k: int, rows_desc: bool) -> Tiling:
+    """How a product of n outputs and k inputs is cut."""
+    bm = plan.config.bm
+    return Tiling(
+        bm,
+        part.bn,
+        part.bk,
+        part.group,
+        EVEN_N=n % part.bn == 0,
+        EVEN_K=k % part.bk == 0,
+        PRECISION=precision_of(plan.dtype),
+        SWAP=part.swap,
+        ROWS_DESC=rows_desc,
+        TAIL=part.tail and bm > 16 and not part.flatten,
+        PERSISTENT=part.persistent,
+        FLATTEN=part.flatten,
+        STORE=store(plan, part.store, n, part.bn),
+        PDL=plan.pdl,
+    )
+
+
+def stored_rows(name: str, features: int, cut: Tiling) -> str | Described:
+    """The array that tiles are stored to, by a descriptor or by pointers."""
+    return Described(name, *rows_descriptor(features, cut.BM, cut.BN // cut.STORE)) if cut.STORE else name
+
+
+def build_up(plan: Plan, up: Tiles, max_tiles: int, sorted_rows: bool) -> None:
+    body, i, h, experts, item = plan.body, plan.inter, plan.hidden, plan.experts, plan.dtype.itemsize
     form = up_desc(plan)
     join = joined(plan, form)
     if plan.gating == "halves" and not join:
         up = replace(up, flatten=False)  # two products in a step: the flattened loop takes 1.1 to 1.2 times as long
-    tail = [part.tail and bm > 16 and not part.flatten for part in (up, down)]
+    cut = tiling(plan, up, i, h, sorted_rows)
+    if sorted_rows:
+        cut = cut._replace(TAIL=False)
+    features = {"merged": 2 * i, "interleaved": 2 * i}.get(body.gating, i)
+    width = 2 * up.bn if plan.gating == "interleaved" else up.bn
+    a: str | Described = "w_in"
+    b: str | Described = "w_up"
     if join:
-        strides = plan.w_in.strides
-        descs.append((2, "w_in", (plan.experts, 2, i, h), (strides[0], i * strides[1], strides[1], 1), (1, 2, up.bn, up.bk)))
+        e, n, _ = plan.w_in.strides
+        a = Described("w_in", (experts, 2, i, h), (e, i * n, n, 1), (1, 2, up.bn, up.bk))
     elif form:
-        a, b = ("w_in", plan.w_in), ("w_up", plan.w_up)
-        for position, (name, w) in enumerate((a, b if body.gating == "separate" else a), 2):
-            descs.append((position, name, *w.matrix(form, plan.experts, features, h, width, up.bk, item)))
-    rows_a, rows_b = plan.w_in.rows(form), plan.w_up.rows(form)
-    if stored[0]:
-        descs.append((7, "h", *rows_descriptor(i, bm, up.bn // stored[0])))
-    up_rows = up.rows_desc and h > 0 and h * item % 16 == 0
-    if up_rows:
-        tail[0] = False
-        build_sorted_rows(plan)
-        descs.insert(0, (0, "xs", (s, h), (h, 1), (bm, up.bk)))
-    plan.workspace.add("y", (s, n), plan.dtype, over="xs" if up_rows else None)  # the down projection begins when the first one is over
-    precision = precision_of(plan.dtype)
+        a = Described("w_in", *plan.w_in.matrix(form, experts, features, h, width, up.bk, item))
+        b = Described("w_up", *plan.w_up.matrix(form, experts, features, h, width, up.bk, item)) if body.gating == "separate" else a
+    arrays: dict[str, str | Described] = {
+        "x": Described("xs", (plan.slots, h), (h, 1), (cut.BM, up.bk)) if sorted_rows else "x",
+        "weights": "weights", "w_a": a, "w_b": b, "b_a": "b_in", "b_b": "b_up", "h": "h", "h_desc": stored_rows("h", i, cut),
+        "order": "order", "offsets": "offsets", "tiles": "tiles", "num_tiles": "num_tiles",
+        "steps_a": plan.steps_of(form, "w_in"), "steps_b": plan.steps_of(form, "w_up"),
+    }  # fmt: skip
+    first_a, first_b = plan.firsts
     plan.launch(
         gemm.up_tiles,
         grid(plan, up, max_tiles * -(-i // up.bn)),
-        (
-            *(max_tiles, plan.top_k, h, i, *body.pair, *plan.strides_x, *plan.strides_weights),
-            *(*plan.w_in.strides, *plan.w_up.strides),
-            *(*(plan.b_in.strides if plan.b_in else no_bias), *(plan.b_up.strides if plan.b_up else no_bias), *plan.firsts),
-            *(rows_a, rows_b, plan.gating, body.up_first and (join or plan.gating == "interleaved"), body.activation),
-            *(*plan.up_flags(), body.on_input and not up_rows, plan.wide(plan.w_in, plan.w_up)),
-            *(i % up.bn == 0, h % up.bk == 0, bm, up.bn, up.bk, up.group, up.swap, form, up_rows),
-            *(join, tail[0], up.persistent, up.flatten, stored[0], precision, pdl),
-        ),
-        f"{'xs' if up_rows else 'x'} weights w_in w_up b_in b_up h h order offsets tiles num_tiles {plan.steps_of(form, 'w_in', 'w_up')}",
         up,
-        descs=tuple(descs),
+        arrays,
+        max_tiles=max_tiles,
+        top_k=plan.top_k,
+        H=h,
+        N=i,
+        args=body.pair,
+        at_x=plan.strides_x,
+        at_weights=plan.strides_weights,
+        at_a=plan.w_in.at(plan.b_in, form, first_a),
+        at_b=plan.w_up.at(plan.b_up, form, first_b),
+        form=Form(
+            body.activation, plan.gating, body.up_first and (join or plan.gating == "interleaved"), body.on_input and not sorted_rows, join
+        ),
+        stored=plan.up_stored(form),
+        tiling=cut,
     )
-    descs = []
-    rows_desc = down.rows_desc and i > 0 and i * item % 16 == 0
-    if rows_desc:
-        descs.append((1, "h", (s, i), (i, 1), (bm, down.bk)))
+
+
+def build_down(plan: Plan, down: Tiles, max_tiles: int) -> None:
+    i, n, item = plan.inter, plan.out, plan.dtype.itemsize
     form = down_desc(plan)
-    if form:
-        descs.append((2, "w_out", *plan.w_out.matrix(form, plan.experts, n, i, down.bn, down.bk, item)))
-    if stored[1]:
-        descs.append((5, "y", *rows_descriptor(n, bm, down.bn // stored[1])))
+    cut = tiling(plan, down, n, i, down.rows_desc and i > 0 and i * item % 16 == 0)
+    matrix = plan.w_out.matrix(form, plan.experts, n, i, down.bn, down.bk, item) if form else ()
+    arrays: dict[str, str | Described] = {
+        "h": "h", "h_desc": Described("h", (plan.slots, i), (i, 1), (cut.BM, down.bk)) if cut.ROWS_DESC else "h",
+        "w": Described("w_out", *matrix) if form else "w_out", "b": "b_out", "y": "y", "y_desc": stored_rows("y", n, cut),
+        "order": "order", "offsets": "offsets", "tiles": "tiles", "num_tiles": "num_tiles", "steps": plan.steps_of(form, "w_out"),
+    }  # fmt: skip
     plan.launch(
         gemm.down_tiles,
         grid(plan, down, max_tiles * -(-n // down.bn)),
-        (
-            *(max_tiles, i, n, plan.w_out.rows(form), *plan.w_out.strides, *(plan.b_out.strides if plan.b_out else no_bias)),
-            *(*plan.down_flags(), plan.wide(plan.w_out)),
-            *(n % down.bn == 0, i % down.bk == 0, bm, down.bn, down.bk, down.group, down.swap, form),
-            *(rows_desc, tail[1], down.persistent, down.flatten, stored[1], precision, pdl),
-        ),
-        "h h w_out b_out y y order offsets tiles num_tiles " + plan.steps_of(form, "w_out"),
         down,
-        descs=tuple(descs),
+        arrays,
+        max_tiles=max_tiles,
+        I=i,
+        N=n,
+        at_w=plan.w_out.at(plan.b_out, form),
+        stored=plan.down_stored(form),
+        tiling=cut,
     )
-    block = min(power_of_two(n), 1024)
+
+
+def build_sum(plan: Plan, in_order: bool) -> None:
+    n, block = plan.out, min(power_of_two(plan.out), 1024)
     plan.launch(
         combine.combine_slots,
         (plan.tokens, -(-n // block)),
-        (
-            *(plan.top_k, plan.experts, n, *plan.strides_ids, *plan.strides_weights),
-            *(not body.on_input, stored[1] > 0, n % block == 0, block, plan.top_k if plan.top_k <= UNROLLED else 0, pdl),
-        ),
-        f"y ids weights {'position' if stored[1] else 'ids'} out",
-        None,
+        4,
+        {"y": "y", "ids": "ids", "weights": "weights", "position": "position" if in_order else "ids", "out": "out"},
+        top_k=plan.top_k,
+        E=plan.experts,
+        N=n,
+        at_ids=plan.strides_ids,
+        at_weights=plan.strides_weights,
+        SCALE=not plan.body.on_input,
+        SORTED=in_order,
+        EVEN_N=n % block == 0,
+        BN=block,
+        KNOWN=plan.top_k if plan.top_k <= UNROLLED else 0,
+        PDL=plan.pdl,
     )

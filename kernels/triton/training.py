@@ -14,7 +14,8 @@ from torch import Tensor
 
 from moefuse.kernels.triton import grouped_plan as plan
 from moefuse.kernels.triton import wgrad_plan
-from moefuse.kernels.triton.grouped_plan import Activation, Lists, Sorted, on_device
+from moefuse.kernels.triton.grouped_plan import Activation, Lists, Sorted
+from moefuse.kernels.triton.launch.calls import on_device
 from moefuse.kernels.triton.products import Library, Own, products
 from moefuse.kernels.triton.tier import supports
 from moefuse.ops.call import ExpertsCall, Stack

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moefuse.kernels.triton import combine, gemv
-from moefuse.kernels.triton.launch import INTERPRETED
+from moefuse.kernels.triton.device import combine, gemv
+from moefuse.kernels.triton.device.structs import Blocks, Experts, Form, Rows
 from moefuse.kernels.triton.problem import Vectors, power_of_two
 
 if TYPE_CHECKING:
@@ -15,22 +15,28 @@ if TYPE_CHECKING:
 
 
 def build_vectors(plan: Plan) -> None:
-    up, down, body, pdl = plan.config.up, plan.config.down, plan.body, plan.config.pdl and not INTERPRETED
-    no_bias = (0, 0)
+    up, down = plan.config.up, plan.config.down
     i, n, h = plan.inter, plan.out, plan.hidden
+    first_a, first_b = plan.firsts
     plan.launch(
         gemv.up_vectors,
         (plan.slots, max(-(-i // up.bn), 1)),
-        (
-            *(plan.slots, plan.top_k, plan.experts, h, i, *body.pair),
-            *(*plan.strides_x, *plan.strides_ids, *plan.strides_weights, *plan.w_in.strides, *plan.w_up.strides),
-            *(*(plan.b_in.strides if plan.b_in else no_bias), *(plan.b_up.strides if plan.b_up else no_bias), *plan.firsts),
-            *(plan.gating, body.up_first and plan.gating == "interleaved", body.activation),
-            *(*plan.up_flags(), body.on_input, plan.wide(plan.w_in, plan.w_up)),
-            *(i % up.bn == 0, h % up.bk == 0, up.bn, up.bk, up.stages, pdl),
-        ),
-        "x ids weights w_in w_up b_in b_up h",
         up,
+        {name: name for name in ("x", "ids", "weights", "h")} | {"w_a": "w_in", "w_b": "w_up", "b_a": "b_in", "b_b": "b_up"},
+        S=plan.slots,
+        top_k=plan.top_k,
+        E=plan.experts,
+        H=h,
+        N=i,
+        args=plan.body.pair,
+        at_x=plan.strides_x,
+        at_ids=plan.strides_ids,
+        at_weights=plan.strides_weights,
+        at_a=plan.w_in.at(plan.b_in, first=first_a),
+        at_b=plan.w_up.at(plan.b_up, first=first_b),
+        form=Form(plan.body.activation, plan.gating, plan.body.up_first and plan.gating == "interleaved", plan.body.on_input),
+        stored=plan.up_stored(),
+        blocks=_blocks(plan, up, i, h),
     )
     if down.parts:
         build_parts(plan, down)
@@ -38,49 +44,59 @@ def build_vectors(plan: Plan) -> None:
     plan.launch(
         gemv.down_vectors,
         (plan.tokens, -(-n // down.bn)),
-        (
-            *(plan.top_k, plan.experts, i, n, *plan.strides_ids, *plan.strides_weights, *plan.w_out.strides),
-            *(plan.b_out.strides if plan.b_out else no_bias),
-            *(
-                plan.w_out.table,
-                plan.w_out.aligned,
-                plan.b_out is not None,
-                plan.b_out is not None and plan.b_out.table,
-                not body.on_input,
-                plan.wide(plan.w_out),
-            ),
-            *(n % down.bn == 0, i % down.bk == 0, down.at, down.bn, down.bk, down.stages, pdl),
-        ),
-        "h ids weights w_out b_out out",
         down,
+        {"h": "h", "ids": "ids", "weights": "weights", "w": "w_out", "b": "b_out", "out": "out"},
+        top_k=plan.top_k,
+        E=plan.experts,
+        I=i,
+        N=n,
+        at_ids=plan.strides_ids,
+        at_weights=plan.strides_weights,
+        at_w=plan.w_out.at(plan.b_out),
+        SCALE=not plan.body.on_input,
+        stored=plan.down_stored(),
+        blocks=_blocks(plan, down, n, i),
     )
 
 
+def _blocks(plan: Plan, part: Vectors, outputs: int, inputs: int) -> Blocks:
+    return Blocks(part.bn, part.bk, part.stages, outputs % part.bn == 0, inputs % part.bk == 0, plan.pdl, part.at)
+
+
 def build_parts(plan: Plan, down: Vectors) -> None:
-    pdl, i, n = plan.config.pdl and not INTERPRETED, plan.inter, plan.out
-    span = -(-i // (down.parts * down.bk)) * down.bk
+    i, n = plan.inter, plan.out
     wide = torch.float64 if plan.dtype == torch.float64 else torch.float32
     plan.workspace.add("parts", (plan.slots, down.parts, n), wide)
     plan.launch(
         gemv.down_parts,
         (plan.slots, -(-n // down.bn), down.parts),
-        (
-            *(plan.top_k, plan.experts, i, n, span, *plan.strides_ids, *plan.w_out.strides),
-            *(plan.w_out.table, plan.w_out.aligned, plan.wide(plan.w_out), n % down.bn == 0, i % down.bk == 0),
-            *(down.bn, down.bk, down.stages, pdl),
-        ),
-        "h ids w_out parts",
         down,
+        {"h": "h", "ids": "ids", "w": "w_out", "parts": "parts"},
+        top_k=plan.top_k,
+        E=plan.experts,
+        I=i,
+        N=n,
+        span=-(-i // (down.parts * down.bk)) * down.bk,
+        at_ids=plan.strides_ids,
+        at_w=Experts(*plan.w_out.strides),
+        stored=plan.down_stored(),
+        blocks=_blocks(plan, down, n, i),
     )
     block = min(power_of_two(n), 256)
-    bias = plan.b_out
     plan.launch(
         combine.combine_parts,
         (plan.tokens, -(-n // block)),
-        (
-            *(plan.top_k, plan.experts, n, *plan.strides_ids, *plan.strides_weights, *(bias.strides if bias else (0, 0))),
-            *(down.parts, bias is not None, bias is not None and bias.table, not plan.body.on_input, block, pdl),
-        ),
-        "parts ids weights b_out out h",
-        None,
+        4,
+        {"parts": "parts", "ids": "ids", "weights": "weights", "b": "b_out", "out": "out", "h": "h"},
+        top_k=plan.top_k,
+        E=plan.experts,
+        N=n,
+        at_ids=plan.strides_ids,
+        at_weights=plan.strides_weights,
+        at_b=Rows(*(plan.b_out.strides if plan.b_out else (0, 0))),
+        PARTS=down.parts,
+        SCALE=not plan.body.on_input,
+        stored=plan.down_stored(),
+        BN=block,
+        PDL=plan.pdl,
     )

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from moefuse.kernels.triton import grouped_plan as plan
-from moefuse.kernels.triton import wgrad
+from moefuse.kernels.triton.device import wgrad
+from moefuse.kernels.triton.device.structs import Experts, Rows, Stored
 from moefuse.kernels.triton.grouped_plan import Lists, Sorted, Weight, aligned_rows, fit, whole
-from moefuse.kernels.triton.launch import Launch, stream_of
+from moefuse.kernels.triton.launch.calls import launch, launch_once
+from moefuse.kernels.triton.launch.launch import Described
 from moefuse.kernels.triton.layout import Device, device_of, precision_of, rows_descriptor
 from moefuse.kernels.triton.operands import describe
 from moefuse.kernels.triton.problem import Tiles
@@ -43,18 +42,6 @@ def grad_tiles(g: Tensor, x: Tensor, it: Sorted) -> tuple[int, Tiles] | None:
     if it.mean_rows >= 768:
         return 128, fit(Tiles(256, 32, 8, 5, 8), 128, 2, device)
     return 128, fit(Tiles(128, 64, 4, 3, 8) if it.mean_rows <= 128 else Tiles(128, 32, 4, 5, 8), 128, 2, device)
-
-
-def launch_once(kernel: Any, pointer: Tensor, numbers: Sequence[int]) -> None:
-    """Launch one program with numbers that are new each time, for which the kernel is not specialised."""
-    key = (id(kernel), pointer.data_ptr() & 15, *[n >= 1 << 31 for n in numbers], pointer.device)
-    known = plan.LAUNCHES.get(key)
-    if known is None:
-        known = plan.LAUNCHES[key] = Launch(kernel, (1,), (), num_warps=1)
-    if known.compiled is None:
-        known.first((pointer, *numbers))
-    else:
-        known.again(stream_of(pointer.device), (pointer.data_ptr(), *numbers))
 
 
 def new_grads(tensors: Lists, dims: int) -> tuple[list[Tensor], Weight, Tensor | None]:
@@ -97,35 +84,62 @@ def weight_grads(
     # Gathered rows come one load after their row numbers, and Triton divides the stages between both. Elsewhere registers would not do.
     deep = device.hopper and x.element_size() == 2 and (g_tokens or x_tokens) and scale is None
     if n and k:
-        plan.launch(
+        launch(
             wgrad.weight_grads,
             (it.experts * -(-n // bn) * -(-k // part.bn),),
-            (g, x, x if scale is None else scale, it.order, it.offsets, target.pointer),
-            (
-                *(it.top_k, n, k, *g.stride(), *x.stride(), *((0, 0) if scale is None else scale.stride()), *target.strides),
-                *(g_tokens, x_tokens, scale is not None, target.operand.table, target.operand.aligned, target.operand.wide),
-                *(bn, part.bn, part.bk, part.group, precision_of(x.dtype)),
-            ),
+            {
+                "g": g, "x": x, "weights": x if scale is None else scale, "order": it.order, "offsets": it.offsets, "d_w": target.pointer,
+            },
             warps=part.warps,
             stages=2 * part.stages - 1 if deep else part.stages,
-        )
+            top_k=it.top_k,
+            N=n,
+            K=k,
+            at_g=Rows(*g.stride()),
+            at_x=Rows(*x.stride()),
+            at_weights=plan.rows_of(scale),
+            at_d=Experts(*target.strides),
+            GATHER_G=g_tokens,
+            GATHER_X=x_tokens,
+            SCALE=scale is not None,
+            stored=_stored(target),
+            BN=bn,
+            BK=part.bn,
+            BR=part.bk,
+            GROUP=part.group,
+            PRECISION=precision_of(x.dtype),
+        )  # fmt: skip
     return spread(grads, instead)
+
+
+def _stored(target: Weight) -> Stored:
+    return Stored(target.operand.table, target.operand.aligned, target.operand.wide)
 
 
 def _weight_grad_tiles(target: Weight, g: Tensor, x: Tensor, it: Sorted, bn: int, part: Tiles) -> None:
     """Gradients of weights from sorted rows that descriptors can show."""
-    each, *inner = target.strides
-    if inner[0] == 1 != inner[1]:  # stored in-out: the transpose, whose rows are contiguous
-        g, x, inner = x, g, inner[::-1]
-    n, k, operand = g.shape[1], x.shape[1], target.operand
-    plan.launch(
+    if target.strides[1] == 1 != target.strides[2]:  # stored in-out: the transpose, whose rows are contiguous
+        g, x, target = x, g, target.transposed()
+    n, k = g.shape[1], x.shape[1]
+    launch(
         wgrad.weight_grad_tiles,
         (it.experts * -(-n // bn) * -(-k // part.bn),),
-        (g, x, it.offsets, target.pointer),
-        (n, k, each, *inner, operand.table, operand.aligned, operand.wide, bn, part.bn, part.bk, part.group),
+        {
+            "g_rows": Described(g, *rows_descriptor(n, part.bk, bn, g.stride(0))),
+            "x_rows": Described(x, *rows_descriptor(k, part.bk, part.bn, x.stride(0))),
+            "offsets": it.offsets,
+            "d_w": target.pointer,
+        },
         warps=part.warps,
         stages=part.stages,
-        descs=((0, *rows_descriptor(n, part.bk, bn, g.stride(0))), (1, *rows_descriptor(k, part.bk, part.bn, x.stride(0)))),
+        N=n,
+        K=k,
+        at_d=Experts(*target.strides),
+        stored=_stored(target),
+        BN=bn,
+        BK=part.bn,
+        BR=part.bk,
+        GROUP=part.group,
     )
 
 
@@ -134,8 +148,19 @@ def vector_grads(v: Lists, g: Tensor, it: Sorted, *, tokens: bool = False, scale
     grads, target, instead = new_grads(v, 1)
     n = g.shape[1]
     if n:
-        strides = (0, 0) if scale is None else scale.stride()
-        rest = (it.top_k, n, *g.stride(), *strides, *target.strides, tokens, scale is not None, target.operand.table, 32, 64)
-        pointers = (g, g if scale is None else scale, it.order, it.offsets, target.pointer)
-        plan.launch(wgrad.vector_grads, (it.experts, -(-n // 64)), pointers, rest)
+        launch(
+            wgrad.vector_grads,
+            (it.experts, -(-n // 64)),
+            {"g": g, "weights": g if scale is None else scale, "order": it.order, "offsets": it.offsets, "d_b": target.pointer},
+            top_k=it.top_k,
+            N=n,
+            at_g=Rows(*g.stride()),
+            at_weights=plan.rows_of(scale),
+            at_d=Rows(*target.strides),
+            GATHER=tokens,
+            SCALE=scale is not None,
+            TABLE=target.operand.table,
+            BR=32,
+            BN=64,
+        )
     return spread(grads, instead)

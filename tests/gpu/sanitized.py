@@ -25,6 +25,7 @@ import torch  # noqa: E402
 from moefuse.kernels.triton import plan as plans  # noqa: E402
 from moefuse.kernels.triton.activate import activate  # noqa: E402
 from moefuse.kernels.triton.problem import Config, Tiles, Vectors  # noqa: E402
+from moefuse.ops.call import Body  # noqa: E402
 from moefuse.ops.recipe import Recipe  # noqa: E402
 from tests.cpu.ops_case import Case  # noqa: E402
 from tests.gpu import test_grouped as tier  # noqa: E402
@@ -101,7 +102,7 @@ def router() -> None:
         torch.ops.moefuse.topk(scores, 3)
     groups = Recipe(3, "sigmoid", 4, 2, 2, by_choice=False, renormalise=True)
     torch.ops.moefuse.route(logits[:, :36].contiguous(), bias[:36].float(), *groups.arguments, torch.bfloat16)
-    activate(x[:, ::2], x[:, 1::2].contiguous().repeat(1, 2)[:, :501], "silu", ())
+    activate(x[:, ::2], x[:, 1::2].contiguous().repeat(1, 2)[:, :501], Body())
     torch.cuda.synchronize()
     sys.stdout.write("router called\n")
 

@@ -195,7 +195,8 @@ def test_what_is_kept_is_not_in_the_pool_of_a_graph(tokens: int, monkeypatch: py
 @pytest.mark.parametrize("separate", [False, True], ids=["stacked", "separate"])
 def test_launched_without_python(separate: bool) -> None:
     """Once C++ knows a call it launches it: the same bits, live weights, other tokens; a graph records it."""
-    from moefuse.kernels.triton import native, provider
+    from moefuse.kernels.triton import provider
+    from moefuse.kernels.triton.launch import native
 
     case = Case(tokens=2, hidden=256, inter=128, hidden_out=256, experts=8, top_k=2, bias=False, dtype=torch.bfloat16, separate=separate)
     args = on_gpu(case.args())

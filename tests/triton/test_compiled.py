@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import re
 import subprocess
 from pathlib import Path
@@ -69,29 +70,40 @@ def make_plan(problem: Any, config: Any, separate: bool = False) -> Any:
     return plan, {**tensors, **own}
 
 
-def source(step: Any, tensors: dict[str, torch.Tensor]) -> Any:
+def source(launch: Any, tensors: dict[str, torch.Tensor]) -> Any:
     """What Triton's launcher would compile for this launch."""
     from triton.compiler import ASTSource
 
-    kernel = step.launch.kernel
-    signature, constants, attributes = {}, {}, {}
-    blocks = {position: (name, block) for position, name, _, _, block in step.descs}
-    for i, (param, value) in enumerate(zip(kernel.params, (*step.names, *step.launch.rest), strict=True)):
-        if i in blocks:
-            name, block = blocks[i]
-            signature[param.name] = f"tensordesc<{POINTERS[tensors[name].dtype]}{list(block)}>"
-        elif i < len(step.names):
+    from moefuse.kernels.triton.launch.launch import Described
+
+    constants: dict[tuple[int, ...], Any] = {}
+    attributes: dict[tuple[int, ...], Any] = {}
+
+    def number(value: Any, at: tuple[int, ...], specialised: bool = True) -> Any:
+        if isinstance(value, tuple):
+            parts = [number(part, (*at, i)) for i, part in enumerate(value)]
+            return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+        if isinstance(value, float):
+            return "fp32"
+        if value is None or (value == 1 and specialised):
+            constants[at] = value
+            return "constexpr"
+        if value % 16 == 0 and specialised:
+            attributes[at] = [["tt.divisibility", 16]]
+        return "i64" if value >= 1 << 31 else "i32"
+
+    signature = {}
+    for i, (param, value) in enumerate(zip(launch.kernel.params, launch.args, strict=True)):
+        if isinstance(value, Described):
+            signature[param.name] = f"tensordesc<{POINTERS[tensors[value.array].dtype]}{list(value.block)}>"
+        elif i < len(launch.names):
             signature[param.name] = f"*{POINTERS[tensors[value].dtype]}"
             attributes[(i,)] = [["tt.divisibility", 16]]
-        elif param.is_constexpr or (value == 1 and isinstance(value, int) and not param.do_not_specialize):
-            signature[param.name], constants[param.name] = "constexpr", value
-        elif isinstance(value, float):
-            signature[param.name] = "fp32"
+        elif param.is_constexpr:
+            signature[param.name], constants[(i,)] = "constexpr", value
         else:
-            signature[param.name] = "i64" if value >= 1 << 31 else "i32"
-            if value % 16 == 0 and not param.do_not_specialize:
-                attributes[(i,)] = [["tt.divisibility", 16]]
-    return ASTSource(kernel, signature, constants, attributes)
+            signature[param.name] = number(value, (i,), not param.do_not_specialize)
+    return ASTSource(launch.kernel, signature, constants, attributes)
 
 
 @functools.cache
@@ -123,9 +135,9 @@ def compile_plan(problem: Any, config: Any, arch: int | str, folder: Path, separ
     target = GPUTarget("hip", arch, 64) if isinstance(arch, str) else GPUTarget("cuda", arch, 32)
     plan, tensors = make_plan(problem, config, separate)
     for step in plan.steps:
-        options = {k: v for k, v in step.launch.options.items() if k != "launch_pdl" or not isinstance(arch, str)}
+        options = {k: v for k, v in step.options.items() if k != "launch_pdl" or not isinstance(arch, str)}
         compiled = triton.compile(source(step, tensors), target=target, options=options)
-        name = f"{step.launch.kernel.__name__} for {arch}"
+        name = f"{step.kernel.__name__} for {arch}"
         assert compiled.metadata.shared <= SHARED[arch], f"{name}: {compiled.metadata.shared} bytes of shared memory"
         assert spills(compiled, arch, folder) == 0, f"{name} spills"
 
@@ -230,8 +242,8 @@ def test_join_is_one_product(tmp_path: Path) -> None:
     problem = problems()["prefill"]
     up = Tiles(128, 64, 8, 4, 8, desc=True, join=True, tail=True)
     plan, tensors = make_plan(problem, Config(128, up, Tiles(256, 64, 8, 4, 8, desc=True)))
-    step = next(s for s in plan.steps if s.launch.kernel.__name__ == "up_tiles")
-    compiled = triton.compile(source(step, tensors), target=GPUTarget("cuda", 90, 32), options=step.launch.options)
+    step = next(s for s in plan.steps if s.kernel.__name__ == "up_tiles")
+    compiled = triton.compile(source(step, tensors), target=GPUTarget("cuda", 90, 32), options=step.options)
     ptx = compiled.asm["ptx"]
     assert "wgmma.mma_async.sync.aligned.m64n256k16" in ptx
     assert "cp.async.bulk.tensor.4d" in ptx
@@ -263,8 +275,8 @@ def compiled_up(desc: bool) -> tuple[Any, Any]:
 
     part = Tiles(128, 64, 8, 3, 8, desc=True, join=True, rows_desc=True) if desc else Vectors(4, 512)
     plan, tensors = make_plan(problems()["prefill" if desc else "decode"], Config(128 if desc else 0, part, part, pdl=True))
-    step = next(s for s in plan.steps if s.launch.kernel.__name__.startswith("up"))
-    return step, triton.compile(source(step, tensors), target=GPUTarget("cuda", 90, 32), options=step.launch.options)
+    step = next(s for s in plan.steps if s.kernel.__name__.startswith("up"))
+    return step, triton.compile(source(step, tensors), target=GPUTarget("cuda", 90, 32), options=step.options)
 
 
 @pytest.mark.parametrize("desc", [False, True], ids=["pointers", "descriptors"])
@@ -272,7 +284,7 @@ def test_direct_launches_pass_what_tritons_launcher_passes(desc: bool) -> None:
     """The arguments of the machine code, one by one, against the C text of Triton's generated launcher."""
     from triton.backends.nvidia.driver import make_launcher
 
-    from moefuse.kernels.triton import direct
+    from moefuse.kernels.triton.launch import direct
 
     step, compiled = compiled_up(desc)
     signature = list(compiled.src.signature.values())
@@ -290,8 +302,9 @@ def test_direct_launches_pass_what_tritons_launcher_passes(desc: bool) -> None:
         "i64": "int64_t",
         "fp32": "uint32_t",
     }
-    mine = direct.parameters(signature, [len(d[2]) for d in step.descs])
+    mine = direct.parameters(signature, [len(d.shape) for _, d in step.descs])
     assert [types[kind.split()[0]] for _, kind in mine] == [d.split()[0] for d in declared]
+    assert any(len(at) > 1 for at, _ in mine), "no argument that is a tuple"
     assert "CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION" in text
 
 
@@ -299,12 +312,12 @@ def test_direct_launches_store_every_argument(monkeypatch: pytest.MonkeyPatch) -
     """Values, grid, threads, stream and the PDL attribute, read back from the memory that the driver would read."""
     import ctypes
 
-    from moefuse.kernels.triton import direct
+    from moefuse.kernels.triton.launch import direct
 
     step, compiled = compiled_up(desc=False)
     monkeypatch.setattr(type(compiled), "function", 77, raising=False)
     monkeypatch.setattr(compiled, "function", 77, raising=False)
-    step.launch.compiled = compiled
+    step.compiled = compiled
     seen: list[Any] = []
 
     def launch(config: Any, function: Any, params: Any, extra: Any) -> int:
@@ -316,17 +329,31 @@ def test_direct_launches_store_every_argument(monkeypatch: pytest.MonkeyPatch) -
     addresses = [1000 + i for i in range(len(names))]
     assert it.run(5, addresses)
     config, function, params = seen[0]
-    assert (function, tuple(config.grid), tuple(config.block), config.stream) == (77, step.launch.grid, (128, 1, 1), 5)
+    assert (function, tuple(config.grid), tuple(config.block), config.stream) == (77, step.grid, (128, 1, 1), 5)
     assert config.shared == compiled.metadata.shared
     assert config.num_attributes == 1
     attribute = ctypes.cast(config.attributes, ctypes.POINTER(direct._Attribute))[0]
     assert (attribute.id, attribute.value, ctypes.sizeof(attribute), ctypes.sizeof(config)) == (6, 1, 72, 56)
-    values = (*step.names, *step.launch.rest)
     kinds = direct.parameters(list(compiled.src.signature.values()), [])
     assert len(params) == len(kinds) + 2
     for (position, kind), at in zip(kinds, params, strict=False):
+        value = functools.reduce(operator.getitem, position, step.args)
         if kind == "pointer":
-            assert ctypes.c_uint64.from_address(at).value == 1000 + names.index(values[position])
+            assert ctypes.c_uint64.from_address(at).value == 1000 + names.index(value)
         else:
-            assert direct.NUMBERS[kind].from_address(at).value == pytest.approx(values[position], rel=1e-6)
+            assert direct.NUMBERS[kind].from_address(at).value == pytest.approx(value, rel=1e-6)
     assert all(ctypes.c_uint64.from_address(at).value == 0 for at in params[-2:])
+
+
+def test_arguments_are_bound_by_name() -> None:
+    """A keyword that is missing, unknown or given twice is an error when the launch is made, with the kernel's name."""
+    from moefuse.kernels.triton.device import routing
+    from moefuse.kernels.triton.launch.launch import Launch
+
+    arrays, numbers = {"totals": "b", "counts": "a"}, {"C": 3, "BC": 128, "BE": 32, "COLS": 8, "PDL": False}
+    launch = Launch(routing.scan_chunks, (1,), arrays, numbers)
+    assert launch.args == ("a", "b", 3, 128, 32, 8, False)
+    assert (launch.names, launch.order) == (("a", "b"), (1, 0))
+    for wrong in (numbers | {"BD": 1}, {"C": 3}, numbers | {"counts": 1}):
+        with pytest.raises(TypeError, match="scan_chunks"):
+            Launch(routing.scan_chunks, (1,), arrays, wrong)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from moefuse.ops.call import Body
 from tests.triton.test_compiled import SHARED, source, spills
 
 
@@ -19,15 +19,15 @@ def test_compiles(activation: str, gated: bool, arch: int | str, tmp_path: Path,
     from triton.backends.compiler import GPUTarget
 
     from moefuse.kernels.triton import activate
+    from moefuse.kernels.triton.launch import calls
 
     made: list[Any] = []
-    monkeypatch.setattr(activate, "launch", lambda *args: made.append(args))
+    monkeypatch.setattr(calls, "LAUNCHES", {})
+    monkeypatch.setattr(calls, "run", lambda it, tensors, _: made.append((it, dict(zip(it.names, tensors, strict=True)))))
     h = torch.empty(64, 2 * 5632, dtype=torch.bfloat16, device="meta")
     gate, up = h.chunk(2, -1)
-    activate.activate(gate, up if gated else None, activation, (1.7, 7.0))
-    [(kernel, _, pointers, rest)] = made
-    names = ("gate", "up", "out")
-    step = SimpleNamespace(launch=SimpleNamespace(kernel=kernel, rest=rest, options={}), names=names, descs=())
+    activate.activate(gate, up if gated else None, Body(activation, (1.7, 7.0)))
+    [(launch, tensors)] = made
     target = GPUTarget("hip", arch, 64) if isinstance(arch, str) else GPUTarget("cuda", arch, 32)
-    compiled = triton.compile(source(step, dict(zip(names, pointers, strict=True))), target=target, options={"num_warps": 4})
+    compiled = triton.compile(source(launch, tensors), target=target, options={"num_warps": 4})
     assert spills(compiled, arch, tmp_path) == 0

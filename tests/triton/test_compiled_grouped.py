@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -63,17 +62,16 @@ ON_ALL = [
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What would be launched, in the form of a step of a plan with its tensors."""
     from moefuse.kernels.triton import grouped_plan, wgrad_plan
+    from moefuse.kernels.triton.launch import calls
 
     made: list[Any] = []
 
-    def launch(kernel: Any, grid: Any, pointers: Any, rest: Any, *, warps: int = 4, stages: int = 2, descs: Any = ()) -> None:
-        assert all(isinstance(n, int) and n > 0 for n in grid), (kernel.__name__, grid)
-        names = [f"p{i}" for i in range(len(pointers))]
-        inner = SimpleNamespace(kernel=kernel, rest=rest, options={"num_warps": warps, "num_stages": stages})
-        blocks = tuple((position, names[position], shape, strides, block) for position, shape, strides, block in descs)
-        made.append((SimpleNamespace(launch=inner, names=names, descs=blocks), dict(zip(names, pointers, strict=True))))
+    def run(it: Any, tensors: Any, addresses: Any = None) -> None:
+        assert all(isinstance(n, int) and n > 0 for n in it.grid), (it.kernel.__name__, it.grid)
+        made.append((it, dict(zip(it.names, tensors, strict=True))))
 
-    monkeypatch.setattr(grouped_plan, "launch", launch)
+    monkeypatch.setattr(calls, "run", run)
+    monkeypatch.setattr(calls, "LAUNCHES", {})
     monkeypatch.setattr(wgrad_plan, "launch_once", lambda *a: None)
     monkeypatch.setattr(grouped_plan, "address_table", lambda t: torch.empty(len(t), dtype=torch.int64, device="meta"))
     monkeypatch.setattr(grouped_plan, "steps_table", lambda t: (t[0], torch.empty(len(t), dtype=torch.int64, device="meta")))
@@ -93,14 +91,13 @@ def compile_all(made: list[Any], arch: int | str, folder: Path, monkeypatch: pyt
     run()
     target = GPUTarget("hip", arch, 64) if isinstance(arch, str) else GPUTarget("cuda", arch, 32)
     seen = set()
-    for step, tensors in made:
-        inner = step.launch
-        key = (inner.kernel.__name__, inner.rest, tuple(t.dtype for t in tensors.values()), str(step.descs))
+    for it, tensors in made:
+        key = (it.kernel.__name__, str(it.args), tuple(t.dtype for t in tensors.values()))
         if key in seen:
             continue
         seen.add(key)
-        compiled = triton.compile(source(step, tensors), target=target, options=inner.options)
-        name = f"{inner.kernel.__name__} for {arch} {inner.rest}"
+        compiled = triton.compile(source(it, tensors), target=target, options=it.options)
+        name = f"{it.kernel.__name__} for {arch} {it.args}"
         assert compiled.metadata.shared <= SHARED[arch], f"{name}: {compiled.metadata.shared} bytes of shared memory"
         assert spills(compiled, arch, folder) == 0, f"{name} spills"
 
@@ -152,7 +149,7 @@ def test_training(name: str, arch: int | str, on_input: bool, launches: list[Any
 
     compile_all(launches, arch, tmp_path, monkeypatch, run)
     grads = "weight_grad_tiles" if arch == 90 and name in ("many rows", "in-out", "separate") else "weight_grads"
-    assert {"linear_tiles", grads, "activate", "activate_grads", "sum_rows"} <= {s.launch.kernel.__name__ for s, _ in launches}
+    assert {"linear_tiles", grads, "activate", "activate_grads", "sum_rows"} <= {it.kernel.__name__ for it, _ in launches}
 
 
 SCORES = [(4096, 1024, 32), (300, 8, 2)]

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from moefuse.ops.activations import ACTIVATIONS
+from moefuse.ops.call import Body
 from moefuse.ops.reference import accumulation_dtype
 
 quiet = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore:Conversion of an array with ndim:DeprecationWarning")
@@ -35,10 +36,10 @@ def test_activations(activation: str, split: object, dtype: torch.dtype) -> None
     for other in (up, None) if activation not in ("swiglu_oai", "silu_clamp") else (up,):
         wanted = known.forward(gate.to(wide), None if other is None else other.to(wide), args)
         tolerance = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 2.0**-11, "atol": 1e-6}
-        torch.testing.assert_close(activate(gate, other, activation, args).to(wide), wanted, **tolerance)  # type: ignore[arg-type]
+        torch.testing.assert_close(activate(gate, other, Body(activation, args)).to(wide), wanted, **tolerance)  # type: ignore[arg-type]
 
 
 def test_no_tokens() -> None:
     from moefuse.kernels.triton.activate import activate
 
-    assert activate(torch.zeros(0, 4), None, "silu", ()).shape == (0, 4)
+    assert activate(torch.zeros(0, 4), None, Body()).shape == (0, 4)

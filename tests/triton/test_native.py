@@ -25,7 +25,7 @@ class World:
         from triton.backends.compiler import GPUTarget
 
         from moefuse import _torch_private
-        from moefuse.kernels.triton import direct, native
+        from moefuse.kernels.triton.launch import direct, native
         from moefuse.kernels.triton.problem import Config, Problem, Vectors
 
         self.native, self.direct = native, direct
@@ -46,9 +46,9 @@ class World:
             Problem(T, K, E, H, INNER, H, "merged", "bfloat16"), Config(0, Vectors(4, 64), Vectors(4, 32), pdl=True)
         )
         for step in self.plan.steps:
-            compiled = triton.compile(source(step, tensors), target=GPUTarget("cuda", 90, 32), options=step.launch.options)
+            compiled = triton.compile(source(step, tensors), target=GPUTarget("cuda", 90, 32), options=step.options)
             compiled.__dict__["function"] = 77
-            step.launch.compiled = compiled
+            step.compiled = compiled
 
     def general(self, tensors: list[Tensor], *rest: Any) -> Tensor:
         self.fallbacks += 1
@@ -60,10 +60,10 @@ class World:
 
     def launch(self, config: Any, function: Any, params: Any, extra: Any) -> int:
         step = self.plan.steps[len(self.launched) % len(self.plan.steps)]
-        kinds = self.direct.parameters([str(kind) for kind in step.launch.compiled.src.signature.values()], [])
+        kinds = self.direct.parameters(list(step.compiled.src.signature.values()), [])
         at = {
-            step.names[position]: ctypes.c_uint64.from_address(params[i]).value
-            for i, (position, kind) in enumerate(kinds)
+            step.args[position]: ctypes.c_uint64.from_address(params[i]).value
+            for i, ((position, *_), kind) in enumerate(kinds)
             if kind == "pointer"
         }
         known = self.direct._Config.from_address(config)
@@ -112,7 +112,7 @@ def test_a_known_call_is_launched(world: World) -> None:
         out = call(args)
         assert (out.shape, out.dtype, out.stride()) == ((T, H), BF16, (H, 1))
         assert world.fallbacks == 0
-        assert [(f, s, g) for f, s, g, _ in world.launched] == [(77, 5, step.launch.grid) for step in world.plan.steps]
+        assert [(f, s, g) for f, s, g, _ in world.launched] == [(77, 5, step.grid) for step in world.plan.steps]
         for _, _, _, at in world.launched:
             for name, tensor in (("x", args[0]), ("ids", args[1]), ("w_in", args[3]), ("w_out", args[4]), ("out", out)):
                 assert at.get(name, tensor.data_ptr()) == tensor.data_ptr(), name

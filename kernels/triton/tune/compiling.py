@@ -45,8 +45,6 @@ def from_json(data: dict[str, Any]) -> Job:
 
 def compile_one(job: Job) -> str | None:
     """Compile all kernels of one configuration into Triton's cache; the error if one fails."""
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
     problem, kind, config = job
     try:
         call = make(problem, kind, "meta")
@@ -55,11 +53,8 @@ def compile_one(job: Job) -> str | None:
         space = torch.empty(plan.workspace.size, dtype=torch.uint8, device="meta")
         tensors = {**plan.workspace.views(space), **_operands(plan, call.lists), "x": x, "ids": ids, "weights": weights}
         tensors["out"] = torch.empty((problem.tokens, problem.out), dtype=kind.out(problem), device="meta")
-        for step in plan.steps:
-            pointers: list[Any] = [tensors[name] for name in step.names]
-            for position, name, sizes, strides, block in step.descs:
-                pointers[position] = TensorDescriptor(tensors[name], list(sizes), list(strides), list(block))
-            step.launch.kernel.warmup(*pointers, *step.launch.rest, grid=step.launch.grid, **step.launch.options)
+        for launch in plan.steps:
+            launch.kernel.warmup(*launch.arguments([tensors[name] for name in launch.names]), grid=launch.grid, **launch.options)
     except Exception as error:
         return (repr(error) or type(error).__name__)[:200]
     return None

@@ -7,8 +7,8 @@ as <dout W_out, a> + <dout, b_out>, so y is not needed (SonicMoE's and ScatterMo
 import triton
 import triton.language as tl
 
-from moefuse.kernels.triton.functions import at_least, at_most, expert_base, gated, logistic, pointwise, relu, tanh
-from moefuse.kernels.triton.rows import expert_of
+from moefuse.kernels.triton.device.functions import at_least, at_most, expert_base, gated, logistic, pointwise, relu, tanh
+from moefuse.kernels.triton.device.rows import expert_of
 
 
 @triton.jit
@@ -47,8 +47,11 @@ def passed(d, mask):
 
 
 @triton.jit
-def gated_grads(d, gate, up, ARG0: tl.constexpr, ARG1: tl.constexpr, ACT: tl.constexpr, FAST: tl.constexpr):
+def gated_grads(d, gate, up, halves: tl.constexpr, FAST: tl.constexpr):
     """(gradient of gate, gradient of up) of ``functions.gated``; a clamp lets its bounds through, as torch.clamp does."""
+    ACT: tl.constexpr = halves.ACT
+    ARG0: tl.constexpr = halves.ARG0
+    ARG1: tl.constexpr = halves.ARG1
     if ACT == "swiglu_oai":
         g = at_most(gate, ARG1)
         u = at_least(at_most(up, ARG1), -ARG1)
@@ -67,34 +70,30 @@ def gated_grads(d, gate, up, ARG0: tl.constexpr, ARG1: tl.constexpr, ACT: tl.con
 
 
 @triton.jit
-def activated(gate, up, ARG0: tl.constexpr, ARG1: tl.constexpr, ACT: tl.constexpr, PLAIN: tl.constexpr, FAST: tl.constexpr):
+def activated(gate, up, halves: tl.constexpr, FAST: tl.constexpr):
     """The activation of either kind of expert."""
-    if PLAIN:
+    ACT: tl.constexpr = halves.ACT
+    if halves.PLAIN:
         r = pointwise(gate, ACT, FAST)
     else:
+        ARG0: tl.constexpr = halves.ARG0
+        ARG1: tl.constexpr = halves.ARG1
         r = gated(gate, up, ARG0, ARG1, ACT, FAST)
     return r
 
 
 @triton.jit(do_not_specialize=["S"])
-def activate(
-    h, offsets, a, S, E, I, stride_hr,
-    GATE: tl.constexpr, UP: tl.constexpr, STEP: tl.constexpr, PLAIN: tl.constexpr, ACT: tl.constexpr, ARG0: tl.constexpr,
-    ARG1: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
-    """a [S, I], rounded to storage, from the pre-activation h [S, width]; GATE, UP, STEP: where the features of gate and up are in a row.
-
-    Dead rows are not written.
-    """
+def activate(h, offsets, a, S, E, I, stride_hr, halves: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr):
+    """a [S, I], rounded to storage, from the pre-activation h [S, width]. Dead rows are not written."""
     dtype: tl.constexpr = h.dtype.element_ty
     wide: tl.constexpr = tl.float64 if dtype == tl.float64 else tl.float32
     row = tl.program_id(0) * BR + tl.arange(0, BR)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
-    mask = (row < tl.load(offsets + E))[:, None] & (n < I)[None, :]
-    at = h + row.to(tl.int64)[:, None] * stride_hr + n[None, :] * STEP
-    gate = tl.load(at + GATE, mask=mask, other=0.0).to(wide)
-    up = gate if PLAIN else tl.load(at + UP, mask=mask, other=0.0).to(wide)
-    out = activated(gate, up, ARG0, ARG1, ACT, PLAIN, dtype.primitive_bitwidth == 16)
+    mask = (row < tl.load(offsets + E))[:, None] & (n < I)[None, :]  # []
+    from_h = h + row.to(tl.int64)[:, None] * stride_hr + n[None, :] * halves.STEP
+    gate = tl.load(from_h + halves.GATE, mask=mask, other=0.0).to(wide)  # [BR, BN]
+    up = gate if halves.PLAIN else tl.load(from_h + halves.UP, mask=mask, other=0.0).to(wide)  # [BR, BN]
+    out = activated(gate, up, halves, dtype.primitive_bitwidth == 16)
     tl.store(a + row.to(tl.int64)[:, None] * I + n[None, :], out.to(dtype), mask=mask)
 
 
@@ -105,70 +104,70 @@ def row_products(a, b, live, N, stride_a, stride_b, wide: tl.constexpr, BR: tl.c
     for n0 in range(0, N, BN):
         n = (n0 + tl.arange(0, BN)).to(tl.int64)
         mask = live[:, None] & (n < N)[None, :]
-        v = tl.load(a[:, None] + n[None, :] * stride_a, mask=mask, other=0.0).to(wide)
-        total += tl.sum(v * tl.load(b[:, None] + n[None, :] * stride_b, mask=mask, other=0.0).to(wide), 1)
+        v = tl.load(a[:, None] + n[None, :] * stride_a, mask=mask, other=0.0).to(wide)  # [BR, BN]
+        total += tl.sum(v * tl.load(b[:, None] + n[None, :] * stride_b, mask=mask, other=0.0).to(wide), 1)  # [BR, BN]
     return total
 
 
 @triton.jit(do_not_specialize=["S"])
 def activate_grads(
-    h, d_a, grad, b, weights, order, offsets, d_h, a, d_weights,
-    S, top_k, E, I, N, stride_hr, stride_gt, stride_gn, stride_be, stride_bn, stride_rt, stride_rk,
-    GATE: tl.constexpr, UP: tl.constexpr, STEP: tl.constexpr, PLAIN: tl.constexpr, ACT: tl.constexpr, ARG0: tl.constexpr,
-    ARG1: tl.constexpr, SCALE: tl.constexpr, WANT_H: tl.constexpr, WANT_A: tl.constexpr, WANT_WEIGHTS: tl.constexpr, BIAS: tl.constexpr,
-    BIAS_TABLE: tl.constexpr, BE: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr,
+    h, d_a, grad, b, weights, order, offsets, d_h, a, d_weights, S, top_k, E, I, N, stride_hr, at_grad, at_b, at_weights,
+    halves: tl.constexpr, SCALE: tl.constexpr, want: tl.constexpr, bias: tl.constexpr, BE: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """From h [S, width] and d_a [S, I], the gradient of the activation's result before the routing weight, whatever is wanted of:
 
     d_h [S, width] (contiguous), the gradient of h; a [S, I], the activation times its routing weight, rounded to storage; d_weights [S]
     in slot order, the gradient of the routing weights, zeros for dead rows. a may be d_a. SCALE: the routing weight multiplies the
-    expert's output.
+    expert's output. bias: (whether there is one, whether as addresses).
     """
     dtype: tl.constexpr = h.dtype.element_ty
     wide: tl.constexpr = tl.float64 if dtype == tl.float64 else tl.float32
+    FAST: tl.constexpr = dtype.primitive_bitwidth == 16
+    ACT: tl.constexpr = halves.ACT
     row = tl.program_id(0) * BR + tl.arange(0, BR)
-    live = row < tl.load(offsets + E)
-    slot = tl.load(order + row, mask=row < S, other=0).to(tl.int64)
+    live = row < tl.load(offsets + E)  # []
+    slot = tl.load(order + row, mask=row < S, other=0).to(tl.int64)  # [BR]
     token = slot // top_k
     if SCALE:
-        scale = tl.load(weights + token * stride_rt + slot % top_k * stride_rk, mask=live, other=0.0).to(wide)[:, None]
+        from_weights = weights + token * at_weights.row + slot % top_k * at_weights.col
+        scale = tl.load(from_weights, mask=live, other=0.0).to(wide)[:, None]  # [BR]
     at_row = row.to(tl.int64)[:, None]
     total = tl.zeros([BR], wide)
     for n0 in range(0, I, BN):
         n = n0 + tl.arange(0, BN)
         mask = live[:, None] & (n < I)[None, :]
-        at_h = at_row * stride_hr + n[None, :] * STEP
-        gate = tl.load(h + at_h + GATE, mask=mask, other=0.0).to(wide)
-        up = gate if PLAIN else tl.load(h + at_h + UP, mask=mask, other=0.0).to(wide)
-        if WANT_A or WANT_WEIGHTS:
-            value = activated(gate, up, ARG0, ARG1, ACT, PLAIN, dtype.primitive_bitwidth == 16)
-        if WANT_H or WANT_WEIGHTS:
-            d = tl.load(d_a + at_row * I + n[None, :], mask=mask, other=0.0).to(wide)
-        if WANT_A:
+        at_h = at_row * stride_hr + n[None, :] * halves.STEP
+        gate = tl.load(h + at_h + halves.GATE, mask=mask, other=0.0).to(wide)  # [BR, BN]
+        up = gate if halves.PLAIN else tl.load(h + at_h + halves.UP, mask=mask, other=0.0).to(wide)  # [BR, BN]
+        if want.A or want.WEIGHTS:
+            value = activated(gate, up, halves, FAST)
+        if want.H or want.WEIGHTS:
+            d = tl.load(d_a + at_row * I + n[None, :], mask=mask, other=0.0).to(wide)  # [BR, BN]
+        if want.A:
             tl.debug_barrier()  # every thread has loaded: a may be d_a
             tl.store(a + at_row * I + n[None, :], (value * scale if SCALE else value).to(dtype), mask=mask)
-        if WANT_WEIGHTS:
+        if want.WEIGHTS:
             total += tl.sum(tl.where(mask, d * value, 0.0), 1)
-        if WANT_H:
+        if want.H:
             if SCALE:
                 d = d * scale
-            if PLAIN:
-                d_gate = pointwise_grad(d, gate, ACT, dtype.primitive_bitwidth == 16)
+            if halves.PLAIN:
+                d_gate = pointwise_grad(d, gate, ACT, FAST)
             else:
-                d_gate, d_up = gated_grads(d, gate, up, ARG0, ARG1, ACT, dtype.primitive_bitwidth == 16)
-                tl.store(d_h + at_h + UP, d_up.to(dtype), mask=mask)
-            tl.store(d_h + at_h + GATE, d_gate.to(dtype), mask=mask)
-    if WANT_WEIGHTS:
-        if BIAS:
+                d_gate, d_up = gated_grads(d, gate, up, halves, FAST)
+                tl.store(d_h + at_h + halves.UP, d_up.to(dtype), mask=mask)
+            tl.store(d_h + at_h + halves.GATE, d_gate.to(dtype), mask=mask)
+    if want.WEIGHTS:
+        if bias[0]:
             e = tl.where(live, expert_of(row, offsets, E, BE), 0)
-            base = expert_base(b, e, stride_be, dtype, BIAS_TABLE, False)
-            total += row_products(grad + token * stride_gt, base, live, N, stride_gn, stride_bn, wide, BR, BN)
+            base = expert_base(b, e, at_b.row, dtype, bias[1], False)
+            total += row_products(grad + token * at_grad.row, base, live, N, at_grad.col, at_b.col, wide, BR, BN)
         tl.store(d_weights + slot, total.to(d_weights.dtype.element_ty), mask=row < S)
 
 
 @triton.jit(do_not_specialize=["S"])
 def pair_rows(
-    tokens, rows, weights, order, offsets, out, d_weights, S, top_k, E, N, stride_tt, stride_tn, stride_sr, stride_sn, stride_rt, stride_rk,
+    tokens, rows, weights, order, offsets, out, d_weights, S, top_k, E, N, at_tokens, at_rows, at_weights,
     FROM_ROWS: tl.constexpr, SCALE: tl.constexpr, WANT_OUT: tl.constexpr, WANT_WEIGHTS: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """For each sorted row, whatever is wanted of: out [S, N], the row (FROM_ROWS) or its token times the routing weight; d_weights [S] in
@@ -176,20 +175,21 @@ def pair_rows(
     """
     wide: tl.constexpr = tl.float64 if out.dtype.element_ty == tl.float64 else tl.float32
     row = tl.program_id(0) * BR + tl.arange(0, BR)
-    live = row < tl.load(offsets + E)
-    slot = tl.load(order + row, mask=row < S, other=0).to(tl.int64)
+    live = row < tl.load(offsets + E)  # []
+    slot = tl.load(order + row, mask=row < S, other=0).to(tl.int64)  # [BR]
     token = slot // top_k
     if SCALE:
-        scale = tl.load(weights + token * stride_rt + slot % top_k * stride_rk, mask=live, other=0.0).to(wide)[:, None]
+        from_weights = weights + token * at_weights.row + slot % top_k * at_weights.col
+        scale = tl.load(from_weights, mask=live, other=0.0).to(wide)[:, None]  # [BR]
     at_row = row.to(tl.int64)[:, None]
     total = tl.zeros([BR], wide)
     for n0 in range(0, N, BN):
         n = (n0 + tl.arange(0, BN)).to(tl.int64)[None, :]
         mask = live[:, None] & (n < N)
         if WANT_WEIGHTS or not FROM_ROWS:
-            t = tl.load(tokens + token[:, None] * stride_tt + n * stride_tn, mask=mask, other=0.0).to(wide)
+            t = tl.load(tokens + token[:, None] * at_tokens.row + n * at_tokens.col, mask=mask, other=0.0).to(wide)  # [BR, BN]
         if WANT_WEIGHTS or FROM_ROWS:
-            s = tl.load(rows + at_row * stride_sr + n * stride_sn, mask=mask, other=0.0).to(wide)
+            s = tl.load(rows + at_row * at_rows.row + n * at_rows.col, mask=mask, other=0.0).to(wide)  # [BR, BN]
         if WANT_WEIGHTS:
             total += tl.sum(t * s, 1)
         if WANT_OUT:

@@ -153,7 +153,7 @@ def expert_base(w, e, stride_e, dtype: tl.constexpr, TABLE: tl.constexpr, ALIGNE
     ``dtype`` is the element type; ALIGNED promises that the addresses of a table are multiples of 16 bytes.
     """
     if TABLE:
-        base = tl.load(w + e).to(tl.pointer_type(dtype))
+        base = tl.load(w + e).to(tl.pointer_type(dtype))  # as e
         if ALIGNED:
             base = tl.multiple_of(base, 16)
     else:
@@ -200,7 +200,8 @@ FAR_ROW: tl.constexpr = tl.constexpr(1 << 30)
 @triton.jit
 def load_rows(rows_of, start, rows, col, BM: tl.constexpr, BN: tl.constexpr):
     """[BM, BN] from row ``start`` and column ``col``, zeros behind the first ``rows``, through a descriptor as of :func:`store_rows`."""
-    return tl.reshape(rows_of.load([FAR_ROW, start + rows, FAR_ROW - rows, col]), [BM, BN])
+    v = rows_of.load([FAR_ROW, start + rows, FAR_ROW - rows, col])  # [1, 1, BM, BN]
+    return tl.reshape(v, [BM, BN])
 
 
 @triton.jit

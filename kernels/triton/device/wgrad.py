@@ -8,31 +8,32 @@ papers gather inside the weight gradient likewise; the code is our own.)
 import triton
 import triton.language as tl
 
-from moefuse.kernels.triton.functions import expert_base, index, load_rows, tile_order
+from moefuse.kernels.triton.device.functions import expert_base, index, load_rows, tile_order
 
 
 @triton.jit
 def place(row, live, order, top_k, GATHER: tl.constexpr):
     """Where rows [BR] are in their tensor: themselves, or their tokens."""
     if GATHER:
-        at = tl.load(order + row, mask=live, other=0).to(tl.int64) // top_k
+        at = tl.load(order + row, mask=live, other=0).to(tl.int64) // top_k  # [BR]
     else:
         at = row.to(tl.int64)
     return at
 
 
 @triton.jit
-def factor_of(row, live, order, weights, top_k, stride_rt, stride_rk, wide: tl.constexpr):
+def factor_of(row, live, order, weights, top_k, at_weights, wide: tl.constexpr):
     """Routing weights of rows [BR]."""
-    slot = tl.load(order + row, mask=live, other=0).to(tl.int64)
-    return tl.load(weights + slot // top_k * stride_rt + slot % top_k * stride_rk, mask=live, other=0.0).to(wide)
+    slot = tl.load(order + row, mask=live, other=0).to(tl.int64)  # [BR]
+    from_weights = weights + slot // top_k * at_weights.row + slot % top_k * at_weights.col
+    return tl.load(from_weights, mask=live, other=0.0).to(wide)  # [BR]
 
 
 @triton.jit
 def weight_grads(
     g, x, weights, order, offsets, d_w,
-    top_k, N, K, stride_gr, stride_gn, stride_xr, stride_xk, stride_rt, stride_rk, stride_de, stride_dn, stride_dk,
-    GATHER_G: tl.constexpr, GATHER_X: tl.constexpr, SCALE: tl.constexpr, TABLE: tl.constexpr, ALIGNED: tl.constexpr, WIDE: tl.constexpr,
+    top_k, N, K, at_g, at_x, at_weights, at_d,
+    GATHER_G: tl.constexpr, GATHER_X: tl.constexpr, SCALE: tl.constexpr, stored: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """d_w[e] [N, K] = sum over the rows of e of g[row]^T x[row], rounded once. SCALE: rows of x times their routing weight, rounded."""
@@ -45,31 +46,30 @@ def weight_grads(
     block_n, block_k = tile_order(pid % (blocks_n * blocks_k), blocks_n, blocks_k, GROUP)
     n = block_n * BN + tl.arange(0, BN)
     k = block_k * BK + tl.arange(0, BK)
-    begin = tl.load(offsets + e).to(tl.int32)
-    end = tl.load(offsets + e + 1).to(tl.int32)
+    begin = tl.load(offsets + e).to(tl.int32)  # []
+    end = tl.load(offsets + e + 1).to(tl.int32)  # []
     acc = tl.zeros([BN, BK], wide)
     for r0 in tl.range(begin, end, BR):
         row = r0 + tl.arange(0, BR)
         live = row < end
-        from_g = place(row, live, order, top_k, GATHER_G)
-        from_x = place(row, live, order, top_k, GATHER_X)
-        at_g = g + from_g[:, None] * stride_gr + n.to(tl.int64)[None, :] * stride_gn
-        at_x = x + from_x[:, None] * stride_xr + k.to(tl.int64)[None, :] * stride_xk
-        a = tl.load(at_g, mask=live[:, None] & (n < N)[None, :], other=0.0)
-        v = tl.load(at_x, mask=live[:, None] & (k < K)[None, :], other=0.0)
+        row_g = place(row, live, order, top_k, GATHER_G)
+        row_x = place(row, live, order, top_k, GATHER_X)
+        from_g = g + row_g[:, None] * at_g.row + n.to(tl.int64)[None, :] * at_g.col
+        from_x = x + row_x[:, None] * at_x.row + k.to(tl.int64)[None, :] * at_x.col
+        a = tl.load(from_g, mask=live[:, None] & (n < N)[None, :], other=0.0)  # [BR, BN]
+        v = tl.load(from_x, mask=live[:, None] & (k < K)[None, :], other=0.0)  # [BR, BK]
         if SCALE:
-            scale = factor_of(row, live, order, weights, top_k, stride_rt, stride_rk, wide)
+            scale = factor_of(row, live, order, weights, top_k, at_weights, wide)
             v = (v.to(wide) * scale[:, None]).to(dtype)
         acc = tl.dot(tl.trans(a), v, acc, input_precision=PRECISION, out_dtype=wide)
-    base = expert_base(d_w, e, stride_de, dtype, TABLE, ALIGNED)
-    at = base + index(n, WIDE)[:, None] * stride_dn + index(k, WIDE)[None, :] * stride_dk
-    tl.store(at, acc.to(dtype), mask=(n < N)[:, None] & (k < K)[None, :])
+    base = expert_base(d_w, e, at_d.stride_e, dtype, stored.TABLE, stored.ALIGNED)
+    to = base + index(n, stored.WIDE)[:, None] * at_d.stride_n + index(k, stored.WIDE)[None, :] * at_d.stride_k
+    tl.store(to, acc.to(dtype), mask=(n < N)[:, None] & (k < K)[None, :])
 
 
 @triton.jit
 def weight_grad_tiles(
-    g_rows, x_rows, offsets, d_w, N, K, stride_de, stride_dn, stride_dk,
-    TABLE: tl.constexpr, ALIGNED: tl.constexpr, WIDE: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr,
+    g_rows, x_rows, offsets, d_w, N, K, at_d, stored: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr,
     GROUP: tl.constexpr,
 ):  # fmt: skip
     """The same where both are sorted rows that come through descriptors, which give zeros behind an expert's last row."""
@@ -79,24 +79,24 @@ def weight_grad_tiles(
     pid = tl.program_id(0)
     e = pid // (blocks_n * blocks_k)
     block_n, block_k = tile_order(pid % (blocks_n * blocks_k), blocks_n, blocks_k, GROUP)
-    begin = tl.load(offsets + e).to(tl.int32)
-    end = tl.load(offsets + e + 1).to(tl.int32)
+    begin = tl.load(offsets + e).to(tl.int32)  # []
+    end = tl.load(offsets + e + 1).to(tl.int32)  # []
     acc = tl.zeros([BN, BK], tl.float32)
     for row in tl.range(begin, end, BR):
         rows = tl.minimum(end - row, BR)
-        a = load_rows(g_rows, row, rows, block_n * BN, BR, BN)
-        v = load_rows(x_rows, row, rows, block_k * BK, BR, BK)
+        a = load_rows(g_rows, row, rows, block_n * BN, BR, BN)  # [BR, BN]
+        v = load_rows(x_rows, row, rows, block_k * BK, BR, BK)  # [BR, BK]
         acc = tl.dot(tl.trans(a), v, acc)
     n = block_n * BN + tl.arange(0, BN)
     k = block_k * BK + tl.arange(0, BK)
-    base = expert_base(d_w, e, stride_de, dtype, TABLE, ALIGNED)
-    at = base + index(n, WIDE)[:, None] * stride_dn + index(k, WIDE)[None, :] * stride_dk
-    tl.store(at, acc.to(dtype), mask=(n < N)[:, None] & (k < K)[None, :])
+    base = expert_base(d_w, e, at_d.stride_e, dtype, stored.TABLE, stored.ALIGNED)
+    to = base + index(n, stored.WIDE)[:, None] * at_d.stride_n + index(k, stored.WIDE)[None, :] * at_d.stride_k
+    tl.store(to, acc.to(dtype), mask=(n < N)[:, None] & (k < K)[None, :])
 
 
 @triton.jit
 def vector_grads(
-    g, weights, order, offsets, d_b, top_k, N, stride_gr, stride_gn, stride_rt, stride_rk, stride_de, stride_dn,
+    g, weights, order, offsets, d_b, top_k, N, at_g, at_weights, at_d,
     GATHER: tl.constexpr, SCALE: tl.constexpr, TABLE: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """d_b[e] [N] = the sum of g over the rows of e, rounded once. SCALE: times their routing weights (not rounded)."""
@@ -104,21 +104,20 @@ def vector_grads(
     wide: tl.constexpr = tl.float64 if dtype == tl.float64 else tl.float32
     e = tl.program_id(0)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
-    begin = tl.load(offsets + e).to(tl.int32)
-    end = tl.load(offsets + e + 1).to(tl.int32)
+    begin = tl.load(offsets + e).to(tl.int32)  # []
+    end = tl.load(offsets + e + 1).to(tl.int32)  # []
     acc = tl.zeros([BR, BN], wide)
     for r0 in tl.range(begin, end, BR):
         row = r0 + tl.arange(0, BR)
         live = row < end
-        at = place(row, live, order, top_k, GATHER)
-        v = tl.load(g + at[:, None] * stride_gr + n.to(tl.int64)[None, :] * stride_gn, mask=live[:, None] & (n < N)[None, :], other=0.0).to(
-            wide
-        )
+        row_g = place(row, live, order, top_k, GATHER)
+        mask = live[:, None] & (n < N)[None, :]
+        v = tl.load(g + row_g[:, None] * at_g.row + n.to(tl.int64)[None, :] * at_g.col, mask=mask, other=0.0).to(wide)  # [BR, BN]
         if SCALE:
-            v *= factor_of(row, live, order, weights, top_k, stride_rt, stride_rk, wide)[:, None]
+            v *= factor_of(row, live, order, weights, top_k, at_weights, wide)[:, None]
         acc += v
-    base = expert_base(d_b, e, stride_de, dtype, TABLE, False)
-    tl.store(base + n.to(tl.int64) * stride_dn, tl.sum(acc, 0).to(dtype), mask=n < N)
+    base = expert_base(d_b, e, at_d.row, dtype, TABLE, False)
+    tl.store(base + n.to(tl.int64) * at_d.col, tl.sum(acc, 0).to(dtype), mask=n < N)
 
 
 @triton.jit(do_not_specialize=["first", "a0", "a1", "a2", "a3", "a4", "a5", "a6", "a7"])

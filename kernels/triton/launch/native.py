@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from moefuse import _torch_private, cache_folder
-from moefuse.kernels.triton.direct import SWITCH, Direct
+from moefuse.kernels.triton.launch.direct import SWITCH, Direct
 
 log = logging.getLogger(__name__)
 
@@ -128,7 +128,7 @@ def remember(
     """
     library = library or _library
     # float32 depends on a global switch as well, tensor maps are made in Python, and lists of unequal strides are stacked there.
-    if key is None or library is None or plan.dtype == torch.float32 or any(step.descs for step in plan.steps) or any(plan.stacked):
+    if key is None or library is None or plan.dtype == torch.float32 or any(launch.descs for launch in plan.steps) or any(plan.stacked):
         return False
     try:
         # Its own memory: Python and C++ guard what they write with different locks.

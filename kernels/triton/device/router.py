@@ -39,7 +39,7 @@ def choose(
     k = tl.arange(0, BK)
     inside = (t < T)[:, None] & (e < E)[None, :]
     rows = scores + t[:, None] * stride_t
-    v = tl.load(rows + e.to(tl.int64)[None, :] * stride_e, mask=inside, other=0.0)
+    v = tl.load(rows + e.to(tl.int64)[None, :] * stride_e, mask=inside, other=0.0)  # [BT, BE]
     key = tl.where((e < E)[None, :], order_key(v, e[None, :], NARROW), -1)
     chosen = tl.zeros([BT, BK], tl.int32)
     for i in range(K):
@@ -50,7 +50,7 @@ def choose(
     at = t[:, None] * K + k[None, :]
     tl.store(ids + at, chosen.to(tl.int64), mask=live)
     # Read again, for their own bits: a key knows neither the sign of zero nor which NaN it was.
-    tl.store(values + at, tl.load(rows + chosen.to(tl.int64) * stride_e, mask=live, other=0.0), mask=live)
+    tl.store(values + at, tl.load(rows + chosen.to(tl.int64) * stride_e, mask=live, other=0.0), mask=live)  # [BT, BK]
 
 
 @triton.jit
@@ -102,10 +102,11 @@ def route(
     k = tl.arange(0, BK)
     column = (e < E)[None, :]
     at = logits + t[:, None] * stride_t + e.to(tl.int64)[None, :] * stride_e
-    scores = function_of(tl.load(at, mask=(t < T)[:, None] & column, other=0.0).to(tl.float32), column, SCORE)
+    v = tl.load(at, mask=(t < T)[:, None] & column, other=0.0).to(tl.float32)  # [BT, BE]
+    scores = function_of(v, column, SCORE)
     choice = scores
     if BIAS:
-        choice += tl.load(bias + e.to(tl.int64) * stride_b, mask=e < E, other=0.0).to(tl.float32)[None, :]
+        choice += tl.load(bias + e.to(tl.int64) * stride_b, mask=e < E, other=0.0).to(tl.float32)[None, :]  # [BE]
     if G:
         g = tl.arange(0, BG)
         rank = group_ranks(choice, e, E, E // G, G, BEST, BT, BG)

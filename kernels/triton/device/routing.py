@@ -13,15 +13,15 @@ counting sort: the rank of a slot among equal ids is a prefix count, so the orde
 import triton
 import triton.language as tl
 
-from moefuse.kernels.triton.functions import after_previous, index, let_next_start
+from moefuse.kernels.triton.device.functions import after_previous, index, let_next_start
 
 
 @triton.jit
-def load_keys(ids, s, S, E, top_k, stride_t, stride_k, FLAT: tl.constexpr):
+def load_keys(ids, s, at_ids, S, E, top_k, FLAT: tl.constexpr):
     """Expert of slots s, E for every slot that is invalid or past the end. FLAT: ids [T, K] is contiguous."""
     inside = s < S
-    at = ids + s if FLAT else ids + (s // top_k).to(tl.int64) * stride_t + (s % top_k).to(tl.int64) * stride_k
-    raw = tl.load(at, mask=inside, other=-1).to(tl.int64)
+    at = ids + s if FLAT else ids + (s // top_k).to(tl.int64) * at_ids.row + (s % top_k).to(tl.int64) * at_ids.col
+    raw = tl.load(at, mask=inside, other=-1).to(tl.int64)  # [BS]
     return tl.where(inside & (raw >= 0) & (raw < E), raw, E).to(tl.int32)
 
 
@@ -38,32 +38,16 @@ def write_tiles(tiles, max_tiles, e, first_tile, first_row, rows, BM: tl.constex
 
 @triton.jit(do_not_specialize=["S", "max_tiles"])
 def sort_once(
-    ids,
-    order,
-    position,
-    offsets,
-    tiles,
-    num_tiles,
-    stride_t,
-    stride_k,
-    S,
-    E,
-    top_k,
-    max_tiles,
-    FLAT: tl.constexpr,
-    INVERSE: tl.constexpr,
-    BS: tl.constexpr,
-    BE: tl.constexpr,
-    BM: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    ids, order, position, offsets, tiles, num_tiles, at_ids, S, E, top_k, max_tiles,
+    FLAT: tl.constexpr, INVERSE: tl.constexpr, BS: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Everything in one launch, for S <= BS slots: program e reads all ids and finds the slots of expert e (program E the invalid ones)."""
     after_previous(PDL)
     let_next_start(PDL)
     e = tl.program_id(0)
     bins = tl.arange(0, BE)
     slot = tl.arange(0, BS)
-    key = load_keys(ids, slot, S, E, top_k, stride_t, stride_k, FLAT)
+    key = load_keys(ids, slot, at_ids, S, E, top_k, FLAT)
     counts = tl.histogram(key, BE)
     tiles_of = tl.where(bins < E, (counts + BM - 1) // BM, 0)
     row = tl.sum(tl.where(bins < e, counts, 0))
@@ -81,12 +65,12 @@ def sort_once(
 
 
 @triton.jit(do_not_specialize=["S"])
-def count_chunks(ids, counts, stride_t, stride_k, S, E, top_k, FLAT: tl.constexpr, BS: tl.constexpr, BE: tl.constexpr, PDL: tl.constexpr):
+def count_chunks(ids, counts, at_ids, S, E, top_k, FLAT: tl.constexpr, BS: tl.constexpr, BE: tl.constexpr, PDL: tl.constexpr):
     """counts [C, BE]: how often each expert occurs in each chunk of BS slots (first of three kernels for many slots)."""
     after_previous(PDL)
     let_next_start(PDL)
     chunk = tl.program_id(0)
-    key = load_keys(ids, chunk * BS + tl.arange(0, BS), S, E, top_k, stride_t, stride_k, FLAT)
+    key = load_keys(ids, chunk * BS + tl.arange(0, BS), at_ids, S, E, top_k, FLAT)
     tl.store(counts + chunk * BE + tl.arange(0, BE), tl.histogram(key, BE))
 
 
@@ -100,7 +84,7 @@ def scan_chunks(counts, totals, C, BC: tl.constexpr, BE: tl.constexpr, COLS: tl.
     for c in range(0, C, BC):
         row = c + tl.arange(0, BC)
         at = counts + row[:, None] * BE + col[None, :]
-        n = tl.load(at, mask=row[:, None] < C, other=0)
+        n = tl.load(at, mask=row[:, None] < C, other=0)  # [BC, COLS]
         before = tl.cumsum(n, 0) - n + carry[None, :]
         tl.store(at, before, mask=row[:, None] < C)
         carry += tl.sum(n, 0)
@@ -109,33 +93,15 @@ def scan_chunks(counts, totals, C, BC: tl.constexpr, BE: tl.constexpr, COLS: tl.
 
 @triton.jit(do_not_specialize=["S", "max_tiles"])
 def place_chunks(
-    ids,
-    counts,
-    totals,
-    order,
-    position,
-    offsets,
-    tiles,
-    num_tiles,
-    stride_t,
-    stride_k,
-    S,
-    E,
-    top_k,
-    max_tiles,
-    FLAT: tl.constexpr,
-    INVERSE: tl.constexpr,
-    BS: tl.constexpr,
-    BE: tl.constexpr,
-    BM: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    ids, counts, totals, order, position, offsets, tiles, num_tiles, at_ids, S, E, top_k, max_tiles,
+    FLAT: tl.constexpr, INVERSE: tl.constexpr, BS: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Each chunk writes its slots to their rows; the chunks share the work of writing offsets and tiles (last of three)."""
     after_previous(PDL)
     let_next_start(PDL)
     chunk = tl.program_id(0)
     bins = tl.arange(0, BE)
-    total = tl.load(totals + bins)
+    total = tl.load(totals + bins)  # [BE]
     # The padding of the last chunk is in bin E, which nothing comes after.
     total_valid = tl.where(bins < E, total, 0)
     tiles_of = (total_valid + BM - 1) // BM
@@ -149,9 +115,9 @@ def place_chunks(
             write_tiles(tiles, max_tiles, e, first_tile, row, tl.sum(tl.where(bins == e, total_valid, 0)), BM)
     i = tl.arange(0, BS)
     slot = chunk * BS + i
-    key = load_keys(ids, slot, S, E, top_k, stride_t, stride_k, FLAT)
+    key = load_keys(ids, slot, at_ids, S, E, top_k, FLAT)
     # Smaller experts, this expert in earlier chunks, this expert earlier in this chunk (32 slots at a time, to stay in registers).
-    row = tl.load(counts + chunk * BE + key) + tl.gather(tl.cumsum(total_valid, 0) - total_valid, key, 0)
+    row = tl.load(counts + chunk * BE + key) + tl.gather(tl.cumsum(total_valid, 0) - total_valid, key, 0)  # [BS]
     for j in range(0, BS, 32):
         before = j + tl.arange(0, 32)
         other = tl.gather(key, before, 0)
@@ -163,20 +129,21 @@ def place_chunks(
 
 @triton.jit
 def sort_rows(
-    x, weights, order, offsets, xs, E, H, top_k, stride_xt, stride_xh, stride_rt, stride_rk,
+    x, weights, order, offsets, xs, E, H, top_k, at_x, at_weights,
     SCALE: tl.constexpr, WIDE: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """xs [S, H]: token rows in sorted order, ROWS of them per program, times the routing weight with SCALE. Invalid slots are left out."""
     after_previous(PDL)
     let_next_start(PDL)
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    live = r < tl.load(offsets + E)
-    slot = tl.load(order + r, mask=live, other=0)
+    live = r < tl.load(offsets + E)  # []
+    slot = tl.load(order + r, mask=live, other=0)  # [ROWS]
     token = (slot // top_k).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = live[:, None] if EVEN else live[:, None] & (col[None, :] < H)
-    v = tl.load(x + token[:, None] * stride_xt + index(col, WIDE)[None, :] * stride_xh, mask=mask, other=0.0)
+    v = tl.load(x + token[:, None] * at_x.row + index(col, WIDE)[None, :] * at_x.col, mask=mask, other=0.0)  # [ROWS, BLOCK]
     if SCALE:
-        scale = tl.load(weights + token * stride_rt + (slot % top_k).to(tl.int64) * stride_rk, mask=live, other=0.0).to(tl.float32)
+        from_weights = weights + token * at_weights.row + (slot % top_k).to(tl.int64) * at_weights.col
+        scale = tl.load(from_weights, mask=live, other=0.0).to(tl.float32)  # [ROWS]
         v = (v.to(tl.float32) * scale[:, None]).to(x.dtype.element_ty)
     tl.store(xs + r.to(tl.int64)[:, None] * H + col[None, :], v, mask=mask)

@@ -1,9 +1,9 @@
 """Launching all kernels of a plan with a few foreign calls: the driver reads arguments from memory that was laid out once.
 
-Triton's launcher parses some fifty Python arguments per launch. Here every argument that the plan fixes is stored once; a call writes the
-addresses that changed and hands the driver, per kernel, a launch configuration and an array of pointers to the arguments. The order of the
-arguments is the one of the launcher that Triton 3.6 generates (``triton/backends/nvidia/driver.py``), which a test compares; with any other
-version, and whenever the driver declines, Triton's own way is taken.
+Every argument that the plan fixes is stored once; a call writes the addresses that changed and hands the driver, per kernel, a launch
+configuration and an array of pointers to the arguments. The order of the arguments is the one of the launcher that Triton 3.6 generates
+(``triton/backends/nvidia/driver.py``), which a test compares; with any other version, and whenever the driver declines, Triton's own way is
+taken.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from struct import Struct
 from typing import Any
 
 import triton
+
+from moefuse.kernels.triton.launch.launch import Described, Launch
 
 SWITCH = "MOEFUSE_DIRECT_LAUNCH"
 """Environment variable; 0 leaves all launches to Triton."""
@@ -59,54 +61,59 @@ def driver() -> Any:
     return function
 
 
-def parameters(signature: Sequence[str], ranks: Sequence[int]) -> list[tuple[int, str]]:
-    """(position of the Python argument, its kind) of each argument of the machine code, without the two scratch pointers at the end.
+def parameters(signature: Sequence[Any], ranks: Sequence[int]) -> list[tuple[tuple[int, ...], str]]:
+    """(where it is among the Python arguments, its kind) of each argument of the machine code, without the two scratch pointers at the end.
 
-    Kinds: "pointer", "map" (a tensor map), "shape i" and "stride i" of a descriptor, or a key of :data:`NUMBERS`. ``ranks``: dimensions of
-    each descriptor in order.
+    Arguments that are tuples are passed field by field; (3, 1) is field 1 of argument 3. Kinds: "pointer", "map" (a tensor map), "shape i"
+    and "stride i" of a descriptor, or a key of :data:`NUMBERS`. ``ranks``: dimensions of each descriptor in order.
     """
-    found: list[tuple[int, str]] = []
+    found: list[tuple[tuple[int, ...], str]] = []
     rank = iter(ranks)
-    for i, kind in enumerate(signature):
-        if kind == "constexpr":
-            continue
-        if kind.startswith("tensordesc"):
+
+    def visit(kind: Any, at: tuple[int, ...]) -> None:
+        if isinstance(kind, tuple):
+            for i, part in enumerate(kind):
+                visit(part, (*at, i))
+        elif kind.startswith("tensordesc"):
             n = next(rank)
-            found += [(i, "map"), *((i, f"shape {d}") for d in range(n)), *((i, f"stride {d}") for d in range(n))]
-        else:
-            found.append((i, "pointer" if kind.startswith("*") else kind))
+            found.extend([(at, "map"), *((at, f"shape {d}") for d in range(n)), *((at, f"stride {d}") for d in range(n))])
+        elif kind != "constexpr":
+            found.append((at, "pointer" if kind.startswith("*") else kind))
+
+    visit(tuple(signature), ())
     return found
 
 
 class _Kernel:
     """One launch in the driver's form. ``cell`` gives the address where the plan keeps the pointer with a name."""
 
-    def __init__(self, step: Any, cell: Mapping[str, int]) -> None:
-        launch, compiled = step.launch, step.launch.compiled
+    def __init__(self, launch: Launch, cell: Mapping[str, int]) -> None:
+        compiled = launch.compiled
         metas = list(getattr(compiled.metadata, "tensordesc_meta", None) or [])
-        descs = {position: (name, shape, strides) for position, name, shape, strides, _ in step.descs}
-        signature = [str(kind) for kind in compiled.src.signature.values()]
-        if len(metas) != len(descs) or any(meta is None for meta in metas) or len(signature) != len(step.names) + len(launch.rest):
+        ranks = [len(arg.shape) for arg in launch.args if isinstance(arg, Described)]
+        signature = list(compiled.src.signature.values())
+        if len(metas) != len(ranks) or any(meta is None for meta in metas) or len(signature) != len(launch.args):
             raise NotImplementedError
         if compiled.metadata.global_scratch_size or compiled.metadata.profile_scratch_size or compiled.metadata.num_ctas != 1:
             raise NotImplementedError
-        self.metas = dict(zip(sorted(descs), metas, strict=True))
-        self.maps: list[tuple[int, str, Any, Any, Any, dict[int, Any]]] = []
+        self.maps: list[tuple[int, Described, Any, dict[int, Any]]] = []
         self.kept: list[Any] = []
         entries: list[int] = []
-        for position, kind in parameters(signature, [len(descs[p][1]) for p in sorted(descs)]):
+        for at, kind in parameters(signature, ranks):
+            arg: Any = launch.args
+            for i in at:
+                arg = arg[i]
             if kind == "pointer":
-                entries.append(cell[step.names[position]])
+                entries.append(cell[arg])
             elif kind == "map":
-                name, shape, strides = descs[position]
-                self.maps.append((len(entries), name, shape, strides, self.metas[position], {}))
+                self.maps.append((len(entries), arg, metas[len(self.maps)], {}))
                 entries.append(0)
             elif kind.startswith("shape"):
-                entries.append(self._keep(ctypes.c_int32(descs[position][1][int(kind[-1])])))
+                entries.append(self._keep(ctypes.c_int32(arg.shape[int(kind[-1])])))
             elif kind.startswith("stride"):
-                entries.append(self._keep(ctypes.c_int64(descs[position][2][int(kind[-1])])))
+                entries.append(self._keep(ctypes.c_int64(arg.strides[int(kind[-1])])))
             else:
-                entries.append(self._keep(NUMBERS[kind](launch.rest[position - len(step.names)])))
+                entries.append(self._keep(NUMBERS[kind](arg)))
         none = self._keep(ctypes.c_uint64(0))
         self.params = (ctypes.c_void_p * (len(entries) + 2))(*entries, none, none)
         attribute = _Attribute(_SERIALIZE, 0, 1)
@@ -122,13 +129,13 @@ class _Kernel:
 
     def point(self, at: Mapping[str, int]) -> None:
         """Set the tensor maps of this call."""
-        for index, name, shape, strides, meta, known in self.maps:
-            address = at[name]
+        for index, shown, meta, known in self.maps:
+            address = at[shown.array]
             tensor_map = known.get(address)
             if tensor_map is None:
                 if len(known) >= _MAX_MAPS:
                     known.clear()
-                tensor_map = known[address] = _tensor_map(address, shape, strides, meta)
+                tensor_map = known[address] = _tensor_map(address, shown.shape, shown.strides, meta)
             self.params[index] = tensor_map[1]
 
 
@@ -150,7 +157,7 @@ def _tensor_map(address: int, shape: Sequence[int], strides: Sequence[int], meta
 class Direct:
     """All launches of one plan. Not reentrant, so a lock keeps threads apart from writing the addresses to the last launch."""
 
-    def __init__(self, steps: Sequence[Any], names: Sequence[str], function: Any = None) -> None:
+    def __init__(self, launches: Sequence[Launch], names: Sequence[str], function: Any = None) -> None:
         """``names``: the order in which :meth:`run` gets addresses.
 
         Raises:
@@ -163,7 +170,7 @@ class Direct:
         self.cells = (ctypes.c_uint64 * len(names))()
         first = ctypes.addressof(self.cells)
         cell = {name: first + 8 * i for i, name in enumerate(names)}
-        self.kernels = [_Kernel(step, cell) for step in steps]
+        self.kernels = [_Kernel(launch, cell) for launch in launches]
         self.calls = [kernel.call for kernel in self.kernels]
         self.mapped = [kernel for kernel in self.kernels if kernel.maps]
         self.pack: Callable[..., None] = Struct(f"{len(names)}Q").pack_into

@@ -7,15 +7,15 @@ Rows from offsets[E] on belong to slots with an invalid id: they are dead.
 import triton
 import triton.language as tl
 
-from moefuse.kernels.triton.functions import expert_base
-from moefuse.kernels.triton.routing import write_tiles
+from moefuse.kernels.triton.device.functions import expert_base
+from moefuse.kernels.triton.device.routing import write_tiles
 
 
 @triton.jit
 def expert_of(row, offsets, E, BE: tl.constexpr):
     """Expert of each of the rows [BR]; E for dead ones."""
     bins = tl.arange(0, BE)
-    ends = tl.load(offsets + 1 + bins, mask=bins < E, other=0x7FFFFFFF).to(tl.int32)
+    ends = tl.load(offsets + 1 + bins, mask=bins < E, other=0x7FFFFFFF).to(tl.int32)  # [BE]
     return tl.sum((ends[None, :] <= row[:, None]).to(tl.int32), 1)
 
 
@@ -24,8 +24,8 @@ def list_tiles(offsets, tiles, num_tiles, max_tiles, E, BE: tl.constexpr, BM: tl
     """tiles [2, max_tiles] and num_tiles [1] of ``routing.py`` for offsets that are known; program e writes those of expert e."""
     e = tl.program_id(0)
     bins = tl.arange(0, BE)
-    begin = tl.load(offsets + bins, mask=bins < E, other=0).to(tl.int32)
-    rows = tl.load(offsets + bins + 1, mask=bins < E, other=0).to(tl.int32) - begin
+    begin = tl.load(offsets + bins, mask=bins < E, other=0).to(tl.int32)  # [BE]
+    rows = tl.load(offsets + bins + 1, mask=bins < E, other=0).to(tl.int32) - begin  # [BE]
     tiles_of = (rows + BM - 1) // BM
     first_tile = tl.sum(tl.where(bins < e, tiles_of, 0))
     if e == 0:
@@ -34,34 +34,35 @@ def list_tiles(offsets, tiles, num_tiles, max_tiles, E, BE: tl.constexpr, BM: tl
 
 
 @triton.jit(do_not_specialize=["S"])
-def gather_rows(x, order, out, S, top_k, N, stride_xt, stride_xn, BR: tl.constexpr, BN: tl.constexpr):
+def gather_rows(x, order, out, S, top_k, N, at_x, BR: tl.constexpr, BN: tl.constexpr):
     """out [S, N]: the token of each row, of dead ones too."""
     row = tl.program_id(0) * BR + tl.arange(0, BR)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
-    token = tl.load(order + row, mask=row < S, other=0) // top_k
+    token = tl.load(order + row, mask=row < S, other=0) // top_k  # [BR]
     mask = (row < S)[:, None] & (n < N)[None, :]
-    v = tl.load(x + token[:, None] * stride_xt + n.to(tl.int64)[None, :] * stride_xn, mask=mask, other=0.0)
+    v = tl.load(x + token[:, None] * at_x.row + n.to(tl.int64)[None, :] * at_x.col, mask=mask, other=0.0)  # [BR, BN]
     tl.store(out + row.to(tl.int64)[:, None] * N + n[None, :], v, mask=mask)
 
 
 @triton.jit(do_not_specialize=["S"])
 def vector_rows(
-    v, offsets, out, S, E, N, stride_ve, stride_vn, TABLE: tl.constexpr, BE: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr
+    v, offsets, out, S, E, N, at_v, TABLE: tl.constexpr, BE: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr
 ):  # fmt: skip
     """out [S, N]: the vector of each row's expert, zeros for dead rows."""
     row = tl.program_id(0) * BR + tl.arange(0, BR)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     e = expert_of(row, offsets, E, BE)
     live = e < E
-    base = expert_base(v, tl.where(live, e, 0), stride_ve, out.dtype.element_ty, TABLE, False)
-    value = tl.load(base[:, None] + n.to(tl.int64)[None, :] * stride_vn, mask=live[:, None] & (n < N)[None, :], other=0.0)
+    base = expert_base(v, tl.where(live, e, 0), at_v.row, out.dtype.element_ty, TABLE, False)
+    mask = live[:, None] & (n < N)[None, :]
+    value = tl.load(base[:, None] + n.to(tl.int64)[None, :] * at_v.col, mask=mask, other=0.0)  # [BR, BN]
     tl.store(out + row.to(tl.int64)[:, None] * N + n[None, :], value, mask=(row < S)[:, None] & (n < N)[None, :])
 
 
 @triton.jit(do_not_specialize=["S"])
 def clear_dead(out, offsets, S, E, N, stride_or, BR: tl.constexpr, BN: tl.constexpr):
     """Zeros in the dead rows of out [S, N]; nothing else is touched."""
-    dead = tl.load(offsets + E)
+    dead = tl.load(offsets + E)  # []
     first = tl.program_id(0) * BR
     if first + BR > dead:
         row = first + tl.arange(0, BR)
@@ -76,27 +77,24 @@ def clear_dead(out, offsets, S, E, N, stride_or, BR: tl.constexpr, BN: tl.conste
 def invert(order, position, S, BR: tl.constexpr):
     """position [S]: the row of each slot."""
     row = tl.program_id(0) * BR + tl.arange(0, BR)
-    slot = tl.load(order + row, mask=row < S, other=0)
+    slot = tl.load(order + row, mask=row < S, other=0)  # [BR]
     tl.store(position + slot, row, mask=row < S)
 
 
 @triton.jit
-def slot_row(
-    y, position, weights, dead, t, k, n, top_k, N, stride_yr, stride_yn, stride_rt, stride_rk, SCALE: tl.constexpr, wide: tl.constexpr
-):  # fmt: skip
+def slot_row(y, position, weights, dead, t, k, n, top_k, N, at_y, at_weights, SCALE: tl.constexpr, wide: tl.constexpr):
     """weights[t, k] times the row of y of slot (t, k); zeros for a dead one, which is not read."""
-    row = tl.load(position + t * top_k + k).to(tl.int64)
+    row = tl.load(position + t * top_k + k).to(tl.int64)  # []
     live = row < dead
-    v = tl.load(y + row * stride_yr + n.to(tl.int64) * stride_yn, mask=live & (n < N), other=0.0).to(wide)
+    v = tl.load(y + row * at_y.row + n.to(tl.int64) * at_y.col, mask=live & (n < N), other=0.0).to(wide)  # [BN]
     if SCALE:
-        v *= tl.load(weights + t * stride_rt + k * stride_rk, mask=live, other=0.0).to(wide)
+        v *= tl.load(weights + t * at_weights.row + k * at_weights.col, mask=live, other=0.0).to(wide)  # []
     return v
 
 
 @triton.jit
 def sum_rows(
-    y, position, offsets, weights, out, top_k, E, N, stride_yr, stride_yn, stride_rt, stride_rk,
-    SCALE: tl.constexpr, BN: tl.constexpr, KNOWN: tl.constexpr,
+    y, position, offsets, weights, out, top_k, E, N, at_y, at_weights, SCALE: tl.constexpr, BN: tl.constexpr, KNOWN: tl.constexpr
 ):  # fmt: skip
     """out [T, N] = sum over k of weights[t, k] * y[row of slot (t, k)], slot 0 first. Dead rows and their weights are not read.
 
@@ -105,12 +103,12 @@ def sum_rows(
     wide: tl.constexpr = tl.float64 if y.dtype.element_ty == tl.float64 else tl.float32
     t = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
-    dead = tl.load(offsets + E)
+    dead = tl.load(offsets + E)  # []
     total = tl.zeros([BN], wide)
     if KNOWN:
         for k in tl.static_range(KNOWN):
-            total += slot_row(y, position, weights, dead, t, k, n, top_k, N, stride_yr, stride_yn, stride_rt, stride_rk, SCALE, wide)
+            total += slot_row(y, position, weights, dead, t, k, n, top_k, N, at_y, at_weights, SCALE, wide)
     else:
         for k in range(top_k):
-            total += slot_row(y, position, weights, dead, t, k, n, top_k, N, stride_yr, stride_yn, stride_rt, stride_rk, SCALE, wide)
+            total += slot_row(y, position, weights, dead, t, k, n, top_k, N, at_y, at_weights, SCALE, wide)
     tl.store(out + t * N + n, total.to(out.dtype.element_ty), mask=n < N)
