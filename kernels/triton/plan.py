@@ -23,7 +23,7 @@ from moefuse.kernels.triton.launch.launch import INTERPRETED, Described, Launch,
 from moefuse.kernels.triton.layout import INPUTS, Device, Lists, Workspace, device_of
 from moefuse.kernels.triton.operands import Operand, address_table, describe, is_apart, steps_table
 from moefuse.kernels.triton.problem import Config, Problem, Tiles, Vectors
-from moefuse.ops.call import ExpertsCall
+from moefuse.ops.call import ExpertsCall, cut
 
 MAX_KNOWN = 4096
 """Sets of separate Parameters that a plan remembers; beyond, it forgets them."""
@@ -60,6 +60,7 @@ class Plan:
         self.apart: set[str] = set()
         self.known: dict[tuple[int, ...] | None, tuple[dict[str, int], list[Tensor]]] = {}
         self.told: set[tuple[int, ...]] = set()
+        self.inputs: tuple[int, ...] = ()
         if not self.empty:
             self._build(ids, weights)
 
@@ -150,8 +151,6 @@ class Plan:
         if self.empty:
             return call.x.new_zeros((self.tokens, self.out), dtype=self.out_dtype)
         call = self.uniform(call)
-        if self.direct is not None and out is None and (made := self._run_flat(call)) is not None:
-            return made
         if out is None:
             out = torch.empty((self.tokens, self.out), dtype=self.out_dtype, device=call.device)
         if self.ready:
@@ -186,9 +185,9 @@ class Plan:
             self.known[addresses] = places, [t for t in operands.values() if t.dtype == torch.int64]
         return places
 
-    def hand_over(self, call: ExpertsCall) -> None:
-        """Let C++ launch what this plan launches, for calls like this one; once for the same Parameters, where experts are separate."""
-        addresses = _addresses(call)
+    def hand_over(self, tensors: Sequence[Tensor], counts: Sequence[int], *how: Any) -> None:
+        """Let C++ launch what this plan launches, for calls like this packed one; once for the same Parameters, where they are separate."""
+        addresses = tuple([t.data_ptr() for t in tensors[3:]]) if max(counts) > 1 else ()
         if addresses in self.told or not self.ready or any(self.stacked):
             return
         if addresses and addresses not in self.known:
@@ -196,10 +195,9 @@ class Plan:
         if len(self.told) >= MAX_KNOWN:
             self.told.clear()
         self.told.add(addresses)
-        tables = self.tables(call.lists) if addresses else None
+        tables = self.tables(tuple(cut(tensors, counts, 3))) if addresses else None
         if (tables if addresses else self.direct) is not None:
-            packed = call.pack()
-            native.remember(native.key_of(*packed), self, self.positions(packed[1]), tables)
+            native.remember(native.key_of(tensors, counts, *how), self, self.positions(counts), tables)
 
     def _operands(self, lists: Lists) -> dict[str, Tensor]:
         """The tensor behind each weight and bias name; a name without one gets some other tensor, which is not read."""
@@ -261,17 +259,15 @@ class Plan:
         more = (w_in, w_up if w_up >= 0 else w_in, w_out, b_in, b_up if b_up >= 0 else b_in, b_out if b_out >= 0 else w_out)
         return (0, 1, 2, *more)
 
-    def _run_flat(self, call: ExpertsCall) -> Tensor | None:
-        """:meth:`run` of lists of one tensor, by direct launches; None if they could not be made."""
+    def run_flat(self, tensors: Sequence[Tensor], counts: Sequence[int]) -> Tensor | None:
+        """:meth:`run` of a packed call with lists of one tensor, by direct launches; None if they could not be made."""
         assert self.direct is not None
-        w_in, w_up, w_out, b_in, b_up, b_out = call.lists
-        b_in = b_in or w_in
-        inputs = (w_in, w_up or w_in, w_out, b_in, b_up or b_in, b_out or w_out)
         out = empty_cuda((self.tokens, self.out), (self.out, 1), self.out_dtype)
         space = empty_cuda((self.workspace.size,), (1,), torch.uint8)
         base = space.data_ptr()
-        pointers = [t.data_ptr() for t in (out, call.x, call.ids, call.weights, *[tensors[0] for tensors in inputs])]
-        addresses = (*pointers, *[base + part[0] for part in self.workspace.parts.values()])
+        self.inputs = self.inputs or self.positions(counts)
+        pointers = [tensors[i].data_ptr() for i in self.inputs]
+        addresses = (out.data_ptr(), *pointers, *[base + part[0] for part in self.workspace.parts.values()])
         return out if self.direct.run(_raw_stream(self.index), addresses) else None
 
 

@@ -14,7 +14,7 @@ from moefuse.kernels.triton.launch import native
 from moefuse.kernels.triton.launch.launch import INTERPRETED
 from moefuse.kernels.triton.layout import DTYPES
 from moefuse.kernels.triton.plan import Plan
-from moefuse.ops.call import ExpertsCall
+from moefuse.ops.call import ExpertsCall, cut
 from moefuse.runtime import providers
 
 NAME = "triton"
@@ -35,23 +35,26 @@ def supports(call: ExpertsCall) -> str | None:
 
 def experts(call: ExpertsCall) -> Tensor:
     """``moefuse::experts``."""
-    key = key_of(call)
+    key = key_of(*call.pack())
     return _run(_PLANS.get(key) or _plan(key, call), call)
 
 
-def infer(call: ExpertsCall) -> Tensor:
+def infer(tensors: Sequence[Tensor], counts: Sequence[int], *how: Any) -> Tensor:
     """``moefuse::experts_infer`` on CUDA: what a compiled model calls, so the known case is decided with little Python.
 
     Where C++ can be compiled, ``native.py`` takes over what comes here twice.
     """
-    plan = _PLANS.get(key_of(call)) if providers.PROVIDERS["experts"][0].name == NAME else None
+    plan = _PLANS.get(key_of(tensors, counts, *how)) if providers.PROVIDERS["experts"][0].name == NAME else None
     if plan is None:
-        out: Tensor = providers.run("experts", call)
+        out: Tensor = providers.run("experts", ExpertsCall.unpack(tensors, counts, *how))
         native.start()
         return out
-    if isinstance(plan, Plan) and native.ready():
-        plan.hand_over(call)
-    return _run(plan, call)
+    if isinstance(plan, Plan):
+        if native.ready():
+            plan.hand_over(tensors, counts, *how)
+        if plan.direct is not None and plan.index == current_device() and (made := plan.run_flat(tensors, counts)) is not None:
+            return made
+    return _run(plan, ExpertsCall.unpack(tensors, counts, *how))
 
 
 def _run(plan: AnyPlan, call: ExpertsCall) -> Tensor:
@@ -61,29 +64,23 @@ def _run(plan: AnyPlan, call: ExpertsCall) -> Tensor:
     return plan.run(call)
 
 
-def key_of(call: ExpertsCall) -> tuple[Any, ...]:
-    """What the plan of a call depends on."""
-    x = call.x
+def key_of(tensors: Sequence[Tensor], counts: Sequence[int], *how: Any) -> tuple[Any, ...]:
+    """What the plan of a packed call depends on."""
+    x = tensors[0]
     tf32 = x.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
-    return call.body, call.out_dtype, tf32, *_kind(x), *_kind(call.ids), *_kind(call.weights), *map(_kinds, call.lists)
-
-
-def _kind(t: Tensor) -> tuple[Any, ...]:
-    """What a plan depends on of one tensor."""
-    return t.shape, t.stride(), t.dtype, t.device, t.data_ptr() & 15
+    alone = tensors if max(counts) <= 1 else tensors[:3]
+    kinds = [(t.shape, t.stride(), t.data_ptr() & 15) for t in alone]
+    several = () if alone is tensors else tuple([_kinds(part) for part in cut(tensors, counts, 3)])
+    return *how, *counts, tf32, x.dtype, tensors[1].dtype, tensors[2].dtype, x.get_device(), *kinds, several
 
 
 def _kinds(tensors: Sequence[Tensor]) -> Any:
     """What a plan depends on of one list."""
-    n = len(tensors)
-    if not n:
+    if not tensors:
         return None
-    t = tensors[0]
-    if n == 1:
-        return t.shape, t.stride(), t.data_ptr() & 15
     # Shapes are equal (the op checks them). One pass of each kind over the tensors is quicker than one tuple per tensor.
     strides = {t.stride() for t in tensors}
-    return n, t.shape, t.stride() if len(strides) == 1 else None, any(t.data_ptr() & 15 for t in tensors)
+    return tensors[0].shape, strides.pop() if len(strides) == 1 else None, any(t.data_ptr() & 15 for t in tensors)
 
 
 def _plan(key: Any, call: ExpertsCall) -> AnyPlan:

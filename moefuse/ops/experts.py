@@ -55,11 +55,10 @@ def _or_native(name: str, unit: str, general: Callable[..., Any]) -> Callable[..
     return kernel
 
 
-def _infer(*packed: Any) -> Tensor:
-    call = ExpertsCall.unpack(*packed)
-    if call.device.type == "cuda" and not isinstance(kernels := providers.triton_kernels(), str):
-        return kernels.infer(call)  # type: ignore[no-any-return]
-    return providers.run("experts", call)  # type: ignore[no-any-return]
+def _infer(tensors: Lists, *rest: Any) -> Tensor:
+    if tensors[0].device.type == "cuda" and not isinstance(kernels := providers.triton_kernels(), str):
+        return kernels.infer(tensors, *rest)  # type: ignore[no-any-return]
+    return providers.run("experts", ExpertsCall.unpack(tensors, *rest))  # type: ignore[no-any-return]
 
 
 def _infer_fake(*packed: Any) -> Tensor:

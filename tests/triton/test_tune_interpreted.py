@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from moefuse.ops.call import ExpertsCall
 from tests.cpu.ops_case import Case, reference
 
 pytestmark = [
@@ -63,8 +64,8 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter takes seconds for some configurations: where only the order of times matters, the result is the reference's."""
     from moefuse.kernels.triton.plan import Plan
 
-    def run(self: Any, x: Any, ids: Any, weights: Any, lists: Any) -> torch.Tensor:
-        return reference([x, ids, weights, *lists], gating=self.body.gating)
+    def run(self: Any, call: ExpertsCall) -> torch.Tensor:
+        return reference([call.x, call.ids, call.weights, *call.lists], gating=call.body.gating)
 
     monkeypatch.setattr(Plan, "run", run)
 

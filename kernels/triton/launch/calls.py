@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from moefuse._torch_private import current_device
+from moefuse.kernels.triton.launch.direct import Direct
 from moefuse.kernels.triton.launch.launch import Described, Launch, stream_of
 
 LAUNCHES: dict[Any, Launch] = {}
@@ -47,8 +48,20 @@ def run(it: Launch, tensors: Sequence[Tensor], addresses: Sequence[int] | None =
     """Launch on the current stream, with arrays in the order of its names."""
     if it.compiled is None:
         it.first(tensors)
-    else:
-        it.again(stream_of(tensors[0].device), addresses or [t.data_ptr() for t in tensors])
+        return
+    stream, addresses = stream_of(tensors[0].device), addresses or [t.data_ptr() for t in tensors]
+    if it.driver is None:
+        it.driver = _driver(it)
+    if not (it.driver and it.driver.run(stream, addresses)):
+        it.again(stream, addresses)
+
+
+def _driver(it: Launch) -> Direct | bool:
+    """The launch by the driver's function, or False."""
+    try:
+        return Direct([it], it.names)
+    except NotImplementedError:
+        return False
 
 
 def launch_once(kernel: Any, pointer: Tensor, numbers: Sequence[int]) -> None:

@@ -48,10 +48,11 @@ class Launch:
     Attributes:
         names: of the arrays, in the order of the kernel and of launching.
         order: where each of them is in the mapping that they were given in; empty if that has the same order.
+        driver: the same by the driver's function (``direct.Direct``); False where that cannot be, None where nobody asked yet.
         args: all arguments; in the place of an array its name, or a :class:`Described` with its name.
     """
 
-    __slots__ = ("args", "compiled", "descs", "function", "grid", "kernel", "names", "options", "order", "packed", "rest", "run")
+    __slots__ = ("args", "compiled", "descs", "driver", "function", "grid", "kernel", "names", "options", "order", "packed", "rest", "run")
 
     def __init__(
         self, kernel: Any, grid: Sequence[int], arrays: Mapping[str, str | Described], numbers: Mapping[str, Any], **options: Any
@@ -68,6 +69,7 @@ class Launch:
         self.order = () if given == kernel.arg_names[:count] else tuple([given.index(name) for name in kernel.arg_names[:count]])
         self.descs = tuple([(i, a) for i, a in enumerate(shown) if isinstance(a, Described)])
         self.compiled: Any = None
+        self.driver: Any = None
 
     def arguments(self, tensors: Sequence[Any]) -> list[Any]:
         """What the kernel is called with, given the arrays."""
