@@ -30,6 +30,7 @@ class Observer(Protocol):
     def rows(self, translator: Any, variable: Any) -> Any: ...
     def read(self, translator: Any, variable: Any) -> Any: ...
     def numbers(self, translator: Any, variable: Any) -> Any: ...
+    def compared(self, translator: Any, variables: Any) -> None: ...
 
     @property
     def scalars(self) -> bool: ...
@@ -40,9 +41,11 @@ def install(start: Callable[[Any, Any, bool], Observer | None]) -> None:
 
     ``start(compiler_fn, speculation_log, one_graph)`` gives the observer of a frame, or None to leave the frame alone.
     """
+    from torch._dynamo import utils
     from torch._dynamo.output_graph import OutputGraph
     from torch._dynamo.side_effects import SideEffects
     from torch._dynamo.symbolic_convert import InstructionTranslator, InstructionTranslatorBase
+    from torch._dynamo.variables import lists
     from torch._dynamo.variables.base import MutationType
     from torch._dynamo.variables.builtin import BuiltinVariable
     from torch._dynamo.variables.functions import LocalGeneratorObjectVariable
@@ -61,6 +64,7 @@ def install(start: Callable[[Any, Any, bool], Observer | None]) -> None:
     if hasattr(BuiltinVariable, "call_index"):
         _wrap(BuiltinVariable, "call_index", _on_index)
     _wrap(TensorVariable, "unpack_var_sequence", _on_unpack)
+    utils.iter_contains = lists.iter_contains = functools.partial(_on_contains, utils.iter_contains)  # type: ignore[attr-defined]
     for name in ("mutation", "store_attr", "register_hook"):
         _wrap(SideEffects, name, _on_mutation)
     _wrap(LocalGeneratorObjectVariable, "__init__", _on_iterator)
@@ -203,6 +207,15 @@ def _on_unpack(original: Any, self: Any, translator: Any, *args: Any, **kwargs: 
     observer = getattr(translator.output, _KEPT, None)
     known = observer.numbers(translator, self) if observer is not None and not args and not kwargs else None
     return original(self, translator, *args, **kwargs) if known is None else known
+
+
+def _on_contains(original: Any, items: Any, search: Any, translator: Any, *args: Any, **kwargs: Any) -> Any:
+    # Dynamo looks for a constant among the constants alone, and so says of numbers that only the run knows that none is equal.
+    items = list(items)
+    observer = getattr(translator.output, _KEPT, None)
+    if observer is not None:
+        observer.compared(translator, [*items, search])
+    return original(items, search, translator, *args, **kwargs)
 
 
 def current() -> Any:

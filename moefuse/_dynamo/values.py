@@ -61,6 +61,18 @@ def unbacked(value: Any) -> set[Any]:
     return set(free_unbacked_symbols(value))
 
 
+def symbolic(variable: Any) -> bool:
+    """Whether a variable is a number without a known value, or a list or tuple with one in it."""
+    variable = plain(variable)
+    return symbol(variable) is not None or any(map(symbolic, _items(variable)))
+
+
+def _items(variable: Any) -> list[Any]:
+    from torch._dynamo.variables.lists import BaseListVariable
+
+    return list(variable.items) if isinstance(variable, BaseListVariable) else []
+
+
 def expression(number: Any) -> Any:
     """The expression of a size or a condition on sizes; ``u // 8`` is a fraction in it where the program needs a multiple of 8."""
     import sympy  # here: importing moefuse must stay cheap

@@ -100,6 +100,8 @@ class Frame:
         if self.numpy and counts.asks_for_type(tx, tx.instructions[at]):
             self.retreat([], why="it asks for the type of a number out of NumPy")
         name = tx.instructions[at].opname
+        if name == "IS_OP" and all(type(v) is int or v is not None for v in map(values.known, tx.stack[-2:])):
+            self.compared(tx, tx.stack[-2:])
         if name == "BINARY_SUBSCR":
             self.loops.subscript(tx)
         elif name.startswith("FORMAT_"):
@@ -175,6 +177,12 @@ class Frame:
     def read(self, tx: Any, variable: Any) -> Any:
         """A number is read out of a tensor; what Python gets in its place, or None."""
         return self.loops.read(tx, variable)
+
+    def compared(self, tx: Any, variables: list[Any]) -> None:
+        """Dynamo decides by ``in`` or ``is`` which of some variables are the same; symbolic numbers are to it like no other."""
+        if self.active and any(map(values.symbolic, variables)):
+            self.tell(tx, "this question", "it asks for such a number by `in` or `is`; compare with == instead")
+            self.retreat([], why="a symbolic number is asked for by `in` or `is`")
 
     def unroll(self, why: str) -> NoReturn:
         """Start the frame again, with every row traced."""
