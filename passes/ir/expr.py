@@ -138,6 +138,11 @@ class Cast(Expr):
     dtype: torch.dtype
 
     @property
+    def rounds(self) -> bool:
+        """Whether it does no more than round: not where it truncates to integers, or keeps eight bits."""
+        return self.dtype.is_floating_point and self.dtype.itemsize > 1
+
+    @property
     def children(self) -> tuple[Expr, ...]:
         return (self.child,)
 

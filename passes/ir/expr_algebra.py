@@ -18,8 +18,8 @@ class Projection:
 
 
 def bare(expr: Any) -> Any:
-    """An expression without casts."""
-    while isinstance(expr, Cast):
+    """An expression without casts that round."""
+    while isinstance(expr, Cast) and expr.rounds:
         expr = expr.child
     return expr
 

@@ -11,7 +11,7 @@ from torch.fx import Node
 from moefuse.passes.graph.calls import tensor
 from moefuse.passes.graph.op_classes import COPIES, LOOKS_AT, SIZE_QUERIES
 from moefuse.passes.infer.state import Context
-from moefuse.passes.ir.expr import Linear, has_linear, walk, weight_leaves
+from moefuse.passes.ir.expr import Cast, Linear, has_linear, walk, weight_leaves
 from moefuse.passes.ir.facts import (
     Buffer,
     Counts,
@@ -50,7 +50,7 @@ def checked(ctx: Context, region: Region) -> Region | Lost:
     if bounds - {region.num_experts}:
         return ctx.lost("missing-experts", region.anchor, present=f"below {min(bounds)}", count=str(region.num_experts))
     whole = _spanned(ctx, region)
-    checks = (transformed, _types, _modes, _mutations, _spoiled, _feeds_itself, _escapes)
+    checks = (transformed, _casts, _types, _modes, _mutations, _spoiled, _feeds_itself, _escapes)
     problems = (check(ctx, whole) for check in checks)
     return next((problem for problem in problems if problem is not None), whole)
 
@@ -66,6 +66,13 @@ def _spanned(ctx: Context, region: Region) -> Region:
         if not nodes.isdisjoint(node.all_input_nodes):
             nodes.add(node)
     return replace(whole, nodes=frozenset(nodes), shown=_shown(ctx, whole))
+
+
+def _casts(ctx: Context, region: Region) -> Lost | None:
+    """Templates look through casts that round. Behind one that does more, 16 bits would hide how far the fused op is off."""
+    exprs = [region.expr] if region.rest is None else [region.expr, region.rest.expr]
+    cast = next((e for expr in exprs for e in walk(expr) if isinstance(e, Cast) and not e.rounds), None)
+    return None if cast is None else ctx.lost("no-rule", cast.node, op=f"a cast to {str(cast.dtype).removeprefix('torch.')}")
 
 
 def _spelling(ctx: Context, region: Region) -> Domain:

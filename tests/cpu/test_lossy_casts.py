@@ -23,9 +23,11 @@ CASTS = {
 
 
 class Layer(nn.Module):
-    def __init__(self, where: str, cast: object) -> None:
+    """Every expert on its own rows, or ``masked`` on all of them."""
+
+    def __init__(self, where: str, cast: object, masked: bool = False) -> None:
         super().__init__()
-        self.where, self.cast = where, cast
+        self.where, self.cast, self.masked = where, cast, masked
         self.gate = nn.Linear(16, 4, bias=False)
         self.experts = nn.ModuleList(nn.Sequential(nn.Linear(16, 12), nn.ReLU(), nn.Linear(12, 16)) for _ in range(4))
 
@@ -33,20 +35,24 @@ class Layer(nn.Module):
         scores, ids = self.gate(x).softmax(-1).topk(2)
         out = torch.zeros_like(x)
         for e, expert in enumerate(self.experts):
-            token, slot = torch.where(ids == e)
-            rows, w = x[token], scores[token, slot, None]
+            token, slot = (None, None) if self.masked else torch.where(ids == e)
+            rows, w = (x, (scores * (ids == e)).sum(-1, keepdim=True)) if self.masked else (x[token], scores[token, slot, None])
             rows = self.cast(rows) if self.where == "x" else rows  # type: ignore[operator]
             w = self.cast(w) if self.where == "w" else w  # type: ignore[operator]
             y = expert(rows)
             y = self.cast(y) if self.where == "y" else y  # type: ignore[operator]
-            out.index_add_(0, token, (y * w).to(out.dtype))
+            if self.masked:
+                out = out + (y * w).to(out.dtype)
+            else:
+                out.index_add_(0, token, (y * w).to(out.dtype))
         return out
 
 
+@pytest.mark.parametrize("masked", [False, True], ids=["selected", "masked"])
 @pytest.mark.parametrize("name", CASTS)
-def test_they_stay(name: str) -> None:
+def test_they_stay(name: str, masked: bool) -> None:
     torch.manual_seed(0)
-    layer = Layer(*CASTS[name]).bfloat16()
+    layer = Layer(*CASTS[name], masked).bfloat16()
     for p in layer.parameters():
         p.data.mul_(3)
     x = torch.randn(64, 16).bfloat16()

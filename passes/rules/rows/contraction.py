@@ -18,7 +18,6 @@ from moefuse.passes.ir.facts import Counts, Domain, Lost, Mask, Order, Routing, 
 from moefuse.passes.rules import rule
 from moefuse.passes.rules.routing.masks import mask_table, masked_weight
 from moefuse.passes.rules.rows.leaves import slot_value, token
-from moefuse.passes.rules.rows.views import loses_numbers
 from moefuse.passes.rules.sums.reduce import combined
 
 Labels = str
@@ -289,8 +288,7 @@ def _computed(ctx: Context, node: Node, x: View, routing: Routing) -> Expr | Non
     value = tensor(x.root)
     if call is not None and call.name in ("to", "type_as") and isinstance(call.args[0], Node) and value is not None:
         inner = _computed(ctx, node, replace(x, root=call.args[0]), routing)
-        of = tensor(call.args[0])
-        return None if inner is None or of is None or loses_numbers(of.dtype, value.dtype) else Cast(x.root, inner, value.dtype)
+        return None if inner is None else Cast(x.root, inner, value.dtype)
     if call is None or call.name != "mul" or len(shape) not in (2, 3):
         return None
     slots: Axes = ((*(Atom("t", i, s) for i, s in enumerate(routing.tokens)), Atom("k", 0, routing.top_k)),)

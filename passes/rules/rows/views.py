@@ -265,8 +265,6 @@ def on_cast(ctx: Context, node: Node, x: Node, *_: Any, **__: Any) -> Any:
     if before.dtype == after.dtype:
         return None if isinstance(fact, Sum) else fact
     if isinstance(fact, Rows):
-        if loses_numbers(before.dtype, after.dtype):
-            return ctx.lost("no-rule", node, op=f"a cast to {str(after.dtype).removeprefix('torch.')}")
         return replace(fact, expr=Cast(node, fact.expr, after.dtype))
     if isinstance(fact, Span) and after.dtype == torch.bool:
         return hit_of(fact) if isinstance(hit_of(fact), Hit) else None
@@ -286,11 +284,6 @@ def on_cast(ctx: Context, node: Node, x: Node, *_: Any, **__: Any) -> Any:
         numbers = interval(ctx, x)
         return fact if numbers is not None and holds(after.dtype, numbers) else inherited(fact, node)
     return inherited(fact, node)
-
-
-def loses_numbers(before: torch.dtype, after: torch.dtype) -> bool:
-    """Whether a cast does more than round: truncation to integers, or a format of eight bits. A template says nothing of either."""
-    return before.is_floating_point and (not after.is_floating_point or after.itemsize < 2)
 
 
 def _keeps_numbers(ctx: Context, x: Node, fact: Fact, dtype: torch.dtype) -> bool:
