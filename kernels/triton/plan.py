@@ -41,7 +41,7 @@ class Plan:
         self.tokens, self.hidden = x.shape
         self.top_k = ids.shape[1]
         self.slots = self.tokens * self.top_k
-        self.experts = w_in[0].shape[0] if len(w_in) == 1 and w_in[0].dim() == 3 else len(w_in)
+        self.experts = call.w_in.experts
         self.out, self.inter = w_out[0].shape[-2:]
         mixed = body.split and (len(w_in) > 1) != (len(w_up) > 1)
         mixed_bias = bool(b_in and b_up) and (len(b_in) > 1) != (len(b_up) > 1)
@@ -58,7 +58,7 @@ class Plan:
         self.ready = False
         self.direct: Direct | None = None
         self.apart: set[str] = set()
-        self.known: dict[tuple[int, ...] | None, tuple[dict[str, int], list[Tensor]]] = {}
+        self.known: dict[tuple[int, ...], tuple[dict[str, int], list[Tensor]]] = {}
         self.told: set[tuple[int, ...]] = set()
         self.inputs: tuple[int, ...] = ()
         if not self.empty:
@@ -173,7 +173,7 @@ class Plan:
 
     def _places(self, call: ExpertsCall) -> dict[str, int]:
         """The address behind each weight and bias name; for experts in several tensors kept, with the tables that these need."""
-        addresses = None if any(self.stacked) else _addresses(call)
+        addresses = () if any(self.stacked) else _addresses(call)
         if addresses in self.known:
             return self.known[addresses][0]
         operands = self._operands(call.lists)

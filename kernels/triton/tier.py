@@ -6,6 +6,7 @@ Nothing waits for the device and nothing but values depends on the routing, as `
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,11 +18,13 @@ from moefuse.kernels.triton.device.structs import Rows
 from moefuse.kernels.triton.grouped_plan import Lists, Sorted
 from moefuse.kernels.triton.launch.calls import launch, on_device
 from moefuse.kernels.triton.layout import DTYPES
+from moefuse.ops.call import first_tensor
 
 
-def supports(first: Tensor, *rest: object) -> str | None:
+def supports(first: Any, *rest: object) -> str | None:
     """None, or why no kernel takes a call whose first tensor is this one; all of a call have its device, and its dtype or another float."""
-    return None if first.dtype in DTYPES else f"no kernel for {first.dtype}"
+    dtype = first_tensor(first).dtype
+    return None if dtype in DTYPES else f"no kernel for {dtype}"
 
 
 def _rows(offsets: Tensor, slots: int, order: Tensor | None = None, top_k: int = 1) -> Sorted:

@@ -64,7 +64,9 @@ def install(start: Callable[[Any, Any, bool], Observer | None]) -> None:
     if hasattr(BuiltinVariable, "call_index"):
         _wrap(BuiltinVariable, "call_index", _on_index)
     _wrap(TensorVariable, "unpack_var_sequence", _on_unpack)
-    utils.iter_contains = lists.iter_contains = functools.partial(_on_contains, utils.iter_contains)  # type: ignore[attr-defined]
+    if hasattr(lists, "iter_contains"):
+        _wrap(utils, "iter_contains", _on_contains)
+        lists.iter_contains = utils.iter_contains
     for name in ("mutation", "store_attr", "register_hook"):
         _wrap(SideEffects, name, _on_mutation)
     _wrap(LocalGeneratorObjectVariable, "__init__", _on_iterator)
@@ -80,7 +82,7 @@ def _subclasses(kind: type) -> list[type]:
     return [kind, *(deeper for one in below for deeper in _subclasses(one))]
 
 
-def _wrap(owner: type, name: str, hook: Callable[..., Any]) -> None:
+def _wrap(owner: Any, name: str, hook: Callable[..., Any]) -> None:
     original = getattr(owner, name)
 
     @functools.wraps(original)

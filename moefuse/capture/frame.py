@@ -100,7 +100,7 @@ class Frame:
         if self.numpy and counts.asks_for_type(tx, tx.instructions[at]):
             self.retreat([], why="it asks for the type of a number out of NumPy")
         name = tx.instructions[at].opname
-        if name == "IS_OP" and all(type(v) is int or v is not None for v in map(values.known, tx.stack[-2:])):
+        if name == "IS_OP" and None not in map(values.known, tx.stack[-2:]):
             self.compared(tx, tx.stack[-2:])
         if name == "BINARY_SUBSCR":
             self.loops.subscript(tx)

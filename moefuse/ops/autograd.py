@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moefuse.ops.call import Body, ExpertsCall, cut
+from moefuse.ops.call import Body, ExpertsCall, cut, lists_of, stacks
 from moefuse.ops.checks import check_experts
 from moefuse.ops.grad_calls import GradCall, InCall, Needs, OutCall, RowsCall
 
@@ -59,8 +59,8 @@ class _Experts(torch.autograd.Function):
         need_x, _, need_weights, *need_flat = ctx.needs_input_grad[3:]
         flags = [need_x, need_weights, *(any(part) for part in cut(need_flat, ctx.counts))]
         x, weights, h, order, offsets, *flat = ctx.saved_tensors
-        needs = Needs.of(flags, Body.decode(*ctx.body).on_input).encode()
-        call = GradCall.unpack([grad, x, weights, h, order, offsets, *flat], ctx.counts, needs, *ctx.body)
+        body = Body.decode(*ctx.body)
+        call = GradCall(grad, x, weights, h, order, offsets, *stacks(cut(flat, ctx.counts)), Needs.of(flags, body.on_input), body)
         computed = _in_parts(call) if grad.device.type in IN_PARTS else ops.experts_backward.default(*call.pack())
         d_x, d_weights, *d_flat = grads_for(flags, (1, 1, *ctx.counts), computed)
         return None, None, None, d_x, None, d_weights, *d_flat
@@ -88,8 +88,7 @@ def _in_parts(call: GradCall) -> list[Tensor]:
         d_weights = [next(d_in)] if need.weights and need.on_input else d_weights
     if need.out:
         d_out = part(ops.experts_backward_out, OutCall(grad, weights, order, offsets, a[0] if a else None, w_out, need, body))
-    lists = (w_in.weight, w_up.weight, w_out.weight, w_in.bias, w_up.bias, w_out.bias)
-    taken = zip((d_in, d_in, d_out) * 2, lists, need.flags[2:], strict=True)
+    taken = zip((d_in, d_in, d_out) * 2, lists_of(w_in, w_up, w_out), need.flags[2:], strict=True)
     return [*d_x, *d_weights, *(next(source) for source, tensors, wanted in taken if wanted for _ in tensors)]
 
 

@@ -95,6 +95,17 @@ class Stack(NamedTuple):
         return expert_weight(self.weight, e), expert_vector(self.bias, e)
 
 
+def stacks(lists: Iterable[Sequence[Tensor]]) -> tuple[Stack, Stack, Stack]:
+    """Of w_in, w_up and w_out, given the lists w_in, w_up, w_out, b_in, b_up, b_out."""
+    w_in, w_up, w_out, b_in, b_up, b_out = lists
+    return Stack(w_in, b_in), Stack(w_up, b_up), Stack(w_out, b_out)
+
+
+def lists_of(w_in: Stack, w_up: Stack, w_out: Stack) -> tuple[Sequence[Tensor], ...]:
+    """What :func:`stacks` was given."""
+    return w_in.weight, w_up.weight, w_out.weight, w_in.bias, w_up.bias, w_out.bias
+
+
 class ExpertsCall(NamedTuple):
     """Arguments of ``moefuse::experts``, checked by ``moefuse/ops/checks.py``. (A named tuple, for a dataclass costs the host more.)
 
@@ -126,16 +137,14 @@ class ExpertsCall(NamedTuple):
     ) -> ExpertsCall:  # fmt: skip
         """From the arguments of the op, in the order of its schema."""
         body = Body(activation, tuple(activation_args), gating, up_first, weight_on_input)
-        return ExpertsCall(x, ids, weights, Stack(w_in, b_in), Stack(w_up, b_up), Stack(w_out, b_out), body, out_dtype or x.dtype)
+        return ExpertsCall(x, ids, weights, *stacks((w_in, w_up, w_out, b_in, b_up, b_out)), body, out_dtype or x.dtype)
 
     @staticmethod
     def unpack(tensors: Sequence[Tensor], counts: Sequence[int], *how: Any) -> ExpertsCall:
         """From the arguments of ``experts_infer`` and ``experts_forward``."""
         *body, out_dtype = how
         x, ids, weights = tensors[:3]
-        w_in, w_up, w_out, b_in, b_up, b_out = cut(tensors, counts, 3)
-        stacks = Stack(w_in, b_in), Stack(w_up, b_up), Stack(w_out, b_out)
-        return ExpertsCall(x, ids, weights, *stacks, Body.decode(*body), out_dtype)
+        return ExpertsCall(x, ids, weights, *stacks(cut(tensors, counts, 3)), Body.decode(*body), out_dtype)
 
     def pack(self) -> tuple[list[Tensor], list[int], int, float, float, torch.dtype]:
         """Arguments of ``experts_infer`` and ``experts_forward``."""
@@ -144,13 +153,12 @@ class ExpertsCall(NamedTuple):
     @property
     def lists(self) -> tuple[Sequence[Tensor], ...]:
         """w_in, w_up, w_out, b_in, b_up, b_out."""
-        a, b, c = self.w_in, self.w_up, self.w_out
-        return a.weight, b.weight, c.weight, a.bias, b.bias, c.bias
+        return lists_of(self.w_in, self.w_up, self.w_out)
 
     def with_lists(self, lists: Iterable[Sequence[Tensor]]) -> ExpertsCall:
         """The call with other :attr:`lists`."""
-        w_in, w_up, w_out, b_in, b_up, b_out = lists
-        return self._replace(w_in=Stack(w_in, b_in), w_up=Stack(w_up, b_up), w_out=Stack(w_out, b_out))
+        w_in, w_up, w_out = stacks(lists)
+        return self._replace(w_in=w_in, w_up=w_up, w_out=w_out)
 
     def of_tokens(self, rows: slice) -> ExpertsCall:
         """The call for some of its tokens."""
@@ -175,6 +183,11 @@ class ExpertsCall(NamedTuple):
     def width(self) -> int:
         """Features of the pre-activation."""
         return 2 * self.w_in.features if self.body.split else self.w_in.features
+
+
+def first_tensor(argument: Any) -> Tensor:
+    """A tensor that is the argument of an op, or the first one of a list or of a call."""
+    return argument if isinstance(argument, Tensor) else argument[0]
 
 
 def join(tensors: Sequence[Tensor], lists: Iterable[Sequence[Tensor]]) -> tuple[list[Tensor], list[int]]:

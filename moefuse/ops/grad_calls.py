@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from moefuse.ops.call import Body, Stack, cut, join
+from moefuse.ops.call import Body, Stack, cut, join, lists_of, stacks
 
 
 @dataclass(frozen=True)
@@ -103,15 +102,12 @@ class GradCall(NamedTuple):
     @staticmethod
     def unpack(tensors: Sequence[Tensor], counts: Sequence[int], needs: int, *body: Any) -> GradCall:
         """From the arguments of the op."""
-        w_in, w_up, w_out, b_in, b_up, b_out = cut(tensors, counts, 6)
         grad, x, weights, h, order, offsets = tensors[:6]
-        stacks = Stack(w_in, b_in), Stack(w_up, b_up), Stack(w_out, b_out)
-        return GradCall(grad, x, weights, h, order, offsets, *stacks, *_how(needs, *body))
+        return GradCall(grad, x, weights, h, order, offsets, *stacks(cut(tensors, counts, 6)), *_how(needs, *body))
 
     def pack(self) -> Packed:
         """Arguments of the op."""
-        a, b, c = self.w_in, self.w_up, self.w_out
-        return _packed(self[:6], (a.weight, b.weight, c.weight, a.bias, b.bias, c.bias), self.need, self.body)
+        return _packed(self[:6], lists_of(self.w_in, self.w_up, self.w_out), self.need, self.body)
 
 
 class RowsCall(NamedTuple):
@@ -135,16 +131,6 @@ class RowsCall(NamedTuple):
     def pack(self) -> Packed:
         """Arguments of the op."""
         return _packed(self[:5], self.w_out, self.need, self.body)
-
-    @property
-    def device(self) -> torch.device:
-        """Of all tensors."""
-        return self.grad.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the gradient."""
-        return self.grad.dtype
 
 
 class InCall(NamedTuple):
@@ -172,16 +158,6 @@ class InCall(NamedTuple):
         a, b = self.w_in, self.w_up
         return _packed(self[:5], (a.weight, b.weight, a.bias, b.bias), self.need, self.body)
 
-    @property
-    def device(self) -> torch.device:
-        """Of all tensors."""
-        return self.x.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of tokens and weights."""
-        return self.x.dtype
-
 
 class OutCall(NamedTuple):
     """The third part, ``experts_backward_out``: the gradients of w_out. ``a`` [S, I] is None where only its biases' is wanted."""
@@ -205,16 +181,6 @@ class OutCall(NamedTuple):
     def pack(self) -> Packed:
         """Arguments of the op."""
         return _packed(self[:4], ([] if self.a is None else [self.a], *self.w_out), self.need, self.body)
-
-    @property
-    def device(self) -> torch.device:
-        """Of all tensors."""
-        return self.grad.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the gradient."""
-        return self.grad.dtype
 
 
 def _how(needs: int, *body: Any) -> tuple[Needs, Body]:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from moefuse.ops import autograd
-from moefuse.ops.call import Body, ExpertsCall
+from moefuse.ops.call import Body, Stack, cut, stacks
 from moefuse.ops.reference import accumulation_dtype
 from moefuse.ops.schema import implement
 from moefuse.runtime import dense, providers
@@ -30,6 +30,7 @@ from moefuse.runtime import overlap as streams
 from moefuse.runtime.lasting import kept
 
 Lists = Sequence[Tensor]
+Stacks = tuple[Stack, Stack, Stack]
 
 FEW = 2
 """Tokens up to which the weights are read as vectors, in two launches; library products need three and are not quicker."""
@@ -48,21 +49,17 @@ def _every(x: Tensor) -> tuple[Tensor, Tensor]:
     return ids.expand(x.shape[0], 1), weights.expand(x.shape[0], 1)
 
 
-def _call(tensors: Lists, *rest: Any) -> ExpertsCall:
-    """Of the one expert, which every token takes."""
-    x, *weights = tensors
-    return ExpertsCall.unpack([x, *_every(x), *weights], *rest)
-
-
-def _run(call: ExpertsCall) -> Tensor:
+def _run(tensors: Lists, counts: Sequence[int], *how: Any) -> Tensor:
     """[T, N]: the one expert."""
-    if call.x.is_cuda and call.x.shape[0] > FEW:
-        return _dense(call)
-    out: Tensor = torch.ops.moefuse.experts_infer.default(*call.pack())
+    x, *weights = tensors
+    if x.is_cuda and x.shape[0] > FEW:
+        *body, out_dtype = how
+        return _dense(x, stacks(cut(weights, counts)), Body.decode(*body)).to(out_dtype)
+    out: Tensor = torch.ops.moefuse.experts_infer.default([x, *_every(x), *weights], counts, *how)
     return out
 
 
-def _dense(call: ExpertsCall) -> Tensor:
+def _dense(x: Tensor, weights: Stacks, body: Body) -> Tensor:
     """Library products for all tokens: an expert that every token takes leaves nothing to group."""
 
     def act(gate: Tensor, up: Tensor | None, body: Body) -> Tensor:
@@ -70,15 +67,15 @@ def _dense(call: ExpertsCall) -> Tensor:
         quick = not isinstance(kernels, str) and kernels.supports(gate)
         return (kernels if quick else dense).activate(gate, up, body)  # type: ignore[no-any-return, union-attr]
 
-    return dense.one_expert(call.x, call, 0, act).to(call.out_dtype)
+    return dense.one_expert(x, weights, body, 0, act)
 
 
 def _start(tensors: Lists, counts: Sequence[int], *rest: Any) -> Tensor:
-    *body, overlap = rest
-    call = _call(tensors, counts, *body)
-    if not _beside(call.x, call.x.shape[0], overlap):
-        return _run(call)
-    return streams.fork(call.x.device, lambda: _run(call))
+    *how, overlap = rest
+    x = tensors[0]
+    if not _beside(x, x.shape[0], overlap):
+        return _run(tensors, counts, *how)
+    return streams.fork(x.device, lambda: _run(tensors, counts, *how))
 
 
 def _start_fake(tensors: Lists, counts: Sequence[int], *rest: Any) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moefuse.ops.activations import ACTIVATIONS
-from moefuse.ops.call import Body, ExpertsCall
+from moefuse.ops.call import Body, ExpertsCall, Stack
 from moefuse.ops.reference import accumulation_dtype, split_gate
 
 
@@ -27,12 +27,18 @@ def activate(gate: Tensor, up: Tensor | None, body: Body) -> Tensor:
     return ACTIVATIONS[body.activation].forward(gate.to(wide), None if up is None else up.to(wide), body.args).to(gate.dtype)
 
 
-def one_expert(rows: Tensor, call: ExpertsCall, e: int, act: Callable[[Tensor, Tensor | None, Body], Tensor] = activate) -> Tensor:
-    """[n, Hout]: expert ``e`` of a call on every row [n, H]; ``act`` is given gate and up [n, I], and its result is in their dtype."""
-    linear, body = torch.nn.functional.linear, call.body
-    h = linear(rows, *call.w_in.expert(e))
-    gate, up = (h, linear(rows, *call.w_up.expert(e))) if body.split else split_gate(h, body.gating, body.up_first)
-    return linear(act(gate, up, body), *call.w_out.expert(e))
+def one_expert(
+    rows: Tensor,
+    weights: tuple[Stack, Stack, Stack],
+    body: Body,
+    e: int,
+    act: Callable[[Tensor, Tensor | None, Body], Tensor] = activate,
+) -> Tensor:
+    """[n, Hout]: expert ``e`` on every row [n, H]; ``act`` is given gate and up [n, I], and its result is in their dtype."""
+    linear, (w_in, w_up, w_out) = torch.nn.functional.linear, weights
+    h = linear(rows, *w_in.expert(e))
+    gate, up = (h, linear(rows, *w_up.expert(e))) if body.split else split_gate(h, body.gating, body.up_first)
+    return linear(act(gate, up, body), *w_out.expert(e))
 
 
 def experts(call: ExpertsCall) -> Tensor:
@@ -45,6 +51,7 @@ def experts(call: ExpertsCall) -> Tensor:
     wide = accumulation_dtype(x.dtype)
     scale = call.weights.to(wide)
     hidden_out, num_experts = call.w_out.features, call.w_in.experts
+    weights = call.w_in, call.w_up, call.w_out
     if not (tokens and top_k):
         return torch.zeros((tokens, hidden_out), dtype=call.out_dtype, device=x.device)
     y = torch.zeros((top_k, tokens, hidden_out), dtype=x.dtype, device=x.device)
@@ -53,7 +60,7 @@ def experts(call: ExpertsCall) -> Tensor:
         # A token's weight for this expert; with the same expert in several slots, the rows differ only if the weight is on the input.
         for slots in range(top_k) if on_input else (slice(None),):
             rows = (x.to(wide) * scale[:, slots, None]).to(x.dtype) if isinstance(slots, int) else x
-            y[slots] = torch.where(chosen[slots, :, None], one_expert(rows, call, e), y[slots])
+            y[slots] = torch.where(chosen[slots, :, None], one_expert(rows, weights, call.body, e), y[slots])
     out = torch.zeros((tokens, hidden_out), dtype=wide, device=x.device)
     valid = (ids >= 0) & (ids < num_experts)
     for k in range(top_k):

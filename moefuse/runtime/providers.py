@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+from moefuse.ops.call import first_tensor
 from moefuse.ops.recipe import route_reference
 from moefuse.ops.reference import router_logits_reference, topk_reference
 from moefuse.runtime import backward, cpu, dense, grouped, native
@@ -82,9 +83,9 @@ def _triton(module: str, op: str, name: str = "triton", traced: str | None = Non
     """The provider of ``op`` for CUDA tensors: the function of that name in a module of ``moefuse/kernels/triton``, and its ``traced``."""
 
     def supports(first: Any, *rest: Any) -> str | None:
-        first = first if hasattr(first, "device") else first[0]
-        if first.device.type != "cuda":
-            return f"tensors on {first.device.type}, the kernels run on CUDA devices"
+        device = first_tensor(first).device
+        if device.type != "cuda":
+            return f"tensors on {device.type}, the kernels run on CUDA devices"
         kernels = triton_module(module)
         return kernels if isinstance(kernels, str) else kernels.supports(first, *rest)
 

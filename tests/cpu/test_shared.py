@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from moefuse.backend import parse
 from moefuse.config import Options
-from moefuse.ops.call import ExpertsCall
+from moefuse.ops.call import Body, stacks
 from moefuse.passes.block import shared_experts
 from tests.programs.check import Outcome, light
 
@@ -220,9 +220,7 @@ def test_library_products(activation: str, gating: str) -> None:
     lists = [first[:1], first[1:], [torch.randn(H, N) / 4], [torch.randn(wide)], [torch.randn(wide) for _ in first[1:]], [torch.randn(H)]]
     options = {"activation": activation, "activation_args": [], "gating": gating, "up_first": False}
     wanted = experts_reference(x, torch.zeros(5, 1, dtype=torch.int64), torch.ones(5, 1), *lists, **options)  # type: ignore[arg-type]
-    torch.testing.assert_close(
-        op._dense(ExpertsCall.of(x, torch.zeros(5, 1, dtype=torch.int64), torch.ones(5, 1), *lists, **options)), wanted
-    )
+    torch.testing.assert_close(op._dense(x, stacks(lists), Body(activation, gating=gating)), wanted)
 
 
 def test_several() -> None:

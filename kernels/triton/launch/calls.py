@@ -14,6 +14,7 @@ from torch import Tensor
 from moefuse._torch_private import current_device
 from moefuse.kernels.triton.launch.direct import Direct
 from moefuse.kernels.triton.launch.launch import Described, Launch, stream_of
+from moefuse.ops.call import first_tensor
 
 LAUNCHES: dict[Any, Launch] = {}
 _MAX_LAUNCHES = 1 << 14
@@ -86,7 +87,7 @@ def on_device(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def wrapper(first: Any, *rest: Any) -> Any:
-        device = (first if hasattr(first, "device") else first[0]).device
+        device = first_tensor(first).device
         if device.type != "cuda" or device.index == current_device():
             return function(first, *rest)
         with torch.cuda.device(device):

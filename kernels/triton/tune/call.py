@@ -13,7 +13,7 @@ from moefuse.kernels.triton.layout import Lists
 from moefuse.kernels.triton.plan import Plan
 from moefuse.kernels.triton.problem import Config, Problem
 from moefuse.ops.activations import ACTIVATIONS
-from moefuse.ops.call import Body, ExpertsCall, Stack
+from moefuse.ops.call import Body, ExpertsCall, stacks
 
 SETS = ((8, 8), (64, 4), (512, 3))
 """(up to so many tokens, so many routings); two for more. Few tokens hit few experts, so one routing says little."""
@@ -58,9 +58,9 @@ class Call:
     @property
     def calls(self) -> list[ExpertsCall]:
         """One for each set."""
-        w_in, w_up, w_out, b_in, b_up, b_out = self.lists
-        stacks = Stack(w_in, b_in), Stack(w_up, b_up), Stack(w_out, b_out)
-        return [ExpertsCall(*inputs, *stacks, self.kind.body(self.problem), self.kind.out(self.problem)) for inputs in self.sets]
+        return [
+            ExpertsCall(*inputs, *stacks(self.lists), self.kind.body(self.problem), self.kind.out(self.problem)) for inputs in self.sets
+        ]
 
     def plan(self, config: Config | None = None) -> Plan:
         """The plan of a call with a configuration (None: the one that it takes by itself)."""
