@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from moefuse._dynamo import births, values
+from moefuse._dynamo import births, module_calls, values
 
 _KEPT = "moefuse_capture"
 _SETTINGS = "moefuse_settings"
@@ -34,6 +34,8 @@ class Observer(Protocol):
 
     @property
     def scalars(self) -> bool: ...
+    @property
+    def assumes(self) -> bool: ...
 
 
 def install(start: Callable[[Any, Any, bool], Observer | None]) -> None:
@@ -145,6 +147,8 @@ def _on_compile(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     observer = getattr(self, _KEPT, None)
     if observer is not None:
         observer.compiled()
+        if observer.assumes:
+            module_calls.watch(self)
     return compiled
 
 

@@ -75,6 +75,11 @@ class Frame:
         """Whether Dynamo shall trace sizes and numbers that depend on data."""
         return self.active
 
+    @property
+    def assumes(self) -> bool:
+        """Whether this attempt's graph is one only because something was assumed."""
+        return self.active and bool(self.assumptions)
+
     # --- what Dynamo tells ---
 
     def before(self, tx: Any) -> None:

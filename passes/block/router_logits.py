@@ -17,9 +17,9 @@ from moefuse.passes.graph.builder import Emitter
 from moefuse.passes.graph.calls import call_of, tensor
 from moefuse.passes.graph.matmuls import READ, Operands, operands
 from moefuse.passes.graph.op_classes import KEEPS, RESHAPES
-from moefuse.passes.graph.sizes import same_shape, shape_of
 from moefuse.passes.infer.state import Context
 from moefuse.passes.lower.devices import unsupported
+from moefuse.passes.lower.layout import same_strides
 
 _VIEWS = RESHAPES | KEEPS
 _HALVES = (torch.bfloat16, torch.float16)
@@ -44,7 +44,7 @@ def replaced(ctx: Context, logits: Any) -> bool:
     emit.mode = getattr(value, "fake_mode", None)
     made = emit(torch.ops.moefuse.router_logits.default, x, w if product.out_first else emit(torch.t, w), bias, value.dtype)
     after = tensor(made)
-    if after is None or not same_shape(shape_of(after), shape_of(value)) or unsupported([made], False) is not None:
+    if after is None or not same_strides(after, value) or unsupported([made], False) is not None:
         emit.undo()
         return False
     node.replace_all_uses_with(made)

@@ -25,6 +25,7 @@ from moefuse.passes.graph.op_classes import BROADCASTS, KEEPS, RESHAPES
 from moefuse.passes.graph.sizes import same_shape, shape_of
 from moefuse.passes.graph.storage import Memory
 from moefuse.passes.lower.devices import unsupported
+from moefuse.passes.lower.layout import same_strides
 
 _GROUPS = RESHAPES | KEEPS | BROADCASTS | frozenset("topk getitem sum max amax scatter zeros_like bitwise_not eq".split())
 _UNDERSTOOD = _GROUPS | frozenset("softmax sigmoid add mul div clamp clamp_min gather masked_fill where".split())
@@ -277,7 +278,9 @@ def _replaced(graph: Graph, router: Router, before: Node, inside: list[Node]) ->
     emit = Emitter(graph, before, before, {})
     emit.mode = getattr(value, "fake_mode", None)
     made = emit(torch.ops.moefuse.route.default, router.logits, router.bias, *router.arguments)
-    if unsupported([made], False) is not None:
+    results = [tensor(node) for node in (router.weights, router.ids)]
+    alike = all(b is not None and same_strides(a, b) for a, b in zip(fake(made), results, strict=True))
+    if not alike or unsupported([made], False) is not None:
         emit.undo()
         return False
     for i, node in enumerate((router.weights, router.ids)):

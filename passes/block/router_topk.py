@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import operator
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from torch.fx import Graph, Node
 
 from moefuse.passes.block import router_logits, router_match
@@ -19,6 +21,7 @@ from moefuse.passes.graph.calls import Call, call_of, fake, location, tensor
 from moefuse.passes.graph.op_classes import PRODUCTS
 from moefuse.passes.infer.state import Context
 from moefuse.passes.lower.devices import unsupported
+from moefuse.passes.lower.layout import same_strides
 
 if TYPE_CHECKING:
     from moefuse.config import Options
@@ -74,7 +77,7 @@ def _replaced(graph: Graph, node: Node, call: Call, k: int) -> bool:
     emit = Emitter(graph, node, node, {})
     emit.mode = getattr(scores, "fake_mode", None)
     made = emit(torch.ops.moefuse.topk.default, call.args[0], k)
-    if _shapes(made) != _shapes(node) or unsupported([made], True) is not None:
+    if not _alike(fake(made), fake(node)) or unsupported([made], True) is not None:
         emit.undo()
         return False
     node.replace_all_uses_with(made)
@@ -94,9 +97,10 @@ def _count(call: Call) -> int | None:
     return k if type(k) is int and isinstance(experts, int) and 0 <= k <= experts else None
 
 
-def _shapes(node: Node) -> list[tuple[Any, ...]]:
-    """Sizes and dtypes of both results."""
-    return [(t.dtype, t.device, *map(str, t.shape)) for t in fake(node)]
+def _alike(made: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
+    """Whether both results have the sizes, strides, dtypes and device of the program's."""
+    pairs = zip(made, theirs, strict=True)
+    return all(a.dtype == b.dtype and a.device == b.device and same_strides(a, b) for a, b in pairs)
 
 
 __all__ = ["one_kernel"]

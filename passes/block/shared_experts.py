@@ -27,6 +27,7 @@ from moefuse.passes.ir.expr import ExpertVector, Expr, Leaf, Linear, Op, SharedV
 from moefuse.passes.ir.expr_algebra import bare, factors
 from moefuse.passes.ir.facts import Lost, Routing
 from moefuse.passes.ir.regions import Region
+from moefuse.passes.lower.layout import in_layout
 from moefuse.passes.lower.lower import Lowering
 from moefuse.passes.match.interpret import interpret
 from moefuse.passes.match.safety import checked
@@ -196,6 +197,7 @@ def _join(ctx: Context, known: dict[Node, Any], tokens: int, check: bool, found:
         if result is None:
             emit.undo()
             return None
+        result = in_layout(emit, result, found.add)
     except Exception:  # a replacement that cannot be built is no reason to stop the user's program
         emit.undo()
         return None

@@ -32,6 +32,7 @@ from moefuse.passes.ir.expr import (
 from moefuse.passes.ir.expr_algebra import factors, is_weight, one_weight
 from moefuse.passes.ir.facts import Routing
 from moefuse.passes.ir.regions import Region, Weightless
+from moefuse.passes.lower.layout import in_layout
 from moefuse.passes.lower.specs import dtype_of, fused_spec, grouped_spec
 from moefuse.passes.match.ids_outside import placed
 from moefuse.passes.match.templates import Body, match
@@ -62,7 +63,8 @@ class Lowering:
             result = self.emit(torch.add, result, Everywhere(self.region, self.emit).weightless(self.region.rest, result))
         if self.region.base is not None:
             result = (self.over if self.region.replaced else self.added)(result, self.region.base)
-        return Lowered(self.reshaped(result, self.region.value), lowered.spec, lowered.tier)
+        result = in_layout(self.emit, self.reshaped(result, self.region.value), self.region.value)
+        return Lowered(result, lowered.spec, lowered.tier)
 
     def added(self, result: Node, base: Node) -> Node:
         return self.emit(torch.add, self.reshaped(result, base), base)

@@ -1,0 +1,125 @@
+"""A guard on what happens around calls of modules: hooks, and the ``forward`` of their classes.
+
+Dynamo guards neither: a hook that is put on a module after the compilation goes unnoticed. That is no surprise in a frame that is one graph
+anyway. Where only capture made it one, though, the calls would run in eager, which sees both, and so these frames have this guard.
+
+Nearly always it costs a comparison: every hook that is registered takes the next number of ``RemovableHandle``. Only when that has moved
+on the modules are looked at.
+"""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+from torch.nn.modules import module as global_hooks
+from torch.utils.hooks import RemovableHandle
+
+_GLOBAL = tuple(hooks for name, hooks in vars(global_hooks).items() if name.startswith("_global_") and name.endswith("_hooks"))
+_ROOT = re.compile(r"[LG]\['\w+'\]")
+
+
+def watch(output: Any) -> None:
+    """Add the guard to a frame, for all modules that Dynamo took to have no hooks."""
+    from torch._dynamo.guards import GuardBuilder
+    from torch._dynamo.source import GlobalStateSource
+
+    root = output.root_tx
+    empty: dict[str, set[str]] = {}
+    for source in [g.originating_source for g in output.guards.inner if g.create_fn is GuardBuilder.EMPTY_NN_MODULE_HOOKS_DICT]:
+        empty.setdefault(_name(source.base), set()).add(source.member)
+    empty = {name: hooks for name, hooks in empty.items() if _module(name, root.f_locals, root.f_globals) is not None}
+    if empty:
+        check = Check(empty, root.f_locals, root.f_globals)
+        output.guards.add(GlobalStateSource().make_guard(_creator(check)))
+
+
+def _name(source: Any) -> str:
+    return str(source.name() if callable(source.name) else source.name)
+
+
+def _module(name: str, f_locals: Mapping[str, Any], f_globals: dict[str, Any]) -> nn.Module | None:
+    """The module behind a name that is one of Python's and begins with a variable; None for any other."""
+    try:
+        value = eval(name, {"L": f_locals, "G": f_globals}) if _ROOT.match(name) else None
+    except Exception:
+        return None
+    return value if isinstance(value, nn.Module) else None
+
+
+def _creator(check: Check) -> Callable[[Any, Any], None]:
+    def no_new_hooks(builder: Any, guard: Any) -> None:
+        root = builder.guard_manager.root
+        arguments = (check, ["no hook on a module, and no other `forward` of its class"])
+        try:
+            root.add_lambda_guard(*arguments, None)
+        except TypeError:  # before torch 2.12 there is no place for the user's stack
+            root.add_lambda_guard(*arguments)
+
+    return no_new_hooks
+
+
+class Check:
+    """Whether the modules behind some names are called as they were when the frame was traced.
+
+    Args:
+        empty: the modules, as expressions in the frame's locals ``L`` and globals ``G``, and the names of their hooks that are empty.
+        f_locals: the frame's own, when it was traced.
+        f_globals: its module's.
+    """
+
+    def __init__(self, empty: Mapping[str, set[str]], f_locals: Mapping[str, Any], f_globals: dict[str, Any]) -> None:
+        self.f_globals = f_globals
+        self.empty = tuple(empty.values())
+        self.modules = eval(f"lambda L, G: ({', '.join(empty)},)")
+        roots = {found.group() for name in empty if (found := _ROOT.match(name)) is not None}
+        self.roots = eval(f"lambda L, G: ({', '.join(sorted(roots))},)")
+        self.unused = [hooks for hooks in _GLOBAL if not hooks]
+        self.forwards = tuple({type(m): type(m).forward for m in self.modules(f_locals, f_globals)}.items())
+        self.known: dict[tuple[int, ...], _Seen] = {}
+
+    def __call__(self, f_locals: Mapping[str, Any]) -> bool:
+        """The guard. Never raises: what cannot be looked at is not as it was."""
+        try:
+            if any(kind.forward is not forward for kind, forward in self.forwards):
+                return False
+            roots = self.roots(f_locals, self.f_globals)
+            key = tuple(map(id, roots))
+            seen = self.known.get(key)
+            if seen is None or seen.gone():
+                seen = self.known[key] = _Seen(roots, self._hooks(f_locals))
+            if not seen.refs:
+                self.known.clear()  # a list of modules, perhaps: it may hold others the next time
+            return seen.no_hooks()
+        except Exception:
+            return False
+
+    def _hooks(self, f_locals: Mapping[str, Any]) -> list[Any]:
+        self.known = {key: seen for key, seen in self.known.items() if not seen.gone()}
+        modules = self.modules(f_locals, self.f_globals)
+        return self.unused + [vars(module)[name] for module, names in zip(modules, self.empty, strict=True) for name in names]
+
+
+class _Seen:
+    """The hooks of the modules below some objects that a frame was called with. ``refs``: empty if one of these cannot be watched."""
+
+    def __init__(self, roots: tuple[Any, ...], hooks: list[Any]) -> None:
+        self.hooks, self.number = hooks, -1
+        try:
+            self.refs = [weakref.ref(root) for root in roots]
+        except TypeError:
+            self.refs = []
+
+    def gone(self) -> bool:
+        """Whether one of the objects is gone, so that its id may be another's."""
+        return any(ref() is None for ref in self.refs)
+
+    def no_hooks(self) -> bool:
+        if self.number != RemovableHandle.next_id:
+            if any(self.hooks):
+                return False
+            self.number = RemovableHandle.next_id
+        return True
