@@ -72,7 +72,10 @@ def _loops(cut: bool, twisted: bool) -> tuple[Any, Check]:
     return build(st.just("none")), one_graph
 
 
-EFFECTS = ("views", "updates", "python", "neutral", "ids", "draws", "twins", "promises", "later", "orders", "mixed")
+EFFECTS = (
+    "views", "updates", "python", "neutral", "ids", "draws", "twins", "promises", "later", "orders", "casts", "layouts",
+    "numbers", "meanwhile", "mixed",
+)  # fmt: skip
 """As tests.programs.effects.NAMES, which needs a torch to be imported."""
 
 DRAWN: dict[str, Callable[[], tuple[Any, Check]]] = {

@@ -31,11 +31,10 @@ class Observer(Protocol):
     def read(self, translator: Any, variable: Any) -> Any: ...
     def numbers(self, translator: Any, variable: Any) -> Any: ...
     def compared(self, translator: Any, variables: Any) -> None: ...
+    def joins(self, environment: Any) -> bool: ...
 
     @property
     def scalars(self) -> bool: ...
-    @property
-    def assumes(self) -> bool: ...
 
 
 def install(start: Callable[[Any, Any, bool], Observer | None]) -> None:
@@ -147,7 +146,7 @@ def _on_compile(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     observer = getattr(self, _KEPT, None)
     if observer is not None:
         observer.compiled()
-        if observer.assumes:
+        if observer.joins(self.shape_env):
             module_calls.watch(self)
     return compiled
 

@@ -63,8 +63,16 @@ def unbacked(value: Any) -> set[Any]:
 
 def symbolic(variable: Any) -> bool:
     """Whether a variable is a number without a known value, or a list or tuple with one in it."""
+    from torch._dynamo.variables.tensor import SymNodeVariable
+
     variable = plain(variable)
-    return symbol(variable) is not None or any(map(symbolic, _items(variable)))
+    return isinstance(variable, SymNodeVariable) or any(map(symbolic, _items(variable)))
+
+
+def number_like(variable: Any) -> bool:
+    """Whether a variable is a number, known or not."""
+    variable = plain(variable)
+    return symbolic(variable) or (is_constant(variable) and isinstance(variable.as_python_constant(), int | float | complex))
 
 
 def _items(variable: Any) -> list[Any]:

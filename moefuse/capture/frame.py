@@ -75,10 +75,9 @@ class Frame:
         """Whether Dynamo shall trace sizes and numbers that depend on data."""
         return self.active
 
-    @property
-    def assumes(self) -> bool:
-        """Whether this attempt's graph is one only because something was assumed."""
-        return self.active and bool(self.assumptions)
+    def joins(self, environment: Any) -> bool:
+        """Whether this attempt's graph is one only because of capture: it assumed something, or traced sizes that depend on data."""
+        return self.active and (bool(self.assumptions) or (self.flags and control.has_unbacked(environment)))
 
     # --- what Dynamo tells ---
 
@@ -105,7 +104,7 @@ class Frame:
         if self.numpy and counts.asks_for_type(tx, tx.instructions[at]):
             self.retreat([], why="it asks for the type of a number out of NumPy")
         name = tx.instructions[at].opname
-        if name == "IS_OP" and None not in map(values.known, tx.stack[-2:]):
+        if name == "IS_OP" and all(map(values.number_like, tx.stack[-2:])):
             self.compared(tx, tx.stack[-2:])
         if name == "BINARY_SUBSCR":
             self.loops.subscript(tx)

@@ -45,6 +45,10 @@ def _is(ids: Tensor) -> list[int]:
     return [e for e in range(E) if any(n is e for n in ids.flatten().tolist())]
 
 
+def _is_true(ids: Tensor) -> list[int]:
+    return [e for e in range(E) if e or (ids == 1).any().item() is True]
+
+
 class Layer(nn.Module):
     def __init__(self, chosen: Callable[[Tensor], list[int]]) -> None:
         super().__init__()
@@ -61,7 +65,7 @@ class Layer(nn.Module):
         return out
 
 
-@pytest.mark.parametrize("chosen", [_flat, _unique, _counts, _column, _rows, _not_in, _is], ids=lambda f: f.__name__.strip("_"))
+@pytest.mark.parametrize("chosen", [_flat, _unique, _counts, _column, _rows, _not_in, _is, _is_true], ids=lambda f: f.__name__.strip("_"))
 def test_in(chosen: Callable[[Tensor], list[int]]) -> None:
     """Every call is eager's; without this, all experts were passed over, or none, and the report said nothing."""
     torch.manual_seed(0)

@@ -7,11 +7,15 @@ from typing import Any
 
 from torch.fx import Node
 
+from moefuse._dynamo import module_calls
+from moefuse.capture.frame import Frame
 from moefuse.passes import driver
 from moefuse.passes.graph.calls import call_of, fake, tensor
 from moefuse.passes.graph.storage import Memory
 from moefuse.passes.infer.state import Context
+from moefuse.passes.ir.expr import Cast
 from moefuse.passes.ir.regions import Region
+from moefuse.passes.lower import lower
 from moefuse.passes.match import liveness, safety
 from moefuse.passes.prove import effects, synthetic_inputs
 from moefuse.passes.prove.region_key import _Form
@@ -84,6 +88,19 @@ ERASED_IN_REGION: Broken = ((safety, "own_writes", _every_write),)
 # --- facts ------------------------------------------------------------------------------------------------------------------------
 
 CASTS_KEEP_IDS: Broken = ((views, "holds", lambda dtype, numbers: True), (views, "counts", lambda dtype, most: True))
+
+
+ALL_CASTS_ROUND: Broken = ((Cast, "rounds", True),)
+
+
+# --- what the program asks for ----------------------------------------------------------------------------------------------------
+
+EQUAL_BY_NAME: Broken = ((Frame, "compared", lambda frame, tx, variables: None),)
+"""Symbolic numbers are asked for by ``in``, where Dynamo says that none is equal."""
+
+CONTIGUOUS: Broken = ((lower, "in_layout", lambda emit, node, like: node),)
+
+HOOKS_UNSEEN: Broken = ((module_calls, "watch", lambda output: None),)
 
 
 # --- defences ---------------------------------------------------------------------------------------------------------------------

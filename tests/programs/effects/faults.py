@@ -40,9 +40,11 @@ class Fault:
             yield
 
 
-def _program(body: str, *statements: tuple[str, str], route: str = "softmax", twins: bool = False, verify: str = "probe") -> Program:
+def _program(
+    body: str, *statements: tuple[str, str], route: str = "softmax", expert: str = "stacked", twins: bool = False, verify: str = "probe"
+) -> Program:
     effects = tuple(Effect("written by hand", (statement,)) for statement in statements)
-    return Program(Spelling(body, route, expert="stacked"), effects, twins=twins, grad=False, verify=verify, tokens=(5, 5))
+    return Program(Spelling(body, route, expert=expert), effects, twins=twins, grad=False, verify=verify, tokens=(5, 5))
 
 
 LOOK = {"last look": broken.NO_LAST_LOOK}
@@ -87,6 +89,30 @@ FAULTS: dict[str, Fault] = {
         _program("rows", ("before", "out.add_(self.number)"), twins=True),
         ("twins", "mixed"),
         LOOK | {"layers that are the same": broken.EQUAL_LAYERS},
+    ),
+    "casts that cut": Fault(
+        "a cast to integers inside an expert is left out, as one is that rounds",
+        broken.ALL_CASTS_ROUND,
+        _program("rows", ("hidden", "h = h.to(torch.int32).to(h.dtype)"), expert="open", verify="off"),
+        ("casts", "mixed"),
+    ),
+    "numbers that equal none": Fault(
+        "a number that capture made symbolic is sought by `in`, where Dynamo finds none of them",
+        broken.EQUAL_BY_NAME,
+        _program("dense", ("routed", "chosen = ids.flatten().tolist()"), ("inside", "if e not in chosen: continue")),
+        ("numbers",),
+    ),
+    "other strides": Fault(
+        "a result is contiguous where the program's is not",
+        broken.CONTIGUOUS,
+        _program("dense", ("entry", "x = x.t().contiguous().t()")),
+        ("layouts", "mixed"),
+    ),
+    "hooks unseen": Fault(
+        "a hook that is put on an expert after the compilation never runs",
+        broken.HOOKS_UNSEEN,
+        _program("rows", ("meanwhile", "layer.experts[1].register_forward_hook(lambda m, a, o: o * 2)"), expert="modules"),
+        ("meanwhile",),
     ),
     "no last look": Fault(
         "a write goes because it stands in the region, and effects are not compared at the end",

@@ -128,3 +128,71 @@ COPY = "{v}.detach().clone()"
 
 LATER = ("{v}.mul_(0.5)", "{v}.zero_()", "{v}.add_(1)", "{v}[0] = 0", "{v}.copy_({v}.flip(0))", "{v}.data.mul_(2)", "{v}.fill_(1)")
 """What the caller may do to it, between the call and its backward pass."""
+
+CASTS = ("{v} = {v}.to({dtype}).to({v}.dtype)", "{v} = (4 * {v}).to({dtype}).type_as({v})", "{v} = {v}.to({dtype}).double()")
+"""Casts there and back; what is between them is drawn from all that torch has."""
+
+LAYOUTS = (
+    "{v} = {v}.t().contiguous().t()", "{v} = torch.stack(({v}, {v}), -1)[..., 0]", "{v} = F.pad({v}, (0, 3))[:, :-3]",
+    "{v} = {v}.unsqueeze(1).expand(-1, 2, -1)[:, 1]", "{v} = torch.empty_like({v}.t()).t().copy_({v})", "{v} = {v}.flip(0)[None][0]",
+    "{v} = torch.cat(({v}, {v}), 1).chunk(2, 1)[1]", "{v} = torch.cat(({v}, {v}), 0).unflatten(0, (2, -1))[1]",
+)  # fmt: skip
+"""The same values with other strides; the last but two in the same ones, in another order."""
+
+NUMBERS = (
+    ("chosen = ids.flatten().tolist()", "if e not in chosen: continue"),
+    ("chosen = torch.unique(ids).tolist()", "if e not in chosen: continue"),
+    ("chosen = set(ids.flatten().tolist())", "if e not in chosen: continue"),
+    ("chosen = set(ids.flatten().tolist())", "if not {e} & chosen: continue"),
+    ("chosen = ids.flatten().tolist()", "if chosen.count(e) == 0: continue"),
+    ("chosen = ids.flatten().tolist()", "if not any(c == e for c in chosen): continue"),
+    ("chosen = ids.flatten().tolist()", "if all(c is not e for c in chosen): continue"),
+    ("chosen = dict.fromkeys(ids.flatten().tolist(), 1)", "if e not in chosen: continue"),
+    ("chosen = dict.fromkeys(ids.flatten().tolist(), 1)", "if not chosen.get(e): continue"),
+    ("chosen = sorted(ids.flatten().tolist())", "if chosen[0] > e or chosen[-1] < e: continue"),
+    ("chosen = torch.bincount(ids.flatten(), minlength=E).tolist()", "if chosen[e] == 0: continue"),
+    ("chosen = torch.bincount(ids.flatten(), minlength=E).tolist()", "if not chosen[e]: continue"),
+    ("chosen = torch.bincount(ids.flatten(), minlength=E).tolist()", "if 0 in chosen[e : e + 1]: continue"),
+    ("chosen = torch.bincount(ids.flatten(), minlength=E).tolist()", "if chosen.index(max(chosen)) == e: continue"),
+    ("chosen = [n for n in torch.bincount(ids.flatten(), minlength=E).tolist()]", "if min(chosen) == chosen[e]: continue"),
+    ("chosen = ids.tolist()", "if not any(e in row for row in chosen): continue"),
+    ("chosen = [int(i) for i in ids.flatten()]", "if e not in chosen: continue"),
+    ("chosen = [i.item() for i in ids[:, 0]]", "if e in chosen: continue"),
+    ("chosen = ids.numpy()", "if e not in chosen: continue"),
+    ("chosen = ids.flatten().numpy().tolist()", "if e not in chosen: continue"),
+    ("chosen = ids", "if e not in chosen: continue"),
+    ("chosen = (ids == 1).any().item()", "if chosen is True and e == 0: continue"),
+    ("chosen = tuple(ids[0].tolist())", "if e in chosen: continue"),
+    ("chosen = tuple(ids[0].tolist())", "if (e, 0) == chosen: continue"),
+    ("chosen = int(ids[0, 0])", "if chosen == e: continue"),
+    ("chosen = int(ids[0, 0])", "if chosen in (e, e + 1): continue"),
+    ("chosen = {int(ids[0, 0]): 'first'}", "if chosen.get(e) == 'first': continue"),
+    ("chosen = str(int(ids[0, 0]))", "if chosen == str(e): continue"),
+)  # fmt: skip
+"""Numbers out of tensors, and what a loop over experts asks of them."""
+
+MEANWHILE = (
+    "layer.experts[1].register_forward_hook(lambda m, a, o: o * 2)",
+    "layer.experts[0].register_forward_pre_hook(lambda m, a: (a[0] * 2,))",
+    "layer.experts[2].register_full_backward_hook(lambda m, i, o: (i[0] * 2,))",
+    "layer.experts[1].register_forward_hook(lambda m, a, o: o * 2).remove()",
+    "for e in layer.experts: e.register_forward_hook(lambda m, a, o: o + 1)",
+    "for e in layer.experts: e.down.register_forward_hook(lambda m, a, o: o + 1)",
+    "layer.experts.register_forward_hook(lambda m, a, o: o)", "layer.gate.register_forward_hook(lambda m, a, o: o * 2)",
+    "layer.experts[0].up.weight.register_hook(lambda g: g * 2)", "layer.w_in.register_hook(lambda g: g * 2)",
+    "layer.experts[1].down = nn.Linear(I, H)", "layer.experts[1].down = nn.Identity()", "layer.experts[2].up.bias = None",
+    "layer.experts[0].up.weight = nn.Parameter(torch.ones(I, H))", "layer.experts[1].up.weight = layer.experts[0].up.weight",
+    "layer.experts[0].forward = lambda x: x * 2", "layer.experts[1].down.forward = lambda x: x @ torch.ones(I, H)",
+    "layer.experts[0], layer.experts[1] = layer.experts[1], layer.experts[0]", "layer.experts[1] = layer.experts[0]",
+    "layer.experts[2] = type(layer.experts[2])()", "layer.experts[1] = nn.Identity()", "layer.experts.append(nn.Identity())",
+    "layer.experts = nn.ModuleList(reversed(layer.experts))", "layer.experts[1].load_state_dict(layer.experts[0].state_dict())",
+    "layer.experts.requires_grad_(False)", "layer.experts[1].requires_grad_(False)", "layer.w_in.requires_grad_(False)",
+    "layer.gate.requires_grad_(False)", "layer.eval()", "layer.experts[1].eval()", "layer.number = 3", "layer.calls = 7",
+    "layer.w_in = nn.Parameter(torch.ones(E, I, H))", "layer.w_in.data = layer.w_in.data.mT.contiguous().mT",
+    "layer.w_out.data = layer.w_out.data.flip(0)", "layer.w_in.data = layer.w_in.data[:1].expand(E, I, H)",
+    "layer.gate = nn.Linear(H, E)", "layer.usage = layer.usage.clone()", "layer.expert = lambda e, x: x * (e + 1)",
+    "nn.utils.parametrizations.weight_norm(layer.experts[0].up)", "nn.utils.parametrizations.orthogonal(layer.experts[1].down)",
+    "nn.utils.parametrize.register_parametrization(layer, 'w_in', nn.Tanh())", "layer.__class__.forward = lambda self, x: x * 2",
+    "layer.__class__.expert = lambda self, e, x: x * 2",
+)  # fmt: skip
+"""What a user does to a layer between two calls."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from dataclasses import dataclass
 
@@ -76,7 +77,16 @@ STARTS = {
     "scaled": "out = x * 0.5",
 }
 
-EXPERTS = {"modules": "self.experts[e]({})", "stacked": "self.expert(e, {})"}
+EXPERTS = {"modules": "self.experts[e]({})", "stacked": "self.expert(e, {})", "open": "o"}
+
+_OPEN = """given = {rows}
+@given
+h = F.silu(self.experts[e].up(given))
+@hidden
+o = self.experts[e].down(h)
+@made
+"""
+"""What comes before an expert whose statements stand in the layer, so that effects may stand between them."""
 
 ADDS = {
     "index_add_": "out.index_add_(0, tok, y)",
@@ -189,12 +199,19 @@ SIZED = ("rows", "hits", "masks", "sorted")
 UNROLLED = ("rows", "dense", "table", "turned", "turned back", "masks")
 """Where the number of an expert is Python's."""
 
+LOOPED = ("inside", "given", "hidden", "made", "between")
+"""Places in the loop over experts."""
+
 SCOPE: dict[str, tuple[str, ...]] = {
     "entry": ("x",), "scored": ("x", "scores"), "routed": ("x", "scores", "w", "ids"), "tabled": ("x", "w", "ids", "weights"),
     "gathered": ("x", "w", "ids", "rows"), "before": ("x", "w", "ids", "out"), "inside": ("x", "w", "ids", "out"),
-    "between": ("x", "w", "ids", "out"), "after": ("x", "scores", "w", "ids", "out"),
+    "given": ("given",), "hidden": ("given", "h"), "made": ("h", "o"), "between": ("x", "w", "ids", "out"),
+    "after": ("x", "scores", "w", "ids", "out"),
 }  # fmt: skip
 """Tensors that a place knows, in the order of a program."""
+
+
+_LINE = re.compile(r"^( *)y = \{expert\}", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -214,7 +231,9 @@ class Spelling:
     @property
     def template(self) -> str:
         """The statements of ``forward``, with ``@place`` where effects may stand."""
-        expert = EXPERTS[self.expert].format(ROWS.get(self.body, ""))
+        expert, body = EXPERTS[self.expert].format(ROWS.get(self.body, "")), BODIES[self.body]
+        if self.expert == "open":
+            body = _LINE.sub(lambda line: textwrap.indent(_OPEN.format(rows=ROWS[self.body]), line[1]) + line[0], body)
         names = {
             "start": STARTS[self.start],
             "skip": SKIPS.get(self.skip, ""),
@@ -222,7 +241,7 @@ class Spelling:
             "add": ADDS[self.add],
             "sum": SUMS[self.sum],
         }
-        return f"{self.own}\n@entry\n{ROUTES[self.route]}\n@routed\n{BODIES[self.body].format(**names)}\n@after\nreturn out"
+        return f"{self.own}\n@entry\n{ROUTES[self.route]}\n@routed\n{body.format(**names)}\n@after\nreturn out"
 
     @property
     def places(self) -> list[str]:
@@ -257,5 +276,5 @@ def samples(name: str, tokens: int) -> Tensor:
         return torch.rand(tokens, E).topk(K).indices
     if name == "rows":
         return torch.rand(tokens * K, H, dtype=torch.float64)
-    shape = {"scores": (tokens, E), "w": (tokens, K), "weights": (tokens, E)}.get(name, (tokens, H))
+    shape = {"scores": (tokens, E), "w": (tokens, K), "weights": (tokens, E), "h": (tokens, I)}.get(name, (tokens, H))
     return torch.rand(shape, dtype=torch.float64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import linecache
 import random
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.programs.effects import idioms, layers
-from tests.programs.effects.layers import SIZED, STATE, TURNED, UNROLLED, E, H, I, K, Layer, Spelling, samples
+from tests.programs.effects.layers import LOOPED, SIZED, STATE, TURNED, UNROLLED, E, H, I, K, Layer, Spelling, samples
 from tests.programs.effects.views import applied, chain, evaluated
 from tests.programs.effects.writes import executed, write
 
@@ -26,6 +27,9 @@ VERIFY = ("probe", "probe", "probe", "off", "off")
 
 CALLER = "caller"
 """The place between a call and its backward pass, where the caller may write to what the layer has ``kept``."""
+
+MEANWHILE = "meanwhile"
+"""The place between the first call and the second, where the caller may change the ``layer``."""
 
 _numbers = itertools.count()
 
@@ -65,7 +69,15 @@ class Program:
     @property
     def later(self) -> str:
         """What the caller does before the backward pass."""
-        return "\n".join(s for effect in self.effects for place, s in effect.statements if place == CALLER)
+        return self._at(CALLER)
+
+    @property
+    def meanwhile(self) -> str:
+        """What the caller does to each layer between the first call and the second."""
+        return self._at(MEANWHILE)
+
+    def _at(self, wanted: str) -> str:
+        return "\n".join(s for effect in self.effects for place, s in effect.statements if place == wanted)
 
     @property
     def promises(self) -> bool:
@@ -74,6 +86,7 @@ class Program:
 
     def __str__(self) -> str:
         late = f"# before backward: {self.later}\n" if self.later else ""
+        late += f"# between calls: {self.meanwhile}\n" if self.meanwhile else ""
         how = f"twins={self.twins} grad={self.grad} verify={self.verify} dynamic={self.dynamic} tokens={self.tokens} seed={self.seed}"
         return f"{self.source}{late}# {how}; {', '.join(e.kind for e in self.effects)}"
 
@@ -102,6 +115,13 @@ def change(model: nn.Module) -> None:
             parameter.add_(0.3 * torch.rand(parameter.shape, generator=generator) + 0.1)
 
 
+def interfere(p: Program, model: nn.Module) -> None:
+    """What the program's caller does to its layers between two calls."""
+    torch.manual_seed(p.seed)
+    for layer in model.children() if p.meanwhile else ():
+        exec(p.meanwhile, {"layer": layer, "torch": torch, "nn": nn, "E": E, "H": H, "I": I})
+
+
 # --- drawing ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -111,7 +131,7 @@ def draw(seed: int, kind: str = "mixed") -> Program:
     spelling = _spelling(rng, BODIES.get(kind, ()))
     effects = [KINDS[kind](rng, spelling, 0)] if kind != "mixed" else []
     if kind in ("mixed", "twins"):
-        some = [k for k in KINDS if k not in ("twins", "orders")]
+        some = [k for k in KINDS if k not in ("twins", "orders", *(() if spelling.body in UNROLLED else ("numbers",)))]
         effects += [KINDS[rng.choice(some)](rng, spelling, n + 1) for n in range(rng.randint(1, 3) - len(effects))]
     found = tuple(e for e in effects if e is not None)
     dynamic = rng.choice((None, None, None, True))
@@ -120,7 +140,10 @@ def draw(seed: int, kind: str = "mixed") -> Program:
         tokens, dynamic = (H, H, H), rng.choice((None, False))
     late = any("out later" in e.kind for e in found)  # one layer's sum is the next one's tokens, which the op keeps: the README says so
     twins = (kind == "twins" or rng.random() < 0.08) and not late
-    return Program(spelling, found, twins, rng.random() < 0.6, rng.choice(VERIFY), dynamic, tokens, rng.randrange(4), rng.random() < 0.25)
+    grad, verify = rng.random() < 0.6, rng.choice(VERIFY)
+    if any(e.kind == "rounds" for e in found):  # templates look through such a cast: it takes the proof to see how much it changes
+        verify = "probe"
+    return Program(spelling, found, twins, grad, verify, dynamic, tokens, rng.randrange(4), rng.random() < 0.25)
 
 
 def _spelling(rng: random.Random, bodies: tuple[str, ...]) -> Spelling:
@@ -181,7 +204,7 @@ def _changes(target: str, exprs: list[str], statement: str, tokens: int, lenient
 def _earlier(rng: random.Random, spelling: Spelling, place: str, target: str) -> str | None:
     """A place before another one, outside of loops, that knows a target."""
     order = spelling.places
-    found = [p for p in order[: order.index(place)] if p not in ("inside", "between") and (target in STATE or target in spelling.knows(p))]
+    found = [p for p in order[: order.index(place)] if p not in LOOPED and (target in STATE or target in spelling.knows(p))]
     return rng.choice(found) if found else None
 
 
@@ -194,7 +217,7 @@ def _wrapped(rng: random.Random, lines: str, *, parameter: bool) -> str:
 
 def _guarded(rng: random.Random, spelling: Spelling, place: str, lines: str) -> str:
     """In a loop, for every expert or for one of them."""
-    if place in ("inside", "between") and spelling.body in UNROLLED and rng.random() < 0.6:
+    if place in LOOPED and spelling.body in UNROLLED and rng.random() < 0.6:
         return f"if e == {rng.randrange(E)}:\n{_indented(lines)}"
     return lines
 
@@ -246,11 +269,54 @@ def _promise(rng: random.Random, spelling: Spelling, n: int) -> Effect | None:
 
 def _later(rng: random.Random, spelling: Spelling, n: int) -> Effect | None:
     """Something leaves the layer by its side, and is written to before the backward pass."""
-    place = rng.choice([place for place in spelling.places if place not in ("entry", "inside", "between")])
+    place = rng.choice([place for place in spelling.places if place not in ("entry", *LOOPED)])
     target = rng.choice([name for name in spelling.knows(place) if name not in ("x", "rows")])
     forms = idioms.KEPT if target == "ids" else (*idioms.KEPT, idioms.COPY)
     kept = rng.choice(forms).replace("{v}", target)
     return Effect(f"{target} later", ((place, f"self.kept = {kept}"), (CALLER, rng.choice(idioms.LATER).replace("{v}", "kept"))))
+
+
+def _cast(rng: random.Random, spelling: Spelling, n: int) -> Effect | None:
+    """There and back, of anything that is floating point."""
+    place, target = _anything(rng, spelling)
+    dtype = rng.choice(_dtypes())
+    statement = rng.choice(idioms.CASTS).replace("{v}", target).replace("{dtype}", str(dtype))
+    rounds = dtype.is_floating_point and dtype.itemsize > 1
+    return Effect("rounds" if rounds else "casts", ((place, _guarded(rng, spelling, place, statement)),))
+
+
+@functools.cache
+def _dtypes() -> list[torch.dtype]:
+    """What torch can cast to and back from."""
+    found = []
+    for dtype in sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype) and not d.is_complex}, key=str):
+        try:
+            torch.ones(2, dtype=torch.float64).to(dtype).to(torch.float64)
+        except Exception:
+            continue
+        found.append(dtype)
+    return found
+
+
+def _layout(rng: random.Random, spelling: Spelling, n: int) -> Effect | None:
+    place, target = _anything(rng, spelling)
+    return Effect("layouts", ((place, rng.choice(idioms.LAYOUTS).replace("{v}", target)),))
+
+
+def _anything(rng: random.Random, spelling: Spelling) -> tuple[str, str]:
+    """A place, and a matrix of floating-point numbers that it knows."""
+    place = rng.choice(spelling.places)
+    known = [name for name in spelling.knows(place) if name not in ("ids", "rows" if spelling.body == "bmm" else "")]
+    return place, rng.choice(known)
+
+
+def _numbers_asked(rng: random.Random, spelling: Spelling, n: int) -> Effect | None:
+    asked, question = rng.choice(idioms.NUMBERS)
+    return Effect("numbers", (("routed", asked), ("inside", question)))
+
+
+def _meanwhile(rng: random.Random, spelling: Spelling, n: int) -> Effect | None:
+    return Effect("meanwhile", ((MEANWHILE, rng.choice(idioms.MEANWHILE)),))
 
 
 def _place(rng: random.Random, spelling: Spelling, target: str) -> str:
@@ -260,11 +326,12 @@ def _place(rng: random.Random, spelling: Spelling, target: str) -> str:
 
 KINDS = {
     "views": _write, "updates": _update, "python": _python, "neutral": _neutral, "ids": _ids, "draws": _draws, "twins": _neutral,
-    "promises": _promise, "later": _later, "orders": _neutral,
+    "promises": _promise, "later": _later, "orders": _neutral, "casts": _cast, "layouts": _layout, "numbers": _numbers_asked,
+    "meanwhile": _meanwhile,
 }  # fmt: skip
 """What an effect is; in "twins" of two equal layers, of which one is never neutral, in "orders" of sums with their features first."""
 
-BODIES = {"promises": (*SIZED, *SIZED, "dense"), "orders": TURNED}
+BODIES = {"promises": (*SIZED, *SIZED, "dense"), "orders": TURNED, "numbers": UNROLLED[:3] + UNROLLED[5:], "meanwhile": SIZED}
 """Spellings of a kind that does not fit all."""
 
 

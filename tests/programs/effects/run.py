@@ -21,7 +21,7 @@ from moefuse import Options, pipeline
 from moefuse.capture import entry
 from moefuse.report import FusionReport
 from tests.programs.effects.layers import SIZED, H
-from tests.programs.effects.program import Program, build, change
+from tests.programs.effects.program import Program, build, change, interfere
 
 Seen = dict[str, Any]
 """What one call leaves, by name."""
@@ -147,6 +147,7 @@ def calls(p: Program, backend: Any) -> list[Seen]:
     for number, tokens in enumerate(p.tokens):
         if number == 1:
             change(model)
+            interfere(p, model)
         x = torch.randn(tokens, H, generator=torch.Generator().manual_seed(10 * p.seed + number))
         found.append(_call(p, run, model, x, may_raise=number > 0 and p.promises))
         if RAISES in found[-1]:
@@ -167,7 +168,12 @@ def _call(p: Program, run: Callable[..., Any], model: nn.Module, x: Tensor, may_
                 raise
             return {RAISES: True}  # what was updated before that is not compared
         # Before the backward pass, which recomputes what checkpoints left out.
-        seen = {"output": out.detach().clone(), "input": fed.detach().clone(), "random state": torch.get_rng_state()}
+        seen = {
+            "output": out.detach().clone(),
+            "strides": _strides(out),
+            "input": fed.detach().clone(),
+            "random state": torch.get_rng_state(),
+        }
         _write_later(p, model)
         if out.requires_grad:
             (out * torch.linspace(-1, 1.5, out.numel()).view(out.shape)).sum().backward()
@@ -176,6 +182,11 @@ def _call(p: Program, run: Callable[..., Any], model: nn.Module, x: Tensor, may_
     seen |= {f"gradient of {name}": _grad(t) for name, t in leaves.items()}
     seen[NONE] = {name for name, t in leaves.items() if t.grad is None}
     return seen | {f"Python {name}": value for name, value in _python(model)}
+
+
+def _strides(out: Tensor) -> list[int]:
+    """Those that mean something."""
+    return [step for step, size in zip(out.stride(), out.shape, strict=True) if size > 1]
 
 
 def _write_later(p: Program, model: nn.Module) -> None:
@@ -201,7 +212,7 @@ def _python(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def _wrong_in_one_graph(p: Program, behind: str) -> bool:
     """Whether torch alone is wrong about the same statements around experts at which it has no reason to break the graph."""
-    if p.spelling.body not in SIZED:
+    if p.spelling.body not in SIZED or p.meanwhile:  # what is done to modules later, one graph of torch's sees less of
         return False
     whole = dataclasses.replace(p, spelling=dataclasses.replace(p.spelling, body="dense"))
     try:
