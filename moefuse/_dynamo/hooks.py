@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
 from moefuse._dynamo import births, module_calls, values
@@ -34,6 +35,8 @@ class Observer(Protocol):
     def joins(self, environment: Any) -> bool: ...
 
     @property
+    def traced(self) -> Collection[types.CodeType]: ...
+    @property
     def scalars(self) -> bool: ...
 
 
@@ -46,7 +49,7 @@ def install(start: Callable[[Any, Any, bool], Observer | None]) -> None:
     from torch._dynamo.output_graph import OutputGraph
     from torch._dynamo.side_effects import SideEffects
     from torch._dynamo.symbolic_convert import InstructionTranslator, InstructionTranslatorBase
-    from torch._dynamo.variables import lists
+    from torch._dynamo.variables import dicts, lists
     from torch._dynamo.variables.base import MutationType
     from torch._dynamo.variables.builtin import BuiltinVariable
     from torch._dynamo.variables.functions import LocalGeneratorObjectVariable
@@ -65,9 +68,12 @@ def install(start: Callable[[Any, Any, bool], Observer | None]) -> None:
     if hasattr(BuiltinVariable, "call_index"):
         _wrap(BuiltinVariable, "call_index", _on_index)
     _wrap(TensorVariable, "unpack_var_sequence", _on_unpack)
-    if hasattr(lists, "iter_contains"):
+    if hasattr(utils, "iter_contains"):
+        original = utils.iter_contains
         _wrap(utils, "iter_contains", _on_contains)
-        lists.iter_contains = utils.iter_contains
+        for home in (lists, dicts):
+            if vars(home).get("iter_contains") is original:
+                vars(home)["iter_contains"] = utils.iter_contains
     for name in ("mutation", "store_attr", "register_hook"):
         _wrap(SideEffects, name, _on_mutation)
     _wrap(LocalGeneratorObjectVariable, "__init__", _on_iterator)
@@ -147,7 +153,7 @@ def _on_compile(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     if observer is not None:
         observer.compiled()
         if observer.joins(self.shape_env):
-            module_calls.watch(self)
+            module_calls.watch(self, observer.traced)
     return compiled
 
 
@@ -215,11 +221,13 @@ def _on_unpack(original: Any, self: Any, translator: Any, *args: Any, **kwargs: 
 
 
 def _on_contains(original: Any, items: Any, search: Any, translator: Any, *args: Any, **kwargs: Any) -> Any:
-    # Dynamo looks for a constant among the constants alone, and so says of numbers that only the run knows that none is equal.
+    # Dynamo looks for a constant among the constants alone, and so says of symbolic numbers that none is equal.
     items = list(items)
     observer = getattr(translator.output, _KEPT, None)
     if observer is not None:
         observer.compared(translator, [*items, search])
+        if values.is_constant(search) and any(map(values.symbolic, items)):
+            return values.contains(translator, items, search)
     return original(items, search, translator, *args, **kwargs)
 
 

@@ -1,4 +1,4 @@
-"""A guard on what happens around calls of modules: hooks, and the ``forward`` of their classes.
+"""A guard on what happens around calls of modules: hooks, and the methods of their classes.
 
 Dynamo guards neither: a hook that is put on a module after the compilation goes unnoticed. That is no surprise in a frame that is one graph
 anyway. Where only capture made it one, though, the calls would run in eager, which sees both, and so these frames have this guard.
@@ -10,8 +10,9 @@ on the modules are looked at.
 from __future__ import annotations
 
 import re
+import types
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from torch import nn
@@ -22,8 +23,8 @@ _GLOBAL = tuple(hooks for name, hooks in vars(global_hooks).items() if name.star
 _ROOT = re.compile(r"[LG]\['\w+'\]")
 
 
-def watch(output: Any) -> None:
-    """Add the guard to a frame, for all modules that Dynamo took to have no hooks."""
+def watch(output: Any, traced: Collection[types.CodeType]) -> None:
+    """Add the guard to a frame, for all modules that Dynamo took to have no hooks; ``traced``: the code that it has seen."""
     from torch._dynamo.guards import GuardBuilder
     from torch._dynamo.source import GlobalStateSource
 
@@ -33,7 +34,7 @@ def watch(output: Any) -> None:
         empty.setdefault(_name(source.base), set()).add(source.member)
     empty = {name: hooks for name, hooks in empty.items() if _module(name, root.f_locals, root.f_globals) is not None}
     if empty:
-        check = Check(empty, root.f_locals, root.f_globals)
+        check = Check(empty, root.f_locals, root.f_globals, traced)
         output.guards.add(GlobalStateSource().make_guard(_creator(check)))
 
 
@@ -53,13 +54,25 @@ def _module(name: str, f_locals: Mapping[str, Any], f_globals: dict[str, Any]) -
 def _creator(check: Check) -> Callable[[Any, Any], None]:
     def no_new_hooks(builder: Any, guard: Any) -> None:
         root = builder.guard_manager.root
-        arguments = (check, ["no hook on a module, and no other `forward` of its class"])
+        arguments = (check, ["no hook on a module, and no other method of its class"])
         try:
             root.add_lambda_guard(*arguments, None)
         except TypeError:  # before torch 2.12 there is no place for the user's stack
             root.add_lambda_guard(*arguments)
 
     return no_new_hooks
+
+
+def _methods(kinds: set[type], traced: Collection[types.CodeType]) -> list[tuple[type, str, Any]]:
+    """What the classes have with code that was traced, of their own or from above: class, name, and function or property."""
+    found = [(kind, name, getattr(kind, name, None)) for kind in kinds for name in dict.fromkeys(n for b in kind.__mro__ for n in vars(b))]
+    return [(kind, name, value) for kind, name, value in found if _code(value) in traced]
+
+
+def _code(value: Any) -> types.CodeType | None:
+    """The code of a function or of a property; a classmethod, which is another object each time, has none."""
+    function = value.fget if isinstance(value, property) else value
+    return function.__code__ if isinstance(function, types.FunctionType) else None
 
 
 class Check:
@@ -69,22 +82,26 @@ class Check:
         empty: the modules, as expressions in the frame's locals ``L`` and globals ``G``, and the names of their hooks that are empty.
         f_locals: the frame's own, when it was traced.
         f_globals: its module's.
+        traced: the code of the methods that matter.
     """
 
-    def __init__(self, empty: Mapping[str, set[str]], f_locals: Mapping[str, Any], f_globals: dict[str, Any]) -> None:
+    def __init__(
+        self, empty: Mapping[str, set[str]], f_locals: Mapping[str, Any], f_globals: dict[str, Any], traced: Collection[types.CodeType]
+    ) -> None:
         self.f_globals = f_globals
         self.empty = tuple(empty.values())
         self.modules = eval(f"lambda L, G: ({', '.join(empty)},)")
         roots = {found.group() for name in empty if (found := _ROOT.match(name)) is not None}
         self.roots = eval(f"lambda L, G: ({', '.join(sorted(roots))},)")
         self.unused = [hooks for hooks in _GLOBAL if not hooks]
-        self.forwards = tuple({type(m): type(m).forward for m in self.modules(f_locals, f_globals)}.items())
+        own = [v for v in f_locals.values() if isinstance(v, nn.Module)]
+        self.methods = _methods({type(m) for m in (*own, *self.modules(f_locals, f_globals))}, traced)
         self.known: dict[tuple[int, ...], _Seen] = {}
 
     def __call__(self, f_locals: Mapping[str, Any]) -> bool:
         """The guard. Never raises: what cannot be looked at is not as it was."""
         try:
-            if any(kind.forward is not forward for kind, forward in self.forwards):
+            if any(getattr(kind, name) is not method for kind, name, method in self.methods):
                 return False
             roots = self.roots(f_locals, self.f_globals)
             key = tuple(map(id, roots))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from typing import Any
 
@@ -63,10 +64,40 @@ def unbacked(value: Any) -> set[Any]:
 
 def symbolic(variable: Any) -> bool:
     """Whether a variable is a number without a known value, or a list or tuple with one in it."""
+    return bool(_numbers(variable))
+
+
+def of_the_run(variable: Any) -> bool:
+    """Whether a variable is, or has in it, a number whose value only the run knows."""
+    return any(unbacked(number.sym_num) for number in _numbers(variable))
+
+
+def _numbers(variable: Any) -> list[Any]:
+    """The symbolic numbers that a variable is, or has in it."""
     from torch._dynamo.variables.tensor import SymNodeVariable
 
     variable = plain(variable)
-    return isinstance(variable, SymNodeVariable) or any(map(symbolic, _items(variable)))
+    return [variable] if isinstance(variable, SymNodeVariable) else [n for item in _items(variable) for n in _numbers(item)]
+
+
+def contains(translator: Any, items: list[Any], search: Any) -> Any:
+    """``search in items``, of which some are symbolic: equal to a constant among them, or to one of those, as a condition."""
+    from torch._dynamo.variables.builder import SourcelessBuilder
+
+    def call(function: Any, *arguments: Any) -> Any:
+        return SourcelessBuilder.create(translator, function).call_function(translator, list(arguments), {})
+
+    wanted = search.as_python_constant()
+    if any(is_constant(plain(x)) and plain(x).as_python_constant() == wanted for x in items):
+        return constant(True)
+    return functools.reduce(functools.partial(call, operator.or_), [call(operator.eq, x, search) for x in items if symbolic(x)])
+
+
+def settled(variable: Any) -> Any:
+    """A symbolic number as the constant that it is now, which is guarded; any other variable as it is."""
+    from torch._dynamo.variables.tensor import SymNodeVariable
+
+    return constant(variable.evaluate_expr()) if isinstance(plain(variable), SymNodeVariable) else variable
 
 
 def number_like(variable: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -63,6 +64,7 @@ class Frame:
         self.numpy = False
         self.elements: list[counts.Elements] = []
         self.has_graph = False
+        self.traced: set[types.CodeType] = set()
         self._code: dict[int, tuple[Any, Code]] = {}
 
     @property
@@ -83,8 +85,13 @@ class Frame:
 
     def before(self, tx: Any) -> None:
         """An instruction of ``tx`` is about to run."""
-        if not self.active or tx.instruction_pointer is None:
+        if tx.instruction_pointer is None:
             return
+        if tx.instructions[tx.instruction_pointer].opname == "IS_OP":
+            self._asks_for_identity(tx)
+        if not self.active:
+            return
+        self.traced.add(tx.f_code)
         try:
             self._before(tx, tx.instruction_pointer)
         except Exception as error:
@@ -104,8 +111,6 @@ class Frame:
         if self.numpy and counts.asks_for_type(tx, tx.instructions[at]):
             self.retreat([], why="it asks for the type of a number out of NumPy")
         name = tx.instructions[at].opname
-        if name == "IS_OP" and all(map(values.number_like, tx.stack[-2:])):
-            self.compared(tx, tx.stack[-2:])
         if name == "BINARY_SUBSCR":
             self.loops.subscript(tx)
         elif name.startswith("FORMAT_"):
@@ -183,10 +188,17 @@ class Frame:
         return self.loops.read(tx, variable)
 
     def compared(self, tx: Any, variables: list[Any]) -> None:
-        """Dynamo decides by ``in`` or ``is`` which of some variables are the same; symbolic numbers are to it like no other."""
-        if self.active and any(map(values.symbolic, variables)):
+        """Dynamo decides by ``in`` or ``is`` which of some variables are the same; of those that only the run knows it cannot."""
+        if self.active and any(map(values.of_the_run, variables)):
             self.tell(tx, "this question", "it asks for such a number by `in` or `is`; compare with == instead")
             self.retreat([], why="a symbolic number is asked for by `in` or `is`")
+
+    def _asks_for_identity(self, tx: Any) -> None:
+        """``is`` of two numbers: to Dynamo a symbolic one is no other. Equal small numbers are one object."""
+        if all(map(values.number_like, tx.stack[-2:])):
+            self.compared(tx, tx.stack[-2:])
+            if not any(map(values.of_the_run, tx.stack[-2:])):
+                tx.stack[-2:] = map(values.settled, tx.stack[-2:])
 
     def unroll(self, why: str) -> NoReturn:
         """Start the frame again, with every row traced."""

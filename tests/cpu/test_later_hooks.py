@@ -21,8 +21,15 @@ class Expert(nn.Module):
         super().__init__()
         self.up, self.down = nn.Linear(H, 6), nn.Linear(6, H)
 
+    @property
+    def slope(self) -> float:
+        return 0.5
+
+    def act(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.leaky_relu(x, self.slope)
+
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(self.up(x).relu())
+        out: Tensor = self.down(self.act(self.up(x)))
         return out
 
 
@@ -74,11 +81,23 @@ def _everywhere(_layer: Layer) -> Iterator[Any]:
     yield nn.modules.module.register_module_forward_hook(lambda m, _a, out: out * 2 if isinstance(m, Expert) else None)
 
 
-def _of_the_class(_layer: Layer) -> Iterator[Any]:
-    old = Expert.forward
-    Expert.forward = lambda self, x: self.down(x[:, :6])  # type: ignore[method-assign]
+def _of_the_class(name: str, other: Any) -> Iterator[Any]:
+    old = vars(Expert)[name]
+    setattr(Expert, name, other)
     yield None
-    Expert.forward = old  # type: ignore[method-assign]
+    setattr(Expert, name, old)
+
+
+def _forward_of_the_class(_layer: Layer) -> Iterator[Any]:
+    return _of_the_class("forward", lambda self, x: self.down(x[:, :6]))
+
+
+def _method(_layer: Layer) -> Iterator[Any]:
+    return _of_the_class("act", lambda self, x: x.tanh())
+
+
+def _property(_layer: Layer) -> Iterator[Any]:
+    return _of_the_class("slope", property(lambda self: 0.25))
 
 
 def _step(run: Callable[[Tensor], Tensor], layer: Layer, x: Tensor) -> list[Tensor]:
@@ -91,7 +110,9 @@ def _step(run: Callable[[Tensor], Tensor], layer: Layer, x: Tensor) -> list[Tens
 
 @pytest.mark.filterwarnings("ignore:Using `torch.compile.module.` when there are global hooks")
 @pytest.mark.parametrize(
-    "change", [_forward, _pre, _inside, _keywords, _backward, _everywhere, _of_the_class], ids=lambda f: f.__name__.strip("_")
+    "change",
+    [_forward, _pre, _inside, _keywords, _backward, _everywhere, _forward_of_the_class, _method, _property],
+    ids=lambda f: f.__name__.strip("_"),
 )
 def test_what_is_put_on_a_module_later(change: Callable[[Layer], Iterator[Any]]) -> None:
     """Dynamo guards no hooks by default: without capture the loop's calls run in eager and see them."""

@@ -100,7 +100,7 @@ EQUAL_BY_NAME: Broken = ((Frame, "compared", lambda frame, tx, variables: None),
 
 CONTIGUOUS: Broken = ((lower, "in_layout", lambda emit, node, like: node),)
 
-HOOKS_UNSEEN: Broken = ((module_calls, "watch", lambda output: None),)
+HOOKS_UNSEEN: Broken = ((module_calls, "watch", lambda output, traced: None),)
 
 
 # --- defences ---------------------------------------------------------------------------------------------------------------------
