@@ -132,11 +132,13 @@ class Frame:
             if not births.born_inside(variable, scope.clock) and not self.appends.takes(variable, scope.assumption):
                 self.refuse(scope.assumption, "it changes a Python object that was there before")
 
-    def advanced(self, iterator: Any) -> None:
-        """An iterator is about to give its next item. Not every kind of iterator counts as mutated by that."""
+    def advanced(self, iterator: Any, tx: Any = None) -> None:
+        """An iterator is about to give its next item, in ``tx``. Not every kind of iterator counts as mutated by that."""
         for scope in self.scopes.open:
             if not births.iterator_born_inside(iterator, scope.clock):
-                self.refuse(scope.assumption, "it takes an item from an iterator that was there before")
+                again = tx is not None and scope.translator is tx and tx.instructions[tx.instruction_pointer - 1].opname == "FOR_ITER"
+                leaves = "the loop around it goes on in one case, and is left in the other (break, return or raise)"
+                self.refuse(scope.assumption, leaves if again else "it takes an item from an iterator that was there before")
 
     def compiled(self) -> None:
         """A graph of this frame is compiled, or the frame is done: whatever was assumed must be settled now."""

@@ -2,8 +2,8 @@
 
 Rows e and f are traced. Then the body's other rows are what row e is, with row e's weights replaced by theirs, because
 
-* the modules are isomorphic (``siblings.different``), and guards like those on row e's keep them so (Dynamo guards no hooks by default:
-  one that is put on a module after the compilation goes unnoticed, as it does on every module that Dynamo has traced),
+* the modules are isomorphic (``siblings.different``), and guards like those on row e's keep them so; against hooks and methods that change
+  later, which Dynamo does not guard, stands ``moefuse/_dynamo/module_calls.py``,
 * the row's number selects the module and nothing else that Python sees (``selects``),
 * the body cannot tell one module from another: it compares no identities and uses no module as a key (``tells_apart``),
 * a weight that row e reads through the list is at the same place in row f the one that row f reads through it; one that the body has from
