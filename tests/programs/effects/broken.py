@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.fx import Node
 
-from moefuse._dynamo import module_calls
+from moefuse._dynamo import module_calls, values
 from moefuse.capture.frame import Frame
 from moefuse.passes import driver
 from moefuse.passes.graph.calls import call_of, fake, tensor
@@ -96,7 +96,8 @@ ALL_CASTS_ROUND: Broken = ((Cast, "rounds", True),)
 # --- what the program asks for ----------------------------------------------------------------------------------------------------
 
 EQUAL_BY_NAME: Broken = ((Frame, "compared", lambda frame, tx, variables: None),)
-"""Symbolic numbers are asked for by ``in``, where Dynamo says that none is equal."""
+COMPARED_AS_OBJECTS: Broken = ((values, "symbolic", lambda variable: False),)
+"""Together: symbolic numbers are asked for by ``in``, where Dynamo says that none is equal."""
 
 CONTIGUOUS: Broken = ((lower, "in_layout", lambda emit, node, like: node),)
 

@@ -101,6 +101,7 @@ FAULTS: dict[str, Fault] = {
         broken.EQUAL_BY_NAME,
         _program("dense", ("routed", "chosen = ids.flatten().tolist()"), ("inside", "if e not in chosen: continue")),
         ("numbers",),
+        {"comparison by value": broken.COMPARED_AS_OBJECTS},
     ),
     "other strides": Fault(
         "a result is contiguous where the program's is not",
