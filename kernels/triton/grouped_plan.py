@@ -6,9 +6,9 @@ Grids and buffers follow from shapes alone, as in ``plan.py``. There are no plan
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -69,7 +69,7 @@ def blocks(n: int, elements: int = 2048) -> tuple[int, int]:
 
 def whole(item: int, *sizes: int) -> bool:
     """Whether rows of these sizes are whole 16 bytes."""
-    return all(n * item % 16 == 0 for n in sizes)
+    return math.gcd(*sizes) * item % 16 == 0
 
 
 def aligned_rows(t: Tensor) -> bool:
@@ -84,8 +84,7 @@ def bins(experts: int) -> int:
 # Operands -----------------------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Weight:
+class Weight(NamedTuple):
     """One list as a kernel takes it: the stacked tensor or the table of addresses, and the strides (expert, out, in) or (expert, out).
 
     ``tensors``: the list itself, if the kernel only reads it.
@@ -102,7 +101,7 @@ class Weight:
     def transposed(self) -> Weight:
         """The weight of the product with its transpose: (expert, in, out)."""
         e, n, k = self.operand.strides
-        return replace(self, operand=replace(self.operand, strides=(e, k, n)))
+        return Weight(self.pointer, self.operand._replace(strides=(e, k, n)), self.tensors)
 
 
 def weight(tensors: Lists, dims: int = 2) -> Weight:
@@ -117,8 +116,7 @@ def weight(tensors: Lists, dims: int = 2) -> Weight:
 # Routing ------------------------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Sorted:
+class Sorted(NamedTuple):
     """The sorted rows of one call, with the list of tiles that its products share.
 
     Attributes:
@@ -180,7 +178,7 @@ def tiled(it: Sorted, dtype: torch.dtype) -> Sorted:
     tiles = torch.empty(2 * max_tiles + 1, dtype=torch.int32, device=it.offsets.device)
     arrays = {"offsets": it.offsets, "tiles": tiles, "num_tiles": tiles[2 * max_tiles :]}
     launch(rows.list_tiles, (it.experts,), arrays, max_tiles=max_tiles, E=it.experts, BE=bins(it.experts), BM=bm)
-    return replace(it, bm=bm, tiles=tiles, max_tiles=max_tiles)
+    return it._replace(bm=bm, tiles=tiles, max_tiles=max_tiles)
 
 
 def inverse(it: Sorted) -> Tensor:
@@ -340,8 +338,7 @@ def pair(
 # The activation -----------------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Activation:
+class Activation(NamedTuple):
     """The activation of one kind of expert, and where gate and up are in a row of the pre-activation [S, width]."""
 
     body: Body

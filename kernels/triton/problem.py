@@ -10,7 +10,7 @@ from typing import Any
 
 def power_of_two(n: float) -> int:
     """The smallest power of two that is at least n, and at least 1."""
-    return 1 << max(math.ceil(math.log2(max(n, 1))), 0)
+    return 1 << (math.ceil(max(n, 1)) - 1).bit_length()
 
 
 def hint(size: Any) -> int:

@@ -52,6 +52,8 @@ def infer(tensors: Sequence[Tensor], counts: Sequence[int], *how: Any) -> Tensor
     if isinstance(plan, Plan):
         if native.ready():
             plan.hand_over(tensors, counts, *how)
+        else:
+            native.start()
         if plan.direct is not None and plan.index == current_device() and (made := plan.run_flat(tensors, counts)) is not None:
             return made
     return _run(plan, ExpertsCall.unpack(tensors, counts, *how))

@@ -50,8 +50,18 @@ class Body:
         arg0, arg1, *_ = (*self.args, 0.0, 0.0)
         return arg0, arg1
 
+    @staticmethod
+    @functools.lru_cache(maxsize=4096)
+    def of(activation: str, args: tuple[float, ...], gating: str, up_first: bool, on_input: bool) -> Body:
+        """The one that was made for an earlier call, if there is one, and so its code."""
+        return Body(activation, args, gating, up_first, on_input)
+
     def encode(self) -> tuple[int, float, float]:
         """(body, arg0, arg1) of the internal ops. The options have been checked."""
+        return self._code
+
+    @functools.cached_property
+    def _code(self) -> tuple[int, float, float]:
         flags = self.up_first | self.on_input << 1
         return _NAMES.index(self.activation) | GATINGS.index(self.gating) << _BITS | flags << 2 * _BITS, *self.pair
 
@@ -136,7 +146,7 @@ class ExpertsCall(NamedTuple):
         out_dtype: torch.dtype | None = None,
     ) -> ExpertsCall:  # fmt: skip
         """From the arguments of the op, in the order of its schema."""
-        body = Body(activation, tuple(activation_args), gating, up_first, weight_on_input)
+        body = Body.of(activation, tuple(activation_args), gating, up_first, weight_on_input)
         return ExpertsCall(x, ids, weights, *stacks((w_in, w_up, w_out, b_in, b_up, b_out)), body, out_dtype or x.dtype)
 
     @staticmethod

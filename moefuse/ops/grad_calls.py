@@ -6,6 +6,7 @@ What the parts compute is in ``moefuse/runtime/backward.py``. Common fields: wei
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -40,10 +41,11 @@ class Needs:
         w_in, w_up, w_out, b_in, b_up, b_out = lists
         return cls(x, weights, w_in, w_up, w_out, b_in, b_up, b_out, on_input)
 
-    @classmethod
-    def decode(cls, bits: int, on_input: bool) -> Needs:
+    @staticmethod
+    @functools.cache
+    def decode(bits: int, on_input: bool) -> Needs:
         """From the bits of :meth:`encode`."""
-        return cls.of([bool(bits >> i & 1) for i in range(8)], on_input)
+        return Needs.of([bool(bits >> i & 1) for i in range(8)], on_input)
 
     @property
     def flags(self) -> tuple[bool, ...]:

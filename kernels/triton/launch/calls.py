@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moefuse._torch_private import current_device
+from moefuse._torch_private import current_device, raw_stream
 from moefuse.kernels.triton.launch.direct import Direct
 from moefuse.kernels.triton.launch.launch import Described, Launch, stream_of
 from moefuse.ops.call import first_tensor
@@ -31,8 +31,8 @@ def launch(
         shown = [(i, *a[1:]) for i, a in enumerate(tensors) if type(a) is Described]
         for i, *_ in shown:
             tensors[i] = tensors[i].array
-    addresses = [t.data_ptr() for t in tensors]
-    kinds = (*[t.dtype for t in tensors], *[a & 15 for a in addresses], tensors[0].device)
+    addresses, device = [t.data_ptr() for t in tensors], tensors[0].get_device()
+    kinds = (*[t.dtype for t in tensors], *[a & 15 for a in addresses], device)
     key = (id(kernel), *grid, *arrays, *numbers, *numbers.values(), warps, stages, *shown, *kinds)
     known = LAUNCHES.get(key)
     if known is None:
@@ -42,15 +42,19 @@ def launch(
         known = LAUNCHES[key] = Launch(kernel, grid, named, numbers, num_warps=warps, num_stages=stages)
     if known.order:
         tensors, addresses = [tensors[i] for i in known.order], [addresses[i] for i in known.order]
-    run(known, tensors, addresses)
+    _run(known, tensors, addresses, device)
 
 
-def run(it: Launch, tensors: Sequence[Tensor], addresses: Sequence[int] | None = None) -> None:
+def run(it: Launch, tensors: Sequence[Tensor]) -> None:
     """Launch on the current stream, with arrays in the order of its names."""
+    _run(it, tensors, [t.data_ptr() for t in tensors], tensors[0].get_device())
+
+
+def _run(it: Launch, tensors: Sequence[Tensor], addresses: Sequence[int], device: int) -> None:
     if it.compiled is None:
         it.first(tensors)
         return
-    stream, addresses = stream_of(tensors[0].device), addresses or [t.data_ptr() for t in tensors]
+    stream = raw_stream(device)
     if it.driver is None:
         it.driver = _driver(it)
     if not (it.driver and it.driver.run(stream, addresses)):

@@ -73,6 +73,8 @@ def load(functions: Sequence[int], name: str, dispatch: str, op: str, fallback: 
 def start() -> None:
     """Have the library ready soon, once per process."""
     global _tried
+    if _tried:
+        return
     with _lock:
         if _tried or os.environ.get(SWITCH) == "0":
             return
