@@ -35,7 +35,7 @@ from moefuse.passes.ir.regions import Region, Weightless
 from moefuse.passes.lower.specs import dtype_of, fused_spec, grouped_spec
 from moefuse.passes.match.ids_outside import placed
 from moefuse.passes.match.templates import Body, match
-from moefuse.spec import ExpertsSpec, Tier
+from moefuse.spec import ExpertsSpec, Tier, op_gating
 
 
 @dataclass(frozen=True, eq=False)
@@ -252,7 +252,7 @@ class Lowering:
             self.vectors(body.last.bias),
             activation=body.activation,
             activation_args=list(body.arguments),
-            gating=body.gating,
+            gating=op_gating(body.gating),
             up_first=body.up_first,
             weight_on_input=body.weight_on_input,
             out_dtype=self.out_dtype() if self.out_dtype() != dtype else None,
