@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from moefuse._dynamo import births, values
+from moefuse._dynamo import creation_clock, values
 
 _KEPT = "moefuse_capture"
 _SETTINGS = "moefuse_settings"
@@ -150,7 +150,7 @@ def _on_compile(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _on_new(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     original(self, *args, **kwargs)
-    self.moefuse_born = births.now()
+    self.moefuse_created = creation_clock.now()
 
 
 def _on_mutation(original: Any, self: Any, variable: Any, *args: Any, **kwargs: Any) -> Any:
@@ -165,7 +165,7 @@ def _on_iterator(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     original(self, *args, **kwargs)
     for made in (self, getattr(self, "inline_tracer", None)):
         if made is not None:
-            births.record(made)
+            creation_clock.record(made)
 
 
 def _on_advance(original: Any, self: Any, translator: Any, *args: Any, **kwargs: Any) -> Any:

@@ -80,7 +80,7 @@ class Lowering:
         return self.fused(body) if body is not None else self.grouped()
 
     def rows_by_slot(self) -> Lowered:
-        """The same with T*K tokens of one slot each; then the sum over the slots of a token, unless they stay apart."""
+        """The same with T*K tokens of one slot each; then the sum over the slots of a token, unless each is a result."""
         region, top_k = self.region, self.region.routing.top_k
         if region.rest is not None:
             raise ValueError("some experts have no weights, and each slot has a row of its own")
@@ -97,7 +97,7 @@ class Lowering:
         )
         lowered = BySlot(replace(region, routing=routing, outside=None), self.emit, top_k).either()
         result = lowered.result
-        if not region.apart:
+        if not region.per_slot:
             width = shape_of(fake(result))[-1]
             result = self.emit(torch.sum, self.emit(torch.reshape, result, (-1, top_k, width)), 1)
         return Lowered(result, replace(lowered.spec, top_k=top_k), lowered.tier)

@@ -17,7 +17,7 @@ from moefuse import Options
 from tests.programs import check
 from tests.programs.model import MoE, build, inputs_for
 from tests.programs.program import Dense, Filled, Masked, Program, Routing, Selected, Slots, Sorted
-from tests.strategies import FEW, PHASES, SPELLINGS, odd_ids
+from tests.strategies import PHASES, SPELLINGS, odd_ids
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -117,7 +117,7 @@ def test_through_inductor(name: str) -> None:
 def test_ids_that_the_router_changed(spelling: type[Any]) -> None:
     """Any program whose router subtracts from its ids, looks them up, drops some, or casts them: what eager computes, or an error."""
 
-    @settings(phases=PHASES, max_examples=FEW, suppress_health_check=list(HealthCheck))
+    @settings(phases=PHASES, suppress_health_check=list(HealthCheck))
     @given(odd_ids((spelling,)))
     def run(p: Program) -> None:
         event(p.routing.ids)
