@@ -10,20 +10,21 @@ TRITON := $(VENV)/triton
 # What needs no compiler, and programs that go through most of the passes.
 CATALOGUE := tests/cpu/test_programs.py::test_catalogue
 SLICE := tests/null $(CATALOGUE)
+RULES := $(sort $(wildcard tests/null/test_rules_*.py))
 COVERED := --cov=moefuse --cov=passes
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo lint quick test test-transformers4 coverage kernels cover gpu deep bench clean
+.PHONY: help venv demo lint quick test test-transformers4 zoo-coverage kernels line-coverage gpu deep bench clean
 
 help:
 	@echo "make venv   the environment, pinned, in $(VENV)"
 	@echo "make demo   run examples/demo.py"
 	@echo "make test   style, types, and all tests that need no GPU"
 	@echo "make test-transformers4  the expert loops of transformers 4.57, all families, in an environment of their own ($(VENV4))"
-	@echo "make coverage  every family of transformers 5 and 4.57, each implementation, eval and train: docs/coverage.md (half an hour)"
+	@echo "make zoo-coverage  every family of transformers 5 and 4.57, each implementation, eval and train: docs/coverage.md (half an hour)"
 	@echo "make quick  style, types, what needs no compiler, and a slice of the catalogue of spellings: a minute and a half on two cores"
 	@echo "make kernels  the GPU kernels without a GPU: interpreted, and compiled for five targets (part of test)"
-	@echo "make cover  line and branch coverage of all tests that need no GPU (half an hour on two cores; of a slice in make test)"
+	@echo "make line-coverage  line and branch coverage of all tests that need no GPU (half an hour on two cores; of a slice in make test)"
 	@echo "make gpu    the tests that need a CUDA device"
 	@echo "make lint   style and types only"
 	@echo "make deep   the tests again with many more generated programs"
@@ -50,21 +51,22 @@ lint: $(STAMP)
 quick: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SLICE) -x -q -n auto --dist worksteal
 
-# Coverage is of the slice only: measuring makes it a sixth slower, and the whole would not fit. `make cover` measures the whole.
+# Coverage is of the rules' tests and the catalogue: measuring makes what it measures twice as slow. `make line-coverage` measures the whole.
 test: lint kernels
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SLICE) -x -q -n auto --dist worksteal $(COVERED) --cov-report=
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/cpu --deselect $(CATALOGUE) -x -q -n auto --dist worksteal --durations 50
-	$(BIN)/coverage json -q -o - | $(BIN)/python tests/cover.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(RULES) $(CATALOGUE) -x -q -n auto --dist worksteal $(COVERED) --cov-report=
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/null tests/cpu $(addprefix --ignore ,$(RULES)) --deselect $(CATALOGUE) -x -q -n auto \
+		--dist worksteal --durations 50
+	$(BIN)/coverage json -q -o - | $(BIN)/python tests/line_coverage.py
 
-cover: $(TRITON)/.installed
+line-coverage: $(TRITON)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/null tests/cpu -q -n auto --dist worksteal $(COVERED) --cov=kernels --cov-report=
 	PYTHONPATH=$(TRITON) OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/triton -q -n auto $(COVERED) --cov=kernels --cov-append --cov-report=
-	$(BIN)/coverage json -q -o - | $(BIN)/python tests/cover.py
+	$(BIN)/coverage json -q -o - | $(BIN)/python tests/line_coverage.py
 
 test-transformers4: $(VENV4)/.installed
 	OMP_NUM_THREADS=1 HYPOTHESIS_PROFILE=deep $(VENV4)/bin/python -m pytest tests/cpu/test_transformers_loops.py -q -n auto
 
-coverage: $(STAMP) $(VENV4)/.installed
+zoo-coverage: $(STAMP) $(VENV4)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/zoo_coverage.py --out benchmarks/results/coverage.json
 	OMP_NUM_THREADS=1 $(VENV4)/bin/python benchmarks/zoo_coverage.py --out benchmarks/results/coverage.json
 	$(BIN)/python benchmarks/zoo_coverage.py --page docs/coverage.md
@@ -77,8 +79,8 @@ $(VENV4)/.installed: pyproject.toml requirements/torch.txt requirements/transfor
 	@touch $@
 
 kernels: $(TRITON)/.installed
-	PYTHONPATH=$(TRITON) $(BIN)/python -m pytest tests/triton -x -q -n auto --durations 15
-	PYTHONPATH=$(TRITON) OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/triton -x -q -n auto --durations 15
+	PYTHONPATH=$(TRITON) $(BIN)/python -m pytest tests/triton -x -q -n auto --dist worksteal --durations 15
+	PYTHONPATH=$(TRITON) OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/triton -x -q -n auto --dist worksteal --durations 15
 
 $(TRITON)/.installed: $(STAMP) requirements/triton.txt
 	$(BIN)/pip install --quiet --no-deps --target $(TRITON) -r requirements/triton.txt

@@ -1,6 +1,6 @@
 """What becomes of every mixture-of-experts family of transformers: docs/coverage.md, from real runs.
 
-    make coverage                                                # both releases, then the page
+    make zoo-coverage                                            # both releases, then the page
     python benchmarks/zoo_coverage.py --out benchmarks/results/coverage.json [FAMILY ...]
     python benchmarks/zoo_coverage.py --page docs/coverage.md        # only write the page
 

@@ -14,7 +14,7 @@ HEAD = """# Coverage of transformers
 
 Every mixture-of-experts family of transformers, as a tiny model of its own class with random weights (`tests/zoo`), each implementation
 of its experts, in evaluation and in training: compiled with moefuse's capture and rewrite, without Inductor, and compared with the
-unmodified model. Written by `make coverage` from `benchmarks/results/coverage.json`; do not edit.
+unmodified model. Written by `make zoo-coverage` from `benchmarks/results/coverage.json`; do not edit.
 
 * **fused**: expert layers that were fused, of those that one forward pass runs; **tier**: one op, or grouped products around the family's
   code (`grouped`).

@@ -100,7 +100,7 @@ def build_cpp(source: str, folder: Path) -> Path:
     from torch._inductor.cpp_builder import CppBuilder, CppTorchOptions
     from torch.utils._filelock import FileLock
 
-    # Inductor compiles without contraction so that its results equal eager's bit for bit; this code has no eager twin and gains from FMA.
+    # Inductor compiles without contraction so that its results equal eager's bit for bit; this has no eager counterpart and gains by FMA.
     # Its loops are vectors already: -O3 takes twice as long and gains nothing.
     options = CppTorchOptions(extra_flags=("-ffp-contract=fast", "-g0", "-O2"))
     command = CppBuilder(name="o", sources="i", BuildOption=options).get_command_line()
@@ -270,7 +270,7 @@ def frame_id() -> int | None:
 
 
 @contextlib.contextmanager
-def apart() -> Iterator[None]:
+def unobserved() -> Iterator[None]:
     """What is computed here is nobody's: the caller's saved-tensor hooks do not see it, and autocast keeps no copy of it.
 
     Dynamo holds off modes, generators and defaults before it calls a backend, but hooks only while AOTAutograd traces. Grad mode, autocast
@@ -450,10 +450,10 @@ def borrowed_dynamo() -> Iterator[TraceLog]:
                 _drop_new_entries(code, kept.get(code))
 
 
-def compile_apart(fn: Callable[..., Any], backend: CompiledFn) -> Callable[..., Any]:
+def compile_isolated(fn: Callable[..., Any], backend: CompiledFn) -> Callable[..., Any]:
     """``torch.compile`` whose recompilations do not count against the user's, where torch can do that."""
-    apart: dict[str, Any] = {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(torch.compile).parameters else {}
-    compiled: Callable[..., Any] = torch.compile(fn, backend=backend, **apart)
+    options: dict[str, Any] = {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(torch.compile).parameters else {}
+    compiled: Callable[..., Any] = torch.compile(fn, backend=backend, **options)
     return compiled
 
 
@@ -541,8 +541,8 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[
 def _written_places(func: Any) -> list[tuple[int, str]]:
     def writes(argument: Any) -> bool:
         # Old batch norms update running statistics and do not say so.
-        told = argument.alias_info is not None and argument.alias_info.is_write
-        return told or argument.name in ("running_mean", "running_var")
+        declared = argument.alias_info is not None and argument.alias_info.is_write
+        return declared or argument.name in ("running_mean", "running_var")
 
     return [(place, argument.name) for place, argument in enumerate(func._schema.arguments) if writes(argument)]
 

@@ -69,12 +69,12 @@ def warmup(
 ) -> WarmupReport:
     """Measure which kernels are the fastest for a model's experts on this GPU, and keep the result for this and later processes.
 
-    Nothing is tuned unless this is called: until then calls take shipped tables or rules. For each different layer and each bucket of rows
-    per expert (T*K/E up to the next power of two) that ``tokens`` falls into, configurations are compiled beside each other, timed on
-    random routings, and the fastest that agrees with the reference is kept in the user's cache folder. For the regions of a model the
-    program that was matched is timed too, as Inductor compiles it alone; a region that is not faster than it is left alone from the
-    next compilation on (``not-faster``). What has been compiled already stays, and takes the new configuration at its next call; CUDA
-    graphs recorded before stay valid and keep the old one. Weights are only read, no random state is touched.
+    Nothing is tuned unless this is called: until then calls take shipped configurations, or rules. For each different layer and each
+    bucket of rows per expert (T*K/E up to the next power of two) that ``tokens`` falls into, configurations are compiled beside each
+    other, timed on random routings, and the fastest that agrees with the reference is kept in the user's cache folder. For the regions of
+    a model the program that was matched is timed too, as Inductor compiles it alone; a region that is not faster than it is left alone
+    from the next compilation on (``not-faster``). What has been compiled already stays, and takes the new configuration at its next call;
+    CUDA graphs recorded before stay valid and keep the old one. Weights are only read, no random state is touched.
 
     Args:
         model_or_specs: a model that has run compiled at least once (its fused regions are measured, on its own weights), or one or more

@@ -35,7 +35,7 @@ def backend(
         gm: Dynamo's graph; rewritten in place.
         example_inputs: fake tensors and symbolic sizes, as Dynamo passes them.
         mode: as for ``torch.compile(backend="inductor")``.
-        options: moefuse's options (:class:`moefuse.Options`) and any of Inductor's.
+        options: options of moefuse (:class:`moefuse.Options`) and of Inductor.
         name: name of the compiled region, from a torch whose ``torch.compile`` has that argument.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Where moefuse keeps what it built on this machine: a folder of the user's that nobody else can write to."""
+"""Where moefuse keeps what it built on this machine: a folder that only the user can write to."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class MoEFusionPass(CustomGraphPass):
         options: moefuse's own options, as for the backend.
 
     Raises:
-        OptionError: for an unknown option, one of Inductor's options, or an illegal value.
+        OptionError: for an unknown option, an option of Inductor, or an illegal value.
     """
 
     def __init__(self, options: Mapping[str, object] | None = None) -> None:

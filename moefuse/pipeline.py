@@ -96,7 +96,7 @@ def rewrite_and_keep(
         # Imported here, so that a broken install of the passes cannot break a program either.
         from moefuse.passes import driver
 
-        with _torch_private.apart():
+        with _torch_private.unobserved():
             result = driver.fuse(gm, example_inputs, options, **({"assumptions": assumptions} if assumptions else {}))
     except _torch_private.dynamo_control_flow():
         raise

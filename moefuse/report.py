@@ -26,7 +26,7 @@ class Fused:
         tier: ``"fused"`` for one op, ``"grouped"`` for grouped GEMMs around the user's own pointwise code.
         error: error of the fused op against an fp64 reference divided by the original's allowance (at most 1 passes); None if not verified.
         shared: whether a shared expert runs beside it.
-        workspace: bytes that a call in inference takes beside its result, on CUDA devices; None where nothing is known.
+        workspace: bytes that a call in inference takes in addition to its result, on CUDA devices; None where nothing is known.
         tokens: with so many tokens.
     """
 
@@ -114,8 +114,8 @@ class FusionReport:
         """
         merged = cls()
         for report in sorted(reports, key=lambda report: report.graph_count == 0):
-            told = {(skipped.code, skipped.location) for skipped in merged.skipped} if report.graph_count == 0 else set()
-            merged.extend(replace(report, skipped=[s for s in report.skipped if (s.code, s.location) not in told]))
+            known = {(skipped.code, skipped.location) for skipped in merged.skipped} if report.graph_count == 0 else set()
+            merged.extend(replace(report, skipped=[s for s in report.skipped if (s.code, s.location) not in known]))
         return merged
 
     @property

@@ -10,8 +10,13 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 Domain = Literal["selected", "masked", "slots", "sorted", "dense"]
-Gating = Literal["merged", "interleaved", "separate", "plain"]
+Gating = Literal["merged", "interleaved", "split", "plain"]
 Tier = Literal["fused", "grouped"]
+
+
+def op_gating(gating: Gating) -> str:
+    """The value of the ops' argument ``gating``: theirs, and that of measurements kept on disk, is ``"separate"`` for ``"split"``."""
+    return "separate" if gating == "split" else gating
 
 
 @dataclass(frozen=True)
@@ -25,10 +30,11 @@ class ExpertsSpec:
         intermediate: I, features between the two projections (0 when the body is not a two-projection expert).
         dtype: dtype of the expert weights, e.g. ``"bfloat16"``.
         activation: key of :data:`moefuse.ops.activations.ACTIVATIONS`, or ``"custom"`` for a body that no template describes.
-        activation_args: constants of the activation, in the order the table gives (e.g. alpha and limit).
-        gating: how gate and up projection are stored; ``"plain"`` has no gate.
+        activation_args: constants of the activation, in the order given there (e.g. alpha and limit).
+        gating: how gate and up projection are stored: ``"merged"`` (halves of one weight), ``"interleaved"``, ``"split"`` (two weights), or
+            ``"plain"``, which has no gate.
         up_first: the activation is applied to the second half (or the odd features) of a merged projection.
-        weights: ``"stacked"`` for one 3-D tensor per projection, ``"separate"`` for one 2-D Parameter per expert.
+        weights: ``"stacked"`` for one 3-D tensor per projection, ``"per_expert"`` for one 2-D Parameter per expert.
         layout: ``"out-in"`` when a projection is stored as ``nn.Linear`` stores it, ``"in-out"`` when transposed; (first, last) projection.
         bias: whether any projection has a bias.
         weight_on: whether the routing weight multiplies the expert's output or its input.
@@ -44,7 +50,7 @@ class ExpertsSpec:
     activation_args: tuple[float, ...] = ()
     gating: Gating = "merged"
     up_first: bool = False
-    weights: Literal["stacked", "separate"] = "stacked"
+    weights: Literal["stacked", "per_expert"] = "stacked"
     layout: tuple[str, str] = ("out-in", "out-in")
     bias: bool = False
     weight_on: Literal["output", "input"] = "output"
@@ -58,7 +64,7 @@ class ExpertsSpec:
         sizes = f"E={self.num_experts} K={self.top_k} H={self.hidden} I={self.intermediate}"
         sizes += f" out={self.hidden_out}" if self.hidden_out not in (0, self.hidden) else ""
         act = self.activation + (f"{self.activation_args}" if self.activation_args else "")
-        parts = [sizes, self.dtype, act, self.gating, self.weights, "/".join(dict.fromkeys(self.layout))]
+        parts = [sizes, self.dtype, act, f"gating={self.gating}", f"weights={self.weights}", "/".join(dict.fromkeys(self.layout))]
         parts += ["bias"] if self.bias else []
         parts += ["weight on input"] if self.weight_on == "input" else []
         return " ".join(parts)

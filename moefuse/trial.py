@@ -141,7 +141,7 @@ class _Trial:
             return compiled
 
         entry.enable(backend, lambda _arguments: self._options, self._frame_skipped)
-        return _torch_private.compile_apart(model, backend)
+        return _torch_private.compile_isolated(model, backend)
 
     def taken(self) -> FusionReport:
         """What was found since the last time."""

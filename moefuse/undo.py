@@ -91,12 +91,12 @@ def _inside(value: Any) -> list[Any] | None:
         return [value.func, value.args, value.keywords]
     if isinstance(value, torch.Generator | random.Random) or _is_array(value) or _is_numpy_generator(value):
         return []
-    held: list[Any] | None = None
+    items: list[Any] | None = None
     if isinstance(value, dict):
-        held = list(dict.values(value))
+        items = list(dict.values(value))
     elif isinstance(value, list | set | frozenset | tuple | collections.deque):
-        held = list(value)
-    return [*(held or ()), *_attributes(value).values(), *_slots(value).values()] if _is_state(value) else held
+        items = list(value)
+    return [*(items or ()), *_attributes(value).values(), *_slots(value).values()] if _is_state(value) else items
 
 
 def _is_state(value: Any) -> bool:

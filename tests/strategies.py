@@ -34,6 +34,8 @@ D = TypeVar("D")
 TOKENS: tuple[tuple[int, ...], ...] = ((5,), (1,), (2,), (4,), (13,), (2, 3), (2, 4), (1, 4), (3, 1), (1, 1))
 _PHASES = (Phase.explicit, Phase.reuse, Phase.generate)
 THOROUGH = settings().max_examples > 100
+FEW = settings().max_examples if THOROUGH else 3
+"""Examples of a test that compiles each of them several times."""
 PHASES = (*_PHASES, Phase.target, Phase.shrink) if THOROUGH else _PHASES
 """Shrinking a program costs minutes of compilation; its repr is short anyway, so only the deep profile does it."""
 DTYPES: tuple[str, ...] = ("float32", "float32", "float32", "bfloat16")

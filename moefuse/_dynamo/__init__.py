@@ -1,5 +1,5 @@
 """Where capture reaches into Dynamo. Beside ``_torch_private.py`` the only place that touches private torch.
 
-``points`` names all that is used, ``hooks`` wraps the methods, and the others ask: ``values`` about variables, ``births`` when an object
-was made, ``control`` about errors, restarts and settings, ``modules`` about lists of modules and their guards.
+``points`` names all that is used, ``hooks`` wraps the methods, and the others ask: ``values`` about variables, ``creation_clock`` when
+an object was made, ``control`` about errors, restarts and settings, ``modules`` about lists of modules and their guards.
 """

@@ -10,7 +10,7 @@ from moefuse._dynamo import values
 def restart(speculation_log: Any, reason: str) -> Exception:
     """The exception that makes Dynamo analyse the frame again, from the start and without what it learned about this attempt.
 
-    It is two of Dynamo's restarts at once: the one clears the log of the frame, the other passes through a call of the backend.
+    It combines two restarts of Dynamo: the one clears the log of the frame, the other passes through a call of the backend.
     """
     from torch._dynamo.exc import TensorifyScalarRestartAnalysis, UnspecializeRestartAnalysis
 

@@ -13,7 +13,7 @@ import types
 from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
-from moefuse._dynamo import births, module_calls, values
+from moefuse._dynamo import creation_clock, module_calls, values
 
 _KEPT = "moefuse_capture"
 _SETTINGS = "moefuse_settings"
@@ -159,7 +159,7 @@ def _on_compile(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _on_new(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     original(self, *args, **kwargs)
-    self.moefuse_born = births.now()
+    self.moefuse_created = creation_clock.now()
 
 
 def _on_mutation(original: Any, self: Any, variable: Any, *args: Any, **kwargs: Any) -> Any:
@@ -174,7 +174,7 @@ def _on_iterator(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     original(self, *args, **kwargs)
     for made in (self, getattr(self, "inline_tracer", None)):
         if made is not None:
-            births.record(made)
+            creation_clock.record(made)
 
 
 def _on_advance(original: Any, self: Any, translator: Any, *args: Any, **kwargs: Any) -> Any:

@@ -33,8 +33,8 @@ class Assumption:
             ``"length"``: the tensor ``subject`` has ``row`` elements; or no more than that, and each of ``items`` is read in an
             iteration of its own. ``"element"``: this iteration runs: the tensor ``subject`` has an element ``row``.
         row_node, members: where this iteration was traced as the representative of several rows: the row in the graph, and all of them.
-        twin, twin_node: the row that was traced beside a representative where the body runs a module of a list.
-        siblings: then, for each weight of the representative in the graph: the same weight of each of ``members`` and the twin.
+        witness, witness_node: where the body runs a module of a list, the second row that was traced: it shows what differs between rows.
+        siblings: then, for each weight of the representative in the graph: the same weight of each of ``members`` and the witness.
         numbers: rows that Python has as numbers, and uses as an index of tensors only.
         place: the statement.
         location: the user's ``file:line``.
@@ -53,8 +53,8 @@ class Assumption:
     row: int = 0
     row_node: Node | None = None
     members: tuple[int, ...] = ()
-    twin: int | None = None
-    twin_node: Node | None = None
+    witness: int | None = None
+    witness_node: Node | None = None
     siblings: dict[Node, dict[int, Node]] = field(default_factory=dict)
     numbers: set[Node] = field(default_factory=set)
     outcome: bool = True

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from moefuse._dynamo import births, control, values
+from moefuse._dynamo import control, creation_clock, values
 from moefuse.capture import branches, counts, modules
 from moefuse.capture.appends import Appends
 from moefuse.capture.assumptions import Assumption, Place, Undischarged
@@ -129,13 +129,13 @@ class Frame:
     def mutated(self, variable: Any) -> None:
         """An object of the program is about to change."""
         for scope in self.scopes.open:
-            if not births.born_inside(variable, scope.clock) and not self.appends.takes(variable, scope.assumption):
+            if not creation_clock.created_inside(variable, scope.clock) and not self.appends.takes(variable, scope.assumption):
                 self.refuse(scope.assumption, "it changes a Python object that was there before")
 
     def advanced(self, iterator: Any, tx: Any = None) -> None:
         """An iterator is about to give its next item, in ``tx``. Not every kind of iterator counts as mutated by that."""
         for scope in self.scopes.open:
-            if not births.iterator_born_inside(iterator, scope.clock):
+            if not creation_clock.iterator_created_inside(iterator, scope.clock):
                 again = tx is not None and scope.translator is tx and tx.instructions[tx.instruction_pointer - 1].opname == "FOR_ITER"
                 leaves = "the loop around it goes on in one case, and is left in the other (break, return or raise)"
                 self.refuse(scope.assumption, leaves if again else "it takes an item from an iterator that was there before")

@@ -136,7 +136,7 @@ class Loops:
                 classes.setdefault(known.get(loop.outcomes(row)), []).append(row)
         except Exception:  # whatever the user's condition raises on plain tensors
             self.frame.unroll("a condition on the row cannot be evaluated for other rows")
-        following = classes[None][0] if None in classes else modules.twin_wanted(loop, classes)
+        following = classes[None][0] if None in classes else modules.witness_wanted(loop, classes)
         if following is not None:
             iterator = values.realized(tx.stack[-1])
             iterator.items = [*iterator.items, self._hand_out(tx, loop, loop.like, following)]

@@ -59,7 +59,7 @@ def is_row(loop: Any, node: Any) -> bool:
         return False
 
 
-def twin_wanted(loop: Any, classes: dict[Any, list[int]]) -> int | None:
+def witness_wanted(loop: Any, classes: dict[Any, list[int]]) -> int | None:
     """A second row to trace for a class of rows that has only one yet, where the body selects modules."""
     if not loop.lists:
         return None
@@ -76,12 +76,12 @@ def bind(tx: Any, loop: Any) -> str | None:
     made: list[Any] = []
     try:
         for assumption in loop.assumptions:
-            twin = next((m for m in assumption.members if m != assumption.row and m in handed), None)
-            if twin is None:
+            witness = next((m for m in assumption.members if m != assumption.row and m in handed), None)
+            if witness is None:
                 continue
-            assumption.twin, assumption.twin_node = twin, dict(loop.handed)[twin]
+            assumption.witness, assumption.witness_node = witness, dict(loop.handed)[witness]
             others = [m for m in assumption.members if m != assumption.row]
-            assumption.members = tuple(m for m in assumption.members if m != twin)
+            assumption.members = tuple(m for m in assumption.members if m != witness)
             for name in loop.lists:
                 for node in lists.weights(tx, name, assumption.row).values():
                     variables = {m: lists.input_like(tx, node, name, assumption.row, m) for m in others}

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.fx import Node
 
-from moefuse._dynamo import births, values
+from moefuse._dynamo import creation_clock, values
 from moefuse.capture.assumptions import TAG, Assumption, Scope
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class Scopes:
                 dict(tx.symbolic_locals),
                 graph,
                 next(iter(reversed(graph.nodes)), None),  # type: ignore[arg-type]
-                births.now(),
+                creation_clock.now(),
                 lambda: values.python_state(tx) == state,
                 loop,
             )

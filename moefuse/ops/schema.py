@@ -24,7 +24,7 @@ SCHEMAS: tuple[str, ...] = (
     *(f"experts_forward{general}({_PACKED}) -> {_KEPT}" for general in ("", "_general")),
     *(f"experts_backward{part}({_PACKED_BACKWARD}) -> Tensor[]" for part in ("", "_general", "_rows", "_in", "_out")),
     f"shared_start({_PACKED}, int overlap) -> Tensor",
-    "shared_join(Tensor routed, Tensor shared, Tensor? weight, float scale, Tensor[] held, int overlap) -> Tensor",
+    "shared_join(Tensor routed, Tensor shared, Tensor? weight, float scale, Tensor[] inputs, int overlap) -> Tensor",
     "permute(Tensor x, Tensor ids, int num_experts) -> (Tensor xs, Tensor order, Tensor offsets)",
     "grouped_linear(Tensor xs, Tensor offsets, Tensor[] w, Tensor[] b) -> Tensor",
     "grouped_linear_backward(Tensor grad, Tensor xs, Tensor offsets, Tensor[] w, Tensor[] b, bool[] needs) -> Tensor[]",

@@ -1,7 +1,7 @@
 """``moefuse::shared_start`` and ``moefuse::shared_join``: a shared expert that runs while the router and the routed experts do.
 
     s = shared_start(x [T, H], ...)      in front of the router
-    out = shared_join(routed [.., N], s [T, N], weight [T, 1] or None, scale, held, overlap)    == routed + scale * weight * s
+    out = shared_join(routed [.., N], s [T, N], weight [T, 1] or None, scale, inputs, overlap)    == routed + scale * weight * s
 
 The last line is computed in the accumulation dtype and rounded once, to the dtype of ``routed``.
 
@@ -9,7 +9,7 @@ The last line is computed in the accumulation dtype and rounded once, to the dty
 ``overlap`` tokens, it runs on a side stream (``moefuse/runtime/overlap.py``) and ``shared_join`` waits for it; otherwise in order. Without
 a graph the host gives the pace, and a second stream would only cost it time.
 
-Between the two nobody reads ``s``. ``held`` are the tensors that the side stream reads: as arguments of ``shared_join`` they stay alive,
+Between the two nobody reads ``s``. ``inputs`` are the tensors that the side stream reads: as arguments of ``shared_join`` they stay alive,
 and nothing is written over them, until the two streams have met. Inference only.
 """
 
@@ -86,7 +86,7 @@ def _start_fake(tensors: Lists, counts: Sequence[int], *rest: Any) -> Tensor:
     return out
 
 
-def _join(routed: Tensor, shared: Tensor, weight: Tensor | None, scale: float, held: Lists, overlap: int) -> Tensor:
+def _join(routed: Tensor, shared: Tensor, weight: Tensor | None, scale: float, inputs: Lists, overlap: int) -> Tensor:
     if _beside(shared, shared.shape[0], overlap):
         streams.meet(shared.device)
     shared = shared.view(routed.shape)
@@ -101,7 +101,7 @@ def _join(routed: Tensor, shared: Tensor, weight: Tensor | None, scale: float, h
     return out.copy_(routed.to(wide) + scale * scaled)
 
 
-def _join_fake(routed: Tensor, shared: Tensor, weight: Tensor | None, scale: float, held: Lists, overlap: int) -> Tensor:
+def _join_fake(routed: Tensor, shared: Tensor, weight: Tensor | None, scale: float, inputs: Lists, overlap: int) -> Tensor:
     if shared.shape[-1] != routed.shape[-1]:
         raise ValueError(f"moefuse::shared_join: {tuple(routed.shape)} and {tuple(shared.shape)} have different features")
     return torch.empty(routed.shape, dtype=routed.dtype, device=routed.device)

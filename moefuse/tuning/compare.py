@@ -32,7 +32,7 @@ def compare(program: Program, tokens: int, timer: Timer, backend: Any = "inducto
     """Times for ``tokens`` tokens, random ones, on the user's own weights.
 
     Raises:
-        NotComparableError: the program was compiled for other numbers of tokens only, or it cannot be compiled apart.
+        NotComparableError: the program was compiled for other numbers of tokens only, or it cannot be compiled on its own.
     """
     values = inputs(program, tokens)
     calls = [_compiled(gm, [values[i] for i in reads], backend) for gm, reads in zip(_graphs(program), program.reads, strict=True)]
@@ -52,7 +52,7 @@ def _compiled(gm: GraphModule, values: Sequence[Any], backend: Any) -> Callable[
             compiled(*values)
     except Exception as error:
         text = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise NotComparableError(f"it does not compile apart: {text[:200]}") from error
+        raise NotComparableError(f"it does not compile on its own: {text[:200]}") from error
     return lambda: compiled(*values)
 
 
@@ -72,7 +72,7 @@ def inputs(program: Program, tokens: int) -> list[Any]:
 def _value(one: Input, program: Program, known: dict[Any, int], ids: Tensor, source: torch.Generator) -> Any:
     if one.role == "size":
         return number(one.value, known)
-    tensor = one.held.tensor() if one.held is not None else None
+    tensor = one.weak.tensor() if one.weak is not None else None
     if tensor is not None:
         return tensor
     shape, stride = ([number(s, known) for s in sizes] for sizes in (one.shape, one.stride))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moefuse.kernels.triton.problem import Problem
 from moefuse.spec import ExpertsSpec
-from moefuse.tuning.held import Held
+from moefuse.tuning.weak_tensor import WeakTensor
 
 MAX_SITES = 4096
 """Regions remembered; the oldest go first."""
@@ -45,7 +45,7 @@ class Site:
     out_dtype: torch.dtype
     biases: tuple[bool, bool, bool]
     device: torch.device
-    lists: tuple[tuple[Held, ...], ...] | None
+    lists: tuple[tuple[WeakTensor, ...], ...] | None
     sources: tuple[weakref.ref[Tensor], ...]
     program: Any
     trained: bool = False
@@ -56,7 +56,7 @@ class Site:
 
     def tensors(self) -> tuple[list[Tensor], ...] | None:
         """The operands as they are now; None if one is not there any more."""
-        found = [[held.tensor() for held in part] for part in self.lists or ()]
+        found = [[weak.tensor() for weak in part] for part in self.lists or ()]
         if self.lists is None or any(t is None for part in found for t in part):
             return None
         return tuple(found)  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from moefuse.kernels.triton.problem import Problem
 from moefuse.ops.activations import ACTIVATIONS
 from moefuse.ops.reference import GATINGS
 from moefuse.report import module_names
-from moefuse.spec import ExpertsSpec
+from moefuse.spec import ExpertsSpec, op_gating
 from moefuse.tuning import sites
 
 
@@ -65,7 +65,7 @@ def _of_specs(specs: Sequence[ExpertsSpec]) -> list[Target]:
 
 
 def _problem(spec: ExpertsSpec) -> Problem:
-    legal = spec.activation in ACTIVATIONS and spec.gating in GATINGS
+    legal = spec.activation in ACTIVATIONS and op_gating(spec.gating) in GATINGS
     sizes = spec.num_experts, spec.top_k, spec.hidden, spec.intermediate
     if not legal or min(sizes) < 1 or not isinstance(getattr(torch, spec.dtype, None), torch.dtype):
         raise ValueError(f"this spec is not one of a fused op, so there is nothing to tune: {spec}")
@@ -76,11 +76,11 @@ def _problem(spec: ExpertsSpec) -> Problem:
         hidden=spec.hidden,
         inter=spec.intermediate,
         out=spec.hidden_out or spec.hidden,
-        gating=spec.gating,
+        gating=op_gating(spec.gating),
         dtype=spec.dtype,
         transposed_in=spec.layout[0] == "in-out",
         transposed_out=spec.layout[1] == "in-out",
-        separate=spec.weights == "separate",
+        separate=spec.weights == "per_expert",
     )
 
 
@@ -93,7 +93,7 @@ def kind_of(spec: ExpertsSpec) -> dict[str, Any]:
         "up_first": spec.up_first,
         "on_input": spec.weight_on == "input",
         "out_dtype": "",
-        "biases": (spec.bias, spec.bias and spec.gating == "separate", spec.bias),
+        "biases": (spec.bias, spec.bias and spec.gating == "split", spec.bias),
     }
 
 

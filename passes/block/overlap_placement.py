@@ -131,7 +131,7 @@ def _recordable(node: Node, device: torch.device) -> bool:
 
 
 def start_early(graph: Graph) -> None:
-    """Put every start back in front of the router, in a graph of Inductor's that has been ordered by who reads what.
+    """Put every start back in front of the router, in an Inductor graph that has been ordered by who reads what.
 
     Inductor moves what has one reader next to it. With a start goes what only the start reads: views and casts of its inputs.
     """

@@ -95,7 +95,7 @@ def _places_of(target: Any) -> Places:
 
 @functools.cache
 def _schemas_of(name: str) -> tuple[Any, ...]:
-    """The schemas of torch's operator of a name, not those for ``out=`` (a keyword, which the node shows) or for lists of scripts."""
+    """The schemas of the torch operator of a name, not those for ``out=`` (a keyword, which the node shows) or for lists of scripts."""
     packet = getattr(torch.ops.aten, name, None) if name.isidentifier() else None
     found = [getattr(packet, o)._schema for o in packet.overloads()] if isinstance(packet, torch._ops.OpOverloadPacket) else []
     return tuple(s for s in found if not any(a.is_out for a in s.arguments) and _torch_private.has_kernel(s))

@@ -77,7 +77,7 @@ def is_root(node: Node) -> bool:
 
 
 def _plain(node: Node) -> bool:
-    """Whether a node may be run again: an operation of torch's that draws no random numbers."""
+    """Whether a node may be run again: a torch operation that draws no random numbers."""
     call = call_of(node)
     return call is not None and not random(call.name) and not isinstance(node.target, torch._ops.HigherOrderOperator)
 
@@ -95,7 +95,7 @@ def execute(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any], value: Ca
     """
     call = call_of(node)
     if call is not None and any(storages(value(target)) & kept for target in call.targets):
-        raise ValueError(f"{node.name} would write to a tensor of the user's")
+        raise ValueError(f"{node.name} would write to a user's tensor")
     return call_target(node, args, kwargs)
 
 

@@ -174,5 +174,5 @@ def scalar(value: Any) -> bool:
 
 def symbol(node: Node, value: Any) -> Expr | None:
     """A number that only the run knows (a dynamic float): replayed as it is."""
-    held = fake(value) if isinstance(value, Node) else None
-    return SharedVector(node, value) if held is not None and not isinstance(held, tuple | list) and tensor(value) is None else None
+    recorded = fake(value) if isinstance(value, Node) else None
+    return SharedVector(node, value) if recorded is not None and not isinstance(recorded, tuple | list) and tensor(value) is None else None

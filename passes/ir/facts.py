@@ -387,7 +387,7 @@ class Combined(Fact):
 
 
 @dataclass(frozen=True, eq=False)
-class Apart:
+class PerSlot:
     """A row for each slot, which nothing adds to others: the region ends there, and views of it are plain tensors."""
 
     rows: Rows

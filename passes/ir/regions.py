@@ -52,7 +52,7 @@ class Region:
         leaves: tensors the region reads.
         own_writes: the writes among ``nodes`` by which it adds to its base, which go with it.
         replaced: what the experts give stands in place of the rows of ``base`` that chose one.
-        apart: the result has a row for each slot, not their sum.
+        per_slot: the result has a row for each slot, not their sum.
         outside: what becomes of ids that belong to no expert; None if that is nothing, as for the ops.
         shown: leaves that whoever called the graph may write to before the backward pass.
     """
@@ -69,7 +69,7 @@ class Region:
     nodes: frozenset[Node] = frozenset()
     leaves: tuple[Node, ...] = ()
     own_writes: frozenset[Node] = frozenset()
-    apart: bool = False
+    per_slot: bool = False
     replaced: bool = False
     outside: Outside | None = None
     shown: frozenset[Node] = frozenset()
@@ -82,7 +82,7 @@ class Region:
     @property
     def by_slot(self) -> bool:
         """Whether a slot is what the ops have to see as a token: rows come or go one for each slot."""
-        return self.apart or any(isinstance(e, Token) and e.by_slot for e in walk(self.expr))
+        return self.per_slot or any(isinstance(e, Token) and e.by_slot for e in walk(self.expr))
 
     @property
     def value(self) -> Node:

@@ -1,7 +1,7 @@
 """The cost gate: a region whose program was measured to be at least as fast as its replacement is left alone.
 
 Only measurements decide, of this program on this device for about this many tokens (one bucket of T*K/E). They are the user's own, made by
-``moefuse.warmup``, or of the table that ships. Without one the region passes. Where the number of tokens is symbolic, the one that the
+``moefuse.warmup``, or of shipped ones. Without one the region passes. Where the number of tokens is symbolic, the one that the
 graph was traced with decides for all.
 """
 
@@ -68,7 +68,7 @@ def not_faster(region: Region, new_nodes: Sequence[Node], grad: bool) -> dict[st
 
 
 def measurement(device: str, problem: Problem, program: str, grouped: bool) -> tuple[Pair, str] | None:
-    """(times, where they are from) of a program at a problem. ``grouped``: it is grouped products, whose times a table may have."""
+    """(times, where they are from) of a program at a problem. ``grouped``: it is grouped products, whose times may be shipped."""
     mine = store.comparison(device, problem, program)
     if mine is not None:
         return mine, "measured here by moefuse.warmup"
@@ -76,4 +76,4 @@ def measurement(device: str, problem: Problem, program: str, grouped: bool) -> t
         return None
     shipped = (Pair(peer, us, p.tokens) for p, us, peer in table_times(device) if key_of(p) == key_of(problem))
     pair = next(shipped, None)
-    return None if pair is None else (pair, "measured for the table that ships with moefuse")
+    return None if pair is None else (pair, "measured for the configurations that ship with moefuse")

@@ -36,7 +36,7 @@ from moefuse.passes.lower.layout import in_layout
 from moefuse.passes.lower.specs import dtype_of, fused_spec, grouped_spec
 from moefuse.passes.match.ids_outside import placed
 from moefuse.passes.match.templates import Body, match
-from moefuse.spec import ExpertsSpec, Tier
+from moefuse.spec import ExpertsSpec, Tier, op_gating
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +82,7 @@ class Lowering:
         return self.fused(body) if body is not None else self.grouped()
 
     def rows_by_slot(self) -> Lowered:
-        """The same with T*K tokens of one slot each; then the sum over the slots of a token, unless they stay apart."""
+        """The same with T*K tokens of one slot each; then the sum over the slots of a token, unless each is a result."""
         region, top_k = self.region, self.region.routing.top_k
         if region.rest is not None:
             raise ValueError("some experts have no weights, and each slot has a row of its own")
@@ -99,7 +99,7 @@ class Lowering:
         )
         lowered = BySlot(replace(region, routing=routing, outside=None), self.emit, top_k).either()
         result = lowered.result
-        if not region.apart:
+        if not region.per_slot:
             width = shape_of(fake(result))[-1]
             result = self.emit(torch.sum, self.emit(torch.reshape, result, (-1, top_k, width)), 1)
         return Lowered(result, replace(lowered.spec, top_k=top_k), lowered.tier)
@@ -254,7 +254,7 @@ class Lowering:
             self.vectors(body.last.bias),
             activation=body.activation,
             activation_args=list(body.arguments),
-            gating=body.gating,
+            gating=op_gating(body.gating),
             up_first=body.up_first,
             weight_on_input=body.weight_on_input,
             out_dtype=self.out_dtype() if self.out_dtype() != dtype else None,

@@ -20,9 +20,9 @@ from moefuse.passes.graph.calls import call_of, fake
 from moefuse.passes.infer.state import Context
 from moefuse.passes.ir.expr import Gate, SlotWeight, Token, walk
 from moefuse.passes.ir.regions import Region
-from moefuse.tuning.held import Held, hold
+from moefuse.tuning.weak_tensor import WeakTensor, weak_view
 
-Role = Literal["ids", "table", "positive", "normal", "held", "size"]
+Role = Literal["ids", "table", "positive", "normal", "existing", "size"]
 _VIEWS = 8
 """Longest chain of views from a weight to the user's own tensor."""
 
@@ -37,7 +37,7 @@ class Input:
 
     Attributes:
         role: "ids" (K different experts per token), "table" (routing weights [tokens, E], zero where not chosen), "positive" (routing
-            weights of slots), "normal" (activations, and weights that the graph computes), "held" (the user's own tensor) or "size"
+            weights of slots), "normal" (activations, and weights that the graph computes), "existing" (the user's own tensor) or "size"
             (a number).
         shape: sizes as integers or symbolic expressions.
         value: the number of a "size".
@@ -47,7 +47,7 @@ class Input:
     shape: tuple[Any, ...] = ()
     stride: tuple[Any, ...] = ()
     dtype: torch.dtype | None = None
-    held: Held | None = None
+    weak: WeakTensor | None = None
     value: Any = None
 
 
@@ -167,9 +167,9 @@ def _input(node: Node, roles: dict[Node, Role], known: dict[Node, Any]) -> Input
     shape, stride = (tuple(_size(s) for s in sizes) for sizes in (value.shape, value.stride()))
     if node in roles:
         return Input(roles[node], shape, stride, value.dtype)
-    held = held_by(node, known)
-    if held is not None:
-        return Input("held", shape, stride, value.dtype, held)
+    weak = weak_tensor_of(node, known)
+    if weak is not None:
+        return Input("existing", shape, stride, value.dtype, weak)
     if value.dtype.is_floating_point:
         return Input("normal", shape, stride, value.dtype)
     raise NotComparableError(f"it reads `{node.name}`, integers that the rest of the program computes")
@@ -184,13 +184,13 @@ def origin(node: Node, known: dict[Node, Any]) -> Node:
     return node
 
 
-def held_by(node: Node, known: dict[Node, Any]) -> Held | None:
+def weak_tensor_of(node: Node, known: dict[Node, Any]) -> WeakTensor | None:
     """The user's own tensor that a node is, or is a view of."""
     root, value = origin(node, known), fake(node)
     owner, base = known.get(root), fake(root)
     if not isinstance(owner, torch.Tensor) or not isinstance(base, torch.Tensor) or not isinstance(value, torch.Tensor):
         return None
-    return hold(owner, value, base) if root is node or _torch_private.same_storage(value, base) else None
+    return weak_view(owner, value, base) if root is node or _torch_private.same_storage(value, base) else None
 
 
 def _size(size: Any) -> Any:

@@ -17,9 +17,9 @@ from moefuse.passes.infer.state import Context
 from moefuse.passes.ir.regions import Region
 from moefuse.passes.lower.cost_gate import experts_call, problem_and_grad
 from moefuse.passes.lower.lower import Lowered
-from moefuse.passes.lower.program import NotComparableError, held_by, name_of, origin, take_out
+from moefuse.passes.lower.program import NotComparableError, name_of, origin, take_out, weak_tensor_of
 from moefuse.tuning import sites
-from moefuse.tuning.held import Held
+from moefuse.tuning.weak_tensor import WeakTensor
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ def _site(
         return None
     lists: Any = call.args[3:9]
     device = fake(region.value).device
-    held = [tuple(held_by(n, known) for n in part) for part in lists]
+    weak = [tuple(weak_tensor_of(n, known) for n in part) for part in lists]
     made_from = [known.get(origin(n, known)) for part in lists for n in part]
     # A graph for any number of tokens and one for a fixed number are one program, and not one graph.
     key = name_of(region), found[0], fake(call).dtype, device, tuple(map(str, region.routing.tokens))
@@ -72,14 +72,14 @@ def _site(
         fake(call).dtype,
         (bool(lists[3]), bool(lists[4]), bool(lists[5])),
         device,
-        _complete(held),
+        _complete(weak),
         tuple(weakref.ref(t) for t in made_from if isinstance(t, torch.Tensor)),
         program,
         found[1],
     )
 
 
-def _complete(lists: Sequence[tuple[Held | None, ...]]) -> tuple[tuple[Held, ...], ...] | None:
+def _complete(lists: Sequence[tuple[WeakTensor | None, ...]]) -> tuple[tuple[WeakTensor, ...], ...] | None:
     """The operands, if every one of them is the user's own tensor."""
-    whole = tuple(tuple(held for held in part if held is not None) for part in lists)
+    whole = tuple(tuple(weak for weak in part if weak is not None) for part in lists)
     return whole if [len(part) for part in whole] == [len(part) for part in lists] else None

@@ -38,7 +38,7 @@ def fused_spec(region: Region, body: Body) -> ExpertsSpec:
         activation_args=body.arguments,
         gating=body.gating,
         up_first=body.up_first,
-        weights="stacked" if body.first.weight.stacked else "separate",
+        weights="stacked" if body.first.weight.stacked else "per_expert",
         layout=(layout(body.first.weight), layout(body.last.weight)),
         bias=any(p is not None and p.bias is not None for p in (body.first, body.up, body.last)),
         weight_on="input" if body.weight_on_input else "output",
@@ -59,7 +59,7 @@ def grouped_spec(region: Region) -> ExpertsSpec:
         dtype=str(dtype_of(linears[0].weight)).removeprefix("torch."),
         activation="custom",
         gating="plain",
-        weights="stacked" if leaves[0].stacked else "separate",
+        weights="stacked" if leaves[0].stacked else "per_expert",
         layout=(layout(linears[-1].weight), layout(linears[0].weight)),
         bias=any(isinstance(e, ExpertVector) for e in walk(region.expr)),
     )

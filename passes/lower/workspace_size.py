@@ -1,4 +1,4 @@
-"""What a fused op's call takes beside its result, for the report: known from sizes alone, before anything runs."""
+"""Memory that a call of a fused op takes in addition to its result, for the report: known from sizes alone, before anything runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which activation stands between the projections of an expert, and what of the value there is gate and up."""
+"""Activation matching: the function between the projections of an expert, and which of its operands are gate and up."""
 
 from __future__ import annotations
 

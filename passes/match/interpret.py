@@ -13,7 +13,7 @@ from moefuse.passes.graph.sizes import same_shape, shape_of, size_of
 from moefuse.passes.infer.state import ComputedDimError, Context, Given
 from moefuse.passes.infer.symbolic_sizes import refine
 from moefuse.passes.ir.expr import has_linear, walk
-from moefuse.passes.ir.facts import Apart, Buffer, Combined, Filled, Lost, Many, Pieces, Rows, View
+from moefuse.passes.ir.facts import Buffer, Combined, Filled, Lost, Many, PerSlot, Pieces, Rows, View
 from moefuse.passes.rules import RULES, Rule
 from moefuse.passes.rules.refused import capacity, expert_choice, unknown_routing
 
@@ -21,11 +21,11 @@ from moefuse.passes.rules.refused import capacity, expert_choice, unknown_routin
 def interpret(graph: Graph, given: Given | None = None) -> Context:
     """Facts for every node of a Dynamo-level graph; ``given``: what capture says of it."""
     ctx = _interpret(graph, given, frozenset())
-    ends = apart(ctx)
+    ends = per_slot_results(ctx)
     return _interpret(graph, given, ends) if ends else ctx
 
 
-def apart(ctx: Context) -> frozenset[Node]:
+def per_slot_results(ctx: Context) -> frozenset[Node]:
     """Where sorted rows of experts are put back to their slots, and no sum over the slots of a token ever reads them."""
     found = {}
     for node, fact in ctx.facts.items():
@@ -48,7 +48,7 @@ def _interpret(graph: Graph, given: Given | None, ends: frozenset[Node]) -> Cont
         lost = (family.follow(ctx, node, call, fact) for family in (capacity, expert_choice, unknown_routing))
         fact = next((found for found in lost if found is not None), fact)
         if node in ends and isinstance(fact, Rows):
-            fact = Apart(fact)
+            fact = PerSlot(fact)
         if fact is not None:
             ctx.facts[node] = fact
         for target in call.targets:

@@ -16,10 +16,10 @@ from moefuse.passes.ir.axes import Axes, atoms
 from moefuse.passes.ir.expr import ExpertVector, Expr, Gate, SharedVector, SlotWeight, Token, has_linear, walk, weight_leaves
 from moefuse.passes.ir.expr_algebra import factors, same_expr
 from moefuse.passes.ir.facts import (
-    Apart,
     Combined,
     Lost,
     Part,
+    PerSlot,
     Routing,
     RowNumber,
     Rows,
@@ -41,9 +41,9 @@ def lift(ctx: Context) -> Iterator[Region | Refused]:
     for key, (_, nodes) in ctx.finished.items():
         holders.setdefault(key, []).extend(n for n in nodes if n not in holders.get(key, ()))
     for fact in _complete(ctx):
-        rows = [fact.rows] if isinstance(fact, Combined | Apart) else [p.rows for p in fact.parts]
+        rows = [fact.rows] if isinstance(fact, Combined | PerSlot) else [p.rows for p in fact.parts]
         routing = next((r.domain.routing for r in rows if r.domain.routing is not None), None)
-        found = _combined(ctx, fact, holders[id(fact)]) if isinstance(fact, Combined | Apart) else _summed(ctx, fact, holders[id(fact)])
+        found = _combined(ctx, fact, holders[id(fact)]) if isinstance(fact, Combined | PerSlot) else _summed(ctx, fact, holders[id(fact)])
         axes = [fact.axes] if isinstance(fact, Combined) else [r.axes for r in rows]
         if isinstance(found, Region) and not all(map(_in_order, axes)):
             found = ctx.lost("tokens-differ", found.anchor, detail="the sum does not have its tokens first and its features last")
@@ -81,7 +81,7 @@ def _complete(ctx: Context) -> list[Any]:
                 known = best.get(part)
                 if known is None or len(fact.parts) > len(known.parts):
                     best[part] = fact
-        elif isinstance(fact, Combined | Apart):
+        elif isinstance(fact, Combined | PerSlot):
             out[id(fact)] = fact
     for fact in known_facts:
         if isinstance(fact, Sum) and all(len(best[p].parts) <= len(fact.parts) for p in (fact.parts[0], fact.parts[-1])):
@@ -89,7 +89,7 @@ def _complete(ctx: Context) -> list[Any]:
     return list(out.values())
 
 
-def _combined(ctx: Context, fact: Combined | Apart, holders: list[Node]) -> Region | Lost | None:
+def _combined(ctx: Context, fact: Combined | PerSlot, holders: list[Node]) -> Region | Lost | None:
     rows = fact.rows
     routing = rows.domain.routing
     if routing is None or not has_linear(rows.expr):
@@ -101,7 +101,7 @@ def _combined(ctx: Context, fact: Combined | Apart, holders: list[Node]) -> Regi
     if isinstance(count, Lost):
         return count
     base = fact.base if isinstance(fact, Combined) else None
-    region = Region(anchor, tuple(holders), rows.domain.name, routing, rows.expr, count, base, apart=isinstance(fact, Apart))  # type: ignore[arg-type]
+    region = Region(anchor, tuple(holders), rows.domain.name, routing, rows.expr, count, base, per_slot=isinstance(fact, PerSlot))  # type: ignore[arg-type]
     if _needs_distinct(rows.expr, False, False) and not routing.distinct:
         return ctx.lost("ids-not-distinct", anchor)
     return region
@@ -226,8 +226,8 @@ def _common(ctx: Context, parts: list[Part], anchor: Node) -> tuple[Expr, list[i
 
 
 def _from_lists(ctx: Context, row: Node) -> Collection[Node] | None:
-    """Weights that a representative has from lists of modules; None for a twin, which stands for no other, so that any weight will do."""
-    if any(row is known.twin_node for known in ctx.given.siblings.values()):
+    """Weights that a representative has from lists of modules; None for a witness: it stands for no other, so any weight will do."""
+    if any(row is known.witness_node for known in ctx.given.siblings.values()):
         return None
     return ctx.given.siblings[row].siblings if row in ctx.given.siblings else ()
 

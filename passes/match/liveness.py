@@ -72,7 +72,7 @@ def _effect(ctx: Context, node: Node) -> bool:
 
 
 def users_own(node: Node) -> bool:
-    """Whether an operator is not one of torch's: what it does besides its writes is not known."""
+    """Whether an operator is not torch's own: what it does besides its writes is not known."""
     target = node.target
     foreign = getattr(target, "namespace", "aten") not in ("aten", "prims") or not known_function(target)
     return isinstance(target, torch._ops.HigherOrderOperator) or foreign

@@ -19,10 +19,10 @@ def instances(siblings: Siblings, part: Part, parts: list[Part]) -> list[tuple[i
     """(expert, its expression) for every expert that a part stands for; None if the second trace does not say the same as the first."""
     number, expr = part.rows.domain.expert, part.rows.expr
     known = siblings.get(number.row) if isinstance(number, RowNumber) else None
-    if known is None or known.twin is None or not any(source in known.siblings for source in _sources(expr)):
+    if known is None or known.witness is None or not any(source in known.siblings for source in _sources(expr)):
         return [(number if number is not None else 0, expr)]
-    twin = [p for p in parts if isinstance(p.rows.domain.expert, RowNumber) and p.rows.domain.expert.row is known.twin_node]
-    if len(twin) != 1 or _sources(instance(expr, known, known.twin)) != _sources(twin[0].rows.expr):
+    witness = [p for p in parts if isinstance(p.rows.domain.expert, RowNumber) and p.rows.domain.expert.row is known.witness_node]
+    if len(witness) != 1 or _sources(instance(expr, known, known.witness)) != _sources(witness[0].rows.expr):
         return None
     return [(m, instance(expr, known, m)) for m in known.members]
 

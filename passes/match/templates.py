@@ -82,4 +82,4 @@ def storage(gate: Any, up: Any) -> tuple[Gating, bool, Projection, Projection | 
     one, two = projection(gate), projection(up)
     if one is None or two is None or not same_expr(one.child, two.child) or (one.bias is None) != (two.bias is None):
         return None
-    return "separate", False, one, two
+    return "split", False, one, two

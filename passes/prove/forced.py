@@ -88,10 +88,10 @@ def close(want: Tensor, got: Tensor, dtype: torch.dtype) -> str:
     if not bool((want.isfinite() == got.isfinite()).all()):
         return "other elements of it are finite"
     old, new = (torch.where(t.isfinite(), t, 0).detach().double() for t in (want, got))
-    size, apart = rms(old), rms(old - new)
+    size, distance = rms(old), rms(old - new)
     rows = (old - new).reshape(-1, old.shape[-1] if old.dim() else 1)
     worst = float(rows.square().mean(-1).max().sqrt()) if rows.numel() else 0.0
     few = tolerance(dtype)
-    if apart > few * size or worst > few * (size + (float(old.abs().max()) if old.numel() else 0.0)):
-        return f"it differs by {apart / (size + 1e-30):.2e} of its size"
+    if distance > few * size or worst > few * (size + (float(old.abs().max()) if old.numel() else 0.0)):
+        return f"it differs by {distance / (size + 1e-30):.2e} of its size"
     return ""

@@ -45,7 +45,7 @@ def signature(
         region.domain,
         (routing.top_k, routing.columns, routing.above, routing.has_slots, tuple(map(str, routing.shared)), form.number(routing.node)),
         None if routing.kept is None else form.number(routing.kept),
-        region.apart,
+        region.per_slot,
         region.replaced,
         region.num_experts,
         None if region.base is None else form.number(region.base),

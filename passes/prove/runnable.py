@@ -19,7 +19,7 @@ _CHECKPOINT = frozenset(("use_reentrant", "preserve_rng_state", "context_fn", "d
 
 
 @dataclasses.dataclass(frozen=True)
-class Held:
+class ModuleState:
     """A graph and what its module holds under each name."""
 
     graph: Graph
@@ -30,7 +30,7 @@ class Runnable:
     """Copies of a graph and of the graphs inside it.
 
     Args:
-        held: for every graph module what it was when it is to be copied.
+        states: for every graph module what it was when it is to be copied.
         copy: makes the copy of a tensor that a module holds under a name.
         assumptions: those under which the graphs were traced, in terms of their nodes.
 
@@ -40,9 +40,12 @@ class Runnable:
     """
 
     def __init__(
-        self, held: Mapping[GraphModule, Held], copy: Callable[[torch.Tensor, str], torch.Tensor], assumptions: Sequence[Assumption] = ()
+        self,
+        states: Mapping[GraphModule, ModuleState],
+        copy: Callable[[torch.Tensor, str], torch.Tensor],
+        assumptions: Sequence[Assumption] = (),
     ) -> None:
-        self._held, self._copy, self._assumptions = held, copy, assumptions
+        self._states, self._copy, self._assumptions = states, copy, assumptions
         self._made: dict[GraphModule, GraphModule] = {}
         self.nodes: dict[Node, Node] = {}
         self.tensors: dict[str, torch.Tensor] = {}
@@ -51,21 +54,21 @@ class Runnable:
     def make(self, module: GraphModule) -> GraphModule:
         """The copy of a module."""
         if module not in self._made:
-            held = self._held[module]
-            graph, nodes = written_out(held.graph, self._assumptions)
+            state = self._states[module]
+            graph, nodes = written_out(state.graph, self._assumptions)
             self.nodes |= nodes
             for node in graph.find_nodes(op="call_function", target=torch.ops.higher_order.tag_activation_checkpoint):
                 node.target, node.kwargs = _body, {k: v for k, v in node.kwargs.items() if k not in _CHECKPOINT}
-            root = {str(n.target): self._attribute(held, str(n.target)) for n in graph.nodes if n.op in ("get_attr", "call_module")}
+            root = {str(n.target): self._attribute(state, str(n.target)) for n in graph.nodes if n.op in ("get_attr", "call_module")}
             self._made[module] = GraphModule(root, graph)
         return self._made[module]
 
-    def _attribute(self, held: Held, target: str) -> Any:
+    def _attribute(self, state: ModuleState, target: str) -> Any:
         first, *rest = target.split(".")
-        value = held.attributes[first]
+        value = state.attributes[first]
         for name in rest:
             value = getattr(value, name)
-        if isinstance(value, GraphModule) and value in self._held:
+        if isinstance(value, GraphModule) and value in self._states:
             return self.make(value)
         if not isinstance(value, torch.Tensor):
             return value

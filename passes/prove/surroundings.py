@@ -66,9 +66,9 @@ class Around:
             return ""
         if old.shape != new.shape or old.dtype != new.dtype:
             return f"and is {list(old.shape)} {old.dtype}, not {list(new.shape)} {new.dtype}"
-        apart, size = rms(old.double() - new.double()), rms(old.double()) + 1e-30
-        far = not apart <= 2 * FAR * torch.finfo(lowest(self.region, old.dtype)).eps * size
-        return f"and differs from it by {apart / size:.2e} of its size" if far else ""
+        distance, size = rms(old.double() - new.double()), rms(old.double()) + 1e-30
+        far = not distance <= 2 * FAR * torch.finfo(lowest(self.region, old.dtype)).eps * size
+        return f"and differs from it by {distance / size:.2e} of its size" if far else ""
 
     def _accumulated(self, node: Node) -> bool:
         """Whether a leaf is the accumulator: whoever reads it behind the region reads the result, or nobody does."""

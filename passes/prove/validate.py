@@ -22,7 +22,7 @@ from moefuse.passes.ir.regions import Region
 from moefuse.passes.prove.copies import Copies, Drawn, inputs
 from moefuse.passes.prove.forced import Forced
 from moefuse.passes.prove.outcome import Outcome, differences, first_line, lowest_of, refusal, shared
-from moefuse.passes.prove.runnable import Held, Runnable, translated
+from moefuse.passes.prove.runnable import ModuleState, Runnable, translated
 from moefuse.report import Skipped
 
 if TYPE_CHECKING:
@@ -53,10 +53,10 @@ def validate(
         replaced: the fused regions, and the nodes that hold their results.
         assumptions: what capture assumed while it traced the graph.
     """
-    twins = {old: new for s in saved for old, new in zip(s.nodes, s.graph.nodes, strict=True)}
-    before = {s.module: Held(s.graph, {**vars(s.module), **s.modules, **s.parameters, **s.buffers}) for s in saved}
-    after = {m: Held(m.graph, {**vars(m), **m._modules, **m._parameters, **m._buffers}) for m in before}
-    about = [translated(a, twins) for a in assumptions]
+    copied = {old: new for s in saved for old, new in zip(s.nodes, s.graph.nodes, strict=True)}
+    before = {s.module: ModuleState(s.graph, {**vars(s.module), **s.modules, **s.parameters, **s.buffers}) for s in saved}
+    after = {m: ModuleState(m.graph, {**vars(m), **m._modules, **m._parameters, **m._buffers}) for m in before}
+    about = [translated(a, copied) for a in assumptions]
     placeholders = gm.graph.find_nodes(op="placeholder")
     problem = ""
     for perturb in (True, False):
@@ -65,7 +65,7 @@ def validate(
         try:
             module = old.make(gm)
             for number, (region, _) in enumerate(replaced):
-                forced.record(number, _value(old.nodes[twins[region.anchor]]))
+                forced.record(number, _value(old.nodes[copied[region.anchor]]))
             want = _run(module, placeholders, given, copies, old)
             break
         except Exception as error:  # what the user's program raises on values that are not the user's, or outside of Dynamo

@@ -106,7 +106,7 @@ def _settled(probe: Callable[[str], Errors | str], kind: str) -> Errors | str:
 
 def _compare(region: Region, values: Inputs, leaves: dict[Node, Any], original: torch.Tensor, fused: torch.Tensor) -> Errors | str:
     """Errors against the reference, or what is wrong beyond rounding."""
-    tokens = values.num_tokens * (region.routing.top_k if region.apart else 1)
+    tokens = values.num_tokens * (region.routing.top_k if region.per_slot else 1)
     eps = torch.finfo(lowest(region, original.dtype)).eps
     if tuple(original.shape) != tuple(fused.shape) or original.dtype != fused.dtype:
         return f"{list(original.shape)} {original.dtype} became {list(fused.shape)} {fused.dtype}"
@@ -124,9 +124,9 @@ def _compare(region: Region, values: Inputs, leaves: dict[Node, Any], original: 
         return f"the original differs from its recognised meaning by {theirs:.2e} of its size"
     if not ours <= 2 * FAR * eps:
         return str(Errors(len(sample), theirs, ours, eps))
-    apart = rms(flat - new)
-    if not apart <= 2 * FAR * eps * (rms(flat) + 1e-30):
-        return f"tokens outside the sample differ by {apart / (rms(flat) + 1e-30):.2e} of the result's size"
+    distance = rms(flat - new)
+    if not distance <= 2 * FAR * eps * (rms(flat) + 1e-30):
+        return f"tokens outside the sample differ by {distance / (rms(flat) + 1e-30):.2e} of the result's size"
     return Errors(len(sample), theirs, ours, eps)
 
 
@@ -138,12 +138,12 @@ def _has_expert(region: Region, leaves: dict[Node, Any], sample: torch.Tensor, s
 
 def _ids(region: Region, leaves: dict[Node, Any], sample: torch.Tensor, shared: int) -> torch.Tensor:
     """[n, K]: the experts of some tokens (or [n, 1]: of some slots), -1 for a slot without any."""
-    top_k, columns = 1 if region.apart else region.routing.top_k, region.routing.columns
+    top_k, columns = 1 if region.per_slot else region.routing.top_k, region.routing.columns
     ids = leaves[region.routing.node].reshape(-1, top_k, *(() if columns is None else (columns,)))[sample // shared].long()
     ids = ids if columns is None else torch.where(ids.any(-1), ids.argmax(-1), -1)
     if region.routing.kept is None:
         return ids
-    entry = leaves[region.routing.kept][sample // (region.routing.top_k if region.apart else shared)].gather(1, ids)
+    entry = leaves[region.routing.kept][sample // (region.routing.top_k if region.per_slot else shared)].gather(1, ids)
     return torch.where(entry > 0 if region.routing.above else entry != 0, ids, -1)
 
 
@@ -151,7 +151,7 @@ def reference(
     region: Region, weight: Callable[[Node], Any], leaves: dict[Node, Any], sample: torch.Tensor, shared: int = 1
 ) -> torch.Tensor:
     """The region's sum for some tokens (or a row for some slots) in float64, [n, features]; ``shared`` tokens share a row of ids."""
-    top_k = 1 if region.apart else region.routing.top_k
+    top_k = 1 if region.per_slot else region.routing.top_k
     ids = _ids(region, leaves, sample, shared)
     out: torch.Tensor | None = None
     for expert in range(region.all_experts):
@@ -160,7 +160,11 @@ def reference(
             continue
         tokens = sample[row]
         rows = tokens // shared
-        at = (tokens // region.routing.top_k, rows // region.routing.top_k, tokens) if region.apart else (tokens, rows, rows * top_k + slot)
+        at = (
+            (tokens // region.routing.top_k, rows // region.routing.top_k, tokens)
+            if region.per_slot
+            else (tokens, rows, rows * top_k + slot)
+        )
         values = Rows64(lambda n: leaves[n] if n in leaves else weight(n), expert, *at)
         part = values.run(region.expr if region.rest is None or expert not in region.rest.numbers else region.rest.expr)
         if out is None:

@@ -181,6 +181,7 @@ def test_an_internal_error_costs_nothing_but_speed(stub_driver: StubDriver, capl
     assert "AssertionError: a bug" in caplog.text
 
 
+@pytest.mark.usefixtures("no_code")
 def test_a_rewritten_graph_that_the_compiler_cannot_take(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """The compiler gets the graph as it was, and the report says so."""
     original = _torch_private.compile_fx

@@ -37,7 +37,7 @@ def test_two_layers_whose_sum_is_taken_stay_two(cls: type[Layer]) -> None:
     assert len(seen.report.fused) == 2, str(seen.report)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("cls", NEAR_MISS.values(), ids=NEAR_MISS)
 def test_what_only_looks_like_one_runs_as_without_moefuse(cls: type[Layer], capsys: pytest.CaptureFixture[str]) -> None:
     """Values, gradients and Python's state equal eager's; nothing is fused; Dynamo breaks the graph where it always did."""

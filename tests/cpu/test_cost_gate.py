@@ -352,7 +352,7 @@ def test_a_table_speaks_of_grouped_products_only(monkeypatch: pytest.MonkeyPatch
     site = only_site()
     monkeypatch.setattr(cost_gate, "table_times", lambda device: ((dataclasses.replace(site.problem, tokens=16), 30.0, 20.0),))
     found = cost_gate.measurement("a device", site.problem, site.program.name, grouped=True)
-    assert found == (Pair(20.0, 30.0, 16), "measured for the table that ships with moefuse")
+    assert found == (Pair(20.0, 30.0, 16), "measured for the configurations that ship with moefuse")
     assert cost_gate.measurement("a device", site.problem, site.program.name, grouped=False) is None
     assert cost_gate.measurement("a device", dataclasses.replace(site.problem, tokens=64), site.program.name, grouped=True) is None
     # What was measured here is asked first.

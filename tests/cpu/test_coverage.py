@@ -114,7 +114,7 @@ def test_no_family_is_forgotten() -> None:
 
 def test_the_page_says_what_was_measured(coverage: ModuleType) -> None:
     page = (ROOT / "docs" / "coverage.md").read_text()
-    assert page == coverage.zoo_page.page(RUNS), "make coverage writes docs/coverage.md"
+    assert page == coverage.zoo_page.page(RUNS), "make zoo-coverage writes docs/coverage.md"
 
 
 def test_what_is_written_is_read(coverage: ModuleType) -> None:

@@ -19,7 +19,7 @@ from tests.strategies import THOROUGH
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
-PROGRAMS = 400 if THOROUGH else 5
+PROGRAMS = 400 if THOROUGH else 3
 """Of each kind of effect: a minute for all of them. benchmarks/deep_programs.py runs thousands."""
 
 REFUSED = ("orders",)
@@ -37,7 +37,7 @@ def test_effects_are_kept(kind: str) -> None:
         if found.failed:
             small = shrunk(p, fails)
             pytest.fail(f"{kind} {seed}: {found.wrong[:3]} {found.codes}\n{p}\n# made small: {verdict(small).wrong[:3]}\n{small}")
-    assert fused >= PROGRAMS // 4 or kind in REFUSED, "little is fused in spite of effects, or beside them"
+    assert fused >= max(1, PROGRAMS // 4) or kind in REFUSED, "little is fused in spite of effects, or beside them"
 
 
 @pytest.mark.parametrize(("seed", "behind"), [(2, "aot_eager"), (3, "aot_eager"), (5, "inductor")])

@@ -16,7 +16,7 @@ _BASES = (Program(Selected()), Program(Sorted()))
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.name.replace(" ", "-"))
 def test_near_miss_equals_eager(mutation: Mutation) -> None:
     examples = max(1, settings().max_examples // _SHARE)

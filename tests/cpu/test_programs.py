@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 
 from tests.programs import catalogue, check
 from tests.programs.program import Body, Dense, Noise, Program, Routing, Slots, Sorted, Store, invalid
-from tests.strategies import PHASES, SPELLINGS, programs
+from tests.strategies import FEW, PHASES, SPELLINGS, programs
 
 _FULL = catalogue.PROGRAMS[::14]
 
@@ -18,7 +18,7 @@ _FULL = catalogue.PROGRAMS[::14]
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("spelling", SPELLINGS, ids=lambda cls: cls.__name__.lower())
 def test_any_program(spelling: type[Any]) -> None:
-    @settings(phases=PHASES, suppress_health_check=list(HealthCheck))
+    @settings(phases=PHASES, max_examples=FEW, suppress_health_check=list(HealthCheck))
     @given(programs((spelling,)))
     def run(p: Program) -> None:
         check.check_program(p)

@@ -36,7 +36,7 @@ def assert_both_layers_fused(report: moefuse.FusionReport | None) -> None:
         assert (fused.spec.num_experts, fused.spec.top_k, fused.spec.hidden, fused.spec.intermediate) == (4, 2, 32, 16)
 
 
-@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("grad", [pytest.param(False, marks=pytest.mark.thorough), True])
 def test_explain(grad: bool, model: Any, ids: torch.Tensor) -> None:
     with torch.set_grad_enabled(grad):
         report = moefuse.explain(model, ids)

@@ -46,7 +46,7 @@ def line_of(cls: type[Layer]) -> str:
     return f"{path}:{found[0]}" if found else f"{path}:"
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("cls", SPELLINGS.values(), ids=SPELLINGS)
 def test_spelling(cls: type[Layer]) -> None:
     expected = cls.expected
@@ -61,7 +61,7 @@ def test_spelling(cls: type[Layer]) -> None:
     assert (len(seen.graphs) == 1 and not seen.report.graph_breaks) == expected.whole, str(seen.report)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("tokens", [1, 7])
 @pytest.mark.parametrize("cls", SPELLINGS.values(), ids=SPELLINGS)
 def test_few_and_odd_tokens(cls: type[Layer], tokens: int) -> None:
@@ -69,7 +69,7 @@ def test_few_and_odd_tokens(cls: type[Layer], tokens: int) -> None:
     assert [f.tier for f in seen.report.fused] == ([cls.expected.tier] if cls.expected.tier else []), str(seen.report)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("cls", TWINS.values(), ids=TWINS)
 def test_twin(cls: type[Layer]) -> None:
     seen = checked(cls, TOKENS)

@@ -89,7 +89,7 @@ def test_a_model_that_has_not_run() -> None:
 
 def test_a_spec_is_a_problem() -> None:
     spec = moefuse.ExpertsSpec(
-        8, 2, 64, 48, "float16", "swiglu_oai", (1.7, 7.0), "interleaved", True, "separate", ("in-out", "out-in"), True, "input", 32
+        8, 2, 64, 48, "float16", "swiglu_oai", (1.7, 7.0), "interleaved", True, "per_expert", ("in-out", "out-in"), True, "input", 32
     )
     ((target,), notes) = targets.of(spec)
     assert notes == []
@@ -124,11 +124,10 @@ def test_the_report() -> None:
     )
     assert str(report).splitlines() == [
         "moefuse: measured 1 of 2 in 61 s on NVIDIA H200",
-        "  tuned   T=8  layers.*.mlp x2  E=8 K=2 H=64 I=48 bfloat16 silu merged stacked out-in: 12.5 -> 10.0 us, 40 configurations, "
-        "products by the library",
+        f"  tuned   T=8  layers.*.mlp x2  {SPEC}: 12.5 -> 10.0 us, 40 configurations, products by the library",
         "          program sorted:0123456789ab: 9.0 us, fused 10.0 us: stays as it is from the next compilation on",
         "          not compared: because",
-        "  failed  T=512  layers.*.mlp x2  E=8 K=2 H=64 I=48 bfloat16 silu merged stacked out-in: not enough memory on the device",
+        f"  failed  T=512  layers.*.mlp x2  {SPEC}: not enough memory on the device",
         "  note    a note",
     ]
     data = json.loads(report.to_json())

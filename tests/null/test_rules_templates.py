@@ -129,7 +129,7 @@ def test_separate_projections() -> None:
         return back(F.silu(gate) * projected(x, ids, w_up), ids, w_out) * weights[..., None]
 
     body = body_of(expression(function))
-    assert (body.gating, body.activation) == ("separate", "silu")
+    assert (body.gating, body.activation) == ("split", "silu")
     assert body.up is not None
     assert body.up.weight.source.name == "w_up"
 

@@ -52,10 +52,17 @@ SIZES = {
     "float32": Sizes(tokens=64, dtype=torch.float32),
     "float64": Sizes(tokens=64, dtype=torch.float64),
 }
-EVERYWHERE = ["many rows", "few rows", "float64"]
-ON_ALL = [
-    pytest.param(name, arch, id=f"{name}-{arch}") for name in SIZES for arch in SHARED if arch == 90 or name in EVERYWHERE or THOROUGH
-]
+ON_AMD = ["many rows", "few rows", "float64"]
+
+
+def cases(everywhere: str | None) -> list[Any]:
+    """Every size for sm_90, few of them for AMD, and ``everywhere`` for every target; all of the product under HYPOTHESIS_PROFILE=deep."""
+    return [
+        pytest.param(name, arch, id=f"{name}-{arch}")
+        for name in SIZES
+        for arch in SHARED
+        if arch == 90 or name == everywhere or (arch == "gfx942" and name in ON_AMD) or THOROUGH
+    ]
 
 
 @pytest.fixture
@@ -102,7 +109,7 @@ def compile_all(made: list[Any], arch: int | str, folder: Path, monkeypatch: pyt
         assert spills(compiled, arch, folder) == 0, f"{name} spills"
 
 
-@pytest.mark.parametrize(("name", "arch"), ON_ALL)
+@pytest.mark.parametrize(("name", "arch"), cases(everywhere="many rows"))
 def test_the_grouped_tier(name: str, arch: int | str, launches: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from moefuse.kernels.triton import tier
 
@@ -125,7 +132,7 @@ def test_the_grouped_tier(name: str, arch: int | str, launches: list[Any], tmp_p
 
 
 @pytest.mark.parametrize("on_input", [False, True], ids=["weight-on-output", "weight-on-input"])
-@pytest.mark.parametrize(("name", "arch"), ON_ALL)
+@pytest.mark.parametrize(("name", "arch"), cases(everywhere="few rows"))
 def test_training(name: str, arch: int | str, on_input: bool, launches: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from moefuse.kernels.triton import training
     from moefuse.ops.call import Body, ExpertsCall, Stack

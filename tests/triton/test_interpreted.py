@@ -186,14 +186,19 @@ def test_dtypes(dtype: torch.dtype) -> None:
     check(SMALL.with_(dtype=dtype, tokens=12))
 
 
-def test_weights_on_the_input() -> None:
-    for config in (vectors(), vectors(parts=2), tiles(), tiles(swap=True)):
-        check(SMALL.with_(weight_on_input=True), config)
+FORMS = {"vectors": vectors(), "parts": vectors(parts=2), "tiles": tiles(), "swap": tiles(swap=True)}
 
 
-def test_output_dtype() -> None:
-    for config in (vectors(), vectors(parts=2), tiles()):
-        check(SMALL.with_(dtype=torch.float16, out_dtype=torch.float32), config)
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("form", FORMS)
+def test_weights_on_the_input(form: str) -> None:
+    check(SMALL.with_(weight_on_input=True), FORMS[form])
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("form", [form for form in FORMS if form != "swap"])
+def test_output_dtype(form: str) -> None:
+    check(SMALL.with_(dtype=torch.float16, out_dtype=torch.float32), FORMS[form])
 
 
 @pytest.mark.parametrize("sizes", [{"tokens": 0}, {"tokens": 1}, {"experts": 1, "high_id": 1}, {"top_k": 1}, {"hidden": 1}, {"inter": 1}])
@@ -208,27 +213,29 @@ def test_no_valid_id() -> None:
         assert not out.any()
 
 
-def test_a_nan_stays_in_its_token() -> None:
-    for config in (vectors(), vectors(parts=2), tiles(), tiles(swap=True)):
-        args = SMALL.args()
-        args[0][2] = float("nan")
-        check(SMALL, config, args)
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("form", FORMS)
+def test_a_nan_stays_in_its_token(form: str) -> None:
+    args = SMALL.args()
+    args[0][2] = float("nan")
+    check(SMALL, FORMS[form], args)
 
 
-def test_unused_experts_and_invalid_weights_are_not_read() -> None:
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("form", ["parts", "tiles"])
+def test_unused_experts_and_invalid_weights_are_not_read(form: str) -> None:
     """NaN in experts that nobody chose, and in routing weights of invalid ids, changes nothing."""
-    case = SMALL.with_(low_id=-1, high_id=2)
-    for config in (vectors(parts=2), tiles()):
-        args = case.args()
-        clean = call(case, config, args)
-        args[1][0, 0] = 99
-        want = call(case, config, args)
-        args[2][args[1] < 0] = float("nan")
-        args[2][0, 0] = float("nan")
-        for t in tensors(args[3:]):
-            t[2:] = float("nan")
-        assert torch.equal(call(case, config, args), want)
-        assert torch.equal(clean[1:], want[1:])
+    case, config = SMALL.with_(low_id=-1, high_id=2), FORMS[form]
+    args = case.args()
+    clean = call(case, config, args)
+    args[1][0, 0] = 99
+    want = call(case, config, args)
+    args[2][args[1] < 0] = float("nan")
+    args[2][0, 0] = float("nan")
+    for t in tensors(args[3:]):
+        t[2:] = float("nan")
+    assert torch.equal(call(case, config, args), want)
+    assert torch.equal(clean[1:], want[1:])
 
 
 @pytest.mark.parametrize("tokens", [7, 300])

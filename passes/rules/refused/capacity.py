@@ -54,7 +54,7 @@ def _some_tokens(ctx: Context, node: Node, call: Call, fact: Any) -> Lost | None
     """Follows part of an expert's tokens to the expert; one refusal for all experts of a routing, where the part is taken."""
     if not isinstance(fact, View | Weight | None) or call.name in SIZE_QUERIES:
         return None
-    parts, told = ctx.scratch(Places).parts, ctx.scratch(Notes).told
+    parts, reported = ctx.scratch(Places).parts, ctx.scratch(Notes).reported
     whole = ctx.fact(call.args[0]) if call.name in ("getitem", "narrow", "index_select") and call.args else None
     if isinstance(whole, Index | IndexMatrix):
         parts[node] = (node, whole.selection.routing)
@@ -64,9 +64,9 @@ def _some_tokens(ctx: Context, node: Node, call: Call, fact: Any) -> Lost | None
         return None
     parts[node] = found
     source, routing = found
-    if routing.node in told or not applies_weights(ctx, node, call):
+    if routing.node in reported or not applies_weights(ctx, node, call):
         return None
-    told.add(routing.node)
+    reported.add(routing.node)
     return ctx.lost("capacity", source, detail=SOME.format(name=source.name))
 
 

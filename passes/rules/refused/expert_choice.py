@@ -22,10 +22,10 @@ from moefuse.passes.ir.facts import Lost
 
 @dataclass
 class Notes:
-    """``chosen``: what is computed from tokens that experts chose, and the choice. ``told``: what any of the refused families has told."""
+    """``chosen``: what is computed from tokens that experts chose, and the choice. ``reported``: what any refused family has reported."""
 
     chosen: dict[Node, Node] = field(default_factory=dict)
-    told: set[Node] = field(default_factory=set)
+    reported: set[Node] = field(default_factory=set)
 
 
 def follow(ctx: Context, node: Node, call: Call, fact: Any) -> Lost | None:
@@ -40,9 +40,9 @@ def follow(ctx: Context, node: Node, call: Call, fact: Any) -> Lost | None:
     if source is None:
         return None
     notes.chosen[node] = source
-    if source in notes.told or fact is not None or not applies_weights(ctx, node, call):
+    if source in notes.reported or fact is not None or not applies_weights(ctx, node, call):
         return None
-    notes.told.add(source)  # one refusal for all experts, at the choice
+    notes.reported.add(source)  # one refusal for all experts, at the choice
     return ctx.lost("expert-choice", source)
 
 

@@ -36,7 +36,7 @@ def follow(ctx: Context, node: Node, call: Call, fact: Any) -> Lost | None:
     """Notes rows whose number depends on data; a refusal where a second choice out of the same tensor meets weights of its own."""
     if not isinstance(fact, View | Weight | None) or call.name in SIZE_QUERIES or node in ctx.scratch(Places).parts:
         return None
-    rows, told = ctx.scratch(_Rows), ctx.scratch(Notes).told
+    rows, reported = ctx.scratch(_Rows), ctx.scratch(Notes).reported
     chosen = node if _chooses(ctx, node, call) else next((rows.chosen[n] for n in node.all_input_nodes if n in rows.chosen), None)
     if chosen is None:
         return None
@@ -48,9 +48,9 @@ def follow(ctx: Context, node: Node, call: Call, fact: Any) -> Lost | None:
     weights = {ctx.storage[n] for n in node.all_input_nodes if isinstance(tensor(ctx.storage[n]), torch.nn.Parameter)}
     if not any(weights & others for choice, others in seen.items() if choice is not chosen):
         seen.setdefault(chosen, weights)
-    if source in told or len(seen) < _LOOP:
+    if source in reported or len(seen) < _LOOP:
         return None
-    told.add(source)
+    reported.add(source)
     first = next(iter(seen))
     return ctx.lost("tokens-differ", first, detail=f"no rule reads whose tokens `{first.all_input_nodes[-1].name}` are")
 

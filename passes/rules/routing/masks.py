@@ -1,4 +1,4 @@
-"""Who was chosen: comparisons of expert ids become masks, masks become row numbers."""
+"""Expert-id masks: comparisons of ids become masks, masks become row numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Was an expert chosen at all: ``counts > 0``, ``mask.any()``, ``(ids == e).sum() == 0``. What capture's assumptions are about."""
+"""Whether an expert was chosen at all: ``counts > 0``, ``mask.any()``, ``(ids == e).sum() == 0``. What capture's assumptions are about."""
 
 from __future__ import annotations
 

@@ -50,12 +50,12 @@ def unary(ctx: Context, node: Node, table: Table, *args: Any, **kwargs: Any) -> 
     value = tensor(node)
     if call is None or value is None or any(isinstance(a, Node) for a in (*args, *kwargs.values())):
         return None
-    probe = torch.full((1,), table.fill, dtype=torch.float64)
-    function = getattr(probe, call.name, None) or getattr(torch.nn.functional, call.name, None)
+    at_fill = torch.full((1,), table.fill, dtype=torch.float64)
+    function = getattr(at_fill, call.name, None) or getattr(torch.nn.functional, call.name, None)
     if function is None:
         return None
     try:
-        fill = float(function(*args, **kwargs) if hasattr(probe, call.name) else function(probe, *args, **kwargs))
+        fill = float(function(*args, **kwargs) if hasattr(at_fill, call.name) else function(at_fill, *args, **kwargs))
     except (TypeError, RuntimeError):
         return None
     return derived(node, table, fill)
@@ -67,7 +67,7 @@ def derived(node: Node, table: Table, fill: float) -> Table:
     return replace(table, fill=fill, root=node if whole else None, root_axes=table.axes if whole else (), slots=None, ones=False)
 
 
-def combine_table(ctx: Context, node: Node, name: str, table: Table, other: Any, table_first: bool) -> Any:
+def table_with(ctx: Context, node: Node, name: str, table: Table, other: Any, table_first: bool) -> Any:
     """A table and a plain tensor or number: zero stays zero under a product or when it is divided."""
     axes = _broadcast(table, other, node)
     if axes is None:

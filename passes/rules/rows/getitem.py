@@ -1,4 +1,4 @@
-"""``x[...]``: basic indexing and indexing by tensors, told apart."""
+"""``x[...]``: which of it is basic indexing, and which is indexing by tensors."""
 
 from __future__ import annotations
 

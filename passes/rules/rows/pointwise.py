@@ -22,7 +22,7 @@ from moefuse.passes.rules.routing.masked_slots import dropped
 from moefuse.passes.rules.routing.masks import masked_weight
 from moefuse.passes.rules.routing.offsets import difference
 from moefuse.passes.rules.routing.sort import on_div
-from moefuse.passes.rules.routing.tables import combine_table, unary
+from moefuse.passes.rules.routing.tables import table_with, unary
 from moefuse.passes.rules.rows.views import inherited
 
 
@@ -149,7 +149,7 @@ def on_mul(ctx: Context, node: Node, a: Any, other: Any, *, rounding_mode: str |
                 return rows
     for first, second, ahead in ((x, y, True), (y, x, False)):
         if isinstance(first, Table) and not first.negated:
-            return combine_table(ctx, node, name, first, second if second is not None else (b if ahead else a), ahead)
+            return table_with(ctx, node, name, first, second if second is not None else (b if ahead else a), ahead)
     return plain(ctx, node, [x, y])
 
 

@@ -1,4 +1,4 @@
-"""Where experts meet: sums over the slots of a token, over all experts, and accumulators that collect one expert after another."""
+"""Sums over experts: over the slots of a token, over all experts, and accumulators that collect one expert after another."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import weakref
 from typing import Any
 
 _clock = itertools.count(1)
-_births: dict[int, tuple[Any, int]] = {}
+_created: dict[int, tuple[Any, int]] = {}
 
 
 def now() -> int:
@@ -18,23 +18,23 @@ def now() -> int:
 
 def record(made: Any) -> None:
     """Remember when something was made. Not as an attribute: Dynamo copies a variable by calling its class with all of its attributes."""
-    _births[id(made)] = weakref.ref(made, functools.partial(_forget, id(made))), next(_clock)
+    _created[id(made)] = weakref.ref(made, functools.partial(_forget, id(made))), next(_clock)
 
 
 def _forget(key: int, dead: Any) -> None:
-    if _births.get(key, (None, 0))[0] is dead:
-        del _births[key]
+    if _created.get(key, (None, 0))[0] is dead:
+        del _created[key]
 
 
-def born_inside(variable: Any, clock: int) -> bool:
+def created_inside(variable: Any, clock: int) -> bool:
     """Whether the program made this object itself, and after ``clock``."""
     from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew
 
     kind = variable.mutation_type
-    return isinstance(kind, ValueMutationNew | AttributeMutationNew) and getattr(kind, "moefuse_born", 0) > clock
+    return isinstance(kind, ValueMutationNew | AttributeMutationNew) and getattr(kind, "moefuse_created", 0) > clock
 
 
-def iterator_born_inside(iterator: Any, clock: int) -> bool:
+def iterator_created_inside(iterator: Any, clock: int) -> bool:
     """Whether the program made this iterator, or started this generator's frame, after ``clock``."""
-    known, born = _births.get(id(iterator), (None, 0))
-    return known is not None and known() is iterator and born > clock and getattr(iterator, "source", None) is None
+    known, created = _created.get(id(iterator), (None, 0))
+    return known is not None and known() is iterator and created > clock and getattr(iterator, "source", None) is None

@@ -1,4 +1,4 @@
-"""A tensor of the user's, remembered without being kept: a weak reference to what owns the memory, and the view of it."""
+"""A user's tensor, remembered without being kept alive: a weak reference to what owns the memory, and the view of it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Held:
+class WeakTensor:
     """A view of a tensor that somebody else keeps alive. ``offset`` is relative to the first element of the owner."""
 
     owner: weakref.ref[Tensor]
@@ -33,7 +33,7 @@ class Held:
         return owner.detach().as_strided(self.size, self.stride, start)
 
 
-def hold(owner: Tensor, like: Any, root: Any) -> Held | None:
+def weak_view(owner: Tensor, like: Any, root: Any) -> WeakTensor | None:
     """``like`` (a fake view of the fake ``root``) as a view of the real ``owner``; None if it has sizes that are not known,
     or the owner is not a plain tensor."""
     # A subclass may have no memory of its own (DTensor), or other values in it (quantised).
@@ -43,4 +43,4 @@ def hold(owner: Tensor, like: Any, root: Any) -> Held | None:
     if not all(isinstance(n, int) for n in numbers) or like.dtype != owner.dtype:
         return None
     offset = like.storage_offset() - root.storage_offset()
-    return Held(weakref.ref(owner), owner.dtype, owner.device, tuple(like.shape), tuple(like.stride()), offset)
+    return WeakTensor(weakref.ref(owner), owner.dtype, owner.device, tuple(like.shape), tuple(like.stride()), offset)
