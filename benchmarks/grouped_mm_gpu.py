@@ -34,8 +34,8 @@ TABLES = Path(__file__).parent.parent / "kernels" / "triton" / "tables"
 
 def make(form: str, s: gs.Shape, lists: layer.Lists, inputs: tuple[Tensor, ...]) -> layer.Call:
     """One form, as the provider would run it."""
-    from moefuse.kernels.triton.grouped_mm import LibraryPlan
-    from moefuse.kernels.triton.plan import Plan
+    from moefuse.kernels.triton.host.plan import Plan
+    from moefuse.kernels.triton.provide.library import LibraryPlan
     from moefuse.ops.call import ExpertsCall
 
     def call(*tensors: Tensor) -> Any:

@@ -9,8 +9,8 @@ output and the token gradients of sampled tokens, their routing weights' gradien
 Times are microseconds per step, the median over CUDA-graph replays with rotating inputs; what cannot be captured is timed with events. All
 implementations of a shape take turns. "us_launched" is the same without a graph, so with the host's work where that takes longer.
 
-"moefuse_own" and "moefuse_library" force whose products are used (``kernels/triton/products.py``). "loop" is a loop over a list of experts,
-eager, because Inductor cannot make one graph of it, and "moefuse_loop" the same loop compiled by moefuse.
+"moefuse_own" and "moefuse_library" force whose products are used (``kernels/triton/provide/products.py``). "loop" is a loop over a list of
+experts, eager, because Inductor cannot make one graph of it, and "moefuse_loop" the same loop compiled by moefuse.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Step = Callable[[Tensor, Tensor, Tensor, Tensor], list[Tensor]]
 
 def make(name: str, s: gs.Shape, lists: layer.Lists) -> Step:
     """(x, ids, weights, gradient of the output) -> output, and gradients of x, weights and all Parameters."""
-    from moefuse.kernels.triton import products
+    from moefuse.kernels.triton.provide import products
 
     loop, ours = "loop" in name, name.startswith("moefuse")
     module = layer.Loop(s, lists) if loop else layer.transformers_experts(s, lists, "grouped_mm")

@@ -23,9 +23,10 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 import layer  # noqa: E402
 from _timing import by_line  # noqa: E402
 
-from moefuse.kernels.triton import grouped_mm, grouped_plan, wgrad_plan  # noqa: E402
-from moefuse.kernels.triton.grouped_plan import Sorted  # noqa: E402
+from moefuse.kernels.triton.host import sorted_rows, wgrad  # noqa: E402
+from moefuse.kernels.triton.host.sorted_rows import Sorted  # noqa: E402
 from moefuse.kernels.triton.problem import Tiles  # noqa: E402
+from moefuse.kernels.triton.provide import library  # noqa: E402
 
 SIZES = {
     "mixtral in": (8, 8192, 28672, 4096),
@@ -72,34 +73,34 @@ def measure(name: str) -> Iterator[dict[str, Any]]:
     """All ways at one size."""
     experts, rows, n, k = SIZES[name]
     torch.manual_seed(0)
-    order, offsets = grouped_plan.sort(torch.randint(0, experts, (rows, 1), device="cuda"), experts)
+    order, offsets = sorted_rows.sort(torch.randint(0, experts, (rows, 1), device="cuda"), experts)
     it = Sorted(order, offsets, rows, experts, 1)
     g, x = (torch.randn(rows, width, device="cuda", dtype=torch.bfloat16) for width in (n, k))
     stacked = [torch.empty(experts, n, k, device="cuda", dtype=torch.bfloat16)]
     separate = [torch.empty(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(experts)]
     first, last = offsets[1:3].tolist()
     want = g[first:last].float().t() @ x[first:last].float()
-    flops, ends, chosen = 2 * rows * n * k, offsets[1:].to(torch.int32), wgrad_plan.grad_tiles
+    flops, ends, chosen = 2 * rows * n * k, offsets[1:].to(torch.int32), wgrad.grad_tiles
 
     tokens = torch.empty_like(x)
     tokens[order] = x
 
     ways: dict[str, tuple[Any, Callable[[], list[Tensor]]]] = {
-        "gathering": (None, lambda: wgrad_plan.weight_grads(stacked, g, tokens, it, x_tokens=True)),
-        "rows by pointers": (None, lambda: wgrad_plan.weight_grads(stacked, g, x, it)),
-        "grouped_mm": (None, lambda: [grouped_mm.weight_grad(stacked[0], g, x, ends)]),
-        **{label: (tiles, lambda: wgrad_plan.weight_grads(stacked, g, x, it)) for label, tiles in TILES.items()},
-        "separate": (chosen(g, x, it), lambda: wgrad_plan.weight_grads(separate, g, x, it)),
-        "as chosen": (chosen(g, x, it), lambda: wgrad_plan.weight_grads(stacked, g, x, it)),
+        "gathering": (None, lambda: wgrad.weight_grads(stacked, g, tokens, it, x_tokens=True)),
+        "rows by pointers": (None, lambda: wgrad.weight_grads(stacked, g, x, it)),
+        "grouped_mm": (None, lambda: [library.weight_grad(stacked[0], g, x, ends)]),
+        **{label: (tiles, lambda: wgrad.weight_grads(stacked, g, x, it)) for label, tiles in TILES.items()},
+        "separate": (chosen(g, x, it), lambda: wgrad.weight_grads(separate, g, x, it)),
+        "as chosen": (chosen(g, x, it), lambda: wgrad.weight_grads(stacked, g, x, it)),
     }
     for label, (tiles, call) in ways.items():
-        wgrad_plan.grad_tiles = lambda *_, tiles=tiles: tiles  # type: ignore[assignment, misc]
+        wgrad.grad_tiles = lambda *_, tiles=tiles: tiles  # type: ignore[assignment, misc]
         found = call()
         one = found[1] if len(found) > 1 else found[0][1]
         error = float((one.float() - want).norm() / want.norm())
         us = microseconds(call, max(3, min(40, int(2e13 / flops)))) if error < 0.01 else float("nan")
         yield {"size": name, "way": label, "us": round(us, 1), "tflops": round(flops / us / 1e6, 1), "error": round(error, 5)}
-    wgrad_plan.grad_tiles = chosen
+    wgrad.grad_tiles = chosen
 
 
 def main() -> None:

@@ -63,7 +63,7 @@ def _dense(x: Tensor, weights: Stacks, body: Body) -> Tensor:
     """Library products for all tokens: an expert that every token takes leaves nothing to group."""
 
     def act(gate: Tensor, up: Tensor | None, body: Body) -> Tensor:
-        kernels = providers.triton_module("activate") if gate.is_cuda else ""
+        kernels = providers.triton_module("provide.activate") if gate.is_cuda else ""
         quick = not isinstance(kernels, str) and kernels.supports(gate)
         return (kernels if quick else dense).activate(gate, up, body)  # type: ignore[no-any-return, union-attr]
 

@@ -59,8 +59,8 @@ FALLBACK = "fallback"
 def _on_cuda() -> list[Provider]:
     """The providers of ``experts`` for CUDA tensors; neither waits for the device."""
     return [
-        *_triton("provider", "experts"),
-        *_triton("grouped_mm", "experts", "grouped_mm"),
+        *_triton("provide.experts", "experts"),
+        *_triton("provide.library", "experts", "grouped_mm"),
         Provider("dense", dense.supports, dense.experts, device=FALLBACK),
     ]
 
@@ -76,7 +76,7 @@ def triton_module(module: str) -> ModuleType | str:
 
 def triton_kernels() -> ModuleType | str:
     """The provider of ``moefuse::experts``, or why there is none."""
-    return triton_module("provider")
+    return triton_module("provide.experts")
 
 
 def _triton(module: str, op: str, name: str = "triton", traced: str | None = None) -> list[Provider]:
@@ -97,21 +97,21 @@ def _triton(module: str, op: str, name: str = "triton", traced: str | None = Non
 
 PROVIDERS: dict[str, list[Provider]] = {
     "experts": _on_cuda() + _portable(cpu.experts),
-    "experts_forward": _triton("training", "experts_forward") + _portable(cpu.experts_forward),
+    "experts_forward": _triton("provide.training", "experts_forward") + _portable(cpu.experts_forward),
     "experts_backward": _portable(backward.experts_backward),
-    "experts_backward_rows": _triton("training", "experts_backward_rows") + _portable(backward.experts_backward_rows),
-    "experts_backward_in": _triton("training", "experts_backward_in") + _portable(backward.experts_backward_in),
-    "experts_backward_out": _triton("training", "experts_backward_out") + _portable(backward.experts_backward_out),
-    "permute": _triton("tier", "permute") + _portable(grouped.permute),
-    "grouped_linear": _triton("tier", "grouped_linear") + _portable(grouped.grouped_linear),
-    "grouped_linear_backward": _triton("tier", "grouped_linear_backward") + _portable(grouped.grouped_linear_backward),
-    "expert_rows": _triton("tier", "expert_rows") + _portable(grouped.expert_rows),
-    "expert_rows_backward": _triton("tier", "expert_rows_backward") + _portable(grouped.expert_rows_backward),
-    "combine": _triton("tier", "combine") + _portable(grouped.combine),
-    "combine_backward": _triton("tier", "combine_backward") + _portable(grouped.combine_backward),
-    "route": _triton("router_plan", "route", traced="route_traced") + _portable(route_reference),
-    "router_logits": _triton("logits", "router_logits", traced="router_logits_traced") + _portable(router_logits_reference),
-    "topk": _triton("router_plan", "topk", traced="topk_traced") + _portable(topk_reference),
+    "experts_backward_rows": _triton("provide.training", "experts_backward_rows") + _portable(backward.experts_backward_rows),
+    "experts_backward_in": _triton("provide.training", "experts_backward_in") + _portable(backward.experts_backward_in),
+    "experts_backward_out": _triton("provide.training", "experts_backward_out") + _portable(backward.experts_backward_out),
+    "permute": _triton("provide.grouped", "permute") + _portable(grouped.permute),
+    "grouped_linear": _triton("provide.grouped", "grouped_linear") + _portable(grouped.grouped_linear),
+    "grouped_linear_backward": _triton("provide.grouped", "grouped_linear_backward") + _portable(grouped.grouped_linear_backward),
+    "expert_rows": _triton("provide.grouped", "expert_rows") + _portable(grouped.expert_rows),
+    "expert_rows_backward": _triton("provide.grouped", "expert_rows_backward") + _portable(grouped.expert_rows_backward),
+    "combine": _triton("provide.grouped", "combine") + _portable(grouped.combine),
+    "combine_backward": _triton("provide.grouped", "combine_backward") + _portable(grouped.combine_backward),
+    "route": _triton("provide.router", "route", traced="route_traced") + _portable(route_reference),
+    "router_logits": _triton("provide.logits", "router_logits", traced="router_logits_traced") + _portable(router_logits_reference),
+    "topk": _triton("provide.router", "topk", traced="topk_traced") + _portable(topk_reference),
 }
 
 
@@ -137,7 +137,7 @@ def unregister(op: str, name: str) -> None:
 
 def _replace(op: str, order: list[Provider]) -> None:
     PROVIDERS[op][:] = order
-    if (kernels := sys.modules.get("moefuse.kernels.triton.provider")) is not None:
+    if (kernels := sys.modules.get("moefuse.kernels.triton.provide.experts")) is not None:
         kernels.forget_plans()  # what it launches without asking here
     unit = next((unit for unit, ops in _NATIVE.items() if op in ops), None)
     if unit is not None:

@@ -61,7 +61,7 @@ class Entry:
         problem: what was measured; it stands for its whole bucket.
         config: the winner.
         us: microseconds of the op with it.
-        library: microseconds of the op with products by the library, by form (``kernels/triton/grouped_mm.py``).
+        library: microseconds of the op with products by the library, by form (``kernels/triton/provide/library.py``).
         programs: :func:`moefuse.passes.lower.program.name_of` of a program -> times.
         when: seconds since 1970.
     """

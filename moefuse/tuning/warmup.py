@@ -125,7 +125,7 @@ def _one(
     target: Target, problem: Problem, asked: tuple[int, ...], deadline: float, end: float, tools: Tools, compiler: Any, report: WarmupReport
 ) -> Tuned:
     """Search, store, compare, store."""
-    from moefuse.kernels.triton.layout import device_of
+    from moefuse.kernels.triton.host.layout import device_of
     from moefuse.kernels.triton.tune.call import Kind, make
     from moefuse.kernels.triton.tune.search import Search, current_form, library_times
 

@@ -24,10 +24,10 @@ def workspace(new_nodes: Sequence[Node], grad: bool) -> tuple[int, int] | None:
     None where nothing is known: on other devices than CUDA, in training, or without the fused op. ``grad``: whether grad mode is on there.
     """
     call = experts_call(new_nodes)
-    kernels = providers.triton_module("chunks") if call is not None and fake(call).device.type in DEVICES else ""
+    kernels = providers.triton_module("host.chunks") if call is not None and fake(call).device.type in DEVICES else ""
     if call is None or isinstance(kernels, str):
         return None
-    from moefuse.kernels.triton.layout import DTYPES, device_of
+    from moefuse.kernels.triton.host.layout import DTYPES, device_of
 
     args: Any = torch.fx.node.map_arg(call.args, fake)
     tensors = [t for a in args for t in (a if isinstance(a, list | tuple) else (a,))]

@@ -9,7 +9,7 @@ pytestmark = pytest.mark.gpu
 
 
 def test_equal_bits_and_less_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    from moefuse.kernels.triton import provider
+    from moefuse.kernels.triton.provide import experts as provider
 
     tokens, top_k, experts, hidden, inter = 8192, 4, 16, 512, 384
     generator = torch.Generator("cuda").manual_seed(0)

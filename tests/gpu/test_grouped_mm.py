@@ -28,7 +28,7 @@ BODIES: list[dict[str, Any]] = [
 
 
 def planned(case: Case, args: list[Any], form: str) -> Any:
-    from moefuse.kernels.triton.grouped_mm import LibraryPlan
+    from moefuse.kernels.triton.provide.library import LibraryPlan
 
     plan = LibraryPlan(case.call(args), form)
     return lambda: plan.run(case.call(args))
@@ -37,7 +37,7 @@ def planned(case: Case, args: list[Any], form: str) -> Any:
 @pytest.mark.parametrize("changes", BODIES, ids=str)
 @pytest.mark.parametrize("form", ["all", "down"])
 def test_right_and_without_waiting(form: str, changes: dict[str, Any]) -> None:
-    from moefuse.kernels.triton import grouped_mm
+    from moefuse.kernels.triton.provide import library as grouped_mm
 
     case = Case(**{**SIZES, **changes}, dtype=torch.bfloat16)
     args = on_gpu(case.args())
@@ -72,7 +72,7 @@ def test_a_graph_replays_with_other_routing(form: str) -> None:
 
 def test_training_by_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradients of our own products, within the dtype; zeros for experts without rows."""
-    from moefuse.kernels.triton import products
+    from moefuse.kernels.triton.provide import products
     from tests.cpu.ops_case import leaves, run
 
     for changes in ({}, {"transposed": True}, {"weight_on_input": True}, {"high_id": 5}):

@@ -176,7 +176,7 @@ def test_a_compiled_block(mode: str) -> None:
 @pytest.mark.parametrize("tokens", [1, 64], ids=["few", "some"])
 def test_what_is_kept_is_not_in_the_pool_of_a_graph(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Separate experts need tables of addresses, and a shared expert a number; torch checks that its pools hold nothing of ours."""
-    from moefuse.kernels.triton import operands
+    from moefuse.kernels.triton.host import operands
     from moefuse.ops import shared
     from tests.gpu.test_shared import Block, before
 
@@ -195,8 +195,8 @@ def test_what_is_kept_is_not_in_the_pool_of_a_graph(tokens: int, monkeypatch: py
 @pytest.mark.parametrize("separate", [False, True], ids=["stacked", "separate"])
 def test_launched_without_python(separate: bool) -> None:
     """Once C++ knows a call it launches it: the same bits, live weights, other tokens; a graph records it."""
-    from moefuse.kernels.triton import provider
-    from moefuse.kernels.triton.launch import native
+    from moefuse.kernels.triton.launch import dispatcher
+    from moefuse.kernels.triton.provide import experts as provider
 
     case = Case(tokens=2, hidden=256, inter=128, hidden_out=256, experts=8, top_k=2, bias=False, dtype=torch.bfloat16, separate=separate)
     args = on_gpu(case.args())
@@ -205,12 +205,12 @@ def test_launched_without_python(separate: bool) -> None:
     for thread in threading.enumerate():
         if thread.name.endswith("(_start)"):
             thread.join()
-    assert native.ready(), "the C++ did not compile"
-    assert native._library is not None
-    native._library.moefuse_known.restype = ctypes.c_int64
+    assert dispatcher.ready(), "the C++ did not compile"
+    assert dispatcher._library is not None
+    dispatcher._library.moefuse_known.restype = ctypes.c_int64
     for _ in range(3):
         run(args, **case.options)
-    assert native._library.moefuse_known() == 1
+    assert dispatcher._library.moefuse_known() == 1
     want = provider.experts(case.call(args))
     out = run(args, **case.options)
     assert torch.equal(out, want)
@@ -230,8 +230,8 @@ def test_launched_without_python(separate: bool) -> None:
 
 def test_known_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many rows of separate Parameters: a second call finds its plan by their addresses. Weights are read live, and none is kept alive."""
-    from moefuse.kernels.triton import provider
-    from moefuse.kernels.triton.plan import Plan
+    from moefuse.kernels.triton.host.plan import Plan
+    from moefuse.kernels.triton.provide import experts as provider
 
     case = Case(tokens=700, hidden=136, inter=200, hidden_out=264, experts=6, top_k=2, gating="separate", bias=False, separate=True)
     case = case.with_(dtype=torch.bfloat16)

@@ -54,7 +54,7 @@ def test_every_storage(gating: str, storage: dict[str, Any], sizes: dict[str, An
 @pytest.mark.parametrize("gating", ["merged", "interleaved", "separate", "plain"])
 def test_experts_anywhere_in_memory(gating: str, transposed: bool) -> None:
     """Many rows: descriptors that reach from one expert to another (16 GiB and more behind it in one case), and see nothing in between."""
-    from moefuse.kernels.triton import plan as plans
+    from moefuse.kernels.triton.host import plan as plans
 
     case = Case(**MANY, separate=True, gating=gating, dtype=torch.bfloat16)
     args = on_gpu(case.args())

@@ -23,7 +23,7 @@ SPEC = moefuse.ExpertsSpec(16, 4, 256, 128, "bfloat16", "silu", bias=True)
 @pytest.fixture
 def own_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Measurements of tiny layers stay out of the user's folder, and plans that were made with them go."""
-    from moefuse.kernels.triton import provider
+    from moefuse.kernels.triton.provide import experts as provider
     from moefuse.tuning import sites
 
     monkeypatch.setenv(cache_folder.VARIABLE, str(tmp_path))
@@ -37,7 +37,7 @@ def own_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None
 
 def config_of(case: Case) -> dict[str, Any]:
     """What the plan of a call takes now."""
-    from moefuse.kernels.triton import provider
+    from moefuse.kernels.triton.provide import experts as provider
 
     provider.forget_plans()
     args = on_gpu(case.args())

@@ -30,7 +30,7 @@ POINTERS = {
 
 def make_plan(problem: Any, config: Any, separate: bool = False) -> Any:
     """A plan over meta tensors."""
-    from moefuse.kernels.triton import plan as plans
+    from moefuse.kernels.triton.host import plan as plans
     from moefuse.ops.call import Body, ExpertsCall, Stack
 
     dtype = getattr(torch, problem.dtype)
@@ -284,7 +284,7 @@ def test_direct_launches_pass_what_tritons_launcher_passes(desc: bool) -> None:
     """The arguments of the machine code, one by one, against the C text of Triton's generated launcher."""
     from triton.backends.nvidia.driver import make_launcher
 
-    from moefuse.kernels.triton.launch import direct
+    from moefuse.kernels.triton.launch import driver_launch
 
     step, compiled = compiled_up(desc)
     signature = list(compiled.src.signature.values())
@@ -302,7 +302,7 @@ def test_direct_launches_pass_what_tritons_launcher_passes(desc: bool) -> None:
         "i64": "int64_t",
         "fp32": "uint32_t",
     }
-    mine = direct.parameters(signature, [len(d.shape) for _, d in step.descs])
+    mine = driver_launch.parameters(signature, [len(d.shape) for _, d in step.descs])
     assert [types[kind.split()[0]] for _, kind in mine] == [d.split()[0] for d in declared]
     assert any(len(at) > 1 for at, _ in mine), "no argument that is a tuple"
     assert "CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION" in text
@@ -312,7 +312,7 @@ def test_direct_launches_store_every_argument(monkeypatch: pytest.MonkeyPatch) -
     """Values, grid, threads, stream and the PDL attribute, read back from the memory that the driver would read."""
     import ctypes
 
-    from moefuse.kernels.triton.launch import direct
+    from moefuse.kernels.triton.launch import driver_launch
 
     step, compiled = compiled_up(desc=False)
     monkeypatch.setattr(type(compiled), "function", 77, raising=False)
@@ -325,23 +325,23 @@ def test_direct_launches_store_every_argument(monkeypatch: pytest.MonkeyPatch) -
         return 0
 
     names = sorted(set(step.names))
-    it = direct.Direct([step], names, launch)
+    it = driver_launch.Direct([step], names, launch)
     addresses = [1000 + i for i in range(len(names))]
     assert it.run(5, addresses)
     config, function, params = seen[0]
     assert (function, tuple(config.grid), tuple(config.block), config.stream) == (77, step.grid, (128, 1, 1), 5)
     assert config.shared == compiled.metadata.shared
     assert config.num_attributes == 1
-    attribute = ctypes.cast(config.attributes, ctypes.POINTER(direct._Attribute))[0]
+    attribute = ctypes.cast(config.attributes, ctypes.POINTER(driver_launch._Attribute))[0]
     assert (attribute.id, attribute.value, ctypes.sizeof(attribute), ctypes.sizeof(config)) == (6, 1, 72, 56)
-    kinds = direct.parameters(list(compiled.src.signature.values()), [])
+    kinds = driver_launch.parameters(list(compiled.src.signature.values()), [])
     assert len(params) == len(kinds) + 2
     for (position, kind), at in zip(kinds, params, strict=False):
         value = functools.reduce(operator.getitem, position, step.args)
         if kind == "pointer":
             assert ctypes.c_uint64.from_address(at).value == 1000 + names.index(value)
         else:
-            assert direct.NUMBERS[kind].from_address(at).value == pytest.approx(value, rel=1e-6)
+            assert driver_launch.NUMBERS[kind].from_address(at).value == pytest.approx(value, rel=1e-6)
     assert all(ctypes.c_uint64.from_address(at).value == 0 for at in params[-2:])
 
 

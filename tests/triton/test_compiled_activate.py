@@ -18,8 +18,8 @@ def test_compiles(activation: str, gated: bool, arch: int | str, tmp_path: Path,
     import triton
     from triton.backends.compiler import GPUTarget
 
-    from moefuse.kernels.triton import activate
     from moefuse.kernels.triton.launch import calls
+    from moefuse.kernels.triton.provide import activate
 
     made: list[Any] = []
     monkeypatch.setattr(calls, "LAUNCHES", {})

@@ -68,20 +68,20 @@ def cases(everywhere: str | None) -> list[Any]:
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What would be launched, in the form of a step of a plan with its tensors."""
-    from moefuse.kernels.triton import grouped_plan, wgrad_plan
+    from moefuse.kernels.triton.host import linear, wgrad
     from moefuse.kernels.triton.launch import calls
 
     made: list[Any] = []
 
-    def run(it: Any, tensors: Any, addresses: Any = None) -> None:
+    def run(it: Any, tensors: Any, *_: Any) -> None:
         assert all(isinstance(n, int) and n > 0 for n in it.grid), (it.kernel.__name__, it.grid)
         made.append((it, dict(zip(it.names, tensors, strict=True))))
 
     monkeypatch.setattr(calls, "run", run)
     monkeypatch.setattr(calls, "LAUNCHES", {})
-    monkeypatch.setattr(wgrad_plan, "launch_once", lambda *a: None)
-    monkeypatch.setattr(grouped_plan, "address_table", lambda t: torch.empty(len(t), dtype=torch.int64, device="meta"))
-    monkeypatch.setattr(grouped_plan, "steps_table", lambda t: (t[0], torch.empty(len(t), dtype=torch.int64, device="meta")))
+    monkeypatch.setattr(wgrad, "launch_once", lambda *a: None)
+    monkeypatch.setattr(linear, "address_table", lambda t: torch.empty(len(t), dtype=torch.int64, device="meta"))
+    monkeypatch.setattr(linear, "steps_table", lambda t: (t[0], torch.empty(len(t), dtype=torch.int64, device="meta")))
     return made
 
 
@@ -90,10 +90,10 @@ def compile_all(made: list[Any], arch: int | str, folder: Path, monkeypatch: pyt
     import triton
     from triton.backends.compiler import GPUTarget
 
-    from moefuse.kernels.triton import grouped_plan, wgrad_plan
+    from moefuse.kernels.triton.host import layout, linear, wgrad
 
-    device = grouped_plan.Device("", 132, SHARED[arch], arch == 90)
-    for module in (grouped_plan, wgrad_plan):
+    device = layout.Device("", 132, SHARED[arch], arch == 90)
+    for module in (linear, wgrad):
         monkeypatch.setattr(module, "device_of", lambda d: device)
     run()
     target = GPUTarget("hip", arch, 64) if isinstance(arch, str) else GPUTarget("cuda", arch, 32)
@@ -111,7 +111,7 @@ def compile_all(made: list[Any], arch: int | str, folder: Path, monkeypatch: pyt
 
 @pytest.mark.parametrize(("name", "arch"), cases(everywhere="many rows"))
 def test_the_grouped_tier(name: str, arch: int | str, launches: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from moefuse.kernels.triton import tier
+    from moefuse.kernels.triton.provide import grouped as tier
 
     s = SIZES[name]
     ids = torch.empty(s.tokens, s.top_k, dtype=torch.int64, device="meta")
@@ -134,7 +134,7 @@ def test_the_grouped_tier(name: str, arch: int | str, launches: list[Any], tmp_p
 @pytest.mark.parametrize("on_input", [False, True], ids=["weight-on-output", "weight-on-input"])
 @pytest.mark.parametrize(("name", "arch"), cases(everywhere="few rows"))
 def test_training(name: str, arch: int | str, on_input: bool, launches: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from moefuse.kernels.triton import training
+    from moefuse.kernels.triton.provide import training
     from moefuse.ops.call import Body, ExpertsCall, Stack
     from moefuse.ops.grad_calls import InCall, Needs, OutCall, RowsCall
 
@@ -166,7 +166,7 @@ SCORES = [(4096, 1024, 32), (300, 8, 2)]
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_topk(dtype: torch.dtype, arch: int | str, launches: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys of 32 and of 64 bits; the widest row is what has to fit the registers of one warp."""
-    from moefuse.kernels.triton import router_plan
+    from moefuse.kernels.triton.provide import router as router_plan
 
     if dtype != torch.float32 and arch != 90 and not THOROUGH:
         pytest.skip("HYPOTHESIS_PROFILE=deep compiles it for every target")
@@ -194,7 +194,7 @@ RECIPES = {
 @pytest.mark.parametrize("name", list(RECIPES))
 def test_route(name: str, arch: int | str, launches: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole router in the registers of one warp."""
-    from moefuse.kernels.triton import router_plan
+    from moefuse.kernels.triton.provide import router as router_plan
     from moefuse.ops.recipe import Recipe
 
     if (name != "widest" or arch in (89, 100)) and not THOROUGH:
@@ -208,7 +208,7 @@ def test_route(name: str, arch: int | str, launches: list[Any], tmp_path: Path, 
 @pytest.mark.parametrize("arch", list(SHARED))
 def test_router_logits(arch: int | str, launches: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both sizes of a program, from 16 bits and from float32, with a weight that is a transposed view."""
-    from moefuse.kernels.triton import logits
+    from moefuse.kernels.triton.provide import logits
 
     sizes = [(torch.bfloat16, 8, 7168), (torch.float32, 3, 20000)]
 

@@ -26,7 +26,7 @@ TILE_BODIES = [c for c in every_body() if c.activation in ("silu", "swiglu_oai",
 
 def call(case: Case, config: Any = None, args: list[Any] | None = None, poison: bool = True) -> torch.Tensor:
     """One call with the given configuration (None: the one it would take); every buffer begins as NaN."""
-    from moefuse.kernels.triton import plan as plans
+    from moefuse.kernels.triton.host import plan as plans
 
     given = case.call(args)
     plan = plans.Plan(given, config)
@@ -129,7 +129,7 @@ def test_forms_of_a_tile(flags: dict[str, int], storage: dict[str, bool], up_fir
 @pytest.fixture
 def apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few rows, too, take descriptors of experts anywhere in memory."""
-    from moefuse.kernels.triton import tiles as builder
+    from moefuse.kernels.triton.host import plan_tiles as builder
 
     monkeypatch.setattr(builder, "APART_ROWS", 0)
 
@@ -143,7 +143,7 @@ EVERYTHING = {"desc": True, "tail": True, "persistent": True, "rows_desc": True,
 @pytest.mark.parametrize("gating", ["merged", "interleaved", "separate", "plain"])
 def test_descriptors_of_experts_apart(gating: str, transposed: bool, flags: dict[str, Any]) -> None:
     """No size is a multiple of the tile; what lies around an expert's own numbers is NaN."""
-    from moefuse.kernels.triton import plan as plans
+    from moefuse.kernels.triton.host import plan as plans
 
     case = SMALL.with_(tokens=40, hidden=40, inter=20, hidden_out=28, gating=gating, separate=True)
     args = case.args()
@@ -168,7 +168,7 @@ def test_one_list_apart_and_one_stacked() -> None:
 @pytest.mark.usefixtures("apart")
 def test_experts_far_apart() -> None:
     """More than one leading dimension of the descriptor can go. Of 16 GiB of addresses a few pages are used."""
-    from moefuse.kernels.triton import operands
+    from moefuse.kernels.triton.host import operands
 
     case = SMALL.with_(tokens=40, hidden=40, inter=20, hidden_out=28, gating="separate", separate=True)
     args = case.args()
@@ -241,8 +241,8 @@ def test_unused_experts_and_invalid_weights_are_not_read(form: str) -> None:
 @pytest.mark.parametrize("tokens", [7, 300])
 def test_the_order_is_a_stable_sort(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
     """One kernel for few slots and three for many give the same arrays as torch's stable sort."""
-    from moefuse.kernels.triton import plan as plans
-    from moefuse.kernels.triton import tiles as builder
+    from moefuse.kernels.triton.host import plan as plans
+    from moefuse.kernels.triton.host import plan_tiles as builder
     from moefuse.runtime.routing import sort_slots
 
     case = SMALL.with_(tokens=tokens, experts=5, low_id=-2, high_id=7)

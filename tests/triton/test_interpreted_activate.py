@@ -26,7 +26,7 @@ def interleaved(h: Tensor) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize(("split", "dtype"), [(halves, torch.float32), (interleaved, torch.float16)])
 def test_activations(activation: str, split: object, dtype: torch.dtype) -> None:
     """As close as one rounding (the interpreter truncates to bfloat16, so not there), at sizes that are no multiple of a block."""
-    from moefuse.kernels.triton.activate import activate
+    from moefuse.kernels.triton.provide.activate import activate
 
     known = ACTIVATIONS[activation]
     args = (1.702, 1.5)[: known.num_args]
@@ -40,6 +40,6 @@ def test_activations(activation: str, split: object, dtype: torch.dtype) -> None
 
 
 def test_no_tokens() -> None:
-    from moefuse.kernels.triton.activate import activate
+    from moefuse.kernels.triton.provide.activate import activate
 
     assert activate(torch.zeros(0, 4), None, Body()).shape == (0, 4)

@@ -25,7 +25,7 @@ CASE = Case(tokens=11, dtype=torch.float32)
 
 def plans(case: Case, config: Any, limit: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any, ExpertsCall]:
     """(the whole call's plan, what it becomes under the limit, the call)."""
-    from moefuse.kernels.triton import chunks, plan
+    from moefuse.kernels.triton.host import chunks, plan
 
     monkeypatch.setattr(chunks, "ROWS", 4)
     monkeypatch.setattr(chunks, "allowed", lambda: limit)
@@ -60,7 +60,7 @@ def test_small_calls_stay_whole(tokens: int, limit: int, monkeypatch: pytest.Mon
 
 
 def test_the_limit_is_read_and_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    from moefuse.kernels.triton import chunks
+    from moefuse.kernels.triton.host import chunks
 
     monkeypatch.delenv("MOEFUSE_WORKSPACE_MIB", raising=False)
     assert chunks.allowed() is None

@@ -27,7 +27,7 @@ FORMS = ["stacked", "in-out", "separate", "mixed"]
 
 @pytest.fixture
 def ran() -> Iterator[list[str]]:
-    from moefuse.kernels.triton import tier
+    from moefuse.kernels.triton.provide import grouped as tier
 
     with interpreted(tier, TIER) as names:
         yield names
@@ -69,9 +69,9 @@ def test_permute(ids: Tensor, ran: list[str]) -> None:
 @pytest.mark.parametrize("at_once", [8192, 0], ids=["one sort", "chunks"])
 def test_ids_of_any_kind(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Transposed, expanded, and of every integer dtype."""
-    from moefuse.kernels.triton import grouped_plan
+    from moefuse.kernels.triton.host import sorted_rows
 
-    monkeypatch.setattr(grouped_plan, "SORT_AT_ONCE", at_once)
+    monkeypatch.setattr(sorted_rows, "SORT_AT_ONCE", at_once)
     x = draw(300, 2)
     for ids in (draw_ids(2, 300, -1, 5).t(), draw_ids(300, 1, 0, 9).expand(-1, 3), draw_ids(300, 2, 0, 250).to(torch.uint8)):
         assert all(torch.equal(a, b) for a, b in zip(ops.permute(x, ids, 5), grouped.permute(x, ids, 5), strict=True))
@@ -127,10 +127,10 @@ TILE_FORMS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("form", FORMS[:3])
 def test_forms_of_a_tile(flags: dict[str, Any], form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Descriptors need rows of whole 16 bytes; the sizes are multiples of four and not of the tile, or of it (in-out needs that)."""
-    from moefuse.kernels.triton import grouped_plan
+    from moefuse.kernels.triton.host import linear
     from moefuse.kernels.triton.problem import Tiles
 
-    monkeypatch.setattr(grouped_plan, "linear_sizes", lambda *a: Tiles(16, 16, 4, 1, 2, **flags))
+    monkeypatch.setattr(linear, "linear_sizes", lambda *a: Tiles(16, 16, 4, 1, 2, **flags))
     for out, inp in ((20, 28), (48, 32)):
         w, b = lists(form, out, inp, torch.float32)
         xs, _, offsets = ops.permute(draw(60, inp, dtype=torch.float32), draw_ids(60, 2, -1, 5), EXPERTS)
@@ -147,10 +147,10 @@ def test_forms_of_a_tile(flags: dict[str, Any], form: str, monkeypatch: pytest.M
 @pytest.mark.parametrize("ids", ROUTINGS)
 def test_gradients_of_weights_by_descriptors(ids: Tensor, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of the next expert and dead ones, all NaN, are seen by no descriptor; rows with gaps, sizes that are no multiples of a tile."""
-    from moefuse.kernels.triton import wgrad_plan
+    from moefuse.kernels.triton.host import wgrad
     from moefuse.kernels.triton.problem import Tiles
 
-    monkeypatch.setattr(wgrad_plan, "grad_tiles", lambda *a: (16, Tiles(32, 16, 4, 1, 2)))
+    monkeypatch.setattr(wgrad, "grad_tiles", lambda *a: (16, Tiles(32, 16, 4, 1, 2)))
     for out, inp in ((20, 28), (16, 64)):
         w, _ = lists(form, out, inp, torch.float32)
         xs, _, offsets = grouped.permute(draw(ids.shape[0], inp, dtype=torch.float32), ids, EXPERTS)

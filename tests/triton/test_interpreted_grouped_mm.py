@@ -33,7 +33,7 @@ BODIES = [
 
 @pytest.fixture(autouse=True)
 def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    from moefuse.kernels.triton import grouped_mm
+    from moefuse.kernels.triton.provide import library as grouped_mm
 
     monkeypatch.setattr(grouped_mm, "DEVICES", ("cpu",))
     monkeypatch.setattr(grouped_mm, "DTYPES", (torch.float32,))
@@ -43,7 +43,9 @@ def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("form", ["all", "down"])
 def test_equals_our_own_kernels(form: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """NaN in tokens without a valid id, and in what the library leaves unwritten, changes nothing."""
-    from moefuse.kernels.triton import grouped_mm, plan, provider
+    from moefuse.kernels.triton.host import plan
+    from moefuse.kernels.triton.provide import experts as provider
+    from moefuse.kernels.triton.provide import library as grouped_mm
 
     case = SMALL.with_(**changes)
     args = case.args()
@@ -78,7 +80,7 @@ def test_equals_our_own_kernels(form: str, changes: dict[str, Any], monkeypatch:
     ids=str,
 )
 def test_what_it_does_not_take(changes: dict[str, Any], reason: str) -> None:
-    from moefuse.kernels.triton import grouped_mm
+    from moefuse.kernels.triton.provide import library as grouped_mm
 
     case = SMALL.with_(**changes)
     assert reason in grouped_mm.supports(case.call())
@@ -86,8 +88,9 @@ def test_what_it_does_not_take(changes: dict[str, Any], reason: str) -> None:
 
 
 def test_the_table_decides_by_its_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from moefuse.kernels.triton import config, grouped_mm
+    from moefuse.kernels.triton import config
     from moefuse.kernels.triton.problem import Problem
+    from moefuse.kernels.triton.provide import library as grouped_mm
 
     problem = {
         "tokens": 16384,

@@ -23,7 +23,7 @@ DTYPES = [torch.float32, torch.float16]
 
 @pytest.fixture
 def ran() -> Iterator[list[str]]:
-    from moefuse.kernels.triton import logits
+    from moefuse.kernels.triton.provide import logits
 
     with interpreted(logits, ("router_logits",)) as names:
         yield names

@@ -23,7 +23,7 @@ SPECIAL = [0.0, -0.0, 1.0, -1.0, 1e-41, -1e-41, 3e-8, 65504.0, -65504.0, float("
 
 @pytest.fixture
 def ran() -> Iterator[list[str]]:
-    from moefuse.kernels.triton import router_plan
+    from moefuse.kernels.triton.provide import router as router_plan
 
     with interpreted(router_plan, ("topk", "route")) as names:
         yield names
@@ -146,7 +146,7 @@ def test_any_recipe(ran: list[str], recipe: tuple[Recipe, int], tokens: int, bia
 
 
 def test_what_the_kernel_leaves_to_torch() -> None:
-    from moefuse.kernels.triton import router_plan
+    from moefuse.kernels.triton.provide import router as router_plan
 
     meta = {"device": "meta"}
     assert router_plan.supports(torch.empty(2, 1024, **meta), 32) is None

@@ -39,7 +39,7 @@ STORAGES: list[dict[str, bool]] = [{}, {"transposed": True}, {"separate": True}]
 
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    from moefuse.kernels.triton import training
+    from moefuse.kernels.triton.provide import training
 
     monkeypatch.setattr(autograd, "IN_PARTS", ("cpu",))
     with interpreted(training, ALL) as names:
@@ -112,7 +112,8 @@ LIBRARY = [{}, {"transposed": True}, {"gating": "interleaved"}, {"gating": "plai
 )
 def test_products_of_the_library(changes: dict[str, Any], needed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """grouped_mm instead of our own products; what it leaves unwritten is NaN."""
-    from moefuse.kernels.triton import grouped_mm, products
+    from moefuse.kernels.triton.provide import library as grouped_mm
+    from moefuse.kernels.triton.provide import products
 
     monkeypatch.setattr(grouped_mm, "DEVICES", ("cpu",))
     monkeypatch.setattr(grouped_mm, "DTYPES", (torch.float32,))
@@ -149,8 +150,9 @@ def test_gradients_of_weights_from_sorted_copies(
     gating: str, storage: dict[str, bool], on_input: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both factors through descriptors; tokens are copied once for gate and up."""
-    from moefuse.kernels.triton import grouped_mm, wgrad_plan
+    from moefuse.kernels.triton.host import wgrad
     from moefuse.kernels.triton.problem import Tiles
+    from moefuse.kernels.triton.provide import library as grouped_mm
 
     copies: list[tuple[int, ...]] = []
     gathered = grouped_mm.gathered
@@ -159,7 +161,7 @@ def test_gradients_of_weights_from_sorted_copies(
         copies.append(tuple(x.shape))
         return gathered(x, *rest)
 
-    monkeypatch.setattr(wgrad_plan, "grad_tiles", lambda *a: (16, Tiles(32, 16, 4, 1, 2)))
+    monkeypatch.setattr(wgrad, "grad_tiles", lambda *a: (16, Tiles(32, 16, 4, 1, 2)))
     monkeypatch.setattr(grouped_mm, "gathered", noted)
     case = SMALL.with_(tokens=13, inter=16, hidden_out=36, gating=gating, weight_on_input=on_input, **storage)
     check(case)
@@ -235,7 +237,7 @@ def test_an_expanded_gradient() -> None:
 
 def test_forward_equals_the_inference_kernels_reference_and_saves_zeros_for_dead_rows() -> None:
     """What is saved: pre-activation, order and offsets in the layout that the CPU's kernels use, so either backward may follow."""
-    from moefuse.kernels.triton import training
+    from moefuse.kernels.triton.provide import training
     from moefuse.runtime import cpu
 
     for gating in ("merged", "interleaved", "separate", "plain"):
@@ -305,7 +307,7 @@ class Block(torch.nn.Module):
 def test_a_compiled_block_trains_as_in_eager(plain: bool, ran: list[str]) -> None:
     """Through the backend and Inductor: the kernels run, and one step has the gradients of eager."""
     import moefuse
-    from moefuse.kernels.triton import tier
+    from moefuse.kernels.triton.provide import grouped as tier
 
     torch.manual_seed(0)
     block = Block(plain)

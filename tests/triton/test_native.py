@@ -25,10 +25,10 @@ class World:
         from triton.backends.compiler import GPUTarget
 
         from moefuse import _torch_private
-        from moefuse.kernels.triton.launch import direct, native
+        from moefuse.kernels.triton.launch import dispatcher, driver_launch
         from moefuse.kernels.triton.problem import Config, Problem, Vectors
 
-        self.native, self.direct = native, direct
+        self.native, self.direct = dispatcher, driver_launch
         self.launched: list[tuple[Any, ...]] = []
         self.errors: list[int] = []
         self.fallbacks = 0
@@ -39,9 +39,9 @@ class World:
         launch = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p)
         stream = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_int32, ctypes.POINTER(ctypes.c_void_p))
         self.callbacks = (stream(self.stream), launch(self.launch))
-        functions = _torch_private.libtorch_functions(native.FUNCTIONS)
+        functions = _torch_private.libtorch_functions(dispatcher.FUNCTIONS)
         functions += [ctypes.cast(f, ctypes.c_void_p).value or 0 for f in self.callbacks]
-        self.library = native.load(functions, NAME, "CPU", "infer", "general", 0)
+        self.library = dispatcher.load(functions, NAME, "CPU", "infer", "general", 0)
         self.plan, tensors = make_plan(
             Problem(T, K, E, H, INNER, H, "merged", "bfloat16"), Config(0, Vectors(4, 64), Vectors(4, 32), pdl=True)
         )

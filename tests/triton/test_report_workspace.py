@@ -41,7 +41,7 @@ def reported(tokens: int, grad: bool = False) -> Outcome:
 
 def test_workspace_in_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    from moefuse.kernels.triton import chunks
+    from moefuse.kernels.triton.host import chunks
     from moefuse.passes.lower import workspace_size
 
     assert [f.workspace for f in reported(900).fused] == [None]  # nothing is known on the CPU

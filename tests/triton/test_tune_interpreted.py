@@ -62,7 +62,7 @@ def search(p: Any, timer: Any, deadline: float = 1e9, clock: Any = lambda: 0.0, 
 @pytest.fixture
 def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter takes seconds for some configurations: where only the order of times matters, the result is the reference's."""
-    from moefuse.kernels.triton.plan import Plan
+    from moefuse.kernels.triton.host.plan import Plan
 
     def run(self: Any, call: ExpertsCall) -> torch.Tensor:
         return reference([call.x, call.ids, call.weights, *call.lists], gating=call.body.gating)
@@ -89,7 +89,7 @@ def test_the_search_walks_to_the_best() -> None:
 
 @pytest.mark.usefixtures("nothing_runs")
 def test_a_fast_configuration_that_is_wrong_does_not_win(monkeypatch: pytest.MonkeyPatch) -> None:
-    from moefuse.kernels.triton.plan import Plan
+    from moefuse.kernels.triton.host.plan import Plan
 
     run = Plan.run
 
@@ -167,7 +167,7 @@ def test_every_start_is_right(more: dict[str, Any], monkeypatch: pytest.MonkeyPa
 
 def test_the_problem_of_a_call_is_the_plans() -> None:
     """The gate and the tuner name a problem from tensors, the plan from its operands; a choice must mean the same to both."""
-    from moefuse.kernels.triton import plan as plans
+    from moefuse.kernels.triton.host import plan as plans
     from moefuse.kernels.triton.problem import Config, Vectors, problem_of
 
     seen: list[Any] = []
@@ -266,7 +266,7 @@ def test_progress(tools: Any, capsys: pytest.CaptureFixture[str], monkeypatch: p
 
 def test_warmup_with_a_model(tools: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the compiled model to another decision at its next compilation: real kernels, its own weights, its own program."""
-    from moefuse.kernels.triton import provider
+    from moefuse.kernels.triton.provide import experts as provider
     from moefuse.kernels.triton.tune import candidates
     from moefuse.passes.lower import cost_gate
     from moefuse.runtime import native, providers
@@ -305,8 +305,9 @@ def test_warmup_with_a_model(tools: Any, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_products_by_the_library(tools: Any, monkeypatch: pytest.MonkeyPatch, quick: str | None) -> None:
     """Its forms are measured beside our own kernels; the quickest is what the next call takes."""
     import moefuse
-    from moefuse.kernels.triton import grouped_mm, provider
     from moefuse.kernels.triton.problem import Config, Tiles
+    from moefuse.kernels.triton.provide import experts as provider
+    from moefuse.kernels.triton.provide import library as grouped_mm
     from moefuse.kernels.triton.tune import candidates
     from moefuse.kernels.triton.tune.call import Kind, make
     from moefuse.tuning import warmup

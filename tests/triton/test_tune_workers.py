@@ -117,7 +117,7 @@ def problems() -> list[Any]:
 def test_searches_are_bounded(index: int) -> None:
     """A few dozen candidates to begin with and per round, each within the device's shared memory, none twice."""
     from moefuse.kernels.triton.config import fit, rules
-    from moefuse.kernels.triton.layout import Device
+    from moefuse.kernels.triton.host.layout import Device
     from moefuse.kernels.triton.tune import candidates
     from moefuse.tuning.entries import config_from
 
@@ -143,7 +143,7 @@ def test_searches_are_bounded(index: int) -> None:
 def test_every_start_compiles(index: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A candidate may spill: then it is slow, and loses."""
     from moefuse.kernels.triton.config import fit, rules
-    from moefuse.kernels.triton.layout import Device
+    from moefuse.kernels.triton.host.layout import Device
     from moefuse.kernels.triton.tune import candidates
     from tests.triton import test_compiled
 

@@ -29,7 +29,8 @@ def test_no_more_than_the_compiled_program(shape: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(sys, "path", [str(ROOT / "benchmarks"), *sys.path])
     from gpu_table import problem_of
 
-    from moefuse.kernels.triton import config, layout, plan
+    from moefuse.kernels.triton import config
+    from moefuse.kernels.triton.host import layout, plan
     from tests.triton.test_compiled import make_plan
 
     monkeypatch.setattr(plan, "device_of", lambda device: layout.Device(*HOPPER))
@@ -45,7 +46,7 @@ def test_no_more_than_the_compiled_program(shape: str, monkeypatch: pytest.Monke
 def test_a_section_over_another() -> None:
     import torch
 
-    from moefuse.kernels.triton.layout import Workspace
+    from moefuse.kernels.triton.host.layout import Workspace
 
     w = Workspace()
     w.add("a", (3,), torch.int32)

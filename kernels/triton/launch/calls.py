@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moefuse._torch_private import current_device, raw_stream
-from moefuse.kernels.triton.launch.direct import Direct
+from moefuse.kernels.triton.launch.driver_launch import Direct
 from moefuse.kernels.triton.launch.launch import Described, Launch, stream_of
 from moefuse.ops.call import first_tensor
 
@@ -42,19 +42,16 @@ def launch(
         known = LAUNCHES[key] = Launch(kernel, grid, named, numbers, num_warps=warps, num_stages=stages)
     if known.order:
         tensors, addresses = [tensors[i] for i in known.order], [addresses[i] for i in known.order]
-    _run(known, tensors, addresses, device)
+    run(known, tensors, addresses, device)
 
 
-def run(it: Launch, tensors: Sequence[Tensor]) -> None:
-    """Launch on the current stream, with arrays in the order of its names."""
-    _run(it, tensors, [t.data_ptr() for t in tensors], tensors[0].get_device())
-
-
-def _run(it: Launch, tensors: Sequence[Tensor], addresses: Sequence[int], device: int) -> None:
+def run(it: Launch, tensors: Sequence[Tensor], addresses: Sequence[int] | None = None, device: int | None = None) -> None:
+    """Launch on the current stream, with arrays in the order of its names. Their addresses and device are asked for if not given."""
     if it.compiled is None:
         it.first(tensors)
         return
-    stream = raw_stream(device)
+    stream = raw_stream(tensors[0].get_device() if device is None else device)
+    addresses = addresses or [t.data_ptr() for t in tensors]
     if it.driver is None:
         it.driver = _driver(it)
     if not (it.driver and it.driver.run(stream, addresses)):

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moefuse.kernels.triton.layout import Lists
-from moefuse.kernels.triton.plan import Plan
+from moefuse.kernels.triton.host.layout import Lists
+from moefuse.kernels.triton.host.plan import Plan
 from moefuse.kernels.triton.problem import Config, Problem
 from moefuse.ops.activations import ACTIVATIONS
 from moefuse.ops.call import Body, ExpertsCall, stacks

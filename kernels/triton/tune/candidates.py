@@ -12,7 +12,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from moefuse.kernels.triton.config import fit, rules, table
-from moefuse.kernels.triton.layout import Device
+from moefuse.kernels.triton.host.layout import Device
 from moefuse.kernels.triton.problem import Config, Problem, Tiles, Vectors, power_of_two
 
 NEAR = 3

@@ -12,10 +12,10 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
-from moefuse.kernels.triton import grouped_mm
 from moefuse.kernels.triton.config import choose, shipped
-from moefuse.kernels.triton.layout import device_of
+from moefuse.kernels.triton.host.layout import device_of
 from moefuse.kernels.triton.problem import Config
+from moefuse.kernels.triton.provide import library
 from moefuse.kernels.triton.tune import candidates
 from moefuse.kernels.triton.tune.call import Call
 from moefuse.kernels.triton.tune.check import Truth
@@ -149,12 +149,12 @@ class Search:
 def library_times(call: Call, timer: Timer) -> dict[str, float]:
     """Microseconds of the call with products by the library, by form: those that it takes, and that are right."""
     calls = call.calls
-    if grouped_mm.refusal_of(calls[0]) is not None:
+    if library.refusal_of(calls[0]) is not None:
         return {}
     truth, times = Truth(call), {}
-    for form in grouped_mm.FORMS:
+    for form in library.FORMS:
         try:
-            plan = grouped_mm.LibraryPlan(calls[0], form)
+            plan = library.LibraryPlan(calls[0], form)
             if plan.up is not None and not plan.steps:
                 continue  # our own half of this form is made of tiles
             runs = [functools.partial(plan.run, each) for each in calls]
@@ -171,7 +171,7 @@ def library_times(call: Call, timer: Timer) -> dict[str, float]:
 
 def current_form(call: Call) -> str | None:
     """The form of the library's that a call takes now; None if it takes our own kernels."""
-    return grouped_mm.form_for(call.calls[0])
+    return library.form_for(call.calls[0])
 
 
 def _first_line(error: Exception) -> str:

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from moefuse._torch_private import empty_cuda
 from moefuse._torch_private import raw_stream as _raw_stream
-from moefuse.kernels.triton import tiles, vectors
 from moefuse.kernels.triton.config import choose
 from moefuse.kernels.triton.device.structs import Rows, Stored
-from moefuse.kernels.triton.launch import native
-from moefuse.kernels.triton.launch.direct import Direct
+from moefuse.kernels.triton.host import plan_tiles, plan_vectors
+from moefuse.kernels.triton.host.layout import INPUTS, Device, Lists, Workspace, device_of
+from moefuse.kernels.triton.host.operands import Operand, address_table, describe, is_apart, steps_table
+from moefuse.kernels.triton.launch import dispatcher
+from moefuse.kernels.triton.launch.driver_launch import Direct
 from moefuse.kernels.triton.launch.launch import INTERPRETED, Described, Launch, stream_of
-from moefuse.kernels.triton.layout import INPUTS, Device, Lists, Workspace, device_of
-from moefuse.kernels.triton.operands import Operand, address_table, describe, is_apart, steps_table
 from moefuse.kernels.triton.problem import Config, Problem, Tiles, Vectors
 from moefuse.ops.call import ExpertsCall, cut
 
@@ -111,9 +111,9 @@ class Plan:
         ws, s = self.workspace, self.slots
         ws.add("h", (s, self.inter), self.dtype)
         if self.config.bm:
-            tiles.build_tiles(self)
+            plan_tiles.build_tiles(self)
         else:
-            vectors.build_vectors(self)
+            plan_vectors.build_vectors(self)
 
     def up_stored(self, form: str = "") -> Stored:
         """How the first projection is stored; ``form`` of its descriptors."""
@@ -197,7 +197,7 @@ class Plan:
         self.told.add(addresses)
         tables = self.tables(tuple(cut(tensors, counts, 3))) if addresses else None
         if (tables if addresses else self.direct) is not None:
-            native.remember(native.key_of(tensors, counts, *how), self, self.positions(counts), tables)
+            dispatcher.remember(dispatcher.key_of(tensors, counts, *how), self, self.positions(counts), tables)
 
     def _operands(self, lists: Lists) -> dict[str, Tensor]:
         """The tensor behind each weight and bias name; a name without one gets some other tensor, which is not read."""

@@ -9,18 +9,19 @@ import torch
 from torch import Tensor
 
 from moefuse._torch_private import current_device
-from moefuse.kernels.triton import chunks, grouped_mm
-from moefuse.kernels.triton.launch import native
+from moefuse.kernels.triton.host import chunks
+from moefuse.kernels.triton.host.layout import DTYPES
+from moefuse.kernels.triton.host.plan import Plan
+from moefuse.kernels.triton.launch import dispatcher
 from moefuse.kernels.triton.launch.launch import INTERPRETED
-from moefuse.kernels.triton.layout import DTYPES
-from moefuse.kernels.triton.plan import Plan
+from moefuse.kernels.triton.provide import library
 from moefuse.ops.call import ExpertsCall, cut
 from moefuse.runtime import providers
 
 NAME = "triton"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 
-AnyPlan = Plan | grouped_mm.LibraryPlan | chunks.ChunkedPlan
+AnyPlan = Plan | library.LibraryPlan | chunks.ChunkedPlan
 _PLANS: dict[Any, AnyPlan] = {}
 _MAX_PLANS = 4096
 """Plans kept; beyond, all are dropped and made again when needed (a compiled kernel stays with Triton)."""
@@ -42,18 +43,18 @@ def experts(call: ExpertsCall) -> Tensor:
 def infer(tensors: Sequence[Tensor], counts: Sequence[int], *how: Any) -> Tensor:
     """``moefuse::experts_infer`` on CUDA: what a compiled model calls, so the known case is decided with little Python.
 
-    Where C++ can be compiled, ``native.py`` takes over what comes here twice.
+    Where C++ can be compiled, ``dispatcher.py`` takes over what comes here twice.
     """
     plan = _PLANS.get(key_of(tensors, counts, *how)) if providers.PROVIDERS["experts"][0].name == NAME else None
     if plan is None:
         out: Tensor = providers.run("experts", ExpertsCall.unpack(tensors, counts, *how))
-        native.start()
+        dispatcher.start()
         return out
     if isinstance(plan, Plan):
-        if native.ready():
+        if dispatcher.ready():
             plan.hand_over(tensors, counts, *how)
         else:
-            native.start()
+            dispatcher.start()
         if plan.direct is not None and plan.index == current_device() and (made := plan.run_flat(tensors, counts)) is not None:
             return made
     return _run(plan, ExpertsCall.unpack(tensors, counts, *how))
@@ -88,8 +89,8 @@ def _kinds(tensors: Sequence[Tensor]) -> Any:
 def _plan(key: Any, call: ExpertsCall) -> AnyPlan:
     if len(_PLANS) >= _MAX_PLANS:
         forget_plans()
-    form = grouped_mm.form_for(call) if chunks.allowed() is None else None
-    plan: AnyPlan = chunks.chunked(Plan(call), call) if form is None else grouped_mm.LibraryPlan(call, form)
+    form = library.form_for(call) if chunks.allowed() is None else None
+    plan: AnyPlan = chunks.chunked(Plan(call), call) if form is None else library.LibraryPlan(call, form)
     _PLANS[key] = plan
     return plan
 
@@ -100,4 +101,4 @@ def forget_plans() -> None:
     CUDA graphs recorded before stay as they are: a graph holds the launches, and Triton keeps the kernels that it launches.
     """
     _PLANS.clear()
-    native.forget()
+    dispatcher.forget()

@@ -11,7 +11,7 @@ from moefuse.kernels.triton.device.structs import Blocks, Experts, Form, Rows
 from moefuse.kernels.triton.problem import Vectors, power_of_two
 
 if TYPE_CHECKING:
-    from moefuse.kernels.triton.plan import Plan
+    from moefuse.kernels.triton.host.plan import Plan
 
 
 def build_vectors(plan: Plan) -> None:

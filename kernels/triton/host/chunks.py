@@ -11,8 +11,8 @@ import os
 import torch
 from torch import Tensor
 
-from moefuse.kernels.triton.layout import Device
-from moefuse.kernels.triton.plan import Plan
+from moefuse.kernels.triton.host.layout import Device
+from moefuse.kernels.triton.host.plan import Plan
 from moefuse.ops.call import ExpertsCall
 
 ROWS = 256

@@ -9,16 +9,16 @@ import torch
 
 from moefuse.kernels.triton.device import combine, gemm, routing
 from moefuse.kernels.triton.device.structs import Form, Tiling
+from moefuse.kernels.triton.host.layout import CHUNK, SORT_AT_ONCE, UNROLLED, precision_of, rows_descriptor
+from moefuse.kernels.triton.host.operands import is_apart
 from moefuse.kernels.triton.launch.launch import Described
-from moefuse.kernels.triton.layout import CHUNK, SORT_AT_ONCE, UNROLLED, precision_of, rows_descriptor
-from moefuse.kernels.triton.operands import is_apart
 from moefuse.kernels.triton.problem import Tiles, power_of_two
 
 APART_ROWS = 128
 """Rows of a tile from which on descriptors show experts that are apart."""
 
 if TYPE_CHECKING:
-    from moefuse.kernels.triton.plan import Plan
+    from moefuse.kernels.triton.host.plan import Plan
 
 
 def up_desc(plan: Plan) -> str:
@@ -34,7 +34,7 @@ def down_desc(plan: Plan) -> str:
 
 def _possible(plan: Plan, part: Tiles, form: str, inputs: int) -> str:
     """An in-out tile must not reach into the next expert's inputs. Experts that are apart cost the host more with descriptors than without
-    (``native.py`` launches only without), which few rows do not repay."""
+    (``dispatcher.py`` launches only without), which few rows do not repay."""
     if not part.desc or not inputs or (is_apart(form) and plan.config.bm < APART_ROWS):
         return ""
     return "" if form == "in-out" and inputs % part.bk else form

@@ -1,8 +1,8 @@
-"""``moefuse::experts_infer`` on CUDA without Python: the C++ of ``direct.cpp`` launches the plans that are remembered here.
+"""``moefuse::experts_infer`` on CUDA without Python: the C++ of ``dispatcher.cpp`` launches the plans that are remembered here.
 
 A Python op costs some 20 microseconds of the host before its first launch, most of them in the dispatcher's way to Python and back. The C++
 is compiled at the first use on a machine, beside whatever the process does, by the compiler that Inductor uses; until it is there, and
-without one, the Python op of ``provider.py`` does the same. ``MOEFUSE_DIRECT_LAUNCH=0`` leaves it out.
+without one, the Python op of ``provide/experts.py`` does the same. ``MOEFUSE_DIRECT_LAUNCH=0`` leaves it out.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from moefuse import _torch_private, cache_folder
-from moefuse.kernels.triton.launch.direct import SWITCH, Direct
+from moefuse.kernels.triton.launch.driver_launch import SWITCH, Direct
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ FUNCTIONS = (
     "torch_library_impl",
     "aoti_torch_get_current_device_index",
 )
-"""Functions of libtorch, in the order of ``Interface`` in direct.cpp; behind them come the current stream's and the driver's launch."""
+"""Functions of libtorch, in the order of ``Interface`` in dispatcher.cpp; behind them come the current stream's and the driver's launch."""
 
 CODES = {
     torch.uint8: 0, torch.int8: 1, torch.int16: 2, torch.int32: 3, torch.int64: 4,
@@ -61,7 +61,7 @@ def load(functions: Sequence[int], name: str, dispatch: str, op: str, fallback: 
 
     Raises whatever goes wrong.
     """
-    text = (Path(__file__).parent / "direct.cpp").read_text()
+    text = (Path(__file__).parent / "dispatcher.cpp").read_text()
     library = ctypes.CDLL(str(_torch_private.build_cpp(text, cache_folder.make("cuda-launch"))))
     table = (ctypes.c_void_p * len(functions))(*functions)
     error = library.moefuse_register(table, name.encode(), dispatch.encode(), op.encode(), fallback.encode(), device_type)
@@ -104,7 +104,7 @@ def ready() -> bool:
 def key_of(
     tensors: Sequence[Tensor], counts: Sequence[int], body: int, arg0: float, arg1: float, out_dtype: torch.dtype
 ) -> tuple[int, ...] | None:
-    """What ``describe`` in direct.cpp makes of a call; None if a dtype has no number here."""
+    """What ``describe`` in dispatcher.cpp makes of a call; None if a dtype has no number here."""
     if out_dtype not in CODES or any(t.dtype not in CODES for t in tensors):
         return None
     words = [body, *struct.unpack("2q", struct.pack("2d", arg0, arg1)), CODES[out_dtype], *counts]

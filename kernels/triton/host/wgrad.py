@@ -5,14 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moefuse.kernels.triton import grouped_plan as plan
 from moefuse.kernels.triton.device import wgrad
 from moefuse.kernels.triton.device.structs import Experts, Rows, Stored
-from moefuse.kernels.triton.grouped_plan import Lists, Sorted, Weight, aligned_rows, fit, whole
+from moefuse.kernels.triton.host import sorted_rows
+from moefuse.kernels.triton.host.layout import Device, device_of, precision_of, rows_descriptor
+from moefuse.kernels.triton.host.linear import Weight
+from moefuse.kernels.triton.host.operands import describe
+from moefuse.kernels.triton.host.sorted_rows import Lists, Sorted, aligned_rows, fit, whole
 from moefuse.kernels.triton.launch.calls import launch, launch_once
 from moefuse.kernels.triton.launch.launch import Described
-from moefuse.kernels.triton.layout import Device, device_of, precision_of, rows_descriptor
-from moefuse.kernels.triton.operands import describe
 from moefuse.kernels.triton.problem import Tiles
 
 
@@ -97,7 +98,7 @@ def weight_grads(
             K=k,
             at_g=Rows(*g.stride()),
             at_x=Rows(*x.stride()),
-            at_weights=plan.rows_of(scale),
+            at_weights=sorted_rows.rows_of(scale),
             at_d=Experts(*target.strides),
             GATHER_G=g_tokens,
             GATHER_X=x_tokens,
@@ -155,7 +156,7 @@ def vector_grads(v: Lists, g: Tensor, it: Sorted, *, tokens: bool = False, scale
             top_k=it.top_k,
             N=n,
             at_g=Rows(*g.stride()),
-            at_weights=plan.rows_of(scale),
+            at_weights=sorted_rows.rows_of(scale),
             at_d=Rows(*target.strides),
             GATHER=tokens,
             SCALE=scale is not None,

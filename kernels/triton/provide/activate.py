@@ -9,8 +9,8 @@ from torch import Tensor
 
 from moefuse.kernels.triton.device.functions import gated, pointwise
 from moefuse.kernels.triton.device.structs import Rows
+from moefuse.kernels.triton.host.layout import DTYPES
 from moefuse.kernels.triton.launch.calls import launch, on_device
-from moefuse.kernels.triton.layout import DTYPES
 from moefuse.ops.call import Body
 
 BLOCK = 512

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moefuse.kernels.triton import grouped_plan as plan
-from moefuse.kernels.triton import wgrad_plan
-from moefuse.kernels.triton.grouped_plan import Activation, Lists, Sorted
+from moefuse.kernels.triton.host import linear, pointwise, sorted_rows, wgrad
+from moefuse.kernels.triton.host.pointwise import Activation
+from moefuse.kernels.triton.host.sorted_rows import Lists, Sorted
 from moefuse.kernels.triton.launch.calls import on_device
-from moefuse.kernels.triton.products import Library, Own, products
-from moefuse.kernels.triton.tier import supports
+from moefuse.kernels.triton.provide.grouped import supports
+from moefuse.kernels.triton.provide.products import Library, Own, products
 from moefuse.ops.call import ExpertsCall, Stack
 from moefuse.ops.grad_calls import InCall, OutCall, RowsCall
 
@@ -29,7 +29,7 @@ def experts_forward(call: ExpertsCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The output and (h, order, offsets) for backward; dead rows of h are zeros."""
     x, body, features = call.x, call.body, call.w_in.features
     (hidden, inter), slots, width = call.w_out.weight[0].shape[-2:], call.ids.numel(), call.width
-    order, offsets = plan.sort(call.ids, call.w_in.experts)
+    order, offsets = sorted_rows.sort(call.ids, call.w_in.experts)
     out = torch.empty((x.shape[0], hidden), dtype=call.out_dtype, device=x.device)
     if not slots:
         return out.zero_(), torch.empty((0, width), dtype=x.dtype, device=x.device), order, offsets
@@ -44,11 +44,11 @@ def experts_forward(call: ExpertsCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         h = by.linear(x, *call.w_in, tokens=True, scale=scale)
     a = torch.empty((slots, inter), dtype=x.dtype, device=x.device)
     if inter:
-        plan.clear_dead(h, it)
-        plan.activate(a, h, it, Activation(body, inter))
+        sorted_rows.clear_dead(h, it)
+        pointwise.activate(a, h, it, Activation(body, inter))
     y = by.linear(a, *call.w_out)
     if hidden:
-        plan.sum_slots(out, y, it, None if body.on_input else call.weights)
+        sorted_rows.sum_slots(out, y, it, None if body.on_input else call.weights)
     return out, h, order, offsets
 
 
@@ -67,7 +67,7 @@ def experts_backward_rows(call: RowsCall) -> list[Tensor]:
         a = torch.empty((slots, inter), dtype=h.dtype, device=h.device) if d_a is None else d_a
     d_h = torch.empty_like(h) if need.h else None
     if slots:
-        plan.activate_grads(
+        pointwise.activate_grads(
             it,
             h,
             d_a,
@@ -77,7 +77,7 @@ def experts_backward_rows(call: RowsCall) -> list[Tensor]:
             a=a,
             d_weights=d_weights,
             grad=d_out,
-            bias=plan.weight(call.w_out.bias, 1) if call.w_out.bias else None,
+            bias=linear.weight(call.w_out.bias, 1) if call.w_out.bias else None,
         )
     return [t for t in (d_h, a, d_weights) if t is not None]
 
@@ -99,7 +99,7 @@ def experts_backward_in(call: InCall) -> list[Tensor]:
     matrices = zip(parts, lists, (need.w_in, need.w_up), strict=False)
     d_w = [g for part, w, wanted in matrices if wanted for g in by.weight_grads(w, part, x, x_tokens=True, scale=scale)]
     vectors = zip(parts, (call.w_in.bias, call.w_up.bias), (need.b_in, need.b_up), strict=False)
-    d_b = [g for part, b, wanted in vectors if wanted for g in wgrad_plan.vector_grads(b, part, it)]
+    d_b = [g for part, b, wanted in vectors if wanted for g in wgrad.vector_grads(b, part, it)]
     return [*(t for t in (d_x, d_weights) if t is not None), *d_w, *d_b]
 
 
@@ -111,7 +111,7 @@ def experts_backward_out(call: OutCall) -> list[Tensor]:
     by = products(d_out, it, call.body.gating, (), min(w[0].shape[-2:]), w)
     d_w = by.weight_grads(w, d_out, call.a, g_tokens=True) if need.w_out and call.a is not None else []
     scale = None if call.body.on_input else call.weights
-    return [*d_w, *(wgrad_plan.vector_grads(b, d_out, it, tokens=True, scale=scale) if need.b_out else [])]
+    return [*d_w, *(wgrad.vector_grads(b, d_out, it, tokens=True, scale=scale) if need.b_out else [])]
 
 
 def _sorted(call: RowsCall | InCall | OutCall, stack: Stack) -> Sorted:
@@ -137,9 +137,9 @@ def _token_grads(
     for part, w in zip(parts[1:], lists[1:], strict=True):
         by.linear(part, w, back=True, out=d_rows, add=True)
     if on_input:
-        plan.pair(it, x, d_rows, weights, out=d_rows if need_x else None, d_weights=d_weights, from_rows=True)
+        pointwise.pair(it, x, d_rows, weights, out=d_rows if need_x else None, d_weights=d_weights, from_rows=True)
     if not need_x:
         return None
     d_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    plan.sum_slots(d_x, d_rows, it, None)
+    sorted_rows.sum_slots(d_x, d_rows, it, None)
     return d_x

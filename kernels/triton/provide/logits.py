@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moefuse.kernels.triton.launch.calls import launch, launch_traced, on_device
 from moefuse.kernels.triton.problem import power_of_two
-from moefuse.kernels.triton.router_plan import DTYPES
+from moefuse.kernels.triton.provide.router import DTYPES
 from moefuse.ops.recipe import few_rows
 from moefuse.ops.reference import router_logits_reference
 

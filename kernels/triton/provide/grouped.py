@@ -11,13 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moefuse.kernels.triton import grouped_plan as plan
-from moefuse.kernels.triton import wgrad_plan
 from moefuse.kernels.triton.device import rows
 from moefuse.kernels.triton.device.structs import Rows
-from moefuse.kernels.triton.grouped_plan import Lists, Sorted
+from moefuse.kernels.triton.host import linear, pointwise, sorted_rows, wgrad
+from moefuse.kernels.triton.host.layout import DTYPES
+from moefuse.kernels.triton.host.sorted_rows import Lists, Sorted
 from moefuse.kernels.triton.launch.calls import launch, on_device
-from moefuse.kernels.triton.layout import DTYPES
 from moefuse.ops.call import first_tensor
 
 
@@ -35,10 +34,10 @@ def _rows(offsets: Tensor, slots: int, order: Tensor | None = None, top_k: int =
 @on_device
 def permute(x: Tensor, ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """``moefuse::permute``."""
-    order, offsets = plan.sort(ids, num_experts)
+    order, offsets = sorted_rows.sort(ids, num_experts)
     xs = torch.empty((order.shape[0], x.shape[1]), dtype=x.dtype, device=x.device)
     if xs.numel():
-        plan.gather(xs, x, _rows(offsets, order.shape[0], order, ids.shape[1]))
+        sorted_rows.gather(xs, x, _rows(offsets, order.shape[0], order, ids.shape[1]))
     return xs, order, offsets
 
 
@@ -47,9 +46,9 @@ def grouped_linear(xs: Tensor, offsets: Tensor, w: Lists, b: Lists) -> Tensor:
     """``moefuse::grouped_linear``."""
     out = torch.empty((xs.shape[0], w[0].shape[-2]), dtype=xs.dtype, device=xs.device)
     if out.numel():
-        it = plan.tiled(_rows(offsets, xs.shape[0]), xs.dtype)
-        plan.linear(out, xs, plan.weight(w), it, bias=plan.weight(b, 1) if b else None)
-        plan.clear_dead(out, it)
+        it = sorted_rows.tiled(_rows(offsets, xs.shape[0]), xs.dtype)
+        linear.linear(out, xs, linear.weight(w), it, bias=linear.weight(b, 1) if b else None)
+        sorted_rows.clear_dead(out, it)
     return out
 
 
@@ -61,14 +60,14 @@ def grouped_linear_backward(grad: Tensor, xs: Tensor, offsets: Tensor, w: Lists,
     if needs[0]:
         d_xs = torch.empty(xs.shape, dtype=xs.dtype, device=xs.device)
         if d_xs.numel():
-            it = plan.tiled(it, xs.dtype)
-            plan.linear(d_xs, grad, plan.weight(w).transposed(), it)
-            plan.clear_dead(d_xs, it)
+            it = sorted_rows.tiled(it, xs.dtype)
+            linear.linear(d_xs, grad, linear.weight(w).transposed(), it)
+            sorted_rows.clear_dead(d_xs, it)
         out.append(d_xs)
     if needs[1]:
-        out += wgrad_plan.weight_grads(w, grad, xs, it)
+        out += wgrad.weight_grads(w, grad, xs, it)
     if needs[2]:
-        out += wgrad_plan.vector_grads(b, grad, it)
+        out += wgrad.vector_grads(b, grad, it)
     return out
 
 
@@ -78,8 +77,8 @@ def expert_rows(v: Lists, offsets: Tensor, num_rows: int) -> Tensor:
     n = v[0].shape[-1]
     out = torch.empty((num_rows, n), dtype=v[0].dtype, device=v[0].device)
     if out.numel():
-        it, source = _rows(offsets, num_rows), plan.weight(v, 1)
-        br, bn = plan.blocks(n)
+        it, source = _rows(offsets, num_rows), linear.weight(v, 1)
+        br, bn = sorted_rows.blocks(n)
         launch(
             rows.vector_rows,
             (-(-num_rows // br), -(-n // bn)),
@@ -89,7 +88,7 @@ def expert_rows(v: Lists, offsets: Tensor, num_rows: int) -> Tensor:
             N=n,
             at_v=Rows(*source.strides),
             TABLE=source.operand.table,
-            BE=plan.bins(it.experts),
+            BE=sorted_rows.bins(it.experts),
             BR=br,
             BN=bn,
         )
@@ -99,7 +98,7 @@ def expert_rows(v: Lists, offsets: Tensor, num_rows: int) -> Tensor:
 @on_device
 def expert_rows_backward(grad: Tensor, v: Lists, offsets: Tensor) -> list[Tensor]:
     """Gradient of v: the sum of each expert's rows."""
-    return wgrad_plan.vector_grads(v, grad, _rows(offsets, grad.shape[0]))
+    return wgrad.vector_grads(v, grad, _rows(offsets, grad.shape[0]))
 
 
 @on_device
@@ -107,7 +106,7 @@ def combine(ys: Tensor, weights: Tensor | None, order: Tensor, offsets: Tensor, 
     """``moefuse::combine``."""
     out = torch.empty((ys.shape[0] // top_k, ys.shape[1]), dtype=out_dtype or ys.dtype, device=ys.device)
     if out.numel():
-        plan.sum_slots(out, ys, _rows(offsets, ys.shape[0], order, top_k), weights)
+        sorted_rows.sum_slots(out, ys, _rows(offsets, ys.shape[0], order, top_k), weights)
     return out
 
 
@@ -121,5 +120,5 @@ def combine_backward(
     if needs[1] and weights is not None:
         d_weights = torch.empty(weights.shape, dtype=weights.dtype, device=ys.device)
     if ys.shape[0]:
-        plan.pair(_rows(offsets, ys.shape[0], order, top_k), grad, ys, weights, out=d_ys, d_weights=d_weights)
+        pointwise.pair(_rows(offsets, ys.shape[0], order, top_k), grad, ys, weights, out=d_ys, d_weights=d_weights)
     return [t for t in (d_ys, d_weights) if t is not None]

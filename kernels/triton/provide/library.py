@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from moefuse.kernels.triton import config
-from moefuse.kernels.triton import grouped_plan as plan
-from moefuse.kernels.triton.grouped_plan import Activation, Lists, Sorted
+from moefuse.kernels.triton.host import pointwise, sorted_rows
+from moefuse.kernels.triton.host.layout import device_of
+from moefuse.kernels.triton.host.plan import Plan
+from moefuse.kernels.triton.host.pointwise import Activation
+from moefuse.kernels.triton.host.sorted_rows import Lists, Sorted
 from moefuse.kernels.triton.launch.calls import on_device, run
-from moefuse.kernels.triton.layout import device_of
-from moefuse.kernels.triton.plan import Plan
 from moefuse.kernels.triton.problem import Problem, problem_of
 from moefuse.ops.call import ExpertsCall
 from moefuse.tuning import store
@@ -87,9 +88,9 @@ def gathered(x: Tensor, it: Sorted, scale: Tensor | None = None) -> Tensor:
     """Rows [S, N] of the tokens x [T, N], times their routing weight where ``scale`` is given; dead rows of that are zeros."""
     out = torch.empty((it.slots, x.shape[1]), dtype=x.dtype, device=x.device)
     if scale is None:
-        plan.gather(out, x, it)
+        sorted_rows.gather(out, x, it)
     else:
-        plan.pair(it, x, out, scale, out=out, d_weights=None)
+        pointwise.pair(it, x, out, scale, out=out, d_weights=None)
     return out
 
 
@@ -98,26 +99,26 @@ def experts(call: ExpertsCall) -> Tensor:
     """``moefuse::experts``, both products by the library."""
     x, ids, body = call.x, call.ids, call.body
     (w_in,), (w_out,) = call.w_in.weight, call.w_out.weight
-    order, offsets = plan.sort(ids, w_in.shape[0])
+    order, offsets = sorted_rows.sort(ids, w_in.shape[0])
     it = Sorted(order, offsets, ids.numel(), w_in.shape[0], call.top_k)
     ends = offsets[1:].to(torch.int32)
     rows = gathered(x, it, call.weights if body.on_input else None)
     h = product(rows, w_in.transpose(1, 2), ends)
     del rows
     a = torch.empty((it.slots, w_out.shape[2]), dtype=x.dtype, device=x.device)
-    plan.activate(a, h, it, Activation(body, a.shape[1]))
+    pointwise.activate(a, h, it, Activation(body, a.shape[1]))
     del h
     return _summed(product(a, w_out.transpose(1, 2), ends), it, None if body.on_input else call.weights, call.out_dtype)
 
 
 def _summed(y: Tensor, it: Sorted, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
     out = torch.empty((it.slots // it.top_k, y.shape[1]), dtype=dtype, device=y.device)
-    plan.sum_slots(out, y, it, weights)
+    sorted_rows.sum_slots(out, y, it, weights)
     return out
 
 
 class LibraryPlan:
-    """In the place of a :class:`~moefuse.kernels.triton.plan.Plan`: calls of one kind with products by the library."""
+    """In the place of a :class:`~moefuse.kernels.triton.host.plan.Plan`: calls of one kind with products by the library."""
 
     direct = None
 

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moefuse.kernels.triton import grouped_mm, wgrad_plan
-from moefuse.kernels.triton import grouped_plan as plan
-from moefuse.kernels.triton.grouped_plan import Lists, Sorted
+from moefuse.kernels.triton.host import linear, sorted_rows, wgrad
+from moefuse.kernels.triton.host.sorted_rows import Lists, Sorted
+from moefuse.kernels.triton.provide import library
 
 PREFERRED: str | None = None
 """"own" or "library" for every call that either can run; None: by the rule below. Benchmarks set it."""
@@ -32,7 +32,7 @@ class _Rows:
         if not tokens:
             return t
         if self.last is None or self.last[0] is not t:
-            self.last = t, grouped_mm.gathered(t, self.it, scale)
+            self.last = t, library.gathered(t, self.it, scale)
         return self.last[1]
 
 
@@ -46,7 +46,7 @@ class Own(_Rows):
     @functools.cached_property
     def tiled(self) -> Sorted:
         """The rows with the tiles that all products share; gradients of weights need none."""
-        return plan.tiled(self.it, self.dtype)
+        return sorted_rows.tiled(self.it, self.dtype)
 
     def linear(
         self,
@@ -60,25 +60,25 @@ class Own(_Rows):
         out: Tensor | None = None,
         add: bool = False,
     ) -> Tensor:
-        """Rows of x times w[e]^T plus b[e], or with ``back`` times w[e]; dead rows are not written. The rest: ``grouped_plan.linear``."""
+        """Rows of x times w[e]^T plus b[e], or with ``back`` times w[e]; dead rows are not written. The rest: ``linear.linear``."""
         if out is None:
             out = torch.empty((self.it.slots, w[0].shape[-1 if back else -2]), dtype=x.dtype, device=x.device)
         if out.numel():
-            weight = plan.weight(w).transposed() if back else plan.weight(w)
-            plan.linear(out, x, weight, self.tiled, bias=plan.weight(b, 1) if b else None, tokens=tokens, scale=scale, add=add)
+            weight = linear.weight(w).transposed() if back else linear.weight(w)
+            linear.linear(out, x, weight, self.tiled, bias=linear.weight(b, 1) if b else None, tokens=tokens, scale=scale, add=add)
         return out
 
     def weight_grads(
         self, w: Lists, g: Tensor, x: Tensor, *, g_tokens: bool = False, x_tokens: bool = False, scale: Tensor | None = None
     ) -> list[Tensor]:
         """Gradients of w, with its strides."""
-        if wgrad_plan.grad_tiles(g, x, self.it) is not None:
-            return wgrad_plan.weight_grads(w, self.rows(g, g_tokens, None), self.rows(x, x_tokens, scale), self.it)
-        return wgrad_plan.weight_grads(w, g, x, self.it, g_tokens=g_tokens, x_tokens=x_tokens, scale=scale)
+        if wgrad.grad_tiles(g, x, self.it) is not None:
+            return wgrad.weight_grads(w, self.rows(g, g_tokens, None), self.rows(x, x_tokens, scale), self.it)
+        return wgrad.weight_grads(w, g, x, self.it, g_tokens=g_tokens, x_tokens=x_tokens, scale=scale)
 
 
 class Library(_Rows):
-    """``grouped_mm`` on gathered copies of the tokens; what :func:`moefuse.kernels.triton.grouped_mm.refusal` lets through."""
+    """``grouped_mm`` on gathered copies of the tokens; what :func:`moefuse.kernels.triton.provide.library.refusal` lets through."""
 
     def __init__(self, it: Sorted) -> None:
         super().__init__(it)
@@ -100,7 +100,7 @@ class Library(_Rows):
         assert out is None
         assert not b
         assert not add
-        return grouped_mm.product(self.rows(x, tokens, scale), w[0] if back else w[0].transpose(1, 2), self.ends)
+        return library.product(self.rows(x, tokens, scale), w[0] if back else w[0].transpose(1, 2), self.ends)
 
     def weight_grads(
         self, w: Lists, g: Tensor, x: Tensor, *, g_tokens: bool = False, x_tokens: bool = False, scale: Tensor | None = None
@@ -108,7 +108,7 @@ class Library(_Rows):
         """As of :class:`Own`."""
         rows_g, rows_x = self.rows(g, g_tokens, None), self.rows(x, x_tokens, scale)
         self.last = None
-        return [grouped_mm.weight_grad(w[0], rows_g, rows_x, self.ends)]
+        return [library.weight_grad(w[0], rows_g, rows_x, self.ends)]
 
 
 def products(x: Tensor, it: Sorted, gating: str, biases: Sequence[Lists], size: int, *lists: Lists) -> Own | Library:
@@ -116,6 +116,6 @@ def products(x: Tensor, it: Sorted, gating: str, biases: Sequence[Lists], size: 
     large = it.mean_rows >= LIBRARY_ROWS and size >= LIBRARY_SIZE
     if PREFERRED == "own" or (PREFERRED is None and not large):
         return Own(it, x.dtype)
-    if not it.slots or grouped_mm.refusal(x, gating, biases, *lists) is not None:
+    if not it.slots or library.refusal(x, gating, biases, *lists) is not None:
         return Own(it, x.dtype)
     return Library(it)

@@ -1,4 +1,4 @@
-// moefuse::experts_infer on CUDA as libtorch's dispatcher calls it, for plans that direct.py has laid out: finds the plan by what it depends
+// moefuse::experts_infer on CUDA as libtorch's dispatcher calls it, for plans that driver_launch.py has laid out: finds the plan by what it depends
 // on, allocates the output and one workspace, writes the addresses of this call and launches. Everything else goes on to the Python op.
 // No header of torch or CUDA is needed: libtorch's stable C interface and the driver's launch function arrive as a table.
 #include <cstdint>
@@ -17,7 +17,7 @@ using Key = std::vector<uint64_t>;
 constexpr uint64_t TORCH_2_10 = (uint64_t(2) << 56) | (uint64_t(10) << 48);
 constexpr size_t SINGLE = 3;  // x, ids, weights come before the lists
 
-// In the order of FUNCTIONS in native.py.
+// In the order of FUNCTIONS in dispatcher.py.
 struct Interface {
   int32_t (*dim)(Handle, int64_t*);
   int32_t (*sizes)(Handle, int64_t**);
@@ -49,7 +49,7 @@ struct Config {
   uint32_t num_attributes;
 };
 
-// One kernel: its configuration, function and parameters lie in memory that direct.py keeps.
+// One kernel: its configuration, function and parameters lie in memory that driver_launch.py keeps.
 struct Launch {
   Config* config;
   void* function;

@@ -1,0 +1,127 @@
+"""The product of sorted rows with their experts' weights: how a list of weights is handed over, block sizes, and the launch."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moefuse.kernels.triton.device import grouped
+from moefuse.kernels.triton.device.structs import Rows, Stored, Tiling
+from moefuse.kernels.triton.host.layout import Device, device_of, precision_of, rows_descriptor
+from moefuse.kernels.triton.host.operands import Operand, address_table, describe, is_apart, steps_table
+from moefuse.kernels.triton.host.sorted_rows import Lists, Sorted, aligned_rows, fit, rows_of, whole
+from moefuse.kernels.triton.launch.calls import launch
+from moefuse.kernels.triton.launch.launch import Described
+from moefuse.kernels.triton.problem import Tiles
+
+
+@functools.cache
+def linear_sizes(bm: int, aligned: bool, dtype: torch.dtype, device: Device) -> Tiles:
+    """Tiles of ``grouped.linear_tiles``. Rows that are not whole 16 bytes (not ``aligned``) take registers for many addresses."""
+    if dtype == torch.float64:
+        return Tiles(16, 16, 8, 1)
+    if dtype == torch.float32:
+        return fit(Tiles(64, 32, 4, 3), bm, 4, device)
+    if not aligned:
+        return fit(Tiles(64, 32, 8, 3, 4), bm, 2, device)
+    if bm < 128:
+        return fit(Tiles(64 if bm < 64 else 128, 64, 4, 3, 4), bm, 2, device)
+    if not device.hopper:
+        return fit(Tiles(128, 64, 8, 3, 8), bm, 2, device)
+    return fit(Tiles(256, 64, 8, 3, 8, desc=True, rows_desc=True, persistent=True, flatten=True, store=2), bm, 2, device)
+
+
+class Weight(NamedTuple):
+    """One list as a kernel takes it: the stacked tensor or the table of addresses, and the strides (expert, out, in) or (expert, out).
+
+    ``tensors``: the list itself, if the kernel only reads it.
+    """
+
+    pointer: Tensor
+    operand: Operand
+    tensors: Lists = ()
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        return self.operand.strides
+
+    def transposed(self) -> Weight:
+        """The weight of the product with its transpose: (expert, in, out)."""
+        e, n, k = self.operand.strides
+        return Weight(self.pointer, self.operand._replace(strides=(e, k, n)), self.tensors)
+
+
+def weight(tensors: Lists, dims: int = 2) -> Weight:
+    """A list of weights (dims 2) or vectors (1). Tensors that differ in their strides are stacked first: no single form reads them."""
+    operand = describe(tensors, dims)
+    if not operand.uniform:
+        tensors = [torch.stack(list(tensors))]
+        operand = describe(tensors, dims)
+    return Weight(address_table(tensors) if operand.table else tensors[0], operand, tensors)
+
+
+def linear(
+    out: Tensor,
+    x: Tensor,
+    w: Weight,
+    it: Sorted,
+    *,
+    bias: Weight | None = None,
+    tokens: bool = False,
+    scale: Tensor | None = None,
+    add: bool = False,
+) -> None:
+    """out [S, N] = rows [S, K] times w[e]^T (+ bias[e]); out has contiguous rows. ``tokens``: x is [T, K], read through the order.
+
+    ``scale`` [T, K]: each token times its routing weight. ``add``: to what out holds. Dead rows are not written.
+    """
+    assert it.tiles is not None
+    (_, n), k, item = out.shape, x.shape[1], x.element_size()
+    device = device_of(x.device)
+    part = linear_sizes(it.bm, whole(item, n, k), x.dtype, device)
+    form = w.operand.form(item) if part.desc and k else ""
+    if form == "in-out" and k % part.bk:
+        form = ""  # a block would reach into the next expert
+    by_desc = part.rows_desc and not tokens and k > 0 and aligned_rows(x)
+    store = part.store if out.is_contiguous() and not add and whole(item, n) and out.data_ptr() % 16 == 0 else 0
+    pointer, steps = steps_table(w.tensors) if is_apart(form) else (w.pointer, w.pointer)
+    count = it.max_tiles * -(-n // part.bn)
+    wide = w.operand.wide or abs(x.stride(1)) * k >= 1 << 31
+    table = bias is not None and bias.operand.table
+    even, walk = (n % part.bn == 0, k % part.bk == 0), (part.persistent, part.flatten)
+    launch(
+        grouped.linear_tiles,
+        (min(device.sms * part.per_sm, count) if part.persistent else count,),
+        {
+            "x": x,
+            "x_desc": Described(x, (it.slots, k), (x.stride(0), 1), (it.bm, part.bk)) if by_desc else x,
+            "w": Described(pointer, *w.operand.matrix(form, it.experts, n, k, part.bn, part.bk, item)) if form else pointer,
+            "b": pointer if bias is None else bias.pointer,
+            "weights": x if scale is None else scale,
+            "order": it.order,
+            "out": out,
+            "out_desc": Described(out, *rows_descriptor(n, it.bm, part.bn // store)) if store else out,
+            "offsets": it.offsets,
+            "tiles": it.tiles,
+            "num_tiles": it.tiles[2 * it.max_tiles :],
+            "steps": steps,
+        },
+        warps=part.warps,
+        stages=part.stages,
+        max_tiles=it.max_tiles,
+        top_k=it.top_k,
+        K=k,
+        N=n,
+        at_x=Rows(*x.stride()),
+        at_weights=rows_of(scale),
+        at_w=w.operand.at(None if bias is None else bias.operand, form),
+        stride_or=out.stride(0),
+        GATHER=tokens,
+        SCALE=scale is not None,
+        ADD=add,
+        stored=Stored(w.operand.table, w.operand.aligned, wide, bias is not None, BIAS_TABLE=table, DESC=form),
+        tiling=Tiling(it.bm, part.bn, part.bk, part.group, *even, precision_of(x.dtype), False, by_desc, False, *walk, store),
+    )

@@ -1,0 +1,169 @@
+"""Sorted rows of the grouped tier and of training: the sort, its tiles, and kernels that only move rows; tensors in, nothing returned.
+
+Grids and buffers follow from shapes alone, as in ``plan.py``. There are no plans: what is kept are launches (``launch/calls.py``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moefuse.kernels.triton.config import within
+from moefuse.kernels.triton.device import routing, rows
+from moefuse.kernels.triton.device.structs import Rows
+from moefuse.kernels.triton.host.layout import CHUNK, SORT_AT_ONCE, UNROLLED, Device
+from moefuse.kernels.triton.launch.calls import launch
+from moefuse.kernels.triton.problem import Tiles, power_of_two
+
+Lists = Sequence[Tensor]
+
+_ONE_TILE = 1 << 30
+"""Rows of a tile where the tiles of the sort are not used."""
+
+
+def tile_rows(slots: int, experts: int, dtype: torch.dtype) -> int:
+    """Rows of a tile: somewhat more than an expert gets on average, so that most experts need one tile fewer."""
+    if dtype == torch.float64:
+        return 16
+    hit = max(experts * (1.0 - (1.0 - 1.0 / experts) ** slots), 1.0)
+    return min(max(power_of_two(1.3 * slots / hit), 16), 32 if dtype == torch.float32 else 128)
+
+
+def fit(t: Tiles, bm: int, item: int, device: Device) -> Tiles:
+    """The tiles reduced until they are within the device's shared memory."""
+    return within(t, bm, 1, item, device.shared)
+
+
+def blocks(n: int, elements: int = 2048) -> tuple[int, int]:
+    """(rows, columns) of a block of a kernel that only moves rows of n elements."""
+    bn = min(max(power_of_two(n), 16), elements, 1024)
+    return min(elements // bn, 32), bn
+
+
+def whole(item: int, *sizes: int) -> bool:
+    """Whether rows of these sizes are whole 16 bytes."""
+    return math.gcd(*sizes) * item % 16 == 0
+
+
+def aligned_rows(t: Tensor) -> bool:
+    """Whether a descriptor can show the rows of t [S, N]."""
+    return t.stride(1) == 1 and t.stride(0) * t.element_size() % 16 == 0 and t.data_ptr() % 16 == 0
+
+
+def bins(experts: int) -> int:
+    return max(power_of_two(experts + 1), 16)
+
+
+class Sorted(NamedTuple):
+    """The sorted rows of one call, with the list of tiles that its products share.
+
+    Attributes:
+        order: [S] int64; a tensor that is not read where no row is gathered.
+        offsets: [E + 1] int64.
+        tiles: [2, max_tiles] int32, then their number.
+    """
+
+    order: Tensor
+    offsets: Tensor
+    slots: int
+    experts: int
+    top_k: int
+    bm: int = 0
+    tiles: Tensor | None = None
+    max_tiles: int = 0
+
+    @property
+    def mean_rows(self) -> float:
+        return self.slots / self.experts
+
+
+def sort(ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """(order [S], offsets [E + 1]), int64."""
+    slots, device = ids.numel(), ids.device
+    order = torch.empty(slots, dtype=torch.int64, device=device)
+    if not slots:
+        return order, torch.zeros(experts + 1, dtype=torch.int64, device=device)
+    offsets = torch.empty(experts + 1, dtype=torch.int64, device=device)
+    max_tiles, be, flat = min(slots, experts), max(power_of_two(experts + 1), 32), ids.stride() == (ids.shape[1], 1)
+    unused = torch.empty(2 * max_tiles + 1, dtype=torch.int32, device=device)
+    by: dict[str, Any] = {
+        "at_ids": Rows(*ids.stride()),
+        "S": slots,
+        "E": experts,
+        "top_k": ids.shape[1],
+        "FLAT": flat,
+        "BE": be,
+        "PDL": False,
+    }
+    lists: dict[str, Any] = {"max_tiles": max_tiles, "INVERSE": False, "BM": _ONE_TILE}
+    arrays = {"ids": ids, "order": order, "position": order, "offsets": offsets, "tiles": unused, "num_tiles": unused[2 * max_tiles :]}
+    if slots <= SORT_AT_ONCE:
+        warps, bs = 4 if slots <= 1024 else 8, max(power_of_two(slots), 128)
+        launch(routing.sort_once, (experts + 1,), arrays, warps=warps, BS=bs, **by, **lists)
+        return order, offsets
+    chunks, cols = -(-slots // CHUNK), 8
+    sums = {name: torch.empty(n, dtype=torch.int32, device=device) for name, n in (("counts", chunks * be), ("totals", be))}
+    launch(routing.count_chunks, (chunks,), {"ids": ids, "counts": sums["counts"]}, BS=CHUNK, **by)
+    launch(routing.scan_chunks, (be // cols,), sums, C=chunks, BC=128, BE=be, COLS=cols, PDL=False)
+    launch(routing.place_chunks, (chunks,), arrays | sums, BS=CHUNK, **by, **lists)
+    return order, offsets
+
+
+def tiled(it: Sorted, dtype: torch.dtype) -> Sorted:
+    """The same rows with their tiles for products in ``dtype``."""
+    bm = tile_rows(it.slots, it.experts, dtype)
+    max_tiles = min(it.slots, it.slots // bm + min(it.experts, it.slots))
+    tiles = torch.empty(2 * max_tiles + 1, dtype=torch.int32, device=it.offsets.device)
+    arrays = {"offsets": it.offsets, "tiles": tiles, "num_tiles": tiles[2 * max_tiles :]}
+    launch(rows.list_tiles, (it.experts,), arrays, max_tiles=max_tiles, E=it.experts, BE=bins(it.experts), BM=bm)
+    return it._replace(bm=bm, tiles=tiles, max_tiles=max_tiles)
+
+
+def inverse(it: Sorted) -> Tensor:
+    """position [S] int32: the row of each slot."""
+    position = torch.empty(it.slots, dtype=torch.int32, device=it.order.device)
+    launch(rows.invert, (-(-it.slots // 1024),), {"order": it.order, "position": position}, S=it.slots, BR=1024)
+    return position
+
+
+def gather(out: Tensor, x: Tensor, it: Sorted) -> None:
+    """out [S, N] = the token of each row."""
+    br, bn = blocks(out.shape[1])
+    grid = (-(-it.slots // br), -(-out.shape[1] // bn))
+    arrays = {"x": x, "order": it.order, "out": out}
+    launch(rows.gather_rows, grid, arrays, S=it.slots, top_k=it.top_k, N=out.shape[1], at_x=Rows(*x.stride()), BR=br, BN=bn)
+
+
+def clear_dead(out: Tensor, it: Sorted) -> None:
+    """Zeros in the dead rows of out. Few programs: mostly there is nothing to do."""
+    s, n = out.shape
+    arrays, bn = {"out": out, "offsets": it.offsets}, min(max(power_of_two(n), 16), 64)
+    launch(rows.clear_dead, (-(-s // 64),), arrays, S=s, E=it.experts, N=n, stride_or=out.stride(0), BR=64, BN=bn)
+
+
+def rows_of(t: Tensor | None) -> Rows:
+    """Strides of a matrix, of none zeros."""
+    return Rows(0, 0) if t is None else Rows(*t.stride())
+
+
+def sum_slots(out: Tensor, y: Tensor, it: Sorted, weights: Tensor | None) -> None:
+    """out [T, N] = the (weighted) sum over the slots of each token of its rows in y."""
+    n = out.shape[1]
+    bn = min(power_of_two(n), 1024)
+    launch(
+        rows.sum_rows,
+        (out.shape[0], -(-n // bn)),
+        {"y": y, "position": inverse(it), "offsets": it.offsets, "weights": y if weights is None else weights, "out": out},
+        top_k=it.top_k,
+        E=it.experts,
+        N=n,
+        at_y=Rows(*y.stride()),
+        at_weights=rows_of(weights),
+        SCALE=weights is not None,
+        BN=bn,
+        KNOWN=it.top_k if it.top_k <= UNROLLED else 0,
+    )
