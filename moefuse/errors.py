@@ -39,6 +39,11 @@ CODES: dict[str, str] = {
 }
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, for a message; the name of its class where it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 class FusionError(RuntimeError):
     """Raised under ``options={"strict": True}`` when a mixture-of-experts-looking region is not fused. The text is the report's."""
 

@@ -19,7 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 import moefuse.ops  # noqa: F401  (the ops that the rewrite inserts)
 from moefuse.capture.assumptions import Assumption, Undischarged
 from moefuse.capture.siblings import keep
-from moefuse.errors import CODES
+from moefuse.errors import CODES, first_line
 from moefuse.passes.block.router_topk import one_kernel
 from moefuse.passes.block.shared_experts import join_shared
 from moefuse.passes.graph.builder import Emitter
@@ -201,7 +201,7 @@ def _rewrite(ctx: Context, known: dict[Node, Any], run: _Run, region: Region) ->
 def _unwanted(run: _Run, region: Region) -> Lost | None:
     """What the user does not want replaced."""
     options = run.options
-    if options.exclude is not None and re.search(options.exclude, _path(region)):
+    if options.exclude is not None and re.search(options.exclude, module_path(region.anchor)):
         return Lost("excluded", region.anchor)
     if options.max_rewrites is not None and len(run.result.fused) >= options.max_rewrites:
         return Lost("limit", region.anchor)
@@ -214,7 +214,7 @@ def _lowered(ctx: Context, known: dict[Node, Any], run: _Run, region: Region, em
     try:
         lowered = Lowering(region, emit).run()
     except Exception as error:  # a replacement that cannot be built is no reason to stop the user's program
-        return Lost("not-lowered", anchor, {"detail": _first_line(error)})
+        return Lost("not-lowered", anchor, {"detail": first_line(error)})
     elsewhere = unsupported(emit.nodes, ctx.mode[anchor][0])
     if elsewhere is not None:
         return Lost("device-unsupported", anchor, dict(zip(("device", "detail"), elsewhere, strict=True)))
@@ -238,7 +238,7 @@ def _put_in(
     run.numbers |= {n: len(run.result.fused) for n in emit.nodes if n.target is torch.ops.moefuse.experts.default}
     size, tokens = workspace(emit.nodes, ctx.mode[anchor][0]) or (None, None)
     run.result.fused.append(
-        Fused(_path(region), location(anchor), lowered.spec, region.domain, lowered.tier, measured, workspace=size, tokens=tokens)
+        Fused(module_path(anchor), location(anchor), lowered.spec, region.domain, lowered.tier, measured, workspace=size, tokens=tokens)
     )
 
 
@@ -262,28 +262,15 @@ def _verdict(ctx: Context, known: dict[Node, Any], run: _Run, region: Region, em
         try:
             run.verdicts[key] = verify(ctx, region, emit.nodes, lowered.result, known, run.assumptions)
         except Exception as error:  # whatever a user's region raises on synthetic tokens
-            return Lost("verification-error", region.anchor, {"detail": f"{type(error).__name__}: {_first_line(error)}"})
+            return Lost("verification-error", region.anchor, {"detail": f"{type(error).__name__}: {first_line(error)}"})
     verdict = run.verdicts[key]
     return Lost("verification-failed", region.anchor, {"detail": verdict.problem}) if verdict.problem else verdict
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-def _path(region: Region) -> str:
-    """The module of the region: of its projections if their sum is written elsewhere."""
-    return module_path(region.anchor)
-
-
-def message(lost: Lost) -> str:
-    """The text of a refusal."""
+def _skipped(lost: Lost) -> Skipped:
+    """A refusal as the report has it."""
     details = {"name": lost.node.name, "op": lost.node.name, **lost.details}
-    return CODES[lost.code].format(**details)
+    return Skipped(lost.code, CODES[lost.code].format(**details), module_path(lost.node), location(lost.node))
 
 
-def _skipped(lost: Lost, region: Region | None = None) -> Skipped:
-    return Skipped(lost.code, message(lost), module_path(lost.node) or (_path(region) if region else ""), location(lost.node))
-
-
-__all__ = ["GraphResult", "fuse", "message"]
+__all__ = ["GraphResult", "fuse"]

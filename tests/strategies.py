@@ -67,7 +67,7 @@ def bodies() -> st.SearchStrategy[Body]:
             body = _with(body, extra="none", activation="silu" if body.activation in CUSTOM else body.activation)
         if body.gating != "merged":
             body = _with(body, split="chunk", up_first=body.up_first and body.gating == "interleaved")
-        if (body.gating == "plain" and body.activation in NEEDS_GATE) or (body.gating == "separate" and body.activation == "gate_only"):
+        if (body.gating == "plain" and body.activation in NEEDS_GATE) or (body.gating == "split" and body.activation == "gate_only"):
             body = _with(body, activation="gelu")
         return _with(body, form=form % FORMS[body.activation])
 

@@ -17,7 +17,7 @@ from moefuse.capture.assumptions import Assumption, Place, Undischarged
 from moefuse.capture.bytecode import GENERATOR, Code
 from moefuse.capture.loops import Loops
 from moefuse.capture.scopes import Scopes
-from moefuse.errors import CODES
+from moefuse.errors import CODES, first_line
 from moefuse.report import FusionReport, Skipped
 
 log = logging.getLogger("moefuse.capture")
@@ -98,7 +98,7 @@ class Frame:
             if control.is_restart(error) or control.is_tracing(error):
                 raise
             log.exception("moefuse failed while it looked at %s", self.location(tx))
-            self.retreat([], why=_first_line(error))
+            self.retreat([], why=first_line(error))
 
     def _before(self, tx: Any, at: int) -> None:
         if self.scopes.open:
@@ -159,7 +159,7 @@ class Frame:
             return
         if self.active and (self.flags or self.assumptions):
             self.retreat(
-                [Undischarged(s.assumption, f"it cannot be traced: {_first_line(error)}") for s in self.scopes.open], why=_first_line(error)
+                [Undischarged(s.assumption, f"it cannot be traced: {first_line(error)}") for s in self.scopes.open], why=first_line(error)
             )
         self.report_skipped(error)
 
@@ -276,7 +276,7 @@ class Frame:
 
     def report_skipped(self, error: Exception) -> None:
         """The frame ends here and runs in eager."""
-        text = f"{_first_line(error)} (this function runs in eager)"
+        text = f"{first_line(error)} (this function runs in eager)"
         self._skipped(FusionReport(skipped=list(self.ledger.refusals), graph_breaks=[text]))
 
     # --- small things ---
@@ -309,10 +309,6 @@ def concerns_experts(assumption: Assumption) -> bool:
         return concerns_routing(assumption)
     except Exception:  # a question about a graph that is half written; nothing but a line of the report hangs on it
         return True
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def refusals(problems: list[Undischarged]) -> list[Skipped]:

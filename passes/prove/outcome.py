@@ -121,10 +121,6 @@ def refusal(name: str, detail: str, at: Node | None = None) -> Skipped:
     return Skipped("graph-differs", CODES["graph-differs"].format(name=name, detail=detail), *place)
 
 
-def first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
 def lowest_of(region: Region) -> torch.dtype | None:
     """The coarsest dtype that a region computes in; None for a result that is no float."""
     value = tensor(region.value)

@@ -55,7 +55,7 @@ _CANCELS = {
     "one hidden feature before a norm": Program(
         Dense(weight_on="input"),
         Routing("sort_slice", "div", 2.5),
-        Body(gating="separate", activation="relu2", extra="out_norm"),
+        Body(gating="split", activation="relu2", extra="out_norm"),
         tokens=(4,),
         experts=3,
         top_k=3,

@@ -121,7 +121,7 @@ def test_storage_of_gate_and_up(gating: str, up_first: bool, between: Between) -
     assert (body.gating, body.up_first) == (gating, up_first)
 
 
-def test_separate_projections() -> None:
+def test_split_projections() -> None:
     """Two tensors, or a half of one: each projection has its own weight."""
 
     def function(x: Any, ids: Any, weights: Any, w_up: Any, w_out: Any, w_in: Any) -> Any:

@@ -168,14 +168,14 @@ def make(body: Body) -> Expert:
         gate, up = cut(project("gate_up", x))
         return inside(project, vector, join(gate, up))
 
-    def separate(project: Project, vector: Vector, x: Tensor) -> Tensor:
+    def split(project: Project, vector: Vector, x: Tensor) -> Tensor:
         return inside(project, vector, join(project("gate", x), project("up", x)))
 
     def plain(project: Project, vector: Vector, x: Tensor) -> Tensor:
         assert act is not None
         return inside(project, vector, act(project("up", x)))
 
-    return plain if body.gating == "plain" else separate if body.gating == "separate" else merged
+    return plain if body.gating == "plain" else split if body.gating == "split" else merged
 
 
 def projections(body: Body, hidden: int, inter: int) -> dict[str, tuple[int, int]]:

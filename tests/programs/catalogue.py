@@ -22,14 +22,14 @@ class Entry:
 _IN_OUT = Store(layout=("in-out", "in-out"))
 _LIST = Store(kind="module_list")
 _OAI = Body(gating="interleaved", activation="swiglu_oai", bias=True)
-_SEPARATE = Body(gating="separate")
+_SPLIT = Body(gating="split")
 
 _SELECTED = (
-    ("olmoe", "range(E) loop, one_hot mask, ModuleList, index_add_", Selected(find="onehot_where", gather="none_index"), _SEPARATE, _LIST),
+    ("olmoe", "range(E) loop, one_hot mask, ModuleList, index_add_", Selected(find="onehot_where", gather="none_index"), _SPLIT, _LIST),
     ("qwen3_stacked", "range(E) loop over stacked weights with chunk", Selected(find="onehot_where"), Body(), Store()),
     ("where_linear", "torch.where and F.linear by keywords", Selected(), Body(), Store(linear=4)),
     ("nonzero_matmul", "nonzero(as_tuple) and x @ W[e].T", Selected(find="nonzero_tuple", gather="index_select"), Body(), Store(linear=1)),
-    ("boolean_mask", "out[mask] += expert(x[mask]) * w[mask]", Selected(find="any_mask", combine="iadd"), _SEPARATE, _LIST),
+    ("boolean_mask", "out[mask] += expert(x[mask]) * w[mask]", Selected(find="any_mask", combine="iadd"), _SPLIT, _LIST),
     (
         "boolean_mask_set",
         "out[mask] = out[mask] + ...",
@@ -41,7 +41,7 @@ _SELECTED = (
         "masked_select",
         "x.masked_select(mask[:, None]), put back by masked_scatter",
         Selected(find="any_mask", gather="masked_select", combine="masked_part"),
-        _SEPARATE,
+        _SPLIT,
         _LIST,
     ),
     ("masked_scatter", "out.masked_scatter_(mask, out[mask] + ...)", Selected(find="slot_loop", combine="masked_sum"), Body(), Store()),
@@ -63,18 +63,18 @@ _SELECTED = (
     ),
     ("functional_index_add", "torch.index_add out of place", Selected(combine="index_add", find="any_where"), Body(split="split"), Store()),
     ("squeezed_nonzero", "nonzero(mask).squeeze(-1)", Selected(find="any_squeeze"), Body(), Store(access="unbind")),
-    ("flat_nonzero", "mask.nonzero().flatten(), nllb's ModuleDict", Selected(find="any_flatten"), _SEPARATE, Store(kind="module_dict")),
+    ("flat_nonzero", "mask.nonzero().flatten(), nllb's ModuleDict", Selected(find="any_flatten"), _SPLIT, Store(kind="module_dict")),
     ("column_nonzero", "mask.nonzero()[:, 0]", Selected(find="any_column"), Body(up_first=True), Store(access="select")),
     ("gpt_oss_loop", "GPT-OSS training loop: in-out, interleaved, biases", Selected(), _OAI, _IN_OUT),
-    ("dbrx", "one flat matrix per projection, viewed", Selected(), _SEPARATE, Store(kind="flat")),
-    ("chunked", "W.chunk(E)[e].squeeze(0)", Selected(), _SEPARATE, Store(access="chunk")),
+    ("dbrx", "one flat matrix per projection, viewed", Selected(), _SPLIT, Store(kind="flat")),
+    ("chunked", "W.chunk(E)[e].squeeze(0)", Selected(), _SPLIT, Store(access="chunk")),
     ("sliced", "W[e:e+1].squeeze(0)", Selected(), Body(), Store(access="slice", linear=1)),
     ("narrowed", "W.narrow(0, e, 1)[0]", Selected(), Body(), Store(access="narrow", layout=("in-out", "in-out"))),
     ("addmm", "torch.addmm with bias and x.mm", Selected(), Body(bias=True), Store(linear=3)),
     ("input_weight", "the routing weight multiplies the expert's input", Selected(weight_on="input"), Body(), Store()),
 )
 _MASKED = (
-    ("masked_sum", "out += expert(x) * (w * mask).sum", Masked(), _SEPARATE, _LIST),
+    ("masked_sum", "out += expert(x) * (w * mask).sum", Masked(), _SPLIT, _LIST),
     ("masked_iadd_where", "torch.where(mask, w, 0)", Masked(weight="where", accumulate="iadd"), Body(), Store()),
     (
         "masked_scatter_list",
@@ -87,7 +87,7 @@ _MASKED = (
     ("masked_onehot", "one_hot einsum, stack and sum", Masked(weight="onehot_einsum", accumulate="stack_sum"), Body(), Store()),
 )
 _FILLED = (
-    ("deepseek_training", "y[flat == e] = expert(h[flat == e]) into empty_like", Filled(), _SEPARATE, _LIST),
+    ("deepseek_training", "y[flat == e] = expert(h[flat == e]) into empty_like", Filled(), _SPLIT, _LIST),
     ("filled_pairs", "y[token, slot] = expert(x[token]), weighed before", Filled("pairs", rows="token", weigh="before"), Body(), Store()),
     ("filled_grid", "a mask over tokens and slots, index_put_", Filled("grid_mask", write="index_put_", combine="einsum"), _OAI, _IN_OUT),
     ("filled_rows", "numbers of flat slots, their tokens by division", Filled("flat_nonzero", rows="token", init="zeros"), Body(), Store()),
@@ -151,7 +151,7 @@ _ODD = (
     Entry(
         "top1_mask",
         "K=1: out[mask] = expert(x[mask]) * p[mask]",
-        Program(Selected(find="top1_mask", combine="assign"), Routing("argmax", flat=True), _SEPARATE, _LIST, top_k=1),
+        Program(Selected(find="top1_mask", combine="assign"), Routing("argmax", flat=True), _SPLIT, _LIST, top_k=1),
         "selected",
     ),
     Entry("top1_max", "K=1 by max", Program(Masked(weight="top1"), Routing("max", flat=True), Body(), Store(), top_k=1), "masked"),
@@ -201,7 +201,7 @@ _ODD = (
         "a softmax over features before a norm, on plain tensors that are masked last",
         Program(
             Masked(weight="scatter", accumulate="list_sum"),
-            body=Body(gating="separate", activation="softmax", extra="norm_each"),
+            body=Body(gating="split", activation="softmax", extra="norm_each"),
             store=Store("module_list"),
         ),
         "masked",
@@ -285,7 +285,7 @@ _ODD = (
     Entry(
         "slot_loop_by_keyword",
         "for k, for e: torch.mul by keywords on every token",
-        Program(Masked("slot_loop", "iadd"), body=_SEPARATE, store=_LIST, noise=Noise(mul="function")),
+        Program(Masked("slot_loop", "iadd"), body=_SPLIT, store=_LIST, noise=Noise(mul="function")),
         "masked",
     ),
 )

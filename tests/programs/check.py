@@ -231,7 +231,7 @@ def check_spec(p: Program, spec: ExpertsSpec) -> None:
         expected["weight_on"] = p.weight_on
     if p.inter > 1:
         # With one feature per half, merged and interleaved are the same thing.
-        expected |= {"gating": "split" if p.body.gating == "separate" else p.body.gating, "up_first": p.body.up_first}
+        expected |= {"gating": p.body.gating, "up_first": p.body.up_first}
     if p.body.activation == "identity":
         # Gate and up are interchangeable.
         expected.pop("up_first", None)

@@ -7,7 +7,7 @@ from typing import Literal
 
 from moefuse.spec import Domain, Gating
 
-GATED: tuple[str, ...] = ("merged", "interleaved", "separate")
+GATED: tuple[str, ...] = ("merged", "interleaved", "split")
 SMOOTH: tuple[str, ...] = ("silu", "gelu", "gelu_tanh", "tanh_mix", "softplus", "tanh", "quick_gelu", "identity")
 """Activations without kinks: rounding moves neither them nor their gradients by a jump."""
 NEEDS_GATE: tuple[str, ...] = ("swiglu_oai", "silu_clamp", "gate_only", "oai_two_limits", "oai_plus_two", "clamp_both")
@@ -310,7 +310,7 @@ def _storage_rules(p: Program) -> list[Rule]:
             "only stacked weights have several ways to read one expert",
         ),
         (b.activation in NEEDS_GATE and b.gating == "plain", "this activation needs a gate"),
-        (b.activation == "gate_only" and b.gating == "separate", "a gate without the other half is a whole expert"),
+        (b.activation == "gate_only" and b.gating == "split", "a gate without the other half is a whole expert"),
         (b.gating != "merged" and (b.split != "chunk" or (b.up_first and b.gating != "interleaved")), "nothing to split"),
     ]
 

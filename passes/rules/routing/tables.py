@@ -14,8 +14,9 @@ from torch.fx import Node
 
 from moefuse.passes.graph.calls import tensor
 from moefuse.passes.graph.sizes import same, shape_of
+from moefuse.passes.infer.operands import padded, real
 from moefuse.passes.infer.state import Context, out_shape
-from moefuse.passes.ir.axes import Atom, Axes, Axis
+from moefuse.passes.ir.axes import Atom, Axes
 from moefuse.passes.ir.facts import Column, Fill, Mask, Routing, Table, View
 from moefuse.passes.rules import rule
 
@@ -112,15 +113,7 @@ def _per_token(view: View, routing: Routing) -> bool:
 
 def _broadcast(table: Table, other: Any, node: Node) -> Axes | None:
     rank = len(out_shape(node))
-    axes: Axes = (*((),) * (rank - len(table.axes)), *table.axes)
+    axes = padded(table.axes, rank)
     if not isinstance(other, View | Table | Mask):
         return axes
-    theirs: Axes = (*((),) * (rank - len(other.axes)), *other.axes)
-    for mine, axis in zip(axes, theirs, strict=True):
-        if not _real(mine) and _real(axis):
-            return None
-    return axes
-
-
-def _real(axis: Axis) -> bool:
-    return any(not same(a.size, 1) for a in axis)
+    return None if any(not real(mine) and real(axis) for mine, axis in zip(axes, padded(other.axes, rank), strict=True)) else axes

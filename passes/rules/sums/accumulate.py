@@ -18,8 +18,7 @@ def accumulated(ctx: Context, node: Node, target: Node, rows: Rows, *, once: boo
     """An accumulator with one more part, which is added to what stands there, or replaces it."""
     current = ctx.fact(target)
     part = Part(rows, node)
-    shape = out_shape(target)
-    axes: Axes = tuple((Atom("d", i, s),) for i, s in enumerate(shape))
+    axes = plain_axes(target)
     if isinstance(current, Sum):
         same_way = current.base is None or current.replaced == replaced
         return replace(current, parts=(*current.parts, part), once=current.once or once) if same_way else None
@@ -82,21 +81,15 @@ def selects(rows: Rows) -> bool:
 def put(ctx: Context, node: Node, target: Node, chosen: Selection, rows: Any) -> Any:
     """An accumulator whose rows at a selection are replaced: by themselves and an expert's rows, or by an expert's rows."""
     if isinstance(rows, Buffer) and rows.target is target and rows.rows is not None and rows.selection.same(chosen):
-        return extend(ctx, node, target, rows.rows, once=not chosen.by_token)
+        return accumulated(ctx, node, target, rows.rows, once=not chosen.by_token)
     if isinstance(rows, Rows) and rows.domain.selection is not None and rows.domain.selection.same(chosen):
         before = ctx.fact(target)
         # Where a token has several experts, nothing may be lost: the one that writes is the first, and stands for no others.
         first = isinstance(before, Fill) and before.value == 0.0 and len(ctx.members(chosen.expert)) == 1
         if chosen.routing.top_k != 1 and not first:
             return ctx.lost("not-weighted", node)
-        return extend(ctx, node, target, rows, once=False, replaced=True)
+        return accumulated(ctx, node, target, rows, replaced=True)
     return None
-
-
-def extend(ctx: Context, node: Node, target: Node, rows: Rows, *, once: bool, replaced: bool = False) -> Any:
-    """The accumulator with one more expert's rows."""
-
-    return accumulated(ctx, node, target, rows, once=once, replaced=replaced)
 
 
 def unsort(rows: Rows, index: Sorted) -> Rows | None:
