@@ -8,8 +8,9 @@ There are two ways to launch:
   runs. The first call goes that way and keeps the compiled kernel; later ones hand addresses straight to the launcher that Triton generated
   for it (3.8 us). That is right because everything Triton specialises on (integers, dtypes, alignment of addresses) is part of the key of
   whoever owns the launch.
-* The driver's launch function (``driver_launch.py``), for whole plans and for single launches (``calls.py``): it reads arguments from memory
-  that was laid out once (0.9 us). The same memory is launched from Python and, where the call itself is the cost, from C++ (``dispatcher.py``).
+* The driver's launch function (``driver_launch.py``), for whole plans and for single launches (``calls.py``): it reads arguments from
+  memory that was laid out once (0.9 us). The same memory is launched from Python and, where the call itself is the cost, from C++
+  (``dispatcher.py``).
 
 ``docs/design/gpu-kernels.md`` says how these were measured.
 """
