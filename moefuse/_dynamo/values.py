@@ -154,19 +154,19 @@ def is_generator(variable: Any) -> bool:
     return isinstance(variable, LocalGeneratorObjectVariable)
 
 
-def _polyfilled(code: Any) -> bool:
+def polyfilled(code: Any) -> bool:
     """Whether code is Dynamo's own, in place of a builtin function."""
     return "_dynamo/polyfills" in code.co_filename.replace("\\", "/")
 
 
 def enumerates(code: Any) -> bool:
     """Whether code is that of ``enumerate``."""
-    return code.co_name == "enumerate" and _polyfilled(code)
+    return code.co_name == "enumerate" and polyfilled(code)
 
 
 def users(translator: Any) -> Any:
     """The translator of the user's code that runs a builtin function."""
-    while _polyfilled(translator.f_code) and getattr(translator, "parent", None) is not None:
+    while polyfilled(translator.f_code) and getattr(translator, "parent", None) is not None:
         translator = translator.parent
     return translator
 

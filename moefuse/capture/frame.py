@@ -199,7 +199,8 @@ class Frame:
         """``is`` of two numbers: to Dynamo a symbolic one is no other. Equal small numbers are one object."""
         if all(map(values.number_like, tx.stack[-2:])):
             self.compared(tx, tx.stack[-2:])
-            if not any(map(values.of_the_run, tx.stack[-2:])):
+            # Dynamo's own code asks by == as well.
+            if not any(map(values.of_the_run, tx.stack[-2:])) and not values.polyfilled(tx.f_code):
                 tx.stack[-2:] = map(values.settled, tx.stack[-2:])
 
     def unroll(self, why: str) -> NoReturn:
