@@ -19,7 +19,7 @@ from tests.strategies import THOROUGH
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
-PROGRAMS = 400 if THOROUGH else 3
+PROGRAMS = 400 if THOROUGH else 5
 """Of each kind of effect: a minute for all of them. benchmarks/deep_programs.py runs thousands."""
 
 REFUSED = ("orders",)
