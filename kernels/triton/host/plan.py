@@ -146,22 +146,25 @@ class Plan:
 
     # Running ------------------------------------------------------------------------------------------------------------------------
 
-    def run(self, call: ExpertsCall, out: Tensor | None = None) -> Tensor:
-        """The output [T, N] of a call that this plan was made for; written to ``out`` if there are slots, experts and features."""
+    def run(self, call: ExpertsCall, out: Tensor | None = None, addresses: Sequence[int] = ()) -> Tensor:
+        """The output [T, N] of a call that this plan was made for; written to ``out`` if there are slots, experts and features.
+
+        ``addresses``: of all weights and biases in the order of the call's lists, by whoever knows them.
+        """
         if self.empty:
             return call.x.new_zeros((self.tokens, self.out), dtype=self.out_dtype)
         call = self.uniform(call)
         if out is None:
             out = torch.empty((self.tokens, self.out), dtype=self.out_dtype, device=call.device)
         if self.ready:
-            return self._again(call, out)
+            return self._again(call, out, addresses)
         space = torch.empty(self.workspace.size, dtype=torch.uint8, device=call.device)
         self._first(call, self._operands(call.lists), space, out)
         return out
 
-    def _again(self, call: ExpertsCall, out: Tensor) -> Tensor:
+    def _again(self, call: ExpertsCall, out: Tensor, addresses: Sequence[int]) -> Tensor:
         """:meth:`run` once it is ``ready``."""
-        places = self._places(call)
+        places = self._places(call, addresses)
         space = torch.empty(self.workspace.size, dtype=torch.uint8, device=call.device)
         base = space.data_ptr()
         at = {name: base + part[0] for name, part in self.workspace.parts.items()} | places
@@ -171,9 +174,9 @@ class Plan:
             step.again(stream, [at[name] for name in step.names])
         return out
 
-    def _places(self, call: ExpertsCall) -> dict[str, int]:
+    def _places(self, call: ExpertsCall, known: Sequence[int]) -> dict[str, int]:
         """The address behind each weight and bias name; for experts in several tensors kept, with the tables that these need."""
-        addresses = () if any(self.stacked) else _addresses(call)
+        addresses = () if any(self.stacked) else _addresses(call, known)
         if addresses in self.known:
             return self.known[addresses][0]
         operands = self._operands(call.lists)
@@ -185,9 +188,12 @@ class Plan:
             self.known[addresses] = places, [t for t in operands.values() if t.dtype == torch.int64]
         return places
 
-    def hand_over(self, tensors: Sequence[Tensor], counts: Sequence[int], *how: Any) -> None:
-        """Let C++ launch what this plan launches, for calls like this packed one; once for the same Parameters, where they are separate."""
-        addresses = tuple([t.data_ptr() for t in tensors[3:]]) if max(counts) > 1 else ()
+    def hand_over(self, tensors: Sequence[Tensor], every: Sequence[int], counts: Sequence[int], *how: Any) -> None:
+        """Let C++ launch what this plan launches, for calls like this packed one; once for the same Parameters, where they are separate.
+
+        ``every``: the addresses of all tensors.
+        """
+        addresses = tuple(every[3:]) if max(counts) > 1 else ()
         if addresses in self.told or not self.ready or any(self.stacked):
             return
         if addresses and addresses not in self.known:
@@ -259,19 +265,21 @@ class Plan:
         more = (w_in, w_up if w_up >= 0 else w_in, w_out, b_in, b_up if b_up >= 0 else b_in, b_out if b_out >= 0 else w_out)
         return (0, 1, 2, *more)
 
-    def run_flat(self, tensors: Sequence[Tensor], counts: Sequence[int]) -> Tensor | None:
-        """:meth:`run` of a packed call with lists of one tensor, by direct launches; None if they could not be made."""
+    def run_flat(self, every: Sequence[int], counts: Sequence[int]) -> Tensor | None:
+        """:meth:`run` of a packed call with lists of one tensor, given all addresses; None if they could not be launched directly."""
         assert self.direct is not None
         out = empty_cuda((self.tokens, self.out), (self.out, 1), self.out_dtype)
         space = empty_cuda((self.workspace.size,), (1,), torch.uint8)
         base = space.data_ptr()
         self.inputs = self.inputs or self.positions(counts)
-        pointers = [tensors[i].data_ptr() for i in self.inputs]
+        pointers = [every[i] for i in self.inputs]
         addresses = (out.data_ptr(), *pointers, *[base + part[0] for part in self.workspace.parts.values()])
         return out if self.direct.run(_raw_stream(self.index), addresses) else None
 
 
-def _addresses(call: ExpertsCall) -> tuple[int, ...]:
+def _addresses(call: ExpertsCall, known: Sequence[int]) -> tuple[int, ...]:
     """Of all Parameters where a list has several; else nothing."""
     lists = call.lists
-    return tuple([t.data_ptr() for tensors in lists for t in tensors]) if max(map(len, lists)) > 1 else ()
+    if max(map(len, lists)) <= 1:
+        return ()
+    return tuple(known or [t.data_ptr() for tensors in lists for t in tensors])

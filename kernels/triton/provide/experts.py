@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,8 +38,10 @@ def supports(call: ExpertsCall) -> str | None:
 
 def experts(call: ExpertsCall) -> Tensor:
     """``moefuse::experts``."""
-    key = key_of(*call.pack())
-    return _run(_PLANS.get(key) or _plan(key, call), call)
+    tensors, counts, *how = call.pack()
+    addresses = [*map(Tensor.data_ptr, tensors)]
+    key = key_of(tensors, addresses, counts, *how)
+    return _run(_PLANS.get(key) or _plan(key, call), call, addresses)
 
 
 def infer(tensors: Sequence[Tensor], counts: Sequence[int], *how: Any) -> Tensor:
@@ -45,45 +49,51 @@ def infer(tensors: Sequence[Tensor], counts: Sequence[int], *how: Any) -> Tensor
 
     Where C++ can be compiled, ``dispatcher.py`` takes over what comes here twice.
     """
-    plan = _PLANS.get(key_of(tensors, counts, *how)) if providers.PROVIDERS["experts"][0].name == NAME else None
+    addresses = [*map(Tensor.data_ptr, tensors)]
+    plan = _PLANS.get(key_of(tensors, addresses, counts, *how)) if providers.PROVIDERS["experts"][0].name == NAME else None
     if plan is None:
         out: Tensor = providers.run("experts", ExpertsCall.unpack(tensors, counts, *how))
         dispatcher.start()
         return out
     if isinstance(plan, Plan):
         if dispatcher.ready():
-            plan.hand_over(tensors, counts, *how)
+            plan.hand_over(tensors, addresses, counts, *how)
         else:
             dispatcher.start()
-        if plan.direct is not None and plan.index == current_device() and (made := plan.run_flat(tensors, counts)) is not None:
+        if plan.direct is not None and plan.index == current_device() and (made := plan.run_flat(addresses, counts)) is not None:
             return made
-    return _run(plan, ExpertsCall.unpack(tensors, counts, *how))
+    return _run(plan, ExpertsCall.unpack(tensors, counts, *how), addresses)
 
 
-def _run(plan: AnyPlan, call: ExpertsCall) -> Tensor:
+def _run(plan: AnyPlan, call: ExpertsCall, addresses: Sequence[int]) -> Tensor:
     if call.device.type == "cuda" and call.device.index != current_device():
         with torch.cuda.device(call.device):
-            return plan.run(call)
-    return plan.run(call)
+            return _run_here(plan, call, addresses)
+    return _run_here(plan, call, addresses)
 
 
-def key_of(tensors: Sequence[Tensor], counts: Sequence[int], *how: Any) -> tuple[Any, ...]:
-    """What the plan of a packed call depends on."""
+def _run_here(plan: AnyPlan, call: ExpertsCall, addresses: Sequence[int]) -> Tensor:
+    return plan.run(call, addresses=addresses[3:]) if isinstance(plan, Plan) else plan.run(call)
+
+
+def key_of(tensors: Sequence[Tensor], addresses: Sequence[int], counts: Sequence[int], *how: Any) -> tuple[Any, ...]:
+    """What the plan of a packed call depends on; ``addresses``: of all tensors."""
     x = tensors[0]
     tf32 = x.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
     alone = tensors if max(counts) <= 1 else tensors[:3]
-    kinds = [(t.shape, t.stride(), t.data_ptr() & 15) for t in alone]
-    several = () if alone is tensors else tuple([_kinds(part) for part in cut(tensors, counts, 3)])
+    kinds = [(t.shape, t.stride(), address & 15) for t, address in zip(alone, addresses, strict=False)]
+    several = () if alone is tensors else tuple(map(_kinds, cut(tensors, counts, 3), cut(addresses, counts, 3)))
     return *how, *counts, tf32, x.dtype, tensors[1].dtype, tensors[2].dtype, x.get_device(), *kinds, several
 
 
-def _kinds(tensors: Sequence[Tensor]) -> Any:
+def _kinds(tensors: Sequence[Tensor], addresses: Sequence[int]) -> Any:
     """What a plan depends on of one list."""
     if not tensors:
         return None
     # Shapes are equal (the op checks them). One pass of each kind over the tensors is quicker than one tuple per tensor.
-    strides = {t.stride() for t in tensors}
-    return tensors[0].shape, strides.pop() if len(strides) == 1 else None, any(t.data_ptr() & 15 for t in tensors)
+    strides = {*map(Tensor.stride, tensors)}
+    aligned = not functools.reduce(operator.or_, addresses) & 15
+    return tensors[0].shape, strides.pop() if len(strides) == 1 else None, aligned
 
 
 def _plan(key: Any, call: ExpertsCall) -> AnyPlan:
