@@ -94,7 +94,7 @@ FAULTS: dict[str, Fault] = {
         "a cast to integers inside an expert is left out, as one is that rounds",
         broken.ALL_CASTS_ROUND,
         _program("rows", ("hidden", "h = h.to(torch.int32).to(h.dtype)"), expert="open", verify="off"),
-        ("casts", "mixed"),
+        ("casts",),
     ),
     "numbers that equal none": Fault(
         "a number that capture made symbolic is sought by `in`, where Dynamo finds none of them",
@@ -107,7 +107,7 @@ FAULTS: dict[str, Fault] = {
         "a result is contiguous where the program's is not",
         broken.CONTIGUOUS,
         _program("dense", ("entry", "x = x.t().contiguous().t()")),
-        ("layouts", "mixed"),
+        ("layouts",),
     ),
     "hooks unseen": Fault(
         "a hook that is put on an expert after the compilation never runs",

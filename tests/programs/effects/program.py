@@ -7,7 +7,7 @@ import itertools
 import linecache
 import random
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy
@@ -129,6 +129,8 @@ def draw(seed: int, kind: str = "mixed") -> Program:
     """The program of a seed. Some raise in eager: whoever runs them draws again."""
     rng = random.Random(f"{kind} {seed}")
     spelling = _spelling(rng, BODIES.get(kind, ()))
+    if kind == "casts" and spelling.body in layers.ROWS and rng.random() < 0.7:
+        spelling = replace(spelling, expert="open")  # most casts of people's are inside of experts
     effects = [KINDS[kind](rng, spelling, 0)] if kind != "mixed" else []
     if kind in ("mixed", "twins"):
         some = [k for k in KINDS if k not in ("twins", "orders", *(() if spelling.body in UNROLLED else ("numbers",)))]
@@ -282,7 +284,8 @@ def _cast(rng: random.Random, spelling: Spelling, n: int) -> Effect | None:
     dtype = rng.choice(_dtypes())
     statement = rng.choice(idioms.CASTS).replace("{v}", target).replace("{dtype}", str(dtype))
     rounds = dtype.is_floating_point and dtype.itemsize > 1
-    return Effect("rounds" if rounds else "casts", ((place, _guarded(rng, spelling, place, statement)),))
+    everywhere = statement if rng.random() < 0.6 else _guarded(rng, spelling, place, statement)
+    return Effect("rounds" if rounds else "casts", ((place, everywhere),))
 
 
 @functools.cache
