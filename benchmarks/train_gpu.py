@@ -44,7 +44,7 @@ Step = Callable[[Tensor, Tensor, Tensor, Tensor], list[Tensor]]
 
 def make(name: str, s: gs.Shape, lists: layer.Lists) -> Step:
     """(x, ids, weights, gradient of the output) -> output, and gradients of x, weights and all Parameters."""
-    from moefuse.kernels.triton.provide import products
+    from moefuse.kernels.triton import config
 
     loop, ours = "loop" in name, name.startswith("moefuse")
     module = layer.Loop(s, lists) if loop else layer.transformers_experts(s, lists, "grouped_mm")
@@ -57,7 +57,7 @@ def make(name: str, s: gs.Shape, lists: layer.Lists) -> Step:
 
     def step(x: Tensor, ids: Tensor, weights: Tensor, grad: Tensor) -> list[Tensor]:
         nonlocal fused
-        products.PREFERRED = preferred
+        config.PRODUCTS = preferred
         out = call(x, ids, weights)
         if ours and not fused:
             report = moefuse.last_report()

@@ -18,6 +18,8 @@ from typing import Any
 from moefuse.kernels.triton.problem import Config, Problem, Tiles, Vectors, power_of_two
 from moefuse.tuning import store
 
+PRODUCTS: str | None = None
+"""Whose products training takes, "own" or "library", for every call that either can run; None: by a rule. Benchmarks set it."""
 SHARED_BYTES = 99 << 10
 """Shared memory per program that every CUDA device since sm_80 has; used where the device is not known."""
 

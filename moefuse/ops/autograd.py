@@ -22,7 +22,11 @@ below_autograd = torch._C._AutoDispatchBelowAutograd
 
 def wants_grad(tensors: Iterable[Tensor | None]) -> bool:
     """Whether this call has to be recorded."""
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    if torch.is_grad_enabled():
+        for t in tensors:
+            if t is not None and t.requires_grad:
+                return True
+    return False
 
 
 def flatten(args: Iterable[Any]) -> list[Tensor]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -147,7 +148,7 @@ class ExpertsCall(NamedTuple):
     ) -> ExpertsCall:  # fmt: skip
         """From the arguments of the op, in the order of its schema."""
         body = Body.of(activation, tuple(activation_args), gating, up_first, weight_on_input)
-        return ExpertsCall(x, ids, weights, *stacks((w_in, w_up, w_out, b_in, b_up, b_out)), body, out_dtype or x.dtype)
+        return ExpertsCall(x, ids, weights, Stack(w_in, b_in), Stack(w_up, b_up), Stack(w_out, b_out), body, out_dtype or x.dtype)
 
     @staticmethod
     def unpack(tensors: Sequence[Tensor], counts: Sequence[int], *how: Any) -> ExpertsCall:
@@ -158,12 +159,17 @@ class ExpertsCall(NamedTuple):
 
     def pack(self) -> tuple[list[Tensor], list[int], int, float, float, torch.dtype]:
         """Arguments of ``experts_infer`` and ``experts_forward``."""
-        return (*join((self.x, self.ids, self.weights), self.lists), *self.body.encode(), self.out_dtype)
+        return (*self.joined, *self.body.encode(), self.out_dtype)
 
     @property
     def lists(self) -> tuple[Sequence[Tensor], ...]:
         """w_in, w_up, w_out, b_in, b_up, b_out."""
         return lists_of(self.w_in, self.w_up, self.w_out)
+
+    @property
+    def joined(self) -> tuple[list[Tensor], list[int]]:
+        """All tensors, and how many each of :attr:`lists` has."""
+        return join(self[:3], self.lists)
 
     def with_lists(self, lists: Iterable[Sequence[Tensor]]) -> ExpertsCall:
         """The call with other :attr:`lists`."""
@@ -200,13 +206,9 @@ def first_tensor(argument: Any) -> Tensor:
     return argument if isinstance(argument, Tensor) else argument[0]
 
 
-def join(tensors: Sequence[Tensor], lists: Iterable[Sequence[Tensor]]) -> tuple[list[Tensor], list[int]]:
+def join(tensors: Sequence[Tensor], lists: Sequence[Sequence[Tensor]]) -> tuple[list[Tensor], list[int]]:
     """(all tensors, how many each list has)."""
-    every, counts = list(tensors), []
-    for part in lists:
-        every += part
-        counts.append(len(part))
-    return every, counts
+    return [*tensors, *chain.from_iterable(lists)], [*map(len, lists)]
 
 
 def cut(tensors: Sequence[Any], counts: Sequence[int], start: int = 0) -> list[Sequence[Any]]:

@@ -7,13 +7,14 @@ where a value is not known yet.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from moefuse.ops.activations import ACTIVATIONS
-from moefuse.ops.call import Body, ExpertsCall
+from moefuse.ops.call import Body, ExpertsCall, cut
 from moefuse.ops.recipe import SCORES, Recipe
 from moefuse.ops.reference import GATINGS
 
@@ -131,13 +132,42 @@ def _check_vector(v: Sequence[Tensor], experts: Any, size: Any, like: Tensor, op
         _same(n, size, op, arg, given, f"size {size}, the output features of its projection")
 
 
+_SHAPE, _DTYPE, _DEVICE = map(attrgetter, ("shape", "dtype", "device"))
+_PLAIN = {Tensor, torch.nn.Parameter}
+"""Types of tensors whose sizes are numbers."""
+_legal: dict[Any, tuple[Any, Any, Any]] = {}
+_MAX_LEGAL = 1 << 12
+
+
 def check_experts(call: ExpertsCall) -> tuple[Any, Any, Any]:
     """Check the arguments of ``moefuse::experts`` and return (E, width of the pre-activation, Hout).
+
+    What is legal follows from sizes, dtypes, devices and options; finding these among those of earlier calls is quicker than checking them.
 
     Raises:
         TypeError: a dtype is not legal.
         ValueError: a shape, list length, device, or option is not legal.
     """
+    tensors, counts = call.joined
+    if not _PLAIN.issuperset(map(type, tensors)):
+        return _check_experts(call)
+    separate = cut(tensors, counts, 3) if max(counts) > 1 else []
+    alone = tensors[:3] if separate else tensors
+    kind = call.body, call.out_dtype, *counts, *[(t.shape, t.dtype, t.device) for t in alone], *map(_kinds, separate)
+    sizes = _legal.get(kind)
+    if sizes is None:
+        if len(_legal) >= _MAX_LEGAL:
+            _legal.clear()
+        sizes = _legal[kind] = _check_experts(call)
+    return sizes
+
+
+def _kinds(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
+    """All shapes, dtypes and devices in a list; those of a legal one are equal. Three passes without Python between two tensors."""
+    return *{*map(_SHAPE, tensors)}, *{*map(_DTYPE, tensors)}, *{*map(_DEVICE, tensors)}
+
+
+def _check_experts(call: ExpertsCall) -> tuple[Any, Any, Any]:
     op, (x, ids, weights, (w_in, b_in), (w_up, b_up), (w_out, b_out), body, out_dtype) = "experts", call
     _check_dim(x, 2, op, "x", "[T, H]")
     _check_floats(x, op, "x")

@@ -16,12 +16,13 @@ MOEFUSE_OVERLAP=0 forbids it.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from moefuse import environment
 
 Work = Callable[[], Tensor]
 
@@ -51,7 +52,7 @@ def side_of(current: torch.cuda.Stream) -> Side:
 
 def enabled() -> bool:
     """Whether the environment allows it; read on every call, as it is what people set to find out."""
-    return os.environ.get("MOEFUSE_OVERLAP", "1") != "0"
+    return not environment.is_off("MOEFUSE_OVERLAP")
 
 
 def fork(device: torch.device, work: Work) -> Tensor:

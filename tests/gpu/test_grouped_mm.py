@@ -72,7 +72,7 @@ def test_a_graph_replays_with_other_routing(form: str) -> None:
 
 def test_training_by_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradients of our own products, within the dtype; zeros for experts without rows."""
-    from moefuse.kernels.triton.provide import products
+    from moefuse.kernels.triton import config
     from tests.cpu.ops_case import leaves, run
 
     for changes in ({}, {"transposed": True}, {"weight_on_input": True}, {"high_id": 5}):
@@ -82,7 +82,7 @@ def test_training_by_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
             t.requires_grad_()
         found = []
         for preferred in ("own", "library"):
-            monkeypatch.setattr(products, "PREFERRED", preferred)
+            monkeypatch.setattr(config, "PRODUCTS", preferred)
             out = run(args, **case.options)
             pull = torch.ones_like(out).cumsum(1).sin()
             found.append([out.detach(), *torch.autograd.grad(out, leaves(args), pull)])

@@ -383,3 +383,44 @@ def test_providers_are_asked_in_order_and_say_why_not() -> None:
         providers.unregister("experts", "marker")
         providers.unregister("experts", "portable")
     assert [p.name for p in providers.PROVIDERS["experts"]] == ["triton", "grouped_mm", "dense", "portable"]
+
+
+def test_a_legal_kind_says_nothing_of_others() -> None:
+    """Kinds that were legal are looked up; each thing that makes a call another kind is checked again."""
+    from moefuse.ops import checks
+
+    w = [z(4, 6) for _ in range(3)]
+    separate = {**EXPERTS, **SEPARATE, "w_in": w, "w_up": list(w), "w_out": [z(7, 4) for _ in range(3)]}
+    for legal, options in ((EXPERTS, {}), (separate, {"gating": "separate"})):
+        data = {name: value for name, value in legal.items() if name != "gating"}
+
+        def check(data: dict[str, Any] = data, **changes: Any) -> Any:
+            return checks.check_experts(ExpertsCall.of(**data, **changes))
+
+        assert check(**options) == check(**options)
+        for name in ("x", "ids", "weights", "w_in", "w_out"):
+            value = data[name]
+            first = value if isinstance(value, Tensor) else value[-1]
+            for other in (
+                first.new_zeros(first.shape[1:]),
+                first.to(torch.complex64),
+                first.to("meta"),
+                first.new_zeros([9, *first.shape[1:]]),
+            ):
+                wrong = other if isinstance(value, Tensor) else [*value[:-1], other]
+                with pytest.raises((TypeError, ValueError)):
+                    check({**data, name: wrong}, **options)
+        with pytest.raises(ValueError, match="activation"):
+            check(activation="none", **options)
+        with pytest.raises(TypeError, match="out_dtype"):
+            check(out_dtype=torch.int64, **options)
+
+
+def test_legal_kinds_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    from moefuse.ops import checks
+
+    monkeypatch.setattr(checks, "_MAX_LEGAL", 3)
+    monkeypatch.setattr(checks, "_legal", {})
+    for tokens in range(1, 9):
+        checks.check_experts(ExpertsCall.of(**{**EXPERTS, "x": z(tokens, 6), "ids": ids(tokens, 2), "weights": z(tokens, 2)}))
+        assert len(checks._legal) <= 3

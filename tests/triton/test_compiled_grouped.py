@@ -78,7 +78,6 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         made.append((it, dict(zip(it.names, tensors, strict=True))))
 
     monkeypatch.setattr(calls, "run", run)
-    monkeypatch.setattr(calls, "LAUNCHES", {})
     monkeypatch.setattr(wgrad, "launch_once", lambda *a: None)
     monkeypatch.setattr(linear, "address_table", lambda t: torch.empty(len(t), dtype=torch.int64, device="meta"))
     monkeypatch.setattr(linear, "steps_table", lambda t: (t[0], torch.empty(len(t), dtype=torch.int64, device="meta")))

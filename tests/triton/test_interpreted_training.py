@@ -112,8 +112,8 @@ LIBRARY = [{}, {"transposed": True}, {"gating": "interleaved"}, {"gating": "plai
 )
 def test_products_of_the_library(changes: dict[str, Any], needed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """grouped_mm instead of our own products; what it leaves unwritten is NaN."""
+    from moefuse.kernels.triton import config
     from moefuse.kernels.triton.provide import library as grouped_mm
-    from moefuse.kernels.triton.provide import products
 
     monkeypatch.setattr(grouped_mm, "DEVICES", ("cpu",))
     monkeypatch.setattr(grouped_mm, "DTYPES", (torch.float32,))
@@ -131,7 +131,7 @@ def test_products_of_the_library(changes: dict[str, Any], needed: str, monkeypat
     monkeypatch.setattr(torch.nn.functional, "grouped_mm", poisoned)
     found = []
     for preferred in ("own", "library"):
-        monkeypatch.setattr(products, "PREFERRED", preferred)
+        monkeypatch.setattr(config, "PRODUCTS", preferred)
         args = case.args()
         wanted = [t.requires_grad_() for i, t in enumerate(leaves(args)) if i not in skip]
         out = run(args, **case.options)

@@ -204,6 +204,48 @@ def test_separate_parameters(world: World) -> None:
     assert world.fallbacks == 2
 
 
+@pytest.mark.parametrize("takes", [True, False])
+def test_handing_over(takes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan is handed over once, or once for each set of Parameters; one that C++ does not take is not offered again."""
+    from moefuse.kernels.triton.host.plan import Separate
+    from moefuse.kernels.triton.launch import dispatcher
+    from moefuse.kernels.triton.problem import Config, Problem, Vectors
+
+    offered: list[Any] = []
+    monkeypatch.setattr(dispatcher, "remember", lambda key, plan, positions, tables: offered.append(plan) or takes)  # type: ignore[func-returns-value]
+    problem, config = Problem(T, K, E, H, INNER, H, "merged", "bfloat16"), Config(0, Vectors(4, 64), Vectors(4, 32))
+    how = (3, 0.5, -0.25, BF16)
+    many = [
+        *tensors()[:3],
+        *(torch.zeros(2 * INNER, H, dtype=BF16) for _ in range(E)),
+        *(torch.zeros(H, INNER, dtype=BF16) for _ in range(E)),
+    ]
+
+    def offer(plan: Any, packed: Any, addresses: list[int]) -> None:
+        if not plan.told:  # as ``provide/experts.py`` does
+            plan.hand_over(packed, addresses)
+
+    stacked, _ = make_plan(problem, config)
+    stacked.direct = object()
+    offer(stacked, (tensors(), COUNTS, *how), list(range(5)))
+    assert not offered  # nothing is compiled yet
+    stacked.ready = True
+    for _ in range(3):
+        offer(stacked, (tensors(), COUNTS, *how), list(range(5)))
+    assert len(offered) == 1
+
+    apart, _ = make_plan(problem, config, separate=True)
+    apart.ready = True
+    offered.clear()
+    for first in (100, 200):
+        every = list(range(first, first + len(many)))
+        offer(apart, (many, [E, 0, E, 0, 0, 0], *how), every)  # it has no tables yet
+        apart.known[tuple(every[3:])] = Separate({}, [])
+        for _ in range(2):
+            offer(apart, (many, [E, 0, E, 0, 0, 0], *how), every)
+    assert len(offered) == (2 if takes else 1)
+
+
 def test_nothing_leaks(world: World) -> None:
     """Arguments and results are released: a tensor that only the op saw is gone after it."""
     import gc

@@ -222,7 +222,7 @@ def test_warmup_with_specs(tools: Any, capsys: pytest.CaptureFixture[str]) -> No
     spec = moefuse.ExpertsSpec(**SPEC)  # type: ignore[arg-type]
     report = warmup.run([spec, spec], [20, 17, 1], 1e6, False, tools)
     assert [(t.tokens, t.asked) for t in report.tuned] == [(1, (1,)), (20, (17, 20))]
-    assert [t.name for t in report.measured] == ["spec 0 x2"] * 2
+    assert [t.name for t in report.measured] == ["spec 0, spec 1"] * 2
     last = report.tuned[-1]
     assert last.us == 50.0 < last.before_us
     assert last.config["bm"] == 16

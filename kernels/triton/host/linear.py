@@ -15,6 +15,7 @@ from moefuse.kernels.triton.host.operands import Operand, address_table, describ
 from moefuse.kernels.triton.host.sorted_rows import Lists, Sorted, aligned_rows, fit, rows_of, whole
 from moefuse.kernels.triton.launch.calls import launch
 from moefuse.kernels.triton.launch.launch import Described
+from moefuse.kernels.triton.launch.record import as_step
 from moefuse.kernels.triton.problem import Tiles
 
 
@@ -60,7 +61,7 @@ def weight(tensors: Lists, dims: int = 2) -> Weight:
     if not operand.uniform:
         tensors = [torch.stack(list(tensors))]
         operand = describe(tensors, dims)
-    return Weight(address_table(tensors) if operand.table else tensors[0], operand, tensors)
+    return Weight(as_step(address_table, tensors) if operand.table else tensors[0], operand, tensors)
 
 
 def linear(
@@ -79,6 +80,7 @@ def linear(
     ``scale`` [T, K]: each token times its routing weight. ``add``: to what out holds. Dead rows are not written.
     """
     assert it.tiles is not None
+    assert it.num_tiles is not None
     (_, n), k, item = out.shape, x.shape[1], x.element_size()
     device = device_of(x.device)
     part = linear_sizes(it.bm, whole(item, n, k), x.dtype, device)
@@ -87,7 +89,7 @@ def linear(
         form = ""  # a block would reach into the next expert
     by_desc = part.rows_desc and not tokens and k > 0 and aligned_rows(x)
     store = part.store if out.is_contiguous() and not add and whole(item, n) and out.data_ptr() % 16 == 0 else 0
-    pointer, steps = steps_table(w.tensors) if is_apart(form) else (w.pointer, w.pointer)
+    pointer, steps = as_step(steps_table, w.tensors) if is_apart(form) else (w.pointer, w.pointer)
     count = it.max_tiles * -(-n // part.bn)
     wide = w.operand.wide or abs(x.stride(1)) * k >= 1 << 31
     table = bias is not None and bias.operand.table
@@ -106,7 +108,7 @@ def linear(
             "out_desc": Described(out, *rows_descriptor(n, it.bm, part.bn // store)) if store else out,
             "offsets": it.offsets,
             "tiles": it.tiles,
-            "num_tiles": it.tiles[2 * it.max_tiles :],
+            "num_tiles": it.num_tiles,
             "steps": steps,
         },
         warps=part.warps,

@@ -7,6 +7,7 @@ and launches. Buffer sizes depend on T, K, E and the sizes of an expert, never o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,13 +21,25 @@ from moefuse.kernels.triton.host import plan_tiles, plan_vectors
 from moefuse.kernels.triton.host.layout import INPUTS, Device, Lists, Workspace, device_of
 from moefuse.kernels.triton.host.operands import Operand, address_table, describe, is_apart, steps_table
 from moefuse.kernels.triton.launch import dispatcher
-from moefuse.kernels.triton.launch.driver_launch import Direct
+from moefuse.kernels.triton.launch.driver_launch import Direct, launch_again
 from moefuse.kernels.triton.launch.launch import INTERPRETED, Described, Launch, stream_of
 from moefuse.kernels.triton.problem import Config, Problem, Tiles, Vectors
 from moefuse.ops.call import ExpertsCall, cut
 
 MAX_KNOWN = 4096
 """Sets of separate Parameters that a plan remembers; beyond, it forgets them."""
+
+
+@dataclass
+class Separate:
+    """The addresses behind the names of weights and biases for one set of separate Parameters, and the tables among them.
+
+    ``told``: C++ was asked to launch calls with them.
+    """
+
+    places: dict[str, int]
+    tables: list[Tensor]
+    told: bool = False
 
 
 class Plan:
@@ -58,9 +71,10 @@ class Plan:
         self.ready = False
         self.direct: Direct | None = None
         self.apart: set[str] = set()
-        self.known: dict[tuple[int, ...], tuple[dict[str, int], list[Tensor]]] = {}
-        self.told: set[tuple[int, ...]] = set()
+        self.known: dict[tuple[int, ...], Separate] = {}
+        self.told = any(self.stacked)
         self.inputs: tuple[int, ...] = ()
+        self.sections: list[int] = []
         if not self.empty:
             self._build(ids, weights)
 
@@ -171,39 +185,38 @@ class Plan:
         at["x"], at["ids"], at["weights"], at["out"] = call.x.data_ptr(), call.ids.data_ptr(), call.weights.data_ptr(), out.data_ptr()
         stream = stream_of(call.device)
         for step in self.steps:
-            step.again(stream, [at[name] for name in step.names])
+            launch_again(step, stream, [at[name] for name in step.names])
         return out
 
     def _places(self, call: ExpertsCall, known: Sequence[int]) -> dict[str, int]:
         """The address behind each weight and bias name; for experts in several tensors kept, with the tables that these need."""
         addresses = () if any(self.stacked) else _addresses(call, known)
-        if addresses in self.known:
-            return self.known[addresses][0]
+        found = self.known.get(addresses)
+        if found is not None:
+            return found.places
         operands = self._operands(call.lists)
         places = {name: t.data_ptr() for name, t in operands.items()}
         # A table that is written while a graph is recorded holds nothing yet.
         if addresses and not (call.x.is_cuda and torch.cuda.is_current_stream_capturing()):
             if len(self.known) >= MAX_KNOWN:
                 self.known.clear()
-            self.known[addresses] = places, [t for t in operands.values() if t.dtype == torch.int64]
+            self.known[addresses] = Separate(places, [t for t in operands.values() if t.dtype == torch.int64])
         return places
 
-    def hand_over(self, tensors: Sequence[Tensor], every: Sequence[int], counts: Sequence[int], *how: Any) -> None:
+    def hand_over(self, packed: Sequence[Any], every: Sequence[int]) -> None:
         """Let C++ launch what this plan launches, for calls like this packed one; once for the same Parameters, where they are separate.
 
         ``every``: the addresses of all tensors.
         """
-        addresses = tuple(every[3:]) if max(counts) > 1 else ()
-        if addresses in self.told or not self.ready or any(self.stacked):
-            return
-        if addresses and addresses not in self.known:
-            return  # the first call with these Parameters, or one that is recorded
-        if len(self.told) >= MAX_KNOWN:
-            self.told.clear()
-        self.told.add(addresses)
-        tables = self.tables(tuple(cut(tensors, counts, 3))) if addresses else None
-        if (tables if addresses else self.direct) is not None:
-            dispatcher.remember(dispatcher.key_of(tensors, counts, *how), self, self.positions(counts), tables)
+        tensors, counts = packed[0], packed[1]
+        separate = max(counts) > 1
+        it = self.known.get(tuple(every[3:])) if separate else self
+        if it is None or it.told or not self.ready:
+            return  # None: the first call with these Parameters, or one that is recorded
+        tables = self.tables(tuple(cut(tensors, counts, 3))) if separate else None
+        possible = (tables if separate else self.direct) is not None
+        it.told = possible and dispatcher.remember(dispatcher.key_of(*packed), self, self.positions(counts), tables)
+        self.told |= not it.told  # what it takes is the same for all calls of the plan
 
     def _operands(self, lists: Lists) -> dict[str, Tensor]:
         """The tensor behind each weight and bias name; a name without one gets some other tensor, which is not read."""
@@ -230,6 +243,7 @@ class Plan:
         if self.ready and not any(self.stacked) and not any(operand is not None and operand.table for operand in self._described()):
             try:
                 self.direct = Direct(self.steps, self.names)
+                self.sections = [start for start, _, _ in self.workspace.parts.values()]
             except NotImplementedError:
                 return
 
@@ -272,8 +286,7 @@ class Plan:
         space = empty_cuda((self.workspace.size,), (1,), torch.uint8)
         base = space.data_ptr()
         self.inputs = self.inputs or self.positions(counts)
-        pointers = [every[i] for i in self.inputs]
-        addresses = (out.data_ptr(), *pointers, *[base + part[0] for part in self.workspace.parts.values()])
+        addresses = [out.data_ptr(), *[every[i] for i in self.inputs], *[base + at for at in self.sections]]
         return out if self.direct.run(_raw_stream(self.index), addresses) else None
 
 

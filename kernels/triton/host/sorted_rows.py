@@ -64,7 +64,7 @@ class Sorted(NamedTuple):
     Attributes:
         order: [S] int64; a tensor that is not read where no row is gathered.
         offsets: [E + 1] int64.
-        tiles: [2, max_tiles] int32, then their number.
+        tiles: [2, max_tiles] int32; num_tiles: [1] int32.
     """
 
     order: Tensor
@@ -74,6 +74,7 @@ class Sorted(NamedTuple):
     top_k: int
     bm: int = 0
     tiles: Tensor | None = None
+    num_tiles: Tensor | None = None
     max_tiles: int = 0
 
     @property
@@ -89,7 +90,7 @@ def sort(ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
         return order, torch.zeros(experts + 1, dtype=torch.int64, device=device)
     offsets = torch.empty(experts + 1, dtype=torch.int64, device=device)
     max_tiles, be, flat = min(slots, experts), max(power_of_two(experts + 1), 32), ids.stride() == (ids.shape[1], 1)
-    unused = torch.empty(2 * max_tiles + 1, dtype=torch.int32, device=device)
+    unused, number = (torch.empty(n, dtype=torch.int32, device=device) for n in (2 * max_tiles, 1))
     by: dict[str, Any] = {
         "at_ids": Rows(*ids.stride()),
         "S": slots,
@@ -100,7 +101,7 @@ def sort(ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
         "PDL": False,
     }
     lists: dict[str, Any] = {"max_tiles": max_tiles, "INVERSE": False, "BM": _ONE_TILE}
-    arrays = {"ids": ids, "order": order, "position": order, "offsets": offsets, "tiles": unused, "num_tiles": unused[2 * max_tiles :]}
+    arrays = {"ids": ids, "order": order, "position": order, "offsets": offsets, "tiles": unused, "num_tiles": number}
     if slots <= SORT_AT_ONCE:
         warps, bs = 4 if slots <= 1024 else 8, max(power_of_two(slots), 128)
         launch(routing.sort_once, (experts + 1,), arrays, warps=warps, BS=bs, **by, **lists)
@@ -117,10 +118,10 @@ def tiled(it: Sorted, dtype: torch.dtype) -> Sorted:
     """The same rows with their tiles for products in ``dtype``."""
     bm = tile_rows(it.slots, it.experts, dtype)
     max_tiles = min(it.slots, it.slots // bm + min(it.experts, it.slots))
-    tiles = torch.empty(2 * max_tiles + 1, dtype=torch.int32, device=it.offsets.device)
-    arrays = {"offsets": it.offsets, "tiles": tiles, "num_tiles": tiles[2 * max_tiles :]}
+    tiles, number = (torch.empty(n, dtype=torch.int32, device=it.offsets.device) for n in (2 * max_tiles, 1))
+    arrays = {"offsets": it.offsets, "tiles": tiles, "num_tiles": number}
     launch(rows.list_tiles, (it.experts,), arrays, max_tiles=max_tiles, E=it.experts, BE=bins(it.experts), BM=bm)
-    return it._replace(bm=bm, tiles=tiles, max_tiles=max_tiles)
+    return it._replace(bm=bm, tiles=tiles, num_tiles=number, max_tiles=max_tiles)
 
 
 def inverse(it: Sorted) -> Tensor:

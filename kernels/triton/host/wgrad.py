@@ -14,6 +14,7 @@ from moefuse.kernels.triton.host.operands import describe
 from moefuse.kernels.triton.host.sorted_rows import Lists, Sorted, aligned_rows, fit, whole
 from moefuse.kernels.triton.launch.calls import launch, launch_once
 from moefuse.kernels.triton.launch.launch import Described
+from moefuse.kernels.triton.launch.record import as_step
 from moefuse.kernels.triton.problem import Tiles
 
 
@@ -54,12 +55,15 @@ def new_grads(tensors: Lists, dims: int) -> tuple[list[Tensor], Weight, Tensor |
         return grads, Weight(stacked, describe([stacked], dims)), stacked
     if not operand.table:
         return grads, Weight(grads[0], operand), None
-    addresses = [t.data_ptr() for t in grads]
-    table = torch.empty(-(-len(addresses) // 8) * 8, dtype=torch.int64, device=grads[0].device)
-    addresses += [0] * (table.shape[0] - len(addresses))
+    table = torch.empty(-(-len(grads) // 8) * 8, dtype=torch.int64, device=grads[0].device)
+    as_step(_write_addresses, table, grads)
+    return grads, Weight(table, operand), None
+
+
+def _write_addresses(table: Tensor, tensors: Lists) -> None:
+    addresses = [t.data_ptr() for t in tensors] + [0] * (table.shape[0] - len(tensors))
     for i in range(0, len(addresses), 8):
         launch_once(wgrad.write_addresses, table, (i, *addresses[i : i + 8]))
-    return grads, Weight(table, operand), None
 
 
 def spread(grads: list[Tensor], stacked: Tensor | None) -> list[Tensor]:

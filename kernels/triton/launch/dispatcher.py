@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import os
 import struct
 import threading
 from collections.abc import Mapping, Sequence
@@ -19,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moefuse import _torch_private, cache_folder
+from moefuse import _torch_private, cache_folder, environment, slow_paths
+from moefuse.errors import first_line
 from moefuse.kernels.triton.launch.driver_launch import SWITCH, Direct
 
 log = logging.getLogger(__name__)
@@ -43,6 +43,9 @@ FUNCTIONS = (
 )
 """Functions of libtorch, in the order of ``Interface`` in dispatcher.cpp; behind them come the current stream's and the driver's launch."""
 
+FOLDER = "cuda-launch"
+SLOW = "experts on CUDA devices are launched from Python, which takes longer"
+
 CODES = {
     torch.uint8: 0, torch.int8: 1, torch.int16: 2, torch.int32: 3, torch.int64: 4,
     torch.float16: 5, torch.float32: 6, torch.float64: 7, torch.bfloat16: 15,
@@ -62,7 +65,7 @@ def load(functions: Sequence[int], name: str, dispatch: str, op: str, fallback: 
     Raises whatever goes wrong.
     """
     text = (Path(__file__).parent / "dispatcher.cpp").read_text()
-    library = ctypes.CDLL(str(_torch_private.build_cpp(text, cache_folder.make("cuda-launch"))))
+    library = ctypes.CDLL(str(_torch_private.build_cpp(text, cache_folder.make(FOLDER))))
     table = (ctypes.c_void_p * len(functions))(*functions)
     error = library.moefuse_register(table, name.encode(), dispatch.encode(), op.encode(), fallback.encode(), device_type)
     if error:
@@ -76,7 +79,7 @@ def start() -> None:
     if _tried:
         return
     with _lock:
-        if _tried or os.environ.get(SWITCH) == "0":
+        if _tried or environment.is_off(SWITCH):
             return
         _tried = True
     threading.Thread(target=_start, daemon=True).start()
@@ -91,7 +94,8 @@ def _start() -> None:
         library = load([*functions, launch], "moefuse", "CUDA", "experts_infer", "experts_infer_general", 1)
     except Exception as error:
         # No compiler, a read-only cache folder, a torch without the interface, ...: the Python op stays.
-        log.debug("experts are launched from Python: %s", str(error).strip().split("\n")[0])
+        log.debug("experts are launched from Python: %s", first_line(error))
+        slow_paths.taken(SLOW, cache_folder.problem(FOLDER) or first_line(error))
         return
     _library = library
 

@@ -9,7 +9,6 @@ taken.
 from __future__ import annotations
 
 import ctypes
-import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from struct import Struct
@@ -17,6 +16,7 @@ from typing import Any
 
 import triton
 
+from moefuse import environment
 from moefuse.kernels.triton.launch.launch import Described, Launch
 
 SWITCH = "MOEFUSE_DIRECT_LAUNCH"
@@ -164,7 +164,7 @@ class Direct:
             NotImplementedError: a launch here is of a kind that only Triton's launcher can make.
         """
         self.function = function or driver()
-        if self.function is None or not _SUPPORTED or os.environ.get(SWITCH) == "0":
+        if self.function is None or not _SUPPORTED or environment.is_off(SWITCH):
             raise NotImplementedError
         self.names = tuple(names)
         self.cells = (ctypes.c_uint64 * len(names))()
@@ -200,3 +200,19 @@ class Direct:
                         return False
                     raise RuntimeError(f"CUDA error {code} at launch {i} of an experts call")
         return True
+
+
+def launch_again(it: Launch, stream: int, addresses: Sequence[int]) -> None:
+    """A launch that has been compiled, with other arrays: by the driver, or where that cannot be by Triton's launcher."""
+    if it.driver is None:
+        it.driver = _alone(it)
+    if not (it.driver and it.driver.run(stream, addresses)):
+        it.again(stream, addresses)
+
+
+def _alone(it: Launch) -> Direct | bool:
+    """The launch by the driver's function, or False."""
+    try:
+        return Direct([it], it.names)
+    except NotImplementedError:
+        return False

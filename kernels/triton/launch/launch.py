@@ -8,7 +8,7 @@ There are two ways to launch:
   runs. The first call goes that way and keeps the compiled kernel; later ones hand addresses straight to the launcher that Triton generated
   for it (3.8 us). That is right because everything Triton specialises on (integers, dtypes, alignment of addresses) is part of the key of
   whoever owns the launch.
-* The driver's launch function (``driver_launch.py``), for whole plans and for single launches (``calls.py``): it reads arguments from
+* The driver's launch function (``driver_launch.py``), for whole plans and for single launches (``launch_again``): it reads arguments from
   memory that was laid out once (0.9 us). The same memory is launched from Python and, where the call itself is the cost, from C++
   (``dispatcher.py``).
 
@@ -48,17 +48,16 @@ class Launch:
 
     Attributes:
         names: of the arrays, in the order of the kernel and of launching.
-        order: where each of them is in the mapping that they were given in; empty if that has the same order.
-        driver: the same by the driver's function (``direct.Direct``); False where that cannot be, None where nobody asked yet.
+        driver: the same by the driver's function (``driver_launch.Direct``); False where that cannot be, None where nobody asked yet.
         args: all arguments; in the place of an array its name, or a :class:`Described` with its name.
     """
 
-    __slots__ = ("args", "compiled", "descs", "driver", "function", "grid", "kernel", "names", "options", "order", "packed", "rest", "run")
+    __slots__ = ("args", "compiled", "descs", "driver", "function", "grid", "kernel", "names", "options", "packed", "rest", "run")
 
     def __init__(
         self, kernel: Any, grid: Sequence[int], arrays: Mapping[str, str | Described], numbers: Mapping[str, Any], **options: Any
     ) -> None:
-        count, given = len(arrays), list(arrays)
+        count = len(arrays)
         wrong = set(kernel.arg_names[:count]) ^ set(arrays) | set(kernel.arg_names[count:]) ^ set(numbers)
         if wrong:
             raise TypeError(f"{kernel.__name__}: {sorted(wrong)} missing, unknown, or no array where one belongs")
@@ -67,7 +66,6 @@ class Launch:
         self.rest = tuple([numbers[name] for name in kernel.arg_names[count:]])
         self.args = (*shown, *self.rest)
         self.names = tuple([a.array if isinstance(a, Described) else a for a in shown])
-        self.order = () if given == kernel.arg_names[:count] else tuple([given.index(name) for name in kernel.arg_names[:count]])
         self.descs = tuple([(i, a) for i, a in enumerate(shown) if isinstance(a, Described)])
         self.compiled: Any = None
         self.driver: Any = None

@@ -10,7 +10,8 @@ from torch import Tensor
 from moefuse.kernels.triton.device.functions import gated, pointwise
 from moefuse.kernels.triton.device.structs import Rows
 from moefuse.kernels.triton.host.layout import DTYPES
-from moefuse.kernels.triton.launch.calls import launch, on_device
+from moefuse.kernels.triton.launch.calls import launch
+from moefuse.kernels.triton.launch.record import recorded
 from moefuse.ops.call import Body
 
 BLOCK = 512
@@ -41,7 +42,7 @@ def supports(gate: Tensor) -> bool:
     return gate.dtype in DTYPES
 
 
-@on_device
+@recorded
 def activate(gate: Tensor, up: Tensor | None, body: Body) -> Tensor:
     """[T, I] in the dtype of ``gate`` [T, I], whose strides and those of ``up`` [T, I] may be any."""
     tokens, inter = gate.shape

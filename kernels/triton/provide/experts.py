@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +14,7 @@ from moefuse.kernels.triton.host.layout import DTYPES
 from moefuse.kernels.triton.host.plan import Plan
 from moefuse.kernels.triton.launch import dispatcher
 from moefuse.kernels.triton.launch.launch import INTERPRETED
+from moefuse.kernels.triton.launch.record import forget_records, kind_of_list
 from moefuse.kernels.triton.provide import library
 from moefuse.ops.call import ExpertsCall, cut
 from moefuse.runtime import providers
@@ -38,62 +37,56 @@ def supports(call: ExpertsCall) -> str | None:
 
 def experts(call: ExpertsCall) -> Tensor:
     """``moefuse::experts``."""
-    tensors, counts, *how = call.pack()
-    addresses = [*map(Tensor.data_ptr, tensors)]
-    key = key_of(tensors, addresses, counts, *how)
-    return _run(_PLANS.get(key) or _plan(key, call), call, addresses)
+    packed = call.pack()
+    addresses = [*map(Tensor.data_ptr, packed[0])]
+    key = key_of(packed, addresses)
+    return _run(_PLANS.get(key) or _plan(key, call), packed, addresses)
 
 
-def infer(tensors: Sequence[Tensor], counts: Sequence[int], *how: Any) -> Tensor:
+def infer(*packed: Any) -> Tensor:
     """``moefuse::experts_infer`` on CUDA: what a compiled model calls, so the known case is decided with little Python.
 
     Where C++ can be compiled, ``dispatcher.py`` takes over what comes here twice.
     """
-    addresses = [*map(Tensor.data_ptr, tensors)]
-    plan = _PLANS.get(key_of(tensors, addresses, counts, *how)) if providers.PROVIDERS["experts"][0].name == NAME else None
+    addresses = [*map(Tensor.data_ptr, packed[0])]
+    plan = _PLANS.get(key_of(packed, addresses)) if providers.PROVIDERS["experts"][0].name == NAME else None
     if plan is None:
-        out: Tensor = providers.run("experts", ExpertsCall.unpack(tensors, counts, *how))
+        out: Tensor = providers.run("experts", ExpertsCall.unpack(*packed))
         dispatcher.start()
         return out
-    if isinstance(plan, Plan):
+    if isinstance(plan, Plan) and not plan.told:
         if dispatcher.ready():
-            plan.hand_over(tensors, addresses, counts, *how)
+            plan.hand_over(packed, addresses)
         else:
             dispatcher.start()
-        if plan.direct is not None and plan.index == current_device() and (made := plan.run_flat(addresses, counts)) is not None:
-            return made
-    return _run(plan, ExpertsCall.unpack(tensors, counts, *how), addresses)
+    return _run(plan, packed, addresses)
 
 
-def _run(plan: AnyPlan, call: ExpertsCall, addresses: Sequence[int]) -> Tensor:
-    if call.device.type == "cuda" and call.device.index != current_device():
-        with torch.cuda.device(call.device):
-            return _run_here(plan, call, addresses)
-    return _run_here(plan, call, addresses)
+def _run(plan: AnyPlan, packed: Sequence[Any], addresses: Sequence[int]) -> Tensor:
+    """A call by its plan; ``addresses``: of all tensors."""
+    device = packed[0][0].get_device()
+    if device < 0 or device == current_device():
+        made = plan.run_flat(addresses, packed[1]) if plan.direct is not None else None
+        return _run_here(plan, ExpertsCall.unpack(*packed), addresses) if made is None else made
+    with torch.cuda.device(device):
+        return _run_here(plan, ExpertsCall.unpack(*packed), addresses)
 
 
 def _run_here(plan: AnyPlan, call: ExpertsCall, addresses: Sequence[int]) -> Tensor:
     return plan.run(call, addresses=addresses[3:]) if isinstance(plan, Plan) else plan.run(call)
 
 
-def key_of(tensors: Sequence[Tensor], addresses: Sequence[int], counts: Sequence[int], *how: Any) -> tuple[Any, ...]:
+def key_of(packed: Sequence[Any], addresses: Sequence[int]) -> tuple[Any, ...]:
     """What the plan of a packed call depends on; ``addresses``: of all tensors."""
+    tensors, counts = packed[0], packed[1]
     x = tensors[0]
     tf32 = x.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
-    alone = tensors if max(counts) <= 1 else tensors[:3]
-    kinds = [(t.shape, t.stride(), address & 15) for t, address in zip(alone, addresses, strict=False)]
-    several = () if alone is tensors else tuple(map(_kinds, cut(tensors, counts, 3), cut(addresses, counts, 3)))
-    return *how, *counts, tf32, x.dtype, tensors[1].dtype, tensors[2].dtype, x.get_device(), *kinds, several
-
-
-def _kinds(tensors: Sequence[Tensor], addresses: Sequence[int]) -> Any:
-    """What a plan depends on of one list."""
-    if not tensors:
-        return None
-    # Shapes are equal (the op checks them). One pass of each kind over the tensors is quicker than one tuple per tensor.
-    strides = {*map(Tensor.stride, tensors)}
-    aligned = not functools.reduce(operator.or_, addresses) & 15
-    return tensors[0].shape, strides.pop() if len(strides) == 1 else None, aligned
+    several: Any = ()
+    if max(counts) > 1:
+        several = [kind_of_list(ts, at) for ts, at in zip(cut(tensors, counts, 3), cut(addresses, counts, 3), strict=True) if ts]
+        tensors = tensors[:3]
+    kinds = [(t.shape, t.stride(), address & 15) for t, address in zip(tensors, addresses, strict=False)]
+    return *packed[2:], *counts, tf32, x.dtype, tensors[1].dtype, tensors[2].dtype, x.get_device(), *kinds, *several
 
 
 def _plan(key: Any, call: ExpertsCall) -> AnyPlan:
@@ -106,9 +99,10 @@ def _plan(key: Any, call: ExpertsCall) -> AnyPlan:
 
 
 def forget_plans() -> None:
-    """Make every plan anew at its next call, so that it takes a configuration that was measured since.
+    """Make every plan and record anew at its next call, so that it takes a configuration that was measured since.
 
     CUDA graphs recorded before stay as they are: a graph holds the launches, and Triton keeps the kernels that it launches.
     """
     _PLANS.clear()
+    forget_records()
     dispatcher.forget()

@@ -16,7 +16,8 @@ from moefuse.kernels.triton.device.structs import Rows
 from moefuse.kernels.triton.host import linear, pointwise, sorted_rows, wgrad
 from moefuse.kernels.triton.host.layout import DTYPES
 from moefuse.kernels.triton.host.sorted_rows import Lists, Sorted
-from moefuse.kernels.triton.launch.calls import launch, on_device
+from moefuse.kernels.triton.launch.calls import launch
+from moefuse.kernels.triton.launch.record import recorded
 from moefuse.ops.call import first_tensor
 
 
@@ -31,7 +32,7 @@ def _rows(offsets: Tensor, slots: int, order: Tensor | None = None, top_k: int =
     return Sorted(offsets if order is None else order.contiguous(), offsets, slots, offsets.shape[0] - 1, top_k)
 
 
-@on_device
+@recorded
 def permute(x: Tensor, ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """``moefuse::permute``."""
     order, offsets = sorted_rows.sort(ids, num_experts)
@@ -41,7 +42,7 @@ def permute(x: Tensor, ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, T
     return xs, order, offsets
 
 
-@on_device
+@recorded
 def grouped_linear(xs: Tensor, offsets: Tensor, w: Lists, b: Lists) -> Tensor:
     """``moefuse::grouped_linear``."""
     out = torch.empty((xs.shape[0], w[0].shape[-2]), dtype=xs.dtype, device=xs.device)
@@ -52,7 +53,7 @@ def grouped_linear(xs: Tensor, offsets: Tensor, w: Lists, b: Lists) -> Tensor:
     return out
 
 
-@on_device
+@recorded
 def grouped_linear_backward(grad: Tensor, xs: Tensor, offsets: Tensor, w: Lists, b: Lists, needs: Sequence[bool]) -> list[Tensor]:
     """Gradients of xs, w, b that ``needs`` asks for, flattened in that order."""
     it = _rows(offsets, xs.shape[0])
@@ -71,7 +72,7 @@ def grouped_linear_backward(grad: Tensor, xs: Tensor, offsets: Tensor, w: Lists,
     return out
 
 
-@on_device
+@recorded
 def expert_rows(v: Lists, offsets: Tensor, num_rows: int) -> Tensor:
     """``moefuse::expert_rows``."""
     n = v[0].shape[-1]
@@ -95,13 +96,13 @@ def expert_rows(v: Lists, offsets: Tensor, num_rows: int) -> Tensor:
     return out
 
 
-@on_device
+@recorded
 def expert_rows_backward(grad: Tensor, v: Lists, offsets: Tensor) -> list[Tensor]:
     """Gradient of v: the sum of each expert's rows."""
     return wgrad.vector_grads(v, grad, _rows(offsets, grad.shape[0]))
 
 
-@on_device
+@recorded
 def combine(ys: Tensor, weights: Tensor | None, order: Tensor, offsets: Tensor, top_k: int, out_dtype: torch.dtype | None) -> Tensor:
     """``moefuse::combine``."""
     out = torch.empty((ys.shape[0] // top_k, ys.shape[1]), dtype=out_dtype or ys.dtype, device=ys.device)
@@ -110,7 +111,7 @@ def combine(ys: Tensor, weights: Tensor | None, order: Tensor, offsets: Tensor, 
     return out
 
 
-@on_device
+@recorded
 def combine_backward(
     grad: Tensor, ys: Tensor, weights: Tensor | None, order: Tensor, offsets: Tensor, top_k: int, needs: Sequence[bool]
 ) -> list[Tensor]:

@@ -19,7 +19,8 @@ from moefuse.kernels.triton.host.layout import device_of
 from moefuse.kernels.triton.host.plan import Plan
 from moefuse.kernels.triton.host.pointwise import Activation
 from moefuse.kernels.triton.host.sorted_rows import Lists, Sorted
-from moefuse.kernels.triton.launch.calls import on_device, run
+from moefuse.kernels.triton.launch.calls import run
+from moefuse.kernels.triton.launch.record import recorded
 from moefuse.kernels.triton.problem import Problem, problem_of
 from moefuse.ops.call import ExpertsCall
 from moefuse.tuning import store
@@ -94,7 +95,7 @@ def gathered(x: Tensor, it: Sorted, scale: Tensor | None = None) -> Tensor:
     return out
 
 
-@on_device
+@recorded
 def experts(call: ExpertsCall) -> Tensor:
     """``moefuse::experts``, both products by the library."""
     x, ids, body = call.x, call.ids, call.body

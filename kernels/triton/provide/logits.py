@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moefuse.kernels.triton.launch.calls import launch, launch_traced, on_device
+from moefuse.kernels.triton.launch.calls import launch, launch_traced
+from moefuse.kernels.triton.launch.record import recorded
 from moefuse.kernels.triton.problem import power_of_two
 from moefuse.kernels.triton.provide.router import DTYPES
 from moefuse.ops.recipe import few_rows
@@ -65,7 +66,7 @@ def _arguments(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor) -> tuple[
     return (-(-experts // _EXPERTS), x.shape[0]), {"x": x, "w": w, "bias": x if bias is None else bias, "out": out}, rest
 
 
-@on_device
+@recorded
 def router_logits(x: Tensor, w: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """``moefuse::router_logits``."""
     if not few_rows(x, w):

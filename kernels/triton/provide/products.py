@@ -8,12 +8,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from moefuse.kernels.triton import config
 from moefuse.kernels.triton.host import linear, sorted_rows, wgrad
 from moefuse.kernels.triton.host.sorted_rows import Lists, Sorted
 from moefuse.kernels.triton.provide import library
 
-PREFERRED: str | None = None
-""""own" or "library" for every call that either can run; None: by the rule below. Benchmarks set it."""
 LIBRARY_ROWS = 768
 LIBRARY_SIZE = 4096
 """Mean rows of an expert, and features of either projection, from which on the library's products are taken. Measured on an H200
@@ -114,7 +113,7 @@ class Library(_Rows):
 def products(x: Tensor, it: Sorted, gating: str, biases: Sequence[Lists], size: int, *lists: Lists) -> Own | Library:
     """Who computes the products with the weights ``lists``. ``size``: the smaller of the features of a token and of the activation."""
     large = it.mean_rows >= LIBRARY_ROWS and size >= LIBRARY_SIZE
-    if PREFERRED == "own" or (PREFERRED is None and not large):
+    if config.PRODUCTS == "own" or (config.PRODUCTS is None and not large):
         return Own(it, x.dtype)
     if not it.slots or library.refusal(x, gating, biases, *lists) is not None:
         return Own(it, x.dtype)

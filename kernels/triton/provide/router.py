@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from moefuse.kernels.triton.device import router
-from moefuse.kernels.triton.launch.calls import launch, launch_traced, on_device
+from moefuse.kernels.triton.launch.calls import launch, launch_traced
+from moefuse.kernels.triton.launch.record import recorded
 from moefuse.kernels.triton.problem import power_of_two
 from moefuse.ops.recipe import Recipe
 
@@ -45,7 +46,7 @@ def _results(scores: Tensor, k: int, dtype: torch.dtype | None = None) -> tuple[
     )
 
 
-@on_device
+@recorded
 def topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """``moefuse::topk``."""
     values, ids = _results(scores, k)
@@ -95,7 +96,7 @@ def _route(recipe: Recipe, rows: Tensor, bias: Tensor | None, strides: tuple[int
     return numbers | {"BIAS": bias is not None, **_sizes(tokens, experts, recipe.k), "BG": power_of_two(recipe.groups)}
 
 
-@on_device
+@recorded
 def route(logits: Tensor, bias: Tensor | None, recipe: Recipe, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """``moefuse::route``."""
     weights, ids = _results(logits, recipe.k, out_dtype)

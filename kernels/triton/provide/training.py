@@ -15,7 +15,7 @@ from torch import Tensor
 from moefuse.kernels.triton.host import linear, pointwise, sorted_rows, wgrad
 from moefuse.kernels.triton.host.pointwise import Activation
 from moefuse.kernels.triton.host.sorted_rows import Lists, Sorted
-from moefuse.kernels.triton.launch.calls import on_device
+from moefuse.kernels.triton.launch.record import recorded
 from moefuse.kernels.triton.provide.grouped import supports
 from moefuse.kernels.triton.provide.products import Library, Own, products
 from moefuse.ops.call import ExpertsCall, Stack
@@ -24,7 +24,7 @@ from moefuse.ops.grad_calls import InCall, OutCall, RowsCall
 __all__ = ["experts_backward_in", "experts_backward_out", "experts_backward_rows", "experts_forward", "supports"]
 
 
-@on_device
+@recorded
 def experts_forward(call: ExpertsCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The output and (h, order, offsets) for backward; dead rows of h are zeros."""
     x, body, features = call.x, call.body, call.w_in.features
@@ -52,7 +52,7 @@ def experts_forward(call: ExpertsCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return out, h, order, offsets
 
 
-@on_device
+@recorded
 def experts_backward_rows(call: RowsCall) -> list[Tensor]:
     """Of d_h, a and the gradient of routing weights on the output, what ``call.need`` asks for."""
     need, body, weights = call.need, call.body, call.weights
@@ -82,7 +82,7 @@ def experts_backward_rows(call: RowsCall) -> list[Tensor]:
     return [t for t in (d_h, a, d_weights) if t is not None]
 
 
-@on_device
+@recorded
 def experts_backward_in(call: InCall) -> list[Tensor]:
     """What ``call.need`` asks for of the gradients of x, of routing weights on the input, of w_in and w_up and their biases, flattened."""
     x, weights, need, body, it = call.x, call.weights, call.need, call.body, _sorted(call, call.w_in)
@@ -103,7 +103,7 @@ def experts_backward_in(call: InCall) -> list[Tensor]:
     return [*(t for t in (d_x, d_weights) if t is not None), *d_w, *d_b]
 
 
-@on_device
+@recorded
 def experts_backward_out(call: OutCall) -> list[Tensor]:
     """What ``call.need`` asks for of the gradients of w_out and of its biases, flattened."""
     need, (w, b), it = call.need, call.w_out, _sorted(call, call.w_out)
