@@ -5,6 +5,8 @@ Every code has one line in docs/refusals.md and one negative test; tests/null/te
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 CODES: dict[str, str] = {
     "no-rule": "expert rows go through `{op}`, which has no rule: what it computes per row is unknown",
     "not-row-local": "`{op}` mixes the rows of an expert, so its result depends on which other tokens were routed there",
@@ -18,13 +20,21 @@ CODES: dict[str, str] = {
     "ids-not-distinct": "a repeated expert id for one token would count once here; ids that do not come from top-k can repeat",
     "ids-out-of-range": "expert ids may belong to no expert, and mean something else here than no contribution: {detail}",
     "not-weighted": "expert outputs reach the sum without the mask or routing weight that selects them",
+    "sum-changed": "the sum goes through `{op}` before all experts are added to it",
     "not-combined": "expert rows never reach a sum over the chosen experts of a token",
     "capacity": "experts take a limited number of tokens here: {detail}",
     "expert-choice": "experts choose their tokens here, not tokens their experts: every expert has the same number of rows",
     "tokens-differ": "the experts' input rows do not line up with the expert ids: {detail}",
+    "encoding-unknown": "expert weights are unpacked from {dtype} in the program; fused, all {count} would be for every call, "
+    "and here a call may have fewer slots than experts",
+    "quantised": "expert weights are packed in a way that moefuse does not read: {detail}",
+    "sharded": "the experts are spread over processes: {detail}",
     "dtype-unsupported": "dtype {dtype} is not supported by the fused op ({detail})",
     "device-unsupported": "the fused op does not run on {device}: {detail}",
     "not-captured": "{what} depends on data, and {detail}; the graph breaks here as it would without moefuse",
+    "not-recognised": "the best of {count} scores are chosen, as experts are, and what follows is none of the ways to run experts that "
+    "moefuse reads: it cannot follow `{op}`",
+    "nothing-found": "the model has {what}, and moefuse has fused nothing: {cause}",
     "excluded": "the module path matches options['exclude']",
     "limit": "options['max_rewrites'] regions were fused already",
     "context-differs": "the experts run under another grad mode or autocast than their sum",
@@ -37,6 +47,16 @@ CODES: dict[str, str] = {
     "not-faster": "{program} us as it is and {fused} us as the fused op for {tokens} tokens on {device} ({source})",
     "internal-error": "moefuse itself failed, so the whole graph stays as it was: {error} (please report it with the logged traceback)",
 }
+
+
+_ALL_DIFFER = "the experts do not all compute the same: {detail}"
+"""``experts-differ`` where no expert but the first is to blame, or nobody knows which."""
+
+
+def message(code: str, details: Mapping[str, object]) -> str:
+    """The text of a refusal, with what the rule found in it."""
+    nobody = code == "experts-differ" and details.get("expert") in ("?", "0")
+    return (_ALL_DIFFER if nobody else CODES[code]).format(**details)
 
 
 def first_line(error: BaseException) -> str:

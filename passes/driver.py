@@ -19,11 +19,11 @@ from torch.fx import Graph, GraphModule, Node
 import moefuse.ops  # noqa: F401  (the ops that the rewrite inserts)
 from moefuse.capture.assumptions import Assumption, Undischarged
 from moefuse.capture.siblings import keep
-from moefuse.errors import CODES, first_line
+from moefuse.errors import first_line, message
 from moefuse.passes.block.router_topk import one_kernel
 from moefuse.passes.block.shared_experts import join_shared
 from moefuse.passes.graph.builder import Emitter
-from moefuse.passes.graph.calls import location, module_path
+from moefuse.passes.graph.calls import location, module_path, steps, traced_path
 from moefuse.passes.infer.state import Context, Given, Standin
 from moefuse.passes.ir.facts import Lost, Routing
 from moefuse.passes.ir.regions import Refused, Region
@@ -35,14 +35,17 @@ from moefuse.passes.lower.record import remember
 from moefuse.passes.lower.rewrite import replace
 from moefuse.passes.lower.workspace_size import workspace
 from moefuse.passes.match import unhit_experts
+from moefuse.passes.match.encodings import between
 from moefuse.passes.match.interpret import interpret
 from moefuse.passes.match.lift import lift
 from moefuse.passes.match.refusals import refusals
+from moefuse.passes.match.unexplained import choices, unexplained
 from moefuse.passes.prove import discharge
 from moefuse.passes.prove.effects import Effects, EffectsDifferError, compare, effects
 from moefuse.passes.prove.region_key import signature
 from moefuse.passes.prove.verify import Verdict, verify
 from moefuse.report import Fused, RejectedError, Skipped
+from moefuse.steps import fold
 
 if TYPE_CHECKING:
     from moefuse.config import Options
@@ -58,6 +61,10 @@ class GraphResult:
     notes: list[str] = field(default_factory=list)
     replaced: list[tuple[Region, Node]] = field(default_factory=list)
     """The fused regions, and the nodes that hold their results."""
+
+
+_OF_SOME = frozenset(("missing-experts", "tokens-differ", "no-rule", "not-combined", "not-recognised", "experts-differ"))
+"""What the experts of one process look like, of those that are spread over several."""
 
 
 @dataclass
@@ -153,7 +160,13 @@ def _fuse_regions(ctx: Context, known: dict[Node, Any], run: _Run) -> list[Regio
             fused.append(found)
         else:
             refused.append((problem, found.routing))
-    run.result.skipped += [_skipped(lost) for lost in refusals(ctx, refused, covered)]
+    told = refusals(ctx, refused, covered)
+    if any(lost.code in _OF_SOME for lost in told) and (apart := between(ctx, choices(ctx))) is not None:
+        told = [apart, *(lost for lost in told if lost.code not in _OF_SOME)]
+    run.result.skipped += [_skipped(lost) for lost in told]
+    if not fused and not refused and not run.result.skipped:
+        unknown = unexplained(ctx)
+        run.result.skipped += [] if unknown is None else [_skipped(unknown)]
     return fused
 
 
@@ -201,7 +214,8 @@ def _rewrite(ctx: Context, known: dict[Node, Any], run: _Run, region: Region) ->
 def _unwanted(run: _Run, region: Region) -> Lost | None:
     """What the user does not want replaced."""
     options = run.options
-    if options.exclude is not None and re.search(options.exclude, module_path(region.anchor)):
+    paths = (module_path(region.anchor), traced_path(region.anchor))
+    if options.exclude is not None and any(re.search(options.exclude, path) for path in paths):
         return Lost("excluded", region.anchor)
     if options.max_rewrites is not None and len(run.result.fused) >= options.max_rewrites:
         return Lost("limit", region.anchor)
@@ -230,6 +244,8 @@ def _put_in(
 ) -> None:
     """Let the program read the replacement, and report it."""
     anchor = region.anchor
+    before = fold(steps(sorted(region.nodes, key=ctx.position.__getitem__)))
+    after = fold(steps(emit.nodes))
     remember(ctx, known, run.assumptions, region, emit, lowered)
     result = unhit_experts.without_tokens(region, run.assumptions, emit, lowered.result)
     replace(ctx, region, result)
@@ -237,8 +253,9 @@ def _put_in(
     measured = None if verdict is None else verdict.error
     run.numbers |= {n: len(run.result.fused) for n in emit.nodes if n.target is torch.ops.moefuse.experts.default}
     size, tokens = workspace(emit.nodes, ctx.mode[anchor][0]) or (None, None)
+    place = (module_path(anchor), location(anchor))
     run.result.fused.append(
-        Fused(module_path(anchor), location(anchor), lowered.spec, region.domain, lowered.tier, measured, workspace=size, tokens=tokens)
+        Fused(*place, lowered.spec, region.domain, lowered.tier, measured, workspace=size, tokens=tokens, before=before, after=after)
     )
 
 
@@ -270,7 +287,7 @@ def _verdict(ctx: Context, known: dict[Node, Any], run: _Run, region: Region, em
 def _skipped(lost: Lost) -> Skipped:
     """A refusal as the report has it."""
     details = {"name": lost.node.name, "op": lost.node.name, **lost.details}
-    return Skipped(lost.code, CODES[lost.code].format(**details), module_path(lost.node), location(lost.node))
+    return Skipped(lost.code, message(lost.code, details), module_path(lost.node), location(lost.node))
 
 
 __all__ = ["GraphResult", "fuse"]

@@ -5,13 +5,16 @@
 
 from __future__ import annotations
 
-import re
+import operator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.fx import Node
 
+from moefuse.module_names import MODULE, source_path
+from moefuse.passes.graph.aten import as_function
 from moefuse.passes.graph.values import fake, tensor
 from moefuse.passes.graph.writes import known_function, plain_name, written
 
@@ -69,6 +72,10 @@ def raw_name(node: Node) -> str:
     return f"{target.__module__}.{plain_name(target)}"
 
 
+_NUMPY = {"axis": "dim", "keepdims": "keepdim"}
+"""What torch's own functions take under NumPy's names as well."""
+
+
 def call_of(node: Node, targets: tuple[Node, ...] | None = None) -> Call | None:
     """The canonical call of a node, or None for placeholders, attributes and the output. ``targets``: what it writes to, where known."""
     if node.op not in ("call_function", "call_method"):
@@ -78,6 +85,8 @@ def call_of(node: Node, targets: tuple[Node, ...] | None = None) -> Call | None:
     for first in ("input", "self"):
         if first in kwargs:
             args = (kwargs.pop(first), *args)
+    if ":" not in raw and "." not in raw:
+        kwargs = {_NUMPY.get(k, k): v for k, v in kwargs.items()}
     if raw in _CASTS and node.op == "call_method":
         return Call("to", (*args, _CASTS[raw]), kwargs)  # a copy, or the tensor itself
     name = _ALIASES.get(raw, raw)
@@ -85,17 +94,20 @@ def call_of(node: Node, targets: tuple[Node, ...] | None = None) -> Call | None:
     targets = written(node) if targets is None else targets
     if targets and name.endswith("_"):
         name = _ALIASES.get(name[:-1], name[:-1])
+    if isinstance(node.target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        name, args, kwargs = as_function(name, args, kwargs)
     return Call(name, args, kwargs, targets)
 
 
 def module_path(node: Node) -> str:
-    """Dotted path of the innermost user module that ran this node, without Dynamo's wrapping of names; empty if unknown."""
+    """Dotted path of the innermost user module that ran this node, by its name in ``named_modules()`` where that is known; else empty."""
+    return str(node.meta[MODULE]) if MODULE in node.meta else traced_path(node)
+
+
+def traced_path(node: Node) -> str:
+    """As :func:`module_path`, as the traced frame reaches the module."""
     stack = node.meta.get("nn_module_stack")
-    if not stack:
-        return ""
-    path = re.sub(r"^[LG]\['\w+'\]|^L__self__", "", list(stack.values())[-1][0])
-    path = path.replace("_modules['", ".").replace("['", ".").replace("']", "").replace("[", ".").replace("]", "")
-    return ".".join(p for p in path.split(".") if p and p not in ("self", "_modules", "_fn"))
+    return source_path(list(stack.values())[-1][0]) if stack else ""
 
 
 def location(node: Node) -> str:
@@ -108,6 +120,17 @@ def location(node: Node) -> str:
     return f"{path}:{rest.split(',')[0]}"
 
 
+def steps(nodes: Iterable[Node]) -> tuple[str, ...]:
+    """Names of operations for a reader: what unpacks a tuple is none, and moefuse's own have their namespace."""
+    named = [n for n in nodes if n.op in ("call_function", "call_method") and not _unpacks(n)]
+    own = {n for n in named if str(n.target).startswith("moefuse.")}
+    return tuple(f"moefuse::{raw_name(n)}" if n in own else raw_name(n) for n in named)
+
+
+def _unpacks(node: Node) -> bool:
+    return node.target is operator.getitem and isinstance(fake(node.args[0]), tuple | list)
+
+
 def call_target(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run one node's operation."""
     if isinstance(node.target, str):
@@ -115,4 +138,4 @@ def call_target(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     return node.target(*args, **kwargs)
 
 
-__all__ = ["Call", "call_of", "call_target", "fake", "location", "module_path", "raw_name", "tensor"]
+__all__ = ["Call", "call_of", "call_target", "fake", "location", "module_path", "raw_name", "steps", "tensor", "traced_path"]

@@ -81,7 +81,9 @@ PRODUCTS = frozenset("linear matmul mm bmm addmm baddbmm einsum".split())
 PLAIN_PRODUCTS = frozenset(("linear", "matmul", "mm"))
 """Products whose last dimension counts the outputs of a projection, whatever the arguments are."""
 
-ASSERTS = frozenset("_assert_scalar _assert_async sym_constrain_range sym_constrain_range_for_size _check _check_is_size".split())
+ASSERTS = frozenset(
+    "_assert_scalar _assert_async _assert_tensor_metadata sym_constrain_range sym_constrain_range_for_size _check _check_is_size".split()
+)
 
 MODES = frozenset("_set_grad_enabled _enter_autocast _exit_autocast _enter_inference_mode _exit_inference_mode".split())
 """They switch grad mode, autocast or inference mode for what follows."""

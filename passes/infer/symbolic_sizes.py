@@ -53,7 +53,9 @@ def _number(known: Known, number: Any) -> Any:
         return number
     before = size_of(number)
     after = _resolved(known, before)
-    return number if after == before else number.node.shape_env.create_symintnode(sympy.sympify(after), hint=None)
+    if after == before or isinstance(after, int):
+        return number if after == before else after
+    return number.node.shape_env.create_symintnode(sympy.sympify(after), hint=None)
 
 
 def _resolved(known: Known, size: Size) -> Size:

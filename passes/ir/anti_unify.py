@@ -145,6 +145,9 @@ def _vector(exprs: list[Any], experts: list[int]) -> Expr:
     first: SharedVector = exprs[0]
     if all(e.source is first.source for e in exprs):
         return first
+    for expert, e in zip(experts[1:], exprs[1:], strict=True):
+        if tensor(e.source) is None:
+            raise _DifferError(expert, f"it computes with a number of its own, `{e.source.name}`: how many tokens it has, perhaps")
     return ExpertVector(first.node, _leaf([Leaf(e.source, False, None, (0,)) for e in exprs], experts))
 
 

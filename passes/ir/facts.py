@@ -26,6 +26,7 @@ class Routing:
     expert, and -1 for an id. ``shared``: the sizes of the last of the ``tokens`` dimensions that ``node`` does not have: all of
     their tokens share one row of ids (an expert for a whole sequence or image).
     ``kept``: a table [tokens, E]; a slot whose entry of it is zero (``above``: zero, less, or no number) has no expert.
+    ``valid``: booleans [tokens] or [tokens, K]; where it is False, the slots of the token (or that slot) have no expert.
     """
 
     node: Node
@@ -38,11 +39,17 @@ class Routing:
     shared: tuple[Size, ...] = ()
     kept: Node | None = None
     above: bool = False
+    valid: Node | None = None
 
     @property
     def whole(self) -> bool:
         """Whether every slot has an expert."""
-        return self.columns is None and self.kept is None
+        return self.columns is None and self.kept is None and self.valid is None
+
+    @property
+    def sources(self) -> tuple[Node, ...]:
+        """The tensors that it is read from, the ids (or the mask) first."""
+        return tuple(n for n in (self.node, self.kept, self.valid) if n is not None)
 
     @property
     def num_tokens(self) -> Size:
@@ -347,10 +354,17 @@ class Sum(Fact):
 
 @dataclass(frozen=True, eq=False)
 class Stacked:
-    """Rows of experts beside each other along ``dim``, in no order that says which is whose: what is left to do is add them."""
+    """Rows of experts (or sums, each over some of them) beside each other along ``dim``: what is left to do is add them."""
 
-    items: tuple[Rows, ...]
+    items: tuple[Rows | Sum, ...]
     dim: int
+
+
+@dataclass(frozen=True, eq=False)
+class Listed(Fact):
+    """The rows of several experts, or their row numbers, one expert's behind another's."""
+
+    items: tuple[Any, ...]
 
 
 @dataclass(frozen=True, eq=False)

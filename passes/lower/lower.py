@@ -13,7 +13,7 @@ from torch.fx import Node
 
 from moefuse.passes.graph.builder import Emitter
 from moefuse.passes.graph.calls import fake, tensor
-from moefuse.passes.graph.sizes import same_shape, shape_of
+from moefuse.passes.graph.sizes import product, same, same_shape, shape_of
 from moefuse.passes.ir.evaluate import function_of
 from moefuse.passes.ir.expr import (
     Cast,
@@ -96,6 +96,7 @@ class Lowering:
             columns=None,
             shared=(),
             kept=None,
+            valid=None,
         )
         lowered = BySlot(replace(region, routing=routing, outside=None), self.emit, top_k).either()
         result = lowered.result
@@ -113,6 +114,8 @@ class Lowering:
             return self.once(routing, lambda: self.for_each(self.left(routing.node, routing.columns, routing.top_k)))
         if routing.kept is not None:
             return self.once(routing, lambda: self.for_each(self.weighted(routing)))
+        if routing.valid is not None:
+            return self.once(routing, lambda: self.for_each(self.allowed(routing)))
         return self.once(routing, lambda: self.for_each(self.rows_of_ids(routing)))
 
     def rows_of_ids(self, routing: Routing) -> Node:
@@ -157,6 +160,12 @@ class Lowering:
         ids = self.emit(torch.Tensor.to, self.rows_of_ids(routing), torch.int64)
         entry = self.emit(torch.gather, routing.kept, 1, self.within(ids))
         return self.emit(torch.where, self.emit(torch.gt if routing.above else torch.ne, entry, 0), ids, -1)
+
+    def allowed(self, routing: Routing) -> Node:
+        """[T, K]: the ids, and -1 where the token or the slot is not valid."""
+        ids, valid = self.rows_of_ids(routing), tensor(routing.valid)
+        slots = valid is not None and same(product(shape_of(valid)), routing.num_tokens * routing.top_k)
+        return self.emit(torch.where, self.emit(torch.reshape, routing.valid, (-1, routing.top_k if slots else 1)), ids, -1)
 
     def within(self, ids: Node) -> Node:
         """Ids to read a table by; what a slot without expert reads there is weighted nowhere."""
@@ -206,8 +215,11 @@ class Lowering:
         return [self.emit(torch.transpose, s, -2, -1) for s in sources]
 
     def vectors(self, leaf: Leaf | None) -> list[Node]:
-        if leaf is None or leaf.parts:
-            return [] if leaf is None else list(leaf.parts)
+        if leaf is None:
+            return []
+        if leaf.parts:
+            numbers = shape_of(tensor(leaf.parts[0])) == ()  # type: ignore[arg-type]
+            return [self.emit(torch.unsqueeze, self.emit(torch.stack, list(leaf.parts)), 1)] if numbers else list(leaf.parts)
         value, count = tensor(leaf.source), self.region.num_experts
         longer = self.region.rest is not None and value is not None and shape_of(value)[0] != count
         return [self.emit(operator.getitem, leaf.source, slice(0, count)) if longer else leaf.source]

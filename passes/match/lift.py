@@ -10,6 +10,7 @@ from torch.fx import Node
 
 from moefuse.passes.graph.calls import tensor
 from moefuse.passes.graph.sizes import same, shape_of
+from moefuse.passes.infer.routings import shared_routing
 from moefuse.passes.infer.state import Context
 from moefuse.passes.ir.anti_unify import generalise
 from moefuse.passes.ir.axes import Axes, atoms
@@ -86,7 +87,15 @@ def _complete(ctx: Context) -> list[Any]:
     for fact in known_facts:
         if isinstance(fact, Sum) and all(len(best[p].parts) <= len(fact.parts) for p in (fact.parts[0], fact.parts[-1])):
             out[id(fact)] = fact
-    return list(out.values())
+    return _longest(list(out.values()))
+
+
+def _longest(found: list[Any]) -> list[Any]:
+    """Without the sums that another one adds to its own: those in the middle of it, too."""
+    whole: dict[Part, Sum] = {}
+    for fact in sorted((f for f in found if isinstance(f, Sum)), key=lambda f: len(f.parts)):
+        whole.update(dict.fromkeys(fact.parts, fact))
+    return [f for f in found if not isinstance(f, Sum) or len(whole[f.parts[0]].parts) == len(f.parts)]
 
 
 def _combined(ctx: Context, fact: Combined | PerSlot, holders: list[Node]) -> Region | Lost | None:
@@ -122,6 +131,9 @@ def _summed(ctx: Context, fact: Sum, holders: list[Node]) -> Region | Lost | Non
     routing = next((p.rows.domain.routing for p in parts if p.rows.domain.routing is not None), None)
     if routing is None:
         return None
+    changed = _changed_before(ctx, fact, routing)
+    if changed is not None:
+        return changed
     experts = [p.rows.domain.expert for p in fact.parts]
     if any(p.rows.domain.routing not in (None, routing) for p in fact.parts) or any(e is None for e in experts):
         return ctx.lost("experts-differ", anchor, expert="?", detail="its rows are chosen by another routing")
@@ -132,6 +144,10 @@ def _summed(ctx: Context, fact: Sum, holders: list[Node]) -> Region | Lost | Non
     if isinstance(found, Lost):
         return found
     expr, count = found
+    by_token_of = _of_sequences(ctx, parts, routing)
+    if isinstance(by_token_of, Lost):
+        return by_token_of
+    routing = by_token_of
     names = {p.rows.domain.name for p in parts}
     by_token = any(p.rows.domain.selection is not None and p.rows.domain.selection.by_token for p in parts)
     per_slot = parts[0].rows.domain.slot is not None
@@ -143,6 +159,34 @@ def _summed(ctx: Context, fact: Sum, holders: list[Node]) -> Region | Lost | Non
         return ctx.lost("ids-not-distinct", anchor)
     replaced = fact.replaced and fact.base is not None
     return Region(anchor, tuple(holders), names.pop(), routing, expr, count, fact.base, fact.parts, rest, replaced=replaced)  # type: ignore[arg-type]
+
+
+def _changed_before(ctx: Context, fact: Sum, routing: Routing) -> Lost | None:
+    """The operation that a sum over some of the experts goes through before the others are added to it; None if there is none."""
+    base = fact.base
+    if base is None:
+        return None
+    sums = [(f, n) for f, nodes in ctx.finished.values() for n in nodes if isinstance(f, Sum)]
+    sums += [(f, n) for n, f in ctx.facts.items() if isinstance(f, Sum) and f is not fact]
+    before = {n for f, n in sums if any(p.rows.domain.routing is routing for p in f.parts) and not set(f.parts) & set(fact.parts)}
+    first = ctx.position[fact.parts[0].node]
+    storage, shares = ctx.storage[base], {p.node for f, _ in sums for p in f.parts}
+    if base in before:
+        written = [w for w in ctx.writes.get(storage, ()) if ctx.position[w] < first and w not in shares]
+        node = max(written, key=ctx.position.__getitem__, default=None)
+    else:
+        node = storage if any(n in before for n in storage.all_input_nodes) else None
+    call = None if node is None else ctx.calls[node]
+    return None if node is None or call is None else ctx.lost("sum-changed", node, op=call.name)
+
+
+def _of_sequences(ctx: Context, parts: list[Part], routing: Routing) -> Routing | Lost:
+    """The routing of single tokens, where an expert was given whole sequences: all tokens of one have the ids of that one."""
+    more = {tuple(a.size for axis in p.rows.axes for a in axis if a.kind == "t") for p in parts if p.rows.domain.name == "selected"}
+    if len(more) > 1:
+        return Lost("experts-differ", parts[0].node, {"expert": "?", "detail": "its rows have other dimensions"})
+    sizes = next(iter(more), ())
+    return shared_routing(ctx, routing, sizes) if sizes else routing
 
 
 def _weightless(ctx: Context, fact: Sum, anchor: Node) -> Weightless | Lost | None:
@@ -204,7 +248,9 @@ def _over_experts(ctx: Context, parts: list[Part], anchor: Node, rest: Weightles
     every = [*numbers, *(rest.numbers if rest is not None else ())]
     if every != list(range(count + (len(rest.numbers) if rest is not None else 0))):
         run = numbers == list(range(numbers[0], numbers[-1] + 1))
-        return ctx.lost("missing-experts", anchor, present=f"{numbers[0]}..{numbers[-1]}" if run else str(numbers), count=str(count))
+        present = f"{numbers[0]}..{numbers[-1]}" if run else ", ".join(map(str, numbers))
+        choices = max((p.rows.domain.routing.choices or 0 for p in parts if p.rows.domain.routing is not None), default=0)
+        return ctx.lost("missing-experts", anchor, present=present, count=str(max(count, numbers[-1] + 1, choices)))
     return expr, count
 
 

@@ -13,7 +13,7 @@ import sympy
 import torch
 from torch.fx import Node
 
-from moefuse._dynamo.values import unbacked_in
+from moefuse._dynamo.values import always, unbacked_in
 from moefuse.passes.graph.calls import fake, tensor
 from moefuse.passes.graph.op_classes import ASSERTS, COUNTED
 from moefuse.passes.graph.sizes import product, shape_of
@@ -36,14 +36,15 @@ def promised(ctx: Context, node: Node) -> bool:
     """Whether an assertion says of numbers of rows more than what holds for every routing."""
     if not about_data(ctx, node) or not node.all_input_nodes:
         return False
-    condition = getattr(getattr(fake(node.all_input_nodes[0]), "node", None), "expr", None)
+    asserted = getattr(fake(node.all_input_nodes[0]), "node", None)
+    condition = getattr(asserted, "expr", None)
     symbols = sorted(unbacked_in(fake(node.all_input_nodes[0])), key=str)
     if not isinstance(condition, sympy.Basic) or not symbols:
         return False
-    return _of_one(ctx, condition, symbols[0]) if len(symbols) == 1 else _of_several(ctx, condition, symbols)
+    return _of_one(ctx, condition, symbols[0], asserted) if len(symbols) == 1 else _of_several(ctx, condition, symbols)
 
 
-def _of_one(ctx: Context, condition: Any, rows: Any) -> bool:
+def _of_one(ctx: Context, condition: Any, rows: Any, asserted: Any) -> bool:
     most = _most(ctx, rows)
     if most is None:
         return False
@@ -53,7 +54,7 @@ def _of_one(ctx: Context, condition: Any, rows: Any) -> bool:
     if not isinstance(condition, _INEQUALITIES):
         return bool(condition != sympy.true) and not (condition == sympy.Ne(rows, 0) and rows in ctx.given.not_empty)
     ends = [most] if rows in ctx.given.not_empty else [most, 0]
-    return any(condition.subs(rows, end) != sympy.true for end in ends)
+    return not all(always(condition.subs(rows, end), asserted.shape_env) for end in ends)
 
 
 def _of_several(ctx: Context, condition: Any, symbols: list[Any]) -> bool:

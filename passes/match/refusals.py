@@ -25,7 +25,9 @@ def refusals(ctx: Context, refused: list[tuple[Lost, Routing | None]], covered: 
     """
     out: dict[Any, Lost] = {}
     for lost, routing in refused:
-        out.setdefault(routing if routing is not None else module_path(lost.node), lost)
+        key = routing if routing is not None else module_path(lost.node)
+        if key not in out or (lost.code == "sum-changed" and out[key].code in _CONSEQUENCES):
+            out[key] = lost
     ignored = covered | set(unread(ctx))  # no layer is missed there
     for node, fact in ctx.facts.items():
         # An alias that a write made stale is lost before that write; it only matters where it is read behind it.

@@ -34,6 +34,7 @@ from moefuse.passes.ir.facts import (
     Weight,
 )
 from moefuse.passes.ir.regions import Region, sources
+from moefuse.passes.match.encodings import encoded
 from moefuse.passes.match.liveness import unread
 from moefuse.passes.match.transformed import transformed
 from moefuse.spec import Domain
@@ -50,16 +51,15 @@ def checked(ctx: Context, region: Region) -> Region | Lost:
     if bounds - {region.num_experts}:
         return ctx.lost("missing-experts", region.anchor, present=f"below {min(bounds)}", count=str(region.num_experts))
     whole = _spanned(ctx, region)
-    checks = (transformed, _casts, _types, _modes, _mutations, _spoiled, _feeds_itself, _escapes)
+    checks = (transformed, encoded, _casts, _types, _modes, _mutations, _spoiled, _feeds_itself, _escapes)
     problems = (check(ctx, whole) for check in checks)
     return next((problem for problem in problems if problem is not None), whole)
 
 
 def _spanned(ctx: Context, region: Region) -> Region:
     """The region with its rows' domain, leaves, nodes and writes."""
-    kept = region.routing.kept
     rest = sources(region.rest.expr) if region.rest is not None else []
-    leaves = tuple(dict.fromkeys((*sources(region.expr), *rest, region.routing.node, *((kept,) if kept is not None else ()))))
+    leaves = tuple(dict.fromkeys((*sources(region.expr), *rest, *region.routing.sources)))
     whole = replace(region, domain=_spelling(ctx, region), leaves=leaves, own_writes=frozenset(own_writes(ctx, region)))
     nodes = slice_of(ctx, whole)
     for node in unread(ctx):
@@ -94,8 +94,9 @@ def _read_by(ctx: Context, node: Node) -> list[Node]:
         return node.all_input_nodes
     if call is None or call.name not in LOOKS_AT:
         return node.all_input_nodes
-    values = [a for i, a in enumerate(call.args) if i not in LOOKS_AT[call.name]]
-    return [a for a in values if isinstance(a, Node)]
+    found: list[Node] = []
+    torch.fx.node.map_arg([a for i, a in enumerate(call.args) if i not in LOOKS_AT[call.name]], found.append)
+    return found
 
 
 def slice_of(ctx: Context, region: Region) -> set[Node]:

@@ -44,7 +44,7 @@ def signature(
         tier,
         region.domain,
         (routing.top_k, routing.columns, routing.above, routing.has_slots, tuple(map(str, routing.shared)), form.number(routing.node)),
-        None if routing.kept is None else form.number(routing.kept),
+        tuple(None if node is None else form.number(node) for node in (routing.kept, routing.valid)),
         region.per_slot,
         region.replaced,
         region.num_experts,
@@ -62,7 +62,7 @@ class _Form:
 
     def __init__(self, ctx: Context, region: Region, known: Mapping[Node, Any]) -> None:
         self.ctx, self.known, self._older = ctx, known, Older(ctx, region)
-        self._drawn = {n for n in (region.routing.node, region.routing.kept, region.base) if n is not None}
+        self._drawn = {*region.routing.sources, *((region.base,) if region.base is not None else ())}
         self.numbers: dict[Node, int] = {}
         self.storages: dict[Node, int] = {}
         self.entries: list[Hashable] = []

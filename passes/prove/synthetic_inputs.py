@@ -149,6 +149,10 @@ class Inputs:
             out[region.base] = self.random(fake(region.base))
         if routing.kept is not None and routing.kept not in out:
             out[routing.kept] = self.table(ids, experts, routing.kept)
+        if routing.valid is not None:
+            like = fake(routing.valid)
+            some = torch.rand([int(hint(s)) for s in like.shape], generator=self.generator) < 0.75
+            out[routing.valid] = some.to(like.device)
         return out
 
     def table(self, ids: torch.Tensor, experts: int, node: Node) -> torch.Tensor:

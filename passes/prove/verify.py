@@ -141,6 +141,11 @@ def _ids(region: Region, leaves: dict[Node, Any], sample: torch.Tensor, shared: 
     top_k, columns = 1 if region.per_slot else region.routing.top_k, region.routing.columns
     ids = leaves[region.routing.node].reshape(-1, top_k, *(() if columns is None else (columns,)))[sample // shared].long()
     ids = ids if columns is None else torch.where(ids.any(-1), ids.argmax(-1), -1)
+    if region.routing.valid is not None:
+        valid = leaves[region.routing.valid]
+        by_slot = valid.numel() == leaves[region.routing.node].numel()
+        row = sample // shared if by_slot or not region.per_slot else sample // region.routing.top_k
+        ids = ids.masked_fill(~valid.reshape(-1, top_k if by_slot else 1)[row], -1)
     if region.routing.kept is None:
         return ids
     entry = leaves[region.routing.kept][sample // (region.routing.top_k if region.per_slot else shared)].gather(1, ids)

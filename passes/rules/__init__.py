@@ -21,6 +21,7 @@ _FAMILIES = (
     "routing.counts",
     "routing.comparisons",
     "routing.tables",
+    "routing.valid_slots",
     "routing.sort",
     "rows.views",
     "rows.index",

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
-from moefuse import FusionError, Options, pipeline
+from moefuse import FusionError, Options, nothing_found, pipeline
 from moefuse.capture import entry
 from moefuse.errors import CODES
 from moefuse.report import FusionReport
@@ -39,15 +39,21 @@ from tests.programs.refused import (
     NoRule,
     NotCaptured,
     NotCombined,
+    NothingFound,
     NotLowered,
+    NotRecognised,
     NotRowLocal,
     NotWeighted,
+    Packed,
     Plain,
     Random,
+    Sharded,
+    SumChanged,
     T,
     Teacher,
     TokensDiffer,
     Transformed,
+    Unpacked,
     ValueEscapes,
 )
 
@@ -140,6 +146,13 @@ def losing_writes(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(rewrite, "sweep", sweep)
 
 
+def other_collectives(patch: pytest.MonkeyPatch) -> None:
+    """An operation that every test process has stands for those of torch.distributed."""
+    from moefuse.passes.match import encodings
+
+    patch.setattr(encodings, "_COLLECTIVES", ("collectives_like::",))
+
+
 CASES: dict[str, Case] = {
     "no-rule": Case(NoRule, "expert rows go through `digamma`, which has no rule: what it computes per row is unknown"),
     "not-row-local": Case(NotRowLocal, "`mean` mixes the rows of an expert, so its result depends on which other tokens were routed there"),
@@ -159,6 +172,7 @@ CASES: dict[str, Case] = {
         "those of 4 and more are clamped to the last expert, and nothing leaves their rows out",
     ),
     "not-weighted": Case(NotWeighted, "expert outputs reach the sum without the mask or routing weight that selects them"),
+    "sum-changed": Case(SumChanged, "the sum goes through `clamp` before all experts are added to it"),
     "not-combined": Case(NotCombined, "expert rows never reach a sum over the chosen experts of a token"),
     "capacity": Case(
         Capacity,
@@ -171,6 +185,22 @@ CASES: dict[str, Case] = {
     "tokens-differ": Case(
         TokensDiffer, "the experts' input rows do not line up with the expert ids: `scale` is not a value per row of the same experts"
     ),
+    "encoding-unknown": Case(
+        Unpacked,
+        "expert weights are unpacked from int8 in the program; fused, all 8 would be for every call, "
+        "and here a call may have fewer slots than experts",
+    ),
+    "quantised": Case(
+        Packed,
+        "expert weights are packed in a way that moefuse does not read: "
+        "`l_self_modules_experts_modules_0_parameters_weight_` is a TwoTensor",
+        module="experts.0",
+    ),
+    "sharded": Case(
+        Sharded,
+        "the experts are spread over processes: `all_reduce` exchanges what depends on the router's choice",
+        arrange=other_collectives,
+    ),
     "dtype-unsupported": Case(
         Autocast, "dtype bfloat16 from float32 weights is not supported by the fused op (autocast inside the experts)"
     ),
@@ -179,6 +209,17 @@ CASES: dict[str, Case] = {
         NotCaptured,
         "this loop depends on data, and `active` is read after it, and has another value if it does not run; "
         "the graph breaks here as it would without moefuse",
+        captured=True,
+    ),
+    "not-recognised": Case(
+        NotRecognised,
+        "the best of 4 scores are chosen, as experts are, and what follows is none of the ways to run experts that moefuse reads: "
+        "it cannot follow `addcmul`",
+    ),
+    "nothing-found": Case(
+        NothingFound,
+        "the model has weights [4, 24, 8] beside a weight [4, 8], and moefuse has fused nothing: "
+        "the graph breaks inside it (Data-dependent branching (this function runs in eager)), and what is left in graphs is no whole layer",
         captured=True,
     ),
     "excluded": Case(Model, "the module path matches options['exclude']", options=Options(exclude=r"^mlp$"), marker="plain", module="mlp"),
@@ -278,6 +319,7 @@ def test_refusal(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, report = case.program().train().to(case.device), FusionReport()
     x = torch.randn(T, H, device=case.device)
     got = outputs_and_gradients(compiled(model, case.options, report, captured=case.captured), model, x)
+    report.skipped += nothing_found.missing(report, (model,), case.options)
 
     assert report.fused == []
     assert [s.code for s in report.skipped] == [code], str(report)

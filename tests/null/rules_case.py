@@ -35,6 +35,7 @@ INPUTS: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
     "weights": ((T, K), torch.float32),
     "weight": ((T,), torch.float32),
     "w_in": ((E, 2 * I, H), torch.float32),
+    "trained_in": ((E, 2 * I, H), torch.float32),
     "w_up": ((E, I, H), torch.float32),
     "w_out": ((E, H, I), torch.float32),
     "b_out": ((E, H), torch.float32),
@@ -93,6 +94,7 @@ def trace(function: Callable[..., Any]) -> Traced:
     mode = FakeTensorMode(shape_env=ShapeEnv())
     with mode:
         feeds = {name: torch.empty(INPUTS[name][0], dtype=INPUTS[name][1]) for name in names}
+        feeds |= {name: torch.nn.Parameter(feed) for name, feed in feeds.items() if name.startswith("trained")}
         for node in graph.nodes:
             if node.op == "placeholder":
                 node.meta["example_value"] = feeds[node.target]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 T, H, I, E, K = 10, 8, 12, 4, 2  # noqa: E741  (the letters of moefuse.spec)
 
@@ -211,6 +212,19 @@ class NotWeighted(Layer):
         return out
 
 
+class SumChanged(Layer):
+    """The sum is clamped after each expert."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        ids, weights = self.route(x)
+        out = torch.zeros_like(x)
+        for e in range(E):
+            tok, slot = torch.where(ids == e)
+            out = out.index_add(0, tok, self.expert(e, x[tok]) * weights[tok, slot, None])
+            out = out.clamp(-1, 1)  # at: sum-changed
+        return out
+
+
 class NotCombined(Layer):
     """The experts' rows are returned side by side, and no token is ever summed."""
 
@@ -260,6 +274,36 @@ class TokensDiffer(Layer):
         return y.view(T, K, H).sum(dim=1)
 
 
+class NotRecognised(Layer):
+    """The shares of experts are added by an operation that takes three tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(H, I), nn.GELU(), nn.Linear(I, H)) for _ in range(E))
+
+    def forward(self, x: Tensor) -> Tensor:
+        ids, weights = self.route(x)
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            gate = (weights * (ids == e)).sum(-1, keepdim=True)
+            out = torch.addcmul(out, expert(x), gate)  # at: not-recognised
+        return out
+
+
+class NothingFound(Layer):
+    """Whether an expert runs is asked of a sum of weights, at which Dynamo gives up."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        ids, weights = self.route(x)
+        table = torch.zeros(len(x), E).scatter(1, ids, weights)
+        out = torch.zeros_like(x)
+        for e in range(E):
+            if table[:, e].sum() == 0:  # at: nothing-found
+                continue
+            out = out + self.expert(e, x) * table[:, e, None]
+        return out
+
+
 class NotCaptured(Layer):
     """The loop over experts with tokens counts them."""
 
@@ -283,6 +327,66 @@ class Counting(Plain):
     def forward(self, x: Tensor) -> Tensor:
         self.seen.copy_(x.detach().mean(0)[:K])  # at: effects-differ
         return super().forward(x)
+
+
+class Unpacked(nn.Module):
+    """Weights of eight bits, unpacked expert by expert; three tokens have six slots for eight experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.scale = nn.Linear(H, 2 * E, bias=False), nn.Parameter(torch.rand(2 * E, H, 1) / 100)
+        self.register_buffer("packed", torch.randint(-127, 127, (2 * E, H, H), dtype=torch.int8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x[:3]
+        weights, ids = torch.topk(self.gate(x).softmax(-1), K, dim=-1)
+        out = torch.zeros_like(x)
+        for e in range(2 * E):
+            tok, slot = torch.where(ids == e)
+            weight = self.packed[e].to(x.dtype) * self.scale[e]
+            out.index_add_(0, tok, F.linear(x[tok], weight) * weights[tok, slot, None])  # at: encoding-unknown
+        return out
+
+
+class Packed(Layer):
+    """Weights that are a tensor subclass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(H, H, bias=False) for _ in range(E))
+        for expert in self.experts:
+            data = expert.weight.detach()
+            expert.weight = nn.Parameter(TwoTensor(data, data.clone()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        ids, weights = self.route(x)
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            y = expert(x)  # at: quantised
+            out = out + y * (weights * (ids == e)).sum(-1, keepdim=True)
+        return out
+
+
+class Sharded(Layer):
+    """One process computes some experts, and all add up what they have."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        ids, weights = self.route(x)
+        out = torch.zeros_like(x)
+        for e in range(E // 2):
+            tok, slot = torch.where(ids == e)
+            out = out.index_add(0, tok, self.expert(e, x[tok]) * weights[tok, slot, None])
+        return all_of(out)  # at: sharded
+
+
+@torch.library.custom_op("collectives_like::all_reduce", mutates_args=())
+def all_of(x: Tensor) -> Tensor:
+    """Stands for a collective, which needs other processes."""
+    return x.clone()
+
+
+all_of.register_fake(torch.empty_like)
+all_of.register_autograd(lambda _ctx, grad: grad)
 
 
 class Autocast(Layer):

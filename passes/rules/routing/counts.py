@@ -22,7 +22,7 @@ from moefuse.passes.rules.routing.ids import is_integer
 @rule("bincount", "histc")
 def on_count(ctx: Context, node: Node, x: Node, *args: Any, **kwargs: Any) -> Any:
     given, x = x, uncast(ctx, x)
-    fact = ctx.fact(x)
+    fact, closed = ctx.fact(x), False
     if ctx.calls[node].name == "bincount":  # type: ignore[union-attr]
         bins = kwargs.get("minlength", args[1] if len(args) > 1 else 0)
         if args[:1] not in ((), (None,)) or kwargs.get("weights") is not None:
@@ -30,8 +30,9 @@ def on_count(ctx: Context, node: Node, x: Node, *args: Any, **kwargs: Any) -> An
     else:
         names = dict(zip(("bins", "min", "max"), args, strict=False)) | kwargs
         bins = names.get("bins")
-        if names.get("min") != 0 or not isinstance(bins, int) or names.get("max") != bins - 1:
+        if names.get("min") != 0 or not isinstance(bins, int) or names.get("max") not in (bins - 1, bins):
             return None
+        closed = names["max"] == bins  # the last bin has its right end, too: an id that no expert has
     if isinstance(fact, View) and is_integer(x):
         routing = routing_of(ctx, fact)
     elif isinstance(fact, Sorted) and fact.of == "ids":
@@ -39,6 +40,8 @@ def on_count(ctx: Context, node: Node, x: Node, *args: Any, **kwargs: Any) -> An
     else:
         return None
     if routing is None or not isinstance(bins, int) or not _as_they_are(ctx, x, given, bins):
+        return None
+    if closed and not routing.within(bins):
         return None
     if not exact(node, routing):
         return None
@@ -83,11 +86,13 @@ def on_cumsum(ctx: Context, node: Node, x: Node, dim: int = 0, **_: Any) -> Any:
 
 @rule("searchsorted", "bucketize")
 def on_searchsorted(ctx: Context, node: Node, a: Node, b: Node, *, right: bool = False, **options: Any) -> Any:
-    """Where each expert's sorted slots end: ``searchsorted(sorted_ids, arange(E), right=True)``."""
+    """Where each expert's sorted slots end: ``searchsorted(sorted_ids, arange(E), right=True)``; without ``right``, where they begin."""
     first, second = (a, b) if ctx.calls[node].name == "searchsorted" else (b, a)  # type: ignore[union-attr]
     ids, values = ctx.fact(first), ctx.fact(second)
-    if (not right and options.get("side") != "right") or set(options) - {"side", "out_int32"}:
+    behind = right or options.get("side") == "right"
+    if set(options) - {"side", "out_int32"} or not isinstance(ids, Sorted) or ids.of != "ids" or not isinstance(values, Range):
         return None
-    if not isinstance(ids, Sorted) or ids.of != "ids" or not isinstance(values, Range):
+    # What is below 0 lies in front of the first expert then, as if it were another one.
+    if not behind and not (isinstance(values.size, int) and ids.order.routing.within(values.size)):
         return None
-    return Counts(((Atom("e", 0, values.size),),), ids.order.routing, ends=True)
+    return Counts(((Atom("e", 0, values.size),),), ids.order.routing, ends=True, first=1 if behind else 0)

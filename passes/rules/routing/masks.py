@@ -9,7 +9,7 @@ import torch
 from torch.fx import Node
 
 from moefuse.passes.graph.calls import tensor
-from moefuse.passes.graph.sizes import same
+from moefuse.passes.graph.sizes import product, same
 from moefuse.passes.infer.ranges import counts
 from moefuse.passes.infer.routings import routing_of
 from moefuse.passes.infer.state import Context, as_size, normalize, out_shape
@@ -143,7 +143,11 @@ def selection(fact: Any, axes: Axes) -> tuple[Selection, tuple[str, ...]] | None
         if (len(kinds) > 1 and not flat) or kinds & {"e", "b"} or not (kinds or only):
             return None
         columns.append("flat" if flat else "token" if kinds == {"t"} else "slot")
-    if fact.expert is None or fact.negated or (columns.count("token") != 1 and columns != ["flat"]):
+    if columns.count("token") > 1 and _token_by_token(axes, columns):
+        columns = [f"token{i}" if c == "token" else c for i, c in enumerate(columns)]
+    elif columns.count("token") != 1 and columns != ["flat"]:
+        return None
+    if fact.expert is None or fact.negated:
         return None
     if isinstance(fact, Mask):
         if fact.weight is not None or (fact.routing.has_slots and not {"slot", "flat"} & set(columns)):
@@ -154,11 +158,31 @@ def selection(fact: Any, axes: Axes) -> tuple[Selection, tuple[str, ...]] | None
     return None
 
 
+def _token_by_token(axes: Axes, columns: list[str]) -> bool:
+    """Whether the first dimensions count through the tokens together, in order."""
+    lead = columns.count("token")
+    order = [a.index for axis in axes[:lead] for a in axis]
+    return columns[:lead] == ["token"] * lead and order == sorted(order)
+
+
+def one_index(facts: list[Any], shape: tuple[Any, ...]) -> tuple[int, Index] | None:
+    """(how many there are, what they are as one) of the indices in front that count the tokens together: ``b, t`` of ``x[b, t]``."""
+    lead = 0
+    while lead < len(facts) and isinstance(facts[lead], Index) and facts[lead].of == f"token{lead}":
+        lead += 1
+    if lead < 2 or not all(f.selection.same(facts[0].selection) for f in facts[:lead]):
+        return None
+    whole = len(shape) >= lead and same(product(shape[:lead]), facts[0].selection.routing.num_tokens)
+    return (lead, replace(facts[0], of="token")) if whole else None
+
+
 @rule("nonzero")
 def on_nonzero(ctx: Context, node: Node, x: Node, as_tuple: bool = False) -> Any:
     fact = ctx.fact(x)
     if isinstance(fact, Table) and fact.expert is None:
         return None if as_tuple else sparse_entries.listed(ctx, node, fact)
+    if isinstance(fact, Table) and not fact.ones:
+        fact = sparse_entries.compared(ctx, node, fact, above=False)
     found = selection(fact, fact.axes) if isinstance(fact, Mask | Table) else None
     if found is None:
         return None

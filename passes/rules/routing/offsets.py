@@ -8,7 +8,7 @@ from typing import Any
 from torch.fx import Node
 
 from moefuse.passes.graph.sizes import same
-from moefuse.passes.infer.state import Context
+from moefuse.passes.infer.state import Context, as_size
 from moefuse.passes.ir.facts import Counts, Fill, Hit, RowNumber, Span
 from moefuse.passes.rules import rule
 from moefuse.passes.rules.routing.nonempty import compared, hit_of
@@ -44,11 +44,19 @@ def difference(ctx: Context, a: Any, b: Any) -> Span | Counts | None:
         return x
     if isinstance(x, Counts) and isinstance(y, Counts) and x.routing is y.routing:
         return Counts(x.axes, x.routing, True, first=0) if x.ends and x.first == 1 and not y.ends and x.axes == y.axes else None
+    if isinstance(y, Span) and y.start == 0 and y.routing.within(y.stop) and _every_slot(a, y):
+        return Span((), y.routing, y.stop, y.stop)
     if not isinstance(x, Span) or not isinstance(y, Span) or x.routing is not y.routing:
         return None
     if x.start == y.start and y.stop <= x.stop:
         return Span((), x.routing, y.stop, x.stop)
     return Span((), x.routing, x.start, y.start) if x.stop == y.stop and x.start <= y.start else None
+
+
+def _every_slot(size: Any, span: Span) -> bool:
+    """Whether a size is the number of all slots."""
+    known = as_size(size) if isinstance(size, Node) else size
+    return not isinstance(known, bool | None) and same(known, span.routing.num_tokens * span.routing.top_k)
 
 
 def compared_spans(ctx: Context, name: str, a: Any, b: Any) -> Hit | None:

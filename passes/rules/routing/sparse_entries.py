@@ -27,20 +27,23 @@ class _Kept:
 
 
 def kept(ctx: Context, table: Table, *, above: bool) -> Routing | None:
-    """The routing of a whole table's entries that are not zero, or above zero; one object for each table."""
+    """The routing of the entries of a table (or of the one that a column is of) that are not zero, or above zero; one object for each."""
     root, old = table.root, table.routing
-    if table.expert is not None or table.fill != 0.0 or table.negated or table.slot is not None or root is None or not old.whole:
+    if table.fill != 0.0 or table.negated or table.slot is not None or root is None or not old.whole:
         return None
-    kinds = [{a.kind for a in axis} for axis in table.axes]
+    kinds = [{a.kind for a in axis} for axis in (table.axes if table.expert is None else table.root_axes)]
     if kinds != [{"t"}, {"e"}] or not old.distinct or len(old.tokens) != 1:
         return None
     return ctx.scratch(_Kept).of.setdefault((root, above), replace(old, kept=root, above=above))
 
 
 def compared(ctx: Context, node: Node, table: Table, *, above: bool) -> Table | None:
-    """``gates > 0``, ``gates != 0``: who is still chosen."""
+    """``gates > 0``, ``gates != 0``, ``gates[:, e] > 0``: who is still chosen."""
     routing = kept(ctx, table, above=above)
-    return None if routing is None else replace(table, routing=routing, root=node, root_axes=table.axes, slots=None, ones=True)
+    if routing is None:
+        return None
+    whole = table.expert is None
+    return replace(table, routing=routing, root=node if whole else None, root_axes=table.axes if whole else (), slots=None, ones=True)
 
 
 def counted(ctx: Context, routing: Routing) -> Routing:

@@ -13,12 +13,12 @@ from moefuse.passes.infer.gates import gate
 from moefuse.passes.infer.state import Context, out_shape
 from moefuse.passes.ir.axes import Axes, atoms, extent, fresh
 from moefuse.passes.ir.expr import SlotWeight
-from moefuse.passes.ir.facts import Buffer, Column, Fact, Fill, Mask, Rows, Selection, Sum, Table, View
+from moefuse.passes.ir.facts import Buffer, Column, Fact, Fill, Index, Lost, Mask, Range, Rows, Selection, Sum, Table, View
 from moefuse.passes.rules import rule
 from moefuse.passes.rules.routing.ids import row_axis
 from moefuse.passes.rules.routing.masks import selection, tokens_together
 from moefuse.passes.rules.rows.by_rows import by_column, by_slots, features_of, same_ids, slots_together, with_none
-from moefuse.passes.rules.rows.index import pick
+from moefuse.passes.rules.rows.index import cut, pick
 from moefuse.passes.rules.rows.leaves import is_slot_weight, row_domain, slot_gate, take_tokens
 
 
@@ -52,23 +52,32 @@ def by_rows_of(mask: Mask | Table, shape: tuple[Size, ...]) -> Any:
 
 
 def by_any_mask(ctx: Context, node: Node, x: Node, base: Any, mask: Mask | Table, tail: list[Any]) -> Any:
-    """``x[mask]``, perhaps with a column behind, for a mask over tokens, or tokens and slots."""
+    """``x[mask]``, perhaps with a column behind (``w[mask, k]``, ``w[mask, k:k + 1]``), for a mask over tokens, or tokens and slots."""
     lead, axes = tokens_together(mask.axes)
     found = selection(mask, axes)
-    new = bool(tail) and all(t is None for t in tail)  # dimensions of size one behind
-    if found is None or (len(tail) > 1 and not new):
+    new = [t for t in tail if t is None]  # dimensions of size one behind
+    tail = tail[: len(tail) - len(new)]
+    if found is None or len(tail) > 1 or None in tail:
         return None
     if lead > 1 and isinstance(base, View | Table):
         base = base.with_axes((sum(base.axes[:lead], ()), *base.axes[lead:]))
     if isinstance(mask, Table) and isinstance(base, Table) and tail:
-        return by_column(node, base, found[0], row_axis(node), tail)
-    if new:
-        taken = by_mask(ctx, node, x, base, *found)
-        return with_none(taken, tail) if isinstance(taken, Rows) else taken
+        return by_column(node, base, found[0], row_axis(node), [*tail, *new])
     if tail:
-        column = isinstance(mask, Table) and isinstance(tail[0], int) and isinstance(base, View)
-        base = pick(ctx, node, x, base, len(base.axes) - 1, tail[0]) if column else None
-    return by_mask(ctx, node, x, base, *found)
+        base = _column(ctx, node, x, base, tail[0]) if isinstance(mask, Table) and isinstance(base, View) else None
+    taken = by_mask(ctx, node, x, base, *found)
+    if isinstance(taken, Rows):
+        return with_none(taken, new)
+    return taken if not new or isinstance(taken, Lost) else None
+
+
+def _column(ctx: Context, node: Node, x: Node, base: View, at: Any) -> Any:
+    """One column of a tensor, by its number or as a slice of one."""
+    last = len(base.axes) - 1
+    if isinstance(at, int):
+        return pick(ctx, node, x, base, last, at)
+    found = cut(ctx, node, base, last, at) if isinstance(at, slice) else None
+    return found if isinstance(found, Column) else None
 
 
 def by_mask(ctx: Context, node: Node, x: Node, base: Any, chosen: Selection, columns: tuple[str, ...]) -> Any:
@@ -77,6 +86,8 @@ def by_mask(ctx: Context, node: Node, x: Node, base: Any, chosen: Selection, col
     if columns == ("token",):
         if isinstance(base, Sum) and base.parts[0].rows.domain.routing is not chosen.routing:
             base = View(fresh(out_shape(x)), x)
+        if isinstance(base, Range):  # ``arange(T)[mask]``: the numbers of the tokens
+            return Index((rows,), chosen, "token") if len(base.axes) == 1 and same(base.size, chosen.routing.num_tokens) else None
         if isinstance(base, Fill | Sum):
             return Buffer((rows, *features_of(base)), x, chosen)
         if isinstance(base, Column) and chosen.slot == base.slot:

@@ -14,6 +14,7 @@ from moefuse.passes.ir.axes import Atom, Axes, Axis, extent, fresh
 from moefuse.passes.ir.expr import Gate, SlotWeight
 from moefuse.passes.ir.facts import Buffer, Column, Fill, Index, Order, Range, Routing, Rows, Selection, Sorted, Sum, Table, View
 from moefuse.passes.rules.routing.ids import row_axis
+from moefuse.passes.rules.routing.masks import one_index
 from moefuse.passes.rules.rows.leaves import is_slot_weight, row_domain, slot_gate, slot_value, take_tokens
 
 _ALL = slice(None, None, None)
@@ -21,6 +22,10 @@ _ALL = slice(None, None, None)
 
 def by_rows(ctx: Context, node: Node, x: Node, base: Any, chosen: Selection, indices: list[Any]) -> Any:
     """``x[token_rows]``, ``w[token_rows, slot_rows]``, with None, full slices or a constant slot behind."""
+    together = one_index(indices, out_shape(x))
+    if together is not None and isinstance(base, View | Fill | Sum | Table):
+        lead, index = together
+        base, indices = base.with_axes((sum(base.axes[:lead], ()), *base.axes[lead:])), [index, *indices[lead:]]
     columns = []
     for i in indices:
         if not isinstance(i, Index):
@@ -72,9 +77,10 @@ def _by_tokens(ctx: Context, node: Node, x: Node, base: Any, chosen: Selection, 
         return by_column(node, base, chosen, rows, rest)
     if not isinstance(base, View):
         return None
-    if rest and isinstance(rest[0], int):
-        slot = chosen.slot == rest[0]
-        return with_none(Rows((rows,), row_domain(chosen), Gate(node, base.root, True, False, chosen.expert)), rest[1:]) if slot else None
+    if rest and isinstance(rest[0], int | slice) and rest[0] != _ALL:
+        axes: Axes = (rows,) if isinstance(rest[0], int) else (rows, ())
+        slot = len(base.axes) == 2 and chosen.slot is not None and rest[0] in (chosen.slot, slice(chosen.slot, chosen.slot + 1))
+        return with_none(Rows(axes, row_domain(chosen), Gate(node, base.root, True, False, chosen.expert)), rest[1:]) if slot else None
     taken = take_tokens(ctx, node, base, chosen, rows)
     return with_none(taken, rest) if isinstance(taken, Rows) else taken
 
@@ -86,7 +92,7 @@ def features_of(base: Fill | Sum) -> Axes:
 
 def same_ids(table: Routing, chosen: Routing) -> bool:
     """Whether a table has an entry for every slot of a routing: it is of the same, or of one with more slots."""
-    return table is chosen or (chosen.kept is not None and table.kept is None and table.node is chosen.node)
+    return table is chosen or (not chosen.whole and table.whole and table.node is chosen.node)
 
 
 def by_column(node: Node, base: Table, chosen: Selection, rows: Axis, rest: list[Any]) -> Rows | None:

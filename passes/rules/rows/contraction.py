@@ -18,6 +18,7 @@ from moefuse.passes.ir.facts import Counts, Domain, Lost, Mask, Order, Routing, 
 from moefuse.passes.rules import rule
 from moefuse.passes.rules.routing.masks import mask_table, masked_weight
 from moefuse.passes.rules.rows.leaves import slot_value, token
+from moefuse.passes.rules.rows.put_together import apart
 from moefuse.passes.rules.sums.reduce import combined
 
 Labels = str
@@ -125,7 +126,12 @@ def on_grouped_mm(ctx: Context, node: Node, x: Any, weight: Any, offs: Any = Non
 
 def contract(ctx: Context, node: Node, a: Any, b: Any, first: Labels, second: Labels, out: Labels) -> Any:
     """A two-operand einsum between facts."""
-    return contracted(ctx, node, ctx.fact(a), ctx.fact(b), first, second, out, out_shape(node))
+    x, y, sizes = ctx.fact(a), ctx.fact(b), out_shape(node)
+    if len(out) == len(sizes) and (split := apart(y, second, first, out, sizes)) is not None:
+        return split.together(contracted(ctx, node, x, split.stack, first, split.labels, split.out, split.sizes))
+    if len(out) == len(sizes) and (split := apart(x, first, second, out, sizes)) is not None:
+        return split.together(contracted(ctx, node, split.stack, y, split.labels, second, split.out, split.sizes))
+    return contracted(ctx, node, x, y, first, second, out, sizes)
 
 
 def contracted(ctx: Context, node: Node, x: Any, y: Any, first: Labels, second: Labels, out: Labels, shape: tuple[Any, ...]) -> Any:

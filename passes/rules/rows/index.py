@@ -143,6 +143,8 @@ def cut(ctx: Context, node: Node, fact: Any, dim: int, item: slice) -> Any:
     axes = tuple(((Atom(only.kind, only.index, length),) if i == dim else a) for i, a in enumerate(fact.axes))
     if isinstance(fact, Entries):
         return sparse_entries.column(fact, (fact.axes[0], ()), start) if dim == 1 and length == 1 else None
+    if isinstance(fact, IndexMatrix):
+        return replace(fact, axes=axes, columns=(fact.columns[start],)) if not fact.transposed and dim == 1 and length == 1 else None
     if isinstance(fact, Rows) and only.kind == "f" and step > 0 and not isinstance(item.start, RowNumber):
         if sum(a.kind == "f" for b in fact.axes for a in b) != 1:
             return None
@@ -152,6 +154,8 @@ def cut(ctx: Context, node: Node, fact: Any, dim: int, item: slice) -> Any:
         return replace(fact, axes=tuple(() if i == dim else a for i, a in enumerate(fact.axes)), expert=expert)
     if isinstance(fact, View) and not isinstance(fact, Column) and (only.kind, only.index, dim, length) == ("d", 0, 0, 1):
         return stacked(fact, axes, expert=item.start if isinstance(item.start, RowNumber) else start)
+    if type(fact) is View and (only.kind, dim, length) == ("d", len(fact.axes) - 1, 1) and not isinstance(item.start, RowNumber):
+        return Column((*fresh([extent(a) for a in axes[:-1]]), ()), ctx.first[node], fact, start)
     return None
 
 
@@ -197,8 +201,9 @@ def on_chunk(ctx: Context, node: Node, x: Node, chunks: Any, dim: int = 0) -> An
 
 
 @rule("split", "split_with_sizes")
-def on_split(ctx: Context, node: Node, x: Node, sizes: Any, dim: int = 0) -> Any:
+def on_split(ctx: Context, node: Node, x: Node, sizes: Any = None, dim: int = 0, **by_name: Any) -> Any:
     fact = ctx.fact(x)
+    sizes = next(iter(by_name.values()), sizes)  # split_size_or_sections, split_size, split_sizes
     if not isinstance(fact, Fact) or isinstance(fact, Sum):
         return None
     if isinstance(sizes, tuple | list) and any(isinstance(s, Node) for s in sizes):

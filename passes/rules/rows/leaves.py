@@ -36,6 +36,9 @@ def is_slot_weight(view: View, routing: Routing) -> bool:
 def take_tokens(ctx: Context, node: Node, base: View, chosen: Selection, rows: Axis) -> Any:
     """Rows of a plain [tokens, H] tensor for the tokens of an expert."""
     token_axes, features = base.axes[:1], base.axes[1:]
+    inner = features[: max((i for i, a in enumerate(features) if a), default=0)]
+    if any(inner):
+        return _take_sequences(ctx, node, base, chosen, (rows, *inner))
     if not same(extent(token_axes[0]), chosen.routing.num_tokens):
         return ctx.lost("tokens-differ", node, detail=f"{extent(token_axes[0])} rows are indexed by {chosen.routing.num_tokens} tokens")
     expr = token(node, base, list(token_axes), list(features))
@@ -45,6 +48,16 @@ def take_tokens(ctx: Context, node: Node, base: View, chosen: Selection, rows: A
         return Rows((rows, *features), row_domain(chosen), SlotWeight(node, base.root))
     axes = (rows, *((Atom("f", 0, extent(a)),) if a and not same(extent(a), 1) else () for a in features))
     return Rows(axes, row_domain(chosen), expr)
+
+
+def _take_sequences(ctx: Context, node: Node, base: View, chosen: Selection, lead: tuple[Axis, ...]) -> Any:
+    """``images[b]`` of [B, S, H] where ids are [B, K]: all tokens of a sequence or an image go to the same experts."""
+    count, last = len(lead), base.axes[len(lead) :]
+    expr = token(node, base, list(base.axes[:count]), list(last))
+    if expr is None or not same(extent(base.axes[0]), chosen.routing.num_tokens):
+        return ctx.lost("tokens-differ", node, detail="the indexed tensor is not a plain [tokens, features] tensor")
+    tokens = tuple(tuple(Atom("t", i, a.size) for a in axis) for i, axis in enumerate(lead[1:], 1))
+    return Rows((lead[0], *tokens, *((Atom("f", 0, extent(a)),) if a else () for a in last)), row_domain(chosen), expr)
 
 
 def token(node: Node, base: View, token_axes: list[Axis], features: list[Axis]) -> Token | None:

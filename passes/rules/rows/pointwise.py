@@ -16,13 +16,15 @@ from moefuse.passes.infer.routings import shared_routing
 from moefuse.passes.infer.state import Context, out_shape
 from moefuse.passes.ir.axes import Axes, extent
 from moefuse.passes.ir.expr import Expr, Gate, Op, has_linear, walk
-from moefuse.passes.ir.facts import Counts, Domain, Fill, Lost, Mask, Rows, Sorted, Span, Table, View
+from moefuse.passes.ir.facts import Counts, Domain, Fill, Listed, Lost, Mask, Rows, Sorted, Span, Table, View
 from moefuse.passes.rules import rule
 from moefuse.passes.rules.routing.masked_slots import dropped
 from moefuse.passes.rules.routing.masks import masked_weight
 from moefuse.passes.rules.routing.offsets import difference
 from moefuse.passes.rules.routing.sort import on_div
 from moefuse.passes.rules.routing.tables import table_with, unary
+from moefuse.passes.rules.routing.valid_slots import restricted
+from moefuse.passes.rules.rows.listed import product
 from moefuse.passes.rules.rows.views import inherited
 
 
@@ -138,9 +140,13 @@ def on_mul(ctx: Context, node: Node, a: Any, other: Any, *, rounding_mode: str |
         return on_div(ctx, node, a, b, rounding_mode)
     if isinstance(x, Rows) or isinstance(y, Rows):
         return row_local(ctx, node, (a, b), {})
+    if isinstance(x, Listed) or isinstance(y, Listed):
+        return product(node, name, x if isinstance(x, Listed) else a, y if isinstance(y, Listed) else b)
     for first, second, source in ((x, y, b), (y, x, a)):
-        if name == "mul" and isinstance(first, Mask | Table) and (left := dropped(ctx, node, first, second)) is not None:
-            return left
+        if name == "mul" and isinstance(first, Mask | Table):
+            left = dropped(ctx, node, first, second) or restricted(ctx, node, first, second)
+            if left is not None:
+                return left
         if isinstance(first, Mask) and isinstance(second, View) and not first.negated and first.weight is None and name == "mul":
             return masked_weight(ctx, node, first, second)
         if isinstance(first, Table) and isinstance(second, View) and name == "mul" and not first.negated:

@@ -24,6 +24,7 @@ from moefuse.passes.ir.facts import (
     Hit,
     Index,
     IndexMatrix,
+    Listed,
     Mask,
     Occurring,
     Range,
@@ -250,7 +251,7 @@ def on_repeat_interleave(ctx: Context, node: Node, x: Node, repeats: Any, dim: i
 def on_same(ctx: Context, node: Node, x: Node, *_: Any, **__: Any) -> Any:
     fact = ctx.fact(x)
     cuts = ctx.calls[node].name in ("detach", "getattr")  # type: ignore[union-attr]
-    if cuts and isinstance(fact, Rows | View | Table | Sum | Mask):
+    if cuts and isinstance(fact, Rows | View | Table | Sum | Mask | Listed):
         return ctx.lost("no-rule", node, op="detach") if isinstance(fact, Rows) and fact.domain.routing is not None else None
     if cuts and isinstance(fact, Weight) and ctx.mode[node][0] and (value := tensor(x)) is not None and value.requires_grad:
         return None  # another tensor than the parameter: it has no gradient

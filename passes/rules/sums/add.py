@@ -44,7 +44,10 @@ def add_to_sum(ctx: Context, node: Node, a: Any, b: Any) -> Any:
     """``acc + rows`` of one expert, in any order; None if neither side is an accumulation."""
     x, y = ctx.fact(a), ctx.fact(b)
     if isinstance(x, Sum) and isinstance(y, Sum):
-        return _merged(x, y)
+        return merged(x, y)
+    for first, summed in ((a, y), (b, x)):
+        if isinstance(first, int | float) and first == 0 and isinstance(summed, Sum):
+            return replace(summed, axes=plain_axes(node))  # ``sum(outs)`` begins with 0
     for first, second, summed in ((x, y, b), (y, x, a)):
         if isinstance(first, Fill) and first.value == 0.0 and isinstance(second, Sum) and _same_tensor(node, summed):
             return replace(second, axes=plain_axes(node))
@@ -77,7 +80,7 @@ def _same_tensor(node: Node, other: Node) -> bool:
     return mine is not None and theirs is not None and mine.dtype == theirs.dtype and same_shape(out_shape(node), out_shape(other))
 
 
-def _merged(x: Sum, y: Sum) -> Sum | None:
+def merged(x: Sum, y: Sum) -> Sum | None:
     """Two halves of one layer; two whole layers, or sums over different routings, stay two."""
     routings = {p.rows.domain.routing for p in (*x.parts, *y.parts)} - {None}
     if (x.base is not None and y.base is not None) or x.replaced or y.replaced or len(routings) > 1 or _experts(x) & _experts(y):

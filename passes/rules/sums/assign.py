@@ -11,7 +11,7 @@ from moefuse.passes.infer.state import Context, out_shape
 from moefuse.passes.ir.axes import atoms, extent
 from moefuse.passes.ir.facts import Buffer, Fill, Mask, Pieces, Rows, Sorted, Table
 from moefuse.passes.rules import rule
-from moefuse.passes.rules.routing.masks import selection, token_selection, tokens_together
+from moefuse.passes.rules.routing.masks import one_index, selection, token_selection, tokens_together
 from moefuse.passes.rules.routing.sort import assign_inverse
 from moefuse.passes.rules.rows.boolean_mask import by_rows_of
 from moefuse.passes.rules.sums import segments
@@ -27,6 +27,9 @@ def on_setitem(ctx: Context, node: Node, target: Node, index: Any, value: Any) -
     if not items:
         return None
     filled = fill_slots(ctx, node, target, [ctx.fact(i) if isinstance(i, Node) else i for i in _tensors(items)], value)
+    together = one_index([ctx.fact(i) if isinstance(i, Node) else i for i in items], out_shape(target)) if filled is None else None
+    if together is not None and not any(i != _ALL for i in items[together[0] :]):
+        return put(ctx, node, target, together[1].selection, ctx.fact(value))
     if filled is not None or any(i != _ALL for i in items[1:]):
         return filled
     where = ctx.fact(items[0]) if isinstance(items[0], Node) else None

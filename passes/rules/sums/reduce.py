@@ -8,19 +8,22 @@ from typing import Any
 from torch.fx import Node
 
 from moefuse.passes.graph.calls import tensor
+from moefuse.passes.graph.op_classes import PRODUCTS
 from moefuse.passes.graph.sizes import same
 from moefuse.passes.infer.cone import cone_rows
 from moefuse.passes.infer.ranges import tells_none
 from moefuse.passes.infer.routings import routing_of
 from moefuse.passes.infer.state import Context, normalize, out_shape
 from moefuse.passes.ir.anti_unify import generalise
-from moefuse.passes.ir.axes import Atom, Axes, Axis
-from moefuse.passes.ir.expr import Op
+from moefuse.passes.ir.axes import Atom, Axes, Axis, extent
+from moefuse.passes.ir.expr import Op, Token, walk
 from moefuse.passes.ir.facts import (
     Combined,
     Counts,
     Domain,
+    Fill,
     Index,
+    Listed,
     Lost,
     Mask,
     Part,
@@ -35,14 +38,17 @@ from moefuse.passes.ir.facts import (
 from moefuse.passes.rules import rule
 from moefuse.passes.rules.routing import sparse_entries
 from moefuse.passes.rules.routing.ids import is_integer, role_axes
-from moefuse.passes.rules.routing.masks import over_slots, token_selection
+from moefuse.passes.rules.routing.masks import one_index, over_slots, token_selection
 from moefuse.passes.rules.routing.offsets import with_zero
 from moefuse.passes.rules.rows.advanced_index import by_tensor
+from moefuse.passes.rules.rows.listed import listed
 from moefuse.passes.rules.rows.reductions import over_features
-from moefuse.passes.rules.sums.accumulate import accumulated, add_rows, plain_axes, selects
+from moefuse.passes.rules.sums.accumulate import accumulated, plain_axes, selects
+from moefuse.passes.rules.sums.add import merged
 from moefuse.passes.rules.sums.assign import on_setitem
+from moefuse.passes.rules.sums.listed import add
+from moefuse.passes.rules.sums.segments import is_sorted, segment_of
 from moefuse.passes.rules.sums.segments import joined as joined_segments
-from moefuse.passes.rules.sums.segments import segment_of
 
 
 @rule("sum")
@@ -70,8 +76,14 @@ def on_sum(ctx: Context, node: Node, x: Any, *args: Any, **kwargs: Any) -> Any:
     return ctx.lost("not-row-local", node, op="sum")
 
 
-def _sum_of(node: Node, stacked: Stacked) -> Sum:
-    return Sum(plain_axes(node), None, tuple(Part(rows, node) for rows in stacked.items))
+def _sum_of(node: Node, stacked: Stacked) -> Sum | None:
+    first, *rest = stacked.items
+    if isinstance(first, Rows):
+        return Sum(plain_axes(node), None, tuple(Part(rows, node) for rows in stacked.items if isinstance(rows, Rows)))
+    whole: Sum | None = first
+    for other in rest:
+        whole = merged(whole, other) if whole is not None and isinstance(other, Sum) else None
+    return None if whole is None else replace(whole, axes=plain_axes(node))
 
 
 def _over_features(ctx: Context, node: Node, x: Any, dims: list[int], keepdim: bool) -> Any:
@@ -98,9 +110,9 @@ def combined(ctx: Context, node: Node, rows: Rows, over: Axis, left: Axes) -> An
 @rule("index_add", "index_reduce")
 def on_index_add(ctx: Context, node: Node, target: Node, dim: int, index: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
     rows, where = ctx.fact(source), ctx.fact(index)
-    if not isinstance(rows, Rows) or dim != 0 or args or kwargs.get("alpha", 1) != 1 or ctx.calls[node].name != "index_add":  # type: ignore[union-attr]
+    if not isinstance(rows, Rows | Listed) or dim != 0 or args or kwargs.get("alpha", 1) != 1 or ctx.calls[node].name != "index_add":  # type: ignore[union-attr]
         return None
-    return add_rows(ctx, node, target, where, rows)
+    return add(ctx, node, target, where, rows)
 
 
 @rule("index_put")
@@ -109,30 +121,56 @@ def on_index_put(ctx: Context, node: Node, target: Node, indices: Any, values: A
         return None
     if not accumulate:
         return on_setitem(ctx, node, target, tuple(indices), values)
-    rows, where = ctx.fact(values), ctx.fact(indices[0]) if len(indices) == 1 else None
-    if not isinstance(rows, Rows):
+    rows, where = ctx.fact(values), ctx.fact(indices[0]) if len(indices) == 1 else _one(ctx, target, indices)
+    if not isinstance(rows, Rows | Listed):
         return None
-    if isinstance(where, Mask | Table) and rows.domain.selection is not None:
+    if isinstance(where, Mask | Table) and isinstance(rows, Rows) and rows.domain.selection is not None:
         chosen = token_selection(where)
         return accumulated(ctx, node, target, rows) if chosen is not None and chosen.same(rows.domain.selection) else None
-    return add_rows(ctx, node, target, where, rows)
+    return add(ctx, node, target, where, rows)
+
+
+def _one(ctx: Context, target: Node, indices: Any) -> Any:
+    """``b, t`` as one index of the tokens."""
+    together = one_index([ctx.fact(i) for i in indices], out_shape(target))
+    return together[1] if together is not None and together[0] == len(indices) else None
+
+
+@rule("vstack")
+def on_vstack(ctx: Context, node: Node, tensors: Any) -> Any:
+    if not isinstance(tensors, tuple | list) or not all(isinstance(t, Node) and len(out_shape(t)) > 1 for t in tensors):
+        return None
+    return _joined(ctx, node, tensors, [ctx.fact(t) for t in tensors], 0)
 
 
 @rule("stack", "cat")
 def on_stack(ctx: Context, node: Node, tensors: Any, dim: int = 0, **_: Any) -> Any:
-    """Every expert's output beside the others': one dimension more, over the experts."""
-    joined = ctx.calls[node].name == "cat"  # type: ignore[union-attr]
     if not isinstance(tensors, tuple | list) or not tensors:
         return None
-    tables = [ctx.fact(t) for t in tensors]
-    if joined and segment_of(tables[0]) is not None:
-        return joined_segments(ctx, node, tensors, tables, dim)
+    facts = [ctx.fact(t) for t in tensors]
+    joined = ctx.calls[node].name == "cat"  # type: ignore[union-attr]
+    if joined and segment_of(facts[0]) is not None:
+        return joined_segments(ctx, node, tensors, facts, dim)
     if len(tensors) < 2:
         return None
-    if joined and isinstance(tables[1], Counts):
-        return with_zero(ctx, tensors)
-    if not joined and all(isinstance(t, Table) for t in tables):
-        return stacked_tables(node, tables, dim)
+    found = _joined(ctx, node, tensors, facts, dim) if joined else _stacked(node, facts, dim)
+    return found if found is not None else _outputs(ctx, node, tensors, dim, joined)
+
+
+def _joined(ctx: Context, node: Node, tensors: Any, facts: list[Any], dim: int) -> Any:
+    if len(facts) == 2 and dim == 0 and is_sorted(facts[0]) and isinstance(facts[1], Fill):
+        return facts[0] if same(extent(facts[1].axes[0]), 0) else None  # padding by as many rows as no expert has: none
+    return with_zero(ctx, tensors) if isinstance(facts[1], Counts) else listed(ctx, node, tensors, facts, dim)
+
+
+def _stacked(node: Node, facts: list[Any], dim: int) -> Any:
+    if all(isinstance(f, Table) for f in facts):
+        return stacked_tables(node, facts, dim)
+    return Stacked(tuple(facts), normalize(dim, len(out_shape(node)))) if all(isinstance(f, Sum) for f in facts) else None
+
+
+def _outputs(ctx: Context, node: Node, tensors: Any, dim: int, joined: bool) -> Any:
+    """Every expert's output beside the others': one dimension more, over the experts."""
     rows: list[Rows] = []
     for item in tensors:
         fact = ctx.fact(item)
@@ -150,10 +188,21 @@ def on_stack(ctx: Context, node: Node, tensors: Any, dim: int = 0, **_: Any) -> 
     routing = next((r.domain.routing for r in rows if r.domain.routing is not None), None)
     expr = generalise([r.expr for r in rows], list(range(len(rows))), node)
     if isinstance(expr, Lost):
-        return expr
+        return _mixed(ctx, rows) or expr
     axes = list(rows[0].axes)
     axes.insert(normalize(dim, len(axes) + 1), (Atom("e", 0, len(rows)),))
     return Rows(tuple(axes), Domain("dense", routing), expr)
+
+
+def _mixed(ctx: Context, rows: list[Rows]) -> Lost | None:
+    """Experts on rows of their own that one product has mixed out of all tokens (soft mixtures of experts: Puigcerver et al. 2024)."""
+    inputs = [next((e.source for e in walk(r.expr) if isinstance(e, Token)), None) for r in rows]
+    made = {ctx.storage[n] for n in inputs if n is not None}
+    call = ctx.calls[next(iter(made))] if len(made) == 1 and len(set(inputs)) == len(rows) else None
+    if call is None or call.name not in PRODUCTS:
+        return None
+    detail = f"`{call.name}` mixes all tokens into rows for each expert, and the experts run on those"
+    return ctx.lost("capacity", next(iter(made)), detail=detail)
 
 
 def stacked_tables(node: Node, tables: list[Table], dim: int) -> Table | None:

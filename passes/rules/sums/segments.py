@@ -22,6 +22,9 @@ _OF = {"slot": "flat", "token": "token"}
 
 def of_bounds(ctx: Context, node: Node, fact: Any, start: Any, stop: Any) -> Any:
     """``sorted[start:stop]``."""
+    if _all_of_them(ctx, fact, start, stop):
+        rows, *rest = fact.axes
+        return fact.with_axes(((rows[0]._replace(size=out_shape(node)[0]),), *rest))
     found = _expert(ctx, start, stop)
     if found is None:
         return _unknown(ctx, node, fact)
@@ -38,6 +41,15 @@ def of_sizes(ctx: Context, node: Node, fact: Any, sizes: Any) -> Any:
     lengths = [shape_of(v)[0] for v in values]
     pieces = [piece(ctx, node, fact, s.routing, e, n) for e, (s, n) in enumerate(zip(known, lengths, strict=True))]
     return next((p for p in pieces if isinstance(p, Lost)), Many(tuple(pieces)))
+
+
+def _all_of_them(ctx: Context, fact: Any, start: Any, stop: Any) -> bool:
+    """``sorted[:sum(counts)]``: every slot, where no id is that of another expert."""
+    first, last = bound(ctx, start), bound(ctx, stop) if stop is not None else None
+    if first is None or first[1] != 0 or last is None or last[0] is None:
+        return False
+    order = fact.order if isinstance(fact, Sorted) else fact.domain.order
+    return order is not None and order.routing is last[0] and last[0].kept is None and last[0].within(last[1])
 
 
 def _expert(ctx: Context, start: Any, stop: Any) -> tuple[Routing, int] | None:

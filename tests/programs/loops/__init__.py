@@ -14,8 +14,10 @@ from tests.programs.loops import (
     near_python,
     near_rows,
     near_segments,
+    near_tutorials,
     numbers,
     segments,
+    tutorials,
     unique,
     weightless,
 )
@@ -42,8 +44,10 @@ __all__ = [
     "near_python",
     "near_rows",
     "near_segments",
+    "near_tutorials",
     "numbers",
     "segments",
+    "tutorials",
     "unique",
     "weightless",
 ]

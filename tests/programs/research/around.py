@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.programs.research.base import E, Gated, H, I, K, Layer, Listed, Stacked, fused, mlp, twin, unseen
+from tests.programs.research.base import E, Gated, H, I, K, Layer, Listed, Stacked, fused, mlp, twin, unknown, unseen
 
 
 def looped(experts: nn.ModuleList, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
@@ -241,7 +241,7 @@ class AboveZero(Listed):
         return out
 
 
-@unseen()
+@unknown(3, "einsum")
 class ProductKeys(Layer):
     """PEER: a million experts of one neuron, found by product keys, as embeddings."""
 
@@ -257,7 +257,7 @@ class ProductKeys(Layer):
         numbers = (places[0][:, :, None] * 3 + places[1][:, None, :]).flatten(1)
         best, at = both.topk(K, dim=-1)
         ids = numbers.gather(-1, at)
-        h = F.gelu(torch.einsum("td,tkd->tk", x, self.down(ids))) * best.softmax(-1)
+        h = F.gelu(torch.einsum("td,tkd->tk", x, self.down(ids))) * best.softmax(-1)  # at: ProductKeys
         return torch.einsum("tk,tkd->td", h, self.up(ids))
 
 

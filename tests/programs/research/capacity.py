@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.programs.research.base import E, H, K, Layer, Listed, Stacked, fused, mlp, refused, twin, unseen
+from tests.programs.research.base import E, H, K, Layer, Listed, Stacked, fused, mlp, refused, twin, unknown, unseen
 
 LIMITED = "experts take a limited number of tokens here: "
 
@@ -76,9 +76,9 @@ class FlatPlaces(Listed):
         return combine.to(x.dtype).flatten(1) @ y.view(-1, H)
 
 
-@unseen()
+@unknown(6, "linear")
 class DepthRouter(Layer):
-    """Mixture of depths: one score for each token, and one block for the best of them. No experts, nothing to say."""
+    """Mixture of depths: one score for each token, and one block for the best of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class DepthRouter(Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         weights, tokens = self.score(x).squeeze(-1).topk(max(1, x.shape[0] // 2), dim=0)
-        return x.index_add(0, tokens, self.block(x[tokens]) * weights.sigmoid()[:, None])
+        return x.index_add(0, tokens, self.block(x[tokens]) * weights.sigmoid()[:, None])  # at: DepthRouter
 
 
 @unseen()

@@ -1,0 +1,200 @@
+"""Experts in a form that no rule reads at all: nothing in the graph was fused, nothing was refused, and yet something is chosen by scores.
+
+What counts as evidence is read from the graph, never from names: as many stacked or equal weights as there were scores to choose from,
+weights gathered by what was chosen, or rows that were taken by it, multiplied by a weight and put back. A top-k alone is none (sampling,
+sparse attention). The result is a refusal for the report; nothing is rewritten because of it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import torch
+from torch.fx import Node
+
+from moefuse.passes.graph.calls import tensor
+from moefuse.passes.graph.op_classes import INDICES_ALONG, METADATA, PRODUCTS
+from moefuse.passes.graph.sizes import shape_of
+from moefuse.passes.infer.state import Context
+from moefuse.passes.ir.facts import Counts, Hit, Index, IndexMatrix, Lost, Mask, Rows, Sorted, Table, Weight
+
+_TAKES = frozenset("getitem index_select gather embedding take_along_dim masked_select index".split())
+_PUTS = frozenset("index_add scatter scatter_add index_put setitem scatter_reduce index_copy masked_scatter".split())
+_MULTIPLIES = PRODUCTS | frozenset("conv1d conv2d conv3d mul scaled_mm _scaled_mm grouped_mm _grouped_mm".split())
+_SELECTS = Mask | Table | Index | IndexMatrix | Sorted | Counts | Hit | Rows | Weight
+_FEWEST = 3
+"""So many equal weights beside as many scores; of two, one may be anything."""
+
+
+@dataclass
+class _Flow:
+    """``chosen``: what depends on a choice, and the first node of that choice. ``sizes``: of how many each choice is one, or some."""
+
+    chosen: dict[Node, Node] = field(default_factory=dict)
+    sizes: dict[Node, int] = field(default_factory=dict)
+
+
+def unexplained(ctx: Context) -> Lost | None:
+    """A refusal for experts that nothing else in a graph speaks of; None where there is no sign of any."""
+    flow = _flow(ctx)
+    if not flow.sizes:
+        return None
+    for find in (_gathered_weights, _rows_taken_and_put_back):
+        exact = find(ctx, flow)
+        if exact is not None:
+            return _told(ctx, *exact)
+    found = _weights_like_scores(ctx, flow)
+    return None if found is None else _told(ctx, _last_known(ctx, *found), found[1])
+
+
+def choices(ctx: Context) -> set[Node]:
+    """Everything that depends on what was chosen by scores."""
+    return set(_flow(ctx).chosen)
+
+
+def _flow(ctx: Context) -> _Flow:
+    flow = _Flow()
+    for node, call in ctx.calls.items():
+        if call is None or call.name in METADATA:
+            continue
+        size = _choices(ctx, node)
+        if size is not None:
+            flow.sizes[node] = size
+            flow.chosen[node] = node
+            continue
+        first = next((flow.chosen[n] for n in node.all_input_nodes if n in flow.chosen), None)
+        if first is not None:
+            flow.chosen[node] = first
+    return flow
+
+
+def _choices(ctx: Context, node: Node) -> int | None:
+    """How many scores an operation chooses from."""
+    call = ctx.calls[node]
+    if call is None or call.name not in INDICES_ALONG or not call.args or not isinstance(call.args[0], Node):
+        return None
+    scores, (place, default) = tensor(call.args[0]), INDICES_ALONG[call.name]
+    dim = call.kwargs.get("dim", call.args[place] if len(call.args) > place else default)
+    if scores is None or not scores.is_floating_point() or not isinstance(dim, int) or not scores.dim():
+        return None
+    size = shape_of(scores)[dim]
+    return size if isinstance(size, int) and size > 1 else None
+
+
+def _weights(ctx: Context, node: Node) -> list[Node]:
+    """The model's own tensors that an operation reads, through views."""
+    roots = dict.fromkeys(ctx.storage[n] for n in node.all_input_nodes)
+    return [r for r in roots if r.op in ("placeholder", "get_attr") and _held(r)]
+
+
+def _held(root: Node) -> bool:
+    value = tensor(root)
+    own = isinstance(value, torch.nn.Parameter) or root.op == "get_attr" or "_buffers_" in root.name or "_parameters_" in root.name
+    return value is not None and value.dim() >= 2 and own
+
+
+def _weights_like_scores(ctx: Context, flow: _Flow) -> tuple[Node, int] | None:
+    """(what reads the first of them, how many) of weights, stacked or one by one, of which there are as many as scores."""
+    apart: dict[tuple[object, ...], dict[Node, Node]] = defaultdict(dict)
+    counts = set(flow.sizes.values())
+    for node, call in ctx.calls.items():
+        if call is None or call.name in METADATA:
+            continue
+        for weight in _weights(ctx, node):
+            shape = shape_of(tensor(weight))  # type: ignore[arg-type]
+            if len(shape) >= 3 and shape[0] in counts and "conv" not in call.name:
+                return node, int(shape[0])
+            if call.name in _MULTIPLIES and call.name != "mul":
+                apart[shape].setdefault(weight, node)
+    for readers in apart.values():
+        count = next((c for c in sorted(counts) if c >= _FEWEST and len(readers) >= c and len(readers) % c == 0), None)
+        meets = count is not None and any(_meets(ctx, flow, node) for node in readers.values())
+        if count is not None and meets:
+            return next(iter(readers.values())), count
+    return None
+
+
+def _meets(ctx: Context, flow: _Flow, product: Node) -> bool:
+    """Whether a product, or what is computed from it before anything is chosen by that, meets something that was chosen."""
+    if product in flow.chosen:
+        return True
+    seen, stack = {product}, list(product.users)
+    while stack:
+        node = stack.pop()
+        if node in flow.sizes or ctx.calls.get(node) is None:
+            continue
+        if any(n in flow.chosen and n not in seen for n in node.all_input_nodes):
+            return True
+        if node not in seen and len(seen) < 64:
+            seen.add(node)
+            stack.extend(node.users)
+    return False
+
+
+def _gathered_weights(ctx: Context, flow: _Flow) -> tuple[Node, int] | None:
+    """Weights that were gathered by what was chosen, multiplied by something that is no weight."""
+    gathered: dict[Node, Node] = {}
+    for node, call in ctx.calls.items():
+        if call is None:
+            continue
+        taken = call.name in _TAKES and bool(_weights(ctx, node)) and any(n in flow.chosen for n in node.all_input_nodes)
+        source = node if taken else next((gathered[n] for n in node.all_input_nodes if n in gathered), None)
+        if source is None:
+            continue
+        if not taken and call.name in _MULTIPLIES and call.name != "mul":
+            if not _weights(ctx, node):
+                return node, flow.sizes[flow.chosen[source]]
+            continue
+        value = tensor(node)
+        if value is not None and value.dim() >= 3:
+            gathered[node] = source
+    return None
+
+
+def _rows_taken_and_put_back(ctx: Context, flow: _Flow) -> tuple[Node, int] | None:
+    """Rows that were taken by what was chosen, multiplied by a weight, and put back by it."""
+    taken: dict[Node, Node | None] = {}
+    for node, call in ctx.calls.items():
+        if call is None:
+            continue
+        inputs = node.all_input_nodes
+        by_choice = any(n in flow.chosen and not _floats(n) for n in inputs[1:])
+        if call.name in _TAKES and by_choice and _floats(node) and not _weights(ctx, node):
+            taken.setdefault(node, None)
+            continue
+        source = next((n for n in inputs if n in taken), None)
+        if source is None:
+            continue
+        if call.name in _PUTS and taken[source] is not None and by_choice:
+            product = taken[source]
+            assert product is not None
+            return product, flow.sizes[flow.chosen[product]]
+        multiplied = call.name in _MULTIPLIES and bool(_weights(ctx, node))
+        taken[node] = node if multiplied else taken[source]
+    return None
+
+
+def _floats(node: Node) -> bool:
+    value = tensor(node)
+    return value is not None and value.is_floating_point()
+
+
+def _last_known(ctx: Context, product: Node, count: int) -> Node:
+    """The operation where the last thing that was known of the routing is lost; the product where nothing ever was."""
+    for node, call in ctx.calls.items():
+        known = any(isinstance(ctx.facts.get(n), _SELECTS) for n in node.all_input_nodes)
+        value = tensor(node)
+        if call is None or call.name in METADATA or not known or ctx.facts.get(node) is not None or value is None or call.targets:
+            continue
+        if value.is_floating_point() and value.dim() >= 2 and shape_of(value)[-1] != count:
+            return node  # type: ignore[no-any-return]
+    return product
+
+
+def _told(ctx: Context, node: Node, count: int) -> Lost:
+    call = ctx.calls[node]
+    return ctx.lost("not-recognised", node, op=call.name if call is not None else node.name, count=count)
+
+
+__all__ = ["choices", "unexplained"]
