@@ -21,7 +21,7 @@ import tempfile
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
@@ -97,7 +97,7 @@ def build_cpp(source: str, folder: Path) -> Path:
 
     Raises whatever goes wrong.
     """
-    from torch._inductor.cpp_builder import CppBuilder, CppTorchOptions
+    from torch._inductor.cpp_builder import CppBuilder, CppTorchOptions, run_compile_cmd
     from torch.utils._filelock import FileLock
 
     # Inductor compiles without contraction so that its results equal eager's bit for bit; this has no eager counterpart and gains by FMA.
@@ -111,12 +111,23 @@ def build_cpp(source: str, folder: Path) -> Path:
     with FileLock(str(folder / f"{key}.lock")):
         if not target.exists():
             with tempfile.TemporaryDirectory(dir=folder) as scratch:
-                text = Path(scratch) / "kernel.cpp"
-                text.write_text(source)
-                builder = CppBuilder(name="kernel", sources=str(text), BuildOption=options, output_dir=scratch)
-                builder.build()
-                os.replace(builder.get_target_file_path(), target)
+                (Path(scratch) / "kernel.cpp").write_text(source)
+                # Inductor splits the command at spaces, and quotes no path: inside the folder none has any.
+                builder = CppBuilder(name="kernel", sources="kernel.cpp", BuildOption=options)
+                run_compile_cmd(builder.get_command_line(), cwd=scratch)
+                os.replace(Path(scratch) / builder.get_target_file_path(), target)
     return target
+
+
+def cpp_compiler() -> str:
+    """The C++ compiler that Inductor uses.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    return get_cpp_compiler()
 
 
 def file_lock(path: Path) -> contextlib.AbstractContextManager[Any]:
@@ -297,6 +308,82 @@ def torch_compile_call() -> object | None:
             owner: object = frame.f_locals["self"]
             return owner
     return None
+
+
+class RunningCall:
+    """The call of a compiled function, from outside of Dynamo, that this thread is in.
+
+    Attributes:
+        function: what was compiled.
+        arguments: of the call.
+    """
+
+    def __init__(self, function: object, arguments: tuple[object, ...], cleanups: list[Callable[[], object]]) -> None:
+        self.function, self.arguments, self._cleanups = function, arguments, cleanups
+
+    def at_end(self, name: str, action: Callable[[], object]) -> None:
+        """Call ``action`` once when the call returns; of several with one ``name`` the first. Not where it raises."""
+        if any(getattr(known, "moefuse", None) == name for known in self._cleanups):
+            return
+
+        def run() -> None:
+            if sys.exc_info()[0] is None:
+                action()
+
+        run.moefuse = name  # type: ignore[attr-defined]
+        self._cleanups.append(run)
+
+
+def running_call() -> RunningCall | None:
+    """The innermost call of a compiled function around this call of a backend; None where there is none, or torch keeps it otherwise."""
+    frame: Any = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "compile_wrapper" and frame.f_code.co_filename.endswith("eval_frame.py"):
+            held = frame.f_locals
+            cleanups, function = held.get("cleanups"), held.get("fn")
+            if not isinstance(cleanups, list) or not callable(function):
+                return None
+            return RunningCall(function, (*held.get("args", ()), *held.get("kwargs", {}).values()), cleanups)
+        frame = frame.f_back
+    return None
+
+
+class Traced(NamedTuple):
+    """What is being compiled now.
+
+    Attributes:
+        function: what the user gave to ``torch.compile``; of a module, its bound ``__call__``.
+        args: the positional arguments of the call that Dynamo compiles for.
+        kwargs: its keyword arguments.
+        local_scope: the variables of the frame that is traced: of ``function``, or of one that it calls.
+    """
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    local_scope: Mapping[str, Any]
+
+
+def traced() -> Traced | None:
+    """What Dynamo is tracing, or calls a backend for; None outside of a call of a compiled function."""
+    frame: types.FrameType | None = sys._getframe()
+    scope: Mapping[str, Any] | None = None
+    while frame is not None:
+        name, home = frame.f_code.co_name, frame.f_globals.get("__name__")
+        if scope is None and name == "_compile" and home == "torch._dynamo.convert_frame":
+            scope = frame.f_locals["locals"]
+        if name == "compile_wrapper" and home == "torch._dynamo.eval_frame":
+            found = frame.f_locals
+            return Traced(found["fn"], found["args"], found["kwargs"], scope) if scope is not None else None
+        frame = frame.f_back
+    return None
+
+
+def compiled_code_is_stored() -> bool:
+    """Whether Dynamo stores what a backend returns, which must be what Inductor returned then."""
+    from torch._dynamo import config
+
+    return bool(getattr(config, "caching_precompile", False))
 
 
 def before_torch_compile(action: Callable[[], object]) -> None:
@@ -524,6 +611,34 @@ def before_writes(save: Callable[[torch.Tensor], None]) -> Iterator[None]:
 
     with Watch():  # type: ignore[no-untyped-call]
         yield
+
+
+@contextlib.contextmanager
+def after_operations(seen: Callable[[Any, Sequence[Any], dict[str, Any], Any], None]) -> Iterator[None]:
+    """Call ``seen`` after every operation on this thread, with the operator, its arguments and what it returned."""
+    with _after_operations()(seen):
+        yield
+
+
+@functools.cache
+def _after_operations() -> Any:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class After(TorchDispatchMode):
+        def __init__(self, seen: Any) -> None:
+            super().__init__()  # type: ignore[no-untyped-call]
+            self.seen = seen
+
+        @classmethod
+        def ignore_compile_internals(cls) -> bool:
+            return True
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            self.seen(func, args, kwargs or {}, out)
+            return out
+
+    return After
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
+from moefuse import environment
 from moefuse.errors import OptionError
 
 Verify = Literal["probe", "graph", "off"]
@@ -20,7 +21,7 @@ ENVIRONMENT: dict[str, tuple[str, dict[str, object]]] = {
     "MOEFUSE_STRICT": ("strict", {"0": False, "1": True}),
     "MOEFUSE_CAPTURE": ("capture", {"0": False, "1": True}),
 }
-"""Environment variable -> (the option whose default it sets, legal text -> value)."""
+"""Environment variable -> (the option whose default it sets, legal text -> value). For 0 and 1 there are words, see environment.py."""
 
 SWITCHES: dict[str, tuple[str, ...]] = {
     "MOEFUSE_CPU_KERNEL": ("0", "1"),
@@ -60,6 +61,7 @@ class Options:
         overlap: up to so many tokens, shared experts start before the router and run beside the routed ones on a stream of their own
             (inference in a CUDA graph); 0 leaves them as they are. None is 8 where Inductor records CUDA graphs
             (``mode="reduce-overhead"``), else 0: give a number if you record them yourself.
+        expect: raise :class:`moefuse.FusionError` unless, when a call that compiled something returns, so many layers are fused.
     """
 
     verify: Verify = "probe"
@@ -72,6 +74,7 @@ class Options:
     router_topk: bool = True
     fuse_router: bool = False
     overlap: int | None = None
+    expect: int | None = None
 
     def __post_init__(self) -> None:
         if self.verify not in get_args(Verify):
@@ -79,10 +82,10 @@ class Options:
         for name in ("strict", "enabled", "capture", "cost_gate", "router_topk", "fuse_router"):
             if not isinstance(getattr(self, name), bool):
                 raise _illegal(name, getattr(self, name), "True or False")
-        if isinstance(self.max_rewrites, bool) or not isinstance(self.max_rewrites, int | None) or (self.max_rewrites or 0) < 0:
-            raise _illegal("max_rewrites", self.max_rewrites, "a non-negative integer or None")
-        if isinstance(self.overlap, bool) or not isinstance(self.overlap, int | None) or (self.overlap or 0) < 0:
-            raise _illegal("overlap", self.overlap, "a non-negative integer or None")
+        for name in ("max_rewrites", "overlap", "expect"):
+            number = getattr(self, name)
+            if isinstance(number, bool) or not isinstance(number, int | None) or (number or 0) < 0:
+                raise _illegal(name, number, "a non-negative integer or None")
         self._check_exclude()
 
     def _check_exclude(self) -> None:
@@ -147,8 +150,8 @@ def _environment_defaults() -> dict[str, object]:
         if not variable.startswith("MOEFUSE_"):
             continue
         if variable in SWITCHES:
-            if SWITCHES[variable] and text not in SWITCHES[variable]:
-                raise OptionError(f"environment variable {variable}={text!r} is not legal; use {_one_of(SWITCHES[variable])}")
+            if SWITCHES[variable]:
+                _legal(variable, text, SWITCHES[variable])
             continue
         if variable not in ENVIRONMENT:
             known = ", ".join((*ENVIRONMENT, *SWITCHES))
@@ -156,7 +159,15 @@ def _environment_defaults() -> dict[str, object]:
             warnings.warn(f"environment variable {variable} is unknown to moefuse; it reads {known}", stacklevel=3)
             continue
         option, legal = ENVIRONMENT[variable]
-        if text not in legal:
-            raise OptionError(f"environment variable {variable}={text!r} is not legal; use {_one_of(legal)}")
-        defaults[option] = legal[text]
+        defaults[option] = legal[_legal(variable, text, tuple(legal))]
     return defaults
+
+
+def _legal(variable: str, text: str, legal: tuple[str, ...]) -> str:
+    """The legal text that an environment variable has, or has a word for."""
+    switch = "0" in legal
+    found = environment.normal(text) if switch else text
+    if found in legal:
+        return found
+    words = " (or false, no, off, true, yes, on)" if switch else ""
+    raise OptionError(f"environment variable {variable}={text!r} is not legal; use {_one_of(legal)}{words}")

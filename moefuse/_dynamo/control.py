@@ -38,6 +38,12 @@ def has_unbacked(environment: Any) -> bool:
     return any(values.unbacked(symbol) for symbol in environment.var_to_range)
 
 
+def place(error: Exception) -> str:
+    """`` at file:line`` of the user's statement at which Dynamo stopped; empty where the error does not say."""
+    stack = getattr(error, "real_stack", None)
+    return f" at {stack[-1].filename}:{stack[-1].lineno}" if stack else ""
+
+
 def is_tracing(error: Exception) -> bool:
     """Whether an error is Dynamo's own way of saying that it cannot trace something."""
     from torch._dynamo.exc import TorchDynamoException

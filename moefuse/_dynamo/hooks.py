@@ -13,7 +13,7 @@ import types
 from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
-from moefuse._dynamo import creation_clock, module_calls, values
+from moefuse._dynamo import creation_clock, ddp, module_calls, values
 
 _KEPT = "moefuse_capture"
 _SETTINGS = "moefuse_settings"
@@ -148,12 +148,14 @@ def _on_compile(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     settings = getattr(self, _SETTINGS, None)
     if settings is not None:
         self.shape_env.settings = settings
-    compiled = original(self, *args, **kwargs)
     observer = getattr(self, _KEPT, None)
-    if observer is not None:
-        observer.compiled()
-        if observer.joins(self.shape_env):
-            module_calls.watch(self, observer.traced)
+    if observer is None:
+        return original(self, *args, **kwargs)
+    with ddp.split_last(self):
+        compiled = original(self, *args, **kwargs)
+    observer.compiled()
+    if observer.joins(self.shape_env):
+        module_calls.watch(self, observer.traced)
     return compiled
 
 

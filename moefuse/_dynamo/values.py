@@ -126,6 +126,19 @@ def expression(number: Any) -> Any:
     return expr.subs({f: f.args[0] / f.args[1] for f in exact})
 
 
+def always(condition: Any, environment: Any) -> bool:
+    """Whether a condition (an expression) holds for all sizes of the inputs that the graph is guarded to have."""
+    import sympy  # here: importing moefuse must stay cheap
+
+    if condition == sympy.true:
+        return True
+    # What is known of a size that only the run knows may be known from the very condition.
+    if not isinstance(condition, sympy.Ge | sympy.Gt | sympy.Le | sympy.Lt) or unbacked(condition):
+        return False
+    bounds = environment.bound_sympy(condition.gts - condition.lts)
+    return bool(bounds.lower > 0 if isinstance(condition, sympy.Gt | sympy.Lt) else bounds.lower >= 0)
+
+
 def undecided(number: Any) -> bool:
     """Whether the bounds that are known of sizes leave it open if a condition on them holds."""
     from torch.fx.experimental.symbolic_shapes import statically_known_true

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from moefuse import _torch_private
-from moefuse._dynamo import control, hooks, points
+from moefuse._dynamo import control, ddp, hooks, points
 from moefuse.capture.frame import Frame, Ledger
 from moefuse.config import Options
 from moefuse.report import FusionReport
@@ -101,6 +101,8 @@ def _find(compiler_fn: Any) -> tuple[_Mark | None, dict[str, Any], object | None
     """The mark behind what torch wraps around a backend, the keyword arguments it adds, and what stands for the torch.compile call."""
     arguments: dict[str, Any] = {}
     owner = None
+    splitter = ddp.splitter_of(compiler_fn)
+    compiler_fn = compiler_fn if splitter is None else splitter.backend_compile_fn
     for _ in range(8):
         inner, given = _torch_private.unwrap_backend(compiler_fn)
         if inner is None:

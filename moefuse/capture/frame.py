@@ -18,10 +18,15 @@ from moefuse.capture.bytecode import GENERATOR, Code
 from moefuse.capture.loops import Loops
 from moefuse.capture.scopes import Scopes
 from moefuse.errors import CODES, first_line
+from moefuse.module_names import of_traced
 from moefuse.report import FusionReport, Skipped
 
 log = logging.getLogger("moefuse.capture")
 
+_OTHER_WAY = (
+    "if no token chose the expert, other code runs (an `else`, break, return or raise). "
+    "A pass for experts without tokens is not needed: fused, all experts have gradients"
+)
 _MAKES_GENERATOR = frozenset(("COPY_FREE_VARS", "MAKE_CELL", "RETURN_GENERATOR"))
 """What the frame of a generator does when it is called, and not when it gives an item."""
 
@@ -136,9 +141,9 @@ class Frame:
         """An iterator is about to give its next item, in ``tx``. Not every kind of iterator counts as mutated by that."""
         for scope in self.scopes.open:
             if not creation_clock.iterator_created_inside(iterator, scope.clock):
-                again = tx is not None and scope.translator is tx and tx.instructions[tx.instruction_pointer - 1].opname == "FOR_ITER"
-                leaves = "the loop around it goes on in one case, and is left in the other (break, return or raise)"
-                self.refuse(scope.assumption, leaves if again else "it takes an item from an iterator that was there before")
+                at = scope.translator
+                again = at.instructions[at.instruction_pointer - 1].opname == "FOR_ITER"
+                self.refuse(scope.assumption, _OTHER_WAY if again else "it takes an item from an iterator that was there before")
 
     def compiled(self) -> None:
         """A graph of this frame is compiled, or the frame is done: whatever was assumed must be settled now."""
@@ -221,7 +226,7 @@ class Frame:
         """A refusal for the report, where Dynamo is about to stop."""
         if not self._told(tx):
             text = CODES["not-captured"].format(what=what, detail=detail)
-            self.ledger.refusals.append(Skipped("not-captured", text, module="", location=self.location(tx)))
+            self.ledger.refusals.append(Skipped("not-captured", text, of_traced(tx.nn_module_stack), self.location(tx)))
 
     def _told(self, tx: Any) -> bool:
         location = self.location(tx)
@@ -277,7 +282,7 @@ class Frame:
 
     def report_skipped(self, error: Exception) -> None:
         """The frame ends here and runs in eager."""
-        text = f"{first_line(error)} (this function runs in eager)"
+        text = f"{first_line(error)} (this function runs in eager){control.place(error)}"
         self._skipped(FusionReport(skipped=list(self.ledger.refusals), graph_breaks=[text]))
 
     # --- small things ---
@@ -319,8 +324,15 @@ def refusals(problems: list[Undischarged]) -> list[Skipped]:
         assumption = problem.assumption
         if assumption.location not in out and concerns_experts(assumption):
             text = CODES["not-captured"].format(what=assumption.what, detail=problem.detail)
-            out[assumption.location] = Skipped("not-captured", text, module="", location=assumption.location)
+            out[assumption.location] = Skipped("not-captured", text, _module(assumption), assumption.location)
     return list(out.values())
+
+
+def _module(assumption: Assumption) -> str:
+    """The module that computes what was assumed about."""
+    nodes = (assumption.subject, *assumption.nodes)
+    node = next((node for node in nodes if isinstance(node, torch.fx.Node)), None)
+    return of_traced(node.meta.get("nn_module_stack")) if node is not None else ""
 
 
 __all__ = ["Frame", "Ledger", "refusals"]

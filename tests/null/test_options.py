@@ -11,8 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import moefuse
-from moefuse import OptionError, Options
+from moefuse import OptionError, Options, environment
 from moefuse.config import ENVIRONMENT, SWITCHES
+from moefuse.runtime import overlap
+from moefuse.tuning import store
+
+WORDS = " (or false, no, off, true, yes, on)"
 
 
 @pytest.fixture(autouse=True)
@@ -65,18 +69,18 @@ def test_the_callers_dict_is_left_alone() -> None:
         (
             {"strikt": True},
             "unknown option 'strikt' (did you mean 'strict'?); "
-            "moefuse's options are capture, cost_gate, enabled, exclude, fuse_router, max_rewrites, overlap, router_topk, "
+            "moefuse's options are capture, cost_gate, enabled, exclude, expect, fuse_router, max_rewrites, overlap, router_topk, "
             "strict, verify; Inductor's options are accepted too, see torch._inductor.list_options()",
         ),
         (
             {"max_autotun": True},
             "unknown option 'max_autotun' (did you mean 'max_autotune'?); "
-            "moefuse's options are capture, cost_gate, enabled, exclude, fuse_router, max_rewrites, overlap, router_topk, strict, "
+            "moefuse's options are capture, cost_gate, enabled, exclude, expect, fuse_router, max_rewrites, overlap, router_topk, strict, "
             "verify; Inductor's options are accepted too, see torch._inductor.list_options()",
         ),
         (
             {7: True},
-            "unknown option 7; moefuse's options are capture, cost_gate, enabled, exclude, fuse_router, max_rewrites, overlap, "
+            "unknown option 7; moefuse's options are capture, cost_gate, enabled, exclude, expect, fuse_router, max_rewrites, overlap, "
             "router_topk, strict, verify; "
             "Inductor's options are accepted too, see torch._inductor.list_options()",
         ),
@@ -104,6 +108,10 @@ def test_a_typing_error_is_a_value_error_too() -> None:
         ("MOEFUSE_VERIFY", "graph", Options(verify="graph")),
         ("MOEFUSE_STRICT", "1", Options(strict=True)),
         ("MOEFUSE_STRICT", "0", Options()),
+        *(("MOEFUSE_STRICT", text, Options(strict=True)) for text in ("true", "True", "yes", "on", "ON")),
+        *(("MOEFUSE_CAPTURE", text, Options(capture=False)) for text in ("false", "FALSE", "no", "off")),
+        ("MOEFUSE_DISABLE", "yes", Options(enabled=False)),
+        ("MOEFUSE_CPU_KERNEL", "off", Options()),
     ],
 )
 def test_environment(monkeypatch: pytest.MonkeyPatch, variable: str, text: str, expected: Options) -> None:
@@ -119,10 +127,11 @@ def test_written_options_win_over_the_environment(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("variable", "text", "message"),
     [
-        ("MOEFUSE_DISABLE", "yes", "environment variable MOEFUSE_DISABLE='yes' is not legal; use '0' or '1'"),
+        ("MOEFUSE_DISABLE", "y", f"environment variable MOEFUSE_DISABLE='y' is not legal; use '0' or '1'{WORDS}"),
         ("MOEFUSE_VERIFY", "", "environment variable MOEFUSE_VERIFY='' is not legal; use 'probe' or 'graph' or 'off'"),
-        ("MOEFUSE_STRICT", "true", "environment variable MOEFUSE_STRICT='true' is not legal; use '0' or '1'"),
-        ("MOEFUSE_CPU_KERNEL", "off", "environment variable MOEFUSE_CPU_KERNEL='off' is not legal; use '0' or '1'"),
+        ("MOEFUSE_VERIFY", "no", "environment variable MOEFUSE_VERIFY='no' is not legal; use 'probe' or 'graph' or 'off'"),
+        ("MOEFUSE_STRICT", "", f"environment variable MOEFUSE_STRICT='' is not legal; use '0' or '1'{WORDS}"),
+        ("MOEFUSE_CPU_KERNEL", "2", f"environment variable MOEFUSE_CPU_KERNEL='2' is not legal; use '0' or '1'{WORDS}"),
     ],
 )
 def test_environment_error_text(monkeypatch: pytest.MonkeyPatch, variable: str, text: str, message: str) -> None:
@@ -130,6 +139,16 @@ def test_environment_error_text(monkeypatch: pytest.MonkeyPatch, variable: str, 
     with pytest.raises(OptionError) as raised:
         Options.from_user(None)
     assert str(raised.value) == message
+
+
+@pytest.mark.parametrize("text", ["0", "false", "No", "OFF"])
+def test_switches_read_the_same_words(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    assert not environment.is_off("MOEFUSE_OVERLAP")
+    monkeypatch.setenv("MOEFUSE_OVERLAP", text)
+    assert environment.is_off("MOEFUSE_OVERLAP")
+    assert not overlap.enabled()
+    monkeypatch.setenv(store.SWITCH, text)
+    assert not store.enabled()
 
 
 def test_an_unknown_variable_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:

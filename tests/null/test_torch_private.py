@@ -24,7 +24,7 @@ POINTS = {
     "torch._inductor.custom_graph_pass": ["CustomGraphPass"],
     "torch._dynamo.exc": ["ShortenTraceback", "RestartAnalysis", "SkipFrame", "BackendCompilerFailed", "exceptions_allowed_to_be_fallback"],
     "torch._dynamo.utils": ["counters", "graph_break_reasons", "_compilation_metrics"],
-    "torch._dynamo.convert_frame": ["compile_lock", "input_codes"],
+    "torch._dynamo.convert_frame": ["_compile", "compile_lock", "input_codes"],
     "torch._dynamo.eval_frame": ["cached_backends", "_debug_get_cache_entry_list"],
     "torch._dynamo.guards": ["DeletedGuardManagerWrapper"],
     "torch._dynamo.pgo": ["_CODE_STATE"],
@@ -68,6 +68,9 @@ def test_shapes() -> None:
     assert list(inspect.signature(torch._TorchCompileInductorWrapper.__init__).parameters)[1:4] == ["mode", "options", "dynamic"]
     assert "inner_compile" in inspect.signature(import_module("torch._inductor.compile_fx").compile_fx).parameters
     assert callable(import_module("torch.utils._python_dispatch").TorchDispatchMode.ignore_compile_internals)
+    # Found on the stack by name, with what they hold.
+    assert "locals" in inspect.signature(import_module("torch._dynamo.convert_frame")._compile).parameters
+    assert "def compile_wrapper(" in inspect.getsource(import_module("torch._dynamo.eval_frame"))
     metric = import_module("torch._dynamo.utils").CompilationMetrics
     assert {"fail_type", "fail_reason", "fail_user_frame_filename", "fail_user_frame_lineno", "co_name", "recompile_reason"} <= set(
         metric.__annotations__

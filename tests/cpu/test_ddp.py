@@ -1,0 +1,147 @@
+"""DistributedDataParallel under torch's default ``optimize_ddp``, which splits graphs: whole layers are fused, and then split."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+import moefuse
+from moefuse import _torch_private
+
+EXPERTS, TOP_K, HIDDEN, WIDTH, LAYERS, TOKENS = 8, 2, 128, 128, 3, 40
+pytestmark = pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="this torch has no gloo")
+
+
+class Expert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(HIDDEN, WIDTH), nn.Linear(HIDDEN, WIDTH), nn.Linear(WIDTH, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Layer(nn.Module):
+    """More than the megabyte of parameters that DDP sends first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.router = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, EXPERTS, bias=False)
+        self.experts = nn.ModuleList(Expert() for _ in range(EXPERTS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.norm(x)
+        weights, ids = self.router(rows).softmax(-1).topk(TOP_K)
+        out = torch.zeros_like(rows)
+        for e, expert in enumerate(self.experts):
+            token, slot = torch.where(ids == e)
+            out.index_add_(0, token, expert(rows[token]) * weights[token, slot, None])
+        return x + out
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def batches() -> Tensor:
+    return torch.randn(2, TOKENS, HIDDEN, generator=torch.Generator().manual_seed(1))
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+def gradients(model: Any, x: Tensor) -> None:
+    model(x).square().mean().backward()
+
+
+@pytest.fixture
+def alone(fresh_dynamo: None) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("capture", [True, False])
+@pytest.mark.parametrize("compiled_first", [False, True])
+def test_the_graph_is_fused_as_a_whole_and_split_afterwards(capture: bool, compiled_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    pieces: list[list[str]] = []
+
+    def front(gm: torch.fx.GraphModule, inputs: Any, *_: Any) -> Any:
+        pieces.append([str(node.target) for node in gm.graph.nodes if str(node.target).startswith("moefuse.experts")])
+        return _torch_private.compile_front(gm, inputs)
+
+    monkeypatch.setattr(_torch_private, "compile_fx", front)
+    model, options = Model(), {"capture": capture}
+    if compiled_first:
+        model.compile(backend="moefuse", options=options)
+    wrapped = DistributedDataParallel(model, bucket_cap_mb=1)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=not capture):
+        gradients(wrapped if compiled_first else torch.compile(wrapped, backend="moefuse", options=options), batches()[0])
+    report = moefuse.last_report()
+    assert (len(report.fused), report.graph_count, report.graph_breaks) == (LAYERS, 1, [])
+    # A bucket is full with the experts of one layer, whose Parameters are in lists; the first norm and router are left over.
+    assert pieces == [[], *[["moefuse.experts.default"]] * LAYERS]
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_the_compiler_cannot_take_goes_back_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+
+    def front(gm: torch.fx.GraphModule, inputs: Any, *_: Any) -> Any:
+        fused = any("moefuse" in str(node.target) for node in gm.graph.nodes)
+        seen.append(fused)
+        if fused:
+            raise RuntimeError("not this one")
+        return _torch_private.compile_front(gm, inputs)
+
+    monkeypatch.setattr(_torch_private, "compile_fx", front)
+    model, x = Model(), batches()[0]
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True), torch.no_grad():
+        expected = model(x)
+        compiled = torch.compile(DistributedDataParallel(model, bucket_cap_mb=1), backend="moefuse")
+        torch.testing.assert_close(compiled(x), expected)
+    assert seen[:2] == [False, True]
+    assert not any(seen[2:])
+    assert [skipped.code for skipped in moefuse.last_report().skipped] == ["internal-error"]
+
+
+def one_of_two(rank: int, port: int) -> None:
+    """A process: its half of the batch, and gradients that are the mean of both halves'."""
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    model = Model()
+    compiled = torch.compile(DistributedDataParallel(model, bucket_cap_mb=1), backend="moefuse")
+    for _ in range(2):
+        model.zero_grad()
+        gradients(compiled, batches()[rank])
+    assert len(moefuse.last_report().fused) == LAYERS
+    whole = Model()
+    gradients(whole, batches().flatten(0, 1))
+    for (name, p), q in zip(model.named_parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+    dist.destroy_process_group()
+
+
+def test_gradients_of_two_processes_are_those_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (os.getcwd(), os.environ.get("PYTHONPATH")))))
+    torch.multiprocessing.spawn(one_of_two, (free_port(),), nprocs=2)
