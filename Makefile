@@ -7,6 +7,9 @@ STAMP := $(VENV)/.installed
 VENV4 := .venv4
 # The GPU kernels are compiled and interpreted without a GPU. Triton stays beside the environment: everything else is tested without it.
 TRITON := $(VENV)/triton
+# What `make versions` tries: the oldest torch that is supported and the newest that pip finds, on every Python that is here.
+TORCHES := 2.11.0 newest
+PYTHONS := python3.11 python3.12 python3.13
 # What needs no compiler, and programs that go through most of the passes.
 CATALOGUE := tests/cpu/test_programs.py::test_catalogue
 SLICE := tests/null $(CATALOGUE)
@@ -14,13 +17,14 @@ RULES := $(sort $(wildcard tests/null/test_rules_*.py))
 COVERED := --cov=moefuse --cov=passes
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo lint quick test test-transformers4 zoo-coverage kernels line-coverage gpu deep bench clean
+.PHONY: help venv demo lint quick test test-transformers4 versions zoo-coverage kernels line-coverage gpu deep bench clean
 
 help:
 	@echo "make venv   the environment, pinned, in $(VENV)"
 	@echo "make demo   run examples/demo.py"
 	@echo "make test   style, types, and all tests that need no GPU"
 	@echo "make test-transformers4  the expert loops of transformers 4.57, all families, in an environment of their own ($(VENV4))"
+	@echo "make versions  quick tests with other releases: TORCHES='2.11.0 newest' PYTHONS='python3.11 python3.12 python3.13'"
 	@echo "make zoo-coverage  every family of transformers 5 and 4.57, each implementation, eval and train: docs/coverage.md (half an hour)"
 	@echo "make quick  style, types, what needs no compiler, and a slice of the catalogue of spellings: a minute and a half on two cores"
 	@echo "make kernels  the GPU kernels without a GPU: interpreted, and compiled for five targets (part of test)"
@@ -66,6 +70,10 @@ line-coverage: $(TRITON)/.installed
 test-transformers4: $(VENV4)/.installed
 	OMP_NUM_THREADS=1 HYPOTHESIS_PROFILE=deep $(VENV4)/bin/python -m pytest tests/cpu/test_transformers_loops.py -q -n auto
 
+# The index decides which builds of torch these are: see tests/versions.py before this downloads gigabytes.
+versions:
+	$(PYTHON) tests/versions.py --torch $(TORCHES) --python $(PYTHONS)
+
 zoo-coverage: $(STAMP) $(VENV4)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/zoo_coverage.py --out benchmarks/results/coverage.json
 	OMP_NUM_THREADS=1 $(VENV4)/bin/python benchmarks/zoo_coverage.py --out benchmarks/results/coverage.json
@@ -97,4 +105,4 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/compile_time.py
 
 clean:
-	rm -rf $(VENV) $(VENV4) build dist .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VENV4) .versions build dist .mypy_cache .pytest_cache .ruff_cache

@@ -1,1 +1,1 @@
-"""Doors from other libraries into moefuse. Nothing here is imported by ``import moefuse``."""
+"""Doors from other libraries into moefuse. None of these libraries is imported by ``import moefuse``; see `on_import`."""

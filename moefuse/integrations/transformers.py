@@ -1,8 +1,9 @@
 """moefuse as an experts implementation of Hugging Face transformers.
 
-Importing this module registers the name ``"moefuse"``, so that it can be given wherever transformers takes one::
+Importing this module registers the name ``"moefuse"``, so that it can be given wherever transformers takes one. ``import moefuse`` imports
+it as soon as transformers is there, see `on_import`::
 
-    import moefuse.integrations.transformers
+    import moefuse
     model = AutoModelForCausalLM.from_pretrained(path, experts_implementation="moefuse")
     model.set_experts_implementation("moefuse")
 
