@@ -13,6 +13,7 @@ from moefuse.config import Options as Options
 from moefuse.errors import FusionError as FusionError
 from moefuse.errors import OptionError as OptionError
 from moefuse.history import last_report as last_report
+from moefuse.integrations import on_import as _on_import
 from moefuse.report import FusionReport as FusionReport
 from moefuse.spec import ExpertsSpec as ExpertsSpec
 from moefuse.tuning.report import WarmupReport as WarmupReport
@@ -34,6 +35,12 @@ __all__ = [
     "last_report",
     "warmup",
 ]
+
+_on_import.wait()
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
 def __getattr__(name: str) -> object:

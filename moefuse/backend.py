@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from moefuse import _torch_private, cache, history, pipeline
+from moefuse import _torch_private, cache, history, nothing_found, pipeline
+from moefuse._dynamo import ddp
 from moefuse.capture import entry
 from moefuse.config import Options
 from moefuse.errors import FusionError, OptionError
@@ -48,6 +49,7 @@ def backend(
     if not own.enabled:
         return _torch_private.compile_fx(gm, example_inputs, patches, name)
     frame = entry.frame()
+    nothing_found.watch(own)
     report, saved = pipeline.rewrite_and_keep(gm, example_inputs, own, frame)
     history.record(report)
     with _torch_private.surfacing(FusionError):
@@ -55,9 +57,10 @@ def backend(
     from moefuse.inductor_pass import CacheStamp
 
     stamped = _torch_private.with_stamp(patches, functools.partial(CacheStamp, cache.key(own)))
-    compiler = functools.partial(_torch_private.compile_fx, gm, example_inputs, stamped, name)
+    compiler = ddp.in_buckets(lambda graph, inputs: _torch_private.compile_fx(graph, inputs, stamped, name))
     try:
-        return pipeline.compile_or_restore(gm, report, saved, frame, compiler)
+        compiled = pipeline.compile_or_restore(gm, report, saved, frame, lambda: compiler(gm, example_inputs))
+        return history.watched(report, compiled, example_inputs)
     except Exception:
         history.withdraw(report)
         raise
@@ -85,6 +88,7 @@ def _capture_options(arguments: Mapping[str, Any]) -> Options | None:
 def _frame_skipped(report: FusionReport, own: Options, owner: object) -> None:
     """Dynamo gave up on a frame before it had a graph for us."""
     history.record(report, owner)
+    nothing_found.watch(own, owner)
     with _torch_private.surfacing(FusionError):
         pipeline.publish(report, own)
 

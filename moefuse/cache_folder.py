@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import tempfile
 from pathlib import Path
 
 VARIABLE = "MOEFUSE_CACHE_DIR"
@@ -16,6 +17,22 @@ def root() -> Path:
     if named:
         return Path(named)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moefuse"
+
+
+def problem(name: str) -> str | None:
+    """Why nothing can be kept in the folder ``name``, and what to do; None if it can."""
+    try:
+        folder = make(name)
+        with tempfile.TemporaryFile(dir=folder):
+            return None
+    except PermissionError as error:
+        return str(error) if error.errno is None else _unusable(error)
+    except OSError as error:
+        return _unusable(error)
+
+
+def _unusable(error: OSError) -> str:
+    return f"{root()} cannot be written: {error.strerror}; let {VARIABLE} name a folder that can"
 
 
 def make(name: str) -> Path:

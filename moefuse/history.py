@@ -1,49 +1,143 @@
 """Which report :func:`moefuse.last_report` returns.
 
-One report per ``torch.compile`` call (``model.compile()`` is one too): every frame that Dynamo compiled for it, and of each frame the
-latest compilation, so that a recompilation for new shapes replaces its predecessor and is not counted twice. ``last_report()`` is the
-report of the ``torch.compile`` call that compiled something most recently, in any thread.
+One report per ``torch.compile`` call (``model.compile()`` is one too): every frame that Dynamo compiled for it, and of each frame and
+module the latest compilation, so that a recompilation for new shapes replaces its predecessor and is not counted twice. A module that
+runs the code of another one is counted beside it. ``last_report()`` is the report of the ``torch.compile`` call that compiled something
+most recently, in any thread.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import threading
+import weakref
+from collections.abc import Sequence
 
-from moefuse import _torch_private
+from torch import nn
+
+from moefuse import _torch_private, slow_paths
+from moefuse.module_names import roots_of
+from moefuse.module_tree import tree_of
 from moefuse.report import FusionReport
+from moefuse.served import Served, watch
+
+
+@dataclasses.dataclass
+class _Compilation:
+    frame: object
+    report: FusionReport
+    served: Served | None = None
+
+
+class Compilations:
+    """The reports of several graphs, as one."""
+
+    def __init__(self) -> None:
+        self._known: dict[object, _Compilation] = {}
+        self._roots: dict[str, weakref.ref[nn.Module]] = {}
+
+    def record(self, report: FusionReport, frame: object | None = None) -> None:
+        """Remember one graph's report under the frame (unless that is given) and the module that Dynamo is compiling."""
+        frame, traced = _torch_private.frame_id() if frame is None else frame, _torch_private.traced()
+        self._roots |= {prefix: weakref.ref(root) for prefix, root in roots_of(traced).items()} if traced is not None else {}
+        # A direct call of the backend has no frame number; its reports stand side by side.
+        made = _Compilation(object() if frame is None else frame, report)
+        key = (made.frame, _module(traced, report))
+        self._known.pop(key, None)
+        self._known[key] = made
+
+    def watched(
+        self, report: FusionReport, compiled: _torch_private.CompiledFn, example_inputs: Sequence[object]
+    ) -> _torch_private.CompiledFn:
+        """The compiled graph of a recorded report, to call instead: it says for which modules Dynamo uses it."""
+        found = next((known for known in self._known.values() if known.report is report), None)
+        if found is None:
+            return compiled
+        compiled, found.served = watch(report, compiled, example_inputs)
+        return compiled
+
+    def withdraw(self, report: FusionReport) -> None:
+        for key in [key for key, known in self._known.items() if known.report is report]:
+            del self._known[key]
+
+    def merged(self) -> FusionReport | None:
+        """One report; None if there is none."""
+        latest: list[_Compilation] = []
+        places: dict[object, set[tuple[str, str]]] = {}
+        for known in reversed(list(self._known.values())):
+            report = known.served.applied(known.report) if known.served is not None else known.report
+            newer = places.setdefault(known.frame, set())
+            latest.append(_Compilation(known.frame, _without(report, newer)))
+            newer |= {place for place in _places(report) if place[0]}
+        if not latest:
+            return None
+        merged = FusionReport.merged(known.report for known in reversed(latest))
+        merged.modules = tuple((prefix, tree_of(root)) for prefix, weak in self._roots.items() if (root := weak()) is not None)
+        return merged
+
 
 _lock = threading.Lock()
 _owner: object | None = None
-_frames: dict[object, FusionReport] = {}
+_compilations = Compilations()
 
 
-def record(report: FusionReport, owner: object | None = None) -> None:
-    """Remember one graph's report under the current Dynamo frame and ``torch.compile`` call (``owner``, if that is known already)."""
-    global _owner, _frames
+def record(report: FusionReport, owner: object | None = None, frame: object | None = None) -> None:
+    """Remember one graph's report under the current Dynamo frame and ``torch.compile`` call (``owner``, ``frame``, if known already)."""
+    global _owner, _compilations
     owner = _torch_private.torch_compile_call() if owner is None else owner
-    frame = _torch_private.frame_id()
     with _lock:
         if owner is None or owner is not _owner:
-            _owner, _frames = owner, {}
-        # A direct call of the backend has no frame number; its reports stand side by side.
-        _frames[object() if frame is None else frame] = report
+            _owner, _compilations = owner, Compilations()
+        _compilations.record(report, frame)
+
+
+def watched(report: FusionReport, compiled: _torch_private.CompiledFn, example_inputs: Sequence[object]) -> _torch_private.CompiledFn:
+    """See :meth:`Compilations.watched`."""
+    with _lock:
+        return _compilations.watched(report, compiled, example_inputs)
 
 
 def withdraw(report: FusionReport) -> None:
     """Forget a graph that the compiler behind moefuse gave up on: Dynamo comes back with parts of it, or the user has the error."""
     with _lock:
-        for key in [key for key, known in _frames.items() if known is report]:
-            del _frames[key]
+        _compilations.withdraw(report)
+
+
+def report_of(owner: object) -> FusionReport | None:
+    """The report of a ``torch.compile`` call, if that is the one that compiled something most recently."""
+    with _lock:
+        return _compilations.merged() if owner is _owner else None
 
 
 def last_report() -> FusionReport | None:
     """The report of the most recent compilation through moefuse, or None if there was none.
 
-    It covers every frame of the ``torch.compile`` call that compiled something most recently, the latest compilation of each; the
-    object is a copy and does not change afterwards.
+    It covers every frame of the ``torch.compile`` call that compiled something most recently, the latest compilation of each, and the
+    layers that have run so far with the code of an equal one; the object is a copy and does not change afterwards.
     """
     with _lock:
-        reports = list(_frames.values())
-    if not reports:
-        return None
-    return FusionReport.merged(reports)
+        report = _compilations.merged()
+    if report is not None and report.fused:
+        report.notes += [note for note in slow_paths.notes() if note not in report.notes]
+    return report
+
+
+def _module(traced: _torch_private.Traced | None, report: FusionReport) -> object:
+    """What tells the compilations of one frame apart that stand side by side: the module whose method it is, else those it has code of."""
+    owner = traced.local_scope.get("self") if traced is not None else None
+    if isinstance(owner, nn.Module):
+        return id(owner)
+    return frozenset(module for module, _ in _places(report))
+
+
+def _places(report: FusionReport) -> list[tuple[str, str]]:
+    return [*((f.module, f.location) for f in report.fused), *((s.module, s.location) for s in report.skipped)]
+
+
+def _without(report: FusionReport, places: set[tuple[str, str]]) -> FusionReport:
+    """A report less the layers that a later compilation of the same frame is about."""
+    return dataclasses.replace(
+        report,
+        fused=[f for f in report.fused if (f.module, f.location) not in places],
+        skipped=[s for s in report.skipped if (s.module, s.location) not in places],
+    )

@@ -17,6 +17,8 @@ from moefuse.capture.assumptions import Undischarged
 from moefuse.capture.frame import Frame, refusals
 from moefuse.config import Options
 from moefuse.errors import CODES, FusionError
+from moefuse.module_names import ModuleNames, annotate
+from moefuse.opaque import opaque
 from moefuse.report import FusionReport, RejectedError, Skipped
 
 # Named after the backend, not after this file: it is the name in the documentation for TORCH_LOGS.
@@ -80,6 +82,7 @@ def rewrite_and_keep(
         The report, and what puts the graph back; None if it is as it was.
     """
     report = FusionReport(graph_count=1)
+    _name_modules(gm, example_inputs)
     assumptions = frame.assumptions if frame is not None else []
     if frame is not None:
         frame.check_closed()
@@ -128,7 +131,17 @@ def rewrite_and_keep(
             return report, None
     if result.fused:
         _prepare_kernel(example_inputs or ())
+    elif not report.skipped:
+        report.opaque = opaque(gm)
     return report, saved
+
+
+def _name_modules(gm: torch.fx.GraphModule, example_inputs: Sequence[object] | None) -> None:
+    """Note the user's names of modules in the graph. Without them a report has Dynamo's."""
+    try:
+        annotate(gm, ModuleNames(_torch_private.traced()), example_inputs)
+    except Exception:
+        log.debug("moefuse cannot find the names of modules", exc_info=True)
 
 
 def _validated(
@@ -299,7 +312,7 @@ def _warn_once(skipped: Skipped) -> None:
         _warned.add(key)
     where = " in ".join(part for part in (skipped.location, skipped.module) if part)
     log.warning(
-        "mixture-of-experts code at %s was not fused (%s): %s. It still runs, compiled by Inductor; "
+        "mixture-of-experts code at %s was not fused (%s): %s. It still runs, as without moefuse; "
         'silence this with logging.getLogger("moefuse").setLevel("ERROR") or options={"exclude": ...}',
         where or "an unknown place",
         skipped.code,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import re
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from pathlib import Path
 
+from moefuse.grouping import grouped_fused, grouped_skipped, module_names
+from moefuse.module_tree import Tree
 from moefuse.spec import Domain, ExpertsSpec, Tier
+from moefuse.steps import Run
 
 MAX_BREAKS_SHOWN = 8
 
@@ -28,6 +30,8 @@ class Fused:
         shared: whether a shared expert runs beside it.
         workspace: bytes that a call in inference takes in addition to its result, on CUDA devices; None where nothing is known.
         tokens: with so many tokens.
+        before: names of the operations that were replaced, repeated ones folded; what a page draws, and no part of the JSON.
+        after: names of those in their place.
     """
 
     module: str
@@ -39,6 +43,8 @@ class Fused:
     shared: bool = False
     workspace: int | None = None
     tokens: int | None = None
+    before: tuple[Run, ...] = field(default=(), repr=False, compare=False)
+    after: tuple[Run, ...] = field(default=(), repr=False, compare=False)
 
     def to_dict(self) -> dict[str, object]:
         return {
@@ -77,13 +83,20 @@ class RejectedError(Exception):
 
 @dataclass
 class FusionReport:
-    """What one compilation did; graphs are counted as Dynamo hands them over."""
+    """What one compilation did; graphs are counted as Dynamo hands them over.
+
+    In a notebook it shows itself as a page; :meth:`save_html` writes that page.
+    """
 
     fused: list[Fused] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
     graph_count: int = 0
     graph_breaks: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    opaque: list[str] = field(default_factory=list, repr=False, compare=False)
+    """What moefuse could not look into in graphs without mixture-of-experts code; only for the text about nothing found."""
+    modules: tuple[tuple[str, Tree], ...] = field(default=(), repr=False, compare=False)
+    """The modules of what was compiled, behind the prefix of their names; what a page draws, and no part of the JSON."""
 
     def to_dict(self) -> dict[str, object]:
         return {
@@ -98,6 +111,25 @@ class FusionReport:
         """The report as JSON text."""
         return json.dumps(self.to_dict(), indent=indent)
 
+    def to_html(self) -> str:
+        """The report as one self-contained page: it loads nothing, and follows the reader's choice of light or dark."""
+        from moefuse.view.page import document
+
+        return document(self)
+
+    def save_html(self, path: str | os.PathLike[str]) -> None:
+        """Write :meth:`to_html` to a file.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        Path(path).write_text(self.to_html(), encoding="utf-8")
+
+    def _repr_html_(self) -> str:
+        from moefuse.view.page import fragment
+
+        return fragment(self)
+
     def extend(self, other: FusionReport) -> None:
         """Add what another graph's report says."""
         self.fused += other.fused
@@ -105,17 +137,18 @@ class FusionReport:
         self.graph_count += other.graph_count
         self.graph_breaks += other.graph_breaks
         self.notes += [note for note in other.notes if note not in self.notes]
+        self.opaque += [text for text in other.opaque if text not in self.opaque]
 
     @classmethod
     def merged(cls, reports: Iterable[FusionReport]) -> FusionReport:
         """One report of several graphs.
 
-        One without a graph is of a frame that Dynamo gave up on: what it could not have fused is tried again in the frames that it calls.
+        What a frame could not fuse and gave up on is tried again in the frames that it calls: the same refusal of one place counts once.
         """
         merged = cls()
         for report in sorted(reports, key=lambda report: report.graph_count == 0):
-            known = {(skipped.code, skipped.location) for skipped in merged.skipped} if report.graph_count == 0 else set()
-            merged.extend(replace(report, skipped=[s for s in report.skipped if (s.code, s.location) not in known]))
+            known = list(merged.skipped)
+            merged.extend(replace(report, skipped=[s for s in report.skipped if not _repeats(s, known, report.graph_count > 0)]))
         return merged
 
     @property
@@ -124,7 +157,7 @@ class FusionReport:
         found = len(self.fused) + len(self.skipped)
         if not found:
             return "no mixture-of-experts code found"
-        return f"fused {len(self.fused)} of {_count(found, 'MoE region')}"
+        return f"fused {len(self.fused)} of {_count(found, 'MoE layer')}"
 
     def __str__(self) -> str:
         head = f"moefuse: {self.summary}, {_count(self.graph_count, 'graph')}, {_count(len(self.graph_breaks), 'graph break')}"
@@ -132,7 +165,7 @@ class FusionReport:
 
     def _rows(self) -> list[tuple[str, str, str, str]]:
         rows = []
-        for fused in _grouped(self.fused, lambda f: (_pattern(f.module), f.location, f.spec, f.domain, f.tier, f.shared)):
+        for fused in grouped_fused(self.fused):
             first = fused[0]
             errors = [f.error for f in fused if f.error is not None]
             at_most = "at most " if len(errors) > 1 else ""
@@ -142,7 +175,7 @@ class FusionReport:
             memory = f", {max(sizes)[0] / 2**20:.2g} MiB for {max(sizes)[1]} tokens" if sizes else ""
             text = f"{first.spec}{beside}  [{first.domain}, {first.tier}, {error}{memory}]"
             rows.append(("fused", module_names([f.module for f in fused]), _basename(first.location), text))
-        for skipped in _grouped(self.skipped, lambda s: (_pattern(s.module), s.location, s.code, s.message)):
+        for skipped in grouped_skipped(self.skipped):
             code, message, location = skipped[0].code, skipped[0].message, skipped[0].location
             rows.append(("skipped", module_names([s.module for s in skipped]), _basename(location), f"{code}: {message}"))
         return rows
@@ -157,26 +190,10 @@ class FusionReport:
         return lines
 
 
-_Item = TypeVar("_Item")
-
-
-def _grouped(items: Iterable[_Item], key: Callable[[_Item], Hashable]) -> list[list[_Item]]:
-    groups: dict[Hashable, list[_Item]] = {}
-    for item in items:
-        groups.setdefault(key(item), []).append(item)
-    return list(groups.values())
-
-
-def _pattern(module: str) -> str:
-    """``model.layers.3.mlp`` -> ``model.layers.*.mlp``: equal for the layers of one stack."""
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", module)
-
-
-def module_names(paths: list[str]) -> str:
-    if len(paths) == 1:
-        return paths[0] or "(no module)"
-    same = len(set(paths)) == 1
-    return f"{(paths[0] if same else _pattern(paths[0])) or '(no module)'} x{len(paths)}"
+def _repeats(skipped: Skipped, known: list[Skipped], traced: bool) -> bool:
+    """Whether a refusal is one of those known; of a frame that Dynamo gave up on, the module may be another than in the frames it calls."""
+    same = [other for other in known if (other.code, other.location) == (skipped.code, skipped.location)]
+    return any(other.module == skipped.module != "" for other in same) if traced else bool(same)
 
 
 def _basename(location: str) -> str:

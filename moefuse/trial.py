@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
-from moefuse import _torch_private, pipeline
+from moefuse import _torch_private, nothing_found, pipeline, slow_paths
 from moefuse.capture import entry
 from moefuse.config import Options
+from moefuse.history import Compilations
 from moefuse.report import FusionReport
 from moefuse.undo import taken_back
 
@@ -36,6 +37,7 @@ def explain(model: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Fusi
             log.refresh()
             report = trial.taken()
             report.graph_breaks = log.breaks
+            report.skipped += nothing_found.missing(report, (inner, *args, *kwargs.values()), trial.options)
             if report.fused:
                 report.notes += _again(trial, lambda: call(*args, **kwargs), log)
         for size in later_sizes((args, kwargs)) if report.fused else ():
@@ -44,6 +46,7 @@ def explain(model: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Fusi
                 report.notes += _with_size(trial, lambda: call(*more, **named), size, report, later)  # noqa: B023
     note = entry.unavailable()
     report.notes += [note] if note is not None else []
+    report.notes += slow_paths.notes() if report.fused else []
     return report
 
 
@@ -129,24 +132,24 @@ class _Trial:
     """A Dynamo backend that compiles up to where Inductor writes code, and what it found."""
 
     def __init__(self, options: Options) -> None:
-        self._options = options
-        self._found: list[FusionReport] = []
+        self.options = options
+        self._found = Compilations()
 
     def compiled(self, model: _Call) -> _Call:
         def backend(gm: torch.fx.GraphModule, example_inputs: Sequence[object]) -> _torch_private.CompiledFn:
-            report = pipeline.rewrite(gm, example_inputs, self._options, entry.frame())
+            report = pipeline.rewrite(gm, example_inputs, self.options, entry.frame())
             compiled = _torch_private.compile_front(gm, example_inputs)
             # Behind the compiler: where it gives up on a graph, Dynamo comes back with parts of it.
-            self._found.append(report)
-            return compiled
+            self._found.record(report)
+            return self._found.watched(report, compiled, example_inputs)
 
-        entry.enable(backend, lambda _arguments: self._options, self._frame_skipped)
+        entry.enable(backend, lambda _arguments: self.options, self._frame_skipped)
         return _torch_private.compile_isolated(model, backend)
 
     def taken(self) -> FusionReport:
         """What was found since the last time."""
-        found, self._found = self._found, []
-        return FusionReport.merged(found)
+        found, self._found = self._found, Compilations()
+        return found.merged() or FusionReport()
 
     def _frame_skipped(self, found: FusionReport, _own: Options, _owner: object) -> None:
-        self._found.append(found)
+        self._found.record(found)

@@ -10,20 +10,23 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import os
 import threading
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from moefuse import _torch_private, cache_folder
+from moefuse import _torch_private, cache_folder, environment, slow_paths
+from moefuse.errors import first_line
 from moefuse.runtime.gemm import WIDENED
 
 log = logging.getLogger(__name__)
 
 SWITCH = "MOEFUSE_CPU_KERNEL"
 """Environment variable; 0 leaves the kernels out."""
+
+FOLDER = "cpu-kernels"
+SLOW = "experts on the CPU run without the C++ kernels, and more slowly"
 
 NAMES = (
     "aoti_torch_get_dim",
@@ -57,6 +60,7 @@ class Unit:
     library: ctypes.CDLL | None = None
     tried: bool = False
     enabled: bool = True
+    failure: str = ""
 
 
 _COMMON = ("vectors.h", "project.h", "activations.h", "body.h", "large.h", "interface.h")
@@ -85,15 +89,34 @@ def ready(unit: str = "infer") -> bool:
                 it.library = _load(unit)
             except Exception as error:
                 # No compiler, a read-only cache folder, a torch without the interface, ...: all of them mean the same here.
-                log.debug("the C++ kernel is not available, experts run in torch: %s", str(error).strip().split("\n")[0])
+                log.debug("the C++ kernel is not available, experts run in torch: %s", first_line(error))
+                it.failure = problem() or first_line(error)
+                slow_paths.taken(SLOW, it.failure)
             it.tried = True
     return it.library is not None
 
 
+def problem() -> str | None:
+    """What keeps the kernels from being compiled and kept, as far as that can be told at once; None if nothing does."""
+    unusable = cache_folder.problem(FOLDER)
+    if unusable is not None:
+        return unusable
+    try:
+        _torch_private.cpp_compiler()
+    except Exception:
+        return "no C++ compiler: install g++, or let CXX name one"
+    return None
+
+
 def start(unit: str) -> None:
     """Have the kernel ready soon: compile it beside whatever this process does next (a C++ compiler runs in a process of its own)."""
-    if not UNITS[unit].tried and os.environ.get(SWITCH) != "0":
+    if UNITS[unit].tried or environment.is_off(SWITCH):
+        return
+    known = problem()
+    if known is None:
         threading.Thread(target=ready, args=(unit,), daemon=True).start()
+    else:
+        slow_paths.taken(SLOW, known)
 
 
 def configure(enabled: bool, max_slots: int = -1, unit: str | None = None) -> None:
@@ -122,10 +145,10 @@ def widen(half: bool, bfloat: bool) -> None:
 
 
 def _load(unit: str) -> ctypes.CDLL | None:
-    if os.environ.get(SWITCH) == "0":
+    if environment.is_off(SWITCH):
         return None
     functions = _torch_private.libtorch_functions(NAMES)
-    library = ctypes.CDLL(str(_torch_private.build_cpp(source(unit), cache_folder.make("cpu-kernels"))))
+    library = ctypes.CDLL(str(_torch_private.build_cpp(source(unit), cache_folder.make(FOLDER))))
     error = library.moefuse_register((ctypes.c_void_p * len(functions))(*functions))
     if error:
         raise RuntimeError(f"libtorch refused the kernel (error {error})")

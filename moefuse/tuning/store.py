@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from moefuse import _torch_private, cache_folder
+from moefuse import _torch_private, cache_folder, environment
 from moefuse.kernels.triton.problem import Problem
 from moefuse.tuning.entries import Entry, InvalidEntryError, Pair, key_of, parse
 
@@ -41,7 +41,7 @@ _lock = threading.Lock()
 
 def enabled() -> bool:
     """Whether measurements may be made and used."""
-    return os.environ.get(SWITCH) != "0"
+    return not environment.is_off(SWITCH)
 
 
 @functools.cache

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from moefuse import _torch_private
+from moefuse.grouping import module_names
 from moefuse.kernels.triton.problem import Problem
 from moefuse.ops.activations import ACTIVATIONS
 from moefuse.ops.reference import GATINGS
-from moefuse.report import module_names
 from moefuse.spec import ExpertsSpec, op_gating
 from moefuse.tuning import sites
 

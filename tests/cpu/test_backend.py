@@ -54,7 +54,7 @@ class Breaks(Dense):
 
 @pytest.fixture
 def _no_history(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(history, "_frames", {})
+    monkeypatch.setattr(history, "_compilations", history.Compilations())
     monkeypatch.setattr(history, "_owner", None)
     monkeypatch.setattr(pipeline, "_warned", set())
 
@@ -342,7 +342,7 @@ def test_strict_raises_fusion_error_with_the_report(fullgraph: bool, stub_driver
     assert type(raised.value).__qualname__ == "FusionError"
     assert type(raised.value).__module__ == "moefuse.errors"
     assert str(raised.value) == str(moefuse.last_report())
-    assert "fused 1 of 2 MoE regions" in str(raised.value)
+    assert "fused 1 of 2 MoE layers" in str(raised.value)
     assert patches == []
 
 
@@ -354,7 +354,7 @@ def test_one_log_line_per_graph(stub_driver: StubDriver, patches: list[dict[str,
     with caplog.at_level(logging.INFO, "moefuse"):
         compiled()(torch.randn(3, 6))
     assert [(record.name, record.getMessage()) for record in caplog.records if record.name.startswith("moefuse")] == [
-        ("moefuse.backend", "fused 2 of 2 MoE regions (layers.0.mlp)")
+        ("moefuse.backend", "fused 2 of 2 MoE layers (layers.0.mlp)")
     ]
 
 

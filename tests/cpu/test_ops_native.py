@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch._inductor.utils import fresh_cache, run_and_get_code
 
-from moefuse import _torch_private, cache_folder
+from moefuse import _torch_private, cache_folder, slow_paths
 from moefuse.ops import ACTIVATIONS
 from moefuse.ops.call import Body, ExpertsCall
 from moefuse.runtime import native, providers
@@ -318,6 +318,7 @@ def not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """As before the first use. The dispatcher keeps the kernel that this process has registered."""
     for name, unit in native.UNITS.items():
         monkeypatch.setitem(native.UNITS, name, native.Unit(unit.sources))
+    monkeypatch.setattr(slow_paths, "_notes", {})
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no compiler\nsecond line"), OSError("noexec"), AttributeError("torch_list_size")], ids=str)

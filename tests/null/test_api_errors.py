@@ -74,5 +74,5 @@ assert not torch.cuda.is_initialized()
 """
     loaded = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout.split()
     assert "moefuse.api" in loaded
-    late = ("moefuse.passes", "moefuse.kernels", "moefuse.integrations")
+    late = ("moefuse.passes", "moefuse.kernels", "moefuse.integrations.accelerate", "moefuse.integrations.transformers")
     assert [name for name in loaded if not name.startswith("moefuse") or name.startswith(late)] == []

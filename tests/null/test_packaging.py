@@ -107,3 +107,10 @@ def test_requirements_are_pinned(path: Path) -> None:
         name, version = line.split("==")
         assert name
         assert version[0].isdigit()
+
+
+def test_everything_public_is_in_dir() -> None:
+    """In a process of its own: MoEFusionPass is imported when it is asked for, and another test may have."""
+    code = "import moefuse; print(*sorted(set(moefuse.__all__) - set(dir(moefuse))))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""

@@ -122,7 +122,7 @@ def test_each_reason_warns_once(caplog: pytest.LogCaptureFixture) -> None:
     texts = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert len(texts) == 3
     assert texts[0] == (
-        "mixture-of-experts code at my.py:17 in layers.0 was not fused (no-rule): the reason. It still runs, compiled by Inductor; "
+        "mixture-of-experts code at my.py:17 in layers.0 was not fused (no-rule): the reason. It still runs, as without moefuse; "
         'silence this with logging.getLogger("moefuse").setLevel("ERROR") or options={"exclude": ...}'
     )
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from moefuse.grouping import module_names
 from moefuse.report import Fused, FusionReport, Skipped
 from moefuse.spec import ExpertsSpec
 
@@ -105,3 +106,19 @@ def test_layers_that_differ_are_not_grouped() -> None:
 
 def test_one_module_called_twice_keeps_its_name() -> None:
     assert "model.layers.0.mlp x2 " in str(FusionReport([fused(0), fused(0)], graph_count=1))
+
+
+@pytest.mark.parametrize(
+    ("paths", "name"),
+    [
+        (["mlp"], "mlp"),
+        ([""], "(no module)"),
+        (["mlp", "mlp"], "mlp x2"),
+        (["layers.0.mlp", "layers.1.mlp"], "layers.*.mlp (2 layers)"),
+        (["layers.0.mlp", "mtp.mlp", "layers.3.mlp"], "layers.*.mlp (2 layers), mtp.mlp"),
+        (["a", "b", "c", "d", "d"], "a, b, c and 2 more"),
+    ],
+)
+def test_one_name_for_layers(paths: list[str], name: str) -> None:
+    """Layers that are tuned together need not stand in one stack, nor equally deep."""
+    assert module_names(paths) == name

@@ -29,6 +29,7 @@ LATE = {
     "config": "options are read before torch is",
     "passes.lower.workspace_size": "Triton is not there on every machine",
     "pipeline": "a broken install of the passes must not break a program",
+    "report": "a page alone needs what draws it",
     "tuning.warmup": "Triton is not there on every machine",
     "kernels.triton.tune.worker": "the process says that it is there before it loads Triton",
 }

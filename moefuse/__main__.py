@@ -1,0 +1,7 @@
+"""``python -m moefuse``."""
+
+import sys
+
+from moefuse.cli.main import main
+
+sys.exit(main())

@@ -1,0 +1,91 @@
+"""The model that a command is about: ``MODULE:NAME`` and its inputs."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from moefuse.cli.command import CommandError, doing
+from moefuse.errors import first_line
+
+INPUTS = "one word for each tensor: [DTYPE:]SHAPE[:BELOW], e.g. 2x16, bfloat16:4x64, int64:1x12:1000 (random numbers below 1000)"
+_WORD = re.compile(r"(?:(?P<dtype>[a-z]\w*):)?(?P<shape>\d+(?:x\d+)*)(?::(?P<below>\d+))?")
+
+
+def load(name: str, inputs: Sequence[str] | None) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The model and what to call it with.
+
+    ``MODULE:NAME`` is a class or a function, called without arguments, that gives a model, or a model and its inputs as a tuple; or it is a
+    module itself.
+
+    Raises:
+        CommandError: there is no such thing, it cannot be called so, or inputs are missing or wrong.
+    """
+    found = _attribute(name)
+    made = found
+    if not isinstance(found, torch.nn.Module):
+        doing(f"building {name}")
+        made = _called(name, found)
+    model, given = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not callable(model):
+        raise CommandError(f"{name} gives {type(model).__name__}, not a model")
+    if inputs:
+        return model, tuple(tensor(word) for word in inputs)
+    if given is not None:
+        return model, tuple(given) if isinstance(given, tuple | list) else (given,)
+    raise CommandError(f"{name} needs inputs. Give --inputs, {INPUTS}; or let {name} return (model, inputs)")
+
+
+def tensor(word: str) -> torch.Tensor:
+    """A random tensor from its description: see :data:`INPUTS`."""
+    match = _WORD.fullmatch(word)
+    dtype = getattr(torch, (match["dtype"] if match else None) or "float32", None)
+    if match is None or not isinstance(dtype, torch.dtype):
+        raise CommandError(f"--inputs {word} is no tensor. Give {INPUTS}")
+    shape = [int(size) for size in match["shape"].split("x")]
+    if dtype.is_floating_point:
+        return torch.randn(shape).to(dtype)
+    return torch.randint(0, int(match["below"] or 2), shape).to(dtype)
+
+
+def _attribute(name: str) -> Any:
+    home, colon, path = name.partition(":")
+    if not colon or not home or not path:
+        raise CommandError(f"{name!r} names nothing to build: give MODULE:NAME, e.g. my_package.model:MyModel")
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # as `python -m` has it; the console may not
+    try:
+        value: Any = importlib.import_module(home)
+    except ModuleNotFoundError as error:
+        raise CommandError(f"no module {error.name!r}; run this where `import {home}` works") from None
+    except Exception as error:
+        raise CommandError(f"`import {home}` fails: {type(error).__name__}: {first_line(error)}") from error
+    for part in path.split("."):
+        if not hasattr(value, part):
+            known = (
+                ", ".join(n for n, v in vars(value).items() if callable(v) and getattr(v, "__module__", "") == home) or "nothing of its own"
+            )
+            raise CommandError(f"{home} has no {path!r}; it has {known}")
+        value = getattr(value, part)
+    return value
+
+
+def _called(name: str, factory: Any) -> Any:
+    if not callable(factory):
+        raise CommandError(f"{name} is of type {type(factory).__name__}: name a model, or a class or a function that gives one")
+    try:
+        missing = [p.name for p in inspect.signature(factory).parameters.values() if p.default is p.empty and p.kind < p.VAR_POSITIONAL]
+    except (TypeError, ValueError):
+        missing = []
+    if missing:
+        raise CommandError(f"{name} needs arguments ({', '.join(missing)}): name a function without any that builds the model")
+    try:
+        return factory()
+    except Exception as error:
+        raise CommandError(f"{name}() fails: {type(error).__name__}: {first_line(error)}") from error

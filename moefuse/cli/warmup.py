@@ -1,0 +1,86 @@
+"""``python -m moefuse warmup``: :func:`moefuse.warmup` for a model, or for the sizes of one."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any, get_args
+
+import torch
+
+from moefuse.api import compile, warmup
+from moefuse.cli import target
+from moefuse.cli.command import CommandError, doing
+from moefuse.errors import first_line
+from moefuse.ops.activations import ACTIVATIONS
+from moefuse.spec import ExpertsSpec, Gating
+
+SIZES = ("experts", "top_k", "hidden", "intermediate")
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", nargs="?", metavar="MODULE:NAME", help="a class or a function without arguments that gives the model")
+    parser.add_argument("--inputs", nargs="+", metavar="TENSOR", help=target.INPUTS)
+    parser.add_argument("--tokens", required=True, metavar="N,N,...", help="numbers of tokens of one forward pass, e.g. 1,8,512")
+    parser.add_argument("--budget", type=float, default=120.0, metavar="SECONDS", help="time to take (default: 120)")
+    sizes = parser.add_argument_group("sizes in the place of a model, measured on random weights")
+    for name in SIZES:
+        sizes.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N")
+    sizes.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    sizes.add_argument("--activation", default="silu", choices=sorted(ACTIVATIONS))
+    sizes.add_argument("--gating", default="merged", choices=get_args(Gating))
+    sizes.add_argument("--weights", default="stacked", choices=("stacked", "per_expert"))
+
+
+def run(given: argparse.Namespace) -> int:
+    tokens = _tokens(given.tokens)
+    numbers = [getattr(given, name) for name in SIZES]
+    named = ", ".join(f"--{name.replace('_', '-')}" for name in SIZES)
+    if bool(given.model) == any(number is not None for number in numbers):
+        raise CommandError(f"name a model (MODULE:NAME), or its sizes ({named})")
+    if not given.model and None in numbers:
+        raise CommandError(f"sizes are missing: give all of {named}")
+    try:
+        what: Any = _ran(given) if given.model else _spec(given)
+        report = warmup(what, tokens, budget_s=given.budget, progress=sys.stderr.isatty())
+    except (TypeError, ValueError) as error:
+        raise CommandError(first_line(error)) from error
+    print(report)
+    return 0
+
+
+def _tokens(text: str) -> list[int]:
+    try:
+        return [int(number) for number in text.split(",")]
+    except ValueError:
+        raise CommandError(f"--tokens {text} are no numbers: give them with commas between, e.g. 1,8,512") from None
+
+
+def _spec(given: argparse.Namespace) -> ExpertsSpec:
+    return ExpertsSpec(
+        given.experts,
+        given.top_k,
+        given.hidden,
+        given.intermediate,
+        given.dtype,
+        given.activation,
+        gating=given.gating,
+        weights=given.weights,
+    )
+
+
+def _ran(given: argparse.Namespace) -> object:
+    """The model, compiled and called once, so that its layers are known."""
+    model, inputs = target.load(given.model, given.inputs)
+    if torch.cuda.is_available():
+        if isinstance(model, torch.nn.Module):
+            model = model.cuda()
+        inputs = tuple(value.cuda() if isinstance(value, torch.Tensor) else value for value in inputs)
+    doing("compiling the model")
+    compiled = compile(model)
+    try:
+        with torch.no_grad():
+            compiled(*inputs)
+    except Exception as error:
+        raise CommandError(f"the compiled model fails on these inputs: {type(error).__name__}: {first_line(error)}") from error
+    return compiled

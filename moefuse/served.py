@@ -1,0 +1,134 @@
+"""Which modules a compiled graph has run. Dynamo uses the code of one layer for every layer that its guards accept, and tells nobody."""
+
+from __future__ import annotations
+
+import itertools
+import types
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from moefuse import _torch_private
+from moefuse.grouping import pattern
+from moefuse.module_names import ModuleNames
+from moefuse.report import FusionReport, Skipped
+
+LIMIT = 4096
+"""Modules that are told apart; code that gets new weights with every call counts no further."""
+
+
+class Served:
+    """The modules that one compiled graph has run, told by one of its parameters.
+
+    Args:
+        names: of the modules of what was compiled.
+        known: of their parameters, by identity.
+        name: of the parameter that the graph was compiled with.
+    """
+
+    def __init__(self, names: ModuleNames, known: dict[int, str], name: str) -> None:
+        self.name = name
+        self.roots = {prefix: weakref.ref(root) for prefix, root in names.roots.items()}
+        like = pattern(name)
+        # The names outlive the model; those of another layer's parameter differ in numbers.
+        self._known = {number: other for number, other in known.items() if pattern(other) == like}
+        self.seen: dict[int, str | weakref.ref[torch.Tensor]] = {}
+
+    def note(self, parameter: torch.Tensor) -> None:
+        """The graph runs with this tensor for its parameter."""
+        if len(self.seen) < LIMIT:
+            self.seen[id(parameter)] = self._known.get(id(parameter)) or weakref.ref(parameter)
+
+    def applied(self, report: FusionReport) -> FusionReport:
+        """The report with each item once for each module that the graph has run."""
+        others = self._others()
+        fused = [replace(f, module=_renamed(f.module, self.name, other)) for other in others for f in report.fused]
+        skipped = [self._borrowed(s, _renamed(s.module, self.name, other)) for other in others for s in report.skipped]
+        return replace(report, fused=report.fused + fused, skipped=report.skipped + skipped)
+
+    def _borrowed(self, skipped: Skipped, module: str) -> Skipped:
+        """A refusal of another module; where that is of another class, the reason is the first one's."""
+        if self._class(module) is self._class(skipped.module):
+            return replace(skipped, module=module)
+        return replace(skipped, module=module, message=f"it runs the code that was compiled for {skipped.module}, where {skipped.message}")
+
+    def _class(self, name: str) -> type | None:
+        for prefix, weak in self.roots.items():
+            try:
+                return type(weak().get_submodule(name.removeprefix(f"{prefix}.") if prefix else name))  # type: ignore[union-attr]
+            except AttributeError:
+                continue
+        return None
+
+    def _others(self) -> list[str | None]:
+        """The names of the other parameters; None for one of a module outside of what was compiled (a layer compiled on its own)."""
+        unknown = [parameter for entry in self.seen.values() if not isinstance(entry, str) and (parameter := entry()) is not None]
+        now: dict[int, str] = {}
+        for prefix, weak in self.roots.items() if unknown else ():
+            root = weak()
+            named = root.named_parameters() if root is not None else ()
+            now |= {id(parameter): f"{prefix}.{name}".removeprefix(".") for name, parameter in named}
+        # A parameter that was assigned anew has the name of its predecessor.
+        names = dict.fromkeys([self.name, *(entry for entry in self.seen.values() if isinstance(entry, str))])
+        names |= dict.fromkeys(now[id(parameter)] for parameter in unknown if id(parameter) in now)
+        return [*list(names)[1:], *(None for parameter in unknown if id(parameter) not in now)]
+
+
+def watch(
+    report: FusionReport, compiled: _torch_private.CompiledFn, example_inputs: Sequence[object]
+) -> tuple[_torch_private.CompiledFn, Served | None]:
+    """The compiled graph, with a note of the modules that it runs where the report has any."""
+    if not isinstance(compiled, types.FunctionType) or not (report.fused or report.skipped) or _torch_private.compiled_code_is_stored():
+        return compiled, None
+    names = ModuleNames(_torch_private.traced())
+    modules = {fused.module for fused in report.fused} | {skipped.module for skipped in report.skipped}
+    if names.whole and len(modules) > 1:
+        return compiled, None  # several layers in one graph: that is a model, and no other one's code
+    known = names.parameters()
+    found = _witness(report, known, example_inputs)
+    if found is None:
+        return compiled, None
+    at, name = found
+    served = Served(names, known, name)
+    return _noting(compiled, at, served.seen, served.note), served
+
+
+def _noting(compiled: _torch_private.CompiledFn, at: int, seen: dict[int, Any], note: Callable[[Any], None]) -> _torch_private.CompiledFn:
+    # Dynamo calls what a backend returns with the graph's inputs, and unwraps what functools.wraps marks.
+    def run(*args: Any) -> Any:
+        if id(args[at]) not in seen:
+            note(args[at])
+        return compiled(*args)
+
+    return run
+
+
+def _witness(report: FusionReport, known: dict[int, str], example_inputs: Sequence[object]) -> tuple[int, str] | None:
+    """(which input, its name): the parameter that is the nearest to the first module that the report names."""
+    module = (report.fused or report.skipped)[0].module
+    named = [(at, known[id(value)]) for at, value in enumerate(example_inputs) if isinstance(value, torch.Tensor) and id(value) in known]
+    return max(named, key=lambda entry: _agree(entry[1], module), default=None)
+
+
+def _agree(name: str, module: str) -> int:
+    """How many parts from the first on two paths have in common."""
+    pairs = zip(name.split("."), module.split("."), strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def _renamed(module: str, name: str, other: str | None) -> str:
+    """The module whose parameter is ``other``, in the place of ``module`` around the parameter ``name``."""
+    if other is None:
+        return module
+    old, new = name.split("."), other.split(".")
+    while old and new and old[-1] == new[-1]:
+        old.pop()
+        new.pop()
+    path = module.split(".")
+    return ".".join((*new, *path[len(old) :])) if path[: len(old)] == old else module
+
+
+__all__ = ["LIMIT", "Served", "watch"]

@@ -1,0 +1,146 @@
+"""``python -m moefuse explain`` and ``warmup`` with models, and all of it as a program of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moefuse.cli.main import main
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+MODELS = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class MoE(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(16, 4), nn.Parameter(torch.randn(4, 16, 8)), nn.Parameter(torch.randn(4, 8, 16))
+
+    def forward(self, x):
+        weights, ids = self.gate(x).softmax(-1).topk(2)
+        out = torch.zeros_like(x)
+        for e in range(4):
+            h = self.noise(F.silu(x @ self.up[e]))
+            out = out + h @ self.down[e] * (weights * (ids == e)).sum(-1, keepdim=True)
+        return out
+
+    def noise(self, h):
+        return h
+
+
+class Noisy(MoE):
+    def noise(self, h):
+        return F.dropout(h, 0.5, self.training)
+
+
+def model():
+    return nn.Sequential(MoE(), nn.LayerNorm(16), MoE()), torch.randn(6, 16)
+
+
+def dense():
+    return nn.Linear(16, 16), (torch.randn(2, 16),)
+"""
+CONFIG = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "vocab_size": 50000,
+}
+
+
+@pytest.fixture(autouse=True)
+def _models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_moe.py").write_text(MODELS)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_moe", raising=False)
+
+
+def output(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
+    code = main(argv)
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_a_factory_with_inputs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    code, out, err = output(capsys, "explain", "my_moe:model", "--strict", "--html", str(page))
+    assert (code, err) == (0, "")
+    assert out.startswith("moefuse: fused 2 of 2 MoE layers, 1 graph, 0 graph breaks")
+    assert "Fused 2 of 2 MoE layers" in page.read_text(encoding="utf-8")
+
+
+def test_training_is_another_question(capsys: pytest.CaptureFixture[str]) -> None:
+    assert output(capsys, "explain", "my_moe:Noisy", "--inputs", "6x16", "--strict")[0] == 0
+    code, out, err = output(capsys, "explain", "my_moe:Noisy", "--inputs", "6x16", "--strict", "--train", "--json")
+    assert (code, err) == (1, ""), "what is refused is in the report, and not logged as well"
+    assert "random" in [skipped["code"] for skipped in json.loads(out)["skipped"]]
+
+
+def test_strict_is_about_models_without_experts_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert output(capsys, "explain", "my_moe:dense")[0] == 0
+    code, out, _ = output(capsys, "explain", "my_moe:dense", "--strict")
+    assert code == 1
+    assert "no mixture-of-experts code found" in out
+
+
+def test_inputs_that_do_not_fit_are_the_users_to_change(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, out, err = output(capsys, "explain", "my_moe:MoE", "--inputs", "6x5")
+    assert (code, out) == (2, "")
+    assert "the model cannot be called with float32[6, 5]: " in err
+    code, _, err = output(capsys, "explain", "my_moe:dense", "--html", str(tmp_path / "no" / "page.html"))
+    assert code == 2
+    assert "cannot be written: No such file or directory" in err
+
+
+def test_a_transformers_config(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    code, out, err = output(capsys, "explain", "--hf", str(tmp_path), "--layers", "2", "--strict")
+    assert (code, err) == (0, "")
+    assert "fused 2 of 2 MoE layers" in out
+    assert "model.layers.*.mlp" in out
+    assert "note    a model of its config: random weights, 2 of 12 layers, 1024 words" in out
+
+
+def test_a_file_that_is_no_config(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text("{}")
+    code, _, err = output(capsys, "explain", "--hf", str(tmp_path / "config.json"))
+    assert code == 2
+    assert f"transformers cannot read {tmp_path / 'config.json'}: " in err
+
+
+def test_warmup_of_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = output(capsys, "warmup", "my_moe:model", "--tokens", "1,8")
+    assert (code, err) == (0, "")
+    assert out.startswith("moefuse: measured 0 of 0")
+
+
+def test_as_a_program(tmp_path: Path) -> None:
+    """Where it is started counts as the place of the user's modules, and nothing is written to stderr that is no terminal."""
+    command = [sys.executable, "-m", "moefuse", "explain", "my_moe:model"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("moefuse: fused 2 of 2 MoE layers")
+    assert done.stderr == ""
+    wrong = subprocess.run(
+        [*command[:3], "explain", "nothing:here"], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert wrong.returncode == 2
+    assert wrong.stderr.startswith("python -m moefuse explain: no module 'nothing'")
