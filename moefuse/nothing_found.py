@@ -67,8 +67,9 @@ def _cause(report: FusionReport, found: Suspect) -> tuple[str, str]:
     texts = [text for text in report.opaque if text != NOTHING_CHOSEN]
     if texts:
         return texts[0], own
-    if report.graph_breaks:
-        return f"no graph holds its experts; Dynamo left the graph: {report.graph_breaks[0]}", own
+    breaks = report.graph_breaks or [stop.text for stop in report.stops]
+    if breaks:
+        return f"no graph holds its experts; Dynamo left the graph: {breaks[0]}", own
     if not report.graph_count:
         return "Dynamo made no graph of it", own
     if report.opaque:

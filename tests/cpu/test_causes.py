@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import pytest
@@ -111,6 +112,28 @@ def test_torchs_hint_is_passed_on(caplog: pytest.LogCaptureFixture) -> None:
     report = moefuse.last_report()
     assert report is not None
     assert len(report.fused) == 1
+
+
+class Hooked(Block):
+    """A checkpoint that Dynamo leaves to eager, before there is any graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = ContextVar("calls", default=0)
+
+    def run(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.calls.get())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.run, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def test_a_call_of_which_dynamo_made_no_graph_speaks(caplog: pytest.LogCaptureFixture) -> None:
+    model, x = compiled(Hooked), torch.randn(T, H)
+    torch.testing.assert_close(model(x), model.forward(x))
+    (text,) = messages(caplog)
+    assert "nothing-found" in text
+    assert f"Dynamo left the graph: Unsupported method call at {__file__}:{line_of(Hooked.run, 'calls.get')}" in text
 
 
 class PackedExpert(Expert):
