@@ -25,6 +25,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
+from moefuse.stops import Stop
+
 if TYPE_CHECKING:
     from torch._inductor.custom_graph_pass import CustomGraphPass as CustomGraphPass
 
@@ -206,6 +208,13 @@ def dynamo_control_flow() -> tuple[type[BaseException], ...]:
     from torch._dynamo.exc import RestartAnalysis, SkipFrame
 
     return (RestartAnalysis, SkipFrame)
+
+
+def asks_for_size() -> type[BaseException]:
+    """The exception where a size has to be known that only the run knows."""
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    return GuardOnDataDependentSymNode
 
 
 def depends_on_data() -> tuple[type[BaseException], ...]:
@@ -470,12 +479,32 @@ def is_transformed(value: torch.Tensor) -> bool:
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(value))
 
 
-def graph_break(gm: torch.fx.GraphModule) -> str | None:
-    """Why Dynamo ended this graph early, as ``reason at file:line``; None if it did not."""
-    reason = getattr(gm, "compile_subgraph_reason", None)
+_CAPTURE_FLAGS = ("capture_scalar_outputs", "capture_dynamic_output_shape_ops")
+"""Settings that Dynamo advises at breaks which depend on data; moefuse's capture has tried what they do."""
+
+
+def graph_break(made: object) -> Stop | None:
+    """Why Dynamo ended a graph early, from the graph or from what wrote it (an OutputGraph); None if it did not."""
+    reason = getattr(made, "compile_subgraph_reason", None)
     if reason is None or not reason.graph_break:
         return None
-    return _break_text(reason.reason, reason.user_stack)
+    return Stop(_break_text(reason.reason, reason.user_stack), _places(reason.user_stack), _setting(reason.reason))
+
+
+def tracing_stop(error: BaseException) -> Stop:
+    """Where and why an error ended Dynamo's tracing."""
+    stack = getattr(error, "real_stack", None) or ()
+    return Stop(_break_text(str(error).strip() or type(error).__name__, stack), _places(stack), _setting(error))
+
+
+def _setting(message: object) -> str:
+    """The first of Dynamo's hints that is about a setting."""
+    hints = (line.strip().partition("Hint: ")[2] for line in str(message).splitlines() if line.strip().startswith("Hint: "))
+    return next((hint for hint in hints if "torch._dynamo.config." in hint and not any(flag in hint for flag in _CAPTURE_FLAGS)), "")
+
+
+def _places(stack: Sequence[Any]) -> tuple[tuple[str, int], ...]:
+    return tuple((frame.filename, frame.lineno) for frame in stack)
 
 
 # --- Dynamo's state, for looking without leaving a trace --------------------------------------------------------------------------

@@ -49,6 +49,9 @@ CODES: dict[str, str] = {
 }
 
 
+UNCOUNTED = "only the run knows how many tokens there are"
+"""``verification-error`` where nobody can say how many tokens to draw."""
+
 _ALL_DIFFER = "the experts do not all compute the same: {detail}"
 """``experts-differ`` where no expert but the first is to blame, or nobody knows which."""
 

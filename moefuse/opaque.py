@@ -30,5 +30,17 @@ def opaque(gm: torch.fx.GraphModule) -> list[str]:
     return found or ([] if chosen else [NOTHING_CHOSEN])
 
 
+def packing(module: torch.nn.Module) -> str | None:
+    """How the weights of a module are quantised; None if they are not."""
+    for weight in module.parameters():
+        kind = type(weight)
+        # torch's own subclasses (DTensor) are none: FSDP's hooks have plain tensors in their place when forward runs.
+        if hasattr(kind, "__tensor_flatten__") and not kind.__module__.startswith("torch."):
+            return f"its weights are quantised (`{kind.__name__}`)"
+        if weight.dim() >= 2 and _is_packed(weight.dtype):
+            return f"its weights are quantised ({str(weight.dtype).removeprefix('torch.')})"
+    return None
+
+
 def _is_packed(dtype: torch.dtype) -> bool:
     return not dtype.is_floating_point or dtype.itemsize == 1

@@ -16,7 +16,7 @@ from moefuse._dynamo.values import unbacked_in
 from moefuse.capture.assumptions import Undischarged
 from moefuse.capture.frame import Frame, refusals
 from moefuse.config import Options
-from moefuse.errors import CODES, FusionError
+from moefuse.errors import CODES, UNCOUNTED, FusionError, first_line
 from moefuse.module_names import ModuleNames, annotate
 from moefuse.opaque import opaque
 from moefuse.report import FusionReport, RejectedError, Skipped
@@ -50,6 +50,11 @@ def compile_or_restore(
     except _torch_private.dynamo_control_flow():
         raise
     except Exception as error:
+        if frame is not None and isinstance(error, _torch_private.breaks_the_graph()):
+            # Dynamo would log that the backend is broken, and break the graph; it was moefuse that made it trace this far.
+            frame.leave_numbers(first_line(error))
+            if frame.traces_data and not assumed:
+                frame.retreat([], report.skipped, why=f"the compiler cannot take the graph ({first_line(error)})")
         if assumed and isinstance(error, _torch_private.breaks_the_graph()):
             raise
         if frame is not None and assumed:
@@ -84,11 +89,14 @@ def rewrite_and_keep(
     report = FusionReport(graph_count=1)
     _name_modules(gm, example_inputs)
     assumptions = frame.assumptions if frame is not None else []
+    stop = _torch_private.graph_break(gm)
     if frame is not None:
-        frame.check_closed()
+        frame.check_closed(stop)
         report.skipped += frame.ledger.refusals
-    if (reason := _torch_private.graph_break(gm)) is not None:
-        report.graph_breaks.append(reason)
+        report.stops += frame.ledger.stops
+    if stop is not None:
+        report.graph_breaks.append(stop.text)
+        report.stops.append(stop)
     try:
         saved = GraphSnapshot(gm)
     except Exception as error:  # a graph that cannot be copied cannot be put back: leave it alone
@@ -176,6 +184,9 @@ def _settle(frame: Frame, gm: torch.fx.GraphModule, report: FusionReport, undisc
     """The last look before the graph is compiled: every assumption is discharged, and no size is left that only moefuse made traceable."""
     problems = undischarged if frame.assumptions else []
     left = _left(gm) if frame.traces_data else None
+    if left is not None:
+        # Tokens are drawn in some number for the check. Where the graph breaks instead, that number is known, and the check is made.
+        report.skipped = [skipped for skipped in report.skipped if UNCOUNTED not in skipped.message]
     if problems or left is not None:
         if options.strict:
             # Instead of another attempt, which would break the graph where this says.

@@ -12,6 +12,7 @@ from moefuse.grouping import grouped_fused, grouped_skipped, module_names
 from moefuse.module_tree import Tree
 from moefuse.spec import Domain, ExpertsSpec, Tier
 from moefuse.steps import Run
+from moefuse.stops import Stop
 
 MAX_BREAKS_SHOWN = 8
 
@@ -95,6 +96,8 @@ class FusionReport:
     notes: list[str] = field(default_factory=list)
     opaque: list[str] = field(default_factory=list, repr=False, compare=False)
     """What moefuse could not look into in graphs without mixture-of-experts code; only for the text about nothing found."""
+    stops: list[Stop] = field(default_factory=list, repr=False, compare=False)
+    """The graph breaks with their stacks, those that made moefuse trace a frame again without capture included; for the same text."""
     modules: tuple[tuple[str, Tree], ...] = field(default=(), repr=False, compare=False)
     """The modules of what was compiled, behind the prefix of their names; what a page draws, and no part of the JSON."""
 
@@ -138,6 +141,7 @@ class FusionReport:
         self.graph_breaks += other.graph_breaks
         self.notes += [note for note in other.notes if note not in self.notes]
         self.opaque += [text for text in other.opaque if text not in self.opaque]
+        self.stops += [stop for stop in other.stops if stop not in self.stops]
 
     @classmethod
     def merged(cls, reports: Iterable[FusionReport]) -> FusionReport:

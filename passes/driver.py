@@ -17,9 +17,10 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 import moefuse.ops  # noqa: F401  (the ops that the rewrite inserts)
+from moefuse import _torch_private
 from moefuse.capture.assumptions import Assumption, Undischarged
 from moefuse.capture.siblings import keep
-from moefuse.errors import first_line, message
+from moefuse.errors import UNCOUNTED, first_line, message
 from moefuse.passes.block.router_topk import one_kernel
 from moefuse.passes.block.shared_experts import join_shared
 from moefuse.passes.graph.builder import Emitter
@@ -279,6 +280,8 @@ def _verdict(ctx: Context, known: dict[Node, Any], run: _Run, region: Region, em
         try:
             run.verdicts[key] = verify(ctx, region, emit.nodes, lowered.result, known, run.assumptions)
         except Exception as error:  # whatever a user's region raises on synthetic tokens
+            if isinstance(error, _torch_private.asks_for_size()):
+                return Lost("verification-error", region.anchor, {"detail": UNCOUNTED})
             return Lost("verification-error", region.anchor, {"detail": f"{type(error).__name__}: {first_line(error)}"})
     verdict = run.verdicts[key]
     return Lost("verification-failed", region.anchor, {"detail": verdict.problem}) if verdict.problem else verdict

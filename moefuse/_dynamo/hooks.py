@@ -26,7 +26,7 @@ class Observer(Protocol):
     def before(self, translator: Any) -> None: ...
     def mutated(self, variable: Any) -> None: ...
     def advanced(self, iterator: Any, translator: Any = None) -> None: ...
-    def compiled(self) -> None: ...
+    def compiled(self, output: Any = None) -> None: ...
     def failed(self, error: Exception, environment: Any) -> None: ...
     def rows(self, translator: Any, variable: Any) -> Any: ...
     def read(self, translator: Any, variable: Any) -> Any: ...
@@ -38,6 +38,8 @@ class Observer(Protocol):
     def traced(self) -> Collection[types.CodeType]: ...
     @property
     def scalars(self) -> bool: ...
+    @property
+    def numbers_traced(self) -> bool: ...
 
 
 def install(start: Callable[[Any, Any, bool], Observer | None]) -> None:
@@ -139,7 +141,7 @@ def _on_run(original: Any, self: Any) -> Any:
     except Exception as error:
         observer.failed(error, self.output.shape_env)
         raise
-    observer.compiled()
+    observer.compiled(self.output)
     return result
 
 
@@ -191,8 +193,8 @@ def _on_item(original: Any, self: Any, translator: Any, *args: Any, **kwargs: An
     if observer is None or not observer.scalars:
         return original(self, translator, *args, **kwargs)
     known = observer.read(translator, self)
-    if known is not None:
-        return known
+    if known is not None or not observer.numbers_traced:
+        return original(self, translator, *args, **kwargs) if known is None else known
     from torch._dynamo import config
 
     with config.patch(capture_scalar_outputs=True):

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from moefuse import _torch_private
 from moefuse._dynamo import control, creation_clock, values
 from moefuse.capture import branches, counts, modules
 from moefuse.capture.appends import Appends
@@ -20,6 +21,7 @@ from moefuse.capture.scopes import Scopes
 from moefuse.errors import CODES, first_line
 from moefuse.module_names import of_traced
 from moefuse.report import FusionReport, Skipped
+from moefuse.stops import Stop
 
 log = logging.getLogger("moefuse.capture")
 
@@ -39,14 +41,18 @@ class Ledger:
         off: trace this frame as if moefuse had no capture. One assumption that does not hold is enough: where Dynamo has to break the graph
             anyway, it shall break it as it always does, and the frames behind the break are captured by themselves.
         unroll: trace every row of a loop; representatives were tried and did not do.
+        numbers: read numbers out of tensors, where moefuse made that traceable; not once a compiler could not take such a graph.
         broken: the graph breaks somewhere, in an attempt that traced sizes that depend on data.
         refusals: why, for the report of the next attempt.
+        stops: the breaks of the graph in attempts that were given up.
     """
 
     off: bool = False
     unroll: bool = False
+    numbers: bool = True
     broken: bool = False
     refusals: list[Skipped] = field(default_factory=list)
+    stops: list[Stop] = field(default_factory=list)
 
 
 class Frame:
@@ -81,6 +87,11 @@ class Frame:
     def scalars(self) -> bool:
         """Whether Dynamo shall trace sizes and numbers that depend on data."""
         return self.active
+
+    @property
+    def numbers_traced(self) -> bool:
+        """Whether Dynamo shall trace the reading of a number as an operation, instead of breaking the graph there."""
+        return self.scalars and (self.ledger.numbers or not self.flags)
 
     def joins(self, environment: Any) -> bool:
         """Whether this attempt's graph is one only because of capture: it assumed something, or traced sizes that depend on data."""
@@ -145,15 +156,17 @@ class Frame:
                 again = at.instructions[at.instruction_pointer - 1].opname == "FOR_ITER"
                 self.refuse(scope.assumption, _OTHER_WAY if again else "it takes an item from an iterator that was there before")
 
-    def compiled(self) -> None:
-        """A graph of this frame is compiled, or the frame is done: whatever was assumed must be settled now."""
-        self.check_closed()
+    def compiled(self, output: Any = None) -> None:
+        """A graph of this frame is compiled, or the frame is done (``output``): whatever was assumed must be settled now."""
+        stop = None if output is None else _torch_private.graph_break(output)
+        self.check_closed(stop)
         left = [Undischarged(a, "nothing has checked it") for a in self.assumptions if a not in self.settled]
         if left:
             self.retreat(left)
-        if self.ledger.refusals and not self.has_graph:
-            # Where this attempt breaks there is no graph yet, and so no report that says why the one before was given up.
-            self._skipped(FusionReport(skipped=list(self.ledger.refusals)))
+        if not self.has_graph and (self.ledger.refusals or stop is not None):
+            # Where this attempt breaks there is no graph yet, and so no report that says so, or why the one before was given up.
+            stops = [*self.ledger.stops, *([] if stop is None else [stop])]
+            self._skipped(FusionReport(skipped=list(self.ledger.refusals), stops=stops))
 
     def failed(self, error: Exception, environment: Any) -> None:
         """Tracing ended with an error: one that capture may have caused means another attempt without it."""
@@ -163,6 +176,7 @@ class Frame:
         if control.is_backends(error):
             return
         if self.active and (self.flags or self.assumptions):
+            self.ledger.stops.append(_torch_private.tracing_stop(error))
             self.retreat(
                 [Undischarged(s.assumption, f"it cannot be traced: {first_line(error)}") for s in self.scopes.open], why=first_line(error)
             )
@@ -259,6 +273,14 @@ class Frame:
         log.debug("tracing this frame again without capture: %s", text)
         raise control.restart(self.log, "moefuse: an assumption about data does not hold")
 
+    def leave_numbers(self, why: str) -> None:
+        """Start the frame again, with a break of the graph wherever a number is read. Does nothing where numbers are left already."""
+        if not (self.traces_data and self.ledger.numbers):
+            return
+        self.ledger.numbers = False
+        log.debug("tracing this frame again, without reading numbers: %s", why)
+        raise control.restart(self.log, "moefuse: the compiler takes no numbers that are read out of tensors")
+
     def unsettled(self) -> list[Undischarged]:
         """Assumptions whose scope is still open."""
         early = [Undischarged(s.assumption, "it is left early, or the graph breaks in it") for s in self.scopes.open]
@@ -274,16 +296,22 @@ class Frame:
         """Whether sizes that depend on data are in the graph only because of moefuse."""
         return self.active and self.flags
 
-    def check_closed(self) -> None:
-        """Before anything is done with a graph: no scope is open, and a break without a captured loop is where it always was."""
+    def check_closed(self, stop: Stop | None = None) -> None:
+        """Before anything is done with a graph: no scope is open, and a break without a captured loop is where it always was.
+
+        Args:
+            stop: the break that ended the graph, if one did.
+        """
         problems = self.unsettled()
         if problems or (self.traces_data and self.ledger.broken and not self.assumptions):
+            self.ledger.stops += [] if stop is None else [stop]
             self.retreat(problems, why="the graph breaks, and capture has changed nothing but where")
 
     def report_skipped(self, error: Exception) -> None:
         """The frame ends here and runs in eager."""
         text = f"{first_line(error)} (this function runs in eager){control.place(error)}"
-        self._skipped(FusionReport(skipped=list(self.ledger.refusals), graph_breaks=[text]))
+        stops = [*self.ledger.stops, _torch_private.tracing_stop(error)]
+        self._skipped(FusionReport(skipped=list(self.ledger.refusals), graph_breaks=[text], stops=stops))
 
     # --- small things ---
 

@@ -21,13 +21,13 @@ _SHARDED = ("DTensor", "AsyncCollectiveTensor")
 
 
 def foreign(ctx: Context, node: Node) -> Lost | None:
-    """A refusal for a weight that is a tensor subclass with an encoding of its own."""
+    """A refusal for a weight, or what is computed from it, that is a tensor subclass with an encoding of its own."""
     kind = type(tensor(node))
     plain = (torch.Tensor, torch.nn.Parameter, torch._subclasses.FakeTensor)
     if kind in plain or not hasattr(kind, "__tensor_flatten__"):
         return None
     code = "sharded" if kind.__name__ in _SHARDED else "quantised"
-    return ctx.lost(code, node, detail=f"`{node.name}` is a {kind.__name__}")
+    return ctx.lost(code, node, detail=f"they are held as `{kind.__name__}`")
 
 
 def between(ctx: Context, chosen: Collection[Node]) -> Lost | None:

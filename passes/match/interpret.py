@@ -14,6 +14,7 @@ from moefuse.passes.infer.state import ComputedDimError, Context, Given
 from moefuse.passes.infer.symbolic_sizes import refine
 from moefuse.passes.ir.expr import has_linear, walk
 from moefuse.passes.ir.facts import Buffer, Combined, Filled, Lost, Many, PerSlot, Pieces, Rows, View
+from moefuse.passes.match.encodings import foreign
 from moefuse.passes.rules import RULES, Rule
 from moefuse.passes.rules.refused import capacity, expert_choice, unknown_routing
 
@@ -71,7 +72,7 @@ def _visit(ctx: Context, node: Node, call: Call) -> Any:
     if filled is not None and not call.targets:
         experts = sorted(int(p.rows.domain.expert or 0) for p in filled.parts)
         return ctx.lost("missing-experts", node, present=f"{experts[0]}..{experts[-1]}", count=str(filled.routing.choices or "more"))
-    return ctx.lost("no-rule", node, op=call.name)
+    return foreign(ctx, node) or ctx.lost("no-rule", node, op=call.name)
 
 
 def _carries(fact: Any) -> bool:

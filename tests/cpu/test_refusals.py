@@ -192,8 +192,7 @@ CASES: dict[str, Case] = {
     ),
     "quantised": Case(
         Packed,
-        "expert weights are packed in a way that moefuse does not read: "
-        "`l_self_modules_experts_modules_0_parameters_weight_` is a TwoTensor",
+        "expert weights are packed in a way that moefuse does not read: they are held as `TwoTensor`",
         module="experts.0",
     ),
     "sharded": Case(
@@ -219,7 +218,7 @@ CASES: dict[str, Case] = {
     "nothing-found": Case(
         NothingFound,
         "the model has weights [4, 24, 8] beside a weight [4, 8], and moefuse has fused nothing: "
-        "the graph breaks inside it (Data-dependent branching (this function runs in eager)), and what is left in graphs is no whole layer",
+        "the graph breaks inside it (Data-dependent branching), and what is left in graphs is no whole layer",
         captured=True,
     ),
     "excluded": Case(Model, "the module path matches options['exclude']", options=Options(exclude=r"^mlp$"), marker="plain", module="mlp"),

@@ -1,0 +1,28 @@
+"""Where Dynamo stopped tracing, with the way there: a break deep in a library belongs to the layer of the user that called it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Stop:
+    """One break of a graph.
+
+    Attributes:
+        text: ``reason at file:line``.
+        stack: the user's stack there as (file, line), outermost first.
+        hint: torch's advice, where that is a setting; empty without one.
+    """
+
+    text: str
+    stack: tuple[tuple[str, int], ...] = ()
+    hint: str = ""
+
+    def inside(self, file: str, lines: Collection[int]) -> str | None:
+        """The innermost ``file:line`` of the stack that is among some lines of a file."""
+        return next((f"{path}:{line}" for path, line in reversed(self.stack) if path == file and line in lines), None)
+
+
+__all__ = ["Stop"]

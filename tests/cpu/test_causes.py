@@ -1,0 +1,238 @@
+"""Where nothing is fused, the text names what stopped it: not the first break that Dynamo met, but the one in the way of the experts."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import moefuse
+from moefuse.nothing_found import missing
+from moefuse.report import FusionReport
+from tests.cpu.test_nothing_found import compiled, messages
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo", "no_code")
+
+E, K, H, I, T = 4, 2, 16, 24, 12  # noqa: E741  (the letters of moefuse.spec)
+
+
+class Expert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(H, I), nn.Linear(I, H)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.up(x)))
+
+
+class MoE(nn.Module):
+    def __init__(self, expert: Callable[[], nn.Module] = Expert) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(H, E), nn.ModuleList(expert() for _ in range(E))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.router(x).softmax(-1).topk(K)
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            tok, slot = torch.where(ids == e)
+            rows = expert(x[tok])
+            out.index_add_(0, tok, rows * weights[tok, slot, None])
+        return out
+
+
+class Block(nn.Module):
+    """A layer with something in front of it, so that a graph is there when it breaks."""
+
+    def __init__(self, moe: nn.Module | None = None) -> None:
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(H), MoE() if moe is None else moe
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(self.norm(x))
+
+
+def line_of(function: Callable[..., Any], text: str) -> int:
+    """The number of the line of a function that has a text in it."""
+    import inspect
+
+    lines, start = inspect.getsourcelines(function)
+    return start + next(i for i, line in enumerate(lines) if text in line)
+
+
+class Breaking(Expert):
+    """As an adapter of a library that Dynamo cannot trace."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return super().forward(x)
+
+
+def test_a_break_inside_an_expert_is_the_cause(caplog: pytest.LogCaptureFixture) -> None:
+    """Not the loop around it, where the graph breaks when it is traced again."""
+    model, x = compiled(lambda: Block(MoE(Breaking))), torch.randn(T, H)
+    torch.testing.assert_close(model(x), model.forward(x))
+    (text,) = messages(caplog)
+    assert f"test_causes.py:{line_of(MoE.forward, 'rows = expert')} in mlp was not fused (nothing-found)" in text
+    assert "graph_break()" in text
+    assert f"test_causes.py:{line_of(Breaking.forward, 'graph_break')}" in text
+    assert "Dynamic shape operator" not in text
+
+
+class Recording(Block):
+    """Router scores for an auxiliary loss, collected by a hook, and the layer checkpointed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores: list[Tensor] = []
+        self.mlp.router.register_forward_hook(lambda _module, _args, out: self.scores.append(out))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scores.clear()
+        out = checkpoint(super().forward, x, use_reentrant=False)
+        return out + torch.stack(self.scores[:1]).mean()
+
+
+def test_torchs_hint_is_passed_on(caplog: pytest.LogCaptureFixture) -> None:
+    """Where Dynamo knows the setting that helps, so does the reader; and with it the layer is fused."""
+    x = torch.randn(T, H)
+    compiled(Recording)(x)
+    (text,) = messages(caplog)
+    assert "skip_fwd_side_effects_in_bwd_under_checkpoint = True" in text
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True):
+        model = compiled(Recording)
+        torch.testing.assert_close(model(x), model.forward(x))
+    report = moefuse.last_report()
+    assert report is not None
+    assert len(report.fused) == 1
+
+
+class Hooked(Block):
+    """A checkpoint that Dynamo leaves to eager, before there is any graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = ContextVar("calls", default=0)
+
+    def run(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.calls.get())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.run, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def test_a_call_of_which_dynamo_made_no_graph_speaks(caplog: pytest.LogCaptureFixture) -> None:
+    model, x = compiled(Hooked), torch.randn(T, H)
+    torch.testing.assert_close(model(x), model.forward(x))
+    (text,) = messages(caplog)
+    assert "nothing-found" in text
+    assert f"Dynamo left the graph: Unsupported method call at {__file__}:{line_of(Hooked.run, 'calls.get')}" in text
+
+
+class PackedExpert(Expert):
+    """Two numbers in each byte, as bitsandbytes holds them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up.weight = nn.Parameter(torch.zeros(I * H // 2, 1, dtype=torch.uint8), requires_grad=False)
+
+
+def test_packed_weights_are_the_cause() -> None:
+    (skipped,) = missing(FusionReport(graph_count=1, opaque=["an operator"]), (MoE(PackedExpert),), moefuse.Options())
+    assert "its weights are quantised (uint8)" in skipped.message
+
+
+def test_a_subclass_of_a_library_is_named() -> None:
+    """As torchao holds weights that are quantised together with their inputs."""
+
+    class Encoded(Tensor):
+        def __tensor_flatten__(self) -> tuple[list[str], None]:
+            return [], None
+
+    model = MoE()
+    model.experts[0].up.weight = nn.Parameter(model.experts[0].up.weight.detach().as_subclass(Encoded))
+    (skipped,) = missing(FusionReport(graph_count=1), (model,), moefuse.Options())
+    assert "its weights are quantised (`Encoded`)" in skipped.message
+
+
+class Selected(Block):
+    """Experts on the tokens of one kind, whose number only the run knows."""
+
+    def forward(self, x: Tensor, kind: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        mask = kind[:, None].expand(-1, H)
+        out[mask] = self.mlp(x[mask].view(-1, H)).flatten()
+        return out
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_what_is_fused_behind_a_break_is_not_refused_before_it(strict: bool, caplog: pytest.LogCaptureFixture) -> None:
+    model, x, kind = compiled(Selected, strict=strict), torch.randn(T, H), torch.arange(T) % 3 > 0
+    with torch.no_grad():
+        torch.testing.assert_close(model(x, kind), model.forward(x, kind))
+    report = moefuse.last_report()
+    assert report is not None
+    assert (len(report.fused), report.skipped, messages(caplog)) == (1, [], [])
+
+
+class TwoWays(nn.Module):
+    """As an adapter that is merged: afterwards another method runs the layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp, self.merged = MoE(), False
+
+    def apart(self, x: Tensor) -> Tensor:
+        return self.mlp(x) * 1.0  # type: ignore[no-any-return]
+
+    def together(self, x: Tensor) -> Tensor:
+        return self.mlp(x) + 0.0  # type: ignore[no-any-return]
+
+    @torch._dynamo.disable(recursive=False)
+    def forward(self, x: Tensor) -> Tensor:
+        return self.together(x) if self.merged else self.apart(x)
+
+
+def test_a_layer_that_two_frames_run_is_expected_once() -> None:
+    model, x = compiled(TwoWays, expect=1), torch.randn(T, H)
+    model(x)
+    model.merged = True
+    torch.testing.assert_close(model(x), model.forward(x))
+
+
+class Checked(Block):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        torch._check_tensor_all(mask)
+        return super().forward(x)
+
+
+class CheckedAfterwards(Block):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        out = super().forward(x)
+        torch._check_tensor_all(mask)
+        return out + 1
+
+
+@pytest.mark.parametrize("make", [Checked, CheckedAfterwards])
+def test_a_check_of_a_tensor_breaks_the_graph_as_in_inductor(make: type[nn.Module], caplog: pytest.LogCaptureFixture) -> None:
+    """Capture makes it traceable, and the compiler cannot take it: that is nothing to report to anyone as a bug of the backend."""
+    dynamo = logging.getLogger("torch._dynamo")
+    dynamo.addHandler(caplog.handler)
+    try:
+        model, x, mask = compiled(make), torch.randn(T, H), torch.ones(3, dtype=torch.bool)
+        torch.testing.assert_close(model(x, mask), model.forward(x, mask))
+    finally:
+        dynamo.removeHandler(caplog.handler)
+    assert [r.getMessage() for r in caplog.records if "ompiler" in r.getMessage()] == []
+    report = moefuse.last_report()
+    assert report is not None
+    assert len(report.fused) == 1
+    with pytest.raises(RuntimeError, match="Expected cond to be True"):
+        model(x, ~mask)
