@@ -1,7 +1,7 @@
-"""Render the measurements in benchmarks/results/*.json into README.md, between the two marker comments.
+"""Render the measurements in benchmarks/results/*.json into docs/benchmarks.md, between the two marker comments.
 
-    python docs/tables.py            # rewrite README.md
-    python docs/tables.py --check    # fail if README.md is not what the results say
+    python docs/tables.py            # rewrite docs/benchmarks.md
+    python docs/tables.py --check    # fail if docs/benchmarks.md is not what the results say
 
 Known are the files that `benchmarks/layer_cpu.py` writes (``rows``: milliseconds of each candidate and paired ratios). Ratios are
 other / moefuse, taken round by round: above 1, moefuse is faster.
@@ -60,7 +60,7 @@ def inserted(text: str, tables: str) -> str:
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     if not rest or END not in rest:
-        raise ValueError("README.md has lost the comments between which the tables stand")
+        raise ValueError("docs/benchmarks.md has lost the comments between which the tables stand")
     return before + BEGIN + tables + END + after
 
 
@@ -68,12 +68,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
     arguments = parser.parse_args()
-    readme = ROOT / "README.md"
-    old = readme.read_text()
+    page = ROOT / "docs" / "benchmarks.md"
+    old = page.read_text()
     new = inserted(old, rendered(ROOT / "benchmarks" / "results"))
     if arguments.check:
         return int(old != new)
-    readme.write_text(new)
+    page.write_text(new)
     return 0
 
 

@@ -117,10 +117,10 @@ def in_a_new_process(program: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_pass_as_the_readme_shows_it() -> None:
+def test_the_pass_as_the_page_shows_it() -> None:
     """With the proof, whose run of the op is the first in its process: inside Inductor, which switches Python's dispatcher on."""
-    readme = (Path(__file__).parent.parent.parent / "README.md").read_text()
-    layer, *rest = re.findall(r"^```python\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)
+    page = (Path(__file__).parent.parent.parent / "docs/usage.md").read_text()
+    layer, *rest = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     (shown,) = [block for block in rest if "MoEFusionPass" in block]
     in_a_new_process(f"""
 {layer}

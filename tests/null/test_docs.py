@@ -18,6 +18,7 @@ from moefuse.passes.rules import _FAMILIES
 ROOT = Path(__file__).parent.parent.parent
 FILES = sorted((*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")))
 README = (ROOT / "README.md").read_text()
+OPTIONS = (ROOT / "docs/options.md").read_text()
 PATH = re.compile(r"`((?:moefuse|passes|kernels|tests|docs|benchmarks|examples|requirements)/[\w./-]+)`")
 
 
@@ -41,8 +42,9 @@ def test_named_files_exist(path: Path) -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=names(FILES))
 def test_lines_are_not_endless(path: Path) -> None:
-    """Tables may be wide; text may not."""
-    long = [line for line in path.read_text().splitlines() if len(line) > 145 and not line.startswith("|") and "](" not in line]
+    """Tables and lines of a report may be wide; text may not."""
+    wide = ("|", "  fused ")
+    long = [line for line in path.read_text().splitlines() if len(line) > 145 and not line.startswith(wide) and "](" not in line]
     assert long == []
 
 
@@ -66,20 +68,20 @@ def test_every_excerpt_is_compared() -> None:
 
 
 def test_the_table_of_options() -> None:
-    rows = re.findall(r"^\| `(\w+)` \| `([^`]+)` \|", README, flags=re.MULTILINE)
+    rows = re.findall(r"^\| `(\w+)` \| `([^`]+)` \|", OPTIONS, flags=re.MULTILINE)
     documented = {name: default.replace('"', "'") for name, default in rows if name.islower()}
     assert documented == {field.name: repr(field.default) for field in dataclasses.fields(Options)}
 
 
 def test_the_table_of_environment_variables() -> None:
-    rows = re.findall(r"^\| `(MOEFUSE_\w+)` \| `(\w+)` \| (.*) \|$", README, flags=re.MULTILINE)
+    rows = re.findall(r"^\| `(MOEFUSE_\w+)` \| `(\w+)` \| (.*) \|$", OPTIONS, flags=re.MULTILINE)
     assert {name: option for name, option, _ in rows} == {name: option for name, (option, _) in ENVIRONMENT.items()}
     for name, _, legal in rows:
         assert set(re.findall(r"`(\w+)`", legal)) == set(ENVIRONMENT[name][1])
 
 
 def test_every_activation_is_listed() -> None:
-    (listed,) = re.findall(r"^- activations: (.*?);$", README, flags=re.MULTILINE | re.DOTALL)
+    (listed,) = re.findall(r"^- activations: (.*?);$", (ROOT / "docs/spellings.md").read_text(), flags=re.MULTILINE | re.DOTALL)
     assert set(ACTIVATIONS) <= set(re.findall(r"`(\w+)`", listed))
 
 
@@ -97,7 +99,12 @@ def test_make_targets_exist() -> None:
 
 @pytest.fixture
 def tables() -> types.ModuleType:
-    spec = importlib.util.spec_from_file_location("tables", ROOT / "docs/tables.py")
+    return program("tables")
+
+
+def program(name: str) -> types.ModuleType:
+    """A program of docs/, which is no package."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -126,5 +133,17 @@ def test_tables_need_their_place(tables: types.ModuleType) -> None:
         tables.inserted("a document without them", "")
 
 
-def test_the_readme_shows_the_results_that_are_there(tables: types.ModuleType) -> None:
-    assert tables.inserted(README, tables.rendered(ROOT / "benchmarks" / "results")) == README
+def test_the_page_shows_the_results_that_are_there(tables: types.ModuleType) -> None:
+    page = (ROOT / "docs/benchmarks.md").read_text()
+    assert tables.inserted(page, tables.rendered(ROOT / "benchmarks" / "results")) == page
+
+
+def test_the_picture_shows_the_results_that_are_there() -> None:
+    """And the number above it is its longest bar."""
+    picture = program("picture")
+    assert picture.PICTURE.read_text() == picture.drawn()
+    assert f"up to {max(ratio for _, ratio in picture.bars()):.1f}x" in README
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.splitlines()) < 200

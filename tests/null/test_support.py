@@ -1,0 +1,70 @@
+"""The README's table of what moefuse works with: every cell that claims something is a test that says so."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent.parent
+COLUMNS = ("inference, CPU", "training, CPU", "inference, CUDA", "training, CUDA")
+NOT_TRIED, NONSENSE = "-", ""
+
+# Row: the tests behind its cells, column by column; None is a cell that claims nothing.
+Cells = tuple[str | None, str | None, str | None, str | None]
+TESTS: dict[str, Cells] = {
+    "your own model": ("test_programs::test_catalogue", "test_generated_loops::*", "test_backend::*", "test_training::*"),
+    "transformers 5": (
+        "test_transformers_models::test_inference",
+        "test_transformers_models::test_training",
+        "test_backend::test_every_layer_is_fused_and_right",
+        None,
+    ),
+    "transformers 4.57": ("test_transformers_loops::test_inference", "test_transformers_loops::test_training", None, None),
+    "`generate`, static cache": (
+        "test_generate::test_with_the_switch_the_decode_step_is_fused",
+        None,
+        "test_backend::test_generate_with_a_static_cache",
+        None,
+    ),
+    "Trainer": (None, "test_accelerate_integration::test_trainer", None, None),
+    "accelerate": ("test_accelerate_integration::test_accelerator", "test_accelerate_integration::test_trainer", None, None),
+    "TRL's defaults (checkpoints with router losses)": (None, "test_causes::test_torchs_hint_is_passed_on", None, None),
+    "PEFT: LoRA around or inside experts": (
+        "test_peft::test_adapters_that_are_switched_and_merged",
+        "test_peft::test_gradients_of_adapters",
+        None,
+        None,
+    ),
+    "activation checkpointing": (None, "test_ambient::test_gradient_checkpointing_of_transformers", None, None),
+    "autocast around float32 experts": ("test_refusals::*", "test_refusals::*", None, None),
+    "DDP": (None, "test_ddp::test_gradients_of_two_processes_are_those_of_one", None, None),
+    "FSDP2": (None, "test_fsdp::test_steps_of_two_processes_are_those_of_one", None, None),
+    "tensor parallelism of experts": ("test_tensor_parallel::test_sharded_experts_are_refused_as_such", None, None, None),
+    "expert parallelism": ("test_refusals::*", None, None, None),
+    "quantised experts": ("test_causes::test_packed_weights_are_the_cause", None, None, None),
+    "torch.export, AOTInductor": ("test_exported::test_a_package_has_the_fused_op_in_it", None, None, None),
+}
+
+
+def table() -> dict[str, list[str]]:
+    _, _, rest = (ROOT / "README.md").read_text().partition("<!-- support: begin -->\n")
+    head, _, *rows = rest.partition("<!-- support: end -->")[0].strip().splitlines()
+    assert [cell.strip() for cell in head.strip("|").split("|")] == ["", *COLUMNS]
+    split = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+    return {name: cells for name, *cells in split}
+
+
+def test_every_claim_is_a_test() -> None:
+    claimed = table()
+    assert list(claimed) == list(TESTS)
+    for row, tests in TESTS.items():
+        for column, cell, test in zip(COLUMNS, claimed[row], tests, strict=True):
+            assert (cell in (NOT_TRIED, NONSENSE)) == (test is None), (row, column)
+            if test is None:
+                continue
+            file, _, name = test.partition("::")
+            path = f"tests/{'gpu' if 'CUDA' in column else 'cpu'}/{file}.py"
+            assert re.fullmatch(rf"\[(fused|told)\]\({path}\)", cell), (row, column, cell)
+            found = {node.name for node in ast.parse((ROOT / path).read_text()).body if isinstance(node, ast.FunctionDef)}
+            assert name == "*" or name in found, test
