@@ -4,7 +4,7 @@
 
 1. Trains a small Qwen3-MoE (transformers' own class, unmodified) on the sources of Python's standard library, byte by byte.
 2. Generates from it in eager mode and compiled, and checks that the tokens agree.
-3. Prints what was fused, and the time and memory of one forward beside transformers' own implementations.
+3. Prints what was fused, and the time and memory of one forward beside transformers' own implementations; draws the times to demo.svg.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 # OpenMP threads that wait sleep instead of spinning: on a machine with other work, that is the difference between seconds and minutes.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+import contextlib
 import json
 import logging
 import sys
@@ -21,7 +22,7 @@ import sysconfig
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -36,6 +37,7 @@ import moefuse
 STEPS, BATCH, LENGTH = 800, 8, 128
 PROMPT = "    def __init__(self, name, value):\n        self."
 TOKEN_COUNTS = (1, 16, 128, 1024)
+PICTURE = Path("demo.svg")
 EAGER, GROUPED, BATCHED, OURS = "eager loop", "grouped_mm + inductor", "batched_mm + inductor", "moefuse"
 
 
@@ -110,9 +112,23 @@ def paired_medians(calls: dict[str, Callable[[], object]], seconds: float = 1.5)
     return {name: median(values) for name, values in times.items()}
 
 
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """The profiler's C++ code tells standard error that it starts and stops, whatever its log level."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+
+
 def peak_megabytes(call: Callable[[], object]) -> float:
     """Largest amount of memory that is allocated for tensors at one moment of a call, from the profiler's allocation events."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with quiet(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         result = call()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
@@ -126,8 +142,34 @@ def peak_megabytes(call: Callable[[], object]) -> float:
     return peak / 1e6
 
 
-def compare(trained: Qwen3MoeForCausalLM) -> None:
-    """Time and memory of one forward of the whole model."""
+def picture(times: dict[int, dict[str, float]]) -> str:
+    """For each number of tokens, how many times as fast as transformers' eager loop each implementation is."""
+    colors = dict(zip((EAGER, GROUPED, BATCHED, OURS), ("#bbb", "#8ab", "#9b8", "#1f6fb4"), strict=True))
+    bars = [(count, name, ms[EAGER] / ms[name]) for count, ms in times.items() for name in colors]
+    unit = 380 / max(ratio for *_, ratio in bars)
+    out = [f'<svg xmlns="http://www.w3.org/2000/svg" width="760" height="{50 + 24 * len(bars)}" font-family="sans-serif" font-size="13">']
+    out.append('<rect width="100%" height="100%" fill="white"/>')
+    out.append('<text x="12" y="22" font-weight="bold">One forward: times as fast as the eager loop</text>')
+    for i, (count, name, ratio) in enumerate(bars):
+        y = 36 + 24 * i
+        out.append(f'<text x="290" y="{y + 14}" text-anchor="end">{count} tokens, {name}</text>')
+        out.append(f'<rect x="300" y="{y}" width="{ratio * unit:.0f}" height="18" fill="{colors[name]}"/>')
+        out.append(f'<text x="{306 + ratio * unit:.0f}" y="{y + 14}">{ratio:.1f}x</text>')
+    return "\n".join([*out, "</svg>\n"])
+
+
+def in_words(times: dict[int, dict[str, float]]) -> str:
+    """What the table says, for somebody who reads one line of it."""
+    ms = times[TOKEN_COUNTS[-1]]
+    best = min((GROUPED, BATCHED), key=lambda name: ms[name])
+    return (
+        f"In short: with {TOKEN_COUNTS[-1]} tokens the model runs {ms[EAGER] / ms[OURS]:.1f}x as fast as in eager mode, "
+        f"and {ms[best] / ms[OURS]:.1f}x as fast as transformers' fastest implementation under Inductor ({best.partition(' ')[0]})."
+    )
+
+
+def compare(trained: Qwen3MoeForCausalLM) -> dict[int, dict[str, float]]:
+    """Milliseconds of one forward of the whole model, by number of tokens and implementation; printed with its memory."""
     models: dict[str, Any] = {
         EAGER: eager_copy(trained, "eager"),
         GROUPED: torch.compile(eager_copy(trained, "grouped_mm")),
@@ -137,16 +179,18 @@ def compare(trained: Qwen3MoeForCausalLM) -> None:
     print(f"\n{'one forward':24s}" + "".join(f"{f'{count} tokens':>22s}" for count in TOKEN_COUNTS))
     generator = torch.Generator().manual_seed(1)
     rows: dict[str, list[str]] = {name: [] for name in models}
+    measured: dict[int, dict[str, float]] = {}
     with torch.no_grad():
         for count in TOKEN_COUNTS:
             ids = torch.randint(32, 127, (1, count), generator=generator)
             calls = {name: (lambda m=model, ids=ids: m(input_ids=ids, use_cache=False).logits) for name, model in models.items()}
-            times = paired_medians(calls)
+            measured[count] = times = paired_medians(calls)
             for name, call in calls.items():
                 rows[name].append(f"{times[name]:9.2f} ms {peak_megabytes(call):6.1f} MB")
     for name, cells in rows.items():
         print(f"{name:24s}" + "".join(f"{cell:>22s}" for cell in cells))
     print("time: median of alternating runs; memory: peak of tensor allocations during the call (profiler), weights not counted")
+    return measured
 
 
 def main() -> int:
@@ -169,7 +213,9 @@ def main() -> int:
     report = moefuse.last_report()
     print(f"\n{report}")
     fused = len(report.fused) if report else 0
-    compare(model)
+    times = compare(model)
+    PICTURE.write_text(picture(times))
+    print(f"\n{in_words(times)}\nThe same as a picture: {PICTURE}")
     print(f"\n{time.perf_counter() - started:.0f} s in total")
 
     problems = []

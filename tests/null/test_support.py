@@ -68,3 +68,12 @@ def test_every_claim_is_a_test() -> None:
             assert re.fullmatch(rf"\[(fused|told)\]\({path}\)", cell), (row, column, cell)
             found = {node.name for node in ast.parse((ROOT / path).read_text()).body if isinstance(node, ast.FunctionDef)}
             assert name == "*" or name in found, test
+
+
+def test_the_list_of_acceptance_names_tests_that_exist() -> None:
+    page = (ROOT / "docs/design/acceptance.md").read_text()
+    named = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", page)
+    assert len(named) > 25
+    for path, name in named:
+        assert not name or f"def {name}(" in (ROOT / path).read_text(), (path, name)
+    assert re.findall(r"^\| (A\d+) \|", page, flags=re.MULTILINE) == [f"A{n}" for n in range(1, 15)]
