@@ -62,11 +62,12 @@ def compile_or_restore(
             frame.retreat([Undischarged(a, f"the compiler cannot take the graph ({text})") for a in frame.assumptions], report.skipped)
         if saved is None or not report.fused:
             raise
-        log.exception("the compiler fails on the graph that moefuse rewrote; it gets the graph as it was")
         saved.restore()
         report.fused.clear()
+        compiled = compiler()  # what fails here as well is not the rewrite's doing: torch says it as ever, or breaks the graph there
+        log.exception("the compiler fails on the graph that moefuse rewrote; it got the graph as it was")
         report.skipped.append(_internal_error(error))
-    return compiler()
+        return compiled
 
 
 def rewrite_and_keep(

@@ -11,9 +11,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from torch.utils.checkpoint import checkpoint
 
 import moefuse
+from moefuse import _torch_private
 from moefuse.nothing_found import missing
 from moefuse.report import FusionReport
 from tests.cpu.test_nothing_found import compiled, messages
@@ -236,3 +238,38 @@ def test_a_check_of_a_tensor_breaks_the_graph_as_in_inductor(make: type[nn.Modul
     assert len(report.fused) == 1
     with pytest.raises(RuntimeError, match="Expected cond to be True"):
         model(x, ~mask)
+
+
+class Masked(MoE):
+    """Every expert on every row: one graph."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.router(x).softmax(-1).topk(K)
+        return sum(expert(x) * (weights * (ids == e)).sum(-1, keepdim=True) for e, expert in enumerate(self.experts))
+
+
+@pytest.mark.parametrize("also_as_it_was", [True, False])
+def test_a_compiler_that_fails_says_so_once(
+    also_as_it_was: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Only where the graph compiles as it was is the rewrite to blame; else the break is torch's, as without moefuse."""
+
+    def compile_front(gm: torch.fx.GraphModule, *_: Any, **__: Any) -> Any:
+        targets = {node.target for node in gm.graph.nodes}
+        if torch.sinc in targets if also_as_it_was else any("moefuse" in str(target) for target in targets):
+            raise DynamicOutputShapeException(torch.ops.aten.nonzero.default)
+        return gm.forward
+
+    monkeypatch.setattr(_torch_private, "compile_fx", compile_front)
+    model, x = nn.Sequential(Block(Masked()), Sinc()), torch.randn(T, H)
+    with torch.no_grad():
+        expected = model(x)
+        torch.testing.assert_close(torch.compile(model, backend="moefuse")(x), expected)
+    blamed = [record for record in caplog.records if "the compiler fails on the graph that moefuse rewrote" in record.message]
+    codes = [skipped.code for skipped in moefuse.last_report().skipped]
+    assert (len(blamed), codes.count("internal-error")) == ((0, 0) if also_as_it_was else (1, 1))
+
+
+class Sinc(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sinc(x)
