@@ -461,9 +461,11 @@ def same_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
 def trying_on_fakes(value: object) -> Iterator[None]:
     """Run something on fake tensors for what it shows, as eager would: without decompositions. New symbols that it makes are nobody's."""
     first = next((t for t in (value if isinstance(value, tuple | list) else (value,)) if isinstance(t, torch.Tensor)), None)
-    environment = getattr(getattr(first, "fake_mode", None), "shape_env", None)
+    mode = getattr(first, "fake_mode", None)
+    environment = getattr(mode, "shape_env", None)
     ignoring = contextlib.nullcontext() if environment is None else environment.ignore_fresh_unbacked_symbols()
-    with ignoring, torch.no_grad(), torch._C._DisablePythonDispatcher():
+    # The mode, since an operator may make tensors on its way: ``where(c, x, 0.0)`` makes one of the number.
+    with mode or contextlib.nullcontext(), ignoring, torch.no_grad(), torch._C._DisablePythonDispatcher():
         yield
 
 

@@ -56,10 +56,26 @@ _ALL_DIFFER = "the experts do not all compute the same: {detail}"
 """``experts-differ`` where no expert but the first is to blame, or nobody knows which."""
 
 
+_OVERWRITTEN = "expert rows are assigned here, not added: of a token's {choices} experts, only the one that is written last stays"
+"""``not-combined`` where there is an accumulator, and nothing adds to it."""
+
+_CUT_OFF = "expert rows go through `{op}`: gradients end there, which no fused op does"
+"""``no-rule`` where the values are known, and not the gradients."""
+
+
 def message(code: str, details: Mapping[str, object]) -> str:
     """The text of a refusal, with what the rule found in it."""
-    nobody = code == "experts-differ" and details.get("expert") in ("?", "0")
-    return (_ALL_DIFFER if nobody else CODES[code]).format(**details)
+    return _text(code, details).format(**details)
+
+
+def _text(code: str, details: Mapping[str, object]) -> str:
+    if code == "experts-differ" and details.get("expert") in ("?", "0"):
+        return _ALL_DIFFER
+    if code == "not-combined" and "choices" in details:
+        return _OVERWRITTEN
+    if code == "no-rule" and details.get("op") == "detach":
+        return _CUT_OFF
+    return CODES[code]
 
 
 def first_line(error: BaseException) -> str:

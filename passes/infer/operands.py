@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch.fx import Node
 
 from moefuse.passes.graph.calls import fake, tensor
@@ -113,7 +114,8 @@ def _classified(ctx: Context, node: Node, domain: Domain, view: View, dims: dict
             width = width * a.size
         return Token(node, view.root, width) if isinstance(width, int) else None
     value = tensor(view.root)
-    if feature and domain.routing is not None and same(domain.routing.num_tokens, 1) and value is not None and value.dim() > 1:
+    one_token = domain.routing is not None and same(domain.routing.num_tokens, 1) and not isinstance(value, torch.nn.Parameter)
+    if feature and one_token and value is not None and value.dim() > 1:
         return Token(node, view.root, int(value.shape[-1]))
     if not feature and _only_slot(domain, view.root):
         return SlotWeight(node, view.root)
@@ -144,23 +146,29 @@ def _covers(root: Node, used: list[Atom]) -> bool:
 
 def _per_expert(node: Node, view: View, dims: dict[str, list[Atom]]) -> Expr | None:
     value = tensor(view.root)
-    if value is None or value.dim() != 2 or [a.index for a in dims["e"]] != [0] or [a.index for a in dims["f"]] not in ([1], []):
+    if value is None or not _of_vectors(value) or [a.index for a in dims["e"]] != [0]:
         return None
-    return ExpertVector(node, Leaf(view.root, True, None, (1,)))
+    last = value.dim() - 1
+    return ExpertVector(node, Leaf(view.root, True, None, (last,))) if [a.index for a in dims["f"]] in ([last], []) else None
+
+
+def _of_vectors(stack: torch.Tensor) -> bool:
+    """Whether a tensor is [E, n], or [E, 1, n] as a batched product takes it."""
+    return stack.dim() >= 2 and all(same(s, 1) for s in shape_of(stack)[1:-1])
 
 
 def _expert_vector(node: Node, axes: Axes, domain: Domain, weight: Weight) -> Expr | None:
-    """A row of a stacked [E, n] tensor: a bias."""
-    left = [a for axis in weight.axes for a in axis if a.kind == "w"]
+    """A row of a stacked [E, n] or [E, 1, n] tensor: a bias."""
+    value = tensor(weight.root)
+    if value is None or not _of_vectors(value):
+        return None
+    left = [a for axis in weight.axes for a in axis if a.kind == "w" and (a.index == value.dim() - 1 or not same(a.size, 1))]
     rows = [a for axis in weight.axes for a in axis if a.kind != "w"]
     if len(left) > 1 or (weight.axes and left and weight.axes[-1] != (left[0],) and extent(weight.axes[-1]) != 1):
         return None
     if rows and (weight.routing is not domain.routing or weight.order is not domain.order):
         return None
     if weight.expert is not None and domain.expert is not None and weight.expert != domain.expert:
-        return None
-    value = tensor(weight.root)
-    if value is None or value.dim() != 2:
         return None
     if rows and not fits(axes, padded(tuple(tuple(a for a in x if a.kind != "w") for x in weight.axes), len(axes))):
         return None

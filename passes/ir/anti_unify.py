@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from moefuse.passes.graph.calls import tensor
+from moefuse.passes.graph.calls import call_of, tensor
 from moefuse.passes.graph.sizes import shape_of
 from moefuse.passes.ir.expr import (
     Cast,
@@ -23,15 +23,18 @@ from moefuse.passes.ir.expr import (
     SlotWeight,
     Token,
     rewritten,
+    walk,
     weight_leaves,
 )  # fmt: skip
 from moefuse.passes.ir.facts import Lost
 
 
 class _DifferError(Exception):
-    def __init__(self, expert: int, detail: str) -> None:
+    """``unread``: what an expert computes there is nothing that a rule knows."""
+
+    def __init__(self, expert: int, detail: str, unread: Expr | None = None) -> None:
         super().__init__(detail)
-        self.expert, self.detail = expert, detail
+        self.expert, self.detail, self.unread = expert, detail, unread
 
 
 def generalise(exprs: list[Expr], experts: list[int], node: Node) -> Expr | Lost:
@@ -39,7 +42,15 @@ def generalise(exprs: list[Expr], experts: list[int], node: Node) -> Expr | Lost
     try:
         return _merge(exprs, experts)
     except _DifferError as differ:
-        return Lost("experts-differ", node, {"expert": str(differ.expert), "detail": differ.detail})
+        lost = None if differ.unread is None else no_rule(differ.unread)
+        return lost or Lost("experts-differ", node, {"expert": str(differ.expert), "detail": differ.detail})
+
+
+def no_rule(expr: Expr) -> Lost | None:
+    """The first operation in an expression that no rule knows; None where every one is known."""
+    unread = (e.source for e in walk(expr) if isinstance(e, Token) and e.unread)
+    calls = ((node, call_of(node)) for node in unread)
+    return next((Lost("no-rule", node, {"op": call.name}) for node, call in calls if call is not None), None)
 
 
 def specialise(expr: Expr, expert: int) -> Expr | None:
@@ -59,7 +70,8 @@ def _merge(exprs: list[Expr], experts: list[int]) -> Expr:
     first = exprs[0]
     for e, other in zip(experts[1:], exprs[1:], strict=True):
         if type(other) is not type(first):
-            raise _DifferError(e, f"{type(other).__name__.lower()} where expert {experts[0]} has {type(first).__name__.lower()}")
+            detail = f"{type(other).__name__.lower()} where expert {experts[0]} has {type(first).__name__.lower()}"
+            raise _DifferError(e, detail, next((x for x in (first, other) if isinstance(x, Token)), None))
     match first:
         case Token() | SlotWeight():
             _same(exprs, experts, "source", "input")
@@ -91,7 +103,7 @@ def _same(exprs: list[Any], experts: list[int], name: str, what: str) -> None:
     for e, other in zip(experts[1:], exprs[1:], strict=True):
         value = getattr(other, name)
         if value is not first and (isinstance(first, Node) or value != first):
-            raise _DifferError(e, f"{what} {value} instead of {first}")
+            raise _DifferError(e, f"{what} {value} instead of {first}", exprs[0] if isinstance(exprs[0], Token) else None)
 
 
 def _op(exprs: list[Any], experts: list[int]) -> Expr:
@@ -125,8 +137,16 @@ def _argument(values: list[Any], experts: list[int], name: str) -> Any:
         return _merge(values, experts)
     for e, v in zip(experts[1:], values[1:], strict=True):
         if isinstance(v, Expr) or isinstance(values[0], Expr) or type(v) is not type(values[0]) or v != values[0]:
-            raise _DifferError(e, f"`{name}` with {v} instead of {values[0]}")
+            raise _DifferError(e, f"`{name}` with {_shown(v)} instead of {_shown(values[0])}")
     return values[0]
+
+
+def _shown(value: Any) -> str:
+    """An argument as the user knows it."""
+    if not isinstance(value, Expr):
+        return str(value)
+    number = isinstance(value, SharedVector) and tensor(value.source) is None
+    return "a number that may change from call to call" if number else "a tensor"
 
 
 def _gate(exprs: list[Any], experts: list[int]) -> Gate:

@@ -30,11 +30,13 @@ class Token(Expr):
     """The row's token: ``source[t, :]`` of a plain tensor [tokens..., H]. ``width`` is H (1 for a scalar per token).
 
     ``by_slot``: the tensor has a row for each slot, and the row is ``source[t * K + k, :]``.
+    ``unread``: an operation made the tensor that no rule knows, for this one value of the program and nothing else.
     """
 
     source: Node
     width: int
     by_slot: bool = False
+    unread: bool = False
 
 
 @dataclass(frozen=True, eq=False)

@@ -209,17 +209,31 @@ class Lowering:
 
     def stack(self, leaf: Leaf) -> list[Node]:
         """A projection as the ops take it: [[E, out, in]] or E times [out, in]; a transposed view where it is stored the other way."""
-        sources = self.vectors(leaf)
+        sources = self.sources(leaf)
         if list(leaf.order) == sorted(leaf.order):
             return sources
         return [self.emit(torch.transpose, s, -2, -1) for s in sources]
 
     def vectors(self, leaf: Leaf | None) -> list[Node]:
+        """[[E, n]] or E times [n]; dimensions of size one between them, which a batched product needs, are left out."""
         if leaf is None:
             return []
+        if leaf.parts and shape_of(tensor(leaf.parts[0])) == ():  # type: ignore[arg-type]
+            return [self.emit(torch.unsqueeze, self.emit(torch.stack, list(leaf.parts)), 1)]
+        lead = () if leaf.parts else (self.region.num_experts,)
+        return [self.flat(source, lead) for source in self.sources(leaf)]
+
+    def flat(self, source: Node, lead: tuple[int, ...]) -> Node:
+        """[*lead, n]."""
+        value = tensor(source)
+        if value is None or value.dim() <= len(lead) + 1:
+            return source
+        return self.emit(torch.reshape, source, (*lead, shape_of(value)[-1]))
+
+    def sources(self, leaf: Leaf) -> list[Node]:
+        """What a leaf reads: one stack, or a tensor for each expert."""
         if leaf.parts:
-            numbers = shape_of(tensor(leaf.parts[0])) == ()  # type: ignore[arg-type]
-            return [self.emit(torch.unsqueeze, self.emit(torch.stack, list(leaf.parts)), 1)] if numbers else list(leaf.parts)
+            return list(leaf.parts)
         value, count = tensor(leaf.source), self.region.num_experts
         longer = self.region.rest is not None and value is not None and shape_of(value)[0] != count
         return [self.emit(operator.getitem, leaf.source, slice(0, count)) if longer else leaf.source]
@@ -233,14 +247,16 @@ class Lowering:
         return self.emit(torch.reshape, node, (*sizes, shape_of(theirs)[-1]))
 
     def sizes(self, wanted: tuple[Any, ...]) -> list[Any]:
-        """Leading sizes as arguments: numbers, or the sizes of a leaf that has the same leading dimensions."""
-        if all(isinstance(s, int) for s in wanted):
-            return list(wanted)
+        """Leading sizes as arguments: numbers, or sizes of a leaf."""
+        return [s if isinstance(s, int) else self.size(s) for s in wanted]
+
+    def size(self, wanted: Any) -> Node:
         for source in self.region.leaves:
             value = tensor(source)
-            if value is not None and same_shape(shape_of(value)[: len(wanted)], wanted):
-                return [s if isinstance(s, int) else self.emit(torch.ops.aten.sym_size.int, source, i) for i, s in enumerate(wanted)]
-        raise ValueError(f"no input of the region has the leading sizes {wanted}")
+            for i, size in enumerate(shape_of(value) if value is not None else ()):
+                if same(size, wanted):
+                    return self.emit(torch.ops.aten.sym_size.int, source, i)
+        raise ValueError(f"no input of the region has a dimension of the size {wanted}")
 
     def out_dtype(self) -> torch.dtype | None:
         value = tensor(self.region.value)

@@ -9,10 +9,11 @@ from typing import Any
 from torch.fx import Node
 
 from moefuse.passes.graph.calls import tensor
+from moefuse.passes.graph.op_classes import FILLS
 from moefuse.passes.graph.sizes import same, shape_of
 from moefuse.passes.infer.routings import shared_routing
 from moefuse.passes.infer.state import Context
-from moefuse.passes.ir.anti_unify import generalise
+from moefuse.passes.ir.anti_unify import generalise, no_rule
 from moefuse.passes.ir.axes import Axes, atoms
 from moefuse.passes.ir.expr import ExpertVector, Expr, Gate, SharedVector, SlotWeight, Token, has_linear, walk, weight_leaves
 from moefuse.passes.ir.expr_algebra import factors, same_expr
@@ -157,8 +158,15 @@ def _summed(ctx: Context, fact: Sum, holders: list[Node]) -> Region | Lost | Non
         return ctx.lost("not-weighted", anchor)
     if not per_slot and _needs_distinct(expr, fact.once, by_token) and not routing.distinct:
         return ctx.lost("ids-not-distinct", anchor)
-    replaced = fact.replaced and fact.base is not None
-    return Region(anchor, tuple(holders), names.pop(), routing, expr, count, fact.base, fact.parts, rest, replaced=replaced)  # type: ignore[arg-type]
+    base = None if _all_replaced(ctx, fact, routing, count) else fact.base
+    replaced = fact.replaced and base is not None
+    return Region(anchor, tuple(holders), names.pop(), routing, expr, count, base, fact.parts, rest, replaced=replaced)  # type: ignore[arg-type]
+
+
+def _all_replaced(ctx: Context, fact: Sum, routing: Routing, count: int) -> bool:
+    """Whether nothing is left of a tensor of one constant, or of memory that nothing initialised: every token has an expert."""
+    made = None if fact.base is None else ctx.calls[fact.base]
+    return fact.replaced and made is not None and made.name in FILLS and routing.whole and routing.within(count)
 
 
 def _changed_before(ctx: Context, fact: Sum, routing: Routing) -> Lost | None:
@@ -208,7 +216,9 @@ def _weightless(ctx: Context, fact: Sum, anchor: Node) -> Weightless | Lost | No
         or len(weights) != 1
         or numbers != list(range(numbers[0], numbers[-1] + 1))
     ):
-        return ctx.lost("experts-differ", anchor, expert=str(numbers[0]), detail="it has no weights, and is not its token times a weight")
+        unknown = no_rule(expr)
+        detail = "it has no weights, and is not its token times a weight"
+        return unknown or ctx.lost("experts-differ", anchor, expert=str(numbers[0]), detail=detail)
     return Weightless(expr, range(numbers[0], numbers[-1] + 1))
 
 

@@ -34,7 +34,8 @@ def refusals(ctx: Context, refused: list[tuple[Lost, Routing | None]], covered: 
         if isinstance(fact, Lost) and ctx.position[node] >= ctx.position[fact.node] and node not in ignored:
             key = _routing(ctx, node) or module_path(node)
             known = out.get(key)
-            follows = known is not None and known.code in _CONSEQUENCES and ctx.position[known.node] > ctx.position[node]
+            later = known is not None and ctx.position[known.node] > ctx.position[node]
+            follows = later and (known.code in _CONSEQUENCES or (known.code == "sum-changed" and _leads_to(ctx, node, known.node)))
             if known is None or follows or known.node is node:
                 out[key] = fact
     for node, routing in _ends(ctx, covered):
@@ -42,6 +43,17 @@ def refusals(ctx: Context, refused: list[tuple[Lost, Routing | None]], covered: 
         if known is None or (known.code == "not-combined" and ctx.position[known.node] < ctx.position[node]):
             out[routing] = Lost("not-combined", node)
     return sorted(out.values(), key=lambda lost: ctx.position[lost.node])
+
+
+def _leads_to(ctx: Context, node: Node, later: Node) -> bool:
+    """Whether ``later`` is computed from a value: what is lost on the way to a sum is added to it as something else."""
+    reached = {node}
+    behind = sorted((n for n in ctx.calls if ctx.position[node] < ctx.position[n] <= ctx.position[later]), key=ctx.position.__getitem__)
+    for n in behind:
+        target = ctx.calls[n].targets if ctx.calls[n] is not None else ()
+        if any(i in reached for i in n.all_input_nodes if i not in target):
+            reached.add(n)
+    return later in reached
 
 
 def _ends(ctx: Context, covered: set[Node]) -> list[tuple[Node, Routing | None]]:

@@ -13,6 +13,7 @@ import torch
 from torch.fx import Node
 
 from moefuse.passes.graph.calls import tensor
+from moefuse.passes.graph.op_classes import FILLS
 from moefuse.passes.graph.sizes import same, shape_of
 from moefuse.passes.infer.operands import padded, real
 from moefuse.passes.infer.state import Context, out_shape
@@ -21,9 +22,7 @@ from moefuse.passes.ir.facts import Column, Fill, Mask, Routing, Table, View
 from moefuse.passes.rules import rule
 
 
-@rule(
-    "zeros", "zeros_like", "new_zeros", "ones", "ones_like", "new_ones", "full", "full_like", "new_full", "empty", "empty_like", "new_empty"
-)
+@rule(*FILLS)
 def on_fill(ctx: Context, node: Node, *args: Any, **kwargs: Any) -> Any:
     value = tensor(node)
     if value is None:

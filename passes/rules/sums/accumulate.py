@@ -25,7 +25,7 @@ def accumulated(ctx: Context, node: Node, target: Node, rows: Rows, *, once: boo
     if isinstance(current, Fill) and current.value == 0.0:
         return Sum(axes, None, (part,), once)
     own = isinstance(current, View) and (current.root is target or ctx.storage[target] is target)  # a clone is a tensor of its own
-    return Sum(axes, target, (part,), once, replaced) if own or isinstance(current, Combined) else None
+    return Sum(axes, target, (part,), once, replaced) if own or isinstance(current, Combined | Fill) else None
 
 
 def add_rows(ctx: Context, node: Node, target: Node, where: Any, rows: Rows) -> Any:
@@ -87,7 +87,7 @@ def put(ctx: Context, node: Node, target: Node, chosen: Selection, rows: Any) ->
         # Where a token has several experts, nothing may be lost: the one that writes is the first, and stands for no others.
         first = isinstance(before, Fill) and before.value == 0.0 and len(ctx.members(chosen.expert)) == 1
         if chosen.routing.top_k != 1 and not first:
-            return ctx.lost("not-weighted", node)
+            return ctx.lost("not-combined", node, choices=chosen.routing.top_k)
         return accumulated(ctx, node, target, rows, replaced=True)
     return None
 

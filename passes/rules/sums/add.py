@@ -60,7 +60,8 @@ def add_to_sum(ctx: Context, node: Node, a: Any, b: Any) -> Any:
             return Sum(plain_axes(node), None, (Part(first, node), Part(second, node)))
         if source == 0:
             return second
-        if isinstance(first, View) and second.domain.name == "masked" and isinstance(source, Node) and first.root is source:
+        own = isinstance(first, Fill) or (isinstance(first, View) and first.root is source)
+        if own and second.domain.name == "masked" and isinstance(source, Node):
             return Sum(plain_axes(node), source, (Part(second, node),))
     return None
 
