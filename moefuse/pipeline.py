@@ -188,6 +188,7 @@ def _settle(frame: Frame, gm: torch.fx.GraphModule, report: FusionReport, undisc
     if left is not None:
         # Tokens are drawn in some number for the check. Where the graph breaks instead, that number is known, and the check is made.
         report.skipped = [skipped for skipped in report.skipped if UNCOUNTED not in skipped.message]
+        report.skipped += _beside_experts(gm) if report.fused and not report.skipped else []
     if problems or left is not None:
         if options.strict:
             # Instead of another attempt, which would break the graph where this says.
@@ -196,6 +197,14 @@ def _settle(frame: Frame, gm: torch.fx.GraphModule, report: FusionReport, undisc
                 raise_strict(report)
         frame.retreat(problems, report.skipped, why=left or "")
     frame.settled |= set(frame.assumptions)
+
+
+def _beside_experts(gm: torch.fx.GraphModule) -> list[Skipped]:
+    """What uses the rows of experts that were fused, so that their sizes are left."""
+    from moefuse.passes.prove.beside import beside
+
+    found = beside(gm.graph)
+    return [] if found is None else [found]
 
 
 def _left(gm: torch.fx.GraphModule) -> str | None:
