@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import operator
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -110,13 +111,16 @@ def traced_path(node: Node) -> str:
     return source_path(list(stack.values())[-1][0]) if stack else ""
 
 
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+
+
 def location(node: Node) -> str:
-    """``file:line`` of the user's statement that made this node; empty if torch recorded none."""
+    """``file:line`` of the user's statement that made this node, also where torch's own code is between; empty if torch recorded none."""
     trace = node.meta.get("stack_trace") or ""
-    lines = [ln.strip() for ln in trace.splitlines() if ln.strip().startswith("File ")]
+    lines = [ln.strip().removeprefix('File "') for ln in trace.splitlines() if ln.strip().startswith("File ")]
     if not lines:
         return ""
-    path, _, rest = lines[-1].removeprefix('File "').partition('", line ')
+    path, _, rest = next((ln for ln in reversed(lines) if not ln.startswith(_TORCH)), lines[-1]).partition('", line ')
     return f"{path}:{rest.split(',')[0]}"
 
 

@@ -173,8 +173,8 @@ class Context:
         return self.memory.written_between(node, first, last)
 
     def lost(self, code: str, node: Node, **details: Any) -> Lost:
-        """A refusal at ``node``."""
-        return Lost(code, node, details)
+        """A refusal at ``node``; where torch.func transforms it, that says more than what it is."""
+        return Lost("transformed", node, {"name": self.levels[node]}) if node in self.levels else Lost(code, node, details)
 
 
 class ComputedDimError(TypeError):

@@ -194,6 +194,8 @@ def _last_known(ctx: Context, product: Node, count: int) -> Node:
 
 def _told(ctx: Context, node: Node, count: int) -> Lost:
     call = ctx.calls[node]
+    if node in ctx.levels:
+        return ctx.lost("transformed", node, name=ctx.levels[node])
     return ctx.lost("not-recognised", node, op=call.name if call is not None else node.name, count=count)
 
 
