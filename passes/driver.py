@@ -18,6 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 
 import moefuse.ops  # noqa: F401  (the ops that the rewrite inserts)
 from moefuse import _torch_private
+from moefuse.capture import dummies
 from moefuse.capture.assumptions import Assumption, Undischarged
 from moefuse.capture.siblings import keep
 from moefuse.errors import UNCOUNTED, first_line, message
@@ -87,6 +88,7 @@ def fuse(gm: GraphModule, example_inputs: Sequence[object] | None, options: Opti
         options: moefuse's options.
         assumptions: what capture assumed while it traced the graph; those that the fused regions do not discharge are in the result.
     """
+    dummies.erase(gm)
     run = _Run(options, assumptions)
     run.result.undischarged += discharge.out_of_sight(gm, assumptions)
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]

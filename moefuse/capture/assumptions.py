@@ -44,6 +44,7 @@ class Assumption:
         carried: locals that are live behind the scope and hold another tensor or number than before: (name, before, now), each a
             node or a constant.
         appended: what the scope appended to lists that are older.
+        dummy: whether the other way adds zero times something, so that all it leaves are gradients of zeros.
     """
 
     kind: Kind
@@ -64,6 +65,7 @@ class Assumption:
     carried: list[tuple[str, Any, Any]] = field(default_factory=list)
     appended: list[Node] = field(default_factory=list)
     items: tuple[Node, ...] = ()
+    dummy: bool = False
 
     @property
     def what(self) -> str:
@@ -88,6 +90,7 @@ class Scope:
         stack, locals: the state at the branch, to compare with.
         marker: the last operation recorded before the scope.
         loop: the loop whose iteration this is, if it is one.
+        then: the instruction to go on with at ``join``, where this is the way that is not assumed (``dummies``).
         clock: what was made later than this was made inside.
     """
 
@@ -101,3 +104,4 @@ class Scope:
     clock: int
     check: Callable[[], object] = lambda: None
     loop: Any = None
+    then: int | None = None

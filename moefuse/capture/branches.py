@@ -47,8 +47,13 @@ def jump(frame: Frame, tx: Any, at: int) -> None:
         # Dynamo drops a number that only a condition reads, and with it what the number counts.
         lists.keep(tx, siblings.keep, [top])
     assumption = Assumption(kind, place, frame.location(tx), subject, outcome=outcome)
-    frame.scopes.enter(tx, assumption, join, tx.stack[:-1])
-    tx.stack[-1] = values.constant(outcome)
+    meeting = code.meeting(at)
+    dummy = meeting is not None and meeting != join and there > at
+    if dummy:
+        frame.scopes.enter(tx, assumption, meeting, tx.stack[:-1], then=here)
+    else:
+        frame.scopes.enter(tx, assumption, join, tx.stack[:-1])
+    tx.stack[-1] = values.constant(outcome != dummy)
 
 
 def _read_out(node: Node | None) -> bool:

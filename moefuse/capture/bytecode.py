@@ -25,6 +25,7 @@ class Code:
         self.instructions = list(instructions)
         self.index = {id(inst): i for i, inst in enumerate(self.instructions)}
         self._live: dict[bool, list[frozenset[str]]] = {}
+        self._always: list[frozenset[int]] | None = None
 
     def landing(self, start: int) -> int | None:
         """The first instruction from ``start`` on that does something; None if the way there is a circle."""
@@ -40,6 +41,29 @@ class Code:
             else:
                 return at
         return None
+
+    def meeting(self, at: int) -> int | None:
+        """The first instruction that does something and that every way from ``at`` comes to; None if there is none."""
+        if self._always is None:
+            self._always = self._postdominators()
+        behind = self._always[at] - {at}
+        first = next((i for i in behind if behind == self._always[i]), None)
+        return None if first is None else self.landing(first)
+
+    def _postdominators(self) -> list[frozenset[int]]:
+        """For each instruction those that every way from it to the end of the function goes through, itself included."""
+        count = len(self.instructions)
+        every = frozenset(range(count))
+        found = [every] * count
+        changed = True
+        while changed:
+            changed = False
+            for i in range(count - 1, -1, -1):
+                following = self._successors(i, handlers=False)
+                new = frozenset((i,)) | (frozenset.intersection(*(found[j] for j in following)) if following else frozenset())
+                changed = changed or new != found[i]
+                found[i] = new
+        return found
 
     def ways(self, at: int) -> tuple[int, int] | None:
         """(where the conditional jump at ``at`` goes when its value is true, when it is false); None for any other instruction.

@@ -12,12 +12,12 @@ import torch
 
 from moefuse import _torch_private
 from moefuse._dynamo import control, creation_clock, values
-from moefuse.capture import branches, counts, modules
+from moefuse.capture import branches, counts, dummies, modules
 from moefuse.capture.appends import Appends
 from moefuse.capture.assumptions import Assumption, Place, Undischarged
 from moefuse.capture.bytecode import GENERATOR, Code
 from moefuse.capture.loops import Loops
-from moefuse.capture.scopes import Scopes
+from moefuse.capture.scopes import OTHER_WAY, Scopes
 from moefuse.errors import CODES, first_line
 from moefuse.module_names import of_traced
 from moefuse.report import FusionReport, Skipped
@@ -25,10 +25,6 @@ from moefuse.stops import Stop
 
 log = logging.getLogger("moefuse.capture")
 
-_OTHER_WAY = (
-    "if no token chose the expert, other code runs (an `else`, break, return or raise). "
-    "A pass for experts without tokens is not needed: fused, all experts have gradients"
-)
 _MAKES_GENERATOR = frozenset(("COPY_FREE_VARS", "MAKE_CELL", "RETURN_GENERATOR"))
 """What the frame of a generator does when it is called, and not when it gives an item."""
 
@@ -119,6 +115,7 @@ class Frame:
     def _before(self, tx: Any, at: int) -> None:
         if self.scopes.open:
             self.scopes.leave(tx, at)
+            at = tx.instruction_pointer
         self.loops.iterate(tx)
         self.appends.before(tx, at)
         loop = next((s.loop for s in self.scopes.open if s.loop is not None and s.loop.lists), None)
@@ -145,7 +142,9 @@ class Frame:
     def mutated(self, variable: Any) -> None:
         """An object of the program is about to change."""
         for scope in self.scopes.open:
-            if not creation_clock.created_inside(variable, scope.clock) and not self.appends.takes(variable, scope.assumption):
+            if creation_clock.created_inside(variable, scope.clock):
+                continue
+            if scope.then is not None or not self.appends.takes(variable, scope.assumption):
                 self.refuse(scope.assumption, "it changes a Python object that was there before")
 
     def advanced(self, iterator: Any, tx: Any = None) -> None:
@@ -154,7 +153,7 @@ class Frame:
             if not creation_clock.iterator_created_inside(iterator, scope.clock):
                 at = scope.translator
                 again = at.instructions[at.instruction_pointer - 1].opname == "FOR_ITER"
-                self.refuse(scope.assumption, _OTHER_WAY if again else "it takes an item from an iterator that was there before")
+                self.refuse(scope.assumption, OTHER_WAY if again else "it takes an item from an iterator that was there before")
 
     def compiled(self, output: Any = None) -> None:
         """A graph of this frame is compiled, or the frame is done (``output``): whatever was assumed must be settled now."""
@@ -263,6 +262,8 @@ class Frame:
             Dynamo's restart exception, always.
         """
         ledger = self.ledger
+        other = {s.assumption for s in self.scopes.open if s.then is not None}
+        problems = [Undischarged(p.assumption, OTHER_WAY) if p.assumption in other else p for p in problems]
         if not ledger.unroll and any(loop.represented for loop in self.loops.made):
             self.unroll("; ".join(p.detail for p in problems) or why)
         ledger.off = True
@@ -284,6 +285,7 @@ class Frame:
     def unsettled(self) -> list[Undischarged]:
         """Assumptions whose scope is still open."""
         early = [Undischarged(s.assumption, "it is left early, or the graph breaks in it") for s in self.scopes.open]
+        early += [Undischarged(a, OTHER_WAY) for a, nodes in self.scopes.dummies if not dummies.gives_no_gradients(nodes)]
         early += [Undischarged(e.length, "not every element is looped over") for e in self.elements if len(e.done) < len(e.nodes)]
         return early or [
             Undischarged(self.loops.row(loop), "it is left early, or the graph breaks in it")
@@ -317,6 +319,7 @@ class Frame:
 
     def assume(self, tx: Any, assumption: Assumption) -> None:
         """Put an assumption on record: no graph of this frame is used before it is discharged."""
+        self.scopes.only_outside_of_dummies()
         assumption.graph = values.graph_of(tx)
         self.assumptions.append(assumption)
 

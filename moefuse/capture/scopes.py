@@ -7,12 +7,17 @@ from typing import TYPE_CHECKING, Any
 from torch.fx import Node
 
 from moefuse._dynamo import creation_clock, values
+from moefuse.capture import dummies
 from moefuse.capture.assumptions import TAG, Assumption, Scope
 
 if TYPE_CHECKING:
     from moefuse.capture.frame import Frame
     from moefuse.capture.loops import Loop
 
+OTHER_WAY = (
+    "if no token chose the expert, other code runs (an `else`, break, return or raise). "
+    "A pass for experts without tokens is not needed: fused, all experts have gradients"
+)
 READ_AFTER = "`{name}` is read after it, and has another value if it does not run"
 
 
@@ -22,6 +27,7 @@ class Scopes:
     def __init__(self, frame: Frame) -> None:
         self.frame = frame
         self.open: list[Scope] = []
+        self.dummies: list[tuple[Assumption, list[Node]]] = []
         self._handled: list[tuple[Any, Assumption, str]] = []
 
     def represented(self) -> list[Loop]:
@@ -37,15 +43,27 @@ class Scopes:
             while self.open[-1] is not ending:
                 self.frame.refuse(self.open[-1].assumption, "a function is left in the middle of it")
             self.open.pop()
+            if ending.then is not None:
+                self._put_back(tx, ending, at)
+                return
             self._close(tx, ending, at)
 
-    def enter(self, tx: Any, assumption: Assumption, join: int, stack: list[Any], loop: Loop | None = None) -> None:
-        """Everything recorded from here on depends on the assumption, up to instruction ``join`` of ``tx``."""
+    def enter(
+        self, tx: Any, assumption: Assumption, join: int, stack: list[Any], loop: Loop | None = None, *, then: int | None = None
+    ) -> None:
+        """Everything recorded from here on depends on the assumption, up to instruction ``join`` of ``tx``.
+
+        With ``then`` it is the other way that comes first, which must come to nothing.
+        """
         graph = values.graph_of(tx)
         if any(s.translator is tx and s.assumption.place == assumption.place for s in self.open):
             self.frame.refuse(assumption, "the program comes back to it before its two ways meet")
         state = values.python_state(tx)
-        self.frame.assume(tx, assumption)
+        if then is None:
+            self.frame.assume(tx, assumption)
+        else:
+            self.only_outside_of_dummies()
+            assumption.graph = graph
         self.open.append(
             Scope(
                 assumption,
@@ -58,8 +76,43 @@ class Scopes:
                 creation_clock.now(),
                 lambda: values.python_state(tx) == state,
                 loop,
+                then,
             )
         )
+
+    def only_outside_of_dummies(self) -> None:
+        """Something is about to be assumed: of what shall come to nothing, every way would have to be seen."""
+        for scope in self.open:
+            if scope.then is not None:
+                self.frame.refuse(scope.assumption, OTHER_WAY)
+
+    def _put_back(self, tx: Any, scope: Scope, at: int) -> None:
+        """The other way has come to its end: nothing is left of it, and the way that is assumed begins."""
+        graph, assumption = scope.graph, scope.assumption
+        if values.graph_of(tx) is not graph or (scope.marker is not None and scope.marker._erased):
+            self.frame.refuse(assumption, OTHER_WAY)
+        code, every = self.frame.code_of(tx), list(graph.nodes)
+        begin = 0 if scope.marker is None else every.index(scope.marker) + 1
+        nodes = [n for n in every[begin:] if n.op != "placeholder"]
+        same_stack = len(tx.stack) == len(scope.stack) and all(_compare(a, b) == "same" for a, b in zip(scope.stack, tx.stack, strict=True))
+        live = code.live(at) | code.live(at, handlers=True)
+        pairs = [(scope.locals.get(name), tx.symbolic_locals.get(name)) for name in live]
+        verdicts = {_compare(*pair) for pair in pairs}
+        carried = [(values.known(a), values.known(b)) for a, b in pairs if _compare(a, b) == "carried"]
+        others = [n for n in every if n not in nodes]
+        if not same_stack or not scope.check() or "differs" in verdicts or not dummies.adds_nothing(nodes, others, carried):
+            self.frame.refuse(assumption, OTHER_WAY)
+        if scope.then is None or code.landing(scope.then) == at:  # nothing would be left to show that this is about experts
+            self.frame.refuse(assumption, OTHER_WAY)
+        self.dummies.append((assumption, nodes))
+        assumption.dummy = True
+        for node in nodes:
+            node.meta[dummies.TAG] = True
+        tx.symbolic_locals.clear()
+        tx.symbolic_locals.update(scope.locals)
+        tx.stack[:] = scope.stack
+        tx.instruction_pointer = scope.then
+        self.enter(tx, assumption, at, tx.stack)
 
     def _close(self, tx: Any, scope: Scope, at: int) -> None:
         """What happened in the scope, and whether Python's state is what it was."""

@@ -8,7 +8,7 @@ import torch
 from torch.fx import Node
 
 from moefuse._dynamo.values import unbacked_in
-from moefuse.passes.graph.calls import fake
+from moefuse.passes.graph.calls import Call, fake
 from moefuse.passes.graph.op_classes import ASSERTS, MODES, SIZE_QUERIES, draws
 from moefuse.passes.graph.writes import known_function
 from moefuse.passes.infer.state import Context
@@ -89,9 +89,11 @@ def unread(ctx: Context) -> list[Node]:
 
 def pure(ctx: Context, node: Node) -> bool:
     """Whether a node is a function of its arguments and nothing else, as far as torch says."""
-    call = ctx.calls.get(node)
-    if node.op == "get_attr":
-        return True
+    return node.op == "get_attr" or is_pure(ctx.calls.get(node), node)
+
+
+def is_pure(call: Call | None, node: Node) -> bool:
+    """The same of a node that is a call."""
     if call is None or call.inplace or call.name in MODES or call.name in ASSERTS or draws(call):
         return False
     if isinstance(node.target, torch._ops.HigherOrderOperator) or not plain_value(fake(node)):

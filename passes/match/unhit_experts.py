@@ -25,13 +25,13 @@ def notes(ctx: Context, fused: Sequence[Region], assumptions: Sequence[Assumptio
         f"experts that no token chose get gradients of zeros at {location(region.anchor)}, where the loop leaves None: "
         "weight decay and momentum go on moving their weights in such a step"
         for region in fused
-        if any(not a.nodes.isdisjoint(region.nodes) for a in assumptions) and _trained_apart(ctx, region)
+        if any(not a.dummy and not a.nodes.isdisjoint(region.nodes) for a in assumptions) and _trained_apart(ctx, region)
     ]
 
 
 def without_tokens(region: Region, assumptions: Sequence[Assumption], emit: Emitter, result: Node) -> Node:
     """The result as the loop leaves it that ran for nobody, as there are no tokens: nothing of the experts is in it, no gradient either."""
-    skipped = bool(region.parts) and all(any(part.node in a.nodes for a in assumptions) for part in region.parts)
+    skipped = bool(region.parts) and all(any(part.node in a.nodes and not a.dummy for a in assumptions) for part in region.parts)
     if not skipped or region.base is not None or not any(same(size, 0) for size in region.routing.tokens):
         return result
     return emit(torch.detach, result)

@@ -1,0 +1,103 @@
+"""A pass of an expert without tokens, as data parallel training wants it: ``else: out = out + 0.0 * expert(x[:1]).sum()``.
+
+It is traced in front of the other way of the branch, to see that it adds zero times something and does nothing else. Then Python's state is
+put back, and nothing of it stays in the graph: an expert that nobody chose adds nothing to a fused op, and has gradients of zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from moefuse import _torch_private
+from moefuse._dynamo.values import unbacked_in
+
+TAG = "moefuse_dummy"
+"""Key of the meta of nodes that such a pass recorded."""
+
+
+def adds_nothing(nodes: Collection[Node], others: Collection[Node], carried: Collection[tuple[Any, Any]]) -> bool:
+    """Whether ``nodes`` leave nothing but locals that hold what they held, plus zero times something.
+
+    Args:
+        nodes: what was recorded.
+        others: the rest of the graph.
+        carried: locals that hold another tensor now: before, and now.
+    """
+    from moefuse.passes.graph.calls import call_of, fake
+    from moefuse.passes.graph.values import tensors_in
+    from moefuse.passes.match.liveness import is_pure
+
+    keys = {_torch_private.storage_key(t) for n in others for t in tensors_in(fake(n))}
+    sizes = {s for n in others for s in unbacked_in(fake(n))}
+    for node in nodes:
+        call = call_of(node)
+        if unbacked_in(fake(node)) - sizes:
+            return False
+        if call is None or not call.inplace:
+            if node.op != "get_attr" and not is_pure(call, node):
+                return False
+            continue
+        older = any(_torch_private.storage_key(t) in keys for target in call.targets for t in tensors_in(fake(target)))
+        if older and not _sum_with_zero(node, call.args[0]):
+            return False
+    return all(isinstance(old, Node) and isinstance(new, Node) and _sum_with_zero(new, old) for old, new in carried)
+
+
+def gives_no_gradients(nodes: Collection[Node]) -> bool:
+    """Whether everything that such a pass gives a gradient of zeros is read by the rest of the graph, too."""
+    leaves = {i for n in nodes for i in n.all_input_nodes if i.op in ("placeholder", "get_attr")}
+    return all(any(not u.meta.get(TAG) for u in leaf.users) for leaf in leaves)
+
+
+def _sum_with_zero(node: Node, old: Node) -> bool:
+    """Whether a value is an older one of the same shape and dtype, plus zero times something."""
+    from moefuse.passes.graph.calls import call_of, tensor
+
+    if node is old:
+        return True
+    call, mine, theirs = call_of(node), tensor(node), tensor(old)
+    if call is None or mine is None or theirs is None or (mine.dtype, mine.device) != (theirs.dtype, theirs.device):
+        return False
+    terms = (*call.args, *call.kwargs.values())
+    if call.name != "add" or set(call.kwargs) - {"other"} or len(terms) != 2 or not _same_shape(mine, theirs):
+        return False
+    return any(isinstance(a, Node) and _sum_with_zero(a, old) and _zero(b) for a, b in (terms, terms[::-1]))
+
+
+def _same_shape(a: torch.Tensor, b: torch.Tensor) -> bool:
+    from moefuse.passes.graph.sizes import same_shape, shape_of
+
+    return same_shape(shape_of(a), shape_of(b))
+
+
+def _zero(value: Any) -> bool:
+    """Whether a value is zero wherever what it is computed from is finite: zero times something, or a sum of such."""
+    from moefuse.passes.graph.calls import call_of
+    from moefuse.passes.graph.op_classes import SHAPED
+
+    if not isinstance(value, Node):
+        return isinstance(value, int | float) and not isinstance(value, bool) and value == 0
+    call = call_of(value)
+    if call is None or call.kwargs.get("alpha", 1) != 1:
+        return False
+    terms = (*call.args, *(v for k, v in call.kwargs.items() if k == "other"))
+    if call.name == "mul":
+        return any(map(_zero, terms))
+    if call.name == "add":
+        return all(map(_zero, terms))
+    return bool(terms) and call.name in SHAPED | {"sum", "mean", "to", "neg", "squeeze", "unsqueeze"} and _zero(terms[0])
+
+
+def erase(gm: GraphModule) -> bool:
+    """Take what such passes recorded out of a graph, where nothing of it is read; whether there was any."""
+    nodes = [n for n in gm.graph.nodes if n.meta.get(TAG)]
+    for node in reversed(nodes):
+        gm.graph.erase_node(node)
+    return bool(nodes)
+
+
+__all__ = ["TAG", "adds_nothing", "erase", "gives_no_gradients"]
