@@ -25,6 +25,10 @@ from moefuse.stops import Stop
 
 log = logging.getLogger("moefuse.capture")
 
+_LISTED = (
+    "it decides what a list has in it; ask in the loop over experts instead, `if not (ids == e).any(): continue`, "
+    "or loop over `torch.unique(ids)`"
+)
 _MAKES_GENERATOR = frozenset(("COPY_FREE_VARS", "MAKE_CELL", "RETURN_GENERATOR"))
 """What the frame of a generator does when it is called, and not when it gives an item."""
 
@@ -145,7 +149,9 @@ class Frame:
             if creation_clock.created_inside(variable, scope.clock):
                 continue
             if scope.then is not None or not self.appends.takes(variable, scope.assumption):
-                self.refuse(scope.assumption, "it changes a Python object that was there before")
+                at = scope.translator
+                listed = at.instructions[at.instruction_pointer - 1].opname == "LIST_APPEND"
+                self.refuse(scope.assumption, _LISTED if listed else "it changes a Python object that was there before")
 
     def advanced(self, iterator: Any, tx: Any = None) -> None:
         """An iterator is about to give its next item, in ``tx``. Not every kind of iterator counts as mutated by that."""

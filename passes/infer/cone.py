@@ -13,7 +13,7 @@ from torch.fx import Node
 
 from moefuse.passes.graph.calls import Call, tensor
 from moefuse.passes.graph.matmuls import READ, operands
-from moefuse.passes.graph.op_classes import BINARY, CASTS, RESHAPES, TURNS, UNARY
+from moefuse.passes.graph.op_classes import BINARY, CASTS, RESHAPES, TERNARY, TURNS, UNARY
 from moefuse.passes.graph.sizes import same, same_shape, shape_of
 from moefuse.passes.infer.feature_slices import piece
 from moefuse.passes.infer.operands import padded, real, scalar
@@ -22,7 +22,7 @@ from moefuse.passes.ir.axes import Atom, Axes, align
 from moefuse.passes.ir.expr import Cast, Expr, Leaf, Linear, Op, SharedVector, SlotWeight, Token, has_linear
 from moefuse.passes.ir.facts import Column, Domain, Rows, Table, View
 
-_POINTWISE = frozenset((*UNARY, *BINARY))
+_POINTWISE = frozenset((*UNARY, *BINARY, *TERNARY))
 
 
 def cone(ctx: Context, output: Node, reader: Node) -> set[Node]:

@@ -9,7 +9,7 @@ import torch
 from torch.torch_version import TorchVersion
 
 from tests.cpu.capture_case import Seen, capturing, check, plain
-from tests.programs.loops import NEAR_MISS, POSITIVE, H, Layer, gradients
+from tests.programs.loops import NEAR_MISS, POSITIVE, H, Layer, dummies, gradients
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -47,6 +47,22 @@ def test_what_only_looks_like_one_runs_as_without_moefuse(cls: type[Layer], caps
         return  # int(row) is one more break where Dynamo may read numbers out of tensors
     without = check(cls, options=plain(capture=False))
     assert (len(seen.graphs), seen.report.graph_breaks) == (len(without.graphs), without.report.graph_breaks)
+
+
+_DUMMIES = {n: c for n, c in POSITIVE.items() if c.__module__ == dummies.__name__}
+
+
+@pytest.mark.parametrize("cls", _DUMMIES.values(), ids=_DUMMIES)
+def test_a_pass_for_nobody_is_nothing(cls: type[Layer]) -> None:
+    """Gradients of zeros are what such a pass is for: they are there without it, and nobody has to be told of them."""
+    seen = check(cls)
+    assert (len(seen.graphs), len(seen.report.fused), seen.report.notes) == (1, 1, [])
+    model = cls()
+    compiled, logits = torch.compile(model, backend=capturing(Seen())), torch.tensor([[9.0, 9.0, 0.0, 0.0]] * 5)
+    compiled(torch.randn(5, H), logits).sum().backward()
+    assert all(p.grad is not None for p in model.experts.parameters())
+    none = torch.zeros(0, H)
+    assert compiled(none, logits[:0]).requires_grad == model(none, logits[:0]).requires_grad
 
 
 @pytest.mark.parametrize("grad", [True, False])

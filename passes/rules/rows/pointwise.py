@@ -28,7 +28,7 @@ from moefuse.passes.rules.rows.listed import product
 from moefuse.passes.rules.rows.views import inherited
 
 
-@rule(*UNARY, *TERNARY, "pow", "sub", "maximum", "minimum", "remainder", "fmod", "atan2", "rsub")
+@rule(*UNARY, *(set(TERNARY) - {"addcmul"}), "pow", "sub", "maximum", "minimum", "remainder", "fmod", "atan2", "rsub")
 def on_pointwise(ctx: Context, node: Node, *args: Any, **kwargs: Any) -> Any:
     facts = [ctx.fact(a) for a in (*args, *kwargs.values())]
     if any(isinstance(f, Span | Counts) for f in facts):
@@ -66,8 +66,8 @@ def plain(ctx: Context, node: Node, facts: list[Any]) -> View | None:
     return None
 
 
-def row_local(ctx: Context, node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A pointwise operation with at least one operand that has rows."""
+def row_local(ctx: Context, node: Node, args: tuple[Any, ...], kwargs: dict[str, Any], name: str | None = None) -> Any:
+    """A pointwise operation with at least one operand that has rows; ``name``: it is a part of what the node does."""
     call = ctx.calls[node]
     facts = [ctx.fact(a) for a in args]
     rows = [f for f in (*facts, *(ctx.fact(v) for v in kwargs.values())) if isinstance(f, Rows)]
@@ -87,7 +87,7 @@ def row_local(ctx: Context, node: Node, args: tuple[Any, ...], kwargs: dict[str,
         if isinstance(item, Lost):
             return item
         options.append((key, item))
-    return Rows(axes, domain, Op(node, call.name, tuple(new), tuple(options)))
+    return Rows(axes, domain, Op(node, name or call.name, tuple(new), tuple(options)))
 
 
 def operand(ctx: Context, node: Node, axes: Axes, domain: Domain, value: Any) -> Any:
@@ -133,13 +133,16 @@ def merged(a: Domain, b: Domain) -> Domain:
 
 @rule("mul", "div")
 def on_mul(ctx: Context, node: Node, a: Any, other: Any, *, rounding_mode: str | None = None) -> Any:
-    b = other
-    name = "mul" if ctx.calls[node].name == "mul" else "div"  # type: ignore[union-attr]
-    x, y = ctx.fact(a), ctx.fact(b)
     if rounding_mode is not None:
-        return on_div(ctx, node, a, b, rounding_mode)
+        return on_div(ctx, node, a, other, rounding_mode)
+    return multiplied(ctx, node, "mul" if ctx.calls[node].name == "mul" else "div", a, other)  # type: ignore[union-attr]
+
+
+def multiplied(ctx: Context, node: Node, name: str, a: Any, b: Any) -> Any:
+    """A product or a quotient, which may be only a part of what the node does."""
+    x, y = ctx.fact(a), ctx.fact(b)
     if isinstance(x, Rows) or isinstance(y, Rows):
-        return row_local(ctx, node, (a, b), {})
+        return row_local(ctx, node, (a, b), {}, name)
     if isinstance(x, Listed) or isinstance(y, Listed):
         return product(node, name, x if isinstance(x, Listed) else a, y if isinstance(y, Listed) else b)
     for first, second, source in ((x, y, b), (y, x, a)):

@@ -13,24 +13,23 @@ from moefuse.passes.infer.state import Context, out_shape
 from moefuse.passes.ir.facts import Buffer, Combined, Fill, Part, Rows, Span, Sum, View
 from moefuse.passes.rules import rule
 from moefuse.passes.rules.routing.offsets import total
-from moefuse.passes.rules.rows.pointwise import plain, row_local
+from moefuse.passes.rules.rows.pointwise import multiplied, on_pointwise, plain, row_local
 from moefuse.passes.rules.sums.accumulate import plain_axes, selects
 
 
 @rule("add")
 def on_add(ctx: Context, node: Node, a: Any, other: Any, *, alpha: Any = 1) -> Any:
     b = other
-
     x, y = ctx.fact(a), ctx.fact(b)
     if isinstance(x, Span) or isinstance(y, Span):
         return total(ctx, a, b) if alpha == 1 else None
     if alpha != 1:
         return row_local(ctx, node, (a, b), {"alpha": alpha}) if isinstance(x, Rows) or isinstance(y, Rows) else plain(ctx, node, [x, y])
-    if isinstance(x, Buffer) and isinstance(y, Rows) and x.rows is None and y.domain.selection is not None:
-        return replace(x, rows=y) if y.domain.selection.same(x.selection) else None
+    if isinstance(x, Buffer) and isinstance(y, Rows):
+        return _in_buffer(x, y)
     if isinstance(y, Buffer) and isinstance(x, Rows):
-        return on_add(ctx, node, b, a)
-    summed = add_to_sum(ctx, node, a, b)
+        return _in_buffer(y, x)
+    summed = add_to_sum(ctx, node, a, b, x, y)
     if summed is not None:
         return summed
     if isinstance(x, Rows) or isinstance(y, Rows):
@@ -40,9 +39,25 @@ def on_add(ctx: Context, node: Node, a: Any, other: Any, *, alpha: Any = 1) -> A
     return plain(ctx, node, [x, y])
 
 
-def add_to_sum(ctx: Context, node: Node, a: Any, b: Any) -> Any:
-    """``acc + rows`` of one expert, in any order; None if neither side is an accumulation."""
-    x, y = ctx.fact(a), ctx.fact(b)
+def _in_buffer(buffer: Buffer, rows: Rows) -> Buffer | None:
+    """``out[idx] + rows``, of an expert's own rows."""
+    chosen = rows.domain.selection
+    return replace(buffer, rows=rows) if buffer.rows is None and chosen is not None and chosen.same(buffer.selection) else None
+
+
+@rule("addcmul")
+def on_addcmul(ctx: Context, node: Node, a: Any, tensor1: Any, tensor2: Any, *, value: Any = 1) -> Any:
+    """``a + tensor1 * tensor2``."""
+    into, product = ctx.fact(a), multiplied(ctx, node, "mul", tensor1, tensor2) if value == 1 else None
+    if isinstance(product, Rows):
+        summed = _in_buffer(into, product) if isinstance(into, Buffer) else add_to_sum(ctx, node, a, None, into, product)
+        if summed is not None:
+            return summed
+    return on_pointwise(ctx, node, a, tensor1, tensor2, value=value)
+
+
+def add_to_sum(ctx: Context, node: Node, a: Any, b: Any, x: Any, y: Any) -> Any:
+    """``acc + rows`` of one expert, in any order; None if neither side is an accumulation. ``x``, ``y``: the facts of ``a``, ``b``."""
     if isinstance(x, Sum) and isinstance(y, Sum):
         return merged(x, y)
     for first, summed in ((a, y), (b, x)):

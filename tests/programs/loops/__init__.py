@@ -6,6 +6,7 @@ Every layer takes ``x [T, H]`` and router ``logits [T, E]``, so that a test deci
 from tests.programs.loops import (
     capacity,
     conditions,
+    dummies,
     ends,
     gradients,
     hits,
@@ -35,6 +36,7 @@ __all__ = [
     "Layer",
     "capacity",
     "conditions",
+    "dummies",
     "ends",
     "gradients",
     "hits",
