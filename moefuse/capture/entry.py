@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import sys
 import threading
@@ -15,6 +16,7 @@ from moefuse._dynamo import control, ddp, hooks, points
 from moefuse.capture.frame import Frame, Ledger
 from moefuse.config import Options
 from moefuse.report import FusionReport
+from moefuse.suspects import suspects
 
 log = logging.getLogger("moefuse.capture")
 
@@ -66,7 +68,7 @@ def unavailable() -> str | None:
             if _missing:
                 log.warning("%s", _reason())
             else:
-                hooks.install(_start)
+                hooks.install(_start, _codes)
     return _reason()
 
 
@@ -94,7 +96,16 @@ def _start(compiler_fn: Any, speculation_log: Any, one_graph: bool) -> Frame | N
     if not own.capture or control.copies_nodes():
         ledger.off = True
     flags = not one_graph and not control.user_flags()
-    return Frame(ledger, speculation_log, flags=flags, skipped=lambda report: mark.skipped(report, own, owner))
+    return Frame(ledger, speculation_log, flags=flags, skipped=lambda report: mark.skipped(report, own, owner), exclude=own.exclude)
+
+
+def _codes(compiler_fn: Any, compiled: Any) -> list[types.CodeType]:
+    """The code of what looks like experts in a program that is to be compiled for us."""
+    mark, _, _ = _find(compiler_fn)
+    if mark is None:
+        return []
+    functions = [inspect.unwrap(type(found.module).forward) for found in suspects((compiled,))]
+    return [function.__code__ for function in functions if isinstance(function, types.FunctionType)]
 
 
 def _find(compiler_fn: Any) -> tuple[_Mark | None, dict[str, Any], object | None]:

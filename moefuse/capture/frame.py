@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
+from torch import nn
 
 from moefuse import _torch_private
 from moefuse._dynamo import control, creation_clock, values
@@ -19,7 +20,7 @@ from moefuse.capture.bytecode import GENERATOR, Code
 from moefuse.capture.loops import Loops
 from moefuse.capture.scopes import Scopes
 from moefuse.errors import CODES, first_line
-from moefuse.module_names import of_traced
+from moefuse.module_names import Matching, ModuleNames, of_traced
 from moefuse.report import FusionReport, Skipped
 from moefuse.stops import Stop
 
@@ -63,10 +64,13 @@ class Frame:
         log: Dynamo's record of the frame, which a restart clears.
         flags: whether moefuse, and not the user, has made sizes that depend on data traceable here.
         skipped: called with a report when the frame ends without a call of the backend.
+        exclude: the user's pattern of names of modules to leave.
     """
 
-    def __init__(self, ledger: Ledger, log: Any, *, flags: bool, skipped: Callable[[FusionReport], object]) -> None:
-        self.ledger, self.log, self.flags, self._skipped = ledger, log, flags, skipped
+    def __init__(
+        self, ledger: Ledger, log: Any, *, flags: bool, skipped: Callable[[FusionReport], object], exclude: str | None = None
+    ) -> None:
+        self.ledger, self.log, self.flags, self._skipped, self.exclude = ledger, log, flags, skipped, exclude
         self.assumptions: list[Assumption] = []
         self.settled: set[Assumption] = set()
         self.scopes = Scopes(self)
@@ -92,6 +96,18 @@ class Frame:
     def numbers_traced(self) -> bool:
         """Whether Dynamo shall trace the reading of a number as an operation, instead of breaking the graph there."""
         return self.scalars and (self.ledger.numbers or not self.flags)
+
+    @property
+    def gave_up(self) -> bool:
+        """Whether this frame has experts that could not be fused as they are; those of another module may be."""
+        return bool(self.ledger.refusals)
+
+    @property
+    def apart(self) -> Callable[[nn.Module], Hashable] | None:
+        """What tells modules apart that may not share compiled code; None if nothing does."""
+        if self.exclude is None:
+            return None
+        return Matching(ModuleNames(_torch_private.traced()), self.exclude)
 
     def joins(self, environment: Any) -> bool:
         """Whether this attempt's graph is one only because of capture: it assumed something, or traced sizes that depend on data."""
