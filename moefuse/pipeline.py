@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import threading
 import traceback
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from moefuse import _torch_private
+from moefuse import _torch_private, history
 from moefuse._dynamo.values import unbacked_in
 from moefuse.capture.assumptions import Undischarged
 from moefuse.capture.frame import Frame, refusals
@@ -189,7 +190,7 @@ def _settle(frame: Frame, gm: torch.fx.GraphModule, report: FusionReport, undisc
         # Tokens are drawn in some number for the check. Where the graph breaks instead, that number is known, and the check is made.
         report.skipped = [skipped for skipped in report.skipped if UNCOUNTED not in skipped.message]
     if problems or left is not None:
-        if options.strict:
+        if options.strict and not (frame.flags and report.skipped and all(map(_may_wait, report.skipped))):
             # Instead of another attempt, which would break the graph where this says.
             report.skipped += [] if report.skipped else refusals(problems)
             if any(skipped.code not in USER_DECIDED for skipped in report.skipped):
@@ -246,11 +247,31 @@ def publish(report: FusionReport, options: Options) -> None:
     for fused in report.fused:
         log.debug("fused %s %s %s", fused.module, fused.location, fused.spec)
     left = [skipped for skipped in report.skipped if skipped.code not in USER_DECIDED]
+    call, owner = _torch_private.running_call(), _torch_private.torch_compile_call()
+    waiting = [s for s in left if s.given_up and _may_wait(s)] if call is not None and owner is not None else []
+    for skipped in waiting:
+        call.at_end(f"moefuse: {skipped}", functools.partial(_publish_left, skipped, owner, options))  # type: ignore[union-attr]
+    left = [skipped for skipped in left if skipped not in waiting]
     if left and options.strict:
         raise FusionError(str(report))
     for skipped in left:
         if skipped.code != "internal-error":  # logged with its traceback
             _warn_once(skipped)
+
+
+def _may_wait(skipped: Skipped) -> bool:
+    """Whether these experts may be fused after all, in a frame that Dynamo makes where this graph is given up."""
+    return bool(skipped.combine) and skipped.code not in USER_DECIDED
+
+
+def _publish_left(skipped: Skipped, owner: object, options: Options) -> None:
+    """Say at the end of a call what was refused in a graph that was given up, unless it was fused in another one."""
+    report = history.report_of(owner)
+    if report is not None and skipped not in report.skipped:
+        return
+    if options.strict:
+        raise FusionError(str(report or FusionReport(skipped=[skipped])))
+    _warn_once(skipped)
 
 
 class Saved(NamedTuple):

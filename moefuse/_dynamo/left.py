@@ -83,7 +83,7 @@ def _nothing() -> Any:
 
 def _is_left(result: Any) -> bool:
     """Whether Dynamo runs the frame in eager from now on, and those that it calls as ever."""
-    from torch._dynamo.types import FrameAction
+    from torch._C._dynamo.eval_frame import _FrameAction as FrameAction
 
     strategy = result.frame_exec_strategy
     return result.guarded_code is None and (strategy.cur_action, strategy.recursive_action) == (FrameAction.SKIP, FrameAction.DEFAULT)
@@ -91,18 +91,19 @@ def _is_left(result: Any) -> bool:
 
 def look_again(codes: Iterable[types.CodeType]) -> None:
     """These codes are about to be compiled by us: no compilation of another program, before or after, may stand in the way."""
+    from torch._C._dynamo.eval_frame import _FrameAction as FrameAction
+    from torch._C._dynamo.eval_frame import _FrameExecStrategy as FrameExecStrategy
     from torch._C._dynamo.eval_frame import set_code_exec_strategy
-    from torch._dynamo.types import FrameAction, FrameExecStrategy
 
     for code in codes:
-        if given_up(code) and code not in _ours:
+        if left_by_another(code):
             set_code_exec_strategy(code, FrameExecStrategy(FrameAction.DEFAULT, FrameAction.DEFAULT))
         _ours.add(code)
 
 
-def given_up(code: types.CodeType) -> bool:
-    """Whether Dynamo has seen a code, and has compiled nothing of it."""
+def left_by_another(code: types.CodeType) -> bool:
+    """Whether Dynamo has seen a code, has compiled nothing of it, and no frame of ours was among those that it saw."""
     from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
     from torch._dynamo.convert_frame import input_codes
 
-    return code in input_codes and not _debug_get_cache_entry_list(code)
+    return code not in _ours and code in input_codes and not _debug_get_cache_entry_list(code)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import types
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import torch
@@ -283,8 +283,8 @@ class Frame:
             self.unroll("; ".join(p.detail for p in problems) or why)
         ledger.off = True
         for new in skipped or refusals(problems):
-            if all((new.code, new.location) != (known.code, known.location) for known in ledger.refusals):
-                ledger.refusals.append(new)
+            if new not in ledger.refusals:
+                ledger.refusals.append(replace(new, given_up=True))
         text = "; ".join(f"{p.assumption.what} at {p.assumption.location}: {p.detail}" for p in problems) or why
         log.debug("tracing this frame again without capture: %s", text)
         raise control.restart(self.log, "moefuse: an assumption about data does not hold")

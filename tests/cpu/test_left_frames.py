@@ -150,6 +150,50 @@ def test_another_backend_takes_nothing_with_it(order: str) -> None:
     assert len(report.fused) == 3
 
 
+def test_a_function_that_another_backend_has_left() -> None:
+    """A function has its experts among its arguments, which nobody knows before the call."""
+    layer = Helped()
+    weights, ids = layer.router(X).softmax(-1).topk(K)
+    with torch.no_grad():
+        torch.compile(mixed, backend="eager")(X, weights, ids, layer.experts)
+        compiled = torch.compile(mixed, backend="moefuse", options={"expect": 1})
+        torch.testing.assert_close(compiled(X, weights, ids, layer.experts), layer(X))
+
+
+class Late(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.router(x).softmax(-1).topk(K)
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            token = torch.where((ids == e).any(-1))[0]
+            out[token] += expert(x[token]) * (weights * (ids == e)).sum(-1)[token, None]
+        return out
+
+
+class Halting(Stack):
+    """The graph breaks in a loop, and so all that it calls is compiled by itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            torch._dynamo.graph_break()
+            x = x + layer(x)
+        return x
+
+
+def test_a_layer_that_came_after_the_compilation_is_told_why() -> None:
+    """Dynamo does not ask about its code again, and moefuse did not know that it would be needed."""
+    torch.compile(Late(), backend="eager")(X)
+    model = Halting(nn.Identity)
+    compiled = torch.compile(model, backend="moefuse")
+    model.layers[1] = Late()
+    compiled(X)
+    report = moefuse.last_report()
+    assert report is not None
+    (told,) = report.skipped
+    assert (told.code, told.module) == ("nothing-found", "layers.1")
+    assert "an earlier torch.compile, of another model or backend, had Dynamo skip this code" in told.message
+
+
 class Dropping(Layer):
     """Random numbers inside of the experts in training only."""
 
@@ -171,7 +215,7 @@ def test_another_mode_is_another_try() -> None:
     assert fused(moefuse.last_report()) == [""]  # type: ignore[arg-type]
 
 
-def test_a_left_frame_is_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_left_frame_is_traced_once() -> None:
     """What is left in one mode is not tried with every call."""
     from torch._dynamo.utils import counters
 
