@@ -146,6 +146,12 @@ def undecided(number: Any) -> bool:
     return not isinstance(number, torch.SymBool) or not (statically_known_true(number) or statically_known_true(torch.sym_not(number)))
 
 
+def hint(size: Any) -> int | None:
+    """What a size of an input is in the call that is compiled; None of one that only the run knows."""
+    known = None if unbacked(size) else size.node.hint
+    return int(known) if isinstance(known, int) else None
+
+
 def unbacked_in(value: Any) -> set[Any]:
     """Such symbols in whatever a node's value is: a tensor, a number, or a tuple of them."""
     if isinstance(value, tuple | list):
