@@ -76,6 +76,9 @@ def _of_several(ctx: Context, condition: Any, symbols: list[Any]) -> bool:
         number = _slots_of(ctx, symbol)
         if number is None:
             return True
+        if _of_elements(ctx, symbol):
+            rows = sympy.Symbol(f"{symbol}_rows", integer=True, nonnegative=True)
+            condition, symbol = condition.subs(symbol, _features(ctx, symbol) * rows), rows
         equal = next((s for s, n in numbers.items() if n.same(number)), None)
         if equal is None:
             numbers[symbol] = number
@@ -172,6 +175,12 @@ def _of_elements(ctx: Context, rows: Any) -> bool:
     """Whether a mask over features picked so many numbers, one by one: ``x.masked_select(mask.expand_as(x)).view(-1, H)``."""
     value = tensor(ctx.made_by[rows])
     return value is not None and value.is_floating_point() and value.dim() == 1
+
+
+def _features(ctx: Context, elements: Any) -> Any:
+    """How many of them a row has."""
+    fact = ctx.facts[ctx.made_by[elements]]
+    return product(a.size for axis in fact.axes for a in axis if a.kind == "f")
 
 
 def _most(ctx: Context, rows: Any) -> Any:
