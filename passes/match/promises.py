@@ -25,6 +25,9 @@ from moefuse.passes.ir.facts import Many, Order, Present, Routing, RowNumber, Ro
 _TRIED = 33
 """Up to so many rows a remainder or a quotient is tried: as many as anybody groups them in."""
 
+_ROWS = 2**56
+"""More rows than any tensor has: a tensor may have 2^63 - 1 elements, of which Dynamo writes down what that means for rows."""
+
 _ANY = sympy.Symbol("rows", integer=True, nonnegative=True)
 
 _INEQUALITIES = (sympy.Ge, sympy.Gt, sympy.Le, sympy.Lt)
@@ -56,6 +59,8 @@ def _of_one(ctx: Context, condition: Any, rows: Any, asserted: Any) -> bool:
     if most is None:
         settled = isinstance(fake(ctx.made_by[rows]), torch.SymBool)  # nothing has this size any more: capture knows it
         return not settled and bool(condition.subs(rows, _ANY) != sympy.true)
+    if isinstance(condition, sympy.Le) and condition.lhs == rows and condition.rhs.is_Integer and condition.rhs >= _ROWS:
+        return False
     if not isinstance(condition, _INEQUALITIES):
         return not (condition == sympy.Ne(rows, 0) and rows in ctx.given.not_empty)
     ends = [most] if rows in ctx.given.not_empty else [most, 0]
