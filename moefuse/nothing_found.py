@@ -1,20 +1,27 @@
 """Who asked for speed and gets none is told why: the last look at a call in which something was compiled, once it has run.
 
 Only then is known what all frames of the call came to, those behind graph breaks included. Two questions: whether as many layers were fused
-as ``options={"expect": N}`` says, and, where nothing was fused and nothing refused, whether the model is built like a mixture of experts
-all the same (:mod:`moefuse.suspects`), and what in the way of its experts was.
+as ``options={"expect": N}`` says, and whether a module that was neither fused nor refused is a mixture of experts all the same, and what in the way of its
+experts was. It is one if it is built so (:mod:`moefuse.suspects`) and its router decides about its experts: in a graph
+(:mod:`moefuse.flows`) or, where no graph has them all, in its code (:mod:`moefuse.code_order`).
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+
+from torch import nn
 
 from moefuse import _torch_private, history, pipeline
+from moefuse.code_order import forward_of, router_decides
 from moefuse.config import Options
 from moefuse.errors import CODES, FusionError
+from moefuse.flows import place_in
 from moefuse.opaque import NOTHING_CHOSEN, packing
 from moefuse.report import FusionReport, Skipped
-from moefuse.suspects import Suspect, suspects
+from moefuse.stops import Stop
+from moefuse.suspects import Pair, Suspect, place_of, suspects
 
 
 def watch(options: Options, owner: object | None = None) -> None:
@@ -40,22 +47,85 @@ def _look(call: _torch_private.RunningCall, options: Options, owner: object) -> 
 
 
 def missing(report: FusionReport, roots: tuple[object, ...], options: Options) -> list[Skipped]:
-    """A refusal for each module of ``roots`` that is built like a mixture of experts, if a report says nothing about any."""
-    if report.fused or report.skipped:
+    """A refusal for each module of ``roots`` that has experts of which a report says nothing."""
+    if any(skipped.code == "internal-error" for skipped in report.skipped):
         return []
-    wanted = (s for s in suspects(roots) if options.exclude is None or not re.search(options.exclude, s.name))
-    return [_refusal(report, found) for found in wanted]
+    fused = frozenset().union(*(flow.held(fused=True) for flow in report.flows))
+    wanted = [s for s in suspects(roots) if options.exclude is None or not re.search(options.exclude, s.name)]
+    left = [s for s in wanted if not _spoken_of(report, s, fused)]
+    tensors = frozenset(id(t) for root in _roots(left) for t in (*root.parameters(), *root.buffers()))
+    found = ((s, _evidence(report, s, roots, tensors)) for s in left)
+    return [_refusal(report, s, evidence) for s, evidence in found if evidence is not None]
 
 
-def _refusal(report: FusionReport, found: Suspect) -> Skipped:
-    cause, location = _cause(report, found)
+def _roots(left: list[Suspect]) -> Iterable[nn.Module]:
+    return {id(root): root for s in left for root in (s.around[-1] if s.around else s.module,)}.values()
+
+
+def _spoken_of(report: FusionReport, found: Suspect, fused: frozenset[int]) -> bool:
+    """Whether some experts of a module are fused, or a refusal is about it."""
+    if any(pair.tensors & fused for pair in found.pairs):
+        return True
+    entries = [(f.module, f.location) for f in report.fused if not fused] + [(s.module, s.location) for s in report.skipped]
+    entries += [(f.module, "") for f in report.fused if fused and f.module]
+    file, lines = found.place
+    return any(
+        _related(module, found.name) or any(location == f"{file}:{line}" for line in lines) or (not module and location != "")
+        for module, location in entries
+    )
+
+
+def _related(module: str, name: str) -> bool:
+    """Whether one of two modules is inside the other, or both are one."""
+    inner, outer = f"{name}.".lstrip("."), f"{module}.".lstrip(".")
+    return outer.startswith(inner) or (bool(module) and inner.startswith(outer))
+
+
+def _evidence(report: FusionReport, found: Suspect, roots: tuple[object, ...], tensors: frozenset[int]) -> str | None:
+    """Where the router of a module decides about its experts, empty if nobody knows the line; None where nothing says that it does."""
+    for pair in found.pairs:
+        place = _decided(report, found, pair, roots, tensors)
+        if place is not None:
+            return place
+    return None
+
+
+def _decided(report: FusionReport, found: Suspect, pair: Pair, roots: tuple[object, ...], tensors: frozenset[int]) -> str | None:
+    """As :func:`_evidence`, for one router and its experts."""
+    held = [flow.held(fused=False) for flow in report.flows]
+    for flow in report.flows:
+        trace = flow.meeting(pair.router, pair.tensors, by_choice=pair.loose)
+        if trace is not None:
+            return place_in(trace)
+    if any(pair.router in seen and all(expert & seen for expert in pair.experts) for seen in held):
+        return None  # a graph has them all, and keeps them apart
+    seen = frozenset().union(*held)
+    stops = [*report.stops] or [Stop(text) for text in report.graph_breaks]
+    if report.flows and not stops and seen & tensors:
+        return None  # everything that ran is in the graphs
+    inside = _stop_inside(report, (found.module, *found.around))
+    if (report.fused or pair.loose) and inside is None:
+        return None  # other layers ran; nothing says that this one did
+    functions = (forward_of(found.module), *map(forward_of, found.around), *roots)
+    said = router_decides(functions, found.module, (pair.router_name,), pair.experts_names)
+    return "" if said or (said is None and inside is not None and not pair.loose) else None
+
+
+def _stop_inside(report: FusionReport, modules: tuple[nn.Module, ...]) -> str | None:
+    """Where a graph breaks in the forward function of one of some modules."""
+    places = (stop.inside(*place_of(module)) for module in modules for stop in report.stops)
+    return next((place for place in places if place is not None), None)
+
+
+def _refusal(report: FusionReport, found: Suspect, evidence: str) -> Skipped:
+    cause, location = _cause(report, found, evidence)
     return Skipped("nothing-found", CODES["nothing-found"].format(what=found.what, cause=cause), module=found.name, location=location)
 
 
-def _cause(report: FusionReport, found: Suspect) -> tuple[str, str]:
+def _cause(report: FusionReport, found: Suspect, evidence: str) -> tuple[str, str]:
     """(why nothing was found, where to look)."""
     file, lines = found.place
-    own = f"{file}:{lines.start}" if file else ""
+    own = evidence or (f"{file}:{lines.start}" if file else "")
     packed = packing(found.module)
     if packed is not None:
         return packed, own

@@ -17,6 +17,7 @@ from moefuse.capture.assumptions import Undischarged
 from moefuse.capture.frame import Frame, refusals
 from moefuse.config import Options
 from moefuse.errors import CODES, UNCOUNTED, FusionError, first_line
+from moefuse.flows import Flow, flow_of
 from moefuse.module_names import ModuleNames, annotate
 from moefuse.opaque import opaque
 from moefuse.report import FusionReport, RejectedError, Skipped
@@ -142,7 +143,17 @@ def rewrite_and_keep(
         _prepare_kernel(example_inputs or ())
     elif not report.skipped:
         report.opaque = opaque(gm)
+    report.flows = _flows(gm, example_inputs)
     return report, saved
+
+
+def _flows(gm: torch.fx.GraphModule, example_inputs: Sequence[object] | None) -> list[Flow]:
+    """What depends on what in a graph; nothing if that cannot be read, on which nothing but a text of the report hangs."""
+    try:
+        return [flow_of(gm, example_inputs)]
+    except Exception:
+        log.debug("moefuse cannot read what depends on what in this graph", exc_info=True)
+        return []
 
 
 def _name_modules(gm: torch.fx.GraphModule, example_inputs: Sequence[object] | None) -> None:
