@@ -1,15 +1,18 @@
-"""What the code of a layer says where no graph has all of it: a router is read before its experts, and something is chosen by it.
+"""What the code of a layer says where no graph has all of it: a router runs before its experts, and something is chosen by it.
 
-A classifier's head is read behind its layers. Only names of attributes are compared, in the order of the code, with methods, helper
-functions and the forward functions of children in the place where they are named.
+A classifier's head runs behind its layers. The source is read in the order in which it computes (arguments before their function), with
+methods, helper functions and the forward functions of children where they are called. Nothing else is known of values.
 """
 
 from __future__ import annotations
 
-import dis
+import ast
+import functools
 import inspect
+import textwrap
 import types
 from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from torch import nn
@@ -18,27 +21,27 @@ _Use = Literal["router", "experts", "choice"]
 
 _CHOICES = frozenset(
     "topk argmax argmin max min sort argsort where nonzero one_hot multinomial softmax sigmoid gumbel_softmax bincount histc item tolist "
-    "scatter scatter_ unique eq ge gt log_softmax sparsemax entmax relu".split()
+    "scatter scatter_ unique eq ge gt log_softmax relu".split()
 )
 _ANY_CHILD = frozenset("getattr children modules named_children _modules".split())
 _DEPTH = 4
 
 
 def router_decides(functions: Iterable[object], owner: nn.Module, router: Collection[str], experts: Collection[str]) -> bool | None:
-    """Whether the first of some functions that names both reads the router first, and chooses; None where no function names both.
+    """Whether the first of some functions that runs both runs the router first, and chooses; None where no function runs both.
 
     Args:
         functions: forward functions and others, from the innermost on.
         owner: the module that has the attributes.
-        router: attributes of the owner that hold its weight.
-        experts: those that hold theirs.
+        router: attributes of the owner that lead to its weight.
+        experts: those that lead to theirs.
     """
     for function in functions:
-        uses = list(_uses(function, owner, frozenset(router), frozenset(experts), _DEPTH, frozenset()))
+        uses = list(_Reader(owner, frozenset(router), frozenset(experts)).function(function))
         if "router" not in uses or "experts" not in uses:
             continue
-        first, last = uses.index("router"), len(uses) - uses[::-1].index("experts")
-        return "experts" in uses[first:last] and "choice" in uses[first:]
+        behind = uses[uses.index("router") :]
+        return "experts" in behind and "choice" in behind
     return None
 
 
@@ -47,67 +50,128 @@ def forward_of(module: nn.Module) -> object:
     return inspect.unwrap(type(module).forward)
 
 
-def _uses(
-    function: object, owner: nn.Module, router: frozenset[str], experts: frozenset[str], depth: int, seen: frozenset[types.CodeType]
-) -> Iterator[_Use]:
-    """What a function reads, in the order of its code."""
-    function = _plain(function)
-    if not isinstance(function, types.FunctionType) or depth < 0 or function.__code__ in seen or _is_torchs(function):
-        return
-    yield from _in_code(function.__code__, function, owner, router, experts, depth, seen | {function.__code__})
+@dataclass(frozen=True)
+class _Reader:
+    """Reads functions; ``names`` are the variables that are experts in the function that is read."""
 
+    owner: nn.Module
+    router: frozenset[str]
+    experts: frozenset[str]
+    depth: int = _DEPTH
+    seen: frozenset[types.CodeType] = frozenset()
+    within: types.FunctionType | None = None
+    names: set[str] = field(default_factory=set)
 
-def _in_code(
-    code: types.CodeType,
-    function: types.FunctionType,
-    owner: nn.Module,
-    router: frozenset[str],
-    experts: frozenset[str],
-    depth: int,
-    seen: frozenset[types.CodeType],
-) -> Iterator[_Use]:
-    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=False))
-    for instruction in dis.get_instructions(code):
-        name, opcode = instruction.argval, instruction.opname
-        if opcode == "LOAD_CONST" and isinstance(name, types.CodeType):
-            yield from _in_code(name, function, owner, router, experts, depth, seen)
-        elif opcode == "COMPARE_OP":
-            yield "choice"
-        elif not isinstance(name, str):
-            continue
-        elif opcode in ("LOAD_GLOBAL", "LOAD_NAME"):
-            if name in _CHOICES:
+    def function(self, function: object) -> Iterator[_Use]:
+        """What a function runs, in order; nothing for what is torch's or has no source."""
+        function = _plain(function)
+        if not isinstance(function, types.FunctionType) or function.__code__ in self.seen or self.depth < 0:
+            return
+        if (function.__module__ or "").partition(".")[0] == "torch":
+            return
+        tree = _tree(function.__code__)
+        inner = replace(self, depth=self.depth - 1, seen=self.seen | {function.__code__}, within=function, names=set())
+        for node in tree.body if tree is not None else ():
+            yield from inner.read(node)
+
+    def read(self, node: ast.AST) -> Iterator[_Use]:
+        """What a piece of code runs, in order."""
+        match node:
+            case ast.Call(func=func, args=args, keywords=keywords):
+                for argument in (*args, *keywords):
+                    yield from self.read(argument)
+                yield from self.read(func)
+            case ast.Subscript(value=value, slice=index):
+                yield from self.read(index)
+                yield from self.read(value)
+            case ast.Assign(targets=targets, value=value):
+                uses = list(self.read(value))
+                yield from uses
+                if "experts" in uses and isinstance(value, ast.Attribute | ast.Subscript):
+                    self.names.update(_names(targets))
+                for target in targets:
+                    yield from self.read(target)
+            case ast.For(target=target, iter=iterated, body=body, orelse=orelse):
+                yield from self.loop(target, iterated)
+                for statement in (*body, *orelse):
+                    yield from self.read(statement)
+            case ast.ListComp(generators=generators) | ast.GeneratorExp(generators=generators) | ast.SetComp(generators=generators):
+                yield from self.comprehension(generators, (node.elt,))
+            case ast.DictComp(generators=generators, key=key, value=value):
+                yield from self.comprehension(generators, (key, value))
+            case ast.Compare():
+                yield from self.children(node)
                 yield "choice"
-            elif name in _ANY_CHILD:
-                yield "experts"
-            else:
-                yield from _uses(function.__globals__.get(name), owner, router, experts, depth - 1, seen)
-        elif opcode in ("LOAD_DEREF", "LOAD_CLOSURE") and name in cells:
-            yield from _uses(_content(cells[name]), owner, router, experts, depth - 1, seen)
-        elif opcode in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"):
-            yield from _attribute(name, code, owner, router, experts, depth, seen)
+            case ast.Attribute(value=value, attr=attr):
+                yield from self.read(value)
+                yield from self.attribute(attr)
+            case ast.Name(id=name):
+                yield from self.name(name)
+            case _:
+                yield from self.children(node)
 
+    def children(self, node: ast.AST) -> Iterator[_Use]:
+        for child in ast.iter_child_nodes(node):
+            yield from self.read(child)
 
-def _attribute(
-    name: str, code: types.CodeType, owner: nn.Module, router: frozenset[str], experts: frozenset[str], depth: int, seen: frozenset[types.CodeType]
-) -> Iterator[_Use]:
-    if name in router:
-        yield "router"
-    if name in experts or name in _ANY_CHILD:
-        yield "experts"
-    if name in _CHOICES:
-        yield "choice"
-    child = owner._modules.get(name)
-    if child is not None:
-        # Of a child only what it chooses: its own attributes are others.
-        yield from (use for use in _uses(forward_of(child), child, frozenset(), frozenset(), depth - 1, seen) if use == "choice")
-        return
-    for base in type(owner).__mro__:
-        method = _plain(base.__dict__.get(name))
-        if isinstance(method, types.FunctionType) and method.__code__ is not code:
-            yield from _uses(method, owner, router, experts, depth - 1, seen)
-            if method.__code__ not in seen:
+    def loop(self, target: ast.AST, iterated: ast.AST) -> Iterator[_Use]:
+        """A loop over experts gives each of them a name, and only who uses that runs one."""
+        uses = list(self.read(iterated))
+        if "experts" in uses:
+            self.names.update(_names([target]))
+        yield from (use for use in uses if use != "experts")
+
+    def comprehension(self, generators: list[ast.comprehension], results: tuple[ast.AST, ...]) -> Iterator[_Use]:
+        for generator in generators:
+            yield from self.loop(generator.target, generator.iter)
+            for condition in generator.ifs:
+                yield from self.read(condition)
+        for result in results:
+            yield from self.read(result)
+
+    def name(self, name: str) -> Iterator[_Use]:
+        if name in self.names or name in _ANY_CHILD:
+            yield "experts"
+        elif name in _CHOICES:
+            yield "choice"
+        elif self.within is not None:
+            code = self.within.__code__
+            cells = dict(zip(code.co_freevars, self.within.__closure__ or (), strict=False))
+            yield from self.function(_content(cells[name]) if name in cells else self.within.__globals__.get(name))
+
+    def attribute(self, name: str) -> Iterator[_Use]:
+        if name in self.router:
+            yield "router"
+        if name in self.experts or name in _ANY_CHILD:
+            yield "experts"
+        if name in _CHOICES:
+            yield "choice"
+        child = self.owner._modules.get(name)
+        if child is not None:
+            # Of a child only what it chooses: its own attributes are others.
+            uses = replace(self, owner=child, router=frozenset(), experts=frozenset()).function(forward_of(child))
+            yield from (use for use in uses if use == "choice")
+            return
+        for base in type(self.owner).__mro__:
+            method = _plain(base.__dict__.get(name))
+            if isinstance(method, types.FunctionType) and method.__code__ not in self.seen:
+                yield from self.function(method)
                 return
+
+
+@functools.lru_cache(256)
+def _tree(code: types.CodeType) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
+    """The source of a function; None where Python does not have it, or for a lambda."""
+    try:
+        parsed = ast.parse(textwrap.dedent(inspect.getsource(code)))
+    except (OSError, TypeError, SyntaxError):
+        return None
+    first = parsed.body[0] if parsed.body else None
+    return first if isinstance(first, ast.FunctionDef | ast.AsyncFunctionDef) else None
+
+
+def _names(targets: Iterable[ast.AST]) -> set[str]:
+    return {node.id for target in targets for node in ast.walk(target) if isinstance(node, ast.Name)}
 
 
 def _plain(function: object) -> object:
@@ -117,10 +181,6 @@ def _plain(function: object) -> object:
     if isinstance(function, staticmethod | classmethod | types.MethodType):
         function = function.__func__
     return inspect.unwrap(function) if callable(function) and hasattr(function, "__wrapped__") else function
-
-
-def _is_torchs(function: types.FunctionType) -> bool:
-    return (function.__module__ or "").partition(".")[0] == "torch"
 
 
 def _content(cell: types.CellType) -> object:

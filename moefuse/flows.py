@@ -79,9 +79,8 @@ class Flow:
             outputs.append(own or any(outputs[i] for i in step.inputs))
             deciding = picked if by_choice else scores
             if step.joins and any(deciding[i] and not outputs[i] for i in step.inputs):
-                if any(outputs[i] and (picked[i] or not scores[i]) for i in step.inputs):
-                    return step.trace
-                if own:
+                # What the router's values alone are computed into further is no choice among experts: they are layers behind each other.
+                if any((own or outputs[i]) and (picked[i] or not scores[i]) for i in step.inputs):
                     return step.trace
             if own and first is None:
                 first = next((self._before(i) for i in step.inputs if picked[i]), None)

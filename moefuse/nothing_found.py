@@ -20,7 +20,6 @@ from moefuse.errors import CODES, FusionError
 from moefuse.flows import place_in
 from moefuse.opaque import NOTHING_CHOSEN, packing
 from moefuse.report import FusionReport, Skipped
-from moefuse.stops import Stop
 from moefuse.suspects import Pair, Suspect, place_of, suspects
 
 
@@ -53,8 +52,9 @@ def missing(report: FusionReport, roots: tuple[object, ...], options: Options) -
     fused = frozenset().union(*(flow.held(fused=True) for flow in report.flows))
     wanted = [s for s in suspects(roots) if options.exclude is None or not re.search(options.exclude, s.name)]
     left = [s for s in wanted if not _spoken_of(report, s, fused)]
+    known = {s.place for s in wanted if s not in left}
     tensors = frozenset(id(t) for root in _roots(left) for t in (*root.parameters(), *root.buffers()))
-    found = ((s, _evidence(report, s, roots, tensors)) for s in left)
+    found = ((s, _evidence(report, s, roots, tensors, s.place in known)) for s in left)
     return [_refusal(report, s, evidence) for s, evidence in found if evidence is not None]
 
 
@@ -81,16 +81,25 @@ def _related(module: str, name: str) -> bool:
     return outer.startswith(inner) or (bool(module) and inner.startswith(outer))
 
 
-def _evidence(report: FusionReport, found: Suspect, roots: tuple[object, ...], tensors: frozenset[int]) -> str | None:
-    """Where the router of a module decides about its experts, empty if nobody knows the line; None where nothing says that it does."""
+def _evidence(report: FusionReport, found: Suspect, roots: tuple[object, ...], tensors: frozenset[int], shared: bool) -> str | None:
+    """Where the router of a module decides about its experts, empty if nobody knows the line; None where nothing says that it does.
+
+    Args:
+        report: of everything that the call compiled.
+        found: the module.
+        roots: what was called, and with what.
+        tensors: identities of all that the model holds.
+        shared: whether another module is known to run the same code, so that a break in it is no sign of this one.
+    """
+    inside = None if shared else _stop_inside(report, found)
     for pair in found.pairs:
-        place = _decided(report, found, pair, roots, tensors)
+        place = _decided(report, found, pair, roots, tensors, inside is not None)
         if place is not None:
             return place
     return None
 
 
-def _decided(report: FusionReport, found: Suspect, pair: Pair, roots: tuple[object, ...], tensors: frozenset[int]) -> str | None:
+def _decided(report: FusionReport, found: Suspect, pair: Pair, roots: tuple[object, ...], tensors: frozenset[int], inside: bool) -> str | None:
     """As :func:`_evidence`, for one router and its experts."""
     held = [flow.held(fused=False) for flow in report.flows]
     for flow in report.flows:
@@ -100,21 +109,22 @@ def _decided(report: FusionReport, found: Suspect, pair: Pair, roots: tuple[obje
     if any(pair.router in seen and all(expert & seen for expert in pair.experts) for seen in held):
         return None  # a graph has them all, and keeps them apart
     seen = frozenset().union(*held)
-    stops = [*report.stops] or [Stop(text) for text in report.graph_breaks]
-    if report.flows and not stops and seen & tensors:
-        return None  # everything that ran is in the graphs
-    inside = _stop_inside(report, (found.module, *found.around))
-    if (report.fused or pair.loose) and inside is None:
-        return None  # other layers ran; nothing says that this one did
+    ran = inside or not seen.isdisjoint((pair.router, *pair.tensors)) or not seen & tensors
+    if not ran or (report.flows and not report.stops and not report.graph_breaks and seen & tensors):
+        return None  # this call did not run it, or the graphs have everything that ran
+    if pair.loose and not inside:
+        return None
     functions = (forward_of(found.module), *map(forward_of, found.around), *roots)
     said = router_decides(functions, found.module, (pair.router_name,), pair.experts_names)
-    return "" if said or (said is None and inside is not None and not pair.loose) else None
+    return "" if said or (said is None and inside and not pair.loose) else None
 
 
-def _stop_inside(report: FusionReport, modules: tuple[nn.Module, ...]) -> str | None:
-    """Where a graph breaks in the forward function of one of some modules."""
-    places = (stop.inside(*place_of(module)) for module in modules for stop in report.stops)
-    return next((place for place in places if place is not None), None)
+def _stop_inside(report: FusionReport, found: Suspect) -> str | None:
+    """Where a graph breaks in the forward function of a module, or where a function is skipped in one around it."""
+    own = (stop.inside(*found.place) for stop in report.stops)
+    skipped = (stop for stop in report.stops if stop.text.startswith("Skip"))
+    around = (stop.inside(*place_of(module)) for stop in skipped for module in found.around)
+    return next((place for place in (*own, *around) if place is not None), None)
 
 
 def _refusal(report: FusionReport, found: Suspect, evidence: str) -> Skipped:
@@ -129,7 +139,8 @@ def _cause(report: FusionReport, found: Suspect, evidence: str) -> tuple[str, st
     packed = packing(found.module)
     if packed is not None:
         return packed, own
-    for stop in report.stops:
+    # One place may have stopped several attempts; the last of them is what Dynamo did there.
+    for stop in sorted(report.stops, key=lambda stop: stop.text not in report.graph_breaks):
         place = stop.inside(file, lines)
         if place is not None:
             reason = stop.text.removesuffix(f" at {place}") + (f"; torch's hint: {stop.hint}" if stop.hint else "")

@@ -162,7 +162,7 @@ class _Group:
 def _pairs(module: nn.Module, forms: _Forms) -> Iterator[Pair]:
     """What in a module looks like experts with a router."""
     groups: list[_Group] = []
-    for name, holder in (("", module), *module.named_children()):
+    for name, holder in _holders(module):
         groups += [*_modules_beside(holder, name, forms), *_tensors_beside(holder, name), *_stacked(holder, name)]
     groups += _attributes(module, forms)
     for group in groups:
@@ -170,6 +170,14 @@ def _pairs(module: nn.Module, forms: _Forms) -> Iterator[Pair]:
             if id(router) not in frozenset().union(*group.experts):
                 what = f"{group.what} beside a weight {list(router.shape)}"
                 yield Pair(what, group.experts, id(router), group.names, name, group.loose)
+
+
+def _holders(module: nn.Module, name: str = "", depth: int = _NEAR) -> Iterator[tuple[str, nn.Module]]:
+    """(the attribute that leads there, the module) of a module and those near below it, but not of lists' items."""
+    yield name, module
+    if depth and not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
+        for own, child in module.named_children():
+            yield from _holders(child, name or own, depth - 1)
 
 
 def _modules_beside(holder: nn.Module, name: str, forms: _Forms) -> Iterator[_Group]:

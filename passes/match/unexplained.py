@@ -25,6 +25,8 @@ _MULTIPLIES = PRODUCTS | frozenset("conv1d conv2d conv3d mul scaled_mm _scaled_m
 _SELECTS = Mask | Table | Index | IndexMatrix | Sorted | Counts | Hit | Rows | Weight
 _FEWEST = 3
 """So many equal weights beside as many scores; of two, one may be anything."""
+_FAR = 64
+"""So many operations are looked at on the way from scores to the weights that they come from."""
 
 
 @dataclass
@@ -53,6 +55,11 @@ def choices(ctx: Context) -> set[Node]:
     return set(_flow(ctx).chosen)
 
 
+def decided(ctx: Context, node: Node) -> bool:
+    """Whether a value depends on what was chosen by scores, or meets something that does."""
+    return _meeting(ctx, _flow(ctx), node) is not None
+
+
 def _flow(ctx: Context) -> _Flow:
     flow = _Flow()
     for node, call in ctx.calls.items():
@@ -79,7 +86,21 @@ def _choices(ctx: Context, node: Node) -> int | None:
     if scores is None or not scores.is_floating_point() or not isinstance(dim, int) or not scores.dim():
         return None
     size = shape_of(scores)[dim]
-    return size if isinstance(size, int) and size > 1 else None
+    return size if isinstance(size, int) and size > 1 and _of_weights(ctx, call.args[0], size) else None
+
+
+def _of_weights(ctx: Context, scores: Node, size: int) -> bool:
+    """Whether the weights that scores were computed with, if any are seen, have as many rows or columns: else the best of some tokens are
+    chosen, and not of some experts."""
+    seen, stack, shapes = {scores}, [scores], []
+    while stack and len(seen) < _FAR:
+        node = stack.pop()
+        weights = _weights(ctx, node) if ctx.calls.get(node) is not None else []
+        shapes += [shape_of(tensor(weight)) for weight in weights]  # type: ignore[arg-type]
+        behind = [n for n in node.all_input_nodes if n not in seen] if not weights else []
+        seen.update(behind)
+        stack += behind
+    return not shapes or any(size in shape for shape in shapes)
 
 
 def _weights(ctx: Context, node: Node) -> list[Node]:
@@ -109,27 +130,41 @@ def _weights_like_scores(ctx: Context, flow: _Flow) -> tuple[Node, int] | None:
                 apart[shape].setdefault(weight, node)
     for readers in apart.values():
         count = next((c for c in sorted(counts) if c >= _FEWEST and len(readers) >= c and len(readers) % c == 0), None)
-        meets = count is not None and any(_meets(ctx, flow, node) for node in readers.values())
-        if count is not None and meets:
-            return next(iter(readers.values())), count
+        meetings = (_meeting(ctx, flow, node) for node in readers.values()) if count is not None else ()
+        met = next((node for node in meetings if node is not None), None)
+        if count is not None and met is not None:
+            return met, count
     return None
 
 
-def _meets(ctx: Context, flow: _Flow, product: Node) -> bool:
-    """Whether a product, or what is computed from it before anything is chosen by that, meets something that was chosen."""
+def _meeting(ctx: Context, flow: _Flow, product: Node) -> Node | None:
+    """Where a product, or what is computed from it before anything is chosen by that, meets something that was chosen."""
     if product in flow.chosen:
-        return True
+        return _taken_at(ctx, flow, product)
     seen, stack = {product}, list(product.users)
     while stack:
         node = stack.pop()
         if node in flow.sizes or ctx.calls.get(node) is None:
             continue
         if any(n in flow.chosen and n not in seen for n in node.all_input_nodes):
-            return True
+            return node
         if node not in seen and len(seen) < 64:
             seen.add(node)
             stack.extend(node.users)
-    return False
+    return None
+
+
+def _taken_at(ctx: Context, flow: _Flow, product: Node) -> Node:
+    """Where what a product reads was taken by a choice: the last operation before it that reads something else, too."""
+    node = product
+    while node not in flow.sizes:
+        weights = set(_weights(ctx, node))
+        if any(ctx.calls.get(n) is not None and n not in flow.chosen for n in node.all_input_nodes if ctx.storage[n] not in weights):
+            return node
+        if node is not product and any(n.op == "placeholder" and ctx.storage[n] not in weights for n in node.all_input_nodes):
+            return node
+        node = next(n for n in node.all_input_nodes if n in flow.chosen)
+    return product
 
 
 def _gathered_weights(ctx: Context, flow: _Flow) -> tuple[Node, int] | None:
@@ -197,4 +232,4 @@ def _told(ctx: Context, node: Node, count: int) -> Lost:
     return ctx.lost("not-recognised", node, op=call.name if call is not None else node.name, count=count)
 
 
-__all__ = ["choices", "unexplained"]
+__all__ = ["choices", "decided", "unexplained"]
