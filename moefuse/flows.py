@@ -6,7 +6,8 @@ A graph that has both and does not let them meet is proof that there are none.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+import os
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -203,18 +204,14 @@ def _integers(value: Any) -> bool:
 
 
 def place_in(trace: str) -> str:
-    """``file:line`` of the innermost line of a stack that is not torch's; empty for an empty stack."""
-    return next(iter(places_in(trace)), "")
-
-
-def places_in(trace: str) -> Iterator[str]:
-    """The lines of a stack from the innermost on, torch's own last."""
+    """``file:line`` of the innermost line of a stack, of those that are not torch's if there are any; empty for an empty stack."""
     lines = [line.strip().removeprefix('File "') for line in trace.splitlines() if line.strip().startswith("File ")]
-    places = [(path, rest.split(",")[0]) for path, _, rest in (line.partition('", line ') for line in reversed(lines))]
-    for own in (False, True):
-        yield from (f"{path}:{line}" for path, line in places if path.startswith(_TORCH) is own)
+    parts = [(path, rest.split(",")[0]) for path, _, rest in (line.partition('", line ') for line in reversed(lines))]
+    path, line = next((part for part in parts if not part[0].startswith(TORCH)), parts[0] if parts else ("", ""))
+    return f"{path}:{line}" if path else ""
 
 
-_TORCH = str(torch.__path__[0])
+TORCH = str(torch.__path__[0]) + os.sep
+"""Where torch's own code is."""
 
-__all__ = ["Flow", "Step", "flow_of", "place_in", "places_in"]
+__all__ = ["TORCH", "Flow", "Step", "flow_of", "place_in"]

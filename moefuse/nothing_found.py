@@ -17,7 +17,7 @@ from moefuse import _torch_private, history, pipeline
 from moefuse.code_order import forward_of, router_decides
 from moefuse.config import Options
 from moefuse.errors import CODES, FusionError
-from moefuse.flows import place_in
+from moefuse.flows import TORCH, place_in
 from moefuse.opaque import NOTHING_CHOSEN, packing
 from moefuse.report import FusionReport, Skipped
 from moefuse.suspects import Pair, Suspect, place_of, suspects
@@ -139,23 +139,32 @@ def _cause(report: FusionReport, found: Suspect, evidence: str) -> tuple[str, st
     packed = packing(found.module)
     if packed is not None:
         return packed, own
-    # One place may have stopped several attempts; the last of them is what Dynamo did there.
-    for stop in sorted(report.stops, key=lambda stop: stop.text not in report.graph_breaks):
-        place = stop.inside(file, lines)
-        if place is not None:
-            reason = stop.text.removesuffix(f" at {place}") + (f"; torch's hint: {stop.hint}" if stop.hint else "")
-            return f"the graph breaks inside it ({reason}), and what is left in graphs is no whole layer", place
+    stop = next((stop for stop in report.stops if stop.inside(file, lines) is not None), None)
+    if stop is not None:
+        place = stop.inside(file, lines) or ""
+        # One place may have stopped several attempts; what a reader meets elsewhere, too, is what Dynamo did there in the end.
+        same = (other for other in report.stops if other.text in report.graph_breaks and other.inside(file, lines) == place)
+        stop = next(same, stop)
+        reason = _users(stop.text).removesuffix(f" at {place}") + (f"; torch's hint: {stop.hint}" if stop.hint else "")
+        return f"the graph breaks inside it ({reason}), and what is left in graphs is no whole layer", place
     texts = [text for text in report.opaque if text != NOTHING_CHOSEN]
     if texts:
         return texts[0], own
+    if evidence:
+        chosen = any(f.meeting(pair.router, pair.tensors, by_choice=True) for f in report.flows for pair in found.pairs)
+        return "its graph has its experts in a form that moefuse does not read" if chosen else NOTHING_CHOSEN, own
     breaks = report.graph_breaks or [stop.text for stop in report.stops]
     if breaks:
         return f"no graph holds its experts; Dynamo left the graph: {breaks[0]}", own
     if not report.graph_count:
         return "Dynamo made no graph of it", own
-    if report.opaque:
-        return NOTHING_CHOSEN, own
     return "no graph has its experts in it, or none in a form that moefuse reads", own
+
+
+def _users(text: str) -> str:
+    """The text of a break without its place, where that is torch's own code."""
+    reason, _, place = text.rpartition(" at ")
+    return reason if place.startswith(TORCH) else text
 
 
 __all__ = ["missing", "watch"]

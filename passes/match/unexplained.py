@@ -86,13 +86,13 @@ def _choices(ctx: Context, node: Node) -> int | None:
     if scores is None or not scores.is_floating_point() or not isinstance(dim, int) or not scores.dim():
         return None
     size = shape_of(scores)[dim]
-    return size if isinstance(size, int) and size > 1 and _of_weights(ctx, call.args[0], size) else None
+    return size if isinstance(size, int) and size > 1 else None
 
 
-def _of_weights(ctx: Context, scores: Node, size: int) -> bool:
-    """Whether the weights that scores were computed with, if any are seen, have as many rows or columns: else the best of some tokens are
-    chosen, and not of some experts."""
-    seen, stack, shapes = {scores}, [scores], []
+def _of_weights(ctx: Context, choice: Node, size: int) -> bool:
+    """Whether the weights that the scores of a choice come from, if any are seen, have as many rows or columns: else the best of some tokens
+    are chosen, and not of some experts."""
+    seen, stack, shapes = {choice}, [choice], []
     while stack and len(seen) < _FAR:
         node = stack.pop()
         weights = _weights(ctx, node) if ctx.calls.get(node) is not None else []
@@ -118,7 +118,7 @@ def _held(root: Node) -> bool:
 def _weights_like_scores(ctx: Context, flow: _Flow) -> tuple[Node, int] | None:
     """(what reads the first of them, how many) of weights, stacked or one by one, of which there are as many as scores."""
     apart: dict[tuple[object, ...], dict[Node, Node]] = defaultdict(dict)
-    counts = set(flow.sizes.values())
+    counts = {size for node, size in flow.sizes.items() if _of_weights(ctx, node, size)}
     for node, call in ctx.calls.items():
         if call is None or call.name in METADATA:
             continue

@@ -10,7 +10,23 @@ import torch
 from torch import nn
 
 import moefuse
-from tests.cpu.suspect_programs import HAVE, HAVE_NOT, H, Make, T
+from tests.cpu.suspect_programs import (
+    HAVE,
+    HAVE_NOT,
+    Counting,
+    Expert,
+    H,
+    Layer,
+    Make,
+    OneForAll,
+    SecondLost,
+    Soft,
+    Stack,
+    StraightThrough,
+    T,
+    Threshold,
+    TwoByWhere,
+)
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "no_code")
 
@@ -50,7 +66,7 @@ def _lines(kind: type) -> range:
     return range(start, start + len(lines))
 
 
-_EXPERT = _lines(__import__("tests.cpu.suspect_programs", fromlist=["Expert"]).Expert)
+_EXPERT = _lines(Expert)
 
 
 @torch.no_grad()
@@ -65,3 +81,61 @@ def test_strict_raises_where_experts_are_lost(make: Make) -> None:
 def test_what_has_no_experts_hears_nothing(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     run(make, strict=True)
     assert messages(caplog) == []
+
+
+class Sharing(Layer):
+    """Its loop is in a function that another class calls, too."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return taken_apart(self, x)
+
+
+class SharingToo(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return taken_apart(self, x) + 0.0
+
+
+def taken_apart(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    p = (x @ layer.w_gate).softmax(-1)
+    p = p * (p >= p.topk(2)[0][:, -1:])
+    return sum(p[:, e, None] * expert(x) for e, expert in enumerate(layer.experts))  # type: ignore[return-value]
+
+
+@torch.no_grad()
+def test_models_of_two_classes_are_told_apart(caplog: pytest.LogCaptureFixture) -> None:
+    """One warning for each class of model, also where both share the line; a second model of one class is no news."""
+    for make in (Threshold, StraightThrough, Sharing, SharingToo, Sharing):
+        run(make)
+        torch._dynamo.reset()
+    texts = messages(caplog)
+    assert len(texts) == 4, texts
+
+
+@torch.no_grad()
+def test_each_lost_layer_is_in_the_report() -> None:
+    """Layers of one class share a warning, and have a line each."""
+    run(Stack)
+    report = moefuse.last_report()
+    assert report is not None
+    assert [s.module for s in report.skipped] == [f"layers.{n}.mlp" for n in range(3)]
+    torch._dynamo.reset()
+    run(SecondLost)
+    report = moefuse.last_report()
+    assert report is not None
+    assert ([f.module for f in report.fused], [s.module for s in report.skipped]) == (["a"], ["b"])
+
+
+@torch.no_grad()
+def test_the_cause_is_what_is_in_the_way(caplog: pytest.LogCaptureFixture) -> None:
+    """Not that nothing is in the graphs, where something is; and no line of torch's."""
+    for make, text in {
+        Soft: "no top-k, sort or argmax is in its graphs",
+        TwoByWhere: "its graph has its experts in a form that moefuse does not read",
+        OneForAll: "the graph breaks inside it (Unsupported Tensor.item() call with capture_scalar_outputs=False)",
+        Counting: "the graph breaks inside it (Dynamic shape operator)",
+    }.items():
+        caplog.clear()
+        run(make)
+        (found,) = messages(caplog)
+        assert text in found
+        torch._dynamo.reset()
