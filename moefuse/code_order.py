@@ -13,11 +13,11 @@ import textwrap
 import types
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 from torch import nn
 
-_Use = Literal["router", "experts", "choice"]
+_Use = Literal["router", "experts", "choice", "numbered"]
 
 _CHOICES = frozenset(
     "topk argmax argmin max min sort argsort where nonzero one_hot multinomial softmax sigmoid gumbel_softmax bincount histc item tolist "
@@ -33,11 +33,14 @@ def router_decides(functions: Iterable[object], owner: nn.Module, router: Collec
     Args:
         functions: forward functions and others, from the innermost on.
         owner: the module that has the attributes.
-        router: attributes of the owner that lead to its weight.
+        router: attributes of the owner that lead to its weight; where there are none, a loop over the experts has to compare their numbers
+            with something, and not to decide what Python does.
         experts: those that lead to theirs.
     """
     for function in functions:
         uses = list(_Reader(owner, frozenset(router), frozenset(experts)).function(function))
+        if "numbered" in uses and not router:
+            return True
         if "router" not in uses or "experts" not in uses:
             continue
         behind = uses[uses.index("router") :]
@@ -59,7 +62,7 @@ class _Reader:
     experts: frozenset[str]
     depth: int = _DEPTH
     seen: frozenset[types.CodeType] = frozenset()
-    within: types.FunctionType | None = None
+    within: Any = None
     names: set[str] = field(default_factory=set)
 
     def function(self, function: object) -> Iterator[_Use]:
@@ -77,57 +80,56 @@ class _Reader:
     def read(self, node: ast.AST) -> Iterator[_Use]:
         """What a piece of code runs, in order."""
         match node:
-            case ast.Call(func=func, args=args, keywords=keywords):
-                for argument in (*args, *keywords):
-                    yield from self.read(argument)
-                yield from self.read(func)
-            case ast.Subscript(value=value, slice=index):
-                yield from self.read(index)
-                yield from self.read(value)
-            case ast.Assign(targets=targets, value=value):
-                uses = list(self.read(value))
-                yield from uses
-                if "experts" in uses and isinstance(value, ast.Attribute | ast.Subscript):
-                    self.names.update(_names(targets))
-                for target in targets:
-                    yield from self.read(target)
-            case ast.For(target=target, iter=iterated, body=body, orelse=orelse):
-                yield from self.loop(target, iterated)
-                for statement in (*body, *orelse):
-                    yield from self.read(statement)
-            case ast.ListComp(generators=generators) | ast.GeneratorExp(generators=generators) | ast.SetComp(generators=generators):
-                yield from self.comprehension(generators, (node.elt,))
-            case ast.DictComp(generators=generators, key=key, value=value):
-                yield from self.comprehension(generators, (key, value))
+            case ast.Call():
+                yield from self.all(*node.args, *node.keywords, node.func)
+            case ast.Subscript():
+                yield from self.all(node.slice, node.value)
+            case ast.Assign():
+                yield from self.assignment(node)
+            case ast.For():
+                yield from self.loop(node)
+            case ast.ListComp() | ast.GeneratorExp() | ast.SetComp() | ast.DictComp():
+                yield from self.comprehension(node)
             case ast.Compare():
-                yield from self.children(node)
+                yield from self.all(*ast.iter_child_nodes(node))
                 yield "choice"
-            case ast.Attribute(value=value, attr=attr):
-                yield from self.read(value)
-                yield from self.attribute(attr)
-            case ast.Name(id=name):
-                yield from self.name(name)
+            case ast.Attribute():
+                yield from self.read(node.value)
+                yield from self.attribute(node.attr)
+            case ast.Name():
+                yield from self.name(node.id)
             case _:
-                yield from self.children(node)
+                yield from self.all(*ast.iter_child_nodes(node))
 
-    def children(self, node: ast.AST) -> Iterator[_Use]:
-        for child in ast.iter_child_nodes(node):
-            yield from self.read(child)
+    def all(self, *nodes: ast.AST) -> Iterator[_Use]:
+        for node in nodes:
+            yield from self.read(node)
 
-    def loop(self, target: ast.AST, iterated: ast.AST) -> Iterator[_Use]:
+    def assignment(self, node: ast.Assign) -> Iterator[_Use]:
+        uses = list(self.all(node.value, *node.targets))
+        if "experts" in uses and isinstance(node.value, ast.Attribute | ast.Subscript):
+            self.names.update(_names(node.targets))
+        yield from uses
+
+    def loop(self, node: ast.For) -> Iterator[_Use]:
+        yield from self.iteration(node.target, node.iter)
+        uses = list(self.all(*node.body, *node.orelse))
+        yield from uses
+        if "experts" in uses and any(_compares(statement, _names([node.target])) for statement in node.body):
+            yield "numbered"
+
+    def iteration(self, target: ast.AST, iterated: ast.AST) -> Iterator[_Use]:
         """A loop over experts gives each of them a name, and only who uses that runs one."""
         uses = list(self.read(iterated))
         if "experts" in uses:
             self.names.update(_names([target]))
         yield from (use for use in uses if use != "experts")
 
-    def comprehension(self, generators: list[ast.comprehension], results: tuple[ast.AST, ...]) -> Iterator[_Use]:
-        for generator in generators:
-            yield from self.loop(generator.target, generator.iter)
-            for condition in generator.ifs:
-                yield from self.read(condition)
-        for result in results:
-            yield from self.read(result)
+    def comprehension(self, node: ast.ListComp | ast.GeneratorExp | ast.SetComp | ast.DictComp) -> Iterator[_Use]:
+        for generator in node.generators:
+            yield from self.iteration(generator.target, generator.iter)
+            yield from self.all(*generator.ifs)
+        yield from self.all(*((node.key, node.value) if isinstance(node, ast.DictComp) else (node.elt,)))
 
     def name(self, name: str) -> Iterator[_Use]:
         if name in self.names or name in _ANY_CHILD:
@@ -135,9 +137,9 @@ class _Reader:
         elif name in _CHOICES:
             yield "choice"
         elif self.within is not None:
-            code = self.within.__code__
-            cells = dict(zip(code.co_freevars, self.within.__closure__ or (), strict=False))
-            yield from self.function(_content(cells[name]) if name in cells else self.within.__globals__.get(name))
+            cells = dict(zip(self.within.__code__.co_freevars, self.within.__closure__ or (), strict=False))
+            known = self.within.__globals__
+            yield from self.function(_content(cells[name]) if name in cells else known.get(name))
 
     def attribute(self, name: str) -> Iterator[_Use]:
         if name in self.router:
@@ -168,6 +170,14 @@ def _tree(code: types.CodeType) -> ast.FunctionDef | ast.AsyncFunctionDef | None
         return None
     first = parsed.body[0] if parsed.body else None
     return first if isinstance(first, ast.FunctionDef | ast.AsyncFunctionDef) else None
+
+
+def _compares(node: ast.AST, names: set[str]) -> bool:
+    """Whether some value is whether one of some variables is equal to something."""
+    if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Eq):
+        return any(isinstance(side, ast.Name) and side.id in names for side in (node.left, *node.comparators))
+    tests = (node.test,) if isinstance(node, ast.If | ast.While | ast.IfExp | ast.Assert) else ()
+    return any(_compares(child, names) for child in ast.iter_child_nodes(node) if child not in tests)
 
 
 def _names(targets: Iterable[ast.AST]) -> set[str]:

@@ -6,7 +6,6 @@ A graph that has both and does not let them meet is proof that there are none.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,11 +14,13 @@ import torch
 from torch.fx import GraphModule, Node
 
 from moefuse._dynamo.values import unbacked_in
+from moefuse.stops import TORCH
 
 _JOINS = frozenset(
-    "mul multiply matmul mm bmm addmm baddbmm einsum tensordot linear bilinear dot where gather take_along_dim index_select getitem embedding "
-    "index index_add index_put index_copy index_reduce setitem scatter scatter_add scatter_reduce masked_fill masked_scatter masked_select "
-    "repeat_interleave split lerp addcmul pow div truediv segment_reduce grouped_mm _grouped_mm scaled_dot_product_attention".split()
+    "mul multiply matmul mm bmm addmm baddbmm einsum tensordot linear bilinear dot where gather take_along_dim index_select getitem "
+    "embedding index index_add index_put index_copy index_reduce setitem scatter scatter_add scatter_reduce masked_fill masked_scatter "
+    "masked_select repeat_interleave split lerp addcmul pow div truediv segment_reduce grouped_mm _grouped_mm "
+    "scaled_dot_product_attention".split()
 )
 """Where one value says how much of another counts, or which part of it. Sums, differences and concatenations do not."""
 _SIZES = frozenset("size shape dim numel stride len ndimension sym_size sym_numel getattr is_floating_point".split())
@@ -61,7 +62,7 @@ class Flow:
         """Identities of the model's tensors that operations of moefuse read, or that others do."""
         return {tensor for step in self.steps if step.fused is fused for tensor in step.held}
 
-    def meeting(self, router: int, experts: Collection[int], *, by_choice: bool = False) -> str | None:
+    def meeting(self, router: int | None, experts: Collection[int], *, by_choice: bool = False) -> str | None:
         """The user's stack where a router decides about experts; None where it does not.
 
         Args:
@@ -79,10 +80,10 @@ class Flow:
             picked.append(any(picked[i] for i in step.inputs) or (scores[-1] and step.chosen))
             outputs.append(own or any(outputs[i] for i in step.inputs))
             deciding = picked if by_choice else scores
-            if step.joins and any(deciding[i] and not outputs[i] for i in step.inputs):
-                # What the router's values alone are computed into further is no choice among experts: they are layers behind each other.
-                if any((own or outputs[i]) and (picked[i] or not scores[i]) for i in step.inputs):
-                    return step.trace
+            # What a router's values alone are computed into further is no choice among experts: those are layers behind each other.
+            decides = any(deciding[i] and not outputs[i] for i in step.inputs)
+            if step.joins and decides and any((own or outputs[i]) and (picked[i] or not scores[i]) for i in step.inputs):
+                return step.trace
             if own and first is None:
                 first = next((self._before(i) for i in step.inputs if picked[i]), None)
         return first
@@ -211,7 +212,4 @@ def place_in(trace: str) -> str:
     return f"{path}:{line}" if path else ""
 
 
-TORCH = str(torch.__path__[0]) + os.sep
-"""Where torch's own code is."""
-
-__all__ = ["TORCH", "Flow", "Step", "flow_of", "place_in"]
+__all__ = ["Flow", "Step", "flow_of", "place_in"]

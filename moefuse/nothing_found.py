@@ -1,25 +1,25 @@
 """Who asked for speed and gets none is told why: the last look at a call in which something was compiled, once it has run.
 
 Only then is known what all frames of the call came to, those behind graph breaks included. Two questions: whether as many layers were fused
-as ``options={"expect": N}`` says, and whether a module that was neither fused nor refused is a mixture of experts all the same, and what in the way of its
-experts was. It is one if it is built so (:mod:`moefuse.suspects`) and its router decides about its experts: in a graph
+as ``options={"expect": N}`` says, and whether a module that was neither fused nor refused is a mixture of experts all the same, and what in
+the way of its experts was. It is one if it is built so (:mod:`moefuse.suspects`) and its router decides about its experts: in a graph
 (:mod:`moefuse.flows`) or, where no graph has them all, in its code (:mod:`moefuse.code_order`).
 """
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Iterable
-
-from torch import nn
+from dataclasses import dataclass
 
 from moefuse import _torch_private, history, pipeline
 from moefuse.code_order import forward_of, router_decides
 from moefuse.config import Options
 from moefuse.errors import CODES, FusionError
-from moefuse.flows import TORCH, place_in
+from moefuse.flows import place_in
 from moefuse.opaque import NOTHING_CHOSEN, packing
 from moefuse.report import FusionReport, Skipped
+from moefuse.stops import TORCH
 from moefuse.suspects import Pair, Suspect, place_of, suspects
 
 
@@ -45,6 +45,27 @@ def _look(call: _torch_private.RunningCall, options: Options, owner: object) -> 
         pipeline.publish(found, options)
 
 
+@dataclass(frozen=True)
+class _Call:
+    """What is known of a call.
+
+    Attributes:
+        report: of everything that it compiled.
+        roots: what was called, and with what.
+        held: for each graph the identities of the model's tensors that it reads, other than for what is fused.
+        tensors: of all that the modules in question and those around them hold.
+    """
+
+    report: FusionReport
+    roots: tuple[object, ...]
+    held: tuple[set[int], ...]
+    tensors: frozenset[int]
+
+    @functools.cached_property
+    def seen(self) -> frozenset[int]:
+        return frozenset().union(*self.held)
+
+
 def missing(report: FusionReport, roots: tuple[object, ...], options: Options) -> list[Skipped]:
     """A refusal for each module of ``roots`` that has experts of which a report says nothing."""
     if any(skipped.code == "internal-error" for skipped in report.skipped):
@@ -52,20 +73,21 @@ def missing(report: FusionReport, roots: tuple[object, ...], options: Options) -
     fused = frozenset().union(*(flow.held(fused=True) for flow in report.flows))
     wanted = [s for s in suspects(roots) if options.exclude is None or not re.search(options.exclude, s.name)]
     left = [s for s in wanted if not _spoken_of(report, s, fused)]
+    if not left:
+        return []
     known = {s.place for s in wanted if s not in left}
-    tensors = frozenset(id(t) for root in _roots(left) for t in (*root.parameters(), *root.buffers()))
-    found = ((s, _evidence(report, s, roots, tensors, s.place in known)) for s in left)
+    outermost = {id(m): m for m in (s.around[-1] if s.around else s.module for s in left)}
+    tensors = frozenset(id(t) for root in outermost.values() for t in (*root.parameters(), *root.buffers()))
+    call = _Call(report, roots, tuple(flow.held(fused=False) for flow in report.flows), tensors)
+    found = ((s, _evidence(call, s, s.place in known)) for s in left)
     return [_refusal(report, s, evidence) for s, evidence in found if evidence is not None]
-
-
-def _roots(left: list[Suspect]) -> Iterable[nn.Module]:
-    return {id(root): root for s in left for root in (s.around[-1] if s.around else s.module,)}.values()
 
 
 def _spoken_of(report: FusionReport, found: Suspect, fused: frozenset[int]) -> bool:
     """Whether some experts of a module are fused, or a refusal is about it."""
     if any(pair.tensors & fused for pair in found.pairs):
         return True
+    # Where the graphs show whose weights are fused, a name says it only of a module inside, which may have weights of its own.
     entries = [(f.module, f.location) for f in report.fused if not fused] + [(s.module, s.location) for s in report.skipped]
     entries += [(f.module, "") for f in report.fused if fused and f.module]
     file, lines = found.place
@@ -81,50 +103,46 @@ def _related(module: str, name: str) -> bool:
     return outer.startswith(inner) or (bool(module) and inner.startswith(outer))
 
 
-def _evidence(report: FusionReport, found: Suspect, roots: tuple[object, ...], tensors: frozenset[int], shared: bool) -> str | None:
+def _evidence(call: _Call, found: Suspect, shared: bool) -> str | None:
     """Where the router of a module decides about its experts, empty if nobody knows the line; None where nothing says that it does.
 
-    Args:
-        report: of everything that the call compiled.
-        found: the module.
-        roots: what was called, and with what.
-        tensors: identities of all that the model holds.
-        shared: whether another module is known to run the same code, so that a break in it is no sign of this one.
+    ``shared``: another module is known to run the same code, so that a break in it is no sign of this one.
     """
-    inside = None if shared else _stop_inside(report, found)
+    inside = not shared and _stop_inside(call.report, found)
     for pair in found.pairs:
-        place = _decided(report, found, pair, roots, tensors, inside is not None)
+        place = _decided(call, found, pair, inside)
         if place is not None:
             return place
     return None
 
 
-def _decided(report: FusionReport, found: Suspect, pair: Pair, roots: tuple[object, ...], tensors: frozenset[int], inside: bool) -> str | None:
+def _decided(call: _Call, found: Suspect, pair: Pair, inside: bool) -> str | None:
     """As :func:`_evidence`, for one router and its experts."""
-    held = [flow.held(fused=False) for flow in report.flows]
-    for flow in report.flows:
-        trace = flow.meeting(pair.router, pair.tensors, by_choice=pair.loose)
+    if pair.router is not None:
+        traces = (flow.meeting(pair.router, pair.tensors, by_choice=pair.loose) for flow in call.report.flows)
+        trace = next((trace for trace in traces if trace is not None), None)
         if trace is not None:
             return place_in(trace)
-    if any(pair.router in seen and all(expert & seen for expert in pair.experts) for seen in held):
-        return None  # a graph has them all, and keeps them apart
-    seen = frozenset().union(*held)
-    ran = inside or not seen.isdisjoint((pair.router, *pair.tensors)) or not seen & tensors
-    if not ran or (report.flows and not report.stops and not report.graph_breaks and seen & tensors):
+        if any(pair.router in held and all(expert & held for expert in pair.experts) for held in call.held):
+            return None  # a graph has them all, and keeps them apart
+    part = bool(call.seen & call.tensors)
+    ran = inside or not part or pair.router in call.seen or not call.seen.isdisjoint(pair.tensors)
+    if not ran or (part and not call.report.stops and not call.report.graph_breaks):
         return None  # this call did not run it, or the graphs have everything that ran
     if pair.loose and not inside:
         return None
-    functions = (forward_of(found.module), *map(forward_of, found.around), *roots)
-    said = router_decides(functions, found.module, (pair.router_name,), pair.experts_names)
+    functions = (forward_of(found.module), *map(forward_of, found.around), *call.roots)
+    router = (pair.router_name,) if pair.router_name is not None else ()
+    said = router_decides(functions, found.module, router, pair.experts_names)
     return "" if said or (said is None and inside and not pair.loose) else None
 
 
-def _stop_inside(report: FusionReport, found: Suspect) -> str | None:
-    """Where a graph breaks in the forward function of a module, or where a function is skipped in one around it."""
+def _stop_inside(report: FusionReport, found: Suspect) -> bool:
+    """Whether a graph breaks in the forward function of a module, or a function is skipped in one around it."""
     own = (stop.inside(*found.place) for stop in report.stops)
     skipped = (stop for stop in report.stops if stop.text.startswith("Skip"))
     around = (stop.inside(*place_of(module)) for stop in skipped for module in found.around)
-    return next((place for place in (*own, *around) if place is not None), None)
+    return any(place is not None for place in (*own, *around))
 
 
 def _refusal(report: FusionReport, found: Suspect, evidence: str) -> Skipped:
@@ -151,7 +169,8 @@ def _cause(report: FusionReport, found: Suspect, evidence: str) -> tuple[str, st
     if texts:
         return texts[0], own
     if evidence:
-        chosen = any(f.meeting(pair.router, pair.tensors, by_choice=True) for f in report.flows for pair in found.pairs)
+        routed = [pair for pair in found.pairs if pair.router is not None]
+        chosen = any(flow.meeting(pair.router, pair.tensors, by_choice=True) for flow in report.flows for pair in routed)
         return "its graph has its experts in a form that moefuse does not read" if chosen else NOTHING_CHOSEN, own
     breaks = report.graph_breaks or [stop.text for stop in report.stops]
     if breaks:

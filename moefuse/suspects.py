@@ -31,7 +31,7 @@ class Pair:
     Attributes:
         what: for the report, e.g. ``8 equal modules (Expert) beside a weight [8, 64]``.
         experts: the identities of each expert's tensors; of a stack that holds all of them, one set.
-        router: the identity of the router's weight.
+        router: the identity of the router's weight; None where the experts' numbers come from outside.
         experts_names: the attributes of the module that lead to the experts.
         router_name: the one that leads to the router.
         loose: nothing holds the experts together but that they are equal, so more has to speak for them.
@@ -39,9 +39,9 @@ class Pair:
 
     what: str
     experts: tuple[frozenset[int], ...]
-    router: int
+    router: int | None
     experts_names: frozenset[str]
-    router_name: str
+    router_name: str | None
     loose: bool = False
 
     @property
@@ -94,13 +94,11 @@ def suspects(roots: Iterable[object]) -> list[Suspect]:
             pairs = tuple(_pairs(module, forms))
             if pairs:
                 found.setdefault(id(module), Suspect(name, module, pairs, _around(root, name)))
-    inner = {id(m) for s in found.values() for m in s.around if not s.pairs[0].loose}
-    return [s for s in found.values() if id(s.module) not in inner and (not s.pairs[0].loose or not _holds(s, found))]
-
-
-def _holds(suspect: Suspect, found: dict[int, Suspect]) -> bool:
-    """Whether another suspect is inside."""
-    return any(id(m) in found for m in suspect.module.modules() if m is not suspect.module)
+    firm = {id(m) for s in found.values() for m in s.around if not s.pairs[0].loose}
+    around = {id(m) for s in found.values() for m in s.around if any(pair.router is not None for pair in s.pairs)}
+    routed = {key for key, s in found.items() if any(pair.router is not None for pair in s.pairs)}
+    left = (s for s in found.values() if id(s.module) not in (around if s.pairs[0].loose else firm))
+    return [s for s in left if id(s.module) in routed or routed.isdisjoint(map(id, s.around))]
 
 
 def _around(root: nn.Module, name: str) -> tuple[nn.Module, ...]:
@@ -128,22 +126,32 @@ def _content(cell: Any) -> object:
         return None
 
 
-_Form = tuple[tuple[str, tuple[int, ...]], ...]
+@dataclass(frozen=True)
+class _Form:
+    """What a module holds: ``shape`` is equal for modules that hold tensors of equal names and shapes."""
+
+    shape: object
+    tensors: frozenset[int]
+    matrix: bool
 
 
 class _Forms:
-    """The names and shapes of what modules hold, each module looked into once."""
+    """The forms of modules, each module looked into once."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[_Form, frozenset[int], bool]] = {}
+        self._known: dict[int, _Form] = {}
+        self._numbers: dict[object, int] = {}
 
-    def of(self, module: nn.Module) -> tuple[_Form, frozenset[int], bool]:
-        """(names and shapes of a module's parameters, the identities of its tensors, whether one of them is a matrix)."""
+    def of(self, module: nn.Module) -> _Form:
         if id(module) not in self._known:
-            named = list(module.named_parameters())
-            tensors = frozenset(id(t) for t in (*(p for _, p in named), *module.buffers()))
-            form = tuple((name, tuple(p.shape)) for name, p in named)
-            self._known[id(module)] = (form, tensors, any(p.dim() >= 2 for _, p in named))
+            own = {name: p for name, p in module._parameters.items() if p is not None}
+            children = {name: self.of(child) for name, child in module._modules.items() if child is not None}
+            shape = (*((name, p.shape) for name, p in own.items()), *((name, child.shape) for name, child in children.items()))
+            held = (id(t) for t in (*own.values(), *module._buffers.values()) if t is not None)
+            tensors = frozenset(held).union(*(child.tensors for child in children.values()))
+            matrix = any(p.dim() >= 2 for p in own.values()) or any(child.matrix for child in children.values())
+            # Shapes of shapes are compared by a number for each.
+            self._known[id(module)] = _Form(self._numbers.setdefault(shape, len(self._numbers)), tensors, matrix)
         return self._known[id(module)]
 
 
@@ -161,15 +169,23 @@ class _Group:
 
 def _pairs(module: nn.Module, forms: _Forms) -> Iterator[Pair]:
     """What in a module looks like experts with a router."""
+    if type(module).__module__.startswith("torch.nn.") and not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
+        return
     groups: list[_Group] = []
     for name, holder in _holders(module):
         groups += [*_modules_beside(holder, name, forms), *_tensors_beside(holder, name), *_stacked(holder, name)]
-    groups += _attributes(module, forms)
-    for group in groups:
-        for name, router in _routers(module, group.count, group.own):
-            if id(router) not in frozenset().union(*group.experts):
-                what = f"{group.what} beside a weight {list(router.shape)}"
-                yield Pair(what, group.experts, id(router), group.names, name, group.loose)
+    pairs = [pair for group in (*groups, *_attributes(module, forms)) for pair in _routed(module, group)]
+    yield from pairs
+    for group in groups if not pairs and not isinstance(module, nn.ModuleList | nn.ModuleDict) else ():
+        yield Pair(group.what, group.experts, None, group.names, None, loose=True)
+
+
+def _routed(module: nn.Module, group: _Group) -> Iterator[Pair]:
+    """Something like experts with each weight that scores as many."""
+    for name, router in _routers(module, group.count, group.own):
+        if id(router) not in frozenset().union(*group.experts):
+            what = f"{group.what} beside a weight {list(router.shape)}"
+            yield Pair(what, group.experts, id(router), group.names, name, group.loose)
 
 
 def _holders(module: nn.Module, name: str = "", depth: int = _NEAR) -> Iterator[tuple[str, nn.Module]]:
@@ -186,27 +202,27 @@ def _modules_beside(holder: nn.Module, name: str, forms: _Forms) -> Iterator[_Gr
     if len(items) < 2 or not isinstance(holder, nn.ModuleList | nn.ModuleDict):
         return
     known = [forms.of(item) for item in items]
-    if all(matrix for _, _, matrix in known):
+    if all(form.matrix for form in known):
         yield _group(items, known, frozenset((name or "children",)))
 
 
-def _group(items: list[nn.Module], known: list[tuple[_Form, frozenset[int], bool]], names: frozenset[str], loose: bool = False) -> _Group:
+def _group(items: list[nn.Module], known: list[_Form], names: frozenset[str], loose: bool = False) -> _Group:
     kinds = ", ".join(dict.fromkeys(type(item).__name__ for item in items))
-    equal = "equal " if len({(type(item), form) for item, (form, _, _) in zip(items, known, strict=True)}) == 1 else ""
-    own = frozenset(id(m) for item in items for m in item.modules())
-    return _Group(f"{len(items)} {equal}modules ({kinds})", tuple(t for _, t, _ in known), len(items), names, own, loose)
+    equal = "equal " if len({(type(item), form.shape) for item, form in zip(items, known, strict=True)}) == 1 else ""
+    own = frozenset(map(id, items))
+    return _Group(f"{len(items)} {equal}modules ({kinds})", tuple(form.tensors for form in known), len(items), names, own, loose)
 
 
 def _attributes(module: nn.Module, forms: _Forms) -> Iterator[_Group]:
     """Equal modules that are attributes of their own: all of one kind, or those whose names differ in a number only."""
-    if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
+    if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential) or len(module._modules) < 2:
         return
     alike: dict[object, dict[str, nn.Module]] = defaultdict(dict)
     for name, child in module.named_children():
-        form, _, matrix = forms.of(child)
-        if matrix and not isinstance(child, nn.ModuleList | nn.ModuleDict):
-            alike[type(child), form][name] = child
-            alike[type(child), form, re.sub(r"\d+", "", name)][name] = child
+        form = forms.of(child)
+        if form.matrix and not isinstance(child, nn.ModuleList | nn.ModuleDict):
+            alike[type(child), form.shape][name] = child
+            alike[type(child), form.shape, re.sub(r"\d+", "", name)][name] = child
     groups = {frozenset(named): named for named in alike.values() if len(named) >= 2}
     for names, named in groups.items():
         items = list(named.values())
@@ -233,8 +249,10 @@ def _stacked(holder: nn.Module, name: str) -> Iterator[_Group]:
         yield _Group(f"weights {list(first.shape)}", (frozenset(map(id, held.values())),), count, names)
 
 
-def _routers(module: nn.Module, count: int, experts: frozenset[int], name: str = "", depth: int = _NEAR) -> Iterator[tuple[str, torch.Tensor]]:
-    """(the attribute that leads there, the weight) of weights of ``count`` scores in a module or near below it, not in the experts."""
+def _routers(
+    module: nn.Module, count: int, experts: frozenset[int], name: str = "", depth: int = _NEAR
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """(attribute that leads there, weight) of weights of ``count`` scores in a module or near below it, not in the experts."""
     for own, weight in module.named_parameters(recurse=False):
         by_rows = weight.dim() >= 2 and weight.shape[0] == count and all(n == 1 for n in weight.shape[2:])
         by_columns = weight.dim() == 2 and weight.shape[1] == count and not isinstance(module, _BY_ROWS)

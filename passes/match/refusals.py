@@ -12,7 +12,7 @@ from moefuse.passes.infer.state import Context
 from moefuse.passes.ir.expr import Gate, has_linear, walk, weight_leaves
 from moefuse.passes.ir.facts import Buffer, Lost, Many, Routing, RowNumber, Rows, Sum
 from moefuse.passes.match.liveness import unread
-from moefuse.passes.match.unexplained import decided
+from moefuse.passes.match.unexplained import decided, of_tokens
 
 #: what a sum looks like after one expert was lost on the way: the loss says more
 _CONSEQUENCES = frozenset(("missing-experts", "experts-differ", "not-weighted", "ids-not-distinct"))
@@ -55,6 +55,8 @@ def _of_experts(ctx: Context, key: Any, lost: Lost) -> bool:
     if not isinstance(key, Routing):
         # Members of an ensemble are computed like experts, and nothing decides between them.
         return lost.code not in _BY_ROWS or decided(ctx, lost.node)
+    if lost.code in _BY_ROWS and of_tokens(ctx, key.node):
+        return False
     rows = [f for f in ctx.facts.values() if isinstance(f, Rows) and f.domain.routing is key and has_linear(f.expr)]
     own: dict[Any, set[Node]] = defaultdict(set)
     for fact in rows:

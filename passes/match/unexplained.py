@@ -56,17 +56,24 @@ def choices(ctx: Context) -> set[Node]:
 
 
 def decided(ctx: Context, node: Node) -> bool:
-    """Whether a value depends on what was chosen by scores, or meets something that does."""
-    return _meeting(ctx, _flow(ctx), node) is not None
+    """Whether a value depends on what was chosen by scores of experts, or meets something that does."""
+    return _meeting(ctx, _flow(ctx, of_experts=True), node) is not None
 
 
-def _flow(ctx: Context) -> _Flow:
+def of_tokens(ctx: Context, ids: Node) -> bool:
+    """Whether ids are of the best tokens, and not of the best experts."""
+    flow = _flow(ctx)
+    first = flow.chosen.get(ids)
+    return first is not None and not _of_weights(ctx, first, flow.sizes[first])
+
+
+def _flow(ctx: Context, *, of_experts: bool = False) -> _Flow:
     flow = _Flow()
     for node, call in ctx.calls.items():
         if call is None or call.name in METADATA:
             continue
         size = _choices(ctx, node)
-        if size is not None:
+        if size is not None and (not of_experts or _of_weights(ctx, node, size)):
             flow.sizes[node] = size
             flow.chosen[node] = node
             continue
@@ -90,8 +97,10 @@ def _choices(ctx: Context, node: Node) -> int | None:
 
 
 def _of_weights(ctx: Context, choice: Node, size: int) -> bool:
-    """Whether the weights that the scores of a choice come from, if any are seen, have as many rows or columns: else the best of some tokens
-    are chosen, and not of some experts."""
+    """Whether the weights that the scores of a choice come from, if any are seen, have as many rows or columns.
+
+    Else the best of some tokens are chosen, and not of some experts.
+    """
     seen, stack, shapes = {choice}, [choice], []
     while stack and len(seen) < _FAR:
         node = stack.pop()
@@ -124,8 +133,8 @@ def _weights_like_scores(ctx: Context, flow: _Flow) -> tuple[Node, int] | None:
             continue
         for weight in _weights(ctx, node):
             shape = shape_of(tensor(weight))  # type: ignore[arg-type]
-            if len(shape) >= 3 and shape[0] in counts and "conv" not in call.name:
-                return node, int(shape[0])
+            if len(shape) >= 3 and shape[0] in counts and "conv" not in call.name and (met := _meeting(ctx, flow, node)) is not None:
+                return (node if node in flow.chosen else met), int(shape[0])
             if call.name in _MULTIPLIES and call.name != "mul":
                 apart[shape].setdefault(weight, node)
     for readers in apart.values():
@@ -232,4 +241,4 @@ def _told(ctx: Context, node: Node, count: int) -> Lost:
     return ctx.lost("not-recognised", node, op=call.name if call is not None else node.name, count=count)
 
 
-__all__ = ["choices", "decided", "unexplained"]
+__all__ = ["choices", "decided", "of_tokens", "unexplained"]

@@ -358,6 +358,115 @@ class Stack(nn.Module):
         return self.head(x)  # type: ignore[no-any-return]
 
 
+@have
+class Hashed(Layer):
+    """No router: the tokens say by themselves where they go, and are counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.w_gate
+
+    def forward(self, x: Tensor) -> Tensor:
+        ids, out = (x[:, 0] * 100).long() % E, torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            tok = torch.where(ids == e)[0]
+            self.load[e] += len(tok)
+            out.index_add_(0, tok, expert(x[tok]))
+        return out
+
+
+@have
+class DeepRouter(Layer):
+    """Scores of two layers with noise, as in Shazeer 2017."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Sequential(nn.Linear(H, H), nn.Tanh(), nn.Linear(H, E))
+        self.w_noise = nn.Parameter(torch.zeros(H, E))
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.gate(x)
+        best, ids = (logits + torch.zeros_like(logits) * F.softplus(x @ self.w_noise)).topk(K)
+        return best.softmax(-1), ids
+
+    forward = Counting.forward
+
+
+class Bank(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.items = nn.ModuleList(Expert() for _ in range(E))
+
+
+@have
+class InBlock(nn.Module):
+    """A block has the router and the loop, another module only holds the experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.gate, self.bank, self.counts = nn.LayerNorm(H), nn.Linear(H, E), Bank(), [0] * E
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        weights, ids = torch.topk(F.softmax(self.gate(h), dim=-1), K)
+        for e in range(E):
+            tok, slot = torch.where(ids == e)
+            if tok.numel() > self.counts[e]:
+                self.counts[e] = tok.numel()
+            x = x.index_add(0, tok, self.bank.items[e](h[tok]) * weights[tok, slot, None])
+        return x
+
+
+@have
+class Numbered(nn.Module):
+    """Experts as attributes with numbers, by ``getattr``, and a shared one of the same shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.shared = nn.Linear(H, E), Expert()
+        for e in range(E):
+            setattr(self, f"expert{e}", Expert())
+        self.load = [0] * E
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.router(x).softmax(-1).topk(K)
+        out = self.shared(x)
+        for e in range(E):
+            tok, slot = torch.where(ids == e)
+            self.load[e] = tok.numel()
+            out.index_add_(0, tok, getattr(self, f"expert{e}")(x[tok]) * weights[tok, slot, None])
+        return out
+
+
+@have
+class OneLine(Layer):
+    """One comprehension, with a router that is asked in it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([self.experts[i](row) for row, i in zip(x, (x @ self.w_gate).argmax(-1).tolist(), strict=True)])
+
+
+@have
+class Rectified(Layer):
+    """Gates that are zero or not (ReMoE, Wang et al. 2024), and an expert without tokens is left out."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        gates, out = F.relu(x @ self.w_gate), torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            if gates[:, e].any():
+                out = out + gates[:, e, None] * expert(x)
+        return out
+
+
+@have
+class Normed(Layer):
+    """Statistics of an expert's tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(H, I), nn.InstanceNorm1d(I), nn.Linear(I, H)) for _ in range(E))
+
+
 # --- without experts -----------------------------------------------------------------------------------------------------------------
 
 
@@ -749,3 +858,91 @@ class UnusedBehindBreak(Unused):
         x = self.first(x)
         torch._dynamo.graph_break()
         return self.second(x) if both else x * 2
+
+
+@have_not
+class Recycled(Backbone):
+    """As many rounds as blocks, and the last one is another; rows without a value are left out before."""
+
+    def forward(self, x: Tensor) -> Any:
+        x = x[x.isfinite().all(-1)]
+        for n, block in enumerate(self.blocks):
+            last = n == E - 1
+            x = block(x)
+            if n == 0 or not last:
+                x = x * 0.5
+        return self.head(x).max(-1)
+
+
+@have_not
+class Numbers(nn.Module):
+    """A classifier that logs how many rows it has left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.conv2, self.fc = nn.Linear(H, H), nn.Linear(H, H), nn.Linear(H, 2)
+
+    def forward(self, x: Tensor) -> Any:
+        rows = torch.where(x[:, 0] > -10)[0]
+        log.info("rows %d", rows.numel())
+        return self.fc(F.relu(self.conv2(F.relu(self.conv1(x[rows]))))).softmax(-1).argmax(-1)
+
+
+@have_not
+class Anchors(nn.Module):
+    """The best of the first stage's places go through decoder layers, with a head for each (DETR in two stages)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.score, self.layers = nn.Linear(H, 1), nn.ModuleList(Block() for _ in range(E))
+        self.heads = nn.ModuleList(nn.Linear(H, E) for _ in range(E))
+
+    def forward(self, x: Tensor) -> Any:
+        x, found = x[self.score(x).squeeze(-1).topk(5).indices], []
+        for layer, head in zip(self.layers, self.heads, strict=True):
+            x = layer(x)
+            found.append(head(x))
+        return torch.stack(found).softmax(-1)
+
+
+@have_not
+class Squeeze(nn.Module):
+    """Channels weighed by what all places say; as many channels in between as blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.down, self.up = nn.ModuleList(Block() for _ in range(E)), nn.Linear(H, E), nn.Linear(E, H)
+
+    def forward(self, x: Tensor) -> Any:
+        for block in self.blocks:
+            x = block(x)
+            x = x * self.up(F.relu(self.down(x.mean(0)))).sigmoid()
+        return x
+
+
+@have_not
+class Contrast(nn.Module):
+    """Two encoders of one kind, all pairs compared."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image, self.text, self.head = Expert(), Expert(), nn.Linear(H, 2)
+
+    def forward(self, x: Tensor) -> Any:
+        pairs = self.image(x) @ self.text(x.flip(0)).t()
+        return pairs.softmax(-1), pairs.argmax(-1), self.head(x).softmax(-1)
+
+
+@have_not
+class Mask(nn.Module):
+    """Learned positions of [layers, places, features] beside a classifier, and a sampled token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prompts, self.blocks = nn.Parameter(torch.randn(E, 2, H)), nn.ModuleList(Block() for _ in range(E))
+        self.head = nn.Linear(H, E)
+
+    def forward(self, x: Tensor) -> Any:
+        for n, block in enumerate(self.blocks):
+            x = block(torch.cat((self.prompts[n], x)))[2:]
+        return self.head(x).softmax(-1).argmax(-1)
