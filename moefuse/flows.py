@@ -6,6 +6,7 @@ A graph that has both and does not let them meet is proof that there are none.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,7 +42,7 @@ class Step:
         joins: one of its arguments may weigh another, or choose from it.
         chosen: its result is integers or booleans.
         fused: it is an operation of moefuse.
-        trace: the user's stack, where ``joins``.
+        place: the user's ``file:line``, where ``joins``.
     """
 
     inputs: tuple[int, ...]
@@ -49,7 +50,7 @@ class Step:
     joins: bool
     chosen: bool
     fused: bool
-    trace: str = ""
+    place: str = ""
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Flow:
         return {tensor for step in self.steps if step.fused is fused for tensor in step.held}
 
     def meeting(self, router: int | None, experts: Collection[int], *, by_choice: bool = False) -> str | None:
-        """The user's stack where a router decides about experts; None where it does not.
+        """The user's ``file:line`` where a router decides about experts, empty if nobody knows it; None where it does not.
 
         Args:
             router: identity of its weight.
@@ -83,16 +84,16 @@ class Flow:
             # What a router's values alone are computed into further is no choice among experts: those are layers behind each other.
             decides = any(deciding[i] and not outputs[i] for i in step.inputs)
             if step.joins and decides and any((own or outputs[i]) and (picked[i] or not scores[i]) for i in step.inputs):
-                return step.trace
+                return step.place
             if own and first is None:
                 first = next((self._before(i) for i in step.inputs if picked[i]), None)
         return first
 
     def _before(self, at: int) -> str:
-        """The stack of the last step up to ``at``, among those it reads, that takes something from something."""
-        while not self.steps[at].trace and self.steps[at].inputs:
+        """The place of the last step up to ``at``, among those it reads, that takes something from something."""
+        while not self.steps[at].place and self.steps[at].inputs:
             at = self.steps[at].inputs[0]
-        return self.steps[at].trace
+        return self.steps[at].place
 
 
 def flow_of(gm: GraphModule, example_inputs: Sequence[object] | None) -> Flow:
@@ -156,8 +157,8 @@ class _Reader:
         name, fused = _name(node), str(node.target).startswith("moefuse.")
         joins = node.op != "placeholder" and not fused and (name in _JOINS or _unknown(node))
         chosen = node.op != "placeholder" and name not in _SIZES and _integers(node.meta.get("example_value"))
-        trace = (node.meta.get("stack_trace") or "") if joins else ""
-        self.steps.append(Step(inputs, held, joins, chosen, fused, trace))
+        place = sys.intern(place_in(node.meta.get("stack_trace") or "")) if joins else ""
+        self.steps.append(Step(inputs, held, joins, chosen, fused, place))
         return (len(self.steps) - 1,), frozenset()
 
     def _body(self, gm: GraphModule, node: Node, known: dict[Node, _Value]) -> _Value | None:
@@ -206,10 +207,9 @@ def _integers(value: Any) -> bool:
 
 def place_in(trace: str) -> str:
     """``file:line`` of the innermost line of a stack, of those that are not torch's if there are any; empty for an empty stack."""
-    lines = [line.strip().removeprefix('File "') for line in trace.splitlines() if line.strip().startswith("File ")]
-    parts = [(path, rest.split(",")[0]) for path, _, rest in (line.partition('", line ') for line in reversed(lines))]
-    path, line = next((part for part in parts if not part[0].startswith(TORCH)), parts[0] if parts else ("", ""))
-    return f"{path}:{line}" if path else ""
+    parts = [part.partition('", line ') for part in reversed(trace.split('File "')[1:])]
+    path, _, rest = next((part for part in parts if not part[0].startswith(TORCH)), parts[0] if parts else ("", "", ""))
+    return f"{path}:{rest.partition(',')[0]}" if path else ""
 
 
 __all__ = ["Flow", "Step", "flow_of", "place_in"]

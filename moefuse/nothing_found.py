@@ -16,7 +16,6 @@ from moefuse import _torch_private, history, pipeline
 from moefuse.code_order import forward_of, router_decides
 from moefuse.config import Options
 from moefuse.errors import CODES, FusionError
-from moefuse.flows import place_in
 from moefuse.opaque import NOTHING_CHOSEN, packing
 from moefuse.report import FusionReport, Skipped
 from moefuse.stops import TORCH
@@ -119,17 +118,15 @@ def _evidence(call: _Call, found: Suspect, shared: bool) -> str | None:
 def _decided(call: _Call, found: Suspect, pair: Pair, inside: bool) -> str | None:
     """As :func:`_evidence`, for one router and its experts."""
     if pair.router is not None:
-        traces = (flow.meeting(pair.router, pair.tensors, by_choice=pair.loose) for flow in call.report.flows)
-        trace = next((trace for trace in traces if trace is not None), None)
-        if trace is not None:
-            return place_in(trace)
+        places = (flow.meeting(pair.router, pair.tensors, by_choice=pair.loose) for flow in call.report.flows)
+        place = next((place for place in places if place is not None), None)
+        if place is not None:
+            return place
         if any(pair.router in held and all(expert & held for expert in pair.experts) for held in call.held):
             return None  # a graph has them all, and keeps them apart
     part = bool(call.seen & call.tensors)
     ran = inside or not part or pair.router in call.seen or not call.seen.isdisjoint(pair.tensors)
-    if not ran or (part and not call.report.stops and not call.report.graph_breaks):
-        return None  # this call did not run it, or the graphs have everything that ran
-    if pair.loose and not inside:
+    if not ran or (pair.loose and not inside):
         return None
     functions = (forward_of(found.module), *map(forward_of, found.around), *call.roots)
     router = (pair.router_name,) if pair.router_name is not None else ()
@@ -177,6 +174,9 @@ def _cause(report: FusionReport, found: Suspect, evidence: str) -> tuple[str, st
         return f"no graph holds its experts; Dynamo left the graph: {breaks[0]}", own
     if not report.graph_count:
         return "Dynamo made no graph of it", own
+    if report.flows:
+        given_up = "Dynamo has given up on the function that runs them in an earlier compilation, and leaves it to Python"
+        return f"{given_up}; torch.compiler.reset() lets it try again", own
     return "no graph has its experts in it, or none in a form that moefuse reads", own
 
 

@@ -139,3 +139,16 @@ def test_the_cause_is_what_is_in_the_way(caplog: pytest.LogCaptureFixture) -> No
         (found,) = messages(caplog)
         assert text in found
         torch._dynamo.reset()
+
+
+@torch.no_grad()
+def test_a_function_that_dynamo_gave_up_on_before_is_told_about(caplog: pytest.LogCaptureFixture) -> None:
+    """Another compilation of the same code broke the graph in its loop: Dynamo never asks again, and only experts alone are compiled."""
+    torch.compile(Layer(), backend="eager")(torch.randn(T, H))
+    run(Layer)
+    (text,) = messages(caplog)
+    assert "torch.compiler.reset() lets it try again" in text
+    with pytest.raises(moefuse.FusionError):
+        run(Layer, strict=True)
+    torch._dynamo.reset()
+    run(Layer, strict=True, expect=1)
