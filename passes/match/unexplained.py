@@ -104,7 +104,7 @@ def _of_weights(ctx: Context, choice: Node, size: int) -> bool:
     seen, stack, shapes = {choice}, [choice], []
     while stack and len(seen) < _FAR:
         node = stack.pop()
-        weights = _weights(ctx, node) if ctx.calls.get(node) is not None else []
+        weights = weights_of(ctx, node) if ctx.calls.get(node) is not None else []
         shapes += [shape_of(tensor(weight)) for weight in weights]  # type: ignore[arg-type]
         behind = [n for n in node.all_input_nodes if n not in seen] if not weights else []
         seen.update(behind)
@@ -112,7 +112,7 @@ def _of_weights(ctx: Context, choice: Node, size: int) -> bool:
     return not shapes or any(size in shape for shape in shapes)
 
 
-def _weights(ctx: Context, node: Node) -> list[Node]:
+def weights_of(ctx: Context, node: Node) -> list[Node]:
     """The model's own tensors that an operation reads, through views."""
     roots = dict.fromkeys(ctx.storage[n] for n in node.all_input_nodes)
     return [r for r in roots if r.op in ("placeholder", "get_attr") and _held(r)]
@@ -131,7 +131,7 @@ def _weights_like_scores(ctx: Context, flow: _Flow) -> tuple[Node, int] | None:
     for node, call in ctx.calls.items():
         if call is None or call.name in METADATA:
             continue
-        for weight in _weights(ctx, node):
+        for weight in weights_of(ctx, node):
             shape = shape_of(tensor(weight))  # type: ignore[arg-type]
             if len(shape) >= 3 and shape[0] in counts and "conv" not in call.name and (met := _meeting(ctx, flow, node)) is not None:
                 return (node if node in flow.chosen else met), int(shape[0])
@@ -167,7 +167,7 @@ def _taken_at(ctx: Context, flow: _Flow, product: Node) -> Node:
     """Where what a product reads was taken by a choice: the last operation before it that reads something else, too."""
     node = product
     while node not in flow.sizes:
-        weights = set(_weights(ctx, node))
+        weights = set(weights_of(ctx, node))
         if any(ctx.calls.get(n) is not None and n not in flow.chosen for n in node.all_input_nodes if ctx.storage[n] not in weights):
             return node
         if node is not product and any(n.op == "placeholder" and ctx.storage[n] not in weights for n in node.all_input_nodes):
@@ -182,12 +182,12 @@ def _gathered_weights(ctx: Context, flow: _Flow) -> tuple[Node, int] | None:
     for node, call in ctx.calls.items():
         if call is None:
             continue
-        taken = call.name in _TAKES and bool(_weights(ctx, node)) and any(n in flow.chosen for n in node.all_input_nodes)
+        taken = call.name in _TAKES and bool(weights_of(ctx, node)) and any(n in flow.chosen for n in node.all_input_nodes)
         source = node if taken else next((gathered[n] for n in node.all_input_nodes if n in gathered), None)
         if source is None:
             continue
         if not taken and call.name in _MULTIPLIES and call.name != "mul":
-            if not _weights(ctx, node):
+            if not weights_of(ctx, node):
                 return node, flow.sizes[flow.chosen[source]]
             continue
         value = tensor(node)
@@ -204,7 +204,7 @@ def _rows_taken_and_put_back(ctx: Context, flow: _Flow) -> tuple[Node, int] | No
             continue
         inputs = node.all_input_nodes
         by_choice = any(n in flow.chosen and not _floats(n) for n in inputs[1:])
-        if call.name in _TAKES and by_choice and _floats(node) and not _weights(ctx, node):
+        if call.name in _TAKES and by_choice and _floats(node) and not weights_of(ctx, node):
             taken.setdefault(node, None)
             continue
         source = next((n for n in inputs if n in taken), None)
@@ -214,7 +214,7 @@ def _rows_taken_and_put_back(ctx: Context, flow: _Flow) -> tuple[Node, int] | No
             product = taken[source]
             assert product is not None
             return product, flow.sizes[flow.chosen[product]]
-        multiplied = call.name in _MULTIPLIES and bool(_weights(ctx, node))
+        multiplied = call.name in _MULTIPLIES and bool(weights_of(ctx, node))
         taken[node] = node if multiplied else taken[source]
     return None
 
@@ -241,4 +241,4 @@ def _told(ctx: Context, node: Node, count: int) -> Lost:
     return ctx.lost("not-recognised", node, op=call.name if call is not None else node.name, count=count)
 
 
-__all__ = ["choices", "decided", "of_tokens", "unexplained"]
+__all__ = ["choices", "decided", "of_tokens", "unexplained", "weights_of"]

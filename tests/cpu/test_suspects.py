@@ -14,17 +14,22 @@ from tests.cpu.suspect_programs import (
     HAVE,
     HAVE_NOT,
     Counting,
+    Critics,
+    EarlyExit,
     Expert,
     H,
     Layer,
+    Levels,
     Make,
     OneForAll,
+    Pooling,
     SecondLost,
     Soft,
     Stack,
     StraightThrough,
     T,
     Threshold,
+    TwoByMask,
     TwoByWhere,
 )
 
@@ -152,3 +157,19 @@ def test_a_function_that_dynamo_gave_up_on_before_is_told_about(caplog: pytest.L
         run(Layer, strict=True)
     torch._dynamo.reset()
     run(Layer, strict=True, expect=1)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("make", "told"), [(Counting, True), (TwoByMask, True), (SecondLost, True), (EarlyExit, False), (Critics, False)])
+def test_explain_says_the_same(make: Make, told: bool) -> None:
+    report = moefuse.explain(make().eval(), torch.randn(T, H))
+    assert bool(report.skipped) is told, report
+
+
+@pytest.mark.parametrize("make", [Levels, Pooling])
+def test_one_layer_for_all_groups_is_no_expert_of_any_number_of_rows(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    """Where sizes are dynamic the rows are lost before the layer, and its weight says all the same that it is one."""
+    model = make()
+    model.compile(backend="moefuse", dynamic=True, options={"strict": True})
+    model(torch.randn(T, H))
+    assert messages(caplog) == []
