@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from moefuse.stops import TORCH
+
 
 def plain(variable: Any) -> Any:
     """A variable behind Dynamo's laziness, unless looking at it would be its first use."""
@@ -184,10 +186,11 @@ def enumerates(code: Any) -> bool:
 
 
 def users(translator: Any) -> Any:
-    """The translator of the user's code that runs a builtin function."""
-    while polyfilled(translator.f_code) and getattr(translator, "parent", None) is not None:
-        translator = translator.parent
-    return translator
+    """The translator of the user's code that runs a builtin function or one of torch's; the same one where no user's is around it."""
+    found = translator
+    while found.f_code.co_filename.startswith(TORCH) and getattr(found, "parent", None) is not None:
+        found = found.parent
+    return translator if found.f_code.co_filename.startswith(TORCH) else found
 
 
 def is_constant(variable: Any) -> bool:
