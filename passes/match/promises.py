@@ -20,7 +20,7 @@ from moefuse.passes.graph.calls import fake, tensor
 from moefuse.passes.graph.op_classes import ASSERTS, COUNTED
 from moefuse.passes.graph.sizes import product, shape_of
 from moefuse.passes.infer.state import Context
-from moefuse.passes.ir.facts import Many, Order, Present, Routing, RowNumber, Rows, Selection, Span
+from moefuse.passes.ir.facts import Entries, Many, Order, Present, Routing, RowNumber, Rows, Selection, Span
 
 _TRIED = 33
 """Up to so many rows a remainder or a quotient is tried: as many as anybody groups them in."""
@@ -73,7 +73,8 @@ def _of_several(ctx: Context, condition: Any, symbols: list[Any]) -> bool:
     And where none of these experts has any, unless they have all slots together.
     """
     numbers: dict[Any, _Number] = {}
-    for symbol in symbols:
+    entries = [s for s in symbols if isinstance(ctx.facts.get(ctx.made_by[s]), Entries)]
+    for symbol in (s for s in symbols if s not in entries):
         order = _order(ctx.facts.get(ctx.made_by[symbol]))
         if order is not None:
             condition = condition.subs(symbol, _slots(order.routing))
@@ -89,6 +90,11 @@ def _of_several(ctx: Context, condition: Any, symbols: list[Any]) -> bool:
             numbers[symbol] = number
         else:
             condition = condition.subs(symbol, equal)
+    for symbol in entries:  # as many as all experts' counts together
+        counted = all(n.bins and n.routing is ctx.facts[ctx.made_by[symbol]].routing for n in numbers.values())
+        if not counted or {e for n in numbers.values() for e in n.experts} != set(range(len(numbers))):
+            return True
+        condition = condition.subs(symbol, sum(numbers))
     routings = {id(n.routing) for n in numbers.values()}
     return condition != sympy.true and (len(routings) != 1 or _of_slots(condition, numbers))
 
