@@ -20,7 +20,7 @@ from moefuse.passes.graph.calls import fake, tensor
 from moefuse.passes.graph.op_classes import ASSERTS, COUNTED
 from moefuse.passes.graph.sizes import product, shape_of
 from moefuse.passes.infer.state import Context
-from moefuse.passes.ir.facts import Entries, Many, Order, Present, Routing, RowNumber, Rows, Selection, Span
+from moefuse.passes.ir.facts import Entries, Many, Occurring, Order, Present, Routing, RowNumber, Rows, Selection, Span
 
 _TRIED = 33
 """Up to so many rows a remainder or a quotient is tried: as many as anybody groups them in."""
@@ -56,6 +56,8 @@ def _of_one(ctx: Context, condition: Any, rows: Any, asserted: Any) -> bool:
     if condition.has(sympy.Function):  # a remainder or a quotient, which views ask for too: of elements, that they make whole rows
         tried = range(1, min(most, _TRIED) + 1) if isinstance(most, int) else range(1, _TRIED)
         return not _of_elements(ctx, rows) and any(_fails(condition, {rows: n}) for n in tried)
+    if isinstance(ctx.facts.get(ctx.made_by[rows]), Occurring) and not condition.atoms(sympy.Eq, sympy.Ne, sympy.Le, sympy.Lt):
+        return False  # that the list has an element which is read: capture assumes it, and proves what follows where it is missing
     if most is None:
         settled = isinstance(fake(ctx.made_by[rows]), torch.SymBool)  # nothing has this size any more: capture knows it
         return not settled and bool(condition.subs(rows, _ANY) != sympy.true)
