@@ -18,7 +18,8 @@ from moefuse.capture.assumptions import Undischarged
 from moefuse.capture.frame import Frame, refusals
 from moefuse.config import Options
 from moefuse.errors import CODES, UNCOUNTED, FusionError, first_line
-from moefuse.module_names import ModuleNames, annotate
+from moefuse.flows import Flow, flow_of
+from moefuse.module_names import ModuleNames, annotate, roots_of
 from moefuse.opaque import opaque
 from moefuse.report import FusionReport, RejectedError, Skipped
 
@@ -30,7 +31,7 @@ USER_DECIDED = frozenset({"excluded", "limit", "not-faster"})
 
 _Compiled = TypeVar("_Compiled")
 
-_warned: set[tuple[str, str, str]] = set()
+_warned: set[tuple[str, ...]] = set()
 _warned_lock = threading.Lock()
 
 
@@ -143,7 +144,17 @@ def rewrite_and_keep(
         _prepare_kernel(example_inputs or ())
     elif not report.skipped:
         report.opaque = opaque(gm)
+    report.flows = _flows(gm, example_inputs)
     return report, saved
+
+
+def _flows(gm: torch.fx.GraphModule, example_inputs: Sequence[object] | None) -> list[Flow]:
+    """What depends on what in a graph; nothing if that cannot be read, on which nothing but a text of the report hangs."""
+    try:
+        return [flow_of(gm, example_inputs)]
+    except Exception:
+        log.debug("moefuse cannot read what depends on what in this graph", exc_info=True)
+        return []
 
 
 def _name_modules(gm: torch.fx.GraphModule, example_inputs: Sequence[object] | None) -> None:
@@ -338,7 +349,10 @@ def _log_line(report: FusionReport) -> str:
 
 
 def _warn_once(skipped: Skipped) -> None:
-    key = (skipped.code, skipped.message, skipped.location)
+    # Models of two kinds may share the line, in a helper function, and the reader of one warning would not think of the other model.
+    traced = _torch_private.traced()
+    models = () if traced is None else tuple(sorted(type(root).__qualname__ for root in roots_of(traced).values()))
+    key = (skipped.code, skipped.message, skipped.location, *models)
     with _warned_lock:
         if key in _warned:
             return

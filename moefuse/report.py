@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from moefuse.flows import Flow
 from moefuse.grouping import grouped_fused, grouped_skipped, module_names
 from moefuse.module_tree import Tree
 from moefuse.spec import Domain, ExpertsSpec, Tier
@@ -104,6 +105,8 @@ class FusionReport:
     """What moefuse could not look into in graphs without mixture-of-experts code; only for the text about nothing found."""
     stops: list[Stop] = field(default_factory=list, repr=False, compare=False)
     """The graph breaks with their stacks, those that made moefuse trace a frame again without capture included; for the same text."""
+    flows: list[Flow] = field(default_factory=list, repr=False, compare=False)
+    """What depends on what in the graphs, as they went to the compiler; for the same text."""
     modules: tuple[tuple[str, Tree], ...] = field(default=(), repr=False, compare=False)
     """The modules of what was compiled, behind the prefix of their names; what a page draws, and no part of the JSON."""
 
@@ -148,6 +151,7 @@ class FusionReport:
         self.notes += [note for note in other.notes if note not in self.notes]
         self.opaque += [text for text in other.opaque if text not in self.opaque]
         self.stops += [stop for stop in other.stops if stop not in self.stops]
+        self.flows += other.flows
 
     @classmethod
     def merged(cls, reports: Iterable[FusionReport]) -> FusionReport:

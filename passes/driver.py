@@ -37,7 +37,7 @@ from moefuse.passes.lower.rewrite import replace
 from moefuse.passes.lower.workspace_size import workspace
 from moefuse.passes.match import unhit_experts
 from moefuse.passes.match.encodings import between
-from moefuse.passes.match.interpret import interpret
+from moefuse.passes.match.input_sizes import interpreted
 from moefuse.passes.match.lift import lift
 from moefuse.passes.match.refusals import refusals
 from moefuse.passes.match.unexplained import choices, unexplained
@@ -128,7 +128,7 @@ def _bodies(gm: GraphModule, known: dict[Node, Any]) -> list[tuple[GraphModule, 
 
 
 def _fuse_graph(gm: GraphModule, known: dict[Node, Any], run: _Run) -> bool:
-    ctx = interpret(gm.graph, _given(gm.graph, run.assumptions))
+    ctx = interpreted(gm.graph, _given(gm.graph, run.assumptions))
     before = effects(ctx)
     for node in gm.graph.nodes:
         if node.op == "get_attr" and isinstance(getattr(gm, str(node.target), None), torch.Tensor):

@@ -81,6 +81,7 @@ class Frame:
         self.has_graph = False
         self.traced: set[types.CodeType] = set()
         self._code: dict[int, tuple[Any, Code]] = {}
+        self._doubt: Skipped | None = None
 
     @property
     def active(self) -> bool:
@@ -119,6 +120,9 @@ class Frame:
         """An instruction of ``tx`` is about to run."""
         if tx.instruction_pointer is None:
             return
+        if self._doubt is not None:  # Dynamo has gone on: an assertion, which it writes into the graph
+            self.ledger.refusals.remove(self._doubt)
+            self._doubt = None
         if tx.instructions[tx.instruction_pointer].opname == "IS_OP":
             self._asks_for_identity(tx)
         if not self.active:
@@ -171,6 +175,12 @@ class Frame:
                 at = scope.translator
                 again = at.instructions[at.instruction_pointer - 1].opname == "FOR_ITER"
                 self.refuse(scope.assumption, _OTHER_WAY if again else "it takes an item from an iterator that was there before")
+
+    def compiling(self, environment: Any) -> None:
+        """A graph of this frame is about to be compiled."""
+        if self.traces_data and control.asserts_floats(environment):
+            detail = "the program asserts something of a float that it reads out of a tensor; read it as an integer"
+            self.retreat([Undischarged(a, detail) for a in self.assumptions[:1]], why="a float is asserted about")
 
     def compiled(self, output: Any = None) -> None:
         """A graph of this frame is compiled, or the frame is done (``output``): whatever was assumed must be settled now."""
@@ -251,6 +261,7 @@ class Frame:
         symbols = values.unbacked(number) if number is not None else set()
         if symbols and values.undecided(number) and not self._told(tx) and counts_rows(values.graph_of(tx), symbols):
             self.tell(tx, "this branch", "it asks how many tokens an expert has")
+            self._doubt = self.ledger.refusals[-1]
 
     def tell(self, tx: Any, what: str, detail: str) -> None:
         """A refusal for the report, where Dynamo is about to stop."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from moefuse.flows import place_in
 from moefuse.module_names import MODULE, source_path
 from moefuse.passes.graph.aten import as_function
 from moefuse.passes.graph.values import fake, tensor
@@ -111,13 +112,8 @@ def traced_path(node: Node) -> str:
 
 
 def location(node: Node) -> str:
-    """``file:line`` of the user's statement that made this node; empty if torch recorded none."""
-    trace = node.meta.get("stack_trace") or ""
-    lines = [ln.strip() for ln in trace.splitlines() if ln.strip().startswith("File ")]
-    if not lines:
-        return ""
-    path, _, rest = lines[-1].removeprefix('File "').partition('", line ')
-    return f"{path}:{rest.split(',')[0]}"
+    """``file:line`` of the user's statement that made this node, not one in torch that it came to; empty if torch recorded none."""
+    return place_in(node.meta.get("stack_trace") or "")
 
 
 def steps(nodes: Iterable[Node]) -> tuple[str, ...]:
