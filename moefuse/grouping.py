@@ -46,4 +46,4 @@ def _stack_name(paths: list[str]) -> str:
     if len(different) == 1:
         return f"{different[0] or '(no module)'}{f' x{len(paths)}' if len(paths) > 1 else ''}"
     parts = zip(*(path.split(".") for path in different), strict=True)
-    return f"{'.'.join(part[0] if len(set(part)) == 1 else '*' for part in parts)} ({len(paths)} layers)"
+    return f"{'.'.join(part[0] if len(set(part)) == 1 else '*' for part in parts)} ({len(different)} layers)"

@@ -1,9 +1,9 @@
 """Which report :func:`moefuse.last_report` returns.
 
-One report per ``torch.compile`` call (``model.compile()`` is one too): every frame that Dynamo compiled for it, and of each frame and
-module the latest compilation, so that a recompilation for new shapes replaces its predecessor and is not counted twice. A module that
-runs the code of another one is counted beside it. ``last_report()`` is the report of the ``torch.compile`` call that compiled something
-most recently, in any thread.
+One report per ``torch.compile`` call (``model.compile()`` is one too): every frame that Dynamo compiled for it, and of each frame, module
+and mode (gradients, training) the latest compilation, so that a recompilation for new shapes replaces its predecessor and is not counted
+twice. A module that runs the code of another one is counted beside it. ``last_report()`` is the report of the ``torch.compile`` call that
+compiled something most recently, in any thread.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ import threading
 import weakref
 from collections.abc import Sequence
 
+import torch
 from torch import nn
 
 from moefuse import _torch_private, slow_paths
 from moefuse.module_names import roots_of
 from moefuse.module_tree import tree_of
-from moefuse.report import FusionReport
+from moefuse.report import FusionReport, done_instead
 from moefuse.served import Served, watch
 
 
@@ -26,6 +27,7 @@ from moefuse.served import Served, watch
 class _Compilation:
     frame: object
     report: FusionReport
+    mode: tuple[bool, bool | None] = (False, None)
     served: Served | None = None
 
 
@@ -41,8 +43,8 @@ class Compilations:
         frame, traced = _torch_private.frame_id() if frame is None else frame, _torch_private.traced()
         self._roots |= {prefix: weakref.ref(root) for prefix, root in roots_of(traced).items()} if traced is not None else {}
         # A direct call of the backend has no frame number; its reports stand side by side.
-        made = _Compilation(object() if frame is None else frame, report)
-        key = (made.frame, _module(traced, report))
+        made = _Compilation(object() if frame is None else frame, report, _mode(traced))
+        key = (made.frame, made.mode, _module(traced, report))
         self._known.pop(key, None)
         self._known[key] = made
 
@@ -63,15 +65,19 @@ class Compilations:
     def merged(self) -> FusionReport | None:
         """One report; None if there is none."""
         latest: list[_Compilation] = []
-        places: dict[object, set[tuple[str, str]]] = {}
+        left: list[FusionReport] = []
         for known in reversed(list(self._known.values())):
             report = known.served.applied(known.report) if known.served is not None else known.report
-            newer = places.setdefault(known.frame, set())
-            latest.append(_Compilation(known.frame, _without(report, newer)))
-            newer |= {place for place in _places(report) if place[0]}
+            left.append(_without(report, known.mode, [newer for newer in latest if newer.frame == known.frame]))
+            latest.append(_Compilation(known.frame, report, known.mode))
         if not latest:
             return None
-        merged = FusionReport.merged(known.report for known in reversed(latest))
+        fused = {(known.frame, f.module) for known in latest for f in known.report.fused}
+        for known, report in zip(latest, left, strict=True):
+            instead = [f for other in latest if _alike(other.mode, known.mode) for f in other.report.fused]
+            kept = [s for s in report.skipped if not done_instead(s, instead)]
+            report.skipped = [dataclasses.replace(s, fused_too=(known.frame, s.module) in fused) for s in kept]
+        merged = FusionReport.merged(reversed(left))
         merged.modules = tuple((prefix, tree_of(root)) for prefix, weak in self._roots.items() if (root := weak()) is not None)
         return merged
 
@@ -130,14 +136,28 @@ def _module(traced: _torch_private.Traced | None, report: FusionReport) -> objec
     return frozenset(module for module, _ in _places(report))
 
 
+def _mode(traced: _torch_private.Traced | None) -> tuple[bool, bool | None]:
+    """In which a frame is compiled: what is fused in one may be refused in the other."""
+    owner = traced.local_scope.get("self") if traced is not None else None
+    return torch.is_grad_enabled(), owner.training if isinstance(owner, nn.Module) else None
+
+
+def _alike(first: tuple[bool, bool | None], second: tuple[bool, bool | None]) -> bool:
+    """Whether two frames may be of one call; a function has no mode of training."""
+    return first[0] == second[0] and (first[1] == second[1] or None in (first[1], second[1]))
+
+
 def _places(report: FusionReport) -> list[tuple[str, str]]:
     return [*((f.module, f.location) for f in report.fused), *((s.module, s.location) for s in report.skipped)]
 
 
-def _without(report: FusionReport, places: set[tuple[str, str]]) -> FusionReport:
-    """A report less the layers that a later compilation of the same frame is about."""
+def _without(report: FusionReport, mode: tuple[bool, bool | None], newer: list[_Compilation]) -> FusionReport:
+    """A report less what later compilations of the same frame say: all of a layer in this mode, the same of a layer in another."""
+    here = {place for other in newer if other.mode == mode for place in _places(other.report) if place[0]}
+    done = here | {(f.module, f.location) for other in newer if other.mode != mode for f in other.report.fused}
+    said = [s for other in newer if other.mode != mode for s in other.report.skipped]
     return dataclasses.replace(
         report,
-        fused=[f for f in report.fused if (f.module, f.location) not in places],
-        skipped=[s for s in report.skipped if (s.module, s.location) not in places],
+        fused=[f for f in report.fused if (f.module, f.location) not in done],
+        skipped=[s for s in report.skipped if (s.module, s.location) not in here and s not in said],
     )

@@ -57,8 +57,28 @@ class ModuleNames:
         for key, (source, _) in reversed(entries):
             name = self._name(_identity(key))
             if name is not None:
-                return _joined(name, _behind(source_path(source), innermost))
+                return self.run(_joined(name, _behind(source_path(source), innermost)))
         return innermost if self.frame is None else _joined(self.frame, innermost)
+
+    def run(self, name: str) -> str:
+        """The module that runs what is in the one of this name: of a list of modules, which has no forward, the module around it."""
+        while name and self._is_list(name):
+            name = name.rpartition(".")[0]
+        return name
+
+    def _is_list(self, name: str) -> bool:
+        for prefix, root in self.roots.items():
+            try:
+                found = root.get_submodule(name.removeprefix(prefix).removeprefix(".") if prefix else name)
+            except AttributeError:
+                continue
+            return isinstance(found, nn.ModuleList | nn.ModuleDict) and type(found).forward is nn.Module.forward
+        return False
+
+    def of_module(self, module: nn.Module) -> str | None:
+        """The name of a module, or of the one that runs it; None for one that does not belong to what was compiled."""
+        name = self._name(id(module))
+        return None if name is None else self.run(name)
 
     def _name(self, number: int) -> str | None:
         """The name of a module by its identity, as it is now."""
@@ -179,7 +199,24 @@ def _owner(names: ModuleNames, example_inputs: Sequence[object]) -> str:
         if len(set(parts)) > 1:
             break
         common.append(parts[0])
-    return ".".join(common)
+    return names.run(".".join(common))
 
 
-__all__ = ["MODULE", "ModuleNames", "annotate", "of_traced", "roots_of", "source_path"]
+class Matching:
+    """Which modules have names that match a pattern. Does not hold on to what was compiled."""
+
+    def __init__(self, names: ModuleNames, pattern: str) -> None:
+        self.roots = {prefix: weakref.ref(root) for prefix, root in names.roots.items()}
+        self.pattern = re.compile(pattern)
+
+    def __call__(self, module: nn.Module) -> frozenset[str]:
+        """Those below a module, by their paths from there; the module itself has an empty path."""
+        names = ModuleNames(None)
+        names.roots = {prefix: root for prefix, weak in self.roots.items() if (root := weak()) is not None}
+        name = names.of_module(module)
+        own = {""} if name is not None and self.pattern.search(name) else set()
+        below = ((path, _joined(name or "", path)) for path, _ in module.named_modules() if path)
+        return frozenset(own | {path for path, full in below if self.pattern.search(full)})
+
+
+__all__ = ["MODULE", "Matching", "ModuleNames", "annotate", "of_traced", "roots_of", "source_path"]

@@ -1,20 +1,28 @@
 """Who asked for speed and gets none is told why: the last look at a call in which something was compiled, once it has run.
 
 Only then is known what all frames of the call came to, those behind graph breaks included. Two questions: whether as many layers were fused
-as ``options={"expect": N}`` says, and, where nothing was fused and nothing refused, whether the model is built like a mixture of experts
-all the same (:mod:`moefuse.suspects`), and what in the way of its experts was.
+as ``options={"expect": N}`` says, and whether a module that was neither fused nor refused is a mixture of experts all the same, and what in
+the way of its experts was. It is one if it is built so (:mod:`moefuse.suspects`) and its router decides about its experts: in a graph
+(:mod:`moefuse.flows`) or, where no graph has them all, in its code (:mod:`moefuse.code_order`).
 """
 
 from __future__ import annotations
 
+import functools
 import re
+from dataclasses import dataclass
 
 from moefuse import _torch_private, history, pipeline
+from moefuse.capture import entry
+from moefuse.code_order import forward_of, router_decides
 from moefuse.config import Options
 from moefuse.errors import CODES, FusionError
 from moefuse.opaque import NOTHING_CHOSEN, packing
 from moefuse.report import FusionReport, Skipped
-from moefuse.suspects import Suspect, suspects
+from moefuse.stops import TORCH
+from moefuse.suspects import Pair, Suspect, place_of, suspects
+
+LEFT = "an earlier torch.compile, of another model or backend, had Dynamo skip this code for all; call torch.compiler.reset() first"
 
 
 def watch(options: Options, owner: object | None = None) -> None:
@@ -29,9 +37,8 @@ def _look(call: _torch_private.RunningCall, options: Options, owner: object) -> 
     report = history.report_of(owner)
     if report is None:
         return
-    # A layer that another frame ran first, before an adapter was merged for example, is in the report twice, and one layer.
-    if options.expect is not None and options.expect not in (len(report.fused), len({(f.module, f.location) for f in report.fused})):
-        raise FusionError(f"options['expect'] is {options.expect}, and {len(report.fused)} layers were fused\n{report}")
+    if options.expect is not None and options.expect != report.layers[0]:
+        raise FusionError(f"options['expect'] is {options.expect}, and {report.layers[0]} layers were fused\n{report}")
     missed = missing(report, (call.function, *call.arguments), options)
     if missed:
         found = FusionReport(skipped=missed)
@@ -39,42 +46,148 @@ def _look(call: _torch_private.RunningCall, options: Options, owner: object) -> 
         pipeline.publish(found, options)
 
 
+@dataclass(frozen=True)
+class _Call:
+    """What is known of a call.
+
+    Attributes:
+        report: of everything that it compiled.
+        roots: what was called, and with what.
+        held: for each graph the identities of the model's tensors that it reads, other than for what is fused.
+        tensors: of all that the modules in question and those around them hold.
+    """
+
+    report: FusionReport
+    roots: tuple[object, ...]
+    held: tuple[set[int], ...]
+    tensors: frozenset[int]
+
+    @functools.cached_property
+    def seen(self) -> frozenset[int]:
+        return frozenset().union(*self.held)
+
+
 def missing(report: FusionReport, roots: tuple[object, ...], options: Options) -> list[Skipped]:
-    """A refusal for each module of ``roots`` that is built like a mixture of experts, if a report says nothing about any."""
-    if report.fused or report.skipped:
+    """A refusal for each module of ``roots`` that has experts of which a report says nothing."""
+    if any(skipped.code == "internal-error" for skipped in report.skipped):
         return []
-    wanted = (s for s in suspects(roots) if options.exclude is None or not re.search(options.exclude, s.name))
-    return [_refusal(report, found) for found in wanted]
+    fused = frozenset().union(*(flow.held(fused=True) for flow in report.flows))
+    wanted = [s for s in suspects(roots) if options.exclude is None or not re.search(options.exclude, s.name)]
+    left = [s for s in wanted if not _spoken_of(report, s, fused)]
+    if not left:
+        return []
+    known = {s.place for s in wanted if s not in left}
+    outermost = {id(m): m for m in (s.around[-1] if s.around else s.module for s in left)}
+    tensors = frozenset(id(t) for root in outermost.values() for t in (*root.parameters(), *root.buffers()))
+    call = _Call(report, roots, tuple(flow.held(fused=False) for flow in report.flows), tensors)
+    found = ((s, _evidence(call, s, s.place in known)) for s in left)
+    return [_refusal(report, s, evidence) for s, evidence in found if evidence is not None]
 
 
-def _refusal(report: FusionReport, found: Suspect) -> Skipped:
-    cause, location = _cause(report, found)
+def _spoken_of(report: FusionReport, found: Suspect, fused: frozenset[int]) -> bool:
+    """Whether some experts of a module are fused, or a refusal is about it."""
+    if any(pair.tensors & fused for pair in found.pairs):
+        return True
+    # Where the graphs show whose weights are fused, a name says it only of a module inside, which may have weights of its own.
+    entries = [(f.module, f.location) for f in report.fused if not fused] + [(s.module, s.location) for s in report.skipped]
+    entries += [(f.module, "") for f in report.fused if fused and f.module]
+    file, lines = found.place
+    return any(
+        _related(module, found.name) or any(location == f"{file}:{line}" for line in lines) or (not module and location != "")
+        for module, location in entries
+    )
+
+
+def _related(module: str, name: str) -> bool:
+    """Whether one of two modules is inside the other, or both are one."""
+    inner, outer = f"{name}.".lstrip("."), f"{module}.".lstrip(".")
+    return outer.startswith(inner) or (bool(module) and inner.startswith(outer))
+
+
+def _evidence(call: _Call, found: Suspect, shared: bool) -> str | None:
+    """Where the router of a module decides about its experts, empty if nobody knows the line; None where nothing says that it does.
+
+    ``shared``: another module is known to run the same code, so that a break in it is no sign of this one.
+    """
+    inside = not shared and _stop_inside(call.report, found)
+    for pair in found.pairs:
+        place = _decided(call, found, pair, inside)
+        if place is not None:
+            return place
+    return None
+
+
+def _decided(call: _Call, found: Suspect, pair: Pair, inside: bool) -> str | None:
+    """As :func:`_evidence`, for one router and its experts."""
+    if pair.router is not None:
+        places = (flow.meeting(pair.router, pair.tensors, by_choice=pair.loose) for flow in call.report.flows)
+        place = next((place for place in places if place is not None), None)
+        if place is not None:
+            return place
+        if any(pair.router in held and all(expert & held for expert in pair.experts) for held in call.held):
+            return None  # a graph has them all, and keeps them apart
+    part = bool(call.seen & call.tensors)
+    ran = inside or not part or pair.router in call.seen or not call.seen.isdisjoint(pair.tensors)
+    if not ran or (pair.loose and not inside):
+        return None
+    functions = (forward_of(found.module), *map(forward_of, found.around), *call.roots)
+    router = (pair.router_name,) if pair.router_name is not None else ()
+    said = router_decides(functions, found.module, router, pair.experts_names)
+    return "" if said or (said is None and inside and not pair.loose) else None
+
+
+def _stop_inside(report: FusionReport, found: Suspect) -> bool:
+    """Whether a graph breaks in the forward function of a module, or a function is skipped in one around it."""
+    own = (stop.inside(*found.place) for stop in report.stops)
+    skipped = (stop for stop in report.stops if stop.text.startswith("Skip"))
+    around = (stop.inside(*place_of(module)) for stop in skipped for module in found.around)
+    return any(place is not None for place in (*own, *around))
+
+
+def _refusal(report: FusionReport, found: Suspect, evidence: str) -> Skipped:
+    cause, location = _cause(report, found, evidence)
     return Skipped("nothing-found", CODES["nothing-found"].format(what=found.what, cause=cause), module=found.name, location=location)
 
 
-def _cause(report: FusionReport, found: Suspect) -> tuple[str, str]:
+def _cause(report: FusionReport, found: Suspect, evidence: str) -> tuple[str, str]:
     """(why nothing was found, where to look)."""
     file, lines = found.place
-    own = f"{file}:{lines.start}" if file else ""
+    own = evidence or (f"{file}:{lines.start}" if file else "")
     packed = packing(found.module)
     if packed is not None:
         return packed, own
-    for stop in report.stops:
-        place = stop.inside(file, lines)
-        if place is not None:
-            reason = stop.text.removesuffix(f" at {place}") + (f"; torch's hint: {stop.hint}" if stop.hint else "")
-            return f"the graph breaks inside it ({reason}), and what is left in graphs is no whole layer", place
+    if entry.left_by_another(found.module):
+        return LEFT, own
+    stop = next((stop for stop in report.stops if stop.inside(file, lines) is not None), None)
+    if stop is not None:
+        place = stop.inside(file, lines) or ""
+        # One place may have stopped several attempts; what a reader meets elsewhere, too, is what Dynamo did there in the end.
+        same = (other for other in report.stops if other.text in report.graph_breaks and other.inside(file, lines) == place)
+        stop = next(same, stop)
+        reason = _users(stop.text).removesuffix(f" at {place}") + (f"; torch's hint: {stop.hint}" if stop.hint else "")
+        return f"the graph breaks inside it ({reason}), and what is left in graphs is no whole layer", place
     texts = [text for text in report.opaque if text != NOTHING_CHOSEN]
     if texts:
         return texts[0], own
+    if evidence:
+        routed = [pair for pair in found.pairs if pair.router is not None]
+        chosen = any(flow.meeting(pair.router, pair.tensors, by_choice=True) for flow in report.flows for pair in routed)
+        return "its graph has its experts in a form that moefuse does not read" if chosen else NOTHING_CHOSEN, own
     breaks = report.graph_breaks or [stop.text for stop in report.stops]
     if breaks:
         return f"no graph holds its experts; Dynamo left the graph: {breaks[0]}", own
     if not report.graph_count:
         return "Dynamo made no graph of it", own
-    if report.opaque:
-        return NOTHING_CHOSEN, own
+    if report.flows:
+        given_up = "Dynamo has given up on the function that runs them in an earlier compilation, and leaves it to Python"
+        return f"{given_up}; torch.compiler.reset() lets it try again", own
     return "no graph has its experts in it, or none in a form that moefuse reads", own
+
+
+def _users(text: str) -> str:
+    """The text of a break without its place, where that is torch's own code."""
+    reason, _, place = text.rpartition(" at ")
+    return reason if place.startswith(TORCH) else text
 
 
 __all__ = ["missing", "watch"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import threading
 import traceback
@@ -11,13 +12,14 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from moefuse import _torch_private
+from moefuse import _torch_private, history
 from moefuse._dynamo.values import unbacked_in
 from moefuse.capture.assumptions import Undischarged
 from moefuse.capture.frame import Frame, refusals
 from moefuse.config import Options
 from moefuse.errors import CODES, UNCOUNTED, FusionError, first_line
-from moefuse.module_names import ModuleNames, annotate
+from moefuse.flows import Flow, flow_of
+from moefuse.module_names import ModuleNames, annotate, roots_of
 from moefuse.opaque import opaque
 from moefuse.report import FusionReport, RejectedError, Skipped
 
@@ -29,7 +31,7 @@ USER_DECIDED = frozenset({"excluded", "limit", "not-faster"})
 
 _Compiled = TypeVar("_Compiled")
 
-_warned: set[tuple[str, str, str]] = set()
+_warned: set[tuple[str, ...]] = set()
 _warned_lock = threading.Lock()
 
 
@@ -142,7 +144,17 @@ def rewrite_and_keep(
         _prepare_kernel(example_inputs or ())
     elif not report.skipped:
         report.opaque = opaque(gm)
+    report.flows = _flows(gm, example_inputs)
     return report, saved
+
+
+def _flows(gm: torch.fx.GraphModule, example_inputs: Sequence[object] | None) -> list[Flow]:
+    """What depends on what in a graph; nothing if that cannot be read, on which nothing but a text of the report hangs."""
+    try:
+        return [flow_of(gm, example_inputs)]
+    except Exception:
+        log.debug("moefuse cannot read what depends on what in this graph", exc_info=True)
+        return []
 
 
 def _name_modules(gm: torch.fx.GraphModule, example_inputs: Sequence[object] | None) -> None:
@@ -190,7 +202,7 @@ def _settle(frame: Frame, gm: torch.fx.GraphModule, report: FusionReport, undisc
         report.skipped = [skipped for skipped in report.skipped if UNCOUNTED not in skipped.message]
         report.skipped += _beside_experts(gm) if report.fused and not report.skipped else []
     if problems or left is not None:
-        if options.strict:
+        if options.strict and not (frame.flags and report.skipped and all(map(_may_wait, report.skipped))):
             # Instead of another attempt, which would break the graph where this says.
             report.skipped += [] if report.skipped else refusals(problems)
             if any(skipped.code not in USER_DECIDED for skipped in report.skipped):
@@ -255,11 +267,31 @@ def publish(report: FusionReport, options: Options) -> None:
     for fused in report.fused:
         log.debug("fused %s %s %s", fused.module, fused.location, fused.spec)
     left = [skipped for skipped in report.skipped if skipped.code not in USER_DECIDED]
+    call, owner = _torch_private.running_call(), _torch_private.torch_compile_call()
+    waiting = [s for s in left if s.given_up and _may_wait(s)] if call is not None and owner is not None else []
+    for skipped in waiting:
+        call.at_end(f"moefuse: {skipped}", functools.partial(_publish_left, skipped, owner, options))  # type: ignore[union-attr]
+    left = [skipped for skipped in left if skipped not in waiting]
     if left and options.strict:
         raise FusionError(str(report))
     for skipped in left:
         if skipped.code != "internal-error":  # logged with its traceback
             _warn_once(skipped)
+
+
+def _may_wait(skipped: Skipped) -> bool:
+    """Whether these experts may be fused after all, in a frame that Dynamo makes where this graph is given up."""
+    return bool(skipped.combine) and skipped.code not in USER_DECIDED
+
+
+def _publish_left(skipped: Skipped, owner: object, options: Options) -> None:
+    """Say at the end of a call what was refused in a graph that was given up, unless it was fused in another one."""
+    report = history.report_of(owner)
+    if report is not None and skipped not in report.skipped:
+        return
+    if options.strict:
+        raise FusionError(str(report or FusionReport(skipped=[skipped])))
+    _warn_once(skipped)
 
 
 class Saved(NamedTuple):
@@ -326,7 +358,10 @@ def _log_line(report: FusionReport) -> str:
 
 
 def _warn_once(skipped: Skipped) -> None:
-    key = (skipped.code, skipped.message, skipped.location)
+    # Models of two kinds may share the line, in a helper function, and the reader of one warning would not think of the other model.
+    traced = _torch_private.traced()
+    models = () if traced is None else tuple(sorted(type(root).__qualname__ for root in roots_of(traced).values()))
+    key = (skipped.code, skipped.message, skipped.location, *models)
     with _warned_lock:
         if key in _warned:
             return

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from moefuse.flows import Flow
 from moefuse.grouping import grouped_fused, grouped_skipped, module_names
 from moefuse.module_tree import Tree
 from moefuse.spec import Domain, ExpertsSpec, Tier
@@ -69,6 +70,12 @@ class Skipped:
     message: str
     module: str
     location: str
+    combine: str = field(default="", repr=False, compare=False)
+    """The ``file:line`` at which the report would say that it is fused; empty where the experts were not understood."""
+    given_up: bool = field(default=False, repr=False, compare=False)
+    """Whether the graph it was in was given up: the frames that Dynamo makes instead may have it fused."""
+    fused_too: bool = field(default=False, repr=False, compare=False)
+    """Whether the layer is fused in another mode: in inference and not in training, for example."""
 
     def to_dict(self) -> dict[str, object]:
         return {"code": self.code, "message": self.message, "module": self.module, "location": self.location}
@@ -98,6 +105,8 @@ class FusionReport:
     """What moefuse could not look into in graphs without mixture-of-experts code; only for the text about nothing found."""
     stops: list[Stop] = field(default_factory=list, repr=False, compare=False)
     """The graph breaks with their stacks, those that made moefuse trace a frame again without capture included; for the same text."""
+    flows: list[Flow] = field(default_factory=list, repr=False, compare=False)
+    """What depends on what in the graphs, as they went to the compiler; for the same text."""
     modules: tuple[tuple[str, Tree], ...] = field(default=(), repr=False, compare=False)
     """The modules of what was compiled, behind the prefix of their names; what a page draws, and no part of the JSON."""
 
@@ -142,6 +151,7 @@ class FusionReport:
         self.notes += [note for note in other.notes if note not in self.notes]
         self.opaque += [text for text in other.opaque if text not in self.opaque]
         self.stops += [stop for stop in other.stops if stop not in self.stops]
+        self.flows += other.flows
 
     @classmethod
     def merged(cls, reports: Iterable[FusionReport]) -> FusionReport:
@@ -156,12 +166,16 @@ class FusionReport:
         return merged
 
     @property
+    def layers(self) -> tuple[int, int]:
+        """(layers fused, layers found). A layer is a module, or where there is none a line; it counts once, however often it is called."""
+        done = {_layer(f) for f in self.fused}
+        return len(done), len(done | {_layer(s) for s in self.skipped if not s.fused_too})
+
+    @property
     def summary(self) -> str:
         """The first line of the text, without its counts of graphs and breaks."""
-        found = len(self.fused) + len(self.skipped)
-        if not found:
-            return "no mixture-of-experts code found"
-        return f"fused {len(self.fused)} of {_count(found, 'MoE layer')}"
+        done, found = self.layers
+        return f"fused {done} of {_count(found, 'MoE layer')}" if found else "no mixture-of-experts code found"
 
     def __str__(self) -> str:
         head = f"moefuse: {self.summary}, {_count(self.graph_count, 'graph')}, {_count(len(self.graph_breaks), 'graph break')}"
@@ -197,7 +211,24 @@ class FusionReport:
 def _repeats(skipped: Skipped, known: list[Skipped], traced: bool) -> bool:
     """Whether a refusal is one of those known; of a frame that Dynamo gave up on, the module may be another than in the frames it calls."""
     same = [other for other in known if (other.code, other.location) == (skipped.code, skipped.location)]
-    return any(other.module == skipped.module != "" for other in same) if traced else bool(same)
+    return any(other.module == skipped.module != "" if traced else _around(other.module, skipped.module) for other in same)
+
+
+def done_instead(skipped: Skipped, fused: Iterable[Fused]) -> bool:
+    """Whether a refusal in a graph that was given up is about experts that are among those fused."""
+    if not skipped.given_up or not skipped.combine:
+        return False
+    return any(f.location == skipped.combine and _around(f.module, skipped.module) for f in fused)
+
+
+def _layer(item: Fused | Skipped) -> object:
+    """What tells layers apart."""
+    return item.module or item.location or id(item)
+
+
+def _around(first: str, second: str) -> bool:
+    """Whether one of two modules is, or holds, the other."""
+    return any(not outer or f"{inner}.".startswith(f"{outer}.") for outer, inner in ((first, second), (second, first)))
 
 
 def _basename(location: str) -> str:

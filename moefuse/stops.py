@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection
 from dataclasses import dataclass
+
+import torch
+
+TORCH = str(torch.__path__[0]) + os.sep
+"""Where torch's own code is: no line of a user's."""
 
 
 @dataclass(frozen=True)
@@ -25,4 +31,4 @@ class Stop:
         return next((f"{path}:{line}" for path, line in reversed(self.stack) if path == file and line in lines), None)
 
 
-__all__ = ["Stop"]
+__all__ = ["TORCH", "Stop"]

@@ -1,13 +1,15 @@
-"""What in a model is built like a mixture of experts: equal modules, or stacked weights, with a weight beside them that scores as many.
+"""What in a model is built like a mixture of experts: modules, or stacked weights, with a weight beside them that scores as many.
 
-Structure alone says so, no name and no configuration. It is asked only where nothing was fused and nothing was refused, to tell the user
-that something was expected there; it never decides what is rewritten.
+Structure is the first half of the evidence, without names and configuration; it never decides what is rewritten. A model of ten blocks and
+ten classes has it, too. The other half is what the graphs or the code do with it (:mod:`moefuse.nothing_found`).
 """
 
 from __future__ import annotations
 
 import inspect
+import re
 import types
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +20,35 @@ from torch import nn
 _NEAR = 2
 """How many modules a router may be below the one that holds the experts."""
 
+_BY_ROWS = (nn.Linear, nn.modules.conv._ConvNd)
+"""Modules of which it is known that a row of the weight makes an output."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Something like experts, and something like their router.
+
+    Attributes:
+        what: for the report, e.g. ``8 equal modules (Expert) beside a weight [8, 64]``.
+        experts: the identities of each expert's tensors; of a stack that holds all of them, one set.
+        router: the identity of the router's weight; None where the experts' numbers come from outside.
+        experts_names: the attributes of the module that lead to the experts.
+        router_name: the one that leads to the router.
+        loose: nothing holds the experts together but that they are equal, so more has to speak for them.
+    """
+
+    what: str
+    experts: tuple[frozenset[int], ...]
+    router: int | None
+    experts_names: frozenset[str]
+    router_name: str | None
+    loose: bool = False
+
+    @property
+    def tensors(self) -> frozenset[int]:
+        """The identities of the tensors of all experts."""
+        return frozenset().union(*self.experts)
+
 
 @dataclass(frozen=True)
 class Suspect:
@@ -26,33 +57,53 @@ class Suspect:
     Attributes:
         name: its path from the root module, empty for the root itself.
         module: the module whose forward would run them.
-        what: for the report, e.g. ``8 equal modules (Expert) beside a weight [8, 64]``.
+        pairs: what looks like experts and their router, the likeliest first.
+        around: the modules that it is in, from the innermost on.
     """
 
     name: str
     module: nn.Module
-    what: str
+    pairs: tuple[Pair, ...]
+    around: tuple[nn.Module, ...] = ()
+
+    @property
+    def what(self) -> str:
+        return self.pairs[0].what
 
     @property
     def place(self) -> tuple[str, range]:
         """The file and the lines of the forward function; an empty file where Python knows none."""
-        function = inspect.unwrap(type(self.module).forward)
-        code = getattr(function, "__code__", None)
-        if code is None:
-            return "", range(0)
-        lines = [line for _, _, line in code.co_lines() if line is not None]
-        return code.co_filename, range(code.co_firstlineno, max(lines, default=code.co_firstlineno) + 1)
+        return place_of(self.module)
+
+
+def place_of(module: nn.Module) -> tuple[str, range]:
+    """The file and the lines of a module's forward function; an empty file where Python knows none."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    if code is None:
+        return "", range(0)
+    lines = [line for _, _, line in code.co_lines() if line is not None]
+    return code.co_filename, range(code.co_firstlineno, max(lines, default=code.co_firstlineno) + 1)
 
 
 def suspects(roots: Iterable[object]) -> list[Suspect]:
     """The innermost modules that look like a mixture of experts, of all modules that are or belong to ``roots``."""
     found: dict[int, Suspect] = {}
     for root in _modules(roots):
+        forms = _Forms()
         for name, module in root.named_modules():
-            what = _experts(module)
-            if what is not None:
-                found.setdefault(id(module), Suspect(name, module, what))
-    return [s for s in found.values() if not any(id(m) in found for m in s.module.modules() if m is not s.module)]
+            pairs = tuple(_pairs(module, forms))
+            if pairs:
+                found.setdefault(id(module), Suspect(name, module, pairs, _around(root, name)))
+    firm = {id(m) for s in found.values() for m in s.around if not s.pairs[0].loose}
+    around = {id(m) for s in found.values() for m in s.around if any(pair.router is not None for pair in s.pairs)}
+    routed = {key for key, s in found.items() if any(pair.router is not None for pair in s.pairs)}
+    left = (s for s in found.values() if id(s.module) not in (around if s.pairs[0].loose else firm))
+    return [s for s in left if id(s.module) in routed or routed.isdisjoint(map(id, s.around))]
+
+
+def _around(root: nn.Module, name: str) -> tuple[nn.Module, ...]:
+    parts = name.split(".") if name else []
+    return tuple(root.get_submodule(".".join(parts[:at])) for at in reversed(range(len(parts))))
 
 
 def _modules(roots: Iterable[object]) -> Iterator[nn.Module]:
@@ -75,46 +126,141 @@ def _content(cell: Any) -> object:
         return None
 
 
-def _experts(module: nn.Module) -> str | None:
-    """What in a module looks like experts; None if nothing does."""
-    for holder in (module, *module.children()):
-        for what, count, own in (*_equal_modules(holder), *_stacked(holder)):
-            router = _router(module, count, own)
-            if router is not None:
-                return f"{what} beside a weight {list(router.shape)}"
-    return None
+@dataclass(frozen=True)
+class _Form:
+    """What a module holds: ``shape`` is equal for modules that hold tensors of equal names and shapes."""
+
+    shape: object
+    tensors: frozenset[int]
+    matrix: bool
 
 
-def _equal_modules(holder: nn.Module) -> Iterator[tuple[str, int, set[int]]]:
-    """(what, how many, which modules) of lists of modules that hold equal weights."""
+class _Forms:
+    """The forms of modules, each module looked into once."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, _Form] = {}
+        self._numbers: dict[object, int] = {}
+
+    def of(self, module: nn.Module) -> _Form:
+        if id(module) not in self._known:
+            own = {name: p for name, p in module._parameters.items() if p is not None}
+            children = {name: self.of(child) for name, child in module._modules.items() if child is not None}
+            shape = (*((name, p.shape) for name, p in own.items()), *((name, child.shape) for name, child in children.items()))
+            held = (id(t) for t in (*own.values(), *module._buffers.values()) if t is not None)
+            tensors = frozenset(held).union(*(child.tensors for child in children.values()))
+            matrix = any(p.dim() >= 2 for p in own.values()) or any(child.matrix for child in children.values())
+            # Shapes of shapes are compared by a number for each.
+            self._known[id(module)] = _Form(self._numbers.setdefault(shape, len(self._numbers)), tensors, matrix)
+        return self._known[id(module)]
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Something like experts: ``own`` are the modules that a router is not looked for in."""
+
+    what: str
+    experts: tuple[frozenset[int], ...]
+    count: int
+    names: frozenset[str]
+    own: frozenset[int] = frozenset()
+    loose: bool = False
+
+
+def _pairs(module: nn.Module, forms: _Forms) -> Iterator[Pair]:
+    """What in a module looks like experts with a router."""
+    if type(module).__module__.startswith("torch.nn.") and not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
+        return
+    groups: list[_Group] = []
+    for name, holder in _holders(module):
+        groups += [*_modules_beside(holder, name, forms), *_tensors_beside(holder, name), *_stacked(holder, name)]
+    pairs = [pair for group in (*groups, *_attributes(module, forms)) for pair in _routed(module, group)]
+    yield from pairs
+    for group in groups if not pairs and not isinstance(module, nn.ModuleList | nn.ModuleDict) else ():
+        yield Pair(group.what, group.experts, None, group.names, None, loose=True)
+
+
+def _routed(module: nn.Module, group: _Group) -> Iterator[Pair]:
+    """Something like experts with each weight that scores as many."""
+    for name, router in _routers(module, group.count, group.own):
+        if id(router) not in frozenset().union(*group.experts):
+            what = f"{group.what} beside a weight {list(router.shape)}"
+            yield Pair(what, group.experts, id(router), group.names, name, group.loose)
+
+
+def _holders(module: nn.Module, name: str = "", depth: int = _NEAR) -> Iterator[tuple[str, nn.Module]]:
+    """(the attribute that leads there, the module) of a module and those near below it, but not of lists' items."""
+    yield name, module
+    if depth and not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
+        for own, child in module.named_children():
+            yield from _holders(child, name or own, depth - 1)
+
+
+def _modules_beside(holder: nn.Module, name: str, forms: _Forms) -> Iterator[_Group]:
+    """A list of modules that hold weights."""
     items = list(holder.children())
     if len(items) < 2 or not isinstance(holder, nn.ModuleList | nn.ModuleDict):
         return
-    forms = {(type(m), tuple((n, tuple(p.shape)) for n, p in m.named_parameters())) for m in items}
-    if len(forms) == 1 and any(p.dim() >= 2 for p in items[0].parameters()):
-        yield f"{len(items)} equal modules ({type(items[0]).__name__})", len(items), {id(m) for item in items for m in item.modules()}
+    known = [forms.of(item) for item in items]
+    if all(form.matrix for form in known):
+        yield _group(items, known, frozenset((name or "children",)))
 
 
-def _stacked(holder: nn.Module) -> Iterator[tuple[str, int, set[int]]]:
-    """As :func:`_equal_modules`, of weights [E, ..., ...] that a module of the user's own holds."""
+def _group(items: list[nn.Module], known: list[_Form], names: frozenset[str], loose: bool = False) -> _Group:
+    kinds = ", ".join(dict.fromkeys(type(item).__name__ for item in items))
+    equal = "equal " if len({(type(item), form.shape) for item, form in zip(items, known, strict=True)}) == 1 else ""
+    own = frozenset(map(id, items))
+    return _Group(f"{len(items)} {equal}modules ({kinds})", tuple(form.tensors for form in known), len(items), names, own, loose)
+
+
+def _attributes(module: nn.Module, forms: _Forms) -> Iterator[_Group]:
+    """Equal modules that are attributes of their own: all of one kind, or those whose names differ in a number only."""
+    if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential) or len(module._modules) < 2:
+        return
+    alike: dict[object, dict[str, nn.Module]] = defaultdict(dict)
+    for name, child in module.named_children():
+        form = forms.of(child)
+        if form.matrix and not isinstance(child, nn.ModuleList | nn.ModuleDict):
+            alike[type(child), form.shape][name] = child
+            alike[type(child), form.shape, re.sub(r"\d+", "", name)][name] = child
+    groups = {frozenset(named): named for named in alike.values() if len(named) >= 2}
+    for names, named in groups.items():
+        items = list(named.values())
+        yield _group(items, [forms.of(item) for item in items], names, loose=True)
+
+
+def _tensors_beside(holder: nn.Module, name: str) -> Iterator[_Group]:
+    """A list of equal weights."""
+    items = list(holder.parameters(recurse=False)) if isinstance(holder, nn.ParameterList) else []
+    if len(items) >= 2 and all(t.dim() >= 2 and t.shape == items[0].shape for t in items):
+        what = f"{len(items)} equal weights {list(items[0].shape)}"
+        yield _Group(what, tuple(frozenset((id(t),)) for t in items), len(items), frozenset((name,)))
+
+
+def _stacked(holder: nn.Module, name: str) -> Iterator[_Group]:
+    """Weights [E, ..., ...] that a module of the user's own holds."""
     if type(holder).__module__.startswith("torch.nn."):
         return
-    own = [t for t in (*holder.parameters(recurse=False), *holder.buffers(recurse=False)) if t.dim() >= 3 and t.shape[0] > 1]
-    for stack in own[:1]:
-        yield f"weights {list(stack.shape)}", int(stack.shape[0]), set()
+    own = {n: t for n, t in (*holder.named_parameters(recurse=False), *holder.named_buffers(recurse=False)) if t.dim() >= 3}
+    for count in dict.fromkeys(int(t.shape[0]) for t in own.values() if t.shape[0] > 1):
+        held = {n: t for n, t in own.items() if t.shape[0] == count}
+        first = next(iter(held.values()))
+        names = frozenset((name,)) if name else frozenset(held)
+        yield _Group(f"weights {list(first.shape)}", (frozenset(map(id, held.values())),), count, names)
 
 
-def _router(module: nn.Module, count: int, experts: set[int], depth: int = _NEAR) -> torch.Tensor | None:
-    """A weight [count, ...] in a module or near below it, which is none of the experts'."""
-    for weight in module.parameters(recurse=False):
-        if weight.dim() >= 2 and weight.shape[0] == count and all(n == 1 for n in weight.shape[2:]):
-            return weight
-    for child in module.children() if depth else ():
+def _routers(
+    module: nn.Module, count: int, experts: frozenset[int], name: str = "", depth: int = _NEAR
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """(attribute that leads there, weight) of weights of ``count`` scores in a module or near below it, not in the experts."""
+    for own, weight in module.named_parameters(recurse=False):
+        by_rows = weight.dim() >= 2 and weight.shape[0] == count and all(n == 1 for n in weight.shape[2:])
+        by_columns = weight.dim() == 2 and weight.shape[1] == count and not isinstance(module, _BY_ROWS)
+        if by_rows or by_columns:
+            yield name or own, weight
+    for own, child in module.named_children() if depth else ():
         if id(child) not in experts:
-            found = _router(child, count, experts, depth - 1)
-            if found is not None:
-                return found
-    return None
+            yield from _routers(child, count, experts, name or own, depth - 1)
 
 
-__all__ = ["Suspect", "suspects"]
+__all__ = ["Pair", "Suspect", "place_of", "suspects"]

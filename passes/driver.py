@@ -38,7 +38,7 @@ from moefuse.passes.lower.rewrite import replace
 from moefuse.passes.lower.workspace_size import workspace
 from moefuse.passes.match import unhit_experts
 from moefuse.passes.match.encodings import between
-from moefuse.passes.match.interpret import interpret
+from moefuse.passes.match.input_sizes import interpreted
 from moefuse.passes.match.lift import lift
 from moefuse.passes.match.refusals import refusals
 from moefuse.passes.match.unexplained import choices, unexplained
@@ -130,7 +130,7 @@ def _bodies(gm: GraphModule, known: dict[Node, Any]) -> list[tuple[GraphModule, 
 
 
 def _fuse_graph(gm: GraphModule, known: dict[Node, Any], run: _Run) -> bool:
-    ctx = interpret(gm.graph, _given(gm.graph, run.assumptions))
+    ctx = interpreted(gm.graph, _given(gm.graph, run.assumptions))
     before = effects(ctx)
     for node in gm.graph.nodes:
         if node.op == "get_attr" and isinstance(getattr(gm, str(node.target), None), torch.Tensor):
@@ -151,11 +151,13 @@ def _fuse_graph(gm: GraphModule, known: dict[Node, Any], run: _Run) -> bool:
 def _fuse_regions(ctx: Context, known: dict[Node, Any], run: _Run) -> list[Region]:
     """Replace the regions that can be, in the order of the program, and report the others."""
     refused: list[tuple[Lost, Routing | None]] = []
+    anchors: dict[int, Node | None] = {}
     covered: set[Node] = set()
     fused: list[Region] = []
     for found in sorted(lift(ctx), key=lambda f: ctx.position[f.lost.node if isinstance(f, Refused) else f.anchor]):
         if isinstance(found, Refused):
             refused.append((found.lost, found.routing))
+            anchors[id(found.lost)] = found.anchor
             continue
         covered |= found.nodes
         problem = _rewrite(ctx, known, run, found)
@@ -163,10 +165,11 @@ def _fuse_regions(ctx: Context, known: dict[Node, Any], run: _Run) -> list[Regio
             fused.append(found)
         else:
             refused.append((problem, found.routing))
+            anchors[id(problem)] = found.anchor
     told = refusals(ctx, refused, covered)
     if any(lost.code in _OF_SOME for lost in told) and (apart := between(ctx, choices(ctx))) is not None:
         told = [apart, *(lost for lost in told if lost.code not in _OF_SOME)]
-    run.result.skipped += [_skipped(lost) for lost in told]
+    run.result.skipped += [_skipped(lost, anchors.get(id(lost))) for lost in told]
     if not fused and not refused and not run.result.skipped:
         unknown = unexplained(ctx)
         run.result.skipped += [] if unknown is None else [_skipped(unknown)]
@@ -289,10 +292,12 @@ def _verdict(ctx: Context, known: dict[Node, Any], run: _Run, region: Region, em
     return Lost("verification-failed", region.anchor, {"detail": verdict.problem}) if verdict.problem else verdict
 
 
-def _skipped(lost: Lost) -> Skipped:
-    """A refusal as the report has it."""
+def _skipped(lost: Lost, anchor: Node | None = None) -> Skipped:
+    """A refusal as the report has it; ``anchor``: the sum over experts that it is about."""
     details = {"name": lost.node.name, "op": lost.node.name, **lost.details}
-    return Skipped(lost.code, message(lost.code, details), module_path(lost.node), location(lost.node))
+    return Skipped(
+        lost.code, message(lost.code, details), module_path(lost.node), location(lost.node), location(anchor) if anchor is not None else ""
+    )
 
 
 __all__ = ["GraphResult", "fuse"]

@@ -38,6 +38,11 @@ def has_unbacked(environment: Any) -> bool:
     return any(values.unbacked(symbol) for symbol in environment.var_to_range)
 
 
+def asserts_floats(environment: Any) -> bool:
+    """Whether the program asserts something of floats that only the run knows: torch leaves some of that out of the graph."""
+    return any(environment.deferred_runtime_asserts.get(symbol) for symbol, known in environment.var_to_range.items() if known.is_float)
+
+
 def place(error: Exception) -> str:
     """`` at file:line`` of the user's statement at which Dynamo stopped; empty where the error does not say."""
     stack = getattr(error, "real_stack", None)

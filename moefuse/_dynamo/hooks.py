@@ -10,10 +10,12 @@ import dataclasses
 import functools
 import inspect
 import types
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Hashable
 from typing import Any, Protocol
 
-from moefuse._dynamo import creation_clock, ddp, module_calls, values
+from torch import nn
+
+from moefuse._dynamo import creation_clock, ddp, left, module_calls, told_apart, values
 
 _KEPT = "moefuse_capture"
 _SETTINGS = "moefuse_settings"
@@ -26,6 +28,7 @@ class Observer(Protocol):
     def before(self, translator: Any) -> None: ...
     def mutated(self, variable: Any) -> None: ...
     def advanced(self, iterator: Any, translator: Any = None) -> None: ...
+    def compiling(self, environment: Any) -> None: ...
     def compiled(self, output: Any = None) -> None: ...
     def failed(self, error: Exception, environment: Any) -> None: ...
     def rows(self, translator: Any, variable: Any) -> Any: ...
@@ -40,14 +43,24 @@ class Observer(Protocol):
     def scalars(self) -> bool: ...
     @property
     def numbers_traced(self) -> bool: ...
+    @property
+    def gave_up(self) -> bool: ...
+    @property
+    def apart(self) -> Callable[[nn.Module], Hashable] | None: ...
 
 
-def install(start: Callable[[Any, Any, bool], Observer | None]) -> None:
+def install(
+    start: Callable[[Any, Any, bool], Observer | None], codes: Callable[[Any, Any], Collection[types.CodeType]] = lambda *_: ()
+) -> None:
     """Wrap Dynamo's methods.
 
-    ``start(compiler_fn, speculation_log, one_graph)`` gives the observer of a frame, or None to leave the frame alone.
+    Args:
+        start: from a compiler, a speculation log and whether it must be one graph, the observer of a frame, or None to leave it alone.
+        codes: from a compiler and what it is to compile, the code that another compilation must not have Dynamo leave.
     """
     from torch._dynamo import utils
+    from torch._dynamo.convert_frame import ConvertFrame
+    from torch._dynamo.eval_frame import _TorchDynamoContext
     from torch._dynamo.output_graph import OutputGraph
     from torch._dynamo.side_effects import SideEffects
     from torch._dynamo.symbolic_convert import InstructionTranslator, InstructionTranslatorBase
@@ -61,6 +74,8 @@ def install(start: Callable[[Any, Any, bool], Observer | None]) -> None:
     if getattr(InstructionTranslatorBase.step, "moefuse", False):
         return
     _wrap(InstructionTranslator, "__init__", functools.partial(_on_init, start, inspect.signature(InstructionTranslator.__init__)))
+    _wrap(_TorchDynamoContext, "__call__", functools.partial(_on_context, codes))
+    _wrap(ConvertFrame, "__call__", _on_convert)
     _wrap(InstructionTranslatorBase, "step", _on_step)
     _wrap(InstructionTranslatorBase, "run", _on_run)
     _wrap(OutputGraph, "call_user_compiler", _on_compile)
@@ -117,12 +132,25 @@ def _on_init(
     observer = start(given["compiler_fn"], given["speculation_log"], given["one_graph"])
     if observer is None:
         return
+    left.attempted(observer)
     setattr(self.output, _KEPT, observer)
     setattr(self.output.tracing_context, _KEPT, observer)
     if observer.scalars:
         environment = self.output.shape_env
         setattr(self.output, _SETTINGS, environment.settings)
         environment.settings = dataclasses.replace(environment.settings, allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True)
+
+
+def _on_context(codes: Callable[[Any, Any], Collection[types.CodeType]], original: Any, self: Any, compiled: Any) -> Any:
+    left.look_again(codes(self.callback, compiled))
+    return original(self, compiled)
+
+
+def _on_convert(original: Any, self: Any, frame: Any, cache_entry: Any, hooks: Any, frame_state: Any, *args: Any, **kwargs: Any) -> Any:
+    owner = self._torchdynamo_orig_backend
+    splitter = ddp.splitter_of(owner)
+    call = functools.partial(original, self, frame, cache_entry, hooks, frame_state, *args, **kwargs)
+    return left.convert(call, frame, frame_state, owner if splitter is None else splitter.backend_compile_fn)
 
 
 def _on_step(original: Any, self: Any) -> Any:
@@ -153,11 +181,14 @@ def _on_compile(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     observer = getattr(self, _KEPT, None)
     if observer is None:
         return original(self, *args, **kwargs)
+    observer.compiling(self.shape_env)
     with ddp.split_last(self):
         compiled = original(self, *args, **kwargs)
     observer.compiled()
     if observer.joins(self.shape_env):
         module_calls.watch(self, observer.traced)
+    if observer.apart is not None:
+        told_apart.watch(self, observer.apart)
     return compiled
 
 

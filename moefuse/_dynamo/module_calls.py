@@ -53,14 +53,18 @@ def _module(name: str, f_locals: Mapping[str, Any], f_globals: dict[str, Any]) -
 
 def _creator(check: Check) -> Callable[[Any, Any], None]:
     def no_new_hooks(builder: Any, guard: Any) -> None:
-        root = builder.guard_manager.root
-        arguments = (check, ["no hook on a module, and no other method of its class"])
-        try:
-            root.add_lambda_guard(*arguments, None)
-        except TypeError:  # before torch 2.12 there is no place for the user's stack
-            root.add_lambda_guard(*arguments)
+        add_check(builder, check, "no hook on a module, and no other method of its class")
 
     return no_new_hooks
+
+
+def add_check(builder: Any, check: Callable[[Mapping[str, Any]], bool], text: str) -> None:
+    """Have a frame's guards ask ``check`` about the frame's locals."""
+    root = builder.guard_manager.root
+    try:
+        root.add_lambda_guard(check, [text], None)
+    except TypeError:  # before torch 2.12 there is no place for the user's stack
+        root.add_lambda_guard(check, [text])
 
 
 def _methods(kinds: set[type], traced: Collection[types.CodeType]) -> list[tuple[type, str, Any]]:

@@ -11,6 +11,10 @@ ARGUMENTS = ("compiler_fn", "one_graph", "export", "speculation_log")
 """Arguments of ``InstructionTranslator.__init__`` that say whose frame it is."""
 
 POINTS: dict[str, tuple[str, ...]] = {
+    "torch._dynamo.convert_frame": ("ConvertFrame.__call__", "input_codes"),
+    "torch._dynamo.eval_frame": ("_TorchDynamoContext.__call__",),
+    "torch._dynamo.types": ("ConvertFrameReturn",),
+    "torch._C._dynamo.eval_frame": ("set_code_exec_strategy", "_debug_get_cache_entry_list", "_FrameAction", "_FrameExecStrategy"),
     "torch._dynamo.symbolic_convert": (
         "InstructionTranslator.__init__",
         "InstructionTranslatorBase.step",

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from moefuse.stops import TORCH
+
 
 def plain(variable: Any) -> Any:
     """A variable behind Dynamo's laziness, unless looking at it would be its first use."""
@@ -146,6 +148,12 @@ def undecided(number: Any) -> bool:
     return not isinstance(number, torch.SymBool) or not (statically_known_true(number) or statically_known_true(torch.sym_not(number)))
 
 
+def hint(size: Any) -> int | None:
+    """What a size of an input is in the call that is compiled; None of one that only the run knows."""
+    known = None if unbacked(size) else size.node.hint
+    return int(known) if isinstance(known, int) else None
+
+
 def unbacked_in(value: Any) -> set[Any]:
     """Such symbols in whatever a node's value is: a tensor, a number, or a tuple of them."""
     if isinstance(value, tuple | list):
@@ -178,10 +186,11 @@ def enumerates(code: Any) -> bool:
 
 
 def users(translator: Any) -> Any:
-    """The translator of the user's code that runs a builtin function."""
-    while polyfilled(translator.f_code) and getattr(translator, "parent", None) is not None:
-        translator = translator.parent
-    return translator
+    """The translator of the user's code that runs a builtin function or one of torch's; the same one where no user's is around it."""
+    found = translator
+    while found.f_code.co_filename.startswith(TORCH) and getattr(found, "parent", None) is not None:
+        found = found.parent
+    return translator if found.f_code.co_filename.startswith(TORCH) else found
 
 
 def is_constant(variable: Any) -> bool:

@@ -49,7 +49,7 @@ def jump(frame: Frame, tx: Any, at: int) -> None:
     assumption = Assumption(kind, place, frame.location(tx), subject, outcome=outcome)
     meeting = code.meeting(at)
     dummy = meeting is not None and meeting != join and there > at
-    if dummy:
+    if meeting is not None and dummy:
         frame.scopes.enter(tx, assumption, meeting, tx.stack[:-1], then=here)
     else:
         frame.scopes.enter(tx, assumption, join, tx.stack[:-1])

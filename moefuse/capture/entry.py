@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import sys
 import threading
@@ -10,11 +11,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from torch import nn
+
 from moefuse import _torch_private
-from moefuse._dynamo import control, ddp, hooks, points
+from moefuse._dynamo import control, ddp, hooks, left, points
 from moefuse.capture.frame import Frame, Ledger
 from moefuse.config import Options
 from moefuse.report import FusionReport
+from moefuse.suspects import suspects
 
 log = logging.getLogger("moefuse.capture")
 
@@ -66,7 +70,7 @@ def unavailable() -> str | None:
             if _missing:
                 log.warning("%s", _reason())
             else:
-                hooks.install(_start)
+                hooks.install(_start, _codes)
     return _reason()
 
 
@@ -94,7 +98,29 @@ def _start(compiler_fn: Any, speculation_log: Any, one_graph: bool) -> Frame | N
     if not own.capture or control.copies_nodes():
         ledger.off = True
     flags = not one_graph and not control.user_flags()
-    return Frame(ledger, speculation_log, flags=flags, skipped=lambda report: mark.skipped(report, own, owner))
+    return Frame(ledger, speculation_log, flags=flags, skipped=lambda report: mark.skipped(report, own, owner), exclude=own.exclude)
+
+
+def _codes(compiler_fn: Any, compiled: Any) -> list[types.CodeType]:
+    """The code of a program that is to be compiled for us, and of what looks like experts in it."""
+    mark, _, _ = _find(compiler_fn)
+    if mark is None:
+        return []
+    root = getattr(compiled, "__self__", compiled)
+    found = [root if isinstance(root, nn.Module) else compiled, *(suspect.module for suspect in suspects((compiled,)))]
+    return [code for one in found if (code := _code(one)) is not None]
+
+
+def left_by_another(module: nn.Module) -> bool:
+    """Whether Dynamo does not look at the forward of a module, because of what some other program had compiled."""
+    code = _code(module)
+    return code is not None and left.left_by_another(code)
+
+
+def _code(called: Any) -> types.CodeType | None:
+    function = inspect.unwrap(type(called).forward if isinstance(called, nn.Module) else called)
+    function = getattr(function, "__func__", function)
+    return function.__code__ if isinstance(function, types.FunctionType) else None
 
 
 def _find(compiler_fn: Any) -> tuple[_Mark | None, dict[str, Any], object | None]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import types
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import torch
+from torch import nn
 
 from moefuse import _torch_private
 from moefuse._dynamo import control, creation_clock, values
@@ -19,7 +20,7 @@ from moefuse.capture.bytecode import GENERATOR, Code
 from moefuse.capture.loops import Loops
 from moefuse.capture.scopes import OTHER_WAY, Scopes
 from moefuse.errors import CODES, first_line
-from moefuse.module_names import of_traced
+from moefuse.module_names import Matching, ModuleNames, of_traced
 from moefuse.report import FusionReport, Skipped
 from moefuse.stops import Stop
 
@@ -63,10 +64,13 @@ class Frame:
         log: Dynamo's record of the frame, which a restart clears.
         flags: whether moefuse, and not the user, has made sizes that depend on data traceable here.
         skipped: called with a report when the frame ends without a call of the backend.
+        exclude: the user's pattern of names of modules to leave.
     """
 
-    def __init__(self, ledger: Ledger, log: Any, *, flags: bool, skipped: Callable[[FusionReport], object]) -> None:
-        self.ledger, self.log, self.flags, self._skipped = ledger, log, flags, skipped
+    def __init__(
+        self, ledger: Ledger, log: Any, *, flags: bool, skipped: Callable[[FusionReport], object], exclude: str | None = None
+    ) -> None:
+        self.ledger, self.log, self.flags, self._skipped, self.exclude = ledger, log, flags, skipped, exclude
         self.assumptions: list[Assumption] = []
         self.settled: set[Assumption] = set()
         self.scopes = Scopes(self)
@@ -77,6 +81,7 @@ class Frame:
         self.has_graph = False
         self.traced: set[types.CodeType] = set()
         self._code: dict[int, tuple[Any, Code]] = {}
+        self._doubt: Skipped | None = None
 
     @property
     def active(self) -> bool:
@@ -93,6 +98,18 @@ class Frame:
         """Whether Dynamo shall trace the reading of a number as an operation, instead of breaking the graph there."""
         return self.scalars and (self.ledger.numbers or not self.flags)
 
+    @property
+    def gave_up(self) -> bool:
+        """Whether this frame has experts that could not be fused as they are; those of another module may be."""
+        return bool(self.ledger.refusals)
+
+    @property
+    def apart(self) -> Callable[[nn.Module], Hashable] | None:
+        """What tells modules apart that may not share compiled code; None if nothing does."""
+        if self.exclude is None:
+            return None
+        return Matching(ModuleNames(_torch_private.traced()), self.exclude)
+
     def joins(self, environment: Any) -> bool:
         """Whether this attempt's graph is one only because of capture: it assumed something, or traced sizes that depend on data."""
         return self.active and (bool(self.assumptions) or (self.flags and control.has_unbacked(environment)))
@@ -103,6 +120,9 @@ class Frame:
         """An instruction of ``tx`` is about to run."""
         if tx.instruction_pointer is None:
             return
+        if self._doubt is not None:  # Dynamo has gone on: an assertion, which it writes into the graph
+            self.ledger.refusals.remove(self._doubt)
+            self._doubt = None
         if tx.instructions[tx.instruction_pointer].opname == "IS_OP":
             self._asks_for_identity(tx)
         if not self.active:
@@ -160,6 +180,12 @@ class Frame:
                 at = scope.translator
                 again = at.instructions[at.instruction_pointer - 1].opname == "FOR_ITER"
                 self.refuse(scope.assumption, OTHER_WAY if again else "it takes an item from an iterator that was there before")
+
+    def compiling(self, environment: Any) -> None:
+        """A graph of this frame is about to be compiled."""
+        if self.traces_data and control.asserts_floats(environment):
+            detail = "the program asserts something of a float that it reads out of a tensor; read it as an integer"
+            self.retreat([Undischarged(a, detail) for a in self.assumptions[:1]], why="a float is asserted about")
 
     def compiled(self, output: Any = None) -> None:
         """A graph of this frame is compiled, or the frame is done (``output``): whatever was assumed must be settled now."""
@@ -240,6 +266,7 @@ class Frame:
         symbols = values.unbacked(number) if number is not None else set()
         if symbols and values.undecided(number) and not self._told(tx) and counts_rows(values.graph_of(tx), symbols):
             self.tell(tx, "this branch", "it asks how many tokens an expert has")
+            self._doubt = self.ledger.refusals[-1]
 
     def tell(self, tx: Any, what: str, detail: str) -> None:
         """A refusal for the report, where Dynamo is about to stop."""
@@ -274,8 +301,8 @@ class Frame:
             self.unroll("; ".join(p.detail for p in problems) or why)
         ledger.off = True
         for new in skipped or refusals(problems):
-            if all((new.code, new.location) != (known.code, known.location) for known in ledger.refusals):
-                ledger.refusals.append(new)
+            if new not in ledger.refusals:
+                ledger.refusals.append(replace(new, given_up=True))
         text = "; ".join(f"{p.assumption.what} at {p.assumption.location}: {p.detail}" for p in problems) or why
         log.debug("tracing this frame again without capture: %s", text)
         raise control.restart(self.log, "moefuse: an assumption about data does not hold")

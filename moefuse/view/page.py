@@ -71,12 +71,12 @@ def _section(title: str, content: str) -> str:
 
 
 def _header(report: FusionReport) -> str:
-    found = len(report.fused) + len(report.skipped)
+    done, found = report.layers
     summary = f"{report.summary[0].upper()}{report.summary[1:]}"
-    share = f'<span style="width: {100 * len(report.fused) / found:.1f}%"></span>' if found else ""
+    share = f'<span style="width: {100 * done / found:.1f}%"></span>' if found else ""
     numbers = [
-        (len(report.fused), "fused"),
-        (len(report.skipped), "left as they were" if len(report.skipped) != 1 else "left as it was"),
+        (done, "fused"),
+        (found - done, "left as they were" if found - done != 1 else "left as it was"),
         (report.graph_count, "graphs" if report.graph_count != 1 else "graph"),
         (len(report.graph_breaks), "graph breaks" if len(report.graph_breaks) != 1 else "graph break"),
     ]

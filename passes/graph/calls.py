@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import operator
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from moefuse.flows import place_in
 from moefuse.module_names import MODULE, source_path
 from moefuse.passes.graph.aten import as_function
 from moefuse.passes.graph.values import fake, tensor
@@ -111,17 +111,9 @@ def traced_path(node: Node) -> str:
     return source_path(list(stack.values())[-1][0]) if stack else ""
 
 
-_TORCH = os.path.dirname(torch.__file__) + os.sep
-
-
 def location(node: Node) -> str:
-    """``file:line`` of the user's statement that made this node, also where torch's own code is between; empty if torch recorded none."""
-    trace = node.meta.get("stack_trace") or ""
-    lines = [ln.strip().removeprefix('File "') for ln in trace.splitlines() if ln.strip().startswith("File ")]
-    if not lines:
-        return ""
-    path, _, rest = next((ln for ln in reversed(lines) if not ln.startswith(_TORCH)), lines[-1]).partition('", line ')
-    return f"{path}:{rest.split(',')[0]}"
+    """``file:line`` of the user's statement that made this node, not one in torch that it came to; empty if torch recorded none."""
+    return place_in(node.meta.get("stack_trace") or "")
 
 
 def steps(nodes: Iterable[Node]) -> tuple[str, ...]:

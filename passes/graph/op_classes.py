@@ -103,9 +103,7 @@ LOOKS_AT: dict[str, tuple[int, ...]] = {
 }
 """They take only the shape, dtype or device of some of their arguments."""
 
-FILLS = frozenset(
-    "zeros zeros_like new_zeros ones ones_like new_ones full full_like new_full empty empty_like new_empty".split()
-)
+FILLS = frozenset("zeros zeros_like new_zeros ones ones_like new_ones full full_like new_full empty empty_like new_empty".split())
 """They make a tensor of one constant, or of memory that nothing initialised."""
 
 RANDOM = tuple(

@@ -1,8 +1,13 @@
-"""Sizes without guards: tensor sizes as ints or sympy expressions, compared symbolically so that no pass ever adds a shape guard."""
+"""Sizes without guards: tensor sizes as ints or sympy expressions, compared symbolically, so that no rule adds a shape guard.
+
+One pass may ask for one, and says why (match/input_sizes.py).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import sympy
@@ -11,11 +16,25 @@ import torch
 Size = Any  # int | sympy.Expr
 
 
+_SUPPOSED: ContextVar[Mapping[sympy.Symbol, sympy.Symbol]] = ContextVar("moefuse_supposed_sizes", default={})  # noqa: B039
+
+
+@contextmanager
+def supposing(equal: Mapping[sympy.Symbol, sympy.Symbol]) -> Iterator[None]:
+    """Read sizes as if each symbol were the one it is mapped to, to see what would follow from it."""
+    token = _SUPPOSED.set(equal)
+    try:
+        yield
+    finally:
+        _SUPPOSED.reset(token)
+
+
 def size_of(value: object) -> Size:
     """An int, or the sympy expression of a SymInt."""
     if isinstance(value, int):
         return value
     expr = sympy.sympify(getattr(getattr(value, "node", None), "expr", value))
+    expr = expr.xreplace(supposed) if (supposed := _SUPPOSED.get()) else expr
     return int(expr) if expr.is_Integer else expr
 
 

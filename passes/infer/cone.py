@@ -100,9 +100,7 @@ def _expr(ctx: Context, top: Node, node: Node, inside: set[Node], memo: dict[Nod
         width = shape_of(value)[-1] if value is not None and value.dim() else 1
         narrow = value is not None and value.dim() < 2
         source = ctx.first[node]  # a view that every expert takes anew is one input
-        found = (
-            SharedVector(node, source) if narrow else Token(node, source, width if isinstance(width, int) else 1, unread=node in inside)
-        )
+        found = SharedVector(node, source) if narrow else Token(node, source, width if isinstance(width, int) else 1, unread=node in inside)
     memo[node] = found
     return found
 

@@ -92,10 +92,11 @@ class Region:
 
 @dataclass(frozen=True, eq=False)
 class Refused:
-    """A sum over experts that is not rewritten, and the routing it belongs to."""
+    """A sum over experts that is not rewritten, the routing it belongs to, and where it would be, if it was understood."""
 
     lost: Lost
     routing: Routing | None
+    anchor: Node | None = None
 
 
 def sources(expr: Expr) -> list[Node]:

@@ -180,6 +180,8 @@ def placed(emit: Emitter, ids: Node, means: Outside, bounds: Interval | None, co
         ids = emit(torch.clamp, ids, max=high)
     table = emit(torch.arange, low, high + 1, dtype=value.dtype, device=value.device)
     at = emit(torch.Tensor.to, ids if low == 0 else emit(torch.sub, ids, low), torch.int64)
+    if means.low is not None:  # Inductor of torch 2.11 lets a gather count from the end
+        at = emit(torch.where, emit(torch.lt, at, 0), high + 1 - low, at)
     return emit(torch.Tensor.reshape_as, emit(torch.gather, table, 0, emit(torch.reshape, at, (-1,))), ids)
 
 

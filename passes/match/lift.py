@@ -49,9 +49,10 @@ def lift(ctx: Context) -> Iterator[Region | Refused]:
         axes = [fact.axes] if isinstance(fact, Combined) else [r.axes for r in rows]
         if isinstance(found, Region) and not all(map(_in_order, axes)):
             found = ctx.lost("tokens-differ", found.anchor, detail="the sum does not have its tokens first and its features last")
+        anchor = found.anchor if isinstance(found, Region) else None
         found = _placed(ctx, checked(ctx, found)) if isinstance(found, Region) else found
         if found is not None:
-            yield Refused(found, routing) if isinstance(found, Lost) else found
+            yield Refused(found, routing, anchor) if isinstance(found, Lost) else found
     yield from unread_stacks(ctx)
 
 

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
 from torch.fx import Node
 
-from moefuse.passes.graph.calls import module_path
+from moefuse.passes.graph.calls import module_path, tensor
 from moefuse.passes.infer.state import Context
-from moefuse.passes.ir.expr import Gate, has_linear, walk
-from moefuse.passes.ir.facts import Buffer, Lost, Many, Routing, Rows, Sum
+from moefuse.passes.ir.expr import Gate, has_linear, walk, weight_leaves
+from moefuse.passes.ir.facts import Buffer, Lost, Many, Routing, RowNumber, Rows, Sum
 from moefuse.passes.match.liveness import unread
+from moefuse.passes.match.unexplained import decided, of_tokens, weights_of
 
 #: what a sum looks like after one expert was lost on the way: the loss says more
 _CONSEQUENCES = frozenset(("missing-experts", "experts-differ", "not-weighted", "ids-not-distinct"))
+
+_BY_ROWS = frozenset(("not-row-local", "no-rule", "not-combined", "experts-differ", "tokens-differ"))
+"""What may be said of any rows that several weights compute."""
+_FAR = 256
+"""So many operations are looked at behind ids."""
 
 
 def refusals(ctx: Context, refused: list[tuple[Lost, Routing | None]], covered: set[Node]) -> list[Lost]:
@@ -34,15 +41,54 @@ def refusals(ctx: Context, refused: list[tuple[Lost, Routing | None]], covered: 
         if isinstance(fact, Lost) and ctx.position[node] >= ctx.position[fact.node] and node not in ignored:
             key = _routing(ctx, node) or module_path(node)
             known = out.get(key)
-            later = known is not None and ctx.position[known.node] > ctx.position[node]
-            follows = later and (known.code in _CONSEQUENCES or (known.code == "sum-changed" and _leads_to(ctx, node, known.node)))
-            if known is None or follows or known.node is node:
+            if known is None or known.node is node or _follows(ctx, known, node):
                 out[key] = fact
     for node, routing in _ends(ctx, covered):
         known = out.get(routing)
         if known is None or (known.code == "not-combined" and ctx.position[known.node] < ctx.position[node]):
             out[routing] = Lost("not-combined", node)
-    return sorted(out.values(), key=lambda lost: ctx.position[lost.node])
+    told = [lost for key, lost in out.items() if _of_experts(ctx, key, lost)]
+    return sorted(told, key=lambda lost: ctx.position[lost.node])
+
+
+def _of_experts(ctx: Context, key: Any, lost: Lost) -> bool:
+    """Whether what was lost belongs to experts: rows that a choice decided about, and weights of their own for some of them."""
+    if not isinstance(key, Routing):
+        # Members of an ensemble are computed like experts, and nothing decides between them.
+        return lost.code not in _BY_ROWS or decided(ctx, lost.node)
+    if lost.code in _BY_ROWS and of_tokens(ctx, key.node):
+        return False
+    rows = [f for f in ctx.facts.values() if isinstance(f, Rows) and f.domain.routing is key and has_linear(f.expr)]
+    own: dict[Any, set[Node]] = defaultdict(set)
+    for fact in rows:
+        leaves = weight_leaves(fact.expr)
+        if any(leaf.stacked or leaf.parts for leaf in leaves) or isinstance(fact.domain.expert, RowNumber) or fact.domain.expert is None:
+            return True
+        own[fact.domain.expert] |= {leaf.source for leaf in leaves}
+    if not rows:
+        return not _one_weight(ctx, key.node)
+    return len(own) < 2 or len(set(map(frozenset, own.values()))) > 1
+
+
+def _one_weight(ctx: Context, ids: Node) -> bool:
+    """Whether the first products behind some ids have one and the same weight, several times: a layer for all groups, not one for each."""
+    seen, stack, reads = {ids}, [ids], list[Node]()
+    while stack and len(seen) < _FAR:
+        for user in stack.pop().users:
+            if user in seen or ctx.calls.get(user) is None:
+                continue
+            seen.add(user)
+            weights = weights_of(ctx, user)
+            reads += weights
+            stack += [] if weights else [user]
+    return len(reads) > 1 and len(set(reads)) == 1 and tensor(reads[0]).dim() == 2  # type: ignore[union-attr]
+
+
+def _follows(ctx: Context, known: Lost, node: Node) -> bool:
+    """Whether a refusal is what comes of an earlier loss."""
+    if ctx.position[known.node] <= ctx.position[node]:
+        return False
+    return known.code in _CONSEQUENCES or (known.code == "sum-changed" and _leads_to(ctx, node, known.node))
 
 
 def _leads_to(ctx: Context, node: Node, later: Node) -> bool:
@@ -50,7 +96,8 @@ def _leads_to(ctx: Context, node: Node, later: Node) -> bool:
     reached = {node}
     behind = sorted((n for n in ctx.calls if ctx.position[node] < ctx.position[n] <= ctx.position[later]), key=ctx.position.__getitem__)
     for n in behind:
-        target = ctx.calls[n].targets if ctx.calls[n] is not None else ()
+        call = ctx.calls[n]
+        target = call.targets if call is not None else ()
         if any(i in reached for i in n.all_input_nodes if i not in target):
             reached.add(n)
     return later in reached

@@ -25,6 +25,8 @@ _MULTIPLIES = PRODUCTS | frozenset("conv1d conv2d conv3d mul scaled_mm _scaled_m
 _SELECTS = Mask | Table | Index | IndexMatrix | Sorted | Counts | Hit | Rows | Weight
 _FEWEST = 3
 """So many equal weights beside as many scores; of two, one may be anything."""
+_FAR = 64
+"""So many operations are looked at on the way from scores to the weights that they come from."""
 
 
 @dataclass
@@ -53,13 +55,25 @@ def choices(ctx: Context) -> set[Node]:
     return set(_flow(ctx).chosen)
 
 
-def _flow(ctx: Context) -> _Flow:
+def decided(ctx: Context, node: Node) -> bool:
+    """Whether a value depends on what was chosen by scores of experts, or meets something that does."""
+    return _meeting(ctx, _flow(ctx, of_experts=True), node) is not None
+
+
+def of_tokens(ctx: Context, ids: Node) -> bool:
+    """Whether ids are of the best tokens, and not of the best experts."""
+    flow = _flow(ctx)
+    first = flow.chosen.get(ids)
+    return first is not None and not _of_weights(ctx, first, flow.sizes[first])
+
+
+def _flow(ctx: Context, *, of_experts: bool = False) -> _Flow:
     flow = _Flow()
     for node, call in ctx.calls.items():
         if call is None or call.name in METADATA:
             continue
         size = _choices(ctx, node)
-        if size is not None:
+        if size is not None and (not of_experts or _of_weights(ctx, node, size)):
             flow.sizes[node] = size
             flow.chosen[node] = node
             continue
@@ -82,7 +96,23 @@ def _choices(ctx: Context, node: Node) -> int | None:
     return size if isinstance(size, int) and size > 1 else None
 
 
-def _weights(ctx: Context, node: Node) -> list[Node]:
+def _of_weights(ctx: Context, choice: Node, size: int) -> bool:
+    """Whether the weights that the scores of a choice come from, if any are seen, have as many rows or columns.
+
+    Else the best of some tokens are chosen, and not of some experts.
+    """
+    seen, stack, shapes = {choice}, [choice], []
+    while stack and len(seen) < _FAR:
+        node = stack.pop()
+        weights = weights_of(ctx, node) if ctx.calls.get(node) is not None else []
+        shapes += [shape_of(tensor(weight)) for weight in weights]  # type: ignore[arg-type]
+        behind = [n for n in node.all_input_nodes if n not in seen] if not weights else []
+        seen.update(behind)
+        stack += behind
+    return not shapes or any(size in shape for shape in shapes)
+
+
+def weights_of(ctx: Context, node: Node) -> list[Node]:
     """The model's own tensors that an operation reads, through views."""
     roots = dict.fromkeys(ctx.storage[n] for n in node.all_input_nodes)
     return [r for r in roots if r.op in ("placeholder", "get_attr") and _held(r)]
@@ -97,39 +127,53 @@ def _held(root: Node) -> bool:
 def _weights_like_scores(ctx: Context, flow: _Flow) -> tuple[Node, int] | None:
     """(what reads the first of them, how many) of weights, stacked or one by one, of which there are as many as scores."""
     apart: dict[tuple[object, ...], dict[Node, Node]] = defaultdict(dict)
-    counts = set(flow.sizes.values())
+    counts = {size for node, size in flow.sizes.items() if _of_weights(ctx, node, size)}
     for node, call in ctx.calls.items():
         if call is None or call.name in METADATA:
             continue
-        for weight in _weights(ctx, node):
+        for weight in weights_of(ctx, node):
             shape = shape_of(tensor(weight))  # type: ignore[arg-type]
-            if len(shape) >= 3 and shape[0] in counts and "conv" not in call.name:
-                return node, int(shape[0])
+            if len(shape) >= 3 and shape[0] in counts and "conv" not in call.name and (met := _meeting(ctx, flow, node)) is not None:
+                return (node if node in flow.chosen else met), int(shape[0])
             if call.name in _MULTIPLIES and call.name != "mul":
                 apart[shape].setdefault(weight, node)
     for readers in apart.values():
         count = next((c for c in sorted(counts) if c >= _FEWEST and len(readers) >= c and len(readers) % c == 0), None)
-        meets = count is not None and any(_meets(ctx, flow, node) for node in readers.values())
-        if count is not None and meets:
-            return next(iter(readers.values())), count
+        meetings = (_meeting(ctx, flow, node) for node in readers.values()) if count is not None else ()
+        met = next((node for node in meetings if node is not None), None)
+        if count is not None and met is not None:
+            return met, count
     return None
 
 
-def _meets(ctx: Context, flow: _Flow, product: Node) -> bool:
-    """Whether a product, or what is computed from it before anything is chosen by that, meets something that was chosen."""
+def _meeting(ctx: Context, flow: _Flow, product: Node) -> Node | None:
+    """Where a product, or what is computed from it before anything is chosen by that, meets something that was chosen."""
     if product in flow.chosen:
-        return True
+        return _taken_at(ctx, flow, product)
     seen, stack = {product}, list(product.users)
     while stack:
         node = stack.pop()
         if node in flow.sizes or ctx.calls.get(node) is None:
             continue
         if any(n in flow.chosen and n not in seen for n in node.all_input_nodes):
-            return True
+            return node
         if node not in seen and len(seen) < 64:
             seen.add(node)
             stack.extend(node.users)
-    return False
+    return None
+
+
+def _taken_at(ctx: Context, flow: _Flow, product: Node) -> Node:
+    """Where what a product reads was taken by a choice: the last operation before it that reads something else, too."""
+    node = product
+    while node not in flow.sizes:
+        weights = set(weights_of(ctx, node))
+        if any(ctx.calls.get(n) is not None and n not in flow.chosen for n in node.all_input_nodes if ctx.storage[n] not in weights):
+            return node
+        if node is not product and any(n.op == "placeholder" and ctx.storage[n] not in weights for n in node.all_input_nodes):
+            return node
+        node = next(n for n in node.all_input_nodes if n in flow.chosen)
+    return product
 
 
 def _gathered_weights(ctx: Context, flow: _Flow) -> tuple[Node, int] | None:
@@ -138,12 +182,12 @@ def _gathered_weights(ctx: Context, flow: _Flow) -> tuple[Node, int] | None:
     for node, call in ctx.calls.items():
         if call is None:
             continue
-        taken = call.name in _TAKES and bool(_weights(ctx, node)) and any(n in flow.chosen for n in node.all_input_nodes)
+        taken = call.name in _TAKES and bool(weights_of(ctx, node)) and any(n in flow.chosen for n in node.all_input_nodes)
         source = node if taken else next((gathered[n] for n in node.all_input_nodes if n in gathered), None)
         if source is None:
             continue
         if not taken and call.name in _MULTIPLIES and call.name != "mul":
-            if not _weights(ctx, node):
+            if not weights_of(ctx, node):
                 return node, flow.sizes[flow.chosen[source]]
             continue
         value = tensor(node)
@@ -160,7 +204,7 @@ def _rows_taken_and_put_back(ctx: Context, flow: _Flow) -> tuple[Node, int] | No
             continue
         inputs = node.all_input_nodes
         by_choice = any(n in flow.chosen and not _floats(n) for n in inputs[1:])
-        if call.name in _TAKES and by_choice and _floats(node) and not _weights(ctx, node):
+        if call.name in _TAKES and by_choice and _floats(node) and not weights_of(ctx, node):
             taken.setdefault(node, None)
             continue
         source = next((n for n in inputs if n in taken), None)
@@ -170,7 +214,7 @@ def _rows_taken_and_put_back(ctx: Context, flow: _Flow) -> tuple[Node, int] | No
             product = taken[source]
             assert product is not None
             return product, flow.sizes[flow.chosen[product]]
-        multiplied = call.name in _MULTIPLIES and bool(_weights(ctx, node))
+        multiplied = call.name in _MULTIPLIES and bool(weights_of(ctx, node))
         taken[node] = node if multiplied else taken[source]
     return None
 
@@ -199,4 +243,4 @@ def _told(ctx: Context, node: Node, count: int) -> Lost:
     return ctx.lost("not-recognised", node, op=call.name if call is not None else node.name, count=count)
 
 
-__all__ = ["choices", "unexplained"]
+__all__ = ["choices", "decided", "of_tokens", "unexplained", "weights_of"]

@@ -354,7 +354,7 @@ def test_one_log_line_per_graph(stub_driver: StubDriver, patches: list[dict[str,
     with caplog.at_level(logging.INFO, "moefuse"):
         compiled()(torch.randn(3, 6))
     assert [(record.name, record.getMessage()) for record in caplog.records if record.name.startswith("moefuse")] == [
-        ("moefuse.backend", "fused 2 of 2 MoE layers (layers.0.mlp)")
+        ("moefuse.backend", "fused 1 of 1 MoE layer (layers.0.mlp)")
     ]
 
 

@@ -125,7 +125,7 @@ def test_when_moefuse_fails_the_program_runs_as_without_it(where: str, monkeypat
     def bug(*_args: Any, **_kwargs: Any) -> Any:
         raise KeyError("a bug")
 
-    monkeypatch.setattr(driver, "interpret" if where == "driver" else "verify", bug)
+    monkeypatch.setattr(driver, "interpreted" if where == "driver" else "verify", bug)
     seen, model = Seen(), layer()
     compiled = torch.compile(model, backend=capturing(seen))
     for kind in loops.KINDS:

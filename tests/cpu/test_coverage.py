@@ -1,7 +1,8 @@
 """The canary of docs/coverage.md: what is fused in the installed transformers is what stands there.
 
 With a release that is recorded, every run looks at a few families, ``HYPOTHESIS_PROFILE=deep`` at all of them; with any other release
-every run looks at all of them, and compares with the newest recorded release of the same generation.
+every run looks at all of them, and compares with the newest recorded release of the same generation. An older release may lack a family, or
+have it in a form that does not run; that is skipped, and shown.
 """
 
 from __future__ import annotations
@@ -48,6 +49,9 @@ def recorded() -> dict[str, Any]:
 
 KNOWN = recorded()["transformers"] == VERSION
 EVERY = THOROUGH or not KNOWN
+OLDER = TorchVersion(VERSION) < TorchVersion(recorded()["transformers"])
+BREAKS_BEFORE = {"switch_transformers": "5.23", "nllb_moe": "5.23"}
+"""Models whose forward moved modules (``.to()``) in older releases: Dynamo breaks the graph there, moefuse or not."""
 
 
 def cases() -> list[Any]:
@@ -79,6 +83,12 @@ def difference(old: dict[str, Any], new: dict[str, Any] | None, version: str) ->
 @pytest.mark.parametrize("old", cases())
 def test_as_many_layers_as_recorded(coverage: ModuleType, old: dict[str, Any]) -> None:
     new = coverage.row(old["family"], old["implementation"], old["mode"])
+    if OLDER and (new is None or "fused" not in new):
+        pytest.skip(f"not in transformers {VERSION}, or not in a form that runs")
+    if TorchVersion(VERSION) < TorchVersion(BREAKS_BEFORE.get(old["family"], "0")):
+        assert new["fused"] <= old["fused"]
+        assert new["output"] < 1e-4
+        return
     assert difference(old, new, recorded()["transformers"]) is None, difference(old, new, recorded()["transformers"])
     assert new["output"] < 1e-4
 

@@ -129,9 +129,8 @@ def test_a_break_behind_inductors_back_is_reported() -> None:
     first, second = in_fact(Balances(), T, T + 1)
     assert (len(report.fused), [skipped.code for skipped in report.skipped]) == first == (1, [])
     assert any("Dynamic shape operator" in reason for reason in report.graph_breaks), report
-    assert second == (0, ["tokens-differ"])
-    (note,) = report.notes
-    assert note.startswith(f"less is fused where inputs have another size than {T}: tokens-differ at "), note
+    assert second == (1, []), "behind the break, tokens and ids come with a size of their own each"
+    assert not [note for note in report.notes if note.startswith("less is fused")], report
 
 
 @pytest.mark.parametrize(("program", "guard"), [(Counts, "self.calls == "), (Remembers, "len(self.seen) == ")])

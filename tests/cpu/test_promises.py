@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.cpu.capture_case import Seen, capturing
+from tests.cpu.capture_case import Seen, at_most_three, capturing, equal
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -150,3 +150,84 @@ def test_pieces_of_any_routing_are_fused() -> None:
     with torch.no_grad():
         torch.testing.assert_close(torch.compile(model, backend=capturing(seen))(x), model(x))
     assert len(seen.report.fused) == 1, seen.report
+
+
+class Totals(nn.Module):
+    """Tokens are counted over the loop, and what came of it is asked once, at its end."""
+
+    def __init__(self, ask: Callable[[int, int], None], experts: int = E) -> None:
+        super().__init__()
+        self.ask, self.experts = ask, experts
+        self.up, self.down = nn.Parameter(torch.randn(experts, I, H)), nn.Parameter(torch.randn(experts, H, I))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = x[:, :E].softmax(-1).topk(1, -1)
+        out, total = torch.zeros_like(x), 0
+        for e in range(self.experts):
+            rows, slot = torch.where(ids == e)
+            total += rows.numel()
+            out.index_add_(0, rows, (x[rows] @ self.up[e].t()).relu() @ self.down[e].t() * weights[rows, slot, None])
+        self.ask(total, ids.numel())
+        return out
+
+
+TOTALS: dict[str, Callable[[int, int], None]] = {
+    "assert": equal,
+    "check": lambda total, slots: torch._check(total == slots),
+    "at least": lambda total, slots: torch._check(total >= slots),
+    "unequal": lambda total, slots: torch._check(total != slots - 2),
+    "a multiple": lambda total, slots: torch._check(2 * total >= 2 * slots),
+}
+
+
+@pytest.mark.parametrize("name", TOTALS)
+def test_tokens_that_got_lost_stop_the_program(name: str) -> None:
+    """Experts that the loop leaves out: with the first tokens none is lost, with the second two are."""
+    model = Totals(TOTALS[name], experts=E - 1)
+    compiled = torch.compile(model, backend=capturing(Seen()))
+    with torch.no_grad():
+        x = sent(3, 3, 3, 0)
+        torch.testing.assert_close(compiled(x), model(x))
+        x = sent(3, 3, 1, 2)
+        for run in (model, compiled):
+            with pytest.raises((AssertionError, RuntimeError)):
+                run(x)
+
+
+@pytest.mark.parametrize("name", TOTALS)
+def test_a_total_that_is_right_for_any_routing_is_fused(name: str) -> None:
+    """All experts' tokens are all tokens: nothing is left to ask at run time, and nothing to warn about."""
+    seen = Seen()
+    model = Totals(TOTALS[name])
+    x = sent(3, 3, 2, 1)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(model, backend=capturing(seen))(x), model(x))
+    assert (len(seen.report.fused), seen.report.skipped) == (1, []), seen.report
+
+
+class AsksOfFloats(Asks):
+    """As :class:`Asks`, of a load that is read as a float."""
+
+    def forward(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for e in range(E):
+            rows, slot = torch.where(ids == e)
+            self.ask((ids == e).float().sum().item())  # type: ignore[arg-type]
+            out.index_add_(0, rows, (x[rows] @ self.up[e].t()).relu() @ self.down[e].t() * weights[rows, slot, None])
+        return out
+
+
+@pytest.mark.parametrize(
+    "ask", [at_most_three, lambda n: torch._check(n <= 3), lambda n: torch._check(n < 4)], ids=["assert", "check", "less"]
+)
+def test_what_is_asserted_of_a_float_is_asserted(ask: Callable[[Tensor], None]) -> None:
+    """Of some bounds on a float that is read out of a tensor, torch writes nothing into the graph."""
+    model = AsksOfFloats(ask)
+    compiled = torch.compile(model, backend=capturing(Seen()))
+    with torch.no_grad():
+        given = routed(3, 3, 3, 0)
+        torch.testing.assert_close(compiled(*given), model(*given))
+        given = routed(4, 3, 2, 0)
+        for run in (model, compiled):
+            with pytest.raises((AssertionError, RuntimeError)):
+                run(*given)

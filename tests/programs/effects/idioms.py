@@ -107,6 +107,16 @@ PROMISES = (
 )  # fmt: skip
 """What a loop may say of an expert's number of rows, ``{n}``: some hold for every routing, some do not."""
 
+ADDED = ("total += {n}", "total = total + 1 * {n}", "if e != 2: total += {n}", "total += float({n})", "total += 2 * {n}")
+"""What a loop may add up, of all experts or of some."""
+
+TOTALS = (
+    "assert total == {rows}, 'lost'", "assert total >= {rows}", "assert total <= {rows}", "torch._check(total == {rows})",
+    "torch._check(total != {m})", "torch._check(total < {rows} + {m})", "assert total + 1 > {rows}",
+    "torch._assert(total == {rows}, 'lost')", "if total != {rows}: raise ValueError('lost')",
+)  # fmt: skip
+"""What it may say of that at its end."""
+
 COUNTED = {"rows": "tok.shape[0]", "hits": "tok.numel()", "masks": "int(mask.sum())", "sorted": "n"}
 """That number, by the spelling of the layer."""
 

@@ -259,14 +259,21 @@ def _draws(rng: random.Random, spelling: Spelling, n: int) -> Effect | None:
 
 
 def _promise(rng: random.Random, spelling: Spelling, n: int) -> Effect | None:
-    """Of an expert's number of rows, or of a tensor."""
+    """Of an expert's number of rows, of what the loop adds up of them, or of a tensor."""
     if spelling.body not in idioms.COUNTED or rng.random() < 0.25:
         return Effect("promises", ((_place(rng, spelling, "ids"), rng.choice(idioms.ASSERTED)),))
     names = {"{n}": idioms.COUNTED[spelling.body], "{m}": str(rng.randint(3, 6)), "{rows}": "x.shape[0] * K"}
-    statement = rng.choice(idioms.PROMISES)
+    if rng.random() < 0.3:
+        added, asked = (_filled(rng.choice(choice), names) for choice in (idioms.ADDED, idioms.TOTALS))
+        return Effect("promises", (("routed", "total = 0"), ("inside", added), ("after", asked)))
+    statement = _filled(rng.choice(idioms.PROMISES), names)
+    return Effect("promises", (("inside", _guarded(rng, spelling, "inside", statement)),))
+
+
+def _filled(statement: str, names: dict[str, str]) -> str:
     for name, instead in names.items():
         statement = statement.replace(name, instead)
-    return Effect("promises", (("inside", _guarded(rng, spelling, "inside", statement)),))
+    return statement
 
 
 def _later(rng: random.Random, spelling: Spelling, n: int) -> Effect | None:

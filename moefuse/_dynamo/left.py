@@ -1,0 +1,109 @@
+"""Frames that Dynamo leaves to eager, for the modules that they were traced with, and not for all others that run the same code.
+
+Dynamo marks the *code* of a frame that it gives up on, and never looks at it again: neither for another layer of the same class, nor in
+another mode, nor in another model that is compiled later. What was compiled of that code before goes unused as well. That suits a break of
+the graph that is in the code. Where capture gives up it is one layer's doing (an excluded layer, a hook on one expert), and so such a frame
+is left for the modules that were in it, as they are and in the mode it was called in. What is remembered goes with what Dynamo knows of
+the code, in ``torch.compiler.reset()``.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import types
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+_KEY = "moefuse_left"
+LIMIT = 1024
+"""Modules in modes for which one code is left; from there on it is left as Dynamo leaves it."""
+
+_Remembered = dict[tuple[Any, ...], tuple["weakref.ref[Any]", ...]]
+
+_attempt: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar("moefuse_attempt", default=None)
+_ours: weakref.WeakSet[types.CodeType] = weakref.WeakSet()
+
+
+def attempted(observer: Any) -> None:
+    """A frame of ours is being traced, once more perhaps."""
+    attempts = _attempt.get()
+    if attempts is not None:
+        attempts.append(observer)
+
+
+def convert(original: Callable[[], Any], frame: Any, frame_state: dict[str, Any], owner: object) -> Any:
+    """What Dynamo makes of a frame, where ``original`` asks it; ``owner`` stands for the compiled program that the frame belongs to."""
+    code = frame.f_code
+    known: _Remembered | None = frame_state.get(_KEY)
+    if known is not None and _left(known, _key(owner, modules(frame.f_locals))):
+        return _nothing()
+    attempts: list[Any] = []
+    token = _attempt.set(attempts)
+    try:
+        result = original()
+    finally:
+        _attempt.reset(token)
+    if attempts:
+        _ours.add(code)
+    if code in _ours and _is_left(result) and (not attempts or attempts[-1].gave_up):
+        _remember(result, frame_state, owner, modules(frame.f_locals))
+    return result
+
+
+def _remember(result: Any, frame_state: dict[str, Any], owner: object, found: list[nn.Module]) -> None:
+    known: _Remembered = frame_state.setdefault(_KEY, {})
+    if found and len(known) < LIMIT:
+        known[_key(owner, found)] = tuple(weakref.ref(item) for item in (owner, *found))
+        result.apply_to_code = False
+
+
+def modules(f_locals: Any) -> list[nn.Module]:
+    """The modules that a frame was called with."""
+    return [value for value in f_locals.values() if isinstance(value, nn.Module)]
+
+
+def _key(owner: object, found: list[nn.Module]) -> tuple[Any, ...]:
+    return (id(owner), torch.is_grad_enabled(), *((id(module), module.training) for module in found))
+
+
+def _left(known: _Remembered, key: tuple[Any, ...]) -> bool:
+    """Whether a frame is left; a module that has gone can have left its identity to another."""
+    return key in known and all(item() is not None for item in known[key])
+
+
+def _nothing() -> Any:
+    from torch._dynamo.types import ConvertFrameReturn
+
+    return ConvertFrameReturn(apply_to_code=False)
+
+
+def _is_left(result: Any) -> bool:
+    """Whether Dynamo runs the frame in eager from now on, and those that it calls as ever."""
+    from torch._C._dynamo.eval_frame import _FrameAction as FrameAction
+
+    strategy = result.frame_exec_strategy
+    return result.guarded_code is None and (strategy.cur_action, strategy.recursive_action) == (FrameAction.SKIP, FrameAction.DEFAULT)
+
+
+def look_again(codes: Iterable[types.CodeType]) -> None:
+    """These codes are about to be compiled by us: no compilation of another program, before or after, may stand in the way."""
+    from torch._C._dynamo.eval_frame import _FrameAction as FrameAction
+    from torch._C._dynamo.eval_frame import _FrameExecStrategy as FrameExecStrategy
+    from torch._C._dynamo.eval_frame import set_code_exec_strategy
+
+    for code in codes:
+        if left_by_another(code):
+            set_code_exec_strategy(code, FrameExecStrategy(FrameAction.DEFAULT, FrameAction.DEFAULT))
+        _ours.add(code)
+
+
+def left_by_another(code: types.CodeType) -> bool:
+    """Whether Dynamo has seen a code, has compiled nothing of it, and no frame of ours was among those that it saw."""
+    from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
+    from torch._dynamo.convert_frame import input_codes
+
+    return code not in _ours and code in input_codes and not _debug_get_cache_entry_list(code)

@@ -1,0 +1,170 @@
+"""What is a layer in the report: a module of what was compiled, however often it runs, and whatever stood in the way at first."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import moefuse
+from moefuse import pipeline
+from tests.cpu.test_left_frames import Helped, K, Layer, X, mixed
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+
+@pytest.fixture(autouse=True)
+def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A warning is given once in a process."""
+    monkeypatch.setattr(pipeline, "_warned", set())
+
+
+class Around(nn.Module):
+    def __init__(self, kind: type[nn.Module]) -> None:
+        super().__init__()
+        self.mlp = kind()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.mlp(x + 1)
+        return out
+
+
+class Changed(Layer):
+    """What the experts read is changed behind them. Where the graph breaks in the function, that is elsewhere."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        doubled = x * 2
+        out = mixed(doubled, *self.router(doubled).softmax(-1).topk(K), self.experts)
+        doubled.mul_(3)
+        return out + doubled
+
+
+class ChangedHere(Layer):
+    """The same, and the loop is here as well: it stays refused."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        doubled = x * 2
+        weights, ids = self.router(doubled).softmax(-1).topk(K)
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            token, slot = torch.where(ids == e)
+            out.index_add_(0, token, expert(doubled[token]) * weights[token, slot, None])
+        doubled.mul_(3)
+        return out + doubled
+
+
+class Noisy(Layer):
+    """Random numbers inside of the experts where there are gradients."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.router(x).softmax(-1).topk(K)
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            token, slot = torch.where(ids == e)
+            rows = expert(x[token])
+            if torch.is_grad_enabled():
+                rows = rows + torch.randn_like(rows)
+            out.index_add_(0, token, rows * weights[token, slot, None])
+        return out
+
+
+class Twice(Around):
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.mlp(self.mlp(x))
+        return out
+
+
+class Broken(Helped):
+    """The graph breaks between the router and the experts."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.router(x).softmax(-1).topk(K)
+        torch._dynamo.graph_break()
+        return mixed(x, weights, ids, self.experts)
+
+
+def report_of(model: nn.Module, *calls: tuple[Tensor, bool], **options: Any) -> moefuse.FusionReport:
+    compiled = torch.compile(model, backend="moefuse", options=options)
+    for x, grad in calls:
+        with torch.set_grad_enabled(grad):
+            compiled(x)
+    report = moefuse.last_report()
+    assert report is not None
+    return report
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == "moefuse.backend" and record.levelno >= logging.WARNING]
+
+
+def test_one_layer_in_two_calls_of_one_graph() -> None:
+    report = report_of(Twice(Layer), (X, False), expect=1)
+    assert (len(report.fused), report.layers) == (2, (1, 1))
+
+
+def test_two_calls_are_not_two_layers() -> None:
+    with pytest.raises(moefuse.FusionError, match=r"options\['expect'\] is 2, and 1 layers were fused"):
+        report_of(Twice(Layer), (X, False), expect=2)
+
+
+def test_one_layer_in_many_calls() -> None:
+    """Numbers of tokens, with gradients and without."""
+    report = report_of(Around(Layer), (X, False), (X[:3], False), (X[:5], True), (X[:1], True), (X, True), expect=1)
+    assert (len(report.fused), report.layers) == (1, (1, 1))
+
+
+@pytest.mark.parametrize("around", [False, True])
+@pytest.mark.parametrize("first", [False, True])
+def test_a_layer_that_is_fused_in_one_mode_only(around: bool, first: bool) -> None:
+    """One layer; the report says both."""
+    model = Around(Noisy) if around else Noisy()
+    report = report_of(model, (X, first), (X, not first), expect=1) if not first else report_of(model, (X, first), (X, not first))
+    assert report.layers == (1, 1)
+    assert ([f.module for f in report.fused], [s.code for s in report.skipped]) == (["mlp" if around else ""], ["random"])
+
+
+def test_two_layers_of_which_one_is_refused_in_training() -> None:
+    model = nn.Sequential(Layer(), Noisy())
+    report = report_of(model, (X, False), (X, True), expect=2)
+    assert report.layers == (2, 2)
+    assert [s.module for s in report.skipped] == ["1"]
+
+
+def test_the_root_is_one_layer_behind_a_break() -> None:
+    """The frame behind the break has a list of experts, which is no layer of its own."""
+    report = report_of(Broken(), (X, False), (X, True), expect=1)
+    assert ([f.module for f in report.fused], report.skipped) == ([""], [])
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_no_word_about_a_layer_that_is_fused_after_all(strict: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """The graph that was refused is given up; the function's own graph has the experts, and nothing is changed in it."""
+    report = report_of(Around(Changed), (X, True), strict=strict, expect=1)
+    assert (report.layers, report.skipped, warnings(caplog)) == ((1, 1), [], [])
+
+
+def test_a_layer_that_stays_refused_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    report = report_of(Around(ChangedHere), (X, True))
+    assert (report.layers, [s.code for s in report.skipped]) == ((0, 1), ["mutation"])
+    assert len(warnings(caplog)) == 1
+
+
+def test_a_layer_that_stays_refused_is_an_error_under_strict() -> None:
+    with pytest.raises(moefuse.FusionError, match="mutation"):
+        report_of(Around(ChangedHere), (X, True), strict=True)
+
+
+def test_a_refusal_in_training_outlives_a_fused_layer_in_inference(caplog: pytest.LogCaptureFixture) -> None:
+    """The same lines are fused without gradients, which says nothing about the graph with them."""
+    report = report_of(Around(ChangedHere), (X, False), (X, True))
+    assert report.layers == (1, 1)
+    assert ([s.code for s in report.skipped], len(warnings(caplog))) == (["mutation"], 1)
+
+
+def test_a_limit_of_a_graph_that_was_given_up() -> None:
+    """Each layer has a graph of its own then, and each graph its limit."""
+    report = report_of(nn.Sequential(Layer(), Layer()), (X, False), max_rewrites=1)
+    assert (report.layers, report.skipped) == ((2, 2), [])
