@@ -270,13 +270,13 @@ def publish(report: FusionReport, options: Options) -> None:
     call, owner = _torch_private.running_call(), _torch_private.torch_compile_call()
     waiting = [s for s in left if s.given_up and _may_wait(s)] if call is not None and owner is not None else []
     for skipped in waiting:
-        call.at_end(f"moefuse: {skipped}", functools.partial(_publish_left, skipped, owner, options))  # type: ignore[union-attr]
+        call.at_end(f"moefuse: {skipped}", functools.partial(_publish_left, skipped, owner, options, _models()))  # type: ignore[union-attr]
     left = [skipped for skipped in left if skipped not in waiting]
     if left and options.strict:
         raise FusionError(str(report))
     for skipped in left:
         if skipped.code != "internal-error":  # logged with its traceback
-            _warn_once(skipped)
+            _warn_once(skipped, _models())
 
 
 def _may_wait(skipped: Skipped) -> bool:
@@ -284,14 +284,14 @@ def _may_wait(skipped: Skipped) -> bool:
     return bool(skipped.combine) and skipped.code not in USER_DECIDED
 
 
-def _publish_left(skipped: Skipped, owner: object, options: Options) -> None:
+def _publish_left(skipped: Skipped, owner: object, options: Options, models: tuple[str, ...]) -> None:
     """Say at the end of a call what was refused in a graph that was given up, unless it was fused in another one."""
     report = history.report_of(owner)
     if report is not None and skipped not in report.skipped:
         return
     if options.strict:
         raise FusionError(str(report or FusionReport(skipped=[skipped])))
-    _warn_once(skipped)
+    _warn_once(skipped, models)
 
 
 class Saved(NamedTuple):
@@ -357,10 +357,14 @@ def _log_line(report: FusionReport) -> str:
     return f"{report.summary} ({modules})" if modules else report.summary
 
 
-def _warn_once(skipped: Skipped) -> None:
-    # Models of two kinds may share the line, in a helper function, and the reader of one warning would not think of the other model.
+def _models() -> tuple[str, ...]:
+    """The classes of the models that are compiled."""
     traced = _torch_private.traced()
-    models = () if traced is None else tuple(sorted(type(root).__qualname__ for root in roots_of(traced).values()))
+    return () if traced is None else tuple(sorted(type(root).__qualname__ for root in roots_of(traced).values()))
+
+
+def _warn_once(skipped: Skipped, models: tuple[str, ...]) -> None:
+    # Models of two kinds may share the line, in a helper function, and the reader of one warning would not think of the other model.
     key = (skipped.code, skipped.message, skipped.location, *models)
     with _warned_lock:
         if key in _warned:
