@@ -213,7 +213,7 @@ CASES: dict[str, Case] = {
     "not-recognised": Case(
         NotRecognised,
         "the best of 4 scores are chosen, as experts are, and what follows is none of the ways to run experts that moefuse reads: "
-        "it cannot follow `addcmul`",
+        "it cannot follow `lerp`",
     ),
     "nothing-found": Case(
         NothingFound,

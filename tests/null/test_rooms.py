@@ -25,6 +25,7 @@ LATE = {
     "api": "moefuse.warmup alone needs the tuner",
     "backend": "loaded with the first graph: Dynamo imports every backend that is registered",
     "cache": "the key alone needs what was measured",
+    "capture.dummies": "a pass of experts without tokens alone asks the passes",
     "capture.frame": "a refusal alone asks the passes",
     "config": "options are read before torch is",
     "passes.lower.workspace_size": "Triton is not there on every machine",

@@ -275,7 +275,7 @@ class TokensDiffer(Layer):
 
 
 class NotRecognised(Layer):
-    """The shares of experts are added by an operation that takes three tensors."""
+    """Each expert moves the result towards its own by its gate."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -286,7 +286,7 @@ class NotRecognised(Layer):
         out = torch.zeros_like(x)
         for e, expert in enumerate(self.experts):
             gate = (weights * (ids == e)).sum(-1, keepdim=True)
-            out = torch.addcmul(out, expert(x), gate)  # at: not-recognised
+            out = torch.lerp(out, expert(x), gate)  # at: not-recognised
         return out
 
 
