@@ -29,6 +29,7 @@ CODES: dict[str, str] = {
     "and here a call may have fewer slots than experts",
     "quantised": "expert weights are packed in a way that moefuse does not read: {detail}",
     "sharded": "the experts are spread over processes: {detail}",
+    "experts-gathered": "the weights of these sharded experts are gathered from all ranks in every call: {detail}",
     "dtype-unsupported": "dtype {dtype} is not supported by the fused op ({detail})",
     "device-unsupported": "the fused op does not run on {device}: {detail}",
     "not-captured": "{what} depends on data, and {detail}; the graph breaks here as it would without moefuse",
@@ -89,3 +90,15 @@ class FusionError(RuntimeError):
 
 class OptionError(ValueError):
     """A wrong option name or value; the text lists the legal ones."""
+
+
+class ParallelError(ValueError):
+    """``moefuse.parallelize`` cannot do what it was asked for; nothing has been changed. The text names the module and the remedy."""
+
+
+class PeerError(RuntimeError):
+    """Another rank has failed, has left, or does something else. The text names the layer."""
+
+
+class TooManyTokens(PeerError):  # noqa: N818  (what happened, as in the documentation)
+    """A rank has more tokens than ``max_tokens`` promised."""

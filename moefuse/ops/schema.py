@@ -36,6 +36,13 @@ SCHEMAS: tuple[str, ...] = (
     "router_logits(Tensor x, Tensor w, Tensor? bias, ScalarType out_dtype) -> Tensor",
     "route(Tensor logits, Tensor? bias, int k, str score, int groups, int kept, int best, bool lowest, bool by_choice, str weight, "
     "bool renormalise, float eps, float least, float scale, ScalarType out_dtype) -> (Tensor weights, Tensor ids)",
+    "gathered(Tensor local, Tensor place, int slots, str terms) -> Tensor",
+    "gathered_backward(Tensor grad, Tensor place, int slots, SymInt held, str terms) -> Tensor",
+    "ep_local_ids(Tensor ids, Tensor place, int slots, str terms) -> Tensor",
+    "ep_dispatch(Tensor[] rows, Tensor ids, Tensor place, int slots, str terms, str layer) -> Tensor[]",
+    "ep_combine(Tensor y, SymInt tokens, str terms, str layer) -> Tensor",
+    "ep_send(Tensor[] rows, SymInt arrivals, float scale, str terms, str layer) -> Tensor[]",
+    "ep_give_back(Tensor[] rows, SymInt tokens, float scale, str terms, str layer) -> Tensor[]",
     "combine_backward(Tensor grad, Tensor ys, Tensor? weights, Tensor order, Tensor offsets, SymInt top_k, bool[] needs) -> Tensor[]",
 )
 

@@ -1,0 +1,208 @@
+"""Experts on several ranks as operations: weights that are gathered, or tokens that travel. Fakes, registration, gradients.
+
+    W [E, ...] = gathered(local [<=L, ...], place [E], L, terms)          what a sharded weight means: all of it
+    *rows, ids = ep_dispatch([x [T, H], weights [T, K], ..], ids [T, K], place, L, terms, layer)
+    y [R, N]   = experts(rows[0], ids, rows[1], local weights, ..)         every rank's tokens, this rank's experts
+    out [T, N] = ep_combine(y, T, terms, layer)
+
+P ranks with at most L experts each; ``place[e]`` is ``rank * L + local`` of expert e. R rows arrive: those of all ranks, padded to equal
+counts, with id -1 for experts of other ranks, for ids outside [0, E), and for padding, so that nothing is computed or read for them.
+``ep_combine`` adds what the ranks computed for a token, in the order of ranks. Both sides compute the same function:
+
+    ep_combine(experts(ep_dispatch(x, ids, w), local)) == experts(x, ids, w, gathered(local))
+
+Gradients: dispatch and combine are adjoint, so backward of one is the other. On their way to the experts gradients are scaled
+(``Terms.scale``), for an expert sees the tokens of all ranks, where data parallelism takes the mean over ranks; on their way back that is
+taken out again. ``terms`` is the text of :class:`moefuse.runtime.groups.Terms`; ``layer`` names the layer in errors.
+
+All of them communicate, on every rank of the mesh, whatever it has; fakes do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moefuse.ops.autograd import below_autograd, ops, wants_grad
+from moefuse.ops.schema import implement
+from moefuse.runtime import transports
+from moefuse.runtime.groups import Terms
+from moefuse.runtime.transports.base import most_tokens, peers
+from moefuse.runtime.transports.weights import all_rows, own_rows
+
+TWICE = "expert-parallel ops can be differentiated once, not twice"
+
+
+# -- weights
+
+
+def _gathered(local: Tensor, place: Tensor, slots: int, terms: str) -> Tensor:
+    known = Terms.parse(terms)
+    with peers(known, "gathering the weights of experts"):
+        return all_rows(known.group, local, place, slots)
+
+
+def _gathered_fake(local: Tensor, place: Tensor, slots: int, terms: str) -> Tensor:
+    return local.new_empty((place.shape[0], *local.shape[1:]))
+
+
+def _gathered_backward(grad: Tensor, place: Tensor, slots: int, held: int, terms: str) -> Tensor:
+    known = Terms.parse(terms)
+    with peers(known, "reducing the gradients of experts"):
+        return own_rows(known.group, grad, place, slots, held).mul_(known.scale_gathered())
+
+
+def _gathered_backward_fake(grad: Tensor, place: Tensor, slots: int, held: int, terms: str) -> Tensor:
+    return grad.new_empty((held, *grad.shape[1:]))
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, place: Tensor, slots: int, terms: str) -> Tensor:
+        ctx.slots, ctx.terms, ctx.held = slots, terms, local.shape[0]
+        ctx.save_for_backward(place)
+        with below_autograd():
+            return ops.gathered.default(local, place, slots, terms)  # type: ignore[no-any-return]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        (place,) = ctx.saved_tensors
+        return ops.gathered_backward.default(grad.contiguous(), place, ctx.slots, ctx.held, ctx.terms), None, None, None
+
+
+def gathered(local: Tensor, place: Tensor, slots: int, terms: str) -> Tensor:
+    """Autograd entry of ``moefuse::gathered``."""
+    if wants_grad((local,)):
+        return _Gathered.apply(local, place, slots, terms)  # type: ignore[no-any-return,no-untyped-call]
+    with below_autograd():
+        return ops.gathered.default(local, place, slots, terms)  # type: ignore[no-any-return]
+
+
+# -- tokens
+
+
+def _local_ids(ids: Tensor, place: Tensor, slots: int, terms: str) -> Tensor:
+    """[T, K]: the number of each expert among those of this rank, -1 for one that it does not have."""
+    if not place.shape[0]:
+        return torch.full_like(ids, -1)
+    wide = ids.long()
+    local = place[wide.clamp(0, place.shape[0] - 1)].long() - Terms.parse(terms).group.rank * slots
+    here = (wide >= 0) & (wide < place.shape[0]) & (local >= 0) & (local < slots)
+    return torch.where(here, local, -1).to(torch.promote_types(ids.dtype, torch.int32))
+
+
+def _local_ids_fake(ids: Tensor, place: Tensor, slots: int, terms: str) -> Tensor:
+    return ids.new_empty(ids.shape, dtype=torch.promote_types(ids.dtype, torch.int32))
+
+
+def _dispatch(rows: Sequence[Tensor], ids: Tensor, place: Tensor, slots: int, terms: str, layer: str) -> list[Tensor]:
+    known = Terms.parse(terms)
+    how = transports.transport(known)
+    with peers(known, layer):
+        most = most_tokens(known, ids.shape[0])
+        *rows, every = how.send(known.group, [*rows, ids], [*([0] * len(rows)), -1], most)
+    return [*rows, _local_ids(every, place, slots, terms)]
+
+
+def _dispatch_fake(rows: Sequence[Tensor], ids: Tensor, place: Tensor, slots: int, terms: str, layer: str) -> list[Tensor]:
+    known = Terms.parse(terms)
+    arrivals = transports.transport(known).arrivals(known, ids.shape[0])
+    if isinstance(arrivals, int) and arrivals < 0:
+        arrivals = torch.library.get_ctx().new_dynamic_size(min=0)
+    ids_dtype = torch.promote_types(ids.dtype, torch.int32)
+    return [*(r.new_empty((arrivals, *r.shape[1:])) for r in rows), ids.new_empty((arrivals, *ids.shape[1:]), dtype=ids_dtype)]
+
+
+def _send(rows: Sequence[Tensor], arrivals: int, scale: float, terms: str, layer: str) -> list[Tensor]:
+    """[T, F] each to [arrivals, F], scaled."""
+    known = Terms.parse(terms)
+    scaled = rows if scale == 1 else [r * scale for r in rows]
+    with peers(known, layer):
+        return transports.transport(known).send(known.group, scaled, [0] * len(rows), arrivals // known.group.size)
+
+
+def _send_fake(rows: Sequence[Tensor], arrivals: int, scale: float, terms: str, layer: str) -> list[Tensor]:
+    return [r.new_empty((arrivals, *r.shape[1:])) for r in rows]
+
+
+def _give_back(rows: Sequence[Tensor], tokens: int, scale: float, terms: str, layer: str) -> list[Tensor]:
+    """[R, F] each to [tokens, F], scaled."""
+    known = Terms.parse(terms)
+    with peers(known, layer):
+        out = transports.transport(known).give_back(known.group, rows, tokens)
+    return out if scale == 1 else [o.mul_(scale) for o in out]
+
+
+def _give_back_fake(rows: Sequence[Tensor], tokens: int, scale: float, terms: str, layer: str) -> list[Tensor]:
+    return [r.new_empty((tokens, *r.shape[1:])) for r in rows]
+
+
+def _combine(y: Tensor, tokens: int, terms: str, layer: str) -> Tensor:
+    return _give_back([y], tokens, 1.0, terms, layer)[0]
+
+
+def _combine_fake(y: Tensor, tokens: int, terms: str, layer: str) -> Tensor:
+    return y.new_empty((tokens, *y.shape[1:]))
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, place: Tensor, slots: int, terms: str, layer: str, *rows: Tensor) -> tuple[Tensor, ...]:
+        with below_autograd():
+            out = ops.ep_dispatch.default(rows, ids, place, slots, terms, layer)
+        ctx.tokens, ctx.terms, ctx.layer = ids.shape[0], terms, layer
+        ctx.mark_non_differentiable(out[-1])
+        ctx.set_materialize_grads(True)
+        return tuple(out)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        need = ctx.needs_input_grad[5:]
+        wanted = [g.contiguous() for g, wants in zip(grads[:-1], need, strict=True) if wants]
+        found = iter(ops.ep_give_back.default(wanted, ctx.tokens, 1 / Terms.parse(ctx.terms).scale(), ctx.terms, ctx.layer))
+        return None, None, None, None, None, *(next(found) if wants else None for wants in need)
+
+
+def dispatch(rows: Sequence[Tensor], ids: Tensor, place: Tensor, slots: int, terms: str, layer: str) -> list[Tensor]:
+    """Autograd entry of ``moefuse::ep_dispatch``."""
+    if wants_grad(rows):
+        return list(_Dispatch.apply(ids, place, slots, terms, layer, *rows))  # type: ignore[no-untyped-call]
+    with below_autograd():
+        return ops.ep_dispatch.default(rows, ids, place, slots, terms, layer)  # type: ignore[no-any-return]
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, tokens: int, terms: str, layer: str) -> Tensor:
+        ctx.arrivals, ctx.terms, ctx.layer = y.shape[0], terms, layer
+        with below_autograd():
+            return ops.ep_combine.default(y, tokens, terms, layer)  # type: ignore[no-any-return]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        known = Terms.parse(ctx.terms)
+        (back,) = ops.ep_send.default([grad.contiguous()], ctx.arrivals, known.scale(), ctx.terms, ctx.layer)
+        return back, None, None, None
+
+
+def combine(y: Tensor, tokens: int, terms: str, layer: str) -> Tensor:
+    """Autograd entry of ``moefuse::ep_combine``."""
+    if wants_grad((y,)):
+        return _Combine.apply(y, tokens, terms, layer)  # type: ignore[no-any-return,no-untyped-call]
+    with below_autograd():
+        return ops.ep_combine.default(y, tokens, terms, layer)  # type: ignore[no-any-return]
+
+
+implement("gathered", kernel=_gathered, fake=_gathered_fake, autograd=gathered)
+implement("gathered_backward", kernel=_gathered_backward, fake=_gathered_backward_fake, autograd=None)
+implement("ep_local_ids", kernel=_local_ids, fake=_local_ids_fake, autograd=None)
+implement("ep_dispatch", kernel=_dispatch, fake=_dispatch_fake, autograd=dispatch)
+implement("ep_combine", kernel=_combine, fake=_combine_fake, autograd=combine)
+implement("ep_send", kernel=_send, fake=_send_fake, autograd=None)
+implement("ep_give_back", kernel=_give_back, fake=_give_back_fake, autograd=None)

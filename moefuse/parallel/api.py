@@ -1,0 +1,162 @@
+"""``moefuse.parallelize``: experts on several ranks, for a model that knows nothing of it."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from moefuse.errors import ParallelError
+from moefuse.parallel import views
+from moefuse.parallel.find import Site, experts_of, parameters_of
+from moefuse.parallel.placement import Placement, placed
+from moefuse.parallel.shard import Where, shard
+from moefuse.runtime import groups
+from moefuse.runtime.groups import Grads, Terms, Tokens
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer's experts: where they are, and how tokens get there."""
+
+    name: str
+    placement: Placement
+    here: tuple[int, ...]
+    terms: Terms
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What :func:`parallelize` decided, the same on every rank but for which experts are here."""
+
+    layers: tuple[Layer, ...] = field(default=())
+
+    def __str__(self) -> str:
+        return "\n".join(f"{layer.name}: {describe(layer.placement, layer.here, layer.terms)}" for layer in self.layers)
+
+
+def describe(placement: Placement, here: Sequence[int], terms: Terms) -> str:
+    """``ep=4 linear, 32 of 128 experts here, allgather, tokens <= 512``."""
+    most = {"any": "", "equal": ", equal numbers of tokens"}.get(str(terms.most), f", tokens <= {terms.most}")
+    return f"ep={placement.world} {placement.name}, {len(here)} of {placement.experts} experts here, {terms.transport}{most}"
+
+
+def parallelize(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    tokens: Tokens = "distinct",
+    max_tokens: int | Literal["equal"] | None = None,
+    placement: str | Sequence[int] | Placement = "linear",
+    grads: Grads = "mean",
+    modules: str | None = None,
+) -> Plan:
+    """Spread the experts of a model over the ranks of a mesh, in place; compile it afterwards, as ever.
+
+    Every rank of the mesh calls this, in the same order, with a model that has the same weights, before an optimizer is made. The
+    Parameters of experts become DTensors with ``Shard(0)``; read as attributes of their modules they are the full weights, which are
+    gathered in each call. What moefuse recognises when the model is compiled reads them no more: tokens travel to the experts instead.
+
+    Args:
+        mesh: one dimension of a device mesh, e.g. ``init_device_mesh("cuda", (4,), mesh_dim_names=("ep",))["ep"]``.
+        tokens: ``"distinct"``: each rank has tokens of its own, as in data parallelism; ``"replicated"``: all have the same;
+            ``"sequence"``: each has a part of the same sequences.
+        max_tokens: most tokens of a layer that any rank has in a call: sizes are then known without an exchange. ``"equal"``: all ranks
+            have equally many. None: numbers of tokens are exchanged in each call.
+        placement: ``"linear"`` (blocks, as torch shards them), ``"round_robin"``, or the rank of each expert.
+        grads: ``"mean"`` over the ranks with distinct tokens, as DDP and FSDP give those of other Parameters; or ``"sum"``.
+        modules: regular expression; only layers whose name matches (``re.search``).
+
+    Returns:
+        What was decided; print it.
+
+    Raises:
+        ParallelError: no experts, no process group, a mesh of several dimensions, fewer experts than ranks, an optimizer that has the
+            Parameters already, tied or sharded Parameters, an illegal argument. Nothing has been changed then.
+    """
+    _legal("tokens", tokens, groups.TOKENS)
+    _legal("grads", grads, groups.GRADS)
+    if max_tokens is not None and max_tokens != "equal" and (isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 1):
+        raise ParallelError(f"max_tokens={max_tokens!r} is not legal; use a positive number, 'equal' or None")
+    _check_mesh(mesh)
+    sites = experts_of(model, modules)
+    places = [_placement(site, placement, mesh.size()) for site in sites]
+    _check_parameters(model, sites)
+    name = _register(mesh)
+    transport: Any = "all_reduce" if tokens == "replicated" else "allgather"
+    terms = Terms(name, transport, tokens, max_tokens if max_tokens is not None else "any", grads)
+    layers = []
+    for site, place in zip(sites, places, strict=True):
+        where = Where(mesh, place, terms.text)
+        shard(site, where)
+        layers.append(Layer(site.layer or site.name, place, where.mine, terms))
+    for layer in dict.fromkeys(site.layer for site in sites):
+        views.gathering_once(model.get_submodule(layer))
+    return Plan(tuple(layers))
+
+
+def _legal(name: str, value: object, legal: Sequence[str]) -> None:
+    if value not in legal:
+        raise ParallelError(f"{name}={value!r} is not legal; use {' or '.join(map(repr, legal))}")
+
+
+def _check_mesh(mesh: object) -> None:
+    if not dist.is_available() or not dist.is_initialized():
+        raise ParallelError("there is no process group: call torch.distributed.device_mesh.init_device_mesh first")
+    if not isinstance(mesh, DeviceMesh):
+        raise ParallelError(f"mesh is a {type(mesh).__name__}; use a DeviceMesh, e.g. init_device_mesh('cuda', (4,), mesh_dim_names=('ep',))")
+    if mesh.ndim != 1:
+        names = mesh.mesh_dim_names or ()
+        one = f"mesh[{names[-1]!r}]" if names else "one dimension of it"
+        raise ParallelError(f"the mesh has {mesh.ndim} dimensions {tuple(names)}; give the one that experts are spread over, e.g. {one}")
+
+
+def _placement(site: Site, placement: str | Sequence[int] | Placement, world: int) -> Placement:
+    if site.experts < world:
+        raise ParallelError(
+            f"{site.layer or site.name} has {site.experts} experts, and the mesh {world} ranks: give a mesh of at most {site.experts} ranks "
+            "and use data parallelism over the others"
+        )
+    try:
+        return placed(placement, site.experts, world)
+    except ParallelError as error:
+        raise ParallelError(f"{site.layer or site.name}: {error}") from None
+
+
+def _check_parameters(model: nn.Module, sites: Sequence[Site]) -> None:
+    wanted = {id(p): site for site in sites for p in parameters_of(site)}
+    for site in sites:
+        for p in parameters_of(site):
+            if type(p) is not nn.Parameter or type(p.data) is not torch.Tensor:
+                raise ParallelError(f"{site.name} has a Parameter that is a {type(p.data).__name__} already: parallelize a model before other libraries shard or wrap it")
+    for optimizer in _optimizers():
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if id(p) in wanted:
+                    raise ParallelError(
+                        f"a Parameter of {wanted[id(p)].name} is in an optimizer ({type(optimizer).__name__}) already: make the optimizer "
+                        "after moefuse.parallelize"
+                    )
+
+
+def _optimizers() -> list[torch.optim.Optimizer]:
+    return [o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer)]
+
+
+def _register(mesh: DeviceMesh) -> str:
+    name = (mesh.mesh_dim_names or ("ep",))[0]
+    group = mesh.get_group()
+    ranks = tuple(int(r) for r in mesh.mesh.flatten())
+    host = group if _takes_cpu(group) else dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True)
+    return groups.register(name, ranks, mesh.get_local_rank(), group, host).name
+
+
+def _takes_cpu(group: Any) -> bool:
+    """Whether a group has a backend for tensors on the host."""
+    return torch.device("cpu") in group._device_types

@@ -1,0 +1,136 @@
+"""Which Parameters are experts: structure says it, as for what is reported when nothing was found; compilation confirms or refuses each.
+
+A Parameter that is taken for an expert's and is none is gathered in every call: right, slower, and reported (``experts-gathered``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+from moefuse.errors import ParallelError
+from moefuse.suspects import Pair, Suspect, suspects
+
+
+@dataclass(frozen=True)
+class Stacked:
+    """Experts whose weights are stacked: Parameters [E, ...] of one module.
+
+    Attributes:
+        layer: name of the module with the router, for people.
+        name: of the module that holds the Parameters, from the root.
+        names: the Parameters, of that module.
+    """
+
+    layer: str
+    name: str
+    module: nn.Module
+    experts: int
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Listed:
+    """Experts that are modules of equal structure, in a list or a dict.
+
+    Attributes:
+        layer, name: as of :class:`Stacked`; ``module`` is the list.
+        items: the experts.
+        names: their Parameters, by path from an expert.
+    """
+
+    layer: str
+    name: str
+    module: nn.Module
+    items: tuple[nn.Module, ...]
+    names: tuple[str, ...]
+
+    @property
+    def experts(self) -> int:
+        """E."""
+        return len(self.items)
+
+
+Site = Stacked | Listed
+
+
+def experts_of(model: nn.Module, modules: str | None = None) -> list[Site]:
+    """All experts with a router beside them, in the order of the model.
+
+    Args:
+        modules: regular expression; only modules whose name matches (``re.search``).
+
+    Raises:
+        ParallelError: there are none, or two modules share the weights of experts.
+    """
+    found: list[Site] = []
+    for suspect in suspects([model]):
+        pairs = [pair for pair in suspect.pairs if pair.router is not None and not pair.loose]
+        if modules is None or re.search(modules, suspect.name):
+            found += _sites(model, suspect, pairs)
+    if not found:
+        where = f" in modules that match {modules!r}" if modules is not None else ""
+        raise ParallelError(
+            f"moefuse.parallelize found no experts{where} in {type(model).__name__}: no Parameters [E, ..], and no list of equal modules, "
+            "beside the weight of a router with E scores"
+        )
+    _not_tied(model, found)
+    return found
+
+
+def _sites(model: nn.Module, suspect: Suspect, pairs: list[Pair]) -> Iterator[Site]:
+    taken: set[int] = set()
+    for pair in pairs:
+        if not taken.isdisjoint(pair.tensors):
+            continue
+        taken |= pair.tensors
+        for name, holder in suspect.module.named_modules():
+            path = ".".join(part for part in (suspect.name, name) if part)
+            if len(pair.experts) == 1:
+                yield from _stacked(suspect.name, path, holder, pair)
+            elif isinstance(holder, nn.ModuleList | nn.ModuleDict) and len(holder) == len(pair.experts):
+                yield from _listed(suspect.name, path, holder, pair)
+
+
+def _stacked(layer: str, path: str, holder: nn.Module, pair: Pair) -> Iterator[Stacked]:
+    """The Parameters [E, ...] of a module, biases [E, n] among them."""
+    own = {n: p for n, p in holder._parameters.items() if p is not None}
+    held = {n: p for n, p in own.items() if id(p) in pair.tensors}
+    if held:
+        count = next(iter(held.values())).shape[0]
+        names = tuple(n for n, p in own.items() if p.dim() >= 2 and p.shape[0] == count and id(p) != pair.router)
+        yield Stacked(layer, path, holder, count, names)
+
+
+def _listed(layer: str, path: str, holder: nn.Module, pair: Pair) -> Iterator[Listed]:
+    """The experts of a list, if all have the same Parameters."""
+    items = tuple(holder.children())
+    forms = [{n: (p.shape, p.dtype) for n, p in item.named_parameters()} for item in items]
+    theirs = {id(p) for item in items for p in item.parameters()}
+    if forms[0] and all(form == forms[0] for form in forms) and theirs <= pair.tensors:
+        yield Listed(layer, path, holder, items, tuple(forms[0]))
+
+
+def _not_tied(model: nn.Module, found: list[Site]) -> None:
+    owners: dict[int, str] = {}
+    wanted = {id(p) for site in found for p in parameters_of(site)}
+    for path, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None or id(parameter) not in wanted:
+                continue
+            whole = f"{path}.{name}"
+            if id(parameter) in owners:
+                raise ParallelError(f"{owners[id(parameter)]} and {whole} are one Parameter: tied experts cannot be sharded, untie them")
+            owners[id(parameter)] = whole
+
+
+def parameters_of(site: Site) -> Iterator[nn.Parameter]:
+    """Every Parameter of the experts."""
+    if isinstance(site, Stacked):
+        yield from (site.module._parameters[n] for n in site.names)  # type: ignore[misc]
+        return
+    for item in site.items:
+        yield from item.parameters()

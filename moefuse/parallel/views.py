@@ -1,0 +1,79 @@
+"""How a model sees experts that are sharded: attributes that are the full logical weights, so that its code stays as it is.
+
+The class of a module gets a subclass with a property for each sharded Parameter. Read in a program that is compiled, the property is one
+call of ``moefuse::gathered``, which the passes take out again where they understand the experts. In eager mode it gathers once for each
+call of the layer, and not each time that it is read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+PLACE = "_moefuse_place"
+"""The buffer [E] that says where each expert is; not saved."""
+
+_gathered: contextvars.ContextVar[dict[int, Tensor] | None] = contextvars.ContextVar("moefuse_gathered", default=None)
+
+
+def full(holder: nn.Module, name: str, slots: int, terms: str) -> Tensor:
+    """[E, ...]: all of a sharded Parameter of ``holder``."""
+    parameter: Any = holder._parameters[name]
+    if torch.compiler.is_compiling():
+        return _gather(holder, parameter, slots, terms)
+    known = _gathered.get()
+    if known is None:
+        return _gather(holder, parameter, slots, terms)
+    if id(parameter) not in known:
+        known[id(parameter)] = _gather(holder, parameter, slots, terms)
+    return known[id(parameter)]
+
+
+def _gather(holder: nn.Module, parameter: Any, slots: int, terms: str) -> Tensor:
+    out: Tensor = torch.ops.moefuse.gathered(parameter.to_local(), holder._buffers[PLACE], slots, terms)
+    return out
+
+
+@contextlib.contextmanager
+def once() -> Iterator[None]:
+    """In this block each Parameter is gathered once."""
+    token = _gathered.set({}) if _gathered.get() is None else None
+    try:
+        yield
+    finally:
+        if token is not None:
+            _gathered.reset(token)
+
+
+def with_properties(module: nn.Module, properties: dict[str, Callable[[Any], Tensor]]) -> None:
+    """Give a module a class of its own, of the name that its class has, with these attributes."""
+    kind = type(module)
+    body = {name: property(read) for name, read in properties.items()}
+    module.__class__ = type(kind.__name__, (kind,), {**body, "__module__": kind.__module__, "__qualname__": kind.__qualname__, _ORIGINAL: kind})
+
+
+def gathering_once(module: nn.Module) -> None:
+    """Let every call of a module gather each weight once."""
+    kind = type(module)
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return kind.forward(self, *args, **kwargs)
+        with once():
+            return kind.forward(self, *args, **kwargs)
+
+    body = {"forward": forward, "__module__": kind.__module__, "__qualname__": kind.__qualname__, _ORIGINAL: original(module)}
+    module.__class__ = type(kind.__name__, (kind,), body)
+
+
+_ORIGINAL = "_moefuse_original"
+
+
+def original(module: nn.Module) -> type[nn.Module]:
+    """The class that the user gave a module."""
+    return getattr(type(module), _ORIGINAL, type(module))

@@ -1,0 +1,25 @@
+"""torch.distributed's collectives under one name each, for every version that moefuse runs on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def all_gather(every: Tensor, mine: Tensor, group: Any) -> None:
+    """[N, ...] of each of P ranks, in their order, into [P * N, ...]."""
+    _gather(every, mine, group=group)
+
+
+def all_to_all(every: Tensor, parts: Tensor, group: Any) -> None:
+    """[P * N, ...]: the r-th N rows go to rank r, and those that come from rank r are the r-th of ``every``."""
+    dist.all_to_all_single(every, parts, group=group)
+
+
+def all_reduce(total: Tensor, group: Any) -> None:
+    """The sum over ranks, in place."""
+    dist.all_reduce(total, group=group)

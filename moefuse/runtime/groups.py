@@ -1,0 +1,117 @@
+"""The process groups that expert-parallel ops run on, by name, and the terms of a call.
+
+A graph names its mesh and its terms and holds no rank, no process group and no number of ranks, so that all ranks compile equal graphs and
+a cached one is good for every run.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from moefuse.errors import ParallelError
+
+Tokens = Literal["distinct", "replicated", "sequence"]
+Transport = Literal["allgather", "all_reduce"]
+Grads = Literal["mean", "sum"]
+Most = Literal["any", "equal"]
+
+
+@dataclass(frozen=True)
+class Terms:
+    """How the tokens of one plan travel; in a graph one short text, :attr:`text`.
+
+    Attributes:
+        mesh: name of the :class:`Group`.
+        transport: ``"allgather"`` of distinct tokens, ``"all_reduce"`` of results where every rank has the same ones.
+        tokens: whose tokens a rank has: its own of a batch, the same as all others, or a part of a sequence.
+        most: ``"any"`` number of tokens (exchanged in each call), an ``"equal"`` one on all ranks, or the largest on any rank.
+        grads: whether gradients of experts are the mean over ranks with distinct tokens, as data parallelism takes it, or the sum.
+    """
+
+    mesh: str
+    transport: Transport = "allgather"
+    tokens: Tokens = "distinct"
+    most: int | Most = "any"
+    grads: Grads = "mean"
+
+    @functools.cached_property
+    def text(self) -> str:
+        """What :meth:`parse` reads."""
+        return "/".join(map(str, (self.mesh, self.transport, self.tokens, self.most, self.grads)))
+
+    @staticmethod
+    @functools.lru_cache(maxsize=256)
+    def parse(text: str) -> Terms:
+        """The terms in a graph."""
+        mesh, transport, tokens, most, grads = text.rsplit("/", 4)
+        return Terms(mesh, transport, tokens, int(most) if most.isdigit() else most, grads)  # type: ignore[arg-type]
+
+    @property
+    def group(self) -> Group:
+        """The group of that name in this process."""
+        return group(self.mesh)
+
+    def scale(self) -> float:
+        """What the gradient of a result is multiplied by on its way to the experts, which see the tokens of all ranks."""
+        return 1 / self.group.size if self.tokens == "distinct" and self.grads == "mean" else 1.0
+
+    def scale_gathered(self) -> float:
+        """What the sum of all ranks' gradients of gathered weights is multiplied by: equal tokens give equal gradients on each."""
+        return 1 / self.group.size if self.tokens == "replicated" else self.scale()
+
+
+@dataclass(frozen=True)
+class Group:
+    """P processes that share experts.
+
+    Attributes:
+        ranks: their global ranks, in the order of the mesh.
+        rank: this process's place among them.
+        process_group: for tensors on the device.
+        host: for numbers on the host, a group of a backend that takes CPU tensors.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    rank: int
+    process_group: Any
+    host: Any
+
+    @property
+    def size(self) -> int:
+        """P."""
+        return len(self.ranks)
+
+
+_groups: dict[str, Group] = {}
+
+
+def register(name: str, ranks: tuple[int, ...], rank: int, process_group: Any, host: Any) -> Group:
+    """Remember a group under ``name``, or under ``name-2`` and so on, if other ranks have that.
+
+    All ranks of a job register their meshes in the same order, as they make them, so that a name means the same mesh on each.
+    """
+    number = 1
+    while True:
+        known = f"{name}-{number}" if number > 1 else name
+        found = _groups.get(known)
+        if found is None or (found.ranks, found.rank) == (ranks, rank):
+            _groups[known] = Group(known, ranks, rank, process_group, host)
+            return _groups[known]
+        number += 1
+
+
+def group(name: str) -> Group:
+    """The group of a mesh.
+
+    Raises:
+        ParallelError: nobody has registered one in this process.
+    """
+    if name not in _groups:
+        raise ParallelError(f"this graph runs on the mesh {name!r}, which this process does not have: call moefuse.parallelize first")
+    return _groups[name]
+
+
+TOKENS, GRADS = get_args(Tokens), get_args(Grads)

@@ -1,0 +1,73 @@
+"""What a transport is, and the exchange of numbers on the host that all of them share.
+
+T rows of this rank, P ranks, M the most rows of any rank. What arrives has R = P * M rows: those of rank r are at r * M, and behind its own
+T come rows of padding, which no expert reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moefuse.errors import PeerError, TooManyTokens
+from moefuse.runtime.collectives import all_gather
+from moefuse.runtime.groups import Group, Terms
+
+
+class Transport(Protocol):
+    """Functions of one way for rows to travel."""
+
+    def arrivals(self, terms: Terms, tokens: int) -> int:
+        """R for T = ``tokens``, where no exchange is needed to know it; else -1."""
+
+    def send(self, group: Group, rows: Sequence[Tensor], fills: Sequence[float], most: int) -> list[Tensor]:
+        """[T, F] each, to [R, F]: every rank's rows, padded with ``fills``."""
+
+    def give_back(self, group: Group, rows: Sequence[Tensor], tokens: int) -> list[Tensor]:
+        """[R, F] each, partial sums for every rank's rows, to [T, F]: the sum over ranks, in their order, rounded once."""
+
+
+def most_tokens(terms: Terms, tokens: int) -> int:
+    """M: the most tokens of any rank.
+
+    Raises:
+        TooManyTokens: this rank has more than ``max_tokens``.
+    """
+    if terms.most == "equal":
+        return tokens
+    if isinstance(terms.most, int):
+        if tokens > terms.most:
+            raise TooManyTokens(f"rank {terms.group.rank} has {tokens} tokens, and max_tokens={terms.most} was promised")
+        return terms.most
+    mine = torch.tensor([tokens], dtype=torch.int64)
+    every = torch.empty(terms.group.size, dtype=torch.int64)
+    all_gather(every, mine, terms.group.host)
+    return int(every.max())
+
+
+@contextmanager
+def peers(terms: Terms, layer: str) -> Iterator[None]:
+    """Name the layer where another rank is not there any more.
+
+    Raises:
+        PeerError: torch's error, or its timeout.
+    """
+    try:
+        yield
+    except PeerError as error:
+        raise type(error)(f"{layer}: {error}") from error.__cause__
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and "ProcessGroup" not in str(error) and not _lost(error):
+            raise
+        raise PeerError(f"{layer}: another rank of the mesh {terms.mesh!r} failed, or did not come: {error}") from error
+
+
+def _lost(error: RuntimeError) -> bool:
+    """Whether gloo says that a connection has gone, or that time is up."""
+    text = str(error).lower()
+    return any(word in text for word in ("connection", "timed out", "timeout", "gloo"))
