@@ -290,6 +290,22 @@ def frame_id() -> int | None:
 
 
 @contextlib.contextmanager
+def sizes_of_the_run(mode: Any) -> Iterator[None]:
+    """Operations run on fakes in this block may return sizes that only the run knows, here and when the graph is traced again.
+
+    Dynamo allows that by an option that is off; and it wants every such size in the outputs of the call that made it, which is for who
+    traces the graph next to see.
+    """
+    environment = getattr(mode, "shape_env", None)
+    if environment is None:
+        yield
+        return
+    environment.settings = dataclasses.replace(environment.settings, allow_dynamic_output_shape_ops=True)
+    with environment.ignore_fresh_unbacked_symbols():
+        yield
+
+
+@contextlib.contextmanager
 def unobserved() -> Iterator[None]:
     """What is computed here is nobody's: the caller's saved-tensor hooks do not see it, and autocast keeps no copy of it.
 
@@ -455,6 +471,11 @@ def is_composite(schema: Any) -> bool:
 def same_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two fake tensors stand for views of one allocation."""
     return storage_key(a) == storage_key(b)
+
+
+def is_distributed(value: object) -> bool:
+    """Whether a value is a tensor of which each rank holds a part."""
+    return isinstance(value, torch.Tensor) and type(value) is not torch.Tensor and hasattr(value, "to_local")
 
 
 @contextlib.contextmanager
@@ -737,6 +758,13 @@ def _place(tensor: torch.Tensor) -> tuple[object, ...]:
     storages = [storage._cdata for storage in storages_of(tensor)]
     strided = tensor.layout == torch.strided
     return (storages, tensor.shape, tensor.dtype, tensor.device, *((tensor.stride(), tensor.storage_offset()) if strided else ()))
+
+
+def inlined_only(function: Callable[..., Any]) -> None:
+    """Dynamo traces a function where compiled code calls it, and leaves it alone where eager code does."""
+    from torch._dynamo.eval_frame import skip_code
+
+    skip_code(inspect.unwrap(function).__code__)
 
 
 def _seen_codes() -> list[types.CodeType]:

@@ -15,7 +15,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from moefuse._dynamo.values import unbacked_in
-from moefuse.stops import TORCH
+from moefuse.stops import of_the_user
 
 _JOINS = frozenset(
     "mul multiply matmul mm bmm addmm baddbmm einsum tensordot linear bilinear dot where gather take_along_dim index_select getitem "
@@ -208,7 +208,7 @@ def _integers(value: Any) -> bool:
 def place_in(trace: str) -> str:
     """``file:line`` of the innermost line of a stack, of those that are not torch's if there are any; empty for an empty stack."""
     parts = [part.partition('", line ') for part in reversed(trace.split('File "')[1:])]
-    path, _, rest = next((part for part in parts if not part[0].startswith(TORCH)), parts[0] if parts else ("", "", ""))
+    path, _, rest = next((part for part in parts if of_the_user(part[0])), parts[0] if parts else ("", "", ""))
     return f"{path}:{rest.partition(',')[0]}" if path else ""
 
 

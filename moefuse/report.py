@@ -32,6 +32,7 @@ class Fused:
         shared: whether a shared expert runs beside it.
         workspace: bytes that a call in inference takes in addition to its result, on CUDA devices; None where nothing is known.
         tokens: with so many tokens.
+        parallel: where its experts are, if they are spread over ranks, and how tokens get there; else empty.
         before: names of the operations that were replaced, repeated ones folded; what a page draws, and no part of the JSON.
         after: names of those in their place.
     """
@@ -45,6 +46,7 @@ class Fused:
     shared: bool = False
     workspace: int | None = None
     tokens: int | None = None
+    parallel: str = ""
     before: tuple[Run, ...] = field(default=(), repr=False, compare=False)
     after: tuple[Run, ...] = field(default=(), repr=False, compare=False)
 
@@ -59,6 +61,7 @@ class Fused:
             "shared": self.shared,
             "workspace": self.workspace,
             "tokens": self.tokens,
+            "parallel": self.parallel,
         }
 
 

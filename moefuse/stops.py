@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 TORCH = str(torch.__path__[0]) + os.sep
+_BETWEEN = (TORCH, os.path.join(os.path.dirname(__file__), "parallel") + os.sep)
 """Where torch's own code is: no line of a user's."""
 
 
@@ -31,4 +32,9 @@ class Stop:
         return next((f"{path}:{line}" for path, line in reversed(self.stack) if path == file and line in lines), None)
 
 
-__all__ = ["TORCH", "Stop"]
+def of_the_user(path: str) -> bool:
+    """Whether a file is neither torch's nor what moefuse puts between a module and its caller."""
+    return not path.startswith(_BETWEEN)
+
+
+__all__ = ["TORCH", "Stop", "of_the_user"]

@@ -26,6 +26,7 @@ from moefuse.passes.block.router_topk import one_kernel
 from moefuse.passes.block.shared_experts import join_shared
 from moefuse.passes.graph.builder import Emitter
 from moefuse.passes.graph.calls import location, module_path, steps, traced_path
+from moefuse.passes.graph.sharded import merge
 from moefuse.passes.infer.state import Context, Given, Standin
 from moefuse.passes.ir.facts import Lost, Routing
 from moefuse.passes.ir.regions import Refused, Region
@@ -35,6 +36,7 @@ from moefuse.passes.lower.devices import unsupported
 from moefuse.passes.lower.lower import Lowered, Lowering
 from moefuse.passes.lower.record import remember
 from moefuse.passes.lower.rewrite import replace
+from moefuse.passes.lower.spread import Spread, sharding
 from moefuse.passes.lower.workspace_size import workspace
 from moefuse.passes.match import unhit_experts
 from moefuse.passes.match.encodings import between
@@ -47,6 +49,7 @@ from moefuse.passes.prove.effects import Effects, EffectsDifferError, compare, e
 from moefuse.passes.prove.region_key import signature
 from moefuse.passes.prove.verify import Verdict, verify
 from moefuse.report import Fused, RejectedError, Skipped
+from moefuse.runtime.groups import Terms
 from moefuse.steps import fold
 
 if TYPE_CHECKING:
@@ -130,6 +133,7 @@ def _bodies(gm: GraphModule, known: dict[Node, Any]) -> list[tuple[GraphModule, 
 
 
 def _fuse_graph(gm: GraphModule, known: dict[Node, Any], run: _Run) -> bool:
+    merge(gm.graph)
     ctx = interpreted(gm.graph, _given(gm.graph, run.assumptions))
     before = effects(ctx)
     for node in gm.graph.nodes:
@@ -213,8 +217,26 @@ def _rewrite(ctx: Context, known: dict[Node, Any], run: _Run, region: Region) ->
     if isinstance(made, Lost):
         emit.undo()
         return made
-    _put_in(ctx, known, run, region, emit, *made)
+    made, sharded = _spread(run, region, emit, *made)
+    _put_in(ctx, known, run, region, emit, *made, sharded)
     return None
+
+
+def _spread(
+    run: _Run, region: Region, emit: Emitter, lowered: Lowered, verdict: Verdict | None
+) -> tuple[tuple[Lowered, Verdict | None], str]:
+    """Where experts are sharded over ranks: tokens travel to them, instead of their weights; and what the report says of it."""
+    try:
+        where = sharding(region)
+        if where is None:
+            return (lowered, verdict), ""
+        emit.undo()
+        return (Spread(region, emit, where).run(), verdict), Terms.parse(where.terms).describe(where.held, region.num_experts)
+    except Exception as error:  # what was proved on all weights is right as it is, and only slower
+        lost = Lost("experts-gathered", region.anchor, {"detail": first_line(error)})
+        run.result.skipped.append(_skipped(lost, region.anchor))
+        emit.undo()
+        return (Lowering(region, emit).run(), verdict), ""
 
 
 def _unwanted(run: _Run, region: Region) -> Lost | None:
@@ -246,7 +268,7 @@ def _lowered(ctx: Context, known: dict[Node, Any], run: _Run, region: Region, em
 
 
 def _put_in(
-    ctx: Context, known: dict[Node, Any], run: _Run, region: Region, emit: Emitter, lowered: Lowered, verdict: Verdict | None
+    ctx: Context, known: dict[Node, Any], run: _Run, region: Region, emit: Emitter, lowered: Lowered, verdict: Verdict | None, sharded: str
 ) -> None:
     """Let the program read the replacement, and report it."""
     anchor = region.anchor
@@ -261,7 +283,18 @@ def _put_in(
     size, tokens = workspace(emit.nodes, ctx.mode[anchor][0]) or (None, None)
     place = (module_path(anchor), location(anchor))
     run.result.fused.append(
-        Fused(*place, lowered.spec, region.domain, lowered.tier, measured, workspace=size, tokens=tokens, before=before, after=after)
+        Fused(
+            *place,
+            lowered.spec,
+            region.domain,
+            lowered.tier,
+            measured,
+            workspace=size,
+            tokens=tokens,
+            parallel=sharded,
+            before=before,
+            after=after,
+        )
     )
 
 

@@ -38,13 +38,7 @@ class Plan:
     layers: tuple[Layer, ...] = field(default=())
 
     def __str__(self) -> str:
-        return "\n".join(f"{layer.name}: {describe(layer.placement, layer.here, layer.terms)}" for layer in self.layers)
-
-
-def describe(placement: Placement, here: Sequence[int], terms: Terms) -> str:
-    """``ep=4 linear, 32 of 128 experts here, allgather, tokens <= 512``."""
-    most = {"any": "", "equal": ", equal numbers of tokens"}.get(str(terms.most), f", tokens <= {terms.most}")
-    return f"ep={placement.world} {placement.name}, {len(here)} of {placement.experts} experts here, {terms.transport}{most}"
+        return "\n".join(f"{layer.name}: {layer.terms.describe(len(layer.here), layer.placement.experts)}" for layer in self.layers)
 
 
 def parallelize(
@@ -90,9 +84,9 @@ def parallelize(
     _check_parameters(model, sites)
     name = _register(mesh)
     transport: Any = "all_reduce" if tokens == "replicated" else "allgather"
-    terms = Terms(name, transport, tokens, max_tokens if max_tokens is not None else "any", grads)
     layers = []
     for site, place in zip(sites, places, strict=True):
+        terms = Terms(name, transport, tokens, max_tokens if max_tokens is not None else "any", grads, place.name)
         where = Where(mesh, place, terms.text)
         shard(site, where)
         layers.append(Layer(site.layer or site.name, place, where.mine, terms))

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moefuse import _torch_private
+
 PLACE = "_moefuse_place"
 """The buffer [E] that says where each expert is; not saved."""
 
@@ -26,6 +28,12 @@ def full(holder: nn.Module, name: str, slots: int, terms: str) -> Tensor:
     parameter: Any = holder._parameters[name]
     if torch.compiler.is_compiling():
         return _gather(holder, parameter, slots, terms)
+    return _in_eager(holder, parameter, slots, terms)
+
+
+@torch.compiler.disable
+def _in_eager(holder: nn.Module, parameter: Any, slots: int, terms: str) -> Tensor:
+    """The same where a program runs as it is written: no frame for Dynamo, which would compile it for every expert."""
     known = _gathered.get()
     if known is None:
         return _gather(holder, parameter, slots, terms)
@@ -35,7 +43,7 @@ def full(holder: nn.Module, name: str, slots: int, terms: str) -> Tensor:
 
 
 def _gather(holder: nn.Module, parameter: Any, slots: int, terms: str) -> Tensor:
-    out: Tensor = torch.ops.moefuse.gathered(parameter.to_local(), holder._buffers[PLACE], slots, terms)
+    out: Tensor = torch.ops.moefuse.gathered.default(parameter.to_local(), holder._buffers[PLACE], slots, terms)
     return out
 
 
@@ -53,6 +61,8 @@ def once() -> Iterator[None]:
 def with_properties(module: nn.Module, properties: dict[str, Callable[[Any], Tensor]]) -> None:
     """Give a module a class of its own, of the name that its class has, with these attributes."""
     kind = type(module)
+    for read in (*properties.values(), full):
+        _torch_private.inlined_only(read)
     body = {name: property(read) for name, read in properties.items()}
     module.__class__ = type(kind.__name__, (kind,), {**body, "__module__": kind.__module__, "__qualname__": kind.__qualname__, _ORIGINAL: kind})
 

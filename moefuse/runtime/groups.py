@@ -28,6 +28,7 @@ class Terms:
         tokens: whose tokens a rank has: its own of a batch, the same as all others, or a part of a sequence.
         most: ``"any"`` number of tokens (exchanged in each call), an ``"equal"`` one on all ranks, or the largest on any rank.
         grads: whether gradients of experts are the mean over ranks with distinct tokens, as data parallelism takes it, or the sum.
+        placement: what a report calls the table of experts.
     """
 
     mesh: str
@@ -35,23 +36,29 @@ class Terms:
     tokens: Tokens = "distinct"
     most: int | Most = "any"
     grads: Grads = "mean"
+    placement: str = "linear"
 
     @functools.cached_property
     def text(self) -> str:
         """What :meth:`parse` reads."""
-        return "/".join(map(str, (self.mesh, self.transport, self.tokens, self.most, self.grads)))
+        return "/".join(map(str, (self.mesh, self.transport, self.tokens, self.most, self.grads, self.placement)))
 
     @staticmethod
     @functools.lru_cache(maxsize=256)
     def parse(text: str) -> Terms:
         """The terms in a graph."""
-        mesh, transport, tokens, most, grads = text.rsplit("/", 4)
-        return Terms(mesh, transport, tokens, int(most) if most.isdigit() else most, grads)  # type: ignore[arg-type]
+        mesh, transport, tokens, most, grads, placement = text.rsplit("/", 5)
+        return Terms(mesh, transport, tokens, int(most) if most.isdigit() else most, grads, placement)  # type: ignore[arg-type]
 
     @property
     def group(self) -> Group:
         """The group of that name in this process."""
         return group(self.mesh)
+
+    def describe(self, held: int, experts: int) -> str:
+        """``ep=4 linear, 32 of 128 experts here, allgather, tokens <= 512``."""
+        most = {"any": "", "equal": ", equal numbers of tokens"}.get(str(self.most), f", tokens <= {self.most}")
+        return f"ep={self.group.size} {self.placement}, {held} of {experts} experts here, {self.transport}{most}"
 
     def scale(self) -> float:
         """What the gradient of a result is multiplied by on its way to the experts, which see the tokens of all ranks."""

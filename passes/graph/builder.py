@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
+from moefuse import _torch_private
 from moefuse.passes.graph.calls import fake
 
 _PROVENANCE = ("nn_module_stack", "stack_trace", "source_fn_stack")
+
+_DISPATCH = torch.ops.moefuse.ep_dispatch.default
+"""The one op with sizes that only the run knows: how many tokens other ranks have."""
 
 
 class Emitter:
@@ -33,7 +38,8 @@ class Emitter:
         self.nodes.append(node)
         if self.mode is not None:
             values = torch.fx.node.map_arg((args, kwargs), fake)
-            with self.mode:
+            sized = _torch_private.sizes_of_the_run(self.mode) if function is _DISPATCH else contextlib.nullcontext()
+            with self.mode, sized:
                 node.meta["example_value"] = function(*values[0], **values[1])
         return node
 

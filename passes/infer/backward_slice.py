@@ -14,6 +14,7 @@ from torch.fx import Node
 
 from moefuse.passes.graph.calls import call_of, call_target
 from moefuse.passes.graph.op_classes import random
+from moefuse.passes.graph.sharded import is_gathered
 from moefuse.passes.infer.state import Context
 from moefuse.passes.ir.regions import Region
 
@@ -57,7 +58,7 @@ class Older:
             if step not in position or not (is_root(step) or _plain(step)) or len(found) == most:
                 return None
             found.add(step)
-            stack += step.all_input_nodes
+            stack += [] if is_gathered(step) else step.all_input_nodes
             stack += [w for w in self.writes(step) if position[w] < last]
         return sorted(found, key=position.__getitem__)
 
@@ -72,8 +73,8 @@ class Older:
 
 
 def is_root(node: Node) -> bool:
-    """Whether a value comes from outside of the graph."""
-    return node.op in ("placeholder", "get_attr")
+    """Whether a value comes from outside of the graph: from who calls it, or from other ranks."""
+    return node.op in ("placeholder", "get_attr") or is_gathered(node)
 
 
 def _plain(node: Node) -> bool:

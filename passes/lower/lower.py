@@ -98,12 +98,16 @@ class Lowering:
             kept=None,
             valid=None,
         )
-        lowered = BySlot(replace(region, routing=routing, outside=None), self.emit, top_k).either()
+        lowered = self.by_slot(replace(region, routing=routing, outside=None), top_k).either()
         result = lowered.result
         if not region.per_slot:
             width = shape_of(fake(result))[-1]
             result = self.emit(torch.sum, self.emit(torch.reshape, result, (-1, top_k, width)), 1)
         return Lowered(result, replace(lowered.spec, top_k=top_k), lowered.tier)
+
+    def by_slot(self, region: Region, top_k: int) -> Lowering:
+        """The lowering in which every slot is a token."""
+        return BySlot(region, self.emit, top_k)
 
     # -- shared pieces
 
@@ -219,9 +223,21 @@ class Lowering:
         if leaf is None:
             return []
         if leaf.parts and shape_of(tensor(leaf.parts[0])) == ():  # type: ignore[arg-type]
-            return [self.emit(torch.unsqueeze, self.emit(torch.stack, list(leaf.parts)), 1)]
-        lead = () if leaf.parts else (self.region.num_experts,)
+            return [self.emit(torch.unsqueeze, self.numbers(leaf), 1)]
+        lead = () if self.apart(leaf) else (self.here(),)
         return [self.flat(source, lead) for source in self.sources(leaf)]
+
+    def numbers(self, leaf: Leaf) -> Node:
+        """[E]: a number for each expert."""
+        return self.emit(torch.stack, list(leaf.parts))
+
+    def apart(self, leaf: Leaf) -> bool:
+        """Whether there is a tensor for each expert."""
+        return bool(leaf.parts)
+
+    def here(self) -> int:
+        """Experts whose weights the ops are given."""
+        return self.region.num_experts
 
     def flat(self, source: Node, lead: tuple[int, ...]) -> Node:
         """[*lead, n]."""
@@ -325,7 +341,7 @@ class Lowering:
         token = next(e for e in walk(self.region.expr) if isinstance(e, Token))
         return self.once(
             self.region,
-            lambda: self.emit(torch.ops.moefuse.permute.default, self.tokens(token, None), self.ids(), self.region.num_experts),
+            lambda: self.emit(torch.ops.moefuse.permute.default, self.tokens(token, None), self.ids(), self.here()),
         )
 
     def order(self) -> tuple[Node, Node]:

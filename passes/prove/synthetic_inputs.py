@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from moefuse import _torch_private
 from moefuse.passes.graph.calls import fake
+from moefuse.passes.graph.sharded import is_gathered
 from moefuse.passes.infer.backward_slice import SMALL, WEIGHT, Older, execute, is_root, storages
 from moefuse.passes.infer.state import Context
 from moefuse.passes.ir.expr import Expr, Gate, Leaf, Linear, SlotWeight, Token, walk
@@ -63,18 +65,30 @@ class Inputs:
         return self.values[node]
 
     def _root(self, node: Node) -> Any:
-        """An input of the graph, or a tensor that its module holds."""
+        """An input of the graph, a tensor that its module holds, or weights of all ranks."""
+        if is_gathered(node):
+            return self._for_all_ranks(node)
         if node not in self.known:
             return self._unknown(node)
         real = self.known[node]
+        if _torch_private.is_distributed(real):
+            return real  # what is drawn is drawn of its local rows
         if node in self._experts or not isinstance(real, torch.Tensor) or not self._fits(real):
             return real
         return like(real, self.generator)
 
+    def _for_all_ranks(self, node: Node) -> torch.Tensor:
+        """[E, ...]: this rank's experts over and over. Nothing is asked of others: they may not be compiling, or something else."""
+        local, count = self.weight(node.args[0]), int(fake(node).shape[0])  # type: ignore[arg-type]
+        if not len(local):
+            return self.random(fake(node), 1 / math.sqrt(fake(node).shape[-1]))
+        rows = local.detach().repeat(-(-count // len(local)), *(1 for _ in local.shape[1:]))[:count]
+        return rows if node in self._experts or not self._fits(rows) else like(rows, self.generator)
+
     def _computed(self, node: Node) -> Any:
         """What the graph computes before the region, from the inputs that it is computed from; synthetic where that is not a few steps."""
         steps = self._made.steps(node, WEIGHT if node in self._weights else SMALL)
-        if steps is None or any(is_root(n) and n not in self.known for n in steps):
+        if steps is None or any(is_root(n) and n not in self.known and not is_gathered(n) for n in steps):
             return self._unknown(node)
         env: dict[Node, Any] = {}
         for step in steps:
@@ -107,7 +121,7 @@ class Inputs:
             values = [self.weight(n) for n in leaf.parts or (leaf.source,)]
             if all(isinstance(v, torch.Tensor) for v in values) and neutral(list(values[0]) if leaf.stacked else values):
                 below = (r for n in leaf.parts or (leaf.source,) for r in self._made.roots(n, WEIGHT))
-                roots |= {r: v for r in below if isinstance(v := self.known.get(r), torch.Tensor) and v.dtype.is_floating_point}
+                roots |= {r: v for r in below if isinstance(v := self._real(r), torch.Tensor) and v.dtype.is_floating_point}
         if not roots:
             return
         self.values.clear()
@@ -116,6 +130,10 @@ class Inputs:
             if self._fits(value):
                 self.values[root] = perturbed(value, self.generator)
                 self.older |= storages(self.values[root])
+
+    def _real(self, root: Node) -> Any:
+        """The value of a root, if it is known."""
+        return self.weight(root) if is_gathered(root) else self.known.get(root)
 
     def random(self, of: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
         """Normal values in the shape, dtype and device of a fake tensor."""

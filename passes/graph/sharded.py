@@ -1,0 +1,109 @@
+"""Weights that are sharded over ranks: calls of ``moefuse::gathered`` in a graph, and views of what they return.
+
+A property that is read for every expert leaves as many calls of it; equal ones become one before anything else looks at the graph, in every
+graph alike, since each is a collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from moefuse import _torch_private
+from moefuse.passes.graph.storage import Memory
+from moefuse.passes.graph.values import tensor
+
+GATHERED = torch.ops.moefuse.gathered.default
+
+
+def is_gathered(node: object) -> bool:
+    """Whether a node is the full weights of experts that other ranks hold, too."""
+    return isinstance(node, Node) and node.op == "call_function" and node.target is GATHERED
+
+
+def merge(graph: Graph) -> None:
+    """Let each Parameter be gathered once, where nothing in the graph writes to it."""
+    calls = [n for n in graph.nodes if is_gathered(n)]
+    if len(calls) < 2:
+        return
+    memory = Memory(graph)
+    first: dict[Hashable, Node] = {}
+    for call in calls:
+        local = call.args[0]
+        if any(memory.writes.get(name) for name in memory.storages(local)):
+            continue
+        known = first.setdefault((_same(local), *call.args[1:]), call)
+        if known is not call:
+            call.replace_all_uses_with(known)
+            graph.erase_node(call)
+            if not local.users and local.op in ("call_function", "call_method"):
+                graph.erase_node(local)
+
+
+def _same(local: Any) -> Hashable:
+    """What the local part of a Parameter is read from; torch makes a function of its own for each time."""
+    if isinstance(local, Node) and local.op in ("call_function", "call_method") and len(local.all_input_nodes) == 1 and _unwraps(local):
+        return "local", local.all_input_nodes[0]
+    return local
+
+
+def _unwraps(node: Node) -> bool:
+    """Whether a node is the local tensor of a distributed one."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return "to_local" in str(name)
+
+
+class NotLocalError(ValueError):
+    """A value is no view of gathered weights that each rank could take of its own ones."""
+
+
+def local_view(sources: list[Node], experts: int) -> tuple[Node, list[int], list[int], int]:
+    """Of which gathered weights ``sources`` are a view, and which: (the call, sizes without the experts', strides, offset).
+
+    Args:
+        sources: one tensor [E, ...], or E tensors, expert by expert.
+
+    Raises:
+        NotLocalError: experts are not its first dimension, in their order, or it is not a view.
+    """
+    views = [tensor(source) for source in sources]
+    call = _origin(sources[0])
+    whole = None if call is None else tensor(call)
+    if call is None or whole is None or any(v is None for v in views):
+        raise NotLocalError("it is not read from sharded weights")
+    step, first = whole.stride(0), views[0]
+    assert first is not None
+    stacked = len(sources) == 1
+    if stacked and (first.shape[0] != experts or first.stride(0) != step):
+        raise NotLocalError("its experts are not those of the sharded weights")
+    if not stacked and len(sources) != experts:
+        raise NotLocalError(f"it has {len(sources)} of {experts} experts")
+    start = first.storage_offset() - whole.storage_offset()
+    for number, (source, view) in enumerate(zip(sources, views, strict=True)):
+        assert view is not None
+        same = view.shape == first.shape and view.stride() == first.stride()
+        if _origin(source) is not call or not same or view.storage_offset() - whole.storage_offset() != start + number * step:
+            raise NotLocalError("its experts are not those of the sharded weights, in their order")
+    sizes, strides = (first.shape[1:], first.stride()[1:]) if stacked else (first.shape, first.stride())
+    if start < 0 or start + sum((int(n) - 1) * int(by) for n, by in zip(sizes, strides, strict=True)) >= step:
+        raise NotLocalError("what it reads of an expert is in another one's memory")
+    return call, [int(n) for n in sizes], [int(n) for n in strides], int(start)
+
+
+def _origin(node: Node) -> Node | None:
+    """The call that a view is of, through operations whose result shares its storage."""
+    while not is_gathered(node):
+        value = tensor(node)
+        before = [n for n in node.all_input_nodes if tensor(n) is not None]
+        if value is None or len(before) != 1 or not _shares(value, before[0]):
+            return None
+        node = before[0]
+    return node
+
+
+def _shares(value: torch.Tensor, other: Node) -> bool:
+    source = tensor(other)
+    return source is not None and _torch_private.same_storage(source, value)
