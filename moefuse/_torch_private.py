@@ -760,6 +760,16 @@ def _place(tensor: torch.Tensor) -> tuple[object, ...]:
     return (storages, tensor.shape, tensor.dtype, tensor.device, *((tensor.stride(), tensor.storage_offset()) if strided else ()))
 
 
+def never_dead(op: Any) -> None:
+    """Compilers keep every call of an operator, whoever reads its result: other ranks take part in it.
+
+    Inductor takes out what a tensor without elements is computed by, which is all of a rank that has no tokens.
+    """
+    from torch.fx.node import has_side_effect
+
+    has_side_effect(op)
+
+
 def inlined_only(function: Callable[..., Any]) -> None:
     """Dynamo traces a function where compiled code calls it, and leaves it alone where eager code does."""
     from torch._dynamo.eval_frame import skip_code

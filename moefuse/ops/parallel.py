@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moefuse._torch_private import never_dead
 from moefuse.ops.autograd import below_autograd, ops, wants_grad
 from moefuse.ops.schema import implement
 from moefuse.runtime import transports
@@ -198,6 +199,9 @@ def combine(y: Tensor, tokens: int, terms: str, layer: str) -> Tensor:
     with below_autograd():
         return ops.ep_combine.default(y, tokens, terms, layer)  # type: ignore[no-any-return]
 
+
+for _name in ("gathered", "gathered_backward", "ep_dispatch", "ep_combine", "ep_send", "ep_give_back"):
+    never_dead(getattr(ops, _name).default)
 
 implement("gathered", kernel=_gathered, fake=_gathered_fake, autograd=gathered)
 implement("gathered_backward", kernel=_gathered_backward, fake=_gathered_backward_fake, autograd=None)
