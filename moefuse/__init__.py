@@ -12,6 +12,9 @@ from moefuse.api import warmup as warmup
 from moefuse.config import Options as Options
 from moefuse.errors import FusionError as FusionError
 from moefuse.errors import OptionError as OptionError
+from moefuse.errors import ParallelError as ParallelError
+from moefuse.errors import PeerError as PeerError
+from moefuse.errors import TooManyTokens as TooManyTokens
 from moefuse.history import last_report as last_report
 from moefuse.integrations import on_import as _on_import
 from moefuse.report import FusionReport as FusionReport
@@ -19,6 +22,7 @@ from moefuse.spec import ExpertsSpec as ExpertsSpec
 from moefuse.tuning.report import WarmupReport as WarmupReport
 
 if TYPE_CHECKING:
+    from moefuse.parallel.api import parallelize as parallelize
     from moefuse.inductor_pass import MoEFusionPass as MoEFusionPass
 
 __all__ = [
@@ -28,11 +32,15 @@ __all__ = [
     "MoEFusionPass",
     "OptionError",
     "Options",
+    "ParallelError",
+    "PeerError",
+    "TooManyTokens",
     "WarmupReport",
     "__version__",
     "compile",
     "explain",
     "last_report",
+    "parallelize",
     "warmup",
 ]
 
@@ -49,4 +57,9 @@ def __getattr__(name: str) -> object:
         from moefuse.inductor_pass import MoEFusionPass
 
         return MoEFusionPass
+    # torch.distributed's meshes and tensors take a second, too.
+    if name == "parallelize":
+        from moefuse.parallel.api import parallelize
+
+        return parallelize
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -26,7 +26,7 @@ from moefuse.passes.block.router_topk import one_kernel
 from moefuse.passes.block.shared_experts import join_shared
 from moefuse.passes.graph.builder import Emitter
 from moefuse.passes.graph.calls import location, module_path, steps, traced_path
-from moefuse.passes.graph.sharded import merge
+from moefuse.passes.graph.sharded import merge, sweep
 from moefuse.passes.infer.state import Context, Given, Standin
 from moefuse.passes.ir.facts import Lost, Routing
 from moefuse.passes.ir.regions import Refused, Region
@@ -147,9 +147,20 @@ def _fuse_graph(gm: GraphModule, known: dict[Node, Any], run: _Run) -> bool:
     run.result.notes += one_kernel(gm.graph, run.options) if fused else []
     if fused and run.options.overlap:
         _join(ctx, known, run)
+    _gathered(gm.graph, run)
     if fused or run.assumptions:
         _compare(ctx, before)
     return bool(fused) or bool(run.assumptions)
+
+
+def _gathered(graph: Graph, run: _Run) -> None:
+    """Say where the weights of sharded experts are gathered after all: once for each module that they belong to."""
+    told = {skipped.module for skipped in run.result.skipped if skipped.code == "experts-gathered"}
+    for call in sweep(graph):
+        reader = min(call.users, key=lambda n: not location(n))
+        if module_path(reader) not in told:
+            told.add(module_path(reader))
+            run.result.skipped.append(_skipped(Lost("experts-gathered", reader, {"detail": "nothing was fused that reads them"})))
 
 
 def _fuse_regions(ctx: Context, known: dict[Node, Any], run: _Run) -> list[Region]:

@@ -56,6 +56,17 @@ def _unwraps(node: Node) -> bool:
     return "to_local" in str(name)
 
 
+def sweep(graph: Graph) -> list[Node]:
+    """Take out the calls that nothing reads: no compiler does, since each is a collective. Returns those that are left."""
+    left = []
+    for call in [n for n in graph.nodes if is_gathered(n)]:
+        if call.users:
+            left.append(call)
+        else:
+            graph.erase_node(call)
+    return left
+
+
 class NotLocalError(ValueError):
     """A value is no view of gathered weights that each rank could take of its own ones."""
 

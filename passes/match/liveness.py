@@ -8,6 +8,7 @@ import torch
 from torch.fx import Node
 
 from moefuse._dynamo.values import unbacked_in
+from moefuse.passes.graph.sharded import is_gathered
 from moefuse.passes.graph.calls import Call, fake
 from moefuse.passes.graph.op_classes import ASSERTS, MODES, SIZE_QUERIES, draws
 from moefuse.passes.graph.writes import known_function
@@ -98,7 +99,7 @@ def is_pure(call: Call | None, node: Node) -> bool:
         return False
     if isinstance(node.target, torch._ops.HigherOrderOperator) or not plain_value(fake(node)):
         return False
-    return node.op == "call_method" or (known_function(node.target) and not node.is_impure())
+    return node.op == "call_method" or (known_function(node.target) and (is_gathered(node) or not node.is_impure()))
 
 
 def plain_value(value: Any) -> bool:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from torch.fx import Graph, Node
 
 from moefuse.capture.siblings import keep
+from moefuse.passes.graph.sharded import is_gathered
 from moefuse.passes.graph.calls import fake
 from moefuse.passes.graph.op_classes import ASSERTS, MODES, SIZE_QUERIES, draws
 from moefuse.passes.infer.state import Context, Standin
@@ -50,6 +51,8 @@ def _has_effect(ctx: Context, node: Node) -> bool:
         return node.op == "call_module"
     if call.name in SIZE_QUERIES or call.name in ASSERTS or call.name in MODES or node.target is keep:
         return False
+    if is_gathered(node):
+        return False  # other ranks take part in it, and what it is for is its result
     if draws(call):
         return True
     if any(ctx.memory.outlives(name) for t in call.targets for name in ctx.memory.storages(t)):
