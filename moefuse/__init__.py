@@ -22,8 +22,8 @@ from moefuse.spec import ExpertsSpec as ExpertsSpec
 from moefuse.tuning.report import WarmupReport as WarmupReport
 
 if TYPE_CHECKING:
-    from moefuse.parallel.api import parallelize as parallelize
     from moefuse.inductor_pass import MoEFusionPass as MoEFusionPass
+    from moefuse.parallel.api import parallelize as parallelize
 
 __all__ = [
     "ExpertsSpec",

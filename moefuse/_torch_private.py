@@ -770,7 +770,7 @@ def never_dead(op: Any) -> None:
     has_side_effect(op)
 
 
-def inlined_only(function: Callable[..., Any]) -> None:
+def inlined_only(function: Any) -> None:
     """Dynamo traces a function where compiled code calls it, and leaves it alone where eager code does."""
     from torch._dynamo.eval_frame import skip_code
 

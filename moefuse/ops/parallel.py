@@ -111,7 +111,7 @@ def _dispatch(rows: Sequence[Tensor], ids: Tensor, place: Tensor, slots: int, te
 
 def _dispatch_fake(rows: Sequence[Tensor], ids: Tensor, place: Tensor, slots: int, terms: str, layer: str) -> list[Tensor]:
     known = Terms.parse(terms)
-    arrivals = transports.transport(known).arrivals(known, ids.shape[0])
+    arrivals: Any = transports.transport(known).arrivals(known, ids.shape[0])
     if isinstance(arrivals, int) and arrivals < 0:
         arrivals = torch.library.get_ctx().new_dynamic_size(min=0)
     ids_dtype = torch.promote_types(ids.dtype, torch.int32)

@@ -76,7 +76,11 @@ def parallelize(
     """
     _legal("tokens", tokens, groups.TOKENS)
     _legal("grads", grads, groups.GRADS)
-    if max_tokens is not None and max_tokens != "equal" and (isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 1):
+    if (
+        max_tokens is not None
+        and max_tokens != "equal"
+        and (isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 1)
+    ):
         raise ParallelError(f"max_tokens={max_tokens!r} is not legal; use a positive number, 'equal' or None")
     _check_mesh(mesh)
     sites = experts_of(model, modules)
@@ -104,7 +108,9 @@ def _check_mesh(mesh: object) -> None:
     if not dist.is_available() or not dist.is_initialized():
         raise ParallelError("there is no process group: call torch.distributed.device_mesh.init_device_mesh first")
     if not isinstance(mesh, DeviceMesh):
-        raise ParallelError(f"mesh is a {type(mesh).__name__}; use a DeviceMesh, e.g. init_device_mesh('cuda', (4,), mesh_dim_names=('ep',))")
+        raise ParallelError(
+            f"mesh is a {type(mesh).__name__}; use a DeviceMesh, e.g. init_device_mesh('cuda', (4,), mesh_dim_names=('ep',))"
+        )
     if mesh.ndim != 1:
         names = mesh.mesh_dim_names or ()
         one = f"mesh[{names[-1]!r}]" if names else "one dimension of it"
@@ -114,8 +120,8 @@ def _check_mesh(mesh: object) -> None:
 def _placement(site: Site, placement: str | Sequence[int] | Placement, world: int) -> Placement:
     if site.experts < world:
         raise ParallelError(
-            f"{site.layer or site.name} has {site.experts} experts, and the mesh {world} ranks: give a mesh of at most {site.experts} ranks "
-            "and use data parallelism over the others"
+            f"{site.layer or site.name} has {site.experts} experts, and the mesh {world} ranks: give a mesh of at most {site.experts} "
+            "ranks, and use data parallelism over the others"
         )
     try:
         return placed(placement, site.experts, world)
@@ -128,7 +134,10 @@ def _check_parameters(model: nn.Module, sites: Sequence[Site]) -> None:
     for site in sites:
         for p in parameters_of(site):
             if type(p) is not nn.Parameter or type(p.data) is not torch.Tensor:
-                raise ParallelError(f"{site.name} has a Parameter that is a {type(p.data).__name__} already: parallelize a model before other libraries shard or wrap it")
+                raise ParallelError(
+                    f"{site.name} has a Parameter that is a {type(p.data).__name__} already: call moefuse.parallelize before other "
+                    "libraries shard or wrap the model"
+                )
     for optimizer in _optimizers():
         for group in optimizer.param_groups:
             for p in group["params"]:

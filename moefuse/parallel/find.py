@@ -87,21 +87,27 @@ def _sites(model: nn.Module, suspect: Suspect, pairs: list[Pair]) -> Iterator[Si
         if not taken.isdisjoint(pair.tensors):
             continue
         taken |= pair.tensors
+        routers = [other.router for other in pairs if other.tensors == pair.tensors]
         for name, holder in suspect.module.named_modules():
             path = ".".join(part for part in (suspect.name, name) if part)
             if len(pair.experts) == 1:
-                yield from _stacked(suspect.name, path, holder, pair)
+                yield from _stacked(suspect.name, path, holder, pair, routers)
             elif isinstance(holder, nn.ModuleList | nn.ModuleDict) and len(holder) == len(pair.experts):
                 yield from _listed(suspect.name, path, holder, pair)
 
 
-def _stacked(layer: str, path: str, holder: nn.Module, pair: Pair) -> Iterator[Stacked]:
-    """The Parameters [E, ...] of a module, biases [E, n] among them."""
+def _stacked(layer: str, path: str, holder: nn.Module, pair: Pair, routers: list[int | None]) -> Iterator[Stacked]:
+    """The Parameters [E, ...] of a module, biases [E, n] among them.
+
+    A bias looks like the weight of a router. So of those that may be the router, one is: the first outside of the module, if there is any.
+    """
     own = {n: p for n, p in holder._parameters.items() if p is not None}
     held = {n: p for n, p in own.items() if id(p) in pair.tensors}
     if held:
         count = next(iter(held.values())).shape[0]
-        names = tuple(n for n, p in own.items() if p.dim() >= 2 and p.shape[0] == count and id(p) != pair.router)
+        inside = {id(p) for p in own.values()}
+        router = next((r for r in routers if r not in inside), routers[0])
+        names = tuple(n for n, p in own.items() if p.dim() >= 2 and p.shape[0] == count and id(p) != router)
         yield Stacked(layer, path, holder, count, names)
 
 

@@ -30,7 +30,9 @@ class Placement:
         held = [e for rank in self.ranks for e in rank]
         if sorted(held) != list(range(len(held))):
             wrong = sorted({e for e in held if held.count(e) > 1} | (set(range(max(held, default=0) + 1)) - set(held)))
-            raise ParallelError(f"a placement holds every expert once: of {max(held, default=0) + 1} experts, {wrong} are missing or doubled")
+            raise ParallelError(
+                f"a placement holds every expert once: of {max(held, default=0) + 1} experts, {wrong} are missing or doubled"
+            )
 
     @property
     def experts(self) -> int:
@@ -71,7 +73,7 @@ class Placement:
 
 
 def linear(experts: int, world: int) -> Placement:
-    """Blocks of ceil(E / P), as ``Shard(0)`` of a DTensor cuts them, so that checkpoints are those of torch: 60 on 8 is seven times 8, then 4."""
+    """Blocks of ceil(E / P), as ``Shard(0)`` of a DTensor cuts them, so that checkpoints are torch's: 60 on 8 is seven times 8, then 4."""
     size = -(-experts // world)
     return Placement("linear", tuple(tuple(range(min(r * size, experts), min((r + 1) * size, experts))) for r in range(world)))
 

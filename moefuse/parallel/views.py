@@ -28,10 +28,11 @@ def full(holder: nn.Module, name: str, slots: int, terms: str) -> Tensor:
     parameter: Any = holder._parameters[name]
     if torch.compiler.is_compiling():
         return _gather(holder, parameter, slots, terms)
-    return _in_eager(holder, parameter, slots, terms)
+    found: Tensor = _in_eager(holder, parameter, slots, terms)
+    return found
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _in_eager(holder: nn.Module, parameter: Any, slots: int, terms: str) -> Tensor:
     """The same where a program runs as it is written: no frame for Dynamo, which would compile it for every expert."""
     known = _gathered.get()
@@ -60,11 +61,9 @@ def once() -> Iterator[None]:
 
 def with_properties(module: nn.Module, properties: dict[str, Callable[[Any], Tensor]]) -> None:
     """Give a module a class of its own, of the name that its class has, with these attributes."""
-    kind = type(module)
     for read in (*properties.values(), full):
         _torch_private.inlined_only(read)
-    body = {name: property(read) for name, read in properties.items()}
-    module.__class__ = type(kind.__name__, (kind,), {**body, "__module__": kind.__module__, "__qualname__": kind.__qualname__, _ORIGINAL: kind})
+    module.__class__ = _subclass(type(module), {name: property(read) for name, read in properties.items()})
 
 
 def gathering_once(module: nn.Module) -> None:
@@ -77,11 +76,15 @@ def gathering_once(module: nn.Module) -> None:
         with once():
             return kind.forward(self, *args, **kwargs)
 
-    body = {"forward": forward, "__module__": kind.__module__, "__qualname__": kind.__qualname__, _ORIGINAL: original(module)}
-    module.__class__ = type(kind.__name__, (kind,), body)
+    module.__class__ = _subclass(kind, {"forward": forward})
 
 
 _ORIGINAL = "_moefuse_original"
+
+
+def _subclass(kind: type[nn.Module], body: dict[str, Any]) -> type[nn.Module]:
+    named = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, _ORIGINAL: getattr(kind, _ORIGINAL, kind)}
+    return type(kind.__name__, (kind,), {**body, **named})
 
 
 def original(module: nn.Module) -> type[nn.Module]:

@@ -24,6 +24,11 @@ def is_gathered(node: object) -> bool:
     return isinstance(node, Node) and node.op == "call_function" and node.target is GATHERED
 
 
+def is_root(node: Node) -> bool:
+    """Whether a value comes from outside of the graph: from who calls it, or from other ranks."""
+    return node.op in ("placeholder", "get_attr") or is_gathered(node)
+
+
 def merge(graph: Graph) -> None:
     """Let each Parameter be gathered once, where nothing in the graph writes to it."""
     calls = [n for n in graph.nodes if is_gathered(n)]
@@ -43,7 +48,7 @@ def merge(graph: Graph) -> None:
                 graph.erase_node(local)
 
 
-def _same(local: Any) -> Hashable:
+def _same(local: Any) -> Any:
     """What the local part of a Parameter is read from; torch makes a function of its own for each time."""
     if isinstance(local, Node) and local.op in ("call_function", "call_method") and len(local.all_input_nodes) == 1 and _unwraps(local):
         return "local", local.all_input_nodes[0]

@@ -14,7 +14,7 @@ from torch.fx import Node
 
 from moefuse.passes.graph.calls import call_of, call_target
 from moefuse.passes.graph.op_classes import random
-from moefuse.passes.graph.sharded import is_gathered
+from moefuse.passes.graph.sharded import is_gathered, is_root
 from moefuse.passes.infer.state import Context
 from moefuse.passes.ir.regions import Region
 
@@ -70,11 +70,6 @@ class Older:
         """Whether one of the steps writes to an input of the graph."""
         storage = self.storage(root)
         return any(self.storage(n) is storage and any(w in steps for w in self.writes(n)) for n in steps if n is root)
-
-
-def is_root(node: Node) -> bool:
-    """Whether a value comes from outside of the graph: from who calls it, or from other ranks."""
-    return node.op in ("placeholder", "get_attr") or is_gathered(node)
 
 
 def _plain(node: Node) -> bool:

@@ -14,6 +14,7 @@ from torch.fx import Node
 from moefuse.passes.graph.calls import Call, tensor
 from moefuse.passes.graph.matmuls import READ, operands
 from moefuse.passes.graph.op_classes import BINARY, CASTS, RESHAPES, TERNARY, TURNS, UNARY
+from moefuse.passes.graph.sharded import is_root
 from moefuse.passes.graph.sizes import same, same_shape, shape_of
 from moefuse.passes.infer.feature_slices import piece
 from moefuse.passes.infer.operands import padded, real, scalar
@@ -171,7 +172,7 @@ def _projection(ctx: Context, node: Node, go: Any, call: Call) -> Expr | None:
     if found is None or not isinstance(found.x, Node):
         return None
     view = ctx.view(found.weight)
-    if view is None or ctx.storage[view.root].op not in ("placeholder", "get_attr"):
+    if view is None or not is_root(ctx.storage[view.root]):
         return None
     dims = tuple(a[0].index if len(a) == 1 and a[0].kind == "d" else -1 for a in view.axes)
     if sorted(dims) != [0, 1]:

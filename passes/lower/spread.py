@@ -97,7 +97,7 @@ class Spread(Lowering):
 
     def grouped(self) -> Lowered:
         found = list(walk(self.region.expr))
-        tokens = [(e, None) for e in found if isinstance(e, Token)]
+        tokens: list[tuple[Token, torch.dtype | None]] = [(e, None) for e in found if isinstance(e, Token)]
         self.send(tokens, [e for e in found if isinstance(e, SlotWeight | Gate)])
         return super().grouped()
 
@@ -137,7 +137,12 @@ class Spread(Lowering):
         call, sizes, strides, start = local_view(list(leaf.parts or (leaf.source,)), self.region.num_experts)
         local: Any = call.args[0]
         value = tensor(local)
-        if value is not None and [int(n) for n in value.shape[1:]] == sizes and [int(n) for n in value.stride()[1:]] == strides and not start:
+        if (
+            value is not None
+            and [int(n) for n in value.shape[1:]] == sizes
+            and [int(n) for n in value.stride()[1:]] == strides
+            and not start
+        ):
             return [local]
         step = tensor(call).stride(0)  # type: ignore[union-attr]
         return [self.emit(torch.as_strided, local, (self.where.held, *sizes), (int(step), *strides), start)]
@@ -166,4 +171,3 @@ def _key(what: Expr | None, dtype: torch.dtype | None = None) -> Hashable:
     if isinstance(what, Token):
         return "token", what.source, what.width, dtype
     return "weight", None if what is None else id(what)
-

@@ -8,9 +8,9 @@ import torch
 from torch.fx import Node
 
 from moefuse._dynamo.values import unbacked_in
-from moefuse.passes.graph.sharded import is_gathered
 from moefuse.passes.graph.calls import Call, fake
 from moefuse.passes.graph.op_classes import ASSERTS, MODES, SIZE_QUERIES, draws
+from moefuse.passes.graph.sharded import is_gathered
 from moefuse.passes.graph.writes import known_function
 from moefuse.passes.infer.state import Context
 from moefuse.passes.match.promises import about_data, promised

@@ -15,8 +15,9 @@ from torch.fx import Node
 
 from moefuse.capture.assumptions import Assumption
 from moefuse.passes.graph.calls import fake, tensor
+from moefuse.passes.graph.sharded import is_root
 from moefuse.passes.graph.sizes import shape_of
-from moefuse.passes.infer.backward_slice import SMALL, Older, is_root
+from moefuse.passes.infer.backward_slice import SMALL, Older
 from moefuse.passes.infer.state import Context
 from moefuse.passes.ir.expr import Cast, ExpertVector, Expr, Gate, Leaf, Linear, Op, SharedVector, Slice, SlotWeight, Token
 from moefuse.passes.ir.regions import Region

@@ -16,8 +16,8 @@ from torch.fx import Node
 
 from moefuse import _torch_private
 from moefuse.passes.graph.calls import fake
-from moefuse.passes.graph.sharded import is_gathered
-from moefuse.passes.infer.backward_slice import SMALL, WEIGHT, Older, execute, is_root, storages
+from moefuse.passes.graph.sharded import is_gathered, is_root
+from moefuse.passes.infer.backward_slice import SMALL, WEIGHT, Older, execute, storages
 from moefuse.passes.infer.state import Context
 from moefuse.passes.ir.expr import Expr, Gate, Leaf, Linear, SlotWeight, Token, walk
 from moefuse.passes.ir.regions import Region

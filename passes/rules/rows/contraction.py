@@ -9,6 +9,7 @@ from typing import Any
 from torch.fx import Node
 
 from moefuse.passes.graph.calls import tensor
+from moefuse.passes.graph.sharded import is_root
 from moefuse.passes.graph.sizes import same
 from moefuse.passes.infer.operands import fits, leaf, real
 from moefuse.passes.infer.state import Context, out_shape
@@ -163,7 +164,7 @@ def expert_weight(ctx: Context, value: Any, rows: Any, names: Labels, others: La
     dims = [a[0].index if len(a) == 1 and a[0].kind == "d" else -1 for a in value.axes]
     if sorted(dims) == [0, 1] and isinstance(rows, Rows) and rows.domain.name in ("selected", "masked"):
         return Weight(tuple((a[0]._replace(kind="w"),) for a in value.axes), value.root, -1)
-    if sorted(dims) == [0, 1, 2] and ctx.storage[value.root].op in ("placeholder", "get_attr"):
+    if sorted(dims) == [0, 1, 2] and is_root(ctx.storage[value.root]):
         experts = dims.index(0)
         label = names[experts]
         if label not in out or (isinstance(rows, View) and label in others and not _repeats(rows.axes[others.index(label)])):
