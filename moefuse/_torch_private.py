@@ -727,7 +727,10 @@ def _made_of_others(tensor: Any) -> list[str] | None:
     """Attributes with the tensors that a tensor of a class of its own is made of; None for a tensor that has numbers itself."""
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-    return list(tensor.__tensor_flatten__()[0]) if is_traceable_wrapper_subclass(tensor) else None
+    if not is_traceable_wrapper_subclass(tensor):
+        return None
+    # Beside tensors, a distributed one has its mesh there.
+    return [name for name in tensor.__tensor_flatten__()[0] if isinstance(getattr(tensor, name), torch.Tensor)]
 
 
 def tensor_state(tensor: torch.Tensor) -> Callable[[], None]:

@@ -21,7 +21,7 @@ def _grouped(items: Iterable[_Item], key: Callable[[_Item], Hashable]) -> list[l
 
 def grouped_fused(items: Iterable[Fused]) -> list[list[Fused]]:
     """Layers of which the report says the same."""
-    return _grouped(items, lambda f: (pattern(f.module), f.location, f.spec, f.domain, f.tier, f.shared))
+    return _grouped(items, lambda f: (pattern(f.module), f.location, f.spec, f.domain, f.tier, f.shared, f.parallel))
 
 
 def grouped_skipped(items: Iterable[Skipped]) -> list[list[Skipped]]:

@@ -194,7 +194,8 @@ class FusionReport:
             beside = " and a shared expert" if first.shared else ""
             sizes = [(f.workspace, f.tokens) for f in fused if f.workspace is not None]
             memory = f", {max(sizes)[0] / 2**20:.2g} MiB for {max(sizes)[1]} tokens" if sizes else ""
-            text = f"{first.spec}{beside}  [{first.domain}, {first.tier}, {error}{memory}]"
+            where = f"  {first.parallel}" if first.parallel else ""
+            text = f"{first.spec}{beside}  [{first.domain}, {first.tier}, {error}{memory}]{where}"
             rows.append(("fused", module_names([f.module for f in fused]), _basename(first.location), text))
         for skipped in grouped_skipped(self.skipped):
             code, message, location = skipped[0].code, skipped[0].message, skipped[0].location
