@@ -19,6 +19,7 @@ from moefuse.capture.frame import Frame, refusals
 from moefuse.config import Options
 from moefuse.errors import CODES, UNCOUNTED, FusionError, first_line
 from moefuse.flows import Flow, flow_of
+from moefuse.grouping import pattern
 from moefuse.module_names import ModuleNames, annotate, roots_of
 from moefuse.opaque import opaque
 from moefuse.report import FusionReport, RejectedError, Skipped
@@ -365,7 +366,8 @@ def _models() -> tuple[str, ...]:
 
 def _warn_once(skipped: Skipped, models: tuple[str, ...]) -> None:
     # Models of two kinds may share the line, in a helper function, and the reader of one warning would not think of the other model.
-    key = (skipped.code, skipped.message, skipped.location, *models)
+    # The text is no part of the key: sizes and names of values in it change from one compilation to the next. The report has them all.
+    key = (skipped.code, skipped.location, pattern(skipped.module), *models)
     with _warned_lock:
         if key in _warned:
             return
