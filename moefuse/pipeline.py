@@ -216,7 +216,7 @@ def _settle(frame: Frame, gm: torch.fx.GraphModule, report: FusionReport, undisc
 
 
 def _beside_fused(found: list[Skipped], report: FusionReport) -> list[Skipped]:
-    """Refusals of numbers that the program reads for itself, in a graph whose experts are all understood: they may be fused behind the break, too.
+    """Refusals of numbers that the program reads for itself, in a graph whose experts are all understood: those may be fused behind the break.
 
     If they are, at the end of the call, the break is all that is to say.
     """
