@@ -216,9 +216,9 @@ def _settle(frame: Frame, gm: torch.fx.GraphModule, report: FusionReport, undisc
 
 
 def _beside_fused(found: list[Skipped], report: FusionReport) -> list[Skipped]:
-    """Refusals of numbers that the program reads for itself, in a graph whose experts are all understood: those may be fused behind the break.
+    """Refusals of numbers that the program reads for itself, in a graph whose experts are all understood.
 
-    If they are, at the end of the call, the break is all that is to say.
+    Those may be fused behind the break; if they are, at the end of the call, the break is all that is to say.
     """
     places = {fused.location for fused in report.fused}
     combine = places.pop() if len(places) == 1 else ""
