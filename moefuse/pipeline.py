@@ -8,6 +8,7 @@ import logging
 import threading
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -19,6 +20,7 @@ from moefuse.capture.frame import Frame, refusals
 from moefuse.config import Options
 from moefuse.errors import CODES, UNCOUNTED, FusionError, first_line
 from moefuse.flows import Flow, flow_of
+from moefuse.grouping import pattern
 from moefuse.module_names import ModuleNames, annotate, roots_of
 from moefuse.opaque import opaque
 from moefuse.report import FusionReport, RejectedError, Skipped
@@ -200,7 +202,9 @@ def _settle(frame: Frame, gm: torch.fx.GraphModule, report: FusionReport, undisc
     if left is not None:
         # Tokens are drawn in some number for the check. Where the graph breaks instead, that number is known, and the check is made.
         report.skipped = [skipped for skipped in report.skipped if UNCOUNTED not in skipped.message]
-        report.skipped += _beside_experts(gm) if report.fused and not report.skipped else []
+        report.skipped += _beside_fused(_beside_experts(gm), report) if report.fused and not report.skipped else []
+    if problems and report.fused and not report.skipped:
+        report.skipped += _beside_fused(refusals(problems), report)
     if problems or left is not None:
         if options.strict and not (frame.flags and report.skipped and all(map(_may_wait, report.skipped))):
             # Instead of another attempt, which would break the graph where this says.
@@ -209,6 +213,16 @@ def _settle(frame: Frame, gm: torch.fx.GraphModule, report: FusionReport, undisc
                 raise_strict(report)
         frame.retreat(problems, report.skipped, why=left or "")
     frame.settled |= set(frame.assumptions)
+
+
+def _beside_fused(found: list[Skipped], report: FusionReport) -> list[Skipped]:
+    """Refusals of numbers that the program reads for itself, in a graph whose experts are all understood.
+
+    Those may be fused behind the break; if they are, at the end of the call, the break is all that is to say.
+    """
+    places = {fused.location for fused in report.fused}
+    combine = places.pop() if len(places) == 1 else ""
+    return [replace(skipped, combine=combine) for skipped in found]
 
 
 def _beside_experts(gm: torch.fx.GraphModule) -> list[Skipped]:
@@ -364,7 +378,8 @@ def _models() -> tuple[str, ...]:
 
 def _warn_once(skipped: Skipped, models: tuple[str, ...]) -> None:
     # Models of two kinds may share the line, in a helper function, and the reader of one warning would not think of the other model.
-    key = (skipped.code, skipped.message, skipped.location, *models)
+    # The text is no part of the key: sizes and names of values in it change from one compilation to the next. The report has them all.
+    key = (skipped.code, skipped.location, pattern(skipped.module), *models)
     with _warned_lock:
         if key in _warned:
             return

@@ -259,8 +259,7 @@ class Lowering:
         mine, theirs = tensor(node), tensor(like)
         if mine is None or theirs is None or same_shape(shape_of(mine), shape_of(theirs)):
             return node
-        sizes = self.sizes(shape_of(theirs)[:-1])
-        return self.emit(torch.reshape, node, (*sizes, shape_of(theirs)[-1]))
+        return self.emit(torch.reshape, node, tuple(self.sizes(shape_of(theirs))))
 
     def sizes(self, wanted: tuple[Any, ...]) -> list[Any]:
         """Leading sizes as arguments: numbers, or sizes of a leaf."""

@@ -25,6 +25,7 @@ from moefuse.passes.ir.facts import (
     Mask,
     Pieces,
     Range,
+    Routing,
     Rows,
     Sorted,
     Span,
@@ -51,7 +52,7 @@ def checked(ctx: Context, region: Region) -> Region | Lost:
     if bounds - {region.num_experts}:
         return ctx.lost("missing-experts", region.anchor, present=f"below {min(bounds)}", count=str(region.num_experts))
     whole = _spanned(ctx, region)
-    checks = (transformed, encoded, _casts, _types, _modes, _mutations, _spoiled, _feeds_itself, _escapes)
+    checks = (transformed, _mixed, encoded, _casts, _types, _modes, _mutations, _spoiled, _feeds_itself, _escapes)
     problems = (check(ctx, whole) for check in checks)
     return next((problem for problem in problems if problem is not None), whole)
 
@@ -240,6 +241,27 @@ def _feeds_itself(ctx: Context, region: Region) -> Lost | None:
             seen.update(new)
             stack.extend(new)
     return None
+
+
+def _mixed(ctx: Context, region: Region) -> Lost | None:
+    """No input of the region is computed from the rows of one of its experts: what that is depends on which tokens were routed there."""
+    first = ctx.position[region.routing.node]
+    for source in (s for s in region.leaves if ctx.calls.get(s) is not None):
+        stack, seen = [source], {source}
+        while stack:
+            node = stack.pop()
+            fact = ctx.facts.get(node)
+            if isinstance(fact, Lost) and any(_of_routing(ctx.facts.get(i), region.routing) for i in node.all_input_nodes):
+                return fact
+            new = [i for i in node.all_input_nodes if i not in seen and ctx.position[i] > first]
+            seen.update(new)
+            stack.extend(new)
+    return None
+
+
+def _of_routing(fact: Any, routing: Routing) -> bool:
+    """Whether a fact is rows that a routing chose."""
+    return isinstance(fact, Rows) and fact.domain.routing is routing
 
 
 def _escapes(ctx: Context, region: Region) -> Lost | None:

@@ -38,6 +38,7 @@ class Verdict:
     problem: str = ""
 
 
+@torch.no_grad()
 def verify(
     ctx: Context, region: Region, new_nodes: Sequence[Node], result: Node, known: dict[Node, Any], assumptions: Sequence[Assumption] = ()
 ) -> Verdict:
@@ -55,11 +56,10 @@ def verify(
 
     def probe(kind: str) -> Errors | str:
         leaves = values.draw(kind)
-        with torch.no_grad():
-            original = replay(around.before, values, leaves, bodies)
-            fused = replay(around.after, values, leaves, bodies)
-            found = _compare(region, values, leaves, original.value(region.anchor), fused.value(result))
-            return found if isinstance(found, str) else around.seen(original, fused, result) or found
+        original = replay(around.before, values, leaves, bodies)
+        fused = replay(around.after, values, leaves, bodies)
+        found = _compare(region, values, leaves, original.value(region.anchor), fused.value(result))
+        return found if isinstance(found, str) else around.seen(original, fused, result) or found
 
     worst = 0.0
     for kind in ("random", "one", "random"):

@@ -71,6 +71,28 @@ class Noisy(Layer):
         return out
 
 
+class Logged(Helped):
+    """The numbers of tokens, for a log: the graph breaks there, in front of the experts."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.router(x).softmax(-1).topk(K)
+        self.load = torch.bincount(ids.flatten(), minlength=len(self.experts)).tolist()
+        return mixed(x, weights, ids, self.experts)
+
+
+class LoggedInside(Helped):
+    """The same numbers, each where its expert is: the graph breaks between the experts."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.router(x).softmax(-1).topk(K)
+        out, self.load = torch.zeros_like(x), []
+        for e, expert in enumerate(self.experts):
+            token, slot = torch.where(ids == e)
+            self.load.append(len(token))
+            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+        return out
+
+
 class Twice(Around):
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.mlp(self.mlp(x))
@@ -144,6 +166,20 @@ def test_no_word_about_a_layer_that_is_fused_after_all(strict: bool, caplog: pyt
     """The graph that was refused is given up; the function's own graph has the experts, and nothing is changed in it."""
     report = report_of(Around(Changed), (X, True), strict=strict, expect=1)
     assert (report.layers, report.skipped, warnings(caplog)) == ((1, 1), [], [])
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_numbers_for_a_log_are_no_layer(strict: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Experts behind the break are fused: nothing of them was lost, and the break is in the report."""
+    report = report_of(Logged(), (X, False), strict=strict, expect=1)
+    assert (report.layers, report.skipped, warnings(caplog)) == ((1, 1), [], [])
+    assert len(report.graph_breaks) == 1
+
+
+def test_numbers_between_the_experts_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    report = report_of(LoggedInside(), (X, False))
+    assert (report.layers, [s.code for s in report.skipped]) == ((0, 1), ["not-captured"])
+    assert len(warnings(caplog)) == 1
 
 
 def test_a_layer_that_stays_refused_is_told(caplog: pytest.LogCaptureFixture) -> None:

@@ -107,3 +107,29 @@ def test_nothing_is_guarded_without_experts() -> None:
     for first, second in ((9, 9), (13, 13), (7, 11), (5, 6)):
         compiled(torch.randn(first, H), torch.randn(second, H))
     assert with_moefuse == plain.frame_count
+
+
+def test_one_number_for_each_token() -> None:
+    """The result has no features, so its last size is the number of tokens: a symbol from the second number on."""
+
+    class Scores(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.router = nn.Linear(H, E)
+            self.experts = nn.ModuleList(nn.Sequential(nn.Linear(H, I), nn.ReLU(), nn.Linear(I, 1)) for _ in range(E))
+
+        def forward(self, x: Tensor) -> Tensor:
+            weights, ids = self.router(x).softmax(-1).topk(K)
+            out = x.new_zeros(len(x))
+            for e, expert in enumerate(self.experts):
+                rows, slot = torch.where(ids == e)
+                out[rows] += expert(x[rows]).squeeze(-1) * weights[rows, slot]
+            return out
+
+    seen, model = Seen(), Scores()
+    compiled = torch.compile(model, backend=capturing(seen))
+    with torch.no_grad():
+        for tokens in (9, 13, 1):
+            x = torch.randn(tokens, H)
+            torch.testing.assert_close(compiled(x), model(x))
+    assert (len(seen.report.fused), seen.report.skipped) == (len(seen.graphs), []), seen.report

@@ -54,6 +54,12 @@ def on_reduction(ctx: Context, node: Node, x: Node, dim: Any = None, keepdim: bo
     return found
 
 
+@rule("max", "min")
+def on_extreme(ctx: Context, node: Node, x: Node, *others: Any, **kwargs: Any) -> Any:
+    """The largest value of all rows. (Of two tensors it is an operation on each element; along a dimension it has two results.)"""
+    return over_features(ctx, node, x, None) if not others and not kwargs else None
+
+
 @rule("log_softmax")
 def on_log_softmax(ctx: Context, node: Node, x: Node, dim: Any = None, *_: Any, **kwargs: Any) -> Any:
     return over_features(ctx, node, x, dim, **kwargs)
