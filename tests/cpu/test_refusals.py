@@ -29,6 +29,7 @@ from tests.programs.refused import (
     Counting,
     ExpertChoice,
     ExpertsDiffer,
+    Gathered,
     H,
     Hook,
     IdsNotDistinct,
@@ -153,6 +154,17 @@ def other_collectives(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(encodings, "_COLLECTIVES", ("collectives_like::",))
 
 
+def group_of_one(patch: pytest.MonkeyPatch) -> None:
+    """A mesh of one rank, whose collectives are copies."""
+    from moefuse.runtime import groups
+    from moefuse.runtime.transports import weights
+
+    patch.setattr(groups, "_groups", {})
+    groups.register("one", (0,), 0, None, None)
+    for name in ("all_gather", "all_to_all"):
+        patch.setattr(weights, name, lambda every, mine, _group: every.copy_(mine))
+
+
 CASES: dict[str, Case] = {
     "no-rule": Case(NoRule, "expert rows go through `digamma`, which has no rule: what it computes per row is unknown"),
     "not-row-local": Case(NotRowLocal, "`mean` mixes the rows of an expert, so its result depends on which other tokens were routed there"),
@@ -199,6 +211,11 @@ CASES: dict[str, Case] = {
         Sharded,
         "the experts are spread over processes: `all_reduce` exchanges what depends on the router's choice",
         arrange=other_collectives,
+    ),
+    "experts-gathered": Case(
+        Gathered,
+        "the weights of these sharded experts are gathered from all ranks in every call: nothing was fused that reads them",
+        arrange=group_of_one,
     ),
     "dtype-unsupported": Case(
         Autocast, "dtype bfloat16 from float32 weights is not supported by the fused op (autocast inside the experts)"
@@ -281,7 +298,8 @@ def compiled(model: nn.Module, options: Options, report: FusionReport, *, captur
 
     def backend(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         report.extend(pipeline.rewrite(gm, example_inputs, options, entry.frame()))
-        assert not any("moefuse" in str(node.target) for node in gm.graph.nodes), gm.graph
+        ours = {str(node.target) for node in gm.graph.nodes if "moefuse" in str(node.target)}
+        assert ours <= {"moefuse.gathered.default"}, gm.graph  # (which is the user's own)
         return gm.forward
 
     if captured:

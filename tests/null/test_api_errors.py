@@ -50,7 +50,8 @@ def test_the_pass_takes_only_moefuse_options() -> None:
 
 def test_public_names() -> None:
     names = ["ExpertsSpec", "FusionError", "FusionReport", "MoEFusionPass", "OptionError", "Options", "WarmupReport"]
-    names += ["__version__", "compile", "explain", "last_report", "warmup"]
+    names += ["ParallelError", "PeerError", "TooManyTokens"]
+    names += ["__version__", "compile", "explain", "last_report", "parallelize", "warmup"]
     assert sorted(moefuse.__all__) == sorted(names)
     assert all(getattr(moefuse, name) is not None for name in names)
     with pytest.raises(AttributeError, match="module 'moefuse' has no attribute 'fuse'"):
@@ -60,6 +61,9 @@ def test_public_names() -> None:
 def test_errors_have_the_documented_bases() -> None:
     assert issubclass(moefuse.OptionError, ValueError)
     assert issubclass(moefuse.FusionError, RuntimeError)
+    assert issubclass(moefuse.ParallelError, ValueError)
+    assert issubclass(moefuse.PeerError, RuntimeError)
+    assert issubclass(moefuse.TooManyTokens, moefuse.PeerError)
 
 
 def test_import_is_cheap_and_touches_nothing() -> None:

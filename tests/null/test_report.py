@@ -86,6 +86,7 @@ def test_json_says_everything() -> None:
         "shared": False,
         "workspace": None,
         "tokens": None,
+        "parallel": "",
     }
     assert data["fused"][1]["error"] is None
     assert data["skipped"] == [

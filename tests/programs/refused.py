@@ -389,6 +389,19 @@ all_of.register_fake(torch.empty_like)
 all_of.register_autograd(lambda _ctx, grad: grad)
 
 
+class Gathered(nn.Module):
+    """Weights that ``moefuse.parallelize`` has sharded are read, and not by experts: all of them are averaged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(E, H, H))
+        self.register_buffer("place", torch.arange(E, dtype=torch.int32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        whole = torch.ops.moefuse.gathered.default(self.w, self.place, E, "one/allgather/distinct/any/mean/linear")
+        return x @ whole.mean(0)  # at: experts-gathered
+
+
 class Autocast(Layer):
     """float32 weights under autocast."""
 
