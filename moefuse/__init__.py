@@ -24,6 +24,7 @@ from moefuse.tuning.report import WarmupReport as WarmupReport
 if TYPE_CHECKING:
     from moefuse.inductor_pass import MoEFusionPass as MoEFusionPass
     from moefuse.parallel.api import parallelize as parallelize
+    from moefuse.parallel.clip import clip_grad_norm_ as clip_grad_norm_
 
 __all__ = [
     "ExpertsSpec",
@@ -37,6 +38,7 @@ __all__ = [
     "TooManyTokens",
     "WarmupReport",
     "__version__",
+    "clip_grad_norm_",
     "compile",
     "explain",
     "last_report",
@@ -62,4 +64,8 @@ def __getattr__(name: str) -> object:
         from moefuse.parallel.api import parallelize
 
         return parallelize
+    if name == "clip_grad_norm_":
+        from moefuse.parallel.clip import clip_grad_norm_
+
+        return clip_grad_norm_
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
