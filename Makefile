@@ -60,6 +60,7 @@ test: lint kernels
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(RULES) $(CATALOGUE) -x -q -n auto --dist worksteal $(COVERED) --cov-report=
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/null tests/cpu $(addprefix --ignore ,$(RULES)) --deselect $(CATALOGUE) -x -q -n auto \
 		--dist worksteal --durations 50
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/dist -x -q --durations 10
 	$(BIN)/coverage json -q -o - | $(BIN)/python tests/line_coverage.py
 
 line-coverage: $(TRITON)/.installed

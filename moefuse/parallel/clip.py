@@ -39,8 +39,10 @@ def clip_grad_norm_(parameters: Iterable[Tensor] | Tensor, max_norm: float, norm
 
 def _of(grad: Any, norm_type: float) -> Tensor:
     """The norm of one gradient, over all ranks that hold a part of it."""
+    norm: Tensor
     if not isinstance(grad, DTensor):
-        return torch.linalg.vector_norm(grad.detach().to(_wide(grad)), norm_type)
+        norm = torch.linalg.vector_norm(grad.detach().to(_wide(grad)), norm_type)
+        return norm
     local = grad.to_local().detach()
     norm = torch.linalg.vector_norm(local.to(_wide(local)), norm_type) if local.numel() else local.new_zeros((), dtype=_wide(local))
     part = norm if math.isinf(norm_type) else norm.pow(norm_type)
@@ -54,7 +56,8 @@ def _of(grad: Any, norm_type: float) -> Tensor:
 
 def _joined(norms: list[Tensor], norm_type: float) -> Tensor:
     device = norms[0].device
-    return torch.linalg.vector_norm(torch.stack([n.to(device) for n in norms]), norm_type)
+    total: Tensor = torch.linalg.vector_norm(torch.stack([n.to(device) for n in norms]), norm_type)
+    return total
 
 
 def _wide(grad: Tensor) -> torch.dtype:
