@@ -1,0 +1,145 @@
+"""One case on every rank: a model whose experts are spread beside the same model on one process, outputs and all gradients."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+import moefuse
+from moefuse import Options
+from tests.cpu.capture_case import Seen, capturing
+from tests.dist.layers import H, Model
+
+
+@dataclass(frozen=True)
+class Case:
+    """``tokens`` of each rank; ``how``: arguments of ``parallelize``; ``behind``: what compiles the graph, None to run it in eager."""
+
+    kind: type[nn.Module]
+    tokens: tuple[int, ...]
+    experts: int = 5
+    how: Mapping[str, Any] = field(default_factory=dict)
+    behind: str | None = "aot_eager"
+    train: bool = True
+    dtype: torch.dtype = torch.float32
+    checkpointed: bool = False
+    skew: bool = False
+
+
+@dataclass(frozen=True)
+class Found:
+    """Errors relative to the largest value; what was fused, and the operations in all graphs."""
+
+    out: float
+    grads: dict[str, float]
+    report: Any
+    ops: dict[str, int]
+
+    @property
+    def worst(self) -> float:
+        return max([self.out, *self.grads.values()])
+
+
+def run(rank: int, case: Case) -> Found:
+    """Compare on one rank."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    single = Model(case.kind, case.experts).to(case.dtype)
+    if case.skew:
+        for layer in (single.first, single.second):
+            with torch.no_grad():
+                layer.router.weight[:2] += 5  # type: ignore[index,union-attr,operator]
+    model = copy.deepcopy(single)
+    mesh = init_device_mesh("cpu", (len(case.tokens),), mesh_dim_names=("ep",))
+    moefuse.parallelize(model, mesh["ep"], **case.how)
+    same = case.how.get("tokens") == "replicated"
+    generator = torch.Generator().manual_seed(1)
+    every = [torch.randn(1 if same else n, H, generator=generator).to(case.dtype) for n in case.tokens]
+    if same:
+        every = [torch.randn(case.tokens[0], H, generator=generator).to(case.dtype)] * len(case.tokens)
+    every = [e.abs() for e in every] if case.skew else every  # the first layer's scores of experts 0 and 1 are the largest
+    seen = Seen()
+    run_model: Any = model
+    if case.behind is not None:
+        run_model = torch.compile(model, backend=capturing(seen, Options(), case.behind), fullgraph=False)
+    x = every[rank].clone().requires_grad_(case.train)
+    inputs = [e.clone().requires_grad_(case.train) for e in every]
+    with torch.set_grad_enabled(case.train):
+        out = checkpoint(run_model, x, use_reentrant=False) if case.checkpointed else run_model(x)
+        wanted = [single(e) for e in inputs]
+    errors = {}
+    if case.train:
+        _loss(out).backward()
+        ranks = 1 if same else len(case.tokens)
+        means = case.how.get("grads", "mean") == "mean" and case.how.get("tokens") != "sequence"
+        scale = 1 / ranks if means else 1.0
+        total: Any = sum((_loss(w) for w in wanted[:ranks]), torch.zeros(()))
+        (total * scale).backward()
+        errors = _gradients(model, single, scale, same)
+        errors["x"] = _apart(x.grad * scale, inputs[0 if same else rank].grad)  # type: ignore[operator]
+    ops: dict[str, int] = {}
+    for gm in seen.graphs:
+        for node in gm.graph.nodes:
+            name = str(node.target)
+            if name.startswith("moefuse"):
+                ops[name] = ops.get(name, 0) + 1
+    return Found(_apart(out, wanted[rank]), errors, seen.report, ops)
+
+
+def _loss(out: Tensor) -> Tensor:
+    return (out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)).sum()
+
+
+def _apart(mine: Tensor | None, theirs: Tensor | None) -> float:
+    if theirs is None:
+        return 0.0 if mine is None or not mine.any() else float("inf")
+    if not theirs.numel():
+        return 0.0
+    mine = torch.zeros_like(theirs) if mine is None else mine
+    return ((mine.detach() - theirs.detach()).abs().max() / theirs.detach().abs().max().clamp(min=1e-30)).item()
+
+
+def _gradients(model: nn.Module, single: nn.Module, scale: float, same: bool) -> dict[str, float]:
+    """Errors of all gradients, those of experts put together from all ranks; data parallelism sums those of the rest."""
+    theirs = dict(single.named_parameters())
+    found = {}
+    for name, parameter in model.named_parameters():
+        grad: Any = parameter.grad
+        if isinstance(parameter, DTensor):
+            for key, mine in _full(model, name, grad):
+                found[key] = _apart(mine, theirs[key].grad)
+        else:
+            grad = torch.zeros_like(parameter) if grad is None else grad.clone()
+            if not same:
+                dist.all_reduce(grad)
+                grad *= scale
+            found[name] = _apart(grad, theirs[name].grad)
+    assert found.keys() == theirs.keys(), found.keys() ^ theirs.keys()
+    return found
+
+
+def _full(model: nn.Module, name: str, grad: Any) -> list[tuple[str, Tensor]]:
+    """(name of one process's Parameter, gradient): of a stack, or of each expert of a list."""
+    holder = model.get_submodule(name.rpartition(".")[0])
+    own: Callable[[str], Any] = lambda path: path  # noqa: E731
+    whole = grad.full_tensor()
+    place = holder._moefuse_place.long()  # type: ignore[union-attr,operator]
+    # Without gaps the rows are the experts in order; else each is in its slot.
+    if len(whole) > len(place) or place.tolist() != list(range(len(place))):
+        slots = int(place.max()) // dist.get_world_size() + 1 if len(whole) == len(place) else len(whole) // dist.get_world_size()
+        whole = whole[place] if len(whole) != len(place) or slots * dist.get_world_size() == len(whole) else whole
+    stacked = name.rpartition(".")[2]
+    if not stacked.startswith("stacked_"):
+        return [(own(name), whole)]
+    path = name.rpartition(".")[0]
+    leaf = stacked.removeprefix("stacked_").rpartition("_")
+    return [(f"{path}.{e}.{leaf[0]}.{leaf[2]}", whole[e]) for e in range(len(place))]

@@ -1,0 +1,141 @@
+"""Layers with experts, as people write them; every one takes tokens [T, H] and has E experts."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+H, I, K = 8, 12, 2  # noqa: E741  (the letters of moefuse.spec)
+
+
+class Routed(nn.Module):
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self.router = nn.Linear(H, experts, bias=False)
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        weights, ids = self.router(x).softmax(-1).topk(K)
+        return weights / weights.sum(-1, keepdim=True), ids
+
+
+class Stacked(Routed):
+    """[E, 2 I, H] and [E, H, I], an expert at a time."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__(experts)
+        self.gate_up = nn.Parameter(torch.randn(experts, 2 * I, H) * 0.3)
+        self.down = nn.Parameter(torch.randn(experts, H, I) * 0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        out = torch.zeros_like(x)
+        for e in range(len(self.gate_up)):
+            token, slot = torch.where(ids == e)
+            gate, up = F.linear(x[token], self.gate_up[e]).chunk(2, -1)
+            out.index_add_(0, token, F.linear(F.silu(gate) * up, self.down[e]) * weights[token, slot, None])
+        return out
+
+
+class Transposed(Routed):
+    """[E, H, I] with biases, every expert for every token."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__(experts)
+        self.up, self.up_bias = nn.Parameter(torch.randn(experts, H, I) * 0.3), nn.Parameter(torch.randn(experts, I) * 0.3)
+        self.down, self.down_bias = nn.Parameter(torch.randn(experts, I, H) * 0.3), nn.Parameter(torch.randn(experts, H) * 0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        table = torch.zeros(len(x), len(self.up), dtype=x.dtype, device=x.device).scatter(1, ids, weights)
+        h = F.gelu(torch.bmm(x.expand(len(self.up), -1, -1), self.up) + self.up_bias[:, None])
+        out = torch.bmm(h, self.down) + self.down_bias[:, None]
+        return (out * table.t()[:, :, None]).sum(0)
+
+
+class Listed(Routed):
+    """An ``nn.ModuleList`` of MLPs."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__(experts)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(H, I), nn.GELU(), nn.Linear(I, H)) for _ in range(experts))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            token, slot = torch.where(ids == e)
+            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+        return out
+
+
+class Own(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(H, I, bias=False), nn.Linear(H, I, bias=False), nn.Linear(I, H, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(torch.tanh(self.gate(x)).pow(2) * torch.cos(self.up(x)))
+        return out
+
+
+class Grouped(Routed):
+    """An activation that no template has: grouped products around the code as it is."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__(experts)
+        self.experts = nn.ModuleList(Own() for _ in range(experts))
+
+    forward = Listed.forward
+
+
+class Shared(Stacked):
+    """With an expert that every token takes, weighted by a gate of its own."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__(experts)
+        self.shared, self.share = nn.Sequential(nn.Linear(H, I), nn.SiLU(), nn.Linear(I, H)), nn.Linear(H, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = super().forward(x) + self.shared(x) * self.share(x).sigmoid()
+        return out
+
+
+class OnInput(Stacked):
+    """Routing weights multiply the token."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        out = torch.zeros_like(x)
+        for e in range(len(self.gate_up)):
+            token, slot = torch.where(ids == e)
+            gate, up = F.linear(x[token] * weights[token, slot, None], self.gate_up[e]).chunk(2, -1)
+            out.index_add_(0, token, F.linear(F.silu(gate) * up, self.down[e]))
+        return out
+
+
+class Mixed(Stacked):
+    """Rows of an expert are mixed: refused, so its weights are gathered."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        out = torch.zeros_like(x)
+        for e in range(len(self.gate_up)):
+            token, slot = torch.where(ids == e)
+            gate, up = F.linear(x[token], self.gate_up[e]).chunk(2, -1)
+            h = (F.silu(gate) * up).cumsum(0)
+            out.index_add_(0, token, F.linear(h, self.down[e]) * weights[token, slot, None])
+        return out
+
+
+class Model(nn.Module):
+    """Two layers of a kind, with a norm."""
+
+    def __init__(self, kind: type[nn.Module], experts: int) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = kind(experts), nn.LayerNorm(H), kind(experts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.first(x)
+        out: Tensor = x + self.second(self.norm(x))
+        return out

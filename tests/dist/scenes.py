@@ -1,0 +1,187 @@
+"""What tests have each rank do, beside one process or against another rank."""
+
+from __future__ import annotations
+
+import copy
+import os
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad_norm_
+
+import moefuse
+from tests.cpu.capture_case import Seen, capturing
+from tests.dist import layers
+
+E, STEPS = 6, 3
+
+
+def mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))["ep"]
+
+
+def compiled(model: nn.Module) -> Any:
+    return torch.compile(model, backend=capturing(Seen(), behind="aot_eager"))
+
+
+def both(kind: type[nn.Module], **how: Any) -> tuple[nn.Module, nn.Module]:
+    """(spread, on one process)."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    single = layers.Model(kind, E)
+    model = copy.deepcopy(single)
+    moefuse.parallelize(model, mesh(), **how)
+    return model, single
+
+
+def average(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        if parameter.grad is not None and not isinstance(parameter, DTensor):
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
+
+
+def training(rank: int, kind: type[nn.Module]) -> tuple[float, float]:
+    """(largest relative difference of the norms of gradients, of outputs) over steps with clipping, AdamW and two micro-batches."""
+    model, single = both(kind)
+    run = compiled(model)
+    # torch's foreach implementation refuses Parameters of two kinds.
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, foreach=False) for m in (model, single)]
+    generator = torch.Generator().manual_seed(3)
+    norms, outs = 0.0, 0.0
+    for step in range(STEPS):
+        for micro in range(2):
+            every = [torch.randn(3 + step + micro + r, layers.H, generator=generator) for r in range(dist.get_world_size())]
+            out = run(every[rank])
+            out.square().mean().backward()
+            wanted = [single(x) for x in every]
+            sum((w.square().mean() for w in wanted), torch.zeros(())).div(len(every)).backward()
+            outs = max(outs, ((out - wanted[rank]).abs().max() / wanted[rank].abs().max()).item())
+        average(model)
+        mine = moefuse.clip_grad_norm_(model.parameters(), 0.1)
+        theirs = clip_grad_norm_(single.parameters(), 0.1)
+        norms = max(norms, abs(mine.item() - theirs.item()) / theirs.item())
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return norms, outs
+
+
+def saved_and_loaded(rank: int, folder: str) -> tuple[bool, list[str]]:
+    """Save by torch.distributed.checkpoint, forget, load: (whether everything is back, keys that are not the full model's)."""
+    model, single = both(layers.Stacked)
+    state = model.state_dict()
+    keys = sorted(set(state) ^ set(single.state_dict()))
+    dcp.save({"model": state}, checkpoint_id=folder)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            (parameter.to_local() if isinstance(parameter, DTensor) else parameter).zero_()
+    empty = model.state_dict()
+    dcp.load({"model": empty}, checkpoint_id=folder)
+    model.load_state_dict(empty)
+    wanted = single.state_dict()
+    same = all(torch.equal(v.full_tensor() if isinstance(v, DTensor) else v, wanted[k]) for k, v in model.state_dict().items())
+    return same, keys
+
+
+def loaded_whole(rank: int, folder: str) -> bool:
+    """What was saved from two ranks is a checkpoint of the whole model, for one process."""
+    torch.manual_seed(1)
+    whole = layers.Model(layers.Stacked, E)
+    state = {"model": whole.state_dict()}
+    dcp.load(state, checkpoint_id=folder, no_dist=True)
+    torch.manual_seed(0)
+    wanted = layers.Model(layers.Stacked, E).state_dict()
+    return all(torch.equal(v, wanted[k]) for k, v in state["model"].items())
+
+
+def weights_that_change(rank: int) -> float:
+    """Outputs follow what is written to local weights behind the compilation."""
+    model, single = both(layers.Stacked)
+    run = compiled(model)
+    x = torch.randn(5, layers.H, generator=torch.Generator().manual_seed(rank))
+    worst = 0.0
+    with torch.no_grad():
+        for factor in (1.0, 0.5, -2.0):
+            for local in (model.first._parameters["down"].to_local(), single.first.down):  # type: ignore[union-attr]
+                local.mul_(factor)
+            worst = max(worst, (run(x) - single(x)).abs().max().item())
+    return worst
+
+
+def different_programs(rank: int) -> list[float]:
+    """Ranks compile at different times, other numbers of tokens first, and one of them breaks the graph beside the experts."""
+    model, single = both(layers.Stacked)
+
+    def broken(x: torch.Tensor) -> torch.Tensor:
+        x = model.first(x) + x  # type: ignore[operator]
+        if rank:
+            torch._dynamo.graph_break()
+        return model.second(model.norm(x)) + x  # type: ignore[operator]
+
+    run = torch.compile(broken, backend=capturing(Seen(), behind="aot_eager"))
+    worst = []
+    for step, counts in enumerate(((4, 9), (7, 2), (4, 0), (0, 5), (1, 1))):
+        if rank == 0 and step == 0:
+            time.sleep(2)
+        x = torch.randn(counts[rank], layers.H, generator=torch.Generator().manual_seed(rank))
+        with torch.no_grad():
+            found = run(x)
+            wanted = single(x)
+        worst.append((found - wanted).abs().max().item() if len(x) else 0.0)
+    return worst
+
+
+def raising(rank: int) -> str:
+    """Rank 1 raises in front of the second layer; the other one is told where."""
+    model, _ = both(layers.Stacked)
+
+    def broken(x: torch.Tensor) -> torch.Tensor:
+        x = model.first(x)  # type: ignore[operator]
+        torch._dynamo.graph_break()
+        if rank == 1:
+            raise ValueError("rank 1 has a bad batch")
+        return model.second(x)  # type: ignore[operator,no-any-return]
+
+    try:
+        with torch.no_grad():
+            torch.compile(broken, backend=capturing(Seen(), behind="aot_eager"))(torch.randn(4, layers.H))
+    except moefuse.PeerError as error:
+        return f"PeerError: {error}"
+    except ValueError as error:
+        return f"ValueError: {error}"
+    return "nothing"
+
+
+def dying(rank: int) -> str:
+    """Rank 1 is gone before the second call."""
+    model, _ = both(layers.Stacked)
+    run = compiled(model)
+    with torch.no_grad():
+        run(torch.randn(4, layers.H))
+        if rank == 1:
+            os._exit(1)
+        start = time.monotonic()
+        try:
+            run(torch.randn(4, layers.H))
+        except moefuse.PeerError as error:
+            return f"{error} after {time.monotonic() - start:.0f} s"
+    return "nothing"
+
+
+def too_many(rank: int) -> str:
+    model, _ = both(layers.Stacked, max_tokens=6)
+    run = compiled(model)
+    with torch.no_grad():
+        run(torch.randn(6, layers.H))
+        try:
+            run(torch.randn(9, layers.H))
+        except moefuse.TooManyTokens as error:
+            return str(error)
+    return "nothing"

@@ -1,0 +1,71 @@
+"""Experts on two ranks compute what one process computes: outputs, and every gradient, with mean loss."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.dist import equal, layers
+from tests.dist.equal import Case
+from tests.dist.workers import Workers
+
+CASES = {
+    # Each case says why it is there.
+    "stacked, uneven": Case(layers.Stacked, (5, 7)),
+    "a list of modules": Case(layers.Listed, (6, 4)),
+    "transposed, biases, dense": Case(layers.Transposed, (5, 7)),
+    "grouped products": Case(layers.Grouped, (5, 7)),
+    "a shared expert": Case(layers.Shared, (5, 7)),
+    "weight on the input": Case(layers.OnInput, (5, 7)),
+    "nothing on one rank": Case(layers.Stacked, (9, 0)),
+    "nothing on the other": Case(layers.Listed, (0, 3)),
+    "one token": Case(layers.Stacked, (1, 1)),
+    "all tokens to one rank's experts": Case(layers.Stacked, (6, 5), skew=True),
+    "experts without remainder": Case(layers.Stacked, (6, 5), experts=4),
+    "as many experts as ranks": Case(layers.Stacked, (6, 5), experts=2),
+    "round robin": Case(layers.Stacked, (6, 5), how={"placement": "round_robin"}),
+    "a table": Case(layers.Listed, (6, 5), how={"placement": [1, 0, 0, 1, 0]}),
+    "most tokens known": Case(layers.Stacked, (3, 8), how={"max_tokens": 11}),
+    "equal numbers of tokens": Case(layers.Stacked, (6, 6), how={"max_tokens": "equal"}),
+    "sums of gradients": Case(layers.Stacked, (6, 5), how={"grads": "sum"}),
+    "a part of a sequence": Case(layers.Stacked, (6, 5), how={"tokens": "sequence"}),
+    "the same tokens": Case(layers.Stacked, (6, 6), how={"tokens": "replicated"}),
+    "the same tokens, a list": Case(layers.Listed, (6, 6), how={"tokens": "replicated"}),
+    "inference": Case(layers.Stacked, (5, 7), train=False),
+    "inference, the same tokens": Case(layers.Shared, (6, 6), how={"tokens": "replicated"}, train=False),
+    "computed again in backward": Case(layers.Stacked, (5, 7), checkpointed=True),
+    "float64": Case(layers.Stacked, (5, 7), dtype=torch.float64),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_as_on_one_process(two: Workers, name: str) -> None:
+    case = CASES[name]
+    for found in two.run(equal.run, case):
+        assert found.worst <= (1e-12 if case.dtype == torch.float64 else 2e-6), found
+        assert (len(found.report.fused), found.report.skipped) == (2, []), found.report
+        assert "moefuse.gathered.default" not in found.ops
+        assert found.ops["moefuse.ep_combine.default"] == 2
+
+
+@pytest.mark.parametrize("name", ["stacked, uneven", "a list of modules", "round robin", "the same tokens"])
+def test_eager_gathers(two: Workers, name: str) -> None:
+    """A model that is not compiled is right, too."""
+    case = CASES[name]
+    for found in two.run(equal.run, Case(case.kind, case.tokens, how=case.how, behind=None)):
+        assert found.worst <= 2e-6, found
+
+
+def test_what_is_refused_gathers(two: Workers) -> None:
+    """Rows are mixed: nothing is fused, nothing is wrong, and both is said."""
+    for found in two.run(equal.run, Case(layers.Mixed, (5, 7))):
+        assert found.worst <= 2e-6, found
+        assert not found.report.fused
+        assert {s.code for s in found.report.skipped} == {"not-row-local", "experts-gathered"}, found.report
+
+
+@pytest.mark.parametrize("kind", [layers.Stacked, layers.Listed])
+def test_through_inductor(two: Workers, kind: type[torch.nn.Module]) -> None:
+    for found in two.run(equal.run, Case(kind, (5, 0), behind="inductor")):
+        assert found.worst <= 2e-6, found
+        assert len(found.report.fused) == 2

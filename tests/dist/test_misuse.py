@@ -1,0 +1,132 @@
+"""Every misuse is one sentence that names the module and the remedy, and leaves the model as it was. One process, with a group that is none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import moefuse
+from moefuse import ParallelError
+from moefuse.runtime import groups
+from tests.dist import layers
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    """Rank 1 of 4."""
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    yield init_device_mesh("cpu", (4,), mesh_dim_names=("ep",))
+    dist.destroy_process_group()
+    groups._groups.clear()
+
+
+def refused(model: nn.Module, mesh: object, text: str, **how: object) -> None:
+    kinds = {name: type(module) for name, module in model.named_modules()}
+    keys = {name: id(parameter) for name, parameter in model.named_parameters()}
+    with pytest.raises(ParallelError, match=text):
+        moefuse.parallelize(model, mesh, **how)  # type: ignore[arg-type]
+    assert kinds == {name: type(module) for name, module in model.named_modules()}
+    assert keys == {name: id(parameter) for name, parameter in model.named_parameters()}
+
+
+def test_no_process_group() -> None:
+    refused(layers.Model(layers.Stacked, 8), None, "there is no process group: call torch.distributed.device_mesh.init_device_mesh first")
+
+
+def test_no_mesh(mesh: DeviceMesh) -> None:
+    refused(layers.Model(layers.Stacked, 8), "ep", r"mesh is a str; use a DeviceMesh, e\.g\. init_device_mesh")
+
+
+def test_several_dimensions(mesh: DeviceMesh) -> None:
+    two = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    refused(layers.Model(layers.Stacked, 8), two, r"has 2 dimensions \('dp', 'ep'\); give the one .* mesh\['ep'\]")
+
+
+def test_no_experts(mesh: DeviceMesh) -> None:
+    refused(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), mesh, "found no experts in Sequential: no Parameters")
+
+
+def test_no_such_modules(mesh: DeviceMesh) -> None:
+    refused(layers.Model(layers.Stacked, 8), mesh, "found no experts in modules that match 'third' in Model", modules="third")
+
+
+def test_fewer_experts_than_ranks(mesh: DeviceMesh) -> None:
+    refused(
+        layers.Model(layers.Stacked, 3), mesh, "first has 3 experts, and the mesh 4 ranks: give a mesh of at most 3 ranks, and use data"
+    )
+
+
+def test_an_optimizer_that_has_them(mesh: DeviceMesh) -> None:
+    model = layers.Model(layers.Stacked, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    refused(model, mesh, r"a Parameter of first is in an optimizer \(SGD\) already: make the optimizer after moefuse.parallelize")
+    del optimizer
+
+
+def test_tied_experts(mesh: DeviceMesh) -> None:
+    model = layers.Model(layers.Stacked, 8)
+    model.second.down = model.first.down  # type: ignore[union-attr]
+    refused(model, mesh, r"first.down and second.down are one Parameter: tied experts cannot be sharded, untie them")
+
+
+def test_twice(mesh: DeviceMesh) -> None:
+    model = layers.Model(layers.Stacked, 8)
+    moefuse.parallelize(model, mesh)
+    refused(model, mesh, r"first has a Parameter that is a DTensor already: call moefuse.parallelize before other libraries shard")
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ({"tokens": "own"}, "tokens='own' is not legal; use 'distinct' or 'replicated' or 'sequence'"),
+        ({"grads": "max"}, "grads='max' is not legal; use 'mean' or 'sum'"),
+        ({"max_tokens": 0}, "max_tokens=0 is not legal; use a positive number, 'equal' or None"),
+        ({"placement": "best"}, "first: placement='best' is not legal"),
+    ],
+    ids=["tokens", "grads", "max_tokens", "placement"],
+)
+def test_arguments(mesh: DeviceMesh, how: dict[str, object], text: str) -> None:
+    refused(layers.Model(layers.Stacked, 8), mesh, text, **how)
+
+
+def test_a_graph_of_another_process() -> None:
+    """A graph from a cache may name a mesh that nobody has made here."""
+    with pytest.raises(ParallelError, match="runs on the mesh 'nowhere', which this process does not have: call moefuse.parallelize first"):
+        groups.group("nowhere")
+
+
+def test_the_plan_and_the_report(mesh: DeviceMesh) -> None:
+    """What was decided can be read, and ``explain`` says it of each layer without other ranks."""
+    model = layers.Model(layers.Stacked, 10)
+    plan = moefuse.parallelize(model, mesh, max_tokens=32)
+    assert str(plan).splitlines() == [
+        "first: ep=4 linear, 3 of 10 experts here, allgather, tokens <= 32",
+        "second: ep=4 linear, 3 of 10 experts here, allgather, tokens <= 32",
+    ]
+    with torch.no_grad():
+        report = moefuse.explain(model, torch.randn(6, layers.H))
+    assert [fused.parallel for fused in report.fused] == ["ep=4 linear, 3 of 10 experts here, allgather, tokens <= 32"] * 2
+    assert "ep=4 linear, 3 of 10 experts here" in str(report)
+
+
+def test_the_model_looks_as_it_did(mesh: DeviceMesh) -> None:
+    """Shapes, lengths, names of classes and keys are those of the full model."""
+    for kind in (layers.Stacked, layers.Listed):
+        model, full = layers.Model(kind, 8), layers.Model(kind, 8)
+        moefuse.parallelize(model, mesh)
+        assert isinstance(model.first, kind)
+        assert type(model.first).__name__ == kind.__name__
+        assert repr(model) == repr(full)
+    stacked = layers.Model(layers.Stacked, 8)
+    moefuse.parallelize(stacked, mesh)
+    assert stacked.first.gate_up.shape == (8, 2 * layers.I, layers.H)  # type: ignore[union-attr]
+    assert stacked.state_dict().keys() == layers.Model(layers.Stacked, 8).state_dict().keys()
+    assert sum(p.to_local().numel() for p in stacked.first.parameters() if hasattr(p, "to_local")) * 4 == sum(
+        p.numel() for n, p in layers.Stacked(8).named_parameters() if n != "router.weight"
+    )

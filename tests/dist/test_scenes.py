@@ -1,0 +1,74 @@
+"""Training, checkpoints, ranks that do other things at other times, and ranks that fail."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from tests.dist import layers, scenes
+from tests.dist.workers import Workers
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.mark.parametrize("kind", [layers.Stacked, layers.Listed])
+def test_training(two: Workers, kind: type[nn.Module]) -> None:
+    """Micro-batches, the norm of gradients, clipping and AdamW: those of one process."""
+    for norms, outs in two.run(scenes.training, kind):
+        assert norms <= 1e-6
+        assert outs <= 1e-5
+
+
+def test_checkpoints(two: Workers, tmp_path: Path) -> None:
+    folder = str(tmp_path / "saved")
+    assert two.run(scenes.saved_and_loaded, folder) == [(True, []), (True, [])]
+    assert two.run(scenes.loaded_whole, folder) == [True, True]
+
+
+def test_weights_are_read_live(two: Workers) -> None:
+    assert max(two.run(scenes.weights_that_change)) <= 1e-5
+
+
+def test_ranks_that_compile_other_graphs_at_other_times(two: Workers) -> None:
+    for worst in two.run(scenes.different_programs):
+        assert max(worst) <= 1e-5, worst
+
+
+def test_too_many_tokens(two: Workers) -> None:
+    for rank, text in enumerate(two.run(scenes.too_many)):
+        assert text == f"first: rank {rank} has 9 tokens, and max_tokens=6 was promised"
+
+
+def test_a_rank_that_raises() -> None:
+    """The other one ends with the layer's name, at the latest after the group's timeout."""
+    workers = Workers(2, timeout=15)
+    try:
+        found = workers.run(scenes.raising)
+    finally:
+        workers.close()
+    assert found[1] == "ValueError: rank 1 has a bad batch"
+    assert found[0].startswith("PeerError: second: another rank of the mesh 'ep' failed, or did not come: "), found[0]
+
+
+def test_a_rank_that_dies() -> None:
+    workers = Workers(2, timeout=15)
+    try:
+        (alive, text), (there, _) = workers.try_to(scenes.dying)
+    finally:
+        workers.close()
+    assert alive
+    assert not there
+    assert text.startswith("first: another rank of the mesh 'ep' failed, or did not come: "), text
+
+
+def test_the_example() -> None:
+    """An unmodified Qwen3-MoE of transformers: the same losses as one process, both layers fused."""
+    pytest.importorskip("transformers")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "examples/expert_parallel.py", "--steps", "2"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "fused 2 of 2 MoE layers" in done.stdout

@@ -1,0 +1,87 @@
+"""Worker processes of one gloo group. A test sends them a function of this package; each rank runs it and sends back what it returns."""
+
+from __future__ import annotations
+
+import datetime
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+TIMEOUT = 60
+"""Seconds of a collective. A test that hangs fails after them."""
+
+
+class WorkerError(AssertionError):
+    """What a worker raised; the text has its traceback."""
+
+
+class Workers:
+    """``world`` processes that wait for work. Threads of torch: one each."""
+
+    def __init__(self, world: int, timeout: int = TIMEOUT) -> None:
+        self.world = world
+        context = multiprocessing.get_context("spawn")
+        self._folder = tempfile.TemporaryDirectory()
+        store = os.path.join(self._folder.name, "store")
+        pairs = [context.Pipe() for _ in range(world)]
+        self.ends = [here for here, _ in pairs]
+        self.processes = [
+            context.Process(target=_serve, args=(rank, world, store, there, timeout), daemon=True) for rank, (_, there) in enumerate(pairs)
+        ]
+        for process in self.processes:
+            process.start()
+
+    def run(self, function: Callable[..., Any], *args: Any, wait: float = 150) -> list[Any]:
+        """``function(rank, *args)`` on every rank; the results in the order of ranks.
+
+        Raises:
+            WorkerError: a rank raised, or died, or is not ready after ``wait`` seconds.
+        """
+        found = self.try_to(function, *args, wait=wait)
+        for rank, (ok, value) in enumerate(found):
+            if not ok:
+                raise WorkerError(f"rank {rank} of {self.world}: {value}")
+        return [value for _, value in found]
+
+    def try_to(self, function: Callable[..., Any], *args: Any, wait: float = 150) -> list[tuple[bool, Any]]:
+        """As :meth:`run`: (True, result) or (False, traceback) of each rank."""
+        for end in self.ends:
+            end.send((function, args))
+        return [_received(end, wait) for end in self.ends]
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+        self._folder.cleanup()
+
+
+def _received(end: Connection, wait: float) -> tuple[bool, Any]:
+    try:
+        return end.recv() if end.poll(wait) else (False, f"not ready after {wait} s")
+    except EOFError:
+        return False, "it died"
+
+
+def _serve(rank: int, world: int, store: str, end: Connection, timeout: int) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=datetime.timedelta(seconds=timeout))
+    while True:
+        try:
+            function, args = end.recv()
+        except (EOFError, KeyboardInterrupt):
+            return
+        try:
+            answer = (True, function(rank, *args))
+        except BaseException:
+            answer = (False, traceback.format_exc())
+        end.send(answer)
