@@ -47,6 +47,13 @@ def both(kind: type[nn.Module], mesh: DeviceMesh, **how: object) -> tuple[nn.Mod
     return model, single
 
 
+def close(mine: Tensor | None, theirs: Tensor | None) -> None:
+    """Sums in another order: float32, relative to the largest value, through two layers."""
+    assert mine is not None
+    assert theirs is not None
+    assert (mine - theirs).abs().max() <= 2e-5 * theirs.abs().max()
+
+
 @pytest.mark.parametrize("most", [None, 50, "equal"])
 @pytest.mark.parametrize("kind", [layers.Stacked, layers.Listed, layers.Grouped])
 def test_training(kind: type[nn.Module], most: object, mesh: DeviceMesh) -> None:
@@ -59,13 +66,13 @@ def test_training(kind: type[nn.Module], most: object, mesh: DeviceMesh) -> None
         for out, given in ((run(mine), mine), (single(theirs), theirs)):
             out.square().sum().backward()
             assert given.grad is not None
-        torch.testing.assert_close(mine.grad, theirs.grad, rtol=2e-4, atol=2e-4)
+        close(mine.grad, theirs.grad)
     for name, parameter in single.named_parameters():
         found = dict(model.named_parameters()).get(name)
         if found is not None and parameter.grad is not None:
             assert found.grad is not None
             grad = found.grad.full_tensor() if hasattr(found.grad, "full_tensor") else found.grad
-            torch.testing.assert_close(grad, parameter.grad, rtol=5e-4, atol=5e-4)
+            close(grad, parameter.grad)
 
 
 def test_a_graph_that_is_replayed(mesh: DeviceMesh) -> None:
