@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from moefuse.parallel import views
+from moefuse.parallel import state, views
 from moefuse.parallel.find import Listed, Site, Stacked
 from moefuse.parallel.placement import Placement
 
@@ -47,8 +47,10 @@ def shard(site: Site, where: Where) -> None:
     site.module.register_buffer(views.PLACE, table, persistent=False)
     if isinstance(site, Stacked):
         _shard_stacked(site, where)
+        state.keys_of_stacked(site, where.mine)
     else:
         _shard_listed(site, where)
+        state.keys_of_listed(site, {path: stacked_name(path) for path in site.names}, where.mine)
 
 
 def _shard_stacked(site: Stacked, where: Where) -> None:

@@ -73,11 +73,11 @@ def training(rank: int, kind: type[nn.Module]) -> tuple[float, float]:
     return norms, outs
 
 
-def saved_and_loaded(rank: int, folder: str) -> tuple[bool, list[str]]:
+def saved_and_loaded(rank: int, kind: type[nn.Module], folder: str) -> tuple[bool, list[str]]:
     """Save by torch.distributed.checkpoint, forget, load: (whether everything is back, keys that are not the full model's)."""
-    model, single = both(layers.Stacked)
+    model, single = both(kind)
     state = model.state_dict()
-    keys = sorted(set(state) ^ set(single.state_dict()))
+    keys = sorted(set(state) - set(single.state_dict()))
     dcp.save({"model": state}, checkpoint_id=folder)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -90,15 +90,26 @@ def saved_and_loaded(rank: int, folder: str) -> tuple[bool, list[str]]:
     return same, keys
 
 
-def loaded_whole(rank: int, folder: str) -> bool:
+def loaded_whole(rank: int, kind: type[nn.Module], folder: str) -> bool:
     """What was saved from two ranks is a checkpoint of the whole model, for one process."""
     torch.manual_seed(1)
-    whole = layers.Model(layers.Stacked, E)
+    whole = layers.Model(kind, E)
     state = {"model": whole.state_dict()}
     dcp.load(state, checkpoint_id=folder, no_dist=True)
     torch.manual_seed(0)
-    wanted = layers.Model(layers.Stacked, E).state_dict()
+    wanted = layers.Model(kind, E).state_dict()
     return all(torch.equal(v, wanted[k]) for k, v in state["model"].items())
+
+
+def loaded_from_one_process(rank: int, kind: type[nn.Module], placement: str) -> float:
+    """A state of the whole model, as everybody saves it, is loaded on each rank: the largest difference of outputs."""
+    model, _ = both(kind, placement=placement)
+    torch.manual_seed(9)
+    other = layers.Model(kind, E)
+    model.load_state_dict(other.state_dict())
+    x = torch.randn(4 + rank, layers.H)
+    with torch.no_grad():
+        return (compiled(model)(x) - other(x)).abs().max().item()
 
 
 def weights_that_change(rank: int) -> float:

@@ -1,4 +1,4 @@
-"""Every misuse is one sentence that names the module and the remedy, and leaves the model as it was. One process, with a group that is none."""
+"""Every misuse is one sentence that names the module and the remedy, and leaves the model as it was. One process, and a fake group."""
 
 from __future__ import annotations
 
@@ -97,7 +97,8 @@ def test_arguments(mesh: DeviceMesh, how: dict[str, object], text: str) -> None:
 
 def test_a_graph_of_another_process() -> None:
     """A graph from a cache may name a mesh that nobody has made here."""
-    with pytest.raises(ParallelError, match="runs on the mesh 'nowhere', which this process does not have: call moefuse.parallelize first"):
+    text = r"runs on the mesh 'nowhere', which this process does not have: call moefuse\.parallelize first"
+    with pytest.raises(ParallelError, match=text):
         groups.group("nowhere")
 
 

@@ -23,10 +23,18 @@ def test_training(two: Workers, kind: type[nn.Module]) -> None:
         assert outs <= 1e-5
 
 
-def test_checkpoints(two: Workers, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [layers.Stacked, layers.Listed])
+def test_checkpoints(two: Workers, kind: type[nn.Module], tmp_path: Path) -> None:
+    """Of torch.distributed.checkpoint: with the keys of the model, and good for one process, too."""
     folder = str(tmp_path / "saved")
-    assert two.run(scenes.saved_and_loaded, folder) == [(True, []), (True, [])]
-    assert two.run(scenes.loaded_whole, folder) == [True, True]
+    assert two.run(scenes.saved_and_loaded, kind, folder) == [(True, []), (True, [])]
+    assert two.run(scenes.loaded_whole, kind, folder) == [True, True]
+
+
+@pytest.mark.parametrize("placement", ["linear", "round_robin"])
+@pytest.mark.parametrize("kind", [layers.Stacked, layers.Listed])
+def test_a_checkpoint_of_one_process(two: Workers, kind: type[nn.Module], placement: str) -> None:
+    assert max(two.run(scenes.loaded_from_one_process, kind, placement)) <= 1e-5
 
 
 def test_weights_are_read_live(two: Workers) -> None:
