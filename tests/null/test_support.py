@@ -41,7 +41,13 @@ TESTS: dict[str, Cells] = {
     "DDP": (None, "test_ddp::test_gradients_of_two_processes_are_those_of_one", None, None),
     "FSDP2": (None, "test_fsdp::test_steps_of_two_processes_are_those_of_one", None, None),
     "tensor parallelism of experts": ("test_tensor_parallel::test_sharded_experts_are_refused_as_such", None, None, None),
-    "expert parallelism": ("test_refusals::*", None, None, None),
+    "experts on several ranks: `moefuse.parallelize`": (
+        "dist/test_equal::test_as_on_one_process",
+        "dist/test_scenes::test_the_example",
+        "test_parallel::test_a_graph_that_is_replayed",
+        "test_parallel::test_training",
+    ),
+    "expert parallelism of others": ("test_refusals::*", None, None, None),
     "quantised experts": ("test_causes::test_packed_weights_are_the_cause", None, None, None),
     "torch.export, AOTInductor": ("test_exported::test_a_package_has_the_fused_op_in_it", None, None, None),
 }
@@ -64,7 +70,8 @@ def test_every_claim_is_a_test() -> None:
             if test is None:
                 continue
             file, _, name = test.partition("::")
-            path = f"tests/{'gpu' if 'CUDA' in column else 'cpu'}/{file}.py"
+            folder = "" if "/" in file else "gpu/" if "CUDA" in column else "cpu/"
+            path = f"tests/{folder}{file}.py"
             assert re.fullmatch(rf"\[(fused|told)\]\({path}\)", cell), (row, column, cell)
             found = {node.name for node in ast.parse((ROOT / path).read_text()).body if isinstance(node, ast.FunctionDef)}
             assert name == "*" or name in found, test
