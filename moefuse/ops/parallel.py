@@ -1,13 +1,14 @@
 """Experts on several ranks as operations: weights that are gathered, or tokens that travel. Fakes, registration, gradients.
 
     W [E, ...] = gathered(local [<=L, ...], place [E], L, terms)          what a sharded weight means: all of it
-    *rows, ids = ep_dispatch([x [T, H], weights [T, K], ..], ids [T, K], place, L, terms, layer)
+    *rows, ids, *handle = ep_dispatch([x [T, H], weights [T, K], ..], ids [T, K], place, L, terms, layer)
     y [R, N]   = experts(rows[0], ids, rows[1], local weights, ..)         every rank's tokens, this rank's experts
-    out [T, N] = ep_combine(y, T, terms, layer)
+    out [T, N] = ep_combine(y, handle, T, terms, layer)
 
-P ranks with at most L experts each; ``place[e]`` is ``rank * L + local`` of expert e. R rows arrive: those of all ranks, padded to equal
-counts, with id -1 for experts of other ranks, for ids outside [0, E), and for padding, so that nothing is computed or read for them.
-``ep_combine`` adds what the ranks computed for a token, in the order of ranks. Both sides compute the same function:
+P ranks with at most L experts each; ``place[e]`` is ``rank * L + local`` of expert e. R rows arrive, of all ranks, with id -1 for experts
+of other ranks, for ids outside [0, E), and for padding, so that nothing is computed or read for them. The handle is what the transport has
+to remember of who sent what (``moefuse/runtime/transports``). ``ep_combine`` adds what the ranks computed for a token, in the order of
+ranks. Both sides compute the same function:
 
     ep_combine(experts(ep_dispatch(x, ids, w), local)) == experts(x, ids, w, gathered(local))
 
@@ -31,7 +32,7 @@ from moefuse.ops.autograd import below_autograd, ops, wants_grad
 from moefuse.ops.schema import implement
 from moefuse.runtime import transports
 from moefuse.runtime.groups import Terms
-from moefuse.runtime.transports.base import most_tokens, peers
+from moefuse.runtime.transports.base import peers
 from moefuse.runtime.transports.weights import all_rows, own_rows
 
 TWICE = "expert-parallel ops can be differentiated once, not twice"
@@ -104,49 +105,50 @@ def _dispatch(rows: Sequence[Tensor], ids: Tensor, place: Tensor, slots: int, te
     known = Terms.parse(terms)
     how = transports.transport(known)
     with peers(known, layer):
-        most = most_tokens(known, ids.shape[0])
-        *rows, every = how.send(known.group, [*rows, ids], [*([0] * len(rows)), -1], most)
-    return [*rows, _local_ids(every, place, slots, terms)]
+        arrived = how.dispatch(known, rows, ids, place, slots)
+    return [*arrived.rows, _local_ids(arrived.ids, place, slots, terms), *arrived.handle]
 
 
 def _dispatch_fake(rows: Sequence[Tensor], ids: Tensor, place: Tensor, slots: int, terms: str, layer: str) -> list[Tensor]:
     known = Terms.parse(terms)
-    arrivals: Any = transports.transport(known).arrivals(known, ids.shape[0])
+    how = transports.transport(known)
+    arrivals: Any = how.arrivals(known, ids.shape[0])
     if isinstance(arrivals, int) and arrivals < 0:
         arrivals = torch.library.get_ctx().new_dynamic_size(min=0)
     ids_dtype = torch.promote_types(ids.dtype, torch.int32)
-    return [*(r.new_empty((arrivals, *r.shape[1:])) for r in rows), ids.new_empty((arrivals, *ids.shape[1:]), dtype=ids_dtype)]
+    local = ids.new_empty((arrivals, *ids.shape[1:]), dtype=ids_dtype)
+    return [*(r.new_empty((arrivals, *r.shape[1:])) for r in rows), local, *how.handle(known, ids)]
 
 
-def _send(rows: Sequence[Tensor], arrivals: int, scale: float, terms: str, layer: str) -> list[Tensor]:
+def _send(rows: Sequence[Tensor], handle: Sequence[Tensor], arrivals: int, scale: float, terms: str, layer: str) -> list[Tensor]:
     """[T, F] each to [arrivals, F], scaled."""
     known = Terms.parse(terms)
     scaled = rows if scale == 1 else [r * scale for r in rows]
     with peers(known, layer):
-        return transports.transport(known).send(known.group, scaled, [0] * len(rows), arrivals // known.group.size)
+        return transports.transport(known).send(known, scaled, handle, arrivals)
 
 
-def _send_fake(rows: Sequence[Tensor], arrivals: int, scale: float, terms: str, layer: str) -> list[Tensor]:
+def _send_fake(rows: Sequence[Tensor], handle: Sequence[Tensor], arrivals: int, scale: float, terms: str, layer: str) -> list[Tensor]:
     return [r.new_empty((arrivals, *r.shape[1:])) for r in rows]
 
 
-def _give_back(rows: Sequence[Tensor], tokens: int, scale: float, terms: str, layer: str) -> list[Tensor]:
+def _give_back(rows: Sequence[Tensor], handle: Sequence[Tensor], tokens: int, scale: float, terms: str, layer: str) -> list[Tensor]:
     """[R, F] each to [tokens, F], scaled."""
     known = Terms.parse(terms)
     with peers(known, layer):
-        out = transports.transport(known).give_back(known.group, rows, tokens)
+        out = transports.transport(known).give_back(known, rows, handle, tokens)
     return out if scale == 1 else [o.mul_(scale) for o in out]
 
 
-def _give_back_fake(rows: Sequence[Tensor], tokens: int, scale: float, terms: str, layer: str) -> list[Tensor]:
+def _give_back_fake(rows: Sequence[Tensor], handle: Sequence[Tensor], tokens: int, scale: float, terms: str, layer: str) -> list[Tensor]:
     return [r.new_empty((tokens, *r.shape[1:])) for r in rows]
 
 
-def _combine(y: Tensor, tokens: int, terms: str, layer: str) -> Tensor:
-    return _give_back([y], tokens, 1.0, terms, layer)[0]
+def _combine(y: Tensor, handle: Sequence[Tensor], tokens: int, terms: str, layer: str) -> Tensor:
+    return _give_back([y], handle, tokens, 1.0, terms, layer)[0]
 
 
-def _combine_fake(y: Tensor, tokens: int, terms: str, layer: str) -> Tensor:
+def _combine_fake(y: Tensor, handle: Sequence[Tensor], tokens: int, terms: str, layer: str) -> Tensor:
     return y.new_empty((tokens, *y.shape[1:]))
 
 
@@ -156,7 +158,8 @@ class _Dispatch(torch.autograd.Function):
         with below_autograd():
             out = ops.ep_dispatch.default(rows, ids, place, slots, terms, layer)
         ctx.tokens, ctx.terms, ctx.layer = ids.shape[0], terms, layer
-        ctx.mark_non_differentiable(out[-1])
+        ctx.mark_non_differentiable(*out[len(rows) :])
+        ctx.save_for_backward(*out[len(rows) + 1 :])
         ctx.set_materialize_grads(True)
         return tuple(out)
 
@@ -164,8 +167,10 @@ class _Dispatch(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         need = ctx.needs_input_grad[5:]
-        wanted = [g.contiguous() for g, wants in zip(grads[:-1], need, strict=True) if wants]
-        found = iter(ops.ep_give_back.default(wanted, ctx.tokens, 1 / Terms.parse(ctx.terms).scale(), ctx.terms, ctx.layer))
+        wanted = [g.contiguous() for g, wants in zip(grads[: len(need)], need, strict=True) if wants]
+        found = iter(
+            ops.ep_give_back.default(wanted, ctx.saved_tensors, ctx.tokens, 1 / Terms.parse(ctx.terms).scale(), ctx.terms, ctx.layer)
+        )
         return None, None, None, None, None, *(next(found) if wants else None for wants in need)
 
 
@@ -179,25 +184,26 @@ def dispatch(rows: Sequence[Tensor], ids: Tensor, place: Tensor, slots: int, ter
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y: Tensor, tokens: int, terms: str, layer: str) -> Tensor:
+    def forward(ctx: Any, y: Tensor, tokens: int, terms: str, layer: str, *handle: Tensor) -> Tensor:
         ctx.arrivals, ctx.terms, ctx.layer = y.shape[0], terms, layer
+        ctx.save_for_backward(*handle)
         with below_autograd():
-            return ops.ep_combine.default(y, tokens, terms, layer)  # type: ignore[no-any-return]
+            return ops.ep_combine.default(y, handle, tokens, terms, layer)  # type: ignore[no-any-return]
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         known = Terms.parse(ctx.terms)
-        (back,) = ops.ep_send.default([grad.contiguous()], ctx.arrivals, known.scale(), ctx.terms, ctx.layer)
-        return back, None, None, None
+        (back,) = ops.ep_send.default([grad.contiguous()], ctx.saved_tensors, ctx.arrivals, known.scale(), ctx.terms, ctx.layer)
+        return back, None, None, None, *(None for _ in ctx.saved_tensors)
 
 
-def combine(y: Tensor, tokens: int, terms: str, layer: str) -> Tensor:
+def combine(y: Tensor, handle: Sequence[Tensor], tokens: int, terms: str, layer: str) -> Tensor:
     """Autograd entry of ``moefuse::ep_combine``."""
     if wants_grad((y,)):
-        return _Combine.apply(y, tokens, terms, layer)  # type: ignore[no-any-return,no-untyped-call]
+        return _Combine.apply(y, tokens, terms, layer, *handle)  # type: ignore[no-any-return,no-untyped-call]
     with below_autograd():
-        return ops.ep_combine.default(y, tokens, terms, layer)  # type: ignore[no-any-return]
+        return ops.ep_combine.default(y, handle, tokens, terms, layer)  # type: ignore[no-any-return]
 
 
 for _name in ("gathered", "gathered_backward", "ep_dispatch", "ep_combine", "ep_send", "ep_give_back"):

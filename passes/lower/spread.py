@@ -80,6 +80,7 @@ class Spread(Lowering):
         self.where = where
         self.layer = module_path(region.anchor) or "the experts"
         self.arrived: dict[Hashable, Node] = {}
+        self.handle: list[Node] = []
 
     def by_slot(self, region: Region, top_k: int) -> Lowering:
         return SpreadBySlot(region, self.emit, self.where, top_k)
@@ -87,7 +88,7 @@ class Spread(Lowering):
     def either(self) -> Lowered:
         lowered = super().either()
         tokens = self.emit(torch.ops.aten.sym_size.int, super().ids(), 0)
-        back = self.emit(torch.ops.moefuse.ep_combine.default, lowered.result, tokens, self.where.terms, self.layer)
+        back = self.emit(torch.ops.moefuse.ep_combine.default, lowered.result, self.handle, tokens, self.where.terms, self.layer)
         return replace(lowered, result=back)
 
     def fused(self, body: Body) -> Lowered:
@@ -114,6 +115,8 @@ class Spread(Lowering):
         out = self.emit(torch.ops.moefuse.ep_dispatch.default, sent, ids, w.place, w.slots, w.terms, self.layer)
         got = {node: self.emit(operator.getitem, out, i) for i, node in enumerate(sent)}
         self.arrived = {key: got[node] for key, node in rows.items()} | {"ids": self.emit(operator.getitem, out, len(sent))}
+        handles = range(len(sent) + 1, len(fake(out)))
+        self.handle = [self.emit(operator.getitem, out, i) for i in handles]
 
     def ids(self) -> Node:
         return self.arrived.get("ids") or super().ids()

@@ -7,21 +7,28 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from moefuse.runtime.collectives import all_reduce
-from moefuse.runtime.groups import Group, Terms
+from moefuse.runtime.groups import Terms
+from moefuse.runtime.transports.base import Dispatched
 
 
 class _AllReduce:
     def arrivals(self, terms: Terms, tokens: int) -> int:
         return tokens
 
-    def send(self, group: Group, rows: Sequence[Tensor], fills: Sequence[float], most: int) -> list[Tensor]:
+    def handle(self, terms: Terms, ids: Tensor) -> list[Tensor]:
+        return []
+
+    def dispatch(self, terms: Terms, rows: Sequence[Tensor], ids: Tensor, place: Tensor, slots: int) -> Dispatched:
+        return Dispatched(self.send(terms, rows, (), ids.shape[0]), ids, [])
+
+    def send(self, terms: Terms, rows: Sequence[Tensor], handle: Sequence[Tensor], arrivals: int) -> list[Tensor]:
         return [mine.clone() for mine in rows]
 
-    def give_back(self, group: Group, rows: Sequence[Tensor], tokens: int) -> list[Tensor]:
+    def give_back(self, terms: Terms, rows: Sequence[Tensor], handle: Sequence[Tensor], tokens: int) -> list[Tensor]:
         out = []
         for part in rows:
             total = part.contiguous().clone()
-            all_reduce(total, group.process_group)
+            all_reduce(total, terms.group.process_group)
             out.append(total)
         return out
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from moefuse.ops.reference import accumulation_dtype
 from moefuse.runtime.collectives import all_gather, all_to_all
 from moefuse.runtime.groups import Group, Terms
+from moefuse.runtime.transports.base import Dispatched, most_tokens
 
 
 class _AllGather:
@@ -22,22 +23,32 @@ class _AllGather:
             return -1
         return terms.group.size * (tokens if terms.most == "equal" else int(terms.most))
 
-    def send(self, group: Group, rows: Sequence[Tensor], fills: Sequence[float], most: int) -> list[Tensor]:
-        out = []
-        for mine, fill in zip(rows, fills, strict=True):
-            every = mine.new_empty((group.size * most, *mine.shape[1:]))
-            all_gather(every, padded(mine, most, fill), group.process_group)
-            out.append(every)
-        return out
+    def handle(self, terms: Terms, ids: Tensor) -> list[Tensor]:
+        return []
 
-    def give_back(self, group: Group, rows: Sequence[Tensor], tokens: int) -> list[Tensor]:
-        return [self._sum(group, part, tokens) for part in rows]
+    def dispatch(self, terms: Terms, rows: Sequence[Tensor], ids: Tensor, place: Tensor, slots: int) -> Dispatched:
+        most, group = most_tokens(terms, ids.shape[0]), terms.group
+        return Dispatched([_every(group, mine, most, 0) for mine in rows], _every(group, ids, most, -1), [])
 
-    def _sum(self, group: Group, part: Tensor, tokens: int) -> Tensor:
-        """[P * M, F] to [T, F]."""
-        every = torch.empty_like(part, memory_format=torch.contiguous_format)
-        all_to_all(every, part.contiguous(), group.process_group)
-        return ordered_sum(every.view(group.size, -1, *part.shape[1:])[:, :tokens])
+    def send(self, terms: Terms, rows: Sequence[Tensor], handle: Sequence[Tensor], arrivals: int) -> list[Tensor]:
+        return [_every(terms.group, mine, arrivals // terms.group.size, 0) for mine in rows]
+
+    def give_back(self, terms: Terms, rows: Sequence[Tensor], handle: Sequence[Tensor], tokens: int) -> list[Tensor]:
+        return [_sum(terms.group, part, tokens) for part in rows]
+
+
+def _every(group: Group, mine: Tensor, most: int, fill: float) -> Tensor:
+    """[T, F] to [P * M, F]."""
+    every = mine.new_empty((group.size * most, *mine.shape[1:]))
+    all_gather(every, padded(mine, most, fill), group.process_group)
+    return every
+
+
+def _sum(group: Group, part: Tensor, tokens: int) -> Tensor:
+    """[P * M, F] to [T, F]."""
+    every = torch.empty_like(part, memory_format=torch.contiguous_format)
+    all_to_all(every, part.contiguous(), group.process_group)
+    return ordered_sum(every.view(group.size, -1, *part.shape[1:])[:, :tokens])
 
 
 def padded(rows: Tensor, most: int, fill: float) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -16,7 +17,19 @@ from torch import Tensor
 
 from moefuse.errors import PeerError, TooManyTokens
 from moefuse.runtime.collectives import all_gather
-from moefuse.runtime.groups import Group, Terms
+from moefuse.runtime.groups import Terms
+
+
+@dataclass(frozen=True)
+class Dispatched:
+    """What arrived: ``rows`` [R, F] each, ``ids`` [R, K] of all experts, and a ``handle`` for the way back and for gradients.
+
+    A handle is tensors, as many for every call of a transport, so that it may be saved and computed again like anything else.
+    """
+
+    rows: list[Tensor]
+    ids: Tensor
+    handle: list[Tensor]
 
 
 class Transport(Protocol):
@@ -25,10 +38,16 @@ class Transport(Protocol):
     def arrivals(self, terms: Terms, tokens: int) -> int:
         """R for T = ``tokens``, where no exchange is needed to know it; else -1."""
 
-    def send(self, group: Group, rows: Sequence[Tensor], fills: Sequence[float], most: int) -> list[Tensor]:
-        """[T, F] each, to [R, F]: every rank's rows, padded with ``fills``."""
+    def handle(self, terms: Terms, ids: Tensor) -> list[Tensor]:
+        """Tensors like those of a handle, for tracing: shapes, dtypes and devices."""
 
-    def give_back(self, group: Group, rows: Sequence[Tensor], tokens: int) -> list[Tensor]:
+    def dispatch(self, terms: Terms, rows: Sequence[Tensor], ids: Tensor, place: Tensor, slots: int) -> Dispatched:
+        """Rows [T, F] each and ids [T, K] to those of all ranks that this one needs; what is no rank's row has id -1."""
+
+    def send(self, terms: Terms, rows: Sequence[Tensor], handle: Sequence[Tensor], arrivals: int) -> list[Tensor]:
+        """[T, F] each, to [R, F], as the dispatch with this handle sent them; zeros where no row is."""
+
+    def give_back(self, terms: Terms, rows: Sequence[Tensor], handle: Sequence[Tensor], tokens: int) -> list[Tensor]:
         """[R, F] each, partial sums for every rank's rows, to [T, F]: the sum over ranks, in their order, rounded once."""
 
 
