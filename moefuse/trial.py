@@ -67,7 +67,7 @@ def _again(trial: _Trial, call: Callable[[], object], log: _torch_private.TraceL
 def _with_size(trial: _Trial, call: Callable[[], object], size: int, first: FusionReport, log: _torch_private.TraceLog) -> list[str]:
     """What the first call fused and a call with one more than ``size`` somewhere does not, which makes Dynamo trace that as a symbol."""
     try:
-        with _quiet():
+        with quiet():
             call()
     except Exception as error:
         # Most sizes of most inputs are not the caller's to choose.
@@ -86,7 +86,7 @@ def _with_size(trial: _Trial, call: Callable[[], object], size: int, first: Fusi
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Without log messages: Dynamo reports, as an error of the program, that it cannot take another size."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)

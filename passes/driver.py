@@ -49,7 +49,6 @@ from moefuse.passes.prove.effects import Effects, EffectsDifferError, compare, e
 from moefuse.passes.prove.region_key import signature
 from moefuse.passes.prove.verify import Verdict, verify
 from moefuse.report import Fused, RejectedError, Skipped
-from moefuse.runtime.groups import Terms
 from moefuse.steps import fold
 
 if TYPE_CHECKING:
@@ -242,7 +241,7 @@ def _spread(
         if where is None:
             return (lowered, verdict), ""
         emit.undo()
-        return (Spread(region, emit, where).run(), verdict), Terms.parse(where.terms).describe(where.held, region.num_experts)
+        return (Spread(region, emit, where).run(), verdict), where.describe(region.num_experts)
     except Exception as error:  # what was proved on all weights is right as it is, and only slower
         lost = Lost("experts-gathered", region.anchor, {"detail": first_line(error)})
         run.result.skipped.append(_skipped(lost, region.anchor))

@@ -87,8 +87,10 @@ def gathered(local: Tensor, place: Tensor, slots: int, terms: str) -> Tensor:
 # -- tokens
 
 
-def _local_ids(ids: Tensor, place: Tensor, slots: int, terms: str) -> Tensor:
-    """[T, K]: the number of each expert among those of this rank, -1 for one that it does not have."""
+def _local_ids(ids: Tensor, place: Tensor | None, slots: int, terms: str) -> Tensor:
+    """[T, K]: the number of each expert among those of this rank, -1 for one that it does not have; without a table it has all."""
+    if place is None:
+        return ids.to(torch.promote_types(ids.dtype, torch.int32), copy=True)
     if not place.shape[0]:
         return torch.full_like(ids, -1)
     wide = ids.long()
@@ -97,11 +99,11 @@ def _local_ids(ids: Tensor, place: Tensor, slots: int, terms: str) -> Tensor:
     return torch.where(here, local, -1).to(torch.promote_types(ids.dtype, torch.int32))
 
 
-def _local_ids_fake(ids: Tensor, place: Tensor, slots: int, terms: str) -> Tensor:
+def _local_ids_fake(ids: Tensor, place: Tensor | None, slots: int, terms: str) -> Tensor:
     return ids.new_empty(ids.shape, dtype=torch.promote_types(ids.dtype, torch.int32))
 
 
-def _dispatch(rows: Sequence[Tensor], ids: Tensor, place: Tensor, slots: int, terms: str, layer: str) -> list[Tensor]:
+def _dispatch(rows: Sequence[Tensor], ids: Tensor, place: Tensor | None, slots: int, terms: str, layer: str) -> list[Tensor]:
     known = Terms.parse(terms)
     how = transports.transport(known)
     with peers(known, layer):
@@ -109,7 +111,7 @@ def _dispatch(rows: Sequence[Tensor], ids: Tensor, place: Tensor, slots: int, te
     return [*arrived.rows, _local_ids(arrived.ids, place, slots, terms), *arrived.handle]
 
 
-def _dispatch_fake(rows: Sequence[Tensor], ids: Tensor, place: Tensor, slots: int, terms: str, layer: str) -> list[Tensor]:
+def _dispatch_fake(rows: Sequence[Tensor], ids: Tensor, place: Tensor | None, slots: int, terms: str, layer: str) -> list[Tensor]:
     known = Terms.parse(terms)
     how = transports.transport(known)
     arrivals: Any = how.arrivals(known, ids.shape[0])
@@ -154,7 +156,7 @@ def _combine_fake(y: Tensor, handle: Sequence[Tensor], tokens: int, terms: str, 
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ids: Tensor, place: Tensor, slots: int, terms: str, layer: str, *rows: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, ids: Tensor, place: Tensor | None, slots: int, terms: str, layer: str, *rows: Tensor) -> tuple[Tensor, ...]:
         with below_autograd():
             out = ops.ep_dispatch.default(rows, ids, place, slots, terms, layer)
         ctx.tokens, ctx.terms, ctx.layer = ids.shape[0], terms, layer
@@ -174,7 +176,7 @@ class _Dispatch(torch.autograd.Function):
         return None, None, None, None, None, *(next(found) if wants else None for wants in need)
 
 
-def dispatch(rows: Sequence[Tensor], ids: Tensor, place: Tensor, slots: int, terms: str, layer: str) -> list[Tensor]:
+def dispatch(rows: Sequence[Tensor], ids: Tensor, place: Tensor | None, slots: int, terms: str, layer: str) -> list[Tensor]:
     """Autograd entry of ``moefuse::ep_dispatch``."""
     if wants_grad(rows):
         return list(_Dispatch.apply(ids, place, slots, terms, layer, *rows))  # type: ignore[no-untyped-call]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -16,19 +16,30 @@ from moefuse.errors import ParallelError
 from moefuse.parallel import views
 from moefuse.parallel.find import Site, experts_of, parameters_of
 from moefuse.parallel.placement import Placement, placed
-from moefuse.parallel.shard import Where, shard
+from moefuse.parallel.shard import Slices, Where, shard
+from moefuse.parallel.units import Cut, cuts_of
 from moefuse.runtime import groups
-from moefuse.runtime.groups import Grads, Terms, Tokens
+from moefuse.runtime.groups import Grads, Most, Split, Terms, Tokens
+
+Experts = Literal["ep", "tp"]
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer's experts: where they are, and how tokens get there."""
+    """One layer's experts: where they are, and how tokens get there.
+
+    Attributes:
+        here: the experts of which this rank has something.
+        terms: for each dimension of the mesh, how tokens travel over it.
+    """
 
     name: str
     placement: Placement
     here: tuple[int, ...]
-    terms: Terms
+    terms: tuple[Terms, ...]
+
+    def __str__(self) -> str:
+        return f"{self.name}: {', '.join(terms.describe(len(self.here), self.placement.experts) for terms in self.terms)}"
 
 
 @dataclass(frozen=True)
@@ -38,13 +49,14 @@ class Plan:
     layers: tuple[Layer, ...] = field(default=())
 
     def __str__(self) -> str:
-        return "\n".join(f"{layer.name}: {layer.terms.describe(len(layer.here), layer.placement.experts)}" for layer in self.layers)
+        return "\n".join(map(str, self.layers))
 
 
 def parallelize(
     model: nn.Module,
     mesh: DeviceMesh,
     *,
+    experts: Experts | tuple[Experts, ...] = "ep",
     tokens: Tokens = "distinct",
     max_tokens: int | Literal["equal"] | None = None,
     placement: str | Sequence[int] | Placement = "linear",
@@ -58,9 +70,11 @@ def parallelize(
     gathered in each call. What moefuse recognises when the model is compiled reads them no more: tokens travel to the experts instead.
 
     Args:
-        mesh: one dimension of a device mesh, e.g. ``init_device_mesh("cuda", (4,), mesh_dim_names=("ep",))["ep"]``.
+        mesh: one dimension of a device mesh, e.g. ``init_device_mesh("cuda", (4,), mesh_dim_names=("ep",))["ep"]``; or two.
+        experts: ``"ep"``: each rank has some of the experts; ``"tp"``: each has a slice of every expert's hidden units;
+            ``("ep", "tp")`` for a mesh of two dimensions, whose second one slices the experts of the first.
         tokens: ``"distinct"``: each rank has tokens of its own, as in data parallelism; ``"replicated"``: all have the same;
-            ``"sequence"``: each has a part of the same sequences.
+            ``"sequence"``: each has a part of the same sequences. Of two dimensions that is the first; ranks of the second have the same.
         max_tokens: most tokens of a layer that any rank has in a call: sizes are then known without an exchange. ``"equal"``: all ranks
             have equally many. None: numbers of tokens are exchanged in each call.
         placement: ``"linear"`` (blocks, as torch shards them), ``"round_robin"``, or the rank of each expert.
@@ -82,16 +96,20 @@ def parallelize(
         and (isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 1)
     ):
         raise ParallelError(f"max_tokens={max_tokens!r} is not legal; use a positive number, 'equal' or None")
-    _check_mesh(mesh)
+    roles = _roles(experts)
+    _check_mesh(mesh, roles)
     sites = experts_of(model, modules)
-    places = [_placement(site, placement, mesh.size()) for site in sites]
+    over = mesh.size(0) if roles[0] == "ep" else 1
+    places = [_placement(site, placement, over) for site in sites]
     _check_parameters(model, sites)
-    name = _register(mesh)
-    transport: Any = "all_reduce" if tokens == "replicated" else "allgather"
+    cuts = _cuts(model, sites, mesh.size(-1)) if roles[-1] == "tp" else []
+    most = max_tokens if max_tokens is not None else "any"
+    dims = [_register(mesh if mesh.ndim == 1 else mesh[name]) for name in mesh.mesh_dim_names or ("",)]
+    whose = (tokens, "replicated")[: len(roles)]
     layers = []
-    for site, place in zip(sites, places, strict=True):
-        terms = Terms(name, transport, tokens, max_tokens if max_tokens is not None else "any", grads, place.name)
-        where = Where(mesh, place, terms.text)
+    for number, (site, place) in enumerate(zip(sites, places, strict=True)):
+        terms = tuple(_terms(*each, most, grads, place) for each in zip(roles, dims, whose, strict=True))
+        where = _where(mesh, roles, terms, place, cuts[number] if cuts else None)
         shard(site, where)
         layers.append(Layer(site.layer or site.name, place, where.mine, terms))
     for layer in dict.fromkeys(site.layer for site in sites):
@@ -99,19 +117,55 @@ def parallelize(
     return Plan(tuple(layers))
 
 
+def _roles(experts: object) -> tuple[str, ...]:
+    """What each dimension of the mesh is for."""
+    roles = experts if isinstance(experts, tuple) else (experts,)
+    if roles not in (("ep",), ("tp",), ("ep", "tp")):
+        raise ParallelError(f"experts={experts!r} is not legal; use 'ep', 'tp', or ('ep', 'tp') for a mesh of two dimensions")
+    return roles
+
+
+def _where(mesh: DeviceMesh, roles: tuple[str, ...], terms: Sequence[Terms], place: Placement, cuts: dict[str, Cut | None] | None) -> Where:
+    ep = roles[0] == "ep"
+    last = mesh.ndim - 1
+    slices = None if cuts is None else Slices(terms[-1].text, mesh.get_local_rank(last), mesh.size(last), cuts)
+    return Where(mesh, place, mesh.get_local_rank(0) if ep else 0, terms[0].text if ep else "", slices)
+
+
+def _terms(role: str, mesh: str, tokens: Any, most: int | Most, grads: Grads, place: Placement) -> Terms:
+    transport: Any = "all_reduce" if tokens == "replicated" else "allgather"
+    split: Split = "experts" if role == "ep" else "slices"
+    return Terms(mesh, transport, tokens, most, grads, place.name, split)
+
+
+def _cuts(model: nn.Module, sites: Sequence[Site], world: int) -> list[dict[str, Cut | None]]:
+    """Where the Parameters of each layer are cut; layers of equal classes and shapes alike."""
+    known: dict[Hashable, dict[str, Cut | None]] = {}
+    found = []
+    for site in sites:
+        layer = model.get_submodule(site.layer)
+        key = type(layer), site.name[len(site.layer) :], tuple((n, p.shape, p.dtype) for n, p in layer.named_parameters())
+        if key not in known:
+            known[key] = cuts_of(model, site, world)
+        found.append(known[key])
+    return found
+
+
 def _legal(name: str, value: object, legal: Sequence[str]) -> None:
     if value not in legal:
         raise ParallelError(f"{name}={value!r} is not legal; use {' or '.join(map(repr, legal))}")
 
 
-def _check_mesh(mesh: object) -> None:
+def _check_mesh(mesh: object, roles: tuple[str, ...]) -> None:
     if not dist.is_available() or not dist.is_initialized():
         raise ParallelError("there is no process group: call torch.distributed.device_mesh.init_device_mesh first")
     if not isinstance(mesh, DeviceMesh):
         raise ParallelError(
             f"mesh is a {type(mesh).__name__}; use a DeviceMesh, e.g. init_device_mesh('cuda', (4,), mesh_dim_names=('ep',))"
         )
-    if mesh.ndim != 1:
+    if mesh.ndim != len(roles) and len(roles) > 1:
+        raise ParallelError(f"experts={roles!r} is for a mesh of {len(roles)} dimensions, e.g. mesh['ep', 'tp']; this one has {mesh.ndim}")
+    if mesh.ndim != len(roles):
         names = mesh.mesh_dim_names or ()
         one = f"mesh[{names[-1]!r}]" if names else "one dimension of it"
         raise ParallelError(f"the mesh has {mesh.ndim} dimensions {tuple(names)}; give the one that experts are spread over, e.g. {one}")

@@ -20,9 +20,10 @@ class Stacked:
     """Experts whose weights are stacked: Parameters [E, ...] of one module.
 
     Attributes:
-        layer: name of the module with the router, for people.
+        layer: name of the module with the router, from the root.
         name: of the module that holds the Parameters, from the root.
         names: the Parameters, of that module.
+        widths: features of a token, as the router takes them; the likeliest number first.
     """
 
     layer: str
@@ -30,6 +31,7 @@ class Stacked:
     module: nn.Module
     experts: int
     names: tuple[str, ...]
+    widths: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Listed:
     """Experts that are modules of equal structure, in a list or a dict.
 
     Attributes:
-        layer, name: as of :class:`Stacked`; ``module`` is the list.
+        layer, name, widths: as of :class:`Stacked`; ``module`` is the list.
         items: the experts.
         names: their Parameters, by path from an expert.
     """
@@ -47,6 +49,7 @@ class Listed:
     module: nn.Module
     items: tuple[nn.Module, ...]
     names: tuple[str, ...]
+    widths: tuple[int, ...]
 
     @property
     def experts(self) -> int:
@@ -88,15 +91,23 @@ def _sites(model: nn.Module, suspect: Suspect, pairs: list[Pair]) -> Iterator[Si
             continue
         taken |= pair.tensors
         routers = [other.router for other in pairs if other.tensors == pair.tensors]
+        widths = _widths(suspect.module, routers, pair.tensors)
         for name, holder in suspect.module.named_modules():
             path = ".".join(part for part in (suspect.name, name) if part)
             if len(pair.experts) == 1:
-                yield from _stacked(suspect.name, path, holder, pair, routers)
+                yield from _stacked(suspect.name, path, holder, pair, routers, widths)
             elif isinstance(holder, nn.ModuleList | nn.ModuleDict) and len(holder) == len(pair.experts):
-                yield from _listed(suspect.name, path, holder, pair)
+                yield from _listed(suspect.name, path, holder, pair, widths)
 
 
-def _stacked(layer: str, path: str, holder: nn.Module, pair: Pair, routers: list[int | None]) -> Iterator[Stacked]:
+def _widths(module: nn.Module, routers: list[int | None], experts: frozenset[int]) -> tuple[int, ...]:
+    """Features of a token: as each of the possible routers takes them, those first that stand apart from the experts."""
+    beside = {id(p) for m in module.modules() if any(id(p) in experts for p in m._parameters.values()) for p in m._parameters.values()}
+    found = [p for p in module.parameters() if id(p) in routers]
+    return tuple(dict.fromkeys(n for p in sorted(found, key=lambda p: id(p) in beside) for n in reversed(p.shape)))
+
+
+def _stacked(layer: str, path: str, holder: nn.Module, pair: Pair, routers: list[int | None], widths: tuple[int, ...]) -> Iterator[Stacked]:
     """The Parameters [E, ...] of a module, biases [E, n] among them.
 
     A bias looks like the weight of a router. So of those that may be the router, one is: the first outside of the module, if there is any.
@@ -108,16 +119,16 @@ def _stacked(layer: str, path: str, holder: nn.Module, pair: Pair, routers: list
         inside = {id(p) for p in own.values()}
         router = next((r for r in routers if r not in inside), routers[0])
         names = tuple(n for n, p in own.items() if p.dim() >= 2 and p.shape[0] == count and id(p) != router)
-        yield Stacked(layer, path, holder, count, names)
+        yield Stacked(layer, path, holder, count, names, widths)
 
 
-def _listed(layer: str, path: str, holder: nn.Module, pair: Pair) -> Iterator[Listed]:
+def _listed(layer: str, path: str, holder: nn.Module, pair: Pair, widths: tuple[int, ...]) -> Iterator[Listed]:
     """The experts of a list, if all have the same Parameters."""
     items = tuple(holder.children())
     forms = [{n: (p.shape, p.dtype) for n, p in item.named_parameters()} for item in items]
     theirs = {id(p) for item in items for p in item.parameters()}
     if forms[0] and all(form == forms[0] for form in forms) and theirs <= pair.tensors:
-        yield Listed(layer, path, holder, items, tuple(forms[0]))
+        yield Listed(layer, path, holder, items, tuple(forms[0]), widths)
 
 
 def _not_tied(model: nn.Module, found: list[Site]) -> None:

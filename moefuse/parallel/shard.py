@@ -2,82 +2,138 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from moefuse.parallel import state, views
 from moefuse.parallel.find import Listed, Site, Stacked
 from moefuse.parallel.placement import Placement
+from moefuse.parallel.units import Cut
+from moefuse.runtime.transports.weights import slice_of
+
+
+@dataclass(frozen=True)
+class Slices:
+    """Every rank of a mesh dimension has a part of each expert.
+
+    Attributes:
+        terms: under which tokens travel between them.
+        cuts: of each Parameter, by its name in the site, where it is cut; None for one that every rank has whole.
+    """
+
+    terms: str
+    rank: int
+    world: int
+    cuts: Mapping[str, Cut | None]
 
 
 @dataclass(frozen=True)
 class Where:
-    """The mesh, what each of its ranks holds, and the terms under which tokens travel."""
+    """The mesh, what each of its ranks holds, and the terms under which tokens travel.
+
+    Attributes:
+        rank: this process's place among those that have other experts.
+        terms: of tokens between those; empty if every rank has all experts.
+        slices: set if a dimension of the mesh, the last one, slices experts.
+    """
 
     mesh: DeviceMesh
     placement: Placement
+    rank: int
     terms: str
+    slices: Slices | None = None
 
     @property
     def mine(self) -> tuple[int, ...]:
         """The experts of this rank."""
-        return self.placement.ranks[self.mesh.get_local_rank()]
+        return self.placement.ranks[self.rank]
 
-    def sharded(self, rows: Tensor, like: nn.Parameter) -> nn.Parameter:
-        """A Parameter [E, ...] of which this rank holds ``rows``; with gaps between ranks, [P * L, ...] with empty rows."""
+    def cut(self, name: str) -> Cut | None:
+        """Where a Parameter of the experts is cut."""
+        return None if self.slices is None else self.slices.cuts[name]
+
+    def stays(self, name: str) -> bool:
+        """Whether every rank has all of a Parameter."""
+        return not self.terms and self.cut(name) is None
+
+    def part(self, name: str, rows: Tensor) -> Tensor:
+        """Of ``rows`` [held, ...], this rank's experts in full, what this rank holds."""
+        cut = self.cut(name)
+        if cut is None or self.slices is None:
+            return rows
+        return slice_of(rows, cut.axis + 1, cut.blocks, self.slices.rank, self.slices.world)
+
+    def of(self, name: str) -> views.Of:
+        """How a Parameter is gathered."""
+        cut = self.cut(name)
+        slices = None if cut is None or self.slices is None else (cut.axis + 1, cut.blocks, self.slices.terms)
+        return ((self.placement.slots, self.terms) if self.terms else None), slices
+
+    def sharded(self, name: str, rows: Tensor, like: nn.Parameter) -> nn.Parameter:
+        """A Parameter [E, ...] of which this rank holds its part of ``rows``; with gaps between ranks, [P * L, ...] with empty rows."""
         experts = self.placement.experts
         if not self.placement.in_order:
             empty = rows.new_zeros((self.placement.slots - rows.shape[0], *rows.shape[1:]))
             rows, experts = torch.cat([rows, empty]), self.placement.world * self.placement.slots
         shape = torch.Size((experts, *rows.shape[1:]))
-        local = DTensor.from_local(rows.contiguous(), self.mesh, [Shard(0)], run_check=False, shape=shape, stride=_strides(shape))
-        return nn.Parameter(local, requires_grad=like.requires_grad)
+        local = self.part(name, rows).contiguous()
+        made = DTensor.from_local(local, self.mesh, self._placements(name), run_check=False, shape=shape, stride=_strides(shape))
+        return nn.Parameter(made, requires_grad=like.requires_grad)
+
+    def _placements(self, name: str) -> list[Shard | Replicate]:
+        cut = self.cut(name)
+        over: list[Shard | Replicate] = [Shard(0)] if self.terms else []
+        if self.slices is not None:
+            over.append(Replicate() if cut is None else Shard(cut.axis + 1))
+        return over
 
 
 def shard(site: Site, where: Where) -> None:
     """Replace the Parameters of one layer's experts by those of this rank, in place."""
     device = next(iter(p for p in site.module.parameters())).device
-    table = torch.tensor(where.placement.table(), dtype=torch.int32, device="cpu" if device.type == "meta" else device)
-    site.module.register_buffer(views.PLACE, table, persistent=False)
+    if where.terms:
+        table = torch.tensor(where.placement.table(), dtype=torch.int32, device="cpu" if device.type == "meta" else device)
+        site.module.register_buffer(views.PLACE, table, persistent=False)
     if isinstance(site, Stacked):
         _shard_stacked(site, where)
-        state.keys_of_stacked(site, where.mine)
+        state.keys_of_stacked(site, where)
     else:
         _shard_listed(site, where)
-        state.keys_of_listed(site, {path: stacked_name(path) for path in site.names}, where.mine)
+        state.keys_of_listed(site, {path: stacked_name(path) for path in site.names if not where.stays(path)}, where)
 
 
 def _shard_stacked(site: Stacked, where: Where) -> None:
-    slots, terms = where.placement.slots, where.terms
     properties: dict[str, Callable[[Any], Tensor]] = {}
     for name in site.names:
+        if where.stays(name):
+            continue
         parameter: Any = site.module._parameters[name]
         rows = parameter.detach()[list(where.mine)]
-        site.module._parameters[name] = _like(where.sharded(rows, parameter), parameter)
-        properties[name] = _reader(name, slots, terms)
+        site.module._parameters[name] = _like(where.sharded(name, rows, parameter), parameter)
+        properties[name] = _reader(name, where.of(name))
     views.with_properties(site.module, properties)
 
 
-def _reader(name: str, slots: int, terms: str) -> Callable[[Any], Tensor]:
-    return lambda module: views.full(module, name, slots, terms)
+def _reader(name: str, of: views.Of) -> Callable[[Any], Tensor]:
+    return lambda module: views.full(module, name, of)
 
 
 def _shard_listed(site: Listed, where: Where) -> None:
     """One Parameter [E, ...] for each role, held by the list; an expert's attribute is its row."""
-    slots, terms = where.placement.slots, where.terms
-    for path in site.names:
+    paths = [path for path in site.names if not where.stays(path)]
+    for path in paths:
         held = [dict(item.named_parameters())[path] for item in site.items]
         rows = torch.stack([held[e].detach() for e in where.mine]) if where.mine else held[0].detach().new_empty((0, *held[0].shape))
-        site.module.register_parameter(stacked_name(path), _like(where.sharded(rows, held[0]), held[0]))
+        site.module.register_parameter(stacked_name(path), _like(where.sharded(path, rows, held[0]), held[0]))
     owners: dict[tuple[int, str], list[tuple[str, str]]] = {}
     for expert, item in enumerate(site.items):
-        for path in site.names:
+        for path in paths:
             inner, _, own = path.rpartition(".")
             owners.setdefault((expert, inner), []).append((own, path))
             del item.get_submodule(inner)._parameters[own]
@@ -85,14 +141,14 @@ def _shard_listed(site: Listed, where: Where) -> None:
     for (expert, inner), names in owners.items():
         module = site.items[expert].get_submodule(inner)
         object.__setattr__(module, _HOLDER, (holder,))
-        views.with_properties(module, {own: _row_reader(stacked_name(path), expert, slots, terms) for own, path in names})
+        views.with_properties(module, {own: _row_reader(stacked_name(path), expert, where.of(path)) for own, path in names})
 
 
 _HOLDER = "_moefuse_holder"
 
 
-def _row_reader(name: str, expert: int, slots: int, terms: str) -> Callable[[Any], Tensor]:
-    return lambda module: views.full(getattr(module, _HOLDER)[0], name, slots, terms)[expert]
+def _row_reader(name: str, expert: int, of: views.Of) -> Callable[[Any], Tensor]:
+    return lambda module: views.full(getattr(module, _HOLDER)[0], name, of)[expert]
 
 
 def stacked_name(path: str) -> str:

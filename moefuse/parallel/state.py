@@ -6,7 +6,7 @@ experts are DTensors of torch's own layout where the placement is in order, and 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,24 +15,38 @@ from torch.distributed.tensor import DTensor
 from moefuse.parallel.find import Listed, Stacked
 
 
-def keys_of_stacked(site: Stacked, mine: tuple[int, ...]) -> None:
+class Where(Protocol):
+    """What a rank holds."""
+
+    @property
+    def mine(self) -> tuple[int, ...]: ...
+
+    def part(self, name: str, rows: Tensor) -> Tensor: ...
+
+    def stays(self, name: str) -> bool: ...
+
+
+def keys_of_stacked(site: Stacked, where: Where) -> None:
     """Let a plain [E, ...] be loaded where this rank has some rows of it."""
 
     def load(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         for name in site.names:
             whole, own = state.get(prefix + name), module._parameters[name]
-            if isinstance(whole, Tensor) and not isinstance(whole, DTensor) and len(whole) == site.experts:
-                state[prefix + name] = _rows(own, whole[list(mine)])
+            if where.stays(name) or not isinstance(whole, Tensor) or isinstance(whole, DTensor):
+                continue
+            if len(whole) == site.experts:
+                state[prefix + name] = _rows(own, where.part(name, whole[list(where.mine)]))
 
     site.module.register_load_state_dict_pre_hook(load)
 
 
-def keys_of_listed(site: Listed, stacked: dict[str, str], mine: tuple[int, ...]) -> None:
+def keys_of_listed(site: Listed, stacked: dict[str, str], where: Where) -> None:
     """Split the Parameter [E, ...] of each role into those of the experts that are here, and join them again.
 
     Args:
         stacked: of each path from an expert, the name of the list's Parameter.
     """
+    mine = where.mine
     numbers = [name for name, _ in site.module.named_children()]
 
     def save(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
@@ -48,7 +62,7 @@ def keys_of_listed(site: Listed, stacked: dict[str, str], mine: tuple[int, ...])
             own = module._parameters[name]
             rows = [found[expert] for expert in mine]
             if all(row is not None for row in rows):
-                state[prefix + name] = _rows(own, torch.stack(rows) if rows else own.to_local()[:0])  # type: ignore[union-attr]
+                state[prefix + name] = _rows(own, where.part(path, torch.stack(rows)) if rows else own.to_local()[:0])  # type: ignore[union-attr]
 
     site.module.register_state_dict_post_hook(save)
     site.module.register_load_state_dict_pre_hook(load)

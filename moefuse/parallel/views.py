@@ -23,28 +23,37 @@ PLACE = "_moefuse_place"
 _gathered: contextvars.ContextVar[dict[int, Tensor] | None] = contextvars.ContextVar("moefuse_gathered", default=None)
 
 
-def full(holder: nn.Module, name: str, slots: int, terms: str) -> Tensor:
+Of = tuple[tuple[int, str] | None, tuple[int, int, str] | None]
+"""How a Parameter is gathered: (slots, terms) of its experts, (axis, blocks, terms) of their slices."""
+
+
+def full(holder: nn.Module, name: str, of: Of) -> Tensor:
     """[E, ...]: all of a sharded Parameter of ``holder``."""
     parameter: Any = holder._parameters[name]
     if torch.compiler.is_compiling():
-        return _gather(holder, parameter, slots, terms)
-    found: Tensor = _in_eager(holder, parameter, slots, terms)
+        return _gather(holder, parameter, of)
+    found: Tensor = _in_eager(holder, parameter, of)
     return found
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _in_eager(holder: nn.Module, parameter: Any, slots: int, terms: str) -> Tensor:
+def _in_eager(holder: nn.Module, parameter: Any, of: Of) -> Tensor:
     """The same where a program runs as it is written: no frame for Dynamo, which would compile it for every expert."""
     known = _gathered.get()
     if known is None:
-        return _gather(holder, parameter, slots, terms)
+        return _gather(holder, parameter, of)
     if id(parameter) not in known:
-        known[id(parameter)] = _gather(holder, parameter, slots, terms)
+        known[id(parameter)] = _gather(holder, parameter, of)
     return known[id(parameter)]
 
 
-def _gather(holder: nn.Module, parameter: Any, slots: int, terms: str) -> Tensor:
-    out: Tensor = torch.ops.moefuse.gathered.default(parameter.to_local(), holder._buffers[PLACE], slots, terms)
+def _gather(holder: nn.Module, parameter: Any, of: Of) -> Tensor:
+    experts, slices = of
+    out: Tensor = parameter.to_local()
+    if slices is not None:
+        out = torch.ops.moefuse.gathered_slices.default(out, *slices)
+    if experts is not None:
+        out = torch.ops.moefuse.gathered.default(out, holder._buffers[PLACE], *experts)
     return out
 
 

@@ -16,6 +16,7 @@ Tokens = Literal["distinct", "replicated", "sequence"]
 Transport = Literal["allgather", "all_reduce"]
 Grads = Literal["mean", "sum"]
 Most = Literal["any", "equal"]
+Split = Literal["experts", "slices"]
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Terms:
         most: ``"any"`` number of tokens (exchanged in each call), an ``"equal"`` one on all ranks, or the largest on any rank.
         grads: whether gradients of experts are the mean over ranks with distinct tokens, as data parallelism takes it, or the sum.
         placement: what a report calls the table of experts.
+        split: whether a rank has some of the experts, or a slice of each.
     """
 
     mesh: str
@@ -37,18 +39,19 @@ class Terms:
     most: int | Most = "any"
     grads: Grads = "mean"
     placement: str = "linear"
+    split: Split = "experts"
 
     @functools.cached_property
     def text(self) -> str:
         """What :meth:`parse` reads."""
-        return "/".join(map(str, (self.mesh, self.transport, self.tokens, self.most, self.grads, self.placement)))
+        return "/".join(map(str, (self.mesh, self.transport, self.tokens, self.most, self.grads, self.placement, self.split)))
 
     @staticmethod
     @functools.lru_cache(maxsize=256)
     def parse(text: str) -> Terms:
         """The terms in a graph."""
-        mesh, transport, tokens, most, grads, placement = text.rsplit("/", 5)
-        return Terms(mesh, transport, tokens, int(most) if most.isdigit() else most, grads, placement)  # type: ignore[arg-type]
+        mesh, transport, tokens, most, grads, placement, split = text.rsplit("/", 6)
+        return Terms(mesh, transport, tokens, int(most) if most.isdigit() else most, grads, placement, split)  # type: ignore[arg-type]
 
     @property
     def group(self) -> Group:
@@ -56,8 +59,10 @@ class Terms:
         return group(self.mesh)
 
     def describe(self, held: int, experts: int) -> str:
-        """``ep=4 linear, 32 of 128 experts here, allgather, tokens <= 512``."""
+        """``ep=4 linear, 32 of 128 experts here, allgather, tokens <= 512``, or ``tp=2, a slice of 32 experts here, all_reduce``."""
         most = {"any": "", "equal": ", equal numbers of tokens"}.get(str(self.most), f", tokens <= {self.most}")
+        if self.split == "slices":
+            return f"tp={self.group.size}, a slice of {held} experts here, {self.transport}{most}"
         return f"ep={self.group.size} {self.placement}, {held} of {experts} experts here, {self.transport}{most}"
 
     def scale(self) -> float:

@@ -6,22 +6,28 @@ graph alike, since each is a collective.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import math
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
 from moefuse import _torch_private
+from moefuse.passes.graph.slices import NotLocalError as NotLocalError
+from moefuse.passes.graph.slices import View, in_slice
 from moefuse.passes.graph.storage import Memory
 from moefuse.passes.graph.values import tensor
+from moefuse.runtime.groups import Terms
 
 GATHERED = torch.ops.moefuse.gathered.default
+SLICES = torch.ops.moefuse.gathered_slices.default
 
 
 def is_gathered(node: object) -> bool:
     """Whether a node is the full weights of experts that other ranks hold, too."""
-    return isinstance(node, Node) and node.op == "call_function" and node.target is GATHERED
+    return isinstance(node, Node) and node.op == "call_function" and node.target in (GATHERED, SLICES)
 
 
 def is_root(node: Node) -> bool:
@@ -64,29 +70,68 @@ def _unwraps(node: Node) -> bool:
 def sweep(graph: Graph) -> list[Node]:
     """Take out the calls that nothing reads: no compiler does, since each is a collective. Returns those that are left."""
     left = []
-    for call in [n for n in graph.nodes if is_gathered(n)]:
-        if call.users:
-            left.append(call)
-        else:
+    for call in reversed([n for n in graph.nodes if is_gathered(n)]):
+        if not call.users:
             graph.erase_node(call)
-    return left
+        elif not all(is_gathered(user) for user in call.users):
+            left.append(call)
+    return left[::-1]
 
 
-class NotLocalError(ValueError):
-    """A value is no view of gathered weights that each rank could take of its own ones."""
+@dataclass(frozen=True)
+class Local:
+    """What a rank has of a weight: a view of the local part of a Parameter, expert by expert.
+
+    Attributes:
+        node: the local part.
+        step: from one expert to the next, in elements.
+        view: of one expert's part.
+        calls: how the Parameter is gathered, the outermost call first.
+    """
+
+    node: Node
+    step: int
+    view: View
+    calls: tuple[Node, ...]
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is all of the local part, as it is stored."""
+        return not self.view.start and self.view.sizes == self.view.whole and self.view.last == math.prod(self.view.whole) - 1
 
 
-def local_view(sources: list[Node], experts: int) -> tuple[Node, list[int], list[int], int]:
-    """Of which gathered weights ``sources`` are a view, and which: (the call, sizes without the experts', strides, offset).
+def local_view(sources: list[Node], experts: int, unit: int = 0, groups: int = 1) -> Local:
+    """What this rank has of a weight of which ``sources`` is the whole.
 
     Args:
         sources: one tensor [E, ...], or E tensors, expert by expert.
+        unit: which dimension of one expert's tensor the hidden units are; -1 for any.
+        groups: as :func:`moefuse.passes.graph.slices.in_slice` takes them.
 
     Raises:
-        NotLocalError: experts are not its first dimension, in their order, or it is not a view.
+        NotLocalError: experts are not its first dimension, in their order, or it is not a view; or hidden units are sliced otherwise.
     """
+    call, view, step = _of_gathered(sources, experts)
+    calls: list[Node] = []
+    while is_gathered(call):
+        calls.append(call)
+        if call.target is SLICES:
+            axis, blocks, terms = call.args[1:]
+            view, dim = in_slice(view, axis - 1, blocks, Terms.parse(terms).group.size, groups)  # type: ignore[arg-type, operator]
+            if unit >= 0 and dim != unit:
+                raise NotLocalError("what ranks have slices of are not its hidden units")
+            step = math.prod(view.whole)
+        call = call.args[0]  # type: ignore[assignment]
+    value = tensor(call)
+    if value is None or not value.is_contiguous():
+        raise NotLocalError("what this rank has of it is not contiguous")
+    return Local(call, step, view, tuple(calls))
+
+
+def _of_gathered(sources: list[Node], experts: int) -> tuple[Node, View, int]:
+    """Of which gathered weights ``sources`` are a view, and which, for one expert; and how far it is from one to the next."""
     views = [tensor(source) for source in sources]
-    call = _origin(sources[0])
+    call = origin(sources[0])
     whole = None if call is None else tensor(call)
     if call is None or whole is None or any(v is None for v in views):
         raise NotLocalError("it is not read from sharded weights")
@@ -101,15 +146,20 @@ def local_view(sources: list[Node], experts: int) -> tuple[Node, list[int], list
     for number, (source, view) in enumerate(zip(sources, views, strict=True)):
         assert view is not None
         same = view.shape == first.shape and view.stride() == first.stride()
-        if _origin(source) is not call or not same or view.storage_offset() - whole.storage_offset() != start + number * step:
+        if origin(source) is not call or not same or view.storage_offset() - whole.storage_offset() != start + number * step:
             raise NotLocalError("its experts are not those of the sharded weights, in their order")
     sizes, strides = (first.shape[1:], first.stride()[1:]) if stacked else (first.shape, first.stride())
-    if start < 0 or start + sum((int(n) - 1) * int(by) for n, by in zip(sizes, strides, strict=True)) >= step:
+    found = View(_ints(whole.shape[1:]), _ints(sizes), _ints(strides), int(start))
+    if found.start < 0 or found.last >= step:
         raise NotLocalError("what it reads of an expert is in another one's memory")
-    return call, [int(n) for n in sizes], [int(n) for n in strides], int(start)
+    return call, found, int(step)
 
 
-def _origin(node: Node) -> Node | None:
+def _ints(numbers: Iterable[Any]) -> tuple[int, ...]:
+    return tuple(int(n) for n in numbers)
+
+
+def origin(node: Node) -> Node | None:
     """The call that a view is of, through operations whose result shares its storage."""
     while not is_gathered(node):
         value = tensor(node)

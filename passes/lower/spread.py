@@ -17,22 +17,39 @@ from torch.fx import Node
 
 from moefuse.passes.graph.builder import Emitter
 from moefuse.passes.graph.calls import fake, module_path, tensor
-from moefuse.passes.graph.sharded import NotLocalError, is_gathered, local_view
+from moefuse.passes.graph.sharded import SLICES, NotLocalError, is_gathered, local_view, origin
 from moefuse.passes.graph.sizes import shape_of
 from moefuse.passes.ir.expr import Expr, Gate, Leaf, SharedVector, SlotWeight, Token, walk, weight_leaves
 from moefuse.passes.ir.regions import Region
 from moefuse.passes.lower.lower import BySlot, Lowered, Lowering
-from moefuse.passes.match.templates import Body
+from moefuse.passes.match.templates import Body, match
+from moefuse.runtime.groups import Terms
+
+
+@dataclass(frozen=True)
+class Hop:
+    """One way that tokens travel, over one mesh. ``place``: the table of experts; None where every rank has a slice of each."""
+
+    place: Node | None
+    slots: int
+    terms: str
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """Where the experts of a region are: arguments of the ops. ``held``: how many of them this rank has."""
+    """Where the experts of a region are: ``hops`` in the order that tokens take them, and how many experts this rank has at their end."""
 
-    place: Node
-    slots: int
-    terms: str
+    hops: tuple[Hop, ...]
     held: int
+
+    @property
+    def sliced(self) -> str:
+        """The terms under which every rank has a slice of the experts that are here; empty if it has them whole."""
+        return next((hop.terms for hop in self.hops if hop.place is None), "")
+
+    def describe(self, experts: int) -> str:
+        """For the report."""
+        return ", ".join(Terms.parse(hop.terms).describe(self.held, experts) for hop in self.hops)
 
 
 def sharding(region: Region) -> Sharding | None:
@@ -47,16 +64,46 @@ def sharding(region: Region) -> Sharding | None:
         return None
     if region.rest is not None:
         raise NotLocalError("some of the experts have no weights")
-    calls = {local_view(list(leaf.parts or (leaf.source,)), region.num_experts)[0] for leaf in leaves}
     shared = next((e for e in walk(region.expr) if isinstance(e, SharedVector)), None)
     if shared is not None:
         raise NotLocalError(f"`{shared.source.name}` is one tensor for all experts, whose gradient would be that of some ranks")
-    places = {call.args[1:] for call in calls}
-    held = {int(shape_of(fake(call.args[0]))[0]) for call in calls}
-    if len(places) != 1 or len(held) != 1:
+    added = _behind_the_sum(region)
+    found = {leaf: hops_of(leaf, region.num_experts) for leaf in leaves if leaf is not added}
+    ways, held = {hops for hops, _ in found.values()}, {count for _, count in found.values()}
+    if len(ways) != 1 or len(held) != 1:
         raise NotLocalError("its weights are sharded in different ways")
-    place, slots, terms = places.pop()
-    return Sharding(place, slots, terms, held.pop())  # type: ignore[arg-type]
+    where = Sharding(ways.pop(), held.pop())
+    if where.sliced and match(region.expr) is None:
+        raise NotLocalError("slices of experts are for those that a template describes, with one sum over hidden units")
+    if added is not None and hops_of(added, region.num_experts) != (tuple(h for h in where.hops if h.place is not None), where.held):
+        raise NotLocalError("its weights are sharded in different ways")
+    return where
+
+
+def _behind_the_sum(region: Region) -> Leaf | None:
+    """The bias of the last projection, which no hidden unit has a part of."""
+    body = match(region.expr)
+    return None if body is None else body.last.bias
+
+
+def hops_of(leaf: Leaf, experts: int) -> tuple[tuple[Hop, ...], int]:
+    """How tokens travel to the ranks that have a weight, in the order that they do; and of how many experts this rank has it.
+
+    Slices come first: what is added up over them has a row for each token of a rank, and not for those that arrive.
+
+    Raises:
+        NotLocalError: it is no view of sharded weights.
+    """
+    sources = list(leaf.parts or (leaf.source,))
+    call = origin(sources[0])
+    if call is None:
+        return (), experts
+    hops: list[Hop] = []
+    while is_gathered(call):
+        place, slots, terms = (None, 0, call.args[3]) if call.target is SLICES else call.args[1:]
+        hops.append(Hop(place, slots, terms))  # type: ignore[arg-type]
+        call = call.args[0]  # type: ignore[assignment]
+    return tuple(sorted(hops, key=lambda hop: hop.place is not None)), int(shape_of(fake(call))[0])
 
 
 def _reads_sharded(node: Node, steps: int = 32) -> bool:
@@ -80,21 +127,35 @@ class Spread(Lowering):
         self.where = where
         self.layer = module_path(region.anchor) or "the experts"
         self.arrived: dict[Hashable, Node] = {}
-        self.handle: list[Node] = []
+        self.way_back: list[tuple[list[Node], Node, str]] = []
+        self.units: dict[Leaf, tuple[int, int]] = {}
 
     def by_slot(self, region: Region, top_k: int) -> Lowering:
         return SpreadBySlot(region, self.emit, self.where, top_k)
 
     def either(self) -> Lowered:
         lowered = super().either()
-        tokens = self.emit(torch.ops.aten.sym_size.int, super().ids(), 0)
-        back = self.emit(torch.ops.moefuse.ep_combine.default, lowered.result, self.handle, tokens, self.where.terms, self.layer)
-        return replace(lowered, result=back)
+        result = lowered.result
+        for handle, tokens, terms in reversed(self.way_back):
+            result = self.emit(torch.ops.moefuse.ep_combine.default, result, handle, tokens, terms, self.layer)
+        return replace(lowered, result=result)
 
     def fused(self, body: Body) -> Lowered:
-        weight = body.weight
-        self.send([(body.token, self.dtype(body.first.weight))], [weight])
+        self.send([(body.token, self.dtype(body.first.weight))], [body.weight])
+        groups = 2 if body.gating == "merged" else 1
+        for projection, side in ((body.first, 0), (body.up, 0), (body.last, 1)):
+            if projection is not None:
+                self.units[projection.weight] = (sorted(projection.weight.order).index(projection.weight.order[side]), groups * (1 - side) or 1)
+            if projection is not None and projection.bias is not None and not side:
+                self.units[projection.bias] = (-1, groups)
         return super().fused(body)
+
+    def vectors(self, leaf: Leaf | None) -> list[Node]:
+        """What is added behind a sum over hidden units is added by one rank of those that have slices."""
+        found = super().vectors(leaf)
+        if not self.where.sliced or leaf in self.units:
+            return found
+        return [self.emit(torch.ops.moefuse.on_one_rank.default, vector, self.where.sliced) for vector in found]
 
     def grouped(self) -> Lowered:
         found = list(walk(self.region.expr))
@@ -110,13 +171,15 @@ class Spread(Lowering):
         for weight in filter(_differs, weights):
             rows.setdefault(_key(weight), super().slot_weights(weight))
         ids = super().ids()
-        w = self.where
-        sent = list(dict.fromkeys(rows.values()))
-        out = self.emit(torch.ops.moefuse.ep_dispatch.default, sent, ids, w.place, w.slots, w.terms, self.layer)
-        got = {node: self.emit(operator.getitem, out, i) for i, node in enumerate(sent)}
-        self.arrived = {key: got[node] for key, node in rows.items()} | {"ids": self.emit(operator.getitem, out, len(sent))}
-        handles = range(len(sent) + 1, len(fake(out)))
-        self.handle = [self.emit(operator.getitem, out, i) for i in handles]
+        first = list(dict.fromkeys(rows.values()))
+        sent = list(first)
+        for hop in self.where.hops:
+            out = self.emit(torch.ops.moefuse.ep_dispatch.default, sent, ids, hop.place, hop.slots, hop.terms, self.layer)
+            parts = [self.emit(operator.getitem, out, i) for i in range(len(fake(out)))]
+            self.way_back.append((parts[len(sent) + 1 :], self.emit(torch.ops.aten.sym_size.int, ids, 0), hop.terms))
+            sent, ids = parts[: len(sent)], parts[len(sent)]
+        got = dict(zip(first, sent, strict=True))
+        self.arrived = {key: got[node] for key, node in rows.items()} | {"ids": ids}
 
     def ids(self) -> Node:
         return self.arrived.get("ids") or super().ids()
@@ -137,18 +200,14 @@ class Spread(Lowering):
         return False
 
     def sources(self, leaf: Leaf) -> list[Node]:
-        call, sizes, strides, start = local_view(list(leaf.parts or (leaf.source,)), self.region.num_experts)
-        local: Any = call.args[0]
-        value = tensor(local)
-        if (
-            value is not None
-            and [int(n) for n in value.shape[1:]] == sizes
-            and [int(n) for n in value.stride()[1:]] == strides
-            and not start
-        ):
-            return [local]
-        step = tensor(call).stride(0)  # type: ignore[union-attr]
-        return [self.emit(torch.as_strided, local, (self.where.held, *sizes), (int(step), *strides), start)]
+        parts = list(leaf.parts or (leaf.source,))
+        if origin(parts[0]) is None:
+            return parts if len(parts) == 1 else [self.emit(torch.stack, parts)]
+        local = local_view(parts, self.region.num_experts, *self.units.get(leaf, (0, 1)))
+        if local.whole:
+            return [local.node]
+        view = local.view
+        return [self.emit(torch.as_strided, local.node, (self.where.held, *view.sizes), (local.step, *view.strides), view.start)]
 
     @staticmethod
     def dtype(leaf: Leaf) -> torch.dtype:

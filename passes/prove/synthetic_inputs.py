@@ -78,11 +78,12 @@ class Inputs:
         return like(real, self.generator)
 
     def _for_all_ranks(self, node: Node) -> torch.Tensor:
-        """[E, ...]: this rank's experts over and over. Nothing is asked of others: they may not be compiling, or something else."""
-        local, count = self.weight(node.args[0]), int(fake(node).shape[0])  # type: ignore[arg-type]
-        if not len(local):
-            return self.random(fake(node), 1 / math.sqrt(fake(node).shape[-1]))
-        rows = local.detach().repeat(-(-count // len(local)), *(1 for _ in local.shape[1:]))[:count]
+        """This rank's experts, or its slices, over and over. Nothing is asked of others: they may not be compiling, or something else."""
+        local, shape = self.weight(node.args[0]), [int(n) for n in fake(node).shape]  # type: ignore[arg-type]
+        if not local.numel():
+            return self.random(fake(node), 1 / math.sqrt(shape[-1]))
+        times = [-(-n // held) for n, held in zip(shape, local.shape, strict=True)]
+        rows = local.detach().repeat(times)[tuple(slice(n) for n in shape)]
         return rows if node in self._experts or not self._fits(rows) else like(rows, self.generator)
 
     def _computed(self, node: Node) -> Any:

@@ -17,12 +17,15 @@ from torch.utils.checkpoint import checkpoint
 import moefuse
 from moefuse import Options
 from tests.cpu.capture_case import Seen, capturing
-from tests.dist.layers import H, Model
+from tests.dist.layers import H, Interleaved, Model
 
 
 @dataclass(frozen=True)
 class Case:
-    """``tokens`` of each rank; ``how``: arguments of ``parallelize``; ``behind``: what compiles the graph, None to run it in eager."""
+    """``tokens`` of each rank; ``how``: arguments of ``parallelize``; ``behind``: what compiles the graph, None to run it in eager.
+
+    ``tensor``: so many ranks have the same tokens and slices of the same experts, on a mesh of two dimensions.
+    """
 
     kind: type[nn.Module]
     tokens: tuple[int, ...]
@@ -33,6 +36,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     checkpointed: bool = False
     skew: bool = False
+    tensor: int = 1
 
 
 @dataclass(frozen=True)
@@ -59,8 +63,12 @@ def run(rank: int, case: Case) -> Found:
             with torch.no_grad():
                 layer.router.weight[:2] += 5  # type: ignore[index,union-attr,operator]
     model = copy.deepcopy(single)
-    mesh = init_device_mesh("cpu", (len(case.tokens),), mesh_dim_names=("ep",))
-    moefuse.parallelize(model, mesh["ep"], **case.how)
+    world = dist.get_world_size()
+    if case.tensor > 1:
+        mesh = init_device_mesh("cpu", (world // case.tensor, case.tensor), mesh_dim_names=("ep", "tp"))
+    else:
+        mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))["ep"]
+    moefuse.parallelize(model, mesh, **case.how)
     same = case.how.get("tokens") == "replicated"
     generator = torch.Generator().manual_seed(1)
     every = [torch.randn(1 if same else n, H, generator=generator).to(case.dtype) for n in case.tokens]
@@ -71,7 +79,8 @@ def run(rank: int, case: Case) -> Found:
     run_model: Any = model
     if case.behind is not None:
         run_model = torch.compile(model, backend=capturing(seen, Options(), case.behind), fullgraph=False)
-    x = every[rank].clone().requires_grad_(case.train)
+    place = rank // case.tensor
+    x = every[place].clone().requires_grad_(case.train)
     inputs = [e.clone().requires_grad_(case.train) for e in every]
     with torch.set_grad_enabled(case.train):
         out = checkpoint(run_model, x, use_reentrant=False) if case.checkpointed else run_model(x)
@@ -84,15 +93,15 @@ def run(rank: int, case: Case) -> Found:
         scale = 1 / ranks if means else 1.0
         total: Any = sum((_loss(w) for w in wanted[:ranks]), torch.zeros(()))
         (total * scale).backward()
-        errors = _gradients(model, single, scale, same)
-        errors["x"] = _apart(x.grad * scale, inputs[0 if same else rank].grad)  # type: ignore[operator]
+        errors = _gradients(model, single, scale / case.tensor, same)
+        errors["x"] = _apart(x.grad * scale, inputs[0 if same else place].grad)  # type: ignore[operator]
     ops: dict[str, int] = {}
     for gm in seen.graphs:
         for node in gm.graph.nodes:
             name = str(node.target)
             if name.startswith("moefuse"):
                 ops[name] = ops.get(name, 0) + 1
-    return Found(_apart(out, wanted[rank]), errors, seen.report, ops)
+    return Found(_apart(out, wanted[place]), errors, seen.report, ops)
 
 
 def _loss(out: Tensor) -> Tensor:
@@ -132,7 +141,18 @@ def _full(model: nn.Module, name: str, grad: Any) -> list[tuple[str, Tensor]]:
     holder = model.get_submodule(name.rpartition(".")[0])
     own: Callable[[str], Any] = lambda path: path  # noqa: E731
     whole = grad.full_tensor()
-    place = holder._moefuse_place.long()  # type: ignore[union-attr,operator]
+    if (
+        name.endswith("gate_up")
+        and not isinstance(holder, Interleaved)
+        and (cuts := [i for i, p in enumerate(grad.placements) if p.is_shard(1)])
+    ):
+        # Gate and up projection stand one behind the other, and each rank has its part of both.
+        world = grad.device_mesh.size(cuts[0])
+        whole = whole.unflatten(1, (world, 2, -1)).transpose(1, 2).flatten(1, 3)
+    if not hasattr(holder, "_moefuse_place"):
+        place = torch.arange(len(whole))
+    else:
+        place = holder._moefuse_place.long()  # type: ignore[union-attr,operator]
     # Without gaps the rows are the experts in order; else each is in its slot.
     if len(whole) > len(place) or place.tolist() != list(range(len(place))):
         slots = int(place.max()) // dist.get_world_size() + 1 if len(whole) == len(place) else len(whole) // dist.get_world_size()

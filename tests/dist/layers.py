@@ -114,6 +114,24 @@ class OnInput(Stacked):
         return out
 
 
+class Interleaved(Stacked):
+    """Gate and up projection row by row, with biases."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__(experts)
+        self.gate_up_bias, self.down_bias = nn.Parameter(torch.randn(experts, 2 * I)), nn.Parameter(torch.randn(experts, H))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        out = torch.zeros_like(x)
+        for e in range(len(self.gate_up)):
+            token, slot = torch.where(ids == e)
+            h = F.linear(x[token], self.gate_up[e], self.gate_up_bias[e])
+            h = F.linear(F.silu(h[..., ::2]) * h[..., 1::2], self.down[e], self.down_bias[e])
+            out.index_add_(0, token, h * weights[token, slot, None])
+        return out
+
+
 class Mixed(Stacked):
     """Rows of an expert are mixed: refused, so its weights are gathered."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -34,6 +36,13 @@ CASES = {
     "inference": Case(layers.Stacked, (5, 7), train=False),
     "inference, the same tokens": Case(layers.Shared, (6, 6), how={"tokens": "replicated"}, train=False),
     "computed again in backward": Case(layers.Stacked, (5, 7), checkpointed=True),
+    "slices": Case(layers.Stacked, (5, 7), how={"experts": "tp"}),
+    "slices, the same tokens": Case(layers.Shared, (6, 6), how={"experts": "tp", "tokens": "replicated"}),
+    "slices of modules in a list": Case(layers.Listed, (5, 7), how={"experts": "tp"}),
+    "slices, the same tokens, a list": Case(layers.Listed, (6, 6), how={"experts": "tp", "tokens": "replicated"}),
+    "slices, transposed, biases": Case(layers.Transposed, (5, 0), how={"experts": "tp"}),
+    "slices, row by row, sums": Case(layers.Interleaved, (5, 3), how={"experts": "tp", "grads": "sum"}),
+    "slices, a part of a sequence": Case(layers.OnInput, (5, 3), how={"experts": "tp", "tokens": "sequence"}),
     "float64": Case(layers.Stacked, (5, 7), dtype=torch.float64),
 }
 
@@ -44,15 +53,43 @@ def test_as_on_one_process(two: Workers, name: str) -> None:
     for found in two.run(equal.run, case):
         assert found.worst <= (1e-12 if case.dtype == torch.float64 else 2e-6), found
         assert (len(found.report.fused), found.report.skipped) == (2, []), found.report
-        assert "moefuse.gathered.default" not in found.ops
+        assert not {op for op in found.ops if "gathered" in op}
         assert found.ops["moefuse.ep_combine.default"] == 2
 
 
-@pytest.mark.parametrize("name", ["stacked, uneven", "a list of modules", "round robin", "the same tokens"])
+FOUR = {
+    "experts and slices": Case(layers.Stacked, (5, 7), how={"experts": ("ep", "tp")}, tensor=2),
+    "experts and slices, biases, a table": Case(
+        layers.Interleaved, (5, 0), how={"experts": ("ep", "tp"), "placement": [1, 0, 0, 1, 0]}, tensor=2
+    ),
+    "experts and slices of a list": Case(layers.Listed, (5, 7), how={"experts": ("ep", "tp")}, tensor=2),
+    "experts and slices, the same tokens": Case(layers.Shared, (5, 5), how={"experts": ("ep", "tp"), "tokens": "replicated"}, tensor=2),
+}
+
+
+def test_experts_and_slices_of_them() -> None:
+    """Four ranks: two with other experts, twice, of which each has one half."""
+    workers = Workers(4)
+    try:
+        for name, case in FOUR.items():
+            for found in workers.run(equal.run, case):
+                assert found.worst <= 2e-6, (name, found)
+                assert (len(found.report.fused), found.report.skipped) == (2, []), (name, found.report)
+                assert not {op for op in found.ops if "gathered" in op}, (name, found.ops)
+                assert found.ops["moefuse.ep_combine.default"] == 4, name
+            gathered = workers.run(equal.run, replace(case, behind=None))
+            assert max(found.worst for found in gathered) <= 2e-6, (name, gathered)
+    finally:
+        workers.close()
+
+
+@pytest.mark.parametrize(
+    "name", ["stacked, uneven", "a list of modules", "round robin", "the same tokens", "slices", "slices, row by row, sums"]
+)
 def test_eager_gathers(two: Workers, name: str) -> None:
     """A model that is not compiled is right, too."""
     case = CASES[name]
-    for found in two.run(equal.run, Case(case.kind, case.tokens, how=case.how, behind=None)):
+    for found in two.run(equal.run, replace(case, behind=None)):
         assert found.worst <= 2e-6, found
 
 

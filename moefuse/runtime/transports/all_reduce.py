@@ -18,7 +18,7 @@ class _AllReduce:
     def handle(self, terms: Terms, ids: Tensor) -> list[Tensor]:
         return []
 
-    def dispatch(self, terms: Terms, rows: Sequence[Tensor], ids: Tensor, place: Tensor, slots: int) -> Dispatched:
+    def dispatch(self, terms: Terms, rows: Sequence[Tensor], ids: Tensor, place: Tensor | None, slots: int) -> Dispatched:
         return Dispatched(self.send(terms, rows, (), ids.shape[0]), ids, [])
 
     def send(self, terms: Terms, rows: Sequence[Tensor], handle: Sequence[Tensor], arrivals: int) -> list[Tensor]:

@@ -26,7 +26,7 @@ class _AllGather:
     def handle(self, terms: Terms, ids: Tensor) -> list[Tensor]:
         return []
 
-    def dispatch(self, terms: Terms, rows: Sequence[Tensor], ids: Tensor, place: Tensor, slots: int) -> Dispatched:
+    def dispatch(self, terms: Terms, rows: Sequence[Tensor], ids: Tensor, place: Tensor | None, slots: int) -> Dispatched:
         most, group = most_tokens(terms, ids.shape[0]), terms.group
         return Dispatched([_every(group, mine, most, 0) for mine in rows], _every(group, ids, most, -1), [])
 

@@ -41,7 +41,7 @@ class Transport(Protocol):
     def handle(self, terms: Terms, ids: Tensor) -> list[Tensor]:
         """Tensors like those of a handle, for tracing: shapes, dtypes and devices."""
 
-    def dispatch(self, terms: Terms, rows: Sequence[Tensor], ids: Tensor, place: Tensor, slots: int) -> Dispatched:
+    def dispatch(self, terms: Terms, rows: Sequence[Tensor], ids: Tensor, place: Tensor | None, slots: int) -> Dispatched:
         """Rows [T, F] each and ids [T, K] to those of all ranks that this one needs; what is no rank's row has id -1."""
 
     def send(self, terms: Terms, rows: Sequence[Tensor], handle: Sequence[Tensor], arrivals: int) -> list[Tensor]:

@@ -1,6 +1,9 @@
 """Weights of all ranks in one tensor, and the gradients of such a tensor back to the ranks: what a region that is not fused runs.
 
-L slots on each of P ranks; expert e is in slot ``place[e]``. A rank with fewer experts has empty slots behind its own.
+Experts: L slots on each of P ranks; expert e is in slot ``place[e]``. A rank with fewer experts has empty slots behind its own.
+
+Slices: a dimension of N consists of equal blocks (two, where gate and up projection stand one behind the other), and of each block every
+rank has its part, in order.
 """
 
 from __future__ import annotations
@@ -26,3 +29,29 @@ def own_rows(group: Group, grad: Tensor, place: Tensor, slots: int, held: int) -
     every = torch.empty_like(sent)
     all_to_all(every, sent, group.process_group)
     return ordered_sum(every.view(group.size, slots, *grad.shape[1:]))[:held].contiguous()
+
+
+def all_slices(group: Group, local: Tensor, axis: int, blocks: int) -> Tensor:
+    """N / P along ``axis`` to N."""
+    mine = local.movedim(axis, 0).contiguous()
+    every = mine.new_empty((group.size * mine.shape[0], *mine.shape[1:]))
+    all_gather(every, mine, group.process_group)
+    whole = every.view(group.size, blocks, -1, *mine.shape[1:]).transpose(0, 1).reshape(every.shape)
+    return whole.movedim(0, axis).contiguous()
+
+
+def own_slice(group: Group, grad: Tensor, axis: int, blocks: int) -> Tensor:
+    """N along ``axis`` on each rank to N / P: the sum over ranks of what this one holds."""
+    rows = grad.movedim(axis, 0)
+    parts = rows.reshape(blocks, group.size, -1, *rows.shape[1:]).transpose(0, 1).contiguous()
+    every = torch.empty_like(parts)
+    all_to_all(every, parts, group.process_group)
+    total = ordered_sum(every)
+    return total.reshape(-1, *rows.shape[1:]).movedim(0, axis).contiguous()
+
+
+def slice_of(whole: Tensor, axis: int, blocks: int, rank: int, world: int) -> Tensor:
+    """What a rank holds of ``whole``."""
+    rows = whole.movedim(axis, 0)
+    parts = rows.reshape(blocks, world, -1, *rows.shape[1:])[:, rank]
+    return parts.flatten(0, 1).movedim(0, axis).contiguous()
