@@ -123,7 +123,7 @@ def local_view(sources: list[Node], experts: int, unit: int = 0, groups: int = 1
             step = math.prod(view.whole)
         call = call.args[0]  # type: ignore[assignment]
     value = tensor(call)
-    if value is None or not value.is_contiguous():
+    if value is None or not value.is_contiguous() or (value.storage_offset() and view.as_slices() is None):
         raise NotLocalError("what this rank has of it is not contiguous")
     return Local(call, step, view, tuple(calls))
 

@@ -48,6 +48,19 @@ class View:
             raise NotLocalError("its hidden units are not one dimension of the weights")
         return moving[0], first, step
 
+    def as_slices(self) -> tuple[tuple[slice, ...], tuple[int, ...]] | None:
+        """(a slice of each dimension of the whole, their order in the view, but for sizes of one); None if it is no such view."""
+        try:
+            found = [self.along(axis) for axis in range(len(self.whole))]
+        except NotLocalError:
+            return None
+        taken = [dim for dim, _, _ in found if dim >= 0]
+        if sorted(taken) != [d for d, n in enumerate(self.sizes) if n > 1]:
+            return None
+        cut = tuple(slice(first, first + (step * (self.sizes[dim] - 1) if dim >= 0 else 0) + 1, step) for dim, first, step in found)
+        axes = sorted(range(len(found)), key=lambda axis: (found[axis][0], axis))
+        return cut, tuple(axes)
+
 
 def owners(rows: Sequence[int], total: int, blocks: int, world: int) -> list[tuple[int, int]]:
     """(rank, row of its slice) of rows of a dimension of ``total``."""

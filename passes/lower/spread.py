@@ -17,7 +17,7 @@ from torch.fx import Node
 
 from moefuse.passes.graph.builder import Emitter
 from moefuse.passes.graph.calls import fake, module_path, tensor
-from moefuse.passes.graph.sharded import SLICES, NotLocalError, is_gathered, local_view, origin
+from moefuse.passes.graph.sharded import SLICES, Local, NotLocalError, is_gathered, local_view, origin
 from moefuse.passes.graph.sizes import shape_of
 from moefuse.passes.ir.expr import Expr, Gate, Leaf, SharedVector, SlotWeight, Token, walk, weight_leaves
 from moefuse.passes.ir.regions import Region
@@ -204,10 +204,23 @@ class Spread(Lowering):
         if origin(parts[0]) is None:
             return parts if len(parts) == 1 else [self.emit(torch.stack, parts)]
         local = local_view(parts, self.region.num_experts, *self.units.get(leaf, (0, 1)))
-        if local.whole:
-            return [local.node]
+        return [self.read(local)]
+
+    def read(self, local: Local) -> Node:
+        """[held, ..]: what a view is of this rank's part of a Parameter."""
         view = local.view
-        return [self.emit(torch.as_strided, local.node, (self.where.held, *view.sizes), (local.step, *view.strides), view.start)]
+        if local.whole:
+            return local.node
+        found = view.as_slices()
+        if found is None:
+            return self.emit(torch.as_strided, local.node, (self.where.held, *view.sizes), (local.step, *view.strides), view.start)
+        cut, axes = found
+        node = local.node
+        if any(part != slice(0, n, 1) for part, n in zip(cut, view.whole, strict=True)):
+            node = self.emit(operator.getitem, node, (slice(None), *cut))
+        if list(axes) != sorted(axes):
+            node = self.emit(torch.permute, node, (0, *(axis + 1 for axis in axes)))
+        return node if tuple(fake(node).shape[1:]) == view.sizes else self.emit(torch.reshape, node, (self.where.held, *view.sizes))
 
     @staticmethod
     def dtype(leaf: Leaf) -> torch.dtype:

@@ -51,7 +51,7 @@ def own_slice(group: Group, grad: Tensor, axis: int, blocks: int) -> Tensor:
 
 
 def slice_of(whole: Tensor, axis: int, blocks: int, rank: int, world: int) -> Tensor:
-    """What a rank holds of ``whole``."""
+    """What a rank holds of ``whole``, in memory of its own."""
     rows = whole.movedim(axis, 0)
     parts = rows.reshape(blocks, world, -1, *rows.shape[1:])[:, rank]
-    return parts.flatten(0, 1).movedim(0, axis).contiguous()
+    return parts.flatten(0, 1).movedim(0, axis).clone(memory_format=torch.contiguous_format)
