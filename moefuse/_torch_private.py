@@ -773,6 +773,11 @@ def never_dead(op: Any) -> None:
     has_side_effect(op)
 
 
+def when_backward_ends(call: Callable[[], None]) -> None:
+    """Run ``call`` at the end of the backward pass that is running."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
 def inlined_only(function: Any) -> None:
     """Dynamo traces a function where compiled code calls it, and leaves it alone where eager code does."""
     from torch._dynamo.eval_frame import skip_code

@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from moefuse.errors import ParallelError
-from moefuse.parallel import views
+from moefuse.parallel import copies, views
 from moefuse.parallel.find import Site, experts_of, parameters_of
 from moefuse.parallel.placement import Placement, placed
 from moefuse.parallel.shard import Slices, Where, shard
@@ -100,17 +101,22 @@ def parallelize(
     _check_mesh(mesh, roles)
     sites = experts_of(model, modules)
     over = mesh.size(0) if roles[0] == "ep" else 1
-    places = [_placement(site, placement, over) for site in sites]
+    counts = [_copies(site, over, len(roles)) for site in sites]
+    places = [_placement(site, placement, over // count) for site, count in zip(sites, counts, strict=True)]
     _check_parameters(model, sites)
     cuts = _cuts(model, sites, mesh.size(-1)) if roles[-1] == "tp" else []
     most = max_tokens if max_tokens is not None else "any"
-    dims = [_register(mesh if mesh.ndim == 1 else mesh[name]) for name in mesh.mesh_dim_names or ("",)]
+    grids = {count: _grid(mesh, count) for count in dict.fromkeys(counts)}
     whose = (tokens, "replicated")[: len(roles)]
     layers = []
-    for number, (site, place) in enumerate(zip(sites, places, strict=True)):
-        terms = tuple(_terms(*each, most, grads, place) for each in zip(roles, dims, whose, strict=True))
-        where = _where(mesh, roles, terms, place, cuts[number] if cuts else None)
+    for number, (site, place, count) in enumerate(zip(sites, places, counts, strict=True)):
+        grid = grids[count]
+        terms = tuple(_terms(*each, most, grads, place, count) for each in zip(roles, grid.names, whose, strict=True))
+        where = _where(grid.mesh, roles, terms, place, cuts[number] if cuts else None)
         shard(site, where)
+        if terms[0].averages:
+            held = [p for p in site.module._parameters.values() if p is not None and isinstance(p.data, DTensor)]
+            copies.average([(site.layer or site.name, p) for p in held], grid.others, count)
         layers.append(Layer(site.layer or site.name, place, where.mine, terms))
     for layer in dict.fromkeys(site.layer for site in sites):
         views.gathering_once(model.get_submodule(layer))
@@ -132,10 +138,10 @@ def _where(mesh: DeviceMesh, roles: tuple[str, ...], terms: Sequence[Terms], pla
     return Where(mesh, place, mesh.get_local_rank(0) if ep else 0, terms[0].text if ep else "", slices)
 
 
-def _terms(role: str, mesh: str, tokens: Any, most: int | Most, grads: Grads, place: Placement) -> Terms:
+def _terms(role: str, mesh: str, tokens: Any, most: int | Most, grads: Grads, place: Placement, count: int) -> Terms:
     transport: Any = "all_reduce" if tokens == "replicated" else "allgather"
     split: Split = "experts" if role == "ep" else "slices"
-    return Terms(mesh, transport, tokens, most, grads, place.name, split)
+    return Terms(mesh, transport, tokens, most, grads, place.name, split, count)
 
 
 def _cuts(model: nn.Module, sites: Sequence[Site], world: int) -> list[dict[str, Cut | None]]:
@@ -171,16 +177,53 @@ def _check_mesh(mesh: object, roles: tuple[str, ...]) -> None:
         raise ParallelError(f"the mesh has {mesh.ndim} dimensions {tuple(names)}; give the one that experts are spread over, e.g. {one}")
 
 
-def _placement(site: Site, placement: str | Sequence[int] | Placement, world: int) -> Placement:
-    if site.experts < world:
+def _copies(site: Site, world: int, dims: int) -> int:
+    """How many groups of ranks have all experts: one, unless there are fewer experts than ranks."""
+    if site.experts >= world:
+        return 1
+    name = site.layer or site.name
+    if world % site.experts:
         raise ParallelError(
-            f"{site.layer or site.name} has {site.experts} experts, and the mesh {world} ranks: give a mesh of at most {site.experts} "
-            "ranks, and use data parallelism over the others"
+            f"{name} has {site.experts} experts, and the mesh {world} ranks: give a mesh of at most {site.experts} ranks, or of a multiple "
+            "of that"
         )
+    if dims > 1:
+        raise ParallelError(f"{name} has {site.experts} experts, and the mesh {world} ranks to spread them: use at most {site.experts}")
+    return world // site.experts
+
+
+def _placement(site: Site, placement: str | Sequence[int] | Placement, world: int) -> Placement:
     try:
         return placed(placement, site.experts, world)
     except ParallelError as error:
         raise ParallelError(f"{site.layer or site.name}: {error}") from None
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """The ranks among which the tokens of a layer travel.
+
+    Attributes:
+        names: of the groups of the mesh's dimensions.
+        others: the group of those ranks that have the same experts, if there are copies.
+    """
+
+    mesh: DeviceMesh
+    names: tuple[str, ...]
+    others: Any = None
+
+
+def _grid(mesh: DeviceMesh, count: int) -> _Grid:
+    if count == 1:
+        dims = [mesh if mesh.ndim == 1 else mesh[name] for name in mesh.mesh_dim_names or ("",)]
+        return _Grid(mesh, tuple(map(_register, dims)))
+    ranks, mine = [int(r) for r in mesh.mesh.flatten()], mesh.get_local_rank()
+    size = len(ranks) // count
+    start = mine // size * size
+    near = dist.new_group(ranks[start : start + size], use_local_synchronization=True)
+    others = dist.new_group(ranks[mine % size :: size], use_local_synchronization=True)
+    group = DeviceMesh.from_group(near, mesh.device_type, mesh_dim_names=mesh.mesh_dim_names or ("ep",))
+    return _Grid(group, (_register(group),), others)
 
 
 def _check_parameters(model: nn.Module, sites: Sequence[Site]) -> None:

@@ -31,6 +31,7 @@ class Terms:
         grads: whether gradients of experts are the mean over ranks with distinct tokens, as data parallelism takes it, or the sum.
         placement: what a report calls the table of experts.
         split: whether a rank has some of the experts, or a slice of each.
+        copies: how many groups of ranks have all experts, and average their gradients afterwards.
     """
 
     mesh: str
@@ -40,18 +41,19 @@ class Terms:
     grads: Grads = "mean"
     placement: str = "linear"
     split: Split = "experts"
+    copies: int = 1
 
     @functools.cached_property
     def text(self) -> str:
         """What :meth:`parse` reads."""
-        return "/".join(map(str, (self.mesh, self.transport, self.tokens, self.most, self.grads, self.placement, self.split)))
+        return "/".join(map(str, (self.mesh, self.transport, self.tokens, self.most, self.grads, self.placement, self.split, self.copies)))
 
     @staticmethod
     @functools.lru_cache(maxsize=256)
     def parse(text: str) -> Terms:
         """The terms in a graph."""
-        mesh, transport, tokens, most, grads, placement, split = text.rsplit("/", 6)
-        return Terms(mesh, transport, tokens, int(most) if most.isdigit() else most, grads, placement, split)  # type: ignore[arg-type]
+        mesh, transport, tokens, most, grads, placement, split, copies = text.rsplit("/", 7)
+        return Terms(mesh, transport, tokens, int(most) if most.isdigit() else most, grads, placement, split, int(copies))  # type: ignore[arg-type]
 
     @property
     def group(self) -> Group:
@@ -63,15 +65,24 @@ class Terms:
         most = {"any": "", "equal": ", equal numbers of tokens"}.get(str(self.most), f", tokens <= {self.most}")
         if self.split == "slices":
             return f"tp={self.group.size}, a slice of {held} experts here, {self.transport}{most}"
-        return f"ep={self.group.size} {self.placement}, {held} of {experts} experts here, {self.transport}{most}"
+        copies = f" x {self.copies} copies" if self.copies > 1 else ""
+        return f"ep={self.group.size}{copies} {self.placement}, {held} of {experts} experts here, {self.transport}{most}"
 
     def scale(self) -> float:
-        """What the gradient of a result is multiplied by on its way to the experts, which see the tokens of all ranks."""
-        return 1 / self.group.size if self.tokens == "distinct" and self.grads == "mean" else 1.0
+        """What the gradient of a result is multiplied by on its way to the experts, which see the tokens of all ranks of the group.
+
+        Where there are copies, what they find is averaged, so sums are that much larger before.
+        """
+        return 1 / self.group.size if self.tokens == "distinct" and self.grads == "mean" else float(self.copies if self.averages else 1)
 
     def scale_gathered(self) -> float:
         """What the sum of all ranks' gradients of gathered weights is multiplied by: equal tokens give equal gradients on each."""
         return 1 / self.group.size if self.tokens == "replicated" else self.scale()
+
+    @property
+    def averages(self) -> bool:
+        """Whether copies of experts have gradients of other tokens."""
+        return self.copies > 1 and self.tokens != "replicated"
 
 
 @dataclass(frozen=True)

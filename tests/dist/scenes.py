@@ -30,11 +30,11 @@ def compiled(model: nn.Module) -> Any:
     return torch.compile(model, backend=capturing(Seen(), behind="aot_eager"))
 
 
-def both(kind: type[nn.Module], **how: Any) -> tuple[nn.Module, nn.Module]:
+def both(kind: type[nn.Module], experts: int = E, **how: Any) -> tuple[nn.Module, nn.Module]:
     """(spread, on one process)."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    single = layers.Model(kind, E)
+    single = layers.Model(kind, experts)
     model = copy.deepcopy(single)
     moefuse.parallelize(model, mesh(), **how)
     return model, single
@@ -47,9 +47,9 @@ def average(model: nn.Module) -> None:
             parameter.grad /= dist.get_world_size()
 
 
-def training(rank: int, kind: type[nn.Module]) -> tuple[float, float]:
+def training(rank: int, kind: type[nn.Module], experts: int = E) -> tuple[float, float]:
     """(largest relative difference of the norms of gradients, of outputs) over steps with clipping, AdamW and two micro-batches."""
-    model, single = both(kind)
+    model, single = both(kind, experts)
     run = compiled(model)
     # torch's foreach implementation refuses Parameters of two kinds.
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, foreach=False) for m in (model, single)]

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.dist import equal, layers
+from tests.dist import equal, layers, scenes
 from tests.dist.equal import Case
 from tests.dist.workers import Workers
 
@@ -58,6 +58,9 @@ def test_as_on_one_process(two: Workers, name: str) -> None:
 
 
 FOUR = {
+    "two experts on four ranks": Case(layers.Stacked, (5, 0, 7, 3), experts=2),
+    "two experts of a list, sums": Case(layers.Listed, (5, 0, 7, 3), experts=2, how={"grads": "sum"}),
+    "two experts, the same tokens": Case(layers.Shared, (5, 5, 5, 5), experts=2, how={"tokens": "replicated"}),
     "experts and slices": Case(layers.Stacked, (5, 7), how={"experts": ("ep", "tp")}, tensor=2),
     "experts and slices, biases, a table": Case(
         layers.Interleaved, (5, 0), how={"experts": ("ep", "tp"), "placement": [1, 0, 0, 1, 0]}, tensor=2
@@ -67,8 +70,8 @@ FOUR = {
 }
 
 
-def test_experts_and_slices_of_them() -> None:
-    """Four ranks: two with other experts, twice, of which each has one half."""
+def test_four_ranks() -> None:
+    """Two with other experts, twice, of which each has one half; or copies of two experts, whose gradients are averaged."""
     workers = Workers(4)
     try:
         for name, case in FOUR.items():
@@ -76,8 +79,11 @@ def test_experts_and_slices_of_them() -> None:
                 assert found.worst <= 2e-6, (name, found)
                 assert (len(found.report.fused), found.report.skipped) == (2, []), (name, found.report)
                 assert not {op for op in found.ops if "gathered" in op}, (name, found.ops)
-                assert found.ops["moefuse.ep_combine.default"] == 4, name
-            gathered = workers.run(equal.run, replace(case, behind=None))
+                assert found.ops["moefuse.ep_combine.default"] == (4 if case.tensor > 1 else 2), name
+        for norms, outs in workers.run(scenes.training, layers.Listed, 2):
+            assert max(norms, outs) <= 1e-5  # gradients of two backward passes are added up
+        for name in ("two experts on four ranks", "experts and slices of a list"):
+            gathered = workers.run(equal.run, replace(FOUR[name], behind=None))
             assert max(found.worst for found in gathered) <= 2e-6, (name, gathered)
     finally:
         workers.close()

@@ -58,7 +58,7 @@ def test_no_such_modules(mesh: DeviceMesh) -> None:
 
 def test_fewer_experts_than_ranks(mesh: DeviceMesh) -> None:
     refused(
-        layers.Model(layers.Stacked, 3), mesh, "first has 3 experts, and the mesh 4 ranks: give a mesh of at most 3 ranks, and use data"
+        layers.Model(layers.Stacked, 3), mesh, "first has 3 experts, and the mesh 4 ranks: give a mesh of at most 3 ranks, or of a multiple"
     )
 
 

@@ -76,6 +76,13 @@ def peers(terms: Terms, layer: str) -> Iterator[None]:
     Raises:
         PeerError: torch's error, or its timeout.
     """
+    with lost_peers(layer, f"the mesh {terms.mesh!r}"):
+        yield
+
+
+@contextmanager
+def lost_peers(layer: str, whose: str) -> Iterator[None]:
+    """The same where no terms are."""
     try:
         yield
     except PeerError as error:
@@ -83,7 +90,7 @@ def peers(terms: Terms, layer: str) -> Iterator[None]:
     except RuntimeError as error:
         if not isinstance(error, dist.DistError) and "ProcessGroup" not in str(error) and not _lost(error):
             raise
-        raise PeerError(f"{layer}: another rank of the mesh {terms.mesh!r} failed, or did not come: {error}") from error
+        raise PeerError(f"{layer}: another rank of {whose} failed, or did not come: {error}") from error
 
 
 def _lost(error: RuntimeError) -> bool:
