@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from moefuse.parallel import state, views
 from moefuse.parallel.find import Listed, Site, Stacked
 from moefuse.parallel.placement import Placement
 from moefuse.parallel.units import Cut
-from moefuse.runtime.transports.weights import slice_of
+from moefuse.runtime.groups import Terms
+from moefuse.runtime.transports.weights import all_rows, all_slices, slice_of
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,36 @@ class Where:
         local = self.part(name, rows).contiguous()
         made = DTensor.from_local(local, self.mesh, self._placements(name), run_check=False, shape=shape, stride=_strides(shape))
         return nn.Parameter(made, requires_grad=like.requires_grad)
+
+    def as_torch_has_it(self, name: str) -> bool:
+        """Whether a Parameter, as a DTensor, is the whole weights in their order: a checkpoint of it is the model's."""
+        cut = self.cut(name)
+        return self.placement.in_order and (cut is None or cut.blocks == 1)
+
+    def whole(self, name: str, held: Tensor) -> Tensor:
+        """[E, ...] of what the ranks hold of a Parameter; a collective call."""
+        experts, slices = self.of(name)
+        out: Tensor = held
+        if slices is not None:
+            out = all_slices(Terms.parse(slices[2]).group, out, *slices[:2])
+        if experts is not None:
+            out = all_rows(Terms.parse(experts[1]).group, out, torch.tensor(self.placement.table(), device=out.device), experts[0])
+        return out
+
+    def in_order(self, name: str, held: Tensor) -> DTensor:
+        """The same as a DTensor as torch has it: of which each rank holds the part that its placements say. A collective call."""
+        return distribute_tensor(self.whole(name, held), self.mesh, self._placements(name), src_data_rank=None)
+
+    def row(self, name: str, row: Tensor) -> Tensor:
+        """One expert's Parameter of which this rank holds ``row``: that, if it is all, else a DTensor over those who slice it."""
+        cut = self.cut(name)
+        if cut is None or self.slices is None:
+            return row
+        mesh = self.mesh if self.mesh.ndim == 1 else self.mesh[self.mesh.mesh_dim_names[-1]]  # type: ignore[index]
+        if cut.blocks == 1:
+            return DTensor.from_local(row, mesh, [Shard(cut.axis)], run_check=False)
+        whole = all_slices(Terms.parse(self.slices.terms).group, row, cut.axis, cut.blocks)
+        return distribute_tensor(whole, mesh, [Shard(cut.axis)], src_data_rank=None)
 
     def _placements(self, name: str) -> list[Shard | Replicate]:
         cut = self.cut(name)

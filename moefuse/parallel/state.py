@@ -1,7 +1,8 @@
-"""Checkpoints of sharded experts have the keys of the model: a list's experts by their numbers, each saved by the rank that holds it.
+"""Checkpoints of sharded experts have the keys of the model: a list's experts by their numbers, each saved by the ranks that hold it.
 
-Loading takes a checkpoint of the whole model (plain tensors, every rank takes its rows), or what ``state_dict`` gives here. Stacked
-experts are DTensors of torch's own layout where the placement is in order, and nothing has to be changed when they are saved.
+``load_state_dict`` takes a checkpoint of the whole model (plain tensors, every rank takes its rows), or what ``state_dict`` gives here.
+Stacked experts are DTensors of torch's own layout. Where ranks hold other rows than that says (a placement that is not in order, gate and
+up projection one behind the other), they are brought in order when they are saved or loaded, so that all ranks have to do it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from moefuse.parallel.find import Listed, Stacked
 
 
 class Where(Protocol):
-    """What a rank holds."""
+    """What a rank holds; see ``shard.py``."""
 
     @property
     def mine(self) -> tuple[int, ...]: ...
@@ -25,18 +26,32 @@ class Where(Protocol):
 
     def stays(self, name: str) -> bool: ...
 
+    def as_torch_has_it(self, name: str) -> bool: ...
+
+    def in_order(self, name: str, held: Tensor) -> DTensor: ...
+
+    def row(self, name: str, row: Tensor) -> Tensor: ...
+
 
 def keys_of_stacked(site: Stacked, where: Where) -> None:
-    """Let a plain [E, ...] be loaded where this rank has some rows of it."""
+    """Give and take [E, ...] where this rank has some rows of it."""
+    moved = [name for name in site.names if not where.stays(name)]
+
+    def save(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+        for name in moved:
+            held = state.get(prefix + name)
+            if isinstance(held, DTensor) and not where.as_torch_has_it(name):
+                state[prefix + name] = where.in_order(name, held.to_local())
 
     def load(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        for name in site.names:
-            whole, own = state.get(prefix + name), module._parameters[name]
-            if where.stays(name) or not isinstance(whole, Tensor) or isinstance(whole, DTensor):
-                continue
-            if len(whole) == site.experts:
-                state[prefix + name] = _rows(own, where.part(name, whole[list(where.mine)]))
+        for name in moved:
+            whole = state.get(prefix + name)
+            if isinstance(whole, DTensor) and not where.as_torch_has_it(name):
+                whole = whole.full_tensor()
+            if isinstance(whole, Tensor) and not isinstance(whole, DTensor) and len(whole) == site.experts:
+                state[prefix + name] = _rows(module._parameters[name], where.part(name, whole[list(where.mine)]))
 
+    site.module.register_state_dict_post_hook(save)
     site.module.register_load_state_dict_pre_hook(load)
 
 
@@ -54,18 +69,27 @@ def keys_of_listed(site: Listed, stacked: dict[str, str], where: Where) -> None:
             held = state.pop(prefix + name, None)
             local = held.to_local() if isinstance(held, DTensor) else held
             for row, expert in enumerate(mine) if local is not None else ():
-                state[f"{prefix}{numbers[expert]}.{path}"] = local[row]
+                state[f"{prefix}{numbers[expert]}.{path}"] = where.row(path, local[row])
 
     def load(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         for path, name in stacked.items():
             found = [state.pop(f"{prefix}{number}.{path}", None) for number in numbers]
-            own = module._parameters[name]
+            own: Any = module._parameters[name]
             rows = [found[expert] for expert in mine]
             if all(row is not None for row in rows):
-                state[prefix + name] = _rows(own, where.part(path, torch.stack(rows)) if rows else own.to_local()[:0])  # type: ignore[union-attr]
+                parts = [_part(where, path, row) for row in rows]
+                state[prefix + name] = _rows(own, torch.stack(parts) if parts else own.to_local()[:0])
 
     site.module.register_state_dict_post_hook(save)
     site.module.register_load_state_dict_pre_hook(load)
+
+
+def _part(where: Where, path: str, row: Tensor) -> Tensor:
+    """What this rank holds of one expert's Parameter, which is all of it or a DTensor."""
+    if isinstance(row, DTensor) and where.as_torch_has_it(path):
+        return row.to_local()
+    whole = row.full_tensor() if isinstance(row, DTensor) else row
+    return where.part(path, whole[None])[0]
 
 
 def _rows(own: Any, rows: Tensor) -> DTensor:

@@ -30,11 +30,11 @@ def compiled(model: nn.Module) -> Any:
     return torch.compile(model, backend=capturing(Seen(), behind="aot_eager"))
 
 
-def both(kind: type[nn.Module], experts: int = E, **how: Any) -> tuple[nn.Module, nn.Module]:
+def both(kind: type[nn.Module], count: int = E, **how: Any) -> tuple[nn.Module, nn.Module]:
     """(spread, on one process)."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    single = layers.Model(kind, experts)
+    single = layers.Model(kind, count)
     model = copy.deepcopy(single)
     moefuse.parallelize(model, mesh(), **how)
     return model, single
@@ -73,12 +73,16 @@ def training(rank: int, kind: type[nn.Module], experts: int = E) -> tuple[float,
     return norms, outs
 
 
-def saved_and_loaded(rank: int, kind: type[nn.Module], folder: str) -> tuple[bool, list[str]]:
-    """Save by torch.distributed.checkpoint, forget, load: (whether everything is back, keys that are not the full model's)."""
-    model, single = both(kind)
+def saved_and_loaded(rank: int, kind: type[nn.Module], folder: str, how: dict[str, Any], other: dict[str, Any]) -> tuple[bool, list[str]]:
+    """Save by torch.distributed.checkpoint, load where experts are spread as ``other`` says and forgotten.
+
+    (Whether everything is back, keys that are not the full model's.)
+    """
+    model, single = both(kind, **how)
     state = model.state_dict()
     keys = sorted(set(state) - set(single.state_dict()))
     dcp.save({"model": state}, checkpoint_id=folder)
+    model, _ = both(kind, **other)
     with torch.no_grad():
         for parameter in model.parameters():
             (parameter.to_local() if isinstance(parameter, DTensor) else parameter).zero_()
@@ -86,6 +90,9 @@ def saved_and_loaded(rank: int, kind: type[nn.Module], folder: str) -> tuple[boo
     dcp.load({"model": empty}, checkpoint_id=folder)
     model.load_state_dict(empty)
     wanted = single.state_dict()
+    run, x = compiled(model), torch.randn(5, layers.H)
+    with torch.no_grad():
+        assert (run(x) - single(x)).abs().max() <= 1e-5
     same = all(torch.equal(v.full_tensor() if isinstance(v, DTensor) else v, wanted[k]) for k, v in model.state_dict().items())
     return same, keys
 
@@ -101,9 +108,9 @@ def loaded_whole(rank: int, kind: type[nn.Module], folder: str) -> bool:
     return all(torch.equal(v, wanted[k]) for k, v in state["model"].items())
 
 
-def loaded_from_one_process(rank: int, kind: type[nn.Module], placement: str) -> float:
+def loaded_from_one_process(rank: int, kind: type[nn.Module], how: dict[str, Any]) -> float:
     """A state of the whole model, as everybody saves it, is loaded on each rank: the largest difference of outputs."""
-    model, _ = both(kind, placement=placement)
+    model, _ = both(kind, **how)
     torch.manual_seed(9)
     other = layers.Model(kind, E)
     model.load_state_dict(other.state_dict())

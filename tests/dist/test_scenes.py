@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import nn
@@ -23,18 +24,24 @@ def test_training(two: Workers, kind: type[nn.Module]) -> None:
         assert outs <= 1e-5
 
 
+HOW: dict[str, dict[str, Any]] = {"linear": {}, "round robin": {"placement": "round_robin"}, "slices": {"experts": "tp"}}
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"), [("linear", "linear"), ("linear", "slices"), ("round robin", "linear"), ("slices", "round robin")]
+)
 @pytest.mark.parametrize("kind", [layers.Stacked, layers.Listed])
-def test_checkpoints(two: Workers, kind: type[nn.Module], tmp_path: Path) -> None:
-    """Of torch.distributed.checkpoint: with the keys of the model, and good for one process, too."""
+def test_checkpoints(two: Workers, kind: type[nn.Module], saved: str, loaded: str, tmp_path: Path) -> None:
+    """Of torch.distributed.checkpoint: with the keys of the model, good for another placement, and for one process, too."""
     folder = str(tmp_path / "saved")
-    assert two.run(scenes.saved_and_loaded, kind, folder) == [(True, []), (True, [])]
+    assert two.run(scenes.saved_and_loaded, kind, folder, HOW[saved], HOW[loaded]) == [(True, []), (True, [])]
     assert two.run(scenes.loaded_whole, kind, folder) == [True, True]
 
 
-@pytest.mark.parametrize("placement", ["linear", "round_robin"])
-@pytest.mark.parametrize("kind", [layers.Stacked, layers.Listed])
-def test_a_checkpoint_of_one_process(two: Workers, kind: type[nn.Module], placement: str) -> None:
-    assert max(two.run(scenes.loaded_from_one_process, kind, placement)) <= 1e-5
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("kind", [layers.Stacked, layers.Listed, layers.Transposed])
+def test_a_checkpoint_of_one_process(two: Workers, kind: type[nn.Module], how: str) -> None:
+    assert max(two.run(scenes.loaded_from_one_process, kind, HOW[how])) <= 1e-5
 
 
 def test_weights_are_read_live(two: Workers) -> None:
