@@ -75,6 +75,7 @@ def _traced(layer: nn.Module, site: Site) -> tuple[_Call | None, str]:
     first = next(layer.parameters())
     seen: list[_Call] = []
     reasons: list[str] = []
+    failed: list[str] = []
     options = dataclasses.replace(Options.from_user(None)[0], enabled=True, strict=False, verify="off", cost_gate=False)
 
     def backend(gm: GraphModule, example_inputs: Sequence[object]) -> Any:
@@ -94,8 +95,8 @@ def _traced(layer: nn.Module, site: Site) -> tuple[_Call | None, str]:
         except _FoundError:
             return seen[0], ""
         except Exception as error:
-            reasons.append(f"a call with tokens {list(shape)} raises {type(error).__name__}")
-    return None, reasons[0] if reasons else "moefuse does not recognise its experts"
+            failed.append(f"a call with tokens {list(shape)} raises {type(error).__name__}")
+    return None, next(iter([*reasons, *failed]), "moefuse does not recognise its experts")
 
 
 def _calls(gm: GraphModule, example_inputs: Sequence[object]) -> Iterator[_Call]:

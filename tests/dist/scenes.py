@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import time
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -16,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_
 
 import moefuse
+from moefuse.runtime import collectives
 from tests.cpu.capture_case import Seen, capturing
 from tests.dist import layers
 
@@ -117,6 +120,31 @@ def loaded_from_one_process(rank: int, kind: type[nn.Module], how: dict[str, Any
     x = torch.randn(4 + rank, layers.H)
     with torch.no_grad():
         return (compiled(model)(x) - other(x)).abs().max().item()
+
+
+def collectives_of_a_call(rank: int, experts: str) -> list[str]:
+    """What two layers with shared experts call, once they are compiled."""
+    model, single = both(layers.Shared, tokens="replicated", experts=experts)
+    run, x = compiled(model), torch.randn(5, layers.H, generator=torch.Generator().manual_seed(0))
+    called: list[str] = []
+    with torch.no_grad():
+        assert (run(x) - single(x)).abs().max() <= 1e-5
+        names = ("all_reduce", "all_gather_into_tensor", "all_gather_single", "all_to_all_single", "reduce_scatter_tensor", "broadcast")
+        known = {name: getattr(dist, name) for name in names if hasattr(dist, name)}
+        with contextlib.ExitStack() as stack:
+            for name, function in known.items():
+                stack.enter_context(mock.patch.object(dist, name, _counted(called, name, function)))
+            stack.enter_context(mock.patch.object(collectives, "_gather", _counted(called, "all_gather", collectives._gather)))
+            run(x)
+    return called
+
+
+def _counted(called: list[str], name: str, function: Any) -> Any:
+    def count(*args: Any, **kwargs: Any) -> Any:
+        called.append(name)
+        return function(*args, **kwargs)
+
+    return count
 
 
 def weights_that_change(rank: int) -> float:

@@ -48,6 +48,36 @@ def test_several_dimensions(mesh: DeviceMesh) -> None:
     refused(layers.Model(layers.Stacked, 8), two, r"has 2 dimensions \('dp', 'ep'\); give the one .* mesh\['ep'\]")
 
 
+def test_roles_and_dimensions(mesh: DeviceMesh) -> None:
+    model = layers.Model(layers.Stacked, 8)
+    refused(model, mesh, r"experts=\('tp', 'ep'\) is not legal; use 'ep', 'tp', or \('ep', 'tp'\)", experts=("tp", "ep"))
+    refused(model, mesh, r"is for a mesh of 2 dimensions, e\.g\. mesh\['ep', 'tp'\]; this one has 1", experts=("ep", "tp"))
+
+
+def test_hidden_units_that_do_not_divide(mesh: DeviceMesh) -> None:
+    """Twelve by four do, thirteen do not."""
+    model = layers.Model(layers.Listed, 8)
+    for layer in (model.first, model.second):
+        for i, expert in enumerate(layer.experts):  # type: ignore[arg-type,union-attr]
+            layer.experts[i] = nn.Sequential(nn.Linear(layers.H, 13), nn.GELU(), nn.Linear(13, layers.H))  # type: ignore[index,union-attr]
+            del expert
+    refused(model, mesh, "first: 13 hidden units do not divide by 4 ranks; use experts='ep', or another number of ranks", experts="tp")
+
+
+def test_slices_of_what_is_not_recognised(mesh: DeviceMesh) -> None:
+    refused(
+        layers.Model(layers.Mixed, 8),
+        mesh,
+        "first: which of its weights' dimensions are hidden units is not known, for .*rows.*; use experts='ep'",
+        experts="tp",
+    )
+
+
+def test_slices_without_a_template(mesh: DeviceMesh) -> None:
+    """An activation that only the grouped tier runs."""
+    refused(layers.Model(layers.Grouped, 8), mesh, "first: which of its weights' dimensions are hidden units is not known", experts="tp")
+
+
 def test_no_experts(mesh: DeviceMesh) -> None:
     refused(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), mesh, "found no experts in Sequential: no Parameters")
 

@@ -44,6 +44,12 @@ def test_a_checkpoint_of_one_process(two: Workers, kind: type[nn.Module], how: s
     assert max(two.run(scenes.loaded_from_one_process, kind, HOW[how])) <= 1e-5
 
 
+@pytest.mark.parametrize("experts", ["ep", "tp"])
+def test_one_all_reduce_for_each_layer(two: Workers, experts: str) -> None:
+    """Routed and shared experts where all ranks have the same tokens: what is whole is added behind the one reduction."""
+    assert two.run(scenes.collectives_of_a_call, experts) == [["all_reduce"] * 2] * 2
+
+
 def test_weights_are_read_live(two: Workers) -> None:
     assert max(two.run(scenes.weights_that_change)) <= 1e-5
 
