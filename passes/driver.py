@@ -49,6 +49,7 @@ from moefuse.passes.prove.effects import Effects, EffectsDifferError, compare, e
 from moefuse.passes.prove.region_key import signature
 from moefuse.passes.prove.verify import Verdict, verify
 from moefuse.report import Fused, RejectedError, Skipped
+from moefuse.runtime.groups import Terms
 from moefuse.steps import fold
 
 if TYPE_CHECKING:
@@ -157,7 +158,8 @@ def _gathered(graph: Graph, run: _Run) -> None:
     told = {skipped.module for skipped in run.result.skipped if skipped.code == "experts-gathered"}
     for call in sweep(graph):
         reader = min(call.users, key=lambda n: not location(n))
-        if module_path(reader) not in told:
+        wanted = Terms.parse(call.args[-1]).transport == "gather"  # type: ignore[arg-type]
+        if not wanted and module_path(reader) not in told:
             told.add(module_path(reader))
             run.result.skipped.append(_skipped(Lost("experts-gathered", reader, {"detail": "nothing was fused that reads them"})))
 
@@ -238,8 +240,8 @@ def _spread(
     """Where experts are sharded over ranks: tokens travel to them, instead of their weights; and what the report says of it."""
     try:
         where = sharding(region)
-        if where is None:
-            return (lowered, verdict), ""
+        if where is None or where.gathers:
+            return (lowered, verdict), "" if where is None else where.describe(region.num_experts)
         emit.undo()
         return (Spread(region, emit, where).run(), verdict), where.describe(region.num_experts)
     except Exception as error:  # what was proved on all weights is right as it is, and only slower

@@ -23,6 +23,7 @@ from moefuse.runtime import groups
 from moefuse.runtime.groups import Grads, Most, Split, Terms, Tokens
 
 Experts = Literal["ep", "tp"]
+TRANSPORTS = ("auto", "allgather", "all_to_all", "gather")
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ def parallelize(
     experts: Experts | tuple[Experts, ...] = "ep",
     tokens: Tokens = "distinct",
     max_tokens: int | Literal["equal"] | None = None,
+    transport: Literal["auto", "allgather", "all_to_all", "gather"] = "auto",
     placement: str | Sequence[int] | Placement = "linear",
     grads: Grads = "mean",
     modules: str | None = None,
@@ -78,6 +80,9 @@ def parallelize(
             ``"sequence"``: each has a part of the same sequences. Of two dimensions that is the first; ranks of the second have the same.
         max_tokens: most tokens of a layer that any rank has in a call: sizes are then known without an exchange. ``"equal"``: all ranks
             have equally many. None: numbers of tokens are exchanged in each call.
+        transport: ``"allgather"``: all tokens go to all ranks, and nothing waits for the host; ``"all_to_all"``: each goes to the ranks
+            that have one of its experts, once, and the host waits for their numbers; ``"gather"``: the weights go to the tokens.
+            ``"auto"`` takes what is fastest by measured constants. Equal tokens (``"replicated"``) do not travel.
         placement: ``"linear"`` (blocks, as torch shards them), ``"round_robin"``, or the rank of each expert.
         grads: ``"mean"`` over the ranks with distinct tokens, as DDP and FSDP give those of other Parameters; or ``"sum"``.
         modules: regular expression; only layers whose name matches (``re.search``).
@@ -91,6 +96,7 @@ def parallelize(
     """
     _legal("tokens", tokens, groups.TOKENS)
     _legal("grads", grads, groups.GRADS)
+    _legal("transport", transport, TRANSPORTS)
     if (
         max_tokens is not None
         and max_tokens != "equal"
@@ -111,7 +117,7 @@ def parallelize(
     layers = []
     for number, (site, place, count) in enumerate(zip(sites, places, counts, strict=True)):
         grid = grids[count]
-        terms = tuple(_terms(*each, most, grads, place, count) for each in zip(roles, grid.names, whose, strict=True))
+        terms = tuple(_terms(*each, transport, most, grads, place, count) for each in zip(roles, grid.names, whose, strict=True))
         where = _where(grid.mesh, roles, terms, place, cuts[number] if cuts else None)
         shard(site, where)
         if terms[0].averages:
@@ -138,8 +144,10 @@ def _where(mesh: DeviceMesh, roles: tuple[str, ...], terms: Sequence[Terms], pla
     return Where(mesh, place, mesh.get_local_rank(0) if ep else 0, terms[0].text if ep else "", slices)
 
 
-def _terms(role: str, mesh: str, tokens: Any, most: int | Most, grads: Grads, place: Placement, count: int) -> Terms:
-    transport: Any = "all_reduce" if tokens == "replicated" else "allgather"
+def _terms(role: str, mesh: str, tokens: Any, wanted: str, most: int | Most, grads: Grads, place: Placement, count: int) -> Terms:
+    transport: Any = "allgather" if wanted == "auto" else wanted
+    if tokens == "replicated" and wanted != "gather":
+        transport = "all_reduce"
     split: Split = "experts" if role == "ep" else "slices"
     return Terms(mesh, transport, tokens, most, grads, place.name, split, count)
 

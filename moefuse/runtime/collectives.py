@@ -15,9 +15,13 @@ def all_gather(every: Tensor, mine: Tensor, group: Any) -> None:
     _gather(every, mine, group=group)
 
 
-def all_to_all(every: Tensor, parts: Tensor, group: Any) -> None:
-    """[P * N, ...]: the r-th N rows go to rank r, and those that come from rank r are the r-th of ``every``."""
-    dist.all_to_all_single(every, parts, group=group)
+def all_to_all(every: Tensor, parts: Tensor, group: Any, come: list[int] | None = None, go: list[int] | None = None) -> None:
+    """[P * N, ...]: the r-th N rows go to rank r, and those that come from rank r are the r-th of ``every``.
+
+    Args:
+        come, go: rows from and to each rank; None for equally many.
+    """
+    dist.all_to_all_single(every, parts, come, go, group=group)
 
 
 def all_reduce(total: Tensor, group: Any) -> None:

@@ -47,6 +47,11 @@ class Sharding:
         """The terms under which every rank has a slice of the experts that are here; empty if it has them whole."""
         return next((hop.terms for hop in self.hops if hop.place is None), "")
 
+    @property
+    def gathers(self) -> bool:
+        """Whether weights are to go to the tokens."""
+        return any(Terms.parse(hop.terms).transport == "gather" for hop in self.hops)
+
     def describe(self, experts: int) -> str:
         """For the report."""
         return ", ".join(Terms.parse(hop.terms).describe(self.held, experts) for hop in self.hops)
@@ -60,8 +65,11 @@ def sharding(region: Region) -> Sharding | None:
     """
     leaves = weight_leaves(region.expr)
     sources = {n for leaf in leaves for n in (leaf.parts or (leaf.source,))}
-    if not any(_reads_sharded(n) for n in sources):
+    first = next((call for n in sources if (call := _reads_sharded(n)) is not None), None)
+    if first is None:
         return None
+    if Terms.parse(first.args[-1]).transport == "gather":  # type: ignore[arg-type]
+        return Sharding(*_hops(first))
     if region.rest is not None:
         raise NotLocalError("some of the experts have no weights")
     shared = next((e for e in walk(region.expr) if isinstance(e, SharedVector)), None)
@@ -96,8 +104,10 @@ def hops_of(leaf: Leaf, experts: int) -> tuple[tuple[Hop, ...], int]:
     """
     sources = list(leaf.parts or (leaf.source,))
     call = origin(sources[0])
-    if call is None:
-        return (), experts
+    return ((), experts) if call is None else _hops(call)
+
+
+def _hops(call: Node) -> tuple[tuple[Hop, ...], int]:
     hops: list[Hop] = []
     while is_gathered(call):
         place, slots, terms = (None, 0, call.args[3]) if call.target is SLICES else call.args[1:]
@@ -106,17 +116,17 @@ def hops_of(leaf: Leaf, experts: int) -> tuple[tuple[Hop, ...], int]:
     return tuple(sorted(hops, key=lambda hop: hop.place is not None)), int(shape_of(fake(call))[0])
 
 
-def _reads_sharded(node: Node, steps: int = 32) -> bool:
-    """Whether gathered weights are among the few operations that make a weight."""
+def _reads_sharded(node: Node, steps: int = 32) -> Node | None:
+    """Gathered weights among the few operations that make a weight."""
     stack, seen = [node], {node}
     while stack and len(seen) < steps:
         here = stack.pop()
         if is_gathered(here):
-            return True
+            return here
         new = [n for n in here.all_input_nodes if n not in seen]
         seen.update(new)
         stack.extend(new)
-    return False
+    return None
 
 
 class Spread(Lowering):

@@ -11,6 +11,7 @@ from tests.dist import equal, layers, scenes
 from tests.dist.equal import Case
 from tests.dist.workers import Workers
 
+EXACT = {"transport": "all_to_all"}
 CASES = {
     # Each case says why it is there.
     "stacked, uneven": Case(layers.Stacked, (5, 7)),
@@ -43,6 +44,14 @@ CASES = {
     "slices, transposed, biases": Case(layers.Transposed, (5, 0), how={"experts": "tp"}),
     "slices, row by row, sums": Case(layers.Interleaved, (5, 3), how={"experts": "tp", "grads": "sum"}),
     "slices, a part of a sequence": Case(layers.OnInput, (5, 3), how={"experts": "tp", "tokens": "sequence"}),
+    "exact splits": Case(layers.Stacked, (5, 7), how=EXACT),
+    "exact splits of a list": Case(layers.Listed, (9, 0), how=EXACT),
+    "exact splits, all to one rank": Case(layers.Stacked, (6, 5), skew=True, how=EXACT),
+    "exact splits, computed again": Case(layers.Stacked, (5, 7), checkpointed=True, how=EXACT),
+    "exact splits, grouped products, a table": Case(layers.Grouped, (0, 7), how={**EXACT, "placement": [1, 0, 0, 1, 0]}),
+    "exact splits, weight on the input": Case(layers.OnInput, (1, 1), dtype=torch.float64, how=EXACT),
+    "exact splits of slices": Case(layers.Transposed, (4, 5), how={**EXACT, "experts": "tp"}),
+    "exact splits, inference": Case(layers.Shared, (4, 5), how=EXACT, train=False),
     "float64": Case(layers.Stacked, (5, 7), dtype=torch.float64),
 }
 
@@ -99,6 +108,19 @@ def test_eager_gathers(two: Workers, name: str) -> None:
         assert found.worst <= 2e-6, found
 
 
+@pytest.mark.parametrize("kind", [layers.Stacked, layers.Listed, layers.Mixed])
+def test_weights_that_are_to_travel(two: Workers, kind: type[torch.nn.Module]) -> None:
+    """``transport="gather"``: fused on gathered weights, and nothing to complain of; what is refused is so for its own reason."""
+    for found in two.run(equal.run, Case(kind, (5, 7), how={"transport": "gather"})):
+        assert found.worst <= 2e-6, found
+        assert not {op for op in found.ops if "ep_" in op}
+        if kind is layers.Mixed:
+            assert {s.code for s in found.report.skipped} == {"not-row-local"}
+        else:
+            assert (len(found.report.fused), found.report.skipped) == (2, []), found.report
+            assert "gather" in found.report.fused[0].parallel
+
+
 def test_what_is_refused_gathers(two: Workers) -> None:
     """Rows are mixed: nothing is fused, nothing is wrong, and both is said."""
     for found in two.run(equal.run, Case(layers.Mixed, (5, 7))):
@@ -109,6 +131,7 @@ def test_what_is_refused_gathers(two: Workers) -> None:
 
 @pytest.mark.parametrize("kind", [layers.Stacked, layers.Listed])
 def test_through_inductor(two: Workers, kind: type[torch.nn.Module]) -> None:
-    for found in two.run(equal.run, Case(kind, (5, 0), behind="inductor")):
+    how = EXACT if kind is layers.Listed else {}
+    for found in two.run(equal.run, Case(kind, (5, 0), behind="inductor", how=how)):
         assert found.worst <= 2e-6, found
         assert len(found.report.fused) == 2

@@ -60,13 +60,18 @@ def most_tokens(terms: Terms, tokens: int) -> int:
     if terms.most == "equal":
         return tokens
     if isinstance(terms.most, int):
-        if tokens > terms.most:
-            raise TooManyTokens(f"rank {terms.group.rank} has {tokens} tokens, and max_tokens={terms.most} was promised")
+        check_tokens(terms, tokens)
         return terms.most
     mine = torch.tensor([tokens], dtype=torch.int64)
     every = torch.empty(terms.group.size, dtype=torch.int64)
     all_gather(every, mine, terms.group.host)
     return int(every.max())
+
+
+def check_tokens(terms: Terms, tokens: int) -> None:
+    """Raises :class:`TooManyTokens` where this rank has more than ``max_tokens``."""
+    if isinstance(terms.most, int) and tokens > terms.most:
+        raise TooManyTokens(f"rank {terms.group.rank} has {tokens} tokens, and max_tokens={terms.most} was promised")
 
 
 @contextmanager

@@ -1,0 +1,92 @@
+"""Each row to the ranks that need it, once, and nothing else: exact splits, for which the host waits once in each dispatch.
+
+A token goes to a rank that has at least one of its experts, however many of them. The handle of a dispatch is ``splits`` [2P] on the host,
+how many rows go to each rank and how many come, and ``index`` [n], the tokens of the rows that go, ordered by rank. Partial sums come back
+over the same splits and are added for a token in the order of ranks, in the accumulation dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moefuse.ops.reference import accumulation_dtype
+from moefuse.runtime.collectives import all_to_all
+from moefuse.runtime.groups import Group, Terms
+from moefuse.runtime.transports.base import Dispatched, check_tokens
+
+
+class _AllToAll:
+    def arrivals(self, terms: Terms, tokens: int) -> int:
+        return -1
+
+    def handle(self, terms: Terms, ids: Tensor) -> list[Tensor]:
+        sent: Any = torch.library.get_ctx().new_dynamic_size(min=0)
+        return [ids.new_empty((2 * terms.group.size,), dtype=torch.int64, device="cpu"), ids.new_empty((sent,), dtype=torch.int64)]
+
+    def dispatch(self, terms: Terms, rows: Sequence[Tensor], ids: Tensor, place: Tensor | None, slots: int) -> Dispatched:
+        check_tokens(terms, ids.shape[0])
+        group = terms.group
+        wanted = destinations(ids, place, slots, group.size)
+        splits = _exchanged(group, wanted.sum(1))
+        handle = [splits, wanted.nonzero()[:, 1]]
+        out = [_there(group, mine, handle) for mine in (*rows, ids)]
+        return Dispatched(out[:-1], out[-1], handle)
+
+    def send(self, terms: Terms, rows: Sequence[Tensor], handle: Sequence[Tensor], arrivals: int) -> list[Tensor]:
+        return [_there(terms.group, mine, handle) for mine in rows]
+
+    def give_back(self, terms: Terms, rows: Sequence[Tensor], handle: Sequence[Tensor], tokens: int) -> list[Tensor]:
+        return [_back(terms.group, part, handle, tokens) for part in rows]
+
+
+def destinations(ids: Tensor, place: Tensor | None, slots: int, world: int) -> Tensor:
+    """[P, T] bool: which ranks have an expert of each token. ids [T, K]; ids outside of [0, E) are nobody's."""
+    tokens = ids.shape[0]
+    if place is None:
+        return ids.new_ones((world, tokens), dtype=torch.bool)
+    if not place.shape[0]:
+        return ids.new_zeros((world, tokens), dtype=torch.bool)
+    wide = ids.long()
+    inside = (wide >= 0) & (wide < place.shape[0])
+    owners = torch.where(inside, place[wide.clamp(0, place.shape[0] - 1)].long() // max(slots, 1), world)
+    return ids.new_zeros((world + 1, tokens), dtype=torch.bool).scatter_(0, owners.t(), True)[:world]
+
+
+def _exchanged(group: Group, sent: Tensor) -> Tensor:
+    """[2P] on the host: rows for each rank, rows from each."""
+    coming = torch.empty_like(sent)
+    all_to_all(coming, sent, group.process_group)
+    return torch.cat([sent, coming]).cpu()
+
+
+def _splits(handle: Sequence[Tensor]) -> tuple[list[int], list[int]]:
+    numbers = handle[0].tolist()
+    half = len(numbers) // 2
+    return numbers[:half], numbers[half:]
+
+
+def _there(group: Group, mine: Tensor, handle: Sequence[Tensor]) -> Tensor:
+    """[T, F] to [R, F]."""
+    to, by = _splits(handle)
+    every = mine.new_empty((sum(by), *mine.shape[1:]))
+    all_to_all(every, mine.index_select(0, handle[1]), group.process_group, by, to)
+    return every
+
+
+def _back(group: Group, part: Tensor, handle: Sequence[Tensor], tokens: int) -> Tensor:
+    """[R, F] to [T, F]."""
+    to, by = _splits(handle)
+    index = handle[1]
+    every = part.new_empty((len(index), *part.shape[1:]))
+    all_to_all(every, part.contiguous(), group.process_group, to, by)
+    total = part.new_zeros((tokens, *part.shape[1:]), dtype=accumulation_dtype(part.dtype))
+    for rows, values in zip(index.split(to), every.split(to), strict=True):
+        total.index_add_(0, rows, values.to(total.dtype))  # a token stands once among the rows of a rank
+    return total.to(part.dtype)
+
+
+TRANSPORT = _AllToAll()
