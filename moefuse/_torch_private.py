@@ -773,6 +773,15 @@ def never_dead(op: Any) -> None:
     has_side_effect(op)
 
 
+def coalesced(group: Any, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Collectives of one kind that are launched together when the block ends, where the backend of a device can do that."""
+    manager = getattr(torch.distributed.distributed_c10d, "_coalescing_manager", None)
+    if manager is None or device.type == "cpu":
+        return contextlib.nullcontext()
+    found: contextlib.AbstractContextManager[Any] = manager(group=group, device=device, async_ops=False)
+    return found
+
+
 def when_backward_ends(call: Callable[[], None]) -> None:
     """Run ``call`` at the end of the backward pass that is running."""
     torch.autograd.Variable._execution_engine.queue_callback(call)

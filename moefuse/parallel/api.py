@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from moefuse.errors import ParallelError
 from moefuse.parallel import copies, views
+from moefuse.parallel.cost import cheapest
 from moefuse.parallel.find import Site, experts_of, parameters_of
 from moefuse.parallel.placement import Placement, placed
 from moefuse.parallel.shard import Slices, Where, shard
@@ -117,7 +119,8 @@ def parallelize(
     layers = []
     for number, (site, place, count) in enumerate(zip(sites, places, counts, strict=True)):
         grid = grids[count]
-        terms = tuple(_terms(*each, transport, most, grads, place, count) for each in zip(roles, grid.names, whose, strict=True))
+        way = _transport(site, transport, max_tokens, grid.mesh)
+        terms = tuple(_terms(*each, way, most, grads, place, count) for each in zip(roles, grid.names, whose, strict=True))
         where = _where(grid.mesh, roles, terms, place, cuts[number] if cuts else None)
         shard(site, where)
         if terms[0].averages:
@@ -144,8 +147,24 @@ def _where(mesh: DeviceMesh, roles: tuple[str, ...], terms: Sequence[Terms], pla
     return Where(mesh, place, mesh.get_local_rank(0) if ep else 0, terms[0].text if ep else "", slices)
 
 
+def _transport(site: Site, wanted: str, most: object, mesh: DeviceMesh) -> str:
+    """The transport of distinct tokens for a layer: what the user wants, or what measured constants speak for."""
+    if wanted != "auto":
+        return wanted
+    parameters = list(parameters_of(site))
+    row = (site.widths[0] if site.widths else 0) * parameters[0].dtype.itemsize
+    size = sum(p.numel() * p.dtype.itemsize for p in parameters)
+    return cheapest(most if isinstance(most, int) else None, row, size, mesh.size(), _hosts(mesh))
+
+
+def _hosts(mesh: DeviceMesh) -> int:
+    """On how many hosts the ranks of a mesh are, as far as the launcher says how many processes a host has."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+    return len({int(rank) // local for rank in mesh.mesh.flatten()}) if local > 0 else 1
+
+
 def _terms(role: str, mesh: str, tokens: Any, wanted: str, most: int | Most, grads: Grads, place: Placement, count: int) -> Terms:
-    transport: Any = "allgather" if wanted == "auto" else wanted
+    transport: Any = wanted
     if tokens == "replicated" and wanted != "gather":
         transport = "all_reduce"
     split: Split = "experts" if role == "ep" else "slices"

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+
+from moefuse import _torch_private
 
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -13,6 +17,13 @@ _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tenso
 def all_gather(every: Tensor, mine: Tensor, group: Any) -> None:
     """[N, ...] of each of P ranks, in their order, into [P * N, ...]."""
     _gather(every, mine, group=group)
+
+
+def all_gathers(pairs: Sequence[tuple[Tensor, Tensor]], group: Any) -> None:
+    """Several of (every, mine), in one launch where the backend can."""
+    with _torch_private.coalesced(group, pairs[0][1].device) if len(pairs) > 1 else contextlib.nullcontext():
+        for every, mine in pairs:
+            _gather(every, mine, group=group)
 
 
 def all_to_all(every: Tensor, parts: Tensor, group: Any, come: list[int] | None = None, go: list[int] | None = None) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moefuse.ops.reference import accumulation_dtype
-from moefuse.runtime.collectives import all_gather, all_to_all
+from moefuse.runtime.collectives import all_gathers, all_to_all
 from moefuse.runtime.groups import Group, Terms
 from moefuse.runtime.transports.base import Dispatched, most_tokens
 
@@ -28,19 +28,22 @@ class _AllGather:
 
     def dispatch(self, terms: Terms, rows: Sequence[Tensor], ids: Tensor, place: Tensor | None, slots: int) -> Dispatched:
         most, group = most_tokens(terms, ids.shape[0]), terms.group
-        return Dispatched([_every(group, mine, most, 0) for mine in rows], _every(group, ids, most, -1), [])
+        *every, all_ids = _every(group, [*rows, ids], [*([0] * len(rows)), -1], most)
+        return Dispatched(every, all_ids, [])
 
     def send(self, terms: Terms, rows: Sequence[Tensor], handle: Sequence[Tensor], arrivals: int) -> list[Tensor]:
-        return [_every(terms.group, mine, arrivals // terms.group.size, 0) for mine in rows]
+        return _every(terms.group, rows, [0] * len(rows), arrivals // terms.group.size)
 
     def give_back(self, terms: Terms, rows: Sequence[Tensor], handle: Sequence[Tensor], tokens: int) -> list[Tensor]:
         return [_sum(terms.group, part, tokens) for part in rows]
 
 
-def _every(group: Group, mine: Tensor, most: int, fill: float) -> Tensor:
-    """[T, F] to [P * M, F]."""
-    every = mine.new_empty((group.size * most, *mine.shape[1:]))
-    all_gather(every, padded(mine, most, fill), group.process_group)
+def _every(group: Group, rows: Sequence[Tensor], fills: Sequence[float], most: int) -> list[Tensor]:
+    """[T, F] each to [P * M, F]."""
+    every = [mine.new_empty((group.size * most, *mine.shape[1:])) for mine in rows]
+    sent = [padded(mine, most, fill) for mine, fill in zip(rows, fills, strict=True)]
+    if rows:
+        all_gathers(list(zip(every, sent, strict=True)), group.process_group)
     return every
 
 

@@ -1,0 +1,198 @@
+"""Experts on several GPUs against experts on each of them: one layer, a training step, and whole models.
+
+    torchrun --nproc-per-node 2 benchmarks/parallel.py layer train --out benchmarks/results/parallel-h200x2.json
+    torchrun --nproc-per-node 2 benchmarks/parallel.py layer train --device cpu --tiny     # smoke test
+
+``layer``: Qwen3-30B-A3B's block (128 experts, 8 a token), T tokens on each rank, outputs checked against the block with all experts;
+times of CUDA graphs, all implementations in turns. ``replicated``: every rank has all experts, and nothing travels. ``train``: forward,
+backward and fused AdamW of a few layers; ``fsdp``: FSDP2 shards everything and gathers experts layer by layer; ``fsdp+ep``: FSDP2 for the
+rest, on the same mesh, experts by ``moefuse.parallelize``; memory per rank. Figures are the slowest rank's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import functools
+import gc
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+
+from _ranks import PER_GRAPH, captured, head, in_turns, say, start, summary, told  # noqa: E402
+from _timing import by_line  # noqa: E402
+
+import moefuse  # noqa: E402
+
+TOKENS = (1, 8, 64, 512, 4096)
+FULL = {"num_experts": 128, "num_experts_per_tok": 8, "hidden_size": 2048, "moe_intermediate_size": 768}
+WAITS = ("all_to_all",)
+"""Transports that wait for the host, so that there is no CUDA graph of them."""
+TINY = {"num_experts": 8, "num_experts_per_tok": 2, "hidden_size": 64, "moe_intermediate_size": 32}
+
+
+def block(tiny: bool, device: torch.device) -> nn.Module:
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwen3MoeSparseMoeBlock
+
+    config = Qwen3MoeConfig(**(TINY if tiny else FULL))
+    torch.manual_seed(0)
+    with device:
+        made: nn.Module = Qwen3MoeSparseMoeBlock(config).to(torch.bfloat16 if device.type == "cuda" else torch.float32)
+    for parameter in made.parameters():
+        nn.init.normal_(parameter, std=0.02)
+    return made.eval()
+
+
+@torch.no_grad()
+def layers(args: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> list[dict[str, Any]]:
+    """The block at each number of tokens, spread and replicated."""
+    whole = block(args.tiny, device)
+    width = (TINY if args.tiny else FULL)["hidden_size"]
+    results = []
+    for tokens in args.tokens:
+        generator = torch.Generator().manual_seed(7 + dist.get_rank())
+        x = torch.randn(1, tokens, width, generator=generator).to(device, next(whole.parameters()).dtype)
+        wanted = whole(x)
+        wanted = wanted[0] if isinstance(wanted, tuple) else wanted
+        calls: dict[str, Callable[[], object]] = {}
+        for name in ("replicated", *args.transports):
+            with told(f"{name} {tokens}"):
+                torch._dynamo.reset()
+                model = copy.deepcopy(whole)
+                if name != "replicated":
+                    moefuse.parallelize(model, mesh, max_tokens=tokens, transport=name)
+                run = torch.compile(model, backend="moefuse", dynamic=False, options={"strict": True})
+                out = run(x)
+                out = out[0] if isinstance(out, tuple) else out
+                error = ((out - wanted).float().norm() / wanted.float().norm()).item()
+                assert error < 0.02, f"{name}: {error}"
+                calls[name] = _graphed(run, x) if device.type == "cuda" and name not in WAITS else functools.partial(run, x)
+        candidates = {n: (c, PER_GRAPH if device.type == "cuda" and n not in WAITS else 1) for n, c in calls.items()}
+        times = in_turns(candidates, rounds=args.rounds)
+        for name, found in times.items():
+            ratio = summary([a / b for a, b in zip(times["replicated"], found, strict=True)])
+            results.append({"what": "layer", "T": tokens, "impl": name, "us": summary(found), "over_replicated": ratio["median"]})
+        say(tokens, {n: f"{summary(t)['median']:.1f} us" for n, t in times.items()})
+        del calls, model, run
+        gc.collect()
+    return results
+
+
+def _graphed(run: Callable[..., object], x: Tensor) -> Callable[[], object]:
+    return captured(lambda: run(x))
+
+
+class Decoder(nn.Module):
+    """A few layers of the Qwen3-MoE shape: attention, norms, experts."""
+
+    def __init__(self, tiny: bool, count: int, device: torch.device) -> None:
+        super().__init__()
+        from transformers import Qwen3MoeConfig
+        from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeModel
+
+        sizes = {**(TINY if tiny else FULL), "num_hidden_layers": count, "vocab_size": 1024, "intermediate_size": 64, "mlp_only_layers": []}
+        heads = (
+            {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16} if tiny else {"num_attention_heads": 32, "head_dim": 128}
+        )
+        config = Qwen3MoeConfig(**sizes, **heads)
+        torch.manual_seed(0)
+        with device:
+            self.model = Qwen3MoeModel(config).to(torch.bfloat16 if device.type == "cuda" else torch.float32)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        out: Tensor = self.model(input_ids=ids, use_cache=False).last_hidden_state
+        return out
+
+
+def train(args: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> list[dict[str, Any]]:
+    """A training step; states of experts and the peak of memory."""
+    results, times = [], {}
+    for name in ("fsdp", "fsdp+ep"):
+        with told(name):
+            torch._dynamo.reset()
+            gc.collect()
+            model = Decoder(args.tiny, args.layers, device)
+            experts: set[nn.Parameter] = set()
+            if name == "fsdp+ep":
+                moefuse.parallelize(model, mesh, max_tokens="equal")
+                experts = {p for p in model.parameters() if isinstance(p, DTensor)}
+            for layer in model.model.layers:
+                fully_shard(layer, mesh=mesh, ignored_params=experts & set(layer.parameters()))
+            fully_shard(model, mesh=mesh, ignored_params=experts)
+            for layer in model.model.layers:
+                layer.compile(backend="moefuse")
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")
+            ids = torch.randint(0, 1024, (1, args.sequence), generator=torch.Generator().manual_seed(dist.get_rank())).to(device)
+            losses = []
+
+            def step(model: nn.Module = model, optimizer: Any = optimizer, ids: Tensor = ids, losses: list[Tensor] = losses) -> None:
+                loss = model(ids).float().square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.detach())
+
+            for _ in range(3):
+                step()
+            if device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            step()
+            peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
+            times[name] = in_turns({name: (step, 1)}, rounds=args.rounds, repeats=2)[name]
+            held = torch.cuda.memory_allocated() / 2**30 if device.type == "cuda" else 0.0
+            first = [round(loss.item(), 5) for loss in losses[:3]]
+            report = moefuse.last_report()
+            results.append(
+                {
+                    "what": "train",
+                    "impl": name,
+                    "sequence": args.sequence,
+                    "layers": args.layers,
+                    "us": summary(times[name]),
+                    "peak_gib": peak,
+                }
+                | {"held_gib": held, "losses": first, "fused": 0 if report is None else len(report.fused)}
+            )
+            say(results[-1])
+            del model, optimizer, step
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("parts", nargs="+", choices=["layer", "train"])
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--tokens", type=int, nargs="*", default=list(TOKENS))
+    parser.add_argument("--transports", nargs="*", default=["allgather", "all_to_all"])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--sequence", type=int, default=4096)
+    parser.add_argument("--commit", default="")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    _, world, device = start(args.device)
+    mesh = init_device_mesh(device.type, (world,), mesh_dim_names=("ep",))["ep"]
+    results: list[dict[str, Any]] = []
+    if "layer" in args.parts:
+        results += layers(args, mesh, device)
+    if "train" in args.parts:
+        results += train(args, mesh, device)
+    if args.out and dist.get_rank() == 0:
+        info = head("us, the slowest rank's; layer: per call in a CUDA graph", "torchrun benchmarks/parallel.py", args.commit)
+        args.out.write_text(by_line(info, "results", results))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
