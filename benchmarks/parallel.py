@@ -15,6 +15,7 @@ import argparse
 import copy
 import functools
 import gc
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -174,7 +175,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--tokens", type=int, nargs="*", default=list(TOKENS))
-    parser.add_argument("--transports", nargs="*", default=["allgather", "all_to_all"])
+    parser.add_argument("--transports", nargs="*", default=["allgather", "symm"])
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--sequence", type=int, default=4096)
@@ -191,7 +192,9 @@ def main() -> None:
     if args.out and dist.get_rank() == 0:
         info = head("us, the slowest rank's; layer: per call in a CUDA graph", "torchrun benchmarks/parallel.py", args.commit)
         args.out.write_text(by_line(info, "results", results))
-    dist.destroy_process_group()
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # NCCL waits for graphs that hold its collectives
 
 
 if __name__ == "__main__":

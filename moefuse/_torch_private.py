@@ -782,6 +782,20 @@ def coalesced(group: Any, device: torch.device) -> contextlib.AbstractContextMan
     return found
 
 
+def symmetric(size: int, device: torch.device, group: Any) -> tuple[torch.Tensor, torch.Tensor, Callable[[], None]]:
+    """Memory that the ranks of a group can read from each other; a collective call, and not for CUDA graphs.
+
+    Returns:
+        This rank's ``size`` bytes, the addresses [P] of all ranks' ones, and a barrier of the group on the current stream.
+    """
+    from torch.distributed import _symmetric_memory
+
+    memory = _symmetric_memory.empty(size, dtype=torch.uint8, device=device)
+    handle = _symmetric_memory.rendezvous(memory, group)
+    bases = torch.tensor([int(p) for p in handle.buffer_ptrs], dtype=torch.int64, device=device)
+    return memory, bases, lambda: handle.barrier(channel=0)
+
+
 def when_backward_ends(call: Callable[[], None]) -> None:
     """Run ``call`` at the end of the backward pass that is running."""
     torch.autograd.Variable._execution_engine.queue_callback(call)

@@ -108,7 +108,8 @@ def _dispatch(rows: Sequence[Tensor], ids: Tensor, place: Tensor | None, slots: 
     how = transports.transport(known)
     with peers(known, layer):
         arrived = how.dispatch(known, rows, ids, place, slots)
-    return [*arrived.rows, _local_ids(arrived.ids, place, slots, terms), *arrived.handle]
+    local = arrived.ids if arrived.local else _local_ids(arrived.ids, place, slots, terms)
+    return [*arrived.rows, local, *arrived.handle]
 
 
 def _dispatch_fake(rows: Sequence[Tensor], ids: Tensor, place: Tensor | None, slots: int, terms: str, layer: str) -> list[Tensor]:

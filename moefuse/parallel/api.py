@@ -25,7 +25,7 @@ from moefuse.runtime import groups
 from moefuse.runtime.groups import Grads, Most, Split, Terms, Tokens
 
 Experts = Literal["ep", "tp"]
-TRANSPORTS = ("auto", "allgather", "all_to_all", "gather")
+TRANSPORTS = ("auto", "allgather", "all_to_all", "symm", "gather")
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def parallelize(
     experts: Experts | tuple[Experts, ...] = "ep",
     tokens: Tokens = "distinct",
     max_tokens: int | Literal["equal"] | None = None,
-    transport: Literal["auto", "allgather", "all_to_all", "gather"] = "auto",
+    transport: Literal["auto", "allgather", "all_to_all", "symm", "gather"] = "auto",
     placement: str | Sequence[int] | Placement = "linear",
     grads: Grads = "mean",
     modules: str | None = None,
@@ -83,7 +83,8 @@ def parallelize(
         max_tokens: most tokens of a layer that any rank has in a call: sizes are then known without an exchange. ``"equal"``: all ranks
             have equally many. None: numbers of tokens are exchanged in each call.
         transport: ``"allgather"``: all tokens go to all ranks, and nothing waits for the host; ``"all_to_all"``: each goes to the ranks
-            that have one of its experts, once, and the host waits for their numbers; ``"gather"``: the weights go to the tokens.
+            that have one of its experts, once, and the host waits for their numbers; ``"symm"``: the same between GPUs of one host that
+            read each other's memory, where nothing waits, for ``max_tokens``; ``"gather"``: the weights go to the tokens.
             ``"auto"`` takes what is fastest by measured constants. Equal tokens (``"replicated"``) do not travel.
         placement: ``"linear"`` (blocks, as torch shards them), ``"round_robin"``, or the rank of each expert.
         grads: ``"mean"`` over the ranks with distinct tokens, as DDP and FSDP give those of other Parameters; or ``"sum"``.
@@ -105,6 +106,8 @@ def parallelize(
         and (isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 1)
     ):
         raise ParallelError(f"max_tokens={max_tokens!r} is not legal; use a positive number, 'equal' or None")
+    if transport == "symm" and max_tokens is None:
+        raise ParallelError("transport='symm' has buffers of a fixed size: give max_tokens, the most tokens of a layer on any rank")
     roles = _roles(experts)
     _check_mesh(mesh, roles)
     sites = experts_of(model, modules)
@@ -112,6 +115,8 @@ def parallelize(
     counts = [_copies(site, over, len(roles)) for site in sites]
     places = [_placement(site, placement, over // count) for site, count in zip(sites, counts, strict=True)]
     _check_parameters(model, sites)
+    if transport == "symm" and mesh.device_type != "cuda":
+        raise ParallelError(f"transport='symm' is for CUDA devices, and the mesh is of {mesh.device_type!r}: use 'allgather'")
     cuts = _cuts(model, sites, mesh.size(-1)) if roles[-1] == "tp" else []
     most = max_tokens if max_tokens is not None else "any"
     grids = {count: _grid(mesh, count) for count in dict.fromkeys(counts)}

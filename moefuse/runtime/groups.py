@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 from moefuse.errors import ParallelError
 
 Tokens = Literal["distinct", "replicated", "sequence"]
-Transport = Literal["allgather", "all_reduce", "all_to_all", "gather"]
+Transport = Literal["allgather", "all_reduce", "all_to_all", "gather", "symm"]
 Grads = Literal["mean", "sum"]
 Most = Literal["any", "equal"]
 Split = Literal["experts", "slices"]
@@ -26,7 +26,7 @@ class Terms:
     Attributes:
         mesh: name of the :class:`Group`.
         transport: ``"allgather"`` of distinct tokens, ``"all_to_all"`` of those that a rank needs, ``"all_reduce"`` of results where
-            every rank has the same tokens, ``"gather"`` of weights.
+            every rank has the same tokens, ``"gather"`` of weights, ``"symm"`` through memory that ranks of a host share.
         tokens: whose tokens a rank has: its own of a batch, the same as all others, or a part of a sequence.
         most: ``"any"`` number of tokens (exchanged in each call), an ``"equal"`` one on all ranks, or the largest on any rank.
         grads: whether gradients of experts are the mean over ranks with distinct tokens, as data parallelism takes it, or the sum.

@@ -37,6 +37,7 @@ class Case:
     checkpointed: bool = False
     skew: bool = False
     tensor: int = 1
+    device: str = "cpu"
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ def run(rank: int, case: Case) -> Found:
     """Compare on one rank."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    single = Model(case.kind, case.experts).to(case.dtype)
+    single = Model(case.kind, case.experts).to(case.dtype).to(case.device)
     if case.skew:
         for layer in (single.first, single.second):
             with torch.no_grad():
@@ -65,15 +66,15 @@ def run(rank: int, case: Case) -> Found:
     model = copy.deepcopy(single)
     world = dist.get_world_size()
     if case.tensor > 1:
-        mesh = init_device_mesh("cpu", (world // case.tensor, case.tensor), mesh_dim_names=("ep", "tp"))
+        mesh = init_device_mesh(case.device, (world // case.tensor, case.tensor), mesh_dim_names=("ep", "tp"))
     else:
-        mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))["ep"]
+        mesh = init_device_mesh(case.device, (world,), mesh_dim_names=("ep",))["ep"]
     moefuse.parallelize(model, mesh, **case.how)
     same = case.how.get("tokens") == "replicated"
     generator = torch.Generator().manual_seed(1)
-    every = [torch.randn(1 if same else n, H, generator=generator).to(case.dtype) for n in case.tokens]
+    every = [torch.randn(1 if same else n, H, generator=generator).to(case.device, case.dtype) for n in case.tokens]
     if same:
-        every = [torch.randn(case.tokens[0], H, generator=generator).to(case.dtype)] * len(case.tokens)
+        every = [torch.randn(case.tokens[0], H, generator=generator).to(case.device, case.dtype)] * len(case.tokens)
     every = [e.abs() for e in every] if case.skew else every  # the first layer's scores of experts 0 and 1 are the largest
     seen = Seen()
     run_model: Any = model
@@ -91,7 +92,7 @@ def run(rank: int, case: Case) -> Found:
         ranks = 1 if same else len(case.tokens)
         means = case.how.get("grads", "mean") == "mean" and case.how.get("tokens") != "sequence"
         scale = 1 / ranks if means else 1.0
-        total: Any = sum((_loss(w) for w in wanted[:ranks]), torch.zeros(()))
+        total: Any = sum((_loss(w) for w in wanted[:ranks]), torch.zeros((), device=case.device))
         (total * scale).backward()
         errors = _gradients(model, single, scale / case.tensor, same)
         errors["x"] = _apart(x.grad * scale, inputs[0 if same else place].grad)  # type: ignore[operator]
@@ -105,7 +106,7 @@ def run(rank: int, case: Case) -> Found:
 
 
 def _loss(out: Tensor) -> Tensor:
-    return (out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)).sum()
+    return (out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype, device=out.device).view(out.shape)).sum()
 
 
 def _apart(mine: Tensor | None, theirs: Tensor | None) -> float:

@@ -22,9 +22,9 @@ class WorkerError(AssertionError):
 
 
 class Workers:
-    """``world`` processes that wait for work. Threads of torch: one each."""
+    """``world`` processes that wait for work. Threads of torch: one each. ``cuda``: each has a GPU, and they have NCCL as well."""
 
-    def __init__(self, world: int, timeout: int = TIMEOUT) -> None:
+    def __init__(self, world: int, timeout: int = TIMEOUT, cuda: bool = False) -> None:
         self.world = world
         context = multiprocessing.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory()
@@ -32,7 +32,8 @@ class Workers:
         pairs = [context.Pipe() for _ in range(world)]
         self.ends = [here for here, _ in pairs]
         self.processes = [
-            context.Process(target=_serve, args=(rank, world, store, there, timeout), daemon=True) for rank, (_, there) in enumerate(pairs)
+            context.Process(target=_serve, args=(rank, world, store, there, timeout, cuda), daemon=True)
+            for rank, (_, there) in enumerate(pairs)
         ]
         for process in self.processes:
             process.start()
@@ -69,12 +70,18 @@ def _received(end: Connection, wait: float) -> tuple[bool, Any]:
         return False, "it died"
 
 
-def _serve(rank: int, world: int, store: str, end: Connection, timeout: int) -> None:
+def _serve(rank: int, world: int, store: str, end: Connection, timeout: int, cuda: bool) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     import torch.distributed as dist
 
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=datetime.timedelta(seconds=timeout))
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # no multicast
+    if cuda:
+        torch.cuda.set_device(rank)
+    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    dist.init_process_group(
+        backend, init_method=f"file://{store}", rank=rank, world_size=world, timeout=datetime.timedelta(seconds=timeout)
+    )
     while True:
         try:
             function, args = end.recv()

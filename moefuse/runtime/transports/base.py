@@ -22,7 +22,7 @@ from moefuse.runtime.groups import Terms
 
 @dataclass(frozen=True)
 class Dispatched:
-    """What arrived: ``rows`` [R, F] each, ``ids`` [R, K] of all experts, and a ``handle`` for the way back and for gradients.
+    """What arrived: ``rows`` [R, F] each, ``ids`` [R, K] of all experts, or ``local``; and a ``handle`` for the way back and gradients.
 
     A handle is tensors, as many for every call of a transport, so that it may be saved and computed again like anything else.
     """
@@ -30,6 +30,7 @@ class Dispatched:
     rows: list[Tensor]
     ids: Tensor
     handle: list[Tensor]
+    local: bool = False
 
 
 class Transport(Protocol):

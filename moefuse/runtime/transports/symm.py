@@ -1,0 +1,136 @@
+"""Rows through memory that GPUs of one host read from each other: two kernels and a barrier a way, nothing waits for the host.
+
+For static numbers of tokens (``max_tokens``), so that buffers are sized before: they belong to a mesh and a device, come into being at
+the first call outside of a CUDA graph, on all ranks alike, and stay where they are, since graphs know their addresses. A row goes to a
+rank that has one of its experts, once; others' rows are zeros with ids -1, written without a look at them. What the graph gets is a copy:
+no tensor of a program is in a buffer.
+
+The handle is ``took`` [P * M] and ``to`` [T] of ``moefuse/kernels/triton/device/symm.py``, which has the protocol. After
+torch.distributed._symmetric_memory; the kernels of meta-pytorch/kraken and torchtitan's MinimalAsyncEP showed that Triton is fast enough.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moefuse import _torch_private
+from moefuse.errors import ParallelError
+from moefuse.runtime.groups import Group, Terms
+from moefuse.runtime.transports.base import Dispatched, most_tokens
+
+_ALIGN = 256
+"""Bytes."""
+
+
+@dataclass
+class Buffers:
+    """Two sets of a rank's memory, and the addresses of its peers'.
+
+    Attributes:
+        bases: [P] int64, of every rank's first set.
+        turn: [2] int32, which set is next, counted on the device.
+    """
+
+    memory: Tensor
+    bases: Tensor
+    turn: Tensor
+    set_bytes: int
+    barrier: Any
+    older: list[Any] = field(default_factory=list)
+
+
+_buffers: dict[tuple[str, torch.device], Buffers] = {}
+
+
+def buffers(group: Group, device: torch.device, needed: int) -> Buffers:
+    """Those of a mesh, with sets of at least ``needed`` bytes; the same number on all ranks.
+
+    Raises:
+        ParallelError: they would have to grow while a CUDA graph is recorded, or there is no such memory.
+    """
+    known = _buffers.get((group.name, device))
+    if known is not None and known.set_bytes >= needed:
+        return known
+    if torch.cuda.is_current_stream_capturing():
+        raise ParallelError(f"transport='symm' has no buffers of {needed} bytes yet: run the model once before its CUDA graph is recorded")
+    size = 1 << (needed - 1).bit_length()
+    torch.cuda.synchronize(device)
+    try:
+        memory, bases, barrier = _torch_private.symmetric(2 * size, device, group.process_group)
+    except (RuntimeError, AttributeError, ImportError) as error:
+        raise ParallelError(
+            f"transport='symm' needs GPUs that can read each other's memory, and torch's symmetric memory ({error}): use 'allgather'"
+        ) from error
+    turn = torch.zeros(2, dtype=torch.int32, device=device)
+    older = [] if known is None else [known, *known.older]
+    _buffers[group.name, device] = Buffers(memory, bases, turn, size, barrier, older)
+    torch.cuda.synchronize(device)
+    return _buffers[group.name, device]
+
+
+class _Symm:
+    def arrivals(self, terms: Terms, tokens: int) -> int:
+        return terms.group.size * (tokens if terms.most == "equal" else int(terms.most))
+
+    def handle(self, terms: Terms, ids: Tensor) -> list[Tensor]:
+        arrivals = self.arrivals(terms, ids.shape[0])
+        return [ids.new_empty((arrivals,), dtype=torch.int32), ids.new_empty((ids.shape[0],), dtype=torch.int64)]
+
+    def dispatch(self, terms: Terms, rows: Sequence[Tensor], ids: Tensor, place: Tensor | None, slots: int) -> Dispatched:
+        from moefuse.kernels.triton.provide import symm
+
+        most, group = most_tokens(terms, ids.shape[0]), terms.group
+        if not most:
+            empty = torch.promote_types(ids.dtype, torch.int32)
+            return Dispatched([r.clone() for r in rows], ids.to(empty, copy=True), [t.zero_() for t in self.handle(terms, ids)], local=True)
+        spans = regions(rows, most)
+        at_ids = spans[-1]
+        held = buffers(group, ids.device, at_ids + most * ids.shape[1] * 8)
+        to = symm.put_tokens(held, rows, ids, place, slots, spans, at_ids, most, group.size)
+        held.barrier()
+        every, local, took = symm.pull_tokens(held, rows, ids, place, slots, spans, at_ids, most, group.size, group.rank)
+        return Dispatched(every, local, [took, to], local=True)
+
+    def send(self, terms: Terms, rows: Sequence[Tensor], handle: Sequence[Tensor], arrivals: int) -> list[Tensor]:
+        from moefuse.kernels.triton.provide import symm
+
+        group, took = terms.group, handle[0]
+        if not arrivals:
+            return [r.clone() for r in rows]
+        most = arrivals // group.size
+        spans = regions(rows, most)
+        held = buffers(group, took.device, spans[-1])
+        for mine, at in zip(rows, spans, strict=False):
+            symm.put_rows(held, mine, None, at)
+        held.barrier()
+        return [symm.pull_rows(held, mine, took, at, most, group.size) for mine, at in zip(rows, spans, strict=False)]
+
+    def give_back(self, terms: Terms, rows: Sequence[Tensor], handle: Sequence[Tensor], tokens: int) -> list[Tensor]:
+        from moefuse.kernels.triton.provide import symm
+
+        group, (took, to) = terms.group, handle
+        if not took.shape[0]:
+            return [r.clone() for r in rows]
+        spans = regions(rows, took.shape[0])
+        held = buffers(group, took.device, spans[-1])
+        for part, at in zip(rows, spans, strict=False):
+            symm.put_rows(held, part.contiguous(), took, at)
+        held.barrier()
+        most = took.shape[0] // group.size
+        return [symm.pull_sums(held, part, to, at, most, group) for part, at in zip(rows, spans, strict=False)]
+
+
+def regions(rows: Sequence[Tensor], count: int) -> list[int]:
+    """Where ``count`` rows of each begin in a set, in bytes; and the end."""
+    at = [0]
+    for one in rows:
+        at.append(-(-(at[-1] + count * one.shape[1] * one.element_size()) // _ALIGN) * _ALIGN)
+    return at
+
+
+TRANSPORT = _Symm()
