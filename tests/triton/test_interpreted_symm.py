@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from moefuse.parallel.placement import placed
-from moefuse.runtime.transports.symm import Buffers, regions
+from moefuse.runtime.transports.symm import HEAD, Buffers, regions
 
 SIZE = 1 << 14
 H, K, E = 5, 2, 7
@@ -27,9 +27,9 @@ class Group:
 
 def memories(world: int, sets: int = 2) -> list[Buffers]:
     """A buffer for each rank, full of NaN. ``sets=1``: both are the same memory."""
-    memory = [torch.full((2 * SIZE,), 0xFF, dtype=torch.uint8) for _ in range(world)]
+    memory = [torch.full((HEAD + 2 * SIZE,), 0xFF, dtype=torch.uint8) for _ in range(world)]
     bases = torch.tensor([m.data_ptr() for m in memory], dtype=torch.int64)
-    return [Buffers(m, bases, torch.zeros(2, dtype=torch.int32), SIZE if sets == 2 else 0, None) for m in memory]
+    return [Buffers(m, bases, torch.zeros(3, dtype=torch.int32), SIZE if sets == 2 else 0) for m in memory]
 
 
 class Layer:
@@ -51,15 +51,21 @@ class Layer:
         from moefuse.kernels.triton.provide import symm
 
         self.spans = regions(self.rows, self.most)
-        at = self.spans[-1]
-        self.to = symm.put_tokens(self.held, self.rows, self.ids, self.place, self.slots, self.spans, at, self.most, self.group.size)
+        self.to = symm.put_tokens(self.held, self.rows, self.ids, self.place, self.slots, self.spans, self.most, self.group.size)
 
     def pull(self) -> None:
         from moefuse.kernels.triton.provide import symm
 
-        at, size, rank = self.spans[-1], self.group.size, self.group.rank
+        size, group = self.group.size, self.group
         (x, w), ids, self.took = symm.pull_tokens(
-            self.held, self.rows, self.ids, self.place, self.slots, self.spans, at, self.most, size, rank
+            self.held,
+            self.rows,
+            self.ids,
+            self.place,
+            self.slots,
+            self.spans,
+            self.most,
+            group,  # type: ignore[arg-type]
         )
         assert torch.equal(self.took > 0, (ids >= 0).any(1))
         assert not x[self.took == 0].any()
@@ -72,7 +78,7 @@ class Layer:
     def put_back(self) -> None:
         from moefuse.kernels.triton.provide import symm
 
-        symm.put_rows(self.held, self.y, self.took, 0)
+        symm.put_rows(self.held, self.y, self.took, 0, self.most, self.group.rank, last=True)
 
     def sums(self) -> None:
         from moefuse.kernels.triton.provide import symm
@@ -150,10 +156,10 @@ def test_rows_of_any_dtype_are_moved(dtype: torch.dtype) -> None:
     rows = [torch.randint(0, 7, (3, 4)).to(dtype) for _ in range(2)]
     took = [torch.tensor([1, 0, 1, 1, 1, 0], dtype=torch.int32), torch.tensor([0, 1, 1, 0, 1, 1], dtype=torch.int32)]
     for mine, buffer in zip(rows, held, strict=True):
-        symm.put_rows(buffer, mine, None, 256)
+        symm.put_rows(buffer, mine, None, 256, 3, 0, last=True)
     every = torch.cat([r.float() for r in rows])
-    for taken, buffer in zip(took, held, strict=True):
-        found = symm.pull_rows(buffer, rows[0], taken, 256, 3, 2)
+    for rank, (taken, buffer) in enumerate(zip(took, held, strict=True)):
+        found = symm.pull_rows(buffer, rows[rank], taken, 256, 3, Group(rank, 2))  # type: ignore[arg-type]
         assert found.dtype == dtype
         assert torch.equal(found.float(), every * taken[:, None])
 
@@ -164,7 +170,7 @@ def test_sums_are_rounded_once() -> None:
 
     held = memories(3)
     for value, buffer in zip((1.0, 2**-9, 2**-9), held, strict=True):
-        symm.put_rows(buffer, torch.full((3, 4), value, dtype=torch.bfloat16), None, 0)
+        symm.put_rows(buffer, torch.full((3, 4), value, dtype=torch.bfloat16), None, 0, 1, 0, last=True)
     to = torch.tensor([7], dtype=torch.int64)
-    found = symm.pull_sums(held[1], torch.empty(0, 4, dtype=torch.bfloat16), to, 0, 1, Group(1, 3))  # type: ignore[arg-type]
+    found = symm.pull_sums(held[1], torch.full((3, 4), 2**-9, dtype=torch.bfloat16), to, 0, 1, Group(1, 3))  # type: ignore[arg-type]
     assert torch.equal(found, torch.full((1, 4), 1 + 2**-8).bfloat16())

@@ -1,4 +1,4 @@
-"""Rows through memory that GPUs of one host read from each other: two kernels and a barrier a way, nothing waits for the host.
+"""Rows through memory that GPUs of one host read from each other: three kernels a way, and nothing waits for the host.
 
 For static numbers of tokens (``max_tokens``), so that buffers are sized before: they belong to a mesh and a device, come into being at
 the first call outside of a CUDA graph, on all ranks alike, and stay where they are, since graphs know their addresses. A row goes to a
@@ -24,24 +24,27 @@ from moefuse.runtime.groups import Group, Terms
 from moefuse.runtime.transports.base import Dispatched, most_tokens
 
 _ALIGN = 256
+HEAD = 256
 """Bytes."""
 
 
 @dataclass
 class Buffers:
-    """Two sets of a rank's memory, and the addresses of its peers'.
+    """Two sets of a rank's memory behind a head of 256 bytes, and the addresses of its peers'.
 
     Attributes:
-        bases: [P] int64, of every rank's first set.
-        turn: [2] int32, which set is next, counted on the device.
+        bases: [P] int64, of every rank's memory.
+        turn: [3] int32, transfers counted on the device.
+        keeps: what has to live as long: torch's handle, and buffers that older graphs know.
+        wait: how kernels wait for others, 1 on NVIDIA GPUs, 2 elsewhere.
     """
 
     memory: Tensor
     bases: Tensor
     turn: Tensor
     set_bytes: int
-    barrier: Any
-    older: list[Any] = field(default_factory=list)
+    keeps: list[Any] = field(default_factory=list)
+    wait: int = 1
 
 
 _buffers: dict[tuple[str, torch.device], Buffers] = {}
@@ -61,15 +64,14 @@ def buffers(group: Group, device: torch.device, needed: int) -> Buffers:
     size = 1 << (needed - 1).bit_length()
     torch.cuda.synchronize(device)
     try:
-        memory, bases, barrier = _torch_private.symmetric(2 * size, device, group.process_group)
+        memory, bases, handle = _torch_private.symmetric(HEAD + 2 * size, device, group.process_group)
     except (RuntimeError, AttributeError, ImportError) as error:
         raise ParallelError(
             f"transport='symm' needs GPUs that can read each other's memory, and torch's symmetric memory ({error}): use 'allgather'"
         ) from error
-    turn = torch.zeros(2, dtype=torch.int32, device=device)
-    older = [] if known is None else [known, *known.older]
-    _buffers[group.name, device] = Buffers(memory, bases, turn, size, barrier, older)
-    torch.cuda.synchronize(device)
+    keeps = [handle] if known is None else [handle, known]
+    turn = torch.zeros(3, dtype=torch.int32, device=device)
+    _buffers[group.name, device] = Buffers(memory, bases, turn, size, keeps, 1 if torch.version.hip is None else 2)
     return _buffers[group.name, device]
 
 
@@ -89,11 +91,11 @@ class _Symm:
             empty = torch.promote_types(ids.dtype, torch.int32)
             return Dispatched([r.clone() for r in rows], ids.to(empty, copy=True), [t.zero_() for t in self.handle(terms, ids)], local=True)
         spans = regions(rows, most)
-        at_ids = spans[-1]
-        held = buffers(group, ids.device, at_ids + most * ids.shape[1] * 8)
-        to = symm.put_tokens(held, rows, ids, place, slots, spans, at_ids, most, group.size)
-        held.barrier()
-        every, local, took = symm.pull_tokens(held, rows, ids, place, slots, spans, at_ids, most, group.size, group.rank)
+        held = buffers(group, ids.device, spans[-1] + most * ids.shape[1] * 8)
+        rows, ids = [r.contiguous() for r in rows], ids.contiguous()
+        to = symm.put_tokens(held, rows, ids, place, slots, spans, most, group.size)
+        symm.wait(held, group.size)
+        every, local, took = symm.pull_tokens(held, rows, ids, place, slots, spans, most, group)
         return Dispatched(every, local, [took, to], local=True)
 
     def send(self, terms: Terms, rows: Sequence[Tensor], handle: Sequence[Tensor], arrivals: int) -> list[Tensor]:
@@ -105,10 +107,11 @@ class _Symm:
         most = arrivals // group.size
         spans = regions(rows, most)
         held = buffers(group, took.device, spans[-1])
-        for mine, at in zip(rows, spans, strict=False):
-            symm.put_rows(held, mine, None, at)
-        held.barrier()
-        return [symm.pull_rows(held, mine, took, at, most, group.size) for mine, at in zip(rows, spans, strict=False)]
+        rows = [r.contiguous() for r in rows]
+        for number, mine in enumerate(rows, 1):
+            symm.put_rows(held, mine, None, spans[number - 1], most, group.rank, last=number == len(rows))
+        symm.wait(held, group.size)
+        return [symm.pull_rows(held, mine, took, at, most, group) for mine, at in zip(rows, spans, strict=False)]
 
     def give_back(self, terms: Terms, rows: Sequence[Tensor], handle: Sequence[Tensor], tokens: int) -> list[Tensor]:
         from moefuse.kernels.triton.provide import symm
@@ -118,10 +121,10 @@ class _Symm:
             return [r.clone() for r in rows]
         spans = regions(rows, took.shape[0])
         held = buffers(group, took.device, spans[-1])
-        for part, at in zip(rows, spans, strict=False):
-            symm.put_rows(held, part.contiguous(), took, at)
-        held.barrier()
-        most = took.shape[0] // group.size
+        rows, most = [r.contiguous() for r in rows], took.shape[0] // group.size
+        for number, part in enumerate(rows, 1):
+            symm.put_rows(held, part, took, spans[number - 1], most, group.rank, last=number == len(rows))
+        symm.wait(held, group.size)
         return [symm.pull_sums(held, part, to, at, most, group) for part, at in zip(rows, spans, strict=False)]
 
 

@@ -1,0 +1,45 @@
+"""The kernels that move rows between GPUs compile for every target, without spills, and move 16 bytes at a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.triton.test_compiled import SHARED, spills
+
+INTEGERS = dict.fromkeys(("T", "M", "E", "N", "slots", "rank", "K"), "i32") | dict.fromkeys(("set_bytes", "at_w", "at_ids", "at"), "i64")
+TENSORS = {
+    **dict.fromkeys(("x", "own_x", "rows", "own", "out"), "*bf16"),
+    **dict.fromkeys(("w", "own_w"), "*fp32"),
+    **dict.fromkeys(("ids", "own_ids", "place", "turn", "took"), "*i32"),
+    **{"memory": "*u8", "bases": "*i64", "to": "*i64"},
+}
+SIZES = {"FX": 2048, "FW": 8, "BX": 2048, "BW": 8, "BK": 8, "WORLD": 8, "F": 2048, "B": 2048}
+FLAGS = {"TABLE": True, "WEIGHTS": True, "LAST": True, "SOME": True}
+
+
+@pytest.mark.parametrize("arch", [a for a in SHARED if a != 89])
+@pytest.mark.parametrize("name", ["put_tokens", "wait", "pull_tokens", "put_rows", "pull_rows", "pull_sums"])
+def test_compiles(name: str, arch: int | str, tmp_path: Path) -> None:
+    import triton
+    import triton.language as tl
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from moefuse.kernels.triton.device import symm
+
+    kernel = getattr(symm, name)
+    known: dict[str, Any] = {**SIZES, **FLAGS, "WIDE": tl.float32, "WAIT": 2 if isinstance(arch, str) else 1}
+    constants = {n: known[n] for n in kernel.arg_names if n in known}
+    signature = {n: "constexpr" if n in constants else TENSORS.get(n) or INTEGERS[n] for n in kernel.arg_names}
+    # What the launcher finds: pointers and sizes of buffers are multiples of sixteen.
+    aligned = {n for n in kernel.arg_names if n in TENSORS or INTEGERS.get(n) == "i64"}
+    attributes = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(kernel.arg_names) if n in aligned}
+    target = GPUTarget("hip", arch, 64) if isinstance(arch, str) else GPUTarget("cuda", arch, 32)
+    options = {"num_warps": 1 if name == "wait" else 4}
+    compiled = triton.compile(ASTSource(kernel, signature, constants, attributes), target=target, options=options)
+    assert spills(compiled, arch, tmp_path) == 0
+    if arch == 90 and name != "wait":
+        assert "ld.global.v4" in compiled.asm["ptx"] or "ld.global.v2.b64" in compiled.asm["ptx"], "rows are read in small pieces"
