@@ -6,7 +6,9 @@
 ``layer``: Qwen3-30B-A3B's block (128 experts, 8 a token), T tokens on each rank, outputs checked against the block with all experts;
 times of CUDA graphs, all implementations in turns. ``replicated``: every rank has all experts, and nothing travels. ``train``: forward,
 backward and fused AdamW of a few layers; ``fsdp``: FSDP2 shards everything and gathers experts layer by layer; ``fsdp+ep``: FSDP2 for the
-rest, on the same mesh, experts by ``moefuse.parallelize``; memory per rank. Figures are the slowest rank's.
+rest, on the same mesh, experts by ``moefuse.parallelize``; memory per rank. ``model``: 16 layers of Qwen3-30B-A3B, prefill and decode by
+transformers' ``generate`` with a static cache, each rank with a batch of its own. ``hf all_to_all``: transformers' own expert parallelism,
+which waits for the host, on its grouped products, eager and under Inductor. Figures are the slowest rank's.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import functools
 import gc
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -78,13 +81,96 @@ def layers(args: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> 
                 error = ((out - wanted).float().norm() / wanted.float().norm()).item()
                 assert error < 0.02, f"{name}: {error}"
                 calls[name] = _graphed(run, x) if device.type == "cuda" and name not in WAITS else functools.partial(run, x)
-        candidates = {n: (c, PER_GRAPH if device.type == "cuda" and n not in WAITS else 1) for n, c in calls.items()}
+                calls[f"{name}, launched"] = functools.partial(run, x)
+        with told("hf all_to_all"):
+            theirs = transformers_own(whole, mesh, device)
+            out = theirs(x)
+            out = out[0] if isinstance(out, tuple) else out
+            assert ((out - wanted).float().norm() / wanted.float().norm()).item() < 0.02
+            calls["hf all_to_all, launched"] = functools.partial(theirs, x)
+            torch._dynamo.reset()
+            faster = torch.compile(theirs)
+            faster(x)
+            calls["hf all_to_all + inductor, launched"] = functools.partial(faster, x)
+        graphs = device.type == "cuda"
+        candidates = {n: (c, PER_GRAPH if graphs and n not in WAITS and "launched" not in n else 1) for n, c in calls.items()}
         times = in_turns(candidates, rounds=args.rounds)
         for name, found in times.items():
             ratio = summary([a / b for a, b in zip(times["replicated"], found, strict=True)])
             results.append({"what": "layer", "T": tokens, "impl": name, "us": summary(found), "over_replicated": ratio["median"]})
         say(tokens, {n: f"{summary(t)['median']:.1f} us" for n, t in times.items()})
         del calls, model, run
+        gc.collect()
+    return results
+
+
+def transformers_own(whole: nn.Module, mesh: DeviceMesh, device: torch.device) -> nn.Module:
+    """The block with this rank's experts and transformers' all-to-all around them (from 5.20 on)."""
+    from transformers.distributed.expert_parallel import AllToAllEP
+
+    made = copy.deepcopy(whole)
+    experts: Any = made.experts
+    count, rank, world = experts.num_experts, mesh.get_local_rank(), mesh.size()
+    for name, parameter in list(experts.named_parameters()):
+        setattr(experts, name, nn.Parameter(parameter.detach().chunk(world)[rank].clone(), requires_grad=False))
+    experts.num_experts, experts._is_expert_parallel = count // world, True
+    experts.config._experts_implementation = "grouped_mm"
+    alone = init_device_mesh(device.type, (world, 1), mesh_dim_names=("all", "one"))["one"]
+    exchange = AllToAllEP(experts, mesh, alone)
+    experts.forward = lambda x, ids, weights: exchange(x, ids, weights).to(x.dtype)
+    return made
+
+
+@torch.no_grad()
+def models(args: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> list[dict[str, Any]]:
+    """Prefill and decode; every rank has ``batch`` sequences of its own."""
+    from transformers import CompileConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    sizes = {**(TINY if args.tiny else FULL), "num_hidden_layers": args.layers, "norm_topk_prob": True, "mlp_only_layers": []}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    full = {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936}
+    config = Qwen3MoeConfig(**sizes, **(heads | {"vocab_size": 512} if args.tiny else full))
+    results = []
+    for name in ("replicated", *args.transports):
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        torch.set_default_dtype(torch.bfloat16 if device.type == "cuda" else torch.float32)
+        with device:
+            model = Qwen3MoeForCausalLM(config).eval()
+        torch.set_default_dtype(torch.float32)
+        model.set_experts_implementation("grouped_mm")
+        if name != "replicated":
+            moefuse.parallelize(model, mesh, max_tokens="equal", transport=name)
+        held = torch.cuda.memory_allocated() / 2**30 if device.type == "cuda" else 0.0
+        with told(f"prefill {name}"):
+            run = torch.compile(model, backend="moefuse", dynamic=False)
+            for tokens in args.prefill:
+                ids = torch.randint(0, config.vocab_size, (1, tokens), device=device)
+                call = functools.partial(run, ids, use_cache=False, logits_to_keep=1)
+                found = summary(in_turns({name: (call, 1)}, rounds=5, repeats=3)[name])
+                results.append({"what": "prefill", "impl": name, "tokens": tokens, "us": found, "held_gib": held})
+                say(results[-1])
+        settings = {"cache_implementation": "static", "compile_config": CompileConfig(backend="moefuse", fullgraph=False)}
+        for batch in args.batch:
+            with told(f"decode {name} {batch}"):
+                torch._dynamo.reset()
+                ids = torch.randint(0, config.vocab_size, (batch, 32), device=device)
+
+                def generate(count: int, ids: Tensor = ids, model: Any = model, settings: dict[str, Any] = settings) -> float:
+                    dist.barrier()
+                    begin = time.perf_counter()
+                    model.generate(ids, max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0, **settings)
+                    if device.type == "cuda":
+                        torch.cuda.synchronize()
+                    return time.perf_counter() - begin
+
+                generate(48)
+                generate(48)
+                deltas = torch.tensor([generate(48) - generate(4) for _ in range(3)], device=device)
+                dist.all_reduce(deltas, dist.ReduceOp.MAX)
+                results.append({"what": "decode", "impl": name, "batch": batch, "us_per_token": deltas.median().item() / 44 * 1e6})
+                say(results[-1])
+        del model
         gc.collect()
     return results
 
@@ -171,7 +257,7 @@ def train(args: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> l
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("parts", nargs="+", choices=["layer", "train"])
+    parser.add_argument("parts", nargs="+", choices=["layer", "train", "model"])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--tokens", type=int, nargs="*", default=list(TOKENS))
@@ -179,6 +265,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--sequence", type=int, default=4096)
+    parser.add_argument("--prefill", type=int, nargs="*", default=[512, 4096])
+    parser.add_argument("--batch", type=int, nargs="*", default=[1, 8, 32])
     parser.add_argument("--commit", default="")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -189,6 +277,8 @@ def main() -> None:
         results += layers(args, mesh, device)
     if "train" in args.parts:
         results += train(args, mesh, device)
+    if "model" in args.parts:
+        results += models(args, mesh, device)
     if args.out and dist.get_rank() == 0:
         info = head("us, the slowest rank's; layer: per call in a CUDA graph", "torchrun benchmarks/parallel.py", args.commit)
         args.out.write_text(by_line(info, "results", results))
