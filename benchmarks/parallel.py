@@ -142,8 +142,9 @@ def models(args: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> 
         if name != "replicated":
             moefuse.parallelize(model, mesh, max_tokens="equal", transport=name)
         held = torch.cuda.memory_allocated() / 2**30 if device.type == "cuda" else 0.0
+        say(name, "made", held)
         with told(f"prefill {name}"):
-            run = torch.compile(model, backend="moefuse", dynamic=False)
+            run = torch.compile(model, backend="moefuse", dynamic=False, options={"verify": "off"})
             for tokens in args.prefill:
                 ids = torch.randint(0, config.vocab_size, (1, tokens), device=device)
                 call = functools.partial(run, ids, use_cache=False, logits_to_keep=1)

@@ -782,20 +782,18 @@ def coalesced(group: Any, device: torch.device) -> contextlib.AbstractContextMan
     return found
 
 
-def symmetric(size: int, device: torch.device, group: Any) -> tuple[torch.Tensor, torch.Tensor, Any]:
+def symmetric(size: int, device: torch.device, group: Any) -> tuple[torch.Tensor, torch.Tensor, Callable[[], None]]:
     """Memory that the ranks of a group can read from each other; a collective call, and not for CUDA graphs.
 
     Returns:
-        This rank's ``size`` bytes, zeros; the addresses [P] of all ranks' ones; and what has to be kept as long as they are used.
+        This rank's ``size`` bytes, the addresses [P] of all ranks' ones, and a barrier of the group on the current stream.
     """
     from torch.distributed import _symmetric_memory
 
-    memory = _symmetric_memory.empty(size, dtype=torch.uint8, device=device).zero_()
+    memory = _symmetric_memory.empty(size, dtype=torch.uint8, device=device)
     handle = _symmetric_memory.rendezvous(memory, group)
     bases = torch.tensor([int(p) for p in handle.buffer_ptrs], dtype=torch.int64, device=device)
-    handle.barrier(channel=0)  # nobody reads before all have zeros
-    torch.cuda.synchronize(device)
-    return memory, bases, handle
+    return memory, bases, lambda: handle.barrier(channel=0)
 
 
 def when_backward_ends(call: Callable[[], None]) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from moefuse.parallel.placement import placed
-from moefuse.runtime.transports.symm import HEAD, Buffers, regions
+from moefuse.runtime.transports.symm import Buffers, regions
 
 SIZE = 1 << 14
 H, K, E = 5, 2, 7
@@ -27,9 +27,9 @@ class Group:
 
 def memories(world: int, sets: int = 2) -> list[Buffers]:
     """A buffer for each rank, full of NaN. ``sets=1``: both are the same memory."""
-    memory = [torch.full((HEAD + 2 * SIZE,), 0xFF, dtype=torch.uint8) for _ in range(world)]
+    memory = [torch.full((2 * SIZE,), 0xFF, dtype=torch.uint8) for _ in range(world)]
     bases = torch.tensor([m.data_ptr() for m in memory], dtype=torch.int64)
-    return [Buffers(m, bases, torch.zeros(3, dtype=torch.int32), SIZE if sets == 2 else 0) for m in memory]
+    return [Buffers(m, bases, torch.zeros(2, dtype=torch.int32), SIZE if sets == 2 else 0, lambda: None) for m in memory]
 
 
 class Layer:
@@ -78,7 +78,7 @@ class Layer:
     def put_back(self) -> None:
         from moefuse.kernels.triton.provide import symm
 
-        symm.put_rows(self.held, self.y, self.took, 0, self.most, self.group.rank, last=True)
+        symm.put_rows(self.held, self.y, self.took, 0, self.most, self.group.rank)
 
     def sums(self) -> None:
         from moefuse.kernels.triton.provide import symm
@@ -156,7 +156,7 @@ def test_rows_of_any_dtype_are_moved(dtype: torch.dtype) -> None:
     rows = [torch.randint(0, 7, (3, 4)).to(dtype) for _ in range(2)]
     took = [torch.tensor([1, 0, 1, 1, 1, 0], dtype=torch.int32), torch.tensor([0, 1, 1, 0, 1, 1], dtype=torch.int32)]
     for mine, buffer in zip(rows, held, strict=True):
-        symm.put_rows(buffer, mine, None, 256, 3, 0, last=True)
+        symm.put_rows(buffer, mine, None, 256, 3, 0)
     every = torch.cat([r.float() for r in rows])
     for rank, (taken, buffer) in enumerate(zip(took, held, strict=True)):
         found = symm.pull_rows(buffer, rows[rank], taken, 256, 3, Group(rank, 2))  # type: ignore[arg-type]
@@ -170,7 +170,7 @@ def test_sums_are_rounded_once() -> None:
 
     held = memories(3)
     for value, buffer in zip((1.0, 2**-9, 2**-9), held, strict=True):
-        symm.put_rows(buffer, torch.full((3, 4), value, dtype=torch.bfloat16), None, 0, 1, 0, last=True)
+        symm.put_rows(buffer, torch.full((3, 4), value, dtype=torch.bfloat16), None, 0, 1, 0)
     to = torch.tensor([7], dtype=torch.int64)
     found = symm.pull_sums(held[1], torch.full((3, 4), 2**-9, dtype=torch.bfloat16), to, 0, 1, Group(1, 3))  # type: ignore[arg-type]
     assert torch.equal(found, torch.full((1, 4), 1 + 2**-8).bfloat16())

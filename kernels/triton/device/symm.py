@@ -1,11 +1,11 @@
 """Rows between GPUs of one host, through memory that each rank lets the others read (``moefuse/runtime/transports/symm.py``).
 
-A transfer has three kernels on each rank. One *puts* rows into a buffer of its own; its last program writes the number of the transfer to
-``done``, in front of the buffer, released to the system. One of a single program *waits* for that number of all ranks: it leaves the
-device to what others may be waiting for, NCCL's kernels for instance. One *pulls* what this rank needs. There are two sets of buffers. A
-rank may write to a set again when all have read it: they have, for it has waited for their puts of the transfer in between, which come
-after their pulls of this one. Transfers are counted on the device, so that a CUDA graph may be replayed between other calls: ``turn`` is
-[next, current, programs that came]; puts read the first and write the second, pulls the other way round.
+A transfer is two kernels on each rank with a barrier of all ranks between them: one *puts* rows into a buffer of its own, one *pulls*
+from those of the others what this rank needs. (Waiting inside of the pull would hold the device against what others may be waiting for,
+NCCL's kernels for instance; and a signal from each put instead of the barrier was measured to be no faster.) There are two sets of
+buffers. A rank may write to a set again when all have read it: they have, once they came to the barrier of the transfer in between.
+Transfers are counted on the device, so that a CUDA graph may be replayed between other calls: ``turn`` is [next, current]; puts read the
+first and write the second, pulls the other way round.
 
 P ranks, M the most rows of any; row t of rank r arrives as r * M + t. ``took`` [P * M]: whether this rank has an expert of a row; ``to``
 [T]: the ranks that have one of a token, a bit each. ``bases`` [P]: where each rank's memory is; a rank's own rows are read where they are.
@@ -13,9 +13,6 @@ P ranks, M the most rows of any; row t of rank r arrives as r * M + t. ``took`` 
 
 import triton
 import triton.language as tl
-
-HEAD: tl.constexpr = tl.constexpr(256)
-"""Bytes in front of the sets."""
 
 
 @triton.jit
@@ -29,19 +26,7 @@ def _mine(memory, turn, set_bytes):
     now = tl.load(turn)
     if tl.program_id(0) == 0:
         tl.store(turn + 1, now)
-    return memory + HEAD + (now & 1).to(tl.int64) * set_bytes
-
-
-@triton.jit
-def _put_done(memory, turn, LAST: tl.constexpr):
-    """Tell the others, once all programs of the last kernel of this put have come here."""
-    if LAST:
-        tl.debug_barrier()
-        came = tl.atomic_add(turn + 2, 1, sem="acq_rel", scope="sys")
-        if came == tl.num_programs(0) - 1:
-            tl.store(turn + 2, 0)
-            now = tl.load(turn)
-            tl.atomic_xchg(memory.to(tl.pointer_type(tl.int32)), now + 1, sem="release", scope="sys")
+    return memory + (now & 1).to(tl.int64) * set_bytes
 
 
 @triton.jit
@@ -54,28 +39,10 @@ def _now(turn):
 
 
 @triton.jit
-def _seen(done, WAIT: tl.constexpr):
-    """What a rank wrote to ``done``, and with it all that it wrote before."""
-    if WAIT == 1:
-        return tl.inline_asm_elementwise("ld.global.acquire.sys.b32 $0, [$1];", "=r,l", [done], dtype=tl.int32, is_pure=False, pack=1)
-    return tl.atomic_add(done, 0, sem="acquire", scope="sys")
-
-
-@triton.jit
-def wait(bases, turn, WORLD: tl.constexpr, WAIT: tl.constexpr):
-    """One program: until all ranks have put. WAIT: 1 on NVIDIA GPUs, 2 elsewhere."""
-    now = tl.load(turn + 1)
-    for r in range(WORLD):
-        done = tl.load(bases + r).to(tl.pointer_type(tl.int32))
-        while _seen(done, WAIT) - now < 1:  # numbers may wrap
-            pass
-
-
-@triton.jit
 def _theirs(bases, r, now, set_bytes):
     """Rank r's set, for reading."""
     base = tl.multiple_of(tl.load(bases + r).to(tl.pointer_type(tl.uint8)), 256)
-    return base + HEAD + (now & 1).to(tl.int64) * set_bytes
+    return base + (now & 1).to(tl.int64) * set_bytes
 
 
 @triton.jit
@@ -89,7 +56,7 @@ def _copy(source, target, live, F: tl.constexpr, B: tl.constexpr):
 @triton.jit(do_not_specialize=["T", "M"])
 def put_tokens(
     x, w, ids, place, memory, turn, to, T, M, E, slots, set_bytes, at_w, at_ids, K,
-    TABLE: tl.constexpr, WEIGHTS: tl.constexpr, LAST: tl.constexpr, FX: tl.constexpr, FW: tl.constexpr,
+    TABLE: tl.constexpr, WEIGHTS: tl.constexpr, FX: tl.constexpr, FW: tl.constexpr,
     BX: tl.constexpr, BW: tl.constexpr, BK: tl.constexpr, WORLD: tl.constexpr,
 ):  # fmt: skip
     """Program t < M: token x [T, FX], routing weights w [T, FW] and ids [T, K] (of no expert from T on), and who has one of its experts."""
@@ -110,7 +77,6 @@ def put_tokens(
         _copy(x + t * FX, base.to(tl.pointer_type(x.dtype.element_ty)) + t * FX, live, FX, BX)
         if WEIGHTS:
             _copy(w + t * FW, (base + at_w).to(tl.pointer_type(w.dtype.element_ty)) + t * FW, live, FW, BW)
-    _put_done(memory, turn, LAST)
 
 
 @triton.jit(do_not_specialize=["T", "M", "rank"])
@@ -157,7 +123,7 @@ def _local(e, ids, place, took, E, slots, rank, K, TABLE: tl.constexpr, BK: tl.c
 
 
 @triton.jit(do_not_specialize=["N", "M", "rank"])
-def put_rows(rows, took, memory, turn, N, M, rank, set_bytes, at, SOME: tl.constexpr, LAST: tl.constexpr, F: tl.constexpr, B: tl.constexpr):
+def put_rows(rows, took, memory, turn, N, M, rank, set_bytes, at, SOME: tl.constexpr, F: tl.constexpr, B: tl.constexpr):
     """Program j: row j of ``rows`` [N, F]. SOME: N is P * M, and only those rows go that others have asked for (``took``)."""
     j = tl.program_id(0).to(tl.int64)
     base = _mine(memory, turn, set_bytes)
@@ -166,7 +132,6 @@ def put_rows(rows, took, memory, turn, N, M, rank, set_bytes, at, SOME: tl.const
         live = (tl.load(took + j, mask=live, other=0) > 0) & (j // M != rank)
     if live:
         _copy(rows + j * F, (base + at).to(tl.pointer_type(rows.dtype.element_ty)) + j * F, True, F, B)
-    _put_done(memory, turn, LAST)
 
 
 @triton.jit(do_not_specialize=["N", "M", "rank"])

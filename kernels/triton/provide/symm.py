@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from moefuse.runtime.groups import Group
     from moefuse.runtime.transports.symm import Buffers
 
-HEAD = symm.HEAD.value
 _BLOCK = 2048
 """Elements that a program has in flight."""
 
@@ -31,16 +30,11 @@ def put_tokens(
     symm.put_tokens[(most,)](
         x, w, ids, _table(place, ids), held.memory, held.turn, to, ids.shape[0], most, _experts(place), max(slots, 1),
         held.set_bytes, spans[1] if len(rows) > 1 else 0, spans[-1], ids.shape[1],
-        TABLE=place is not None, WEIGHTS=len(rows) > 1, LAST=len(rows) <= 2, **_blocks(x, w, ids), WORLD=world, num_warps=4,
+        TABLE=place is not None, WEIGHTS=len(rows) > 1, **_blocks(x, w, ids), WORLD=world, num_warps=4,
     )  # fmt: skip
     for i in range(2, len(rows)):
-        put_rows(held, rows[i], None, spans[i], most, 0, last=i == len(rows) - 1)
+        put_rows(held, rows[i], None, spans[i], most, 0)
     return to
-
-
-def wait(held: Buffers, world: int) -> None:
-    """For all ranks' rows, on the current stream."""
-    symm.wait[(1,)](held.bases, held.turn, WORLD=world, WAIT=held.wait, num_warps=1)
 
 
 def pull_tokens(
@@ -62,12 +56,12 @@ def pull_tokens(
     return every, local, took
 
 
-def put_rows(held: Buffers, rows: Tensor, took: Tensor | None, at: int, most: int, rank: int, *, last: bool) -> None:
-    """Rows [N, F] into the buffer; with ``took`` [P * M] those of N = P * M that others want. ``last``: of this transfer."""
+def put_rows(held: Buffers, rows: Tensor, took: Tensor | None, at: int, most: int, rank: int) -> None:
+    """Rows [N, F] into the buffer; with ``took`` [P * M] those of N = P * M that others want."""
     flat = _bits(rows)
     symm.put_rows[(max(flat.shape[0], 1),)](
         flat, held.turn if took is None else took, held.memory, held.turn, flat.shape[0], most, rank, held.set_bytes, at,
-        SOME=took is not None, LAST=last, F=flat.shape[1], B=_block(flat), num_warps=4,
+        SOME=took is not None, F=flat.shape[1], B=_block(flat), num_warps=4,
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Rows through memory that GPUs of one host read from each other: three kernels a way, and nothing waits for the host.
+"""Rows through memory that GPUs of one host read from each other: two kernels and a barrier a way, nothing waits for the host.
 
 For static numbers of tokens (``max_tokens``), so that buffers are sized before: they belong to a mesh and a device, come into being at
 the first call outside of a CUDA graph, on all ranks alike, and stay where they are, since graphs know their addresses. A row goes to a
@@ -11,9 +11,8 @@ torch.distributed._symmetric_memory; the kernels of meta-pytorch/kraken and torc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -24,27 +23,26 @@ from moefuse.runtime.groups import Group, Terms
 from moefuse.runtime.transports.base import Dispatched, most_tokens
 
 _ALIGN = 256
-HEAD = 256
 """Bytes."""
 
 
 @dataclass
 class Buffers:
-    """Two sets of a rank's memory behind a head of 256 bytes, and the addresses of its peers'.
+    """Two sets of a rank's memory and the addresses of its peers'.
 
     Attributes:
         bases: [P] int64, of every rank's memory.
-        turn: [3] int32, transfers counted on the device.
-        keeps: what has to live as long: torch's handle, and buffers that older graphs know.
-        wait: how kernels wait for others, 1 on NVIDIA GPUs, 2 elsewhere.
+        turn: [2] int32, transfers counted on the device.
+        barrier: of all ranks, on the current stream.
+        older: buffers that older graphs know.
     """
 
     memory: Tensor
     bases: Tensor
     turn: Tensor
     set_bytes: int
-    keeps: list[Any] = field(default_factory=list)
-    wait: int = 1
+    barrier: Callable[[], None]
+    older: Buffers | None = None
 
 
 _buffers: dict[tuple[str, torch.device], Buffers] = {}
@@ -64,14 +62,13 @@ def buffers(group: Group, device: torch.device, needed: int) -> Buffers:
     size = 1 << (needed - 1).bit_length()
     torch.cuda.synchronize(device)
     try:
-        memory, bases, handle = _torch_private.symmetric(HEAD + 2 * size, device, group.process_group)
+        memory, bases, barrier = _torch_private.symmetric(2 * size, device, group.process_group)
     except (RuntimeError, AttributeError, ImportError) as error:
         raise ParallelError(
             f"transport='symm' needs GPUs that can read each other's memory, and torch's symmetric memory ({error}): use 'allgather'"
         ) from error
-    keeps = [handle] if known is None else [handle, known]
-    turn = torch.zeros(3, dtype=torch.int32, device=device)
-    _buffers[group.name, device] = Buffers(memory, bases, turn, size, keeps, 1 if torch.version.hip is None else 2)
+    turn = torch.zeros(2, dtype=torch.int32, device=device)
+    _buffers[group.name, device] = Buffers(memory, bases, turn, size, barrier, known)
     return _buffers[group.name, device]
 
 
@@ -94,7 +91,7 @@ class _Symm:
         held = buffers(group, ids.device, spans[-1] + most * ids.shape[1] * 8)
         rows, ids = [r.contiguous() for r in rows], ids.contiguous()
         to = symm.put_tokens(held, rows, ids, place, slots, spans, most, group.size)
-        symm.wait(held, group.size)
+        held.barrier()
         every, local, took = symm.pull_tokens(held, rows, ids, place, slots, spans, most, group)
         return Dispatched(every, local, [took, to], local=True)
 
@@ -108,9 +105,9 @@ class _Symm:
         spans = regions(rows, most)
         held = buffers(group, took.device, spans[-1])
         rows = [r.contiguous() for r in rows]
-        for number, mine in enumerate(rows, 1):
-            symm.put_rows(held, mine, None, spans[number - 1], most, group.rank, last=number == len(rows))
-        symm.wait(held, group.size)
+        for mine, at in zip(rows, spans, strict=False):
+            symm.put_rows(held, mine, None, at, most, group.rank)
+        held.barrier()
         return [symm.pull_rows(held, mine, took, at, most, group) for mine, at in zip(rows, spans, strict=False)]
 
     def give_back(self, terms: Terms, rows: Sequence[Tensor], handle: Sequence[Tensor], tokens: int) -> list[Tensor]:
@@ -122,9 +119,9 @@ class _Symm:
         spans = regions(rows, took.shape[0])
         held = buffers(group, took.device, spans[-1])
         rows, most = [r.contiguous() for r in rows], took.shape[0] // group.size
-        for number, part in enumerate(rows, 1):
-            symm.put_rows(held, part, took, spans[number - 1], most, group.rank, last=number == len(rows))
-        symm.wait(held, group.size)
+        for part, at in zip(rows, spans, strict=False):
+            symm.put_rows(held, part, took, at, most, group.rank)
+        held.barrier()
         return [symm.pull_sums(held, part, to, at, most, group) for part, at in zip(rows, spans, strict=False)]
 
 
