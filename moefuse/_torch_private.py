@@ -801,6 +801,16 @@ def when_backward_ends(call: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
+def not_for_ddp(model: torch.nn.Module, parameters: Iterable[tuple[torch.nn.Module, str]]) -> None:
+    """Let ``DistributedDataParallel`` of a model leave these Parameters (module, name) alone, beside those it was told to ignore before."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    paths = {id(module): path for path, module in model.named_modules()}
+    names = [f"{paths[id(module)]}.{name}".lstrip(".") for module, name in parameters]
+    known = getattr(model, "_ddp_params_and_buffers_to_ignore", [])
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [*dict.fromkeys([*known, *names])])
+
+
 def inlined_only(function: Any) -> None:
     """Dynamo traces a function where compiled code calls it, and leaves it alone where eager code does."""
     from torch._dynamo.eval_frame import skip_code

@@ -12,14 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
+from moefuse import _torch_private
 from moefuse.errors import ParallelError
 from moefuse.parallel import copies, views
 from moefuse.parallel.cost import cheapest
 from moefuse.parallel.find import Site, experts_of, parameters_of
 from moefuse.parallel.placement import Placement, placed
-from moefuse.parallel.shard import Slices, Where, shard
+from moefuse.parallel.shard import Slices, Where, shard, sharded_names
 from moefuse.parallel.units import Cut, cuts_of
 from moefuse.runtime import groups
 from moefuse.runtime.groups import Grads, Most, Split, Terms, Tokens
@@ -51,6 +51,18 @@ class Plan:
     """What :func:`parallelize` decided, the same on every rank but for which experts are here."""
 
     layers: tuple[Layer, ...] = field(default=())
+    _held: tuple[tuple[nn.Module, str], ...] = field(default=(), repr=False, compare=False)
+
+    @property
+    def parameters(self) -> set[nn.Parameter]:
+        """The sharded Parameters of experts: ``fully_shard(block, mesh=mesh, ignored_params=plan.parameters)``."""
+        return {parameter for module, name in self._held if (parameter := module._parameters[name]) is not None}
+
+    def param_groups(self, model: nn.Module) -> list[dict[str, Any]]:
+        """All Parameters in two groups, experts and the rest, for optimizers that refuse both in one call: ``foreach``, ``fused``."""
+        experts = self.parameters
+        rest = [p for p in model.parameters() if p not in experts]
+        return [{"params": rest}, {"params": [p for p in model.parameters() if p in experts]}]
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.layers))
@@ -129,12 +141,14 @@ def parallelize(
         where = _where(grid.mesh, roles, terms, place, cuts[number] if cuts else None)
         shard(site, where)
         if terms[0].averages:
-            held = [p for p in site.module._parameters.values() if p is not None and isinstance(p.data, DTensor)]
-            copies.average([(site.layer or site.name, p) for p in held], grid.others, count)
+            ours = [site.module._parameters[name] for name in sharded_names(site.module)]
+            copies.average([(site.layer or site.name, p) for p in ours if p is not None], grid.others, count)
         layers.append(Layer(site.layer or site.name, place, where.mine, terms))
     for layer in dict.fromkeys(site.layer for site in sites):
         views.gathering_once(model.get_submodule(layer))
-    return Plan(tuple(layers))
+    held = tuple(dict.fromkeys((site.module, name) for site in sites for name in sharded_names(site.module)))
+    _torch_private.not_for_ddp(model, held)
+    return Plan(tuple(layers), held)
 
 
 def _roles(experts: object) -> tuple[str, ...]:

@@ -187,6 +187,11 @@ def stacked_name(path: str) -> str:
     return "stacked_" + path.replace(".", "_")
 
 
+def sharded_names(module: nn.Module) -> list[str]:
+    """Of a module whose experts are sharded: its own Parameters of which ranks hold parts."""
+    return [name for name, parameter in module._parameters.items() if parameter is not None and isinstance(parameter.data, DTensor)]
+
+
 def _like(new: nn.Parameter, old: nn.Parameter) -> nn.Parameter:
     """With the attributes that a library has put on the old one."""
     new.__dict__.update(old.__dict__)
