@@ -15,6 +15,8 @@ from pathlib import Path
 Fit = tuple[float, float, float]
 """(latency, factor, exponent), in microseconds and bytes."""
 
+_MANY = 1024
+"""Tokens of a rank below which weights never travel: full ones take memory, and few microseconds are no reason for that."""
 _TABLE = Path(__file__).with_name("links.json")
 
 
@@ -75,7 +77,9 @@ def cheapest(tokens: int | None, row: int, experts: int, world: int, hosts: int)
     """
     if hosts > 1:
         return "all_to_all"
+    if tokens is None or tokens < _MANY or world == 1:
+        return "allgather"
     # In training tokens travel four times and gathered weights three times; in inference it is two and one.
-    if tokens is not None and world > 1 and 2 * tokens_us(tokens, row, world) > 3 * weights_us(experts, world):
+    if 2 * tokens_us(tokens, row, world) > 3 * weights_us(experts, world):
         return "gather"
     return "allgather"

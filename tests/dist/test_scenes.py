@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from tests.dist import layers, scenes
+from tests.dist import layers, scenes, wrapped
 from tests.dist.workers import Workers
 
 ROOT = Path(__file__).parent.parent.parent
@@ -48,6 +48,23 @@ def test_a_checkpoint_of_one_process(two: Workers, kind: type[nn.Module], how: s
 def test_one_all_reduce_for_each_layer(two: Workers, experts: str) -> None:
     """Routed and shared experts where all ranks have the same tokens: what is whole is added behind the one reduction."""
     assert two.run(scenes.collectives_of_a_call, experts) == [["all_reduce"] * 2] * 2
+
+
+WRAPPED = [
+    (layers.Stacked, "fsdp", {"fused": True}),
+    (layers.Listed, "fsdp", {"foreach": True}),
+    (layers.Stacked, "ddp", {"foreach": True}),
+    (layers.Listed, "ddp", {"fused": True}),
+]
+
+
+@pytest.mark.parametrize(("kind", "around", "settings"), WRAPPED)
+def test_data_parallelism_of_the_rest(two: Workers, kind: type[nn.Module], around: str, settings: dict[str, Any]) -> None:
+    """FSDP2 on the same mesh and DDP, with optimizers that refuse Parameters of two kinds in one call: as one process."""
+    for outs, grads, fused in two.run(wrapped.trained, kind, around, settings):
+        assert outs <= 1e-5
+        assert grads <= 1e-6
+        assert fused >= 2
 
 
 def test_weights_are_read_live(two: Workers) -> None:
