@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -16,14 +17,14 @@ _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tenso
 
 def all_gather(every: Tensor, mine: Tensor, group: Any) -> None:
     """[N, ...] of each of P ranks, in their order, into [P * N, ...]."""
-    _gather(every, mine, group=group)
+    _gather(_bytes(every), _bytes(mine), group=group)
 
 
 def all_gathers(pairs: Sequence[tuple[Tensor, Tensor]], group: Any) -> None:
     """Several of (every, mine), in one launch where the backend can."""
     with _torch_private.coalesced(group, pairs[0][1].device) if len(pairs) > 1 else contextlib.nullcontext():
         for every, mine in pairs:
-            _gather(every, mine, group=group)
+            _gather(_bytes(every), _bytes(mine), group=group)
 
 
 def all_to_all(every: Tensor, parts: Tensor, group: Any, come: list[int] | None = None, go: list[int] | None = None) -> None:
@@ -32,9 +33,14 @@ def all_to_all(every: Tensor, parts: Tensor, group: Any, come: list[int] | None 
     Args:
         come, go: rows from and to each rank; None for equally many.
     """
-    dist.all_to_all_single(every, parts, come, go, group=group)
+    dist.all_to_all_single(_bytes(every), _bytes(parts), come, go, group=group)
 
 
 def all_reduce(total: Tensor, group: Any) -> None:
     """The sum over ranks, in place."""
     dist.all_reduce(total, group=group)
+
+
+def _bytes(rows: Tensor) -> Tensor:
+    """The same memory; what is one byte wide as bytes, for no backend has every such dtype."""
+    return rows.view(torch.uint8) if rows.dtype.itemsize == 1 else rows
