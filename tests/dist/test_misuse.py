@@ -54,6 +54,13 @@ def test_roles_and_dimensions(mesh: DeviceMesh) -> None:
     refused(model, mesh, r"is for a mesh of 2 dimensions, e\.g\. mesh\['ep', 'tp'\]; this one has 1", experts=("ep", "tp"))
 
 
+def test_shared_memory(mesh: DeviceMesh) -> None:
+    model = layers.Model(layers.Stacked, 8)
+    refused(model, mesh, "transport='symm' has buffers of a fixed size: give max_tokens", transport="symm")
+    refused(model, mesh, "is for CUDA devices, and the mesh is of 'cpu': use 'allgather'", transport="symm", max_tokens=8)
+    refused(model, mesh, "transport='nvlink' is not legal; use 'auto' or 'allgather' or", transport="nvlink")
+
+
 def test_hidden_units_that_do_not_divide(mesh: DeviceMesh) -> None:
     """Twelve by four do, thirteen do not."""
     model = layers.Model(layers.Listed, 8)
