@@ -31,6 +31,7 @@ LATE = {
     "passes.lower.workspace_size": "Triton is not there on every machine",
     "pipeline": "a broken install of the passes must not break a program",
     "report": "a page alone needs what draws it",
+    "runtime.transports.symm": "Triton is not there on every machine",
     "tuning.warmup": "Triton is not there on every machine",
     "kernels.triton.tune.worker": "the process says that it is there before it loads Triton",
 }
