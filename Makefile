@@ -17,7 +17,7 @@ RULES := $(sort $(wildcard tests/null/test_rules_*.py))
 COVERED := --cov=moefuse --cov=passes
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo lint quick test test-transformers4 versions zoo-coverage kernels line-coverage gpu deep bench clean
+.PHONY: help venv demo lint quick test test-transformers4 versions zoo-coverage kernels line-coverage gpu deep dist-nightly bench clean
 
 help:
 	@echo "make venv   the environment, pinned, in $(VENV)"
@@ -32,6 +32,7 @@ help:
 	@echo "make gpu    the tests that need a CUDA device"
 	@echo "make lint   style and types only"
 	@echo "make deep   the tests again with many more generated programs"
+	@echo "make dist-nightly  programs on four ranks, many of them, beside one process"
 	@echo "make bench  benchmarks"
 
 venv: $(STAMP)
@@ -97,6 +98,9 @@ $(TRITON)/.installed: $(STAMP) requirements/triton.txt
 
 gpu: $(STAMP)
 	$(BIN)/python -m pytest tests/gpu -x -q
+
+dist-nightly: $(STAMP)
+	HYPOTHESIS_PROFILE=deep OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/dist/test_random.py -x -q
 
 deep: $(STAMP)
 	HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest tests/null tests/cpu -q

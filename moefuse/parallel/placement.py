@@ -51,8 +51,8 @@ class Placement:
 
     @property
     def in_order(self) -> bool:
-        """Whether the ranks' experts, one rank behind the other, are the experts in order: what ``Shard(0)`` of a DTensor means."""
-        return [e for rank in self.ranks for e in rank] == list(range(self.experts))
+        """Whether the ranks have the blocks that ``Shard(0)`` of a DTensor means, of equal sizes but for the last ones."""
+        return self.ranks == linear(self.experts, self.world).ranks
 
     def table(self) -> list[int]:
         """[E]: the slot of each expert."""

@@ -38,7 +38,8 @@ class View:
         """
         unit = math.prod(self.whole[axis + 1 :])
         first = self.start // unit % self.whole[axis]
-        moving = [d for d, (n, by) in enumerate(zip(self.sizes, self.strides, strict=True)) if n > 1 and unit <= abs(by) < unit * self.whole[axis]]
+        dims = enumerate(zip(self.sizes, self.strides, strict=True))
+        moving = [d for d, (n, by) in dims if n > 1 and unit <= abs(by) < unit * self.whole[axis]]
         if len(moving) > 1 or any(self.strides[d] % unit for d in moving):
             raise NotLocalError("its hidden units are not one dimension of the weights")
         if not moving:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch.fx import Node
@@ -155,7 +154,8 @@ class Spread(Lowering):
         groups = 2 if body.gating == "merged" else 1
         for projection, side in ((body.first, 0), (body.up, 0), (body.last, 1)):
             if projection is not None:
-                self.units[projection.weight] = (sorted(projection.weight.order).index(projection.weight.order[side]), groups * (1 - side) or 1)
+                order = projection.weight.order
+                self.units[projection.weight] = (sorted(order).index(order[side]), 1 if side else groups)
             if projection is not None and projection.bias is not None and not side:
                 self.units[projection.bias] = (-1, groups)
         return super().fused(body)

@@ -25,11 +25,14 @@ def test_training(two: Workers, kind: type[nn.Module]) -> None:
 
 
 HOW: dict[str, dict[str, Any]] = {"linear": {}, "round robin": {"placement": "round_robin"}, "slices": {"experts": "tp"}}
+HOW["a table"] = {"placement": [0, 0, 0, 0, 1, 1]}
+"""In order, but not in the blocks of a DTensor."""
 
 
-@pytest.mark.parametrize(
-    ("saved", "loaded"), [("linear", "linear"), ("linear", "slices"), ("round robin", "linear"), ("slices", "round robin")]
-)
+PAIRS = [("linear", "linear"), ("linear", "slices"), ("round robin", "linear"), ("slices", "round robin"), ("a table", "linear")]
+
+
+@pytest.mark.parametrize(("saved", "loaded"), PAIRS)
 @pytest.mark.parametrize("kind", [layers.Stacked, layers.Listed])
 def test_checkpoints(two: Workers, kind: type[nn.Module], saved: str, loaded: str, tmp_path: Path) -> None:
     """Of torch.distributed.checkpoint: with the keys of the model, good for another placement, and for one process, too."""

@@ -45,6 +45,12 @@ def test_round_robin() -> None:
     assert (found.slots, found.table(), found.in_order) == (3, [0, 3, 6, 1, 4, 7, 2], False)
 
 
+def test_blocks_of_other_sizes_are_not_those_of_a_dtensor() -> None:
+    """In order, three and one: ``Shard(0)`` of four would be two and two, so a checkpoint of it would be another model."""
+    assert not placed([0, 0, 0, 1], 4, 2).in_order
+    assert placed([0, 0, 1, 1], 4, 2).in_order
+
+
 def test_what_people_read() -> None:
     assert str(linear(8, 2)) == "0-3 | 4-7"
     assert str(round_robin(8, 2)) == "round robin"
