@@ -398,7 +398,7 @@ class Gathered(nn.Module):
         self.register_buffer("place", torch.arange(E, dtype=torch.int32))
 
     def forward(self, x: Tensor) -> Tensor:
-        whole = torch.ops.moefuse.gathered.default(self.w, self.place, E, "one/allgather/distinct/any/mean/linear")
+        whole = torch.ops.moefuse.gathered.default(self.w, self.place, E, "one/allgather/distinct/any/mean/linear/experts/1")
         return x @ whole.mean(0)  # at: experts-gathered
 
 
