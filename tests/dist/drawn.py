@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -159,7 +158,7 @@ def _average(model: nn.Module, same: bool, scale: float) -> None:
             parameter.grad *= scale
 
 
-def _by_name(model: nn.Module) -> Iterator[Any] | dict[str, Tensor]:
+def _by_name(model: nn.Module) -> dict[str, Tensor]:
     """Gradients by the names of one process's Parameters: the state of a model whose weights they are."""
     with torch.no_grad():
         for parameter in model.parameters():
