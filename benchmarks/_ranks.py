@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import os
-import statistics
+import platform
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from _timing import percentile, version
 
 PER_GRAPH = 10
 """Calls in a CUDA graph, so that its launch does not count."""
@@ -35,22 +38,6 @@ def say(*what: object) -> None:
     """Print on the first rank."""
     if dist.get_rank() == 0:
         print(*what, flush=True)
-
-
-def captured(call: Callable[[], object], per_graph: int = PER_GRAPH) -> Callable[[], object]:
-    """``per_graph`` calls as one CUDA graph."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            call()
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(per_graph):
-            call()
-    return graph.replay
 
 
 def in_turns(candidates: Mapping[str, tuple[Callable[[], object], int]], rounds: int = 15, repeats: int = 5) -> dict[str, list[float]]:
@@ -88,9 +75,14 @@ def _once(call: Callable[[], object], repeats: int) -> float:
 
 def summary(values: list[float]) -> dict[str, float]:
     """Median and the tenth and ninetieth percentile."""
-    ordered = sorted(values)
-    at = lambda share: ordered[min(int(share * len(ordered)), len(ordered) - 1)]  # noqa: E731
-    return {"p10": at(0.1), "median": statistics.median(ordered), "p90": at(0.9)}
+    return {name: percentile(values, share) for name, share in (("p10", 0.1), ("median", 0.5), ("p90", 0.9))}
+
+
+def leave() -> None:
+    """End the process at once: NCCL would wait for CUDA graphs that hold its collectives."""
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)
 
 
 @contextlib.contextmanager
@@ -104,14 +96,8 @@ def told(what: str) -> Iterator[None]:
 
 def head(unit: str, command: str, commit: str) -> dict[str, Any]:
     """Where and when a result was measured."""
-    import datetime
-    import importlib.metadata
-    import platform
-
     versions = {"torch": torch.__version__, "python": platform.python_version()}
-    for name in ("triton", "transformers"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[name] = importlib.metadata.version(name)
+    versions |= {name: found for name in ("triton", "transformers") if (found := version(name)) is not None}
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "cpu"
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     return {

@@ -77,6 +77,22 @@ def by_line(head: dict[str, Any], name: str, rows: list[Any]) -> str:
     return json.dumps(short(head))[:-1] + (", " if head else "") + f'"{name}": [\n  {lines}\n]}}\n'
 
 
+def captured(call: Callable[[], object], per_graph: int) -> Callable[[], object]:
+    """``per_graph`` calls as one CUDA graph."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(per_graph):
+            call()
+    return graph.replay
+
+
 def environment() -> dict[str, Any]:
     """Where and on what a result was measured."""
     model = next((line.split(":", 1)[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), platform.processor())
@@ -92,11 +108,11 @@ def environment() -> dict[str, Any]:
         "load_average": round(os.getloadavg()[0], 1),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "transformers": _version("transformers"),
+        "transformers": version("transformers"),
     }
 
 
-def _version(package: str) -> str | None:
+def version(package: str) -> str | None:
     """None where a package is not installed."""
     try:
         return importlib.metadata.version(package)

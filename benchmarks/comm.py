@@ -11,7 +11,6 @@ direction. At the end the cost model (``moefuse/parallel/cost.py``) is fitted wi
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,13 +22,13 @@ from torch.distributed.device_mesh import init_device_mesh
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
-from _ranks import PER_GRAPH, captured, head, in_turns, say, start, summary, told  # noqa: E402
-from _timing import by_line  # noqa: E402
+from _ranks import PER_GRAPH, head, in_turns, leave, say, start, summary, told  # noqa: E402
+from _timing import by_line, captured  # noqa: E402
 
 import moefuse  # noqa: E402
 import moefuse.ops  # noqa: E402, F401
-from moefuse.parallel.api import _register  # noqa: E402
 from moefuse.parallel.cost import fitted, predicted  # noqa: E402
+from moefuse.parallel.meshes import register  # noqa: E402
 from moefuse.runtime.collectives import all_gather  # noqa: E402
 from moefuse.runtime.groups import Terms  # noqa: E402
 
@@ -91,7 +90,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     _, world, device = start(args.device)
-    mesh = _register(init_device_mesh(device.type, (world,), mesh_dim_names=("ep",))["ep"])
+    mesh = register(init_device_mesh(device.type, (world,), mesh_dim_names=("ep",))["ep"])
     results: list[dict[str, Any]] = []
     for rows in args.rows:
         calls = collectives(rows, world, device)
@@ -101,7 +100,7 @@ def main() -> None:
         how = {"launched": {name: (call, 1) for name, (call, _) in calls.items()}}
         if device.type == "cuda":
             waits = "moefuse all_to_all"  # for the host, so there is no graph of it
-            how["graph"] = {name: (captured(call), PER_GRAPH) for name, (call, _) in calls.items() if name != waits}
+            how["graph"] = {name: (captured(call, PER_GRAPH), PER_GRAPH) for name, (call, _) in calls.items() if name != waits}
         for kind, candidates in how.items():
             for name, times in in_turns(candidates, rounds=15 if device.type == "cuda" else 3).items():
                 size = calls[name][1]
@@ -120,12 +119,7 @@ def main() -> None:
     if args.out and dist.get_rank() == 0:
         info = head("us per call, the slowest rank's", "torchrun benchmarks/comm.py", args.commit) | {"model": fits}
         args.out.write_text(by_line(info, "results", results))
-    # NCCL waits for graphs that hold its collectives.
-    calls.clear()
-    how.clear()
-    candidates.clear()
-    dist.barrier()
-    os._exit(0)
+    leave()
 
 
 if __name__ == "__main__":

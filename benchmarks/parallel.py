@@ -17,7 +17,6 @@ import argparse
 import copy
 import functools
 import gc
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -33,8 +32,8 @@ from torch.distributed.tensor import DTensor
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
-from _ranks import PER_GRAPH, captured, head, in_turns, say, start, summary, told  # noqa: E402
-from _timing import by_line  # noqa: E402
+from _ranks import PER_GRAPH, head, in_turns, leave, say, start, summary, told  # noqa: E402
+from _timing import by_line, captured  # noqa: E402
 
 import moefuse  # noqa: E402
 
@@ -177,7 +176,7 @@ def models(args: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> 
 
 
 def _graphed(run: Callable[..., object], x: Tensor) -> Callable[[], object]:
-    return captured(lambda: run(x))
+    return captured(lambda: run(x), PER_GRAPH)
 
 
 class Decoder(nn.Module):
@@ -283,9 +282,7 @@ def main() -> None:
     if args.out and dist.get_rank() == 0:
         info = head("us, the slowest rank's; layer: per call in a CUDA graph", "torchrun benchmarks/parallel.py", args.commit)
         args.out.write_text(by_line(info, "results", results))
-    dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)  # NCCL waits for graphs that hold its collectives
+    leave()
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from torch import Tensor
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
-from _timing import by_line  # noqa: E402
+from _timing import by_line, captured  # noqa: E402
 from layer import environment  # noqa: E402
 
 from moefuse.ops.recipe import Recipe  # noqa: E402  (moefuse.ops registers the ops)
@@ -46,21 +46,12 @@ def check(tokens: int, experts: int, k: int) -> None:
 
 def in_a_graph(call: Callable[[], object], repeat: int = 20) -> Callable[[], float]:
     """A timer: microseconds per call, replayed in one graph."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(repeat):
-            call()
+    replay = captured(call, repeat)
 
     def us() -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        graph.replay()
+        replay()
         end.record()
         end.synchronize()
         return float(start.elapsed_time(end)) * 1e3 / repeat

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -18,6 +17,7 @@ from moefuse.errors import ParallelError
 from moefuse.parallel import copies, views
 from moefuse.parallel.cost import cheapest
 from moefuse.parallel.find import Site, experts_of, parameters_of
+from moefuse.parallel.meshes import grid, hosts
 from moefuse.parallel.placement import Placement, placed
 from moefuse.parallel.shard import Slices, Where, shard, sharded_names
 from moefuse.parallel.units import Cut, cuts_of
@@ -131,18 +131,19 @@ def parallelize(
         raise ParallelError(f"transport='symm' is for CUDA devices, and the mesh is of {mesh.device_type!r}: use 'allgather'")
     cuts = _cuts(model, sites, mesh.size(-1)) if roles[-1] == "tp" else []
     most = max_tokens if max_tokens is not None else "any"
-    grids = {count: _grid(mesh, count) for count in dict.fromkeys(counts)}
+    grids = {count: grid(mesh, count) for count in dict.fromkeys(counts)}
     whose = (tokens, "replicated")[: len(roles)]
     layers = []
     for number, (site, place, count) in enumerate(zip(sites, places, counts, strict=True)):
-        grid = grids[count]
-        way = _transport(site, transport, max_tokens, grid.mesh)
-        terms = tuple(_terms(*each, way, most, grads, place, count) for each in zip(roles, grid.names, whose, strict=True))
-        where = _where(grid.mesh, roles, terms, place, cuts[number] if cuts else None)
+        at = grids[count]
+        way = _transport(site, transport, max_tokens, at.mesh)
+        terms = tuple(_terms(*each, way, most, grads, place, count) for each in zip(roles, at.names, whose, strict=True))
+        slices = Slices(terms[-1].text, cuts[number]) if cuts else None
+        where = Where(at.mesh, place, terms[0].text if roles[0] == "ep" else "", slices)
         shard(site, where)
         if terms[0].averages:
             ours = [site.module._parameters[name] for name in sharded_names(site.module)]
-            copies.average([(site.layer or site.name, p) for p in ours if p is not None], grid.others, count)
+            copies.average([(site.layer or site.name, p) for p in ours if p is not None], at.others, count)
         layers.append(Layer(site.layer or site.name, place, where.mine, terms))
     for layer in dict.fromkeys(site.layer for site in sites):
         views.gathering_once(model.get_submodule(layer))
@@ -159,13 +160,6 @@ def _roles(experts: object) -> tuple[str, ...]:
     return roles
 
 
-def _where(mesh: DeviceMesh, roles: tuple[str, ...], terms: Sequence[Terms], place: Placement, cuts: dict[str, Cut | None] | None) -> Where:
-    ep = roles[0] == "ep"
-    last = mesh.ndim - 1
-    slices = None if cuts is None else Slices(terms[-1].text, mesh.get_local_rank(last), mesh.size(last), cuts)
-    return Where(mesh, place, mesh.get_local_rank(0) if ep else 0, terms[0].text if ep else "", slices)
-
-
 def _transport(site: Site, wanted: str, most: object, mesh: DeviceMesh) -> str:
     """The transport of distinct tokens for a layer: what the user wants, or what measured constants speak for."""
     if wanted != "auto":
@@ -173,13 +167,7 @@ def _transport(site: Site, wanted: str, most: object, mesh: DeviceMesh) -> str:
     parameters = list(parameters_of(site))
     row = (site.widths[0] if site.widths else 0) * parameters[0].dtype.itemsize
     size = sum(p.numel() * p.dtype.itemsize for p in parameters)
-    return cheapest(most if isinstance(most, int) else None, row, size, mesh.size(), _hosts(mesh))
-
-
-def _hosts(mesh: DeviceMesh) -> int:
-    """On how many hosts the ranks of a mesh are, as far as the launcher says how many processes a host has."""
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
-    return len({int(rank) // local for rank in mesh.mesh.flatten()}) if local > 0 else 1
+    return cheapest(most if isinstance(most, int) else None, row, size, mesh.size(), hosts(mesh))
 
 
 def _terms(role: str, mesh: str, tokens: Any, wanted: str, most: int | Most, grads: Grads, place: Placement, count: int) -> Terms:
@@ -245,33 +233,6 @@ def _placement(site: Site, placement: str | Sequence[int] | Placement, world: in
         raise ParallelError(f"{site.layer or site.name}: {error}") from None
 
 
-@dataclass(frozen=True)
-class _Grid:
-    """The ranks among which the tokens of a layer travel.
-
-    Attributes:
-        names: of the groups of the mesh's dimensions.
-        others: the group of those ranks that have the same experts, if there are copies.
-    """
-
-    mesh: DeviceMesh
-    names: tuple[str, ...]
-    others: Any = None
-
-
-def _grid(mesh: DeviceMesh, count: int) -> _Grid:
-    if count == 1:
-        dims = [mesh if mesh.ndim == 1 else mesh[name] for name in mesh.mesh_dim_names or ("",)]
-        return _Grid(mesh, tuple(map(_register, dims)))
-    ranks, mine = [int(r) for r in mesh.mesh.flatten()], mesh.get_local_rank()
-    size = len(ranks) // count
-    start = mine // size * size
-    near = dist.new_group(ranks[start : start + size], use_local_synchronization=True)
-    others = dist.new_group(ranks[mine % size :: size], use_local_synchronization=True)
-    group = DeviceMesh.from_group(near, mesh.device_type, mesh_dim_names=mesh.mesh_dim_names or ("ep",))
-    return _Grid(group, (_register(group),), others)
-
-
 def _check_parameters(model: nn.Module, sites: Sequence[Site]) -> None:
     wanted = {id(p): site for site in sites for p in parameters_of(site)}
     for site in sites:
@@ -293,16 +254,3 @@ def _check_parameters(model: nn.Module, sites: Sequence[Site]) -> None:
 
 def _optimizers() -> list[torch.optim.Optimizer]:
     return [o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer)]
-
-
-def _register(mesh: DeviceMesh) -> str:
-    name = (mesh.mesh_dim_names or ("ep",))[0]
-    group = mesh.get_group()
-    ranks = tuple(int(r) for r in mesh.mesh.flatten())
-    host = group if _takes_cpu(group) else dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True)
-    return groups.register(name, ranks, mesh.get_local_rank(), group, host).name
-
-
-def _takes_cpu(group: Any) -> bool:
-    """Whether a group has a backend for tensors on the host."""
-    return torch.device("cpu") in group._device_types

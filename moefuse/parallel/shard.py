@@ -29,8 +29,6 @@ class Slices:
     """
 
     terms: str
-    rank: int
-    world: int
     cuts: Mapping[str, Cut | None]
 
 
@@ -39,21 +37,19 @@ class Where:
     """The mesh, what each of its ranks holds, and the terms under which tokens travel.
 
     Attributes:
-        rank: this process's place among those that have other experts.
-        terms: of tokens between those; empty if every rank has all experts.
+        terms: of tokens between ranks that have other experts; empty if every rank has all of them.
         slices: set if a dimension of the mesh, the last one, slices experts.
     """
 
     mesh: DeviceMesh
     placement: Placement
-    rank: int
     terms: str
     slices: Slices | None = None
 
     @property
     def mine(self) -> tuple[int, ...]:
         """The experts of this rank."""
-        return self.placement.ranks[self.rank]
+        return self.placement.ranks[Terms.parse(self.terms).group.rank if self.terms else 0]
 
     def cut(self, name: str) -> Cut | None:
         """Where a Parameter of the experts is cut."""
@@ -68,7 +64,8 @@ class Where:
         cut = self.cut(name)
         if cut is None or self.slices is None:
             return rows
-        return slice_of(rows, cut.axis + 1, cut.blocks, self.slices.rank, self.slices.world)
+        group = Terms.parse(self.slices.terms).group
+        return slice_of(rows, cut.axis + 1, cut.blocks, group.rank, group.size)
 
     def of(self, name: str) -> views.Of:
         """How a Parameter is gathered."""

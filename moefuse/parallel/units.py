@@ -21,7 +21,8 @@ from moefuse.capture import entry
 from moefuse.config import Options
 from moefuse.errors import ParallelError
 from moefuse.parallel.find import Site, Stacked
-from moefuse.passes.graph.slices import NotLocalError, View, owners
+from moefuse.passes.graph.sharded import is_root, viewed
+from moefuse.passes.graph.slices import NotLocalError, View, holders, owners
 from moefuse.passes.graph.values import tensor
 from moefuse.trial import quiet
 from moefuse.undo import taken_back
@@ -146,14 +147,12 @@ def _names(layer: nn.Module, site: Site) -> dict[int, str]:
     return {id(p): name for item in holder.children() for name, p in item.named_parameters()}
 
 
-def _root(node: Any) -> Node:
+def _root(node: Node) -> Node:
     """The input of the graph that a view is of."""
-    while node.op not in ("placeholder", "get_attr"):
-        before = [n for n in node.all_input_nodes if tensor(n) is not None]
-        if len(before) != 1 or not _torch_private.same_storage(_tensor(node), _tensor(before[0])):
-            raise NotLocalError("a weight is computed, and no view of a Parameter")
-        node = before[0]
-    return node  # type: ignore[no-any-return]
+    found = viewed(node, is_root)
+    if found is None:
+        raise NotLocalError("a weight is computed, and no view of a Parameter")
+    return found
 
 
 def _tensor(node: Node) -> Tensor:
@@ -183,9 +182,7 @@ def _owned(view: View, unit: int, groups: int, world: int, rows: dict[int, int])
         count = view.sizes[unit]
         if count % (groups * world):
             raise NotLocalError(f"{count // groups} hidden units do not divide by {world} ranks")
-        size = count // groups
-        for i in range(count):
-            rows[first + step * i] = i % size * world // size
+        rows.update(zip(range(first, first + step * count, step), holders(count, groups, world), strict=True))
         return axis, total
     raise NotLocalError("its hidden units are no dimension of a weight")
 

@@ -7,7 +7,7 @@ graph alike, since each is a collective.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,13 +86,11 @@ class Local:
         node: the local part.
         step: from one expert to the next, in elements.
         view: of one expert's part.
-        calls: how the Parameter is gathered, the outermost call first.
     """
 
     node: Node
     step: int
     view: View
-    calls: tuple[Node, ...]
 
     @property
     def whole(self) -> bool:
@@ -112,9 +110,7 @@ def local_view(sources: list[Node], experts: int, unit: int = 0, groups: int = 1
         NotLocalError: experts are not its first dimension, in their order, or it is not a view; or hidden units are sliced otherwise.
     """
     call, view, step = _of_gathered(sources, experts)
-    calls: list[Node] = []
     while is_gathered(call):
-        calls.append(call)
         if call.target is SLICES:
             axis, blocks, terms = call.args[1:]
             view, dim = in_slice(view, axis - 1, blocks, Terms.parse(terms).group.size, groups)  # type: ignore[arg-type, operator]
@@ -125,7 +121,7 @@ def local_view(sources: list[Node], experts: int, unit: int = 0, groups: int = 1
     value = tensor(call)
     if value is None or not value.is_contiguous() or (value.storage_offset() and view.as_slices() is None):
         raise NotLocalError("what this rank has of it is not contiguous")
-    return Local(call, step, view, tuple(calls))
+    return Local(call, step, view)
 
 
 def _of_gathered(sources: list[Node], experts: int) -> tuple[Node, View, int]:
@@ -160,8 +156,13 @@ def _ints(numbers: Iterable[Any]) -> tuple[int, ...]:
 
 
 def origin(node: Node) -> Node | None:
-    """The call that a view is of, through operations whose result shares its storage."""
-    while not is_gathered(node):
+    """The call that a view is of."""
+    return viewed(node, is_gathered)
+
+
+def viewed(node: Node, wanted: Callable[[Node], bool]) -> Node | None:
+    """The first wanted node that a view is of, through operations whose result shares its storage; None if there is none."""
+    while not wanted(node):
         value = tensor(node)
         before = [n for n in node.all_input_nodes if tensor(n) is not None]
         if value is None or len(before) != 1 or not _shares(value, before[0]):

@@ -69,6 +69,12 @@ def owners(rows: Sequence[int], total: int, blocks: int, world: int) -> list[tup
     return [((row % block) // part, row // block * part + row % block % part) for row in rows]
 
 
+def holders(count: int, groups: int, world: int) -> list[int]:
+    """[count]: the rank that has each of so many rows; of each of the equal groups of them, rank r has the r-th P-th."""
+    size = count // groups
+    return [i % size * world // size for i in range(count)]
+
+
 def in_slice(view: View, axis: int, blocks: int, world: int, groups: int) -> tuple[View, int]:
     """The view of what one rank holds that is its part of ``view``; and which of the view's dimensions the hidden units are.
 
@@ -87,8 +93,7 @@ def in_slice(view: View, axis: int, blocks: int, world: int, groups: int) -> tup
     if total % (blocks * world) or count % (groups * world):
         raise NotLocalError(f"{count} hidden units do not divide by {world} ranks")
     held = owners(range(first, first + step * count, step), total, blocks, world)
-    size = count // groups
-    if any(rank != i % size * world // size for i, (rank, _) in enumerate(held)):
+    if [rank for rank, _ in held] != holders(count, groups, world):
         raise NotLocalError("ranks hold other hidden units of it")
     parts = [[row for rank, row in held if rank == r] for r in range(world)]
     mine = parts[0]

@@ -74,35 +74,26 @@ def sharding(region: Region) -> Sharding | None:
     shared = next((e for e in walk(region.expr) if isinstance(e, SharedVector)), None)
     if shared is not None:
         raise NotLocalError(f"`{shared.source.name}` is one tensor for all experts, whose gradient would be that of some ranks")
-    added = _behind_the_sum(region)
+    body = match(region.expr)
+    added = None if body is None else body.last.bias  # behind the sum: no hidden unit has a part of it
     found = {leaf: hops_of(leaf, region.num_experts) for leaf in leaves if leaf is not added}
     ways, held = {hops for hops, _ in found.values()}, {count for _, count in found.values()}
     if len(ways) != 1 or len(held) != 1:
         raise NotLocalError("its weights are sharded in different ways")
     where = Sharding(ways.pop(), held.pop())
-    if where.sliced and match(region.expr) is None:
+    if where.sliced and body is None:
         raise NotLocalError("slices of experts are for those that a template describes, with one sum over hidden units")
     if added is not None and hops_of(added, region.num_experts) != (tuple(h for h in where.hops if h.place is not None), where.held):
         raise NotLocalError("its weights are sharded in different ways")
     return where
 
 
-def _behind_the_sum(region: Region) -> Leaf | None:
-    """The bias of the last projection, which no hidden unit has a part of."""
-    body = match(region.expr)
-    return None if body is None else body.last.bias
-
-
 def hops_of(leaf: Leaf, experts: int) -> tuple[tuple[Hop, ...], int]:
     """How tokens travel to the ranks that have a weight, in the order that they do; and of how many experts this rank has it.
 
     Slices come first: what is added up over them has a row for each token of a rank, and not for those that arrive.
-
-    Raises:
-        NotLocalError: it is no view of sharded weights.
     """
-    sources = list(leaf.parts or (leaf.source,))
-    call = origin(sources[0])
+    call = origin((leaf.parts or (leaf.source,))[0])
     return ((), experts) if call is None else _hops(call)
 
 
@@ -153,10 +144,11 @@ class Spread(Lowering):
         self.send([(body.token, self.dtype(body.first.weight))], [body.weight])
         groups = 2 if body.gating == "merged" else 1
         for projection, side in ((body.first, 0), (body.up, 0), (body.last, 1)):
-            if projection is not None:
-                order = projection.weight.order
-                self.units[projection.weight] = (sorted(order).index(order[side]), 1 if side else groups)
-            if projection is not None and projection.bias is not None and not side:
+            if projection is None:
+                continue
+            order = projection.weight.order
+            self.units[projection.weight] = (sorted(order).index(order[side]), 1 if side else groups)
+            if projection.bias is not None and not side:
                 self.units[projection.bias] = (-1, groups)
         return super().fused(body)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import moefuse.ops  # noqa: F401
-from moefuse.parallel.api import _register
+from moefuse.parallel.meshes import register
 from moefuse.runtime.groups import Terms
 
 E, SLOTS = 4, 2
@@ -22,7 +22,7 @@ def together(rank: int, transport: str, counts: tuple[int, ...]) -> list[tuple[i
     Gradients are checked on the way: a token's are the sum of those that it got on each rank with an expert of it.
     """
     same = transport == "all_reduce"
-    name = _register(init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))["ep"])
+    name = register(init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))["ep"])
     terms = Terms(name, transport, "replicated" if same else "sequence").text  # type: ignore[arg-type]
     first = 0 if same else sum(counts[:rank])
     number = torch.arange(first, first + counts[rank])

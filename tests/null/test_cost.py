@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from moefuse.parallel import api
 from moefuse.parallel.cost import cheapest, fitted, links, predicted, tokens_us, weights_us
+from moefuse.parallel.meshes import hosts as hosts_of
 from moefuse.runtime import groups
 
 ROW = 2048 * 2
@@ -91,7 +91,7 @@ def test_hosts(monkeypatch: pytest.MonkeyPatch, local: str, hosts: int) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
     try:
         mesh: DeviceMesh = init_device_mesh("cpu", (4,), mesh_dim_names=("ep",))
-        assert api._hosts(mesh) == hosts
+        assert hosts_of(mesh) == hosts
     finally:
         dist.destroy_process_group()
         groups._groups.clear()

@@ -16,7 +16,7 @@ from torch import Tensor
 from moefuse.ops.reference import accumulation_dtype
 from moefuse.runtime.collectives import all_to_all
 from moefuse.runtime.groups import Group, Terms
-from moefuse.runtime.transports.base import Dispatched, check_tokens
+from moefuse.runtime.transports.base import Dispatched, check_tokens, slots_of
 
 
 class _AllToAll:
@@ -33,14 +33,15 @@ class _AllToAll:
         wanted = destinations(ids, place, slots, group.size)
         splits = _exchanged(group, wanted.sum(1))
         handle = [splits, wanted.nonzero()[:, 1]]
-        out = [_there(group, mine, handle) for mine in (*rows, ids)]
+        out = _there(group, [*rows, ids], handle)
         return Dispatched(out[:-1], out[-1], handle)
 
     def send(self, terms: Terms, rows: Sequence[Tensor], handle: Sequence[Tensor], arrivals: int) -> list[Tensor]:
-        return [_there(terms.group, mine, handle) for mine in rows]
+        return _there(terms.group, rows, handle)
 
     def give_back(self, terms: Terms, rows: Sequence[Tensor], handle: Sequence[Tensor], tokens: int) -> list[Tensor]:
-        return [_back(terms.group, part, handle, tokens) for part in rows]
+        to, by = _splits(handle)
+        return [_back(terms.group, part, handle[1], to, by, tokens) for part in rows]
 
 
 def destinations(ids: Tensor, place: Tensor | None, slots: int, world: int) -> Tensor:
@@ -48,11 +49,8 @@ def destinations(ids: Tensor, place: Tensor | None, slots: int, world: int) -> T
     tokens = ids.shape[0]
     if place is None:
         return ids.new_ones((world, tokens), dtype=torch.bool)
-    if not place.shape[0]:
-        return ids.new_zeros((world, tokens), dtype=torch.bool)
-    wide = ids.long()
-    inside = (wide >= 0) & (wide < place.shape[0])
-    owners = torch.where(inside, place[wide.clamp(0, place.shape[0] - 1)].long() // max(slots, 1), world)
+    found = slots_of(ids, place)
+    owners = torch.where(found >= 0, found // max(slots, 1), world)
     return ids.new_zeros((world + 1, tokens), dtype=torch.bool).scatter_(0, owners.t(), True)[:world]
 
 
@@ -69,18 +67,17 @@ def _splits(handle: Sequence[Tensor]) -> tuple[list[int], list[int]]:
     return numbers[:half], numbers[half:]
 
 
-def _there(group: Group, mine: Tensor, handle: Sequence[Tensor]) -> Tensor:
-    """[T, F] to [R, F]."""
+def _there(group: Group, rows: Sequence[Tensor], handle: Sequence[Tensor]) -> list[Tensor]:
+    """[T, F] each to [R, F]."""
     to, by = _splits(handle)
-    every = mine.new_empty((sum(by), *mine.shape[1:]))
-    all_to_all(every, mine.index_select(0, handle[1]), group.process_group, by, to)
+    every = [mine.new_empty((sum(by), *mine.shape[1:])) for mine in rows]
+    for out, mine in zip(every, rows, strict=True):
+        all_to_all(out, mine.index_select(0, handle[1]), group.process_group, by, to)
     return every
 
 
-def _back(group: Group, part: Tensor, handle: Sequence[Tensor], tokens: int) -> Tensor:
-    """[R, F] to [T, F]."""
-    to, by = _splits(handle)
-    index = handle[1]
+def _back(group: Group, part: Tensor, index: Tensor, to: list[int], by: list[int], tokens: int) -> Tensor:
+    """[R, F] to [T, F]: rows of the tokens ``index`` [n] come back, ``to[r]`` of them from rank r."""
     every = part.new_empty((len(index), *part.shape[1:]))
     all_to_all(every, part.contiguous(), group.process_group, to, by)
     total = part.new_zeros((tokens, *part.shape[1:]), dtype=accumulation_dtype(part.dtype))

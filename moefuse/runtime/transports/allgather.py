@@ -14,14 +14,12 @@ from torch import Tensor
 from moefuse.ops.reference import accumulation_dtype
 from moefuse.runtime.collectives import all_gathers, all_to_all
 from moefuse.runtime.groups import Group, Terms
-from moefuse.runtime.transports.base import Dispatched, most_tokens
+from moefuse.runtime.transports.base import Dispatched, known_arrivals, most_tokens
 
 
 class _AllGather:
     def arrivals(self, terms: Terms, tokens: int) -> int:
-        if terms.most == "any":
-            return -1
-        return terms.group.size * (tokens if terms.most == "equal" else int(terms.most))
+        return known_arrivals(terms, tokens)
 
     def handle(self, terms: Terms, ids: Tensor) -> list[Tensor]:
         return []

@@ -20,7 +20,7 @@ from torch import Tensor
 from moefuse import _torch_private
 from moefuse.errors import ParallelError
 from moefuse.runtime.groups import Group, Terms
-from moefuse.runtime.transports.base import Dispatched, most_tokens
+from moefuse.runtime.transports.base import Dispatched, known_arrivals, most_tokens
 
 _ALIGN = 256
 """Bytes."""
@@ -74,7 +74,7 @@ def buffers(group: Group, device: torch.device, needed: int) -> Buffers:
 
 class _Symm:
     def arrivals(self, terms: Terms, tokens: int) -> int:
-        return terms.group.size * (tokens if terms.most == "equal" else int(terms.most))
+        return known_arrivals(terms, tokens)
 
     def handle(self, terms: Terms, ids: Tensor) -> list[Tensor]:
         arrivals = self.arrivals(terms, ids.shape[0])
