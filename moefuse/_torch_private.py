@@ -782,18 +782,40 @@ def coalesced(group: Any, device: torch.device) -> contextlib.AbstractContextMan
     return found
 
 
-def symmetric(size: int, device: torch.device, group: Any) -> tuple[torch.Tensor, torch.Tensor, Callable[[], None]]:
-    """Memory that the ranks of a group can read from each other; a collective call, and not for CUDA graphs.
+def symmetric_memory(size: int, device: torch.device) -> torch.Tensor:
+    """[size] bytes that other ranks can be let to read; not for CUDA graphs."""
+    from torch.distributed import _symmetric_memory
+
+    with _without_multicast():
+        return _symmetric_memory.empty(size, dtype=torch.uint8, device=device)
+
+
+def symmetric_peers(memory: torch.Tensor, group: Any) -> tuple[list[int], Callable[[], None]]:
+    """Let the ranks of a group read each other's ``memory``; a collective call, and not for CUDA graphs.
 
     Returns:
-        This rank's ``size`` bytes, the addresses [P] of all ranks' ones, and a barrier of the group on the current stream.
+        The addresses [P] of all ranks' memory, and a barrier of the group on the current stream.
     """
     from torch.distributed import _symmetric_memory
 
-    memory = _symmetric_memory.empty(size, dtype=torch.uint8, device=device)
-    handle = _symmetric_memory.rendezvous(memory, group)
-    bases = torch.tensor([int(p) for p in handle.buffer_ptrs], dtype=torch.int64, device=device)
-    return memory, bases, lambda: handle.barrier(channel=0)
+    with _without_multicast():
+        handle = _symmetric_memory.rendezvous(memory, group)
+    return [int(p) for p in handle.buffer_ptrs], lambda: handle.barrier(channel=0)
+
+
+@contextlib.contextmanager
+def _without_multicast() -> Iterator[None]:
+    """In this block torch binds no memory to NVLink's multicast objects: nothing here reads them, and not every host has them to give."""
+    name = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def when_backward_ends(call: Callable[[], None]) -> None:

@@ -23,6 +23,7 @@ from moefuse.parallel.shard import Slices, Where, shard, sharded_names
 from moefuse.parallel.units import Cut, cuts_of
 from moefuse.runtime import groups
 from moefuse.runtime.groups import Grads, Most, Split, Terms, Tokens
+from moefuse.runtime.transports import symm
 
 Experts = Literal["ep", "tp"]
 TRANSPORTS = ("auto", "allgather", "all_to_all", "symm", "gather")
@@ -129,6 +130,8 @@ def parallelize(
     _check_parameters(model, sites)
     if transport == "symm" and mesh.device_type != "cuda":
         raise ParallelError(f"transport='symm' is for CUDA devices, and the mesh is of {mesh.device_type!r}: use 'allgather'")
+    if transport == "symm" and mesh.size(0) > symm.MOST_RANKS:
+        raise ParallelError(f"transport='symm' is for up to {symm.MOST_RANKS} ranks, and the mesh has {mesh.size(0)}: use 'allgather'")
     cuts = _cuts(model, sites, mesh.size(-1)) if roles[-1] == "tp" else []
     most = max_tokens if max_tokens is not None else "any"
     grids = {count: grid(mesh, count) for count in dict.fromkeys(counts)}

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moefuse.errors import PeerError, TooManyTokens
 from moefuse.runtime.collectives import all_gather
-from moefuse.runtime.groups import Terms
+from moefuse.runtime.groups import Group, Terms
 
 
 @dataclass(frozen=True)
@@ -63,10 +63,15 @@ def most_tokens(terms: Terms, tokens: int) -> int:
     if isinstance(terms.most, int):
         check_tokens(terms, tokens)
         return terms.most
-    mine = torch.tensor([tokens], dtype=torch.int64)
-    every = torch.empty(terms.group.size, dtype=torch.int64)
-    all_gather(every, mine, terms.group.host)
-    return int(every.max())
+    return max(exchanged(terms.group, tokens))
+
+
+def exchanged(group: Group, number: int) -> list[int]:
+    """[P]: what each rank says; on the host."""
+    every = torch.empty(group.size, dtype=torch.int64)
+    all_gather(every, torch.tensor([number], dtype=torch.int64), group.host)
+    found: list[int] = every.tolist()
+    return found
 
 
 def known_arrivals(terms: Terms, tokens: int) -> int:

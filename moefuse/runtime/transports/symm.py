@@ -20,10 +20,15 @@ from torch import Tensor
 from moefuse import _torch_private
 from moefuse.errors import ParallelError
 from moefuse.runtime.groups import Group, Terms
-from moefuse.runtime.transports.base import Dispatched, known_arrivals, most_tokens
+from moefuse.runtime.transports.base import Dispatched, exchanged, known_arrivals, most_tokens
 
+MOST_RANKS = 63
+"""A token's ranks are bits of an int64."""
 _ALIGN = 256
 """Bytes."""
+_HEAD = 4
+"""Times ``_ALIGN`` bytes behind the sets for ``bases`` and ``turn``, which no allocator may give to somebody else between CUDA graphs."""
+_ELSE = "use 'allgather'"
 
 
 @dataclass
@@ -61,13 +66,21 @@ def buffers(group: Group, device: torch.device, needed: int) -> Buffers:
         raise ParallelError(f"transport='symm' has no buffers of {needed} bytes yet: run the model once before its CUDA graph is recorded")
     size = 1 << (needed - 1).bit_length()
     torch.cuda.synchronize(device)
+    failed, memory = "", None
     try:
-        memory, bases, barrier = _torch_private.symmetric(2 * size, device, group.process_group)
+        memory = _torch_private.symmetric_memory(2 * size + _ALIGN * _HEAD, device)
     except (RuntimeError, AttributeError, ImportError) as error:
-        raise ParallelError(
-            f"transport='symm' needs GPUs that can read each other's memory, and torch's symmetric memory ({error}): use 'allgather'"
-        ) from error
-    turn = torch.zeros(2, dtype=torch.int32, device=device)
+        failed = str(error)
+    # Who has no memory would leave the others waiting for it.
+    lacking = [rank for rank, has in enumerate(exchanged(group, int(memory is not None))) if not has]
+    if memory is None or lacking:
+        raise ParallelError(f"transport='symm' found no memory for GPUs to share on rank {lacking[0]} ({failed or 'see there'}): {_ELSE}")
+    try:
+        addresses, barrier = _torch_private.symmetric_peers(memory, group.process_group)
+    except (RuntimeError, AttributeError, ImportError) as error:
+        raise ParallelError(f"transport='symm' needs GPUs that can read each other's memory, and has none ({error}): {_ELSE}") from error
+    head = memory[2 * size :].view(torch.int64)
+    bases, turn = head[: group.size].copy_(torch.tensor(addresses)), head[MOST_RANKS + 1 :].view(torch.int32)[:2].zero_()
     _buffers[group.name, device] = Buffers(memory, bases, turn, size, barrier, known)
     return _buffers[group.name, device]
 
