@@ -11,6 +11,7 @@ import contextlib
 import copy
 import ctypes
 import dataclasses
+import datetime
 import functools
 import hashlib
 import inspect
@@ -783,24 +784,28 @@ def coalesced(group: Any, device: torch.device) -> contextlib.AbstractContextMan
 
 
 def symmetric_memory(size: int, device: torch.device) -> torch.Tensor:
-    """[size] bytes that other ranks can be let to read; not for CUDA graphs."""
+    """[size] bytes that other ranks can be let to write; not for CUDA graphs."""
     from torch.distributed import _symmetric_memory
 
     with _without_multicast():
         return _symmetric_memory.empty(size, dtype=torch.uint8, device=device)
 
 
-def symmetric_peers(memory: torch.Tensor, group: Any) -> tuple[list[int], Callable[[], None]]:
-    """Let the ranks of a group read each other's ``memory``; a collective call, and not for CUDA graphs.
-
-    Returns:
-        The addresses [P] of all ranks' memory, and a barrier of the group on the current stream.
-    """
+def symmetric_peers(memory: torch.Tensor, group: Any) -> list[int]:
+    """Let the ranks of a group write each other's ``memory``, and its addresses [P]; a collective call, and not for CUDA graphs."""
     from torch.distributed import _symmetric_memory
 
     with _without_multicast():
         handle = _symmetric_memory.rendezvous(memory, group)
-    return [int(p) for p in handle.buffer_ptrs], lambda: handle.barrier(channel=0)
+    return [int(p) for p in handle.buffer_ptrs]
+
+
+@functools.lru_cache(maxsize=64)
+def timeout_of(group: Any) -> int:
+    """Nanoseconds after which a collective of a process group fails."""
+    options = getattr(group._get_backend(torch.device("cuda")), "options", None)
+    timeout = getattr(options, "_timeout", None) or datetime.timedelta(minutes=10)
+    return int(timeout.total_seconds() * 1e9)
 
 
 @contextlib.contextmanager

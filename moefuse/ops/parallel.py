@@ -30,9 +30,9 @@ from torch import Tensor
 from moefuse._torch_private import never_dead
 from moefuse.ops.autograd import below_autograd, ops, wants_grad
 from moefuse.ops.schema import implement
-from moefuse.runtime import transports
+from moefuse.runtime import providers, transports
 from moefuse.runtime.groups import Terms
-from moefuse.runtime.transports.base import peers, slots_of
+from moefuse.runtime.transports.base import peers
 from moefuse.runtime.transports.weights import all_rows, own_rows
 
 TWICE = "expert-parallel ops can be differentiated once, not twice"
@@ -91,9 +91,8 @@ def _local_ids(ids: Tensor, place: Tensor | None, slots: int, terms: str) -> Ten
     """[T, K]: the number of each expert among those of this rank, -1 for one that it does not have; without a table it has all."""
     if place is None:
         return ids.to(torch.promote_types(ids.dtype, torch.int32), copy=True)
-    local = slots_of(ids, place) - Terms.parse(terms).group.rank * slots
-    here = (local >= 0) & (local < slots)
-    return torch.where(here, local, -1).to(torch.promote_types(ids.dtype, torch.int32))
+    local: Tensor = providers.run("local_ids", ids.contiguous(), place, Terms.parse(terms).group.rank * slots, slots)
+    return local
 
 
 def _local_ids_fake(ids: Tensor, place: Tensor | None, slots: int, terms: str) -> Tensor:

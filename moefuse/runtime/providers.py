@@ -28,7 +28,7 @@ from typing import Any
 from moefuse.ops.call import first_tensor
 from moefuse.ops.recipe import route_reference
 from moefuse.ops.reference import router_logits_reference, topk_reference
-from moefuse.runtime import backward, cpu, dense, grouped, native
+from moefuse.runtime import backward, cpu, dense, grouped, native, ranks
 
 
 @dataclass(frozen=True)
@@ -111,6 +111,8 @@ PROVIDERS: dict[str, list[Provider]] = {
     "combine_backward": _triton("provide.grouped", "combine_backward") + _portable(grouped.combine_backward),
     "route": _triton("provide.router", "route", traced="route_traced") + _portable(route_reference),
     "router_logits": _triton("provide.logits", "router_logits", traced="router_logits_traced") + _portable(router_logits_reference),
+    "local_ids": _triton("provide.ranks", "local_ids") + _portable(ranks.local_ids),
+    "sum_ranks": _triton("provide.ranks", "sum_ranks") + _portable(ranks.sum_ranks),
     "topk": _triton("provide.router", "topk", traced="topk_traced") + _portable(topk_reference),
 }
 

@@ -29,7 +29,22 @@ def memories(world: int, sets: int = 2) -> list[Buffers]:
     """A buffer for each rank, full of NaN. ``sets=1``: both are the same memory."""
     memory = [torch.full((2 * SIZE,), 0xFF, dtype=torch.uint8) for _ in range(world)]
     bases = torch.tensor([m.data_ptr() for m in memory], dtype=torch.int64)
-    return [Buffers(m, bases, torch.zeros(2, dtype=torch.int32), SIZE if sets == 2 else 0, lambda: None) for m in memory]
+    return [
+        Buffers(m, bases, torch.zeros(2, dtype=torch.int32), torch.zeros(world, dtype=torch.int32), SIZE if sets == 2 else 0)
+        for m in memory
+    ]
+
+
+def shared(held: Buffers) -> Any:
+    from moefuse.kernels.triton.provide.symm import Shared
+
+    return Shared(held.bases, held.turn, held.flags)
+
+
+def transfer(size: int, rank: int, most: int, spans: tuple[int, ...], set_bytes: int = SIZE) -> Any:
+    from moefuse.kernels.triton.provide.symm import Transfer
+
+    return Transfer.of(size, rank, set_bytes, 0, most, spans, 0)
 
 
 class Layer:
@@ -37,7 +52,7 @@ class Layer:
 
     def __init__(self, group: Group, held: Buffers, owners: list[int], most: int, x: Tensor, w: Tensor, ids: Tensor, table: bool) -> None:
         self.group, self.held, self.most = group, held, most
-        self.rows, self.ids = [x, w], ids
+        self.rows, self.ids = (x, w), ids
         placement = placed(owners, E, group.size)
         self.place = torch.tensor(placement.table(), dtype=torch.int32) if table else None
         self.slots = placement.slots
@@ -45,45 +60,39 @@ class Layer:
         self.out: Any = None
 
     def steps(self) -> list[Any]:
-        return [self.put, "barrier", self.pull, self.put_back, "barrier", self.sums]
+        return [self.push, "barrier", self.take, self.push_back, "barrier", self.sums]
 
-    def put(self) -> None:
+    def how(self, spans: tuple[int, ...]) -> Any:
+        return transfer(self.group.size, self.group.rank, self.most, spans, self.held.set_bytes)
+
+    def push(self) -> None:
         from moefuse.kernels.triton.provide import symm
 
-        self.spans = regions(self.rows, self.most)
-        self.to = symm.put_tokens(self.held, self.rows, self.ids, self.place, self.slots, self.spans, self.most, self.group.size)
+        self.spans = regions(self.rows, self.group.size * self.most)
+        self.came = symm.push_tokens(self.rows, self.ids, self.place, self.slots, shared(self.held), self.how(self.spans))
 
-    def pull(self) -> None:
+    def take(self) -> None:
         from moefuse.kernels.triton.provide import symm
 
-        size, group = self.group.size, self.group
-        (x, w), ids, self.took = symm.pull_tokens(
-            self.held,
-            self.rows,
-            self.ids,
-            self.place,
-            self.slots,
-            self.spans,
-            self.most,
-            group,  # type: ignore[arg-type]
-        )
+        (x, w), ids, self.took, self.to = self.came
+        symm.take_tokens((x, w), ids, self.took, shared(self.held), self.how(self.spans))
         assert torch.equal(self.took > 0, (ids >= 0).any(1))
         assert not x[self.took == 0].any()
         assert not w[self.took == 0].any()
         numbers = torch.tensor([*self.mine, 0], dtype=x.dtype)[ids]
-        share = 1.0 if self.place is not None else 1 / size
+        share = 1.0 if self.place is not None else 1 / self.group.size
         self.y = x * (torch.where(ids >= 0, numbers * w, 0).sum(1, keepdim=True) * share).to(x.dtype)
         self.y[self.took == 0] = float("nan")  # nobody may read these
 
-    def put_back(self) -> None:
+    def push_back(self) -> None:
         from moefuse.kernels.triton.provide import symm
 
-        symm.put_rows(self.held, self.y, self.took, 0, self.most, self.group.rank)
+        symm.push_back((self.y,), self.took, shared(self.held), self.how((0,)))
 
     def sums(self) -> None:
         from moefuse.kernels.triton.provide import symm
 
-        self.out = symm.pull_sums(self.held, self.y, self.to, 0, self.most, self.group)  # type: ignore[arg-type]
+        (self.out,) = symm.take_sums((self.y,), self.to, shared(self.held), self.how((0,)))
 
     def wanted(self) -> Tensor:
         x, w = self.rows
@@ -154,14 +163,17 @@ def test_rows_of_any_dtype_are_moved(dtype: torch.dtype) -> None:
 
     held = memories(2)
     rows = [torch.randint(0, 7, (3, 4)).to(dtype) for _ in range(2)]
-    took = [torch.tensor([1, 0, 1, 1, 1, 0], dtype=torch.int32), torch.tensor([0, 1, 1, 0, 1, 1], dtype=torch.int32)]
-    for mine, buffer in zip(rows, held, strict=True):
-        symm.put_rows(buffer, mine, None, 256, 3, 0)
+    to = [torch.tensor([3, 0, 2]), torch.tensor([1, 3, 2])]
+    came = [
+        symm.push_rows((mine,), who, shared(buffer), transfer(2, rank, 3, (256,)))
+        for rank, (mine, who, buffer) in enumerate(zip(rows, to, held, strict=True))
+    ]
     every = torch.cat([r.float() for r in rows])
-    for rank, (taken, buffer) in enumerate(zip(took, held, strict=True)):
-        found = symm.pull_rows(buffer, rows[rank], taken, 256, 3, Group(rank, 2))  # type: ignore[arg-type]
-        assert found.dtype == dtype
-        assert torch.equal(found.float(), every * taken[:, None])
+    for rank, (found, buffer) in enumerate(zip(came, held, strict=True)):
+        taken = (torch.cat(to) >> rank & 1).int()
+        symm.take_rows(found, taken, shared(buffer), transfer(2, rank, 3, (256,)))
+        assert found[0].dtype == dtype
+        assert torch.equal(found[0].float(), every * taken[:, None])
 
 
 def test_sums_are_rounded_once() -> None:
@@ -169,8 +181,10 @@ def test_sums_are_rounded_once() -> None:
     from moefuse.kernels.triton.provide import symm
 
     held = memories(3)
-    for value, buffer in zip((1.0, 2**-9, 2**-9), held, strict=True):
-        symm.put_rows(buffer, torch.full((3, 4), value, dtype=torch.bfloat16), None, 0, 1, 0)
+    values = [torch.full((3, 4), value, dtype=torch.bfloat16) for value in (1.0, 2**-9, 2**-9)]
+    all_of_them = torch.ones(3, dtype=torch.int32)
+    for rank, (value, buffer) in enumerate(zip(values, held, strict=True)):
+        symm.push_back((value,), all_of_them, shared(buffer), transfer(3, rank, 1, (0,)))
     to = torch.tensor([7], dtype=torch.int64)
-    found = symm.pull_sums(held[1], torch.full((3, 4), 2**-9, dtype=torch.bfloat16), to, 0, 1, Group(1, 3))  # type: ignore[arg-type]
+    (found,) = symm.take_sums((values[1],), to, shared(held[1]), transfer(3, 1, 1, (0,)))
     assert torch.equal(found, torch.full((1, 4), 1 + 2**-8).bfloat16())

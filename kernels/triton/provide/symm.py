@@ -1,89 +1,205 @@
-"""Launches of the kernels that move rows through symmetric memory: one program for each row."""
+"""Launches of the kernels that move rows through symmetric memory: one program for each row and rank.
+
+P ranks, M the most rows of any. A transfer pushes, comes to a barrier, and takes; the three parts have names of their own for tests in
+which ranks share one process.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
 from moefuse.kernels.triton.device import symm
+from moefuse.kernels.triton.launch.calls import launch
+from moefuse.kernels.triton.launch.record import recorded
 from moefuse.kernels.triton.problem import power_of_two
 from moefuse.ops.reference import accumulation_dtype
-
-if TYPE_CHECKING:
-    from moefuse.runtime.groups import Group
-    from moefuse.runtime.transports.symm import Buffers
 
 _BLOCK = 2048
 """Elements that a program has in flight."""
 
 
-def put_tokens(
-    held: Buffers, rows: Sequence[Tensor], ids: Tensor, place: Tensor | None, slots: int, spans: Sequence[int], most: int, world: int
-) -> Tensor:
-    """Own rows [T, F] and ids [T, K] into the buffer; returns the ranks that have an expert of each token, [T]."""
-    x, w = _pair(rows)
-    to = torch.empty(ids.shape[0], dtype=torch.int64, device=ids.device)
-    symm.put_tokens[(most,)](
-        x, w, ids, _table(place, ids), held.memory, held.turn, to, ids.shape[0], most, _experts(place), max(slots, 1),
-        held.set_bytes, spans[1] if len(rows) > 1 else 0, spans[-1], ids.shape[1],
-        TABLE=place is not None, WEIGHTS=len(rows) > 1, **_blocks(x, w, ids), WORLD=world, num_warps=4,
-    )  # fmt: skip
-    for i in range(2, len(rows)):
-        put_rows(held, rows[i], None, spans[i], most, 0)
-    return to
+@dataclass(frozen=True, eq=False)
+class Transfer:
+    """One kind of transfer: P ranks of which this is one, and where rows are in its sets. One object for each kind (:meth:`of`).
+
+    Attributes:
+        set_bytes: of a set; behind two of them come other things, the flags at ``at_flags``.
+        most: M, the most rows of any rank.
+        spans: where each of the rows begins in a set, in bytes, and the end.
+        patience: nanoseconds that a rank waits for the others.
+    """
+
+    size: int
+    rank: int
+    set_bytes: int
+    at_flags: int
+    most: int
+    spans: tuple[int, ...]
+    patience: int
+
+    @staticmethod
+    @functools.lru_cache(maxsize=4096)
+    def of(size: int, rank: int, set_bytes: int, at_flags: int, most: int, spans: tuple[int, ...], patience: int) -> Transfer:
+        """The one that was made for an earlier call, if there is one: records of calls are looked up by it."""
+        return Transfer(size, rank, set_bytes, at_flags, most, spans, patience)
+
+    @property
+    def others(self) -> int:
+        """Rows of the other ranks."""
+        return (self.size - 1) * self.most
 
 
-def pull_tokens(
-    held: Buffers, rows: Sequence[Tensor], ids: Tensor, place: Tensor | None, slots: int, spans: Sequence[int], most: int, group: Group
-) -> tuple[list[Tensor], Tensor, Tensor]:
-    """Rows [P * M, F] of all ranks that this one needs, their ids of local experts [P * M, K], and which they are, [P * M]."""
-    x, w = _pair(rows)
-    count = group.size * most
-    every = [one.new_empty((count, *one.shape[1:])) for one in rows]
+class Shared(NamedTuple):
+    """What a rank's kernels know of memory that ranks share: see ``moefuse/kernels/triton/device/symm.py``."""
+
+    bases: Tensor
+    turn: Tensor
+    flags: Tensor
+
+
+@recorded
+def dispatch(
+    rows: tuple[Tensor, ...], ids: Tensor, place: Tensor | None, slots: int, at: Shared, how: Transfer
+) -> tuple[tuple[Tensor, ...], Tensor, Tensor, Tensor]:
+    """Own rows [T, F] and the numbers of their experts to the ranks that have one of these, and what comes from the others.
+
+    Returns:
+        Rows [P * M, F] each, ids [P * M, K] of local experts, [P * M] which rows this rank needs; and [T] the ranks that have an expert of
+        each token.
+    """
+    came = push_tokens(rows, ids, place, slots, at, how)
+    barrier(at, how)
+    take_tokens(*came[:3], at, how)
+    return came
+
+
+@recorded
+def send(rows: tuple[Tensor, ...], took: Tensor, to: Tensor, at: Shared, how: Transfer) -> tuple[Tensor, ...]:
+    """Own rows [T, F] each to the ranks in ``to`` [T]; [P * M, F] each of what came, zeros where ``took`` [P * M] is not set."""
+    every = push_rows(rows, to, at, how)
+    barrier(at, how)
+    take_rows(every, took, at, how)
+    return every
+
+
+@recorded
+def give_back(rows: tuple[Tensor, ...], took: Tensor, to: Tensor, at: Shared, how: Transfer) -> tuple[Tensor, ...]:
+    """Rows [P * M, F] each that this rank has for those that it ``took``, to their ranks; [T, F] each, summed over ranks in their order."""
+    push_back(rows, took, at, how)
+    barrier(at, how)
+    return take_sums(rows, to, at, how)
+
+
+def push_tokens(
+    rows: tuple[Tensor, ...], ids: Tensor, place: Tensor | None, slots: int, at: Shared, how: Transfer
+) -> tuple[tuple[Tensor, ...], Tensor, Tensor, Tensor]:
+    """The first part of :func:`dispatch`: its results, with this rank's own rows in them."""
+    count = how.size * how.most
+    every = tuple([one.new_empty((count, *one.shape[1:])) for one in rows])
     local = torch.empty((count, ids.shape[1]), dtype=torch.promote_types(ids.dtype, torch.int32), device=ids.device)
     took = torch.empty(count, dtype=torch.int32, device=ids.device)
-    symm.pull_tokens[(count,)](
-        x, w, ids, held.bases, _table(place, ids), held.turn, _bits(every[0]), _bits(every[min(1, len(rows) - 1)]), local, took,
-        ids.shape[0], most, _experts(place), max(slots, 1), group.rank, held.set_bytes, spans[1] if len(rows) > 1 else 0, spans[-1],
-        ids.shape[1], TABLE=place is not None, WEIGHTS=len(rows) > 1, **_blocks(x, w, ids), num_warps=4,
+    to = torch.empty(ids.shape[0], dtype=torch.int64, device=ids.device)
+    (x, w), (out_x, out_w) = _pair(rows), _pair(every)
+    arrays = {"x": x, "w": w, "ids": ids, "place": ids if place is None else place, "bases": at.bases, "turn": at.turn}
+    launch(
+        symm.push_tokens, (count,), {**arrays, "out_x": out_x, "out_w": out_w, "local": local, "took": took, "to": to},
+        T=ids.shape[0], M=how.most, E=0 if place is None else place.shape[0], slots=max(slots, 1), rank=how.rank, K=ids.shape[1],
+        TABLE=place is not None, WORLD=how.size, **_two(x, w, rows, how), **_blocks(x, w, ids),
     )  # fmt: skip
-    for i in range(2, len(rows)):
-        every[i] = pull_rows(held, rows[i], took, spans[i], most, group)
-    return every, local, took
+    for own, out, start in zip(rows[2:], every[2:], how.spans[2:], strict=False):
+        _push(own, to, out, start, at, how)
+    return every, local, took, to
 
 
-def put_rows(held: Buffers, rows: Tensor, took: Tensor | None, at: int, most: int, rank: int) -> None:
-    """Rows [N, F] into the buffer; with ``took`` [P * M] those of N = P * M that others want."""
-    flat = _bits(rows)
-    symm.put_rows[(max(flat.shape[0], 1),)](
-        flat, held.turn if took is None else took, held.memory, held.turn, flat.shape[0], most, rank, held.set_bytes, at,
-        SOME=took is not None, F=flat.shape[1], B=_block(flat), num_warps=4,
+def take_tokens(every: tuple[Tensor, ...], local: Tensor, took: Tensor, at: Shared, how: Transfer) -> None:
+    """The last part of :func:`dispatch`, into its results."""
+    if not how.others:
+        return
+    x, w = _pair(every)
+    launch(
+        symm.take_tokens, (how.others,), {"bases": at.bases, "turn": at.turn, "x": x, "w": w, "local": local, "took": took},
+        M=how.most, rank=how.rank, K=local.shape[1], **_two(x, w, every, how), **_blocks(x, w, local),
+    )  # fmt: skip
+    for out, start in zip(every[2:], how.spans[2:], strict=False):
+        _take(out, took, start, at, how)
+
+
+def push_rows(rows: tuple[Tensor, ...], to: Tensor, at: Shared, how: Transfer) -> tuple[Tensor, ...]:
+    """The first part of :func:`send`: its results, with this rank's own rows in them."""
+    every = tuple([one.new_empty((how.size * how.most, *one.shape[1:])) for one in rows])
+    for own, out, start in zip(rows, every, how.spans, strict=False):
+        _push(own, to, out, start, at, how)
+    return every
+
+
+def take_rows(every: tuple[Tensor, ...], took: Tensor, at: Shared, how: Transfer) -> None:
+    """The last part of :func:`send`, into its results."""
+    for out, start in zip(every, how.spans, strict=False):
+        _take(out, took, start, at, how)
+
+
+def push_back(rows: tuple[Tensor, ...], took: Tensor, at: Shared, how: Transfer) -> None:
+    """The first part of :func:`give_back`."""
+    for part, start in zip(rows if how.others else (), how.spans, strict=False):
+        flat = _bits(part)
+        launch(
+            symm.push_back, (how.others,), {"rows": flat, "bases": at.bases, "took": took, "turn": at.turn},
+            M=how.most, rank=how.rank, set_bytes=how.set_bytes, at=start, F=flat.shape[1], B=_block(flat),
+        )  # fmt: skip
+
+
+def take_sums(own: tuple[Tensor, ...], to: Tensor, at: Shared, how: Transfer) -> tuple[Tensor, ...]:
+    """The last part of :func:`give_back`."""
+    found = []
+    for part, start in zip(own, how.spans, strict=False):
+        out = part.new_empty((to.shape[0], *part.shape[1:]))
+        wide: Any = tl.float64 if accumulation_dtype(part.dtype) == torch.float64 else tl.float32
+        launch(
+            symm.take_sums, (max(to.shape[0], 1),), {"own": part, "bases": at.bases, "to": to, "turn": at.turn, "out": out},
+            M=how.most, rank=how.rank, T=to.shape[0], set_bytes=how.set_bytes, at=start, WORLD=how.size, WIDE=wide,
+            F=out.shape[1], B=_block(out),
+        )  # fmt: skip
+        found.append(out)
+    return tuple(found)
+
+
+def barrier(at: Shared, how: Transfer) -> None:
+    """No rank goes on before all have pushed."""
+    if not how.others:
+        return
+    launch(
+        symm.barrier, (1,), {"bases": at.bases, "turn": at.turn, "flags": at.flags}, warps=1,
+        rank=how.rank, at_flags=how.at_flags, patience=how.patience, WORLD=how.size, BW=power_of_two(how.size), TIMED=_TIMED,
     )  # fmt: skip
 
 
-def pull_rows(held: Buffers, own: Tensor, took: Tensor, at: int, most: int, group: Group) -> Tensor:
-    """[P * M, F] of all ranks, zeros where ``took`` [P * M] is not set."""
-    out = own.new_empty((group.size * most, *own.shape[1:]))
-    symm.pull_rows[(out.shape[0],)](
-        _bits(own), held.bases, took, held.turn, _bits(out), own.shape[0], most, group.rank, held.set_bytes, at,
-        F=out.shape[1], B=_block(out), num_warps=4,
-    )  # fmt: skip
-    return out
+_TIMED = torch.version.hip is None
+"""AMD's devices have no such clock in Triton."""
 
 
-def pull_sums(held: Buffers, own: Tensor, to: Tensor, at: int, most: int, group: Group) -> Tensor:
-    """[T, F]: the sum of what the ranks in ``to`` [T] have for each token, in their order; this one's is in ``own`` [P * M, F]."""
-    out = own.new_empty((to.shape[0], *own.shape[1:]))
-    wide: Any = tl.float64 if accumulation_dtype(own.dtype) == torch.float64 else tl.float32
-    symm.pull_sums[(max(to.shape[0], 1),)](
-        own, held.bases, to, held.turn, out, most, group.rank, to.shape[0], held.set_bytes, at,
-        WORLD=group.size, WIDE=wide, F=out.shape[1], B=_block(out), num_warps=4,
+def _push(own: Tensor, to: Tensor, out: Tensor, start: int, at: Shared, how: Transfer) -> None:
+    flat = _bits(own)
+    launch(
+        symm.push_rows, (how.size * how.most,), {"rows": flat, "bases": at.bases, "to": to, "turn": at.turn, "out": _bits(out)},
+        T=own.shape[0], M=how.most, rank=how.rank, set_bytes=how.set_bytes, at=start, F=flat.shape[1], B=_block(flat), WORLD=how.size,
     )  # fmt: skip
-    return out
+
+
+def _take(out: Tensor, took: Tensor, start: int, at: Shared, how: Transfer) -> None:
+    if not how.others:
+        return
+    flat = _bits(out)
+    launch(
+        symm.take_rows, (how.others,), {"bases": at.bases, "took": took, "turn": at.turn, "out": flat},
+        M=how.most, rank=how.rank, set_bytes=how.set_bytes, at=start, F=flat.shape[1], B=_block(flat),
+    )  # fmt: skip
 
 
 def _pair(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -91,16 +207,14 @@ def _pair(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     return x, _bits(rows[1]) if len(rows) > 1 else x
 
 
-def _table(place: Tensor | None, ids: Tensor) -> Tensor:
-    return ids if place is None else place
-
-
-def _experts(place: Tensor | None) -> int:
-    return 0 if place is None else place.shape[0]
+def _two(x: Tensor, w: Tensor, rows: Sequence[Tensor], how: Transfer) -> dict[str, Any]:
+    two = len(rows) > 1
+    at = {"set_bytes": how.set_bytes, "at_w": how.spans[1] if two else 0, "at_ids": how.spans[-1]}
+    return {**at, "WEIGHTS": two, "FX": x.shape[1], "FW": w.shape[1]}
 
 
 def _blocks(x: Tensor, w: Tensor, ids: Tensor) -> dict[str, int]:
-    return {"FX": x.shape[1], "FW": w.shape[1], "BX": _block(x), "BW": _block(w), "BK": power_of_two(ids.shape[1])}
+    return {"BX": _block(x), "BW": _block(w), "BK": power_of_two(ids.shape[1])}
 
 
 def _bits(rows: Tensor) -> Tensor:

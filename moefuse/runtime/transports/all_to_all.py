@@ -16,7 +16,8 @@ from torch import Tensor
 from moefuse.ops.reference import accumulation_dtype
 from moefuse.runtime.collectives import all_to_all
 from moefuse.runtime.groups import Group, Terms
-from moefuse.runtime.transports.base import Dispatched, check_tokens, slots_of
+from moefuse.runtime.ranks import slots_of
+from moefuse.runtime.transports.base import Dispatched, check_tokens
 
 
 class _AllToAll:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moefuse.ops.reference import accumulation_dtype
+from moefuse.runtime import providers
 from moefuse.runtime.collectives import all_gathers, all_to_all
 from moefuse.runtime.groups import Group, Terms
 from moefuse.runtime.transports.base import Dispatched, known_arrivals, most_tokens
@@ -49,7 +49,8 @@ def _sum(group: Group, part: Tensor, tokens: int) -> Tensor:
     """[P * M, F] to [T, F]."""
     every = torch.empty_like(part, memory_format=torch.contiguous_format)
     all_to_all(every, part.contiguous(), group.process_group)
-    return ordered_sum(every.view(group.size, -1, *part.shape[1:])[:, :tokens])
+    summed: Tensor = providers.run("sum_ranks", every, group.size, tokens)
+    return summed
 
 
 def padded(rows: Tensor, most: int, fill: float) -> Tensor:
@@ -61,15 +62,6 @@ def padded(rows: Tensor, most: int, fill: float) -> Tensor:
     out[:count] = rows
     out[count:] = fill
     return out
-
-
-def ordered_sum(parts: Tensor) -> Tensor:
-    """[P, ...] to [...]: added in order in the accumulation dtype, rounded once."""
-    wide = accumulation_dtype(parts.dtype)
-    total = parts[0].to(wide, copy=True)
-    for part in parts[1:]:
-        total += part
-    return total.to(parts.dtype)
 
 
 TRANSPORT = _AllGather()

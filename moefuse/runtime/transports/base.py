@@ -81,15 +81,6 @@ def known_arrivals(terms: Terms, tokens: int) -> int:
     return terms.group.size * (tokens if terms.most == "equal" else int(terms.most))
 
 
-def slots_of(ids: Tensor, place: Tensor) -> Tensor:
-    """[T, K] int64: the slot of each expert, ``rank * L + local``; -1 for ids outside of [0, E)."""
-    if not place.shape[0]:
-        return torch.full_like(ids, -1, dtype=torch.int64)
-    wide = ids.long()
-    inside = (wide >= 0) & (wide < place.shape[0])
-    return torch.where(inside, place[wide.clamp(0, place.shape[0] - 1)].long(), -1)
-
-
 def check_tokens(terms: Terms, tokens: int) -> None:
     """Raises :class:`TooManyTokens` where this rank has more than ``max_tokens``."""
     if isinstance(terms.most, int) and tokens > terms.most:

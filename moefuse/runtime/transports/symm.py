@@ -1,9 +1,9 @@
-"""Rows through memory that GPUs of one host read from each other: two kernels and a barrier a way, nothing waits for the host.
+"""Rows through memory that GPUs of one host write for each other: two kernels and a barrier a way, nothing waits for the host.
 
 For static numbers of tokens (``max_tokens``), so that buffers are sized before: they belong to a mesh and a device, come into being at
 the first call outside of a CUDA graph, on all ranks alike, and stay where they are, since graphs know their addresses. A row goes to a
-rank that has one of its experts, once; others' rows are zeros with ids -1, written without a look at them. What the graph gets is a copy:
-no tensor of a program is in a buffer.
+rank that has one of its experts, once; others' rows are zeros with ids -1. What the graph gets is a copy: no tensor of a program is in a
+buffer.
 
 The handle is ``took`` [P * M] and ``to`` [T] of ``moefuse/kernels/triton/device/symm.py``, which has the protocol. After
 torch.distributed._symmetric_memory; the kernels of meta-pytorch/kraken and torchtitan's MinimalAsyncEP showed that Triton is fast enough.
@@ -11,8 +11,9 @@ torch.distributed._symmetric_memory; the kernels of meta-pytorch/kraken and torc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ MOST_RANKS = 63
 _ALIGN = 256
 """Bytes."""
 _HEAD = 4
-"""Times ``_ALIGN`` bytes behind the sets for ``bases`` and ``turn``, which no allocator may give to somebody else between CUDA graphs."""
+"""Times ``_ALIGN`` bytes behind the sets for ``bases``, ``turn`` and ``flags``, which no allocator may give away between CUDA graphs."""
 _ELSE = "use 'allgather'"
 
 
@@ -38,16 +39,21 @@ class Buffers:
     Attributes:
         bases: [P] int64, of every rank's memory.
         turn: [2] int32, transfers counted on the device.
-        barrier: of all ranks, on the current stream.
+        flags: [P] int32, transfers that each rank has pushed; at the same place in every rank's memory.
         older: buffers that older graphs know.
     """
 
     memory: Tensor
     bases: Tensor
     turn: Tensor
+    flags: Tensor
     set_bytes: int
-    barrier: Callable[[], None]
     older: Buffers | None = None
+
+    @property
+    def at_flags(self) -> int:
+        """Bytes from the beginning of a rank's memory."""
+        return 2 * self.set_bytes + 3 * _ALIGN
 
 
 _buffers: dict[tuple[str, torch.device], Buffers] = {}
@@ -76,12 +82,15 @@ def buffers(group: Group, device: torch.device, needed: int) -> Buffers:
     if memory is None or lacking:
         raise ParallelError(f"transport='symm' found no memory for GPUs to share on rank {lacking[0]} ({failed or 'see there'}): {_ELSE}")
     try:
-        addresses, barrier = _torch_private.symmetric_peers(memory, group.process_group)
+        addresses = _torch_private.symmetric_peers(memory, group.process_group)
     except (RuntimeError, AttributeError, ImportError) as error:
-        raise ParallelError(f"transport='symm' needs GPUs that can read each other's memory, and has none ({error}): {_ELSE}") from error
-    head = memory[2 * size :].view(torch.int64)
-    bases, turn = head[: group.size].copy_(torch.tensor(addresses)), head[MOST_RANKS + 1 :].view(torch.int32)[:2].zero_()
-    _buffers[group.name, device] = Buffers(memory, bases, turn, size, barrier, known)
+        raise ParallelError(f"transport='symm' needs GPUs that can write each other's memory, and has none ({error}): {_ELSE}") from error
+    head = memory[2 * size :].zero_()
+    bases = head.view(torch.int64)[: group.size].copy_(torch.tensor(addresses))
+    turn, flags = (head[part * _ALIGN :].view(torch.int32) for part in (2, 3))
+    torch.cuda.synchronize(device)
+    exchanged(group, 1)  # nobody raises a flag that its owner has yet to lower
+    _buffers[group.name, device] = Buffers(memory, bases, turn[:2], flags[: group.size], size, known)
     return _buffers[group.name, device]
 
 
@@ -100,28 +109,20 @@ class _Symm:
         if not most:
             empty = torch.promote_types(ids.dtype, torch.int32)
             return Dispatched([r.clone() for r in rows], ids.to(empty, copy=True), [t.zero_() for t in self.handle(terms, ids)], local=True)
-        spans = regions(rows, most)
-        held = buffers(group, ids.device, spans[-1] + most * ids.shape[1] * 8)
-        rows, ids = [r.contiguous() for r in rows], ids.contiguous()
-        to = symm.put_tokens(held, rows, ids, place, slots, spans, most, group.size)
-        held.barrier()
-        every, local, took = symm.pull_tokens(held, rows, ids, place, slots, spans, most, group)
-        return Dispatched(every, local, [took, to], local=True)
+        spans = regions(rows, group.size * most)
+        at, how = _transfer(group, ids.device, most, spans, group.size * most * ids.shape[1] * 4)
+        own = tuple([r.contiguous() for r in rows])
+        every, local, took, to = symm.dispatch(own, ids.contiguous(), place, slots, at, how)
+        return Dispatched(list(every), local, [took, to], local=True)
 
     def send(self, terms: Terms, rows: Sequence[Tensor], handle: Sequence[Tensor], arrivals: int) -> list[Tensor]:
         from moefuse.kernels.triton.provide import symm
 
-        group, took = terms.group, handle[0]
+        group, (took, to) = terms.group, handle
         if not arrivals:
             return [r.clone() for r in rows]
-        most = arrivals // group.size
-        spans = regions(rows, most)
-        held = buffers(group, took.device, spans[-1])
-        rows = [r.contiguous() for r in rows]
-        for mine, at in zip(rows, spans, strict=False):
-            symm.put_rows(held, mine, None, at, most, group.rank)
-        held.barrier()
-        return [symm.pull_rows(held, mine, took, at, most, group) for mine, at in zip(rows, spans, strict=False)]
+        at, how = _transfer(group, took.device, arrivals // group.size, regions(rows, arrivals))
+        return list(symm.send(tuple([r.contiguous() for r in rows]), took, to, at, how))
 
     def give_back(self, terms: Terms, rows: Sequence[Tensor], handle: Sequence[Tensor], tokens: int) -> list[Tensor]:
         from moefuse.kernels.triton.provide import symm
@@ -129,21 +130,26 @@ class _Symm:
         group, (took, to) = terms.group, handle
         if not took.shape[0]:
             return [r.clone() for r in rows]
-        spans = regions(rows, took.shape[0])
-        held = buffers(group, took.device, spans[-1])
-        rows, most = [r.contiguous() for r in rows], took.shape[0] // group.size
-        for part, at in zip(rows, spans, strict=False):
-            symm.put_rows(held, part, took, at, most, group.rank)
-        held.barrier()
-        return [symm.pull_sums(held, part, to, at, most, group) for part, at in zip(rows, spans, strict=False)]
+        at, how = _transfer(group, took.device, took.shape[0] // group.size, regions(rows, took.shape[0]))
+        return list(symm.give_back(tuple([r.contiguous() for r in rows]), took, to, at, how))
 
 
-def regions(rows: Sequence[Tensor], count: int) -> list[int]:
+def _transfer(group: Group, device: torch.device, most: int, spans: tuple[int, ...], behind: int = 0) -> tuple[Any, Any]:
+    """For the launches: the memory that they share, and where rows are in it; ``behind`` the rows so many bytes of ids."""
+    from moefuse.kernels.triton.provide import symm
+
+    held = buffers(group, device, spans[-1] + behind)
+    patience = _torch_private.timeout_of(group.process_group)
+    how = symm.Transfer.of(group.size, group.rank, held.set_bytes, held.at_flags, most, spans, patience)
+    return symm.Shared(held.bases, held.turn, held.flags), how
+
+
+def regions(rows: Sequence[Tensor], count: int) -> tuple[int, ...]:
     """Where ``count`` rows of each begin in a set, in bytes; and the end."""
     at = [0]
     for one in rows:
         at.append(-(-(at[-1] + count * one.shape[1] * one.element_size()) // _ALIGN) * _ALIGN)
-    return at
+    return tuple(at)
 
 
 TRANSPORT = _Symm()

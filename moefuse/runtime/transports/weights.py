@@ -13,7 +13,8 @@ from torch import Tensor
 
 from moefuse.runtime.collectives import all_gather, all_to_all
 from moefuse.runtime.groups import Group
-from moefuse.runtime.transports.allgather import ordered_sum, padded
+from moefuse.runtime.ranks import sum_ranks
+from moefuse.runtime.transports.allgather import padded
 
 
 def all_rows(group: Group, local: Tensor, place: Tensor, slots: int) -> Tensor:
@@ -28,7 +29,7 @@ def own_rows(group: Group, grad: Tensor, place: Tensor, slots: int, held: int) -
     sent = grad.new_zeros((group.size * slots, *grad.shape[1:])).index_copy_(0, place.long(), grad)
     every = torch.empty_like(sent)
     all_to_all(every, sent, group.process_group)
-    return ordered_sum(every.view(group.size, slots, *grad.shape[1:]))[:held].contiguous()
+    return sum_ranks(every, group.size, held)
 
 
 def all_slices(group: Group, local: Tensor, axis: int, blocks: int) -> Tensor:
@@ -46,7 +47,7 @@ def own_slice(group: Group, grad: Tensor, axis: int, blocks: int) -> Tensor:
     parts = rows.reshape(blocks, group.size, -1, *rows.shape[1:]).transpose(0, 1).contiguous()
     every = torch.empty_like(parts)
     all_to_all(every, parts, group.process_group)
-    total = ordered_sum(every)
+    total = sum_ranks(every.flatten(0, 1), group.size, blocks)
     return total.reshape(-1, *rows.shape[1:]).movedim(0, axis).contiguous()
 
 
