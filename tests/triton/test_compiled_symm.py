@@ -9,7 +9,7 @@ import pytest
 
 from tests.triton.test_compiled import SHARED, spills
 
-INTEGERS = dict.fromkeys(("T", "M", "E", "N", "slots", "rank", "K"), "i32") | dict.fromkeys(
+INTEGERS = dict.fromkeys(("T", "M", "E", "N", "F", "slots", "rank", "first", "K"), "i32") | dict.fromkeys(
     ("set_bytes", "at_w", "at_ids", "at", "at_flags", "patience"), "i64"
 )
 TENSORS = {
@@ -17,6 +17,7 @@ TENSORS = {
     **dict.fromkeys(("w", "out_w"), "*fp32"),
     **dict.fromkeys(("ids", "local", "place", "turn", "took", "flags"), "*i32"),
     "bases": "*i64",
+    "parts": "*bf16",
     "to": "*i64",
 }
 SIZES = {"FX": 2048, "FW": 8, "BX": 2048, "BW": 8, "BK": 8, "WORLD": 8, "F": 2048, "B": 2048}
@@ -24,21 +25,21 @@ FLAGS = {"TABLE": True, "WEIGHTS": True}
 
 
 @pytest.mark.parametrize("arch", [a for a in SHARED if a != 89])
-@pytest.mark.parametrize("name", ["push_tokens", "take_tokens", "push_rows", "take_rows", "push_back", "take_sums", "barrier"])
+@pytest.mark.parametrize("name", ["local_ids", "sum_ranks", "push_tokens", "take_tokens", "push_rows", "take_rows", "push_back", "take_sums", "barrier"])
 def test_compiles(name: str, arch: int | str, tmp_path: Path) -> None:
     import triton
     import triton.language as tl
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from moefuse.kernels.triton.device import symm
+    from moefuse.kernels.triton.device import ranks, symm
 
-    kernel = getattr(symm, name)
+    kernel = getattr(ranks if hasattr(ranks, name) else symm, name)
     known: dict[str, Any] = {**SIZES, **FLAGS, "WIDE": tl.float32, "TIMED": not isinstance(arch, str)}
-    constants = {n: known[n] for n in kernel.arg_names if n in known}
+    constants = {n: known[n] for n in kernel.arg_names if n in known and (n, name) != ("F", "sum_ranks")}
     signature = {n: "constexpr" if n in constants else TENSORS.get(n) or INTEGERS[n] for n in kernel.arg_names}
     # What the launcher finds: pointers and sizes of buffers are multiples of sixteen.
-    aligned = {n for n in kernel.arg_names if n in TENSORS or INTEGERS.get(n) == "i64"}
+    aligned = {n for n in kernel.arg_names if n in TENSORS or INTEGERS.get(n) == "i64" or (n, name) == ("F", "sum_ranks")}
     attributes = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(kernel.arg_names) if n in aligned}
     target = GPUTarget("hip", arch, 64) if isinstance(arch, str) else GPUTarget("cuda", arch, 32)
     compiled = triton.compile(ASTSource(kernel, signature, constants, attributes), target=target, options={"num_warps": 4})
