@@ -32,6 +32,7 @@ from moefuse.ops.autograd import below_autograd, ops, wants_grad
 from moefuse.ops.schema import implement
 from moefuse.runtime import providers, transports
 from moefuse.runtime.groups import Terms
+from moefuse.runtime.ranks import numbers_dtype
 from moefuse.runtime.transports.base import peers
 from moefuse.runtime.transports.weights import all_rows, own_rows
 
@@ -90,13 +91,13 @@ def gathered(local: Tensor, place: Tensor, slots: int, terms: str) -> Tensor:
 def _local_ids(ids: Tensor, place: Tensor | None, slots: int, terms: str) -> Tensor:
     """[T, K]: the number of each expert among those of this rank, -1 for one that it does not have; without a table it has all."""
     if place is None:
-        return ids.to(torch.promote_types(ids.dtype, torch.int32), copy=True)
+        return ids.to(numbers_dtype(ids.dtype), copy=True)
     local: Tensor = providers.run("local_ids", ids.contiguous(), place, Terms.parse(terms).group.rank * slots, slots)
     return local
 
 
 def _local_ids_fake(ids: Tensor, place: Tensor | None, slots: int, terms: str) -> Tensor:
-    return ids.new_empty(ids.shape, dtype=torch.promote_types(ids.dtype, torch.int32))
+    return ids.new_empty(ids.shape, dtype=numbers_dtype(ids.dtype))
 
 
 def _dispatch(rows: Sequence[Tensor], ids: Tensor, place: Tensor | None, slots: int, terms: str, layer: str) -> list[Tensor]:
@@ -114,7 +115,7 @@ def _dispatch_fake(rows: Sequence[Tensor], ids: Tensor, place: Tensor | None, sl
     arrivals: Any = how.arrivals(known, ids.shape[0])
     if isinstance(arrivals, int) and arrivals < 0:
         arrivals = torch.library.get_ctx().new_dynamic_size(min=0)
-    ids_dtype = torch.promote_types(ids.dtype, torch.int32)
+    ids_dtype = numbers_dtype(ids.dtype)
     local = ids.new_empty((arrivals, *ids.shape[1:]), dtype=ids_dtype)
     return [*(r.new_empty((arrivals, *r.shape[1:])) for r in rows), local, *how.handle(known, ids)]
 

@@ -21,7 +21,7 @@ def local_ids(ids: Tensor, place: Tensor, first: int, slots: int) -> Tensor:
     """[T, K]: the number of each expert among the ``slots`` from slot ``first`` on; -1 for one that is not there. ``place`` [E]."""
     local = slots_of(ids, place) - first
     here = (local >= 0) & (local < slots)
-    return torch.where(here, local, -1).to(torch.promote_types(ids.dtype, torch.int32))
+    return torch.where(here, local, -1).to(numbers_dtype(ids.dtype))
 
 
 def sum_ranks(parts: Tensor, world: int, tokens: int) -> Tensor:
@@ -31,3 +31,8 @@ def sum_ranks(parts: Tensor, world: int, tokens: int) -> Tensor:
     for part in rest:
         total += part
     return total.to(parts.dtype)
+
+
+def numbers_dtype(ids: torch.dtype) -> torch.dtype:
+    """Of local numbers of experts. (``torch.promote_types`` is an operation, which a record of a call would have to repeat.)"""
+    return torch.int64 if ids == torch.int64 else torch.int32

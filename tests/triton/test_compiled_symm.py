@@ -25,7 +25,9 @@ FLAGS = {"TABLE": True, "WEIGHTS": True}
 
 
 @pytest.mark.parametrize("arch", [a for a in SHARED if a != 89])
-@pytest.mark.parametrize("name", ["local_ids", "sum_ranks", "push_tokens", "take_tokens", "push_rows", "take_rows", "push_back", "take_sums", "barrier"])
+@pytest.mark.parametrize(
+    "name", ["local_ids", "sum_ranks", "push_tokens", "take_tokens", "push_rows", "take_rows", "push_back", "take_sums", "barrier"]
+)
 def test_compiles(name: str, arch: int | str, tmp_path: Path) -> None:
     import triton
     import triton.language as tl
@@ -47,5 +49,5 @@ def test_compiles(name: str, arch: int | str, tmp_path: Path) -> None:
     if arch == 90 and name == "barrier":
         for needed in ("atom.global.sys.release.exch", "ld.volatile.global", "globaltimer", "trap", "atom.global.sys.acquire.add"):
             assert needed in compiled.asm["ptx"], compiled.asm["ptx"]
-    elif arch == 90:
+    elif arch == 90 and name != "local_ids":
         assert "ld.global.v4" in compiled.asm["ptx"] or "ld.global.v2.b64" in compiled.asm["ptx"], "rows are read in small pieces"

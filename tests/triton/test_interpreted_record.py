@@ -141,6 +141,31 @@ def activation(seed: int) -> Any:
     return activate(*draw(seed, T, 2 * INNER).chunk(2, -1), Body())
 
 
+def ranks(seed: int) -> Any:
+    """Rows of the first of two ranks; the other one has pushed rows full of ones, and is far ahead."""
+    from moefuse.kernels.triton.provide import ranks, symm
+
+    size, at_flags = 4096, 2 * 4096
+    memory = [torch.ones(2 * size // 4 + 4) for _ in range(2)]
+    flags = memory[0][-4:].view(torch.int32)[:2].fill_(1 << 20)
+    at = symm.Shared(torch.tensor([m.data_ptr() for m in memory]), torch.zeros(2, dtype=torch.int32), flags)
+    how = symm.Transfer.of(2, 0, size, at_flags, T, (0, 2048, 3072), 0)
+    place = torch.arange(E, dtype=torch.int32)
+    rows = (draw(seed, T, H), draw(seed + 1, T, K))
+    every, local, took, to = symm.dispatch(rows, ids(seed), place, 3, at, how)
+    back = symm.give_back(every, took, to, at, how)
+    return (
+        every,
+        local,
+        took,
+        to,
+        back,
+        symm.send(rows, took, to, at, how),
+        ranks.local_ids(ids(seed), place, 3, 2),
+        ranks.sum_ranks(rows[0], 2, 2),
+    )
+
+
 def flat(value: Any) -> list[Tensor]:
     return [value] if isinstance(value, Tensor) else [t for v in value for t in flat(v)]
 
@@ -152,6 +177,7 @@ OPS: dict[str, Callable[[int], Any]] = {
     "training, weights on the input": train("stacked", on_input=True),
     "router": routers,
     "activation": activation,
+    "rows of ranks": ranks,
 }
 
 

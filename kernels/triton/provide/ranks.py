@@ -13,6 +13,7 @@ from moefuse.kernels.triton.launch.calls import launch
 from moefuse.kernels.triton.launch.record import recorded
 from moefuse.kernels.triton.problem import power_of_two
 from moefuse.ops.reference import accumulation_dtype
+from moefuse.runtime.ranks import numbers_dtype
 
 _IDS = 1024
 _BLOCK = 2048
@@ -26,7 +27,7 @@ def supports(first: Tensor, *rest: Any) -> str | None:
 @recorded
 def local_ids(ids: Tensor, place: Tensor, first: int, slots: int) -> Tensor:
     """Of :func:`moefuse.runtime.ranks.local_ids`."""
-    out = torch.empty(ids.shape, dtype=torch.promote_types(ids.dtype, torch.int32), device=ids.device)
+    out = torch.empty(ids.shape, dtype=numbers_dtype(ids.dtype), device=ids.device)
     launch(
         ranks.local_ids, (max(-(-ids.numel() // _IDS), 1),), {"ids": ids, "place": place, "out": out},
         N=ids.numel(), E=place.shape[0], slots=slots, first=first, TABLE=True, B=_IDS,

@@ -17,9 +17,11 @@ from torch import Tensor
 
 from moefuse.kernels.triton.device import symm
 from moefuse.kernels.triton.launch.calls import launch
+from moefuse.kernels.triton.launch.launch import INTERPRETED
 from moefuse.kernels.triton.launch.record import recorded
 from moefuse.kernels.triton.problem import power_of_two
 from moefuse.ops.reference import accumulation_dtype
+from moefuse.runtime.ranks import numbers_dtype
 
 _BLOCK = 2048
 """Elements that a program has in flight."""
@@ -103,7 +105,7 @@ def push_tokens(
     """The first part of :func:`dispatch`: its results, with this rank's own rows in them."""
     count = how.size * how.most
     every = tuple([one.new_empty((count, *one.shape[1:])) for one in rows])
-    local = torch.empty((count, ids.shape[1]), dtype=torch.promote_types(ids.dtype, torch.int32), device=ids.device)
+    local = torch.empty((count, ids.shape[1]), dtype=numbers_dtype(ids.dtype), device=ids.device)
     took = torch.empty(count, dtype=torch.int32, device=ids.device)
     to = torch.empty(ids.shape[0], dtype=torch.int64, device=ids.device)
     (x, w), (out_x, out_w) = _pair(rows), _pair(every)
@@ -180,7 +182,7 @@ def barrier(at: Shared, how: Transfer) -> None:
     )  # fmt: skip
 
 
-_TIMED = torch.version.hip is None
+_TIMED = torch.version.hip is None and not INTERPRETED
 """AMD's devices have no such clock in Triton."""
 
 

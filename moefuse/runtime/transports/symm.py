@@ -21,6 +21,7 @@ from torch import Tensor
 from moefuse import _torch_private
 from moefuse.errors import ParallelError
 from moefuse.runtime.groups import Group, Terms
+from moefuse.runtime.ranks import numbers_dtype
 from moefuse.runtime.transports.base import Dispatched, exchanged, known_arrivals, most_tokens
 
 MOST_RANKS = 63
@@ -107,8 +108,8 @@ class _Symm:
 
         most, group = most_tokens(terms, ids.shape[0]), terms.group
         if not most:
-            empty = torch.promote_types(ids.dtype, torch.int32)
-            return Dispatched([r.clone() for r in rows], ids.to(empty, copy=True), [t.zero_() for t in self.handle(terms, ids)], local=True)
+            empty = ids.to(numbers_dtype(ids.dtype), copy=True)
+            return Dispatched([r.clone() for r in rows], empty, [t.zero_() for t in self.handle(terms, ids)], local=True)
         spans = regions(rows, group.size * most)
         at, how = _transfer(group, ids.device, most, spans, group.size * most * ids.shape[1] * 4)
         own = tuple([r.contiguous() for r in rows])
