@@ -11,6 +11,7 @@ import contextlib
 import copy
 import ctypes
 import dataclasses
+import datetime
 import functools
 import hashlib
 import inspect
@@ -771,6 +772,15 @@ def never_dead(op: Any) -> None:
     from torch.fx.node import has_side_effect
 
     has_side_effect(op)
+
+
+def timeout_of(group: Any) -> datetime.timedelta | None:
+    """How long a process group waits for other ranks; None if its backend does not say."""
+    try:
+        found = group._get_backend(group._device_types[0]).options._timeout
+    except (AttributeError, RuntimeError, IndexError):
+        return None
+    return found if isinstance(found, datetime.timedelta) else None
 
 
 def coalesced(group: Any, device: torch.device) -> contextlib.AbstractContextManager[Any]:

@@ -32,7 +32,8 @@ from moefuse.ops.autograd import below_autograd, ops, wants_grad
 from moefuse.ops.schema import implement
 from moefuse.runtime import transports
 from moefuse.runtime.groups import Terms
-from moefuse.runtime.transports.base import peers, slots_of
+from moefuse.runtime.peers import peers, told
+from moefuse.runtime.transports.base import slots_of
 from moefuse.runtime.transports.weights import all_rows, own_rows
 
 TWICE = "expert-parallel ops can be differentiated once, not twice"
@@ -43,7 +44,9 @@ TWICE = "expert-parallel ops can be differentiated once, not twice"
 
 def _gathered(local: Tensor, place: Tensor, slots: int, terms: str) -> Tensor:
     known = Terms.parse(terms)
-    with peers(known, "gathering the weights of experts"):
+    with peers(known, "gathering the weights of experts", "gathered", [local]):
+        if known.tells:
+            told(known, 0)
         return all_rows(known.group, local, place, slots)
 
 
@@ -53,7 +56,7 @@ def _gathered_fake(local: Tensor, place: Tensor, slots: int, terms: str) -> Tens
 
 def _gathered_backward(grad: Tensor, place: Tensor, slots: int, held: int, terms: str) -> Tensor:
     known = Terms.parse(terms)
-    with peers(known, "reducing the gradients of experts"):
+    with peers(known, "reducing the gradients of experts", "gathered_backward", [grad]):
         return own_rows(known.group, grad, place, slots, held).mul_(known.scale_gathered())
 
 
@@ -100,11 +103,23 @@ def _local_ids_fake(ids: Tensor, place: Tensor | None, slots: int, terms: str) -
     return ids.new_empty(ids.shape, dtype=torch.promote_types(ids.dtype, torch.int32))
 
 
+def _check_rows(rows: Sequence[Tensor], ids: Tensor) -> None:
+    if ids.dim() != 2 or ids.is_floating_point() or any(r.dim() < 1 or r.shape[0] != ids.shape[0] for r in rows):
+        shapes = ", ".join(str(list(r.shape)) for r in rows)
+        raise ValueError(f"ep_dispatch takes ids [T, K] of integers and rows [T, ..], not {ids.dtype} {list(ids.shape)} and {shapes}")
+
+
 def _dispatch(rows: Sequence[Tensor], ids: Tensor, place: Tensor | None, slots: int, terms: str, layer: str) -> list[Tensor]:
     known = Terms.parse(terms)
     how = transports.transport(known)
-    with peers(known, layer):
-        arrived = how.dispatch(known, rows, ids, place, slots)
+    with peers(known, layer, "ep_dispatch", [*rows, ids]) as call:
+        try:
+            _check_rows(rows, ids)
+            arrived = how.dispatch(known, rows, ids, place, slots)
+        except Exception:
+            if not call.said:
+                how.refuse(known, ids)
+            raise
     local = arrived.ids if arrived.local else _local_ids(arrived.ids, place, slots, terms)
     return [*arrived.rows, local, *arrived.handle]
 
@@ -124,7 +139,7 @@ def _send(rows: Sequence[Tensor], handle: Sequence[Tensor], arrivals: int, scale
     """[T, F] each to [arrivals, F], scaled."""
     known = Terms.parse(terms)
     scaled = rows if scale == 1 else [r * scale for r in rows]
-    with peers(known, layer):
+    with peers(known, layer, "ep_send", rows):
         return transports.transport(known).send(known, scaled, handle, arrivals)
 
 
@@ -135,7 +150,7 @@ def _send_fake(rows: Sequence[Tensor], handle: Sequence[Tensor], arrivals: int, 
 def _give_back(rows: Sequence[Tensor], handle: Sequence[Tensor], tokens: int, scale: float, terms: str, layer: str) -> list[Tensor]:
     """[R, F] each to [tokens, F], scaled."""
     known = Terms.parse(terms)
-    with peers(known, layer):
+    with peers(known, layer, "ep_give_back", rows):
         out = transports.transport(known).give_back(known, rows, handle, tokens)
     return out if scale == 1 else [o.mul_(scale) for o in out]
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from moefuse import _torch_private
 from moefuse.errors import ParallelError
-from moefuse.parallel import copies, views
+from moefuse.parallel import copies, same, views
 from moefuse.parallel.cost import cheapest
 from moefuse.parallel.find import Site, experts_of, parameters_of
 from moefuse.parallel.meshes import grid, hosts
@@ -80,6 +80,7 @@ def parallelize(
     placement: str | Sequence[int] | Placement = "linear",
     grads: Grads = "mean",
     modules: str | None = None,
+    debug: bool = False,
 ) -> Plan:
     """Spread the experts of a model over the ranks of a mesh, in place; compile it afterwards, as ever.
 
@@ -102,6 +103,8 @@ def parallelize(
         placement: ``"linear"`` (blocks, as torch shards them), ``"round_robin"``, or the rank of each expert.
         grads: ``"mean"`` over the ranks with distinct tokens, as DDP and FSDP give those of other Parameters; or ``"sum"``.
         modules: regular expression; only layers whose name matches (``re.search``).
+        debug: ranks compare what they run before each op that communicates, tokens that were said to be equal, and at the first call all
+            weights that are not sharded. What differs is a PeerError or a ParallelError that names two ranks. Slow.
 
     Returns:
         What was decided; print it.
@@ -140,7 +143,7 @@ def parallelize(
     for number, (site, place, count) in enumerate(zip(sites, places, counts, strict=True)):
         at = grids[count]
         way = _transport(site, transport, max_tokens, at.mesh)
-        terms = tuple(_terms(*each, way, most, grads, place, count) for each in zip(roles, at.names, whose, strict=True))
+        terms = tuple(_terms(*each, way, most, grads, place, count, debug) for each in zip(roles, at.names, whose, strict=True))
         slices = Slices(terms[-1].text, cuts[number]) if cuts else None
         where = Where(at.mesh, place, terms[0].text if roles[0] == "ep" else "", slices)
         shard(site, where)
@@ -150,6 +153,9 @@ def parallelize(
         layers.append(Layer(site.layer or site.name, place, where.mine, terms))
     for layer in dict.fromkeys(site.layer for site in sites):
         views.gathering_once(model.get_submodule(layer))
+    for name in dict.fromkeys(name for at in grids.values() for name in at.names) if debug else ():
+        group = groups.group(name)
+        group.standing.first.append(same.later(model, group))
     held = tuple(dict.fromkeys((site.module, name) for site in sites for name in sharded_names(site.module)))
     _torch_private.not_for_ddp(model, held)
     return Plan(tuple(layers), held)
@@ -173,12 +179,14 @@ def _transport(site: Site, wanted: str, most: object, mesh: DeviceMesh) -> str:
     return cheapest(most if isinstance(most, int) else None, row, size, mesh.size(), hosts(mesh))
 
 
-def _terms(role: str, mesh: str, tokens: Any, wanted: str, most: int | Most, grads: Grads, place: Placement, count: int) -> Terms:
+def _terms(
+    role: str, mesh: str, tokens: Any, wanted: str, most: int | Most, grads: Grads, place: Placement, count: int, debug: bool
+) -> Terms:
     transport: Any = wanted
     if tokens == "replicated" and wanted != "gather":
         transport = "all_reduce"
     split: Split = "experts" if role == "ep" else "slices"
-    return Terms(mesh, transport, tokens, most, grads, place.name, split, count)
+    return Terms(mesh, transport, tokens, most, grads, place.name, split, count, debug)
 
 
 def _cuts(model: nn.Module, sites: Sequence[Site], world: int) -> list[dict[str, Cut | None]]:

@@ -108,6 +108,9 @@ class _Symm:
         every, local, took = symm.pull_tokens(held, rows, ids, place, slots, spans, most, group)
         return Dispatched(every, local, [took, to], local=True)
 
+    def refuse(self, terms: Terms, ids: Tensor) -> None:
+        return
+
     def send(self, terms: Terms, rows: Sequence[Tensor], handle: Sequence[Tensor], arrivals: int) -> list[Tensor]:
         from moefuse.kernels.triton.provide import symm
 
