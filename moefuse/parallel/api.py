@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -126,11 +127,13 @@ def parallelize(
         raise ParallelError("transport='symm' has buffers of a fixed size: give max_tokens, the most tokens of a layer on any rank")
     roles = _roles(experts)
     _check_mesh(mesh, roles)
+    _check_modules(model, modules)
     sites = experts_of(model, modules)
     over = mesh.size(0) if roles[0] == "ep" else 1
     counts = [_copies(site, over, len(roles)) for site in sites]
     places = [_placement(site, placement, over // count) for site, count in zip(sites, counts, strict=True)]
     _check_parameters(model, sites)
+    _check_devices(sites, mesh)
     if transport == "symm" and mesh.device_type != "cuda":
         raise ParallelError(f"transport='symm' is for CUDA devices, and the mesh is of {mesh.device_type!r}: use 'allgather'")
     if transport == "symm" and mesh.size(0) > symm.MOST_RANKS:
@@ -214,12 +217,38 @@ def _check_mesh(mesh: object, roles: tuple[str, ...]) -> None:
         raise ParallelError(
             f"mesh is a {type(mesh).__name__}; use a DeviceMesh, e.g. init_device_mesh('cuda', (4,), mesh_dim_names=('ep',))"
         )
+    if mesh.get_coordinate() is None:
+        ranks = [int(r) for r in mesh.mesh.flatten()]
+        raise ParallelError(f"rank {dist.get_rank()} is not in the mesh of ranks {ranks}: only those call moefuse.parallelize with it")
     if mesh.ndim != len(roles) and len(roles) > 1:
         raise ParallelError(f"experts={roles!r} is for a mesh of {len(roles)} dimensions, e.g. mesh['ep', 'tp']; this one has {mesh.ndim}")
     if mesh.ndim != len(roles):
         names = mesh.mesh_dim_names or ()
         one = f"mesh[{names[-1]!r}]" if names else "one dimension of it"
         raise ParallelError(f"the mesh has {mesh.ndim} dimensions {tuple(names)}; give the one that experts are spread over, e.g. {one}")
+
+
+def _check_modules(model: nn.Module, modules: str | None) -> None:
+    try:
+        wanted = re.compile(modules or "")
+    except (re.error, TypeError) as error:
+        raise ParallelError(f"modules={modules!r} is no regular expression ({error}); use one that the names of layers match") from None
+    for name, module in model.named_modules():
+        if views.is_spread(module) and wanted.search(name):
+            raise ParallelError(
+                f"the experts of {name or 'the model'} are spread over ranks already: call moefuse.parallelize once, for the whole model"
+            )
+
+
+def _check_devices(sites: Sequence[Site], mesh: DeviceMesh) -> None:
+    """What is on the CPU may be on its way to the mesh's devices: then only the experts of a rank need to fit there."""
+    for site in sites:
+        device = next(parameters_of(site)).device.type
+        if device not in ("cpu", "meta", mesh.device_type):
+            raise ParallelError(
+                f"{site.layer or site.name} is on {device!r}, and the mesh is of {mesh.device_type!r} devices: give a mesh of "
+                f"{device!r}, or move the model first"
+            )
 
 
 def _copies(site: Site, world: int, dims: int) -> int:

@@ -105,6 +105,8 @@ def placed(placement: str | Sequence[int] | Placement, experts: int, world: int)
         if placement not in _BY_NAME:
             raise ParallelError(f"placement={placement!r} is not legal; use {', '.join(map(repr, _BY_NAME))}, or a rank for each expert")
         return _BY_NAME[placement](experts, world)
+    if not isinstance(placement, Placement) and not (isinstance(placement, Sequence) and all(isinstance(r, int) for r in placement)):
+        raise ParallelError(f"placement={placement!r} is not legal; use {', '.join(map(repr, _BY_NAME))}, or a rank for each expert")
     found = placement if isinstance(placement, Placement) else explicit(placement, world)
     if (found.experts, found.world) != (experts, world):
         raise ParallelError(f"placement is for {found.experts} experts on {found.world} ranks; there are {experts} on {world}")

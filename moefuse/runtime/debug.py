@@ -19,7 +19,7 @@ _AT_ONCE = 1 << 22
 _OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def compare(call: Call, rows: Sequence[Tensor]) -> None:
+def compare(call: Call) -> None:
     """Compare one call of an op with that of the other ranks.
 
     Raises:
@@ -30,7 +30,7 @@ def compare(call: Call, rows: Sequence[Tensor]) -> None:
     terms, group = call.terms, call.terms.group
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise ParallelError(f"{call.layer}: debug=True compares ranks on the host, which no CUDA graph does: use one of the two")
-    counts = call.heard(say(group, call.word(rows[0].shape[0] if rows else 0)))
+    counts = call.heard(say(group, call.word(call.rows[0].shape[0] if call.rows else 0)))
     while group.standing.first:
         group.standing.first.pop(0)()
     if call.op != "ep_dispatch":
@@ -46,7 +46,7 @@ def compare(call: Call, rows: Sequence[Tensor]) -> None:
                 f"ranks {group.ranks[0]} and {group.ranks[other]} have {counts[0]} and {counts[other]} tokens at {call.layer}, but {said} "
                 "was said"
             )
-    if terms.tokens == "replicated" and (other := _other(say(group, sum(map(checksum, rows)) & (1 << 62) - 1))) is not None:
+    if terms.tokens == "replicated" and (other := _other(say(group, sum(map(checksum, call.rows)) & (1 << 62) - 1))) is not None:
         raise ParallelError(
             f'ranks {group.ranks[0]} and {group.ranks[other]} hold different tokens at {call.layer}, but tokens="replicated" was said'
         )

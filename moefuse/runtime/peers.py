@@ -18,7 +18,7 @@ from torch import Tensor
 from moefuse.errors import ParallelError, PeerError, first_line
 from moefuse.runtime.debug import compare
 from moefuse.runtime.groups import Terms
-from moefuse.runtime.words import LEFT, REFUSED, Call, form_of, say
+from moefuse.runtime.words import LEFT, REFUSED, Call, say
 
 _running: contextvars.ContextVar[Call | None] = contextvars.ContextVar("moefuse_running", default=None)
 
@@ -31,13 +31,13 @@ def peers(terms: Terms, layer: str, op: str, rows: Sequence[Tensor] = ()) -> Ite
         PeerError: another rank has failed, left, or makes another call: torch's error, or its timeout, in one sentence.
         ParallelError: with ``debug=True``, what was promised of tokens or weights is not so.
     """
-    call = Call(terms, layer, op, form_of(rows))
+    call = Call(terms, layer, op, rows)
     _in_step(call)
     token = _running.set(call)
     try:
         with lost_peers(layer, f"the mesh {terms.mesh!r}"):
             if terms.debug:
-                compare(call, rows)
+                compare(call)
             yield call
     except BaseException as error:
         # What every rank raises alike leaves nobody behind.

@@ -33,7 +33,7 @@ class Call:
 
     Attributes:
         op, layer: for errors.
-        form: (dtype, features of a row) of each tensor that travels.
+        rows: tensors that travel, whose first sizes may differ.
         said: whether this rank has said its word.
         agreed: whether all ranks know that this call goes no further: they are in step afterwards.
     """
@@ -41,18 +41,23 @@ class Call:
     terms: Terms
     layer: str
     op: str
-    form: tuple[Any, ...] = ()
+    rows: Sequence[Tensor] = ()
     said: bool = False
     agreed: bool = False
 
     @property
+    def _form(self) -> tuple[Any, ...]:
+        """(dtype, features) of each: what ranks have to agree on."""
+        return tuple((r.dtype, *r.shape[1:]) for r in self.rows)
+
+    @property
     def text(self) -> str:
         """For people."""
-        return _text(self.terms.text, self.layer, self.op, self.form)
+        return _text(self.terms.text, self.layer, self.op, self._form)
 
     def word(self, number: int) -> int:
         """What this rank says: ``number``, :data:`REFUSED` or :data:`LEFT`."""
-        return _stamp(self.terms.text, self.layer, self.op, self.form) << _BITS | number + _LEAST
+        return _stamp(self.terms.text, self.layer, self.op, self._form) << _BITS | number + _LEAST
 
     def heard(self, words: Sequence[int]) -> list[int]:
         """[P]: the number of each rank, given their words.
@@ -104,11 +109,6 @@ def texts(group: Group, text: str) -> list[str]:
     every = sent.repeat(group.size)
     all_gather(every, sent, group.host)
     return [bytes(said.tolist()).decode(errors="replace").rstrip() for said in every.view(group.size, _TEXT)]
-
-
-def form_of(rows: Sequence[Tensor]) -> tuple[Any, ...]:
-    """What ranks have to agree on of tensors whose first sizes may differ."""
-    return tuple((r.dtype, *r.shape[1:]) for r in rows)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -30,6 +30,7 @@ def pair() -> Iterator[Workers]:
         ("wrong shape", {}, "ValueError: ep_dispatch takes ids [T, K] of integers and rows [T, ..], not torch.int64 [4, 2] and [3, 8]"),
         ("wrong shape", ALL_TO_ALL, "ValueError: ep_dispatch takes ids [T, K]"),
         ("no memory", ALL_TO_ALL, "OutOfMemoryError: rank 1 has no memory"),
+        ("too many", {**ALL_TO_ALL, "max_tokens": 6}, "TooManyTokens: first: rank 1 has 9 tokens, and max_tokens=6 was promised"),
     ],
 )
 def test_who_raises_first_says_so(pair: Workers, name: str, how: dict[str, Any], own: str) -> None:
