@@ -21,7 +21,8 @@ All of them communicate, on every rank of the mesh, whatever it has; fakes do no
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from moefuse.runtime.groups import Terms
 from moefuse.runtime.peers import peers, told
 from moefuse.runtime.transports.base import slots_of
 from moefuse.runtime.transports.weights import all_rows, own_rows
+from moefuse.runtime.words import Call
 
 TWICE = "expert-parallel ops can be differentiated once, not twice"
 
@@ -90,7 +92,7 @@ def gathered(local: Tensor, place: Tensor, slots: int, terms: str) -> Tensor:
 # -- tokens
 
 
-def _local_ids(ids: Tensor, place: Tensor | None, slots: int, terms: str) -> Tensor:
+def local_ids(ids: Tensor, place: Tensor | None, slots: int, terms: str) -> Tensor:
     """[T, K]: the number of each expert among those of this rank, -1 for one that it does not have; without a table it has all."""
     if place is None:
         return ids.to(torch.promote_types(ids.dtype, torch.int32), copy=True)
@@ -103,6 +105,17 @@ def _local_ids_fake(ids: Tensor, place: Tensor | None, slots: int, terms: str) -
     return ids.new_empty(ids.shape, dtype=torch.promote_types(ids.dtype, torch.int32))
 
 
+@contextmanager
+def refusing(call: Call, ids: Tensor) -> Iterator[None]:
+    """Whoever raises in here before others have heard of its tokens tells them that none will come."""
+    try:
+        yield
+    except Exception:
+        if not call.said:
+            transports.transport(call.terms).refuse(call.terms, ids)
+        raise
+
+
 def _check_rows(rows: Sequence[Tensor], ids: Tensor) -> None:
     if ids.dim() != 2 or ids.is_floating_point() or any(r.dim() < 1 or r.shape[0] != ids.shape[0] for r in rows):
         shapes = ", ".join(str(list(r.shape)) for r in rows)
@@ -112,15 +125,10 @@ def _check_rows(rows: Sequence[Tensor], ids: Tensor) -> None:
 def _dispatch(rows: Sequence[Tensor], ids: Tensor, place: Tensor | None, slots: int, terms: str, layer: str) -> list[Tensor]:
     known = Terms.parse(terms)
     how = transports.transport(known)
-    with peers(known, layer, "ep_dispatch", [*rows, ids]) as call:
-        try:
-            _check_rows(rows, ids)
-            arrived = how.dispatch(known, rows, ids, place, slots)
-        except Exception:
-            if not call.said:
-                how.refuse(known, ids)
-            raise
-    local = arrived.ids if arrived.local else _local_ids(arrived.ids, place, slots, terms)
+    with peers(known, layer, "ep_dispatch", [*rows, ids]) as call, refusing(call, ids):
+        _check_rows(rows, ids)
+        arrived = how.dispatch(known, rows, ids, place, slots)
+    local = arrived.ids if arrived.local else local_ids(arrived.ids, place, slots, terms)
     return [*arrived.rows, local, *arrived.handle]
 
 
@@ -226,7 +234,7 @@ for _name in ("gathered", "gathered_backward", "ep_dispatch", "ep_combine", "ep_
 
 implement("gathered", kernel=_gathered, fake=_gathered_fake, autograd=gathered)
 implement("gathered_backward", kernel=_gathered_backward, fake=_gathered_backward_fake, autograd=None)
-implement("ep_local_ids", kernel=_local_ids, fake=_local_ids_fake, autograd=None)
+implement("ep_local_ids", kernel=local_ids, fake=_local_ids_fake, autograd=None)
 implement("ep_dispatch", kernel=_dispatch, fake=_dispatch_fake, autograd=dispatch)
 implement("ep_combine", kernel=_combine, fake=_combine_fake, autograd=combine)
 implement("ep_send", kernel=_send, fake=_send_fake, autograd=None)

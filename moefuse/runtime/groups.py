@@ -59,9 +59,8 @@ class Terms:
     def parse(text: str) -> Terms:
         """The terms in a graph."""
         mesh, transport, tokens, number, grads, placement, split, copies = text.removesuffix(_DEBUG).rsplit("/", 7)
-        most: Any = int(number) if number.isdigit() else number
-        how: Any = transport, tokens, most, grads, placement, split
-        return Terms(mesh, *how, int(copies), text.endswith(_DEBUG))
+        most = int(number) if number.isdigit() else number
+        return Terms(mesh, transport, tokens, most, grads, placement, split, int(copies), text.endswith(_DEBUG))  # type: ignore[arg-type]
 
     @property
     def tells(self) -> bool:
