@@ -46,7 +46,7 @@ TWICE = "expert-parallel ops can be differentiated once, not twice"
 
 def _gathered(local: Tensor, place: Tensor, slots: int, terms: str) -> Tensor:
     known = Terms.parse(terms)
-    with peers(known, "gathering the weights of experts", "gathered", [local]):
+    with peers(known, "gathering the weights of experts", "gathered", [local], place):
         if known.tells:
             told(known, 0)
         return all_rows(known.group, local, place, slots)
@@ -58,7 +58,7 @@ def _gathered_fake(local: Tensor, place: Tensor, slots: int, terms: str) -> Tens
 
 def _gathered_backward(grad: Tensor, place: Tensor, slots: int, held: int, terms: str) -> Tensor:
     known = Terms.parse(terms)
-    with peers(known, "reducing the gradients of experts", "gathered_backward", [grad]):
+    with peers(known, "reducing the gradients of experts", "gathered_backward", [grad], place):
         return own_rows(known.group, grad, place, slots, held).mul_(known.scale_gathered())
 
 
@@ -125,7 +125,7 @@ def _check_rows(rows: Sequence[Tensor], ids: Tensor) -> None:
 def _dispatch(rows: Sequence[Tensor], ids: Tensor, place: Tensor | None, slots: int, terms: str, layer: str) -> list[Tensor]:
     known = Terms.parse(terms)
     how = transports.transport(known)
-    with peers(known, layer, "ep_dispatch", [*rows, ids]) as call, refusing(call, ids):
+    with peers(known, layer, "ep_dispatch", [*rows, ids], place) as call, refusing(call, ids):
         _check_rows(rows, ids)
         arrived = how.dispatch(known, rows, ids, place, slots)
     local = arrived.ids if arrived.local else local_ids(arrived.ids, place, slots, terms)

@@ -46,7 +46,7 @@ def bytes_of_a_token(call: ExpertsCall, world: int) -> int:
 def _kernel(*data: Any, terms: str, layer: str, limit: int, place: Tensor | None = None, slots: int = 0, **options: Any) -> Tensor:
     known, call = Terms.parse(terms), ExpertsCall.of(*data, **options)
     tokens = call.x.shape[0]
-    with peers(known, layer, "ep_experts", [call.x, call.weights, call.ids]) as running, refusing(running, call.ids):
+    with peers(known, layer, "ep_experts", [call.x, call.weights, call.ids], place) as running, refusing(running, call.ids):
         _, _, hidden = check_experts(call)
         step = tokens_of_a_round(call, known.group.size, limit)
         most = most_tokens(known, tokens)

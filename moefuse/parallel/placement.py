@@ -103,7 +103,7 @@ def placed(placement: str | Sequence[int] | Placement, experts: int, world: int)
     """
     if isinstance(placement, str) and placement in _BY_NAME:
         return _BY_NAME[placement](experts, world)
-    found = placement
+    found: Placement | str | Sequence[int] = placement
     if not isinstance(found, Placement):
         if isinstance(found, str) or not isinstance(found, Sequence) or not all(isinstance(r, int) for r in found):
             raise ParallelError(f"placement={placement!r} is not legal; use {', '.join(map(repr, _BY_NAME))}, or a rank for each expert")

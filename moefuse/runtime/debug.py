@@ -29,7 +29,7 @@ def compare(call: Call) -> None:
     """
     terms, group = call.terms, call.terms.group
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        raise ParallelError(f"{call.layer}: debug=True compares ranks on the host, which no CUDA graph does: use one of the two")
+        raise ParallelError(f"{call.name}: debug=True compares ranks on the host, which no CUDA graph does: use one of the two")
     counts = call.heard(say(group, call.word(call.rows[0].shape[0] if call.rows else 0)))
     while group.standing.first:
         group.standing.first.pop(0)()
@@ -43,12 +43,12 @@ def compare(call: Call) -> None:
         said = 'tokens="replicated"' if terms.tokens == "replicated" else 'max_tokens="equal"'
         if (other := _other(counts)) is not None:
             raise ParallelError(
-                f"ranks {group.ranks[0]} and {group.ranks[other]} have {counts[0]} and {counts[other]} tokens at {call.layer}, but {said} "
+                f"ranks {group.ranks[0]} and {group.ranks[other]} have {counts[0]} and {counts[other]} tokens at {call.name}, but {said} "
                 "was said"
             )
     if terms.tokens == "replicated" and (other := _other(say(group, sum(map(checksum, call.rows)) & (1 << 62) - 1))) is not None:
         raise ParallelError(
-            f'ranks {group.ranks[0]} and {group.ranks[other]} hold different tokens at {call.layer}, but tokens="replicated" was said'
+            f'ranks {group.ranks[0]} and {group.ranks[other]} hold different tokens at {call.name}, but tokens="replicated" was said'
         )
 
 

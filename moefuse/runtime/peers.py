@@ -24,18 +24,18 @@ _running: contextvars.ContextVar[Call | None] = contextvars.ContextVar("moefuse_
 
 
 @contextmanager
-def peers(terms: Terms, layer: str, op: str, rows: Sequence[Tensor] = ()) -> Iterator[Call]:
-    """One call of an op that communicates; errors name the layer.
+def peers(terms: Terms, layer: str, op: str, rows: Sequence[Tensor] = (), place: Tensor | None = None) -> Iterator[Call]:
+    """One call of an op that communicates; errors name the layer, by the table of its experts where there is one.
 
     Raises:
         PeerError: another rank has failed, left, or makes another call: torch's error, or its timeout, in one sentence.
         ParallelError: with ``debug=True``, what was promised of tokens or weights is not so.
     """
-    call = Call(terms, layer, op, rows)
+    call = Call(terms, layer, op, rows, place)
     _in_step(call)
     token = _running.set(call)
     try:
-        with lost_peers(layer, f"the mesh {terms.mesh!r}"):
+        with lost_peers(call, f"the mesh {terms.mesh!r}"):
             if terms.debug:
                 compare(call)
             yield call
@@ -59,7 +59,7 @@ def _in_step(call: Call) -> None:
         with suppress(RuntimeError):
             say(call.terms.group, call.word(LEFT))
     raise PeerError(
-        f"{call.layer}: this rank and the others of the mesh {call.terms.mesh!r} are not in step any more since an earlier error "
+        f"{call.name}: this rank and the others of the mesh {call.terms.mesh!r} are not in step any more since an earlier error "
         f"({standing.left}): start all processes again"
     )
 
@@ -87,16 +87,20 @@ def refuse(terms: Terms) -> None:
 
 
 @contextmanager
-def lost_peers(layer: str, whose: str) -> Iterator[None]:
+def lost_peers(layer: str | Call, whose: str) -> Iterator[None]:
     """Name the layer where another rank is not there any more."""
     try:
         yield
     except PeerError as error:
-        raise type(error)(f"{layer}: {error}") from error.__cause__
+        raise type(error)(f"{_name(layer)}: {error}") from error.__cause__
     except RuntimeError as error:
         if not isinstance(error, dist.DistError) and "ProcessGroup" not in str(error) and not _lost(error):
             raise
-        raise PeerError(f"{layer}: another rank of {whose} failed, or did not come: {error}") from error
+        raise PeerError(f"{_name(layer)}: another rank of {whose} failed, or did not come: {error}") from error
+
+
+def _name(layer: str | Call) -> str:
+    return layer if isinstance(layer, str) else layer.name
 
 
 def _lost(error: RuntimeError) -> bool:

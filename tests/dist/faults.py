@@ -35,12 +35,12 @@ class Layer:
 
     model: nn.Module
     terms: str
-    place: Tensor
     slots: int
 
     def dispatch(self, x: Tensor, layer: str = "first", ids: Tensor | None = None) -> list[Tensor]:
         ids = torch.arange(len(x) * K).view(-1, K) % E if ids is None else ids
-        found: list[Tensor] = ops.ep_dispatch.default([x], ids, self.place, self.slots, self.terms, layer)
+        place = self.model.get_submodule(layer)._moefuse_place
+        found: list[Tensor] = ops.ep_dispatch.default([x], ids, place, self.slots, self.terms, layer)
         return found
 
     def combine(self, arrived: list[Tensor], tokens: int, layer: str = "first") -> Tensor:
@@ -62,8 +62,7 @@ def layer(seed: int = 0, **how: Any) -> Layer:
     torch.manual_seed(seed)
     model = layers.Model(layers.Stacked, E)
     plan = moefuse.parallelize(model, mesh(), **how)
-    place: Any = model.first._moefuse_place
-    return Layer(model, plan.layers[0].terms[0].text, place, plan.layers[0].placement.slots)
+    return Layer(model, plan.layers[0].terms[0].text, plan.layers[0].placement.slots)
 
 
 def tried(call: Callable[[], object]) -> tuple[str, float]:
@@ -127,6 +126,11 @@ def _eager_and_compiled(at: Layer, rank: int) -> None:
         at(torch.randn(3, H))
 
 
+def _gathers_of_other_layers(at: Layer, rank: int) -> None:
+    """One rank's code raised in the middle of an expert, and it goes on with the next batch."""
+    at.model.get_submodule(("second", "first")[rank])(torch.randn(3, H))
+
+
 def _in_the_middle(at: Layer, rank: int) -> None:
     """Behind the collective of combine: the other rank has its result, and comes to the next call."""
     with _raising(allgather, "ordered_sum", rank):
@@ -169,6 +173,7 @@ FAULTS = {
     "other layers": _other_layers,
     "other dtypes": _other_dtypes,
     "eager and compiled": _eager_and_compiled,
+    "gathers of other layers": _gathers_of_other_layers,
     "in the middle": _in_the_middle,
     "idle": _idle,
     "between": _between,
