@@ -774,6 +774,15 @@ def never_dead(op: Any) -> None:
     has_side_effect(op)
 
 
+def timeout_of(group: Any) -> datetime.timedelta | None:
+    """How long a process group waits for other ranks; None if its backend does not say."""
+    try:
+        found = group._get_backend(group._device_types[0]).options._timeout
+    except (AttributeError, RuntimeError, IndexError):
+        return None
+    return found if isinstance(found, datetime.timedelta) else None
+
+
 def coalesced(group: Any, device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Collectives of one kind that are launched together when the block ends, where the backend of a device can do that."""
     manager = getattr(torch.distributed.distributed_c10d, "_coalescing_manager", None)

@@ -1,4 +1,4 @@
-"""Environment variables that are on or off, in all the words that people use."""
+"""Environment variables that are on or off, in all the words that people use; and the one that is a size."""
 
 from __future__ import annotations
 
@@ -16,3 +16,11 @@ def normal(text: str) -> str:
 def is_off(variable: str) -> bool:
     """Whether a variable says no. One that is not set does not."""
     return normal(os.environ.get(variable, "1")) == "0"
+
+
+def workspace() -> int | None:
+    """Bytes that a call may take beside its result (MOEFUSE_WORKSPACE_MIB); None if the user sets no limit."""
+    text = os.environ.get("MOEFUSE_WORKSPACE_MIB", "")
+    if text and not text.isdecimal():
+        raise ValueError(f"MOEFUSE_WORKSPACE_MIB={text!r} is no number of MiB")
+    return int(text) << 20 if text else None

@@ -17,7 +17,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 import moefuse.ops  # noqa: F401  (the ops that the rewrite inserts)
-from moefuse import _torch_private
+from moefuse import _torch_private, environment
 from moefuse.capture import dummies
 from moefuse.capture.assumptions import Assumption, Undischarged
 from moefuse.capture.siblings import keep
@@ -229,13 +229,14 @@ def _rewrite(ctx: Context, known: dict[Node, Any], run: _Run, region: Region) ->
     if isinstance(made, Lost):
         emit.undo()
         return made
-    made, sharded = _spread(run, region, emit, *made)
+    limit = None if ctx.mode[region.anchor][0] else environment.workspace()
+    made, sharded = _spread(run, region, emit, *made, limit)
     _put_in(ctx, known, run, region, emit, *made, sharded)
     return None
 
 
 def _spread(
-    run: _Run, region: Region, emit: Emitter, lowered: Lowered, verdict: Verdict | None
+    run: _Run, region: Region, emit: Emitter, lowered: Lowered, verdict: Verdict | None, limit: int | None
 ) -> tuple[tuple[Lowered, Verdict | None], str]:
     """Where experts are sharded over ranks: tokens travel to them, instead of their weights; and what the report says of it."""
     try:
@@ -243,7 +244,7 @@ def _spread(
         if where is None or where.gathers:
             return (lowered, verdict), "" if where is None else where.describe(region.num_experts)
         emit.undo()
-        return (Spread(region, emit, where).run(), verdict), where.describe(region.num_experts)
+        return (Spread(region, emit, where, limit).run(), verdict), where.describe(region.num_experts)
     except Exception as error:  # what was proved on all weights is right as it is, and only slower
         lost = Lost("experts-gathered", region.anchor, {"detail": first_line(error)})
         run.result.skipped.append(_skipped(lost, region.anchor))

@@ -21,7 +21,8 @@ All of them communicate, on every rank of the mesh, whatever it has; fakes do no
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -32,9 +33,10 @@ from moefuse.ops.autograd import below_autograd, ops, wants_grad
 from moefuse.ops.schema import implement
 from moefuse.runtime import providers, transports
 from moefuse.runtime.groups import Terms
+from moefuse.runtime.peers import peers, told
 from moefuse.runtime.ranks import numbers_dtype
-from moefuse.runtime.transports.base import peers
 from moefuse.runtime.transports.weights import all_rows, own_rows
+from moefuse.runtime.words import Call
 
 TWICE = "expert-parallel ops can be differentiated once, not twice"
 
@@ -44,7 +46,9 @@ TWICE = "expert-parallel ops can be differentiated once, not twice"
 
 def _gathered(local: Tensor, place: Tensor, slots: int, terms: str) -> Tensor:
     known = Terms.parse(terms)
-    with peers(known, "gathering the weights of experts"):
+    with peers(known, "gathering the weights of experts", "gathered", [local], place):
+        if known.tells:
+            told(known, 0)
         return all_rows(known.group, local, place, slots)
 
 
@@ -54,7 +58,7 @@ def _gathered_fake(local: Tensor, place: Tensor, slots: int, terms: str) -> Tens
 
 def _gathered_backward(grad: Tensor, place: Tensor, slots: int, held: int, terms: str) -> Tensor:
     known = Terms.parse(terms)
-    with peers(known, "reducing the gradients of experts"):
+    with peers(known, "reducing the gradients of experts", "gathered_backward", [grad], place):
         return own_rows(known.group, grad, place, slots, held).mul_(known.scale_gathered())
 
 
@@ -88,7 +92,7 @@ def gathered(local: Tensor, place: Tensor, slots: int, terms: str) -> Tensor:
 # -- tokens
 
 
-def _local_ids(ids: Tensor, place: Tensor | None, slots: int, terms: str) -> Tensor:
+def local_ids(ids: Tensor, place: Tensor | None, slots: int, terms: str) -> Tensor:
     """[T, K]: the number of each expert among those of this rank, -1 for one that it does not have; without a table it has all."""
     if place is None:
         return ids.to(numbers_dtype(ids.dtype), copy=True)
@@ -100,12 +104,30 @@ def _local_ids_fake(ids: Tensor, place: Tensor | None, slots: int, terms: str) -
     return ids.new_empty(ids.shape, dtype=numbers_dtype(ids.dtype))
 
 
+@contextmanager
+def refusing(call: Call, ids: Tensor) -> Iterator[None]:
+    """Whoever raises in here before others have heard of its tokens tells them that none will come."""
+    try:
+        yield
+    except Exception:
+        if not call.said:
+            transports.transport(call.terms).refuse(call.terms, ids)
+        raise
+
+
+def _check_rows(rows: Sequence[Tensor], ids: Tensor) -> None:
+    if ids.dim() != 2 or ids.is_floating_point() or any(r.dim() < 1 or r.shape[0] != ids.shape[0] for r in rows):
+        shapes = ", ".join(str(list(r.shape)) for r in rows)
+        raise ValueError(f"ep_dispatch takes ids [T, K] of integers and rows [T, ..], not {ids.dtype} {list(ids.shape)} and {shapes}")
+
+
 def _dispatch(rows: Sequence[Tensor], ids: Tensor, place: Tensor | None, slots: int, terms: str, layer: str) -> list[Tensor]:
     known = Terms.parse(terms)
     how = transports.transport(known)
-    with peers(known, layer):
+    with peers(known, layer, "ep_dispatch", [*rows, ids], place) as call, refusing(call, ids):
+        _check_rows(rows, ids)
         arrived = how.dispatch(known, rows, ids, place, slots)
-    local = arrived.ids if arrived.local else _local_ids(arrived.ids, place, slots, terms)
+    local = arrived.ids if arrived.local else local_ids(arrived.ids, place, slots, terms)
     return [*arrived.rows, local, *arrived.handle]
 
 
@@ -124,7 +146,7 @@ def _send(rows: Sequence[Tensor], handle: Sequence[Tensor], arrivals: int, scale
     """[T, F] each to [arrivals, F], scaled."""
     known = Terms.parse(terms)
     scaled = rows if scale == 1 else [r * scale for r in rows]
-    with peers(known, layer):
+    with peers(known, layer, "ep_send", rows):
         return transports.transport(known).send(known, scaled, handle, arrivals)
 
 
@@ -135,7 +157,7 @@ def _send_fake(rows: Sequence[Tensor], handle: Sequence[Tensor], arrivals: int, 
 def _give_back(rows: Sequence[Tensor], handle: Sequence[Tensor], tokens: int, scale: float, terms: str, layer: str) -> list[Tensor]:
     """[R, F] each to [tokens, F], scaled."""
     known = Terms.parse(terms)
-    with peers(known, layer):
+    with peers(known, layer, "ep_give_back", rows):
         out = transports.transport(known).give_back(known, rows, handle, tokens)
     return out if scale == 1 else [o.mul_(scale) for o in out]
 
@@ -211,7 +233,7 @@ for _name in ("gathered", "gathered_backward", "ep_dispatch", "ep_combine", "ep_
 
 implement("gathered", kernel=_gathered, fake=_gathered_fake, autograd=gathered)
 implement("gathered_backward", kernel=_gathered_backward, fake=_gathered_backward_fake, autograd=None)
-implement("ep_local_ids", kernel=_local_ids, fake=_local_ids_fake, autograd=None)
+implement("ep_local_ids", kernel=local_ids, fake=_local_ids_fake, autograd=None)
 implement("ep_dispatch", kernel=_dispatch, fake=_dispatch_fake, autograd=dispatch)
 implement("ep_combine", kernel=_combine, fake=_combine_fake, autograd=combine)
 implement("ep_send", kernel=_send, fake=_send_fake, autograd=None)

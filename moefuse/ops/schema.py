@@ -45,6 +45,7 @@ SCHEMAS: tuple[str, ...] = (
     "ep_local_ids(Tensor ids, Tensor? place, int slots, str terms) -> Tensor",
     "ep_dispatch(Tensor[] rows, Tensor ids, Tensor? place, int slots, str terms, str layer) -> Tensor[]",
     "ep_combine(Tensor y, Tensor[] handle, SymInt tokens, str terms, str layer) -> Tensor",
+    f"ep_experts({_EXPERTS_ARGS}, Tensor? place=None, int slots=0, str terms, str layer, int limit) -> Tensor",
     "ep_send(Tensor[] rows, Tensor[] handle, SymInt arrivals, float scale, str terms, str layer) -> Tensor[]",
     "ep_give_back(Tensor[] rows, Tensor[] handle, SymInt tokens, float scale, str terms, str layer) -> Tensor[]",
     "combine_backward(Tensor grad, Tensor ys, Tensor? weights, Tensor order, Tensor offsets, SymInt top_k, bool[] needs) -> Tensor[]",

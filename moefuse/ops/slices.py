@@ -23,13 +23,15 @@ from moefuse.ops.autograd import below_autograd, ops, wants_grad
 from moefuse.ops.schema import implement
 from moefuse.runtime.collectives import all_reduce
 from moefuse.runtime.groups import Terms
-from moefuse.runtime.transports.base import peers
+from moefuse.runtime.peers import peers, told
 from moefuse.runtime.transports.weights import all_slices, own_slice
 
 
 def _slices(local: Tensor, axis: int, blocks: int, terms: str) -> Tensor:
     known = Terms.parse(terms)
-    with peers(known, "gathering the weights of experts"):
+    with peers(known, "gathering the weights of experts", "gathered_slices", [local]):
+        if known.tells:
+            told(known, 0)
         return all_slices(known.group, local, axis, blocks)
 
 
@@ -41,7 +43,7 @@ def _slices_fake(local: Tensor, axis: int, blocks: int, terms: str) -> Tensor:
 
 def _slices_backward(grad: Tensor, axis: int, blocks: int, terms: str) -> Tensor:
     known = Terms.parse(terms)
-    with peers(known, "reducing the gradients of experts"):
+    with peers(known, "reducing the gradients of experts", "gathered_slices_backward", [grad]):
         return own_slice(known.group, grad, axis, blocks).mul_(known.scale_gathered())
 
 
@@ -84,7 +86,7 @@ def _on_one_rank_backward(grad: Tensor, terms: str) -> Tensor:
     known = Terms.parse(terms)
     # Others' gradients are of nothing: their bias was zero.
     share = grad.clone() if known.group.rank == 0 else torch.zeros_like(grad)
-    with peers(known, "reducing the gradients of experts"):
+    with peers(known, "reducing the gradients of experts", "on_one_rank_backward", [grad]):
         all_reduce(share, known.group.process_group)
     return share if known.tokens == "replicated" else share.mul_(1 / (known.group.size * known.scale()))
 

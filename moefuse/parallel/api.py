@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -14,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from moefuse import _torch_private
 from moefuse.errors import ParallelError
-from moefuse.parallel import copies, views
+from moefuse.parallel import copies, same, views
 from moefuse.parallel.cost import cheapest
 from moefuse.parallel.find import Site, experts_of, parameters_of
 from moefuse.parallel.meshes import grid, hosts
@@ -80,6 +81,7 @@ def parallelize(
     placement: str | Sequence[int] | Placement = "linear",
     grads: Grads = "mean",
     modules: str | None = None,
+    debug: bool = False,
 ) -> Plan:
     """Spread the experts of a model over the ranks of a mesh, in place; compile it afterwards, as ever.
 
@@ -102,6 +104,8 @@ def parallelize(
         placement: ``"linear"`` (blocks, as torch shards them), ``"round_robin"``, or the rank of each expert.
         grads: ``"mean"`` over the ranks with distinct tokens, as DDP and FSDP give those of other Parameters; or ``"sum"``.
         modules: regular expression; only layers whose name matches (``re.search``).
+        debug: ranks compare what they run before each op that communicates, tokens that were said to be equal, and at the first call all
+            weights that are not sharded. What differs is a PeerError or a ParallelError that names two ranks. Slow.
 
     Returns:
         What was decided; print it.
@@ -123,11 +127,13 @@ def parallelize(
         raise ParallelError("transport='symm' has buffers of a fixed size: give max_tokens, the most tokens of a layer on any rank")
     roles = _roles(experts)
     _check_mesh(mesh, roles)
+    _check_modules(model, modules)
     sites = experts_of(model, modules)
     over = mesh.size(0) if roles[0] == "ep" else 1
     counts = [_copies(site, over, len(roles)) for site in sites]
     places = [_placement(site, placement, over // count) for site, count in zip(sites, counts, strict=True)]
     _check_parameters(model, sites)
+    _check_devices(sites, mesh)
     if transport == "symm" and mesh.device_type != "cuda":
         raise ParallelError(f"transport='symm' is for CUDA devices, and the mesh is of {mesh.device_type!r}: use 'allgather'")
     if transport == "symm" and mesh.size(0) > symm.MOST_RANKS:
@@ -140,7 +146,7 @@ def parallelize(
     for number, (site, place, count) in enumerate(zip(sites, places, counts, strict=True)):
         at = grids[count]
         way = _transport(site, transport, max_tokens, at.mesh)
-        terms = tuple(_terms(*each, way, most, grads, place, count) for each in zip(roles, at.names, whose, strict=True))
+        terms = tuple(_terms(*each, way, most, grads, place, count, debug) for each in zip(roles, at.names, whose, strict=True))
         slices = Slices(terms[-1].text, cuts[number]) if cuts else None
         where = Where(at.mesh, place, terms[0].text if roles[0] == "ep" else "", slices)
         shard(site, where)
@@ -150,6 +156,9 @@ def parallelize(
         layers.append(Layer(site.layer or site.name, place, where.mine, terms))
     for layer in dict.fromkeys(site.layer for site in sites):
         views.gathering_once(model.get_submodule(layer))
+    for name in dict.fromkeys(name for at in grids.values() for name in at.names) if debug else ():
+        group = groups.group(name)
+        group.standing.first.append(same.later(model, group))
     held = tuple(dict.fromkeys((site.module, name) for site in sites for name in sharded_names(site.module)))
     _torch_private.not_for_ddp(model, held)
     return Plan(tuple(layers), held)
@@ -173,12 +182,14 @@ def _transport(site: Site, wanted: str, most: object, mesh: DeviceMesh) -> str:
     return cheapest(most if isinstance(most, int) else None, row, size, mesh.size(), hosts(mesh))
 
 
-def _terms(role: str, mesh: str, tokens: Any, wanted: str, most: int | Most, grads: Grads, place: Placement, count: int) -> Terms:
+def _terms(
+    role: str, mesh: str, tokens: Any, wanted: str, most: int | Most, grads: Grads, place: Placement, count: int, debug: bool
+) -> Terms:
     transport: Any = wanted
     if tokens == "replicated" and wanted != "gather":
         transport = "all_reduce"
     split: Split = "experts" if role == "ep" else "slices"
-    return Terms(mesh, transport, tokens, most, grads, place.name, split, count)
+    return Terms(mesh, transport, tokens, most, grads, place.name, split, count, debug)
 
 
 def _cuts(model: nn.Module, sites: Sequence[Site], world: int) -> list[dict[str, Cut | None]]:
@@ -206,12 +217,38 @@ def _check_mesh(mesh: object, roles: tuple[str, ...]) -> None:
         raise ParallelError(
             f"mesh is a {type(mesh).__name__}; use a DeviceMesh, e.g. init_device_mesh('cuda', (4,), mesh_dim_names=('ep',))"
         )
+    if mesh.get_coordinate() is None:
+        ranks = [int(r) for r in mesh.mesh.flatten()]
+        raise ParallelError(f"rank {dist.get_rank()} is not in the mesh of ranks {ranks}: only those call moefuse.parallelize with it")
     if mesh.ndim != len(roles) and len(roles) > 1:
         raise ParallelError(f"experts={roles!r} is for a mesh of {len(roles)} dimensions, e.g. mesh['ep', 'tp']; this one has {mesh.ndim}")
     if mesh.ndim != len(roles):
         names = mesh.mesh_dim_names or ()
         one = f"mesh[{names[-1]!r}]" if names else "one dimension of it"
         raise ParallelError(f"the mesh has {mesh.ndim} dimensions {tuple(names)}; give the one that experts are spread over, e.g. {one}")
+
+
+def _check_modules(model: nn.Module, modules: str | None) -> None:
+    try:
+        wanted = re.compile(modules or "")
+    except (re.error, TypeError) as error:
+        raise ParallelError(f"modules={modules!r} is no regular expression ({error}); use one that the names of layers match") from None
+    for name, module in model.named_modules():
+        if views.is_spread(module) and wanted.search(name):
+            raise ParallelError(
+                f"the experts of {name or 'the model'} are spread over ranks already: call moefuse.parallelize once, for the whole model"
+            )
+
+
+def _check_devices(sites: Sequence[Site], mesh: DeviceMesh) -> None:
+    """What is on the CPU may be on its way to the mesh's devices: then only the experts of a rank need to fit there."""
+    for site in sites:
+        device = next(parameters_of(site)).device.type
+        if device not in ("cpu", "meta", mesh.device_type):
+            raise ParallelError(
+                f"{site.layer or site.name} is on {device!r}, and the mesh is of {mesh.device_type!r} devices: give a mesh of "
+                f"{device!r}, or move the model first"
+            )
 
 
 def _copies(site: Site, world: int, dims: int) -> int:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from moefuse import _torch_private
 from moefuse.runtime.collectives import all_reduce
-from moefuse.runtime.transports.base import lost_peers
+from moefuse.runtime.peers import lost_peers
 
 
 def average(parameters: Sequence[tuple[str, nn.Parameter]], group: Any, copies: int) -> None:

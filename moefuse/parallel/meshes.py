@@ -6,10 +6,10 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from moefuse import _torch_private
 from moefuse.runtime import groups
 
 
@@ -46,13 +46,15 @@ def register(mesh: DeviceMesh) -> str:
     name = (mesh.mesh_dim_names or ("ep",))[0]
     group = mesh.get_group()
     ranks = tuple(int(r) for r in mesh.mesh.flatten())
-    host = group if _takes_cpu(group) else dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True)
+    host = groups.host_of(group) or _host(group, ranks)
     return groups.register(name, ranks, mesh.get_local_rank(), group, host).name
 
 
-def _takes_cpu(group: Any) -> bool:
-    """Whether a group has a backend for tensors on the host."""
-    return torch.device("cpu") in group._device_types
+def _host(group: Any, ranks: tuple[int, ...]) -> Any:
+    """A gloo group of these ranks with the timeout that ``group`` has; of ranks that are not there, as in tests, ``group`` itself."""
+    if dist.get_backend(group) == "fake":
+        return group
+    return dist.new_group(list(ranks), timeout=_torch_private.timeout_of(group), backend="gloo", use_local_synchronization=True)
 
 
 def hosts(mesh: DeviceMesh) -> int:

@@ -15,6 +15,7 @@ from moefuse.parallel import state, views
 from moefuse.parallel.find import Listed, Site, Stacked
 from moefuse.parallel.placement import Placement
 from moefuse.parallel.units import Cut
+from moefuse.runtime import layers
 from moefuse.runtime.groups import Terms
 from moefuse.runtime.transports.weights import all_rows, all_slices, slice_of
 
@@ -128,6 +129,7 @@ def shard(site: Site, where: Where) -> None:
     if where.terms:
         table = torch.tensor(where.placement.table(), dtype=torch.int32, device="cpu" if device.type == "meta" else device)
         site.module.register_buffer(views.PLACE, table, persistent=False)
+        layers.remember(site.module, views.PLACE, site.layer or site.name)
     if isinstance(site, Stacked):
         _shard_stacked(site, where)
         state.keys_of_stacked(site, where)

@@ -99,3 +99,8 @@ def _subclass(kind: type[nn.Module], body: dict[str, Any]) -> type[nn.Module]:
 def original(module: nn.Module) -> type[nn.Module]:
     """The class that the user gave a module."""
     return getattr(type(module), _ORIGINAL, type(module))
+
+
+def is_spread(module: nn.Module) -> bool:
+    """Whether a layer's class is one that :func:`gathering_once` has made."""
+    return _ORIGINAL in vars(type(module))

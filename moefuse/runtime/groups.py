@@ -7,7 +7,8 @@ a cached one is good for every run.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from moefuse.errors import ParallelError
@@ -17,6 +18,7 @@ Transport = Literal["allgather", "all_reduce", "all_to_all", "gather", "symm"]
 Grads = Literal["mean", "sum"]
 Most = Literal["any", "equal"]
 Split = Literal["experts", "slices"]
+_DEBUG = "/debug"
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ class Terms:
         placement: what a report calls the table of experts.
         split: whether a rank has some of the experts, or a slice of each.
         copies: how many groups of ranks have all experts, and average their gradients afterwards.
+        debug: whether ranks compare what they do before each op (``runtime/debug.py``).
     """
 
     mesh: str
@@ -43,18 +46,26 @@ class Terms:
     placement: str = "linear"
     split: Split = "experts"
     copies: int = 1
+    debug: bool = False
 
     @functools.cached_property
     def text(self) -> str:
         """What :meth:`parse` reads."""
-        return "/".join(map(str, (self.mesh, self.transport, self.tokens, self.most, self.grads, self.placement, self.split, self.copies)))
+        parts = (self.mesh, self.transport, self.tokens, self.most, self.grads, self.placement, self.split, self.copies)
+        return "/".join(map(str, parts)) + (_DEBUG if self.debug else "")
 
     @staticmethod
     @functools.lru_cache(maxsize=256)
     def parse(text: str) -> Terms:
         """The terms in a graph."""
-        mesh, transport, tokens, most, grads, placement, split, copies = text.rsplit("/", 7)
-        return Terms(mesh, transport, tokens, int(most) if most.isdigit() else most, grads, placement, split, int(copies))  # type: ignore[arg-type]
+        mesh, transport, tokens, number, grads, placement, split, copies = text.removesuffix(_DEBUG).rsplit("/", 7)
+        most = int(number) if number.isdigit() else number
+        return Terms(mesh, transport, tokens, most, grads, placement, split, int(copies), text.endswith(_DEBUG))  # type: ignore[arg-type]
+
+    @property
+    def tells(self) -> bool:
+        """Whether ranks tell each other how many tokens they have before these travel, and so that one of them has raised."""
+        return self.most == "any" and self.transport == "allgather"
 
     @property
     def group(self) -> Group:
@@ -86,6 +97,21 @@ class Terms:
         return self.copies > 1 and self.tokens != "replicated"
 
 
+@dataclass
+class Standing:
+    """Whether this process is in step with the others of a group.
+
+    Attributes:
+        left: the error after which it is not; empty if it is.
+        told: whether the others know.
+        first: what is to be checked before the first op, on all ranks alike.
+    """
+
+    left: str = ""
+    told: bool = False
+    first: list[Callable[[], None]] = field(default_factory=list)
+
+
 @dataclass(frozen=True)
 class Group:
     """P processes that share experts.
@@ -94,7 +120,7 @@ class Group:
         ranks: their global ranks, in the order of the mesh.
         rank: this process's place among them.
         process_group: for tensors on the device.
-        host: for numbers on the host, a group of a backend that takes CPU tensors.
+        host: for numbers on the host: a group of its own, so that these are never taken for anything else.
     """
 
     name: str
@@ -102,6 +128,7 @@ class Group:
     rank: int
     process_group: Any
     host: Any
+    standing: Standing = field(default_factory=Standing, compare=False)
 
     @property
     def size(self) -> int:
@@ -122,7 +149,8 @@ def register(name: str, ranks: tuple[int, ...], rank: int, process_group: Any, h
         known = f"{name}-{number}" if number > 1 else name
         found = _groups.get(known)
         if found is None or (found.ranks, found.rank) == (ranks, rank):
-            _groups[known] = Group(known, ranks, rank, process_group, host)
+            standing = found.standing if found is not None and found.process_group is process_group else Standing()
+            _groups[known] = Group(known, ranks, rank, process_group, host, standing)
             return _groups[known]
         number += 1
 
@@ -136,6 +164,11 @@ def group(name: str) -> Group:
     if name not in _groups:
         raise ParallelError(f"this graph runs on the mesh {name!r}, which this process does not have: call moefuse.parallelize first")
     return _groups[name]
+
+
+def host_of(process_group: Any) -> Any:
+    """The group for numbers on the host that an earlier mesh with the same process group has; None if there is none."""
+    return next((known.host for known in _groups.values() if known.process_group is process_group), None)
 
 
 TOKENS, GRADS = get_args(Tokens), get_args(Grads)

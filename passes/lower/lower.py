@@ -280,12 +280,13 @@ class Lowering:
     # -- tier 1
 
     def fused(self, body: Body) -> Lowered:
-        """One `moefuse::experts`."""
+        """One op."""
         dtype = dtype_of(body.first.weight)
         x = self.tokens(body.token, dtype)
         up = body.up
+        op, more = self.op()
         result = self.emit(
-            torch.ops.moefuse.experts.default,
+            op,
             x,
             self.ids(),
             self.slot_weights(body.weight),
@@ -301,8 +302,13 @@ class Lowering:
             up_first=body.up_first,
             weight_on_input=body.weight_on_input,
             out_dtype=self.out_dtype() if self.out_dtype() != dtype else None,
+            **more,
         )
         return Lowered(result, fused_spec(self.region, body), "fused")
+
+    def op(self) -> tuple[Callable[..., Any], dict[str, Any]]:
+        """The fused op, and what it takes beside the arguments of ``moefuse::experts``."""
+        return torch.ops.moefuse.experts.default, {}
 
     # -- tier 2
 

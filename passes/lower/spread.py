@@ -8,8 +8,9 @@ as the weights are views of the sharded ones, expert by expert, which is read fr
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -23,6 +24,9 @@ from moefuse.passes.ir.regions import Region
 from moefuse.passes.lower.lower import BySlot, Lowered, Lowering
 from moefuse.passes.match.templates import Body, match
 from moefuse.runtime.groups import Terms
+
+ROUNDS = ("allgather", "symm")
+"""Transports by which P times the tokens of a rank arrive."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,11 @@ class Sharding:
     def gathers(self) -> bool:
         """Whether weights are to go to the tokens."""
         return any(Terms.parse(hop.terms).transport == "gather" for hop in self.hops)
+
+    @property
+    def in_rounds(self) -> bool:
+        """Whether all tokens of all ranks would arrive at once, and rounds are of equal sizes on all of them."""
+        return len(self.hops) == 1 and Terms.parse(self.hops[0].terms).transport in ROUNDS
 
     def describe(self, experts: int) -> str:
         """For the report."""
@@ -120,18 +129,21 @@ def _reads_sharded(node: Node, steps: int = 32) -> Node | None:
 
 
 class Spread(Lowering):
-    """Builds the replacement of a region whose experts are spread."""
+    """Builds the replacement of a region whose experts are spread.
 
-    def __init__(self, region: Region, emit: Emitter, where: Sharding) -> None:
+    ``limit``: bytes that what arrives of other ranks may take, where nothing is differentiated; None if all of it may come at once.
+    """
+
+    def __init__(self, region: Region, emit: Emitter, where: Sharding, limit: int | None = None) -> None:
         super().__init__(region, emit)
-        self.where = where
+        self.where, self.limit = where, limit if where.in_rounds else None
         self.layer = module_path(region.anchor) or "the experts"
         self.arrived: dict[Hashable, Node] = {}
         self.way_back: list[tuple[list[Node], Node, str]] = []
         self.units: dict[Leaf, tuple[int, int]] = {}
 
     def by_slot(self, region: Region, top_k: int) -> Lowering:
-        return SpreadBySlot(region, self.emit, self.where, top_k)
+        return SpreadBySlot(region, self.emit, self.where, top_k, self.limit)
 
     def either(self) -> Lowered:
         lowered = super().either()
@@ -141,7 +153,8 @@ class Spread(Lowering):
         return replace(lowered, result=result)
 
     def fused(self, body: Body) -> Lowered:
-        self.send([(body.token, self.dtype(body.first.weight))], [body.weight])
+        if self.limit is None:
+            self.send([(body.token, self.dtype(body.first.weight))], [body.weight])
         groups = 2 if body.gating == "merged" else 1
         for projection, side in ((body.first, 0), (body.up, 0), (body.last, 1)):
             if projection is None:
@@ -151,6 +164,14 @@ class Spread(Lowering):
             if projection.bias is not None and not side:
                 self.units[projection.bias] = (-1, groups)
         return super().fused(body)
+
+    def op(self) -> tuple[Callable[..., Any], dict[str, Any]]:
+        """With a limit, one op that has tokens travel in rounds."""
+        if self.limit is None:
+            return super().op()
+        (hop,) = self.where.hops
+        more = {"place": hop.place, "slots": hop.slots, "terms": hop.terms, "layer": self.layer, "limit": self.limit}
+        return torch.ops.moefuse.ep_experts.default, more
 
     def vectors(self, leaf: Leaf | None) -> list[Node]:
         """What is added behind a sum over hidden units is added by one rank of those that have slices."""
@@ -234,8 +255,8 @@ class Spread(Lowering):
 class SpreadBySlot(Spread, BySlot):
     """A region in which every slot is a token of its own."""
 
-    def __init__(self, region: Region, emit: Emitter, where: Sharding, top_k: int) -> None:
-        Spread.__init__(self, region, emit, where)
+    def __init__(self, region: Region, emit: Emitter, where: Sharding, top_k: int, limit: int | None) -> None:
+        Spread.__init__(self, region, emit, where, limit)
         self.top_k = top_k
 
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import moefuse
 from moefuse import ParallelError
+from moefuse.parallel.placement import Placement
 from moefuse.runtime import groups
 from tests.dist import layers
 
@@ -89,10 +92,6 @@ def test_no_experts(mesh: DeviceMesh) -> None:
     refused(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), mesh, "found no experts in Sequential: no Parameters")
 
 
-def test_no_such_modules(mesh: DeviceMesh) -> None:
-    refused(layers.Model(layers.Stacked, 8), mesh, "found no experts in modules that match 'third' in Model", modules="third")
-
-
 def test_fewer_experts_than_ranks(mesh: DeviceMesh) -> None:
     refused(
         layers.Model(layers.Stacked, 3), mesh, "first has 3 experts, and the mesh 4 ranks: give a mesh of at most 3 ranks, or of a multiple"
@@ -112,10 +111,36 @@ def test_tied_experts(mesh: DeviceMesh) -> None:
     refused(model, mesh, r"first.down and second.down are one Parameter: tied experts cannot be sharded, untie them")
 
 
-def test_twice(mesh: DeviceMesh) -> None:
+@pytest.mark.parametrize("kind", [layers.Stacked, layers.Listed])
+@pytest.mark.parametrize("experts", ["ep", "tp"])
+def test_twice(mesh: DeviceMesh, kind: type[nn.Module], experts: str) -> None:
+    """The whole, or a part of it first."""
+    whole, part = layers.Model(kind, 8), layers.Model(kind, 8)
+    moefuse.parallelize(whole, mesh, experts=experts)  # type: ignore[arg-type]
+    moefuse.parallelize(part.second, mesh, experts=experts)  # type: ignore[arg-type]
+    refused(whole, mesh, "the experts of first are spread over ranks already: call moefuse.parallelize once, for the whole model")
+    refused(part, mesh, "the experts of second are spread over ranks already: call moefuse.parallelize once")
+    moefuse.parallelize(part, mesh, modules="first", experts=experts)  # type: ignore[arg-type]
+
+
+def test_sharded_by_another_library(mesh: DeviceMesh) -> None:
     model = layers.Model(layers.Stacked, 8)
-    moefuse.parallelize(model, mesh)
+    model.first.down = nn.Parameter(DTensor.from_local(torch.randn(2, layers.H, layers.I), mesh, [Shard(0)]))  # type: ignore[union-attr]
     refused(model, mesh, r"first has a Parameter that is a DTensor already: call moefuse.parallelize before other libraries shard")
+
+
+def test_a_mesh_without_this_rank(mesh: DeviceMesh) -> None:
+    others = DeviceMesh("cpu", [0, 2], mesh_dim_names=("ep",))
+    refused(layers.Model(layers.Stacked, 8), others, r"rank 1 is not in the mesh of ranks \[0, 2\]: only those call moefuse.parallelize")
+
+
+def test_another_device(mesh: DeviceMesh) -> None:
+    """A model on GPUs and a mesh of CPUs. (The other way round its experts move.)"""
+    model = layers.Model(layers.Stacked, 8)
+    with mock.patch.object(mesh, "_device_type", "cuda"):
+        moefuse.parallelize(layers.Model(layers.Stacked, 8).to("meta"), mesh)
+    with mock.patch("torch.nn.Parameter.device", torch.device("cuda")):
+        refused(model, mesh, "first is on 'cuda', and the mesh is of 'cpu' devices: give a mesh of 'cuda', or move the model first")
 
 
 @pytest.mark.parametrize(
@@ -124,12 +149,24 @@ def test_twice(mesh: DeviceMesh) -> None:
         ({"tokens": "own"}, "tokens='own' is not legal; use 'distinct' or 'replicated' or 'sequence'"),
         ({"grads": "max"}, "grads='max' is not legal; use 'mean' or 'sum'"),
         ({"max_tokens": 0}, "max_tokens=0 is not legal; use a positive number, 'equal' or None"),
-        ({"placement": "best"}, "first: placement='best' is not legal"),
+        ({"max_tokens": True}, "max_tokens=True is not legal; use a positive number, 'equal' or None"),
+        ({"placement": "best"}, "first: placement='best' is not legal; use 'linear', 'round_robin', or a rank for each expert"),
+        ({"placement": 3}, "first: placement=3 is not legal; use 'linear', 'round_robin', or a rank for each expert"),
+        ({"placement": [0, 1]}, "first: placement is for 2 experts on 4 ranks; there are 8 on 4"),
+        ({"placement": [0, 1, 2, 3, 4, 0, 1, 2]}, "first: placement names rank 4, and the mesh has ranks 0 to 3"),
+        ({"modules": "first("}, r"modules='first\(' is no regular expression \(.*\); use one that the names of layers match"),
+        ({"modules": "third"}, "found no experts in modules that match 'third' in Model"),
     ],
-    ids=["tokens", "grads", "max_tokens", "placement"],
 )
 def test_arguments(mesh: DeviceMesh, how: dict[str, object], text: str) -> None:
     refused(layers.Model(layers.Stacked, 8), mesh, text, **how)
+
+
+def test_a_placement_that_is_no_cover() -> None:
+    """It cannot be made."""
+    for ranks, wrong in (((0, 1), (1, 2)), r"\[1\]"), (((0, 1), (3,)), r"\[2\]"):
+        with pytest.raises(ParallelError, match=f"a placement holds every expert once: .* {wrong} are missing or doubled"):
+            Placement("mine", ranks)  # type: ignore[arg-type]
 
 
 def test_a_graph_of_another_process() -> None:

@@ -38,22 +38,22 @@ class Workers:
         for process in self.processes:
             process.start()
 
-    def run(self, function: Callable[..., Any], *args: Any, wait: float = 150) -> list[Any]:
-        """``function(rank, *args)`` on every rank; the results in the order of ranks.
+    def run(self, function: Callable[..., Any], *args: Any, wait: float = 150, **named: Any) -> list[Any]:
+        """``function(rank, *args, **named)`` on every rank; the results in the order of ranks.
 
         Raises:
             WorkerError: a rank raised, or died, or is not ready after ``wait`` seconds.
         """
-        found = self.try_to(function, *args, wait=wait)
+        found = self.try_to(function, *args, wait=wait, **named)
         for rank, (ok, value) in enumerate(found):
             if not ok:
                 raise WorkerError(f"rank {rank} of {self.world}: {value}")
         return [value for _, value in found]
 
-    def try_to(self, function: Callable[..., Any], *args: Any, wait: float = 150) -> list[tuple[bool, Any]]:
+    def try_to(self, function: Callable[..., Any], *args: Any, wait: float = 150, **named: Any) -> list[tuple[bool, Any]]:
         """As :meth:`run`: (True, result) or (False, traceback) of each rank."""
         for end in self.ends:
-            end.send((function, args))
+            end.send((function, args, named))
         return [_received(end, wait) for end in self.ends]
 
     def close(self) -> None:
@@ -84,11 +84,11 @@ def _serve(rank: int, world: int, store: str, end: Connection, timeout: int, cud
     )
     while True:
         try:
-            function, args = end.recv()
+            function, args, named = end.recv()
         except (EOFError, KeyboardInterrupt):
             return
         try:
-            answer = (True, function(rank, *args))
+            answer = (True, function(rank, *args, **named))
         except BaseException:
             answer = (False, traceback.format_exc())
         end.send(answer)

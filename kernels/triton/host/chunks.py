@@ -6,11 +6,10 @@ the result is the same, bit for bit. The smallest chunk has :data:`ROWS` tokens,
 
 from __future__ import annotations
 
-import os
-
 import torch
 from torch import Tensor
 
+from moefuse.environment import workspace
 from moefuse.kernels.triton.host.layout import Device
 from moefuse.kernels.triton.host.plan import Plan
 from moefuse.ops.call import ExpertsCall
@@ -19,17 +18,9 @@ ROWS = 256
 """Chunks begin at multiples of this: addresses in them are aligned as in the whole call."""
 
 
-def allowed() -> int | None:
-    """Bytes that the workspace of a call may have; None if the user sets no limit."""
-    text = os.environ.get("MOEFUSE_WORKSPACE_MIB", "")
-    if text and not text.isdecimal():
-        raise ValueError(f"MOEFUSE_WORKSPACE_MIB={text!r} is no number of MiB")
-    return int(text) << 20 if text else None
-
-
 def chunked(plan: Plan, call: ExpertsCall) -> Plan | ChunkedPlan:
     """The plan itself if its workspace is small enough, else one in chunks."""
-    limit = allowed()
+    limit = workspace()
     if limit is None or plan.empty or plan.workspace.size <= limit or plan.tokens <= ROWS:
         return plan
     return ChunkedPlan(plan, call, limit)

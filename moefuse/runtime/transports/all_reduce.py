@@ -21,6 +21,9 @@ class _AllReduce:
     def dispatch(self, terms: Terms, rows: Sequence[Tensor], ids: Tensor, place: Tensor | None, slots: int) -> Dispatched:
         return Dispatched(self.send(terms, rows, (), ids.shape[0]), ids, [])
 
+    def refuse(self, terms: Terms, ids: Tensor) -> None:
+        return
+
     def send(self, terms: Terms, rows: Sequence[Tensor], handle: Sequence[Tensor], arrivals: int) -> list[Tensor]:
         return [mine.clone() for mine in rows]
 

@@ -16,8 +16,10 @@ from torch import Tensor
 from moefuse.ops.reference import accumulation_dtype
 from moefuse.runtime.collectives import all_to_all
 from moefuse.runtime.groups import Group, Terms
+from moefuse.runtime.peers import running
 from moefuse.runtime.ranks import slots_of
 from moefuse.runtime.transports.base import Dispatched, check_tokens
+from moefuse.runtime.words import REFUSED, number_of
 
 
 class _AllToAll:
@@ -32,10 +34,13 @@ class _AllToAll:
         check_tokens(terms, ids.shape[0])
         group = terms.group
         wanted = destinations(ids, place, slots, group.size)
-        splits = _exchanged(group, wanted.sum(1))
+        splits = _exchanged(terms, wanted.sum(1))
         handle = [splits, wanted.nonzero()[:, 1]]
         out = _there(group, [*rows, ids], handle)
         return Dispatched(out[:-1], out[-1], handle)
+
+    def refuse(self, terms: Terms, ids: Tensor) -> None:
+        _exchanged(terms, ids.new_full((terms.group.size,), REFUSED, dtype=torch.int64))
 
     def send(self, terms: Terms, rows: Sequence[Tensor], handle: Sequence[Tensor], arrivals: int) -> list[Tensor]:
         return _there(terms.group, rows, handle)
@@ -55,11 +60,15 @@ def destinations(ids: Tensor, place: Tensor | None, slots: int, world: int) -> T
     return ids.new_zeros((world + 1, tokens), dtype=torch.bool).scatter_(0, owners.t(), True)[:world]
 
 
-def _exchanged(group: Group, sent: Tensor) -> Tensor:
-    """[2P] on the host: rows for each rank, rows from each."""
-    coming = torch.empty_like(sent)
-    all_to_all(coming, sent, group.process_group)
-    return torch.cat([sent, coming]).cpu()
+def _exchanged(terms: Terms, sent: Tensor) -> Tensor:
+    """[2P] on the host: rows for each rank, rows from each; every number travels as a word (``runtime/words.py``)."""
+    call, world = running(terms), terms.group.size
+    said = sent + call.word(0)
+    coming = torch.empty_like(said)
+    call.said = True
+    all_to_all(coming, said, terms.group.process_group)
+    words: list[int] = torch.cat([said, coming]).tolist()
+    return torch.tensor([*map(number_of, words[:world]), *call.heard(words[world:])])
 
 
 def _splits(handle: Sequence[Tensor]) -> tuple[list[int], list[int]]:

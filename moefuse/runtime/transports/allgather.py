@@ -14,6 +14,7 @@ from torch import Tensor
 from moefuse.runtime import providers
 from moefuse.runtime.collectives import all_gathers, all_to_all
 from moefuse.runtime.groups import Group, Terms
+from moefuse.runtime.peers import refuse
 from moefuse.runtime.transports.base import Dispatched, known_arrivals, most_tokens
 
 
@@ -28,6 +29,9 @@ class _AllGather:
         most, group = most_tokens(terms, ids.shape[0]), terms.group
         *every, all_ids = _every(group, [*rows, ids], [*([0] * len(rows)), -1], most)
         return Dispatched(every, all_ids, [])
+
+    def refuse(self, terms: Terms, ids: Tensor) -> None:
+        refuse(terms)
 
     def send(self, terms: Terms, rows: Sequence[Tensor], handle: Sequence[Tensor], arrivals: int) -> list[Tensor]:
         return _every(terms.group, rows, [0] * len(rows), arrivals // terms.group.size)

@@ -6,18 +6,17 @@ T come rows of padding, which no expert reads.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from moefuse.errors import PeerError, TooManyTokens
+from moefuse.errors import TooManyTokens
 from moefuse.runtime.collectives import all_gather
 from moefuse.runtime.groups import Group, Terms
+from moefuse.runtime.peers import told
 
 
 @dataclass(frozen=True)
@@ -45,6 +44,9 @@ class Transport(Protocol):
     def dispatch(self, terms: Terms, rows: Sequence[Tensor], ids: Tensor, place: Tensor | None, slots: int) -> Dispatched:
         """Rows [T, F] each and ids [T, K] to those of all ranks that this one needs; what is no rank's row has id -1."""
 
+    def refuse(self, terms: Terms, ids: Tensor) -> None:
+        """Tell the others, in place of a dispatch of such ids, that this rank has raised; nothing where none of them waits on the host."""
+
     def send(self, terms: Terms, rows: Sequence[Tensor], handle: Sequence[Tensor], arrivals: int) -> list[Tensor]:
         """[T, F] each, to [R, F], as the dispatch with this handle sent them; zeros where no row is."""
 
@@ -63,7 +65,7 @@ def most_tokens(terms: Terms, tokens: int) -> int:
     if isinstance(terms.most, int):
         check_tokens(terms, tokens)
         return terms.most
-    return max(exchanged(terms.group, tokens))
+    return max(told(terms, tokens))
 
 
 def exchanged(group: Group, number: int) -> list[int]:
@@ -85,33 +87,3 @@ def check_tokens(terms: Terms, tokens: int) -> None:
     """Raises :class:`TooManyTokens` where this rank has more than ``max_tokens``."""
     if isinstance(terms.most, int) and tokens > terms.most:
         raise TooManyTokens(f"rank {terms.group.rank} has {tokens} tokens, and max_tokens={terms.most} was promised")
-
-
-@contextmanager
-def peers(terms: Terms, layer: str) -> Iterator[None]:
-    """Name the layer where another rank is not there any more.
-
-    Raises:
-        PeerError: torch's error, or its timeout.
-    """
-    with lost_peers(layer, f"the mesh {terms.mesh!r}"):
-        yield
-
-
-@contextmanager
-def lost_peers(layer: str, whose: str) -> Iterator[None]:
-    """The same where no terms are."""
-    try:
-        yield
-    except PeerError as error:
-        raise type(error)(f"{layer}: {error}") from error.__cause__
-    except RuntimeError as error:
-        if not isinstance(error, dist.DistError) and "ProcessGroup" not in str(error) and not _lost(error):
-            raise
-        raise PeerError(f"{layer}: another rank of {whose} failed, or did not come: {error}") from error
-
-
-def _lost(error: RuntimeError) -> bool:
-    """Whether gloo says that a connection has gone, or that time is up."""
-    text = str(error).lower()
-    return any(word in text for word in ("connection", "timed out", "timeout", "gloo"))

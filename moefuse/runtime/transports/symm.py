@@ -116,6 +116,9 @@ class _Symm:
         every, local, took, to = symm.dispatch(own, ids.contiguous(), place, slots, at, how)
         return Dispatched(list(every), local, [took, to], local=True)
 
+    def refuse(self, terms: Terms, ids: Tensor) -> None:
+        return
+
     def send(self, terms: Terms, rows: Sequence[Tensor], handle: Sequence[Tensor], arrivals: int) -> list[Tensor]:
         from moefuse.kernels.triton.provide import symm
 

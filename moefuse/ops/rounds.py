@@ -1,0 +1,91 @@
+"""``moefuse::ep_experts``: experts on several ranks as one op, whose tokens travel in rounds so that what arrives stays within a limit.
+
+    out [T, N] = ep_experts(x [T, H], ids [T, K], weights [T, K], local weights, .., place, slots, terms, layer, limit)
+
+is ``ep_combine(experts(ep_dispatch(..)))``, for inference: P ranks with at most M tokens each would have P * M rows arrive at once. Here
+every rank goes ceil(M / C) rounds, whatever it has: of C tokens each, and behind its last one of padding. C is counted from ``limit`` in
+bytes, sizes and P, which all ranks have alike. A token's result depends on its own data alone, so it is the same bit for bit wherever
+kernels choose their tiles alike. A call that is differentiated is the three ops.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moefuse._torch_private import never_dead
+from moefuse.ops.autograd import below_autograd, flatten, ops, wants_grad
+from moefuse.ops.call import ExpertsCall
+from moefuse.ops.checks import check_experts
+from moefuse.ops.parallel import local_ids, refusing
+from moefuse.ops.schema import implement
+from moefuse.runtime import transports
+from moefuse.runtime.groups import Terms
+from moefuse.runtime.peers import peers
+from moefuse.runtime.transports.base import most_tokens
+
+LEAST = 128
+"""Tokens of the smallest round, and what rounds are multiples of: fewer would only read weights again."""
+
+
+def tokens_of_a_round(call: ExpertsCall, world: int, limit: int) -> int:
+    """C: most tokens that each of ``world`` ranks sends at once."""
+    return max(limit // bytes_of_a_token(call, world) // LEAST, 1) * LEAST
+
+
+def bytes_of_a_token(call: ExpertsCall, world: int) -> int:
+    """What a round takes for each token of a rank: all ranks' rows, and partial sums; of these two sets, on their way back."""
+    back = call.w_out.features * call.out_dtype.itemsize
+    row = call.x.shape[1] * call.dtype.itemsize + call.top_k * (2 * call.ids.dtype.itemsize + call.weights.dtype.itemsize)
+    return world * (max(row, back) + back)
+
+
+def _kernel(*data: Any, terms: str, layer: str, limit: int, place: Tensor | None = None, slots: int = 0, **options: Any) -> Tensor:
+    known, call = Terms.parse(terms), ExpertsCall.of(*data, **options)
+    tokens = call.x.shape[0]
+    with peers(known, layer, "ep_experts", [call.x, call.weights, call.ids], place) as running, refusing(running, call.ids):
+        _, _, hidden = check_experts(call)
+        step = tokens_of_a_round(call, known.group.size, limit)
+        most = most_tokens(known, tokens)
+        out = call.x.new_empty((tokens, hidden), dtype=call.out_dtype)
+        for start in range(0, most, step):
+            at, part = replace(known, most=min(step, most - start)), slice(start, start + step)
+            out[part] = _round(at, call.of_tokens(part), place, slots)
+    return out
+
+
+def _round(terms: Terms, call: ExpertsCall, place: Tensor | None, slots: int) -> Tensor:
+    how = transports.transport(terms)
+    arrived = how.dispatch(terms, [call.x, call.weights], call.ids, place, slots)
+    local = arrived.ids if arrived.local else local_ids(arrived.ids, place, slots, terms.text)
+    here, handle = call._replace(x=arrived.rows[0], ids=local, weights=arrived.rows[1]), arrived.handle
+    del arrived, local
+    y = ops.experts_infer.default(*here.pack())
+    del here
+    return how.give_back(terms, [y], handle, call.x.shape[0])[0]
+
+
+def _fake(*data: Any, terms: str, layer: str, limit: int, place: Tensor | None = None, slots: int = 0, **options: Any) -> Tensor:
+    call = ExpertsCall.of(*data, **options)
+    _, _, hidden = check_experts(call)
+    return call.x.new_empty((call.x.shape[0], hidden), dtype=call.out_dtype)
+
+
+def ep_experts(*data: Any, terms: str, layer: str, limit: int, place: Tensor | None = None, slots: int = 0, **options: Any) -> Tensor:
+    """Autograd entry of ``moefuse::ep_experts``."""
+    if not wants_grad(flatten(data)):
+        with below_autograd():
+            return ops.ep_experts.default(  # type: ignore[no-any-return]
+                *data, place=place, slots=slots, terms=terms, layer=layer, limit=limit, **options
+            )
+    x, ids, weights, *lists = data
+    rows, scores, local, *handle = ops.ep_dispatch.default([x, weights], ids, place, slots, terms, layer)
+    y = ops.experts.default(rows, local, scores, *lists, **options)
+    return ops.ep_combine.default(y, handle, x.shape[0], terms, layer)  # type: ignore[no-any-return]
+
+
+never_dead(torch.ops.moefuse.ep_experts.default)
+implement("ep_experts", kernel=_kernel, fake=_fake, autograd=ep_experts)

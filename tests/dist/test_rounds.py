@@ -1,0 +1,69 @@
+"""Inference with many tokens in rounds: as many on every rank, the same bits, and as much less memory as was said."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from tests.dist import equal, layers, rounds
+from tests.dist.equal import Case
+from tests.dist.workers import Workers
+
+
+def test_rounds_of_four_ranks() -> None:
+    """500, 200, 256 and no tokens, at most 128 of each rank at once: four rounds for all."""
+    workers = Workers(4)
+    try:
+        for found in workers.run(rounds.in_rounds):
+            assert found.rounds == 4
+            assert found.same
+            assert found.worst <= 2e-6
+            for peak, said in (found.small, found.whole):
+                assert peak == pytest.approx(said, rel=0.1)
+    finally:
+        workers.close()
+
+
+CASES = {
+    "stacked": Case(layers.Stacked, (200, 3), train=False),
+    "a list, nothing on one rank": Case(layers.Listed, (0, 300), train=False),
+    "transposed, biases, dense, a table": Case(layers.Transposed, (5, 7), train=False, how={"placement": [1, 0, 0, 1, 0]}),
+    "weight on the input, most tokens known": Case(layers.OnInput, (130, 7), train=False, how={"max_tokens": 131}),
+    "slices": Case(layers.Stacked, (140, 7), train=False, how={"experts": "tp", "debug": True}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_op(two: Workers, name: str) -> None:
+    for found in two.run(rounds.limited, CASES[name]):
+        assert found.worst <= 2e-6, found
+        assert (len(found.report.fused), found.report.skipped) == (2, []), found.report
+        assert {op for op in found.ops if "ep_" in op} == {"moefuse.ep_experts.default"}
+        assert found.ops["moefuse.ep_experts.default"] == 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "case"),
+    [
+        (layers.Stacked, Case(layers.Stacked, (5, 7))),  # gradients: what is saved is saved
+        (layers.Grouped, Case(layers.Grouped, (5, 7), train=False)),  # the user's own code between grouped products
+        (layers.Shared, Case(layers.Shared, (6, 6), train=False, how={"tokens": "replicated"})),  # nothing arrives
+    ],
+)
+def test_all_at_once(two: Workers, kind: type[nn.Module], case: Case) -> None:
+    for found in two.run(rounds.limited, case):
+        assert found.worst <= 2e-6, found
+        assert "moefuse.ep_experts.default" not in found.ops
+        assert found.ops["moefuse.ep_combine.default"] == 2
+
+
+def test_through_inductor(two: Workers) -> None:
+    """A rank without tokens goes its rounds, though nothing reads what it gets."""
+    for found in two.run(rounds.limited, Case(layers.Stacked, (9, 0), train=False, behind="inductor")):
+        assert found.worst <= 2e-6, found
+        assert found.ops["moefuse.ep_experts.default"] == 2
+
+
+def test_without_a_limit(two: Workers) -> None:
+    for found in two.run(equal.run, CASES["slices"]):
+        assert "moefuse.ep_experts.default" not in found.ops
