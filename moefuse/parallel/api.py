@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -17,7 +17,7 @@ from moefuse.errors import ParallelError
 from moefuse.parallel import copies, views
 from moefuse.parallel.cost import cheapest
 from moefuse.parallel.find import Site, experts_of, parameters_of
-from moefuse.parallel.meshes import grid, hosts
+from moefuse.parallel.meshes import Grid, grid
 from moefuse.parallel.placement import Placement, placed
 from moefuse.parallel.shard import Slices, Where, shard, sharded_names
 from moefuse.parallel.units import Cut, cuts_of
@@ -135,11 +135,12 @@ def parallelize(
     cuts = _cuts(model, sites, mesh.size(-1)) if roles[-1] == "tp" else []
     most = max_tokens if max_tokens is not None else "any"
     grids = {count: grid(mesh, count) for count in dict.fromkeys(counts)}
+    _check_hosts(transport, grids.values())
     whose = (tokens, "replicated")[: len(roles)]
     layers = []
     for number, (site, place, count) in enumerate(zip(sites, places, counts, strict=True)):
         at = grids[count]
-        way = _transport(site, transport, max_tokens, at.mesh)
+        way = _transport(site, transport, max_tokens, at)
         terms = tuple(_terms(*each, way, most, grads, place, count) for each in zip(roles, at.names, whose, strict=True))
         slices = Slices(terms[-1].text, cuts[number]) if cuts else None
         where = Where(at.mesh, place, terms[0].text if roles[0] == "ep" else "", slices)
@@ -163,20 +164,22 @@ def _roles(experts: object) -> tuple[str, ...]:
     return roles
 
 
-def _transport(site: Site, wanted: str, most: object, mesh: DeviceMesh) -> str:
+def _transport(site: Site, wanted: str, most: object, at: Grid) -> str:
     """The transport of distinct tokens for a layer: what the user wants, or what measured constants speak for."""
     if wanted != "auto":
         return wanted
     parameters = list(parameters_of(site))
     row = (site.widths[0] if site.widths else 0) * parameters[0].dtype.itemsize
     size = sum(p.numel() * p.dtype.itemsize for p in parameters)
-    return cheapest(most if isinstance(most, int) else None, row, size, mesh.size(), hosts(mesh))
+    return cheapest(most if isinstance(most, int) else None, row, size, at.mesh.size(), groups.group(at.names[0]).spans)
 
 
 def _terms(role: str, mesh: str, tokens: Any, wanted: str, most: int | Most, grads: Grads, place: Placement, count: int) -> Terms:
     transport: Any = wanted
     if tokens == "replicated" and wanted != "gather":
         transport = "all_reduce"
+    if transport == "all_to_all" and 1 < groups.group(mesh).spans < groups.group(mesh).size:
+        transport = "rails"
     split: Split = "experts" if role == "ep" else "slices"
     return Terms(mesh, transport, tokens, most, grads, place.name, split, count)
 
@@ -212,6 +215,12 @@ def _check_mesh(mesh: object, roles: tuple[str, ...]) -> None:
         names = mesh.mesh_dim_names or ()
         one = f"mesh[{names[-1]!r}]" if names else "one dimension of it"
         raise ParallelError(f"the mesh has {mesh.ndim} dimensions {tuple(names)}; give the one that experts are spread over, e.g. {one}")
+
+
+def _check_hosts(transport: str, grids: Iterable[Grid]) -> None:
+    spans = max(groups.group(at.names[0]).spans for at in grids)
+    if transport == "symm" and spans > 1:
+        raise ParallelError(f"transport='symm' is for ranks of one host, and the mesh has ranks of {spans}: use 'all_to_all'")
 
 
 def _copies(site: Site, world: int, dims: int) -> int:

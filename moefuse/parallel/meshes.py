@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import os
+import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from moefuse.runtime import groups
+from moefuse.runtime.transports.base import exchanged, lost_peers
 
 
 @dataclass(frozen=True)
@@ -42,12 +48,18 @@ def grid(mesh: DeviceMesh, count: int) -> Grid:
 
 
 def register(mesh: DeviceMesh) -> str:
-    """Remember one dimension's group for the ops; the name that graphs know it by."""
+    """Remember one dimension's group for the ops; the name that graphs know it by. All ranks call it: they tell each other their hosts.
+
+    Raises:
+        PeerError: another rank did not come.
+    """
     name = (mesh.mesh_dim_names or ("ep",))[0]
     group = mesh.get_group()
     ranks = tuple(int(r) for r in mesh.mesh.flatten())
     host = group if _takes_cpu(group) else dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True)
-    return groups.register(name, ranks, mesh.get_local_rank(), group, host).name
+    with lost_peers("moefuse.parallelize", f"the mesh {name!r}"):
+        hosts = _hosts(ranks, host)
+    return groups.register(name, ranks, mesh.get_local_rank(), group, host, hosts).name
 
 
 def _takes_cpu(group: Any) -> bool:
@@ -55,7 +67,27 @@ def _takes_cpu(group: Any) -> bool:
     return torch.device("cpu") in group._device_types
 
 
-def hosts(mesh: DeviceMesh) -> int:
-    """On how many hosts the ranks of a mesh are, as far as the launcher says how many processes a host has."""
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
-    return len({int(rank) // local for rank in mesh.mesh.flatten()}) if local > 0 else 1
+def _hosts(ranks: tuple[int, ...], group: Any) -> tuple[int, ...]:
+    """[P]: the host of each rank, numbered in the order in which they come.
+
+    A fake process group has no other ranks to ask; there LOCAL_WORLD_SIZE, the launcher's word, says how many processes a host has.
+    """
+    if dist.get_backend(group) == "fake":
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+        return _numbered([rank // local if local > 0 else 0 for rank in ranks])
+    return _numbered(exchanged(group, len(ranks), _identity()))
+
+
+def _identity() -> int:
+    """A number of 63 bits that processes of one host share: of its name, which a container has of its own, and its boot."""
+    name = os.environ.get("MOEFUSE_HOST")
+    if name is None:
+        with contextlib.suppress(OSError):
+            name = Path("/proc/sys/kernel/random/boot_id").read_text()
+        name = f"{socket.gethostname()} {name}"
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 1
+
+
+def _numbered(found: Sequence[int]) -> tuple[int, ...]:
+    numbers = {which: number for number, which in enumerate(dict.fromkeys(found))}
+    return tuple(numbers[which] for which in found)

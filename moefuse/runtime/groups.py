@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 from moefuse.errors import ParallelError
 
 Tokens = Literal["distinct", "replicated", "sequence"]
-Transport = Literal["allgather", "all_reduce", "all_to_all", "gather", "symm"]
+Transport = Literal["allgather", "all_reduce", "all_to_all", "gather", "rails", "symm"]
 Grads = Literal["mean", "sum"]
 Most = Literal["any", "equal"]
 Split = Literal["experts", "slices"]
@@ -26,7 +26,8 @@ class Terms:
     Attributes:
         mesh: name of the :class:`Group`.
         transport: ``"allgather"`` of distinct tokens, ``"all_to_all"`` of those that a rank needs, ``"all_reduce"`` of results where
-            every rank has the same tokens, ``"gather"`` of weights, ``"symm"`` through memory that ranks of a host share.
+            every rank has the same tokens, ``"gather"`` of weights, ``"rails"`` of those that a host needs, which are forwarded there,
+            ``"symm"`` through memory that ranks of a host share.
         tokens: whose tokens a rank has: its own of a batch, the same as all others, or a part of a sequence.
         most: ``"any"`` number of tokens (exchanged in each call), an ``"equal"`` one on all ranks, or the largest on any rank.
         grads: whether gradients of experts are the mean over ranks with distinct tokens, as data parallelism takes it, or the sum.
@@ -64,10 +65,11 @@ class Terms:
     def describe(self, held: int, experts: int) -> str:
         """``ep=4 linear, 32 of 128 experts here, allgather, tokens <= 512``, or ``tp=2, a slice of 32 experts here, all_reduce``."""
         most = {"any": "", "equal": ", equal numbers of tokens"}.get(str(self.most), f", tokens <= {self.most}")
+        way = f"all_to_all over {self.group.spans} hosts" if self.transport == "rails" else self.transport
         if self.split == "slices":
-            return f"tp={self.group.size}, a slice of {held} experts here, {self.transport}{most}"
+            return f"tp={self.group.size}, a slice of {held} experts here, {way}{most}"
         copies = f" x {self.copies} copies" if self.copies > 1 else ""
-        return f"ep={self.group.size}{copies} {self.placement}, {held} of {experts} experts here, {self.transport}{most}"
+        return f"ep={self.group.size}{copies} {self.placement}, {held} of {experts} experts here, {way}{most}"
 
     def scale(self) -> float:
         """What the gradient of a result is multiplied by on its way to the experts, which see the tokens of all ranks of the group.
@@ -95,6 +97,7 @@ class Group:
         rank: this process's place among them.
         process_group: for tensors on the device.
         host: for numbers on the host, a group of a backend that takes CPU tensors.
+        hosts: [P], the number of the host of each.
     """
 
     name: str
@@ -102,17 +105,23 @@ class Group:
     rank: int
     process_group: Any
     host: Any
+    hosts: tuple[int, ...] = ()
 
     @property
     def size(self) -> int:
         """P."""
         return len(self.ranks)
 
+    @property
+    def spans(self) -> int:
+        """Number of hosts."""
+        return len(set(self.hosts)) or 1
+
 
 _groups: dict[str, Group] = {}
 
 
-def register(name: str, ranks: tuple[int, ...], rank: int, process_group: Any, host: Any) -> Group:
+def register(name: str, ranks: tuple[int, ...], rank: int, process_group: Any, host: Any, hosts: tuple[int, ...] = ()) -> Group:
     """Remember a group under ``name``, or under ``name-2`` and so on, if other ranks have that.
 
     All ranks of a job register their meshes in the same order, as they make them, so that a name means the same mesh on each.
@@ -122,7 +131,7 @@ def register(name: str, ranks: tuple[int, ...], rank: int, process_group: Any, h
         known = f"{name}-{number}" if number > 1 else name
         found = _groups.get(known)
         if found is None or (found.ranks, found.rank) == (ranks, rank):
-            _groups[known] = Group(known, ranks, rank, process_group, host)
+            _groups[known] = Group(known, ranks, rank, process_group, host, hosts)
             return _groups[known]
         number += 1
 

@@ -72,7 +72,7 @@ def buffers(group: Group, device: torch.device, needed: int) -> Buffers:
     except (RuntimeError, AttributeError, ImportError) as error:
         failed = str(error)
     # Who has no memory would leave the others waiting for it.
-    lacking = [rank for rank, has in enumerate(exchanged(group, int(memory is not None))) if not has]
+    lacking = [rank for rank, has in enumerate(exchanged(group.host, group.size, int(memory is not None))) if not has]
     if memory is None or lacking:
         raise ParallelError(f"transport='symm' found no memory for GPUs to share on rank {lacking[0]} ({failed or 'see there'}): {_ELSE}")
     try:
