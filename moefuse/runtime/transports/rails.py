@@ -80,8 +80,11 @@ class Rails:
 @functools.lru_cache(maxsize=64)
 def rails(hosts: tuple[int, ...], rank: int) -> Rails:
     """Those of one rank; ``hosts``: [P], numbered from 0 on."""
-    ranks = [[r for r, host in enumerate(hosts) if host == which] for which in range(max(hosts) + 1)]
-    place = [ranks[host].index(r) for r, host in enumerate(hosts)]
+    ranks: list[list[int]] = [[] for _ in range(max(hosts) + 1)]
+    place = []
+    for r, host in enumerate(hosts):
+        place.append(len(ranks[host]))
+        ranks[host].append(r)
     most, near = max(map(len, ranks)), ranks[hosts[rank]]
     seats = tuple(host * most + place[r] for r, host in enumerate(hosts))
     mine = tuple(there[place[rank] % len(there)] for there in ranks)
@@ -138,7 +141,7 @@ class _Rails:
 
 def _columns(which: Tensor, count: int) -> Tensor:
     """[count]: the columns of the True of [D, T], row by row; ``count`` of them, which the host knows already."""
-    return torch.nonzero_static(which, size=count)[:, 1]
+    return torch.nonzero_static(which, size=count)[:, 1].clone(memory_format=torch.contiguous_format)
 
 
 def _moved(group: Group, parts: Sequence[Tensor], to: list[int], by: list[int]) -> list[Tensor]:
