@@ -11,10 +11,12 @@ torch.distributed._symmetric_memory; the kernels of meta-pytorch/kraken and torc
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from moefuse import _torch_private
@@ -83,6 +85,26 @@ def buffers(group: Group, device: torch.device, needed: int) -> Buffers:
     bases, turn = head[: group.size].copy_(torch.tensor(addresses)), head[MOST_RANKS + 1 :].view(torch.int32)[:2].zero_()
     _buffers[group.name, device] = Buffers(memory, bases, turn, size, barrier, known)
     return _buffers[group.name, device]
+
+
+def available(group: Group, device: torch.device) -> bool:
+    """Whether all ranks of a mesh can read each other's memory: the same answer on each. All of them call it, outside of CUDA graphs.
+
+    They agree on every step before the next one, so that none waits for another that cannot take it.
+    """
+    if device.type != "cuda" or not 1 < group.size <= MOST_RANKS or group.spans > 1 or dist.get_backend(group.process_group) == "fake":
+        return False
+    if not all(exchanged(group.host, group.size, int(importlib.util.find_spec("triton") is not None))):
+        return False
+    failed = False
+    try:
+        buffers(group, device, _ALIGN)
+    except ParallelError:
+        failed = True
+    if any(exchanged(group.host, group.size, int(failed))):
+        _buffers.pop((group.name, device), None)
+        return False
+    return True
 
 
 class _Symm:
