@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from moefuse.runtime import groups
+from moefuse.runtime.collectives import is_fake
 from moefuse.runtime.transports.base import exchanged, lost_peers
 
 
@@ -72,7 +73,7 @@ def _hosts(ranks: tuple[int, ...], group: Any) -> tuple[int, ...]:
 
     A fake process group has no other ranks to ask; there LOCAL_WORLD_SIZE, the launcher's word, says how many processes a host has.
     """
-    if dist.get_backend(group) == "fake":
+    if is_fake(group):
         local = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
         return _numbered([rank // local if local > 0 else 0 for rank in ranks])
     return _numbered(exchanged(group, len(ranks), _identity()))

@@ -26,7 +26,7 @@ from torch import Tensor
 from moefuse.ops.reference import accumulation_dtype
 from moefuse.runtime.collectives import all_to_all
 from moefuse.runtime.groups import Group, Terms
-from moefuse.runtime.transports.all_to_all import destinations
+from moefuse.runtime.transports.all_to_all import destinations, told
 from moefuse.runtime.transports.base import Dispatched, check_tokens
 
 
@@ -112,8 +112,7 @@ class _Rails:
         known = rails(group.hosts, group.rank)
         wanted = destinations(ids, place, slots, group.size)
         sent = known.counts(wanted)
-        came = sent.clone()
-        all_to_all(came, sent, group.process_group)
+        came = told(group, sent)
         numbers = torch.stack([sent, came]).cpu()
         splits = known.splits(numbers[0], numbers[1])
         to, by, on, over = splits.view(4, -1).tolist()

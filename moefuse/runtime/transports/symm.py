@@ -16,11 +16,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from moefuse import _torch_private
 from moefuse.errors import ParallelError
+from moefuse.runtime.collectives import is_fake
 from moefuse.runtime.groups import Group, Terms
 from moefuse.runtime.transports.base import Dispatched, exchanged, known_arrivals, most_tokens
 
@@ -92,7 +92,7 @@ def available(group: Group, device: torch.device) -> bool:
 
     They agree on every step before the next one, so that none waits for another that cannot take it.
     """
-    if device.type != "cuda" or not 1 < group.size <= MOST_RANKS or group.spans > 1 or dist.get_backend(group.process_group) == "fake":
+    if device.type != "cuda" or not 1 < group.size <= MOST_RANKS or group.spans > 1 or is_fake(group.process_group):
         return False
     if not all(exchanged(group.host, group.size, int(importlib.util.find_spec("triton") is not None))):
         return False
