@@ -809,14 +809,6 @@ def symmetric_peers(memory: torch.Tensor, group: Any) -> list[int]:
     return [int(p) for p in handle.buffer_ptrs]
 
 
-@functools.lru_cache(maxsize=64)
-def timeout_of(group: Any) -> int:
-    """Nanoseconds after which a collective of a process group fails."""
-    options = getattr(group._get_backend(torch.device("cuda")), "options", None)
-    timeout = getattr(options, "_timeout", None) or datetime.timedelta(minutes=10)
-    return int(timeout.total_seconds() * 1e9)
-
-
 @contextlib.contextmanager
 def _without_multicast() -> Iterator[None]:
     """In this block torch binds no memory to NVLink's multicast objects: nothing here reads them, and not every host has them to give."""

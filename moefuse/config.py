@@ -30,12 +30,14 @@ SWITCHES: dict[str, tuple[str, ...]] = {
     "MOEFUSE_DIRECT_LAUNCH": ("0", "1"),
     "MOEFUSE_WORKSPACE_MIB": (),
     "MOEFUSE_CACHE_DIR": (),
+    "MOEFUSE_HOST": (),
 }
 """Environment variables that set no option -> legal texts, none where any text is.
 
 MOEFUSE_CPU_KERNEL=0 leaves the C++ kernels out; MOEFUSE_AUTOTUNE=0 forbids tuning, and nothing that was tuned earlier is used;
 MOEFUSE_WORKSPACE_MIB=n runs long prefills in chunks, so that a call takes about n MiB in addition to its result;
-MOEFUSE_OVERLAP=0 runs shared experts in order instead of beside the routed ones.
+MOEFUSE_OVERLAP=0 runs shared experts in order instead of beside the routed ones;
+MOEFUSE_HOST=name is what ``moefuse.parallelize`` takes for this process's host.
 """
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -18,7 +18,7 @@ from moefuse.errors import ParallelError
 from moefuse.parallel import copies, same, views
 from moefuse.parallel.cost import cheapest
 from moefuse.parallel.find import Site, experts_of, parameters_of
-from moefuse.parallel.meshes import grid, hosts
+from moefuse.parallel.meshes import Grid, grid
 from moefuse.parallel.placement import Placement, placed
 from moefuse.parallel.shard import Slices, Where, shard, sharded_names
 from moefuse.parallel.units import Cut, cuts_of
@@ -100,7 +100,8 @@ def parallelize(
         transport: ``"allgather"``: all tokens go to all ranks, and nothing waits for the host; ``"all_to_all"``: each goes to the ranks
             that have one of its experts, once, and the host waits for their numbers; ``"symm"``: the same between GPUs of one host that
             read each other's memory, where nothing waits, for ``max_tokens``; ``"gather"``: the weights go to the tokens.
-            ``"auto"`` takes what is fastest by measured constants. Equal tokens (``"replicated"``) do not travel.
+            ``"auto"`` takes what is fastest by measured constants: ``"symm"`` for ``max_tokens`` on GPUs of one host that can read each
+            other's memory, else ``"allgather"``, and ``"all_to_all"`` on several hosts. Equal tokens (``"replicated"``) do not travel.
         placement: ``"linear"`` (blocks, as torch shards them), ``"round_robin"``, or the rank of each expert.
         grads: ``"mean"`` over the ranks with distinct tokens, as DDP and FSDP give those of other Parameters; or ``"sum"``.
         modules: regular expression; only layers whose name matches (``re.search``).
@@ -141,11 +142,13 @@ def parallelize(
     cuts = _cuts(model, sites, mesh.size(-1)) if roles[-1] == "tp" else []
     most = max_tokens if max_tokens is not None else "any"
     grids = {count: grid(mesh, count) for count in dict.fromkeys(counts)}
+    _check_hosts(transport, grids.values())
+    near = {count: transport == "auto" and tokens != "replicated" and _shares(at, max_tokens) for count, at in grids.items()}
     whose = (tokens, "replicated")[: len(roles)]
     layers = []
     for number, (site, place, count) in enumerate(zip(sites, places, counts, strict=True)):
         at = grids[count]
-        way = _transport(site, transport, max_tokens, at.mesh)
+        way = _transport(site, transport, max_tokens, at, near[count])
         terms = tuple(_terms(*each, way, most, grads, place, count, debug) for each in zip(roles, at.names, whose, strict=True))
         slices = Slices(terms[-1].text, cuts[number]) if cuts else None
         where = Where(at.mesh, place, terms[0].text if roles[0] == "ep" else "", slices)
@@ -172,14 +175,21 @@ def _roles(experts: object) -> tuple[str, ...]:
     return roles
 
 
-def _transport(site: Site, wanted: str, most: object, mesh: DeviceMesh) -> str:
+def _shares(at: Grid, most: object) -> bool:
+    """Whether tokens may travel through memory that ranks share; all of them ask together."""
+    if at.mesh.device_type != "cuda" or not isinstance(most, int):
+        return False
+    return symm.available(groups.group(at.names[0]), torch.device("cuda", torch.cuda.current_device()))
+
+
+def _transport(site: Site, wanted: str, most: object, at: Grid, shares: bool) -> str:
     """The transport of distinct tokens for a layer: what the user wants, or what measured constants speak for."""
     if wanted != "auto":
         return wanted
     parameters = list(parameters_of(site))
     row = (site.widths[0] if site.widths else 0) * parameters[0].dtype.itemsize
     size = sum(p.numel() * p.dtype.itemsize for p in parameters)
-    return cheapest(most if isinstance(most, int) else None, row, size, mesh.size(), hosts(mesh))
+    return cheapest(most if isinstance(most, int) else None, row, size, at.mesh.size(), groups.group(at.names[0]).spans, shares)
 
 
 def _terms(
@@ -188,6 +198,8 @@ def _terms(
     transport: Any = wanted
     if tokens == "replicated" and wanted != "gather":
         transport = "all_reduce"
+    if transport == "all_to_all" and 1 < groups.group(mesh).spans < groups.group(mesh).size:
+        transport = "rails"
     split: Split = "experts" if role == "ep" else "slices"
     return Terms(mesh, transport, tokens, most, grads, place.name, split, count, debug)
 
@@ -249,6 +261,12 @@ def _check_devices(sites: Sequence[Site], mesh: DeviceMesh) -> None:
                 f"{site.layer or site.name} is on {device!r}, and the mesh is of {mesh.device_type!r} devices: give a mesh of "
                 f"{device!r}, or move the model first"
             )
+
+
+def _check_hosts(transport: str, grids: Iterable[Grid]) -> None:
+    spans = max(groups.group(at.names[0]).spans for at in grids)
+    if transport == "symm" and spans > 1:
+        raise ParallelError(f"transport='symm' is for ranks of one host, and the mesh has ranks of {spans}: use 'all_to_all'")
 
 
 def _copies(site: Site, world: int, dims: int) -> int:

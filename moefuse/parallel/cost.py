@@ -11,12 +11,15 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 Fit = tuple[float, float, float]
 """(latency, factor, exponent), in microseconds and bytes."""
 
 _MANY = 1024
 """Tokens of a rank below which weights never travel: full ones take memory, and few microseconds are no reason for that."""
+_TOP_K = 8
+"""Experts of a token, as many as most models have: to no more hosts does it go."""
 _TABLE = Path(__file__).with_name("links.json")
 
 
@@ -51,8 +54,14 @@ def predicted(fit: Fit, size: float) -> float:
 
 @functools.cache
 def links() -> dict[str, Fit]:
-    """The fit of each collective inside one host, in a CUDA graph, as it was measured."""
-    return {name: tuple(fit) for name, fit in json.loads(_TABLE.read_text())["fits"].items()}
+    """The fit of each collective inside one host, in a CUDA graph, and of ``symm`` both ways, as it was measured."""
+    return {name: tuple(fit) for name, fit in _table()["fits"].items()}
+
+
+@functools.cache
+def _table() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(_TABLE.read_text())
+    return found
 
 
 def tokens_us(tokens: int, row: int, world: int) -> float:
@@ -61,12 +70,27 @@ def tokens_us(tokens: int, row: int, world: int) -> float:
     return predicted(links()["all_gather"], size) + predicted(links()["all_to_all"], size)
 
 
+def shared_us(tokens: int, row: int, world: int) -> float:
+    """The same through memory that ranks share."""
+    return predicted(links()["symm"], 2 * (world - 1) * tokens * row)
+
+
 def weights_us(experts: int, world: int) -> float:
     """Microseconds of gathering ``experts`` bytes of weights, of which each rank has the P-th part."""
     return predicted(links()["all_gather"], experts * (world - 1) / world)
 
 
-def cheapest(tokens: int | None, row: int, experts: int, world: int, hosts: int) -> str:
+def far_us(rows: int, row: int) -> float:
+    """Microseconds of as many rows each way over the network card of a rank, by a rate that is assumed and was not measured."""
+    return float(2 * rows * row / _table()["assumed"]["network_bytes_per_us"])
+
+
+def waits_us() -> float:
+    """Microseconds that a layer's host needs longer for exact splits than for all-gather, as it was measured, launched."""
+    return float(_table()["exact_splits_us"])
+
+
+def cheapest(tokens: int | None, row: int, experts: int, world: int, hosts: int, shared: bool = False) -> str:
     """The transport for distinct tokens.
 
     Args:
@@ -74,12 +98,25 @@ def cheapest(tokens: int | None, row: int, experts: int, world: int, hosts: int)
         row: bytes of a token.
         experts: bytes of the experts of a layer, on all ranks.
         hosts: on which the ranks are.
+        shared: whether ranks can read each other's memory.
     """
     if hosts > 1:
-        return "all_to_all"
+        return _over_hosts(tokens, row, world, hosts)
+    way = "symm" if shared and tokens is not None else "allgather"
     if tokens is None or tokens < _MANY or world == 1:
-        return "allgather"
+        return way
+    us = shared_us(tokens, row, world) if way == "symm" else tokens_us(tokens, row, world)
     # In training tokens travel four times and gathered weights three times; in inference it is two and one.
-    if 2 * tokens_us(tokens, row, world) > 3 * weights_us(experts, world):
-        return "gather"
-    return "allgather"
+    return "gather" if 2 * us > 3 * weights_us(experts, world) else way
+
+
+def _over_hosts(tokens: int | None, row: int, world: int, hosts: int) -> str:
+    """One copy of a row for each host, unless tokens are so few that the wait for their numbers costs more than all rows of all ranks do.
+
+    Inside of a host both bring a rank no more rows than there are, so only what comes over the network is compared.
+    """
+    if tokens is None:
+        return "all_to_all"
+    everything = (world - -(-world // hosts)) * tokens
+    once = min(hosts - 1, _TOP_K) * tokens
+    return "allgather" if far_us(everything - once, row) < waits_us() else "all_to_all"

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import os
+import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -11,6 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from moefuse import _torch_private
 from moefuse.runtime import groups
+from moefuse.runtime.collectives import is_fake
+from moefuse.runtime.peers import lost_peers
+from moefuse.runtime.transports.base import exchanged
 
 
 @dataclass(frozen=True)
@@ -42,12 +50,18 @@ def grid(mesh: DeviceMesh, count: int) -> Grid:
 
 
 def register(mesh: DeviceMesh) -> str:
-    """Remember one dimension's group for the ops; the name that graphs know it by."""
+    """Remember one dimension's group for the ops; the name that graphs know it by. All ranks call it: they tell each other their hosts.
+
+    Raises:
+        PeerError: another rank did not come.
+    """
     name = (mesh.mesh_dim_names or ("ep",))[0]
     group = mesh.get_group()
     ranks = tuple(int(r) for r in mesh.mesh.flatten())
     host = groups.host_of(group) or _host(group, ranks)
-    return groups.register(name, ranks, mesh.get_local_rank(), group, host).name
+    with lost_peers("moefuse.parallelize", f"the mesh {name!r}"):
+        hosts = _hosts(ranks, host)
+    return groups.register(name, ranks, mesh.get_local_rank(), group, host, hosts).name
 
 
 def _host(group: Any, ranks: tuple[int, ...]) -> Any:
@@ -57,7 +71,27 @@ def _host(group: Any, ranks: tuple[int, ...]) -> Any:
     return dist.new_group(list(ranks), timeout=_torch_private.timeout_of(group), backend="gloo", use_local_synchronization=True)
 
 
-def hosts(mesh: DeviceMesh) -> int:
-    """On how many hosts the ranks of a mesh are, as far as the launcher says how many processes a host has."""
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
-    return len({int(rank) // local for rank in mesh.mesh.flatten()}) if local > 0 else 1
+def _hosts(ranks: tuple[int, ...], group: Any) -> tuple[int, ...]:
+    """[P]: the host of each rank, numbered in the order in which they come.
+
+    A fake process group has no other ranks to ask; there LOCAL_WORLD_SIZE, the launcher's word, says how many processes a host has.
+    """
+    if is_fake(group):
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+        return _numbered([rank // local if local > 0 else 0 for rank in ranks])
+    return _numbered(exchanged(group, len(ranks), _identity()))
+
+
+def _identity() -> int:
+    """A number of 63 bits that processes of one host share: of its name, which a container has of its own, and its boot."""
+    name = os.environ.get("MOEFUSE_HOST")
+    if name is None:
+        with contextlib.suppress(OSError):
+            name = Path("/proc/sys/kernel/random/boot_id").read_text()
+        name = f"{socket.gethostname()} {name}"
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 1
+
+
+def _numbered(found: Sequence[int]) -> tuple[int, ...]:
+    numbers = {which: number for number, which in enumerate(dict.fromkeys(found))}
+    return tuple(numbers[which] for which in found)

@@ -103,14 +103,16 @@ def placed(placement: str | Sequence[int] | Placement, experts: int, world: int)
     """
     if isinstance(placement, str) and placement in _BY_NAME:
         return _BY_NAME[placement](experts, world)
-    found: Placement | str | Sequence[int] = placement
-    if not isinstance(found, Placement):
-        if isinstance(found, str) or not isinstance(found, Sequence) or not all(isinstance(r, int) for r in found):
-            raise ParallelError(f"placement={placement!r} is not legal; use {', '.join(map(repr, _BY_NAME))}, or a rank for each expert")
-        found = explicit(found, world)
+    found = placement if isinstance(placement, Placement) else explicit(_owners(placement), world)
     if (found.experts, found.world) != (experts, world):
         raise ParallelError(f"placement is for {found.experts} experts on {found.world} ranks; there are {experts} on {world}")
     return found
+
+
+def _owners(placement: object) -> list[int]:
+    if isinstance(placement, str) or not isinstance(placement, Sequence) or not all(isinstance(r, int) for r in placement):
+        raise ParallelError(f"placement={placement!r} is not legal; use {', '.join(map(repr, _BY_NAME))}, or a rank for each expert")
+    return list(placement)
 
 
 _BY_NAME = {"linear": linear, "round_robin": round_robin}

@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 from moefuse.errors import ParallelError
 
 Tokens = Literal["distinct", "replicated", "sequence"]
-Transport = Literal["allgather", "all_reduce", "all_to_all", "gather", "symm"]
+Transport = Literal["allgather", "all_reduce", "all_to_all", "gather", "rails", "symm"]
 Grads = Literal["mean", "sum"]
 Most = Literal["any", "equal"]
 Split = Literal["experts", "slices"]
@@ -28,7 +28,8 @@ class Terms:
     Attributes:
         mesh: name of the :class:`Group`.
         transport: ``"allgather"`` of distinct tokens, ``"all_to_all"`` of those that a rank needs, ``"all_reduce"`` of results where
-            every rank has the same tokens, ``"gather"`` of weights, ``"symm"`` through memory that ranks of a host share.
+            every rank has the same tokens, ``"gather"`` of weights, ``"rails"`` of those that a host needs, which are forwarded there,
+            ``"symm"`` through memory that ranks of a host share.
         tokens: whose tokens a rank has: its own of a batch, the same as all others, or a part of a sequence.
         most: ``"any"`` number of tokens (exchanged in each call), an ``"equal"`` one on all ranks, or the largest on any rank.
         grads: whether gradients of experts are the mean over ranks with distinct tokens, as data parallelism takes it, or the sum.
@@ -75,10 +76,11 @@ class Terms:
     def describe(self, held: int, experts: int) -> str:
         """``ep=4 linear, 32 of 128 experts here, allgather, tokens <= 512``, or ``tp=2, a slice of 32 experts here, all_reduce``."""
         most = {"any": "", "equal": ", equal numbers of tokens"}.get(str(self.most), f", tokens <= {self.most}")
+        way = f"all_to_all over {self.group.spans} hosts" if self.transport == "rails" else self.transport
         if self.split == "slices":
-            return f"tp={self.group.size}, a slice of {held} experts here, {self.transport}{most}"
+            return f"tp={self.group.size}, a slice of {held} experts here, {way}{most}"
         copies = f" x {self.copies} copies" if self.copies > 1 else ""
-        return f"ep={self.group.size}{copies} {self.placement}, {held} of {experts} experts here, {self.transport}{most}"
+        return f"ep={self.group.size}{copies} {self.placement}, {held} of {experts} experts here, {way}{most}"
 
     def scale(self) -> float:
         """What the gradient of a result is multiplied by on its way to the experts, which see the tokens of all ranks of the group.
@@ -121,6 +123,7 @@ class Group:
         rank: this process's place among them.
         process_group: for tensors on the device.
         host: for numbers on the host: a group of its own, so that these are never taken for anything else.
+        hosts: [P], the number of the host of each.
     """
 
     name: str
@@ -128,6 +131,7 @@ class Group:
     rank: int
     process_group: Any
     host: Any
+    hosts: tuple[int, ...] = ()
     standing: Standing = field(default_factory=Standing, compare=False)
 
     @property
@@ -135,11 +139,16 @@ class Group:
         """P."""
         return len(self.ranks)
 
+    @property
+    def spans(self) -> int:
+        """Number of hosts."""
+        return len(set(self.hosts)) or 1
+
 
 _groups: dict[str, Group] = {}
 
 
-def register(name: str, ranks: tuple[int, ...], rank: int, process_group: Any, host: Any) -> Group:
+def register(name: str, ranks: tuple[int, ...], rank: int, process_group: Any, host: Any, hosts: tuple[int, ...] = ()) -> Group:
     """Remember a group under ``name``, or under ``name-2`` and so on, if other ranks have that.
 
     All ranks of a job register their meshes in the same order, as they make them, so that a name means the same mesh on each.
@@ -150,7 +159,7 @@ def register(name: str, ranks: tuple[int, ...], rank: int, process_group: Any, h
         found = _groups.get(known)
         if found is None or (found.ranks, found.rank) == (ranks, rank):
             standing = found.standing if found is not None and found.process_group is process_group else Standing()
-            _groups[known] = Group(known, ranks, rank, process_group, host, standing)
+            _groups[known] = Group(known, ranks, rank, process_group, host, hosts, standing)
             return _groups[known]
         number += 1
 

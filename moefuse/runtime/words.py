@@ -106,6 +106,11 @@ def number_of(word: int) -> int:
     return (word & (1 << _BITS) - 1) - _LEAST
 
 
+def numbers_of(words: Tensor) -> Tensor:
+    """The number in each word."""
+    return (words & (1 << _BITS) - 1) - _LEAST
+
+
 def say(group: Group, word: int) -> list[int]:
     """[P]: the word of each rank."""
     every = torch.full((group.size,), word, dtype=torch.int64)

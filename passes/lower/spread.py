@@ -141,6 +141,7 @@ class Spread(Lowering):
         self.arrived: dict[Hashable, Node] = {}
         self.way_back: list[tuple[list[Node], Node, str]] = []
         self.units: dict[Leaf, tuple[int, int]] = {}
+        self.spare = 0  # experts of zeros behind those that are here, with no token
 
     def by_slot(self, region: Region, top_k: int) -> Lowering:
         return SpreadBySlot(region, self.emit, self.where, top_k, self.limit)
@@ -184,6 +185,7 @@ class Spread(Lowering):
         found = list(walk(self.region.expr))
         tokens: list[tuple[Token, torch.dtype | None]] = [(e, None) for e in found if isinstance(e, Token)]
         self.send(tokens, [e for e in found if isinstance(e, SlotWeight | Gate)])
+        self.spare = int(self.where.held == 0)  # grouped products are of one expert at least
         return super().grouped()
 
     def send(self, tokens: list[tuple[Token, torch.dtype | None]], weights: list[Expr | None]) -> None:
@@ -217,7 +219,7 @@ class Spread(Lowering):
         return self.sources(leaf)[0]
 
     def here(self) -> int:
-        return self.where.held
+        return self.where.held + self.spare
 
     def apart(self, leaf: Leaf) -> bool:
         return False
@@ -227,7 +229,10 @@ class Spread(Lowering):
         if origin(parts[0]) is None:
             return parts if len(parts) == 1 else [self.emit(torch.stack, parts)]
         local = local_view(parts, self.region.num_experts, *self.units.get(leaf, (0, 1)))
-        return [self.read(local)]
+        rows = self.read(local)
+        if self.spare:
+            rows = self.emit(torch.nn.functional.pad, rows, (0, 0) * len(local.view.sizes) + (0, 1))
+        return [rows]
 
     def read(self, local: Local) -> Node:
         """[held, ..]: what a view is of this rank's part of a Parameter."""

@@ -13,7 +13,7 @@ import moefuse.ops  # noqa: F401
 from moefuse.parallel.meshes import register
 from moefuse.runtime.groups import Terms
 
-E, SLOTS = 4, 2
+E = 4
 
 
 def together(rank: int, transport: str, counts: tuple[int, ...]) -> list[tuple[int, int]]:
@@ -31,15 +31,20 @@ def together(rank: int, transport: str, counts: tuple[int, ...]) -> list[tuple[i
     scales = number[:, None].expand(-1, 3).double().requires_grad_()
     eight = number[:, None].expand(-1, 5).float().to(torch.float8_e4m3fn)
     place = torch.arange(E, dtype=torch.int32)
-    out: Any = torch.ops.moefuse.ep_dispatch.default([x, scales, number, eight], ids, place, SLOTS, terms, "travel")
+    out: Any = torch.ops.moefuse.ep_dispatch.default([x, scales, number, eight], ids, place, E // len(counts), terms, "travel")
     here = (out[4] >= 0).any(1)
     assert [part.dtype for part in out[:4]] == [x.dtype, scales.dtype, number.dtype, eight.dtype]
     ((out[0] * here[:, None]).sum() * (rank + 1) + (out[1] * here[:, None]).sum() * 10 * (rank + 1)).backward()
-    factor = torch.stack([(ids // SLOTS == r).any(1) * (r + 1) for r in range(len(counts))]).sum(0)[:, None]
+    factor = torch.stack([needs(ids, r, len(counts)) * (r + 1) for r in range(len(counts))]).sum(0)[:, None]
     assert torch.equal(x.grad, factor.expand(-1, 8).float())
     assert torch.equal(scales.grad, 10 * factor.expand(-1, 3).double())
     apart: list[Tensor] = [part[here].double().reshape(int(here.sum()), -1) for part in out[:4]]
     return [(int(n), int(sum(part[i].sum() for part in apart))) for i, n in enumerate(apart[2][:, 0])]
+
+
+def needs(ids: Tensor, rank: int, world: int) -> Tensor:
+    """[T]: which tokens have an expert of a rank."""
+    return ((ids // (E // world) == rank) & (ids < E)).any(1)
 
 
 def ids_of(number: Tensor) -> Tensor:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from moefuse.runtime.groups import Terms
-from moefuse.runtime.transports import all_reduce, all_to_all, allgather, symm
+from moefuse.runtime.transports import all_reduce, all_to_all, allgather, rails, symm
 from moefuse.runtime.transports.base import Transport as Transport
 
 _BY_NAME: dict[str, Transport] = {
     "allgather": allgather.TRANSPORT,
     "all_reduce": all_reduce.TRANSPORT,
     "all_to_all": all_to_all.TRANSPORT,
+    "rails": rails.TRANSPORT,
     "symm": symm.TRANSPORT,
 }
 

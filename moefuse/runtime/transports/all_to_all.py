@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from moefuse.ops.reference import accumulation_dtype
-from moefuse.runtime.collectives import all_to_all
+from moefuse.runtime.collectives import all_to_all, is_fake
 from moefuse.runtime.groups import Group, Terms
 from moefuse.runtime.peers import running
 from moefuse.runtime.ranks import slots_of
 from moefuse.runtime.transports.base import Dispatched, check_tokens
-from moefuse.runtime.words import REFUSED, number_of
+from moefuse.runtime.words import REFUSED, numbers_of
 
 
 class _AllToAll:
@@ -34,13 +34,13 @@ class _AllToAll:
         check_tokens(terms, ids.shape[0])
         group = terms.group
         wanted = destinations(ids, place, slots, group.size)
-        splits = _exchanged(terms, wanted.sum(1))
+        splits = torch.cat(exchanged_counts(terms, wanted.sum(1)))
         handle = [splits, wanted.nonzero()[:, 1]]
         out = _there(group, [*rows, ids], handle)
         return Dispatched(out[:-1], out[-1], handle)
 
     def refuse(self, terms: Terms, ids: Tensor) -> None:
-        _exchanged(terms, ids.new_full((terms.group.size,), REFUSED, dtype=torch.int64))
+        exchanged_counts(terms, ids.new_full((terms.group.size,), REFUSED, dtype=torch.int64))
 
     def send(self, terms: Terms, rows: Sequence[Tensor], handle: Sequence[Tensor], arrivals: int) -> list[Tensor]:
         return _there(terms.group, rows, handle)
@@ -60,15 +60,20 @@ def destinations(ids: Tensor, place: Tensor | None, slots: int, world: int) -> T
     return ids.new_zeros((world + 1, tokens), dtype=torch.bool).scatter_(0, owners.t(), True)[:world]
 
 
-def _exchanged(terms: Terms, sent: Tensor) -> Tensor:
-    """[2P] on the host: rows for each rank, rows from each; every number travels as a word (``runtime/words.py``)."""
-    call, world = running(terms), terms.group.size
+def exchanged_counts(terms: Terms, sent: Tensor) -> tuple[Tensor, Tensor]:
+    """[P, ...] each, on the host: what this rank says and what it is told; row r is for, and of, rank r.
+
+    Every number travels as a word (``runtime/words.py``). Nobody of a fake group sends anything.
+    """
+    call, group = running(terms), terms.group.process_group
     said = sent + call.word(0)
-    coming = torch.empty_like(said)
+    told = torch.full_like(said, call.word(0))
     call.said = True
-    all_to_all(coming, said, terms.group.process_group)
-    words: list[int] = torch.cat([said, coming]).tolist()
-    return torch.tensor([*map(number_of, words[:world]), *call.heard(words[world:])])
+    if not is_fake(group):
+        all_to_all(told, said, group)
+    both = torch.stack([said, told]).cpu()
+    call.heard(both[1].view(len(sent), -1)[:, 0].tolist())
+    return numbers_of(both[0]), numbers_of(both[1])
 
 
 def _splits(handle: Sequence[Tensor]) -> tuple[list[int], list[int]]:

@@ -11,6 +11,7 @@ torch.distributed._symmetric_memory; the kernels of meta-pytorch/kraken and torc
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from moefuse import _torch_private
 from moefuse.errors import ParallelError
+from moefuse.runtime.collectives import is_fake
 from moefuse.runtime.groups import Group, Terms
 from moefuse.runtime.ranks import numbers_dtype
 from moefuse.runtime.transports.base import Dispatched, exchanged, known_arrivals, most_tokens
@@ -30,6 +32,8 @@ _ALIGN = 256
 """Bytes."""
 _HEAD = 4
 """Times ``_ALIGN`` bytes behind the sets for ``bases``, ``turn`` and ``flags``, which no allocator may give away between CUDA graphs."""
+_WAIT = 600.0
+"""Seconds, where the process group does not say how long to wait."""
 _ELSE = "use 'allgather'"
 
 
@@ -41,6 +45,7 @@ class Buffers:
         bases: [P] int64, of every rank's memory.
         turn: [2] int32, transfers counted on the device.
         flags: [P] int32, transfers that each rank has pushed; at the same place in every rank's memory.
+        patience: nanoseconds that a rank waits for the others.
         older: buffers that older graphs know.
     """
 
@@ -49,6 +54,7 @@ class Buffers:
     turn: Tensor
     flags: Tensor
     set_bytes: int
+    patience: int = 0
     older: Buffers | None = None
 
     @property
@@ -79,7 +85,7 @@ def buffers(group: Group, device: torch.device, needed: int) -> Buffers:
     except (RuntimeError, AttributeError, ImportError) as error:
         failed = str(error)
     # Who has no memory would leave the others waiting for it.
-    lacking = [rank for rank, has in enumerate(exchanged(group, int(memory is not None))) if not has]
+    lacking = [rank for rank, has in enumerate(exchanged(group.host, group.size, int(memory is not None))) if not has]
     if memory is None or lacking:
         raise ParallelError(f"transport='symm' found no memory for GPUs to share on rank {lacking[0]} ({failed or 'see there'}): {_ELSE}")
     try:
@@ -89,10 +95,32 @@ def buffers(group: Group, device: torch.device, needed: int) -> Buffers:
     head = memory[2 * size :].zero_()
     bases = head.view(torch.int64)[: group.size].copy_(torch.tensor(addresses))
     turn, flags = (head[part * _ALIGN :].view(torch.int32) for part in (2, 3))
+    wait = _torch_private.timeout_of(group.process_group)
+    patience = int(1e9 * (_WAIT if wait is None else wait.total_seconds()))
     torch.cuda.synchronize(device)
-    exchanged(group, 1)  # nobody raises a flag that its owner has yet to lower
-    _buffers[group.name, device] = Buffers(memory, bases, turn[:2], flags[: group.size], size, known)
+    exchanged(group.host, group.size, 1)  # nobody raises a flag that its owner has yet to lower
+    _buffers[group.name, device] = Buffers(memory, bases, turn[:2], flags[: group.size], size, patience, known)
     return _buffers[group.name, device]
+
+
+def available(group: Group, device: torch.device) -> bool:
+    """Whether all ranks of a mesh can write each other's memory: the same answer on each. All of them call it, outside of CUDA graphs.
+
+    They agree on every step before the next one, so that none waits for another that cannot take it.
+    """
+    if device.type != "cuda" or not 1 < group.size <= MOST_RANKS or group.spans > 1 or is_fake(group.process_group):
+        return False
+    if not all(exchanged(group.host, group.size, int(importlib.util.find_spec("triton") is not None))):
+        return False
+    failed = False
+    try:
+        buffers(group, device, _ALIGN)
+    except ParallelError:
+        failed = True
+    if any(exchanged(group.host, group.size, int(failed))):
+        _buffers.pop((group.name, device), None)
+        return False
+    return True
 
 
 class _Symm:
@@ -143,8 +171,7 @@ def _transfer(group: Group, device: torch.device, most: int, spans: tuple[int, .
     from moefuse.kernels.triton.provide import symm
 
     held = buffers(group, device, spans[-1] + behind)
-    patience = _torch_private.timeout_of(group.process_group)
-    how = symm.Transfer.of(group.size, group.rank, held.set_bytes, held.at_flags, most, spans, patience)
+    how = symm.Transfer.of(group.size, group.rank, held.set_bytes, held.at_flags, most, spans, held.patience)
     return symm.Shared(held.bases, held.turn, held.flags), how
 
 
