@@ -823,6 +823,11 @@ def when_backward_ends(call: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
+def running_backward() -> int:
+    """A number of the backward pass that is running, -1 outside of one."""
+    return torch._C._current_graph_task_id()
+
+
 def not_for_ddp(model: torch.nn.Module, parameters: Iterable[tuple[torch.nn.Module, str]]) -> None:
     """Let ``DistributedDataParallel`` of a model leave these Parameters (module, name) alone, beside those it was told to ignore before."""
     from torch.nn.parallel import DistributedDataParallel
@@ -831,6 +836,15 @@ def not_for_ddp(model: torch.nn.Module, parameters: Iterable[tuple[torch.nn.Modu
     names = [f"{paths[id(module)]}.{name}".lstrip(".") for module, name in parameters]
     known = getattr(model, "_ddp_params_and_buffers_to_ignore", [])
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [*dict.fromkeys([*known, *names])])
+
+
+def sharded_over(mesh: Any) -> Any:
+    """What FSDP's ``shard_placement_fn`` returns for a Parameter that is sharded over a mesh of its own; None where torch has no such."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_common
+    from torch.distributed.tensor import Shard
+
+    result = getattr(_fsdp_common, "ShardPlacementResult", None)
+    return None if result is None else result(Shard(0), _fsdp_common.FSDPMeshInfo(mesh, shard_mesh_dim=0))
 
 
 def inlined_only(function: Any) -> None:

@@ -23,13 +23,19 @@ PLACE = "_moefuse_place"
 _gathered: contextvars.ContextVar[dict[int, Tensor] | None] = contextvars.ContextVar("moefuse_gathered", default=None)
 
 
-Of = tuple[tuple[int, str] | None, tuple[int, int, str] | None]
-"""How a Parameter is gathered: (slots, terms) of its experts, (axis, blocks, terms) of their slices."""
+Of = tuple[tuple[int, str] | None, tuple[int, int, str] | None, int]
+"""How a Parameter is gathered: (slots, terms) of its experts, (axis, blocks, terms) of their slices; over how many dimensions of a mesh."""
 
 
 def full(holder: nn.Module, name: str, of: Of) -> Tensor:
-    """[E, ...]: all of a sharded Parameter of ``holder``."""
+    """[E, ...]: all of a sharded Parameter of ``holder``.
+
+    While FSDP holds shards of this rank's part, which are over a mesh of one more dimension, the attribute is that Parameter, as it is
+    of any module under FSDP; between its hooks it is the part again.
+    """
     parameter: Any = holder._parameters[name]
+    if len(parameter.placements) > of[2]:
+        return parameter  # type: ignore[no-any-return]
     if torch.compiler.is_compiling():
         return _gather(holder, parameter, of)
     found: Tensor = _in_eager(holder, parameter, of)
@@ -48,7 +54,7 @@ def _in_eager(holder: nn.Module, parameter: Any, of: Of) -> Tensor:
 
 
 def _gather(holder: nn.Module, parameter: Any, of: Of) -> Tensor:
-    experts, slices = of
+    experts, slices, _ = of
     out: Tensor = parameter.to_local()
     if slices is not None:
         out = torch.ops.moefuse.gathered_slices.default(out, *slices)
