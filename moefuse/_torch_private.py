@@ -828,14 +828,35 @@ def running_backward() -> int:
     return torch._C._current_graph_task_id()
 
 
-def not_for_ddp(model: torch.nn.Module, parameters: Iterable[tuple[torch.nn.Module, str]]) -> None:
-    """Let ``DistributedDataParallel`` of a model leave these Parameters (module, name) alone, beside those it was told to ignore before."""
-    from torch.nn.parallel import DistributedDataParallel
+class NotForDDP:
+    """Names of what ``DistributedDataParallel`` of a module is to leave alone, as they are when it asks: also if the module is compiled."""
 
-    paths = {id(module): path for path, module in model.named_modules()}
-    names = [f"{paths[id(module)]}.{name}".lstrip(".") for module, name in parameters]
-    known = getattr(model, "_ddp_params_and_buffers_to_ignore", [])
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [*dict.fromkeys([*known, *names])])
+    def __init__(self, root: torch.nn.Module, held: Sequence[tuple[torch.nn.Module, str]], before: Iterable[str]) -> None:
+        self.root, self.held, self.before = root, held, before
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self.before
+        paths = {id(module): path for path, module in self.root.named_modules()}
+        for module, name in self.held:
+            # A compiled module looks like this one, and has it as a child. What is the root's own, DDP calls ".name" in places.
+            path = f"{paths[id(module)]}.{name}"
+            yield from (path, path.lstrip("."), f"_orig_mod.{path.lstrip('.')}")
+
+
+def not_for_ddp(model: torch.nn.Module, held: Sequence[tuple[torch.nn.Module, str]]) -> None:
+    """Let ``DistributedDataParallel`` of a model, or of a part of it, leave these Parameters and buffers (module, name) alone.
+
+    Beside those that it was told to ignore before.
+    """
+    for module, name in held:
+        tensor: Any = module._parameters.get(name, module._buffers.get(name))
+        tensor._ddp_ignored = True  # for Dynamo's buckets
+    holders = {id(module) for module, _ in held}
+    for root in model.modules():
+        inner = {id(module) for module in root.modules()}
+        if not holders.isdisjoint(inner):
+            known: Iterable[str] = getattr(root, "_ddp_params_and_buffers_to_ignore", ())
+            root._ddp_params_and_buffers_to_ignore = NotForDDP(root, [h for h in held if id(h[0]) in inner], known)  # type: ignore[assignment]
 
 
 def sharded_over(mesh: Any) -> Any:

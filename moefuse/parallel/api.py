@@ -80,8 +80,8 @@ class Plan:
         found = _torch_private.sharded_over(mesh)
         if found is None:
             raise ParallelError(
-                f"fully_shard of torch {torch.__version__} takes one mesh for all Parameters of a module: give experts a fully_shard of their "
-                "own, or use moefuse.parallelize(model, mesh, experts=('dp', 'ep'))"
+                f"fully_shard of torch {torch.__version__} takes one mesh for all Parameters of a module: give experts a fully_shard of "
+                "their own, or use moefuse.parallelize(model, mesh, experts=('dp', 'ep'))"
             )
         return lambda parameter: found if parameter in self.parameters else None
 
@@ -174,7 +174,8 @@ def parallelize(
     for layer in dict.fromkeys(site.layer for site in sites):
         views.gathering_once(model.get_submodule(layer))
     held = tuple(dict.fromkeys((site.module, name) for site in sites for name in sharded_names(site.module)))
-    _torch_private.not_for_ddp(model, held)
+    tables = [(module, views.PLACE) for module in dict.fromkeys(site.module for site in sites) if views.PLACE in module._buffers]
+    _torch_private.not_for_ddp(model, [*held, *tables])
     return Plan(tuple(layers), held)
 
 
@@ -232,11 +233,15 @@ def _check_mesh(mesh: object, roles: tuple[str, ...]) -> None:
             f"mesh is a {type(mesh).__name__}; use a DeviceMesh, e.g. init_device_mesh('cuda', (4,), mesh_dim_names=('ep',))"
         )
     if mesh.ndim != len(roles) and len(roles) > 1:
-        raise ParallelError(f"experts={roles!r} is for a mesh of {len(roles)} dimensions, e.g. mesh['ep', 'tp']; this one has {mesh.ndim}")
+        example = ", ".join(map(repr, roles))
+        raise ParallelError(f"experts={roles!r} is for a mesh of {len(roles)} dimensions, e.g. mesh[{example}]; this one has {mesh.ndim}")
     if mesh.ndim != len(roles):
         names = mesh.mesh_dim_names or ()
         one = f"mesh[{names[-1]!r}]" if names else "one dimension of it"
-        raise ParallelError(f"the mesh has {mesh.ndim} dimensions {tuple(names)}; give the one that experts are spread over, e.g. {one}")
+        raise ParallelError(
+            f"the mesh has {mesh.ndim} dimensions {tuple(names)}; give the one that experts are spread over, e.g. {one}, or say what each is "
+            "for, e.g. experts=('dp', 'ep')"
+        )
 
 
 def _copies(site: Site, world: int, dims: int) -> int:

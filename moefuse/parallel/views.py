@@ -14,8 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from moefuse import _torch_private
+from moefuse.errors import ParallelError
 
 PLACE = "_moefuse_place"
 """The buffer [E] that says where each expert is; not saved."""
@@ -33,7 +35,12 @@ def full(holder: nn.Module, name: str, of: Of) -> Tensor:
     While FSDP holds shards of this rank's part, which are over a mesh of one more dimension, the attribute is that Parameter, as it is
     of any module under FSDP; between its hooks it is the part again.
     """
-    parameter: Any = holder._parameters[name]
+    parameter: Any = holder._parameters.get(name)
+    if not isinstance(parameter, DTensor):
+        raise ParallelError(
+            f"{name} of {type(holder).__name__} is no DTensor any more: something has put another Parameter in its place since "
+            "moefuse.parallelize, as DistributedDataParallel(device_mesh=...) does, which has to be called without it"
+        )
     if len(parameter.placements) > of[2]:
         return parameter  # type: ignore[no-any-return]
     if torch.compiler.is_compiling():
