@@ -829,14 +829,49 @@ def when_backward_ends(call: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
-def not_for_ddp(model: torch.nn.Module, parameters: Iterable[tuple[torch.nn.Module, str]]) -> None:
-    """Let ``DistributedDataParallel`` of a model leave these Parameters (module, name) alone, beside those it was told to ignore before."""
-    from torch.nn.parallel import DistributedDataParallel
+def running_backward() -> int:
+    """A number of the backward pass that is running, -1 outside of one."""
+    return torch._C._current_graph_task_id()
 
-    paths = {id(module): path for path, module in model.named_modules()}
-    names = [f"{paths[id(module)]}.{name}".lstrip(".") for module, name in parameters]
-    known = getattr(model, "_ddp_params_and_buffers_to_ignore", [])
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [*dict.fromkeys([*known, *names])])
+
+class NotForDDP:
+    """Names of what ``DistributedDataParallel`` of a module is to leave alone, as they are when it asks: also if the module is compiled."""
+
+    def __init__(self, root: torch.nn.Module, held: Sequence[tuple[torch.nn.Module, str]], before: Iterable[str]) -> None:
+        self.root, self.held, self.before = root, held, before
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self.before
+        paths = {id(module): path for path, module in self.root.named_modules()}
+        for module, name in self.held:
+            # A compiled module looks like this one, and has it as a child. What is the root's own, DDP calls ".name" in places.
+            path = f"{paths[id(module)]}.{name}"
+            yield from (path, path.lstrip("."), f"_orig_mod.{path.lstrip('.')}")
+
+
+def not_for_ddp(model: torch.nn.Module, held: Sequence[tuple[torch.nn.Module, str]]) -> None:
+    """Let ``DistributedDataParallel`` of a model, or of a part of it, leave these Parameters and buffers (module, name) alone.
+
+    Beside those that it was told to ignore before.
+    """
+    for module, name in held:
+        tensor: Any = module._parameters.get(name, module._buffers.get(name))
+        tensor._ddp_ignored = True  # for Dynamo's buckets
+    holders = {id(module) for module, _ in held}
+    for root in model.modules():
+        inner = {id(module) for module in root.modules()}
+        if not holders.isdisjoint(inner):
+            known: Iterable[str] = getattr(root, "_ddp_params_and_buffers_to_ignore", ())
+            root._ddp_params_and_buffers_to_ignore = NotForDDP(root, [h for h in held if id(h[0]) in inner], known)  # type: ignore[assignment]
+
+
+def sharded_over(mesh: Any) -> Any:
+    """What FSDP's ``shard_placement_fn`` returns for a Parameter that is sharded over a mesh of its own; None where torch has no such."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_common
+    from torch.distributed.tensor import Shard
+
+    result = getattr(_fsdp_common, "ShardPlacementResult", None)
+    return None if result is None else result(Shard(0), _fsdp_common.FSDPMeshInfo(mesh, shard_mesh_dim=0))
 
 
 def inlined_only(function: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -26,7 +26,8 @@ from moefuse.runtime import groups
 from moefuse.runtime.groups import Grads, Most, Split, Terms, Tokens
 from moefuse.runtime.transports import symm
 
-Experts = Literal["ep", "tp"]
+Experts = Literal["dp", "ep", "tp"]
+_ROLES = (("ep",), ("tp",), ("ep", "tp"))
 TRANSPORTS = ("auto", "allgather", "all_to_all", "symm", "gather")
 
 
@@ -66,6 +67,25 @@ class Plan:
         rest = [p for p in model.parameters() if p not in experts]
         return [{"params": rest}, {"params": [p for p in model.parameters() if p in experts]}]
 
+    def shard_placement_fn(self, mesh: DeviceMesh) -> Callable[[nn.Parameter], Any]:
+        """For ``fully_shard(block, mesh=all_ranks, shard_placement_fn=...)``: experts are sharded over ``mesh``, the rest over all ranks.
+
+        Experts in a list, or beside their router in one module, need it; those in a module of their own take a ``fully_shard`` of it.
+
+        Args:
+            mesh: the ranks with the same experts, one dimension beside that of :func:`parallelize`.
+
+        Raises:
+            ParallelError: this torch has one mesh for all Parameters of a call.
+        """
+        found = _torch_private.sharded_over(mesh)
+        if found is None:
+            raise ParallelError(
+                f"fully_shard of torch {torch.__version__} takes one mesh for all Parameters of a module: give experts a fully_shard of "
+                "their own, or use moefuse.parallelize(model, mesh, experts=('dp', 'ep'))"
+            )
+        return lambda parameter: found if parameter in self.parameters else None
+
     def __str__(self) -> str:
         return "\n".join(map(str, self.layers))
 
@@ -92,7 +112,8 @@ def parallelize(
     Args:
         mesh: one dimension of a device mesh, e.g. ``init_device_mesh("cuda", (4,), mesh_dim_names=("ep",))["ep"]``; or two.
         experts: ``"ep"``: each rank has some of the experts; ``"tp"``: each has a slice of every expert's hidden units;
-            ``("ep", "tp")`` for a mesh of two dimensions, whose second one slices the experts of the first.
+            ``("ep", "tp")`` for a mesh of two dimensions, whose second one slices the experts of the first. A first dimension ``"dp"``,
+            as in ``("dp", "ep")``, is of ranks with the same experts and other tokens: gradients of experts are averaged over it.
         tokens: ``"distinct"``: each rank has tokens of its own, as in data parallelism; ``"replicated"``: all have the same;
             ``"sequence"``: each has a part of the same sequences. Of two dimensions that is the first; ranks of the second have the same.
         max_tokens: most tokens of a layer that any rank has in a call: sizes are then known without an exchange. ``"equal"``: all ranks
@@ -129,33 +150,35 @@ def parallelize(
     roles = _roles(experts)
     _check_mesh(mesh, roles)
     _check_modules(model, modules)
+    replicated = roles[0] == "dp"
+    hops = roles[replicated:]
     sites = experts_of(model, modules)
-    over = mesh.size(0) if roles[0] == "ep" else 1
+    over = mesh.size(int(replicated)) if hops[0] == "ep" else 1
     counts = [_copies(site, over, len(roles)) for site in sites]
     places = [_placement(site, placement, over // count) for site, count in zip(sites, counts, strict=True)]
     _check_parameters(model, sites)
     _check_devices(sites, mesh)
     if transport == "symm" and mesh.device_type != "cuda":
         raise ParallelError(f"transport='symm' is for CUDA devices, and the mesh is of {mesh.device_type!r}: use 'allgather'")
-    if transport == "symm" and mesh.size(0) > symm.MOST_RANKS:
-        raise ParallelError(f"transport='symm' is for up to {symm.MOST_RANKS} ranks, and the mesh has {mesh.size(0)}: use 'allgather'")
+    if transport == "symm" and (ranks := mesh.size(int(replicated))) > symm.MOST_RANKS:
+        raise ParallelError(f"transport='symm' is for up to {symm.MOST_RANKS} ranks, and the mesh has {ranks}: use 'allgather'")
     cuts = _cuts(model, sites, mesh.size(-1)) if roles[-1] == "tp" else []
     most = max_tokens if max_tokens is not None else "any"
-    grids = {count: grid(mesh, count) for count in dict.fromkeys(counts)}
+    grids = {count: grid(mesh, count, replicated) for count in dict.fromkeys(counts)}
     _check_hosts(transport, grids.values())
     near = {count: transport == "auto" and tokens != "replicated" and _shares(at, max_tokens) for count, at in grids.items()}
-    whose = (tokens, "replicated")[: len(roles)]
+    whose = (tokens, "replicated")[: len(hops)]
+    warn = copies.warning_of_others(mesh)
     layers = []
     for number, (site, place, count) in enumerate(zip(sites, places, counts, strict=True)):
         at = grids[count]
         way = _transport(site, transport, max_tokens, at, near[count])
-        terms = tuple(_terms(*each, way, most, grads, place, count, debug) for each in zip(roles, at.names, whose, strict=True))
+        replicas = at.copies if replicated else 1
+        terms = tuple(_terms(*each, way, most, grads, place, count, replicas, debug) for each in zip(hops, at.names, whose, strict=True))
         slices = Slices(terms[-1].text, cuts[number]) if cuts else None
-        where = Where(at.mesh, place, terms[0].text if roles[0] == "ep" else "", slices)
+        where = Where(at.mesh, place, terms[0].text if hops[0] == "ep" else "", slices, replicated)
         shard(site, where)
-        if terms[0].averages:
-            ours = [site.module._parameters[name] for name in sharded_names(site.module)]
-            copies.average([(site.layer or site.name, p) for p in ours if p is not None], at.others, count)
+        copies.watch(site.module, site.layer or site.name, sharded_names(site.module), at, terms[0].averages, warn)
         layers.append(Layer(site.layer or site.name, place, where.mine, terms))
     for layer in dict.fromkeys(site.layer for site in sites):
         views.gathering_once(model.get_submodule(layer))
@@ -163,15 +186,18 @@ def parallelize(
         group = groups.group(name)
         group.standing.first.append(same.later(model, group))
     held = tuple(dict.fromkeys((site.module, name) for site in sites for name in sharded_names(site.module)))
-    _torch_private.not_for_ddp(model, held)
+    tables = [(module, views.PLACE) for module in dict.fromkeys(site.module for site in sites) if views.PLACE in module._buffers]
+    _torch_private.not_for_ddp(model, [*held, *tables])
     return Plan(tuple(layers), held)
 
 
 def _roles(experts: object) -> tuple[str, ...]:
     """What each dimension of the mesh is for."""
     roles = experts if isinstance(experts, tuple) else (experts,)
-    if roles not in (("ep",), ("tp",), ("ep", "tp")):
-        raise ParallelError(f"experts={experts!r} is not legal; use 'ep', 'tp', or ('ep', 'tp') for a mesh of two dimensions")
+    if roles not in _ROLES and (roles[:1] != ("dp",) or roles[1:] not in _ROLES):
+        raise ParallelError(
+            f"experts={experts!r} is not legal; use 'ep', 'tp', or ('ep', 'tp') for a mesh of two dimensions, or one of these behind 'dp'"
+        )
     return roles
 
 
@@ -188,12 +214,12 @@ def _transport(site: Site, wanted: str, most: object, at: Grid, shares: bool) ->
         return wanted
     parameters = list(parameters_of(site))
     row = (site.widths[0] if site.widths else 0) * parameters[0].dtype.itemsize
-    size = sum(p.numel() * p.dtype.itemsize for p in parameters)
-    return cheapest(most if isinstance(most, int) else None, row, size, at.mesh.size(), groups.group(at.names[0]).spans, shares)
+    size, group = sum(p.numel() * p.dtype.itemsize for p in parameters), groups.group(at.names[0])
+    return cheapest(most if isinstance(most, int) else None, row, size, group.size, group.spans, shares)
 
 
 def _terms(
-    role: str, mesh: str, tokens: Any, wanted: str, most: int | Most, grads: Grads, place: Placement, count: int, debug: bool
+    role: str, mesh: str, tokens: Any, wanted: str, most: int | Most, grads: Grads, place: Placement, count: int, replicas: int, debug: bool
 ) -> Terms:
     transport: Any = wanted
     if tokens == "replicated" and wanted != "gather":
@@ -201,7 +227,7 @@ def _terms(
     if transport == "all_to_all" and 1 < groups.group(mesh).spans < groups.group(mesh).size:
         transport = "rails"
     split: Split = "experts" if role == "ep" else "slices"
-    return Terms(mesh, transport, tokens, most, grads, place.name, split, count, debug)
+    return Terms(mesh, transport, tokens, most, grads, place.name, split, count, replicas, debug)
 
 
 def _cuts(model: nn.Module, sites: Sequence[Site], world: int) -> list[dict[str, Cut | None]]:
@@ -233,11 +259,15 @@ def _check_mesh(mesh: object, roles: tuple[str, ...]) -> None:
         ranks = [int(r) for r in mesh.mesh.flatten()]
         raise ParallelError(f"rank {dist.get_rank()} is not in the mesh of ranks {ranks}: only those call moefuse.parallelize with it")
     if mesh.ndim != len(roles) and len(roles) > 1:
-        raise ParallelError(f"experts={roles!r} is for a mesh of {len(roles)} dimensions, e.g. mesh['ep', 'tp']; this one has {mesh.ndim}")
+        example = ", ".join(map(repr, roles))
+        raise ParallelError(f"experts={roles!r} is for a mesh of {len(roles)} dimensions, e.g. mesh[{example}]; this one has {mesh.ndim}")
     if mesh.ndim != len(roles):
         names = mesh.mesh_dim_names or ()
         one = f"mesh[{names[-1]!r}]" if names else "one dimension of it"
-        raise ParallelError(f"the mesh has {mesh.ndim} dimensions {tuple(names)}; give the one that experts are spread over, e.g. {one}")
+        raise ParallelError(
+            f"the mesh has {mesh.ndim} dimensions {tuple(names)}; give the one that experts are spread over, e.g. {one}, or say what each is "
+            "for, e.g. experts=('dp', 'ep')"
+        )
 
 
 def _check_modules(model: nn.Module, modules: str | None) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 
 def clip_grad_norm_(parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -47,10 +47,10 @@ def _of(grad: Any, norm_type: float) -> Tensor:
     norm = torch.linalg.vector_norm(local.to(_wide(local)), norm_type) if local.numel() else local.new_zeros((), dtype=_wide(local))
     part = norm if math.isinf(norm_type) else norm.pow(norm_type)
     for dim, placement in enumerate(grad.placements):
-        if isinstance(placement, Shard):
-            dist.all_reduce(part, dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM, group=grad.device_mesh.get_group(dim))
-        elif not placement.is_replicate():
+        if placement.is_partial():
             raise ValueError(f"a gradient is a {placement} over the mesh: reduce it before it is clipped")
+        if not placement.is_replicate():  # a Shard, or what FSDP makes of one
+            dist.all_reduce(part, dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM, group=grad.device_mesh.get_group(dim))
     return part if math.isinf(norm_type) else part.pow(1 / norm_type)
 
 

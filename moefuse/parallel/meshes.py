@@ -26,27 +26,38 @@ class Grid:
     """The ranks among which the tokens of a layer travel.
 
     Attributes:
-        names: of the groups of the mesh's dimensions.
+        mesh: of the experts' DTensors; its first dimension may be one of ``copies``, over which nothing travels.
+        dims: those over which tokens travel.
+        names: of the groups of ``dims``.
         others: the group of those ranks that have the same experts, if there are copies.
+        copies: how many ranks that group has.
     """
 
     mesh: DeviceMesh
+    dims: tuple[DeviceMesh, ...]
     names: tuple[str, ...]
     others: Any = None
+    copies: int = 1
 
 
-def grid(mesh: DeviceMesh, count: int) -> Grid:
-    """All ranks of a mesh, or those of them that share one of ``count`` copies of the experts. New groups are made by all ranks alike."""
+def grid(mesh: DeviceMesh, count: int, replicated: bool) -> Grid:
+    """All ranks of a mesh, or those of them that share one of ``count`` copies of the experts. New groups are made by all ranks alike.
+
+    Args:
+        replicated: whether the first dimension of the mesh is one of ranks with the same experts.
+    """
     if count == 1:
-        dims = [mesh if mesh.ndim == 1 else mesh[name] for name in mesh.mesh_dim_names or ("",)]
-        return Grid(mesh, tuple(map(register, dims)))
+        dims = tuple(mesh if mesh.ndim == 1 else mesh[name] for name in mesh.mesh_dim_names or ("",))
+        if not replicated:
+            return Grid(mesh, dims, tuple(map(register, dims)))
+        return Grid(mesh, dims[1:], tuple(map(register, dims[1:])), dims[0].get_group(), dims[0].size())
     ranks, mine = [int(r) for r in mesh.mesh.flatten()], mesh.get_local_rank()
     size = len(ranks) // count
     start = mine // size * size
     near = dist.new_group(ranks[start : start + size], use_local_synchronization=True)
     others = dist.new_group(ranks[mine % size :: size], use_local_synchronization=True)
     share = DeviceMesh.from_group(near, mesh.device_type, mesh_dim_names=mesh.mesh_dim_names or ("ep",))
-    return Grid(share, (register(share),), others)
+    return Grid(share, (share,), (register(share),), others, count)
 
 
 def register(mesh: DeviceMesh) -> str:

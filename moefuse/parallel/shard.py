@@ -40,17 +40,24 @@ class Where:
     Attributes:
         terms: of tokens between ranks that have other experts; empty if every rank has all of them.
         slices: set if a dimension of the mesh, the last one, slices experts.
+        replicated: whether the ranks of the first dimension of the mesh have the same experts.
     """
 
     mesh: DeviceMesh
     placement: Placement
     terms: str
     slices: Slices | None = None
+    replicated: bool = False
 
     @property
     def mine(self) -> tuple[int, ...]:
         """The experts of this rank."""
         return self.placement.ranks[Terms.parse(self.terms).group.rank if self.terms else 0]
+
+    @property
+    def slots(self) -> int:
+        """How many rows this rank holds: its experts, and empty ones where the placement is not that of a DTensor."""
+        return len(self.mine) if self.placement.in_order else self.placement.slots
 
     def cut(self, name: str) -> Cut | None:
         """Where a Parameter of the experts is cut."""
@@ -72,7 +79,7 @@ class Where:
         """How a Parameter is gathered."""
         cut = self.cut(name)
         slices = None if cut is None or self.slices is None else (cut.axis + 1, cut.blocks, self.slices.terms)
-        return ((self.placement.slots, self.terms) if self.terms else None), slices
+        return ((self.placement.slots, self.terms) if self.terms else None), slices, self.mesh.ndim
 
     def sharded(self, name: str, rows: Tensor, like: nn.Parameter) -> nn.Parameter:
         """A Parameter [E, ...] of which this rank holds its part of ``rows``; with gaps between ranks, [P * L, ...] with empty rows."""
@@ -92,7 +99,7 @@ class Where:
 
     def whole(self, name: str, held: Tensor) -> Tensor:
         """[E, ...] of what the ranks hold of a Parameter; a collective call."""
-        experts, slices = self.of(name)
+        experts, slices, _ = self.of(name)
         out: Tensor = held
         if slices is not None:
             out = all_slices(Terms.parse(slices[2]).group, out, *slices[:2])
@@ -117,7 +124,8 @@ class Where:
 
     def _placements(self, name: str) -> list[Shard | Replicate]:
         cut = self.cut(name)
-        over: list[Shard | Replicate] = [Shard(0)] if self.terms else []
+        over: list[Shard | Replicate] = [Replicate()] if self.replicated else []
+        over += [Shard(0)] if self.terms else []
         if self.slices is not None:
             over.append(Replicate() if cut is None else Shard(cut.axis + 1))
         return over

@@ -2,7 +2,8 @@
 
 ``load_state_dict`` takes a checkpoint of the whole model (plain tensors, every rank takes its rows), or what ``state_dict`` gives here.
 Stacked experts are DTensors of torch's own layout. Where ranks hold other rows than that says (a placement that is not in order, gate and
-up projection one behind the other), they are brought in order when they are saved or loaded, so that all ranks have to do it.
+up projection one behind the other), they are brought in order when they are saved or loaded, so that all ranks have to do it. So are
+those of lists and of such placements that FSDP has sharded once more.
 """
 
 from __future__ import annotations
@@ -11,16 +12,25 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from moefuse.parallel.find import Listed, Stacked
+from moefuse.runtime.collectives import all_gather
+from moefuse.runtime.transports.allgather import padded
 
 
 class Where(Protocol):
     """What a rank holds; see ``shard.py``."""
 
     @property
+    def mesh(self) -> DeviceMesh: ...
+
+    @property
     def mine(self) -> tuple[int, ...]: ...
+
+    @property
+    def slots(self) -> int: ...
 
     def part(self, name: str, rows: Tensor) -> Tensor: ...
 
@@ -41,7 +51,7 @@ def keys_of_stacked(site: Stacked, where: Where) -> None:
         for name in moved:
             held = state.get(prefix + name)
             if isinstance(held, DTensor) and not where.as_torch_has_it(name):
-                state[prefix + name] = where.in_order(name, held.to_local())
+                state[prefix + name] = where.in_order(name, _held(held, where.mesh.ndim))
 
     def load(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         for name in moved:
@@ -49,7 +59,7 @@ def keys_of_stacked(site: Stacked, where: Where) -> None:
             if isinstance(whole, DTensor) and not where.as_torch_has_it(name):
                 whole = whole.full_tensor()
             if isinstance(whole, Tensor) and not isinstance(whole, DTensor) and len(whole) == site.experts:
-                state[prefix + name] = _rows(module._parameters[name], where.part(name, whole[list(where.mine)]))
+                state[prefix + name] = _rows(module._parameters[name], where.part(name, whole[list(where.mine)]), where)
 
     site.module.register_state_dict_post_hook(save)
     site.module.register_load_state_dict_pre_hook(load)
@@ -67,7 +77,7 @@ def keys_of_listed(site: Listed, stacked: dict[str, str], where: Where) -> None:
     def save(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
         for path, name in stacked.items():
             held = state.pop(prefix + name, None)
-            local = held.to_local() if isinstance(held, DTensor) else held
+            local = _held(held, where.mesh.ndim) if isinstance(held, DTensor) else held
             for row, expert in enumerate(mine) if local is not None else ():
                 state[f"{prefix}{numbers[expert]}.{path}"] = where.row(path, local[row])
 
@@ -78,7 +88,7 @@ def keys_of_listed(site: Listed, stacked: dict[str, str], where: Where) -> None:
             rows = [found[expert] for expert in mine]
             if all(row is not None for row in rows):
                 parts = [_part(where, path, row) for row in rows]
-                state[prefix + name] = _rows(own, torch.stack(parts) if parts else own.to_local()[:0])
+                state[prefix + name] = _rows(own, torch.stack(parts) if parts else own.to_local()[:0], where)
 
     site.module.register_state_dict_post_hook(save)
     site.module.register_load_state_dict_pre_hook(load)
@@ -92,10 +102,32 @@ def _part(where: Where, path: str, row: Tensor) -> Tensor:
     return where.part(path, whole[None])[0]
 
 
-def _rows(own: Any, rows: Tensor) -> DTensor:
+def _held(held: DTensor, dims: int) -> Tensor:
+    """What this rank holds over the last ``dims`` dimensions of the mesh, put together from those that FSDP has sharded it over."""
+    local, mesh = held.to_local(), held.device_mesh
+    for dim in range(mesh.ndim - dims):
+        if held.placements[dim].is_replicate():
+            continue
+        counts = torch.zeros(mesh.size(dim), dtype=torch.int64, device=local.device)
+        group = mesh.get_group(dim)
+        all_gather(counts, torch.tensor([len(local)], device=local.device), group)
+        most = int(counts.max())
+        every = local.new_empty((mesh.size(dim) * most, *local.shape[1:]))
+        all_gather(every, padded(local, most, 0), group)
+        local = torch.cat([part[:count] for part, count in zip(every.split(most), counts.tolist(), strict=True)]) if most else local
+    return local
+
+
+def _rows(own: Any, rows: Tensor, where: Where) -> DTensor:
     """What a Parameter of which this rank holds ``rows`` is loaded from; where it has more slots than rows, those stay as they are."""
-    local = own.to_local()
+    local, mesh = own.to_local(), own.device_mesh
     rows = rows.to(device=local.device, dtype=local.dtype)
+    for dim in range(mesh.ndim - where.mesh.ndim):  # as FSDP has sharded what this rank holds, empty slots and all
+        if own.placements[dim].is_replicate():
+            continue
+        rows = padded(rows, where.slots, 0)
+        parts = rows.chunk(mesh.size(dim))
+        rows = parts[here] if (here := mesh.get_local_rank(dim)) < len(parts) else rows[:0]
     if len(rows) < len(local):
         rows = torch.cat([rows, local.detach()[len(rows) :]])
     return DTensor.from_local(rows, own.device_mesh, own.placements, run_check=False, shape=own.shape, stride=own.stride())

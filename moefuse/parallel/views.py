@@ -14,8 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from moefuse import _torch_private
+from moefuse.errors import ParallelError
 
 PLACE = "_moefuse_place"
 """The buffer [E] that says where each expert is; not saved."""
@@ -23,13 +25,24 @@ PLACE = "_moefuse_place"
 _gathered: contextvars.ContextVar[dict[int, Tensor] | None] = contextvars.ContextVar("moefuse_gathered", default=None)
 
 
-Of = tuple[tuple[int, str] | None, tuple[int, int, str] | None]
-"""How a Parameter is gathered: (slots, terms) of its experts, (axis, blocks, terms) of their slices."""
+Of = tuple[tuple[int, str] | None, tuple[int, int, str] | None, int]
+"""How a Parameter is gathered: (slots, terms) of its experts, (axis, blocks, terms) of their slices; over how many dimensions of a mesh."""
 
 
 def full(holder: nn.Module, name: str, of: Of) -> Tensor:
-    """[E, ...]: all of a sharded Parameter of ``holder``."""
-    parameter: Any = holder._parameters[name]
+    """[E, ...]: all of a sharded Parameter of ``holder``.
+
+    While FSDP holds shards of this rank's part, which are over a mesh of one more dimension, the attribute is that Parameter, as it is
+    of any module under FSDP; between its hooks it is the part again.
+    """
+    parameter: Any = holder._parameters.get(name)
+    if not isinstance(parameter, DTensor):
+        raise ParallelError(
+            f"{name} of {type(holder).__name__} is no DTensor any more: something has put another Parameter in its place since "
+            "moefuse.parallelize, as DistributedDataParallel(device_mesh=...) does, which has to be called without it"
+        )
+    if len(parameter.placements) > of[2]:
+        return parameter  # type: ignore[no-any-return]
     if torch.compiler.is_compiling():
         return _gather(holder, parameter, of)
     found: Tensor = _in_eager(holder, parameter, of)
@@ -48,7 +61,7 @@ def _in_eager(holder: nn.Module, parameter: Any, of: Of) -> Tensor:
 
 
 def _gather(holder: nn.Module, parameter: Any, of: Of) -> Tensor:
-    experts, slices = of
+    experts, slices, _ = of
     out: Tensor = parameter.to_local()
     if slices is not None:
         out = torch.ops.moefuse.gathered_slices.default(out, *slices)

@@ -35,7 +35,8 @@ class Terms:
         grads: whether gradients of experts are the mean over ranks with distinct tokens, as data parallelism takes it, or the sum.
         placement: what a report calls the table of experts.
         split: whether a rank has some of the experts, or a slice of each.
-        copies: how many groups of ranks have all experts, and average their gradients afterwards.
+        copies: how many groups of ranks have all experts, because there are fewer experts than ranks.
+        replicas: how many ranks of another dimension of the mesh have the same experts, and other tokens.
         debug: whether ranks compare what they do before each op (``runtime/debug.py``).
     """
 
@@ -47,21 +48,23 @@ class Terms:
     placement: str = "linear"
     split: Split = "experts"
     copies: int = 1
+    replicas: int = 1
     debug: bool = False
 
     @functools.cached_property
     def text(self) -> str:
         """What :meth:`parse` reads."""
-        parts = (self.mesh, self.transport, self.tokens, self.most, self.grads, self.placement, self.split, self.copies)
-        return "/".join(map(str, parts)) + (_DEBUG if self.debug else "")
+        said = (self.mesh, self.transport, self.tokens, self.most, self.grads, self.placement, self.split, self.copies, self.replicas)
+        return "/".join(map(str, said)) + (_DEBUG if self.debug else "")
 
     @staticmethod
     @functools.lru_cache(maxsize=256)
     def parse(text: str) -> Terms:
         """The terms in a graph."""
-        mesh, transport, tokens, number, grads, placement, split, copies = text.removesuffix(_DEBUG).rsplit("/", 7)
+        mesh, transport, tokens, number, grads, placement, split, *counts = text.removesuffix(_DEBUG).rsplit("/", 8)
         most = int(number) if number.isdigit() else number
-        return Terms(mesh, transport, tokens, most, grads, placement, split, int(copies), text.endswith(_DEBUG))  # type: ignore[arg-type]
+        copies, replicas = map(int, counts)
+        return Terms(mesh, transport, tokens, most, grads, placement, split, copies, replicas, text.endswith(_DEBUG))  # type: ignore[arg-type]
 
     @property
     def tells(self) -> bool:
@@ -77,26 +80,30 @@ class Terms:
         """``ep=4 linear, 32 of 128 experts here, allgather, tokens <= 512``, or ``tp=2, a slice of 32 experts here, all_reduce``."""
         most = {"any": "", "equal": ", equal numbers of tokens"}.get(str(self.most), f", tokens <= {self.most}")
         way = f"all_to_all over {self.group.spans} hosts" if self.transport == "rails" else self.transport
+        dp = f"dp={self.replicas} x " if self.replicas > 1 else ""
         if self.split == "slices":
-            return f"tp={self.group.size}, a slice of {held} experts here, {way}{most}"
+            return f"{dp}tp={self.group.size}, a slice of {held} experts here, {way}{most}"
         copies = f" x {self.copies} copies" if self.copies > 1 else ""
-        return f"ep={self.group.size}{copies} {self.placement}, {held} of {experts} experts here, {way}{most}"
+        return f"{dp}ep={self.group.size}{copies} {self.placement}, {held} of {experts} experts here, {way}{most}"
 
     def scale(self) -> float:
         """What the gradient of a result is multiplied by on its way to the experts, which see the tokens of all ranks of the group.
 
-        Where there are copies, what they find is averaged, so sums are that much larger before.
+        What copies and replicas find is averaged, so sums over them are that much larger before.
         """
-        return 1 / self.group.size if self.tokens == "distinct" and self.grads == "mean" else float(self.copies if self.averages else 1)
+        averaged = self.replicas if self.grads == "sum" else 1
+        if self.tokens == "distinct" and self.grads == "mean":
+            return 1 / self.group.size
+        return float(averaged * (self.copies if self.tokens != "replicated" else 1))
 
     def scale_gathered(self) -> float:
         """What the sum of all ranks' gradients of gathered weights is multiplied by: equal tokens give equal gradients on each."""
-        return 1 / self.group.size if self.tokens == "replicated" else self.scale()
+        return self.scale() / self.group.size if self.tokens == "replicated" else self.scale()
 
     @property
     def averages(self) -> bool:
-        """Whether copies of experts have gradients of other tokens."""
-        return self.copies > 1 and self.tokens != "replicated"
+        """Whether there are copies of experts that have gradients of other tokens."""
+        return self.replicas > 1 or (self.copies > 1 and self.tokens != "replicated")
 
 
 @dataclass

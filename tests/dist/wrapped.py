@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -54,3 +58,71 @@ def trained(rank: int, kind: type[nn.Module], around: str, settings: dict[str, A
             optimizer.step()
             optimizer.zero_grad()
     return outs, grads, len(seen.report.fused)
+
+
+def ddp(rank: int, kind: type[nn.Module], form: str, settings: Mapping[str, Any], one_graph: bool, waits: bool) -> tuple[float, float, int]:
+    """As :func:`trained`, but with all gradients; ``form``: what is compiled and what is wrapped. Two micro-batches of other sizes.
+
+    Args:
+        one_graph: Dynamo cuts graphs at DDP's buckets, or not.
+        waits: the first micro-batch does not reduce.
+    """
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    single = layers.Model(kind, 6)
+    model: Any = copy.deepcopy(single)
+    moefuse.parallelize(model, scenes.mesh())
+    seen = Seen()
+    run, wrapper = _wrapped(model, form, settings, capturing(seen, Options(), "aot_eager"))
+    generator = torch.Generator().manual_seed(3)
+    outs = 0.0
+    with torch._dynamo.config.patch(optimize_ddp=not one_graph):
+        for micro in range(2):
+            every = [torch.randn(4 + 2 * r + micro, layers.H, generator=generator) for r in range(2)]
+            with wrapper.no_sync() if waits and not micro else contextlib.nullcontext():
+                out = run(every[rank])
+                out.square().mean().backward()
+            wanted = [single(x) for x in every]
+            sum((w.square().mean() for w in wanted), torch.zeros(())).div(len(every)).backward()
+            outs = max(outs, (out - wanted[rank]).abs().max().item())
+    theirs = dict(single.named_parameters())
+    off = []
+    for path, parameter in model.named_parameters():
+        name = path.replace("module.", "").replace("_orig_mod.", "")
+        grad: Any = parameter.grad
+        if name in theirs:
+            off.append((grad.full_tensor() if isinstance(grad, DTensor) else grad) - theirs[name].grad)
+        else:
+            holder, _, leaf = name.rpartition(".stacked_")
+            whole = torch.stack([theirs[f"{holder}.{e}.{leaf.replace('_', '.')}"].grad for e in range(6)])  # type: ignore[misc]
+            off.append(grad.full_tensor() - whole)
+    return outs, max(o.abs().max().item() for o in off), len(seen.report.fused)
+
+
+def _wrapped(model: Any, form: str, settings: Mapping[str, Any], backend: Any) -> tuple[Any, Any]:
+    """(what is called, the wrapper)."""
+    if form == "compiled around DDP":
+        wrapper = DistributedDataParallel(model, **settings)
+        return torch.compile(wrapper, backend=backend), wrapper
+    if form == "DDP around compiled":
+        wrapper = DistributedDataParallel(torch.compile(model, backend=backend), **settings)
+        return wrapper, wrapper
+    if form == "parts":
+        model.first, model.norm, model.second = (DistributedDataParallel(m, **settings) for m in (model.first, model.norm, model.second))
+        return torch.compile(model, backend=backend), model.first
+    model.first = torch.compile(model.first, backend=backend)
+    model.second.compile(backend=backend)
+    wrapper = DistributedDataParallel(model, **settings)
+    return wrapper, wrapper
+
+
+def ddp_of_a_mesh(rank: int) -> str:
+    """What is said where DDP takes DTensors apart."""
+    model = layers.Model(layers.Stacked, 6)
+    mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("dp", "ep"))
+    moefuse.parallelize(model, mesh["ep"])
+    try:
+        DistributedDataParallel(model, device_mesh=mesh["dp"])
+    except moefuse.ParallelError as error:
+        return str(error)
+    return "nothing"
