@@ -101,18 +101,21 @@ def placed(placement: str | Sequence[int] | Placement, experts: int, world: int)
     Raises:
         ParallelError: an unknown name, or another number of experts or ranks.
     """
-    if isinstance(placement, str) and placement in _BY_NAME:
+    if isinstance(placement, str):
+        if placement not in _BY_NAME:
+            raise _illegal(placement)
         return _BY_NAME[placement](experts, world)
-    found = placement if isinstance(placement, Placement) else explicit(_owners(placement), world)
+    try:
+        found = placement if isinstance(placement, Placement) else explicit(placement, world)
+    except TypeError:
+        raise _illegal(placement) from None
     if (found.experts, found.world) != (experts, world):
         raise ParallelError(f"placement is for {found.experts} experts on {found.world} ranks; there are {experts} on {world}")
     return found
 
 
-def _owners(placement: object) -> list[int]:
-    if isinstance(placement, str) or not isinstance(placement, Sequence) or not all(isinstance(r, int) for r in placement):
-        raise ParallelError(f"placement={placement!r} is not legal; use {', '.join(map(repr, _BY_NAME))}, or a rank for each expert")
-    return list(placement)
+def _illegal(placement: object) -> ParallelError:
+    return ParallelError(f"placement={placement!r} is not legal; use {', '.join(map(repr, _BY_NAME))}, or a rank for each expert")
 
 
 _BY_NAME = {"linear": linear, "round_robin": round_robin}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import datetime
 import inspect
 from collections import deque
 from importlib import import_module
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.torch_version import TorchVersion
 
 import moefuse
@@ -87,6 +90,21 @@ def test_views_share_a_storage() -> None:
         a = torch.empty(4, 6)
         assert _torch_private.same_storage(a, a.t()[1:])
         assert not _torch_private.same_storage(a, a.clone())
+
+
+def test_timeouts_of_process_groups() -> None:
+    """Of gloo's; others, such as the fake one, may not say."""
+    wanted = datetime.timedelta(seconds=7)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=wanted)
+    try:
+        assert _torch_private.timeout_of(dist.group.WORLD) == wanted
+    finally:
+        dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        assert _torch_private.timeout_of(dist.group.WORLD) is None
+    finally:
+        dist.destroy_process_group()
 
 
 def test_no_other_module_imports_the_compiler() -> None:
