@@ -30,7 +30,8 @@ import moefuse.ops  # noqa: E402, F401
 from moefuse.parallel.cost import fitted, predicted  # noqa: E402
 from moefuse.parallel.meshes import register  # noqa: E402
 from moefuse.runtime.collectives import all_gather  # noqa: E402
-from moefuse.runtime.groups import Terms  # noqa: E402
+from moefuse.runtime.groups import Group, Terms, group  # noqa: E402
+from moefuse.runtime.transports import symm  # noqa: E402
 
 H, E, K = 2048, 128, 8
 ROWS = (1, 8, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -81,6 +82,26 @@ def ours(rows: int, world: int, device: torch.device, mesh: str, transport: str)
     return call, 2 * (world - 1) * rows * H * 2 + (world - 1) * rows * K * 8
 
 
+def halves(rows: int, group: Group, device: torch.device) -> dict[str, tuple[Callable[[], Any], int]]:
+    """A transfer through shared memory, and its parts: rows pushed to peers, and taken out of the buffer; between them is a barrier."""
+    from moefuse.kernels.triton.provide import symm as kernels
+
+    mine = torch.randn(rows, H, device=device).bfloat16()
+    at, how = symm.transfer(group, device, rows, symm.regions([mine], group.size * rows))
+    to = torch.full((rows,), -1, dtype=torch.int64, device=device)
+    took = torch.ones(group.size * rows, dtype=torch.int32, device=device)
+    (every,) = kernels.send((mine,), took, to, at, how)
+    wanted = torch.empty_like(every)
+    all_gather(wanted, mine, dist.group.WORLD)
+    assert torch.equal(every, wanted)
+    size = (group.size - 1) * rows * H * 2
+    return {
+        "symm send": (lambda: kernels.send((mine,), took, to, at, how), size),
+        "symm push": (lambda: kernels.push_rows((mine,), to, at, how), size),
+        "symm take": (lambda: kernels.take_rows((every,), took, at, how), size),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", default="cuda")
@@ -94,7 +115,10 @@ def main() -> None:
     results: list[dict[str, Any]] = []
     for rows in args.rows:
         calls = collectives(rows, world, device)
-        for name in args.transports:
+        if device.type == "cuda":
+            with told("symm"):
+                calls |= halves(rows, group(mesh), device)
+        for name in [n for n in args.transports if device.type == "cuda" or n != "symm"]:
             with told(name):
                 calls[f"moefuse {name}"] = ours(rows, world, device, mesh, name)
         how = {"launched": {name: (call, 1) for name, (call, _) in calls.items()}}

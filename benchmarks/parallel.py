@@ -237,6 +237,7 @@ def train(args: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> l
             peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
             times[name] = in_turns({name: (step, 1)}, rounds=args.rounds, repeats=2)[name]
             held = torch.cuda.memory_allocated() / 2**30 if device.type == "cuda" else 0.0
+            states = states_gib(model, optimizer)
             first = [round(loss.item(), 5) for loss in losses[:3]]
             report = moefuse.last_report()
             results.append(
@@ -248,11 +249,23 @@ def train(args: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> l
                     "us": summary(times[name]),
                     "peak_gib": peak,
                 }
-                | {"held_gib": held, "losses": first, "fused": 0 if report is None else len(report.fused)}
+                | {"held_gib": held, "experts_gib": states, "losses": first, "fused": 0 if report is None else len(report.fused)}
             )
             say(results[-1])
             del model, optimizer, step
     return results
+
+
+def states_gib(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
+    """Of a rank's parts of experts: weights, gradients as large, and what the optimizer keeps."""
+    experts = [p for name, p in model.named_parameters() if "experts" in name]
+    kept = [t for p in experts for t in (p, p, *optimizer.state[p].values()) if isinstance(t, Tensor)]
+    return sum(_local(t).numel() * t.dtype.itemsize for t in kept) / 2**30
+
+
+def _local(t: Any) -> Tensor:
+    found: Tensor = t.to_local() if isinstance(t, DTensor) else t
+    return found
 
 
 def main() -> None:

@@ -50,6 +50,8 @@ def _kernel(*data: Any, terms: str, layer: str, limit: int, place: Tensor | None
         _, _, hidden = check_experts(call)
         step = tokens_of_a_round(call, known.group.size, limit)
         most = most_tokens(known, tokens)
+        if most <= step:
+            return _round(replace(known, most=most) if known.most == "any" else known, call, place, slots)
         out = call.x.new_empty((tokens, hidden), dtype=call.out_dtype)
         for start in range(0, most, step):
             at, part = replace(known, most=min(step, most - start)), slice(start, start + step)

@@ -139,7 +139,7 @@ class _Symm:
             empty = ids.to(numbers_dtype(ids.dtype), copy=True)
             return Dispatched([r.clone() for r in rows], empty, [t.zero_() for t in self.handle(terms, ids)], local=True)
         spans = regions(rows, group.size * most)
-        at, how = _transfer(group, ids.device, most, spans, group.size * most * ids.shape[1] * 4)
+        at, how = transfer(group, ids.device, most, spans, group.size * most * ids.shape[1] * 4)
         own = tuple([r.contiguous() for r in rows])
         every, local, took, to = symm.dispatch(own, ids.contiguous(), place, slots, at, how)
         return Dispatched(list(every), local, [took, to], local=True)
@@ -153,7 +153,7 @@ class _Symm:
         group, (took, to) = terms.group, handle
         if not arrivals:
             return [r.clone() for r in rows]
-        at, how = _transfer(group, took.device, arrivals // group.size, regions(rows, arrivals))
+        at, how = transfer(group, took.device, arrivals // group.size, regions(rows, arrivals))
         return list(symm.send(tuple([r.contiguous() for r in rows]), took, to, at, how))
 
     def give_back(self, terms: Terms, rows: Sequence[Tensor], handle: Sequence[Tensor], tokens: int) -> list[Tensor]:
@@ -162,11 +162,11 @@ class _Symm:
         group, (took, to) = terms.group, handle
         if not took.shape[0]:
             return [r.clone() for r in rows]
-        at, how = _transfer(group, took.device, took.shape[0] // group.size, regions(rows, took.shape[0]))
+        at, how = transfer(group, took.device, took.shape[0] // group.size, regions(rows, took.shape[0]))
         return list(symm.give_back(tuple([r.contiguous() for r in rows]), took, to, at, how))
 
 
-def _transfer(group: Group, device: torch.device, most: int, spans: tuple[int, ...], behind: int = 0) -> tuple[Any, Any]:
+def transfer(group: Group, device: torch.device, most: int, spans: tuple[int, ...], behind: int = 0) -> tuple[Any, Any]:
     """For the launches: the memory that they share, and where rows are in it; ``behind`` the rows so many bytes of ids."""
     from moefuse.kernels.triton.provide import symm
 
