@@ -244,7 +244,9 @@ def _spread(
         if where is None or where.gathers:
             return (lowered, verdict), "" if where is None else where.describe(region.num_experts)
         emit.undo()
-        return (Spread(region, emit, where, limit).run(), verdict), where.describe(region.num_experts)
+        spread = Spread(region, emit, where, limit)
+        new = spread.run()
+        return (new, verdict), where.describe(region.num_experts) + spread.travel(new.tier)
     except Exception as error:  # what was proved on all weights is right as it is, and only slower
         lost = Lost("experts-gathered", region.anchor, {"detail": first_line(error)})
         run.result.skipped.append(_skipped(lost, region.anchor))

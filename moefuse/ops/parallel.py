@@ -22,7 +22,7 @@ All of them communicate, on every rank of the mesh, whatever it has; fakes do no
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -47,7 +47,7 @@ TWICE = "expert-parallel ops can be differentiated once, not twice"
 def _gathered(local: Tensor, place: Tensor, slots: int, terms: str) -> Tensor:
     known = Terms.parse(terms)
     with peers(known, "gathering the weights of experts", "gathered", [local], place):
-        if known.tells:
+        if known.gathers_tell:
             told(known, 0)
         return all_rows(known.group, local, place, slots)
 
@@ -111,7 +111,8 @@ def refusing(call: Call, ids: Tensor) -> Iterator[None]:
         yield
     except Exception:
         if not call.said:
-            transports.transport(call.terms).refuse(call.terms, ids)
+            with suppress(RuntimeError):  # what this rank has raised says more than that nobody listened
+                transports.transport(call.terms).refuse(call.terms, ids)
         raise
 
 

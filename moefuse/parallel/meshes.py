@@ -69,7 +69,8 @@ def register(mesh: DeviceMesh) -> str:
     name = (mesh.mesh_dim_names or ("ep",))[0]
     group = mesh.get_group()
     ranks = tuple(int(r) for r in mesh.mesh.flatten())
-    host = groups.host_of(group) or _host(group, ranks)
+    before = groups.earlier(group)
+    host = _host(group, ranks) if before is None else before.host
     with lost_peers("moefuse.parallelize", f"the mesh {name!r}"):
         hosts = _hosts(ranks, host)
     return groups.register(name, ranks, mesh.get_local_rank(), group, host, hosts).name

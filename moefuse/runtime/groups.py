@@ -72,6 +72,11 @@ class Terms:
         return self.most == "any" and self.transport == "allgather"
 
     @property
+    def gathers_tell(self) -> bool:
+        """Whether ranks do so before weights are gathered: where others may dispatch tokens instead, whose numbers they exchange."""
+        return self.most == "any" and self.transport not in ("gather", "all_reduce")
+
+    @property
     def group(self) -> Group:
         """The group of that name in this process."""
         return group(self.mesh)
@@ -165,7 +170,8 @@ def register(name: str, ranks: tuple[int, ...], rank: int, process_group: Any, h
         known = f"{name}-{number}" if number > 1 else name
         found = _groups.get(known)
         if found is None or (found.ranks, found.rank) == (ranks, rank):
-            standing = found.standing if found is not None and found.process_group is process_group else Standing()
+            before = earlier(process_group)
+            standing = Standing() if before is None else before.standing
             _groups[known] = Group(known, ranks, rank, process_group, host, hosts, standing)
             return _groups[known]
         number += 1
@@ -182,9 +188,9 @@ def group(name: str) -> Group:
     return _groups[name]
 
 
-def host_of(process_group: Any) -> Any:
-    """The group for numbers on the host that an earlier mesh with the same process group has; None if there is none."""
-    return next((known.host for known in _groups.values() if known.process_group is process_group), None)
+def earlier(process_group: Any) -> Group | None:
+    """A group with the same process group; None if there is none."""
+    return next((known for known in _groups.values() if process_group is not None and known.process_group is process_group), None)
 
 
 TOKENS, GRADS = get_args(Tokens), get_args(Grads)

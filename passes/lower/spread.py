@@ -24,9 +24,10 @@ from moefuse.passes.ir.regions import Region
 from moefuse.passes.lower.lower import BySlot, Lowered, Lowering
 from moefuse.passes.match.templates import Body, match
 from moefuse.runtime.groups import Terms
+from moefuse.spec import Tier
 
-ROUNDS = ("allgather", "symm")
-"""Transports by which P times the tokens of a rank arrive."""
+ROUNDS = ("allgather",)
+"""Transports by which P times the tokens of a rank arrive, and that may travel in parts."""
 
 
 @dataclass(frozen=True)
@@ -142,6 +143,12 @@ class Spread(Lowering):
         self.way_back: list[tuple[list[Node], Node, str]] = []
         self.units: dict[Leaf, tuple[int, int]] = {}
         self.spare = 0  # experts of zeros behind those that are here, with no token
+
+    def travel(self, tier: Tier) -> str:
+        """For the report: whether a limit is kept."""
+        if self.limit is None:
+            return ""
+        return ", in rounds" if tier == "fused" else ", all tokens at once"
 
     def by_slot(self, region: Region, top_k: int) -> Lowering:
         return SpreadBySlot(region, self.emit, self.where, top_k, self.limit)

@@ -133,7 +133,7 @@ def _gathers_of_other_layers(at: Layer, rank: int) -> None:
 
 def _in_the_middle(at: Layer, rank: int) -> None:
     """Behind the collective of combine: the other rank has its result, and comes to the next call."""
-    with _raising(allgather, "ordered_sum", rank):
+    with _raising(allgather, "all_to_all", rank):
         at(torch.randn(3, H))
 
 
@@ -275,10 +275,14 @@ def _break_beside(module: Any) -> None:
 
 
 def weights(rank: int, name: str) -> str:
-    """With ``debug=True``, ranks of which one has other values of a tensor."""
+    """With ``debug=True``, ranks of which one has other values of a tensor, or one that the other does not have."""
     at = layer(debug=True)
+    tensors = dict(at.model.named_parameters()) | dict(at.model.named_buffers())
     with torch.no_grad():
-        dict(at.model.named_parameters() if name != "_moefuse_place" else at.model.first.named_buffers())[name].view(-1)[-1] += rank
+        if name in tensors:
+            tensors[name].view(-1)[-1] += rank
+        elif rank:
+            at.model.register_buffer(name, torch.zeros(1))
     return tried(lambda: at(torch.randn(3, H)))[0]
 
 

@@ -38,15 +38,19 @@ def test_promises(two: Workers, name: str) -> None:
     assert two.run(faults.promised, counts, how) == [(wanted, "nothing")] * 2
 
 
-@pytest.mark.parametrize("name", ["first.router.weight", "norm.bias", "_moefuse_place"])
+@pytest.mark.parametrize("name", ["first.router.weight", "norm.bias", "first._moefuse_place"])
 def test_weights(two: Workers, name: str) -> None:
     """One number of one tensor, a buffer's as well: found at the first call."""
-    known = "first._moefuse_place" if name == "_moefuse_place" else name
     wanted = (
-        f"ParallelError: ranks 0 and 1 hold different values of {known}, which all ranks should have alike: build the model from one seed, "
+        f"ParallelError: ranks 0 and 1 hold different values of {name}, which all ranks should have alike: build the model from one seed, "
         "or load the same weights, on all of them"
     )
     assert two.run(faults.weights, name) == [wanted] * 2
+
+
+def test_other_models(two: Workers) -> None:
+    wanted = "ParallelError: the models of ranks 0 and 1 have Parameters of other names or shapes: build the same model on all ranks"
+    assert two.run(faults.weights, "one_more") == [wanted] * 2
 
 
 def test_other_ops(two: Workers) -> None:

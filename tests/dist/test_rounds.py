@@ -40,6 +40,7 @@ def test_one_op(two: Workers, name: str) -> None:
         assert (len(found.report.fused), found.report.skipped) == (2, []), found.report
         assert {op for op in found.ops if "ep_" in op} == {"moefuse.ep_experts.default"}
         assert found.ops["moefuse.ep_experts.default"] == 2
+        assert all(fused.parallel.endswith(", in rounds") for fused in found.report.fused)
 
 
 @pytest.mark.parametrize(
@@ -55,6 +56,7 @@ def test_all_at_once(two: Workers, kind: type[nn.Module], case: Case) -> None:
         assert found.worst <= 2e-6, found
         assert "moefuse.ep_experts.default" not in found.ops
         assert found.ops["moefuse.ep_combine.default"] == 2
+        assert all(fused.parallel.endswith(", all tokens at once") == (kind is layers.Grouped) for fused in found.report.fused)
 
 
 def test_through_inductor(two: Workers) -> None:
