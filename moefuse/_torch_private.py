@@ -806,13 +806,14 @@ def _lower_in_order(*ops: Any) -> None:
         fallback = lowering.fallback_handler(op)
 
         def lower(*args: Any, **kwargs: Any) -> Any:
-            known = len(V.graph.operations)
+            graph: Any = V.graph
+            known = len(graph.operations)
             out = fallback(*args, **kwargs)
-            (kernel,) = (o for o in V.graph.operations[known:] if isinstance(o, ir.FallbackKernel))
-            before = getattr(V.graph, "_moefuse_last", None)
+            (kernel,) = (o for o in graph.operations[known:] if isinstance(o, ir.FallbackKernel))
+            before = getattr(graph, "_moefuse_last", None)
             if before is not None:
-                V.graph.additional_star_deps[kernel.operation_name].add(before)
-            V.graph._moefuse_last = kernel.get_name()
+                graph.additional_star_deps[kernel.operation_name].add(before)
+            graph._moefuse_last = kernel.get_name()
             return out
 
         return lower

@@ -76,14 +76,16 @@ def graphs(world: int, rank: int, train: bool, **how: Any) -> tuple[list[str], l
         with torch.set_grad_enabled(train):
             torch.compile(model, backend=capturing(seen, behind="eager"))(torch.randn(4, layers.H))
         texts = [gm.print_readable(print_output=False, include_stride=True) for gm in seen.graphs]
-        calls = [[str(n.target).removeprefix("moefuse.") for n in gm.graph.nodes if str(n.target).startswith("moefuse")] for gm in seen.graphs]
+        calls = [
+            [str(n.target).removeprefix("moefuse.") for n in gm.graph.nodes if str(n.target).startswith("moefuse")] for gm in seen.graphs
+        ]
         return texts, calls
 
 
 @pytest.mark.parametrize("train", [False, True])
 @pytest.mark.parametrize("name", ["allgather", "several hosts"])
 def test_graphs_of_all_ranks_are_equal(monkeypatch: pytest.MonkeyPatch, name: str, train: bool) -> None:
-    """As text: one compiled by a rank is good for any other. And what communicates is dispatch and combine of each layer, in their order."""
+    """As text: one compiled by a rank is good for any other. What communicates is dispatch and combine of each layer, in their order."""
     how, local, _ = WAYS[name]
     monkeypatch.setenv("LOCAL_WORLD_SIZE", local or "0")
     (three, calls), (five, _) = graphs(64, 3, train, **how), graphs(64, 5, train, **how)

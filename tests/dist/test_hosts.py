@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.dist import equal, layers, posing, travel
+from tests.dist import layers, posing, travel
 from tests.dist.equal import Case
 from tests.dist.workers import Workers
 
@@ -66,7 +66,6 @@ def test_rows_stay_together(four: Workers, hosts: str, counts: tuple[int, ...]) 
 @pytest.mark.parametrize(("hosts", "numbers"), [("aabb", (0, 0, 1, 1)), ("abab", (0, 1, 0, 1)), ("xxxx", (0, 0, 0, 0))])
 def test_hosts_are_known_to_all(four: Workers, hosts: str, numbers: tuple[int, ...]) -> None:
     assert four.run(posing.hosts_of, hosts) == [numbers] * 4
-
 
 
 def test_equal_calls_give_equal_bits(four: Workers) -> None:

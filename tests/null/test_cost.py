@@ -52,7 +52,6 @@ def test_what_is_shipped_was_fitted_to_what_was_measured() -> None:
     for name in MEASURED:
         assert links()[name] == pytest.approx(fitted(points(name, lambda rows: True)), rel=1e-4)
 
-
     assert links()["symm"] == pytest.approx(fitted(points("moefuse symm", lambda rows: True)), rel=1e-4)
 
 
