@@ -72,6 +72,10 @@ def compile_fx(
     """Hand the graph to Inductor; ``name`` is what ``torch.compile(name=...)`` calls the region, where torch has that."""
     from torch._inductor.compile_fx import compile_fx as inductor_compile_fx
 
+    if communicates(gm.graph):
+        keep_order()
+        # It moves calls, in inference, before there is anything that lowering could hold in order.
+        config_patches = {**config_patches, "reorder_for_locality": False}
     inputs: Any = list(example_inputs)
     named: dict[str, Any] = {} if name is None else {"compile_region_name": name}
     return cast(CompiledFn, inductor_compile_fx(gm, inputs, config_patches=config_patches, **named))
@@ -772,6 +776,51 @@ def never_dead(op: Any) -> None:
     from torch.fx.node import has_side_effect
 
     has_side_effect(op)
+    _never_dead.append(op)
+
+
+_never_dead: list[Any] = []
+"""What communicates."""
+
+
+def communicates(graph: torch.fx.Graph) -> bool:
+    """Whether other ranks take part in a graph."""
+    return any(node.target in _never_dead for node in graph.nodes)
+
+
+def keep_order() -> None:
+    """From now on Inductor runs what communicates in the order of a graph.
+
+    By itself it moves what does not depend on one another, so that memory is free early: by sizes, which differ from rank to rank. A call
+    would meet another one of the other ranks then.
+    """
+    _lower_in_order(*_never_dead)
+
+
+@functools.cache
+def _lower_in_order(*ops: Any) -> None:
+    """Each call waits for the one before it, as far as the order of a graph's code is concerned."""
+    from torch._inductor import ir, lowering
+    from torch._inductor.virtualized import V
+
+    def lowered(op: Any) -> Callable[..., Any]:
+        fallback = lowering.fallback_handler(op)
+
+        def lower(*args: Any, **kwargs: Any) -> Any:
+            graph: Any = V.graph
+            known = len(graph.operations)
+            out = fallback(*args, **kwargs)
+            (kernel,) = (o for o in graph.operations[known:] if isinstance(o, ir.FallbackKernel))
+            before = getattr(graph, "_moefuse_last", None)
+            if before is not None:
+                graph.additional_star_deps[kernel.operation_name].add(before)
+            graph._moefuse_last = kernel.get_name()
+            return out
+
+        return lower
+
+    for op in ops:
+        lowering.register_lowering(op, type_promotion_kind=None)(lowered(op))
 
 
 def timeout_of(group: Any) -> datetime.timedelta | None:

@@ -23,7 +23,10 @@ POINTS = {
     "torch._inductor": ["list_options", "list_mode_options"],
     "torch._inductor.codecache": ["CppCodeCache"],
     "torch._inductor.compile_fx": ["compile_fx"],
-    "torch._inductor.config": ["post_grad_custom_post_pass", "pre_grad_custom_pass"],
+    "torch._inductor.config": ["post_grad_custom_post_pass", "pre_grad_custom_pass", "reorder_for_locality"],
+    "torch._inductor.ir": ["FallbackKernel"],
+    "torch._inductor.lowering": ["fallback_handler", "register_lowering"],
+    "torch._inductor.virtualized": ["V"],
     "torch._inductor.custom_graph_pass": ["CustomGraphPass"],
     "torch._dynamo.exc": ["ShortenTraceback", "RestartAnalysis", "SkipFrame", "BackendCompilerFailed", "exceptions_allowed_to_be_fallback"],
     "torch._dynamo.utils": ["counters", "graph_break_reasons", "_compilation_metrics"],
@@ -118,3 +121,17 @@ def test_no_other_module_imports_the_compiler() -> None:
             if any(name.startswith(("torch._inductor", "torch._dynamo", "torch._functorch", "torch._guards")) for name in names):
                 found.add(path.relative_to(package).parts[0])
     assert found == {"_torch_private.py", "_dynamo"}
+
+
+def test_what_communicates_is_lowered_in_order() -> None:
+    """Where Inductor keeps what a graph's operations have to wait for, beside their inputs."""
+    from torch._inductor.graph import GraphLowering
+
+    source = inspect.getsource(GraphLowering.__init__)
+    assert "self.additional_star_deps" in source
+    assert "self.operations" in source
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    assert not _torch_private.communicates(graph)
+    graph.call_function(torch.ops.moefuse.ep_combine.default, (x, [], 1, "", ""))
+    assert _torch_private.communicates(graph)

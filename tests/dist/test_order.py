@@ -1,0 +1,124 @@
+"""Layers that do not depend on each other communicate in the order of the program, on every rank: else one rank's dispatch would meet
+another layer's of a rank that has another number of tokens. One rank of two, over a fake group."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import moefuse.backend
+from moefuse import Options
+from moefuse.ops import parallel as ops
+from moefuse.runtime import groups
+from tests.cpu.capture_case import Seen, capturing
+from tests.dist import layers
+
+
+class Mixed(layers.Transposed):
+    """Rows are mixed, so it is refused; without a loop, which would break the graph where there are tokens."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        table = torch.zeros(len(x), len(self.up), dtype=x.dtype).scatter(1, ids, weights)
+        h = torch.bmm(x.expand(len(self.up), -1, -1), self.up).cumsum(1)
+        return (torch.bmm(h, self.down) * table.t()[:, :, None]).sum(0)
+
+
+class Branches(nn.Module):
+    """Three layers, of which one is refused and gathers; used in another order than they are called in, and by more or fewer operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = layers.Transposed(4), Mixed(4), layers.Transposed(4)
+        self.before = nn.Linear(layers.H, layers.H)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        first, second, third = self.a(x), self.b(x * 2), self.c(self.before(x))
+        return third.sum(0, keepdim=True) * second + first.tanh(), second
+
+
+@pytest.fixture
+def called(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """What communicates, as it runs: a way and a layer."""
+    found: list[str] = []
+
+    @contextlib.contextmanager
+    def peers(_terms: Any, layer: str) -> Iterator[None]:
+        found.append(layer)
+        yield
+
+    monkeypatch.setattr(ops, "peers", peers)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield found
+    dist.destroy_process_group()
+    groups._groups.clear()
+
+
+def order(called: list[str], tokens: int, backend: Any, train: bool) -> tuple[list[str], list[str]]:
+    """Of a second call: (layers in forward, in backward)."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Branches()
+    moefuse.parallelize(model, init_device_mesh("cpu", (2,), mesh_dim_names=("ep",)))
+    run = torch.compile(model, backend=backend)
+    x = torch.randn(tokens, layers.H, requires_grad=train)
+    with torch.set_grad_enabled(train):
+        run(x)
+        called.clear()
+        out = run(x)
+        forward = list(called)
+        called.clear()
+        if train:
+            (out[0].sum() + out[1].sum()).backward()
+    return forward, list(called)
+
+
+GATHERED = ["gathering the weights of experts"] * 2
+FORWARD = ["a", "a", *GATHERED, "c", "c"]
+BACKWARD = ["c", "c", *["reducing the gradients of experts"] * 2, "a", "a"]
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_aot_eager(called: list[str], train: bool) -> None:
+    for tokens in (0, 1, 7, 300):
+        backend = capturing(Seen(), Options(), "aot_eager")
+        assert order(called, tokens, backend, train) == (FORWARD, BACKWARD if train else []), tokens
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_inductor(called: list[str], train: bool) -> None:
+    """By itself it has c's combine before a's in inference, and in training another order for 7 tokens than for 300."""
+    for tokens in (0, 7, 300) if train else (7,):
+        assert order(called, tokens, "moefuse", train) == (FORWARD, BACKWARD if train else []), tokens
+
+
+def test_nothing_is_run_while_a_graph_is_compiled(called: list[str]) -> None:
+    """``verify="graph"`` would run all of it, on the ranks that compile; it says so, and that regions were compared."""
+    model = layers.Model(layers.Transposed, 4)
+    moefuse.parallelize(model, init_device_mesh("cpu", (2,), mesh_dim_names=("ep",)))
+    seen, compiling = Seen(), []
+    behind = capturing(seen, Options(verify="graph"))
+
+    def backend(gm: Any, inputs: Any) -> Any:
+        before = len(called)
+        compiled = behind(gm, inputs)
+        compiling.append(len(called) - before)
+        return compiled
+
+    backend.__dict__.update(behind.__dict__)
+    with torch.no_grad():
+        torch.compile(model, backend=backend)(torch.randn(5, layers.H))
+    assert compiling == [0]
+    assert len(seen.report.fused) == 2
+    assert [note for note in seen.report.notes if "verify" in note] == [
+        'verify="graph": a graph with experts on several ranks is not run as a whole, which would wait for ranks that may not be '
+        "compiling; its regions were compared one by one"
+    ]
