@@ -239,8 +239,8 @@ def _check_mesh(mesh: object, roles: tuple[str, ...]) -> None:
         names = mesh.mesh_dim_names or ()
         one = f"mesh[{names[-1]!r}]" if names else "one dimension of it"
         raise ParallelError(
-            f"the mesh has {mesh.ndim} dimensions {tuple(names)}; give the one that experts are spread over, e.g. {one}, or say what each is "
-            "for, e.g. experts=('dp', 'ep')"
+            f"the mesh has {mesh.ndim} dimensions {tuple(names)}; give the one that experts are spread over, e.g. {one}, or say what each "
+            "is for, e.g. experts=('dp', 'ep')"
         )
 
 

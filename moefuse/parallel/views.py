@@ -42,7 +42,7 @@ def full(holder: nn.Module, name: str, of: Of) -> Tensor:
             "moefuse.parallelize, as DistributedDataParallel(device_mesh=...) does, which has to be called without it"
         )
     if len(parameter.placements) > of[2]:
-        return parameter  # type: ignore[no-any-return]
+        return parameter
     if torch.compiler.is_compiling():
         return _gather(holder, parameter, of)
     found: Tensor = _in_eager(holder, parameter, of)
