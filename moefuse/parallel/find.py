@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from moefuse.errors import ParallelError
+from moefuse.parallel import views
 from moefuse.suspects import Pair, Suspect, suspects
 
 
@@ -76,9 +77,10 @@ def experts_of(model: nn.Module, modules: str | None = None) -> list[Site]:
             found += _sites(model, suspect, pairs)
     if not found:
         where = f" in modules that match {modules!r}" if modules is not None else ""
+        spread = " that are not spread already" if any(map(views.is_spread, model.modules())) else ""
         raise ParallelError(
-            f"moefuse.parallelize found no experts{where} in {type(model).__name__}: no Parameters [E, ..], and no list of equal modules, "
-            "beside the weight of a router with E scores"
+            f"moefuse.parallelize found no experts{spread}{where} in {type(model).__name__}: no Parameters [E, ..], and no list of equal "
+            "modules, beside the weight of a router with E scores"
         )
     _not_tied(model, found)
     return found

@@ -112,3 +112,8 @@ def _subclass(kind: type[nn.Module], body: dict[str, Any]) -> type[nn.Module]:
 def original(module: nn.Module) -> type[nn.Module]:
     """The class that the user gave a module."""
     return getattr(type(module), _ORIGINAL, type(module))
+
+
+def is_spread(module: nn.Module) -> bool:
+    """Whether experts of a module are spread already."""
+    return hasattr(type(module), _ORIGINAL)

@@ -9,12 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import moefuse
 from moefuse import ParallelError
 from moefuse.runtime import groups
-from tests.dist import layers
+from tests.dist import idioms, layers
 
 
 @pytest.fixture
@@ -45,7 +47,11 @@ def test_no_mesh(mesh: DeviceMesh) -> None:
 
 def test_several_dimensions(mesh: DeviceMesh) -> None:
     two = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
-    refused(layers.Model(layers.Stacked, 8), two, r"has 2 dimensions \('dp', 'ep'\); give the one .* mesh\['ep'\]")
+    refused(
+        layers.Model(layers.Stacked, 8),
+        two,
+        r"has 2 dimensions \('dp', 'ep'\); give the one .* mesh\['ep'\], or say .* experts=\('dp', 'ep'\)",
+    )
 
 
 def test_roles_and_dimensions(mesh: DeviceMesh) -> None:
@@ -113,9 +119,48 @@ def test_tied_experts(mesh: DeviceMesh) -> None:
 
 
 def test_twice(mesh: DeviceMesh) -> None:
+    """Stacked experts are named; a list has none left to be found."""
     model = layers.Model(layers.Stacked, 8)
+    moefuse.parallelize(model, mesh, modules="first")
+    refused(model, mesh, "the experts of first are spread already: call moefuse.parallelize once for each layer")
+    moefuse.parallelize(model, mesh, modules="second")
+    model = layers.Model(layers.Listed, 8)
     moefuse.parallelize(model, mesh)
-    refused(model, mesh, r"first has a Parameter that is a DTensor already: call moefuse.parallelize before other libraries shard")
+    refused(model, mesh, "found no experts that are not spread already in Model: no Parameters")
+
+
+def test_a_parameter_of_another_library(mesh: DeviceMesh) -> None:
+    model = layers.Model(layers.Stacked, 8)
+    model.first.down = nn.Parameter(DTensor.from_local(model.first.down.data, mesh, [Replicate()], run_check=False))  # type: ignore[union-attr,arg-type]
+    refused(model, mesh, "first has a Parameter that is a DTensor already: call moefuse.parallelize before other libraries shard")
+
+
+def test_biases_beside_their_weights(mesh: DeviceMesh) -> None:
+    """The router is in the module around: no bias is taken for one."""
+    model = idioms.Block("biased", "softmax", "nothing", 8, 2)
+    plan = moefuse.parallelize(model, mesh)
+    assert [layer.name for layer in plan.layers] == ["mlp"]
+    names = {name for name, p in model.named_parameters() if isinstance(p, DTensor)}
+    assert names == {f"mlp.experts.{name}" for name in ("gate_up", "down", "gate_up_bias", "down_bias")}
+
+
+def test_a_dimension_of_replicas(mesh: DeviceMesh) -> None:
+    two = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    model = layers.Model(layers.Stacked, 8)
+    refused(model, two["ep"], "experts='dp' is not legal; use 'ep', 'tp', or .* or one of these behind 'dp'", experts="dp")
+    refused(model, two, r"experts=\('ep', 'dp'\) is not legal", experts=("ep", "dp"))
+    refused(model, two["ep"], r"is for a mesh of 2 dimensions, e\.g\. mesh\['dp', 'ep'\]; this one has 1", experts=("dp", "ep"))
+    plan = moefuse.parallelize(model, two, experts=("dp", "ep"))
+    assert str(plan).splitlines()[0] == "first: dp=2 x ep=2 linear, 4 of 8 experts here, allgather"
+
+
+def test_replicas_that_fsdp_shards_as_well(mesh: DeviceMesh) -> None:
+    """One of both: averaged by moefuse, or sharded by FSDP over the same ranks. Torch says so."""
+    two = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    model = layers.Model(layers.Stacked, 8)
+    moefuse.parallelize(model, two, experts=("dp", "ep"))
+    with pytest.raises(RuntimeError, match="overlapping meshes"):
+        fully_shard(model.first, mesh=two["dp"])
 
 
 @pytest.mark.parametrize(
