@@ -77,8 +77,8 @@ def experts_of(model: nn.Module, modules: str | None = None) -> list[Site]:
     if not found:
         where = f" in modules that match {modules!r}" if modules is not None else ""
         raise ParallelError(
-            f"moefuse.parallelize found no experts{where} in {type(model).__name__}: no Parameters [E, ..], and no list of equal modules, "
-            "beside the weight of a router with E scores"
+            f"moefuse.parallelize found no experts{where} in {type(model).__name__}: no Parameters [E, ..], and no list of equal "
+            "modules, beside the weight of a router with E scores"
         )
     _not_tied(model, found)
     return found
@@ -90,14 +90,26 @@ def _sites(model: nn.Module, suspect: Suspect, pairs: list[Pair]) -> Iterator[Si
         if not taken.isdisjoint(pair.tensors):
             continue
         taken |= pair.tensors
+        layer, module = suspect.name, suspect.module
         routers = [other.router for other in pairs if other.tensors == pair.tensors]
-        widths = _widths(suspect.module, routers, pair.tensors)
-        for name, holder in suspect.module.named_modules():
-            path = ".".join(part for part in (suspect.name, name) if part)
+        if outside := _outside(suspect, pair, routers):
+            layer, module, routers = layer.rpartition(".")[0], suspect.around[0], outside
+        widths = _widths(module, routers, pair.tensors)
+        for name, holder in module.named_modules():
+            path = ".".join(part for part in (layer, name) if part)
             if len(pair.experts) == 1:
-                yield from _stacked(suspect.name, path, holder, pair, routers, widths)
+                yield from _stacked(layer, path, holder, pair, routers, widths)
             elif isinstance(holder, nn.ModuleList | nn.ModuleDict) and len(holder) == len(pair.experts):
-                yield from _listed(suspect.name, path, holder, pair, widths)
+                yield from _listed(layer, path, holder, pair, widths)
+
+
+def _outside(suspect: Suspect, pair: Pair, routers: list[int | None]) -> list[int | None]:
+    """Routers in the module around, where all that is inside stands beside the stacked weights themselves, and so is their biases."""
+    own = {id(p): p for m in suspect.module.modules() if any(id(p) in pair.tensors for p in m._parameters.values()) for p in m.parameters()}
+    if len(pair.experts) != 1 or not suspect.around or not own.keys() >= set(routers):
+        return []
+    count = next(p.shape[0] for key, p in own.items() if key in pair.tensors)
+    return [id(p) for p in suspect.around[0].parameters() if id(p) not in own and p.dim() == 2 and count in p.shape]
 
 
 def _widths(module: nn.Module, routers: list[int | None], experts: frozenset[int]) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import warnings
@@ -207,6 +208,31 @@ def _gradients(model: nn.Module, single: nn.Module) -> dict[str, float]:
     theirs = {n: p.grad for n, p in single.named_parameters()}
     assert found.keys() <= theirs.keys()  # of a list, this rank's experts
     return {n: _apart(g, theirs[n]) for n, g in found.items()}
+
+
+def copied(rank: int) -> float:
+    """A copy of the model, and a backward pass behind one that has failed: gradients of experts are averaged all the same."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    single = Model(Apart, 6)
+    first = copy.deepcopy(single)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    moefuse.parallelize(first, mesh, experts=("dp", "ep"))
+    model = copy.deepcopy(first)
+    every = [torch.randn(2 + r, H, generator=torch.Generator().manual_seed(r)) for r in range(4)]
+
+    def fail(_: Tensor) -> None:
+        raise ValueError("a hook of the user's")
+
+    x = every[rank].clone().requires_grad_()
+    x.register_hook(fail)
+    with contextlib.suppress(ValueError):
+        model(x).square().mean().backward()
+    model.zero_grad()
+    model(every[rank]).square().mean().backward()
+    sum((single(x).square().mean() for x in every), torch.zeros(())).div(4).backward()
+    _average(model)
+    return max(_gradients(model, single).values())
 
 
 def _torchs_norm(model: nn.Module, single: nn.Module) -> float:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -17,7 +18,7 @@ import moefuse
 from moefuse import ParallelError
 from moefuse.parallel.placement import Placement
 from moefuse.runtime import groups
-from tests.dist import layers
+from tests.dist import idioms, layers
 
 
 @pytest.fixture
@@ -48,7 +49,11 @@ def test_no_mesh(mesh: DeviceMesh) -> None:
 
 def test_several_dimensions(mesh: DeviceMesh) -> None:
     two = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
-    refused(layers.Model(layers.Stacked, 8), two, r"has 2 dimensions \('dp', 'ep'\); give the one .* mesh\['ep'\]")
+    refused(
+        layers.Model(layers.Stacked, 8),
+        two,
+        r"has 2 dimensions \('dp', 'ep'\); give the one .* mesh\['ep'\], or say .* experts=\('dp', 'ep'\)",
+    )
 
 
 def test_roles_and_dimensions(mesh: DeviceMesh) -> None:
@@ -127,6 +132,34 @@ def test_sharded_by_another_library(mesh: DeviceMesh) -> None:
     model = layers.Model(layers.Stacked, 8)
     model.first.down = nn.Parameter(DTensor.from_local(torch.randn(2, layers.H, layers.I), mesh, [Shard(0)]))  # type: ignore[union-attr]
     refused(model, mesh, r"first has a Parameter that is a DTensor already: call moefuse.parallelize before other libraries shard")
+
+
+def test_biases_beside_their_weights(mesh: DeviceMesh) -> None:
+    """The router is in the module around: no bias is taken for one."""
+    model = idioms.Block("biased", "softmax", "nothing", 8, 2)
+    plan = moefuse.parallelize(model, mesh)
+    assert [layer.name for layer in plan.layers] == ["mlp"]
+    names = {name for name, p in model.named_parameters() if isinstance(p, DTensor)}
+    assert names == {f"mlp.experts.{name}" for name in ("gate_up", "down", "gate_up_bias", "down_bias")}
+
+
+def test_a_dimension_of_replicas(mesh: DeviceMesh) -> None:
+    two = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    model = layers.Model(layers.Stacked, 8)
+    refused(model, two["ep"], "experts='dp' is not legal; use 'ep', 'tp', or .* or one of these behind 'dp'", experts="dp")
+    refused(model, two, r"experts=\('ep', 'dp'\) is not legal", experts=("ep", "dp"))
+    refused(model, two["ep"], r"is for a mesh of 2 dimensions, e\.g\. mesh\['dp', 'ep'\]; this one has 1", experts=("dp", "ep"))
+    plan = moefuse.parallelize(model, two, experts=("dp", "ep"))
+    assert str(plan).splitlines()[0] == "first: dp=2 x ep=2 linear, 4 of 8 experts here, allgather"
+
+
+def test_replicas_that_fsdp_shards_as_well(mesh: DeviceMesh) -> None:
+    """One of both: averaged by moefuse, or sharded by FSDP over the same ranks. Torch says so."""
+    two = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    model = layers.Model(layers.Stacked, 8)
+    moefuse.parallelize(model, two, experts=("dp", "ep"))
+    with pytest.raises(RuntimeError, match="overlapping meshes"):
+        fully_shard(model.first, mesh=two["dp"])
 
 
 def test_a_mesh_without_this_rank(mesh: DeviceMesh) -> None:

@@ -65,6 +65,11 @@ def test_mixed_precision(four: Workers, around: str) -> None:
         assert fused == 2
 
 
+def test_a_copy_averages_too(four: Workers) -> None:
+    """Copies of Parameters have no hooks; and what a backward pass left that failed is not averaged by the next one, or kept from it."""
+    assert max(four.run(replicas.copied)) <= 5e-6
+
+
 def test_replicas_that_nobody_averages(four: Workers) -> None:
     """Said once, in the first backward pass, on every rank."""
     for found in four.run(replicas.trained, Case("nobody")):

@@ -1,0 +1,86 @@
+"""Frozen weights, evaluation, copies, other dtypes, averages of weights, autocast and scaled losses around experts that are spread."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from tests.dist import drawn, layers, lives
+from tests.dist.workers import Workers
+
+KINDS = pytest.mark.parametrize("kind", [layers.Stacked, layers.Listed])
+
+FROZEN = {
+    # Each case says why it is there.
+    "some experts, before": (layers.Stacked, "first.down first.gate_up", True),
+    "experts of a list, afterwards": (layers.Listed, "experts", False),
+    "routers and what is around": (layers.Stacked, "router norm", False),
+}
+
+
+@pytest.mark.parametrize("name", FROZEN)
+def test_frozen(two: Workers, name: str) -> None:
+    """Frozen Parameters have no gradient, the others that of one process; nothing waits for a collective that another rank left out."""
+    for off, fused in two.run(lives.frozen, *FROZEN[name]):
+        assert off <= 1e-6
+        assert fused == 2
+
+
+def test_evaluation_between_steps(two: Workers) -> None:
+    assert max(two.run(lives.evaluated)) <= 1e-6
+
+
+@KINDS
+def test_another_dtype(two: Workers, kind: type[nn.Module]) -> None:
+    assert max(two.run(lives.converted, kind)) <= 1e-14
+
+
+@KINDS
+def test_a_copy(two: Workers, kind: type[nn.Module]) -> None:
+    assert max(two.run(lives.copied, kind)) <= 1e-6
+
+
+@KINDS
+def test_the_mean_of_weights(two: Workers, kind: type[nn.Module]) -> None:
+    assert max(two.run(lives.smoothed, kind)) <= 2e-6
+
+
+def test_autocast_around_float32(two: Workers) -> None:
+    """Experts that autocast would round in each call are not fused: they are gathered, reported, and refused under ``strict``."""
+    assert two.run(lives.autocast, False) == ["dtype-unsupported experts-gathered"] * 2
+    for text in two.run(lives.autocast, True):
+        assert "dtype-unsupported: dtype bfloat16 from float32 weights is not supported by the fused op (autocast inside" in text
+
+
+def test_autocast_around_bfloat16_experts(two: Workers) -> None:
+    """A router in float32 under autocast, experts in bfloat16: fused, as exact as one process."""
+    case = drawn.Drawn("loop", "softmax", "shared", 6, 2, (5, 7), "uniform", {"tokens": "distinct"}, "float32", "mixed", 1, (2,))
+    for found in two.run(drawn.run, case):
+        assert (found.wrong, found.fused, found.skipped) == ([], 1, [])
+
+
+@pytest.mark.parametrize("around", ["fsdp", "an optimizer for each kind"])
+def test_scaled_losses(two: Workers, around: str) -> None:
+    """What is infinite on one rank is skipped on all of them: all of an optimizer's Parameters."""
+    assert two.run(lives.scaled, around, "nowhere") == [([True, True], 8.0)] * 2
+    assert two.run(lives.scaled, around, "experts") == [([False, around != "fsdp"], 4.0)] * 2
+
+
+AGAIN = [
+    ("reentrant", "auto"),
+    ("reentrant", "all_to_all"),
+    ("selective", "all_to_all"),
+    ("selective", "gather"),
+    ("checkpointed", "gather"),
+]
+
+
+@pytest.mark.parametrize(("mode", "transport"), [*AGAIN, ("micro-batches", "all_to_all")])
+def test_computed_again(two: Workers, mode: str, transport: str) -> None:
+    """Every way of checkpointing, and micro-batches of other sizes, with no tokens on one rank: as one process, fused on both."""
+    case = drawn.Drawn(
+        "loop", "softmax", "gated", 5, 2, (7, 0), "uniform", {"tokens": "distinct", "transport": transport}, "float32", mode, 1, (2,)
+    )
+    for found in two.run(drawn.run, case):
+        assert (found.wrong, found.skipped) == ([], [])
+        assert found.fused
