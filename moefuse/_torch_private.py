@@ -833,6 +833,24 @@ def not_for_ddp(model: torch.nn.Module, parameters: Iterable[tuple[torch.nn.Modu
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [*dict.fromkeys([*known, *names])])
 
 
+def again_for_ddp(model: torch.nn.Module, parameters: Iterable[tuple[torch.nn.Module, str]]) -> None:
+    """Take back :func:`not_for_ddp` for these Parameters."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    paths = {id(module): path for path, module in model.named_modules()}
+    names = {f"{paths[id(module)]}.{name}".lstrip(".") for module, name in parameters}
+    known = getattr(model, "_ddp_params_and_buffers_to_ignore", [])
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [name for name in known if name not in names])
+
+
+def static_address(tensor: torch.Tensor) -> torch.Tensor:
+    """Let CUDA graphs of compiled code read a tensor where it is, as they do Parameters and buffers, and not copy it in each call."""
+    from torch._dynamo import mark_static_address
+
+    mark_static_address(tensor)
+    return tensor
+
+
 def inlined_only(function: Any) -> None:
     """Dynamo traces a function where compiled code calls it, and leaves it alone where eager code does."""
     from torch._dynamo.eval_frame import skip_code

@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from moefuse import _torch_private
 from moefuse.errors import ParallelError
-from moefuse.parallel import copies, views
+from moefuse.parallel import views
+from moefuse.parallel.copies import Average
 from moefuse.parallel.cost import cheapest
 from moefuse.parallel.find import Site, experts_of, parameters_of
 from moefuse.parallel.meshes import grid, hosts
@@ -142,17 +143,29 @@ def parallelize(
         way = _transport(site, transport, max_tokens, at.mesh)
         terms = tuple(_terms(*each, way, most, grads, place, count) for each in zip(roles, at.names, whose, strict=True))
         slices = Slices(terms[-1].text, cuts[number]) if cuts else None
-        where = Where(at.mesh, place, terms[0].text if roles[0] == "ep" else "", slices)
+        average = Average(site.layer or site.name, at.others, count) if terms[0].averages else None
+        where = Where(at.mesh, place, terms[0].text if roles[0] == "ep" else "", slices, average)
         shard(site, where)
-        if terms[0].averages:
-            ours = [site.module._parameters[name] for name in sharded_names(site.module)]
-            copies.average([(site.layer or site.name, p) for p in ours if p is not None], at.others, count)
         layers.append(Layer(site.layer or site.name, place, where.mine, terms))
     for layer in dict.fromkeys(site.layer for site in sites):
         views.gathering_once(model.get_submodule(layer))
     held = tuple(dict.fromkeys((site.module, name) for site in sites for name in sharded_names(site.module)))
     _torch_private.not_for_ddp(model, held)
+    setattr(model, ON_META, (*getattr(model, ON_META, ()), *_on_meta(model)))
     return Plan(tuple(layers), held)
+
+
+ON_META = "_moefuse_on_meta"
+"""Of a model, the names of buffers that no checkpoint has and that had no values when its experts were spread."""
+
+
+def _on_meta(model: nn.Module) -> tuple[str, ...]:
+    return tuple(
+        f"{path}.{name}".lstrip(".")
+        for path, module in model.named_modules()
+        for name in sorted(module._non_persistent_buffers_set)
+        if (buffer := module._buffers.get(name)) is not None and buffer.is_meta
+    )
 
 
 def _roles(experts: object) -> tuple[str, ...]:
@@ -246,13 +259,21 @@ def _check_parameters(model: nn.Module, sites: Sequence[Site]) -> None:
                     "libraries shard or wrap the model"
                 )
     for optimizer in _optimizers():
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                if id(p) in wanted:
-                    raise ParallelError(
-                        f"a Parameter of {wanted[id(p)].name} is in an optimizer ({type(optimizer).__name__}) already: make the optimizer "
-                        "after moefuse.parallelize"
-                    )
+        for p in _trained_by(optimizer):
+            if id(p) in wanted:
+                raise ParallelError(
+                    f"a Parameter of {wanted[id(p)].name} is in an optimizer ({type(optimizer).__name__}) already: make the optimizer "
+                    "after moefuse.parallelize"
+                )
+
+
+def in_optimizer(parameters: set[int]) -> str | None:
+    """The kind of an optimizer that has one of these Parameters, by identity."""
+    return next((type(o).__name__ for o in _optimizers() if any(id(p) in parameters for p in _trained_by(o))), None)
+
+
+def _trained_by(optimizer: torch.optim.Optimizer) -> list[Any]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _optimizers() -> list[torch.optim.Optimizer]:

@@ -8,6 +8,7 @@ gradients may be accumulated.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,28 +20,38 @@ from moefuse.runtime.collectives import all_reduce
 from moefuse.runtime.transports.base import lost_peers
 
 
-def average(parameters: Sequence[tuple[str, nn.Parameter]], group: Any, copies: int) -> None:
-    """Let every backward pass end with gradients that are the mean over a group of ``copies`` ranks.
+@dataclass(frozen=True)
+class Average:
+    """Every backward pass ends with gradients of a layer's experts that are the mean over a group of ``copies`` ranks."""
 
-    Args:
-        parameters: (name for errors, Parameter), in an order that is the same on all ranks.
-    """
-    waiting: set[int] = set()
+    layer: str
+    group: Any
+    copies: int
 
-    def done() -> None:
-        ready = [(name, p) for name, p in parameters if id(p) in waiting]
-        waiting.clear()
-        for name, parameter in ready:
-            with lost_peers(name, "experts that other ranks have as well"):
-                _mean(parameter, group, copies)
+    def attach(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Do so for these Parameters, in an order that is the same on all ranks; those that it is done for already are left alone."""
+        parameters = [p for p in parameters if p.requires_grad]
+        if all(_AVERAGED in p.__dict__ for p in parameters):
+            return
+        waiting: set[int] = set()
 
-    def ready(parameter: Tensor) -> None:
-        if not waiting:
-            _torch_private.when_backward_ends(done)
-        waiting.add(id(parameter))
+        def done() -> None:
+            ready = [p for p in parameters if id(p) in waiting]
+            waiting.clear()
+            for parameter in ready:
+                with lost_peers(self.layer, "experts that other ranks have as well"):
+                    _mean(parameter, self.group, self.copies)
 
-    for _, parameter in parameters:
-        parameter.register_post_accumulate_grad_hook(_hook(ready))
+        def ready(parameter: Tensor) -> None:
+            if not waiting:
+                _torch_private.when_backward_ends(done)
+            waiting.add(id(parameter))
+
+        for parameter in parameters:
+            parameter.__dict__[_AVERAGED] = parameter.register_post_accumulate_grad_hook(_hook(ready))
+
+
+_AVERAGED = "_moefuse_averaged"
 
 
 def _hook(ready: Callable[[Tensor], None]) -> Callable[[Tensor], None]:

@@ -7,13 +7,13 @@ up projection one behind the other), they are brought in order when they are sav
 
 from __future__ import annotations
 
+import contextvars
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-
-from moefuse.parallel.find import Listed, Stacked
 
 
 class Where(Protocol):
@@ -22,57 +22,113 @@ class Where(Protocol):
     @property
     def mine(self) -> tuple[int, ...]: ...
 
+    @property
+    def experts(self) -> int: ...
+
     def part(self, name: str, rows: Tensor) -> Tensor: ...
 
-    def stays(self, name: str) -> bool: ...
-
     def as_torch_has_it(self, name: str) -> bool: ...
+
+    def whole(self, name: str, held: Tensor) -> Tensor: ...
 
     def in_order(self, name: str, held: Tensor) -> DTensor: ...
 
     def row(self, name: str, row: Tensor) -> Tensor: ...
 
 
-def keys_of_stacked(site: Stacked, where: Where) -> None:
-    """Give and take [E, ...] where this rank has some rows of it."""
-    moved = [name for name in site.names if not where.stays(name)]
+Save = Callable[[dict[str, Any], str], None]
+Load = Callable[[nn.Module, dict[str, Any], str], None]
 
-    def save(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
-        for name in moved:
+_whole: contextvars.ContextVar[bool | None] = contextvars.ContextVar("moefuse_whole_state", default=None)
+"""Set where a state has the weights of all ranks: whether this rank keeps them."""
+
+
+def full_state_dict(model: nn.Module, keep: bool = True) -> dict[str, Any]:
+    """The state of a model as it would be on one process: plain tensors on the CPU, with its own keys.
+
+    A collective call: every rank of the mesh makes it. One weight at a time is whole on the ranks' devices.
+
+    Args:
+        keep: whether this rank needs it; else it takes part, and has an empty one.
+    """
+    token = _whole.set(keep)
+    try:
+        state = model.state_dict()
+    finally:
+        _whole.reset(token)
+    found = {key: _plain(value, keep) for key, value in state.items()}
+    return found if keep else {}
+
+
+def _plain(value: Any, keep: bool) -> Any:
+    whole = value.full_tensor() if isinstance(value, DTensor) else value
+    return whole.detach().cpu() if keep and isinstance(whole, Tensor) else None if isinstance(whole, Tensor) else whole
+
+
+def methods(kind: type[nn.Module], save: Save, load: Load) -> dict[str, Any]:
+    """What a subclass of ``kind`` has for its own part of a state: methods, and no hooks, so that they go when the class goes."""
+
+    def to_state(self: Any, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        kind._save_to_state_dict(self, destination, prefix, keep_vars)
+        save(destination, prefix)
+
+    def from_state(self: Any, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        load(self, state, prefix)
+        kind._load_from_state_dict(self, state, prefix, *rest)
+
+    return {"_save_to_state_dict": to_state, "_load_from_state_dict": from_state}
+
+
+def keys_of_stacked(names: Mapping[str, str], where: Where) -> tuple[Save, Load]:
+    """Give and take [E, ...] where this rank has some rows of it."""
+
+    def save(state: dict[str, Any], prefix: str) -> None:
+        for name in names:
             held = state.get(prefix + name)
-            if isinstance(held, DTensor) and not where.as_torch_has_it(name):
+            if not isinstance(held, DTensor):
+                continue
+            if _whole.get() is not None:
+                whole = where.whole(name, held.to_local().detach())
+                state[prefix + name] = whole.cpu() if _whole.get() else whole[:0]
+            elif not where.as_torch_has_it(name):
                 state[prefix + name] = where.in_order(name, held.to_local())
 
-    def load(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        for name in moved:
+    def load(module: nn.Module, state: dict[str, Any], prefix: str) -> None:
+        for name in names:
             whole = state.get(prefix + name)
             if isinstance(whole, DTensor) and not where.as_torch_has_it(name):
                 whole = whole.full_tensor()
-            if isinstance(whole, Tensor) and not isinstance(whole, DTensor) and len(whole) == site.experts:
+            if isinstance(whole, Tensor) and not isinstance(whole, DTensor) and len(whole) == where.experts:
                 state[prefix + name] = _rows(module._parameters[name], where.part(name, whole[list(where.mine)]))
 
-    site.module.register_state_dict_post_hook(save)
-    site.module.register_load_state_dict_pre_hook(load)
+    return save, load
 
 
-def keys_of_listed(site: Listed, stacked: dict[str, str], where: Where) -> None:
+def keys_of_listed(names: Mapping[str, str], numbers: tuple[str, ...], where: Where) -> tuple[Save, Load]:
     """Split the Parameter [E, ...] of each role into those of the experts that are here, and join them again.
 
     Args:
-        stacked: of each path from an expert, the name of the list's Parameter.
+        names: of each path from an expert, the name of the list's Parameter.
+        numbers: the names of the experts in the list.
     """
     mine = where.mine
-    numbers = [name for name, _ in site.module.named_children()]
 
-    def save(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
-        for path, name in stacked.items():
+    def save(state: dict[str, Any], prefix: str) -> None:
+        for path, name in names.items():
             held = state.pop(prefix + name, None)
             local = held.to_local() if isinstance(held, DTensor) else held
-            for row, expert in enumerate(mine) if local is not None else ():
+            if local is None:
+                continue
+            if _whole.get() is not None:
+                whole = where.whole(path, local.detach())
+                whole = whole.cpu() if _whole.get() else whole[:0]
+                state.update({f"{prefix}{number}.{path}": row.clone() for number, row in zip(numbers, whole, strict=False)})
+                continue
+            for row, expert in enumerate(mine):
                 state[f"{prefix}{numbers[expert]}.{path}"] = where.row(path, local[row])
 
-    def load(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        for path, name in stacked.items():
+    def load(module: nn.Module, state: dict[str, Any], prefix: str) -> None:
+        for path, name in names.items():
             found = [state.pop(f"{prefix}{number}.{path}", None) for number in numbers]
             own: Any = module._parameters[name]
             rows = [found[expert] for expert in mine]
@@ -80,8 +136,7 @@ def keys_of_listed(site: Listed, stacked: dict[str, str], where: Where) -> None:
                 parts = [_part(where, path, row) for row in rows]
                 state[prefix + name] = _rows(own, torch.stack(parts) if parts else own.to_local()[:0])
 
-    site.module.register_state_dict_post_hook(save)
-    site.module.register_load_state_dict_pre_hook(load)
+    return save, load
 
 
 def _part(where: Where, path: str, row: Tensor) -> Tensor:
