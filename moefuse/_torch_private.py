@@ -823,6 +823,18 @@ def when_backward_ends(call: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
+def hooks_of_gradients(parameter: torch.nn.Parameter) -> list[Any]:
+    """What ``register_post_accumulate_grad_hook`` was given, and runs again where ``Module.to_empty`` has let autograd forget it.
+
+    A distributed tensor's content is swapped there: the hooks stay with the object and not with the content.
+    """
+    hooks: Any = parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+    if not hooks:
+        return []
+    parameter._post_accumulate_grad_hooks = hooks  # type: ignore[attr-defined]
+    return list(hooks.values())
+
+
 def not_for_ddp(model: torch.nn.Module, parameters: Iterable[tuple[torch.nn.Module, str]]) -> None:
     """Let ``DistributedDataParallel`` of a model leave these Parameters (module, name) alone, beside those it was told to ignore before."""
     from torch.nn.parallel import DistributedDataParallel

@@ -31,7 +31,7 @@ class Average:
     def attach(self, parameters: Sequence[nn.Parameter]) -> None:
         """Do so for these Parameters, in an order that is the same on all ranks; those that it is done for already are left alone."""
         parameters = [p for p in parameters if p.requires_grad]
-        if all(_AVERAGED in p.__dict__ for p in parameters):
+        if all(any(hasattr(hook, _AVERAGES) for hook in _torch_private.hooks_of_gradients(p)) for p in parameters):
             return
         waiting: set[int] = set()
 
@@ -48,14 +48,16 @@ class Average:
             waiting.add(id(parameter))
 
         for parameter in parameters:
-            parameter.__dict__[_AVERAGED] = parameter.register_post_accumulate_grad_hook(_hook(ready))
+            parameter.register_post_accumulate_grad_hook(_hook(ready))
 
 
-_AVERAGED = "_moefuse_averaged"
+_AVERAGES = "_moefuse_averages"
 
 
 def _hook(ready: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
-    return torch.compiler.disable(ready)  # type: ignore[no-any-return]
+    hook: Callable[[Tensor], None] = torch.compiler.disable(ready)
+    setattr(hook, _AVERAGES, True)
+    return hook
 
 
 def _mean(parameter: nn.Parameter, group: Any, copies: int) -> None:

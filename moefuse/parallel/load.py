@@ -71,7 +71,9 @@ def load(model: nn.Module, path: str | Path, *, strict: bool = True, merge: Mapp
         raise RuntimeError(_text(model, wrong))
     state = {key: _like(files.whole(names.renamed[key]), value) for key, value in rest.items() if key in names.renamed}
     used = {piece.key for of in found for pieces in of or () for piece in pieces} | {names.renamed[key] for key in state}
-    missing = [key for each, of in zip(spread, found, strict=True) if of is None for key in each.keys if key not in names.renamed]
+    missing = [
+        key for e, of in zip(spread, found, strict=True) if of is None or e.held.numbers for key in e.keys if key not in names.renamed
+    ]
     filled = {id(rest[key]) for key in state}
     missing += [key for key, value in rest.items() if key not in state and id(value) not in filled]
     unexpected = [key for key in files if key not in used]
@@ -126,9 +128,10 @@ def _like(whole: Tensor, own: Tensor) -> Tensor:
 
 
 def _fill(files: Files, each: Spread, experts: Experts) -> None:
-    local = each.parameter.to_local()
+    local, mine = each.parameter.to_local(), each.held.where.mine
     with torch.no_grad():
-        for row, expert in enumerate(each.held.where.mine):
+        local[len(mine) :].zero_()
+        for row, expert in enumerate(mine):
             read(files, experts[expert], each.shape, each.held.where.spans(each.name, each.shape), local[row])
 
 

@@ -219,7 +219,10 @@ def _body(kind: type[nn.Module], held: Held) -> dict[str, Any]:
 
 
 def _settle(module: nn.Module) -> None:
-    """Have for the Parameters that a module has now what does not come with them: a table on their device, and hooks."""
+    """Have for the Parameters that a module has now what does not come with them: a table on their device, empty slots, hooks.
+
+    Slots behind a rank's own experts are read where a region is verified, and ``to_empty`` leaves anything in them, such as NaN.
+    """
     held = held_of(module)
     if held is None:
         return
@@ -227,6 +230,9 @@ def _settle(module: nn.Module) -> None:
     if held.where.terms:
         for parameter in parameters:
             held.where.table.ready(parameter.to_local().device)
+    for parameter in parameters:
+        with torch.no_grad():
+            parameter.to_local()[len(held.where.mine) :].zero_()
     if held.where.average is not None:
         held.where.average.attach(parameters)
 
@@ -293,8 +299,8 @@ def sharded_names(module: nn.Module) -> list[str]:
 
 
 def like(new: nn.Parameter, old: nn.Parameter) -> nn.Parameter:
-    """With the attributes that a library has put on the old one."""
-    new.__dict__.update({name: value for name, value in old.__dict__.items() if not name.startswith("_moefuse")})
+    """With the attributes that a library has put on the old one; torch marks distributed Parameters by one."""
+    new.__dict__.update({name: value for name, value in old.__dict__.items() if name != "_is_param"})
     return new
 
 

@@ -30,7 +30,7 @@ class Piece:
 
 
 Experts = Sequence[Sequence[Piece]]
-"""[E]: of each expert the pieces."""
+"""[E]: of each expert the pieces; none where a checkpoint does not have it."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Names:
 
 
 def sources(files: Files, names: Names, prefix: str, held: Held, name: str, shape: Sequence[int], merge: Sequence[str]) -> Experts | None:
-    """Of what one Parameter of the experts is made; None if the checkpoint does not have all of it.
+    """Of what one Parameter of the experts is made; None if it is stacked and the checkpoint does not have it.
 
     Args:
         prefix: of the module that holds it.
@@ -61,12 +61,10 @@ def sources(files: Files, names: Names, prefix: str, held: Held, name: str, shap
         ParallelError: it could be made in several ways.
     """
     keys = [prefix + key for key in held.keys(name)]
-    if all(key in names.renamed for key in keys):
-        if held.numbers is not None:
-            return [[Piece(names.renamed[key], None, 0, 0, shape[0])] for key in keys]
-        return [[Piece(names.renamed[keys[0]], expert, 0, 0, shape[0])] for expert in range(held.where.experts)]
     if held.numbers is not None:
-        return None
+        return [[Piece(names.renamed[key], None, 0, 0, shape[0])] if key in names.renamed else [] for key in keys]
+    if keys[0] in names.renamed:
+        return [[Piece(names.renamed[keys[0]], expert, 0, 0, shape[0])] for expert in range(held.where.experts)]
     if keys[0] in names.merged:
         return _joined(files, keys[0], names.merged[keys[0]], held.where.experts)
     parts = _by_path(files, prefix, held.where.experts)
@@ -122,15 +120,18 @@ def _chosen(files: Files, key: str, parts: Mapping[str, tuple[str, ...]], shape:
 
 def misfits(files: Files, key: str, shape: Sequence[int], experts: Experts) -> Iterator[str]:
     """What is wrong with the shapes of tensors that a Parameter is made of, as ``load_state_dict`` says it."""
-    for piece in dict.fromkeys(piece for pieces in experts for piece in (pieces if pieces[0].expert is None else pieces[:0])):
+    for piece in (piece for pieces in experts for piece in pieces if piece.expert is None):
         wanted = (*shape[: piece.axis], piece.size, *shape[piece.axis + 1 :])
         if files.shape(piece.key) != wanted:
             yield _mismatch(piece.key, files.shape(piece.key), wanted)
-    first = experts[0][0]
+    pieces = next((pieces for pieces in experts if pieces), None)
+    if pieces is None:
+        return
+    first = pieces[0]
     if first.expert is not None and files.shape(first.key) != (len(experts), *shape):
         yield _mismatch(first.key, files.shape(first.key), (len(experts), *shape))
-    if sum(piece.size for piece in experts[0]) != shape[first.axis]:
-        yield f"{key} is {list(shape)} for each expert, and its parts {[piece.size for piece in experts[0]]} along dimension {first.axis}"
+    if sum(piece.size for piece in pieces) != shape[first.axis]:
+        yield f"{key} is {list(shape)} for each expert, and its parts {[piece.size for piece in pieces]} along dimension {first.axis}"
 
 
 def _mismatch(key: str, found: Sequence[int], wanted: Sequence[int]) -> str:

@@ -148,9 +148,9 @@ def _part(where: Where, path: str, row: Tensor) -> Tensor:
 
 
 def _rows(own: Any, rows: Tensor) -> DTensor:
-    """What a Parameter of which this rank holds ``rows`` is loaded from; where it has more slots than rows, those stay as they are."""
+    """What a Parameter of which this rank holds ``rows`` is loaded from; where it has more slots than rows, those are empty."""
     local = own.to_local()
     rows = rows.to(device=local.device, dtype=local.dtype)
     if len(rows) < len(local):
-        rows = torch.cat([rows, local.detach()[len(rows) :]])
+        rows = torch.cat([rows, rows.new_zeros((len(local) - len(rows), *rows.shape[1:]))])
     return DTensor.from_local(rows, own.device_mesh, own.placements, run_check=False, shape=own.shape, stride=own.stride())

@@ -66,6 +66,7 @@ def apart(model: Any, wanted: nn.Module, rank: int) -> float:
 def loaded(rank: int, kind: type[nn.Module], how: dict[str, Any], shape: tuple[int, ...], path: str) -> list[float]:
     """Differences from one process: of a model from the meta device, a copy, wider, back again, emptied and loaded anew; compiled."""
     torch._dynamo.reset()
+    rank //= shape[1] if len(shape) == 2 else 1
     wanted = single(kind)
     model = on_meta(kind, how, shape)
     found = moefuse.load(model, path)
@@ -144,11 +145,12 @@ def error_of(rank: int, path: str, kind: type[nn.Module], empty: bool = True, **
     return "nothing"
 
 
-def lenient(rank: int, path: str) -> tuple[list[str], list[str], float]:
-    """With ``strict=False``, onto a model that has values."""
-    model, wanted = scenes.both(layers.Listed)
+def lenient(rank: int, path: str) -> tuple[list[str], list[str], int]:
+    """With ``strict=False``, onto a model that has other values: what is missing, left over, and how many tensors are not the file's."""
+    model, _ = scenes.both(layers.Listed)
     found = moefuse.load(model, path, strict=False)
-    return sorted(found.missing_keys), found.unexpected_keys, apart(model, wanted, rank)
+    state, wanted = moefuse.full_state_dict(model), single(layers.Listed).state_dict()
+    return found.missing_keys, found.unexpected_keys, sum(not torch.equal(state[key], wanted[key]) for key in wanted)
 
 
 def unknown_buffers(rank: int, path: str) -> list[str]:
@@ -193,6 +195,7 @@ def undone(rank: int, kind: type[nn.Module], how: dict[str, Any], shape: tuple[i
     assert all(torch.equal(model.state_dict()[key], theirs[key]) for key in theirs)
     assert dict(model.named_buffers()).keys() == dict(wanted.named_buffers()).keys()
     assert model._ddp_params_and_buffers_to_ignore == []  # type: ignore[comparison-overlap]
+    rank //= shape[1] if len(shape) == 2 else 1
     worst = apart(scenes.compiled(model), wanted, rank)
     moefuse.parallelize(model, mesh_for(how, shape), **how)
     return gathered, max(worst, apart(model, wanted, rank))
