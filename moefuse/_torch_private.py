@@ -847,12 +847,14 @@ def not_for_ddp(model: torch.nn.Module, parameters: Iterable[tuple[torch.nn.Modu
 
 def again_for_ddp(model: torch.nn.Module, parameters: Iterable[tuple[torch.nn.Module, str]]) -> None:
     """Take back :func:`not_for_ddp` for these Parameters."""
-    from torch.nn.parallel import DistributedDataParallel
-
     paths = {id(module): path for path, module in model.named_modules()}
-    names = {f"{paths[id(module)]}.{name}".lstrip(".") for module, name in parameters}
-    known = getattr(model, "_ddp_params_and_buffers_to_ignore", [])
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [name for name in known if name not in names])
+    names = set()
+    for module, name in parameters:
+        names.add(f"{paths[id(module)]}.{name}".lstrip("."))
+        module._parameters[name].__dict__.pop("_ddp_ignored", None)
+    left = [name for name in model.__dict__.pop("_ddp_params_and_buffers_to_ignore", ()) if name not in names]
+    if left:
+        model.__dict__["_ddp_params_and_buffers_to_ignore"] = left
 
 
 def static_address(tensor: torch.Tensor) -> torch.Tensor:

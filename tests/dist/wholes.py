@@ -194,7 +194,6 @@ def undone(rank: int, kind: type[nn.Module], how: dict[str, Any], shape: tuple[i
     assert [sorted(vars(m)) for m in model.modules()] == [sorted(vars(m)) for m in wanted.modules()]
     assert all(torch.equal(model.state_dict()[key], theirs[key]) for key in theirs)
     assert dict(model.named_buffers()).keys() == dict(wanted.named_buffers()).keys()
-    assert model._ddp_params_and_buffers_to_ignore == []  # type: ignore[comparison-overlap]
     rank //= shape[1] if len(shape) == 2 else 1
     worst = apart(scenes.compiled(model), wanted, rank)
     moefuse.parallelize(model, mesh_for(how, shape), **how)
