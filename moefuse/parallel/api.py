@@ -20,6 +20,7 @@ from moefuse.parallel.cost import cheapest
 from moefuse.parallel.find import Site, experts_of, parameters_of
 from moefuse.parallel.meshes import grid, hosts
 from moefuse.parallel.placement import Placement, placed
+from moefuse.parallel.pretrained import saving_whole
 from moefuse.parallel.shard import Slices, Where, shard, sharded_names
 from moefuse.parallel.units import Cut, cuts_of
 from moefuse.runtime import groups
@@ -149,6 +150,7 @@ def parallelize(
         layers.append(Layer(site.layer or site.name, place, where.mine, terms))
     for layer in dict.fromkeys(site.layer for site in sites):
         views.gathering_once(model.get_submodule(layer))
+    saving_whole(model)
     held = tuple(dict.fromkeys((site.module, name) for site in sites for name in sharded_names(site.module)))
     _torch_private.not_for_ddp(model, held)
     setattr(model, ON_META, (*getattr(model, ON_META, ()), *_on_meta(model)))

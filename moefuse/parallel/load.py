@@ -62,6 +62,8 @@ def load(model: nn.Module, path: str | Path, *, strict: bool = True, merge: Mapp
     """
     _check_memory(model)
     files = opened(path)
+    if _of_transformers(model):
+        model.tie_weights()  # type: ignore[operator]  # ``to_empty`` has made several of one Parameter
     spread = _spread(model)
     rest = _rest(model, {each.own for each in spread})
     names = _names(model, files, {*rest, *(key for each in spread for key in each.keys)})
@@ -111,12 +113,16 @@ def _rest(model: nn.Module, spread: set[str]) -> dict[str, Tensor]:
 
 def _names(model: nn.Module, files: Files, wanted: set[str]) -> Names:
     """What keys of a checkpoint are in the model; a model of transformers says it."""
-    transformers = sys.modules.get("transformers")
-    if transformers is not None and isinstance(model, getattr(transformers, "PreTrainedModel", ())):
+    if _of_transformers(model):
         from moefuse.integrations.transformers_keys import names_of
 
         return names_of(model, files, wanted)
     return Names({key: key for key in files if key in wanted})
+
+
+def _of_transformers(model: nn.Module) -> bool:
+    transformers = sys.modules.get("transformers")
+    return transformers is not None and isinstance(model, transformers.PreTrainedModel)
 
 
 def _like(whole: Tensor, own: Tensor) -> Tensor:

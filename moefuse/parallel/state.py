@@ -8,7 +8,7 @@ up projection one behind the other), they are brought in order when they are sav
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -56,13 +56,19 @@ def full_state_dict(model: nn.Module, keep: bool = True) -> dict[str, Any]:
         state = model.state_dict()
     finally:
         _whole.reset(token)
-    found = {key: _plain(value, keep) for key, value in state.items()}
+    known: dict[Hashable, Tensor] = {}
+    found = {key: _plain(value, known if keep else None) for key, value in state.items()}
     return found if keep else {}
 
 
-def _plain(value: Any, keep: bool) -> Any:
-    whole = value.full_tensor() if isinstance(value, DTensor) else value
-    return whole.detach().cpu() if keep and isinstance(whole, Tensor) else None if isinstance(whole, Tensor) else whole
+def _plain(value: Any, known: dict[Hashable, Tensor] | None) -> Any:
+    """A tensor on the CPU, one that has several names once; ``known``: those that there are, None if it is not to be kept."""
+    if not isinstance(value, Tensor):
+        return value
+    whole = value.full_tensor() if isinstance(value, DTensor) else value.detach()
+    if known is None or isinstance(value, DTensor) or not whole.numel():
+        return whole.cpu() if known is not None else None
+    return known.setdefault((whole.device, whole.data_ptr(), whole.dtype, whole.shape, whole.stride()), whole.cpu())
 
 
 def methods(kind: type[nn.Module], save: Save, load: Load) -> dict[str, Any]:

@@ -1,0 +1,58 @@
+"""Checkpoints of models of transformers, as they are on the hub, from and to models whose experts are spread."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.dist.workers import Workers
+
+transformers = pytest.importorskip("transformers", minversion="5")
+pretrained = pytest.importorskip("tests.dist.pretrained")
+
+HOW: dict[str, dict[str, Any]] = {"linear": {}, "round robin": {"placement": "round_robin"}, "slices": {"experts": "tp"}}
+
+
+@pytest.mark.parametrize(("how", "tied"), [("linear", False), ("round robin", True), ("slices", False)])
+def test_from_the_hub(two: Workers, how: str, tied: bool, tmp_path: Path) -> None:
+    """transformers' mapping says what gate and up projection become; tied embeddings are tied again, positions are computed again."""
+    pretrained.single(tie_word_embeddings=tied).save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    assert max(two.run(pretrained.loaded, str(tmp_path), HOW[how], tied)) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("how", "state"), [("linear", "none"), ("round robin", "none"), ("slices", "none"), ("slices", "own"), ("linear", "full")]
+)
+def test_save_pretrained(two: Workers, how: str, state: str, tmp_path: Path) -> None:
+    """What one process would have written: keys, shapes, values, and what ``from_pretrained`` makes of it."""
+    wanted = pretrained.single()
+    with torch.no_grad():
+        for parameter in wanted.parameters():
+            parameter.mul_(1.5)
+    wanted.save_pretrained(tmp_path / "one")
+    assert two.run(pretrained.saved, str(tmp_path / "two"), HOW[how], state) == ["Qwen3MoeForCausalLM"] * 2
+    load = pytest.importorskip("safetensors.torch").load_file
+    mine, theirs = (load(tmp_path / name / "model.safetensors") for name in ("two", "one"))
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(mine[key], theirs[key]) for key in theirs)
+    assert (tmp_path / "two" / "config.json").read_text() == (tmp_path / "one" / "config.json").read_text()
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "two")
+    assert pretrained.apart(back, wanted, pretrained.words(0)) == 0
+    inner = transformers.AutoModel.from_pretrained(tmp_path / "two" / "inner")
+    assert all(torch.equal(a, b) for a, b in zip(inner.parameters(), wanted.model.parameters(), strict=True))
+
+
+def test_save_pretrained_refuses(two: Workers, tmp_path: Path) -> None:
+    """What it cannot write it says, on every rank."""
+    gone = {"distributed_checkpoint": True}
+    for text in two.run(pretrained.refused, str(tmp_path), gone):
+        assert text.startswith("Qwen3MoeForCausalLM: distributed_checkpoint=True is for models that transformers has sharded; use torch.")
+    for text in two.run(pretrained.refused, str(tmp_path), {"state_dict": {}}):
+        assert text.startswith(
+            "the state_dict that save_pretrained was given has no model.layers.0.mlp.experts.gate_up_proj, which another"
+        )
+        assert text.endswith("leave it out, or give moefuse.full_state_dict(model)")
