@@ -828,10 +828,10 @@ def hooks_of_gradients(parameter: torch.nn.Parameter) -> list[Any]:
 
     A distributed tensor's content is swapped there: the hooks stay with the object and not with the content.
     """
-    hooks: Any = parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+    hooks: Any = parameter._post_accumulate_grad_hooks
     if not hooks:
         return []
-    parameter._post_accumulate_grad_hooks = hooks  # type: ignore[attr-defined]
+    parameter._post_accumulate_grad_hooks = hooks
     return list(hooks.values())
 
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from moefuse import _torch_private
 from moefuse.errors import ParallelError
@@ -255,6 +256,11 @@ def _check_parameters(model: nn.Module, sites: Sequence[Site]) -> None:
     wanted = {id(p): site for site in sites for p in parameters_of(site)}
     for site in sites:
         for p in parameters_of(site):
+            if isinstance(p.data, DTensor) and getattr(model, "is_distributed_loading_by_transformers", False):
+                raise ParallelError(
+                    f"{site.name} is sharded by transformers already: load the model with "
+                    'DistributedConfig(ep_implementation="moefuse", ...), or without a distributed_config and call moefuse.parallelize then'
+                )
             if type(p) is not nn.Parameter or type(p.data) is not torch.Tensor:
                 raise ParallelError(
                     f"{site.name} has a Parameter that is a {type(p.data).__name__} already: call moefuse.parallelize before other "

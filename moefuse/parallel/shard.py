@@ -183,7 +183,6 @@ def shard(site: Site, where: Where) -> None:
         _shard_stacked(site, held)
     else:
         _shard_listed(site, held)
-    _settle(site.module)
 
 
 def _held(site: Site, where: Where) -> Held:
@@ -239,13 +238,18 @@ def _settle(module: nn.Module) -> None:
 
 def _shard_stacked(site: Stacked, held: Held) -> None:
     where = held.where
-    properties: dict[str, Callable[[Any], Tensor]] = {}
     for name in held.names:
         parameter: Any = site.module._parameters[name]
         rows = parameter.detach()[list(where.mine)]
         site.module._parameters[name] = like(where.sharded(name, rows, parameter), parameter)
-        properties[name] = _reader(name, where.of(name))
-    views.with_properties(site.module, {**properties, **_place(held)}, _body(type(site.module), held))
+    hold(site.module, held)
+
+
+def hold(module: nn.Module, held: Held, body: Mapping[str, Any] | None = None) -> None:
+    """Let a module read its Parameters, of which this rank has a part, as full ones; ``body``: what else its class has."""
+    properties = {name: _reader(name, held.where.of(name)) for name in held.names}
+    views.with_properties(module, {**properties, **_place(held)}, {**_body(type(module), held), **(body or {})})
+    _settle(module)
 
 
 def _place(held: Held) -> dict[str, Callable[[Any], Tensor]]:
@@ -279,6 +283,7 @@ def _shard_listed(site: Listed, held: Held) -> None:
         object.__setattr__(module, HOLDER, (holder,))
         views.with_properties(module, {own: _row_reader(held.names[path], expert, where.of(path)) for own, path in names})
     views.with_properties(holder, _place(held), _body(type(holder), held))
+    _settle(holder)
 
 
 HOLDER = "_moefuse_holder"

@@ -91,13 +91,13 @@ def keys_of_stacked(names: Mapping[str, str], where: Where) -> tuple[Save, Load]
     def save(state: dict[str, Any], prefix: str) -> None:
         for name in names:
             held = state.get(prefix + name)
-            if not isinstance(held, DTensor):
+            if not isinstance(held, DTensor) or where.as_torch_has_it(name):
                 continue
-            if _whole.get() is not None:
-                whole = where.whole(name, held.to_local().detach())
-                state[prefix + name] = whole.cpu() if _whole.get() else whole[:0]
-            elif not where.as_torch_has_it(name):
+            if _whole.get() is None:
                 state[prefix + name] = where.in_order(name, held.to_local())
+                continue
+            whole = where.whole(name, held.to_local().detach())
+            state[prefix + name] = whole.cpu() if _whole.get() else whole[:0]
 
     def load(module: nn.Module, state: dict[str, Any], prefix: str) -> None:
         for name in names:

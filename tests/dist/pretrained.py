@@ -11,6 +11,8 @@ from torch.distributed.tensor import DTensor
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import moefuse
+from moefuse import Options
+from tests.cpu.capture_case import Seen, capturing
 from tests.dist import scenes
 
 
@@ -82,3 +84,57 @@ def refused(rank: int, path: str, how: dict[str, Any]) -> str:
 
 def experts_of(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if type(module).__name__.endswith("Experts")]
+
+
+def distributed(path: str, **how: Any) -> Any:
+    from transformers.distributed.configuration_utils import DistributedConfig
+
+    return Qwen3MoeForCausalLM.from_pretrained(path, distributed_config=DistributedConfig(ep_size=2, **how))
+
+
+def trained(rank: int, path: str, how: dict[str, Any]) -> tuple[float, float, str]:
+    """(difference of the loss, largest of a gradient from one process, how the compiled layers are spread)."""
+    torch._dynamo.reset()
+    model = distributed(path, ep_implementation="moefuse", **how).train()
+    wanted = single().train()
+    seen = Seen()
+    run = torch.compile(model, backend=capturing(seen, Options(), "aot_eager"))
+    same = "tp_size" in how
+    every = [words(0 if same else r) for r in range(2)]
+    text = every[rank]
+    loss = run(input_ids=text, labels=text, use_cache=False).loss
+    loss.backward()
+    losses = [wanted(input_ids=t, labels=t, use_cache=False).loss for t in every]
+    sum(losses, torch.zeros(())).div(2).backward()
+    theirs, worst = dict(wanted.named_parameters()), 0.0
+    mine = {name: p.grad for name, p in model.named_parameters()}
+    assert mine.keys() == theirs.keys()
+    for name, found in mine.items():
+        grad: Any = found.full_tensor() if isinstance(found, DTensor) else found
+        worst = max(worst, float((grad - theirs[name].grad).abs().max()))
+    local = [p.to_local().shape[0] for module in experts_of(model) for p in module._parameters.values()]  # type: ignore[union-attr]
+    assert local == [3] * 4
+    parallel = {fused.parallel for fused in seen.report.fused}
+    return abs(float(loss.detach()) - float(losses[rank].detach())), worst, f"{len(seen.report.fused)} {sorted(parallel)}"
+
+
+def kept(rank: int, path: str, other: str, how: dict[str, Any]) -> float:
+    """Largest difference of outputs; writes the model to ``other``."""
+    model, wanted = distributed(path, ep_implementation="moefuse", **how), single()
+    worst = apart(model, wanted, words(0 if "tp_size" in how else rank))
+    state, theirs = moefuse.full_state_dict(model, keep=rank == 0), wanted.state_dict()
+    assert sorted(state) == (sorted(theirs) if rank == 0 else [])
+    assert all(torch.equal(state[key], theirs[key]) for key in state)
+    model.save_pretrained(other)
+    dist.barrier()
+    return worst
+
+
+def others(rank: int, path: str) -> tuple[float, str]:
+    model = distributed(path, ep_implementation="all_to_all", tp_size=2)
+    assert all("forward" in module.__dict__ for module in experts_of(model))
+    try:
+        moefuse.parallelize(model, scenes.mesh())
+    except moefuse.ParallelError as error:
+        return apart(model, single(), words(0)), str(error)
+    return 0.0, "nothing"

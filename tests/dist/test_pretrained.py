@@ -56,3 +56,41 @@ def test_save_pretrained_refuses(two: Workers, tmp_path: Path) -> None:
             "the state_dict that save_pretrained was given has no model.layers.0.mlp.experts.gate_up_proj, which another"
         )
         assert text.endswith("leave it out, or give moefuse.full_state_dict(model)")
+
+
+CONFIGS: dict[str, dict[str, Any]] = {"equal tokens": {"tp_size": 2}, "own tokens": {"fsdp_size": 2}}
+
+
+@pytest.mark.parametrize("how", CONFIGS)
+def test_distributed_config(two: Workers, how: str, tmp_path: Path) -> None:
+    """``ep_implementation="moefuse"``: transformers' meshes and loading, our dispatch; loss and gradients of one process."""
+    pytest.importorskip("transformers.distributed.expert_parallel")
+    pretrained.single().save_pretrained(tmp_path)
+    for loss, grads, report in two.run(pretrained.trained, str(tmp_path), CONFIGS[how]):
+        assert loss <= 1e-6
+        assert grads <= 1e-6
+        assert report == f"2 ['ep=2 linear, 3 of 6 experts here, {'all_reduce' if how == 'equal tokens' else 'allgather'}']"
+
+
+@pytest.mark.parametrize("how", CONFIGS)
+def test_distributed_config_without_a_compiler(two: Workers, how: str, tmp_path: Path) -> None:
+    """Weights are gathered; what ``save_pretrained`` writes is what was loaded; a state on one rank is whole."""
+    pytest.importorskip("transformers.distributed.expert_parallel")
+    pretrained.single().save_pretrained(tmp_path / "one")
+    assert max(two.run(pretrained.kept, str(tmp_path / "one"), str(tmp_path / "two"), CONFIGS[how])) <= 1e-6
+    load = pytest.importorskip("safetensors.torch").load_file
+    mine, theirs = (load(tmp_path / name / "model.safetensors") for name in ("two", "one"))
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(mine[key], theirs[key]) for key in theirs)
+
+
+def test_implementations_of_others(two: Workers, tmp_path: Path) -> None:
+    """They run as ever beside ours, and their models are refused by ``parallelize`` with the remedy."""
+    pytest.importorskip("transformers.distributed.expert_parallel")
+    pretrained.single().save_pretrained(tmp_path)
+    for apart, text in two.run(pretrained.others, str(tmp_path)):
+        assert apart <= 1e-6
+        assert text == (
+            "model.layers.0.mlp.experts is sharded by transformers already: load the model with "
+            'DistributedConfig(ep_implementation="moefuse", ...), or without a distributed_config and call moefuse.parallelize then'
+        )

@@ -111,7 +111,8 @@ def test_which_parts_is_not_known(two: Workers, tmp_path: Path) -> None:
     path = saved(tmp_path, per_expert(state_of(layers.Stacked)))
     text = (
         "ParallelError: first.gate_up is [24, 8] for each expert, and which of the checkpoint's "
-        "['down.weight', 'gate.weight', 'up.weight'] it is made of is not known: say it, e.g. moefuse.load(..., merge={'gate_up': ('down.weight', 'gate.weight')})"
+        "['down.weight', 'gate.weight', 'up.weight'] it is made of is not known: say it, "
+        "e.g. moefuse.load(..., merge={'gate_up': ('down.weight', 'gate.weight')})"
     )
     assert two.run(wholes.error_of, path, layers.Stacked) == [text, text]
 
