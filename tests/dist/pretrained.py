@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import PretrainedConfig, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import moefuse
 from moefuse import Options
 from tests.cpu.capture_case import Seen, capturing
-from tests.dist import scenes
+from tests.dist import layers, scenes
 
 
 def config(**how: Any) -> Qwen3MoeConfig:
@@ -26,6 +26,25 @@ def config(**how: Any) -> Qwen3MoeConfig:
 def single(**how: Any) -> Qwen3MoeForCausalLM:
     torch.manual_seed(3)
     return Qwen3MoeForCausalLM(config(**how)).eval()
+
+
+class Lists(PreTrainedModel):  # type: ignore[misc]
+    """Experts in lists, as in models of transformers 4."""
+
+    config_class = PretrainedConfig
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.body = layers.Model(layers.Listed, 6)
+        self.post_init()
+
+
+def lists_saved(rank: int, path: str, how: dict[str, Any]) -> None:
+    torch.manual_seed(3)
+    model = Lists(PretrainedConfig())
+    moefuse.parallelize(model, scenes.mesh(), **how)
+    model.save_pretrained(path)
+    dist.barrier()
 
 
 def words(rank: int) -> torch.Tensor:

@@ -46,6 +46,16 @@ def test_save_pretrained(two: Workers, how: str, state: str, tmp_path: Path) -> 
     assert all(torch.equal(a, b) for a, b in zip(inner.parameters(), wanted.model.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("how", HOW)
+def test_save_pretrained_of_lists(two: Workers, how: str, tmp_path: Path) -> None:
+    """The experts of all ranks, by their numbers."""
+    two.run(pretrained.lists_saved, str(tmp_path), HOW[how])
+    torch.manual_seed(3)
+    wanted = pretrained.Lists(transformers.PretrainedConfig())
+    back = pretrained.Lists.from_pretrained(tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(back.parameters(), wanted.parameters(), strict=True))
+
+
 def test_save_pretrained_refuses(two: Workers, tmp_path: Path) -> None:
     """What it cannot write it says, on every rank."""
     gone = {"distributed_checkpoint": True}

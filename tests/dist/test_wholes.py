@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from moefuse.parallel.files import opened
 from tests.dist import layers, wholes
 from tests.dist.workers import Workers
 
@@ -33,8 +36,6 @@ def saved(folder: Path, state: dict[str, Tensor], files: int = 1) -> str:
     if files == 1:
         safetensors.save_file(state, folder / "one.safetensors")
         return str(folder / "one.safetensors")
-    import json
-
     keys = sorted(state)
     where = {key: f"model-{number % files}.safetensors" for number, key in enumerate(keys)}
     for name in set(where.values()):
@@ -164,3 +165,19 @@ def test_nothing_to_undo(two: Workers) -> None:
     for warned, refused in two.run(wholes.undone_twice):
         assert warned.startswith("an optimizer (SGD) has Parameters of experts that were spread, and does not train the full ones")
         assert refused == "Model has no experts that moefuse.parallelize has spread"
+
+
+def test_files_that_do_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name in two files without an index, an index that is wrong, and no safetensors."""
+    for name in ("a.safetensors", "b.safetensors"):
+        safetensors.save_file({"weight": torch.ones(2)}, tmp_path / name)
+    with pytest.raises(ValueError, match=r"two files have a tensor weight: name the one to load, or write an index"):
+        opened(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"weight": "b.safetensors"}}))
+    assert list(opened(tmp_path)) == ["weight"]
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"bias": "b.safetensors"}}))
+    with pytest.raises(ValueError, match=r"says that bias is in b\.safetensors, which does not have it"):
+        opened(tmp_path)
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(ImportError, match=r"moefuse\.load needs the package safetensors: pip install safetensors"):
+        opened(tmp_path)
