@@ -278,7 +278,8 @@ def weights(rank: int, name: str) -> str:
     """With ``debug=True``, ranks of which one has other values of a tensor."""
     at = layer(debug=True)
     with torch.no_grad():
-        dict(at.model.named_parameters() if name != "_moefuse_place" else at.model.first.named_buffers())[name].view(-1)[-1] += rank
+        tensor = at.model.first._moefuse_place if name == "_moefuse_place" else dict(at.model.named_parameters())[name]
+        tensor.view(-1)[-1] += rank
     return tried(lambda: at(torch.randn(3, H)))[0]
 
 
