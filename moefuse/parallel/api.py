@@ -151,7 +151,7 @@ def parallelize(
         layers.append(Layer(site.layer or site.name, place, where.mine, terms))
     for layer in dict.fromkeys(site.layer for site in sites):
         views.gathering_once(model.get_submodule(layer))
-    saving_whole(model)
+    saving_whole(model, [int(rank) for rank in mesh.mesh.flatten()])
     held = tuple(dict.fromkeys((site.module, name) for site in sites for name in sharded_names(site.module)))
     _torch_private.not_for_ddp(model, held)
     setattr(model, ON_META, (*getattr(model, ON_META, ()), *_on_meta(model)))
