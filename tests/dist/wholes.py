@@ -85,10 +85,11 @@ def trained(rank: int) -> float:
     torch.manual_seed(5)
     wanted = layers.Model(layers.Stacked, 2)
     state = {key: value.clone() for key, value in wanted.state_dict().items()}
-    emptied = on_meta(layers.Stacked, {}, (4,), 2)
+    emptied, assigned = on_meta(layers.Stacked, {}, (4,), 2), on_meta(layers.Stacked, {}, (4,), 2)
     emptied.load_state_dict(state)
+    assigned.load_state_dict(state, assign=True)
     worst = 0.0
-    for model in (emptied, copy.deepcopy(emptied)):
+    for model in (emptied, copy.deepcopy(emptied), assigned):
         every = [torch.randn(5, layers.H, generator=torch.Generator().manual_seed(r)) for r in range(4)]
         model(every[rank]).square().mean().backward()
         wanted.zero_grad()
