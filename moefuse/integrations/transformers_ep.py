@@ -70,7 +70,9 @@ class MoefuseStyle(EpDispatchExpertsParallel):  # type: ignore[misc]
 
 def _all_experts(module: Any) -> None:
     """The number of experts, as it was before their Parameters were sharded: the module sees all of them."""
-    first = next(p for p in module._parameters.values() if hasattr(p, "device_mesh"))
+    first = next((p for p in module._parameters.values() if hasattr(p, "device_mesh")), None)
+    if first is None:
+        raise ParallelError(f"{type(module).__name__}: ep_plan sharded none of its Parameters: give each the rule 'grouped_gemm'")
     module.num_experts = first.shape[0]
     module._is_expert_parallel = False
 

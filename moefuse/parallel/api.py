@@ -178,14 +178,14 @@ def parallelize(
         replicas = at.copies if replicated else 1
         terms = tuple(_terms(*each, way, most, grads, place, count, replicas, debug) for each in zip(hops, at.names, whose, strict=True))
         slices = Slices(terms[-1].text, cuts[number]) if cuts else None
-        layer, separate = site.layer or site.name, hops[0] == "ep"
-        on_gradient = copies.averaging(layer, at) if terms[0].averages else warn
-        where = Where(at.mesh, place, terms[0].text if separate else "", slices, layer, replicated, on_gradient)
+        name = site.layer or site.name
+        on_gradient = copies.averaging(name, at) if terms[0].averages else warn
+        where = Where(at.mesh, place, terms[0].text if hops[0] == "ep" else "", slices, name, replicated, on_gradient)
         shard(site, where)
-        layers.append(Layer(layer, place, where.mine, terms))
+        layers.append(Layer(name, place, where.mine, terms))
     for layer in dict.fromkeys(site.layer for site in sites):
         views.gathering_once(model.get_submodule(layer))
-    saving_whole(model)
+    saving_whole(model, [int(rank) for rank in mesh.mesh.flatten()])
     for name in dict.fromkeys(name for at in grids.values() for name in at.names) if debug else ():
         group = groups.group(name)
         group.standing.first.append(same.later(model, group))

@@ -152,19 +152,34 @@ def _check_memory(model: nn.Module) -> None:
 
 def _other_buffers(model: nn.Module) -> None:
     """Buffers that no checkpoint has, and that ``to_empty`` has filled with anything: a model of transformers computes them anew."""
-    unknown = [name for name in getattr(model, ON_META, ()) if not model.get_buffer(name)._version]
-    if not unknown:
-        return
-    initialize: Any = getattr(model, "_init_weights", None)
-    for owner in dict.fromkeys(name.rpartition(".")[0] for name in unknown) if initialize is not None else ():
-        initialize(model.get_submodule(owner))
-    unknown = [name for name in unknown if not model.get_buffer(name)._version]
+    unknown = _unwritten(model)
+    if unknown and _of_transformers(model):
+        for owner in dict.fromkeys(name.rpartition(".")[0] for name in unknown):
+            _initialized(model, model.get_submodule(owner))
+        unknown = _unwritten(model)
     if unknown:
         warnings.warn(
             f"{unknown[0]} is in no checkpoint and was on the meta device: moefuse.load does not know its values, so write them yourself "
             f"({len(unknown)} such buffers)",
             stacklevel=3,
         )
+
+
+def _unwritten(model: nn.Module) -> list[str]:
+    """Buffers that nobody has written to since they have memory, as their versions say."""
+    buffers = dict(model.named_buffers())
+    found = [name for name in getattr(model, ON_META, ()) if name in buffers]
+    return [name for name in found if buffers[name].is_inference() or not buffers[name]._version]
+
+
+def _initialized(model: Any, module: nn.Module) -> None:
+    """Let a model of transformers compute the buffers of a module; it initializes Parameters in that call as well, which are kept."""
+    kept: list[tuple[Tensor, Tensor]] = [(p, p.detach().clone()) for p in module.parameters(recurse=False)]
+    kept += [(b, b.clone()) for n, b in module._buffers.items() if b is not None and n not in module._non_persistent_buffers_set]
+    with torch.no_grad():
+        model._init_weights(module)
+        for tensor, value in kept:
+            tensor.copy_(value)
 
 
 def _keys(kind: str, keys: Sequence[str]) -> list[str]:

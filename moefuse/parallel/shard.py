@@ -224,7 +224,7 @@ def _body(kind: type[nn.Module], held: Held) -> dict[str, Any]:
         kind.__setstate__(self, found)
         _settle(self)
 
-    return {**state.methods(kind, save, load), _HELD: held, "_apply": apply, "__setstate__": setstate}
+    return {**state.methods(kind, save, load, _settle), _HELD: held, "_apply": apply, "__setstate__": setstate}
 
 
 def _settle(module: nn.Module) -> None:

@@ -82,8 +82,12 @@ def _plain(value: Any, known: dict[Hashable, Tensor] | None) -> Any:
     return known.setdefault((whole.device, whole.data_ptr(), whole.dtype, whole.shape, whole.stride()), whole.cpu())
 
 
-def methods(kind: type[nn.Module], save: Save, load: Load) -> dict[str, Any]:
-    """What a subclass of ``kind`` has for its own part of a state: methods, and no hooks, so that they go when the class goes."""
+def methods(kind: type[nn.Module], save: Save, load: Load, settle: Callable[[nn.Module], None]) -> dict[str, Any]:
+    """What a subclass of ``kind`` has for its own part of a state: methods, and no hooks, so that they go when the class goes.
+
+    Args:
+        settle: called when a state has been loaded, which may have brought other Parameters (``assign=True``).
+    """
 
     def to_state(self: Any, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         kind._save_to_state_dict(self, destination, prefix, keep_vars)
@@ -92,6 +96,7 @@ def methods(kind: type[nn.Module], save: Save, load: Load) -> dict[str, Any]:
     def from_state(self: Any, state: dict[str, Any], prefix: str, *rest: Any) -> None:
         load(self, state, prefix)
         kind._load_from_state_dict(self, state, prefix, *rest)
+        settle(self)
 
     return {"_save_to_state_dict": to_state, "_load_from_state_dict": from_state}
 

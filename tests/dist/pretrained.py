@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from typing import Any
 
 import torch
@@ -99,6 +100,38 @@ def refused(rank: int, path: str, how: dict[str, Any]) -> str:
     except moefuse.ParallelError as error:
         return str(error)
     return "nothing"
+
+
+class Plain(layers.Model):
+    """With a ``save_pretrained`` of another library's kind."""
+
+    def save_pretrained(self, save_directory: str) -> None:
+        torch.save(self.state_dict(), save_directory)
+
+
+def alone(rank: int, path: str) -> list[str]:
+    """One rank saves, as the Trainer does, while the other one goes on; a full state needs no other rank. And what takes no state."""
+    from moefuse.parallel import pretrained
+
+    model, texts = single(), []
+    moefuse.parallelize(model, scenes.mesh())
+    state = moefuse.full_state_dict(model, keep=rank == 0)
+    if rank == 0:
+        model.save_pretrained(path, state_dict=state)
+        pretrained.WAIT = datetime.timedelta(seconds=1)
+        try:
+            model.save_pretrained(path)
+        except moefuse.PeerError as error:
+            texts.append(str(error))
+        pretrained.WAIT = None
+    texts.append(str(apart(model, single(), words(rank)) <= 1e-5))
+    other = Plain(layers.Stacked, 6)
+    moefuse.parallelize(other, scenes.mesh())
+    try:
+        other.save_pretrained(path)
+    except moefuse.ParallelError as error:
+        texts.append(str(error))
+    return texts
 
 
 def experts_of(model: nn.Module) -> list[nn.Module]:

@@ -61,11 +61,22 @@ def test_save_pretrained_refuses(two: Workers, tmp_path: Path) -> None:
     gone = {"distributed_checkpoint": True}
     for text in two.run(pretrained.refused, str(tmp_path), gone):
         assert text.startswith("Qwen3MoeForCausalLM: distributed_checkpoint=True is for models that transformers has sharded; use torch.")
-    for text in two.run(pretrained.refused, str(tmp_path), {"state_dict": {}}):
+    for text in two.run(pretrained.refused, str(tmp_path), {"state_dict": {"lm_head.weight": torch.zeros(1)}}):
         assert text.startswith(
             "the state_dict that save_pretrained was given has no model.layers.0.mlp.experts.gate_up_proj, which another"
         )
         assert text.endswith("leave it out, or give moefuse.full_state_dict(model)")
+
+
+def test_one_rank_saves_alone(two: Workers, tmp_path: Path) -> None:
+    """It waits on a group of its own, so that what the others do meanwhile is right, and says what it has waited for."""
+    first, second = two.run(pretrained.alone, str(tmp_path))
+    assert first[0].startswith("Qwen3MoeForCausalLM: save_pretrained gathers the experts of all ranks, so each has to call it")
+    text = (
+        "Plain: its save_pretrained takes no state_dict, and what a rank has is a part of the model: call moefuse.unparallelize(model) "
+        "first, or use torch.distributed.checkpoint"
+    )
+    assert first[1:] == second == ["True", text]
 
 
 CONFIGS: dict[str, dict[str, Any]] = {"equal tokens": {"tp_size": 2}, "own tokens": {"fsdp_size": 2}}

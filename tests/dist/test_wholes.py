@@ -74,6 +74,14 @@ def test_each_rank_reads_its_part(two: Workers, kind: type[nn.Module], place: st
         assert read < whole
 
 
+def test_beside_fsdp(two: Workers, tmp_path: Path) -> None:
+    """Each rank takes its shard of the rest; nothing is undone under another library."""
+    for apart, state, text in two.run(wholes.loaded_beside_fsdp, saved(tmp_path, state_of(layers.Stacked))):
+        assert apart <= 1e-5
+        assert state == 0
+        assert text.startswith("FSDPModel is a FSDPModule of another library now, which knows the spread experts: make the model anew")
+
+
 @pytest.fixture(scope="module")
 def four() -> Iterator[Workers]:
     workers = Workers(4)
@@ -84,6 +92,17 @@ def four() -> Iterator[Workers]:
 def test_copies_from_the_meta_device(four: Workers) -> None:
     """Hooks that average gradients over copies are on the Parameters that there are, and not on those that were."""
     assert max(four.run(wholes.trained)) <= 1e-6
+
+
+@pytest.mark.parametrize("kind", [layers.Stacked, layers.Listed])
+def test_slices_of_some_experts(four: Workers, kind: type[nn.Module], tmp_path: Path) -> None:
+    """Two by two: each rank has half of half of the experts, from the meta device and back."""
+    how = {"experts": ("ep", "tp")}
+    path = saved(tmp_path, state_of(kind))
+    assert max(max(worst) for worst in four.run(wholes.loaded, kind, how, (2, 2), path)) <= 1e-5
+    assert all(gathered == 0 and worst <= 1e-5 for gathered, worst in four.run(wholes.undone, kind, how, (2, 2)))
+    for read, held, _ in four.run(wholes.bytes_read, kind, how, (2, 2), path):
+        assert read == held
 
 
 def per_expert(state: dict[str, Tensor], gate: str = "gate.weight", up: str = "up.weight", down: str = "down.weight") -> dict[str, Tensor]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import moefuse
@@ -84,10 +85,11 @@ def trained(rank: int) -> float:
     torch.manual_seed(5)
     wanted = layers.Model(layers.Stacked, 2)
     state = {key: value.clone() for key, value in wanted.state_dict().items()}
-    emptied = on_meta(layers.Stacked, {}, (4,), 2)
+    emptied, assigned = on_meta(layers.Stacked, {}, (4,), 2), on_meta(layers.Stacked, {}, (4,), 2)
     emptied.load_state_dict(state)
+    assigned.load_state_dict(state, assign=True)
     worst = 0.0
-    for model in (emptied, copy.deepcopy(emptied)):
+    for model in (emptied, copy.deepcopy(emptied), assigned):
         every = [torch.randn(5, layers.H, generator=torch.Generator().manual_seed(r)) for r in range(4)]
         model(every[rank]).square().mean().backward()
         wanted.zero_grad()
@@ -123,6 +125,27 @@ def bytes_read(rank: int, kind: type[nn.Module], how: dict[str, Any], shape: tup
         Files.part, Files.whole = part, all_of  # type: ignore[method-assign]
     locals_of = [p.to_local() for p in model.parameters() if isinstance(p, DTensor)]
     return sum(read), sum(p.numel() * p.element_size() for p in locals_of), whole
+
+
+def loaded_beside_fsdp(rank: int, path: str) -> tuple[float, float, str]:
+    """The rest of the model is FSDP's, from the meta device as well: errors of its outputs and its full state, and what undoing raises."""
+    with torch.device("meta"):
+        model = layers.Model(layers.Stacked, E)
+        mesh = scenes.mesh()
+        plan = moefuse.parallelize(model, mesh)
+        for block in (model.first, model.second, model):
+            fully_shard(block, mesh=mesh, ignored_params=plan.parameters)
+    garbage(model.to_empty(device="cpu"))
+    moefuse.load(model, path)
+    wanted = single(layers.Stacked)
+    state = moefuse.full_state_dict(model, keep=rank == 0)
+    apart_state = max((float((state[key] - value).abs().max()) for key, value in wanted.state_dict().items() if state), default=0.0)
+    text = "nothing"
+    try:
+        moefuse.unparallelize(model)
+    except moefuse.ParallelError as error:
+        text = str(error)
+    return apart(model, wanted, rank), apart_state, text
 
 
 def merged(rank: int, path: str, merge: dict[str, tuple[str, ...]], how: dict[str, Any]) -> float:
