@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING
 
 import moefuse.ops  # noqa: F401  # registers torch.ops.moefuse.*, which rewritten and cached graphs call
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from moefuse.inductor_pass import MoEFusionPass as MoEFusionPass
     from moefuse.parallel.api import parallelize as parallelize
     from moefuse.parallel.clip import clip_grad_norm_ as clip_grad_norm_
+    from moefuse.parallel.load import load as load
+    from moefuse.parallel.state import full_state_dict as full_state_dict
+    from moefuse.parallel.unshard import unparallelize as unparallelize
 
 __all__ = [
     "ExpertsSpec",
@@ -41,10 +45,21 @@ __all__ = [
     "clip_grad_norm_",
     "compile",
     "explain",
+    "full_state_dict",
     "last_report",
+    "load",
     "parallelize",
+    "unparallelize",
     "warmup",
 ]
+
+_PARALLEL = {
+    "clip_grad_norm_": "moefuse.parallel.clip",
+    "full_state_dict": "moefuse.parallel.state",
+    "load": "moefuse.parallel.load",
+    "parallelize": "moefuse.parallel.api",
+    "unparallelize": "moefuse.parallel.unshard",
+}
 
 _on_import.wait()
 
@@ -60,12 +75,6 @@ def __getattr__(name: str) -> object:
 
         return MoEFusionPass
     # torch.distributed's meshes and tensors take a second, too.
-    if name == "parallelize":
-        from moefuse.parallel.api import parallelize
-
-        return parallelize
-    if name == "clip_grad_norm_":
-        from moefuse.parallel.clip import clip_grad_norm_
-
-        return clip_grad_norm_
+    if name in _PARALLEL:
+        return getattr(importlib.import_module(_PARALLEL[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -883,6 +883,18 @@ def running_backward() -> int:
     return torch._C._current_graph_task_id()
 
 
+def hooks_of_gradients(parameter: torch.nn.Parameter) -> list[Any]:
+    """What ``register_post_accumulate_grad_hook`` was given, and runs again where ``Module.to_empty`` has let autograd forget it.
+
+    A distributed tensor's content is swapped there: the hooks stay with the object and not with the content.
+    """
+    hooks: Any = parameter._post_accumulate_grad_hooks
+    if not hooks:
+        return []
+    parameter._post_accumulate_grad_hooks = hooks
+    return list(hooks.values())
+
+
 class NotForDDP:
     """Names of what ``DistributedDataParallel`` of a module is to leave alone, as they are when it asks: also if the module is compiled."""
 
@@ -890,28 +902,47 @@ class NotForDDP:
         self.root, self.held, self.before = root, held, before
 
     def __iter__(self) -> Iterator[str]:
+        from torch.distributed.tensor import DTensor
+
         yield from self.before
         paths = {id(module): path for path, module in self.root.named_modules()}
         for module, name in self.held:
+            parameter: Any = module._parameters.get(name)
+            if not isinstance(parameter, DTensor):
+                continue  # a full one again
+            setattr(parameter, "_ddp_ignored", True)  # noqa: B010  (for Dynamo's buckets; a Parameter that was moved has it no more)
             # A compiled module looks like this one, and has it as a child. What is the root's own, DDP calls ".name" in places.
             path = f"{paths[id(module)]}.{name}"
             yield from (path, path.lstrip("."), f"_orig_mod.{path.lstrip('.')}")
 
 
+_FOR_DDP = "_ddp_params_and_buffers_to_ignore"
+
+
 def not_for_ddp(model: torch.nn.Module, held: Sequence[tuple[torch.nn.Module, str]]) -> None:
-    """Let ``DistributedDataParallel`` of a model, or of a part of it, leave these Parameters and buffers (module, name) alone.
+    """Let ``DistributedDataParallel`` of a model, or of a part of it, leave these distributed Parameters (module, name) alone.
 
     Beside those that it was told to ignore before.
     """
-    for module, name in held:
-        tensor: Any = module._parameters.get(name, module._buffers.get(name))
-        tensor._ddp_ignored = True  # for Dynamo's buckets
     holders = {id(module) for module, _ in held}
     for root in model.modules():
         inner = {id(module) for module in root.modules()}
         if not holders.isdisjoint(inner):
-            known: Iterable[str] = getattr(root, "_ddp_params_and_buffers_to_ignore", ())
-            root._ddp_params_and_buffers_to_ignore = NotForDDP(root, [h for h in held if id(h[0]) in inner], known)  # type: ignore[assignment]
+            setattr(root, _FOR_DDP, NotForDDP(root, [h for h in held if id(h[0]) in inner], getattr(root, _FOR_DDP, ())))
+
+
+def again_for_ddp(model: torch.nn.Module, held: Iterable[tuple[torch.nn.Module, str]]) -> None:
+    """Take back :func:`not_for_ddp` for these Parameters, which are to be full ones."""
+    gone = set()
+    for module, name in held:
+        gone.add((id(module), name))
+        module._parameters[name].__dict__.pop("_ddp_ignored", None)
+    for root in model.modules():
+        known = root.__dict__.pop(_FOR_DDP, ())
+        while isinstance(known, NotForDDP) and gone.issuperset((id(module), name) for module, name in known.held):
+            known = known.before
+        if known != ():
+            setattr(root, _FOR_DDP, known)
 
 
 def sharded_over(mesh: Any) -> Any:
@@ -921,6 +952,14 @@ def sharded_over(mesh: Any) -> Any:
 
     result = getattr(_fsdp_common, "ShardPlacementResult", None)
     return None if result is None else result(Shard(0), _fsdp_common.FSDPMeshInfo(mesh, shard_mesh_dim=0))
+
+
+def static_address(tensor: torch.Tensor) -> torch.Tensor:
+    """Let CUDA graphs of compiled code read a tensor where it is, as they do Parameters and buffers, and not copy it in each call."""
+    from torch._dynamo import mark_static_address
+
+    mark_static_address(tensor)
+    return tensor
 
 
 def inlined_only(function: Any) -> None:

@@ -18,6 +18,7 @@ log = logging.getLogger("moefuse.integrations")
 
 INTEGRATIONS = {
     "accelerate.utils.dataclasses": "moefuse.integrations.accelerate",
+    "transformers.distributed.expert_parallel": "moefuse.integrations.transformers_ep",
     "transformers.integrations.moe": "moefuse.integrations.transformers",
 }
 """The module that an integration adds something to -> the integration."""

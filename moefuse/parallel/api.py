@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from moefuse import _torch_private
 from moefuse.errors import ParallelError
@@ -20,6 +21,7 @@ from moefuse.parallel.cost import cheapest
 from moefuse.parallel.find import Site, experts_of, parameters_of
 from moefuse.parallel.meshes import Grid, grid
 from moefuse.parallel.placement import Placement, placed
+from moefuse.parallel.pretrained import saving_whole
 from moefuse.parallel.shard import Slices, Where, shard, sharded_names
 from moefuse.parallel.units import Cut, cuts_of
 from moefuse.runtime import groups
@@ -176,19 +178,34 @@ def parallelize(
         replicas = at.copies if replicated else 1
         terms = tuple(_terms(*each, way, most, grads, place, count, replicas, debug) for each in zip(hops, at.names, whose, strict=True))
         slices = Slices(terms[-1].text, cuts[number]) if cuts else None
-        where = Where(at.mesh, place, terms[0].text if hops[0] == "ep" else "", slices, replicated)
+        name = site.layer or site.name
+        on_gradient = copies.averaging(name, at) if terms[0].averages else warn
+        where = Where(at.mesh, place, terms[0].text if hops[0] == "ep" else "", slices, name, replicated, on_gradient)
         shard(site, where)
-        copies.watch(site.module, site.layer or site.name, sharded_names(site.module), at, terms[0].averages, warn)
-        layers.append(Layer(site.layer or site.name, place, where.mine, terms))
+        layers.append(Layer(name, place, where.mine, terms))
     for layer in dict.fromkeys(site.layer for site in sites):
         views.gathering_once(model.get_submodule(layer))
+    saving_whole(model, [int(rank) for rank in mesh.mesh.flatten()])
     for name in dict.fromkeys(name for at in grids.values() for name in at.names) if debug else ():
         group = groups.group(name)
         group.standing.first.append(same.later(model, group))
     held = tuple(dict.fromkeys((site.module, name) for site in sites for name in sharded_names(site.module)))
-    tables = [(module, views.PLACE) for module in dict.fromkeys(site.module for site in sites) if views.PLACE in module._buffers]
-    _torch_private.not_for_ddp(model, [*held, *tables])
+    _torch_private.not_for_ddp(model, held)
+    setattr(model, ON_META, (*getattr(model, ON_META, ()), *_on_meta(model)))
     return Plan(tuple(layers), held)
+
+
+ON_META = "_moefuse_on_meta"
+"""Of a model, the names of buffers that no checkpoint has and that had no values when its experts were spread."""
+
+
+def _on_meta(model: nn.Module) -> tuple[str, ...]:
+    return tuple(
+        f"{path}.{name}".lstrip(".")
+        for path, module in model.named_modules()
+        for name in sorted(module._non_persistent_buffers_set)
+        if (buffer := module._buffers.get(name)) is not None and buffer.is_meta
+    )
 
 
 def _roles(experts: object) -> tuple[str, ...]:
@@ -221,13 +238,16 @@ def _transport(site: Site, wanted: str, most: object, at: Grid, shares: bool) ->
 def _terms(
     role: str, mesh: str, tokens: Any, wanted: str, most: int | Most, grads: Grads, place: Placement, count: int, replicas: int, debug: bool
 ) -> Terms:
-    transport: Any = wanted
-    if tokens == "replicated" and wanted != "gather":
-        transport = "all_reduce"
-    if transport == "all_to_all" and 1 < groups.group(mesh).spans < groups.group(mesh).size:
-        transport = "rails"
     split: Split = "experts" if role == "ep" else "slices"
-    return Terms(mesh, transport, tokens, most, grads, place.name, split, count, replicas, debug)
+    return Terms(mesh, carrier(wanted, tokens, mesh), tokens, most, grads, place.name, split, count, replicas, debug)
+
+
+def carrier(wanted: str, tokens: Tokens, mesh: str) -> Any:
+    """The transport that does what was asked for, between the ranks of a registered mesh."""
+    if tokens == "replicated" and wanted != "gather":
+        return "all_reduce"
+    group = groups.group(mesh)
+    return "rails" if wanted == "all_to_all" and 1 < group.spans < group.size else wanted
 
 
 def _cuts(model: nn.Module, sites: Sequence[Site], world: int) -> list[dict[str, Cut | None]]:
@@ -325,19 +345,32 @@ def _check_parameters(model: nn.Module, sites: Sequence[Site]) -> None:
     wanted = {id(p): site for site in sites for p in parameters_of(site)}
     for site in sites:
         for p in parameters_of(site):
+            if isinstance(p.data, DTensor) and getattr(model, "is_distributed_loading_by_transformers", False):
+                raise ParallelError(
+                    f"{site.name} is sharded by transformers already: load the model with "
+                    'DistributedConfig(ep_implementation="moefuse", ...), or without a distributed_config and call moefuse.parallelize then'
+                )
             if type(p) is not nn.Parameter or type(p.data) is not torch.Tensor:
                 raise ParallelError(
                     f"{site.name} has a Parameter that is a {type(p.data).__name__} already: call moefuse.parallelize before other "
                     "libraries shard or wrap the model"
                 )
     for optimizer in _optimizers():
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                if id(p) in wanted:
-                    raise ParallelError(
-                        f"a Parameter of {wanted[id(p)].name} is in an optimizer ({type(optimizer).__name__}) already: make the optimizer "
-                        "after moefuse.parallelize"
-                    )
+        for p in _trained_by(optimizer):
+            if id(p) in wanted:
+                raise ParallelError(
+                    f"a Parameter of {wanted[id(p)].name} is in an optimizer ({type(optimizer).__name__}) already: make the optimizer "
+                    "after moefuse.parallelize"
+                )
+
+
+def in_optimizer(parameters: set[int]) -> str | None:
+    """The kind of an optimizer that has one of these Parameters, by identity."""
+    return next((type(o).__name__ for o in _optimizers() if any(id(p) in parameters for p in _trained_by(o))), None)
+
+
+def _trained_by(optimizer: torch.optim.Optimizer) -> list[Any]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _optimizers() -> list[torch.optim.Optimizer]:

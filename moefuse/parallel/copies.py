@@ -10,7 +10,6 @@ accumulated.
 
 from __future__ import annotations
 
-import copy
 import itertools
 import warnings
 import weakref
@@ -46,41 +45,22 @@ _pending: weakref.WeakValueDictionary[int, _Pending] = weakref.WeakValueDictiona
 """Of each backward pass that is running: checkpoints may run one inside of another."""
 
 
-class Averaged:
-    """Parameters whose gradients are the mean over a group of ``count`` ranks when a backward pass has ended.
-
-    Held by their module, so that a copy of it (``copy.deepcopy``) averages as well: a copy of a Parameter has no hooks.
-    """
-
-    def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]], group: Any, count: int) -> None:
-        """``parameters``: (name for errors, Parameter), in an order that is the same on all ranks."""
-        self.parameters, self.group, self.count = list(parameters), group, count
-        for name, parameter in self.parameters:
-            _on_gradient(parameter, self._ready(next(_numbers), name))
-
-    def _ready(self, number: int, name: str) -> Callable[[Tensor], None]:
-        return lambda parameter: _when_done(number, lambda: _mean(name, parameter, self.group, self.count))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Averaged:
-        return Averaged([(name, copy.deepcopy(p, memo)) for name, p in self.parameters], self.group, self.count)
+OnGradient = Callable[[], Callable[[Tensor], None]]
+"""Makes for one Parameter what is called in each backward pass when its gradient is there."""
 
 
-def watch(module: nn.Module, layer: str, names: Sequence[str], at: Grid, averages: bool, otherwise: Callable[[Tensor], None]) -> None:
-    """Average the gradients of a module's sharded Parameters, if there are copies of them with other tokens.
+def averaging(layer: str, at: Grid) -> OnGradient:
+    """Gradients of a layer's experts are the mean over those with copies of them when a backward pass has ended."""
 
-    Args:
-        otherwise: called in a backward pass, if there are none. A Parameter that FSDP has sharded is another one than this, and does not.
-    """
-    parameters = [(layer, p) for name in names if (p := module._parameters[name]) is not None]
-    if averages:
-        module._moefuse_averaged = Averaged(parameters, at.others, at.copies)  # type: ignore[assignment]
-        return
-    for _, parameter in parameters:
-        _on_gradient(parameter, otherwise)
+    def made() -> Callable[[Tensor], None]:
+        number = next(_numbers)
+        return lambda parameter: _when_done(number, lambda: _mean(layer, parameter, at.others, at.copies))
+
+    return made
 
 
-def warning_of_others(mesh: DeviceMesh) -> Callable[[Tensor], None]:
-    """To be called in a backward pass: says once that the job has more ranks than the mesh, and none of them averages with the others."""
+def warning_of_others(mesh: DeviceMesh) -> OnGradient:
+    """Say once, where nobody averages, that the job has more ranks than the mesh."""
     roles = ("dp", *(mesh.mesh_dim_names or ("ep",)))
     said = [mesh.size() == dist.get_world_size()]
 
@@ -95,14 +75,26 @@ def warning_of_others(mesh: DeviceMesh) -> Callable[[Tensor], None]:
             stacklevel=2,
         )
 
-    return warn
+    return lambda: warn
 
 
-def _on_gradient(parameter: nn.Parameter, ready: Callable[[Tensor], None]) -> None:
-    wants = parameter.requires_grad
-    parameter.requires_grad_(True)  # what is frozen takes no hook, and may be thawed
-    parameter.register_post_accumulate_grad_hook(torch.compiler.disable(ready))
-    parameter.requires_grad_(wants)
+def watch(parameters: Sequence[nn.Parameter], on_gradient: OnGradient) -> None:
+    """Do so for these Parameters, in an order that is the same on all ranks; those that are watched already are left alone.
+
+    What is frozen is watched as well, for it may be thawed. A copy of a Parameter has no hooks.
+    """
+    for parameter in parameters:
+        if not parameter.is_floating_point() or any(hasattr(hook, _OURS) for hook in _torch_private.hooks_of_gradients(parameter)):
+            continue
+        hook: Callable[[Tensor], None] = torch.compiler.disable(on_gradient())
+        setattr(hook, _OURS, True)
+        wants = parameter.requires_grad
+        parameter.requires_grad_(True)  # else torch takes no hook
+        parameter.register_post_accumulate_grad_hook(hook)
+        parameter.requires_grad_(wants)
+
+
+_OURS = "_moefuse_on_gradient"
 
 
 def _when_done(number: int, call: Callable[[], None]) -> None:

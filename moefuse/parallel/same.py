@@ -1,4 +1,4 @@
-"""Whether all ranks have the same weights, where they should: every plain Parameter and buffer of a model."""
+"""Whether all ranks have the same weights, where they should: every plain Parameter and buffer of a model, and the tables of experts."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from moefuse.errors import ParallelError
+from moefuse.parallel import views
 from moefuse.runtime.collectives import all_gather
 from moefuse.runtime.debug import checksum
 from moefuse.runtime.groups import Group
@@ -64,3 +65,6 @@ def _plain(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, buffer in model.named_buffers():
         if type(buffer) is torch.Tensor:
             yield name, buffer
+    for path, module in model.named_modules():
+        if (table := getattr(module, views.PLACE, None)) is not None:
+            yield f"{path}.{views.PLACE}".lstrip("."), table

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,15 +18,16 @@ from torch.distributed.tensor import DTensor
 
 from moefuse import _torch_private
 from moefuse.errors import ParallelError
+from moefuse.parallel.table import Table
 
 PLACE = "_moefuse_place"
-"""The buffer [E] that says where each expert is; not saved."""
+"""The attribute that is the table [E] of where each expert is."""
 
 _gathered: contextvars.ContextVar[dict[int, Tensor] | None] = contextvars.ContextVar("moefuse_gathered", default=None)
 
 
-Of = tuple[tuple[int, str] | None, tuple[int, int, str] | None, int]
-"""How a Parameter is gathered: (slots, terms) of its experts, (axis, blocks, terms) of their slices; over how many dimensions of a mesh."""
+Of = tuple[tuple[Table, int, str] | None, tuple[int, int, str] | None, int]
+"""How a Parameter is gathered: (table, slots, terms) of its experts, (axis, blocks, terms) of their slices; dimensions of the mesh."""
 
 
 def full(holder: nn.Module, name: str, of: Of) -> Tensor:
@@ -52,6 +53,8 @@ def full(holder: nn.Module, name: str, of: Of) -> Tensor:
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _in_eager(holder: nn.Module, parameter: Any, of: Of) -> Tensor:
     """The same where a program runs as it is written: no frame for Dynamo, which would compile it for every expert."""
+    if of[0] is not None:
+        of[0][0].ready(parameter.to_local().device)
     known = _gathered.get()
     if known is None:
         return _gather(holder, parameter, of)
@@ -66,7 +69,8 @@ def _gather(holder: nn.Module, parameter: Any, of: Of) -> Tensor:
     if slices is not None:
         out = torch.ops.moefuse.gathered_slices.default(out, *slices)
     if experts is not None:
-        out = torch.ops.moefuse.gathered.default(out, holder._buffers[PLACE], *experts)
+        table, slots, terms = experts
+        out = torch.ops.moefuse.gathered.default(out, table.on(out.device), slots, terms)
     return out
 
 
@@ -81,11 +85,11 @@ def once() -> Iterator[None]:
             _gathered.reset(token)
 
 
-def with_properties(module: nn.Module, properties: dict[str, Callable[[Any], Tensor]]) -> None:
-    """Give a module a class of its own, of the name that its class has, with these attributes."""
+def with_properties(module: nn.Module, properties: Mapping[str, Callable[[Any], Tensor]], body: Mapping[str, Any] | None = None) -> None:
+    """Give a module a class of its own, of the name that its class has, with these attributes that are computed, and others in ``body``."""
     for read in (*properties.values(), full):
         _torch_private.inlined_only(read)
-    module.__class__ = _subclass(type(module), {name: property(read) for name, read in properties.items()})
+    module.__class__ = _subclass(type(module), {**{name: property(read) for name, read in properties.items()}, **(body or {})})
 
 
 def gathering_once(module: nn.Module) -> None:
@@ -98,22 +102,28 @@ def gathering_once(module: nn.Module) -> None:
         with once():
             return kind.forward(self, *args, **kwargs)
 
-    module.__class__ = _subclass(kind, {"forward": forward})
+    module.__class__ = _subclass(kind, {"forward": forward, _ONCE: True})
 
 
-_ORIGINAL = "_moefuse_original"
+ORIGINAL = "_moefuse_original"
+_ONCE = "_moefuse_gathers_once"
 
 
 def _subclass(kind: type[nn.Module], body: dict[str, Any]) -> type[nn.Module]:
-    named = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, _ORIGINAL: getattr(kind, _ORIGINAL, kind)}
+    named = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, ORIGINAL: getattr(kind, ORIGINAL, kind)}
     return type(kind.__name__, (kind,), {**body, **named})
 
 
 def original(module: nn.Module) -> type[nn.Module]:
     """The class that the user gave a module."""
-    return getattr(type(module), _ORIGINAL, type(module))
+    return getattr(type(module), ORIGINAL, type(module))
+
+
+def is_ours(module: nn.Module) -> bool:
+    """Whether the class of a module is one that was made here, and not one that somebody has derived from it since."""
+    return ORIGINAL in vars(type(module))
 
 
 def is_spread(module: nn.Module) -> bool:
     """Whether a layer's class is one that :func:`gathering_once` has made."""
-    return _ORIGINAL in vars(type(module))
+    return hasattr(type(module), _ONCE)

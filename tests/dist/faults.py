@@ -285,6 +285,7 @@ def weights(rank: int, name: str) -> str:
     at = layer(debug=True)
     tensors = dict(at.model.named_parameters()) | dict(at.model.named_buffers())
     with torch.no_grad():
+        tensors["first._moefuse_place"] = at.model.first._moefuse_place
         if name in tensors:
             tensors[name].view(-1)[-1] += rank
         elif rank:

@@ -50,6 +50,18 @@ def test_either_may_come_first(first: str) -> None:
     assert run(f"{first}\n{ASK}") == "True True"
 
 
+def test_expert_parallel_implementations_of_transformers() -> None:
+    """The name and the style, where a release has a registry of them."""
+    pytest.importorskip("transformers.distributed.expert_parallel")
+    printed = run("""
+        import moefuse
+        from transformers.distributed.expert_parallel import EPImplementationInterface
+        from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
+        print("moefuse" in EPImplementationInterface(), type(ALL_PARALLEL_STYLES["ep_dispatch_experts"]).__name__)
+    """)
+    assert printed == "True MoefuseStyle"
+
+
 def test_none_is_imported_for_it_and_none_is_changed() -> None:
     printed = run("""
         import sys

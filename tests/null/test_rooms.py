@@ -28,6 +28,8 @@ LATE = {
     "capture.dummies": "a pass of experts without tokens alone asks the passes",
     "capture.frame": "a refusal alone asks the passes",
     "config": "options are read before torch is",
+    "integrations.transformers_ep": "a model that is loaded with it alone needs torch.distributed's tensors",
+    "parallel.load": "a model of transformers alone needs transformers' mapping",
     "passes.lower.workspace_size": "Triton is not there on every machine",
     "pipeline": "a broken install of the passes must not break a program",
     "report": "a page alone needs what draws it",

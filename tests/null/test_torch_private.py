@@ -6,12 +6,15 @@ import ast
 import datetime
 import inspect
 from collections import deque
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.torch_version import TorchVersion
 
@@ -135,3 +138,51 @@ def test_what_communicates_is_lowered_in_order() -> None:
     assert not _torch_private.communicates(graph)
     graph.call_function(torch.ops.moefuse.ep_combine.default, (x, [], 1, "", ""))
     assert _torch_private.communicates(graph)
+
+
+@pytest.fixture
+def two_ranks() -> Iterator[DeviceMesh]:
+    """Rank 0 of 2, which communicates nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+    dist.destroy_process_group()
+
+
+def test_hooks_of_gradients(two_ranks: DeviceMesh) -> None:
+    """They are with a distributed Parameter whose content ``to_empty`` has swapped, and run."""
+    module, fired = torch.nn.Module(), []
+    module.w = torch.nn.Parameter(DTensor.from_local(torch.empty(2, 3, device="meta"), two_ranks, [Shard(0)], run_check=False))
+    assert _torch_private.hooks_of_gradients(module.w) == []
+    module.w.register_post_accumulate_grad_hook(fired.append)
+    module.to_empty(device="cpu")
+    assert _torch_private.hooks_of_gradients(module.w) == [fired.append]
+    module.w.to_local().sum().backward()
+    assert len(fired) == 1
+
+
+def test_parameters_that_ddp_leaves_alone(two_ranks: DeviceMesh) -> None:
+    """Names and marks of those that are distributed when DDP asks, and neither when it is taken back."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    model[0]._ddp_params_and_buffers_to_ignore = ["bias"]
+    for layer in model:
+        local = layer.weight.detach()
+        layer.weight = torch.nn.Parameter(DTensor.from_local(local, two_ranks, [Shard(0)], run_check=False))
+    before = [dict(vars(module)) for module in model.modules()]
+    marks = {key: dict(value.__dict__) for key, value in model.named_parameters()}
+    _torch_private.not_for_ddp(model, [(model[0], "weight")])
+    _torch_private.not_for_ddp(model, [(model[1], "weight")])
+    assert {"0.weight", "1.weight", "_orig_mod.0.weight"} <= set(model._ddp_params_and_buffers_to_ignore)
+    assert {"bias", "weight", ".weight"} <= set(model[0]._ddp_params_and_buffers_to_ignore)
+    assert model[0].weight._ddp_ignored
+    _torch_private.again_for_ddp(model[1], [(model[1], "weight")])
+    full = torch.nn.Parameter(torch.zeros(4, 2))
+    weight, model[1].weight = model[1].weight, full
+    assert "1.weight" not in set(model._ddp_params_and_buffers_to_ignore)
+    model[1].weight = weight
+    _torch_private.again_for_ddp(model, [(model[0], "weight"), (model[1], "weight")])
+    assert before == [vars(module) for module in model.modules()]
+    assert marks == {key: value.__dict__ for key, value in model.named_parameters()}
+
+
+def test_static_address() -> None:
+    assert _torch_private.static_address(torch.zeros(1))._dynamo_static_input_type == "unguarded"  # type: ignore[attr-defined]

@@ -8,13 +8,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 
 from moefuse import ParallelError, PeerError
+from moefuse.parallel.table import Table
 from moefuse.runtime import groups
 from moefuse.runtime.debug import checksum
 from moefuse.runtime.groups import Terms
-from moefuse.runtime.layers import layer_of, remember
+from moefuse.runtime.layers import layer_of
 from moefuse.runtime.peers import peers
 from moefuse.runtime.words import LEFT, REFUSED, Call, number_of
 
@@ -46,18 +46,16 @@ def test_stamps() -> None:
 
 
 def test_layers_by_their_tables() -> None:
-    """As long as the table is where it was, or has moved with its module."""
-    first, second = nn.Module(), nn.Module()
-    for name, module in (("first", first), ("second", second)):
-        module.register_buffer("place", torch.arange(4))
-        remember(module, "place", name)
-    assert (layer_of(first.place), layer_of(second.place), layer_of(None), layer_of(torch.arange(4))) == ("first", "second", "", "")
-    old = first.place
-    first.place = old.clone()
-    assert (layer_of(old), layer_of(first.place)) == ("", "first")
-    where = second.place
-    del second, module
-    assert layer_of(where) == ""
+    """One on each device, as long as anybody has it."""
+    first, second = Table([0, 1], "first"), Table([0, 1], "second")
+    cpu = torch.device("cpu")
+    assert layer_of(first.on(cpu)) == ""
+    first.ready(cpu)
+    second.ready(cpu)
+    assert (layer_of(first.on(cpu)), layer_of(second.on(cpu)), layer_of(None), layer_of(torch.arange(2))) == ("first", "second", "", "")
+    table = second.on(cpu)
+    del second
+    assert layer_of(table) == ""
 
 
 @pytest.mark.parametrize(

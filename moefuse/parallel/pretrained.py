@@ -1,0 +1,90 @@
+"""``save_pretrained`` of models whose experts are spread: the model's own checkpoint, as one process writes it."""
+
+from __future__ import annotations
+
+import datetime
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from moefuse.errors import ParallelError, PeerError
+from moefuse.parallel import views
+from moefuse.parallel.shard import held_of
+from moefuse.parallel.state import full_state_dict
+
+WAIT: datetime.timedelta | None = None
+"""How long a rank waits for the others; None for as long as their process group does."""
+
+
+def saving_whole(model: nn.Module, ranks: Sequence[int]) -> None:
+    """Let ``save_pretrained`` of a model, and of models in it, write full weights. Every rank calls it; the first process writes.
+
+    Args:
+        ranks: those that have parts of the model.
+    """
+    found = [m for m in model.modules() if callable(getattr(type(m), "save_pretrained", None)) and any(map(held_of, m.modules()))]
+    if not found:
+        return
+    # A group that nothing else runs on: where one rank alone saves, the others are in some other collective.
+    group = dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True)
+    for module in found:
+        views.with_properties(module, {}, {"save_pretrained": _saving(type(module), group)})
+
+
+def _saving(kind: Any, group: Any) -> Any:
+    def save_pretrained(
+        self: Any, save_directory: Any, is_main_process: bool = True, state_dict: dict[str, Any] | None = None, **kwargs: Any
+    ) -> Any:
+        _check(kind, kwargs)
+        writes = is_main_process and dist.get_rank() == 0
+        if state_dict is None:
+            _wait_for_all(kind, group)
+            state_dict = full_state_dict(self, keep=writes)
+        elif state_dict or writes:
+            state_dict = _whole(self, state_dict)
+        # Who does not write has nothing to write; what the library does beside that is for one process.
+        return kind.save_pretrained(self, save_directory, is_main_process=True, state_dict=state_dict, **kwargs) if writes else None
+
+    return save_pretrained
+
+
+def _check(kind: Any, kwargs: dict[str, Any]) -> None:
+    if "state_dict" not in inspect.signature(kind.save_pretrained).parameters:
+        raise ParallelError(
+            f"{kind.__name__}: its save_pretrained takes no state_dict, and what a rank has is a part of the model: call "
+            "moefuse.unparallelize(model) first, or use torch.distributed.checkpoint"
+        )
+    if kwargs.get("distributed_checkpoint"):
+        raise ParallelError(
+            f"{kind.__name__}: distributed_checkpoint=True is for models that transformers has sharded; use "
+            "torch.distributed.checkpoint with model.state_dict()"
+        )
+
+
+def _wait_for_all(kind: Any, group: Any) -> None:
+    try:
+        dist.monitored_barrier(group, timeout=WAIT)
+    except RuntimeError as error:
+        raise PeerError(
+            f"{kind.__name__}: save_pretrained gathers the experts of all ranks, so each has to call it (transformers' Trainer calls it on "
+            f"one: call it yourself, or give it moefuse.full_state_dict(model)): {str(error).splitlines()[0]}"
+        ) from error
+
+
+def _whole(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+    """A state that the user gives, with full weights."""
+    for path, module in model.named_modules():
+        held = held_of(module)
+        for name in held.names if held is not None else ():
+            assert held is not None
+            lost = [key for key in (f"{path}.{key}".lstrip(".") for key in held.keys(name)) if key not in state]
+            if lost:
+                raise ParallelError(
+                    f"the state_dict that save_pretrained was given has no {lost[0]}, which another rank holds: leave it out, or give "
+                    "moefuse.full_state_dict(model)"
+                )
+    return {key: value.full_tensor().cpu() if isinstance(value, DTensor) else value for key, value in state.items()}
