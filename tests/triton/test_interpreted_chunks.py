@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from moefuse.environment import workspace
 from moefuse.ops.call import ExpertsCall
 from tests.cpu.ops_case import Case
 from tests.triton.test_interpreted import tiles, vectors
@@ -60,12 +61,10 @@ def test_small_calls_stay_whole(tokens: int, limit: int, monkeypatch: pytest.Mon
 
 
 def test_the_limit_is_read_and_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    from moefuse.kernels.triton.host import chunks
-
     monkeypatch.delenv("MOEFUSE_WORKSPACE_MIB", raising=False)
-    assert chunks.allowed() is None
+    assert workspace() is None
     monkeypatch.setenv("MOEFUSE_WORKSPACE_MIB", "3")
-    assert chunks.allowed() == 3 << 20
+    assert workspace() == 3 << 20
     monkeypatch.setenv("MOEFUSE_WORKSPACE_MIB", "3 GB")
     with pytest.raises(ValueError, match="MOEFUSE_WORKSPACE_MIB='3 GB' is no number of MiB"):
-        chunks.allowed()
+        workspace()
