@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import re
+import sys
+import types
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +47,10 @@ def test_python_blocks_run(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # What the text shows is a machine without a GPU.
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.delenv("MOEFUSE_AUTOTUNE")
-    namespace: dict[str, Any] = {"__name__": "documentation"}
+    # Dynamo imports the module of a function that is called by one of another module.
+    module = types.ModuleType("documentation")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    namespace: dict[str, Any] = vars(module)
     printed = ""
     torch.manual_seed(0)
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=False), warnings.catch_warnings():
