@@ -12,8 +12,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from moefuse.runtime import groups
 from moefuse.runtime.groups import Terms
+from moefuse.runtime.ranks import slots_of
 from moefuse.runtime.transports import allgather
-from moefuse.runtime.transports.base import slots_of
 
 local_tensor = pytest.importorskip("torch.distributed._local_tensor", reason="torch 2.11 simulates no ranks")
 H, K, MOST = 4, 3, 5
