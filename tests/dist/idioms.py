@@ -174,8 +174,8 @@ class Layer(nn.Module):
         if around == "gated":
             self.share = nn.Linear(H, 1)
 
-    def forward(self, x: Tensor, nudge: Tensor) -> Tensor:
-        ids, weights = self.route(x, nudge)
+    def forward(self, x: Tensor, nudge: Tensor | None = None) -> Tensor:
+        ids, weights = self.route(x, torch.zeros_like(self.router(x)) if nudge is None else nudge)
         if self.around == "latent":
             out: Tensor = self.out_of(self.experts(self.into(x), ids, weights))
             return out

@@ -166,7 +166,7 @@ def trained(rank: int, case: Case) -> Found:
 def _around(model: Model, mesh: DeviceMesh, case: Case) -> tuple[moefuse.Plan, Any]:
     spread: dict[str, Any] = {"experts": ("dp", "ep"), **case.how}
     if case.around.startswith("efsdp"):
-        world = mesh["dp", "ep"]._flatten("world")
+        world = init_device_mesh("cpu", (4,))
         plan = moefuse.parallelize(model, mesh["ep"], **case.how)
         for block in model.layers:
             if case.around == "efsdp":
@@ -182,10 +182,6 @@ def _around(model: Model, mesh: DeviceMesh, case: Case) -> tuple[moefuse.Plan, A
     if case.around == "hsdp":
         for part in (*model.layers, model):
             fully_shard(part, mesh=mesh, ignored_params=plan.parameters, **case.fsdp)
-    if case.around == "fsdp":
-        world = mesh["dp", "ep"]._flatten("world")
-        for part in (*model.layers, model):
-            fully_shard(part, mesh=world, ignored_params=plan.parameters, **case.fsdp)
     return plan, DistributedDataParallel(model) if case.around == "ddp" else model
 
 

@@ -21,18 +21,15 @@ WHOLE = 2 * 3 * 6 * H * I
 
 CASES = {
     # Each case says why it is there.
-    "averaged by moefuse": Case("by hand"),
     "averaged by moefuse, DDP for the rest": Case("ddp", kind=layers.Listed, settings={"foreach": True}),
     "sums": Case("by hand", how={"grads": "sum"}, sums=4),
     "a part of a sequence": Case("by hand", how={"tokens": "sequence", "transport": "all_to_all"}, sums=2),
     "the same tokens on ranks with other experts": Case("by hand", how={"tokens": "replicated"}),
     "HSDP on the same mesh": Case("hsdp", settings={"fused": True}),
     "HSDP, a list, kept after forward": Case("hsdp", kind=layers.Listed, settings={"foreach": True}, fsdp={"reshard_after_forward": False}),
-    "FSDP over all ranks": Case("fsdp", settings={"foreach": True}),
     "FSDP of the experts": Case("efsdp", settings={"fused": True}),
     "FSDP of the experts, kept after forward": Case("efsdp", fsdp={"reshard_after_forward": False}, how={"placement": "round_robin"}),
     "FSDP of the experts, with a remainder": Case("efsdp", experts=5, how={"transport": "all_to_all"}),
-    "a mesh for each Parameter": Case("efsdp, each", kind=layers.Stacked, settings={"fused": True}),
     "a mesh for each Parameter, a list": Case("efsdp, each", kind=layers.Listed, settings={"foreach": True}),
 }
 
