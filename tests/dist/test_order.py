@@ -97,7 +97,7 @@ def test_aot_eager(called: list[str], train: bool) -> None:
 def test_inductor(called: list[str], train: bool) -> None:
     """By itself it has c's combine before a's in inference, and in training another order for 7 tokens than for 300."""
     for tokens in (0, 7, 300) if train else (7,):
-        assert order(called, tokens, "moefuse", train) == (FORWARD, BACKWARD if train else []), tokens
+        assert order(called, tokens, moefuse.backend.backend, train) == (FORWARD, BACKWARD if train else []), tokens
 
 
 def test_nothing_is_run_while_a_graph_is_compiled(called: list[str]) -> None:
