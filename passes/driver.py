@@ -229,14 +229,13 @@ def _rewrite(ctx: Context, known: dict[Node, Any], run: _Run, region: Region) ->
     if isinstance(made, Lost):
         emit.undo()
         return made
-    limit = None if ctx.mode[region.anchor][0] else environment.workspace()
-    made, sharded = _spread(run, region, emit, *made, limit)
+    made, sharded = _spread(run, region, emit, *made, ctx.mode[region.anchor][0])
     _put_in(ctx, known, run, region, emit, *made, sharded)
     return None
 
 
 def _spread(
-    run: _Run, region: Region, emit: Emitter, lowered: Lowered, verdict: Verdict | None, limit: int | None
+    run: _Run, region: Region, emit: Emitter, lowered: Lowered, verdict: Verdict | None, grad: bool
 ) -> tuple[tuple[Lowered, Verdict | None], str]:
     """Where experts are sharded over ranks: tokens travel to them, instead of their weights; and what the report says of it."""
     try:
@@ -244,7 +243,7 @@ def _spread(
         if where is None or where.gathers:
             return (lowered, verdict), "" if where is None else where.describe(region.num_experts)
         emit.undo()
-        spread = Spread(region, emit, where, limit)
+        spread = Spread(region, emit, where, None if grad else environment.workspace())
         new = spread.run()
         return (new, verdict), where.describe(region.num_experts) + spread.travel(new.tier)
     except Exception as error:  # what was proved on all weights is right as it is, and only slower

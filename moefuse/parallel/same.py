@@ -44,7 +44,7 @@ def same_weights(model: nn.Module, group: Group) -> None:
             f"the models of ranks {group.ranks[0]} and {group.ranks[other]} have Parameters of other names or shapes: build the "
             "same model on all ranks"
         )
-    mine = torch.tensor([checksum(tensor) for tensor in plain.values()], dtype=torch.int64)
+    mine = torch.tensor([checksum(tensor) for tensor in plain.values()], dtype=torch.int64, device="cpu")
     every = mine.repeat(group.size)
     all_gather(every, mine, group.host)
     rows = every.view(group.size, -1)

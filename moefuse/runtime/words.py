@@ -113,8 +113,8 @@ def numbers_of(words: Tensor) -> Tensor:
 
 def say(group: Group, word: int) -> list[int]:
     """[P]: the word of each rank."""
-    every = torch.full((group.size,), word, dtype=torch.int64)
-    all_gather(every, torch.tensor([word], dtype=torch.int64), group.host)
+    every = torch.full((group.size,), word, dtype=torch.int64, device="cpu")
+    all_gather(every, torch.tensor([word], dtype=torch.int64, device="cpu"), group.host)
     found: list[int] = every.tolist()
     return found
 

@@ -23,7 +23,7 @@ from torch.nn.utils import clip_grad_norm_
 import moefuse
 from moefuse import Options
 from tests.cpu.capture_case import Seen, capturing
-from tests.dist import layers
+from tests.dist import layers, wholes
 from tests.dist.layers import H, I
 
 STEPS, MICRO, CLIP = 2, 2, 0.5
@@ -268,6 +268,35 @@ def mixed(rank: int, case: Case) -> tuple[float, float, int]:
     mine = _gradients(model, single)
     theirs = {n: _apart(p.grad.float(), q.grad) for (n, p), q in zip(half.named_parameters(), single.parameters(), strict=True)}
     return max(mine.values()), max(theirs[n] for n in mine), len(seen.report.fused)
+
+
+def restored(rank: int, case: Case, path: str) -> tuple[float, float, float]:
+    """Largest differences of a model from the meta device: of its state, of that once experts are loaded as a state, of gradients."""
+    torch.manual_seed(0)
+    single = Model(case.kind, case.experts)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    with torch.device("meta"):
+        model = Model(case.kind, case.experts)
+        _around(model, mesh, case)
+    wholes.garbage(model.to_empty(device="cpu"))
+    moefuse.load(model, path)
+    wanted = {name: value.clone() for name, value in single.state_dict().items()}
+    loaded = _off(moefuse.full_state_dict(model), wanted)
+    kept = {name: value.clone() for name, value in model.state_dict().items()}
+    wholes.garbage(model)
+    model.load_state_dict({**wanted, **{name: value for name, value in kept.items() if ".mlp." not in name or ".router." in name}})
+    again = _off(moefuse.full_state_dict(model), wanted)
+    every = [torch.randn(2 + r, H, generator=torch.Generator().manual_seed(r)) for r in range(4)]
+    model(every[rank]).square().mean().backward()
+    sum((single(x).square().mean() for x in every), torch.zeros(())).div(4).backward()
+    if case.around == "by hand":
+        _average(model)
+    return loaded, again, max(_gradients(model, single).values())
+
+
+def _off(mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:
+    assert mine.keys() == theirs.keys()
+    return max(0.0 if torch.equal(mine[name], theirs[name]) else math.inf for name in theirs)
 
 
 def _apart(mine: Tensor, theirs: Any) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from tests.dist import layers, replicas
 from tests.dist.layers import H, I
 from tests.dist.replicas import Case
 from tests.dist.workers import Workers
+
+safetensors = pytest.importorskip("safetensors.torch")
 
 WHOLE = 2 * 3 * 6 * H * I
 """Elements of all experts of both layers."""
@@ -68,6 +71,27 @@ def test_mixed_precision(four: Workers, around: str) -> None:
 def test_a_copy_averages_too(four: Workers) -> None:
     """Copies of Parameters have no hooks; and what a backward pass left that failed is not averaged by the next one, or kept from it."""
     assert max(four.run(replicas.copied)) <= 5e-6
+
+
+RESTORED = {
+    # Each case says why it is there.
+    "averaged by moefuse": Case("by hand"),
+    "a list": Case("by hand", kind=layers.Listed),
+    "empty slots in shards of FSDP": Case("efsdp", experts=5, how={"placement": "round_robin"}),
+    "a remainder in shards of FSDP": Case("efsdp", experts=5),
+    "a list in shards of FSDP": Case("efsdp, each", kind=layers.Listed),
+}
+
+
+@pytest.mark.parametrize("name", RESTORED)
+def test_from_the_meta_device(four: Workers, name: str, tmp_path: Path) -> None:
+    """Each rank reads what it has of what FSDP shards, too; gradients of what was loaded are averaged."""
+    case = RESTORED[name]
+    torch.manual_seed(0)
+    safetensors.save_file(replicas.Model(case.kind, case.experts).state_dict(), tmp_path / "one.safetensors")
+    for loaded, again, grads in four.run(replicas.restored, case, str(tmp_path / "one.safetensors")):
+        assert (loaded, again) == (0, 0)
+        assert grads <= 5e-6
 
 
 def test_replicas_that_nobody_averages(four: Workers) -> None:

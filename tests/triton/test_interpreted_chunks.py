@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from moefuse.environment import workspace
 from moefuse.ops.call import ExpertsCall
 from tests.cpu.ops_case import Case
 from tests.triton.test_interpreted import tiles, vectors
@@ -61,10 +60,12 @@ def test_small_calls_stay_whole(tokens: int, limit: int, monkeypatch: pytest.Mon
 
 
 def test_the_limit_is_read_and_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    from moefuse.kernels.triton.host import chunks
+
     monkeypatch.delenv("MOEFUSE_WORKSPACE_MIB", raising=False)
-    assert workspace() is None
+    assert chunks.allowed() is None
     monkeypatch.setenv("MOEFUSE_WORKSPACE_MIB", "3")
-    assert workspace() == 3 << 20
+    assert chunks.allowed() == 3 << 20
     monkeypatch.setenv("MOEFUSE_WORKSPACE_MIB", "3 GB")
     with pytest.raises(ValueError, match="MOEFUSE_WORKSPACE_MIB='3 GB' is no number of MiB"):
-        workspace()
+        chunks.allowed()

@@ -18,9 +18,13 @@ ROWS = 256
 """Chunks begin at multiples of this: addresses in them are aligned as in the whole call."""
 
 
+allowed = workspace
+"""Bytes that the workspace of a call may have; None if the user sets no limit."""
+
+
 def chunked(plan: Plan, call: ExpertsCall) -> Plan | ChunkedPlan:
     """The plan itself if its workspace is small enough, else one in chunks."""
-    limit = workspace()
+    limit = allowed()
     if limit is None or plan.empty or plan.workspace.size <= limit or plan.tokens <= ROWS:
         return plan
     return ChunkedPlan(plan, call, limit)

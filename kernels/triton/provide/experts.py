@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from moefuse._torch_private import current_device
-from moefuse.environment import workspace
 from moefuse.kernels.triton.host import chunks
 from moefuse.kernels.triton.host.layout import DTYPES
 from moefuse.kernels.triton.host.plan import Plan
@@ -93,7 +92,7 @@ def key_of(packed: Sequence[Any], addresses: Sequence[int]) -> tuple[Any, ...]:
 def _plan(key: Any, call: ExpertsCall) -> AnyPlan:
     if len(_PLANS) >= _MAX_PLANS:
         forget_plans()
-    form = library.form_for(call) if workspace() is None else None
+    form = library.form_for(call) if chunks.allowed() is None else None
     plan: AnyPlan = chunks.chunked(Plan(call), call) if form is None else library.LibraryPlan(call, form)
     _PLANS[key] = plan
     return plan

@@ -70,8 +70,8 @@ def most_tokens(terms: Terms, tokens: int) -> int:
 
 def exchanged(group: Any, size: int, number: int) -> list[int]:
     """[P]: what each rank says; on the host, by a group that takes CPU tensors. Of a fake group all say the same."""
-    every = torch.full((size,), number, dtype=torch.int64)
-    all_gather(every, torch.tensor([number], dtype=torch.int64), group)
+    every = torch.full((size,), number, dtype=torch.int64, device="cpu")
+    all_gather(every, torch.tensor([number], dtype=torch.int64, device="cpu"), group)
     found: list[int] = every.tolist()
     return found
 

@@ -67,10 +67,10 @@ class Rails:
     def splits(self, sent: Tensor, came: Tensor) -> Tensor:
         """[4P]: rows to and from each rank over rails, then inside of the host. sent, came: [P, 1 + n], what each was told, or tells."""
         world = len(self.hosts)
-        out, back, on, by = (torch.zeros(world, dtype=torch.int64) for _ in range(4))
-        mine, near = torch.tensor(self.mine), torch.tensor(self.near)
+        out, back, on, by = (torch.zeros(world, dtype=torch.int64, device="cpu") for _ in range(4))
+        mine, near = torch.tensor(self.mine, device="cpu"), torch.tensor(self.near, device="cpu")
         out[mine] = sent[mine, 0]
-        over = torch.tensor(self.over)
+        over = torch.tensor(self.over, device="cpu")
         here = over == self.rank
         back[here] = came[here, 0]
         on[near] = came[here, 1 : 1 + len(near)].sum(0)
