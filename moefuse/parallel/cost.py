@@ -18,8 +18,6 @@ Fit = tuple[float, float, float]
 
 _MANY = 1024
 """Tokens of a rank below which weights never travel: full ones take memory, and few microseconds are no reason for that."""
-_TOP_K = 8
-"""Experts of a token, as many as most models have: to no more hosts does it go."""
 _TABLE = Path(__file__).with_name("links.json")
 
 
@@ -113,10 +111,9 @@ def cheapest(tokens: int | None, row: int, experts: int, world: int, hosts: int,
 def _over_hosts(tokens: int | None, row: int, world: int, hosts: int) -> str:
     """One copy of a row for each host, unless tokens are so few that the wait for their numbers costs more than all rows of all ranks do.
 
-    Inside of a host both bring a rank no more rows than there are, so only what comes over the network is compared.
+    Inside of a host both bring a rank no more rows than there are, so only what comes over the network is counted.
     """
     if tokens is None:
         return "all_to_all"
     everything = (world - -(-world // hosts)) * tokens
-    once = min(hosts - 1, _TOP_K) * tokens
-    return "allgather" if far_us(everything - once, row) < waits_us() else "all_to_all"
+    return "allgather" if far_us(everything, row) < waits_us() else "all_to_all"

@@ -105,7 +105,12 @@ def _sites(model: nn.Module, suspect: Suspect, pairs: list[Pair]) -> Iterator[Si
 
 def _outside(suspect: Suspect, pair: Pair, routers: list[int | None]) -> list[int | None]:
     """Routers in the module around, where all that is inside stands beside the stacked weights themselves, and so is their biases."""
-    own = {id(p): p for m in suspect.module.modules() if any(id(p) in pair.tensors for p in m._parameters.values()) for p in m.parameters()}
+    own = {
+        id(p): p
+        for m in suspect.module.modules()
+        if any(id(p) in pair.tensors for p in m._parameters.values())
+        for p in m.parameters(False)
+    }
     if len(pair.experts) != 1 or not suspect.around or not own.keys() >= set(routers):
         return []
     count = next(p.shape[0] for key, p in own.items() if key in pair.tensors)

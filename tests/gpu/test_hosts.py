@@ -54,6 +54,7 @@ CHOICES: dict[str, tuple[str, int | None, dict[str, Any], str]] = {
     "equal numbers": ("aa", None, {"max_tokens": "equal"}, "allgather"),
     "the same tokens": ("aa", None, {"max_tokens": 64, "tokens": "replicated"}, "all_reduce"),
     "a host each": ("ab", None, {"max_tokens": 100_000}, "all_to_all"),
+    "a host each, few tokens": ("ab", None, {"max_tokens": 8}, "allgather"),
 }
 
 
@@ -83,6 +84,7 @@ def refused(rank: int) -> str:
 
 
 def test_auto_as_on_one_process(two: Workers) -> None:
+    two.run(posing.on, "aa")
     for found in two.run(equal.run, Case(layers.Stacked, (5, 7), how={"max_tokens": 7}, device="cuda")):
         assert found.worst <= 2e-5, found
         assert "symm" in found.report.fused[0].parallel
