@@ -185,7 +185,7 @@ def parallelize(
         layers.append(Layer(name, place, where.mine, terms))
     for layer in dict.fromkeys(site.layer for site in sites):
         views.gathering_once(model.get_submodule(layer))
-    saving_whole(model, [int(rank) for rank in mesh.mesh.flatten()])
+    saving_whole(model, [int(rank) for rank in mesh.mesh.flatten()], _torch_private.timeout_of(mesh.get_group(0)))
     for name in dict.fromkeys(name for at in grids.values() for name in at.names) if debug else ():
         group = groups.group(name)
         group.standing.first.append(same.later(model, group))

@@ -20,17 +20,18 @@ WAIT: datetime.timedelta | None = None
 """How long a rank waits for the others; None for as long as their process group does."""
 
 
-def saving_whole(model: nn.Module, ranks: Sequence[int]) -> None:
+def saving_whole(model: nn.Module, ranks: Sequence[int], timeout: datetime.timedelta | None) -> None:
     """Let ``save_pretrained`` of a model, and of models in it, write full weights. Every rank calls it; the first process writes.
 
     Args:
         ranks: those that have parts of the model.
+        timeout: how long one that saves waits for the others.
     """
     found = [m for m in model.modules() if callable(getattr(type(m), "save_pretrained", None)) and any(map(held_of, m.modules()))]
     if not found:
         return
     # A group that nothing else runs on: where one rank alone saves, the others are in some other collective.
-    group = dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True)
+    group = dist.new_group(list(ranks), timeout=timeout, backend="gloo", use_local_synchronization=True)
     for module in found:
         views.with_properties(module, {}, {"save_pretrained": _saving(type(module), group)})
 
