@@ -270,7 +270,9 @@ def _check_parameters(model: nn.Module, sites: Sequence[Site]) -> None:
     wanted = {id(p): site for site in sites for p in parameters_of(site)}
     for site in sites:
         if views.is_spread(site.module):
-            raise ParallelError(f"the experts of {site.layer or site.name} are spread already: call moefuse.parallelize once for each layer")
+            raise ParallelError(
+                f"the experts of {site.layer or site.name} are spread already: call moefuse.parallelize once for each layer"
+            )
         for p in parameters_of(site):
             if type(p) is not nn.Parameter or type(p.data) is not torch.Tensor:
                 raise ParallelError(
