@@ -122,7 +122,7 @@ def test_twice(mesh: DeviceMesh) -> None:
     """Stacked experts are named; a list has none left to be found."""
     model = layers.Model(layers.Stacked, 8)
     moefuse.parallelize(model, mesh, modules="first")
-    refused(model, mesh, "the experts of first are spread already: call moefuse.parallelize once a layer")
+    refused(model, mesh, "the experts of first are spread already: call moefuse.parallelize once for each layer")
     moefuse.parallelize(model, mesh, modules="second")
     model = layers.Model(layers.Listed, 8)
     moefuse.parallelize(model, mesh)
