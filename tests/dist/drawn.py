@@ -84,8 +84,10 @@ def cases(draw: Any, world: int) -> Drawn:
     most = draw(st.sampled_from([None, "equal", 17, 20]))
     own = [n for n, role in zip(shape, roles, strict=True) if role == "dp" or (whose != "replicated" and role == roles[roles[0] == "dp"])]
     owners = math.prod(own)
-    counts = st.lists(st.integers(0, 17), min_size=owners, max_size=owners)
-    tokens = (draw(st.integers(0, 17)),) * owners if most == "equal" else tuple(draw(counts))
+    # Counts of no tokens, read by the host, are a graph break, so that a rank without tokens would gather, and others would not.
+    number = st.integers(1 if body == "sorted" else 0, 17)
+    counts = st.lists(number, min_size=owners, max_size=owners)
+    tokens = (draw(number),) * owners if most == "equal" else tuple(draw(counts))
     spread = shape[roles.index("ep")] if "ep" in roles else 1
     table = st.lists(st.integers(0, spread - 1), min_size=experts, max_size=experts)
     how: dict[str, Any] = {"tokens": whose, "placement": draw(st.one_of(st.sampled_from(["linear", "round_robin"]), table))}

@@ -40,7 +40,7 @@ POINTS = {
     "torch._functorch.config": ["enable_autograd_cache"],
     "torch._guards": ["CompileContext"],
     "torch._subclasses.fake_tensor": ["FakeTensor", "DataDependentOutputException", "DynamicOutputShapeException"],
-    "torch._C": ["_dispatch_has_kernel", "_dispatch_has_kernel_for_dispatch_key", "_DisablePythonDispatcher"],
+    "torch._C": ["_current_graph_task_id", "_dispatch_has_kernel", "_dispatch_has_kernel_for_dispatch_key", "_DisablePythonDispatcher"],
     "torch._subclasses.functional_tensor": ["FunctionalTensor", "FunctionalTensorMode"],
     "torch._logging._internal": ["trace_structured"],
     "torch.utils._filelock": ["FileLock"],
@@ -54,6 +54,7 @@ POINTS = {
     ],
     # Before 2.12 a graph has the functions of torch._C themselves.
     "torch._functorch.predispatch": ["_enter_dual_level", "_exit_dual_level"] if TorchVersion(torch.__version__) >= (2, 12) else [],
+    "torch.distributed.fsdp._fully_shard": ["_fsdp_common"],
     "torch": ["_TorchCompileWrapper", "_TorchCompileInductorWrapper"],
 }
 
@@ -61,6 +62,36 @@ POINTS = {
 @pytest.mark.parametrize(("module", "name"), [(module, name) for module, names in POINTS.items() for name in names])
 def test_exists(module: str, name: str) -> None:
     assert hasattr(import_module(module), name)
+
+
+def test_each_backward_pass_has_a_number() -> None:
+    """One inside of another has another one, and outside there is none."""
+    found: list[int] = []
+    x = torch.ones(2, requires_grad=True)
+
+    def inside(_: torch.Tensor) -> None:
+        found.append(_torch_private.running_backward())
+        with torch.enable_grad():
+            y = torch.ones(2, requires_grad=True)
+            y.register_hook(lambda _: found.append(_torch_private.running_backward()))
+            y.sum().backward()
+
+    x.register_hook(inside)
+    x.sum().backward()
+    assert _torch_private.running_backward() == -1
+    assert len(set(found)) == 2
+    assert -1 not in found
+
+
+def test_names_that_ddp_leaves_alone() -> None:
+    """As they are from each module that may be wrapped, compiled ones too, beside those that were named before."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Sequential(torch.nn.Linear(2, 2)))
+    model._ddp_params_and_buffers_to_ignore = ["0.bias"]  # type: ignore[assignment]
+    held = [(model[1][0], "weight")]  # type: ignore[index]
+    _torch_private.not_for_ddp(model, held)
+    assert {"0.bias", "1.0.weight", "_orig_mod.1.0.weight"} <= set(model._ddp_params_and_buffers_to_ignore)
+    assert {"weight", ".weight", "_orig_mod.weight"} <= set(model[1][0]._ddp_params_and_buffers_to_ignore)  # type: ignore[index]
+    assert not hasattr(model[0], "_ddp_params_and_buffers_to_ignore")
 
 
 def test_capture_finds_its_hooks() -> None:
