@@ -30,8 +30,7 @@ from moefuse.runtime.transports.weights import all_slices, own_slice
 def _slices(local: Tensor, axis: int, blocks: int, terms: str) -> Tensor:
     known = Terms.parse(terms)
     with peers(known, "gathering the weights of experts", "gathered_slices", [local]):
-        if known.gathers_tell:
-            told(known, 0)
+        told(known, 0)
         return all_slices(known.group, local, axis, blocks)
 
 

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import gc
-import re
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Sequence
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from moefuse import _torch_private
 from moefuse.errors import ParallelError
-from moefuse.parallel import copies, same, views
+from moefuse.parallel import checks, copies, same, views
 from moefuse.parallel.cost import cheapest
 from moefuse.parallel.find import Site, experts_of, parameters_of
 from moefuse.parallel.meshes import Grid, grid
 from moefuse.parallel.placement import Placement, placed
+from moefuse.parallel.plan import Layer, Plan
 from moefuse.parallel.pretrained import saving_whole
 from moefuse.parallel.shard import Slices, Where, shard, sharded_names
 from moefuse.parallel.units import Cut, cuts_of
@@ -29,67 +25,6 @@ from moefuse.runtime.groups import Grads, Most, Split, Terms, Tokens
 from moefuse.runtime.transports import symm
 
 Experts = Literal["dp", "ep", "tp"]
-_ROLES = (("ep",), ("tp",), ("ep", "tp"))
-TRANSPORTS = ("auto", "allgather", "all_to_all", "symm", "gather")
-
-
-@dataclass(frozen=True)
-class Layer:
-    """One layer's experts: where they are, and how tokens get there.
-
-    Attributes:
-        here: the experts of which this rank has something.
-        terms: for each dimension of the mesh, how tokens travel over it.
-    """
-
-    name: str
-    placement: Placement
-    here: tuple[int, ...]
-    terms: tuple[Terms, ...]
-
-    def __str__(self) -> str:
-        return f"{self.name}: {', '.join(terms.describe(len(self.here), self.placement.experts) for terms in self.terms)}"
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What :func:`parallelize` decided, the same on every rank but for which experts are here."""
-
-    layers: tuple[Layer, ...] = field(default=())
-    _held: tuple[tuple[nn.Module, str], ...] = field(default=(), repr=False, compare=False)
-
-    @property
-    def parameters(self) -> set[nn.Parameter]:
-        """The sharded Parameters of experts: ``fully_shard(block, mesh=mesh, ignored_params=plan.parameters)``."""
-        return {parameter for module, name in self._held if (parameter := module._parameters[name]) is not None}
-
-    def param_groups(self, model: nn.Module) -> list[dict[str, Any]]:
-        """All Parameters in two groups, experts and the rest, for optimizers that refuse both in one call: ``foreach``, ``fused``."""
-        experts = self.parameters
-        rest = [p for p in model.parameters() if p not in experts]
-        return [{"params": rest}, {"params": [p for p in model.parameters() if p in experts]}]
-
-    def shard_placement_fn(self, mesh: DeviceMesh) -> Callable[[nn.Parameter], Any]:
-        """For ``fully_shard(block, mesh=all_ranks, shard_placement_fn=...)``: experts are sharded over ``mesh``, the rest over all ranks.
-
-        Experts in a list, or beside their router in one module, need it; those in a module of their own take a ``fully_shard`` of it.
-
-        Args:
-            mesh: the ranks with the same experts, one dimension beside that of :func:`parallelize`.
-
-        Raises:
-            ParallelError: this torch has one mesh for all Parameters of a call.
-        """
-        found = _torch_private.sharded_over(mesh)
-        if found is None:
-            raise ParallelError(
-                f"fully_shard of torch {torch.__version__} takes one mesh for all Parameters of a module: give experts a fully_shard of "
-                "their own, or use moefuse.parallelize(model, mesh, experts=('dp', 'ep'))"
-            )
-        return lambda parameter: found if parameter in self.parameters else None
-
-    def __str__(self) -> str:
-        return "\n".join(map(str, self.layers))
 
 
 def parallelize(
@@ -138,36 +73,25 @@ def parallelize(
         ParallelError: no experts, no process group, a mesh of several dimensions, fewer experts than ranks, an optimizer that has the
             Parameters already, tied or sharded Parameters, an illegal argument. Nothing has been changed then.
     """
-    _legal("tokens", tokens, groups.TOKENS)
-    _legal("grads", grads, groups.GRADS)
-    _legal("transport", transport, TRANSPORTS)
-    if (
-        max_tokens is not None
-        and max_tokens != "equal"
-        and (isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 1)
-    ):
-        raise ParallelError(f"max_tokens={max_tokens!r} is not legal; use a positive number, 'equal' or None")
-    if transport == "symm" and max_tokens is None:
-        raise ParallelError("transport='symm' has buffers of a fixed size: give max_tokens, the most tokens of a layer on any rank")
-    roles = _roles(experts)
-    _check_mesh(mesh, roles)
-    _check_modules(model, modules)
+    checks.arguments(tokens, grads, transport, max_tokens)
+    roles = checks.roles_of(experts)
+    checks.mesh_fits(mesh, roles)
+    checks.modules_are_free(model, modules)
     replicated = roles[0] == "dp"
     hops = roles[replicated:]
     sites = experts_of(model, modules)
     over = mesh.size(int(replicated)) if hops[0] == "ep" else 1
     counts = [_copies(site, over, len(roles)) for site in sites]
     places = [_placement(site, placement, over // count) for site, count in zip(sites, counts, strict=True)]
-    _check_parameters(model, sites)
-    _check_devices(sites, mesh)
-    if transport == "symm" and mesh.device_type != "cuda":
-        raise ParallelError(f"transport='symm' is for CUDA devices, and the mesh is of {mesh.device_type!r}: use 'allgather'")
-    if transport == "symm" and (ranks := mesh.size(int(replicated))) > symm.MOST_RANKS:
-        raise ParallelError(f"transport='symm' is for up to {symm.MOST_RANKS} ranks, and the mesh has {ranks}: use 'allgather'")
+    checks.parameters_are_free(model, sites)
+    checks.devices_fit(sites, mesh)
+    if transport == "symm":
+        checks.memory_may_be_shared(mesh, mesh.size(int(replicated)))
     cuts = _cuts(model, sites, mesh.size(-1)) if roles[-1] == "tp" else []
     most = max_tokens if max_tokens is not None else "any"
     grids = {count: grid(mesh, count, replicated) for count in dict.fromkeys(counts)}
-    _check_hosts(transport, grids.values())
+    if transport == "symm":
+        checks.one_host(grids.values())
     near = {count: transport == "auto" and tokens != "replicated" and _shares(at, max_tokens) for count, at in grids.items()}
     whose = (tokens, "replicated")[: len(hops)]
     warn = copies.warning_of_others(mesh)
@@ -206,16 +130,6 @@ def _on_meta(model: nn.Module) -> tuple[str, ...]:
         for name in sorted(module._non_persistent_buffers_set)
         if (buffer := module._buffers.get(name)) is not None and buffer.is_meta
     )
-
-
-def _roles(experts: object) -> tuple[str, ...]:
-    """What each dimension of the mesh is for."""
-    roles = experts if isinstance(experts, tuple) else (experts,)
-    if roles not in _ROLES and (roles[:1] != ("dp",) or roles[1:] not in _ROLES):
-        raise ParallelError(
-            f"experts={experts!r} is not legal; use 'ep', 'tp', or ('ep', 'tp') for a mesh of two dimensions, or one of these behind 'dp'"
-        )
-    return roles
 
 
 def _shares(at: Grid, most: object) -> bool:
@@ -263,62 +177,6 @@ def _cuts(model: nn.Module, sites: Sequence[Site], world: int) -> list[dict[str,
     return found
 
 
-def _legal(name: str, value: object, legal: Sequence[str]) -> None:
-    if value not in legal:
-        raise ParallelError(f"{name}={value!r} is not legal; use {' or '.join(map(repr, legal))}")
-
-
-def _check_mesh(mesh: object, roles: tuple[str, ...]) -> None:
-    if not dist.is_available() or not dist.is_initialized():
-        raise ParallelError("there is no process group: call torch.distributed.device_mesh.init_device_mesh first")
-    if not isinstance(mesh, DeviceMesh):
-        raise ParallelError(
-            f"mesh is a {type(mesh).__name__}; use a DeviceMesh, e.g. init_device_mesh('cuda', (4,), mesh_dim_names=('ep',))"
-        )
-    if mesh.get_coordinate() is None:
-        ranks = [int(r) for r in mesh.mesh.flatten()]
-        raise ParallelError(f"rank {dist.get_rank()} is not in the mesh of ranks {ranks}: only those call moefuse.parallelize with it")
-    if mesh.ndim != len(roles) and len(roles) > 1:
-        example = ", ".join(map(repr, roles))
-        raise ParallelError(f"experts={roles!r} is for a mesh of {len(roles)} dimensions, e.g. mesh[{example}]; this one has {mesh.ndim}")
-    if mesh.ndim != len(roles):
-        names = mesh.mesh_dim_names or ()
-        one = f"mesh[{names[-1]!r}]" if names else "one dimension of it"
-        raise ParallelError(
-            f"the mesh has {mesh.ndim} dimensions {tuple(names)}; give the one that experts are spread over, e.g. {one}, or say what each "
-            "is for, e.g. experts=('dp', 'ep')"
-        )
-
-
-def _check_modules(model: nn.Module, modules: str | None) -> None:
-    try:
-        wanted = re.compile(modules or "")
-    except (re.error, TypeError) as error:
-        raise ParallelError(f"modules={modules!r} is no regular expression ({error}); use one that the names of layers match") from None
-    for name, module in model.named_modules():
-        if views.is_spread(module) and wanted.search(name):
-            raise ParallelError(
-                f"the experts of {name or 'the model'} are spread over ranks already: call moefuse.parallelize once, for the whole model"
-            )
-
-
-def _check_devices(sites: Sequence[Site], mesh: DeviceMesh) -> None:
-    """What is on the CPU may be on its way to the mesh's devices: then only the experts of a rank need to fit there."""
-    for site in sites:
-        device = next(parameters_of(site)).device.type
-        if device not in ("cpu", "meta", mesh.device_type):
-            raise ParallelError(
-                f"{site.layer or site.name} is on {device!r}, and the mesh is of {mesh.device_type!r} devices: give a mesh of "
-                f"{device!r}, or move the model first"
-            )
-
-
-def _check_hosts(transport: str, grids: Iterable[Grid]) -> None:
-    spans = max(groups.group(at.names[0]).spans for at in grids)
-    if transport == "symm" and spans > 1:
-        raise ParallelError(f"transport='symm' is for ranks of one host, and the mesh has ranks of {spans}: use 'all_to_all'")
-
-
 def _copies(site: Site, world: int, dims: int) -> int:
     """How many groups of ranks have all experts: one, unless there are fewer experts than ranks."""
     if site.experts >= world:
@@ -339,39 +197,3 @@ def _placement(site: Site, placement: str | Sequence[int] | Placement, world: in
         return placed(placement, site.experts, world)
     except ParallelError as error:
         raise ParallelError(f"{site.layer or site.name}: {error}") from None
-
-
-def _check_parameters(model: nn.Module, sites: Sequence[Site]) -> None:
-    wanted = {id(p): site for site in sites for p in parameters_of(site)}
-    for site in sites:
-        for p in parameters_of(site):
-            if isinstance(p.data, DTensor) and getattr(model, "is_distributed_loading_by_transformers", False):
-                raise ParallelError(
-                    f"{site.name} is sharded by transformers already: load the model with "
-                    'DistributedConfig(ep_implementation="moefuse", ...), or without a distributed_config and call moefuse.parallelize then'
-                )
-            if type(p) is not nn.Parameter or type(p.data) is not torch.Tensor:
-                raise ParallelError(
-                    f"{site.name} has a Parameter that is a {type(p.data).__name__} already: call moefuse.parallelize before other "
-                    "libraries shard or wrap the model"
-                )
-    for optimizer in _optimizers():
-        for p in _trained_by(optimizer):
-            if id(p) in wanted:
-                raise ParallelError(
-                    f"a Parameter of {wanted[id(p)].name} is in an optimizer ({type(optimizer).__name__}) already: make the optimizer "
-                    "after moefuse.parallelize"
-                )
-
-
-def in_optimizer(parameters: set[int]) -> str | None:
-    """The kind of an optimizer that has one of these Parameters, by identity."""
-    return next((type(o).__name__ for o in _optimizers() if any(id(p) in parameters for p in _trained_by(o))), None)
-
-
-def _trained_by(optimizer: torch.optim.Optimizer) -> list[Any]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-def _optimizers() -> list[torch.optim.Optimizer]:
-    return [o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer)]

@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor
 from moefuse import _torch_private
 from moefuse.errors import ParallelError
 from moefuse.parallel import views
-from moefuse.parallel.api import ON_META, in_optimizer
+from moefuse.parallel.api import ON_META
+from moefuse.parallel.checks import in_optimizer
 from moefuse.parallel.shard import HOLDER, Held, held_of, like
 
 

@@ -72,11 +72,6 @@ class Terms:
         return self.most == "any" and self.transport == "allgather"
 
     @property
-    def gathers_tell(self) -> bool:
-        """Whether ranks do so before weights are gathered: where others may dispatch tokens instead, whose numbers they exchange."""
-        return self.most == "any" and self.transport not in ("gather", "all_reduce")
-
-    @property
     def group(self) -> Group:
         """The group of that name in this process."""
         return group(self.mesh)

@@ -1,0 +1,147 @@
+"""What ``moefuse.parallelize`` refuses, before it changes anything: one sentence each, which names the module and the remedy."""
+
+from __future__ import annotations
+
+import gc
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from moefuse.errors import ParallelError
+from moefuse.parallel import views
+from moefuse.parallel.find import Site, parameters_of
+from moefuse.parallel.meshes import Grid
+from moefuse.runtime import groups
+from moefuse.runtime.transports import symm
+
+_ROLES = (("ep",), ("tp",), ("ep", "tp"))
+TRANSPORTS = ("auto", "allgather", "all_to_all", "symm", "gather")
+
+
+def arguments(tokens: object, grads: object, transport: object, max_tokens: object) -> None:
+    """Those that are chosen of a few, and numbers."""
+    _legal("tokens", tokens, groups.TOKENS)
+    _legal("grads", grads, groups.GRADS)
+    _legal("transport", transport, TRANSPORTS)
+    number = isinstance(max_tokens, int) and not isinstance(max_tokens, bool) and max_tokens >= 1
+    if max_tokens is not None and max_tokens != "equal" and not number:
+        raise ParallelError(f"max_tokens={max_tokens!r} is not legal; use a positive number, 'equal' or None")
+    if transport == "symm" and max_tokens is None:
+        raise ParallelError("transport='symm' has buffers of a fixed size: give max_tokens, the most tokens of a layer on any rank")
+
+
+def roles_of(experts: object) -> tuple[str, ...]:
+    """What each dimension of the mesh is for."""
+    roles = experts if isinstance(experts, tuple) else (experts,)
+    if roles not in _ROLES and (roles[:1] != ("dp",) or roles[1:] not in _ROLES):
+        raise ParallelError(
+            f"experts={experts!r} is not legal; use 'ep', 'tp', or ('ep', 'tp') for a mesh of two dimensions, or one of these behind 'dp'"
+        )
+    return roles
+
+
+def _legal(name: str, value: object, legal: Sequence[str]) -> None:
+    if value not in legal:
+        raise ParallelError(f"{name}={value!r} is not legal; use {' or '.join(map(repr, legal))}")
+
+
+def mesh_fits(mesh: object, roles: tuple[str, ...]) -> None:
+    if not dist.is_available() or not dist.is_initialized():
+        raise ParallelError("there is no process group: call torch.distributed.device_mesh.init_device_mesh first")
+    if not isinstance(mesh, DeviceMesh):
+        raise ParallelError(
+            f"mesh is a {type(mesh).__name__}; use a DeviceMesh, e.g. init_device_mesh('cuda', (4,), mesh_dim_names=('ep',))"
+        )
+    if mesh.get_coordinate() is None:
+        ranks = [int(r) for r in mesh.mesh.flatten()]
+        raise ParallelError(f"rank {dist.get_rank()} is not in the mesh of ranks {ranks}: only those call moefuse.parallelize with it")
+    if mesh.ndim != len(roles) and len(roles) > 1:
+        example = ", ".join(map(repr, roles))
+        raise ParallelError(f"experts={roles!r} is for a mesh of {len(roles)} dimensions, e.g. mesh[{example}]; this one has {mesh.ndim}")
+    if mesh.ndim != len(roles):
+        names = mesh.mesh_dim_names or ()
+        one = f"mesh[{names[-1]!r}]" if names else "one dimension of it"
+        raise ParallelError(
+            f"the mesh has {mesh.ndim} dimensions {tuple(names)}; give the one that experts are spread over, e.g. {one}, or say what each "
+            "is for, e.g. experts=('dp', 'ep')"
+        )
+
+
+def modules_are_free(model: nn.Module, modules: str | None) -> None:
+    try:
+        wanted = re.compile(modules or "")
+    except (re.error, TypeError) as error:
+        raise ParallelError(f"modules={modules!r} is no regular expression ({error}); use one that the names of layers match") from None
+    for name, module in model.named_modules():
+        if views.is_spread(module) and wanted.search(name):
+            raise ParallelError(
+                f"the experts of {name or 'the model'} are spread over ranks already: call moefuse.parallelize once, for the whole model"
+            )
+
+
+def devices_fit(sites: Sequence[Site], mesh: DeviceMesh) -> None:
+    """What is on the CPU may be on its way to the mesh's devices: then only the experts of a rank need to fit there."""
+    for site in sites:
+        device = next(parameters_of(site)).device.type
+        if device not in ("cpu", "meta", mesh.device_type):
+            raise ParallelError(
+                f"{site.layer or site.name} is on {device!r}, and the mesh is of {mesh.device_type!r} devices: give a mesh of "
+                f"{device!r}, or move the model first"
+            )
+
+
+def memory_may_be_shared(mesh: DeviceMesh, ranks: int) -> None:
+    """By ``ranks`` of a mesh, as far as numbers say."""
+    if mesh.device_type != "cuda":
+        raise ParallelError(f"transport='symm' is for CUDA devices, and the mesh is of {mesh.device_type!r}: use 'allgather'")
+    if ranks > symm.MOST_RANKS:
+        raise ParallelError(f"transport='symm' is for up to {symm.MOST_RANKS} ranks, and the mesh has {ranks}: use 'allgather'")
+
+
+def one_host(grids: Iterable[Grid]) -> None:
+    """All ranks among which tokens travel are on it."""
+    spans = max(groups.group(at.names[0]).spans for at in grids)
+    if spans > 1:
+        raise ParallelError(f"transport='symm' is for ranks of one host, and the mesh has ranks of {spans}: use 'all_to_all'")
+
+
+def parameters_are_free(model: nn.Module, sites: Sequence[Site]) -> None:
+    wanted = {id(p): site for site in sites for p in parameters_of(site)}
+    for site in sites:
+        for p in parameters_of(site):
+            if isinstance(p.data, DTensor) and getattr(model, "is_distributed_loading_by_transformers", False):
+                raise ParallelError(
+                    f"{site.name} is sharded by transformers already: load the model with "
+                    'DistributedConfig(ep_implementation="moefuse", ...), or without a distributed_config and call moefuse.parallelize then'
+                )
+            if type(p) is not nn.Parameter or type(p.data) is not torch.Tensor:
+                raise ParallelError(
+                    f"{site.name} has a Parameter that is a {type(p.data).__name__} already: call moefuse.parallelize before other "
+                    "libraries shard or wrap the model"
+                )
+    for optimizer in _optimizers():
+        for p in _trained_by(optimizer):
+            if id(p) in wanted:
+                raise ParallelError(
+                    f"a Parameter of {wanted[id(p)].name} is in an optimizer ({type(optimizer).__name__}) already: make the optimizer "
+                    "after moefuse.parallelize"
+                )
+
+
+def in_optimizer(parameters: set[int]) -> str | None:
+    """The kind of an optimizer that has one of these Parameters, by identity."""
+    return next((type(o).__name__ for o in _optimizers() if any(id(p) in parameters for p in _trained_by(o))), None)
+
+
+def _trained_by(optimizer: torch.optim.Optimizer) -> list[Any]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _optimizers() -> list[torch.optim.Optimizer]:
+    return [o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer)]
