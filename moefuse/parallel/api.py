@@ -18,8 +18,9 @@ from moefuse.parallel.meshes import Grid, grid
 from moefuse.parallel.placement import Placement, placed
 from moefuse.parallel.plan import Layer, Plan
 from moefuse.parallel.pretrained import saving_whole
-from moefuse.parallel.shard import Slices, Where, shard, sharded_names
+from moefuse.parallel.shard import shard, sharded_names
 from moefuse.parallel.units import Cut, cuts_of
+from moefuse.parallel.where import Slices, Where
 from moefuse.runtime import groups
 from moefuse.runtime.groups import Grads, Most, Split, Terms, Tokens
 from moefuse.runtime.transports import symm

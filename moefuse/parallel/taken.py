@@ -14,7 +14,8 @@ from moefuse.parallel.api import carrier
 from moefuse.parallel.cost import cheapest
 from moefuse.parallel.meshes import register
 from moefuse.parallel.placement import linear
-from moefuse.parallel.shard import Held, Where, hold
+from moefuse.parallel.shard import Held, hold
+from moefuse.parallel.where import Where
 from moefuse.runtime import groups
 from moefuse.runtime.groups import Grads, Terms, Tokens
 
