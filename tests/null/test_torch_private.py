@@ -83,17 +83,6 @@ def test_each_backward_pass_has_a_number() -> None:
     assert -1 not in found
 
 
-def test_names_that_ddp_leaves_alone() -> None:
-    """As they are from each module that may be wrapped, compiled ones too, beside those that were named before."""
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Sequential(torch.nn.Linear(2, 2)))
-    model._ddp_params_and_buffers_to_ignore = ["0.bias"]  # type: ignore[assignment]
-    held = [(model[1][0], "weight")]  # type: ignore[index]
-    _torch_private.not_for_ddp(model, held)
-    assert {"0.bias", "1.0.weight", "_orig_mod.1.0.weight"} <= set(model._ddp_params_and_buffers_to_ignore)
-    assert {"weight", ".weight", "_orig_mod.weight"} <= set(model[1][0]._ddp_params_and_buffers_to_ignore)  # type: ignore[index]
-    assert not hasattr(model[0], "_ddp_params_and_buffers_to_ignore")
-
-
 def test_capture_finds_its_hooks() -> None:
     """Names the missing hook. Without one capture switches itself off, and loops that depend on data break the graph again."""
     assert points.missing() == []
