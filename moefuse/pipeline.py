@@ -261,9 +261,11 @@ def raise_strict(report: FusionReport) -> None:
 def has_data_dependent_sizes(gm: torch.fx.GraphModule) -> bool:
     """Whether some value of the graph, or of a body in it, has a size that only the run knows; how many tokens come from other ranks
     is one that moefuse put there."""
+    from moefuse.passes.graph.builder import SIZED_BY_THE_RUN
+
     nodes = [n for module in gm.modules() if isinstance(module, torch.fx.GraphModule) for n in module.graph.nodes]
     sizes = [unbacked_in(n.meta.get("example_value")) for n in nodes]
-    arrived = {s for n, found in zip(nodes, sizes, strict=True) if n.target is torch.ops.moefuse.ep_dispatch.default for s in found}
+    arrived = {s for n, found in zip(nodes, sizes, strict=True) if n.target in SIZED_BY_THE_RUN for s in found}
     return any(found - arrived for found in sizes)
 
 

@@ -60,14 +60,24 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        need_x, _, need_weights, *need_flat = ctx.needs_input_grad[3:]
-        flags = [need_x, need_weights, *(any(part) for part in cut(need_flat, ctx.counts))]
-        x, weights, h, order, offsets, *flat = ctx.saved_tensors
-        body = Body.decode(*ctx.body)
-        call = GradCall(grad, x, weights, h, order, offsets, *stacks(cut(flat, ctx.counts)), Needs.of(flags, body.on_input), body)
-        computed = _in_parts(call) if grad.device.type in IN_PARTS else ops.experts_backward.default(*call.pack())
-        d_x, d_weights, *d_flat = grads_for(flags, (1, 1, *ctx.counts), computed)
-        return None, None, None, d_x, None, d_weights, *d_flat
+        return None, None, None, *gradients(grad, ctx.saved_tensors, ctx.counts, ctx.body, ctx.needs_input_grad[3:])
+
+
+def gradients(grad: Tensor, saved: Sequence[Tensor], counts: list[int], code: tuple[Any, ...], needs: Sequence[bool]) -> tuple[Any, ...]:
+    """Of x, ids, weights and all of the lists, as ``needs`` says.
+
+    Args:
+        saved: x, weights, h, order, offsets and what is in the lists.
+        counts, code: as the internal ops take them.
+    """
+    need_x, _, need_weights, *need_flat = needs
+    flags = [need_x, need_weights, *(any(part) for part in cut(need_flat, counts))]
+    x, weights, h, order, offsets, *flat = saved
+    body = Body.decode(*code)
+    call = GradCall(grad, x, weights, h, order, offsets, *stacks(cut(flat, counts)), Needs.of(flags, body.on_input), body)
+    computed = _in_parts(call) if grad.device.type in IN_PARTS else ops.experts_backward.default(*call.pack())
+    d_x, d_weights, *d_flat = grads_for(flags, (1, 1, *counts), computed)
+    return d_x, None, d_weights, *d_flat
 
 
 IN_PARTS = ("cuda",)

@@ -31,7 +31,7 @@ from torch import Tensor
 from moefuse._torch_private import never_dead
 from moefuse.ops.autograd import below_autograd, ops, wants_grad
 from moefuse.ops.schema import implement
-from moefuse.runtime import providers, transports
+from moefuse.runtime import overflow, providers, transports
 from moefuse.runtime.groups import Terms
 from moefuse.runtime.peers import peers, told
 from moefuse.runtime.ranks import numbers_dtype
@@ -125,6 +125,7 @@ def _dispatch(rows: Sequence[Tensor], ids: Tensor, place: Tensor | None, slots: 
     known = Terms.parse(terms)
     how = transports.transport(known)
     with peers(known, layer, "ep_dispatch", [*rows, ids], place) as call, refusing(call, ids):
+        overflow.check(known)
         _check_rows(rows, ids)
         arrived = how.dispatch(known, rows, ids, place, slots)
     local = arrived.ids if arrived.local else local_ids(arrived.ids, place, slots, terms)

@@ -39,6 +39,7 @@ def parallelize(
     placement: str | Sequence[int] | Placement = "linear",
     grads: Grads = "mean",
     modules: str | None = None,
+    bound: float | Literal["exact"] | None = None,
     debug: bool = False,
 ) -> Plan:
     """Spread the experts of a model over the ranks of a mesh, in place; compile it afterwards, as ever.
@@ -64,6 +65,9 @@ def parallelize(
         placement: ``"linear"`` (blocks, as torch shards them), ``"round_robin"``, or the rank of each expert.
         grads: ``"mean"`` over the ranks with distinct tokens, as DDP and FSDP give those of other Parameters; or ``"sum"``.
         modules: regular expression; only layers whose name matches (``re.search``).
+        bound: what training keeps of the hidden activations of an expert layer. None: rows for the worst case, which is P times the tokens
+            of a rank. ``"exact"``: as many as came, for which the host waits once a layer. A number from 1 on (``"allgather"``,
+            ``"symm"``): so many times an even share; if more come, gradients are NaN, and the next call raises TooManyTokens.
         debug: ranks compare what they run before each op that communicates, tokens that were said to be equal, and at the first call all
             weights that are not sharded. What differs is a PeerError or a ParallelError that names two ranks. Slow.
 
@@ -74,7 +78,7 @@ def parallelize(
         ParallelError: no experts, no process group, a mesh of several dimensions, fewer experts than ranks, an optimizer that has the
             Parameters already, tied or sharded Parameters, an illegal argument. Nothing has been changed then.
     """
-    checks.arguments(tokens, grads, transport, max_tokens)
+    checks.arguments(tokens, grads, transport, max_tokens, bound)
     roles = checks.roles_of(experts)
     checks.mesh_fits(mesh, roles)
     checks.modules_are_free(model, modules)
@@ -94,14 +98,15 @@ def parallelize(
     if transport == "symm":
         checks.one_host(grids.values())
     near = {count: transport == "auto" and tokens != "replicated" and _shares(at, max_tokens) for count, at in grids.items()}
+    kept: Any = "most" if bound is None else bound
     whose = (tokens, "replicated")[: len(hops)]
     warn = copies.warning_of_others(mesh)
     layers = []
     for number, (site, place, count) in enumerate(zip(sites, places, counts, strict=True)):
         at = grids[count]
         way = _transport(site, transport, max_tokens, at, near[count])
-        replicas = at.copies if replicated else 1
-        terms = tuple(_terms(*each, way, most, grads, place, count, replicas, debug) for each in zip(hops, at.names, whose, strict=True))
+        promised: tuple[Any, ...] = (way, most, grads, place, count, at.copies if replicated else 1, kept, debug)
+        terms = tuple(_terms(*each, *promised) for each in zip(hops, at.names, whose, strict=True))
         slices = Slices(terms[-1].text, cuts[number]) if cuts else None
         name = site.layer or site.name
         on_gradient = copies.averaging(name, at) if terms[0].averages else warn
@@ -151,10 +156,10 @@ def _transport(site: Site, wanted: str, most: object, at: Grid, shares: bool) ->
 
 
 def _terms(
-    role: str, mesh: str, tokens: Any, wanted: str, most: int | Most, grads: Grads, place: Placement, count: int, replicas: int, debug: bool
+    role: str, mesh: str, tokens: Any, wanted: str, most: int | Most, grads: Grads, place: Placement, count: int, replicas: int, *more: Any
 ) -> Terms:
     split: Split = "experts" if role == "ep" else "slices"
-    return Terms(mesh, carrier(wanted, tokens, mesh), tokens, most, grads, place.name, split, count, replicas, debug)
+    return Terms(mesh, carrier(wanted, tokens, mesh), tokens, most, grads, place.name, split, count, replicas, *more)
 
 
 def carrier(wanted: str, tokens: Tokens, mesh: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -24,7 +25,7 @@ _ROLES = (("ep",), ("tp",), ("ep", "tp"))
 TRANSPORTS = ("auto", "allgather", "all_to_all", "symm", "gather")
 
 
-def arguments(tokens: object, grads: object, transport: object, max_tokens: object) -> None:
+def arguments(tokens: object, grads: object, transport: object, max_tokens: object, bound: object) -> None:
     """Those that are chosen of a few, and numbers."""
     _legal("tokens", tokens, groups.TOKENS)
     _legal("grads", grads, groups.GRADS)
@@ -32,6 +33,9 @@ def arguments(tokens: object, grads: object, transport: object, max_tokens: obje
     number = isinstance(max_tokens, int) and not isinstance(max_tokens, bool) and max_tokens >= 1
     if max_tokens is not None and max_tokens != "equal" and not number:
         raise ParallelError(f"max_tokens={max_tokens!r} is not legal; use a positive number, 'equal' or None")
+    share = isinstance(bound, int | float) and not isinstance(bound, bool) and math.isfinite(bound) and bound >= 1
+    if bound is not None and bound != "exact" and not share:
+        raise ParallelError(f"bound={bound!r} is not legal; use a number from 1 on, 'exact' or None")
     if transport == "symm" and max_tokens is None:
         raise ParallelError("transport='symm' has buffers of a fixed size: give max_tokens, the most tokens of a layer on any rank")
 

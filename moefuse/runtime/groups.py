@@ -37,6 +37,7 @@ class Terms:
         split: whether a rank has some of the experts, or a slice of each.
         copies: how many groups of ranks have all experts, because there are fewer experts than ranks.
         replicas: how many ranks of another dimension of the mesh have the same experts, and other tokens.
+        bound: of rows that training keeps for backward: so many times an even share, ``"exact"``, or ``"most"``, as many as may come.
         debug: whether ranks compare what they do before each op (``runtime/debug.py``).
     """
 
@@ -49,22 +50,24 @@ class Terms:
     split: Split = "experts"
     copies: int = 1
     replicas: int = 1
+    bound: float | Literal["most", "exact"] = "most"
     debug: bool = False
 
     @functools.cached_property
     def text(self) -> str:
         """What :meth:`parse` reads."""
-        said = (self.mesh, self.transport, self.tokens, self.most, self.grads, self.placement, self.split, self.copies, self.replicas)
-        return "/".join(map(str, said)) + (_DEBUG if self.debug else "")
+        said = (self.mesh, self.transport, self.tokens, self.most, self.grads, self.placement, self.split)
+        return "/".join(map(str, (*said, self.copies, self.replicas, self.bound))) + (_DEBUG if self.debug else "")
 
     @staticmethod
     @functools.lru_cache(maxsize=256)
     def parse(text: str) -> Terms:
         """The terms in a graph."""
-        mesh, transport, tokens, number, grads, placement, split, *counts = text.removesuffix(_DEBUG).rsplit("/", 8)
+        mesh, transport, tokens, number, grads, placement, split, *counts, bound = text.removesuffix(_DEBUG).rsplit("/", 9)
         most = int(number) if number.isdigit() else number
         copies, replicas = map(int, counts)
-        return Terms(mesh, transport, tokens, most, grads, placement, split, copies, replicas, text.endswith(_DEBUG))  # type: ignore[arg-type]
+        kept: Any = bound if bound in ("most", "exact") else float(bound)
+        return Terms(mesh, transport, tokens, most, grads, placement, split, copies, replicas, kept, text.endswith(_DEBUG))  # type: ignore[arg-type]
 
     @property
     def tells(self) -> bool:
@@ -78,7 +81,8 @@ class Terms:
 
     def describe(self, held: int, experts: int) -> str:
         """``ep=4 linear, 32 of 128 experts here, allgather, tokens <= 512``, or ``tp=2, a slice of 32 experts here, all_reduce``."""
-        most = {"any": "", "equal": ", equal numbers of tokens"}.get(str(self.most), f", tokens <= {self.most}")
+        kept = "" if self.bound == "most" else f", rows kept: {self.bound}"
+        most = kept + {"any": "", "equal": ", equal numbers of tokens"}.get(str(self.most), f", tokens <= {self.most}")
         way = f"all_to_all over {self.group.spans} hosts" if self.transport == "rails" else self.transport
         dp = f"dp={self.replicas} x " if self.replicas > 1 else ""
         if self.split == "slices":
@@ -114,11 +118,13 @@ class Standing:
         left: the error after which it is not; empty if it is.
         told: whether the others know.
         first: what is to be checked before the first op, on all ranks alike.
+        pending: rows of earlier calls that may turn out to be too few (``runtime/overflow.py``).
     """
 
     left: str = ""
     told: bool = False
     first: list[Callable[[], None]] = field(default_factory=list)
+    pending: list[Any] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from moefuse.passes.graph.calls import fake
 
 _PROVENANCE = ("nn_module_stack", "stack_trace", "source_fn_stack")
 
-_DISPATCH = torch.ops.moefuse.ep_dispatch.default
-"""The one op with sizes that only the run knows: how many tokens other ranks have."""
+SIZED_BY_THE_RUN = (torch.ops.moefuse.ep_dispatch.default, torch.ops.moefuse.room.default)
+"""The ops with sizes that only the run knows: how many tokens other ranks have, and how many of them come here."""
 
 
 class Emitter:
@@ -38,7 +38,7 @@ class Emitter:
         self.nodes.append(node)
         if self.mode is not None:
             values = torch.fx.node.map_arg((args, kwargs), fake)
-            sized = _torch_private.sizes_of_the_run(self.mode) if function is _DISPATCH else contextlib.nullcontext()
+            sized = _torch_private.sizes_of_the_run(self.mode) if function in SIZED_BY_THE_RUN else contextlib.nullcontext()
             with self.mode, sized:
                 node.meta["example_value"] = function(*values[0], **values[1])
         return node

@@ -30,6 +30,16 @@ ROUNDS = ("allgather",)
 """Transports by which P times the tokens of a rank arrive, and that may travel in parts."""
 
 
+def keeps_less(text: str) -> bool:
+    """Whether training keeps fewer rows than may come."""
+    terms = Terms.parse(text)
+    return terms.bound == "exact" or (terms.bound != "most" and terms.transport in _SHARES)
+
+
+_SHARES = ("allgather", "symm")
+"""Transports whose rows are of all ranks alike, so that a rank's even share of their slots is known."""
+
+
 @dataclass(frozen=True)
 class Hop:
     """One way that tokens travel, over one mesh. ``place``: the table of experts; None where every rank has a slice of each."""
@@ -176,7 +186,11 @@ class Spread(Lowering):
     def op(self) -> tuple[Callable[..., Any], dict[str, Any]]:
         """With a limit, one op that has tokens travel in rounds."""
         if self.limit is None:
-            return super().op()
+            kept = next((hop.terms for hop in self.where.hops if hop.place is not None and keeps_less(hop.terms)), None)
+            if kept is None:
+                return super().op()
+            room = self.emit(torch.ops.moefuse.room.default, self.ids()) if Terms.parse(kept).bound == "exact" else None
+            return torch.ops.moefuse.bounded_experts.default, {"room": room, "terms": kept, "layer": self.layer}
         (hop,) = self.where.hops
         more = {"place": hop.place, "slots": hop.slots, "terms": hop.terms, "layer": self.layer, "limit": self.limit}
         return torch.ops.moefuse.ep_experts.default, more
