@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from moefuse.config import Options
+from moefuse.runtime import groups
 
 _NOT_SOURCES = frozenset({".pyc", ".pyo", ".so"})
 
@@ -37,8 +38,12 @@ def source_hash() -> str:
 
 
 def key(options: Options) -> str:
-    """Equal for equal sources, equal options and equal decisions of the cost gate, and for nothing else."""
-    return f"moefuse {source_hash()} {options.fingerprint()}{_decisions() if options.cost_gate else ''}"
+    """Equal for equal sources, equal options, equal decisions of the cost gate and equal numbers of experts, and for nothing else.
+
+    Torch's key of a DTensor has its whole shape and not that of the part that is here: of 5 experts on 2 ranks, one has 3 and one 2, and
+    both would be given what the first to compile has left.
+    """
+    return f"moefuse {source_hash()} {options.fingerprint()}{_decisions() if options.cost_gate else ''}{groups.held()}"
 
 
 def devices() -> list[str]:

@@ -112,6 +112,7 @@ def parallelize(
         on_gradient = copies.averaging(name, at) if terms[0].averages else warn
         where = Where(at.mesh, place, terms[0].text if hops[0] == "ep" else "", slices, name, replicated, on_gradient)
         shard(site, where)
+        groups.hold(len(where.mine), place.slots)
         layers.append(Layer(name, place, where.mine, terms))
     for layer in dict.fromkeys(site.layer for site in sites):
         views.gathering_once(model.get_submodule(layer))

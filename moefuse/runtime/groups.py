@@ -178,6 +178,20 @@ def register(name: str, ranks: tuple[int, ...], rank: int, process_group: Any, h
         number += 1
 
 
+_held: dict[tuple[int, int], None] = {}
+
+
+def hold(here: int, slots: int) -> None:
+    """Remember that this rank has ``here`` experts of a layer, where the ranks with the most have ``slots``."""
+    if here != slots:
+        _held[here, slots] = None
+
+
+def held() -> str:
+    """What this rank has that others may have in other numbers; empty where all have as many, so that they share what is compiled."""
+    return f" held {sorted(_held)}" if _held else ""
+
+
 def group(name: str) -> Group:
     """The group of a mesh.
 

@@ -24,7 +24,7 @@ CASES = {
     "all to one rank, exact, float64": Case(layers.Stacked, (8, 5), how={"bound": "exact"}, skew=True, dtype=torch.float64),
     "computed again": Case(layers.OnInput, (20, 20), how={"bound": 1.6, "max_tokens": 20}, checkpointed=True),
     "grouped products keep what they always keep": Case(layers.Grouped, (5, 7), how={"bound": 1.0}),
-    "through Inductor": Case(layers.Shared, (20, 20), how={"bound": 1.6}, behind="inductor"),
+    "through Inductor": Case(layers.Shared, (20, 20), experts=6, how={"bound": 1.6}, behind="inductor"),
     "slices of some": Case(layers.Stacked, (5, 7), how={"bound": 2.0, "experts": "tp"}),
 }
 
