@@ -32,7 +32,7 @@ from moefuse._torch_private import never_dead
 from moefuse.ops.autograd import below_autograd, ops, wants_grad
 from moefuse.ops.schema import implement
 from moefuse.runtime import overflow, providers, transports
-from moefuse.runtime.groups import Terms
+from moefuse.runtime.groups import Terms, weight_of
 from moefuse.runtime.peers import peers, told
 from moefuse.runtime.ranks import numbers_dtype
 from moefuse.runtime.transports.weights import all_rows, own_rows
@@ -46,7 +46,7 @@ TWICE = "expert-parallel ops can be differentiated once, not twice"
 
 def _gathered(local: Tensor, place: Tensor, slots: int, terms: str) -> Tensor:
     known = Terms.parse(terms)
-    with peers(known, "gathering the weights of experts", "gathered", [local], place):
+    with peers(known, "gathering the weights of experts", f"gathered {weight_of(terms)[1]}".rstrip(), [local], place):
         told(known, 0)  # a frame that broke gathers as often as it has graphs, and others may dispatch tokens
         return all_rows(known.group, local, place, slots)
 
@@ -57,7 +57,8 @@ def _gathered_fake(local: Tensor, place: Tensor, slots: int, terms: str) -> Tens
 
 def _gathered_backward(grad: Tensor, place: Tensor, slots: int, held: int, terms: str) -> Tensor:
     known = Terms.parse(terms)
-    with peers(known, "reducing the gradients of experts", "gathered_backward", [grad], place):
+    with peers(known, "reducing the gradients of experts", f"gathered_backward {weight_of(terms)[1]}".rstrip(), [grad], place):
+        told(known, 0)  # in which order gradients are reduced depends on what each rank's loss depends on
         return own_rows(known.group, grad, place, slots, held).mul_(known.scale_gathered())
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -37,7 +37,7 @@ def parallelize(
     max_tokens: int | Literal["equal"] | None = None,
     transport: Literal["auto", "allgather", "all_to_all", "symm", "gather"] = "auto",
     placement: str | Sequence[int] | Placement = "linear",
-    grads: Grads = "mean",
+    grads: Grads | None = None,
     modules: str | None = None,
     bound: float | Literal["exact"] | None = None,
     debug: bool = False,
@@ -63,7 +63,8 @@ def parallelize(
             ``"auto"`` takes what is fastest by measured constants: ``"symm"`` for ``max_tokens`` on GPUs of one host that can read each
             other's memory, else ``"allgather"``, and ``"all_to_all"`` on several hosts. Equal tokens (``"replicated"``) do not travel.
         placement: ``"linear"`` (blocks, as torch shards them), ``"round_robin"``, or the rank of each expert.
-        grads: ``"mean"`` over the ranks with distinct tokens, as DDP and FSDP give those of other Parameters; or ``"sum"``.
+        grads: ``"mean"`` over the ranks with distinct tokens, as DDP and FSDP give those of other Parameters; or ``"sum"``, as gradients of
+            one loss are put together from the parts of a sequence. None: the sum for ``tokens="sequence"``, else the mean.
         modules: regular expression; only layers whose name matches (``re.search``).
         bound: what training keeps of the hidden activations of an expert layer. None: rows for the worst case, which is P times the tokens
             of a rank. ``"exact"``: as many as came, for which the host waits once a layer. A number from 1 on (``"allgather"``,
@@ -78,8 +79,10 @@ def parallelize(
         ParallelError: no experts, no process group, a mesh of several dimensions, fewer experts than ranks, an optimizer that has the
             Parameters already, tied or sharded Parameters, an illegal argument. Nothing has been changed then.
     """
+    grads = grads or ("sum" if tokens == "sequence" else "mean")
     checks.arguments(tokens, grads, transport, max_tokens, bound)
     roles = checks.roles_of(experts)
+    checks.is_model(model)
     checks.mesh_fits(mesh, roles)
     checks.modules_are_free(model, modules)
     replicated = roles[0] == "dp"
@@ -101,6 +104,8 @@ def parallelize(
     kept: Any = "most" if bound is None else bound
     whose = (tokens, "replicated")[: len(hops)]
     warn = copies.warning_of_others(mesh)
+    names = [site.layer for site in sites]
+    plans = _plans(grids.values())
     layers = []
     for number, (site, place, count) in enumerate(zip(sites, places, counts, strict=True)):
         at = grids[count]
@@ -108,9 +113,9 @@ def parallelize(
         promised: tuple[Any, ...] = (way, most, grads, place, count, at.copies if replicated else 1, kept, debug)
         terms = tuple(_terms(*each, *promised) for each in zip(hops, at.names, whose, strict=True))
         slices = Slices(terms[-1].text, cuts[number]) if cuts else None
-        name = site.layer or site.name
+        name = site.layer if names.count(site.layer) == 1 and site.layer else site.name
         on_gradient = copies.averaging(name, at) if terms[0].averages else warn
-        where = Where(at.mesh, place, terms[0].text if hops[0] == "ep" else "", slices, name, replicated, on_gradient)
+        where = Where(at.mesh, place, terms[0].text if hops[0] == "ep" else "", slices, name + plans, replicated, on_gradient)
         shard(site, where)
         groups.hold(len(where.mine), place.slots)
         layers.append(Layer(name, place, where.mine, terms))
@@ -154,6 +159,15 @@ def _transport(site: Site, wanted: str, most: object, at: Grid, shares: bool) ->
     row = (site.widths[0] if site.widths else 0) * parameters[0].dtype.itemsize
     size, group = sum(p.numel() * p.dtype.itemsize for p in parameters), groups.group(at.names[0])
     return cheapest(most if isinstance(most, int) else None, row, size, group.size, group.spans, shares)
+
+
+def _plans(grids: Iterable[Grid]) -> str:
+    """Behind the names of layers in what ranks say to each other: whose they are, where a mesh has experts of several models."""
+    found = [groups.group(name).standing for at in grids for name in at.names]
+    number = max(standing.plans for standing in found) + 1
+    for standing in found:
+        standing.plans = number
+    return f" of model {number}" if number > 1 else ""
 
 
 def _terms(

@@ -77,6 +77,12 @@ def mesh_fits(mesh: object, roles: tuple[str, ...]) -> None:
         )
 
 
+def is_model(model: object) -> None:
+    """A module, as everything behind this takes it for."""
+    if not isinstance(model, nn.Module):
+        raise ParallelError(f"model is a {type(model).__name__}; give an nn.Module whose layers have experts")
+
+
 def modules_are_free(model: nn.Module, modules: str | None) -> None:
     try:
         wanted = re.compile(modules or "")

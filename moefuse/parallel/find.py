@@ -114,7 +114,8 @@ def _outside(suspect: Suspect, pair: Pair, routers: list[int | None]) -> list[in
     if len(pair.experts) != 1 or not suspect.around or not own.keys() >= set(routers):
         return []
     count = next(p.shape[0] for key, p in own.items() if key in pair.tensors)
-    return [id(p) for p in suspect.around[0].parameters() if id(p) not in own and p.dim() == 2 and count in p.shape]
+    beside = [m for m in suspect.around[0].modules() if not any(p.dim() > 2 and len(p) == count for p in m.parameters(False))]
+    return [id(p) for m in beside for p in m.parameters(False) if id(p) not in own and p.dim() == 2 and count in p.shape]
 
 
 def _widths(module: nn.Module, routers: list[int | None], experts: frozenset[int]) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from moefuse import _torch_private
 from moefuse.errors import ParallelError
+from moefuse.parallel.read_only import read_only
 from moefuse.parallel.table import Table
 
 PLACE = "_moefuse_place"
@@ -46,21 +47,22 @@ def full(holder: nn.Module, name: str, of: Of) -> Tensor:
         return parameter
     if torch.compiler.is_compiling():
         return _gather(holder, parameter, of)
-    found: Tensor = _in_eager(holder, parameter, of)
+    found: Tensor = _in_eager(holder, parameter, name, of)
     return found
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _in_eager(holder: nn.Module, parameter: Any, of: Of) -> Tensor:
+def _in_eager(holder: nn.Module, parameter: Any, name: str, of: Of) -> Tensor:
     """The same where a program runs as it is written: no frame for Dynamo, which would compile it for every expert."""
     if of[0] is not None:
         of[0][0].ready(parameter.to_local().device)
     known = _gathered.get()
-    if known is None:
-        return _gather(holder, parameter, of)
-    if id(parameter) not in known:
-        known[id(parameter)] = _gather(holder, parameter, of)
-    return known[id(parameter)]
+    if known is not None and id(parameter) in known:
+        return known[id(parameter)]
+    found = read_only(_gather(holder, parameter, of), f"{type(holder).__name__}.{name}")
+    if known is not None:
+        known[id(parameter)] = found
+    return found
 
 
 def _gather(holder: nn.Module, parameter: Any, of: Of) -> Tensor:

@@ -63,6 +63,7 @@ class Terms:
     @functools.lru_cache(maxsize=256)
     def parse(text: str) -> Terms:
         """The terms in a graph."""
+        text, _, _ = text.partition(_WEIGHT)
         mesh, transport, tokens, number, grads, placement, split, *counts, bound = text.removesuffix(_DEBUG).rsplit("/", 9)
         most = int(number) if number.isdigit() else number
         copies, replicas = map(int, counts)
@@ -96,7 +97,7 @@ class Terms:
         What copies and replicas find is averaged, so sums over them are that much larger before.
         """
         averaged = self.replicas if self.grads == "sum" else 1
-        if self.tokens == "distinct" and self.grads == "mean":
+        if self.tokens != "replicated" and self.grads == "mean":
             return 1 / self.group.size
         return float(averaged * (self.copies if self.tokens != "replicated" else 1))
 
@@ -110,6 +111,20 @@ class Terms:
         return self.replicas > 1 or (self.copies > 1 and self.tokens != "replicated")
 
 
+def of_weight(terms: str, name: str) -> str:
+    """The terms of a gather, which say of what: weights of one layer and shape are told apart by nothing else."""
+    return f"{terms}{_WEIGHT}{name}"
+
+
+def weight_of(terms: str) -> tuple[str, str]:
+    """(terms, name of a weight), as :func:`of_weight` was given them."""
+    known, _, name = terms.partition(_WEIGHT)
+    return known, name
+
+
+_WEIGHT = "#"
+
+
 @dataclass
 class Standing:
     """Whether this process is in step with the others of a group.
@@ -118,12 +133,14 @@ class Standing:
         left: the error after which it is not; empty if it is.
         told: whether the others know.
         first: what is to be checked before the first op, on all ranks alike.
+        plans: how often :func:`moefuse.parallelize` was called.
         pending: rows of earlier calls that may turn out to be too few (``runtime/overflow.py``).
     """
 
     left: str = ""
     told: bool = False
     first: list[Callable[[], None]] = field(default_factory=list)
+    plans: int = 0
     pending: list[Any] = field(default_factory=list)
 
 

@@ -113,6 +113,8 @@ def numbers_of(words: Tensor) -> Tensor:
 
 def say(group: Group, word: int) -> list[int]:
     """[P]: the word of each rank."""
+    if group.size == 1:
+        return [word]
     every = torch.full((group.size,), word, dtype=torch.int64, device="cpu")
     all_gather(every, torch.tensor([word], dtype=torch.int64, device="cpu"), group.host)
     found: list[int] = every.tolist()

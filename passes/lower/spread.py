@@ -23,7 +23,7 @@ from moefuse.passes.ir.expr import Expr, Gate, Leaf, SharedVector, SlotWeight, T
 from moefuse.passes.ir.regions import Region
 from moefuse.passes.lower.lower import BySlot, Lowered, Lowering
 from moefuse.passes.match.templates import Body, match
-from moefuse.runtime.groups import Terms
+from moefuse.runtime.groups import Terms, weight_of
 from moefuse.spec import Tier
 
 ROUNDS = ("allgather",)
@@ -121,7 +121,7 @@ def _hops(call: Node) -> tuple[tuple[Hop, ...], int]:
     hops: list[Hop] = []
     while is_gathered(call):
         place, slots, terms = (None, 0, call.args[3]) if call.target is SLICES else call.args[1:]
-        hops.append(Hop(place, slots, terms))  # type: ignore[arg-type]
+        hops.append(Hop(place, slots, weight_of(terms)[0]))  # type: ignore[arg-type]
         call = call.args[0]  # type: ignore[assignment]
     return tuple(sorted(hops, key=lambda hop: hop.place is not None)), int(shape_of(fake(call))[0])
 

@@ -162,6 +162,11 @@ def test_replicas_that_fsdp_shards_as_well(mesh: DeviceMesh) -> None:
         fully_shard(model.first, mesh=two["dp"])
 
 
+def test_no_model(mesh: DeviceMesh) -> None:
+    with pytest.raises(ParallelError, match="model is a Parameter; give an nn.Module whose layers have experts"):
+        moefuse.parallelize(nn.Parameter(torch.zeros(2)), mesh)  # type: ignore[arg-type]
+
+
 def test_a_mesh_without_this_rank(mesh: DeviceMesh) -> None:
     others = DeviceMesh("cpu", [0, 2], mesh_dim_names=("ep",))
     refused(layers.Model(layers.Stacked, 8), others, r"rank 1 is not in the mesh of ranks \[0, 2\]: only those call moefuse.parallelize")

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
+from moefuse.runtime.groups import Terms
+
 T, H, I, E, K = 10, 8, 12, 4, 2  # noqa: E741  (the letters of moefuse.spec)
 
 
@@ -389,6 +391,9 @@ all_of.register_fake(torch.empty_like)
 all_of.register_autograd(lambda _ctx, grad: grad)
 
 
+_ON_ONE_RANK = Terms("one").text
+
+
 class Gathered(nn.Module):
     """Weights that ``moefuse.parallelize`` has sharded are read, and not by experts: all of them are averaged."""
 
@@ -398,7 +403,7 @@ class Gathered(nn.Module):
         self.register_buffer("place", torch.arange(E, dtype=torch.int32))
 
     def forward(self, x: Tensor) -> Tensor:
-        whole = torch.ops.moefuse.gathered.default(self.w, self.place, E, "one/allgather/distinct/any/mean/linear/experts/1")
+        whole = torch.ops.moefuse.gathered.default(self.w, self.place, E, _ON_ONE_RANK)
         return x @ whole.mean(0)  # at: experts-gathered
 
 

@@ -1,0 +1,61 @@
+"""Weights that are put together from all ranks when they are read: what is written to them would be lost, so that is an error.
+
+Only where a program runs as it is written. In one that is compiled they are an op of the graph, and what writes to its result keeps it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moefuse.errors import ParallelError
+
+_OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
+_WRITES = frozenset({"__setitem__", *(f"__i{name}__" for name in _OPERATORS)})
+_NO_DATA = frozenset({"requires_grad_", "retain_grad", "register_hook"})
+
+
+class ReadOnly(Tensor):
+    """A gathered weight, and whatever shares its memory. Everything else that is computed from it is a plain tensor."""
+
+    moefuse_name = ""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        target = args[0] if args else next(iter(kwargs.values()), None)
+        if isinstance(target, cls) and _writes(func):
+            raise ParallelError(
+                f"{target.moefuse_name} was written to, and is put together from all ranks each time it is read, so that this would be "
+                "lost: write before moefuse.parallelize, to the rows that are here (model.parameters()), or load a state_dict"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            out = func(*args, **kwargs)
+        return _shared(out, target) if isinstance(target, cls) else out
+
+
+def _writes(func: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    if name == "__set__":
+        return getattr(func, "__self__", None) is torch.Tensor.data
+    return name in _WRITES or (name.endswith("_") and not name.endswith("__") and name not in _NO_DATA)
+
+
+def _shared(out: Any, source: ReadOnly) -> Any:
+    """What shares memory with a weight is as little to be written to."""
+    if isinstance(out, tuple | list):
+        return type(out)(_shared(o, source) for o in out) if type(out) in (tuple, list) else out
+    if not isinstance(out, Tensor) or isinstance(out, ReadOnly) or out.is_meta:
+        return out
+    with torch._C.DisableTorchFunctionSubclass():
+        same = out.untyped_storage().data_ptr() == source.untyped_storage().data_ptr() != 0
+    return read_only(out, source.moefuse_name) if same else out
+
+
+def read_only(weight: Tensor, name: str) -> Tensor:
+    """The same tensor, for reading; ``name`` is for people."""
+    out = weight.as_subclass(ReadOnly)
+    out.moefuse_name = name
+    return out

@@ -1,0 +1,40 @@
+"""What an adversary found: ranks that do other things than each other without knowing it, and writes that would be lost."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.dist import attacks
+from tests.dist.workers import Workers
+
+APART = {
+    "layers": (attacks.other_layers, "of 0 ", "of 1 "),
+    "models": (attacks.other_models, "of model 2", "ep_dispatch"),
+    "weights": (attacks.other_weights, "gathered first", "gathered third"),
+    "gradients": (attacks.other_gradients, "gathered_backward first", "gathered_backward third"),
+}
+
+
+@pytest.mark.parametrize("name", APART)
+def test_ranks_that_do_other_things(name: str) -> None:
+    """Of equal shapes, so that numbers would be mixed up. Both ranks raise, and say what each of them ran."""
+    function, *said = APART[name]
+    workers = Workers(2, timeout=20)
+    try:
+        found = workers.run(function)
+    finally:
+        workers.close()
+    for text in found:
+        assert text.startswith("PeerError: "), text
+        for part in said:
+            assert part in text
+
+
+def test_writes_that_would_be_lost(two: Workers) -> None:
+    for found in two.run(attacks.writes):
+        for text in found:
+            assert "was written to, and is put together from all ranks each time it is read" in text, found
+
+
+def test_what_is_read_is_plain(two: Workers) -> None:
+    assert two.run(attacks.reads) == [(True, True)] * 2
