@@ -163,7 +163,7 @@ def test_replicas_that_fsdp_shards_as_well(mesh: DeviceMesh) -> None:
 
 
 def test_no_model(mesh: DeviceMesh) -> None:
-    with pytest.raises(ParallelError, match="model is a Parameter; give an nn.Module whose layers have experts"):
+    with pytest.raises(ParallelError, match=r"model is a Parameter; give an nn.Module whose layers have experts"):
         moefuse.parallelize(nn.Parameter(torch.zeros(2)), mesh)  # type: ignore[arg-type]
 
 
