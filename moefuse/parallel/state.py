@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -48,7 +49,17 @@ class Where(Protocol):
 
 
 Save = Callable[[dict[str, Any], str], None]
-Load = Callable[[nn.Module, dict[str, Any], str], None]
+
+
+@dataclass(frozen=True)
+class Faults:
+    """Of ``load_state_dict``: keys that are not there, and sentences about what does not fit."""
+
+    missing: list[str]
+    errors: list[str]
+
+
+Load = Callable[[nn.Module, dict[str, Any], str, Faults], None]
 
 _whole: contextvars.ContextVar[bool | None] = contextvars.ContextVar("moefuse_whole_state", default=None)
 """Set where a state has the weights of all ranks: whether this rank keeps them."""
@@ -94,7 +105,8 @@ def methods(kind: type[nn.Module], save: Save, load: Load, settle: Callable[[nn.
         save(destination, prefix)
 
     def from_state(self: Any, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-        load(self, state, prefix)
+        _, _, missing, _, errors = rest
+        load(self, state, prefix, Faults(missing, errors))
         kind._load_from_state_dict(self, state, prefix, *rest)
         settle(self)
 
@@ -114,7 +126,7 @@ def keys_of_stacked(names: Mapping[str, str], where: Where) -> tuple[Save, Load]
             elif not where.as_torch_has_it(name):
                 state[prefix + name] = where.in_order(name, _held(held, where))
 
-    def load(module: nn.Module, state: dict[str, Any], prefix: str) -> None:
+    def load(module: nn.Module, state: dict[str, Any], prefix: str, faults: Faults) -> None:
         for name in names:
             whole = state.get(prefix + name)
             own: Any = module._parameters[name]
@@ -148,16 +160,32 @@ def keys_of_listed(names: Mapping[str, str], numbers: tuple[str, ...], where: Wh
             for row, expert in enumerate(mine):
                 state[f"{prefix}{numbers[expert]}.{path}"] = where.row(path, local[row])
 
-    def load(module: nn.Module, state: dict[str, Any], prefix: str) -> None:
+    def load(module: nn.Module, state: dict[str, Any], prefix: str, faults: Faults) -> None:
         for path, name in names.items():
             found = [state.pop(f"{prefix}{number}.{path}", None) for number in numbers]
             own: Any = module._parameters[name]
-            rows = [found[expert] for expert in mine]
-            if all(row is not None for row in rows):
-                parts = [_part(where, path, row) for row in rows]
-                state[prefix + name] = _rows(own, torch.stack(parts) if parts else own.to_local()[:0], where)
+            # A checkpoint of the whole model is judged as a whole, by every rank alike.
+            whole = any(row is not None for expert, row in enumerate(found) if expert not in mine)
+            known = {f"{prefix}{numbers[e]}.{path}": found[e] for e in (range(len(numbers)) if whole else mine)}
+            if _faults(known, own.shape[1:], faults):
+                state[prefix + name] = own.detach()
+                continue
+            parts = [_part(where, path, found[expert]) for expert in mine]
+            state[prefix + name] = _rows(own, torch.stack(parts) if parts else own.to_local()[:0], where)
 
     return save, load
+
+
+def _faults(rows: Mapping[str, Tensor | None], shape: torch.Size, faults: Faults) -> bool:
+    """Whether experts are missing or of another ``shape``; says so."""
+    missing = [key for key, row in rows.items() if row is None]
+    wrong = {key: row.shape for key, row in rows.items() if row is not None and row.shape != shape}
+    faults.missing.extend(missing)
+    faults.errors.extend(
+        f"size mismatch for {key}: copying a param with shape {found} from checkpoint, the shape in current model is {shape}."
+        for key, found in wrong.items()
+    )
+    return bool(missing or wrong)
 
 
 def _part(where: Where, path: str, row: Tensor) -> Tensor:

@@ -151,3 +151,21 @@ def reads(rank: int) -> tuple[bool, bool]:
     grad: Any = single._parameters["down"].grad  # type: ignore[union-attr]
     same = torch.allclose(norm.detach(), wanted) and torch.allclose(grad.full_tensor(), 2 * target)
     return type(norm) is torch.Tensor and type(flat) is torch.Tensor, same
+
+
+def incomplete(rank: int) -> list[str]:
+    """A checkpoint of the whole model, of which one expert is missing, or of another shape, or both, in a list: what each rank says."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = layers.Listed(E)
+    state = dict(model.state_dict())
+    moefuse.parallelize(model, mesh())
+    key = next(key for key in state if ".1." in key and key.endswith("weight"))
+    shorter = {k: v for k, v in state.items() if k != key}
+    found = [
+        _tried(lambda: model.load_state_dict(shorter)),
+        _tried(lambda: model.load_state_dict({**state, key: torch.zeros(3, 3)})),
+        str(list(model.load_state_dict(shorter, strict=False).missing_keys) == [key]),
+    ]
+    model.load_state_dict(state)
+    return found

@@ -38,3 +38,12 @@ def test_writes_that_would_be_lost(two: Workers) -> None:
 
 def test_what_is_read_is_plain(two: Workers) -> None:
     assert two.run(attacks.reads) == [(True, True)] * 2
+
+
+def test_a_checkpoint_without_an_expert(two: Workers) -> None:
+    """Rank 1 does not hold that expert, and says what rank 0 says."""
+    (lacks, differs, only), other = two.run(attacks.incomplete)
+    assert [lacks, differs, only] == other
+    assert "Missing key(s) in state_dict" in lacks
+    assert "size mismatch for" in differs
+    assert only == "True"
