@@ -30,6 +30,23 @@ def is_gathered(node: object) -> bool:
     return isinstance(node, Node) and node.op == "call_function" and node.target in (GATHERED, SLICES)
 
 
+def gather_of(weights: Iterable[Node], steps: int = 32) -> Node | None:
+    """A gather among the few operations that make each of these weights; None if this rank has all of them by itself."""
+    return next((call for n in dict.fromkeys(weights) if (call := _gather_behind(n, steps)) is not None), None)
+
+
+def _gather_behind(node: Node, steps: int) -> Node | None:
+    stack, seen = [node], {node}
+    while stack and len(seen) < steps:
+        here = stack.pop()
+        if is_gathered(here):
+            return here
+        new = [n for n in here.all_input_nodes if n not in seen]
+        seen.update(new)
+        stack.extend(new)
+    return None
+
+
 def is_root(node: Node) -> bool:
     """Whether a value comes from outside of the graph: from who calls it, or from other ranks."""
     return node.op in ("placeholder", "get_attr") or is_gathered(node)

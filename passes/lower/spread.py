@@ -17,7 +17,7 @@ from torch.fx import Node
 
 from moefuse.passes.graph.builder import Emitter
 from moefuse.passes.graph.calls import fake, module_path, tensor
-from moefuse.passes.graph.sharded import SLICES, Local, NotLocalError, is_gathered, local_view, origin
+from moefuse.passes.graph.sharded import SLICES, Local, NotLocalError, gather_of, is_gathered, local_view, origin
 from moefuse.passes.graph.sizes import shape_of
 from moefuse.passes.ir.expr import Expr, Gate, Leaf, SharedVector, SlotWeight, Token, walk, weight_leaves
 from moefuse.passes.ir.regions import Region
@@ -83,8 +83,7 @@ def sharding(region: Region) -> Sharding | None:
         NotLocalError: some are, and the region cannot run where they are.
     """
     leaves = weight_leaves(region.expr)
-    sources = {n for leaf in leaves for n in (leaf.parts or (leaf.source,))}
-    first = next((call for n in sources if (call := _reads_sharded(n)) is not None), None)
+    first = gather_of(n for leaf in leaves for n in (leaf.parts or (leaf.source,)))
     if first is None:
         return None
     if Terms.parse(first.args[-1]).transport == "gather":  # type: ignore[arg-type]
@@ -124,19 +123,6 @@ def _hops(call: Node) -> tuple[tuple[Hop, ...], int]:
         hops.append(Hop(place, slots, weight_of(terms)[0]))  # type: ignore[arg-type]
         call = call.args[0]  # type: ignore[assignment]
     return tuple(sorted(hops, key=lambda hop: hop.place is not None)), int(shape_of(fake(call))[0])
-
-
-def _reads_sharded(node: Node, steps: int = 32) -> Node | None:
-    """Gathered weights among the few operations that make a weight."""
-    stack, seen = [node], {node}
-    while stack and len(seen) < steps:
-        here = stack.pop()
-        if is_gathered(here):
-            return here
-        new = [n for n in here.all_input_nodes if n not in seen]
-        seen.update(new)
-        stack.extend(new)
-    return None
 
 
 class Spread(Lowering):

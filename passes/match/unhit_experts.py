@@ -10,6 +10,7 @@ from torch.fx import Node
 from moefuse.capture.assumptions import Assumption
 from moefuse.passes.graph.builder import Emitter
 from moefuse.passes.graph.calls import location, tensor
+from moefuse.passes.graph.sharded import gather_of
 from moefuse.passes.graph.sizes import same
 from moefuse.passes.infer.state import Context
 from moefuse.passes.ir.expr import weight_leaves
@@ -30,9 +31,14 @@ def notes(ctx: Context, fused: Sequence[Region], assumptions: Sequence[Assumptio
 
 
 def without_tokens(region: Region, assumptions: Sequence[Assumption], emit: Emitter, result: Node) -> Node:
-    """The result as the loop leaves it that ran for nobody, as there are no tokens: nothing of the experts is in it, no gradient either."""
+    """The result as the loop leaves it that ran for nobody, as there are no tokens: nothing of the experts is in it, no gradient either.
+
+    Not where experts are on several ranks: those here compute tokens of others, which wait for this rank in backward.
+    """
     skipped = bool(region.parts) and all(any(part.node in a.nodes and not a.dummy for a in assumptions) for part in region.parts)
     if not skipped or region.base is not None or not any(same(size, 0) for size in region.routing.tokens):
+        return result
+    if gather_of(p for leaf in weight_leaves(region.expr) for p in (leaf.parts or (leaf.source,))) is not None:
         return result
     return emit(torch.detach, result)
 

@@ -37,6 +37,21 @@ class Stacked(Routed):
         return out
 
 
+class Hit(Stacked):
+    """Only experts that have tokens, as transformers has it: a rank without tokens runs nothing that reads a weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        out = torch.zeros_like(x)
+        mask = F.one_hot(ids, len(self.gate_up)).permute(2, 1, 0)
+        for hit in torch.greater(mask.sum((-1, -2)), 0).nonzero():
+            e = hit[0]
+            slot, token = torch.where(mask[e])
+            gate, up = F.linear(x[token], self.gate_up[e]).chunk(2, -1)
+            out.index_add_(0, token, F.linear(F.silu(gate) * up, self.down[e]) * weights[token, slot, None])
+        return out
+
+
 class Transposed(Routed):
     """[E, H, I] with biases, every expert for every token."""
 

@@ -22,6 +22,11 @@ CASES = {
     "weight on the input": Case(layers.OnInput, (5, 7)),
     "nothing on one rank": Case(layers.Stacked, (9, 0)),
     "nothing on the other": Case(layers.Listed, (0, 3)),
+    "a loop over experts that were hit": Case(layers.Hit, (5, 7)),
+    "a loop over hit experts, nothing on one rank": Case(layers.Hit, (4, 0)),
+    "a loop over hit experts, nothing on the other, exact splits": Case(layers.Hit, (0, 5), dtype=torch.float64, how=EXACT),
+    "a loop over hit experts, nothing anywhere": Case(layers.Hit, (0, 0)),
+    "a loop over hit experts, nothing on one rank, slices": Case(layers.Hit, (4, 0), how={"experts": "tp"}),
     "one token": Case(layers.Stacked, (1, 1)),
     "all tokens to one rank's experts": Case(layers.Stacked, (6, 5), skew=True),
     "experts without remainder": Case(layers.Stacked, (6, 5), experts=4),
@@ -109,10 +114,13 @@ def test_eager_gathers(two: Workers, name: str) -> None:
         assert found.worst <= 2e-6, found
 
 
-@pytest.mark.parametrize("kind", [layers.Stacked, layers.Listed, layers.Mixed])
+@pytest.mark.parametrize("kind", [layers.Stacked, layers.Listed, layers.Mixed, layers.Hit])
 def test_weights_that_are_to_travel(two: Workers, kind: type[torch.nn.Module]) -> None:
-    """``transport="gather"``: fused on gathered weights, and nothing to complain of; what is refused is so for its own reason."""
-    for found in two.run(equal.run, Case(kind, (5, 7), how={"transport": "gather"})):
+    """``transport="gather"``: fused on gathered weights, and nothing to complain of; what is refused is so for its own reason.
+
+    Where a rank has no tokens, its gradients of zeros are waited for.
+    """
+    for found in two.run(equal.run, Case(kind, (5, 0) if kind is layers.Hit else (5, 7), how={"transport": "gather"})):
         assert found.worst <= 2e-6, found
         assert not {op for op in found.ops if "ep_" in op}
         if kind is layers.Mixed:
