@@ -962,6 +962,18 @@ def static_address(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def in_compiled_call() -> bool:
+    """Whether the caller was called from a program that Dynamo has compiled, between two graphs of it for instance."""
+    from torch._dynamo import eval_frame
+
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename == eval_frame.__file__:
+            return True
+        frame = frame.f_back
+    return False
+
+
 def inlined_only(function: Any) -> None:
     """Dynamo traces a function where compiled code calls it, and leaves it alone where eager code does."""
     from torch._dynamo.eval_frame import skip_code

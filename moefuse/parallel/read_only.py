@@ -1,6 +1,6 @@
 """Weights that are put together from all ranks when they are read: what is written to them would be lost, so that is an error.
 
-Only where a program runs as it is written. In one that is compiled they are an op of the graph, and what writes to its result keeps it.
+Only where a program runs as it is written, outside of compiled calls: Dynamo would trace this class where a graph takes such a tensor.
 """
 
 from __future__ import annotations

@@ -47,19 +47,21 @@ def full(holder: nn.Module, name: str, of: Of) -> Tensor:
         return parameter
     if torch.compiler.is_compiling():
         return _gather(holder, parameter, of)
-    found: Tensor = _in_eager(holder, parameter, name, of)
+    found: Tensor = _in_eager(holder, parameter, name, of, _torch_private.in_compiled_call())
     return found
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _in_eager(holder: nn.Module, parameter: Any, name: str, of: Of) -> Tensor:
+def _in_eager(holder: nn.Module, parameter: Any, name: str, of: Of, between_graphs: bool) -> Tensor:
     """The same where a program runs as it is written: no frame for Dynamo, which would compile it for every expert."""
     if of[0] is not None:
         of[0][0].ready(parameter.to_local().device)
     known = _gathered.get()
     if known is not None and id(parameter) in known:
         return known[id(parameter)]
-    found = read_only(_gather(holder, parameter, of), f"{type(holder).__name__}.{name}")
+    found = _gather(holder, parameter, of)
+    if not between_graphs:  # what goes into the next one has to be a plain tensor
+        found = read_only(found, f"{type(holder).__name__}.{name}")
     if known is not None:
         known[id(parameter)] = found
     return found

@@ -204,5 +204,23 @@ def test_parameters_that_ddp_leaves_alone(two_ranks: DeviceMesh) -> None:
     assert marks == {key: value.__dict__ for key, value in model.named_parameters()}
 
 
+def test_whether_a_compiled_program_calls() -> None:
+    """Between two graphs it does, elsewhere it does not."""
+    found = []
+
+    @torch.compiler.disable
+    def ask() -> None:
+        found.append(_torch_private.in_compiled_call())
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        y = x + 1
+        ask()
+        return y + 1
+
+    torch.compile(program, backend="eager")(torch.zeros(1))
+    assert found == [True]
+    assert not _torch_private.in_compiled_call()
+
+
 def test_static_address() -> None:
     assert _torch_private.static_address(torch.zeros(1))._dynamo_static_input_type == "unguarded"  # type: ignore[attr-defined]
