@@ -76,9 +76,85 @@ def compile_fx(
         keep_order()
         # It moves calls, in inference, before there is anything that lowering could hold in order.
         config_patches = {**config_patches, "reorder_for_locality": False}
+        if any(map(is_distributed, example_inputs)):
+            config_patches = _saving_meshes_last(config_patches)
     inputs: Any = list(example_inputs)
     named: dict[str, Any] = {} if name is None else {"compile_region_name": name}
     return cast(CompiledFn, inductor_compile_fx(gm, inputs, config_patches=config_patches, **named))
+
+
+_PARTITIONER = "custom_partitioner_fn"
+
+
+def _saving_meshes_last(patches: dict[str, Any]) -> dict[str, Any]:
+    """``patches`` with a partitioner that puts what forward saves for backward into the order that AOTAutograd reads it in.
+
+    The mesh of a distributed input, which its gradient is made with, comes last, but for sizes. Where a checkpoint draws random numbers,
+    or could (attention), torch puts the states of the generator behind it, and then takes the mesh for a tensor (torch 2.13).
+    """
+    from torch._inductor import config
+
+    users = patches.get(_PARTITIONER, getattr(config, _PARTITIONER))
+    return {**patches, _PARTITIONER: _partitioner(users)}
+
+
+def _partitioner(users: Any) -> Any:
+    return _partitioner_class()(users)
+
+
+@functools.cache
+def _partitioner_class() -> Any:
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+    class Partitioner(CustomPartitionerFn):
+        """The user's partitioner or Inductor's own, and the order behind it."""
+
+        def __init__(self, users: Any) -> None:
+            self._users = users
+
+        def __call__(self, gm: torch.fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
+            forward, backward = (self._users or min_cut_rematerialization_partition)(gm, joint_inputs, **kwargs)
+            objects_last(forward, backward, kwargs["num_fwd_outputs"])
+            return forward, backward
+
+        def uuid(self) -> Any:
+            if self._users is None:
+                return "moefuse: objects last"
+            users = self._users.uuid()
+            return users and f"moefuse: objects last after {users!r}"  # None: Inductor does not cache, as it would not without this
+
+        def __reduce__(self) -> Any:
+            # Keys of Inductor's caches have the pickled config, too.
+            return _partitioner, (self._users,)
+
+    return Partitioner
+
+
+def objects_last(forward: torch.fx.GraphModule, backward: torch.fx.GraphModule, outputs: int) -> None:
+    """Of what forward saves, behind so many ``outputs``, put objects behind tensors and before sizes; and in backward's inputs."""
+    end = forward.graph.output_node()
+    given: Any = end.args[0]
+    saved = given[outputs:]
+    kinds = [_kind(node) for node in saved]
+    if "object" not in kinds or "tensor" not in kinds[kinds.index("object") :]:
+        return
+    in_order = [node for wanted in ("tensor", "object", "size") for node, kind in zip(saved, kinds, strict=True) if kind == wanted]
+    end.args = ((*given[:outputs], *in_order),)
+    forward.recompile()
+    inputs = backward.graph.find_nodes(op="placeholder")[: len(saved)]  # sizes first
+    behind = inputs[-1].next
+    for node in inputs:
+        if _kind(node) == "object":
+            behind.prepend(node)
+    backward.recompile()
+
+
+def _kind(node: torch.fx.Node) -> str:
+    value = node.meta.get("val")
+    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+        return "size"
+    return "tensor" if value is None or isinstance(value, torch.Tensor) else "object"
 
 
 def compile_region(gm: torch.fx.GraphModule, backend: Any) -> CompiledFn:
@@ -784,8 +860,10 @@ _never_dead: list[Any] = []
 
 
 def communicates(graph: torch.fx.Graph) -> bool:
-    """Whether other ranks take part in a graph."""
-    return any(node.target in _never_dead for node in graph.nodes)
+    """Whether other ranks take part in a graph, or in one that it calls, such as a checkpoint's."""
+    whole = graph.owning_module
+    inner = () if whole is None else (module.graph for module in whole.modules() if isinstance(module, torch.fx.GraphModule))
+    return any(node.target in _never_dead for part in (graph, *inner) for node in part.nodes)
 
 
 def keep_order() -> None:

@@ -125,7 +125,7 @@ def _gradients(model: nn.Module, single: nn.Module, scale: float, same: bool) ->
     for name, parameter in model.named_parameters():
         grad: Any = parameter.grad
         if isinstance(parameter, DTensor):
-            for key, mine in _full(model, name, grad):
+            for key, mine in full(model, name, grad):
                 found[key] = _apart(mine, theirs[key].grad)
         else:
             grad = torch.zeros_like(parameter) if grad is None else grad.clone()
@@ -137,13 +137,13 @@ def _gradients(model: nn.Module, single: nn.Module, scale: float, same: bool) ->
     return found
 
 
-def _full(model: nn.Module, name: str, grad: Any) -> list[tuple[str, Tensor]]:
+def full(model: nn.Module, name: str, grad: Any) -> list[tuple[str, Tensor]]:
     """(name of one process's Parameter, gradient): of a stack, or of each expert of a list."""
     holder = model.get_submodule(name.rpartition(".")[0])
     own: Callable[[str], Any] = lambda path: path  # noqa: E731
     whole = grad.full_tensor()
     if (
-        name.endswith("gate_up")
+        name.endswith(("gate_up", "gate_up_proj"))
         and not isinstance(holder, Interleaved)
         and (cuts := [i for i, p in enumerate(grad.placements) if p.is_shard(1)])
     ):

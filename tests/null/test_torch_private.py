@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import datetime
 import inspect
+import pickle
 from collections import deque
 from collections.abc import Iterator
 from importlib import import_module
@@ -17,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.torch_version import TorchVersion
+from torch.utils.checkpoint import checkpoint
 
 import moefuse
 from moefuse import _torch_private
@@ -26,11 +28,11 @@ POINTS = {
     "torch._inductor": ["list_options", "list_mode_options"],
     "torch._inductor.codecache": ["CppCodeCache"],
     "torch._inductor.compile_fx": ["compile_fx"],
-    "torch._inductor.config": ["post_grad_custom_post_pass", "pre_grad_custom_pass", "reorder_for_locality"],
+    "torch._inductor.config": ["post_grad_custom_post_pass", "pre_grad_custom_pass", "reorder_for_locality", "custom_partitioner_fn"],
     "torch._inductor.ir": ["FallbackKernel"],
     "torch._inductor.lowering": ["fallback_handler", "register_lowering"],
     "torch._inductor.virtualized": ["V"],
-    "torch._inductor.custom_graph_pass": ["CustomGraphPass"],
+    "torch._inductor.custom_graph_pass": ["CustomGraphPass", "CustomPartitionerFn"],
     "torch._dynamo.exc": ["ShortenTraceback", "RestartAnalysis", "SkipFrame", "BackendCompilerFailed", "exceptions_allowed_to_be_fallback"],
     "torch._dynamo.utils": ["counters", "graph_break_reasons", "_compilation_metrics"],
     "torch._dynamo.convert_frame": ["_compile", "compile_lock", "input_codes"],
@@ -38,6 +40,7 @@ POINTS = {
     "torch._dynamo.guards": ["DeletedGuardManagerWrapper"],
     "torch._dynamo.pgo": ["_CODE_STATE"],
     "torch._functorch.config": ["enable_autograd_cache"],
+    "torch._functorch.partitioners": ["min_cut_rematerialization_partition"],
     "torch._guards": ["CompileContext"],
     "torch._subclasses.fake_tensor": ["FakeTensor", "DataDependentOutputException", "DynamicOutputShapeException"],
     "torch._C": ["_current_graph_task_id", "_dispatch_has_kernel", "_dispatch_has_kernel_for_dispatch_key", "_DisablePythonDispatcher"],
@@ -158,6 +161,14 @@ def test_what_communicates_is_lowered_in_order() -> None:
     assert not _torch_private.communicates(graph)
     graph.call_function(torch.ops.moefuse.ep_combine.default, (x, [], 1, "", ""))
     assert _torch_private.communicates(graph)
+    # A checkpoint's body is a graph of its own.
+    outer = torch.fx.Graph()
+    for one in (graph, outer):
+        one.output(())
+    whole = torch.fx.GraphModule({}, outer)
+    assert not _torch_private.communicates(whole.graph)
+    whole.add_module("body", torch.fx.GraphModule({}, graph))
+    assert _torch_private.communicates(whole.graph)
 
 
 @pytest.fixture
@@ -166,6 +177,36 @@ def two_ranks() -> Iterator[DeviceMesh]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     yield init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
     dist.destroy_process_group()
+
+
+def test_meshes_are_saved_behind_states_of_generators(two_ranks: DeviceMesh) -> None:
+    """A checkpoint that draws numbers and has a distributed Parameter, which AOTAutograd cannot run without moefuse (torch 2.13)."""
+    from torch._dynamo.backends.common import aot_autograd
+
+    weight = torch.nn.Parameter(DTensor.from_local(torch.randn(4, 4), two_ranks, [Shard(0)], run_check=False))
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        return torch.dropout(torch.relu(x @ weight.to_local()), 0.5, True)
+
+    patches = _torch_private._saving_meshes_last({"cpp_wrapper": False})
+    partition = patches["custom_partitioner_fn"]
+    backend = aot_autograd(fw_compiler=lambda gm, _: gm.forward, partition_fn=partition)
+    run = torch.compile(lambda x: checkpoint(body, x, use_reentrant=False).sin(), backend=backend, dynamic=True, fullgraph=True)
+    for tokens in (3, 5):  # with sizes, which come last
+        x = torch.randn(tokens, 4, requires_grad=True)
+        torch.manual_seed(0)
+        out = run(x)
+        found = torch.autograd.grad(out.sum(), [x, weight])
+        torch.manual_seed(0)
+        wanted = checkpoint(body, x, use_reentrant=False).sin()
+        torch.testing.assert_close(out, wanted)
+        torch.testing.assert_close(found[0], torch.autograd.grad(wanted.sum(), x, retain_graph=True)[0])
+        torch.testing.assert_close(found[1].to_local(), torch.autograd.grad(wanted.sum(), weight)[0].to_local())
+    # It is part of the keys of Inductor's caches, and runs what the user has given.
+    again = pickle.loads(pickle.dumps(partition))
+    assert again.uuid() == partition.uuid()
+    over = _torch_private._saving_meshes_last(patches)["custom_partitioner_fn"]
+    assert over.uuid() == f"{partition.uuid()} after {partition.uuid()!r}"
 
 
 def test_hooks_of_gradients(two_ranks: DeviceMesh) -> None:
