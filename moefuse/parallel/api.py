@@ -105,7 +105,7 @@ def parallelize(
     whose = (tokens, "replicated")[: len(hops)]
     warn = copies.warning_of_others(mesh)
     names = [site.layer for site in sites]
-    plans = _plans(grids.values())
+    model_number = _number(grids.values())
     layers = []
     for number, (site, place, count) in enumerate(zip(sites, places, counts, strict=True)):
         at = grids[count]
@@ -115,7 +115,7 @@ def parallelize(
         slices = Slices(terms[-1].text, cuts[number]) if cuts else None
         name = site.layer if names.count(site.layer) == 1 and site.layer else site.name
         on_gradient = copies.averaging(name, at) if terms[0].averages else warn
-        where = Where(at.mesh, place, terms[0].text if hops[0] == "ep" else "", slices, name + plans, replicated, on_gradient)
+        where = Where(at.mesh, place, terms[0].text if hops[0] == "ep" else "", slices, name, replicated, on_gradient, model_number)
         shard(site, where)
         groups.hold(len(where.mine), place.slots)
         layers.append(Layer(name, place, where.mine, terms))
@@ -161,13 +161,13 @@ def _transport(site: Site, wanted: str, most: object, at: Grid, shares: bool) ->
     return cheapest(most if isinstance(most, int) else None, row, size, group.size, group.spans, shares)
 
 
-def _plans(grids: Iterable[Grid]) -> str:
-    """Behind the names of layers in what ranks say to each other: whose they are, where a mesh has experts of several models."""
+def _number(grids: Iterable[Grid]) -> int:
+    """Of this model among those that have experts on the same mesh, from 1 on."""
     found = [groups.group(name).standing for at in grids for name in at.names]
     number = max(standing.plans for standing in found) + 1
     for standing in found:
         standing.plans = number
-    return f" of model {number}" if number > 1 else ""
+    return number
 
 
 def _terms(

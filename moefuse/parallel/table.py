@@ -18,9 +18,9 @@ class Table:
     a wrong table is wrong numbers without a word. Numbers are held here, and tensors of them are made again where one is missing.
     """
 
-    def __init__(self, slots: Sequence[int], layer: str = "") -> None:
-        """``layer``: whose table it is, for :func:`moefuse.runtime.layers.layer_of`."""
-        self.slots, self.layer = tuple(slots), layer
+    def __init__(self, slots: Sequence[int], layer: str = "", model: int = 1) -> None:
+        """``layer`` of the ``model``-th one on its mesh: whose table it is, for ``moefuse/runtime/layers.py``."""
+        self.slots, self.layer, self.model = tuple(slots), layer, model
         self.tensors: dict[tuple[str, int | None], Tensor] = {}
 
     def on(self, device: torch.device) -> Tensor:

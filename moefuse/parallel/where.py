@@ -43,6 +43,7 @@ class Where:
         layer: for people.
         replicated: whether the ranks of the first dimension of the mesh have the same experts.
         on_gradient: what is done in each backward pass with gradients of Parameters; see ``copies.py``.
+        model: its number among those that have experts on the same mesh.
     """
 
     mesh: DeviceMesh
@@ -52,6 +53,7 @@ class Where:
     layer: str = ""
     replicated: bool = False
     on_gradient: OnGradient | None = None
+    model: int = 1
 
     @property
     def mine(self) -> tuple[int, ...]:
@@ -71,7 +73,7 @@ class Where:
     @functools.cached_property
     def table(self) -> Table:
         """Where each expert is."""
-        return Table(self.placement.table(), self.layer)
+        return Table(self.placement.table(), self.layer, self.model)
 
     def cut(self, name: str) -> Cut | None:
         """Where a Parameter of the experts is cut."""

@@ -17,6 +17,8 @@ class OfLayer(Protocol):
 
     @property
     def layer(self) -> str: ...
+    @property
+    def model(self) -> int: ...
 
 
 _at: weakref.WeakValueDictionary[int, OfLayer] = weakref.WeakValueDictionary()
@@ -31,3 +33,11 @@ def layer_of(place: Tensor | None) -> str:
     """The layer whose table this is; empty if it is nobody's. Addresses alone are compared, so nothing waits for a device."""
     holder = None if place is None else _at.get(place.data_ptr())
     return "" if holder is None else holder.layer
+
+
+def mark_of(place: Tensor | None) -> str:
+    """The same in what ranks compare: layers of several models on one mesh may have one name, and the first model needs no number."""
+    holder = None if place is None else _at.get(place.data_ptr())
+    if holder is None:
+        return ""
+    return holder.layer if holder.model == 1 else f"{holder.layer} (model {holder.model})".lstrip()

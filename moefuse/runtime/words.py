@@ -18,7 +18,7 @@ from torch import Tensor
 from moefuse.errors import PeerError
 from moefuse.runtime.collectives import all_gather
 from moefuse.runtime.groups import Group, Terms
-from moefuse.runtime.layers import layer_of
+from moefuse.runtime.layers import layer_of, mark_of
 
 REFUSED, LEFT = -1, -2
 """In place of a number: this rank raised before anything of this call travelled; in the middle of an earlier one."""
@@ -49,13 +49,13 @@ class Call:
     agreed: bool = False
 
     @functools.cached_property
-    def _known(self) -> str:
-        return layer_of(self.place)
+    def _mark(self) -> str:
+        return mark_of(self.place)
 
     @property
     def name(self) -> str:
         """Of the layer, for people."""
-        return self._known or self.layer
+        return layer_of(self.place) or self.layer
 
     @property
     def _form(self) -> tuple[Any, ...]:
@@ -65,11 +65,11 @@ class Call:
     @property
     def text(self) -> str:
         """For people."""
-        return _text(self.terms.text, self.name, self.op, self._form)
+        return _text(self.terms.text, self._mark or self.layer, self.op, self._form)
 
     def word(self, number: int) -> int:
         """What this rank says: ``number``, :data:`REFUSED` or :data:`LEFT`."""
-        return _stamp(self.terms.text, self._known, self.op, self._form) << _BITS | number + _LEAST
+        return _stamp(self.terms.text, self._mark, self.op, self._form) << _BITS | number + _LEAST
 
     def heard(self, words: Sequence[int]) -> list[int]:
         """[P]: the number of each rank, given their words.
