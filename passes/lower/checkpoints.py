@@ -2,7 +2,7 @@
 
 Eager checkpointing keeps it: it is an input of what follows. A partitioner may rather compute the part once more for the sake of the next
 one, whichever it takes for smaller, which is by sizes: a rank with one token dispatched the tokens of two layers, and then went backward,
-where one with four took turns (`docs/design/distributed.md`). No partitioner computes ops of others again that were not told to be.
+where one with four took turns. No partitioner computes ops of others again that were not told to be.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ def keep_results(gm: GraphModule) -> bool:
         with gm.graph.inserting_after(out):
             own = gm.graph.call_function(torch.ops.moefuse.own.default, (out,))
         own.meta = dict(out.meta)
-        out.replace_all_uses_with(own, delete_user_cb=lambda user, own=own: user is not own)
+        out.replace_all_uses_with(own)
+        own.args = (out,)
     return bool(kept)
 
 

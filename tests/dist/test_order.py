@@ -122,23 +122,34 @@ def test_inductor(called: list[str], train: bool) -> None:
         assert order(called, tokens, moefuse.backend.backend, train) == (FORWARD, BACKWARD if train else []), tokens
 
 
-CHECKPOINTS = {
-    # Each is dispatched again when its backward begins.
-    "one for each layer": (layers.Listed, True, ["b"] * 3 + ["a"] * 3),
-    "one for each layer, stacked": (layers.Stacked, True, ["b"] * 3 + ["a"] * 3),
-    # What the second layer reads is computed again, by the first one.
-    "one for both layers": (layers.Listed, False, ["a", "a", "b", "b", "b", "a", "a"]),
-}
+@pytest.mark.parametrize(
+    ("apart", "backward"),
+    [
+        (True, ["b"] * 3 + ["a"] * 3),  # each is dispatched again when its backward begins
+        (False, ["a", "a", "b", "b", "b", "a", "a"]),  # what the second layer reads is computed again, by the first one
+    ],
+)
+def test_checkpoints(called: list[str], apart: bool, backward: list[str]) -> None:
+    """By itself Inductor has a rank with one token dispatch both layers first, to compute again what is between two checkpoints."""
+    for tokens in (1, 4):
+        found = order(called, tokens, moefuse.backend.backend, True, lambda: Checkpointed(layers.Listed, apart))
+        assert found == (["a", "a", "b", "b"], backward), tokens
 
 
-@pytest.mark.parametrize("behind", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("name", CHECKPOINTS)
-def test_checkpoints(called: list[str], name: str, behind: str) -> None:
-    """By itself the partitioner dispatches both layers first on a rank with one token, to compute again what is between them."""
-    kind, apart, backward = CHECKPOINTS[name]
-    for tokens in (0, 1, 4):
-        backend = moefuse.backend.backend if behind == "inductor" else capturing(Seen(), Options(), behind)
-        assert order(called, tokens, backend, True, lambda: Checkpointed(kind, apart)) == (["a", "a", "b", "b"], backward), tokens
+@pytest.mark.parametrize("train", [False, True])
+def test_checkpoints_of_one_rank_keep_what_they_kept(called: list[str], train: bool) -> None:
+    """Where nothing communicates, or nothing is differentiated, nothing is copied."""
+    model = Checkpointed(layers.Listed, apart=True)
+    model.b = nn.Linear(layers.H, layers.H)
+    moefuse.parallelize(model, init_device_mesh("cpu", (2,), mesh_dim_names=("ep",)))
+    torch._dynamo.reset()
+    seen = Seen()
+    with torch.set_grad_enabled(train):
+        torch.compile(model, backend=capturing(seen, Options()))(torch.randn(4, layers.H))
+    (gm,) = seen.graphs
+    kept = gm.graph.find_nodes(op="call_function", target=torch.ops.moefuse.own.default)
+    assert len(gm.graph.find_nodes(op="call_function", target=torch.ops.higher_order.tag_activation_checkpoint)) == 2
+    assert [str(out.args[0].args[0].args[0]) for out in kept] == (["wrap_body_0"] if train else [])
 
 
 def test_nothing_is_run_while_a_graph_is_compiled(called: list[str]) -> None:

@@ -155,9 +155,13 @@ def test_what_communicates_is_lowered_in_order() -> None:
     assert "self.operations" in source
     graph = torch.fx.Graph()
     x = graph.placeholder("x")
-    assert not _torch_private.communicates(graph)
-    graph.call_function(torch.ops.moefuse.ep_combine.default, (x, [], 1, "", ""))
-    assert _torch_private.communicates(graph)
+    gm = torch.fx.GraphModule({}, graph)
+    around = torch.fx.GraphModule({"body": gm}, torch.fx.Graph())
+    assert not _torch_private.communicates(around)
+    gm.graph.call_function(torch.ops.moefuse.ep_combine.default, (x, [], 1, "", ""))
+    assert _torch_private.communicates(gm)
+    around.body = gm
+    assert _torch_private.communicates(around), "the body of a checkpoint"
 
 
 @pytest.fixture
