@@ -72,7 +72,7 @@ def compile_fx(
     """Hand the graph to Inductor; ``name`` is what ``torch.compile(name=...)`` calls the region, where torch has that."""
     from torch._inductor.compile_fx import compile_fx as inductor_compile_fx
 
-    if communicates(gm.graph):
+    if communicates(gm):
         keep_order()
         # It moves calls, in inference, before there is anything that lowering could hold in order.
         config_patches = {**config_patches, "reorder_for_locality": False}
@@ -859,11 +859,10 @@ _never_dead: list[Any] = []
 """What communicates."""
 
 
-def communicates(graph: torch.fx.Graph) -> bool:
-    """Whether other ranks take part in a graph, or in one that it calls, such as a checkpoint's."""
-    whole = graph.owning_module
-    inner = () if whole is None else (module.graph for module in whole.modules() if isinstance(module, torch.fx.GraphModule))
-    return any(node.target in _never_dead for part in (graph, *inner) for node in part.nodes)
+def communicates(gm: torch.fx.GraphModule) -> bool:
+    """Whether other ranks take part in a graph, or in a part of it: the body of a checkpoint."""
+    graphs = (part.graph for part in gm.modules() if isinstance(part, torch.fx.GraphModule))
+    return any(node.target in _never_dead for graph in graphs for node in graph.nodes)
 
 
 def keep_order() -> None:

@@ -67,7 +67,7 @@ class MoEFusionPass(CustomGraphPass):
         if not self._options.enabled or gm is None:
             return
         report = pipeline.rewrite(gm, None, self._options)
-        if _torch_private.communicates(graph):
+        if _torch_private.communicates(gm):
             _torch_private.keep_order()
         history.record(report)
         with _torch_private.surfacing(FusionError):

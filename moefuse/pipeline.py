@@ -179,7 +179,7 @@ def _validated(
     """How the rewritten graph differs from the snapshot as a whole; one that cannot be compared gets a note."""
     from moefuse.passes.prove.validate import Verdict, validate
 
-    if _torch_private.communicates(gm.graph):
+    if _torch_private.communicates(gm):
         report.notes += [note for note in [_SPREAD] if note not in report.notes]
         return None
     try:

@@ -31,6 +31,7 @@ from moefuse.passes.infer.state import Context, Given, Standin
 from moefuse.passes.ir.facts import Lost, Routing
 from moefuse.passes.ir.regions import Refused, Region
 from moefuse.passes.lower import dce
+from moefuse.passes.lower.checkpoints import keep_results
 from moefuse.passes.lower.cost_gate import not_faster
 from moefuse.passes.lower.devices import unsupported
 from moefuse.passes.lower.lower import Lowered, Lowering
@@ -109,7 +110,8 @@ def _is_real(value: object) -> bool:
 def _fuse_module(gm: GraphModule, known: dict[Node, Any], run: _Run) -> None:
     for body, inputs in _bodies(gm, known):
         _fuse_module(body, inputs, run)
-    if _fuse_graph(gm, known, run):
+    changed = _fuse_graph(gm, known, run)
+    if keep_results(gm) or changed:
         gm.graph.lint()
         gm.recompile()
 

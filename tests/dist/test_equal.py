@@ -144,3 +144,10 @@ def test_through_inductor(two: Workers, kind: type[torch.nn.Module]) -> None:
     for found in two.run(equal.run, Case(kind, (5, 0), behind="inductor", how=how)):
         assert found.worst <= 2e-6, found
         assert len(found.report.fused) == 2
+
+
+def test_checkpoints_and_one_token(two: Workers) -> None:
+    """Inductor partitions by sizes, and ranks have to dispatch again in the same order."""
+    for found in two.run(equal.run, Case(layers.Again, (1, 4), behind="inductor")):
+        assert found.worst <= 2e-6, found
+        assert (len(found.report.fused), found.report.skipped) == (2, []), found.report

@@ -3,7 +3,7 @@ another layer's of a rank that has another number of tokens. One rank of two, ov
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import checkpoint
 
 import moefuse.backend
 from moefuse import Options
@@ -44,6 +45,25 @@ class Branches(nn.Module):
         return third.sum(0, keepdim=True) * second + first.tanh(), second
 
 
+class Checkpointed(nn.Module):
+    """Two layers, each in a checkpoint of its own, or both in one."""
+
+    def __init__(self, kind: type[nn.Module], apart: bool) -> None:
+        super().__init__()
+        self.a, self.b, self.apart = kind(4), kind(4), apart
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        def both(x: Tensor) -> Tensor:
+            x = x + self.a(x)
+            return x + self.b(x)  # type: ignore[no-any-return]
+
+        if not self.apart:
+            return checkpoint(both, x, use_reentrant=False), x
+        for layer in (self.a, self.b):
+            x = x + checkpoint(layer, x, use_reentrant=False)
+        return x, x
+
+
 @pytest.fixture
 def called(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """What communicates, as it runs: a way and a layer."""
@@ -62,11 +82,13 @@ def called(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     groups._groups.clear()
 
 
-def order(called: list[str], tokens: int, backend: Any, train: bool) -> tuple[list[str], list[str]]:
+def order(
+    called: list[str], tokens: int, backend: Any, train: bool, make: Callable[[], nn.Module] = Branches
+) -> tuple[list[str], list[str]]:
     """Of a second call: (layers in forward, in backward)."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model = Branches()
+    model = make()
     moefuse.parallelize(model, init_device_mesh("cpu", (2,), mesh_dim_names=("ep",)))
     run = torch.compile(model, backend=backend)
     x = torch.randn(tokens, layers.H, requires_grad=train)
@@ -98,6 +120,36 @@ def test_inductor(called: list[str], train: bool) -> None:
     """By itself it has c's combine before a's in inference, and in training another order for 7 tokens than for 300."""
     for tokens in (0, 7, 300) if train else (7,):
         assert order(called, tokens, moefuse.backend.backend, train) == (FORWARD, BACKWARD if train else []), tokens
+
+
+@pytest.mark.parametrize(
+    ("apart", "backward"),
+    [
+        (True, ["b"] * 3 + ["a"] * 3),  # each is dispatched again when its backward begins
+        (False, ["a", "a", "b", "b", "b", "a", "a"]),  # what the second layer reads is computed again, by the first one
+    ],
+)
+def test_checkpoints(called: list[str], apart: bool, backward: list[str]) -> None:
+    """By itself Inductor has a rank with one token dispatch both layers first, to compute again what is between two checkpoints."""
+    for tokens in (1, 4):
+        found = order(called, tokens, moefuse.backend.backend, True, lambda: Checkpointed(layers.Listed, apart))
+        assert found == (["a", "a", "b", "b"], backward), tokens
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_checkpoints_of_one_rank_keep_what_they_kept(called: list[str], train: bool) -> None:
+    """Where nothing communicates, or nothing is differentiated, nothing is copied."""
+    model = Checkpointed(layers.Listed, apart=True)
+    model.b = nn.Linear(layers.H, layers.H)
+    moefuse.parallelize(model, init_device_mesh("cpu", (2,), mesh_dim_names=("ep",)))
+    torch._dynamo.reset()
+    seen = Seen()
+    with torch.set_grad_enabled(train):
+        torch.compile(model, backend=capturing(seen, Options()))(torch.randn(4, layers.H))
+    (gm,) = seen.graphs
+    kept = gm.graph.find_nodes(op="call_function", target=torch.ops.moefuse.own.default)
+    assert len(gm.graph.find_nodes(op="call_function", target=torch.ops.higher_order.tag_activation_checkpoint)) == 2
+    assert [str(out.args[0].args[0].args[0]) for out in kept] == (["wrap_body_0"] if train else [])
 
 
 def test_nothing_is_run_while_a_graph_is_compiled(called: list[str]) -> None:

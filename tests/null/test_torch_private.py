@@ -156,19 +156,14 @@ def test_what_communicates_is_lowered_in_order() -> None:
     source = inspect.getsource(GraphLowering.__init__)
     assert "self.additional_star_deps" in source
     assert "self.operations" in source
-    graph = torch.fx.Graph()
-    x = graph.placeholder("x")
-    assert not _torch_private.communicates(graph)
-    graph.call_function(torch.ops.moefuse.ep_combine.default, (x, [], 1, "", ""))
-    assert _torch_private.communicates(graph)
-    # A checkpoint's body is a graph of its own.
-    outer = torch.fx.Graph()
-    for one in (graph, outer):
-        one.output(())
-    whole = torch.fx.GraphModule({}, outer)
-    assert not _torch_private.communicates(whole.graph)
-    whole.add_module("body", torch.fx.GraphModule({}, graph))
-    assert _torch_private.communicates(whole.graph)
+    outer, inner = torch.fx.Graph(), torch.fx.Graph()
+    outer.output(outer.placeholder("x"))
+    around = torch.fx.GraphModule({}, outer)
+    assert not _torch_private.communicates(around)
+    inner.output(inner.call_function(torch.ops.moefuse.ep_combine.default, (inner.placeholder("x"), [], 1, "", "")))
+    around.body = torch.fx.GraphModule({}, inner)
+    assert _torch_private.communicates(around.body)
+    assert _torch_private.communicates(around), "the body of a checkpoint"
 
 
 @pytest.fixture
