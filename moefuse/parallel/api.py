@@ -37,7 +37,7 @@ def parallelize(
     max_tokens: int | Literal["equal"] | None = None,
     transport: Literal["auto", "allgather", "all_to_all", "symm", "gather"] = "auto",
     placement: str | Sequence[int] | Placement = "linear",
-    grads: Grads | None = None,
+    grads: Grads = "mean",
     modules: str | None = None,
     bound: float | Literal["exact"] | None = None,
     debug: bool = False,
@@ -63,8 +63,8 @@ def parallelize(
             ``"auto"`` takes what is fastest by measured constants: ``"symm"`` for ``max_tokens`` on GPUs of one host that can read each
             other's memory, else ``"allgather"``, and ``"all_to_all"`` on several hosts. Equal tokens (``"replicated"``) do not travel.
         placement: ``"linear"`` (blocks, as torch shards them), ``"round_robin"``, or the rank of each expert.
-        grads: ``"mean"`` over the ranks with distinct tokens, as DDP and FSDP give those of other Parameters; or ``"sum"``, as gradients of
-            one loss are put together from the parts of a sequence. None: the sum for ``tokens="sequence"``, else the mean.
+        grads: ``"mean"`` over the ranks with distinct tokens, as DDP and FSDP give those of other Parameters; or ``"sum"``. Over the parts
+            of a sequence it is the sum in any case, for they are parts of one loss.
         modules: regular expression; only layers whose name matches (``re.search``).
         bound: what training keeps of the hidden activations of an expert layer. None: rows for the worst case, which is P times the tokens
             of a rank. ``"exact"``: as many as came, for which the host waits once a layer. A number from 1 on (``"allgather"``,
@@ -79,7 +79,6 @@ def parallelize(
         ParallelError: no experts, no process group, a mesh of several dimensions, fewer experts than ranks, an optimizer that has the
             Parameters already, tied or sharded Parameters, an illegal argument. Nothing has been changed then.
     """
-    grads = grads or ("sum" if tokens == "sequence" else "mean")
     checks.arguments(tokens, grads, transport, max_tokens, bound)
     roles = checks.roles_of(experts)
     checks.is_model(model)

@@ -97,7 +97,7 @@ class Terms:
         What copies and replicas find is averaged, so sums over them are that much larger before.
         """
         averaged = self.replicas if self.grads == "sum" else 1
-        if self.tokens != "replicated" and self.grads == "mean":
+        if self.tokens == "distinct" and self.grads == "mean":
             return 1 / self.group.size
         return float(averaged * (self.copies if self.tokens != "replicated" else 1))
 

@@ -90,7 +90,7 @@ def run(rank: int, case: Case) -> Found:
     if case.train:
         _loss(out).backward()
         ranks = 1 if same else len(case.tokens)
-        means = case.how.get("grads", "sum" if case.how.get("tokens") == "sequence" else "mean") == "mean"
+        means = case.how.get("grads", "mean") == "mean" and case.how.get("tokens") != "sequence"
         scale = 1 / ranks if means else 1.0
         total: Any = sum((_loss(w) for w in wanted[:ranks]), torch.zeros((), device=case.device))
         (total * scale).backward()

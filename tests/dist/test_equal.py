@@ -37,7 +37,6 @@ CASES = {
     "equal numbers of tokens": Case(layers.Stacked, (6, 6), how={"max_tokens": "equal"}),
     "sums of gradients": Case(layers.Stacked, (6, 5), how={"grads": "sum"}),
     "a part of a sequence": Case(layers.Stacked, (6, 5), how={"tokens": "sequence"}),
-    "a part of a sequence, the mean": Case(layers.Listed, (6, 5), how={"tokens": "sequence", "grads": "mean"}),
     "the same tokens": Case(layers.Stacked, (6, 6), how={"tokens": "replicated"}),
     "the same tokens, a list": Case(layers.Listed, (6, 6), how={"tokens": "replicated"}),
     "inference": Case(layers.Stacked, (5, 7), train=False),
