@@ -32,7 +32,7 @@ help:
 	@echo "make gpu    the tests that need a CUDA device"
 	@echo "make lint   style and types only"
 	@echo "make deep   the tests again with many more generated programs"
-	@echo "make dist-nightly  programs on four ranks, many of them, beside one process"
+	@echo "make dist-nightly  all tests on several ranks, and many more drawn programs"
 	@echo "make bench  benchmarks"
 
 venv: $(STAMP)
@@ -100,7 +100,7 @@ gpu: $(STAMP)
 	$(BIN)/python -m pytest tests/gpu -x -q
 
 dist-nightly: $(STAMP)
-	HYPOTHESIS_PROFILE=deep OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/dist/test_random.py -x -q
+	HYPOTHESIS_PROFILE=deep OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/dist -q
 
 deep: $(STAMP)
 	HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest tests/null tests/cpu -q

@@ -48,8 +48,8 @@ def test_who_raises_first_says_so(pair: Workers, name: str, how: dict[str, Any],
         ("other layers", {}, ("ep_dispatch", "second with float32[8], int64[2] (ep")),
         ("other layers", ALL_TO_ALL, ("ep_dispatch", "second with float32[8], int64[2] (ep")),
         ("other dtypes", {}, ("ep_dispatch", "first with float64[8], int64[2] (ep")),
-        ("gathers of other layers", {}, ("gathered", "first with float32[24, 8] (ep")),
-        ("eager and compiled", {}, ("gathered", "first with float32[24, 8] (ep")),
+        ("gathers of other layers", {}, ("gathered gate_up", "first with float32[24, 8] (ep")),
+        ("eager and compiled", {}, ("gathered gate_up", "first with float32[24, 8] (ep")),
     ],
 )
 def test_ranks_that_run_something_else(pair: Workers, name: str, how: dict[str, Any], said: tuple[str, str]) -> None:
@@ -58,7 +58,7 @@ def test_ranks_that_run_something_else(pair: Workers, name: str, how: dict[str, 
         wanted = "rank 1 runs {} of {}".format(*said)
         assert wanted in text, (rank, text)
         assert text.startswith("PeerError: ")
-        there = "gathered of second with float32[24, 8]" if "gathers" in name else "ep_dispatch of first with float32[8], int64[2]"
+        there = "gathered gate_up of second with float32[24, 8]" if "gathers" in name else "ep_dispatch of first with float32[8], int64[2]"
         assert f"where rank 0 runs {there} (ep" in text
         assert text.endswith("all ranks have to run the same layers in the same order, and all compiled or all in eager mode")
         assert seconds < TIMEOUT / 2

@@ -36,6 +36,7 @@ CASES = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CASES)
 def test_as_on_one_process(four: Workers, name: str) -> None:
     hosts, case = CASES[name]

@@ -75,6 +75,7 @@ AGAIN = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("mode", "transport"), [*AGAIN, ("micro-batches", "all_to_all")])
 def test_computed_again(two: Workers, mode: str, transport: str) -> None:
     """Every way of checkpointing, and micro-batches of other sizes, with no tokens on one rank: as one process, fused on both."""

@@ -16,6 +16,7 @@ pretrained = pytest.importorskip("tests.dist.pretrained")
 HOW: dict[str, dict[str, Any]] = {"linear": {}, "round robin": {"placement": "round_robin"}, "slices": {"experts": "tp"}}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("how", "tied"), [("linear", False), ("round robin", True), ("slices", False)])
 def test_from_the_hub(two: Workers, how: str, tied: bool, tmp_path: Path) -> None:
     """transformers' mapping says what gate and up projection become; tied embeddings are tied again, positions are computed again."""

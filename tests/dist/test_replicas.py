@@ -41,6 +41,7 @@ def four() -> Iterator[Workers]:
     workers.close()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CASES)
 def test_as_on_one_process(four: Workers, name: str) -> None:
     case = CASES[name]
@@ -80,6 +81,7 @@ RESTORED = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", RESTORED)
 def test_from_the_meta_device(four: Workers, name: str, tmp_path: Path) -> None:
     """Each rank reads what it has of what FSDP shards, too; gradients of what was loaded are averaged."""

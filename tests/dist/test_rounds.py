@@ -33,6 +33,7 @@ CASES = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CASES)
 def test_one_op(two: Workers, name: str) -> None:
     for found in two.run(rounds.limited, CASES[name]):
