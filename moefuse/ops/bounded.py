@@ -20,6 +20,7 @@ from torch import Tensor
 from moefuse.ops.autograd import below_autograd, gradients, not_differentiable, ops, wants_grad
 from moefuse.ops.call import ExpertsCall
 from moefuse.ops.checks import check_experts
+from moefuse.ops.experts import result
 from moefuse.ops.schema import implement
 from moefuse.runtime import overflow
 from moefuse.runtime.groups import Terms
@@ -76,9 +77,7 @@ def _kernel(*data: Any, terms: str, layer: str, room: Tensor | None = None, **op
 
 
 def _fake(*data: Any, terms: str, layer: str, room: Tensor | None = None, **options: Any) -> Tensor:
-    call = ExpertsCall.of(*data, **options)
-    _, _, hidden = check_experts(call)
-    return call.x.new_empty((call.x.shape[0], hidden), dtype=call.out_dtype)
+    return result(ExpertsCall.of(*data, **options))
 
 
 class _Bounded(torch.autograd.Function):

@@ -39,10 +39,10 @@ def _kernel(*data: Any, **options: Any) -> Tensor:
 
 
 def _fake(*data: Any, **options: Any) -> Tensor:
-    return _result(ExpertsCall.of(*data, **options))
+    return result(ExpertsCall.of(*data, **options))
 
 
-def _result(call: ExpertsCall) -> Tensor:
+def result(call: ExpertsCall) -> Tensor:
     """A tensor as the op returns it."""
     _, _, hidden = check_experts(call)
     return call.x.new_empty((call.x.shape[0], hidden), dtype=call.out_dtype)
@@ -66,7 +66,7 @@ def _infer(tensors: Lists, *rest: Any) -> Tensor:
 
 
 def _infer_fake(*packed: Any) -> Tensor:
-    return _result(ExpertsCall.unpack(*packed))
+    return result(ExpertsCall.unpack(*packed))
 
 
 def _forward(*packed: Any) -> Kept:

@@ -20,6 +20,7 @@ from moefuse._torch_private import never_dead
 from moefuse.ops.autograd import below_autograd, flatten, ops, wants_grad
 from moefuse.ops.call import ExpertsCall
 from moefuse.ops.checks import check_experts
+from moefuse.ops.experts import result
 from moefuse.ops.parallel import local_ids, refusing
 from moefuse.ops.schema import implement
 from moefuse.runtime import transports
@@ -71,9 +72,7 @@ def _round(terms: Terms, call: ExpertsCall, place: Tensor | None, slots: int) ->
 
 
 def _fake(*data: Any, terms: str, layer: str, limit: int, place: Tensor | None = None, slots: int = 0, **options: Any) -> Tensor:
-    call = ExpertsCall.of(*data, **options)
-    _, _, hidden = check_experts(call)
-    return call.x.new_empty((call.x.shape[0], hidden), dtype=call.out_dtype)
+    return result(ExpertsCall.of(*data, **options))
 
 
 def ep_experts(*data: Any, terms: str, layer: str, limit: int, place: Tensor | None = None, slots: int = 0, **options: Any) -> Tensor:

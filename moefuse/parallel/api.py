@@ -59,7 +59,7 @@ def parallelize(
             have equally many. None: numbers of tokens are exchanged in each call.
         transport: ``"allgather"``: all tokens go to all ranks, and nothing waits for the host; ``"all_to_all"``: each goes to the ranks
             that have one of its experts, once, and the host waits for their numbers; ``"symm"``: the same between GPUs of one host that
-            read each other's memory, where nothing waits, for ``max_tokens``; ``"gather"``: the weights go to the tokens.
+            write each other's memory, where nothing waits, for ``max_tokens``; ``"gather"``: the weights go to the tokens.
             ``"auto"`` takes what is fastest by measured constants: ``"symm"`` for ``max_tokens`` on GPUs of one host that can read each
             other's memory, else ``"allgather"``, and ``"all_to_all"`` on several hosts. Equal tokens (``"replicated"``) do not travel.
         placement: ``"linear"`` (blocks, as torch shards them), ``"round_robin"``, or the rank of each expert.

@@ -96,7 +96,7 @@ def cheapest(tokens: int | None, row: int, experts: int, world: int, hosts: int,
         row: bytes of a token.
         experts: bytes of the experts of a layer, on all ranks.
         hosts: on which the ranks are.
-        shared: whether ranks can read each other's memory.
+        shared: whether ranks can write each other's memory.
     """
     if hosts > 1:
         return _over_hosts(tokens, row, world, hosts)
