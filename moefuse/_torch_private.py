@@ -910,11 +910,15 @@ def timeout_of(group: Any) -> datetime.timedelta | None:
 
 
 def coalesced(group: Any, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Collectives of one kind that are launched together when the block ends, where the backend of a device can do that."""
+    """All-gathers that are launched together when the block ends, where the backend of a device can do that.
+
+    Without its argument ``device``: with it torch's NCCL group holds the tensors until a thread of its own lets them go, which is an error
+    where a CUDA graph is warmed up.
+    """
     manager = getattr(torch.distributed.distributed_c10d, "_coalescing_manager", None)
     if manager is None or device.type == "cpu":
         return contextlib.nullcontext()
-    found: contextlib.AbstractContextManager[Any] = manager(group=group, device=device, async_ops=False)
+    found: contextlib.AbstractContextManager[Any] = manager(group=group, async_ops=False)
     return found
 
 
