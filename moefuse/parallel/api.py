@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from moefuse import _torch_private
+from moefuse._dynamo import lengths
 from moefuse.errors import ParallelError
 from moefuse.parallel import checks, copies, same, views
 from moefuse.parallel.cost import cheapest
@@ -120,6 +121,7 @@ def parallelize(
         layers.append(Layer(name, place, where.mine, terms))
     for layer in dict.fromkeys(site.layer for site in sites):
         views.gathering_once(model.get_submodule(layer))
+    lengths.keep_open()
     saving_whole(model, [int(rank) for rank in mesh.mesh.flatten()], _torch_private.timeout_of(mesh.get_group(0)))
     for name in dict.fromkeys(name for at in grids.values() for name in at.names) if debug else ():
         group = groups.group(name)

@@ -53,6 +53,21 @@ class Hit(Stacked):
         return out
 
 
+class Skipping(Stacked):
+    """Asks how many tokens an expert has: where a rank has none at all, torch knows the answer when it traces."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        out = torch.zeros_like(x)
+        for e in range(len(self.gate_up)):
+            token, slot = torch.where(ids == e)
+            if token.numel() == 0:
+                continue
+            gate, up = F.linear(x[token], self.gate_up[e]).chunk(2, -1)
+            out.index_add_(0, token, F.linear(F.silu(gate) * up, self.down[e]) * weights[token, slot, None])
+        return out
+
+
 class Transposed(Routed):
     """[E, H, I] with biases, every expert for every token."""
 
@@ -82,6 +97,18 @@ class Listed(Routed):
         for e, expert in enumerate(self.experts):
             token, slot = torch.where(ids == e)
             out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+        return out
+
+
+class Distinct(Listed):
+    """A loop over the ids that occur, as numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        out = torch.zeros_like(x)
+        for e in torch.unique(ids).tolist():
+            token, slot = torch.where(ids == e)
+            out[token] += weights[token, slot, None] * self.experts[e](x[token])
         return out
 
 

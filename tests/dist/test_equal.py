@@ -27,6 +27,10 @@ CASES = {
     "a loop over hit experts, nothing on the other, exact splits": Case(layers.Hit, (0, 5), dtype=torch.float64, how=EXACT),
     "a loop over hit experts, nothing anywhere": Case(layers.Hit, (0, 0)),
     "a loop over hit experts, nothing on one rank, slices": Case(layers.Hit, (4, 0), how={"experts": "tp"}),
+    "a loop that asks for sizes, nothing on one rank": Case(layers.Skipping, (4, 0)),
+    "a loop that asks for sizes, nothing anywhere, slices": Case(layers.Skipping, (0, 0), how={"experts": "tp"}),
+    "a loop over distinct ids, nothing on one rank": Case(layers.Distinct, (0, 5)),
+    "a loop over distinct ids, nothing anywhere, exact splits": Case(layers.Distinct, (0, 0), how=EXACT),
     "one token": Case(layers.Stacked, (1, 1)),
     "all tokens to one rank's experts": Case(layers.Stacked, (6, 5), skew=True),
     "experts without remainder": Case(layers.Stacked, (6, 5), experts=4),
@@ -114,13 +118,13 @@ def test_eager_gathers(two: Workers, name: str) -> None:
         assert found.worst <= 2e-6, found
 
 
-@pytest.mark.parametrize("kind", [layers.Stacked, layers.Listed, layers.Mixed, layers.Hit])
+@pytest.mark.parametrize("kind", [layers.Stacked, layers.Listed, layers.Mixed, layers.Hit, layers.Skipping])
 def test_weights_that_are_to_travel(two: Workers, kind: type[torch.nn.Module]) -> None:
     """``transport="gather"``: fused on gathered weights, and nothing to complain of; what is refused is so for its own reason.
 
     Where a rank has no tokens, its gradients of zeros are waited for.
     """
-    for found in two.run(equal.run, Case(kind, (5, 0) if kind is layers.Hit else (5, 7), how={"transport": "gather"})):
+    for found in two.run(equal.run, Case(kind, (5, 0) if kind in (layers.Hit, layers.Skipping) else (5, 7), how={"transport": "gather"})):
         assert found.worst <= 2e-6, found
         assert not {op for op in found.ops if "ep_" in op}
         if kind is layers.Mixed:
