@@ -85,6 +85,10 @@ FOUR = {
     "experts and slices, biases, a table": Case(
         layers.Interleaved, (5, 0), how={"experts": ("ep", "tp"), "placement": [1, 0, 0, 1, 0]}, tensor=2
     ),
+    "experts and slices, tokens of each rank's own": Case(layers.Stacked, (5, 0, 7, 3), how={"experts": ("ep", "tp")}, tensor=2),
+    "experts and slices of a list, most tokens known": Case(
+        layers.Listed, (5, 1, 7, 3), how={"experts": ("ep", "tp"), "max_tokens": 8, "grads": "sum"}, tensor=2
+    ),
     "experts and slices of a list": Case(layers.Listed, (5, 7), how={"experts": ("ep", "tp")}, tensor=2),
     "experts and slices, the same tokens": Case(layers.Shared, (5, 5), how={"experts": ("ep", "tp"), "tokens": "replicated"}, tensor=2),
 }
