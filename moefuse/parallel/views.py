@@ -93,7 +93,7 @@ def with_properties(module: nn.Module, properties: Mapping[str, Callable[[Any], 
     """Give a module a class of its own, of the name that its class has, with these attributes that are computed, and others in ``body``."""
     for read in (*properties.values(), full):
         _torch_private.inlined_only(read)
-    module.__class__ = _subclass(type(module), {**{name: property(read) for name, read in properties.items()}, **(body or {})})
+    module.__class__ = subclass(type(module), {**{name: property(read) for name, read in properties.items()}, **(body or {})})
 
 
 def gathering_once(module: nn.Module) -> None:
@@ -106,14 +106,15 @@ def gathering_once(module: nn.Module) -> None:
         with once():
             return kind.forward(self, *args, **kwargs)
 
-    module.__class__ = _subclass(kind, {"forward": forward, _ONCE: True})
+    module.__class__ = subclass(kind, {"forward": forward, _ONCE: True})
 
 
 ORIGINAL = "_moefuse_original"
 _ONCE = "_moefuse_gathers_once"
 
 
-def _subclass(kind: type[nn.Module], body: dict[str, Any]) -> type[nn.Module]:
+def subclass(kind: type[nn.Module], body: dict[str, Any]) -> type[nn.Module]:
+    """A class of the same name, which ``moefuse.unparallelize`` takes back."""
     named = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, ORIGINAL: getattr(kind, ORIGINAL, kind)}
     return type(kind.__name__, (kind,), {**body, **named})
 

@@ -91,11 +91,13 @@ def four() -> Iterator[Workers]:
     workers.close()
 
 
+@pytest.mark.thorough
 def test_copies_from_the_meta_device(four: Workers) -> None:
     """Hooks that average gradients over copies are on the Parameters that there are, and not on those that were."""
     assert max(four.run(wholes.trained)) <= 1e-6
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", [layers.Stacked, layers.Listed])
 def test_slices_of_some_experts(four: Workers, kind: type[nn.Module], tmp_path: Path) -> None:
     """Two by two: each rank has half of half of the experts, from the meta device and back."""
