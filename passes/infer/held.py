@@ -3,41 +3,57 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
+import torch
 from torch.fx import Node
 
 from moefuse.ops.held import holds
 from moefuse.passes.graph.calls import tensor
 from moefuse.passes.infer.state import Context
-from moefuse.passes.ir.axes import Axes
-from moefuse.passes.ir.facts import View, Weight
+from moefuse.passes.ir.expr import Expr, Leaf, rewritten, weight_leaves
+from moefuse.passes.ir.facts import View
 
 
 def rounds(node: Node, x: Node) -> bool:
-    """Whether ``node`` rounds ``x`` from float32 to 16 bits, both here and with a gradient."""
+    """Whether ``node`` rounds ``x`` from float32 to 16 bits, with its gradient."""
     before, after = tensor(x), tensor(node)
-    here = before is not None and after is not None and before.device == after.device
-    return here and holds(before.dtype, after.dtype) and not (before.requires_grad and not after.requires_grad)  # type: ignore[union-attr]
+    if before is None or after is None or before.device != after.device:
+        return False
+    return holds(before.dtype, after.dtype) and not (before.requires_grad and not after.requires_grad)
 
 
-def uncast(ctx: Context, value: Any) -> Any:
-    """A view or weight of a cast Parameter as one of the Parameter, if nothing writes to that; any other fact as it is."""
-    call = ctx.calls.get(value.root) if isinstance(value, View | Weight) else None
+def uncast(ctx: Context, expr: Expr) -> Expr:
+    """The expression of the Parameters, if every weight and vector of it is a Parameter in float32, behind a cast or not."""
+    leaves = weight_leaves(expr)
+    found = {id(leaf): _uncast(ctx, leaf) for leaf in leaves}
+    if all(found[id(leaf)] is leaf for leaf in leaves) or None in found.values():
+        return expr
+    return rewritten(expr, lambda n: n, lambda leaf: found.get(id(leaf)) or leaf, lambda n: n)
+
+
+def _uncast(ctx: Context, leaf: Leaf) -> Leaf | None:
+    value = tensor(leaf.source)
+    if value is not None and value.dtype == torch.float32:
+        return leaf
+    parts = [_before(ctx, n) for n in leaf.parts or (leaf.source,)]
+    first = parts[0]
+    if first is None or any(part is None or part[1] != first[1] for part in parts):
+        return None
+    dims = first[1]
+    if leaf.stacked and dims[0] != 0:
+        return None
+    sources = tuple(part[0] for part in parts if part is not None)
+    order = tuple(dims[d] for d in leaf.order)
+    return replace(leaf, source=sources[0], order=order, parts=sources if leaf.parts else ())
+
+
+def _before(ctx: Context, node: Node) -> tuple[Node, tuple[int, ...]] | None:
+    """The Parameter that a node is a cast of, or of a view of, and which of its dimensions are the node's; None if it is written to."""
+    call = ctx.calls.get(node)
     source = call.args[0] if call is not None and call.name == "to" else None
-    if not isinstance(source, Node) or not rounds(value.root, source):
-        return value
-    inner = ctx.fact(source)
-    if not isinstance(inner, View) or inner.root.op not in ("placeholder", "get_attr") or ctx.writes.get(ctx.storage[inner.root]):
-        return value
-    if not _plain(inner.axes):
-        return value
-    if isinstance(value, Weight):
-        same = [axis[0].index for axis in inner.axes] == [*range(len(inner.axes))]
-        return replace(value, root=inner.root) if same else value
-    return value if not _plain(value.axes) else View(tuple(inner.axes[axis[0].index] for axis in value.axes), inner.root)
-
-
-def _plain(axes: Axes) -> bool:
-    """Whether each dimension is one of the root's."""
-    return all(len(axis) == 1 and axis[0].kind == "d" for axis in axes)
+    view = ctx.fact(source) if isinstance(source, Node) and rounds(node, source) else None
+    if not isinstance(view, View) or view.root.op not in ("placeholder", "get_attr") or ctx.writes.get(ctx.storage[view.root]):
+        return None
+    if any(len(axis) != 1 or axis[0].kind != "d" for axis in view.axes):
+        return None
+    return view.root, tuple(axis[0].index for axis in view.axes)

@@ -12,6 +12,7 @@ from moefuse.ops.held import holds
 from moefuse.passes.graph.calls import tensor
 from moefuse.passes.graph.op_classes import COPIES, LOOKS_AT, SIZE_QUERIES
 from moefuse.passes.graph.sharded import gather_of
+from moefuse.passes.infer.held import uncast
 from moefuse.passes.infer.state import Context
 from moefuse.passes.ir.expr import Cast, Linear, has_linear, walk, weight_leaves
 from moefuse.passes.ir.facts import (
@@ -53,7 +54,7 @@ def checked(ctx: Context, region: Region) -> Region | Lost:
     bounds = ctx.sentinels.get(region.routing, set())
     if bounds - {region.num_experts}:
         return ctx.lost("missing-experts", region.anchor, present=f"below {min(bounds)}", count=str(region.num_experts))
-    whole = _spanned(ctx, region)
+    whole = _spanned(ctx, replace(region, expr=uncast(ctx, region.expr)))
     checks = (transformed, _mixed, encoded, _casts, _types, _modes, _mutations, _spoiled, _feeds_itself, _escapes)
     problems = (check(ctx, whole) for check in checks)
     return next((problem for problem in problems if problem is not None), whole)

@@ -11,7 +11,6 @@ from torch.fx import Node
 from moefuse.passes.graph.calls import tensor
 from moefuse.passes.graph.sharded import is_root
 from moefuse.passes.graph.sizes import same
-from moefuse.passes.infer.held import uncast
 from moefuse.passes.infer.operands import fits, leaf, real
 from moefuse.passes.infer.state import Context, out_shape
 from moefuse.passes.ir.axes import Atom, Axes, Axis, align, reshape
@@ -110,7 +109,7 @@ def _in_pairs(ctx: Context, node: Node, terms: list[tuple[Labels, Any]], out: La
 @rule("grouped_mm")
 def on_grouped_mm(ctx: Context, node: Node, x: Any, weight: Any, offs: Any = None, bias: Any = None, **options: Any) -> Any:
     """A GEMM over rows sorted by expert; ``offs`` must be the ends of the experts in the same order."""
-    rows, stack, ends = ctx.fact(x), uncast(ctx, ctx.fact(weight)), ctx.fact(offs)
+    rows, stack, ends = ctx.fact(x), ctx.fact(weight), ctx.fact(offs)
     if not isinstance(rows, Rows):
         return None
     known = isinstance(ends, Counts) and ends.ends and ends.first == 1 and ends.routing is rows.domain.routing
@@ -158,7 +157,6 @@ def contracted(ctx: Context, node: Node, x: Any, y: Any, first: Labels, second: 
 
 def expert_weight(ctx: Context, value: Any, rows: Any, names: Labels, others: Labels, out: Labels) -> Weight | None:
     """A fact as an expert weight: indexed already, a whole stack (first dim E), or one expert's own 2-D Parameter."""
-    value = uncast(ctx, value)
     if isinstance(value, Weight):
         return value
     if not isinstance(value, View) or value.root.op not in ("placeholder", "get_attr", "call_method", "call_function"):
