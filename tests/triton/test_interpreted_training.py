@@ -14,6 +14,7 @@ from torch import Tensor
 from moefuse.ops import autograd
 from tests.cpu.ops_case import (
     Case,
+    assert_as_exact,
     assert_equally_finite,
     every_body,
     leaves,
@@ -183,6 +184,30 @@ def test_weights_in_float32(gating: str, storage: dict[str, bool], on_input: boo
     """What autocast asks for: rounded to 16 bits in the tile, through pointers and addresses; their gradients stay in float32."""
     case = SMALL.with_(gating=gating, weight_on_input=on_input, held=torch.float32, **storage)
     check(case.with_(dtype=torch.float16, out_dtype=torch.float32))
+
+
+@pytest.mark.parametrize("storage", STORAGES, ids=["stacked", "in-out", "separate"])
+@pytest.mark.parametrize("flags", [{"desc": True}, {"desc": True, "rows_desc": True, "persistent": True, "store": 1}], ids=str)
+def test_weights_in_float32_through_descriptors(flags: dict[str, Any], storage: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of weights in float32 beside rows of 16 bits: their descriptors have other strides in bytes."""
+    from moefuse.kernels.triton.host import linear
+    from moefuse.kernels.triton.problem import Tiles
+
+    monkeypatch.setattr(linear, "held_sizes", lambda *a: Tiles(16, 16, 4, 1, 2, **flags))
+    case = SMALL.with_(tokens=13, hidden=32, inter=16, hidden_out=48, bias=False, held=torch.float32, dtype=torch.float16)
+    check(case.with_(out_dtype=torch.float32, **storage))
+
+
+def test_inference_with_weights_in_float32() -> None:
+    """No plan is made of it: the products of training."""
+    from moefuse.kernels.triton.provide import experts
+
+    case = SMALL.with_(held=torch.float32, dtype=torch.float16)
+    planned = len(experts._PLANS)
+    assert_as_exact(
+        experts.experts(case.call()), *(reference(args, **case.options) for args in (case.args(), to(case.args(), torch.float64)))
+    )
+    assert len(experts._PLANS) == planned
 
 
 def test_gradients_in_float32_are_not_rounded() -> None:
