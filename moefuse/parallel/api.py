@@ -98,6 +98,8 @@ def parallelize(
     if transport == "symm":
         checks.memory_may_be_shared(mesh, mesh.size(int(replicated)))
     cuts = _cuts(model, sites, mesh.size(-1)) if roles[-1] == "tp" else []
+    if len(hops) > 1 and whose[-1] != "replicated":
+        checks.slices_have_all(sites, cuts)
     most = max_tokens if max_tokens is not None else "any"
     # Tokens of ranks with slices come together before they travel to experts.
     gathered = mesh.size(-1) if len(hops) > 1 and whose[-1] != "replicated" and isinstance(most, int) else 1

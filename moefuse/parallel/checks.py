@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,6 +38,17 @@ def tokens_of(tokens: object, hops: Sequence[str]) -> tuple[Any, ...]:
             "use ('distinct', 'replicated') or one word for both dimensions"
         )
     return whose
+
+
+def slices_have_all(sites: Sequence[Site], cuts: Sequence[Mapping[str, object]]) -> None:
+    """Nothing of the experts is whole on ranks with slices and other tokens: nobody would add up its gradients."""
+    for site, cut in zip(sites, cuts, strict=True):
+        whole = next((name for name, where in cut.items() if where is None), None)
+        if whole is not None:
+            raise ParallelError(
+                f"{whole} of {site.name} is no sum over hidden units, and every rank with slices of an expert has it whole: say "
+                "tokens=('distinct', 'replicated') and give such ranks the same tokens, or use experts='ep'"
+            )
 
 
 def arguments(grads: object, transport: object, max_tokens: object, bound: object) -> None:

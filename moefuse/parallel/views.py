@@ -40,8 +40,9 @@ def full(holder: nn.Module, name: str, of: Of) -> Tensor:
     parameter: Any = holder._parameters.get(name)
     if not isinstance(parameter, DTensor):
         raise ParallelError(
-            f"{name} of {type(holder).__name__} is no DTensor any more: something has put another Parameter in its place since "
-            "moefuse.parallelize, as DistributedDataParallel(device_mesh=...) does, which has to be called without it"
+            f"{name} of {type(holder).__name__} is no DTensor any more: something has put another tensor in its place since "
+            "moefuse.parallelize, as a parametrization does, PEFT's target_parameters, torch.func.functional_call with full weights, or "
+            "DistributedDataParallel(device_mesh=...), which has to be called without it"
         )
     if len(parameter.placements) > of[2]:
         return parameter

@@ -37,6 +37,7 @@ class Case:
     checkpointed: bool = False
     skew: bool = False
     tensor: int = 1
+    dynamic: bool | None = None
     device: str = "cpu"
 
 
@@ -81,7 +82,7 @@ def run(rank: int, case: Case) -> Found:
     seen = Seen()
     run_model: Any = model
     if case.behind is not None:
-        run_model = torch.compile(model, backend=capturing(seen, Options(), case.behind), fullgraph=False)
+        run_model = torch.compile(model, backend=capturing(seen, Options(), case.behind), fullgraph=False, dynamic=case.dynamic)
     place = rank // share
     x = every[place].clone().requires_grad_(case.train)
     inputs = [e.clone().requires_grad_(case.train) for e in every]

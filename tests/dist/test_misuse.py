@@ -183,6 +183,8 @@ def test_whose_tokens(mesh: DeviceMesh) -> None:
     refused(model, two, r"tokens=\('replicated', 'distinct'\) is not legal: what differs among", tokens=("replicated", "distinct"), **both)
     refused(model, mesh, r"is for 2 dimensions, and experts are spread over 1: \('ep',\)", tokens=("distinct", "replicated"))
     refused(model, two, "tokens='own' is not legal; use 'distinct' or", tokens=("distinct", "own"), **both)
+    text = "2.bias of first.experts is no sum over hidden units, and every rank with slices of an expert has it whole: say tokens="
+    refused(layers.Model(layers.Listed, 8), two, text, **both)
     plan = moefuse.parallelize(model, two, experts=("ep", "tp"), max_tokens=5)
     assert [terms.most for terms in plan.layers[0].terms] == [10, 5]  # tokens of both ranks with slices go on together
 
