@@ -39,6 +39,7 @@ class ExpertsSpec:
         bias: whether any projection has a bias.
         weight_on: whether the routing weight multiplies the expert's output or its input.
         hidden_out: features of the result; 0 stands for ``hidden``.
+        compute: dtype that is computed in, where weights in float32 are rounded to it as they are read (autocast); empty for ``dtype``.
     """
 
     num_experts: int
@@ -55,16 +56,23 @@ class ExpertsSpec:
     bias: bool = False
     weight_on: Literal["output", "input"] = "output"
     hidden_out: int = 0
+    compute: str = ""
 
     def to_dict(self) -> dict[str, object]:
         """Plain data for JSON."""
         return asdict(self)
 
+    @property
+    def dtypes(self) -> str:
+        """The dtype of the weights, and the one that is computed in where that is another."""
+        return f"{self.dtype} weights, computed in {self.compute}" if self.compute else self.dtype
+
     def __str__(self) -> str:
         sizes = f"E={self.num_experts} K={self.top_k} H={self.hidden} I={self.intermediate}"
         sizes += f" out={self.hidden_out}" if self.hidden_out not in (0, self.hidden) else ""
         act = self.activation + (f"{self.activation_args}" if self.activation_args else "")
-        parts = [sizes, self.dtype, act, f"gating={self.gating}", f"weights={self.weights}", "/".join(dict.fromkeys(self.layout))]
+        dtypes = f"{self.dtypes}," if self.compute else self.dtypes
+        parts = [sizes, dtypes, act, f"gating={self.gating}", f"weights={self.weights}", "/".join(dict.fromkeys(self.layout))]
         parts += ["bias"] if self.bias else []
         parts += ["weight on input"] if self.weight_on == "input" else []
         return " ".join(parts)

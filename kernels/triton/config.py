@@ -34,15 +34,20 @@ def _products(p: Problem, second: bool) -> int:
     return 1 if second or p.gating == "plain" else 2
 
 
-def tile_bytes(t: Tiles, bm: int, products: int, itemsize: int) -> int:
-    """Shared memory of tiles of bm rows that are multiplied with so many blocks of weights."""
+def tile_bytes(t: Tiles, bm: int, products: int, itemsize: int, held: int = 0) -> int:
+    """Shared memory of tiles of bm rows that are multiplied with so many blocks of weights.
+
+    ``held``: bytes of an element of weights that are rounded before they are multiplied, which takes a block more; 0: those of the rows.
+    """
     store = bm * t.bn // t.store if t.store else 0
-    return (t.stages * (bm + products * t.bn) * t.bk + store) * itemsize
+    blocks = products * t.bn * t.bk
+    weights = t.stages * blocks * held + blocks * itemsize if held else t.stages * blocks * itemsize
+    return (t.stages * bm * t.bk + store) * itemsize + weights
 
 
-def within(t: Tiles, bm: int, products: int, itemsize: int, limit: int) -> Tiles:
+def within(t: Tiles, bm: int, products: int, itemsize: int, limit: int, held: int = 0) -> Tiles:
     """The tiles with stages, then block sizes, reduced until they take at most ``limit`` bytes of shared memory."""
-    while tile_bytes(t, bm, products, itemsize) > limit:
+    while tile_bytes(t, bm, products, itemsize, held) > limit:
         if t.stages > 2:
             t = replace(t, stages=t.stages - 1)
         elif t.bk > 32:

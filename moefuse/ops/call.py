@@ -187,8 +187,13 @@ class ExpertsCall(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of tokens, weights and biases."""
+        """Of tokens, and of what is computed."""
         return self.x.dtype
+
+    @property
+    def held(self) -> torch.dtype:
+        """Of weights and biases: :attr:`dtype`, or float32 where that has 16 bits."""
+        return self.w_in.weight[0].dtype
 
     @property
     def top_k(self) -> int:

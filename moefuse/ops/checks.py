@@ -15,6 +15,7 @@ from torch import Tensor
 
 from moefuse.ops.activations import ACTIVATIONS
 from moefuse.ops.call import Body, ExpertsCall, cut
+from moefuse.ops.held import holds
 from moefuse.ops.recipe import SCORES, Recipe
 from moefuse.ops.reference import GATINGS
 
@@ -74,6 +75,17 @@ def _check_like(t: Tensor, like: Tensor, op: str, arg: str, like_name: str) -> N
     _check_device(t, like, op, arg, like_name)
 
 
+def _check_held(w: Sequence[Tensor], x: Tensor, op: str, arg: str, like_name: str) -> tuple[Tensor, str]:
+    """Weights are in the dtype that is computed in, that of ``x``, or in float32 where that has 16 bits.
+
+    Returns what the other weights are like, and its name.
+    """
+    if not w or not holds(w[0].dtype, x.dtype):
+        return x, like_name
+    _check_device(w[0], x, op, arg, like_name)
+    return w[0], arg
+
+
 def _check_device(t: Tensor, like: Tensor, op: str, arg: str, like_name: str) -> None:
     if t.device != like.device:
         _bad_value(op, arg, f"is on {t.device}", f"{like.device}, the device of `{like_name}`")
@@ -84,27 +96,29 @@ def _check_out_dtype(out_dtype: torch.dtype | None, op: str) -> None:
         _bad_type(op, "out_dtype", f"is {_names([out_dtype])}", f"None, {_names(_FLOATS)}")
 
 
-def _check_list(w: Sequence[Tensor], dim: int, like: Tensor, op: str, arg: str, like_name: str = "x") -> tuple[Any, ...]:
-    """Check one weight list (dim 2) or vector list (dim 1) and return (E, *shape of one expert)."""
+def _check_list(w: Sequence[Tensor], dim: int, like: tuple[Tensor, str], op: str, arg: str) -> tuple[Any, ...]:
+    """Check one weight list (dim 2) or vector list (dim 1) and return (E, *shape of one expert). ``like``: a tensor, and its name."""
     letters = "out, in" if dim == 2 else "out"
     legal = f"one stacked tensor [E, {letters}], or one tensor [{letters}] per expert"
     if not w:
         _bad_value(op, arg, "is empty", legal)
     first = w[0]
     if len(w) == 1 and first.dim() == dim + 1:
-        _check_like(first, like, op, arg, like_name)
+        _check_like(first, like[0], op, arg, like[1])
         return tuple(first.shape)
     for i, t in enumerate(w):
         if t.dim() != dim:
             _bad_value(op, f"{arg}[{i}]", f"has shape {_shape(t)} in a list of {len(w)}", legal)
-        _check_like(t, like, op, f"{arg}[{i}]", like_name)
+        _check_like(t, like[0], op, f"{arg}[{i}]", like[1])
         for d in range(dim):
             if not _equal(t.shape[d], first.shape[d]):
                 _same(t.shape[d], first.shape[d], op, f"{arg}[{i}]", t, f"{_shape(first)}, the shape of `{arg}[0]`")
     return (len(w), *first.shape)
 
 
-def _check_weight(w: Sequence[Tensor], experts: Any, out: Any, inp: Any, like: Tensor, op: str, arg: str) -> tuple[Any, Any, Any]:
+def _check_weight(
+    w: Sequence[Tensor], experts: Any, out: Any, inp: Any, like: tuple[Tensor, str], op: str, arg: str
+) -> tuple[Any, Any, Any]:
     """Check a weight list against known sizes (None: any) and return (E, out, in)."""
     e, o, i = _check_list(w, 2, like, op, arg)
     if (experts is None or _equal(e, experts)) and (out is None or _equal(o, out)) and (inp is None or _equal(i, inp)):
@@ -119,10 +133,10 @@ def _check_weight(w: Sequence[Tensor], experts: Any, out: Any, inp: Any, like: T
     return e, o, i
 
 
-def _check_vector(v: Sequence[Tensor], experts: Any, size: Any, like: Tensor, op: str, arg: str, like_name: str = "x") -> None:
+def _check_vector(v: Sequence[Tensor], experts: Any, size: Any, like: tuple[Tensor, str], op: str, arg: str) -> None:
     if not v:
         return
-    e, n = _check_list(v, 1, like, op, arg, like_name)
+    e, n = _check_list(v, 1, like, op, arg)
     if _equal(e, experts) and _equal(n, size):
         return
     given = f"holds {e} vectors of size {n}"
@@ -187,19 +201,20 @@ def _check_experts(call: ExpertsCall) -> tuple[Any, Any, Any]:
     _check_out_dtype(out_dtype, op)
     gating = body.gating
     gated = gating in ("merged", "interleaved")
-    experts, out, _ = _check_weight(w_in, None, None, x.shape[1], x, op, "w_in")
+    held = _check_held(w_in, x, op, "w_in", "x")
+    experts, out, _ = _check_weight(w_in, None, None, x.shape[1], held, op, "w_in")
     if gated and out % 2:
         _bad_value(op, "w_in", f"has {out} output features", f"an even number for gating {gating!r} (gate and up)")
     inner = out // 2 if gated else out
     if body.split:
-        _check_weight(w_up, experts, out, x.shape[1], x, op, "w_up")
-        _check_vector(b_up, experts, out, x, op, "b_up")
+        _check_weight(w_up, experts, out, x.shape[1], held, op, "w_up")
+        _check_vector(b_up, experts, out, held, op, "b_up")
     elif w_up or b_up:
         arg = "w_up" if w_up else "b_up"
         _bad_value(op, arg, f"holds {len(w_up or b_up)} tensors", f"an empty list for gating {gating!r}; only 'separate' has it")
-    _, hidden, _ = _check_weight(w_out, experts, None, inner, x, op, "w_out")
-    _check_vector(b_in, experts, out, x, op, "b_in")
-    _check_vector(b_out, experts, hidden, x, op, "b_out")
+    _, hidden, _ = _check_weight(w_out, experts, None, inner, held, op, "w_out")
+    _check_vector(b_in, experts, out, held, op, "b_in")
+    _check_vector(b_out, experts, hidden, held, op, "b_out")
     return experts, 2 * out if body.split else out, hidden
 
 
@@ -247,10 +262,11 @@ def check_grouped_linear(xs: Tensor, offsets: Tensor, w: Sequence[Tensor], b: Se
     op = "grouped_linear"
     _check_dim(xs, 2, op, "xs", "[S, in]")
     _check_floats(xs, op, "xs")
-    experts, out, inp = _check_list(w, 2, xs, op, "w", "xs")
+    held = _check_held(w, xs, op, "w", "xs")
+    experts, out, inp = _check_list(w, 2, held, op, "w")
     if not _equal(inp, xs.shape[1]):
         _same(inp, xs.shape[1], op, "w", f"has {inp} input features", f"{xs.shape[1]}, the columns of `xs`")
-    _check_vector(b, experts, out, xs, op, "b", "xs")
+    _check_vector(b, experts, out, held, op, "b")
     _check_offsets(offsets, op, experts)
     _check_device(offsets, xs, op, "offsets", "xs")
     return out
@@ -261,7 +277,7 @@ def check_expert_rows(v: Sequence[Tensor], offsets: Tensor, num_rows: Any) -> An
     op = "expert_rows"
     if not v:
         _bad_value(op, "v", "is empty", "one stacked tensor [E, n], or one tensor [n] per expert")
-    experts, size = _check_list(v, 1, v[0], op, "v", "v[0]")
+    experts, size = _check_list(v, 1, (v[0], "v[0]"), op, "v")
     _check_offsets(offsets, op, experts)
     _check_device(offsets, v[0], op, "offsets", "v")
     if type(num_rows) is int and num_rows < 0:

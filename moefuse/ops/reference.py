@@ -1,7 +1,9 @@
 """What ``moefuse::experts`` means, in plain torch: the oracle of the tests and the text that fakes, providers and docs derive from.
 
-Numerics, for storage dtype D (the dtype of x and of the expert weights) and accumulation dtype A (float64 if D is float64, else float32):
+Numerics, for storage dtype D (the dtype of x) and accumulation dtype A (float64 if D is float64, else float32):
 
+* expert weights and biases are in D or, where D has 16 bits, in float32: then each is rounded to D as it is read, and has its gradient in
+  float32 (what ``torch.autocast`` does with float32 Parameters);
 * each projection is a GEMM on D operands accumulated in at least A, rounded to D; its bias is added with it;
 * the activation runs in A and its result is rounded to D before the second projection;
 * routing weights multiply in A, and the K slots of a token are added in A, slot 0 first; the sum is rounded once to the output dtype;
@@ -78,10 +80,11 @@ def experts_reference(
     """Routed experts, one expert at a time, differentiable by autograd.
 
     Args:
-        x: [T, H] in D.
+        x: [T, H] in D, the dtype that is computed in.
         ids: [T, K], any integer dtype.
         weights: [T, K], any floating dtype.
-        w_in, w_up, w_out: weight lists ([E, out, in] or E times [out, in]); w_up is empty unless gating is "separate".
+        w_in, w_up, w_out: weight lists ([E, out, in] or E times [out, in]); w_up is empty unless gating is "separate". All in D, or all in
+            float32 where D has 16 bits; biases as they are.
         b_in, b_up, b_out: bias lists ([E, out] or E times [out]), each may be empty.
         activation, activation_args: a key of :data:`~moefuse.ops.activations.ACTIVATIONS` and its constants.
         gating: "merged", "interleaved", "separate" or "plain".
@@ -95,7 +98,10 @@ def experts_reference(
     tokens, top_k = ids.shape
     wide = accumulation_dtype(x.dtype)
     act = ACTIVATIONS[activation].forward
-    linear = torch.nn.functional.linear
+
+    def linear(rows: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+        return F.linear(rows, w.to(x.dtype), None if b is None else b.to(x.dtype))
+
     scale = weights.to(wide)
     hidden_out = expert_weight(w_out, 0).shape[0]
     y = x.new_zeros((tokens, top_k, hidden_out))

@@ -80,14 +80,20 @@ def experts_backward_out(call: OutCall) -> list[Tensor]:
     return [*grads.w, *grads.b]
 
 
+def worked_in(call: GradCall | RowsCall | InCall | OutCall) -> torch.dtype:
+    """The dtype that is computed in: weights may be held in a wider one, and the gradient of the output may have another."""
+    if isinstance(call, OutCall):
+        return call.w_out.weight[0].dtype if call.a is None else call.a.dtype
+    return call.d_h.dtype if isinstance(call, InCall) else call.h.dtype
+
+
 class _Work:
     """What the parts of one backward call share."""
 
     def __init__(self, call: GradCall | RowsCall | InCall | OutCall) -> None:
         self.body, self.need = call.body, call.need
         self.activation = ACTIVATIONS[self.body.activation]
-        # Of the weights, which is that of the work: the gradient of the output may have another.
-        self.dtype = call.w_in.weight[0].dtype if isinstance(call, InCall) else call.w_out.weight[0].dtype
+        self.dtype = worked_in(call)
         self.wide = accumulation_dtype(self.dtype)
         self.weights, self.order, self.top_k = call.weights, call.order, call.weights.shape[1]
         ends = call.offsets.tolist()
@@ -134,7 +140,7 @@ class _Work:
         if d_scale is not None and value is not None and need.products:
             d_scale[rows] = (d_a * value).sum(-1)
             if w_out.bias:
-                add_bias_products(d_scale, d_out.to(self.wide), w_out.bias, chunk)
+                add_bias_products(d_scale, d_out, w_out.bias, chunk)
         if not need.h:
             return None, a
         d_h = torch.empty_like(h[rows])

@@ -35,10 +35,15 @@ def one_expert(
     act: Callable[[Tensor, Tensor | None, Body], Tensor] = activate,
 ) -> Tensor:
     """[n, Hout]: expert ``e`` on every row [n, H]; ``act`` is given gate and up [n, I], and its result is in their dtype."""
-    linear, (w_in, w_up, w_out) = torch.nn.functional.linear, weights
+    w_in, w_up, w_out = weights
     h = linear(rows, *w_in.expert(e))
     gate, up = (h, linear(rows, *w_up.expert(e))) if body.split else split_gate(h, body.gating, body.up_first)
     return linear(act(gate, up, body), *w_out.expert(e))
+
+
+def linear(rows: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+    """One projection, in the dtype of the rows."""
+    return torch.nn.functional.linear(rows, w.to(rows.dtype), None if b is None else b.to(rows.dtype))
 
 
 def experts(call: ExpertsCall) -> Tensor:

@@ -53,9 +53,9 @@ def vector_grads(grads: Lists, rows: Tensor, groups: list[Group]) -> None:
 
 
 def add_bias_products(d_scale: Tensor, d_out: Tensor, b: Lists, groups: list[Group]) -> None:
-    """d_scale[i] += <d_out[i], b[e]>."""
-    base = groups[0][1]
+    """d_scale[i] += <d_out[i], b[e]>, in the dtype of d_scale; vectors in a wider dtype than d_out are rounded to it."""
+    base, wide = groups[0][1], d_out.to(d_scale.dtype)
     for e, start, end in groups:
         bias = expert_vector(b, e)
         assert bias is not None
-        d_scale[start:end] += torch.mv(d_out[start - base : end - base], bias.to(d_out.dtype))
+        d_scale[start:end] += torch.mv(wide[start - base : end - base], bias.to(d_out.dtype).to(wide.dtype))

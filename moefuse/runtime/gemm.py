@@ -2,6 +2,8 @@
 
 A CPU without 16-bit float instructions runs 16-bit GEMMs several times slower than float32 ones. There, operands are widened tile by tile
 into a scratch of at most :data:`TILE` elements and multiplied in float32: the same accumulation, one rounding at the end.
+
+Weights that are held in float32 are rounded to 16 bits in such tiles, or one expert's at a time; their gradients are not rounded.
 """
 
 from __future__ import annotations
@@ -37,20 +39,26 @@ WIDENED = _widened_dtypes()
 
 
 def mm_into(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None = None) -> None:
-    """out [m, n] = a [m, k] @ b [k, n] (+ bias [n]); operands in one dtype, accumulated in at least float32."""
+    """out [m, n] = a [m, k] @ b [k, n] (+ bias [n]), accumulated in at least float32 and rounded to the dtype of out.
+
+    b and bias are rounded to the dtype of a, if theirs is wider.
+    """
+    if out.dtype != a.dtype:
+        torch.mm(a.to(out.dtype), b.to(out.dtype), out=out)
+        return
     if a.dtype in WIDENED and a.device.type == "cpu":
         if a.shape[0] >= MIN_ROWS[a.dtype]:
             _widened(out, a, b, bias)
             return
-        if a.shape[0] == 1 and a.dtype == torch.bfloat16 and b.numel() >= MV_ELEMENTS:
+        if a.shape[0] == 1 and a.dtype == b.dtype == torch.bfloat16 and b.numel() >= MV_ELEMENTS:
             torch.mv(b.t(), a[0], out=out[0])
             if bias is not None:
                 out.add_(bias)
             return
     if bias is None:
-        torch.mm(a, b, out=out)
+        torch.mm(a, b.to(a.dtype), out=out)
     else:
-        torch.addmm(bias, a, b, out=out)
+        torch.addmm(bias.to(a.dtype), a, b.to(a.dtype), out=out)
 
 
 def _widened(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None) -> None:
@@ -59,5 +67,5 @@ def _widened(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None) -> None:
     step = max(16, TILE // max(b.shape[0], 1))
     for start in range(0, b.shape[1], step):
         band = slice(start, start + step)
-        tile = b[:, band].float()
-        out[:, band] = torch.mm(wide, tile) if bias is None else torch.addmm(bias[band].float(), wide, tile)
+        tile = b[:, band].to(a.dtype).float()
+        out[:, band] = torch.mm(wide, tile) if bias is None else torch.addmm(bias[band].to(a.dtype).float(), wide, tile)

@@ -145,7 +145,7 @@ def _parameters(spec: ExpertsSpec) -> list[tuple[str, str]]:
         ("per token (K)", str(spec.top_k)),
         ("hidden (H)", str(spec.hidden) if spec.hidden_out in (0, spec.hidden) else f"{spec.hidden}, out {spec.hidden_out}"),
         ("intermediate (I)", str(spec.intermediate)),
-        ("dtype", spec.dtype),
+        ("dtype", spec.dtypes),
         ("activation", f"{spec.activation}{constants}"),
         ("gate", gating.get(spec.gating, "gate and up in one weight, interleaved")),
         ("weights", "one Parameter per expert" if spec.weights == "per_expert" else "stacked"),

@@ -29,6 +29,7 @@ from moefuse.passes.ir.facts import Lost, Routing
 from moefuse.passes.ir.regions import Region
 from moefuse.passes.lower.layout import in_layout
 from moefuse.passes.lower.lower import Lowering
+from moefuse.passes.lower.specs import compute_of
 from moefuse.passes.match.interpret import interpret
 from moefuse.passes.match.safety import checked
 from moefuse.passes.match.templates import match
@@ -267,7 +268,10 @@ def _region(ctx: Context, emit: Emitter, value: Node, token: Node, expr: Expr) -
     ids = emit(torch.zeros_like, emit(torch.Tensor.narrow, token, -1, 0, 1), dtype=torch.int64)
     _introduce(ctx, emit)
     routing = Routing(ids, shape_of(fake(value))[:-1], 1, has_slots=True, distinct=True)
-    return checked(ctx, Region(value, (value,), "masked", routing, expr, 1, None))
+    region = checked(ctx, Region(value, (value,), "masked", routing, expr, 1, None))
+    if isinstance(region, Region) and compute_of(region):
+        return ctx.lost("dtype-unsupported", value, dtype=compute_of(region), detail="a shared expert with weights in float32")
+    return region
 
 
 def _introduce(ctx: Context, emit: Emitter) -> None:

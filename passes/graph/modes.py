@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -10,8 +12,8 @@ from torch.fx import Node
 from moefuse.passes.graph.calls import Call
 from moefuse.passes.graph.op_classes import MODES
 
-Mode = tuple[bool, tuple[str, ...]]
-"""Whether gradients are recorded, and the autocast contexts from the outermost on."""
+Mode = tuple[bool, tuple[tuple[Any, ...], ...]]
+"""Whether gradients are recorded, and the autocast contexts from the outermost on: (device type, dtype, enabled, cache enabled) of each."""
 
 
 def modes(calls: Mapping[Node, Call | None]) -> dict[Node, Mode]:
@@ -25,10 +27,19 @@ def modes(calls: Mapping[Node, Call | None]) -> dict[Node, Mode]:
     return found
 
 
-def _switched(call: Call, grad: bool, casts: tuple[str, ...]) -> Mode:
+@contextlib.contextmanager
+def entered(mode: Mode) -> Iterator[None]:
+    """The autocast contexts of a mode, for nodes that run outside of their graph."""
+    with contextlib.ExitStack() as stack:
+        for device, dtype, enabled, cached in mode[1]:
+            stack.enter_context(torch.autocast(device, dtype, enabled=enabled, cache_enabled=cached))
+        yield
+
+
+def _switched(call: Call, grad: bool, casts: tuple[tuple[Any, ...], ...]) -> Mode:
     """Grad mode and autocast contexts after a switch."""
     if call.name == "_set_grad_enabled":
         return bool(call.args[0]), casts
     if call.name.startswith("_exit"):
         return grad, casts[:-1]
-    return grad, (*casts, str(call.args))
+    return grad, (*casts, call.args)

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from moefuse.passes.graph.calls import tensor
+
 
 @dataclass(frozen=True, eq=False)
 class Expr:
@@ -201,6 +203,14 @@ def has_linear(expr: Expr) -> bool:
 def weight_leaves(expr: Expr) -> list[Leaf]:
     """The expert weights of an expression."""
     return [e.weight if isinstance(e, Linear) else e.vector for e in walk(expr) if isinstance(e, Linear | ExpertVector)]
+
+
+def computed_in(expr: Expr) -> torch.dtype | None:
+    """The dtype of the first projection's result, to which autocast rounds weights in float32; None without a projection.
+
+    The others' is the same (``passes/match/safety.py``).
+    """
+    return next((value.dtype for e in walk(expr) if isinstance(e, Linear) and (value := tensor(e.node)) is not None), None)
 
 
 def show(expr: Any) -> str:

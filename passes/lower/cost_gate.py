@@ -33,10 +33,12 @@ def experts_call(nodes: Sequence[Node]) -> Node | None:
 
 
 def problem_and_grad(call: Node, grad: bool) -> tuple[Problem, bool] | None:
-    """(the problem of a fused op's call, whether it is differentiated); None if its sizes have no values. ``grad``: grad mode."""
+    """(the problem of a fused op's call, whether it is differentiated); None if there is none. ``grad``: grad mode."""
     args: Any = torch.fx.node.map_arg(call.args, fake)
     tensors = [t for a in args for t in (a if isinstance(a, list | tuple) else (a,))]
     x, ids, _, w_in, _, w_out = args[:6]
+    if w_in[0].dtype != x.dtype:
+        return None  # nothing is measured of weights that are rounded as they are read
     try:
         problem = problem_of(x, ids, w_in, w_out, str(call.kwargs["gating"]))
     except (TypeError, ValueError):

@@ -27,6 +27,7 @@ from moefuse.passes.ir.expr import (
     Slice,
     SlotWeight,
     Token,
+    computed_in,
     walk,
 )
 from moefuse.passes.ir.expr_algebra import factors, is_weight, one_weight
@@ -281,7 +282,7 @@ class Lowering:
 
     def fused(self, body: Body) -> Lowered:
         """One op."""
-        dtype = dtype_of(body.first.weight)
+        dtype = computed_in(self.region.expr) or dtype_of(body.first.weight)
         x = self.tokens(body.token, dtype)
         up = body.up
         op, more = self.op()
@@ -370,7 +371,7 @@ class Lowering:
                 return self.emit(torch.index_select, flat, 0, order)
             case Linear():
                 child = self.rows(expr.child)
-                value, dtype = tensor(child), dtype_of(expr.weight)
+                value, dtype = tensor(child), computed_in(expr) or dtype_of(expr.weight)
                 if value is not None and value.dtype != dtype:
                     child = self.emit(torch.Tensor.to, child, dtype)
                 return self.emit(torch.ops.moefuse.grouped_linear.default, child, offsets, self.stack(expr.weight), [])

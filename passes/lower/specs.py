@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from moefuse.passes.graph.calls import tensor
-from moefuse.passes.ir.expr import ExpertVector, Leaf, Linear, Token, walk, weight_leaves
+from moefuse.passes.ir.expr import ExpertVector, Leaf, Linear, Token, computed_in, walk, weight_leaves
 from moefuse.passes.ir.regions import Region
 from moefuse.passes.match.templates import Body
 from moefuse.spec import ExpertsSpec
@@ -15,6 +15,12 @@ def dtype_of(leaf: Leaf) -> torch.dtype:
     value = tensor(leaf.source)
     assert value is not None
     return value.dtype
+
+
+def compute_of(region: Region) -> str:
+    """The dtype that is computed in, where it is not that of the weights."""
+    compute, held = computed_in(region.expr), dtype_of(weight_leaves(region.expr)[0])
+    return "" if compute in (None, held) else str(compute).removeprefix("torch.")
 
 
 def layout(leaf: Leaf) -> str:
@@ -43,6 +49,7 @@ def fused_spec(region: Region, body: Body) -> ExpertsSpec:
         bias=any(p is not None and p.bias is not None for p in (body.first, body.up, body.last)),
         weight_on="input" if body.weight_on_input else "output",
         hidden_out=features(body.last.weight, 0),
+        compute=compute_of(region),
     )
 
 
@@ -62,4 +69,5 @@ def grouped_spec(region: Region) -> ExpertsSpec:
         weights="stacked" if leaves[0].stacked else "per_expert",
         layout=(layout(linears[-1].weight), layout(linears[0].weight)),
         bias=any(isinstance(e, ExpertVector) for e in walk(region.expr)),
+        compute=compute_of(region),
     )

@@ -31,7 +31,7 @@ def workspace(new_nodes: Sequence[Node], grad: bool) -> tuple[int, int] | None:
 
     args: Any = torch.fx.node.map_arg(call.args, fake)
     tensors = [t for a in args for t in (a if isinstance(a, list | tuple) else (a,))]
-    if (grad and any(t.requires_grad for t in tensors)) or args[0].dtype not in DTYPES:
+    if (grad and any(t.requires_grad for t in tensors)) or args[0].dtype not in DTYPES or args[3][0].dtype != args[0].dtype:
         return None
     try:
         lists = [[like(t) for t in part] for part in args[3:9]]

@@ -8,8 +8,11 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from moefuse.ops.held import holds
 from moefuse.passes.graph.calls import tensor
 from moefuse.passes.graph.op_classes import COPIES, LOOKS_AT, SIZE_QUERIES
+from moefuse.passes.graph.sharded import gather_of
+from moefuse.passes.infer.held import uncast
 from moefuse.passes.infer.state import Context
 from moefuse.passes.ir.expr import Cast, Linear, has_linear, walk, weight_leaves
 from moefuse.passes.ir.facts import (
@@ -51,7 +54,7 @@ def checked(ctx: Context, region: Region) -> Region | Lost:
     bounds = ctx.sentinels.get(region.routing, set())
     if bounds - {region.num_experts}:
         return ctx.lost("missing-experts", region.anchor, present=f"below {min(bounds)}", count=str(region.num_experts))
-    whole = _spanned(ctx, region)
+    whole = _spanned(ctx, replace(region, expr=uncast(ctx, region.expr)))
     checks = (transformed, _mixed, encoded, _casts, _types, _modes, _mutations, _spoiled, _feeds_itself, _escapes)
     problems = (check(ctx, whole) for check in checks)
     return next((problem for problem in problems if problem is not None), whole)
@@ -168,12 +171,25 @@ def _types(ctx: Context, region: Region) -> Lost | None:
     if len(dtypes) > 1:
         names = ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
         return ctx.lost("dtype-unsupported", region.anchor, dtype=names, detail="expert weights of several dtypes")
-    for e in walk(region.expr):
-        if isinstance(e, Linear):
-            out, weight = tensor(e.node), tensor(e.weight.source)
-            if out is not None and weight is not None and out.dtype != weight.dtype:
-                names = f"{out.dtype} from {weight.dtype} weights".replace("torch.", "")
-                return ctx.lost("dtype-unsupported", region.anchor, dtype=names, detail="autocast inside the experts")
+    return _computed_in(ctx, region)
+
+
+def _computed_in(ctx: Context, region: Region) -> Lost | None:
+    """All projections compute in the dtype of the weights, or all in one of 16 bits from weights in float32 that this process has."""
+    found = [e for e in walk(region.expr) if isinstance(e, Linear)]
+    results = {value.dtype for e in found if (value := tensor(e.node)) is not None}
+    if len(results) > 1:
+        names = ", ".join(sorted(str(d).removeprefix("torch.") for d in results))
+        return ctx.lost("dtype-unsupported", found[0].node, dtype=names, detail="the products of one expert compute in several dtypes")
+    for e in found:
+        out, weight = tensor(e.node), tensor(e.weight.source)
+        if out is None or weight is None or out.dtype == weight.dtype:
+            continue
+        names = f"{out.dtype} from {weight.dtype} weights".replace("torch.", "")
+        if not holds(weight.dtype, out.dtype):
+            return ctx.lost("dtype-unsupported", region.anchor, dtype=names, detail="autocast inside the experts")
+        if gather_of(e.weight.parts or (e.weight.source,)) is not None:
+            return ctx.lost("dtype-unsupported", region.anchor, dtype=names, detail="autocast inside the experts, which are sharded")
     return None
 
 

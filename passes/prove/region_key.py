@@ -19,7 +19,7 @@ from moefuse.passes.graph.sharded import is_root
 from moefuse.passes.graph.sizes import shape_of
 from moefuse.passes.infer.backward_slice import SMALL, Older
 from moefuse.passes.infer.state import Context
-from moefuse.passes.ir.expr import Cast, ExpertVector, Expr, Gate, Leaf, Linear, Op, SharedVector, Slice, SlotWeight, Token
+from moefuse.passes.ir.expr import Cast, ExpertVector, Expr, Gate, Leaf, Linear, Op, SharedVector, Slice, SlotWeight, Token, computed_in
 from moefuse.passes.ir.regions import Region
 from moefuse.passes.prove.surroundings import Around
 
@@ -152,7 +152,7 @@ class _Form:
             case Gate():
                 return "gate", expr.slots, expr.ones, self.number(expr.source)
             case Linear():
-                return "linear", self._leaf(expr.weight), children
+                return "linear", computed_in(expr), self._leaf(expr.weight), children
             case ExpertVector():
                 return "vector", self._leaf(expr.vector)
             case Slice():

@@ -38,6 +38,8 @@ class Case:
     high_id: int | None = None
     seed: int = 0
     out_dtype: torch.dtype | None = None
+    held: torch.dtype | None = None
+    """Of weights and biases, where it is not ``dtype``."""
     more: dict[str, Any] = field(default_factory=dict)
 
     def with_(self, **changes: Any) -> Case:
@@ -61,21 +63,23 @@ class Case:
     def args(self, requires_grad: bool = False) -> list[Any]:
         g = torch.Generator().manual_seed(self.seed)
 
-        def draw(*shape: int, scale: float = 1.0) -> Tensor:
-            return (torch.randn(*shape, generator=g, dtype=torch.float64) * scale).to(self.dtype)
+        def draw(*shape: int, scale: float = 1.0, dtype: torch.dtype = self.dtype) -> Tensor:
+            return (torch.randn(*shape, generator=g, dtype=torch.float64) * scale).to(dtype)
+
+        held = self.held or self.dtype
 
         def weight(out: int, inp: int) -> list[Tensor]:
             scale = max(inp, 1) ** -0.5
             if self.separate:
-                return [draw(out, inp, scale=scale) for _ in range(self.experts)]
+                return [draw(out, inp, scale=scale, dtype=held) for _ in range(self.experts)]
             if self.transposed:
-                return [draw(self.experts, inp, out, scale=scale).transpose(1, 2)]
-            return [draw(self.experts, out, inp, scale=scale)]
+                return [draw(self.experts, inp, out, scale=scale, dtype=held).transpose(1, 2)]
+            return [draw(self.experts, out, inp, scale=scale, dtype=held)]
 
         def bias(out: int) -> list[Tensor]:
             if not self.bias:
                 return []
-            return [draw(out) for _ in range(self.experts)] if self.separate else [draw(self.experts, out)]
+            return [draw(out, dtype=held) for _ in range(self.experts)] if self.separate else [draw(self.experts, out, dtype=held)]
 
         high = self.experts + 1 if self.high_id is None else self.high_id
         ids = torch.randint(self.low_id, high, (self.tokens, self.top_k), generator=g)

@@ -22,7 +22,6 @@ from moefuse.report import FusionReport
 from tests.programs import refused
 from tests.programs.refused import (
     Alias,
-    Autocast,
     Batched,
     Capacity,
     ContextDiffers,
@@ -54,6 +53,7 @@ from tests.programs.refused import (
     Teacher,
     TokensDiffer,
     Transformed,
+    TwoDtypes,
     Unpacked,
     ValueEscapes,
 )
@@ -218,7 +218,7 @@ CASES: dict[str, Case] = {
         arrange=group_of_one,
     ),
     "dtype-unsupported": Case(
-        Autocast, "dtype bfloat16 from float32 weights is not supported by the fused op (autocast inside the experts)"
+        TwoDtypes, "dtype bfloat16, float32 is not supported by the fused op (the products of one expert compute in several dtypes)"
     ),
     "device-unsupported": Case(Batched, "the fused op does not run on meta: it has no kernel there", device="meta"),
     "not-captured": Case(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,7 @@ def test_json_says_everything() -> None:
             "bias": False,
             "weight_on": "output",
             "hidden_out": 0,
+            "compute": "",
         },
         "domain": "sorted",
         "tier": "fused",
@@ -92,6 +94,12 @@ def test_json_says_everything() -> None:
     assert data["skipped"] == [
         {"code": "value-escapes", "message": ESCAPES, "module": "model.layers.1.mlp", "location": "/src/my.py:17"},
     ]
+
+
+def test_two_dtypes() -> None:
+    """Weights in float32 that are computed with in bfloat16: autocast."""
+    spec = replace(SPEC, compute="bfloat16")
+    assert "I=48 float32 weights, computed in bfloat16, silu" in str(spec)
 
 
 def test_extend_adds_up() -> None:

@@ -22,9 +22,9 @@ from moefuse.spec import ExpertsSpec
 from tests.programs.model import MoE, build, gold, inputs_for
 from tests.programs.mutations import BY_NAME
 from tests.programs.nearby import nearby
-from tests.programs.program import Program
+from tests.programs.program import Program, Sorted
 
-BAND: dict[torch.dtype, float] = {torch.float32: 16 * 2.0**-23, torch.bfloat16: 2 * 2.0**-8}
+BAND: dict[torch.dtype, float] = {torch.float32: 16 * 2.0**-23, torch.bfloat16: 2 * 2.0**-8, torch.float16: 2 * 2.0**-11}
 """Rounding allowance relative to the size of a tensor, for results where eager happens to be exact: sums in another order; in bfloat16 they
 are float32 inside, and an expert's row and the result are rounded once each."""
 
@@ -66,18 +66,22 @@ def light(outcome: Outcome, options: Options | None = None) -> Callable[[torch.f
     return backend
 
 
-def execute(call: Callable[..., Any], model: nn.Module, inputs: tuple[Tensor, ...], *, grad: bool = True) -> Run:
+def execute(
+    call: Callable[..., Any], model: nn.Module, inputs: tuple[Tensor, ...], *, grad: bool = True, autocast: torch.dtype | None = None
+) -> Run:
     """Call, and differentiate a fixed scalar of the floating outputs. Inputs are fed as copies, so that the call may write to them."""
+    casts = torch.autocast("cpu", autocast, enabled=autocast is not None)
     if not grad:
         fed = [t.detach().clone() for t in inputs]
         torch.manual_seed(0)
-        with torch.no_grad():
+        with torch.no_grad(), casts:
             return Run(tuple(call(*fed)), tuple(fed), {})
     leaves = [t.detach().clone().requires_grad_(t.is_floating_point()) for t in inputs]
     fed = [t.clone() for t in leaves]
     model.zero_grad(set_to_none=True)
     torch.manual_seed(0)
-    outputs = call(*fed)
+    with casts:
+        outputs = call(*fed)
     generator, loss = torch.Generator().manual_seed(7), torch.zeros((), dtype=torch.float64)
     for out in outputs:
         if out.is_floating_point() and out.requires_grad:
@@ -91,7 +95,9 @@ def execute(call: Callable[..., Any], model: nn.Module, inputs: tuple[Tensor, ..
     return Run(tuple(o.detach().clone(memory_format=torch.preserve_format) for o in outputs), tuple(t.detach().clone() for t in fed), grads)
 
 
-def _problem(what: str, got: Tensor, pairs: list[tuple[Tensor, Tensor]], scale: float, factor: float) -> str | None:
+def _problem(
+    what: str, got: Tensor, pairs: list[tuple[Tensor, Tensor]], scale: float, factor: float, autocast: torch.dtype | None
+) -> str | None:
     """What is wrong with a tensor, beside eager's and the exact one at some points (the first is its own)."""
     eager, exact = pairs[0]
     if got.shape != eager.shape:
@@ -105,7 +111,7 @@ def _problem(what: str, got: Tensor, pairs: list[tuple[Tensor, Tensor]], scale: 
     if got.numel() == 0:
         return None
     ours, theirs = _error(got, exact), max(_error(a, b) for a, b in pairs)
-    limit = factor * theirs + BAND.get(got.dtype, 1e-12) * scale
+    limit = factor * theirs + BAND.get(autocast or got.dtype, 1e-12) * scale
     return None if ours <= limit else f"{what}: error {ours:.3g} against fp64, eager's is {theirs:.3g}, limit {limit:.3g}"
 
 
@@ -113,7 +119,7 @@ def _error(value: Tensor, exact: Tensor) -> float:
     return float((value.double() - exact.double()).abs().max())
 
 
-def _problems(got: Run, pairs: list[tuple[Run, Run]], factor: float) -> list[str]:
+def _problems(got: Run, pairs: list[tuple[Run, Run]], factor: float, autocast: torch.dtype | None) -> list[str]:
     """What is wrong with a run, beside eager's and exact ones."""
     eager, exact = pairs[0]
     assert len(got.outputs) == len(eager.outputs)
@@ -122,28 +128,38 @@ def _problems(got: Run, pairs: list[tuple[Run, Run]], factor: float) -> list[str
         for i, value in enumerate(getattr(got, kind)):
             c = getattr(exact, kind)[i]
             scale = float(c.double().abs().max()) if c.numel() else 0.0
-            found.append(_problem(f"{kind}[{i}]", value, [(getattr(a, kind)[i], getattr(b, kind)[i]) for a, b in pairs], scale, factor))
+            both = [(getattr(a, kind)[i], getattr(b, kind)[i]) for a, b in pairs]
+            found.append(_problem(f"{kind}[{i}]", value, both, scale, factor, autocast))
     assert got.grads.keys() == eager.grads.keys()
     # A gradient may be zero but for cancellation (top-1 renormalised): its scale is then what the others say.
     largest = max((float(g.abs().max()) for g in exact.grads.values() if g.numel()), default=0.0)
     for name, g in exact.grads.items():
         scale = max(float(g.abs().max()) if g.numel() else 0.0, 0.1 * largest)
-        found.append(_problem(f"grad of {name}", got.grads[name], [(a.grads[name], b.grads[name]) for a, b in pairs], scale, factor))
+        found.append(
+            _problem(f"grad of {name}", got.grads[name], [(a.grads[name], b.grads[name]) for a, b in pairs], scale, factor, autocast)
+        )
     return [problem for problem in found if problem is not None]
 
 
-def compare(got: Run, eager: Run, exact: Run, factor: float = 2.0, near: Callable[[], list[tuple[Run, Run]]] = list) -> None:
+def compare(
+    got: Run,
+    eager: Run,
+    exact: Run,
+    factor: float = 2.0,
+    near: Callable[[], list[tuple[Run, Run]]] = list,
+    autocast: torch.dtype | None = None,
+) -> None:
     """``got`` equals ``eager`` within ``factor`` of eager's own error plus a few roundings.
 
     Where a result is all cancellation, eager's error at one point is luck: ``near`` are eager's and exact runs one rounding away.
     """
-    found = _problems(got, [(eager, exact)], factor)
+    found = _problems(got, [(eager, exact)], factor, autocast)
     more = near() if found else []
-    found = _problems(got, [(eager, exact), *more], factor) if more else found
+    found = _problems(got, [(eager, exact), *more], factor, autocast) if more else found
     assert not found, found[0]
 
 
-def check_model(model: MoE, *, plain: bool, full: bool = False, grad: bool = True) -> Outcome:
+def check_model(model: MoE, *, plain: bool, full: bool = False, grad: bool = True, autocast: torch.dtype | None = None) -> Outcome:
     """Compile and compare on two inputs with the same shapes; ``plain`` takes the slot-by-slot reference for fp64.
 
     ``full`` goes through ``backend="moefuse"`` and Inductor, otherwise the rewritten graph runs in eager.
@@ -160,9 +176,10 @@ def check_model(model: MoE, *, plain: bool, full: bool = False, grad: bool = Tru
     else:
         compiled = torch.compile(model, backend=light(outcome), fullgraph=True)
     for seed in range(2):
-        inputs = inputs_for(model, seed)
-        near = functools.partial(_near, model, inputs, exactly, grad)
-        compare(execute(compiled, model, inputs, grad=grad), execute(model, model, inputs, grad=grad), exactly(model, inputs), near=near)
+        inputs = inputs_for(model, seed, autocast)
+        run = functools.partial(execute, inputs=inputs, grad=grad, autocast=autocast)
+        near = functools.partial(_near, model, inputs, exactly, grad, autocast)
+        compare(run(compiled, model), run(model, model), exactly(model, inputs), near=near, autocast=autocast)
     if full:
         report = moefuse.last_report()
         outcome = Outcome(list(report.fused), list(report.skipped), report.graph_count)
@@ -188,8 +205,12 @@ def explained(p: Program, full: bool) -> bool:
     return full or settings().max_examples > 100 or zlib.crc32(repr(p).encode()) % 8 == 0
 
 
-def _near(model: MoE, inputs: tuple[Tensor, ...], exactly: Callable[[MoE, tuple[Tensor, ...]], Run], grad: bool) -> list[tuple[Run, Run]]:
-    return [(execute(twin, twin, given, grad=grad), exactly(twin, given)) for twin, given in nearby(model, inputs)]
+def _near(
+    model: MoE, inputs: tuple[Tensor, ...], exactly: Callable[[MoE, tuple[Tensor, ...]], Run], grad: bool, autocast: torch.dtype | None
+) -> list[tuple[Run, Run]]:
+    return [
+        (execute(twin, twin, given, grad=grad, autocast=autocast), exactly(twin, given)) for twin, given in nearby(model, inputs, autocast)
+    ]
 
 
 def check_exact(
@@ -267,6 +288,31 @@ def check_program(p: Program, *, full: bool = False) -> Outcome:
     assert (spec.num_experts, spec.hidden) == (p.experts, p.hidden), f"{spec}\n{p}"
     assert spec.dtype.removeprefix("torch.") == p.dtype
     return outcome
+
+
+def check_autocast(p: Program, autocast: torch.dtype) -> Outcome:
+    """A positive program in float32 under autocast: fused as it is without, and as far from fp64 as eager is under autocast."""
+    model = build(p)
+    outcome = check_model(model, plain=True, autocast=autocast)
+    if known_gap(p) or (not outcome.fused and not check_model(model, plain=True).fused):
+        return outcome
+    assert len(outcome.fused) == 1, f"expected one fused region\n{outcome}\n{p}"
+    fused = outcome.fused[0]
+    assert (fused.domain in p.domains, fused.tier) == (True, p.tier), f"{fused.domain} {fused.tier}: {fused.spec}\n{p}"
+    # Autocast leaves grouped_mm alone, and so does the op that stands for it in transformers.
+    compute = "" if isinstance(p.spelling, Sorted) else str(autocast).removeprefix("torch.")
+    assert (fused.spec.dtype, fused.spec.compute) == ("float32", compute), f"{fused.spec}\n{p}"
+    return outcome
+
+
+def runs(p: Program, autocast: torch.dtype) -> bool:
+    """Whether eager takes a program under autocast: not where it adds to a tensor of another dtype than it has there, or overflows."""
+    model = build(p)
+    try:
+        found = [execute(model, model, inputs_for(model, seed, autocast), autocast=autocast) for seed in range(2)]
+    except RuntimeError:
+        return False
+    return all(bool(t.isfinite().all()) for one in found for t in (*one.outputs, *one.grads.values()))
 
 
 def check_near_miss(p: Program, name: str) -> Outcome:

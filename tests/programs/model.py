@@ -87,7 +87,7 @@ def gold(model: MoE, *, plain: bool) -> MoE:
     return twin
 
 
-def inputs_for(model: MoE, seed: int = 0) -> tuple[Tensor, ...]:
+def inputs_for(model: MoE, seed: int = 0, autocast: torch.dtype | None = None) -> tuple[Tensor, ...]:
     """Example inputs: hidden states (and ids, weights) whose routing does not hang on rounding."""
     p = model.program
     generator = torch.Generator().manual_seed(1000 * p.seed + seed)
@@ -98,8 +98,8 @@ def inputs_for(model: MoE, seed: int = 0) -> tuple[Tensor, ...]:
         ids = torch.rand(rows, p.experts, generator=generator).argsort(-1)[:, : p.top_k]
         return model.arrange(x).contiguous(), ids, torch.rand(rows, p.top_k, generator=generator).to(dtype)
     router, twin = model, gold(model, plain=True)
-    gap = 1e-4 if dtype == torch.float32 else 2e-2
-    with torch.no_grad():
+    gap = 1e-4 if (autocast or dtype) == torch.float32 else 2e-2
+    with torch.no_grad(), torch.autocast("cpu", autocast, enabled=autocast is not None):
         rows = torch.randn(p.tokens[0] if len(p.tokens) == 1 else p.tokens[0] * p.tokens[1], p.hidden, generator=generator).to(dtype)
         for _ in range(200):
             bad = _near_tie(router, twin, rows, gap)

@@ -407,8 +407,8 @@ class Gathered(nn.Module):
         return x @ whole.mean(0)  # at: experts-gathered
 
 
-class Autocast(Layer):
-    """float32 weights under autocast."""
+class TwoDtypes(Layer):
+    """Autocast that is switched off between the projections: the first computes in bfloat16, the second in float32."""
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
@@ -416,8 +416,10 @@ class Autocast(Layer):
             out = torch.zeros_like(x)
             for e in range(E):
                 tok, slot = torch.where(ids == e)
-                y = self.expert(e, x[tok]) * weights[tok, slot, None]
-                out.index_add_(0, tok, y.to(out.dtype))  # at: dtype-unsupported
+                gate, up = F.linear(x[tok], self.w_in[e]).chunk(2, dim=-1)
+                with torch.autocast("cpu", enabled=False):
+                    y = F.linear((F.silu(gate) * up).float(), self.w_out[e])  # at: dtype-unsupported
+                out.index_add_(0, tok, y * weights[tok, slot, None])
         return out
 
 

@@ -29,17 +29,22 @@ class Sizes:
     dtype: torch.dtype = torch.bfloat16
     oai: bool = False
     separate: bool = False
+    held: torch.dtype | None = None
+    """Of weights and biases, where it is another."""
 
     def draw(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=self.dtype, device="meta")
 
+    def hold(self, *shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=self.held or self.dtype, device="meta")
+
     def weight(self, out: int, inp: int) -> list[torch.Tensor]:
         if self.separate:
-            return [self.draw(out, inp) for _ in range(self.experts)]
-        return [self.draw(self.experts, inp, out).transpose(1, 2) if self.oai else self.draw(self.experts, out, inp)]
+            return [self.hold(out, inp) for _ in range(self.experts)]
+        return [self.hold(self.experts, inp, out).transpose(1, 2) if self.oai else self.hold(self.experts, out, inp)]
 
     def bias(self, out: int) -> list[torch.Tensor]:
-        return [self.draw(self.experts, out)] if self.oai else []
+        return [self.hold(self.experts, out)] if self.oai else []
 
 
 SIZES = {
@@ -50,9 +55,14 @@ SIZES = {
     "odd": Sizes(tokens=300, hidden=99, inter=77),
     "odd, many rows": Sizes(experts=8, hidden=99, inter=77),
     "float32": Sizes(tokens=64, dtype=torch.float32),
+    "held, many rows": Sizes(held=torch.float32),
+    "held, few rows": Sizes(tokens=64, held=torch.float32),
+    "held, in-out": Sizes(top_k=4, experts=32, hidden=2880, inter=2880, oai=True, held=torch.float32),
+    "held, separate": Sizes(tokens=2048, experts=16, separate=True, held=torch.float32),
+    "held, odd": Sizes(tokens=300, hidden=99, inter=77, held=torch.float32),
     "float64": Sizes(tokens=64, dtype=torch.float64),
 }
-ON_AMD = ["many rows", "few rows", "float64"]
+ON_AMD = ["many rows", "few rows", "held, many rows", "float64"]
 
 
 def cases(everywhere: str | None) -> list[Any]:
@@ -154,7 +164,7 @@ def test_training(name: str, arch: int | str, on_input: bool, launches: list[Any
         training.experts_backward_out(OutCall(out, weights, order, offsets, a, w_out, *how))
 
     compile_all(launches, arch, tmp_path, monkeypatch, run)
-    grads = "weight_grad_tiles" if arch == 90 and name in ("many rows", "in-out", "separate") else "weight_grads"
+    grads = "weight_grad_tiles" if arch == 90 and name.removeprefix("held, ") in ("many rows", "in-out", "separate") else "weight_grads"
     assert {"linear_tiles", grads, "activate", "activate_grads", "sum_rows"} <= {it.kernel.__name__ for it, _ in launches}
 
 

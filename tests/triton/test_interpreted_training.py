@@ -15,6 +15,7 @@ from moefuse.ops import autograd
 from moefuse.ops.call import ExpertsCall
 from tests.cpu.ops_case import (
     Case,
+    assert_as_exact,
     assert_equally_finite,
     every_body,
     leaves,
@@ -53,7 +54,7 @@ def pull(out: Tensor) -> Tensor:
 
 def results(function: Any, case: Case, dtype: torch.dtype) -> list[Tensor]:
     """The output and the gradient of every input, in the order of ``leaves``, of the same values in ``dtype``."""
-    args = to(case.args(), dtype)
+    args = case.args() if dtype == case.dtype else to(case.args(), dtype)
     for t in leaves(args):
         t.requires_grad_()
     options = case.options if dtype == case.dtype else {**case.options, "out_dtype": None}
@@ -69,8 +70,9 @@ def check(case: Case) -> None:
         assert got.isfinite().all(), i
         if not got.numel():
             continue
-        roundings = 16 if got.dtype in (torch.float32, torch.float64) else 2
-        floor = roundings * torch.finfo(got.dtype).eps * max(float(exact.abs().max()), 1.0)
+        dtype = case.dtype if case.held else got.dtype
+        roundings = 16 if dtype in (torch.float32, torch.float64) else 2
+        floor = roundings * torch.finfo(dtype).eps * max(float(exact.abs().max()), 1.0)
         error, allowed = (float((t.double() - exact).abs().max()) for t in (got, own))
         assert error <= 2 * allowed + floor, f"result {i}: error {error:.3g}, autograd's own {allowed:.3g}"
 
@@ -174,6 +176,47 @@ def test_gradients_of_weights_from_sorted_copies(
 def test_dtypes(dtype: torch.dtype, on_input: bool) -> None:
     check(SMALL.with_(dtype=dtype, weight_on_input=on_input, tokens=20))
     check(SMALL.with_(dtype=dtype, weight_on_input=on_input, out_dtype=torch.float32))
+
+
+@pytest.mark.parametrize("storage", STORAGES, ids=["stacked", "in-out", "separate"])
+@pytest.mark.parametrize("gating", ["merged", "separate"])
+@pytest.mark.parametrize("on_input", [False, True], ids=["weight-on-output", "weight-on-input"])
+def test_weights_in_float32(gating: str, storage: dict[str, bool], on_input: bool) -> None:
+    """What autocast asks for: rounded to 16 bits in the tile, through pointers and addresses; their gradients stay in float32."""
+    case = SMALL.with_(gating=gating, weight_on_input=on_input, held=torch.float32, **storage)
+    check(case.with_(dtype=torch.float16, out_dtype=torch.float32))
+
+
+@pytest.mark.parametrize("storage", STORAGES, ids=["stacked", "in-out", "separate"])
+@pytest.mark.parametrize("flags", [{"desc": True}, {"desc": True, "rows_desc": True, "persistent": True, "store": 1}], ids=str)
+def test_weights_in_float32_through_descriptors(flags: dict[str, Any], storage: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of weights in float32 beside rows of 16 bits: their descriptors have other strides in bytes."""
+    from moefuse.kernels.triton.host import linear
+    from moefuse.kernels.triton.problem import Tiles
+
+    monkeypatch.setattr(linear, "held_sizes", lambda *a: Tiles(16, 16, 4, 1, 2, **flags))
+    case = SMALL.with_(tokens=13, hidden=32, inter=16, hidden_out=48, bias=False, held=torch.float32, dtype=torch.float16)
+    check(case.with_(out_dtype=torch.float32, **storage))
+
+
+def test_inference_with_weights_in_float32() -> None:
+    """No plan is made of it: the products of training."""
+    from moefuse.kernels.triton.provide import experts
+
+    case = SMALL.with_(held=torch.float32, dtype=torch.float16)
+    planned = len(experts._PLANS)
+    assert_as_exact(
+        experts.experts(case.call()), *(reference(args, **case.options) for args in (case.args(), to(case.args(), torch.float64)))
+    )
+    assert len(experts._PLANS) == planned
+
+
+def test_gradients_in_float32_are_not_rounded() -> None:
+    """Beside rows of 16 bits the sums over rows are stored as they are: most are no numbers of 16 bits."""
+    case = SMALL.with_(dtype=torch.float16, held=torch.float32, tokens=20)
+    for grad in results(run, case, case.dtype)[3:]:
+        assert grad.dtype == torch.float32
+        assert float((grad != grad.half().float()).double().mean()) > 0.5
 
 
 EDGES: list[dict[str, int]] = [{"tokens": 0}, {"tokens": 1}, {"experts": 1, "high_id": 1}, {"top_k": 1}, {"hidden": 1}, {"inter": 1}]

@@ -98,14 +98,15 @@ def activate(h, offsets, a, S, E, I, stride_hr, halves: tl.constexpr, BR: tl.con
 
 
 @triton.jit
-def row_products(a, b, live, N, stride_a, stride_b, wide: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr):
-    """Inner products [BR] of rows of N elements, given the addresses of their first ones."""
+def row_products(a, b, live, N, stride_a, stride_b, dtype: tl.constexpr, wide: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr):
+    """Inner products [BR] of rows of N elements, given the addresses of their first ones; those of b are rounded to ``dtype``."""
     total = tl.zeros([BR], wide)
     for n0 in range(0, N, BN):
         n = (n0 + tl.arange(0, BN)).to(tl.int64)
         mask = live[:, None] & (n < N)[None, :]
         v = tl.load(a[:, None] + n[None, :] * stride_a, mask=mask, other=0.0).to(wide)  # [BR, BN]
-        total += tl.sum(v * tl.load(b[:, None] + n[None, :] * stride_b, mask=mask, other=0.0).to(wide), 1)  # [BR, BN]
+        w = tl.load(b[:, None] + n[None, :] * stride_b, mask=mask, other=0.0).to(dtype).to(wide)  # [BR, BN]
+        total += tl.sum(v * w, 1)
     return total
 
 
@@ -118,7 +119,7 @@ def activate_grads(
 
     d_h [S, width] (contiguous), the gradient of h; a [S, I], the activation times its routing weight, rounded to storage; d_weights [S]
     in slot order, the gradient of the routing weights, zeros for dead rows. a may be d_a. SCALE: the routing weight multiplies the
-    expert's output. bias: (whether there is one, whether as addresses).
+    expert's output. bias: (whether there is one, whether as addresses, whether in float32 where h has 16 bits).
     """
     dtype: tl.constexpr = h.dtype.element_ty
     wide: tl.constexpr = tl.float64 if dtype == tl.float64 else tl.float32
@@ -160,8 +161,9 @@ def activate_grads(
     if want.WEIGHTS:
         if bias[0]:
             e = tl.where(live, expert_of(row, offsets, E, BE), 0)
-            base = expert_base(b, e, at_b.row, dtype, bias[1], False)
-            total += row_products(grad + token * at_grad.row, base, live, N, at_grad.col, at_b.col, wide, BR, BN)
+            held: tl.constexpr = tl.float32 if bias[2] else dtype
+            base = expert_base(b, e, at_b.row, held, bias[1], False)
+            total += row_products(grad + token * at_grad.row, base, live, N, at_grad.col, at_b.col, dtype, wide, BR, BN)
         tl.store(d_weights + slot, total.to(d_weights.dtype.element_ty), mask=row < S)
 
 

@@ -21,6 +21,7 @@ def linear_tile(
     """One tile of out: rows [start, start + rows) of expert e, output features from block * BN."""
     dtype: tl.constexpr = out.dtype.element_ty
     wide: tl.constexpr = tl.float64 if dtype == tl.float64 else tl.float32
+    held: tl.constexpr = tl.float32 if stored.HELD else dtype
     DESC: tl.constexpr = stored.DESC
     BM: tl.constexpr = tiling.BM
     BN: tl.constexpr = tiling.BN
@@ -41,7 +42,7 @@ def linear_tile(
     row_w = first_row(w.steps, e, w.at.rows, DESC)
     base = w.w
     if DESC == "":
-        base = expert_base(w.w, e, w.at.stride_e, dtype, stored.TABLE, stored.ALIGNED)
+        base = expert_base(w.w, e, w.at.stride_e, held, stored.TABLE, stored.ALIGNED)
     acc = tl.zeros([BM, BN], wide)
     for k0 in tl.range(0, K, tiling.BK):
         if tiling.ROWS_DESC:
@@ -51,11 +52,11 @@ def linear_tile(
             a = row_tile(from_x, live, k0, K, at_x.col, tiling.BK, stored.WIDE, tiling.EVEN_K, REPEAT)
         if SCALE:
             a = (a.to(wide) * scale[:, None]).to(dtype)
-        v = weight_tile(base, w.at, row_w, block * BN, n, k0, N, K, stored, tiling)
+        v = weight_tile(base, w.at, row_w, block * BN, n, k0, N, K, stored, tiling).to(dtype)
         acc = tl.dot(a, tl.trans(v), acc, input_precision=tiling.PRECISION, out_dtype=wide)
     if stored.BIAS:
-        bias = expert_base(w.b, e, w.at.bias_e, dtype, stored.BIAS_TABLE, False)
-        acc += tl.load(bias + n.to(tl.int64) * w.at.bias_n, mask=n < N, other=0.0).to(wide)[None, :]  # [BN]
+        bias = expert_base(w.b, e, w.at.bias_e, held, stored.BIAS_TABLE, False)
+        acc += tl.load(bias + n.to(tl.int64) * w.at.bias_n, mask=n < N, other=0.0).to(dtype).to(wide)[None, :]  # [BN]
     value = acc.to(dtype)
     if tiling.STORE:
         store_rows(out_desc, value, start, tl.minimum(rows, BM), block * BN, BM, BN, tiling.STORE)

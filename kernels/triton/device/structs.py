@@ -47,6 +47,7 @@ class Stored(NamedTuple):
     """How weights of experts are stored. TABLE: as addresses; ALIGNED: all of these at 16 bytes; WIDE: offsets take 64 bits.
 
     BIAS: they have biases (of ``b``: the up projection's own); BIAS_TABLE: those as addresses. DESC: the form of their descriptor.
+    HELD: weights and biases are in float32, and rounded to the dtype of the rows as they are read; their gradients are not rounded.
     """
 
     TABLE: bool
@@ -56,6 +57,7 @@ class Stored(NamedTuple):
     BIAS_B: bool = False
     BIAS_TABLE: bool = False
     DESC: str = ""
+    HELD: bool = False
 
 
 class Tiling(NamedTuple):

@@ -36,7 +36,10 @@ def weight_grads(
     GATHER_G: tl.constexpr, GATHER_X: tl.constexpr, SCALE: tl.constexpr, stored: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """d_w[e] [N, K] = sum over the rows of e of g[row]^T x[row], rounded once. SCALE: rows of x times their routing weight, rounded."""
+    """d_w[e] [N, K] = sum over the rows of e of g[row]^T x[row], rounded once (HELD: not at all).
+
+    SCALE: rows of x times their routing weight, rounded.
+    """
     dtype: tl.constexpr = x.dtype.element_ty
     wide: tl.constexpr = tl.float64 if dtype == tl.float64 else tl.float32
     blocks_n = tl.cdiv(N, BN)
@@ -62,9 +65,10 @@ def weight_grads(
             scale = factor_of(row, live, order, weights, top_k, at_weights, wide)
             v = (v.to(wide) * scale[:, None]).to(dtype)
         acc = tl.dot(tl.trans(a), v, acc, input_precision=PRECISION, out_dtype=wide)
-    base = expert_base(d_w, e, at_d.stride_e, dtype, stored.TABLE, stored.ALIGNED)
+    held: tl.constexpr = tl.float32 if stored.HELD else dtype
+    base = expert_base(d_w, e, at_d.stride_e, held, stored.TABLE, stored.ALIGNED)
     to = base + index(n, stored.WIDE)[:, None] * at_d.stride_n + index(k, stored.WIDE)[None, :] * at_d.stride_k
-    tl.store(to, acc.to(dtype), mask=(n < N)[:, None] & (k < K)[None, :])
+    tl.store(to, acc.to(held), mask=(n < N)[:, None] & (k < K)[None, :])
 
 
 @triton.jit
@@ -89,17 +93,18 @@ def weight_grad_tiles(
         acc = tl.dot(tl.trans(a), v, acc)
     n = block_n * BN + tl.arange(0, BN)
     k = block_k * BK + tl.arange(0, BK)
-    base = expert_base(d_w, e, at_d.stride_e, dtype, stored.TABLE, stored.ALIGNED)
+    held: tl.constexpr = tl.float32 if stored.HELD else dtype
+    base = expert_base(d_w, e, at_d.stride_e, held, stored.TABLE, stored.ALIGNED)
     to = base + index(n, stored.WIDE)[:, None] * at_d.stride_n + index(k, stored.WIDE)[None, :] * at_d.stride_k
-    tl.store(to, acc.to(dtype), mask=(n < N)[:, None] & (k < K)[None, :])
+    tl.store(to, acc.to(held), mask=(n < N)[:, None] & (k < K)[None, :])
 
 
 @triton.jit
 def vector_grads(
     g, weights, order, offsets, d_b, top_k, N, at_g, at_weights, at_d,
-    GATHER: tl.constexpr, SCALE: tl.constexpr, TABLE: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr,
+    GATHER: tl.constexpr, SCALE: tl.constexpr, stored: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """d_b[e] [N] = the sum of g over the rows of e, rounded once. SCALE: times their routing weights (not rounded)."""
+    """d_b[e] [N] = the sum of g over the rows of e, rounded once (HELD: not at all). SCALE: times their routing weights (not rounded)."""
     dtype: tl.constexpr = g.dtype.element_ty
     wide: tl.constexpr = tl.float64 if dtype == tl.float64 else tl.float32
     e = tl.program_id(0)
@@ -116,8 +121,9 @@ def vector_grads(
         if SCALE:
             v *= factor_of(row, live, order, weights, top_k, at_weights, wide)[:, None]
         acc += v
-    base = expert_base(d_b, e, at_d.row, dtype, TABLE, False)
-    tl.store(base + n.to(tl.int64) * at_d.col, tl.sum(acc, 0).to(dtype), mask=n < N)
+    held: tl.constexpr = tl.float32 if stored.HELD else dtype
+    base = expert_base(d_b, e, at_d.row, held, stored.TABLE, False)
+    tl.store(base + n.to(tl.int64) * at_d.col, tl.sum(acc, 0).to(held), mask=n < N)
 
 
 @triton.jit(do_not_specialize=["first", "a0", "a1", "a2", "a3", "a4", "a5", "a6", "a7"])

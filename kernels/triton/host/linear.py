@@ -20,6 +20,16 @@ from moefuse.kernels.triton.problem import Tiles
 
 
 @functools.cache
+def held_sizes(bm: int, aligned: bool, device: Device) -> Tiles:
+    """Tiles of ``grouped.linear_tiles`` for weights in float32 and rows of 16 bits: a block is rounded in registers, beside the sums."""
+    if not aligned or bm < 128:
+        return fit(Tiles(64, 32, 4, 3, 4), bm, 2, device, 4)
+    if not device.hopper:
+        return fit(Tiles(64, 64, 8, 3, 8), bm, 2, device, 4)
+    return fit(Tiles(128, 64, 8, 3, 8, desc=True, rows_desc=True, persistent=True, flatten=True, store=2), bm, 2, device, 4)
+
+
+@functools.cache
 def linear_sizes(bm: int, aligned: bool, dtype: torch.dtype, device: Device) -> Tiles:
     """Tiles of ``grouped.linear_tiles``. Rows that are not whole 16 bytes (not ``aligned``) take registers for many addresses."""
     if dtype == torch.float64:
@@ -82,9 +92,10 @@ def linear(
     assert it.tiles is not None
     assert it.num_tiles is not None
     (_, n), k, item = out.shape, x.shape[1], x.element_size()
-    device = device_of(x.device)
-    part = linear_sizes(it.bm, whole(item, n, k), x.dtype, device)
-    form = w.operand.form(item) if part.desc and k else ""
+    device, each = device_of(x.device), w.tensors[0].element_size()
+    sizes = it.bm, whole(item, n, k)
+    part = linear_sizes(*sizes, x.dtype, device) if each == item else held_sizes(*sizes, device)
+    form = w.operand.form(each) if part.desc and k else ""
     if form == "in-out" and k % part.bk:
         form = ""  # a block would reach into the next expert
     by_desc = part.rows_desc and not tokens and k > 0 and aligned_rows(x)
@@ -100,7 +111,7 @@ def linear(
         {
             "x": x,
             "x_desc": Described(x, (it.slots, k), (x.stride(0), 1), (it.bm, part.bk)) if by_desc else x,
-            "w": Described(pointer, *w.operand.matrix(form, it.experts, n, k, part.bn, part.bk, item)) if form else pointer,
+            "w": Described(pointer, *w.operand.matrix(form, it.experts, n, k, part.bn, part.bk, each)) if form else pointer,
             "b": pointer if bias is None else bias.pointer,
             "weights": x if scale is None else scale,
             "order": it.order,
@@ -124,6 +135,6 @@ def linear(
         GATHER=tokens,
         SCALE=scale is not None,
         ADD=add,
-        stored=Stored(w.operand.table, w.operand.aligned, wide, bias is not None, BIAS_TABLE=table, DESC=form),
+        stored=Stored(w.operand.table, w.operand.aligned, wide, bias is not None, BIAS_TABLE=table, DESC=form, HELD=each != item),
         tiling=Tiling(it.bm, part.bn, part.bk, part.group, *even, precision_of(x.dtype), False, by_desc, False, *walk, store),
     )

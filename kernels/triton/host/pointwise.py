@@ -111,7 +111,7 @@ def activate_grads(
         halves=how.halves,
         SCALE=scale is not None,
         want=Wanted(d_h is not None, a is not None, d_weights is not None),
-        bias=(bias is not None, bias is not None and bias.operand.table),
+        bias=(bias is not None, bias is not None and bias.operand.table, bias is not None and bias.tensors[0].dtype != h.dtype),
         BE=bins(it.experts),
         BR=br,
         BN=bn,

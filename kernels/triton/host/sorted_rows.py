@@ -33,9 +33,9 @@ def tile_rows(slots: int, experts: int, dtype: torch.dtype) -> int:
     return min(max(power_of_two(1.3 * slots / hit), 16), 32 if dtype == torch.float32 else 128)
 
 
-def fit(t: Tiles, bm: int, item: int, device: Device) -> Tiles:
-    """The tiles reduced until they are within the device's shared memory."""
-    return within(t, bm, 1, item, device.shared)
+def fit(t: Tiles, bm: int, item: int, device: Device, held: int = 0) -> Tiles:
+    """The tiles reduced until they are within the device's shared memory; ``held`` as of ``config.tile_bytes``."""
+    return within(t, bm, 1, item, device.shared, held)
 
 
 def blocks(n: int, elements: int = 2048) -> tuple[int, int]:

@@ -81,7 +81,7 @@ def weight_grads(
     grads, target, instead = new_grads(w, 2)
     tiles = None if g_tokens or x_tokens else grad_tiles(g, x, it)
     if tiles is not None and all(aligned_rows(t) for t in (g, x)):
-        _weight_grad_tiles(target, g, x, it, *tiles)
+        _weight_grad_tiles(target, w[0].dtype != x.dtype, g, x, it, *tiles)
         return spread(grads, instead)
     n, k = g.shape[1], x.shape[1]
     device = device_of(x.device)
@@ -107,7 +107,7 @@ def weight_grads(
             GATHER_G=g_tokens,
             GATHER_X=x_tokens,
             SCALE=scale is not None,
-            stored=_stored(target),
+            stored=_stored(target, w[0].dtype != x.dtype),
             BN=bn,
             BK=part.bn,
             BR=part.bk,
@@ -117,11 +117,11 @@ def weight_grads(
     return spread(grads, instead)
 
 
-def _stored(target: Weight) -> Stored:
-    return Stored(target.operand.table, target.operand.aligned, target.operand.wide)
+def _stored(target: Weight, held: bool) -> Stored:
+    return Stored(target.operand.table, target.operand.aligned, target.operand.wide, HELD=held)
 
 
-def _weight_grad_tiles(target: Weight, g: Tensor, x: Tensor, it: Sorted, bn: int, part: Tiles) -> None:
+def _weight_grad_tiles(target: Weight, held: bool, g: Tensor, x: Tensor, it: Sorted, bn: int, part: Tiles) -> None:
     """Gradients of weights from sorted rows that descriptors can show."""
     if target.strides[1] == 1 != target.strides[2]:  # stored in-out: the transpose, whose rows are contiguous
         g, x, target = x, g, target.transposed()
@@ -140,7 +140,7 @@ def _weight_grad_tiles(target: Weight, g: Tensor, x: Tensor, it: Sorted, bn: int
         N=n,
         K=k,
         at_d=Experts(*target.strides),
-        stored=_stored(target),
+        stored=_stored(target, held),
         BN=bn,
         BK=part.bn,
         BR=part.bk,
@@ -164,7 +164,7 @@ def vector_grads(v: Lists, g: Tensor, it: Sorted, *, tokens: bool = False, scale
             at_d=Rows(*target.strides),
             GATHER=tokens,
             SCALE=scale is not None,
-            TABLE=target.operand.table,
+            stored=_stored(target, v[0].dtype != g.dtype),
             BR=32,
             BN=64,
         )

@@ -15,7 +15,7 @@ from moefuse.kernels.triton.host.plan import Plan
 from moefuse.kernels.triton.launch import dispatcher
 from moefuse.kernels.triton.launch.launch import INTERPRETED
 from moefuse.kernels.triton.launch.record import forget_records, kind_of_list
-from moefuse.kernels.triton.provide import library
+from moefuse.kernels.triton.provide import library, training
 from moefuse.ops.call import ExpertsCall, cut
 from moefuse.runtime import providers
 
@@ -36,7 +36,9 @@ def supports(call: ExpertsCall) -> str | None:
 
 
 def experts(call: ExpertsCall) -> Tensor:
-    """``moefuse::experts``."""
+    """``moefuse::experts``; weights in float32 by the kernels of training, which round them as they read them."""
+    if call.held != call.dtype:
+        return training.experts_forward(call)[0]  # type: ignore[no-any-return]
     packed = call.pack()
     addresses = [*map(Tensor.data_ptr, packed[0])]
     key = key_of(packed, addresses)
@@ -86,7 +88,7 @@ def key_of(packed: Sequence[Any], addresses: Sequence[int]) -> tuple[Any, ...]:
         several = [kind_of_list(ts, at) for ts, at in zip(cut(tensors, counts, 3), cut(addresses, counts, 3), strict=True) if ts]
         tensors = tensors[:3]
     kinds = [(t.shape, t.stride(), address & 15) for t, address in zip(tensors, addresses, strict=False)]
-    return *packed[2:], *counts, tf32, x.dtype, tensors[1].dtype, tensors[2].dtype, x.get_device(), *kinds, *several
+    return *packed[2:], *counts, tf32, x.dtype, packed[0][3].dtype, tensors[1].dtype, tensors[2].dtype, x.get_device(), *kinds, *several
 
 
 def _plan(key: Any, call: ExpertsCall) -> AnyPlan:

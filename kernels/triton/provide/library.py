@@ -52,6 +52,8 @@ def refusal(x: Tensor, gating: str, biases: Sequence[Lists], *lists: Lists) -> s
     """Why the library cannot compute the products of a call; None if it can. Looks at devices, dtypes, sizes and strides only."""
     if x.device.type not in DEVICES or x.dtype not in DTYPES:
         return f"{x.dtype} on {x.device.type}"
+    if any(w[0].dtype != x.dtype for w in lists):
+        return "weights that are rounded as they are read"
     if gating == "separate" or any(len(w) != 1 or w[0].dim() != 3 for w in lists):
         return "weights in several tensors"
     if any(biases):

@@ -127,7 +127,7 @@ def experts_backward_in(call: InCall) -> list[Tensor]:
 def experts_backward_out(call: OutCall) -> list[Tensor]:
     """What ``call.need`` asks for of the gradients of w_out and of its biases, flattened."""
     need, (w, b), it = call.need, call.w_out, _sorted(call, call.w_out)
-    d_out = call.grad.to(w[0].dtype)
+    d_out = call.grad.to(w[0].dtype if call.a is None else call.a.dtype)
     by = products(d_out, it, call.body.gating, (), min(w[0].shape[-2:]), w)
     d_w = by.weight_grads(w, d_out, call.a, g_tokens=True) if need.w_out and call.a is not None else []
     scale = None if call.body.on_input else call.weights

@@ -11,6 +11,7 @@ from torch.fx import Node
 from moefuse.passes.graph.calls import tensor
 from moefuse.passes.graph.op_classes import SHAPED
 from moefuse.passes.graph.sizes import Size, product, same
+from moefuse.passes.infer.held import rounds
 from moefuse.passes.infer.ranges import counts, holds, interval, tells_none
 from moefuse.passes.infer.routings import split_routing
 from moefuse.passes.infer.state import Context, as_size, normalize, out_shape
@@ -267,6 +268,8 @@ def on_cast(ctx: Context, node: Node, x: Node, *_: Any, **__: Any) -> Any:
         return None if isinstance(fact, Sum) else fact
     if isinstance(fact, Rows):
         return replace(fact, expr=Cast(node, fact.expr, after.dtype))
+    if isinstance(fact, Weight) and rounds(node, x):
+        return fact
     if isinstance(fact, Span) and after.dtype == torch.bool:
         return hit_of(fact) if isinstance(hit_of(fact), Hit) else None
     if isinstance(fact, Mask | Hit):
