@@ -24,6 +24,13 @@ from moefuse.suspects import Pair, Suspect, place_of, suspects
 
 LEFT = "an earlier torch.compile, of another model or backend, had Dynamo skip this code for all; call torch.compiler.reset() first"
 
+_UNSAFE = "HOP: Unsafe side effect"
+_COLLECTED = (
+    "the body of a checkpoint adds to a list outside of it. Where that list is made and used up within the compiled call, "
+    "`checkpoint(..., use_reentrant=False)` is traced (a Trainer's `gradient_checkpointing_kwargs={'use_reentrant': False}`); "
+    "else `torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True` adds in forward alone"
+)
+
 
 def watch(options: Options, owner: object | None = None) -> None:
     """Look at the call around this compilation when it returns."""
@@ -164,7 +171,8 @@ def _cause(report: FusionReport, found: Suspect, evidence: str) -> tuple[str, st
         # One place may have stopped several attempts; what a reader meets elsewhere, too, is what Dynamo did there in the end.
         same = (other for other in report.stops if other.text in report.graph_breaks and other.inside(file, lines) == place)
         stop = next(same, stop)
-        reason = _users(stop.text).removesuffix(f" at {place}") + (f"; torch's hint: {stop.hint}" if stop.hint else "")
+        hint = _COLLECTED if _UNSAFE in stop.text else f"torch's hint: {stop.hint}"
+        reason = _users(stop.text).removesuffix(f" at {place}") + (f"; {hint}" if stop.hint else "")
         return f"the graph breaks inside it ({reason}), and what is left in graphs is no whole layer", place
     texts = [text for text in report.opaque if text != NOTHING_CHOSEN]
     if texts:
