@@ -19,7 +19,7 @@ from moefuse.config import Options
 from moefuse.errors import CODES, FusionError
 from moefuse.opaque import NOTHING_CHOSEN, packing
 from moefuse.report import FusionReport, Skipped
-from moefuse.stops import TORCH
+from moefuse.stops import TORCH, Stop
 from moefuse.suspects import Pair, Suspect, place_of, suspects
 
 LEFT = "an earlier torch.compile, of another model or backend, had Dynamo skip this code for all; call torch.compiler.reset() first"
@@ -88,7 +88,7 @@ def missing(report: FusionReport, roots: tuple[object, ...], options: Options) -
     tensors = frozenset(id(t) for root in outermost.values() for t in (*root.parameters(), *root.buffers()))
     call = _Call(report, roots, tuple(flow.held(fused=False) for flow in report.flows), tensors)
     found = ((s, _evidence(call, s, s.place in known)) for s in left)
-    return [_refusal(report, s, evidence) for s, evidence in found if evidence is not None]
+    return [_refusal(call, s, evidence) for s, evidence in found if evidence is not None]
 
 
 def _spoken_of(report: FusionReport, found: Suspect, fused: frozenset[int]) -> bool:
@@ -116,7 +116,7 @@ def _evidence(call: _Call, found: Suspect, shared: bool) -> str | None:
 
     ``shared``: another module is known to run the same code, so that a break in it is no sign of this one.
     """
-    inside = not shared and _stop_inside(call.report, found)
+    inside = not shared and (_stop_inside(call.report, found) or _in_eager(call, found) is not None)
     for pair in found.pairs:
         place = _decided(call, found, pair, inside)
         if place is not None:
@@ -151,12 +151,18 @@ def _stop_inside(report: FusionReport, found: Suspect) -> bool:
     return any(place is not None for place in (*own, *around))
 
 
-def _refusal(report: FusionReport, found: Suspect, evidence: str) -> Skipped:
-    cause, location = _cause(report, found, evidence)
+def _in_eager(call: _Call, found: Suspect) -> Stop | None:
+    """A break in a module around that no graph has anything of: what runs its body in eager keeps Dynamo out, as a checkpoint does."""
+    left = (place_of(m) for m in found.around if call.seen.isdisjoint(map(id, m.parameters())))
+    return next((stop for place in left for stop in call.report.stops if stop.inside(*place) is not None), None)
+
+
+def _refusal(call: _Call, found: Suspect, evidence: str) -> Skipped:
+    cause, location = _cause(call.report, found, evidence, _in_eager(call, found))
     return Skipped("nothing-found", CODES["nothing-found"].format(what=found.what, cause=cause), module=found.name, location=location)
 
 
-def _cause(report: FusionReport, found: Suspect, evidence: str) -> tuple[str, str]:
+def _cause(report: FusionReport, found: Suspect, evidence: str, around: Stop | None) -> tuple[str, str]:
     """(why nothing was found, where to look)."""
     file, lines = found.place
     own = evidence or (f"{file}:{lines.start}" if file else "")
@@ -174,6 +180,8 @@ def _cause(report: FusionReport, found: Suspect, evidence: str) -> tuple[str, st
         hint = _COLLECTED if _UNSAFE in stop.text else f"torch's hint: {stop.hint}"
         reason = _users(stop.text).removesuffix(f" at {place}") + (f"; {hint}" if stop.hint else "")
         return f"the graph breaks inside it ({reason}), and what is left in graphs is no whole layer", place
+    if around is not None:
+        return f"the graph breaks in what is around it ({_users(around.text)}), and all of that runs in eager", own
     texts = [text for text in report.opaque if text != NOTHING_CHOSEN]
     if texts:
         return texts[0], own

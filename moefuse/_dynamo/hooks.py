@@ -11,7 +11,7 @@ import functools
 import inspect
 import logging
 import types
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Mapping
 from typing import Any, Protocol
 
 from torch import nn
@@ -23,7 +23,7 @@ log = logging.getLogger("moefuse.capture")
 _KEPT = "moefuse_capture"
 _SETTINGS = "moefuse_settings"
 _ADVANCE = ("next_variable", "tp_iternext_impl")
-_prepare: list[Callable[[nn.Module], None]] = []
+_prepare: list[Callable[[nn.Module, Mapping[str, Any]], None]] = []
 
 
 class Observer(Protocol):
@@ -116,8 +116,8 @@ def install(
         _wrap(SideEffects, "prune_dead_object_new", _on_prune)
 
 
-def before_tracing(prepare: Callable[[nn.Module], None]) -> None:
-    """Call ``prepare`` with each module that a frame of ours was called with, before the frame is traced."""
+def before_tracing(prepare: Callable[[nn.Module, Mapping[str, Any]], None]) -> None:
+    """Call ``prepare`` with each module that a frame of ours was called with, and all its arguments, before the frame is traced."""
     _prepare.append(prepare)
 
 
@@ -154,7 +154,7 @@ def _on_init(
         return
     left.attempted(observer)
     for module in left.modules(given["f_locals"]):
-        _prepared(module)
+        _prepared(module, given["f_locals"])
     setattr(self.output, _KEPT, observer)
     setattr(self.output.tracing_context, _KEPT, observer)
     if observer.scalars:
@@ -163,10 +163,10 @@ def _on_init(
         environment.settings = dataclasses.replace(environment.settings, allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True)
 
 
-def _prepared(module: nn.Module) -> None:
+def _prepared(module: nn.Module, arguments: Mapping[str, Any]) -> None:
     for prepare in _prepare:
         try:
-            prepare(module)
+            prepare(module, arguments)
         except Exception:  # of somebody else's library, which has the same to do in the call
             log.debug("%s failed before tracing", prepare, exc_info=True)
 

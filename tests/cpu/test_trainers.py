@@ -188,13 +188,15 @@ def test_moving_average(train: Callable[..., Run]) -> None:
         torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-6)
 
 
-def test_reentrant_checkpoints_and_a_router_loss(train: Callable[..., Run], caplog: pytest.LogCaptureFixture) -> None:
+def test_reentrant_checkpoints_and_a_router_loss(train: Callable[..., Run]) -> None:
     """In eager such a loss has no gradient. Nothing is fused, nothing is different, and the line to change is named."""
     how: dict[str, Any] = {"config": {"output_router_logits": True}, **REENTRANT}
     wanted = train(**how)
     train(**how, **COMPILED).close(wanted)
-    texts = [record.getMessage() for record in caplog.records if record.name == "moefuse"]
-    assert any("`gradient_checkpointing_kwargs={'use_reentrant': False}`" in text for text in texts)
+    report = moefuse.last_report()
+    assert report is not None
+    assert len(report.skipped) == LAYERS
+    assert all("`gradient_checkpointing_kwargs={'use_reentrant': False}`" in skipped.message for skipped in report.skipped)
 
 
 def test_label_smoothing(train: Callable[..., Run]) -> None:
@@ -209,13 +211,24 @@ def test_label_smoothing(train: Callable[..., Run]) -> None:
     fused(graphs=9)
 
 
+def test_router_logits_that_a_call_asks_for() -> None:
+    """By an argument, where the configuration does not: transformers' hooks are on the model before its first graph is traced."""
+    model, ids = tiny.build("qwen3_moe"), tiny.tokens(2, 8)
+    out = torch.compile(model, backend="moefuse")(input_ids=ids, output_router_logits=True, use_cache=False)
+    wanted = model(input_ids=ids, output_router_logits=True, use_cache=False)
+    for mine, its in zip(out.router_logits, wanted.router_logits, strict=True):
+        torch.testing.assert_close(mine, its, rtol=1e-5, atol=2e-6)
+    fused()
+
+
 class Losses(nn.Module):
     """A model whose call is its loss, with router logits out of checkpoints."""
 
-    def __init__(self) -> None:
+    def __init__(self, checkpoints: bool = True, logits: bool = True) -> None:
         super().__init__()
-        self.model = tiny.build("qwen3_moe", output_router_logits=True).train()
-        self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        self.model = tiny.build("qwen3_moe", output_router_logits=logits).train()
+        if checkpoints:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
 
     def forward(self, ids: Tensor) -> Tensor:
         loss: Tensor = self.model(input_ids=ids, labels=ids, use_cache=False).loss
@@ -264,19 +277,36 @@ def losses(model: nn.Module) -> list[float]:
     return out
 
 
-@pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize(
-    ("wrap", "split"),
-    [(replicated, True), (replicated, False), (sharded, True), (flattened, True)],
-    ids=["DDP", "DDP whole", "FSDP2", "FSDP1"],
-)
-def test_wrapped(wrap: Callable[[nn.Module], nn.Module], split: bool) -> None:
-    """``split``: DDP's graphs are cut at its buckets, as is the default."""
-    model = Losses()
+def compared(model: nn.Module, wrap: Callable[[nn.Module], nn.Module]) -> moefuse.FusionReport:
     wanted = losses(copy.deepcopy(model))
-    with torch._dynamo.config.patch(optimize_ddp=split):
-        found = losses(torch.compile(wrap(model), backend="moefuse"))
+    found = losses(torch.compile(wrap(model), backend="moefuse"))  # type: ignore[arg-type]
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=0)
     report = moefuse.last_report()
     assert report is not None
-    assert report.layers == (LAYERS, LAYERS)
+    return report
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("wrap", [replicated, flattened])
+@pytest.mark.parametrize("split", [True, False])
+def test_wrapped(wrap: Callable[[nn.Module], nn.Module], split: bool) -> None:
+    """``split``: DDP's graphs are cut at its buckets, as is the default."""
+    with torch._dynamo.config.patch(optimize_ddp=split):
+        report = compared(Losses(), wrap)
+    assert (report.layers, report.skipped) == ((LAYERS, LAYERS), [])
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(("checkpoints", "logits"), [(False, True), (True, False)])
+def test_sharded(checkpoints: bool, logits: bool) -> None:
+    """FSDP2's hooks break the graph around each layer, and layers of one class share theirs."""
+    report = compared(Losses(checkpoints, logits), sharded)
+    assert (sum(f.module.endswith("experts") for f in report.fused) > 0, report.skipped) == (True, [])
+
+
+@pytest.mark.usefixtures("alone")
+def test_sharded_with_a_router_loss_in_checkpoints() -> None:
+    """The list of scores is older than the graph of a layer, so its checkpoint is eager's: said, for each layer."""
+    report = compared(Losses(), sharded)
+    assert [skipped.code for skipped in report.skipped] == ["nothing-found"] * LAYERS
+    assert "the graph breaks in what is around it (Unsupported method call" in report.skipped[0].message
