@@ -6,7 +6,6 @@ Graphs are traced as Inductor's are and run as they are: what Inductor makes of 
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path

@@ -42,7 +42,7 @@ def tokenizer() -> Any:
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
     # datasets pickles all that a function reaches to name its cache, and there is none to find here.
-    monkeypatch.setattr("datasets.fingerprint.Hasher.hash", lambda _: uuid.uuid4().hex)
+    monkeypatch.setattr("datasets.fingerprint.Hasher.hash", lambda *_: uuid.uuid4().hex)
 
     def trained(kind: str, rows: list[dict[str, str]], more: dict[str, Any], **args: Any) -> Run:
         torch._dynamo.reset()
