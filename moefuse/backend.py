@@ -64,8 +64,11 @@ def backend(
     compiler = ddp.in_buckets(lambda graph, inputs: _torch_private.compile_fx(graph, inputs, stamped, name))
 
     def run_compiler() -> _torch_private.CompiledFn:
-        found = opened(gm, example_inputs) if armed.now() and report.fused else None
-        if found is None or not found.choices:
+        if not armed.now() or not report.fused:
+            return compiler(gm, example_inputs)
+        found = opened(gm, example_inputs)
+        calls.closed.update(found.closed)
+        if not found.choices:
             return compiler(gm, example_inputs)
         return calls.running(found, compiler(found.graph, [*example_inputs, *found.given]))
 

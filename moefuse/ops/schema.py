@@ -23,6 +23,8 @@ SCHEMAS: tuple[str, ...] = (
     *(f"experts_infer{general}({_PACKED}) -> Tensor" for general in ("", "_general")),
     *(f"experts_forward{general}({_PACKED}) -> {_KEPT}" for general in ("", "_general")),
     *(f"experts_backward{part}({_PACKED_BACKWARD}) -> Tensor[]" for part in ("", "_general", "_rows", "_in", "_out")),
+    f"recomputed_experts({_EXPERTS_ARGS}) -> Tensor",
+    "experts_hidden(Tensor[] tensors, int[] counts, int body, float arg0, float arg1, Tensor order, Tensor offsets) -> Tensor",
     f"shared_start({_PACKED}, int overlap) -> Tensor",
     "shared_join(Tensor routed, Tensor shared, Tensor? weight, float scale, Tensor[] inputs, int overlap) -> Tensor",
     "permute(Tensor x, Tensor ids, int num_experts) -> (Tensor xs, Tensor order, Tensor offsets)",

@@ -110,7 +110,6 @@ def _place(parameter: Tensor) -> int:
 
 def running(opened: Opened, compiled: _torch_private.CompiledFn) -> _torch_private.CompiledFn:
     """A compiled graph with open choices, to call like the one that it was."""
-    closed.update(opened.closed)
     choices, count = opened.choices, len(opened.choices)
 
     def run(*args: Any) -> Any:

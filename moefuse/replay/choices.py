@@ -24,7 +24,8 @@ from moefuse.pipeline import copy_graph
 from moefuse.served import nearest_parameter
 
 _TAKES_IDS = frozenset(
-    getattr(torch.ops.moefuse, name).default for name in ("experts", "bounded_experts", "ep_experts", "ep_dispatch", "permute")
+    getattr(torch.ops.moefuse, name).default
+    for name in ("experts", "recomputed_experts", "bounded_experts", "ep_experts", "ep_dispatch", "permute")
 )
 """Ops whose second argument is the ids of experts."""
 _VIEWS = frozenset(("view", "reshape", "flatten", "contiguous", "long", "int", "to", "squeeze", "unsqueeze", "detach", "ravel"))
@@ -115,7 +116,7 @@ def _open_one(run: _Run, gm: GraphModule, op: Node, known: Sequence[Node]) -> li
         return []
     stack = op.meta.get("nn_module_stack")
     module = run.names.of(stack) if stack else run.names.frame or ""
-    choice = _choice(run, root, module)
+    choice = _choice(run, op, root, module)
     if isinstance(choice, str):
         run.found.closed[module] = choice
         return []
@@ -182,19 +183,62 @@ def _is_over_last(chooser: Node, place: int, default: int | None) -> bool:
     return isinstance(scores, torch.Tensor) and dim in (-1, scores.dim() - 1)
 
 
-def _choice(run: _Run, root: Any, module: str) -> Choice | str:
+def _choice(run: _Run, op: Node, root: Any, module: str) -> Choice | str:
     chooser = _chooser(root)
-    if chooser is None:
+    scores = chooser.args[0] if chooser is not None else None
+    weights = _reached(_weights(op), chooser or root)
+    follows = isinstance(root, Node) and not _is_one_of_several(root) and root in weights
+    if chooser is None and not follows:
         return "its experts are not the result of `topk` or `argmax` over the last dimension of scores"
-    scores, ids = _value(chooser.args[0]), _value(root)
-    if not isinstance(scores.shape[-1], int) or ids.dtype != torch.int64:
+    if chooser is not None and chooser not in weights and any(n.op == "placeholder" for n in weights):
+        return "its routing weights are computed beside its choice of experts, and would be those of others"
+    ids = _value(root)
+    experts = _count(op) if scores is None else _value(scores).shape[-1]
+    if not isinstance(experts, int) or ids.dtype not in (torch.int64, torch.int32):
         return "the number of its experts is not known"
     shape = _sizes(ids.shape, run.top)
     if shape is None:
         return "its number of tokens depends on data"
-    keeps = _name(root) != "argmax" or bool(root.kwargs.get("keepdim", root.args[2] if len(root.args) > 2 else False))
+    flat = chooser is not None and root is chooser and not _keeps(chooser)
     at, name = nearest_parameter(module, run.parameters, run.example_inputs) or (-1, "")
-    return Choice(module, name, at, scores.shape[-1], int(ids.shape[-1]) if keeps else 1, shape, ids.device)
+    return Choice(module, name, at, experts, 1 if flat else int(ids.shape[-1]), shape, ids.device)
+
+
+def _keeps(argmax: Node) -> bool:
+    return bool(argmax.kwargs.get("keepdim", argmax.args[2] if len(argmax.args) > 2 else False))
+
+
+def _is_one_of_several(node: Node) -> bool:
+    return _name(node) == "getitem" and not isinstance(_value(node.args[0]), torch.Tensor)
+
+
+def _weights(op: Node) -> Any:
+    """The routing weights that belong to the ids of an op."""
+    if op.target is torch.ops.moefuse.ep_dispatch.default:
+        return op.args[0][1] if len(op.args[0]) > 1 else None  # type: ignore[index,arg-type]
+    if op.target is not torch.ops.moefuse.permute.default:
+        return op.args[2]
+    orders = {user for user in op.users if _name(user) == "getitem" and user.args[1] == 1}
+    combines = (n for n in op.graph.nodes if n.target is torch.ops.moefuse.combine.default and n.args[2] in orders)
+    return next((n.args[1] for n in combines), None)
+
+
+def _reached(node: Any, end: Any) -> set[Node]:
+    """What a node is computed of; what ``end`` is computed of is left out."""
+    seen: set[Node] = set()
+    wanted = [node] if isinstance(node, Node) else []
+    while wanted:
+        node = wanted.pop()
+        if node not in seen:
+            seen.add(node)
+            wanted += [] if node is end else node.all_input_nodes
+    return seen
+
+
+def _count(op: Node) -> Any:
+    """E of ``moefuse::experts``."""
+    down: Any = op.args[5]
+    return len(down) if len(down) > 1 else _value(down[0]).shape[0]
 
 
 def _sizes(shape: Sequence[Any], placeholders: Sequence[Node]) -> Sizes | None:
@@ -234,18 +278,19 @@ def _input(gm: GraphModule, like: Any) -> Node:
 def _taken(gm: GraphModule, root: Node, given: Node) -> Node:
     """The ids that the program goes on with, and the values that belong to them."""
     graph, chooser = gm.graph, _chooser(root)
-    assert chooser is not None
-    if chooser is not root:
+    scores: Any = None
+    if chooser is not None and chooser is not root:
+        scores = chooser.args[0]
         chooser.append(root)
     with graph.inserting_after(root):
         is_given = graph.call_function(torch.ge, (given, 0))
     with graph.inserting_after(is_given):
         taken = graph.call_function(torch.where, (is_given, given, root))
     root.replace_all_uses_with(taken, delete_user_cb=lambda user: user is not taken)
-    values = [n for n in chooser.users if _name(n) == "getitem" and n.args[1] == 0] if chooser is not root else []
+    values = [n for n in (chooser.users if scores is not None and chooser is not None else ()) if _name(n) == "getitem" and n.args[1] == 0]
     with graph.inserting_after(taken):
         for value in values:
-            again = graph.call_function(torch.gather, (chooser.args[0], -1, taken))
+            again = graph.call_function(torch.gather, (scores, -1, taken))
             again.meta = dict(value.meta)
             value.replace_all_uses_with(again)
             graph.erase_node(value)

@@ -8,100 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torch._dynamo.backends.common import aot_autograd
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor
 
 import moefuse
-from moefuse import _torch_private
-from moefuse._dynamo import armed
 from moefuse.errors import RoutingError
-from moefuse.replay import calls
+from tests.cpu.replay_case import E, H, K, Model, forced, light, some
 
-H, I, E, K = 8, 12, 5, 2  # noqa: E741  (the letters of moefuse.spec)
-
-
-class Layer(nn.Module):
-    """``forced`` [T, K]: the experts to take; what replay is compared with."""
-
-    def __init__(self, score: str = "softmax", listed: bool = False) -> None:
-        super().__init__()
-        self.score, self.listed = score, listed
-        self.router = nn.Linear(H, E, bias=False)
-        self.bias = nn.Parameter(torch.randn(E) * 0.1)
-        self.forced: Tensor | None = None
-        if listed:
-            self.experts = nn.ModuleList(nn.Sequential(nn.Linear(H, I), nn.GELU(), nn.Linear(I, H)) for _ in range(E))
-        else:
-            self.up, self.down = nn.Parameter(torch.randn(E, I, H) * 0.3), nn.Parameter(torch.randn(E, H, I) * 0.3)
-
-    def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        logits = self.router(x)
-        if self.score == "argmax":
-            scores = logits.softmax(-1)
-            ids = scores.argmax(-1) if self.forced is None else self.forced[:, 0]
-            return scores.gather(-1, ids[:, None]), ids[:, None]
-        if self.score == "chosen by other scores":
-            scores = logits.sigmoid()
-            ids = (scores + self.bias).topk(K, dim=-1, sorted=False)[1] if self.forced is None else self.forced
-            weights = scores.gather(-1, ids)
-            return weights / weights.sum(-1, keepdim=True), ids
-        scores = logits.softmax(-1) if self.score == "softmax" else logits
-        values, ids = torch.topk(scores, K) if self.forced is None else (scores.gather(-1, self.forced), self.forced)
-        return (values / values.sum(-1, keepdim=True) if self.score == "softmax" else values.softmax(-1)), ids
-
-    def forward(self, x: Tensor) -> Tensor:
-        weights, ids = self.choose(x)
-        out = torch.zeros_like(x)
-        for e in range(E):
-            token, slot = torch.where(ids == e)
-            y = self.experts[e](x[token]) if self.listed else F.linear(F.silu(F.linear(x[token], self.up[e])), self.down[e])
-            out.index_add_(0, token, y * weights[token, slot, None])
-        return out
-
-
-class Model(nn.Module):
-    def __init__(self, layers: int = 2, checkpointed: bool | None = None, **how: Any) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Layer(**how) for _ in range(layers))
-        self.checkpointed = checkpointed
-        """use_reentrant; None without a checkpoint."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = x + (layer(x) if self.checkpointed is None else checkpoint(layer, x, use_reentrant=self.checkpointed))
-        return x
-
-
-@pytest.fixture(autouse=True)
-def compiled(monkeypatch: pytest.MonkeyPatch, fresh_dynamo: None) -> list[int]:
-    """Graphs are traced as Inductor's are, and run as they are. The numbers of inputs of those that were compiled."""
-    torch.manual_seed(0)
-    made: list[int] = []
-
-    def nothing(gm: Any, inputs: Any, *_: Any) -> Any:
-        made.append(len(inputs))
-        return aot_autograd(fw_compiler=lambda graph, _: graph)(gm, inputs)
-
-    monkeypatch.setattr(_torch_private, "compile_fx", nothing)
-    monkeypatch.setattr(armed, "_asked", [])
-    monkeypatch.setattr(calls, "_taken", [])
-    return made
-
-
-def some(tokens: int, layers: int = 2, k: int = K, seed: int = 1) -> list[Tensor]:
-    """[T, K] distinct ids for each layer."""
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.stack([torch.randperm(E, generator=generator)[:k] for _ in range(tokens)]) for _ in range(layers)]
-
-
-def forced(model: Model, ids: list[Tensor]) -> Model:
-    """The same weights in a model that takes these experts."""
-    other = copy.deepcopy(model)
-    for layer, one in zip(other.layers, ids, strict=True):
-        layer.forced = one
-    return other
+__all__ = ["light"]
+pytestmark = pytest.mark.usefixtures("light")
 
 
 def close(mine: Model, theirs: Model, of: Tensor, wanted: Tensor) -> None:
@@ -243,19 +157,19 @@ def test_calls_that_cannot_be_told_apart() -> None:
         loss.backward()
 
 
-def test_what_is_compiled(compiled: list[int]) -> None:
+def test_what_is_compiled(light: list[int]) -> None:
     """Blocks have graphs of their own, which are kept; frames from before the first block, without a guard, are compiled again once."""
     model = Model().eval()
     run = torch.compile(model, backend="moefuse")
     x = torch.randn(3, H)
     with torch.no_grad():
         run(x)
-        (inputs,) = compiled
+        (inputs,) = light
         for _ in range(3):
             with moefuse.capture_routing(model):
                 run(x)
             run(x)
-    assert compiled == [inputs, inputs + 2, inputs]
+    assert light == [inputs, inputs + 2, inputs]
 
 
 def refusals() -> Iterator[Any]:
@@ -270,6 +184,15 @@ def refusals() -> Iterator[Any]:
     yield pytest.param([*ids, ids[0]], "replay_routing has ids of 3 layers, and 2 have run", id="too many layers")
     yield pytest.param({"layers.0": [ids[0], ids[0]]}, r"has ids for 2 calls of layers\.0, of which 1 were made", id="too few calls")
     yield pytest.param({"layers.7": ids[0]}, r"has ids for 1 calls of layers\.7, of which 0 were made", id="no such layer")
+
+
+def test_choices_that_cannot_be_opened() -> None:
+    """Weights that are not those of the ids would be those of other experts."""
+    model = Model(layers=1, score="weights beside ids")
+    model.compile(backend="moefuse", options={"expect": 1})
+    text = r"of which 0 were made: its routing weights are computed beside its choice of experts, and would be those of others"
+    with pytest.raises(RoutingError, match=text), moefuse.replay_routing(model, {"layers.0": some(4)[0]}):
+        model(torch.randn(4, H))
 
 
 @pytest.mark.parametrize(("ids", "text"), list(refusals()))
