@@ -17,8 +17,6 @@ import contextlib
 from collections.abc import Iterable
 from typing import Any
 
-import torch
-
 _OPEN, _WRITTEN = "moefuse_open_checkpoints", "moefuse_written_in_checkpoints"
 
 _METHODS = ("check_allowed_side_effect", "should_allow_side_effects_in_hop", "_maybe_record_side_effect", "prune_dead_object_new")
@@ -30,8 +28,8 @@ def available() -> bool:
     from torch._dynamo.variables import base, higher_order_ops
 
     checkpoint = getattr(higher_order_ops, "CheckpointHigherOrderVariable", None)
-    known = hasattr(checkpoint, "_call_function") and hasattr(higher_order_ops, "collect_intermediate_outputs")
-    return known and hasattr(base, "is_side_effect_safe") and all(hasattr(SideEffects, name) for name in _METHODS)
+    known = hasattr(checkpoint, "_call_function") and hasattr(base, "is_side_effect_safe")
+    return known and all(hasattr(SideEffects, name) for name in _METHODS)
 
 
 def begin(variable: Any, translator: Any, kwargs: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
@@ -85,19 +83,6 @@ def written(output: Any, item: Any) -> bool:
     return True
 
 
-def needed(output: Any, extra: list[Any]) -> list[Any]:
-    """Of a body's intermediate values those that were written to what is outside. Dynamo makes all of them results of the body."""
-    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
-
-    if not inside(output):
-        return extra
-    reached = _reached(output.side_effects, vars(output).get(_WRITTEN, []))
-    nodes = {found.as_proxy().node for found in reached if found.is_tensor()}
-    kept = [one for one in extra if one.as_proxy().node in nodes]
-    values = (one.as_proxy().node.meta.get("example_value") for one in kept)
-    return extra if any(free_unbacked_symbols(v) for v in values if isinstance(v, torch.Tensor)) else kept
-
-
 def collected(output: Any) -> bool:
     """Whether the graph is whole only because such writes were traced."""
     return bool(vars(output).get(_WRITTEN))
@@ -113,9 +98,9 @@ def outlives(side_effects: Any, translator: Any) -> bool:
     made = vars(translator.output).get(_WRITTEN, [])
     if not made:
         return False
-    roots: list[Any] = [translator.output.backward_state, side_effects.tensor_hooks, side_effects.save_for_backward]
     from torch._dynamo.variables.base import AttributeMutationNew
 
+    roots: list[Any] = [translator.output.backward_state, side_effects.tensor_hooks, side_effects.save_for_backward]
     roots += [v for v in side_effects.id_to_variable.values() if not isinstance(v.mutation_type, AttributeMutationNew)]
     frame = translator
     while frame is not None:

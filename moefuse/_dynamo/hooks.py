@@ -110,7 +110,6 @@ def install(
         from torch._dynamo.variables import higher_order_ops
 
         _wrap(higher_order_ops.CheckpointHigherOrderVariable, "_call_function", _on_checkpoint)
-        _wrap(higher_order_ops, "collect_intermediate_outputs", _on_collect)
         _wrap(SideEffects, "should_allow_side_effects_in_hop", _on_allow)
         _wrap(SideEffects, "check_allowed_side_effect", _on_check)
         _wrap(SideEffects, "prune_dead_object_new", _on_prune)
@@ -242,10 +241,6 @@ def _on_checkpoint(original: Any, self: Any, translator: Any, args: Any, kwargs:
         return original(self, translator, args, kwargs)
     with checkpoints.begin(self, translator, kwargs):
         return original(self, translator, args, kwargs)
-
-
-def _on_collect(original: Any, translator: Any, *args: Any, **kwargs: Any) -> Any:
-    return checkpoints.needed(translator.output, original(translator, *args, **kwargs))
 
 
 def _on_allow(original: Any, self: Any) -> Any:

@@ -22,6 +22,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import moefuse
 from moefuse import _torch_private
+from moefuse._dynamo import checkpoints
 from tests.cpu.test_ddp import free_port
 from tests.zoo import tiny
 
@@ -121,6 +122,7 @@ class Averaging(transformers.TrainerCallback):  # type: ignore[misc]
         self.average.update_parameters(self.model)
 
 
+collects = pytest.mark.skipif(not checkpoints.available(), reason="this torch breaks graphs at checkpoints that collect")
 COMPILED = {"torch_compile": True, "torch_compile_backend": "moefuse"}
 
 
@@ -151,9 +153,11 @@ def freeze(part: str) -> Callable[[nn.Module], None]:
         pytest.param("mixtral", WITHOUT, id="checkpoints"),
         pytest.param("gpt_oss", WITHOUT, id="checkpoints, biases"),
         pytest.param("qwen3_moe", {"config": {"output_router_logits": True}}, id="router loss"),
-        pytest.param("qwen3_moe", {"config": {"output_router_logits": True}, **WITHOUT}, id="router loss in checkpoints"),
-        pytest.param("gpt_oss", {"config": {"output_router_logits": True}, **WITHOUT}, id="router loss in checkpoints, biases"),
-        pytest.param("qwen3_moe", {"config": {"output_hidden_states": True}, **WITHOUT}, id="hidden states in checkpoints"),
+        pytest.param("qwen3_moe", {"config": {"output_router_logits": True}, **WITHOUT}, id="router loss in checkpoints", marks=collects),
+        pytest.param(
+            "gpt_oss", {"config": {"output_router_logits": True}, **WITHOUT}, id="router loss in checkpoints, biases", marks=collects
+        ),
+        pytest.param("qwen3_moe", {"config": {"output_hidden_states": True}, **WITHOUT}, id="hidden states in checkpoints", marks=collects),
         pytest.param("qwen3_moe", {"prepare": freeze(".experts.")}, id="frozen experts"),
         pytest.param("qwen3_moe", {"prepare": freeze("mlp.gate.")}, id="frozen router"),
         pytest.param("qwen3_moe", {"prepare": freeze("layers.0.")}, id="frozen layer"),
@@ -168,6 +172,7 @@ def test_trainer(name: str, how: dict[str, Any], train: Callable[..., Run]) -> N
     fused()
 
 
+@collects
 def test_lengths_that_vary(train: Callable[..., Run]) -> None:
     """A second graph for all other lengths; each step has another one."""
     how: dict[str, Any] = {"lengths": LENGTHS, "max_steps": 8, **WITHOUT, "config": {"output_router_logits": True}}
@@ -223,10 +228,10 @@ def test_router_logits_that_a_call_asks_for() -> None:
 class Losses(nn.Module):
     """A model whose call is its loss, with router logits out of checkpoints."""
 
-    def __init__(self, checkpoints: bool = True, logits: bool = True) -> None:
+    def __init__(self, checkpointed: bool = True, logits: bool = True) -> None:
         super().__init__()
         self.model = tiny.build("qwen3_moe", output_router_logits=logits).train()
-        if checkpoints:
+        if checkpointed:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -285,6 +290,7 @@ def compared(model: nn.Module, wrap: Callable[[nn.Module], nn.Module]) -> moefus
     return report
 
 
+@collects
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("wrap", [replicated, flattened])
 @pytest.mark.parametrize("split", [True, False])
@@ -296,10 +302,10 @@ def test_wrapped(wrap: Callable[[nn.Module], nn.Module], split: bool) -> None:
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize(("checkpoints", "logits"), [(False, True), (True, False)])
-def test_sharded(checkpoints: bool, logits: bool) -> None:
+@pytest.mark.parametrize(("checkpointed", "logits"), [(False, True), (True, False)])
+def test_sharded(checkpointed: bool, logits: bool) -> None:
     """FSDP2's hooks break the graph around each layer, and layers of one class share theirs."""
-    report = compared(Losses(checkpoints, logits), sharded)
+    report = compared(Losses(checkpointed, logits), sharded)
     assert (sum(f.module.endswith("experts") for f in report.fused) > 0, report.skipped) == (True, [])
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import moefuse
-from tests.cpu.test_trainers import COMPILED, LENGTHS, Run, arguments, cheap, finished, fused
+from tests.cpu.test_trainers import COMPILED, LENGTHS, Run, arguments, cheap, collects, finished, fused
 from tests.zoo import tiny
 
 trl = pytest.importorskip("trl")
@@ -58,6 +58,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
     return trained
 
 
+@collects
 @pytest.mark.parametrize("how", [{}, {"packing": True, "max_length": 32}], ids=["lengths that vary", "packed"])
 def test_supervised(how: dict[str, Any], run: Callable[..., Run]) -> None:
     rows = [{"text": words(at, length)} for at, length in enumerate(LENGTHS * 3)]
@@ -66,6 +67,7 @@ def test_supervised(how: dict[str, Any], run: Callable[..., Run]) -> None:
     fused(graphs=GRAPHS, breaks=2)
 
 
+@collects
 def test_policy(run: Callable[..., Run]) -> None:
     """GRPO: rollouts in eager, a step on what they gave; it asks for router logits by an argument of each call."""
     rows = [{"prompt": words(at, 4 + at % 3)} for at in range(16)]
