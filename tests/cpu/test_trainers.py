@@ -175,7 +175,7 @@ def test_trainer(name: str, how: dict[str, Any], train: Callable[..., Run]) -> N
 @collects
 def test_lengths_that_vary(train: Callable[..., Run]) -> None:
     """A second graph for all other lengths; each step has another one."""
-    how: dict[str, Any] = {"lengths": LENGTHS, "max_steps": 8, **WITHOUT, "config": {"output_router_logits": True}}
+    how: dict[str, Any] = {"lengths": LENGTHS, "max_steps": 5, **WITHOUT, "config": {"output_router_logits": True}}
     wanted = train(**how)
     train(**how, **COMPILED).close(wanted, rtol=1e-5)
     fused(graphs=2)
