@@ -19,10 +19,17 @@ from moefuse.config import Options
 from moefuse.errors import CODES, FusionError
 from moefuse.opaque import NOTHING_CHOSEN, packing
 from moefuse.report import FusionReport, Skipped
-from moefuse.stops import TORCH
+from moefuse.stops import TORCH, Stop
 from moefuse.suspects import Pair, Suspect, place_of, suspects
 
 LEFT = "an earlier torch.compile, of another model or backend, had Dynamo skip this code for all; call torch.compiler.reset() first"
+
+_UNSAFE = "HOP: Unsafe side effect"
+_COLLECTED = (
+    "the body of a checkpoint adds to a list outside of it. Where that list is made and used up within the compiled call, "
+    "`checkpoint(..., use_reentrant=False)` is traced (a Trainer's `gradient_checkpointing_kwargs={'use_reentrant': False}`); "
+    "else `torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True` adds in forward alone"
+)
 
 
 def watch(options: Options, owner: object | None = None) -> None:
@@ -81,7 +88,7 @@ def missing(report: FusionReport, roots: tuple[object, ...], options: Options) -
     tensors = frozenset(id(t) for root in outermost.values() for t in (*root.parameters(), *root.buffers()))
     call = _Call(report, roots, tuple(flow.held(fused=False) for flow in report.flows), tensors)
     found = ((s, _evidence(call, s, s.place in known)) for s in left)
-    return [_refusal(report, s, evidence) for s, evidence in found if evidence is not None]
+    return [_refusal(call, s, evidence) for s, evidence in found if evidence is not None]
 
 
 def _spoken_of(report: FusionReport, found: Suspect, fused: frozenset[int]) -> bool:
@@ -109,7 +116,7 @@ def _evidence(call: _Call, found: Suspect, shared: bool) -> str | None:
 
     ``shared``: another module is known to run the same code, so that a break in it is no sign of this one.
     """
-    inside = not shared and _stop_inside(call.report, found)
+    inside = not shared and (_stop_inside(call.report, found) or _in_eager(call, found) is not None)
     for pair in found.pairs:
         place = _decided(call, found, pair, inside)
         if place is not None:
@@ -144,12 +151,18 @@ def _stop_inside(report: FusionReport, found: Suspect) -> bool:
     return any(place is not None for place in (*own, *around))
 
 
-def _refusal(report: FusionReport, found: Suspect, evidence: str) -> Skipped:
-    cause, location = _cause(report, found, evidence)
+def _in_eager(call: _Call, found: Suspect) -> Stop | None:
+    """A break in a module around that no graph has anything of: what runs its body in eager keeps Dynamo out, as a checkpoint does."""
+    left = (place_of(m) for m in found.around if call.seen.isdisjoint(map(id, m.parameters())))
+    return next((stop for place in left for stop in call.report.stops if stop.inside(*place) is not None), None)
+
+
+def _refusal(call: _Call, found: Suspect, evidence: str) -> Skipped:
+    cause, location = _cause(call.report, found, evidence, _in_eager(call, found))
     return Skipped("nothing-found", CODES["nothing-found"].format(what=found.what, cause=cause), module=found.name, location=location)
 
 
-def _cause(report: FusionReport, found: Suspect, evidence: str) -> tuple[str, str]:
+def _cause(report: FusionReport, found: Suspect, evidence: str, around: Stop | None) -> tuple[str, str]:
     """(why nothing was found, where to look)."""
     file, lines = found.place
     own = evidence or (f"{file}:{lines.start}" if file else "")
@@ -164,8 +177,11 @@ def _cause(report: FusionReport, found: Suspect, evidence: str) -> tuple[str, st
         # One place may have stopped several attempts; what a reader meets elsewhere, too, is what Dynamo did there in the end.
         same = (other for other in report.stops if other.text in report.graph_breaks and other.inside(file, lines) == place)
         stop = next(same, stop)
-        reason = _users(stop.text).removesuffix(f" at {place}") + (f"; torch's hint: {stop.hint}" if stop.hint else "")
+        hint = _COLLECTED if _UNSAFE in stop.text else f"torch's hint: {stop.hint}"
+        reason = _users(stop.text).removesuffix(f" at {place}") + (f"; {hint}" if stop.hint else "")
         return f"the graph breaks inside it ({reason}), and what is left in graphs is no whole layer", place
+    if around is not None:
+        return f"the graph breaks in what is around it ({_users(around.text)}), and all of that runs in eager", own
     texts = [text for text in report.opaque if text != NOTHING_CHOSEN]
     if texts:
         return texts[0], own

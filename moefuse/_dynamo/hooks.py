@@ -9,17 +9,21 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import logging
 import types
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Mapping
 from typing import Any, Protocol
 
 from torch import nn
 
-from moefuse._dynamo import armed, creation_clock, ddp, left, module_calls, told_apart, values
+from moefuse._dynamo import armed, checkpoints, creation_clock, ddp, left, module_calls, told_apart, values
+
+log = logging.getLogger("moefuse.capture")
 
 _KEPT = "moefuse_capture"
 _SETTINGS = "moefuse_settings"
 _ADVANCE = ("next_variable", "tp_iternext_impl")
+_prepare: list[Callable[[nn.Module, Mapping[str, Any]], None]] = []
 
 
 class Observer(Protocol):
@@ -36,6 +40,7 @@ class Observer(Protocol):
     def numbers(self, translator: Any, variable: Any) -> Any: ...
     def compared(self, translator: Any, variables: Any) -> None: ...
     def joins(self, environment: Any) -> bool: ...
+    def outlived(self) -> None: ...
 
     @property
     def traced(self) -> Collection[types.CodeType]: ...
@@ -43,6 +48,8 @@ class Observer(Protocol):
     def scalars(self) -> bool: ...
     @property
     def numbers_traced(self) -> bool: ...
+    @property
+    def collects(self) -> bool: ...
     @property
     def gave_up(self) -> bool: ...
     @property
@@ -99,6 +106,18 @@ def install(
         for name in _ADVANCE:
             if name in vars(kind):
                 _wrap(kind, name, _on_advance)
+    if checkpoints.available():
+        from torch._dynamo.variables import higher_order_ops
+
+        _wrap(higher_order_ops.CheckpointHigherOrderVariable, "_call_function", _on_checkpoint)
+        _wrap(SideEffects, "should_allow_side_effects_in_hop", _on_allow)
+        _wrap(SideEffects, "check_allowed_side_effect", _on_check)
+        _wrap(SideEffects, "prune_dead_object_new", _on_prune)
+
+
+def before_tracing(prepare: Callable[[nn.Module, Mapping[str, Any]], None]) -> None:
+    """Call ``prepare`` with each module that a frame of ours was called with, and all its arguments, before the frame is traced."""
+    _prepare.append(prepare)
 
 
 def _subclasses(kind: type) -> list[type]:
@@ -133,12 +152,22 @@ def _on_init(
     if observer is None:
         return
     left.attempted(observer)
+    for module in left.modules(given["f_locals"]):
+        _prepared(module, given["f_locals"])
     setattr(self.output, _KEPT, observer)
     setattr(self.output.tracing_context, _KEPT, observer)
     if observer.scalars:
         environment = self.output.shape_env
         setattr(self.output, _SETTINGS, environment.settings)
         environment.settings = dataclasses.replace(environment.settings, allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True)
+
+
+def _prepared(module: nn.Module, arguments: Mapping[str, Any]) -> None:
+    for prepare in _prepare:
+        try:
+            prepare(module, arguments)
+        except Exception:  # of somebody else's library, which has the same to do in the call
+            log.debug("%s failed before tracing", prepare, exc_info=True)
 
 
 def _on_context(codes: Callable[[Any, Any], Collection[types.CodeType]], original: Any, self: Any, compiled: Any) -> Any:
@@ -185,7 +214,7 @@ def _on_compile(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     with ddp.split_last(self):
         compiled = original(self, *args, **kwargs)
     observer.compiled()
-    if observer.joins(self.shape_env):
+    if observer.joins(self.shape_env) or checkpoints.collected(self):
         module_calls.watch(self, observer.traced)
     if observer.apart is not None:
         told_apart.watch(self, observer.apart)
@@ -204,6 +233,31 @@ def _on_mutation(original: Any, self: Any, variable: Any, *args: Any, **kwargs: 
     if observer is not None:
         observer.mutated(variable)
     return original(self, variable, *args, **kwargs)
+
+
+def _on_checkpoint(original: Any, self: Any, translator: Any, args: Any, kwargs: Any) -> Any:
+    observer = getattr(translator.output, _KEPT, None)
+    if observer is None or not observer.collects:
+        return original(self, translator, args, kwargs)
+    with checkpoints.begin(self, translator, kwargs):
+        return original(self, translator, args, kwargs)
+
+
+def _on_allow(original: Any, self: Any) -> Any:
+    output = self.output_graph_weakref()
+    return original(self) and not (output is not None and checkpoints.inside(output))
+
+
+def _on_check(original: Any, self: Any, variable: Any) -> Any:
+    output = self.output_graph_weakref()
+    return (output is not None and checkpoints.written(output, variable)) or original(self, variable)
+
+
+def _on_prune(original: Any, self: Any, translator: Any) -> None:
+    original(self, translator)
+    observer = getattr(translator.output, _KEPT, None)
+    if observer is not None and checkpoints.outlives(self, translator):
+        observer.outlived()
 
 
 def _on_iterator(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:

@@ -7,7 +7,7 @@ import inspect
 from importlib import import_module
 from typing import Any
 
-ARGUMENTS = ("compiler_fn", "one_graph", "export", "speculation_log")
+ARGUMENTS = ("compiler_fn", "one_graph", "export", "speculation_log", "f_locals")
 """Arguments of ``InstructionTranslator.__init__`` that say whose frame it is."""
 
 POINTS: dict[str, tuple[str, ...]] = {

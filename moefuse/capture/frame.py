@@ -43,6 +43,7 @@ class Ledger:
             anyway, it shall break it as it always does, and the frames behind the break are captured by themselves.
         unroll: trace every row of a loop; representatives were tried and did not do.
         numbers: read numbers out of tensors, where moefuse made that traceable; not once a compiler could not take such a graph.
+        collects: trace bodies of checkpoints that write to what the call has made; not once that was there when a graph ended.
         broken: the graph breaks somewhere, in an attempt that traced sizes that depend on data.
         refusals: why, for the report of the next attempt.
         stops: the breaks of the graph in attempts that were given up.
@@ -51,6 +52,7 @@ class Ledger:
     off: bool = False
     unroll: bool = False
     numbers: bool = True
+    collects: bool = True
     broken: bool = False
     refusals: list[Skipped] = field(default_factory=list)
     stops: list[Stop] = field(default_factory=list)
@@ -97,6 +99,11 @@ class Frame:
     def numbers_traced(self) -> bool:
         """Whether Dynamo shall trace the reading of a number as an operation, instead of breaking the graph there."""
         return self.scalars and (self.ledger.numbers or not self.flags)
+
+    @property
+    def collects(self) -> bool:
+        """Whether Dynamo shall trace what the bodies of checkpoints write to outside of them."""
+        return self.ledger.collects
 
     @property
     def gave_up(self) -> bool:
@@ -314,6 +321,11 @@ class Frame:
         self.ledger.numbers = False
         log.debug("tracing this frame again, without reading numbers: %s", why)
         raise control.restart(self.log, "moefuse: the compiler takes no numbers that are read out of tensors")
+
+    def outlived(self) -> NoReturn:
+        """Start the frame again: what the body of a checkpoint has written to is still there where the graph ends."""
+        self.ledger.collects = False
+        raise control.restart(self.log, "moefuse: what a checkpoint has written to outlives the graph")
 
     def unsettled(self) -> list[Undischarged]:
         """Assumptions whose scope is still open."""

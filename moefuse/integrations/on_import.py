@@ -20,6 +20,7 @@ INTEGRATIONS = {
     "accelerate.utils.dataclasses": "moefuse.integrations.accelerate",
     "transformers.distributed.expert_parallel": "moefuse.integrations.transformers_ep",
     "transformers.integrations.moe": "moefuse.integrations.transformers",
+    "transformers.utils.output_capturing": "moefuse.integrations.transformers_outputs",
 }
 """The module that an integration adds something to -> the integration."""
 

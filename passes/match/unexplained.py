@@ -16,6 +16,7 @@ from torch.fx import Node
 from moefuse.passes.graph.calls import tensor
 from moefuse.passes.graph.op_classes import INDICES_ALONG, METADATA, PRODUCTS
 from moefuse.passes.graph.sizes import shape_of
+from moefuse.passes.graph.writes import bodies
 from moefuse.passes.infer.state import Context
 from moefuse.passes.ir.facts import Counts, Hit, Index, IndexMatrix, Lost, Mask, Rows, Sorted, Table, Weight
 
@@ -129,7 +130,7 @@ def _weights_like_scores(ctx: Context, flow: _Flow) -> tuple[Node, int] | None:
     apart: dict[tuple[object, ...], dict[Node, Node]] = defaultdict(dict)
     counts = {size for node, size in flow.sizes.items() if _of_weights(ctx, node, size)}
     for node, call in ctx.calls.items():
-        if call is None or call.name in METADATA:
+        if call is None or call.name in METADATA or _explained(node):
             continue
         for weight in weights_of(ctx, node):
             shape = shape_of(tensor(weight))  # type: ignore[arg-type]
@@ -144,6 +145,12 @@ def _weights_like_scores(ctx: Context, flow: _Flow) -> tuple[Node, int] | None:
         if count is not None and met is not None:
             return met, count
     return None
+
+
+def _explained(node: Node) -> bool:
+    """Whether a node runs a body in which experts are fused: its choices may be read outside, by a loss that balances experts."""
+    targets = (n.target for body in bodies(node) for n in body.graph.nodes)
+    return any(isinstance(t, torch._ops.OpOverload) and t.namespace == "moefuse" for t in targets)
 
 
 def _meeting(ctx: Context, flow: _Flow, product: Node) -> Node | None:

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import moefuse
 from moefuse import _torch_private
-from moefuse._dynamo import points
+from moefuse._dynamo import checkpoints, points
 
 POINTS = {
     "torch._inductor": ["list_options", "list_mode_options"],
@@ -89,6 +89,11 @@ def test_each_backward_pass_has_a_number() -> None:
 def test_capture_finds_its_hooks() -> None:
     """Names the missing hook. Without one capture switches itself off, and loops that depend on data break the graph again."""
     assert points.missing() == []
+
+
+def test_checkpoints_that_collect_are_traced() -> None:
+    """Without these hooks a router loss and gradient checkpointing leave nothing fused."""
+    assert checkpoints.available() or TorchVersion(torch.__version__) < (2, 13)
 
 
 def test_shapes() -> None:
