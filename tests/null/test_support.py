@@ -29,7 +29,7 @@ TESTS: dict[str, Cells] = {
     ),
     "Trainer": (None, "test_accelerate_integration::test_trainer", None, None),
     "accelerate": ("test_accelerate_integration::test_accelerator", "test_accelerate_integration::test_trainer", None, None),
-    "TRL's defaults (checkpoints with router losses)": (None, "test_causes::test_torchs_hint_is_passed_on", None, None),
+    "TRL's defaults (checkpoints with router losses)": (None, "test_checkpoint_writes::test_one_graph", None, None),
     "PEFT: LoRA around or inside experts": (
         "test_peft::test_adapters_that_are_switched_and_merged",
         "test_peft::test_gradients_of_adapters",
