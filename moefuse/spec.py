@@ -39,6 +39,8 @@ class ExpertsSpec:
         bias: whether any projection has a bias.
         weight_on: whether the routing weight multiplies the expert's output or its input.
         hidden_out: features of the result; 0 stands for ``hidden``.
+        lora: ranks of low-rank terms beside the projections, each once; empty without adapters.
+        dropout: probabilities of the dropouts in front of them.
     """
 
     num_experts: int
@@ -55,6 +57,8 @@ class ExpertsSpec:
     bias: bool = False
     weight_on: Literal["output", "input"] = "output"
     hidden_out: int = 0
+    lora: tuple[int, ...] = ()
+    dropout: tuple[float, ...] = ()
 
     def to_dict(self) -> dict[str, object]:
         """Plain data for JSON."""
@@ -67,4 +71,6 @@ class ExpertsSpec:
         parts = [sizes, self.dtype, act, f"gating={self.gating}", f"weights={self.weights}", "/".join(dict.fromkeys(self.layout))]
         parts += ["bias"] if self.bias else []
         parts += ["weight on input"] if self.weight_on == "input" else []
+        parts += [f"LoRA r={','.join(map(str, self.lora))}"] if self.lora else []
+        parts += [f"dropout {','.join(map(str, self.dropout))}"] if self.dropout else []
         return " ".join(parts)

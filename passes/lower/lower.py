@@ -6,6 +6,7 @@ import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -31,9 +32,10 @@ from moefuse.passes.ir.expr import (
 )
 from moefuse.passes.ir.expr_algebra import factors, is_weight, one_weight
 from moefuse.passes.ir.facts import Routing
+from moefuse.passes.ir.lowrank import with_terms
 from moefuse.passes.ir.regions import Region, Weightless
 from moefuse.passes.lower.layout import in_layout
-from moefuse.passes.lower.specs import dtype_of, fused_spec, grouped_spec
+from moefuse.passes.lower.specs import dtype_of, fused_spec, grouped_spec, one_dtype, one_term
 from moefuse.passes.match.ids_outside import placed
 from moefuse.passes.match.templates import Body, match
 from moefuse.spec import ExpertsSpec, Tier, op_gating
@@ -46,6 +48,11 @@ class Lowered:
     result: Node
     spec: ExpertsSpec
     tier: Tier
+
+
+WITH_TERMS = ("cpu",)
+"""Devices with an ``experts_lora``. Elsewhere its portable provider would wait for the host and lose the kernels that the grouped products
+and the fused op have there."""
 
 
 class Lowering:
@@ -79,7 +86,9 @@ class Lowering:
     def either(self) -> Lowered:
         """One op if a template describes the expert, else grouped products around its own code."""
         body = match(self.region.expr)
-        return self.fused(body) if body is not None else self.grouped()
+        if body is None and fake(self.region.value).device.type in WITH_TERMS:
+            body = match(self.region.expr, with_terms)
+        return self.fused(body) if body is not None and one_dtype(body) and one_term(body) else self.grouped()
 
     def rows_by_slot(self) -> Lowered:
         """The same with T*K tokens of one slot each; then the sum over the slots of a token, unless each is a result."""
@@ -285,6 +294,9 @@ class Lowering:
         x = self.tokens(body.token, dtype)
         up = body.up
         op, more = self.op()
+        factors, scales = self.terms(body)
+        if scales:
+            op, more = torch.ops.moefuse.experts_lora.default, {"scales": scales}
         result = self.emit(
             op,
             x,
@@ -296,6 +308,7 @@ class Lowering:
             self.vectors(body.first.bias),
             self.vectors(up.bias) if up is not None else [],
             self.vectors(body.last.bias),
+            *factors,
             activation=body.activation,
             activation_args=list(body.arguments),
             gating=op_gating(body.gating),
@@ -305,6 +318,14 @@ class Lowering:
             **more,
         )
         return Lowered(result, fused_spec(self.region, body), "fused")
+
+    def terms(self, body: Body) -> tuple[list[list[Node]], list[float]]:
+        """A and B of each projection as the op takes them, and their scales; nothing where no projection has a term."""
+        found = [p.terms[0] if p is not None and p.terms else None for p in body.projections]
+        if not any(found):
+            return [], []
+        factors = [[] if t is None else self.stack(leaf(t)) for t in found for leaf in (attrgetter("a"), attrgetter("b"))]
+        return factors, [0.0 if t is None else t.scale for t in found]
 
     def op(self) -> tuple[Callable[..., Any], dict[str, Any]]:
         """The fused op, and what it takes beside the arguments of ``moefuse::experts``."""

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 
 from moefuse.passes.graph.calls import tensor
 from moefuse.passes.ir.expr import ExpertVector, Leaf, Linear, Token, walk, weight_leaves
+from moefuse.passes.ir.expr_algebra import LowRank
+from moefuse.passes.ir.lowrank import adapters
 from moefuse.passes.ir.regions import Region
 from moefuse.passes.match.templates import Body
 from moefuse.spec import ExpertsSpec
@@ -15,6 +20,17 @@ def dtype_of(leaf: Leaf) -> torch.dtype:
     value = tensor(leaf.source)
     assert value is not None
     return value.dtype
+
+
+def one_dtype(body: Body) -> bool:
+    """Whether all weights and biases of a template have the dtype that the fused op computes in."""
+    found = [p for p in body.projections if p is not None]
+    return len({dtype_of(leaf) for p in found for leaf in (p.weight, p.bias) if leaf is not None}) == 1
+
+
+def one_term(body: Body) -> bool:
+    """Whether no projection has more than one low-rank term, or a dropout in front of one."""
+    return all(len(p.terms) <= 1 and not any(t.dropout for t in p.terms) for p in body.projections if p is not None)
 
 
 def layout(leaf: Leaf) -> str:
@@ -43,12 +59,17 @@ def fused_spec(region: Region, body: Body) -> ExpertsSpec:
         bias=any(p is not None and p.bias is not None for p in (body.first, body.up, body.last)),
         weight_on="input" if body.weight_on_input else "output",
         hidden_out=features(body.last.weight, 0),
+        **lora([term for p in body.projections if p is not None for term in p.terms]),
     )
 
 
 def grouped_spec(region: Region) -> ExpertsSpec:
     """What can be said of a body that no template describes."""
-    linears = [e for e in walk(region.expr) if isinstance(e, Linear)]
+    adapted = adapters(region.expr)
+    beside = {id(linear) for a in adapted for linear in a.linears[1:]}
+    linears = [e for e in walk(region.expr) if isinstance(e, Linear) and id(e) not in beside]
+    below = {id(e): {id(inner) for inner in walk(e.child)} for e in linears}
+    linears.sort(key=lambda e: sum(id(e) in inside for inside in below.values()))
     leaves = weight_leaves(region.expr)
     token = next(e for e in walk(region.expr) if isinstance(e, Token))
     return ExpertsSpec(
@@ -62,4 +83,11 @@ def grouped_spec(region: Region) -> ExpertsSpec:
         weights="stacked" if leaves[0].stacked else "per_expert",
         layout=(layout(linears[-1].weight), layout(linears[0].weight)),
         bias=any(isinstance(e, ExpertVector) for e in walk(region.expr)),
+        **lora([term for a in adapted for term in a.projection.terms]),
     )
+
+
+def lora(terms: Sequence[LowRank]) -> dict[str, Any]:
+    """Ranks and dropouts of adapters, each once."""
+    ranks, dropouts = {t.rank for t in terms}, {t.dropout for t in terms} - {0.0}
+    return {"lora": tuple(sorted(ranks)), "dropout": tuple(sorted(dropouts))}

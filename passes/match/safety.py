@@ -11,7 +11,7 @@ from torch.fx import Node
 from moefuse.passes.graph.calls import tensor
 from moefuse.passes.graph.op_classes import COPIES, LOOKS_AT, SIZE_QUERIES
 from moefuse.passes.infer.state import Context
-from moefuse.passes.ir.expr import Cast, Linear, has_linear, walk, weight_leaves
+from moefuse.passes.ir.expr import Cast, Linear, Op, has_linear, walk, weight_leaves
 from moefuse.passes.ir.facts import (
     Buffer,
     Counts,
@@ -34,6 +34,7 @@ from moefuse.passes.ir.facts import (
     View,
     Weight,
 )
+from moefuse.passes.ir.lowrank import in_front
 from moefuse.passes.ir.regions import Region, sources
 from moefuse.passes.match.encodings import encoded
 from moefuse.passes.match.liveness import unread
@@ -52,7 +53,7 @@ def checked(ctx: Context, region: Region) -> Region | Lost:
     if bounds - {region.num_experts}:
         return ctx.lost("missing-experts", region.anchor, present=f"below {min(bounds)}", count=str(region.num_experts))
     whole = _spanned(ctx, region)
-    checks = (transformed, _mixed, encoded, _casts, _types, _modes, _mutations, _spoiled, _feeds_itself, _escapes)
+    checks = (transformed, _mixed, encoded, _casts, _draws, _types, _modes, _mutations, _spoiled, _feeds_itself, _escapes)
     problems = (check(ctx, whole) for check in checks)
     return next((problem for problem in problems if problem is not None), whole)
 
@@ -74,6 +75,14 @@ def _casts(ctx: Context, region: Region) -> Lost | None:
     exprs = [region.expr] if region.rest is None else [region.expr, region.rest.expr]
     cast = next((e for expr in exprs for e in walk(expr) if isinstance(e, Cast) and not e.rounds), None)
     return None if cast is None else ctx.lost("no-rule", cast.node, op=f"a cast to {str(cast.dtype).removeprefix('torch.')}")
+
+
+def _draws(ctx: Context, region: Region) -> Lost | None:
+    """Of random draws only a dropout in front of an adapter's A is known to be row-local."""
+    allowed = in_front(region.expr)
+    drawn = (e for e in walk(region.expr) if isinstance(e, Op) and e.name == "dropout" and id(e) not in allowed)
+    found = next(drawn, None)
+    return None if found is None else ctx.lost("random", found.node, op=found.name)
 
 
 def _spelling(ctx: Context, region: Region) -> Domain:
@@ -164,10 +173,6 @@ def _types(ctx: Context, region: Region) -> Lost | None:
             return ctx.lost("dtype-unsupported", region.anchor, dtype=str(v.dtype).removeprefix("torch."), detail="expert weights")
     if devices - _DEVICES:
         return ctx.lost("device-unsupported", region.anchor, device=", ".join(sorted(devices)), detail="it has no kernel there")
-    dtypes = {v.dtype for v in values if v is not None}
-    if len(dtypes) > 1:
-        names = ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
-        return ctx.lost("dtype-unsupported", region.anchor, dtype=names, detail="expert weights of several dtypes")
     for e in walk(region.expr):
         if isinstance(e, Linear):
             out, weight = tensor(e.node), tensor(e.weight.source)
