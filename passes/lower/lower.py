@@ -32,12 +32,11 @@ from moefuse.passes.ir.expr import (
 )
 from moefuse.passes.ir.expr_algebra import factors, is_weight, one_weight
 from moefuse.passes.ir.facts import Routing
-from moefuse.passes.ir.lowrank import with_terms
 from moefuse.passes.ir.regions import Region, Weightless
 from moefuse.passes.lower.layout import in_layout
-from moefuse.passes.lower.specs import dtype_of, fused_spec, grouped_spec, one_dtype, one_term
+from moefuse.passes.lower.specs import dtype_of, fused_spec, grouped_spec
 from moefuse.passes.match.ids_outside import placed
-from moefuse.passes.match.templates import Body, match
+from moefuse.passes.match.templates import Body, one_op
 from moefuse.spec import ExpertsSpec, Tier, op_gating
 
 
@@ -48,11 +47,6 @@ class Lowered:
     result: Node
     spec: ExpertsSpec
     tier: Tier
-
-
-WITH_TERMS = ("cpu",)
-"""Devices with an ``experts_lora``. Elsewhere its portable provider would wait for the host and lose the kernels that the grouped products
-and the fused op have there."""
 
 
 class Lowering:
@@ -85,10 +79,8 @@ class Lowering:
 
     def either(self) -> Lowered:
         """One op if a template describes the expert, else grouped products around its own code."""
-        body = match(self.region.expr)
-        if body is None and fake(self.region.value).device.type in WITH_TERMS:
-            body = match(self.region.expr, with_terms)
-        return self.fused(body) if body is not None and one_dtype(body) and one_term(body) else self.grouped()
+        body = one_op(self.region.expr, fake(self.region.value).device)
+        return self.fused(body) if body is not None else self.grouped()
 
     def rows_by_slot(self) -> Lowered:
         """The same with T*K tokens of one slot each; then the sum over the slots of a token, unless each is a result."""

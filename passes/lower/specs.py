@@ -22,17 +22,6 @@ def dtype_of(leaf: Leaf) -> torch.dtype:
     return value.dtype
 
 
-def one_dtype(body: Body) -> bool:
-    """Whether all weights and biases of a template have the dtype that the fused op computes in."""
-    found = [p for p in body.projections if p is not None]
-    return len({dtype_of(leaf) for p in found for leaf in (p.weight, p.bias) if leaf is not None}) == 1
-
-
-def one_term(body: Body) -> bool:
-    """Whether no projection has more than one low-rank term, or a dropout in front of one."""
-    return all(len(p.terms) <= 1 and not any(t.dropout for t in p.terms) for p in body.projections if p is not None)
-
-
 def layout(leaf: Leaf) -> str:
     return "out-in" if list(leaf.order) == sorted(leaf.order) else "in-out"
 

@@ -9,6 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
+from moefuse.passes.graph.calls import fake
 from moefuse.passes.ir.expr import Expr, Slice, Token
 from moefuse.passes.ir.expr_algebra import (
     Projection,
@@ -19,6 +22,7 @@ from moefuse.passes.ir.expr_algebra import (
     same_projection,
     split_weight,
 )
+from moefuse.passes.ir.lowrank import with_terms
 from moefuse.passes.match.activations import gate_and_up
 from moefuse.spec import Gating
 
@@ -47,6 +51,22 @@ class Body:
         return self.first, self.up, self.last
 
 
+WITH_TERMS = ("cpu",)
+"""Devices with an ``experts_lora``. Elsewhere its portable provider would wait for the host and lose the kernels that the grouped products
+and the fused op have there."""
+
+
+def one_op(expr: Expr, device: torch.device) -> Body | None:
+    """The template of a body that one op of this device takes: in one dtype, with at most one low-rank term beside a projection."""
+    body = match(expr)
+    if body is None and device.type in WITH_TERMS:
+        body = match(expr, with_terms)
+    found = [p for p in body.projections if p is not None] if body is not None else []
+    sources = [leaf.source for p in found for leaf in (p.weight, p.bias) if leaf is not None]
+    one_dtype = len({fake(source).dtype for source in sources}) == 1
+    return body if one_dtype and all(len(p.terms) <= 1 and not any(t.dropout for t in p.terms) for p in found) else None
+
+
 def match(expr: Expr, find: Find = projection) -> Body | None:
     """The template of one row's contribution, or None (then the grouped tier replays the user's own code).
 
@@ -56,7 +76,7 @@ def match(expr: Expr, find: Find = projection) -> Body | None:
     last = find(core)
     if last is None:
         return None
-    activated = gate_and_up(bare(last.child))
+    activated = gate_and_up(bare(last.child), find)
     if activated is None:
         return None
     activation, arguments, gate, up = activated
