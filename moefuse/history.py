@@ -139,7 +139,7 @@ def _module(traced: _torch_private.Traced | None, report: FusionReport) -> objec
 def _mode(traced: _torch_private.Traced | None) -> tuple[bool, bool | None]:
     """In which a frame is compiled: what is fused in one may be refused in the other."""
     owner = traced.local_scope.get("self") if traced is not None else None
-    return torch.is_grad_enabled(), owner.training if isinstance(owner, nn.Module) else None
+    return torch.is_grad_enabled(), getattr(owner, "training", None) if isinstance(owner, nn.Module) else None
 
 
 def _alike(first: tuple[bool, bool | None], second: tuple[bool, bool | None]) -> bool:

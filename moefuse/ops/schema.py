@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 _LISTS = (
-    "Tensor x, Tensor ids, Tensor weights, Tensor[] w_in, Tensor[] w_up, Tensor[] w_out, "
-    "Tensor[] b_in, Tensor[] b_up, Tensor[] b_out, "
+    "Tensor x, Tensor ids, Tensor weights, Tensor[] w_in, Tensor[] w_up, Tensor[] w_out, Tensor[] b_in, Tensor[] b_up, Tensor[] b_out, "
 )
 _OPTIONS = (
     'str activation="silu", float[] activation_args=[], str gating="merged", bool up_first=False, bool weight_on_input=False, '

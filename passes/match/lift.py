@@ -30,8 +30,8 @@ from moefuse.passes.ir.facts import (
 from moefuse.passes.ir.regions import Refused, Region, Weightless, sources
 from moefuse.passes.match.activations import vanishes
 from moefuse.passes.match.ids_outside import outside
-from moefuse.passes.match.representative import instances
 from moefuse.passes.match.lowrank import taken_apart
+from moefuse.passes.match.representative import instances
 from moefuse.passes.match.safety import checked
 from moefuse.passes.match.unrecognised import unread, unread_stacks
 

@@ -199,4 +199,3 @@ def _turns(call: Any) -> bool:
         dims = call.args[1] if isinstance(call.args[1], tuple | list) else call.args[1:]
         return [d % 3 for d in dims] == [0, 2, 1]
     return call.name in ("mT",)
-

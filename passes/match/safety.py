@@ -185,6 +185,8 @@ def _types(ctx: Context, region: Region) -> Lost | None:
 def _modes(ctx: Context, region: Region) -> Lost | None:
     """Grad mode and autocast are the same for everything that is differentiated, and for the sum."""
     mode = ctx.mode[region.anchor]
+    # PEFT switches autocast off for the sum of a weight and its terms; the op computes terms in float32 whatever it is.
+    sums = region.nodes - region.whole.nodes if region.whole is not None else frozenset()
     for node in sorted(region.nodes, key=ctx.position.__getitem__):
         value, fact = tensor(node), ctx.facts.get(node)
         counts = isinstance(fact, Counts | Hit | Span | Sorted | Range | Fill) or (isinstance(fact, Mask) and fact.weight is None)
@@ -192,7 +194,7 @@ def _modes(ctx: Context, region: Region) -> Lost | None:
             continue
         here = ctx.mode[node]
         # A view or a cast computes the same under every autocast.
-        casts = here[1] == mode[1] or isinstance(fact, View | Weight)
+        casts = here[1] == mode[1] or isinstance(fact, View | Weight) or node in sums
         # What is added without gradients has none, however it was computed; an accumulator keeps those that it had.
         grads = here[0] == mode[0] or (here[0] and not isinstance(fact, Sum | Buffer))
         if not casts or not grads:

@@ -26,7 +26,6 @@ from moefuse.passes.ir.lowrank import with_terms
 from moefuse.passes.match.activations import gate_and_up
 from moefuse.spec import Gating
 
-
 Find = Callable[[Any], Projection | None]
 
 

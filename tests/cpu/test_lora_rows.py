@@ -75,7 +75,7 @@ def close(found: list[Tensor], expected: list[Tensor], tolerance: float) -> None
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
-@pytest.mark.parametrize("rank", (4, 3))
+@pytest.mark.parametrize("rank", [4, 3])
 def test_float32_adapters_beside_a_bfloat16_base(rank: int) -> None:
     """PEFT's default for bfloat16 models; an odd rank has no aligned rows."""
     torch.manual_seed(0)
@@ -127,7 +127,7 @@ def test_gradients_see_the_mask_of_their_forward() -> None:
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
-@pytest.mark.parametrize("by_option", (True, False))
+@pytest.mark.parametrize("by_option", [True, False])
 def test_eager_draws_are_asked_for(by_option: bool) -> None:
     """Sorted rows cannot have eager's random numbers, so the refusal stays where those are asked for."""
     layer = Layer(dropout=0.25)
@@ -179,7 +179,7 @@ def test_one_op_with_terms_in_float32() -> None:
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
-@pytest.mark.parametrize("which", ("gate", "up", "down"))
+@pytest.mark.parametrize("which", ["gate", "up", "down"])
 def test_some_projections_have_terms(which: str) -> None:
     """As with PEFT's ``target_modules``; a base that trains has its gradient as well."""
     torch.manual_seed(0)

@@ -79,6 +79,8 @@ def test_json_says_everything() -> None:
             "bias": False,
             "weight_on": "output",
             "hidden_out": 0,
+            "lora": [],
+            "dropout": [],
         },
         "domain": "sorted",
         "tier": "fused",
