@@ -58,7 +58,7 @@ def _rebuilt(expr: Expr, sums: dict[int, _Sum]) -> Expr:
                 return _beside(old, child, sums[id(old)]) if id(old) in sums else replace(old, child=child)
             case Op():
                 return replace(old, args=tuple(map(run, old.args)), kwargs=tuple((k, run(v)) for k, v in old.kwargs))
-        return replace(old, child=run(old.child)) if old.children else old  # type: ignore[call-arg]
+        return replace(old, child=run(old.child)) if old.children else old  # type: ignore[call-arg, attr-defined]
 
     found: Expr = run(expr)
     return found
