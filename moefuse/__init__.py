@@ -15,9 +15,12 @@ from moefuse.errors import FusionError as FusionError
 from moefuse.errors import OptionError as OptionError
 from moefuse.errors import ParallelError as ParallelError
 from moefuse.errors import PeerError as PeerError
+from moefuse.errors import RoutingError as RoutingError
 from moefuse.errors import TooManyTokens as TooManyTokens
 from moefuse.history import last_report as last_report
 from moefuse.integrations import on_import as _on_import
+from moefuse.replay.api import capture_routing as capture_routing
+from moefuse.replay.api import replay_routing as replay_routing
 from moefuse.report import FusionReport as FusionReport
 from moefuse.spec import ExpertsSpec as ExpertsSpec
 from moefuse.tuning.report import WarmupReport as WarmupReport
@@ -39,9 +42,11 @@ __all__ = [
     "Options",
     "ParallelError",
     "PeerError",
+    "RoutingError",
     "TooManyTokens",
     "WarmupReport",
     "__version__",
+    "capture_routing",
     "clip_grad_norm_",
     "compile",
     "explain",
@@ -49,6 +54,7 @@ __all__ = [
     "last_report",
     "load",
     "parallelize",
+    "replay_routing",
     "unparallelize",
     "warmup",
 ]

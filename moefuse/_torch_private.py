@@ -657,7 +657,7 @@ def borrowed_dynamo() -> Iterator[TraceLog]:
         for code in seen:
             # A frame that Dynamo skipped earlier has no compiled code to lose; it has to be tried again to learn why.
             if not eval_frame._debug_get_cache_entry_list(code):
-                _reset_code(code)
+                reset_code(code)
         kept = {code: set(map(id, eval_frame._debug_get_cache_entry_list(code))) for code in seen}
         backends = set(eval_frame.cached_backends)
         counters = {name: dict(counter) for name, counter in utils.counters.items()}
@@ -983,6 +983,11 @@ def running_backward() -> int:
     return torch._C._current_graph_task_id()
 
 
+def keeps_by_hooks() -> bool:
+    """Whether what autograd keeps for gradients goes through hooks, as in an activation checkpoint."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 def hooks_of_gradients(parameter: torch.nn.Parameter) -> list[Any]:
     """What ``register_post_accumulate_grad_hook`` was given, and runs again where ``Module.to_empty`` has let autograd forget it.
 
@@ -1087,7 +1092,8 @@ def _seen_codes() -> list[types.CodeType]:
     return [code for weak in convert_frame.input_codes.seen if (code := weak()) is not None]
 
 
-def _reset_code(code: types.CodeType) -> None:
+def reset_code(code: types.CodeType) -> None:
+    """Forget what was compiled of this code."""
     torch._C._dynamo.eval_frame.reset_code(code)
 
 
@@ -1096,7 +1102,7 @@ def _drop_new_entries(code: types.CodeType, kept: set[int] | None) -> None:
     from torch._dynamo.guards import DeletedGuardManagerWrapper
 
     if not kept:
-        _reset_code(code)
+        reset_code(code)
         return
     for entry in eval_frame._debug_get_cache_entry_list(code):
         manager = entry.guard_manager

@@ -10,10 +10,12 @@ from typing import Any
 import torch
 
 from moefuse import _torch_private, cache, history, nothing_found, pipeline
-from moefuse._dynamo import ddp
+from moefuse._dynamo import armed, ddp
 from moefuse.capture import entry
 from moefuse.config import Options
 from moefuse.errors import FusionError, OptionError
+from moefuse.replay import calls
+from moefuse.replay.choices import opened
 from moefuse.report import FusionReport
 
 OVERLAP = 8
@@ -46,6 +48,8 @@ def backend(
     """
     with _torch_private.surfacing(ValueError, RuntimeError):
         own, patches = parse(mode, options)
+    if armed.now() and own.fuse_router:
+        own = dataclasses.replace(own, fuse_router=False)  # what it chooses has to be seen
     if not own.enabled:
         return _torch_private.compile_fx(gm, example_inputs, patches, name)
     frame = entry.frame()
@@ -59,8 +63,18 @@ def backend(
 
     stamped = _torch_private.with_stamp(patches, functools.partial(CacheStamp, cache.key(own)))
     compiler = ddp.in_buckets(lambda graph, inputs: _torch_private.compile_fx(graph, inputs, stamped, name))
+
+    def run_compiler() -> _torch_private.CompiledFn:
+        if not armed.now() or not report.fused:
+            return compiler(gm, example_inputs)
+        found = opened(gm, example_inputs)
+        calls.closed.update(found.closed)
+        if not found.choices:
+            return compiler(gm, example_inputs)
+        return calls.running(found, compiler(found.graph, [*example_inputs, *found.given]))
+
     try:
-        compiled = pipeline.compile_or_restore(gm, report, saved, frame, lambda: compiler(gm, example_inputs))
+        compiled = pipeline.compile_or_restore(gm, report, saved, frame, run_compiler)
         return history.watched(report, compiled, example_inputs)
     except Exception:
         history.withdraw(report)

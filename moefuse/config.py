@@ -63,6 +63,8 @@ class Options:
         overlap: up to so many tokens, shared experts start before the router and run beside the routed ones on a stream of their own
             (inference in a CUDA graph); 0 leaves them as they are. None is 8 where Inductor records CUDA graphs
             (``mode="reduce-overhead"``), else 0: give a number if you record them yourself.
+        recompute: in training, compute hidden activations of fused layers again in backward instead of keeping them: S x 2I values less a
+            layer, for the first product once more, and the same bits.
         expect: raise :class:`moefuse.FusionError` unless, when a call that compiled something returns, so many layers are fused.
     """
 
@@ -76,12 +78,13 @@ class Options:
     router_topk: bool = True
     fuse_router: bool = False
     overlap: int | None = None
+    recompute: bool = False
     expect: int | None = None
 
     def __post_init__(self) -> None:
         if self.verify not in get_args(Verify):
             raise _illegal("verify", self.verify, _one_of(get_args(Verify)))
-        for name in ("strict", "enabled", "capture", "cost_gate", "router_topk", "fuse_router"):
+        for name in ("strict", "enabled", "capture", "cost_gate", "router_topk", "fuse_router", "recompute"):
             if not isinstance(getattr(self, name), bool):
                 raise _illegal(name, getattr(self, name), "True or False")
         for name in ("max_rewrites", "overlap", "expect"):

@@ -96,6 +96,10 @@ class ParallelError(ValueError):
     """``moefuse.parallelize`` cannot do what it was asked for; nothing has been changed. The text names the module and the remedy."""
 
 
+class RoutingError(RuntimeError):
+    """Routing cannot be captured or replayed as it was asked for. The text names the layer, and says why or what to do."""
+
+
 class PeerError(RuntimeError):
     """Another rank has failed, has left, or does something else. The text names the layer."""
 

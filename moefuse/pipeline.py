@@ -337,7 +337,7 @@ class GraphSnapshot:
             Saved(
                 module,
                 tuple(module.graph.nodes),
-                _copy_graph(module.graph),
+                copy_graph(module.graph),
                 dict(module._modules),
                 dict(module._parameters),
                 dict(module._buffers),
@@ -353,7 +353,8 @@ class GraphSnapshot:
             saved.module.graph = saved.graph
 
 
-def _copy_graph(graph: torch.fx.Graph) -> torch.fx.Graph:
+def copy_graph(graph: torch.fx.Graph) -> torch.fx.Graph:
+    """A copy of a graph from Dynamo that AOTAutograd takes for one."""
     copied: torch.fx.Graph = copy.deepcopy(graph)
     for new, old in zip(copied.find_nodes(op="placeholder"), graph.find_nodes(op="placeholder"), strict=True):
         # Dynamo ties inputs to guards by this attribute, and AOTAutograd reads it; a graph copy does not carry attributes.

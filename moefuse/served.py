@@ -45,8 +45,8 @@ class Served:
     def applied(self, report: FusionReport) -> FusionReport:
         """The report with each item once for each module that the graph has run."""
         others = self._others()
-        fused = [replace(f, module=_renamed(f.module, self.name, other)) for other in others for f in report.fused]
-        skipped = [self._borrowed(s, _renamed(s.module, self.name, other)) for other in others for s in report.skipped]
+        fused = [replace(f, module=renamed(f.module, self.name, other)) for other in others for f in report.fused]
+        skipped = [self._borrowed(s, renamed(s.module, self.name, other)) for other in others for s in report.skipped]
         return replace(report, fused=report.fused + fused, skipped=report.skipped + skipped)
 
     def _borrowed(self, skipped: Skipped, module: str) -> Skipped:
@@ -107,8 +107,11 @@ def _noting(compiled: _torch_private.CompiledFn, at: int, seen: dict[int, Any], 
 
 
 def _witness(report: FusionReport, known: dict[int, str], example_inputs: Sequence[object]) -> tuple[int, str] | None:
-    """(which input, its name): the parameter that is the nearest to the first module that the report names."""
-    module = (report.fused or report.skipped)[0].module
+    return nearest_parameter((report.fused or report.skipped)[0].module, known, example_inputs)
+
+
+def nearest_parameter(module: str, known: dict[int, str], example_inputs: Sequence[object]) -> tuple[int, str] | None:
+    """(which input, its name): the parameter among a graph's inputs that is the nearest to a module; ``known``: names by identity."""
     named = [(at, known[id(value)]) for at, value in enumerate(example_inputs) if isinstance(value, torch.Tensor) and id(value) in known]
     return max(named, key=lambda entry: _agree(entry[1], module), default=None)
 
@@ -119,7 +122,7 @@ def _agree(name: str, module: str) -> int:
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
-def _renamed(module: str, name: str, other: str | None) -> str:
+def renamed(module: str, name: str, other: str | None) -> str:
     """The module whose parameter is ``other``, in the place of ``module`` around the parameter ``name``."""
     if other is None:
         return module
@@ -127,8 +130,8 @@ def _renamed(module: str, name: str, other: str | None) -> str:
     while old and new and old[-1] == new[-1]:
         old.pop()
         new.pop()
-    path = module.split(".")
+    path = module.split(".") if module else []
     return ".".join((*new, *path[len(old) :])) if path[: len(old)] == old else module
 
 
-__all__ = ["LIMIT", "Served", "watch"]
+__all__ = ["LIMIT", "Served", "nearest_parameter", "renamed", "watch"]

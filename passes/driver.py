@@ -35,6 +35,7 @@ from moefuse.passes.lower.checkpoints import keep_results
 from moefuse.passes.lower.cost_gate import not_faster
 from moefuse.passes.lower.devices import unsupported
 from moefuse.passes.lower.lower import Lowered, Lowering
+from moefuse.passes.lower.recompute import recompute
 from moefuse.passes.lower.record import remember
 from moefuse.passes.lower.rewrite import replace
 from moefuse.passes.lower.spread import Spread, sharding
@@ -100,6 +101,8 @@ def fuse(gm: GraphModule, example_inputs: Sequence[object] | None, options: Opti
     _fuse_module(gm, {n: v for n, v in known.items() if _is_real(v)}, run)
     if assumptions:
         run.result.undischarged += discharge.lost_track(gm, assumptions)
+    if options.recompute and run.result.fused:
+        recompute(gm)
     return run.result
 
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from moefuse._dynamo import creation_clock, ddp, left, module_calls, told_apart, values
+from moefuse._dynamo import armed, creation_clock, ddp, left, module_calls, told_apart, values
 
 _KEPT = "moefuse_capture"
 _SETTINGS = "moefuse_settings"
@@ -189,6 +189,7 @@ def _on_compile(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         module_calls.watch(self, observer.traced)
     if observer.apart is not None:
         told_apart.watch(self, observer.apart)
+    armed.watch(self)
     return compiled
 
 

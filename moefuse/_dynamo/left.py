@@ -35,6 +35,11 @@ def attempted(observer: Any) -> None:
         attempts.append(observer)
 
 
+def ours() -> list[types.CodeType]:
+    """The code of all frames that were traced for us."""
+    return list(_ours)
+
+
 def convert(original: Callable[[], Any], frame: Any, frame_state: dict[str, Any], owner: object) -> Any:
     """What Dynamo makes of a frame, where ``original`` asks it; ``owner`` stands for the compiled program that the frame belongs to."""
     code = frame.f_code

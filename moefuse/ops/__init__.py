@@ -8,6 +8,7 @@ from moefuse.ops import experts, grouped, router
 from moefuse.ops import lora as _lora  # noqa: F401  (defines its ops)
 from moefuse.ops import own as _own  # noqa: F401  (defines its op)
 from moefuse.ops import parallel as _parallel  # noqa: F401  (defines its ops)
+from moefuse.ops import recomputed as _recomputed  # noqa: F401  (defines its ops)
 from moefuse.ops import rounds as _rounds  # noqa: F401  (defines its op)
 from moefuse.ops import shared as _shared  # noqa: F401  (defines its ops)
 from moefuse.ops import slices as _slices  # noqa: F401  (defines its ops)

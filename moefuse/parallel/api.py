@@ -34,7 +34,7 @@ def parallelize(
     mesh: DeviceMesh,
     *,
     experts: Experts | tuple[Experts, ...] = "ep",
-    tokens: Tokens = "distinct",
+    tokens: Tokens | tuple[Tokens, Tokens] = "distinct",
     max_tokens: int | Literal["equal"] | None = None,
     transport: Literal["auto", "allgather", "all_to_all", "symm", "gather"] = "auto",
     placement: str | Sequence[int] | Placement = "linear",
@@ -55,7 +55,8 @@ def parallelize(
             ``("ep", "tp")`` for a mesh of two dimensions, whose second one slices the experts of the first. A first dimension ``"dp"``,
             as in ``("dp", "ep")``, is of ranks with the same experts and other tokens: gradients of experts are averaged over it.
         tokens: ``"distinct"``: each rank has tokens of its own, as in data parallelism; ``"replicated"``: all have the same;
-            ``"sequence"``: each has a part of the same sequences. Of two dimensions that is the first; ranks of the second have the same.
+            ``"sequence"``: each has a part of the same sequences. For ``("ep", "tp")`` a word for each dimension, or one for both:
+            ``("distinct", "replicated")`` where ranks with slices of the same experts have the same tokens, as under tensor parallelism.
         max_tokens: most tokens of a layer that any rank has in a call: sizes are then known without an exchange. ``"equal"``: all ranks
             have equally many. None: numbers of tokens are exchanged in each call.
         transport: ``"allgather"``: all tokens go to all ranks, and nothing waits for the host; ``"all_to_all"``: each goes to the ranks
@@ -80,13 +81,14 @@ def parallelize(
         ParallelError: no experts, no process group, a mesh of several dimensions, fewer experts than ranks, an optimizer that has the
             Parameters already, tied or sharded Parameters, an illegal argument. Nothing has been changed then.
     """
-    checks.arguments(tokens, grads, transport, max_tokens, bound)
+    checks.arguments(grads, transport, max_tokens, bound)
     roles = checks.roles_of(experts)
     checks.is_model(model)
     checks.mesh_fits(mesh, roles)
     checks.modules_are_free(model, modules)
     replicated = roles[0] == "dp"
     hops = roles[replicated:]
+    whose = checks.tokens_of(tokens, hops)
     sites = experts_of(model, modules)
     over = mesh.size(int(replicated)) if hops[0] == "ep" else 1
     counts = [_copies(site, over, len(roles)) for site in sites]
@@ -96,13 +98,16 @@ def parallelize(
     if transport == "symm":
         checks.memory_may_be_shared(mesh, mesh.size(int(replicated)))
     cuts = _cuts(model, sites, mesh.size(-1)) if roles[-1] == "tp" else []
+    if len(hops) > 1 and whose[-1] != "replicated":
+        checks.slices_have_all(sites, cuts)
     most = max_tokens if max_tokens is not None else "any"
+    # Tokens of ranks with slices come together before they travel to experts.
+    gathered = mesh.size(-1) if len(hops) > 1 and whose[-1] != "replicated" and isinstance(most, int) else 1
     grids = {count: grid(mesh, count, replicated) for count in dict.fromkeys(counts)}
     if transport == "symm":
         checks.one_host(grids.values())
-    near = {count: transport == "auto" and tokens != "replicated" and _shares(at, max_tokens) for count, at in grids.items()}
+    near = {count: transport == "auto" and whose[0] != "replicated" and _shares(at, max_tokens) for count, at in grids.items()}
     kept: Any = "most" if bound is None else bound
-    whose = (tokens, "replicated")[: len(hops)]
     warn = copies.warning_of_others(mesh)
     names = [site.layer for site in sites]
     model_number = _number(grids.values())
@@ -110,8 +115,9 @@ def parallelize(
     for number, (site, place, count) in enumerate(zip(sites, places, counts, strict=True)):
         at = grids[count]
         way = _transport(site, transport, max_tokens, at, near[count])
-        promised: tuple[Any, ...] = (way, most, grads, place, count, at.copies if replicated else 1, kept, debug)
-        terms = tuple(_terms(*each, *promised) for each in zip(hops, at.names, whose, strict=True))
+        promised: tuple[Any, ...] = (grads, place, count, at.copies if replicated else 1, kept, debug)
+        mosts = (most * gathered, most) if gathered > 1 else (most, most)
+        terms = tuple(_terms(*each, way, at_most, *promised) for *each, at_most in zip(hops, at.names, whose, mosts, strict=False))
         slices = Slices(terms[-1].text, cuts[number]) if cuts else None
         name = site.layer if names.count(site.layer) == 1 and site.layer else site.name
         on_gradient = copies.averaging(name, at) if terms[0].averages else warn

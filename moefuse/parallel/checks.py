@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from moefuse.errors import ParallelError
 from moefuse.parallel import views
-from moefuse.parallel.find import Site, parameters_of
+from moefuse.parallel.find import Listed, Site, parameters_of
 from moefuse.parallel.meshes import Grid
 from moefuse.runtime import groups
 from moefuse.runtime.transports import symm
@@ -25,9 +25,34 @@ _ROLES = (("ep",), ("tp",), ("ep", "tp"))
 TRANSPORTS = ("auto", "allgather", "all_to_all", "symm", "gather")
 
 
-def arguments(tokens: object, grads: object, transport: object, max_tokens: object, bound: object) -> None:
+def tokens_of(tokens: object, hops: Sequence[str]) -> tuple[Any, ...]:
+    """Whose tokens a rank has, for each dimension of the mesh that experts are spread over."""
+    whose = tokens if isinstance(tokens, tuple) else (tokens,) * len(hops)
+    for word in whose:
+        _legal("tokens", word, groups.TOKENS)
+    if len(whose) != len(hops):
+        raise ParallelError(f"tokens={tokens!r} is for {len(whose)} dimensions, and experts are spread over {len(hops)}: {tuple(hops)!r}")
+    if whose[0] == "replicated" != whose[-1]:
+        raise ParallelError(
+            f"tokens={tokens!r} is not legal: what differs among ranks with slices of the same experts differs among all ranks; "
+            "use ('distinct', 'replicated') or one word for both dimensions"
+        )
+    return whose
+
+
+def slices_have_all(sites: Sequence[Site], cuts: Sequence[Mapping[str, object]]) -> None:
+    """Nothing of the experts is whole on ranks with slices and other tokens: nobody would add up its gradients."""
+    for site, cut in zip(sites, cuts, strict=True):
+        whole = next((name for name, where in cut.items() if where is None), None)
+        if whole is not None:
+            raise ParallelError(
+                f"{whole} of {site.name} is no sum over hidden units, and every rank with slices of an expert has it whole: say "
+                "tokens=('distinct', 'replicated') and give such ranks the same tokens, or use experts='ep'"
+            )
+
+
+def arguments(grads: object, transport: object, max_tokens: object, bound: object) -> None:
     """Those that are chosen of a few, and numbers."""
-    _legal("tokens", tokens, groups.TOKENS)
     _legal("grads", grads, groups.GRADS)
     _legal("transport", transport, TRANSPORTS)
     number = isinstance(max_tokens, int) and not isinstance(max_tokens, bool) and max_tokens >= 1
@@ -135,6 +160,14 @@ def parameters_are_free(model: nn.Module, sites: Sequence[Site]) -> None:
                     f"{site.name} has a Parameter that is a {type(p.data).__name__} already: call moefuse.parallelize before other "
                     "libraries shard or wrap the model"
                 )
+            hangs = "a hook on its gradient" if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None) else ""
+            if hangs or p.grad is not None:
+                remedy = "register it afterwards, on those of plan.parameters" if hangs else "call model.zero_grad() first"
+                raise ParallelError(
+                    f"a Parameter of {site.name or 'the model'} has {hangs or 'a gradient'}, and moefuse.parallelize puts another in its "
+                    f"place: {remedy}"
+                )
+        _alike(site)
     for optimizer in _optimizers():
         for p in _trained_by(optimizer):
             if id(p) in wanted:
@@ -142,6 +175,21 @@ def parameters_are_free(model: nn.Module, sites: Sequence[Site]) -> None:
                     f"a Parameter of {wanted[id(p)].name} is in an optimizer ({type(optimizer).__name__}) already: make the optimizer "
                     "after moefuse.parallelize"
                 )
+
+
+def _alike(site: Site) -> None:
+    """One Parameter takes the place of all experts' Parameters of one name, and is trained or not."""
+    if not isinstance(site, Listed):
+        return
+    numbers = [name for name, _ in site.module.named_children()]
+    for path in site.names:
+        trained = {number: item.get_parameter(path).requires_grad for number, item in zip(numbers, site.items, strict=True)}
+        if len(set(trained.values())) > 1:
+            frozen = next(number for number, wants in trained.items() if not wants)
+            raise ParallelError(
+                f"{site.name}.{frozen}.{path} is frozen and others of the list are not: they become one Parameter. Freeze all or none of "
+                "them, or leave this layer out by modules=..."
+            )
 
 
 def in_optimizer(parameters: set[int]) -> str | None:

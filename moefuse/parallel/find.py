@@ -160,6 +160,27 @@ def _not_tied(model: nn.Module, found: list[Site]) -> None:
             if id(parameter) in owners:
                 raise ParallelError(f"{owners[id(parameter)]} and {whole} are one Parameter: tied experts cannot be sharded, untie them")
             owners[id(parameter)] = whole
+    _not_shared(model, found)
+
+
+def _not_shared(model: nn.Module, found: list[Site]) -> None:
+    """No layer, expert or other module has a part of an expert that is another's, too: weights are read by their place in one list."""
+    lists = [site for site in found if isinstance(site, Listed)]
+    first: dict[int, Listed] = {}
+    for site in lists:
+        other = first.setdefault(id(site.module), site)
+        if other is not site:
+            raise ParallelError(f"{other.layer} and {site.layer} have one list of experts: it cannot be sharded, give each layer its own")
+    inner = {id(m) for site in lists for item in site.items for m in item.modules() if next(m.parameters(), None) is not None}
+    names: dict[int, str] = {}
+    for path, module in model.named_modules():
+        for name, child in module._modules.items():
+            if child is None or id(child) not in inner:
+                continue
+            whole = f"{path}.{name}".lstrip(".")
+            if id(child) in names:
+                raise ParallelError(f"{names[id(child)]} and {whole} are one module: experts that share it cannot be sharded, copy it")
+            names[id(child)] = whole
 
 
 def parameters_of(site: Site) -> Iterator[nn.Parameter]:

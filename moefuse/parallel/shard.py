@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from moefuse.parallel import state, views
+from moefuse.parallel import members, state, views
 from moefuse.parallel.copies import watch
 from moefuse.parallel.find import Listed, Site, Stacked
 from moefuse.parallel.where import Where
@@ -151,7 +151,14 @@ def _shard_listed(site: Listed, held: Held) -> None:
     for (expert, inner), names in owners.items():
         module = site.items[expert].get_submodule(inner)
         object.__setattr__(module, HOLDER, (holder,))
-        views.with_properties(module, {own: _row_reader(held.names[path], expert, where.of(path)) for own, path in names})
+        place = ".".join(part for part in ((held.numbers or ())[expert], inner) if part)
+        body = {**members.methods(type(module), where.layer, place), **members.freezing(type(module), where.layer)}
+        views.with_properties(module, {own: _row_reader(held.names[path], expert, where.of(path)) for own, path in names}, body)
+    around = [item for expert, item in enumerate(site.items) if (expert, "") not in owners]
+    # One class for those of one class: a loop over experts runs them alike.
+    kinds = {kind: views.subclass(kind, members.freezing(kind, where.layer)) for kind in {type(item) for item in around}}
+    for item in around:
+        item.__class__ = kinds[type(item)]
     views.with_properties(holder, _place(held), _body(type(holder), held))
     _settle(holder)
 

@@ -167,17 +167,21 @@ def keys_of_listed(names: Mapping[str, str], numbers: tuple[str, ...], where: Wh
             # A checkpoint of the whole model is judged as a whole, by every rank alike.
             whole = any(row is not None for expert, row in enumerate(found) if expert not in mine)
             known = {f"{prefix}{numbers[e]}.{path}": found[e] for e in (range(len(numbers)) if whole else mine)}
-            if _faults(known, own.shape[1:], faults):
-                state[prefix + name] = own.detach()
-                continue
-            parts = [_part(where, path, found[expert]) for expert in mine]
-            state[prefix + name] = _rows(own, torch.stack(parts) if parts else own.to_local()[:0], where)
+            wrong = _faults(known, own.shape[1:], faults)
+            rows, here = own.to_local().detach().clone(), slots_here(own, where)
+            for slot, expert in enumerate(mine):
+                row = found[expert]
+                if row is not None and f"{prefix}{numbers[expert]}.{path}" not in wrong:
+                    part = _part(where, path, row)
+                    if slot in here:
+                        rows[slot - here.start] = part
+            state[prefix + name] = _like(own, rows)
 
     return save, load
 
 
-def _faults(rows: Mapping[str, Tensor | None], shape: torch.Size, faults: Faults) -> bool:
-    """Whether experts are missing or of another ``shape``; says so."""
+def _faults(rows: Mapping[str, Tensor | None], shape: torch.Size, faults: Faults) -> set[str]:
+    """Those of another ``shape``; says so, and which are missing. Both keep what they have."""
     missing = [key for key, row in rows.items() if row is None]
     wrong = {key: row.shape for key, row in rows.items() if row is not None and row.shape != shape}
     faults.missing.extend(missing)
@@ -185,7 +189,7 @@ def _faults(rows: Mapping[str, Tensor | None], shape: torch.Size, faults: Faults
         f"size mismatch for {key}: copying a param with shape {found} from checkpoint, the shape in current model is {shape}."
         for key, found in wrong.items()
     )
-    return bool(missing or wrong)
+    return set(wrong)
 
 
 def _part(where: Where, path: str, row: Tensor) -> Tensor:
@@ -234,5 +238,9 @@ def _held(held: DTensor, where: Where) -> Tensor:
 def _rows(own: DTensor, rows: Tensor, where: Where) -> DTensor:
     """What a Parameter of a rank with these ``rows`` is loaded from; where it has more slots than rows, those are empty."""
     local, here = own.to_local(), slots_here(own, where)
-    rows = padded(rows.to(device=local.device, dtype=local.dtype), where.slots, 0)[here.start : here.stop]
+    return _like(own, padded(rows.to(device=local.device, dtype=local.dtype), where.slots, 0)[here.start : here.stop])
+
+
+def _like(own: DTensor, rows: Tensor) -> DTensor:
+    """What a Parameter is loaded from, given what this rank holds of it."""
     return DTensor.from_local(rows, own.device_mesh, own.placements, run_check=False, shape=own.shape, stride=own.stride())

@@ -37,6 +37,7 @@ class Table:
         with torch.inference_mode(False):
             made = self._made(device)
         if type(made) is Tensor:  # and not of somebody's mode that records operations
+            torch._dynamo.mark_static(made)  # E is no size that changes, whatever the user says of those of tokens
             self.tensors[made.device.type, made.device.index] = _torch_private.static_address(made)
             layers.remember(made, self)
 

@@ -40,8 +40,9 @@ def full(holder: nn.Module, name: str, of: Of) -> Tensor:
     parameter: Any = holder._parameters.get(name)
     if not isinstance(parameter, DTensor):
         raise ParallelError(
-            f"{name} of {type(holder).__name__} is no DTensor any more: something has put another Parameter in its place since "
-            "moefuse.parallelize, as DistributedDataParallel(device_mesh=...) does, which has to be called without it"
+            f"{name} of {type(holder).__name__} is no DTensor any more: something has put another tensor in its place since "
+            "moefuse.parallelize, as a parametrization does, PEFT's target_parameters, torch.func.functional_call with full weights, or "
+            "DistributedDataParallel(device_mesh=...), which has to be called without it"
         )
     if len(parameter.placements) > of[2]:
         return parameter
@@ -93,7 +94,7 @@ def with_properties(module: nn.Module, properties: Mapping[str, Callable[[Any], 
     """Give a module a class of its own, of the name that its class has, with these attributes that are computed, and others in ``body``."""
     for read in (*properties.values(), full):
         _torch_private.inlined_only(read)
-    module.__class__ = _subclass(type(module), {**{name: property(read) for name, read in properties.items()}, **(body or {})})
+    module.__class__ = subclass(type(module), {**{name: property(read) for name, read in properties.items()}, **(body or {})})
 
 
 def gathering_once(module: nn.Module) -> None:
@@ -106,14 +107,15 @@ def gathering_once(module: nn.Module) -> None:
         with once():
             return kind.forward(self, *args, **kwargs)
 
-    module.__class__ = _subclass(kind, {"forward": forward, _ONCE: True})
+    module.__class__ = subclass(kind, {"forward": forward, _ONCE: True})
 
 
 ORIGINAL = "_moefuse_original"
 _ONCE = "_moefuse_gathers_once"
 
 
-def _subclass(kind: type[nn.Module], body: dict[str, Any]) -> type[nn.Module]:
+def subclass(kind: type[nn.Module], body: dict[str, Any]) -> type[nn.Module]:
+    """A class of the same name, which ``moefuse.unparallelize`` takes back."""
     named = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, ORIGINAL: getattr(kind, ORIGINAL, kind)}
     return type(kind.__name__, (kind,), {**body, **named})
 

@@ -98,6 +98,7 @@ def _triton(module: str, op: str, name: str = "triton", traced: str | None = Non
 PROVIDERS: dict[str, list[Provider]] = {
     "experts": _on_cuda() + _portable(cpu.experts),
     "experts_forward": _triton("provide.training", "experts_forward") + _portable(cpu.experts_forward),
+    "experts_hidden": _triton("provide.training", "experts_hidden") + _portable(lambda call, order, offsets: cpu.experts_forward(call)[1]),
     "experts_backward": _portable(backward.experts_backward),
     "experts_backward_rows": _triton("provide.training", "experts_backward_rows") + _portable(backward.experts_backward_rows),
     "experts_backward_in": _triton("provide.training", "experts_backward_in") + _portable(backward.experts_backward_in),

@@ -98,6 +98,12 @@ def sharding(region: Region) -> Sharding | None:
     found = {leaf: hops_of(leaf, region.num_experts) for leaf in leaves if leaf is not added}
     ways, held = {hops for hops, _ in found.values()}, {count for _, count in found.values()}
     if len(ways) != 1 or len(held) != 1:
+        whole = next((leaf for leaf, (hops, _) in found.items() if not hops), None)
+        if whole is not None:
+            name = (whole.parts or (whole.source,))[0].name
+            raise NotLocalError(
+                f"`{name}` is whole on every rank, and weights beside it are not; as a Parameter [E, ..] it would be spread"
+            )
         raise NotLocalError("its weights are sharded in different ways")
     where = Sharding(ways.pop(), held.pop())
     if where.sliced and body is None:

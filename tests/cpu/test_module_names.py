@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import moefuse
+from moefuse import history
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -299,3 +301,14 @@ def test_a_module_that_is_put_in_later_has_its_name() -> None:
     report = moefuse.last_report()
     assert report is not None
     assert [fused.module for fused in report.fused] == [f"layers.{i}.mlp" for i in range(3)]
+
+
+def test_modules_without_a_mode() -> None:
+    """A proxy that is a module and was never initialised, as PEFT has one, is no reason to stop a program."""
+
+    class Proxy(nn.Module):
+        def __init__(self) -> None:
+            pass
+
+    traced = types.SimpleNamespace(local_scope={"self": Proxy()})
+    assert history._mode(traced)[1] is None  # type: ignore[arg-type]

@@ -169,3 +169,25 @@ def incomplete(rank: int) -> list[str]:
     ]
     model.load_state_dict(state)
     return found
+
+
+def in_parts(rank: int) -> list[str]:
+    """A checkpoint in files, one behind the other, and one that lacks a key: (what was not loaded) of each."""
+    torch.manual_seed(0)
+    model, other = layers.Listed(E), layers.Listed(E).state_dict()
+    moefuse.parallelize(model, mesh())
+    before = {key: value.clone() for key, value in moefuse.full_state_dict(model).items()}
+    lacks = "experts.1.0.weight"
+    model.load_state_dict({key: value for key, value in other.items() if key != lacks}, strict=False)
+    shorter = _differing(model, other)
+    kept = torch.equal(moefuse.full_state_dict(model)[lacks], before[lacks])
+    model.load_state_dict(before)
+    for expert in range(E):
+        part = {key: value for key, value in other.items() if key.startswith(f"experts.{expert}.")}
+        model.load_state_dict(part, strict=False)
+    return [str(shorter == [lacks] and kept), str(_differing(model, other))]
+
+
+def _differing(model: nn.Module, wanted: dict[str, Any]) -> list[str]:
+    found = moefuse.full_state_dict(model)
+    return [key for key, value in wanted.items() if not torch.equal(found[key], value)]

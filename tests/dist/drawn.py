@@ -59,7 +59,7 @@ class Drawn:
         """What the sum of all tokens' gradients is multiplied by for experts."""
         if self.how.get("grads") == "sum":
             return 1.0
-        if self.how["tokens"] == "distinct":
+        if "distinct" in (self.how["tokens"], self.how["tokens"][0]):
             return 1 / len(self.tokens)
         return 1 / self.shape[0] if self.roles[0] == "dp" else 1.0
 
@@ -82,7 +82,9 @@ def cases(draw: Any, world: int) -> Drawn:
     roles, shape = draw(st.sampled_from(LAYOUTS[world]))
     whose = draw(st.sampled_from(["distinct", "distinct", "replicated", "sequence"]))
     most = draw(st.sampled_from([None, "equal", 17, 20]))
-    own = [n for n, role in zip(shape, roles, strict=True) if role == "dp" or (whose != "replicated" and role == roles[roles[0] == "dp"])]
+    sliced = roles == ("ep", "tp") and whose != "replicated" and draw(st.booleans())  # ranks with slices of the same have the same tokens
+    differ = {"dp", *(roles[:1] if sliced else roles if whose != "replicated" else ())}
+    own = [n for n, role in zip(shape, roles, strict=True) if role in differ]
     owners = math.prod(own)
     # Counts of no tokens, read by the host, are a graph break, so that a rank without tokens would gather, and others would not.
     number = st.integers(1 if body == "sorted" else 0, 17)
@@ -90,7 +92,10 @@ def cases(draw: Any, world: int) -> Drawn:
     tokens = (draw(number),) * owners if most == "equal" else tuple(draw(counts))
     spread = shape[roles.index("ep")] if "ep" in roles else 1
     table = st.lists(st.integers(0, spread - 1), min_size=experts, max_size=experts)
-    how: dict[str, Any] = {"tokens": whose, "placement": draw(st.one_of(st.sampled_from(["linear", "round_robin"]), table))}
+    how: dict[str, Any] = {
+        "tokens": (whose, "replicated") if sliced else whose,
+        "placement": draw(st.one_of(st.sampled_from(["linear", "round_robin"]), table)),
+    }
     if most is not None:
         how["max_tokens"] = most
     if roles != ("ep",):

@@ -24,7 +24,7 @@ from tests.dist.layers import H, Interleaved, Model
 class Case:
     """``tokens`` of each rank; ``how``: arguments of ``parallelize``; ``behind``: what compiles the graph, None to run it in eager.
 
-    ``tensor``: so many ranks have the same tokens and slices of the same experts, on a mesh of two dimensions.
+    ``tensor``: so many ranks have slices of the same experts, on a mesh of two dimensions, and the same tokens if there are fewer of them.
     """
 
     kind: type[nn.Module]
@@ -37,6 +37,7 @@ class Case:
     checkpointed: bool = False
     skew: bool = False
     tensor: int = 1
+    dynamic: bool | None = None
     device: str = "cpu"
 
 
@@ -69,7 +70,9 @@ def run(rank: int, case: Case) -> Found:
         mesh = init_device_mesh(case.device, (world // case.tensor, case.tensor), mesh_dim_names=("ep", "tp"))
     else:
         mesh = init_device_mesh(case.device, (world,), mesh_dim_names=("ep",))["ep"]
-    moefuse.parallelize(model, mesh, **case.how)
+    share = world // len(case.tokens)
+    within = {"tokens": ("distinct", "replicated")} if case.tensor > 1 and share > 1 else {}
+    moefuse.parallelize(model, mesh, **{**within, **case.how})
     same = case.how.get("tokens") == "replicated"
     generator = torch.Generator().manual_seed(1)
     every = [torch.randn(1 if same else n, H, generator=generator).to(case.device, case.dtype) for n in case.tokens]
@@ -79,8 +82,8 @@ def run(rank: int, case: Case) -> Found:
     seen = Seen()
     run_model: Any = model
     if case.behind is not None:
-        run_model = torch.compile(model, backend=capturing(seen, Options(), case.behind), fullgraph=False)
-    place = rank // case.tensor
+        run_model = torch.compile(model, backend=capturing(seen, Options(), case.behind), fullgraph=False, dynamic=case.dynamic)
+    place = rank // share
     x = every[place].clone().requires_grad_(case.train)
     inputs = [e.clone().requires_grad_(case.train) for e in every]
     with torch.set_grad_enabled(case.train):
@@ -94,7 +97,7 @@ def run(rank: int, case: Case) -> Found:
         scale = 1 / ranks if means else 1.0
         total: Any = sum((_loss(w) for w in wanted[:ranks]), torch.zeros((), device=case.device))
         (total * scale).backward()
-        errors = _gradients(model, single, scale / case.tensor, same)
+        errors = _gradients(model, single, scale / share, same)
         errors["x"] = _apart(x.grad * scale, inputs[0 if same else place].grad)  # type: ignore[operator]
     ops: dict[str, int] = {}
     for gm in seen.graphs:

@@ -68,6 +68,23 @@ class Skipping(Stacked):
         return out
 
 
+class Buffers(Stacked):
+    """A bias for each expert that is no Parameter."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__(experts)
+        self.register_buffer("bias", torch.randn(experts, 2 * I))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        out = torch.zeros_like(x)
+        for e in range(len(self.gate_up)):
+            token, slot = torch.where(ids == e)
+            gate, up = F.linear(x[token], self.gate_up[e], self.bias[e]).chunk(2, -1)  # type: ignore[index]
+            out.index_add_(0, token, F.linear(F.silu(gate) * up, self.down[e]) * weights[token, slot, None])
+        return out
+
+
 class Transposed(Routed):
     """[E, H, I] with biases, every expert for every token."""
 

@@ -47,3 +47,8 @@ def test_a_checkpoint_without_an_expert(two: Workers) -> None:
     assert "Missing key(s) in state_dict" in lacks
     assert "size mismatch for" in differs
     assert only == "True"
+
+
+def test_a_checkpoint_in_parts(two: Workers) -> None:
+    """What is there is loaded: the rest of a list that lacks a key, and experts file by file."""
+    assert two.run(attacks.in_parts) == [["True", "['router.weight']"]] * 2

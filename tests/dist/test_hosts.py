@@ -36,7 +36,7 @@ CASES = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", CASES)
 def test_as_on_one_process(four: Workers, name: str) -> None:
     hosts, case = CASES[name]
@@ -86,6 +86,7 @@ def test_what_crosses(four: Workers, hosts: str) -> None:
         assert far <= apart
 
 
+@pytest.mark.thorough
 def test_through_inductor(four: Workers) -> None:
     """In inference; the last one, for four compilers on few cores are slow."""
     for found, _ in four.run(posing.run, "aaab", Case(layers.Stacked, (5, 0, 2, 1), behind="inductor", train=False), wait=300):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -114,6 +115,78 @@ def test_tied_experts(mesh: DeviceMesh) -> None:
     model = layers.Model(layers.Stacked, 8)
     model.second.down = model.first.down  # type: ignore[union-attr]
     refused(model, mesh, r"first.down and second.down are one Parameter: tied experts cannot be sharded, untie them")
+
+
+def test_modules_that_experts_share(mesh: DeviceMesh) -> None:
+    """A layer's whole list, a part of an expert, an expert under another name; what has no Parameters may be shared."""
+    model: Any = layers.Model(layers.Listed, 8)
+    model.second.experts = model.first.experts
+    refused(model, mesh, "first and second have one list of experts: it cannot be sharded, give each layer its own")
+    model = layers.Model(layers.Listed, 8)
+    for expert in model.second.experts:
+        expert[2] = model.second.experts[0][2]
+    refused(model, mesh, r"second.experts.0.2 and second.experts.1.2 are one module: experts that share it cannot be sharded, copy it")
+    model = layers.Model(layers.Listed, 8)
+    model.first.shared = model.first.experts[3]
+    refused(model, mesh, r"first.shared and first.experts.3 are one module|first.experts.3 and first.shared are one module")
+    model = layers.Model(layers.Listed, 8)
+    for expert in model.second.experts:
+        expert[1] = model.second.experts[0][1]
+    moefuse.parallelize(model, mesh)
+
+
+def test_experts_that_are_not_alike(mesh: DeviceMesh) -> None:
+    """One of a list is frozen, or one of its biases: all become one Parameter."""
+    model: Any = layers.Model(layers.Listed, 8)
+    model.second.experts[3][0].bias.requires_grad_(False)
+    refused(model, mesh, r"second.experts.3.0.bias is frozen and others of the list are not: they become one Parameter. Freeze all or none")
+    refused(model, mesh, "second.experts.3", modules="second")
+    moefuse.parallelize(model, mesh, modules="first")
+
+
+@pytest.mark.parametrize("kind", [layers.Stacked, layers.Listed])
+def test_what_hangs_on_a_parameter(mesh: DeviceMesh, kind: type[nn.Module]) -> None:
+    """Hooks and gradients would stay with Parameters that nobody trains."""
+    for hang in ("register_hook", "register_post_accumulate_grad_hook"):
+        model = layers.Model(kind, 8)
+        parameter = next(p for name, p in model.first.named_parameters() if "router" not in name)  # type: ignore[union-attr]
+        getattr(parameter, hang)(lambda grad: None)
+        refused(model, mesh, "a Parameter of first.* has a hook on its gradient, .* register it afterwards, on those of plan.parameters")
+    model = layers.Model(kind, 8)
+    model(torch.randn(3, layers.H)).sum().backward()
+    refused(model, mesh, r"a Parameter of first.* has a gradient, .* call model.zero_grad\(\) first")
+
+
+def test_parts_of_a_list(mesh: DeviceMesh) -> None:
+    """What an expert has is with its list: who asks the expert is told."""
+    model: Any = layers.Model(layers.Listed, 8)
+    moefuse.parallelize(model, mesh)
+    text = "state_dict of a part of an expert of first, whose weights .*: call it on the list or on a module around it"
+    for part in (model.first.experts[2], model.first.experts[2][0]):
+        with pytest.raises(ParallelError, match=text):
+            part.state_dict()
+        with pytest.raises(ParallelError, match=f"load_{text}"):
+            part.load_state_dict({})
+        with pytest.warns(UserWarning, match=r"requires_grad_\(False\) of an expert of first changes nothing: .* Call it on the list"):
+            part.requires_grad_(False)
+    assert {key.split(".")[0] for key in model.first.experts.state_dict()} == {"2", "3"}
+    assert {key for key in model.state_dict() if key.startswith("first.experts.2.")}
+    model.requires_grad_(False)
+    model.first.experts.requires_grad_(True)
+    assert {name.split(".")[0] for name, p in model.named_parameters() if p.requires_grad} == {"first"}
+
+
+def test_whose_tokens(mesh: DeviceMesh) -> None:
+    two = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "tp"))
+    model = layers.Model(layers.Stacked, 8)
+    both = {"experts": ("ep", "tp")}
+    refused(model, two, r"tokens=\('replicated', 'distinct'\) is not legal: what differs among", tokens=("replicated", "distinct"), **both)
+    refused(model, mesh, r"is for 2 dimensions, and experts are spread over 1: \('ep',\)", tokens=("distinct", "replicated"))
+    refused(model, two, "tokens='own' is not legal; use 'distinct' or", tokens=("distinct", "own"), **both)
+    text = "2.bias of first.experts is no sum over hidden units, and every rank with slices of an expert has it whole: say tokens="
+    refused(layers.Model(layers.Listed, 8), two, text, **both)
+    plan = moefuse.parallelize(model, two, experts=("ep", "tp"), max_tokens=5)
+    assert [terms.most for terms in plan.layers[0].terms] == [10, 5]  # tokens of both ranks with slices go on together
 
 
 @pytest.mark.parametrize("kind", [layers.Stacked, layers.Listed])

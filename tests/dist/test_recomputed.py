@@ -17,7 +17,7 @@ CASES: dict[str, tuple[bool, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", CASES)
 def test_gradients(two: Workers, name: str) -> None:
     for losses, worst, fused in two.run(recomputed.trained, *CASES[name]):

@@ -23,8 +23,8 @@ PLACES: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     "round robin": ({"placement": "round_robin"}, (2,)),
     "a table with gaps": ({"placement": [0, 0, 0, 0, 1, 1]}, (2,)),
     "slices": ({"experts": "tp"}, (2,)),
-    "slices of some": ({"experts": ("ep", "tp")}, (1, 2)),
-    "some, in full slices": ({"experts": ("ep", "tp")}, (2, 1)),
+    "slices of some": ({"experts": ("ep", "tp"), "tokens": ("distinct", "replicated")}, (1, 2)),
+    "some, in full slices": ({"experts": ("ep", "tp"), "tokens": ("distinct", "replicated")}, (2, 1)),
 }
 CASES = [(layers.Stacked, "linear"), (layers.Stacked, "slices"), (layers.Stacked, "slices of some"), (layers.Stacked, "a table with gaps")]
 CASES += [(layers.Listed, place) for place in PLACES]
@@ -91,15 +91,17 @@ def four() -> Iterator[Workers]:
     workers.close()
 
 
+@pytest.mark.thorough
 def test_copies_from_the_meta_device(four: Workers) -> None:
     """Hooks that average gradients over copies are on the Parameters that there are, and not on those that were."""
     assert max(four.run(wholes.trained)) <= 1e-6
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", [layers.Stacked, layers.Listed])
 def test_slices_of_some_experts(four: Workers, kind: type[nn.Module], tmp_path: Path) -> None:
     """Two by two: each rank has half of half of the experts, from the meta device and back."""
-    how = {"experts": ("ep", "tp")}
+    how = {"experts": ("ep", "tp"), "tokens": ("distinct", "replicated")}
     path = saved(tmp_path, state_of(kind))
     assert max(max(worst) for worst in four.run(wholes.loaded, kind, how, (2, 2), path)) <= 1e-5
     assert all(gathered == 0 and worst <= 1e-5 for gathered, worst in four.run(wholes.undone, kind, how, (2, 2)))

@@ -32,8 +32,9 @@ def test_ddp_of_one_dimension(two: Workers) -> None:
     assert (
         two.run(wrapped.ddp_of_a_mesh)
         == [
-            "gate_up of Stacked is no DTensor any more: something has put another Parameter in its place since moefuse.parallelize, as "
-            "DistributedDataParallel(device_mesh=...) does, which has to be called without it"
+            "gate_up of Stacked is no DTensor any more: something has put another tensor in its place since moefuse.parallelize, as a "
+            "parametrization does, PEFT's target_parameters, torch.func.functional_call with full weights, or "
+            "DistributedDataParallel(device_mesh=...), which has to be called without it"
         ]
         * 2
     )

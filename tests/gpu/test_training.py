@@ -304,3 +304,23 @@ def test_any_sizes(storage: dict[str, Any], on_input: bool, whole: bool, **sizes
     if whole:
         sizes |= {name: -(-sizes[name] // 8) * 8 for name in ("hidden", "inter", "hidden_out")}
     check(Case(weight_on_input=on_input, **storage, **sizes))
+
+
+@pytest.mark.parametrize("sizes", [SOME, MANY, ODD], ids=["some", "many", "odd"])
+@pytest.mark.parametrize("gating", ["merged", "separate", "plain"])
+def test_hidden_activations_once_more(gating: str, sizes: dict[str, int]) -> None:
+    """``moefuse::recomputed_experts`` has the bits of ``moefuse::experts``, and keeps less."""
+    case = Case(**sizes, gating=gating, dtype=torch.bfloat16)  # type: ignore[arg-type]
+    found = []
+    for op in (torch.ops.moefuse.experts, torch.ops.moefuse.recomputed_experts):
+        args = on_gpu(case.args(requires_grad=True))
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        out = op(*args, **case.options)
+        kept = torch.cuda.memory_allocated() - before
+        found.append((out.detach(), oracle_grads(out, leaves(args), pull(out)), kept))
+        del out
+    (out, grads, kept), (again, regrads, less) = found
+    assert torch.equal(out, again)
+    assert all(torch.equal(a, b) for a, b in zip(grads, regrads, strict=True))
+    assert less < kept

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from moefuse.ops import autograd
+from moefuse.ops.call import ExpertsCall
 from tests.cpu.ops_case import (
     Case,
     assert_equally_finite,
@@ -323,3 +324,18 @@ def test_a_compiled_block_trains_as_in_eager(plain: bool, ran: list[str]) -> Non
     want = block(x)
     torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(grads, torch.autograd.grad(want.square().sum(), list(block.parameters())), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("gating", ["merged", "separate", "plain"])
+@pytest.mark.parametrize("on_input", [False, True], ids=["weight-on-output", "weight-on-input"])
+def test_hidden_activations_once_more(gating: str, on_input: bool) -> None:
+    """What a layer that keeps none computes in backward: the same bits, rows that are nobody's zero."""
+    from moefuse.kernels.triton.provide import training
+
+    case = SMALL.with_(gating=gating, weight_on_input=on_input, bias=True)
+    x, ids, *rest = case.args()
+    call = ExpertsCall.of(x, torch.where(ids == 1, -1, ids), *rest, **case.options)
+    _, h, order, offsets = training.experts_forward(call)
+    again = training.experts_hidden(call, order, offsets)
+    assert torch.equal(again, h)
+    assert not again[int(offsets[-1]) :].any()

@@ -21,13 +21,13 @@ from moefuse.kernels.triton.provide.products import Library, Own, products
 from moefuse.ops.call import ExpertsCall, Stack
 from moefuse.ops.grad_calls import InCall, OutCall, RowsCall
 
-__all__ = ["experts_backward_in", "experts_backward_out", "experts_backward_rows", "experts_forward", "supports"]
+__all__ = ["experts_backward_in", "experts_backward_out", "experts_backward_rows", "experts_forward", "experts_hidden", "supports"]
 
 
 @recorded
 def experts_forward(call: ExpertsCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The output and (h, order, offsets) for backward; dead rows of h are zeros."""
-    x, body, features = call.x, call.body, call.w_in.features
+    x, body = call.x, call.body
     (hidden, inter), slots, width = call.w_out.weight[0].shape[-2:], call.ids.numel(), call.width
     order, offsets = sorted_rows.sort(call.ids, call.w_in.experts)
     out = torch.empty((x.shape[0], hidden), dtype=call.out_dtype, device=x.device)
@@ -35,13 +35,7 @@ def experts_forward(call: ExpertsCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return out.zero_(), torch.empty((0, width), dtype=x.dtype, device=x.device), order, offsets
     it = Sorted(order, offsets, slots, call.w_in.experts, call.top_k)
     by = products(x, it, body.gating, call.lists[3:], min(hidden, inter), call.w_in.weight, call.w_out.weight)
-    scale = call.weights if body.on_input else None
-    if body.split:
-        h = torch.empty((slots, width), dtype=x.dtype, device=x.device)
-        by.linear(x, *call.w_in, tokens=True, scale=scale, out=h[:, :features])
-        by.linear(x, *call.w_up, tokens=True, scale=scale, out=h[:, features:])
-    else:
-        h = by.linear(x, *call.w_in, tokens=True, scale=scale)
+    h = _hidden(call, by, slots)
     a = torch.empty((slots, inter), dtype=x.dtype, device=x.device)
     if inter:
         sorted_rows.clear_dead(h, it)
@@ -50,6 +44,32 @@ def experts_forward(call: ExpertsCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if hidden:
         sorted_rows.sum_slots(out, y, it, None if body.on_input else call.weights)
     return out, h, order, offsets
+
+
+@recorded
+def experts_hidden(call: ExpertsCall, order: Tensor, offsets: Tensor) -> Tensor:
+    """h of :func:`experts_forward`, once more, for the slots in the order that it sorted them into."""
+    (hidden, inter), slots = call.w_out.weight[0].shape[-2:], order.shape[0]
+    if not slots:
+        return torch.empty((0, call.width), dtype=call.x.dtype, device=call.x.device)
+    it = Sorted(order, offsets, slots, call.w_in.experts, call.top_k)
+    by = products(call.x, it, call.body.gating, call.lists[3:], min(hidden, inter), call.w_in.weight, call.w_out.weight)
+    h = _hidden(call, by, slots)
+    if inter:
+        sorted_rows.clear_dead(h, it)
+    return h
+
+
+def _hidden(call: ExpertsCall, by: Library | Own, slots: int) -> Tensor:
+    """The first projection, or both of them side by side; rows that are nobody's are not written."""
+    x, features = call.x, call.w_in.features
+    scale = call.weights if call.body.on_input else None
+    if not call.body.split:
+        return by.linear(x, *call.w_in, tokens=True, scale=scale)
+    h = torch.empty((slots, call.width), dtype=x.dtype, device=x.device)
+    by.linear(x, *call.w_in, tokens=True, scale=scale, out=h[:, :features])
+    by.linear(x, *call.w_up, tokens=True, scale=scale, out=h[:, features:])
+    return h
 
 
 @recorded

@@ -1,0 +1,113 @@
+"""``moefuse.capture_routing`` and ``moefuse.replay_routing``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from moefuse import history
+from moefuse._dynamo import armed
+from moefuse.errors import RoutingError
+from moefuse.replay import calls
+from moefuse.replay.calls import Context, Routing
+
+
+@contextmanager
+def capture_routing(model: nn.Module) -> Iterator[Routing]:
+    """Note which experts a compiled model chooses, in the ``with`` block: layer -> ids [T, K] of each of its calls.
+
+    Layers have the names of the report. The ids are copies, int64, on the device of the model, in the order in which the router gives them.
+    The first block compiles the model once more; calls outside of blocks run what they ran before.
+
+    Raises:
+        RoutingError: when the block ends, if no layer has run that moefuse fused.
+    """
+    found: Routing = {}
+    with _opened(Context(calls.names_of(model), record=found)):
+        yield found
+    if not found:
+        raise RoutingError(f"capture_routing: no layer has run that moefuse fused{_reasons('')}")
+
+
+@contextmanager
+def replay_routing(model: nn.Module, ids: Mapping[str, Tensor | Sequence[Tensor]] | Sequence[Tensor | Sequence[Tensor]]) -> Iterator[None]:
+    """Have a compiled model take these experts, in the ``with`` block, as rollout routing replay does (R3: Ma et al. 2025, 2510.11370).
+
+    Routing weights, and what else the model computes of its choice, are those of the experts that are taken, with gradients for the
+    router. Where an id is -1, the router chooses (that slot alone: for a whole token give -1 in every slot).
+
+    Args:
+        model: as it was given to :func:`capture_routing`, or another model with layers of these names.
+        ids: layer -> ids [T, K], any integers on any device; several of them where a layer runs several times. Or the same for each
+            layer in the order in which they run: ``ids.unbind(1)`` of [T, layers, K]. Layers that are not named choose by themselves.
+
+    Activation checkpoints compute with the same experts again, inside of the block or behind it.
+
+    Raises:
+        RoutingError: ids do not fit (in the call), or a layer has run less often than there are ids for it (when the block ends).
+    """
+    named = isinstance(ids, Mapping)
+    lists = [_listed(of) for of in (ids.values() if isinstance(ids, Mapping) else ids)]
+    given = dict(zip(ids, lists, strict=True)) if isinstance(ids, Mapping) else None
+    context = Context(calls.names_of(model), given, None if named else lists, highest=_highest([t for of in lists for t in of]))
+    with _opened(context):
+        yield
+    _all_taken(context, lists)
+
+
+@contextmanager
+def _opened(context: Context) -> Iterator[None]:
+    armed.ask(calls.on)
+    calls.enter(context)
+    try:
+        yield
+    finally:
+        calls.leave(context)
+
+
+def _listed(ids: Tensor | Sequence[Tensor]) -> list[Tensor]:
+    found = [ids] if isinstance(ids, Tensor) else list(ids)
+    for one in found:
+        if not isinstance(one, Tensor) or one.dim() != 2 or one.is_floating_point() or one.dtype == torch.bool:
+            raise RoutingError("replay_routing takes ids [T, K] of integers for each layer, or a list of them for a layer that runs often")
+    return found
+
+
+def _highest(every: Sequence[Tensor]) -> dict[int, int]:
+    """The largest id of each, for which the host waits once a device."""
+    found: dict[int, int] = {}
+    for device in {t.device for t in every}:
+        some = [t for t in every if t.device == device and t.numel()]
+        if not some:
+            continue
+        ends = torch.stack([torch.stack([t.max(), t.min()]).long() for t in some]).tolist()
+        if min(low for _, low in ends) < -1:
+            raise RoutingError("replay_routing: an id is below -1; -1 leaves a slot to the router")
+        found |= {id(t): high for t, (high, _) in zip(some, ends, strict=True)}
+    return found
+
+
+def _all_taken(context: Context, lists: Sequence[Sequence[Tensor]]) -> None:
+    if context.given is None:
+        layers = list(context.ran)
+        if len(layers) < len(lists):
+            raise RoutingError(f"replay_routing has ids of {len(lists)} layers, and {len(layers)} have run{_reasons('')}")
+        context.given = dict(zip(layers, map(list, lists), strict=True))
+    for layer, wanted in context.given.items():
+        ran = context.ran.get(layer, 0)
+        if ran < len(wanted):
+            raise RoutingError(f"replay_routing has ids for {len(wanted)} calls of {layer}, of which {ran} were made{_reasons(layer)}")
+
+
+def _reasons(layer: str) -> str:
+    """Why, as far as that is known."""
+    if layer in calls.closed:
+        return f": {calls.closed[layer]}"
+    report = history.last_report()
+    for skipped in report.skipped if report is not None else ():
+        if not layer or skipped.module == layer:
+            return f": {skipped.module} was left, {skipped.code} ({skipped.message}) at {skipped.location or 'an unknown place'}"
+    return ": has the model been compiled?" if report is None else ""
