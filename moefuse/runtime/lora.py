@@ -78,7 +78,11 @@ class _LoraRows(SortedRows):
             made = rows[part].to(self.wide) @ expert_weight(term.a, e).to(self.wide).t()
             if self.u is not None:
                 self.u[start:end, self.columns[which]] = made
-            out[part] += (made * term.scale) @ expert_weight(term.b, e).to(self.wide).t()
+            b = expert_weight(term.b, e).to(self.wide).t()
+            if out.dtype == self.wide:
+                out[part].addmm_(made, b, alpha=term.scale)
+            else:
+                out[part] += (made * term.scale) @ b
 
 
 def columns(terms: tuple[Term, ...]) -> list[slice]:
@@ -199,4 +203,4 @@ class _Backward:
                 expert_weight(d_b, e).copy_(dy.t() @ (self.call.u[start:end, self.columns[which]] * term.scale))
             if d_a:
                 expert_weight(d_a, e).copy_(((dy @ b) * term.scale).t() @ rows[part].to(self.wide))
-            out[part] += ((unscaled[part].to(self.wide) @ b) * term.scale) @ a
+            out[part].addmm_(unscaled[part].to(self.wide) @ b, a, alpha=term.scale)
