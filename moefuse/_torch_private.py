@@ -66,6 +66,25 @@ def inductor_config(mode: str | None, options: Mapping[str, object]) -> dict[str
     return dict(wrapper.config)
 
 
+def keeps_random_stream() -> bool:
+    """Whether Inductor is to draw the random numbers that eager draws, instead of others of the same distribution."""
+    from torch._inductor import config
+
+    return bool(config.fallback_random)
+
+
+@contextlib.contextmanager
+def random_stream_of(patches: Mapping[str, Any]) -> Iterator[None]:
+    """Let :func:`keeps_random_stream` answer for a compilation with these config patches."""
+    if "fallback_random" not in patches:
+        yield
+        return
+    from torch._inductor import config
+
+    with config.patch(fallback_random=patches["fallback_random"]):
+        yield
+
+
 def compile_fx(
     gm: torch.fx.GraphModule, example_inputs: Sequence[object], config_patches: dict[str, Any], name: str | None = None
 ) -> CompiledFn:

@@ -54,7 +54,8 @@ def backend(
         return _torch_private.compile_fx(gm, example_inputs, patches, name)
     frame = entry.frame()
     nothing_found.watch(own)
-    report, saved = pipeline.rewrite_and_keep(gm, example_inputs, own, frame)
+    with _torch_private.random_stream_of(patches):
+        report, saved = pipeline.rewrite_and_keep(gm, example_inputs, own, frame)
     history.record(report)
     with _torch_private.surfacing(FusionError):
         pipeline.publish(report, own)

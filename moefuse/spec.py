@@ -40,6 +40,8 @@ class ExpertsSpec:
         weight_on: whether the routing weight multiplies the expert's output or its input.
         hidden_out: features of the result; 0 stands for ``hidden``.
         compute: dtype that is computed in, where weights in float32 are rounded to it as they are read (autocast); empty for ``dtype``.
+        lora: ranks of low-rank terms beside the projections, each once; empty without adapters.
+        dropout: probabilities of the dropouts in front of them.
     """
 
     num_experts: int
@@ -57,6 +59,8 @@ class ExpertsSpec:
     weight_on: Literal["output", "input"] = "output"
     hidden_out: int = 0
     compute: str = ""
+    lora: tuple[int, ...] = ()
+    dropout: tuple[float, ...] = ()
 
     def to_dict(self) -> dict[str, object]:
         """Plain data for JSON."""
@@ -75,4 +79,6 @@ class ExpertsSpec:
         parts = [sizes, dtypes, act, f"gating={self.gating}", f"weights={self.weights}", "/".join(dict.fromkeys(self.layout))]
         parts += ["bias"] if self.bias else []
         parts += ["weight on input"] if self.weight_on == "input" else []
+        parts += [f"LoRA r={','.join(map(str, self.lora))}"] if self.lora else []
+        parts += [f"dropout {','.join(map(str, self.dropout))}"] if self.dropout else []
         return " ".join(parts)

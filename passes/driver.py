@@ -182,6 +182,9 @@ def _fuse_regions(ctx: Context, known: dict[Node, Any], run: _Run) -> list[Regio
             continue
         covered |= found.nodes
         problem = _rewrite(ctx, known, run, found)
+        if problem is not None and found.whole is not None:
+            found = found.whole
+            problem = _rewrite(ctx, known, run, found)
         if problem is None:
             fused.append(found)
         else:

@@ -218,6 +218,27 @@ def _check_experts(call: ExpertsCall) -> tuple[Any, Any, Any]:
     return experts, 2 * out if body.split else out, hidden
 
 
+def check_lora(name: str, stack: Any, a: Sequence[Tensor], b: Sequence[Tensor], x: Tensor) -> None:
+    """The low-rank term of one projection of ``moefuse::experts_lora``: A [E, r, in] and B [E, out, r], in dtypes of their own."""
+    op, arg_a, arg_b = "experts_lora", f"a_{name}", f"l_{name}"
+    if not a and not b:
+        return
+    if not stack.weight:
+        _bad_value(op, arg_a, f"holds {len(a)} tensors", "an empty list, for there is no such projection")
+    for arg, part in ((arg_a, a), (arg_b, b)):
+        if part:
+            _check_floats(part[0], op, arg)
+            _check_device(part[0], x, op, arg, "x")
+    experts, rank, inputs = _check_list(a, 2, (a[0] if a else x, arg_a), op, arg_a)
+    others, outputs, columns = _check_list(b, 2, (b[0] if b else x, arg_b), op, arg_b)
+    wanted = (stack.experts, stack.inputs)
+    if (experts, inputs) != wanted:
+        _bad_value(op, arg_a, f"holds {experts} experts of shape [{rank}, {inputs}]", f"{wanted[0]} experts of shape [r, {wanted[1]}]")
+    if (others, outputs, columns) != (stack.experts, stack.features, rank):
+        legal = f"{stack.experts} experts of shape [{stack.features}, {rank}]"
+        _bad_value(op, arg_b, f"holds {others} experts of shape [{outputs}, {columns}]", legal)
+
+
 def _check_body(op: str, body: Body) -> None:
     activation, activation_args, gating = body.activation, body.args, body.gating
     if gating not in GATINGS:

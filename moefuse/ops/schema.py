@@ -7,12 +7,15 @@ from typing import Any
 
 import torch
 
-_EXPERTS_ARGS = (
-    "Tensor x, Tensor ids, Tensor weights, Tensor[] w_in, Tensor[] w_up, Tensor[] w_out, "
-    "Tensor[] b_in, Tensor[] b_up, Tensor[] b_out, *, "
+_LISTS = (
+    "Tensor x, Tensor ids, Tensor weights, Tensor[] w_in, Tensor[] w_up, Tensor[] w_out, Tensor[] b_in, Tensor[] b_up, Tensor[] b_out, "
+)
+_OPTIONS = (
     'str activation="silu", float[] activation_args=[], str gating="merged", bool up_first=False, bool weight_on_input=False, '
     "ScalarType? out_dtype=None"
 )
+_EXPERTS_ARGS = f"{_LISTS}*, {_OPTIONS}"
+_FACTORS = "Tensor[] a_in, Tensor[] l_in, Tensor[] a_up, Tensor[] l_up, Tensor[] a_out, Tensor[] l_out, "
 # The internal ops take one list for all tensors and one integer for all options (moefuse/ops/body.py): few arguments make a call cheap.
 _PACKED = "Tensor[] tensors, int[] counts, int body, float arg0, float arg1, ScalarType out_dtype"
 _PACKED_BACKWARD = "Tensor[] tensors, int[] counts, int needs, int body, float arg0, float arg1"
@@ -23,6 +26,10 @@ SCHEMAS: tuple[str, ...] = (
     *(f"experts_infer{general}({_PACKED}) -> Tensor" for general in ("", "_general")),
     *(f"experts_forward{general}({_PACKED}) -> {_KEPT}" for general in ("", "_general")),
     *(f"experts_backward{part}({_PACKED_BACKWARD}) -> Tensor[]" for part in ("", "_general", "_rows", "_in", "_out")),
+    f"experts_lora({_LISTS}{_FACTORS}*, float[] scales, {_OPTIONS}) -> Tensor",
+    "experts_lora_forward(Tensor[] tensors, int[] counts, float[] scales, int body, float arg0, float arg1, ScalarType out_dtype) -> "
+    "(Tensor out, Tensor h, Tensor order, Tensor offsets, Tensor u)",
+    "experts_lora_backward(Tensor[] tensors, int[] counts, float[] scales, int needs, int body, float arg0, float arg1) -> Tensor[]",
     f"recomputed_experts({_EXPERTS_ARGS}) -> Tensor",
     "experts_hidden(Tensor[] tensors, int[] counts, int body, float arg0, float arg1, Tensor order, Tensor offsets) -> Tensor",
     f"shared_start({_PACKED}, int overlap) -> Tensor",

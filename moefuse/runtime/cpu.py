@@ -53,7 +53,7 @@ def experts(call: ExpertsCall) -> Tensor:
         order, offsets = sort_slots(call.ids, num_experts)
         ends = offsets.tolist()
         groups, valid = groups_of(ends), ends[-1]
-    return _combine(_SortedRows(call, order).run(groups, slots, None), call, order, valid)
+    return combine(SortedRows(call, order).run(groups, slots, None), call, order, valid)
 
 
 def experts_forward(call: ExpertsCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -63,11 +63,11 @@ def experts_forward(call: ExpertsCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     valid = ends[-1]
     h = call.x.new_empty((order.shape[0], call.width))
     h[valid:].zero_()
-    ys = _SortedRows(call, order).run(groups_of(ends), order.shape[0], h)
-    return _combine(ys, call, order, valid), h, order, offsets
+    ys = SortedRows(call, order).run(groups_of(ends), order.shape[0], h)
+    return combine(ys, call, order, valid), h, order, offsets
 
 
-class _SortedRows:
+class SortedRows:
     """The experts of one call on its sorted rows."""
 
     def __init__(self, call: ExpertsCall, order: Tensor | None) -> None:
@@ -105,8 +105,12 @@ class _SortedRows:
             xs = self.rows(start, end)
             h = self.x.new_empty((end - start, call.width)) if save is None else save[start:end]
             self.pre_activation(xs, h, chunk)
-            project(ys[start:end], activate(*split_gate(h, body.gating, body.up_first), body), call.w_out, chunk)
+            self.outputs(ys[start:end], activate(*split_gate(h, body.gating, body.up_first), body), chunk)
         return ys
+
+    def outputs(self, ys: Tensor, a: Tensor, chunk: list[Group]) -> None:
+        """ys [n, Hout] = second projection of the chunk."""
+        project(ys, a, self.call.w_out, chunk)
 
 
 def project(out: Tensor, rows: Tensor, stack: Stack, groups: list[Group]) -> None:
@@ -130,7 +134,7 @@ def _cut(groups: list[Group], out: Tensor, rows: Tensor) -> Iterator[tuple[Group
     return zip(groups, out.split_with_sizes([*sizes, rest]), rows.split_with_sizes([*sizes, rest]), strict=False)
 
 
-def _combine(ys: Tensor, call: ExpertsCall, order: Tensor | None, valid: int) -> Tensor:
+def combine(ys: Tensor, call: ExpertsCall, order: Tensor | None, valid: int) -> Tensor:
     """Weighted sum [T, Hout] over the slots of each token. ``order`` may stop after its valid entries; ys is zero past them.
 
     None as ``order`` says that row i is slot i, and all are valid.

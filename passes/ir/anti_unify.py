@@ -40,7 +40,7 @@ class _DifferError(Exception):
 def generalise(exprs: list[Expr], experts: list[int], node: Node) -> Expr | Lost:
     """The common tree, with stacked leaves indexed by the row's expert and separate Parameters listed; Lost where experts differ."""
     try:
-        return _merge(exprs, experts)
+        return _Merge(experts).run(exprs)
     except _DifferError as differ:
         lost = None if differ.unread is None else no_rule(differ.unread)
         return lost or Lost("experts-differ", node, {"expert": str(differ.expert), "detail": differ.detail})
@@ -66,8 +66,22 @@ def specialise(expr: Expr, expert: int) -> Expr | None:
     return rewritten(expr, lambda source: source, leaf, lambda number: expert if number is None else number)
 
 
-def _merge(exprs: list[Expr], experts: list[int]) -> Expr:
-    first = exprs[0]
+class _Merge:
+    """One generalisation: what is one node of every tree stays one, so that a random draw inside stays one draw."""
+
+    def __init__(self, experts: list[int]) -> None:
+        self.experts = experts
+        self.memo: dict[tuple[int, ...], Expr] = {}
+
+    def run(self, exprs: list[Expr]) -> Expr:
+        key = tuple(map(id, exprs))
+        if key not in self.memo:
+            self.memo[key] = _merge(exprs, self)
+        return self.memo[key]
+
+
+def _merge(exprs: list[Expr], merge: _Merge) -> Expr:
+    first, experts = exprs[0], merge.experts
     for e, other in zip(experts[1:], exprs[1:], strict=True):
         if type(other) is not type(first):
             detail = f"{type(other).__name__.lower()} where expert {experts[0]} has {type(first).__name__.lower()}"
@@ -81,20 +95,20 @@ def _merge(exprs: list[Expr], experts: list[int]) -> Expr:
         case Gate():
             return _gate(exprs, experts)
         case Linear():
-            child = _merge([e.child for e in exprs], experts)  # type: ignore[attr-defined]
+            child = merge.run([e.child for e in exprs])  # type: ignore[attr-defined]
             return Linear(first.node, child, _leaf([e.weight for e in exprs], experts))  # type: ignore[attr-defined]
         case ExpertVector():
             return ExpertVector(first.node, _leaf([e.vector for e in exprs], experts))  # type: ignore[attr-defined]
         case Slice():
             for name in ("start", "step", "length", "of"):
                 _same(exprs, experts, name, f"slice {name}")
-            child = _merge([e.child for e in exprs], experts)  # type: ignore[attr-defined]
+            child = merge.run([e.child for e in exprs])  # type: ignore[attr-defined]
             return Slice(first.node, child, first.start, first.step, first.length, first.of)
         case Cast():
             _same(exprs, experts, "dtype", "dtype")
-            return Cast(first.node, _merge([e.child for e in exprs], experts), first.dtype)  # type: ignore[attr-defined]
+            return Cast(first.node, merge.run([e.child for e in exprs]), first.dtype)  # type: ignore[attr-defined]
         case Op():
-            return _op(exprs, experts)
+            return _op(exprs, merge)
     raise _DifferError(experts[0], f"unknown expression {type(first).__name__}")
 
 
@@ -106,14 +120,14 @@ def _same(exprs: list[Any], experts: list[int], name: str, what: str) -> None:
             raise _DifferError(e, f"{what} {value} instead of {first}", exprs[0] if isinstance(exprs[0], Token) else None)
 
 
-def _op(exprs: list[Any], experts: list[int]) -> Expr:
-    first = exprs[0]
+def _op(exprs: list[Any], merge: _Merge) -> Expr:
+    first, experts = exprs[0], merge.experts
     _same(exprs, experts, "name", "operation")
     for e, other in zip(experts[1:], exprs[1:], strict=True):
         if len(other.args) != len(first.args) or [k for k, _ in other.kwargs] != [k for k, _ in first.kwargs]:
             raise _DifferError(e, f"`{first.name}` with other arguments")
-    args = tuple(_argument([x.args[i] for x in exprs], experts, first.name) for i in range(len(first.args)))
-    kwargs = tuple((k, _argument([x.kwargs[i][1] for x in exprs], experts, first.name)) for i, (k, _) in enumerate(first.kwargs))
+    args = tuple(_argument([x.args[i] for x in exprs], merge, first.name) for i in range(len(first.args)))
+    kwargs = tuple((k, _argument([x.kwargs[i][1] for x in exprs], merge, first.name)) for i, (k, _) in enumerate(first.kwargs))
     return _apart(Op(first.node, first.name, args, kwargs))
 
 
@@ -132,10 +146,10 @@ def _apart(op: Op) -> Expr:
     return Cast(op.node, out, value.dtype) if wide else out
 
 
-def _argument(values: list[Any], experts: list[int], name: str) -> Any:
+def _argument(values: list[Any], merge: _Merge, name: str) -> Any:
     if all(isinstance(v, Expr) for v in values):
-        return _merge(values, experts)
-    for e, v in zip(experts[1:], values[1:], strict=True):
+        return merge.run(values)
+    for e, v in zip(merge.experts[1:], values[1:], strict=True):
         if isinstance(v, Expr) or isinstance(values[0], Expr) or type(v) is not type(values[0]) or v != values[0]:
             raise _DifferError(e, f"`{name}` with {_shown(v)} instead of {_shown(values[0])}")
     return values[0]

@@ -206,11 +206,16 @@ def weight_leaves(expr: Expr) -> list[Leaf]:
 
 
 def computed_in(expr: Expr) -> torch.dtype | None:
-    """The dtype of the first projection's result, to which autocast rounds weights in float32; None without a projection.
+    """The dtype to which weights in float32 are rounded as they are read; None where each product is in the dtype of its weight.
 
-    The others' is the same (``passes/match/safety.py``).
+    Where one is rounded, all results have that dtype (``passes/match/safety.py``).
     """
-    return next((value.dtype for e in walk(expr) if isinstance(e, Linear) and (value := tensor(e.node)) is not None), None)
+    for e in walk(expr):
+        if isinstance(e, Linear):
+            result, weight = tensor(e.node), tensor(e.weight.source)
+            if result is not None and weight is not None and result.dtype != weight.dtype:
+                return result.dtype
+    return None
 
 
 def show(expr: Any) -> str:

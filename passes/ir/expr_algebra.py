@@ -5,16 +5,39 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from moefuse.passes.graph.calls import tensor
 from moefuse.passes.ir.expr import Cast, ExpertVector, Expr, Gate, Leaf, Linear, Op, Slice, SlotWeight, Token
 
 
 @dataclass(frozen=True, eq=False)
+class LowRank:
+    """``scale * B @ A``, with A (r, in) and B (out, r) of each expert. ``dropout``: the probability in front of A."""
+
+    a: Leaf
+    b: Leaf
+    scale: float
+    dropout: float = 0.0
+
+    @property
+    def rank(self) -> int:
+        """r."""
+        return size(self.a, 0)
+
+
+def size(leaf: Leaf, which: int) -> int:
+    """Output (0) or input (1) features of a projection's weight."""
+    value = tensor(leaf.source)
+    return int(value.shape[leaf.order[which]]) if value is not None else 0
+
+
+@dataclass(frozen=True, eq=False)
 class Projection:
-    """One expert projection and its bias."""
+    """One expert projection, its bias, and low-rank terms beside its weight."""
 
     weight: Leaf
     bias: Leaf | None
     child: Expr
+    terms: tuple[LowRank, ...] = ()
 
 
 def bare(expr: Any) -> Any:
@@ -69,7 +92,12 @@ def projection(expr: Any) -> Projection | None:
 
 
 def same_projection(a: Projection, b: Projection) -> bool:
-    return same_leaf(a.weight, b.weight) and same_leaf(a.bias, b.bias) and same_expr(a.child, b.child)
+    base = same_leaf(a.weight, b.weight) and same_leaf(a.bias, b.bias) and same_expr(a.child, b.child)
+    return base and len(a.terms) == len(b.terms) and all(map(_same_term, a.terms, b.terms))
+
+
+def _same_term(a: LowRank, b: LowRank) -> bool:
+    return same_leaf(a.a, b.a) and same_leaf(a.b, b.b) and (a.scale, a.dropout) == (b.scale, b.dropout)
 
 
 def same_leaf(a: Leaf | None, b: Leaf | None) -> bool:

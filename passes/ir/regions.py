@@ -54,6 +54,7 @@ class Region:
         replaced: what the experts give stands in place of the rows of ``base`` that chose one.
         per_slot: the result has a row for each slot, not their sum.
         outside: what becomes of ids that belong to no expert; None if that is nothing, as for the ops.
+        whole: the same with low-rank terms added to its weights, as the program has them; None where they are not.
         shown: leaves that whoever called the graph may write to before the backward pass.
     """
 
@@ -73,6 +74,7 @@ class Region:
     replaced: bool = False
     outside: Outside | None = None
     shown: frozenset[Node] = frozenset()
+    whole: Region | None = None
 
     @property
     def all_experts(self) -> int:

@@ -6,6 +6,7 @@ import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ from moefuse.passes.ir.regions import Region, Weightless
 from moefuse.passes.lower.layout import in_layout
 from moefuse.passes.lower.specs import dtype_of, fused_spec, grouped_spec
 from moefuse.passes.match.ids_outside import placed
-from moefuse.passes.match.templates import Body, match
+from moefuse.passes.match.templates import Body, one_op
 from moefuse.spec import ExpertsSpec, Tier, op_gating
 
 
@@ -79,7 +80,7 @@ class Lowering:
 
     def either(self) -> Lowered:
         """One op if a template describes the expert, else grouped products around its own code."""
-        body = match(self.region.expr)
+        body = one_op(self.region.expr, fake(self.region.value).device)
         return self.fused(body) if body is not None else self.grouped()
 
     def rows_by_slot(self) -> Lowered:
@@ -286,6 +287,9 @@ class Lowering:
         x = self.tokens(body.token, dtype)
         up = body.up
         op, more = self.op()
+        factors, scales = self.terms(body)
+        if scales:
+            op, more = torch.ops.moefuse.experts_lora.default, {"scales": scales}
         result = self.emit(
             op,
             x,
@@ -297,6 +301,7 @@ class Lowering:
             self.vectors(body.first.bias),
             self.vectors(up.bias) if up is not None else [],
             self.vectors(body.last.bias),
+            *factors,
             activation=body.activation,
             activation_args=list(body.arguments),
             gating=op_gating(body.gating),
@@ -306,6 +311,14 @@ class Lowering:
             **more,
         )
         return Lowered(result, fused_spec(self.region, body), "fused")
+
+    def terms(self, body: Body) -> tuple[list[list[Node]], list[float]]:
+        """A and B of each projection as the op takes them, and their scales; nothing where no projection has a term."""
+        found = [p.terms[0] if p is not None and p.terms else None for p in body.projections]
+        if not any(found):
+            return [], []
+        factors = [[] if t is None else self.stack(leaf(t)) for t in found for leaf in (attrgetter("a"), attrgetter("b"))]
+        return factors, [0.0 if t is None else t.scale for t in found]
 
     def op(self) -> tuple[Callable[..., Any], dict[str, Any]]:
         """The fused op, and what it takes beside the arguments of ``moefuse::experts``."""

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 
 from moefuse.passes.graph.calls import tensor
 from moefuse.passes.ir.expr import ExpertVector, Leaf, Linear, Token, computed_in, walk, weight_leaves
+from moefuse.passes.ir.expr_algebra import LowRank
+from moefuse.passes.ir.lowrank import adapters
 from moefuse.passes.ir.regions import Region
 from moefuse.passes.match.templates import Body
 from moefuse.spec import ExpertsSpec
@@ -19,8 +24,7 @@ def dtype_of(leaf: Leaf) -> torch.dtype:
 
 def compute_of(region: Region) -> str:
     """The dtype that is computed in, where it is not that of the weights."""
-    compute, held = computed_in(region.expr), dtype_of(weight_leaves(region.expr)[0])
-    return "" if compute in (None, held) else str(compute).removeprefix("torch.")
+    return str(computed_in(region.expr) or "").removeprefix("torch.")
 
 
 def layout(leaf: Leaf) -> str:
@@ -50,12 +54,17 @@ def fused_spec(region: Region, body: Body) -> ExpertsSpec:
         weight_on="input" if body.weight_on_input else "output",
         hidden_out=features(body.last.weight, 0),
         compute=compute_of(region),
+        **lora([term for p in body.projections if p is not None for term in p.terms]),
     )
 
 
 def grouped_spec(region: Region) -> ExpertsSpec:
     """What can be said of a body that no template describes."""
-    linears = [e for e in walk(region.expr) if isinstance(e, Linear)]
+    adapted = adapters(region.expr)
+    beside = {id(linear) for a in adapted for linear in a.linears[1:]}
+    linears = [e for e in walk(region.expr) if isinstance(e, Linear) and id(e) not in beside]
+    below = {id(e): {id(inner) for inner in walk(e.child)} for e in linears}
+    linears.sort(key=lambda e: sum(id(e) in inside for inside in below.values()))
     leaves = weight_leaves(region.expr)
     token = next(e for e in walk(region.expr) if isinstance(e, Token))
     return ExpertsSpec(
@@ -70,4 +79,11 @@ def grouped_spec(region: Region) -> ExpertsSpec:
         layout=(layout(linears[-1].weight), layout(linears[0].weight)),
         bias=any(isinstance(e, ExpertVector) for e in walk(region.expr)),
         compute=compute_of(region),
+        **lora([term for a in adapted for term in a.projection.terms]),
     )
+
+
+def lora(terms: Sequence[LowRank]) -> dict[str, Any]:
+    """Ranks and dropouts of adapters, each once."""
+    ranks, dropouts = {t.rank for t in terms}, {t.dropout for t in terms} - {0.0}
+    return {"lora": tuple(sorted(ranks)), "dropout": tuple(sorted(dropouts))}

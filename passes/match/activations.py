@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from moefuse.passes.ir.evaluate import apply
 from moefuse.passes.ir.expr import Cast, Expr, Gate, Linear, Op, Slice
-from moefuse.passes.ir.expr_algebra import bare, factors, projection, same_expr
+from moefuse.passes.ir.expr_algebra import Projection, bare, factors, projection, same_expr
 
 
-def gate_and_up(expr: Any) -> tuple[str, tuple[float, ...], Any, Any] | None:
-    """(activation, its constants, gate, up or None) of the value between the projections."""
+def gate_and_up(expr: Any, find: Callable[[Any], Projection | None] = projection) -> tuple[str, tuple[float, ...], Any, Any] | None:
+    """(activation, its constants, gate, up or None) of the value between the projections. ``find``: what is one projection."""
     plain = unary(expr)
-    if plain is not None and projection(plain[1]) is not None:
+    if plain is not None and find(plain[1]) is not None:
         return plain[0], (), plain[1], None
     found = oai(expr) or clamped(expr)
     if found is not None:
         return found
-    if projection(expr) is not None:
+    if find(expr) is not None:
         return "identity", (), expr, None
     terms = factors(expr)
     silu = _sigmoid_product(terms)
@@ -33,9 +34,9 @@ def gate_and_up(expr: Any) -> tuple[str, tuple[float, ...], Any, Any] | None:
         return None
     for a, b in (terms, terms[::-1]):
         activated = unary(a)
-        if activated is not None and (isinstance(bare(activated[1]), Slice) or projection(activated[1]) is not None):
+        if activated is not None and (isinstance(bare(activated[1]), Slice) or find(activated[1]) is not None):
             return activated[0], (), activated[1], b
-    return ("identity", (), terms[0], terms[1]) if all(isinstance(bare(t), Slice) or projection(t) for t in terms) else None
+    return ("identity", (), terms[0], terms[1]) if all(isinstance(bare(t), Slice) or find(t) for t in terms) else None
 
 
 def _sigmoid_product(terms: list[Any]) -> tuple[Any, Any] | None:

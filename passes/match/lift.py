@@ -30,6 +30,7 @@ from moefuse.passes.ir.facts import (
 from moefuse.passes.ir.regions import Refused, Region, Weightless, sources
 from moefuse.passes.match.activations import vanishes
 from moefuse.passes.match.ids_outside import outside
+from moefuse.passes.match.lowrank import taken_apart
 from moefuse.passes.match.representative import instances
 from moefuse.passes.match.safety import checked
 from moefuse.passes.match.unrecognised import unread, unread_stacks
@@ -50,7 +51,7 @@ def lift(ctx: Context) -> Iterator[Region | Refused]:
         if isinstance(found, Region) and not all(map(_in_order, axes)):
             found = ctx.lost("tokens-differ", found.anchor, detail="the sum does not have its tokens first and its features last")
         anchor = found.anchor if isinstance(found, Region) else None
-        found = _placed(ctx, checked(ctx, found)) if isinstance(found, Region) else found
+        found = _apart(ctx, _placed(ctx, checked(ctx, found))) if isinstance(found, Region) else found
         if found is not None:
             yield Refused(found, routing, anchor) if isinstance(found, Lost) else found
     yield from unread_stacks(ctx)
@@ -63,6 +64,13 @@ def _in_order(axes: Axes) -> bool:
     return features == sorted(features) and all(
         [a.index for a in order if a.kind == kind] == sorted(a.index for a in order if a.kind == kind) for kind in "tf"
     )
+
+
+def _apart(ctx: Context, found: Region | Lost) -> Region | Lost:
+    """The region with its weights' low-rank terms beside the projections, where that is one op and nothing else needs their sum."""
+    apart = taken_apart(ctx, found) if isinstance(found, Region) else None
+    other = None if apart is None else _placed(ctx, checked(ctx, apart))
+    return other if isinstance(other, Region) else found
 
 
 def _placed(ctx: Context, found: Region | Lost) -> Region | Lost:

@@ -14,7 +14,7 @@ from moefuse.passes.graph.op_classes import COPIES, LOOKS_AT, SIZE_QUERIES
 from moefuse.passes.graph.sharded import gather_of
 from moefuse.passes.infer.held import uncast
 from moefuse.passes.infer.state import Context
-from moefuse.passes.ir.expr import Cast, Linear, has_linear, walk, weight_leaves
+from moefuse.passes.ir.expr import Cast, Linear, Op, has_linear, walk, weight_leaves
 from moefuse.passes.ir.facts import (
     Buffer,
     Counts,
@@ -37,6 +37,7 @@ from moefuse.passes.ir.facts import (
     View,
     Weight,
 )
+from moefuse.passes.ir.lowrank import in_front
 from moefuse.passes.ir.regions import Region, sources
 from moefuse.passes.match.encodings import encoded
 from moefuse.passes.match.liveness import unread
@@ -55,7 +56,7 @@ def checked(ctx: Context, region: Region) -> Region | Lost:
     if bounds - {region.num_experts}:
         return ctx.lost("missing-experts", region.anchor, present=f"below {min(bounds)}", count=str(region.num_experts))
     whole = _spanned(ctx, replace(region, expr=uncast(ctx, region.expr)))
-    checks = (transformed, _mixed, encoded, _casts, _types, _modes, _mutations, _spoiled, _feeds_itself, _escapes)
+    checks = (transformed, _mixed, encoded, _casts, _draws, _types, _modes, _mutations, _spoiled, _feeds_itself, _escapes)
     problems = (check(ctx, whole) for check in checks)
     return next((problem for problem in problems if problem is not None), whole)
 
@@ -77,6 +78,14 @@ def _casts(ctx: Context, region: Region) -> Lost | None:
     exprs = [region.expr] if region.rest is None else [region.expr, region.rest.expr]
     cast = next((e for expr in exprs for e in walk(expr) if isinstance(e, Cast) and not e.rounds), None)
     return None if cast is None else ctx.lost("no-rule", cast.node, op=f"a cast to {str(cast.dtype).removeprefix('torch.')}")
+
+
+def _draws(ctx: Context, region: Region) -> Lost | None:
+    """Of random draws only a dropout in front of an adapter's A is known to be row-local."""
+    allowed = in_front(region.expr)
+    drawn = (e for e in walk(region.expr) if isinstance(e, Op) and e.name == "dropout" and id(e) not in allowed)
+    found = next(drawn, None)
+    return None if found is None else ctx.lost("random", found.node, op=found.name)
 
 
 def _spelling(ctx: Context, region: Region) -> Domain:
@@ -167,26 +176,21 @@ def _types(ctx: Context, region: Region) -> Lost | None:
             return ctx.lost("dtype-unsupported", region.anchor, dtype=str(v.dtype).removeprefix("torch."), detail="expert weights")
     if devices - _DEVICES:
         return ctx.lost("device-unsupported", region.anchor, device=", ".join(sorted(devices)), detail="it has no kernel there")
-    dtypes = {v.dtype for v in values if v is not None}
-    if len(dtypes) > 1:
-        names = ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
-        return ctx.lost("dtype-unsupported", region.anchor, dtype=names, detail="expert weights of several dtypes")
     return _computed_in(ctx, region)
 
 
 def _computed_in(ctx: Context, region: Region) -> Lost | None:
-    """All projections compute in the dtype of the weights, or all in one of 16 bits from weights in float32 that this process has."""
+    """Each projection computes in the dtype of its weight, or all in one of 16 bits from weights in float32 that this process has."""
     found = [e for e in walk(region.expr) if isinstance(e, Linear)]
-    results = {value.dtype for e in found if (value := tensor(e.node)) is not None}
-    if len(results) > 1:
+    dtypes = {e: (a.dtype, b.dtype) for e in found if (a := tensor(e.node)) is not None and (b := tensor(e.weight.source)) is not None}
+    rounded = {e: pair for e, pair in dtypes.items() if pair[0] != pair[1]}
+    results = {result for result, _ in dtypes.values()}
+    if rounded and len(results) > 1:
         names = ", ".join(sorted(str(d).removeprefix("torch.") for d in results))
         return ctx.lost("dtype-unsupported", found[0].node, dtype=names, detail="the products of one expert compute in several dtypes")
-    for e in found:
-        out, weight = tensor(e.node), tensor(e.weight.source)
-        if out is None or weight is None or out.dtype == weight.dtype:
-            continue
-        names = f"{out.dtype} from {weight.dtype} weights".replace("torch.", "")
-        if not holds(weight.dtype, out.dtype):
+    for e, (out, held) in rounded.items():
+        names = f"{out} from {held} weights".replace("torch.", "")
+        if not holds(held, out):
             return ctx.lost("dtype-unsupported", region.anchor, dtype=names, detail="autocast inside the experts")
         if gather_of(e.weight.parts or (e.weight.source,)) is not None:
             return ctx.lost("dtype-unsupported", region.anchor, dtype=names, detail="autocast inside the experts, which are sharded")
@@ -196,6 +200,8 @@ def _computed_in(ctx: Context, region: Region) -> Lost | None:
 def _modes(ctx: Context, region: Region) -> Lost | None:
     """Grad mode and autocast are the same for everything that is differentiated, and for the sum."""
     mode = ctx.mode[region.anchor]
+    # PEFT switches autocast off for the sum of a weight and its terms; the op computes terms in float32 whatever it is.
+    sums = region.nodes - region.whole.nodes if region.whole is not None else frozenset()
     for node in sorted(region.nodes, key=ctx.position.__getitem__):
         value, fact = tensor(node), ctx.facts.get(node)
         counts = isinstance(fact, Counts | Hit | Span | Sorted | Range | Fill) or (isinstance(fact, Mask) and fact.weight is None)
@@ -203,7 +209,7 @@ def _modes(ctx: Context, region: Region) -> Lost | None:
             continue
         here = ctx.mode[node]
         # A view or a cast computes the same under every autocast.
-        casts = here[1] == mode[1] or isinstance(fact, View | Weight)
+        casts = here[1] == mode[1] or isinstance(fact, View | Weight) or node in sums
         # What is added without gradients has none, however it was computed; an accumulator keeps those that it had.
         grads = here[0] == mode[0] or (here[0] and not isinstance(fact, Sum | Buffer))
         if not casts or not grads:

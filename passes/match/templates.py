@@ -5,9 +5,13 @@ A template compares what is computed. Casts up to float32 around pointwise code 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
+from moefuse.passes.graph.calls import fake
 from moefuse.passes.ir.expr import Expr, Slice, Token
 from moefuse.passes.ir.expr_algebra import (
     Projection,
@@ -18,8 +22,11 @@ from moefuse.passes.ir.expr_algebra import (
     same_projection,
     split_weight,
 )
+from moefuse.passes.ir.lowrank import with_terms
 from moefuse.passes.match.activations import gate_and_up
 from moefuse.spec import Gating
+
+Find = Callable[[Any], Projection | None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,18 +44,42 @@ class Body:
     activation: str
     arguments: tuple[float, ...]
 
+    @property
+    def projections(self) -> tuple[Projection | None, Projection | None, Projection | None]:
+        """Of w_in, w_up and w_out."""
+        return self.first, self.up, self.last
 
-def match(expr: Expr) -> Body | None:
-    """The template of one row's contribution, or None (then the grouped tier replays the user's own code)."""
+
+WITH_TERMS = ("cpu",)
+"""Devices with an ``experts_lora``. Elsewhere its portable provider would wait for the host and lose the kernels that the grouped products
+and the fused op have there."""
+
+
+def one_op(expr: Expr, device: torch.device) -> Body | None:
+    """The template of a body that one op of this device takes: in one dtype, with at most one low-rank term beside a projection."""
+    body = match(expr)
+    if body is None and device.type in WITH_TERMS:
+        body = match(expr, with_terms)
+    found = [p for p in body.projections if p is not None] if body is not None else []
+    sources = [leaf.source for p in found for leaf in (p.weight, p.bias) if leaf is not None]
+    one_dtype = len({fake(source).dtype for source in sources}) == 1
+    return body if one_dtype and all(len(p.terms) <= 1 and not any(t.dropout for t in p.terms) for p in found) else None
+
+
+def match(expr: Expr, find: Find = projection) -> Body | None:
+    """The template of one row's contribution, or None (then the grouped tier replays the user's own code).
+
+    ``find``: which projections are one; ``with_terms`` for those that have low-rank terms.
+    """
     core, outer = split_weight(expr)
-    last = projection(core)
+    last = find(core)
     if last is None:
         return None
-    activated = gate_and_up(bare(last.child))
+    activated = gate_and_up(bare(last.child), find)
     if activated is None:
         return None
     activation, arguments, gate, up = activated
-    stored = storage(gate, up)
+    stored = storage(gate, up, find)
     if stored is None:
         return None
     gating, up_first, first, second = stored
@@ -62,14 +93,14 @@ def match(expr: Expr) -> Body | None:
     return Body(token, weight, bool(inner), first, second, last, gating, up_first, activation, arguments)
 
 
-def storage(gate: Any, up: Any) -> tuple[Gating, bool, Projection, Projection | None] | None:
+def storage(gate: Any, up: Any, find: Find = projection) -> tuple[Gating, bool, Projection, Projection | None] | None:
     """How gate and up projection are stored."""
     gate, up = bare(gate), bare(up)
     if up is None:
-        found = projection(gate)
+        found = find(gate)
         return None if found is None else ("plain", False, found, None)
     if isinstance(gate, Slice) and isinstance(up, Slice):
-        one, two = projection(gate.child), projection(up.child)
+        one, two = find(gate.child), find(up.child)
         if one is None or two is None or not same_projection(one, two) or gate.length != up.length or gate.of != 2 * gate.length:
             return None
         places = ((gate.start, gate.step), (up.start, up.step))
@@ -79,7 +110,7 @@ def storage(gate: Any, up: Any) -> tuple[Gating, bool, Projection, Projection | 
         if places in (((0, 2), (1, 2)), ((1, 2), (0, 2))):
             return "interleaved", gate.start != 0, one, None
         return None
-    one, two = projection(gate), projection(up)
+    one, two = find(gate), find(up)
     if one is None or two is None or not same_expr(one.child, two.child) or (one.bias is None) != (two.bias is None):
         return None
     return "split", False, one, two

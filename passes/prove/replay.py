@@ -49,6 +49,9 @@ class Run:
             # All iterations of a captured loop are here, each with an element of its own; a run leaves out the last ones without tokens.
             least: Any = kwargs.get("minlength", 0)
             kwargs = {**kwargs, "minlength": max(least, self.inputs.region.all_experts)}
+        if call is not None and call.name == "dropout":
+            self.values[node] = args[0]  # what the original draws, no replacement draws: both are compared without
+            return
         self.values[node] = execute(node, args, kwargs, self.value, self.inputs.older)
 
     def changed(self) -> list[Node]:

@@ -81,6 +81,8 @@ def test_json_says_everything() -> None:
             "weight_on": "output",
             "hidden_out": 0,
             "compute": "",
+            "lora": [],
+            "dropout": [],
         },
         "domain": "sorted",
         "tier": "fused",

@@ -28,7 +28,9 @@ POINTS = {
     "torch._inductor": ["list_options", "list_mode_options"],
     "torch._inductor.codecache": ["CppCodeCache"],
     "torch._inductor.compile_fx": ["compile_fx"],
-    "torch._inductor.config": ["post_grad_custom_post_pass", "pre_grad_custom_pass", "reorder_for_locality", "custom_partitioner_fn"],
+    "torch._inductor.config": [
+        *("post_grad_custom_post_pass", "pre_grad_custom_pass", "reorder_for_locality", "custom_partitioner_fn", "fallback_random"),
+    ],
     "torch._inductor.ir": ["FallbackKernel"],
     "torch._inductor.lowering": ["fallback_handler", "register_lowering"],
     "torch._inductor.virtualized": ["V"],

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from moefuse.passes.graph.op_classes import RANDOM, TERNARY, UNARY
+from moefuse import _torch_private
+from moefuse.passes.graph.op_classes import PRODUCTS, RANDOM, TERNARY, UNARY
 from moefuse.passes.graph.sizes import same
 from moefuse.passes.infer.cone import cone_rows
 from moefuse.passes.infer.operands import joined, leaf, padded, real, scalar, symbol
@@ -207,7 +208,33 @@ def on_random(ctx: Context, node: Node, x: Any = None, *args: Any, **kwargs: Any
     names = dict(zip(("p", "training"), args, strict=False)) | kwargs
     if call is not None and call.name == "dropout" and (names.get("p", 0.5) == 0.0 or names.get("training", True) is False):
         return fact
+    probability = names.get("p", 0.5)
+    plain = call is not None and call.name == "dropout" and not call.inplace and isinstance(probability, float)
+    if plain and names.get("training", True) is True and not names.get("inplace", False) and _first_of_a_pair(ctx, node):
+        return replace(fact, expr=Op(node, "dropout", (fact.expr, probability, True)))
     return ctx.lost("random", node, op=call.name if call is not None else "?")
+
+
+def _first_of_a_pair(ctx: Context, node: Node) -> bool:
+    """Whether a dropout's rows go through two products and nowhere else, as in front of an adapter's A.
+
+    Which rows an expert has, and so what its draws are, changes in a rewrite: only their distribution is kept. Inductor keeps no more,
+    unless ``fallback_random`` asks for eager's stream. Whether the products are an adapter's is found when the region is complete.
+    """
+    from_a = _readers(ctx, node)
+    from_b = [reader for a in from_a for reader in _readers(ctx, a)]
+    products = [ctx.calls[n] for n in (*from_a, *from_b)]
+    return bool(from_b) and all(c is not None and c.name in PRODUCTS for c in products) and not _torch_private.keeps_random_stream()
+
+
+def _readers(ctx: Context, node: Node) -> list[Node]:
+    """The users of a value, behind casts and products with a number."""
+    found: list[Node] = []
+    for user in node.users:
+        call = ctx.calls[user]
+        beside = call is not None and (call.name == "to" or (call.name == "mul" and len(user.all_input_nodes) == 1))
+        found += _readers(ctx, user) if beside else [user]
+    return found
 
 
 def gated(expr: Expr) -> bool:

@@ -1,0 +1,194 @@
+"""``moefuse::experts_lora``: routed experts whose projections have low-rank terms, ``W_e + s * B_e @ A_e``, which is never formed.
+
+The arguments are those of ``moefuse::experts`` and, for each projection, A [E, r, in] and B [E, out, r] (or E tensors of two dimensions;
+both empty for a projection without a term) with one scale. A and B may have another dtype than the experts: float32 beside bfloat16 is the
+usual case. Terms are computed and differentiated in the accumulation dtype, and weights that need no gradient get none.
+
+What forward saves for backward is what ``moefuse::experts`` saves, and u [S, r of all terms]: each term's rows times A.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moefuse.ops.autograd import below_autograd, grads_for, not_differentiable, once, ops, wants_grad
+from moefuse.ops.call import Body, ExpertsCall, Stack, cut, join, stacks
+from moefuse.ops.checks import check_experts, check_lora
+from moefuse.ops.reference import accumulation_dtype
+from moefuse.ops.schema import implement
+from moefuse.runtime import lora as portable
+
+Lists = Sequence[Tensor]
+PROJECTIONS = 3
+
+
+class Term(NamedTuple):
+    """One projection's low-rank term; empty lists where it has none.
+
+    Attributes:
+        a: one tensor [E, r, in], or E tensors [r, in].
+        b: one tensor [E, out, r], or E tensors [out, r].
+    """
+
+    a: Lists
+    b: Lists
+    scale: float
+
+    @property
+    def rank(self) -> int:
+        """r."""
+        return self.a[0].shape[-2] if self.a else 0
+
+
+class LoraCall(NamedTuple):
+    """One call: the experts, and the terms of w_in, w_up and w_out."""
+
+    base: ExpertsCall
+    terms: tuple[Term, ...]
+
+    @staticmethod
+    def of(x: Tensor, ids: Tensor, weights: Tensor, *lists: Lists, scales: Sequence[float], **options: Any) -> LoraCall:
+        """From the arguments of the op, in the order of its schema."""
+        return LoraCall(ExpertsCall.of(x, ids, weights, *lists[:6], **options), terms_of(lists[6:], scales))
+
+    @staticmethod
+    def unpack(tensors: Lists, counts: Sequence[int], scales: Sequence[float], *how: Any) -> LoraCall:
+        """From the arguments of the internal ops."""
+        *body, out_dtype = how
+        lists = cut(tensors, counts, 3)
+        base = ExpertsCall(tensors[0], tensors[1], tensors[2], *stacks(lists[:6]), Body.decode(*body), out_dtype)
+        return LoraCall(base, terms_of(lists[6:], scales))
+
+    def pack(self) -> tuple[list[Tensor], list[int], list[float], int, float, float, torch.dtype]:
+        """Arguments of the internal ops."""
+        factors = [part for t in self.terms for part in (t.a, t.b)]
+        return (
+            *join(self.base[:3], (*self.base.lists, *factors)),
+            [t.scale for t in self.terms],
+            *self.base.body.encode(),
+            self.base.out_dtype,
+        )
+
+    @property
+    def ranks(self) -> int:
+        """Columns of u."""
+        return sum(t.rank for t in self.terms)
+
+
+class LoraGradCall(NamedTuple):
+    """Arguments of backward; ``needs``: of x, weights and the twelve lists."""
+
+    grad: Tensor
+    x: Tensor
+    weights: Tensor
+    h: Tensor
+    order: Tensor
+    offsets: Tensor
+    u: Tensor
+    w_in: Stack
+    w_up: Stack
+    w_out: Stack
+    terms: tuple[Term, ...]
+    needs: tuple[bool, ...]
+    body: Body
+
+    @staticmethod
+    def unpack(tensors: Lists, counts: Sequence[int], scales: Sequence[float], needs: int, *body: Any) -> LoraGradCall:
+        """From the arguments of the op."""
+        lists = cut(tensors, counts, 7)
+        flags = tuple(bool(needs >> i & 1) for i in range(2 + len(lists)))
+        grad, x, weights, h, order, offsets, u = tensors[:7]
+        found = terms_of(lists[6:], scales)
+        return LoraGradCall(grad, x, weights, h, order, offsets, u, *stacks(lists[:6]), found, flags, Body.decode(*body))
+
+
+def terms_of(lists: Sequence[Lists], scales: Sequence[float]) -> tuple[Term, ...]:
+    """From a_in, l_in, a_up, l_up, a_out, l_out and their scales."""
+    return tuple(Term(a, b, scale) for a, b, scale in zip(lists[::2], lists[1::2], scales, strict=True))
+
+
+def _checked(call: LoraCall) -> tuple[Any, Any, Any]:
+    sizes = check_experts(call.base)
+    base = call.base
+    for name, stack, term in zip(("in", "up", "out"), (base.w_in, base.w_up, base.w_out), call.terms, strict=True):
+        check_lora(name, stack, term.a, term.b, base.x)
+    return sizes
+
+
+def _kernel(*data: Any, **options: Any) -> Tensor:
+    call = LoraCall.of(*data, **options)
+    _checked(call)
+    return portable.experts_lora(call)
+
+
+def _fake(*data: Any, **options: Any) -> Tensor:
+    call = LoraCall.of(*data, **options)
+    _, _, hidden = _checked(call)
+    return call.base.x.new_empty((call.base.x.shape[0], hidden), dtype=call.base.out_dtype)
+
+
+def _forward(*packed: Any) -> tuple[Tensor, ...]:
+    return portable.experts_lora_forward(LoraCall.unpack(*packed))
+
+
+def _forward_fake(*packed: Any) -> tuple[Tensor, ...]:
+    call = LoraCall.unpack(*packed)
+    experts, width, hidden = _checked(call)
+    x, slots = call.base.x, call.base.x.shape[0] * call.base.top_k
+    order, offsets = (x.new_empty((n,), dtype=torch.int64) for n in (slots, experts + 1))
+    u = x.new_empty((slots, call.ranks), dtype=accumulation_dtype(x.dtype))
+    return x.new_empty((x.shape[0], hidden), dtype=call.base.out_dtype), x.new_empty((slots, width)), order, offsets, u
+
+
+def _backward(*packed: Any) -> list[Tensor]:
+    return portable.experts_lora_backward(LoraGradCall.unpack(*packed))
+
+
+def _backward_fake(tensors: Lists, counts: Sequence[int], scales: Sequence[float], needs: int, *body: Any) -> list[Tensor]:
+    groups = (tensors[1:2], tensors[2:3], *cut(tensors, counts, 7))
+    dense = [t.new_empty(t.shape) for i, group in enumerate(groups[:2]) if needs >> i & 1 for t in group]
+    return dense + [torch.empty_like(t) for i, group in enumerate(groups[2:], 2) if needs >> i & 1 for t in group]
+
+
+class _Lora(torch.autograd.Function):
+    """One call of ``moefuse::experts_lora`` that is differentiated."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, counts: list[int], scales: list[float], body: tuple[Any, ...], out_dtype: torch.dtype, *tensors: Tensor
+    ) -> Tensor:
+        with below_autograd():
+            out, h, order, offsets, u = ops.experts_lora_forward.default(tensors, counts, scales, *body, out_dtype)
+        x, _, weights, *flat = tensors
+        ctx.counts, ctx.scales, ctx.body = counts, scales, body
+        ctx.save_for_backward(x, weights, h, order, offsets, u, *flat)
+        return out  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        need_x, _, need_weights, *need_flat = ctx.needs_input_grad[4:]
+        flags = [need_x, need_weights, *(any(part) for part in cut(need_flat, ctx.counts))]
+        code = sum(flag << i for i, flag in enumerate(flags))
+        computed = ops.experts_lora_backward.default([grad, *ctx.saved_tensors], ctx.counts, ctx.scales, code, *ctx.body)
+        d_x, d_weights, *d_flat = grads_for(flags, (1, 1, *ctx.counts), computed)
+        return None, None, None, None, d_x, None, d_weights, *d_flat
+
+
+def _autograd(*data: Any, **options: Any) -> Tensor:
+    """Autograd entry."""
+    call = LoraCall.of(*data, **options)
+    _checked(call)
+    tensors, counts, scales, *body, dtype = call.pack()
+    if wants_grad(tensors):
+        return _Lora.apply(counts, scales, tuple(body), dtype, *tensors)  # type: ignore[no-any-return,no-untyped-call]
+    with below_autograd():
+        return ops.experts_lora.default(*data, **options)  # type: ignore[no-any-return]
+
+
+implement("experts_lora", kernel=_kernel, fake=_fake, autograd=_autograd)
+implement("experts_lora_forward", kernel=_forward, fake=_forward_fake, autograd=not_differentiable("experts_lora_forward"))
+implement("experts_lora_backward", kernel=_backward, fake=_backward_fake, autograd=once("experts_lora_backward", "experts_lora"))

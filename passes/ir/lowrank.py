@@ -1,0 +1,120 @@
+"""Low-rank terms beside a projection (LoRA, arXiv:2106.09685): ``linear(x, W) + s * linear(linear(x, A), B)`` is one projection.
+
+The base and its terms start at the same expression, up to casts that round and, in training, a dropout in front of A.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from moefuse.passes.ir.expr import Cast, ExpertVector, Expr, Leaf, Linear, Op, walk
+from moefuse.passes.ir.expr_algebra import LowRank, Projection, bare, factors, same_expr, size
+
+
+@dataclass(frozen=True, eq=False)
+class Adapted:
+    """A projection with its low-rank terms. ``linears``: every product of it, the base first, then A and B of each term."""
+
+    projection: Projection
+    linears: tuple[Linear, ...]
+
+
+def adapted(expr: Any) -> Adapted | None:
+    """A sum of one base product, perhaps a bias, and low-rank products of the same rows; None if the expression is anything else."""
+    base: Linear | None = None
+    bias: Leaf | None = None
+    found: list[tuple[LowRank, Expr, tuple[Linear, Linear]]] = []
+    for part in _addends(expr):
+        term = _term(part)
+        if term is not None:
+            found.append(term)
+        elif isinstance(part, Linear) and base is None:
+            base = part
+        elif isinstance(part, ExpertVector) and bias is None:
+            bias = part.vector
+        else:
+            return None
+    if base is None or not all(_fits(base, term, child) for term, child, _ in found):
+        return None
+    linears = (base, *(linear for _, _, pair in found for linear in pair))
+    return Adapted(Projection(base.weight, bias, base.child, tuple(term for term, _, _ in found)), linears)
+
+
+def with_terms(expr: Any) -> Projection | None:
+    """As ``projection``, with low-rank terms."""
+    found = adapted(expr)
+    return None if found is None else found.projection
+
+
+def adapters(expr: Expr) -> list[Adapted]:
+    """The projections of an expression that have low-rank terms."""
+    whole: dict[int, Adapted] = {}
+    for e in walk(expr):
+        found = adapted(e) if isinstance(e, Op) and e.name == "add" else None
+        if found is None or not found.projection.terms:
+            continue
+        known = whole.get(id(found.linears[0]))
+        if known is None or len(found.linears) > len(known.linears):
+            whole[id(found.linears[0])] = found
+    return list(whole.values())
+
+
+def in_front(expr: Expr) -> set[int]:
+    """The ids of dropouts of an expression that stand in front of an A and nowhere else, each of one place in the tree: it draws once."""
+    found = [e for e in walk(expr) if isinstance(e, Op) and e.name == "dropout"]
+    drops = {id(e) for e in found if sum(other.node is e.node for other in found) == 1}
+    first = {id(linear) for a in adapters(expr) for linear in a.linears[1::2]}
+    readers = [(e, _through(c)) for e in walk(expr) if not _looked_through(e) for c in e.children]
+    return {d for d in drops if all(id(e) in first for e, seen in readers if d in seen)}
+
+
+def _looked_through(expr: Expr) -> bool:
+    return isinstance(expr, Cast) and expr.rounds
+
+
+def _through(expr: Expr) -> set[int]:
+    found = {id(expr)}
+    while isinstance(expr, Cast) and expr.rounds:
+        expr = expr.child
+        found.add(id(expr))
+    return found
+
+
+def _addends(expr: Any) -> list[Any]:
+    expr = bare(expr)
+    if isinstance(expr, Op) and expr.name == "add" and len(expr.args) == 2 and not expr.kwargs:
+        return [*_addends(expr.args[0]), *_addends(expr.args[1])]
+    return [expr]
+
+
+def _scaled(expr: Any) -> tuple[float, Any]:
+    """The numbers of a product, and its one other factor (or the expression itself, if there are several)."""
+    found = factors(expr)
+    rest = [f for f in found if isinstance(f, Expr)]
+    numbers = [float(f) for f in found if not isinstance(f, Expr)]
+    return (math.prod(numbers), rest[0]) if len(rest) == 1 else (1.0, bare(expr))
+
+
+def _term(expr: Any) -> tuple[LowRank, Expr, tuple[Linear, Linear]] | None:
+    """(the term, the rows that A is applied to, the two products) of ``s * linear(linear(x, A), B)``."""
+    outer, b = _scaled(expr)
+    if not isinstance(b, Linear):
+        return None
+    middle, a = _scaled(b.child)
+    if not isinstance(a, Linear):
+        return None
+    inner, child = _scaled(a.child)
+    dropout = 0.0
+    if isinstance(child, Op) and child.name == "dropout":
+        dropout = float(child.args[1])
+        more, child = _scaled(child.args[0])
+        inner *= more
+    thin = 2 * size(a.weight, 0) <= min(size(a.weight, 1), size(b.weight, 0))
+    return (LowRank(a.weight, b.weight, outer * middle * inner, dropout), child, (a, b)) if thin else None
+
+
+def _fits(base: Linear, term: LowRank, child: Expr) -> bool:
+    shapes = size(base.weight, 1) == size(term.a, 1) and size(base.weight, 0) == size(term.b, 0)
+    return shapes and same_expr(base.child, child)

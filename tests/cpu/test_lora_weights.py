@@ -1,0 +1,167 @@
+"""Low-rank terms in stacked weights, in the spellings there are: the sum is not made, and everything is as if it were."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import moefuse
+from tests.cpu.test_lora_rows import close, numbers
+
+E, K, H, INNER, R = 4, 2, 4 * 8, 24, 4
+S = 1.5
+
+Spelling = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+SPELLINGS: dict[str, Spelling] = {
+    "baddbmm": lambda w, b, a: torch.baddbmm(w, b.to(w.dtype), a.to(w.dtype), alpha=S),
+    "matmul": lambda w, b, a: w + S * (b @ a).to(w.dtype),
+    "bmm-first": lambda w, b, a: torch.bmm(b, a).to(w.dtype) * S + w,
+    "einsum": lambda w, b, a: w + torch.einsum("eor,eri->eoi", b, a).to(w.dtype) * S,
+    "einsum-swapped": lambda w, b, a: w + torch.einsum("eri,eor->eoi", a, b).to(w.dtype) * S,
+    "turned": lambda w, b, a: (w.transpose(1, 2) + S * (a.transpose(1, 2) @ b.transpose(1, 2)).to(w.dtype)).transpose(1, 2),
+    "in-float32": lambda w, b, a: (w.float() + S * (b.float() @ a.float())).to(w.dtype),
+}
+
+
+class Layer(nn.Module):
+    """Merged gate and up, sorted rows, grouped products on weights with terms."""
+
+    def __init__(self, spelling: Spelling, dtype: torch.dtype = torch.float32, of: torch.dtype = torch.float32, rank: int = R) -> None:
+        super().__init__()
+        self.spelling = spelling
+        self.router = nn.Linear(H, E, bias=False, dtype=dtype)
+
+        def weight(*shape: int, of: torch.dtype = dtype) -> nn.Parameter:
+            return nn.Parameter(torch.randn(E, *shape).mul(0.3).to(of))
+
+        self.w_in, self.w_out = weight(2 * INNER, H).requires_grad_(False), weight(H, INNER).requires_grad_(False)
+        self.a_in, self.b_in = weight(rank, H, of=of), weight(2 * INNER, rank, of=of)
+        self.a_out, self.b_out = weight(rank, INNER, of=of), weight(H, rank, of=of)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.router(x).softmax(-1).topk(K)
+        first, last = self.spelling(self.w_in, self.b_in, self.a_in), self.spelling(self.w_out, self.b_out, self.a_out)
+        out = torch.zeros_like(x)
+        for e in range(E):
+            token, slot = torch.where(ids == e)
+            gate, up = F.linear(x[token], first[e]).chunk(2, -1)
+            out.index_add_(0, token, F.linear(F.silu(gate) * up, last[e]) * weights[token, slot, None])
+        return out
+
+    def factors(self) -> list[nn.Parameter]:
+        return [self.a_in, self.b_in, self.a_out, self.b_out]
+
+
+def products(model: nn.Module, x: Tensor, train: bool) -> list[str]:
+    """Names of the graph's operations behind the rewrite."""
+    seen: list[str] = []
+
+    def spy(gm: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
+        from moefuse.config import Options
+        from moefuse.passes.driver import fuse
+
+        fuse(gm, inputs, Options())
+        seen.extend(str(n.target) for n in gm.graph.nodes if n.op == "call_function" or n.op == "call_method")
+        return gm.forward
+
+    with torch.set_grad_enabled(train):
+        torch.compile(model, backend=spy, fullgraph=True)(x)
+    return seen
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_spellings(spelling: str) -> None:
+    """Values and gradients in float32, and no weight-sized product in the graph."""
+    torch.manual_seed(0)
+    layer, x = Layer(SPELLINGS[spelling]), torch.randn(40, H)
+    compiled = torch.compile(layer, backend="moefuse", fullgraph=True)
+    close(numbers(compiled, x, layer.factors()), numbers(layer, x, layer.factors()), 4e-6)
+    (fused,) = moefuse.last_report().fused
+    assert (fused.tier, fused.spec.lora, fused.spec.gating) == ("fused", (R,), "merged")
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_nothing_as_large_as_a_weight_is_made() -> None:
+    layer, x = Layer(SPELLINGS["baddbmm"]), torch.randn(40, H)
+    seen = products(layer, x, True)
+    assert any("experts_lora" in name for name in seen)
+    assert not any("baddbmm" in name for name in seen)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_bfloat16_base_and_float32_factors() -> None:
+    """The truth is W + s B A in float64: the op is not further from it than the program, which rounds the sum to bfloat16."""
+    torch.manual_seed(0)
+    layer = Layer(SPELLINGS["baddbmm"], torch.bfloat16)
+    x = torch.randn(40, H, dtype=torch.bfloat16)
+    compiled = torch.compile(layer, backend="moefuse", fullgraph=True)
+    found, program = numbers(compiled, x, layer.factors()), numbers(layer, x, layer.factors())
+    assert moefuse.last_report().fused[0].spec.lora == (R,)
+    close(found, program, 0.05)
+    assert [g.dtype for g in found[2:]] == [torch.float32] * 4
+
+
+NEAR = {
+    "subtracted": lambda w, b, a: w - S * (b @ a),
+    "twice": lambda w, b, a: 2 * w + S * (b @ a),
+    "other-experts": lambda w, b, a: w + S * (b.flip(0) @ a),
+    "scale-of-a-tensor": lambda w, b, a: w + w.square().mean() * (b @ a),
+    "also-squared": lambda w, b, a: w + (b @ a).square(),
+    "beta": lambda w, b, a: torch.baddbmm(w, b, a, alpha=S, beta=0.5),
+}
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("spelling", NEAR)
+def test_near_misses_are_computed_as_written(spelling: str) -> None:
+    torch.manual_seed(0)
+    layer, x = Layer(NEAR[spelling]), torch.randn(40, H)
+    compiled = torch.compile(layer, backend="moefuse", fullgraph=True)
+    close(numbers(compiled, x, layer.factors()), numbers(layer, x, layer.factors()), 4e-6)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_a_large_rank_is_a_weight() -> None:
+    """Two thin products of more than half the width cost more than the sum."""
+    layer, x = Layer(SPELLINGS["matmul"], rank=20), torch.randn(40, H)
+    torch.compile(layer, backend="moefuse", fullgraph=True)(x)
+    assert moefuse.last_report().fused[0].spec.lora == ()
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_a_sum_that_is_read_elsewhere_is_made_once() -> None:
+    """A penalty on the sum needs it: it stays, and the experts read it."""
+
+    class Penalised(Layer):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+            total = self.spelling(self.w_out, self.b_out, self.a_out)
+            self_spelling, self.spelling = self.spelling, lambda w, b, a: total if w is self.w_out else self_spelling(w, b, a)
+            out = super().forward(x)
+            self.spelling = self_spelling
+            return out, total.square().sum()
+
+    torch.manual_seed(0)
+    layer, x = Penalised(SPELLINGS["baddbmm"]), torch.randn(40, H)
+    expected = layer(x)
+    torch.testing.assert_close(torch.compile(layer, backend="moefuse")(x), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_factors_are_read_live_and_start_at_zero() -> None:
+    """B = 0 hides the terms, and the first step brings them."""
+    torch.manual_seed(0)
+    layer, x = Layer(SPELLINGS["baddbmm"]), torch.randn(40, H)
+    with torch.no_grad():
+        layer.b_in.zero_(), layer.b_out.zero_()
+    compiled = torch.compile(layer, backend="moefuse", fullgraph=True)
+    for _ in range(2):
+        close(numbers(compiled, x, layer.factors())[:2], numbers(layer, x, layer.factors())[:2], 4e-6)
+        with torch.no_grad():
+            layer.b_in.normal_(), layer.b_out.normal_()
+    assert moefuse.last_report().fused[0].spec.lora == (R,)
