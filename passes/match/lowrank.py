@@ -6,11 +6,13 @@ two dimensions, may stand in between. Factors keep their own dtype: what a cast 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.fx import Node
 
+from moefuse._dynamo.values import hint
 from moefuse.passes.graph.calls import fake, tensor
 from moefuse.passes.graph.op_classes import CASTS
 from moefuse.passes.graph.sharded import is_gathered
@@ -23,6 +25,10 @@ from moefuse.passes.match.templates import one_op
 Order = tuple[int, ...]
 
 
+MOST_ROWS = 32
+"""For each expert. With more, the C++ kernels on the sum of weights are faster than terms beside the products, which have none (CPU)."""
+
+
 @dataclass(frozen=True, eq=False)
 class _Sum:
     """``base + sum of scale * left @ right``; every stack is [E, rows, columns] by its dims in order."""
@@ -33,12 +39,20 @@ class _Sum:
 
 def taken_apart(ctx: Context, region: Region) -> Region | None:
     """The region with its weights' low-rank terms beside the projections, if one op takes them there; None where it has none."""
+    if _rows(region) > MOST_ROWS * region.num_experts:
+        return None
     linears = [e for e in walk(region.expr) if isinstance(e, Linear) and e.weight.stacked and not e.weight.parts]
     found = {id(e): s for e in linears if (s := _sum(ctx, e.weight)) is not None and s.products}
     if not found:
         return None
     expr = _rebuilt(region.expr, found)
     return replace(region, expr=expr, whole=region) if one_op(expr, fake(region.value).device) else None
+
+
+def _rows(region: Region) -> int:
+    """S, as the program is traced; 0 where that depends on data."""
+    tokens = [size if isinstance(size, int) else hint(size) for size in region.routing.tokens]
+    return math.prod(0 if size is None else size for size in tokens) * region.routing.top_k
 
 
 def _rebuilt(expr: Expr, sums: dict[int, _Sum]) -> Expr:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import moefuse
+from moefuse.passes.match.lowrank import MOST_ROWS
 from tests.cpu.test_lora_rows import close, numbers
 
 E, K, H, INNER, R = 4, 2, 4 * 8, 24, 4
@@ -165,3 +166,12 @@ def test_factors_are_read_live_and_start_at_zero() -> None:
         with torch.no_grad():
             layer.b_in.normal_(), layer.b_out.normal_()
     assert moefuse.last_report().fused[0].spec.lora == (R,)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize(("tokens", "count"), [(MOST_ROWS * E // K, 1), (MOST_ROWS * E // K + 1, 0)])
+def test_many_rows_of_an_expert(tokens: int, count: int) -> None:
+    """With these the sum of weights costs less than products of their own, and is what the program asked for."""
+    names = products(Layer(SPELLINGS["baddbmm"]), torch.randn(tokens, H), train=False)
+    assert sum("experts_lora" in name for name in names) == count
+    assert sum("moefuse.experts" in name for name in names) == 1
