@@ -264,6 +264,7 @@ def test_what_the_op_refuses(compute: torch.dtype, first: torch.dtype, last: tor
         run(args)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_transformers(implementation: str) -> None:

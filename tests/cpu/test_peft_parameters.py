@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 
 import moefuse
+from tests.cpu.replay_case import light
 from tests.cpu.test_lora_rows import close
 from tests.zoo.tiny import build, major, tokens
 
+__all__ = ["light"]
 peft = pytest.importorskip("peft", reason="PEFT is not installed")
 pytestmark = pytest.mark.skipif(major() == "4", reason="transformers 4 has a module for each expert")
 
@@ -34,7 +36,7 @@ def ranks() -> set[tuple[int, ...]]:
     return {f.spec.lora for f in moefuse.last_report().fused}
 
 
-@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.usefixtures("light")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_training(family: str) -> None:
     """Values and gradients of the factors; the base has none."""
@@ -53,7 +55,7 @@ def test_training(family: str) -> None:
     assert ranks() == {(4,)}
 
 
-@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.usefixtures("light")
 def test_switched_and_merged() -> None:
     """Disabled, merged and unmerged between calls, and rsLoRA, which only has another scale."""
     model = adapted("qwen3_moe", use_rslora=True).eval()

@@ -292,6 +292,7 @@ def compared(model: nn.Module, wrap: Callable[[nn.Module], nn.Module]) -> moefus
 
 @collects
 @pytest.mark.usefixtures("alone")
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("wrap", [replicated, flattened])
 @pytest.mark.parametrize("split", [True, False])
 def test_wrapped(wrap: Callable[[nn.Module], nn.Module], split: bool) -> None:
