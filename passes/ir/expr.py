@@ -164,21 +164,36 @@ def walk(expr: Expr) -> Iterator[Expr]:
         stack.extend(item.children)
 
 
-def rewritten(expr: Expr, source: Callable[[Node], Node], leaf: Callable[[Leaf], Leaf], number: Callable[[int | None], int | None]) -> Expr:
-    """The tree with other shared tensors, weights and expert numbers; what was one node of it stays one."""
+Change = Callable[[Expr, Callable[[Any], Any]], Expr | None]
+"""From a node, and what rebuilds a part of it, to the node in its place; None to rebuild its parts alone."""
+
+
+def rebuilt(expr: Expr, change: Change) -> Expr:
+    """The tree with other nodes in it; what was one node of it stays one."""
     memo: dict[int, Any] = {}
 
     def run(old: Any) -> Any:
         if not isinstance(old, Expr):
             return old
         if id(old) not in memo:
-            memo[id(old)] = made(old)
+            new = change(old, run)
+            memo[id(old)] = of_parts(old) if new is None else new
         return memo[id(old)]
 
-    def made(old: Expr) -> Expr:
+    def of_parts(old: Expr) -> Expr:
+        if isinstance(old, Op):
+            return replace(old, args=tuple(map(run, old.args)), kwargs=tuple((k, run(v)) for k, v in old.kwargs))
+        return replace(old, child=run(old.child)) if old.children else old  # type: ignore[call-arg, attr-defined]
+
+    found: Expr = run(expr)
+    return found
+
+
+def rewritten(expr: Expr, source: Callable[[Node], Node], leaf: Callable[[Leaf], Leaf], number: Callable[[int | None], int | None]) -> Expr:
+    """The tree with other shared tensors, weights and expert numbers."""
+
+    def change(old: Expr, run: Callable[[Any], Any]) -> Expr | None:
         match old:
-            case Token() | SlotWeight():
-                return old
             case SharedVector():
                 return replace(old, source=source(old.source))
             case Gate():
@@ -187,12 +202,9 @@ def rewritten(expr: Expr, source: Callable[[Node], Node], leaf: Callable[[Leaf],
                 return replace(old, vector=leaf(old.vector))
             case Linear():
                 return replace(old, child=run(old.child), weight=leaf(old.weight))
-            case Op():
-                return replace(old, args=tuple(map(run, old.args)), kwargs=tuple((k, run(v)) for k, v in old.kwargs))
-        return replace(old, child=run(old.child))  # type: ignore[call-arg, attr-defined]
+        return None
 
-    found: Expr = run(expr)
-    return found
+    return rebuilt(expr, change)
 
 
 def has_linear(expr: Expr) -> bool:

@@ -7,6 +7,7 @@ two dimensions, may stand in between. Factors keep their own dtype: what a cast 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +19,7 @@ from moefuse.passes.graph.op_classes import CASTS
 from moefuse.passes.graph.sharded import is_gathered
 from moefuse.passes.graph.sizes import shape_of
 from moefuse.passes.infer.state import Context
-from moefuse.passes.ir.expr import Expr, Leaf, Linear, Op, walk
+from moefuse.passes.ir.expr import Expr, Leaf, Linear, Op, rebuilt, walk
 from moefuse.passes.ir.regions import Region
 from moefuse.passes.match.templates import one_op
 
@@ -45,7 +46,11 @@ def taken_apart(ctx: Context, region: Region) -> Region | None:
     found = {id(e): s for e in linears if (s := _sum(ctx, e.weight)) is not None and s.products}
     if not found:
         return None
-    expr = _rebuilt(region.expr, found)
+
+    def beside(old: Expr, run: Callable[[Any], Any]) -> Expr | None:
+        return _beside(old, run(old.child), found[id(old)]) if isinstance(old, Linear) and id(old) in found else None
+
+    expr = rebuilt(region.expr, beside)
     return replace(region, expr=expr, whole=region) if one_op(expr, fake(region.value).device) else None
 
 
@@ -53,29 +58,6 @@ def _rows(region: Region) -> int:
     """S, as the program is traced; 0 where that depends on data."""
     tokens = [size if isinstance(size, int) else hint(size) for size in region.routing.tokens]
     return math.prod(0 if size is None else size for size in tokens) * region.routing.top_k
-
-
-def _rebuilt(expr: Expr, sums: dict[int, _Sum]) -> Expr:
-    memo: dict[int, Any] = {}
-
-    def run(old: Any) -> Any:
-        if not isinstance(old, Expr):
-            return old
-        if id(old) not in memo:
-            memo[id(old)] = made(old)
-        return memo[id(old)]
-
-    def made(old: Expr) -> Expr:
-        match old:
-            case Linear():
-                child = run(old.child)
-                return _beside(old, child, sums[id(old)]) if id(old) in sums else replace(old, child=child)
-            case Op():
-                return replace(old, args=tuple(map(run, old.args)), kwargs=tuple((k, run(v)) for k, v in old.kwargs))
-        return replace(old, child=run(old.child)) if old.children else old  # type: ignore[call-arg, attr-defined]
-
-    found: Expr = run(expr)
-    return found
 
 
 def _beside(old: Linear, child: Expr, total: _Sum) -> Expr:
