@@ -93,8 +93,9 @@ def _scaled(expr: Any) -> tuple[float, Any]:
     """The numbers of a product, and its one other factor (or the expression itself, if there are several)."""
     found = factors(expr)
     rest = [f for f in found if isinstance(f, Expr)]
-    numbers = [float(f) for f in found if not isinstance(f, Expr)]
-    return (math.prod(numbers), rest[0]) if len(rest) == 1 else (1.0, bare(expr))
+    numbers = [f for f in found if isinstance(f, int | float)]
+    alone = len(rest) == 1 and len(numbers) + 1 == len(found)
+    return (float(math.prod(numbers)), rest[0]) if alone else (1.0, bare(expr))
 
 
 def _term(expr: Any) -> tuple[LowRank, Expr, tuple[Linear, Linear]] | None:
