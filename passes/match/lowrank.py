@@ -56,8 +56,8 @@ def taken_apart(ctx: Context, region: Region) -> Region | None:
 
 def _rows(region: Region) -> int:
     """S, as the program is traced; 0 where that depends on data."""
-    tokens = [size if isinstance(size, int) else hint(size) for size in region.routing.tokens]
-    return math.prod(0 if size is None else size for size in tokens) * region.routing.top_k
+    sizes = [size if isinstance(size, int) else hint(size) for size in fake(region.value).shape[:-1]]
+    return math.prod(size or 0 for size in sizes) * region.routing.top_k
 
 
 def _beside(old: Linear, child: Expr, total: _Sum) -> Expr:
