@@ -157,7 +157,7 @@ class LoraExpert(nn.Module):
         return out
 
 
-@fused("selected", "grouped")
+@fused("selected")
 class LowRank(Loop):
     """LoRA in every projection of every expert."""
 
