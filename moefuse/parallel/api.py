@@ -102,7 +102,8 @@ def parallelize(
         checks.slices_have_all(sites, cuts)
     most = max_tokens if max_tokens is not None else "any"
     # Tokens of ranks with slices come together before they travel to experts.
-    gathered = mesh.size(-1) if len(hops) > 1 and whose[-1] != "replicated" and isinstance(most, int) else 1
+    meet = len(hops) > 1 and whose[-1] != "replicated" and isinstance(most, int)
+    mosts = (most * mesh.size(-1) if meet else most, most)
     grids = {count: grid(mesh, count, replicated) for count in dict.fromkeys(counts)}
     if transport == "symm":
         checks.one_host(grids.values())
@@ -116,7 +117,6 @@ def parallelize(
         at = grids[count]
         way = _transport(site, transport, max_tokens, at, near[count])
         promised: tuple[Any, ...] = (grads, place, count, at.copies if replicated else 1, kept, debug)
-        mosts = (most * gathered, most) if gathered > 1 else (most, most)
         terms = tuple(_terms(*each, way, at_most, *promised) for *each, at_most in zip(hops, at.names, whose, mosts, strict=False))
         slices = Slices(terms[-1].text, cuts[number]) if cuts else None
         name = site.layer if names.count(site.layer) == 1 and site.layer else site.name

@@ -81,6 +81,7 @@ def experts_of(model: nn.Module, modules: str | None = None) -> list[Site]:
             "modules, beside the weight of a router with E scores"
         )
     _not_tied(model, found)
+    _not_shared(model, found)
     return found
 
 
@@ -160,7 +161,6 @@ def _not_tied(model: nn.Module, found: list[Site]) -> None:
             if id(parameter) in owners:
                 raise ParallelError(f"{owners[id(parameter)]} and {whole} are one Parameter: tied experts cannot be sharded, untie them")
             owners[id(parameter)] = whole
-    _not_shared(model, found)
 
 
 def _not_shared(model: nn.Module, found: list[Site]) -> None:

@@ -236,7 +236,11 @@ def _reached(node: Any, end: Any) -> set[Node]:
 
 
 def _count(op: Node) -> Any:
-    """E of ``moefuse::experts``."""
+    """E, where the op says it; None of tokens that travel to other ranks."""
+    if op.target is torch.ops.moefuse.permute.default:
+        return op.args[2]
+    if op.target is torch.ops.moefuse.ep_dispatch.default:
+        return None
     down: Any = op.args[5]
     return len(down) if len(down) > 1 else _value(down[0]).shape[0]
 

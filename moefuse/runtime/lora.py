@@ -148,7 +148,7 @@ class _Backward:
         if self.d_scale is not None and not body.on_input:
             self.d_scale[rows] = (d_a * value).sum(-1)
             if call.w_out.bias:
-                add_bias_products(self.d_scale, d_out.to(self.wide), call.w_out.bias, chunk)
+                add_bias_products(self.d_scale, d_out, call.w_out.bias, chunk)
         d_h = torch.empty_like(call.h[rows])
         made = act.backward(d_a if body.on_input else d_a * scale, gate, up, body.args)
         for target, part in zip(split_gate(d_h, body.gating, body.up_first), made, strict=True):
