@@ -108,11 +108,16 @@ def _in_parts(call: GradCall) -> list[Tensor]:
 
 def experts(*data: Any, **options: Any) -> Tensor:
     """Autograd entry of ``moefuse::experts``."""
+    return experts_by(_Experts, (), *data, **options)
+
+
+def experts_by(function: Any, first: Sequence[Any], *data: Any, **options: Any) -> Tensor:
+    """A call of experts that ``function`` differentiates, given ``first`` and the packed call; inference where no gradient is wanted."""
     call = ExpertsCall.of(*data, **options)
     check_experts(call)
     tensors, counts, *body, dtype = call.pack()
     if wants_grad(tensors):
-        return _Experts.apply(counts, tuple(body), dtype, *tensors)  # type: ignore[no-any-return,no-untyped-call]
+        return function.apply(*first, counts, tuple(body), dtype, *tensors)  # type: ignore[no-any-return]
     with below_autograd():
         return ops.experts_infer.default(tensors, counts, *body, dtype)  # type: ignore[no-any-return]
 

@@ -17,10 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moefuse.ops.autograd import below_autograd, gradients, not_differentiable, ops, wants_grad
-from moefuse.ops.call import ExpertsCall
-from moefuse.ops.checks import check_experts
-from moefuse.ops.experts import result
+from moefuse.ops.autograd import below_autograd, experts_by, gradients, not_differentiable, ops
+from moefuse.ops.experts import fake, kernel
 from moefuse.ops.schema import implement
 from moefuse.runtime import overflow
 from moefuse.runtime.groups import Terms
@@ -71,13 +69,11 @@ def _restore_fake(kept: Tensor, order: Tensor) -> Tensor:
 
 
 def _kernel(*data: Any, terms: str, layer: str, room: Tensor | None = None, **options: Any) -> Tensor:
-    call = ExpertsCall.of(*data, **options)
-    check_experts(call)
-    return ops.experts_infer.default(*call.pack())  # type: ignore[no-any-return]
+    return kernel(*data, **options)
 
 
 def _fake(*data: Any, terms: str, layer: str, room: Tensor | None = None, **options: Any) -> Tensor:
-    return result(ExpertsCall.of(*data, **options))
+    return fake(*data, **options)
 
 
 class _Bounded(torch.autograd.Function):
@@ -102,13 +98,7 @@ class _Bounded(torch.autograd.Function):
 
 def bounded_experts(*data: Any, terms: str, layer: str, room: Tensor | None = None, **options: Any) -> Tensor:
     """Autograd entry of ``moefuse::bounded_experts``."""
-    call = ExpertsCall.of(*data, **options)
-    check_experts(call)
-    tensors, counts, *body, dtype = call.pack()
-    if wants_grad(tensors):
-        return _Bounded.apply((room, terms, layer), counts, tuple(body), dtype, *tensors)  # type: ignore[no-any-return,no-untyped-call]
-    with below_autograd():
-        return ops.experts_infer.default(tensors, counts, *body, dtype)  # type: ignore[no-any-return]
+    return experts_by(_Bounded, ((room, terms, layer),), *data, **options)
 
 
 implement("bounded_experts", kernel=_kernel, fake=_fake, autograd=bounded_experts)

@@ -31,14 +31,16 @@ Lists = Sequence[Tensor]
 Kept = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def _kernel(*data: Any, **options: Any) -> Tensor:
+def kernel(*data: Any, **options: Any) -> Tensor:
+    """Where nothing is differentiated."""
     call = ExpertsCall.of(*data, **options)
     check_experts(call)
     out: Tensor = torch.ops.moefuse.experts_infer.default(*call.pack())
     return out
 
 
-def _fake(*data: Any, **options: Any) -> Tensor:
+def fake(*data: Any, **options: Any) -> Tensor:
+    """A tensor as the op returns it, from its arguments."""
     return result(ExpertsCall.of(*data, **options))
 
 
@@ -126,7 +128,7 @@ def _grads(name: str, kind: Any) -> Callable[..., list[Tensor]]:
     return kernel
 
 
-implement("experts", kernel=_kernel, fake=_fake, autograd=autograd.experts)
+implement("experts", kernel=kernel, fake=fake, autograd=autograd.experts)
 for _name, _general, _general_fake, _unit, _entry in (
     ("experts_infer", _infer, _infer_fake, "infer", None),
     ("experts_forward", _forward, _forward_fake, "train", autograd.not_differentiable("experts_forward")),

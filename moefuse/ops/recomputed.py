@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moefuse.ops.autograd import below_autograd, gradients, not_differentiable, ops, wants_grad
+from moefuse.ops.autograd import below_autograd, experts_by, gradients, not_differentiable, ops
 from moefuse.ops.call import ExpertsCall
 from moefuse.ops.checks import check_experts
-from moefuse.ops.experts import result
+from moefuse.ops.experts import fake, kernel
 from moefuse.ops.schema import implement
 from moefuse.runtime import providers
 
@@ -33,16 +33,6 @@ def _hidden_fake(tensors: Sequence[Tensor], counts: list[int], *rest: Any) -> Te
     *body, order, _ = rest
     call = ExpertsCall.unpack(tensors, counts, *body, tensors[0].dtype)
     return call.x.new_empty((order.shape[0], check_experts(call)[1]))
-
-
-def _kernel(*data: Any, **options: Any) -> Tensor:
-    call = ExpertsCall.of(*data, **options)
-    check_experts(call)
-    return ops.experts_infer.default(*call.pack())  # type: ignore[no-any-return]
-
-
-def _fake(*data: Any, **options: Any) -> Tensor:
-    return result(ExpertsCall.of(*data, **options))
 
 
 class _Recomputed(torch.autograd.Function):
@@ -65,14 +55,8 @@ class _Recomputed(torch.autograd.Function):
 
 def recomputed_experts(*data: Any, **options: Any) -> Tensor:
     """Autograd entry of ``moefuse::recomputed_experts``."""
-    call = ExpertsCall.of(*data, **options)
-    check_experts(call)
-    tensors, counts, *body, dtype = call.pack()
-    if wants_grad(tensors):
-        return _Recomputed.apply(counts, tuple(body), dtype, *tensors)  # type: ignore[no-any-return,no-untyped-call]
-    with below_autograd():
-        return ops.experts_infer.default(tensors, counts, *body, dtype)  # type: ignore[no-any-return]
+    return experts_by(_Recomputed, (), *data, **options)
 
 
-implement("recomputed_experts", kernel=_kernel, fake=_fake, autograd=recomputed_experts)
+implement("recomputed_experts", kernel=kernel, fake=fake, autograd=recomputed_experts)
 implement("experts_hidden", kernel=_hidden, fake=_hidden_fake, autograd=not_differentiable("experts_hidden"))
