@@ -208,7 +208,9 @@ class ExpertsCall(NamedTuple):
 
 def first_tensor(argument: Any) -> Tensor:
     """A tensor that is the argument of an op, or the first one of a list or of a call."""
-    return argument if isinstance(argument, Tensor) else argument[0]
+    while not isinstance(argument, Tensor):
+        argument = argument[0]
+    return argument
 
 
 def join(tensors: Sequence[Tensor], lists: Sequence[Sequence[Tensor]]) -> tuple[list[Tensor], list[int]]:

@@ -4,7 +4,8 @@ The arguments are those of ``moefuse::experts`` and, for each projection, A [E, 
 both empty for a projection without a term) with one scale. A and B may have another dtype than the experts: float32 beside bfloat16 is the
 usual case. Terms are computed and differentiated in the accumulation dtype, and weights that need no gradient get none.
 
-What forward saves for backward is what ``moefuse::experts`` saves, and u [S, r of all terms]: each term's rows times A.
+What forward saves for backward is what ``moefuse::experts`` saves, and u [S, r of all terms]: each term's rows times s * A, in the
+accumulation dtype. What multiplies 16-bit rows on tensor cores (factors, u and its gradient) is rounded to their dtype as it is read.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from moefuse.ops.call import Body, ExpertsCall, Stack, cut, join, stacks
 from moefuse.ops.checks import check_experts, check_lora
 from moefuse.ops.reference import accumulation_dtype
 from moefuse.ops.schema import implement
-from moefuse.runtime import lora as portable
+from moefuse.runtime import providers
 
 Lists = Sequence[Tensor]
 PROJECTIONS = 3
@@ -122,7 +123,8 @@ def _checked(call: LoraCall) -> tuple[Any, Any, Any]:
 def _kernel(*data: Any, **options: Any) -> Tensor:
     call = LoraCall.of(*data, **options)
     _checked(call)
-    return portable.experts_lora(call)
+    found: Tensor = providers.run("experts_lora", call)
+    return found
 
 
 def _fake(*data: Any, **options: Any) -> Tensor:
@@ -132,7 +134,8 @@ def _fake(*data: Any, **options: Any) -> Tensor:
 
 
 def _forward(*packed: Any) -> tuple[Tensor, ...]:
-    return portable.experts_lora_forward(LoraCall.unpack(*packed))
+    found: tuple[Tensor, ...] = providers.run("experts_lora_forward", LoraCall.unpack(*packed))
+    return found
 
 
 def _forward_fake(*packed: Any) -> tuple[Tensor, ...]:
@@ -145,7 +148,8 @@ def _forward_fake(*packed: Any) -> tuple[Tensor, ...]:
 
 
 def _backward(*packed: Any) -> list[Tensor]:
-    return portable.experts_lora_backward(LoraGradCall.unpack(*packed))
+    found: list[Tensor] = providers.run("experts_lora_backward", LoraGradCall.unpack(*packed))
+    return found
 
 
 def _backward_fake(tensors: Lists, counts: Sequence[int], scales: Sequence[float], needs: int, *body: Any) -> list[Tensor]:

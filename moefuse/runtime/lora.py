@@ -47,7 +47,7 @@ def _forward(call: LoraCall, save: bool) -> tuple[Tensor, Tensor, Tensor, Tensor
 
 
 class _LoraRows(SortedRows):
-    """The experts of one call on its sorted rows; ``u`` [S, ranks] takes the terms' rows times A, if given."""
+    """The experts of one call on its sorted rows; ``u`` [S, ranks] takes the terms' rows times s * A, if given."""
 
     def __init__(self, call: LoraCall, order: Tensor, u: Tensor | None) -> None:
         super().__init__(call.base, order)
@@ -75,14 +75,14 @@ class _LoraRows(SortedRows):
         first = chunk[0][1]
         for e, start, end in chunk:
             part = slice(start - first, end - first)
-            made = rows[part].to(self.wide) @ expert_weight(term.a, e).to(self.wide).t()
+            made = (rows[part].to(self.wide) @ expert_weight(term.a, e).to(self.wide).t()).mul_(term.scale)
             if self.u is not None:
                 self.u[start:end, self.columns[which]] = made
             b = expert_weight(term.b, e).to(self.wide).t()
             if out.dtype == self.wide:
-                out[part].addmm_(made, b, alpha=term.scale)
+                out[part].addmm_(made, b)
             else:
-                out[part] += (made * term.scale) @ b
+                out[part] += made @ b
 
 
 def columns(terms: tuple[Term, ...]) -> list[slice]:
@@ -192,7 +192,7 @@ class _Backward:
         return out
 
     def term(self, which: int, d_y: Tensor, rows: Tensor, chunk: list[Group], unscaled: Tensor, out: Tensor) -> None:
-        """dB = s dY.T u, dA = s (dY B).T rows; adds s (dY B) A to ``out``."""
+        """dB = dY.T u, dA = s (dY B).T rows; adds s (dY B) A to ``out``."""
         term, first = self.call.terms[which], chunk[0][1]
         d_a, d_b = self.grads[6 + 2 * which : 8 + 2 * which]
         for e, start, end in chunk:
@@ -200,7 +200,7 @@ class _Backward:
             dy = d_y[part].to(self.wide)
             a, b = expert_weight(term.a, e).to(self.wide), expert_weight(term.b, e).to(self.wide)
             if d_b:
-                expert_weight(d_b, e).copy_(dy.t() @ (self.call.u[start:end, self.columns[which]] * term.scale))
+                expert_weight(d_b, e).copy_(dy.t() @ self.call.u[start:end, self.columns[which]])
             if d_a:
                 expert_weight(d_a, e).copy_(((dy @ b) * term.scale).t() @ rows[part].to(self.wide))
             out[part].addmm_(unscaled[part].to(self.wide) @ b, a, alpha=term.scale)

@@ -1,7 +1,7 @@
 """Who computes an op: ordered providers, each saying in one function what it supports.
 
 A provider is a pair of functions for one op, both called with the op's arguments in schema order, those of the experts ops as one
-(:class:`~moefuse.ops.call.ExpertsCall` and the calls of ``moefuse/ops/grad_calls.py``):
+(:class:`~moefuse.ops.call.ExpertsCall` and the calls of ``moefuse/ops/grad_calls.py`` and ``moefuse/ops/lora.py``):
 ``supports(*args) -> None`` when it can run them, else a short reason; ``run(*args) -> result``. They are asked in order, the first that
 supports the call runs it, and the portable implementation, which supports everything, is last. A GPU family under ``kernels/`` calls
 :func:`register` when it is imported. The arrays that pass from one op to the next (h, order, offsets) have one layout, given in
@@ -28,7 +28,7 @@ from typing import Any
 from moefuse.ops.call import first_tensor
 from moefuse.ops.recipe import route_reference
 from moefuse.ops.reference import router_logits_reference, topk_reference
-from moefuse.runtime import backward, cpu, dense, grouped, native, ranks
+from moefuse.runtime import backward, cpu, dense, grouped, lora, native, ranks
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,9 @@ PROVIDERS: dict[str, list[Provider]] = {
     "experts": _on_cuda() + _portable(cpu.experts),
     "experts_forward": _triton("provide.training", "experts_forward") + _portable(cpu.experts_forward),
     "experts_hidden": _triton("provide.training", "experts_hidden") + _portable(lambda call, order, offsets: cpu.experts_forward(call)[1]),
+    "experts_lora": _triton("provide.lora", "experts_lora") + _portable(lora.experts_lora),
+    "experts_lora_forward": _triton("provide.lora", "experts_lora_forward") + _portable(lora.experts_lora_forward),
+    "experts_lora_backward": _triton("provide.lora", "experts_lora_backward") + _portable(lora.experts_lora_backward),
     "experts_backward": _portable(backward.experts_backward),
     "experts_backward_rows": _triton("provide.training", "experts_backward_rows") + _portable(backward.experts_backward_rows),
     "experts_backward_in": _triton("provide.training", "experts_backward_in") + _portable(backward.experts_backward_in),

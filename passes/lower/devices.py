@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch.fx import Node
 
 from moefuse.ops.call import ExpertsCall
+from moefuse.ops.lora import LoraCall
 from moefuse.passes.graph.calls import fake
 from moefuse.runtime import providers
 
 _DIFFERENTIATED = {
     "experts": ("experts_forward", "experts_backward_rows", "experts_backward_in", "experts_backward_out"),
+    "experts_lora": ("experts_lora_forward", "experts_lora_backward"),
     "permute": ("permute",),
     "grouped_linear": ("grouped_linear", "grouped_linear_backward"),
     "expert_rows": ("expert_rows", "expert_rows_backward"),
@@ -21,6 +24,14 @@ _DIFFERENTIATED = {
     "route": ("route",),
 }
 """What an op of a replacement runs as when a gradient is wanted; the first of them takes the arguments of the op itself."""
+
+_CALLS: Mapping[str, Callable[..., tuple[Any, ...]]] = {
+    "experts": ExpertsCall.of,
+    "experts_forward": ExpertsCall.of,
+    "experts_lora": LoraCall.of,
+    "experts_lora_forward": LoraCall.of,
+}
+"""The call that providers take instead of the arguments of an op."""
 
 
 def unsupported(new_nodes: Sequence[Node], grad: bool) -> tuple[str, str] | None:
@@ -35,6 +46,8 @@ def unsupported(new_nodes: Sequence[Node], grad: bool) -> tuple[str, str] | None
         if device == "cpu":
             continue
         name = str(target).split(".")[1]
+        if name not in _DIFFERENTIATED:
+            continue  # made of torch's operators, which are everywhere
         differentiated = grad and any(t.requires_grad for t in tensors)
         names = _DIFFERENTIATED[name] if differentiated else (name,)
         missing = _missing(names, device)
@@ -52,7 +65,8 @@ def _missing(names: Iterable[str], device: str) -> str | None:
 def _refusal(name: str, args: Sequence[object], options: Mapping[str, object], device: str) -> str | None:
     """Why no kernel of the device takes this very call; it is asked with fake tensors."""
     first: str | None = None
-    given = (ExpertsCall.of(*args, **options),) if name.startswith("experts") else (*args, *options.values())  # type: ignore[arg-type]
+    call = _CALLS.get(name)
+    given = (*args, *options.values()) if call is None else (call(*args, **options),)
     for provider in providers.PROVIDERS[name]:
         if provider.device == device:
             answer = provider.supports(*given)

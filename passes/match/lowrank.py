@@ -26,8 +26,8 @@ from moefuse.passes.match.templates import one_op
 Order = tuple[int, ...]
 
 
-MOST_ROWS = 32
-"""For each expert. With more, the C++ kernels on the sum of weights are faster than terms beside the products, which have none (CPU)."""
+MOST_ROWS = {"cpu": 32}
+"""For each expert, by device. With more, the C++ kernels on the sum of weights are faster: beside the products terms have none."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +40,8 @@ class _Sum:
 
 def taken_apart(ctx: Context, region: Region) -> Region | None:
     """The region with its weights' low-rank terms beside the projections, if one op takes them there; None where it has none."""
-    if _rows(region) > MOST_ROWS * region.num_experts:
+    device = fake(region.value).device
+    if device.type in MOST_ROWS and _rows(region) > MOST_ROWS[device.type] * region.num_experts:
         return None
     linears = [e for e in walk(region.expr) if isinstance(e, Linear) and e.weight.stacked and not e.weight.parts]
     found = {id(e): s for e in linears if (s := _sum(ctx, e.weight)) is not None and s.products}
@@ -51,7 +52,7 @@ def taken_apart(ctx: Context, region: Region) -> Region | None:
         return _beside(old, run(old.child), found[id(old)]) if isinstance(old, Linear) and id(old) in found else None
 
     expr = rebuilt(region.expr, beside)
-    return replace(region, expr=expr, whole=region) if one_op(expr, fake(region.value).device) else None
+    return replace(region, expr=expr, whole=region) if one_op(expr, device) else None
 
 
 def _rows(region: Region) -> int:

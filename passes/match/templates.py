@@ -50,9 +50,8 @@ class Body:
         return self.first, self.up, self.last
 
 
-WITH_TERMS = ("cpu",)
-"""Devices with an ``experts_lora``. Elsewhere its portable provider would wait for the host and lose the kernels that the grouped products
-and the fused op have there."""
+WITH_TERMS = ("cpu", "cuda")
+"""Devices with an ``experts_lora``. Elsewhere its portable provider would wait for the host."""
 
 
 def one_op(expr: Expr, device: torch.device) -> Body | None:

@@ -169,7 +169,7 @@ def test_factors_are_read_live_and_start_at_zero() -> None:
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
-@pytest.mark.parametrize(("tokens", "count"), [(MOST_ROWS * E // K, 1), (MOST_ROWS * E // K + 1, 0)])
+@pytest.mark.parametrize(("tokens", "count"), [(MOST_ROWS["cpu"] * E // K, 1), (MOST_ROWS["cpu"] * E // K + 1, 0)])
 def test_many_rows_of_an_expert(tokens: int, count: int) -> None:
     """With these the sum of weights costs less than products of their own, and is what the program asked for."""
     names = products(Layer(SPELLINGS["baddbmm"]), torch.randn(tokens, H), train=False)

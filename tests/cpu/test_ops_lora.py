@@ -9,44 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from moefuse.ops import experts_reference
+from tests.cpu.lora_case import SCALES, SMALL, arguments, merged, tensors
 
-E, K, H, INNER, T = 5, 2, 12, 10, 9
-SCALES = [2.0, 0.5, -1.5]
-
-
-def arguments(gating: str, dtype: torch.dtype, of: torch.dtype, rank: int = 3, stacked: bool = True, bias: bool = True) -> list[Any]:
-    """Arguments in the order of the schema; no token chooses the last expert, and one id is of none."""
-    generator = torch.Generator().manual_seed(0)
-
-    def weight(*shape: int, of: torch.dtype = dtype) -> list[Tensor]:
-        value = (torch.randn(E, *shape, generator=generator, dtype=torch.float64) * 0.4).to(of)
-        return [t.detach().clone().requires_grad_() for t in ([value] if stacked else value)]
-
-    width = 2 * INNER if gating in ("merged", "interleaved") else INNER
-    split = gating == "separate"
-    x = torch.randn(T, H, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
-    ids = torch.stack([torch.randperm(E - 1, generator=generator)[:K] for _ in range(T)])
-    ids[0, 0] = E
-    weights = torch.rand(T, K, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
-    w = [weight(width, H), weight(width, H) if split else [], weight(H, INNER)]
-    b = [weight(width), weight(width) if split else [], weight(H)] if bias else [[], [], []]
-    up = [weight(rank, H, of=of), weight(width, rank, of=of)] if split else [[], []]
-    factors = [weight(rank, H, of=of), weight(width, rank, of=of), *up, weight(rank, INNER, of=of), weight(H, rank, of=of)]
-    return [x, ids, weights, *w, *b, *factors]
-
-
-def merged(args: list[Any], **options: Any) -> Tensor:
-    """The same by weights that have the terms added, as differentiable torch code."""
-    whole = []
-    for i, scale in enumerate(SCALES):
-        w, a, b = args[3 + i], args[9 + 2 * i], args[10 + 2 * i]
-        whole.append([m + scale * (n @ o) for m, n, o in zip(w, b, a, strict=True)] if a else w)
-    return experts_reference(*args[:3], *whole, *args[6:9], **options)
-
-
-def tensors(args: list[Any]) -> list[Tensor]:
-    return [args[0], args[2], *(t for part in args[3:] for t in part)]
+T, E, K, H, INNER = SMALL
 
 
 @pytest.mark.parametrize("stacked", [True, False], ids=("stacked", "list"))

@@ -99,10 +99,10 @@ def compile_all(made: list[Any], arch: int | str, folder: Path, monkeypatch: pyt
     import triton
     from triton.backends.compiler import GPUTarget
 
-    from moefuse.kernels.triton.host import layout, linear, wgrad
+    from moefuse.kernels.triton.host import factors, layout, linear, wgrad
 
     device = layout.Device("", 132, SHARED[arch], arch == 90)
-    for module in (linear, wgrad):
+    for module in (factors, linear, wgrad):
         monkeypatch.setattr(module, "device_of", lambda d: device)
     run()
     target = GPUTarget("hip", arch, 64) if isinstance(arch, str) else GPUTarget("cuda", arch, 32)
@@ -166,6 +166,43 @@ def test_training(name: str, arch: int | str, on_input: bool, launches: list[Any
     compile_all(launches, arch, tmp_path, monkeypatch, run)
     grads = "weight_grad_tiles" if arch == 90 and name.removeprefix("held, ") in ("many rows", "in-out", "separate") else "weight_grads"
     assert {"linear_tiles", grads, "activate", "activate_grads", "sum_rows"} <= {it.kernel.__name__ for it, _ in launches}
+
+
+RANKS = {"many rows": 16, "in-out": 20, "separate": 128, "odd": 3, "held, many rows": 16}
+
+
+@pytest.mark.parametrize(("name", "arch"), [c for c in cases(everywhere="many rows") if c.values[0] in RANKS])
+def test_low_rank_terms(name: str, arch: int | str, launches: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Factors in float32 beside 16 bits: B of "in-out" with the expert as the fastest dimension, those of "separate" apart."""
+    from moefuse.kernels.triton.provide import lora
+    from moefuse.ops.call import Body, ExpertsCall, Stack
+    from moefuse.ops.lora import LoraCall, LoraGradCall, Term
+
+    s, rank = SIZES[name], RANKS[name]
+    ids = torch.empty(s.tokens, s.top_k, dtype=torch.int64, device="meta")
+    x, weights = s.draw(s.tokens, s.hidden), s.draw(s.tokens, s.top_k)
+    w_in, w_up = Stack(s.weight(2 * s.inter, s.hidden), s.bias(2 * s.inter)), Stack([])
+    w_out = Stack(s.weight(s.hidden, s.inter), s.bias(s.hidden))
+    body = Body("swiglu_oai", (1.7, 7.0), "interleaved") if s.oai else Body()
+
+    def factor(*shape: int) -> list[torch.Tensor]:
+        if s.separate:
+            return [torch.empty(shape, device="meta") for _ in range(s.experts)]
+        return [torch.empty(*shape, s.experts, device="meta").permute(2, 0, 1) if s.oai else torch.empty(s.experts, *shape, device="meta")]
+
+    def term(out: int, inputs: int) -> Term:
+        return Term(factor(rank, inputs), factor(out, rank), 0.5)
+
+    terms = (term(2 * s.inter, s.hidden), Term([], [], 0.0), term(s.hidden, s.inter))
+    needs = (True, True, *[False] * 6, True, True, False, False, True, True)
+
+    def run() -> None:
+        call = LoraCall(ExpertsCall(x, ids, weights, w_in, w_up, w_out, body, x.dtype), terms)
+        out, h, order, offsets, u = lora.experts_lora_forward(call)
+        lora.experts_lora_backward(LoraGradCall(out, x, weights, h, order, offsets, u, w_in, w_up, w_out, terms, needs, body))
+
+    compile_all(launches, arch, tmp_path, monkeypatch, run)
+    assert {"linear_tiles", "weight_grads", "copy_factors"} <= {it.kernel.__name__ for it, _ in launches}
 
 
 SCORES = [(4096, 1024, 32), (300, 8, 2)]

@@ -10,6 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, Node
 
 from moefuse.passes.lower.devices import unsupported
+from tests.cpu.lora_case import SCALES
+from tests.cpu.lora_case import arguments as lora_arguments
 from tests.cpu.ops_case import Case
 from tests.cpu.test_ops_grouped import EXPERTS, body_args, draw_ids, ops
 
@@ -38,6 +40,7 @@ def calls() -> dict[str, list[Any]]:
     order, offsets = torch.arange(10), torch.arange(EXPERTS + 1)
     return {
         "experts": Case().args(),
+        "experts_lora": lora_arguments("merged", torch.float64, torch.float64),
         "permute": [x, ids, EXPERTS],
         "grouped_linear": [draw_ids(10, 3, 0, 2).double(), offsets, w, b],
         "expert_rows": [b, offsets, 10],
@@ -46,12 +49,18 @@ def calls() -> dict[str, list[Any]]:
 
 
 @pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
-@pytest.mark.parametrize("name", ["experts", "permute", "grouped_linear", "expert_rows", "combine"])
+@pytest.mark.parametrize("name", ["experts", "experts_lora", "permute", "grouped_linear", "expert_rows", "combine"])
 def test_every_op_has_kernels(name: str, grad: bool) -> None:
-    options = {"activation": "silu"} if name == "experts" else {}
+    options: dict[str, Any] = {"activation": "silu"} if name.startswith("experts") else {}
+    options |= {"scales": SCALES} if name == "experts_lora" else {}
     target = getattr(ops, name).default
     for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
         assert unsupported(called(target, calls()[name], dtype, grad, **options), grad) is None
+
+
+def test_what_torch_computes_is_everywhere() -> None:
+    """``moefuse::own`` is a clone: it has no kernels, and needs none."""
+    assert unsupported(called(ops.own.default, [torch.zeros(3)], requires_grad=True), True) is None
 
 
 @pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])

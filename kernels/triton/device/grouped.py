@@ -2,24 +2,40 @@
 
 It is every product of the grouped tier and of training but the weights' gradients: a projection, and with the strides of the weight
 exchanged the gradient of its input. Rows may be read through the order (tokens), optionally times their routing weight. Tiles, descriptors
-and the persistent grid are as in ``gemm.py``, which also does the loading.
+and the persistent grid are as in ``gemm.py``, which also does the loading. A low-rank term is one more product, of a few inputs, before a
+tile is rounded and stored: it costs no pass over the output.
 """
 
 import triton
 import triton.language as tl
 
-from moefuse.kernels.triton.device.functions import expert_base, store_rows, tile_order
+from moefuse.kernels.triton.device.functions import expert_base, index, store_rows, tile_order
 from moefuse.kernels.triton.device.gemm import first_row, row_tile, weight_tile
 from moefuse.kernels.triton.device.structs import Weights
 
 
 @triton.jit
+def with_term(acc, u, f, e, row, live, n, N, at_u, at_f, dtype: tl.constexpr, RANK: tl.constexpr, WIDE: tl.constexpr, tiling: tl.constexpr):
+    """acc [BM, BN] + u [BM, RANK] f[e] [BN, RANK]^T, both rounded to the dtype of the rows."""
+    BR: tl.constexpr = tiling.BR
+    for r0 in tl.static_range(0, RANK, BR):
+        k = r0 + tl.arange(0, BR)
+        from_u = u + row[:, None] * at_u.row + k[None, :] * at_u.col
+        a = tl.load(from_u, mask=live[:, None] & (k < RANK)[None, :], other=0.0).to(dtype)  # [BM, BR]
+        base = f + e.to(tl.int64) * at_f.stride_e
+        from_f = base + index(n, WIDE)[:, None] * at_f.stride_n + k[None, :] * at_f.stride_k
+        v = tl.load(from_f, mask=(n < N)[:, None] & (k < RANK)[None, :], other=0.0).to(dtype)  # [BN, BR]
+        acc = tl.dot(a, tl.trans(v), acc, input_precision=tiling.PRECISION, out_dtype=acc.dtype)
+    return acc
+
+
+@triton.jit
 def linear_tile(
-    e, start, rows, block, x, x_desc, w, weights, order, out, out_desc, top_k, K, N, at_x, at_weights, stride_or,
-    GATHER: tl.constexpr, SCALE: tl.constexpr, ADD: tl.constexpr, stored: tl.constexpr, tiling: tl.constexpr,
+    e, start, rows, block, x, x_desc, w, weights, order, u, f, out, out_desc, top_k, K, N, at_x, at_weights, at_u, at_f, stride_or,
+    GATHER: tl.constexpr, SCALE: tl.constexpr, ADD: tl.constexpr, RANK: tl.constexpr, stored: tl.constexpr, tiling: tl.constexpr,
 ):  # fmt: skip
     """One tile of out: rows [start, start + rows) of expert e, output features from block * BN."""
-    dtype: tl.constexpr = out.dtype.element_ty
+    dtype: tl.constexpr = x.dtype.element_ty
     wide: tl.constexpr = tl.float64 if dtype == tl.float64 else tl.float32
     held: tl.constexpr = tl.float32 if stored.HELD else dtype
     DESC: tl.constexpr = stored.DESC
@@ -54,26 +70,31 @@ def linear_tile(
             a = (a.to(wide) * scale[:, None]).to(dtype)
         v = weight_tile(base, w.at, row_w, block * BN, n, k0, N, K, stored, tiling).to(dtype)
         acc = tl.dot(a, tl.trans(v), acc, input_precision=tiling.PRECISION, out_dtype=wide)
+    if RANK:
+        acc = with_term(acc, u, f, e, from_row.to(tl.int64), live, n, N, at_u, at_f, dtype, RANK, stored.WIDE, tiling)
     if stored.BIAS:
         bias = expert_base(w.b, e, w.at.bias_e, held, stored.BIAS_TABLE, False)
         acc += tl.load(bias + n.to(tl.int64) * w.at.bias_n, mask=n < N, other=0.0).to(dtype).to(wide)[None, :]  # [BN]
-    value = acc.to(dtype)
+    value = acc.to(out.dtype.element_ty)
     if tiling.STORE:
         store_rows(out_desc, value, start, tl.minimum(rows, BM), block * BN, BM, BN, tiling.STORE)
     else:
         to = out + row[:, None] * stride_or + n[None, :]
         mask = live[:, None] & (n < N)[None, :]
         if ADD:
-            value = (tl.load(to, mask=mask, other=0.0).to(wide) + value.to(wide)).to(dtype)  # [BM, BN]
+            value = (tl.load(to, mask=mask, other=0.0).to(wide) + value.to(wide)).to(out.dtype.element_ty)  # [BM, BN]
         tl.store(to, value, mask=mask)
 
 
 @triton.jit(do_not_specialize=["max_tiles"])
 def linear_tiles(
-    x, x_desc, w, b, weights, order, out, out_desc, offsets, tiles, num_tiles, steps, max_tiles, top_k, K, N, at_w, at_x, at_weights,
-    stride_or, GATHER: tl.constexpr, SCALE: tl.constexpr, ADD: tl.constexpr, stored: tl.constexpr, tiling: tl.constexpr,
+    x, x_desc, w, b, weights, order, u, f, out, out_desc, offsets, tiles, num_tiles, steps, max_tiles, top_k, K, N, at_w, at_x, at_weights,
+    at_u, at_f, stride_or,
+    GATHER: tl.constexpr, SCALE: tl.constexpr, ADD: tl.constexpr, RANK: tl.constexpr, stored: tl.constexpr, tiling: tl.constexpr,
 ):  # fmt: skip
     """out [S, N] (row stride stride_or): rows of x times w[e]^T plus b[e], rounded once to storage. Dead rows are not written.
+
+    RANK: plus rows of u [S, RANK] times f[e] [N, RANK]^T, before it is rounded.
 
     GATHER: row i is token order[i] // top_k of x; SCALE: times its routing weight, rounded to storage. ADD: the rounded product is added
     to what out holds, which is rounded again. STORE: tiles are stored through out_desc.
@@ -88,6 +109,6 @@ def linear_tiles(
         start = tl.load(tiles + max_tiles + tile)  # []
         rows = tl.load(offsets + e + 1).to(tl.int32) - start  # []
         linear_tile(
-            e, start, rows, block, x, x_desc, each, weights, order, out, out_desc, top_k, K, N, at_x, at_weights, stride_or,
-            GATHER, SCALE, ADD, stored, tiling,
+            e, start, rows, block, x, x_desc, each, weights, order, u, f, out, out_desc, top_k, K, N, at_x, at_weights, at_u, at_f,
+            stride_or, GATHER, SCALE, ADD, RANK, stored, tiling,
         )  # fmt: skip

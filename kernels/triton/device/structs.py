@@ -64,6 +64,7 @@ class Tiling(NamedTuple):
     """How a product of rows [S, K] into [S, N] is cut into tiles BM x BN, in steps of BK inputs (``problem.Tiles``).
 
     EVEN_N, EVEN_K: whole blocks. ROWS_DESC: rows come through a descriptor. STORE: they leave through one, in so many blocks of columns.
+    BR: inputs of a low-rank term in one step.
     """
 
     BM: int
@@ -80,6 +81,7 @@ class Tiling(NamedTuple):
     FLATTEN: bool = False
     STORE: int = 0
     PDL: bool = False
+    BR: int = 16
 
 
 class Form(NamedTuple):

@@ -38,9 +38,11 @@ def weight_grads(
 ):  # fmt: skip
     """d_w[e] [N, K] = sum over the rows of e of g[row]^T x[row], rounded once (HELD: not at all).
 
-    SCALE: rows of x times their routing weight, rounded.
+    SCALE: rows of x times their routing weight, rounded. Rows in float32 beside rows of 16 bits are rounded as they are read.
     """
-    dtype: tl.constexpr = x.dtype.element_ty
+    of_g: tl.constexpr = g.dtype.element_ty
+    of_x: tl.constexpr = x.dtype.element_ty
+    dtype: tl.constexpr = of_g if of_g.primitive_bitwidth < of_x.primitive_bitwidth else of_x
     wide: tl.constexpr = tl.float64 if dtype == tl.float64 else tl.float32
     blocks_n = tl.cdiv(N, BN)
     blocks_k = tl.cdiv(K, BK)
@@ -59,11 +61,11 @@ def weight_grads(
         row_x = place(row, live, order, top_k, GATHER_X)
         from_g = g + row_g[:, None] * at_g.row + n.to(tl.int64)[None, :] * at_g.col
         from_x = x + row_x[:, None] * at_x.row + k.to(tl.int64)[None, :] * at_x.col
-        a = tl.load(from_g, mask=live[:, None] & (n < N)[None, :], other=0.0)  # [BR, BN]
+        a = tl.load(from_g, mask=live[:, None] & (n < N)[None, :], other=0.0).to(dtype)  # [BR, BN]
         v = tl.load(from_x, mask=live[:, None] & (k < K)[None, :], other=0.0)  # [BR, BK]
         if SCALE:
-            scale = factor_of(row, live, order, weights, top_k, at_weights, wide)
-            v = (v.to(wide) * scale[:, None]).to(dtype)
+            v = v.to(wide) * factor_of(row, live, order, weights, top_k, at_weights, wide)[:, None]
+        v = v.to(dtype)
         acc = tl.dot(tl.trans(a), v, acc, input_precision=PRECISION, out_dtype=wide)
     held: tl.constexpr = tl.float32 if stored.HELD else dtype
     base = expert_base(d_w, e, at_d.stride_e, held, stored.TABLE, stored.ALIGNED)

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from moefuse.kernels.triton.device import grouped
-from moefuse.kernels.triton.device.structs import Rows, Stored, Tiling
+from moefuse.kernels.triton.device.structs import Experts, Rows, Stored, Tiling
 from moefuse.kernels.triton.host.layout import Device, device_of, precision_of, rows_descriptor
 from moefuse.kernels.triton.host.operands import Operand, address_table, describe, is_apart, steps_table
 from moefuse.kernels.triton.host.sorted_rows import Lists, Sorted, aligned_rows, fit, rows_of, whole
 from moefuse.kernels.triton.launch.calls import launch
 from moefuse.kernels.triton.launch.launch import Described
 from moefuse.kernels.triton.launch.record import as_step
-from moefuse.kernels.triton.problem import Tiles
+from moefuse.kernels.triton.problem import Tiles, power_of_two
+
+NARROW = 64
+"""Features up to which a product has tiles of its own."""
 
 
 @functools.cache
@@ -43,6 +47,38 @@ def linear_sizes(bm: int, aligned: bool, dtype: torch.dtype, device: Device) -> 
     if not device.hopper:
         return fit(Tiles(128, 64, 8, 3, 8), bm, 2, device)
     return fit(Tiles(256, 64, 8, 3, 8, desc=True, rows_desc=True, persistent=True, flatten=True, store=2), bm, 2, device)
+
+
+@functools.cache
+def narrow_sizes(bm: int, rank: int, aligned: bool, dtype: torch.dtype, device: Device) -> Tiles:
+    """Tiles of ``grouped.linear_tiles`` for products into a few features: reading the rows is all, so many programs share a processor."""
+    if dtype == torch.float64:
+        return Tiles(16, 16, 4, 1)
+    bn = min(max(power_of_two(rank), 16), 128 if device.hopper else 64)
+    if dtype == torch.float32:
+        return fit(Tiles(min(bn, 32), 32, 4, 3), bm, 4, device)
+    return fit(Tiles(bn, 64 if aligned else 32, 4 if bn <= (64 if device.hopper else 32) else 8, 3), bm, 2, device)
+
+
+class Term(NamedTuple):
+    """What is added to a product for its low-rank term: rows u [S, r] times a factor [E, features, r] of any strides."""
+
+    u: Tensor
+    factor: Tensor
+
+    @property
+    def rank(self) -> int:
+        """r."""
+        return self.u.shape[1]
+
+    @property
+    def block(self) -> int:
+        """Inputs of one step."""
+        return min(max(power_of_two(self.rank), 16), 64)
+
+    def bytes(self, bm: int, bn: int) -> int:
+        """Shared memory of one step."""
+        return (bm + bn) * self.block * self.factor.element_size()
 
 
 class Weight(NamedTuple):
@@ -84,22 +120,24 @@ def linear(
     tokens: bool = False,
     scale: Tensor | None = None,
     add: bool = False,
+    term: Term | None = None,
 ) -> None:
     """out [S, N] = rows [S, K] times w[e]^T (+ bias[e]); out has contiguous rows. ``tokens``: x is [T, K], read through the order.
 
-    ``scale`` [T, K]: each token times its routing weight. ``add``: to what out holds. Dead rows are not written.
+    ``scale`` [T, K]: each token times its routing weight. ``add``: to what out holds. ``term`` of E x N features: added before the product
+    is rounded. out may be in float32 where x has 16 bits. Dead rows are not written.
     """
     assert it.tiles is not None
     assert it.num_tiles is not None
     (_, n), k, item = out.shape, x.shape[1], x.element_size()
     device, each = device_of(x.device), w.tensors[0].element_size()
     sizes = it.bm, whole(item, n, k)
-    part = linear_sizes(*sizes, x.dtype, device) if each == item else held_sizes(*sizes, device)
+    part = _part(sizes, n, x.dtype, out.dtype, each != item, term, device)
     form = w.operand.form(each) if part.desc and k else ""
     if form == "in-out" and k % part.bk:
         form = ""  # a block would reach into the next expert
     by_desc = part.rows_desc and not tokens and k > 0 and aligned_rows(x)
-    store = part.store if out.is_contiguous() and not add and whole(item, n) and out.data_ptr() % 16 == 0 else 0
+    store = part.store if out.is_contiguous() and out.dtype == x.dtype and not add and whole(item, n) and out.data_ptr() % 16 == 0 else 0
     pointer, steps = as_step(steps_table, w.tensors) if is_apart(form) else (w.pointer, w.pointer)
     count = it.max_tiles * -(-n // part.bn)
     wide = w.operand.wide or abs(x.stride(1)) * k >= 1 << 31
@@ -115,6 +153,8 @@ def linear(
             "b": pointer if bias is None else bias.pointer,
             "weights": x if scale is None else scale,
             "order": it.order,
+            "u": x if term is None else term.u,
+            "f": x if term is None else term.factor,
             "out": out,
             "out_desc": Described(out, *rows_descriptor(n, it.bm, part.bn // store)) if store else out,
             "offsets": it.offsets,
@@ -131,10 +171,29 @@ def linear(
         at_x=Rows(*x.stride()),
         at_weights=rows_of(scale),
         at_w=w.operand.at(None if bias is None else bias.operand, form),
+        at_u=None if term is None else Rows(*term.u.stride()),
+        at_f=None if term is None else Experts(*term.factor.stride()),
         stride_or=out.stride(0),
         GATHER=tokens,
         SCALE=scale is not None,
         ADD=add,
+        RANK=0 if term is None else term.rank,
         stored=Stored(w.operand.table, w.operand.aligned, wide, bias is not None, BIAS_TABLE=table, DESC=form, HELD=each != item),
-        tiling=Tiling(it.bm, part.bn, part.bk, part.group, *even, precision_of(x.dtype), False, by_desc, False, *walk, store),
-    )
+        tiling=Tiling(
+            it.bm, part.bn, part.bk, part.group, *even, precision_of(x.dtype), False, by_desc, False, *walk, store,
+            BR=16 if term is None else term.block,
+        ),
+    )  # fmt: skip
+
+
+def _part(sizes: tuple[int, bool], n: int, dtype: torch.dtype, out: torch.dtype, held: bool, term: Term | None, device: Device) -> Tiles:
+    """The tiles of a product into n features."""
+    if (n <= NARROW or out != dtype) and not held:
+        return narrow_sizes(sizes[0], n, sizes[1], dtype, device)
+    if term is None:
+        return held_sizes(*sizes, device) if held else linear_sizes(*sizes, dtype, device)
+    # A step of the term waits for shared memory beside those of the product. Its loop is a second one, which the flattened form has not.
+    device = replace(device, shared=device.shared - term.bytes(sizes[0], 256))
+    part = held_sizes(*sizes, device) if held else linear_sizes(*sizes, dtype, device)
+    # Where tensor cores read registers, the operands of a second loop take what a wide tile has not.
+    return replace(part, flatten=False, bn=part.bn if device.hopper else min(part.bn, 64))

@@ -58,13 +58,14 @@ class Own(_Rows):
         scale: Tensor | None = None,
         out: Tensor | None = None,
         add: bool = False,
+        term: linear.Term | None = None,
     ) -> Tensor:
         """Rows of x times w[e]^T plus b[e], or with ``back`` times w[e]; dead rows are not written. The rest: ``linear.linear``."""
         if out is None:
             out = torch.empty((self.it.slots, w[0].shape[-1 if back else -2]), dtype=x.dtype, device=x.device)
         if out.numel():
-            weight = linear.weight(w).transposed() if back else linear.weight(w)
-            linear.linear(out, x, weight, self.tiled, bias=linear.weight(b, 1) if b else None, tokens=tokens, scale=scale, add=add)
+            weight, bias = linear.weight(w).transposed() if back else linear.weight(w), linear.weight(b, 1) if b else None
+            linear.linear(out, x, weight, self.tiled, bias=bias, tokens=tokens, scale=scale, add=add, term=term)
         return out
 
     def weight_grads(

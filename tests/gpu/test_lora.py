@@ -1,0 +1,174 @@
+"""``experts_lora`` on the device, alone and in compiled models."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import moefuse
+from moefuse.runtime import providers
+from tests.cpu.lora_case import Sizes, arguments, check, moved, ours, results, tensors
+
+pytestmark = pytest.mark.gpu
+
+SIZES = {
+    "few": Sizes(3, 9, 2, 96, 64),
+    "some": Sizes(70, 9, 4, 96, 64),
+    "many": Sizes(1500, 6, 2, 136, 200),
+    "wide": Sizes(3000, 8, 4, 512, 384),
+    "odd": Sizes(70, 5, 3, 51, 37),
+}
+ERRORS = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 2e-5, torch.float64: 1e-11}
+
+
+def on_gpu(*args: Any, **options: Any) -> list[Any]:
+    return moved(arguments(*args, **options), device="cuda")
+
+
+def test_triton_runs_the_ops() -> None:
+    x = torch.empty(3, 3, device="cuda")
+    for op in ("experts_lora", "experts_lora_forward", "experts_lora_backward"):
+        assert providers.select(op, x).name == "triton"
+
+
+@pytest.mark.parametrize("rank", [3, 16, 40, 128])
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("dtype", ERRORS, ids=str)
+def test_every_dtype(dtype: torch.dtype, sizes: Sizes, rank: int) -> None:
+    """Factors in float32, as PEFT has them beside 16 bits."""
+    of = torch.float64 if dtype == torch.float64 else torch.float32
+    check(on_gpu("merged", dtype, of, rank=rank, sizes=sizes), ERRORS[dtype])
+
+
+@pytest.mark.parametrize("stacked", [True, False], ids=("stacked", "list"))
+@pytest.mark.parametrize("on_input", [False, True], ids=("output", "input"))
+@pytest.mark.parametrize("gating", ["merged", "interleaved", "separate", "plain"])
+def test_every_body(gating: str, on_input: bool, stacked: bool) -> None:
+    for sizes, bias in ((SIZES["some"], True), (SIZES["wide"], False)):
+        args = on_gpu(gating, torch.bfloat16, torch.bfloat16, rank=16, stacked=stacked, sizes=sizes, bias=bias)
+        check(args, ERRORS[torch.bfloat16], gating=gating, weight_on_input=on_input)
+
+
+def test_experts_as_the_fastest_dimension() -> None:
+    args = on_gpu("merged", torch.bfloat16, torch.float32, rank=16, sizes=SIZES["wide"])
+    for i in (10, 14):
+        args[i] = [t.detach().permute(1, 2, 0).contiguous().permute(2, 0, 1).requires_grad_() for t in args[i]]
+    check(args, ERRORS[torch.bfloat16])
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_the_same_bits_from_run_to_run(sizes: Sizes) -> None:
+    """Recorded calls too: the third of a kind is the first that is played."""
+    args = on_gpu("merged", torch.bfloat16, torch.float32, rank=16, sizes=sizes)
+    first = results(args, ours)
+    for _ in range(3):
+        assert all(torch.equal(a, b) for a, b in zip(results(args, ours), first, strict=True))
+
+
+def test_the_host_never_waits() -> None:
+    args = on_gpu("merged", torch.bfloat16, torch.float32, rank=16, sizes=SIZES["many"])
+    results(args, ours)
+    torch.cuda.synchronize()
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        out = ours(args)
+        torch.autograd.grad(out, [t for t in tensors(args) if t.requires_grad], out)
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+def test_memory() -> None:
+    """No weight with its term, no gradient of it: a step of frozen experts takes rows, and gradients of the factors."""
+    sizes = Sizes(64, 64, 2, 1024, 512)
+    args = on_gpu("merged", torch.bfloat16, torch.float32, rank=16, sizes=sizes, bias=False)
+    for part in args[3:9]:
+        for t in part:
+            t.requires_grad_(False)
+    wanted = [t for part in args[9:] for t in part]
+    results(args, ours)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    start = torch.cuda.memory_allocated()
+    torch.autograd.grad(ours(args).sum(), wanted)
+    torch.cuda.synchronize()
+    used = torch.cuda.max_memory_allocated() - start
+    factors = sum(t.numel() for t in wanted)
+    rows = sizes.tokens * sizes.top_k * (2 * sizes.hidden + 4 * 2 * sizes.inner) * 2
+    assert used <= 3 * 2 * factors + 4 * factors + 2 * rows + (1 << 21)
+    assert used < args[3][0].numel()
+
+
+class Stacked(nn.Module):
+    """Sorted rows through ``grouped_mm``, with weights that PEFT adds terms to: float32 factors, B with the expert last."""
+
+    def __init__(self, experts: int = 16, hidden: int = 256, inner: int = 128, rank: int = 8, top_k: int = 4) -> None:
+        super().__init__()
+        self.top_k, self.rank, self.experts = top_k, rank, experts
+        self.router = nn.Linear(hidden, experts, bias=False)
+        self.gate_up = nn.Parameter(torch.randn(experts, 2 * inner, hidden) * hidden**-0.5, requires_grad=False)
+        self.down = nn.Parameter(torch.randn(experts, hidden, inner) * inner**-0.5, requires_grad=False)
+        for name, (out, given) in {"gate_up": (2 * inner, hidden), "down": (hidden, inner)}.items():
+            setattr(self, f"{name}_a", nn.Parameter(torch.randn(experts * rank, given) * given**-0.5))
+            setattr(self, f"{name}_b", nn.Parameter(torch.randn(out, rank * experts) * rank**-0.5))
+
+    def weight(self, name: str) -> Tensor:
+        w, a, b = (getattr(self, name + end) for end in ("", "_a", "_b"))
+        left = b.reshape(-1, self.rank, self.experts).permute(2, 0, 1)
+        return torch.baddbmm(w, left.to(w.dtype), a.reshape(self.experts, self.rank, -1).to(w.dtype), alpha=0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.router(x).softmax(-1, dtype=torch.float32).topk(self.top_k)
+        flat = ids.flatten()
+        order = flat.argsort()
+        ends = torch.histc(flat.int(), bins=self.experts, min=0, max=self.experts - 1).cumsum(0).int()
+        gate, up = F.grouped_mm(x[order // self.top_k], self.weight("gate_up").transpose(1, 2), offs=ends).chunk(2, -1)
+        out = F.grouped_mm(F.silu(gate) * up, self.weight("down").transpose(1, 2), offs=ends) * weights.flatten()[order, None]
+        back = torch.empty_like(order)
+        back[order] = torch.arange(order.numel(), device=x.device)
+        return out[back].view(x.shape[0], self.top_k, -1).sum(1).to(x.dtype)
+
+
+@pytest.mark.parametrize("tokens", [5, 700])
+def test_a_compiled_model(tokens: int) -> None:
+    """The weights with their terms are never made, whatever the number of rows."""
+    torch.manual_seed(0)
+    model = Stacked().cuda()
+    for name in ("router.weight", "gate_up", "down"):
+        parameter = model.get_parameter(name)
+        parameter.data = parameter.data.bfloat16()
+    exact = copy.deepcopy(model).double()
+    x = torch.randn(tokens, 256, device="cuda").bfloat16()
+    compiled = torch.compile(model, backend="moefuse", options={"expect": 1})
+    for _ in range(3):
+        model.zero_grad()
+        out = compiled(x)
+        out.float().square().sum().backward()
+    true = exact_forward(exact, x.double(), model)
+    true.square().sum().backward()
+    assert "LoRA r=8" in str(moefuse.last_report())
+    assert float((out.double() - true).norm()) <= 2e-2 * float(true.norm())
+    for name in ("gate_up_a", "gate_up_b", "down_a", "down_b"):
+        mine, theirs = model.get_parameter(name).grad, exact.get_parameter(name).grad
+        assert mine is not None
+        assert theirs is not None
+        assert float((mine.double() - theirs).norm()) <= 4e-2 * float(theirs.norm()), name
+
+
+def exact_forward(exact: Any, x: Tensor, model: Any) -> Tensor:
+    """In float64, expert by expert, with the choices of the model."""
+    with torch.no_grad():
+        scores = model.router(x.bfloat16()).softmax(-1, dtype=torch.float32)
+    weights, ids = scores.topk(model.top_k)
+    out = torch.zeros_like(x)
+    gate_up, down = exact.weight("gate_up"), exact.weight("down")
+    for e in range(model.experts):
+        token, slot = torch.where(ids == e)
+        gate, up = (x[token] @ gate_up[e].t()).chunk(2, -1)
+        out = out.index_add(0, token, (F.silu(gate) * up) @ down[e].t() * weights[token, slot, None].double())
+    return out
