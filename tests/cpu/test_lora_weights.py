@@ -175,3 +175,29 @@ def test_many_rows_of_an_expert(tokens: int, count: int) -> None:
     names = products(Layer(SPELLINGS["baddbmm"]), torch.randn(tokens, H), train=False)
     assert sum("experts_lora" in name for name in names) == count
     assert sum("moefuse.experts" in name for name in names) == 1
+
+
+def test_factors_that_the_graph_computes() -> None:
+    """As PEFT keeps them: A's experts below each other, B's experts as the fastest dimension; both are reshaped in front of the product."""
+
+    def flat(w: Tensor, b: Tensor, a: Tensor) -> Tensor:
+        left = b.reshape(b.shape[1], R, E).permute(2, 0, 1)
+        return torch.baddbmm(w, left.to(w.dtype), a.reshape(E, R, -1).to(w.dtype), alpha=S)
+
+    class Flat(Layer):
+        def __init__(self) -> None:
+            super().__init__(flat)
+            for name in ("b_in", "b_out"):
+                setattr(self, name, nn.Parameter(getattr(self, name).detach().permute(1, 2, 0).reshape(E, -1, R)))
+
+    torch.manual_seed(0)
+    layer, x = Flat(), torch.randn(9, H)
+    expected = layer(x)
+    wanted = torch.autograd.grad(expected.square().sum(), layer.factors())
+    compiled = torch.compile(layer, backend="moefuse", options={"expect": 1})
+    found = compiled(x)
+    grads = torch.autograd.grad(found.square().sum(), layer.factors())
+    assert f"LoRA r={R}" in str(moefuse.last_report())
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    for mine, theirs in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5 * float(theirs.abs().max()))

@@ -126,7 +126,7 @@ class Stacked(nn.Module):
         weights, ids = self.router(x).softmax(-1, dtype=torch.float32).topk(self.top_k)
         flat = ids.flatten()
         order = flat.argsort()
-        ends = torch.histc(flat.int(), bins=self.experts, min=0, max=self.experts - 1).cumsum(0).int()
+        ends = torch.histc(flat.float(), bins=self.experts, min=0, max=self.experts - 1).cumsum(0).int()
         gate, up = F.grouped_mm(x[order // self.top_k], self.weight("gate_up").transpose(1, 2), offs=ends).chunk(2, -1)
         out = F.grouped_mm(F.silu(gate) * up, self.weight("down").transpose(1, 2), offs=ends) * weights.flatten()[order, None]
         back = torch.empty_like(order)
