@@ -130,7 +130,7 @@ def compare(model: nn.Module, compiled: Callable[..., Any], inputs: dict[str, An
     return eager[1]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", list(cases()))
 def test_training(name: str) -> None:
     model, seen = build(name).train(), Seen()

@@ -96,7 +96,7 @@ def assert_everything_fused(name: str, fused: list[Any], skipped: list[Any]) -> 
     assert len(fused) == tiny.FAMILIES[name].layers
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("name", "choice", "dtype"), list(inference_cases()))
 def test_inference(name: str, choice: str | None, dtype: torch.dtype) -> None:
     model, exact = model_and_exact(name, choice, dtype)
@@ -107,7 +107,7 @@ def test_inference(name: str, choice: str | None, dtype: torch.dtype) -> None:
         assert_within_budget(got, tiny.hidden(model, ids), tiny.hidden(exact, ids))
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(("name", "checkpointing", "dtype"), list(training_cases()))
 def test_training(name: str, checkpointing: bool, dtype: torch.dtype) -> None:
     model, exact = model_and_exact(name, None, dtype, **NO_NOISE.get(name, {}))

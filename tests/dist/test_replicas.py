@@ -41,7 +41,7 @@ def four() -> Iterator[Workers]:
     workers.close()
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", CASES)
 def test_as_on_one_process(four: Workers, name: str) -> None:
     case = CASES[name]
@@ -57,7 +57,7 @@ def test_as_on_one_process(four: Workers, name: str) -> None:
         assert sum(found.held for found in every) == WHOLE * (1 if case.around == "efsdp" else 2)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("around", ["hsdp", "efsdp"])
 def test_mixed_precision(four: Workers, around: str) -> None:
     """Computed in bfloat16: about as exact as one process in bfloat16; a rounding of each rank's partial sum, of results and gradients."""
@@ -82,7 +82,7 @@ RESTORED = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", RESTORED)
 def test_from_the_meta_device(four: Workers, name: str, tmp_path: Path) -> None:
     """Each rank reads what it has of what FSDP shards, too; gradients of what was loaded are averaged."""

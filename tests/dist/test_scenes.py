@@ -32,7 +32,7 @@ HOW["a table"] = {"placement": [0, 0, 0, 0, 1, 1]}
 PAIRS = [("linear", "linear"), ("linear", "slices"), ("round robin", "linear"), ("slices", "round robin"), ("a table", "linear")]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("saved", "loaded"), PAIRS)
 @pytest.mark.parametrize("kind", [layers.Stacked, layers.Listed])
 def test_checkpoints(two: Workers, kind: type[nn.Module], saved: str, loaded: str, tmp_path: Path) -> None:
@@ -42,7 +42,7 @@ def test_checkpoints(two: Workers, kind: type[nn.Module], saved: str, loaded: st
     assert two.run(scenes.loaded_whole, kind, folder) == [True, True]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("kind", [layers.Stacked, layers.Listed, layers.Transposed])
 def test_a_checkpoint_of_one_process(two: Workers, kind: type[nn.Module], how: str) -> None:

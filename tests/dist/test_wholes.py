@@ -48,7 +48,7 @@ def state_of(kind: type[nn.Module]) -> dict[str, Tensor]:
     return {key: value.clone() for key, value in wholes.single(kind).state_dict().items()}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("kind", "place"), CASES)
 def test_from_the_meta_device(two: Workers, kind: type[nn.Module], place: str, tmp_path: Path) -> None:
     """The table of experts is right after ``to_empty``, ``to`` and copies, and every weight is this rank's."""
@@ -58,7 +58,7 @@ def test_from_the_meta_device(two: Workers, kind: type[nn.Module], place: str, t
         assert max(worst) <= 1e-5, worst
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("kind", "place"), CASES)
 def test_each_rank_reads_its_part(two: Workers, kind: type[nn.Module], place: str, tmp_path: Path) -> None:
     """Not one byte of an expert, or of a slice, that another rank has."""
@@ -97,7 +97,7 @@ def test_copies_from_the_meta_device(four: Workers) -> None:
     assert max(four.run(wholes.trained)) <= 1e-6
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", [layers.Stacked, layers.Listed])
 def test_slices_of_some_experts(four: Workers, kind: type[nn.Module], tmp_path: Path) -> None:
     """Two by two: each rank has half of half of the experts, from the meta device and back."""
@@ -175,7 +175,7 @@ def test_buffers_that_no_checkpoint_has(two: Workers, tmp_path: Path) -> None:
     assert two.run(wholes.unknown_buffers, path) == [[text], [text]]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("kind", "place"), CASES)
 def test_whole_again(two: Workers, kind: type[nn.Module], place: str) -> None:
     """Classes, keys, order, attributes: as before ``parallelize``; and it can be spread anew."""

@@ -13,6 +13,7 @@ from tests.cpu.lora_case import SCALES, SMALL, Sizes, arguments, check, ours, re
 from tests.triton.interpreted_case import interpreted
 
 pytestmark = [
+    pytest.mark.sampled(2),
     pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),  # the interpreter, about NumPy
     pytest.mark.usefixtures("ran"),
 ]
