@@ -37,7 +37,8 @@ def replay_routing(model: nn.Module, ids: Mapping[str, Tensor | Sequence[Tensor]
     """Have a compiled model take these experts, in the ``with`` block, as rollout routing replay does (R3: Ma et al. 2025, 2510.11370).
 
     Routing weights, and what else the model computes of its choice, are those of the experts that are taken, with gradients for the
-    router. Where an id is -1, the router chooses (that slot alone: for a whole token give -1 in every slot).
+    router. Where an id is -1, the router chooses (that slot alone, and perhaps an expert that another slot has: for a whole token give -1
+    in every slot). The ids are copied when the block begins.
 
     Args:
         model: as it was given to :func:`capture_routing`, or another model with layers of these names.
@@ -47,7 +48,7 @@ def replay_routing(model: nn.Module, ids: Mapping[str, Tensor | Sequence[Tensor]
     Activation checkpoints compute with the same experts again, inside of the block or behind it.
 
     Raises:
-        RoutingError: ids do not fit (in the call), or a layer has run less often than there are ids for it (when the block ends).
+        RoutingError: a token has an expert twice, which no router chooses; ids do not fit (in the call), or a layer has run less often than there are ids for it (when the block ends).
     """
     named = isinstance(ids, Mapping)
     lists = [_listed(of) for of in (ids.values() if isinstance(ids, Mapping) else ids)]
@@ -69,11 +70,11 @@ def _opened(context: Context) -> Iterator[None]:
 
 
 def _listed(ids: Tensor | Sequence[Tensor]) -> list[Tensor]:
-    found = [ids] if isinstance(ids, Tensor) else list(ids)
+    found = [ids] if isinstance(ids, Tensor) else list(ids) if isinstance(ids, Sequence) else [ids]
     for one in found:
         if not isinstance(one, Tensor) or one.dim() != 2 or one.is_floating_point() or one.dtype == torch.bool:
             raise RoutingError("replay_routing takes ids [T, K] of integers for each layer, or a list of them for a layer that runs often")
-    return found
+    return [one.clone() for one in found]
 
 
 def _highest(every: Sequence[Tensor]) -> dict[int, int]:
@@ -83,11 +84,20 @@ def _highest(every: Sequence[Tensor]) -> dict[int, int]:
         some = [t for t in every if t.device == device and t.numel()]
         if not some:
             continue
-        ends = torch.stack([torch.stack([t.max(), t.min()]).long() for t in some]).tolist()
-        if min(low for _, low in ends) < -1:
+        ends = torch.stack([torch.stack([t.max().long(), t.min().long(), _repeated(t).long()]) for t in some]).tolist()
+        if min(low for _, low, _ in ends) < -1:
             raise RoutingError("replay_routing: an id is below -1; -1 leaves a slot to the router")
-        found |= {id(t): high for t, (high, _) in zip(some, ends, strict=True)}
+        if any(twice for *_, twice in ends):
+            # A layer may be fused because a top-k gives no expert twice: its own code could mean something else by one that is.
+            raise RoutingError("replay_routing: a token has an expert twice; a router chooses different ones")
+        found |= {id(t): high for t, (high, *_) in zip(some, ends, strict=True)}
     return found
+
+
+def _repeated(ids: Tensor) -> Tensor:
+    """Whether some token has an expert twice."""
+    in_order = ids.sort(1).values
+    return ((in_order[:, 1:] == in_order[:, :-1]) & (in_order[:, 1:] >= 0)).any()
 
 
 def _all_taken(context: Context, lists: Sequence[Sequence[Tensor]]) -> None:

@@ -172,14 +172,30 @@ def test_what_is_compiled(light: list[int]) -> None:
     assert light == [inputs, inputs + 2, inputs]
 
 
+def test_ids_are_copied_when_the_block_begins() -> None:
+    """What is written to them in the block counts for nothing: it was never checked."""
+    model, x = Model(), torch.randn(4, H)
+    model.compile(backend="moefuse")
+    ids = some(4)
+    with moefuse.replay_routing(model, ids):
+        expected = model(x)
+    with moefuse.replay_routing(model, ids):
+        for given in ids:
+            given.fill_(E + 94)
+        found = model(x)
+    assert torch.equal(found, expected)
+
+
 def refusals() -> Iterator[Any]:
     ids = some(4)
     yield pytest.param([torch.zeros(4, K)], "takes ids .T, K. of integers", id="no integers")
+    yield pytest.param([None, ids[1]], "takes ids .T, K. of integers", id="nothing")
     yield pytest.param([ids[0], ids[1] - 9], "an id is below -1", id="below")
+    yield pytest.param([ids[0], torch.tensor([[1, 2], [0, -1], [-1, -1], [3, 3]])], "a token has an expert twice", id="twice")
     yield pytest.param(
         [ids[0][:3], ids[1]], r"layers\.0 has 4 tokens and takes 2 experts for each: its ids are not \[3, 2\]", id="too few tokens"
     )
-    yield pytest.param([ids[0].clamp(min=E), ids[1]], r"layers\.0 has 5 experts, and is to take number 5", id="no such expert")
+    yield pytest.param([torch.tensor([[E, 0]] * 4), ids[1]], r"layers\.0 has 5 experts, and is to take number 5", id="no such expert")
     yield pytest.param([ids[0]], r"layers\.1 is the 2th layer that runs, and replay_routing has ids of 1", id="too few layers")
     yield pytest.param([*ids, ids[0]], "replay_routing has ids of 3 layers, and 2 have run", id="too many layers")
     yield pytest.param({"layers.0": [ids[0], ids[0]]}, r"has ids for 2 calls of layers\.0, of which 1 were made", id="too few calls")
