@@ -48,7 +48,8 @@ def replay_routing(model: nn.Module, ids: Mapping[str, Tensor | Sequence[Tensor]
     Activation checkpoints compute with the same experts again, inside of the block or behind it.
 
     Raises:
-        RoutingError: a token has an expert twice, which no router chooses; ids do not fit (in the call), or a layer has run less often than there are ids for it (when the block ends).
+        RoutingError: a token has an expert twice, which no router chooses; ids do not fit (in the call), or a layer has run less often than
+            there are ids for it (when the block ends).
     """
     named = isinstance(ids, Mapping)
     lists = [_listed(of) for of in (ids.values() if isinstance(ids, Mapping) else ids)]
