@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -71,7 +71,7 @@ def _opened(context: Context) -> Iterator[None]:
 
 
 def _listed(ids: Tensor | Sequence[Tensor]) -> list[Tensor]:
-    found = [ids] if isinstance(ids, Tensor) else list(ids) if isinstance(ids, Sequence) else [ids]
+    found = list(ids) if isinstance(ids, Iterable) and not isinstance(ids, Tensor) else [ids]
     for one in found:
         if not isinstance(one, Tensor) or one.dim() != 2 or one.is_floating_point() or one.dtype == torch.bool:
             raise RoutingError("replay_routing takes ids [T, K] of integers for each layer, or a list of them for a layer that runs often")

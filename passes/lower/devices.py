@@ -46,7 +46,7 @@ def unsupported(new_nodes: Sequence[Node], grad: bool) -> tuple[str, str] | None
         if device == "cpu":
             continue
         name = str(target).split(".")[1]
-        if name not in _DIFFERENTIATED:
+        if name not in providers.PROVIDERS:
             continue  # made of torch's operators, which are everywhere
         differentiated = grad and any(t.requires_grad for t in tensors)
         names = _DIFFERENTIATED[name] if differentiated else (name,)

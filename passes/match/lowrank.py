@@ -65,7 +65,7 @@ def _beside(old: Linear, child: Expr, total: _Sum) -> Expr:
     """``linear(x, W) + s * linear(linear(x, A), B)``. The weight's order is (out, in), so its products are B @ A."""
     out: Expr = Linear(old.node, child, total.base)
     for b, a, scale in total.products:
-        term = Linear(b.source, Linear(a.source, child, a), b)
+        term = Linear(old.node, Linear(old.node, child, a), b)
         out = Op(old.node, "add", (out, Op(old.node, "mul", (term, scale))))
     return out
 

@@ -251,9 +251,7 @@ def _spoiled(ctx: Context, region: Region) -> Lost | None:
 
 def _feeds_itself(ctx: Context, region: Region) -> Lost | None:
     """No input of the region is computed from what its experts computed."""
-    # The products of a low-rank term in a weight are no operation of the program; what stands for them is their weight.
-    linears = {e.node for e in walk(region.expr) if isinstance(e, Linear) and e.node is not e.weight.source}
-    inside = {n for n in region.nodes if _expert_value(ctx.facts.get(n))} | linears
+    inside = {n for n in region.nodes if _expert_value(ctx.facts.get(n))} | {e.node for e in walk(region.expr) if isinstance(e, Linear)}
     first = min((ctx.position[n] for n in inside), default=0)
     for source in (s for s in region.leaves if ctx.calls.get(s) is not None):
         stack, seen = [source], {source}

@@ -8,19 +8,9 @@ from moefuse.kernels.triton.device.functions import expert_base
 
 @triton.jit
 def copy_factors(
-    source,
-    out,
-    E,
-    M,
-    N,
-    at,
-    scale: tl.constexpr,
-    of: tl.constexpr,
-    TABLE: tl.constexpr,
-    BE: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-):
+    source, out, E, M, N, at,
+    scale: tl.constexpr, of: tl.constexpr, TABLE: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
     """out [E, M, N] = scale times the factor of each expert, rounded once; ``of``: the dtype of these.
 
     PEFT stores B of stacked experts with the expert as the fastest dimension: a block of BE experts reads whole sectors of it.

@@ -6,14 +6,15 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from moefuse.kernels.triton.device import factors, wgrad
-from moefuse.kernels.triton.device.structs import Experts, Rows, Stored
-from moefuse.kernels.triton.host.layout import Device, device_of, precision_of
+from moefuse.kernels.triton.device import factors
+from moefuse.kernels.triton.device.structs import Experts
+from moefuse.kernels.triton.host import wgrad
+from moefuse.kernels.triton.host.layout import Device, device_of
 from moefuse.kernels.triton.host.linear import weight
-from moefuse.kernels.triton.host.sorted_rows import Lists, Sorted, fit, rows_of, whole
-from moefuse.kernels.triton.host.wgrad import new_grads, spread
+from moefuse.kernels.triton.host.sorted_rows import Lists, Sorted, fit, whole
 from moefuse.kernels.triton.launch.calls import launch
 from moefuse.kernels.triton.problem import Tiles, power_of_two
+from moefuse.ops.reference import accumulation_dtype, count_experts
 
 ELEMENTS = 2048
 """Of a block that one program copies."""
@@ -25,12 +26,12 @@ def copied(factor: Lists, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
     if len(factor) == 1 and first.dim() == 3 and first.dtype == dtype and scale == 1.0 and first.is_contiguous():
         return first
     source = weight(factor)
-    (m, n), experts = first.shape[-2:], len(factor) if len(factor) > 1 or first.dim() == 2 else first.shape[0]
+    (m, n), experts = first.shape[-2:], count_experts(factor)
     out = torch.empty((experts, m, n), dtype=dtype, device=first.device)
     if not out.numel():
         return out
     stride_e, _, stride_n = source.strides
-    be = min(max(power_of_two(experts), 1), 16) if stride_e == 1 and stride_n > 1 else 1
+    be = min(power_of_two(experts), 16) if stride_e == 1 and stride_n > 1 else 1
     bn = min(power_of_two(n), ELEMENTS // be)
     bm = min(power_of_two(m), ELEMENTS // (be * bn))
     launch(
@@ -71,43 +72,12 @@ def grads(
     ``transposed``: of factors [r, n]. ``tokens``: wide is [T, n]. ``scale``: narrow times the routing weight of its slot. ``narrow`` may be
     in float32 beside rows of 16 bits. Sums are in float32 (float64), and rounded only to the dtype of the factors.
     """
-    dtype = factor[0].dtype
-    known = dtype in (wide.dtype, torch.float32) and not (dtype == torch.float32 and wide.dtype == torch.float64)
-    like = factor if known else [torch.empty_like(t, dtype=_sums(wide.dtype)) for t in factor]
-    made, target, instead = new_grads(like, 2)
+    dtype, sum_dtype = factor[0].dtype, accumulation_dtype(wide.dtype)
+    known = dtype in (wide.dtype, sum_dtype)
+    like = factor if known else [torch.empty_like(t, dtype=sum_dtype) for t in factor]
+    made, target, instead = wgrad.new_grads(like, 2)
     target = target.transposed() if transposed else target
-    n, rank, device = wide.shape[1], narrow.shape[1], device_of(wide.device)
-    bn, part = sizes(rank, whole(wide.element_size(), n), wide.dtype, device)
-    if n and rank:
-        launch(
-            wgrad.weight_grads,
-            (it.experts * -(-n // bn) * -(-rank // part.bn),),
-            {
-                "g": wide, "x": narrow, "weights": narrow if scale is None else scale, "order": it.order, "offsets": it.offsets,
-                "d_w": target.pointer,
-            },
-            warps=part.warps,
-            stages=part.stages,
-            top_k=it.top_k,
-            N=n,
-            K=rank,
-            at_g=Rows(*wide.stride()),
-            at_x=Rows(*narrow.stride()),
-            at_weights=rows_of(scale),
-            at_d=Experts(*target.strides),
-            GATHER_G=tokens,
-            GATHER_X=False,
-            SCALE=scale is not None,
-            stored=Stored(target.operand.table, target.operand.aligned, target.operand.wide, HELD=like[0].dtype != wide.dtype),
-            BN=bn,
-            BK=part.bn,
-            BR=part.bk,
-            GROUP=part.group,
-            PRECISION=precision_of(wide.dtype),
-        )  # fmt: skip
-    found = spread(made, instead)
+    bn, part = sizes(narrow.shape[1], whole(wide.element_size(), wide.shape[1]), wide.dtype, device_of(wide.device))
+    wgrad.sums(target, like[0].dtype != wide.dtype, wide, narrow, it, bn, part, g_tokens=tokens, scale=scale)
+    found = wgrad.spread(made, instead)
     return found if known else [g.to(dtype) for g in found]
-
-
-def _sums(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -87,34 +89,43 @@ def weight_grads(
     device = device_of(x.device)
     bn, part = grad_sizes(it.mean_rows, whole(x.element_size(), n, k), scale is not None, x.dtype, device)
     # Gathered rows come one load after their row numbers, and Triton divides the stages between both. Elsewhere registers would not do.
-    deep = device.hopper and x.element_size() == 2 and (g_tokens or x_tokens) and scale is None
-    if n and k:
-        launch(
-            wgrad.weight_grads,
-            (it.experts * -(-n // bn) * -(-k // part.bn),),
-            {
-                "g": g, "x": x, "weights": x if scale is None else scale, "order": it.order, "offsets": it.offsets, "d_w": target.pointer,
-            },
-            warps=part.warps,
-            stages=2 * part.stages - 1 if deep else part.stages,
-            top_k=it.top_k,
-            N=n,
-            K=k,
-            at_g=Rows(*g.stride()),
-            at_x=Rows(*x.stride()),
-            at_weights=sorted_rows.rows_of(scale),
-            at_d=Experts(*target.strides),
-            GATHER_G=g_tokens,
-            GATHER_X=x_tokens,
-            SCALE=scale is not None,
-            stored=_stored(target, w[0].dtype != x.dtype),
-            BN=bn,
-            BK=part.bn,
-            BR=part.bk,
-            GROUP=part.group,
-            PRECISION=precision_of(x.dtype),
-        )  # fmt: skip
+    if device.hopper and x.element_size() == 2 and (g_tokens or x_tokens) and scale is None:
+        part = replace(part, stages=2 * part.stages - 1)
+    sums(target, w[0].dtype != x.dtype, g, x, it, bn, part, g_tokens=g_tokens, x_tokens=x_tokens, scale=scale)
     return spread(grads, instead)
+
+
+def sums(
+    target: Weight, held: bool, g: Tensor, x: Tensor, it: Sorted, bn: int, part: Tiles,
+    *, g_tokens: bool = False, x_tokens: bool = False, scale: Tensor | None = None,
+) -> None:  # fmt: skip
+    """``wgrad.weight_grads``: target [E, N, K] = the sums of g^T x, in tiles of bn x ``part.bn`` and steps of ``part.bk`` rows."""
+    n, k = g.shape[1], x.shape[1]
+    if not (n and k):
+        return
+    launch(
+        wgrad.weight_grads,
+        (it.experts * -(-n // bn) * -(-k // part.bn),),
+        {"g": g, "x": x, "weights": x if scale is None else scale, "order": it.order, "offsets": it.offsets, "d_w": target.pointer},
+        warps=part.warps,
+        stages=part.stages,
+        top_k=it.top_k,
+        N=n,
+        K=k,
+        at_g=Rows(*g.stride()),
+        at_x=Rows(*x.stride()),
+        at_weights=sorted_rows.rows_of(scale),
+        at_d=Experts(*target.strides),
+        GATHER_G=g_tokens,
+        GATHER_X=x_tokens,
+        SCALE=scale is not None,
+        stored=_stored(target, held),
+        BN=bn,
+        BK=part.bn,
+        BR=part.bk,
+        GROUP=part.group,
+        PRECISION=precision_of(g.dtype),
+    )
 
 
 def _stored(target: Weight, held: bool) -> Stored:
