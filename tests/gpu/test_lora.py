@@ -63,6 +63,15 @@ def test_experts_as_the_fastest_dimension() -> None:
 
 
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_inference(sizes: Sizes) -> None:
+    """The same bits as where gradients are wanted, recorded calls too."""
+    args = on_gpu("merged", torch.bfloat16, torch.float32, rank=16, sizes=sizes)
+    expected = ours(args).detach()
+    with torch.no_grad():
+        assert all(torch.equal(ours(args), expected) for _ in range(4))
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_the_same_bits_from_run_to_run(sizes: Sizes) -> None:
     """Recorded calls too: the third of a kind is the first that is played."""
     args = on_gpu("merged", torch.bfloat16, torch.float32, rank=16, sizes=sizes)

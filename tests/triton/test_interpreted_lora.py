@@ -88,6 +88,17 @@ def test_one_gradient_alone(wanted: tuple[int, ...]) -> None:
     check(args, 1e-5)
 
 
+@pytest.mark.parametrize("gating", ["merged", "separate"])
+def test_inference(gating: str, ran: list[str]) -> None:
+    """The same bits as where gradients are wanted; nothing is kept, and no dead row is read."""
+    args = arguments(gating, torch.float32, torch.float32)
+    expected = ours(args, gating=gating)
+    with torch.no_grad():
+        found = ours(args, gating=gating)
+    assert torch.equal(found, expected)
+    assert ran == ["experts_lora_forward", "experts_lora"]
+
+
 def test_no_tokens() -> None:
     """Gradients are dense zeros, never None."""
     args = arguments("merged", torch.float32, torch.float32)

@@ -24,14 +24,20 @@ from moefuse.runtime.lora import columns
 __all__ = ["experts_lora", "experts_lora_backward", "experts_lora_forward", "supports"]
 
 
+@recorded
 def experts_lora(call: LoraCall) -> Tensor:
     """``moefuse::experts_lora``."""
-    return experts_lora_forward(call)[0]  # type: ignore[no-any-return]
+    return _forward(call, keep=False)[0]
 
 
 @recorded
 def experts_lora_forward(call: LoraCall) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The output and (h, order, offsets, u) for backward; dead rows of h and u are zeros."""
+    return _forward(call, keep=True)
+
+
+def _forward(call: LoraCall, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """``keep``: whether anything but the output is read, so that dead rows count."""
     base, terms = call.base, call.terms
     x, body = base.x, base.body
     (hidden, inter), slots = base.w_out.weight[0].shape[-2:], base.ids.numel()
@@ -50,11 +56,11 @@ def experts_lora_forward(call: LoraCall) -> tuple[Tensor, Tensor, Tensor, Tensor
         by.linear(x, *stack, tokens=True, scale=scale, out=target, term=term)
     a = torch.empty((slots, inter), dtype=x.dtype, device=x.device)
     if inter:
-        sorted_rows.clear_dead(h, it)
         pointwise.activate(a, h, it, Activation(body, inter))
     y = by.linear(a, *base.w_out, term=_forward_term(by, terms[2], a, parts[2]))
-    if u.numel():
-        sorted_rows.clear_dead(u, it)
+    for kept in (h, u) if keep else ():
+        if kept.numel():
+            sorted_rows.clear_dead(kept, it)
     if hidden:
         sorted_rows.sum_slots(out, y, it, None if body.on_input else base.weights)
     return out, h, order, offsets, u
