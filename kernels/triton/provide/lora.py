@@ -15,6 +15,7 @@ from moefuse.kernels.triton.host import factors, linear, pointwise, sorted_rows,
 from moefuse.kernels.triton.host.pointwise import Activation
 from moefuse.kernels.triton.host.sorted_rows import Lists, Sorted
 from moefuse.kernels.triton.launch.record import recorded
+from moefuse.kernels.triton.provide import lora_vectors
 from moefuse.kernels.triton.provide.grouped import supports
 from moefuse.kernels.triton.provide.products import Own
 from moefuse.ops.lora import LoraCall, LoraGradCall, Term
@@ -27,6 +28,9 @@ __all__ = ["experts_lora", "experts_lora_backward", "experts_lora_forward", "sup
 @recorded
 def experts_lora(call: LoraCall) -> Tensor:
     """``moefuse::experts_lora``."""
+    config = lora_vectors.blocks_of(call)
+    if config is not None:
+        return lora_vectors.experts(call, config)
     return _forward(call, keep=False)[0]
 
 
