@@ -44,6 +44,7 @@ class Ledger:
         unroll: trace every row of a loop; representatives were tried and did not do.
         numbers: read numbers out of tensors, where moefuse made that traceable; not once a compiler could not take such a graph.
         collects: trace bodies of checkpoints that write to what the call has made; not once that was there when a graph ended.
+        parametrizes: trace parametrisations that the call registers and removes; not once one of them was more than that.
         broken: the graph breaks somewhere, in an attempt that traced sizes that depend on data.
         refusals: why, for the report of the next attempt.
         stops: the breaks of the graph in attempts that were given up.
@@ -53,6 +54,7 @@ class Ledger:
     unroll: bool = False
     numbers: bool = True
     collects: bool = True
+    parametrizes: bool = True
     broken: bool = False
     refusals: list[Skipped] = field(default_factory=list)
     stops: list[Stop] = field(default_factory=list)
@@ -104,6 +106,11 @@ class Frame:
     def collects(self) -> bool:
         """Whether Dynamo shall trace what the bodies of checkpoints write to outside of them."""
         return self.ledger.collects
+
+    @property
+    def parametrizes(self) -> bool:
+        """Whether Dynamo shall trace parametrisations without registering them."""
+        return self.ledger.parametrizes
 
     @property
     def gave_up(self) -> bool:
@@ -326,6 +333,12 @@ class Frame:
         """Start the frame again: what the body of a checkpoint has written to is still there where the graph ends."""
         self.ledger.collects = False
         raise control.restart(self.log, "moefuse: what a checkpoint has written to outlives the graph")
+
+    def registers(self, why: str) -> NoReturn:
+        """Start the frame again, and leave parametrisations to torch."""
+        self.ledger.parametrizes = False
+        log.debug("tracing this frame again, with parametrisations registered: %s", why)
+        raise control.restart(self.log, "moefuse: a parametrisation is more than a value for a while")
 
     def unsettled(self) -> list[Undischarged]:
         """Assumptions whose scope is still open."""
