@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from typing import Any, Protocol
 
 from torch import nn
+from torch.fx import Node
 
 from moefuse._dynamo import armed, checkpoints, creation_clock, ddp, left, lists, module_calls, parametrized, told_apart, values
 
@@ -42,6 +43,7 @@ class Observer(Protocol):
     def compared(self, translator: Any, variables: Any) -> None: ...
     def joins(self, environment: Any) -> bool: ...
     def outlived(self) -> None: ...
+    def computed(self, translator: Any, nodes: Collection[Node]) -> bool: ...
     def registers(self, why: str) -> None: ...
 
     @property
@@ -290,7 +292,7 @@ def _on_attribute(original: Any, self: Any, translator: Any, name: str) -> Any:
     if observer is None or not parametrized.active(translator.output):
         return original(self, translator, name)
     with _left(observer):
-        found = parametrized.attribute(translator, self, name)
+        found = parametrized.attribute(translator, self, name, observer.computed)
     return original(self, translator, name) if found is None else found
 
 

@@ -12,13 +12,14 @@ graph ends, and everything that :func:`_supported` leaves out, is left to Dynamo
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch.fx import Node
 from torch.nn.utils import parametrize
 
 from moefuse._dynamo import parametrize_traced as traced
@@ -45,6 +46,7 @@ class State:
         modules: id of a module -> what is registered on it.
         caching: how many blocks of ``parametrize.cached()`` the program is in.
         cache: (id of a module, name) -> the tracer of the graph in which a value was computed, and its variable.
+        bound: those of the cache's values that are only there because of an assumption.
         inside: modules whose dictionaries Dynamo itself is reading.
         used: whether there was ever anything.
     """
@@ -52,6 +54,7 @@ class State:
     modules: dict[int, _Module] = field(default_factory=dict)
     caching: int = 0
     cache: dict[tuple[int, str], tuple[Any, Any]] = field(default_factory=dict)
+    bound: set[tuple[int, str]] = field(default_factory=set)
     inside: list[int] = field(default_factory=list)
     used: bool = False
 
@@ -159,6 +162,7 @@ def _closed(translator: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     state.caching -= 1
     if not state.caching:
         state.cache.clear()
+        state.bound.clear()
     return values.constant(None)
 
 
@@ -214,8 +218,11 @@ def _call(translator: Any, function: Any, *args: Any) -> Any:
 # --- the module ---
 
 
-def attribute(translator: Any, variable: Any, name: str) -> Any:
-    """What a module that something is registered on answers; None where it answers as ever."""
+def attribute(translator: Any, variable: Any, name: str, computed: Callable[[Any, Collection[Node]], bool]) -> Any:
+    """What a module that something is registered on answers; None where it answers as ever.
+
+    ``computed`` is told which operations have made a value that is kept, and says whether they might as well stand anywhere else.
+    """
     state = state_of(translator.output)
     value = getattr(variable, "value", None)
     known = None if state is None else state.modules.get(id(value))
@@ -224,7 +231,7 @@ def attribute(translator: Any, variable: Any, name: str) -> Any:
     if name == "parametrizations":
         return known.all
     if name in known.made:
-        return _value(translator, state, (id(value), name), known.made[name])
+        return _value(translator, state, (id(value), name), known.made[name], computed)
     if name in _HIDDEN and id(value) not in state.inside:
         raise LeftError(f"it reads `{name}` of a module with a parametrisation")
     return None
@@ -237,13 +244,16 @@ def answers(output: Any, variable: Any, name: str) -> bool:
     return known is not None and (name == "parametrizations" or name in known.made)
 
 
-def _value(translator: Any, state: State, key: tuple[int, str], made: Any) -> Any:
+def _value(translator: Any, state: State, key: tuple[int, str], made: Any, computed: Callable[[Any, Collection[Node]], bool]) -> Any:
     if not state.caching:
         return _call(translator, traced.value_of, made)
     tracer, known = state.cache.get(key, (None, None))
     if tracer is None or not _reaches(translator.output.current_tracer, tracer):
+        before = set(values.graph_of(translator).nodes)
         known = _call(translator, traced.value_of, made)
         state.cache[key] = translator.output.current_tracer, known
+        if not computed(translator, [n for n in values.graph_of(translator).nodes if n not in before]):
+            state.bound.add(key)
     return known
 
 
@@ -285,6 +295,14 @@ def asks(translator: Any, inst: Any, callee: Any) -> None:
     variable = values.plain(translator.stack[-1])
     if asked and id(getattr(variable, "value", None)) in state.modules:
         raise LeftError("it asks for the class of a module with a parametrisation")
+
+
+def registered(output: Any) -> tuple[object, ...]:
+    """What is registered, to compare."""
+    state = state_of(output)
+    if state is None:
+        return ()
+    return state.caching, frozenset((m, name) for m, known in state.modules.items() for name in known.made), frozenset(state.bound)
 
 
 def reads_property(output: Any, code: Any) -> bool:

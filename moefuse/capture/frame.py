@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import types
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
@@ -333,6 +333,10 @@ class Frame:
         """Start the frame again: what the body of a checkpoint has written to is still there where the graph ends."""
         self.ledger.collects = False
         raise control.restart(self.log, "moefuse: what a checkpoint has written to outlives the graph")
+
+    def computed(self, tx: Any, nodes: Collection[torch.fx.Node]) -> bool:
+        """The value of a parametrised tensor was computed where the program first asks for it; whether that makes no difference."""
+        return self.scopes.computed(tx, nodes)
 
     def registers(self, why: str) -> NoReturn:
         """Start the frame again, and leave parametrisations to torch."""
