@@ -18,7 +18,19 @@ from typing import Any, Protocol
 from torch import nn
 from torch.fx import Node
 
-from moefuse._dynamo import armed, checkpoints, creation_clock, ddp, left, lists, module_calls, parametrized, told_apart, values
+from moefuse._dynamo import (
+    armed,
+    checkpoints,
+    creation_clock,
+    ddp,
+    left,
+    lists,
+    module_calls,
+    parametrized,
+    registering,
+    told_apart,
+    values,
+)
 
 log = logging.getLogger("moefuse.capture")
 
@@ -274,7 +286,7 @@ def _on_mutation(original: Any, self: Any, variable: Any, *args: Any, **kwargs: 
 
 
 def _on_call(original: Any, self: Any, translator: Any, args: Any, kwargs: Any) -> Any:
-    answer = parametrized.handler(self.fn)
+    answer = registering.handler(self.fn)
     observer = getattr(translator.output, _KEPT, None)
     if observer is None or not observer.parametrizes:
         return original(self, translator, args, kwargs)

@@ -1,7 +1,7 @@
-"""What Dynamo traces in place of functions of ``torch.nn.utils.parametrize``; see :mod:`moefuse._dynamo.parametrized`.
+"""What Dynamo traces in place of functions of ``torch.nn.utils.parametrize``; see ``registering``.
 
 They make the same objects and call the same code as torch's. What they leave out has no effect but to stop Dynamo: a Parameter is not set
-to itself, and the module's class and its Parameters stay as they are, since ``parametrized`` answers for them.
+to itself, and the module's class and its Parameters stay as they are, since ``parametrized`` answers for the module.
 """
 
 from __future__ import annotations
@@ -72,11 +72,11 @@ def value_of(made: nn.Module) -> Tensor:
 
 
 def opened() -> None:
-    """Answered by ``parametrized``: from here on values are kept."""
+    """Answered by ``registering``: from here on values are kept."""
 
 
 def closed() -> None:
-    """Answered by ``parametrized``: the innermost block that keeps values ends."""
+    """Answered by ``registering``: the innermost block that keeps values ends."""
 
 
 class Cached:

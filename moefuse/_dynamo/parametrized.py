@@ -6,19 +6,16 @@ is registered, and the module's variable answers as the other class would. Its v
 within ``parametrize.cached()``, as in eager. torch's check at registration is traced, too: a parametrisation may count its calls.
 
 What a registered module can be asked for and has no answer here (its dictionaries, its class), a registration that is still there where a
-graph ends, and everything that :func:`_supported` leaves out, is left to Dynamo, which breaks the graph there.
+graph ends, and everything that ``registering`` leaves out, is left to Dynamo, which breaks the graph there.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch import nn
 from torch.fx import Node
 from torch.nn.utils import parametrize
 
@@ -31,8 +28,13 @@ _HIDDEN = ("_parameters", "_buffers", "_modules", "__dict__")
 
 
 @dataclass
-class _Module:
-    """What is registered on a module. ``made``: name -> the variable of its ``ParametrizationList``; ``all``: of the dictionary of these."""
+class Registered:
+    """What is registered on a module.
+
+    Attributes:
+        all: the variable of ``module.parametrizations``.
+        made: name -> the variable of what ``module.parametrizations`` has under it.
+    """
 
     all: Any
     made: dict[str, Any] = field(default_factory=dict)
@@ -51,7 +53,7 @@ class State:
         used: whether there was ever anything.
     """
 
-    modules: dict[int, _Module] = field(default_factory=dict)
+    modules: dict[int, Registered] = field(default_factory=dict)
     caching: int = 0
     cache: dict[tuple[int, str], tuple[Any, Any]] = field(default_factory=dict)
     bound: set[tuple[int, str]] = field(default_factory=set)
@@ -77,7 +79,14 @@ def available() -> bool:
 
 def state_of(output: Any) -> State | None:
     """What the frame that is traced has registered; None if it never had anything."""
-    return vars(output).get(_STATE)
+    state: State | None = vars(output).get(_STATE)
+    return state
+
+
+def own_state(output: Any) -> State:
+    """The same, of a frame that is about to register something."""
+    state: State = vars(output).setdefault(_STATE, State())
+    return state
 
 
 def active(output: Any) -> bool:
@@ -92,130 +101,11 @@ def used(output: Any) -> bool:
     return state is not None and state.used
 
 
-def handler(function: Any) -> Callable[[Any, list[Any], dict[str, Any]], Any] | None:
-    """What answers a call of a function: called with a translator and the arguments; it returns None for a call that is not its own."""
-    try:
-        return _HANDLERS.get(function)
-    except TypeError:
-        return None
-
-
-# --- the functions ---
-
-
-def _register(translator: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    given = _bound(parametrize.register_parametrization, args, kwargs)
-    if given is None or not _supported(given):
-        return None
-    module, parametrization, name = given["module"], given["parametrization"], given["tensor_name"].as_python_constant()
-    unsafe = bool(given["unsafe"].as_python_constant()) if "unsafe" in given else False
-    state = vars(translator.output).setdefault(_STATE, State())
-    known = state.modules.get(id(module.value))
-    if known is not None and name in known.made:
-        raise LeftError("a second parametrisation of the same tensor")
-    caches = _call(translator, traced.caches)
-    if not values.is_constant(caches) or caches.as_python_constant():
-        return None
-    original = module.var_getattr(translator, name)
-    made = _call(translator, traced.register, module, given["tensor_name"], parametrization, values.constant(unsafe))
-    if not unsafe:
-        _call(translator, traced.check, made, original)
-    if known is None:
-        known = state.modules[id(module.value)] = _Module(_call(translator, traced.new_dict))
-    known.made[name] = made
-    _call(translator, traced.put, known.all, given["tensor_name"], made)
-    state.used = True
-    return module
-
-
-def _remove(translator: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    given = _bound(parametrize.remove_parametrizations, args, kwargs)
-    state = state_of(translator.output)
-    module = values.realized(given["module"]) if given is not None else None
-    known = state.modules.get(id(getattr(module, "value", None))) if state is not None else None
-    if state is None or known is None or given is None:
-        return None
-    name, leave = given["tensor_name"], given.get("leave_parametrized")
-    if not values.is_constant(name) or name.as_python_constant() not in known.made:
-        raise LeftError("it removes what is not registered")
-    if leave is None or not values.is_constant(leave) or leave.as_python_constant():
-        raise LeftError("it removes a parametrisation and leaves the tensor parametrised")
-    _call(translator, traced.drop, known.all, name)
-    del known.made[name.as_python_constant()]
-    if not known.made:
-        del state.modules[id(module.value)]
-    return module
-
-
-def _cached(translator: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    return _call(translator, traced.cached) if active(translator.output) and not args and not kwargs else None
-
-
-def _opened(translator: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    state = vars(translator.output).setdefault(_STATE, State())
-    state.caching += 1
-    return values.constant(None)
-
-
-def _closed(translator: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    state = vars(translator.output).setdefault(_STATE, State())
-    state.caching -= 1
-    if not state.caching:
-        state.cache.clear()
-        state.bound.clear()
-    return values.constant(None)
-
-
-_HANDLERS: dict[Any, Callable[[Any, list[Any], dict[str, Any]], Any]] = {
-    parametrize.register_parametrization: _register,
-    parametrize.remove_parametrizations: _remove,
-    parametrize.cached: _cached,
-    traced.opened: _opened,
-    traced.closed: _closed,
-}
-
-
-def _bound(function: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> dict[str, Any] | None:
-    try:
-        found = inspect.signature(function).bind(*args, **kwargs).arguments
-    except TypeError:  # an error of the program's
-        return None
-    return {name: values.realized(value) for name, value in found.items()}
-
-
-def _supported(given: dict[str, Any]) -> bool:
-    """Whether a registration is one that can be modelled: of a module from outside, whose class says nothing of its own about attributes."""
-    from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
-
-    module, parametrization, name = given["module"], given["parametrization"], given["tensor_name"]
-    modules = isinstance(module, UnspecializedNNModuleVariable) and isinstance(parametrization, UnspecializedNNModuleVariable)
-    if not modules or module.source is None or module.is_state_mutated or not values.is_constant(name):
-        return False
-    if "unsafe" in given and not values.is_constant(given["unsafe"]):
-        return False
-    value, kind, tensor = module.value, type(module.value), name.as_python_constant()
-    standard = all(getattr(kind, n) is getattr(nn.Module, n) for n in ("__getattr__", "__setattr__", "__delattr__", "register_parameter"))
-    if not standard or kind.__getattribute__ is not object.__getattribute__ or hasattr(value, "parametrizations"):
-        return False
-    known = {**value._parameters, **value._buffers}
-    if not isinstance(known.get(tensor), torch.Tensor) or hasattr(kind, tensor) or tensor in vars(value):
-        return False
-    return not hasattr(type(parametrization.value), "right_inverse") and not _has(parametrization, "right_inverse")
-
-
-def _has(variable: Any, name: str) -> bool:
-    """Whether an object has an attribute of its own of this name, before the call or by now."""
-    return name in vars(variable.value) or variable.source is None and name in getattr(variable, "attrs", ())
-
-
-def _call(translator: Any, function: Any, *args: Any) -> Any:
+def call(translator: Any, function: Any, *args: Any) -> Any:
     """Trace a call."""
     from torch._dynamo.variables.builder import SourcelessBuilder
 
     return SourcelessBuilder.create(translator, function).call_function(translator, list(args), {})
-
-
-# --- the module ---
 
 
 def attribute(translator: Any, variable: Any, name: str, computed: Callable[[Any, Collection[Node]], bool]) -> Any:
@@ -246,11 +136,11 @@ def answers(output: Any, variable: Any, name: str) -> bool:
 
 def _value(translator: Any, state: State, key: tuple[int, str], made: Any, computed: Callable[[Any, Collection[Node]], bool]) -> Any:
     if not state.caching:
-        return _call(translator, traced.value_of, made)
+        return call(translator, traced.value_of, made)
     tracer, known = state.cache.get(key, (None, None))
     if tracer is None or not _reaches(translator.output.current_tracer, tracer):
         before = set(values.graph_of(translator).nodes)
-        known = _call(translator, traced.value_of, made)
+        known = call(translator, traced.value_of, made)
         state.cache[key] = translator.output.current_tracer, known
         if not computed(translator, [n for n in values.graph_of(translator).nodes if n not in before]):
             state.bound.add(key)
@@ -291,7 +181,7 @@ def asks(translator: Any, inst: Any, callee: Any) -> None:
     state = state_of(translator.output)
     if state is None or not translator.stack:
         return
-    asked = inst.opname == "LOAD_ATTR" and inst.argval == "__class__" or callee is type
+    asked = callee is type or (inst.opname == "LOAD_ATTR" and inst.argval == "__class__")
     variable = values.plain(translator.stack[-1])
     if asked and id(getattr(variable, "value", None)) in state.modules:
         raise LeftError("it asks for the class of a module with a parametrisation")
