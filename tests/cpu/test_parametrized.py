@@ -16,7 +16,6 @@ from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import checkpoint
 
 from moefuse import Options
-from moefuse._dynamo import parametrized
 from tests.cpu.capture_case import Seen, capturing
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -440,8 +439,3 @@ def test_a_hook_that_comes_later() -> None:
     before = compiled(X)
     model.inner.register_forward_hook(lambda *_: _[2] * 2)
     torch.testing.assert_close(compiled(X), before * 2)
-
-
-def test_this_torch_has_it() -> None:
-    """Fails loudly if a release moves what is used."""
-    assert parametrized.available()
