@@ -6,13 +6,12 @@ others it is the method as it was.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import inspect
 import logging
 import types
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from typing import Any, Protocol
 
 from torch import nn
@@ -24,10 +23,9 @@ from moefuse._dynamo import (
     creation_clock,
     ddp,
     left,
-    lists,
     module_calls,
     parametrized,
-    registering,
+    parametrized_hooks,
     told_apart,
     values,
 )
@@ -55,8 +53,9 @@ class Observer(Protocol):
     def compared(self, translator: Any, variables: Any) -> None: ...
     def joins(self, environment: Any) -> bool: ...
     def outlived(self) -> None: ...
+    def changed(self, variable: Any) -> None: ...
     def computed(self, translator: Any, nodes: Collection[Node]) -> bool: ...
-    def registers(self, why: str) -> None: ...
+    def registers(self, translator: Any, why: str) -> None: ...
 
     @property
     def traced(self) -> Collection[types.CodeType]: ...
@@ -132,15 +131,7 @@ def install(
         _wrap(SideEffects, "should_allow_side_effects_in_hop", _on_allow)
         _wrap(SideEffects, "check_allowed_side_effect", _on_check)
         _wrap(SideEffects, "prune_dead_object_new", _on_prune)
-    if parametrized.available():
-        from torch._dynamo.variables.functions import UserFunctionVariable
-        from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
-
-        _wrap(UserFunctionVariable, "call_function", _on_call)
-        _wrap(UnspecializedNNModuleVariable, "var_getattr", _on_attribute)
-        _wrap(UnspecializedNNModuleVariable, "call_obj_hasattr", _on_hasattr)
-        _wrap(UnspecializedNNModuleVariable, "manually_trace_nn_module_getattr", _on_getattr)
-        _wrap(OutputGraph, "compile_subgraph", _on_end)
+    parametrized_hooks.install(_wrap, _KEPT)
 
 
 def before_tracing(prepare: Callable[[nn.Module, Mapping[str, Any]], None]) -> None:
@@ -215,25 +206,8 @@ def _on_step(original: Any, self: Any) -> Any:
     if observer is not None:
         observer.before(self)
         if parametrized.active(self.output):
-            _asks(observer, self)
+            parametrized_hooks.before(observer, self)
     return original(self)
-
-
-def _asks(observer: Observer, translator: Any) -> None:
-    at = translator.instruction_pointer
-    if at is None:
-        return
-    inst = translator.instructions[at]
-    with _left(observer):
-        parametrized.asks(translator, inst, lists.callee(translator, inst))
-
-
-@contextlib.contextmanager
-def _left(observer: Observer) -> Iterator[None]:
-    try:
-        yield
-    except parametrized.LeftError as error:
-        observer.registers(str(error))
 
 
 def _on_run(original: Any, self: Any) -> Any:
@@ -278,52 +252,11 @@ def _on_mutation(original: Any, self: Any, variable: Any, *args: Any, **kwargs: 
     output = self.output_graph_weakref()
     observer = getattr(output, _KEPT, None)
     if observer is not None:
-        observer.mutated(variable)
+        if not parametrized.answering(output):
+            observer.mutated(variable)
         if args and parametrized.active(output):
-            with _left(observer):
-                parametrized.stored(output, variable, args[0])
+            parametrized_hooks.stored(observer, output, variable, args[0])
     return original(self, variable, *args, **kwargs)
-
-
-def _on_call(original: Any, self: Any, translator: Any, args: Any, kwargs: Any) -> Any:
-    answer = registering.handler(self.fn)
-    observer = getattr(translator.output, _KEPT, None)
-    if observer is None or not observer.parametrizes:
-        return original(self, translator, args, kwargs)
-    if answer is None:
-        if parametrized.active(translator.output) and parametrized.reads_property(translator.output, self.get_code()):
-            observer.registers("it reads what is parametrised for good, inside of `cached()`")
-        return original(self, translator, args, kwargs)
-    with _left(observer):
-        found = answer(translator, list(args), dict(kwargs))
-    return original(self, translator, args, kwargs) if found is None else found
-
-
-def _on_attribute(original: Any, self: Any, translator: Any, name: str) -> Any:
-    observer = getattr(translator.output, _KEPT, None)
-    if observer is None or not parametrized.active(translator.output):
-        return original(self, translator, name)
-    with _left(observer):
-        found = parametrized.attribute(translator, self, name, observer.computed)
-    return original(self, translator, name) if found is None else found
-
-
-def _on_hasattr(original: Any, self: Any, translator: Any, name: str) -> Any:
-    if parametrized.answers(translator.output, self, name):
-        return values.constant(True)
-    return original(self, translator, name)
-
-
-def _on_getattr(original: Any, self: Any, translator: Any, name: str) -> Any:
-    with parametrized.reading(translator, self):
-        return original(self, translator, name)
-
-
-def _on_end(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    observer = getattr(self, _KEPT, None)
-    if observer is not None and parametrized.active(self):
-        observer.registers("a parametrisation is registered where the graph ends")
-    return original(self, *args, **kwargs)
 
 
 def _on_checkpoint(original: Any, self: Any, translator: Any, args: Any, kwargs: Any) -> Any:

@@ -49,6 +49,7 @@ class State:
         caching: how many blocks of ``parametrize.cached()`` the program is in.
         cache: (id of a module, name) -> the tracer of the graph in which a value was computed, and its variable.
         bound: those of the cache's values that are only there because of an assumption.
+        answering: whether what is traced now is ours, and no program's.
         inside: modules whose dictionaries Dynamo itself is reading.
         used: whether there was ever anything.
     """
@@ -57,6 +58,7 @@ class State:
     caching: int = 0
     cache: dict[tuple[int, str], tuple[Any, Any]] = field(default_factory=dict)
     bound: set[tuple[int, str]] = field(default_factory=set)
+    answering: bool = False
     inside: list[int] = field(default_factory=list)
     used: bool = False
 
@@ -68,12 +70,14 @@ class LeftError(Exception):
 def available() -> bool:
     """Whether this torch has what the hooks below need; without it parametrisations break the graph, as ever."""
     from torch._dynamo.output_graph import OutputGraph
+    from torch._dynamo.side_effects import SideEffects
     from torch._dynamo.variables.functions import UserFunctionVariable
     from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 
     methods = ("var_getattr", "call_obj_hasattr", "manually_trace_nn_module_getattr")
     has = all(hasattr(UnspecializedNNModuleVariable, name) for name in methods) and hasattr(OutputGraph, "compile_subgraph")
     names = ("_cache_enabled", "_cache", "_register_parameter_or_buffer")
+    has = has and hasattr(SideEffects, "store_cell") and hasattr(SideEffects, "store_global")
     return has and hasattr(UserFunctionVariable, "call_function") and all(hasattr(parametrize, name) for name in names)
 
 
@@ -123,7 +127,7 @@ def attribute(translator: Any, variable: Any, name: str, computed: Callable[[Any
     if name in known.made:
         return _value(translator, state, (id(value), name), known.made[name], computed)
     if name in _HIDDEN and id(value) not in state.inside:
-        raise LeftError(f"it reads `{name}` of a module with a parametrisation")
+        raise LeftError(f"`{name}` of the module is read")
     return None
 
 
@@ -173,7 +177,7 @@ def stored(output: Any, variable: Any, name: object) -> None:
     state = state_of(output)
     known = None if state is None else state.modules.get(id(getattr(variable, "value", None)))
     if known is not None and (name in known.made or name in (*_HIDDEN, "parametrizations", "__class__")):
-        raise LeftError(f"it sets `{name}` of a module with a parametrisation")
+        raise LeftError(f"`{name}` of the module is set")
 
 
 def asks(translator: Any, inst: Any, callee: Any) -> None:
@@ -184,7 +188,7 @@ def asks(translator: Any, inst: Any, callee: Any) -> None:
     asked = callee is type or (inst.opname == "LOAD_ATTR" and inst.argval == "__class__")
     variable = values.plain(translator.stack[-1])
     if asked and id(getattr(variable, "value", None)) in state.modules:
-        raise LeftError("it asks for the class of a module with a parametrisation")
+        raise LeftError("the module is asked for its class")
 
 
 def registered(output: Any) -> tuple[object, ...]:
@@ -193,6 +197,18 @@ def registered(output: Any) -> tuple[object, ...]:
     if state is None:
         return ()
     return state.caching, frozenset((m, name) for m, known in state.modules.items() for name in known.made), frozenset(state.bound)
+
+
+def keeps(output: Any) -> bool:
+    """Whether the program is in a block in which values are computed once."""
+    state = state_of(output)
+    return state is not None and state.caching > 0
+
+
+def answering(output: Any) -> bool:
+    """Whether what is traced is our own, and changes objects that no program sees but through our answers."""
+    state = state_of(output)
+    return state is not None and state.answering
 
 
 def reads_property(output: Any, code: Any) -> bool:

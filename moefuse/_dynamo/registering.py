@@ -12,7 +12,7 @@ from torch.nn.utils import parametrize
 
 from moefuse._dynamo import parametrize_traced as traced
 from moefuse._dynamo import values
-from moefuse._dynamo.parametrized import LeftError, Registered, call, own_state, state_of
+from moefuse._dynamo.parametrized import LeftError, Registered, State, call, own_state, state_of
 
 Handler = Callable[[Any, list[Any], dict[str, Any]], Any]
 
@@ -36,7 +36,7 @@ def _register(translator: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     state = own_state(translator.output)
     known = state.modules.get(id(module.value))
     if known is not None and name in known.made:
-        raise LeftError("a second parametrisation of the same tensor")
+        raise LeftError("the tensor gets a second one")
     caches = call(translator, traced.caches)
     if not values.is_constant(caches) or caches.as_python_constant():
         return None
@@ -47,7 +47,7 @@ def _register(translator: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     if known is None:
         known = state.modules[id(module.value)] = Registered(call(translator, traced.new_dict))
     known.made[name] = made
-    call(translator, traced.put, known.all, given["tensor_name"], made)
+    _write(translator, state, traced.put, known.all, given["tensor_name"], made)
     state.used = True
     return module
 
@@ -62,14 +62,22 @@ def _remove(translator: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     if known is None:
         return None
     if not values.is_constant(name) or name.as_python_constant() not in known.made:
-        raise LeftError("it removes what is not registered")
+        raise LeftError("something else is removed")
     if leave is None or not values.is_constant(leave) or leave.as_python_constant():
-        raise LeftError("it removes a parametrisation and leaves the tensor parametrised")
-    call(translator, traced.drop, known.all, name)
+        raise LeftError("the tensor stays parametrised when it is removed")
+    _write(translator, state, traced.drop, known.all, name)
     del known.made[name.as_python_constant()]
     if not known.made:
         del state.modules[id(module.value)]
     return module
+
+
+def _write(translator: Any, state: State, function: Any, *args: Any) -> None:
+    state.answering = True
+    try:
+        call(translator, function, *args)
+    finally:
+        state.answering = False
 
 
 def _cached(translator: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:

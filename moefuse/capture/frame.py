@@ -48,6 +48,7 @@ class Ledger:
         broken: the graph breaks somewhere, in an attempt that traced sizes that depend on data.
         refusals: why, for the report of the next attempt.
         stops: the breaks of the graph in attempts that were given up.
+        notes: what else the report has to say.
     """
 
     off: bool = False
@@ -58,6 +59,7 @@ class Ledger:
     broken: bool = False
     refusals: list[Skipped] = field(default_factory=list)
     stops: list[Stop] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
 
 class Frame:
@@ -187,6 +189,13 @@ class Frame:
                 listed = at.instructions[at.instruction_pointer - 1].opname == "LIST_APPEND"
                 self.refuse(scope.assumption, _LISTED if listed else "it changes a Python object that was there before")
 
+        if not self.scopes.open:
+            self.changed(variable)
+
+    def changed(self, variable: Any) -> None:
+        """A Python object is about to change, or a variable that functions share: what is kept may have been computed from it."""
+        self.scopes.changed(variable)
+
     def advanced(self, iterator: Any, tx: Any = None) -> None:
         """An iterator is about to give its next item, in ``tx``. Not every kind of iterator counts as mutated by that."""
         for scope in self.scopes.open:
@@ -208,10 +217,10 @@ class Frame:
         left = [Undischarged(a, "nothing has checked it") for a in self.assumptions if a not in self.settled]
         if left:
             self.retreat(left)
-        if not self.has_graph and (self.ledger.refusals or stop is not None):
+        if not self.has_graph and (self.ledger.refusals or self.ledger.notes or stop is not None):
             # Where this attempt breaks there is no graph yet, and so no report that says so, or why the one before was given up.
             stops = [*self.ledger.stops, *([] if stop is None else [stop])]
-            self._skipped(FusionReport(skipped=list(self.ledger.refusals), stops=stops))
+            self._skipped(FusionReport(skipped=list(self.ledger.refusals), stops=stops, notes=list(self.ledger.notes)))
 
     def failed(self, error: Exception, environment: Any) -> None:
         """Tracing ended with an error: one that capture may have caused means another attempt without it."""
@@ -338,10 +347,10 @@ class Frame:
         """The value of a parametrised tensor was computed where the program first asks for it; whether that makes no difference."""
         return self.scopes.computed(tx, nodes)
 
-    def registers(self, why: str) -> NoReturn:
+    def registers(self, tx: Any, why: str) -> NoReturn:
         """Start the frame again, and leave parametrisations to torch."""
         self.ledger.parametrizes = False
-        log.debug("tracing this frame again, with parametrisations registered: %s", why)
+        self.ledger.notes.append(f"registering a parametrization in a call breaks graphs: {why} ({self.location(tx)})")
         raise control.restart(self.log, "moefuse: a parametrisation is more than a value for a while")
 
     def unsettled(self) -> list[Undischarged]:
@@ -375,7 +384,7 @@ class Frame:
         """The frame ends here and runs in eager."""
         text = f"{first_line(error)} (this function runs in eager){control.place(error)}"
         stops = [*self.ledger.stops, _torch_private.tracing_stop(error)]
-        self._skipped(FusionReport(skipped=list(self.ledger.refusals), graph_breaks=[text], stops=stops))
+        self._skipped(FusionReport(skipped=list(self.ledger.refusals), graph_breaks=[text], stops=stops, notes=list(self.ledger.notes)))
 
     # --- small things ---
 

@@ -30,6 +30,7 @@ class Scopes:
         self.open: list[Scope] = []
         self.dummies: list[tuple[Assumption, list[Node]]] = []
         self.anywhere: set[Node] = set()
+        self.kept: list[tuple[Assumption, int, Any]] = []
         self._handled: list[tuple[Any, Assumption, str]] = []
 
     def represented(self) -> list[Loop]:
@@ -53,7 +54,8 @@ class Scopes:
     def computed(self, tx: Any, nodes: Collection[Node]) -> bool:
         """A value was computed here because it is first asked for here; whether it is the same wherever that is, and so in no scope.
 
-        It is if nothing writes to what it is computed from, which is asked when the graph is complete (``Assumption.first``).
+        It is if nothing changes what it is computed from: Python's objects (:meth:`changed`), or tensors, which are asked about when the
+        graph is complete (``Assumption.first``).
         """
         from moefuse.passes.graph.calls import call_of
         from moefuse.passes.match.liveness import is_pure
@@ -75,7 +77,16 @@ class Scopes:
             return False
         self.anywhere.update(nodes)
         scope.assumption.first.update(nodes)
+        self.kept.append((scope.assumption, creation_clock.now(), tx.output))
         return True
+
+    def changed(self, variable: Any) -> None:
+        """A Python object is about to change."""
+        for assumption, clock, output in self.kept:
+            if parametrized.keeps(output) and not creation_clock.created_inside(variable, clock):
+                self.frame.refuse(
+                    assumption, "Python objects change while a value is kept that is computed where an expert first has tokens"
+                )
 
     def enter(
         self, tx: Any, assumption: Assumption, join: int, stack: list[Any], loop: Loop | None = None, *, then: int | None = None

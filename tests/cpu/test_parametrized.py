@@ -244,19 +244,20 @@ def in_an_outer_block(model: Model, x: Tensor) -> Tensor:
         return y + once(model, x)
 
 
-AS_EVER = [
-    for_good,
-    left_as_it_is,
-    broken,
-    named,
-    dictionary,
-    by_type,
-    by_class,
-    set_inside,
-    second,
-    beside_one_for_good,
-    in_an_outer_block,
-]
+AS_EVER: dict[Callable[[Model, Tensor], Any], str | None] = {
+    for_good: "it is still there where the graph ends",
+    left_as_it_is: "the tensor stays parametrised when it is removed",
+    broken: None,
+    named: "`_parameters` of the module is read",
+    dictionary: "`_parameters` of the module is read",
+    by_type: "the module is asked for its class",
+    by_class: "the module is asked for its class",
+    set_inside: "`__dict__` of the module is read",
+    second: "the tensor gets a second one",
+    beside_one_for_good: "it is still there where the graph ends",
+    in_an_outer_block: None,
+}
+"""And what the report says, beside the breaks themselves."""
 
 
 TWICE_REGISTERED = (again, left_as_it_is, in_an_outer_block)
@@ -322,6 +323,10 @@ def test_as_ever(body: Callable[[Model, Tensor], Any]) -> None:
     """What is more than a value for a while breaks the graph where it does for every other backend, and computes what eager does."""
     _, seen, actual, expected = both(body)
     same(actual, expected)
+    text = AS_EVER[body]
+    notes = seen.report.notes
+    assert all(text is not None and text in note and f"{__file__}:" in note for note in notes)
+    assert bool(notes) == (text is not None)
     torch._dynamo.reset()
     graphs: list[Any] = []
 
