@@ -99,6 +99,7 @@ def rewrite_and_keep(
         frame.check_closed(stop)
         report.skipped += frame.ledger.refusals
         report.stops += frame.ledger.stops
+        report.notes += frame.ledger.notes
     if stop is not None:
         report.graph_breaks.append(stop.text)
         report.stops.append(stop)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 TORCH = str(torch.__path__[0]) + os.sep
-_BETWEEN = (TORCH, os.path.join(os.path.dirname(__file__), "parallel") + os.sep)
+_BETWEEN = (TORCH, *(os.path.join(os.path.dirname(__file__), name) + os.sep for name in ("parallel", "_dynamo")))
 """Where torch's own code is: no line of a user's."""
 
 

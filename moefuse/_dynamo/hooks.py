@@ -15,8 +15,20 @@ from collections.abc import Callable, Collection, Hashable, Mapping
 from typing import Any, Protocol
 
 from torch import nn
+from torch.fx import Node
 
-from moefuse._dynamo import armed, checkpoints, creation_clock, ddp, left, module_calls, told_apart, values
+from moefuse._dynamo import (
+    armed,
+    checkpoints,
+    creation_clock,
+    ddp,
+    left,
+    module_calls,
+    parametrized,
+    parametrized_hooks,
+    told_apart,
+    values,
+)
 
 log = logging.getLogger("moefuse.capture")
 
@@ -41,6 +53,9 @@ class Observer(Protocol):
     def compared(self, translator: Any, variables: Any) -> None: ...
     def joins(self, environment: Any) -> bool: ...
     def outlived(self) -> None: ...
+    def changed(self, variable: Any) -> None: ...
+    def computed(self, translator: Any, nodes: Collection[Node]) -> bool: ...
+    def registers(self, translator: Any, why: str) -> None: ...
 
     @property
     def traced(self) -> Collection[types.CodeType]: ...
@@ -50,6 +65,8 @@ class Observer(Protocol):
     def numbers_traced(self) -> bool: ...
     @property
     def collects(self) -> bool: ...
+    @property
+    def parametrizes(self) -> bool: ...
     @property
     def gave_up(self) -> bool: ...
     @property
@@ -71,7 +88,8 @@ def install(
     from torch._dynamo.output_graph import OutputGraph
     from torch._dynamo.side_effects import SideEffects
     from torch._dynamo.symbolic_convert import InstructionTranslator, InstructionTranslatorBase
-    from torch._dynamo.variables import dicts, lists
+    from torch._dynamo.variables import dicts
+    from torch._dynamo.variables import lists as list_variables
     from torch._dynamo.variables.base import MutationType
     from torch._dynamo.variables.builtin import BuiltinVariable
     from torch._dynamo.variables.functions import LocalGeneratorObjectVariable
@@ -95,7 +113,7 @@ def install(
     if hasattr(utils, "iter_contains"):
         original = utils.iter_contains
         _wrap(utils, "iter_contains", _on_contains)
-        for home in (lists, dicts):
+        for home in (list_variables, dicts):
             if vars(home).get("iter_contains") is original:
                 vars(home)["iter_contains"] = utils.iter_contains
     for name in ("mutation", "store_attr", "register_hook"):
@@ -113,6 +131,7 @@ def install(
         _wrap(SideEffects, "should_allow_side_effects_in_hop", _on_allow)
         _wrap(SideEffects, "check_allowed_side_effect", _on_check)
         _wrap(SideEffects, "prune_dead_object_new", _on_prune)
+    parametrized_hooks.install(_wrap, _KEPT)
 
 
 def before_tracing(prepare: Callable[[nn.Module, Mapping[str, Any]], None]) -> None:
@@ -186,6 +205,8 @@ def _on_step(original: Any, self: Any) -> Any:
     observer = getattr(self.output, _KEPT, None)
     if observer is not None:
         observer.before(self)
+        if parametrized.active(self.output):
+            parametrized_hooks.before(observer, self)
     return original(self)
 
 
@@ -214,7 +235,7 @@ def _on_compile(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     with ddp.split_last(self):
         compiled = original(self, *args, **kwargs)
     observer.compiled()
-    if observer.joins(self.shape_env) or checkpoints.collected(self):
+    if observer.joins(self.shape_env) or checkpoints.collected(self) or parametrized.used(self):
         module_calls.watch(self, observer.traced)
     if observer.apart is not None:
         told_apart.watch(self, observer.apart)
@@ -231,7 +252,10 @@ def _on_mutation(original: Any, self: Any, variable: Any, *args: Any, **kwargs: 
     output = self.output_graph_weakref()
     observer = getattr(output, _KEPT, None)
     if observer is not None:
-        observer.mutated(variable)
+        if not parametrized.answering(output):
+            observer.mutated(variable)
+        if args and parametrized.active(output):
+            parametrized_hooks.stored(observer, output, variable, args[0])
     return original(self, variable, *args, **kwargs)
 
 

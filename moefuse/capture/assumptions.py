@@ -41,6 +41,7 @@ class Assumption:
         graph: the graph that was being written.
         concerns_experts: whether what it is about is computed from expert ids; None if nobody has looked.
         nodes: every operation recorded in the scope.
+        first: what was computed in the scope because it is kept and was first asked for here; else it is computed later, and is no node.
         carried: locals that are live behind the scope and hold another tensor or number than before: (name, before, now), each a
             node or a constant.
         appended: what the scope appended to lists that are older.
@@ -62,6 +63,7 @@ class Assumption:
     graph: Graph | None = None
     concerns_experts: bool | None = None
     nodes: set[Node] = field(default_factory=set)
+    first: set[Node] = field(default_factory=set)
     carried: list[tuple[str, Any, Any]] = field(default_factory=list)
     appended: list[Node] = field(default_factory=list)
     items: tuple[Node, ...] = ()

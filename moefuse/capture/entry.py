@@ -98,6 +98,7 @@ def _start(compiler_fn: Any, speculation_log: Any, one_graph: bool) -> Frame | N
     if not own.capture or control.copies_nodes():
         ledger.off = True
     ledger.collects = ledger.collects and own.capture
+    ledger.parametrizes = ledger.parametrizes and own.capture
     flags = not one_graph and not control.user_flags()
     return Frame(ledger, speculation_log, flags=flags, skipped=lambda report: mark.skipped(report, own, owner), exclude=own.exclude)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import types
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
@@ -44,18 +44,22 @@ class Ledger:
         unroll: trace every row of a loop; representatives were tried and did not do.
         numbers: read numbers out of tensors, where moefuse made that traceable; not once a compiler could not take such a graph.
         collects: trace bodies of checkpoints that write to what the call has made; not once that was there when a graph ended.
+        parametrizes: trace parametrisations that the call registers and removes; not once one of them was more than that.
         broken: the graph breaks somewhere, in an attempt that traced sizes that depend on data.
         refusals: why, for the report of the next attempt.
         stops: the breaks of the graph in attempts that were given up.
+        notes: what else the report has to say.
     """
 
     off: bool = False
     unroll: bool = False
     numbers: bool = True
     collects: bool = True
+    parametrizes: bool = True
     broken: bool = False
     refusals: list[Skipped] = field(default_factory=list)
     stops: list[Stop] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
 
 class Frame:
@@ -104,6 +108,11 @@ class Frame:
     def collects(self) -> bool:
         """Whether Dynamo shall trace what the bodies of checkpoints write to outside of them."""
         return self.ledger.collects
+
+    @property
+    def parametrizes(self) -> bool:
+        """Whether Dynamo shall trace parametrisations without registering them."""
+        return self.ledger.parametrizes
 
     @property
     def gave_up(self) -> bool:
@@ -180,6 +189,13 @@ class Frame:
                 listed = at.instructions[at.instruction_pointer - 1].opname == "LIST_APPEND"
                 self.refuse(scope.assumption, _LISTED if listed else "it changes a Python object that was there before")
 
+        if not self.scopes.open:
+            self.changed(variable)
+
+    def changed(self, variable: Any) -> None:
+        """A Python object is about to change, or a variable that functions share: what is kept may have been computed from it."""
+        self.scopes.changed(variable)
+
     def advanced(self, iterator: Any, tx: Any = None) -> None:
         """An iterator is about to give its next item, in ``tx``. Not every kind of iterator counts as mutated by that."""
         for scope in self.scopes.open:
@@ -201,10 +217,10 @@ class Frame:
         left = [Undischarged(a, "nothing has checked it") for a in self.assumptions if a not in self.settled]
         if left:
             self.retreat(left)
-        if not self.has_graph and (self.ledger.refusals or stop is not None):
+        if not self.has_graph and (self.ledger.refusals or self.ledger.notes or stop is not None):
             # Where this attempt breaks there is no graph yet, and so no report that says so, or why the one before was given up.
             stops = [*self.ledger.stops, *([] if stop is None else [stop])]
-            self._skipped(FusionReport(skipped=list(self.ledger.refusals), stops=stops))
+            self._skipped(FusionReport(skipped=list(self.ledger.refusals), stops=stops, notes=list(self.ledger.notes)))
 
     def failed(self, error: Exception, environment: Any) -> None:
         """Tracing ended with an error: one that capture may have caused means another attempt without it."""
@@ -327,6 +343,16 @@ class Frame:
         self.ledger.collects = False
         raise control.restart(self.log, "moefuse: what a checkpoint has written to outlives the graph")
 
+    def computed(self, tx: Any, nodes: Collection[torch.fx.Node]) -> bool:
+        """The value of a parametrised tensor was computed where the program first asks for it; whether that makes no difference."""
+        return self.scopes.computed(tx, nodes)
+
+    def registers(self, tx: Any, why: str) -> NoReturn:
+        """Start the frame again, and leave parametrisations to torch."""
+        self.ledger.parametrizes = False
+        self.ledger.notes.append(f"registering a parametrization in a call breaks graphs: {why} ({self.location(tx)})")
+        raise control.restart(self.log, "moefuse: a parametrisation is more than a value for a while")
+
     def unsettled(self) -> list[Undischarged]:
         """Assumptions whose scope is still open."""
         early = [Undischarged(s.assumption, "it is left early, or the graph breaks in it") for s in self.scopes.open]
@@ -358,7 +384,7 @@ class Frame:
         """The frame ends here and runs in eager."""
         text = f"{first_line(error)} (this function runs in eager){control.place(error)}"
         stops = [*self.ledger.stops, _torch_private.tracing_stop(error)]
-        self._skipped(FusionReport(skipped=list(self.ledger.refusals), graph_breaks=[text], stops=stops))
+        self._skipped(FusionReport(skipped=list(self.ledger.refusals), graph_breaks=[text], stops=stops, notes=list(self.ledger.notes)))
 
     # --- small things ---
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from torch.fx import Node
 
-from moefuse._dynamo import creation_clock, values
+from moefuse._dynamo import creation_clock, parametrized, values
 from moefuse.capture import dummies
 from moefuse.capture.assumptions import TAG, Assumption, Scope
 
@@ -28,6 +29,8 @@ class Scopes:
         self.frame = frame
         self.open: list[Scope] = []
         self.dummies: list[tuple[Assumption, list[Node]]] = []
+        self.anywhere: set[Node] = set()
+        self.kept: list[tuple[Assumption, int, Any]] = []
         self._handled: list[tuple[Any, Assumption, str]] = []
 
     def represented(self) -> list[Loop]:
@@ -48,6 +51,43 @@ class Scopes:
                 return
             self._close(tx, ending, at)
 
+    def computed(self, tx: Any, nodes: Collection[Node]) -> bool:
+        """A value was computed here because it is first asked for here; whether it is the same wherever that is, and so in no scope.
+
+        It is if nothing changes what it is computed from: Python's objects (:meth:`changed`), or tensors, which are asked about when the
+        graph is complete (``Assumption.first``).
+        """
+        from moefuse.passes.graph.calls import call_of
+        from moefuse.passes.match.liveness import is_pure
+
+        if not self.open:
+            return True
+        scope, graph = self.open[0], values.graph_of(tx)
+        if scope.graph is not graph or any(s.graph is not graph for s in self.open):
+            return False
+        every = list(graph.nodes)
+        begin = 0 if scope.marker is None else every.index(scope.marker) + 1
+        older = {*every[:begin], *graph.find_nodes(op="placeholder"), *self.anywhere, *nodes}
+        if not all(i in older for n in nodes for i in n.all_input_nodes):
+            return False
+        names = [getattr(n.target, "__name__", "") for n in nodes]
+        paired = names.count("_enter_autocast") == names.count("_exit_autocast")
+        switches = ("_enter_autocast", "_exit_autocast")
+        if not paired or not all(name in switches or is_pure(call_of(n), n) for n, name in zip(nodes, names, strict=True)):
+            return False
+        self.anywhere.update(nodes)
+        scope.assumption.first.update(nodes)
+        self.kept.append((scope.assumption, creation_clock.now(), tx.output))
+        return True
+
+    def changed(self, variable: Any) -> None:
+        """A Python object is about to change."""
+        for assumption, clock, output in self.kept:
+            if parametrized.keeps(output) and not creation_clock.created_inside(variable, clock):
+                self.frame.refuse(
+                    assumption, "Python objects change while a value is kept that is computed where an expert first has tokens"
+                )
+
     def enter(
         self, tx: Any, assumption: Assumption, join: int, stack: list[Any], loop: Loop | None = None, *, then: int | None = None
     ) -> None:
@@ -58,7 +98,7 @@ class Scopes:
         graph = values.graph_of(tx)
         if any(s.translator is tx and s.assumption.place == assumption.place for s in self.open):
             self.frame.refuse(assumption, "the program comes back to it before its two ways meet")
-        state = values.python_state(tx)
+        state = _state(tx)
         if then is None:
             self.frame.assume(tx, assumption)
         else:
@@ -74,7 +114,7 @@ class Scopes:
                 graph,
                 next(iter(reversed(graph.nodes)), None),  # type: ignore[arg-type]
                 creation_clock.now(),
-                lambda: values.python_state(tx) == state,
+                lambda: _state(tx) == state,
                 loop,
                 then,
             )
@@ -122,7 +162,7 @@ class Scopes:
         for node in reversed(scope.graph.nodes):
             if node is scope.marker:
                 break
-            if node.op != "placeholder":
+            if node.op != "placeholder" and node not in self.anywhere:
                 assumption.nodes.add(node)
                 node.meta[TAG] = node.meta.get(TAG, 0) + 1
         same_stack = len(tx.stack) == len(scope.stack) and all(_compare(a, b) == "same" for a, b in zip(scope.stack, tx.stack, strict=True))
@@ -146,6 +186,10 @@ class Scopes:
         for owner, assumption, name in self._handled:
             if owner is tx:
                 self.frame.refuse(assumption, READ_AFTER.format(name=name))
+
+
+def _state(tx: Any) -> tuple[object, ...]:
+    return values.python_state(tx), parametrized.registered(tx.output)
 
 
 def _compare(before: Any, after: Any) -> str:

@@ -2,7 +2,8 @@
 
 1. The program asks exactly whether some slot chose expert e (:func:`_claim`).
 2. Whatever S adds to a fused region is a share of expert e of the same routing. The fused op gives an expert that nobody chose nothing.
-3. Everything else that S recorded is gone, or is a pure value that only fused ops read.
+3. Everything else that S recorded is gone, or is a pure value that only fused ops read. A value that the program keeps and computes where
+   it is first asked for (``Assumption.first``) belongs to no scope if nothing writes to what it is computed from.
 4. A local that S leaves with another tensor holds the accumulator with such shares added, or the same storage.
 5. Where S was traced once for several rows of a loop, no row finds what another left: S writes to nothing that is older than S but
    accumulators, and reads those for nothing but to add to them (:func:`_meets`).
@@ -54,7 +55,7 @@ class Claim:
     slot: int | None = None
     leaks: tuple[tuple[Node, Node], ...] = ()
     meetings: tuple[Node, ...] = ()
-    through: str | None = None
+    written: str | None = None
     strays: tuple[Node, ...] = ()
 
     def covers(self, part: Part) -> bool:
@@ -125,14 +126,15 @@ def _claim(
     if assumption.kind in ("list", "length"):
         assumption.concerns_experts = True
         return Claim(assumption, _counted(ctx, assumption), strays=_strays(ctx, assumption, every))
+    written = _written_through(ctx, assumption) or _written_before(ctx, assumption)
     leaks = tuple((n, u) for n in assumption.nodes if n in ctx.position for u in n.users if u not in assumption.nodes)
     found = sizes.get(assumption.subject) if assumption.kind == "size" else _chosen(ctx, assumption)
     assumption.concerns_experts = found is not None or concerns(ctx, assumption)
     if found is None:
-        return Claim(assumption, leaks=leaks)
+        return Claim(assumption, leaks=leaks, written=written)
     between = passed[assumption.subject] if assumption.row_node is not None else set()
     meetings = tuple(n for n in assumption.nodes if n in ctx.position and _meets(ctx, n, between))
-    return Claim(assumption, *found, leaks=leaks, meetings=meetings, through=_written_through(ctx, assumption))
+    return Claim(assumption, *found, leaks=leaks, meetings=meetings, written=written)
 
 
 def _passed_on(ctx: Context, a: Assumption) -> set[Node]:
@@ -212,8 +214,8 @@ def _detail(ctx: Context, claim: Claim, fused: Sequence[Region], emitted: set[No
     if claim.assumption.kind in ("end", "list", "length"):
         return _of_no_scope(ctx, claim, fused)
     nodes = claim.assumption.nodes
-    if claim.through is not None:
-        return f"`{claim.through}` is written to, and is a view"
+    if claim.written is not None:
+        return claim.written
     left = _not_harmless(ctx, {n for n in nodes if not n._erased}, emitted)
     if left:
         first = min(left, key=lambda n: ctx.position.get(n, 1 << 60))
@@ -245,7 +247,15 @@ def _detail(ctx: Context, claim: Claim, fused: Sequence[Region], emitted: set[No
 
 def _written_through(ctx: Context, a: Assumption) -> str | None:
     """What was indexed by a row that Python has as a number, and written to: by the number it is a view, and the graph has a copy."""
-    return next((u.name for n in a.numbers for u in n.users if ctx.storage.get(u) in ctx.writes), None)
+    found = next((u.name for n in a.numbers for u in n.users if ctx.storage.get(u) in ctx.writes), None)
+    return None if found is None else f"`{found}` is written to, and is a view"
+
+
+def _written_before(ctx: Context, a: Assumption) -> str | None:
+    """What the graph writes to, and a value is computed from that is the same wherever it is computed only if nothing does."""
+    inputs = {i: None for n in a.first if n in ctx.position for i in n.all_input_nodes if i not in a.first}
+    found = next((i.name for i in inputs if any(name in ctx.writes for name in ctx.memory.storages(i))), None)
+    return None if found is None else f"`{found}` is written to, and what is kept of it is computed where an expert first has tokens"
 
 
 def segments_of(ctx: Context, region: Region) -> list[Part]:

@@ -49,7 +49,7 @@ def test_training(family: str) -> None:
         return [out.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
 
     expected = numbers()
-    model.compile(backend="moefuse")
+    model.compile(backend="moefuse", fullgraph=True)
     close(numbers(), expected, 4e-6)
     assert len(expected) > 4
     assert ranks() == {(4,)}
@@ -72,5 +72,5 @@ def test_switched_and_merged() -> None:
 
     expected = states()
     assert not torch.allclose(expected[0], expected[1], atol=1e-3)
-    model.compile(backend="moefuse")
+    model.compile(backend="moefuse", fullgraph=True)
     torch.testing.assert_close(states(), expected, rtol=1e-4, atol=1e-4)

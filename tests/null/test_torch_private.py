@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import moefuse
 from moefuse import _torch_private
-from moefuse._dynamo import checkpoints, points
+from moefuse._dynamo import checkpoints, parametrized, points
 
 POINTS = {
     "torch._inductor": ["list_options", "list_mode_options"],
@@ -96,6 +96,11 @@ def test_capture_finds_its_hooks() -> None:
 def test_checkpoints_that_collect_are_traced() -> None:
     """Without these hooks a router loss and gradient checkpointing leave nothing fused."""
     assert checkpoints.available() or TorchVersion(torch.__version__) < (2, 13)
+
+
+def test_parametrisations_are_traced() -> None:
+    """Without these hooks PEFT's ``target_parameters`` breaks the graph several times a layer."""
+    assert parametrized.available()
 
 
 def test_shapes() -> None:
