@@ -33,6 +33,16 @@ def experts_lora_forward(call: LoraCall) -> tuple[Tensor, Tensor, Tensor, Tensor
 
 
 def _forward(call: LoraCall, save: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    with _autocast_off(call.base.x):
+        return _computed(call, save)
+
+
+def _autocast_off(x: Tensor) -> torch.autocast:
+    """The op computes in the dtypes of what it is given, whatever autocast is around a call outside of compiled code."""
+    return torch.autocast(x.device.type, enabled=False)
+
+
+def _computed(call: LoraCall, save: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     base = call.base
     order, offsets = sort_slots(base.ids, base.w_in.experts)
     ends = offsets.tolist()
@@ -93,7 +103,8 @@ def columns(terms: tuple[Term, ...]) -> list[slice]:
 
 def experts_lora_backward(call: LoraGradCall) -> list[Tensor]:
     """The gradients that ``call.needs`` asks for, flattened."""
-    return _Backward(call).run()
+    with _autocast_off(call.x):
+        return _Backward(call).run()
 
 
 class _Backward:
