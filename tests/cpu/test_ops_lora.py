@@ -50,7 +50,7 @@ def test_float32_factors_beside_bfloat16() -> None:
 
 
 def test_under_autocast() -> None:
-    """It computes in the dtypes of what it is given: outside of compiled code autocast would round the terms, to other dtypes than the rest."""
+    """It computes in the dtypes of what it is given: outside of compiled code autocast would round the terms alone."""
     args = arguments("separate", torch.float32, torch.float32)
     expected = results(args, ours, gating="separate")
     with torch.autocast("cpu", torch.bfloat16):
