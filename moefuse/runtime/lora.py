@@ -32,6 +32,19 @@ def experts_lora_forward(call: LoraCall) -> tuple[Tensor, Tensor, Tensor, Tensor
     return _forward(call, save=True)
 
 
+def experts_lora_hidden(call: LoraCall, order: Tensor, offsets: Tensor, u: Tensor) -> Tensor:
+    """``moefuse::experts_lora_hidden``: h of the forward pass once more. Terms are, too: from u products might round otherwise."""
+    ends = offsets.tolist()
+    h = call.base.x.new_empty((order.shape[0], call.base.width))
+    h[ends[-1] :].zero_()
+    rows = _LoraRows(call, order, None)
+    with _autocast_off(call.base.x):
+        for chunk in chunked(groups_of(ends), CHUNK_ROWS):
+            start, end = chunk[0][1], chunk[-1][2]
+            rows.pre_activation(rows.rows(start, end), h[start:end], chunk)
+    return h
+
+
 def _forward(call: LoraCall, save: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     with _autocast_off(call.base.x):
         return _computed(call, save)
