@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import moefuse
 from moefuse.ops.schema import SCHEMAS
+from moefuse.passes.lower.recompute import still_kept
 from tests.cpu import test_lora_weights
 from tests.cpu.lora_case import SCALES, SMALL, Sizes, arguments
 from tests.cpu.replay_case import H, I, K, Model, light
@@ -205,3 +206,17 @@ def test_a_body_that_keeps_its_activations(trained: bool) -> None:
     assert len(notes) == trained
     assert all("keep their hidden activations, since they are grouped products around the program's own operations" in n for n in notes)
     assert all("test_recompute.py:" in n for n in notes)
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_experts_on_several_ranks_say_what_decides(trained: bool) -> None:
+    """They have an option of their own."""
+    graph = torch.fx.Graph()
+    x, ids, weights = (graph.placeholder(name) for name in ("x", "ids", "weights"))
+    x.meta["example_value"] = torch.ones(2, H, requires_grad=True)
+    node = graph.call_function(torch.ops.moefuse.bounded_experts.default, (x, ids, weights, [], [], [], [], [], []))
+    notes = still_kept(node, [node], "fused", trained)
+    assert len(notes) == trained
+    assert all(
+        "keep their hidden activations, since experts on several ranks keep as many rows as `moefuse.parallelize" in n for n in notes
+    )
