@@ -37,7 +37,7 @@ class _Taken:
 
 
 _taken: list[_Taken] = []
-_lock = threading.Lock()
+_lock = threading.RLock()
 """Of ``_taken``: forward and backward of several threads add to it and take from it."""
 closed: dict[str, str] = {}
 """Layers whose choices no graph could open, and why."""
@@ -51,6 +51,8 @@ def on() -> bool:
     """
     if here():
         return True
+    if not _taken:
+        return False
     with _lock:
         _forget()
         return any(_torch_private.running_backward() >= 0 or t.thread == caller() for t in _taken)
