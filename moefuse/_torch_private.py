@@ -987,7 +987,7 @@ def running_backward() -> int:
 def variables_of_backward() -> contextvars.Context | None:
     """The context variables of the thread that called the backward pass that is running, as torch has them in every thread of it.
 
-    None before torch 2.12, which does not carry them.
+    None where torch does not carry them, as it need not before 2.13.
     """
     found = torch._C._get_obj_in_tls("context") if torch._C._is_key_in_tls("context") else None
     return found if isinstance(found, contextvars.Context) else None

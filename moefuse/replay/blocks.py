@@ -1,7 +1,7 @@
 """Whose ``with`` blocks a call is in: those of its thread.
 
 Backward may run in a thread of autograd's own, where the blocks of the thread that called it count: torch carries the variables of that
-thread along. Before torch 2.12 it does not; then all open blocks count in autograd's threads.
+thread along. Before torch 2.13 it need not; where it does not, all open blocks count in autograd's threads.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from tests.cpu.replay_case import H, Model, forced, light, some
 
 __all__ = ["light"]
 pytestmark = pytest.mark.usefixtures("light")
-CARRIES = pytest.mark.skipif(TorchVersion(torch.__version__) < (2, 12), reason="torch carries no variables of the caller of backward")
+CARRIES = pytest.mark.skipif(TorchVersion(torch.__version__) < (2, 13), reason="torch carries no variables of the caller of backward")
 
 
 def elsewhere(call: Callable[[], Any]) -> Any:
