@@ -201,3 +201,13 @@ def test_factors_that_the_graph_computes() -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     for mine, theirs in zip(grads, wanted, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5 * float(theirs.abs().max()))
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_the_router_in_front_of_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its top-k is ours where that has a kernel, as in front of experts without."""
+    from moefuse.passes.block import router_topk
+
+    monkeypatch.setattr(router_topk, "DEVICES", {"cpu"})
+    seen = products(Layer(SPELLINGS["baddbmm"]), torch.randn(40, H), False)
+    assert "moefuse.topk.default" in seen
