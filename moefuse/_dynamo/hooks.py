@@ -41,6 +41,8 @@ _prepare: list[Callable[[nn.Module, Mapping[str, Any]], None]] = []
 class Observer(Protocol):
     """What a traced frame is told; see moefuse/capture/frame.py."""
 
+    registering: bool
+
     def before(self, translator: Any) -> None: ...
     def mutated(self, variable: Any) -> None: ...
     def advanced(self, iterator: Any, translator: Any = None) -> None: ...
@@ -235,7 +237,7 @@ def _on_compile(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     with ddp.split_last(self):
         compiled = original(self, *args, **kwargs)
     observer.compiled()
-    if observer.joins(self.shape_env) or checkpoints.collected(self) or parametrized.used(self):
+    if observer.joins(self.shape_env) or checkpoints.collected(self) or observer.registering:
         module_calls.watch(self, observer.traced)
     if observer.apart is not None:
         told_apart.watch(self, observer.apart)

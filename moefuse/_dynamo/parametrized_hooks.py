@@ -13,7 +13,9 @@ from moefuse._dynamo import lists, parametrized, registering, values
 
 
 class Observer(Protocol):
-    """What is asked of a frame of ours."""
+    """What is asked of a frame of ours, and told."""
+
+    registering: bool
 
     def registers(self, translator: Any, why: str) -> None: ...
     def changed(self, variable: Any) -> None: ...
@@ -91,6 +93,7 @@ def _on_call(of: _Of, original: Any, self: Any, translator: Any, args: Any, kwar
         return original(self, translator, args, kwargs)
     with _left(observer, translator.output):
         found = answer(translator, list(args), dict(kwargs))
+    observer.registering = observer.registering or parametrized.used(translator.output)
     return original(self, translator, args, kwargs) if found is None else found
 
 

@@ -85,6 +85,7 @@ class Frame:
         self.numpy = False
         self.elements: list[counts.Elements] = []
         self.has_graph = False
+        self.registering = False
         self.traced: set[types.CodeType] = set()
         self._code: dict[int, tuple[Any, Code]] = {}
         self._doubt: Skipped | None = None
@@ -348,9 +349,10 @@ class Frame:
         return self.scopes.computed(tx, nodes)
 
     def registers(self, tx: Any, why: str) -> NoReturn:
-        """Start the frame again, and leave parametrisations to torch."""
+        """Start the frame again, and leave parametrisations to torch; ``tx`` is None where no place is known."""
         self.ledger.parametrizes = False
-        self.ledger.notes.append(f"registering a parametrization in a call breaks graphs: {why} ({self.location(tx)})")
+        place = "" if tx is None else f" ({self.location(tx)})"
+        self.ledger.notes.append(f"registering a parametrization in a call breaks graphs: {why}{place}")
         raise control.restart(self.log, "moefuse: a parametrisation is more than a value for a while")
 
     def unsettled(self) -> list[Undischarged]:

@@ -356,6 +356,25 @@ def test_around_a_checkpoint() -> None:
     assert len(seen.graphs) == 1
 
 
+def test_a_checkpoint_that_writes() -> None:
+    """Eager runs its body again in backward, and adds twice; one graph would add once."""
+
+    def body(model: Model, x: Tensor) -> Tensor:
+        def inner(x: Tensor) -> Tensor:
+            with registered(model.inner, "weight", Doubled(x.sum())):
+                model.inner.shift.add_(1)
+                return model.inner(x)
+
+        return checkpoint(inner, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    model, seen = Model(body), Seen()
+    twin = copy.deepcopy(model)
+    same(run(torch.compile(model, backend=capturing(seen)), model), run(twin, twin))
+    assert model.inner.shift.tolist() == twin.inner.shift.tolist() == [5.0] * 4
+    assert any("run again in backward writes" in note for note in seen.report.notes)
+
+
 def test_a_right_inverse_is_left_to_torch() -> None:
     _, seen, actual, expected = both(once, Inverse)
     same(actual, expected)
