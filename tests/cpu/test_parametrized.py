@@ -318,6 +318,7 @@ def test_one_graph(body: Callable[[Model, Tensor], Any]) -> None:
     assert list(model.state_dict()) == order
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("body", AS_EVER, ids=lambda f: f.__name__)
 def test_as_ever(body: Callable[[Model, Tensor], Any]) -> None:
     """What is more than a value for a while breaks the graph where it does for every other backend, and computes what eager does."""
