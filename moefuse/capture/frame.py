@@ -191,11 +191,7 @@ class Frame:
                 self.refuse(scope.assumption, _LISTED if listed else "it changes a Python object that was there before")
 
         if not self.scopes.open:
-            self.changed(variable)
-
-    def changed(self, variable: Any) -> None:
-        """A Python object is about to change, or a variable that functions share: what is kept may have been computed from it."""
-        self.scopes.changed(variable)
+            self.scopes.changed(variable)
 
     def advanced(self, iterator: Any, tx: Any = None) -> None:
         """An iterator is about to give its next item, in ``tx``. Not every kind of iterator counts as mutated by that."""
