@@ -91,6 +91,13 @@ def test_a_step(family: str, implementation: str) -> None:
     assert leftovers(model) == before
 
 
+def test_our_own_implementation() -> None:
+    """``experts_implementation="moefuse"`` is an op in the graph already, and is given the sum."""
+    model = adapted(implementation="moefuse").train()
+    expected = step(model)
+    close(step(compiled(model)), expected, 4e-6)
+
+
 def test_more_layers_than_programs_of_one_code(light: list[int]) -> None:
     """Layers that are compiled one by one share a program: PEFT's own registration makes a class for each, and Dynamo's limit is 8."""
     model = adapted(layers=10).eval()
