@@ -36,6 +36,11 @@ class Scaled(nn.Module):
         return w * self.scale
 
 
+class Quiet(Scaled):
+    def forward(self, w: Tensor) -> Tensor:
+        return w * self.scale
+
+
 class Doubled(nn.Module):
     def __init__(self, factor: Tensor) -> None:
         super().__init__()
@@ -459,7 +464,7 @@ def test_other_backends_and_no_capture() -> None:
 
 def test_a_hook_that_comes_later() -> None:
     """A call that eager would see in pieces is one graph: a hook on the module is no surprise that goes unnoticed."""
-    model, seen = Model(once), Seen()
+    model, seen = Model(once, Quiet), Seen()
     compiled = torch.compile(model, backend=capturing(seen))
     before = compiled(X)
     model.inner.register_forward_hook(lambda *_: _[2] * 2)
