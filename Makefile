@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # transformers 4 has an environment of its own: it does not go with the huggingface_hub of transformers 5.
 VENV4 := .venv4
+# So has TRL, which brings datasets and pyarrow.
+VENV_TRL := .venv-trl
 # The GPU kernels are compiled and interpreted without a GPU. Triton stays beside the environment: everything else is tested without it.
 TRITON := $(VENV)/triton
 # What `make versions` tries: the oldest torch that is supported and the newest that pip finds, on every Python that is here.
@@ -17,13 +19,14 @@ RULES := $(sort $(wildcard tests/null/test_rules_*.py))
 COVERED := --cov=moefuse --cov=passes
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo lint quick test test-transformers4 versions zoo-coverage kernels line-coverage gpu deep dist-nightly bench clean
+.PHONY: help venv demo lint quick test test-transformers4 test-trl versions zoo-coverage kernels line-coverage gpu deep dist-nightly bench clean
 
 help:
 	@echo "make venv   the environment, pinned, in $(VENV)"
 	@echo "make demo   run examples/demo.py"
 	@echo "make test   style, types, and all tests that need no GPU"
 	@echo "make test-transformers4  the expert loops of transformers 4.57, all families, in an environment of their own ($(VENV4))"
+	@echo "make test-trl  TRL's trainers, in an environment of their own ($(VENV_TRL)); not part of test"
 	@echo "make versions  quick tests with other releases: TORCHES='2.11.0 newest' PYTHONS='python3.11 python3.12 python3.13'"
 	@echo "make zoo-coverage  every family of transformers 5 and 4.57, each implementation, eval and train: docs/coverage.md (half an hour)"
 	@echo "make quick  style, types, what needs no compiler, and a slice of the catalogue of spellings: a minute and a half on two cores"
@@ -72,6 +75,9 @@ line-coverage: $(TRITON)/.installed
 test-transformers4: $(VENV4)/.installed
 	OMP_NUM_THREADS=1 HYPOTHESIS_PROFILE=deep $(VENV4)/bin/python -m pytest tests/cpu/test_transformers_loops.py -q -n auto
 
+test-trl: $(VENV_TRL)/.installed
+	OMP_NUM_THREADS=1 $(VENV_TRL)/bin/python -m pytest tests/cpu/test_trl.py -q -n auto
+
 # The index decides which builds of torch these are: see tests/versions.py before this downloads gigabytes.
 versions:
 	$(PYTHON) tests/versions.py --torch $(TORCHES) --python $(PYTHONS)
@@ -86,6 +92,13 @@ $(VENV4)/.installed: pyproject.toml requirements/torch.txt requirements/transfor
 	$(VENV4)/bin/pip install --quiet -r requirements/torch.txt
 	$(VENV4)/bin/pip install --quiet -r requirements/transformers4.txt
 	$(VENV4)/bin/pip install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
+
+$(VENV_TRL)/.installed: pyproject.toml requirements/torch.txt requirements/trl.txt
+	$(PYTHON) -m venv $(VENV_TRL)
+	$(VENV_TRL)/bin/pip install --quiet -r requirements/torch.txt
+	$(VENV_TRL)/bin/pip install --quiet -r requirements/trl.txt
+	$(VENV_TRL)/bin/pip install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
 kernels: $(TRITON)/.installed
@@ -110,4 +123,4 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/compile_time.py
 
 clean:
-	rm -rf $(VENV) $(VENV4) .versions build dist .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VENV4) $(VENV_TRL) .versions build dist .mypy_cache .pytest_cache .ruff_cache

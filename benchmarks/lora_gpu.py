@@ -4,7 +4,8 @@
     python benchmarks/lora_gpu.py --device cpu --tiny          # smoke test
 
 ``terms``: the terms beside the products (``moefuse::experts_lora``); ``materialised``: moefuse with the weights summed, as before these
-kernels; ``inductor``: the same program under Inductor alone; ``frozen``: moefuse without adapters, which is what they cost nothing over.
+kernels; ``inductor``: the same program under Inductor alone; ``split``: terms beside the products by hand, as Unsloth does it, under
+Inductor; ``frozen``: moefuse without adapters, which is what they cost nothing over.
 Adapters are float32, of rank 16, as PEFT makes them. Each is checked against float64 weights on a sample of tokens first.
 """
 
@@ -25,11 +26,12 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 from _timing import by_line, environment, interleaved, paired_ratio, summary  # noqa: E402
 
 import moefuse.passes.match.templates as templates  # noqa: E402
-from tests.gpu.stacked_lora import Stacked  # noqa: E402
+from tests.gpu.stacked_lora import Split, Stacked  # noqa: E402
 
 LAYER = {"experts": 128, "hidden": 2048, "inner": 768, "rank": 16, "top_k": 8}
 TINY = {"experts": 8, "hidden": 64, "inner": 32, "rank": 8, "top_k": 2}
-NAMES = ("terms", "materialised", "inductor", "frozen")
+GRAPHED = 10
+NAMES = ("terms", "materialised", "inductor", "split", "frozen")
 
 
 class Frozen(Stacked):
@@ -63,11 +65,11 @@ class Run:
     """One candidate: compiled, with what is timed of it."""
 
     def __init__(self, args: argparse.Namespace, name: str, x: Tensor, training: bool) -> None:
-        self.model = layer(args, Frozen if name == "frozen" else Stacked)
+        self.model = layer(args, {"frozen": Frozen, "split": Split}.get(name, Stacked))
         self.x = x.clone().requires_grad_(training)
         # Other options, or Dynamo would take what it compiled for the first of two equal models.
         options: dict[str, Any] | None = {"expect": 1} if name == "materialised" else None
-        self.run: Any = torch.compile(self.model, backend="inductor" if name == "inductor" else "moefuse", options=options)
+        self.run: Any = torch.compile(self.model, backend="inductor" if name in ("inductor", "split") else "moefuse", options=options)
         self.training, self.cuda = training, args.device == "cuda"
         with summed() if name == "materialised" else contextlib.nullcontext():
             for _ in range(3):
@@ -101,11 +103,24 @@ class Run:
         return float((out[some].double() - exact).norm() / exact.norm())
 
     def weight(self, name: str, e: int) -> Tensor:
-        model = self.model
-        w, a, b = (getattr(model, name + end) for end in ("", "_a", "_b"))
-        left = b.reshape(-1, model.rank, model.experts)[:, :, e].double()
-        right = a.reshape(model.experts, model.rank, -1)[e].double()
-        return w[e].double() + (0.0 if isinstance(model, Frozen) else 0.5) * left @ right
+        w, (a, b) = getattr(self.model, name)[e].double(), self.model.factors(name)
+        return w if isinstance(self.model, Frozen) else w + 0.5 * b[e].double() @ a[e].double()
+
+    def replay(self) -> Callable[[], object] | None:
+        """Inference without the host: a CUDA graph of a step, ten times over, so that the launch of a graph counts for little."""
+        if self.training or not self.cuda:
+            return None
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            for _ in range(GRAPHED):
+                self.step()
+
+        def run() -> None:
+            graph.replay()
+            torch.cuda.synchronize()
+
+        return run
 
     def peak(self) -> float:
         """MiB above what is there before a step."""
@@ -127,11 +142,16 @@ def measured(args: argparse.Namespace, tokens: int, training: bool) -> list[dict
     peaks = {name: run.peak() for name, run in runs.items()}
     calls: dict[str, Callable[[], object]] = dict(runs)
     times = interleaved(calls, rounds=args.rounds)
+    graphs = {name: graph for name, run in runs.items() if (graph := run.replay()) is not None}
+    alone = interleaved(graphs, rounds=args.rounds) if graphs else {}
     rows = []
     for name in NAMES:
         row = {"tokens": tokens, "training": training, "impl": name, "error": errors[name], "peak_mib": peaks[name]}
         row |= {"ms": summary(times[name]), "times_terms": paired_ratio(times[name], times["terms"])["median"]}
-        print({k: v for k, v in row.items() if k != "ms"} | {"ms": round(summary(times[name])["median"], 3)}, flush=True)
+        if alone:
+            row["graph_ms"] = summary([ms / GRAPHED for ms in alone[name]])
+        shown = {k: round(row[k]["median"], 4) for k in ("ms", "graph_ms") if k in row}
+        print({k: v for k, v in row.items() if k not in shown} | shown, flush=True)
         rows.append(row)
     return rows
 

@@ -1,7 +1,7 @@
 """Loss curves of the demo's model, eager against moefuse, beside what another order of the same sums does to eager.
 
     python benchmarks/loss_curves.py                      # full training, 200 steps, a few minutes on two cores
-    python benchmarks/loss_curves.py --mode lora          # adapters on the experts (needs peft)
+    python benchmarks/loss_curves.py --mode lora          # adapters on the experts, shorter sequences (needs peft)
     python benchmarks/loss_curves.py --mode autocast      # float32 weights under bfloat16 autocast
 
 Training amplifies rounding: two runs that add the same numbers in another order drift apart, further with each step. So equal curves are
@@ -39,11 +39,15 @@ ORDERS = ("rolled by 1", "rolled by 3", "reversed")
 
 @dataclass(frozen=True)
 class Mode:
-    """``prepared``: the model that is trained; ``ambient``: what each forward runs in; ``rate``: the largest learning rate."""
+    """``prepared``: the model that is trained; ``ambient``: what each forward runs in; ``rate``: the largest learning rate.
+
+    ``length``: tokens of a sequence.
+    """
 
     prepared: Callable[[nn.Module], nn.Module] = lambda model: model
     ambient: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     rate: float = 3e-3
+    length: int = demo.LENGTH
 
 
 def adapters(model: nn.Module) -> nn.Module:
@@ -58,7 +62,8 @@ def adapters(model: nn.Module) -> nn.Module:
 
 MODES = {
     "full": Mode(),
-    "lora": Mode(adapters, rate=1e-2),
+    # So long that an expert has 32 rows on average: with more, the CPU takes the sum of weights and adapters as the program makes it.
+    "lora": Mode(adapters, rate=1e-2, length=32),
     "autocast": Mode(ambient=lambda: torch.autocast("cpu", torch.bfloat16)),
 }
 
@@ -81,8 +86,8 @@ def losses(mode: Mode, corpus: Tensor, steps: int, *, compiled: bool = False, or
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=mode.rate, total_steps=steps)
     generator, out = torch.Generator().manual_seed(0), []
     for _ in tqdm(range(steps), desc="moefuse" if compiled else f"eager {order or ''}", mininterval=1):
-        starts = torch.randint(0, corpus.numel() - demo.LENGTH, (demo.BATCH,), generator=generator)
-        batch = reordered(torch.stack([corpus[start : start + demo.LENGTH] for start in starts.tolist()]), order)
+        starts = torch.randint(0, corpus.numel() - mode.length, (demo.BATCH,), generator=generator)
+        batch = reordered(torch.stack([corpus[start : start + mode.length] for start in starts.tolist()]), order)
         with mode.ambient():
             loss = model(input_ids=batch, labels=batch, use_cache=False).loss
         loss.backward()
@@ -115,6 +120,7 @@ def measured(mode: Mode, steps: int) -> dict[str, Any]:
         "steps": steps,
         "torch": torch.__version__,
         "layers": list(report.layers) if report is not None else [0, 0],
+        "fused as": sorted({str(fused.spec) for fused in report.fused}) if report is not None else [],
         "last ten": {"eager": sum(eager[-10:]) / 10, "moefuse": sum(mine[-10:]) / 10},
         "furthest": {"moefuse": away[-1], "reordered eager": apart[-1]},
         "eager": rounded(eager),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import contextvars
 import copy
 import ctypes
 import dataclasses
@@ -981,6 +982,15 @@ def when_backward_ends(call: Callable[[], None]) -> None:
 def running_backward() -> int:
     """A number of the backward pass that is running, -1 outside of one."""
     return torch._C._current_graph_task_id()
+
+
+def variables_of_backward() -> contextvars.Context | None:
+    """The context variables of the thread that called the backward pass that is running, as torch has them in every thread of it.
+
+    None where torch does not carry them, as it need not before 2.13.
+    """
+    found = torch._C._get_obj_in_tls("context") if torch._C._is_key_in_tls("context") else None
+    return found if isinstance(found, contextvars.Context) else None
 
 
 def keeps_by_hooks() -> bool:

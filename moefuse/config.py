@@ -64,7 +64,7 @@ class Options:
             (inference in a CUDA graph); 0 leaves them as they are. None is 8 where Inductor records CUDA graphs
             (``mode="reduce-overhead"``), else 0: give a number if you record them yourself.
         recompute: in training, compute hidden activations of fused layers again in backward instead of keeping them: S x 2I values less a
-            layer, for the first product once more, and the same bits.
+            layer, for the first product once more, and the same bits. A layer that keeps them all the same has a note in the report.
         expect: raise :class:`moefuse.FusionError` unless, when a call that compiled something returns, so many layers are fused.
     """
 

@@ -35,7 +35,7 @@ from moefuse.passes.lower.checkpoints import keep_results
 from moefuse.passes.lower.cost_gate import not_faster
 from moefuse.passes.lower.devices import unsupported
 from moefuse.passes.lower.lower import Lowered, Lowering
-from moefuse.passes.lower.recompute import recompute
+from moefuse.passes.lower.recompute import recompute, still_kept
 from moefuse.passes.lower.record import remember
 from moefuse.passes.lower.rewrite import replace
 from moefuse.passes.lower.spread import Spread, sharding
@@ -300,6 +300,8 @@ def _put_in(
     result = unhit_experts.without_tokens(region, run.assumptions, emit, lowered.result)
     replace(ctx, region, result)
     run.result.replaced.append((region, result))
+    notes = still_kept(anchor, emit.nodes, lowered.tier, ctx.mode[anchor][0]) if run.options.recompute else []
+    run.result.notes += [note for note in notes if note not in run.result.notes]
     measured = None if verdict is None else verdict.error
     run.numbers |= {n: len(run.result.fused) for n in emit.nodes if n.target is torch.ops.moefuse.experts.default}
     size, tokens = workspace(emit.nodes, ctx.mode[anchor][0]) or (None, None)

@@ -67,7 +67,7 @@ def fit(p: Problem, config: Config, limit: int, itemsize: int) -> Config:
     return replace(config, up=up, down=down)
 
 
-def _vectors(p: Problem) -> Config:
+def vectors(p: Problem) -> Config:
     """Programs of 4 warps that keep 16 bytes per thread and row in flight; features side by side where storage is in-out."""
     up = Vectors(64, 16) if p.transposed_in else Vectors(4, min(512, power_of_two(p.hidden)))
     at = min(power_of_two(p.top_k), 8)
@@ -78,7 +78,7 @@ def _vectors(p: Problem) -> Config:
 def rules(p: Problem, hopper: bool) -> Config:
     """A choice without measurements."""
     if p.dtype == "float64" or p.slots <= 2 * max(p.top_k, 4):
-        return _vectors(p)
+        return vectors(p)
     if p.dtype == "float32":
         bm = 16 if p.rows <= 16 else 32
         return Config(bm, Tiles(32, 32, 4, 3), Tiles(64, 32, 4, 3))

@@ -112,7 +112,8 @@ def terms_of(lists: Sequence[Lists], scales: Sequence[float]) -> tuple[Term, ...
     return tuple(Term(a, b, scale) for a, b, scale in zip(lists[::2], lists[1::2], scales, strict=True))
 
 
-def _checked(call: LoraCall) -> tuple[Any, Any, Any]:
+def checked(call: LoraCall) -> tuple[Any, Any, Any]:
+    """E, the width of h, and the features of the result; raises where the arguments do not fit."""
     sizes = check_experts(call.base)
     base = call.base
     for name, stack, term in zip(("in", "up", "out"), (base.w_in, base.w_up, base.w_out), call.terms, strict=True):
@@ -120,16 +121,18 @@ def _checked(call: LoraCall) -> tuple[Any, Any, Any]:
     return sizes
 
 
-def _kernel(*data: Any, **options: Any) -> Tensor:
+def kernel(*data: Any, **options: Any) -> Tensor:
+    """``experts_lora`` below autograd."""
     call = LoraCall.of(*data, **options)
-    _checked(call)
+    checked(call)
     found: Tensor = providers.run("experts_lora", call)
     return found
 
 
-def _fake(*data: Any, **options: Any) -> Tensor:
+def fake(*data: Any, **options: Any) -> Tensor:
+    """Its result in shape and dtype."""
     call = LoraCall.of(*data, **options)
-    _, _, hidden = _checked(call)
+    _, _, hidden = checked(call)
     return call.base.x.new_empty((call.base.x.shape[0], hidden), dtype=call.base.out_dtype)
 
 
@@ -140,7 +143,7 @@ def _forward(*packed: Any) -> tuple[Tensor, ...]:
 
 def _forward_fake(*packed: Any) -> tuple[Tensor, ...]:
     call = LoraCall.unpack(*packed)
-    experts, width, hidden = _checked(call)
+    experts, width, hidden = checked(call)
     x, slots = call.base.x, call.base.x.shape[0] * call.base.top_k
     order, offsets = (x.new_empty((n,), dtype=torch.int64) for n in (slots, experts + 1))
     u = x.new_empty((slots, call.ranks), dtype=accumulation_dtype(x.dtype))
@@ -174,25 +177,34 @@ class _Lora(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        need_x, _, need_weights, *need_flat = ctx.needs_input_grad[4:]
-        flags = [need_x, need_weights, *(any(part) for part in cut(need_flat, ctx.counts))]
-        code = sum(flag << i for i, flag in enumerate(flags))
-        computed = ops.experts_lora_backward.default([grad, *ctx.saved_tensors], ctx.counts, ctx.scales, code, *ctx.body)
-        d_x, d_weights, *d_flat = grads_for(flags, (1, 1, *ctx.counts), computed)
-        return None, None, None, None, d_x, None, d_weights, *d_flat
+        return gradients(ctx, grad, ctx.saved_tensors)
 
 
-def _autograd(*data: Any, **options: Any) -> Tensor:
-    """Autograd entry."""
+def gradients(ctx: Any, grad: Tensor, saved: Sequence[Tensor]) -> tuple[Any, ...]:
+    """Of all arguments of the Functions; ``saved``: x, weights, h, order, offsets, u and what is in the lists."""
+    need_x, _, need_weights, *need_flat = ctx.needs_input_grad[4:]
+    flags = [need_x, need_weights, *(any(part) for part in cut(need_flat, ctx.counts))]
+    code = sum(flag << i for i, flag in enumerate(flags))
+    computed = ops.experts_lora_backward.default([grad, *saved], ctx.counts, ctx.scales, code, *ctx.body)
+    d_x, d_weights, *d_flat = grads_for(flags, (1, 1, *ctx.counts), computed)
+    return None, None, None, None, d_x, None, d_weights, *d_flat
+
+
+def lora_by(function: Any, *data: Any, **options: Any) -> Tensor:
+    """A call that ``function`` differentiates; inference where no gradient is wanted."""
     call = LoraCall.of(*data, **options)
-    _checked(call)
+    checked(call)
     tensors, counts, scales, *body, dtype = call.pack()
     if wants_grad(tensors):
-        return _Lora.apply(counts, scales, tuple(body), dtype, *tensors)  # type: ignore[no-any-return,no-untyped-call]
+        return function.apply(counts, scales, tuple(body), dtype, *tensors)  # type: ignore[no-any-return]
     with below_autograd():
         return ops.experts_lora.default(*data, **options)  # type: ignore[no-any-return]
 
 
-implement("experts_lora", kernel=_kernel, fake=_fake, autograd=_autograd)
+def _autograd(*data: Any, **options: Any) -> Tensor:
+    return lora_by(_Lora, *data, **options)
+
+
+implement("experts_lora", kernel=kernel, fake=fake, autograd=_autograd)
 implement("experts_lora_forward", kernel=_forward, fake=_forward_fake, autograd=not_differentiable("experts_lora_forward"))
 implement("experts_lora_backward", kernel=_backward, fake=_backward_fake, autograd=once("experts_lora_backward", "experts_lora"))

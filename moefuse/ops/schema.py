@@ -32,6 +32,9 @@ SCHEMAS: tuple[str, ...] = (
     "experts_lora_backward(Tensor[] tensors, int[] counts, float[] scales, int needs, int body, float arg0, float arg1) -> Tensor[]",
     f"recomputed_experts({_EXPERTS_ARGS}) -> Tensor",
     "experts_hidden(Tensor[] tensors, int[] counts, int body, float arg0, float arg1, Tensor order, Tensor offsets) -> Tensor",
+    f"recomputed_experts_lora({_LISTS}{_FACTORS}*, float[] scales, {_OPTIONS}) -> Tensor",
+    "experts_lora_hidden(Tensor[] tensors, int[] counts, float[] scales, int body, float arg0, float arg1, Tensor order, Tensor offsets, "
+    "Tensor u) -> Tensor",
     f"shared_start({_PACKED}, int overlap) -> Tensor",
     "shared_join(Tensor routed, Tensor shared, Tensor? weight, float scale, Tensor[] inputs, int overlap) -> Tensor",
     "permute(Tensor x, Tensor ids, int num_experts) -> (Tensor xs, Tensor order, Tensor offsets)",

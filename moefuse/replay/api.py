@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from moefuse import history
 from moefuse._dynamo import armed
 from moefuse.errors import RoutingError
-from moefuse.replay import calls
-from moefuse.replay.calls import Context, Routing
+from moefuse.replay import blocks, calls
+from moefuse.replay.blocks import Context, Routing
+from moefuse.replay.words import call_it, count
 
 
 @contextmanager
@@ -26,7 +27,7 @@ def capture_routing(model: nn.Module) -> Iterator[Routing]:
         RoutingError: when the block ends, if no layer has run that moefuse fused.
     """
     found: Routing = {}
-    with _opened(Context(calls.names_of(model), record=found)):
+    with _opened(Context(blocks.names_of(model), record=found)):
         yield found
     if not found:
         raise RoutingError(f"capture_routing: no layer has run that moefuse fused{_reasons('')}")
@@ -45,7 +46,7 @@ def replay_routing(model: nn.Module, ids: Mapping[str, Tensor | Sequence[Tensor]
         ids: layer -> ids [T, K], any integers on any device; several of them where a layer runs several times. Or the same for each
             layer in the order in which they run: ``ids.unbind(1)`` of [T, layers, K]. Layers that are not named choose by themselves.
 
-    Activation checkpoints compute with the same experts again, inside of the block or behind it.
+    Activation checkpoints compute with the same experts again, inside of the block or behind it. Other threads are not in the block.
 
     Raises:
         RoutingError: a token has an expert twice, which no router chooses; ids do not fit (in the call), or a layer has run less often than
@@ -54,7 +55,7 @@ def replay_routing(model: nn.Module, ids: Mapping[str, Tensor | Sequence[Tensor]
     named = isinstance(ids, Mapping)
     lists = [_listed(of) for of in (ids.values() if isinstance(ids, Mapping) else ids)]
     given = dict(zip(ids, lists, strict=True)) if isinstance(ids, Mapping) else None
-    context = Context(calls.names_of(model), given, None if named else lists, highest=_highest([t for of in lists for t in of]))
+    context = Context(blocks.names_of(model), given, None if named else lists, highest=_highest([t for of in lists for t in of]))
     with _opened(context):
         yield
     _all_taken(context, lists)
@@ -63,11 +64,11 @@ def replay_routing(model: nn.Module, ids: Mapping[str, Tensor | Sequence[Tensor]
 @contextmanager
 def _opened(context: Context) -> Iterator[None]:
     armed.ask(calls.on)
-    calls.enter(context)
+    blocks.enter(context)
     try:
         yield
     finally:
-        calls.leave(context)
+        blocks.leave(context)
 
 
 def _listed(ids: Tensor | Sequence[Tensor]) -> list[Tensor]:
@@ -105,12 +106,14 @@ def _all_taken(context: Context, lists: Sequence[Sequence[Tensor]]) -> None:
     if context.given is None:
         layers = list(context.ran)
         if len(layers) < len(lists):
-            raise RoutingError(f"replay_routing has ids of {len(lists)} layers, and {len(layers)} have run{_reasons('')}")
+            have = "has" if len(layers) == 1 else "have"
+            raise RoutingError(f"replay_routing has ids of {count(len(lists), 'layer')}, and {len(layers)} {have} run{_reasons('')}")
         context.given = dict(zip(layers, map(list, lists), strict=True))
     for layer, wanted in context.given.items():
         ran = context.ran.get(layer, 0)
         if ran < len(wanted):
-            raise RoutingError(f"replay_routing has ids for {len(wanted)} calls of {layer}, of which {ran} were made{_reasons(layer)}")
+            has, were = f"{count(len(wanted), 'call')} of {call_it(layer)}", "was" if ran == 1 else "were"
+            raise RoutingError(f"replay_routing has ids for {has}, of which {ran} {were} made{_reasons(layer)}")
 
 
 def _reasons(layer: str) -> str:
@@ -120,5 +123,5 @@ def _reasons(layer: str) -> str:
     report = history.last_report()
     for skipped in report.skipped if report is not None else ():
         if not layer or skipped.module == layer:
-            return f": {skipped.module} was left, {skipped.code} ({skipped.message}) at {skipped.location or 'an unknown place'}"
+            return f": {call_it(skipped.module)} was left, {skipped.code} ({skipped.message}) at {skipped.location or 'an unknown place'}"
     return ": has the model been compiled?" if report is None else ""

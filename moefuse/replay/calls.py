@@ -7,8 +7,9 @@ takes what the first one took: it has the same inputs in memory, for a checkpoin
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,52 +18,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from moefuse import _torch_private
 from moefuse.errors import RoutingError
+from moefuse.replay.blocks import Context, caller, here, place
 from moefuse.replay.choices import Choice, Opened
-from moefuse.served import renamed
-
-Routing = dict[str, list[Tensor]]
-"""Layer -> the ids [T, K] of each of its calls, in their order."""
-
-
-@dataclass(eq=False)
-class Context:
-    """One ``with`` of the user.
-
-    Attributes:
-        names: of the model's Parameters, by the memory that they are in.
-        given: for each layer, what each call takes; None where nothing is given. ``in_order``: for each layer in the order they first run.
-        record: where to note what was taken; None if that is not asked for.
-        highest: the largest id of each given tensor, by its identity.
-        ran: calls of each layer so far.
-    """
-
-    names: dict[int, str]
-    given: Routing | None = None
-    in_order: list[list[Tensor]] | None = None
-    record: Routing | None = None
-    highest: dict[int, int] = field(default_factory=dict)
-    ran: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def replays(self) -> bool:
-        return self.given is not None or self.in_order is not None
-
-    def layer(self, choice: Choice, args: Sequence[Any]) -> str | None:
-        """The layer of this model that a call runs; None if it is another model's."""
-        if choice.at < 0:
-            return choice.module
-        name = self.names.get(_place(args[choice.at]))
-        return None if name is None else renamed(choice.module, choice.parameter, name)
-
-    def wanted(self, layer: str) -> list[Tensor] | None:
-        """What each call of a layer takes; None if nothing is given for it."""
-        if self.in_order is None:
-            return (self.given or {}).get(layer)
-        self.ran.setdefault(layer, 0)
-        at = list(self.ran).index(layer)
-        if at >= len(self.in_order):
-            raise RoutingError(f"{layer} is the {at + 1}th layer that runs, and replay_routing has ids of {len(self.in_order)}")
-        return self.in_order[at]
+from moefuse.replay.words import call_it, count, ordinal
 
 
 @dataclass(eq=False)
@@ -71,55 +29,47 @@ class _Taken:
 
     layer: str
     place: int
+    thread: int
     inputs: tuple[Any, ...]
     alive: list[StorageWeakRef]
     ids: Tensor | None
     several: bool = False
 
 
-_open: list[Context] = []
 _taken: list[_Taken] = []
+_lock = threading.RLock()
+"""Of ``_taken``: forward and backward of several threads add to it and take from it."""
 closed: dict[str, str] = {}
 """Layers whose choices no graph could open, and why."""
 
 
 def on() -> bool:
-    """Whether graphs have to be open."""
-    if not _open and _taken:
+    """Whether graphs have to be open in this thread: in a block, and while a checkpoint has to make a call again that was in one.
+
+    Backward may be called in another thread than that call was made in, so all of them count there. In forward those of this thread do:
+    a call with the same tensors has to be told from them, and other threads run what they ran before.
+    """
+    if here():
+        return True
+    if not _taken:
+        return False
+    with _lock:
         _forget()
-    return bool(_open or _taken)
-
-
-def enter(context: Context) -> None:
-    _open.append(context)
-
-
-def leave(context: Context) -> None:
-    _open.remove(context)
-
-
-def names_of(model: nn.Module) -> dict[int, str]:
-    """Names of Parameters by the memory that they are in, without what ``torch.compile`` puts into them."""
-    return {_place(p): name.replace("_orig_mod.", "") for name, p in model.named_parameters(remove_duplicate=False)}
-
-
-def _place(parameter: Tensor) -> int:
-    storages = _torch_private.storages_of(parameter)
-    return storages[0].data_ptr() if storages else id(parameter)
+        return any(_torch_private.running_backward() >= 0 or t.thread == caller() for t in _taken)
 
 
 def running(opened: Opened, compiled: _torch_private.CompiledFn) -> _torch_private.CompiledFn:
     """A compiled graph with open choices, to call like the one that it was."""
-    choices, count = opened.choices, len(opened.choices)
+    choices, ours = opened.choices, len(opened.choices)
 
     def run(*args: Any) -> Any:
         again = _torch_private.running_backward() >= 0
         given = [_again(choice, args) if again else _given(choice, args) for choice in choices]
         out = compiled(*args, *given)
         if not again:
-            for choice, ids in zip(choices, out[-count:], strict=True):
+            for choice, ids in zip(choices, out[-ours:], strict=True):
                 _note(choice, args, ids)
-        return out[:-count]
+        return out[:-ours]
 
     return run
 
@@ -127,14 +77,15 @@ def running(opened: Opened, compiled: _torch_private.CompiledFn) -> _torch_priva
 def _given(choice: Choice, args: Sequence[Any]) -> Tensor:
     """[T, K]: the ids of this call, -1 where the router chooses."""
     shape, taken, layer = choice.shape(args), None, choice.module
-    for context in [c for c in reversed(_open) if c.replays]:
+    for context in [c for c in reversed(here()) if c.replays]:
         name = context.layer(choice, args)
         wanted = context.wanted(name) if name is not None else None
         if name is None or wanted is None:
             continue
         number = context.ran.get(name, 0)
         if number >= len(wanted):
-            raise RoutingError(f"{name} runs for the {number + 1}th time, and replay_routing has ids for {len(wanted)} of its calls")
+            has = count(len(wanted), "call")
+            raise RoutingError(f"{call_it(name)} runs for the {ordinal(number + 1)} time, and replay_routing has ids for {has} of it")
         _check(name, wanted[number], choice, shape, context)
         context.ran[name], taken, layer = number + 1, wanted[number], name
         break
@@ -145,9 +96,10 @@ def _given(choice: Choice, args: Sequence[Any]) -> Tensor:
 def _check(layer: str, ids: Tensor, choice: Choice, shape: Sequence[int], context: Context) -> None:
     tokens = math.prod(shape) // choice.top_k
     if tuple(ids.shape) != (tokens, choice.top_k):
-        raise RoutingError(f"{layer} has {tokens} tokens and takes {choice.top_k} experts for each: its ids are not {list(ids.shape)}")
+        has = f"{call_it(layer)} has {count(tokens, 'token')} and takes {count(choice.top_k, 'expert')} for each"
+        raise RoutingError(f"{has}: its ids are not {list(ids.shape)}")
     if context.highest.get(id(ids), -1) >= choice.experts:
-        raise RoutingError(f"{layer} has {choice.experts} experts, and is to take number {context.highest[id(ids)]}")
+        raise RoutingError(f"{call_it(layer)} has {count(choice.experts, 'expert')}, and is to take number {context.highest[id(ids)]}")
 
 
 def _as_input(choice: Choice, shape: Sequence[int], ids: Tensor | None) -> Tensor:
@@ -164,23 +116,24 @@ def _inputs(args: Sequence[Any]) -> tuple[list[Tensor], tuple[Any, ...]]:
 
 def _remember(layer: str, choice: Choice, args: Sequence[Any], ids: Tensor | None) -> None:
     """A checkpoint will make this call again, if it is one that makes it."""
-    _forget()
     found, inputs = _inputs(args)
     # One kind of checkpoint keeps nothing for gradients, by hooks; the other runs without gradients what wants some.
     if not (_torch_private.keeps_by_hooks() or (not torch.is_grad_enabled() and any(a.requires_grad for a in found))):
         return
-    place = _witness(choice, args)
-    same = next((t for t in _taken if t.place == place and t.inputs == inputs), None)
-    if same is None:
-        _taken.append(_Taken(layer, place, inputs, [StorageWeakRef(a.untyped_storage()) for a in found], ids))
-        return
-    same.several = same.ids is not ids
-    same.ids = ids
+    at, thread = _witness(choice, args), caller()
+    with _lock:
+        _forget()
+        same = next((t for t in _taken if (t.place, t.thread, t.inputs) == (at, thread, inputs)), None)
+        if same is None:
+            _taken.append(_Taken(layer, at, thread, inputs, [StorageWeakRef(a.untyped_storage()) for a in found], ids))
+            return
+        same.several = same.ids is not ids
+        same.ids = ids
 
 
 def _witness(choice: Choice, args: Sequence[Any]) -> int:
     """What tells a layer from others that run its code."""
-    return _place(args[choice.at]) if choice.at >= 0 else hash(choice.module)
+    return place(args[choice.at]) if choice.at >= 0 else hash(choice.module)
 
 
 def _forget() -> None:
@@ -191,29 +144,32 @@ def _again(choice: Choice, args: Sequence[Any]) -> Tensor:
     """What the call took that is made again now."""
     _, inputs = _inputs(args)
     shape = choice.shape(args)
-    pending = [t for t in _taken if t.place == _witness(choice, args)]
-    found = next((t for t in pending if t.inputs == inputs), None)
-    if found is not None and not found.several:
-        _taken.remove(found)
-        return _as_input(choice, shape, found.ids)
-    for context in [c for c in reversed(_open) if c.replays]:
+    at, thread = _witness(choice, args), caller()
+    with _lock:
+        pending = [t for t in _taken if t.place == at]
+        found = [t for t in pending if t.inputs == inputs]
+        found = [t for t in found if t.thread == thread] or found  # backward may be called in another thread than forward was
+        if len(found) == 1 and not found[0].several:
+            _taken.remove(found[0])
+            return _as_input(choice, shape, found[0].ids)
+    for context in [c for c in reversed(here()) if c.replays]:
         name = context.layer(choice, args)
         wanted = context.wanted(name) if name is not None else None
         if wanted is not None and len(wanted) == 1:
             return _as_input(choice, shape, wanted[0])
     if any(t.ids is not None for t in pending):
         raise RoutingError(
-            f"{pending[0].layer} is computed again in backward, and which call of it that is cannot be told: keep replay_routing open "
-            "until backward is over, with one call of each layer in it"
+            f"{call_it(pending[0].layer)} is computed again in backward, and which call of it that is cannot be told: keep "
+            "replay_routing open until backward is over, with one call of each layer in it"
         )
     return _as_input(choice, shape, None)
 
 
 def _note(choice: Choice, args: Sequence[Any], ids: Tensor) -> None:
-    for context in _open:
+    for context in here():
         name = context.layer(choice, args) if context.record is not None else None
         if name is not None and context.record is not None:
             context.record.setdefault(name, []).append(ids.detach().reshape(-1, choice.top_k).clone())
 
 
-__all__ = ["Context", "Routing", "closed", "enter", "leave", "names_of", "on", "running"]
+__all__ = ["closed", "on", "running"]

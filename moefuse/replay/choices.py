@@ -25,7 +25,16 @@ from moefuse.served import nearest_parameter
 
 _TAKES_IDS = frozenset(
     getattr(torch.ops.moefuse, name).default
-    for name in ("experts", "experts_lora", "recomputed_experts", "bounded_experts", "ep_experts", "ep_dispatch", "permute")
+    for name in (
+        "experts",
+        "experts_lora",
+        "recomputed_experts",
+        "recomputed_experts_lora",
+        "bounded_experts",
+        "ep_experts",
+        "ep_dispatch",
+        "permute",
+    )
 )
 """Ops whose second argument is the ids of experts."""
 _VIEWS = frozenset(("view", "reshape", "flatten", "contiguous", "long", "int", "to", "squeeze", "unsqueeze", "detach", "ravel"))

@@ -32,7 +32,30 @@ def experts_lora_forward(call: LoraCall) -> tuple[Tensor, Tensor, Tensor, Tensor
     return _forward(call, save=True)
 
 
+def experts_lora_hidden(call: LoraCall, order: Tensor, offsets: Tensor, u: Tensor) -> Tensor:
+    """``moefuse::experts_lora_hidden``: h of the forward pass once more. Terms are, too: from u products might round otherwise."""
+    ends = offsets.tolist()
+    h = call.base.x.new_empty((order.shape[0], call.base.width))
+    h[ends[-1] :].zero_()
+    rows = _LoraRows(call, order, None)
+    with _autocast_off(call.base.x):
+        for chunk in chunked(groups_of(ends), CHUNK_ROWS):
+            start, end = chunk[0][1], chunk[-1][2]
+            rows.pre_activation(rows.rows(start, end), h[start:end], chunk)
+    return h
+
+
 def _forward(call: LoraCall, save: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    with _autocast_off(call.base.x):
+        return _computed(call, save)
+
+
+def _autocast_off(x: Tensor) -> torch.autocast:
+    """The op computes in the dtypes of what it is given, whatever autocast is around a call outside of compiled code."""
+    return torch.autocast(x.device.type, enabled=False)
+
+
+def _computed(call: LoraCall, save: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     base = call.base
     order, offsets = sort_slots(base.ids, base.w_in.experts)
     ends = offsets.tolist()
@@ -93,7 +116,8 @@ def columns(terms: tuple[Term, ...]) -> list[slice]:
 
 def experts_lora_backward(call: LoraGradCall) -> list[Tensor]:
     """The gradients that ``call.needs`` asks for, flattened."""
-    return _Backward(call).run()
+    with _autocast_off(call.x):
+        return _Backward(call).run()
 
 
 class _Backward:

@@ -101,6 +101,7 @@ PROVIDERS: dict[str, list[Provider]] = {
     "experts_hidden": _triton("provide.training", "experts_hidden") + _portable(lambda call, order, offsets: cpu.experts_forward(call)[1]),
     "experts_lora": _triton("provide.lora", "experts_lora") + _portable(lora.experts_lora),
     "experts_lora_forward": _triton("provide.lora", "experts_lora_forward") + _portable(lora.experts_lora_forward),
+    "experts_lora_hidden": _triton("provide.lora", "experts_lora_hidden") + _portable(lora.experts_lora_hidden),
     "experts_lora_backward": _triton("provide.lora", "experts_lora_backward") + _portable(lora.experts_lora_backward),
     "experts_backward": _portable(backward.experts_backward),
     "experts_backward_rows": _triton("provide.training", "experts_backward_rows") + _portable(backward.experts_backward_rows),

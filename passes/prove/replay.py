@@ -11,6 +11,7 @@ from torch.fx import Node
 
 from moefuse.capture.assumptions import Assumption
 from moefuse.passes.graph.calls import call_of, fake
+from moefuse.passes.graph.modes import entered
 from moefuse.passes.infer.backward_slice import execute
 from moefuse.passes.prove.guards import Guards
 from moefuse.passes.prove.synthetic_inputs import Inputs
@@ -21,6 +22,7 @@ class Run:
 
     def __init__(self, values: Inputs, leaves: dict[Node, Any], nodes: Sequence[Node] = (), bodies: Sequence[Assumption] = ()) -> None:
         self.inputs, self.leaves = values, leaves
+        self.mode = values.ctx.mode[values.region.anchor]  # of what is not in the program: a replacement stands beside the anchor
         self.values: dict[Node, Any] = {}
         self.guards = Guards(bodies, nodes, self.values)
 
@@ -52,7 +54,8 @@ class Run:
         if call is not None and call.name == "dropout":
             self.values[node] = args[0]  # what the original draws, no replacement draws: both are compared without
             return
-        self.values[node] = execute(node, args, kwargs, self.value, self.inputs.older)
+        with entered(self.inputs.ctx.mode.get(node, self.mode)):
+            self.values[node] = execute(node, args, kwargs, self.value, self.inputs.older)
 
     def changed(self) -> list[Node]:
         """Leaves that do not hold what was given any more."""

@@ -16,6 +16,7 @@ from torch.fx import Node
 
 from moefuse import _torch_private
 from moefuse.passes.graph.calls import fake
+from moefuse.passes.graph.modes import entered
 from moefuse.passes.graph.sharded import is_gathered, is_root
 from moefuse.passes.infer.backward_slice import SMALL, WEIGHT, Older, execute, storages
 from moefuse.passes.infer.state import Context
@@ -95,7 +96,8 @@ class Inputs:
         for step in steps:
             if not is_root(step):
                 args, kwargs = torch.fx.node.map_arg((step.args, step.kwargs), env.__getitem__)
-                env[step] = execute(step, args, kwargs, env.__getitem__, self.older)
+                with entered(self.ctx.mode[step]):
+                    env[step] = execute(step, args, kwargs, env.__getitem__, self.older)
                 continue
             value = self.weight(step)
             written = isinstance(value, torch.Tensor) and self._made.written(step, steps)

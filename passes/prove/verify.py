@@ -19,7 +19,6 @@ import torch
 from torch.fx import Node
 
 from moefuse.capture.assumptions import Assumption
-from moefuse.passes.graph.modes import entered
 from moefuse.passes.infer.state import Context
 from moefuse.passes.ir.evaluate import Rows64
 from moefuse.passes.ir.regions import Region
@@ -57,9 +56,8 @@ def verify(
 
     def probe(kind: str) -> Errors | str:
         leaves = values.draw(kind)
-        with entered(ctx.mode[region.anchor]):
-            original = replay(around.before, values, leaves, bodies)
-            fused = replay(around.after, values, leaves, bodies)
+        original = replay(around.before, values, leaves, bodies)
+        fused = replay(around.after, values, leaves, bodies)
         found = _compare(region, values, leaves, original.value(region.anchor), fused.value(result))
         return found if isinstance(found, str) else around.seen(original, fused, result) or found
 

@@ -40,7 +40,7 @@ def arguments(
     split = gating == "separate"
     x = torch.randn(sizes.tokens, hidden, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
     ids = torch.rand(sizes.tokens, sizes.experts - 1, generator=generator).topk(sizes.top_k).indices
-    ids[0, 0] = sizes.experts
+    ids[:1, 0] = sizes.experts
     weights = torch.rand(sizes.tokens, sizes.top_k, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
     w = [weight(width, hidden), weight(width, hidden) if split else [], weight(hidden, inner)]
     b = [weight(width), weight(width) if split else [], weight(hidden)] if bias else [[], [], []]

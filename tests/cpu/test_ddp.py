@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import os
 import socket
 from collections.abc import Iterator
@@ -11,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -102,6 +105,46 @@ def test_the_graph_is_fused_as_a_whole_and_split_afterwards(capture: bool, compi
     assert (len(report.fused), report.graph_count, report.graph_breaks) == (LAYERS, 1, [])
     # A bucket is full with the experts of one layer, whose Parameters are in lists; the first norm and router are left over.
     assert pieces == [[], *[["moefuse.experts.default"]] * LAYERS]
+
+
+@pytest.mark.usefixtures("alone")
+def test_routing_is_replayed_in_a_split_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ids go in and out of the pieces; outputs and gradients are those of a model that takes the given experts."""
+    pieces: list[int] = []
+
+    def front(gm: torch.fx.GraphModule, inputs: Any, *_: Any) -> Any:
+        pieces.append(sum(str(node.target).startswith("moefuse.experts") for node in gm.graph.nodes))
+        return aot_autograd(fw_compiler=lambda graph, _: graph)(gm, inputs)
+
+    monkeypatch.setattr(_torch_private, "compile_fx", front)
+    model, x = Model(), batches()[0]
+    ids = [torch.stack([torch.randperm(EXPERTS)[:TOP_K] for _ in range(TOKENS)]) for _ in range(LAYERS)]
+    other = copy.deepcopy(model)
+    for layer, given in zip(other.layers, ids, strict=True):
+        layer.forward = functools.partial(taking, layer, given)
+    wrapped = DistributedDataParallel(model, bucket_cap_mb=1)
+    run = torch.compile(wrapped, backend="moefuse", options={"expect": LAYERS})
+    with moefuse.replay_routing(model, ids), moefuse.capture_routing(wrapped) as routing:
+        out = run(x)
+    out.square().mean().backward()
+    expected = other(x)
+    expected.square().mean().backward()
+    assert pieces == [0, *[1] * LAYERS]
+    assert [torch.equal(taken, given) for (taken,), given in zip(routing.values(), ids, strict=True)] == [True] * LAYERS
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
+    for (name, mine), theirs in zip(model.named_parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-7, msg=name)
+
+
+def taking(layer: Layer, ids: Tensor, x: Tensor) -> Tensor:
+    """A layer with these experts."""
+    rows = layer.norm(x)
+    weights = layer.router(rows).softmax(-1).gather(-1, ids)
+    out = torch.zeros_like(rows)
+    for e, expert in enumerate(layer.experts):
+        token, slot = torch.where(ids == e)
+        out = out.index_add(0, token, expert(rows[token]) * weights[token, slot, None])
+    return x + out
 
 
 @pytest.mark.usefixtures("alone")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.cpu.lora_case import SCALES, SMALL, arguments, merged, tensors
+from tests.cpu.lora_case import SCALES, SMALL, arguments, merged, ours, results, tensors
 
 T, E, K, H, INNER = SMALL
 
@@ -47,6 +47,15 @@ def test_float32_factors_beside_bfloat16() -> None:
     theirs = torch.autograd.grad(merged(wide).square().sum(), [t for part in wide[9:] for t in part])
     for mine, exact in zip(grads, theirs, strict=True):
         assert float((mine - exact).norm()) <= 0.02 * float(exact.norm())
+
+
+def test_under_autocast() -> None:
+    """It computes in the dtypes of what it is given: outside of compiled code autocast would round the terms alone."""
+    args = arguments("separate", torch.float32, torch.float32)
+    expected = results(args, ours, gating="separate")
+    with torch.autocast("cpu", torch.bfloat16):
+        found = results(args, ours, gating="separate")
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def test_what_is_kept_for_backward_does_not_depend_on_weights() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import moefuse
 from moefuse.errors import RoutingError
+from moefuse.replay.words import count, ordinal
 from tests.cpu.replay_case import E, H, K, Model, forced, light, some
 
 __all__ = ["light"]
@@ -196,10 +197,10 @@ def refusals() -> Iterator[Any]:
         [ids[0][:3], ids[1]], r"layers\.0 has 4 tokens and takes 2 experts for each: its ids are not \[3, 2\]", id="too few tokens"
     )
     yield pytest.param([torch.tensor([[E, 0]] * 4), ids[1]], r"layers\.0 has 5 experts, and is to take number 5", id="no such expert")
-    yield pytest.param([ids[0]], r"layers\.1 is the 2th layer that runs, and replay_routing has ids of 1", id="too few layers")
+    yield pytest.param([ids[0]], r"layers\.1 is the 2nd layer that runs, and replay_routing has ids of 1 layer$", id="too few layers")
     yield pytest.param([*ids, ids[0]], "replay_routing has ids of 3 layers, and 2 have run", id="too many layers")
-    yield pytest.param({"layers.0": [ids[0], ids[0]]}, r"has ids for 2 calls of layers\.0, of which 1 were made", id="too few calls")
-    yield pytest.param({"layers.7": ids[0]}, r"has ids for 1 calls of layers\.7, of which 0 were made", id="no such layer")
+    yield pytest.param({"layers.0": [ids[0], ids[0]]}, r"has ids for 2 calls of layers\.0, of which 1 was made", id="too few calls")
+    yield pytest.param({"layers.7": ids[0]}, r"has ids for 1 call of layers\.7, of which 0 were made", id="no such layer")
 
 
 def test_choices_that_cannot_be_opened() -> None:
@@ -226,7 +227,28 @@ def test_layers_that_are_not_fused() -> None:
         model(torch.randn(4, H))
     model.compile(backend="moefuse", options={"exclude": r"layers\.1"})
     with (
-        pytest.raises(RoutingError, match=r"calls of layers\.1, of which 0 were made: layers\.1 was left, excluded"),
+        pytest.raises(RoutingError, match=r"1 call of layers\.1, of which 0 were made: layers\.1 was left, excluded"),
         moefuse.replay_routing(model, {"layers.1": some(4)[1]}),
     ):
         model(torch.randn(4, H))
+
+
+def test_a_layer_that_is_the_model_itself() -> None:
+    """It has no name: sentences call it the model."""
+    layer, x = Model(layers=1).layers[0], torch.randn(4, H)
+    (ids,) = some(4, 1)
+    layer.compile(backend="moefuse")
+    for given, text in (
+        ({"": [ids, ids]}, "has ids for 2 calls of the model, of which 1 was made"),
+        ([ids[:3]], r"the model has 4 tokens and takes 2 experts for each: its ids are not \[3, 2\]"),
+    ):
+        with pytest.raises(RoutingError, match=text), moefuse.replay_routing(layer, given):
+            layer(x)
+    text = "the model runs for the 2nd time, and replay_routing has ids for 1 call of it"
+    with pytest.raises(RoutingError, match=text), moefuse.replay_routing(layer, [ids]):
+        layer(x), layer(x)
+
+
+def test_numbers_in_sentences() -> None:
+    assert [ordinal(n) for n in (1, 2, 3, 4, 11, 12, 13, 21, 102, 111)] == "1st 2nd 3rd 4th 11th 12th 13th 21st 102nd 111th".split()
+    assert [count(n, "call") for n in (0, 1, 2)] == ["0 calls", "1 call", "2 calls"]

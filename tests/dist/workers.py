@@ -15,6 +15,8 @@ import torch
 
 TIMEOUT = 60
 """Seconds of a collective. A test that hangs fails after them."""
+PRELOADED = ["tests.dist.preloaded"]
+"""Imported once, by the process that all workers are forked from. CUDA does not survive a fork: workers with GPUs start anew."""
 
 
 class WorkerError(AssertionError):
@@ -26,7 +28,9 @@ class Workers:
 
     def __init__(self, world: int, timeout: int = TIMEOUT, cuda: bool = False) -> None:
         self.world = world
-        context = multiprocessing.get_context("spawn")
+        context: Any = multiprocessing.get_context("spawn" if cuda else "forkserver")
+        if not cuda:
+            context.set_forkserver_preload(PRELOADED)
         self._folder = tempfile.TemporaryDirectory()
         store = os.path.join(self._folder.name, "store")
         pairs = [context.Pipe() for _ in range(world)]

@@ -20,18 +20,47 @@ class Stacked(nn.Module):
             setattr(self, f"{name}_a", nn.Parameter(torch.randn(experts * rank, given) * given**-0.5))
             setattr(self, f"{name}_b", nn.Parameter(torch.randn(out, rank * experts) * rank**-0.5))
 
+    def factors(self, name: str) -> tuple[Tensor, Tensor]:
+        """A [E, r, in] and B [E, out, r] of a weight."""
+        a, b = getattr(self, f"{name}_a"), getattr(self, f"{name}_b")
+        return a.reshape(self.experts, self.rank, -1), b.reshape(-1, self.rank, self.experts).permute(2, 0, 1)
+
     def weight(self, name: str) -> Tensor:
-        w, a, b = (getattr(self, name + end) for end in ("", "_a", "_b"))
-        left = b.reshape(-1, self.rank, self.experts).permute(2, 0, 1)
-        return torch.baddbmm(w, left.to(w.dtype), a.reshape(self.experts, self.rank, -1).to(w.dtype), alpha=0.5)
+        w, (a, b) = getattr(self, name), self.factors(name)
+        return torch.baddbmm(w, b.to(w.dtype), a.to(w.dtype), alpha=0.5)
+
+    def product(self, rows: Tensor, name: str, ends: Tensor) -> Tensor:
+        """Sorted rows [S, in] through their experts' weights; ``ends`` [E]: where each expert's rows end."""
+        return F.grouped_mm(rows, self.weight(name).transpose(1, 2), offs=ends)
 
     def forward(self, x: Tensor) -> Tensor:
         weights, ids = self.router(x).softmax(-1, dtype=torch.float32).topk(self.top_k)
         flat = ids.flatten()
         order = flat.argsort()
         ends = torch.histc(flat.float(), bins=self.experts, min=0, max=self.experts - 1).cumsum(0).int()
-        gate, up = F.grouped_mm(x[order // self.top_k], self.weight("gate_up").transpose(1, 2), offs=ends).chunk(2, -1)
-        out = F.grouped_mm(F.silu(gate) * up, self.weight("down").transpose(1, 2), offs=ends) * weights.flatten()[order, None]
+        gate, up = self.product(x[order // self.top_k], "gate_up", ends).chunk(2, -1)
+        out = self.product(F.silu(gate) * up, "down", ends) * weights.flatten()[order, None]
         back = torch.empty_like(order)
         back[order] = torch.arange(order.numel(), device=x.device)
         return out[back].view(x.shape[0], self.top_k, -1).sum(1).to(x.dtype)
+
+
+class Split(Stacked):
+    """The same with the terms beside the products, by hand, as Unsloth's split LoRA does it; the code is our own.
+
+    B [E, out, r] is stored so: Inductor hands a copy of PEFT's to ``grouped_mm`` with strides that it does not take.
+    """
+
+    def __init__(self, *args: int, **sizes: int) -> None:
+        super().__init__(*args, **sizes)
+        for name in ("gate_up", "down"):
+            b = getattr(self, f"{name}_b")
+            setattr(self, f"{name}_b", nn.Parameter(b.data.reshape(-1, self.rank, self.experts).permute(2, 0, 1).contiguous()))
+
+    def factors(self, name: str) -> tuple[Tensor, Tensor]:
+        return getattr(self, f"{name}_a").reshape(self.experts, self.rank, -1), getattr(self, f"{name}_b")
+
+    def product(self, rows: Tensor, name: str, ends: Tensor) -> Tensor:
+        a, b = (f.to(rows.dtype).transpose(1, 2) for f in self.factors(name))
+        term = F.grouped_mm(F.grouped_mm(rows, a, offs=ends), b, offs=ends)
+        return F.grouped_mm(rows, getattr(self, name).transpose(1, 2), offs=ends) + 0.5 * term

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import moefuse
 from moefuse.runtime import providers
-from tests.cpu.lora_case import Sizes, arguments, check, moved, ours, results, tensors
+from tests.cpu.lora_case import SCALES, Sizes, arguments, check, moved, ours, results, tensors
 from tests.gpu.stacked_lora import Stacked
 
 pytestmark = pytest.mark.gpu
@@ -33,7 +33,7 @@ def on_gpu(*args: Any, **options: Any) -> list[Any]:
 
 def test_triton_runs_the_ops() -> None:
     x = torch.empty(3, 3, device="cuda")
-    for op in ("experts_lora", "experts_lora_forward", "experts_lora_backward"):
+    for op in ("experts_lora", "experts_lora_forward", "experts_lora_hidden", "experts_lora_backward"):
         assert providers.select(op, x).name == "triton"
 
 
@@ -69,6 +69,28 @@ def test_inference(sizes: Sizes) -> None:
     expected = ours(args).detach()
     with torch.no_grad():
         assert all(torch.equal(ours(args), expected) for _ in range(4))
+
+
+@pytest.mark.parametrize("sizes", [SIZES["some"], SIZES["many"], SIZES["odd"]], ids=["some", "many", "odd"])
+@pytest.mark.parametrize("gating", ["merged", "separate", "plain"])
+def test_hidden_activations_once_more(gating: str, sizes: Sizes) -> None:
+    """``moefuse::recomputed_experts_lora`` has the bits of ``moefuse::experts_lora``, recorded calls too, and keeps less."""
+    args = on_gpu(gating, torch.bfloat16, torch.float32, rank=4, sizes=sizes)
+    expected, kept = results(args, ours, gating=gating), []
+    for op in (torch.ops.moefuse.experts_lora, torch.ops.moefuse.recomputed_experts_lora):
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        out = op(*args, scales=SCALES, gating=gating)
+        kept.append(torch.cuda.memory_allocated() - before)
+        del out
+    assert kept[1] < kept[0]
+
+    def again(args: list[Any], **options: Any) -> Tensor:
+        found: Tensor = torch.ops.moefuse.recomputed_experts_lora(*args, scales=SCALES, **options)
+        return found
+
+    for _ in range(4):
+        assert all(torch.equal(a, b) for a, b in zip(results(args, again, gating=gating), expected, strict=True))
 
 
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)

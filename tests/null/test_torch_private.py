@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextvars
 import datetime
 import inspect
 import pickle
@@ -45,7 +46,14 @@ POINTS = {
     "torch._functorch.partitioners": ["min_cut_rematerialization_partition"],
     "torch._guards": ["CompileContext"],
     "torch._subclasses.fake_tensor": ["FakeTensor", "DataDependentOutputException", "DynamicOutputShapeException"],
-    "torch._C": ["_current_graph_task_id", "_dispatch_has_kernel", "_dispatch_has_kernel_for_dispatch_key", "_DisablePythonDispatcher"],
+    "torch._C": [
+        "_current_graph_task_id",
+        "_get_obj_in_tls",
+        "_is_key_in_tls",
+        "_dispatch_has_kernel",
+        "_dispatch_has_kernel_for_dispatch_key",
+        "_DisablePythonDispatcher",
+    ],
     "torch._subclasses.functional_tensor": ["FunctionalTensor", "FunctionalTensorMode"],
     "torch._logging._internal": ["trace_structured"],
     "torch.utils._filelock": ["FileLock"],
@@ -86,6 +94,23 @@ def test_each_backward_pass_has_a_number() -> None:
     assert _torch_private.running_backward() == -1
     assert len(set(found)) == 2
     assert -1 not in found
+
+
+def test_backward_has_the_variables_of_its_caller() -> None:
+    """In threads that autograd makes, too, for which a test needs a device. Before torch 2.13 it need not have any."""
+    variable = contextvars.ContextVar("variable", default=0)
+    found: list[int | None] = []
+
+    def inside(_: torch.Tensor) -> None:
+        carried = _torch_private.variables_of_backward()
+        found.append(None if carried is None else carried.get(variable))
+
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(inside)
+    variable.set(7)
+    x.sum().backward()
+    assert found == [7] or (found == [None] and TorchVersion(torch.__version__) < (2, 13))
+    assert _torch_private.variables_of_backward() is None
 
 
 def test_capture_finds_its_hooks() -> None:

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from moefuse.ops.call import Body, ExpertsCall, Stack
+from moefuse.ops.lora import Term
 from tests.strategies import THOROUGH
 from tests.triton.test_compiled import SHARED, source, spills
 
@@ -144,7 +146,6 @@ def test_the_grouped_tier(name: str, arch: int | str, launches: list[Any], tmp_p
 @pytest.mark.parametrize(("name", "arch"), cases(everywhere="few rows"))
 def test_training(name: str, arch: int | str, on_input: bool, launches: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from moefuse.kernels.triton.provide import training
-    from moefuse.ops.call import Body, ExpertsCall, Stack
     from moefuse.ops.grad_calls import InCall, Needs, OutCall, RowsCall
 
     if on_input and name not in ("in-out", "float32") and not THOROUGH:
@@ -175,12 +176,39 @@ RANKS = {"many rows": 16, "in-out": 20, "separate": 128, "odd": 3, "held, many r
 def test_low_rank_terms(name: str, arch: int | str, launches: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Factors in float32 beside 16 bits: B of "in-out" with the expert as the fastest dimension, those of "separate" apart."""
     from moefuse.kernels.triton.provide import lora
-    from moefuse.ops.call import Body, ExpertsCall, Stack
-    from moefuse.ops.lora import LoraCall, LoraGradCall, Term
+    from moefuse.ops.lora import LoraCall, LoraGradCall
 
+    call, terms = low_rank_call(name)
+    needs = (True, True, *[False] * 6, True, True, False, False, True, True)
+
+    def run() -> None:
+        out, h, order, offsets, u = lora.experts_lora_forward(LoraCall(call, terms))
+        stacks = call.w_in, call.w_up, call.w_out
+        lora.experts_lora_backward(LoraGradCall(out, call.x, call.weights, h, order, offsets, u, *stacks, terms, needs, call.body))
+
+    compile_all(launches, arch, tmp_path, monkeypatch, run)
+    assert {"linear_tiles", "weight_grads", "copy_factors"} <= {it.kernel.__name__ for it, _ in launches}
+
+
+@pytest.mark.parametrize(("name", "arch"), [c for c in cases(everywhere="many rows") if c.values[0] in RANKS])
+def test_low_rank_terms_of_few_slots(
+    name: str, arch: int | str, launches: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Factors in float32 are read where they are: no copies. Weights in float32 are rounded by tiles only."""
+    from moefuse.kernels.triton.provide import lora
+    from moefuse.ops.lora import LoraCall
+
+    call, terms = low_rank_call(name, tokens=2)
+    compile_all(launches, arch, tmp_path, monkeypatch, lambda: lora.experts_lora(LoraCall(call, terms)))
+    names = {it.kernel.__name__ for it, _ in launches}
+    assert "linear_tiles" in names if SIZES[name].held else names == {"shrink_vectors", "up_vectors", "down_vectors"}
+
+
+def low_rank_call(name: str, tokens: int | None = None) -> tuple[ExpertsCall, tuple[Term, ...]]:
     s, rank = SIZES[name], RANKS[name]
-    ids = torch.empty(s.tokens, s.top_k, dtype=torch.int64, device="meta")
-    x, weights = s.draw(s.tokens, s.hidden), s.draw(s.tokens, s.top_k)
+    tokens = tokens or s.tokens
+    ids = torch.empty(tokens, s.top_k, dtype=torch.int64, device="meta")
+    x, weights = s.draw(tokens, s.hidden), s.draw(tokens, s.top_k)
     w_in, w_up = Stack(s.weight(2 * s.inter, s.hidden), s.bias(2 * s.inter)), Stack([])
     w_out = Stack(s.weight(s.hidden, s.inter), s.bias(s.hidden))
     body = Body("swiglu_oai", (1.7, 7.0), "interleaved") if s.oai else Body()
@@ -194,15 +222,7 @@ def test_low_rank_terms(name: str, arch: int | str, launches: list[Any], tmp_pat
         return Term(factor(rank, inputs), factor(out, rank), 0.5)
 
     terms = (term(2 * s.inter, s.hidden), Term([], [], 0.0), term(s.hidden, s.inter))
-    needs = (True, True, *[False] * 6, True, True, False, False, True, True)
-
-    def run() -> None:
-        call = LoraCall(ExpertsCall(x, ids, weights, w_in, w_up, w_out, body, x.dtype), terms)
-        out, h, order, offsets, u = lora.experts_lora_forward(call)
-        lora.experts_lora_backward(LoraGradCall(out, x, weights, h, order, offsets, u, w_in, w_up, w_out, terms, needs, body))
-
-    compile_all(launches, arch, tmp_path, monkeypatch, run)
-    assert {"linear_tiles", "weight_grads", "copy_factors"} <= {it.kernel.__name__ for it, _ in launches}
+    return ExpertsCall(x, ids, weights, w_in, w_up, w_out, body, x.dtype), terms
 
 
 SCORES = [(4096, 1024, 32), (300, 8, 2)]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.cpu.lora_case import SCALES, SMALL, Sizes, arguments, check, ours, results, tensors
+from tests.cpu.lora_case import SCALES, SMALL, Sizes, arguments, check, moved, ours, results, tensors
 from tests.triton.interpreted_case import interpreted
 
 pytestmark = [
@@ -138,3 +138,18 @@ def test_saved_for_backward() -> None:
     e = int(torch.bucketize(torch.tensor(0), offsets[1:], right=True))
     expected = SCALES[0] * args[0][order[0] // K] @ args[9][0][e].t()
     torch.testing.assert_close(u[0, :3], expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("gating", ["merged", "separate", "plain"])
+@pytest.mark.parametrize("on_input", [False, True], ids=["output", "input"])
+def test_hidden_activations_once_more(gating: str, on_input: bool) -> None:
+    """What a layer that keeps none computes in backward, from u as it was kept: the same bits, rows that are nobody's zero."""
+    from moefuse.kernels.triton.provide import lora
+    from moefuse.ops.lora import LoraCall
+
+    args = moved(arguments(gating, torch.float32, torch.float32))
+    call = LoraCall.of(*args, scales=SCALES, gating=gating, weight_on_input=on_input)
+    _, h, order, offsets, u = lora.experts_lora_forward(call)
+    again = lora.experts_lora_hidden(call, order, offsets, u)
+    assert torch.equal(again, h)
+    assert not again[int(offsets[-1]) :].any()

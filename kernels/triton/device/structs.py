@@ -110,6 +110,20 @@ class Blocks(NamedTuple):
     AT: int = 1
 
 
+class Factor(NamedTuple):
+    """A low-rank term of vectors: RANK of it, 0 for none; its columns begin at COL of u [S, ROW].
+
+    OF: the dtype of its factor, which is TABLE (addresses) or stacked. BR: ranks of one step.
+    """
+
+    RANK: int = 0
+    COL: int = 0
+    ROW: int = 0
+    TABLE: bool = False
+    OF: Any = None
+    BR: int = 16
+
+
 class Halves(NamedTuple):
     """Where the features of gate and up are in a row of the pre-activation, and the activation with its constants."""
 

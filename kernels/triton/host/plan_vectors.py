@@ -2,61 +2,93 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from moefuse.kernels.triton.device import combine, gemv
-from moefuse.kernels.triton.device.structs import Blocks, Experts, Form, Rows
+from moefuse.kernels.triton.device.structs import Blocks, Experts, Factor, Form, Rows
 from moefuse.kernels.triton.problem import Vectors, power_of_two
 
 if TYPE_CHECKING:
     from moefuse.kernels.triton.host.plan import Plan
 
+NO_TERM: tuple[Factor, Experts | None] = (Factor(), None)
+
 
 def build_vectors(plan: Plan) -> None:
     up, down = plan.config.up, plan.config.down
-    i, n, h = plan.inter, plan.out, plan.hidden
-    first_a, first_b = plan.firsts
+    rows = {name: name for name in ("x", "ids", "weights", "h")}
     plan.launch(
         gemv.up_vectors,
-        (plan.slots, max(-(-i // up.bn), 1)),
+        up_grid(plan, up),
         up,
-        {name: name for name in ("x", "ids", "weights", "h")} | {"w_a": "w_in", "w_b": "w_up", "b_a": "b_in", "b_b": "b_up"},
-        S=plan.slots,
-        top_k=plan.top_k,
-        E=plan.experts,
-        H=h,
-        N=i,
-        args=plan.body.pair,
-        at_x=plan.strides_x,
-        at_ids=plan.strides_ids,
-        at_weights=plan.strides_weights,
-        at_a=plan.w_in.at(plan.b_in, first=first_a),
-        at_b=plan.w_up.at(plan.b_up, first=first_b),
-        form=Form(plan.body.activation, plan.gating, plan.body.up_first and plan.gating == "interleaved", plan.body.on_input),
-        stored=plan.up_stored(),
-        blocks=_blocks(plan, up, i, h),
+        rows | {"w_a": "w_in", "w_b": "w_up", "b_a": "b_in", "b_b": "b_up"} | dict.fromkeys(("u", "f_a", "f_b"), "w_in"),
+        **up_numbers(plan, up),
     )
     if down.parts:
         build_parts(plan, down)
         return
     plan.launch(
         gemv.down_vectors,
-        (plan.tokens, -(-n // down.bn)),
+        down_grid(plan, down),
         down,
-        {"h": "h", "ids": "ids", "weights": "weights", "w": "w_out", "b": "b_out", "out": "out"},
-        top_k=plan.top_k,
-        E=plan.experts,
-        I=i,
-        N=n,
-        at_ids=plan.strides_ids,
-        at_weights=plan.strides_weights,
-        at_w=plan.w_out.at(plan.b_out),
-        SCALE=not plan.body.on_input,
-        stored=plan.down_stored(),
-        blocks=_blocks(plan, down, n, i),
+        {"h": "h", "ids": "ids", "weights": "weights", "w": "w_out", "b": "b_out", "u": "w_out", "f": "w_out", "out": "out"},
+        **down_numbers(plan, down),
     )
+
+
+def up_grid(plan: Plan, up: Vectors) -> tuple[int, int]:
+    return plan.slots, max(-(-plan.inter // up.bn), 1)
+
+
+def down_grid(plan: Plan, down: Vectors) -> tuple[int, int]:
+    return plan.tokens, -(-plan.out // down.bn)
+
+
+def up_numbers(plan: Plan, up: Vectors, terms: Sequence[tuple[Factor, Experts | None]] = (NO_TERM, NO_TERM)) -> dict[str, Any]:
+    """All arguments of ``gemv.up_vectors`` but arrays; ``terms`` of gate and up, with where their factors are."""
+    (term_a, at_fa), (term_b, at_fb) = terms
+    first_a, first_b = plan.firsts
+    return {
+        "S": plan.slots,
+        "top_k": plan.top_k,
+        "E": plan.experts,
+        "H": plan.hidden,
+        "N": plan.inter,
+        "args": plan.body.pair,
+        "at_x": plan.strides_x,
+        "at_ids": plan.strides_ids,
+        "at_weights": plan.strides_weights,
+        "at_a": plan.w_in.at(plan.b_in, first=first_a),
+        "at_b": plan.w_up.at(plan.b_up, first=first_b),
+        "at_fa": at_fa,
+        "at_fb": at_fb,
+        "form": Form(plan.body.activation, plan.gating, plan.body.up_first and plan.gating == "interleaved", plan.body.on_input),
+        "term_a": term_a,
+        "term_b": term_b,
+        "stored": plan.up_stored(),
+        "blocks": _blocks(plan, up, plan.inter, plan.hidden),
+    }
+
+
+def down_numbers(plan: Plan, down: Vectors, term: tuple[Factor, Experts | None] = NO_TERM) -> dict[str, Any]:
+    """The same of ``gemv.down_vectors``."""
+    return {
+        "top_k": plan.top_k,
+        "E": plan.experts,
+        "I": plan.inter,
+        "N": plan.out,
+        "at_ids": plan.strides_ids,
+        "at_weights": plan.strides_weights,
+        "at_w": plan.w_out.at(plan.b_out),
+        "at_f": term[1],
+        "SCALE": not plan.body.on_input,
+        "term": term[0],
+        "stored": plan.down_stored(),
+        "blocks": _blocks(plan, down, plan.out, plan.inter),
+    }
 
 
 def _blocks(plan: Plan, part: Vectors, outputs: int, inputs: int) -> Blocks:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -72,7 +72,8 @@ def activate(a: Tensor, h: Tensor, it: Sorted, how: Activation) -> None:
     """a [S, I] from h [S, width]."""
     br, bn = blocks(how.inter)
     grid = (-(-it.slots // br), -(-how.inter // bn))
-    arrays, sizes = {"h": h, "offsets": it.offsets, "a": a}, {"S": it.slots, "E": it.experts, "I": how.inter}
+    arrays = {"h": h, "offsets": it.offsets, "a": a}
+    sizes: dict[str, Any] = {"S": it.slots, "E": it.experts, "I": how.inter}
     launch(backward.activate, grid, arrays, **sizes, stride_hr=h.stride(0), halves=how.halves, BR=br, BN=bn)
 
 

@@ -16,11 +16,18 @@ from moefuse.kernels.triton.launch.record import as_launch
 
 
 def launch(
-    kernel: Any, grid: Sequence[int], arrays: Mapping[str, Tensor | Described], *, warps: int = 4, stages: int = 2, **numbers: Any
+    kernel: Any,
+    grid: Sequence[int],
+    arrays: Mapping[str, Tensor | Described],
+    *,
+    warps: int = 4,
+    stages: int = 2,
+    pdl: bool = False,
+    **numbers: Any,
 ) -> None:
-    """Launch on the current stream, arguments by the names of the kernel's parameters."""
+    """Launch on the current stream, arguments by the names of the kernel's parameters; ``pdl``: programmatic dependent launch."""
     named = {name: a._replace(array=name) if isinstance(a, Described) else name for name, a in arrays.items()}
-    it = Launch(kernel, grid, named, numbers, num_warps=warps, num_stages=stages)
+    it = Launch(kernel, grid, named, numbers, num_warps=warps, num_stages=stages, **({"launch_pdl": True} if pdl else {}))
     tensors = [a.array if isinstance(a, Described) else a for a in map(arrays.__getitem__, it.names)]
     as_launch(run, it, tensors)
 

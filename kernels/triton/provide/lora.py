@@ -15,18 +15,22 @@ from moefuse.kernels.triton.host import factors, linear, pointwise, sorted_rows,
 from moefuse.kernels.triton.host.pointwise import Activation
 from moefuse.kernels.triton.host.sorted_rows import Lists, Sorted
 from moefuse.kernels.triton.launch.record import recorded
+from moefuse.kernels.triton.provide import lora_vectors
 from moefuse.kernels.triton.provide.grouped import supports
 from moefuse.kernels.triton.provide.products import Own
 from moefuse.ops.lora import LoraCall, LoraGradCall, Term
 from moefuse.ops.reference import accumulation_dtype
 from moefuse.runtime.lora import columns
 
-__all__ = ["experts_lora", "experts_lora_backward", "experts_lora_forward", "supports"]
+__all__ = ["experts_lora", "experts_lora_backward", "experts_lora_forward", "experts_lora_hidden", "supports"]
 
 
 @recorded
 def experts_lora(call: LoraCall) -> Tensor:
     """``moefuse::experts_lora``."""
+    config = lora_vectors.blocks_of(call)
+    if config is not None:
+        return lora_vectors.experts(call, config)
     return _forward(call, keep=False)[0]
 
 
@@ -36,6 +40,19 @@ def experts_lora_forward(call: LoraCall) -> tuple[Tensor, Tensor, Tensor, Tensor
     return _forward(call, keep=True)
 
 
+@recorded
+def experts_lora_hidden(call: LoraCall, order: Tensor, offsets: Tensor, u: Tensor) -> Tensor:
+    """h of :func:`experts_lora_forward`, once more, for the slots in the order that it sorted them into; u is what it made of them."""
+    base, slots = call.base, order.shape[0]
+    if not slots:
+        return torch.empty((0, base.width), dtype=base.x.dtype, device=base.x.device)
+    it = Sorted(order, offsets, slots, base.w_in.experts, base.top_k)
+    h = _hidden(call, Own(it, base.x.dtype), slots, [u[:, part] for part in columns(call.terms)], made=True)
+    if h.numel():
+        sorted_rows.clear_dead(h, it)
+    return h
+
+
 def _forward(call: LoraCall, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """``keep``: whether anything but the output is read, so that dead rows count."""
     base, terms = call.base, call.terms
@@ -43,21 +60,17 @@ def _forward(call: LoraCall, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor
     (hidden, inter), slots = base.w_out.weight[0].shape[-2:], base.ids.numel()
     order, offsets = sorted_rows.sort(base.ids, base.w_in.experts)
     out = torch.empty((x.shape[0], hidden), dtype=base.out_dtype, device=x.device)
-    h = torch.empty((slots, base.width), dtype=x.dtype, device=x.device)
     u = torch.empty((slots, call.ranks), dtype=accumulation_dtype(x.dtype), device=x.device)
     if not slots:
-        return out.zero_(), h, order, offsets, u
+        return out.zero_(), torch.empty((0, base.width), dtype=x.dtype, device=x.device), order, offsets, u
     it = Sorted(order, offsets, slots, base.w_in.experts, base.top_k)
     by, parts = Own(it, x.dtype), [u[:, part] for part in columns(terms)]
-    scale, features = base.weights if body.on_input else None, base.w_in.features
-    targets = [(base.w_in, h[:, :features]), (base.w_up, h[:, features:])] if body.split else [(base.w_in, h)]
-    for i, (stack, target) in enumerate(targets):
-        term = _forward_term(by, terms[i], x, parts[i], tokens=True, scale=scale)
-        by.linear(x, *stack, tokens=True, scale=scale, out=target, term=term)
+    h = _hidden(call, by, slots, parts)
     a = torch.empty((slots, inter), dtype=x.dtype, device=x.device)
     if inter:
         pointwise.activate(a, h, it, Activation(body, inter))
-    y = by.linear(a, *base.w_out, term=_forward_term(by, terms[2], a, parts[2]))
+    _rows_times_a(by, terms[2], a, parts[2])
+    y = by.linear(a, *base.w_out, term=_term(terms[2], parts[2], a.dtype))
     for kept in (h, u) if keep else ():
         if kept.numel():
             sorted_rows.clear_dead(kept, it)
@@ -66,12 +79,31 @@ def _forward(call: LoraCall, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor
     return out, h, order, offsets, u
 
 
-def _forward_term(by: Own, term: Term, rows: Tensor, u: Tensor, tokens: bool = False, scale: Tensor | None = None) -> linear.Term | None:
-    """Rows times s * A into u, and what the product adds."""
-    if not term.rank:
-        return None
-    by.linear(rows, [factors.copied(term.a, rows.dtype, term.scale)], tokens=tokens, scale=scale, out=u)
-    return linear.Term(u, factors.copied(term.b, rows.dtype))
+def _hidden(call: LoraCall, by: Own, slots: int, u: list[Tensor], made: bool = False) -> Tensor:
+    """The first projection, or both of them side by side; rows that are nobody's are not written.
+
+    ``u``: for each projection the columns that its term's rows times s * A go to, or are in (``made``).
+    """
+    base, x = call.base, call.base.x
+    scale, features = base.weights if base.body.on_input else None, base.w_in.features
+    h = torch.empty((slots, base.width), dtype=x.dtype, device=x.device)
+    targets = [(base.w_in, h[:, :features]), (base.w_up, h[:, features:])] if base.body.split else [(base.w_in, h)]
+    for (stack, target), term, columns_of in zip(targets, call.terms, u, strict=False):
+        if not made:
+            _rows_times_a(by, term, x, columns_of, tokens=True, scale=scale)
+        by.linear(x, *stack, tokens=True, scale=scale, out=target, term=_term(term, columns_of, x.dtype))
+    return h
+
+
+def _rows_times_a(by: Own, term: Term, rows: Tensor, u: Tensor, tokens: bool = False, scale: Tensor | None = None) -> None:
+    """Rows times s * A into u, where there is a term."""
+    if term.rank:
+        by.linear(rows, [factors.copied(term.a, rows.dtype, term.scale)], tokens=tokens, scale=scale, out=u)
+
+
+def _term(term: Term, u: Tensor, dtype: torch.dtype) -> linear.Term | None:
+    """What the product adds."""
+    return linear.Term(u, factors.copied(term.b, dtype)) if term.rank else None
 
 
 @recorded

@@ -215,7 +215,7 @@ def _two(x: Tensor, w: Tensor, rows: Sequence[Tensor], how: Transfer) -> dict[st
     return {**at, "WEIGHTS": two, "FX": x.shape[1], "FW": w.shape[1]}
 
 
-def _blocks(x: Tensor, w: Tensor, ids: Tensor) -> dict[str, int]:
+def _blocks(x: Tensor, w: Tensor, ids: Tensor) -> dict[str, Any]:
     return {"BX": _block(x), "BW": _block(w), "BK": power_of_two(ids.shape[1])}
 
 
