@@ -132,7 +132,7 @@ def test_sixteen_bits() -> None:
 
 
 def test_switched_and_merged() -> None:
-    """Disabled, merged and unmerged; a second adapter that comes after the compilation, alone and with the first."""
+    """Disabled, merged and unmerged; a second adapter that comes after the compilation, alone and with the first, and has another scale."""
     model = adapted().eval()
 
     @torch.no_grad()
@@ -145,7 +145,7 @@ def test_switched_and_merged() -> None:
         out.append(model(X))
         model.unmerge_adapter()
         out.append(model(X))
-        model.add_adapter("other", config(rank=2))
+        model.add_adapter("other", config(rank=2, use_rslora=True))
         out.append(model(X))
         model.set_adapter("other")
         out.append(model(X))
