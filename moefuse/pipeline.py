@@ -207,6 +207,8 @@ def _retrace(frame: Frame | None, gm: torch.fx.GraphModule, report: FusionReport
 
 def _settle(frame: Frame, gm: torch.fx.GraphModule, report: FusionReport, undischarged: list[Undischarged], options: Options) -> None:
     """The last look before the graph is compiled: every assumption is discharged, and no size is left that only moefuse made traceable."""
+    if frame.flags and frame.registering and _repeats_a_write(gm):
+        frame.registers(None, REPEATS)
     problems = undischarged if frame.assumptions else []
     left = _left(gm) if frame.traces_data else None
     if left is not None:
@@ -243,14 +245,21 @@ def _beside_experts(gm: torch.fx.GraphModule) -> list[Skipped]:
     return [] if found is None else [found]
 
 
+REPEATS = "a function that is run again in backward writes to what was there before"
+
+
 def _left(gm: torch.fx.GraphModule) -> str | None:
     """What a graph that only moefuse made traceable must not have."""
-    from moefuse.passes.graph.writes import repeats_a_write
-
     if has_data_dependent_sizes(gm):
         return "sizes that depend on data are left in the graph"
-    # In eager, and so in the pieces of a broken graph, a checkpoint runs twice; in one graph it does not write again.
-    return "a function that is run again in backward writes to what was there before" if repeats_a_write(gm) else None
+    return REPEATS if _repeats_a_write(gm) else None
+
+
+def _repeats_a_write(gm: torch.fx.GraphModule) -> bool:
+    """Whether a checkpoint writes. In eager, and so in pieces of a broken graph, it runs twice; in one graph it does not write again."""
+    from moefuse.passes.graph.writes import repeats_a_write
+
+    return repeats_a_write(gm)
 
 
 def raise_strict(report: FusionReport) -> None:

@@ -70,15 +70,16 @@ class LeftError(Exception):
 def available() -> bool:
     """Whether this torch has what the hooks below need; without it parametrisations break the graph, as ever."""
     from torch._dynamo.output_graph import OutputGraph
-    from torch._dynamo.side_effects import SideEffects
     from torch._dynamo.variables.functions import UserFunctionVariable
     from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 
-    methods = ("var_getattr", "call_obj_hasattr", "manually_trace_nn_module_getattr")
-    has = all(hasattr(UnspecializedNNModuleVariable, name) for name in methods) and hasattr(OutputGraph, "compile_subgraph")
-    names = ("_cache_enabled", "_cache", "_register_parameter_or_buffer")
-    has = has and hasattr(SideEffects, "store_cell") and hasattr(SideEffects, "store_global")
-    return has and hasattr(UserFunctionVariable, "call_function") and all(hasattr(parametrize, name) for name in names)
+    points: dict[Any, tuple[str, ...]] = {
+        OutputGraph: ("compile_subgraph", "current_tx"),
+        UserFunctionVariable: ("call_function",),
+        UnspecializedNNModuleVariable: ("var_getattr", "call_obj_hasattr", "manually_trace_nn_module_getattr"),
+        parametrize: ("_cache_enabled", "_register_parameter_or_buffer", "ParametrizationList"),
+    }
+    return all(hasattr(home, name) for home, names in points.items() for name in names)
 
 
 def state_of(output: Any) -> State | None:

@@ -13,10 +13,11 @@ from moefuse._dynamo import lists, parametrized, registering, values
 
 
 class Observer(Protocol):
-    """What is asked of a frame of ours."""
+    """What is asked of a frame of ours, and told."""
+
+    registering: bool
 
     def registers(self, translator: Any, why: str) -> None: ...
-    def changed(self, variable: Any) -> None: ...
     def computed(self, translator: Any, nodes: Collection[Node]) -> bool: ...
 
     @property
@@ -28,7 +29,6 @@ def install(wrap: Callable[[Any, str, Callable[..., Any]], None], kept: str) -> 
     if not parametrized.available():
         return
     from torch._dynamo.output_graph import OutputGraph
-    from torch._dynamo.side_effects import SideEffects
     from torch._dynamo.variables.functions import UserFunctionVariable
     from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 
@@ -41,8 +41,6 @@ def install(wrap: Callable[[Any, str, Callable[..., Any]], None], kept: str) -> 
     wrap(UnspecializedNNModuleVariable, "call_obj_hasattr", _on_hasattr)
     wrap(UnspecializedNNModuleVariable, "manually_trace_nn_module_getattr", _on_getattr)
     wrap(OutputGraph, "compile_subgraph", functools.partial(_on_end, of))
-    for name in ("store_cell", "store_global"):
-        wrap(SideEffects, name, functools.partial(_on_store, of))
 
 
 _Of = Callable[[Any], Observer | None]
@@ -72,14 +70,6 @@ def stored(observer: Observer, output: Any, variable: Any, name: object) -> None
         parametrized.stored(output, variable, name)
 
 
-def _on_store(of: _Of, original: Any, self: Any, variable: Any, *args: Any, **kwargs: Any) -> Any:
-    # A variable that functions share. What is read in a scope after it is asked otherwise; a value that is kept is not read again.
-    observer = of(self.output_graph_weakref())
-    if observer is not None:
-        observer.changed(variable)
-    return original(self, variable, *args, **kwargs)
-
-
 def _on_call(of: _Of, original: Any, self: Any, translator: Any, args: Any, kwargs: Any) -> Any:
     answer = registering.handler(self.fn)
     observer = of(translator.output)
@@ -91,6 +81,7 @@ def _on_call(of: _Of, original: Any, self: Any, translator: Any, args: Any, kwar
         return original(self, translator, args, kwargs)
     with _left(observer, translator.output):
         found = answer(translator, list(args), dict(kwargs))
+    observer.registering = observer.registering or parametrized.used(translator.output)
     return original(self, translator, args, kwargs) if found is None else found
 
 

@@ -168,6 +168,13 @@ def is_list_iterator(variable: Any) -> bool:
     return isinstance(variable, ListIteratorVariable)
 
 
+def is_iterator(variable: Any) -> bool:
+    """Whether a variable is an iterator of any kind that Dynamo has a class for."""
+    from torch._dynamo.variables.iter import IteratorVariable
+
+    return is_list_iterator(variable) or isinstance(variable, IteratorVariable)
+
+
 def is_generator(variable: Any) -> bool:
     """Whether a variable is a generator that nobody has listed."""
     from torch._dynamo.variables.functions import LocalGeneratorObjectVariable

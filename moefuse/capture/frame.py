@@ -85,6 +85,7 @@ class Frame:
         self.numpy = False
         self.elements: list[counts.Elements] = []
         self.has_graph = False
+        self.registering = False
         self.traced: set[types.CodeType] = set()
         self._code: dict[int, tuple[Any, Code]] = {}
         self._doubt: Skipped | None = None
@@ -190,11 +191,7 @@ class Frame:
                 self.refuse(scope.assumption, _LISTED if listed else "it changes a Python object that was there before")
 
         if not self.scopes.open:
-            self.changed(variable)
-
-    def changed(self, variable: Any) -> None:
-        """A Python object is about to change, or a variable that functions share: what is kept may have been computed from it."""
-        self.scopes.changed(variable)
+            self.scopes.changed(variable)
 
     def advanced(self, iterator: Any, tx: Any = None) -> None:
         """An iterator is about to give its next item, in ``tx``. Not every kind of iterator counts as mutated by that."""
@@ -348,9 +345,10 @@ class Frame:
         return self.scopes.computed(tx, nodes)
 
     def registers(self, tx: Any, why: str) -> NoReturn:
-        """Start the frame again, and leave parametrisations to torch."""
+        """Start the frame again, and leave parametrisations to torch; ``tx`` is None where no place is known."""
         self.ledger.parametrizes = False
-        self.ledger.notes.append(f"registering a parametrization in a call breaks graphs: {why} ({self.location(tx)})")
+        place = "" if tx is None else f" ({self.location(tx)})"
+        self.ledger.notes.append(f"registering a parametrization in a call breaks graphs: {why}{place}")
         raise control.restart(self.log, "moefuse: a parametrisation is more than a value for a while")
 
     def unsettled(self) -> list[Undischarged]:

@@ -81,7 +81,9 @@ class Scopes:
         return True
 
     def changed(self, variable: Any) -> None:
-        """A Python object is about to change."""
+        """A Python object is about to change. An iterator, that of the loop for one, can be read by nothing that does not change it."""
+        if values.is_iterator(variable):
+            return
         for assumption, clock, output in self.kept:
             if parametrized.keeps(output) and not creation_clock.created_inside(variable, clock):
                 self.frame.refuse(

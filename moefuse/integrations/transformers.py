@@ -117,7 +117,8 @@ def _fused_activation(module: nn.Module) -> str | None:
     if _flag(module, "has_post_expert_norm", False):
         return None
     if _flag(module, "has_gate", True):
-        default_gate = getattr(type(module), "_apply_gate", None) is _default_apply_gate and "_apply_gate" not in module.__dict__
+        # Not through the module's class: where a parametrization is registered that is another one, which Dynamo does not see.
+        default_gate = getattr(getattr(module, "_apply_gate", None), "__func__", None) is _default_apply_gate
         if not _flag(module, "is_concatenated", True) and default_gate:
             raise _refuse(module, "is_concatenated=False, but its _apply_gate is the default one, which splits gate and up as two halves")
         if not default_gate:

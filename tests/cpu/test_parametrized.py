@@ -36,6 +36,11 @@ class Scaled(nn.Module):
         return w * self.scale
 
 
+class Quiet(Scaled):
+    def forward(self, w: Tensor) -> Tensor:
+        return w * self.scale
+
+
 class Doubled(nn.Module):
     def __init__(self, factor: Tensor) -> None:
         super().__init__()
@@ -318,6 +323,7 @@ def test_one_graph(body: Callable[[Model, Tensor], Any]) -> None:
     assert list(model.state_dict()) == order
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("body", AS_EVER, ids=lambda f: f.__name__)
 def test_as_ever(body: Callable[[Model, Tensor], Any]) -> None:
     """What is more than a value for a while breaks the graph where it does for every other backend, and computes what eager does."""
@@ -354,6 +360,25 @@ def test_around_a_checkpoint() -> None:
     actual = run(torch.compile(model, backend=capturing(seen)), model)
     torch.testing.assert_close(actual[0], expected[0])
     assert len(seen.graphs) == 1
+
+
+def test_a_checkpoint_that_writes() -> None:
+    """Eager runs its body again in backward, and adds twice; one graph would add once."""
+
+    def body(model: Model, x: Tensor) -> Tensor:
+        def inner(x: Tensor) -> Tensor:
+            with registered(model.inner, "weight", Doubled(x.sum())):
+                model.inner.shift.add_(1)
+                return model.inner(x)
+
+        return checkpoint(inner, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    model, seen = Model(body), Seen()
+    twin = copy.deepcopy(model)
+    same(run(torch.compile(model, backend=capturing(seen)), model), run(twin, twin))
+    assert model.inner.shift.tolist() == twin.inner.shift.tolist() == [5.0] * 4
+    assert any("run again in backward writes" in note for note in seen.report.notes)
 
 
 def test_a_right_inverse_is_left_to_torch() -> None:
@@ -439,7 +464,7 @@ def test_other_backends_and_no_capture() -> None:
 
 def test_a_hook_that_comes_later() -> None:
     """A call that eager would see in pieces is one graph: a hook on the module is no surprise that goes unnoticed."""
-    model, seen = Model(once), Seen()
+    model, seen = Model(once, Quiet), Seen()
     compiled = torch.compile(model, backend=capturing(seen))
     before = compiled(X)
     model.inner.register_forward_hook(lambda *_: _[2] * 2)

@@ -104,6 +104,28 @@ def test_one_graph() -> None:
     assert fused.spec.lora == (2,)
 
 
+def test_row_by_row() -> None:
+    """A body that Python gives other numbers for each expert is traced for each of them."""
+    torch.manual_seed(0)
+
+    class Rows(Experts):
+        def forward(self, x: Tensor, logits: Tensor) -> Tensor:
+            weights, ids = torch.topk(logits.softmax(-1), K)
+            out, names = torch.zeros_like(x), ["down"] * E
+            with registered(self, "up", self.extra), parametrize.cached():
+                for row in F.one_hot(ids, E).sum((0, 1)).nonzero():
+                    e = row[0]
+                    token, slot = torch.where(ids == e)
+                    y = F.linear(F.silu(F.linear(x[token], self.up[e])), getattr(self, names[int(e)])[e])
+                    out.index_add_(0, token, y * weights[token, slot, None])
+            return out
+
+    model, seen = Rows(LowRank()), Seen()
+    expected = numbers(twin := copy.deepcopy(model), twin)
+    close(numbers(torch.compile(model, backend=capturing(seen)), model), expected, 1e-5)
+    assert [fused.spec.lora for fused in seen.report.fused] == [(2,)]
+
+
 def test_computed_for_each_expert() -> None:
     """Without ``cached()`` each expert has a stack of its own, as far as one can see."""
     _, _, seen = both(extra=LowRank(), keep=False)

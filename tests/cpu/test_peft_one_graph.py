@@ -91,6 +91,13 @@ def test_a_step(family: str, implementation: str) -> None:
     assert leftovers(model) == before
 
 
+def test_our_own_implementation() -> None:
+    """``experts_implementation="moefuse"`` is an op in the graph already, and is given the sum."""
+    model = adapted(implementation="moefuse").train()
+    expected = step(model)
+    close(step(compiled(model)), expected, 4e-6)
+
+
 def test_more_layers_than_programs_of_one_code(light: list[int]) -> None:
     """Layers that are compiled one by one share a program: PEFT's own registration makes a class for each, and Dynamo's limit is 8."""
     model = adapted(layers=10).eval()
@@ -125,7 +132,7 @@ def test_sixteen_bits() -> None:
 
 
 def test_switched_and_merged() -> None:
-    """Disabled, merged and unmerged; a second adapter that comes after the compilation, alone and with the first."""
+    """Disabled, merged and unmerged; a second adapter that comes after the compilation, alone and with the first, and has another scale."""
     model = adapted().eval()
 
     @torch.no_grad()
@@ -138,7 +145,7 @@ def test_switched_and_merged() -> None:
         out.append(model(X))
         model.unmerge_adapter()
         out.append(model(X))
-        model.add_adapter("other", config(rank=2))
+        model.add_adapter("other", config(rank=2, use_rslora=True))
         out.append(model(X))
         model.set_adapter("other")
         out.append(model(X))

@@ -99,24 +99,3 @@ def test_autocast(implementation: str, beside: bool, monkeypatch: pytest.MonkeyP
     assert {f.spec.lora for f in report.fused} == {(4,) if beside else ()}
     dtypes = "float32" if implementation == "grouped_mm" else "float32 weights, computed in bfloat16"
     assert {f.spec.dtypes for f in report.fused} == {dtypes}
-
-
-@pytest.mark.usefixtures("light")
-def test_switched_and_merged() -> None:
-    """Disabled, merged and unmerged between calls, and rsLoRA, which only has another scale."""
-    model = adapted("qwen3_moe", use_rslora=True).eval()
-
-    @torch.no_grad()
-    def states() -> list[Tensor]:
-        out = [output(model)]
-        with model.disable_adapter():
-            out.append(output(model))
-        model.merge_adapter()
-        out.append(output(model))
-        model.unmerge_adapter()
-        return [*out, output(model)]
-
-    expected = states()
-    assert not torch.allclose(expected[0], expected[1], atol=1e-3)
-    model.compile(backend="moefuse", fullgraph=True)
-    torch.testing.assert_close(states(), expected, rtol=1e-4, atol=1e-4)

@@ -27,6 +27,7 @@ LATE = {
     "cache": "the key alone needs what was measured",
     "capture.dummies": "a pass of experts without tokens alone asks the passes",
     "capture.frame": "a refusal alone asks the passes",
+    "capture.scopes": "a value of a parametrisation alone asks the passes",
     "config": "options are read before torch is",
     "integrations.transformers_ep": "a model that is loaded with it alone needs torch.distributed's tensors",
     "parallel.load": "a model of transformers alone needs transformers' mapping",
