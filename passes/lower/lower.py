@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -31,7 +30,7 @@ from moefuse.passes.ir.expr import (
     computed_in,
     walk,
 )
-from moefuse.passes.ir.expr_algebra import factors, is_weight, one_weight
+from moefuse.passes.ir.expr_algebra import LowRank, factors, is_weight, one_weight
 from moefuse.passes.ir.facts import Routing
 from moefuse.passes.ir.regions import Region, Weightless
 from moefuse.passes.lower.layout import in_layout
@@ -235,7 +234,7 @@ class Lowering:
 
     def apart(self, leaf: Leaf) -> bool:
         """Whether there is a tensor for each expert."""
-        return bool(leaf.parts)
+        return bool(leaf.parts) and (len(leaf.parts) == 1 or len(set(leaf.parts)) > 1)
 
     def here(self) -> int:
         """Experts whose weights the ops are given."""
@@ -250,6 +249,13 @@ class Lowering:
 
     def sources(self, leaf: Leaf) -> list[Node]:
         """What a leaf reads: one stack, or a tensor for each expert."""
+        found = self.attached(leaf)
+        return [self.emit(torch.detach, source) for source in found] if leaf.detached else found
+
+    def attached(self, leaf: Leaf) -> list[Node]:
+        if leaf.parts and len(leaf.parts) > 1 and len(set(leaf.parts)) == 1:
+            lead = (len(leaf.parts), *(1 for _ in leaf.order))
+            return [self.once(leaf, lambda: self.emit(torch.Tensor.repeat, self.emit(torch.unsqueeze, leaf.source, 0), lead))]
         if leaf.parts:
             return list(leaf.parts)
         value, count = tensor(leaf.source), self.region.num_experts
@@ -314,11 +320,31 @@ class Lowering:
 
     def terms(self, body: Body) -> tuple[list[list[Node]], list[float]]:
         """A and B of each projection as the op takes them, and their scales; nothing where no projection has a term."""
-        found = [p.terms[0] if p is not None and p.terms else None for p in body.projections]
+        found = [p.terms if p is not None else () for p in body.projections]
         if not any(found):
             return [], []
-        factors = [[] if t is None else self.stack(leaf(t)) for t in found for leaf in (attrgetter("a"), attrgetter("b"))]
-        return factors, [0.0 if t is None else t.scale for t in found]
+        made = [self.term(terms) if terms else ([], [], 0.0) for terms in found]
+        return [part for a, b, _ in made for part in (a, b)], [scale for *_, scale in made]
+
+    def term(self, terms: Sequence[LowRank]) -> tuple[list[Node], list[Node], float]:
+        """A, B and scale of the terms of one projection as one: their ranks beside each other, with scales that differ in A."""
+        scales = {t.scale for t in terms}
+        scale = scales.pop() if len(scales) == 1 else 1.0
+        numbers = [([] if t.scale == scale else [t.scale]) + [v.source for v in t.by] for t in terms]
+        firsts = [[self.scaled(a, by) for a in self.stack(t.a)] for t, by in zip(terms, numbers, strict=True)]
+        lasts = [self.stack(t.b) for t in terms]
+        if len(terms) == 1:
+            return firsts[0], lasts[0], scale
+        return self.joined(firsts, -2), self.joined(lasts, -1), scale
+
+    def scaled(self, factor: Node, numbers: Sequence[Any]) -> Node:
+        for number in numbers:
+            factor = self.emit(torch.mul, factor, number)
+        return factor
+
+    def joined(self, factors: Sequence[Sequence[Node]], dim: int) -> list[Node]:
+        """Stacks beside each other."""
+        return [self.emit(torch.cat, list(parts), dim) for parts in zip(*factors, strict=True)]
 
     def op(self) -> tuple[Callable[..., Any], dict[str, Any]]:
         """The fused op, and what it takes beside the arguments of ``moefuse::experts``."""

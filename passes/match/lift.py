@@ -27,10 +27,10 @@ from moefuse.passes.ir.facts import (
     Rows,
     Sum,
 )
-from moefuse.passes.ir.regions import Refused, Region, Weightless, sources
+from moefuse.passes.ir.regions import Refused, Region, Summed, Weightless, sources
 from moefuse.passes.match.activations import vanishes
 from moefuse.passes.match.ids_outside import outside
-from moefuse.passes.match.lowrank import taken_apart
+from moefuse.passes.match.lowrank import made, refused, taken_apart
 from moefuse.passes.match.representative import instances
 from moefuse.passes.match.safety import checked
 from moefuse.passes.match.unrecognised import unread, unread_stacks
@@ -69,8 +69,16 @@ def _in_order(axes: Axes) -> bool:
 def _apart(ctx: Context, found: Region | Lost) -> Region | Lost:
     """The region with its weights' low-rank terms beside the projections, where that is one op and nothing else needs their sum."""
     apart = taken_apart(ctx, found) if isinstance(found, Region) else None
-    other = None if apart is None else _placed(ctx, checked(ctx, apart))
-    return other if isinstance(other, Region) else found
+    if isinstance(found, Lost) or apart is None:
+        return found
+    if isinstance(apart, Summed):
+        return replace(found, summed=apart)
+    other = _placed(ctx, checked(ctx, apart.region))
+    first = next(iter(apart.sums.values()))
+    if isinstance(other, Lost):
+        return replace(found, summed=refused(first, other))
+    kept = made(ctx, other, apart.sums)
+    return other if kept is None else replace(found, summed=kept)
 
 
 def _placed(ctx: Context, found: Region | Lost) -> Region | Lost:
