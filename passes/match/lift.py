@@ -30,7 +30,7 @@ from moefuse.passes.ir.facts import (
 from moefuse.passes.ir.regions import Refused, Region, Summed, Weightless, sources
 from moefuse.passes.match.activations import vanishes
 from moefuse.passes.match.ids_outside import outside
-from moefuse.passes.match.lowrank import made, refused, taken_apart
+from moefuse.passes.match.lowrank import read_elsewhere, refused, taken_apart
 from moefuse.passes.match.representative import instances
 from moefuse.passes.match.safety import checked
 from moefuse.passes.match.unrecognised import unread, unread_stacks
@@ -67,7 +67,7 @@ def _in_order(axes: Axes) -> bool:
 
 
 def _apart(ctx: Context, found: Region | Lost) -> Region | Lost:
-    """The region with its weights' low-rank terms beside the projections, where that is one op and nothing else needs their sum."""
+    """The region with its weights' low-rank terms beside the projections, where that is one op."""
     apart = taken_apart(ctx, found) if isinstance(found, Region) else None
     if isinstance(found, Lost) or apart is None:
         return found
@@ -77,8 +77,7 @@ def _apart(ctx: Context, found: Region | Lost) -> Region | Lost:
     first = next(iter(apart.sums.values()))
     if isinstance(other, Lost):
         return replace(found, summed=refused(first, other))
-    kept = made(ctx, other, apart.sums)
-    return other if kept is None else replace(found, summed=kept)
+    return replace(other, summed=read_elsewhere(ctx, other, apart.sums))
 
 
 def _placed(ctx: Context, found: Region | Lost) -> Region | Lost:

@@ -24,7 +24,7 @@ from moefuse.passes.ir.facts import Lost
 from moefuse.passes.ir.lowrank import thin
 from moefuse.passes.ir.regions import Region, Summed
 from moefuse.passes.match.templates import WITH_TERMS, match, one_op
-from moefuse.passes.match.weight_sums import Addend, OtherError, combination, low_rank
+from moefuse.passes.infer.weight_sums import Addend, OtherError, combination, low_rank
 
 MOST_ROWS = {"cpu": 32}
 """For each expert, by device. With more, the C++ kernels on the sum of weights are faster: beside the products terms have none."""
@@ -87,14 +87,14 @@ def _not_one_op(region: Region, device: torch.device) -> str:
     return "the ranks are more than half as large as the weight, or base weights have several dtypes"
 
 
-def made(ctx: Context, apart: Region, sums: Mapping[int, Node]) -> Summed | None:
-    """A sum that stays for another reader, if there is one: then the experts had better read it, too."""
+def read_elsewhere(ctx: Context, apart: Region, sums: Mapping[int, Node]) -> Summed | None:
+    """A sum that is made for another reader of the program, though the experts read it no more."""
     for node in sums.values():
         for alias in (n for name in ctx.memory.storages(node) for n in ctx.aliases[name]):
             other = next((u for u in alias.users if u not in apart.nodes and not _asks_for_size(ctx, u)), None)
             if other is not None:
-                where = location(other) if other.op != "output" else ""
-                return Summed(node, f"the program reads it elsewhere{f', at {where}' if where else ''}")
+                where = "the graph gives it out" if other.op == "output" else f"it is read at {location(other)}"
+                return Summed(node, f"{where}, though not by the experts")
     return None
 
 
@@ -117,10 +117,8 @@ def note(region: Region) -> str:
     node, known = region.summed.node, tensor(region.summed.node)
     size = math.prod(known.shape) * known.dtype.itemsize if known is not None else 0
     memory = f" ({size / 2**20:.2g} MiB)" if isinstance(size, int) and size else ""
-    return (
-        f"the sum of expert weights and their low-rank adapters is made in each call{memory}, at {location(node)}, "
-        f"and kept for the gradients in training: {region.summed.why}"
-    )
+    kept = "" if region.whole is not None else ", and kept for the gradients in training"
+    return f"the sum of expert weights and their low-rank adapters is made in each call{memory} at {location(node)}{kept}: {region.summed.why}"
 
 
 def _asks_for_size(ctx: Context, node: Node) -> bool:

@@ -13,7 +13,8 @@ from moefuse.passes.graph.sharded import is_root
 from moefuse.passes.graph.sizes import same
 from moefuse.passes.infer.operands import fits, leaf, real
 from moefuse.passes.infer.state import Context, out_shape
-from moefuse.passes.ir.axes import Atom, Axes, Axis, align, reshape
+from moefuse.passes.infer.weight_sums import stack_of_sums
+from moefuse.passes.ir.axes import Atom, Axes, Axis, align, fresh, reshape
 from moefuse.passes.ir.expr import Cast, Expr, Leaf, Linear, Op, SharedVector
 from moefuse.passes.ir.facts import Counts, Domain, Lost, Mask, Order, Routing, Rows, Table, View, Weight
 from moefuse.passes.rules import rule
@@ -127,7 +128,7 @@ def on_grouped_mm(ctx: Context, node: Node, x: Any, weight: Any, offs: Any = Non
 
 def contract(ctx: Context, node: Node, a: Any, b: Any, first: Labels, second: Labels, out: Labels) -> Any:
     """A two-operand einsum between facts."""
-    x, y, sizes = ctx.fact(a), ctx.fact(b), out_shape(node)
+    x, y, sizes = _stack(ctx, a, node), _stack(ctx, b, node), out_shape(node)
     if len(out) == len(sizes) and (split := apart(y, second, first, out, sizes)) is not None:
         return split.together(contracted(ctx, node, x, split.stack, first, split.labels, split.out, split.sizes))
     if len(out) == len(sizes) and (split := apart(x, first, second, out, sizes)) is not None:
@@ -141,12 +142,14 @@ def contracted(ctx: Context, node: Node, x: Any, y: Any, first: Labels, second: 
         return None
     ways = ((x, y, first, second), (y, x, second, first))
     # The weight of a layer says which operand holds rows: a [batch, length, features] input of the graph is no stack.
-    for left, right, names, others in ways[:1] if ctx.calls[node].name == "linear" else ways:  # type: ignore[union-attr]
-        weight = expert_weight(ctx, right, left, others, names, out)
-        if weight is not None and isinstance(left, Rows | View):
-            found = project(ctx, node, left, weight, names, others, out, shape)
-            if found is not None:
-                return found
+    tried = ways[:1] if ctx.calls[node].name == "linear" else ways  # type: ignore[union-attr]
+    for stacks in (_is_given, _is_summed):
+        for left, right, names, others in tried:
+            weight = expert_weight(ctx, right, left, others, names, out, stacks(ctx, right, node))
+            if weight is not None and isinstance(left, Rows | View):
+                found = project(ctx, node, left, weight, names, others, out, shape)
+                if found is not None:
+                    return found
     for left, right, names, others in ((x, y, first, second), (y, x, second, first)):
         if isinstance(left, Rows) and isinstance(right, View | Table):
             return weighted_sum(ctx, node, left, right, names, others, out)
@@ -155,8 +158,25 @@ def contracted(ctx: Context, node: Node, x: Any, y: Any, first: Labels, second: 
     return None
 
 
-def expert_weight(ctx: Context, value: Any, rows: Any, names: Labels, others: Labels, out: Labels) -> Weight | None:
-    """A fact as an expert weight: indexed already, a whole stack (first dim E), or one expert's own 2-D Parameter."""
+def _stack(ctx: Context, value: Any, node: Node) -> Any:
+    """The fact of an operand. With one A for all experts, B @ A looks like experts on the rows of A."""
+    fact = ctx.fact(value)
+    rows = isinstance(fact, Rows) and fact.domain.routing is None
+    return View(fresh(out_shape(value)), value) if rows and stack_of_sums(ctx, value, node) else fact
+
+
+def _is_given(ctx: Context, value: Any, node: Node) -> bool:
+    """Whether the graph is given a tensor."""
+    return isinstance(value, View) and is_root(ctx.storage[value.root])
+
+
+def _is_summed(ctx: Context, value: Any, node: Node) -> bool:
+    """Whether the graph adds low-rank terms to a stack that it is given."""
+    return isinstance(value, View) and not _is_given(ctx, value, node) and stack_of_sums(ctx, value.root, node)
+
+
+def expert_weight(ctx: Context, value: Any, rows: Any, names: Labels, others: Labels, out: Labels, stack: bool) -> Weight | None:
+    """A fact as an expert weight: indexed already, a whole stack (``stack``: it may be one; first dim E), or an expert's own Parameter."""
     if isinstance(value, Weight):
         return value
     if not isinstance(value, View) or value.root.op not in ("placeholder", "get_attr", "call_method", "call_function"):
@@ -164,7 +184,7 @@ def expert_weight(ctx: Context, value: Any, rows: Any, names: Labels, others: La
     dims = [a[0].index if len(a) == 1 and a[0].kind == "d" else -1 for a in value.axes]
     if sorted(dims) == [0, 1] and isinstance(rows, Rows) and rows.domain.name in ("selected", "masked"):
         return Weight(tuple((a[0]._replace(kind="w"),) for a in value.axes), value.root, -1)
-    if sorted(dims) == [0, 1, 2] and is_root(ctx.storage[value.root]):
+    if sorted(dims) == [0, 1, 2] and stack:
         experts = dims.index(0)
         label = names[experts]
         if label not in out or (isinstance(rows, View) and label in others and not _repeats(rows.axes[others.index(label)])):

@@ -32,6 +32,10 @@ ONE_TERM = "all experts have one and the same term"
 _PRODUCTS = {"bmm": "bij,bjk->bik", "mm": "ij,jk->ik"}
 
 
+_DEPTH, _READS = 64, 8192
+"""Operations of one reading, below each other and together: a sum may have one for each expert, a residual stream is none."""
+
+
 @dataclass(frozen=True, eq=False)
 class Addend:
     """``scale`` times ``by`` (numbers that the graph computes) times a weight (out, in), or times B (out, r) @ A (r, in)."""
@@ -57,6 +61,7 @@ class _Times:
     scale: float = 1.0
     by: tuple[Node, ...] = ()
     detached: bool = False
+    depth: int = 0
 
     def times(self, number: Any, node: Node) -> _Times:
         if isinstance(number, int | float):
@@ -101,11 +106,16 @@ class _Reading:
 
     def __init__(self, ctx: Context, reader: Node) -> None:
         self.ctx, self.grad = ctx, ctx.mode[reader][0]
+        self.left = _READS
 
     def read(self, value: Any, times: _Times, reader: Node) -> list[Addend]:
         """The combination that a value is, when ``reader`` runs."""
         if not isinstance(value, Node):
             raise OtherError(reader, "a number is added to it")
+        self.left -= 1
+        if times.depth > _DEPTH or self.left < 0:
+            raise OtherError(value, "it has too many terms")
+        times = replace(times, depth=times.depth + 1)
         _plain(value)
         node, call = self._made(value, reader)
         if call is None or node is None:
@@ -367,6 +377,21 @@ def _turns(call: Call) -> bool:
         dims = call.args[1] if len(call.args) == 2 and isinstance(call.args[1], tuple | list) else call.args[1:]
         return [d % rank for d in dims] == [*range(rank - 2), rank - 1, rank - 2]
     return call.name == "mT" or (call.name in ("t", "T") and rank == 2)
+
+
+def stack_of_sums(ctx: Context, node: Node, reader: Node) -> bool:
+    """Whether a computed tensor is a stack of weights that the graph is given, and low-rank terms."""
+    if known_rank(node) != 3:
+        return False
+    try:
+        found = combination(ctx, Leaf(node, True, None, (1, 2)), reader)
+    except OtherError:
+        return False
+    bases = [a.leaves[0].source for a in found if len(a.leaves) == 1]
+    if not low_rank(found) or len(bases) != 1 or not _given(ctx, bases[0]):
+        return False
+    # Rows [batch, length, features] that an adapter was added to look the same, but for the batch that their A has not.
+    return all(leaf.stacked for a in found for leaf in a.leaves) or isinstance(fake(bases[0]), torch.nn.Parameter)
 
 
 def low_rank(found: Sequence[Addend]) -> bool:
