@@ -22,6 +22,7 @@ from moefuse.passes.graph.sizes import same_shape, shape_of
 from moefuse.passes.infer.state import Context
 from moefuse.passes.ir.anti_unify import DifferError, common_leaf
 from moefuse.passes.ir.expr import Leaf
+from moefuse.passes.ir.lowrank import is_number
 
 SAME = COPIES | CASTS | {"positive"}
 """Operations that are their first argument, but for its dtype, its memory, or where its gradient ends."""
@@ -38,10 +39,13 @@ _DEPTH, _READS = 64, 8192
 
 @dataclass(frozen=True, eq=False)
 class Addend:
-    """``scale`` times ``by`` (numbers that the graph computes) times a weight (out, in), or times B (out, r) @ A (r, in)."""
+    """``scale`` times ``by`` times a weight (out, in), or times B (out, r) @ A (r, in).
+
+    ``by``: numbers that the graph computes; several of them in one place are each expert's.
+    """
 
     scale: float
-    by: tuple[Node, ...]
+    by: tuple[tuple[Node, ...], ...]
     leaves: tuple[Leaf, ...]
 
 
@@ -59,16 +63,16 @@ class _Times:
 
     order: tuple[int, ...]
     scale: float = 1.0
-    by: tuple[Node, ...] = ()
+    by: tuple[tuple[Node, ...], ...] = ()
     detached: bool = False
     depth: int = 0
 
     def times(self, number: Any, node: Node) -> _Times:
         if isinstance(number, int | float):
             return replace(self, scale=self.scale * number)
-        if not is_number(number):
+        if not _is_number(number):
             raise OtherError(node, "it is multiplied with a tensor")
-        return replace(self, by=(*self.by, number))
+        return replace(self, by=(*self.by, (number,)))
 
     def turned(self) -> _Times:
         return replace(self, order=(self.order[1], self.order[0]))
@@ -80,14 +84,8 @@ def known_rank(value: Any) -> int:
     return 0 if known is None else known.dim()
 
 
-def is_number(value: Any) -> bool:
-    """Whether a node is a real number that the run knows: a tensor without dimensions, or a number of Python's."""
-    if not isinstance(value, Node):
-        return False
-    known = fake(value)
-    if isinstance(known, torch.Tensor):
-        return known.dim() == 0 and known.dtype.is_floating_point
-    return isinstance(known, torch.SymFloat | torch.SymInt)
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Node) and is_number(fake(value))
 
 
 def combination(ctx: Context, leaf: Leaf, reader: Node) -> list[Addend]:
@@ -206,7 +204,7 @@ class _Reading:
             if not isinstance(second, int | float) or not second:
                 raise OtherError(node, "it is divided by a tensor")
             return self.read(first, times.times(1 / second, node), node)
-        if isinstance(first, int | float) or is_number(first):
+        if isinstance(first, int | float) or _is_number(first):
             first, second = second, first
         return self.read(first, times.times(second, node), node)
 
@@ -231,7 +229,7 @@ class _Reading:
         experts = {shape_of(fake(leaf.source))[0] for leaf in found.values() if leaf.stacked} if rank == 3 else set()
         if found.keys() != {outer, inside[0]} or len(experts) > 1 or (rank == 3 and not experts):
             raise OtherError(node, ONE_TERM)
-        if times.detached and any(tensor(number) is not None for number in times.by):
+        if times.detached and any(tensor(number) is not None for (number,) in times.by):
             raise OtherError(node, "a tensor scales it behind `detach`")
         leaves = tuple(self._for_all(found[c], next(iter(experts), 0)) for c in (outer, inside[0]))
         return Addend(times.scale, times.by, leaves)
@@ -312,7 +310,8 @@ def _row(call: Call) -> int | None:
 
 def _of(addend: Addend, expert: int) -> Addend:
     """One expert's part of a combination of stacks."""
-    return replace(addend, leaves=tuple(_one(leaf, expert) for leaf in addend.leaves))
+    by = tuple(n if len(n) == 1 else (n[expert],) for n in addend.by)
+    return replace(addend, leaves=tuple(_one(leaf, expert) for leaf in addend.leaves), by=by)
 
 
 def _one(leaf: Leaf, expert: int) -> Leaf:
@@ -334,13 +333,14 @@ def _common(found: list[list[Addend]], node: Node) -> list[Addend]:
     out = []
     for addends in zip(*found, strict=True):
         one = addends[0]
-        if any((a.scale, a.by, len(a.leaves)) != (one.scale, one.by, len(one.leaves)) for a in addends):
+        if any((a.scale, len(a.by), len(a.leaves)) != (one.scale, len(one.by), len(one.leaves)) for a in addends):
             raise OtherError(node, "experts have terms of several scales")
         try:
             leaves = tuple(_stacked([a.leaves[i] for a in addends], node) for i in range(len(one.leaves)))
         except DifferError as differ:
             raise OtherError(node, differ.detail) from differ
-        out.append(replace(one, leaves=leaves))
+        by = tuple(tuple(n for (n,) in numbers) for numbers in zip(*(a.by for a in addends), strict=True))
+        out.append(replace(one, leaves=leaves, by=tuple(n[:1] if len(set(n)) == 1 else n for n in by)))
     return out
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from moefuse.passes.graph.calls import call_of, tensor
+from moefuse.passes.graph.calls import call_of, fake, tensor
 from moefuse.passes.graph.sizes import shape_of
 from moefuse.passes.ir.expr import (
     Cast,
@@ -179,6 +179,8 @@ def _vector(exprs: list[Any], experts: list[int]) -> Expr:
     first: SharedVector = exprs[0]
     if all(e.source is first.source for e in exprs):
         return first
+    if all(isinstance(fake(e.source), torch.SymFloat) for e in exprs):
+        return ExpertVector(first.node, Leaf(first.source, False, None, (), tuple(e.source for e in exprs)))
     for expert, e in zip(experts[1:], exprs[1:], strict=True):
         if tensor(e.source) is None:
             raise DifferError(expert, f"it computes with a number of its own, `{e.source.name}`: how many tokens it has, perhaps")

@@ -68,6 +68,8 @@ class Rows64:
         else:
             row = self.values(leaf.parts[self.expert] if leaf.parts else leaf.source)
             order = list(leaf.order)
+        if not isinstance(row, torch.Tensor):
+            return torch.tensor(float(row), dtype=torch.float64)
         return row.permute(order).double() if row.dim() == len(order) else row.double()
 
     def run(self, expr: Any) -> Any:

@@ -9,6 +9,10 @@ from moefuse.passes.graph.calls import tensor
 from moefuse.passes.ir.expr import Cast, ExpertVector, Expr, Gate, Leaf, Linear, Op, SharedVector, Slice, SlotWeight, Token
 
 
+Number = SharedVector | ExpertVector
+"""A real number that the graph computes, for all experts or for each."""
+
+
 @dataclass(frozen=True, eq=False)
 class LowRank:
     """``scale * B @ A``, with A (r, in) and B (out, r) of each expert.
@@ -20,7 +24,7 @@ class LowRank:
     b: Leaf
     scale: float
     dropout: float = 0.0
-    by: tuple[SharedVector, ...] = ()
+    by: tuple[Number, ...] = ()
 
     @property
     def rank(self) -> int:
@@ -101,7 +105,7 @@ def same_projection(a: Projection, b: Projection) -> bool:
 
 
 def _same_term(a: LowRank, b: LowRank) -> bool:
-    by = [v.source for v in a.by] == [v.source for v in b.by]
+    by = len(a.by) == len(b.by) and all(map(same_expr, a.by, b.by))
     return same_leaf(a.a, b.a) and same_leaf(a.b, b.b) and (a.scale, a.dropout) == (b.scale, b.dropout) and by
 
 

@@ -14,7 +14,7 @@ import torch
 
 from moefuse.passes.graph.calls import fake
 from moefuse.passes.ir.expr import Cast, ExpertVector, Expr, Leaf, Linear, Op, SharedVector, walk
-from moefuse.passes.ir.expr_algebra import LowRank, Projection, bare, factors, same_expr, size
+from moefuse.passes.ir.expr_algebra import LowRank, Number, Projection, bare, factors, same_expr, size
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,19 +93,27 @@ def _addends(expr: Any) -> list[Any]:
     return [expr]
 
 
-def _scaled(expr: Any) -> tuple[float, tuple[SharedVector, ...], Any]:
+def _scaled(expr: Any) -> tuple[float, tuple[Number, ...], Any]:
     """The numbers of a product, those that the graph computes, and its one other factor (or the expression, if there are several)."""
     found = factors(expr)
     numbers = [f for f in found if isinstance(f, int | float)]
-    by = tuple(f for f in found if isinstance(f, SharedVector) and _is_number(f))
+    by = tuple(f for f in found if isinstance(f, SharedVector | ExpertVector) and _is_number(f))
     rest = [f for f in found if isinstance(f, Expr) and f not in by]
     alone = len(rest) == 1 and len(numbers) + len(by) + 1 == len(found)
     return (float(math.prod(numbers)), by, rest[0]) if alone else (1.0, (), bare(expr))
 
 
-def _is_number(vector: SharedVector) -> bool:
-    value = fake(vector.source)
-    return value.dim() == 0 if isinstance(value, torch.Tensor) else isinstance(value, torch.SymFloat | torch.SymInt)
+def _is_number(vector: Number) -> bool:
+    """Whether it is a number that the graph computes: one for all experts, or one for each that is of its own."""
+    nodes = (vector.source,) if isinstance(vector, SharedVector) else vector.vector.parts
+    return bool(nodes) and all(is_number(fake(node)) for node in nodes)
+
+
+def is_number(value: object) -> bool:
+    """Whether a value that torch recorded is one real number: a tensor without dimensions, or of Python's."""
+    if isinstance(value, torch.Tensor):
+        return value.dim() == 0 and value.dtype.is_floating_point
+    return isinstance(value, torch.SymFloat | torch.SymInt)
 
 
 def _term(expr: Any) -> tuple[LowRank, Expr, tuple[Linear, Linear]] | None:

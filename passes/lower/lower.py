@@ -30,8 +30,9 @@ from moefuse.passes.ir.expr import (
     computed_in,
     walk,
 )
-from moefuse.passes.ir.expr_algebra import LowRank, factors, is_weight, one_weight
+from moefuse.passes.ir.expr_algebra import LowRank, Number, factors, is_weight, one_weight
 from moefuse.passes.ir.facts import Routing
+from moefuse.passes.ir.lowrank import is_number
 from moefuse.passes.ir.regions import Region, Weightless
 from moefuse.passes.lower.layout import in_layout
 from moefuse.passes.lower.specs import dtype_of, fused_spec, grouped_spec
@@ -223,14 +224,19 @@ class Lowering:
         """[[E, n]] or E times [n]; dimensions of size one between them, which a batched product needs, are left out."""
         if leaf is None:
             return []
-        if leaf.parts and shape_of(tensor(leaf.parts[0])) == ():  # type: ignore[arg-type]
+        if leaf.parts and all(is_number(fake(part)) for part in leaf.parts):
             return [self.emit(torch.unsqueeze, self.numbers(leaf), 1)]
         lead = () if self.apart(leaf) else (self.here(),)
         return [self.flat(source, lead) for source in self.sources(leaf)]
 
-    def numbers(self, leaf: Leaf) -> Node:
-        """[E]: a number for each expert."""
-        return self.emit(torch.stack, list(leaf.parts))
+    def numbers(self, leaf: Leaf, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Node:
+        """[E]: a number for each expert, in a dtype and on a device if these are given."""
+        if tensor(leaf.parts[0]) is None:
+            value = fake(self.region.value)
+            how = {"dtype": dtype or value.dtype, "device": device or value.device}
+            return self.emit(torch.stack, [self.emit(torch.scalar_tensor, part, **how) for part in leaf.parts])
+        found = self.emit(torch.stack, list(leaf.parts))
+        return found if dtype in (None, fake(found).dtype) else self.emit(torch.Tensor.to, found, dtype)
 
     def apart(self, leaf: Leaf) -> bool:
         """Whether there is a tensor for each expert."""
@@ -330,17 +336,28 @@ class Lowering:
         """A, B and scale of the terms of one projection as one: their ranks beside each other, with scales that differ in A."""
         scales = {t.scale for t in terms}
         scale = scales.pop() if len(scales) == 1 else 1.0
-        numbers = [([] if t.scale == scale else [t.scale]) + [v.source for v in t.by] for t in terms]
-        firsts = [[self.scaled(a, by) for a in self.stack(t.a)] for t, by in zip(terms, numbers, strict=True)]
+        firsts = [self.scaled(t, () if t.scale == scale else (t.scale,)) for t in terms]
         lasts = [self.stack(t.b) for t in terms]
         if len(terms) == 1:
             return firsts[0], lasts[0], scale
         return self.joined(firsts, -2), self.joined(lasts, -1), scale
 
-    def scaled(self, factor: Node, numbers: Sequence[Any]) -> Node:
-        for number in numbers:
-            factor = self.emit(torch.mul, factor, number)
-        return factor
+    def scaled(self, term: LowRank, numbers: Sequence[float]) -> list[Node]:
+        """A times numbers: a stack of all experts if there are any."""
+        found = self.stack(term.a)
+        if not numbers and not term.by:
+            return found
+        out = found[0] if len(found) == 1 and not self.apart(term.a) else self.emit(torch.stack, found)
+        for number in (*numbers, *(self.number(n, out) for n in term.by)):
+            out = self.emit(torch.mul, out, number)
+        return [out]
+
+    def number(self, number: Number, like: Node) -> Node:
+        """A number, or one for each expert as [E, 1, 1] in the dtype of ``like``."""
+        if isinstance(number, SharedVector):
+            return number.source
+        value = fake(like)
+        return self.emit(torch.reshape, self.numbers(number.vector, value.dtype, value.device), (-1, 1, 1))
 
     def joined(self, factors: Sequence[Sequence[Node]], dim: int) -> list[Node]:
         """Stacks beside each other."""

@@ -19,7 +19,8 @@ from moefuse.errors import message
 from moefuse.passes.graph.calls import fake, location, tensor
 from moefuse.passes.graph.op_classes import PRODUCTS, SIZE_QUERIES
 from moefuse.passes.infer.state import Context
-from moefuse.passes.ir.expr import Expr, Leaf, Linear, Op, SharedVector, rebuilt, walk
+from moefuse.passes.ir.expr import Expr, ExpertVector, Leaf, Linear, Op, SharedVector, rebuilt, walk
+from moefuse.passes.ir.expr_algebra import Number
 from moefuse.passes.ir.facts import Lost
 from moefuse.passes.ir.lowrank import thin
 from moefuse.passes.ir.regions import Region, Summed
@@ -139,11 +140,11 @@ def _terms(ctx: Context, linear: Linear) -> list[Addend] | Summed | None:
         found = combination(ctx, linear.weight, linear.node)
     except OtherError as other:
         return Summed(other.node, other.why) if _has_product(ctx, node) else None
-    if not low_rank(found):
-        return None
     bases = [a for a in found if len(a.leaves) == 1]
-    if len(bases) != 1:
-        return Summed(node, f"{len(bases)} weights are added up there") if bases else None
+    if len(bases) > 1:
+        return Summed(node, f"{len(bases)} tensors of this size are added up there, and what made them is not in this graph")
+    if not bases or not low_rank(found):
+        return None
     if bases[0].scale != 1 or bases[0].by:
         return Summed(node, "the weight itself is scaled there, not only the adapters")
     if not thin([(a.leaves[1], a.leaves[0]) for a in found if len(a.leaves) == 2]):
@@ -158,10 +159,15 @@ def _beside(old: Linear, child: Expr, found: Sequence[Addend]) -> Expr:
     for addend in (a for a in found if len(a.leaves) == 2):
         b, a = addend.leaves
         term: Expr = Linear(old.node, Linear(old.node, child, a), b)
-        for number in addend.by:
-            term = Op(old.node, "mul", (term, SharedVector(old.node, number)))
+        for numbers in addend.by:
+            term = Op(old.node, "mul", (term, _number(old.node, numbers)))
         out = Op(old.node, "add", (out, Op(old.node, "mul", (term, addend.scale))))
     return out
+
+
+def _number(node: Node, numbers: tuple[Node, ...]) -> Number:
+    first = numbers[0]
+    return SharedVector(node, first) if len(numbers) == 1 else ExpertVector(node, Leaf(first, False, None, (), numbers))
 
 
 def _sources(leaf: Leaf) -> tuple[Node, ...]:

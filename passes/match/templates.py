@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from moefuse.passes.graph.calls import fake
+from moefuse.passes.graph.calls import tensor
 from moefuse.passes.ir.expr import Expr, Slice, Token
 from moefuse.passes.ir.expr_algebra import (
     Projection,
@@ -61,7 +61,7 @@ def one_op(expr: Expr, device: torch.device) -> Body | None:
         body = match(expr, with_terms)
     found = [p for p in body.projections if p is not None] if body is not None else []
     sources = [leaf.source for p in found for leaf in (p.weight, p.bias) if leaf is not None]
-    one_dtype = len({fake(source).dtype for source in sources}) == 1
+    one_dtype = len({None if (value := tensor(source)) is None else value.dtype for source in sources}) == 1
     return body if one_dtype and all(map(_one_term, found)) else None
 
 
