@@ -66,6 +66,20 @@ def specialise(expr: Expr, expert: int) -> Expr | None:
     return rewritten(expr, lambda source: source, leaf, lambda number: expert if number is None else number)
 
 
+def for_all(expr: Expr) -> Expr:
+    """The tree with each matrix that all experts share as a list of it, of as many as stacked weights have rows."""
+    leaves = [leaf for leaf in weight_leaves(expr) if not leaf.stacked and not leaf.parts]
+    sizes = {shape_of(value)[0] for leaf in weight_leaves(expr) if leaf.stacked and (value := tensor(leaf.source)) is not None}
+    count = next(iter(sizes), None)
+    if not leaves or len(sizes) != 1 or not isinstance(count, int):
+        return expr
+
+    def leaf(old: Leaf) -> Leaf:
+        return old if old.stacked or old.parts else replace(old, parts=(old.source,) * count)
+
+    return rewritten(expr, lambda source: source, leaf, lambda number: number)
+
+
 class _Merge:
     """One generalisation: what is one node of every tree stays one, so that a random draw inside stays one draw."""
 

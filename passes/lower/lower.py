@@ -240,7 +240,7 @@ class Lowering:
 
     def apart(self, leaf: Leaf) -> bool:
         """Whether there is a tensor for each expert."""
-        return bool(leaf.parts) and (len(leaf.parts) == 1 or len(set(leaf.parts)) > 1)
+        return bool(leaf.parts)
 
     def here(self) -> int:
         """Experts whose weights the ops are given."""
@@ -259,9 +259,6 @@ class Lowering:
         return [self.emit(torch.detach, source) for source in found] if leaf.detached else found
 
     def attached(self, leaf: Leaf) -> list[Node]:
-        if leaf.parts and len(leaf.parts) > 1 and len(set(leaf.parts)) == 1:
-            lead = (len(leaf.parts), *(1 for _ in leaf.order))
-            return [self.once(leaf, lambda: self.emit(torch.Tensor.repeat, self.emit(torch.unsqueeze, leaf.source, 0), lead))]
         if leaf.parts:
             return list(leaf.parts)
         value, count = tensor(leaf.source), self.region.num_experts
@@ -337,20 +334,27 @@ class Lowering:
         scales = {t.scale for t in terms}
         scale = scales.pop() if len(scales) == 1 else 1.0
         firsts = [self.scaled(t, () if t.scale == scale else (t.scale,)) for t in terms]
-        lasts = [self.stack(t.b) for t in terms]
+        lasts = [self.factor(t.b) for t in terms]
         if len(terms) == 1:
             return firsts[0], lasts[0], scale
         return self.joined(firsts, -2), self.joined(lasts, -1), scale
 
     def scaled(self, term: LowRank, numbers: Sequence[float]) -> list[Node]:
         """A times numbers: a stack of all experts if there are any."""
-        found = self.stack(term.a)
+        found = self.factor(term.a)
         if not numbers and not term.by:
             return found
-        out = found[0] if len(found) == 1 and not self.apart(term.a) else self.emit(torch.stack, found)
+        out = self.emit(torch.stack, found) if fake(found[0]).dim() == 2 else found[0]
         for number in (*numbers, *(self.number(n, out) for n in term.by)):
             out = self.emit(torch.mul, out, number)
         return [out]
+
+    def factor(self, leaf: Leaf) -> list[Node]:
+        """A or B as the op takes them; one matrix for all experts is copied for each, and its gradient is the sum."""
+        found = self.stack(leaf)
+        if not leaf.parts or len(set(leaf.parts)) > 1:
+            return found
+        return [self.emit(torch.Tensor.repeat, self.emit(torch.unsqueeze, found[0], 0), (len(leaf.parts), 1, 1))]
 
     def number(self, number: Number, like: Node) -> Node:
         """A number, or one for each expert as [E, 1, 1] in the dtype of ``like``."""

@@ -17,15 +17,16 @@ from torch.fx import Node
 from moefuse._dynamo.values import hint
 from moefuse.errors import message
 from moefuse.passes.graph.calls import fake, location, tensor
+from moefuse.passes.graph.matmuls import operands
 from moefuse.passes.graph.op_classes import PRODUCTS, SIZE_QUERIES
 from moefuse.passes.infer.state import Context
-from moefuse.passes.ir.expr import Expr, ExpertVector, Leaf, Linear, Op, SharedVector, rebuilt, walk
+from moefuse.passes.ir.expr import Expr, ExpertVector, Leaf, Linear, Op, SharedVector, Token, rebuilt, walk
 from moefuse.passes.ir.expr_algebra import Number
 from moefuse.passes.ir.facts import Lost
 from moefuse.passes.ir.lowrank import thin
 from moefuse.passes.ir.regions import Region, Summed
 from moefuse.passes.match.templates import WITH_TERMS, match, one_op
-from moefuse.passes.infer.weight_sums import Addend, OtherError, combination, low_rank
+from moefuse.passes.infer.weight_sums import Addend, OtherError, combination, known_rank, low_rank
 
 MOST_ROWS = {"cpu": 32}
 """For each expert, by device. With more, the C++ kernels on the sum of weights are faster: beside the products terms have none."""
@@ -47,6 +48,8 @@ def taken_apart(ctx: Context, region: Region) -> Apart | Summed | None:
 
     None where no weight has any terms.
     """
+    whole, expr = region, of_shared(ctx, region)
+    region = replace(region, expr=expr)
     found: dict[int, list[Addend]] = {}
     problem: Summed | None = None
     for linear in (e for e in walk(region.expr) if isinstance(e, Linear)):
@@ -57,12 +60,14 @@ def taken_apart(ctx: Context, region: Region) -> Apart | Summed | None:
             problem = problem or terms
         elif terms is not None:
             found[id(linear)] = terms
-    if problem is not None or not found:
+    if problem is not None:
         return problem
-    return _beside_all(ctx, region, found)
+    if found:
+        return _beside_all(ctx, region, whole, found)
+    return Apart(replace(region, whole=whole), {}) if expr is not whole.expr and one_op(expr, fake(region.value).device) else None
 
 
-def _beside_all(ctx: Context, region: Region, found: Mapping[int, list[Addend]]) -> Apart | Summed:
+def _beside_all(ctx: Context, region: Region, whole: Region, found: Mapping[int, list[Addend]]) -> Apart | Summed:
     sums = {id(e): _sources(e.weight)[0] for e in walk(region.expr) if isinstance(e, Linear) and id(e) in found}
     first = next(iter(sums.values()))
     device = fake(region.value).device
@@ -76,7 +81,7 @@ def _beside_all(ctx: Context, region: Region, found: Mapping[int, list[Addend]])
 
     expr = rebuilt(region.expr, beside)
     if one_op(expr, device):
-        return Apart(replace(region, expr=expr, whole=region), sums)
+        return Apart(replace(region, expr=expr, whole=whole), sums)
     return Summed(first, _not_one_op(region, device))
 
 
@@ -108,8 +113,9 @@ def summed_up(apart: Region, lost: Lost) -> Region:
     """The region as the program has it, in place of one that was taken apart and that nothing could be made of."""
     assert apart.whole is not None
     known = {e.weight.source for e in walk(apart.expr) if isinstance(e, Linear)}
-    node = next(e.weight.source for e in walk(apart.whole.expr) if isinstance(e, Linear) and e.weight.source not in known)
-    return replace(apart.whole, summed=refused(node, lost))
+    sums = (e.weight.source for e in walk(apart.whole.expr) if isinstance(e, Linear) and e.weight.source not in known)
+    node = next(sums, None)
+    return apart.whole if node is None else replace(apart.whole, summed=refused(node, lost))
 
 
 def note(region: Region) -> str:
@@ -168,6 +174,34 @@ def _beside(old: Linear, child: Expr, found: Sequence[Addend]) -> Expr:
 def _number(node: Node, numbers: tuple[Node, ...]) -> Number:
     first = numbers[0]
     return SharedVector(node, first) if len(numbers) == 1 else ExpertVector(node, Leaf(first, False, None, (), numbers))
+
+
+def of_shared(ctx: Context, region: Region) -> Expr:
+    """The expression in which a token that one matrix for all experts made of another token (``x @ A.T``, A shared) is that product."""
+    tokens = {e.source: e for e in walk(region.expr) if isinstance(e, Token)}
+
+    def change(old: Expr, run: Callable[[Any], Any]) -> Expr | None:
+        return _product_of(ctx, old, tokens, region) if isinstance(old, Token) else None
+
+    made = any(_product_of(ctx, e, tokens, region) is not None for e in tokens.values())
+    return rebuilt(region.expr, change) if made else region.expr
+
+
+def _product_of(ctx: Context, old: Token, tokens: Mapping[Node, Token], region: Region) -> Expr | None:
+    node, scale, mode = old.source, 1.0, ctx.mode[region.anchor]
+    call = ctx.calls.get(node)
+    while call is not None and ctx.mode[node] == mode and not call.inplace and ctx.memory.storage[node] not in ctx.writes:
+        if call.name == "mul" and len(call.args) == 2 and isinstance(call.args[1], int | float):
+            node, scale = call.args[0], scale * call.args[1]
+            call = ctx.calls.get(node)
+            continue
+        found = operands(call)
+        rows = None if found is None or found.bias is not None else tokens.get(found.x)
+        if found is None or rows is None or rows is old or rows.by_slot != old.by_slot or known_rank(found.weight) != 2:
+            return None
+        leaf = Leaf(found.weight, False, None, (0, 1) if found.out_first else (1, 0), (found.weight,) * region.num_experts)
+        return Op(node, "mul", (Linear(node, rows, leaf), scale))
+    return None
 
 
 def _sources(leaf: Leaf) -> tuple[Node, ...]:
