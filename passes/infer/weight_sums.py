@@ -143,7 +143,12 @@ class _Reading:
             return value, call
         if len(names) != 1 or ctx.memory.outlives(names[0]):
             raise OtherError(ctx.writes[written[0]][0], "it is written to in the graph")
-        if call is not None and not call.inplace and (call.name in SAME or _turns(call) or _row(call) is not None) and _views(ctx, value, call):
+        if (
+            call is not None
+            and not call.inplace
+            and (call.name in SAME or _turns(call) or _row(call) is not None)
+            and _views(ctx, value, call)
+        ):
             return value, call
         last = ctx.memory.version(names[0], reader)
         if last is None:

@@ -8,7 +8,6 @@ from typing import Any
 from moefuse.passes.graph.calls import tensor
 from moefuse.passes.ir.expr import Cast, ExpertVector, Expr, Gate, Leaf, Linear, Op, SharedVector, Slice, SlotWeight, Token
 
-
 Number = SharedVector | ExpertVector
 """A real number that the graph computes, for all experts or for each."""
 

@@ -135,7 +135,7 @@ def _term(expr: Any) -> tuple[LowRank, Expr, tuple[Linear, Linear]] | None:
 
 
 def thin(terms: Sequence[tuple[Leaf, Leaf]]) -> bool:
-    """Whether the ranks of A and B (each pair a term) are together at most half of the smaller side: else a weight of its own is cheaper."""
+    """Whether the ranks of A and B (each pair a term) are together at most half of the smaller side: else the sum is cheaper."""
     return 2 * sum(size(a, 0) for a, _ in terms) <= min(n for a, b in terms for n in (size(a, 1), size(b, 0)))
 
 

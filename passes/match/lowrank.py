@@ -20,13 +20,13 @@ from moefuse.passes.graph.calls import fake, location, tensor
 from moefuse.passes.graph.matmuls import operands
 from moefuse.passes.graph.op_classes import PRODUCTS, SIZE_QUERIES
 from moefuse.passes.infer.state import Context
-from moefuse.passes.ir.expr import Expr, ExpertVector, Leaf, Linear, Op, SharedVector, Token, rebuilt, walk
+from moefuse.passes.infer.weight_sums import Addend, OtherError, combination, known_rank, low_rank
+from moefuse.passes.ir.expr import ExpertVector, Expr, Leaf, Linear, Op, SharedVector, Token, rebuilt, walk
 from moefuse.passes.ir.expr_algebra import Number
 from moefuse.passes.ir.facts import Lost
 from moefuse.passes.ir.lowrank import thin
 from moefuse.passes.ir.regions import Region, Summed
 from moefuse.passes.match.templates import WITH_TERMS, match, one_op
-from moefuse.passes.infer.weight_sums import Addend, OtherError, combination, known_rank, low_rank
 
 MOST_ROWS = {"cpu": 32}
 """For each expert, by device. With more, the C++ kernels on the sum of weights are faster: beside the products terms have none."""
@@ -125,7 +125,8 @@ def note(region: Region) -> str:
     size = math.prod(known.shape) * known.dtype.itemsize if known is not None else 0
     memory = f" ({size / 2**20:.2g} MiB)" if isinstance(size, int) and size else ""
     kept = "" if region.whole is not None else ", and kept for the gradients in training"
-    return f"the sum of expert weights and their low-rank adapters is made in each call{memory} at {location(node)}{kept}: {region.summed.why}"
+    what = f"the sum of expert weights and their low-rank adapters is made in each call{memory}"
+    return f"{what} at {location(node)}{kept}: {region.summed.why}"
 
 
 def _asks_for_size(ctx: Context, node: Node) -> bool:

@@ -177,7 +177,7 @@ def _is_summed(ctx: Context, value: Any, node: Node) -> bool:
 
 
 def expert_weight(ctx: Context, value: Any, rows: Any, names: Labels, others: Labels, out: Labels, stack: bool) -> Weight | None:
-    """A fact as an expert weight: indexed already, a whole stack (``stack``: it may be one; first dim E), or a Parameter of one or all experts."""
+    """A fact as an expert weight: indexed already, a stack (if it may be one; first dim E), or a Parameter of one expert or of all."""
     if isinstance(value, Weight):
         return value
     if not isinstance(value, View) or value.root.op not in ("placeholder", "get_attr", "call_method", "call_function"):
