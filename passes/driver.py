@@ -148,7 +148,7 @@ def _fuse_graph(gm: GraphModule, known: dict[Node, Any], run: _Run) -> bool:
     fused = _fuse_regions(ctx, known, run)
     if run.assumptions:
         _discharge(ctx, run, claims, fused)
-    run.result.notes += [lowrank.note(region) for region in fused if region.summed is not None]
+    run.result.notes += dict.fromkeys(lowrank.note(region) for region in fused if region.summed is not None)
     run.result.notes += unhit_experts.notes(ctx, fused, run.assumptions)
     run.result.notes += one_kernel(gm.graph, run.options) if fused else []
     if fused and run.options.overlap:

@@ -33,6 +33,9 @@ ONE_TERM = "all experts have one and the same term"
 _PRODUCTS = {"bmm": "bij,bjk->bik", "mm": "ij,jk->ik"}
 
 
+_OPERANDS = ("other", "mat1", "mat2", "batch1", "batch2")
+"""Names of operands, in their order."""
+
 _DEPTH, _READS = 64, 8192
 """Operations of one reading, below each other and together: a sum may have one for each expert, a residual stream is none."""
 
@@ -143,12 +146,7 @@ class _Reading:
             return value, call
         if len(names) != 1 or ctx.memory.outlives(names[0]):
             raise OtherError(ctx.writes[written[0]][0], "it is written to in the graph")
-        if (
-            call is not None
-            and not call.inplace
-            and (call.name in SAME or _turns(call) or _row(call) is not None)
-            and _views(ctx, value, call)
-        ):
+        if call is not None and not call.inplace and _looks_through(call) and _views(ctx, value, call):
             return value, call
         last = ctx.memory.version(names[0], reader)
         if last is None:
@@ -159,15 +157,16 @@ class _Reading:
         return last, ctx.calls.get(last)
 
     def _operation(self, node: Node, call: Call, times: _Times) -> list[Addend]:
-        name, args, given = call.name, call.args, dict(call.kwargs)
+        name, given = call.name, dict(call.kwargs)
+        args = (*call.args, *(given.pop(key) for key in _OPERANDS if key in given))
         if name == "copy" and call.inplace and len(args) == 2:
             return self.read(args[1], times, node)
         if name in ("add", "sub", "rsub") and len(args) == 2 and given.keys() <= {"alpha"}:
-            return self._sum(node, call, times)
+            return self._sum(node, name, args, given.get("alpha", 1), times)
         if name == "neg":
             return self.read(args[0], times.times(-1, node), node)
         if name in ("mul", "div") and len(args) == 2 and not given:
-            return self._multiple(node, call, times)
+            return self._multiple(node, name, *args, times)
         if name in ("baddbmm", "addmm") and len(args) == 3 and given.keys() <= {"alpha", "beta"}:
             beta, alpha = given.get("beta", 1), given.get("alpha", 1)
             unread = isinstance(beta, int | float) and beta == 0
@@ -175,7 +174,7 @@ class _Reading:
             equation = _PRODUCTS["bmm" if name == "baddbmm" else "mm"]
             return [*base, self._product(node, args[1:], equation, times.times(alpha, node))]
         if name in ("bmm", "mm", "matmul", "einsum") and not given:
-            operands, equation = _operands(node, call)
+            operands, equation = _operands(node, name, args)
             return [self._product(node, operands, equation, times)]
         if name == "stack" and given.get("dim", args[1] if len(args) > 1 else 0) == 0 and isinstance(args[0], tuple | list):
             if known_rank(node) != 3:
@@ -186,13 +185,10 @@ class _Reading:
             return [Addend(times.scale, times.by, (_leaf(self.ctx, node, times),))]
         raise OtherError(node, f"`{name}` computes it")
 
-    def _sum(self, node: Node, call: Call, times: _Times) -> list[Addend]:
-        first, second = call.args
-        alpha = call.kwargs.get("alpha", 1)
-        signs = {"add": (1, 1), "sub": (1, -1), "rsub": (-1, 1)}[call.name]
-        one = times.times(signs[0], node).times(alpha if call.name == "rsub" else 1, node)
-        two = times.times(signs[1], node).times(1 if call.name == "rsub" else alpha, node)
-        return [a for value, part in ((first, one), (second, two)) for a in self._addend(node, value, part)]
+    def _sum(self, node: Node, name: str, args: Sequence[Any], alpha: Any, times: _Times) -> list[Addend]:
+        first, second = args[::-1] if name == "rsub" else args
+        other = times.times(1 if name == "add" else -1, node).times(alpha, node)
+        return [*self._addend(node, first, times), *self._addend(node, second, other)]
 
     def _addend(self, node: Node, value: Any, times: _Times) -> list[Addend]:
         """One of two, if it has the shape of the sum: what is spread over experts is another matter."""
@@ -203,9 +199,8 @@ class _Reading:
             raise OtherError(node, ONE_TERM)
         return self.read(value, times, node)
 
-    def _multiple(self, node: Node, call: Call, times: _Times) -> list[Addend]:
-        first, second = call.args
-        if call.name == "div":
+    def _multiple(self, node: Node, name: str, first: Any, second: Any, times: _Times) -> list[Addend]:
+        if name == "div":
             if not isinstance(second, int | float) or not second:
                 raise OtherError(node, "it is divided by a tensor")
             return self.read(first, times.times(1 / second, node), node)
@@ -264,22 +259,18 @@ class _Reading:
         return replace(leaf, parts=(leaf.source,) * experts) if shared else leaf
 
 
-def _operands(node: Node, call: Call) -> tuple[Sequence[Any], str]:
+def _operands(node: Node, name: str, args: Sequence[Any]) -> tuple[Sequence[Any], str]:
     """The operands of a product of two, and its equation."""
-    args = call.args[1:] if call.name == "einsum" else call.args
-    args = tuple(args[0]) if len(args) == 1 and isinstance(args[0], tuple | list) else args
-    ranks = [known_rank(a) for a in args]
-    if len(args) != 2:
-        raise OtherError(node, f"`{call.name}` computes it")
-    if call.name == "matmul":
-        left, right = ("bij" if ranks[0] == 3 else "ij"), ("bjk" if ranks[1] == 3 else "jk")
-        if set(ranks) - {2, 3}:
-            raise OtherError(node, "`matmul` computes it")
-        return args, f"{left},{right}->{'bik' if 3 in ranks else 'ik'}"
-    equation = call.args[0] if call.name == "einsum" else _PRODUCTS[call.name]
-    if not isinstance(equation, str) or "->" not in equation or "." in equation:
-        raise OtherError(node, "`einsum` computes it")
-    return args, equation
+    given = args[1:] if name == "einsum" else args
+    given = tuple(given[0]) if len(given) == 1 and isinstance(given[0], tuple | list) else given
+    ranks = [known_rank(a) for a in given]
+    equation = args[0] if name == "einsum" else _PRODUCTS.get(name)
+    if name == "matmul" and not set(ranks) - {2, 3}:
+        left, right = ("bij" if ranks[0] == 3 else "ij"), ("bjk" if ranks[-1] == 3 else "jk")
+        equation = f"{left},{right}->{'bik' if 3 in ranks else 'ik'}"
+    if len(given) != 2 or not isinstance(equation, str) or "->" not in equation or "." in equation:
+        raise OtherError(node, f"`{name}` computes it")
+    return given, equation
 
 
 def _plain(node: Node) -> None:
@@ -359,6 +350,10 @@ def _stacked(leaves: list[Leaf], node: Node) -> Leaf:
     return replace(found, detached=leaves[0].detached)
 
 
+def _looks_through(call: Call) -> bool:
+    return call.name in SAME or _turns(call) or _row(call) is not None
+
+
 def _views(ctx: Context, value: Node, call: Call) -> bool:
     return isinstance(call.args[0], Node) and ctx.storage[call.args[0]] is ctx.storage[value]
 
@@ -376,10 +371,11 @@ def _turns(call: Call) -> bool:
     rank = known_rank(call.args[0]) if call.args else 0
     if rank not in (2, 3) or call.inplace:
         return False
-    if call.name == "transpose" and len(call.args) == 3:
-        return {d % rank for d in call.args[1:]} == {rank - 2, rank - 1}
+    args = (*call.args, *(call.kwargs[key] for key in ("dim0", "dim1", "dims") if key in call.kwargs))
+    if call.name == "transpose" and len(args) == 3:
+        return {d % rank for d in args[1:]} == {rank - 2, rank - 1}
     if call.name == "permute":
-        dims = call.args[1] if len(call.args) == 2 and isinstance(call.args[1], tuple | list) else call.args[1:]
+        dims = args[1] if len(args) == 2 and isinstance(args[1], tuple | list) else args[1:]
         return [d % rank for d in dims] == [*range(rank - 2), rank - 1, rank - 2]
     return call.name == "mT" or (call.name in ("t", "T") and rank == 2)
 

@@ -30,7 +30,7 @@ from moefuse.passes.ir.facts import (
 from moefuse.passes.ir.regions import Refused, Region, Summed, Weightless, sources
 from moefuse.passes.match.activations import vanishes
 from moefuse.passes.match.ids_outside import outside
-from moefuse.passes.match.lowrank import read_elsewhere, refused, taken_apart
+from moefuse.passes.match.lowrank import observed, read_elsewhere, refused, taken_apart
 from moefuse.passes.match.representative import instances
 from moefuse.passes.match.safety import checked
 from moefuse.passes.match.unrecognised import unread, unread_stacks
@@ -77,7 +77,8 @@ def _apart(ctx: Context, found: Region | Lost) -> Region | Lost:
     if isinstance(other, Lost):
         first = next(iter(apart.sums.values()), None)
         return found if first is None else replace(found, summed=refused(first, other))
-    return replace(other, summed=read_elsewhere(ctx, other, apart.sums))
+    hooked = observed(ctx, other)
+    return replace(other, summed=read_elsewhere(ctx, other, apart.sums)) if hooked is None else replace(found, summed=hooked)
 
 
 def _placed(ctx: Context, found: Region | Lost) -> Region | Lost:

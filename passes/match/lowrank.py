@@ -90,7 +90,17 @@ def _not_one_op(region: Region, device: torch.device) -> str:
         return f"no op takes adapters apart on {device.type}"
     if match(region.expr) is None:
         return "no op of moefuse does all that the expert does, of which adapters would be a part"
-    return "the ranks are more than half as large as the weight, or base weights have several dtypes"
+    return "weights have several dtypes, or each expert has tensors of its own and several adapters"
+
+
+def observed(ctx: Context, apart: Region) -> Summed | None:
+    """A value of a sum that has a hook: it would see another gradient, or none."""
+    whole = apart.whole.nodes if apart.whole is not None else apart.nodes
+    for node in sorted(apart.nodes - whole, key=ctx.position.__getitem__):
+        calls = (ctx.calls.get(user) for user in node.users)
+        if any(call is not None and call.name in ("register_hook", "retain_grad") for call in calls):
+            return Summed(node, "a hook observes it")
+    return None
 
 
 def read_elsewhere(ctx: Context, apart: Region, sums: Mapping[int, Node]) -> Summed | None:
@@ -155,7 +165,7 @@ def _terms(ctx: Context, linear: Linear) -> list[Addend] | Summed | None:
     if bases[0].scale != 1 or bases[0].by:
         return Summed(node, "the weight itself is scaled there, not only the adapters")
     if not thin([(a.leaves[1], a.leaves[0]) for a in found if len(a.leaves) == 2]):
-        return None
+        return Summed(node, "the ranks are more than half of the weight's smaller side")
     return found
 
 
