@@ -20,7 +20,8 @@ from moefuse.passes.graph.calls import fake, location, tensor
 from moefuse.passes.graph.matmuls import operands
 from moefuse.passes.graph.op_classes import PRODUCTS, SIZE_QUERIES
 from moefuse.passes.infer.state import Context
-from moefuse.passes.infer.weight_sums import Addend, OtherError, combination, known_rank, low_rank
+from moefuse.passes.infer.weight_parts import Addend, OtherError, known_rank
+from moefuse.passes.infer.weight_sums import combination, low_rank
 from moefuse.passes.ir.expr import ExpertVector, Expr, Leaf, Linear, Op, SharedVector, Token, rebuilt, walk
 from moefuse.passes.ir.expr_algebra import Number
 from moefuse.passes.ir.facts import Lost
@@ -231,8 +232,10 @@ def _has_product(ctx: Context, node: Node) -> bool:
         call = ctx.calls.get(value)
         if call is not None and call.name in PRODUCTS and call.name != "linear":
             return True
-        written = (w for name in ctx.memory.storages(value) for w in ctx.writes.get(name, ()))
-        new = [n for n in (*value.all_input_nodes, *written) if n not in seen and 2 * _size(n) >= least]
+        below = [n for n in value.all_input_nodes if 2 * _size(n) >= least]
+        written = [w for name in ctx.memory.storages(value) for w in ctx.writes.get(name, ())]
+        below += [n for w in written for t in ctx.memory.targets[w] for n in w.all_input_nodes if 2 * _size(n) >= _size(t)]
+        new = [n for n in dict.fromkeys((*below, *written)) if n not in seen]
         seen.update(new)
         stack.extend(new)
     return False
