@@ -107,10 +107,10 @@ class _Reading:
         last = ctx.memory.version(names[0], reader)
         if last is None:
             return value, call
-        target = ctx.memory.targets[last]
-        if len(target) != 1 or not same_place(target[0], value) or "out" in last.kwargs:
-            raise OtherError(last, "a part of it is written to")
-        return last, ctx.calls.get(last)
+        target, write = ctx.memory.targets[last], ctx.calls.get(last)
+        if write is None or write.name == "setitem" or len(target) != 1 or not same_place(target[0], value) or "out" in last.kwargs:
+            raise OtherError(last, "a part of it is written to, or all of it in another shape")
+        return last, write
 
     def _operation(self, node: Node, call: Call, times: Times) -> list[Addend]:
         name, given = call.name, dict(call.kwargs)

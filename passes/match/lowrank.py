@@ -19,6 +19,7 @@ from moefuse.errors import message
 from moefuse.passes.graph.calls import fake, location, tensor
 from moefuse.passes.graph.matmuls import operands
 from moefuse.passes.graph.op_classes import PRODUCTS, SIZE_QUERIES
+from moefuse.passes.graph.sizes import shape_of
 from moefuse.passes.infer.state import Context
 from moefuse.passes.infer.weight_parts import Addend, OtherError, known_rank
 from moefuse.passes.infer.weight_sums import combination, low_rank
@@ -33,7 +34,9 @@ MOST_ROWS = {"cpu": 32}
 """For each expert, by device. With more, the C++ kernels on the sum of weights are faster: beside the products terms have none."""
 
 _STEPS = 64
-"""Operations behind a weight among which a product is looked for."""
+"""Operations behind a weight among which a product and a sum are looked for."""
+
+_SUMS = frozenset("add sub rsub addcmul lerp sum baddbmm addmm".split())
 
 
 @dataclass(frozen=True, eq=False)
@@ -225,20 +228,21 @@ def _computed(ctx: Context, node: Node) -> bool:
 
 
 def _has_product(ctx: Context, node: Node) -> bool:
-    """Whether a product of two matrices is among what makes a weight: of weight's size, as adapters are before they are added."""
-    least, stack, seen = _size(node), [node], {node}
+    """Whether a product of two matrices, of one expert's weight's size at least, and a sum are among what makes a weight."""
+    known = tensor(node)
+    least = _size(node) // (shape_of(known)[0] if known is not None and known.dim() == 3 and isinstance(shape_of(known)[0], int) else 1)
+    stack, seen, names = [node], {node}, set()
     while stack and len(seen) < _STEPS:
         value = stack.pop()
         call = ctx.calls.get(value)
-        if call is not None and call.name in PRODUCTS and call.name != "linear":
-            return True
+        names.add("" if call is None else call.name)
         below = [n for n in value.all_input_nodes if 2 * _size(n) >= least]
         written = [w for name in ctx.memory.storages(value) for w in ctx.writes.get(name, ())]
         below += [n for w in written for t in ctx.memory.targets[w] for n in w.all_input_nodes if 2 * _size(n) >= _size(t)]
         new = [n for n in dict.fromkeys((*below, *written)) if n not in seen]
         seen.update(new)
         stack.extend(new)
-    return False
+    return not names.isdisjoint(PRODUCTS - {"linear"}) and not names.isdisjoint(_SUMS)
 
 
 def _size(node: Node) -> int:
