@@ -199,4 +199,5 @@ def turns(call: Call) -> bool:
     if call.name == "permute":
         dims = args[1] if len(args) == 2 and isinstance(args[1], tuple | list) else args[1:]
         return [d % rank for d in dims] == [*range(rank - 2), rank - 1, rank - 2]
-    return call.name == "mT" or (call.name in ("t", "T") and rank == 2)
+    name = call.args[1] if call.name == "getattr" else call.name
+    return name == "mT" or (name in ("t", "T") and rank == 2)

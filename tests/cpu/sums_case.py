@@ -99,4 +99,4 @@ def _same(which: Any, mine: Tensor | None, true: Tensor | None) -> None:
         assert all(not t.any() for t in empty), f"result {which}: a gradient where there is none"
         return
     error, size = float((mine.double() - true).norm()), float(true.norm())
-    assert error <= 4e-6 * size + 1e-9, f"result {which}: {error:.2g} of {size:.2g}"
+    assert error <= 4e-6 * size + 1e-5, f"result {which}: {error:.2g} of {size:.2g}"
