@@ -39,10 +39,14 @@ class Outside:
 
 @dataclass(frozen=True, eq=False)
 class Summed:
-    """A weight that experts read as the sum of one and its low-rank terms: where it is made, and why."""
+    """A weight that experts read as the sum of one and its low-rank terms: where it is made, and why.
+
+    ``kept``: their gradients need it; not where only others read it.
+    """
 
     node: Node
     why: str
+    kept: bool = True
 
 
 @dataclass(frozen=True, eq=False)

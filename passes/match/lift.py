@@ -78,7 +78,9 @@ def _apart(ctx: Context, found: Region | Lost) -> Region | Lost:
         first = next(iter(apart.sums.values()), None)
         return found if first is None else replace(found, summed=refused(first, other))
     hooked = observed(ctx, other)
-    return replace(other, summed=read_elsewhere(ctx, other, apart.sums)) if hooked is None else replace(found, summed=hooked)
+    if hooked is not None:
+        return replace(found, summed=hooked)
+    return replace(other, summed=other.summed or read_elsewhere(ctx, other, apart.sums))
 
 
 def _placed(ctx: Context, found: Region | Lost) -> Region | Lost:

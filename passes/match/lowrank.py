@@ -52,8 +52,6 @@ def taken_apart(ctx: Context, region: Region) -> Apart | Summed | None:
 
     None where no weight has any terms.
     """
-    whole, expr = region, of_shared(ctx, region)
-    region = replace(region, expr=expr)
     found: dict[int, list[Addend]] = {}
     problem: Summed | None = None
     for linear in (e for e in walk(region.expr) if isinstance(e, Linear)):
@@ -64,18 +62,17 @@ def taken_apart(ctx: Context, region: Region) -> Apart | Summed | None:
             problem = problem or terms
         elif terms is not None:
             found[id(linear)] = terms
-    if problem is not None:
-        return problem
-    if found:
-        return _beside_all(ctx, region, whole, found)
-    return Apart(replace(region, whole=whole), {}) if expr is not whole.expr and one_op(expr, fake(region.value).device) else None
-
-
-def _beside_all(ctx: Context, region: Region, whole: Region, found: Mapping[int, list[Addend]]) -> Apart | Summed:
+    made = _beside_all(region, found) if found else region.expr
+    if isinstance(made, Summed):
+        return problem or made
+    expr = _with_shared(ctx, region, made)
     sums = {id(e): _sources(e.weight)[0] for e in walk(region.expr) if isinstance(e, Linear) and id(e) in found}
-    first = next(iter(sums.values()))
-    device = fake(region.value).device
-    rows = _rows(region)
+    return problem if expr is region.expr else Apart(replace(region, expr=expr, whole=region, summed=problem), sums)
+
+
+def _beside_all(region: Region, found: Mapping[int, list[Addend]]) -> Expr | Summed:
+    first = next(_sources(e.weight)[0] for e in walk(region.expr) if isinstance(e, Linear) and id(e) in found)
+    device, rows = fake(region.value).device, _rows(region)
     if device.type in MOST_ROWS and rows > MOST_ROWS[device.type] * region.num_experts:
         of = f"an expert has {rows // region.num_experts} rows on average, and with more than {MOST_ROWS[device.type]}"
         return Summed(first, f"{of} that is faster on a {device.type.upper()}")
@@ -84,9 +81,15 @@ def _beside_all(ctx: Context, region: Region, whole: Region, found: Mapping[int,
         return _beside(old, run(old.child), found[id(old)]) if isinstance(old, Linear) and id(old) in found else None
 
     expr = rebuilt(region.expr, beside)
-    if one_op(expr, device):
-        return Apart(replace(region, expr=expr, whole=whole), sums)
-    return Summed(first, _not_one_op(region, device))
+    return expr if one_op(expr, device) else Summed(first, _not_one_op(region, device))
+
+
+def _with_shared(ctx: Context, region: Region, expr: Expr) -> Expr:
+    """The expression with shared factors in it, if one op takes them as such: a matrix for all experts is applied to a token once."""
+    other = of_shared(ctx, region, expr)
+    body = None if other is expr else one_op(other, fake(region.value).device)
+    bases = [] if body is None else [p.weight for p in body.projections if p is not None]
+    return expr if body is None or any(leaf.parts and len(set(leaf.parts)) == 1 for leaf in bases) else other
 
 
 def _not_one_op(region: Region, device: torch.device) -> str:
@@ -114,7 +117,7 @@ def read_elsewhere(ctx: Context, apart: Region, sums: Mapping[int, Node]) -> Sum
             other = next((u for u in alias.users if u not in apart.nodes and not _asks_for_size(ctx, u)), None)
             if other is not None:
                 where = "the graph gives it out" if other.op == "output" else f"it is read at {location(other)}"
-                return Summed(node, f"{where}, though not by the experts")
+                return Summed(node, f"{where}, though not by the experts", kept=False)
     return None
 
 
@@ -138,7 +141,7 @@ def note(region: Region) -> str:
     node, known = region.summed.node, tensor(region.summed.node)
     size = math.prod(known.shape) * known.dtype.itemsize if known is not None else 0
     memory = f" ({size / 2**20:.2g} MiB)" if isinstance(size, int) and size else ""
-    kept = "" if region.whole is not None else ", and kept for the gradients in training"
+    kept = ", and kept for the gradients in training" if region.summed.kept else ""
     what = f"the sum of expert weights and their low-rank adapters is made in each call{memory}"
     return f"{what} at {location(node)}{kept}: {region.summed.why}"
 
@@ -191,15 +194,11 @@ def _number(node: Node, numbers: tuple[Node, ...]) -> Number:
     return SharedVector(node, first) if len(numbers) == 1 else ExpertVector(node, Leaf(first, False, None, (), numbers))
 
 
-def of_shared(ctx: Context, region: Region) -> Expr:
+def of_shared(ctx: Context, region: Region, expr: Expr) -> Expr:
     """The expression in which a token that one matrix for all experts made of another token (``x @ A.T``, A shared) is that product."""
-    tokens = {e.source: e for e in walk(region.expr) if isinstance(e, Token)}
-
-    def change(old: Expr, run: Callable[[Any], Any]) -> Expr | None:
-        return _product_of(ctx, old, tokens, region) if isinstance(old, Token) else None
-
-    made = any(_product_of(ctx, e, tokens, region) is not None for e in tokens.values())
-    return rebuilt(region.expr, change) if made else region.expr
+    tokens = {e.source: e for e in walk(expr) if isinstance(e, Token)}
+    made = {id(e): found for e in walk(expr) if isinstance(e, Token) and (found := _product_of(ctx, e, tokens, region)) is not None}
+    return rebuilt(expr, lambda old, _: made.get(id(old))) if made else expr
 
 
 def _product_of(ctx: Context, old: Token, tokens: Mapping[Node, Token], region: Region) -> Expr | None:

@@ -191,3 +191,16 @@ def test_drawn_combinations(steps: list[Step], detached: bool, dense: bool) -> N
         assert (set(found.ranks), found.large, found.report.notes) == ({R}, [], [])
     elif terms:
         assert found.report.notes
+
+
+def test_one_of_two_sums_is_made() -> None:
+    """Each weight is taken for itself."""
+
+    def spelling(w: Tensor, b: Tensor, a: Tensor, s: Tensor) -> Tensor:
+        return w + S * (b @ a) if w.shape[1] == INNER else torch.lerp(w, b @ a, 0.5)
+
+    found = checked(Layer(spelling))
+    assert found.ranks == (R,)
+    assert len(found.large) == 1
+    assert all("`lerp` computes it" in note and "kept for the gradients" in note for note in found.report.notes)
+    assert found.report.notes
