@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,12 +30,13 @@ from moefuse.passes.ir.expr import (
     computed_in,
     walk,
 )
-from moefuse.passes.ir.expr_algebra import LowRank, Number, factors, is_weight, one_weight
+from moefuse.passes.ir.expr_algebra import factors, is_weight, one_weight
 from moefuse.passes.ir.facts import Routing
 from moefuse.passes.ir.lowrank import is_number
 from moefuse.passes.ir.regions import Region, Weightless
 from moefuse.passes.lower.layout import in_layout
 from moefuse.passes.lower.specs import dtype_of, fused_spec, grouped_spec
+from moefuse.passes.lower.terms import terms
 from moefuse.passes.match.ids_outside import placed
 from moefuse.passes.match.templates import Body, one_op
 from moefuse.spec import ExpertsSpec, Tier, op_gating
@@ -296,7 +297,7 @@ class Lowering:
         x = self.tokens(body.token, dtype)
         up = body.up
         op, more = self.op()
-        factors, scales = self.terms(body)
+        factors, scales = terms(self, body)
         if scales:
             op, more = torch.ops.moefuse.experts_lora.default, {"scales": scales}
         result = self.emit(
@@ -320,52 +321,6 @@ class Lowering:
             **more,
         )
         return Lowered(result, fused_spec(self.region, body), "fused")
-
-    def terms(self, body: Body) -> tuple[list[list[Node]], list[float]]:
-        """A and B of each projection as the op takes them, and their scales; nothing where no projection has a term."""
-        found = [p.terms if p is not None else () for p in body.projections]
-        if not any(found):
-            return [], []
-        made = [self.term(terms) if terms else ([], [], 0.0) for terms in found]
-        return [part for a, b, _ in made for part in (a, b)], [scale for *_, scale in made]
-
-    def term(self, terms: Sequence[LowRank]) -> tuple[list[Node], list[Node], float]:
-        """A, B and scale of the terms of one projection as one: their ranks beside each other, with scales that differ in A."""
-        scales = {t.scale for t in terms}
-        scale = scales.pop() if len(scales) == 1 else 1.0
-        firsts = [self.scaled(t, () if t.scale == scale else (t.scale,)) for t in terms]
-        lasts = [self.factor(t.b) for t in terms]
-        if len(terms) == 1:
-            return firsts[0], lasts[0], scale
-        return self.joined(firsts, -2), self.joined(lasts, -1), scale
-
-    def scaled(self, term: LowRank, numbers: Sequence[float]) -> list[Node]:
-        """A times numbers: a stack of all experts if there are any."""
-        found = self.factor(term.a)
-        if not numbers and not term.by:
-            return found
-        out = self.emit(torch.stack, found) if fake(found[0]).dim() == 2 else found[0]
-        for number in (*numbers, *(self.number(n, out) for n in term.by)):
-            out = self.emit(torch.mul, out, number)
-        return [out]
-
-    def factor(self, leaf: Leaf) -> list[Node]:
-        """A or B as the op takes them; one matrix for all experts is copied for each, and its gradient is the sum."""
-        found = self.stack(leaf)
-        if not leaf.parts or len(set(leaf.parts)) > 1:
-            return found
-        return [self.emit(torch.Tensor.repeat, self.emit(torch.unsqueeze, found[0], 0), (len(leaf.parts), 1, 1))]
-
-    def number(self, number: Number, like: Node) -> Node:
-        """A number, or one for each expert as [E, 1, 1] in the dtype of ``like``."""
-        if isinstance(number, SharedVector):
-            return number.source
-        value = fake(like)
-        return self.emit(torch.reshape, self.numbers(number.vector, value.dtype, value.device), (-1, 1, 1))
-
-    def joined(self, factors: Sequence[Sequence[Node]], dim: int) -> list[Node]:
-        """Stacks beside each other."""
-        return [self.emit(torch.cat, list(parts), dim) for parts in zip(*factors, strict=True)]
 
     def op(self) -> tuple[Callable[..., Any], dict[str, Any]]:
         """The fused op, and what it takes beside the arguments of ``moefuse::experts``."""

@@ -97,7 +97,7 @@ def _not_one_op(region: Region, device: torch.device) -> str:
         return f"no op takes adapters apart on {device.type}"
     if match(region.expr) is None:
         return "no op of moefuse does all that the expert does, of which adapters would be a part"
-    return "weights have several dtypes, or each expert has tensors of its own and several adapters"
+    return "the weights have several dtypes"
 
 
 def observed(ctx: Context, apart: Region) -> Summed | None:
@@ -139,7 +139,7 @@ def note(region: Region) -> str:
     """What the report says of a fused region that reads a sum."""
     assert region.summed is not None
     node, known = region.summed.node, tensor(region.summed.node)
-    size = math.prod(known.shape) * known.dtype.itemsize if known is not None else 0
+    size = math.prod(known.shape) * known.dtype.itemsize * (region.num_experts if known.dim() == 2 else 1) if known is not None else 0
     memory = f" ({size / 2**20:.2g} MiB)" if isinstance(size, int) and size else ""
     kept = ", and kept for the gradients in training" if region.summed.kept else ""
     what = f"the sum of expert weights and their low-rank adapters is made in each call{memory}"

@@ -66,10 +66,8 @@ def one_op(expr: Expr, device: torch.device) -> Body | None:
 
 
 def _one_term(found: Projection) -> bool:
-    """Whether the terms of a projection are one of their ranks together, or none. With a tensor for each expert several are several."""
-    pairs = [(t.a, t.b) for t in found.terms]
-    apart = len(pairs) > 1 and any(len(set(leaf.parts)) > 1 for pair in pairs for leaf in pair)
-    return not pairs or (not apart and not any(t.dropout for t in found.terms) and thin(pairs))
+    """Whether the terms of a projection are one of their ranks together, or none."""
+    return not found.terms or (thin([(t.a, t.b) for t in found.terms]) and not any(t.dropout for t in found.terms))
 
 
 def match(expr: Expr, find: Find = projection) -> Body | None:

@@ -197,7 +197,7 @@ def test_some_projections_have_terms(which: str) -> None:
 
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_two_adapters_at_once() -> None:
-    """Two terms for each projection are grouped products, of the rank of both."""
+    """Two terms for each projection are one of both ranks, in dtypes and scales of their own."""
 
     class Two(Adapter):
         def __init__(self, *args: Any, **how: Any) -> None:
@@ -215,7 +215,7 @@ def test_two_adapters_at_once() -> None:
     x, parameters = torch.randn(40, H), [p for p in layer.parameters() if p.requires_grad]
     close(numbers(torch.compile(layer, backend="moefuse", fullgraph=True), x, parameters), numbers(layer, x, parameters), 2e-6)
     (fused,) = moefuse.last_report().fused
-    assert (fused.tier, fused.spec.intermediate, fused.spec.lora) == ("grouped", INNER, (2, 4))
+    assert (fused.tier, fused.spec.intermediate, fused.spec.lora) == ("fused", INNER, (2, 4))
 
 
 class Scaled(nn.Module):
