@@ -124,9 +124,7 @@ def test_no_combination(function: Callable[..., Any], why: str) -> None:
     ("function", "expected"),
     [
         pytest.param(lambda w_up, factor_b, factor_a: w_up + factor_b @ factor_a, True, id="sum"),
-        pytest.param(
-            lambda w_up, factor_b, factor_a: w_up + factor_b @ factor_a[0], False, id="rows of sequences look the same"
-        ),
+        pytest.param(lambda w_up, factor_b, factor_a: w_up + factor_b @ factor_a[0], False, id="rows of sequences look the same"),
         pytest.param(lambda factor_b, factor_a: factor_b @ factor_a, False, id="no base"),
         pytest.param(lambda w_up: w_up * 2, False, id="no term"),
     ],
