@@ -11,7 +11,7 @@ from torch.fx import Node
 from moefuse.passes.graph.calls import tensor
 from moefuse.passes.graph.matmuls import operands
 from moefuse.passes.graph.sharded import is_root
-from moefuse.passes.graph.sizes import same
+from moefuse.passes.graph.sizes import same, shape_of
 from moefuse.passes.infer.operands import fits, leaf, real
 from moefuse.passes.infer.state import Context, out_shape
 from moefuse.passes.infer.weight_sums import stack_of_sums
@@ -183,7 +183,7 @@ def expert_weight(ctx: Context, value: Any, rows: Any, names: Labels, others: La
     if not isinstance(value, View) or value.root.op not in ("placeholder", "get_attr", "call_method", "call_function"):
         return None
     dims = [a[0].index if len(a) == 1 and a[0].kind == "d" else -1 for a in value.axes]
-    own = isinstance(rows, Rows) and (rows.domain.name in ("selected", "masked") or is_root(ctx.storage[value.root]))
+    own = isinstance(rows, Rows) and (rows.domain.name in ("selected", "masked") or _is_thin(ctx, value))
     if sorted(dims) == [0, 1] and own:
         return Weight(tuple((a[0]._replace(kind="w"),) for a in value.axes), value.root, -1)
     if sorted(dims) == [0, 1, 2] and stack:
@@ -194,6 +194,13 @@ def expert_weight(ctx: Context, value: Any, rows: Any, names: Labels, others: La
         axes = tuple((a[0]._replace(kind="e" if a[0].index == 0 else "w"),) for a in value.axes)
         return Weight(axes, value.root, None)
     return None
+
+
+def _is_thin(ctx: Context, value: View) -> bool:
+    """Whether a matrix may be an adapter's that all experts share. The ops give each a gradient: of a large one that is memory."""
+    shape = out_shape(value.root)
+    known = all(isinstance(n, int) for n in shape)
+    return is_root(ctx.storage[value.root]) and known and len(shape) == 2 and 2 * min(shape) <= max(shape)
 
 
 def _repeats(axis: Axis) -> bool:
@@ -321,6 +328,8 @@ def _of_all(ctx: Context, x: View, routing: Routing) -> Expr | None:
     if found is None or found.bias is not None or not isinstance(before, View) or matrix is None or matrix.dim() != 2:
         return None
     lead = tuple(a for axis in before.axes[:-1] for a in axis)
+    if not _is_thin(ctx, View(fresh(shape_of(matrix)), found.weight)):
+        return None
     inner = slot_value(x.root, replace(before, axes=(lead, before.axes[-1])), routing)
     return None if inner is None else Linear(x.root, inner, Leaf(found.weight, False, None, (0, 1) if found.out_first else (1, 0)))
 
