@@ -40,7 +40,7 @@ from moefuse.passes.lower.record import remember
 from moefuse.passes.lower.rewrite import replace
 from moefuse.passes.lower.spread import Spread, sharding
 from moefuse.passes.lower.workspace_size import workspace
-from moefuse.passes.match import unhit_experts
+from moefuse.passes.match import lowrank, unhit_experts
 from moefuse.passes.match.encodings import between
 from moefuse.passes.match.input_sizes import interpreted
 from moefuse.passes.match.lift import lift
@@ -148,6 +148,7 @@ def _fuse_graph(gm: GraphModule, known: dict[Node, Any], run: _Run) -> bool:
     fused = _fuse_regions(ctx, known, run)
     if run.assumptions:
         _discharge(ctx, run, claims, fused)
+    run.result.notes += dict.fromkeys(lowrank.note(region) for region in fused if region.summed is not None)
     run.result.notes += unhit_experts.notes(ctx, fused, run.assumptions)
     run.result.notes += one_kernel(gm.graph, run.options) if fused else []
     if fused and run.options.overlap:
@@ -183,7 +184,7 @@ def _fuse_regions(ctx: Context, known: dict[Node, Any], run: _Run) -> list[Regio
         covered |= found.nodes
         problem = _rewrite(ctx, known, run, found)
         if problem is not None and found.whole is not None:
-            found = found.whole
+            found = lowrank.summed_up(found, problem)
             problem = _rewrite(ctx, known, run, found)
         if problem is None:
             fused.append(found)

@@ -19,6 +19,8 @@ class Operands(NamedTuple):
 
 def operands(call: Call) -> Operands | None:
     """What a product of rows and a matrix reads; None for any other contraction."""
+    if call.name not in READ:
+        return None
     try:
         return READ[call.name](*call.args, **call.kwargs)
     except TypeError:  # a spelling of the arguments that is not known

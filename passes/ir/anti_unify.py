@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from moefuse.passes.graph.calls import call_of, tensor
+from moefuse.passes.graph.calls import call_of, fake, tensor
 from moefuse.passes.graph.sizes import shape_of
 from moefuse.passes.ir.expr import (
     Cast,
@@ -29,8 +29,8 @@ from moefuse.passes.ir.expr import (
 from moefuse.passes.ir.facts import Lost
 
 
-class _DifferError(Exception):
-    """``unread``: what an expert computes there is nothing that a rule knows."""
+class DifferError(Exception):
+    """Two experts that are no one tree. ``unread``: what an expert computes there is nothing that a rule knows."""
 
     def __init__(self, expert: int, detail: str, unread: Expr | None = None) -> None:
         super().__init__(detail)
@@ -41,7 +41,7 @@ def generalise(exprs: list[Expr], experts: list[int], node: Node) -> Expr | Lost
     """The common tree, with stacked leaves indexed by the row's expert and separate Parameters listed; Lost where experts differ."""
     try:
         return _Merge(experts).run(exprs)
-    except _DifferError as differ:
+    except DifferError as differ:
         lost = None if differ.unread is None else no_rule(differ.unread)
         return lost or Lost("experts-differ", node, {"expert": str(differ.expert), "detail": differ.detail})
 
@@ -66,6 +66,20 @@ def specialise(expr: Expr, expert: int) -> Expr | None:
     return rewritten(expr, lambda source: source, leaf, lambda number: expert if number is None else number)
 
 
+def for_all(expr: Expr) -> Expr:
+    """The tree with each matrix that all experts share as a list of it, of as many as stacked weights have rows."""
+    leaves = [leaf for leaf in weight_leaves(expr) if not leaf.stacked and not leaf.parts]
+    sizes = {shape_of(value)[0] for leaf in weight_leaves(expr) if leaf.stacked and (value := tensor(leaf.source)) is not None}
+    count = next(iter(sizes), None)
+    if not leaves or len(sizes) != 1 or not isinstance(count, int):
+        return expr
+
+    def leaf(old: Leaf) -> Leaf:
+        return old if old.stacked or old.parts else replace(old, parts=(old.source,) * count)
+
+    return rewritten(expr, lambda source: source, leaf, lambda number: number)
+
+
 class _Merge:
     """One generalisation: what is one node of every tree stays one, so that a random draw inside stays one draw."""
 
@@ -85,7 +99,7 @@ def _merge(exprs: list[Expr], merge: _Merge) -> Expr:
     for e, other in zip(experts[1:], exprs[1:], strict=True):
         if type(other) is not type(first):
             detail = f"{type(other).__name__.lower()} where expert {experts[0]} has {type(first).__name__.lower()}"
-            raise _DifferError(e, detail, next((x for x in (first, other) if isinstance(x, Token)), None))
+            raise DifferError(e, detail, next((x for x in (first, other) if isinstance(x, Token)), None))
     match first:
         case Token() | SlotWeight():
             _same(exprs, experts, "source", "input")
@@ -96,9 +110,9 @@ def _merge(exprs: list[Expr], merge: _Merge) -> Expr:
             return _gate(exprs, experts)
         case Linear():
             child = merge.run([e.child for e in exprs])  # type: ignore[attr-defined]
-            return Linear(first.node, child, _leaf([e.weight for e in exprs], experts))  # type: ignore[attr-defined]
+            return Linear(first.node, child, common_leaf([e.weight for e in exprs], experts))  # type: ignore[attr-defined]
         case ExpertVector():
-            return ExpertVector(first.node, _leaf([e.vector for e in exprs], experts))  # type: ignore[attr-defined]
+            return ExpertVector(first.node, common_leaf([e.vector for e in exprs], experts))  # type: ignore[attr-defined]
         case Slice():
             for name in ("start", "step", "length", "of"):
                 _same(exprs, experts, name, f"slice {name}")
@@ -109,7 +123,7 @@ def _merge(exprs: list[Expr], merge: _Merge) -> Expr:
             return Cast(first.node, merge.run([e.child for e in exprs]), first.dtype)  # type: ignore[attr-defined]
         case Op():
             return _op(exprs, merge)
-    raise _DifferError(experts[0], f"unknown expression {type(first).__name__}")
+    raise DifferError(experts[0], f"unknown expression {type(first).__name__}")
 
 
 def _same(exprs: list[Any], experts: list[int], name: str, what: str) -> None:
@@ -117,7 +131,7 @@ def _same(exprs: list[Any], experts: list[int], name: str, what: str) -> None:
     for e, other in zip(experts[1:], exprs[1:], strict=True):
         value = getattr(other, name)
         if value is not first and (isinstance(first, Node) or value != first):
-            raise _DifferError(e, f"{what} {value} instead of {first}", exprs[0] if isinstance(exprs[0], Token) else None)
+            raise DifferError(e, f"{what} {value} instead of {first}", exprs[0] if isinstance(exprs[0], Token) else None)
 
 
 def _op(exprs: list[Any], merge: _Merge) -> Expr:
@@ -125,7 +139,7 @@ def _op(exprs: list[Any], merge: _Merge) -> Expr:
     _same(exprs, experts, "name", "operation")
     for e, other in zip(experts[1:], exprs[1:], strict=True):
         if len(other.args) != len(first.args) or [k for k, _ in other.kwargs] != [k for k, _ in first.kwargs]:
-            raise _DifferError(e, f"`{first.name}` with other arguments")
+            raise DifferError(e, f"`{first.name}` with other arguments")
     args = tuple(_argument([x.args[i] for x in exprs], merge, first.name) for i in range(len(first.args)))
     kwargs = tuple((k, _argument([x.kwargs[i][1] for x in exprs], merge, first.name)) for i, (k, _) in enumerate(first.kwargs))
     return _apart(Op(first.node, first.name, args, kwargs))
@@ -151,7 +165,7 @@ def _argument(values: list[Any], merge: _Merge, name: str) -> Any:
         return merge.run(values)
     for e, v in zip(merge.experts[1:], values[1:], strict=True):
         if isinstance(v, Expr) or isinstance(values[0], Expr) or type(v) is not type(values[0]) or v != values[0]:
-            raise _DifferError(e, f"`{name}` with {_shown(v)} instead of {_shown(values[0])}")
+            raise DifferError(e, f"`{name}` with {_shown(v)} instead of {_shown(values[0])}")
     return values[0]
 
 
@@ -170,7 +184,7 @@ def _gate(exprs: list[Any], experts: list[int]) -> Gate:
         _same(exprs, experts, name, "routing weights")
     for e, gate in zip(experts, exprs, strict=True):
         if gate.expert is not None and gate.expert != e:
-            raise _DifferError(e, f"weighted by the column of expert {gate.expert}")
+            raise DifferError(e, f"weighted by the column of expert {gate.expert}")
     first: Gate = exprs[0]
     return Gate(first.node, first.source, first.slots, first.ones, None)
 
@@ -179,21 +193,28 @@ def _vector(exprs: list[Any], experts: list[int]) -> Expr:
     first: SharedVector = exprs[0]
     if all(e.source is first.source for e in exprs):
         return first
+    if all(isinstance(fake(e.source), torch.SymFloat) for e in exprs):
+        return ExpertVector(first.node, Leaf(first.source, False, None, (), tuple(e.source for e in exprs)))
     for expert, e in zip(experts[1:], exprs[1:], strict=True):
         if tensor(e.source) is None:
-            raise _DifferError(expert, f"it computes with a number of its own, `{e.source.name}`: how many tokens it has, perhaps")
-    return ExpertVector(first.node, _leaf([Leaf(e.source, False, None, (0,)) for e in exprs], experts))
+            raise DifferError(expert, f"it computes with a number of its own, `{e.source.name}`: how many tokens it has, perhaps")
+    return ExpertVector(first.node, common_leaf([Leaf(e.source, False, None, (0,)) for e in exprs], experts))
 
 
-def _leaf(leaves: list[Leaf], experts: list[int]) -> Leaf:
+def common_leaf(leaves: list[Leaf], experts: list[int]) -> Leaf:
+    """One leaf for all experts, of theirs.
+
+    Raises:
+        DifferError: they are not of one stack, or not of one shape.
+    """
     first = leaves[0]
     for e, leaf in zip(experts, leaves, strict=True):
         if leaf.stacked != first.stacked or leaf.order != first.order:
-            raise _DifferError(e, "its weight is stored in another layout")
+            raise DifferError(e, "its weight is stored in another layout")
         if leaf.stacked and leaf.source is not first.source:
-            raise _DifferError(e, f"uses {leaf.source.name} instead of {first.source.name}")
+            raise DifferError(e, f"uses {leaf.source.name} instead of {first.source.name}")
         if leaf.stacked and leaf.expert is not None and leaf.expert != e:
-            raise _DifferError(e, f"uses the weight of expert {leaf.expert}")
+            raise DifferError(e, f"uses the weight of expert {leaf.expert}")
         _check_shape(e, leaf, first)
     if first.stacked:
         return Leaf(first.source, True, None, first.order)
@@ -205,4 +226,4 @@ def _check_shape(expert: int, leaf: Leaf, first: Leaf) -> None:
     if mine is None or theirs is None or leaf.stacked:
         return
     if shape_of(mine) != shape_of(theirs) or mine.dtype != theirs.dtype or mine.device != theirs.device:
-        raise _DifferError(expert, f"weight {tuple(mine.shape)} {mine.dtype} instead of {tuple(theirs.shape)} {theirs.dtype}")
+        raise DifferError(expert, f"weight {tuple(mine.shape)} {mine.dtype} instead of {tuple(theirs.shape)} {theirs.dtype}")

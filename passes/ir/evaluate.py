@@ -54,9 +54,7 @@ class Rows64:
         slots: [n] slot numbers (choice * K + k) of the rows.
     """
 
-    def __init__(
-        self, values: Callable[[Any], torch.Tensor], expert: int, tokens: torch.Tensor, choices: torch.Tensor, slots: torch.Tensor
-    ) -> None:
+    def __init__(self, values: Callable[[Any], Any], expert: int, tokens: torch.Tensor, choices: torch.Tensor, slots: torch.Tensor) -> None:
         self.values, self.expert, self.tokens, self.choices, self.slots = values, expert, tokens, choices, slots
         self.memo: dict[int, Any] = {}
 
@@ -68,7 +66,10 @@ class Rows64:
         else:
             row = self.values(leaf.parts[self.expert] if leaf.parts else leaf.source)
             order = list(leaf.order)
-        return row.permute(order).double() if row.dim() == len(order) else row.double()
+        if isinstance(row, float | int):
+            return torch.tensor(row, dtype=torch.float64)
+        found: torch.Tensor = row.permute(order) if row.dim() == len(order) else row
+        return found.double()
 
     def run(self, expr: Any) -> Any:
         """The value of an expression for these rows, [n, features]; constants as they are, casts without effect."""

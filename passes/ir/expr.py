@@ -66,7 +66,8 @@ class Gate(Expr):
 class Leaf:
     """An expert weight: row ``expert`` of a stacked tensor (None: the row's own expert), or a Parameter of its own (``stacked`` False).
 
-    ``order`` holds the dims of ``source`` that remain, in the order the expression sees them.
+    ``order`` holds the dims of ``source`` that remain, in the order the expression sees them. ``parts``: each expert's own, in one leaf for
+    all of them; one tensor again and again where they share it. ``detached``: gradients end in front of it.
     """
 
     source: Node
@@ -74,6 +75,7 @@ class Leaf:
     expert: int | None
     order: tuple[int, ...]
     parts: tuple[Node, ...] = ()
+    detached: bool = False
 
 
 @dataclass(frozen=True, eq=False)

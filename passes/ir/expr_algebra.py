@@ -6,17 +6,24 @@ from dataclasses import dataclass
 from typing import Any
 
 from moefuse.passes.graph.calls import tensor
-from moefuse.passes.ir.expr import Cast, ExpertVector, Expr, Gate, Leaf, Linear, Op, Slice, SlotWeight, Token
+from moefuse.passes.ir.expr import Cast, ExpertVector, Expr, Gate, Leaf, Linear, Op, SharedVector, Slice, SlotWeight, Token
+
+Number = SharedVector | ExpertVector
+"""A real number that the graph computes, for all experts or for each."""
 
 
 @dataclass(frozen=True, eq=False)
 class LowRank:
-    """``scale * B @ A``, with A (r, in) and B (out, r) of each expert. ``dropout``: the probability in front of A."""
+    """``scale * B @ A``, with A (r, in) and B (out, r) of each expert.
+
+    ``dropout``: the probability in front of A. ``by``: numbers that the graph computes, which scale it as well.
+    """
 
     a: Leaf
     b: Leaf
     scale: float
     dropout: float = 0.0
+    by: tuple[Number, ...] = ()
 
     @property
     def rank(self) -> int:
@@ -97,14 +104,15 @@ def same_projection(a: Projection, b: Projection) -> bool:
 
 
 def _same_term(a: LowRank, b: LowRank) -> bool:
-    return same_leaf(a.a, b.a) and same_leaf(a.b, b.b) and (a.scale, a.dropout) == (b.scale, b.dropout)
+    by = len(a.by) == len(b.by) and all(map(same_expr, a.by, b.by))
+    return same_leaf(a.a, b.a) and same_leaf(a.b, b.b) and (a.scale, a.dropout) == (b.scale, b.dropout) and by
 
 
 def same_leaf(a: Leaf | None, b: Leaf | None) -> bool:
     """Whether two leaves are the same weight."""
     if a is None or b is None:
         return a is b
-    return a.source is b.source and a.parts == b.parts and a.order == b.order and a.stacked == b.stacked
+    return a.source is b.source and a.parts == b.parts and (a.order, a.stacked, a.detached) == (b.order, b.stacked, b.detached)
 
 
 def same_expr(a: Any, b: Any) -> bool:

@@ -6,11 +6,15 @@ The base and its terms start at the same expression, up to casts that round and,
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moefuse.passes.ir.expr import Cast, ExpertVector, Expr, Leaf, Linear, Op, walk
-from moefuse.passes.ir.expr_algebra import LowRank, Projection, bare, factors, same_expr, size
+import torch
+
+from moefuse.passes.graph.calls import fake
+from moefuse.passes.ir.expr import Cast, ExpertVector, Expr, Leaf, Linear, Op, SharedVector, walk
+from moefuse.passes.ir.expr_algebra import LowRank, Number, Projection, bare, factors, same_expr, size
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,31 +93,50 @@ def _addends(expr: Any) -> list[Any]:
     return [expr]
 
 
-def _scaled(expr: Any) -> tuple[float, Any]:
-    """The numbers of a product, and its one other factor (or the expression itself, if there are several)."""
+def _scaled(expr: Any) -> tuple[float, tuple[Number, ...], Any]:
+    """The numbers of a product, those that the graph computes, and its one other factor (or the expression, if there are several)."""
     found = factors(expr)
-    rest = [f for f in found if isinstance(f, Expr)]
     numbers = [f for f in found if isinstance(f, int | float)]
-    alone = len(rest) == 1 and len(numbers) + 1 == len(found)
-    return (float(math.prod(numbers)), rest[0]) if alone else (1.0, bare(expr))
+    by = tuple(f for f in found if isinstance(f, SharedVector | ExpertVector) and _is_number(f))
+    rest = [f for f in found if isinstance(f, Expr) and f not in by]
+    alone = len(rest) == 1 and len(numbers) + len(by) + 1 == len(found)
+    return (float(math.prod(numbers)), by, rest[0]) if alone else (1.0, (), bare(expr))
+
+
+def _is_number(vector: Number) -> bool:
+    """Whether it is a number that the graph computes: one for all experts, or one for each that is of its own."""
+    nodes = (vector.source,) if isinstance(vector, SharedVector) else vector.vector.parts
+    return bool(nodes) and all(is_number(fake(node)) for node in nodes)
+
+
+def is_number(value: object) -> bool:
+    """Whether a value that torch recorded is one real number: a tensor without dimensions, or of Python's."""
+    if isinstance(value, torch.Tensor):
+        return value.dim() == 0 and value.dtype.is_floating_point
+    return isinstance(value, torch.SymFloat | torch.SymInt)
 
 
 def _term(expr: Any) -> tuple[LowRank, Expr, tuple[Linear, Linear]] | None:
     """(the term, the rows that A is applied to, the two products) of ``s * linear(linear(x, A), B)``."""
-    outer, b = _scaled(expr)
+    outer, first, b = _scaled(expr)
     if not isinstance(b, Linear):
         return None
-    middle, a = _scaled(b.child)
+    middle, second, a = _scaled(b.child)
     if not isinstance(a, Linear):
         return None
-    inner, child = _scaled(a.child)
+    inner, third, child = _scaled(a.child)
     dropout = 0.0
     if isinstance(child, Op) and child.name == "dropout":
         dropout = float(child.args[1])
-        more, child = _scaled(child.args[0])
-        inner *= more
-    thin = 2 * size(a.weight, 0) <= min(size(a.weight, 1), size(b.weight, 0))
-    return (LowRank(a.weight, b.weight, outer * middle * inner, dropout), child, (a, b)) if thin else None
+        more, fourth, child = _scaled(child.args[0])
+        inner, third = inner * more, (*third, *fourth)
+    term = LowRank(a.weight, b.weight, outer * middle * inner, dropout, (*first, *second, *third))
+    return (term, child, (a, b)) if thin([(a.weight, b.weight)]) else None
+
+
+def thin(terms: Sequence[tuple[Leaf, Leaf]]) -> bool:
+    """Whether the ranks of A and B (each pair a term) are together at most half of the smaller side: else the sum is cheaper."""
+    return 2 * sum(size(a, 0) for a, _ in terms) <= min(n for a, b in terms for n in (size(a, 1), size(b, 0)))
 
 
 def _fits(base: Linear, term: LowRank, child: Expr) -> bool:

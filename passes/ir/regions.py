@@ -38,6 +38,18 @@ class Outside:
 
 
 @dataclass(frozen=True, eq=False)
+class Summed:
+    """A weight that experts read as the sum of one and its low-rank terms: where it is made, and why.
+
+    ``kept``: their gradients need it; not where only others read it.
+    """
+
+    node: Node
+    why: str
+    kept: bool = True
+
+
+@dataclass(frozen=True, eq=False)
 class Region:
     """One mixture of experts of the program. Lifting says what it computes, and the safety check what of the program it spans.
 
@@ -55,6 +67,7 @@ class Region:
         per_slot: the result has a row for each slot, not their sum.
         outside: what becomes of ids that belong to no expert; None if that is nothing, as for the ops.
         whole: the same with low-rank terms added to its weights, as the program has them; None where they are not.
+        summed: of the weights that have low-rank terms added to them, the first that is made; None where none is.
         shown: leaves that whoever called the graph may write to before the backward pass.
     """
 
@@ -75,6 +88,7 @@ class Region:
     outside: Outside | None = None
     shown: frozenset[Node] = frozenset()
     whole: Region | None = None
+    summed: Summed | None = None
 
     @property
     def all_experts(self) -> int:

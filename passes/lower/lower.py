@@ -6,7 +6,6 @@ import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -33,9 +32,11 @@ from moefuse.passes.ir.expr import (
 )
 from moefuse.passes.ir.expr_algebra import factors, is_weight, one_weight
 from moefuse.passes.ir.facts import Routing
+from moefuse.passes.ir.lowrank import is_number
 from moefuse.passes.ir.regions import Region, Weightless
 from moefuse.passes.lower.layout import in_layout
 from moefuse.passes.lower.specs import dtype_of, fused_spec, grouped_spec
+from moefuse.passes.lower.terms import terms
 from moefuse.passes.match.ids_outside import placed
 from moefuse.passes.match.templates import Body, one_op
 from moefuse.spec import ExpertsSpec, Tier, op_gating
@@ -224,14 +225,19 @@ class Lowering:
         """[[E, n]] or E times [n]; dimensions of size one between them, which a batched product needs, are left out."""
         if leaf is None:
             return []
-        if leaf.parts and shape_of(tensor(leaf.parts[0])) == ():  # type: ignore[arg-type]
+        if leaf.parts and all(is_number(fake(part)) for part in leaf.parts):
             return [self.emit(torch.unsqueeze, self.numbers(leaf), 1)]
         lead = () if self.apart(leaf) else (self.here(),)
         return [self.flat(source, lead) for source in self.sources(leaf)]
 
-    def numbers(self, leaf: Leaf) -> Node:
-        """[E]: a number for each expert."""
-        return self.emit(torch.stack, list(leaf.parts))
+    def numbers(self, leaf: Leaf, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Node:
+        """[E]: a number for each expert, in a dtype and on a device if these are given."""
+        if tensor(leaf.parts[0]) is None:
+            value = fake(self.region.value)
+            how = {"dtype": dtype or value.dtype, "device": device or value.device}
+            return self.emit(torch.stack, [self.emit(torch.scalar_tensor, part, **how) for part in leaf.parts])
+        found = self.emit(torch.stack, list(leaf.parts))
+        return found if dtype in (None, fake(found).dtype) else self.emit(torch.Tensor.to, found, dtype)
 
     def apart(self, leaf: Leaf) -> bool:
         """Whether there is a tensor for each expert."""
@@ -250,6 +256,10 @@ class Lowering:
 
     def sources(self, leaf: Leaf) -> list[Node]:
         """What a leaf reads: one stack, or a tensor for each expert."""
+        found = self.attached(leaf)
+        return [self.emit(torch.detach, source) for source in found] if leaf.detached else found
+
+    def attached(self, leaf: Leaf) -> list[Node]:
         if leaf.parts:
             return list(leaf.parts)
         value, count = tensor(leaf.source), self.region.num_experts
@@ -287,7 +297,7 @@ class Lowering:
         x = self.tokens(body.token, dtype)
         up = body.up
         op, more = self.op()
-        factors, scales = self.terms(body)
+        factors, scales = terms(self, body)
         if scales:
             op, more = torch.ops.moefuse.experts_lora.default, {"scales": scales}
         result = self.emit(
@@ -311,14 +321,6 @@ class Lowering:
             **more,
         )
         return Lowered(result, fused_spec(self.region, body), "fused")
-
-    def terms(self, body: Body) -> tuple[list[list[Node]], list[float]]:
-        """A and B of each projection as the op takes them, and their scales; nothing where no projection has a term."""
-        found = [p.terms[0] if p is not None and p.terms else None for p in body.projections]
-        if not any(found):
-            return [], []
-        factors = [[] if t is None else self.stack(leaf(t)) for t in found for leaf in (attrgetter("a"), attrgetter("b"))]
-        return factors, [0.0 if t is None else t.scale for t in found]
 
     def op(self) -> tuple[Callable[..., Any], dict[str, Any]]:
         """The fused op, and what it takes beside the arguments of ``moefuse::experts``."""

@@ -228,7 +228,7 @@ class Spread(Lowering):
     def slot_weights(self, weight: Expr | None) -> Node:
         return self.arrived[_key(weight)] if self.arrived and _differs(weight) else super().slot_weights(weight)
 
-    def numbers(self, leaf: Leaf) -> Node:
+    def numbers(self, leaf: Leaf, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Node:
         return self.sources(leaf)[0]
 
     def here(self) -> int:

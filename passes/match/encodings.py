@@ -50,7 +50,7 @@ def encoded(ctx: Context, region: Region) -> Lost | None:
     if isinstance(slots, int) and slots >= region.num_experts:
         return None
     for leaf in weight_leaves(region.expr):
-        packed = _packed(ctx, leaf.parts[0]) if leaf.parts else None
+        packed = _packed(ctx, leaf.parts[0]) if leaf.parts and tensor(leaf.parts[0]) is not None else None
         value = tensor(packed) if packed is not None else None
         if value is not None:
             dtype = str(value.dtype).removeprefix("torch.")

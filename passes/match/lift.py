@@ -13,7 +13,7 @@ from moefuse.passes.graph.op_classes import FILLS
 from moefuse.passes.graph.sizes import same, shape_of
 from moefuse.passes.infer.routings import shared_routing
 from moefuse.passes.infer.state import Context
-from moefuse.passes.ir.anti_unify import generalise, no_rule
+from moefuse.passes.ir.anti_unify import for_all, generalise, no_rule
 from moefuse.passes.ir.axes import Axes, atoms
 from moefuse.passes.ir.expr import ExpertVector, Expr, Gate, SharedVector, SlotWeight, Token, has_linear, walk, weight_leaves
 from moefuse.passes.ir.expr_algebra import factors, same_expr
@@ -27,10 +27,10 @@ from moefuse.passes.ir.facts import (
     Rows,
     Sum,
 )
-from moefuse.passes.ir.regions import Refused, Region, Weightless, sources
+from moefuse.passes.ir.regions import Refused, Region, Summed, Weightless, sources
 from moefuse.passes.match.activations import vanishes
 from moefuse.passes.match.ids_outside import outside
-from moefuse.passes.match.lowrank import taken_apart
+from moefuse.passes.match.lowrank import observed, read_elsewhere, refused, taken_apart
 from moefuse.passes.match.representative import instances
 from moefuse.passes.match.safety import checked
 from moefuse.passes.match.unrecognised import unread, unread_stacks
@@ -67,10 +67,20 @@ def _in_order(axes: Axes) -> bool:
 
 
 def _apart(ctx: Context, found: Region | Lost) -> Region | Lost:
-    """The region with its weights' low-rank terms beside the projections, where that is one op and nothing else needs their sum."""
+    """The region with its weights' low-rank terms beside the projections, where that is one op."""
     apart = taken_apart(ctx, found) if isinstance(found, Region) else None
-    other = None if apart is None else _placed(ctx, checked(ctx, apart))
-    return other if isinstance(other, Region) else found
+    if isinstance(found, Lost) or apart is None:
+        return found
+    if isinstance(apart, Summed):
+        return replace(found, summed=apart)
+    other = _placed(ctx, checked(ctx, apart.region))
+    if isinstance(other, Lost):
+        first = next(iter(apart.sums.values()), None)
+        return found if first is None else replace(found, summed=refused(first, other))
+    hooked = observed(ctx, other)
+    if hooked is not None:
+        return replace(found, summed=hooked)
+    return replace(other, summed=other.summed or read_elsewhere(ctx, other, apart.sums))
 
 
 def _placed(ctx: Context, found: Region | Lost) -> Region | Lost:
@@ -116,11 +126,12 @@ def _combined(ctx: Context, fact: Combined | PerSlot, holders: list[Node]) -> Re
     anchor = min(holders, key=lambda n: ctx.position[n] if ctx.calls[n] is not None and not _target_of_write(ctx, n, fact) else 1 << 60)
     if rows.domain.name == "dense" and not vanishes(rows.expr):
         return ctx.lost("not-weighted", anchor)
-    count = _num_experts(ctx, rows.expr, anchor)
+    expr = for_all(rows.expr)
+    count = _num_experts(ctx, expr, anchor)
     if isinstance(count, Lost):
         return count
     base = fact.base if isinstance(fact, Combined) else None
-    region = Region(anchor, tuple(holders), rows.domain.name, routing, rows.expr, count, base, per_slot=isinstance(fact, PerSlot))  # type: ignore[arg-type]
+    region = Region(anchor, tuple(holders), rows.domain.name, routing, expr, count, base, per_slot=isinstance(fact, PerSlot))  # type: ignore[arg-type]
     if _needs_distinct(rows.expr, False, False) and not routing.distinct:
         return ctx.lost("ids-not-distinct", anchor)
     return region

@@ -211,7 +211,7 @@ def _modes(ctx: Context, region: Region) -> Lost | None:
         # A view or a cast computes the same under every autocast.
         casts = here[1] == mode[1] or isinstance(fact, View | Weight) or node in sums
         # What is added without gradients has none, however it was computed; an accumulator keeps those that it had.
-        grads = here[0] == mode[0] or (here[0] and not isinstance(fact, Sum | Buffer))
+        grads = here[0] == mode[0] or node in sums or (here[0] and not isinstance(fact, Sum | Buffer))
         if not casts or not grads:
             return ctx.lost("context-differs", node)
     return None

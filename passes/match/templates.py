@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from moefuse.passes.graph.calls import fake
+from moefuse.passes.graph.calls import tensor
 from moefuse.passes.ir.expr import Expr, Slice, Token
 from moefuse.passes.ir.expr_algebra import (
     Projection,
@@ -22,7 +22,7 @@ from moefuse.passes.ir.expr_algebra import (
     same_projection,
     split_weight,
 )
-from moefuse.passes.ir.lowrank import with_terms
+from moefuse.passes.ir.lowrank import thin, with_terms
 from moefuse.passes.match.activations import gate_and_up
 from moefuse.spec import Gating
 
@@ -55,14 +55,19 @@ WITH_TERMS = ("cpu", "cuda")
 
 
 def one_op(expr: Expr, device: torch.device) -> Body | None:
-    """The template of a body that one op of this device takes: in one dtype, with at most one low-rank term beside a projection."""
+    """The template of a body that one op of this device takes: in one dtype, with low-rank terms beside a projection that are one."""
     body = match(expr)
     if body is None and device.type in WITH_TERMS:
         body = match(expr, with_terms)
     found = [p for p in body.projections if p is not None] if body is not None else []
     sources = [leaf.source for p in found for leaf in (p.weight, p.bias) if leaf is not None]
-    one_dtype = len({fake(source).dtype for source in sources}) == 1
-    return body if one_dtype and all(len(p.terms) <= 1 and not any(t.dropout for t in p.terms) for p in found) else None
+    one_dtype = len({None if (value := tensor(source)) is None else value.dtype for source in sources}) == 1
+    return body if one_dtype and all(map(_one_term, found)) else None
+
+
+def _one_term(found: Projection) -> bool:
+    """Whether the terms of a projection are one of their ranks together, or none."""
+    return not found.terms or (thin([(t.a, t.b) for t in found.terms]) and not any(t.dropout for t in found.terms))
 
 
 def match(expr: Expr, find: Find = projection) -> Body | None:

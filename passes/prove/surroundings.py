@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from moefuse.passes.graph.calls import fake
+from moefuse.passes.graph.calls import tensor
 from moefuse.passes.graph.op_classes import SIZE_QUERIES
 from moefuse.passes.infer.state import Context
 from moefuse.passes.ir.expr import computed_in, weight_leaves
@@ -128,5 +128,6 @@ def rms(x: torch.Tensor) -> float:
 
 def lowest(region: Region, out: torch.dtype) -> torch.dtype:
     """The coarsest dtype that a region computes in."""
-    found: list[torch.dtype] = [*(fake(leaf.source).dtype for leaf in weight_leaves(region.expr)), computed_in(region.expr) or out, out]
+    weights = (tensor(leaf.source) for leaf in weight_leaves(region.expr))
+    found: list[torch.dtype] = [*(w.dtype for w in weights if w is not None), computed_in(region.expr) or out, out]
     return max(found, key=lambda d: torch.finfo(d).eps)

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import moefuse
+from moefuse.config import Options
+from moefuse.passes.driver import fuse
 
 E, K, H, INNER = 4, 2, 32, 24
 
@@ -195,7 +197,7 @@ def test_some_projections_have_terms(which: str) -> None:
 
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_two_adapters_at_once() -> None:
-    """Two terms for each projection are grouped products, of the rank of both."""
+    """Two terms for each projection are one of both ranks, in dtypes and scales of their own."""
 
     class Two(Adapter):
         def __init__(self, *args: Any, **how: Any) -> None:
@@ -213,4 +215,70 @@ def test_two_adapters_at_once() -> None:
     x, parameters = torch.randn(40, H), [p for p in layer.parameters() if p.requires_grad]
     close(numbers(torch.compile(layer, backend="moefuse", fullgraph=True), x, parameters), numbers(layer, x, parameters), 2e-6)
     (fused,) = moefuse.last_report().fused
-    assert (fused.tier, fused.spec.intermediate, fused.spec.lora) == ("grouped", INNER, (2, 4))
+    assert (fused.tier, fused.spec.intermediate, fused.spec.lora) == ("fused", INNER, (2, 4))
+
+
+class Scaled(nn.Module):
+    """``w(x) + (a(x) * s) @ b.T * t``, with numbers of Python's that Dynamo makes inputs of when it sees others of them."""
+
+    def __init__(self, inputs: int, outputs: int, first: float, second: float) -> None:
+        super().__init__()
+        self.first, self.second = first, second
+        self.w, self.a, self.b = (nn.Parameter(torch.randn(*shape) * 0.3) for shape in ((outputs, inputs), (3, inputs), (outputs, 3)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.w.T + (x @ self.a.T * self.first) @ self.b.T * self.second
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_scales_that_differ_from_layer_to_layer() -> None:
+    """Of the second layer on, each expert's two scales are numbers that only the run knows."""
+    ranks: list[tuple[str, tuple[int, ...]]] = []
+
+    def backend(gm: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
+        ranks.extend((f.tier, f.spec.lora) for f in fuse(gm, inputs, Options()).fused)
+        return gm.forward
+
+    torch.manual_seed(0)
+    x = torch.randn(20, H)
+    for scales in ((0.5, 3.0), (0.25, 2.0), (1.25, -1.0)):
+        layer = Layer()
+        layer.experts = nn.ModuleList(nn.Sequential(Scaled(H, INNER, *scales), nn.SiLU(), Scaled(INNER, H, *scales)) for _ in range(E))
+        parameters = [p for p in layer.parameters() if p.requires_grad]
+        expected = numbers(layer.forward, x, parameters)
+        layer.compile(backend=backend, fullgraph=True)
+        close(numbers(layer, x, parameters), expected, 4e-6)
+    assert ranks == [("fused", (3,))] * len(ranks)
+    assert len(ranks) > 1
+
+
+def shared(domain: str, x: Tensor, ids: Tensor, w: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """W of each row's expert, and a term whose A is the same for all experts."""
+    if domain == "dense":
+        rows = "teh" if x.dim() == 3 else "th"
+        return torch.einsum(f"{rows},eoh->teo", x, w) + 1.5 * torch.einsum(f"{rows.replace('h', 'r')},eor->teo", x @ a.T, b)
+    rows = "tkh" if x.dim() == 3 else "th"
+    return torch.einsum(f"{rows},tkoh->tko", x, w[ids]) + 1.5 * torch.einsum(f"{rows.replace('h', 'r')},tkor->tko", x @ a.T, b[ids])
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("domain", ["dense", "slots", "repeated"])
+def test_one_a_for_all_experts(domain: str) -> None:
+    """Its product with a token is made once in the program, and is part of the op here; its gradient is the sum over experts."""
+    torch.manual_seed(0)
+    w, w2 = torch.randn(E, INNER, H), torch.randn(E, H, INNER)
+    a, a2, b, b2 = torch.randn(3, H), torch.randn(3, INNER), torch.randn(E, INNER, 3), torch.randn(E, H, 3)
+    factors = [nn.Parameter(0.2 * t) for t in (a, a2, b, b2, w, w2)]
+    router = torch.randn(H, E)
+
+    def layer(x: Tensor) -> Tensor:
+        a, a2, b, b2, w, w2 = factors
+        weights, ids = (x @ router).softmax(-1).topk(K)
+        rows = x[:, None].expand(-1, K, -1) if domain == "repeated" else x
+        y = shared(domain, F.silu(shared(domain, rows, ids, w, a, b)), ids, w2, a2, b2)
+        gates = torch.zeros(len(x), E).scatter(1, ids, weights) if domain == "dense" else weights
+        return (y * gates[..., None]).sum(1)
+
+    x = torch.randn(20, H)
+    close(numbers(torch.compile(layer, backend="moefuse", fullgraph=True), x, factors), numbers(layer, x, factors), 4e-6)
+    assert [(f.tier, f.spec.lora) for f in moefuse.last_report().fused] == [("fused", (3,))]

@@ -38,6 +38,8 @@ INPUTS: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
     "trained_in": ((E, 2 * I, H), torch.float32),
     "w_up": ((E, I, H), torch.float32),
     "w_out": ((E, H, I), torch.float32),
+    "factor_a": ((E, 2, H), torch.float32),
+    "factor_b": ((E, I, 2), torch.float32),
     "b_out": ((E, H), torch.float32),
     "one": ((I, H), torch.float32),
     "two": ((H, I), torch.float32),

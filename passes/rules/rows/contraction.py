@@ -9,11 +9,13 @@ from typing import Any
 from torch.fx import Node
 
 from moefuse.passes.graph.calls import tensor
+from moefuse.passes.graph.matmuls import operands
 from moefuse.passes.graph.sharded import is_root
-from moefuse.passes.graph.sizes import same
+from moefuse.passes.graph.sizes import same, shape_of
 from moefuse.passes.infer.operands import fits, leaf, real
 from moefuse.passes.infer.state import Context, out_shape
-from moefuse.passes.ir.axes import Atom, Axes, Axis, align, reshape
+from moefuse.passes.infer.weight_sums import stack_of_sums
+from moefuse.passes.ir.axes import Atom, Axes, Axis, align, fresh, reshape
 from moefuse.passes.ir.expr import Cast, Expr, Leaf, Linear, Op, SharedVector
 from moefuse.passes.ir.facts import Counts, Domain, Lost, Mask, Order, Routing, Rows, Table, View, Weight
 from moefuse.passes.rules import rule
@@ -74,19 +76,19 @@ def on_matmul(ctx: Context, node: Node, a: Any, other: Any) -> Any:
 
 
 @rule("einsum")
-def on_einsum(ctx: Context, node: Node, equation: Any, *operands: Any) -> Any:
-    if len(operands) == 1 and isinstance(operands[0], tuple | list):
-        operands = tuple(operands[0])
-    if not isinstance(equation, str) or len(operands) < 2 or "." in equation:
+def on_einsum(ctx: Context, node: Node, equation: Any, *given: Any) -> Any:
+    if len(given) == 1 and isinstance(given[0], tuple | list):
+        given = tuple(given[0])
+    if not isinstance(equation, str) or len(given) < 2 or "." in equation:
         return None
     inputs, arrow, out = equation.replace(" ", "").partition("->")
     labels = inputs.split(",")
-    if not arrow or len(labels) != len(operands) or any(len(set(names)) != len(names) for names in labels):
+    if not arrow or len(labels) != len(given) or any(len(set(names)) != len(names) for names in labels):
         return None
-    if len(operands) == 2:
-        return contract(ctx, node, operands[0], operands[1], labels[0], labels[1], out)
-    sizes = {c: size for names, value in zip(labels, operands, strict=True) for c, size in zip(names, out_shape(value), strict=True)}
-    return _in_pairs(ctx, node, [(names, ctx.fact(value)) for names, value in zip(labels, operands, strict=True)], out, sizes)
+    if len(given) == 2:
+        return contract(ctx, node, given[0], given[1], labels[0], labels[1], out)
+    sizes = {c: size for names, value in zip(labels, given, strict=True) for c, size in zip(names, out_shape(value), strict=True)}
+    return _in_pairs(ctx, node, [(names, ctx.fact(value)) for names, value in zip(labels, given, strict=True)], out, sizes)
 
 
 def _in_pairs(ctx: Context, node: Node, terms: list[tuple[Labels, Any]], out: Labels, sizes: dict[str, Any]) -> Any:
@@ -127,7 +129,7 @@ def on_grouped_mm(ctx: Context, node: Node, x: Any, weight: Any, offs: Any = Non
 
 def contract(ctx: Context, node: Node, a: Any, b: Any, first: Labels, second: Labels, out: Labels) -> Any:
     """A two-operand einsum between facts."""
-    x, y, sizes = ctx.fact(a), ctx.fact(b), out_shape(node)
+    x, y, sizes = _stack(ctx, a, node), _stack(ctx, b, node), out_shape(node)
     if len(out) == len(sizes) and (split := apart(y, second, first, out, sizes)) is not None:
         return split.together(contracted(ctx, node, x, split.stack, first, split.labels, split.out, split.sizes))
     if len(out) == len(sizes) and (split := apart(x, first, second, out, sizes)) is not None:
@@ -141,12 +143,14 @@ def contracted(ctx: Context, node: Node, x: Any, y: Any, first: Labels, second: 
         return None
     ways = ((x, y, first, second), (y, x, second, first))
     # The weight of a layer says which operand holds rows: a [batch, length, features] input of the graph is no stack.
-    for left, right, names, others in ways[:1] if ctx.calls[node].name == "linear" else ways:  # type: ignore[union-attr]
-        weight = expert_weight(ctx, right, left, others, names, out)
-        if weight is not None and isinstance(left, Rows | View):
-            found = project(ctx, node, left, weight, names, others, out, shape)
-            if found is not None:
-                return found
+    tried = ways[:1] if ctx.calls[node].name == "linear" else ways  # type: ignore[union-attr]
+    for stacks in (_is_given, _is_summed):
+        for left, right, names, others in tried:
+            weight = expert_weight(ctx, right, left, others, names, out, stacks(ctx, right, node))
+            if weight is not None and isinstance(left, Rows | View):
+                found = project(ctx, node, left, weight, names, others, out, shape)
+                if found is not None:
+                    return found
     for left, right, names, others in ((x, y, first, second), (y, x, second, first)):
         if isinstance(left, Rows) and isinstance(right, View | Table):
             return weighted_sum(ctx, node, left, right, names, others, out)
@@ -155,16 +159,34 @@ def contracted(ctx: Context, node: Node, x: Any, y: Any, first: Labels, second: 
     return None
 
 
-def expert_weight(ctx: Context, value: Any, rows: Any, names: Labels, others: Labels, out: Labels) -> Weight | None:
-    """A fact as an expert weight: indexed already, a whole stack (first dim E), or one expert's own 2-D Parameter."""
+def _stack(ctx: Context, value: Any, node: Node) -> Any:
+    """The fact of an operand. With one A for all experts, B @ A looks like experts on the rows of A."""
+    fact = ctx.fact(value)
+    rows = isinstance(fact, Rows) and fact.domain.routing is None
+    return View(fresh(out_shape(value)), value) if rows and stack_of_sums(ctx, value, node) else fact
+
+
+def _is_given(ctx: Context, value: Any, node: Node) -> bool:
+    """Whether the graph is given a tensor."""
+    return isinstance(value, View) and is_root(ctx.storage[value.root])
+
+
+def _is_summed(ctx: Context, value: Any, node: Node) -> bool:
+    """Whether the graph adds low-rank terms to a stack that it is given."""
+    return isinstance(value, View) and not _is_given(ctx, value, node) and stack_of_sums(ctx, value.root, node)
+
+
+def expert_weight(ctx: Context, value: Any, rows: Any, names: Labels, others: Labels, out: Labels, stack: bool) -> Weight | None:
+    """A fact as an expert weight: indexed already, a stack (if it may be one; first dim E), or a Parameter of one expert or of all."""
     if isinstance(value, Weight):
         return value
     if not isinstance(value, View) or value.root.op not in ("placeholder", "get_attr", "call_method", "call_function"):
         return None
     dims = [a[0].index if len(a) == 1 and a[0].kind == "d" else -1 for a in value.axes]
-    if sorted(dims) == [0, 1] and isinstance(rows, Rows) and rows.domain.name in ("selected", "masked"):
+    own = isinstance(rows, Rows) and (rows.domain.name in ("selected", "masked") or _is_thin(ctx, value))
+    if sorted(dims) == [0, 1] and own:
         return Weight(tuple((a[0]._replace(kind="w"),) for a in value.axes), value.root, -1)
-    if sorted(dims) == [0, 1, 2] and is_root(ctx.storage[value.root]):
+    if sorted(dims) == [0, 1, 2] and stack:
         experts = dims.index(0)
         label = names[experts]
         if label not in out or (isinstance(rows, View) and label in others and not _repeats(rows.axes[others.index(label)])):
@@ -172,6 +194,13 @@ def expert_weight(ctx: Context, value: Any, rows: Any, names: Labels, others: La
         axes = tuple((a[0]._replace(kind="e" if a[0].index == 0 else "w"),) for a in value.axes)
         return Weight(axes, value.root, None)
     return None
+
+
+def _is_thin(ctx: Context, value: View) -> bool:
+    """Whether a matrix may be an adapter's that all experts share. The ops give each a gradient: of a large one that is memory."""
+    shape = out_shape(value.root)
+    known = all(isinstance(n, int) for n in shape)
+    return is_root(ctx.storage[value.root]) and known and len(shape) == 2 and 2 * min(shape) <= max(shape)
 
 
 def _repeats(axis: Axis) -> bool:
@@ -241,6 +270,8 @@ def _joined_domain(domain: Domain, weight: Weight) -> Domain | None:
         if weight.expert >= 0 and domain.expert is not None and domain.expert != weight.expert:
             return None
         return domain if domain.expert is not None or weight.expert < 0 else replace(domain, expert=weight.expert)
+    if weight.expert == -1 and weight.routing is None:
+        return domain  # one weight for all experts
     if domain.name == "dense":
         return domain if weight.expert is None and weight.routing is None else None
     wanted = Domain("sorted" if weight.order is not None else "slots", weight.routing, order=weight.order)
@@ -283,10 +314,24 @@ def _per_slot(
     cut = align((*(Atom("t", i, s) for i, s in enumerate(routing.tokens)), Atom("k", 0, routing.top_k)), tuple(mine))
     expr = slot_value(node, replace(x, axes=(tuple(mine), features)), routing) if cut is not None else None
     if expr is None:
-        expr = _computed(ctx, node, x, routing)
+        expr = _computed(ctx, node, x, routing) or _of_all(ctx, x, routing)
     if expr is None:
         return ctx.lost("tokens-differ", node, detail="the rows beside the gathered weights are not each slot's own token")
     return Domain("slots", routing), expr, dict(rows)
+
+
+def _of_all(ctx: Context, x: View, routing: Routing) -> Expr | None:
+    """A per-slot value that one matrix for all experts makes of each slot's token."""
+    call = ctx.calls[x.root]
+    found = None if call is None else operands(call)
+    before, matrix = (None, None) if found is None else (ctx.fact(found.x), tensor(found.weight))
+    if found is None or found.bias is not None or not isinstance(before, View) or matrix is None or matrix.dim() != 2:
+        return None
+    lead = tuple(a for axis in before.axes[:-1] for a in axis)
+    if not _is_thin(ctx, View(fresh(shape_of(matrix)), found.weight)):
+        return None
+    inner = slot_value(x.root, replace(before, axes=(lead, before.axes[-1])), routing)
+    return None if inner is None else Linear(x.root, inner, Leaf(found.weight, False, None, (0, 1) if found.out_first else (1, 0)))
 
 
 def _computed(ctx: Context, node: Node, x: View, routing: Routing) -> Expr | None:
@@ -303,8 +348,8 @@ def _computed(ctx: Context, node: Node, x: View, routing: Routing) -> Expr | Non
     if rows is None:
         return None
     axes = (*rows, (Atom("f", 0, shape[-1]),))
-    operands = (*call.args, *call.kwargs.values())
-    items = [leaf(ctx, node, axes, Domain("slots", routing), ctx.fact(a)) if isinstance(a, Node) else None for a in operands]
+    factors = (*call.args, *call.kwargs.values())
+    items = [leaf(ctx, node, axes, Domain("slots", routing), ctx.fact(a)) if isinstance(a, Node) else None for a in factors]
     return Op(x.root, "mul", tuple(items)) if len(items) == 2 and None not in items else None
 
 
