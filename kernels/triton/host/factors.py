@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import torch
-import triton.language as tl
 from torch import Tensor
 
 from moefuse.kernels.triton.device import factors
 from moefuse.kernels.triton.device.structs import Experts
 from moefuse.kernels.triton.host import wgrad
-from moefuse.kernels.triton.host.layout import Device, device_of
+from moefuse.kernels.triton.host.layout import Device, device_of, in_triton
 from moefuse.kernels.triton.host.linear import weight
 from moefuse.kernels.triton.host.sorted_rows import Lists, Sorted, fit, whole
 from moefuse.kernels.triton.launch.calls import launch
@@ -43,7 +42,7 @@ def copied(factor: Lists, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
         N=n,
         at=Experts(*source.strides),
         scale=scale,
-        of=getattr(tl, str(first.dtype).removeprefix("torch.")),
+        of=in_triton(first.dtype),
         TABLE=source.operand.table,
         BE=be,
         BM=bm,

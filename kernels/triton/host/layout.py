@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import triton.language as tl
 from torch import Tensor
 
 from moefuse.kernels.triton.config import SHARED_BYTES
@@ -68,6 +69,11 @@ class Workspace:
             count = math.prod(shape) * dtype.itemsize
             out[name] = base[offset : offset + count].view(dtype).view(shape)
         return out
+
+
+def in_triton(dtype: torch.dtype) -> Any:
+    """Triton's name of a dtype."""
+    return getattr(tl, str(dtype).removeprefix("torch."))
 
 
 def precision_of(dtype: torch.dtype) -> str:

@@ -10,14 +10,13 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
-import triton.language as tl
 from torch import Tensor
 
 from moefuse.kernels.triton.config import choose, vectors
 from moefuse.kernels.triton.device import gemv
 from moefuse.kernels.triton.device.structs import Blocks, Experts, Factor, Rows, Stored
 from moefuse.kernels.triton.host import plan_vectors
-from moefuse.kernels.triton.host.layout import device_of
+from moefuse.kernels.triton.host.layout import device_of, in_triton
 from moefuse.kernels.triton.host.linear import Weight, weight
 from moefuse.kernels.triton.host.plan import Plan
 from moefuse.kernels.triton.launch.calls import launch
@@ -110,7 +109,7 @@ def experts(call: LoraCall, config: Config) -> Tensor:
 
 
 def _columns(w: Weight, term: Term, u: Tensor, part: slice, block: int = 16) -> Factor:
-    of = getattr(tl, str(w.tensors[0].dtype).removeprefix("torch."))
+    of = in_triton(w.tensors[0].dtype)
     return Factor(term.rank, part.start, u.shape[1], w.operand.table, of, min(power_of_two(term.rank), block))
 
 
