@@ -4,7 +4,7 @@
     .. experts(x, ids, f(values)) ..    ->    .. experts(x, ids', f(gather(scores, ids'))) ..
 
 Everything that the program computes of ids and values follows: normalised weights, losses, and the gradient of the scores, which is that of
-the experts that were taken. Without given ids the values are the same bits.
+the experts that were taken. Without given ids the values are the same, but for the last bit where Inductor fuses them with other code.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import checkpoint
 
+import moefuse
 from moefuse import _torch_private
 from moefuse._dynamo import armed
 from moefuse.replay import calls
@@ -101,3 +103,17 @@ def forced(model: Model, ids: list[Tensor]) -> Model:
     for layer, one in zip(other.layers, ids, strict=True):
         layer.forced = one
     return other
+
+
+def two_steps(model: Model, ids: Any, inputs: Callable[[], Tensor], *, inside: bool) -> Tensor:
+    """Gradients of the second of two steps, whose inputs are where those of the first were. ``inside``: backward too is in the block."""
+    for _ in range(2):
+        model.zero_grad()
+        given = inputs()
+        with moefuse.replay_routing(model, ids):
+            out: Tensor = model(given)
+            if inside:
+                out.square().sum().backward()
+        if not inside:
+            out.square().sum().backward()
+    return out

@@ -13,7 +13,7 @@ from torch import Tensor
 import moefuse
 from moefuse.errors import RoutingError
 from moefuse.replay.words import count, ordinal
-from tests.cpu.replay_case import E, H, K, Model, forced, light, some
+from tests.cpu.replay_case import E, H, K, Model, forced, light, some, two_steps
 
 __all__ = ["light"]
 pytestmark = pytest.mark.usefixtures("light")
@@ -116,15 +116,7 @@ def test_checkpoints(reentrant: bool, whole: bool, inside: bool) -> None:
         for layer in model.layers:
             layer.compile(backend="moefuse")
     x = torch.randn(7, H)
-    for _ in range(2):  # the second time with inputs that are where they were
-        model.zero_grad()
-        mine = x.clone().requires_grad_()
-        with moefuse.replay_routing(model, ids):
-            out = model(mine)
-            if inside:
-                out.square().sum().backward()
-        if not inside:
-            out.square().sum().backward()
+    out = two_steps(model, ids, lambda: x.clone().requires_grad_(), inside=inside)
     wanted = other(x.clone().requires_grad_())
     wanted.square().sum().backward()
     close(model, other, out, wanted)

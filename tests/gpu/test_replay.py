@@ -13,7 +13,7 @@ pytest.importorskip("transformers.integrations.moe")
 
 import moefuse
 from moefuse.replay import blocks
-from tests.cpu.replay_case import H, Model, forced, some
+from tests.cpu.replay_case import H, Model, forced, some, two_steps
 from tests.zoo import tiny
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_dynamo")]
@@ -55,15 +55,16 @@ def test_a_step(score: str, where: str) -> None:
 
 
 def test_own_ids_give_the_same_bits() -> None:
-    """The router's kernel may stand in the block as outside of it."""
+    """What was captured is the same when it is replayed. Outside of blocks Inductor fuses other things: the last bit differs."""
     model = on_gpu().eval()
     run = torch.compile(model, backend="moefuse")
     with torch.no_grad():
-        before = run(x())
+        outside = run(x())
         with moefuse.capture_routing(model) as routing:
-            assert torch.equal(run(x()), before)
+            captured = run(x())
         with moefuse.replay_routing(model, routing):
-            assert torch.equal(run(x()), before)
+            assert torch.equal(run(x()), captured)
+    torch.testing.assert_close(captured, outside, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("inside", [True, False])
@@ -77,16 +78,13 @@ def test_checkpoints(whole: bool, reentrant: bool, inside: bool) -> None:
     for compiled in [model] if whole else list(model.layers):
         compiled.compile(backend="moefuse")
     threads: set[int] = set()
-    for _ in range(2):
-        model.zero_grad()
-        mine = x().requires_grad_()
-        mine.register_hook(lambda _: threads.add(threading.get_ident()))
-        with moefuse.replay_routing(model, ids):
-            out = model(mine)
-            if inside:
-                out.square().sum().backward()
-        if not inside:
-            out.square().sum().backward()
+
+    def inputs() -> Tensor:
+        made = x().requires_grad_()
+        made.register_hook(lambda _: threads.add(threading.get_ident()))
+        return made
+
+    out = two_steps(model, ids, inputs, inside=inside)
     wanted = other(x().requires_grad_())
     wanted.square().sum().backward()
     close(model, other, out, wanted)
@@ -148,8 +146,8 @@ def test_threads() -> None:
         thread.start()
         thread.join()
         call()
-    assert torch.equal(found[0], found[1])
-    assert not torch.equal(found[0], found[2])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-6, atol=1e-6)  # inside of blocks Inductor may fuse other things
+    assert not torch.allclose(found[2], found[0], rtol=1e-2, atol=1e-2)
 
 
 def test_cuda_graphs() -> None:
