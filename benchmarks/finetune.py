@@ -201,9 +201,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    rows = [row for case in cases(args) for row in compared(args, case)]
-    if args.out is not None:
-        args.out.write_text(by_line(environment(), "results", rows))
+    rows: list[dict[str, Any]] = []
+    for case in cases(args):
+        rows += [{"layers": args.layers, **row} for row in compared(args, case)]
+        if args.out is not None:
+            args.out.write_text(by_line(environment(), "results", rows))
 
 
 if __name__ == "__main__":
