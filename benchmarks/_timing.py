@@ -102,12 +102,14 @@ def environment() -> dict[str, Any]:
         "commit": _git("rev-parse", "--short=7", "HEAD"),
         "uncommitted_changes": bool(_git("status", "--porcelain", "--untracked-files=no")),
         "cpu": model,
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY"),
         "load_average": round(os.getloadavg()[0], 1),
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "triton": version("triton"),
         "transformers": version("transformers"),
     }
 

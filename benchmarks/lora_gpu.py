@@ -166,9 +166,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     points = [(tokens, False) for tokens in args.tokens] + [(tokens, True) for tokens in args.training]
-    rows = [row for tokens, training in points for row in measured(args, tokens, training)]
-    if args.out is not None:
-        args.out.write_text(by_line(environment(), "results", rows))
+    rows: list[dict[str, Any]] = []
+    for tokens, training in points:
+        rows += measured(args, tokens, training)
+        if args.out is not None:
+            args.out.write_text(by_line(environment(), "results", rows))
 
 
 if __name__ == "__main__":
