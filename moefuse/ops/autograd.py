@@ -85,7 +85,10 @@ IN_PARTS = ("cuda",)
 
 
 def _in_parts(call: GradCall) -> list[Tensor]:
-    """The parts of ``moefuse/runtime/backward.py``; the largest gradients are made last, when all else is as small as it gets."""
+    """The parts of ``moefuse/runtime/backward.py``; the largest gradients are made last, when all else is as small as it gets.
+
+    Nothing waits for those of w_in, and they have a call of their own: a compiler may make them when the memory of earlier layers is free.
+    """
     grad, x, weights, h, order, offsets, w_in, w_up, w_out, need, body = call
 
     def part(op: Any, of: RowsCall | InCall | OutCall) -> Iterator[Tensor]:
@@ -96,10 +99,12 @@ def _in_parts(call: GradCall) -> list[Tensor]:
     if need.rows:
         rows = part(ops.experts_backward_rows, RowsCall(grad, weights, h, order, offsets, w_out, need, body))
     d_h, a, d_weights = ([next(rows)] if wanted else [] for wanted in (need.h, need.w_out, need.products))
-    if d_h:
-        d_in = part(ops.experts_backward_in, InCall(x, weights, d_h[0], order, offsets, w_in, w_up, need, body))
-        d_x = [next(d_in)] if need.x else []
-        d_weights = [next(d_in)] if need.weights and need.on_input else d_weights
+    if d_h and need.tokens:
+        found = part(ops.experts_backward_in, InCall(x, weights, d_h[0], order, offsets, w_in, w_up, need.of_tokens, body))
+        d_x = [next(found)] if need.x else []
+        d_weights = [next(found)] if need.weights and need.on_input else d_weights
+    if d_h and need.of_lists.h:
+        d_in = part(ops.experts_backward_in, InCall(x, weights, d_h[0], order, offsets, w_in, w_up, need.of_lists, body))
     if need.out:
         d_out = part(ops.experts_backward_out, OutCall(grad, weights, order, offsets, a[0] if a else None, w_out, need, body))
     taken = zip((d_in, d_in, d_out) * 2, lists_of(w_in, w_up, w_out), need.flags[2:], strict=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -65,6 +65,16 @@ class Needs:
     def h(self) -> bool:
         """The gradient of the pre-activation: the second part runs."""
         return self.tokens or self.w_in or self.w_up or self.b_in or self.b_up
+
+    @property
+    def of_tokens(self) -> Needs:
+        """Of the second part, the gradients of tokens and of routing weights on them."""
+        return replace(self, w_in=False, w_up=False, b_in=False, b_up=False)
+
+    @property
+    def of_lists(self) -> Needs:
+        """Of the second part, the gradients of w_in and w_up."""
+        return replace(self, x=False, weights=False)
 
     @property
     def products(self) -> bool:

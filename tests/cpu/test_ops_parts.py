@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -62,7 +62,7 @@ def test_the_same_to_the_bit(case: Case) -> None:
     st.sampled_from(["experts_backward_rows", "experts_backward_in", "experts_backward_out"]),
 )
 def test_any_set_of_gradients(wanted: set[int], gating: str, on_input: bool, name: str) -> None:
-    """A part runs if it has something to do, and returns that and no more."""
+    """A part runs if it has something to do, and returns that and no more; the second one is called for tokens, and for weights."""
     case = SMALL.with_(gating=gating, weight_on_input=on_input)
     at = [i for i in sorted(wanted) if i < len(leaves(case.args()))]
     if not at:
@@ -70,9 +70,9 @@ def test_any_set_of_gradients(wanted: set[int], gating: str, on_input: bool, nam
     flags = [i in at for i in range(8)] if gating == "separate" else [i in at for i in (0, 1, 2, 8, 3, 4, 8, 5)]
     need = Needs.of(flags, on_input)
     expected = {
-        "experts_backward_rows": need.h + need.w_out + need.products or None,
-        "experts_backward_in": sum((need.x, need.weights and on_input, need.w_in, need.w_up, need.b_in, need.b_up)) if need.h else None,
-        "experts_backward_out": need.w_out + need.b_out if need.out else None,
+        "experts_backward_rows": [need.h + need.w_out + need.products],
+        "experts_backward_in": [need.x + (need.weights and on_input), need.w_in + need.w_up + need.b_in + need.b_up],
+        "experts_backward_out": [need.w_out + need.b_out],
     }[name]
     seen: list[int] = []
     portable = providers.PROVIDERS[name][-1]
@@ -85,7 +85,7 @@ def test_any_set_of_gradients(wanted: set[int], gating: str, on_input: bool, nam
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(providers.PROVIDERS, name, [providers.Provider("spy", lambda *a: None, spy)])
         parts = gradients(case, at, True)
-    assert seen == ([] if expected is None else [expected])
+    assert seen == [count for count in expected if count]
     for whole, part in zip(gradients(case, at, False), parts, strict=True):
         assert torch.equal(whole, part)
 
@@ -126,22 +126,40 @@ def test_a_second_derivative_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
         d_x.sum().backward()
 
 
-@pytest.mark.usefixtures("fresh_dynamo")
-def test_a_compiled_program_frees_what_a_part_has_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """h before the second part runs, its gradient before the third."""
+def _backward(monkeypatch: pytest.MonkeyPatch, before: Callable[[Tensor], Tensor], case: Case = SMALL) -> list[str]:
+    """Lines of the compiled backward of experts, whose tokens come out of ``before``."""
     from torch._inductor.utils import run_and_get_code
 
     monkeypatch.setattr(autograd, "IN_PARTS", ("cpu",))
-    args = SMALL.args(requires_grad=True)
+    args = case.args(requires_grad=True)
 
     def step() -> Any:
-        out = torch.compile(lambda x: run([x, *args[1:]], **SMALL.options).sin())(args[0])
+        out = torch.compile(lambda x: run([before(x), *args[1:]], **case.options).sin())(args[0])
         return torch.autograd.grad(out.sum(), leaves(args))
 
     _, codes = run_and_get_code(step)
     (code,) = (code for code in codes if "experts_backward_rows" in code)
-    lines = code.splitlines()
-    calls = [next(i for i, line in enumerate(lines) if f"experts_backward_{part}.default(" in line) for part in ("rows", "in", "out")]
-    h, d_h = (re.findall(r"\w+", lines[at].split("default([")[1])[2] for at in calls[:2])
+    return code.splitlines()
+
+
+def _calls(lines: list[str], part: str) -> list[int]:
+    return [i for i, line in enumerate(lines) if f"{part}.default(" in line]
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_a_compiled_program_frees_what_a_part_has_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """h before the second part runs, its gradient before the third."""
+    lines = _backward(monkeypatch, lambda x: x)
+    (rows,), (tokens, weights), (last,) = (_calls(lines, f"experts_backward_{part}") for part in ("rows", "in", "out"))
+    h, d_h = (re.findall(r"\w+", lines[at].split("default([")[1])[2] for at in (rows, tokens))
     freed = [next(i for i, line in enumerate(lines) if re.search(rf"\bdel {name}\b", line)) for name in (h, d_h)]
-    assert calls[0] < freed[0] < calls[1] < freed[1] < calls[2]
+    assert rows < freed[0] < tokens < weights < freed[1] < last
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_gradients_of_weights_wait_for_the_memory_of_earlier_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Inductor orders its own products."""
+    wide = torch.randn(SMALL.hidden, 512)
+    lines = _backward(monkeypatch, lambda x: (x @ wide).softmax(-1) @ wide.T, SMALL.with_(inter=512))
+    products = [i for i, line in enumerate(lines) if "extern_kernels.mm(" in line]
+    assert products[-1] < _calls(lines, "experts_backward_in")[-1]
