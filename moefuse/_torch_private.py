@@ -92,6 +92,7 @@ def compile_fx(
     """Hand the graph to Inductor; ``name`` is what ``torch.compile(name=...)`` calls the region, where torch has that."""
     from torch._inductor.compile_fx import compile_fx as inductor_compile_fx
 
+    keep_what_is_mutated()
     if communicates(gm):
         keep_order()
         # It moves calls, in inference, before there is anything that lowering could hold in order.
@@ -101,6 +102,28 @@ def compile_fx(
     inputs: Any = list(example_inputs)
     named: dict[str, Any] = {} if name is None else {"compile_region_name": name}
     return cast(CompiledFn, inductor_compile_fx(gm, inputs, config_patches=config_patches, **named))
+
+
+@functools.cache
+def keep_what_is_mutated() -> None:
+    """From now on Inductor's CPU backend still knows that a loop reads what another one has mutated after it has split that loop anew.
+
+    It forgot that (torch 2.11 to 2.13, https://github.com/pytorch/pytorch/issues/185509), and read zeros before anything was scattered into
+    them. GPT-OSS with router logits lost the gradient of its router so, in graphs of ours that are right.
+    """
+    from torch._inductor.scheduler import SchedulerNode
+
+    original = getattr(SchedulerNode, "recompute_size_and_body", None)
+    if original is None or not hasattr(SchedulerNode, "set_read_writes"):
+        return
+
+    @functools.wraps(original)
+    def recompute_size_and_body(node: Any, *args: Any, **kwargs: Any) -> None:
+        original(node, *args, **kwargs)
+        if getattr(node, "mutation_renames", None):
+            node.set_read_writes(node.read_writes.rename(node.mutation_renames))
+
+    SchedulerNode.recompute_size_and_body = recompute_size_and_body  # type: ignore[method-assign]
 
 
 _PARTITIONER = "custom_partitioner_fn"

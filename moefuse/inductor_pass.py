@@ -66,6 +66,7 @@ class MoEFusionPass(CustomGraphPass):
         gm = graph.owning_module
         if not self._options.enabled or gm is None:
             return
+        _torch_private.keep_what_is_mutated()
         report = pipeline.rewrite(gm, None, self._options)
         if _torch_private.communicates(gm):
             _torch_private.keep_order()
