@@ -123,7 +123,7 @@ def keep_what_is_mutated() -> None:
         if getattr(node, "mutation_renames", None):
             node.set_read_writes(node.read_writes.rename(node.mutation_renames))
 
-    SchedulerNode.recompute_size_and_body = recompute_size_and_body  # type: ignore[method-assign]
+    SchedulerNode.recompute_size_and_body = recompute_size_and_body  # type: ignore[method-assign,assignment]
 
 
 _PARTITIONER = "custom_partitioner_fn"

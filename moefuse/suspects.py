@@ -10,7 +10,7 @@ import inspect
 import re
 import types
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -174,18 +174,24 @@ def _pairs(module: nn.Module, forms: _Forms) -> Iterator[Pair]:
     groups: list[_Group] = []
     for name, holder in _holders(module):
         groups += [*_modules_beside(holder, name, forms), *_tensors_beside(holder, name), *_stacked(holder, name)]
-    pairs = [pair for group in (*groups, *_attributes(module, forms)) for pair in _routed(module, group)]
+    pairs = [pair for group in (*groups, *_attributes(module, forms)) for pair in _routed(module, group, groups)]
     yield from pairs
     for group in groups if not pairs and not isinstance(module, nn.ModuleList | nn.ModuleDict) else ():
         yield Pair(group.what, group.experts, None, group.names, None, loose=True)
 
 
-def _routed(module: nn.Module, group: _Group) -> Iterator[Pair]:
-    """Something like experts with each weight that scores as many."""
+def _routed(module: nn.Module, group: _Group, groups: Sequence[_Group]) -> Iterator[Pair]:
+    """Something like experts with each weight that scores as many.
+
+    One of as many equal things is hardly a router: two adapters of rank 2 have two weights [2, H], and two more.
+    """
+    beside = frozenset().union(
+        *(expert for other in groups if other is not group and other.count == group.count for expert in other.experts)
+    )
     for name, router in _routers(module, group.count, group.own):
         if id(router) not in frozenset().union(*group.experts):
             what = f"{group.what} beside a weight {list(router.shape)}"
-            yield Pair(what, group.experts, id(router), group.names, name, group.loose)
+            yield Pair(what, group.experts, id(router), group.names, name, group.loose or id(router) in beside)
 
 
 def _holders(module: nn.Module, name: str = "", depth: int = _NEAR) -> Iterator[tuple[str, nn.Module]]:

@@ -168,7 +168,26 @@ class Suppression(nn.Module):
         return self.box(x)[self.score(x).squeeze(-1).topk(5, 0).indices]
 
 
-QUIET = (Attention, Classes, Sampling, Suppression)
+class Adapted(nn.Module):
+    """As many adapters as their rank: the factors of one are as wide as there are of the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(H, H)
+        self.a = nn.ModuleDict({name: nn.Linear(H, 2, bias=False) for name in ("one", "two")})
+        self.b = nn.ModuleDict({name: nn.Linear(2, H, bias=False) for name in ("one", "two")})
+        self.active = ["one"]
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.base(x)
+        for name in self.active:
+            if name in self.a:
+                a, b = self.a[name], self.b[name]
+                out = out + b(a(x))
+        return out
+
+
+QUIET = (Attention, Classes, Sampling, Suppression, Adapted)
 
 
 def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
