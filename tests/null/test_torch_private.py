@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 import moefuse
 from moefuse import _torch_private
 from moefuse._dynamo import checkpoints, parametrized, points
+from moefuse._torch_private import inductor
 
 POINTS = {
     "torch._inductor": ["list_options", "list_mode_options"],
@@ -183,7 +184,7 @@ def test_no_other_module_imports_the_compiler() -> None:
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             if any(name.startswith(("torch._inductor", "torch._dynamo", "torch._functorch", "torch._guards")) for name in names):
                 found.add(path.relative_to(package).parts[0])
-    assert found == {"_torch_private.py", "_dynamo"}
+    assert found == {"_torch_private", "_dynamo"}
 
 
 def test_what_communicates_is_lowered_in_order() -> None:
@@ -220,7 +221,7 @@ def test_meshes_are_saved_behind_states_of_generators(two_ranks: DeviceMesh) -> 
     def body(x: torch.Tensor) -> torch.Tensor:
         return torch.dropout(torch.relu(x @ weight.to_local()), 0.5, True)
 
-    patches = _torch_private._saving_meshes_last({"cpp_wrapper": False})
+    patches = inductor.saving_meshes_last({"cpp_wrapper": False})
     partition = patches["custom_partitioner_fn"]
     backend = aot_autograd(fw_compiler=lambda gm, _: gm.forward, partition_fn=partition)
     run = torch.compile(lambda x: checkpoint(body, x, use_reentrant=False).sin(), backend=backend, dynamic=True, fullgraph=True)
@@ -237,7 +238,7 @@ def test_meshes_are_saved_behind_states_of_generators(two_ranks: DeviceMesh) -> 
     # It is part of the keys of Inductor's caches, and runs what the user has given.
     again = pickle.loads(pickle.dumps(partition))
     assert again.uuid() == partition.uuid()
-    over = _torch_private._saving_meshes_last(patches)["custom_partitioner_fn"]
+    over = inductor.saving_meshes_last(patches)["custom_partitioner_fn"]
     assert over.uuid() == f"{partition.uuid()} after {partition.uuid()!r}"
 
 

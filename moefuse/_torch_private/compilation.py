@@ -1,0 +1,238 @@
+"""What Dynamo knows about the compilation that is running."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+
+def count(name: str, amount: int = 1) -> None:
+    """Add to ``torch._dynamo.utils.counters["moefuse"][name]``."""
+    from torch._dynamo.utils import counters
+
+    counters["moefuse"][name] += amount
+
+
+def trace_artifact(name: str, payload: Callable[[], str]) -> None:
+    """Write a JSON artifact to TORCH_TRACE; ``payload`` is only called when tracing is on."""
+    from torch._logging._internal import trace_structured
+
+    trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "json"}, payload_fn=payload, expect_trace_id=False)
+
+
+def frame_id() -> int | None:
+    """Dynamo's number of the frame that is being compiled: equal for a frame and its recompilations; None outside Dynamo."""
+    from torch._guards import CompileContext
+
+    compile_id = CompileContext.current_compile_id()
+    return None if compile_id is None else compile_id.frame_id
+
+
+@contextlib.contextmanager
+def sizes_of_the_run(mode: Any) -> Iterator[None]:
+    """Operations run on fakes in this block may return sizes that only the run knows, here and when the graph is traced again.
+
+    Dynamo allows that by an option that is off; and it wants every such size in the outputs of the call that made it, which is for who
+    traces the graph next to see.
+    """
+    environment = getattr(mode, "shape_env", None)
+    if environment is None:
+        yield
+        return
+    environment.settings = dataclasses.replace(environment.settings, allow_dynamic_output_shape_ops=True)
+    with environment.ignore_fresh_unbacked_symbols():
+        yield
+
+
+@contextlib.contextmanager
+def unobserved() -> Iterator[None]:
+    """What is computed here is nobody's: the caller's saved-tensor hooks do not see it, and autocast keeps no copy of it.
+
+    Dynamo holds off modes, generators and defaults before it calls a backend, but hooks only while AOTAutograd traces. Grad mode, autocast
+    and the default dtype stay: the graph was traced under them.
+    """
+    set_tracing: Callable[[bool], bool] = torch._C._autograd._saved_tensors_hooks_set_tracing
+    cached, traced = torch.is_autocast_cache_enabled(), set_tracing(True)
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(cached)
+        set_tracing(traced)
+
+
+def torch_compile_call() -> object | None:
+    """The object that stands for the ``torch.compile`` call which this backend call belongs to; None for a direct call."""
+    frame = sys._getframe()
+    for _ in range(8):
+        if frame.f_back is None:
+            return None
+        frame = frame.f_back
+        if frame.f_code is torch._TorchCompileWrapper.__call__.__code__:
+            owner: object = frame.f_locals["self"]
+            return owner
+    return None
+
+
+class RunningCall:
+    """The call of a compiled function, from outside of Dynamo, that this thread is in.
+
+    Attributes:
+        function: what was compiled.
+        arguments: of the call.
+    """
+
+    def __init__(self, function: object, arguments: tuple[object, ...], cleanups: list[Callable[[], object]]) -> None:
+        self.function, self.arguments, self._cleanups = function, arguments, cleanups
+
+    def at_end(self, name: str, action: Callable[[], object]) -> None:
+        """Call ``action`` once when the call returns; of several with one ``name`` the first. Not where it raises."""
+        if any(getattr(known, "moefuse", None) == name for known in self._cleanups):
+            return
+
+        def run() -> None:
+            if sys.exc_info()[0] is None:
+                action()
+
+        run.moefuse = name  # type: ignore[attr-defined]
+        self._cleanups.append(run)
+
+
+def running_call() -> RunningCall | None:
+    """The innermost call of a compiled function around this call of a backend; None where there is none, or torch keeps it otherwise."""
+    frame: Any = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "compile_wrapper" and frame.f_code.co_filename.endswith("eval_frame.py"):
+            held = frame.f_locals
+            cleanups, function = held.get("cleanups"), held.get("fn")
+            if not isinstance(cleanups, list) or not callable(function):
+                return None
+            return RunningCall(function, (*held.get("args", ()), *held.get("kwargs", {}).values()), cleanups)
+        frame = frame.f_back
+    return None
+
+
+class Traced(NamedTuple):
+    """What is being compiled now.
+
+    Attributes:
+        function: what the user gave to ``torch.compile``; of a module, its bound ``__call__``.
+        args: the positional arguments of the call that Dynamo compiles for.
+        kwargs: its keyword arguments.
+        local_scope: the variables of the frame that is traced: of ``function``, or of one that it calls.
+    """
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    local_scope: Mapping[str, Any]
+
+
+def traced() -> Traced | None:
+    """What Dynamo is tracing, or calls a backend for; None outside of a call of a compiled function."""
+    frame: types.FrameType | None = sys._getframe()
+    scope: Mapping[str, Any] | None = None
+    while frame is not None:
+        name, home = frame.f_code.co_name, frame.f_globals.get("__name__")
+        if scope is None and name == "_compile" and home == "torch._dynamo.convert_frame":
+            scope = frame.f_locals["locals"]
+        if name == "compile_wrapper" and home == "torch._dynamo.eval_frame":
+            found = frame.f_locals
+            return Traced(found["fn"], found["args"], found["kwargs"], scope) if scope is not None else None
+        frame = frame.f_back
+    return None
+
+
+def compiled_code_is_stored() -> bool:
+    """Whether Dynamo stores what a backend returns, which must be what Inductor returned then."""
+    from torch._dynamo import config
+
+    return bool(getattr(config, "caching_precompile", False))
+
+
+def before_torch_compile(action: Callable[[], object]) -> None:
+    """Call ``action`` when ``torch.compile`` is called for the first time, with Dynamo imported. Does not import Dynamo itself."""
+    owner: Any = torch._TorchCompileWrapper
+    original = owner.__init__
+    if getattr(original, "moefuse", False):
+        return
+
+    @functools.wraps(original)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        action()
+
+    wrapper.moefuse = True  # type: ignore[attr-defined]
+    owner.__init__ = wrapper
+
+
+def unwrap_backend(backend: Any) -> tuple[Any, dict[str, Any]]:
+    """(what a backend object calls, with which keyword arguments) for what torch wraps around backends; (None, {}) for anything else."""
+    if isinstance(backend, functools.partial):
+        return backend.func, dict(backend.keywords)
+    if isinstance(backend, torch._TorchCompileWrapper):
+        return backend.compiler_fn, dict(backend.kwargs)
+    if isinstance(backend, types.FunctionType):
+        return None, {}
+    return getattr(backend, "_torchdynamo_orig_backend", None), {}
+
+
+def is_torch_compile_call(backend: object) -> bool:
+    """Whether a backend object is the one that stands for a ``torch.compile`` call, see :func:`torch_compile_call`."""
+    return isinstance(backend, torch._TorchCompileWrapper)
+
+
+def source_name(node: torch.fx.Node) -> str:
+    """What an input of a graph is in the user's program (``L['self'].bias``); its name in the graph if nobody knows."""
+    name = getattr(getattr(node, "_dynamo_source", None), "name", None)
+    found = name() if callable(name) else name
+    return found if isinstance(found, str) else str(node.target)
+
+
+def in_compiled_call() -> bool:
+    """Whether the caller was called from a program that Dynamo has compiled, between two graphs of it for instance."""
+    from torch._dynamo import eval_frame
+
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename == eval_frame.__file__:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def inlined_only(function: Any) -> None:
+    """Dynamo traces a function where compiled code calls it, and leaves it alone where eager code does."""
+    from torch._dynamo.eval_frame import skip_code
+
+    skip_code(inspect.unwrap(function).__code__)
+
+
+def when_functionalized(name: str, library: torch.library.Library, instead: Callable[..., Callable[..., Any] | None]) -> None:
+    """Trace other operations in place of an op of ``library`` where AOTAutograd makes the graph that Inductor compiles.
+
+    ``instead(*args)`` gives the function to trace, called with the same arguments, or None to leave the op in the graph. It is not asked
+    where a graph is exported, or where tensors are of a class of their own.
+    """
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+
+    known = (torch.Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor)
+
+    def rule(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        plain = not kwargs and not torch.compiler.is_exporting() and all(t in known for t in types)
+        function = instead(*args) if plain else None
+        if function is None:
+            return mode.__torch_dispatch__(op, types, args, kwargs)
+        with mode:
+            return function(*args)
+
+    torch.library.register_torch_dispatch(name, FunctionalTensorMode, rule, lib=library)

@@ -1,0 +1,124 @@
+"""Process groups, memory that GPUs of one host share, and DDP."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+
+def timeout_of(group: Any) -> datetime.timedelta | None:
+    """How long a process group waits for other ranks; None if its backend does not say."""
+    try:
+        found = group._get_backend(group._device_types[0]).options._timeout
+    except (AttributeError, RuntimeError, IndexError):
+        return None
+    return found if isinstance(found, datetime.timedelta) else None
+
+
+def coalesced(group: Any, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """All-gathers that are launched together when the block ends, where the backend of a device can do that.
+
+    Without its argument ``device``: with it torch's NCCL group holds the tensors until a thread of its own lets them go, which is an error
+    where a CUDA graph is warmed up.
+    """
+    manager = getattr(torch.distributed.distributed_c10d, "_coalescing_manager", None)
+    if manager is None or device.type == "cpu":
+        return contextlib.nullcontext()
+    found: contextlib.AbstractContextManager[Any] = manager(group=group, async_ops=False)
+    return found
+
+
+def symmetric_memory(size: int, device: torch.device) -> torch.Tensor:
+    """[size] bytes that other ranks can be let to write; not for CUDA graphs."""
+    from torch.distributed import _symmetric_memory
+
+    with _without_multicast():
+        return _symmetric_memory.empty(size, dtype=torch.uint8, device=device)
+
+
+def symmetric_peers(memory: torch.Tensor, group: Any) -> list[int]:
+    """Let the ranks of a group write each other's ``memory``, and its addresses [P]; a collective call, and not for CUDA graphs."""
+    from torch.distributed import _symmetric_memory
+
+    with _without_multicast():
+        handle = _symmetric_memory.rendezvous(memory, group)
+    return [int(p) for p in handle.buffer_ptrs]
+
+
+@contextlib.contextmanager
+def _without_multicast() -> Iterator[None]:
+    """In this block torch binds no memory to NVLink's multicast objects: nothing here reads them, and not every host has them to give."""
+    name = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+class NotForDDP:
+    """Names of what ``DistributedDataParallel`` of a module is to leave alone, as they are when it asks: also if the module is compiled."""
+
+    def __init__(self, root: torch.nn.Module, held: Sequence[tuple[torch.nn.Module, str]], before: Iterable[str]) -> None:
+        self.root, self.held, self.before = root, held, before
+
+    def __iter__(self) -> Iterator[str]:
+        from torch.distributed.tensor import DTensor
+
+        yield from self.before
+        paths = {id(module): path for path, module in self.root.named_modules()}
+        for module, name in self.held:
+            parameter: Any = module._parameters.get(name)
+            if not isinstance(parameter, DTensor):
+                continue  # a full one again
+            setattr(parameter, "_ddp_ignored", True)  # noqa: B010  (for Dynamo's buckets; a Parameter that was moved has it no more)
+            # A compiled module looks like this one, and has it as a child. What is the root's own, DDP calls ".name" in places.
+            path = f"{paths[id(module)]}.{name}"
+            yield from (path, path.lstrip("."), f"_orig_mod.{path.lstrip('.')}")
+
+
+_FOR_DDP = "_ddp_params_and_buffers_to_ignore"
+
+
+def not_for_ddp(model: torch.nn.Module, held: Sequence[tuple[torch.nn.Module, str]]) -> None:
+    """Let ``DistributedDataParallel`` of a model, or of a part of it, leave these distributed Parameters (module, name) alone.
+
+    Beside those that it was told to ignore before.
+    """
+    holders = {id(module) for module, _ in held}
+    for root in model.modules():
+        inner = {id(module) for module in root.modules()}
+        if not holders.isdisjoint(inner):
+            setattr(root, _FOR_DDP, NotForDDP(root, [h for h in held if id(h[0]) in inner], getattr(root, _FOR_DDP, ())))
+
+
+def again_for_ddp(model: torch.nn.Module, held: Iterable[tuple[torch.nn.Module, str]]) -> None:
+    """Take back :func:`not_for_ddp` for these Parameters, which are to be full ones."""
+    gone = set()
+    for module, name in held:
+        gone.add((id(module), name))
+        module._parameters[name].__dict__.pop("_ddp_ignored", None)
+    for root in model.modules():
+        known = root.__dict__.pop(_FOR_DDP, ())
+        while isinstance(known, NotForDDP) and gone.issuperset((id(module), name) for module, name in known.held):
+            known = known.before
+        if known != ():
+            setattr(root, _FOR_DDP, known)
+
+
+def sharded_over(mesh: Any) -> Any:
+    """What FSDP's ``shard_placement_fn`` returns for a Parameter that is sharded over a mesh of its own; None where torch has no such."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_common
+    from torch.distributed.tensor import Shard
+
+    result = getattr(_fsdp_common, "ShardPlacementResult", None)
+    return None if result is None else result(Shard(0), _fsdp_common.FSDPMeshInfo(mesh, shard_mesh_dim=0))

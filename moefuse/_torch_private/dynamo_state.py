@@ -1,0 +1,147 @@
+"""Dynamo's state, for looking without leaving a trace."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import copy
+import dataclasses
+import inspect
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, cast
+
+import torch
+
+from moefuse._torch_private.errors import break_text, first_line, guard_text
+from moefuse._torch_private.types import CompiledFn
+
+
+@dataclasses.dataclass
+class TraceLog:
+    """What Dynamo gave up on while it traced, and why it compiled frames again."""
+
+    breaks: list[str] = dataclasses.field(default_factory=list)
+    recompiles: list[str] = dataclasses.field(default_factory=list)
+    refresh: Callable[[], None] = lambda: None
+
+
+@contextlib.contextmanager
+def borrowed_dynamo() -> Iterator[TraceLog]:
+    """Trace as in a fresh process and leave Dynamo as it was: caches of what the user compiled, counters, recorded sizes.
+
+    ``torch._dynamo.reset()`` would throw away everything that the user has compiled. The log is filled when the block ends, and by its
+    ``refresh``. Inside another such block, what that one compiled is kept.
+    """
+    from torch._dynamo import convert_frame, eval_frame, pgo, utils
+
+    log = TraceLog()
+    with convert_frame.compile_lock:
+        seen = _seen_codes()
+        for code in seen:
+            # A frame that Dynamo skipped earlier has no compiled code to lose; it has to be tried again to learn why.
+            if not eval_frame._debug_get_cache_entry_list(code):
+                reset_code(code)
+        kept = {code: set(map(id, eval_frame._debug_get_cache_entry_list(code))) for code in seen}
+        backends = set(eval_frame.cached_backends)
+        counters = {name: dict(counter) for name, counter in utils.counters.items()}
+        sizes = copy.deepcopy(pgo._CODE_STATE)
+        reasons = len(utils.graph_break_reasons)
+        metrics = utils._compilation_metrics
+        utils._compilation_metrics = collections.deque()
+
+    def refresh() -> None:
+        log.breaks = [break_text(reason.reason, reason.user_stack) for reason in utils.graph_break_reasons[reasons:]]
+        log.breaks += _given_up(utils._compilation_metrics)
+        log.recompiles = [guard_text(m.recompile_reason) for m in utils._compilation_metrics if m.recompile_reason]
+
+    log.refresh = refresh
+    try:
+        yield log
+    finally:
+        with convert_frame.compile_lock:
+            refresh()
+            utils._compilation_metrics = metrics
+            del utils.graph_break_reasons[reasons:]
+            pgo._CODE_STATE = sizes
+            utils.counters.clear()
+            for name, values in counters.items():
+                utils.counters[name].update(values)
+            for new in set(eval_frame.cached_backends) - backends:
+                del eval_frame.cached_backends[new]
+            for code in _seen_codes():
+                _drop_new_entries(code, kept.get(code))
+
+
+def compile_isolated(fn: Callable[..., Any], backend: CompiledFn) -> Callable[..., Any]:
+    """``torch.compile`` whose recompilations do not count against the user's, where torch can do that."""
+    options: dict[str, Any] = {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(torch.compile).parameters else {}
+    compiled: Callable[..., Any] = torch.compile(fn, backend=backend, **options)
+    return compiled
+
+
+@contextlib.contextmanager
+def not_compiled(model: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+    """The callable under ``torch.compile``, ``model.compile()`` and ``submodule.compile()``, for as long as the block runs."""
+    # A compiled module has both attributes, and the second is only its forward, without hooks.
+    found: Any = getattr(model, "_orig_mod", None) or getattr(model, "_torchdynamo_orig_callable", model)
+    inner: Callable[..., Any] = found
+    modules = list(inner.modules()) if isinstance(inner, torch.nn.Module) else []
+    compiled = {module: module.__dict__.pop("_compiled_call_impl") for module in modules if "_compiled_call_impl" in module.__dict__}
+    try:
+        yield inner
+    finally:
+        for module, call in compiled.items():
+            module.__dict__["_compiled_call_impl"] = call
+
+
+def compile_front(gm: torch.fx.GraphModule, example_inputs: Sequence[object]) -> CompiledFn:
+    """What Inductor does with a graph up to where it writes code: its errors are Inductor's; what it returns runs in eager.
+
+    Nothing is taken from torch's caches of compiled code or put there.
+    """
+    from torch._functorch import config
+    from torch._inductor.compile_fx import compile_fx as inductor_compile_fx
+
+    def as_it_is(traced: torch.fx.GraphModule, *_: Any, **__: Any) -> CompiledFn:
+        return traced.forward
+
+    inputs, instead = cast(Any, list(example_inputs)), cast(Any, as_it_is)
+    with config.patch(enable_autograd_cache=False):
+        return cast(CompiledFn, inductor_compile_fx(gm, inputs, inner_compile=instead))
+
+
+def _seen_codes() -> list[types.CodeType]:
+    from torch._dynamo import convert_frame
+
+    return [code for weak in convert_frame.input_codes.seen if (code := weak()) is not None]
+
+
+def reset_code(code: types.CodeType) -> None:
+    """Forget what was compiled of this code."""
+    torch._C._dynamo.eval_frame.reset_code(code)
+
+
+def _drop_new_entries(code: types.CodeType, kept: set[int] | None) -> None:
+    from torch._dynamo import eval_frame
+    from torch._dynamo.guards import DeletedGuardManagerWrapper
+
+    if not kept:
+        reset_code(code)
+        return
+    for entry in eval_frame._debug_get_cache_entry_list(code):
+        manager = entry.guard_manager
+        if id(entry) not in kept and manager.extra_state is not None:
+            manager.extra_state.invalidate(entry, DeletedGuardManagerWrapper("moefuse.explain"))
+
+
+def _given_up(metrics: Iterable[Any]) -> list[str]:
+    """Frames that Dynamo runs in eager altogether: its break counters do not show them, its metrics do."""
+    texts = []
+    for metric in metrics:
+        # SkipFrame alone is no loss: it means a frame without tensor operations.
+        if metric.fail_type in (None, "SkipFrame"):
+            continue
+        place = f" at {metric.fail_user_frame_filename}:{metric.fail_user_frame_lineno}" if metric.fail_user_frame_filename else ""
+        texts.append(f"{first_line(metric.fail_reason or metric.fail_type)} (all of {metric.co_name} runs in eager){place}")
+    return texts

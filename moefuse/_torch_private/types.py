@@ -1,0 +1,6 @@
+"""Types of what torch compiles."""
+
+from collections.abc import Callable
+from typing import Any
+
+CompiledFn = Callable[..., Any]
