@@ -31,6 +31,12 @@ _COLLECTED = (
     "else `torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True` adds in forward alone"
 )
 
+_LEAKS = "requires_grad_() intermediate"
+_INPUTS = (
+    "a hook has the embeddings' outputs require gradients, at which torch breaks the graph; where checkpoints have `use_reentrant=False` "
+    "nothing needs that, and `model.disable_input_require_grads()` of transformers takes the hook away"
+)
+
 
 def watch(options: Options, owner: object | None = None) -> None:
     """Look at the call around this compilation when it returns."""
@@ -181,7 +187,8 @@ def _cause(report: FusionReport, found: Suspect, evidence: str, around: Stop | N
         reason = _users(stop.text).removesuffix(f" at {place}") + (f"; {hint}" if stop.hint else "")
         return f"the graph breaks inside it ({reason}), and what is left in graphs is no whole layer", place
     if around is not None:
-        return f"the graph breaks in what is around it ({_users(around.text)}), and all of that runs in eager", own
+        hint = f"; {_INPUTS}" if any(_LEAKS in other.text for other in report.stops) else ""
+        return f"the graph breaks in what is around it ({_users(around.text)}), and all of that runs in eager{hint}", own
     texts = [text for text in report.opaque if text != NOTHING_CHOSEN]
     if texts:
         return texts[0], own

@@ -20,6 +20,9 @@ from torch import nn
 _NEAR = 2
 """How many modules a router may be below the one that holds the experts."""
 
+_LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+_CONTAINERS = (*_LISTS, nn.ParameterList, nn.ParameterDict)
+
 _BY_ROWS = (nn.Linear, nn.modules.conv._ConvNd)
 """Modules of which it is known that a row of the weight makes an output."""
 
@@ -169,7 +172,7 @@ class _Group:
 
 def _pairs(module: nn.Module, forms: _Forms) -> Iterator[Pair]:
     """What in a module looks like experts with a router."""
-    if type(module).__module__.startswith("torch.nn.") and not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
+    if type(module).__module__.startswith("torch.nn.") and not isinstance(module, _LISTS):
         return
     groups: list[_Group] = []
     for name, holder in _holders(module):
@@ -195,11 +198,16 @@ def _routed(module: nn.Module, group: _Group, groups: Sequence[_Group]) -> Itera
 
 
 def _holders(module: nn.Module, name: str = "", depth: int = _NEAR) -> Iterator[tuple[str, nn.Module]]:
-    """(the attribute that leads there, the module) of a module and those near below it, but not of lists' items."""
+    """(the attribute that leads there, the module) of a module and those near below it, but not of lists' items.
+
+    What a module is wrapped around, with adapters in lists beside it, is as near as the module itself.
+    """
     yield name, module
-    if depth and not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
-        for own, child in module.named_children():
-            yield from _holders(child, name or own, depth - 1)
+    if isinstance(module, _LISTS):
+        return
+    step = 0 if sum(not isinstance(child, _CONTAINERS) for child in module.children()) == 1 else 1
+    for own, child in module.named_children() if depth >= step else ():
+        yield from _holders(child, name or own, depth - step)
 
 
 def _modules_beside(holder: nn.Module, name: str, forms: _Forms) -> Iterator[_Group]:
@@ -221,7 +229,7 @@ def _group(items: list[nn.Module], known: list[_Form], names: frozenset[str], lo
 
 def _attributes(module: nn.Module, forms: _Forms) -> Iterator[_Group]:
     """Equal modules that are attributes of their own: all of one kind, or those whose names differ in a number only."""
-    if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential) or len(module._modules) < 2:
+    if isinstance(module, _LISTS) or len(module._modules) < 2:
         return
     alike: dict[object, dict[str, nn.Module]] = defaultdict(dict)
     for name, child in module.named_children():

@@ -162,3 +162,23 @@ def test_switched_and_merged() -> None:
     compiled(model)
     torch.testing.assert_close(states(), expected, rtol=1e-4, atol=1e-4)
     assert leftovers(model) == before
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("hooked", [True, False])
+def test_checkpoints_and_router_losses(hooked: bool) -> None:
+    """PEFT has transformers hook the embeddings, at which torch breaks the graph: experts in two wrappers are told about still."""
+    model = peft.get_peft_model(build("qwen3_moe", num_hidden_layers=1, output_router_logits=True), config())
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if not hooked:
+        model.disable_input_require_grads()
+    model.train().compile(backend="moefuse")
+    ids = torch.arange(12).view(2, 6)
+    model(input_ids=ids, labels=ids).loss.backward()
+    report = moefuse.last_report()
+    if not hooked:
+        assert [f.spec.lora for f in report.fused] == [(4,)]
+        return
+    (skipped,) = report.skipped
+    assert (skipped.code, skipped.module.rpartition(".")[2]) == ("nothing-found", "mlp")
+    assert "`model.disable_input_require_grads()` of transformers takes the hook away" in skipped.message
