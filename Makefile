@@ -88,17 +88,11 @@ zoo-coverage: $(STAMP) $(VENV4)/.installed
 	$(BIN)/python benchmarks/zoo_coverage.py --page docs/coverage.md
 
 $(VENV4)/.installed: pyproject.toml requirements/torch.txt requirements/transformers4.txt
-	$(PYTHON) -m venv $(VENV4)
-	$(VENV4)/bin/pip install --quiet -r requirements/torch.txt
-	$(VENV4)/bin/pip install --quiet -r requirements/transformers4.txt
-	$(VENV4)/bin/pip install --quiet --no-deps --no-build-isolation --editable .
-	@touch $@
-
 $(VENV_TRL)/.installed: pyproject.toml requirements/torch.txt requirements/trl.txt
-	$(PYTHON) -m venv $(VENV_TRL)
-	$(VENV_TRL)/bin/pip install --quiet -r requirements/torch.txt
-	$(VENV_TRL)/bin/pip install --quiet -r requirements/trl.txt
-	$(VENV_TRL)/bin/pip install --quiet --no-deps --no-build-isolation --editable .
+$(VENV4)/.installed $(VENV_TRL)/.installed:
+	$(PYTHON) -m venv $(@D)
+	for file in $(filter %.txt,$^); do $(@D)/bin/pip install --quiet -r $$file || exit 1; done
+	$(@D)/bin/pip install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
 kernels: $(TRITON)/.installed
