@@ -167,7 +167,7 @@ def _stacked(leaves: list[Leaf], node: Node) -> Leaf:
     found = common_leaf(leaves, list(range(len(leaves))))
     if len({leaf.detached for leaf in leaves}) != 1:
         raise OtherError(node, "gradients end at some experts")
-    if found.stacked and shape_of(fake(found.source))[0] != len(leaves):
+    if found.stacked and shape_of(fake(found.source))[found.along] != len(leaves):
         raise OtherError(node, f"it has some experts of `{found.source.name}`")
     return replace(found, detached=leaves[0].detached)
 

@@ -165,7 +165,7 @@ class _Reading:
         return self.read(first, times.times(second, node), node)
 
     def _product(self, node: Node, operands: Sequence[Any], equation: str, times: Times) -> Addend:
-        """B (out, r) @ A (r, in) of each expert. In the equation the expert comes first, where an operand has one."""
+        """B (out, r) @ A (r, in) of each expert, which the result has first, and an operand anywhere or not at all."""
         inputs, _, out = equation.replace(" ", "").partition("->")
         labels, rank = inputs.split(","), known_rank(node)
         expert = out[0] if rank == 3 else ""
@@ -178,11 +178,11 @@ class _Reading:
         found: dict[str, Leaf] = {}
         for value, part in zip(operands, labels, strict=True):
             wanted = (outer, inside[0]) if outer in part else (inside[0], inner)
-            if sorted(part.removeprefix(expert)) != sorted(wanted):
+            if sorted(c for c in part if c != expert) != sorted(wanted):
                 raise OtherError(node, f"`{equation}` computes it")
             order = tuple(part.index(c) for c in wanted)
             found[wanted[0]] = self._factor(node, value, replace(times, order=order))
-        experts = {shape_of(fake(leaf.source))[0] for leaf in found.values() if leaf.stacked} if rank == 3 else set()
+        experts = {shape_of(fake(leaf.source))[leaf.along] for leaf in found.values() if leaf.stacked} if rank == 3 else set()
         if found.keys() != {outer, inside[0]} or len(experts) > 1 or (rank == 3 and not experts):
             raise OtherError(node, ONE_TERM)
         if times.detached and any(tensor(number) is not None for (number,) in times.by):
@@ -197,8 +197,9 @@ class _Reading:
             check_plain(value)
             if any(name in self.ctx.writes for name in self.ctx.memory.storages(value)):
                 raise OtherError(node, f"`{value.name}` is written to in the graph")
-            if call is not None and (call.name in CASTS or turns(call)) and not call.inplace and self._records(value):
-                value, times = call.args[0], times.turned() if turns(call) else times
+            may_turn = call is not None and turns(call) and min(times.order) == known_rank(value) - 2
+            if call is not None and (call.name in CASTS or may_turn) and not call.inplace and self._records(value):
+                value, times = call.args[0], times.turned() if may_turn else times
                 continue
             if known_rank(node) == 3 and known_rank(value) == 2:
                 return Leaf(value, False, None, times.order, detached=times.detached)

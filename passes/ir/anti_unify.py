@@ -69,7 +69,7 @@ def specialise(expr: Expr, expert: int) -> Expr | None:
 def for_all(expr: Expr) -> Expr:
     """The tree with each matrix that all experts share as a list of it, of as many as stacked weights have rows."""
     leaves = [leaf for leaf in weight_leaves(expr) if not leaf.stacked and not leaf.parts]
-    sizes = {shape_of(value)[0] for leaf in weight_leaves(expr) if leaf.stacked and (value := tensor(leaf.source)) is not None}
+    sizes = {shape_of(value)[leaf.along] for leaf in weight_leaves(expr) if leaf.stacked and (value := tensor(leaf.source)) is not None}
     count = next(iter(sizes), None)
     if not leaves or len(sizes) != 1 or not isinstance(count, int):
         return expr

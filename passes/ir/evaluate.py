@@ -61,8 +61,9 @@ class Rows64:
     def weight(self, leaf: Leaf) -> torch.Tensor:
         """This expert's weight, dims in the order the expression sees them."""
         if leaf.stacked:
-            row = self.values(leaf.source)[self.expert]
-            order = [d - 1 for d in leaf.order]
+            stack, along = self.values(leaf.source), leaf.along
+            row = stack.select(along, self.expert) if along else stack[self.expert]
+            order = [d - (d > along) for d in leaf.order]
         else:
             row = self.values(leaf.parts[self.expert] if leaf.parts else leaf.source)
             order = list(leaf.order)

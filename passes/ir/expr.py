@@ -66,8 +66,9 @@ class Gate(Expr):
 class Leaf:
     """An expert weight: row ``expert`` of a stacked tensor (None: the row's own expert), or a Parameter of its own (``stacked`` False).
 
-    ``order`` holds the dims of ``source`` that remain, in the order the expression sees them. ``parts``: each expert's own, in one leaf for
-    all of them; one tensor again and again where they share it. ``detached``: gradients end in front of it.
+    ``order`` holds the dims of ``source`` that remain, in the order the expression sees them; a stack has its experts along the first of
+    the others. ``parts``: each expert's own, in one leaf for all of them; one tensor again and again where they share it. ``detached``:
+    gradients end in front of it.
     """
 
     source: Node
@@ -76,6 +77,11 @@ class Leaf:
     order: tuple[int, ...]
     parts: tuple[Node, ...] = ()
     detached: bool = False
+
+    @property
+    def along(self) -> int:
+        """The dimension of a stack that has an entry for each expert."""
+        return next(d for d in range(len(self.order) + 1) if d not in self.order)
 
 
 @dataclass(frozen=True, eq=False)

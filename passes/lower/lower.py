@@ -217,6 +217,8 @@ class Lowering:
     def stack(self, leaf: Leaf) -> list[Node]:
         """A projection as the ops take it: [[E, out, in]] or E times [out, in]; a transposed view where it is stored the other way."""
         sources = self.sources(leaf)
+        if leaf.stacked and leaf.along:
+            return [self.emit(torch.permute, s, (leaf.along, *leaf.order)) for s in sources]
         if list(leaf.order) == sorted(leaf.order):
             return sources
         return [self.emit(torch.transpose, s, -2, -1) for s in sources]
@@ -262,9 +264,9 @@ class Lowering:
     def attached(self, leaf: Leaf) -> list[Node]:
         if leaf.parts:
             return list(leaf.parts)
-        value, count = tensor(leaf.source), self.region.num_experts
-        longer = self.region.rest is not None and value is not None and shape_of(value)[0] != count
-        return [self.emit(operator.getitem, leaf.source, slice(0, count)) if longer else leaf.source]
+        value, count, along = tensor(leaf.source), self.region.num_experts, leaf.along
+        longer = self.region.rest is not None and value is not None and shape_of(value)[along] != count
+        return [self.emit(torch.narrow, leaf.source, along, 0, count) if longer else leaf.source]
 
     def reshaped(self, node: Node, like: Node) -> Node:
         """``node`` in the shape of ``like``."""

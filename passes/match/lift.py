@@ -339,7 +339,7 @@ def _num_experts(ctx: Context, expr: Expr, node: Node, with_rest: Collection[int
     counts: dict[int, str] = {}
     for leaf in weight_leaves(expr):
         value = tensor(leaf.source)
-        size = shape_of(value)[0] if leaf.stacked and value is not None else len(leaf.parts)
+        size = shape_of(value)[leaf.along] if leaf.stacked and value is not None else len(leaf.parts)
         if not leaf.stacked and not leaf.parts:
             return ctx.lost("experts-differ", node, expert="?", detail=f"`{leaf.source.name}` is one weight for all experts")
         if not isinstance(size, int):

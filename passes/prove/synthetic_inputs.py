@@ -122,7 +122,7 @@ class Inputs:
         roots: dict[Node, torch.Tensor] = {}
         for leaf in leaves:
             values = [self.weight(n) for n in leaf.parts or (leaf.source,)]
-            if all(isinstance(v, torch.Tensor) for v in values) and neutral(list(values[0]) if leaf.stacked else values):
+            if all(isinstance(v, torch.Tensor) for v in values) and neutral(list(values[0].unbind(leaf.along)) if leaf.stacked else values):
                 below = (r for n in leaf.parts or (leaf.source,) for r in self._made.roots(n, WEIGHT))
                 roots |= {r: v for r in below if isinstance(v := self._real(r), torch.Tensor) and v.dtype.is_floating_point}
         if not roots:

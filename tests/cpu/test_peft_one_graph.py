@@ -164,6 +164,17 @@ def test_switched_and_merged() -> None:
     assert leftovers(model) == before
 
 
+def test_two_adapters_at_once() -> None:
+    """PEFT adds their products up, each with the experts last in B, before it adds the sum to the weight."""
+    model = adapted()
+    model.add_adapter("other", config(rank=2, lora_alpha=3))
+    model.base_model.set_adapter(["default", "other"])
+    expected = step(model)
+    found = step(compiled(model))
+    assert terms() == [(2, 4)]
+    close(found, expected, 1e-5)
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("hooked", [True, False])
 def test_checkpoints_and_router_losses(hooked: bool) -> None:
