@@ -25,8 +25,9 @@ class Called(nn.Module):
         self.up_bias = [nn.Parameter(torch.randn(E, 2 * I if gated else I))] if bias else []
         self.down_bias = [nn.Parameter(torch.randn(E, H))] if bias else []
 
-    def forward(self, x: Tensor) -> Tensor:
-        weights, ids = self.gate(x).softmax(-1).topk(K)
+    def forward(self, x: Tensor, ids: Tensor | None = None) -> Tensor:
+        weights, chosen = self.gate(x).softmax(-1).topk(K)
+        ids = chosen if ids is None else ids
         ops: Any = torch.ops.moefuse
         if not self.grouped:
             return ops.experts(x, ids, weights, [self.up], [], [self.down], self.up_bias, [], self.down_bias, **self.options)
@@ -56,6 +57,18 @@ def test_what_the_op_computes_is_verified(activation: str, gated: bool) -> None:
 def test_a_gate_between_grouped_ops() -> None:
     found = run(Called(grouped=True, bias=True))
     assert ([f.tier for f in found.fused], found.skipped) == (["grouped"], [])
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_ids_of_no_expert_are_left_out(grouped: bool) -> None:
+    """As the ops do it: nothing raises, and no row is shifted. Expert parallelism of transformers gives such ids."""
+    torch.manual_seed(0)
+    model, x, outcome = Called(grouped), torch.randn(T, H), Outcome()
+    compiled = torch.compile(model, backend=light(outcome), fullgraph=True)
+    with torch.no_grad():
+        for ids in (torch.randint(0, E, (T, K)), torch.randint(-2, E + 2, (T, K)), torch.full((T, K), E)):
+            torch.testing.assert_close(compiled(x, ids), model(x, ids), rtol=1e-5, atol=1e-5)
+    assert (len(outcome.fused), outcome.skipped) == (1, [])
 
 
 @pytest.mark.parametrize(
