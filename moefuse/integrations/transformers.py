@@ -117,13 +117,24 @@ def _fused_activation(module: nn.Module) -> str | None:
     if _flag(module, "has_post_expert_norm", False):
         return None
     if _flag(module, "has_gate", True):
-        # Not through the module's class: where a parametrization is registered that is another one, which Dynamo does not see.
-        default_gate = getattr(getattr(module, "_apply_gate", None), "__func__", None) is _default_apply_gate
+        default_gate = _gates_by_default(module)
         if not _flag(module, "is_concatenated", True) and default_gate:
             raise _refuse(module, "is_concatenated=False, but its _apply_gate is the default one, which splits gate and up as two halves")
         if not default_gate:
             return None
     return _activation(cast("Callable[[Tensor], Tensor]", module.act_fn))
+
+
+def _gates_by_default(module: nn.Module) -> bool:
+    """Whether gate and up become one as in most models.
+
+    Not through the module's class: where a parametrization is registered that is another one, which Dynamo does not see. And not with a
+    default for ``__func__``: Dynamo answers with that.
+    """
+    try:
+        return cast(Any, module)._apply_gate.__func__ is _default_apply_gate
+    except AttributeError:
+        return False
 
 
 def _tensor(module: nn.Module, name: str, ndim: int) -> Tensor:

@@ -35,7 +35,7 @@ _ALIASES = {
 _ALIASES |= {f"wrapped_{name}": name for name in "cumsum getitem item eq ne lt le gt ge add sub".split()}
 
 #: where operators have the names that rules know; the last one is a grouped product that its library registers
-_NAMESPACES = frozenset(("aten", "prims", "moefuse", "transformers"))
+_NAMESPACES = frozenset(("aten", "prims", "transformers"))
 
 _CASTS = {
     "bfloat16": torch.bfloat16, "half": torch.float16, "float": torch.float32, "double": torch.float64,
@@ -118,9 +118,7 @@ def location(node: Node) -> str:
 
 def steps(nodes: Iterable[Node]) -> tuple[str, ...]:
     """Names of operations for a reader: what unpacks a tuple is none, and moefuse's own have their namespace."""
-    named = [n for n in nodes if n.op in ("call_function", "call_method") and not _unpacks(n)]
-    own = {n for n in named if str(n.target).startswith("moefuse.")}
-    return tuple(f"moefuse::{raw_name(n)}" if n in own else raw_name(n) for n in named)
+    return tuple(raw_name(n) for n in nodes if n.op in ("call_function", "call_method") and not _unpacks(n))
 
 
 def _unpacks(node: Node) -> bool:

@@ -103,6 +103,11 @@ class Context:
             args = torch.fx.node.map_arg((call.args, call.kwargs), lambda n: self.first[n])
             self.first[node] = seen.setdefault(f"{call.name} {args} {self.memory.version(self.storage[node], node)}", node)
 
+    def now(self, node: Node) -> Node:
+        """The node that gives a value in the graph as it is now: of equal views the first, or the result that took its place."""
+        first = self.first.get(node, node)
+        return self.replaced.get(first, first)
+
     def view(self, value: object) -> View | None:
         """The plain view of a tensor node: its fact if that is a View, the node itself if it has no fact, else None."""
         if not isinstance(value, Node):

@@ -114,7 +114,7 @@ def take_out(
     order: dict[Node, int] = {}
     old, old_reads = _extract(before, last, ctx, order)
     fresh, new_reads = _extract(new, result, ctx, order)
-    roles = _roles(region)
+    roles = {ctx.now(n): role for n, role in _roles(region).items()}
     return Program(
         name_of(region),
         old,
@@ -131,15 +131,15 @@ def take_out(
 def _extract(nodes: Sequence[Node], result: Any, ctx: Context, order: dict[Node, int]) -> tuple[GraphModule, tuple[int, ...]]:
     """Nodes as a graph of their own; what they read becomes a placeholder, and gets a number in ``order``."""
     graph, inside, copied = Graph(), set(nodes), {}
-    outside = dict.fromkeys(ctx.first.get(a, a) for n in nodes for a in n.all_input_nodes if a not in inside)
+    outside = dict.fromkeys(ctx.now(a) for n in nodes for a in n.all_input_nodes if a not in inside)
     for node in outside:
         order.setdefault(node, len(order))
         copied[node] = graph.placeholder(f"input_{order[node]}")
     for node in nodes:
-        made = graph.node_copy(node, lambda a: copied[a if a in copied else ctx.first.get(a, a)])
+        made = graph.node_copy(node, lambda a: copied[a if a in copied else ctx.now(a)])
         made.meta.clear()
         copied[node] = made
-    graph.output(copied[result if result in copied else ctx.first.get(result, result)])
+    graph.output(copied[result if result in copied else ctx.now(result)])
     return GraphModule(torch.nn.Module(), graph), tuple(order[n] for n in outside)
 
 

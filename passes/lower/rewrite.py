@@ -21,7 +21,6 @@ def replace(ctx: Context, region: Region, result: Node) -> None:
                 user.replace_input_with(holder, result)
         # A later region may read this result directly: it is emitted with, and verified as, the new node.
         ctx.replaced[holder] = result
-    ctx.first[result] = region.value
     adds = (region.anchor, *(p.node for p in region.parts))
     ctx.results[result] = Standin(region.holders, region.nodes, region.base, adds)
     if result not in ctx.position:

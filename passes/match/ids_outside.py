@@ -46,7 +46,7 @@ def outside(ctx: Context, region: Region) -> Outside | Lost | None:
         uses.append((low, count - 1))
     first = False
     if routing.kept is None:
-        counts = [n for n in region.nodes if isinstance(ctx.facts.get(n), Counts | Occurring)]
+        counts = [n for n in region.nodes if isinstance(ctx.facts.get(n), Counts | Occurring) and not _by_our_op(ctx, n)]
         pieces = _pieces(ctx, region)
         if region.domain == "sorted" and high >= count and _clamped(ctx, region) and not (counts and _left_out(ctx, region)):
             detail = f"those of {count} and more are clamped to the last expert, and nothing leaves their rows out"
@@ -134,6 +134,11 @@ def _left_out(ctx: Context, region: Region) -> bool:
     """Whether the rows of sentinels are set to zero."""
     masked = (n for n in region.nodes if any(isinstance(ctx.facts.get(i), Absent) for i in n.all_input_nodes))
     return any(isinstance(ctx.facts.get(n), Rows) for n in masked)
+
+
+def _by_our_op(ctx: Context, node: Node) -> bool:
+    """Whether the program asked ``moefuse::permute`` where experts' rows begin: it leaves out what belongs to no expert."""
+    return any((call := ctx.calls[n]) is not None and call.name == "moefuse::permute" for n in node.all_input_nodes)
 
 
 def _counting(ctx: Context, nodes: list[Node]) -> set[str]:

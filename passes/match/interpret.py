@@ -13,7 +13,7 @@ from moefuse.passes.graph.sizes import same_shape, shape_of, size_of
 from moefuse.passes.infer.state import ComputedDimError, Context, Given
 from moefuse.passes.infer.symbolic_sizes import refine
 from moefuse.passes.ir.expr import has_linear, walk
-from moefuse.passes.ir.facts import Buffer, Combined, Filled, Lost, Many, PerSlot, Pieces, Rows, View
+from moefuse.passes.ir.facts import Buffer, Combined, Filled, Lost, Many, PerSlot, Pieces, Rows, Sum, View
 from moefuse.passes.match.encodings import foreign
 from moefuse.passes.rules import RULES, Rule
 from moefuse.passes.rules.refused import capacity, expert_choice, unknown_routing
@@ -61,6 +61,8 @@ def _visit(ctx: Context, node: Node, call: Call) -> Any:
     inputs = [ctx.facts.get(n) for n in node.all_input_nodes]
     rule = RULES.get(call.name) if call.kwargs.get("out") is None else None
     fact = _apply(rule, ctx, node, call) if rule is not None else None
+    if rule is not None and (fact is None or isinstance(fact, Lost)):
+        fact = _behind_sums(ctx, node, call) or fact
     stale = next((f for f in inputs if isinstance(f, Lost) and f.code == "alias"), None)
     if isinstance(fact, Lost) and stale is not None:
         return ctx.lost("alias", stale.node, **stale.details)
@@ -73,6 +75,26 @@ def _visit(ctx: Context, node: Node, call: Call) -> Any:
         experts = sorted(int(p.rows.domain.expert or 0) for p in filled.parts)
         return ctx.lost("missing-experts", node, present=f"{experts[0]}..{experts[-1]}", count=str(filled.routing.choices or "more"))
     return foreign(ctx, node) or ctx.lost("no-rule", node, op=call.name)
+
+
+def _behind_sums(ctx: Context, node: Node, call: Call) -> Any:
+    """What an operation is to a later layer: sums over experts that it does not go on with, and rows of them, are plain to it.
+
+    That a sum is complete where it is read, and the same until the later layer is done, the safety check asks of both layers.
+    """
+    held = {n: fact for n in node.all_input_nodes if isinstance(fact := ctx.facts.get(n), Sum | Buffer)}
+    if not held or call.name not in RULES:
+        return None
+    ctx.facts |= {n: _plain(ctx, n, fact) for n, fact in held.items()}
+    found = _apply(RULES[call.name], ctx, node, call)
+    ctx.facts |= held
+    return None if isinstance(found, Lost) else found
+
+
+def _plain(ctx: Context, node: Node, fact: Sum | Buffer) -> Any:
+    """What a sum, or rows of one, would be if the sum was any tensor; None for no fact."""
+    call = ctx.calls[node]
+    return _behind_sums(ctx, node, call) if isinstance(fact, Buffer) and fact.rows is None and call is not None else None
 
 
 def _carries(fact: Any) -> bool:

@@ -130,7 +130,7 @@ def slice_of(ctx: Context, region: Region) -> set[Node]:
         node = stack.pop()
         if node in seen or node in stop or ctx.first[node] in stop or ctx.calls.get(node) is None:
             continue
-        before = ctx.position[node] < first and not under.isdisjoint(ctx.memory.storages(node))
+        before = own and ctx.position[node] < first and not under.isdisjoint(ctx.memory.storages(node))
         if before or (node not in own and any(name in under for t in ctx.memory.targets[node] for name in ctx.memory.storages(t))):
             continue
         seen.add(node)
@@ -223,12 +223,13 @@ def _mutations(ctx: Context, region: Region) -> Lost | None:
         root = ctx.storage[region.base]
         if region.own_writes and (ctx.memory.outlives(root) or (root is not region.base and root not in region.nodes)):
             return ctx.lost("mutation", region.anchor, name=root.name)
+    read = sources(region.expr)
     for source in region.leaves:
         names = set(ctx.memory.storages(source))
         used = [n for n in region.nodes if any(not names.isdisjoint(ctx.memory.storages(i)) for i in n.all_input_nodes)]
         first = min(used, key=ctx.position.__getitem__, default=None)
         write = ctx.written_between(source, first, region.anchor) if first is not None else None
-        if write is not None and source is not region.base:
+        if write is not None and (source is not region.base or source in read):
             return ctx.lost("mutation", write, name=source.name)
     return None
 

@@ -40,7 +40,7 @@ class _Flow:
 
 def unexplained(ctx: Context) -> Lost | None:
     """A refusal for experts that nothing else in a graph speaks of; None where there is no sign of any."""
-    flow = _flow(ctx)
+    flow = _without_ours(ctx, _flow(ctx))
     if not flow.sizes:
         return None
     for find in (_gathered_weights, _rows_taken_and_put_back):
@@ -49,6 +49,13 @@ def unexplained(ctx: Context) -> Lost | None:
             return _told(ctx, *exact)
     found = _weights_like_scores(ctx, flow)
     return None if found is None else _told(ctx, _last_known(ctx, *found), found[1])
+
+
+def _without_ours(ctx: Context, flow: _Flow) -> _Flow:
+    """The flow of choices that no op of moefuse reads: a program that calls the ops itself has nothing left to recognise there."""
+    ours = {flow.chosen[n] for node in ctx.calls if _is_ours(node) for n in node.all_input_nodes if n in flow.chosen}
+    chosen = {node: first for node, first in flow.chosen.items() if first not in ours}
+    return _Flow(chosen, {node: size for node, size in flow.sizes.items() if node not in ours})
 
 
 def choices(ctx: Context) -> set[Node]:
@@ -149,8 +156,11 @@ def _weights_like_scores(ctx: Context, flow: _Flow) -> tuple[Node, int] | None:
 
 def _explained(node: Node) -> bool:
     """Whether a node runs a body in which experts are fused: its choices may be read outside, by a loss that balances experts."""
-    targets = (n.target for body in bodies(node) for n in body.graph.nodes)
-    return any(isinstance(t, torch._ops.OpOverload) and t.namespace == "moefuse" for t in targets)
+    return any(_is_ours(n) for body in bodies(node) for n in body.graph.nodes)
+
+
+def _is_ours(node: Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload | torch._ops.OpOverloadPacket) and str(node.target).startswith("moefuse.")
 
 
 def _meeting(ctx: Context, flow: _Flow, product: Node) -> Node | None:

@@ -79,8 +79,7 @@ class _Form:
         """The number of a node; one from outside of the region is described when it is met first."""
         if node not in self.numbers:
             # Another name of one value: an equal view, or the result of an earlier layer in place of what it replaced.
-            node = self.ctx.replaced.get(node, node)
-            node = self.ctx.first.get(node, node)
+            node = self.ctx.now(node)
         if node not in self.numbers:
             entry = self._outside(node)
             self.numbers[node] = len(self.numbers)

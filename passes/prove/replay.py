@@ -32,9 +32,9 @@ class Run:
             return self.value(node.args[0])  # type: ignore[arg-type]
         if node in self.values:
             return self.values[node]
-        first = self.inputs.first(node)
-        if first in self.leaves and node not in self.leaves:
-            return self.value(first)
+        now = self.inputs.ctx.now(node)
+        if now is not node and now in self.leaves:
+            return self.value(now)
         if node in self.leaves or self.guards.jump(node, self.value):
             given = self.leaves[node]
             self.values[node] = given.clone() if isinstance(given, torch.Tensor) else given

@@ -74,7 +74,7 @@ class Around:
         """Whether a leaf is the accumulator: whoever reads it behind the region reads the result, or nobody does."""
         if self._storage(node) not in self._accumulators:
             return False
-        return node in self.region.holders or not any(self._behind(u) for u in node.users)
+        return node in map(self.ctx.now, self.region.holders) or node in self.region.holders or not any(self._behind(u) for u in node.users)
 
     def _storage(self, node: Node) -> Node:
         return self.ctx.storage.get(node, node)

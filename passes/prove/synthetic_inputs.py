@@ -54,12 +54,9 @@ class Inputs:
         self._experts = {root for node in self._weights for root in self._made.roots(node, WEIGHT)}
         self._perturb(leaves)
 
-    def first(self, node: Node) -> Node:
-        """The first of several equal views."""
-        return self.ctx.first.get(node, node)
-
     def weight(self, node: Node) -> Any:
         """The value of a tensor or number that is older than the region."""
+        node = self.ctx.replaced.get(node, node)
         if node not in self.values:
             self.values[node] = self._root(node) if is_root(node) else self._computed(node)
             self.older |= storages(self.values[node])
@@ -151,7 +148,7 @@ class Inputs:
         return mask & (torch.rand(ids.shape, generator=self.generator) < 0.75).unsqueeze(-1)
 
     def draw(self, kind: str) -> dict[Node, Any]:
-        """Leaves of one probe: tokens, ids and routing weights."""
+        """Leaves of one probe: tokens, ids and routing weights; each by the name that the region has for it, and by its name now."""
         region, routing = self.region, self.region.routing
         tokens, experts, top_k = self.num_rows, region.all_experts, routing.top_k
         scores = torch.rand(tokens, max(experts, top_k), generator=self.generator)
@@ -174,7 +171,8 @@ class Inputs:
             like = fake(routing.valid)
             some = torch.rand([int(hint(s)) for s in like.shape], generator=self.generator) < 0.75
             out[routing.valid] = some.to(like.device)
-        return out
+        now = {self.ctx.now(n): value for n, value in out.items()}
+        return now | {n: now[self.ctx.now(n)] for n in out}
 
     def table(self, ids: torch.Tensor, experts: int, node: Node) -> torch.Tensor:
         """Weights of the chosen experts as [T, E]; where the table says who is left, every fourth entry or so takes its expert away."""

@@ -35,6 +35,7 @@ _FAMILIES = (
     "sums.assign",
     "sums.scatter",
     "sums.reduce",
+    "sums.called",
 )
 
 

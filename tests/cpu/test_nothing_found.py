@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import moefuse
 from moefuse.suspects import suspects
+from tests.programs.check import Outcome, light
 from tests.programs.refused import E, H, I, K, NothingFound, Plain, T
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -270,3 +271,25 @@ def test_suspects_are_the_innermost_modules() -> None:
     assert [s.name for s in suspects([model])] == ["layers.0.mlp", "layers.1.mlp"]
     assert suspects([model])[0].what == f"weights [{E}, {2 * I}, {H}] beside a weight [{E}, {H}]"
     assert [s.name for s in suspects([Classes(), Attention(), Sampling()]) if s.pairs[0].router is not None] == []
+
+
+class Called(nn.Module):
+    """A program that calls the op itself, with a result of another dtype than its weights, which no rule reads, and a layer behind it."""
+
+    def __init__(self, behind: nn.Module | None = None) -> None:
+        super().__init__()
+        self.gate, self.behind = nn.Linear(H, E), behind
+        self.up, self.down = nn.Parameter(torch.randn(E, I, H).bfloat16()), nn.Parameter(torch.randn(E, H, I).bfloat16())
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.gate(x).softmax(-1).topk(K)
+        data = (x.bfloat16(), ids, weights, [self.up], [], [self.down], [], [], [])
+        out = torch.ops.moefuse.experts(*data, activation="gelu", gating="plain", out_dtype=torch.float32)
+        return out if self.behind is None else self.behind(out)
+
+
+@pytest.mark.parametrize(("behind", "codes"), [(None, []), (ProductKeys, ["not-recognised"])])
+def test_a_program_that_calls_the_op_itself(behind: Callable[[], nn.Module] | None, codes: list[str]) -> None:
+    model, outcome = Called(None if behind is None else behind()), Outcome()
+    torch.compile(model, backend=light(outcome), fullgraph=True)(torch.randn(T, H))
+    assert [s.code for s in outcome.skipped] == codes

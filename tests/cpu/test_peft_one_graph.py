@@ -79,7 +79,7 @@ def leftovers(model: nn.Module) -> Any:
     return kinds, sorted((n, id(p)) for n, p in model.named_parameters()), sorted(model.state_dict())
 
 
-@pytest.mark.parametrize("implementation", ["grouped_mm", "eager"])
+@pytest.mark.parametrize("implementation", ["grouped_mm", "eager", "moefuse"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_step(family: str, implementation: str) -> None:
     """With transformers' loop over experts as well, which reads the weights of one expert after the other."""
@@ -89,13 +89,6 @@ def test_a_step(family: str, implementation: str) -> None:
     assert len(expected) == 1 + 4
     assert terms() == [(4,)]
     assert leftovers(model) == before
-
-
-def test_our_own_implementation() -> None:
-    """``experts_implementation="moefuse"`` is an op in the graph already, and is given the sum."""
-    model = adapted(implementation="moefuse").train()
-    expected = step(model)
-    close(step(compiled(model)), expected, 4e-6)
 
 
 def test_more_layers_than_programs_of_one_code(light: list[int]) -> None:

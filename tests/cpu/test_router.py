@@ -108,7 +108,7 @@ def run(model: nn.Module, x: Tensor, dynamic: bool = False, **options: Any) -> t
 
     def backend(gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         report.extend(pipeline.rewrite(gm, example_inputs, Options(**{"router_topk": True, **options})))
-        names.update(f"moefuse.{raw_name(n)}" if "moefuse" in str(n.target) else raw_name(n) for n in gm.graph.nodes)
+        names.update(raw_name(n).replace("::", ".") for n in gm.graph.nodes)
         return gm.forward
 
     return torch.compile(model, backend=backend, fullgraph=True, dynamic=dynamic)(x), report, names

@@ -22,10 +22,14 @@ from transformers import Trainer, TrainingArguments
 from transformers.activations import ACT2FN
 from transformers.integrations.moe import batched_mm_experts_forward, grouped_mm_experts_forward, use_experts_implementation
 
-from moefuse.integrations.transformers import NAME, ExpertsModuleError, experts_forward
+import moefuse
+from moefuse.integrations.transformers import NAME, ExpertsModuleError, _fused_activation, experts_forward
+from tests.cpu.replay_case import light
 from tests.strategies import THOROUGH
 from tests.zoo import tiny
 from tests.zoo.budget import assert_gradients_within_budget, assert_within_budget, cast, output_and_gradients
+
+__all__ = ["light"]
 
 REGISTERED = [
     "aria", "deepseek_v3", "glm4_moe", "gpt_oss", "granitemoe", "minimax_m3_vl", "mixtral", "muse_spark", "nemotron_h", "olmoe",
@@ -88,7 +92,26 @@ def test_family_is_one_graph(name: str) -> None:
         compiled = torch.compile(model, backend=backend, fullgraph=True)
         torch.testing.assert_close(tiny.hidden(compiled, ids), tiny.hidden(model, ids))
     ends = [op for op in seen if op.startswith(("moefuse.experts", "moefuse.combine"))]
+    experts = [module for module in model.modules() if hasattr(module, "is_transposed")]
     assert len(ends) == tiny.FAMILIES[name].layers
+    assert ends == ["moefuse.combine" if _fused_activation(module) is None else "moefuse.experts" for module in experts]
+
+
+@pytest.mark.usefixtures("light")
+@pytest.mark.parametrize(("name", "dtype"), [("qwen3_moe", torch.float32), ("gpt_oss", torch.float32), ("mixtral", torch.bfloat16)])
+def test_compiled_with_our_backend(name: str, dtype: torch.dtype) -> None:
+    """The report has layers that call our ops themselves as it has the others: with one op, or with a gate of their own between two."""
+    ours, loop, exact = three_models(name, dtype)
+    compiled, ids = torch.compile(ours, backend="moefuse", fullgraph=True), tiny.tokens()
+    (out, grads), (out_loop, grads_loop), (out_exact, grads_exact) = (
+        output_and_gradients(owner, lambda m=model: tiny.hidden(m, ids))
+        for owner, model in ((ours, compiled), (loop, loop), (exact, exact))
+    )
+    assert_within_budget(out, out_loop, out_exact, factor=2.0)
+    assert_gradients_within_budget(grads, grads_loop, grads_exact, factor=2.0)
+    report = moefuse.last_report()
+    assert report is not None
+    assert ([f.tier for f in report.fused], report.skipped) == (["fused"] * tiny.FAMILIES[name].layers, [])
 
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"] if THOROUGH else ["gpt_oss"])

@@ -102,14 +102,14 @@ def inputs_for(model: MoE, seed: int = 0, autocast: torch.dtype | None = None) -
     with torch.no_grad(), torch.autocast("cpu", autocast, enabled=autocast is not None):
         rows = torch.randn(p.tokens[0] if len(p.tokens) == 1 else p.tokens[0] * p.tokens[1], p.hidden, generator=generator).to(dtype)
         for _ in range(200):
-            bad = _near_tie(router, twin, rows, gap)
+            bad = near_tie(router, twin, rows, gap)
             if not bad.any():
                 break
             rows[bad] = torch.randn(int(bad.sum()), p.hidden, generator=generator).to(dtype)
     return (model.arrange(rows.reshape(*p.tokens, p.hidden)).contiguous(),)
 
 
-def _near_tie(router: MoE, twin: MoE, rows: Tensor, gap: float) -> Tensor:
+def near_tie(router: MoE, twin: MoE, rows: Tensor, gap: float) -> Tensor:
     """Which rows choose other experts, or nearly do, in another precision."""
     here, there = router.router(router.prepare(rows)), twin.router(twin.prepare(rows.double()))
     scores = there.logits
