@@ -90,7 +90,7 @@ class _Reading:
         if (row := row_of(call)) is not None:
             views = self.ctx.storage[call.args[0]] is self.ctx.storage[node]
             wide = replace(times, order=tuple(d + 1 for d in times.order))
-            return [of_expert(addend, row) for addend in self.read(call.args[0], wide, reader if views else node)]
+            return [part for addend in self.read(call.args[0], wide, reader if views else node) for part in of_expert(addend, row)]
         return self._operation(node, call, times)
 
     def _made(self, value: Node, reader: Node) -> tuple[Node | None, Call | None]:

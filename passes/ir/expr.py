@@ -67,7 +67,8 @@ class Leaf:
     """An expert weight: row ``expert`` of a stacked tensor (None: the row's own expert), or a Parameter of its own (``stacked`` False).
 
     ``order`` holds the dims of ``source`` that remain, in the order the expression sees them. ``parts``: each expert's own, in one leaf for
-    all of them; one tensor again and again where they share it. ``detached``: gradients end in front of it.
+    all of them; one tensor again and again where they share it. ``detached``: gradients end in front of it. ``zeros``: experts whose own
+    is zeros, of the shape and dtype of the others', whatever stands for it here.
     """
 
     source: Node
@@ -76,6 +77,7 @@ class Leaf:
     order: tuple[int, ...]
     parts: tuple[Node, ...] = ()
     detached: bool = False
+    zeros: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, eq=False)

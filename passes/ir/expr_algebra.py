@@ -112,7 +112,9 @@ def same_leaf(a: Leaf | None, b: Leaf | None) -> bool:
     """Whether two leaves are the same weight."""
     if a is None or b is None:
         return a is b
-    return a.source is b.source and a.parts == b.parts and (a.order, a.stacked, a.detached) == (b.order, b.stacked, b.detached)
+    if (a.order, a.stacked, a.detached, a.zeros) != (b.order, b.stacked, b.detached, b.zeros):
+        return False
+    return a.source is b.source and a.parts == b.parts
 
 
 def same_expr(a: Any, b: Any) -> bool:

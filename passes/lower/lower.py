@@ -260,11 +260,21 @@ class Lowering:
         return [self.emit(torch.detach, source) for source in found] if leaf.detached else found
 
     def attached(self, leaf: Leaf) -> list[Node]:
+        if leaf.zeros:
+            return self.with_zeros(leaf)
         if leaf.parts:
             return list(leaf.parts)
         value, count = tensor(leaf.source), self.region.num_experts
         longer = self.region.rest is not None and value is not None and shape_of(value)[0] != count
         return [self.emit(operator.getitem, leaf.source, slice(0, count)) if longer else leaf.source]
+
+    def with_zeros(self, leaf: Leaf) -> list[Node]:
+        """A tensor for each expert, one and the same of zeros for those that have none."""
+        there = {e: leaf.parts[e] for e in range(len(leaf.parts)) if e not in leaf.zeros}
+        if leaf.stacked:
+            there = {e: self.emit(operator.getitem, leaf.source, e) for e in range(self.region.num_experts) if e not in leaf.zeros}
+        zeros = self.emit(torch.zeros_like, next(iter(there.values())))
+        return [there.get(e, zeros) for e in range(self.region.num_experts)]
 
     def reshaped(self, node: Node, like: Node) -> Node:
         """``node`` in the shape of ``like``."""

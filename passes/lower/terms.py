@@ -73,6 +73,6 @@ def _joined(low: Lowering, factors: Sequence[list[Node]], dim: int) -> list[Node
 def _factor(low: Lowering, leaf: Leaf) -> list[Node]:
     """A or B; one matrix for all experts is copied for each, and its gradient is the sum."""
     found = low.stack(leaf)
-    if not leaf.parts or len(set(leaf.parts)) > 1:
+    if leaf.zeros or not leaf.parts or len(set(leaf.parts)) > 1:
         return found
     return [low.emit(torch.Tensor.repeat, low.emit(torch.unsqueeze, found[0], 0), (len(leaf.parts), 1, 1))]
