@@ -15,6 +15,7 @@ from moefuse.passes.graph.sizes import same_shape, shape_of
 from moefuse.passes.infer.state import Context
 from moefuse.passes.ir.anti_unify import DifferError, common_leaf
 from moefuse.passes.ir.expr import Leaf
+from moefuse.passes.ir.expr_algebra import size
 from moefuse.passes.ir.lowrank import is_number
 
 SAME = COPIES | CASTS | {"positive"}
@@ -162,6 +163,9 @@ def _of_experts(addends: dict[int, Addend], count: int, node: Node) -> Addend:
     one = next(iter(addends.values()))
     if any((a.scale, len(a.by)) != (one.scale, len(one.by)) for a in addends.values()):
         raise OtherError(node, "experts have terms of several scales")
+    ranks = {size(a.leaves[1], 0) for a in addends.values() if len(a.leaves) == 2}
+    if len(ranks) > 1:
+        raise OtherError(node, f"experts have adapters of several ranks, {' and '.join(map(str, sorted(ranks)))}")
     leaves = tuple(_stacked({e: a.leaves[i] for e, a in addends.items()}, count, node) for i in range(len(one.leaves)))
     by = tuple(tuple(n for (n,) in numbers) for numbers in zip(*(addends.get(e, one).by for e in range(count)), strict=True))
     return replace(one, leaves=leaves, by=tuple(n[:1] if len(set(n)) == 1 else n for n in by))
