@@ -36,7 +36,7 @@ from moefuse.passes.ir.lowrank import is_number
 from moefuse.passes.ir.regions import Region, Weightless
 from moefuse.passes.lower.layout import in_layout
 from moefuse.passes.lower.specs import dtype_of, fused_spec, grouped_spec
-from moefuse.passes.lower.terms import terms
+from moefuse.passes.lower.terms import bias, terms
 from moefuse.passes.match.ids_outside import placed
 from moefuse.passes.match.templates import Body, one_op
 from moefuse.spec import ExpertsSpec, Tier, op_gating
@@ -318,9 +318,9 @@ class Lowering:
             self.stack(body.first.weight),
             self.stack(up.weight) if up is not None else [],
             self.stack(body.last.weight),
-            self.vectors(body.first.bias),
-            self.vectors(up.bias) if up is not None else [],
-            self.vectors(body.last.bias),
+            bias(self, body.first),
+            bias(self, up) if up is not None else [],
+            bias(self, body.last),
             *factors,
             activation=body.activation,
             activation_args=list(body.arguments),
