@@ -27,6 +27,7 @@ from moefuse.passes.ir.expr import (
     weight_leaves,
 )  # fmt: skip
 from moefuse.passes.ir.facts import Lost
+from moefuse.passes.ir.lowrank import low_rank_products
 
 
 class DifferError(Exception):
@@ -43,7 +44,17 @@ def generalise(exprs: list[Expr], experts: list[int], node: Node) -> Expr | Lost
         return _Merge(experts).run(exprs)
     except DifferError as differ:
         lost = None if differ.unread is None else no_rule(differ.unread)
-        return lost or Lost("experts-differ", node, {"expert": str(differ.expert), "detail": differ.detail})
+        other = differ if lost is not None else _adapted(exprs, experts) or differ
+        return lost or Lost("experts-differ", node, {"expert": str(other.expert), "detail": other.detail})
+
+
+def _adapted(exprs: list[Expr], experts: list[int]) -> DifferError | None:
+    """The first expert with more or fewer low-rank adapters than the first one: then that is what differs, and no operation."""
+    counts = [low_rank_products(expr) for expr in exprs]
+    other = next((i for i, count in enumerate(counts) if count != counts[0]), None)
+    if other is None:
+        return None
+    return DifferError(experts[other], f"it has {counts[other]} low-rank adapter{'s' * (counts[other] != 1)} instead of {counts[0]}")
 
 
 def no_rule(expr: Expr) -> Lost | None:

@@ -82,6 +82,11 @@ def adapters(expr: Expr) -> list[Adapted]:
     return list(whole.values())
 
 
+def low_rank_products(expr: Expr) -> int:
+    """How many products ``linear(linear(x, A), B)`` an expression has, of one expert or of all, whatever they are added to."""
+    return sum(isinstance(e, Linear) and _term(e) is not None for e in walk(expr))
+
+
 def in_front(expr: Expr) -> set[int]:
     """The ids of dropouts of an expression that stand in front of an A and nowhere else, each of one place in the tree: it draws once."""
     found = [e for e in walk(expr) if isinstance(e, Op) and e.name == "dropout"]

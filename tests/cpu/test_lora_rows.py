@@ -149,6 +149,25 @@ def test_a_bias_of_the_gate_s_adapter_alone() -> None:
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("bias", [False, True])
+def test_experts_without_adapters_beside_others_are_told(bias: bool) -> None:
+    """What differs is said as people know it, not as operations."""
+    torch.manual_seed(0)
+    layer = Layer()
+    if bias:
+        _with_biases(layer, True)
+    layer.experts[2].gate, layer.experts[2].down = layer.experts[2].gate.base, layer.experts[2].down.base
+    told: list[str] = []
+
+    def backend(gm: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
+        told.extend(skipped.message for skipped in fuse(gm, inputs, Options()).skipped)
+        return gm.forward
+
+    torch.compile(layer, backend=backend, fullgraph=True)(torch.randn(40, H))
+    assert "expert 2 differs from expert 0: it has 1 low-rank adapter instead of 3" in told
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
 def test_dropout_in_front_of_the_adapters() -> None:
     """Other draws of the same distribution: the mean over many passes is the output without dropout, and passes differ."""
     torch.manual_seed(0)
