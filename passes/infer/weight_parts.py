@@ -12,6 +12,7 @@ from moefuse.passes.graph.calls import Call, fake, tensor
 from moefuse.passes.graph.op_classes import CASTS, COPIES
 from moefuse.passes.graph.sharded import is_gathered
 from moefuse.passes.graph.sizes import same_shape, shape_of
+from moefuse.passes.graph.stacks import row_of
 from moefuse.passes.infer.state import Context
 from moefuse.passes.ir.anti_unify import DifferError, common_leaf
 from moefuse.passes.ir.expr import Leaf
@@ -114,17 +115,6 @@ def leaf_of(ctx: Context, node: Node, times: Times) -> Leaf:
     if call is None or row is None:
         return Leaf(node, False, None, times.order, detached=times.detached)
     return Leaf(call.args[0], True, row, tuple(d + 1 for d in times.order), detached=times.detached)
-
-
-def row_of(call: Call) -> int | None:
-    """The expert whose matrix an operation takes out of a stack; None for any other."""
-    if call.name not in ("getitem", "select") or known_rank(call.args[0]) != 3:
-        return None
-    index = call.args[1] if call.name == "getitem" else call.args[2] if call.args[1] == 0 else None
-    count = shape_of(fake(call.args[0]))[0]
-    if not isinstance(index, int) or isinstance(index, bool) or not isinstance(count, int):
-        return None
-    return index % count
 
 
 def of_expert(addend: Addend, expert: int) -> list[Addend]:

@@ -18,6 +18,7 @@ from torch.fx import Node
 from moefuse.passes.graph.calls import Call, fake, tensor
 from moefuse.passes.graph.op_classes import CASTS
 from moefuse.passes.graph.sizes import same_shape, shape_of
+from moefuse.passes.graph.stacks import row_of
 from moefuse.passes.infer.state import Context
 from moefuse.passes.infer.weight_parts import (
     ONE_TERM,
@@ -37,7 +38,6 @@ from moefuse.passes.infer.weight_parts import (
     of_all,
     of_expert,
     operands_of,
-    row_of,
     same_place,
     turns,
 )  # fmt: skip

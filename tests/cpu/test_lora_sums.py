@@ -10,8 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn import functional as F
 
-from tests.cpu.sums_case import INNER, E, H, Layer, Listed, R, Spelling, T, checked
+from tests.cpu.sums_case import INNER, E, H, K, Layer, Listed, R, Spelling, T, checked
 from tests.strategies import FEW, PHASES
 
 S = 1.5
@@ -77,6 +78,31 @@ def test_adapters_of_some_experts(which: tuple[int, ...]) -> None:
     assert (found.ranks, found.large, found.report.notes, found.report.skipped) == ((R,), [], [], [])
     found = checked(Layer(lambda w, b, a, s: torch.stack([w[e] + S * b[e] @ a[e] if e in which else w[e] for e in range(E)])))
     assert (found.ranks, found.large, found.report.notes) == ((R,), [], [])
+
+
+@pytest.mark.parametrize("which", WHICH)
+def test_adapters_of_some_rows(which: tuple[int, ...]) -> None:
+    """Rows of stacks, to some of which a term is added; and where what is added is no term, they are sums that are made."""
+
+    class Rows(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            weights, ids = self.router(x).softmax(-1).topk(K)
+            out = torch.zeros_like(x)
+            for e in range(E):
+                token, slot = torch.where(ids == e)
+                first, last = self.w_in[e], self.w_out[e].T
+                if e in which:
+                    first = self.spelling(first, self.b_in[e], self.a_in[e], self.scale)
+                    last = self.spelling(last.T, self.b_out[e], self.a_out[e], self.scale).T
+                out.index_add_(0, token, F.silu(x[token] @ first.T) @ last * weights[token, slot, None])
+            return out
+
+    found = checked(Rows(APART["alpha"]))
+    assert (found.ranks, found.large, found.report.notes) == ((R,), [], [])
+    found = checked(Rows(lambda w, b, a, s: torch.lerp(w, b @ a, 0.5)))
+    assert found.ranks == ()
+    assert len(found.large) == 2 * len(which)
+    assert [_memory(2 * len(which)) in note for note in found.report.notes] == [True]
 
 
 def test_experts_with_other_adapters() -> None:
