@@ -184,7 +184,7 @@ def _fuse_regions(ctx: Context, known: dict[Node, Any], run: _Run) -> list[Regio
         covered |= found.nodes
         problem = _rewrite(ctx, known, run, found)
         if problem is not None and found.whole is not None:
-            found = lowrank.summed_up(found, problem)
+            found = lowrank.summed_up(ctx, found, problem)
             problem = _rewrite(ctx, known, run, found)
         if problem is None:
             fused.append(found)

@@ -12,9 +12,11 @@ from moefuse.passes.graph.calls import Call, fake, tensor
 from moefuse.passes.graph.op_classes import CASTS, COPIES
 from moefuse.passes.graph.sharded import is_gathered
 from moefuse.passes.graph.sizes import same_shape, shape_of
+from moefuse.passes.graph.stacks import row_of
 from moefuse.passes.infer.state import Context
 from moefuse.passes.ir.anti_unify import DifferError, common_leaf
 from moefuse.passes.ir.expr import Leaf
+from moefuse.passes.ir.expr_algebra import size
 from moefuse.passes.ir.lowrank import is_number
 
 SAME = COPIES | CASTS | {"positive"}
@@ -115,27 +117,18 @@ def leaf_of(ctx: Context, node: Node, times: Times) -> Leaf:
     return Leaf(call.args[0], True, row, tuple(d + 1 for d in times.order), detached=times.detached)
 
 
-def row_of(call: Call) -> int | None:
-    """The expert whose matrix an operation takes out of a stack; None for any other."""
-    if call.name not in ("getitem", "select") or known_rank(call.args[0]) != 3:
-        return None
-    index = call.args[1] if call.name == "getitem" else call.args[2] if call.args[1] == 0 else None
-    count = shape_of(fake(call.args[0]))[0]
-    if not isinstance(index, int) or isinstance(index, bool) or not isinstance(count, int):
-        return None
-    return index % count
-
-
-def of_expert(addend: Addend, expert: int) -> Addend:
-    """One expert's part of a combination of stacks."""
+def of_expert(addend: Addend, expert: int) -> list[Addend]:
+    """One expert's part of a combination of stacks; nothing where it has none of this addend."""
+    if any(expert in leaf.zeros for leaf in addend.leaves):
+        return []
     by = tuple(n if len(n) == 1 else (n[expert],) for n in addend.by)
-    return replace(addend, leaves=tuple(_one(leaf, expert) for leaf in addend.leaves), by=by)
+    return [replace(addend, leaves=tuple(_one(leaf, expert) for leaf in addend.leaves), by=by)]
 
 
 def _one(leaf: Leaf, expert: int) -> Leaf:
     if leaf.parts:
-        return replace(leaf, source=leaf.parts[expert], parts=())
-    return replace(leaf, expert=expert)
+        return replace(leaf, source=leaf.parts[expert], parts=(), zeros=frozenset())
+    return replace(leaf, expert=expert, zeros=frozenset())
 
 
 def is_given(ctx: Context, node: Node) -> bool:
@@ -144,32 +137,43 @@ def is_given(ctx: Context, node: Node) -> bool:
 
 
 def of_all(found: list[list[Addend]], node: Node) -> list[Addend]:
-    """One combination of stacks, of the combinations of the single experts."""
-    first = found[0]
-    if any(len(other) != len(first) for other in found):
-        raise OtherError(node, "experts have several numbers of terms")
-    out = []
-    for addends in zip(*found, strict=True):
-        one = addends[0]
-        if any((a.scale, len(a.by), len(a.leaves)) != (one.scale, len(one.by), len(one.leaves)) for a in addends):
-            raise OtherError(node, "experts have terms of several scales")
-        try:
-            leaves = tuple(_stacked([a.leaves[i] for a in addends], node) for i in range(len(one.leaves)))
-        except DifferError as differ:
-            raise OtherError(node, differ.detail) from differ
-        by = tuple(tuple(n for (n,) in numbers) for numbers in zip(*(a.by for a in addends), strict=True))
-        out.append(replace(one, leaves=leaves, by=tuple(n[:1] if len(set(n)) == 1 else n for n in by)))
-    return out
+    """One combination of stacks, of the combinations of the single experts, their weights first.
+
+    An expert may have fewer terms than others: those that it lacks are zeros.
+    """
+    if len({sum(len(a.leaves) == 1 for a in addends) for addends in found}) > 1:
+        raise OtherError(node, "experts have several numbers of weights of this size")
+    ordered = [sorted(addends, key=lambda a: len(a.leaves)) for addends in found]
+    most = max(map(len, ordered))
+    return [_of_experts({e: a[i] for e, a in enumerate(ordered) if i < len(a)}, len(found), node) for i in range(most)]
 
 
-def _stacked(leaves: list[Leaf], node: Node) -> Leaf:
+def _of_experts(addends: dict[int, Addend], count: int, node: Node) -> Addend:
+    """The addend that the experts of ``addends`` have, for ``count`` experts."""
+    one = next(iter(addends.values()))
+    if any((a.scale, len(a.by)) != (one.scale, len(one.by)) for a in addends.values()):
+        raise OtherError(node, "experts have terms of several scales")
+    ranks = {size(a.leaves[1], 0) for a in addends.values() if len(a.leaves) == 2}
+    if len(ranks) > 1:
+        raise OtherError(node, f"experts have adapters of several ranks, {' and '.join(map(str, sorted(ranks)))}")
+    leaves = tuple(_stacked({e: a.leaves[i] for e, a in addends.items()}, count, node) for i in range(len(one.leaves)))
+    by = tuple(tuple(n for (n,) in numbers) for numbers in zip(*(addends.get(e, one).by for e in range(count)), strict=True))
+    return replace(one, leaves=leaves, by=tuple(n[:1] if len(set(n)) == 1 else n for n in by))
+
+
+def _stacked(leaves: dict[int, Leaf], count: int, node: Node) -> Leaf:
     """The experts' matrices in the order of the experts; all of a stack, where they come out of one."""
-    found = common_leaf(leaves, list(range(len(leaves))))
-    if len({leaf.detached for leaf in leaves}) != 1:
+    if len({leaf.detached for leaf in leaves.values()}) != 1:
         raise OtherError(node, "gradients end at some experts")
-    if found.stacked and shape_of(fake(found.source))[found.along] != len(leaves):
+    try:
+        found = common_leaf([*leaves.values()], [*leaves])
+    except DifferError as differ:
+        raise OtherError(node, f"expert {differ.expert} differs: {differ.detail}") from differ
+    if found.stacked and shape_of(fake(found.source))[found.along] != count:
         raise OtherError(node, f"it has some experts of `{found.source.name}`")
-    return replace(found, detached=leaves[0].detached)
+    parts = () if found.stacked else tuple(leaves[e].source if e in leaves else found.source for e in range(count))
+    zeros = frozenset(range(count)).difference(leaves)
+    return replace(found, parts=parts, detached=next(iter(leaves.values())).detached, zeros=zeros)
 
 
 def looks_through(call: Call) -> bool:

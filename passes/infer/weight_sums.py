@@ -18,6 +18,7 @@ from torch.fx import Node
 from moefuse.passes.graph.calls import Call, fake, tensor
 from moefuse.passes.graph.op_classes import CASTS
 from moefuse.passes.graph.sizes import same_shape, shape_of
+from moefuse.passes.graph.stacks import row_of
 from moefuse.passes.infer.state import Context
 from moefuse.passes.infer.weight_parts import (
     ONE_TERM,
@@ -37,7 +38,6 @@ from moefuse.passes.infer.weight_parts import (
     of_all,
     of_expert,
     operands_of,
-    row_of,
     same_place,
     turns,
 )  # fmt: skip
@@ -90,7 +90,7 @@ class _Reading:
         if (row := row_of(call)) is not None:
             views = self.ctx.storage[call.args[0]] is self.ctx.storage[node]
             wide = replace(times, order=tuple(d + 1 for d in times.order))
-            return [of_expert(addend, row) for addend in self.read(call.args[0], wide, reader if views else node)]
+            return [part for addend in self.read(call.args[0], wide, reader if views else node) for part in of_expert(addend, row)]
         return self._operation(node, call, times)
 
     def _made(self, value: Node, reader: Node) -> tuple[Node | None, Call | None]:

@@ -10,6 +10,7 @@ from torch.fx import Node
 
 from moefuse.passes.graph.calls import call_of, fake, tensor
 from moefuse.passes.graph.sizes import shape_of
+from moefuse.passes.graph.stacks import row_behind
 from moefuse.passes.ir.expr import (
     Cast,
     ExpertVector,
@@ -27,6 +28,7 @@ from moefuse.passes.ir.expr import (
     weight_leaves,
 )  # fmt: skip
 from moefuse.passes.ir.facts import Lost
+from moefuse.passes.ir.lowrank import low_rank_products
 
 
 class DifferError(Exception):
@@ -43,7 +45,17 @@ def generalise(exprs: list[Expr], experts: list[int], node: Node) -> Expr | Lost
         return _Merge(experts).run(exprs)
     except DifferError as differ:
         lost = None if differ.unread is None else no_rule(differ.unread)
-        return lost or Lost("experts-differ", node, {"expert": str(differ.expert), "detail": differ.detail})
+        other = differ if lost is not None else _adapted(exprs, experts) or differ
+        return lost or Lost("experts-differ", node, {"expert": str(other.expert), "detail": other.detail})
+
+
+def _adapted(exprs: list[Expr], experts: list[int]) -> DifferError | None:
+    """The first expert with more or fewer low-rank adapters than the first one: then that is what differs, and no operation."""
+    counts = [low_rank_products(expr) for expr in exprs]
+    other = next((i for i, count in enumerate(counts) if count != counts[0]), None)
+    if other is None:
+        return None
+    return DifferError(experts[other], f"it has {counts[other]} low-rank adapter{'s' * (counts[other] != 1)} instead of {counts[0]}")
 
 
 def no_rule(expr: Expr) -> Lost | None:
@@ -110,7 +122,7 @@ def _merge(exprs: list[Expr], merge: _Merge) -> Expr:
             return _gate(exprs, experts)
         case Linear():
             child = merge.run([e.child for e in exprs])  # type: ignore[attr-defined]
-            return Linear(first.node, child, common_leaf([e.weight for e in exprs], experts))  # type: ignore[attr-defined]
+            return Linear(first.node, child, common_leaf(_weights(exprs), experts))
         case ExpertVector():
             return ExpertVector(first.node, common_leaf([e.vector for e in exprs], experts))  # type: ignore[attr-defined]
         case Slice():
@@ -219,6 +231,17 @@ def common_leaf(leaves: list[Leaf], experts: list[int]) -> Leaf:
     if first.stacked:
         return Leaf(first.source, True, None, first.order)
     return Leaf(first.source, False, None, first.order, tuple(leaf.source for leaf in leaves))
+
+
+def _weights(linears: list[Any]) -> list[Leaf]:
+    """Each expert's. A row of a stack is a tensor of its own where others have such: a sum, where theirs has an adapter."""
+    leaves: list[Leaf] = [e.weight for e in linears]
+    return leaves if len({leaf.stacked for leaf in leaves}) == 1 else [_by_itself(e.node, e.weight) for e in linears]
+
+
+def _by_itself(reader: Node, leaf: Leaf) -> Leaf:
+    node = row_behind(reader, leaf.source, leaf.expert) if leaf.stacked and isinstance(leaf.expert, int) and 0 not in leaf.order else None
+    return leaf if node is None else Leaf(node, False, None, tuple(d - 1 for d in leaf.order))
 
 
 def _check_shape(expert: int, leaf: Leaf, first: Leaf) -> None:

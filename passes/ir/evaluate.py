@@ -70,7 +70,7 @@ class Rows64:
         if isinstance(row, float | int):
             return torch.tensor(row, dtype=torch.float64)
         found: torch.Tensor = row.permute(order) if row.dim() == len(order) else row
-        return found.double()
+        return torch.zeros_like(found, dtype=torch.float64) if self.expert in leaf.zeros else found.double()
 
     def run(self, expr: Any) -> Any:
         """The value of an expression for these rows, [n, features]; constants as they are, casts without effect."""

@@ -68,7 +68,7 @@ class Leaf:
 
     ``order`` holds the dims of ``source`` that remain, in the order the expression sees them; a stack has its experts along the first of
     the others. ``parts``: each expert's own, in one leaf for all of them; one tensor again and again where they share it. ``detached``:
-    gradients end in front of it.
+    gradients end in front of it. ``zeros``: experts whose own is zeros, of the shape and dtype of the others', whatever stands for it here.
     """
 
     source: Node
@@ -77,6 +77,7 @@ class Leaf:
     order: tuple[int, ...]
     parts: tuple[Node, ...] = ()
     detached: bool = False
+    zeros: frozenset[int] = frozenset()
 
     @property
     def along(self) -> int:

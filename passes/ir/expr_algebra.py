@@ -38,13 +38,28 @@ def size(leaf: Leaf, which: int) -> int:
 
 
 @dataclass(frozen=True, eq=False)
+class Added:
+    """``scale * vector``, a bias that comes with a low-rank term. ``by``: numbers that the graph computes, which scale it as well."""
+
+    vector: Leaf
+    scale: float = 1.0
+    by: tuple[Number, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
 class Projection:
-    """One expert projection, its bias, and low-rank terms beside its weight."""
+    """One expert projection, its bias, low-rank terms beside its weight, and what these add to the bias."""
 
     weight: Leaf
     bias: Leaf | None
     child: Expr
     terms: tuple[LowRank, ...] = ()
+    added: tuple[Added, ...] = ()
+
+    @property
+    def biased(self) -> bool:
+        """Whether anything is added behind the products."""
+        return self.bias is not None or bool(self.added)
 
 
 def bare(expr: Any) -> Any:
@@ -100,19 +115,30 @@ def projection(expr: Any) -> Projection | None:
 
 def same_projection(a: Projection, b: Projection) -> bool:
     base = same_leaf(a.weight, b.weight) and same_leaf(a.bias, b.bias) and same_expr(a.child, b.child)
-    return base and len(a.terms) == len(b.terms) and all(map(_same_term, a.terms, b.terms))
+    if not base or (len(a.terms), len(a.added)) != (len(b.terms), len(b.added)):
+        return False
+    return all(map(_same_term, a.terms, b.terms)) and all(map(_same_added, a.added, b.added))
 
 
 def _same_term(a: LowRank, b: LowRank) -> bool:
-    by = len(a.by) == len(b.by) and all(map(same_expr, a.by, b.by))
-    return same_leaf(a.a, b.a) and same_leaf(a.b, b.b) and (a.scale, a.dropout) == (b.scale, b.dropout) and by
+    return same_leaf(a.a, b.a) and same_leaf(a.b, b.b) and (a.scale, a.dropout) == (b.scale, b.dropout) and _same_by(a.by, b.by)
+
+
+def _same_added(a: Added, b: Added) -> bool:
+    return same_leaf(a.vector, b.vector) and a.scale == b.scale and _same_by(a.by, b.by)
+
+
+def _same_by(a: tuple[Number, ...], b: tuple[Number, ...]) -> bool:
+    return len(a) == len(b) and all(map(same_expr, a, b))
 
 
 def same_leaf(a: Leaf | None, b: Leaf | None) -> bool:
     """Whether two leaves are the same weight."""
     if a is None or b is None:
         return a is b
-    return a.source is b.source and a.parts == b.parts and (a.order, a.stacked, a.detached) == (b.order, b.stacked, b.detached)
+    if (a.order, a.stacked, a.detached, a.zeros) != (b.order, b.stacked, b.detached, b.zeros):
+        return False
+    return a.source is b.source and a.parts == b.parts
 
 
 def same_expr(a: Any, b: Any) -> bool:

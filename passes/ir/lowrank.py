@@ -1,6 +1,7 @@
 """Low-rank terms beside a projection (LoRA, arXiv:2106.09685): ``linear(x, W) + s * linear(linear(x, A), B)`` is one projection.
 
-The base and its terms start at the same expression, up to casts that round and, in training, a dropout in front of A.
+The base and its terms start at the same expression, up to casts that round and, in training, a dropout in front of A. A bias behind B is
+one of the projection, with the scale.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from typing import Any
 
 import torch
 
-from moefuse.passes.graph.calls import fake
+from moefuse.passes.graph.calls import fake, tensor
+from moefuse.passes.graph.sizes import shape_of
 from moefuse.passes.ir.expr import Cast, ExpertVector, Expr, Leaf, Linear, Op, SharedVector, walk
-from moefuse.passes.ir.expr_algebra import LowRank, Number, Projection, bare, factors, same_expr, size
+from moefuse.passes.ir.expr_algebra import Added, LowRank, Number, Projection, bare, factors, projection, same_expr, size
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,24 +28,39 @@ class Adapted:
 
 
 def adapted(expr: Any) -> Adapted | None:
-    """A sum of one base product, perhaps a bias, and low-rank products of the same rows; None if the expression is anything else."""
+    """A sum of one base product, low-rank products of the same rows and biases; None if the expression is anything else.
+
+    Without terms it has one bias at most.
+    """
     base: Linear | None = None
-    bias: Leaf | None = None
-    found: list[tuple[LowRank, Expr, tuple[Linear, Linear]]] = []
+    biases: list[Leaf] = []
+    added: list[Added] = []
+    found: list[_Term] = []
     for part in _addends(expr):
         term = _term(part)
         if term is not None:
             found.append(term)
+            added += [] if term.added is None else [term.added]
         elif isinstance(part, Linear) and base is None:
             base = part
-        elif isinstance(part, ExpertVector) and bias is None:
-            bias = part.vector
+        elif isinstance(part, ExpertVector):
+            biases.append(part.vector)
         else:
             return None
-    if base is None or not all(_fits(base, term, child) for term, child, _ in found):
+    if base is None or not all(_fits(base, term.term, term.child) for term in found) or (len(biases) > 1 and not found):
         return None
-    linears = (base, *(linear for _, _, pair in found for linear in pair))
-    return Adapted(Projection(base.weight, bias, base.child, tuple(term for term, _, _ in found)), linears)
+    added += map(Added, biases[1:])
+    if not all(_per_feature(a.vector, base.weight) for a in added):
+        return None
+    linears = (base, *(linear for term in found for linear in term.linears))
+    terms = tuple(term.term for term in found)
+    return Adapted(Projection(base.weight, next(iter(biases), None), base.child, terms, tuple(added)), linears)
+
+
+def _per_feature(vector: Leaf, weight: Leaf) -> bool:
+    """Whether a bias has as many numbers as its projection has results: no other is spread over them."""
+    value = tensor(vector.source)
+    return value is not None and bool(value.dim()) and shape_of(value)[-1] == size(weight, 0)
 
 
 def with_terms(expr: Any) -> Projection | None:
@@ -63,6 +80,11 @@ def adapters(expr: Expr) -> list[Adapted]:
         if known is None or len(found.linears) > len(known.linears):
             whole[id(found.linears[0])] = found
     return list(whole.values())
+
+
+def low_rank_products(expr: Expr) -> int:
+    """How many products ``linear(linear(x, A), B)`` an expression has, of one expert or of all, whatever they are added to."""
+    return sum(isinstance(e, Linear) and _term(e) is not None for e in walk(expr))
 
 
 def in_front(expr: Expr) -> set[int]:
@@ -116,9 +138,23 @@ def is_number(value: object) -> bool:
     return isinstance(value, torch.SymFloat | torch.SymInt)
 
 
-def _term(expr: Any) -> tuple[LowRank, Expr, tuple[Linear, Linear]] | None:
-    """(the term, the rows that A is applied to, the two products) of ``s * linear(linear(x, A), B)``."""
+@dataclass(frozen=True, eq=False)
+class _Term:
+    """A term, the rows that A is applied to, the two products, and what is added with it."""
+
+    term: LowRank
+    child: Expr
+    linears: tuple[Linear, Linear]
+    added: Added | None
+
+
+def _term(expr: Any) -> _Term | None:
+    """``s * linear(linear(x, A), B)``, or with a bias behind B."""
     outer, first, b = _scaled(expr)
+    added: Added | None = None
+    if isinstance(b, Op) and (behind := projection(b)) is not None and behind.bias is not None:
+        added = Added(behind.bias, outer, first)
+        b = next(part for part in _addends(b) if isinstance(part, Linear))
     if not isinstance(b, Linear):
         return None
     middle, second, a = _scaled(b.child)
@@ -131,7 +167,7 @@ def _term(expr: Any) -> tuple[LowRank, Expr, tuple[Linear, Linear]] | None:
         more, fourth, child = _scaled(child.args[0])
         inner, third = inner * more, (*third, *fourth)
     term = LowRank(a.weight, b.weight, outer * middle * inner, dropout, (*first, *second, *third))
-    return (term, child, (a, b)) if thin([(a.weight, b.weight)]) else None
+    return _Term(term, child, (a, b), added) if thin([(a.weight, b.weight)]) else None
 
 
 def thin(terms: Sequence[tuple[Leaf, Leaf]]) -> bool:

@@ -39,13 +39,14 @@ class Outside:
 
 @dataclass(frozen=True, eq=False)
 class Summed:
-    """A weight that experts read as the sum of one and its low-rank terms: where it is made, and why.
+    """Weights that experts read as sums of one and its low-rank terms: where the first is made, and why.
 
-    ``kept``: their gradients need it; not where only others read it.
+    ``sums``: all that are made, each once. ``kept``: their gradients need them; not where only others read them.
     """
 
     node: Node
     why: str
+    sums: tuple[Node, ...]
     kept: bool = True
 
 

@@ -36,7 +36,7 @@ from moefuse.passes.ir.lowrank import is_number
 from moefuse.passes.ir.regions import Region, Weightless
 from moefuse.passes.lower.layout import in_layout
 from moefuse.passes.lower.specs import dtype_of, fused_spec, grouped_spec
-from moefuse.passes.lower.terms import terms
+from moefuse.passes.lower.terms import bias, terms
 from moefuse.passes.match.ids_outside import placed
 from moefuse.passes.match.templates import Body, one_op
 from moefuse.spec import ExpertsSpec, Tier, op_gating
@@ -217,7 +217,7 @@ class Lowering:
     def stack(self, leaf: Leaf) -> list[Node]:
         """A projection as the ops take it: [[E, out, in]] or E times [out, in]; a transposed view where it is stored the other way."""
         sources = self.sources(leaf)
-        if leaf.stacked and leaf.along:
+        if leaf.stacked and leaf.along and not leaf.zeros:
             return [self.emit(torch.permute, s, (leaf.along, *leaf.order)) for s in sources]
         if list(leaf.order) == sorted(leaf.order):
             return sources
@@ -262,11 +262,21 @@ class Lowering:
         return [self.emit(torch.detach, source) for source in found] if leaf.detached else found
 
     def attached(self, leaf: Leaf) -> list[Node]:
+        if leaf.zeros:
+            return self.with_zeros(leaf)
         if leaf.parts:
             return list(leaf.parts)
         value, count, along = tensor(leaf.source), self.region.num_experts, leaf.along
         longer = self.region.rest is not None and value is not None and shape_of(value)[along] != count
         return [self.emit(torch.narrow, leaf.source, along, 0, count) if longer else leaf.source]
+
+    def with_zeros(self, leaf: Leaf) -> list[Node]:
+        """A tensor for each expert, one and the same of zeros for those that have none."""
+        there = {e: leaf.parts[e] for e in range(len(leaf.parts)) if e not in leaf.zeros}
+        if leaf.stacked:
+            there = {e: self.emit(torch.select, leaf.source, leaf.along, e) for e in range(self.region.num_experts) if e not in leaf.zeros}
+        zeros = self.emit(torch.zeros_like, next(iter(there.values())))
+        return [there.get(e, zeros) for e in range(self.region.num_experts)]
 
     def reshaped(self, node: Node, like: Node) -> Node:
         """``node`` in the shape of ``like``."""
@@ -310,9 +320,9 @@ class Lowering:
             self.stack(body.first.weight),
             self.stack(up.weight) if up is not None else [],
             self.stack(body.last.weight),
-            self.vectors(body.first.bias),
-            self.vectors(up.bias) if up is not None else [],
-            self.vectors(body.last.bias),
+            bias(self, body.first),
+            bias(self, up) if up is not None else [],
+            bias(self, body.last),
             *factors,
             activation=body.activation,
             activation_args=list(body.arguments),

@@ -50,7 +50,7 @@ def fused_spec(region: Region, body: Body) -> ExpertsSpec:
         up_first=body.up_first,
         weights="stacked" if body.first.weight.stacked else "per_expert",
         layout=(layout(body.first.weight), layout(body.last.weight)),
-        bias=any(p is not None and p.bias is not None for p in (body.first, body.up, body.last)),
+        bias=any(p is not None and p.biased for p in (body.first, body.up, body.last)),
         weight_on="input" if body.weight_on_input else "output",
         hidden_out=features(body.last.weight, 0),
         compute=compute_of(region),

@@ -90,6 +90,8 @@ def sharding(region: Region) -> Sharding | None:
         return Sharding(*_hops(first))
     if region.rest is not None:
         raise NotLocalError("some of the experts have no weights")
+    if any(leaf.zeros for leaf in leaves):
+        raise NotLocalError("some of the experts have no adapter")
     shared = next((e for e in walk(region.expr) if isinstance(e, SharedVector)), None)
     if shared is not None:
         raise NotLocalError(f"`{shared.source.name}` is one tensor for all experts, whose gradient would be that of some ranks")

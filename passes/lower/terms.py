@@ -14,7 +14,7 @@ from torch.fx import Node
 
 from moefuse.passes.graph.calls import fake
 from moefuse.passes.ir.expr import Leaf, SharedVector
-from moefuse.passes.ir.expr_algebra import LowRank, Number
+from moefuse.passes.ir.expr_algebra import LowRank, Number, Projection
 
 if TYPE_CHECKING:
     from moefuse.passes.lower.lower import Lowering
@@ -28,6 +28,30 @@ def terms(low: Lowering, body: Body) -> tuple[list[list[Node]], list[float]]:
         return [], []
     made = [_one(low, several) if several else ([], [], 0.0) for several in found]
     return [part for a, b, _ in made for part in (a, b)], [scale for *_, scale in made]
+
+
+def bias(low: Lowering, projection: Projection) -> list[Node]:
+    """[[E, n]] or E times [n]: the bias of a projection, with those of its terms in the dtype of its weight."""
+    found = low.vectors(projection.bias)
+    if not projection.added:
+        return found
+    parts = [_all(low, found)] if found else []
+    for added in projection.added:
+        part = _all(low, low.vectors(added.vector))
+        numbers = () if added.scale == 1 else (added.scale,)
+        for number in (*numbers, *(_number(low, n, part) for n in added.by)):
+            part = low.emit(torch.mul, part, number)
+        parts.append(part)
+    out = parts[0]
+    for part in parts[1:]:
+        out = low.emit(torch.add, out, part)
+    dtype = fake(projection.weight.source).dtype
+    return [out if fake(out).dtype == dtype else low.emit(torch.Tensor.to, out, dtype)]
+
+
+def _all(low: Lowering, vectors: list[Node]) -> Node:
+    """[E, n] of all experts' vectors."""
+    return low.emit(torch.stack, vectors) if fake(vectors[0]).dim() == 1 else vectors[0]
 
 
 def _one(low: Lowering, several: Sequence[LowRank]) -> tuple[list[Node], list[Node], float]:
@@ -53,11 +77,11 @@ def _scaled(low: Lowering, term: LowRank, numbers: Sequence[float]) -> list[Node
 
 
 def _number(low: Lowering, number: Number, like: Node) -> Node:
-    """A number, or one for each expert as [E, 1, 1] in the dtype of ``like``."""
+    """A number, or one for each expert as [E, 1, ..] in the dtype of ``like`` and with as many dimensions."""
     if isinstance(number, SharedVector):
         return number.source
     value = fake(like)
-    return low.emit(torch.reshape, low.numbers(number.vector, value.dtype, value.device), (-1, 1, 1))
+    return low.emit(torch.reshape, low.numbers(number.vector, value.dtype, value.device), (-1, *[1] * (value.dim() - 1)))
 
 
 def _stacked(low: Lowering, factors: list[Node]) -> Node:
@@ -73,6 +97,6 @@ def _joined(low: Lowering, factors: Sequence[list[Node]], dim: int) -> list[Node
 def _factor(low: Lowering, leaf: Leaf) -> list[Node]:
     """A or B; one matrix for all experts is copied for each, and its gradient is the sum."""
     found = low.stack(leaf)
-    if not leaf.parts or len(set(leaf.parts)) > 1:
+    if leaf.zeros or not leaf.parts or len(set(leaf.parts)) > 1:
         return found
     return [low.emit(torch.Tensor.repeat, low.emit(torch.unsqueeze, found[0], 0), (len(leaf.parts), 1, 1))]

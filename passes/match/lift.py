@@ -75,9 +75,8 @@ def _apart(ctx: Context, found: Region | Lost) -> Region | Lost:
         return replace(found, summed=apart)
     other = _placed(ctx, checked(ctx, apart.region))
     if isinstance(other, Lost):
-        first = next(iter(apart.sums.values()), None)
-        return found if first is None else replace(found, summed=refused(first, other))
-    hooked = observed(ctx, other)
+        return replace(found, summed=refused(apart.sums, other)) if apart.sums else found
+    hooked = observed(ctx, other, apart.sums)
     if hooked is not None:
         return replace(found, summed=hooked)
     return replace(other, summed=other.summed or read_elsewhere(ctx, other, apart.sums))

@@ -7,7 +7,7 @@ What such a weight is, in whatever spelling, ``weight_sums.py`` says. Where the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -44,7 +44,7 @@ class Apart:
     """A region with its weights' low-rank terms beside the projections, and the sums that it reads no more."""
 
     region: Region
-    sums: Mapping[int, Node]
+    sums: tuple[Node, ...]
 
 
 def taken_apart(ctx: Context, region: Region) -> Apart | Summed | None:
@@ -53,35 +53,48 @@ def taken_apart(ctx: Context, region: Region) -> Apart | Summed | None:
     None where no weight has any terms.
     """
     found: dict[int, list[Addend]] = {}
-    problem: Summed | None = None
+    problems: list[Summed] = []
+    apart: list[Node] = []
     for linear in (e for e in walk(region.expr) if isinstance(e, Linear)):
-        if not any(_computed(ctx, n) for n in _sources(linear.weight)):
+        if not _made(ctx, linear.weight):
             continue
         terms = _terms(ctx, linear)
         if isinstance(terms, Summed):
-            problem = problem or terms
+            problems.append(terms)
         elif terms is not None:
             found[id(linear)] = terms
-    made = _beside_all(region, found) if found else region.expr
+            apart += _made(ctx, linear.weight)
+    sums = _in_order(ctx, apart)
+    made = _beside_all(region, found, sums) if found else region.expr
     if isinstance(made, Summed):
-        return problem or made
+        return _together(ctx, [*problems, made])
     expr = _with_shared(ctx, region, made)
-    sums = {id(e): _sources(e.weight)[0] for e in walk(region.expr) if isinstance(e, Linear) and id(e) in found}
+    problem = _together(ctx, problems) if problems else None
     return problem if expr is region.expr else Apart(replace(region, expr=expr, whole=region, summed=problem), sums)
 
 
-def _beside_all(region: Region, found: Mapping[int, list[Addend]]) -> Expr | Summed:
-    first = next(_sources(e.weight)[0] for e in walk(region.expr) if isinstance(e, Linear) and id(e) in found)
+def _together(ctx: Context, problems: Sequence[Summed]) -> Summed:
+    """The first that is made and why, with all the others."""
+    first = min(problems, key=lambda p: ctx.position[p.node])
+    return replace(first, sums=_in_order(ctx, [node for problem in problems for node in problem.sums]))
+
+
+def _in_order(ctx: Context, nodes: Iterable[Node]) -> tuple[Node, ...]:
+    """As the program makes them, each once."""
+    return tuple(sorted(set(nodes), key=ctx.position.__getitem__))
+
+
+def _beside_all(region: Region, found: Mapping[int, list[Addend]], sums: tuple[Node, ...]) -> Expr | Summed:
     device, rows = fake(region.value).device, _rows(region)
     if device.type in MOST_ROWS and rows > MOST_ROWS[device.type] * region.num_experts:
         of = f"an expert has {rows // region.num_experts} rows on average, and with more than {MOST_ROWS[device.type]}"
-        return Summed(first, f"{of} that is faster on a {device.type.upper()}")
+        return Summed(sums[0], f"{of} that is faster on a {device.type.upper()}", sums)
 
     def beside(old: Expr, run: Callable[[Any], Any]) -> Expr | None:
         return _beside(old, run(old.child), found[id(old)]) if isinstance(old, Linear) and id(old) in found else None
 
     expr = rebuilt(region.expr, beside)
-    return expr if one_op(expr, device) else Summed(first, _not_one_op(region, device))
+    return expr if one_op(expr, device) else Summed(sums[0], _not_one_op(region, device), sums)
 
 
 def _with_shared(ctx: Context, region: Region, expr: Expr) -> Expr:
@@ -100,50 +113,60 @@ def _not_one_op(region: Region, device: torch.device) -> str:
     return "the weights have several dtypes"
 
 
-def observed(ctx: Context, apart: Region) -> Summed | None:
+def observed(ctx: Context, apart: Region, sums: tuple[Node, ...]) -> Summed | None:
     """A value of a sum that has a hook: it would see another gradient, or none."""
     whole = apart.whole.nodes if apart.whole is not None else apart.nodes
     for node in sorted(apart.nodes - whole, key=ctx.position.__getitem__):
         calls = (ctx.calls.get(user) for user in node.users)
         if any(call is not None and call.name in ("register_hook", "retain_grad") for call in calls):
-            return Summed(node, "a hook observes it")
+            return Summed(node, "a hook observes it", sums)
     return None
 
 
-def read_elsewhere(ctx: Context, apart: Region, sums: Mapping[int, Node]) -> Summed | None:
-    """A sum that is made for another reader of the program, though the experts read it no more."""
-    for node in sums.values():
-        for alias in (n for name in ctx.memory.storages(node) for n in ctx.aliases[name]):
-            other = next((u for u in alias.users if u not in apart.nodes and not _asks_for_size(ctx, u)), None)
-            if other is not None:
-                where = "the graph gives it out" if other.op == "output" else f"it is read at {location(other)}"
-                return Summed(node, f"{where}, though not by the experts", kept=False)
-    return None
+def read_elsewhere(ctx: Context, apart: Region, sums: tuple[Node, ...]) -> Summed | None:
+    """Sums that are made for another reader of the program, though the experts read them no more."""
+    readers = {node: other for node in sums if (other := _other_reader(ctx, apart, node)) is not None}
+    if not readers:
+        return None
+    first, other = next(iter(readers.items()))
+    where = "the graph gives it out" if other.op == "output" else f"it is read at {location(other)}"
+    return Summed(first, f"{where}, though not by the experts", tuple(readers), kept=False)
 
 
-def refused(node: Node, lost: Lost) -> Summed:
-    """A sum that is made since the program cannot be replaced by one op without it."""
-    return Summed(node, message(lost.code, {"name": lost.node.name, "op": lost.node.name, **lost.details}))
+def _other_reader(ctx: Context, apart: Region, node: Node) -> Node | None:
+    aliases = (n for name in ctx.memory.storages(node) for n in ctx.aliases[name])
+    users = (user for alias in aliases for user in alias.users)
+    return next((u for u in users if u not in apart.nodes and not _asks_for_size(ctx, u)), None)
 
 
-def summed_up(apart: Region, lost: Lost) -> Region:
+def refused(sums: tuple[Node, ...], lost: Lost) -> Summed:
+    """Sums that are made since the program cannot be replaced by one op without them."""
+    return Summed(sums[0], message(lost.code, {"name": lost.node.name, "op": lost.node.name, **lost.details}), sums)
+
+
+def summed_up(ctx: Context, apart: Region, lost: Lost) -> Region:
     """The region as the program has it, in place of one that was taken apart and that nothing could be made of."""
     assert apart.whole is not None
-    known = {e.weight.source for e in walk(apart.expr) if isinstance(e, Linear)}
-    sums = (e.weight.source for e in walk(apart.whole.expr) if isinstance(e, Linear) and e.weight.source not in known)
-    node = next(sums, None)
-    return apart.whole if node is None else replace(apart.whole, summed=refused(node, lost))
+    known = {n for e in walk(apart.expr) if isinstance(e, Linear) for n in _sources(e.weight)}
+    read = (n for e in walk(apart.whole.expr) if isinstance(e, Linear) for n in _made(ctx, e.weight))
+    sums = _in_order(ctx, (n for n in read if n not in known))
+    return replace(apart.whole, summed=refused(sums, lost)) if sums else apart.whole
 
 
 def note(region: Region) -> str:
     """What the report says of a fused region that reads a sum."""
     assert region.summed is not None
-    node, known = region.summed.node, tensor(region.summed.node)
-    size = math.prod(known.shape) * known.dtype.itemsize * (region.num_experts if known.dim() == 2 else 1) if known is not None else 0
+    size = sum(map(_bytes, region.summed.sums))
     memory = f" ({size / 2**20:.2g} MiB)" if isinstance(size, int) and size else ""
     kept = ", and kept for the gradients in training" if region.summed.kept else ""
     what = f"the sum of expert weights and their low-rank adapters is made in each call{memory}"
-    return f"{what} at {location(node)}{kept}: {region.summed.why}"
+    return f"{what} at {location(region.summed.node)}{kept}: {region.summed.why}"
+
+
+def _bytes(node: Node) -> Any:
+    """A number, or one of a size that only the run knows."""
+    known = tensor(node)
+    return 0 if known is None else math.prod(known.shape) * known.dtype.itemsize
 
 
 def _asks_for_size(ctx: Context, node: Node) -> bool:
@@ -159,21 +182,31 @@ def _rows(region: Region) -> int:
 
 def _terms(ctx: Context, linear: Linear) -> list[Addend] | Summed | None:
     """One weight and its terms, None for a weight without any, or why it is no such sum."""
-    node = _sources(linear.weight)[0]
+    sums = _in_order(ctx, _made(ctx, linear.weight))
     try:
         found = combination(ctx, linear.weight, linear.node)
     except OtherError as other:
-        return Summed(other.node, other.why) if _has_product(ctx, node) else None
+        return _other(linear, other, tuple(n for n in sums if _has_product(ctx, n)))
     bases = [a for a in found if len(a.leaves) == 1]
     if len(bases) > 1:
-        return Summed(node, f"{len(bases)} tensors of this size are added up there, and what made them is not in this graph")
+        why = f"{len(bases)} tensors of this size are added up there, and what made them is not in this graph"
+        return Summed(sums[0], why, sums)
     if not bases or not low_rank(found):
         return None
     if bases[0].scale != 1 or bases[0].by:
-        return Summed(node, "the weight itself is scaled there, not only the adapters")
+        return Summed(sums[0], "the weight itself is scaled there, not only the adapters", sums)
     if not thin([(a.leaves[1], a.leaves[0]) for a in found if len(a.leaves) == 2]):
-        return Summed(node, "the ranks are more than half of the weight's smaller side")
+        return Summed(sums[0], "the ranks are more than half of the weight's smaller side", sums)
     return found
+
+
+def _other(linear: Linear, other: OtherError, sums: tuple[Node, ...]) -> Summed | None:
+    """What is no combination, and a sum all the same: where that one operation is, or the first sum of a list of weights."""
+    if not sums or not linear.weight.parts:
+        return Summed(other.node, other.why, sums) if sums else None
+    here, there = location(sums[0]), location(other.node)
+    of_all = other.node is linear.node or there == here
+    return Summed(sums[0], other.why if of_all else f"{other.why} at {there}", sums)
 
 
 def _beside(old: Linear, child: Expr, found: Sequence[Addend]) -> Expr:
@@ -220,6 +253,11 @@ def _product_of(ctx: Context, old: Token, tokens: Mapping[Node, Token], region: 
 
 def _sources(leaf: Leaf) -> tuple[Node, ...]:
     return leaf.parts or (leaf.source,)
+
+
+def _made(ctx: Context, leaf: Leaf) -> list[Node]:
+    """What the program computes of a weight: of a list, some experts' perhaps."""
+    return [node for node in _sources(leaf) if _computed(ctx, node)]
 
 
 def _computed(ctx: Context, node: Node) -> bool:

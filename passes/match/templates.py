@@ -115,6 +115,6 @@ def storage(gate: Any, up: Any, find: Find = projection) -> tuple[Gating, bool, 
             return "interleaved", gate.start != 0, one, None
         return None
     one, two = find(gate), find(up)
-    if one is None or two is None or not same_expr(one.child, two.child) or (one.bias is None) != (two.bias is None):
+    if one is None or two is None or not same_expr(one.child, two.child) or one.biased != two.biased:
         return None
     return "split", False, one, two

@@ -131,7 +131,7 @@ class _Form:
         return a.members, a.row, inside, siblings, carried
 
     def _leaf(self, leaf: Leaf) -> Hashable:
-        return leaf.stacked, leaf.order, tuple(self.number(n) for n in leaf.parts or (leaf.source,))
+        return leaf.stacked, leaf.order, leaf.zeros, tuple(self.number(n) for n in leaf.parts or (leaf.source,))
 
     def of(self, expr: Any) -> Hashable:
         """An expression."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from moefuse.passes.driver import GraphResult, fuse
 E, K, H, INNER, R, T = 3, 2, 24, 16, 4, 11
 
 Spelling = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""From W [E, out, in], B [E, out, r], A [E, r, in] and a Parameter without dimensions to the weight."""
+"""From W [E, out, in], B [E, out, r], A [E, r, in] and a Parameter without dimensions to the weight; for a list without E."""
 
 
 class Layer(nn.Module):
@@ -47,8 +47,43 @@ class Layer(nn.Module):
         return out
 
 
+class Listed(nn.Module):
+    """The same with a Parameter for each expert, of which ``first`` and ``last`` have adapters on the first and the last projection.
+
+    What of the others' adapters is here is in no sum. Experts have the ranks ``ranks``.
+    """
+
+    def __init__(self, spelling: Spelling, first: Collection[int], last: Collection[int] = (), ranks: Sequence[int] = (R,) * E) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.spelling, self.first, self.last = spelling, first, last
+        self.router = nn.Linear(H, E, bias=False)
+        self.w_in, self.w_out = _list(INNER, [H] * E, 0.2), _list(H, [INNER] * E, 0.2)
+        self.a_in, self.b_in = _list(ranks, [H] * E, 0.3), _list(INNER, ranks, 0.3)
+        self.a_out, self.b_out = _list(ranks, [INNER] * E, 0.3), _list(H, ranks, 0.3)
+        self.scale = nn.Parameter(torch.tensor(0.75))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.router(x).softmax(-1).topk(K)
+        out = torch.zeros_like(x)
+        for e in range(E):
+            token, slot = torch.where(ids == e)
+            first, last = self.w_in[e], self.w_out[e]
+            if e in self.first:
+                first = self.spelling(first, self.b_in[e], self.a_in[e], self.scale)
+            if e in self.last:
+                last = self.spelling(last, self.b_out[e], self.a_out[e], self.scale)
+            out.index_add_(0, token, F.linear(F.silu(F.linear(x[token], first)), last) * weights[token, slot, None])
+        return out
+
+
+def _list(rows: int | Sequence[int], columns: Sequence[int], by: float) -> nn.ParameterList:
+    heights = [rows] * E if isinstance(rows, int) else rows
+    return nn.ParameterList(nn.Parameter(torch.randn(o, i) * by) for o, i in zip(heights, columns, strict=True))
+
+
 class Outcome:
-    """One compiled run: its result and gradients, tensors kept for these, and what moefuse reports."""
+    """One compiled run: its result and gradients, tensors kept for these (``large``: of the size of weights), what moefuse reports."""
 
     def __init__(self, layer: nn.Module, x: Tensor) -> None:
         torch._dynamo.reset()
@@ -64,7 +99,8 @@ class Outcome:
             out = compiled(x.requires_grad_())
         self.results = gradients(layer, x, out)
         given = {p.untyped_storage().data_ptr() for p in layer.parameters()}
-        self.large = [t.shape for t in self.kept if t.numel() >= E * H * INNER and t.untyped_storage().data_ptr() not in given]
+        sizes = {frozenset((H, INNER))}
+        self.large = [t.shape for t in self.kept if frozenset(t.shape[-2:]) in sizes and t.untyped_storage().data_ptr() not in given]
 
     def _keep(self, value: Tensor) -> Tensor:
         if type(value) in (Tensor, nn.Parameter):  # what Dynamo runs as it traces is neither

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 import moefuse
 from moefuse.config import Options
 from moefuse.passes.driver import fuse
+from moefuse.report import Fused
 
 E, K, H, INNER = 4, 2, 32, 24
 
@@ -89,6 +90,81 @@ def test_float32_adapters_beside_a_bfloat16_base(rank: int) -> None:
     assert (fused.tier, fused.spec.activation, fused.spec.intermediate) == ("fused", "silu", INNER)
     assert (fused.spec.dtype, fused.spec.lora) == ("bfloat16", (rank,))
     assert f"LoRA r={rank}" in str(fused.spec)
+
+
+def _with_biases(layer: Layer, base: bool, up: bool = True) -> list[nn.Parameter]:
+    """What is trained, with biases behind each B, as PEFT's ``lora_bias`` has them, and of the bases. ``up``: there, too."""
+    for expert in layer.experts:
+        for adapter, wanted in ((expert.gate, True), (expert.up, up), (expert.down, True)):
+            out = adapter.base.out_features
+            if wanted:
+                adapter.b.bias = nn.Parameter(torch.randn(out))
+            if base:
+                adapter.base.bias = nn.Parameter(torch.randn(out, dtype=adapter.base.weight.dtype))
+    return [p for p in layer.parameters() if p.requires_grad]
+
+
+def _without_inductor(layer: nn.Module) -> tuple[Any, list[Fused]]:
+    found: list[Fused] = []
+
+    def backend(gm: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
+        found.extend(fuse(gm, inputs, Options()).fused)
+        return gm.forward
+
+    return torch.compile(layer, backend=backend, fullgraph=True), found
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize(
+    ("scale", "base", "of", "tolerance"),
+    [
+        pytest.param(2.0, True, torch.float32, 4e-6, id="two biases"),
+        pytest.param(2.0, False, torch.float32, 4e-6, id="of the adapter alone"),
+        pytest.param(1.0, True, torch.float32, 4e-6, id="no scale"),
+        pytest.param(2.0, True, torch.bfloat16, 0.03, id="float32 beside bfloat16"),
+    ],
+)
+def test_biases_of_adapters(scale: float, base: bool, of: torch.dtype, tolerance: float) -> None:
+    """They are biases of the projection, times the scale, beside its own if it has one."""
+    torch.manual_seed(0)
+    layer, x = Layer(of, torch.float32, scale=scale), torch.randn(40, H, dtype=of)
+    trained = _with_biases(layer, base)
+    compiled, found = _without_inductor(layer)
+    close(numbers(compiled, x, trained), numbers(layer, x, trained), tolerance)
+    (fused,) = found
+    assert (fused.tier, fused.spec.activation, fused.spec.intermediate) == ("fused", "silu", INNER)
+    assert (fused.spec.lora, fused.spec.bias) == ((4,), True)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_a_bias_of_the_gate_s_adapter_alone() -> None:
+    """No op has that; the products are grouped, and the report says what they are."""
+    torch.manual_seed(0)
+    layer, x = Layer(), torch.randn(40, H)
+    trained = _with_biases(layer, False, up=False)
+    compiled, found = _without_inductor(layer)
+    close(numbers(compiled, x, trained), numbers(layer, x, trained), 4e-6)
+    (fused,) = found
+    assert (fused.tier, fused.spec.intermediate, fused.spec.lora) == ("grouped", INNER, (4,))
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("bias", [False, True])
+def test_experts_without_adapters_beside_others_are_told(bias: bool) -> None:
+    """What differs is said as people know it, not as operations."""
+    torch.manual_seed(0)
+    layer = Layer()
+    if bias:
+        _with_biases(layer, True)
+    layer.experts[2].gate, layer.experts[2].down = layer.experts[2].gate.base, layer.experts[2].down.base
+    told: list[str] = []
+
+    def backend(gm: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
+        told.extend(skipped.message for skipped in fuse(gm, inputs, Options()).skipped)
+        return gm.forward
+
+    torch.compile(layer, backend=backend, fullgraph=True)(torch.randn(40, H))
+    assert "expert 2 differs from expert 0: it has 1 low-rank adapter instead of 3" in told
 
 
 @pytest.mark.usefixtures("fresh_dynamo")

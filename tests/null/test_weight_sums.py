@@ -28,7 +28,20 @@ def _text(addend: Addend) -> str:
 
 def _leaf(leaf: Leaf) -> str:
     name = leaf.source.name + (f" x{len(leaf.parts)}" if leaf.parts else "")
+    name += f" but {sorted(leaf.zeros)}" if leaf.zeros else ""
     return name + ("" if list(leaf.order) == sorted(leaf.order) else " turned") + (" detached" if leaf.detached else "")
+
+
+def _of_some(w_up: Any, factor_b: Any, factor_a: Any, which: set[int]) -> Any:
+    return torch.stack([factor_b[e] @ factor_a[e] + w_up[e] if e in which else w_up[e] for e in range(E)])
+
+
+def _again(stack: Any) -> Any:
+    return torch.stack([stack[e] for e in range(E)])
+
+
+def _one_without(w_up: Any, factor_b: Any, factor_a: Any) -> Any:
+    return torch.stack([factor_b[0] @ factor_a[0], w_up[1], w_up[2]])
 
 
 BASE, TERM = "w_up", "factor_b @ factor_a"
@@ -72,6 +85,16 @@ BASE, TERM = "w_up", "factor_b @ factor_a"
             lambda w_up, factor_b, factor_a: w_up + factor_b @ factor_a[1], [BASE, "factor_b @ getitem x3"], id="one A for all experts"
         ),
         pytest.param(lambda w_up, factor_b, factor_a: w_up.clone().sub_(factor_b @ factor_a), [BASE, f"-1 {TERM}"], id="in place"),
+        pytest.param(
+            lambda w_up, factor_b, factor_a: _of_some(w_up, factor_b, factor_a, {1}),
+            [BASE, "factor_b but [0, 2] @ factor_a but [0, 2]"],
+            id="one expert has a term",
+        ),
+        pytest.param(
+            lambda w_up, factor_b, factor_a: _again(_of_some(w_up, factor_b, factor_a, {0, 2})),
+            [BASE, "factor_b but [1] @ factor_a but [1]"],
+            id="out of such a stack into another",
+        ),
     ],
 )
 def test_read(function: Callable[..., Any], expected: list[str]) -> None:
@@ -111,6 +134,11 @@ def _input_written(w_up: Any, factor_b: Any, factor_a: Any) -> Any:
         pytest.param(lambda w_up: w_up + 1, "a number is added", id="number"),
         pytest.param(lambda w_up: torch.stack([w_up[e] for e in (1, 0, 2)]), "uses the weight of expert", id="order of experts"),
         pytest.param(lambda w_up: torch.stack([w_up[e] * (e + 1) for e in range(E)]), "several scales", id="scales of experts"),
+        pytest.param(
+            lambda w_up, factor_b, factor_a: _one_without(w_up, factor_b, factor_a),
+            "numbers of weights",
+            id="one has no weight",
+        ),
         pytest.param(_input_written, "written to in the graph", id="input written"),
         pytest.param(lambda w_up, factor_b, factor_a: w_up + factor_b[0] @ factor_a[0], "one and the same term", id="one term for all"),
     ],
