@@ -254,8 +254,12 @@ def test_a_hook_on_the_sum_is_told() -> None:
 Step = tuple[str, float]
 NUMBERS = st.sampled_from((0.5, -1.25, 2.0))
 STEPS = st.sampled_from(
-    ("add", "sub", "alpha", "baddbmm", "in place", "neg twice", "detach term", "clone", "div", "turn", "float64", "einsum", "parameter")
+    tuple("add,sub,alpha,baddbmm,in place,neg twice,detach term,clone,div,turn,float64,einsum,experts last,parameter".split(","))
 )
+
+
+def _experts_last(b: Tensor, a: Tensor) -> Tensor:
+    return torch.einsum("rhe,ore->eoh", a.permute(1, 2, 0), b.permute(1, 2, 0))
 
 
 SOME = st.none() | st.tuples(*[st.sets(st.integers(0, E - 1))] * 2)
@@ -288,6 +292,9 @@ def _one(step: str, by: float, out: Tensor, b: Tensor, a: Tensor, s: Tensor) -> 
         "turn": lambda: (out.mT + by * (a.mT @ b.mT)).transpose(-1, -2),
         "float64": lambda: (out.double() + by * (b.double() @ a.double())).to(out.dtype),
         "einsum": lambda: out + by * torch.einsum("erh,eor->eoh" if out.dim() == 3 else "rh,or->oh", a, b),
+        "experts last": lambda: (
+            out + by * (torch.einsum("rhe,ore->eoh", *(f.permute(1, 2, 0) for f in (a, b))) if out.dim() == 3 else b @ a)
+        ),
         "parameter": lambda: out + s * (b @ a) * by,
     }
     found: Tensor = made[step]()
