@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import copy
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -61,6 +62,8 @@ def in_buckets(compiler: Callable[..., _CompiledFn]) -> Callable[..., _CompiledF
         # torch counts parameters among the arguments themselves; experts are in lists.
         counted(splitter, bucket, types.SimpleNamespace(args=node.all_input_nodes))
 
-    splitter.backend_compile_fn, splitter.add_param_args = compiler, add_param_args
-    split: Callable[..., _CompiledFn] = splitter.compile_fn
+    # One of its own: Dynamo asks the other one again who the backend is, when the compiler has it start the frame anew.
+    own = copy.copy(splitter)
+    own.backend_compile_fn, own.add_param_args = compiler, add_param_args
+    split: Callable[..., _CompiledFn] = own.compile_fn
     return split

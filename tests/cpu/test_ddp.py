@@ -108,6 +108,27 @@ def test_the_graph_is_fused_as_a_whole_and_split_afterwards(capture: bool, compi
 
 
 @pytest.mark.usefixtures("alone")
+def test_a_compiler_that_has_the_frame_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Inductor has it for a float that changes: Dynamo finds the backend again, and captures the loops."""
+    from torch._dynamo.exc import TensorifyScalarRestartAnalysis
+
+    attempts: list[int] = []
+
+    def front(gm: torch.fx.GraphModule, inputs: Any, *_: Any) -> Any:
+        attempts.append(len(attempts))
+        if len(attempts) == 1:
+            raise TensorifyScalarRestartAnalysis
+        return _torch_private.compile_front(gm, inputs)
+
+    monkeypatch.setattr(_torch_private, "compile_fx", front)
+    model = Model()
+    model.compile(backend="moefuse")
+    gradients(DistributedDataParallel(model, bucket_cap_mb=1), batches()[0])
+    report = moefuse.last_report()
+    assert (len(attempts), len(report.fused), report.graph_count, report.graph_breaks) == (2 + LAYERS, LAYERS, 1, [])
+
+
+@pytest.mark.usefixtures("alone")
 def test_routing_is_replayed_in_a_split_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ids go in and out of the pieces; outputs and gradients are those of a model that takes the given experts."""
     pieces: list[int] = []
