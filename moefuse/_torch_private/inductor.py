@@ -88,7 +88,9 @@ def keep_what_is_mutated() -> None:
     It forgot that (torch 2.11 to 2.13, https://github.com/pytorch/pytorch/issues/185509), and read zeros before anything was scattered into
     them. GPT-OSS with router logits lost the gradient of its router so, in graphs of ours that are right.
     """
+    from torch._inductor.dependencies import StarDep, WeakDep
     from torch._inductor.scheduler import SchedulerNode
+    from torch.utils._ordered_set import OrderedSet
 
     original = getattr(SchedulerNode, "recompute_size_and_body", None)
     if original is None or not hasattr(SchedulerNode, "set_read_writes"):
@@ -96,9 +98,11 @@ def keep_what_is_mutated() -> None:
 
     @functools.wraps(original)
     def recompute_size_and_body(node: Any, *args: Any, **kwargs: Any) -> None:
+        # What a loop waits for without reading it is not in its body; torch 2.11 forgets that as well.
+        waits = OrderedSet(dep for dep in node.read_writes.reads if isinstance(dep, WeakDep | StarDep))
         original(node, *args, **kwargs)
-        if getattr(node, "mutation_renames", None):
-            node.set_read_writes(node.read_writes.rename(node.mutation_renames))
+        if waits or getattr(node, "mutation_renames", None):
+            node.set_read_writes(node.read_writes.with_read(waits).rename(node.mutation_renames))
 
     SchedulerNode.recompute_size_and_body = recompute_size_and_body  # type: ignore[method-assign,assignment]
 
