@@ -99,12 +99,16 @@ def _in_parts(call: GradCall) -> list[Tensor]:
     if need.rows:
         rows = part(ops.experts_backward_rows, RowsCall(grad, weights, h, order, offsets, w_out, need, body))
     d_h, a, d_weights = ([next(rows)] if wanted else [] for wanted in (need.h, need.w_out, need.products))
-    if d_h and need.tokens:
-        found = part(ops.experts_backward_in, InCall(x, weights, d_h[0], order, offsets, w_in, w_up, need.of_tokens, body))
+
+    def second(wanted: Needs) -> Iterator[Tensor]:
+        return part(ops.experts_backward_in, InCall(x, weights, d_h[0], order, offsets, w_in, w_up, wanted, body))
+
+    if need.tokens:
+        found = second(need.of_tokens)
         d_x = [next(found)] if need.x else []
         d_weights = [next(found)] if need.weights and need.on_input else d_weights
-    if d_h and need.of_lists.h:
-        d_in = part(ops.experts_backward_in, InCall(x, weights, d_h[0], order, offsets, w_in, w_up, need.of_lists, body))
+    if need.of_lists.h:
+        d_in = second(need.of_lists)
     if need.out:
         d_out = part(ops.experts_backward_out, OutCall(grad, weights, order, offsets, a[0] if a else None, w_out, need, body))
     taken = zip((d_in, d_in, d_out) * 2, lists_of(w_in, w_up, w_out), need.flags[2:], strict=True)

@@ -61,9 +61,8 @@ class Rows64:
     def weight(self, leaf: Leaf) -> torch.Tensor:
         """This expert's weight, dims in the order the expression sees them."""
         if leaf.stacked:
-            stack, along = self.values(leaf.source), leaf.along
-            row = stack.select(along, self.expert) if along else stack[self.expert]
-            order = [d - (d > along) for d in leaf.order]
+            row = self.values(leaf.source).select(leaf.along, self.expert)
+            order = [d - (d > leaf.along) for d in leaf.order]
         else:
             row = self.values(leaf.parts[self.expert] if leaf.parts else leaf.source)
             order = list(leaf.order)
