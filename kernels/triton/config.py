@@ -80,8 +80,11 @@ def rules(p: Problem, hopper: bool) -> Config:
     if p.dtype == "float64" or p.slots <= 2 * max(p.top_k, 4):
         return vectors(p)
     if p.dtype == "float32":
-        bm = 16 if p.rows <= 16 else 32
-        return Config(bm, Tiles(32, 32, 4, 3), Tiles(64, 32, 4, 3))
+        bm = min(max(power_of_two(1.3 * p.rows), 16), 64)
+        # The parts of a tile take registers beside its sums, and so do addresses of rows that are not whole 16 bytes.
+        whole = not (p.hidden % 4 or p.inter % 4)
+        bn, warps = 64 if bm == 64 and hopper and whole else 32, 4 if whole else 8
+        return Config(bm, Tiles(bn, 32, warps, 3, 8), Tiles(2 * bn, 32, warps, 3, 8))
     gates = 1 if p.gating == "plain" else 2
     bm = min(max(power_of_two(1.3 * p.rows), 16), 128)
     if bm < 64:

@@ -28,7 +28,7 @@ POINTERS = {
 }
 
 
-def make_plan(problem: Any, config: Any, separate: bool = False) -> Any:
+def make_plan(problem: Any, config: Any, separate: bool = False, device: Any = None) -> Any:
     """A plan over meta tensors."""
     from moefuse.kernels.triton.host import plan as plans
     from moefuse.ops.call import Body, ExpertsCall, Stack
@@ -59,7 +59,7 @@ def make_plan(problem: Any, config: Any, separate: bool = False) -> Any:
     w_in, w_up, w_out, b_in, b_up, b_out = lists
     body = Body(activation, (1.7, 7.0) if activation == "swiglu_oai" else (), problem.gating)
     inputs = draw(problem.tokens, problem.hidden), ids, draw(problem.tokens, problem.top_k)
-    plan = plans.Plan(ExpertsCall(*inputs, Stack(w_in, b_in), Stack(w_up, b_up), Stack(w_out, b_out), body, dtype), config)
+    plan = plans.Plan(ExpertsCall(*inputs, Stack(w_in, b_in), Stack(w_up, b_up), Stack(w_out, b_out), body, dtype), config, device)
     tensors = plan.workspace.views(torch.empty(plan.workspace.size, dtype=torch.uint8, device="meta"))
     own = {"x": draw(1), "weights": draw(1), "out": draw(1), "ids": ids}
     table = torch.empty(1, dtype=torch.int64, device="meta")
@@ -132,8 +132,11 @@ def compile_plan(problem: Any, config: Any, arch: int | str, folder: Path, separ
     import triton
     from triton.backends.compiler import GPUTarget
 
+    from moefuse.kernels.triton.host import layout
+
     target = GPUTarget("hip", arch, 64) if isinstance(arch, str) else GPUTarget("cuda", arch, 32)
-    plan, tensors = make_plan(problem, config, separate)
+    device = layout.Device("", 132, SHARED[arch], arch == 90, not isinstance(arch, str))
+    plan, tensors = make_plan(problem, config, separate, device)
     for step in plan.steps:
         options = {k: v for k, v in step.options.items() if k != "launch_pdl" or not isinstance(arch, str)}
         compiled = triton.compile(source(step, tensors), target=target, options=options)
@@ -180,11 +183,26 @@ def problems() -> dict[str, Any]:
         "odd": halves(300, hidden=99, inter=77, out=55),
         "plain": halves(512, gating="plain"),
         "float32": halves(64, dtype="float32"),
+        "float32, many rows": halves(4096, dtype="float32"),
+        "float32, odd": halves(4096, hidden=99, inter=77, out=55, dtype="float32"),
         "float64": halves(64, dtype="float64"),
     }
 
 
-NAMES = ["decode", "small", "mid", "prefill", "decode in-out", "prefill in-out", "odd", "plain", "float32", "float64"]
+NAMES = [
+    "decode",
+    "small",
+    "mid",
+    "prefill",
+    "decode in-out",
+    "prefill in-out",
+    "odd",
+    "plain",
+    "float32",
+    "float32, many rows",
+    "float32, odd",
+    "float64",
+]
 EVERYWHERE = ["decode", "small", "prefill"]
 
 
@@ -230,6 +248,25 @@ def test_the_table_compiles(index: int, tmp_path: Path) -> None:
 
     problem, config = table("NVIDIA H200")[index]
     compile_plan(problem, config, 90, tmp_path)
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_float32_is_multiplied_by_tensor_cores(arch: int) -> None:
+    """Split into parts: as exact as without tensor cores, and several times as fast."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    from moefuse.kernels.triton.config import fit, rules
+    from moefuse.kernels.triton.host import layout
+
+    problem = problems()["float32, many rows"]
+    config = fit(problem, rules(problem, arch == 90), SHARED[arch], 4)
+    plan, tensors = make_plan(problem, config, device=layout.Device("", 132, SHARED[arch], arch == 90))
+    for name in ("up_tiles", "down_tiles"):
+        step = next(s for s in plan.steps if s.kernel.__name__ == name)
+        ptx = triton.compile(source(step, tensors), target=GPUTarget("cuda", arch, 32), options=step.options).asm["ptx"]
+        assert "fma.rn.f32" not in ptx
+        assert re.search(r"(wgmma\.mma_async|mma)\.sync\.aligned\.m\d+n\d+k8[\w.]*\.f32\.tf32\.tf32", ptx)
 
 
 def test_join_is_one_product(tmp_path: Path) -> None:

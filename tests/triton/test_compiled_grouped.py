@@ -57,6 +57,8 @@ SIZES = {
     "odd": Sizes(tokens=300, hidden=99, inter=77),
     "odd, many rows": Sizes(experts=8, hidden=99, inter=77),
     "float32": Sizes(tokens=64, dtype=torch.float32),
+    "float32, many rows": Sizes(dtype=torch.float32),
+    "float32, odd": Sizes(tokens=300, experts=8, hidden=99, inter=77, dtype=torch.float32),
     "held, many rows": Sizes(held=torch.float32),
     "held, few rows": Sizes(tokens=64, held=torch.float32),
     "held, in-out": Sizes(top_k=4, experts=32, hidden=2880, inter=2880, oai=True, held=torch.float32),
@@ -103,7 +105,7 @@ def compile_all(made: list[Any], arch: int | str, folder: Path, monkeypatch: pyt
 
     from moefuse.kernels.triton.host import factors, layout, linear, wgrad
 
-    device = layout.Device("", 132, SHARED[arch], arch == 90)
+    device = layout.Device("", 132, SHARED[arch], arch == 90, not isinstance(arch, str))
     for module in (factors, linear, wgrad):
         monkeypatch.setattr(module, "device_of", lambda d: device)
     run()

@@ -37,6 +37,8 @@ class Device:
     sms: int
     shared: int
     hopper: bool
+    tf32: bool = True
+    """Whether tensor cores multiply float32 in parts."""
 
 
 @functools.cache
@@ -46,7 +48,8 @@ def device_of(device: torch.device) -> Device:
         return Device("interpreter", 2, SHARED_BYTES, False)
     p = torch.cuda.get_device_properties(device)
     shared = getattr(p, "shared_memory_per_block_optin", SHARED_BYTES)
-    return Device(p.name, p.multi_processor_count, shared, torch.version.hip is None and p.major == 9)
+    cuda = torch.version.hip is None
+    return Device(p.name, p.multi_processor_count, shared, cuda and p.major == 9, cuda and p.major >= 8)
 
 
 class Workspace:
@@ -76,9 +79,16 @@ def in_triton(dtype: torch.dtype) -> Any:
     return getattr(tl, str(dtype).removeprefix("torch."))
 
 
-def precision_of(dtype: torch.dtype) -> str:
-    """How tensor cores multiply numbers of a dtype."""
-    return "tf32" if dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
+def precision_of(dtype: torch.dtype, device: Device) -> str:
+    """How numbers of a dtype are multiplied.
+
+    float32 without leave to round is split into two tf32 each, and three of the four products summed: what is left out is below the
+    rounding of float32, tensor cores do it, and a sum of theirs rounds less often than one without them
+    (docs/design/gpu-kernels.md, "float32"; CUTLASS calls it 3xTF32).
+    """
+    if dtype != torch.float32 or not device.tf32:
+        return "ieee"
+    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3"
 
 
 def rows_descriptor(features: int, bm: int, bn: int, stride: int | None = None) -> tuple[Any, ...]:

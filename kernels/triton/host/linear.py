@@ -39,7 +39,7 @@ def linear_sizes(bm: int, aligned: bool, dtype: torch.dtype, device: Device) -> 
     if dtype == torch.float64:
         return Tiles(16, 16, 8, 1)
     if dtype == torch.float32:
-        return fit(Tiles(64, 32, 4, 3), bm, 4, device)
+        return fit(Tiles(64, 32, 4 if aligned else 8, 3, 8), bm, 4, device)
     if not aligned:
         return fit(Tiles(64, 32, 8, 3, 4), bm, 2, device)
     if bm < 128:
@@ -180,7 +180,7 @@ def linear(
         RANK=0 if term is None else term.rank,
         stored=Stored(w.operand.table, w.operand.aligned, wide, bias is not None, BIAS_TABLE=table, DESC=form, HELD=each != item),
         tiling=Tiling(
-            it.bm, part.bn, part.bk, part.group, *even, precision_of(x.dtype), False, by_desc, False, *walk, store,
+            it.bm, part.bn, part.bk, part.group, *even, precision_of(x.dtype, device), False, by_desc, False, *walk, store,
             BR=16 if term is None else term.block,
         ),
     )  # fmt: skip

@@ -128,7 +128,7 @@ def tiling(plan: Plan, part: Tiles, n: int, k: int, rows_desc: bool) -> Tiling:
         part.group,
         EVEN_N=n % part.bn == 0,
         EVEN_K=k % part.bk == 0,
-        PRECISION=precision_of(plan.dtype),
+        PRECISION=precision_of(plan.dtype, plan.device),
         SWAP=part.swap,
         ROWS_DESC=rows_desc,
         TAIL=part.tail and bm > 16 and not part.flatten,

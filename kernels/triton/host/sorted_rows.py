@@ -30,7 +30,7 @@ def tile_rows(slots: int, experts: int, dtype: torch.dtype) -> int:
     if dtype == torch.float64:
         return 16
     hit = max(experts * (1.0 - (1.0 - 1.0 / experts) ** slots), 1.0)
-    return min(max(power_of_two(1.3 * slots / hit), 16), 32 if dtype == torch.float32 else 128)
+    return min(max(power_of_two(1.3 * slots / hit), 16), 64 if dtype == torch.float32 else 128)
 
 
 def fit(t: Tiles, bm: int, item: int, device: Device, held: int = 0) -> Tiles:

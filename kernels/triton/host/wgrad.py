@@ -25,7 +25,7 @@ def grad_sizes(mean_rows: float, aligned: bool, scaled: bool, dtype: torch.dtype
     if dtype == torch.float64:
         return 16, Tiles(16, 16, 8, 1)
     if dtype == torch.float32:
-        return 64, fit(Tiles(64, 32, 8 if scaled else 4, 2), 64, 4, device)
+        return 64, fit(Tiles(64, 32, 8 if scaled else 4, 3, 8), 64, 4, device)
     if not aligned:
         return 64, fit(Tiles(64, 32, 8, 3, 8), 64, 2, device)
     if not device.hopper:
@@ -124,7 +124,7 @@ def sums(
         BK=part.bn,
         BR=part.bk,
         GROUP=part.group,
-        PRECISION=precision_of(g.dtype),
+        PRECISION=precision_of(g.dtype, device_of(x.device)),
     )
 
 

@@ -55,7 +55,7 @@ def heights(p: Problem) -> list[int]:
         return [0]
     few = [0] if p.slots <= FEW_SLOTS else []
     if p.dtype == "float32":
-        return [*few, 16, 32]
+        return [*few, 16, 32, 64]
     for limit, some in ((5, [16]), (20, [16, 32]), (40, [32, 64]), (100, [64, 128]), (150, [128, 64])):
         if p.rows <= limit:
             return few + some
