@@ -111,7 +111,9 @@ def test_long_sums_in_float32() -> None:
     case = Case(tokens=512, hidden=2048, inter=768, hidden_out=2048, experts=16, top_k=4, dtype=torch.float32, bias=False)
     args = on_gpu(case.args())
     exact = reference(to(args, torch.float64), **{**case.options, "out_dtype": None})
-    error, own = (float((out.double() - exact).norm() / exact.norm()) for out in (run(args, **case.options), reference(args, **case.options)))
+    error, own = (
+        float((out.double() - exact).norm() / exact.norm()) for out in (run(args, **case.options), reference(args, **case.options))
+    )
     assert error <= 1.1 * own, f"{error:.2g}, the library {own:.2g}"
 
 

@@ -160,15 +160,25 @@ def test_gradients_of_weights_from_sorted_copies(
     copies: list[tuple[int, ...]] = []
     gathered = grouped_mm.gathered
 
-    def noted(x: Tensor, *rest: Any) -> Tensor:
+    def noted(x: Tensor, *rest: Any, **named: Any) -> Tensor:
         copies.append(tuple(x.shape))
-        return gathered(x, *rest)
+        return gathered(x, *rest, **named)
 
     monkeypatch.setattr(wgrad, "grad_tiles", lambda *a: (16, Tiles(32, 16, 4, 1, 2)))
     monkeypatch.setattr(grouped_mm, "gathered", noted)
     case = SMALL.with_(tokens=13, inter=16, hidden_out=36, gating=gating, weight_on_input=on_input, **storage)
     check(case)
     assert copies == [(13, case.hidden), (13, case.hidden_out)]
+    copies.clear()
+    monkeypatch.setattr(wgrad, "HALVED", 0)
+    check(case)
+    assert len(copies) == 2, "halves are not of whole tiles here"
+    copies.clear()
+    wide = case.with_(hidden=512, hidden_out=1024, experts=3)
+    check(wide)
+    x = [(13, 256)] * 2 if gating == "merged" else [(13, 512)]
+    out = [(13, 512)] * 2
+    assert copies == ([(13, 512), (13, 1024)] if storage.get("separate") else x + out), "one tensor of all experts is made by halves"
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])

@@ -69,10 +69,22 @@ class Own(_Rows):
         return out
 
     def weight_grads(
-        self, w: Lists, g: Tensor, x: Tensor, *, g_tokens: bool = False, x_tokens: bool = False, scale: Tensor | None = None
+        self,
+        w: Lists,
+        g: Tensor,
+        x: Tensor,
+        *,
+        g_tokens: bool = False,
+        x_tokens: bool = False,
+        scale: Tensor | None = None,
+        last: bool = False,
     ) -> list[Tensor]:
-        """Gradients of w, with its strides."""
-        if wgrad.grad_tiles(g, x, self.it) is not None:
+        """Gradients of w, with its strides. ``last``: nobody asks for the sorted copy of these tokens again."""
+        tiles = wgrad.grad_tiles(g, x, self.it)
+        if tiles is not None and last and g_tokens != x_tokens and wgrad.halved(w, *((g, x) if g_tokens else (x, g)), self.it):
+            sort = functools.partial(library.gathered, it=self.it, scale=None if g_tokens else scale)
+            return wgrad.weight_grads_by_halves(w, g, x, self.it, tiles, sort, of_g=g_tokens)
+        if tiles is not None:
             return wgrad.weight_grads(w, self.rows(g, g_tokens, None), self.rows(x, x_tokens, scale), self.it)
         return wgrad.weight_grads(w, g, x, self.it, g_tokens=g_tokens, x_tokens=x_tokens, scale=scale)
 
@@ -103,9 +115,17 @@ class Library(_Rows):
         return library.product(self.rows(x, tokens, scale), w[0] if back else w[0].transpose(1, 2), self.ends)
 
     def weight_grads(
-        self, w: Lists, g: Tensor, x: Tensor, *, g_tokens: bool = False, x_tokens: bool = False, scale: Tensor | None = None
+        self,
+        w: Lists,
+        g: Tensor,
+        x: Tensor,
+        *,
+        g_tokens: bool = False,
+        x_tokens: bool = False,
+        scale: Tensor | None = None,
+        last: bool = False,
     ) -> list[Tensor]:
-        """As of :class:`Own`."""
+        """As of :class:`Own`; ``grouped_mm`` takes whole rows."""
         rows_g, rows_x = self.rows(g, g_tokens, None), self.rows(x, x_tokens, scale)
         self.last = None
         return [library.weight_grad(w[0], rows_g, rows_x, self.ends)]

@@ -117,7 +117,9 @@ def experts_backward_in(call: InCall) -> list[Tensor]:
     d_x = _token_grads(x, parts, lists, it, by, weights, body.on_input, need.x, d_weights) if need.tokens else None
     scale = weights if body.on_input else None
     matrices = zip(parts, lists, (need.w_in, need.w_up), strict=False)
-    d_w = [g for part, w, wanted in matrices if wanted for g in by.weight_grads(w, part, x, x_tokens=True, scale=scale)]
+    d_w = [
+        g for part, w, wanted in matrices if wanted for g in by.weight_grads(w, part, x, x_tokens=True, scale=scale, last=not body.split)
+    ]
     vectors = zip(parts, (call.w_in.bias, call.w_up.bias), (need.b_in, need.b_up), strict=False)
     d_b = [g for part, b, wanted in vectors if wanted for g in wgrad.vector_grads(b, part, it)]
     return [*(t for t in (d_x, d_weights) if t is not None), *d_w, *d_b]
@@ -129,7 +131,7 @@ def experts_backward_out(call: OutCall) -> list[Tensor]:
     need, (w, b), it = call.need, call.w_out, _sorted(call, call.w_out)
     d_out = call.grad.to(w[0].dtype if call.a is None else call.a.dtype)
     by = products(d_out, it, call.body.gating, (), min(w[0].shape[-2:]), w)
-    d_w = by.weight_grads(w, d_out, call.a, g_tokens=True) if need.w_out and call.a is not None else []
+    d_w = by.weight_grads(w, d_out, call.a, g_tokens=True, last=True) if need.w_out and call.a is not None else []
     scale = None if call.body.on_input else call.weights
     return [*d_w, *(wgrad.vector_grads(b, d_out, it, tokens=True, scale=scale) if need.b_out else [])]
 
