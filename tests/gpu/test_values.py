@@ -117,6 +117,24 @@ def test_long_sums_in_float32() -> None:
     assert error <= 1.1 * own, f"{error:.2g}, the library {own:.2g}"
 
 
+@pytest.mark.parametrize("setting", ["allow_tf32", "fp32_precision"])
+def test_leave_to_round_float32(setting: str) -> None:
+    """By either name, in every dtype; a call with leave is not served by what was made without."""
+    cases = [Case(**SOME, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
+    args = [on_gpu(case.args()) for case in cases]
+    before = [run(given, **case.options) for given, case in zip(args, cases, strict=True)]
+    setattr(torch.backends.cuda.matmul, setting, True if setting == "allow_tf32" else "tf32")
+    try:
+        rounded = [run(given, **case.options) for given, case in zip(args, cases, strict=True)]
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = False
+        torch.backends.cuda.matmul.fp32_precision = "none"
+    assert torch.equal(rounded[1], before[1])
+    assert not torch.equal(rounded[0], before[0])
+    torch.testing.assert_close(rounded[0], before[0], rtol=1e-2, atol=1e-2)
+    assert torch.equal(run(args[0], **cases[0].options), before[0])
+
+
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan"), 3.4e38, 1e-38, 1e-42])
 @pytest.mark.parametrize("sizes", [SOME, MANY], ids=["some", "many"])
 def test_values_that_parts_could_lose(sizes: dict[str, Any], value: float) -> None:

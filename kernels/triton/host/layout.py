@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moefuse.kernels.triton.config import SHARED_BYTES
+from moefuse.kernels.triton.launch.launch import tf32_allowed
 
 Lists = tuple[Sequence[Tensor], ...]
 """w_in, w_up, w_out, b_in, b_up, b_out."""
@@ -88,7 +89,7 @@ def precision_of(dtype: torch.dtype, device: Device) -> str:
     """
     if dtype != torch.float32 or not device.tf32:
         return "ieee"
-    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3"
+    return "tf32" if tf32_allowed() else "tf32x3"
 
 
 def rows_descriptor(features: int, bm: int, bn: int, stride: int | None = None) -> tuple[Any, ...]:

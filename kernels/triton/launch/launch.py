@@ -34,6 +34,11 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 """Kernels run in Python on CPU tensors (TRITON_INTERPRET=1)."""
 
 
+def tf32_allowed() -> bool:
+    """Whether products of float32 may be rounded to tf32. (``allow_tf32``, the older name, raises where this one was set.)"""
+    return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
+
+
 class Described(NamedTuple):
     """An array that a kernel takes through a tensor descriptor: its name (or the tensor), and what the descriptor shows of it."""
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from moefuse._torch_private import after_operations, current_device, empty_cuda, raw_stream
 from moefuse.kernels.triton import config
 from moefuse.kernels.triton.launch.driver_launch import launch_again
-from moefuse.kernels.triton.launch.launch import INTERPRETED, Launch
+from moefuse.kernels.triton.launch.launch import INTERPRETED, Launch, tf32_allowed
 
 RECORDS: dict[Any, Record | None] = {}
 """By the kind of a call; None where calls are not recorded."""
@@ -182,7 +182,7 @@ def recorded(function: Callable[..., Any]) -> Callable[..., Any]:
         tensors: list[Any] = []
         kinds = [kind_of(a, tensors) for a in args]
         device = tensors[0].get_device()
-        key = function, device, torch.backends.cuda.matmul.allow_tf32, config.PRODUCTS, *kinds
+        key = function, device, tf32_allowed(), config.PRODUCTS, *kinds
         if device < 0 or device == current_device():
             return _call(key, function, args, tensors, device)
         with torch.cuda.device(device):

@@ -13,7 +13,7 @@ from moefuse.kernels.triton.host import chunks
 from moefuse.kernels.triton.host.layout import DTYPES
 from moefuse.kernels.triton.host.plan import Plan
 from moefuse.kernels.triton.launch import dispatcher
-from moefuse.kernels.triton.launch.launch import INTERPRETED
+from moefuse.kernels.triton.launch.launch import INTERPRETED, tf32_allowed
 from moefuse.kernels.triton.launch.record import forget_records, kind_of_list
 from moefuse.kernels.triton.provide import library, training
 from moefuse.ops.call import ExpertsCall, cut
@@ -82,7 +82,7 @@ def key_of(packed: Sequence[Any], addresses: Sequence[int]) -> tuple[Any, ...]:
     """What the plan of a packed call depends on; ``addresses``: of all tensors."""
     tensors, counts = packed[0], packed[1]
     x = tensors[0]
-    tf32 = x.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
+    tf32 = x.dtype == torch.float32 and tf32_allowed()
     several: Any = ()
     if max(counts) > 1:
         several = [kind_of_list(ts, at) for ts, at in zip(cut(tensors, counts, 3), cut(addresses, counts, 3), strict=True) if ts]
