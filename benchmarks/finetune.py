@@ -5,7 +5,7 @@
 
 ``full`` trains all weights, ``lora`` rank-16 adapters on attention and experts (PEFT's ``target_parameters``); weights in bfloat16, or in
 float32 under ``autocast``; with and without activation checkpoints. Implementations: ``eager`` is transformers' loop, ``grouped_mm`` its
-default, also under Inductor; ``moefuse``. Each is checked against float32 before it is timed (loss, norm of the gradients). Two models
+default, also under Inductor; ``moefuse`` compiles the default and ``eager + moefuse`` the loop. Each is checked against float32 before it is timed (loss, norm of the gradients). Two models
 with their optimizers do not fit into one GPU's memory, so implementations run one after the other, and the first one again at the end,
 which shows how much the machine has drifted. A step is timed as a few in a row, as a training loop runs them: nothing waits for the device
 between steps.
@@ -90,7 +90,7 @@ class Step:
     def __init__(self, args: argparse.Namespace, case: Case, impl: str, exact: bool = False) -> None:
         wide = exact or case.weights == "autocast"
         model: Any = base(args, torch.float32 if wide else torch.bfloat16)
-        model.set_experts_implementation("eager" if impl == "eager" else "grouped_mm")
+        model.set_experts_implementation("eager" if impl.startswith("eager") else "grouped_mm")
         if case.checkpoints:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         self.model = adapted(model).train() if case.train == "lora" else model
@@ -101,7 +101,7 @@ class Step:
         self.run: Any = self.model
         if impl == "grouped_mm + inductor":
             self.run = torch.compile(self.model)
-        elif impl == "moefuse":
+        elif impl.endswith("moefuse"):
             self.run = torch.compile(self.model, backend="moefuse")
 
     def loss(self, ids: Tensor) -> Tensor:
@@ -158,7 +158,7 @@ def measured(args: argparse.Namespace, case: Case, impl: str, ids: Tensor, exact
     step(ids)
     peak = _peak()
     times = summary([_timed(functools.partial(step, ids), args.device) / IN_A_ROW for _ in range(args.rounds)])
-    report = moefuse.last_report() if impl == "moefuse" else None
+    report = moefuse.last_report() if impl.endswith("moefuse") else None
     return {
         "loss_error": errors[0], "norm_error": errors[1], "peak_gib": peak, "us": times,
         "tokens_per_second": case.tokens / times["median"] * 1e6, "fused": len(report.fused) if report is not None else 0,
