@@ -5,10 +5,10 @@
 
 ``full`` trains all weights, ``lora`` rank-16 adapters on attention and experts (PEFT's ``target_parameters``); weights in bfloat16, or in
 float32 under ``autocast``; with and without activation checkpoints. Implementations: ``eager`` is transformers' loop, ``grouped_mm`` its
-default, also under Inductor; ``moefuse`` compiles the default and ``eager + moefuse`` the loop. Each is checked against float32 before it is timed (loss, norm of the gradients). Two models
-with their optimizers do not fit into one GPU's memory, so implementations run one after the other, and the first one again at the end,
-which shows how much the machine has drifted. A step is timed as a few in a row, as a training loop runs them: nothing waits for the device
-between steps.
+default, also under Inductor; ``moefuse`` compiles the default and ``eager + moefuse`` the loop. Each is checked against float32 first
+(loss, norm of the gradients). Two models with their optimizers do not fit into one GPU's memory, so implementations run one after the
+other, and the first one again at the end, which shows how much the machine has drifted. A step is timed as a few in a row, as a training
+loop runs them: nothing waits for the device between steps.
 """
 
 from __future__ import annotations

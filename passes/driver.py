@@ -40,7 +40,7 @@ from moefuse.passes.lower.record import remember
 from moefuse.passes.lower.rewrite import replace
 from moefuse.passes.lower.spread import Spread, sharding
 from moefuse.passes.lower.workspace_size import workspace
-from moefuse.passes.match import lowrank, unhit_experts
+from moefuse.passes.match import lowrank, unhit_experts, wide_products
 from moefuse.passes.match.encodings import between
 from moefuse.passes.match.input_sizes import interpreted
 from moefuse.passes.match.lift import lift
@@ -150,6 +150,7 @@ def _fuse_graph(gm: GraphModule, known: dict[Node, Any], run: _Run) -> bool:
         _discharge(ctx, run, claims, fused)
     run.result.notes += dict.fromkeys(lowrank.note(region) for region in fused if region.summed is not None)
     run.result.notes += unhit_experts.notes(ctx, fused, run.assumptions)
+    run.result.notes += wide_products.notes(ctx, fused)
     run.result.notes += one_kernel(gm.graph, run.options) if fused else []
     if fused and run.options.overlap:
         _join(ctx, known, run)

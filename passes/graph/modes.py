@@ -36,6 +36,15 @@ def entered(mode: Mode) -> Iterator[None]:
         yield
 
 
+def autocast_dtype(mode: Mode, device: str) -> torch.dtype | None:
+    """What autocast rounds to on a type of device, None where it is off; outside of the graph's own contexts the caller's counts."""
+    own = [context for context in mode[1] if context[0] == device]
+    if not own:
+        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    _, dtype, enabled, _ = own[-1]
+    return (dtype or torch.get_autocast_dtype(device)) if enabled else None
+
+
 def _switched(call: Call, grad: bool, casts: tuple[tuple[Any, ...], ...]) -> Mode:
     """Grad mode and autocast contexts after a switch."""
     if call.name == "_set_grad_enabled":

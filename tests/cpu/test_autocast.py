@@ -177,6 +177,7 @@ def test_mixed(name: str) -> None:
     report = moefuse.last_report()
     assert not report.skipped, report
     assert f" {dtypes} silu" in str(report.fused[0].spec)
+    assert not any("in float32 under autocast" in note for note in report.notes)
     for got, want in zip(found, wanted, strict=True):
         assert got.dtype == want.dtype
         torch.testing.assert_close(got, want, rtol=0, atol=2.0**-5 * float(want.abs().max()))
@@ -287,6 +288,8 @@ def test_transformers(implementation: str) -> None:
     assert [f.spec.dtypes for f in report.fused] == [
         "float32" if implementation == "grouped_mm" else "float32 weights, computed in bfloat16"
     ]
+    told = [note for note in report.notes if "in float32 under autocast to bfloat16 at " in note]
+    assert len(told) == (implementation == "grouped_mm")
     for got, want in zip(*found, strict=True):
         assert got.dtype == torch.float32
         torch.testing.assert_close(got, want, rtol=0, atol=2.0**-4 * float(want.abs().max()))

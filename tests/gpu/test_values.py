@@ -131,7 +131,8 @@ def test_leave_to_round_float32(setting: str) -> None:
         torch.backends.cuda.matmul.fp32_precision = "none"
     assert torch.equal(rounded[1], before[1])
     assert not torch.equal(rounded[0], before[0])
-    torch.testing.assert_close(rounded[0], before[0], rtol=1e-2, atol=1e-2)
+    # tf32 has 11 significant bits: 3e-4 of a factor on average, in two products one behind the other.
+    assert 1e-5 < float((rounded[0] - before[0]).norm() / before[0].norm()) < 2e-3
     assert torch.equal(run(args[0], **cases[0].options), before[0])
 
 
@@ -149,7 +150,9 @@ def test_values_that_parts_could_lose(sizes: dict[str, Any], value: float) -> No
     assert torch.equal(out[1].isnan(), want[1].isnan())
     assert torch.equal(out[1].isinf(), want[1].isinf())
     finite = want[1].isfinite()
-    torch.testing.assert_close(out[1][finite], want[1][finite], rtol=1e-5, atol=1e-37)
+    # Where large terms cancel, what is left is as far off as they are: by a few roundings of the largest.
+    large = float(want[1][finite].abs().max()) if finite.any() else 0.0
+    torch.testing.assert_close(out[1][finite], want[1][finite], rtol=1e-5, atol=max(1e-37, 1e-6 * large))
 
 
 def test_strides_of_every_kind() -> None:

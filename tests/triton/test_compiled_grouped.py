@@ -98,15 +98,21 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return made
 
 
-def compile_all(made: list[Any], arch: int | str, folder: Path, monkeypatch: pytest.MonkeyPatch, run: Callable[[], Any]) -> None:
+SPILLED = {("float32, many rows", 90): 16}
+"""Bytes: a step with these tiles takes 0.8 of the time of the largest that keep everything in registers (gpu-kernels.md, "float32")."""
+
+
+def compile_all(
+    made: list[Any], arch: int | str, folder: Path, monkeypatch: pytest.MonkeyPatch, run: Callable[[], Any], spilled: int = 0
+) -> None:
     """Run, and compile every different launch."""
     import triton
     from triton.backends.compiler import GPUTarget
 
-    from moefuse.kernels.triton.host import factors, layout, linear, wgrad
+    from moefuse.kernels.triton.host import factors, layout, linear, sorted_rows, wgrad
 
     device = layout.Device("", 132, SHARED[arch], arch == 90, not isinstance(arch, str))
-    for module in (factors, linear, wgrad):
+    for module in (factors, linear, sorted_rows, wgrad):
         monkeypatch.setattr(module, "device_of", lambda d: device)
     run()
     target = GPUTarget("hip", arch, 64) if isinstance(arch, str) else GPUTarget("cuda", arch, 32)
@@ -119,7 +125,7 @@ def compile_all(made: list[Any], arch: int | str, folder: Path, monkeypatch: pyt
         compiled = triton.compile(source(it, tensors), target=target, options=it.options)
         name = f"{it.kernel.__name__} for {arch} {it.args}"
         assert compiled.metadata.shared <= SHARED[arch], f"{name}: {compiled.metadata.shared} bytes of shared memory"
-        assert spills(compiled, arch, folder) == 0, f"{name} spills"
+        assert spills(compiled, arch, folder) <= spilled, f"{name} spills"
 
 
 @pytest.mark.parametrize(("name", "arch"), cases(everywhere="many rows"))
@@ -141,7 +147,7 @@ def test_the_grouped_tier(name: str, arch: int | str, launches: list[Any], tmp_p
         out = tier.combine(xs, weights, order, offsets, s.top_k, None)
         tier.combine_backward(out, xs, weights, order, offsets, s.top_k, [True, True])
 
-    compile_all(launches, arch, tmp_path, monkeypatch, run)
+    compile_all(launches, arch, tmp_path, monkeypatch, run, SPILLED.get((name, arch), 0))
 
 
 @pytest.mark.parametrize("on_input", [False, True], ids=["weight-on-output", "weight-on-input"])
@@ -166,7 +172,7 @@ def test_training(name: str, arch: int | str, on_input: bool, launches: list[Any
         training.experts_backward_in(InCall(x, weights, d_h, order, offsets, w_in, w_up, *how))
         training.experts_backward_out(OutCall(out, weights, order, offsets, a, w_out, *how))
 
-    compile_all(launches, arch, tmp_path, monkeypatch, run)
+    compile_all(launches, arch, tmp_path, monkeypatch, run, SPILLED.get((name, arch), 0))
     grads = "weight_grad_tiles" if arch == 90 and name.removeprefix("held, ") in ("many rows", "in-out", "separate") else "weight_grads"
     assert {"linear_tiles", grads, "activate", "activate_grads", "sum_rows"} <= {it.kernel.__name__ for it, _ in launches}
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from moefuse.kernels.triton.config import within
 from moefuse.kernels.triton.device import routing, rows
 from moefuse.kernels.triton.device.structs import Rows
-from moefuse.kernels.triton.host.layout import CHUNK, SORT_AT_ONCE, UNROLLED, Device
+from moefuse.kernels.triton.host.layout import CHUNK, SORT_AT_ONCE, UNROLLED, Device, device_of
 from moefuse.kernels.triton.launch.calls import launch
 from moefuse.kernels.triton.problem import Tiles, power_of_two
 
@@ -25,12 +25,13 @@ _ONE_TILE = 1 << 30
 """Rows of a tile where the tiles of the sort are not used."""
 
 
-def tile_rows(slots: int, experts: int, dtype: torch.dtype) -> int:
+def tile_rows(slots: int, experts: int, dtype: torch.dtype, device: Device) -> int:
     """Rows of a tile: somewhat more than an expert gets on average, so that most experts need one tile fewer."""
     if dtype == torch.float64:
         return 16
     hit = max(experts * (1.0 - (1.0 - 1.0 / experts) ** slots), 1.0)
-    return min(max(power_of_two(1.3 * slots / hit), 16), 64 if dtype == torch.float32 else 128)
+    most = 64 if dtype == torch.float32 and not device.hopper else 128
+    return min(max(power_of_two(1.3 * slots / hit), 16), most)
 
 
 def fit(t: Tiles, bm: int, item: int, device: Device, held: int = 0) -> Tiles:
@@ -116,7 +117,7 @@ def sort(ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
 
 def tiled(it: Sorted, dtype: torch.dtype) -> Sorted:
     """The same rows with their tiles for products in ``dtype``."""
-    bm = tile_rows(it.slots, it.experts, dtype)
+    bm = tile_rows(it.slots, it.experts, dtype, device_of(it.offsets.device))
     max_tiles = min(it.slots, it.slots // bm + min(it.experts, it.slots))
     tiles, number = (torch.empty(n, dtype=torch.int32, device=it.offsets.device) for n in (2 * max_tiles, 1))
     arrays = {"offsets": it.offsets, "tiles": tiles, "num_tiles": number}

@@ -26,7 +26,8 @@ def grad_sizes(mean_rows: float, aligned: bool, scaled: bool, dtype: torch.dtype
     if dtype == torch.float64:
         return 16, Tiles(16, 16, 8, 1)
     if dtype == torch.float32:
-        return 64, fit(Tiles(64, 32, 8 if scaled else 4, 3, 8), 64, 4, device)
+        bn = 128 if device.hopper and aligned and mean_rows > 64 and not scaled else 64
+        return bn, fit(Tiles(64, 32, 8 if scaled else 4, 3, 8), bn, 4, device)
     if not aligned:
         return 64, fit(Tiles(64, 32, 8, 3, 8), 64, 2, device)
     if not device.hopper:
