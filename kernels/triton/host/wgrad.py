@@ -99,8 +99,8 @@ def weight_grads(
 
 HALVED = 64 << 20
 """Bytes of a sorted copy of tokens from which on it is made of half of their features at a time: gradients of weights are the last that a
-program makes, beside everything else that it holds. The other operand is read once more for it: by arithmetic 0.03 ms of 12
-at 4096 tokens of Qwen3."""
+program makes, beside everything else that it holds. The other operand is read once more: 0.05 ms of the 2.8 of a step of one layer at 4096
+tokens of Qwen3."""
 
 
 def halved(w: Lists, tokens: Tensor, rows: Tensor, it: Sorted) -> bool:
