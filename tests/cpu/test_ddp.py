@@ -84,6 +84,7 @@ def alone(fresh_dynamo: None) -> Iterator[None]:
     dist.destroy_process_group()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("capture", [True, False])
 @pytest.mark.parametrize("compiled_first", [False, True])

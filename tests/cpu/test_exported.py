@@ -21,6 +21,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.usefixtures("no_code")
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("decomposed", [False, True], ids=["default", "decomposed"])

@@ -74,6 +74,7 @@ def _every_other(n: int) -> Tensor:
     return torch.randn(n, 2 * H, dtype=torch.float64)[:, ::2]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("after", [_as_it_is, _flat, _raw], ids=lambda f: f.__name__.strip("_"))
 @pytest.mark.parametrize("spelling", ["selected", "masked", "masked in place"])

@@ -74,6 +74,7 @@ def _lines(kind: type) -> range:
 _EXPERT = _lines(Expert)
 
 
+@pytest.mark.sampled(3)
 @torch.no_grad()
 @pytest.mark.parametrize("make", HAVE)
 def test_strict_raises_where_experts_are_lost(make: Make) -> None:

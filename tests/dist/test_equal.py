@@ -164,6 +164,7 @@ def test_what_is_refused_gathers(two: Workers) -> None:
         assert {s.code for s in found.report.skipped} == {"not-row-local", "experts-gathered"}, found.report
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", [layers.Stacked, layers.Listed])
 def test_through_inductor(two: Workers, kind: type[torch.nn.Module]) -> None:
     how = EXACT if kind is layers.Listed else {}
