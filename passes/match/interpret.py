@@ -52,8 +52,12 @@ def _interpret(graph: Graph, given: Given | None, ends: frozenset[Node]) -> Cont
             fact = PerSlot(fact)
         if fact is not None:
             ctx.facts[node] = fact
+        plain = type(fact) is View and fact.root is node
         for target in call.targets:
-            _write(ctx, node, target, fact if _is_result(ctx, node, target) else None)
+            result = _is_result(ctx, node, target)
+            _write(ctx, node, target, fact if result and not plain else None)
+            if result and plain:  # under its own name, by which what follows reads it
+                ctx.facts[target] = View(fact.axes, target)
     return ctx
 
 
