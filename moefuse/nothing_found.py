@@ -20,7 +20,7 @@ from moefuse.errors import CODES, FusionError
 from moefuse.opaque import NOTHING_CHOSEN, packing
 from moefuse.report import FusionReport, Skipped
 from moefuse.stops import TORCH, Stop
-from moefuse.suspects import Pair, Suspect, place_of, suspects
+from moefuse.suspects import Pair, Suspect, modules_of, place_of, suspects
 
 LEFT = "an earlier torch.compile, of another model or backend, had Dynamo skip this code for all; call torch.compiler.reset() first"
 
@@ -72,7 +72,7 @@ class _Call:
 
     report: FusionReport
     roots: tuple[object, ...]
-    held: tuple[set[int], ...]
+    held: tuple[frozenset[int], ...]
     tensors: frozenset[int]
 
     @functools.cached_property
@@ -84,7 +84,8 @@ def missing(report: FusionReport, roots: tuple[object, ...], options: Options) -
     """A refusal for each module of ``roots`` that has experts of which a report says nothing."""
     if any(skipped.code == "internal-error" for skipped in report.skipped):
         return []
-    fused = frozenset().union(*(flow.held(fused=True) for flow in report.flows))
+    shards = {whole: id(shard) for root in modules_of(roots) for whole, shard in _torch_private.computed_with(root).items()}
+    fused = _in_the_model(frozenset().union(*(flow.held(fused=True) for flow in report.flows)), shards)
     wanted = [s for s in suspects(roots) if options.exclude is None or not re.search(options.exclude, s.name)]
     left = [s for s in wanted if not _spoken_of(report, s, fused)]
     if not left:
@@ -92,9 +93,14 @@ def missing(report: FusionReport, roots: tuple[object, ...], options: Options) -
     known = {s.place for s in wanted if s not in left}
     outermost = {id(m): m for m in (s.around[-1] if s.around else s.module for s in left)}
     tensors = frozenset(id(t) for root in outermost.values() for t in (*root.parameters(), *root.buffers()))
-    call = _Call(report, roots, tuple(flow.held(fused=False) for flow in report.flows), tensors)
+    call = _Call(report, roots, tuple(_in_the_model(flow.held(fused=False), shards) for flow in report.flows), tensors)
     found = ((s, _evidence(call, s, s.place in known)) for s in left)
     return [_refusal(call, s, evidence) for s, evidence in found if evidence is not None]
+
+
+def _in_the_model(held: frozenset[int] | set[int], shards: dict[int, int]) -> frozenset[int]:
+    """The identities of tensors of graphs, and of those that the model has in their place between calls (FSDP's shards)."""
+    return frozenset(held).union(shards[number] for number in held if number in shards)
 
 
 def _spoken_of(report: FusionReport, found: Suspect, fused: frozenset[int]) -> bool:

@@ -69,8 +69,11 @@ class Served:
         now: dict[int, str] = {}
         for prefix, weak in self.roots.items() if unknown else ():
             root = weak()
-            named = root.named_parameters() if root is not None else ()
-            now |= {id(parameter): f"{prefix}.{name}".removeprefix(".") for name, parameter in named}
+            if root is None:
+                continue
+            now |= {id(parameter): f"{prefix}.{name}".removeprefix(".") for name, parameter in root.named_parameters()}
+            shards = _torch_private.computed_with(root)
+            now |= {whole: now[id(shard)] for whole, shard in shards.items() if id(shard) in now}
         # A parameter that was assigned anew has the name of its predecessor.
         names = dict.fromkeys([self.name, *(entry for entry in self.seen.values() if isinstance(entry, str))])
         names |= dict.fromkeys(now[id(parameter)] for parameter in unknown if id(parameter) in now)

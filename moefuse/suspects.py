@@ -91,7 +91,7 @@ def place_of(module: nn.Module) -> tuple[str, range]:
 def suspects(roots: Iterable[object]) -> list[Suspect]:
     """The innermost modules that look like a mixture of experts, of all modules that are or belong to ``roots``."""
     found: dict[int, Suspect] = {}
-    for root in _modules(roots):
+    for root in modules_of(roots):
         forms = _Forms()
         for name, module in root.named_modules():
             pairs = tuple(_pairs(module, forms))
@@ -109,13 +109,13 @@ def _around(root: nn.Module, name: str) -> tuple[nn.Module, ...]:
     return tuple(root.get_submodule(".".join(parts[:at])) for at in reversed(range(len(parts))))
 
 
-def _modules(roots: Iterable[object]) -> Iterator[nn.Module]:
+def modules_of(roots: Iterable[object]) -> Iterator[nn.Module]:
     """The modules among some objects, and those that functions among them reach by name."""
     for root in roots:
         if isinstance(root, nn.Module):
             yield root
         elif isinstance(root, types.MethodType):
-            yield from _modules([root.__self__])
+            yield from modules_of([root.__self__])
         elif isinstance(root, types.FunctionType):
             names = (root.__globals__.get(name) for name in root.__code__.co_names)
             cells = (_content(cell) for cell in root.__closure__ or ())

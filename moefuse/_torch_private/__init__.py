@@ -108,6 +108,9 @@ from moefuse._torch_private.distributed import (
     coalesced as coalesced,
 )
 from moefuse._torch_private.distributed import (
+    computed_with as computed_with,
+)
+from moefuse._torch_private.distributed import (
     not_for_ddp as not_for_ddp,
 )
 from moefuse._torch_private.distributed import (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -122,3 +123,12 @@ def sharded_over(mesh: Any) -> Any:
 
     result = getattr(_fsdp_common, "ShardPlacementResult", None)
     return None if result is None else result(Shard(0), _fsdp_common.FSDPMeshInfo(mesh, shard_mesh_dim=0))
+
+
+def computed_with(model: torch.nn.Module) -> dict[int, torch.Tensor]:
+    """The Parameters of a model that FSDP2 shards, by the identity of those that are in their place while it runs."""
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, kind)] if kind is not None else []
+    groups = [g for s in states for g in getattr(s, "_fsdp_param_groups", None) or [s._fsdp_param_group] if g is not None]
+    pairs = ((getattr(p, "_unsharded_param", None), p.sharded_param) for group in groups for p in group.fsdp_params)
+    return {id(whole): shard for whole, shard in pairs if whole is not None}

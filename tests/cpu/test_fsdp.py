@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
 import moefuse
-from tests.cpu.test_ddp import LAYERS, Model, batches, free_port, gradients
+from tests.cpu.test_ddp import LAYERS, Model, alone, batches, free_port, gradients  # noqa: F401
 
 pytestmark = pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="this torch has no gloo")
 
@@ -44,3 +44,20 @@ def one_of_two(rank: int, port: int) -> None:
 def test_steps_of_two_processes_are_those_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (os.getcwd(), os.environ.get("PYTHONPATH")))))
     torch.multiprocessing.spawn(one_of_two, (free_port(),), nprocs=2)
+
+
+@pytest.mark.usefixtures("alone", "no_code")
+@pytest.mark.parametrize("each", [False, True], ids=["the model", "each layer"])
+@pytest.mark.parametrize("options", [{"strict": True}, {"expect": LAYERS}], ids=["strict", "expect"])
+def test_layers_that_share_code_are_all_told_as_fused(each: bool, options: dict[str, object]) -> None:
+    """While a layer runs, other tensors stand for its parameters than between calls; its code is compiled once for all layers."""
+    model, x = Model(), batches()[0]
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    for compiled in model.layers if each else [model]:
+        compiled.compile(backend="moefuse", options={"expect": 1} if each and "expect" in options else options)
+    gradients(model, x)
+    report = moefuse.last_report()
+    assert not report.skipped, report
+    assert report.layers == ((1, 1) if each else (LAYERS, LAYERS)), report
