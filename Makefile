@@ -9,6 +9,7 @@ VENV4 := .venv4
 VENV_TRL := .venv-trl
 # The GPU kernels are compiled and interpreted without a GPU. Triton stays beside the environment: everything else is tested without it.
 TRITON := $(VENV)/triton
+DEEPSPEED := $(VENV)/deepspeed
 # What `make versions` tries: the oldest torch that is supported and the newest that pip finds, on every Python that is here.
 TORCHES := 2.11.0 newest
 PYTHONS := python3.11 python3.12 python3.13
@@ -19,7 +20,7 @@ RULES := $(sort $(wildcard tests/null/test_rules_*.py))
 COVERED := --cov=moefuse --cov=passes
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo lint quick test test-transformers4 test-trl versions zoo-coverage kernels line-coverage gpu deep dist-nightly bench clean
+.PHONY: help venv demo lint quick test test-transformers4 test-trl test-deepspeed versions zoo-coverage kernels line-coverage gpu deep dist-nightly bench clean
 
 help:
 	@echo "make venv   the environment, pinned, in $(VENV)"
@@ -27,6 +28,7 @@ help:
 	@echo "make test   style, types, and all tests that need no GPU"
 	@echo "make test-transformers4  the expert loops of transformers 4.57, all families, in an environment of their own ($(VENV4))"
 	@echo "make test-trl  TRL's trainers, in an environment of their own ($(VENV_TRL)); not part of test"
+	@echo "make test-deepspeed  ZeRO-3, with DeepSpeed beside the environment; not part of test"
 	@echo "make versions  quick tests with other releases: TORCHES='2.11.0 newest' PYTHONS='python3.11 python3.12 python3.13'"
 	@echo "make zoo-coverage  every family of transformers 5 and 4.57, each implementation, eval and train: docs/coverage.md (half an hour)"
 	@echo "make quick  style, types, what needs no compiler, and a slice of the catalogue of spellings: a minute and a half on two cores"
@@ -78,6 +80,9 @@ test-transformers4: $(VENV4)/.installed
 test-trl: $(VENV_TRL)/.installed
 	OMP_NUM_THREADS=1 $(VENV_TRL)/bin/python -m pytest tests/cpu/test_trl.py -q -n auto
 
+test-deepspeed: $(DEEPSPEED)/.installed
+	PYTHONPATH=$(DEEPSPEED) OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/cpu/test_deepspeed.py -q
+
 # The index decides which builds of torch these are: see tests/versions.py before this downloads gigabytes.
 versions:
 	$(PYTHON) tests/versions.py --torch $(TORCHES) --python $(PYTHONS)
@@ -101,6 +106,10 @@ kernels: $(TRITON)/.installed
 
 $(TRITON)/.installed: $(STAMP) requirements/triton.txt
 	$(BIN)/pip install --quiet --no-deps --target $(TRITON) -r requirements/triton.txt
+	@touch $@
+
+$(DEEPSPEED)/.installed: $(STAMP) requirements/deepspeed.txt
+	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(BIN)/pip install --quiet --no-deps --no-build-isolation --target $(DEEPSPEED) -r requirements/deepspeed.txt
 	@touch $@
 
 gpu: $(STAMP)

@@ -104,6 +104,11 @@ def suspects(roots: Iterable[object]) -> list[Suspect]:
     return [s for s in left if id(s.module) in routed or routed.isdisjoint(map(id, s.around))]
 
 
+def _shape(t: torch.Tensor) -> tuple[int, ...]:
+    """The shape that a tensor has while it is computed with: DeepSpeed's ZeRO-3 leaves an empty one in its place between calls."""
+    return tuple(getattr(t, "ds_shape", t.shape))
+
+
 def _around(root: nn.Module, name: str) -> tuple[nn.Module, ...]:
     parts = name.split(".") if name else []
     return tuple(root.get_submodule(".".join(parts[:at])) for at in reversed(range(len(parts))))
@@ -149,10 +154,10 @@ class _Forms:
         if id(module) not in self._known:
             own = {name: p for name, p in module._parameters.items() if p is not None}
             children = {name: self.of(child) for name, child in module._modules.items() if child is not None}
-            shape = (*((name, p.shape) for name, p in own.items()), *((name, child.shape) for name, child in children.items()))
+            shape = (*((name, _shape(p)) for name, p in own.items()), *((name, child.shape) for name, child in children.items()))
             held = (id(t) for t in (*own.values(), *module._buffers.values()) if t is not None)
             tensors = frozenset(held).union(*(child.tensors for child in children.values()))
-            matrix = any(p.dim() >= 2 for p in own.values()) or any(child.matrix for child in children.values())
+            matrix = any(len(_shape(p)) >= 2 for p in own.values()) or any(child.matrix for child in children.values())
             # Shapes of shapes are compared by a number for each.
             self._known[id(module)] = _Form(self._numbers.setdefault(shape, len(self._numbers)), tensors, matrix)
         return self._known[id(module)]
@@ -193,7 +198,7 @@ def _routed(module: nn.Module, group: _Group, groups: Sequence[_Group]) -> Itera
     )
     for name, router in _routers(module, group.count, group.own):
         if id(router) not in frozenset().union(*group.experts):
-            what = f"{group.what} beside a weight {list(router.shape)}"
+            what = f"{group.what} beside a weight {list(_shape(router))}"
             yield Pair(what, group.experts, id(router), group.names, name, group.loose or id(router) in beside)
 
 
@@ -246,8 +251,9 @@ def _attributes(module: nn.Module, forms: _Forms) -> Iterator[_Group]:
 def _tensors_beside(holder: nn.Module, name: str) -> Iterator[_Group]:
     """A list of equal weights."""
     items = list(holder.parameters(recurse=False)) if isinstance(holder, nn.ParameterList) else []
-    if len(items) >= 2 and all(t.dim() >= 2 and t.shape == items[0].shape for t in items):
-        what = f"{len(items)} equal weights {list(items[0].shape)}"
+    shapes = {_shape(t) for t in items}
+    if len(items) >= 2 and len(shapes) == 1 and all(len(shape) >= 2 for shape in shapes):
+        what = f"{len(items)} equal weights {list(*shapes)}"
         yield _Group(what, tuple(frozenset((id(t),)) for t in items), len(items), frozenset((name,)))
 
 
@@ -255,12 +261,12 @@ def _stacked(holder: nn.Module, name: str) -> Iterator[_Group]:
     """Weights [E, ..., ...] that a module of the user's own holds."""
     if type(holder).__module__.startswith("torch.nn."):
         return
-    own = {n: t for n, t in (*holder.named_parameters(recurse=False), *holder.named_buffers(recurse=False)) if t.dim() >= 3}
-    for count in dict.fromkeys(int(t.shape[0]) for t in own.values() if t.shape[0] > 1):
-        held = {n: t for n, t in own.items() if t.shape[0] == count}
+    own = {n: t for n, t in (*holder.named_parameters(recurse=False), *holder.named_buffers(recurse=False)) if len(_shape(t)) >= 3}
+    for count in dict.fromkeys(int(_shape(t)[0]) for t in own.values() if _shape(t)[0] > 1):
+        held = {n: t for n, t in own.items() if _shape(t)[0] == count}
         first = next(iter(held.values()))
         names = frozenset((name,)) if name else frozenset(held)
-        yield _Group(f"weights {list(first.shape)}", (frozenset(map(id, held.values())),), count, names)
+        yield _Group(f"weights {list(_shape(first))}", (frozenset(map(id, held.values())),), count, names)
 
 
 def _routers(
@@ -268,8 +274,9 @@ def _routers(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(attribute that leads there, weight) of weights of ``count`` scores in a module or near below it, not in the experts."""
     for own, weight in module.named_parameters(recurse=False):
-        by_rows = weight.dim() >= 2 and weight.shape[0] == count and all(n == 1 for n in weight.shape[2:])
-        by_columns = weight.dim() == 2 and weight.shape[1] == count and not isinstance(module, _BY_ROWS)
+        shape = _shape(weight)
+        by_rows = len(shape) >= 2 and shape[0] == count and all(n == 1 for n in shape[2:])
+        by_columns = len(shape) == 2 and shape[1] == count and not isinstance(module, _BY_ROWS)
         if by_rows or by_columns:
             yield name or own, weight
     for own, child in module.named_children() if depth else ():
