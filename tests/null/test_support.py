@@ -40,6 +40,7 @@ TESTS: dict[str, Cells] = {
     "autocast around float32 experts": ("test_autocast::test_mixed", "test_autocast::test_transformers", None, None),
     "DDP": (None, "test_ddp::test_gradients_of_two_processes_are_those_of_one", None, None),
     "FSDP2": (None, "test_fsdp::test_steps_of_two_processes_are_those_of_one", None, None),
+    "DeepSpeed ZeRO-3": (None, "test_deepspeed::test_steps_of_two_processes_are_those_of_one", None, None),
     "tensor parallelism of experts": ("test_tensor_parallel::test_sharded_experts_are_refused_as_such", None, None, None),
     "experts on several ranks: `moefuse.parallelize`": (
         "dist/test_equal::test_as_on_one_process",
