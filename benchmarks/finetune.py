@@ -19,8 +19,7 @@ import functools
 import gc
 import itertools
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from torch import Tensor, nn
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
-from _timing import by_line, environment, summary  # noqa: E402
+from _timing import by_line, environment, in_a_row, summary  # noqa: E402
 
 import moefuse  # noqa: E402
 
@@ -157,24 +156,12 @@ def measured(args: argparse.Namespace, case: Case, impl: str, ids: Tensor, exact
     _free()
     step(ids)
     peak = _peak()
-    times = summary([_timed(functools.partial(step, ids), args.device) / IN_A_ROW for _ in range(args.rounds)])
+    times = summary([in_a_row(functools.partial(step, ids), IN_A_ROW, args.device) for _ in range(args.rounds)])
     report = moefuse.last_report() if impl.endswith("moefuse") else None
     return {
         "loss_error": errors[0], "norm_error": errors[1], "peak_gib": peak, "us": times,
         "tokens_per_second": case.tokens / times["median"] * 1e6, "fused": len(report.fused) if report is not None else 0,
     }  # fmt: skip
-
-
-def _timed(call: Callable[[], object], device: str) -> float:
-    """Microseconds of all calls in a row."""
-    if device == "cuda":
-        torch.cuda.synchronize()
-    begin = time.perf_counter()
-    for _ in range(IN_A_ROW):
-        call()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return (time.perf_counter() - begin) * 1e6
 
 
 def _free() -> None:

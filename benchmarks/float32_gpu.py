@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import functools
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from torch.nn import functional as F
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
-from _timing import by_line, environment  # noqa: E402
+from _timing import by_line, environment, in_a_row  # noqa: E402
 
 from moefuse.kernels.triton.host import linear, sorted_rows, wgrad  # noqa: E402
 from moefuse.kernels.triton.host.sorted_rows import Sorted  # noqa: E402
@@ -33,36 +32,27 @@ from moefuse.kernels.triton.problem import Tiles  # noqa: E402
 
 E, K, H, I = 128, 8, 2048, 768  # noqa: E741
 TINY = 6, 2, 64, 32
-LINEAR = [
-    (bm, Tiles(bn, bk, warps, stages, 8))
-    for bm, bn, bk, warps, stages in (
-        (64, 64, 32, 4, 3), (128, 64, 16, 4, 3), (128, 64, 16, 4, 4), (128, 64, 32, 4, 3), (128, 64, 32, 8, 3), (128, 32, 32, 4, 3),
-        (64, 128, 16, 4, 4), (64, 128, 32, 4, 3), (64, 64, 64, 4, 2), (128, 128, 16, 8, 4), (128, 128, 32, 8, 3), (32, 64, 32, 4, 3),
-    )
-]  # fmt: skip
-GRADS = [
-    (bn, Tiles(bk, br, warps, stages, 8))
-    for bn, bk, br, warps, stages in (
-        (64, 64, 32, 4, 3), (128, 64, 16, 4, 3), (128, 64, 16, 4, 4), (128, 64, 32, 4, 2), (128, 64, 32, 4, 3), (128, 64, 32, 8, 3),
-        (64, 128, 16, 4, 4), (64, 64, 16, 4, 4), (128, 32, 32, 4, 3), (128, 128, 16, 8, 3), (128, 128, 32, 8, 3), (64, 64, 64, 4, 2),
-    )
-]  # fmt: skip
 
 
-def milliseconds(call: Callable[[], Any], device: str, calls: int = 5) -> float:
-    """Of one call, the least of three runs."""
+def choices(*rows: tuple[int, ...]) -> list[tuple[int, Tiles]]:
+    """(rows of a tile, the rest of it) of: rows, features, inputs, warps, stages; for gradients of weights out, in, rows, warps, stages."""
+    return [(first, Tiles(bn, bk, warps, stages, 8)) for first, bn, bk, warps, stages in rows]
+
+
+LINEAR = choices(
+    (64, 64, 32, 4, 3), (128, 64, 16, 4, 3), (128, 64, 16, 4, 4), (128, 64, 32, 4, 3), (128, 64, 32, 8, 3), (128, 32, 32, 4, 3),
+    (64, 128, 16, 4, 4), (64, 128, 32, 4, 3), (64, 64, 64, 4, 2), (128, 128, 16, 8, 4), (128, 128, 32, 8, 3), (32, 64, 32, 4, 3),
+)  # fmt: skip
+GRADS = choices(
+    (64, 64, 32, 4, 3), (128, 64, 16, 4, 3), (128, 64, 16, 4, 4), (128, 64, 32, 4, 2), (128, 64, 32, 4, 3), (128, 64, 32, 8, 3),
+    (64, 128, 16, 4, 4), (64, 64, 16, 4, 4), (128, 32, 32, 4, 3), (128, 128, 16, 8, 3), (128, 128, 32, 8, 3), (64, 64, 64, 4, 2),
+)  # fmt: skip
+
+
+def milliseconds(call: Callable[[], Any], device: str) -> float:
+    """Of one call, the least of three runs of calls in a row."""
     call()
-    times = []
-    for _ in range(3):
-        if device == "cuda":
-            torch.cuda.synchronize()
-        begin = time.perf_counter()
-        for _ in range(calls):
-            call()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        times.append((time.perf_counter() - begin) * 1e3 / calls)
-    return min(times)
+    return min(in_a_row(call, 5, device) for _ in range(3)) / 1e3
 
 
 def relative(found: Tensor, exact: Tensor) -> float:
