@@ -88,4 +88,4 @@ def test_between_experts() -> None:
         torch.testing.assert_close(compiled(x), model(x))
     report = moefuse.last_report()
     assert not report.fused
-    assert {s.code for s in report.skipped} <= {"mutation", "alias", "experts-differ", "missing-experts"}, report
+    assert [s.code for s in report.skipped] == ["mutation"], report
