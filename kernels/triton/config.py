@@ -20,6 +20,8 @@ from moefuse.tuning import store
 
 PRODUCTS: str | None = None
 """Whose products training takes, "own" or "library", for every call that either can run; None: by a rule. Benchmarks set it."""
+BLOCK_INPUTS = 64
+"""Inputs of a step of a kernel with specialised warps."""
 SHARED_BYTES = 99 << 10
 """Shared memory per program that every CUDA device since sm_80 has; used where the device is not known."""
 
@@ -39,10 +41,18 @@ def tile_bytes(t: Tiles, bm: int, products: int, itemsize: int, held: int = 0) -
 
     ``held``: bytes of an element of weights that are rounded before they are multiplied, which takes a block more; 0: those of the rows.
     """
+    if t.specialised:
+        return ring_bytes(t.specialised, bm, products * t.bn, t.bk, t.stages, t.bn // (t.store or 1), itemsize)
     store = bm * t.bn // t.store if t.store else 0
     blocks = products * t.bn * t.bk
     weights = t.stages * blocks * held + blocks * itemsize if held else t.stages * blocks * itemsize
     return (t.stages * bm * t.bk + store) * itemsize + weights
+
+
+def ring_bytes(form: str, bm: int, columns: int, bk: int, stages: int, stored: int, itemsize: int = 2) -> int:
+    """Shared memory of a kernel with specialised warps: its ring, what each group stores (``stored`` columns of its rows), and barriers."""
+    rows = 2 * bm if form == "pingpong" else bm
+    return (stages * bk * (bm + columns) + rows * stored) * itemsize + 1024
 
 
 def within(t: Tiles, bm: int, products: int, itemsize: int, limit: int, held: int = 0) -> Tiles:
@@ -75,8 +85,8 @@ def vectors(p: Problem) -> Config:
     return Config(0, up, down)
 
 
-def rules(p: Problem, hopper: bool) -> Config:
-    """A choice without measurements."""
+def rules(p: Problem, hopper: bool, specialised: bool = False) -> Config:
+    """A choice without measurements. ``specialised``: kernels with specialised warps may be chosen."""
     if p.dtype == "float64" or p.slots <= 2 * max(p.top_k, 4):
         return vectors(p)
     if p.dtype == "float32":
@@ -95,8 +105,18 @@ def rules(p: Problem, hopper: bool) -> Config:
         return Config(bm, Tiles(128 // gates, 64, 4, 3, 4), Tiles(128, 64, 4, 3, 4))
     if not hopper:
         return Config(bm, Tiles(128 // gates, 64, 8, 3, 8), Tiles(128, 64, 8, 3, 8))
+    if specialised:
+        return specialised_tiles(p, bm)
     up = Tiles(256 // gates, 64, 8, 3, 8, desc=True, join=True, persistent=True, flatten=True, store=1)
     return Config(bm, up, Tiles(256, 64, 8, 3, 8, desc=True, rows_desc=True, persistent=True, flatten=True, store=2))
+
+
+def specialised_tiles(p: Problem, bm: int, form: str = "pingpong") -> Config:
+    """The usual tiles of kernels with specialised warps: sums of 128 x 128 or 64 x 256 for each group, or of 128 x 256 for both."""
+    gates = 1 if p.gating == "plain" else 2
+    width, stages = (128, 6) if bm == 128 and form == "pingpong" else (256, 4)
+    up = Tiles(width // gates, 64, 4, stages, 8, rows_desc=True, specialised=form, store={"plain": 4, "interleaved": 2}.get(p.gating, 1))
+    return Config(bm, up, Tiles(width, 64, 4, stages, 8, rows_desc=True, specialised=form, store=2 if width == 128 else 4), pdl=True)
 
 
 FAR = 5.0
@@ -107,9 +127,15 @@ HOPPER = "NVIDIA H200"
 
 
 @functools.cache
-def table(device: str) -> tuple[tuple[Problem, Config], ...]:
-    """The entries for the device with this name; none if it has no table."""
-    return tuple((Problem(**entry["problem"]), Config.from_json(entry["config"])) for entry in table_entries(device))
+def table(device: str, specialised: bool = False) -> tuple[tuple[Problem, Config], ...]:
+    """The entries for the device with this name; none if it has no table. ``specialised``: with kernels with specialised warps, where they
+    are quicker."""
+    return tuple((Problem(**entry["problem"]), _entry_config(entry, specialised)) for entry in table_entries(device))
+
+
+def _entry_config(entry: dict[str, Any], specialised: bool) -> Config:
+    other = entry.get("specialised") if specialised else None
+    return Config.from_json(entry["config"] if other is None else other["config"])
 
 
 @functools.cache
@@ -135,18 +161,21 @@ def _usable(p: Problem, entry: Problem, config: Config) -> bool:
     return p.form == entry.form and (config.bm > 0 or p.slots <= 1.5 * entry.slots)
 
 
-def choose(p: Problem, device: str, hopper: bool, limit: int, itemsize: int) -> Config:
-    """The configuration of a call on the device called ``device`` with ``limit`` bytes of shared memory per program."""
+def choose(p: Problem, device: str, hopper: bool, limit: int, itemsize: int, specialised: bool = False) -> Config:
+    """The configuration of a call on the device called ``device`` with ``limit`` bytes of shared memory per program.
+
+    ``specialised``: the kernels with specialised warps take the call (``hopper/host.refusal``).
+    """
     mine = store.find(device, p)
-    if mine is not None and _usable(p, mine.problem, mine.config):
+    if mine is not None and _usable(p, mine.problem, mine.config) and (specialised or not mine.config.specialised):
         return fit(p, mine.config, limit, itemsize)
-    return shipped(p, device, hopper, limit, itemsize)
+    return shipped(p, device, hopper, limit, itemsize, specialised)
 
 
-def shipped(p: Problem, device: str, hopper: bool, limit: int, itemsize: int) -> Config:
+def shipped(p: Problem, device: str, hopper: bool, limit: int, itemsize: int, specialised: bool = False) -> Config:
     """What :func:`choose` takes where this user has measured nothing."""
-    entries = table(device) or (table(HOPPER) if hopper else ())
+    entries = table(device, specialised) or (table(HOPPER, specialised) if hopper else ())
     near = [(p.distance(entry), i) for i, (entry, config) in enumerate(entries) if _usable(p, entry, config)]
     if near and min(near)[0] < FAR:
         return fit(p, entries[min(near)[1]][1], limit, itemsize)
-    return fit(p, rules(p, hopper), limit, itemsize)
+    return fit(p, rules(p, hopper, specialised), limit, itemsize)

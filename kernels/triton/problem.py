@@ -57,6 +57,8 @@ class Tiles:
     """Blocks of columns in which a tile is stored through a descriptor; 0: by pointers."""
     per_sm: int = 1
     """Programs per multiprocessor of a persistent grid."""
+    specialised: str = ""
+    """The kernels of ``hopper/``: "pingpong", "shared" (``ring.py``); "" for one group of warps that does everything."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,11 @@ class Config:
     up: Any
     down: Any
     pdl: bool = False
+
+    @property
+    def specialised(self) -> bool:
+        """Whether a kernel with specialised warps is among them."""
+        return any(getattr(part, "specialised", "") for part in (self.up, self.down))
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

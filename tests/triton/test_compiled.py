@@ -95,7 +95,8 @@ def source(launch: Any, tensors: dict[str, torch.Tensor]) -> Any:
     signature = {}
     for i, (param, value) in enumerate(zip(launch.kernel.params, launch.args, strict=True)):
         if isinstance(value, Described):
-            signature[param.name] = f"tensordesc<{POINTERS[tensors[value.array].dtype]}{list(value.block)}>"
+            layout = "" if value.layout is None else f",{value.layout!r}"
+            signature[param.name] = f"tensordesc<{POINTERS[tensors[value.array].dtype]}{list(value.block)}{layout}>"
         elif i < len(launch.names):
             signature[param.name] = f"*{POINTERS[tensors[value].dtype]}"
             attributes[(i,)] = [["tt.divisibility", 16]]
@@ -103,6 +104,10 @@ def source(launch: Any, tensors: dict[str, torch.Tensor]) -> Any:
             signature[param.name], constants[(i,)] = "constexpr", value
         else:
             signature[param.name] = number(value, (i,), not param.do_not_specialize)
+    if launch.kernel.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        return GluonASTSource(launch.kernel, signature, constants, attributes)
     return ASTSource(launch.kernel, signature, constants, attributes)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from moefuse.kernels.triton.device import grouped
 from moefuse.kernels.triton.device.structs import Experts, Rows, Stored, Tiling
+from moefuse.kernels.triton.host import specialised
 from moefuse.kernels.triton.host.layout import Device, device_of, precision_of, rows_descriptor
 from moefuse.kernels.triton.host.operands import Operand, address_table, describe, is_apart, steps_table
 from moefuse.kernels.triton.host.sorted_rows import Lists, Sorted, aligned_rows, fit, rows_of, whole
@@ -130,6 +131,10 @@ def linear(
     assert it.tiles is not None
     assert it.num_tiles is not None
     (_, n), k, item = out.shape, x.shape[1], x.element_size()
+    cut = None if tokens or add or term is not None else specialised.linear_cut(x, w.operand, w.tensors[0].element_size(), it, n, k)
+    if cut is not None and specialised.takes_rows(x, out):
+        specialised.linear(out, x, w, it, bias, cut)
+        return
     device, each = device_of(x.device), w.tensors[0].element_size()
     sizes = it.bm, whole(item, n, k)
     part = _part(sizes, n, x.dtype, out.dtype, each != item, term, device)

@@ -17,7 +17,7 @@ from moefuse._torch_private import empty_cuda
 from moefuse._torch_private import raw_stream as _raw_stream
 from moefuse.kernels.triton.config import choose
 from moefuse.kernels.triton.device.structs import Rows, Stored
-from moefuse.kernels.triton.host import plan_tiles, plan_vectors
+from moefuse.kernels.triton.host import plan_specialised, plan_tiles, plan_vectors
 from moefuse.kernels.triton.host.layout import INPUTS, Device, Lists, Workspace, device_of
 from moefuse.kernels.triton.host.operands import Operand, address_table, describe, is_apart, steps_table
 from moefuse.kernels.triton.launch import dispatcher
@@ -101,7 +101,8 @@ class Plan:
             self.w_out.strides[2] != 1 and self.w_out.strides[1] == 1,
             self.w_in.table,
         )
-        return choose(problem, self.device.name, self.device.hopper, self.device.shared, item)
+        specialised = plan_specialised.refusal(self) is None
+        return choose(problem, self.device.name, self.device.hopper, self.device.shared, item, specialised)
 
     @property
     def gating(self) -> str:

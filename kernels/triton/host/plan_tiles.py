@@ -9,6 +9,7 @@ import torch
 
 from moefuse.kernels.triton.device import combine, gemm, routing
 from moefuse.kernels.triton.device.structs import Form, Tiling
+from moefuse.kernels.triton.host import plan_specialised
 from moefuse.kernels.triton.host.layout import CHUNK, SORT_AT_ONCE, UNROLLED, precision_of, rows_descriptor
 from moefuse.kernels.triton.host.operands import is_apart
 from moefuse.kernels.triton.launch.launch import Described
@@ -106,15 +107,21 @@ def grid(plan: Plan, part: Tiles, tiles: int) -> tuple[int]:
 def build_tiles(plan: Plan) -> None:
     up, down, bm, s = plan.config.up, plan.config.down, plan.config.bm, plan.slots
     max_tiles = min(s, s // bm + min(plan.experts, s))
-    in_order = store(plan, down.store, plan.out, down.bn) > 0
+    in_order = bool(down.specialised) or store(plan, down.store, plan.out, down.bn) > 0
     build_routing(plan, bm, max_tiles, in_order)
     sorted_rows = up.rows_desc and plan.hidden > 0 and plan.hidden * plan.dtype.itemsize % 16 == 0
     if sorted_rows:
         build_sorted_rows(plan)
     # The down projection begins when the first one is over.
     plan.workspace.add("y", (s, plan.out), plan.dtype, over="xs" if sorted_rows else None)
-    build_up(plan, up, max_tiles, sorted_rows)
-    build_down(plan, down, max_tiles)
+    if up.specialised:
+        plan_specialised.build_up(plan, up, max_tiles)
+    else:
+        build_up(plan, up, max_tiles, sorted_rows)
+    if down.specialised:
+        plan_specialised.build_down(plan, down, max_tiles)
+    else:
+        build_down(plan, down, max_tiles)
     build_sum(plan, in_order)
 
 

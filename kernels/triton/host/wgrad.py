@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moefuse.kernels.triton.device import wgrad
 from moefuse.kernels.triton.device.structs import Experts, Rows, Stored
-from moefuse.kernels.triton.host import sorted_rows
+from moefuse.kernels.triton.host import sorted_rows, specialised
 from moefuse.kernels.triton.host.layout import Device, device_of, precision_of, rows_descriptor
 from moefuse.kernels.triton.host.linear import Weight
 from moefuse.kernels.triton.host.operands import describe
@@ -167,6 +167,11 @@ def _weight_grad_tiles(target: Weight, held: bool, g: Tensor, x: Tensor, it: Sor
     if target.strides[1] == 1 != target.strides[2]:  # stored in-out: the transpose, whose rows are contiguous
         g, x, target = x, g, target.transposed()
     n, k = g.shape[1], x.shape[1]
+    at = Experts(*target.strides)
+    cut = None if held or target.operand.table else specialised.grad_cut(g, x, target.strides, it)
+    if cut is not None and target.pointer.data_ptr() % 16 == 0:
+        specialised.weight_grads(target.pointer, at, g, x, it, cut)
+        return
     launch(
         wgrad.weight_grad_tiles,
         (it.experts * -(-n // bn) * -(-k // part.bn),),
@@ -180,7 +185,7 @@ def _weight_grad_tiles(target: Weight, held: bool, g: Tensor, x: Tensor, it: Sor
         stages=part.stages,
         N=n,
         K=k,
-        at_d=Experts(*target.strides),
+        at_d=at,
         stored=_stored(target, held),
         BN=bn,
         BK=part.bn,

@@ -40,12 +40,16 @@ def tf32_allowed() -> bool:
 
 
 class Described(NamedTuple):
-    """An array that a kernel takes through a tensor descriptor: its name (or the tensor), and what the descriptor shows of it."""
+    """An array that a kernel takes through a tensor descriptor: its name (or the tensor), and what the descriptor shows of it.
+
+    ``layout``: of a block in shared memory, for a kernel in Gluon; Triton finds its own.
+    """
 
     array: Any
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     block: tuple[int, ...]
+    layout: Any = None
 
 
 class Launch:
@@ -78,8 +82,8 @@ class Launch:
     def arguments(self, tensors: Sequence[Any]) -> list[Any]:
         """What the kernel is called with, given the arrays."""
         given = list(tensors)
-        for i, (_, shape, strides, block) in self.descs:
-            given[i] = TensorDescriptor(given[i], list(shape), list(strides), list(block))
+        for i, shown in self.descs:
+            given[i] = _described(given[i], shown)
         return [*given, *self.rest]
 
     def first(self, tensors: Sequence[Any]) -> None:
@@ -95,10 +99,20 @@ class Launch:
         given: Any = addresses
         if self.descs:
             given = list(addresses)
-            for i, (_, shape, strides, _) in self.descs:
-                given[i] = _Descriptor(_Address(given[i]), shape, strides)
+            for i, shown in self.descs:
+                given[i] = _Descriptor(_Address(given[i]), shown.shape, shown.strides)
         x, y, z = self.grid
         self.run(x, y, z, stream, self.function, self.packed, None, None, None, *given, *self.rest)
+
+
+def _described(array: Any, shown: Described) -> Any:
+    """The descriptor that a kernel is called with."""
+    sizes = list(shown.shape), list(shown.strides), list(shown.block)
+    if shown.layout is None:
+        return TensorDescriptor(array, *sizes)
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as InGluon
+
+    return InGluon(array, *sizes, shown.layout)
 
 
 class _Descriptor:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from moefuse.kernels.triton import config
-from moefuse.kernels.triton.host import linear, sorted_rows, wgrad
+from moefuse.kernels.triton.host import linear, sorted_rows, specialised, wgrad
+from moefuse.kernels.triton.host.linear import Weight
 from moefuse.kernels.triton.host.sorted_rows import Lists, Sorted
 from moefuse.kernels.triton.provide import library
 
@@ -65,8 +66,16 @@ class Own(_Rows):
             out = torch.empty((self.it.slots, w[0].shape[-1 if back else -2]), dtype=x.dtype, device=x.device)
         if out.numel():
             weight, bias = linear.weight(w).transposed() if back else linear.weight(w), linear.weight(b, 1) if b else None
+            if tokens and not add and term is None and self._sorts(x, out, weight):
+                x, tokens, scale = library.gathered(x, self.it, scale), False, None
             linear.linear(out, x, weight, self.tiled, bias=bias, tokens=tokens, scale=scale, add=add, term=term)
         return out
+
+    def _sorts(self, x: Tensor, out: Tensor, w: Weight) -> bool:
+        """Whether tokens are copied into sorted order first, for kernels that take rows."""
+        item = w.tensors[0].element_size()
+        cut = specialised.linear_cut(x, w.operand, item, self.tiled, out.shape[1], x.shape[1])
+        return cut is not None and sorted_rows.aligned_rows(out) and out.dtype == x.dtype
 
     def weight_grads(
         self,

@@ -98,7 +98,8 @@ def _tall(p: Problem, bm: int, hopper: bool) -> Iterator[Config]:
         return
     wide = Tiles(256 // gates, 64, 8, 3, 8, desc=True)
     down = Tiles(256 if bm == 128 else 128, 64, 8, 3, 8, desc=True, rows_desc=True)
-    for walk in ({"tail": True}, {"persistent": True, "flatten": True}, {"tail": True, "persistent": True}):
+    walks: tuple[dict[str, Any], ...] = ({"tail": True}, {"persistent": True, "flatten": True}, {"tail": True, "persistent": True})
+    for walk in walks:
         yield Config(bm, replace(wide, join=True, **walk), replace(down, **walk), pdl=True)
         yield Config(bm, replace(wide, store=1, **walk), replace(down, store=2, **walk), pdl=True)
 

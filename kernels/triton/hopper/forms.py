@@ -1,0 +1,69 @@
+"""What the kernels with specialised warps take as constants, the layouts of what they copy, and the shared memory that it needs."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from moefuse.kernels.triton.host.operands import is_apart
+from moefuse.kernels.triton.problem import Tiles
+
+GROUPS = 2
+"""Groups of warps that multiply."""
+
+
+class Form(NamedTuple):
+    """What a product computes.
+
+    HALVES: 2 where a block is made of features of the gate and of the up projection. DESC: the form of the weights' descriptors
+    (``operands.Operand.form``). BIAS: there are biases (BIAS_B: of the up projection where it is apart); BIAS_TABLE: as addresses. ACT: the
+    activation, "" for none; GATING, UP_FIRST as of ``structs.Form``.
+    """
+
+    HALVES: int
+    DESC: str
+    BIAS: bool = False
+    BIAS_B: bool = False
+    BIAS_TABLE: bool = False
+    ACT: str = ""
+    GATING: str = "plain"
+    UP_FIRST: bool = False
+
+
+class Cut(NamedTuple):
+    """How a product is cut (``problem.Tiles``). BN: columns of the sum, of both projections together; PARTS: blocks of columns in which
+    a tile is stored, through BUFFERS buffers for each group. REGISTERS, SPARE: of a thread that multiplies, that loads."""
+
+    FORM: str
+    BM: int
+    BN: int
+    BK: int
+    GROUP: int
+    STAGES: int
+    PARTS: int
+    BUFFERS: int = 1
+    REGISTERS: int = 240
+    SPARE: int = 24
+    PDL: bool = False
+
+
+def rows_of_group(form: str, bm: int) -> int:
+    """Rows that one group multiplies."""
+    return bm if form == "pingpong" else bm // GROUPS
+
+
+def rows_layout(columns: int, rank: int = 2) -> Any:
+    """Layout in shared memory of blocks of 16-bit numbers, so many columns wide."""
+    from triton.experimental.gluon.language import NVMMASharedLayout
+
+    return NVMMASharedLayout(swizzle_byte_width=min(2 * columns, 128), element_bitwidth=16, rank=rank)
+
+
+def weights_block(form: str, width: int, bk: int) -> tuple[int, ...]:
+    """The block of a descriptor of weights."""
+    block = (width, bk) if form in ("out-in", "apart out-in") else (bk, width)
+    return (1, 1, *block) if is_apart(form) else block
+
+
+def cut_of(part: Tiles, bm: int, halves: int, pdl: bool) -> Cut:
+    """How the tiles of a configuration cut a product; ``halves``: of a block of the sum per block of features."""
+    return Cut(part.specialised, bm, halves * part.bn, part.bk, part.group, part.stages, part.store or 1, PDL=pdl)

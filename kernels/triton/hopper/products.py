@@ -1,0 +1,235 @@
+"""Rows [S, K] in sorted order times their experts' weights, with specialised warps: the first projection with its activation, the second
+one, and the products of the grouped tier and of training.
+
+A fixed grid walks over the tiles of ``device/routing.py``, each up to BM rows of one expert times the features of a block. The producer
+copies rows and weights of each step of BK inputs by the tensor memory accelerator; two groups of four warps multiply (``ring.py``).
+
+A block is BN columns of the sum. HALVES 2: half of them features of the gate and as many of the up projection, from two descriptors (which
+may show one tensor), so that one product makes both and the activation finds them in one thread. The wait for a step's product comes one
+step later, so the tensor cores always have two to do.
+
+Rows behind a tile's end belong to other tiles or to nobody, columns behind the last feature to other weights: they make sums that are not
+stored. Every sum has one order: no atomics, no split.
+
+Persistent warp-specialised grouped products with alternating consumers are CUTLASS's ("ping-pong"); the code is our own.
+"""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+
+from moefuse.kernels.triton.device.functions import after_previous, expert_base, gated, let_next_start, pointwise, rounded, tile_order
+from moefuse.kernels.triton.hopper.ring import advance, barriers, before, columns, skip, store_block
+
+
+class Lists(NamedTuple):
+    """What finishing a tile needs: biases, where they are, features of the stored weight, constants of the activation."""
+
+    b_a: Any
+    b_b: Any
+    at_a: Any
+    at_b: Any
+    features: Any
+    args: Any
+
+
+@gluon.jit
+def copy_weights(desc, steps, e, rows, col, k, bar, to, DESC: gl.constexpr):
+    """Begin to copy weights of expert e: features from ``col``, inputs from ``k``. The forms are those of ``gemm.weight_tile``."""
+    if DESC == "out-in":
+        tma.async_copy_global_to_shared(desc, [e * rows + col, k], bar, to)
+    elif DESC == "in-out":
+        tma.async_copy_global_to_shared(desc, [e * rows + k, col], bar, to)
+    else:
+        step = gl.load(steps + e)
+        far, near = (step >> 30).to(gl.int32), (step & 0x3FFFFFFF).to(gl.int32)
+        if DESC == "apart out-in":
+            tma.async_copy_global_to_shared(desc, [far, near, col, k], bar, to)
+        else:
+            gl.static_assert(DESC == "apart in-out")
+            tma.async_copy_global_to_shared(desc, [far, near, k, col], bar, to)
+
+
+@gluon.jit
+def produce(
+    x_rows, w_a, w_b, steps_a, steps_b, tiles, num_tiles, a_bufs, b_bufs, full, empty, max_tiles, blocks, K, first_a, first_b, rows_a,
+    rows_b, form: gl.constexpr, cut: gl.constexpr,
+):  # fmt: skip
+    """The producer: fills the ring with the steps of all tiles of this program."""
+    DESC: gl.constexpr = form.DESC
+    STAGES: gl.constexpr = cut.STAGES
+    WIDTH: gl.constexpr = cut.BN // form.HALVES
+    BYTES: gl.constexpr = x_rows.block_type.nbytes + form.HALVES * w_a.block_type.nbytes
+    views = b_bufs._reinterpret(w_a.dtype, [STAGES * form.HALVES] + w_a.block_type.shape, w_a.layout)
+    count = gl.load(num_tiles)
+    stage = 0
+    phase = 1
+    for i in range(gl.program_id(0), count * blocks, gl.num_programs(0)):
+        tile, block = tile_order(i, count, blocks, cut.GROUP)
+        e = gl.load(tiles + tile)
+        start = gl.load(tiles + max_tiles + tile)
+        for k in range(0, K, cut.BK):
+            mbarrier.wait(empty.index(stage), phase)
+            bar = full.index(stage)
+            mbarrier.expect(bar, BYTES)
+            tma.async_copy_global_to_shared(x_rows, [start, k], bar, a_bufs.index(stage))
+            copy_weights(w_a, steps_a, e, rows_a, first_a + block * WIDTH, k, bar, views.index(stage * form.HALVES), DESC)
+            if form.HALVES == 2:
+                copy_weights(w_b, steps_b, e, rows_b, first_b + block * WIDTH, k, bar, views.index(stage * 2 + 1), DESC)
+            stage, phase = advance(stage, phase, STAGES)
+
+
+@gluon.jit
+def with_bias(acc, bias, e, at, first, features, dtype: gl.constexpr, TABLE: gl.constexpr):
+    """acc [M, N] plus the biases of N features from ``first``; nothing behind the last feature."""
+    n = first + gl.arange(0, acc.type.shape[1], gl.SliceLayout(0, acc.type.layout))
+    base = expert_base(bias, e, at.bias_e, dtype, TABLE, False)
+    v = gl.load(base + (at.first + n).to(gl.int64) * at.bias_n, mask=n < features, other=0.0)  # [N]
+    return acc + v.to(gl.float32)[None, :]
+
+
+@gluon.jit
+def finished(acc, acc_b, e, col, lists, dtype: gl.constexpr, form: gl.constexpr):
+    """What is stored [M, W] of sums, from column ``col`` of the output on: themselves, or their activation; rounded after each step.
+
+    acc_b: the sums of the up projection where they are apart from the gate's.
+    """
+    ACT: gl.constexpr = form.ACT
+    TABLE: gl.constexpr = form.BIAS_TABLE
+    if form.BIAS:
+        first = 2 * col if form.GATING == "interleaved" else col
+        acc = with_bias(acc, lists.b_a, e, lists.at_a, first, lists.features, dtype, TABLE)
+    if form.BIAS_B:
+        acc_b = with_bias(acc_b, lists.b_b, e, lists.at_b, col, lists.features, dtype, TABLE)
+    if ACT == "":
+        r = acc.to(dtype)
+    elif form.GATING == "plain":
+        r = pointwise(rounded(acc, dtype), ACT, True).to(dtype)
+    elif form.GATING == "interleaved":
+        gate, up = rounded(acc, dtype).reshape([acc.type.shape[0], acc.type.shape[1] // 2, 2]).split()
+        if form.UP_FIRST:
+            gate, up = up, gate
+        r = gated(gate, up, lists.args[0], lists.args[1], ACT, True).to(dtype)
+    else:
+        r = gated(rounded(acc, dtype), rounded(acc_b, dtype), lists.args[0], lists.args[1], ACT, True).to(dtype)
+    return r
+
+
+@gluon.jit
+def store_tile(
+    desc, buffers, acc, acc_b, e, start, rows, col, lists, SLOT: gl.constexpr, PARTS: gl.constexpr, WIDTH: gl.constexpr, form: gl.constexpr
+):
+    """Finish and store a tile of sums in PARTS blocks of columns, one after the other: that keeps few of them in registers twice."""
+    dtype: gl.constexpr = desc.dtype
+    if PARTS == 1:
+        store_block(desc, buffers, finished(acc, acc_b, e, col, lists, dtype, form), SLOT, start, rows, col)
+    else:
+        HALF: gl.constexpr = WIDTH // 2
+        left, right = columns(acc)
+        left_b, right_b = left, right
+        if form.HALVES == 2:
+            left_b, right_b = columns(acc_b)
+        store_tile(desc, buffers, left, left_b, e, start, rows, col, lists, SLOT, PARTS // 2, HALF, form)
+        store_tile(desc, buffers, right, right_b, e, start, rows, col + HALF, lists, SLOT + PARTS // 2, PARTS // 2, HALF, form)
+
+
+@gluon.jit
+def consume(
+    out_rows, lists, offsets, tiles, num_tiles, a_bufs, b_bufs, o_bufs, full, empty, turn, max_tiles, blocks, K,
+    form: gl.constexpr, cut: gl.constexpr, G: gl.constexpr,
+):  # fmt: skip
+    """Group G of two that multiply: tiles of its own, by turns, or its half of the rows of every tile."""
+    PINGPONG: gl.constexpr = cut.FORM == "pingpong"
+    BN: gl.constexpr = cut.BN
+    STAGES: gl.constexpr = cut.STAGES
+    PARTS: gl.constexpr = cut.PARTS
+    M: gl.constexpr = cut.BM if PINGPONG else cut.BM // 2
+    FIRST: gl.constexpr = 0 if PINGPONG else M * G
+    OUT: gl.constexpr = cut.BN if form.GATING == "plain" else cut.BN // 2
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, cut.BN, 16])
+    count = gl.load(num_tiles)
+    steps = (K + cut.BK - 1) // cut.BK
+    at_once = gl.num_programs(0)
+    first = gl.program_id(0)
+    stage = 0
+    phase = 0
+    # The first tile is group 0's: it does not wait for its first turn.
+    parity = 1 if G == 0 else 0
+    if PINGPONG:
+        if G == 1:
+            first += at_once
+            stage, phase = skip(stage, phase, steps, STAGES)
+        at_once *= 2
+    acc = gl.zeros([M, BN], gl.float32, layout)
+    for i in range(first, count * blocks, at_once):
+        tile, block = tile_order(i, count, blocks, cut.GROUP)
+        e = gl.load(tiles + tile)
+        start = gl.load(tiles + max_tiles + tile)
+        rows = gl.minimum(gl.load(offsets + e + 1).to(gl.int32) - start, cut.BM) - FIRST
+        if PINGPONG:
+            mbarrier.wait(turn.index(G), parity)
+            parity ^= 1
+        for k in range(steps):
+            mbarrier.wait(full.index(stage), phase)
+            a = a_bufs.index(stage)
+            if not PINGPONG:
+                a = a.slice(M * G, M, dim=0)
+            b = b_bufs.index(stage)
+            if form.DESC == "out-in" or form.DESC == "apart out-in":
+                b = b.permute((1, 0))
+            acc = warpgroup_mma(a, b, acc, use_acc=k > 0, is_async=True)
+            acc = warpgroup_mma_wait(1, deps=(acc,))
+            mbarrier.arrive(empty.index(before(stage, STAGES)), pred=k > 0)
+            stage, phase = advance(stage, phase, STAGES)
+        if PINGPONG:
+            mbarrier.arrive(turn.index(1 - G))
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        mbarrier.arrive(empty.index(before(stage, STAGES)))
+        gate, up = acc, acc
+        if form.HALVES == 2:
+            gate, up = columns(acc)
+        there = gl.maximum(gl.minimum(rows, M), 0)
+        store_tile(out_rows, o_bufs, gate, up, e, start + FIRST, there, block * OUT, lists, 0, PARTS, OUT, form)
+        if PINGPONG:
+            stage, phase = skip(stage, phase, steps, STAGES)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["max_tiles", "blocks"])
+def product_tiles(
+    x_rows, w_a, w_b, b_a, b_b, out_rows, offsets, tiles, num_tiles, steps_a, steps_b, max_tiles, blocks, K, features, at_a, at_b, args,
+    form: gl.constexpr, cut: gl.constexpr,
+):  # fmt: skip
+    """out [S, N], sorted rows: rows of x [S, K] times W_a^T (+ b_a), and of two halves the activation; rows of nobody are not written.
+
+    Args:
+        x_rows, out_rows: descriptors of rows; w_a, w_b: of weights. b_a, b_b: biases.
+        steps_a, steps_b: int64 [E] for experts that are apart (``operands.steps_table``).
+        offsets: [E + 1]; tiles: int32 [2, max_tiles]; num_tiles: int32 [1] (``device/routing.py``).
+        blocks: of columns; features: of the stored weight, past which there is no bias; args: constants of the activation.
+    """
+    after_previous(cut.PDL)
+    let_next_start(cut.PDL)
+    PINGPONG: gl.constexpr = cut.FORM == "pingpong"
+    STAGES: gl.constexpr = cut.STAGES
+    dtype: gl.constexpr = x_rows.dtype
+    a_bufs = gl.allocate_shared_memory(dtype, [cut.STAGES] + x_rows.block_type.shape, x_rows.layout)
+    plain: gl.constexpr = gl.NVMMASharedLayout(w_a.layout.swizzle_byte_width, 16, 2)
+    OUT_IN: gl.constexpr = form.DESC == "out-in" or form.DESC == "apart out-in"
+    b_bufs = gl.allocate_shared_memory(dtype, [cut.STAGES, cut.BN, cut.BK] if OUT_IN else [cut.STAGES, cut.BK, cut.BN], plain)
+    o_0 = gl.allocate_shared_memory(dtype, [cut.BUFFERS] + out_rows.block_type.shape, out_rows.layout)
+    o_1 = gl.allocate_shared_memory(dtype, [cut.BUFFERS] + out_rows.block_type.shape, out_rows.layout)
+    full = barriers(STAGES, 1)
+    empty = barriers(STAGES, 1 if PINGPONG else 2)
+    turn = barriers(2, 1)
+    lists = Lists(b_a, b_b, at_a, at_b, features, args)
+    fence_async_shared()  # the copy engine must see the barriers as they were initialised
+    # Tuples stay where they are used: in an assignment, constexprs in them would become tensors.
+    gl.warp_specialize([
+        (consume, (out_rows, lists, offsets, tiles, num_tiles, a_bufs, b_bufs, o_0, full, empty, turn, max_tiles, blocks, K, form, cut, 0)),
+        (consume, (out_rows, lists, offsets, tiles, num_tiles, a_bufs, b_bufs, o_1, full, empty, turn, max_tiles, blocks, K, form, cut, 1)),
+        (produce, (x_rows, w_a, w_b, steps_a, steps_b, tiles, num_tiles, a_bufs, b_bufs, full, empty, max_tiles, blocks, K, at_a.first,
+                   at_b.first, at_a.rows, at_b.rows, form, cut)),
+    ], [4, 1], [cut.REGISTERS, cut.SPARE])  # fmt: skip
