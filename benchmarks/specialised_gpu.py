@@ -44,7 +44,7 @@ def split(form: str) -> tuple[str, int]:
     return name, int(form[len(name) :])
 
 
-def configurations(p: Problem, forms: list[str], groups: list[int]) -> Iterator[tuple[str, Config]]:
+def configurations(p: Problem, forms: list[str], groups: list[int], launches: list[bool]) -> Iterator[tuple[str, Config]]:
     """Every pair of an up and a down kernel of one height, by name; first what runs without them."""
     device = device_of(torch.device("cuda", 0))
     yield "triton", shipped(p, device.name, device.hopper, device.shared, 2)
@@ -52,16 +52,16 @@ def configurations(p: Problem, forms: list[str], groups: list[int]) -> Iterator[
         if bm != height:
             continue
         both = [specialised_tiles(p, bm, form) for form in (up, down)]
-        for group in groups:
-            config = replace(both[0], up=replace(both[0].up, group=group), down=replace(both[1].down, group=group))
-            yield f"{up}/{down} {bm} g{group}", fit(p, config, device.shared, 2)
+        for group, pdl in itertools.product(groups, launches):
+            config = replace(both[0], up=replace(both[0].up, group=group), down=replace(both[1].down, group=group), pdl=pdl)
+            yield f"{up}/{down} {bm} g{group} {'pdl' if pdl else ''}", fit(p, config, device.shared, 2)
 
 
-def point(shape: str, tokens: int, lists: Any, forms: list[str], groups: list[int]) -> dict[str, Any]:
+def point(shape: str, tokens: int, lists: Any, forms: list[str], groups: list[int], launches: list[bool]) -> dict[str, Any]:
     """Microseconds of every configuration at one point."""
     call = make(problem_of(shape, tokens), kind_of(gs.SHAPES[shape]), "cuda", lists)
     truth, graphs, wrong = Truth(call), {}, {}
-    for name, config in configurations(call.problem, forms, groups):
+    for name, config in configurations(call.problem, forms, groups, launches):
         try:
             plan = call.plan(config)
             runs: list[Callable[[], Any]] = [functools.partial(plan.run, each) for each in call.calls]
@@ -101,9 +101,11 @@ def main() -> None:
     parser.add_argument("--points", default=",".join(f"{s}/{t}" for s in gs.SHAPES for t in (4096, 16384)))
     parser.add_argument("--forms", default="pingpong128,pingpong64,shared128")
     parser.add_argument("--groups", default="8")
+    parser.add_argument("--pdl", default="0", help="0, 1 or 0,1: without or with programmatic dependent launch")
     parser.add_argument("--budget", type=float, default=500.0)
     args = parser.parse_args()
     begin, results, held = time.monotonic(), {}, ("", None)
+    launches = [bool(int(n)) for n in args.pdl.split(",")]
     groups = [int(g) for g in args.groups.split(",")]
     with torch.inference_mode():
         for shape, tokens in (p.split("/") for p in args.points.split(",")):
@@ -113,7 +115,7 @@ def main() -> None:
                 held = ("", None)
                 torch.cuda.empty_cache()
                 held = (shape, gs.weights_of(gs.SHAPES[shape]))
-            found = results[f"{shape}/{tokens}"] = point(shape, int(tokens), held[1], args.forms.split(","), groups)
+            found = results[f"{shape}/{tokens}"] = point(shape, int(tokens), held[1], args.forms.split(","), groups, launches)
             base = found["us"].get("triton", 0.0)
             best = sorted(found["us"].items(), key=lambda e: e[1])
             print(

@@ -116,7 +116,7 @@ def specialised_tiles(p: Problem, bm: int, form: str = "pingpong") -> Config:
     gates = 1 if p.gating == "plain" else 2
     width, stages = (128, 6) if bm == 128 and form == "pingpong" else (256, 4)
     up = Tiles(width // gates, 64, 4, stages, 8, rows_desc=True, specialised=form, store={"plain": 4, "interleaved": 2}.get(p.gating, 1))
-    return Config(bm, up, Tiles(width, 64, 4, stages, 8, rows_desc=True, specialised=form, store=2 if width == 128 else 4), pdl=True)
+    return Config(bm, up, Tiles(width, 64, 4, stages, 8, rows_desc=True, specialised=form, store=2 if width == 128 else 4))
 
 
 FAR = 5.0

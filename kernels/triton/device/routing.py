@@ -4,7 +4,8 @@ Glossary, all int32, in one buffer (``layout.Workspace`` says where each begins)
 
 * order [S]: slot numbers stably sorted by expert, slots with an invalid id last; position [S]: its inverse, where the combine wants it;
 * offsets [E + 1]: rows [offsets[e], offsets[e + 1]) of the order belong to expert e; offsets[E] counts the valid slots;
-* tiles [2, max_tiles]: expert and first row of each tile of up to BM rows, experts in order; num_tiles [1] of them are filled.
+* tiles [2, max_tiles]: expert and first row of each tile of up to BM rows, experts in order; num_tiles[0] of them are filled. num_tiles [3]
+  ends with two counters of ``hopper/ring.py``, which are 0 between launches.
 
 Nothing here depends on the routing but the contents: sizes are upper bounds, so a CUDA graph replays with any routing. The sort is a
 counting sort: the rank of a slot among equal ids is a prefix count, so the order is stable and equal from run to run.
@@ -36,6 +37,14 @@ def write_tiles(tiles, max_tiles, e, first_tile, first_row, rows, BM: tl.constex
         tl.store(tiles + max_tiles + first_tile + i, first_row + i * BM, mask=live)
 
 
+@triton.jit
+def write_count(num_tiles, count):
+    """The number of tiles, and counters at 0."""
+    tl.store(num_tiles, count)
+    tl.store(num_tiles + 1, 0)
+    tl.store(num_tiles + 2, 0)
+
+
 @triton.jit(do_not_specialize=["S", "max_tiles"])
 def sort_once(
     ids, order, position, offsets, tiles, num_tiles, at_ids, S, E, top_k, max_tiles,
@@ -54,7 +63,7 @@ def sort_once(
     first_tile = tl.sum(tl.where(bins < e, tiles_of, 0))
     tl.store(offsets + e, row)
     if e == E:
-        tl.store(num_tiles, tl.sum(tiles_of))
+        write_count(num_tiles, tl.sum(tiles_of))
     else:
         write_tiles(tiles, max_tiles, e, first_tile, row, tl.sum(tl.where(bins == e, counts, 0)), BM)
     mine = ((key == e) & (slot < S)).to(tl.int32)
@@ -110,7 +119,7 @@ def place_chunks(
         tl.store(offsets + e, row)
         first_tile = tl.sum(tl.where(bins < e, tiles_of, 0))
         if e == E:
-            tl.store(num_tiles, first_tile)
+            write_count(num_tiles, first_tile)
         else:
             write_tiles(tiles, max_tiles, e, first_tile, row, tl.sum(tl.where(bins == e, total_valid, 0)), BM)
     i = tl.arange(0, BS)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from moefuse.kernels.triton.device.functions import expert_base
-from moefuse.kernels.triton.device.routing import write_tiles
+from moefuse.kernels.triton.device.routing import write_count, write_tiles
 
 
 @triton.jit
@@ -21,7 +21,7 @@ def expert_of(row, offsets, E, BE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["max_tiles"])
 def list_tiles(offsets, tiles, num_tiles, max_tiles, E, BE: tl.constexpr, BM: tl.constexpr):
-    """tiles [2, max_tiles] and num_tiles [1] of ``routing.py`` for offsets that are known; program e writes those of expert e."""
+    """tiles [2, max_tiles] and num_tiles [3] of ``routing.py`` for offsets that are known; program e writes those of expert e."""
     e = tl.program_id(0)
     bins = tl.arange(0, BE)
     begin = tl.load(offsets + bins, mask=bins < E, other=0).to(tl.int32)  # [BE]
@@ -29,7 +29,7 @@ def list_tiles(offsets, tiles, num_tiles, max_tiles, E, BE: tl.constexpr, BM: tl
     tiles_of = (rows + BM - 1) // BM
     first_tile = tl.sum(tl.where(bins < e, tiles_of, 0))
     if e == 0:
-        tl.store(num_tiles, tl.sum(tiles_of))
+        write_count(num_tiles, tl.sum(tiles_of))
     write_tiles(tiles, max_tiles, e, first_tile, tl.sum(tl.where(bins == e, begin, 0)), tl.sum(tl.where(bins == e, rows, 0)), BM)
 
 

@@ -7,9 +7,6 @@ from typing import Any, NamedTuple
 from moefuse.kernels.triton.host.operands import is_apart
 from moefuse.kernels.triton.problem import Tiles
 
-GROUPS = 2
-"""Groups of warps that multiply."""
-
 
 class Form(NamedTuple):
     """What a product computes.
@@ -30,8 +27,12 @@ class Form(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """How a product is cut (``problem.Tiles``). BN: columns of the sum, of both projections together; PARTS: blocks of columns in which
-    a tile is stored, through BUFFERS buffers for each group. REGISTERS, SPARE: of a thread that multiplies, that loads."""
+    """How a product is cut (``problem.Tiles``).
+
+    BN: columns of the sum, of both projections together. PIECES: groups that share a tile, each of which has BM / PIECES of its rows.
+    PARTS: blocks of columns in which a group stores, through BUFFERS buffers of its own. REGISTERS, SPARE: of a thread that multiplies, that
+    loads.
+    """
 
     FORM: str
     BM: int
@@ -40,15 +41,27 @@ class Cut(NamedTuple):
     GROUP: int
     STAGES: int
     PARTS: int
+    PIECES: int = 1
     BUFFERS: int = 1
     REGISTERS: int = 240
     SPARE: int = 24
     PDL: bool = False
 
+    @property
+    def rows(self) -> int:
+        """Rows that one group multiplies."""
+        return self.BM // self.PIECES
 
-def rows_of_group(form: str, bm: int) -> int:
-    """Rows that one group multiplies."""
-    return bm if form == "pingpong" else bm // GROUPS
+
+PIECE = 64
+"""Rows of a group that shares a tile: of one instruction that multiplies."""
+
+
+def make_cut(form: str, bm: int, columns: int, bk: int, group: int, stages: int, parts: int, pdl: bool = False) -> Cut:
+    """Tiles of bm rows and so many columns of the sum."""
+    if form == "pingpong":
+        return Cut(form, bm, columns, bk, group, stages, parts, PDL=pdl)
+    return Cut(form, bm, columns, bk, group, stages, parts, bm // PIECE, PDL=pdl)
 
 
 def rows_layout(columns: int, rank: int = 2) -> Any:
@@ -66,4 +79,4 @@ def weights_block(form: str, width: int, bk: int) -> tuple[int, ...]:
 
 def cut_of(part: Tiles, bm: int, halves: int, pdl: bool) -> Cut:
     """How the tiles of a configuration cut a product; ``halves``: of a block of the sum per block of features."""
-    return Cut(part.specialised, bm, halves * part.bn, part.bk, part.group, part.stages, part.store or 1, PDL=pdl)
+    return make_cut(part.specialised, bm, halves * part.bn, part.bk, part.group, part.stages, part.store or 1, pdl)

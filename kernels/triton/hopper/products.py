@@ -18,10 +18,25 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from moefuse.kernels.triton.device.functions import after_previous, expert_base, gated, let_next_start, pointwise, rounded, tile_order
-from moefuse.kernels.triton.hopper.ring import advance, barriers, before, columns, skip, store_block
+from moefuse.kernels.triton.hopper.ring import (
+    SLOTS,
+    advance,
+    announce,
+    barriers,
+    columns,
+    complete,
+    end_of_tiles,
+    multiply,
+    next_tile,
+    notes,
+    release,
+    skip,
+    store_block,
+    take,
+)
 
 
 class Lists(NamedTuple):
@@ -53,32 +68,57 @@ def copy_weights(desc, steps, e, rows, col, k, bar, to, DESC: gl.constexpr):
 
 
 @gluon.jit
+def expect(bar, WEIGHTS: gl.constexpr, ROWS: gl.constexpr, live, PIECES: gl.constexpr):
+    """The bytes of a step's copies: weights, and ROWS for each live piece of the rows."""
+    if PIECES == 1:
+        mbarrier.expect(bar, WEIGHTS + ROWS)
+    else:
+        for n in gl.static_range(1, PIECES + 1):
+            mbarrier.expect(bar, WEIGHTS + n * ROWS, pred=live == n)
+
+
+@gluon.jit
 def produce(
-    x_rows, w_a, w_b, steps_a, steps_b, tiles, num_tiles, a_bufs, b_bufs, full, empty, max_tiles, blocks, K, first_a, first_b, rows_a,
-    rows_b, form: gl.constexpr, cut: gl.constexpr,
+    x_rows, w_a, w_b, steps_a, steps_b, offsets, tiles, num_tiles, book, a_bufs, b_bufs, full, empty, announced, taken, max_tiles,
+    blocks, K, first_a, first_b, rows_a, rows_b, form: gl.constexpr, cut: gl.constexpr,
 ):  # fmt: skip
-    """The producer: fills the ring with the steps of all tiles of this program."""
+    """The producer: takes tiles, announces them, and fills the ring with their steps. Pieces of a tile without a row are left as they are."""
     DESC: gl.constexpr = form.DESC
     STAGES: gl.constexpr = cut.STAGES
+    PIECES: gl.constexpr = cut.PIECES
+    M: gl.constexpr = cut.BM // PIECES
     WIDTH: gl.constexpr = cut.BN // form.HALVES
-    BYTES: gl.constexpr = x_rows.block_type.nbytes + form.HALVES * w_a.block_type.nbytes
+    WEIGHTS: gl.constexpr = form.HALVES * w_a.block_type.nbytes
+    ROWS: gl.constexpr = x_rows.block_type.nbytes
     views = b_bufs._reinterpret(w_a.dtype, [STAGES * form.HALVES] + w_a.block_type.shape, w_a.layout)
     count = gl.load(num_tiles)
     stage = 0
     phase = 1
-    for i in range(gl.program_id(0), count * blocks, gl.num_programs(0)):
+    slot = 0
+    slot_phase = 1
+    i = gl.program_id(0)
+    while i < count * blocks:
         tile, block = tile_order(i, count, blocks, cut.GROUP)
         e = gl.load(tiles + tile)
         start = gl.load(tiles + max_tiles + tile)
+        rows = gl.minimum(gl.load(offsets + e + 1).to(gl.int32) - start, cut.BM)
+        slot, slot_phase = announce(book, announced, taken, slot, slot_phase, e, start, rows, block)
+        i = next_tile(num_tiles + 1)
+        live = (rows + M - 1) // M
         for k in range(0, K, cut.BK):
             mbarrier.wait(empty.index(stage), phase)
             bar = full.index(stage)
-            mbarrier.expect(bar, BYTES)
-            tma.async_copy_global_to_shared(x_rows, [start, k], bar, a_bufs.index(stage))
+            expect(bar, WEIGHTS, ROWS, live, PIECES)
             copy_weights(w_a, steps_a, e, rows_a, first_a + block * WIDTH, k, bar, views.index(stage * form.HALVES), DESC)
             if form.HALVES == 2:
                 copy_weights(w_b, steps_b, e, rows_b, first_b + block * WIDTH, k, bar, views.index(stage * 2 + 1), DESC)
+            for n in gl.static_range(PIECES):
+                tma.async_copy_global_to_shared(x_rows, [start + n * M, k], bar, a_bufs.index(stage * PIECES + n), pred=n < live)
             stage, phase = advance(stage, phase, STAGES)
+    end_of_tiles(num_tiles + 1)
+    slot, slot_phase = announce(book, announced, taken, slot, slot_phase, -1, 0, 0, 0)
+    if cut.FORM == "pingpong":
+        slot, slot_phase = announce(book, announced, taken, slot, slot_phase, -1, 0, 0, 0)
 
 
 @gluon.jit
@@ -136,100 +176,118 @@ def store_tile(
 
 
 @gluon.jit
-def consume(
-    out_rows, lists, offsets, tiles, num_tiles, a_bufs, b_bufs, o_bufs, full, empty, turn, max_tiles, blocks, K,
-    form: gl.constexpr, cut: gl.constexpr, G: gl.constexpr,
-):  # fmt: skip
-    """Group G of two that multiply: tiles of its own, by turns, or its half of the rows of every tile."""
-    PINGPONG: gl.constexpr = cut.FORM == "pingpong"
-    BN: gl.constexpr = cut.BN
-    STAGES: gl.constexpr = cut.STAGES
-    PARTS: gl.constexpr = cut.PARTS
-    M: gl.constexpr = cut.BM if PINGPONG else cut.BM // 2
-    FIRST: gl.constexpr = 0 if PINGPONG else M * G
+def finish(acc, out_rows, lists, o_bufs, e, start, rows, block, form: gl.constexpr, cut: gl.constexpr):
+    """:func:`store_tile` of the sums of a tile."""
     OUT: gl.constexpr = cut.BN if form.GATING == "plain" else cut.BN // 2
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, cut.BN, 16])
-    count = gl.load(num_tiles)
-    steps = (K + cut.BK - 1) // cut.BK
-    at_once = gl.num_programs(0)
-    first = gl.program_id(0)
+    PARTS: gl.constexpr = cut.PARTS
+    gate, up = acc, acc
+    if form.HALVES == 2:
+        gate, up = columns(acc)
+    store_tile(out_rows, o_bufs, gate, up, e, start, rows, block * OUT, lists, 0, PARTS, OUT, form)
+
+
+@gluon.jit
+def consume_shared(
+    out_rows, lists, book, a_bufs, b_bufs, o_bufs, full, empty, announced, taken, steps, form: gl.constexpr, cut: gl.constexpr,
+    G: gl.constexpr,
+):  # fmt: skip
+    """Group G of those that share each tile: its rows from G * 64 on."""
+    OUT_IN: gl.constexpr = form.DESC == "out-in" or form.DESC == "apart out-in"
+    STAGES: gl.constexpr = cut.STAGES
+    M: gl.constexpr = cut.BM // cut.PIECES
     stage = 0
     phase = 0
-    # The first tile is group 0's: it does not wait for its first turn.
-    parity = 1 if G == 0 else 0
-    if PINGPONG:
-        if G == 1:
-            first += at_once
-            stage, phase = skip(stage, phase, steps, STAGES)
-        at_once *= 2
-    acc = gl.zeros([M, BN], gl.float32, layout)
-    for i in range(first, count * blocks, at_once):
-        tile, block = tile_order(i, count, blocks, cut.GROUP)
-        e = gl.load(tiles + tile)
-        start = gl.load(tiles + max_tiles + tile)
-        rows = gl.minimum(gl.load(offsets + e + 1).to(gl.int32) - start, cut.BM) - FIRST
-        if PINGPONG:
-            mbarrier.wait(turn.index(G), parity)
-            parity ^= 1
-        for k in range(steps):
-            mbarrier.wait(full.index(stage), phase)
-            a = a_bufs.index(stage)
-            if not PINGPONG:
-                a = a.slice(M * G, M, dim=0)
-            b = b_bufs.index(stage)
-            if form.DESC == "out-in" or form.DESC == "apart out-in":
-                b = b.permute((1, 0))
-            acc = warpgroup_mma(a, b, acc, use_acc=k > 0, is_async=True)
-            acc = warpgroup_mma_wait(1, deps=(acc,))
-            mbarrier.arrive(empty.index(before(stage, STAGES)), pred=k > 0)
-            stage, phase = advance(stage, phase, STAGES)
-        if PINGPONG:
-            mbarrier.arrive(turn.index(1 - G))
-        acc = warpgroup_mma_wait(0, deps=(acc,))
-        mbarrier.arrive(empty.index(before(stage, STAGES)))
-        gate, up = acc, acc
-        if form.HALVES == 2:
-            gate, up = columns(acc)
-        there = gl.maximum(gl.minimum(rows, M), 0)
-        store_tile(out_rows, o_bufs, gate, up, e, start + FIRST, there, block * OUT, lists, 0, PARTS, OUT, form)
-        if PINGPONG:
-            stage, phase = skip(stage, phase, steps, STAGES)
+    slot = 0
+    slot_phase = 0
+    e, start, rows, block = take(book, announced, taken, slot, slot_phase)
+    while e >= 0:
+        if rows <= M * G:
+            stage, phase = release(full, empty, stage, phase, steps, STAGES)
+        else:
+            acc, stage, phase = multiply(a_bufs, b_bufs, full, empty, stage, phase, steps, False, OUT_IN, cut, G)
+            acc = complete(acc, empty, stage, steps, STAGES)
+            finish(acc, out_rows, lists, o_bufs, e, start + M * G, gl.minimum(rows - M * G, M), block, form, cut)
+        slot, slot_phase = advance(slot, slot_phase, SLOTS)
+        e, start, rows, block = take(book, announced, taken, slot, slot_phase)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def consume_in_turn(
+    out_rows, lists, book, a_bufs, b_bufs, o_bufs, full, empty, announced, taken, turn, steps, form: gl.constexpr, cut: gl.constexpr,
+    G: gl.constexpr,
+):  # fmt: skip
+    """Group G of two that take tiles by turns."""
+    OUT_IN: gl.constexpr = form.DESC == "out-in" or form.DESC == "apart out-in"
+    STAGES: gl.constexpr = cut.STAGES
+    stage = 0
+    phase = 0
+    parity = 1 if G == 0 else 0  # the first tile is group 0's: it does not wait for its first turn
+    slot_phase = 0
+    if G == 1:
+        stage, phase = skip(stage, phase, steps, STAGES)
+    # Two notes, two groups: each has a note of its own.
+    gl.static_assert(SLOTS == 2)
+    e, start, rows, block = take(book, announced, taken, G, slot_phase)
+    while e >= 0:
+        mbarrier.wait(turn.index(G), parity)
+        parity ^= 1
+        acc, stage, phase = multiply(a_bufs, b_bufs, full, empty, stage, phase, steps, False, OUT_IN, cut, 0)
+        mbarrier.arrive(turn.index(1 - G))
+        acc = complete(acc, empty, stage, steps, STAGES)
+        finish(acc, out_rows, lists, o_bufs, e, start, rows, block, form, cut)
+        stage, phase = skip(stage, phase, steps, STAGES)
+        slot_phase ^= 1
+        e, start, rows, block = take(book, announced, taken, G, slot_phase)
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["max_tiles", "blocks"])
 def product_tiles(
-    x_rows, w_a, w_b, b_a, b_b, out_rows, offsets, tiles, num_tiles, steps_a, steps_b, max_tiles, blocks, K, features, at_a, at_b, args,
-    form: gl.constexpr, cut: gl.constexpr,
+    x_rows, w_a, w_b, b_a, b_b, out_rows, offsets, tiles, num_tiles, steps_a, steps_b, max_tiles, blocks, K, features, at_a, at_b,
+    args, form: gl.constexpr, cut: gl.constexpr,
 ):  # fmt: skip
     """out [S, N], sorted rows: rows of x [S, K] times W_a^T (+ b_a), and of two halves the activation; rows of nobody are not written.
 
     Args:
         x_rows, out_rows: descriptors of rows; w_a, w_b: of weights. b_a, b_b: biases.
         steps_a, steps_b: int64 [E] for experts that are apart (``operands.steps_table``).
-        offsets: [E + 1]; tiles: int32 [2, max_tiles]; num_tiles: int32 [1] (``device/routing.py``).
+        offsets: [E + 1]; tiles: int32 [2, max_tiles]; num_tiles: int32 [3] (``device/routing.py``).
         blocks: of columns; features: of the stored weight, past which there is no bias; args: constants of the activation.
     """
     after_previous(cut.PDL)
     let_next_start(cut.PDL)
-    PINGPONG: gl.constexpr = cut.FORM == "pingpong"
     STAGES: gl.constexpr = cut.STAGES
-    dtype: gl.constexpr = x_rows.dtype
-    a_bufs = gl.allocate_shared_memory(dtype, [cut.STAGES] + x_rows.block_type.shape, x_rows.layout)
-    plain: gl.constexpr = gl.NVMMASharedLayout(w_a.layout.swizzle_byte_width, 16, 2)
+    READERS: gl.constexpr = cut.PIECES
     OUT_IN: gl.constexpr = form.DESC == "out-in" or form.DESC == "apart out-in"
-    b_bufs = gl.allocate_shared_memory(dtype, [cut.STAGES, cut.BN, cut.BK] if OUT_IN else [cut.STAGES, cut.BK, cut.BN], plain)
+    dtype: gl.constexpr = x_rows.dtype
+    plain: gl.constexpr = gl.NVMMASharedLayout(w_a.layout.swizzle_byte_width, 16, 2)
+    a_bufs = gl.allocate_shared_memory(dtype, [STAGES * cut.PIECES] + x_rows.block_type.shape, x_rows.layout)
+    b_bufs = gl.allocate_shared_memory(dtype, [STAGES, cut.BN, cut.BK] if OUT_IN else [STAGES, cut.BK, cut.BN], plain)
     o_0 = gl.allocate_shared_memory(dtype, [cut.BUFFERS] + out_rows.block_type.shape, out_rows.layout)
     o_1 = gl.allocate_shared_memory(dtype, [cut.BUFFERS] + out_rows.block_type.shape, out_rows.layout)
     full = barriers(STAGES, 1)
-    empty = barriers(STAGES, 1 if PINGPONG else 2)
-    turn = barriers(2, 1)
+    empty = barriers(STAGES, READERS)
+    book = notes()
+    announced = barriers(SLOTS, 1)
+    taken = barriers(SLOTS, READERS)
     lists = Lists(b_a, b_b, at_a, at_b, features, args)
-    fence_async_shared()  # the copy engine must see the barriers as they were initialised
+    steps = (K + cut.BK - 1) // cut.BK
     # Tuples stay where they are used: in an assignment, constexprs in them would become tensors.
-    gl.warp_specialize([
-        (consume, (out_rows, lists, offsets, tiles, num_tiles, a_bufs, b_bufs, o_0, full, empty, turn, max_tiles, blocks, K, form, cut, 0)),
-        (consume, (out_rows, lists, offsets, tiles, num_tiles, a_bufs, b_bufs, o_1, full, empty, turn, max_tiles, blocks, K, form, cut, 1)),
-        (produce, (x_rows, w_a, w_b, steps_a, steps_b, tiles, num_tiles, a_bufs, b_bufs, full, empty, max_tiles, blocks, K, at_a.first,
-                   at_b.first, at_a.rows, at_b.rows, form, cut)),
-    ], [4, 1], [cut.REGISTERS, cut.SPARE])  # fmt: skip
+    if cut.FORM == "pingpong":
+        turn = barriers(2, 1)
+        fence_async_shared()  # the copy engine must see the barriers as they were initialised
+        gl.warp_specialize([
+            (consume_in_turn, (out_rows, lists, book, a_bufs, b_bufs, o_0, full, empty, announced, taken, turn, steps, form, cut, 0)),
+            (consume_in_turn, (out_rows, lists, book, a_bufs, b_bufs, o_1, full, empty, announced, taken, turn, steps, form, cut, 1)),
+            (produce, (x_rows, w_a, w_b, steps_a, steps_b, offsets, tiles, num_tiles, book, a_bufs, b_bufs, full, empty, announced,
+                       taken, max_tiles, blocks, K, at_a.first, at_b.first, at_a.rows, at_b.rows, form, cut)),
+        ], [4, 1], [cut.REGISTERS, cut.SPARE])  # fmt: skip
+    else:
+        fence_async_shared()
+        gl.warp_specialize([
+            (consume_shared, (out_rows, lists, book, a_bufs, b_bufs, o_0, full, empty, announced, taken, steps, form, cut, 0)),
+            (consume_shared, (out_rows, lists, book, a_bufs, b_bufs, o_1, full, empty, announced, taken, steps, form, cut, 1)),
+            (produce, (x_rows, w_a, w_b, steps_a, steps_b, offsets, tiles, num_tiles, book, a_bufs, b_bufs, full, empty, announced,
+                       taken, max_tiles, blocks, K, at_a.first, at_b.first, at_a.rows, at_b.rows, form, cut)),
+        ], [4, 1], [cut.REGISTERS, cut.SPARE])  # fmt: skip

@@ -1,7 +1,7 @@
-"""The ring of stages between the warp that loads and the warps that multiply, and the turns of two groups that multiply.
+"""The ring of stages between the warp that loads and the warps that multiply, their tiles, and the turns of two groups that multiply.
 
-One warp, the producer, copies the operands of one step after another into STAGES buffers, one after the other; consumers (four warps each)
-multiply what is there and give the buffer back. Each stage has two barriers:
+One warp, the producer, copies the operands of one step after another into STAGES buffers, one after the other; consumers (groups of four
+warps) multiply what is there and give the buffer back. Each stage has two barriers:
 
 * ``full[s]``: the producer expects so many bytes, the copies complete it. Consumers wait for it before they read.
 * ``empty[s]``: each reader arrives once its product is over. The producer waits for it before it overwrites.
@@ -10,12 +10,19 @@ A barrier counts phases; a wait names the parity of one, and is right only for t
 producer waits for ``empty`` with parity 1 at first (that passes: nothing was in use yet), consumers for ``full`` with 0, and both flip it
 where the ring begins again.
 
-FORM "pingpong": the groups take tiles by turns, group 0 the first; the ring has the steps of both in that order. ``turn[g]`` lets group g
-begin: the other group arrives once it has *seen* its last step arrive, not before. That gives the tensor cores to one group while the other
-stores. It is also what makes parities right: between two of its tiles a group leaves out the steps of the other, so a stage may have been
-filled more than once since; but when its turn comes, all steps before its own have arrived, so each stage is in the phase before the one
+Which tiles a program makes is found while it runs: the first is its own number, each further one the next that nobody has, by a counter
+(:func:`next_tile`). So all programs are near each other in the order of tiles, however long each of their tiles takes, and find the weights
+and rows of their neighbours in the L2; with tiles shared out beforehand they drift apart (up to 1.6 times as long). The producer announces
+each tile to its consumers through SLOTS notes, with barriers of their own (``announced``, ``taken``), which work like ``full`` and
+``empty``. A note without an expert is the end.
+
+FORM "pingpong": the groups take tiles by turns, group 0 the first; the ring and the notes have those of both in that order. ``turn[g]`` lets
+group g begin: the other group arrives once it has *seen* its last step arrive, not before. That gives the tensor cores to one group while the
+other stores. It is also what makes parities right: between two of its tiles a group leaves out the steps of the other, so a stage may have
+been filled more than once since; but when its turn comes, all steps before its own have arrived, so each stage is in the phase before the one
 that it waits for, or in that one.
-FORM "shared": both groups multiply each step, half of the rows each; a stage is given back by both. There are no turns.
+FORM "shared": both groups multiply each step, half of the rows each; a stage is given back by both. There are no turns. A group without
+rows in a tile waits for each step and gives it back.
 
 ``tests/triton/test_ring.py`` runs a model of this protocol over random schedules: change both.
 
@@ -25,7 +32,7 @@ it for a constant of the loop (``tests/triton/test_hopper_compiled.py`` watches 
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 
 @gluon.jit
@@ -55,6 +62,103 @@ def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
     for i in gl.static_range(COUNT):
         mbarrier.init(bars.index(i), count=ARRIVALS)
     return bars
+
+
+SLOTS: gl.constexpr = gl.constexpr(2)
+"""Notes of tiles that a program has."""
+
+
+@gluon.jit
+def notes():
+    """Memory for SLOTS notes of four numbers."""
+    return gl.allocate_shared_memory(gl.int32, [SLOTS, 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@gluon.jit
+def next_tile(counters):
+    """The number of the next tile that no program has; the first ones belong to the programs by their own numbers."""
+    return gl.num_programs(0) + gl.atomic_add(counters, 1, sem="relaxed")
+
+
+@gluon.jit
+def end_of_tiles(counters):
+    """Once for each program that found no more: the last one of all puts the counters back to 0, for the next launch."""
+    others = gl.atomic_add(counters + 1, 1, sem="acq_rel")
+    if others == gl.num_programs(0) - 1:
+        gl.store(counters, 0)
+        gl.store(counters + 1, 0)
+
+
+@gluon.jit
+def announce(book, announced, taken, slot, phase, first, second, third, fourth):
+    """Write a note once the slot's last one was taken; (slot, phase) of the next one. For the producer, which is one warp."""
+    layout: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
+    i = gl.arange(0, 4, layout)
+    mbarrier.wait(taken.index(slot), phase)
+    book.index(slot).store(gl.where(i == 0, first, gl.where(i == 1, second, gl.where(i == 2, third, fourth))).to(gl.int32))
+    mbarrier.arrive(announced.index(slot))
+    return advance(slot, phase, SLOTS)
+
+
+@gluon.jit
+def take(book, announced, taken, slot, phase):
+    """The four numbers of a note. For a consumer, which is four warps."""
+    layout: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    i = gl.arange(0, 4, layout)
+    mbarrier.wait(announced.index(slot), phase)
+    note = book.index(slot).load(layout)
+    first = gl.sum(gl.where(i == 0, note, 0), 0)
+    second = gl.sum(gl.where(i == 1, note, 0), 0)
+    third = gl.sum(gl.where(i == 2, note, 0), 0)
+    fourth = gl.sum(gl.where(i == 3, note, 0), 0)
+    mbarrier.arrive(taken.index(slot))
+    return first, second, third, fourth
+
+
+@gluon.jit
+def release(full, empty, stage, phase, steps, STAGES: gl.constexpr):
+    """Give back the stages of a tile that has nothing for this group, as they come; (stage, phase) behind them."""
+    for _ in range(steps):
+        mbarrier.wait(full.index(stage), phase)
+        mbarrier.arrive(empty.index(stage))
+        stage, phase = advance(stage, phase, STAGES)
+    return stage, phase
+
+
+@gluon.jit
+def multiply(
+    a_bufs, b_bufs, full, empty, stage, phase, steps, A_T: gl.constexpr, B_T: gl.constexpr, cut: gl.constexpr, PIECE: gl.constexpr
+):
+    """(sums [M, BN] of a tile, stage, phase): each stage is given back when the product of the next one has begun.
+
+    Buffers hold [M, BK] and [BK, BN], or with A_T and B_T their transposes. The last product still runs: see :func:`complete`.
+    """
+    BN: gl.constexpr = cut.BN
+    M: gl.constexpr = cut.BM // cut.PIECES
+    STAGES: gl.constexpr = cut.STAGES
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, cut.BN, 16])
+    acc = gl.zeros([M, BN], gl.float32, layout)
+    for k in range(steps):
+        mbarrier.wait(full.index(stage), phase)
+        a = a_bufs.index(stage * cut.PIECES + PIECE)
+        b = b_bufs.index(stage)
+        if A_T:
+            a = a.permute((1, 0))
+        if B_T:
+            b = b.permute((1, 0))
+        acc = warpgroup_mma(a, b, acc, use_acc=k > 0, is_async=True)
+        acc = warpgroup_mma_wait(1, deps=(acc,))
+        mbarrier.arrive(empty.index(before(stage, STAGES)), pred=k > 0)
+        stage, phase = advance(stage, phase, STAGES)
+    return acc, stage, phase
+
+
+@gluon.jit
+def complete(acc, empty, stage, steps, STAGES: gl.constexpr):
+    """The sums once the last product is over, and its stage given back."""
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    mbarrier.arrive(empty.index(before(stage, STAGES)), pred=steps > 0)
+    return acc
 
 
 FAR_ROW: gl.constexpr = gl.constexpr(1 << 30)

@@ -8,10 +8,10 @@ an expert that is half of the work. A tile has one owner and one order: no atomi
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from moefuse.kernels.triton.device.functions import tile_order
-from moefuse.kernels.triton.hopper.ring import FAR_ROW, advance, barriers, before, columns, skip
+from moefuse.kernels.triton.hopper.ring import FAR_ROW, SLOTS, advance, announce, barriers, columns, complete, multiply, notes, skip, take
 
 
 @gluon.jit
@@ -22,30 +22,40 @@ def rows_of(offsets, i, tiles):
 
 
 @gluon.jit
-def steps_of(offsets, i, tiles, BR: gl.constexpr):
-    """Steps of tile i."""
-    _, begin, end = rows_of(offsets, i, tiles)
-    return (end - begin + BR - 1) // BR
-
-
-@gluon.jit
-def produce(g_rows, x_rows, offsets, a_bufs, b_bufs, full, empty, total, blocks_n, blocks_k, cut: gl.constexpr):
-    """The producer: fills the ring with the steps of all tiles of this program."""
+def produce(g_rows, x_rows, offsets, book, a_bufs, b_bufs, full, empty, announced, taken, total, blocks_n, blocks_k, cut: gl.constexpr):
+    """The producer: announces each tile of this program (expert, steps, steps of the tile before, place) and fills the ring with its steps."""
     STAGES: gl.constexpr = cut.STAGES
-    BYTES: gl.constexpr = g_rows.block_type.nbytes + x_rows.block_type.nbytes
+    PIECES: gl.constexpr = cut.PIECES
+    M: gl.constexpr = cut.BM // PIECES
+    BYTES: gl.constexpr = PIECES * g_rows.block_type.nbytes + x_rows.block_type.nbytes
+    g_views = a_bufs._reinterpret(g_rows.dtype, [STAGES * PIECES] + g_rows.block_type.shape, g_rows.layout)
+    x_views = b_bufs._reinterpret(x_rows.dtype, [STAGES] + x_rows.block_type.shape, x_rows.layout)
+    tiles = blocks_n * blocks_k
     stage = 0
     phase = 1
+    slot = 0
+    slot_phase = 1
+    last = 0
     for i in range(gl.program_id(0), total, gl.num_programs(0)):
-        _, begin, end = rows_of(offsets, i, blocks_n * blocks_k)
-        block_n, block_k = tile_order(i % (blocks_n * blocks_k), blocks_n, blocks_k, cut.GROUP)
+        e, begin, end = rows_of(offsets, i, tiles)
+        block_n, block_k = tile_order(i % tiles, blocks_n, blocks_k, cut.GROUP)
+        steps = (end - begin + cut.BK - 1) // cut.BK
+        slot, slot_phase = announce(book, announced, taken, slot, slot_phase, e, steps, last, i % tiles)
+        last = steps + 0
         for row in range(begin, end, cut.BK):
             rows = gl.minimum(end - row, cut.BK)
             mbarrier.wait(empty.index(stage), phase)
             bar = full.index(stage)
             mbarrier.expect(bar, BYTES)
-            tma.async_copy_global_to_shared(g_rows, [FAR_ROW, row + rows, FAR_ROW - rows, block_n * cut.BM], bar, a_bufs.index(stage))
-            tma.async_copy_global_to_shared(x_rows, [FAR_ROW, row + rows, FAR_ROW - rows, block_k * cut.BN], bar, b_bufs.index(stage))
+            for n in gl.static_range(PIECES):
+                at = block_n * cut.BM + n * M
+                to = g_views.index(stage * PIECES + n)
+                tma.async_copy_global_to_shared(g_rows, [FAR_ROW, row + rows, FAR_ROW - rows, at], bar, to)
+            tma.async_copy_global_to_shared(x_rows, [FAR_ROW, row + rows, FAR_ROW - rows, block_k * cut.BN], bar, x_views.index(stage))
             stage, phase = advance(stage, phase, STAGES)
+    slot, slot_phase = announce(book, announced, taken, slot, slot_phase, -1, 0, 0, 0)
+    if cut.FORM == "pingpong":
+        slot, slot_phase = announce(book, announced, taken, slot, slot_phase, -1, 0, 0, 0)
 
 
 @gluon.jit
@@ -66,45 +76,52 @@ def store_columns(desc, buffers, v, e, n, k, SLOT: gl.constexpr, PARTS: gl.const
 
 
 @gluon.jit
-def consume(d_w, offsets, a_bufs, b_bufs, o_bufs, full, empty, turn, total, blocks_n, blocks_k, cut: gl.constexpr, G: gl.constexpr):
-    """Group G of two that multiply by turns."""
-    BM: gl.constexpr = cut.BM
-    BN: gl.constexpr = cut.BN
-    BR: gl.constexpr = cut.BK
+def consume_shared(
+    d_w, book, a_bufs, b_bufs, o_bufs, full, empty, announced, taken, blocks_n, blocks_k, cut: gl.constexpr, G: gl.constexpr
+):
+    """Group G of two that share each tile."""
     STAGES: gl.constexpr = cut.STAGES
     PARTS: gl.constexpr = cut.PARTS
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
-    tiles = blocks_n * blocks_k
-    programs = gl.num_programs(0)
-    first = gl.program_id(0)
     stage = 0
     phase = 0
-    parity = 1 if G == 0 else 0  # the first tile is group 0's
-    if G == 1:
-        stage, phase = skip(stage, phase, steps_of(offsets, first, tiles, BR), STAGES)
-        first += programs
-    acc = gl.zeros([BM, BN], gl.float32, layout)
-    for i in range(first, total, 2 * programs):
-        e, begin, end = rows_of(offsets, i, tiles)
-        block_n, block_k = tile_order(i % tiles, blocks_n, blocks_k, cut.GROUP)
-        steps = (end - begin + BR - 1) // BR
-        # What the other group does next, for the place in the ring after it.
-        others = steps_of(offsets, gl.minimum(i + programs, total - 1), tiles, BR)
+    slot = 0
+    slot_phase = 0
+    e, steps, _, place = take(book, announced, taken, slot, slot_phase)
+    while e >= 0:
+        block_n, block_k = tile_order(place, blocks_n, blocks_k, cut.GROUP)
+        acc, stage, phase = multiply(a_bufs, b_bufs, full, empty, stage, phase, steps, True, False, cut, G)
+        acc = complete(acc, empty, stage, steps, STAGES)
+        n = block_n * cut.BM + G * (cut.BM // cut.PIECES)
+        store_columns(d_w, o_bufs, acc, e, n, block_k * cut.BN, 0, PARTS)
+        slot, slot_phase = advance(slot, slot_phase, SLOTS)
+        e, steps, _, place = take(book, announced, taken, slot, slot_phase)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def consume_in_turn(
+    d_w, book, a_bufs, b_bufs, o_bufs, full, empty, announced, taken, turn, blocks_n, blocks_k, cut: gl.constexpr, G: gl.constexpr
+):
+    """Group G of two that take tiles by turns."""
+    STAGES: gl.constexpr = cut.STAGES
+    PARTS: gl.constexpr = cut.PARTS
+    stage = 0
+    phase = 0
+    parity = 1 if G == 0 else 0  # the first tile is group 0's: it does not wait for its first turn
+    slot_phase = 0
+    gl.static_assert(SLOTS == 2)  # two notes, two groups
+    e, steps, last, place = take(book, announced, taken, G, slot_phase)
+    while e >= 0:
+        stage, phase = skip(stage, phase, last, STAGES)
+        block_n, block_k = tile_order(place, blocks_n, blocks_k, cut.GROUP)
         mbarrier.wait(turn.index(G), parity)
         parity ^= 1
-        for k in range(steps):
-            mbarrier.wait(full.index(stage), phase)
-            a = a_bufs.index(stage).reshape([BR, BM]).permute((1, 0))
-            b = b_bufs.index(stage).reshape([BR, BN])
-            acc = warpgroup_mma(a, b, acc, use_acc=k > 0, is_async=True)
-            acc = warpgroup_mma_wait(1, deps=(acc,))
-            mbarrier.arrive(empty.index(before(stage, STAGES)), pred=k > 0)
-            stage, phase = advance(stage, phase, STAGES)
+        acc, stage, phase = multiply(a_bufs, b_bufs, full, empty, stage, phase, steps, True, False, cut, 0)
         mbarrier.arrive(turn.index(1 - G))
-        acc = warpgroup_mma_wait(0, deps=(acc,))
-        mbarrier.arrive(empty.index(before(stage, STAGES)), pred=steps > 0)
-        store_columns(d_w, o_bufs, gl.where(steps > 0, acc, 0.0), e, block_n * BM, block_k * BN, 0, PARTS)
-        stage, phase = skip(stage, phase, others, STAGES)
+        acc = complete(acc, empty, stage, steps, STAGES)
+        store_columns(d_w, o_bufs, acc, e, block_n * cut.BM, block_k * cut.BN, 0, PARTS)
+        slot_phase ^= 1
+        e, steps, last, place = take(book, announced, taken, G, slot_phase)
     tma.store_wait(0)
 
 
@@ -117,17 +134,32 @@ def weight_grad_products(g_rows, x_rows, d_w, offsets, total, blocks_n, blocks_k
         offsets: [E + 1]; total: tiles, blocks_n x blocks_k for each expert.
     """
     STAGES: gl.constexpr = cut.STAGES
+    M: gl.constexpr = cut.BM // cut.PIECES
+    READERS: gl.constexpr = cut.PIECES
     dtype: gl.constexpr = g_rows.dtype
-    a_bufs = gl.allocate_shared_memory(dtype, [STAGES] + g_rows.block_type.shape, g_rows.layout)
-    b_bufs = gl.allocate_shared_memory(dtype, [STAGES] + x_rows.block_type.shape, x_rows.layout)
+    of_g: gl.constexpr = gl.NVMMASharedLayout(g_rows.layout.swizzle_byte_width, 16, 2)
+    of_x: gl.constexpr = gl.NVMMASharedLayout(x_rows.layout.swizzle_byte_width, 16, 2)
+    a_bufs = gl.allocate_shared_memory(dtype, [STAGES * cut.PIECES, cut.BK, M], of_g)
+    b_bufs = gl.allocate_shared_memory(dtype, [STAGES, cut.BK, cut.BN], of_x)
     o_0 = gl.allocate_shared_memory(dtype, [cut.BUFFERS] + d_w.block_type.shape, d_w.layout)
     o_1 = gl.allocate_shared_memory(dtype, [cut.BUFFERS] + d_w.block_type.shape, d_w.layout)
     full = barriers(STAGES, 1)
-    empty = barriers(STAGES, 1)
-    turn = barriers(2, 1)
-    fence_async_shared()  # the copy engine must see the barriers as they were initialised
-    gl.warp_specialize([
-        (consume, (d_w, offsets, a_bufs, b_bufs, o_0, full, empty, turn, total, blocks_n, blocks_k, cut, 0)),
-        (consume, (d_w, offsets, a_bufs, b_bufs, o_1, full, empty, turn, total, blocks_n, blocks_k, cut, 1)),
-        (produce, (g_rows, x_rows, offsets, a_bufs, b_bufs, full, empty, total, blocks_n, blocks_k, cut)),
-    ], [4, 1], [cut.REGISTERS, cut.SPARE])  # fmt: skip
+    empty = barriers(STAGES, READERS)
+    book = notes()
+    announced = barriers(SLOTS, 1)
+    taken = barriers(SLOTS, READERS)
+    if cut.FORM == "pingpong":
+        turn = barriers(2, 1)
+        fence_async_shared()  # the copy engine must see the barriers as they were initialised
+        gl.warp_specialize([
+            (consume_in_turn, (d_w, book, a_bufs, b_bufs, o_0, full, empty, announced, taken, turn, blocks_n, blocks_k, cut, 0)),
+            (consume_in_turn, (d_w, book, a_bufs, b_bufs, o_1, full, empty, announced, taken, turn, blocks_n, blocks_k, cut, 1)),
+            (produce, (g_rows, x_rows, offsets, book, a_bufs, b_bufs, full, empty, announced, taken, total, blocks_n, blocks_k, cut)),
+        ], [4, 1], [cut.REGISTERS, cut.SPARE])  # fmt: skip
+    else:
+        fence_async_shared()
+        gl.warp_specialize([
+            (consume_shared, (d_w, book, a_bufs, b_bufs, o_0, full, empty, announced, taken, blocks_n, blocks_k, cut, 0)),
+            (consume_shared, (d_w, book, a_bufs, b_bufs, o_1, full, empty, announced, taken, blocks_n, blocks_k, cut, 1)),
+            (produce, (g_rows, x_rows, offsets, book, a_bufs, b_bufs, full, empty, announced, taken, total, blocks_n, blocks_k, cut)),
+        ], [4, 1], [cut.REGISTERS, cut.SPARE])  # fmt: skip

@@ -50,7 +50,7 @@ def joined(plan: Plan, form: str) -> bool:
 def build_routing(plan: Plan, bm: int, max_tiles: int, inverse: bool) -> None:
     ws, s, e = plan.workspace, plan.slots, plan.experts
     bins = max(power_of_two(e + 1), 32)
-    for name, count in (("order", s), ("position", s), ("offsets", e + 1), ("tiles", 2 * max_tiles), ("num_tiles", 1)):
+    for name, count in (("order", s), ("position", s), ("offsets", e + 1), ("tiles", 2 * max_tiles), ("num_tiles", 3)):
         if name != "position" or inverse:
             ws.add(name, (count,), torch.int32)
     slots = {"at_ids": plan.strides_ids, "S": s, "E": e, "top_k": plan.top_k, "FLAT": plan.strides_ids == (plan.top_k, 1)}

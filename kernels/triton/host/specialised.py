@@ -11,7 +11,7 @@ from torch import Tensor
 from moefuse.kernels.triton.config import BLOCK_INPUTS, ring_bytes
 from moefuse.kernels.triton.device.structs import Experts
 from moefuse.kernels.triton.hopper.available import available
-from moefuse.kernels.triton.hopper.forms import Cut, Form, rows_layout, rows_of_group, weights_block
+from moefuse.kernels.triton.hopper.forms import Cut, Form, make_cut, rows_layout, weights_block
 from moefuse.kernels.triton.host.layout import device_of, rows_descriptor
 from moefuse.kernels.triton.host.operands import Operand, is_apart, steps_table
 from moefuse.kernels.triton.host.sorted_rows import Sorted, aligned_rows, whole
@@ -21,6 +21,8 @@ from moefuse.kernels.triton.launch.record import as_step
 
 DTYPES = (torch.bfloat16, torch.float16)
 """What they multiply."""
+LINEAR, GRADS = "shared", "shared"
+"""The form of products with weights and of gradients of weights. Benchmarks set it."""
 LEAST_ROWS = 32
 """Mean rows of an expert from which on their tiles pay."""
 LEAST = 64
@@ -35,13 +37,13 @@ def weights(array: Any, w: Operand, form: str, experts: int, features: int, inpu
 
 
 def rows_in(array: Any, slots: int, features: int, cut: Cut, stride: int | None = None) -> Described:
-    """The descriptor through which rows come, in blocks of BM x BK."""
-    return Described(array, (slots, features), (stride or features, 1), (cut.BM, cut.BK), rows_layout(cut.BK))
+    """The descriptor through which rows come, in blocks of a group's rows."""
+    return Described(array, (slots, features), (stride or features, 1), (cut.rows, cut.BK), rows_layout(cut.BK))
 
 
 def rows_out(array: Any, features: int, width: int, cut: Cut, stride: int | None = None) -> Described:
     """The descriptor through which tiles ``width`` columns wide leave."""
-    return clipped(array, features, rows_of_group(cut.FORM, cut.BM), width // cut.PARTS, stride)
+    return clipped(array, features, cut.rows, width // cut.PARTS, stride)
 
 
 def clipped(array: Any, features: int, rows: int, columns: int, stride: int | None = None) -> Described:
@@ -63,7 +65,7 @@ def linear_cut(x: Tensor, w: Operand, item: int, it: Sorted, n: int, k: int) -> 
     form = w.form(item)
     if not form or min(n, k) < LEAST or not whole(item, n, k) or reaches_over(form, k):
         return None
-    cut = Cut("pingpong", 128, 128, BLOCK_INPUTS, 8, 6, 2) if it.bm == 128 else Cut("pingpong", 64, 256, BLOCK_INPUTS, 8, 5, 4)
+    cut = _cut(LINEAR, it.bm)
     return cut if _bytes(cut) <= device.shared else None
 
 
@@ -100,6 +102,13 @@ def linear(out: Tensor, x: Tensor, w: Any, it: Sorted, bias: Any, cut: Cut) -> N
     )  # fmt: skip
 
 
+def _cut(form: str, bm: int) -> Cut:
+    """The usual tiles of bm rows."""
+    if bm == 64:
+        return make_cut("pingpong", 64, 256, BLOCK_INPUTS, 8, 5, 4)
+    return make_cut(form, bm, 128, BLOCK_INPUTS, 8, 6, 2) if form == "pingpong" else make_cut(form, bm, 256, BLOCK_INPUTS, 8, 4, 4)
+
+
 def _bytes(cut: Cut) -> int:
     return ring_bytes(cut.FORM, cut.BM, cut.BN, cut.BK, cut.STAGES, cut.BN // cut.PARTS)
 
@@ -116,7 +125,7 @@ def grad_cut(g: Tensor, x: Tensor, strides: tuple[int, ...], it: Sorted) -> Cut 
         return None
     if col != 1 or row % 8 or e % 8 or not whole(2, n, k):
         return None
-    cut = Cut("pingpong", 128, 128, BLOCK_INPUTS, 8, 6, 2)
+    cut = _cut(GRADS, 128)
     return cut if _bytes(cut) <= device.shared else None
 
 
@@ -128,12 +137,12 @@ def weight_grads(target: Tensor, at: Experts, g: Tensor, x: Tensor, it: Sorted, 
     blocks_n, blocks_k = -(-n // cut.BM), -(-k // cut.BN)
     total = it.experts * blocks_n * blocks_k
     width = cut.BN // cut.PARTS
-    grads = Described(target, (it.experts, n, k), (at.stride_e, at.stride_n, 1), (1, cut.BM, width), rows_layout(width, 3))
+    grads = Described(target, (it.experts, n, k), (at.stride_e, at.stride_n, 1), (1, cut.rows, width), rows_layout(width, 3))
     launch(
         weight_grad_products,
         (min(device_of(x.device).sms, total),),
         {
-            "g_rows": clipped(g, n, cut.BK, cut.BM, g.stride(0)),
+            "g_rows": clipped(g, n, cut.BK, cut.rows, g.stride(0)),
             "x_rows": clipped(x, k, cut.BK, cut.BN, x.stride(0)),
             "d_w": grads,
             "offsets": it.offsets,
