@@ -115,8 +115,11 @@ def specialised_tiles(p: Problem, bm: int, form: str = "pingpong") -> Config:
     """The usual tiles of kernels with specialised warps: sums of 128 x 128 or 64 x 256 for each group, or of 128 x 256 for both."""
     gates = 1 if p.gating == "plain" else 2
     width, stages = (128, 6) if bm == 128 and form == "pingpong" else (256, 4)
-    up = Tiles(width // gates, 64, 4, stages, 8, rows_desc=True, specialised=form, store={"plain": 4, "interleaved": 2}.get(p.gating, 1))
-    return Config(bm, up, Tiles(width, 64, 4, stages, 8, rows_desc=True, specialised=form, store=2 if width == 128 else 4))
+    up = Tiles(
+        width // gates, 64, 4, stages, 8, rows_desc=True, specialised=form, store=1 if gates == 2 and p.gating != "interleaved" else 2
+    )
+    down = Tiles(width, 64, 4, stages, 8, rows_desc=True, specialised=form, store=4 if bm == 64 else 2)
+    return Config(bm, up, down)
 
 
 FAR = 5.0

@@ -4,7 +4,7 @@ Glossary, all int32, in one buffer (``layout.Workspace`` says where each begins)
 
 * order [S]: slot numbers stably sorted by expert, slots with an invalid id last; position [S]: its inverse, where the combine wants it;
 * offsets [E + 1]: rows [offsets[e], offsets[e + 1]) of the order belong to expert e; offsets[E] counts the valid slots;
-* tiles [2, max_tiles]: expert and first row of each tile of up to BM rows, experts in order; num_tiles[0] of them are filled. num_tiles [3]
+* tiles [3, max_tiles]: expert, first row and rows of each tile of up to BM rows, experts in order; num_tiles[0] of them are filled. num_tiles [3]
   ends with two counters of ``hopper/ring.py``, which are 0 between launches.
 
 Nothing here depends on the routing but the contents: sizes are upper bounds, so a CUDA graph replays with any routing. The sort is a
@@ -35,6 +35,7 @@ def write_tiles(tiles, max_tiles, e, first_tile, first_row, rows, BM: tl.constex
         live = i < count
         tl.store(tiles + first_tile + i, tl.zeros([32], tl.int32) + e, mask=live)
         tl.store(tiles + max_tiles + first_tile + i, first_row + i * BM, mask=live)
+        tl.store(tiles + 2 * max_tiles + first_tile + i, tl.minimum(rows - i * BM, BM), mask=live)
 
 
 @triton.jit
@@ -134,6 +135,28 @@ def place_chunks(
     tl.store(order + row, slot, mask=slot < S)
     if INVERSE:
         tl.store(position + slot, row, mask=slot < S)
+
+
+@triton.jit
+def spread_rows(
+    x, weights, position, offsets, xs, E, H, top_k, at_x, at_weights,
+    SCALE: tl.constexpr, WIDE: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """xs [S, H] as of :func:`sort_rows`, from ``position``: each program reads a token's features once and writes them K times."""
+    after_previous(PDL)
+    let_next_start(PDL)
+    t = tl.program_id(0).to(tl.int64)
+    count = tl.load(offsets + E)  # []
+    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = col >= 0 if EVEN else col < H
+    v = tl.load(x + t * at_x.row + index(col, WIDE) * at_x.col, mask=inside, other=0.0)  # [BLOCK]
+    for k in range(top_k):
+        row = tl.load(position + t * top_k + k)  # []
+        value = v
+        if SCALE:
+            scale = tl.load(weights + t * at_weights.row + k * at_weights.col).to(tl.float32)  # []
+            value = (v.to(tl.float32) * scale).to(x.dtype.element_ty)
+        tl.store(xs + row.to(tl.int64) * H + col, value, mask=inside & (row < count))
 
 
 @triton.jit

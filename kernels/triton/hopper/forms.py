@@ -43,8 +43,8 @@ class Cut(NamedTuple):
     PARTS: int
     PIECES: int = 1
     BUFFERS: int = 1
-    REGISTERS: int = 240
-    SPARE: int = 24
+    REGISTERS: int = 232
+    SPARE: int = 40
     PDL: bool = False
 
     @property

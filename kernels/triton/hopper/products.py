@@ -28,9 +28,10 @@ from moefuse.kernels.triton.hopper.ring import (
     barriers,
     columns,
     complete,
+    draw,
+    drawn,
     end_of_tiles,
     multiply,
-    next_tile,
     notes,
     release,
     skip,
@@ -68,6 +69,15 @@ def copy_weights(desc, steps, e, rows, col, k, bar, to, DESC: gl.constexpr):
 
 
 @gluon.jit
+def tile_of(tiles, i, total, max_tiles, blocks, GROUP: gl.constexpr):
+    """(expert, first row, rows, block of columns) of a tile; of one that is not there, nothing of use."""
+    there = i < total
+    tile, block = tile_order(i, total // blocks, blocks, GROUP)
+    at = tiles + gl.where(there, tile, 0)
+    return gl.load(at), gl.load(at + max_tiles), gl.load(at + 2 * max_tiles), block
+
+
+@gluon.jit
 def expect(bar, WEIGHTS: gl.constexpr, ROWS: gl.constexpr, live, PIECES: gl.constexpr):
     """The bytes of a step's copies: weights, and ROWS for each live piece of the rows."""
     if PIECES == 1:
@@ -79,7 +89,7 @@ def expect(bar, WEIGHTS: gl.constexpr, ROWS: gl.constexpr, live, PIECES: gl.cons
 
 @gluon.jit
 def produce(
-    x_rows, w_a, w_b, steps_a, steps_b, offsets, tiles, num_tiles, book, a_bufs, b_bufs, full, empty, announced, taken, max_tiles,
+    x_rows, w_a, w_b, steps_a, steps_b, tiles, num_tiles, book, a_bufs, b_bufs, full, empty, announced, taken, max_tiles,
     blocks, K, first_a, first_b, rows_a, rows_b, form: gl.constexpr, cut: gl.constexpr,
 ):  # fmt: skip
     """The producer: takes tiles, announces them, and fills the ring with their steps. Pieces of a tile without a row are left as they are."""
@@ -91,19 +101,19 @@ def produce(
     WEIGHTS: gl.constexpr = form.HALVES * w_a.block_type.nbytes
     ROWS: gl.constexpr = x_rows.block_type.nbytes
     views = b_bufs._reinterpret(w_a.dtype, [STAGES * form.HALVES] + w_a.block_type.shape, w_a.layout)
-    count = gl.load(num_tiles)
+    total = gl.load(num_tiles) * blocks
     stage = 0
     phase = 1
     slot = 0
     slot_phase = 1
     i = gl.program_id(0)
-    while i < count * blocks:
-        tile, block = tile_order(i, count, blocks, cut.GROUP)
-        e = gl.load(tiles + tile)
-        start = gl.load(tiles + max_tiles + tile)
-        rows = gl.minimum(gl.load(offsets + e + 1).to(gl.int32) - start, cut.BM)
+    following = drawn(draw(num_tiles + 1))
+    e, start, rows, block = tile_of(tiles, i, total, max_tiles, blocks, cut.GROUP)
+    while i < total:
         slot, slot_phase = announce(book, announced, taken, slot, slot_phase, e, start, rows, block)
-        i = next_tile(num_tiles + 1)
+        # What comes next is on its way while this tile's steps are: neither the number after the next nor the next tile is waited for.
+        ticket = draw(num_tiles + 1)
+        next_e, next_start, next_rows, next_block = tile_of(tiles, following, total, max_tiles, blocks, cut.GROUP)
         live = (rows + M - 1) // M
         for k in range(0, K, cut.BK):
             mbarrier.wait(empty.index(stage), phase)
@@ -115,6 +125,8 @@ def produce(
             for n in gl.static_range(PIECES):
                 tma.async_copy_global_to_shared(x_rows, [start + n * M, k], bar, a_bufs.index(stage * PIECES + n), pred=n < live)
             stage, phase = advance(stage, phase, STAGES)
+        i, e, start, rows, block = following, next_e, next_start, next_rows, next_block
+        following = drawn(ticket)
     end_of_tiles(num_tiles + 1)
     slot, slot_phase = announce(book, announced, taken, slot, slot_phase, -1, 0, 0, 0)
     if cut.FORM == "pingpong":
@@ -244,7 +256,7 @@ def consume_in_turn(
 
 @gluon.jit(do_not_specialize=["max_tiles", "blocks"])
 def product_tiles(
-    x_rows, w_a, w_b, b_a, b_b, out_rows, offsets, tiles, num_tiles, steps_a, steps_b, max_tiles, blocks, K, features, at_a, at_b,
+    x_rows, w_a, w_b, b_a, b_b, out_rows, tiles, num_tiles, steps_a, steps_b, max_tiles, blocks, K, features, at_a, at_b,
     args, form: gl.constexpr, cut: gl.constexpr,
 ):  # fmt: skip
     """out [S, N], sorted rows: rows of x [S, K] times W_a^T (+ b_a), and of two halves the activation; rows of nobody are not written.
@@ -252,7 +264,7 @@ def product_tiles(
     Args:
         x_rows, out_rows: descriptors of rows; w_a, w_b: of weights. b_a, b_b: biases.
         steps_a, steps_b: int64 [E] for experts that are apart (``operands.steps_table``).
-        offsets: [E + 1]; tiles: int32 [2, max_tiles]; num_tiles: int32 [3] (``device/routing.py``).
+        tiles: int32 [3, max_tiles]; num_tiles: int32 [3] (``device/routing.py``).
         blocks: of columns; features: of the stored weight, past which there is no bias; args: constants of the activation.
     """
     after_previous(cut.PDL)
@@ -280,7 +292,7 @@ def product_tiles(
         gl.warp_specialize([
             (consume_in_turn, (out_rows, lists, book, a_bufs, b_bufs, o_0, full, empty, announced, taken, turn, steps, form, cut, 0)),
             (consume_in_turn, (out_rows, lists, book, a_bufs, b_bufs, o_1, full, empty, announced, taken, turn, steps, form, cut, 1)),
-            (produce, (x_rows, w_a, w_b, steps_a, steps_b, offsets, tiles, num_tiles, book, a_bufs, b_bufs, full, empty, announced,
+            (produce, (x_rows, w_a, w_b, steps_a, steps_b, tiles, num_tiles, book, a_bufs, b_bufs, full, empty, announced,
                        taken, max_tiles, blocks, K, at_a.first, at_b.first, at_a.rows, at_b.rows, form, cut)),
         ], [4, 1], [cut.REGISTERS, cut.SPARE])  # fmt: skip
     else:
@@ -288,6 +300,6 @@ def product_tiles(
         gl.warp_specialize([
             (consume_shared, (out_rows, lists, book, a_bufs, b_bufs, o_0, full, empty, announced, taken, steps, form, cut, 0)),
             (consume_shared, (out_rows, lists, book, a_bufs, b_bufs, o_1, full, empty, announced, taken, steps, form, cut, 1)),
-            (produce, (x_rows, w_a, w_b, steps_a, steps_b, offsets, tiles, num_tiles, book, a_bufs, b_bufs, full, empty, announced,
+            (produce, (x_rows, w_a, w_b, steps_a, steps_b, tiles, num_tiles, book, a_bufs, b_bufs, full, empty, announced,
                        taken, max_tiles, blocks, K, at_a.first, at_b.first, at_a.rows, at_b.rows, form, cut)),
         ], [4, 1], [cut.REGISTERS, cut.SPARE])  # fmt: skip

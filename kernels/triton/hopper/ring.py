@@ -11,7 +11,7 @@ producer waits for ``empty`` with parity 1 at first (that passes: nothing was in
 where the ring begins again.
 
 Which tiles a program makes is found while it runs: the first is its own number, each further one the next that nobody has, by a counter
-(:func:`next_tile`). So all programs are near each other in the order of tiles, however long each of their tiles takes, and find the weights
+(:func:`draw`). So all programs are near each other in the order of tiles, however long each of their tiles takes, and find the weights
 and rows of their neighbours in the L2; with tiles shared out beforehand they drift apart (up to 1.6 times as long). The producer announces
 each tile to its consumers through SLOTS notes, with barriers of their own (``announced``, ``taken``), which work like ``full`` and
 ``empty``. A note without an expert is the end.
@@ -75,9 +75,18 @@ def notes():
 
 
 @gluon.jit
-def next_tile(counters):
-    """The number of the next tile that no program has; the first ones belong to the programs by their own numbers."""
-    return gl.num_programs(0) + gl.atomic_add(counters, 1, sem="relaxed")
+def draw(counters):
+    """Begin to take the next tile that no program has: what :func:`drawn` makes a number of, later, so that nobody waits for memory."""
+    lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+    one = lane * 0 + 1
+    return gl.atomic_add(counters + lane * 0, one, mask=lane == 0, sem="relaxed")
+
+
+@gluon.jit
+def drawn(ticket):
+    """The number of a tile that was drawn; the first ones belong to the programs by their own numbers."""
+    lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+    return gl.num_programs(0) + gl.sum(gl.where(lane == 0, ticket, 0), 0)
 
 
 @gluon.jit

@@ -36,12 +36,14 @@ def produce(g_rows, x_rows, offsets, book, a_bufs, b_bufs, full, empty, announce
     slot = 0
     slot_phase = 1
     last = 0
-    for i in range(gl.program_id(0), total, gl.num_programs(0)):
-        e, begin, end = rows_of(offsets, i, tiles)
+    i = gl.program_id(0)
+    e, begin, end = rows_of(offsets, i, tiles)
+    while i < total:
         block_n, block_k = tile_order(i % tiles, blocks_n, blocks_k, cut.GROUP)
         steps = (end - begin + cut.BK - 1) // cut.BK
         slot, slot_phase = announce(book, announced, taken, slot, slot_phase, e, steps, last, i % tiles)
-        last = steps + 0
+        # The next tile is on its way while this one's steps are.
+        next_e, next_begin, next_end = rows_of(offsets, gl.minimum(i + gl.num_programs(0), total - 1), tiles)
         for row in range(begin, end, cut.BK):
             rows = gl.minimum(end - row, cut.BK)
             mbarrier.wait(empty.index(stage), phase)
@@ -53,6 +55,7 @@ def produce(g_rows, x_rows, offsets, book, a_bufs, b_bufs, full, empty, announce
                 tma.async_copy_global_to_shared(g_rows, [FAR_ROW, row + rows, FAR_ROW - rows, at], bar, to)
             tma.async_copy_global_to_shared(x_rows, [FAR_ROW, row + rows, FAR_ROW - rows, block_k * cut.BN], bar, x_views.index(stage))
             stage, phase = advance(stage, phase, STAGES)
+        last, i, e, begin, end = steps, i + gl.num_programs(0), next_e, next_begin, next_end
     slot, slot_phase = announce(book, announced, taken, slot, slot_phase, -1, 0, 0, 0)
     if cut.FORM == "pingpong":
         slot, slot_phase = announce(book, announced, taken, slot, slot_phase, -1, 0, 0, 0)

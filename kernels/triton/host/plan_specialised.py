@@ -93,6 +93,6 @@ def build_down(plan: Plan, down: Tiles, max_tiles: int) -> None:
 def _launch(plan: Plan, cut: Cut, arrays: dict[str, Any], max_tiles: int, *, blocks: int, **numbers: Any) -> None:
     from moefuse.kernels.triton.hopper.products import product_tiles
 
-    lists = {"offsets": "offsets", "tiles": "tiles", "num_tiles": "num_tiles"}
+    lists = {"tiles": "tiles", "num_tiles": "num_tiles"}
     grid = (min(plan.device.sms, max_tiles * blocks),)
     plan.launch(product_tiles, grid, 4, arrays | lists, max_tiles=max_tiles, blocks=blocks, cut=cut, **numbers)

@@ -50,7 +50,7 @@ def joined(plan: Plan, form: str) -> bool:
 def build_routing(plan: Plan, bm: int, max_tiles: int, inverse: bool) -> None:
     ws, s, e = plan.workspace, plan.slots, plan.experts
     bins = max(power_of_two(e + 1), 32)
-    for name, count in (("order", s), ("position", s), ("offsets", e + 1), ("tiles", 2 * max_tiles), ("num_tiles", 3)):
+    for name, count in (("order", s), ("position", s), ("offsets", e + 1), ("tiles", 3 * max_tiles), ("num_tiles", 3)):
         if name != "position" or inverse:
             ws.add(name, (count,), torch.int32)
     slots = {"at_ids": plan.strides_ids, "S": s, "E": e, "top_k": plan.top_k, "FLAT": plan.strides_ids == (plan.top_k, 1)}
@@ -77,15 +77,18 @@ def store(plan: Plan, parts: int, features: int, bn: int) -> int:
     return parts if parts and features * item % 16 == 0 and bn // parts * item >= 16 else 0
 
 
-def build_sorted_rows(plan: Plan) -> None:
+def build_sorted_rows(plan: Plan, inverse: bool) -> None:
+    """The tokens in sorted order. ``inverse``: the positions of slots are known, so a token is read once."""
     s, h = plan.slots, plan.hidden
     plan.workspace.add("xs", (s, h), plan.dtype)
-    rows, block = 8, min(power_of_two(h), 256)
+    block = min(power_of_two(h), 1024 if inverse else 256)
+    rows = 1 if inverse else 8
+    arrays = {"x": "x", "weights": "weights", "offsets": "offsets", "xs": "xs"}
     plan.launch(
-        routing.sort_rows,
-        (-(-s // rows), -(-h // block)),
+        routing.spread_rows if inverse else routing.sort_rows,
+        (plan.tokens if inverse else -(-s // rows), -(-h // block)),
         4,
-        {"x": "x", "weights": "weights", "order": "order", "offsets": "offsets", "xs": "xs"},
+        arrays | ({"position": "position"} if inverse else {"order": "order"}),
         E=plan.experts,
         H=h,
         top_k=plan.top_k,
@@ -94,9 +97,9 @@ def build_sorted_rows(plan: Plan) -> None:
         SCALE=plan.body.on_input,
         WIDE=plan.wide(),
         EVEN=h % block == 0,
-        ROWS=rows,
         BLOCK=block,
         PDL=plan.pdl,
+        **({} if inverse else {"ROWS": rows}),
     )
 
 
@@ -111,7 +114,7 @@ def build_tiles(plan: Plan) -> None:
     build_routing(plan, bm, max_tiles, in_order)
     sorted_rows = up.rows_desc and plan.hidden > 0 and plan.hidden * plan.dtype.itemsize % 16 == 0
     if sorted_rows:
-        build_sorted_rows(plan)
+        build_sorted_rows(plan, in_order)
     # The down projection begins when the first one is over.
     plan.workspace.add("y", (s, plan.out), plan.dtype, over="xs" if sorted_rows else None)
     if up.specialised:

@@ -87,7 +87,7 @@ def linear(out: Tensor, x: Tensor, w: Any, it: Sorted, bias: Any, cut: Cut) -> N
         (min(device_of(x.device).sms, it.max_tiles * blocks),),
         {
             "x_rows": rows_in(x, it.slots, k, cut, x.stride(0)), "w_a": matrix, "w_b": matrix, "b_a": biases, "b_b": biases,
-            "out_rows": rows_out(out, n, cut.BN, cut, out.stride(0)), "offsets": it.offsets, "tiles": it.tiles, "num_tiles": it.num_tiles,
+            "out_rows": rows_out(out, n, cut.BN, cut, out.stride(0)), "tiles": it.tiles, "num_tiles": it.num_tiles,
             "steps_a": steps, "steps_b": steps,
         },
         max_tiles=it.max_tiles,
@@ -106,7 +106,7 @@ def _cut(form: str, bm: int) -> Cut:
     """The usual tiles of bm rows."""
     if bm == 64:
         return make_cut("pingpong", 64, 256, BLOCK_INPUTS, 8, 5, 4)
-    return make_cut(form, bm, 128, BLOCK_INPUTS, 8, 6, 2) if form == "pingpong" else make_cut(form, bm, 256, BLOCK_INPUTS, 8, 4, 4)
+    return make_cut(form, bm, 128, BLOCK_INPUTS, 8, 6, 2) if form == "pingpong" else make_cut(form, bm, 256, BLOCK_INPUTS, 8, 4, 2)
 
 
 def _bytes(cut: Cut) -> int:
