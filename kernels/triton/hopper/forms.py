@@ -29,9 +29,8 @@ class Form(NamedTuple):
 class Cut(NamedTuple):
     """How a product is cut (``problem.Tiles``).
 
-    BN: columns of the sum, of both projections together. PIECES: groups that share a tile, each of which has BM / PIECES of its rows.
-    PARTS: blocks of columns in which a group stores, through BUFFERS buffers of its own. REGISTERS, SPARE: of a thread that multiplies, that
-    loads.
+    BN: columns of the sum, of both projections together. PIECES: of a tile's rows, which are copied one by one. PARTS: blocks of columns in
+    which a group stores, through BUFFERS buffers of its own. REGISTERS, SPARE: of a thread that multiplies, that loads.
     """
 
     FORM: str
@@ -48,19 +47,22 @@ class Cut(NamedTuple):
     PDL: bool = False
 
     @property
-    def rows(self) -> int:
-        """Rows that one group multiplies."""
+    def piece(self) -> int:
+        """Rows of a piece."""
         return self.BM // self.PIECES
+
+    @property
+    def rows(self) -> int:
+        """Rows that one group multiplies and stores."""
+        return self.BM if self.FORM == "pingpong" else self.piece
 
 
 PIECE = 64
-"""Rows of a group that shares a tile: of one instruction that multiplies."""
+"""Rows of a piece: of one instruction that multiplies."""
 
 
 def make_cut(form: str, bm: int, columns: int, bk: int, group: int, stages: int, parts: int, pdl: bool = False) -> Cut:
     """Tiles of bm rows and so many columns of the sum."""
-    if form == "pingpong":
-        return Cut(form, bm, columns, bk, group, stages, parts, PDL=pdl)
     return Cut(form, bm, columns, bk, group, stages, parts, bm // PIECE, PDL=pdl)
 
 

@@ -100,6 +100,7 @@ def produce(
     WIDTH: gl.constexpr = cut.BN // form.HALVES
     WEIGHTS: gl.constexpr = form.HALVES * w_a.block_type.nbytes
     ROWS: gl.constexpr = x_rows.block_type.nbytes
+    pieces = a_bufs._reinterpret(x_rows.dtype, [STAGES * PIECES] + x_rows.block_type.shape, x_rows.layout)
     views = b_bufs._reinterpret(w_a.dtype, [STAGES * form.HALVES] + w_a.block_type.shape, w_a.layout)
     total = gl.load(num_tiles) * blocks
     stage = 0
@@ -123,7 +124,7 @@ def produce(
             if form.HALVES == 2:
                 copy_weights(w_b, steps_b, e, rows_b, first_b + block * WIDTH, k, bar, views.index(stage * 2 + 1), DESC)
             for n in gl.static_range(PIECES):
-                tma.async_copy_global_to_shared(x_rows, [start + n * M, k], bar, a_bufs.index(stage * PIECES + n), pred=n < live)
+                tma.async_copy_global_to_shared(x_rows, [start + n * M, k], bar, pieces.index(stage * PIECES + n), pred=n < live)
             stage, phase = advance(stage, phase, STAGES)
         i, e, start, rows, block = following, next_e, next_start, next_rows, next_block
         following = drawn(ticket)
@@ -207,6 +208,7 @@ def consume_shared(
     OUT_IN: gl.constexpr = form.DESC == "out-in" or form.DESC == "apart out-in"
     STAGES: gl.constexpr = cut.STAGES
     M: gl.constexpr = cut.BM // cut.PIECES
+    pieces = a_bufs._reinterpret(a_bufs.dtype, [STAGES * cut.PIECES, M, cut.BK], a_bufs.layout)
     stage = 0
     phase = 0
     slot = 0
@@ -216,7 +218,7 @@ def consume_shared(
         if rows <= M * G:
             stage, phase = release(full, empty, stage, phase, steps, STAGES)
         else:
-            acc, stage, phase = multiply(a_bufs, b_bufs, full, empty, stage, phase, steps, False, OUT_IN, cut, G)
+            acc, stage, phase = multiply(pieces, b_bufs, full, empty, stage, phase, steps, False, OUT_IN, G)
             acc = complete(acc, empty, stage, steps, STAGES)
             finish(acc, out_rows, lists, o_bufs, e, start + M * G, gl.minimum(rows - M * G, M), block, form, cut)
         slot, slot_phase = advance(slot, slot_phase, SLOTS)
@@ -225,13 +227,29 @@ def consume_shared(
 
 
 @gluon.jit
+def make_in_turn(
+    out_rows, lists, a_bufs, b_bufs, o_bufs, full, empty, turn, steps, stage, phase, e, start, rows, block, form: gl.constexpr,
+    cut: gl.constexpr, G: gl.constexpr,
+):  # fmt: skip
+    """Multiply and store a tile that is group G's, as high as the pieces of ``a_bufs`` are; (stage, phase) behind its steps."""
+    OUT_IN: gl.constexpr = form.DESC == "out-in" or form.DESC == "apart out-in"
+    STAGES: gl.constexpr = cut.STAGES
+    acc, stage, phase = multiply(a_bufs, b_bufs, full, empty, stage, phase, steps, False, OUT_IN, 0)
+    mbarrier.arrive(turn.index(1 - G))
+    acc = complete(acc, empty, stage, steps, STAGES)
+    finish(acc, out_rows, lists, o_bufs, e, start, rows, block, form, cut)
+    return stage, phase
+
+
+@gluon.jit
 def consume_in_turn(
     out_rows, lists, book, a_bufs, b_bufs, o_bufs, full, empty, announced, taken, turn, steps, form: gl.constexpr, cut: gl.constexpr,
     G: gl.constexpr,
 ):  # fmt: skip
     """Group G of two that take tiles by turns."""
-    OUT_IN: gl.constexpr = form.DESC == "out-in" or form.DESC == "apart out-in"
     STAGES: gl.constexpr = cut.STAGES
+    M: gl.constexpr = cut.BM // cut.PIECES
+    pieces = a_bufs._reinterpret(a_bufs.dtype, [STAGES * cut.PIECES, M, cut.BK], a_bufs.layout)
     stage = 0
     phase = 0
     parity = 1 if G == 0 else 0  # the first tile is group 0's: it does not wait for its first turn
@@ -244,10 +262,19 @@ def consume_in_turn(
     while e >= 0:
         mbarrier.wait(turn.index(G), parity)
         parity ^= 1
-        acc, stage, phase = multiply(a_bufs, b_bufs, full, empty, stage, phase, steps, False, OUT_IN, cut, 0)
-        mbarrier.arrive(turn.index(1 - G))
-        acc = complete(acc, empty, stage, steps, STAGES)
-        finish(acc, out_rows, lists, o_bufs, e, start, rows, block, form, cut)
+        if cut.PIECES == 1:
+            stage, phase = make_in_turn(
+                out_rows, lists, a_bufs, b_bufs, o_bufs, full, empty, turn, steps, stage, phase, e, start, rows, block, form, cut, G
+            )
+        else:
+            if rows > M:
+                stage, phase = make_in_turn(
+                    out_rows, lists, a_bufs, b_bufs, o_bufs, full, empty, turn, steps, stage, phase, e, start, rows, block, form, cut, G
+                )
+            else:
+                stage, phase = make_in_turn(
+                    out_rows, lists, pieces, b_bufs, o_bufs, full, empty, turn, steps, stage, phase, e, start, rows, block, form, cut, G
+                )
         stage, phase = skip(stage, phase, steps, STAGES)
         slot_phase ^= 1
         e, start, rows, block = take(book, announced, taken, G, slot_phase)
@@ -270,11 +297,11 @@ def product_tiles(
     after_previous(cut.PDL)
     let_next_start(cut.PDL)
     STAGES: gl.constexpr = cut.STAGES
-    READERS: gl.constexpr = cut.PIECES
+    READERS: gl.constexpr = 1 if cut.FORM == "pingpong" else cut.PIECES
     OUT_IN: gl.constexpr = form.DESC == "out-in" or form.DESC == "apart out-in"
     dtype: gl.constexpr = x_rows.dtype
     plain: gl.constexpr = gl.NVMMASharedLayout(w_a.layout.swizzle_byte_width, 16, 2)
-    a_bufs = gl.allocate_shared_memory(dtype, [STAGES * cut.PIECES] + x_rows.block_type.shape, x_rows.layout)
+    a_bufs = gl.allocate_shared_memory(dtype, [STAGES, cut.BM, cut.BK], x_rows.layout)
     b_bufs = gl.allocate_shared_memory(dtype, [STAGES, cut.BN, cut.BK] if OUT_IN else [STAGES, cut.BK, cut.BN], plain)
     o_0 = gl.allocate_shared_memory(dtype, [cut.BUFFERS] + out_rows.block_type.shape, out_rows.layout)
     o_1 = gl.allocate_shared_memory(dtype, [cut.BUFFERS] + out_rows.block_type.shape, out_rows.layout)

@@ -20,7 +20,7 @@ FORM "pingpong": the groups take tiles by turns, group 0 the first; the ring and
 group g begin: the other group arrives once it has *seen* its last step arrive, not before. That gives the tensor cores to one group while the
 other stores. It is also what makes parities right: between two of its tiles a group leaves out the steps of the other, so a stage may have
 been filled more than once since; but when its turn comes, all steps before its own have arrived, so each stage is in the phase before the one
-that it waits for, or in that one.
+that it waits for, or in that one. A tile of two pieces of rows with no row in the second is multiplied without it.
 FORM "shared": both groups multiply each step, half of the rows each; a stage is given back by both. There are no turns. A group without
 rows in a tile waits for each step and gives it back.
 
@@ -135,21 +135,21 @@ def release(full, empty, stage, phase, steps, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def multiply(
-    a_bufs, b_bufs, full, empty, stage, phase, steps, A_T: gl.constexpr, B_T: gl.constexpr, cut: gl.constexpr, PIECE: gl.constexpr
-):
+def multiply(a_bufs, b_bufs, full, empty, stage, phase, steps, A_T: gl.constexpr, B_T: gl.constexpr, PIECE: gl.constexpr):
     """(sums [M, BN] of a tile, stage, phase): each stage is given back when the product of the next one has begun.
 
-    Buffers hold [M, BK] and [BK, BN], or with A_T and B_T their transposes. The last product still runs: see :func:`complete`.
+    Buffers hold [M, BK] and [BK, BN], or with A_T and B_T their transposes; of a, whole pieces for each stage, of which this is number PIECE.
+    The last product still runs: see :func:`complete`.
     """
-    BN: gl.constexpr = cut.BN
-    M: gl.constexpr = cut.BM // cut.PIECES
-    STAGES: gl.constexpr = cut.STAGES
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, cut.BN, 16])
+    STAGES: gl.constexpr = b_bufs.type.shape[0]
+    PIECES: gl.constexpr = a_bufs.type.shape[0] // STAGES
+    M: gl.constexpr = a_bufs.type.shape[2 if A_T else 1]
+    BN: gl.constexpr = b_bufs.type.shape[1 if B_T else 2]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     acc = gl.zeros([M, BN], gl.float32, layout)
     for k in range(steps):
         mbarrier.wait(full.index(stage), phase)
-        a = a_bufs.index(stage * cut.PIECES + PIECE)
+        a = a_bufs.index(stage * PIECES + PIECE)
         b = b_bufs.index(stage)
         if A_T:
             a = a.permute((1, 0))
@@ -178,9 +178,11 @@ FAR_ROW: gl.constexpr = gl.constexpr(1 << 30)
 def store_block(desc, buffers, v, slot: gl.constexpr, at, rows, col):
     """Store v [M, W] at rows [at, at + rows), clipped there, from column ``col``, through a buffer that was stored the longest ago."""
     BUFFERS: gl.constexpr = buffers.type.shape[0]
+    M: gl.constexpr = v.type.shape[0]
     tma.store_wait(BUFFERS - 1)
     view = buffers.index(slot % BUFFERS)
-    view.reshape(v.type.shape).store(v)
+    # What is behind M rows is not stored.
+    view.reshape([buffers.type.shape[3], v.type.shape[1]]).slice(0, M, dim=0).store(v)
     fence_async_shared()
     tma.async_copy_shared_to_global(desc, [FAR_ROW, at + rows, FAR_ROW - rows, col], view)
 

@@ -92,7 +92,7 @@ def consume_shared(
     e, steps, _, place = take(book, announced, taken, slot, slot_phase)
     while e >= 0:
         block_n, block_k = tile_order(place, blocks_n, blocks_k, cut.GROUP)
-        acc, stage, phase = multiply(a_bufs, b_bufs, full, empty, stage, phase, steps, True, False, cut, G)
+        acc, stage, phase = multiply(a_bufs, b_bufs, full, empty, stage, phase, steps, True, False, G)
         acc = complete(acc, empty, stage, steps, STAGES)
         n = block_n * cut.BM + G * (cut.BM // cut.PIECES)
         store_columns(d_w, o_bufs, acc, e, n, block_k * cut.BN, 0, PARTS)
@@ -119,7 +119,7 @@ def consume_in_turn(
         block_n, block_k = tile_order(place, blocks_n, blocks_k, cut.GROUP)
         mbarrier.wait(turn.index(G), parity)
         parity ^= 1
-        acc, stage, phase = multiply(a_bufs, b_bufs, full, empty, stage, phase, steps, True, False, cut, 0)
+        acc, stage, phase = multiply(a_bufs, b_bufs, full, empty, stage, phase, steps, True, False, 0)
         mbarrier.arrive(turn.index(1 - G))
         acc = complete(acc, empty, stage, steps, STAGES)
         store_columns(d_w, o_bufs, acc, e, block_n * cut.BM, block_k * cut.BN, 0, PARTS)

@@ -37,8 +37,8 @@ def weights(array: Any, w: Operand, form: str, experts: int, features: int, inpu
 
 
 def rows_in(array: Any, slots: int, features: int, cut: Cut, stride: int | None = None) -> Described:
-    """The descriptor through which rows come, in blocks of a group's rows."""
-    return Described(array, (slots, features), (stride or features, 1), (cut.rows, cut.BK), rows_layout(cut.BK))
+    """The descriptor through which rows come, in pieces."""
+    return Described(array, (slots, features), (stride or features, 1), (cut.piece, cut.BK), rows_layout(cut.BK))
 
 
 def rows_out(array: Any, features: int, width: int, cut: Cut, stride: int | None = None) -> Described:
@@ -125,7 +125,7 @@ def grad_cut(g: Tensor, x: Tensor, strides: tuple[int, ...], it: Sorted) -> Cut 
         return None
     if col != 1 or row % 8 or e % 8 or not whole(2, n, k):
         return None
-    cut = _cut(GRADS, 128)
+    cut = _cut(GRADS, 128)._replace(PIECES=1) if GRADS == "pingpong" else _cut(GRADS, 128)
     return cut if _bytes(cut) <= device.shared else None
 
 
@@ -142,7 +142,7 @@ def weight_grads(target: Tensor, at: Experts, g: Tensor, x: Tensor, it: Sorted, 
         weight_grad_products,
         (min(device_of(x.device).sms, total),),
         {
-            "g_rows": clipped(g, n, cut.BK, cut.rows, g.stride(0)),
+            "g_rows": clipped(g, n, cut.BK, cut.piece, g.stride(0)),
             "x_rows": clipped(x, k, cut.BK, cut.BN, x.stride(0)),
             "d_w": grads,
             "offsets": it.offsets,
