@@ -47,7 +47,7 @@ def split(form: str) -> tuple[str, int]:
 def configurations(p: Problem, forms: list[str], groups: list[int], launches: list[bool]) -> Iterator[tuple[str, Config]]:
     """Every pair of an up and a down kernel of one height, by name; first what runs without them."""
     device = device_of(torch.device("cuda", 0))
-    yield "triton", shipped(p, device.name, device.hopper, device.shared, 2)
+    yield "triton", shipped(p, device.name, device.hopper, device.shared, 2, False)
     for (up, bm), (down, height) in itertools.product(map(split, forms), repeat=2):
         if bm != height:
             continue

@@ -106,7 +106,7 @@ def rules(p: Problem, hopper: bool, specialised: bool = False) -> Config:
     if not hopper:
         return Config(bm, Tiles(128 // gates, 64, 8, 3, 8), Tiles(128, 64, 8, 3, 8))
     if specialised:
-        return specialised_tiles(p, bm)
+        return specialised_tiles(p, bm, "shared")
     up = Tiles(256 // gates, 64, 8, 3, 8, desc=True, join=True, persistent=True, flatten=True, store=1)
     return Config(bm, up, Tiles(256, 64, 8, 3, 8, desc=True, rows_desc=True, persistent=True, flatten=True, store=2))
 
@@ -116,9 +116,9 @@ def specialised_tiles(p: Problem, bm: int, form: str = "pingpong") -> Config:
     gates = 1 if p.gating == "plain" else 2
     width, stages = (128, 6) if bm == 128 and form == "pingpong" else (256, 4)
     up = Tiles(
-        width // gates, 64, 4, stages, 8, rows_desc=True, specialised=form, store=1 if gates == 2 and p.gating != "interleaved" else 2
+        width // gates, 64, 4, stages, 4, rows_desc=True, specialised=form, store=1 if gates == 2 and p.gating != "interleaved" else 2
     )
-    down = Tiles(width, 64, 4, stages, 8, rows_desc=True, specialised=form, store=4 if bm == 64 else 2)
+    down = Tiles(width, 64, 4, stages, 4, rows_desc=True, specialised=form, store=4 if bm == 64 else 2)
     return Config(bm, up, down)
 
 

@@ -44,12 +44,20 @@ CONFIGS = {
     "sorted rows": Config(128, Tiles(64, 64, 8, 3, 4, desc=True, rows_desc=True, join=True, store=1), Tiles(64, 64, 8, 3, 4, tail=True)),
 }  # fmt: skip
 
+WARPS = {form: Config(bm, Tiles(64, 64, 4, 3, 4, rows_desc=True, store=1, specialised=form),
+                      Tiles(128, 64, 4, 3, 4, rows_desc=True, store=2, specialised=form))
+         for form, bm in (("shared", 128), ("pingpong", 128))}  # fmt: skip
+
 
 def cases() -> Iterator[tuple[str, Case, Config]]:
     odd = Case(tokens=37, hidden=72, inter=40, hidden_out=56, experts=5, top_k=3, dtype=torch.bfloat16, bias=False, low_id=-1, high_id=6)
     for name, config in CONFIGS.items():
         yield name, odd, config
         yield name, odd.with_(bias=True, gating="interleaved", activation="swiglu_oai"), config
+    for form, config in WARPS.items():
+        for tokens in (37, 700):
+            yield form, odd.with_(tokens=tokens), config
+            yield form, odd.with_(tokens=tokens, bias=True, gating="interleaved", activation="swiglu_oai", separate=True), config
     yield "many slots", odd.with_(tokens=3000), CONFIGS["stored"]
     yield "separate", odd.with_(separate=True), CONFIGS["pointers"]
     for gating in ("merged", "interleaved", "separate"):

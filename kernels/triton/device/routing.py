@@ -4,8 +4,8 @@ Glossary, all int32, in one buffer (``layout.Workspace`` says where each begins)
 
 * order [S]: slot numbers stably sorted by expert, slots with an invalid id last; position [S]: its inverse, where the combine wants it;
 * offsets [E + 1]: rows [offsets[e], offsets[e + 1]) of the order belong to expert e; offsets[E] counts the valid slots;
-* tiles [3, max_tiles]: expert, first row and rows of each tile of up to BM rows, experts in order; num_tiles[0] of them are filled. num_tiles [3]
-  ends with two counters of ``hopper/ring.py``, which are 0 between launches.
+* tiles [3, max_tiles]: expert, first row and rows of each tile of up to BM rows, experts in order; num_tiles[0] of them are filled.
+  num_tiles [3] ends with two counters of ``hopper/ring.py``, which are 0 between launches.
 
 Nothing here depends on the routing but the contents: sizes are upper bounds, so a CUDA graph replays with any routing. The sort is a
 counting sort: the rank of a slot among equal ids is a prefix count, so the order is stable and equal from run to run.

@@ -92,7 +92,7 @@ def produce(
     x_rows, w_a, w_b, steps_a, steps_b, tiles, num_tiles, book, a_bufs, b_bufs, full, empty, announced, taken, max_tiles,
     blocks, K, first_a, first_b, rows_a, rows_b, form: gl.constexpr, cut: gl.constexpr,
 ):  # fmt: skip
-    """The producer: takes tiles, announces them, and fills the ring with their steps. Pieces of a tile without a row are left as they are."""
+    """The producer: takes tiles, announces them, and fills the ring with their steps. Pieces without a row are left as they are."""
     DESC: gl.constexpr = form.DESC
     STAGES: gl.constexpr = cut.STAGES
     PIECES: gl.constexpr = cut.PIECES

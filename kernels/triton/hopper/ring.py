@@ -16,11 +16,11 @@ and rows of their neighbours in the L2; with tiles shared out beforehand they dr
 each tile to its consumers through SLOTS notes, with barriers of their own (``announced``, ``taken``), which work like ``full`` and
 ``empty``. A note without an expert is the end.
 
-FORM "pingpong": the groups take tiles by turns, group 0 the first; the ring and the notes have those of both in that order. ``turn[g]`` lets
-group g begin: the other group arrives once it has *seen* its last step arrive, not before. That gives the tensor cores to one group while the
-other stores. It is also what makes parities right: between two of its tiles a group leaves out the steps of the other, so a stage may have
-been filled more than once since; but when its turn comes, all steps before its own have arrived, so each stage is in the phase before the one
-that it waits for, or in that one. A tile of two pieces of rows with no row in the second is multiplied without it.
+FORM "pingpong": the groups take tiles by turns, group 0 the first; ring and notes have those of both in that order. ``turn[g]`` lets
+group g begin: the other group arrives once it has *seen* its last step arrive, not before. That gives the tensor cores to one group while
+the other stores. It is also what makes parities right: between two of its tiles a group leaves out the steps of the other, so a stage may
+have been filled more than once since; but when its turn comes, all steps before its own have arrived, so each stage is in the phase before
+the one that it waits for, or in that one. A tile of two pieces of rows with no row in the second is multiplied without it.
 FORM "shared": both groups multiply each step, half of the rows each; a stage is given back by both. There are no turns. A group without
 rows in a tile waits for each step and gives it back.
 
@@ -138,8 +138,8 @@ def release(full, empty, stage, phase, steps, STAGES: gl.constexpr):
 def multiply(a_bufs, b_bufs, full, empty, stage, phase, steps, A_T: gl.constexpr, B_T: gl.constexpr, PIECE: gl.constexpr):
     """(sums [M, BN] of a tile, stage, phase): each stage is given back when the product of the next one has begun.
 
-    Buffers hold [M, BK] and [BK, BN], or with A_T and B_T their transposes; of a, whole pieces for each stage, of which this is number PIECE.
-    The last product still runs: see :func:`complete`.
+    Buffers hold [M, BK] and [BK, BN], or with A_T and B_T their transposes; of a, several pieces for each stage, of which this is number
+    PIECE. The last product still runs: see :func:`complete`.
     """
     STAGES: gl.constexpr = b_bufs.type.shape[0]
     PIECES: gl.constexpr = a_bufs.type.shape[0] // STAGES

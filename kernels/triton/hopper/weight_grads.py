@@ -23,7 +23,7 @@ def rows_of(offsets, i, tiles):
 
 @gluon.jit
 def produce(g_rows, x_rows, offsets, book, a_bufs, b_bufs, full, empty, announced, taken, total, blocks_n, blocks_k, cut: gl.constexpr):
-    """The producer: announces each tile of this program (expert, steps, steps of the tile before, place) and fills the ring with its steps."""
+    """The producer: announces each tile of this program (expert, steps, steps of the tile before, place) and fills the ring."""
     STAGES: gl.constexpr = cut.STAGES
     PIECES: gl.constexpr = cut.PIECES
     M: gl.constexpr = cut.BM // PIECES

@@ -64,7 +64,11 @@ class Plan:
         self.b_up = describe(b_up, 1, mixed_bias) if b_up else None if body.split else self.b_in
         self.b_out = describe(b_out, 1) if b_out else None
         self.empty = not (self.slots and self.out and self.experts)
-        self.config = config or self._choose(w_in[0])
+        refusal = plan_specialised.refusal(self)
+        self.specialised = refusal is None
+        self.config = config or self._choose()
+        if self.config.specialised and refusal:
+            raise ValueError(refusal)
         self.strides_x, self.strides_ids, self.strides_weights = Rows(*x.stride()), Rows(*ids.stride()), Rows(*weights.stride())
         self.workspace = Workspace()
         self.steps: list[Launch] = []
@@ -86,9 +90,10 @@ class Plan:
 
     # What the kernels share ---------------------------------------------------------------------------------------------------------
 
-    def _choose(self, w: Tensor) -> Config:
-        item = self.dtype.itemsize
-        problem = Problem(
+    @property
+    def problem(self) -> Problem:
+        """What a choice of a configuration is about."""
+        return Problem(
             self.tokens,
             self.top_k,
             self.experts,
@@ -101,8 +106,10 @@ class Plan:
             self.w_out.strides[2] != 1 and self.w_out.strides[1] == 1,
             self.w_in.table,
         )
-        specialised = plan_specialised.refusal(self) is None
-        return choose(problem, self.device.name, self.device.hopper, self.device.shared, item, specialised)
+
+    def _choose(self) -> Config:
+        device = self.device
+        return choose(self.problem, device.name, device.hopper, device.shared, self.dtype.itemsize, self.specialised)
 
     @property
     def gating(self) -> str:

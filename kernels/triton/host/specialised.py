@@ -21,7 +21,7 @@ from moefuse.kernels.triton.launch.record import as_step
 
 DTYPES = (torch.bfloat16, torch.float16)
 """What they multiply."""
-LINEAR, GRADS = "shared", "shared"
+LINEAR, GRADS = "shared", "pingpong"
 """The form of products with weights and of gradients of weights. Benchmarks set it."""
 LEAST_ROWS = 32
 """Mean rows of an expert from which on their tiles pay."""
@@ -105,8 +105,9 @@ def linear(out: Tensor, x: Tensor, w: Any, it: Sorted, bias: Any, cut: Cut) -> N
 def _cut(form: str, bm: int) -> Cut:
     """The usual tiles of bm rows."""
     if bm == 64:
-        return make_cut("pingpong", 64, 256, BLOCK_INPUTS, 8, 5, 4)
-    return make_cut(form, bm, 128, BLOCK_INPUTS, 8, 6, 2) if form == "pingpong" else make_cut(form, bm, 256, BLOCK_INPUTS, 8, 4, 2)
+        return make_cut("pingpong", 64, 256, BLOCK_INPUTS, 4, 5, 4)
+    columns, stages = (128, 6) if form == "pingpong" else (256, 4)
+    return make_cut(form, bm, columns, BLOCK_INPUTS, 4, stages, 2)
 
 
 def _bytes(cut: Cut) -> int:

@@ -27,6 +27,8 @@ from moefuse.tuning import store
 
 NAME = "grouped_mm"
 FORMS = ("all", "down")
+UP_KERNELS = ("up_tiles", "product_tiles")
+"""Kernels that make h, the first of a plan."""
 DTYPES: tuple[torch.dtype, ...] = (torch.bfloat16,)
 """The dtypes that the library takes on CUDA without waiting for the host."""
 DEVICES = ("cuda",)
@@ -129,7 +131,8 @@ class LibraryPlan:
         self.up = Plan(call) if form == "down" else None
         # The launches until the activation; what they leave in the workspace is all that the rest needs.
         names = [step.kernel.__name__ for step in self.up.steps] if self.up is not None else []
-        self.steps = self.up.steps[: names.index("up_tiles") + 1] if self.up is not None and "up_tiles" in names else []
+        at = next((i for i, name in enumerate(names) if name in UP_KERNELS), None)
+        self.steps = self.up.steps[: at + 1] if self.up is not None and at is not None else []
 
     def run(self, call: ExpertsCall) -> Tensor:
         """The output [T, N]."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import fields, replace
 from typing import Any
 
-from moefuse.kernels.triton.config import fit, rules, table
+from moefuse.kernels.triton.config import fit, rules, specialised_tiles, table
 from moefuse.kernels.triton.host.layout import Device
 from moefuse.kernels.triton.problem import Config, Problem, Tiles, Vectors, power_of_two
 
@@ -23,16 +23,18 @@ BOUNDS: dict[str, tuple[int, int]] = {
 }  # fmt: skip
 """Smallest and largest value worth trying of the settings that are known; others go from 1 to :data:`LARGE`."""
 LARGE = 1024
+LEAST_ROWS = 24
+"""Mean rows of an expert from which on kernels with specialised warps, whose tiles are high, are tried."""
 FEW_SLOTS = 64
 """Up to so many slots the vector kernels are a candidate."""
 
 
-def starts(p: Problem, device: Device, current: Config) -> list[Config]:
+def starts(p: Problem, device: Device, current: Config, specialised: bool = False) -> list[Config]:
     """Where a search begins: what the call takes now, the nearest entries of the table, the rules, and each height of tiles in its usual
-    forms. The first is ``current``."""
-    entries = [(q, c) for q, c in table(device.name) if q.form == p.form]
+    forms, with ``specialised`` those of kernels with specialised warps too. The first is ``current``."""
+    entries = [(q, c) for q, c in table(device.name, specialised) if q.form == p.form]
     near = [c for q, c in sorted(entries, key=lambda e: p.distance(e[0]))[:NEAR]]
-    found = [current, *near, rules(p, device.hopper)]
+    found = [current, *near, rules(p, device.hopper), *(_specialised(p) if specialised else ())]
     found += [c for bm in heights(p) for c in forms(p, bm, device.hopper)]
     # An entry for fewer slots may have vectors, which read an expert once for every slot.
     return unique(p, device, (c for c in found if c.bm or c == current or 0 in heights(p)))
@@ -74,6 +76,14 @@ def forms(p: Problem, bm: int, hopper: bool) -> Iterator[Config]:
             yield Config(bm, part, part, pdl=hopper)
     else:
         yield from _tall(p, bm, hopper)
+
+
+def _specialised(p: Problem) -> Iterator[Config]:
+    """The usual forms of kernels with specialised warps, and each form of the first beside the other of the second."""
+    if p.rows < LEAST_ROWS:
+        return
+    shared, turns = (specialised_tiles(p, 128, form) for form in ("shared", "pingpong"))
+    yield from (shared, turns, replace(shared, down=turns.down), replace(turns, down=shared.down), specialised_tiles(p, 64))
 
 
 def _vectors(p: Problem) -> Iterator[Config]:

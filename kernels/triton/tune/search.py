@@ -67,11 +67,12 @@ class Search:
         """Search; ``more`` are further configurations to begin with."""
         p, device = self.call.problem, self.device
         item = candidates.itemsize(p)
-        before = choose(p, device.name, device.hopper, device.shared, item)
-        first = shipped(p, device.name, device.hopper, device.shared, item)
+        specialised = self.call.plan().specialised
+        before = choose(p, device.name, device.hopper, device.shared, item, specialised)
+        first = shipped(p, device.name, device.hopper, device.shared, item, specialised)
         # What runs now needs no worker, and is measured whatever the time says: the rest has something to beat.
         self._measure(before)
-        self._round(candidates.unique(p, device, [first, *candidates.starts(p, device, before), *more]))
+        self._round(candidates.unique(p, device, [first, *candidates.starts(p, device, before, specialised), *more]))
         for _ in range(rounds):
             best = self.best()
             if best is None or self.clock() > self.deadline:
