@@ -75,8 +75,8 @@ def make(name: str, s: gs.Shape, lists: layer.Lists) -> Step:
 def of_expert(found: list[Tensor], expert: int) -> list[Tensor]:
     """Output, gradients of x and weights, and those of one expert's two projections."""
     out, d_x, d_weights, *rest = found
-    if len(rest) == 2:
-        return [out, d_x, d_weights, *(d[expert] for d in rest)]
+    if rest[0].dim() == 3:
+        return [out, d_x, d_weights, *(d[expert] for d in rest if d.dim() == 3)]
     gate, up, down = (rest[i * len(rest) // 3 + expert] for i in range(3))
     return [out, d_x, d_weights, torch.cat((gate, up)), down]
 
@@ -131,9 +131,13 @@ class Timed:
 def exact(s: gs.Shape, lists: layer.Lists, inputs: tuple[Tensor, ...], rows: list[int], expert: int) -> list[Tensor]:
     """In float32: output, gradient of x, gradient of weights of tokens ``rows``; gradients of w_in and w_out of one expert."""
     x, ids, weights, grad = (t.detach() for t in inputs)
-    w_in, _, w_out, *_ = (lists[0][0].detach(), None, lists[2][0].detach())
+    w_in, w_out = lists[0][0].detach(), lists[2][0].detach()
 
-    def one(token: Tensor, scale: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    def one(token: Tensor, scale: Tensor, a: Tensor, b: Tensor, e: int) -> Tensor:
+        if s.oai:
+            h = token @ a.t() + lists[3][0][e].detach().float()
+            gate, up = h[:, 0::2].clamp(max=7.0), h[:, 1::2].clamp(-7.0, 7.0)
+            return (gate * torch.sigmoid(1.702 * gate) * (up + 1) @ b.t() + lists[5][0][e].detach().float()) * scale[:, None]
         gate, up = (token @ a.t()).chunk(2, -1)
         return torch.nn.functional.silu(gate) * up @ b.t() * scale[:, None]
 
@@ -141,7 +145,7 @@ def exact(s: gs.Shape, lists: layer.Lists, inputs: tuple[Tensor, ...], rows: lis
         out, d_x, d_weights = [], [], []
         for t in rows:
             token, scale = x[t : t + 1].float().requires_grad_(), weights[t].float().requires_grad_()
-            parts = [one(token, scale[k : k + 1], w_in[e].float(), w_out[e].float()) for k, e in enumerate(ids[t].tolist())]
+            parts = [one(token, scale[k : k + 1], w_in[e].float(), w_out[e].float(), e) for k, e in enumerate(ids[t].tolist())]
             total = torch.stack(parts).sum(0)
             found = torch.autograd.grad(total, (token, scale), grad[t : t + 1].float())
             out.append(total.detach())
@@ -149,7 +153,7 @@ def exact(s: gs.Shape, lists: layer.Lists, inputs: tuple[Tensor, ...], rows: lis
             d_weights.append(found[1])
         token, slot = torch.where(ids == expert)
         a, b = (w[expert].float().requires_grad_() for w in (w_in, w_out))
-        y = one(x[token].float(), weights[token, slot].float(), a, b)
+        y = one(x[token].float(), weights[token, slot].float(), a, b, expert)
         d_in, d_out = torch.autograd.grad(y, (a, b), grad[token].float())
     return [torch.cat(out), torch.cat(d_x), torch.stack(d_weights), d_in, d_out]
 
@@ -159,7 +163,9 @@ def errors(found: list[Tensor], want: list[Tensor], rows: list[int], expert: int
     out, d_x, d_weights, d_in, d_out = of_expert(found, expert)
     got = (out[rows], d_x[rows], d_weights[rows], d_in, d_out)
     names = ("out", "d_x", "d_weights", "d_w_in", "d_w_out")
-    return {name: round(gs.relative_error(g, w), 5) for name, g, w in zip(names, got, want, strict=True)}
+    # Parameters that are stored in-out have gradients that are.
+    pairs = [(g.t() if g.shape != w.shape else g, w) for g, w in zip(got, want, strict=True)]
+    return {name: round(gs.relative_error(g, w), 5) for name, (g, w) in zip(names, pairs, strict=True)}
 
 
 def kernels_of(it: Timed, steps: int = 4) -> dict[str, float]:

@@ -37,7 +37,7 @@ def random_case(draw: random.Random) -> Case:
         hidden, inter = (max(n // 64, 1) * 64 for n in (hidden, inter))
     return Case(
         tokens=tokens, hidden=hidden, inter=inter, hidden_out=out, experts=experts, top_k=top_k, gating=gating, activation=activation,
-        up_first=draw.random() < 0.3, weight_on_input=draw.random() < 0.3, bias=draw.random() < 0.5,
+        up_first=gating in ("merged", "interleaved") and draw.random() < 0.3, weight_on_input=draw.random() < 0.3, bias=draw.random() < 0.5,
         dtype=draw.choice((torch.bfloat16, torch.float16)), low_id=draw.choice((-1, 0)),
         high_id=draw.choice((None, experts, max(experts // 3, 1))), seed=draw.randrange(1 << 30), **storage,
     )  # fmt: skip

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from moefuse.kernels.triton import config
+from moefuse.kernels.triton.hopper.available import available
 from moefuse.kernels.triton.host import linear, sorted_rows, specialised, wgrad
+from moefuse.kernels.triton.host.layout import device_of
 from moefuse.kernels.triton.host.linear import Weight
 from moefuse.kernels.triton.host.sorted_rows import Lists, Sorted
 from moefuse.kernels.triton.provide import library
@@ -17,7 +19,8 @@ from moefuse.kernels.triton.provide import library
 LIBRARY_ROWS = 768
 LIBRARY_SIZE = 4096
 """Mean rows of an expert, and features of either projection, from which on the library's products are taken. Measured on an H200
-(``benchmarks/train_gpu.py``): a step with 1024 rows of 14336 x 4096 takes 0.96 of the time, all smaller ones 1.09 to 1.18 times as long."""
+(``benchmarks/train_gpu.py``): a step with 1024 rows of 14336 x 4096 takes 0.96 of the time, all smaller ones 1.09 to 1.18 times as long.
+Where kernels with specialised warps run (``hopper/``) it takes 1.04 times as long as they do, so they are taken."""
 
 
 class _Rows:
@@ -142,7 +145,7 @@ class Library(_Rows):
 
 def products(x: Tensor, it: Sorted, gating: str, biases: Sequence[Lists], size: int, *lists: Lists) -> Own | Library:
     """Who computes the products with the weights ``lists``. ``size``: the smaller of the features of a token and of the activation."""
-    large = it.mean_rows >= LIBRARY_ROWS and size >= LIBRARY_SIZE
+    large = it.mean_rows >= LIBRARY_ROWS and size >= LIBRARY_SIZE and not available(device_of(x.device))
     if config.PRODUCTS == "own" or (config.PRODUCTS is None and not large):
         return Own(it, x.dtype)
     if not it.slots or library.refusal(x, gating, biases, *lists) is not None:
