@@ -149,10 +149,18 @@ def table_times(device: str) -> tuple[tuple[Problem, float, float], ...]:
 
 
 def table_entries(device: str) -> list[dict[str, Any]]:
-    """What the table of a device says, as it stands in its file."""
+    """What the table of a device says, as it stands in its file.
+
+    A table "from" another device's has that one's configurations for problems that it does not name itself, without times.
+    """
     path = _table_path(device)
-    found: list[dict[str, Any]] = json.loads(path.read_text())["entries"] if path.is_file() else []
-    return found
+    data: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {"entries": []}
+    found: list[dict[str, Any]] = data["entries"]
+    if "from" not in data:
+        return found
+    named = [entry["problem"] for entry in found]
+    others = [entry for entry in table_entries(data["from"]) if entry["problem"] not in named]
+    return found + [{"problem": entry["problem"], "config": entry["config"]} for entry in others]
 
 
 def _table_path(device: str) -> Path:
