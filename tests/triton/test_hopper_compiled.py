@@ -152,7 +152,7 @@ def activations() -> list[tuple[str, str, str, int]]:
         for name, activation in ACTIVATIONS.items()
         for gating in ("plain", "halves", "interleaved")
         for form in FORMS
-        if not (activation.needs_up and gating == "plain")
+        if not (activation.needs_gate and gating == "plain")
     ]
 
 
