@@ -28,6 +28,7 @@ SWITCHES: dict[str, tuple[str, ...]] = {
     "MOEFUSE_AUTOTUNE": ("0", "1"),
     "MOEFUSE_OVERLAP": ("0", "1"),
     "MOEFUSE_DIRECT_LAUNCH": ("0", "1"),
+    "MOEFUSE_SPECIALISED": ("0", "1"),
     "MOEFUSE_WORKSPACE_MIB": (),
     "MOEFUSE_CACHE_DIR": (),
     "MOEFUSE_HOST": (),
@@ -36,6 +37,7 @@ SWITCHES: dict[str, tuple[str, ...]] = {
 
 MOEFUSE_CPU_KERNEL=0 leaves the C++ kernels out; MOEFUSE_AUTOTUNE=0 forbids tuning, and nothing that was tuned earlier is used;
 MOEFUSE_WORKSPACE_MIB=n runs long prefills in chunks, so that a call takes about n MiB in addition to its result;
+MOEFUSE_SPECIALISED=0 leaves out the kernels with specialised warps on Hopper;
 MOEFUSE_OVERLAP=0 runs shared experts in order instead of beside the routed ones;
 MOEFUSE_HOST=name is what ``moefuse.parallelize`` takes for this process's host.
 """

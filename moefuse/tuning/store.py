@@ -49,7 +49,7 @@ def kernel_hash() -> str:
     """SHA-256 over the sources of the kernels and of what chooses among them."""
     folder = Path(__file__).parent.parent / "kernels" / "triton"
     digest = hashlib.sha256()
-    for path in sorted(path for room in (".", "device", "launch") for path in folder.glob(f"{room}/*.py")):
+    for path in sorted(path for room in (".", "device", "hopper", "launch") for path in folder.glob(f"{room}/*.py")):
         content = path.read_bytes()
         digest.update(f"{path.relative_to(folder)}\0{len(content)}\0".encode())
         digest.update(content)

@@ -159,7 +159,8 @@ def test_an_unknown_variable_warns_once(monkeypatch: pytest.MonkeyPatch) -> None
             Options.from_user(None)
     texts = [str(warning.message) for warning in caught]
     known = "MOEFUSE_DISABLE, MOEFUSE_VERIFY, MOEFUSE_STRICT, MOEFUSE_CAPTURE, MOEFUSE_CPU_KERNEL, "
-    known += "MOEFUSE_AUTOTUNE, MOEFUSE_OVERLAP, MOEFUSE_DIRECT_LAUNCH, MOEFUSE_WORKSPACE_MIB, MOEFUSE_CACHE_DIR, MOEFUSE_HOST"
+    known += "MOEFUSE_AUTOTUNE, MOEFUSE_OVERLAP, MOEFUSE_DIRECT_LAUNCH, MOEFUSE_SPECIALISED, MOEFUSE_WORKSPACE_MIB, MOEFUSE_CACHE_DIR, "
+    known += "MOEFUSE_HOST"
     assert texts == [f"environment variable MOEFUSE_STRIKT is unknown to moefuse; it reads {known}"]
 
 

@@ -79,6 +79,11 @@ def weights_block(form: str, width: int, bk: int) -> tuple[int, ...]:
     return (1, 1, *block) if is_apart(form) else block
 
 
-def cut_of(part: Tiles, bm: int, halves: int, pdl: bool) -> Cut:
+def cut_of(part: Tiles, bm: int, halves: int, pdl: bool, biased: bool = False) -> Cut:
     """How the tiles of a configuration cut a product; ``halves``: of a block of the sum per block of features."""
-    return make_cut(part.specialised, bm, halves * part.bn, part.bk, part.group, part.stages, part.store or 1, pdl)
+    return make_cut(part.specialised, bm, halves * part.bn, part.bk, part.group, part.stages, parts_of(part.store or 1, biased), pdl)
+
+
+def parts_of(parts: int, biased: bool) -> int:
+    """Blocks of columns in which a tile is stored: with biases at least four, whose registers the sums leave free."""
+    return max(parts, 4) if biased else parts

@@ -37,7 +37,7 @@ def build_up(plan: Plan, up: Tiles, max_tiles: int) -> None:
     body, i, h = plan.body, plan.inter, plan.hidden
     gating = plan.gating
     form = plan.w_in.form(plan.dtype.itemsize)
-    cut = cut_of(up, plan.config.bm, 1 if gating == "plain" else 2, plan.pdl)
+    cut = cut_of(up, plan.config.bm, 1 if gating == "plain" else 2, plan.pdl, plan.b_in is not None)
     halves = 2 if gating == "halves" else 1
     features = {"merged": 2 * i, "interleaved": 2 * i}.get(body.gating, i)
     width = cut.BN // halves
@@ -68,7 +68,7 @@ def build_down(plan: Plan, down: Tiles, max_tiles: int) -> None:
     """The second projection; rows stay in sorted order."""
     i, n = plan.inter, plan.out
     form = plan.w_out.form(plan.dtype.itemsize)
-    cut = cut_of(down, plan.config.bm, 1, plan.pdl)
+    cut = cut_of(down, plan.config.bm, 1, plan.pdl, plan.b_out is not None)
     w = weights("w_out", plan.w_out, form, plan.experts, n, i, down.bn, cut)
     at = plan.w_out.at(plan.b_out, form, 0)
     steps = plan.steps_of(form, "w_out")

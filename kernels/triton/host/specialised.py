@@ -11,7 +11,7 @@ from torch import Tensor
 from moefuse.kernels.triton.config import BLOCK_INPUTS, ring_bytes
 from moefuse.kernels.triton.device.structs import Experts
 from moefuse.kernels.triton.hopper.available import available
-from moefuse.kernels.triton.hopper.forms import Cut, Form, make_cut, rows_layout, weights_block
+from moefuse.kernels.triton.hopper.forms import Cut, Form, make_cut, parts_of, rows_layout, weights_block
 from moefuse.kernels.triton.host.layout import device_of, rows_descriptor
 from moefuse.kernels.triton.host.operands import Operand, is_apart, steps_table
 from moefuse.kernels.triton.host.sorted_rows import Sorted, aligned_rows, whole
@@ -23,8 +23,10 @@ DTYPES = (torch.bfloat16, torch.float16)
 """What they multiply."""
 LINEAR, GRADS = "shared", "pingpong"
 """The form of products with weights and of gradients of weights. Benchmarks set it."""
+ROWS = 128
+"""Of a tile; for products whose rows come in lower ones they do not pay."""
 LEAST_ROWS = 32
-"""Mean rows of an expert from which on their tiles pay."""
+"""Mean rows of an expert from which on gradients of weights are worth it."""
 LEAST = 64
 """Features and inputs from which on."""
 
@@ -60,12 +62,12 @@ def reaches_over(form: str, inputs: int) -> bool:
 def linear_cut(x: Tensor, w: Operand, item: int, it: Sorted, n: int, k: int) -> Cut | None:
     """How rows of x, or of tokens x once they are sorted, are multiplied with weights [n, k] of ``item`` bytes; None if not by them."""
     device = device_of(x.device)
-    if not available(device) or x.dtype not in DTYPES or item != 2 or it.bm < 64 or it.mean_rows < LEAST_ROWS:
+    if not available(device) or x.dtype not in DTYPES or item != 2 or it.bm != ROWS:
         return None
     form = w.form(item)
     if not form or min(n, k) < LEAST or not whole(item, n, k) or reaches_over(form, k):
         return None
-    cut = _cut(LINEAR, it.bm)
+    cut = _cut(LINEAR)
     return cut if _bytes(cut) <= device.shared else None
 
 
@@ -75,6 +77,7 @@ def linear(out: Tensor, x: Tensor, w: Any, it: Sorted, bias: Any, cut: Cut) -> N
 
     assert it.tiles is not None
     assert it.num_tiles is not None
+    cut = cut._replace(PARTS=parts_of(cut.PARTS, bias is not None))
     n, k = out.shape[1], x.shape[1]
     form = w.operand.form(2)
     pointer, steps = as_step(steps_table, w.tensors) if is_apart(form) else (w.pointer, w.pointer)
@@ -102,12 +105,10 @@ def linear(out: Tensor, x: Tensor, w: Any, it: Sorted, bias: Any, cut: Cut) -> N
     )  # fmt: skip
 
 
-def _cut(form: str, bm: int) -> Cut:
-    """The usual tiles of bm rows."""
-    if bm == 64:
-        return make_cut("pingpong", 64, 256, BLOCK_INPUTS, 4, 5, 4)
+def _cut(form: str) -> Cut:
+    """The usual tiles of 128 rows."""
     columns, stages = (128, 6) if form == "pingpong" else (256, 4)
-    return make_cut(form, bm, columns, BLOCK_INPUTS, 4, stages, 2)
+    return make_cut(form, ROWS, columns, BLOCK_INPUTS, 4, stages, 2)
 
 
 def _bytes(cut: Cut) -> int:
@@ -126,7 +127,7 @@ def grad_cut(g: Tensor, x: Tensor, strides: tuple[int, ...], it: Sorted) -> Cut 
         return None
     if col != 1 or row % 8 or e % 8 or not whole(2, n, k):
         return None
-    cut = _cut(GRADS, 128)._replace(PIECES=1) if GRADS == "pingpong" else _cut(GRADS, 128)
+    cut = _cut(GRADS)._replace(PIECES=1) if GRADS == "pingpong" else _cut(GRADS)
     return cut if _bytes(cut) <= device.shared else None
 
 
