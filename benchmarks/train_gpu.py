@@ -158,14 +158,14 @@ def exact(s: gs.Shape, lists: layer.Lists, inputs: tuple[Tensor, ...], rows: lis
     return [torch.cat(out), torch.cat(d_x), torch.stack(d_weights), d_in, d_out]
 
 
-def errors(found: list[Tensor], want: list[Tensor], rows: list[int], expert: int) -> dict[str, float]:
-    """Relative error of each result."""
+def errors(found: list[Tensor], want: list[Tensor], rows: list[int], expert: int, in_out: bool) -> dict[str, float]:
+    """Relative error of each result. ``in_out``: how Parameters are stored, and so their gradients."""
     out, d_x, d_weights, d_in, d_out = of_expert(found, expert)
     got = (out[rows], d_x[rows], d_weights[rows], d_in, d_out)
     names = ("out", "d_x", "d_weights", "d_w_in", "d_w_out")
-    # Parameters that are stored in-out have gradients that are.
-    pairs = [(g.t() if g.shape != w.shape else g, w) for g, w in zip(got, want, strict=True)]
-    return {name: round(gs.relative_error(g, w), 5) for name, (g, w) in zip(names, pairs, strict=True)}
+    if in_out:
+        got = (*got[:3], d_in.t(), d_out.t())
+    return {name: round(gs.relative_error(g, w), 5) for name, g, w in zip(names, got, want, strict=True)}
 
 
 def kernels_of(it: Timed, steps: int = 4) -> dict[str, float]:
@@ -204,7 +204,7 @@ def measure(
         try:
             torch._dynamo.reset()
             step = make(name, s, lists)
-            entry["errors"] = errors(step(*sets[0]), want, rows, expert)
+            entry["errors"] = errors(step(*sets[0]), want, rows, expert, s.oai)
             if not all(value < LIMIT for value in entry["errors"].values()):
                 raise RuntimeError(f"errors {entry['errors']}")
             it = Timed(name, step, sets)

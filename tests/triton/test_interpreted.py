@@ -259,9 +259,10 @@ def test_the_order_is_a_stable_sort(monkeypatch: pytest.MonkeyPatch, tokens: int
         assert torch.equal(views["order"].long(), order)
         assert torch.equal(views["offsets"].long(), offsets)
         rows = (offsets[1:] - offsets[:-1]).tolist()
-        expected = [(e, int(offsets[e]) + 16 * j) for e, n in enumerate(rows) for j in range(-(-n // 16))]
-        count = int(views["num_tiles"][0])
-        found = views["tiles"].view(2, -1)[:, :count].t().tolist()
+        expected = [(e, int(offsets[e]) + 16 * j, min(n - 16 * j, 16)) for e, n in enumerate(rows) for j in range(-(-n // 16))]
+        count, *counters = views["num_tiles"].tolist()
+        assert counters == [0, 0]
+        found = views["tiles"].view(3, -1)[:, :count].t().tolist()
         assert [tuple(t) for t in found] == expected
 
 

@@ -50,7 +50,7 @@ def test_equals_our_own_kernels(form: str, changes: dict[str, Any], monkeypatch:
     case = SMALL.with_(**changes)
     args = case.args()
     want = own_call(case, tiles(), args)
-    monkeypatch.setattr(plan.Plan, "_choose", lambda self, w: tiles())
+    monkeypatch.setattr(plan.Plan, "_choose", lambda self: tiles())
     monkeypatch.setattr(grouped_mm, "form_for", lambda *a: form)
     library = torch.nn.functional.grouped_mm
 

@@ -274,7 +274,7 @@ def test_warmup_with_a_model(tools: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     from tests.cpu.test_cost_gate import H, Layer, T, run
 
     # The interpreter takes half a minute for all candidates; the search has tests of its own.
-    monkeypatch.setattr(candidates, "starts", lambda p, device, current: [current])
+    monkeypatch.setattr(candidates, "starts", lambda p, device, current, specialised: [current])
     monkeypatch.setattr(candidates, "neighbours", lambda part: [])
     native.configure(False)
     monkeypatch.setattr(cost_gate, "device_name", lambda device: "interpreter")
@@ -314,7 +314,7 @@ def test_products_by_the_library(tools: Any, monkeypatch: pytest.MonkeyPatch, qu
 
     monkeypatch.setattr(grouped_mm, "DEVICES", ("cpu",))
     monkeypatch.setattr(grouped_mm, "DTYPES", (torch.float32,))
-    monkeypatch.setattr(candidates, "starts", lambda p, d, current: [Config(16, Tiles(16, 16, 4, 1), Tiles(16, 16, 4, 1))])
+    monkeypatch.setattr(candidates, "starts", lambda p, d, current, specialised: [Config(16, Tiles(16, 16, 4, 1), Tiles(16, 16, 4, 1))])
     monkeypatch.setattr(candidates, "neighbours", lambda part: [])
     times = {"all": 5.0, "down": 5.0} | ({quick: 2.0} if quick else {})
 

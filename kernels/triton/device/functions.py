@@ -23,7 +23,7 @@ else:
 def rounded(x, dtype: tl.constexpr):
     """Values rounded to ``dtype``, in the dtype of x.
 
-    A conversion to bfloat16 and back, written as such, becomes one slow instruction per value (F2F, on the unit of the exponentials); a
+    A conversion to 16 bits and back, written as such, becomes one slow instruction per value (F2F, on the unit of the exponentials); a
     packed conversion makes two at once on the ordinary units.
     """
     if on_nvidia() and (dtype == tl.bfloat16 and x.dtype == tl.float32):
@@ -35,6 +35,22 @@ def rounded(x, dtype: tl.constexpr):
             and.b32 high, both, 0xffff0000;
             mov.b32 $0, low;
             mov.b32 $1, high;
+            }""",
+            "=f,=f,f,f",
+            [x],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=2,
+        )
+    elif on_nvidia() and (dtype == tl.float16 and x.dtype == tl.float32):
+        r = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 both;
+            .reg .b16 low, high;
+            cvt.rn.f16x2.f32 both, $3, $2;
+            mov.b32 {low, high}, both;
+            cvt.f32.f16 $0, low;
+            cvt.f32.f16 $1, high;
             }""",
             "=f,=f,f,f",
             [x],

@@ -79,7 +79,7 @@ def tile_of(tiles, i, total, max_tiles, blocks, GROUP: gl.constexpr):
 
 @gluon.jit
 def expect(bar, WEIGHTS: gl.constexpr, ROWS: gl.constexpr, live, PIECES: gl.constexpr):
-    """The bytes of a step's copies: weights, and ROWS for each live piece of the rows."""
+    """The bytes of a step's copies: weights, and ROWS for each live piece of the rows; a tile of the list has one at least."""
     if PIECES == 1:
         mbarrier.expect(bar, WEIGHTS + ROWS)
     else:
@@ -204,7 +204,8 @@ def consume_shared(
     out_rows, lists, book, a_bufs, b_bufs, o_bufs, full, empty, announced, taken, steps, form: gl.constexpr, cut: gl.constexpr,
     G: gl.constexpr,
 ):  # fmt: skip
-    """Group G of those that share each tile: its rows from G * 64 on."""
+    """Group G of two that share each tile: its rows from G * 64 on."""
+    gl.static_assert(cut.PIECES == 2)
     OUT_IN: gl.constexpr = form.DESC == "out-in" or form.DESC == "apart out-in"
     STAGES: gl.constexpr = cut.STAGES
     M: gl.constexpr = cut.BM // cut.PIECES
