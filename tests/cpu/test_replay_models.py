@@ -38,6 +38,7 @@ def test_chosen_in_every_way(name: str) -> None:
     assert all(torch.equal(taken[layer][0], ids[0]) for layer, ids in other(routing).items())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("light")
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing(reentrant: bool) -> None:

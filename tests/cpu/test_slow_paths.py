@@ -53,6 +53,7 @@ def test_a_folder_with_spaces_and_quotes(tmp_path: Path) -> None:
     assert list(folder.glob("cpu-kernels/*.so"))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("call", [EXPLAIN, RUN], ids=["explain", "last_report"])
 def test_a_folder_that_cannot_be_written_is_in_the_report(tmp_path: Path, call: str) -> None:
     (tmp_path / "file").write_text("")

@@ -172,6 +172,7 @@ def test_trainer(name: str, how: dict[str, Any], train: Callable[..., Run]) -> N
     fused()
 
 
+@pytest.mark.thorough
 @collects
 def test_lengths_that_vary(train: Callable[..., Run]) -> None:
     """A second graph for all other lengths; each step has another one."""
@@ -203,6 +204,7 @@ def test_reentrant_checkpoints_and_a_router_loss(train: Callable[..., Run]) -> N
     assert all("`gradient_checkpointing_kwargs={'use_reentrant': False}`" in skipped.message for skipped in report.skipped)
 
 
+@pytest.mark.thorough
 def test_label_smoothing(train: Callable[..., Run]) -> None:
     """The Trainer knows a language model by the name of its class, and compiled by its own switch it has another one, with any backend:
     labels are not shifted then. ``model.compile`` keeps the class."""

@@ -94,6 +94,7 @@ FOUR = {
 }
 
 
+@pytest.mark.thorough
 def test_four_ranks() -> None:
     """Two with other experts, twice, of which each has one half; or copies of two experts, whose gradients are averaged."""
     workers = Workers(4)

@@ -108,6 +108,7 @@ def test_a_rank_that_dies() -> None:
     assert text.startswith("first: another rank of the mesh 'ep' failed, or did not come: "), text
 
 
+@pytest.mark.thorough
 def test_the_example() -> None:
     """An unmodified Qwen3-MoE of transformers: the same losses as one process, both layers fused."""
     pytest.importorskip("transformers")
