@@ -247,11 +247,12 @@ def test_the_table_is_within_its_device() -> None:
 
 
 @pytest.mark.skipif(not THOROUGH, reason="HYPOTHESIS_PROFILE=deep compiles the whole table")
+@pytest.mark.parametrize("specialised", [False, True])
 @pytest.mark.parametrize("index", range(36))
-def test_the_table_compiles(index: int, tmp_path: Path) -> None:
+def test_the_table_compiles(index: int, specialised: bool, tmp_path: Path) -> None:
     from moefuse.kernels.triton.config import table
 
-    problem, config = table("NVIDIA H200")[index]
+    problem, config = table("NVIDIA H200", specialised)[index]
     compile_plan(problem, config, 90, tmp_path)
 
 
