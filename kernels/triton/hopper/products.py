@@ -9,7 +9,7 @@ may show one tensor), so that one product makes both and the activation finds th
 step later, so the tensor cores always have two to do.
 
 Rows behind a tile's end belong to other tiles or to nobody, columns behind the last feature to other weights: they make sums that are not
-stored. Every sum has one order: no atomics, no split.
+stored. Every sum has one order: no atomics, no split. (Tiles are counted by an atomic, which decides who makes one, not how.)
 
 Persistent warp-specialised grouped products with alternating consumers are CUTLASS's ("ping-pong"); the code is our own.
 """
@@ -71,9 +71,8 @@ def copy_weights(desc, steps, e, rows, col, k, bar, to, DESC: gl.constexpr):
 @gluon.jit
 def tile_of(tiles, i, total, max_tiles, blocks, GROUP: gl.constexpr):
     """(expert, first row, rows, block of columns) of a tile; of one that is not there, nothing of use."""
-    there = i < total
-    tile, block = tile_order(i, total // blocks, blocks, GROUP)
-    at = tiles + gl.where(there, tile, 0)
+    tile, block = tile_order(gl.where(i < total, i, 0), gl.maximum(total // blocks, 1), blocks, GROUP)
+    at = tiles + tile
     return gl.load(at), gl.load(at + max_tiles), gl.load(at + 2 * max_tiles), block
 
 
