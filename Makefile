@@ -20,7 +20,7 @@ RULES := $(sort $(wildcard tests/null/test_rules_*.py))
 COVERED := --cov=moefuse --cov=passes
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo lint quick test test-transformers4 test-trl test-deepspeed versions zoo-coverage kernels line-coverage gpu deep dist-nightly bench clean
+.PHONY: help venv demo lint quick test test-transformers4 test-trl test-deepspeed test-triton37 versions zoo-coverage kernels line-coverage gpu deep dist-nightly bench clean
 
 help:
 	@echo "make venv   the environment, pinned, in $(VENV)"
@@ -37,6 +37,7 @@ help:
 	@echo "make gpu    the tests that need a CUDA device"
 	@echo "make lint   style and types only"
 	@echo "make deep   the tests again with many more generated programs"
+	@echo "make test-triton37  kernels with specialised warps compile with Triton 3.7, which comes with torch 2.13"
 	@echo "make dist-nightly  all tests on several ranks, and many more drawn programs"
 	@echo "make bench  benchmarks"
 
@@ -84,6 +85,10 @@ test-deepspeed: $(DEEPSPEED)/.installed
 	PYTHONPATH=$(DEEPSPEED) OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/cpu/test_deepspeed.py -q
 
 # The index decides which builds of torch these are: see tests/versions.py before this downloads gigabytes.
+test-triton37: $(STAMP)
+	$(BIN)/pip install --quiet --no-deps --target $(TRITON)37 triton==3.7.1
+	PYTHONPATH=$(TRITON)37 $(BIN)/python -m pytest tests/triton/test_hopper_compiled.py -q -n auto
+
 versions:
 	$(PYTHON) tests/versions.py --torch $(TORCHES) --python $(PYTHONS)
 
