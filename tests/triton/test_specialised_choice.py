@@ -132,3 +132,41 @@ def test_a_measurement_with_them_is_not_used_without(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(store, "find", lambda device, problem: Found)
     assert config.choose(prefill(), H200, True, SHARED[90], 2, True) == config.fit(prefill(), mine, SHARED[90], 2)
     assert config.choose(prefill(), H200, True, SHARED[90], 2, False) == config.shipped(prefill(), H200, True, SHARED[90], 2, False)
+
+
+@pytest.mark.usefixtures("anywhere")
+@pytest.mark.parametrize("separate", [False, True])
+def test_a_worker_compiles_them_for_its_device(separate: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Meta tensors are on no device: the worker's counts. Without it the search would never find these kernels."""
+    from triton.runtime.jit import JITFunction
+
+    from moefuse.kernels.triton.config import specialised_tiles
+    from moefuse.kernels.triton.host.layout import Device
+    from moefuse.kernels.triton.tune import compiling
+    from moefuse.kernels.triton.tune.call import Kind
+
+    made: list[str] = []
+    monkeypatch.setattr(JITFunction, "warmup", lambda self, *args, **options: made.append(self.fn.__name__))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(compiling, "device_of", lambda device: Device(H200, 132, SHARED[90], True))
+    problem = replace(prefill(), separate=separate)
+    assert compiling.compile_one((problem, Kind(), specialised_tiles(problem, 128, "shared"))) is None
+    assert made.count("product_tiles") == 2
+
+
+@pytest.mark.usefixtures("anywhere")
+def test_the_search_begins_with_them() -> None:
+    from moefuse.kernels.triton.config import rules
+    from moefuse.kernels.triton.host.layout import Device
+    from moefuse.kernels.triton.tune import candidates
+
+    device, current = Device(H200, 132, SHARED[90], True), rules(prefill(), True)
+    assert sum(c.specialised for c in candidates.starts(prefill(), device, current, True)) >= 5
+    assert not any(c.specialised for c in candidates.starts(prefill(), device, current, False))
+    part = next(c for c in candidates.starts(prefill(), device, current, True) if c.specialised).up
+    near = candidates.neighbours(part)
+    assert all(other.specialised == part.specialised and other.warps == part.warps for other in near)
+    assert {part.group // 2, 2 * part.group} <= {other.group for other in near}
+    few = replace(prefill(), tokens=8)
+    assert not any(c.specialised for c in candidates.starts(few, device, rules(few, True), True))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moefuse.kernels.triton.host.layout import Lists
+from moefuse.kernels.triton.host.layout import Device, Lists
 from moefuse.kernels.triton.host.plan import Plan
 from moefuse.kernels.triton.problem import Config, Problem
 from moefuse.ops.activations import ACTIVATIONS
@@ -62,9 +62,9 @@ class Call:
             ExpertsCall(*inputs, *stacks(self.lists), self.kind.body(self.problem), self.kind.out(self.problem)) for inputs in self.sets
         ]
 
-    def plan(self, config: Config | None = None) -> Plan:
-        """The plan of a call with a configuration (None: the one that it takes by itself)."""
-        return Plan(self.calls[0], config)
+    def plan(self, config: Config | None = None, device: Device | None = None) -> Plan:
+        """The plan of a call with a configuration (None: the one that it takes by itself); ``device``: for tensors that are on none."""
+        return Plan(self.calls[0], config, device)
 
 
 def make(p: Problem, kind: Kind, device: torch.device | str, lists: Lists | None = None, skew: bool = False) -> Call:

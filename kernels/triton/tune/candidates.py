@@ -25,6 +25,8 @@ BOUNDS: dict[str, tuple[int, int]] = {
 LARGE = 1024
 LEAST_ROWS = 24
 """Mean rows of an expert from which on kernels with specialised warps, whose tiles are high, are tried."""
+SPECIALISED = ("bn", "stages", "group", "store")
+"""What kernels with specialised warps read of their tiles."""
 FEW_SLOTS = 64
 """Up to so many slots the vector kernels are a candidate."""
 
@@ -118,6 +120,8 @@ def neighbours(part: Any) -> list[Any]:
     """The settings of one kernel with one of them changed: switched, doubled, halved; pipelines one stage longer and shorter."""
     found = []
     for f in fields(part):
+        if getattr(part, "specialised", "") and f.name not in SPECIALISED:
+            continue
         value = getattr(part, f.name)
         if isinstance(value, bool):
             found.append(replace(part, **{f.name: not value}))

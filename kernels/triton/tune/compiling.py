@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from moefuse.kernels.triton.host.layout import device_of
 from moefuse.kernels.triton.problem import Config, Problem
 from moefuse.kernels.triton.tune.call import Kind, make
 
@@ -48,7 +49,8 @@ def compile_one(job: Job) -> str | None:
     problem, kind, config = job
     try:
         call = make(problem, kind, "meta")
-        plan = call.plan(config)
+        # Kernels for one kind of device are made for no other: meta tensors do not say which it is.
+        plan = call.plan(config, device_of(torch.device("cuda", torch.cuda.current_device())) if torch.cuda.is_available() else None)
         x, ids, weights = call.sets[0]
         space = torch.empty(plan.workspace.size, dtype=torch.uint8, device="meta")
         tensors = {**plan.workspace.views(space), **_operands(plan, call.lists), "x": x, "ids": ids, "weights": weights}
@@ -61,11 +63,11 @@ def compile_one(job: Job) -> str | None:
 
 
 def _operands(plan: Any, lists: Any) -> dict[str, torch.Tensor]:
-    """What the plan puts behind each name; for a table of addresses an empty one, since meta tensors have no addresses."""
+    """What the plan puts behind each name; for a table of addresses or steps an empty one, since meta tensors have no addresses."""
     table = torch.empty(plan.experts, dtype=torch.int64, device="meta")
     names = ("w_in", "w_up", "w_out", "b_in", "b_up", "b_out")
     given = {
-        name: table if getattr(plan, name).table else tensors[0]
+        name: table if getattr(plan, name).table and name not in plan.apart else tensors[0]
         for name, tensors in zip(names, lists, strict=True)
         if tensors and getattr(plan, name) is not None
     }
@@ -73,7 +75,7 @@ def _operands(plan: Any, lists: Any) -> dict[str, torch.Tensor]:
     given.setdefault("b_in", given["w_out"])
     given.setdefault("b_up", given["b_in"])
     given.setdefault("b_out", given["w_out"])
-    return given
+    return given | {f"steps_{name}": table for name in plan.apart}
 
 
 def nothing(jobs: Sequence[Job], deadline: float) -> list[str | None]:
