@@ -167,6 +167,7 @@ def test_the_search_begins_with_them() -> None:
     part = next(c for c in candidates.starts(prefill(), device, current, True) if c.specialised).up
     near = candidates.neighbours(part)
     assert all(other.specialised == part.specialised and other.warps == part.warps for other in near)
-    assert {part.group // 2, 2 * part.group} <= {other.group for other in near}
+    assert 2 * part.group in {other.group for other in near}
+    assert {part.bk} == {other.bk for other in near}
     few = replace(prefill(), tokens=8)
     assert not any(c.specialised for c in candidates.starts(few, device, rules(few, True), True))

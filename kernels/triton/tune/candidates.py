@@ -127,8 +127,9 @@ def neighbours(part: Any) -> list[Any]:
             found.append(replace(part, **{f.name: not value}))
         elif isinstance(value, int):
             found += [replace(part, **{f.name: n}) for n in _around(f.name, value)]
-    # What keeps the size of a tile and changes its shape is one step too.
-    found += [replace(part, bn=2 * part.bn, bk=part.bk // 2), replace(part, bn=part.bn // 2, bk=2 * part.bk)]
+    # What keeps the size of a tile and changes its shape is one step too; inputs of a step with specialised warps are given.
+    if not getattr(part, "specialised", ""):
+        found += [replace(part, bn=2 * part.bn, bk=part.bk // 2), replace(part, bn=part.bn // 2, bk=2 * part.bk)]
     return [q for q in dict.fromkeys(found) if q != part and all(_legal(q, f.name) for f in fields(q) if _differ(q, part, f.name))]
 
 
