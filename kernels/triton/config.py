@@ -20,8 +20,6 @@ from moefuse.tuning import store
 
 PRODUCTS: str | None = None
 """Whose products training takes, "own" or "library", for every call that either can run; None: by a rule. Benchmarks set it."""
-BLOCK_INPUTS = 64
-"""Inputs of a step of a kernel with specialised warps."""
 SHARED_BYTES = 99 << 10
 """Shared memory per program that every CUDA device since sm_80 has; used where the device is not known."""
 

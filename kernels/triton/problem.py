@@ -61,6 +61,12 @@ class Tiles:
     """The kernels of ``hopper/``: "pingpong", "shared" (``ring.py``); "" for one group of warps that does everything."""
 
 
+SPECIALISED = {"shared": (128,), "pingpong": (64, 128)}
+"""Forms of kernels with specialised warps (``hopper/ring.py``) and the rows that their tiles can have."""
+BLOCK_INPUTS = 64
+"""Inputs of a step of theirs."""
+
+
 @dataclass(frozen=True)
 class Config:
     """bm = 0: the vector kernels; else tiles of bm rows."""
@@ -74,6 +80,15 @@ class Config:
     def specialised(self) -> bool:
         """Whether a kernel with specialised warps is among them."""
         return any(getattr(part, "specialised", "") for part in (self.up, self.down))
+
+    @property
+    def possible(self) -> bool:
+        """Whether kernels with specialised warps, where they are named, have such tiles."""
+        parts = [part for part in (self.up, self.down) if getattr(part, "specialised", "")]
+        return all(
+            self.bm in SPECIALISED.get(part.specialised, ()) and part.bk == BLOCK_INPUTS and part.store in (1, 2, 4) and part.stages >= 2
+            for part in parts
+        ) and (self.up not in parts or self.up.rows_desc)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -145,7 +145,10 @@ def config_from(data: Any) -> Config:
     hints = typing.get_type_hints(Config)
     for name, value in rest.items():
         _typed(hints[name], name, value, _setting)
-    return Config(bm=bm, **parts, **rest)
+    config = Config(bm=bm, **parts, **rest)
+    if not config.possible:
+        raise InvalidEntryError("kernels with specialised warps have no such tiles")
+    return config
 
 
 def _record(kind: type, data: Any, whole: Any) -> dict[str, Any]:

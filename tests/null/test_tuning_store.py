@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moefuse import cache_folder
-from moefuse.kernels.triton.config import choose, rules, table
+from moefuse.kernels.triton.config import choose, rules, specialised_tiles, table
 from moefuse.kernels.triton.problem import Config, Problem, Tiles, Vectors
 from moefuse.tuning import entries, store
 from moefuse.tuning.entries import Entry, InvalidEntryError, Pair
@@ -262,12 +262,26 @@ def test_every_setting_of_a_kernel_can_be_kept() -> None:
 
 def test_what_ships_and_what_the_rules_say_can_be_kept() -> None:
     """The bounds are wide enough for every configuration there is."""
-    found = [c for _, c in table(GPU)]
+    found = [c for specialised in (False, True) for _, c in table(GPU, specialised)]
     for tokens in (1, 3, 8, 64, 512, 4096, 16384):
         for dtype in ("bfloat16", "float32", "float64"):
             found += [rules(dataclasses.replace(P, tokens=tokens, dtype=dtype), hopper) for hopper in (False, True)]
+            found.append(rules(dataclasses.replace(P, tokens=tokens, dtype=dtype), True, specialised=True))
     for config in found:
         assert entries.config_from(json.loads(json.dumps(config.to_json()))) == config
+
+
+@pytest.mark.parametrize(
+    ("bm", "changes"),
+    [(64, {}), (16, {}), (128, {"bk": 128}), (128, {"store": 8}), (128, {"specialised": "other"}), (128, {"rows_desc": False})],
+)
+def test_tiles_that_no_specialised_kernel_has(bm: int, changes: dict[str, Any]) -> None:
+    """They would hang or fail to compile: an entry that was tampered with is refused when it is read."""
+    good = specialised_tiles(dataclasses.replace(P, tokens=4096), 128, "shared")
+    assert entries.config_from(json.loads(json.dumps(good.to_json()))) == good
+    bad = dataclasses.replace(good, bm=bm, up=dataclasses.replace(good.up, **changes))
+    with pytest.raises(InvalidEntryError, match="no such tiles"):
+        entries.config_from(json.loads(json.dumps(bad.to_json())))
 
 
 def test_the_quickest_form() -> None:

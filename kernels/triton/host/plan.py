@@ -67,8 +67,8 @@ class Plan:
         refusal = plan_specialised.refusal(self)
         self.specialised = refusal is None
         self.config = config or self._choose()
-        if self.config.specialised and refusal:
-            raise ValueError(refusal)
+        if self.config.specialised and (refusal or not self.config.possible):
+            raise ValueError(refusal or "kernels with specialised warps have no such tiles")
         self.strides_x, self.strides_ids, self.strides_weights = Rows(*x.stride()), Rows(*ids.stride()), Rows(*weights.stride())
         self.workspace = Workspace()
         self.steps: list[Launch] = []

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moefuse.kernels.triton.config import BLOCK_INPUTS, ring_bytes
+from moefuse.kernels.triton.config import ring_bytes
 from moefuse.kernels.triton.device.structs import Experts
 from moefuse.kernels.triton.hopper.available import available
 from moefuse.kernels.triton.hopper.forms import Cut, Form, make_cut, parts_of, rows_layout, weights_block
@@ -18,6 +18,7 @@ from moefuse.kernels.triton.host.sorted_rows import Sorted, aligned_rows, whole
 from moefuse.kernels.triton.launch.calls import launch
 from moefuse.kernels.triton.launch.launch import Described
 from moefuse.kernels.triton.launch.record import as_step
+from moefuse.kernels.triton.problem import BLOCK_INPUTS
 
 DTYPES = (torch.bfloat16, torch.float16)
 """What they multiply."""
