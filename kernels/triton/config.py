@@ -20,6 +20,10 @@ from moefuse.tuning import store
 
 PRODUCTS: str | None = None
 """Whose products training takes, "own" or "library", for every call that either can run; None: by a rule. Benchmarks set it."""
+SPECIALISED_ROWS = 128
+"""Mean rows of an expert from which on kernels with specialised warps are taken without a measurement. At 256 and more they were quicker
+on an H100 and an H200 wherever that was measured but for three points, at 128 mostly, at 64 they were not
+(``benchmarks/specialised_gpu.py``)."""
 SHARED_BYTES = 99 << 10
 """Shared memory per program that every CUDA device since sm_80 has; used where the device is not known."""
 
@@ -103,7 +107,7 @@ def rules(p: Problem, hopper: bool, specialised: bool = False) -> Config:
         return Config(bm, Tiles(128 // gates, 64, 4, 3, 4), Tiles(128, 64, 4, 3, 4))
     if not hopper:
         return Config(bm, Tiles(128 // gates, 64, 8, 3, 8), Tiles(128, 64, 8, 3, 8))
-    if specialised:
+    if specialised and p.rows >= SPECIALISED_ROWS:
         return specialised_tiles(p, bm, "shared")
     up = Tiles(256 // gates, 64, 8, 3, 8, desc=True, join=True, persistent=True, flatten=True, store=1)
     return Config(bm, up, Tiles(256, 64, 8, 3, 8, desc=True, rows_desc=True, persistent=True, flatten=True, store=2))

@@ -72,6 +72,14 @@ def test_what_nothing_is_against_is_taken() -> None:
     assert plan(in_out=True).config.specialised
 
 
+def test_rules_without_a_measurement() -> None:
+    """Few rows of an expert stay with Triton's kernels: there these were not quicker."""
+    from moefuse.kernels.triton.config import rules
+
+    assert rules(prefill(), True, specialised=True).specialised
+    assert not rules(replace(prefill(), tokens=512), True, specialised=True).specialised
+
+
 def test_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     from moefuse.kernels.triton.hopper import available
     from moefuse.kernels.triton.host.layout import Device

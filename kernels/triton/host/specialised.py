@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moefuse.kernels.triton.config import ring_bytes
+from moefuse.kernels.triton.config import SPECIALISED_ROWS, ring_bytes
 from moefuse.kernels.triton.device.structs import Experts
 from moefuse.kernels.triton.hopper.available import available
 from moefuse.kernels.triton.hopper.forms import Cut, Form, make_cut, parts_of, rows_layout, weights_block
@@ -26,8 +26,8 @@ LINEAR, GRADS = "shared", "pingpong"
 """The form of products with weights and of gradients of weights. Benchmarks set it."""
 ROWS = 128
 """Of a tile; for products whose rows come in lower ones they do not pay."""
-LEAST_ROWS = 32
-"""Mean rows of an expert from which on gradients of weights are worth it."""
+LEAST_ROWS = SPECIALISED_ROWS
+"""Mean rows of an expert from which on they are taken. Tests set it."""
 LEAST = 64
 """Features and inputs from which on."""
 
@@ -63,7 +63,7 @@ def reaches_over(form: str, inputs: int) -> bool:
 def linear_cut(x: Tensor, w: Operand, item: int, it: Sorted, n: int, k: int) -> Cut | None:
     """How rows of x, or of tokens x once they are sorted, are multiplied with weights [n, k] of ``item`` bytes; None if not by them."""
     device = device_of(x.device)
-    if not available(device) or x.dtype not in DTYPES or item != 2 or it.bm != ROWS:
+    if not available(device) or x.dtype not in DTYPES or item != 2 or it.bm != ROWS or it.mean_rows < LEAST_ROWS:
         return None
     form = w.form(item)
     if not form or min(n, k) < LEAST or not whole(item, n, k) or reaches_over(form, k):
