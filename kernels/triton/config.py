@@ -113,15 +113,17 @@ def rules(p: Problem, hopper: bool, specialised: bool = False) -> Config:
     return Config(bm, up, Tiles(256, 64, 8, 3, 8, desc=True, rows_desc=True, persistent=True, flatten=True, store=2))
 
 
-def specialised_tiles(p: Problem, bm: int, form: str = "pingpong") -> Config:
+def specialised_down(bm: int, form: str) -> Tiles:
     """The usual tiles of kernels with specialised warps: sums of 128 x 128 or 64 x 256 for each group, or of 128 x 256 for both."""
-    gates = 1 if p.gating == "plain" else 2
     width, stages = (128, 6) if bm == 128 and form == "pingpong" else (256, 4)
-    up = Tiles(
-        width // gates, 64, 4, stages, 4, rows_desc=True, specialised=form, store=1 if gates == 2 and p.gating != "interleaved" else 2
-    )
-    down = Tiles(width, 64, 4, stages, 4, rows_desc=True, specialised=form, store=4 if bm == 64 else 2)
-    return Config(bm, up, down)
+    return Tiles(width, 64, 4, stages, 4, rows_desc=True, specialised=form, store=4 if bm == 64 else 2)
+
+
+def specialised_tiles(p: Problem, bm: int, form: str = "pingpong") -> Config:
+    """:func:`specialised_down` for both projections; of two that are multiplied together each has half of the columns."""
+    down = specialised_down(bm, form)
+    parts = {"plain": 2, "interleaved": 2}.get(p.gating, 1)
+    return Config(bm, replace(down, bn=down.bn // (1 if p.gating == "plain" else 2), store=parts), down)
 
 
 FAR = 5.0
@@ -177,7 +179,7 @@ def _usable(p: Problem, entry: Problem, config: Config) -> bool:
 def choose(p: Problem, device: str, hopper: bool, limit: int, itemsize: int, specialised: bool = False) -> Config:
     """The configuration of a call on the device called ``device`` with ``limit`` bytes of shared memory per program.
 
-    ``specialised``: the kernels with specialised warps take the call (``hopper/host.refusal``).
+    ``specialised``: the kernels with specialised warps take the call (``plan_specialised.refusal``).
     """
     mine = store.find(device, p)
     if mine is not None and _usable(p, mine.problem, mine.config) and (specialised or not mine.config.specialised):

@@ -113,14 +113,15 @@ def product_source(form: Any, cut: Any) -> Any:
     from triton.experimental.gluon._runtime import GluonASTSource
 
     from moefuse.kernels.triton.device.structs import Experts
-    from moefuse.kernels.triton.hopper.forms import rows_layout, weights_block
+    from moefuse.kernels.triton.hopper.forms import rows_layout
     from moefuse.kernels.triton.hopper.products import product_tiles
+    from moefuse.kernels.triton.host.operands import Operand
 
     def descriptor(*block: int) -> str:
         return f"tensordesc<bf16{list(block)},{rows_layout(block[-1], len(block))!r}>"
 
     width = cut.BN if form.GATING == "plain" else cut.BN // 2
-    weights = descriptor(*weights_block(form.DESC, cut.BN // form.HALVES, cut.BK))
+    weights = descriptor(*Operand((1 << 20, 1 << 10, 1)).matrix(form.DESC, 8, 64, 64, cut.BN // form.HALVES, cut.BK, 2)[2])
     bias, at = "*i64" if form.BIAS_TABLE else "*bf16", Experts(*["i32"] * len(Experts._fields))
     signature = {
         "x_rows": descriptor(cut.piece, cut.BK), "w_a": weights, "w_b": weights, "b_a": bias, "b_b": bias,

@@ -19,6 +19,24 @@ else:
         return tl.constexpr(getattr(_semantic.builder.options, "backend_name", "") == "cuda")
 
 
+BFLOAT16_PAIR: tl.constexpr = tl.constexpr("""{
+            .reg .b32 both, low, high;
+            cvt.rn.bf16x2.f32 both, $3, $2;
+            shl.b32 low, both, 16;
+            and.b32 high, both, 0xffff0000;
+            mov.b32 $0, low;
+            mov.b32 $1, high;
+            }""")
+FLOAT16_PAIR: tl.constexpr = tl.constexpr("""{
+            .reg .b32 both;
+            .reg .b16 low, high;
+            cvt.rn.f16x2.f32 both, $3, $2;
+            mov.b32 {low, high}, both;
+            cvt.f32.f16 $0, low;
+            cvt.f32.f16 $1, high;
+            }""")
+
+
 @triton.jit
 def rounded(x, dtype: tl.constexpr):
     """Values rounded to ``dtype``, in the dtype of x.
@@ -26,38 +44,9 @@ def rounded(x, dtype: tl.constexpr):
     A conversion to 16 bits and back, written as such, becomes one slow instruction per value (F2F, on the unit of the exponentials); a
     packed conversion makes two at once on the ordinary units.
     """
-    if on_nvidia() and (dtype == tl.bfloat16 and x.dtype == tl.float32):
-        r = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 both, low, high;
-            cvt.rn.bf16x2.f32 both, $3, $2;
-            shl.b32 low, both, 16;
-            and.b32 high, both, 0xffff0000;
-            mov.b32 $0, low;
-            mov.b32 $1, high;
-            }""",
-            "=f,=f,f,f",
-            [x],
-            dtype=tl.float32,
-            is_pure=True,
-            pack=2,
-        )
-    elif on_nvidia() and (dtype == tl.float16 and x.dtype == tl.float32):
-        r = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 both;
-            .reg .b16 low, high;
-            cvt.rn.f16x2.f32 both, $3, $2;
-            mov.b32 {low, high}, both;
-            cvt.f32.f16 $0, low;
-            cvt.f32.f16 $1, high;
-            }""",
-            "=f,=f,f,f",
-            [x],
-            dtype=tl.float32,
-            is_pure=True,
-            pack=2,
-        )
+    if on_nvidia() and ((dtype == tl.bfloat16 or dtype == tl.float16) and x.dtype == tl.float32):
+        PAIR: tl.constexpr = BFLOAT16_PAIR if dtype == tl.bfloat16 else FLOAT16_PAIR
+        r = tl.inline_asm_elementwise(PAIR, "=f,=f,f,f", [x], dtype=tl.float32, is_pure=True, pack=2)
     else:
         r = x.to(dtype).to(x.dtype)
     return r

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from moefuse.kernels.triton.host.operands import is_apart
 from moefuse.kernels.triton.problem import Tiles
 
 
@@ -24,6 +23,11 @@ class Form(NamedTuple):
     ACT: str = ""
     GATING: str = "plain"
     UP_FIRST: bool = False
+
+    @property
+    def out_in(self) -> bool:
+        """Whether a block of weights has features in its rows."""
+        return self.DESC in ("out-in", "apart out-in")
 
 
 class Cut(NamedTuple):
@@ -61,11 +65,6 @@ PIECE = 64
 """Rows of a piece: of one instruction that multiplies."""
 
 
-def make_cut(form: str, bm: int, columns: int, bk: int, group: int, stages: int, parts: int, pdl: bool = False) -> Cut:
-    """Tiles of bm rows and so many columns of the sum."""
-    return Cut(form, bm, columns, bk, group, stages, parts, bm // PIECE, PDL=pdl)
-
-
 def rows_layout(columns: int, rank: int = 2) -> Any:
     """Layout in shared memory of blocks of 16-bit numbers, so many columns wide."""
     from triton.experimental.gluon.language import NVMMASharedLayout
@@ -73,15 +72,10 @@ def rows_layout(columns: int, rank: int = 2) -> Any:
     return NVMMASharedLayout(swizzle_byte_width=min(2 * columns, 128), element_bitwidth=16, rank=rank)
 
 
-def weights_block(form: str, width: int, bk: int) -> tuple[int, ...]:
-    """The block of a descriptor of weights."""
-    block = (width, bk) if form in ("out-in", "apart out-in") else (bk, width)
-    return (1, 1, *block) if is_apart(form) else block
-
-
 def cut_of(part: Tiles, bm: int, halves: int, pdl: bool, biased: bool = False) -> Cut:
     """How the tiles of a configuration cut a product; ``halves``: of a block of the sum per block of features."""
-    return make_cut(part.specialised, bm, halves * part.bn, part.bk, part.group, part.stages, parts_of(part.store or 1, biased), pdl)
+    parts = parts_of(part.store or 1, biased)
+    return Cut(part.specialised, bm, halves * part.bn, part.bk, part.group, part.stages, parts, bm // PIECE, PDL=pdl)
 
 
 def parts_of(parts: int, biased: bool) -> int:

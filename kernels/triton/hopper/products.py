@@ -31,8 +31,8 @@ from moefuse.kernels.triton.hopper.ring import (
     draw,
     drawn,
     end_of_tiles,
+    make_ring,
     multiply,
-    notes,
     release,
     skip,
     store_block,
@@ -88,14 +88,14 @@ def expect(bar, WEIGHTS: gl.constexpr, ROWS: gl.constexpr, live, PIECES: gl.cons
 
 @gluon.jit
 def produce(
-    x_rows, w_a, w_b, steps_a, steps_b, tiles, num_tiles, book, a_bufs, b_bufs, full, empty, announced, taken, max_tiles,
-    blocks, K, first_a, first_b, rows_a, rows_b, form: gl.constexpr, cut: gl.constexpr,
+    x_rows, w_a, w_b, steps_a, steps_b, tiles, num_tiles, a_bufs, b_bufs, ring, max_tiles,
+    blocks, K, at_a, at_b, form: gl.constexpr, cut: gl.constexpr,
 ):  # fmt: skip
     """The producer: takes tiles, announces them, and fills the ring with their steps. Pieces without a row are left as they are."""
     DESC: gl.constexpr = form.DESC
     STAGES: gl.constexpr = cut.STAGES
     PIECES: gl.constexpr = cut.PIECES
-    M: gl.constexpr = cut.BM // PIECES
+    M: gl.constexpr = cut.piece
     WIDTH: gl.constexpr = cut.BN // form.HALVES
     WEIGHTS: gl.constexpr = form.HALVES * w_a.block_type.nbytes
     ROWS: gl.constexpr = x_rows.block_type.nbytes
@@ -110,27 +110,27 @@ def produce(
     following = drawn(draw(num_tiles + 1))
     e, start, rows, block = tile_of(tiles, i, total, max_tiles, blocks, cut.GROUP)
     while i < total:
-        slot, slot_phase = announce(book, announced, taken, slot, slot_phase, e, start, rows, block)
+        slot, slot_phase = announce(ring, slot, slot_phase, e, start, rows, block)
         # What comes next is on its way while this tile's steps are: neither the number after the next nor the next tile is waited for.
         ticket = draw(num_tiles + 1)
         next_e, next_start, next_rows, next_block = tile_of(tiles, following, total, max_tiles, blocks, cut.GROUP)
         live = (rows + M - 1) // M
         for k in range(0, K, cut.BK):
-            mbarrier.wait(empty.index(stage), phase)
-            bar = full.index(stage)
+            mbarrier.wait(ring.empty.index(stage), phase)
+            bar = ring.full.index(stage)
             expect(bar, WEIGHTS, ROWS, live, PIECES)
-            copy_weights(w_a, steps_a, e, rows_a, first_a + block * WIDTH, k, bar, views.index(stage * form.HALVES), DESC)
+            copy_weights(w_a, steps_a, e, at_a.rows, at_a.first + block * WIDTH, k, bar, views.index(stage * form.HALVES), DESC)
             if form.HALVES == 2:
-                copy_weights(w_b, steps_b, e, rows_b, first_b + block * WIDTH, k, bar, views.index(stage * 2 + 1), DESC)
+                copy_weights(w_b, steps_b, e, at_b.rows, at_b.first + block * WIDTH, k, bar, views.index(stage * 2 + 1), DESC)
             for n in gl.static_range(PIECES):
                 tma.async_copy_global_to_shared(x_rows, [start + n * M, k], bar, pieces.index(stage * PIECES + n), pred=n < live)
             stage, phase = advance(stage, phase, STAGES)
         i, e, start, rows, block = following, next_e, next_start, next_rows, next_block
         following = drawn(ticket)
     end_of_tiles(num_tiles + 1)
-    slot, slot_phase = announce(book, announced, taken, slot, slot_phase, -1, 0, 0, 0)
+    slot, slot_phase = announce(ring, slot, slot_phase, -1, 0, 0, 0)
     if cut.FORM == "pingpong":
-        slot, slot_phase = announce(book, announced, taken, slot, slot_phase, -1, 0, 0, 0)
+        slot, slot_phase = announce(ring, slot, slot_phase, -1, 0, 0, 0)
 
 
 @gluon.jit
@@ -200,55 +200,55 @@ def finish(acc, out_rows, lists, o_bufs, e, start, rows, block, form: gl.constex
 
 @gluon.jit
 def consume_shared(
-    out_rows, lists, book, a_bufs, b_bufs, o_bufs, full, empty, announced, taken, steps, form: gl.constexpr, cut: gl.constexpr,
+    out_rows, lists, a_bufs, b_bufs, o_bufs, ring, steps, form: gl.constexpr, cut: gl.constexpr,
     G: gl.constexpr,
 ):  # fmt: skip
     """Group G of two that share each tile: its rows from G * 64 on."""
     gl.static_assert(cut.PIECES == 2)
-    OUT_IN: gl.constexpr = form.DESC == "out-in" or form.DESC == "apart out-in"
+    OUT_IN: gl.constexpr = form.out_in
     STAGES: gl.constexpr = cut.STAGES
-    M: gl.constexpr = cut.BM // cut.PIECES
+    M: gl.constexpr = cut.piece
     pieces = a_bufs._reinterpret(a_bufs.dtype, [STAGES * cut.PIECES, M, cut.BK], a_bufs.layout)
     stage = 0
     phase = 0
     slot = 0
     slot_phase = 0
-    e, start, rows, block = take(book, announced, taken, slot, slot_phase)
+    e, start, rows, block = take(ring, slot, slot_phase)
     while e >= 0:
         if rows <= M * G:
-            stage, phase = release(full, empty, stage, phase, steps, STAGES)
+            stage, phase = release(ring, stage, phase, steps, STAGES)
         else:
-            acc, stage, phase = multiply(pieces, b_bufs, full, empty, stage, phase, steps, False, OUT_IN, G)
-            acc = complete(acc, empty, stage, steps, STAGES)
+            acc, stage, phase = multiply(pieces, b_bufs, ring, stage, phase, steps, False, OUT_IN, G)
+            acc = complete(acc, ring, stage, steps, STAGES)
             finish(acc, out_rows, lists, o_bufs, e, start + M * G, gl.minimum(rows - M * G, M), block, form, cut)
         slot, slot_phase = advance(slot, slot_phase, SLOTS)
-        e, start, rows, block = take(book, announced, taken, slot, slot_phase)
+        e, start, rows, block = take(ring, slot, slot_phase)
     tma.store_wait(0)
 
 
 @gluon.jit
 def make_in_turn(
-    out_rows, lists, a_bufs, b_bufs, o_bufs, full, empty, turn, steps, stage, phase, e, start, rows, block, form: gl.constexpr,
+    out_rows, lists, a_bufs, b_bufs, o_bufs, ring, turn, steps, stage, phase, e, start, rows, block, form: gl.constexpr,
     cut: gl.constexpr, G: gl.constexpr,
 ):  # fmt: skip
     """Multiply and store a tile that is group G's, as high as the pieces of ``a_bufs`` are; (stage, phase) behind its steps."""
-    OUT_IN: gl.constexpr = form.DESC == "out-in" or form.DESC == "apart out-in"
+    OUT_IN: gl.constexpr = form.out_in
     STAGES: gl.constexpr = cut.STAGES
-    acc, stage, phase = multiply(a_bufs, b_bufs, full, empty, stage, phase, steps, False, OUT_IN, 0)
+    acc, stage, phase = multiply(a_bufs, b_bufs, ring, stage, phase, steps, False, OUT_IN, 0)
     mbarrier.arrive(turn.index(1 - G))
-    acc = complete(acc, empty, stage, steps, STAGES)
+    acc = complete(acc, ring, stage, steps, STAGES)
     finish(acc, out_rows, lists, o_bufs, e, start, rows, block, form, cut)
     return stage, phase
 
 
 @gluon.jit
 def consume_in_turn(
-    out_rows, lists, book, a_bufs, b_bufs, o_bufs, full, empty, announced, taken, turn, steps, form: gl.constexpr, cut: gl.constexpr,
+    out_rows, lists, a_bufs, b_bufs, o_bufs, ring, turn, steps, form: gl.constexpr, cut: gl.constexpr,
     G: gl.constexpr,
 ):  # fmt: skip
     """Group G of two that take tiles by turns."""
     STAGES: gl.constexpr = cut.STAGES
-    M: gl.constexpr = cut.BM // cut.PIECES
+    M: gl.constexpr = cut.piece
     pieces = a_bufs._reinterpret(a_bufs.dtype, [STAGES * cut.PIECES, M, cut.BK], a_bufs.layout)
     stage = 0
     phase = 0
@@ -258,26 +258,26 @@ def consume_in_turn(
         stage, phase = skip(stage, phase, steps, STAGES)
     # Two notes, two groups: each has a note of its own.
     gl.static_assert(SLOTS == 2)
-    e, start, rows, block = take(book, announced, taken, G, slot_phase)
+    e, start, rows, block = take(ring, G, slot_phase)
     while e >= 0:
         mbarrier.wait(turn.index(G), parity)
         parity ^= 1
         if cut.PIECES == 1:
             stage, phase = make_in_turn(
-                out_rows, lists, a_bufs, b_bufs, o_bufs, full, empty, turn, steps, stage, phase, e, start, rows, block, form, cut, G
+                out_rows, lists, a_bufs, b_bufs, o_bufs, ring, turn, steps, stage, phase, e, start, rows, block, form, cut, G
             )
         else:
             if rows > M:
                 stage, phase = make_in_turn(
-                    out_rows, lists, a_bufs, b_bufs, o_bufs, full, empty, turn, steps, stage, phase, e, start, rows, block, form, cut, G
+                    out_rows, lists, a_bufs, b_bufs, o_bufs, ring, turn, steps, stage, phase, e, start, rows, block, form, cut, G
                 )
             else:
                 stage, phase = make_in_turn(
-                    out_rows, lists, pieces, b_bufs, o_bufs, full, empty, turn, steps, stage, phase, e, start, rows, block, form, cut, G
+                    out_rows, lists, pieces, b_bufs, o_bufs, ring, turn, steps, stage, phase, e, start, rows, block, form, cut, G
                 )
         stage, phase = skip(stage, phase, steps, STAGES)
         slot_phase ^= 1
-        e, start, rows, block = take(book, announced, taken, G, slot_phase)
+        e, start, rows, block = take(ring, G, slot_phase)
     tma.store_wait(0)
 
 
@@ -298,18 +298,14 @@ def product_tiles(
     let_next_start(cut.PDL)
     STAGES: gl.constexpr = cut.STAGES
     READERS: gl.constexpr = 1 if cut.FORM == "pingpong" else cut.PIECES
-    OUT_IN: gl.constexpr = form.DESC == "out-in" or form.DESC == "apart out-in"
+    OUT_IN: gl.constexpr = form.out_in
     dtype: gl.constexpr = x_rows.dtype
     plain: gl.constexpr = gl.NVMMASharedLayout(w_a.layout.swizzle_byte_width, 16, 2)
     a_bufs = gl.allocate_shared_memory(dtype, [STAGES, cut.BM, cut.BK], x_rows.layout)
     b_bufs = gl.allocate_shared_memory(dtype, [STAGES, cut.BN, cut.BK] if OUT_IN else [STAGES, cut.BK, cut.BN], plain)
     o_0 = gl.allocate_shared_memory(dtype, [cut.BUFFERS] + out_rows.block_type.shape, out_rows.layout)
     o_1 = gl.allocate_shared_memory(dtype, [cut.BUFFERS] + out_rows.block_type.shape, out_rows.layout)
-    full = barriers(STAGES, 1)
-    empty = barriers(STAGES, READERS)
-    book = notes()
-    announced = barriers(SLOTS, 1)
-    taken = barriers(SLOTS, READERS)
+    ring = make_ring(STAGES, READERS)
     lists = Lists(b_a, b_b, at_a, at_b, features, args)
     steps = (K + cut.BK - 1) // cut.BK
     # Tuples stay where they are used: in an assignment, constexprs in them would become tensors.
@@ -317,16 +313,16 @@ def product_tiles(
         turn = barriers(2, 1)
         fence_async_shared()  # the copy engine must see the barriers as they were initialised
         gl.warp_specialize([
-            (consume_in_turn, (out_rows, lists, book, a_bufs, b_bufs, o_0, full, empty, announced, taken, turn, steps, form, cut, 0)),
-            (consume_in_turn, (out_rows, lists, book, a_bufs, b_bufs, o_1, full, empty, announced, taken, turn, steps, form, cut, 1)),
-            (produce, (x_rows, w_a, w_b, steps_a, steps_b, tiles, num_tiles, book, a_bufs, b_bufs, full, empty, announced,
-                       taken, max_tiles, blocks, K, at_a.first, at_b.first, at_a.rows, at_b.rows, form, cut)),
+            (consume_in_turn, (out_rows, lists, a_bufs, b_bufs, o_0, ring, turn, steps, form, cut, 0)),
+            (consume_in_turn, (out_rows, lists, a_bufs, b_bufs, o_1, ring, turn, steps, form, cut, 1)),
+            (produce, (x_rows, w_a, w_b, steps_a, steps_b, tiles, num_tiles, a_bufs, b_bufs, ring, max_tiles, blocks, K, at_a, at_b, form,
+                       cut)),
         ], [4, 1], [cut.REGISTERS, cut.SPARE])  # fmt: skip
     else:
         fence_async_shared()
         gl.warp_specialize([
-            (consume_shared, (out_rows, lists, book, a_bufs, b_bufs, o_0, full, empty, announced, taken, steps, form, cut, 0)),
-            (consume_shared, (out_rows, lists, book, a_bufs, b_bufs, o_1, full, empty, announced, taken, steps, form, cut, 1)),
-            (produce, (x_rows, w_a, w_b, steps_a, steps_b, tiles, num_tiles, book, a_bufs, b_bufs, full, empty, announced,
-                       taken, max_tiles, blocks, K, at_a.first, at_b.first, at_a.rows, at_b.rows, form, cut)),
+            (consume_shared, (out_rows, lists, a_bufs, b_bufs, o_0, ring, steps, form, cut, 0)),
+            (consume_shared, (out_rows, lists, a_bufs, b_bufs, o_1, ring, steps, form, cut, 1)),
+            (produce, (x_rows, w_a, w_b, steps_a, steps_b, tiles, num_tiles, a_bufs, b_bufs, ring, max_tiles, blocks, K, at_a, at_b, form,
+                       cut)),
         ], [4, 1], [cut.REGISTERS, cut.SPARE])  # fmt: skip

@@ -30,6 +30,8 @@ Never carry a value from before a loop into it under another name ("before = sta
 it for a constant of the loop (``tests/triton/test_hopper_compiled.py`` watches for it). So what is counted here is made by functions.
 """
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
@@ -68,10 +70,23 @@ SLOTS: gl.constexpr = gl.constexpr(2)
 """Notes of tiles that a program has."""
 
 
+class Ring(NamedTuple):
+    """The barriers of the stages, and the notes (``book``: SLOTS of four numbers) with theirs."""
+
+    full: Any
+    empty: Any
+    book: Any
+    announced: Any
+    taken: Any
+
+
 @gluon.jit
-def notes():
-    """Memory for SLOTS notes of four numbers."""
-    return gl.allocate_shared_memory(gl.int32, [SLOTS, 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+def make_ring(STAGES: gl.constexpr, READERS: gl.constexpr):
+    """A ring whose stages and notes so many groups read, each of them."""
+    full = barriers(STAGES, 1)
+    empty = barriers(STAGES, READERS)
+    book = gl.allocate_shared_memory(gl.int32, [SLOTS, 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    return Ring(full, empty, book, barriers(SLOTS, 1), barriers(SLOTS, READERS))
 
 
 @gluon.jit
@@ -99,43 +114,43 @@ def end_of_tiles(counters):
 
 
 @gluon.jit
-def announce(book, announced, taken, slot, phase, first, second, third, fourth):
+def announce(ring, slot, phase, first, second, third, fourth):
     """Write a note once the slot's last one was taken; (slot, phase) of the next one. For the producer, which is one warp."""
     layout: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
     i = gl.arange(0, 4, layout)
-    mbarrier.wait(taken.index(slot), phase)
-    book.index(slot).store(gl.where(i == 0, first, gl.where(i == 1, second, gl.where(i == 2, third, fourth))).to(gl.int32))
-    mbarrier.arrive(announced.index(slot))
+    mbarrier.wait(ring.taken.index(slot), phase)
+    ring.book.index(slot).store(gl.where(i == 0, first, gl.where(i == 1, second, gl.where(i == 2, third, fourth))).to(gl.int32))
+    mbarrier.arrive(ring.announced.index(slot))
     return advance(slot, phase, SLOTS)
 
 
 @gluon.jit
-def take(book, announced, taken, slot, phase):
+def take(ring, slot, phase):
     """The four numbers of a note. For a consumer, which is four warps."""
     layout: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     i = gl.arange(0, 4, layout)
-    mbarrier.wait(announced.index(slot), phase)
-    note = book.index(slot).load(layout)
+    mbarrier.wait(ring.announced.index(slot), phase)
+    note = ring.book.index(slot).load(layout)
     first = gl.sum(gl.where(i == 0, note, 0), 0)
     second = gl.sum(gl.where(i == 1, note, 0), 0)
     third = gl.sum(gl.where(i == 2, note, 0), 0)
     fourth = gl.sum(gl.where(i == 3, note, 0), 0)
-    mbarrier.arrive(taken.index(slot))
+    mbarrier.arrive(ring.taken.index(slot))
     return first, second, third, fourth
 
 
 @gluon.jit
-def release(full, empty, stage, phase, steps, STAGES: gl.constexpr):
+def release(ring, stage, phase, steps, STAGES: gl.constexpr):
     """Give back the stages of a tile that has nothing for this group, as they come; (stage, phase) behind them."""
     for _ in range(steps):
-        mbarrier.wait(full.index(stage), phase)
-        mbarrier.arrive(empty.index(stage))
+        mbarrier.wait(ring.full.index(stage), phase)
+        mbarrier.arrive(ring.empty.index(stage))
         stage, phase = advance(stage, phase, STAGES)
     return stage, phase
 
 
 @gluon.jit
-def multiply(a_bufs, b_bufs, full, empty, stage, phase, steps, A_T: gl.constexpr, B_T: gl.constexpr, PIECE: gl.constexpr):
+def multiply(a_bufs, b_bufs, ring, stage, phase, steps, A_T: gl.constexpr, B_T: gl.constexpr, PIECE: gl.constexpr):
     """(sums [M, BN] of a tile, stage, phase): each stage is given back when the product of the next one has begun.
 
     Buffers hold [M, BK] and [BK, BN], or with A_T and B_T their transposes; of a, several pieces for each stage, of which this is number
@@ -148,7 +163,7 @@ def multiply(a_bufs, b_bufs, full, empty, stage, phase, steps, A_T: gl.constexpr
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     acc = gl.zeros([M, BN], gl.float32, layout)
     for k in range(steps):
-        mbarrier.wait(full.index(stage), phase)
+        mbarrier.wait(ring.full.index(stage), phase)
         a = a_bufs.index(stage * PIECES + PIECE)
         b = b_bufs.index(stage)
         if A_T:
@@ -157,16 +172,16 @@ def multiply(a_bufs, b_bufs, full, empty, stage, phase, steps, A_T: gl.constexpr
             b = b.permute((1, 0))
         acc = warpgroup_mma(a, b, acc, use_acc=k > 0, is_async=True)
         acc = warpgroup_mma_wait(1, deps=(acc,))
-        mbarrier.arrive(empty.index(before(stage, STAGES)), pred=k > 0)
+        mbarrier.arrive(ring.empty.index(before(stage, STAGES)), pred=k > 0)
         stage, phase = advance(stage, phase, STAGES)
     return acc, stage, phase
 
 
 @gluon.jit
-def complete(acc, empty, stage, steps, STAGES: gl.constexpr):
+def complete(acc, ring, stage, steps, STAGES: gl.constexpr):
     """The sums once the last product is over, and its stage given back."""
     acc = warpgroup_mma_wait(0, deps=(acc,))
-    mbarrier.arrive(empty.index(before(stage, STAGES)), pred=steps > 0)
+    mbarrier.arrive(ring.empty.index(before(stage, STAGES)), pred=steps > 0)
     return acc
 
 

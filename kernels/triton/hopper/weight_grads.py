@@ -11,7 +11,19 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from moefuse.kernels.triton.device.functions import tile_order
-from moefuse.kernels.triton.hopper.ring import FAR_ROW, SLOTS, advance, announce, barriers, columns, complete, multiply, notes, skip, take
+from moefuse.kernels.triton.hopper.ring import (
+    FAR_ROW,
+    SLOTS,
+    advance,
+    announce,
+    barriers,
+    columns,
+    complete,
+    make_ring,
+    multiply,
+    skip,
+    take,
+)
 
 
 @gluon.jit
@@ -22,11 +34,11 @@ def rows_of(offsets, i, tiles):
 
 
 @gluon.jit
-def produce(g_rows, x_rows, offsets, book, a_bufs, b_bufs, full, empty, announced, taken, total, blocks_n, blocks_k, cut: gl.constexpr):
+def produce(g_rows, x_rows, offsets, a_bufs, b_bufs, ring, total, blocks_n, blocks_k, cut: gl.constexpr):
     """The producer: announces each tile of this program (expert, steps, steps of the tile before, place) and fills the ring."""
     STAGES: gl.constexpr = cut.STAGES
     PIECES: gl.constexpr = cut.PIECES
-    M: gl.constexpr = cut.BM // PIECES
+    M: gl.constexpr = cut.piece
     BYTES: gl.constexpr = PIECES * g_rows.block_type.nbytes + x_rows.block_type.nbytes
     g_views = a_bufs._reinterpret(g_rows.dtype, [STAGES * PIECES] + g_rows.block_type.shape, g_rows.layout)
     x_views = b_bufs._reinterpret(x_rows.dtype, [STAGES] + x_rows.block_type.shape, x_rows.layout)
@@ -41,13 +53,13 @@ def produce(g_rows, x_rows, offsets, book, a_bufs, b_bufs, full, empty, announce
     while i < total:
         block_n, block_k = tile_order(i % tiles, blocks_n, blocks_k, cut.GROUP)
         steps = (end - begin + cut.BK - 1) // cut.BK
-        slot, slot_phase = announce(book, announced, taken, slot, slot_phase, e, steps, last, i % tiles)
+        slot, slot_phase = announce(ring, slot, slot_phase, e, steps, last, i % tiles)
         # The next tile is on its way while this one's steps are.
         next_e, next_begin, next_end = rows_of(offsets, gl.minimum(i + gl.num_programs(0), total - 1), tiles)
         for row in range(begin, end, cut.BK):
             rows = gl.minimum(end - row, cut.BK)
-            mbarrier.wait(empty.index(stage), phase)
-            bar = full.index(stage)
+            mbarrier.wait(ring.empty.index(stage), phase)
+            bar = ring.full.index(stage)
             mbarrier.expect(bar, BYTES)
             for n in gl.static_range(PIECES):
                 at = block_n * cut.BM + n * M
@@ -56,9 +68,9 @@ def produce(g_rows, x_rows, offsets, book, a_bufs, b_bufs, full, empty, announce
             tma.async_copy_global_to_shared(x_rows, [FAR_ROW, row + rows, FAR_ROW - rows, block_k * cut.BN], bar, x_views.index(stage))
             stage, phase = advance(stage, phase, STAGES)
         last, i, e, begin, end = steps, i + gl.num_programs(0), next_e, next_begin, next_end
-    slot, slot_phase = announce(book, announced, taken, slot, slot_phase, -1, 0, 0, 0)
+    slot, slot_phase = announce(ring, slot, slot_phase, -1, 0, 0, 0)
     if cut.FORM == "pingpong":
-        slot, slot_phase = announce(book, announced, taken, slot, slot_phase, -1, 0, 0, 0)
+        slot, slot_phase = announce(ring, slot, slot_phase, -1, 0, 0, 0)
 
 
 @gluon.jit
@@ -79,9 +91,7 @@ def store_columns(desc, buffers, v, e, n, k, SLOT: gl.constexpr, PARTS: gl.const
 
 
 @gluon.jit
-def consume_shared(
-    d_w, book, a_bufs, b_bufs, o_bufs, full, empty, announced, taken, blocks_n, blocks_k, cut: gl.constexpr, G: gl.constexpr
-):
+def consume_shared(d_w, a_bufs, b_bufs, o_bufs, ring, blocks_n, blocks_k, cut: gl.constexpr, G: gl.constexpr):
     """Group G of two that share each tile."""
     STAGES: gl.constexpr = cut.STAGES
     PARTS: gl.constexpr = cut.PARTS
@@ -89,22 +99,20 @@ def consume_shared(
     phase = 0
     slot = 0
     slot_phase = 0
-    e, steps, _, place = take(book, announced, taken, slot, slot_phase)
+    e, steps, _, place = take(ring, slot, slot_phase)
     while e >= 0:
         block_n, block_k = tile_order(place, blocks_n, blocks_k, cut.GROUP)
-        acc, stage, phase = multiply(a_bufs, b_bufs, full, empty, stage, phase, steps, True, False, G)
-        acc = complete(acc, empty, stage, steps, STAGES)
-        n = block_n * cut.BM + G * (cut.BM // cut.PIECES)
+        acc, stage, phase = multiply(a_bufs, b_bufs, ring, stage, phase, steps, True, False, G)
+        acc = complete(acc, ring, stage, steps, STAGES)
+        n = block_n * cut.BM + G * cut.piece
         store_columns(d_w, o_bufs, acc, e, n, block_k * cut.BN, 0, PARTS)
         slot, slot_phase = advance(slot, slot_phase, SLOTS)
-        e, steps, _, place = take(book, announced, taken, slot, slot_phase)
+        e, steps, _, place = take(ring, slot, slot_phase)
     tma.store_wait(0)
 
 
 @gluon.jit
-def consume_in_turn(
-    d_w, book, a_bufs, b_bufs, o_bufs, full, empty, announced, taken, turn, blocks_n, blocks_k, cut: gl.constexpr, G: gl.constexpr
-):
+def consume_in_turn(d_w, a_bufs, b_bufs, o_bufs, ring, turn, blocks_n, blocks_k, cut: gl.constexpr, G: gl.constexpr):
     """Group G of two that take tiles by turns."""
     STAGES: gl.constexpr = cut.STAGES
     PARTS: gl.constexpr = cut.PARTS
@@ -113,18 +121,18 @@ def consume_in_turn(
     parity = 1 if G == 0 else 0  # the first tile is group 0's: it does not wait for its first turn
     slot_phase = 0
     gl.static_assert(SLOTS == 2)  # two notes, two groups
-    e, steps, last, place = take(book, announced, taken, G, slot_phase)
+    e, steps, last, place = take(ring, G, slot_phase)
     while e >= 0:
         stage, phase = skip(stage, phase, last, STAGES)
         block_n, block_k = tile_order(place, blocks_n, blocks_k, cut.GROUP)
         mbarrier.wait(turn.index(G), parity)
         parity ^= 1
-        acc, stage, phase = multiply(a_bufs, b_bufs, full, empty, stage, phase, steps, True, False, 0)
+        acc, stage, phase = multiply(a_bufs, b_bufs, ring, stage, phase, steps, True, False, 0)
         mbarrier.arrive(turn.index(1 - G))
-        acc = complete(acc, empty, stage, steps, STAGES)
+        acc = complete(acc, ring, stage, steps, STAGES)
         store_columns(d_w, o_bufs, acc, e, block_n * cut.BM, block_k * cut.BN, 0, PARTS)
         slot_phase ^= 1
-        e, steps, last, place = take(book, announced, taken, G, slot_phase)
+        e, steps, last, place = take(ring, G, slot_phase)
     tma.store_wait(0)
 
 
@@ -137,7 +145,7 @@ def weight_grad_products(g_rows, x_rows, d_w, offsets, total, blocks_n, blocks_k
         offsets: [E + 1]; total: tiles, blocks_n x blocks_k for each expert.
     """
     STAGES: gl.constexpr = cut.STAGES
-    M: gl.constexpr = cut.BM // cut.PIECES
+    M: gl.constexpr = cut.piece
     READERS: gl.constexpr = cut.PIECES
     dtype: gl.constexpr = g_rows.dtype
     of_g: gl.constexpr = gl.NVMMASharedLayout(g_rows.layout.swizzle_byte_width, 16, 2)
@@ -146,23 +154,19 @@ def weight_grad_products(g_rows, x_rows, d_w, offsets, total, blocks_n, blocks_k
     b_bufs = gl.allocate_shared_memory(dtype, [STAGES, cut.BK, cut.BN], of_x)
     o_0 = gl.allocate_shared_memory(dtype, [cut.BUFFERS] + d_w.block_type.shape, d_w.layout)
     o_1 = gl.allocate_shared_memory(dtype, [cut.BUFFERS] + d_w.block_type.shape, d_w.layout)
-    full = barriers(STAGES, 1)
-    empty = barriers(STAGES, READERS)
-    book = notes()
-    announced = barriers(SLOTS, 1)
-    taken = barriers(SLOTS, READERS)
+    ring = make_ring(STAGES, READERS)
     if cut.FORM == "pingpong":
         turn = barriers(2, 1)
         fence_async_shared()  # the copy engine must see the barriers as they were initialised
         gl.warp_specialize([
-            (consume_in_turn, (d_w, book, a_bufs, b_bufs, o_0, full, empty, announced, taken, turn, blocks_n, blocks_k, cut, 0)),
-            (consume_in_turn, (d_w, book, a_bufs, b_bufs, o_1, full, empty, announced, taken, turn, blocks_n, blocks_k, cut, 1)),
-            (produce, (g_rows, x_rows, offsets, book, a_bufs, b_bufs, full, empty, announced, taken, total, blocks_n, blocks_k, cut)),
+            (consume_in_turn, (d_w, a_bufs, b_bufs, o_0, ring, turn, blocks_n, blocks_k, cut, 0)),
+            (consume_in_turn, (d_w, a_bufs, b_bufs, o_1, ring, turn, blocks_n, blocks_k, cut, 1)),
+            (produce, (g_rows, x_rows, offsets, a_bufs, b_bufs, ring, total, blocks_n, blocks_k, cut)),
         ], [4, 1], [cut.REGISTERS, cut.SPARE])  # fmt: skip
     else:
         fence_async_shared()
         gl.warp_specialize([
-            (consume_shared, (d_w, book, a_bufs, b_bufs, o_0, full, empty, announced, taken, blocks_n, blocks_k, cut, 0)),
-            (consume_shared, (d_w, book, a_bufs, b_bufs, o_1, full, empty, announced, taken, blocks_n, blocks_k, cut, 1)),
-            (produce, (g_rows, x_rows, offsets, book, a_bufs, b_bufs, full, empty, announced, taken, total, blocks_n, blocks_k, cut)),
+            (consume_shared, (d_w, a_bufs, b_bufs, o_0, ring, blocks_n, blocks_k, cut, 0)),
+            (consume_shared, (d_w, a_bufs, b_bufs, o_1, ring, blocks_n, blocks_k, cut, 1)),
+            (produce, (g_rows, x_rows, offsets, a_bufs, b_bufs, ring, total, blocks_n, blocks_k, cut)),
         ], [4, 1], [cut.REGISTERS, cut.SPARE])  # fmt: skip

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moefuse.kernels.triton.config import SPECIALISED_ROWS, ring_bytes
+from moefuse.kernels.triton.config import SPECIALISED_ROWS, specialised_down, tile_bytes
 from moefuse.kernels.triton.device.structs import Experts
 from moefuse.kernels.triton.hopper.available import available
-from moefuse.kernels.triton.hopper.forms import Cut, Form, make_cut, parts_of, rows_layout, weights_block
-from moefuse.kernels.triton.host.layout import device_of, rows_descriptor
+from moefuse.kernels.triton.hopper.forms import Cut, Form, cut_of, parts_of, rows_layout
+from moefuse.kernels.triton.host.layout import Device, device_of, rows_descriptor
 from moefuse.kernels.triton.host.operands import Operand, is_apart, steps_table
 from moefuse.kernels.triton.host.sorted_rows import Sorted, aligned_rows, whole
 from moefuse.kernels.triton.launch.calls import launch
@@ -34,8 +34,7 @@ LEAST = 64
 
 def weights(array: Any, w: Operand, form: str, experts: int, features: int, inputs: int, width: int, cut: Cut) -> Described:
     """The descriptor of a list of weights, in blocks of ``width`` features."""
-    shape, strides, _ = w.matrix(form, experts, features, inputs, width, cut.BK, 2)
-    block = weights_block(form, width, cut.BK)
+    shape, strides, block = w.matrix(form, experts, features, inputs, width, cut.BK, 2)
     return Described(array, shape, strides, block, rows_layout(block[-1], len(block)))
 
 
@@ -68,8 +67,7 @@ def linear_cut(x: Tensor, w: Operand, item: int, it: Sorted, n: int, k: int) -> 
     form = w.form(item)
     if not form or min(n, k) < LEAST or not whole(item, n, k) or reaches_over(form, k):
         return None
-    cut = _cut(LINEAR)
-    return cut if _bytes(cut) <= device.shared else None
+    return _cut(LINEAR, device)
 
 
 def linear(out: Tensor, x: Tensor, w: Any, it: Sorted, bias: Any, cut: Cut) -> None:
@@ -106,14 +104,10 @@ def linear(out: Tensor, x: Tensor, w: Any, it: Sorted, bias: Any, cut: Cut) -> N
     )  # fmt: skip
 
 
-def _cut(form: str) -> Cut:
-    """The usual tiles of 128 rows."""
-    columns, stages = (128, 6) if form == "pingpong" else (256, 4)
-    return make_cut(form, ROWS, columns, BLOCK_INPUTS, 4, stages, 2)
-
-
-def _bytes(cut: Cut) -> int:
-    return ring_bytes(cut.FORM, cut.BM, cut.BN, cut.BK, cut.STAGES, cut.BN // cut.PARTS)
+def _cut(form: str, device: Device) -> Cut | None:
+    """The usual tiles, where they fit."""
+    tiles = specialised_down(ROWS, form)
+    return cut_of(tiles, ROWS, 1, False) if tile_bytes(tiles, ROWS, 1, 2) <= device.shared else None
 
 
 def takes_rows(x: Tensor, out: Tensor) -> bool:
@@ -128,8 +122,9 @@ def grad_cut(g: Tensor, x: Tensor, strides: tuple[int, ...], it: Sorted) -> Cut 
         return None
     if col != 1 or row % 8 or e % 8 or not whole(2, n, k):
         return None
-    cut = _cut(GRADS)._replace(PIECES=1) if GRADS == "pingpong" else _cut(GRADS)
-    return cut if _bytes(cut) <= device.shared else None
+    cut = _cut(GRADS, device)
+    # A group that takes tiles by turns reads the columns of g as one piece.
+    return cut._replace(PIECES=1) if cut is not None and GRADS == "pingpong" else cut
 
 
 def weight_grads(target: Tensor, at: Experts, g: Tensor, x: Tensor, it: Sorted, cut: Cut) -> None:
