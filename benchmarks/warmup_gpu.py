@@ -1,6 +1,6 @@
 """What ``moefuse.warmup`` gains on this GPU, and what the cost gate then decides: tests first, then layers of public models.
 
-    python benchmarks/warmup_gpu.py [--budget SECONDS] [--out FOLDER]
+    python benchmarks/warmup_gpu.py [--budget SECONDS] [--out FOLDER] [--layers qwen3] [--tokens 512,4096]
 
 Measurements go to a folder of their own, not to the user's cache. Per layer and number of tokens: the op as it ships, as tuned, and the
 grouped program of transformers (``experts_implementation="grouped_mm"``) compiled by Inductor; then what the next compilation does.
@@ -72,21 +72,25 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=300.0, help="seconds of tuning in all")
     parser.add_argument("--out", default=os.environ.get("OUT", "."))
     parser.add_argument("--no-tests", action="store_true")
+    parser.add_argument("--layers", default="", help="some of them")
+    parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
     args = parser.parse_args()
     os.environ["MOEFUSE_CACHE_DIR"] = tempfile.mkdtemp()
     if not args.no_tests:
         subprocess.run([sys.executable, "-m", "pytest", "tests/gpu/test_warmup.py", "-q"], cwd=ROOT, check=False)
     import moefuse
 
-    begin, rows, made_blocks = time.monotonic(), [], blocks()
+    begin, rows = time.monotonic(), []
+    tokens = tuple(map(int, args.tokens.split(",")))
+    made_blocks = {name: build for name, build in blocks().items() if not args.layers or name in args.layers.split(",")}
     for i, (name, build) in enumerate(made_blocks.items()):
         left = begin + args.budget - time.monotonic()
         block = build()
         with torch.no_grad():
-            first = {t: decided(block, t) for t in TOKENS}
-            report = moefuse.warmup(block, TOKENS, budget_s=max(left / (len(made_blocks) - i), 1.0), progress=False)
+            first = {t: decided(block, t) for t in tokens}
+            report = moefuse.warmup(block, tokens, budget_s=max(left / (len(made_blocks) - i), 1.0), progress=False)
             print(report, flush=True)
-            then = {t: decided(block, t) for t in TOKENS}
+            then = {t: decided(block, t) for t in tokens}
         rows += [{"layer": name, "first": first.get(t.tokens), "then": then.get(t.tokens), **t.to_dict()} for t in report.tuned]
         del block
         torch.cuda.empty_cache()
