@@ -116,7 +116,8 @@ def rules(p: Problem, hopper: bool, specialised: bool = False) -> Config:
 def specialised_down(bm: int, form: str) -> Tiles:
     """The usual tiles of kernels with specialised warps: sums of 128 x 128 or 64 x 256 for each group, or of 128 x 256 for both."""
     width, stages = (128, 6) if bm == 128 and form == "pingpong" else (256, 4)
-    return Tiles(width, 64, 4, stages, 4, rows_desc=True, specialised=form, store=4 if bm == 64 else 2)
+    group = 8 if form == "shared" else 2
+    return Tiles(width, 64, 4, stages, group, rows_desc=True, specialised=form, store=4 if bm == 64 else 2)
 
 
 def specialised_tiles(p: Problem, bm: int, form: str = "pingpong") -> Config:

@@ -259,10 +259,11 @@ def test_the_order_is_a_stable_sort(monkeypatch: pytest.MonkeyPatch, tokens: int
         assert torch.equal(views["order"].long(), order)
         assert torch.equal(views["offsets"].long(), offsets)
         rows = (offsets[1:] - offsets[:-1]).tolist()
-        expected = [(e, int(offsets[e]) + 16 * j, min(n - 16 * j, 16)) for e, n in enumerate(rows) for j in range(-(-n // 16))]
+        counts = [-(-n // 16) for n in rows]
+        expected = [(e, int(offsets[e]) + 16 * j, min(rows[e] - 16 * j, 16), j, n) for e, n in enumerate(counts) for j in range(n)]
         count, *counters = views["num_tiles"].tolist()
         assert counters == [0, 0]
-        found = views["tiles"].view(3, -1)[:, :count].t().tolist()
+        found = views["tiles"].view(5, -1)[:, :count].t().tolist()
         assert [tuple(t) for t in found] == expected
 
 

@@ -185,6 +185,21 @@ def tile_order(pid, num_tiles, num_blocks, GROUP: tl.constexpr):
 
 
 @triton.jit
+def expert_order(i, tile, before, count, blocks, GROUP: tl.constexpr):
+    """(row tile, column block) of entry i = tile * blocks + ... of a list in which tiles of one expert share weights.
+
+    GROUP row tiles of an expert at most, and groups of one expert are about equal, take a column block one after the other, so its weights
+    come from memory once for all of them. ``tile`` has ``before`` tiles of its expert in front of it, of ``count``.
+    """
+    size = tl.cdiv(count, tl.cdiv(count, GROUP))
+    first = before // size * size
+    size = tl.minimum(size, count - first)
+    first += tile - before
+    inside = i - first * blocks
+    return first + inside % size, inside // size
+
+
+@triton.jit
 def after_previous(PDL: tl.constexpr):
     """With programmatic dependent launch: the previous kernel's results are visible from here on."""
     if PDL:

@@ -4,7 +4,8 @@ Glossary, all int32, in one buffer (``layout.Workspace`` says where each begins)
 
 * order [S]: slot numbers stably sorted by expert, slots with an invalid id last; position [S]: its inverse, where the combine wants it;
 * offsets [E + 1]: rows [offsets[e], offsets[e + 1]) of the order belong to expert e; offsets[E] counts the valid slots;
-* tiles [3, max_tiles]: expert, first row and rows of each tile of up to BM rows, experts in order; num_tiles[0] of them are filled.
+* tiles [5, max_tiles]: expert, first row and rows of each tile of up to BM rows, experts in order; how many tiles of its expert come
+  before it, and how many there are; num_tiles[0] of them are filled.
   num_tiles [3] ends with two counters of ``hopper/ring.py``, which are 0 between launches.
 
 Nothing here depends on the routing but the contents: sizes are upper bounds, so a CUDA graph replays with any routing. The sort is a
@@ -36,6 +37,8 @@ def write_tiles(tiles, max_tiles, e, first_tile, first_row, rows, BM: tl.constex
         tl.store(tiles + first_tile + i, tl.zeros([32], tl.int32) + e, mask=live)
         tl.store(tiles + max_tiles + first_tile + i, first_row + i * BM, mask=live)
         tl.store(tiles + 2 * max_tiles + first_tile + i, tl.minimum(rows - i * BM, BM), mask=live)
+        tl.store(tiles + 3 * max_tiles + first_tile + i, i, mask=live)
+        tl.store(tiles + 4 * max_tiles + first_tile + i, tl.zeros([32], tl.int32) + count, mask=live)
 
 
 @triton.jit

@@ -21,7 +21,7 @@ def expert_of(row, offsets, E, BE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["max_tiles"])
 def list_tiles(offsets, tiles, num_tiles, max_tiles, E, BE: tl.constexpr, BM: tl.constexpr):
-    """tiles [3, max_tiles] and num_tiles [3] of ``routing.py`` for offsets that are known; program e writes those of expert e."""
+    """tiles [5, max_tiles] and num_tiles [3] of ``routing.py`` for offsets that are known; program e writes those of expert e."""
     e = tl.program_id(0)
     bins = tl.arange(0, BE)
     begin = tl.load(offsets + bins, mask=bins < E, other=0).to(tl.int32)  # [BE]

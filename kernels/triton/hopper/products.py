@@ -20,7 +20,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from moefuse.kernels.triton.device.functions import after_previous, expert_base, gated, let_next_start, pointwise, rounded, tile_order
+from moefuse.kernels.triton.device.functions import after_previous, expert_base, expert_order, gated, let_next_start, pointwise, rounded
 from moefuse.kernels.triton.hopper.ring import (
     SLOTS,
     advance,
@@ -71,7 +71,12 @@ def copy_weights(desc, steps, e, rows, col, k, bar, to, DESC: gl.constexpr):
 @gluon.jit
 def tile_of(tiles, i, total, max_tiles, blocks, GROUP: gl.constexpr):
     """(expert, first row, rows, block of columns) of a tile; of one that is not there, nothing of use."""
-    tile, block = tile_order(gl.where(i < total, i, 0), gl.maximum(total // blocks, 1), blocks, GROUP)
+    there = i < total
+    i = gl.where(there, i, 0)
+    place = tiles + i // blocks
+    before = gl.where(there, gl.load(place + 3 * max_tiles), 0)
+    count = gl.where(there, gl.load(place + 4 * max_tiles), 1)
+    tile, block = expert_order(i, i // blocks, before, count, blocks, GROUP)
     at = tiles + tile
     return gl.load(at), gl.load(at + max_tiles), gl.load(at + 2 * max_tiles), block
 
@@ -291,7 +296,7 @@ def product_tiles(
     Args:
         x_rows, out_rows: descriptors of rows; w_a, w_b: of weights. b_a, b_b: biases.
         steps_a, steps_b: int64 [E] for experts that are apart (``operands.steps_table``).
-        tiles: int32 [3, max_tiles]; num_tiles: int32 [3] (``device/routing.py``).
+        tiles: int32 [5, max_tiles]; num_tiles: int32 [3] (``device/routing.py``).
         blocks: of columns; features: of the stored weight, past which there is no bias; args: constants of the activation.
     """
     after_previous(cut.PDL)

@@ -26,6 +26,8 @@ CHUNK = 256
 """Slots of a chunk of the sort for more."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 """What the kernels store."""
+TILE_FIELDS = 5
+"""Numbers of a tile (``device/routing.py``)."""
 UNROLLED = 16
 """Up to so many slots per token the combine has all their rows in flight at once."""
 

@@ -10,7 +10,7 @@ import torch
 from moefuse.kernels.triton.device import combine, gemm, routing
 from moefuse.kernels.triton.device.structs import Form, Tiling
 from moefuse.kernels.triton.host import plan_specialised
-from moefuse.kernels.triton.host.layout import CHUNK, SORT_AT_ONCE, UNROLLED, precision_of, rows_descriptor
+from moefuse.kernels.triton.host.layout import CHUNK, SORT_AT_ONCE, TILE_FIELDS, UNROLLED, precision_of, rows_descriptor
 from moefuse.kernels.triton.host.operands import is_apart
 from moefuse.kernels.triton.launch.launch import Described
 from moefuse.kernels.triton.problem import Tiles, power_of_two
@@ -50,7 +50,7 @@ def joined(plan: Plan, form: str) -> bool:
 def build_routing(plan: Plan, bm: int, max_tiles: int, inverse: bool) -> None:
     ws, s, e = plan.workspace, plan.slots, plan.experts
     bins = max(power_of_two(e + 1), 32)
-    for name, count in (("order", s), ("position", s), ("offsets", e + 1), ("tiles", 3 * max_tiles), ("num_tiles", 3)):
+    for name, count in (("order", s), ("position", s), ("offsets", e + 1), ("tiles", TILE_FIELDS * max_tiles), ("num_tiles", 3)):
         if name != "position" or inverse:
             ws.add(name, (count,), torch.int32)
     slots = {"at_ids": plan.strides_ids, "S": s, "E": e, "top_k": plan.top_k, "FLAT": plan.strides_ids == (plan.top_k, 1)}

@@ -15,7 +15,7 @@ from torch import Tensor
 from moefuse.kernels.triton.config import within
 from moefuse.kernels.triton.device import routing, rows
 from moefuse.kernels.triton.device.structs import Rows
-from moefuse.kernels.triton.host.layout import CHUNK, SORT_AT_ONCE, UNROLLED, Device, device_of
+from moefuse.kernels.triton.host.layout import CHUNK, SORT_AT_ONCE, TILE_FIELDS, UNROLLED, Device, device_of
 from moefuse.kernels.triton.launch.calls import launch
 from moefuse.kernels.triton.problem import Tiles, power_of_two
 
@@ -65,7 +65,7 @@ class Sorted(NamedTuple):
     Attributes:
         order: [S] int64; a tensor that is not read where no row is gathered.
         offsets: [E + 1] int64.
-        tiles: [3, max_tiles] int32; num_tiles: [3] int32 (``device/routing.py``).
+        tiles: [TILE_FIELDS, max_tiles] int32; num_tiles: [3] int32 (``device/routing.py``).
     """
 
     order: Tensor
@@ -91,7 +91,7 @@ def sort(ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
         return order, torch.zeros(experts + 1, dtype=torch.int64, device=device)
     offsets = torch.empty(experts + 1, dtype=torch.int64, device=device)
     max_tiles, be, flat = min(slots, experts), max(power_of_two(experts + 1), 32), ids.stride() == (ids.shape[1], 1)
-    unused, number = (torch.empty(n, dtype=torch.int32, device=device) for n in (3 * max_tiles, 3))
+    unused, number = (torch.empty(n, dtype=torch.int32, device=device) for n in (TILE_FIELDS * max_tiles, 3))
     by: dict[str, Any] = {
         "at_ids": Rows(*ids.stride()),
         "S": slots,
@@ -119,7 +119,7 @@ def tiled(it: Sorted, dtype: torch.dtype) -> Sorted:
     """The same rows with their tiles for products in ``dtype``."""
     bm = tile_rows(it.slots, it.experts, dtype, device_of(it.offsets.device))
     max_tiles = min(it.slots, it.slots // bm + min(it.experts, it.slots))
-    tiles, number = (torch.empty(n, dtype=torch.int32, device=it.offsets.device) for n in (3 * max_tiles, 3))
+    tiles, number = (torch.empty(n, dtype=torch.int32, device=it.offsets.device) for n in (TILE_FIELDS * max_tiles, 3))
     arrays = {"offsets": it.offsets, "tiles": tiles, "num_tiles": number}
     launch(rows.list_tiles, (it.experts,), arrays, max_tiles=max_tiles, E=it.experts, BE=bins(it.experts), BM=bm)
     return it._replace(bm=bm, tiles=tiles, num_tiles=number, max_tiles=max_tiles)
