@@ -3,19 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from moefuse import pipeline
 from moefuse.capture import entry
 from moefuse.config import Options
 from moefuse.report import FusionReport, Skipped
+from tests.cpu.test_verify import Light
 from tests.programs import packed
-from tests.programs.packed import SPELLINGS, Assigned, Batched, Between, Drafting, Each, Embedded, Gathered, Grouped, Hit, Other, Pruned
+from tests.programs.packed import (
+    SPELLINGS,
+    Assigned,
+    Batched,
+    Between,
+    Drafting,
+    Each,
+    Embedded,
+    Gathered,
+    Grouped,
+    Hit,
+    Loading,
+    Other,
+    Pruned,
+    Restored,
+)
 
 FOREIGN = "multiplies them, and is an operator that moefuse cannot look into"
 UNREAD = "is the first operation on them that moefuse cannot read"
@@ -60,7 +78,10 @@ def line_of(marker: str) -> str:
     return f"{packed.__file__}:{number}"
 
 
-@pytest.mark.parametrize("spelling", [s for s in SPELLINGS if s != "channel"])
+FEW_BITS = [spelling for spelling in SPELLINGS if spelling != "floats"]
+
+
+@pytest.mark.parametrize("spelling", [s for s in FEW_BITS if s != "channel"])
 def test_what_unpacks_an_experts_weight_is_named(spelling: str) -> None:
     """The product was named before, and by another product's name. (int8 by channel is read: ``test_refusals``.)"""
     found = refused(Each(spelling))
@@ -68,12 +89,32 @@ def test_what_unpacks_an_experts_weight_is_named(spelling: str) -> None:
     assert found.location == line_of(spelling)
 
 
-@pytest.mark.parametrize("spelling", SPELLINGS)
+@pytest.mark.parametrize("spelling", FEW_BITS)
 def test_what_unpacks_gathered_weights_is_named(spelling: str) -> None:
     """It was the product that was named, or nothing at all."""
     found = refused(Gathered(spelling))
     assert f"`{SPELLINGS[spelling].unread}` {UNREAD}" in found.message
     assert found.location == line_of(spelling)
+
+
+def test_floats_that_are_scaled_in_groups_are_not_packed() -> None:
+    """The product is what no rule reads, by its own name: it was called `einsum`, whatever it was."""
+    report = report_of(Each("floats"), torch.randn(5, packed.H))
+    assert [(s.code, "`linear`" in s.message) for s in report.skipped] == [("no-rule", True)]
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.layer, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def test_in_the_body_of_a_checkpoint_too() -> None:
+    """What a body is given has the names of the model's tensors, and is no Parameter there."""
+    assert FOREIGN in refused(Checkpointed(Batched())).message
 
 
 @pytest.mark.parametrize("program", [Each, Gathered])
@@ -122,6 +163,30 @@ def test_a_loop_over_hit_experts_unpacks_those_alone() -> None:
 
 def test_a_loop_over_hit_experts_with_plain_weights_is_fused() -> None:
     is_fused(Hit("channel", plain=True), captured=True)
+
+
+@pytest.mark.parametrize("write", ["set", "change"])
+def test_writes_to_storage_that_was_read_are_kept(write: Literal["set", "change"]) -> None:
+    """The unpacked weights are those from before the write, and the storage is what the program leaves: int8 of bitsandbytes does this."""
+    model = Restored(write)
+    eager, light, x = deepcopy(model), Light(), torch.randn(5, packed.H)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(model, backend=light, fullgraph=True)(x), eager(x))
+    assert len(light.fused) == 1
+    torch.testing.assert_close(model.state_dict(), eager.state_dict(), rtol=0, atol=0)
+
+
+def test_a_kernel_is_loaded_as_often_as_the_program_says() -> None:
+    """Its node gives nothing that anybody reads; the layer that stays as it is needs it."""
+    packed.LOADED.clear()
+    light = Light()
+    compiled = torch.compile(Loading(), backend=light, fullgraph=True)
+    with torch.no_grad():
+        compiled(torch.randn(5, packed.H))
+        packed.LOADED.clear()
+        compiled(torch.randn(5, packed.H))
+    assert (len(light.fused), [s.code for s in light.skipped]) == (1, ["encoding-unknown"])
+    assert packed.LOADED == ["kernel", "kernel"]
 
 
 @pytest.mark.parametrize("program", [Pruned, Between])

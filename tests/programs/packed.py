@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -43,6 +44,11 @@ def of_split_blocks(q: Tensor, scale: Tensor) -> Tensor:
     return (q.float().reshape(*lead, H // G, G, H // G, G) * scale[..., :, None, :, None]).reshape(*lead, H, H)  # at: split block
 
 
+def of_scaled_floats(q: Tensor, scale: Tensor) -> Tensor:
+    lead = q.shape[:-2]
+    return (q.reshape(*lead, H // G, G, H) * scale[..., None, None]).reshape(*lead, H, H)
+
+
 def of_nibbles(q: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
     codes = torch.stack((q & 15, q >> 4), -1)  # at: nibbles
     return ((codes.flatten(-2).float().unflatten(-1, (-1, G)) - zero[..., None]) * scale[..., None]).flatten(-2)
@@ -66,6 +72,7 @@ SPELLINGS = {
     "channel": Spelling(lambda: (torch.randint(-127, 127, (E, H, H), dtype=torch.int8), torch.rand(E, H, 1) / 99), of_channels, "mul"),
     "block": Spelling(lambda: (torch.randn(E, H, H).to(torch.float8_e4m3fn), torch.rand(E, 2, 2)), of_blocks, "repeat_interleave"),
     "split block": Spelling(lambda: (torch.randn(E, H, H).to(torch.float8_e4m3fn), torch.rand(E, 2, 2)), of_split_blocks, "reshape"),
+    "floats": Spelling(lambda: (torch.randn(E, H, H), torch.rand(E, 2)), of_scaled_floats, "linear"),
     "nibbles": Spelling(lambda: (_bytes(E, H, H // 2), torch.rand(E, H, H // G), torch.rand(E, H, H // G) * 15), of_nibbles, "bitwise_and"),
     "levels": Spelling(lambda: (_bytes(E, H, H // 2), _bytes(E, H, H // G) // 64 + 125), of_levels, "bitwise_and"),
     "words": Spelling(lambda: (torch.randint(-(2**31), 2**31, (E, H // 8, H), dtype=torch.int32), torch.rand(E, H // G, H)),
@@ -235,6 +242,50 @@ class Between(nn.Module):
         for q in self.q[3:]:
             x = _KERNELS[by_ids](x, q, self.scale, one)
         return x
+
+
+class Restored(Each):
+    """Each expert's storage is put back, or changed, as soon as its weight is unpacked, as libraries do that hold it in two places."""
+
+    def __init__(self, write: Literal["set", "change"]) -> None:
+        super().__init__("channel")
+        codes = list(self.parts[0])
+        self.write = write
+        self.codes = nn.ParameterList(nn.Parameter(q.clone(), requires_grad=False) for q in codes)
+        self.held = nn.ParameterList(nn.Parameter(torch.zeros_like(q), requires_grad=False) for q in codes)
+
+    def weight(self, of: int | Tensor) -> Tensor:
+        assert isinstance(of, int)
+        weight = self.codes[of].float() * self.parts[1][of]
+        if self.write == "set":
+            self.held[of].data = self.codes[of]
+        else:
+            self.codes[of].bitwise_xor_(1)
+        return weight
+
+
+LOADED: list[str] = []
+"""What was loaded, and when, where a test asks."""
+
+
+@torch._dynamo.allow_in_graph  # type: ignore[untyped-decorator]
+def load_kernel() -> None:
+    """Libraries fetch a kernel when a layer first runs, in a node of the graph that gives nothing."""
+    LOADED.append("kernel")
+
+
+class Loading(Layer):
+    """Kernels are loaded for a layer of an operator's, and for one that computes with plain weights."""
+
+    def __init__(self) -> None:
+        super().__init__("channel")
+        self.foreign, self.plain = Batched(), Each("channel", plain=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        load_kernel()
+        x = self.foreign(x)
+        load_kernel()
+        return self.plain(x)  # type: ignore[no-any-return]
 
 
 class Drafting(nn.Module):
