@@ -44,6 +44,8 @@ from moefuse.passes.match import lowrank, unhit_experts, wide_products
 from moefuse.passes.match.encodings import between
 from moefuse.passes.match.input_sizes import interpreted
 from moefuse.passes.match.lift import lift
+from moefuse.passes.match.packed_uses import silent
+from moefuse.passes.match.packed_uses import told as explained
 from moefuse.passes.match.refusals import refusals
 from moefuse.passes.match.unexplained import choices, unexplained
 from moefuse.passes.prove import discharge
@@ -195,10 +197,12 @@ def _fuse_regions(ctx: Context, known: dict[Node, Any], run: _Run) -> list[Regio
     told = refusals(ctx, refused, covered)
     if any(lost.code in _OF_SOME for lost in told) and (apart := between(ctx, choices(ctx))) is not None:
         told = [apart, *(lost for lost in told if lost.code not in _OF_SOME)]
-    run.result.skipped += [_skipped(lost, anchors.get(id(lost))) for lost in told]
+    packed = list(silent(ctx, (*(lost.node for lost in told), *(region.anchor for region in fused))))
+    run.result.skipped += [_skipped(said, anchors.get(id(lost))) for lost, said in explained(ctx, told)]
+    run.result.skipped += map(_skipped, packed)
     if not fused and not refused and not run.result.skipped:
         unknown = unexplained(ctx)
-        run.result.skipped += [] if unknown is None else [_skipped(unknown)]
+        run.result.skipped += [] if unknown is None else [_skipped(said) for _, said in explained(ctx, [unknown])]
     return fused
 
 
@@ -217,6 +221,7 @@ def _given(graph: Graph, assumptions: Sequence[Assumption]) -> Given:
         {a.row_node: a.members for a in assumptions if a.row_node is not None and a.graph is graph},
         {a.row_node: a for a in assumptions if a.row_node is not None and a.siblings},
         {symbol for some in sizes for symbol in some},
+        frozenset(node for a in assumptions if a.graph is graph and a.kind != "end" and not a.dummy for node in a.nodes),
     )
 
 

@@ -46,11 +46,13 @@ class Given:
         rows: representatives' numbers, and the experts that each stands for.
         siblings: of representatives that have their weights from lists of modules: the assumption that tells the lists.
         not_empty: numbers of rows that are not zero.
+        skipped: what the program computes for experts with tokens only.
     """
 
     rows: Mapping[Node, tuple[int, ...]] = field(default_factory=dict)
     siblings: Mapping[Node, Assumption] = field(default_factory=dict)
     not_empty: Collection[Any] = ()
+    skipped: frozenset[Node] = frozenset()
 
 
 class Context:

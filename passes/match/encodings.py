@@ -8,14 +8,12 @@ import torch
 from torch.fx import Node
 
 from moefuse.passes.graph.calls import tensor
-from moefuse.passes.graph.sizes import shape_of
 from moefuse.passes.infer.state import Context
-from moefuse.passes.ir.expr import weight_leaves
+from moefuse.passes.ir.expr import Leaf, weight_leaves
 from moefuse.passes.ir.facts import Lost
 from moefuse.passes.ir.regions import Region
+from moefuse.passes.match.unpacking import Made, unpacking
 
-_STEPS = 8
-"""How many operations stand between a packed weight and the one that is used, at the most."""
 _COLLECTIVES = ("_c10d_functional::", "c10d::", "_dtensor::", "torch.distributed.")
 _SHARDED = ("DTensor", "AsyncCollectiveTensor")
 
@@ -47,27 +45,27 @@ def encoded(ctx: Context, region: Region) -> Lost | None:
             if found is not None:
                 return found
     slots = region.routing.num_tokens * region.routing.top_k
-    if isinstance(slots, int) and slots >= region.num_experts:
-        return None
+    enough = isinstance(slots, int) and slots >= region.num_experts
     for leaf in weight_leaves(region.expr):
-        packed = _packed(ctx, leaf.parts[0]) if leaf.parts and tensor(leaf.parts[0]) is not None else None
-        value = tensor(packed) if packed is not None else None
-        if value is not None:
-            dtype = str(value.dtype).removeprefix("torch.")
-            return ctx.lost("encoding-unknown", region.anchor, dtype=dtype, count=len(leaf.parts))
+        made = _unpacked(ctx, leaf)
+        # A program that runs every expert unpacks all of them itself, and each may have a token.
+        if made is not None and made.packed is not None and not (enough and ctx.given.skipped.isdisjoint(leaf.parts)):
+            detail = (
+                f"the program unpacks them one by one; fused, all {len(leaf.parts)} would be for every call, "
+                "and here a call may need fewer of them"
+            )
+            return packed(ctx, region.anchor, made.packed, detail)
     return None
 
 
-def _packed(ctx: Context, node: Node) -> Node | None:
-    """The packed matrix that a weight is computed from, a few steps before."""
-    front = [node]
-    for _ in range(_STEPS):
-        for at in front:
-            value = tensor(at)
-            if value is not None and len(shape_of(value)) >= 2 and (value.dtype.itemsize == 1 or not value.dtype.is_floating_point):
-                return at
-        front = [n for at in front if ctx.calls.get(at) is not None for n in at.all_input_nodes]
-    return None
+def _unpacked(ctx: Context, leaf: Leaf) -> Made | None:
+    """How the program makes the weights of single experts, where it does not read them from its inputs."""
+    return unpacking(ctx).of(ctx, leaf.parts[0]) if leaf.parts and ctx.calls.get(leaf.parts[0]) is not None else None
 
 
-__all__ = ["between", "encoded", "foreign"]
+def packed(ctx: Context, node: Node, dtype: torch.dtype | None, detail: str) -> Lost:
+    """A refusal for weights of few bits."""
+    return ctx.lost("encoding-unknown", node, dtype=str(dtype).removeprefix("torch."), detail=detail)
+
+
+__all__ = ["between", "encoded", "foreign", "packed"]

@@ -80,7 +80,7 @@ def _flow(ctx: Context, *, of_experts: bool = False) -> _Flow:
     for node, call in ctx.calls.items():
         if call is None or call.name in METADATA:
             continue
-        size = _choices(ctx, node)
+        size = scores_of(ctx, node)
         if size is not None and (not of_experts or _of_weights(ctx, node, size)):
             flow.sizes[node] = size
             flow.chosen[node] = node
@@ -91,7 +91,7 @@ def _flow(ctx: Context, *, of_experts: bool = False) -> _Flow:
     return flow
 
 
-def _choices(ctx: Context, node: Node) -> int | None:
+def scores_of(ctx: Context, node: Node) -> int | None:
     """How many scores an operation chooses from."""
     call = ctx.calls[node]
     if call is None or call.name not in INDICES_ALONG or not call.args or not isinstance(call.args[0], Node):
@@ -260,4 +260,4 @@ def _told(ctx: Context, node: Node, count: int) -> Lost:
     return ctx.lost("not-recognised", node, op=call.name if call is not None else node.name, count=count)
 
 
-__all__ = ["choices", "decided", "of_tokens", "unexplained", "weights_of"]
+__all__ = ["choices", "decided", "of_tokens", "scores_of", "unexplained", "weights_of"]

@@ -199,8 +199,8 @@ CASES: dict[str, Case] = {
     ),
     "encoding-unknown": Case(
         Unpacked,
-        "expert weights are unpacked from int8 in the program; fused, all 8 would be for every call, "
-        "and here a call may have fewer slots than experts",
+        "expert weights are held as int8: the program unpacks them one by one; fused, all 8 would be for every call, "
+        "and here a call may need fewer of them",
     ),
     "quantised": Case(
         Packed,

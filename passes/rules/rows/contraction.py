@@ -361,7 +361,7 @@ def weighted_sum(ctx: Context, node: Node, rows: Rows, value: Any, names: Labels
     full: Axes = rows.axes
     theirs = tuple(value.axes[others.index(c)] if c in others else () for c in names)
     if any(c not in names and real(value.axes[i]) for i, c in enumerate(others)):
-        return ctx.lost("no-rule", node, op="einsum")
+        return ctx.lost("no-rule", node, op=ctx.calls[node].name)  # type: ignore[union-attr]
     domain = rows.domain
     if isinstance(value, Table):
         if domain.routing is not None and domain.routing is not value.routing:
