@@ -121,9 +121,9 @@ def test_a_table_from_another() -> None:
     assert {problem for problem, _ in table(H100)} == {problem for problem, _ in table(H200)}
     named = [entry["problem"] for entry in table_entries(H100)]
     assert len(named) == len({str(problem) for problem in named})
-    mixtral = replace(prefill(), tokens=16384, experts=8, top_k=2, hidden=4096, out=4096, inter=14336)
-    assert shipped(mixtral, H200, True, SHARED[90], 2, True).specialised
-    assert not shipped(mixtral, H100, True, SHARED[90], 2, True).specialised
+    gptoss = Problem(16384, 4, 32, 2880, 2880, 2880, "interleaved", "bfloat16", True, True)
+    assert shipped(gptoss, H200, True, SHARED[90], 2, True).specialised
+    assert not shipped(gptoss, H100, True, SHARED[90], 2, True).specialised
 
 
 def test_a_measurement_with_them_is_not_used_without(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
