@@ -88,6 +88,7 @@ def losses(folder: Path, **arguments: Any) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
+@pytest.mark.thorough
 def test_trainer(tmp_path: Path) -> None:
     got = losses(tmp_path / "moefuse", torch_compile_backend="moefuse")
     report = moefuse.last_report()

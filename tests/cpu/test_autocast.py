@@ -156,6 +156,7 @@ def _step(call: Callable[[Tensor], Tensor], model: nn.Module, x: Tensor, autocas
     return [out.detach(), *(t.grad for t in (x, *model.parameters()) if t.grad is not None)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("name", MIXED)
 def test_mixed(name: str) -> None:
@@ -265,6 +266,7 @@ def test_what_the_op_refuses(compute: torch.dtype, first: torch.dtype, last: tor
         run(args)
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
 @pytest.mark.usefixtures("fresh_dynamo")

@@ -54,6 +54,7 @@ def run(source: Path, caches: Path) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
 
 
+@pytest.mark.thorough
 def test_an_edited_gradient_formula_is_not_served_from_the_cache(tmp_path: Path) -> None:
     source, caches = tmp_path / "source", tmp_path / "caches"
     # Following the links, so that an edit cannot reach the real files.

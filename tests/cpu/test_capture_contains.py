@@ -65,6 +65,7 @@ class Layer(nn.Module):
         return out
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("chosen", [_flat, _unique, _counts, _column, _rows, _not_in, _is, _is_true], ids=lambda f: f.__name__.strip("_"))
 def test_in(chosen: Callable[[Tensor], list[int]]) -> None:
     """Every call is eager's; without this, all experts were passed over, or none, and the report said nothing."""

@@ -328,7 +328,7 @@ def test_values_are_eagers(cls: type[Loop]) -> None:
     check(cls)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("cls", WRONG_IN_DYNAMO)
 def test_a_body_that_tells_experts_apart_runs_as_without_moefuse(cls: type[Loop], traced: list[int]) -> None:
     as_dynamo(cls)

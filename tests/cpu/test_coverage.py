@@ -80,6 +80,7 @@ def difference(old: dict[str, Any], new: dict[str, Any] | None, version: str) ->
     return "\n".join([f"{name}: {counts}, was {was}", *lines])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("old", cases())
 def test_as_many_layers_as_recorded(coverage: ModuleType, old: dict[str, Any]) -> None:
     new = coverage.row(old["family"], old["implementation"], old["mode"])

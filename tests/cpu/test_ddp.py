@@ -169,6 +169,7 @@ def taking(layer: Layer, ids: Tensor, x: Tensor) -> Tensor:
     return x + out
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("alone")
 def test_what_the_compiler_cannot_take_goes_back_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bool] = []

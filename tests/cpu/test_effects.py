@@ -26,6 +26,7 @@ REFUSED = ("orders",)
 """What is not to be fused: no op has its features first."""
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", NAMES)
 def test_effects_are_kept(kind: str) -> None:
     """Outputs, inputs, parameters, buffers, gradients, random numbers and Python's state of several calls."""
@@ -48,6 +49,7 @@ def test_effects_behind_torchs_compilers(seed: int, behind: str) -> None:
     assert not found.failed, f"{found.wrong[:3]} {found.codes}\n{p}"
 
 
+@pytest.mark.thorough
 def test_what_eager_says_wrongly_is_no_truth() -> None:
     """Eager stops at an assertion that Inductor drops, in a program whose saved ids NumPy has changed: both say nothing of gradients."""
     asserts = Effect("promises", (("tabled", "torch._assert_async((w > 0.2).all())"),))
@@ -58,6 +60,7 @@ def test_what_eager_says_wrongly_is_no_truth() -> None:
     assert not found.failed, found.wrong
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_seen(name: str) -> None:
     """Were it put back, its program would be wrong; as it is, the program is right. Or nothing is left of what this is a test of."""
@@ -67,6 +70,7 @@ def test_a_fault_is_seen(name: str) -> None:
     assert not found.failed, f"{found.wrong[:3]} {found.codes}\n{fault.program}"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "defence"), [(name, defence) for name, fault in FAULTS.items() for defence in fault.defences])
 def test_each_defence_is_enough(name: str, defence: str) -> None:
     """A fault that has to pass several is caught by any of them: or one of them guards nothing, and nobody would see it go."""

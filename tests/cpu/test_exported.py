@@ -21,7 +21,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.usefixtures("no_code")
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("decomposed", [False, True], ids=["default", "decomposed"])
@@ -47,7 +47,7 @@ class Logits(nn.Module):
 
 
 @pytest.mark.usefixtures("no_code")
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("decomposed", [False, True], ids=["default", "decomposed"])
 @pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
@@ -69,6 +69,7 @@ torch._inductor.aoti_load_package(sys.argv[1])
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("decomposed", [False, True], ids=["default", "decomposed"])

@@ -129,6 +129,7 @@ def test_what_only_looks_like_one_computes_what_it_says(loops: object) -> None:
     run()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("loops", [rows_loops, cut_loops])
 def test_ids_of_no_expert_mean_what_the_program_says(loops: object) -> None:
     """Ids below zero, beyond the last expert, twice the same, or cast: eager's result, or an error where eager has one."""
@@ -161,6 +162,7 @@ def outcome(run: Callable[[], FusionReport | None]) -> tuple[object, ...]:
     return len(report.fused), sorted(skipped.code for skipped in report.skipped)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("no_code")
 @pytest.mark.parametrize("loops", [rows_loops, cut_loops])
 def test_explain_says_what_the_backend_does(loops: object, monkeypatch: pytest.MonkeyPatch) -> None:

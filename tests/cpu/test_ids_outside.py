@@ -94,7 +94,7 @@ def test_ids_that_are_inputs(name: str) -> None:
     assert outcome.graphs == 1
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ["where", "one_hot", "index", "index_select", "histc", "searchsorted"])
 def test_through_inductor(name: str) -> None:
     """The bounds checks are in Inductor's code."""
@@ -114,7 +114,7 @@ def test_through_inductor(name: str) -> None:
     assert len(moefuse.last_report().fused) == 1
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("spelling", SPELLINGS, ids=lambda cls: cls.__name__.lower())
 def test_ids_that_the_router_changed(spelling: type[Any]) -> None:
     """Any program whose router subtracts from its ids, looks them up, drops some, or casts them: what eager computes, or an error."""

@@ -267,7 +267,7 @@ def _sorted(scores: Tensor) -> tuple[Tensor, Tensor]:
     return weights[:, :K], ids[:, :K]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
 @pytest.mark.parametrize("form", ["table", "mask", "narrow"])
 @pytest.mark.parametrize("route", [_sorted, lambda scores: scores.topk(K, -1)[:2]], ids=["a slice", "topk"])

@@ -108,6 +108,7 @@ def _step(run: Callable[[Tensor], Tensor], layer: Layer, x: Tensor) -> list[Tens
     return [out.detach(), fed.grad, *(torch.zeros_like(p) if p.grad is None else p.grad for p in layer.parameters())]  # type: ignore[list-item]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore:Using `torch.compile.module.` when there are global hooks")
 @pytest.mark.parametrize(
     "change",

@@ -92,7 +92,7 @@ def doubled(module: nn.Module) -> None:
     module.register_forward_hook(lambda _module, _args, out: out * 2)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", [Layer, Helped])
 @pytest.mark.parametrize("left", [0, 1, 2])
 def test_an_excluded_layer_takes_no_other_with_it(kind: type[nn.Module], left: int) -> None:

@@ -204,6 +204,7 @@ def test_gradients_see_the_mask_of_their_forward() -> None:
         assert torch.equal(zeros, (grad == 0).any(0))
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("by_option", [True, False])
 def test_eager_draws_are_asked_for(by_option: bool) -> None:

@@ -118,6 +118,7 @@ NEAR = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("spelling", NEAR)
 def test_near_misses_are_computed_as_written(spelling: str) -> None:

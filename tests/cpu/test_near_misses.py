@@ -16,7 +16,7 @@ _BASES = (Program(Selected()), Program(Sorted()))
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(18)
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.name.replace(" ", "-"))
 def test_near_miss_equals_eager(mutation: Mutation) -> None:
     examples = max(1, settings().max_examples // _SHARE)
@@ -41,6 +41,7 @@ def test_what_eager_cannot_differentiate(program: Program, name: str) -> None:
     check.check_near_miss(program, name)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("mutation", [m for m in MUTATIONS if m.code], ids=lambda m: m.name.replace(" ", "-"))
 def test_near_miss_is_refused_by_name(mutation: Mutation) -> None:

@@ -203,6 +203,7 @@ def compiled(make: Callable[[], nn.Module], **options: object) -> nn.Module:
     return model
 
 
+@pytest.mark.sampled(2)
 @torch.no_grad()
 @pytest.mark.parametrize("make", TOLD)
 def test_experts_that_were_not_found_are_told_about(make: type[nn.Module], caplog: pytest.LogCaptureFixture) -> None:

@@ -49,7 +49,7 @@ COMPILED = [
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("case", "dtype"), COMPILED)
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_compiled_forward_and_backward_with_any_number_of_tokens(case: Case, dtype: torch.dtype) -> None:

@@ -20,7 +20,7 @@ def adapted(targets: list[str]) -> nn.Module:
     return model
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("where", TARGETS)
 def test_adapters_that_are_switched_and_merged(where: str) -> None:
@@ -46,7 +46,7 @@ def test_adapters_that_are_switched_and_merged(where: str) -> None:
     assert len(moefuse.last_report().fused) == LAYERS
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("where", TARGETS)
 def test_gradients_of_adapters(where: str) -> None:

@@ -44,6 +44,7 @@ def output(call: str, **variables: str) -> str:
     return done.stdout
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not native.ready(), reason="no working C++ compiler")
 def test_a_folder_with_spaces_and_quotes(tmp_path: Path) -> None:
     folder = tmp_path / "my cache's $HOME"

@@ -74,7 +74,7 @@ def _every_other(n: int) -> Tensor:
     return torch.randn(n, 2 * H, dtype=torch.float64)[:, ::2]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("after", [_as_it_is, _flat, _raw], ids=lambda f: f.__name__.strip("_"))
 @pytest.mark.parametrize("spelling", ["selected", "masked", "masked in place"])
@@ -83,6 +83,7 @@ def test_transposed_tokens(spelling: str, after: Callable[[Tensor], Tensor], dyn
     _agrees(Layer(spelling, after), [_columns(n) for n in (9, 5)], dynamic)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("tokens", [_channels_first, _sequence_first, _every_other], ids=lambda f: f.__name__.strip("_"))
 def test_other_layouts(tokens: Callable[[int], Tensor]) -> None:
     """Three dimensions in any order, and tokens with gaps, whose result has none."""

@@ -54,6 +54,7 @@ def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [r.getMessage() for r in caplog.records if r.name.startswith("moefuse") and r.levelno >= logging.WARNING]
 
 
+@pytest.mark.sampled(2)
 @torch.no_grad()
 @pytest.mark.parametrize("make", HAVE)
 def test_experts_that_are_lost_are_told_about(make: Make, caplog: pytest.LogCaptureFixture) -> None:
@@ -74,7 +75,7 @@ def _lines(kind: type) -> range:
 _EXPERT = _lines(Expert)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @torch.no_grad()
 @pytest.mark.parametrize("make", HAVE)
 def test_strict_raises_where_experts_are_lost(make: Make) -> None:
@@ -82,6 +83,7 @@ def test_strict_raises_where_experts_are_lost(make: Make) -> None:
         run(make, strict=True)
 
 
+@pytest.mark.sampled(2)
 @torch.no_grad()
 @pytest.mark.parametrize("make", HAVE_NOT)
 def test_what_has_no_experts_hears_nothing(make: Make, caplog: pytest.LogCaptureFixture) -> None:

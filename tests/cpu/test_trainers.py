@@ -145,6 +145,7 @@ def freeze(part: str) -> Callable[[nn.Module], None]:
     return frozen
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "how"),
     [

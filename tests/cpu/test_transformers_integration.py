@@ -114,6 +114,7 @@ def test_compiled_with_our_backend(name: str, dtype: torch.dtype) -> None:
     assert ([f.tier for f in report.fused], report.skipped) == (["fused"] * tiny.FAMILIES[name].layers, [])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"] if THOROUGH else ["gpt_oss"])
 def test_compiled_with_inductor(name: str) -> None:
     ours, loop, exact = three_models(name, num_hidden_layers=1, layer_types=["full_attention"])

@@ -146,6 +146,7 @@ def test_whole_way(name: str, choice: str | None) -> None:
     assert_gradients_within_budget(got[1], eager[1], reference[1], factor=2.0)
 
 
+@pytest.mark.thorough
 def test_whole_way_in_bfloat16_inference() -> None:
     model, exact = model_and_exact("qwen3_moe", None, torch.bfloat16)
     ids = tiny.tokens(2, 12)

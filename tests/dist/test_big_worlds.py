@@ -49,6 +49,7 @@ WAYS: dict[str, tuple[dict[str, Any], str, str]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("world", [64, 256])
 @pytest.mark.parametrize("name", WAYS)
 def test_explain(monkeypatch: pytest.MonkeyPatch, world: int, name: str) -> None:

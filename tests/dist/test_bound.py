@@ -29,7 +29,7 @@ CASES = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", CASES)
 def test_as_on_one_process(two: Workers, name: str) -> None:
     case = CASES[name]

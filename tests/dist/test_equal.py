@@ -66,7 +66,7 @@ CASES = {
 }
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("name", CASES)
 def test_as_on_one_process(two: Workers, name: str) -> None:
     case = CASES[name]
@@ -124,6 +124,7 @@ def test_eager_gathers(two: Workers, name: str) -> None:
         assert found.worst <= 2e-6, found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", [layers.Stacked, layers.Listed, layers.Mixed, layers.Hit, layers.Skipping])
 def test_weights_that_are_to_travel(two: Workers, kind: type[torch.nn.Module]) -> None:
     """``transport="gather"``: fused on gathered weights, and nothing to complain of; what is refused is so for its own reason.

@@ -83,7 +83,7 @@ LEAVING = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", LEAVING)
 def test_a_rank_that_does_not_come(pair: Workers, name: str) -> None:
     """The group's timeout, and the layer's name; a rank that goes on afterwards raises, too, or is in step."""

@@ -115,7 +115,7 @@ def test_aot_eager(called: list[str], train: bool) -> None:
         assert order(called, tokens, backend, train) == (FORWARD, BACKWARD if train else []), tokens
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("train", [False, True])
 def test_inductor(called: list[str], train: bool) -> None:
     """By itself it has c's combine before a's in inference, and in training another order for 7 tokens than for 300."""
@@ -123,6 +123,7 @@ def test_inductor(called: list[str], train: bool) -> None:
         assert order(called, tokens, moefuse.backend.backend, train) == (FORWARD, BACKWARD if train else []), tokens
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("apart", "backward"),
     [

@@ -17,6 +17,7 @@ CASES: dict[str, tuple[bool, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", CASES)
 def test_gradients(two: Workers, name: str) -> None:

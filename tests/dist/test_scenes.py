@@ -63,6 +63,7 @@ WRAPPED = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("kind", "around", "settings"), WRAPPED)
 def test_data_parallelism_of_the_rest(two: Workers, kind: type[nn.Module], around: str, settings: dict[str, Any]) -> None:
     """FSDP2 on the same mesh and DDP, with optimizers that refuse Parameters of two kinds in one call: as one process."""

@@ -20,6 +20,7 @@ CASES: dict[str, tuple[type[nn.Module], str, dict[str, Any], bool, bool]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CASES)
 def test_ddp(two: Workers, name: str) -> None:
     for outs, grads, fused in two.run(wrapped.ddp, *CASES[name]):

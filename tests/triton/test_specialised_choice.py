@@ -115,6 +115,7 @@ def test_every_table_fits() -> None:
 def test_a_table_from_another() -> None:
     """Configurations of the other device, without its times; its own come first."""
     from moefuse.kernels.triton.config import shipped, table, table_entries, table_times
+    from moefuse.kernels.triton.problem import Problem
 
     assert table_times(H200)
     assert not table_times(H100)
