@@ -1,0 +1,197 @@
+"""Weights in few bits: what an encoding says, and the one definition of the numbers that it stands for.
+
+A weight [N, K] of one expert (N features, K inputs) is held as codes in a *storage* tensor, with a *scale* for each block of bn features by
+bk inputs, and perhaps a *zero* for each block:
+
+    W[n, k] = (table[code(n, k)] - zero[n // bn, k // bk]) * scale[n // bn, k // bk]
+
+Each step is rounded to the dtype that the program computes it in (``arithmetic``), and what comes out to the dtype of the tokens, so a
+weight has the bits that it has in the program. Where several codes are in one number of the storage, ``packing`` says where.
+
+All tensors here are views: [N', K'] or [E, N', K'] with the features first, whatever the order in memory. N' and K' are N and K, the packed
+one of them divided by the number of codes in a number.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+NAMED = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "s8": torch.int8, "u8": torch.uint8}
+"""Tables of 256 that are a dtype's: codes are numbers of the storage as they are."""
+DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "f64": torch.float64}
+EXPONENTS = "e8m0"
+"""Scales that are powers of two: a byte b stands for 2^(b - 127), 255 for NaN."""
+BITS = 4
+"""Of a code where several are in one number."""
+MADE = {
+    "u4": tuple(float(i) for i in range(16)),
+    "s4": (*map(float, range(8)), *map(float, range(-8, 0))),
+    "u4-8": tuple(float(i - 8) for i in range(16)),
+    "e2m1": (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0),
+}
+"""Tables of 16 that have names."""
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Several codes of four bits in one number of the storage.
+
+    Attributes:
+        axis: 0 if neighbours along the features share a number, 1 along the inputs.
+        shifts: by how many bits each code is shifted, in the order of the axis.
+        halves: code j of a number is of part j of the axis (all high nibbles are the first half); otherwise they are neighbours.
+    """
+
+    axis: int
+    shifts: tuple[int, ...]
+    halves: bool = False
+
+    @property
+    def per(self) -> int:
+        """Codes in a number."""
+        return len(self.shifts)
+
+    def __str__(self) -> str:
+        return f"{'nk'[self.axis]}{'/' if self.halves else ':'}{','.join(map(str, self.shifts))}"
+
+    @staticmethod
+    def parse(text: str) -> Packing:
+        """What :meth:`__str__` wrote."""
+        return Packing("nk".index(text[0]), tuple(int(shift) for shift in text[2:].split(",")), text[1] == "/")
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """How the weights of one projection are held.
+
+    Attributes:
+        table: a key of :data:`NAMED`, or sixteen numbers.
+        block: (bn, bk), of one scale; 0: all of that axis.
+        arithmetic: the dtype, a key of :data:`DTYPES`, of each step.
+        scale: "" for scales that are numbers, or :data:`EXPONENTS`.
+        zero: whether each block has a zero.
+        packing: see :class:`Packing`; None with a table of :data:`NAMED`.
+    """
+
+    table: str | tuple[float, ...]
+    block: tuple[int, int]
+    arithmetic: str = "f32"
+    scale: str = ""
+    zero: bool = False
+    packing: Packing | None = None
+
+    def __post_init__(self) -> None:
+        named = isinstance(self.table, str)
+        if named != (self.packing is None) or (named and self.table not in NAMED) or not (named or len(self.table) == 1 << BITS):
+            raise ValueError(f"no encoding: table {self.table} with packing {self.packing}")
+        if self.arithmetic not in DTYPES or self.scale not in ("", EXPONENTS) or min(self.block) < 0:
+            raise ValueError(f"no encoding: {self.arithmetic!r}, {self.scale!r}, blocks {self.block}")
+
+    @property
+    def name(self) -> str:
+        """Of the table."""
+        return self.table if isinstance(self.table, str) else next((n for n, t in MADE.items() if _same(t, self.table)), "lut16")
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """What there is beside the storage, in the order of the op's lists."""
+        return ("scale", "zero") if self.zero else ("scale",)
+
+    def __str__(self) -> str:
+        """For the op's schema; :func:`parse` reads it."""
+        table = self.name if self.name != "lut16" else "lut16=" + ",".join(map(repr, self.table))
+        zero, scale = "zero" if self.zero else "", self.scale or "number"
+        return f"{table};{self.block[0]}x{self.block[1]};{self.arithmetic};{scale};{zero};{self.packing or ''}"
+
+    def describe(self) -> str:
+        """For a report."""
+        bn, bk = self.block
+        blocks = {(0, 0): "one scale", (1, 0): "a scale for each channel", (0, 1): "a scale for each input"}.get(self.block)
+        blocks = blocks or (f"groups of {bk}" if bn == 1 else f"blocks of {bn or 'all'}x{bk or 'all'}")
+        return f"{self.name}, {blocks}{' with zeros' if self.zero else ''}{', scales 2^n' if self.scale else ''}"
+
+    def logical(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape [..., N, K] of a weight with storage [..., N', K']."""
+        if self.packing is None:
+            return shape
+        at = len(shape) - 2 + self.packing.axis
+        return tuple(n * self.packing.per if i == at else n for i, n in enumerate(shape))
+
+    def scales(self, n: int, k: int) -> tuple[int, int]:
+        """The shape of scales and zeros of a weight [N, K]; the last block of an axis may be smaller."""
+        bn, bk = self.block
+        return (1 if not bn else -(-n // bn)), (1 if not bk else -(-k // bk))
+
+
+def _same(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
+    return list(map(str, one)) == list(map(str, other))
+
+
+@functools.lru_cache(maxsize=1024)
+def parse(text: str) -> Encoding:
+    """What ``str(encoding)`` wrote.
+
+    Raises:
+        ValueError: it did not.
+    """
+    try:
+        name, block, arithmetic, scale, zero, packing = text.split(";")
+        bn, bk = map(int, block.split("x"))
+        name, _, entries = name.partition("=")
+        table = tuple(map(float, entries.split(","))) if entries else MADE.get(name, name)
+        kind = "" if scale == "number" else scale
+        return Encoding(table, (bn, bk), arithmetic, kind, zero == "zero", Packing.parse(packing) if packing else None)
+    except (ValueError, IndexError) as error:
+        raise ValueError(f"no encoding: {text!r}") from error
+
+
+def codes_of(storage: Tensor, packing: Packing) -> Tensor:
+    """The codes [..., N, K], int64, of storage [..., N', K'] of integers."""
+    axis = storage.dim() - 2 + packing.axis
+    words = storage.long()
+    parts = [words >> shift & (1 << BITS) - 1 for shift in packing.shifts]
+    return torch.cat(parts, axis) if packing.halves else torch.stack(parts, axis + 1).flatten(axis, axis + 1)
+
+
+def dequantise(encoding: Encoding, storage: Tensor, scale: Tensor, zero: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The weight [..., N, K] in ``dtype``: the definition.
+
+    Args:
+        storage: [..., N', K'].
+        scale, zero: [..., N / bn, K / bk], rounded up; any dtype, or bytes with :data:`EXPONENTS`.
+    """
+    wide = DTYPES[encoding.arithmetic]
+    if encoding.packing is None:
+        assert isinstance(encoding.table, str)
+        kind = NAMED[encoding.table]
+        value = (storage if storage.dtype == kind else storage.view(kind)).to(wide)
+    else:
+        table = torch.tensor(encoding.table, dtype=wide, device=storage.device)
+        value = table[codes_of(storage, encoding.packing)]
+    if zero is not None:
+        value = value - _spread(zero.to(wide), encoding.block, value)
+    factors = exponents(scale, wide) if encoding.scale else scale.to(wide)
+    return (value * _spread(factors, encoding.block, value)).to(dtype)
+
+
+def exponents(scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """2^(b - 127) of bytes b; NaN for 255."""
+    byte = scale.view(torch.uint8).to(torch.float64)
+    return torch.where(byte == 255, float("nan"), torch.exp2(byte - 127)).to(dtype)
+
+
+def _spread(blocks: Tensor, block: tuple[int, int], like: Tensor) -> Tensor:
+    """A number of each block [..., N / bn, K / bk] for each element of a weight [..., N, K]."""
+    for axis, size in ((-2, block[0]), (-1, block[1])):
+        if size > 1:
+            blocks = blocks.repeat_interleave(size, axis).narrow(axis, 0, like.shape[axis])
+    return blocks
+
+
+__all__ = [
+    "BITS", "DTYPES", "EXPONENTS", "MADE", "NAMED", "Encoding", "Packing", "codes_of", "dequantise", "exponents", "parse",
+]  # fmt: skip
