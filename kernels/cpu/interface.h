@@ -1,49 +1,18 @@
-// Arguments of an op as libtorch's dispatcher hands them over, read through the stable C interface of libtorch. Its functions arrive as
-// a table, so that nothing has to be linked.
+// Arguments of an op as libtorch's dispatcher hands them over, read through the stable C interface of libtorch.
 namespace {
 
-using Handle = void*;
-using Value = uint64_t;
-
 // In the order of NAMES in moefuse/runtime/native.py.
-struct Interface {
-  int32_t (*dim)(Handle, int64_t*);
-  int32_t (*sizes)(Handle, int64_t**);
-  int32_t (*strides)(Handle, int64_t**);
-  int32_t (*dtype)(Handle, int32_t*);
-  int32_t (*data)(Handle, void**);
-  int32_t (*empty)(int64_t, const int64_t*, const int64_t*, int32_t, int32_t, int32_t, Handle*);
-  int32_t (*release)(Handle);
-  int32_t (*list_size)(Handle, size_t*);
-  int32_t (*list_item)(Handle, size_t, Value*);
-  int32_t (*list_release)(Handle);
-  int32_t (*call)(const char*, const char*, Value*, uint64_t);
-  int32_t (*library)(const char*, const char*, const char*, uint32_t, Handle*);
-  int32_t (*implement)(Handle, const char*, void (*)(Value*, uint64_t, uint64_t), uint64_t);
+struct Functions {
   int32_t (*threads)(uint32_t*);
   int32_t (*blob)(void*, int64_t, const int64_t*, const int64_t*, int64_t, int32_t, int32_t, int32_t, Handle*);
   int32_t (*mm)(Handle, Handle, Handle);
   int32_t (*new_list)(size_t, Handle*);
   int32_t (*append)(Handle, Value);
 };
-Interface torch_;
+Functions more_;
 bool enabled = true;
 int64_t max_slots = -1;
 bool widens[2] = {};  // float16, bfloat16: whether GEMMs in float32 are quicker on this CPU
-constexpr uint64_t TORCH_2_10 = (uint64_t(2) << 56) | (uint64_t(10) << 48);
-
-void check(int32_t error) {
-  if (error) throw std::runtime_error("moefuse::experts: a call into libtorch failed");
-}
-
-Handle handle(Value v) { return reinterpret_cast<Handle>(v); }
-
-// Element of a list of tensors; it stays the list's.
-Handle item(Value list, size_t index) {
-  Value v;
-  check(torch_.list_item(handle(list), index, &v));
-  return handle(v);
-}
 
 struct View {
   int64_t dim, *sizes, *strides;
@@ -126,7 +95,7 @@ bool fits(const Call& c) {
 int torch_threads() {
   uint32_t most = 1;
   if (omp_in_parallel()) return 1;
-  check(torch_.threads(&most));
+  check(more_.threads(&most));
   return int(most);
 }
 
@@ -137,7 +106,7 @@ struct Borrowed {
   Handle t;
   Borrowed(const void* data, int dtype, int64_t rows, int64_t columns, int64_t row_stride, int64_t column_stride) {
     const int64_t sizes[] = {rows, columns}, strides[] = {row_stride, column_stride};
-    check(torch_.blob(const_cast<void*>(data), 2, sizes, strides, 0, dtype, 0, 0, &t));
+    check(more_.blob(const_cast<void*>(data), 2, sizes, strides, 0, dtype, 0, 0, &t));
   }
   ~Borrowed() { torch_.release(t); }
   Borrowed(const Borrowed&) = delete;
@@ -147,7 +116,7 @@ void multiply(int dtype, void* out, int64_t ld, int64_t m, int64_t k, int64_t n,
   if (!m || !n) return;
   Borrowed left(a.data, dtype, m, k, a.row_stride, a.column_stride), right(b.data, dtype, k, n, b.row_stride, b.column_stride);
   Borrowed o(out, dtype, m, n, ld, 1);
-  check(torch_.mm(o.t, left.t, right.t));
+  check(more_.mm(o.t, left.t, right.t));
 }
 
 // The six lists of weights and biases, from element `first` of `list` on; `lengths` says how many tensors each has.
@@ -205,55 +174,14 @@ bool read_forward(Call& c, const Value* stack, Lists& lists) {
   return lists.describe(c, nullptr) && fits(c);
 }
 
-// A new tensor, released unless `give` is called.
-struct Fresh {
-  Handle t = nullptr;
-  void* data = nullptr;
-  Fresh() = default;
-  Fresh(std::initializer_list<int64_t> sizes, int dtype) {
-    std::vector<int64_t> n(sizes), strides(n.size(), 1);
-    for (size_t d = n.size(); d-- > 1;) strides[d - 1] = strides[d] * std::max<int64_t>(n[d], 1);
-    make(int64_t(n.size()), n.data(), strides.data(), dtype);
-  }
-  Fresh(const View& like) { make(like.dim, like.sizes, like.strides, like.dtype); }
-  Fresh(Fresh&& other) noexcept : t(other.t), data(other.data) { other.t = nullptr; }
-  ~Fresh() { if (t) torch_.release(t); }
-  Value give() {
-    Value v = reinterpret_cast<Value>(t);
-    t = nullptr;
-    return v;
-  }
-
- private:
-  void make(int64_t dim, const int64_t* sizes, const int64_t* strides, int dtype) {
-    check(torch_.empty(dim, sizes, strides, dtype, 0, 0, &t));
-    check(torch_.data(t, &data));
-  }
-};
-
-// Releases the tensors of a list argument, which are not the list's, and `lists` lists at the front of the stack.
-void release(const Value* stack, int lists) {
-  size_t count = 0;
-  torch_.list_size(handle(stack[0]), &count);
-  for (size_t j = 0; j < count; ++j) torch_.release(item(stack[0], j));
-  for (int i = 0; i < lists; ++i) torch_.list_release(handle(stack[i]));
+Fresh fresh(std::initializer_list<int64_t> sizes, int dtype) {
+  std::vector<int64_t> n(sizes), strides(n.size(), 1);
+  for (size_t d = n.size(); d-- > 1;) strides[d - 1] = strides[d] * std::max<int64_t>(n[d], 1);
+  return Fresh(int64_t(n.size()), n.data(), strides.data(), dtype, 0, 0);
 }
 
-// Runs an op: `compute` returns false when the general op has to, which then takes the arguments over; else it owns none of them.
-template <class F> void run_op(Value* stack, const char* general, F compute) {
-  bool done = false;
-  std::vector<Value> arguments(stack, stack + 2);
-  try {
-    done = compute(stack);
-  } catch (...) {
-    release(arguments.data(), 2);
-    throw;
-  }
-  if (!done) return check(torch_.call(general, "", stack, TORCH_2_10));
-  release(arguments.data(), 2);
-}
-
-int32_t implement(std::initializer_list<std::pair<const char*, void (*)(Value*, uint64_t, uint64_t)>> ops) {
+int32_t implement(void* const* functions, std::initializer_list<std::pair<const char*, Kernel*>> ops) {
+  read_table(functions, more_);
   Handle library;
   if (int32_t error = torch_.library("moefuse", "CPU", "moefuse/kernels/cpu", 1, &library)) return error;
   for (auto [name, kernel] : ops)

@@ -50,7 +50,7 @@ bool infer(Value* stack) {
   Routing routing(c.ids, c.w_in.count);
   if (!lists.describe(c, &routing)) return false;
   c.threads = many ? torch_threads() : threads_for(c, routing);
-  Fresh out({c.x.rows, c.w_out.out}, c.out_dtype);
+  Fresh out = fresh({c.x.rows, c.w_out.out}, c.out_dtype);
   c.out = out.data;
   switch (c.x.dtype) {
     case FLOAT: run<float>(c, routing, many); break;
@@ -68,6 +68,5 @@ void infer_kernel(Value* stack, uint64_t, uint64_t) { run_op(stack, "moefuse::ex
 
 // From now on the dispatcher runs the op on CPU tensors here. 0, or libtorch's error code.
 extern "C" __attribute__((visibility("default"))) int32_t moefuse_register(void* const* functions) {
-  std::memcpy(&torch_, functions, sizeof torch_);
-  return implement({{"experts_infer", infer_kernel}});
+  return implement(functions, {{"experts_infer", infer_kernel}});
 }

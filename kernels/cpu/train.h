@@ -14,7 +14,8 @@ bool forward_op(Value* stack) {
   if (!lists.describe(c, &routing)) return false;
   c.threads = torch_threads();
   int64_t slots = c.ids.rows * c.ids.columns, width = c.gating == SEPARATE ? 2 * c.w_in.out : c.w_in.out, valid = int64_t(routing.order.size());
-  Fresh out({c.x.rows, c.w_out.out}, c.out_dtype), h({slots, width}, c.x.dtype), order({slots}, I64), offsets({c.w_in.count + 1}, I64);
+  Fresh out = fresh({c.x.rows, c.w_out.out}, c.out_dtype), h = fresh({slots, width}, c.x.dtype);
+  Fresh order = fresh({slots}, I64), offsets = fresh({c.w_in.count + 1}, I64);
   c.out = out.data;
   std::memset(static_cast<char*>(h.data) + valid * width * item_size(c.x.dtype), 0, size_t((slots - valid) * width * item_size(c.x.dtype)));
   auto *sorted = static_cast<int64_t*>(order.data), *ends = static_cast<int64_t*>(offsets.data);
@@ -51,7 +52,7 @@ bool make_grads(const Lists& lists, int index, const Experts& like, const Routin
   for (size_t i = 0; i < lists.counts[index]; ++i) {
     View v(item(lists.list, lists.starts[index] + i));
     if (!dense(v, dim)) return false;
-    owned.emplace_back(v);
+    owned.emplace_back(v.dim, v.sizes, v.strides, v.dtype, 0, 0);
     for (int64_t e = 0; e < (v.dim > dim ? v.sizes[0] : 1); ++e) at.push_back(static_cast<char*>(owned.back().data) + size_t(e) * part);
   }
   to = like;
@@ -102,8 +103,8 @@ bool backward_op(Value* stack) {
   c.threads = torch_threads();
   std::array<Experts, 6> targets;
   std::vector<Fresh> grads;
-  if (needs.x) grads.emplace_back(Fresh({c.x.rows, c.x.columns}, c.x.dtype));
-  if (needs.weights) grads.emplace_back(Fresh({c.weights.rows, c.weights.columns}, c.weights.dtype));
+  if (needs.x) grads.push_back(fresh({c.x.rows, c.x.columns}, c.x.dtype));
+  if (needs.weights) grads.push_back(fresh({c.weights.rows, c.weights.columns}, c.weights.dtype));
   void* d_x = needs.x ? grads[0].data : nullptr;
   const bool wanted[] = {needs.w_in, needs.w_up, needs.w_out, needs.b_in, needs.b_up, needs.b_out};
   for (int i = 0; i < 6; ++i)
@@ -115,8 +116,8 @@ bool backward_op(Value* stack) {
     default: backward<F16>(c, grad, h.data, routing, needs, targets, d_x, d_weights);
   }
   Handle results;
-  check(torch_.new_list(grads.size(), &results));
-  for (Fresh& g : grads) check(torch_.append(results, g.give()));
+  check(more_.new_list(grads.size(), &results));
+  for (Fresh& g : grads) check(more_.append(results, g.give()));
   stack[0] = reinterpret_cast<Value>(results);
   return true;
 }
@@ -128,6 +129,5 @@ void backward_kernel(Value* stack, uint64_t, uint64_t) { run_op(stack, "moefuse:
 
 // From now on the dispatcher runs both ops on CPU tensors here. 0, or libtorch's error code.
 extern "C" __attribute__((visibility("default"))) int32_t moefuse_register(void* const* functions) {
-  std::memcpy(&torch_, functions, sizeof torch_);
-  return implement({{"experts_forward", forward_kernel}, {"experts_backward", backward_kernel}});
+  return implement(functions, {{"experts_forward", forward_kernel}, {"experts_backward", backward_kernel}});
 }

@@ -1,4 +1,4 @@
-// Storage dtypes, vectors of the accumulation dtype, and rounding to storage. No torch headers: this compiles in a second or two.
+// Storage dtypes, vectors of the accumulation dtype, and rounding to storage.
 #include <algorithm>
 #include <array>
 #include <cmath>

@@ -78,6 +78,12 @@ from moefuse._torch_private.compilation import (
     when_functionalized as when_functionalized,
 )
 from moefuse._torch_private.cpp import (
+    INTERFACE as INTERFACE,
+)
+from moefuse._torch_private.cpp import (
+    MAY_LACK as MAY_LACK,
+)
+from moefuse._torch_private.cpp import (
     build_cpp as build_cpp,
 )
 from moefuse._torch_private.cpp import (
@@ -88,6 +94,9 @@ from moefuse._torch_private.cpp import (
 )
 from moefuse._torch_private.cpp import (
     libtorch_functions as libtorch_functions,
+)
+from moefuse._torch_private.cpp import (
+    libtorch_interface as libtorch_interface,
 )
 from moefuse._torch_private.cuda import (
     current_device as current_device,

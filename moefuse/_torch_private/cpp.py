@@ -15,6 +15,27 @@ from typing import Any
 
 import torch
 
+INTERFACE = (
+    "torch_exception_get_what_without_backtrace",
+    "aoti_torch_get_dim",
+    "aoti_torch_get_sizes",
+    "aoti_torch_get_strides",
+    "aoti_torch_get_dtype",
+    "aoti_torch_get_data_ptr",
+    "aoti_torch_empty_strided",
+    "aoti_torch_delete_tensor_object",
+    "torch_list_size",
+    "torch_list_get_item",
+    "torch_delete_list",
+    "torch_call_dispatcher",
+    "aoti_torch_library_init_impl",
+    "torch_library_impl",
+)
+"""Functions of libtorch that every op in C++ calls, in the order of ``Interface`` in kernels/libtorch.h."""
+
+MAY_LACK = ("torch_exception_get_what_without_backtrace",)
+"""Functions that torch 2.13 brought; what calls them does without."""
+
 
 def build_cpp(source: str, folder: Path) -> Path:
     """The shared library of a C++ text, compiled for this machine with Inductor's compiler and flags unless ``folder`` has it already.
@@ -26,7 +47,8 @@ def build_cpp(source: str, folder: Path) -> Path:
 
     # Inductor compiles without contraction so that its results equal eager's bit for bit; this has no eager counterpart and gains by FMA.
     # Its loops are vectors already: -O3 takes twice as long and gains nothing.
-    options = CppTorchOptions(extra_flags=("-ffp-contract=fast", "-g0", "-O2"))
+    # Exceptions have their classes in c10, which Inductor does not link: its own C++ throws none of them.
+    options = CppTorchOptions(extra_flags=("-ffp-contract=fast", "-g0", "-O2", "-lc10"))
     command = CppBuilder(name="o", sources="i", BuildOption=options).get_command_line()
     key = hashlib.sha256("\0".join((source, command, torch.__version__, _processor())).encode()).hexdigest()[:24]
     target = folder / f"{key}.so"
@@ -71,8 +93,16 @@ def _processor() -> str:
     return "\n".join(line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part")))
 
 
+def libtorch_interface(own: Sequence[str]) -> list[int]:
+    """The table of functions for an op in C++: those of ``INTERFACE``, and its own.
+
+    Raises as ``libtorch_functions``.
+    """
+    return libtorch_functions((*INTERFACE, *own))
+
+
 def libtorch_functions(names: Sequence[str], part: str = "torch_cpu") -> list[int]:
-    """Addresses of functions of libtorch's C interface in one of its libraries.
+    """Addresses of functions of libtorch's C interface in one of its libraries; 0 for one of ``MAY_LACK`` that this libtorch has not.
 
     Raises:
         AttributeError: this libtorch has no such function.
@@ -81,4 +111,10 @@ def libtorch_functions(names: Sequence[str], part: str = "torch_cpu") -> list[in
     folder = Path(torch.__file__).parent / "lib"
     name = {"darwin": f"lib{part}.dylib", "win32": f"{part}.dll"}.get(sys.platform, f"lib{part}.so")
     library = ctypes.CDLL(str(folder / name))
-    return [ctypes.cast(getattr(library, function), ctypes.c_void_p).value or 0 for function in names]
+    return [_address(library, function) for function in names]
+
+
+def _address(library: ctypes.CDLL, function: str) -> int:
+    if function in MAY_LACK and not hasattr(library, function):
+        return 0
+    return ctypes.cast(getattr(library, function), ctypes.c_void_p).value or 0

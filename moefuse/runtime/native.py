@@ -29,26 +29,13 @@ FOLDER = "cpu-kernels"
 SLOW = "experts on the CPU run without the C++ kernels, and more slowly"
 
 NAMES = (
-    "aoti_torch_get_dim",
-    "aoti_torch_get_sizes",
-    "aoti_torch_get_strides",
-    "aoti_torch_get_dtype",
-    "aoti_torch_get_data_ptr",
-    "aoti_torch_empty_strided",
-    "aoti_torch_delete_tensor_object",
-    "torch_list_size",
-    "torch_list_get_item",
-    "torch_delete_list",
-    "torch_call_dispatcher",
-    "aoti_torch_library_init_impl",
-    "torch_library_impl",
     "torch_get_num_threads",
     "aoti_torch_create_tensor_from_blob",
     "aoti_torch_cpu_mm_out",
     "torch_new_list_reserve_size",
     "torch_list_push_back",
 )
-"""Functions of libtorch that the kernels call, in the order of ``Interface`` in kernels/cpu/interface.h."""
+"""Functions of libtorch that only these kernels call, in the order of ``Functions`` in kernels/cpu/interface.h."""
 
 
 @dataclass
@@ -63,7 +50,7 @@ class Unit:
     failure: str = ""
 
 
-_COMMON = ("vectors.h", "project.h", "activations.h", "body.h", "large.h", "interface.h")
+_COMMON = ("../libtorch.h", "vectors.h", "project.h", "activations.h", "body.h", "large.h", "interface.h")
 UNITS = {
     "infer": Unit((*_COMMON, "op.h")),
     "train": Unit((*_COMMON, "derivative.h", "backward.h", "train.h")),
@@ -147,7 +134,7 @@ def widen(half: bool, bfloat: bool) -> None:
 def _load(unit: str) -> ctypes.CDLL | None:
     if environment.is_off(SWITCH):
         return None
-    functions = _torch_private.libtorch_functions(NAMES)
+    functions = _torch_private.libtorch_interface(NAMES)
     library = ctypes.CDLL(str(_torch_private.build_cpp(source(unit), cache_folder.make(FOLDER))))
     error = library.moefuse_register((ctypes.c_void_p * len(functions))(*functions))
     if error:

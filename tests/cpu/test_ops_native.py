@@ -24,6 +24,8 @@ from tests.cpu.ops_case import Case, assert_as_exact, every_body, reference, run
 
 pytestmark = pytest.mark.skipif(not native.ready(), reason="no working C++ compiler")
 
+keeps_text = pytest.mark.skipif(not all(_torch_private.libtorch_functions(_torch_private.MAY_LACK)), reason="this libtorch keeps no text")
+
 STORAGE = [
     pytest.param({}, id="stacked"),
     pytest.param({"transposed": True}, id="in-out-storage"),
@@ -277,14 +279,44 @@ def test_same_values_as_the_portable_provider() -> None:
         torch.testing.assert_close(run(c.args(), **c.options), portable(c.args(), **c.options))
 
 
-def test_errors_of_the_general_op_reach_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+@keeps_text
+@pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize(
+    ("error", "kind", "text"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried ..."), torch.OutOfMemoryError, r"^CUDA out of memory\. Tried \.\.\."),
+        (ValueError("no room"), ValueError, "^no room"),
+        (MemoryError("no room"), RuntimeError, "^MemoryError: no room"),
+    ],
+    ids=["out-of-memory", "value", "memory"],
+)
+def test_errors_of_the_general_op_reach_the_caller(
+    error: Exception, kind: type[Exception], text: str, grad: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With their text and, where libtorch has one for it, their type. They were RuntimeErrors without either."""
+
     def broken(*args: Any) -> Any:
-        raise MemoryError("no room")
+        raise error
 
     monkeypatch.setattr(providers, "run", broken)
     args = general_args()
-    with pytest.raises(RuntimeError):
+    args[0].requires_grad_(grad)
+    with pytest.raises(kind, match=text) as raised:
         run(args)
+    assert type(raised.value) is kind
+
+
+@keeps_text
+def test_an_output_that_does_not_fit_into_memory() -> None:
+    """libtorch's own text, which accelerate's find_executable_batch_size looks for, and no argument is kept or lost."""
+    args = Case(hidden_out=1, dtype=torch.float32).args()
+    args[5] = [args[5][0].expand(-1, 1 << 48, -1)]
+    args[8] = []
+    before = [t._use_count() for t in tensors(args)]  # type: ignore[attr-defined]
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="can't allocate memory"):
+            run(args)
+    assert [t._use_count() for t in tensors(args)] == before  # type: ignore[attr-defined]
 
 
 def test_options_survive_the_encoding() -> None:

@@ -3,18 +3,68 @@
 from __future__ import annotations
 
 import ctypes
+import gc
+import shutil
+import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from moefuse import _torch_private
 from tests.triton.test_compiled import make_plan, source
 
 NAME = "moefuse_direct_test"
 COUNTS = [1, 0, 1, 0, 0, 0]
 BF16 = torch.bfloat16
 T, K, E, H, INNER = 3, 2, 4, 64, 32
+NO_ROOM = "CUDA out of memory. Tried to allocate 2.00 GiB."
+
+keeps_text = pytest.mark.skipif(not all(_torch_private.libtorch_functions(_torch_private.MAY_LACK)), reason="this libtorch keeps no text")
+
+
+class Memory:
+    """libtorch's functions that make and release tensors: which of them the op holds, and how many more there is room for. Results are
+    libtorch's in the end, and stay listed."""
+
+    def __init__(self, functions: list[int]) -> None:
+        where = {name: i for i, name in enumerate(_torch_private.INTERFACE)}
+        what, empty, release = (where[f] for f in (*_torch_private.MAY_LACK, "aoti_torch_empty_strided", "aoti_torch_delete_tensor_object"))
+        number, address, code = ctypes.c_int64, ctypes.c_void_p, ctypes.c_int32
+        kinds: dict[int, Any] = {
+            what: ctypes.CFUNCTYPE(address),
+            empty: ctypes.CFUNCTYPE(code, number, address, address, code, code, code, ctypes.POINTER(address)),
+            release: ctypes.CFUNCTYPE(code, address),
+        }
+        ours = {what: self.what, empty: self.empty, release: self.release}
+        taken = [i for i in kinds if functions[i]]
+        self.real: list[Any] = [kinds[i](functions[i]) if functions[i] else None for i in (what, empty, release)]
+        self.callbacks = {i: kinds[i](ours[i]) for i in taken}
+        for i in taken:
+            functions[i] = ctypes.cast(self.callbacks[i], address).value or 0
+        self.text = ctypes.create_string_buffer(NO_ROOM.encode())
+        self.alive: set[int] = set()
+        self.room = 1 << 30
+        self.full = False
+
+    def what(self) -> int:
+        return ctypes.addressof(self.text) if self.full else int(self.real[0]())
+
+    def empty(self, *args: Any) -> int:
+        self.full = not self.room
+        if self.full:
+            return 1
+        self.room -= 1
+        error = int(self.real[1](*args))
+        if not error:
+            self.alive.add(args[-1][0])
+        return error
+
+    def release(self, handle: int) -> int:
+        self.alive.discard(handle)
+        return int(self.real[2](handle))
 
 
 class World:
@@ -24,7 +74,6 @@ class World:
         import triton
         from triton.backends.compiler import GPUTarget
 
-        from moefuse import _torch_private
         from moefuse.kernels.triton.launch import dispatcher, driver_launch
         from moefuse.kernels.triton.problem import Config, Problem, Vectors
 
@@ -32,15 +81,18 @@ class World:
         self.launched: list[tuple[Any, ...]] = []
         self.errors: list[int] = []
         self.fallbacks = 0
+        self.raises: Exception | None = None
         self.ops = torch.library.Library(NAME, "DEF")
         for op in ("infer", "general"):
-            self.ops.define(f"{op}(Tensor[] tensors, int[] counts, int body, float arg0, float arg1, ScalarType out_dtype) -> Tensor")
+            self.define(op)
         self.ops.impl("general", self.general, "CPU")
         launch = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p)
         stream = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_int32, ctypes.POINTER(ctypes.c_void_p))
         self.callbacks = (stream(self.stream), launch(self.launch))
-        functions = _torch_private.libtorch_functions(dispatcher.FUNCTIONS)
+        functions = _torch_private.libtorch_interface(dispatcher.FUNCTIONS)
+        self.memory = Memory(functions)
         functions += [ctypes.cast(f, ctypes.c_void_p).value or 0 for f in self.callbacks]
+        self.functions = functions
         self.library = dispatcher.load(functions, NAME, "CPU", "infer", "general", 0)
         self.plan, tensors = make_plan(
             Problem(T, K, E, H, INNER, H, "merged", "bfloat16"), Config(0, Vectors(4, 64), Vectors(4, 32), pdl=True)
@@ -50,8 +102,13 @@ class World:
             compiled.__dict__["function"] = 77
             step.compiled = compiled
 
+    def define(self, op: str) -> None:
+        self.ops.define(f"{op}(Tensor[] tensors, int[] counts, int body, float arg0, float arg1, ScalarType out_dtype) -> Tensor")
+
     def general(self, tensors: list[Tensor], *rest: Any) -> Tensor:
         self.fallbacks += 1
+        if self.raises is not None:
+            raise self.raises
         return tensors[0] + 1
 
     def stream(self, device: int, out: Any) -> int:
@@ -100,6 +157,9 @@ def world(everything: World) -> World:
     everything.launched.clear()
     everything.errors.clear()
     everything.fallbacks = 0
+    everything.raises = None
+    everything.memory.room, everything.memory.full = 1 << 30, False
+    everything.memory.alive.clear()
     return everything
 
 
@@ -248,9 +308,6 @@ def test_handing_over(takes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_nothing_leaks(world: World) -> None:
     """Arguments and results are released: a tensor that only the op saw is gone after it."""
-    import gc
-    import weakref
-
     assert world.remember(tensors())
     args = tensors()
     alive = weakref.ref(args[0].untyped_storage())
@@ -260,3 +317,91 @@ def test_nothing_leaks(world: World) -> None:
     gc.collect()
     assert result() is None
     assert alive() is None
+
+
+def counts_of(args: list[Tensor]) -> list[int]:
+    return [t._use_count() for t in args]  # type: ignore[attr-defined]
+
+
+@keeps_text
+@pytest.mark.parametrize("room", [0, 1], ids=["output", "workspace"])
+def test_an_allocation_that_fails(world: World, room: int) -> None:
+    """Out of memory has its type and text, by which programs try a smaller batch, and holds on to nothing: what was already allocated and
+    the arguments would be missing in that next try. Both were lost, and the text was one of moefuse's."""
+    args = tensors()
+    assert world.remember(args)
+    before = counts_of(args)
+    for _ in range(3):
+        world.memory.room = room
+        with pytest.raises(torch.OutOfMemoryError, match=NO_ROOM):
+            call(args)
+    assert world.fallbacks == 0
+    assert not world.memory.alive
+    assert counts_of(args) == before
+    world.memory.room = 2
+    assert call(args).shape == (T, H)
+
+
+def test_a_launch_that_fails_keeps_nothing(world: World) -> None:
+    """Neither the arguments, which were never released, nor the output."""
+    args = tensors()
+    assert world.remember(args)
+    before = counts_of(args)
+    for errors in ([0, 719], [2]):
+        world.launched.clear()
+        world.errors[:] = errors
+        if len(errors) == 2:
+            with pytest.raises(RuntimeError, match="CUDA error 719"):
+                call(args)
+        else:
+            call(args)
+    assert world.fallbacks == 1
+    assert not world.memory.alive
+    assert counts_of(args) == before
+
+
+@keeps_text
+@pytest.mark.parametrize(
+    ("error", "kind", "text"),
+    [
+        (torch.OutOfMemoryError(NO_ROOM), torch.OutOfMemoryError, f"^{NO_ROOM}"),
+        (RuntimeError("no kernel"), RuntimeError, "^no kernel"),
+        (ValueError("of 3 experts"), ValueError, "^of 3 experts"),
+        (NotImplementedError("on this device"), NotImplementedError, "^on this device"),
+        (LookupError("of its own"), RuntimeError, "^LookupError: of its own"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+)
+def test_exceptions_of_the_python_op(world: World, error: Exception, kind: type[Exception], text: str) -> None:
+    """They pass through libtorch's C interface, which keeps their text. Each was a RuntimeError that said "a call into libtorch failed"."""
+    args = tensors()
+    before = counts_of(args)
+    world.raises = error
+    with pytest.raises(kind, match=text) as raised:
+        call(args)
+    assert type(raised.value) is kind
+    assert "): general\n" in str(raised.value)  # where it was raised
+    assert world.fallbacks == 1
+    world.raises = error.__traceback__ = None
+    del raised
+    assert counts_of(args) == before
+
+
+def test_a_libtorch_that_keeps_no_text(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.11: a failure is an error all the same, in the library's own words."""
+    # Another file is another library, with a table of its own.
+    copy = Path(shutil.copy(world.library._name, tmp_path))
+    monkeypatch.setattr(_torch_private, "build_cpp", lambda source, folder: copy)
+    world.define("older")
+    world.native.load([0, *world.functions[1:]], NAME, "CPU", "older", "general", 0)
+    world.raises = ValueError("lost")
+    with pytest.raises(RuntimeError, match="a call into libtorch failed"):
+        torch.ops.moefuse_direct_test.older(tensors(), COUNTS, 3, 0.5, -0.25, BF16)
+    assert world.fallbacks == 1
+
+
+def test_a_function_that_this_libtorch_lacks() -> None:
+    """Without the text of failures everything works; any other function is needed."""
+    assert all(_torch_private.libtorch_interface(())[1:])
+    with pytest.raises(AttributeError):
+        _torch_private.libtorch_functions(["torch_no_such_function"])

@@ -1,43 +1,23 @@
 // moefuse::experts_infer on CUDA as libtorch's dispatcher calls it, for plans that driver_launch.py has laid out: finds the plan by what it depends
 // on, allocates the output and one workspace, writes the addresses of this call and launches. Everything else goes on to the Python op.
-// No header of torch or CUDA is needed: libtorch's stable C interface and the driver's launch function arrive as a table.
-#include <cstdint>
-#include <cstring>
+// No header of CUDA is needed: the driver's launch function arrives in the table, behind libtorch's. Behind kernels/libtorch.h in one text.
 #include <mutex>
-#include <stdexcept>
-#include <string>
 #include <unordered_map>
 #include <vector>
 
 namespace {
 
-using Handle = void*;
-using Value = uint64_t;
 using Key = std::vector<uint64_t>;
-constexpr uint64_t TORCH_2_10 = (uint64_t(2) << 56) | (uint64_t(10) << 48);
 constexpr size_t SINGLE = 3;  // x, ids, weights come before the lists
 
 // In the order of FUNCTIONS in dispatcher.py.
-struct Interface {
-  int32_t (*dim)(Handle, int64_t*);
-  int32_t (*sizes)(Handle, int64_t**);
-  int32_t (*strides)(Handle, int64_t**);
-  int32_t (*dtype)(Handle, int32_t*);
-  int32_t (*data)(Handle, void**);
+struct Functions {
   int32_t (*device)(Handle, int32_t*);
-  int32_t (*empty)(int64_t, const int64_t*, const int64_t*, int32_t, int32_t, int32_t, Handle*);
-  int32_t (*release)(Handle);
-  int32_t (*list_size)(Handle, size_t*);
-  int32_t (*list_item)(Handle, size_t, Value*);
-  int32_t (*list_release)(Handle);
-  int32_t (*call)(const char*, const char*, Value*, uint64_t);
-  int32_t (*library)(const char*, const char*, const char*, uint32_t, Handle*);
-  int32_t (*implement)(Handle, const char*, void (*)(Value*, uint64_t, uint64_t), uint64_t);
   int32_t (*current_device)(int32_t*);
   int32_t (*stream)(int32_t, void**);
   int32_t (*launch)(const void*, void*, void**, void**);  // cuLaunchKernelEx
 };
-Interface torch_;
+Functions more_;
 std::string other;       // the op that takes what is not known here
 int32_t device_type = 1;  // of the tensors: CUDA, or in tests the CPU
 
@@ -76,20 +56,14 @@ struct Hash {
 std::unordered_map<Key, Plan, Hash> plans;
 std::mutex lock;  // also keeps threads apart from writing the addresses to the launch
 
-void check(int32_t error) {
-  if (error) throw std::runtime_error("moefuse::experts: a call into libtorch failed");
-}
-Handle handle(Value v) { return reinterpret_cast<Handle>(v); }
-
 // What a plan depends on: options, list lengths, device, and of each tensor dtype, sizes, strides, and its alignment or, in a list of
 // separate Parameters, its address: those are in a table on the device that belongs to the plan. False: not a call of this op.
-bool describe(const Value* stack, Key& key, std::vector<Handle>& tensors, std::vector<uint64_t>& addresses) {
+bool describe(const Value* stack, Key& key, std::vector<uint64_t>& addresses) {
   size_t count = 0, lists = 0;
   check(torch_.list_size(handle(stack[0]), &count));
   check(torch_.list_size(handle(stack[1]), &lists));
   if (count < SINGLE) return false;
   key.reserve(12 + count * 8);
-  tensors.reserve(count);
   addresses.reserve(count);
   key.insert(key.end(), {stack[2], stack[3], stack[4], uint64_t(uint32_t(stack[5]))});
   std::vector<bool> separate(SINGLE, false);
@@ -103,10 +77,7 @@ bool describe(const Value* stack, Key& key, std::vector<Handle>& tensors, std::v
   if (separate.size() != count) return false;
   int32_t device;
   for (size_t i = 0; i < count; ++i) {
-    Value v;
-    check(torch_.list_item(handle(stack[0]), i, &v));
-    Handle t = handle(v);
-    tensors.push_back(t);
+    Handle t = item(stack[0], i);
     int64_t dim, *sizes, *strides;
     int32_t dtype;
     void* data;
@@ -121,30 +92,21 @@ bool describe(const Value* stack, Key& key, std::vector<Handle>& tensors, std::v
     key.insert(key.end(), sizes, sizes + dim);
     key.insert(key.end(), strides, strides + dim);
   }
-  check(torch_.device(tensors[0], &device));
+  check(more_.device(item(stack[0], 0), &device));
   key.push_back(uint64_t(int64_t(device)));
   return true;
-}
-
-Handle empty(const int64_t* sizes, const int64_t* strides, int64_t dim, int32_t dtype, int32_t device, uint64_t* address) {
-  Handle t;
-  void* data;
-  check(torch_.empty(dim, sizes, strides, dtype, device_type, device, &t));
-  check(torch_.data(t, &data));
-  *address = reinterpret_cast<uint64_t>(data);
-  return t;
 }
 
 // Runs a plan; false if the driver declined its first launch, then nothing ran.
 bool run(Plan& plan, const std::vector<uint64_t>& addresses, int32_t device, Value* result) {
   const int64_t strides[] = {plan.out[1], 1}, one = 1;
-  uint64_t out, space;
   void* stream;
-  check(torch_.stream(device, &stream));
-  Handle made = empty(plan.out, strides, 2, plan.out_dtype, device, &out);
-  Handle scratch = empty(&plan.bytes, &one, 1, plan.byte_dtype, device, &space);
+  check(more_.stream(device, &stream));
+  Fresh out(2, plan.out, strides, plan.out_dtype, device_type, device);
+  Fresh workspace(1, &plan.bytes, &one, plan.byte_dtype, device_type, device);
+  const uint64_t space = reinterpret_cast<uint64_t>(workspace.data);
   uint64_t* cell = plan.cells;
-  *cell++ = out;
+  *cell++ = reinterpret_cast<uint64_t>(out.data);
   for (int64_t i : plan.inputs) *cell++ = i < 0 ? plan.constants[size_t(-1 - i)] : addresses[size_t(i)];
   for (int64_t offset : plan.sections) *cell++ = space + uint64_t(offset);
   int32_t error = 0;
@@ -152,40 +114,27 @@ bool run(Plan& plan, const std::vector<uint64_t>& addresses, int32_t device, Val
   for (; done < plan.launches.size() && !error; done += !error) {
     Launch& one_launch = plan.launches[done];
     one_launch.config->stream = stream;
-    error = torch_.launch(one_launch.config, one_launch.function, one_launch.params, nullptr);
+    error = more_.launch(one_launch.config, one_launch.function, one_launch.params, nullptr);
   }
-  check(torch_.release(scratch));
-  if (!error) {
-    *result = reinterpret_cast<Value>(made);
-    return true;
-  }
-  check(torch_.release(made));
-  if (done) throw std::runtime_error("moefuse::experts: CUDA error " + std::to_string(error) + " at a launch");
-  return false;
-}
-
-bool known(Value* stack, std::vector<Handle>& tensors) {
-  Key key;
-  std::vector<uint64_t> addresses;
-  if (!describe(stack, key, tensors, addresses)) return false;
-  int32_t device = int32_t(key.back()), current = device;
-  if (device_type) check(torch_.current_device(&current));
-  if (current != device) return false;
-  std::lock_guard<std::mutex> guard(lock);
-  auto found = plans.find(key);
-  Value result;
-  if (found == plans.end() || !run(found->second, addresses, device, &result)) return false;
-  for (Handle t : tensors) torch_.release(t);
-  torch_.list_release(handle(stack[0]));
-  torch_.list_release(handle(stack[1]));
-  stack[0] = result;
+  if (error && done) throw std::runtime_error("moefuse::experts: CUDA error " + std::to_string(error) + " at a launch");
+  if (error) return false;
+  *result = out.give();
   return true;
 }
 
-void infer_kernel(Value* stack, uint64_t, uint64_t) {
-  std::vector<Handle> tensors;
-  if (!known(stack, tensors)) check(torch_.call(other.c_str(), "", stack, TORCH_2_10));
+bool known(Value* stack) {
+  Key key;
+  std::vector<uint64_t> addresses;
+  if (!describe(stack, key, addresses)) return false;
+  int32_t device = int32_t(key.back()), current = device;
+  if (device_type) check(more_.current_device(&current));
+  if (current != device) return false;
+  std::lock_guard<std::mutex> guard(lock);
+  auto found = plans.find(key);
+  return found != plans.end() && run(found->second, addresses, device, stack);
 }
+
+void infer_kernel(Value* stack, uint64_t, uint64_t) { run_op(stack, other.c_str(), known); }
 
 }  // namespace
 
@@ -193,7 +142,7 @@ void infer_kernel(Value* stack, uint64_t, uint64_t) {
 
 // From now on the dispatcher runs namespace::op on tensors of `dispatch` here. 0, or libtorch's error code.
 PUBLIC int32_t moefuse_register(void* const* functions, const char* name, const char* dispatch, const char* op, const char* fallback, int32_t type) {
-  std::memcpy(&torch_, functions, sizeof torch_);
+  read_table(functions, more_);
   other = std::string(name) + "::" + fallback;
   device_type = type;
   Handle library;

@@ -24,24 +24,9 @@ from moefuse.kernels.triton.launch.driver_launch import SWITCH, Direct
 
 log = logging.getLogger(__name__)
 
-FUNCTIONS = (
-    "aoti_torch_get_dim",
-    "aoti_torch_get_sizes",
-    "aoti_torch_get_strides",
-    "aoti_torch_get_dtype",
-    "aoti_torch_get_data_ptr",
-    "aoti_torch_get_device_index",
-    "aoti_torch_empty_strided",
-    "aoti_torch_delete_tensor_object",
-    "torch_list_size",
-    "torch_list_get_item",
-    "torch_delete_list",
-    "torch_call_dispatcher",
-    "aoti_torch_library_init_impl",
-    "torch_library_impl",
-    "aoti_torch_get_current_device_index",
-)
-"""Functions of libtorch, in the order of ``Interface`` in dispatcher.cpp; behind them come the current stream's and the driver's launch."""
+FUNCTIONS = ("aoti_torch_get_device_index", "aoti_torch_get_current_device_index")
+"""Functions of libtorch that only this calls, in the order of ``Functions`` in dispatcher.cpp; behind them come the stream's and the
+driver's launch."""
 
 FOLDER = "cuda-launch"
 SLOW = "experts on CUDA devices are launched from Python, which takes longer"
@@ -64,7 +49,8 @@ def load(functions: Sequence[int], name: str, dispatch: str, op: str, fallback: 
 
     Raises whatever goes wrong.
     """
-    text = (Path(__file__).parent / "dispatcher.cpp").read_text()
+    here = Path(__file__).parent
+    text = "\n".join(path.read_text() for path in (here.parent.parent / "libtorch.h", here / "dispatcher.cpp"))
     library = ctypes.CDLL(str(_torch_private.build_cpp(text, cache_folder.make(FOLDER))))
     table = (ctypes.c_void_p * len(functions))(*functions)
     error = library.moefuse_register(table, name.encode(), dispatch.encode(), op.encode(), fallback.encode(), device_type)
@@ -88,7 +74,7 @@ def start() -> None:
 def _start() -> None:
     global _library
     try:
-        functions = _torch_private.libtorch_functions(FUNCTIONS)
+        functions = _torch_private.libtorch_interface(FUNCTIONS)
         functions += _torch_private.libtorch_functions(["aoti_torch_get_current_cuda_stream"], "torch_cuda")
         launch = ctypes.cast(ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx, ctypes.c_void_p).value or 0
         library = load([*functions, launch], "moefuse", "CUDA", "experts_infer", "experts_infer_general", 1)
