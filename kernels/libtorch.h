@@ -16,7 +16,7 @@ constexpr uint64_t TORCH_2_10 = (uint64_t(2) << 56) | (uint64_t(10) << 48);
 
 // In the order of INTERFACE in moefuse/_torch_private/cpp.py.
 struct Interface {
-  const char* (*what)();  // text of this thread's last failure; null in a libtorch that does not keep it
+  const char* (*what)();  // text of this thread's last failure; empty where nobody kept it (moefuse/runtime/failures.py)
   int32_t (*dim)(Handle, int64_t*);
   int32_t (*sizes)(Handle, int64_t**);
   int32_t (*strides)(Handle, int64_t**);
@@ -44,7 +44,6 @@ template <class E> void throw_as(const std::string& text) { throw E({__func__, _
 // Throws what failed in libtorch. Of an exception the C interface keeps the text alone; where a Python op raised it, that begins with the
 // type's name (and ends with where it was), and those that libtorch has a class for arrive in Python as the same type.
 [[noreturn]] void fail() {
-  if (!torch_.what) throw std::runtime_error("moefuse::experts: a call into libtorch failed");
   static constexpr std::pair<const char*, void (*)(const std::string&)> types[] = {
       {"OutOfMemoryError: ", throw_as<c10::OutOfMemoryError>}, {"ValueError: ", throw_as<c10::ValueError>},
       {"TypeError: ", throw_as<c10::TypeError>},               {"IndexError: ", throw_as<c10::IndexError>},
@@ -54,7 +53,7 @@ template <class E> void throw_as(const std::string& text) { throw E({__func__, _
   for (auto [name, throw_it] : types)
     if (text.rfind(name, 0) == 0) throw_it(text.substr(std::strlen(name)));
   if (text.find("out of memory") != std::string::npos) throw_as<c10::OutOfMemoryError>(text);
-  throw std::runtime_error(text);
+  throw std::runtime_error(text.empty() ? "moefuse::experts: a call into libtorch failed" : text);
 }
 
 void check(int32_t error) {
@@ -77,7 +76,10 @@ struct Fresh {
   Fresh() = default;
   // By way of the other constructor, so that what throws after `empty` releases.
   Fresh(int64_t dim, const int64_t* sizes, const int64_t* strides, int32_t dtype, int32_t device_type, int32_t device) : Fresh() {
-    check(torch_.empty(dim, sizes, strides, dtype, device_type, device, &t));
+    const int32_t error = torch_.empty(dim, sizes, strides, dtype, device_type, device, &t);
+    // Nothing else is wrong with sizes that were computed here.
+    if (error && !*torch_.what()) throw_as<c10::OutOfMemoryError>("moefuse::experts: out of memory");
+    check(error);
     check(torch_.data(t, &data));
   }
   Fresh(Fresh&& other) noexcept : t(std::exchange(other.t, nullptr)), data(other.data) {}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from moefuse._torch_private import failures as failures
 from moefuse._torch_private.autograd import (
     hooks_of_gradients as hooks_of_gradients,
 )

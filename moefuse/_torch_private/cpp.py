@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from moefuse._torch_private import failures
+
 INTERFACE = (
     "torch_exception_get_what_without_backtrace",
     "aoti_torch_get_dim",
@@ -94,11 +96,11 @@ def _processor() -> str:
 
 
 def libtorch_interface(own: Sequence[str]) -> list[int]:
-    """The table of functions for an op in C++: those of ``INTERFACE``, and its own.
+    """The table of functions for an op in C++: those of ``INTERFACE``, ``failures.py`` for the text where libtorch keeps none, and its own.
 
     Raises as ``libtorch_functions``.
     """
-    return libtorch_functions((*INTERFACE, *own))
+    return [address or failures.what() for address in libtorch_functions((*INTERFACE, *own))]
 
 
 def libtorch_functions(names: Sequence[str], part: str = "torch_cpu") -> list[int]:

@@ -135,7 +135,7 @@ for _name, _general, _general_fake, _unit, _entry in (
     ("experts_backward", _grads("experts_backward", GradCall), _backward_fake, "train", autograd.once("experts_backward", "experts")),
 ):
     implement(_name, kernel=_or_native(_name, _unit, _general), fake=_general_fake, autograd=_entry)
-    implement(f"{_name}_general", kernel=_general, fake=_general_fake, autograd=None)
+    implement(f"{_name}_general", kernel=_torch_private.failures.told(_general), fake=_general_fake, autograd=None)
 for _name, _kind, _general_fake in (
     ("experts_backward_rows", RowsCall, _rows_fake),
     ("experts_backward_in", InCall, _in_fake),

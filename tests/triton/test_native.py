@@ -81,7 +81,7 @@ class World:
         self.launched: list[tuple[Any, ...]] = []
         self.errors: list[int] = []
         self.fallbacks = 0
-        self.raises: Exception | None = None
+        self.raises: BaseException | None = None
         self.ops = torch.library.Library(NAME, "DEF")
         for op in ("infer", "general"):
             self.define(op)
@@ -388,16 +388,34 @@ def test_exceptions_of_the_python_op(world: World, error: Exception, kind: type[
 
 
 def test_a_libtorch_that_keeps_no_text(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch 2.11: a failure is an error all the same, in the library's own words."""
+    """torch 2.11: the Python op keeps the text of its exception, and what cannot be allocated is out of memory. An interrupt says that it
+    was one."""
     # Another file is another library, with a table of its own.
     copy = Path(shutil.copy(world.library._name, tmp_path))
     monkeypatch.setattr(_torch_private, "build_cpp", lambda source, folder: copy)
     world.define("older")
-    world.native.load([0, *world.functions[1:]], NAME, "CPU", "older", "general", 0)
-    world.raises = ValueError("lost")
-    with pytest.raises(RuntimeError, match="a call into libtorch failed"):
-        torch.ops.moefuse_direct_test.older(tensors(), COUNTS, 3, 0.5, -0.25, BF16)
-    assert world.fallbacks == 1
+    world.define("general_older")
+    world.ops.impl("general_older", _torch_private.failures.told(world.general), "CPU")
+    library = world.native.load([_torch_private.failures.what(), *world.functions[1:]], NAME, "CPU", "older", "general_older", 0)
+
+    def older() -> Tensor:
+        return torch.ops.moefuse_direct_test.older(tensors(), COUNTS, 3, 0.5, -0.25, BF16)  # type: ignore[no-any-return]
+
+    kinds: list[tuple[BaseException, type[Exception], str]] = [
+        (torch.OutOfMemoryError(NO_ROOM), torch.OutOfMemoryError, f"^{NO_ROOM}$"),
+        (ValueError("of 3 experts"), ValueError, "^of 3 experts$"),
+        (KeyboardInterrupt(), RuntimeError, "^KeyboardInterrupt: $"),
+    ]
+    for error, kind, text in kinds:
+        world.raises = error
+        with pytest.raises(kind, match=text):
+            older()
+    assert world.fallbacks == len(kinds)
+    monkeypatch.setattr(world, "library", library)
+    assert world.remember(tensors())
+    world.memory.room = 0
+    with pytest.raises(torch.OutOfMemoryError, match="moefuse::experts: out of memory"):
+        older()
 
 
 def test_a_function_that_this_libtorch_lacks() -> None:
