@@ -15,6 +15,8 @@ one of them divided by the number of codes in a number.
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -150,10 +152,9 @@ def parse(text: str) -> Encoding:
 
 
 def codes_of(storage: Tensor, packing: Packing) -> Tensor:
-    """The codes [..., N, K], int64, of storage [..., N', K'] of integers."""
+    """The codes [..., N, K], uint8, of storage [..., N', K'] of integers."""
     axis = storage.dim() - 2 + packing.axis
-    words = storage.long()
-    parts = [words >> shift & (1 << BITS) - 1 for shift in packing.shifts]
+    parts = [(storage >> shift & (1 << BITS) - 1).to(torch.uint8) for shift in packing.shifts]
     return torch.cat(parts, axis) if packing.halves else torch.stack(parts, axis + 1).flatten(axis, axis + 1)
 
 
@@ -170,12 +171,19 @@ def dequantise(encoding: Encoding, storage: Tensor, scale: Tensor, zero: Tensor 
         kind = NAMED[encoding.table]
         value = (storage if storage.dtype == kind else storage.view(kind)).to(wide)
     else:
-        table = torch.tensor(encoding.table, dtype=wide, device=storage.device)
-        value = table[codes_of(storage, encoding.packing)]
-    if zero is not None:
-        value = value - _spread(zero.to(wide), encoding.block, value)
+        value = _looked_up(codes_of(storage, encoding.packing), encoding.table, wide)
+    value = _by_blocks(torch.sub, value, zero.to(wide), encoding.block) if zero is not None else value
     factors = exponents(scale, wide) if encoding.scale else scale.to(wide)
-    return (value * _spread(factors, encoding.block, value)).to(dtype)
+    return _by_blocks(torch.mul, value, factors, encoding.block).to(dtype)
+
+
+def _looked_up(codes: Tensor, table: str | tuple[float, ...], dtype: torch.dtype) -> Tensor:
+    """table[codes]; without a table where its entries are numbers in a row."""
+    assert not isinstance(table, str)
+    if all(b - a == 1 for a, b in itertools.pairwise(table)):
+        return codes.to(dtype) if not table[0] else codes.to(dtype).add_(table[0])
+    entries = torch.tensor(table, dtype=dtype, device=codes.device)
+    return entries.index_select(0, codes.flatten().int()).view(codes.shape)
 
 
 def exponents(scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -184,12 +192,15 @@ def exponents(scale: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(byte == 255, float("nan"), torch.exp2(byte - 127)).to(dtype)
 
 
-def _spread(blocks: Tensor, block: tuple[int, int], like: Tensor) -> Tensor:
-    """A number of each block [..., N / bn, K / bk] for each element of a weight [..., N, K]."""
-    for axis, size in ((-2, block[0]), (-1, block[1])):
-        if size > 1:
-            blocks = blocks.repeat_interleave(size, axis).narrow(axis, 0, like.shape[axis])
-    return blocks
+def _by_blocks(op: Callable[[Tensor, Tensor], Tensor], value: Tensor, blocks: Tensor, block: tuple[int, int]) -> Tensor:
+    """op(value, the number of its block) for each element of a weight [..., N, K], given numbers [..., N / bn, K / bk]."""
+    (n, k), (bn, bk) = value.shape[-2:], ((size or whole) for size, whole in zip(block, value.shape[-2:], strict=True))
+    if n % bn or k % bk:
+        for axis, size in ((-2, bn), (-1, bk)):
+            blocks = blocks.repeat_interleave(size, axis).narrow(axis, 0, value.shape[axis])
+        return op(value, blocks)
+    cut = value.unflatten(-1, (k // bk, bk)).unflatten(-3, (n // bn, bn))
+    return op(cut, blocks[..., :, None, :, None]).view(value.shape)
 
 
 __all__ = [
