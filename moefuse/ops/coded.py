@@ -86,7 +86,7 @@ class CodedCall(NamedTuple):
         """From the arguments of the op, in the order of its schema."""
         *lists, codes = data
         base = ExpertsCall.of(*lists, **options)
-        return CodedCall(base, tuple(_codes(base, codes, encodings)))
+        return CodedCall(base, tuple(_codes((base.w_in, base.w_up, base.w_out), codes, encodings)))
 
     @staticmethod
     def unpack(tensors: Lists, counts: Sequence[int], encodings: Sequence[str], *how: Any) -> CodedCall:
@@ -94,7 +94,7 @@ class CodedCall(NamedTuple):
         *body, out_dtype = how
         *lists, codes = cut(tensors, counts, 3)
         base = ExpertsCall(tensors[0], tensors[1], tensors[2], *stacks(lists), Body.decode(*body), out_dtype)
-        return CodedCall(base, tuple(_codes(base, codes, encodings)))
+        return CodedCall(base, tuple(_codes((base.w_in, base.w_up, base.w_out), codes, encodings)))
 
     def pack(self) -> tuple[list[Tensor], list[int], list[str], int, float, float, torch.dtype]:
         """Arguments of the internal op of the forward pass."""
@@ -108,23 +108,71 @@ class CodedCall(NamedTuple):
         return ["" if c is None else str(c.encoding) for c in self.codes]
 
     @property
+    def x(self) -> Tensor:
+        """[T, H]."""
+        return self.base.x
+
+    @property
+    def stacks(self) -> tuple[Stack, Stack, Stack]:
+        """w_in, w_up and w_out, as they are held."""
+        return self.base.w_in, self.base.w_up, self.base.w_out
+
+    def with_stacks(self, stacks: Sequence[Stack], codes: tuple[Codes | None, ...]) -> CodedCall:
+        """The call with others."""
+        w_in, w_up, w_out = stacks
+        return CodedCall(self.base._replace(w_in=w_in, w_up=w_up, w_out=w_out), codes)
+
+    @property
     def decoded(self) -> ExpertsCall:
         """The call of ``moefuse::experts`` that this one means; a weight exists while it is used."""
-        base = self.base
-        projections = zip((base.w_in, base.w_up, base.w_out), self.codes, strict=True)
-        w_in, w_up, w_out = (decoded(stack, codes, base.dtype) for stack, codes in projections)
-        return base._replace(w_in=w_in, w_up=w_up, w_out=w_out)
+        return self.with_stacks(_decoded(self.stacks, self.codes, self.x.dtype), self.codes).base
 
 
-def decoded(stack: Stack, codes: Codes | None, dtype: torch.dtype) -> Stack:
-    """A projection with weights instead of codes."""
-    return stack if codes is None else CodedStack(CodedWeights(stack.weight, codes, dtype), stack.bias)
+class CodedGrads(NamedTuple):
+    """One backward call: that of ``experts_backward`` with storage as weights, and what belongs to it. Weights have no gradients."""
+
+    grads: GradCall
+    codes: tuple[Codes | None, ...]
+
+    @staticmethod
+    def unpack(tensors: Lists, counts: Sequence[int], encodings: Sequence[str], needs: int, *body: Any) -> CodedGrads:
+        """From the arguments of the internal op."""
+        *lists, codes = cut(tensors, counts, 6)
+        how, found = Body.decode(*body), stacks(lists)
+        grad, x, weights, h, order, offsets = tensors[:6]
+        call = GradCall(grad, x, weights, h, order, offsets, *found, Needs.decode(needs, how.on_input), how)
+        return CodedGrads(call, tuple(_codes(found, codes, encodings)))
+
+    @property
+    def x(self) -> Tensor:
+        """[T, H]."""
+        return self.grads.x
+
+    @property
+    def stacks(self) -> tuple[Stack, Stack, Stack]:
+        """w_in, w_up and w_out, as they are held."""
+        return self.grads.w_in, self.grads.w_up, self.grads.w_out
+
+    def with_stacks(self, stacks: Sequence[Stack], codes: tuple[Codes | None, ...]) -> CodedGrads:
+        """The call with others."""
+        w_in, w_up, w_out = stacks
+        return CodedGrads(self.grads._replace(w_in=w_in, w_up=w_up, w_out=w_out), codes)
+
+    @property
+    def decoded(self) -> GradCall:
+        """The backward call of ``moefuse::experts`` that this one means."""
+        return self.with_stacks(_decoded(self.stacks, self.codes, self.x.dtype), self.codes).grads
 
 
-def _codes(base: ExpertsCall, codes: Lists, encodings: Sequence[str]) -> Iterator[Codes | None]:
+def _decoded(stacks: Sequence[Stack], codes: Sequence[Codes | None], dtype: torch.dtype) -> list[Stack]:
+    """Projections with weights instead of codes."""
+    return [s if c is None else CodedStack(CodedWeights(s.weight, c, dtype), s.bias) for s, c in zip(stacks, codes, strict=True)]
+
+
+def _codes(stacks: Sequence[Stack], codes: Lists, encodings: Sequence[str]) -> Iterator[Codes | None]:
     """What belongs to each projection, of all that is given."""
     at = 0
-    for stack, text in zip((base.w_in, base.w_up, base.w_out), encodings, strict=True):
+    for stack, text in zip(stacks, encodings, strict=True):
         if not text:
             yield None
             continue
@@ -138,7 +186,7 @@ def checked(call: CodedCall) -> tuple[Any, Any, Any]:
     """E, the width of h, and the features of the result; raises where the arguments do not fit."""
     base = call.base
     weights = []
-    for name, stack, codes in zip(("w_in", "w_up", "w_out"), (base.w_in, base.w_up, base.w_out), call.codes, strict=True):
+    for name, stack, codes in zip(("w_in", "w_up", "w_out"), call.stacks, call.codes, strict=True):
         weights.append(stack if codes is None else Stack(_shown(stack.weight, codes, base.x), stack.bias))
         if codes is not None:
             check_codes(name, stack.weight, codes.encoding, codes.scale, codes.zero, base.x)
@@ -179,18 +227,8 @@ def _forward_fake(*packed: Any) -> tuple[Tensor, ...]:
     return x.new_empty((x.shape[0], hidden), dtype=call.base.out_dtype), x.new_empty((slots, width)), order, offsets
 
 
-def grad_call(tensors: Lists, counts: Sequence[int], encodings: Sequence[str], needs: int, *body: Any) -> GradCall:
-    """What the internal op of the backward pass is asked: that of ``experts_backward``, with weights that are unpacked one by one."""
-    grad, x, weights, h, order, offsets = tensors[:6]
-    *lists, codes = cut(tensors, counts, 6)
-    how = Body.decode(*body)
-    base = ExpertsCall(x, order, weights, *stacks(lists), how, grad.dtype)
-    call = CodedCall(base, tuple(_codes(base, codes, encodings))).decoded
-    return GradCall(grad, x, weights, h, order, offsets, call.w_in, call.w_up, call.w_out, Needs.decode(needs, how.on_input), how)
-
-
 def _backward(*packed: Any) -> list[Tensor]:
-    found: list[Tensor] = providers.run("experts_coded_backward", grad_call(*packed))
+    found: list[Tensor] = providers.run("experts_coded_backward", CodedGrads.unpack(*packed))
     return found
 
 

@@ -1,0 +1,171 @@
+"""One grouped GEMM on tensor cores whose weights are held in few bits: ``coded_tiles``, and how a block of them is read.
+
+A block is read as codes, becomes what the program makes of it (``moefuse/ops/encoding.py``, with the same rounding after each step, so the
+same bits), and is multiplied; nothing unpacked is ever written. With BACK the product is with the transpose: rows of gradients come in,
+and inputs are what leaves.
+"""
+
+import triton
+import triton.language as tl
+
+from moefuse.kernels.triton.device.functions import expert_base, index, tile_order
+from moefuse.kernels.triton.device.gemm import row_tile
+
+
+@triton.jit
+def number_of(code, coding: tl.constexpr):
+    """What codes stand for, in float32; ``code`` is int32: four bits, or a byte."""
+    KIND: tl.constexpr = coding.KIND
+    if KIND == "e4m3":
+        magnitude = code & 0x7F
+        v = (magnitude << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120: the difference of the exponents' biases
+        v = tl.where(magnitude == 0x7F, float("nan"), v)
+        v = tl.where(code > 0x7F, -v, v)
+    elif KIND == "e5m2":
+        v = (code << 8).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    elif KIND == "s8":
+        v = code.to(tl.int8).to(tl.float32)
+    elif KIND == "range":
+        v = (code + coding.FIRST).to(tl.float32)
+    elif KIND == "s4":
+        v = ((code ^ 8) - 8).to(tl.float32)
+    elif KIND == "e2m1":
+        magnitude = code & 7
+        normal = (((magnitude >> 1) + 126 << 23) | ((magnitude & 1) << 22)).to(tl.float32, bitcast=True)
+        v = tl.where(magnitude < 2, magnitude.to(tl.float32) * 0.5, normal)
+        v = tl.where(code > 7, -v, v)
+    else:
+        tl.static_assert(KIND == "table")
+        v = tl.zeros(code.shape, tl.float32)
+        for i in tl.static_range(16):
+            v = tl.where(code == i, coding.TABLE[i], v)
+    return v
+
+
+@triton.jit
+def factor_of(byte):
+    """2^(b - 127) of bytes, float32; NaN for 255."""
+    b = byte.to(tl.int32)
+    v = tl.where(b == 0, 1 << 22, b << 23).to(tl.float32, bitcast=True)
+    return tl.where(b == 255, float("nan"), v)
+
+
+@triton.jit
+def code_at(w, at, f, i, F, I, mask, coding: tl.constexpr):
+    """Codes of features f and inputs i (of one shape when broadcast), int32; F, I: how many there are."""
+    PER: tl.constexpr = coding.PER
+    if PER == 1:
+        v = tl.load(w + f * at.stride_n + i * at.stride_k, mask=mask, other=0).to(tl.int32) & 0xFF
+    else:
+        along = f if coding.AXIS == 0 else i
+        if coding.HALVES:
+            size = (F if coding.AXIS == 0 else I) // PER
+            word, place = along % size, along // size
+        else:
+            word, place = along // PER, along % PER
+        if coding.AXIS == 0:
+            at_word = w + word * at.stride_n + i * at.stride_k
+        else:
+            at_word = w + f * at.stride_n + word * at.stride_k
+        shift = ((coding.ORDER >> (4 * place)) & 15) * 4
+        v = (tl.load(at_word, mask=mask, other=0).to(tl.int32) >> shift.to(tl.int32)) & 15
+    return v
+
+
+@triton.jit
+def per_block(p, at, f, i, mask, coding: tl.constexpr):
+    """Numbers of the blocks in which features f and inputs i are."""
+    n = f // coding.BLOCK_N if coding.BLOCK_N > 0 else f * 0
+    k = i // coding.BLOCK_K if coding.BLOCK_K > 0 else i * 0
+    return tl.load(p + n * at.stride_n + k * at.stride_k, mask=mask, other=0)
+
+
+@triton.jit
+def coded_block(w, s, z, at_w, at_s, at_z, f, i, F, I, dtype: tl.constexpr, coding: tl.constexpr):
+    """Weights of features f and inputs i of one expert, of their broadcast shape, in ``dtype``; zero outside [F, I]."""
+    mask = (f < F) & (i < I)
+    ARITH: tl.constexpr = coding.ARITH
+    v = number_of(code_at(w, at_w, f, i, F, I, mask, coding), coding)
+    if coding.ZERO:
+        v = (v - per_block(z, at_z, f, i, mask, coding).to(tl.float32)).to(ARITH).to(tl.float32)
+    scale = per_block(s, at_s, f, i, mask, coding)
+    by = factor_of(scale) if coding.EXPONENT else scale.to(ARITH).to(tl.float32)
+    v = (v * by).to(ARITH)
+    # Outside a code of 0 is read, which stands for anything, times 0 or 2^-127.
+    return tl.where(mask, v.to(tl.float32), 0.0).to(dtype)
+
+
+@triton.jit
+def coded_tile(
+    e, start, rows, block, x, w, s, z, b, weights, order, out, top_k, F, I, at_x, at_w, at_s, at_z, at_weights, stride_or,
+    GATHER: tl.constexpr, SCALE: tl.constexpr, ADD: tl.constexpr, BACK: tl.constexpr, coding: tl.constexpr, tiling: tl.constexpr,
+):  # fmt: skip
+    """One tile of out: rows [start, start + rows) of expert e, columns from block * BN."""
+    dtype: tl.constexpr = x.dtype.element_ty
+    BM: tl.constexpr = tiling.BM
+    BN: tl.constexpr = tiling.BN
+    BK: tl.constexpr = tiling.BK
+    TABLE: tl.constexpr = coding.APART
+    WIDE: tl.constexpr = coding.WIDE
+    REPEAT: tl.constexpr = BM >= 64
+    r = tl.arange(0, BM)
+    live = r < rows
+    from_row = start + (tl.minimum(r, rows - 1) if REPEAT else r)
+    if GATHER:
+        slot = tl.load(order + from_row, mask=live | REPEAT, other=0).to(tl.int64)  # [BM]
+        token = slot // top_k
+        from_x = x + token[:, None] * at_x.row
+        if SCALE:
+            scale = tl.load(weights + token * at_weights.row + (slot % top_k) * at_weights.col, mask=live, other=0.0).to(tl.float32)
+    else:
+        from_x = x + from_row.to(tl.int64)[:, None] * at_x.row
+    of_w = expert_base(w, e, at_w.stride_e, coding.OF, TABLE, False)
+    of_s = expert_base(s, e, at_s.stride_e, coding.SCALES, TABLE, False)
+    of_z = expert_base(z, e, at_z.stride_e, coding.ZEROS, TABLE, False) if coding.ZERO else of_s
+    N = I if BACK else F
+    K = F if BACK else I
+    n = block * BN + tl.arange(0, BN)
+    acc = tl.zeros([BM, BN], tl.float32)
+    for k0 in tl.range(0, K, BK):
+        a = row_tile(from_x, live, k0, K, at_x.col, BK, WIDE, tiling.EVEN_K, REPEAT)
+        if SCALE:
+            a = (a.to(tl.float32) * scale[:, None]).to(dtype)
+        k = k0 + tl.arange(0, BK)
+        across, down = index(n, WIDE)[None, :], index(k, WIDE)[:, None]
+        f = down if BACK else across
+        i = across if BACK else down
+        v = coded_block(of_w, of_s, of_z, at_w, at_s, at_z, f, i, F, I, dtype, coding)  # [BK, BN]
+        acc = tl.dot(a, v, acc, input_precision=tiling.PRECISION)
+    if coding.BIAS:
+        bias = expert_base(b, e, at_w.bias_e, dtype, coding.BIAS_APART, False)
+        acc += tl.load(bias + n.to(tl.int64) * at_w.bias_n, mask=n < N, other=0.0).to(tl.float32)[None, :]  # [BN]
+    value = acc.to(out.dtype.element_ty)
+    to = out + (start + r).to(tl.int64)[:, None] * stride_or + n[None, :]
+    mask = live[:, None] & (n < N)[None, :]
+    if ADD:
+        value = (tl.load(to, mask=mask, other=0.0).to(tl.float32) + value.to(tl.float32)).to(out.dtype.element_ty)  # [BM, BN]
+    tl.store(to, value, mask=mask)
+
+
+@triton.jit(do_not_specialize=["max_tiles"])
+def coded_tiles(
+    x, w, s, z, b, weights, order, out, offsets, tiles, num_tiles, max_tiles, top_k, F, I, at_x, at_w, at_s, at_z, at_weights, stride_or,
+    GATHER: tl.constexpr, SCALE: tl.constexpr, ADD: tl.constexpr, BACK: tl.constexpr, coding: tl.constexpr, tiling: tl.constexpr,
+):  # fmt: skip
+    """out [S, F]: rows of x [., I] times w[e] [F, I] transposed, plus b[e]; with BACK out [S, I]: rows of x [., F] times w[e].
+
+    GATHER, SCALE, ADD: as of ``grouped.linear_tiles``. Dead rows are not written. w, s, z: storage, scales and zeros, stacked or as
+    addresses.
+    """
+    count = tl.load(num_tiles)  # []
+    blocks = tl.cdiv(I if BACK else F, tiling.BN)
+    i = tl.program_id(0)
+    if i < count * blocks:
+        tile, block = tile_order(i, count, blocks, tiling.GROUP)
+        e = tl.load(tiles + tile)  # []
+        start = tl.load(tiles + max_tiles + tile)  # []
+        rows = tl.load(offsets + e + 1).to(tl.int32) - start  # []
+        coded_tile(
+            e, start, rows, block, x, w, s, z, b, weights, order, out, top_k, F, I, at_x, at_w, at_s, at_z, at_weights, stride_or,
+            GATHER, SCALE, ADD, BACK, coding, tiling,
+        )  # fmt: skip
