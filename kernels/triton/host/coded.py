@@ -119,7 +119,7 @@ def sizes(bm: int, dtype: torch.dtype, aligned: bool, device: Any) -> Tiles:
     """Tiles of ``coded_tiles``: a block of weights is made in registers, so it is small."""
     if dtype == torch.float32:
         return fit(Tiles(32, 32, 4, 2, 4), bm, 4, device, 4)
-    return fit(Tiles(64, 64 if aligned else 32, 4 if bm < 128 else 8, 3, 4), bm, 2, device, 4)
+    return fit(Tiles(64 if device.hopper else 32, 64 if aligned else 32, 4 if bm < 128 else 8, 3, 4), bm, 2, device, 4)
 
 
 def product(
