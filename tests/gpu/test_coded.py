@@ -1,4 +1,4 @@
-"""``moefuse::experts_coded`` on the device: every encoding, in both 16-bit types, against the definition; graphs, live storage, no waiting."""
+"""``moefuse::experts_coded`` on the device: every encoding against the definition; graphs, live storage, no waiting."""
 
 from __future__ import annotations
 
