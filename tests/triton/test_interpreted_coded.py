@@ -50,7 +50,7 @@ def product(held: Held, x: Tensor, rows: int, columns: int, back: bool, separate
 def test_weights_have_the_bits_of_the_definition(name: str, storage: str, dtype: torch.dtype) -> None:
     """Rows of a unit matrix give the weights themselves, and their transposes where the product is with these: all bits."""
     g = torch.Generator().manual_seed(0)
-    out, inp = (24, 32) if name != "nf4" else (16, 48)
+    out, inp = {"nf4": (16, 48), "halves": (32, 32)}.get(name, (24, 32))
     held = hold(ENCODINGS[name], 3, out, inp, g, in_out=storage == "in-out")
     dense = held.dense(dtype)
     for back, width, columns in ((False, inp, out), (True, out, inp)):

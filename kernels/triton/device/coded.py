@@ -16,7 +16,9 @@ from moefuse.kernels.triton.device.gemm import row_tile
 def number_of(code, coding: tl.constexpr):
     """What codes stand for, in float32; ``code`` is int32: four bits, or a byte."""
     KIND: tl.constexpr = coding.KIND
-    if KIND == "e4m3":
+    if KIND == "e4m3" and coding.FLOAT8:
+        v = code.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16).to(tl.float32)
+    elif KIND == "e4m3":
         magnitude = code & 0x7F
         v = (magnitude << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120: the difference of the exponents' biases
         v = tl.where(magnitude == 0x7F, float("nan"), v)
@@ -51,48 +53,97 @@ def factor_of(byte):
 
 
 @triton.jit
-def code_at(w, at, f, i, F, I, mask, coding: tl.constexpr):
-    """Codes of features f and inputs i (of one shape when broadcast), int32; F, I: how many there are."""
-    PER: tl.constexpr = coding.PER
-    if PER == 1:
-        v = tl.load(w + f * at.stride_n + i * at.stride_k, mask=mask, other=0).to(tl.int32) & 0xFF
+def words(w, at, row, col, ROWS, COLS, NR: tl.constexpr, NC: tl.constexpr, coding: tl.constexpr):
+    """Storage [NR, NC] from a row and a column on, int32; 0 outside [ROWS, COLS]."""
+    r = row + tl.arange(0, NR)
+    c = col + tl.arange(0, NC)
+    place = w + index(r, coding.WIDE)[:, None] * at.stride_n + index(c, coding.WIDE)[None, :] * at.stride_k
+    if coding.EVEN:
+        v = tl.load(place)
     else:
-        along = f if coding.AXIS == 0 else i
-        if coding.HALVES:
-            size = (F if coding.AXIS == 0 else I) // PER
-            word, place = along % size, along // size
-        else:
-            word, place = along // PER, along % PER
-        if coding.AXIS == 0:
-            at_word = w + word * at.stride_n + i * at.stride_k
-        else:
-            at_word = w + f * at.stride_n + word * at.stride_k
-        shift = ((coding.ORDER >> (4 * place)) & 15) * 4
-        v = (tl.load(at_word, mask=mask, other=0).to(tl.int32) >> shift.to(tl.int32)) & 15
+        v = tl.load(place, mask=(r < ROWS)[:, None] & (c < COLS)[None, :], other=0)
+    return v.to(tl.int32)
+
+
+@triton.jit
+def part_of(v, J: tl.constexpr, coding: tl.constexpr):
+    """The codes at place J of each number."""
+    return (v >> ((coding.ORDER >> (4 * J)) & 15) * 4) & 15
+
+
+@triton.jit
+def apart(v, coding: tl.constexpr):
+    """All codes of numbers [R, C], in their order along the last dimension: [R, C * PER]. Each stays in the thread that has its number."""
+    if coding.PER == 2:
+        v = tl.join(part_of(v, 0, coding), part_of(v, 1, coding))
+    else:
+        tl.static_assert(coding.PER == 8)
+        even = tl.join(tl.join(part_of(v, 0, coding), part_of(v, 4, coding)), tl.join(part_of(v, 2, coding), part_of(v, 6, coding)))
+        odd = tl.join(tl.join(part_of(v, 1, coding), part_of(v, 5, coding)), tl.join(part_of(v, 3, coding), part_of(v, 7, coding)))
+        v = tl.join(even, odd)  # [R, C, 4 * (j >> 2), 2 * (j >> 1 & 1), j & 1]
     return v
 
 
 @triton.jit
-def per_block(p, at, f, i, mask, coding: tl.constexpr):
-    """Numbers of the blocks in which features f and inputs i are."""
-    n = f // coding.BLOCK_N if coding.BLOCK_N > 0 else f * 0
-    k = i // coding.BLOCK_K if coding.BLOCK_K > 0 else i * 0
-    return tl.load(p + n * at.stride_n + k * at.stride_k, mask=mask, other=0)
+def codes(w, at, f0, i0, F, I, NF: tl.constexpr, NI: tl.constexpr, coding: tl.constexpr):
+    """Codes [NF, NI] of features from f0 and inputs from i0 on, int32; f0 and i0 are multiples of NF and NI."""
+    PER: tl.constexpr = coding.PER
+    if PER == 1:
+        v = words(w, at, f0, i0, F, I, NF, NI, coding) & 0xFF
+    elif coding.HALVES and coding.AXIS == 0:
+        part = F // PER
+        v = words(w, at, f0 % part, i0, part, I, NF, NI, coding) >> (((coding.ORDER >> (4 * (f0 // part))) & 15) * 4)
+        v = v & 15
+    elif coding.HALVES:
+        part = I // PER
+        v = words(w, at, f0, i0 % part, F, part, NF, NI, coding) >> (((coding.ORDER >> (4 * (i0 // part))) & 15) * 4)
+        v = v & 15
+    elif coding.AXIS == 1:
+        v = apart(words(w, at, f0, i0 // PER, F, I // PER, NF, NI // PER, coding), coding)
+        v = tl.reshape(v, [NF, NI])
+    else:
+        v = apart(words(w, at, f0 // PER, i0, F // PER, I, NF // PER, NI, coding), coding)
+        v = tl.permute(v, (0, 2, 1)) if PER == 2 else tl.permute(v, (0, 2, 3, 4, 1))
+        v = tl.reshape(v, [NF, NI])
+    return v
 
 
 @triton.jit
-def coded_block(w, s, z, at_w, at_s, at_z, f, i, F, I, dtype: tl.constexpr, coding: tl.constexpr):
-    """Weights of features f and inputs i of one expert, of their broadcast shape, in ``dtype``; zero outside [F, I]."""
-    mask = (f < F) & (i < I)
+def per_block(p, at, f0, i0, F, I, NF: tl.constexpr, NI: tl.constexpr, coding: tl.constexpr):
+    """Numbers of the blocks of features from f0 and inputs from i0 on, [NF, 1] or [NF, NI]."""
+    BLOCK_N: tl.constexpr = coding.BLOCK_N
+    BLOCK_K: tl.constexpr = coding.BLOCK_K
+    f = tl.minimum(f0 + tl.arange(0, NF), F - 1)
+    rows = p + (f // BLOCK_N if BLOCK_N > 0 else f * 0)[:, None] * at.stride_n
+    if BLOCK_K == 0:
+        v = tl.load(rows)
+    elif BLOCK_K % NI == 0:
+        v = tl.load(rows + i0 // BLOCK_K * at.stride_k)
+    elif NI % BLOCK_K == 0:
+        GROUPS: tl.constexpr = NI // BLOCK_K
+        g = tl.minimum(i0 // BLOCK_K + tl.arange(0, GROUPS), (I - 1) // BLOCK_K)
+        v = tl.load(rows + g[None, :] * at.stride_k)  # [NF, GROUPS]
+        v = tl.reshape(tl.broadcast_to(v[:, :, None], [NF, GROUPS, BLOCK_K]), [NF, NI])
+    else:
+        i = tl.minimum(i0 + tl.arange(0, NI), I - 1)
+        v = tl.load(rows + (i // BLOCK_K)[None, :] * at.stride_k)
+    return v
+
+
+@triton.jit
+def coded_block(w, s, z, at_w, at_s, at_z, f0, i0, F, I, dtype: tl.constexpr, NF: tl.constexpr, NI: tl.constexpr, coding: tl.constexpr):
+    """Weights [NF, NI] of one expert in ``dtype``, from feature f0 and input i0 on; zero outside [F, I]."""
     ARITH: tl.constexpr = coding.ARITH
-    v = number_of(code_at(w, at_w, f, i, F, I, mask, coding), coding)
+    v = number_of(codes(w, at_w, f0, i0, F, I, NF, NI, coding), coding)
     if coding.ZERO:
-        v = (v - per_block(z, at_z, f, i, mask, coding).to(tl.float32)).to(ARITH).to(tl.float32)
-    scale = per_block(s, at_s, f, i, mask, coding)
+        v = (v - per_block(z, at_z, f0, i0, F, I, NF, NI, coding).to(tl.float32)).to(ARITH).to(tl.float32)
+    scale = per_block(s, at_s, f0, i0, F, I, NF, NI, coding)
     by = factor_of(scale) if coding.EXPONENT else scale.to(ARITH).to(tl.float32)
     v = (v * by).to(ARITH)
-    # Outside a code of 0 is read, which stands for anything, times 0 or 2^-127.
-    return tl.where(mask, v.to(tl.float32), 0.0).to(dtype)
+    if not coding.EVEN:
+        inside = (f0 + tl.arange(0, NF) < F)[:, None] & (i0 + tl.arange(0, NI) < I)[None, :]
+        v = tl.where(inside, v, tl.zeros([NF, NI], ARITH))
+    return v.to(dtype)
 
 
 @triton.jit
@@ -130,11 +181,10 @@ def coded_tile(
         a = row_tile(from_x, live, k0, K, at_x.col, BK, WIDE, tiling.EVEN_K, REPEAT)
         if SCALE:
             a = (a.to(tl.float32) * scale[:, None]).to(dtype)
-        k = k0 + tl.arange(0, BK)
-        across, down = index(n, WIDE)[None, :], index(k, WIDE)[:, None]
-        f = down if BACK else across
-        i = across if BACK else down
-        v = coded_block(of_w, of_s, of_z, at_w, at_s, at_z, f, i, F, I, dtype, coding)  # [BK, BN]
+        if BACK:
+            v = coded_block(of_w, of_s, of_z, at_w, at_s, at_z, k0, block * BN, F, I, dtype, BK, BN, coding)  # [BK, BN]
+        else:
+            v = tl.trans(coded_block(of_w, of_s, of_z, at_w, at_s, at_z, block * BN, k0, F, I, dtype, BN, BK, coding))  # [BN, BK]
         acc = tl.dot(a, v, acc, input_precision=tiling.PRECISION)
     if coding.BIAS:
         bias = expert_base(b, e, at_w.bias_e, dtype, coding.BIAS_APART, False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from moefuse.kernels.triton.host.layout import device_of, precision_of
 from moefuse.kernels.triton.host.linear import Weight, weight
 from moefuse.kernels.triton.host.sorted_rows import Sorted, fit, rows_of, whole
 from moefuse.kernels.triton.launch.calls import launch
+from moefuse.kernels.triton.launch.launch import INTERPRETED
 from moefuse.kernels.triton.problem import Tiles
 from moefuse.ops.coded import Codes
 from moefuse.ops.encoding import MADE, Encoding
@@ -31,14 +33,16 @@ class Coding(NamedTuple):
     """An encoding as constants of a kernel.
 
     Attributes:
-        KIND: how codes become numbers (``device/coded.number_of``); FIRST, TABLE: what that needs.
+        KIND: how codes become numbers (``device/coded.number_of``); FLOAT8: the device has instructions for it; FIRST, TABLE: what else
+            that needs.
         PER, AXIS, HALVES: of ``encoding.Packing``; ORDER: its shifts, by four, four bits each.
         BLOCK_N, BLOCK_K: features and inputs of a scale; 0 for all.
         ARITH: the dtype of each step. OF, SCALES, ZEROS: of the elements. EXPONENT: scales are bytes.
-        APART: lists are addresses; BIAS: there are biases, BIAS_APART: as addresses. WIDE: offsets take 64 bits.
+        APART: lists are addresses; BIAS: there are biases, BIAS_APART: as addresses. WIDE: offsets take 64 bits. EVEN: blocks are whole.
     """
 
     KIND: str
+    FLOAT8: bool
     FIRST: int
     TABLE: tuple[float, ...]
     PER: int
@@ -57,6 +61,7 @@ class Coding(NamedTuple):
     BIAS: bool
     BIAS_APART: bool
     WIDE: bool
+    EVEN: bool
 
 
 class Held(NamedTuple):
@@ -76,6 +81,9 @@ def refusal(codes: Codes, storage: Tensor) -> str | None:
     for what, t in (("storage", storage), ("scales", scale[0]), *((("zeros", zero[0]),) if zero else ())):
         if t.dtype not in ELEMENTS and t.element_size() != 1:
             return f"{what} in {t.dtype}"
+    size = length(encoding, *encoding.logical(tuple(storage.shape[-2:])))
+    if size % LEAST:
+        return f"parts of {size} are no multiple of {LEAST}"
     return None if encoding.arithmetic in ARITHMETIC else f"unpacking computes in {encoding.arithmetic}"
 
 
@@ -99,19 +107,20 @@ def _kind(encoding: Encoding) -> tuple[str, int, tuple[float, ...]]:
     return "table", 0, table
 
 
-def coding(h: Held, bias: Weight | None) -> Coding:
+def coding(h: Held, bias: Weight | None, even: bool, float8: bool) -> Coding:
     """The constants of a projection."""
     encoding, packing = h.codes.encoding, h.codes.encoding.packing
     kind, first, table = _kind(encoding)
     order = sum(shift // 4 << 4 * j for j, shift in enumerate(packing.shifts)) if packing is not None else 0
     scales = h.scale.tensors[0].dtype
     return Coding(
-        kind, first, table, 1 if packing is None else packing.per, 0 if packing is None else packing.axis,
+        kind, float8, first, table, 1 if packing is None else packing.per, 0 if packing is None else packing.axis,
         packing is not None and packing.halves, order, *encoding.block, ARITHMETIC[encoding.arithmetic],
         ELEMENTS[h.storage.tensors[0].dtype], ELEMENTS[scales],
         ELEMENTS[h.zero.tensors[0].dtype] if h.zero is not None else ELEMENTS[scales], bool(encoding.scale), encoding.zero,
         h.storage.operand.table, bias is not None, bias is not None and bias.operand.table,
         any(w.operand.wide for w in (h.storage, h.scale, *((h.zero,) if h.zero else ()))) or h.features * h.inputs >= 1 << 31,
+        even,
     )  # fmt: skip
 
 
@@ -120,6 +129,27 @@ def sizes(bm: int, dtype: torch.dtype, aligned: bool, device: Any) -> Tiles:
     if dtype == torch.float32:
         return fit(Tiles(32, 32, 4, 2, 4), bm, 4, device, 4)
     return fit(Tiles(64 if device.hopper else 32, 64 if aligned else 32, 4 if bm < 128 else 8, 3, 4), bm, 2, device, 4)
+
+
+LEAST = 16
+"""Features and inputs of the smallest block."""
+
+
+def length(encoding: Encoding, features: int, inputs: int) -> int:
+    """How long the parts of an axis are whose codes share numbers; 0 if neighbours share one."""
+    packing = encoding.packing
+    if packing is None or not packing.halves:
+        return 0
+    return (features, inputs)[packing.axis] // packing.per
+
+
+def within_halves(t: Tiles, h: Held, back: bool) -> Tiles:
+    """The tiles with blocks that are within one part, so that a block has one shift."""
+    packing, size = h.codes.encoding.packing, length(h.codes.encoding, h.features, h.inputs)
+    if packing is None or not size:
+        return t
+    most = size & -size
+    return replace(t, bk=min(t.bk, most)) if (packing.axis == 0) == back else replace(t, bn=min(t.bn, most))
 
 
 def product(
@@ -138,7 +168,7 @@ def product(
     assert it.tiles is not None
     assert it.num_tiles is not None
     n, k, device = out.shape[1], x.shape[1], device_of(x.device)
-    part = sizes(it.bm, x.dtype, whole(x.element_size(), k), device)
+    part = within_halves(sizes(it.bm, x.dtype, whole(x.element_size(), k), device), h, back)
     zero = h.zero or h.scale
     launch(
         coded.coded_tiles,
@@ -165,7 +195,7 @@ def product(
         SCALE=scale is not None,
         ADD=add,
         BACK=back,
-        coding=coding(h, bias),
+        coding=coding(h, bias, not (n % part.bn or k % part.bk), device.hopper and not INTERPRETED),
         tiling=Tiling(it.bm, part.bn, part.bk, part.group, n % part.bn == 0, k % part.bk == 0, precision_of(x.dtype, device)),
     )  # fmt: skip
 
