@@ -25,6 +25,8 @@ NAMED = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "s8": torch.int
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "f64": torch.float64}
 EXPONENTS = "e8m0"
 """Scales that are powers of two: a byte b stands for 2^(b - 127), 255 for NaN."""
+POWERS = "2^n"
+"""As :data:`EXPONENTS`, but 255 stands for 2^128, as ``ldexp`` has it: infinity but in float64."""
 BITS = 4
 """Of a code where several are in one number."""
 MADE = {
@@ -72,7 +74,7 @@ class Encoding:
         table: a key of :data:`NAMED`, or sixteen numbers.
         block: (bn, bk), of one scale; 0: all of that axis.
         arithmetic: the dtype, a key of :data:`DTYPES`, of each step.
-        scale: "" for scales that are numbers, or :data:`EXPONENTS`.
+        scale: "" for scales that are numbers, or :data:`EXPONENTS`, or :data:`POWERS`.
         zero: whether each block has a zero.
         packing: see :class:`Packing`; None with a table of :data:`NAMED`.
     """
@@ -88,7 +90,7 @@ class Encoding:
         named = isinstance(self.table, str)
         if named != (self.packing is None) or (named and self.table not in NAMED) or not (named or len(self.table) == 1 << BITS):
             raise ValueError(f"no encoding: table {self.table} with packing {self.packing}")
-        if self.arithmetic not in DTYPES or self.scale not in ("", EXPONENTS) or min(self.block) < 0:
+        if self.arithmetic not in DTYPES or self.scale not in ("", EXPONENTS, POWERS) or min(self.block) < 0:
             raise ValueError(f"no encoding: {self.arithmetic!r}, {self.scale!r}, blocks {self.block}")
 
     @property
@@ -162,7 +164,7 @@ def dequantise(encoding: Encoding, storage: Tensor, scale: Tensor, zero: Tensor 
 
     Args:
         storage: [..., N', K'].
-        scale, zero: [..., N / bn, K / bk], rounded up; any dtype, or bytes with :data:`EXPONENTS`.
+        scale, zero: [..., N / bn, K / bk], rounded up; any dtype, or bytes with :data:`EXPONENTS` and :data:`POWERS`.
     """
     wide = DTYPES[encoding.arithmetic]
     if encoding.packing is None:
@@ -174,14 +176,15 @@ def dequantise(encoding: Encoding, storage: Tensor, scale: Tensor, zero: Tensor 
         value = table[codes_of(storage, encoding.packing)]
     if zero is not None:
         value = value - _spread(zero.to(wide), encoding.block, value)
-    factors = exponents(scale, wide) if encoding.scale else scale.to(wide)
+    factors = exponents(scale, wide, nan=encoding.scale == EXPONENTS) if encoding.scale else scale.to(wide)
     return (value * _spread(factors, encoding.block, value)).to(dtype)
 
 
-def exponents(scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """2^(b - 127) of bytes b; NaN for 255."""
+def exponents(scale: Tensor, dtype: torch.dtype, *, nan: bool = True) -> Tensor:
+    """2^(b - 127) of bytes b; with ``nan`` NaN for 255."""
     byte = scale.view(torch.uint8).to(torch.float64)
-    return torch.where(byte == 255, float("nan"), torch.exp2(byte - 127)).to(dtype)
+    powers = torch.exp2(byte - 127)
+    return (torch.where(byte == 255, float("nan"), powers) if nan else powers).to(dtype)
 
 
 def _spread(blocks: Tensor, block: tuple[int, int], like: Tensor) -> Tensor:
@@ -193,5 +196,5 @@ def _spread(blocks: Tensor, block: tuple[int, int], like: Tensor) -> Tensor:
 
 
 __all__ = [
-    "BITS", "DTYPES", "EXPONENTS", "MADE", "NAMED", "Encoding", "Packing", "codes_of", "dequantise", "exponents", "parse",
+    "BITS", "DTYPES", "EXPONENTS", "MADE", "NAMED", "POWERS", "Encoding", "Packing", "codes_of", "dequantise", "exponents", "parse",
 ]  # fmt: skip

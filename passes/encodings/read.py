@@ -1,0 +1,254 @@
+"""How a weight that a program dequantises is encoded, read from what each of its elements is computed from.
+
+Elements are followed back to the model's own tensors (``elements.py``), the arithmetic must be (value - zero) * scale (``formula.py``), what
+codes stand for is found by running the program's operations on each code (``table.py``), and where codes and scales stand from where elements
+are found (``places.py``). ``prove.py`` compares the two on real tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from moefuse.ops.encoding import DTYPES, Encoding
+from moefuse.passes.encodings.elements import Batch, expert_stack, ways
+from moefuse.passes.encodings.formula import Formula, formula
+from moefuse.passes.encodings.memory import Coords, Strided
+from moefuse.passes.encodings.part import Part, emit, joined
+from moefuse.passes.encodings.places import Sample, Strides, blocks, in_blocks, packed, sample
+from moefuse.passes.encodings.table import Meaning, meanings
+from moefuse.passes.encodings.terms import Read, Term, UnreadError, leaves, reads
+from moefuse.passes.graph.calls import tensor
+from moefuse.passes.infer.state import Context
+from moefuse.passes.ir.facts import Lost
+
+_LARGEST = 256
+"""Whole numbers up to which every float has them."""
+Ways = list[tuple[Tensor, Term]]
+
+
+@dataclass(frozen=True)
+class Coded:
+    """A weight [N, K], or [E, N, K], as its program holds it: what ``dequantise`` makes of its parts is the weight, bit by bit.
+
+    Attributes:
+        dtype: of the weight.
+        storage, scale, zero: views of the model's tensors; of a weight of one expert without the first dimension.
+    """
+
+    encoding: Encoding
+    storage: Part
+    scale: Part
+    zero: Part | None
+    dtype: torch.dtype
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """All views, the storage first, the others in the order of ``Encoding.parts``."""
+        return (self.storage, self.scale) if self.zero is None else (self.storage, self.scale, self.zero)
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A node that is a weight, and how it is asked for.
+
+    Attributes:
+        order: the dimensions that are features and inputs, in front of them that of the experts where it has all.
+        reader: who reads it, where it is written to in place; else its first reader.
+        rows: index tensors that hold the number of an expert, beside those that capture says.
+        fixed: the values of inputs of the graph that never change: tables of levels, orders of groups.
+    """
+
+    node: Node
+    order: tuple[int, ...]
+    reader: Node | None = None
+    rows: frozenset[Node] = frozenset()
+    fixed: Callable[[Node], Tensor | None] = lambda _: None
+
+    def coords(self, of: Sample) -> Coords:
+        """The elements of the node that are in a sample of the weight."""
+        found = [torch.zeros_like(of.e)] * len(Strided(self.node).sizes)
+        for dim, index in zip(self.order, (of.e, of.n, of.k)[-len(self.order) :], strict=True):
+            found[dim] = index
+        return tuple(found)
+
+
+def read(
+    ctx: Context,
+    node: Node,
+    order: Sequence[int],
+    *,
+    reader: Node | None = None,
+    rows: Collection[Node] = (),
+    fixed: Callable[[Node], Tensor | None] | None = None,
+) -> Coded | Lost:
+    """How a weight is encoded, or why that is not known, with the operation that is not read. Arguments as of :class:`Weight`.
+
+    A matrix that a program takes out of stacks by the number of an expert that stands for all (``RowNumber``, ``rows``) is read as the stack.
+    """
+    weight = Weight(node, tuple(order), reader, frozenset(rows), fixed or (lambda _: None))
+    found: list[Read] = []
+    try:
+        return _read(ctx, weight, found)
+    except UnreadError as error:
+        dtype = str(found[0].dtype).removeprefix("torch.") if found else "few bits"
+        said = f"`{_name(ctx, error.node)}` {error.why}"
+        return ctx.lost("encoding-unknown", error.node, dtype=dtype, detail=said)
+
+
+def trees(ctx: Context, weight: Weight, of: Sample) -> Ways:
+    """What elements of a weight are computed from.
+
+    Raises:
+        UnreadError: an operation on the way is not read.
+    """
+    expert = of.e if len(weight.order) == 2 and expert_stack(ctx, weight.node, weight.rows) is not None else None
+    batch = Batch(len(of.e), expert, weight.rows, weight.fixed)
+    return ways(ctx, weight.node, weight.coords(of), batch, moment(ctx, weight))
+
+
+def sizes_of(ctx: Context, weight: Weight) -> tuple[int, int, int]:
+    """E, N and K; E is 1 for a matrix of one expert."""
+    sizes = Strided(weight.node).sizes
+    features, inputs = (sizes[d] for d in weight.order[-2:])
+    if len(weight.order) == 3:
+        return sizes[weight.order[0]], features, inputs
+    return expert_stack(ctx, weight.node, weight.rows) or 1, features, inputs
+
+
+def is_stack(ctx: Context, weight: Weight) -> bool:
+    """Whether the weights of all experts are read, and not of one."""
+    return len(weight.order) == 3 or expert_stack(ctx, weight.node, weight.rows) is not None
+
+
+def _read(ctx: Context, weight: Weight, found: list[Read]) -> Coded:
+    sizes = sizes_of(ctx, weight)
+    if min(sizes) < 1:
+        raise UnreadError(weight.node, "has no elements")
+    of = sample(*sizes)
+    pieces = trees(ctx, weight, of)
+    every = {leaf.node: leaf for _, term in pieces for leaf in leaves(term) if isinstance(leaf, Read)}
+    found += sorted((leaf for leaf in every.values() if _may_be_codes(leaf)), key=lambda leaf: -_bytes(leaf.node))
+    if not found:
+        raise UnreadError(weight.node, "is made of no codes")
+    first: UnreadError | None = None
+    for storage in found:
+        try:
+            return _with(ctx, weight, of, pieces, storage.node)
+        except UnreadError as error:
+            first = first or error
+    assert first is not None
+    raise first
+
+
+def _may_be_codes(leaf: Read) -> bool:
+    return leaf.dtype.itemsize == 1 or not leaf.dtype.is_floating_point
+
+
+def _with(ctx: Context, weight: Weight, of: Sample, pieces: Ways, storage: Node) -> Coded:
+    """As :func:`read`, with this input as the storage."""
+    own = [(which, formula(term, storage)) for which, term in pieces if storage in reads(term) or _refuse(term, weight.node)]
+    first = own[0][1]
+    for _, other in own[1:]:
+        if _kind(other) != _kind(first):
+            raise UnreadError(weight.node, "has elements that are computed in different ways")
+    stack = is_stack(ctx, weight)
+    places, shifts, table = _codes(weight, of, own)
+    encoding_of = packed(of, places, shifts)
+    if encoding_of is None:
+        raise UnreadError(weight.node, "has its codes in no order that there is a word for")
+    packing, strides = encoding_of
+    scale = _gathered(of, [(which, f.scale) for which, f in own])
+    zero = _gathered(of, [(which, f.zero) for which, f in own if f.zero is not None]) if first.zero is not None else None
+    block, scale_at, zero_at = _blocks(weight, of, scale, zero)
+    arithmetic = next((name for name, dtype in DTYPES.items() if dtype == first.wide), None)
+    if arithmetic is None:
+        raise UnreadError(weight.node, f"is computed in {first.wide}")
+    encoding = Encoding(table, block, arithmetic, first.kind, zero is not None, packing)
+    zero_part = None if zero_at is None or first.zero is None else _part(first.zero.node, zero_at, stack)
+    dtype = Strided(weight.node).dtype
+    return Coded(encoding, _part(storage, strides, stack), _part(first.scale.node, scale_at, stack), zero_part, dtype)
+
+
+def _refuse(term: Term, node: Node) -> bool:
+    raise UnreadError(getattr(term, "node", node), "makes a part of the weights of something else")
+
+
+def _kind(found: Formula) -> tuple[object, ...]:
+    return (found.scale.node, found.zero.node if found.zero else None, found.kind, found.wide, found.whole)
+
+
+def _codes(weight: Weight, of: Sample, own: list[tuple[Tensor, Formula]]) -> tuple[Tensor, Tensor, str | tuple[float, ...]]:
+    """Where each element's number in the storage stands, by how much its code is shifted there, and what codes stand for."""
+    places, shifts = torch.zeros_like(of.e), torch.zeros_like(of.e)
+    known: dict[tuple[str, ...], Meaning] = {}
+    for which, found in own:
+        at = next(leaf.place for leaf in leaves(found.value) if isinstance(leaf, Read))
+        means = meanings(found.value, found.storage, found.wide, len(which))
+        known |= {m.key: m for m in means}
+        places[which] = at.expand(len(which))
+        shifts[which] = torch.tensor([-1 if m.shift is None else m.shift for m in means])
+    if len(known) != 1:
+        raise UnreadError(weight.node, "has codes that stand for different numbers in different places")
+    table = next(iter(known.values())).table
+    whole = own[0][1].whole and not isinstance(table, str)
+    if whole and any(abs(entry) >= _LARGEST or not float(entry).is_integer() for entry in table if isinstance(entry, float)):
+        raise UnreadError(weight.node, "subtracts zeros from large whole numbers")
+    return places, shifts, table
+
+
+def _gathered(of: Sample, found: list[tuple[Tensor, Read]]) -> Tensor:
+    places = torch.zeros_like(of.e)
+    for which, leaf in found:
+        places[which] = leaf.place.expand(len(which))
+    return places
+
+
+def _blocks(weight: Weight, of: Sample, scale: Tensor, zero: Tensor | None) -> tuple[tuple[int, int], Strides, Strides | None]:
+    """Which weights share a scale and a zero, and where these stand. What is shared by more weights is there again for each block."""
+    sizes = [blocks(of, places) for places in (scale, zero) if places is not None]
+    block = tuple(_finer([size[axis] for size in sizes]) for axis in (0, 1))
+    at = in_blocks(of, scale, (block[0], block[1]))
+    also = None if zero is None else in_blocks(of, zero, (block[0], block[1]))
+    if at is None or (zero is not None and also is None):
+        raise UnreadError(weight.node, "has scales or zeros for no regular blocks of weights")
+    return (block[0], block[1]), at, also
+
+
+def _finer(sizes: Sequence[int]) -> int:
+    return min((size for size in sizes if size), default=0)
+
+
+def _part(node: Node, at: Strides, stack: bool) -> Part:
+    return Part(node, at.sizes if stack else at.sizes[1:], at.strides if stack else at.strides[1:], at.first)
+
+
+def moment(ctx: Context, weight: Weight) -> int:
+    """When a weight is read: at its first reader that neither writes to it nor is a view of it."""
+    if weight.reader is not None:
+        return ctx.position[weight.reader]
+    name = ctx.storage[weight.node]
+    readers = [u for n in ctx.aliases.get(name, ()) for u in n.users if ctx.storage[u] is not name and name not in _written(ctx, u)]
+    behind = [ctx.position[u] for u in readers if u in ctx.position and ctx.position[u] > ctx.position[weight.node]]
+    return min(behind, default=len(ctx.position))
+
+
+def _written(ctx: Context, node: Node) -> set[Node]:
+    return {name for target in ctx.memory.targets.get(node, ()) for name in ctx.memory.storages(target)}
+
+
+def _bytes(node: Node) -> int:
+    value = tensor(node)
+    return 0 if value is None else torch.Size(Strided(node).sizes).numel() * value.dtype.itemsize
+
+
+def _name(ctx: Context, node: Node) -> str:
+    call = ctx.calls.get(node)
+    return node.name if call is None else call.name
+
+
+__all__ = ["Coded", "Part", "Weight", "emit", "is_stack", "joined", "moment", "read", "sizes_of", "trees"]
