@@ -26,7 +26,10 @@ DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "f
 EXPONENTS = "e8m0"
 """Scales that are powers of two: a byte b stands for 2^(b - 127), 255 for NaN."""
 POWERS = "2^n"
-"""As :data:`EXPONENTS`, but 255 stands for 2^128, as ``ldexp`` has it: infinity but in float64."""
+"""As :data:`EXPONENTS`, but 255 stands for 2^128, which is infinity but in float64."""
+LDEXP = "ldexp"
+"""As :data:`POWERS`, but no power is a number of its own: each weight is the exact product, rounded once."""
+KINDS = ("", EXPONENTS, POWERS, LDEXP)
 BITS = 4
 """Of a code where several are in one number."""
 MADE = {
@@ -74,7 +77,7 @@ class Encoding:
         table: a key of :data:`NAMED`, or sixteen numbers.
         block: (bn, bk), of one scale; 0: all of that axis.
         arithmetic: the dtype, a key of :data:`DTYPES`, of each step.
-        scale: "" for scales that are numbers, or :data:`EXPONENTS`, or :data:`POWERS`.
+        scale: "" for scales that are numbers, or :data:`EXPONENTS`, :data:`POWERS`, :data:`LDEXP`.
         zero: whether each block has a zero.
         packing: see :class:`Packing`; None with a table of :data:`NAMED`.
     """
@@ -90,7 +93,7 @@ class Encoding:
         named = isinstance(self.table, str)
         if named != (self.packing is None) or (named and self.table not in NAMED) or not (named or len(self.table) == 1 << BITS):
             raise ValueError(f"no encoding: table {self.table} with packing {self.packing}")
-        if self.arithmetic not in DTYPES or self.scale not in ("", EXPONENTS, POWERS) or min(self.block) < 0:
+        if self.arithmetic not in DTYPES or self.scale not in KINDS or min(self.block) < 0:
             raise ValueError(f"no encoding: {self.arithmetic!r}, {self.scale!r}, blocks {self.block}")
 
     @property
@@ -164,7 +167,7 @@ def dequantise(encoding: Encoding, storage: Tensor, scale: Tensor, zero: Tensor 
 
     Args:
         storage: [..., N', K'].
-        scale, zero: [..., N / bn, K / bk], rounded up; any dtype, or bytes with :data:`EXPONENTS` and :data:`POWERS`.
+        scale, zero: [..., N / bn, K / bk], rounded up; any dtype, or bytes where the encoding says that they are powers of two.
     """
     wide = DTYPES[encoding.arithmetic]
     if encoding.packing is None:
@@ -176,6 +179,9 @@ def dequantise(encoding: Encoding, storage: Tensor, scale: Tensor, zero: Tensor 
         value = table[codes_of(storage, encoding.packing)]
     if zero is not None:
         value = value - _spread(zero.to(wide), encoding.block, value)
+    if encoding.scale == LDEXP:
+        powers = _spread(exponents(scale, torch.float64, nan=False), encoding.block, value)
+        return (value.double() * powers).to(wide).to(dtype)
     factors = exponents(scale, wide, nan=encoding.scale == EXPONENTS) if encoding.scale else scale.to(wide)
     return (value * _spread(factors, encoding.block, value)).to(dtype)
 
@@ -196,5 +202,6 @@ def _spread(blocks: Tensor, block: tuple[int, int], like: Tensor) -> Tensor:
 
 
 __all__ = [
-    "BITS", "DTYPES", "EXPONENTS", "MADE", "NAMED", "POWERS", "Encoding", "Packing", "codes_of", "dequantise", "exponents", "parse",
+    "BITS", "DTYPES", "EXPONENTS", "KINDS", "LDEXP", "MADE", "NAMED", "POWERS", "Encoding", "Packing", "codes_of", "dequantise",
+    "exponents", "parse",
 ]  # fmt: skip

@@ -1,8 +1,8 @@
 """Following single elements of a tensor back through the graph, to the numbers of its inputs that they are computed from.
 
 Nothing here compares shapes or knows how a library unpacks: a view says by its strides where its elements stand, a copy (``stack``,
-``repeat_interleave``) which elements of what it copies, and an operation that is pointwise is left as it is. So what it costs depends on how
-many elements are asked for, not on how large the weights are, and what an element is made of can be computed for it alone.
+``repeat_interleave``) which elements of what it copies, and an operation that is pointwise is left as it is. So the cost goes by how many
+elements are asked for, not by how large the weights are, and what an element is made of can be computed for it alone.
 """
 
 from __future__ import annotations

@@ -6,13 +6,16 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 from torch.fx import Node
 
-from moefuse.ops.encoding import EXPONENTS, POWERS, exponents
+from moefuse.ops.encoding import EXPONENTS, LDEXP, POWERS, exponents
 from moefuse.passes.encodings.table import all_bytes, equal
 from moefuse.passes.encodings.terms import CAST, Apply, Read, Term, UnreadError, evaluate, leaves, reads
 
 _MULTIPLIES = ("mul", "ldexp")
+_TRIED = (0.0, -0.0, 0.5, 1.0, 1.5, 6.0, -6.0, 7.0)
+"""Values that ``ldexp`` is tried with."""
 _EXACT: dict[torch.dtype, frozenset[torch.dtype]] = {
     torch.float16: frozenset((torch.float32, torch.float64)),
     torch.bfloat16: frozenset((torch.float32, torch.float64)),
@@ -35,6 +38,7 @@ class Formula:
     """A weight as (value - zero) * scale.
 
     Attributes:
+        product: where scales multiply.
         value: the tree of what codes stand for; ``storage``: the input that has them.
         scale, zero: numbers of inputs, as they are.
         kind: of the scales (``Encoding.scale``).
@@ -42,6 +46,7 @@ class Formula:
         whole: zeros are subtracted in whole numbers.
     """
 
+    product: Node
     value: Term
     storage: Node
     scale: Read
@@ -74,7 +79,7 @@ def formula(term: Term, storage: Node) -> Formula:
     if foreign is not None:
         raise UnreadError(foreign, "computes with more than codes")
     factor, kind = _scale(product, scale, wide)
-    return Formula(value, storage, factor, zero, kind, wide, zero is not None and not value.dtype.is_floating_point)
+    return Formula(product.node, value, storage, factor, zero, kind, wide, zero is not None and not value.dtype.is_floating_point)
 
 
 def _has_options(product: Apply) -> bool:
@@ -143,12 +148,26 @@ def _scale(product: Apply, scale: Term, wide: torch.dtype) -> tuple[Read, str]:
         raise UnreadError(_first(scale) or product.node, "makes scales that are no tensor of the model's as they are")
     codes = all_bytes(found[0].dtype)
     factor = evaluate(scale, lambda _: codes)
-    if product.name == "ldexp":
-        factor = torch.pow(2.0, factor)
-    for kind in (EXPONENTS, POWERS):
-        if equal(exponents(codes, wide, nan=kind == EXPONENTS), factor.to(wide)):
-            return found[0], kind
+    kind = _ldexp(product, codes, factor) if product.name == "ldexp" else _power(codes, factor.to(wide))
+    if kind is not None:
+        return found[0], kind
     raise UnreadError(_first(scale) or product.node, "makes scales of bytes that are no powers of two")
+
+
+def _power(codes: Tensor, factor: Tensor) -> str | None:
+    """The kind of scales that are these numbers, for all bytes."""
+    kinds = (kind for kind in (EXPONENTS, POWERS) if equal(exponents(codes, factor.dtype, nan=kind == EXPONENTS), factor))
+    return next(kinds, None)
+
+
+def _ldexp(product: Apply, codes: Tensor, exponent: Tensor) -> str | None:
+    """The kind of scales with which ``ldexp`` computes here: some releases of torch multiply by a power, others are exact."""
+    values = torch.tensor(_TRIED).to(product.args[0].dtype)[:, None].expand(-1, len(codes)).flatten()
+    found = product.run(values, exponent.repeat(len(_TRIED)))
+    powers, value = exponents(codes, torch.float64, nan=False).repeat(len(_TRIED)), values.to(product.wide)
+    if equal((value.double() * powers).to(product.wide), found):
+        return LDEXP
+    return POWERS if equal(value * powers.to(product.wide), found) else None
 
 
 def _first(term: Term) -> Node | None:

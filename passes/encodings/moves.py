@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from moefuse.passes.encodings.elements import Elements
 
 Move = Callable[["Elements", Node, Call, Coords], Term]
+_INDEX = (Node, slice, list, type(None))
 _SMALL = 1 << 20
 """Most numbers of a constant."""
 
@@ -104,7 +105,7 @@ def _together(group: Tensor) -> int:
 def _stack(elements: Elements, node: Node, call: Call, coords: Coords) -> Term:
     parts, dim = _parts(node, call)
     which = _together(coords[dim])
-    return elements.of(parts[which], (*coords[:dim], *coords[dim + 1 :]), node)
+    return cast(node, elements.of(parts[which], (*coords[:dim], *coords[dim + 1 :]), node), Strided(node).dtype)
 
 
 def _cat(elements: Elements, node: Node, call: Call, coords: Coords) -> Term:
@@ -158,12 +159,12 @@ def _take(elements: Elements, node: Node, call: Call, coords: Coords) -> Term:
 
 
 def _index(elements: Elements, node: Node, x: Node, items: list[Any], coords: Coords) -> Term:
-    """Elements of ``x[items]``, one of which is a tensor."""
+    """Elements of ``x[items]``, one of which is a tensor or a list of numbers."""
     sizes, out = Strided(x).sizes, list(coords)
-    if sum(isinstance(i, Node) for i in items) != 1 or not all(isinstance(i, Node | slice | None) or i is Ellipsis for i in items):
+    if sum(isinstance(i, Node | list) for i in items) != 1 or not all(isinstance(i, _INDEX) or i is Ellipsis for i in items):
         raise UnreadError(node, "takes elements by more than one tensor")
-    if Ellipsis in [i for i in items if not isinstance(i, Node)]:
-        at = next(n for n, i in enumerate(items) if i is Ellipsis)
+    at = next((n for n, i in enumerate(items) if i is Ellipsis), None)
+    if at is not None:
         items[at : at + 1] = [slice(None)] * (len(sizes) - sum(i is not None for i in items) + 1)
     items += [slice(None)] * (len(sizes) - sum(i is not None for i in items))
     found: list[Tensor] = []
@@ -174,14 +175,20 @@ def _index(elements: Elements, node: Node, x: Node, items: list[Any], coords: Co
             start, _, step = item.indices(sizes[len(found)])
             found.append(out.pop(0) * step + start)
         else:
-            term = _numbers(elements, node, item, [out.pop(0) for _ in Strided(item).sizes])
+            term = _numbers(elements, node, item, out)
             if not isinstance(term, Const):
                 return _table(elements, node, x, term)
             found.append(torch.where(term.values < 0, term.values + sizes[len(found)], term.values).long())
     return elements.of(x, tuple(found), node)
 
 
-def _numbers(elements: Elements, node: Node, index: Node, coords: list[Tensor]) -> Term:
+def _numbers(elements: Elements, node: Node, index: Node | list[Any], out: list[Tensor]) -> Term:
+    """The numbers that an index has; their dimensions are the next ones of the result."""
+    if isinstance(index, list):
+        if not all(type(i) is int for i in index):
+            raise UnreadError(node, "takes elements by more than one tensor")
+        return Const(torch.tensor(index)[out.pop(0)])
+    coords = [out.pop(0) for _ in Strided(index).sizes]
     if Strided(index).dtype in (torch.bool, torch.uint8):
         raise UnreadError(node, "takes what a mask leaves")
     return elements.of(index, tuple(coords), node)

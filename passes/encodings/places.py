@@ -49,7 +49,7 @@ def sample(experts: int, features: int, inputs: int) -> Sample:
             torch.cartesian_prod(ends, torch.arange(features), line(inputs)),
             torch.cartesian_prod(ends, line(features), torch.arange(inputs)),
             torch.stack([torch.arange(experts), *[torch.zeros(experts, dtype=torch.int64)] * 2], 1),
-            torch.stack([torch.arange(experts).repeat(_PER_EXPERT), some(features, experts * _PER_EXPERT), some(inputs, experts * _PER_EXPERT)], 1),
+            torch.stack([torch.arange(experts).repeat(_PER_EXPERT), *(some(n, experts * _PER_EXPERT) for n in sizes[1:])], 1),
             torch.stack([some(experts, _SOME), some(features, _SOME), some(inputs, _SOME)], 1),
         ]
         found = torch.cat(points)
@@ -91,8 +91,8 @@ def packed(of: Sample, places: Tensor, shifts: Tensor) -> tuple[Packing | None, 
     return None
 
 
-def blocks(of: Sample, places: Tensor) -> tuple[int, int] | None:
-    """(bn, bk) of numbers that several weights share, 0 for all of an axis; None if they share them in no blocks."""
+def blocks(of: Sample, places: Tensor) -> tuple[int, int]:
+    """(bn, bk) of numbers that several weights share, by their first ones; 0 for all of an axis."""
     found = []
     for axis in (0, 1):
         line = (of.e == 0) & ((of.k if axis == 0 else of.n) == 0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,10 +18,15 @@ if TYPE_CHECKING:
     from moefuse.passes.encodings.elements import Elements
 
 POINTWISE = frozenset(
-    [*UNARY, *BINARY, *TERNARY]
-    + "bitwise_and and or or_ bitwise_or xor bitwise_xor bitwise_not rshift lshift bitwise_right_shift bitwise_left_shift __rshift__".split()
-    + "__lshift__ __and__ __or__ __xor__ irshift ilshift iand ior ixor mod floor_divide trunc ldexp where eq ne lt le gt ge float_power".split()
-    + "irshift_ ilshift_ iand_ ior_ ixor_ __irshift__ __ilshift__ __iand__ __ior__ __ixor__".split()
+    (
+        *UNARY,
+        *BINARY,
+        *TERNARY,
+        *"bitwise_and bitwise_or bitwise_xor bitwise_not bitwise_right_shift bitwise_left_shift rshift lshift and or or_ xor".split(),
+        *"__and__ __or__ __xor__ __rshift__ __lshift__ iand ior ixor irshift ilshift".split(),
+        *"__iand__ __ior__ __ixor__ __irshift__ __ilshift__".split(),
+        *"mod floor_divide trunc ldexp where eq ne lt le gt ge float_power".split(),
+    )
 )
 """Operations each element of whose result is of the elements of the arguments at its place alone."""
 

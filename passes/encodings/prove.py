@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Node
 
 from moefuse.ops.encoding import dequantise
+from moefuse.passes.encodings.elements import is_number
 from moefuse.passes.encodings.moves import memory_of
 from moefuse.passes.encodings.places import Sample
-from moefuse.passes.encodings.elements import is_number
 from moefuse.passes.encodings.read import Coded, Part, Weight, moment, sizes_of, trees
 from moefuse.passes.encodings.table import same_bits
 from moefuse.passes.encodings.terms import Const, Read, UnreadError, evaluate
-from moefuse.passes.graph.calls import call_target
+from moefuse.passes.graph.calls import call_target, tensor
 from moefuse.passes.infer.state import Context
 
 _AT_ONCE = 1 << 20
@@ -24,15 +25,23 @@ _RUN = 1 << 22
 """Weights of which all experts are computed by running the program; of more, only those of the experts that are compared."""
 
 
-def holds(ctx: Context, weight: Weight, coded: Coded, value: Callable[[Node], Tensor], experts: Sequence[int] | None = None) -> bool:
+def holds(
+    ctx: Context,
+    weight: Weight,
+    coded: Coded,
+    value: Callable[[Node], Tensor],
+    experts: Sequence[int] | None = None,
+    small: bool | None = None,
+) -> bool:
     """Whether each weight of ``experts`` (the first and the last) is what the encoding says, NaN for NaN.
 
     Args:
         value: the tensor of each input of the graph that is a part; of the model, or of :func:`drawn`.
+        small: whether the program is run as it is, for all experts, and not element by element; None: by their size.
     """
     count, features, inputs = sizes_of(ctx, weight)
     rows = max(1, _AT_ONCE // inputs)
-    small = count * features * inputs <= _RUN
+    small = count * features * inputs <= _RUN if small is None else small
     for expert in sorted({0, count - 1}) if experts is None else experts:
         parts = [_of_expert(part, expert, value(part.node)) for part in coded.parts]
         wanted = dequantise(coded.encoding, parts[0], parts[1], parts[2] if len(parts) > 2 else None, coded.dtype)
@@ -49,7 +58,7 @@ def holds(ctx: Context, weight: Weight, coded: Coded, value: Callable[[Node], Te
 
 def run(ctx: Context, weight: Weight, value: Callable[[Node], Tensor], expert: int) -> Tensor:
     """The weight [N, K] of an expert, by running all operations that it is computed by."""
-    env: dict[Node, object] = {}
+    env: dict[Node, Any] = {}
     for node in _cone(ctx, weight):
         if node.op in ("placeholder", "get_attr"):
             fixed = weight.fixed(node)
@@ -65,7 +74,7 @@ def run(ctx: Context, weight: Weight, value: Callable[[Node], Tensor], expert: i
     rest = [d for d in range(found.dim()) if d not in weight.order]
     found = found.permute(*weight.order, *rest)
     found = found[expert] if len(weight.order) == 3 else found
-    return found[(..., *[0] * len(rest))]
+    return found.flatten(2)[..., 0] if rest else found
 
 
 def _cone(ctx: Context, weight: Weight) -> list[Node]:
@@ -84,14 +93,15 @@ def _cone(ctx: Context, weight: Weight) -> list[Node]:
 
 
 def drawn(coded: Coded, seed: int = 0) -> Callable[[Node], Tensor]:
-    """Made-up tensors for the inputs that are parts: every code, and scales and zeros of which no two are equal, as far as there are numbers."""
+    """Made-up tensors for the inputs that are parts: every code, and scales and zeros that differ as far as a dtype can."""
     dice = torch.Generator().manual_seed(seed)
     made = {part.node: _draw(part.node, dice, i) for i, part in enumerate(coded.parts)}
     return made.__getitem__
 
 
 def _draw(node: Node, dice: torch.Generator, role: int) -> Tensor:
-    value = node.meta.get("example_value", node.meta.get("val"))
+    value = tensor(node)
+    assert value is not None
     reach = 1 + sum((n - 1) * by for n, by in zip(value.shape, value.stride(), strict=True)) + value.storage_offset()
     dtype: torch.dtype = value.dtype
     if role == 0 or dtype.itemsize == 1:

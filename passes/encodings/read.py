@@ -1,8 +1,8 @@
 """How a weight that a program dequantises is encoded, read from what each of its elements is computed from.
 
-Elements are followed back to the model's own tensors (``elements.py``), the arithmetic must be (value - zero) * scale (``formula.py``), what
-codes stand for is found by running the program's operations on each code (``table.py``), and where codes and scales stand from where elements
-are found (``places.py``). ``prove.py`` compares the two on real tensors.
+Elements are followed back to the model's own tensors (``elements.py``), the arithmetic must be (value - zero) * scale (``formula.py``),
+what codes stand for is found by running the program's operations on each code (``table.py``), and packing and blocks by where elements are
+found (``places.py``). ``prove.py`` compares the weight and what was read, on real tensors.
 """
 
 from __future__ import annotations
@@ -21,13 +21,16 @@ from moefuse.passes.encodings.memory import Coords, Strided
 from moefuse.passes.encodings.part import Part, emit, joined
 from moefuse.passes.encodings.places import Sample, Strides, blocks, in_blocks, packed, sample
 from moefuse.passes.encodings.table import Meaning, meanings
-from moefuse.passes.encodings.terms import Read, Term, UnreadError, leaves, reads
+from moefuse.passes.encodings.terms import Apply, Read, Term, UnreadError, leaves, reads
 from moefuse.passes.graph.calls import tensor
+from moefuse.passes.graph.sizes import size_of
 from moefuse.passes.infer.state import Context
 from moefuse.passes.ir.facts import Lost
 
 _LARGEST = 256
 """Whole numbers up to which every float has them."""
+_FAR = 128
+"""As many operations are looked at for a message."""
 Ways = list[tuple[Tensor, Term]]
 
 
@@ -88,14 +91,13 @@ def read(
 ) -> Coded | Lost:
     """How a weight is encoded, or why that is not known, with the operation that is not read. Arguments as of :class:`Weight`.
 
-    A matrix that a program takes out of stacks by the number of an expert that stands for all (``RowNumber``, ``rows``) is read as the stack.
+    What a program takes out of stacks by the number of an expert that stands for all (``RowNumber``, ``rows``) is read as the stack.
     """
     weight = Weight(node, tuple(order), reader, frozenset(rows), fixed or (lambda _: None))
-    found: list[Read] = []
     try:
-        return _read(ctx, weight, found)
+        return _read(ctx, weight)
     except UnreadError as error:
-        dtype = str(found[0].dtype).removeprefix("torch.") if found else "few bits"
+        dtype = str(_held_as(node)).removeprefix("torch.")
         said = f"`{_name(ctx, error.node)}` {error.why}"
         return ctx.lost("encoding-unknown", error.node, dtype=dtype, detail=said)
 
@@ -125,14 +127,14 @@ def is_stack(ctx: Context, weight: Weight) -> bool:
     return len(weight.order) == 3 or expert_stack(ctx, weight.node, weight.rows) is not None
 
 
-def _read(ctx: Context, weight: Weight, found: list[Read]) -> Coded:
+def _read(ctx: Context, weight: Weight) -> Coded:
     sizes = sizes_of(ctx, weight)
     if min(sizes) < 1:
         raise UnreadError(weight.node, "has no elements")
     of = sample(*sizes)
     pieces = trees(ctx, weight, of)
     every = {leaf.node: leaf for _, term in pieces for leaf in leaves(term) if isinstance(leaf, Read)}
-    found += sorted((leaf for leaf in every.values() if _may_be_codes(leaf)), key=lambda leaf: -_bytes(leaf.node))
+    found = sorted((leaf for leaf in every.values() if _may_be_codes(leaf)), key=lambda leaf: -_bytes(leaf.node))
     if not found:
         raise UnreadError(weight.node, "is made of no codes")
     first: UnreadError | None = None
@@ -146,7 +148,7 @@ def _read(ctx: Context, weight: Weight, found: list[Read]) -> Coded:
 
 
 def _may_be_codes(leaf: Read) -> bool:
-    return leaf.dtype.itemsize == 1 or not leaf.dtype.is_floating_point
+    return leaf.dtype != torch.bool and (leaf.dtype.itemsize == 1 or not leaf.dtype.is_floating_point)
 
 
 def _with(ctx: Context, weight: Weight, of: Sample, pieces: Ways, storage: Node) -> Coded:
@@ -155,19 +157,19 @@ def _with(ctx: Context, weight: Weight, of: Sample, pieces: Ways, storage: Node)
     first = own[0][1]
     for _, other in own[1:]:
         if _kind(other) != _kind(first):
-            raise UnreadError(weight.node, "has elements that are computed in different ways")
+            raise UnreadError(first.product, "computes some weights in another way than others")
     stack = is_stack(ctx, weight)
-    places, shifts, table = _codes(weight, of, own)
+    places, shifts, table = _codes(of, own)
     encoding_of = packed(of, places, shifts)
     if encoding_of is None:
-        raise UnreadError(weight.node, "has its codes in no order that there is a word for")
+        raise UnreadError(_of_codes(first), "gives codes in an order that there is no word for")
     packing, strides = encoding_of
     scale = _gathered(of, [(which, f.scale) for which, f in own])
     zero = _gathered(of, [(which, f.zero) for which, f in own if f.zero is not None]) if first.zero is not None else None
-    block, scale_at, zero_at = _blocks(weight, of, scale, zero)
+    block, scale_at, zero_at = _blocks(first.product, of, scale, zero)
     arithmetic = next((name for name, dtype in DTYPES.items() if dtype == first.wide), None)
     if arithmetic is None:
-        raise UnreadError(weight.node, f"is computed in {first.wide}")
+        raise UnreadError(first.product, f"computes in {first.wide}")
     encoding = Encoding(table, block, arithmetic, first.kind, zero is not None, packing)
     zero_part = None if zero_at is None or first.zero is None else _part(first.zero.node, zero_at, stack)
     dtype = Strided(weight.node).dtype
@@ -178,11 +180,16 @@ def _refuse(term: Term, node: Node) -> bool:
     raise UnreadError(getattr(term, "node", node), "makes a part of the weights of something else")
 
 
+def _of_codes(found: Formula) -> Node:
+    """The last operation on codes alone."""
+    return found.value.node if isinstance(found.value, Apply | Read) else found.product
+
+
 def _kind(found: Formula) -> tuple[object, ...]:
     return (found.scale.node, found.zero.node if found.zero else None, found.kind, found.wide, found.whole)
 
 
-def _codes(weight: Weight, of: Sample, own: list[tuple[Tensor, Formula]]) -> tuple[Tensor, Tensor, str | tuple[float, ...]]:
+def _codes(of: Sample, own: list[tuple[Tensor, Formula]]) -> tuple[Tensor, Tensor, str | tuple[float, ...]]:
     """Where each element's number in the storage stands, by how much its code is shifted there, and what codes stand for."""
     places, shifts = torch.zeros_like(of.e), torch.zeros_like(of.e)
     known: dict[tuple[str, ...], Meaning] = {}
@@ -193,11 +200,11 @@ def _codes(weight: Weight, of: Sample, own: list[tuple[Tensor, Formula]]) -> tup
         places[which] = at.expand(len(which))
         shifts[which] = torch.tensor([-1 if m.shift is None else m.shift for m in means])
     if len(known) != 1:
-        raise UnreadError(weight.node, "has codes that stand for different numbers in different places")
+        raise UnreadError(_of_codes(own[0][1]), "gives the same codes different values in different places")
     table = next(iter(known.values())).table
     whole = own[0][1].whole and not isinstance(table, str)
     if whole and any(abs(entry) >= _LARGEST or not float(entry).is_integer() for entry in table if isinstance(entry, float)):
-        raise UnreadError(weight.node, "subtracts zeros from large whole numbers")
+        raise UnreadError(own[0][1].product, "is of zeros that are subtracted from large whole numbers")
     return places, shifts, table
 
 
@@ -208,14 +215,14 @@ def _gathered(of: Sample, found: list[tuple[Tensor, Read]]) -> Tensor:
     return places
 
 
-def _blocks(weight: Weight, of: Sample, scale: Tensor, zero: Tensor | None) -> tuple[tuple[int, int], Strides, Strides | None]:
+def _blocks(product: Node, of: Sample, scale: Tensor, zero: Tensor | None) -> tuple[tuple[int, int], Strides, Strides | None]:
     """Which weights share a scale and a zero, and where these stand. What is shared by more weights is there again for each block."""
     sizes = [blocks(of, places) for places in (scale, zero) if places is not None]
     block = tuple(_finer([size[axis] for size in sizes]) for axis in (0, 1))
     at = in_blocks(of, scale, (block[0], block[1]))
     also = None if zero is None else in_blocks(of, zero, (block[0], block[1]))
     if at is None or (zero is not None and also is None):
-        raise UnreadError(weight.node, "has scales or zeros for no regular blocks of weights")
+        raise UnreadError(product, "has scales or zeros for no regular blocks of weights")
     return (block[0], block[1]), at, also
 
 
@@ -239,6 +246,18 @@ def moment(ctx: Context, weight: Weight) -> int:
 
 def _written(ctx: Context, node: Node) -> set[Node]:
     return {name for target in ctx.memory.targets.get(node, ()) for name in ctx.memory.storages(target)}
+
+
+def _held_as(node: Node) -> torch.dtype | str:
+    """The dtype of the largest input in few bits that a weight is computed from."""
+    seen, open_ = {node}, [node]
+    while open_ and len(seen) < _FAR:
+        new = [n for n in open_.pop().all_input_nodes if n not in seen]
+        seen.update(new)
+        open_ += new
+    values = [tensor(n) for n in seen if n.op in ("placeholder", "get_attr")]
+    known = [v for v in values if v is not None and v.dim() and (v.dtype.itemsize == 1 or not v.dtype.is_floating_point)]
+    return max(known, key=lambda v: size_of(v.numel()) if isinstance(v.numel(), int) else 0).dtype if known else "few bits"
 
 
 def _bytes(node: Node) -> int:

@@ -179,6 +179,32 @@ def nf4(q: Tensor, s: Tensor) -> Tensor:
     return (torch.index_select(table, 0, codes).view(-1, G) * s.view(-1, 1)).view(E, N, K).to(BF16)
 
 
+def two() -> tuple[Tensor, ...]:
+    """Nibbles and a scale for each group."""
+    return byte(E, N, K // 2), some(E, N, K // G)
+
+
+def three() -> tuple[Tensor, ...]:
+    """With a zero for each group."""
+    return (*two(), some(E, N, K // G) * 8)
+
+
+def three_narrow() -> tuple[Tensor, ...]:
+    """In 16 bits."""
+    return tuple(part.to(BF16) if part.is_floating_point() else part for part in three())
+
+
+def rows_of_groups() -> tuple[Tensor, ...]:
+    """Groups are rows, as HQQ has them."""
+    return byte(N * K // G // 2, G), some(N * K // G, 1, dtype=BF16), some(N * K // G, 1, dtype=BF16) * 8
+
+
+def exponents() -> tuple[Tensor, ...]:
+    """Nibbles, and a power of two for each group."""
+    return byte(E, N, K // 2), byte(E, N, K // G)
+
+
+WORD = "0,4,8,12,16,20,24,28"
 U4 = "u4;1x8;f32;number;;k:0,4"
 FORMS: dict[str, Case] = {
     "int8 channel": Case(channel, lambda: (int8(E, N, K), some(E, N, 1, dtype=BF16)), "s8;1x0;bf16;number;;"),
@@ -196,32 +222,34 @@ FORMS: dict[str, Case] = {
                          "e4m3;4x8;f32;number;;", order=(0, 2, 1)),
     "block stored turned": Case(lambda q, s: by_splitting(q.transpose(1, 2), s.transpose(1, 2)),
                                 lambda: (fp8(E, K, N), some(E, K // 8, N // 4)), "e4m3;4x8;f32;number;;"),
-    "groups": Case(lambda q, s: grouped(nibbles(q), s), lambda: (byte(E, N, K // 2), some(E, N, K // G)), U4),
-    "groups high first": Case(lambda q, s: grouped(nibbles(q, low_first=False), s), lambda: (byte(E, N, K // 2), some(E, N, K // G)),
+    "groups": Case(lambda q, s: grouped(nibbles(q), s), two, U4),
+    "groups high first": Case(lambda q, s: grouped(nibbles(q, low_first=False), s), two,
                               "u4;1x8;f32;number;;k:4,0"),
-    "groups halves": Case(halves, lambda: (byte(E, N, K // 2), some(E, N, K // G)), "u4;1x8;f32;number;;k/0,4"),
-    "groups zeros": Case(with_zeros, lambda: (byte(E, N, K // 2), some(E, N, K // G), some(E, N, K // G) * 8), "u4;1x8;f32;number;zero;k:0,4"),
-    "groups zeros 16 bits": Case(with_zeros, lambda: (byte(E, N, K // 2), some(E, N, K // G, dtype=BF16), some(E, N, K // G, dtype=BF16) * 8),
+    "groups halves": Case(halves, two, "u4;1x8;f32;number;;k/0,4"),
+    "groups zeros": Case(with_zeros, three, "u4;1x8;f32;number;zero;k:0,4"),
+    "groups zeros 16 bits": Case(with_zeros, three_narrow,
                                  "u4;1x8;bf16;number;zero;k:0,4"),
     "one zero": Case(with_zeros, lambda: (byte(E, N, K // 2), some(E, N, K // G), some(E, N, 1) * 8), "u4;1x8;f32;number;zero;k:0,4"),
     "whole zeros": Case(lambda q, s, z: ((nibbles(q).int().unflatten(-1, (-1, G)) - z[..., None]) * s[..., None]).flatten(-2),
                         lambda: (byte(E, N, K // 2), some(E, N, K // G), byte(E, N, K // G)), "u4;1x8;f32;number;zero;k:0,4"),
-    "signed": Case(signed, lambda: (byte(E, N, K // 2), some(E, N, K // G)), "u4-8;1x8;f32;number;;k:4,0"),
-    "wrapped": Case(wrapped, lambda: (byte(E, N, K // 2), some(E, N, K // G)), "s4;1x8;f32;number;;k:0,4"),
-    "hqq": Case(hqq, lambda: (byte(N * K // G // 2, G), some(N * K // G, 1, dtype=BF16), some(N * K // G, 1, dtype=BF16) * 8),
+    "signed": Case(signed, two, "u4-8;1x8;f32;number;;k:4,0"),
+    "wrapped": Case(wrapped, two, "s4;1x8;f32;number;;k:0,4"),
+    "hqq": Case(hqq, rows_of_groups,
                 "u4;1x8;bf16;number;zero;n/4,0", order=(1, 0)),
     "hqq 8 bits": Case(hqq8, lambda: (byte(N * K // G, G), some(N * K // G, 1, dtype=BF16), some(N * K // G, 1, dtype=BF16) * 8),
                        "u8;1x8;bf16;number;zero;", order=(1, 0)),
-    "gptq": Case(gptq, lambda: (words(E, K // 8, N), some(E, K // G, N)), "u4-8;1x8;f32;number;;k:0,4,8,12,16,20,24,28"),
-    "gptq one": Case(gptq, lambda: (words(K // 8, N), some(K // G, N, dtype=torch.half)), "u4-8;1x8;f16;number;;k:0,4,8,12,16,20,24,28", order=(0, 1)),
+    "gptq": Case(gptq, lambda: (words(E, K // 8, N), some(E, K // G, N)), f"u4-8;1x8;f32;number;;k:{WORD}"),
+    "gptq one": Case(gptq, lambda: (words(K // 8, N), some(K // G, N, dtype=torch.half)), f"u4-8;1x8;f16;number;;k:{WORD}",
+                     order=(0, 1)),
     "awq": Case(awq, lambda: (words(E, K, 2), some(E, K // G, 16)), "u4-8;1x8;f32;number;;n:0,16,4,20,8,24,12,28",
                 order=(0, 2, 1), sizes=(E, 16, K)),
     "awq reordered": Case(awq_reordered, lambda: (words(K, 2), some(K // G, 16)), "u4-8;1x8;f32;number;;n:0,16,4,20,8,24,12,28",
                           order=(1, 0), sizes=(16, K)),
-    "mxfp4": Case(mxfp4, lambda: (byte(E, N, K // 2), byte(E, N, K // G)), "e2m1;1x8;f32;2^n;;k:0,4"),
-    "mxfp4 in place": Case(mxfp4_in_place, lambda: (byte(E, N, K // G, G // 2), byte(E, N, K // G)), "e2m1;1x8;f32;2^n;;k:0,4", order=(0, 2, 1)),
-    "powers": Case(powers, lambda: (byte(E, N, K // 2), byte(E, N, K // G)), "u4;1x8;f32;2^n;;k:0,4"),
-    "e8m0": Case(e8m0, lambda: (byte(E, N, K // 2), byte(E, N, K // G)), "u4;1x8;bf16;e8m0;;k:0,4"),
+    "mxfp4": Case(mxfp4, exponents, "e2m1;1x8;"),
+    "mxfp4 in place": Case(mxfp4_in_place, lambda: (byte(E, N, K // G, G // 2), byte(E, N, K // G)), "e2m1;1x8;",
+                           order=(0, 2, 1)),
+    "powers": Case(powers, exponents, "u4;1x8;f32;2^n;;k:0,4"),
+    "e8m0": Case(e8m0, exponents, "u4;1x8;bf16;e8m0;;k:0,4"),
     "nf4": Case(nf4, lambda: (byte(E * N * K // 2), some(E * N * K // G)), "lut16=-1.0,-0.69"),
 }  # fmt: skip
 """What must be read."""
@@ -250,6 +278,12 @@ def changed_after(q: Tensor, s: Tensor) -> Tensor:
     return weight
 
 
+def unfilled(q: Tensor, s: Tensor) -> Tensor:
+    values = torch.empty(E, N, K)
+    values[..., ::2] = q & 15
+    return grouped(values, s)
+
+
 def last_shifted(q: Tensor, s: Tensor) -> Tensor:
     """One row of one expert is scaled by another's."""
     scale = s.clone()
@@ -257,33 +291,31 @@ def last_shifted(q: Tensor, s: Tensor) -> Tensor:
     return grouped(nibbles(q), scale)
 
 
-def _two() -> tuple[Tensor, ...]:
-    return byte(E, N, K // 2), some(E, N, K // G)
-
-
-def _three() -> tuple[Tensor, ...]:
-    return (*_two(), some(E, N, K // G))
-
-
 NEAR: dict[str, Case] = {
-    "rolled groups": Case(shifted_group, _two, at="roll"),
-    "shorter first group": Case(shifted_group_padded, _two, at="mul"),
-    "another zero for one nibble": Case(shifted_zero, _two, at="flatten"),
-    "other nibbles in half of the rows": Case(swapped_rows, _two, at="flatten"),
-    "scale added": Case(lambda q, s: (nibbles(q).float().unflatten(-1, (-1, G)) + s[..., None]).flatten(-2), _two, at="add"),
-    "clamped": Case(lambda q, s: grouped(nibbles(q), s).clamp(-3, 3), _two, at="clamp"),
-    "zero after the scale": Case(lambda q, s, z: grouped(nibbles(q), s) - z.repeat_interleave(G, -1), _three, at="sub"),
-    "zero minus code": Case(lambda q, s, z: (z.repeat_interleave(G, -1) - nibbles(q)) * s.repeat_interleave(G, -1), _three, at="sub"),
-    "divided": Case(lambda q, s: nibbles(q) / s.repeat_interleave(G, -1), _two, at="div"),
-    "scaled twice": Case(lambda q, s, z: grouped(nibbles(q), s) * z.repeat_interleave(G, -1), _three, at="mul"),
-    "dropout": Case(lambda q, s: torch.dropout(grouped(nibbles(q), s), 0.5, True), _two, at="dropout"),
-    "storage written to": Case(changed_after, _two, at="bitwise_xor_"),
-    "another scale for a row": Case(last_shifted, _two, at="mul"),
+    "rolled groups": Case(shifted_group, two, at="roll"),
+    "shorter first group": Case(shifted_group_padded, two, at="mul"),
+    "another zero for one nibble": Case(shifted_zero, two, at="to"),
+    "other nibbles in half of the rows": Case(swapped_rows, two, at="to"),
+    "scale added": Case(lambda q, s: (nibbles(q).float().unflatten(-1, (-1, G)) + s[..., None]).flatten(-2), two, at="add"),
+    "clamped": Case(lambda q, s: grouped(nibbles(q), s).clamp(-3, 3), two, at="clamp"),
+    "zero after the scale": Case(lambda q, s, z: grouped(nibbles(q), s) - z.repeat_interleave(G, -1), three, at="sub"),
+    "zero minus code": Case(lambda q, s, z: (z.repeat_interleave(G, -1) - nibbles(q)) * s.repeat_interleave(G, -1), three, at="sub"),
+    "divided": Case(lambda q, s: nibbles(q) / s.repeat_interleave(G, -1), two, at="div"),
+    "scaled twice": Case(lambda q, s, z: grouped(nibbles(q), s) * z.repeat_interleave(G, -1), three, at="mul"),
+    "dropout": Case(lambda q, s: torch.dropout(grouped(nibbles(q), s), 0.5, True), two, at="dropout"),
+    "storage written to": Case(changed_after, two, at="bitwise_xor"),
+    "another scale for a row": Case(last_shifted, two, at="mul"),
     "rounded twice": Case(lambda q, s: (q.float() * s).to(BF16).to(torch.half), lambda: (int8(E, N, K), some(E, N, 1)), at="mul"),
     "scale rounded before": Case(lambda q, s: q.float() * s.to(BF16), lambda: (int8(E, N, K), some(E, N, 1)), at="mul"),
     "zeros in other bits": Case(lambda q, s, z: ((nibbles(q).to(BF16).unflatten(-1, (-1, G)) - z[..., None]) * s[..., None]).flatten(-2),
-                                lambda: (*_two(), some(E, N, K // G, dtype=BF16)), at="sub"),
-    "packed zeros": Case(gptq_zeros, lambda: (words(K // 8, N), some(K // G, N), words(K // G, N // 4)), at="bitwise_and", order=(1, 0)),
+                                lambda: (*two(), some(E, N, K // G, dtype=BF16)), at="sub"),
+    "masked": Case(lambda q, s, z: grouped(nibbles(q) * (z > 0.6).to(torch.uint8).repeat_interleave(G, -1), s), three, at="mul"),
+    "levels that may change": Case(lambda q, s, z: grouped(z.flatten()[:16][nibbles(q).long()], s), three, at="getitem"),
+    "permuted groups": Case(lambda q, s, z: nibbles(q) * s[..., z.long()], lambda: (*two(), torch.randint(K // G, (K,))), at="getitem"),
+    "codes of codes": Case(lambda q, s: grouped(nibbles(q), s) * q.repeat_interleave(2, -1), two, at="mul"),
+    "sum of two": Case(lambda q, s: (q[:, ::2].float() + q[:, 1::2]) * s[:, ::2], lambda: (byte(E, N, K), some(E, N, 1)), at="add"),
+    "some of nothing": Case(unfilled, two, at="empty"),
+    "packed zeros": Case(gptq_zeros, lambda: (words(K // 8, 8), some(K // G, 8), words(K // G, 1)), at="rshift", order=(1, 0)),
     "no scale": Case(lambda q, s: q.to(BF16) + 0 * s, lambda: (int8(E, N, K), some(E, N, 1)), at="add"),
     "a scale for each weight of a stack of two": Case(lambda q, s: (q.float() * s)[:, :, ::2], lambda: (int8(E, N, K), some(E, N, K))),
 }  # fmt: skip
