@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,10 +13,12 @@ from torch.fx import Node
 from moefuse.ops.encoding import dequantise
 from moefuse.passes.encodings.elements import is_number
 from moefuse.passes.encodings.moves import memory_of
+from moefuse.passes.encodings.part import Part
 from moefuse.passes.encodings.places import Sample
-from moefuse.passes.encodings.read import Coded, Part, Weight, moment, sizes_of, trees
+from moefuse.passes.encodings.read import Coded, trees
 from moefuse.passes.encodings.table import same_bits
 from moefuse.passes.encodings.terms import Const, Read, UnreadError, evaluate
+from moefuse.passes.encodings.weight import Weight, cone, sizes_of
 from moefuse.passes.graph.calls import call_target, tensor
 from moefuse.passes.infer.state import Context
 
@@ -23,46 +26,52 @@ _AT_ONCE = 1 << 20
 """Weights that are computed one by one at a time, so that no temporary is as large as an expert."""
 _RUN = 1 << 22
 """Weights of which all experts are computed by running the program; of more, only those of the experts that are compared."""
+Values = Callable[[Node], Tensor]
 
 
 def holds(
     ctx: Context,
     weight: Weight,
     coded: Coded,
-    value: Callable[[Node], Tensor],
+    value: Values,
+    *,
     experts: Sequence[int] | None = None,
+    most: int | None = None,
     small: bool | None = None,
 ) -> bool:
     """Whether each weight of ``experts`` (the first and the last) is what the encoding says, NaN for NaN.
 
     Args:
         value: the tensor of each input of the graph that is a part; of the model, or of :func:`drawn`.
+        most: so many weights of an expert are enough, in rows over all of it; None: all of them.
         small: whether the program is run as it is, for all experts, and not element by element; None: by their size.
     """
     count, features, inputs = sizes_of(ctx, weight)
-    rows = max(1, _AT_ONCE // inputs)
     small = count * features * inputs <= _RUN if small is None else small
+    value = functools.cache(lambda node, of=value: of(node).detach().cpu())
+    lines = features if most is None else max(2, min(features, most // inputs))
+    rows = torch.linspace(0, features - 1, lines).round().long().unique()
     for expert in sorted({0, count - 1}) if experts is None else experts:
         parts = [_of_expert(part, expert, value(part.node)) for part in coded.parts]
         wanted = dequantise(coded.encoding, parts[0], parts[1], parts[2] if len(parts) > 2 else None, coded.dtype)
         if wanted.shape != (features, inputs):
             return False
-        if small and not same_bits(run(ctx, weight, value, expert), wanted).all():
-            return False
-        for start in range(0, features, rows) if not small else ():
-            block = wanted[start : start + rows]
-            if not _same(ctx, weight, block, expert, start, value):
+        if small:
+            if not same_bits(run(ctx, weight, value, expert), wanted).all():
                 return False
+            continue
+        if not all(_same(ctx, weight, wanted, expert, some, value) for some in rows.split(max(1, _AT_ONCE // inputs))):
+            return False
     return True
 
 
-def run(ctx: Context, weight: Weight, value: Callable[[Node], Tensor], expert: int) -> Tensor:
+def run(ctx: Context, weight: Weight, value: Values, expert: int) -> Tensor:
     """The weight [N, K] of an expert, by running all operations that it is computed by."""
     env: dict[Node, Any] = {}
-    for node in _cone(ctx, weight):
+    for node in cone(ctx, weight):
         if node.op in ("placeholder", "get_attr"):
             fixed = weight.fixed(node)
-            env[node] = value(node).detach().cpu() if fixed is None else fixed
+            env[node] = value(node) if fixed is None else fixed.cpu()
         elif is_number(ctx, node, weight.rows):
             env[node] = torch.tensor(expert)
         else:
@@ -77,22 +86,7 @@ def run(ctx: Context, weight: Weight, value: Callable[[Node], Tensor], expert: i
     return found.flatten(2)[..., 0] if rest else found
 
 
-def _cone(ctx: Context, weight: Weight) -> list[Node]:
-    """What a weight is computed by, in the order of the program, writes in place included."""
-    until = moment(ctx, weight)
-    seen, open_ = {weight.node}, [weight.node]
-    while open_:
-        here = open_.pop()
-        if here.op in ("placeholder", "get_attr") or is_number(ctx, here, weight.rows):
-            continue
-        writes = [w for w in ctx.writes.get(ctx.storage[here], ()) if ctx.position[w] < until]
-        new = [n for n in (*here.all_input_nodes, *writes) if n not in seen]
-        seen.update(new)
-        open_ += new
-    return sorted(seen, key=ctx.position.__getitem__)
-
-
-def drawn(coded: Coded, seed: int = 0) -> Callable[[Node], Tensor]:
+def drawn(coded: Coded, seed: int = 0) -> Values:
     """Made-up tensors for the inputs that are parts: every code, and scales and zeros that differ as far as a dtype can."""
     dice = torch.Generator().manual_seed(seed)
     made = {part.node: _draw(part.node, dice, i) for i, part in enumerate(coded.parts)}
@@ -105,8 +99,8 @@ def _draw(node: Node, dice: torch.Generator, role: int) -> Tensor:
     reach = 1 + sum((n - 1) * by for n, by in zip(value.shape, value.stride(), strict=True)) + value.storage_offset()
     dtype: torch.dtype = value.dtype
     if role == 0 or dtype.itemsize == 1:
-        low, high = (0, 256) if role == 0 or dtype.is_floating_point or dtype == torch.uint8 else (0, 128)
-        flat = torch.randint(low, high, (reach * dtype.itemsize,), generator=dice).to(torch.uint8).view(dtype)
+        high = 128 if role and dtype == torch.int8 else 256
+        flat = torch.randint(high, (reach * dtype.itemsize,), generator=dice, dtype=torch.uint8).view(dtype)
     elif dtype.is_floating_point:
         flat = (torch.randperm(reach, generator=dice).double() / reach + 0.5).to(dtype) * (1 if role == 1 else 8)
     else:
@@ -115,25 +109,23 @@ def _draw(node: Node, dice: torch.Generator, role: int) -> Tensor:
 
 
 def _of_expert(part: Part, expert: int, value: Tensor) -> Tensor:
-    shown = part.show(value.detach().cpu())
+    shown = part.show(value)
     return shown[expert] if shown.dim() == 3 else shown
 
 
-def _same(ctx: Context, weight: Weight, wanted: Tensor, expert: int, start: int, value: Callable[[Node], Tensor]) -> bool:
-    count, features, inputs = sizes_of(ctx, weight)
-    here = torch.cartesian_prod(torch.arange(start, start + len(wanted)), torch.arange(inputs))
-    of = Sample(torch.full((len(here),), expert), here[:, 0], here[:, 1], (count, features, inputs))
+def _same(ctx: Context, weight: Weight, wanted: Tensor, expert: int, rows: Tensor, value: Values) -> bool:
+    """Whether rows of an expert's weight are what they must be, each weight computed for itself."""
+    here = torch.cartesian_prod(rows, torch.arange(wanted.shape[1]))
+    of = Sample(torch.full((len(here),), expert), here[:, 0], here[:, 1], sizes_of(ctx, weight))
+    block = wanted[rows].flatten()
 
     def leaf(found: Const | Read) -> Tensor:
-        return found.values if isinstance(found, Const) else memory_of(value(found.node).detach().cpu())[found.place]
+        return found.values if isinstance(found, Const) else memory_of(value(found.node))[found.place]
 
     try:
-        for which, term in trees(ctx, weight, of):
-            if not same_bits(evaluate(term, leaf), wanted.flatten()[which]).all():
-                return False
+        return all(bool(same_bits(evaluate(term, leaf), block[which]).all()) for which, term in trees(ctx, weight, of))
     except UnreadError:
         return False
-    return True
 
 
 __all__ = ["drawn", "holds", "run"]

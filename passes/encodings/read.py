@@ -8,7 +8,7 @@ found (``places.py``). ``prove.py`` compares the weight and what was read, on re
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -17,11 +17,12 @@ from torch.fx import Node
 from moefuse.ops.encoding import DTYPES, Encoding
 from moefuse.passes.encodings.elements import Batch, expert_stack, ways
 from moefuse.passes.encodings.formula import Formula, formula
-from moefuse.passes.encodings.memory import Coords, Strided
-from moefuse.passes.encodings.part import Part, emit, joined
+from moefuse.passes.encodings.memory import Strided
+from moefuse.passes.encodings.part import Part
 from moefuse.passes.encodings.places import Sample, Strides, blocks, in_blocks, packed, sample
 from moefuse.passes.encodings.table import Meaning, meanings
 from moefuse.passes.encodings.terms import Apply, Read, Term, UnreadError, leaves, reads
+from moefuse.passes.encodings.weight import Weight, cone, inputs_of, is_stack, moment, signature, sizes_of
 from moefuse.passes.graph.calls import tensor
 from moefuse.passes.graph.sizes import size_of
 from moefuse.passes.infer.state import Context
@@ -55,31 +56,6 @@ class Coded:
         return (self.storage, self.scale) if self.zero is None else (self.storage, self.scale, self.zero)
 
 
-@dataclass(frozen=True)
-class Weight:
-    """A node that is a weight, and how it is asked for.
-
-    Attributes:
-        order: the dimensions that are features and inputs, in front of them that of the experts where it has all.
-        reader: who reads it, where it is written to in place; else its first reader.
-        rows: index tensors that hold the number of an expert, beside those that capture says.
-        fixed: the values of inputs of the graph that never change: tables of levels, orders of groups.
-    """
-
-    node: Node
-    order: tuple[int, ...]
-    reader: Node | None = None
-    rows: frozenset[Node] = frozenset()
-    fixed: Callable[[Node], Tensor | None] = lambda _: None
-
-    def coords(self, of: Sample) -> Coords:
-        """The elements of the node that are in a sample of the weight."""
-        found = [torch.zeros_like(of.e)] * len(Strided(self.node).sizes)
-        for dim, index in zip(self.order, (of.e, of.n, of.k)[-len(self.order) :], strict=True):
-            found[dim] = index
-        return tuple(found)
-
-
 def read(
     ctx: Context,
     node: Node,
@@ -95,11 +71,34 @@ def read(
     """
     weight = Weight(node, tuple(order), reader, frozenset(rows), fixed or (lambda _: None))
     try:
-        return _read(ctx, weight)
+        return _once(ctx, weight)
     except UnreadError as error:
         dtype = str(_held_as(node)).removeprefix("torch.")
         said = f"`{_name(ctx, error.node)}` {error.why}"
         return ctx.lost("encoding-unknown", error.node, dtype=dtype, detail=said)
+
+
+@dataclass
+class _Known:
+    """What was read in a graph: layers of a model are computed alike."""
+
+    found: dict[str, tuple[list[Node], Coded]] = field(default_factory=dict)
+
+
+def _once(ctx: Context, weight: Weight) -> Coded:
+    key, inputs, known = signature(ctx, weight), inputs_of(cone(ctx, weight)), ctx.scratch(_Known).found
+    if key is None or key not in known:
+        coded = _read(ctx, weight)
+        if key is not None:
+            known[key] = inputs, coded
+        return coded
+    before, coded = known[key]
+    own = dict(zip(before, inputs, strict=True))
+
+    def moved(part: Part) -> Part:
+        return replace(part, node=own[part.node])
+
+    return replace(coded, storage=moved(coded.storage), scale=moved(coded.scale), zero=None if coded.zero is None else moved(coded.zero))
 
 
 def trees(ctx: Context, weight: Weight, of: Sample) -> Ways:
@@ -111,20 +110,6 @@ def trees(ctx: Context, weight: Weight, of: Sample) -> Ways:
     expert = of.e if len(weight.order) == 2 and expert_stack(ctx, weight.node, weight.rows) is not None else None
     batch = Batch(len(of.e), expert, weight.rows, weight.fixed)
     return ways(ctx, weight.node, weight.coords(of), batch, moment(ctx, weight))
-
-
-def sizes_of(ctx: Context, weight: Weight) -> tuple[int, int, int]:
-    """E, N and K; E is 1 for a matrix of one expert."""
-    sizes = Strided(weight.node).sizes
-    features, inputs = (sizes[d] for d in weight.order[-2:])
-    if len(weight.order) == 3:
-        return sizes[weight.order[0]], features, inputs
-    return expert_stack(ctx, weight.node, weight.rows) or 1, features, inputs
-
-
-def is_stack(ctx: Context, weight: Weight) -> bool:
-    """Whether the weights of all experts are read, and not of one."""
-    return len(weight.order) == 3 or expert_stack(ctx, weight.node, weight.rows) is not None
 
 
 def _read(ctx: Context, weight: Weight) -> Coded:
@@ -195,10 +180,10 @@ def _codes(of: Sample, own: list[tuple[Tensor, Formula]]) -> tuple[Tensor, Tenso
     known: dict[tuple[str, ...], Meaning] = {}
     for which, found in own:
         at = next(leaf.place for leaf in leaves(found.value) if isinstance(leaf, Read))
-        means = meanings(found.value, found.storage, found.wide, len(which))
+        means, of_each = meanings(found.value, found.storage, found.wide, len(which))
         known |= {m.key: m for m in means}
         places[which] = at.expand(len(which))
-        shifts[which] = torch.tensor([-1 if m.shift is None else m.shift for m in means])
+        shifts[which] = torch.tensor([-1 if m.shift is None else m.shift for m in means])[of_each]
     if len(known) != 1:
         raise UnreadError(_of_codes(own[0][1]), "gives the same codes different values in different places")
     table = next(iter(known.values())).table
@@ -234,20 +219,6 @@ def _part(node: Node, at: Strides, stack: bool) -> Part:
     return Part(node, at.sizes if stack else at.sizes[1:], at.strides if stack else at.strides[1:], at.first)
 
 
-def moment(ctx: Context, weight: Weight) -> int:
-    """When a weight is read: at its first reader that neither writes to it nor is a view of it."""
-    if weight.reader is not None:
-        return ctx.position[weight.reader]
-    name = ctx.storage[weight.node]
-    readers = [u for n in ctx.aliases.get(name, ()) for u in n.users if ctx.storage[u] is not name and name not in _written(ctx, u)]
-    behind = [ctx.position[u] for u in readers if u in ctx.position and ctx.position[u] > ctx.position[weight.node]]
-    return min(behind, default=len(ctx.position))
-
-
-def _written(ctx: Context, node: Node) -> set[Node]:
-    return {name for target in ctx.memory.targets.get(node, ()) for name in ctx.memory.storages(target)}
-
-
 def _held_as(node: Node) -> torch.dtype | str:
     """The dtype of the largest input in few bits that a weight is computed from."""
     seen, open_ = {node}, [node]
@@ -270,4 +241,4 @@ def _name(ctx: Context, node: Node) -> str:
     return node.name if call is None else call.name
 
 
-__all__ = ["Coded", "Part", "Weight", "emit", "is_stack", "joined", "moment", "read", "sizes_of", "trees"]
+__all__ = ["Coded", "read", "trees"]

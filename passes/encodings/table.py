@@ -45,8 +45,8 @@ def same_bits(one: Tensor, other: Tensor) -> Tensor:
     return ((one == other) & (one.signbit() == other.signbit())) | (one.isnan() & other.isnan())
 
 
-def meanings(value: Term, storage: Node, wide: torch.dtype, count: int) -> list[Meaning]:
-    """What each of a batch of elements is, which are computed alike but for their constants.
+def meanings(value: Term, storage: Node, wide: torch.dtype, count: int) -> tuple[list[Meaning], Tensor]:
+    """What elements of a batch are, which are computed alike but for their constants, and for each of them which.
 
     Raises:
         UnreadError: it is no code of a table, or there are too many tables.
@@ -55,13 +55,14 @@ def meanings(value: Term, storage: Node, wide: torch.dtype, count: int) -> list[
     reads = [leaf for leaf in leaves(value) if isinstance(leaf, Read)]
     if any(not torch.equal(leaf.place, reads[0].place) for leaf in reads[1:]):
         raise UnreadError(_last(value, storage), "makes a weight of several numbers of its storage")
-    rows = torch.stack([leaf.values.expand(count).double() for leaf in own], 1) if own else torch.zeros(count, 1, dtype=torch.float64)
-    kinds, which = rows.unique(dim=0, return_inverse=True)
+    which = torch.zeros(count, dtype=torch.int64)
+    for leaf in own:
+        kinds, at = leaf.values.expand(count).unique(return_inverse=True)
+        which = (which * len(kinds) + at).unique(return_inverse=True)[1]
+    kinds = which.unique()
     if len(kinds) > _CODES:
         raise UnreadError(_last(value, storage), "gives codes another meaning in many places")
-    firsts = [int((which == kind).nonzero()[0]) for kind in range(len(kinds))]
-    found = [_meaning(value, storage, wide, first) for first in firsts]
-    return [found[kind] for kind in which.tolist()]
+    return [_meaning(value, storage, wide, int((which == kind).nonzero()[0])) for kind in kinds], which
 
 
 def _last(value: Term, storage: Node) -> Node:

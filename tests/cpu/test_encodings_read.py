@@ -15,8 +15,9 @@ from torch.fx import Graph, Node
 from moefuse.ops.encoding import Packing, dequantise, parse
 from moefuse.passes.encodings.part import emit, joined
 from moefuse.passes.encodings.prove import drawn, holds
-from moefuse.passes.encodings.read import Coded, Weight, read
+from moefuse.passes.encodings.read import Coded, read
 from moefuse.passes.encodings.table import equal
+from moefuse.passes.encodings.weight import Weight
 from moefuse.passes.infer.state import Context, Given
 from moefuse.passes.ir.facts import Lost
 from tests.cpu.encoding_forms import FORMS, FP4, NEAR, E, K, N, grouped, nibbles, two
