@@ -27,6 +27,11 @@ NAMED = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "s8": torch.int
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "f64": torch.float64}
 EXPONENTS = "e8m0"
 """Scales that are powers of two: a byte b stands for 2^(b - 127), 255 for NaN."""
+POWERS = "2^n"
+"""As :data:`EXPONENTS`, but 255 stands for 2^128, which is infinity but in float64."""
+LDEXP = "ldexp"
+"""As :data:`POWERS`, but no power is a number of its own: each weight is the exact product, rounded once."""
+KINDS = ("", EXPONENTS, POWERS, LDEXP)
 BITS = 4
 """Of a code where several are in one number."""
 MADE = {
@@ -74,7 +79,7 @@ class Encoding:
         table: a key of :data:`NAMED`, or sixteen numbers.
         block: (bn, bk), of one scale; 0: all of that axis.
         arithmetic: the dtype, a key of :data:`DTYPES`, of each step.
-        scale: "" for scales that are numbers, or :data:`EXPONENTS`.
+        scale: "" for scales that are numbers, or :data:`EXPONENTS`, :data:`POWERS`, :data:`LDEXP`.
         zero: whether each block has a zero.
         packing: see :class:`Packing`; None with a table of :data:`NAMED`.
     """
@@ -90,7 +95,7 @@ class Encoding:
         named = isinstance(self.table, str)
         if named != (self.packing is None) or (named and self.table not in NAMED) or not (named or len(self.table) == 1 << BITS):
             raise ValueError(f"no encoding: table {self.table} with packing {self.packing}")
-        if self.arithmetic not in DTYPES or self.scale not in ("", EXPONENTS) or min(self.block) < 0:
+        if self.arithmetic not in DTYPES or self.scale not in KINDS or min(self.block) < 0:
             raise ValueError(f"no encoding: {self.arithmetic!r}, {self.scale!r}, blocks {self.block}")
 
     @property
@@ -163,7 +168,7 @@ def dequantise(encoding: Encoding, storage: Tensor, scale: Tensor, zero: Tensor 
 
     Args:
         storage: [..., N', K'].
-        scale, zero: [..., N / bn, K / bk], rounded up; any dtype, or bytes with :data:`EXPONENTS`.
+        scale, zero: [..., N / bn, K / bk], rounded up; any dtype, or bytes where the encoding says that they are powers of two.
     """
     wide = DTYPES[encoding.arithmetic]
     if encoding.packing is None:
@@ -173,7 +178,9 @@ def dequantise(encoding: Encoding, storage: Tensor, scale: Tensor, zero: Tensor 
     else:
         value = _looked_up(codes_of(storage, encoding.packing), encoding.table, wide)
     value = _by_blocks(torch.sub, value, zero.to(wide), encoding.block) if zero is not None else value
-    factors = exponents(scale, wide) if encoding.scale else scale.to(wide)
+    if encoding.scale == LDEXP:
+        return _by_blocks(torch.mul, value.double(), exponents(scale, torch.float64, nan=False), encoding.block).to(wide).to(dtype)
+    factors = exponents(scale, wide, nan=encoding.scale == EXPONENTS) if encoding.scale else scale.to(wide)
     return _by_blocks(torch.mul, value, factors, encoding.block).to(dtype)
 
 
@@ -186,10 +193,11 @@ def _looked_up(codes: Tensor, table: str | tuple[float, ...], dtype: torch.dtype
     return entries.index_select(0, codes.flatten().int()).view(codes.shape)
 
 
-def exponents(scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """2^(b - 127) of bytes b; NaN for 255."""
+def exponents(scale: Tensor, dtype: torch.dtype, *, nan: bool = True) -> Tensor:
+    """2^(b - 127) of bytes b; with ``nan`` NaN for 255."""
     byte = scale.view(torch.uint8).to(torch.float64)
-    return torch.where(byte == 255, float("nan"), torch.exp2(byte - 127)).to(dtype)
+    powers = torch.exp2(byte - 127)
+    return (torch.where(byte == 255, float("nan"), powers) if nan else powers).to(dtype)
 
 
 def _by_blocks(op: Callable[[Tensor, Tensor], Tensor], value: Tensor, blocks: Tensor, block: tuple[int, int]) -> Tensor:
@@ -204,5 +212,6 @@ def _by_blocks(op: Callable[[Tensor, Tensor], Tensor], value: Tensor, blocks: Te
 
 
 __all__ = [
-    "BITS", "DTYPES", "EXPONENTS", "MADE", "NAMED", "Encoding", "Packing", "codes_of", "dequantise", "exponents", "parse",
+    "BITS", "DTYPES", "EXPONENTS", "KINDS", "LDEXP", "MADE", "NAMED", "POWERS", "Encoding", "Packing", "codes_of", "dequantise",
+    "exponents", "parse",
 ]  # fmt: skip

@@ -9,7 +9,7 @@ from pathlib import Path
 import moefuse
 
 ROOT = Path(moefuse.__file__).parent
-PIPELINE = ("graph", "ir", "infer", "rules", "match", "lower", "prove", "block")
+PIPELINE = ("graph", "ir", "infer", "encodings", "rules", "match", "lower", "prove", "block")
 """The rooms of passes/, from what reads the graph to what is done to the block around the experts."""
 FLOORS = ("routing", "rows", "sums", "refused")
 """The rooms of passes/rules/."""

@@ -1,0 +1,126 @@
+"""A weight as a node of a graph: which dimensions are what, who reads it, and everything that it is computed by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from moefuse.passes.encodings.elements import expert_stack, is_number
+from moefuse.passes.encodings.memory import Coords, Strided
+from moefuse.passes.encodings.places import Sample
+from moefuse.passes.encodings.terms import UnreadError
+from moefuse.passes.graph.calls import tensor
+from moefuse.passes.infer.state import Context
+
+_MOST = 96
+"""Most operations that a weight is computed by, its inputs included."""
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A node that is a weight, and how it is asked for.
+
+    Attributes:
+        order: the dimensions that are features and inputs, in front of them that of the experts where it has all.
+        reader: who reads it, where it is written to in place; else its first reader.
+        rows: index tensors that hold the number of an expert, beside those that capture says.
+        fixed: the values of inputs of the graph that never change: tables of levels, orders of groups.
+    """
+
+    node: Node
+    order: tuple[int, ...]
+    reader: Node | None = None
+    rows: frozenset[Node] = frozenset()
+    fixed: Callable[[Node], Tensor | None] = lambda _: None
+
+    def coords(self, of: Sample) -> Coords:
+        """The elements of the node that are in a sample of the weight."""
+        found = [torch.zeros_like(of.e)] * len(Strided(self.node).sizes)
+        for dim, index in zip(self.order, (of.e, of.n, of.k)[-len(self.order) :], strict=True):
+            found[dim] = index
+        return tuple(found)
+
+
+def sizes_of(ctx: Context, weight: Weight) -> tuple[int, int, int]:
+    """E, N and K; E is 1 for a matrix of one expert."""
+    sizes = Strided(weight.node).sizes
+    features, inputs = (sizes[d] for d in weight.order[-2:])
+    if len(weight.order) == 3:
+        return sizes[weight.order[0]], features, inputs
+    return expert_stack(ctx, weight.node, weight.rows) or 1, features, inputs
+
+
+def is_stack(ctx: Context, weight: Weight) -> bool:
+    """Whether the weights of all experts are read, and not of one."""
+    return len(weight.order) == 3 or expert_stack(ctx, weight.node, weight.rows) is not None
+
+
+def moment(ctx: Context, weight: Weight) -> int:
+    """When a weight is read: at its first reader that neither writes to it nor is a view of it."""
+    if weight.reader is not None:
+        return ctx.position[weight.reader]
+    name = ctx.storage[weight.node]
+    readers = [u for n in ctx.aliases.get(name, ()) for u in n.users if ctx.storage[u] is not name and name not in _written(ctx, u)]
+    behind = [ctx.position[u] for u in readers if u in ctx.position and ctx.position[u] > ctx.position[weight.node]]
+    return min(behind, default=len(ctx.position))
+
+
+def _written(ctx: Context, node: Node) -> set[Node]:
+    return {name for target in ctx.memory.targets.get(node, ()) for name in ctx.memory.storages(target)}
+
+
+def cone(ctx: Context, weight: Weight) -> list[Node]:
+    """What a weight is computed by, in the order of the program, writes in place included.
+
+    Raises:
+        UnreadError: it is a lot.
+    """
+    until = moment(ctx, weight)
+    seen, open_ = {weight.node}, [weight.node]
+    while open_:
+        here = open_.pop()
+        if here not in ctx.position:
+            raise UnreadError(here, "is none of the program's operations")
+        if here.op in ("placeholder", "get_attr") or is_number(ctx, here, weight.rows):
+            continue
+        writes = [w for w in ctx.writes.get(ctx.storage[here], ()) if ctx.position[w] < until]
+        new = [n for n in (*here.all_input_nodes, *writes) if n not in seen]
+        seen.update(new)
+        if len(seen) > _MOST:
+            raise UnreadError(here, "is one of too many operations that the weights are computed by")
+        open_ += new
+    return sorted(seen, key=ctx.position.__getitem__)
+
+
+def inputs_of(nodes: list[Node]) -> list[Node]:
+    """The inputs of the graph among nodes."""
+    return [n for n in nodes if n.op in ("placeholder", "get_attr")]
+
+
+def signature(ctx: Context, weight: Weight) -> str | None:
+    """A text that is the same for weights that are computed alike from inputs of the same shapes; None where values count."""
+    nodes = cone(ctx, weight)
+    number = {node: i for i, node in enumerate(nodes)}
+    if any(weight.fixed(n) is not None for n in inputs_of(nodes)):
+        return None
+
+    def named(value: Any) -> Any:
+        return torch.fx.node.map_arg(value, lambda n: f"%{number.get(n, n.name)}")
+
+    lines = [f"{weight.order} {number[weight.node]}"]
+    for node in nodes:
+        value, call = tensor(node), ctx.calls[node]
+        kind = "" if value is None else f"{value.dtype} {tuple(value.shape)} {value.stride()} {value.storage_offset()}"
+        memory = f"{number.get(ctx.storage[node])} {[number.get(w) for w in ctx.writes.get(ctx.storage[node], ())]}"
+        row = is_number(ctx, node, weight.rows)
+        does = "" if call is None else f"{node.target} {named(node.args)} {named(node.kwargs)}"
+        lines.append(f"{node.op if call is None else call.name} {kind} {memory} {row} {'' if row else does}")
+    return "\n".join(lines)
+
+
+__all__ = ["Weight", "cone", "inputs_of", "is_stack", "moment", "signature", "sizes_of"]
