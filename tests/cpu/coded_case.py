@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moefuse.ops.encoding import EXPONENTS, MADE, NAMED, Encoding, Packing, dequantise
+from moefuse.ops.encoding import EXPONENTS, LDEXP, MADE, NAMED, POWERS, Encoding, Packing, dequantise
 from tests.cpu.ops_case import Case
 
 LOW_FIRST, HIGH_FIRST = (0, 4), (4, 0)
@@ -27,6 +27,8 @@ ENCODINGS = {
     "words of inputs": Encoding(MADE["u4"], (1, 8), "f32", zero=True, packing=Packing(1, WORDS)),
     "words of features": Encoding(MADE["s4"], (1, 8), "f32", packing=Packing(0, AWQ)),
     "mxfp4": Encoding(MADE["e2m1"], (1, 8), "f32", EXPONENTS, packing=Packing(1, LOW_FIRST)),
+    "mxfp4 by ldexp": Encoding(MADE["e2m1"], (1, 8), "bf16", LDEXP, packing=Packing(1, LOW_FIRST)),
+    "powers": Encoding("s8", (1, 8), "f32", POWERS),
     "nf4": Encoding(NF4, (1, 16), "f32", packing=Packing(1, HIGH_FIRST)),
 }
 """One of each kind that libraries have; sizes are those of tests."""
@@ -73,7 +75,9 @@ def hold(encoding: Encoding, experts: int, out: int, inp: int, g: torch.Generato
     if encoding.table in ("s8", "u8"):
         scale = scale / 64
     if encoding.scale:
-        scale = torch.randint(118, 128, size, generator=g).to(torch.uint8)
+        scale = torch.randint(112 if encoding.table == "s8" else 118, 120 if encoding.table == "s8" else 128, size, generator=g).to(
+            torch.uint8
+        )
     zero = torch.randint(0, 16, size, generator=g).to(dtype) if encoding.zero else None
     return Held(encoding, storage.transpose(1, 2) if in_out else storage, scale, zero)
 

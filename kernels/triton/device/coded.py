@@ -46,10 +46,26 @@ def number_of(code, coding: tl.constexpr):
 
 @triton.jit
 def factor_of(byte):
-    """2^(b - 127) of bytes, float32; NaN for 255."""
+    """2^(b - 127) of bytes, float32; inf for 255."""
     b = byte.to(tl.int32)
-    v = tl.where(b == 0, 1 << 22, b << 23).to(tl.float32, bitcast=True)
-    return tl.where(b == 255, float("nan"), v)
+    return tl.where(b == 0, 1 << 22, b << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def scaled(v, scale, coding: tl.constexpr):
+    """Numbers times their scales, float32, as ``encoding.dequantise`` has them."""
+    if coding.SCALE == "":
+        v = v * scale.to(coding.ARITH).to(tl.float32)
+    elif coding.SCALE == "ldexp":
+        # The largest power is no number of its own, its products may be.
+        b = tl.minimum(scale.to(tl.int32), 254)
+        v = v * factor_of(b) * tl.where(scale.to(tl.int32) == 255, 2.0, 1.0)
+    else:
+        by = factor_of(scale)
+        if coding.SCALE == "e8m0":
+            by = tl.where(scale.to(tl.int32) == 255, float("nan"), by)
+        v = v * by.to(coding.ARITH).to(tl.float32)
+    return v
 
 
 @triton.jit
@@ -137,9 +153,7 @@ def coded_block(w, s, z, at_w, at_s, at_z, f0, i0, F, I, dtype: tl.constexpr, NF
     v = number_of(codes(w, at_w, f0, i0, F, I, NF, NI, coding), coding)
     if coding.ZERO:
         v = (v - per_block(z, at_z, f0, i0, F, I, NF, NI, coding).to(tl.float32)).to(ARITH).to(tl.float32)
-    scale = per_block(s, at_s, f0, i0, F, I, NF, NI, coding)
-    by = factor_of(scale) if coding.EXPONENT else scale.to(ARITH).to(tl.float32)
-    v = (v * by).to(ARITH)
+    v = scaled(v, per_block(s, at_s, f0, i0, F, I, NF, NI, coding), coding).to(ARITH)
     if not coding.EVEN:
         inside = (f0 + tl.arange(0, NF) < F)[:, None] & (i0 + tl.arange(0, NI) < I)[None, :]
         v = tl.where(inside, v, tl.zeros([NF, NI], ARITH))

@@ -37,7 +37,7 @@ class Coding(NamedTuple):
             that needs.
         PER, AXIS, HALVES: of ``encoding.Packing``; ORDER: its shifts, by four, four bits each.
         BLOCK_N, BLOCK_K: features and inputs of a scale; 0 for all.
-        ARITH: the dtype of each step. OF, SCALES, ZEROS: of the elements. EXPONENT: scales are bytes.
+        ARITH: the dtype of each step. OF, SCALES, ZEROS: of the elements. SCALE: of ``Encoding.scale``.
         APART: lists are addresses; BIAS: there are biases, BIAS_APART: as addresses. WIDE: offsets take 64 bits. EVEN: blocks are whole.
     """
 
@@ -55,7 +55,7 @@ class Coding(NamedTuple):
     OF: Any
     SCALES: Any
     ZEROS: Any
-    EXPONENT: bool
+    SCALE: str
     ZERO: bool
     APART: bool
     BIAS: bool
@@ -117,7 +117,7 @@ def coding(h: Held, bias: Weight | None, even: bool, float8: bool) -> Coding:
         kind, float8, first, table, 1 if packing is None else packing.per, 0 if packing is None else packing.axis,
         packing is not None and packing.halves, order, *encoding.block, ARITHMETIC[encoding.arithmetic],
         ELEMENTS[h.storage.tensors[0].dtype], ELEMENTS[scales],
-        ELEMENTS[h.zero.tensors[0].dtype] if h.zero is not None else ELEMENTS[scales], bool(encoding.scale), encoding.zero,
+        ELEMENTS[h.zero.tensors[0].dtype] if h.zero is not None else ELEMENTS[scales], encoding.scale, encoding.zero,
         h.storage.operand.table, bias is not None, bias is not None and bias.operand.table,
         any(w.operand.wide for w in (h.storage, h.scale, *((h.zero,) if h.zero else ()))) or h.features * h.inputs >= 1 << 31,
         even,
