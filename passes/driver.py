@@ -33,7 +33,7 @@ from moefuse.passes.ir.facts import Lost, Routing
 from moefuse.passes.ir.regions import Refused, Region
 from moefuse.passes.lower import dce
 from moefuse.passes.lower.checkpoints import keep_results
-from moefuse.passes.lower.coded import Packed
+from moefuse.passes.lower.coded import Packed, UnsupportedError
 from moefuse.passes.lower.cost_gate import not_faster
 from moefuse.passes.lower.devices import unsupported
 from moefuse.passes.lower.lower import Lowered, Lowering
@@ -269,6 +269,9 @@ def _packed(
     emit.undo()
     try:
         made = Packed(region, emit, coded).run()
+    except UnsupportedError as error:
+        held = "; ".join(dict.fromkeys(c.encoding.describe() for c in coded.values()))
+        return Lost("encoding-unsupported", region.anchor, {"dtype": held, "detail": str(error)})
     except Exception as error:
         return Lost("not-lowered", region.anchor, {"detail": first_line(error)})
     elsewhere = unsupported(emit.nodes, ctx.mode[region.anchor][0])

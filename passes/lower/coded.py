@@ -18,6 +18,10 @@ from moefuse.passes.lower.lower import Lowered, Lowering
 from moefuse.passes.match.templates import Body
 
 
+class UnsupportedError(ValueError):
+    """The op does not take such experts."""
+
+
 class Packed(Lowering):
     """The lowering of a region of which some weights were read as encoded: ``coded``, by the nodes that are the weights."""
 
@@ -29,17 +33,17 @@ class Packed(Lowering):
         """As of :class:`Lowering`; the report has the encodings.
 
         Raises:
-            ValueError: the op does not take such experts.
+            UnsupportedError: the op does not take such experts.
         """
         lowered = super().run()
         described = dict.fromkeys(coded.encoding.describe() for coded in self.coded.values())
         return replace(lowered, spec=replace(lowered.spec, encoding="; ".join(described)))
 
     def grouped(self) -> Lowered:
-        raise ValueError("weights in few bits, and between the projections is what no activation of the op computes")
+        raise UnsupportedError("between the projections is what no activation of the op computes")
 
     def by_slot(self, region: Region, top_k: int) -> Lowering:
-        raise ValueError("weights in few bits, and rows that come or go one for each slot")
+        raise UnsupportedError("rows come or go one for each slot")
 
     def stack(self, leaf: Leaf) -> list[Node]:
         """The storage of a projection, or its weights if they are not encoded."""
@@ -50,7 +54,7 @@ class Packed(Lowering):
         """The op, what belongs to the storage of each projection, and how each is held."""
         op, beside, _ = super().call_of(body)
         if beside or op is not torch.ops.moefuse.experts.default:
-            raise ValueError("weights in few bits, with low-rank terms")
+            raise UnsupportedError("there are low-rank terms beside them")
         found = [None if p is None else self.read(p.weight) for p in (body.first, body.up, body.last)]
         codes = [node for read in found if read is not None for i in range(1, len(read[0].parts)) for node in self.shown(read, i)]
         names = ["" if read is None else str(read[0].encoding) for read in found]
@@ -63,7 +67,7 @@ class Packed(Lowering):
             return None
         read = [coded for coded in found if coded is not None]
         if len(read) < len(found) or leaf.zeros or len({str(coded.encoding) for coded in read}) > 1:
-            raise ValueError("some experts' weights are held in few bits in another way than others'")
+            raise UnsupportedError("some experts' weights are held in another way than others'")
         stack = joined([coded.storage for coded in read]) if len(read) > 1 else None
         return read if stack is None else self.one(read)
 
@@ -82,4 +86,4 @@ class Packed(Lowering):
         return [emit(self.emit, coded.parts[which]) for coded in read]
 
 
-__all__ = ["Packed"]
+__all__ = ["Packed", "UnsupportedError"]
