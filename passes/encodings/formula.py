@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -12,10 +13,13 @@ from torch.fx import Node
 from moefuse.ops.encoding import EXPONENTS, LDEXP, POWERS, exponents
 from moefuse.passes.encodings.table import all_bytes, equal
 from moefuse.passes.encodings.terms import CAST, Apply, Read, Term, UnreadError, evaluate, leaves, reads
+from moefuse.passes.graph.calls import tensor
 
 _MULTIPLIES = ("mul", "ldexp")
 _TRIED = (0.0, -0.0, 0.5, 1.0, 1.5, 6.0, -6.0, 7.0)
 """Values that ``ldexp`` is tried with."""
+_TRIES = 256
+"""Values that one number is multiplied by, to see how."""
 _EXACT: dict[torch.dtype, frozenset[torch.dtype]] = {
     torch.float16: frozenset((torch.float32, torch.float64)),
     torch.bfloat16: frozenset((torch.float32, torch.float64)),
@@ -71,7 +75,7 @@ def formula(term: Term, storage: Node) -> Formula:
     if of == [True, True] or (product.name == "ldexp" and not of[0]):
         raise UnreadError(product.node, "multiplies codes by codes")
     value, scale = product.args if of[0] else product.args[::-1]
-    wide = product.wide
+    wide = _wide(product, scale, product.scalars[1 if of[0] else 0])
     if not _rounds_once([product.dtype, *casts], wide):
         raise UnreadError(product.node, "is rounded more than once")
     value, zero = _zero(value, storage, wide)
@@ -80,6 +84,24 @@ def formula(term: Term, storage: Node) -> Formula:
         raise UnreadError(foreign, "computes with more than codes")
     factor, kind = _scale(product, scale, wide)
     return Formula(product.node, value, storage, factor, zero, kind, wide, zero is not None and not value.dtype.is_floating_point)
+
+
+def _wide(product: Apply, scale: Term, is_scalar: bool) -> torch.dtype:
+    """The dtype of a product. One number without dimensions does not widen the result, but may be multiplied as it is, in float32."""
+    if not is_scalar or product.wide not in (torch.bfloat16, torch.float16) or scale.dtype == product.wide:
+        return product.wide
+    dice = torch.Generator().manual_seed(0)
+    devices = [value.device for value in map(tensor, product.node.all_input_nodes) if value is not None]
+    values, factor = torch.randn(_TRIES, generator=dice).to(product.wide), torch.tensor(math.pi / 10).to(scale.dtype)
+    given = [factor if arg is scale else values for arg in product.args]
+    try:
+        found = product.run(*(v.to(device) for v, device in zip(given, devices[:2], strict=True))).cpu()
+    except (RuntimeError, AssertionError) as error:  # no such device here
+        raise UnreadError(product.node, "multiplies by one number, which may be rounded before") from error
+    for wide in (product.wide, torch.float32):
+        if equal((values.to(wide) * factor.to(wide).expand(_TRIES)).to(product.wide), found):
+            return wide
+    raise UnreadError(product.node, f"multiplies by one number of {scale.dtype}")
 
 
 def _has_options(product: Apply) -> bool:
@@ -124,7 +146,7 @@ def _zero(value: Term, storage: Node, wide: torch.dtype) -> tuple[Term, Read | N
     if inner.wide.is_floating_point:
         if inner.wide != wide or any(c != wide for c in casts) or inner.dtype != wide:
             raise UnreadError(inner.node, f"subtracts in {inner.wide}, and the scales multiply in {wide}")
-        if not _rounds_once(steps, leaf.dtype, wide):
+        if not _rounds_once(steps, leaf.dtype, wide) or (inner.scalars[1] and zero.dtype != wide):
             raise UnreadError(inner.node, "rounds zeros more than once")
         return before, leaf
     whole = inner.wide in (torch.int16, torch.int32, torch.int64) and inner.dtype == inner.wide and not before.dtype.is_floating_point

@@ -108,10 +108,10 @@ def wrapped(q: Tensor, s: Tensor) -> Tensor:
 def hqq(q: Tensor, s: Tensor, z: Tensor) -> Tensor:
     """Groups are rows; the high nibbles are the first half of them."""
     half = q.shape[0]
-    values = torch.empty((2 * half, q.shape[1]), dtype=torch.uint8)
+    values = torch.empty((2 * half, q.shape[1]), dtype=s.dtype)
     values[:half] = (q & 0b11110000) >> 4
     values[half:] = q & 0b00001111
-    return ((values.to(s.dtype) - z) * s).reshape(N, K).t()
+    return ((values - z) * s).reshape(N, K).t()
 
 
 def hqq8(q: Tensor, s: Tensor, z: Tensor) -> Tensor:
@@ -211,6 +211,9 @@ FORMS: dict[str, Case] = {
     "int8 channel wide": Case(channel_wide, lambda: (int8(E, N, K), some(E, N, 1)), "s8;1x0;f32;number;;"),
     "int8 scale of another dtype": Case(channel, lambda: (int8(E, N, K), some(E, N, 1)), "s8;1x0;f32;number;;"),
     "int8 one": Case(channel, lambda: (int8(N, K), some(N, 1, dtype=BF16)), "s8;1x0;bf16;number;;", order=(0, 1)),
+    "one number": Case(channel, lambda: (int8(N, K), torch.tensor(0.3)), "s8;0x0;f32;number;;", order=(0, 1)),
+    "one number first": Case(lambda q, s: s[1] * q[1].to(BF16), lambda: (int8(E, N, K), some(E)), "s8;0x0;bf16;number;;", order=(0, 1)),
+    "one number of 16 bits": Case(channel, lambda: (int8(N, K), torch.tensor(0.3, dtype=BF16)), "s8;0x0;bf16;number;;", order=(0, 1)),
     "tensor": Case(channel, lambda: (fp8(E, N, K), some(E, 1, 1)), "e4m3;0x0;f32;number;;"),
     "e5m2": Case(channel, lambda: (fp8(E, N, K).to(torch.float8_e5m2), some(E, 1, K)), "e5m2;0x1;f32;number;;"),
     "bytes": Case(channel, lambda: (byte(E, N, K), some(E, N, 1)), "u8;1x0;f32;number;;"),

@@ -82,7 +82,8 @@ class Program:
         if self.element == "table":
             codes = torch.tensor(FP4)[codes.long()]
         if self.miss == "rows":
-            codes = torch.cat((codes[..., : N // 2, :], codes[..., N // 2 :, :].flip(-1)), -2)
+            below = codes[..., N // 2 :, :]
+            codes = torch.cat((codes[..., : N // 2, :], torch.cat((below[..., 1:], below[..., :1]), -1)), -2)
         return codes
 
     def _codes(self, storage: Tensor) -> Tensor:
