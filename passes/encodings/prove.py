@@ -18,8 +18,9 @@ from moefuse.passes.encodings.places import Sample
 from moefuse.passes.encodings.read import Coded, trees
 from moefuse.passes.encodings.table import same_bits
 from moefuse.passes.encodings.terms import Const, Read, UnreadError, evaluate
-from moefuse.passes.encodings.weight import Weight, cone, sizes_of
+from moefuse.passes.encodings.weight import Weight, cone, sizes_of, supposed
 from moefuse.passes.graph.calls import call_target, tensor
+from moefuse.passes.graph.sizes import supposing
 from moefuse.passes.infer.state import Context
 
 _AT_ONCE = 1 << 20
@@ -46,8 +47,15 @@ def holds(
         most: so many weights of an expert are enough, in rows over all of it; None: all of them.
         small: whether the program is run as it is, for all experts, and not element by element; None: by their size.
     """
+    with supposing(supposed(ctx, weight)[0]):
+        return _holds(ctx, weight, coded, value, experts, most, small)
+
+
+def _holds(
+    ctx: Context, weight: Weight, coded: Coded, value: Values, experts: Sequence[int] | None, most: int | None, small: bool | None
+) -> bool:
     count, features, inputs = sizes_of(ctx, weight)
-    small = count * features * inputs <= _RUN if small is None else small
+    small = count * features * inputs <= _RUN and not weight.rows if small is None else small
     value = functools.cache(lambda node, of=value: of(node).detach().cpu())
     lines = features if most is None else max(2, min(features, most // inputs))
     rows = torch.linspace(0, features - 1, lines).round().long().unique()

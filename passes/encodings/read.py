@@ -22,9 +22,9 @@ from moefuse.passes.encodings.part import Part
 from moefuse.passes.encodings.places import Sample, Strides, blocks, in_blocks, packed, sample
 from moefuse.passes.encodings.table import Meaning, meanings
 from moefuse.passes.encodings.terms import Apply, Read, Term, UnreadError, leaves, reads
-from moefuse.passes.encodings.weight import Weight, cone, inputs_of, is_stack, moment, signature, sizes_of
+from moefuse.passes.encodings.weight import Weight, cone, inputs_of, is_stack, moment, signature, sizes_of, supposed
 from moefuse.passes.graph.calls import tensor
-from moefuse.passes.graph.sizes import size_of
+from moefuse.passes.graph.sizes import size_of, supposing
 from moefuse.passes.infer.state import Context
 from moefuse.passes.ir.facts import Lost
 
@@ -88,7 +88,7 @@ class _Known:
 def _once(ctx: Context, weight: Weight) -> Coded:
     key, inputs, known = signature(ctx, weight), inputs_of(cone(ctx, weight)), ctx.scratch(_Known).found
     if key is None or key not in known:
-        coded = _read(ctx, weight)
+        coded = _for_all_sizes(ctx, weight)
         if key is not None:
             known[key] = inputs, coded
         return coded
@@ -99,6 +99,16 @@ def _once(ctx: Context, weight: Weight) -> Coded:
         return replace(part, node=own[part.node])
 
     return replace(coded, storage=moved(coded.storage), scale=moved(coded.scale), zero=None if coded.zero is None else moved(coded.zero))
+
+
+def _for_all_sizes(ctx: Context, weight: Weight) -> Coded:
+    found = []
+    for sizes in supposed(ctx, weight):
+        with supposing(sizes):
+            found.append(_read(ctx, weight))
+    if any(other != found[0] for other in found[1:]):
+        raise UnreadError(weight.node, "depends on a size that only the run knows")
+    return found[0]
 
 
 def trees(ctx: Context, weight: Weight, of: Sample) -> Ways:

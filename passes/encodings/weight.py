@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor
 from torch.fx import Node
@@ -15,10 +16,13 @@ from moefuse.passes.encodings.memory import Coords, Strided
 from moefuse.passes.encodings.places import Sample
 from moefuse.passes.encodings.terms import UnreadError
 from moefuse.passes.graph.calls import tensor
+from moefuse.passes.graph.sizes import shape_of, size_of
 from moefuse.passes.infer.state import Context
 
 _MOST = 96
 """Most operations that a weight is computed by, its inputs included."""
+_PRIMES = (5, 9)
+"""Where the primes begin that stand for unknown sizes."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,14 @@ def cone(ctx: Context, weight: Weight) -> list[Node]:
     return sorted(seen, key=ctx.position.__getitem__)
 
 
+def supposed(ctx: Context, weight: Weight) -> list[dict[sympy.Symbol, sympy.Symbol]]:
+    """Numbers to read sizes as which the run alone knows, such as how many tokens choose a weight: what is read must not depend on them."""
+    values = [value for value in map(tensor, cone(ctx, weight)) if value is not None]
+    sizes = [s for value in values for s in (*shape_of(value), *map(size_of, value.stride()), size_of(value.storage_offset()))]
+    unknown = sorted({symbol for size in sizes if isinstance(size, sympy.Expr) for symbol in size.free_symbols}, key=str)
+    return [{symbol: sympy.Integer(sympy.prime(at + i)) for i, symbol in enumerate(unknown)} for at in _PRIMES] if unknown else [{}]
+
+
 def inputs_of(nodes: list[Node]) -> list[Node]:
     """The inputs of the graph among nodes."""
     return [n for n in nodes if n.op in ("placeholder", "get_attr")]
@@ -123,4 +135,4 @@ def signature(ctx: Context, weight: Weight) -> str | None:
     return "\n".join(lines)
 
 
-__all__ = ["Weight", "cone", "inputs_of", "is_stack", "moment", "signature", "sizes_of"]
+__all__ = ["Weight", "cone", "inputs_of", "is_stack", "moment", "signature", "sizes_of", "supposed"]

@@ -36,8 +36,8 @@ class Made(nn.Module):
         self.weight = weight
         self.parts = nn.ParameterList(nn.Parameter(part, requires_grad=False) for part in parts)
 
-    def forward(self) -> Any:
-        return self.weight(*self.parts)
+    def forward(self, *given: Tensor) -> Any:
+        return self.weight(*self.parts, *given)
 
 
 @dataclass
@@ -52,7 +52,8 @@ class Traced:
         return self.values[node]
 
 
-def traced(weight: Callable[..., Any], parts: tuple[Tensor, ...]) -> Traced:
+def traced(weight: Callable[..., Any], parts: tuple[Tensor, ...], *given: Tensor, dynamic: bool = False) -> Traced:
+    """``given``: what a call of the module is given behind what it holds; of any length if ``dynamic``."""
     found: list[Traced] = []
 
     def backend(gm: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
@@ -61,7 +62,7 @@ def traced(weight: Callable[..., Any], parts: tuple[Tensor, ...]) -> Traced:
         found.append(Traced(Context(gm.graph), values, tuple(returned)))
         return gm.forward
 
-    torch.compile(Made(weight, tuple(p.clone() for p in parts)), backend=backend, fullgraph=True)()
+    torch.compile(Made(weight, tuple(p.clone() for p in parts)), backend=backend, fullgraph=True, dynamic=dynamic)(*given)
     return found[0]
 
 
@@ -183,15 +184,17 @@ def test_one_that_stands_for_all(name: str) -> None:
     assert without.storage.first == coded.storage.strides[0], "a number that stands for itself is that expert's"
 
 
-def test_weights_that_slots_choose() -> None:
-    """``Q[ids]``: read as the stack, the ids being the numbers of experts."""
-    ids = torch.tensor([[0, 2], [1, 0]])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_weights_that_slots_choose(dynamic: bool) -> None:
+    """``Q[ids]``: read as the stack, the ids being the numbers of experts, however many tokens there are."""
+    ids = torch.tensor([[0, 2], [1, 0], [2, 2]])
     parts = two()
-    of = traced(lambda q, s, i: grouped(nibbles(q[i]), s[i]), (*parts, ids))
-    (chosen,) = (n for n in of.values if of.values[n].dtype == torch.int64)
+    of = traced(lambda q, s, i: grouped(nibbles(q[i]), s[i]), parts, ids, dynamic=dynamic)
+    (chosen,) = (n for n, value in of.values.items() if isinstance(value, Tensor) and value.dtype == torch.int64)
     coded = read(of.ctx, of.returned[0], (2, 3), rows=[chosen])
     assert isinstance(coded, Coded), coded
     assert equal(shown(coded, of), FORMS["groups"].weight(*parts))
+    assert holds(of.ctx, Weight(of.returned[0], (2, 3), rows=frozenset([chosen])), coded, drawn(coded), experts=range(E))
     assert isinstance(read(of.ctx, of.returned[0], (2, 3)), Lost)
 
 
