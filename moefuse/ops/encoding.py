@@ -80,6 +80,7 @@ class Encoding:
         scale: "" for scales that are numbers, or :data:`EXPONENTS`, :data:`POWERS`, :data:`LDEXP`.
         zero: whether each block has a zero.
         packing: see :class:`Packing`; None with a table of :data:`NAMED`.
+        zeros: the packing of zeros that are whole numbers from 0 to 15 themselves; None where each is a number of its own.
     """
 
     table: str | tuple[float, ...]
@@ -88,12 +89,13 @@ class Encoding:
     scale: str = ""
     zero: bool = False
     packing: Packing | None = None
+    zeros: Packing | None = None
 
     def __post_init__(self) -> None:
         named = isinstance(self.table, str)
         if named != (self.packing is None) or (named and self.table not in NAMED) or not (named or len(self.table) == 1 << BITS):
             raise ValueError(f"no encoding: table {self.table} with packing {self.packing}")
-        if self.arithmetic not in DTYPES or self.scale not in KINDS or min(self.block) < 0:
+        if self.arithmetic not in DTYPES or self.scale not in KINDS or min(self.block) < 0 or bool(self.zeros) > self.zero:
             raise ValueError(f"no encoding: {self.arithmetic!r}, {self.scale!r}, blocks {self.block}")
 
     @property
@@ -109,7 +111,7 @@ class Encoding:
     def __str__(self) -> str:
         """For the op's schema; :func:`parse` reads it."""
         table = self.name if self.name != "lut16" else "lut16=" + ",".join(map(repr, self.table))
-        zero, scale = "zero" if self.zero else "", self.scale or "number"
+        zero, scale = f"zero={self.zeros}" if self.zeros else "zero" if self.zero else "", self.scale or "number"
         return f"{table};{self.block[0]}x{self.block[1]};{self.arithmetic};{scale};{zero};{self.packing or ''}"
 
     def describe(self) -> str:
@@ -149,7 +151,9 @@ def parse(text: str) -> Encoding:
         name, _, entries = name.partition("=")
         table = tuple(map(float, entries.split(","))) if entries else MADE.get(name, name)
         kind = "" if scale == "number" else scale
-        return Encoding(table, (bn, bk), arithmetic, kind, zero == "zero", Packing.parse(packing) if packing else None)
+        zero, _, zeros = zero.partition("=")
+        packings = [Packing.parse(text) if text else None for text in (packing, zeros)]
+        return Encoding(table, (bn, bk), arithmetic, kind, zero == "zero", *packings)
     except (ValueError, IndexError) as error:
         raise ValueError(f"no encoding: {text!r}") from error
 
@@ -167,7 +171,7 @@ def dequantise(encoding: Encoding, storage: Tensor, scale: Tensor, zero: Tensor 
 
     Args:
         storage: [..., N', K'].
-        scale, zero: [..., N / bn, K / bk], rounded up; any dtype, or bytes where the encoding says that they are powers of two.
+        scale, zero: [..., N / bn, K / bk], rounded up, of packed zeros fewer; any dtype, or bytes where scales are powers of two.
     """
     wide = DTYPES[encoding.arithmetic]
     if encoding.packing is None:
@@ -178,7 +182,8 @@ def dequantise(encoding: Encoding, storage: Tensor, scale: Tensor, zero: Tensor 
         table = torch.tensor(encoding.table, dtype=wide, device=storage.device)
         value = table[codes_of(storage, encoding.packing)]
     if zero is not None:
-        value = value - _spread(zero.to(wide), encoding.block, value)
+        zeros = zero if encoding.zeros is None else codes_of(zero, encoding.zeros)
+        value = value - _spread(zeros.to(wide), encoding.block, value)
     if encoding.scale == LDEXP:
         powers = _spread(exponents(scale, torch.float64, nan=False), encoding.block, value)
         return (value.double() * powers).to(wide).to(dtype)

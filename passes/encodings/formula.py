@@ -18,6 +18,8 @@ from moefuse.passes.graph.calls import tensor
 _MULTIPLIES = ("mul", "ldexp")
 _TRIED = (0.0, -0.0, 0.5, 1.0, 1.5, 6.0, -6.0, 7.0)
 """Values that ``ldexp`` is tried with."""
+_DIFFERENCES = frozenset((torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64))
+"""Dtypes that have all whole numbers from -128 to 127."""
 _TRIES = 256
 """Values that one number is multiplied by, to see how."""
 _EXACT: dict[torch.dtype, frozenset[torch.dtype]] = {
@@ -45,6 +47,7 @@ class Formula:
         product: where scales multiply.
         value: the tree of what codes stand for; ``storage``: the input that has them.
         scale, zero: numbers of inputs, as they are.
+        zeros: the tree of zeros that are codes themselves, of one input.
         kind: of the scales (``Encoding.scale``).
         wide: the dtype of both steps.
         whole: zeros are subtracted in whole numbers.
@@ -55,6 +58,7 @@ class Formula:
     storage: Node
     scale: Read
     zero: Read | None
+    zeros: Term | None
     kind: str
     wide: torch.dtype
     whole: bool
@@ -78,12 +82,13 @@ def formula(term: Term, storage: Node) -> Formula:
     wide = _wide(product, scale, product.scalars[1 if of[0] else 0])
     if not _rounds_once([product.dtype, *casts], wide):
         raise UnreadError(product.node, "is rounded more than once")
-    value, zero = _zero(value, storage, wide)
+    value, zero, zeros = _zero(value, storage, wide)
     foreign = next(_foreign(value, storage), None)
     if foreign is not None:
         raise UnreadError(foreign, "computes with more than codes")
     factor, kind = _scale(product, scale, wide)
-    return Formula(product.node, value, storage, factor, zero, kind, wide, zero is not None and not value.dtype.is_floating_point)
+    whole = zero is not None and not value.dtype.is_floating_point
+    return Formula(product.node, value, storage, factor, zero, zeros, kind, wide, whole)
 
 
 def _wide(product: Apply, scale: Term, is_scalar: bool) -> torch.dtype:
@@ -130,11 +135,11 @@ def _rounds_once(steps: Iterable[torch.dtype], start: torch.dtype, target: torch
     return len(rounding) == 1 and rounding[0] == len(chain) - 1
 
 
-def _zero(value: Term, storage: Node, wide: torch.dtype) -> tuple[Term, Read | None]:
+def _zero(value: Term, storage: Node, wide: torch.dtype) -> tuple[Term, Read | None, Term | None]:
     """The codes' value, and the zeros that are subtracted from it."""
     casts, inner = _uncast(value)
     if reads(inner) == {storage} or not isinstance(inner, Apply):
-        return value, None
+        return value, None, None
     if inner.name != "sub" or len(inner.args) != 2 or _has_options(inner):
         raise UnreadError(inner.node, "computes with more than codes")
     before, zero = inner.args
@@ -142,20 +147,30 @@ def _zero(value: Term, storage: Node, wide: torch.dtype) -> tuple[Term, Read | N
         raise UnreadError(inner.node, "subtracts codes")
     steps, leaf = _uncast(zero)
     if not isinstance(leaf, Read):
-        raise UnreadError(_first(zero) or inner.node, "makes zeros that are no tensor of the model's as they are")
+        return before, None, _packed(inner, casts, zero)
     if inner.wide.is_floating_point:
         if inner.wide != wide or any(c != wide for c in casts) or inner.dtype != wide:
             raise UnreadError(inner.node, f"subtracts in {inner.wide}, and the scales multiply in {wide}")
         if not _rounds_once(steps, leaf.dtype, wide) or (inner.scalars[1] and zero.dtype != wide):
             raise UnreadError(inner.node, "rounds zeros more than once")
-        return before, leaf
+        return before, leaf, None
     whole = inner.wide in (torch.int16, torch.int32, torch.int64) and inner.dtype == inner.wide and not before.dtype.is_floating_point
     if not whole or leaf.dtype not in (torch.int8, torch.uint8) or not before.dtype.itemsize <= inner.wide.itemsize:
         raise UnreadError(inner.node, f"subtracts in {inner.wide}, which may overflow")
     # Differences of bytes are exact in whole numbers, and rounded once behind that: the same as in the dtype of the product.
     if not _rounds_once(casts, inner.dtype, wide) or not _rounds_once(steps, leaf.dtype, inner.wide):
         raise UnreadError(inner.node, "is rounded more than once")
-    return before, leaf
+    return before, leaf, None
+
+
+def _packed(inner: Apply, casts: list[torch.dtype], zero: Term) -> Term:
+    """Zeros that are made of one input, in whole numbers so small that all dtypes have their differences, but for unsigned ones."""
+    first = _first(zero) or inner.node
+    if len(reads(zero)) != 1:
+        raise UnreadError(first, "makes zeros of more than one tensor")
+    if any(dtype not in _DIFFERENCES for dtype in (inner.wide, inner.dtype, *casts)):
+        raise UnreadError(inner.node, f"subtracts in {inner.wide}, which may overflow")
+    return zero
 
 
 def _scale(product: Apply, scale: Term, wide: torch.dtype) -> tuple[Read, str]:

@@ -13,9 +13,9 @@ from torch.fx import Node
 from moefuse.ops.encoding import dequantise
 from moefuse.passes.encodings.elements import is_number
 from moefuse.passes.encodings.moves import memory_of
-from moefuse.passes.encodings.part import Part
+from moefuse.passes.encodings.part import Coded, Part
 from moefuse.passes.encodings.places import Sample
-from moefuse.passes.encodings.read import Coded, trees
+from moefuse.passes.encodings.read import trees
 from moefuse.passes.encodings.table import same_bits
 from moefuse.passes.encodings.terms import Const, Read, UnreadError, evaluate
 from moefuse.passes.encodings.weight import Weight, cone, sizes_of, supposed

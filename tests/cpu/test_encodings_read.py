@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.fx import Graph, Node
 
 from moefuse.ops.encoding import Packing, dequantise, parse
-from moefuse.passes.encodings.part import emit, joined
+from moefuse.passes.encodings.part import Coded, Part, emit, joined
 from moefuse.passes.encodings.prove import drawn, holds
-from moefuse.passes.encodings.read import Coded, read
+from moefuse.passes.encodings.read import read
 from moefuse.passes.encodings.table import equal
 from moefuse.passes.encodings.weight import Weight
 from moefuse.passes.infer.state import Context, Given
@@ -72,9 +72,33 @@ def shown(coded: Coded, of: Traced) -> Tensor:
     return dequantise(coded.encoding, parts[0], parts[1], parts[2] if len(parts) > 2 else None, coded.dtype)
 
 
+def put_into(graph: Graph, made: list[Node]) -> Callable[..., Node]:
+    """Writes calls behind a graph's inputs."""
+
+    def put(function: Callable[..., Any], *args: Any) -> Node:
+        made.append(graph.call_function(function, args))
+        return made[-1]
+
+    return put
+
+
+def aliases(part: Part, of: Traced) -> None:
+    """What is written into the graph for a part is the part, in the memory of the input."""
+    made: list[Node] = []
+    found = emit(put_into(of.ctx.graph, made), part)
+    env: dict[Node, Any] = dict(of.values)
+    for node in made:
+        assert callable(node.target)
+        env[node] = node.target(*torch.fx.node.map_arg(node.args, env.__getitem__))
+    want = part.show(of.value(part.node))
+    assert equal(env[found], want)
+    assert env[found].data_ptr() == want.data_ptr()
+    assert env[found].untyped_storage().data_ptr() == of.value(part.node).untyped_storage().data_ptr()
+
+
 @pytest.mark.parametrize("name", FORMS)
 def test_forms(name: str) -> None:
-    """Each is read as what it is: the text, the bits of the weight, views that alias, and the proof on made-up numbers."""
+    """Each is read as what it is: the text, the bits of the weight, the proof on made-up numbers, and views that follow changes."""
     case = FORMS[name]
     parts = case.parts()
     of = traced(case.weight, parts)
@@ -88,6 +112,8 @@ def test_forms(name: str) -> None:
     weight = Weight(of.returned[0], case.order)
     assert holds(of.ctx, weight, coded, of.value)
     assert holds(of.ctx, weight, coded, drawn(coded))
+    for part in coded.parts:
+        aliases(part, of)
 
 
 @pytest.mark.parametrize("name", NEAR)
@@ -104,36 +130,6 @@ def test_near_misses(name: str) -> None:
     assert lost.code == "encoding-unknown"
     assert call is not None
     assert call.name == case.at, lost.details
-
-
-def put_into(graph: Graph, made: list[Node]) -> Callable[..., Node]:
-    """Writes calls behind a graph's inputs."""
-
-    def put(function: Callable[..., Any], *args: Any) -> Node:
-        made.append(graph.call_function(function, args))
-        return made[-1]
-
-    return put
-
-
-@pytest.mark.parametrize("name", FORMS)
-def test_views_alias(name: str) -> None:
-    """What is written into the graph for a part is the part, in the memory of the input: weights that change are followed."""
-    case = FORMS[name]
-    of = traced(case.weight, case.parts())
-    coded = read(of.ctx, of.returned[0], case.order)
-    assert isinstance(coded, Coded)
-    for part in coded.parts:
-        made: list[Node] = []
-        found = emit(put_into(of.ctx.graph, made), part)
-        env: dict[Node, Any] = dict(of.values)
-        for node in made:
-            assert callable(node.target)
-            env[node] = node.target(*torch.fx.node.map_arg(node.args, env.__getitem__))
-        want = part.show(of.value(part.node))
-        assert equal(env[found], want)
-        assert env[found].data_ptr() == want.data_ptr()
-        assert env[found].untyped_storage().data_ptr() == of.value(part.node).untyped_storage().data_ptr()
 
 
 def each(weight: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, ...]]:
