@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from moefuse.ops.encoding import EXPONENTS, LDEXP, POWERS, exponents
 from moefuse.passes.encodings.table import all_bytes, equal
-from moefuse.passes.encodings.terms import CAST, Apply, Read, Term, UnreadError, evaluate, leaves, reads
+from moefuse.passes.encodings.terms import CAST, Apply, Read, Term, UnreadError, device_of, evaluate, leaves, reads
 from moefuse.passes.graph.calls import tensor
 
 _MULTIPLIES = ("mul", "ldexp")
@@ -184,8 +184,9 @@ def _scale(product: Apply, scale: Term, wide: torch.dtype) -> tuple[Read, str]:
     if len(found) != 1 or not isinstance(found[0], Read) or found[0].dtype.itemsize != 1:
         raise UnreadError(_first(scale) or product.node, "makes scales that are no tensor of the model's as they are")
     codes = all_bytes(found[0].dtype)
-    factor = evaluate(scale, lambda _: codes)
-    kind = _ldexp(product, codes, factor) if product.name == "ldexp" else _power(codes, factor.to(wide))
+    device = device_of(product)
+    factor = evaluate(scale, lambda _: codes.to(device))
+    kind = _ldexp(product, codes, factor) if product.name == "ldexp" else _power(codes, factor.to(wide).cpu())
     if kind is not None:
         return found[0], kind
     raise UnreadError(_first(scale) or product.node, "makes scales of bytes that are no powers of two")
@@ -200,7 +201,7 @@ def _power(codes: Tensor, factor: Tensor) -> str | None:
 def _ldexp(product: Apply, codes: Tensor, exponent: Tensor) -> str | None:
     """The kind of scales with which ``ldexp`` computes here: some releases of torch multiply by a power, others are exact."""
     values = torch.tensor(_TRIED).to(product.args[0].dtype)[:, None].expand(-1, len(codes)).flatten()
-    found = product.run(values, exponent.repeat(len(_TRIED)))
+    found = product.run(values.to(exponent.device), exponent.repeat(len(_TRIED))).cpu()
     powers, value = exponents(codes, torch.float64, nan=False).repeat(len(_TRIED)), values.to(product.wide)
     if equal((value.double() * powers).to(product.wide), found):
         return LDEXP

@@ -8,19 +8,19 @@ found (``places.py``). ``prove.py`` compares the weight and what was read, on re
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 from torch.fx import Node
 
+from moefuse.passes.encodings.alike import Known, signature
 from moefuse.passes.encodings.elements import Batch, expert_stack, ways
 from moefuse.passes.encodings.fit import Ways, fitted
 from moefuse.passes.encodings.memory import Strided
-from moefuse.passes.encodings.part import Coded, Part
+from moefuse.passes.encodings.part import Coded
 from moefuse.passes.encodings.places import Sample, sample
 from moefuse.passes.encodings.terms import Read, UnreadError, leaves
-from moefuse.passes.encodings.weight import Weight, cone, inputs_of, is_stack, moment, signature, sizes_of, supposed
+from moefuse.passes.encodings.weight import Weight, is_stack, moment, sizes_of, supposed
 from moefuse.passes.graph.calls import tensor
 from moefuse.passes.graph.sizes import size_of, supposing
 from moefuse.passes.infer.state import Context
@@ -52,27 +52,15 @@ def read(
         return ctx.lost("encoding-unknown", error.node, dtype=dtype, detail=said)
 
 
-@dataclass
-class _Known:
-    """What was read in a graph: layers of a model are computed alike."""
-
-    found: dict[str, tuple[list[Node], Coded]] = field(default_factory=dict)
-
-
 def _once(ctx: Context, weight: Weight) -> Coded:
-    key, inputs, known = signature(ctx, weight), inputs_of(cone(ctx, weight)), ctx.scratch(_Known).found
-    if key is None or key not in known:
-        coded = _for_all_sizes(ctx, weight)
-        if key is not None:
-            known[key] = inputs, coded
-        return coded
-    before, coded = known[key]
-    own = dict(zip(before, inputs, strict=True))
-
-    def moved(part: Part) -> Part:
-        return replace(part, node=own[part.node])
-
-    return replace(coded, storage=moved(coded.storage), scale=moved(coded.scale), zero=None if coded.zero is None else moved(coded.zero))
+    own, known = signature(ctx, weight), ctx.scratch(Known)
+    if own is None:
+        return _for_all_sizes(ctx, weight)
+    before = known.of(own)
+    if before is None:
+        before = _for_all_sizes(ctx, weight)
+        known.found[own.text] = own, before
+    return before
 
 
 def _for_all_sizes(ctx: Context, weight: Weight) -> Coded:

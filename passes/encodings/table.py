@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from moefuse.ops.encoding import BITS, NAMED
-from moefuse.passes.encodings.terms import Apply, Const, Read, Term, UnreadError, evaluate, leaves
+from moefuse.passes.encodings.terms import Apply, Const, Read, Term, UnreadError, device_of, evaluate, leaves
 
 _CODES = 1 << BITS
 _MIXED = 997
@@ -78,8 +78,11 @@ def _last(value: Term, storage: Node) -> Node:
 def _meaning(value: Term, storage: Node, wide: torch.dtype, at: int) -> Meaning:
     """What the element ``at`` of a batch is."""
 
+    device = device_of(value)
+
     def run(codes: Tensor) -> Tensor:
-        return evaluate(value, lambda leaf: _constant(leaf, at) if isinstance(leaf, Const) else codes).to(wide)
+        found = evaluate(value, lambda leaf: (_constant(leaf, at) if isinstance(leaf, Const) else codes).to(device))
+        return found.to(wide).cpu()
 
     dtype = next(leaf.dtype for leaf in leaves(value) if isinstance(leaf, Read))
     if dtype.itemsize == 1:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import sympy
 import torch
@@ -114,25 +113,4 @@ def inputs_of(nodes: list[Node]) -> list[Node]:
     return [n for n in nodes if n.op in ("placeholder", "get_attr")]
 
 
-def signature(ctx: Context, weight: Weight) -> str | None:
-    """A text that is the same for weights that are computed alike from inputs of the same shapes; None where values count."""
-    nodes = cone(ctx, weight)
-    number = {node: i for i, node in enumerate(nodes)}
-    if any(weight.fixed(n) is not None for n in inputs_of(nodes)):
-        return None
-
-    def named(value: Any) -> Any:
-        return torch.fx.node.map_arg(value, lambda n: f"%{number.get(n, n.name)}")
-
-    lines = [f"{weight.order} {number[weight.node]}"]
-    for node in nodes:
-        value, call = tensor(node), ctx.calls[node]
-        kind = "" if value is None else f"{value.dtype} {tuple(value.shape)} {value.stride()} {value.storage_offset()}"
-        memory = f"{number.get(ctx.storage[node])} {[number.get(w) for w in ctx.writes.get(ctx.storage[node], ())]}"
-        row = is_number(ctx, node, weight.rows)
-        does = "" if call is None else f"{node.target} {named(node.args)} {named(node.kwargs)}"
-        lines.append(f"{node.op if call is None else call.name} {kind} {memory} {row} {'' if row else does}")
-    return "\n".join(lines)
-
-
-__all__ = ["Weight", "cone", "inputs_of", "is_stack", "moment", "signature", "sizes_of", "supposed"]
+__all__ = ["Weight", "cone", "inputs_of", "is_stack", "moment", "sizes_of", "supposed"]
