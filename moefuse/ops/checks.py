@@ -403,8 +403,9 @@ def check_codes(
             _bad_type(op, name, f"has dtype {_names([t.dtype])}", f"{_names(legal)}, which hold {encoding.name}")
         _check_device(t, x, op, name, "x")
     shape = tuple(storage[0].shape)
-    expected = (*shape[:-2], *encoding.scales(*encoding.logical(shape)[-2:]))
-    for part, tensors in (("scale", scale), ("zero", zero)):
+    scales = (*shape[:-2], *encoding.scales(*encoding.logical(shape)[-2:]))
+    zeros = scales if encoding.zeros is None else encoding.zeros.words(scales)
+    for part, tensors, expected in (("scale", scale, scales), ("zero", zero, zeros)):
         if len(tensors) != (len(storage) if part in encoding.parts else 0):
             _bad_value(op, "codes", f"has {len(tensors)} tensors as {part} of `{name}`", f"{len(storage)}, as many as `{name}`")
         for t in tensors:

@@ -62,6 +62,11 @@ class Packing:
         """Codes in a number."""
         return len(self.shifts)
 
+    def words(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of numbers that hold codes of a shape [..., N, K]."""
+        at = len(shape) - 2 + self.axis
+        return tuple(-(-n // self.per) if i == at else n for i, n in enumerate(shape))
+
     def __str__(self) -> str:
         return f"{'nk'[self.axis]}{'/' if self.halves else ':'}{','.join(map(str, self.shifts))}"
 
@@ -82,6 +87,7 @@ class Encoding:
         scale: "" for scales that are numbers, or :data:`EXPONENTS`, :data:`POWERS`, :data:`LDEXP`.
         zero: whether each block has a zero.
         packing: see :class:`Packing`; None with a table of :data:`NAMED`.
+        zeros: the packing of zeros that are whole numbers from 0 to 15 themselves; None where each is a number of its own.
     """
 
     table: str | tuple[float, ...]
@@ -90,12 +96,13 @@ class Encoding:
     scale: str = ""
     zero: bool = False
     packing: Packing | None = None
+    zeros: Packing | None = None
 
     def __post_init__(self) -> None:
         named = isinstance(self.table, str)
         if named != (self.packing is None) or (named and self.table not in NAMED) or not (named or len(self.table) == 1 << BITS):
             raise ValueError(f"no encoding: table {self.table} with packing {self.packing}")
-        if self.arithmetic not in DTYPES or self.scale not in KINDS or min(self.block) < 0:
+        if self.arithmetic not in DTYPES or self.scale not in KINDS or min(self.block) < 0 or bool(self.zeros) > self.zero:
             raise ValueError(f"no encoding: {self.arithmetic!r}, {self.scale!r}, blocks {self.block}")
 
     @property
@@ -111,7 +118,7 @@ class Encoding:
     def __str__(self) -> str:
         """For the op's schema; :func:`parse` reads it."""
         table = self.name if self.name != "lut16" else "lut16=" + ",".join(map(repr, self.table))
-        zero, scale = "zero" if self.zero else "", self.scale or "number"
+        zero, scale = f"zero={self.zeros}" if self.zeros else "zero" if self.zero else "", self.scale or "number"
         return f"{table};{self.block[0]}x{self.block[1]};{self.arithmetic};{scale};{zero};{self.packing or ''}"
 
     def describe(self) -> str:
@@ -151,7 +158,9 @@ def parse(text: str) -> Encoding:
         name, _, entries = name.partition("=")
         table = tuple(map(float, entries.split(","))) if entries else MADE.get(name, name)
         kind = "" if scale == "number" else scale
-        return Encoding(table, (bn, bk), arithmetic, kind, zero == "zero", Packing.parse(packing) if packing else None)
+        zero, _, zeros = zero.partition("=")
+        packings = [Packing.parse(text) if text else None for text in (packing, zeros)]
+        return Encoding(table, (bn, bk), arithmetic, kind, zero == "zero", *packings)
     except (ValueError, IndexError) as error:
         raise ValueError(f"no encoding: {text!r}") from error
 
@@ -168,7 +177,7 @@ def dequantise(encoding: Encoding, storage: Tensor, scale: Tensor, zero: Tensor 
 
     Args:
         storage: [..., N', K'].
-        scale, zero: [..., N / bn, K / bk], rounded up; any dtype, or bytes where the encoding says that they are powers of two.
+        scale, zero: [..., N / bn, K / bk], rounded up, of packed zeros fewer; any dtype, or bytes where scales are powers of two.
     """
     wide = DTYPES[encoding.arithmetic]
     if encoding.packing is None:
@@ -177,7 +186,9 @@ def dequantise(encoding: Encoding, storage: Tensor, scale: Tensor, zero: Tensor 
         value = (storage if storage.dtype == kind else storage.view(kind)).to(wide)
     else:
         value = _looked_up(codes_of(storage, encoding.packing), encoding.table, wide)
-    value = _by_blocks(torch.sub, value, zero.to(wide), encoding.block) if zero is not None else value
+    if zero is not None:
+        zeros = zero if encoding.zeros is None else codes_of(zero, encoding.zeros)
+        value = _by_blocks(torch.sub, value, zeros.to(wide), encoding.block)
     if encoding.scale == LDEXP:
         return _by_blocks(torch.mul, value.double(), exponents(scale, torch.float64, nan=False), encoding.block).to(wide).to(dtype)
     factors = exponents(scale, wide, nan=encoding.scale == EXPONENTS) if encoding.scale else scale.to(wide)

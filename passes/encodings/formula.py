@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -11,11 +12,16 @@ from torch.fx import Node
 
 from moefuse.ops.encoding import EXPONENTS, LDEXP, POWERS, exponents
 from moefuse.passes.encodings.table import all_bytes, equal
-from moefuse.passes.encodings.terms import CAST, Apply, Read, Term, UnreadError, evaluate, leaves, reads
+from moefuse.passes.encodings.terms import CAST, Apply, Read, Term, UnreadError, device_of, evaluate, leaves, reads
+from moefuse.passes.graph.calls import tensor
 
 _MULTIPLIES = ("mul", "ldexp")
 _TRIED = (0.0, -0.0, 0.5, 1.0, 1.5, 6.0, -6.0, 7.0)
 """Values that ``ldexp`` is tried with."""
+_DIFFERENCES = frozenset((torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64))
+"""Dtypes that have all whole numbers from -128 to 127."""
+_TRIES = 256
+"""Values that one number is multiplied by, to see how."""
 _EXACT: dict[torch.dtype, frozenset[torch.dtype]] = {
     torch.float16: frozenset((torch.float32, torch.float64)),
     torch.bfloat16: frozenset((torch.float32, torch.float64)),
@@ -41,6 +47,7 @@ class Formula:
         product: where scales multiply.
         value: the tree of what codes stand for; ``storage``: the input that has them.
         scale, zero: numbers of inputs, as they are.
+        zeros: the tree of zeros that are codes themselves, of one input.
         kind: of the scales (``Encoding.scale``).
         wide: the dtype of both steps.
         whole: zeros are subtracted in whole numbers.
@@ -51,6 +58,7 @@ class Formula:
     storage: Node
     scale: Read
     zero: Read | None
+    zeros: Term | None
     kind: str
     wide: torch.dtype
     whole: bool
@@ -71,15 +79,34 @@ def formula(term: Term, storage: Node) -> Formula:
     if of == [True, True] or (product.name == "ldexp" and not of[0]):
         raise UnreadError(product.node, "multiplies codes by codes")
     value, scale = product.args if of[0] else product.args[::-1]
-    wide = product.wide
+    wide = _wide(product, scale, product.scalars[1 if of[0] else 0])
     if not _rounds_once([product.dtype, *casts], wide):
         raise UnreadError(product.node, "is rounded more than once")
-    value, zero = _zero(value, storage, wide)
+    value, zero, zeros = _zero(value, storage, wide)
     foreign = next(_foreign(value, storage), None)
     if foreign is not None:
         raise UnreadError(foreign, "computes with more than codes")
     factor, kind = _scale(product, scale, wide)
-    return Formula(product.node, value, storage, factor, zero, kind, wide, zero is not None and not value.dtype.is_floating_point)
+    whole = zero is not None and not value.dtype.is_floating_point
+    return Formula(product.node, value, storage, factor, zero, zeros, kind, wide, whole)
+
+
+def _wide(product: Apply, scale: Term, is_scalar: bool) -> torch.dtype:
+    """The dtype of a product. One number without dimensions does not widen the result, but may be multiplied as it is, in float32."""
+    if not is_scalar or product.wide not in (torch.bfloat16, torch.float16) or scale.dtype == product.wide:
+        return product.wide
+    dice = torch.Generator().manual_seed(0)
+    devices = [value.device for value in map(tensor, product.node.all_input_nodes) if value is not None]
+    values, factor = torch.randn(_TRIES, generator=dice).to(product.wide), torch.tensor(math.pi / 10).to(scale.dtype)
+    given = [factor if arg is scale else values for arg in product.args]
+    try:
+        found = product.run(*(v.to(device) for v, device in zip(given, devices[:2], strict=True))).cpu()
+    except (RuntimeError, AssertionError) as error:  # no such device here
+        raise UnreadError(product.node, "multiplies by one number, which may be rounded before") from error
+    for wide in (product.wide, torch.float32):
+        if equal((values.to(wide) * factor.to(wide).expand(_TRIES)).to(product.wide), found):
+            return wide
+    raise UnreadError(product.node, f"multiplies by one number of {scale.dtype}")
 
 
 def _has_options(product: Apply) -> bool:
@@ -108,11 +135,11 @@ def _rounds_once(steps: Iterable[torch.dtype], start: torch.dtype, target: torch
     return len(rounding) == 1 and rounding[0] == len(chain) - 1
 
 
-def _zero(value: Term, storage: Node, wide: torch.dtype) -> tuple[Term, Read | None]:
+def _zero(value: Term, storage: Node, wide: torch.dtype) -> tuple[Term, Read | None, Term | None]:
     """The codes' value, and the zeros that are subtracted from it."""
     casts, inner = _uncast(value)
     if reads(inner) == {storage} or not isinstance(inner, Apply):
-        return value, None
+        return value, None, None
     if inner.name != "sub" or len(inner.args) != 2 or _has_options(inner):
         raise UnreadError(inner.node, "computes with more than codes")
     before, zero = inner.args
@@ -120,20 +147,30 @@ def _zero(value: Term, storage: Node, wide: torch.dtype) -> tuple[Term, Read | N
         raise UnreadError(inner.node, "subtracts codes")
     steps, leaf = _uncast(zero)
     if not isinstance(leaf, Read):
-        raise UnreadError(_first(zero) or inner.node, "makes zeros that are no tensor of the model's as they are")
+        return before, None, _packed(inner, casts, zero)
     if inner.wide.is_floating_point:
         if inner.wide != wide or any(c != wide for c in casts) or inner.dtype != wide:
             raise UnreadError(inner.node, f"subtracts in {inner.wide}, and the scales multiply in {wide}")
-        if not _rounds_once(steps, leaf.dtype, wide):
+        if not _rounds_once(steps, leaf.dtype, wide) or (inner.scalars[1] and zero.dtype != wide):
             raise UnreadError(inner.node, "rounds zeros more than once")
-        return before, leaf
+        return before, leaf, None
     whole = inner.wide in (torch.int16, torch.int32, torch.int64) and inner.dtype == inner.wide and not before.dtype.is_floating_point
     if not whole or leaf.dtype not in (torch.int8, torch.uint8) or not before.dtype.itemsize <= inner.wide.itemsize:
         raise UnreadError(inner.node, f"subtracts in {inner.wide}, which may overflow")
     # Differences of bytes are exact in whole numbers, and rounded once behind that: the same as in the dtype of the product.
     if not _rounds_once(casts, inner.dtype, wide) or not _rounds_once(steps, leaf.dtype, inner.wide):
         raise UnreadError(inner.node, "is rounded more than once")
-    return before, leaf
+    return before, leaf, None
+
+
+def _packed(inner: Apply, casts: list[torch.dtype], zero: Term) -> Term:
+    """Zeros that are made of one input, in whole numbers so small that all dtypes have their differences, but for unsigned ones."""
+    first = _first(zero) or inner.node
+    if len(reads(zero)) != 1:
+        raise UnreadError(first, "makes zeros of more than one tensor")
+    if any(dtype not in _DIFFERENCES for dtype in (inner.wide, inner.dtype, *casts)):
+        raise UnreadError(inner.node, f"subtracts in {inner.wide}, which may overflow")
+    return zero
 
 
 def _scale(product: Apply, scale: Term, wide: torch.dtype) -> tuple[Read, str]:
@@ -147,8 +184,9 @@ def _scale(product: Apply, scale: Term, wide: torch.dtype) -> tuple[Read, str]:
     if len(found) != 1 or not isinstance(found[0], Read) or found[0].dtype.itemsize != 1:
         raise UnreadError(_first(scale) or product.node, "makes scales that are no tensor of the model's as they are")
     codes = all_bytes(found[0].dtype)
-    factor = evaluate(scale, lambda _: codes)
-    kind = _ldexp(product, codes, factor) if product.name == "ldexp" else _power(codes, factor.to(wide))
+    device = device_of(product)
+    factor = evaluate(scale, lambda _: codes.to(device))
+    kind = _ldexp(product, codes, factor) if product.name == "ldexp" else _power(codes, factor.to(wide).cpu())
     if kind is not None:
         return found[0], kind
     raise UnreadError(_first(scale) or product.node, "makes scales of bytes that are no powers of two")
@@ -163,7 +201,7 @@ def _power(codes: Tensor, factor: Tensor) -> str | None:
 def _ldexp(product: Apply, codes: Tensor, exponent: Tensor) -> str | None:
     """The kind of scales with which ``ldexp`` computes here: some releases of torch multiply by a power, others are exact."""
     values = torch.tensor(_TRIED).to(product.args[0].dtype)[:, None].expand(-1, len(codes)).flatten()
-    found = product.run(values, exponent.repeat(len(_TRIED)))
+    found = product.run(values.to(exponent.device), exponent.repeat(len(_TRIED))).cpu()
     powers, value = exponents(codes, torch.float64, nan=False).repeat(len(_TRIED)), values.to(product.wide)
     if equal((value.double() * powers).to(product.wide), found):
         return LDEXP

@@ -1,4 +1,4 @@
-"""Storages, scales and zeros as views of the graph's inputs."""
+"""What is read: an encoding, and storages, scales and zeros as views of the graph's inputs."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from moefuse.ops.encoding import Encoding
 from moefuse.passes.encodings.memory import Strided
 
 Put = Callable[..., Node]
@@ -27,6 +28,27 @@ class Part:
     def show(self, value: Tensor) -> Tensor:
         """The view of the input's value."""
         return value.as_strided(self.sizes, self.strides, value.storage_offset() + self.first)
+
+
+@dataclass(frozen=True)
+class Coded:
+    """A weight [N, K], or [E, N, K], as its program holds it: what ``dequantise`` makes of its parts is the weight, bit by bit.
+
+    Attributes:
+        dtype: of the weight.
+        storage, scale, zero: views of the model's tensors; of a weight of one expert without the first dimension.
+    """
+
+    encoding: Encoding
+    storage: Part
+    scale: Part
+    zero: Part | None
+    dtype: torch.dtype
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """All views, the storage first, the others in the order of ``Encoding.parts``."""
+        return (self.storage, self.scale) if self.zero is None else (self.storage, self.scale, self.zero)
 
 
 def joined(parts: Sequence[Part]) -> Part | None:
@@ -101,4 +123,4 @@ def _contiguous(sizes: Sequence[int], strides: Sequence[int]) -> int | None:
     return reach
 
 
-__all__ = ["Part", "Put", "emit", "joined"]
+__all__ = ["Coded", "Part", "Put", "emit", "joined"]

@@ -13,13 +13,14 @@ from torch.fx import Node
 from moefuse.ops.encoding import dequantise
 from moefuse.passes.encodings.elements import is_number
 from moefuse.passes.encodings.moves import memory_of
-from moefuse.passes.encodings.part import Part
+from moefuse.passes.encodings.part import Coded, Part
 from moefuse.passes.encodings.places import Sample
-from moefuse.passes.encodings.read import Coded, trees
+from moefuse.passes.encodings.read import trees
 from moefuse.passes.encodings.table import same_bits
-from moefuse.passes.encodings.terms import Const, Read, UnreadError, evaluate
-from moefuse.passes.encodings.weight import Weight, cone, sizes_of
+from moefuse.passes.encodings.terms import Const, Read, UnreadError, device_of, evaluate
+from moefuse.passes.encodings.weight import Weight, cone, inputs_of, sizes_of, supposed
 from moefuse.passes.graph.calls import call_target, tensor
+from moefuse.passes.graph.sizes import supposing
 from moefuse.passes.infer.state import Context
 
 _AT_ONCE = 1 << 20
@@ -46,9 +47,16 @@ def holds(
         most: so many weights of an expert are enough, in rows over all of it; None: all of them.
         small: whether the program is run as it is, for all experts, and not element by element; None: by their size.
     """
+    with supposing(supposed(ctx, weight)[0]):
+        return _holds(ctx, weight, coded, value, experts, most, small)
+
+
+def _holds(
+    ctx: Context, weight: Weight, coded: Coded, value: Values, experts: Sequence[int] | None, most: int | None, small: bool | None
+) -> bool:
     count, features, inputs = sizes_of(ctx, weight)
-    small = count * features * inputs <= _RUN if small is None else small
-    value = functools.cache(lambda node, of=value: of(node).detach().cpu())
+    small = count * features * inputs <= _RUN and not weight.rows if small is None else small
+    value = functools.cache(lambda node, of=value: of(node).detach())
     lines = features if most is None else max(2, min(features, most // inputs))
     rows = torch.linspace(0, features - 1, lines).round().long().unique()
     for expert in sorted({0, count - 1}) if experts is None else experts:
@@ -68,16 +76,17 @@ def holds(
 def run(ctx: Context, weight: Weight, value: Values, expert: int) -> Tensor:
     """The weight [N, K] of an expert, by running all operations that it is computed by."""
     env: dict[Node, Any] = {}
+    device = next(value(n).device for n in inputs_of(cone(ctx, weight)) if weight.fixed(n) is None)
     for node in cone(ctx, weight):
         if node.op in ("placeholder", "get_attr"):
             fixed = weight.fixed(node)
-            env[node] = value(node) if fixed is None else fixed.cpu()
+            env[node] = value(node) if fixed is None else fixed.to(device)
         elif is_number(ctx, node, weight.rows):
-            env[node] = torch.tensor(expert)
+            env[node] = torch.tensor(expert, device=device)
         else:
             args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
             with torch.no_grad():
-                env[node] = call_target(node, args, {**kwargs, "device": "cpu"} if "device" in kwargs else kwargs)
+                env[node] = call_target(node, args, {**kwargs, "device": device} if "device" in kwargs else kwargs)
     found = env[weight.node]
     assert isinstance(found, Tensor)
     rest = [d for d in range(found.dim()) if d not in weight.order]
@@ -105,6 +114,7 @@ def _draw(node: Node, dice: torch.Generator, role: int) -> Tensor:
         flat = (torch.randperm(reach, generator=dice).double() / reach + 0.5).to(dtype) * (1 if role == 1 else 8)
     else:
         flat = torch.randint(0, 100, (reach,), generator=dice).to(dtype)
+    flat = flat.to(device_of(Read(node, torch.zeros(0), dtype)))
     return flat.as_strided(value.shape, value.stride(), value.storage_offset())
 
 
@@ -117,13 +127,15 @@ def _same(ctx: Context, weight: Weight, wanted: Tensor, expert: int, rows: Tenso
     """Whether rows of an expert's weight are what they must be, each weight computed for itself."""
     here = torch.cartesian_prod(rows, torch.arange(wanted.shape[1]))
     of = Sample(torch.full((len(here),), expert), here[:, 0], here[:, 1], sizes_of(ctx, weight))
-    block = wanted[rows].flatten()
+    block = wanted[rows.to(wanted.device)].flatten()
 
     def leaf(found: Const | Read) -> Tensor:
-        return found.values if isinstance(found, Const) else memory_of(value(found.node))[found.place]
+        if isinstance(found, Const):
+            return found.values.to(wanted.device)
+        return memory_of(value(found.node))[found.place.to(wanted.device)]
 
     try:
-        return all(bool(same_bits(evaluate(term, leaf), block[which]).all()) for which, term in trees(ctx, weight, of))
+        return all(bool(same_bits(evaluate(term, leaf), block[which.to(block.device)]).all()) for which, term in trees(ctx, weight, of))
     except UnreadError:
         return False
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from moefuse.ops.encoding import BITS, NAMED
-from moefuse.passes.encodings.terms import Apply, Const, Read, Term, UnreadError, evaluate, leaves
+from moefuse.passes.encodings.terms import Apply, Const, Read, Term, UnreadError, device_of, evaluate, leaves
 
 _CODES = 1 << BITS
 _MIXED = 997
@@ -22,6 +22,12 @@ class Meaning:
 
     table: str | tuple[float, ...]
     shift: int | None
+
+    def offset(self) -> float | None:
+        """What is added to codes, where that is all: the table counts on from there. None for any other table."""
+        start = self.table[0]
+        counts = not isinstance(start, str) and list(self.table) == [start + i for i in range(_CODES)]
+        return start if counts and not isinstance(start, str) and start.is_integer() else None
 
     @property
     def key(self) -> tuple[str, ...]:
@@ -72,8 +78,11 @@ def _last(value: Term, storage: Node) -> Node:
 def _meaning(value: Term, storage: Node, wide: torch.dtype, at: int) -> Meaning:
     """What the element ``at`` of a batch is."""
 
+    device = device_of(value)
+
     def run(codes: Tensor) -> Tensor:
-        return evaluate(value, lambda leaf: _constant(leaf, at) if isinstance(leaf, Const) else codes).to(wide)
+        found = evaluate(value, lambda leaf: (_constant(leaf, at) if isinstance(leaf, Const) else codes).to(device))
+        return found.to(wide).cpu()
 
     dtype = next(leaf.dtype for leaf in leaves(value) if isinstance(leaf, Read))
     if dtype.itemsize == 1:

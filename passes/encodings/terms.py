@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from moefuse.passes.graph.calls import tensor
+
 CAST, BITS = "cast", "bits"
 """Names of what changes a dtype, and of what reads the same bits as another dtype."""
 
@@ -76,6 +78,17 @@ def reads(term: Term) -> frozenset[Node]:
     return term.reads if isinstance(term, Apply) else frozenset((term.node,) if isinstance(term, Read) else ())
 
 
+def device_of(term: Term) -> torch.device:
+    """Where the program computes a tree, if that is a device of this machine: the bits of a power may be another device's."""
+    value = tensor(term.node) if isinstance(term, Apply | Read) else None
+    device = torch.device("cpu") if value is None else value.device
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError):
+        return torch.device("cpu")
+    return device
+
+
 def leaves(term: Term) -> Iterator[Const | Read]:
     """Where a tree ends, from left to right."""
     if isinstance(term, Apply):
@@ -123,7 +136,7 @@ def looked_up(node: Node, index: Term, table: Tensor) -> Term:
     """Numbers of a table that codes say which of."""
 
     def run(codes: Tensor) -> Tensor:
-        return table[codes]
+        return table.to(codes.device)[codes]
 
     return folded(Apply(node, "table", (index,), (False,), run, table.dtype, table.dtype))
 
@@ -142,5 +155,6 @@ def folded(term: Apply) -> Term:
 
 
 __all__ = [
-    "BITS", "CAST", "Apply", "Const", "Read", "Term", "UnreadError", "bits", "cast", "evaluate", "folded", "leaves", "looked_up", "reads",
+    "BITS", "CAST", "Apply", "Const", "Read", "Term", "UnreadError", "bits", "cast", "device_of", "evaluate", "folded", "leaves",
+    "looked_up", "reads",
 ]  # fmt: skip

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
+import sympy
 import torch
 from torch import Tensor
 from torch.fx import Node
@@ -15,10 +15,13 @@ from moefuse.passes.encodings.memory import Coords, Strided
 from moefuse.passes.encodings.places import Sample
 from moefuse.passes.encodings.terms import UnreadError
 from moefuse.passes.graph.calls import tensor
+from moefuse.passes.graph.sizes import shape_of, size_of
 from moefuse.passes.infer.state import Context
 
 _MOST = 96
 """Most operations that a weight is computed by, its inputs included."""
+_PRIMES = (5, 9)
+"""Where the primes begin that stand for unknown sizes."""
 
 
 @dataclass(frozen=True)
@@ -97,30 +100,17 @@ def cone(ctx: Context, weight: Weight) -> list[Node]:
     return sorted(seen, key=ctx.position.__getitem__)
 
 
+def supposed(ctx: Context, weight: Weight) -> list[dict[sympy.Symbol, sympy.Symbol]]:
+    """Numbers to read sizes as which the run alone knows, such as how many tokens choose a weight: what is read must not depend on them."""
+    values = [value for value in map(tensor, cone(ctx, weight)) if value is not None]
+    sizes = [s for value in values for s in (*shape_of(value), *map(size_of, value.stride()), size_of(value.storage_offset()))]
+    unknown = sorted({symbol for size in sizes if isinstance(size, sympy.Expr) for symbol in size.free_symbols}, key=str)
+    return [{symbol: sympy.Integer(sympy.prime(at + i)) for i, symbol in enumerate(unknown)} for at in _PRIMES] if unknown else [{}]
+
+
 def inputs_of(nodes: list[Node]) -> list[Node]:
     """The inputs of the graph among nodes."""
     return [n for n in nodes if n.op in ("placeholder", "get_attr")]
 
 
-def signature(ctx: Context, weight: Weight) -> str | None:
-    """A text that is the same for weights that are computed alike from inputs of the same shapes; None where values count."""
-    nodes = cone(ctx, weight)
-    number = {node: i for i, node in enumerate(nodes)}
-    if any(weight.fixed(n) is not None for n in inputs_of(nodes)):
-        return None
-
-    def named(value: Any) -> Any:
-        return torch.fx.node.map_arg(value, lambda n: f"%{number.get(n, n.name)}")
-
-    lines = [f"{weight.order} {number[weight.node]}"]
-    for node in nodes:
-        value, call = tensor(node), ctx.calls[node]
-        kind = "" if value is None else f"{value.dtype} {tuple(value.shape)} {value.stride()} {value.storage_offset()}"
-        memory = f"{number.get(ctx.storage[node])} {[number.get(w) for w in ctx.writes.get(ctx.storage[node], ())]}"
-        row = is_number(ctx, node, weight.rows)
-        does = "" if call is None else f"{node.target} {named(node.args)} {named(node.kwargs)}"
-        lines.append(f"{node.op if call is None else call.name} {kind} {memory} {row} {'' if row else does}")
-    return "\n".join(lines)
-
-
-__all__ = ["Weight", "cone", "inputs_of", "is_stack", "moment", "signature", "sizes_of"]
+__all__ = ["Weight", "cone", "inputs_of", "is_stack", "moment", "sizes_of", "supposed"]

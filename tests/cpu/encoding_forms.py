@@ -108,10 +108,10 @@ def wrapped(q: Tensor, s: Tensor) -> Tensor:
 def hqq(q: Tensor, s: Tensor, z: Tensor) -> Tensor:
     """Groups are rows; the high nibbles are the first half of them."""
     half = q.shape[0]
-    values = torch.empty((2 * half, q.shape[1]), dtype=torch.uint8)
+    values = torch.empty((2 * half, q.shape[1]), dtype=s.dtype)
     values[:half] = (q & 0b11110000) >> 4
     values[half:] = q & 0b00001111
-    return ((values.to(s.dtype) - z) * s).reshape(N, K).t()
+    return ((values - z) * s).reshape(N, K).t()
 
 
 def hqq8(q: Tensor, s: Tensor, z: Tensor) -> Tensor:
@@ -125,10 +125,10 @@ def gptq(q: Tensor, s: Tensor) -> Tensor:
     return (s.repeat_interleave(G, -2) * codes).transpose(-1, -2)
 
 
-def gptq_zeros(q: Tensor, s: Tensor, z: Tensor) -> Tensor:
+def gptq_zeros(q: Tensor, s: Tensor, z: Tensor, more: int = 0) -> Tensor:
     shifts = torch.arange(0, 32, 4, dtype=torch.int32)
     codes = ((q[:, None, :] >> shifts[None, :, None]) & 15).reshape(K, -1)
-    zeros = ((z[:, :, None] >> shifts[None, None, :]) & 15).reshape(z.shape[0], -1)
+    zeros = ((z[:, :, None] >> shifts[None, None, :]) & 15).reshape(z.shape[0], -1) + more
     return ((codes.reshape(-1, G, codes.shape[1]) - zeros[:, None]) * s[:, None]).reshape(K, -1)
 
 
@@ -211,6 +211,9 @@ FORMS: dict[str, Case] = {
     "int8 channel wide": Case(channel_wide, lambda: (int8(E, N, K), some(E, N, 1)), "s8;1x0;f32;number;;"),
     "int8 scale of another dtype": Case(channel, lambda: (int8(E, N, K), some(E, N, 1)), "s8;1x0;f32;number;;"),
     "int8 one": Case(channel, lambda: (int8(N, K), some(N, 1, dtype=BF16)), "s8;1x0;bf16;number;;", order=(0, 1)),
+    "one number": Case(channel, lambda: (int8(N, K), torch.tensor(0.3)), "s8;0x0;f32;number;;", order=(0, 1)),
+    "one number first": Case(lambda q, s: s[1] * q[1].to(BF16), lambda: (int8(E, N, K), some(E)), "s8;0x0;bf16;number;;", order=(0, 1)),
+    "one number of 16 bits": Case(channel, lambda: (int8(N, K), torch.tensor(0.3, dtype=BF16)), "s8;0x0;bf16;number;;", order=(0, 1)),
     "tensor": Case(channel, lambda: (fp8(E, N, K), some(E, 1, 1)), "e4m3;0x0;f32;number;;"),
     "e5m2": Case(channel, lambda: (fp8(E, N, K).to(torch.float8_e5m2), some(E, 1, K)), "e5m2;0x1;f32;number;;"),
     "bytes": Case(channel, lambda: (byte(E, N, K), some(E, N, 1)), "u8;1x0;f32;number;;"),
@@ -241,6 +244,12 @@ FORMS: dict[str, Case] = {
     "gptq": Case(gptq, lambda: (words(E, K // 8, N), some(E, K // G, N)), f"u4-8;1x8;f32;number;;k:{WORD}"),
     "gptq one": Case(gptq, lambda: (words(K // 8, N), some(K // G, N, dtype=torch.half)), f"u4-8;1x8;f16;number;;k:{WORD}",
                      order=(0, 1)),
+    "gptq zeros": Case(gptq_zeros, lambda: (words(K // 8, 8), some(K // G, 8, dtype=torch.half), words(K // G, 1)),
+                       f"u4;1x8;f16;number;zero=n:{WORD};k:{WORD}", order=(1, 0), sizes=(8, K)),
+    "gptq zeros less one": Case(lambda q, s, z: gptq_zeros(q, s, z, 1), lambda: (words(K // 8, 8), some(K // G, 8), words(K // G, 1)),
+                                "lut16=-1.0,0.0,1.0,", order=(1, 0), sizes=(8, K)),
+    "nibbles as zeros": Case(lambda q, s, z: grouped(nibbles(q).to(torch.int8) - nibbles(z).to(torch.int8).repeat_interleave(G, -1), s),
+                             lambda: (*two(), byte(E, N, K // G // 2)), "u4;1x8;f32;number;zero=k:0,4;k:0,4"),
     "awq": Case(awq, lambda: (words(E, K, 2), some(E, K // G, 16)), "u4-8;1x8;f32;number;;n:0,16,4,20,8,24,12,28",
                 order=(0, 2, 1), sizes=(E, 16, K)),
     "awq reordered": Case(awq_reordered, lambda: (words(K, 2), some(K // G, 16)), "u4-8;1x8;f32;number;;n:0,16,4,20,8,24,12,28",
@@ -315,7 +324,10 @@ NEAR: dict[str, Case] = {
     "codes of codes": Case(lambda q, s: grouped(nibbles(q), s) * q.repeat_interleave(2, -1), two, at="mul"),
     "sum of two": Case(lambda q, s: (q[:, ::2].float() + q[:, 1::2]) * s[:, ::2], lambda: (byte(E, N, K), some(E, N, 1)), at="add"),
     "some of nothing": Case(unfilled, two, at="empty"),
-    "packed zeros": Case(gptq_zeros, lambda: (words(K // 8, 8), some(K // G, 8), words(K // G, 1)), at="rshift", order=(1, 0)),
+    "packed zeros with an overflow": Case(lambda q, s, z: grouped(nibbles(q) - nibbles(z).repeat_interleave(G, -1), s),
+                                          lambda: (*two(), byte(E, N, K // G // 2)), at="sub"),
+    "levels as zeros": Case(lambda q, s, z: grouped(nibbles(q).float() - 2 * nibbles(z).repeat_interleave(G, -1), s),
+                            lambda: (*two(), byte(E, N, K // G // 2)), at="mul"),
     "no scale": Case(lambda q, s: q.to(BF16) + 0 * s, lambda: (int8(E, N, K), some(E, N, 1)), at="add"),
     "a scale for each weight of a stack of two": Case(lambda q, s: (q.float() * s)[:, :, ::2], lambda: (int8(E, N, K), some(E, N, K))),
 }  # fmt: skip

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from moefuse.passes.encodings.part import Coded
 from moefuse.passes.encodings.prove import drawn, holds
-from moefuse.passes.encodings.read import Coded, read
+from moefuse.passes.encodings.read import read
 from moefuse.passes.encodings.table import equal
 from moefuse.passes.encodings.weight import Weight
 from tests.cpu.encoding_forms import FP4
@@ -34,7 +35,8 @@ class Program:
     turned: bool = False
     block: tuple[int, int] = (1, 8)
     spread: Literal["repeat", "expand", "index", "split"] = "repeat"
-    zero: Literal["", "number", "tensor"] = ""
+    zero: Literal["", "number", "tensor", "packed"] = ""
+    powers: Literal["", "pow", "view", "ldexp"] = ""
     scale: torch.dtype = torch.float32
     arithmetic: torch.dtype = torch.float32
     scale_first: bool = False
@@ -59,8 +61,10 @@ class Program:
         if self.element == "e4m3":
             storage = storage.clamp(max=125).view(torch.float8_e4m3fn)
         blocks = (*lead, N // self.block[0], K // self.block[1])
-        scale = (torch.rand(blocks) + 0.5).to(self.scale)
+        scale = torch.randint(256, blocks, dtype=torch.uint8) if self.powers else (torch.rand(blocks) + 0.5).to(self.scale)
         zeros = ((torch.rand(blocks) * 8).to(self.arithmetic),) if self.zero == "tensor" else ()
+        if self.zero == "packed":
+            zeros = (torch.randint(256, (*blocks[:-2], blocks[-2] // 2, blocks[-1]), dtype=torch.uint8),)
         held = (storage, scale, *zeros)
         return tuple(part.transpose(-1, -2).contiguous() for part in held) if self.turned else held
 
@@ -70,10 +74,20 @@ class Program:
             storage, scale = storage.transpose(-1, -2), scale.transpose(-1, -2)
             zeros = None if zeros is None else zeros.transpose(-1, -2)
         value = self._value(storage).to(self.arithmetic)
+        scale = self._factors(scale)
+        if zeros is not None and self.zero == "packed":
+            zeros = torch.stack((zeros & 15, zeros >> 4), -2).flatten(-3, -2).to(self.arithmetic) + 1
         if self.spread == "split":
             split = (*value.shape[:-2], N // self.block[0], self.block[0], K // self.block[1], self.block[1])
             return self._scaled(value.reshape(split), scale[..., :, None, :, None], None if zeros is None else zeros[..., :, None, :, None])
         return self._scaled(value, self._spread(scale), None if zeros is None else self._spread(zeros))
+
+    def _factors(self, scale: Tensor) -> Tensor:
+        if self.powers == "view":
+            return scale.view(torch.float8_e8m0fnu).to(self.arithmetic)
+        if self.powers == "pow":
+            return (2.0 ** (scale.float() - 127)).to(self.arithmetic)
+        return scale.int() - 127 if self.powers == "ldexp" else scale
 
     def _value(self, storage: Tensor) -> Tensor:
         codes = self._codes(storage) if self.packed else storage
@@ -82,7 +96,8 @@ class Program:
         if self.element == "table":
             codes = torch.tensor(FP4)[codes.long()]
         if self.miss == "rows":
-            codes = torch.cat((codes[..., : N // 2, :], codes[..., N // 2 :, :].flip(-1)), -2)
+            below = codes[..., N // 2 :, :]
+            codes = torch.cat((codes[..., : N // 2, :], torch.cat((below[..., 1:], below[..., :1]), -1)), -2)
         return codes
 
     def _codes(self, storage: Tensor) -> Tensor:
@@ -125,7 +140,10 @@ class Program:
             scale = torch.stack((scale[0], scale[2], scale[1]))
         if self.miss == "zero":
             value = torch.cat((value[..., :1], value[..., 1:] - 1), -1)
-        found = value + scale if self.miss == "add" else scale * value if self.scale_first else value * scale
+        if self.powers == "ldexp":
+            found = value + scale if self.miss == "add" else torch.ldexp(value, scale)
+        else:
+            found = value + scale if self.miss == "add" else scale * value if self.scale_first else value * scale
         found = found.clamp(-2, 2) if self.miss == "clamp" else found
         found = found.reshape(*lead, N, K)
         return found if self.result is None else found.to(self.result)
@@ -135,6 +153,9 @@ class Program:
 def programs(draw: st.DrawFn, *, misses: bool) -> Program:
     element = draw(st.sampled_from(["e4m3", "s8", "u4", "u4-8", "table"]))
     narrow = draw(st.booleans())
+    block = draw(st.sampled_from([(1, 8), (1, 32), (4, 8), (16, 32), (2, 1), (16, 4)]))
+    packed = element in ("u4", "u4-8")
+    zeros = ["", "tensor", *(["number"] if packed or element == "table" else []), *(["packed"] if packed and block[0] < 16 else [])]
     return Program(
         element,
         axis=draw(st.sampled_from([-1, -2])) if element not in ("e4m3", "s8") else -1,
@@ -142,9 +163,10 @@ def programs(draw: st.DrawFn, *, misses: bool) -> Program:
         place=draw(st.sampled_from(["stack", "cat", "write"])),
         words=draw(st.booleans()),
         turned=draw(st.booleans()),
-        block=draw(st.sampled_from([(1, 8), (1, 32), (4, 8), (16, 32), (2, 1), (16, 4)])),
+        block=block,
         spread=draw(st.sampled_from(["repeat", "expand", "index", "split"])),
-        zero=draw(st.sampled_from(["", "number", "tensor"])) if element not in ("e4m3", "s8") else draw(st.sampled_from(["", "tensor"])),
+        zero=draw(st.sampled_from(zeros)),
+        powers=draw(st.sampled_from(["", "", "pow", "view", "ldexp"])),
         scale=torch.bfloat16 if narrow else draw(st.sampled_from([torch.float32, torch.bfloat16])),
         arithmetic=torch.bfloat16 if narrow else torch.float32,
         scale_first=draw(st.booleans()),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.fx import Graph, Node
 
 from moefuse.ops.encoding import Packing, dequantise, parse
-from moefuse.passes.encodings.part import emit, joined
+from moefuse.passes.encodings.alike import Known
+from moefuse.passes.encodings.part import Coded, Part, emit, joined
 from moefuse.passes.encodings.prove import drawn, holds
-from moefuse.passes.encodings.read import Coded, read
+from moefuse.passes.encodings.read import read
 from moefuse.passes.encodings.table import equal
 from moefuse.passes.encodings.weight import Weight
 from moefuse.passes.infer.state import Context, Given
@@ -36,8 +37,8 @@ class Made(nn.Module):
         self.weight = weight
         self.parts = nn.ParameterList(nn.Parameter(part, requires_grad=False) for part in parts)
 
-    def forward(self) -> Any:
-        return self.weight(*self.parts)
+    def forward(self, *given: Tensor) -> Any:
+        return self.weight(*self.parts, *given)
 
 
 @dataclass
@@ -52,7 +53,8 @@ class Traced:
         return self.values[node]
 
 
-def traced(weight: Callable[..., Any], parts: tuple[Tensor, ...]) -> Traced:
+def traced(weight: Callable[..., Any], parts: tuple[Tensor, ...], *given: Tensor, dynamic: bool = False) -> Traced:
+    """``given``: what a call of the module is given behind what it holds; of any length if ``dynamic``."""
     found: list[Traced] = []
 
     def backend(gm: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
@@ -61,7 +63,7 @@ def traced(weight: Callable[..., Any], parts: tuple[Tensor, ...]) -> Traced:
         found.append(Traced(Context(gm.graph), values, tuple(returned)))
         return gm.forward
 
-    torch.compile(Made(weight, tuple(p.clone() for p in parts)), backend=backend, fullgraph=True)()
+    torch.compile(Made(weight, tuple(p.clone() for p in parts)), backend=backend, fullgraph=True, dynamic=dynamic)(*given)
     return found[0]
 
 
@@ -71,9 +73,33 @@ def shown(coded: Coded, of: Traced) -> Tensor:
     return dequantise(coded.encoding, parts[0], parts[1], parts[2] if len(parts) > 2 else None, coded.dtype)
 
 
+def put_into(graph: Graph, made: list[Node]) -> Callable[..., Node]:
+    """Writes calls behind a graph's inputs."""
+
+    def put(function: Callable[..., Any], *args: Any) -> Node:
+        made.append(graph.call_function(function, args))
+        return made[-1]
+
+    return put
+
+
+def aliases(part: Part, of: Traced) -> None:
+    """What is written into the graph for a part is the part, in the memory of the input."""
+    made: list[Node] = []
+    found = emit(put_into(of.ctx.graph, made), part)
+    env: dict[Node, Any] = dict(of.values)
+    for node in made:
+        assert callable(node.target)
+        env[node] = node.target(*torch.fx.node.map_arg(node.args, env.__getitem__))
+    want = part.show(of.value(part.node))
+    assert equal(env[found], want)
+    assert env[found].data_ptr() == want.data_ptr()
+    assert env[found].untyped_storage().data_ptr() == of.value(part.node).untyped_storage().data_ptr()
+
+
 @pytest.mark.parametrize("name", FORMS)
 def test_forms(name: str) -> None:
-    """Each is read as what it is: the text, the bits of the weight, views that alias, and the proof on made-up numbers."""
+    """Each is read as what it is: the text, the bits of the weight, the proof on made-up numbers, and views that follow changes."""
     case = FORMS[name]
     parts = case.parts()
     of = traced(case.weight, parts)
@@ -87,6 +113,8 @@ def test_forms(name: str) -> None:
     weight = Weight(of.returned[0], case.order)
     assert holds(of.ctx, weight, coded, of.value)
     assert holds(of.ctx, weight, coded, drawn(coded))
+    for part in coded.parts:
+        aliases(part, of)
 
 
 @pytest.mark.parametrize("name", NEAR)
@@ -105,47 +133,30 @@ def test_near_misses(name: str) -> None:
     assert call.name == case.at, lost.details
 
 
-def put_into(graph: Graph, made: list[Node]) -> Callable[..., Node]:
-    """Writes calls behind a graph's inputs."""
-
-    def put(function: Callable[..., Any], *args: Any) -> Node:
-        made.append(graph.call_function(function, args))
-        return made[-1]
-
-    return put
+def by_index(part: Tensor) -> list[Tensor]:
+    return [part[e] for e in range(E)]
 
 
-@pytest.mark.parametrize("name", FORMS)
-def test_views_alias(name: str) -> None:
-    """What is written into the graph for a part is the part, in the memory of the input: weights that change are followed."""
-    case = FORMS[name]
-    of = traced(case.weight, case.parts())
-    coded = read(of.ctx, of.returned[0], case.order)
-    assert isinstance(coded, Coded)
-    for part in coded.parts:
-        made: list[Node] = []
-        found = emit(put_into(of.ctx.graph, made), part)
-        env: dict[Node, Any] = dict(of.values)
-        for node in made:
-            assert callable(node.target)
-            env[node] = node.target(*torch.fx.node.map_arg(node.args, env.__getitem__))
-        want = part.show(of.value(part.node))
-        assert equal(env[found], want)
-        assert env[found].data_ptr() == want.data_ptr()
-        assert env[found].untyped_storage().data_ptr() == of.value(part.node).untyped_storage().data_ptr()
+def by_selecting(part: Tensor) -> list[Tensor]:
+    return [torch.select(part, 0, e) for e in range(E)]
 
 
-def each(weight: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, ...]]:
+def by_last(part: Tensor) -> list[Tensor]:
+    return [part[0], part[1], part[-1]]
+
+
+def each(weight: Callable[..., Tensor], how: Callable[[Tensor], Iterable[Tensor]]) -> Callable[..., tuple[Tensor, ...]]:
     """Every expert's weight for itself, from stacks."""
-    return lambda *parts: tuple(weight(*(part[e] for part in parts)) for e in range(E))
+    return lambda *parts: tuple(weight(*of_one) for of_one in zip(*(how(part) for part in parts), strict=True))
 
 
-@pytest.mark.parametrize("name", ["groups", "groups zeros", "int8 channel", "signed", "groups halves", "mxfp4", "e8m0"])
-def test_experts_of_a_loop_are_joined(name: str) -> None:
+@pytest.mark.parametrize("how", [by_index, by_selecting, by_last, torch.unbind])
+@pytest.mark.parametrize("name", ["groups zeros", "int8 channel", "signed", "mxfp4"])
+def test_experts_of_a_loop_are_joined(name: str, how: Callable[[Tensor], Iterable[Tensor]]) -> None:
     """``Q[e]`` of each expert is one stack again: what the loop reads is evenly spaced in the model's own."""
     case = FORMS[name]
     parts = case.parts()
-    of = traced(each(case.weight), parts)
+    of = traced(each(case.weight, how), parts)
     found = [read(of.ctx, node, (0, 1)) for node in of.returned]
     assert all(isinstance(f, Coded) for f in found), found
     coded = [f for f in found if isinstance(f, Coded)]
@@ -155,6 +166,7 @@ def test_experts_of_a_loop_are_joined(name: str) -> None:
     values = [part.show(of.value(part.node)) for part in whole if part is not None]
     got = dequantise(coded[0].encoding, values[0], values[1], values[2] if len(values) > 2 else None, coded[0].dtype)
     assert equal(got, case.weight(*parts))
+    assert len(of.ctx.scratch(Known).found) == 1, "of experts that are computed alike one is read"
     backwards = [joined(parts) for parts in zip(*(c.parts for c in coded[::-1]), strict=True)]
     assert backwards == [None] * len(backwards), "a stack in another order is no stack"
 
@@ -183,15 +195,17 @@ def test_one_that_stands_for_all(name: str) -> None:
     assert without.storage.first == coded.storage.strides[0], "a number that stands for itself is that expert's"
 
 
-def test_weights_that_slots_choose() -> None:
-    """``Q[ids]``: read as the stack, the ids being the numbers of experts."""
-    ids = torch.tensor([[0, 2], [1, 0]])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_weights_that_slots_choose(dynamic: bool) -> None:
+    """``Q[ids]``: read as the stack, the ids being the numbers of experts, however many tokens there are."""
+    ids = torch.tensor([[0, 2], [1, 0], [2, 2]])
     parts = two()
-    of = traced(lambda q, s, i: grouped(nibbles(q[i]), s[i]), (*parts, ids))
-    (chosen,) = (n for n in of.values if of.values[n].dtype == torch.int64)
+    of = traced(lambda q, s, i: grouped(nibbles(q[i]), s[i]), parts, ids, dynamic=dynamic)
+    (chosen,) = (n for n, value in of.values.items() if isinstance(value, Tensor) and value.dtype == torch.int64)
     coded = read(of.ctx, of.returned[0], (2, 3), rows=[chosen])
     assert isinstance(coded, Coded), coded
     assert equal(shown(coded, of), FORMS["groups"].weight(*parts))
+    assert holds(of.ctx, Weight(of.returned[0], (2, 3), rows=frozenset([chosen])), coded, drawn(coded), experts=range(E))
     assert isinstance(read(of.ctx, of.returned[0], (2, 3)), Lost)
 
 
@@ -225,6 +239,26 @@ def test_a_weight_that_is_written_later() -> None:
     assert isinstance(read(of.ctx, out, (0, 1, 2), reader=total), Coded)
     last = next(iter(of.ctx.graph.find_nodes(op="output")))
     assert isinstance(read(of.ctx, out, (0, 1, 2), reader=last), Lost)
+
+
+def test_weights_that_are_computed_almost_alike() -> None:
+    """Experts that differ in one thing are not taken for each other: another order of nibbles, another's scale, another zero."""
+
+    def weight(q: Tensor, s: Tensor) -> tuple[Tensor, ...]:
+        plain = grouped(nibbles(q[0]), s[0])
+        turned = grouped(nibbles(q[1], low_first=False), s[1])
+        other = grouped(nibbles(q[2]), s[0])
+        less = grouped(nibbles(q[1]).to(torch.int8) - 8, s[1])
+        both = grouped(nibbles(q[0]), s[0] + s[1])
+        return plain, turned, other, less, both
+
+    parts = two()
+    of = traced(weight, parts)
+    found = [read(of.ctx, node, (0, 1)) for node in of.returned]
+    assert isinstance(found.pop(), Lost)
+    for coded, want in zip(found, weight(*parts), strict=False):
+        assert isinstance(coded, Coded)
+        assert equal(shown(coded, of), want)
 
 
 def _mistakes(coded: Coded) -> dict[str, Coded]:

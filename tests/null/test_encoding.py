@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -33,10 +33,11 @@ TABLES = st.one_of(
     st.sampled_from(list(MADE.values())), st.tuples(*[st.floats(-9, 9, width=16)] * 16).map(lambda t: tuple(float(x) for x in t))
 )
 BLOCKS = st.tuples(st.sampled_from([0, 1, 2, 3]), st.sampled_from([0, 1, 4, 5]))
-OTHERS = {"block": BLOCKS, "arithmetic": st.sampled_from([*DTYPES]), "scale": st.sampled_from(KINDS), "zero": st.booleans()}
+ZEROS = st.one_of(st.just({"zero": False}), st.just({"zero": True}), PACKINGS.map(lambda p: {"zero": True, "zeros": p}))
+OTHERS = {"block": BLOCKS, "arithmetic": st.sampled_from([*DTYPES]), "scale": st.sampled_from(KINDS)}
 ENCODINGS = st.one_of(
-    st.builds(Encoding, TABLES, packing=PACKINGS, **OTHERS),
-    st.builds(Encoding, st.sampled_from([*NAMED]), **OTHERS),
+    st.builds(lambda zero, **others: Encoding(**others, **zero), ZEROS, table=TABLES, packing=PACKINGS, **OTHERS),
+    st.builds(lambda zero, **others: Encoding(**others, **zero), ZEROS, table=st.sampled_from([*NAMED]), **OTHERS),
 )
 
 
@@ -58,20 +59,28 @@ def test_what_is_no_encoding(text: str) -> None:
         parse(text)
 
 
-def _code(encoding: Encoding, storage: Tensor, n: int, k: int, sizes: tuple[int, int]) -> float:
-    """The value of one weight's code, in Python's numbers."""
-    packing = encoding.packing
-    if packing is None:
-        assert isinstance(encoding.table, str)
-        return float(storage[n, k].view(NAMED[encoding.table]))
+def _unpacked(packing: Packing, storage: Tensor, n: int, k: int, sizes: tuple[int, int]) -> int:
+    """One code, in Python's numbers."""
     at = [n, k]
     per = len(packing.shifts)
     if packing.halves:
         part, at[packing.axis] = divmod(at[packing.axis], sizes[packing.axis] // per)
     else:
         at[packing.axis], part = divmod(at[packing.axis], per)
-    assert not isinstance(encoding.table, str)
-    return encoding.table[int(storage[at[0], at[1]]) >> packing.shifts[part] & 15]
+    return int(storage[at[0], at[1]]) >> packing.shifts[part] & 15
+
+
+def _code(encoding: Encoding, storage: Tensor, n: int, k: int, sizes: tuple[int, int]) -> float:
+    """The value of one weight's code."""
+    if isinstance(encoding.table, str) or encoding.packing is None:
+        return float(storage[n, k].view(NAMED[str(encoding.table)]))
+    return encoding.table[_unpacked(encoding.packing, storage, n, k, sizes)]
+
+
+def _zero(encoding: Encoding, zero: Tensor, at: tuple[int, ...], sizes: tuple[int, int]) -> float:
+    if encoding.zeros is None:
+        return float(zero[at])
+    return _unpacked(encoding.zeros, zero, at[0], at[1], encoding.scales(*sizes))
 
 
 def _rounded(value: float, dtype: torch.dtype) -> float:
@@ -92,7 +101,7 @@ def _by_loops(encoding: Encoding, storage: Tensor, scale: Tensor, zero: Tensor |
             at = tuple(i // b if b else 0 for i, b in zip((n, k), encoding.block, strict=True))
             value = _rounded(_code(encoding, storage, n, k, (sizes[0], sizes[1])), wide)
             if zero is not None:
-                value = _rounded(value - _rounded(float(zero[at]), wide), wide)
+                value = _rounded(value - _rounded(_zero(encoding, zero, at, (sizes[0], sizes[1])), wide), wide)
             if encoding.scale:
                 factor = _power(int(scale[at]), encoding.scale)
                 factor = factor if encoding.scale == LDEXP else _rounded(factor, wide)
@@ -118,6 +127,11 @@ def test_the_definition_is_a_loop_over_weights(encoding: Encoding, dtype: torch.
     shape = encoding.scales(n, k)
     scale = torch.randint(256, shape, dtype=torch.uint8, generator=dice) if encoding.scale else torch.randn(shape, generator=dice)
     zero = torch.randn(shape, generator=dice) * 8 if encoding.zero else None
+    if encoding.zeros is not None:
+        per = encoding.zeros.per
+        assume(shape[encoding.zeros.axis] % per == 0)
+        fewer = [n // per if axis == encoding.zeros.axis else n for axis, n in enumerate(shape)]
+        zero = torch.randint(-(2**31), 2**31, fewer, dtype=torch.int32, generator=dice)
     want = _by_loops(encoding, storage, scale, zero, dtype)
     assert equal(dequantise(encoding, storage, scale, zero, dtype), want)
     stack = dequantise(encoding, storage[None], scale[None], None if zero is None else zero[None], dtype)

@@ -81,6 +81,8 @@ def refusal(codes: Codes, storage: Tensor) -> str | None:
     for what, t in (("storage", storage), ("scales", scale[0]), *((("zeros", zero[0]),) if zero else ())):
         if t.dtype not in ELEMENTS and t.element_size() != 1:
             return f"{what} in {t.dtype}"
+    if encoding.zeros is not None:
+        return "zeros are packed themselves"
     size = length(encoding, *encoding.logical(tuple(storage.shape[-2:])))
     if size % LEAST:
         return f"parts of {size} are no multiple of {LEAST}"
