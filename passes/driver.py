@@ -24,7 +24,7 @@ from moefuse.capture.siblings import keep
 from moefuse.errors import UNCOUNTED, first_line, message
 from moefuse.passes.block.router_topk import one_kernel
 from moefuse.passes.block.shared_experts import join_shared
-from moefuse.passes.encodings.read import Coded
+from moefuse.passes.encodings.part import Coded
 from moefuse.passes.graph.builder import Emitter
 from moefuse.passes.graph.calls import location, module_path, steps, traced_path
 from moefuse.passes.graph.sharded import merge, sweep

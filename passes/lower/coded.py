@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from moefuse.passes.encodings.part import emit, joined
-from moefuse.passes.encodings.read import Coded
+from moefuse.passes.encodings.part import Coded, emit, joined
 from moefuse.passes.graph.builder import Emitter
 from moefuse.passes.ir.expr import Leaf
 from moefuse.passes.ir.regions import Region

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from moefuse.passes.encodings.part import Coded
 from moefuse.passes.encodings.prove import drawn, holds
-from moefuse.passes.encodings.read import Coded, read
+from moefuse.passes.encodings.read import read
 from moefuse.passes.encodings.weight import Weight
 from moefuse.passes.graph.calls import tensor
 from moefuse.passes.infer.state import Context
