@@ -47,7 +47,7 @@ def holds(
         most: so many weights of an expert are enough, in rows over all of it; None: all of them.
         small: whether the program is run as it is, for all experts, and not element by element; None: by their size.
     """
-    with supposing(supposed(ctx, weight)[0]):
+    with supposing(supposed(ctx, weight)[0]), torch.device("cpu"), torch.no_grad():
         return _holds(ctx, weight, coded, value, experts, most, small)
 
 
@@ -85,7 +85,7 @@ def run(ctx: Context, weight: Weight, value: Values, expert: int) -> Tensor:
             env[node] = torch.tensor(expert, device=device)
         else:
             args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
-            with torch.no_grad():
+            with torch.no_grad(), device:
                 env[node] = call_target(node, args, {**kwargs, "device": device} if "device" in kwargs else kwargs)
     found = env[weight.node]
     assert isinstance(found, Tensor)
@@ -97,8 +97,9 @@ def run(ctx: Context, weight: Weight, value: Values, expert: int) -> Tensor:
 
 def drawn(coded: Coded, seed: int = 0) -> Values:
     """Made-up tensors for the inputs that are parts: every code, and scales and zeros that differ as far as a dtype can."""
-    dice = torch.Generator().manual_seed(seed)
-    made = {part.node: _draw(part.node, dice, i) for i, part in enumerate(coded.parts)}
+    dice = torch.Generator("cpu").manual_seed(seed)
+    with torch.device("cpu"):
+        made = {part.node: _draw(part.node, dice, i) for i, part in enumerate(coded.parts)}
     return made.__getitem__
 
 

@@ -222,6 +222,16 @@ def test_levels_that_never_change() -> None:
     assert "may change" in lost.details["detail"]
 
 
+def test_another_default_device() -> None:
+    """What is read does not depend on where a program makes its tensors by default."""
+    case = FORMS["gptq"]
+    of = traced(case.weight, case.parts())
+    with torch.device("meta"):
+        coded = read(of.ctx, of.returned[0], case.order)
+        assert isinstance(coded, Coded), coded
+        assert holds(of.ctx, Weight(of.returned[0], case.order), coded, drawn(coded))
+
+
 def test_a_weight_that_is_written_later() -> None:
     """A reader finds what was written before it, and nothing that comes behind."""
 
