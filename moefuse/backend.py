@@ -56,6 +56,7 @@ def backend(
     nothing_found.watch(own)
     with _torch_private.random_stream_of(patches):
         report, saved = pipeline.rewrite_and_keep(gm, example_inputs, own, frame)
+    nothing_found.watch_lost(report, own)
     history.record(report)
     with _torch_private.surfacing(FusionError):
         pipeline.publish(report, own)
@@ -102,7 +103,13 @@ def _capture_options(arguments: Mapping[str, Any]) -> Options | None:
 
 def _frame_skipped(report: FusionReport, own: Options, owner: object) -> None:
     """Dynamo gave up on a frame before it had a graph for us."""
-    history.record(report, owner)
+    nothing_found.watch_lost(report, own, owner)
+    call = None if report.skipped else _torch_private.running_call()
+    if call is None:
+        history.record(report, owner)
+    else:  # a call that raises takes nothing from what the report says of others
+        record = functools.partial(history.record, report, owner, history.place(report))
+        call.at_end(f"moefuse.skipped: {id(report)}", record, before=True)
     nothing_found.watch(own, owner)
     with _torch_private.surfacing(FusionError):
         pipeline.publish(report, own)

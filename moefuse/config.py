@@ -14,6 +14,7 @@ from moefuse import environment
 from moefuse.errors import OptionError
 
 Verify = Literal["probe", "graph", "off"]
+Quantised = Literal["exact", "off"]
 
 ENVIRONMENT: dict[str, tuple[str, dict[str, object]]] = {
     "MOEFUSE_DISABLE": ("enabled", {"0": True, "1": False}),
@@ -68,6 +69,8 @@ class Options:
         recompute: in training, compute hidden activations of fused layers again in backward instead of keeping them: S x 2I values less a
             layer, for the first product once more, and the same bits. A layer that keeps them all the same has a note in the report.
         expect: raise :class:`moefuse.FusionError` unless, when a call that compiled something returns, so many layers are fused.
+        quantised: ``"exact"`` reads how weights in few bits are held, where a program unpacks them expert by expert, and multiplies what is
+            stored, with the bits that the program has; ``"off"`` leaves such layers alone.
     """
 
     verify: Verify = "probe"
@@ -82,10 +85,13 @@ class Options:
     overlap: int | None = None
     recompute: bool = False
     expect: int | None = None
+    quantised: Quantised = "exact"
 
     def __post_init__(self) -> None:
         if self.verify not in get_args(Verify):
             raise _illegal("verify", self.verify, _one_of(get_args(Verify)))
+        if self.quantised not in get_args(Quantised):
+            raise _illegal("quantised", self.quantised, _one_of(get_args(Quantised)))
         for name in ("strict", "enabled", "capture", "cost_gate", "router_topk", "fuse_router", "recompute"):
             if not isinstance(getattr(self, name), bool):
                 raise _illegal(name, getattr(self, name), "True or False")

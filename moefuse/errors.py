@@ -26,6 +26,7 @@ CODES: dict[str, str] = {
     "expert-choice": "experts choose their tokens here, not tokens their experts: every expert has the same number of rows",
     "tokens-differ": "the experts' input rows do not line up with the expert ids: {detail}",
     "encoding-unknown": "expert weights are held as {dtype}: {detail}",
+    "encoding-unsupported": "expert weights are held as {dtype}, and no op multiplies them as they are: {detail}",
     "quantised": "expert weights are packed in a way that moefuse does not read: {detail}",
     "sharded": "the experts are spread over processes: {detail}",
     "experts-gathered": "the weights of these sharded experts are gathered from all ranks in every call: {detail}",

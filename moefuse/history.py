@@ -12,6 +12,7 @@ import dataclasses
 import threading
 import weakref
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -19,8 +20,28 @@ from torch import nn
 from moefuse import _torch_private, slow_paths
 from moefuse.module_names import roots_of
 from moefuse.module_tree import tree_of
-from moefuse.report import FusionReport, done_instead
+from moefuse.report import Fused, FusionReport, done_instead
 from moefuse.served import Served, watch
+
+
+class Place(NamedTuple):
+    """What a report is about: a frame, the mode it is compiled in, what tells apart modules that run its code, and the models around it."""
+
+    frame: object
+    mode: tuple[bool, bool | None]
+    module: object
+    roots: dict[str, weakref.ref[nn.Module]]
+
+
+class Lost(NamedTuple):
+    """What a frame has no longer fused, and all reports that there were then."""
+
+    fused: list[Fused]
+    known: list[FusionReport]
+
+
+_Once = dict[tuple[object, object], dict[tuple[str, str], tuple[Fused, frozenset[str]]]]
+"""For a frame and a mode: what was fused where, and the names of the weights."""
 
 
 @dataclasses.dataclass
@@ -38,15 +59,20 @@ class Compilations:
         self._known: dict[object, _Compilation] = {}
         self._roots: dict[str, weakref.ref[nn.Module]] = {}
 
-    def record(self, report: FusionReport, frame: object | None = None) -> None:
-        """Remember one graph's report under the frame (unless that is given) and the module that Dynamo is compiling."""
-        frame, traced = _torch_private.frame_id() if frame is None else frame, _torch_private.traced()
-        self._roots |= {prefix: weakref.ref(root) for prefix, root in roots_of(traced).items()} if traced is not None else {}
-        # A direct call of the backend has no frame number; its reports stand side by side.
-        made = _Compilation(object() if frame is None else frame, report, _mode(traced))
-        key = (made.frame, made.mode, _module(traced, report))
+    def record(self, report: FusionReport, place: Place) -> None:
+        """Remember one graph's report."""
+        self._roots |= place.roots
+        key = (place.frame, place.mode, place.module)
         self._known.pop(key, None)
-        self._known[key] = made
+        self._known[key] = _Compilation(place.frame, report, place.mode)
+
+    def reports(self) -> list[FusionReport]:
+        return [known.report for known in self._known.values()]
+
+    def forget(self, lost: list[Fused]) -> None:
+        """The code in which this was fused is not what the latest calls run."""
+        for known in self._known.values():
+            known.report = dataclasses.replace(known.report, fused=[f for f in known.report.fused if f not in lost])
 
     def watched(
         self, report: FusionReport, compiled: _torch_private.CompiledFn, example_inputs: Sequence[object]
@@ -87,14 +113,53 @@ _owner: object | None = None
 _compilations = Compilations()
 
 
-def record(report: FusionReport, owner: object | None = None, frame: object | None = None) -> None:
-    """Remember one graph's report under the current Dynamo frame and ``torch.compile`` call (``owner``, ``frame``, if known already)."""
+def place(report: FusionReport, frame: object | None = None) -> Place:
+    """The frame (unless that is given) and the module that Dynamo is compiling, which a report of it is recorded under."""
+    frame, traced = _torch_private.frame_id() if frame is None else frame, _torch_private.traced()
+    roots = {prefix: weakref.ref(root) for prefix, root in roots_of(traced).items()} if traced is not None else {}
+    # A direct call of the backend has no frame number; its reports stand side by side.
+    return Place(object() if frame is None else frame, _mode(traced), _module(traced, report), roots)
+
+
+def record(report: FusionReport, owner: object | None = None, at: Place | None = None) -> None:
+    """Remember one graph's report under the current ``torch.compile`` call and place (``owner``, ``at``, if known already)."""
     global _owner, _compilations
     owner = _torch_private.torch_compile_call() if owner is None else owner
     with _lock:
         if owner is None or owner is not _owner:
             _owner, _compilations = owner, Compilations()
-        _compilations.record(report, frame)
+        at = place(report) if at is None else at
+        _compilations.record(report, at)
+        once = _once(owner).setdefault((at.frame, at.mode), {})
+        once.update({(f.module, f.location): (f, report.weights) for f in report.fused})
+
+
+def _once(owner: object | None) -> _Once:
+    """What has ever been fused for a ``torch.compile`` call, whichever compiled something since."""
+    found: _Once = {} if owner is None else vars(owner).setdefault("moefuse_fused_once", {})
+    return found
+
+
+def lost(report: FusionReport, owner: object | None) -> Lost | None:
+    """What an earlier compilation of a frame has fused, and the one that is made now, and not recorded yet, runs without a word of it."""
+    at = place(report)
+    with _lock:
+        once = _once(owner).get((at.frame, at.mode), {})
+        done = {(f.module, f.location) for f in report.fused}
+        found = [f for where, (f, weights) in once.items() if weights & report.seen and where not in done]
+        return Lost(found, _compilations.reports() if owner is _owner else []) if found and not report.skipped else None
+
+
+def give_up(lost: Lost, owner: object | None) -> list[Fused]:
+    """Of what was lost, what nothing has fused that was compiled since; no report says any longer that it is."""
+    with _lock:
+        if owner is not _owner:
+            return lost.fused
+        since = (report for report in _compilations.reports() if not any(report is known for known in lost.known))
+        done = {(f.module, f.location) for report in since for f in report.fused}
+        left = [f for f in lost.fused if (f.module, f.location) not in done]
+        _compilations.forget(left)
+        return left
 
 
 def watched(report: FusionReport, compiled: _torch_private.CompiledFn, example_inputs: Sequence[object]) -> _torch_private.CompiledFn:
@@ -130,16 +195,22 @@ def last_report() -> FusionReport | None:
 
 def _module(traced: _torch_private.Traced | None, report: FusionReport) -> object:
     """What tells the compilations of one frame apart that stand side by side: the module whose method it is, else those it has code of."""
-    owner = traced.local_scope.get("self") if traced is not None else None
-    if isinstance(owner, nn.Module):
+    owner = _method_of(traced)
+    if owner is not None:
         return id(owner)
     return frozenset(module for module, _ in _places(report))
 
 
 def _mode(traced: _torch_private.Traced | None) -> tuple[bool, bool | None]:
     """In which a frame is compiled: what is fused in one may be refused in the other."""
-    owner = traced.local_scope.get("self") if traced is not None else None
-    return torch.is_grad_enabled(), getattr(owner, "training", None) if isinstance(owner, nn.Module) else None
+    return torch.is_grad_enabled(), getattr(_method_of(traced), "training", None)
+
+
+def _method_of(traced: _torch_private.Traced | None) -> nn.Module | None:
+    """The module whose method is traced: the first argument, or in what is behind a break the variable with the usual name."""
+    scope = traced.local_scope if traced is not None else {}
+    owner = scope.get("self", next(iter(scope.values()), None))
+    return owner if isinstance(owner, nn.Module) and not isinstance(owner, nn.ModuleList) else None
 
 
 def _alike(first: tuple[bool, bool | None], second: tuple[bool, bool | None]) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moefuse import _torch_private, history, pipeline
 from moefuse.capture import entry
@@ -46,6 +46,34 @@ def watch(options: Options, owner: object | None = None) -> None:
         call.at_end("moefuse.nothing_found", lambda: _look(call, options, owner))
 
 
+def watch_lost(report: FusionReport, options: Options, owner: object | None = None) -> None:
+    """Say what an earlier call had fused and this one has not, before ``report`` is recorded: in it, or at the end of the call."""
+    owner = _torch_private.torch_compile_call() if owner is None else owner
+    call = _torch_private.running_call() if owner is not None else None
+    lost = history.lost(report, owner) if call is not None else None
+    if call is None or lost is None:
+        return
+    if report.graph_count and not report.stops:  # nothing comes behind it that may have them
+        report.skipped += _given_up(report, lost, owner)
+        return
+    call.at_end(f"moefuse.lost: {id(report)}", lambda: _tell(report, lost, options, owner), before=True)
+
+
+def _tell(report: FusionReport, lost: history.Lost, options: Options, owner: object | None) -> None:
+    told = [replace(skipped, combine=skipped.location, given_up=True) for skipped in _given_up(report, lost, owner)]
+    if told:
+        found = FusionReport(skipped=told)
+        history.record(found, owner, history.place(found, "lost"))
+        pipeline.publish(found, options)
+
+
+def _given_up(report: FusionReport, lost: history.Lost, owner: object | None) -> list[Skipped]:
+    stop = next(iter(report.graph_breaks), None)
+    cause = "its graph has them in a form that moefuse does not read" if stop is None else f"Dynamo left the graph: {stop}"
+    text = CODES["nothing-found"].format(what="experts that are fused in another call", cause=f"for this one, {cause}")
+    return [Skipped("nothing-found", text, f.module, f.location) for f in history.give_up(lost, owner)]
+
+
 def _look(call: _torch_private.RunningCall, options: Options, owner: object) -> None:
     report = history.report_of(owner)
     if report is None:
@@ -55,7 +83,7 @@ def _look(call: _torch_private.RunningCall, options: Options, owner: object) -> 
     missed = missing(report, (call.function, *call.arguments), options)
     if missed:
         found = FusionReport(skipped=missed)
-        history.record(found, owner, "nothing-found")
+        history.record(found, owner, history.place(found, "nothing-found"))
         pipeline.publish(found, options)
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from moefuse import _torch_private, history
-from moefuse._dynamo.values import unbacked_in
+from moefuse._dynamo.values import inputs_of, unbacked_in
 from moefuse.capture.assumptions import Undischarged
 from moefuse.capture.frame import Frame, refusals
 from moefuse.config import Options
@@ -148,7 +148,18 @@ def rewrite_and_keep(
     elif not report.skipped:
         report.opaque = opaque(gm)
     report.flows = _flows(gm, example_inputs)
+    _note_weights(frame, gm, report)
     return report, saved
+
+
+def _note_weights(frame: Frame | None, gm: torch.fx.GraphModule, report: FusionReport) -> None:
+    """Note of which weights experts were fused, and what else the graph reads."""
+    if frame is None:
+        return
+    frame.fused = bool(report.fused)
+    names = inputs_of(gm.graph)
+    report.weights = frozenset(names[i] for flow in report.flows for i in flow.held(fused=True) if i in names)
+    report.seen = frozenset(names[i] for flow in report.flows for i in flow.held(fused=False) if i in names) | frame.seen
 
 
 def _flows(gm: torch.fx.GraphModule, example_inputs: Sequence[object] | None) -> list[Flow]:

@@ -110,6 +110,10 @@ class FusionReport:
     """The graph breaks with their stacks, those that made moefuse trace a frame again without capture included; for the same text."""
     flows: list[Flow] = field(default_factory=list, repr=False, compare=False)
     """What depends on what in the graphs, as they went to the compiler; for the same text."""
+    seen: frozenset[str] = field(default=frozenset(), repr=False, compare=False)
+    """Names of tensors that are read, but for experts that are fused, also in attempts that were given up; for the same text."""
+    weights: frozenset[str] = field(default=frozenset(), repr=False, compare=False)
+    """Those of experts that are fused."""
     modules: tuple[tuple[str, Tree], ...] = field(default=(), repr=False, compare=False)
     """The modules of what was compiled, behind the prefix of their names; what a page draws, and no part of the JSON."""
 

@@ -42,6 +42,7 @@ class ExpertsSpec:
         compute: dtype that is computed in, where weights in float32 are rounded to it as they are read (autocast); empty for ``dtype``.
         lora: ranks of low-rank terms beside the projections, each once; empty without adapters.
         dropout: probabilities of the dropouts in front of them.
+        encoding: how the weights are held, where that is in few bits; empty for weights in ``dtype``.
     """
 
     num_experts: int
@@ -61,6 +62,7 @@ class ExpertsSpec:
     compute: str = ""
     lora: tuple[int, ...] = ()
     dropout: tuple[float, ...] = ()
+    encoding: str = ""
 
     def to_dict(self) -> dict[str, object]:
         """Plain data for JSON."""
@@ -80,5 +82,6 @@ class ExpertsSpec:
         parts += ["bias"] if self.bias else []
         parts += ["weight on input"] if self.weight_on == "input" else []
         parts += [f"LoRA r={','.join(map(str, self.lora))}"] if self.lora else []
+        parts += [f"held as {self.encoding}"] if self.encoding else []
         parts += [f"dropout {','.join(map(str, self.dropout))}"] if self.dropout else []
         return " ".join(parts)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from moefuse import _torch_private, nothing_found, pipeline, slow_paths
+from moefuse import _torch_private, history, nothing_found, pipeline, slow_paths
 from moefuse.capture import entry
 from moefuse.config import Options
 from moefuse.history import Compilations
@@ -140,7 +140,7 @@ class _Trial:
             report = pipeline.rewrite(gm, example_inputs, self.options, entry.frame())
             compiled = _torch_private.compile_front(gm, example_inputs)
             # Behind the compiler: where it gives up on a graph, Dynamo comes back with parts of it.
-            self._found.record(report)
+            self._found.record(report, history.place(report))
             return self._found.watched(report, compiled, example_inputs)
 
         entry.enable(backend, lambda _arguments: self.options, self._frame_skipped)
@@ -152,4 +152,4 @@ class _Trial:
         return found.merged() or FusionReport()
 
     def _frame_skipped(self, found: FusionReport, _own: Options, _owner: object) -> None:
-        self._found.record(found)
+        self._found.record(found, history.place(found))

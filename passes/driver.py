@@ -8,7 +8,7 @@ what capture recorded is discharged and erased, shared experts and the router's 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from dataclasses import replace as replaced
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ from moefuse.capture.siblings import keep
 from moefuse.errors import UNCOUNTED, first_line, message
 from moefuse.passes.block.router_topk import one_kernel
 from moefuse.passes.block.shared_experts import join_shared
+from moefuse.passes.encodings.read import Coded
 from moefuse.passes.graph.builder import Emitter
 from moefuse.passes.graph.calls import location, module_path, steps, traced_path
 from moefuse.passes.graph.sharded import merge, sweep
@@ -32,6 +33,7 @@ from moefuse.passes.ir.facts import Lost, Routing
 from moefuse.passes.ir.regions import Refused, Region
 from moefuse.passes.lower import dce
 from moefuse.passes.lower.checkpoints import keep_results
+from moefuse.passes.lower.coded import Packed, UnsupportedError
 from moefuse.passes.lower.cost_gate import not_faster
 from moefuse.passes.lower.devices import unsupported
 from moefuse.passes.lower.lower import Lowered, Lowering
@@ -41,6 +43,7 @@ from moefuse.passes.lower.rewrite import replace
 from moefuse.passes.lower.spread import Spread, sharding
 from moefuse.passes.lower.workspace_size import workspace
 from moefuse.passes.match import lowrank, unhit_experts, wide_products
+from moefuse.passes.match.coded_weights import coded_weights, disproved
 from moefuse.passes.match.encodings import between
 from moefuse.passes.match.input_sizes import interpreted
 from moefuse.passes.match.lift import lift
@@ -141,7 +144,7 @@ def _bodies(gm: GraphModule, known: dict[Node, Any]) -> list[tuple[GraphModule, 
 
 def _fuse_graph(gm: GraphModule, known: dict[Node, Any], run: _Run) -> bool:
     merge(gm.graph)
-    ctx = interpreted(gm.graph, _given(gm.graph, run.assumptions))
+    ctx = interpreted(gm.graph, _given(gm.graph, run.assumptions, run.options.quantised != "off"))
     before = effects(ctx)
     for node in gm.graph.nodes:
         if node.op == "get_attr" and isinstance(getattr(gm, str(node.target), None), torch.Tensor):
@@ -214,7 +217,7 @@ def _discharge(ctx: Context, run: _Run, claims: list[discharge.Claim], fused: li
     run.result.undischarged += discharge.undischarged(ctx, claims, fused)
 
 
-def _given(graph: Graph, assumptions: Sequence[Assumption]) -> Given:
+def _given(graph: Graph, assumptions: Sequence[Assumption], packed: bool) -> Given:
     """What capture says of one graph."""
     sizes = [a.subject if isinstance(a.subject, tuple) else (a.subject,) for a in assumptions if a.kind == "size"]
     return Given(
@@ -222,6 +225,7 @@ def _given(graph: Graph, assumptions: Sequence[Assumption]) -> Given:
         {a.row_node: a for a in assumptions if a.row_node is not None and a.siblings},
         {symbol for some in sizes for symbol in some},
         frozenset(node for a in assumptions if a.graph is graph and a.kind != "end" and not a.dummy for node in a.nodes),
+        packed,
     )
 
 
@@ -239,14 +243,41 @@ def _rewrite(ctx: Context, known: dict[Node, Any], run: _Run, region: Region) ->
     unwanted = _unwanted(run, region)
     if unwanted is not None:
         return unwanted
+    coded = coded_weights(ctx, region)
+    wrong = disproved(ctx, region, coded, known)
+    if wrong is not None:
+        return wrong
     emit = Emitter(ctx.graph, region.anchor.next, region.value, ctx.replaced)
     made = _lowered(ctx, known, run, region, emit)
     if isinstance(made, Lost):
         emit.undo()
         return made
+    if coded:
+        made = _packed(ctx, region, emit, coded, made[1])
+        if isinstance(made, Lost):
+            emit.undo()
+            return made
     made, sharded = _spread(run, region, emit, *made, ctx.mode[region.anchor][0])
     _put_in(ctx, known, run, region, emit, *made, sharded)
     return None
+
+
+def _packed(
+    ctx: Context, region: Region, emit: Emitter, coded: Mapping[Node, Coded], verdict: Verdict | None
+) -> tuple[Lowered, Verdict | None] | Lost:
+    """The op that reads weights as they are held, instead of one that was proved with the weights that the program unpacks."""
+    emit.undo()
+    try:
+        made = Packed(region, emit, coded).run()
+    except UnsupportedError as error:
+        held = "; ".join(dict.fromkeys(c.encoding.describe() for c in coded.values()))
+        return Lost("encoding-unsupported", region.anchor, {"dtype": held, "detail": str(error)})
+    except Exception as error:
+        return Lost("not-lowered", region.anchor, {"detail": first_line(error)})
+    elsewhere = unsupported(emit.nodes, ctx.mode[region.anchor][0])
+    if elsewhere is not None:
+        return Lost("device-unsupported", region.anchor, dict(zip(("device", "detail"), elsewhere, strict=True)))
+    return made, verdict
 
 
 def _spread(

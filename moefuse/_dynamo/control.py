@@ -56,6 +56,13 @@ def is_tracing(error: Exception) -> bool:
     return isinstance(error, TorchDynamoException)
 
 
+def is_programs(error: Exception) -> bool:
+    """Whether it is the program that raises: Dynamo ran an operation on tensors without values, and sizes do not fit, for example."""
+    from torch._dynamo.exc import ObservedException, TorchRuntimeError
+
+    return isinstance(error, TorchRuntimeError | ObservedException)
+
+
 def is_backends(error: Exception) -> bool:
     """Whether an error comes out of the backend, and not out of tracing."""
     from torch._dynamo.exc import ShortenTraceback

@@ -42,6 +42,8 @@ class Observer(Protocol):
     """What a traced frame is told; see moefuse/capture/frame.py."""
 
     registering: bool
+    fused: bool
+    insists: bool
 
     def before(self, translator: Any) -> None: ...
     def mutated(self, variable: Any) -> None: ...
@@ -71,17 +73,24 @@ class Observer(Protocol):
     @property
     def gave_up(self) -> bool: ...
     @property
+    def erred(self) -> bool: ...
+    @property
+    def seen(self) -> set[str]: ...
+    @property
     def apart(self) -> Callable[[nn.Module], Hashable] | None: ...
 
 
 def install(
-    start: Callable[[Any, Any, bool], Observer | None], codes: Callable[[Any, Any], Collection[types.CodeType]] = lambda *_: ()
+    start: Callable[[Any, Any, bool], Observer | None],
+    codes: Callable[[Any, Any], Collection[types.CodeType]] = lambda *_: (),
+    limited: Callable[[Any, types.CodeType], bool] = lambda *_: False,
 ) -> None:
     """Wrap Dynamo's methods.
 
     Args:
         start: from a compiler, a speculation log and whether it must be one graph, the observer of a frame, or None to leave it alone.
         codes: from a compiler and what it is to compile, the code that another compilation must not have Dynamo leave.
+        limited: called with a compiler and code with experts of which Dynamo compiles nothing more; whether to ask again for each call.
     """
     from torch._dynamo import utils
     from torch._dynamo.convert_frame import ConvertFrame
@@ -101,7 +110,7 @@ def install(
         return
     _wrap(InstructionTranslator, "__init__", functools.partial(_on_init, start, inspect.signature(InstructionTranslator.__init__)))
     _wrap(_TorchDynamoContext, "__call__", functools.partial(_on_context, codes))
-    _wrap(ConvertFrame, "__call__", _on_convert)
+    _wrap(ConvertFrame, "__call__", functools.partial(_on_convert, limited))
     _wrap(InstructionTranslatorBase, "step", _on_step)
     _wrap(InstructionTranslatorBase, "run", _on_run)
     _wrap(OutputGraph, "call_user_compiler", _on_compile)
@@ -195,11 +204,24 @@ def _on_context(codes: Callable[[Any, Any], Collection[types.CodeType]], origina
     return original(self, compiled)
 
 
-def _on_convert(original: Any, self: Any, frame: Any, cache_entry: Any, hooks: Any, frame_state: Any, *args: Any, **kwargs: Any) -> Any:
+def _on_convert(
+    limited: Callable[[Any, types.CodeType], bool],
+    original: Any,
+    self: Any,
+    frame: Any,
+    cache_entry: Any,
+    hooks: Any,
+    frame_state: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     owner = self._torchdynamo_orig_backend
     splitter = ddp.splitter_of(owner)
     call = functools.partial(original, self, frame, cache_entry, hooks, frame_state, *args, **kwargs)
-    return left.convert(call, frame, frame_state, owner if splitter is None else splitter.backend_compile_fn)
+    result = left.convert(call, frame, frame_state, owner if splitter is None else splitter.backend_compile_fn)
+    if left.limited(frame.f_code, result) and limited(owner, frame.f_code):
+        result.apply_to_code = False
+    return result
 
 
 def _on_step(original: Any, self: Any) -> Any:
@@ -218,6 +240,7 @@ def _on_run(original: Any, self: Any) -> Any:
     try:
         result = original(self)
     except Exception as error:
+        observer.seen.update(node.target for node in self.output.graph.nodes if node.op == "placeholder")
         observer.failed(error, self.output.shape_env)
         raise
     observer.compiled(self.output)

@@ -3,8 +3,9 @@
 Dynamo marks the *code* of a frame that it gives up on, and never looks at it again: neither for another layer of the same class, nor in
 another mode, nor in another model that is compiled later. What was compiled of that code before goes unused as well. That suits a break of
 the graph that is in the code. Where capture gives up it is one layer's doing (an excluded layer, a hook on one expert), and so such a frame
-is left for the modules that were in it, as they are and in the mode it was called in. What is remembered goes with what Dynamo knows of
-the code, in ``torch.compiler.reset()``.
+is left for the modules that were in it, as they are and in the mode it was called in. Where one call is the reason (experts of the same
+modules were fused in another one, or the call is wrong and raises) it is left for calls with the same sizes. What is remembered goes with
+what Dynamo knows of the code, in ``torch.compiler.reset()``.
 """
 
 from __future__ import annotations
@@ -17,15 +18,21 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_flatten
 
 _KEY = "moefuse_left"
+_FUSED = "moefuse_fused"
 LIMIT = 1024
-"""Modules in modes for which one code is left; from there on it is left as Dynamo leaves it."""
+"""Modules in modes, and calls, for which one code is left; from there on it is left as Dynamo leaves it."""
+CALLS = 8
+"""Calls for which code is left although its experts were fused in others; from there on it is left for its modules."""
 
 _Remembered = dict[tuple[Any, ...], tuple["weakref.ref[Any]", ...]]
 
 _attempt: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar("moefuse_attempt", default=None)
 _ours: weakref.WeakSet[types.CodeType] = weakref.WeakSet()
+_with_experts: weakref.WeakSet[types.CodeType] = weakref.WeakSet()
+"""Code of which something was compiled with experts fused."""
 
 
 def attempted(observer: Any) -> None:
@@ -44,8 +51,10 @@ def convert(original: Callable[[], Any], frame: Any, frame_state: dict[str, Any]
     """What Dynamo makes of a frame, where ``original`` asks it; ``owner`` stands for the compiled program that the frame belongs to."""
     code = frame.f_code
     known: _Remembered | None = frame_state.get(_KEY)
-    if known is not None and _left(known, _key(owner, modules(frame.f_locals))):
-        return _nothing()
+    if known is not None:
+        key = _key(owner, modules(frame.f_locals))
+        if _left(known, key) or _left(known, (*key, *_sizes(frame.f_locals))):
+            return _nothing()
     attempts: list[Any] = []
     token = _attempt.set(attempts)
     try:
@@ -54,16 +63,37 @@ def convert(original: Callable[[], Any], frame: Any, frame_state: dict[str, Any]
         _attempt.reset(token)
     if attempts:
         _ours.add(code)
-    if code in _ours and _is_left(result) and (not attempts or attempts[-1].gave_up):
-        _remember(result, frame_state, owner, modules(frame.f_locals))
+    if code not in _ours:
+        return result
+    found = modules(frame.f_locals)
+    if attempts and attempts[-1].fused and result.guarded_code is not None:
+        _with_experts.add(code)
+        _note(frame_state.setdefault(_FUSED, {}), _key(owner, found), owner, found)
+    elif _is_left(result):
+        _remember(result, frame, frame_state, owner, attempts[-1] if attempts else None)
     return result
 
 
-def _remember(result: Any, frame_state: dict[str, Any], owner: object, found: list[nn.Module]) -> None:
-    known: _Remembered = frame_state.setdefault(_KEY, {})
-    if found and len(known) < LIMIT:
-        known[_key(owner, found)] = tuple(weakref.ref(item) for item in (owner, *found))
+def _remember(result: Any, frame: Any, frame_state: dict[str, Any], owner: object, attempt: Any) -> None:
+    """Where not the code is the reason, have Dynamo look at it again in other calls: those of other modules, or of other sizes."""
+    found, with_experts = modules(frame.f_locals), frame.f_code in _with_experts
+    key, known = _key(owner, found), frame_state.setdefault(_KEY, {})
+    wrong = attempt is not None and attempt.erred
+    fused = _left(frame_state.get(_FUSED, {}), key) if found else with_experts
+    if wrong or fused:
+        calls = sum(len(other) > len(key) and other[: len(key)] == key for other in known)
+        key = (*key, *_sizes(frame.f_locals)) if wrong or calls < CALLS else key
+    elif not found or not (with_experts or attempt is None or attempt.gave_up):
+        return
+    if len(known) < LIMIT:
         result.apply_to_code = False
+        # Whoever wants an error has it in each call.
+        _note({} if fused and not wrong and attempt is not None and attempt.insists else known, key, owner, found)
+
+
+def _note(known: _Remembered, key: tuple[Any, ...], owner: object, found: list[nn.Module]) -> None:
+    if len(known) < LIMIT:
+        known[key] = tuple(weakref.ref(item) for item in (owner, *found))
 
 
 def modules(f_locals: Any) -> list[nn.Module]:
@@ -73,6 +103,18 @@ def modules(f_locals: Any) -> list[nn.Module]:
 
 def _key(owner: object, found: list[nn.Module]) -> tuple[Any, ...]:
     return (id(owner), torch.is_grad_enabled(), *((id(module), module.training) for module in found))
+
+
+def _sizes(f_locals: Any) -> tuple[Any, ...]:
+    """What tells one call from another: sizes and dtypes of tensors, and numbers and names beside them."""
+    leaves, _ = tree_flatten(list(f_locals.values()))
+    return ("called with", *map(_size, leaves))
+
+
+def _size(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), value.dtype
+    return value if isinstance(value, int | str) else type(value)
 
 
 def _left(known: _Remembered, key: tuple[Any, ...]) -> bool:
@@ -92,6 +134,13 @@ def _is_left(result: Any) -> bool:
 
     strategy = result.frame_exec_strategy
     return result.guarded_code is None and (strategy.cur_action, strategy.recursive_action) == (FrameAction.SKIP, FrameAction.DEFAULT)
+
+
+def limited(code: types.CodeType, result: Any) -> bool:
+    """Whether experts of a code are fused in other calls, and Dynamo compiles nothing more of it: torch's limit is reached."""
+    from torch._C._dynamo.eval_frame import _FrameAction as FrameAction
+
+    return code in _with_experts and result.guarded_code is None and result.frame_exec_strategy.cur_action == FrameAction.RUN_ONLY
 
 
 def look_again(codes: Iterable[types.CodeType]) -> None:

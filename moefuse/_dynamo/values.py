@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -152,6 +153,19 @@ def hint(size: Any) -> int | None:
     """What a size of an input is in the call that is compiled; None of one that only the run knows."""
     known = None if unbacked(size) else size.node.hint
     return int(known) if isinstance(known, int) else None
+
+
+def marked_dims(node: Any) -> Collection[int]:
+    """Dimensions of an input of which the user says that they are dynamic; a guard for one number there is an error to Dynamo."""
+    given = node.meta.get("grapharg")
+    example = None if given is None else given.example
+    return getattr(example, "_dynamo_dynamic_indices", ())
+
+
+def inputs_of(graph: Any) -> dict[int, str]:
+    """The tensors that a graph is given: their identities, and their names in it, which Dynamo makes from those in the program."""
+    given = {node: node.meta.get("grapharg") for node in graph.nodes if node.op == "placeholder"}
+    return {id(one.example): node.target for node, one in given.items() if one is not None and isinstance(one.example, torch.Tensor)}
 
 
 def unbacked_in(value: Any) -> set[Any]:

@@ -93,8 +93,14 @@ class RunningCall:
     def __init__(self, function: object, arguments: tuple[object, ...], cleanups: list[Callable[[], object]]) -> None:
         self.function, self.arguments, self._cleanups = function, arguments, cleanups
 
-    def at_end(self, name: str, action: Callable[[], object]) -> None:
-        """Call ``action`` once when the call returns; of several with one ``name`` the first. Not where it raises."""
+    def at_end(self, name: str, action: Callable[[], object], *, before: bool = False) -> None:
+        """Call ``action`` once when the call returns; of several with one ``name`` the first. Not where it raises.
+
+        Args:
+            name: of the action.
+            action: without arguments.
+            before: call it before the actions that are waiting.
+        """
         if any(getattr(known, "moefuse", None) == name for known in self._cleanups):
             return
 
@@ -103,7 +109,9 @@ class RunningCall:
                 action()
 
         run.moefuse = name  # type: ignore[attr-defined]
-        self._cleanups.append(run)
+        # Behind torch's own, which puts back what the call has changed.
+        waiting = (i for i, known in enumerate(self._cleanups) if hasattr(known, "moefuse"))
+        self._cleanups.insert(next(waiting, len(self._cleanups)) if before else len(self._cleanups), run)
 
 
 def running_call() -> RunningCall | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import logging
 import sys
@@ -17,7 +18,8 @@ from moefuse import _torch_private
 from moefuse._dynamo import control, ddp, hooks, left, points
 from moefuse.capture.frame import Frame, Ledger
 from moefuse.config import Options
-from moefuse.report import FusionReport
+from moefuse.errors import CODES
+from moefuse.report import FusionReport, Skipped
 from moefuse.suspects import suspects
 
 log = logging.getLogger("moefuse.capture")
@@ -70,7 +72,7 @@ def unavailable() -> str | None:
             if _missing:
                 log.warning("%s", _reason())
             else:
-                hooks.install(_start, _codes)
+                hooks.install(_start, _codes, _limited)
     return _reason()
 
 
@@ -100,7 +102,12 @@ def _start(compiler_fn: Any, speculation_log: Any, one_graph: bool) -> Frame | N
     ledger.collects = ledger.collects and own.capture
     ledger.parametrizes = ledger.parametrizes and own.capture
     flags = not one_graph and not control.user_flags()
-    return Frame(ledger, speculation_log, flags=flags, skipped=lambda report: mark.skipped(report, own, owner), exclude=own.exclude)
+    insists = own.strict or own.expect is not None
+
+    def skipped(report: FusionReport) -> None:
+        mark.skipped(report, own, owner)
+
+    return Frame(ledger, speculation_log, flags=flags, skipped=skipped, exclude=own.exclude, insists=insists)
 
 
 def _codes(compiler_fn: Any, compiled: Any) -> list[types.CodeType]:
@@ -111,6 +118,20 @@ def _codes(compiler_fn: Any, compiled: Any) -> list[types.CodeType]:
     root = getattr(compiled, "__self__", compiled)
     found = [root if isinstance(root, nn.Module) else compiled, *(suspect.module for suspect in suspects((compiled,)))]
     return [code for one in found if (code := _code(one)) is not None]
+
+
+def _limited(compiler_fn: Any, code: types.CodeType) -> bool:
+    """Dynamo compiles nothing more of code with experts, which run in eager from now on; whether every such call is an error."""
+    mark, arguments, owner = _find(compiler_fn)
+    own = mark.options(arguments) if mark is not None else None
+    if mark is None or own is None or not own.enabled:
+        return False
+    cause = "torch compiles no further graph of this code (torch._dynamo.config.recompile_limit), and this call runs in eager"
+    text = CODES["nothing-found"].format(what="experts that are fused in another call", cause=cause)
+    insists = own.strict or own.expect is not None
+    told = Skipped("nothing-found", text, "", f"{code.co_filename}:{code.co_firstlineno}")
+    mark.skipped(FusionReport(skipped=[told]), dataclasses.replace(own, strict=insists), owner)
+    return insists
 
 
 def left_by_another(module: nn.Module) -> bool:

@@ -46,6 +46,8 @@ class Ledger:
         collects: trace bodies of checkpoints that write to what the call has made; not once that was there when a graph ended.
         parametrizes: trace parametrisations that the call registers and removes; not once one of them was more than that.
         broken: the graph breaks somewhere, in an attempt that traced sizes that depend on data.
+        erred: the program raises in this call, or would if it came that far.
+        seen: names of what the graphs of attempts that were given up have read.
         refusals: why, for the report of the next attempt.
         stops: the breaks of the graph in attempts that were given up.
         notes: what else the report has to say.
@@ -57,6 +59,8 @@ class Ledger:
     collects: bool = True
     parametrizes: bool = True
     broken: bool = False
+    erred: bool = False
+    seen: set[str] = field(default_factory=set)
     refusals: list[Skipped] = field(default_factory=list)
     stops: list[Stop] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -71,12 +75,20 @@ class Frame:
         flags: whether moefuse, and not the user, has made sizes that depend on data traceable here.
         skipped: called with a report when the frame ends without a call of the backend.
         exclude: the user's pattern of names of modules to leave.
+        insists: the user wants an error where experts are not fused.
     """
 
     def __init__(
-        self, ledger: Ledger, log: Any, *, flags: bool, skipped: Callable[[FusionReport], object], exclude: str | None = None
+        self,
+        ledger: Ledger,
+        log: Any,
+        *,
+        flags: bool,
+        skipped: Callable[[FusionReport], object],
+        exclude: str | None = None,
+        insists: bool = False,
     ) -> None:
-        self.ledger, self.log, self.flags, self._skipped, self.exclude = ledger, log, flags, skipped, exclude
+        self.ledger, self.log, self.flags, self._skipped, self.exclude, self.insists = ledger, log, flags, skipped, exclude, insists
         self.assumptions: list[Assumption] = []
         self.settled: set[Assumption] = set()
         self.scopes = Scopes(self)
@@ -85,6 +97,7 @@ class Frame:
         self.numpy = False
         self.elements: list[counts.Elements] = []
         self.has_graph = False
+        self.fused = False  # whether experts are, in the graph of this attempt
         self.registering = False
         self.traced: set[types.CodeType] = set()
         self._code: dict[int, tuple[Any, Code]] = {}
@@ -119,6 +132,16 @@ class Frame:
     def gave_up(self) -> bool:
         """Whether this frame has experts that could not be fused as they are; those of another module may be."""
         return bool(self.ledger.refusals)
+
+    @property
+    def erred(self) -> bool:
+        """Whether the program raises in this call, so that nothing is known of the frame in others."""
+        return self.ledger.erred
+
+    @property
+    def seen(self) -> set[str]:
+        """Names of what the graphs of attempts that were given up have read."""
+        return self.ledger.seen
 
     @property
     def apart(self) -> Callable[[nn.Module], Hashable] | None:
@@ -217,7 +240,7 @@ class Frame:
         if not self.has_graph and (self.ledger.refusals or self.ledger.notes or stop is not None):
             # Where this attempt breaks there is no graph yet, and so no report that says so, or why the one before was given up.
             stops = [*self.ledger.stops, *([] if stop is None else [stop])]
-            self._skipped(FusionReport(skipped=list(self.ledger.refusals), stops=stops, notes=list(self.ledger.notes)))
+            self._skipped(self._report(stops=stops))
 
     def failed(self, error: Exception, environment: Any) -> None:
         """Tracing ended with an error: one that capture may have caused means another attempt without it."""
@@ -226,6 +249,7 @@ class Frame:
             return
         if control.is_backends(error):
             return
+        self.ledger.erred = self.ledger.erred or control.is_programs(error)
         if self.active and (self.flags or self.assumptions):
             self.ledger.stops.append(_torch_private.tracing_stop(error))
             self.retreat(
@@ -382,7 +406,11 @@ class Frame:
         """The frame ends here and runs in eager."""
         text = f"{first_line(error)} (this function runs in eager){control.place(error)}"
         stops = [*self.ledger.stops, _torch_private.tracing_stop(error)]
-        self._skipped(FusionReport(skipped=list(self.ledger.refusals), graph_breaks=[text], stops=stops, notes=list(self.ledger.notes)))
+        self._skipped(self._report(graph_breaks=[text], stops=stops))
+
+    def _report(self, **found: Any) -> FusionReport:
+        ledger = self.ledger
+        return FusionReport(skipped=list(ledger.refusals), notes=list(ledger.notes), seen=frozenset(ledger.seen), **found)
 
     # --- small things ---
 

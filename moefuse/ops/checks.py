@@ -15,6 +15,7 @@ from torch import Tensor
 
 from moefuse.ops.activations import ACTIVATIONS
 from moefuse.ops.call import Body, ExpertsCall, cut
+from moefuse.ops.encoding import NAMED, Encoding
 from moefuse.ops.held import holds
 from moefuse.ops.recipe import SCORES, Recipe
 from moefuse.ops.reference import GATINGS
@@ -385,3 +386,38 @@ def check_route(logits: Tensor, bias: Tensor | None, recipe: Recipe, out_dtype: 
         _bad_value("route", "kept", f"is {recipe.kept}", f"0 to the number of groups, {recipe.groups}")
     if not 0 <= recipe.best <= experts // recipe.groups:
         _bad_value("route", "best", f"is {recipe.best}", f"0 to the experts of a group, {experts // recipe.groups}")
+
+
+def check_codes(
+    name: str, storage: Sequence[Tensor], encoding: Encoding, scale: Sequence[Tensor], zero: Sequence[Tensor], x: Tensor
+) -> None:
+    """Arguments of ``moefuse::experts_coded`` that belong to one projection.
+
+    Raises:
+        ValueError, TypeError: they do not fit each other.
+    """
+    op = "experts_coded"
+    legal = _storage_dtypes(encoding)
+    for t in storage:
+        if t.dtype not in legal:
+            _bad_type(op, name, f"has dtype {_names([t.dtype])}", f"{_names(legal)}, which hold {encoding.name}")
+        _check_device(t, x, op, name, "x")
+    shape = tuple(storage[0].shape)
+    scales = (*shape[:-2], *encoding.scales(*encoding.logical(shape)[-2:]))
+    zeros = scales if encoding.zeros is None else encoding.zeros.words(scales)
+    for part, tensors, expected in (("scale", scale, scales), ("zero", zero, zeros)):
+        if len(tensors) != (len(storage) if part in encoding.parts else 0):
+            _bad_value(op, "codes", f"has {len(tensors)} tensors as {part} of `{name}`", f"{len(storage)}, as many as `{name}`")
+        for t in tensors:
+            _check_device(t, x, op, f"codes ({part} of {name})", "x")
+            _check_dim(t, len(expected), op, f"codes ({part} of {name})", f"{len(expected)} dimensions, as `{name}` has")
+            for size, wanted in zip(t.shape, expected, strict=True):
+                if not _equal(size, wanted):
+                    _same(size, wanted, op, f"codes ({part} of {name})", t, f"[{', '.join(map(str, expected))}]")
+
+
+def _storage_dtypes(encoding: Encoding) -> tuple[torch.dtype, ...]:
+    if encoding.packing is None:
+        assert isinstance(encoding.table, str)
+        return NAMED[encoding.table], torch.uint8
+    return tuple(t for t in _INTS if t.itemsize * 8 > max(encoding.packing.shifts))

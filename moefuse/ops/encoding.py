@@ -15,6 +15,8 @@ one of them divided by the number of codes in a number.
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -59,6 +61,11 @@ class Packing:
     def per(self) -> int:
         """Codes in a number."""
         return len(self.shifts)
+
+    def words(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of numbers that hold codes of a shape [..., N, K]."""
+        at = len(shape) - 2 + self.axis
+        return tuple(-(-n // self.per) if i == at else n for i, n in enumerate(shape))
 
     def __str__(self) -> str:
         return f"{'nk'[self.axis]}{'/' if self.halves else ':'}{','.join(map(str, self.shifts))}"
@@ -159,10 +166,9 @@ def parse(text: str) -> Encoding:
 
 
 def codes_of(storage: Tensor, packing: Packing) -> Tensor:
-    """The codes [..., N, K], int64, of storage [..., N', K'] of integers."""
+    """The codes [..., N, K], uint8, of storage [..., N', K'] of integers."""
     axis = storage.dim() - 2 + packing.axis
-    words = storage.long()
-    parts = [words >> shift & (1 << BITS) - 1 for shift in packing.shifts]
+    parts = [(storage >> shift & (1 << BITS) - 1).to(torch.uint8) for shift in packing.shifts]
     return torch.cat(parts, axis) if packing.halves else torch.stack(parts, axis + 1).flatten(axis, axis + 1)
 
 
@@ -179,16 +185,23 @@ def dequantise(encoding: Encoding, storage: Tensor, scale: Tensor, zero: Tensor 
         kind = NAMED[encoding.table]
         value = (storage if storage.dtype == kind else storage.view(kind)).to(wide)
     else:
-        table = torch.tensor(encoding.table, dtype=wide, device=storage.device)
-        value = table[codes_of(storage, encoding.packing)]
+        value = _looked_up(codes_of(storage, encoding.packing), encoding.table, wide)
     if zero is not None:
         zeros = zero if encoding.zeros is None else codes_of(zero, encoding.zeros)
-        value = value - _spread(zeros.to(wide), encoding.block, value)
+        value = _by_blocks(torch.sub, value, zeros.to(wide), encoding.block)
     if encoding.scale == LDEXP:
-        powers = _spread(exponents(scale, torch.float64, nan=False), encoding.block, value)
-        return (value.double() * powers).to(wide).to(dtype)
+        return _by_blocks(torch.mul, value.double(), exponents(scale, torch.float64, nan=False), encoding.block).to(wide).to(dtype)
     factors = exponents(scale, wide, nan=encoding.scale == EXPONENTS) if encoding.scale else scale.to(wide)
-    return (value * _spread(factors, encoding.block, value)).to(dtype)
+    return _by_blocks(torch.mul, value, factors, encoding.block).to(dtype)
+
+
+def _looked_up(codes: Tensor, table: str | tuple[float, ...], dtype: torch.dtype) -> Tensor:
+    """table[codes]; without a table where its entries are numbers in a row."""
+    assert not isinstance(table, str)
+    if all(b - a == 1 for a, b in itertools.pairwise(table)):
+        return codes.to(dtype) if not table[0] else codes.to(dtype).add_(table[0])
+    entries = torch.tensor(table, dtype=dtype, device=codes.device)
+    return entries.index_select(0, codes.flatten().int()).view(codes.shape)
 
 
 def exponents(scale: Tensor, dtype: torch.dtype, *, nan: bool = True) -> Tensor:
@@ -198,12 +211,15 @@ def exponents(scale: Tensor, dtype: torch.dtype, *, nan: bool = True) -> Tensor:
     return (torch.where(byte == 255, float("nan"), powers) if nan else powers).to(dtype)
 
 
-def _spread(blocks: Tensor, block: tuple[int, int], like: Tensor) -> Tensor:
-    """A number of each block [..., N / bn, K / bk] for each element of a weight [..., N, K]."""
-    for axis, size in ((-2, block[0]), (-1, block[1])):
-        if size > 1:
-            blocks = blocks.repeat_interleave(size, axis).narrow(axis, 0, like.shape[axis])
-    return blocks
+def _by_blocks(op: Callable[[Tensor, Tensor], Tensor], value: Tensor, blocks: Tensor, block: tuple[int, int]) -> Tensor:
+    """op(value, the number of its block) for each element of a weight [..., N, K], given numbers [..., N / bn, K / bk]."""
+    (n, k), (bn, bk) = value.shape[-2:], ((size or whole) for size, whole in zip(block, value.shape[-2:], strict=True))
+    if n % bn or k % bk:
+        for axis, size in ((-2, bn), (-1, bk)):
+            blocks = blocks.repeat_interleave(size, axis).narrow(axis, 0, value.shape[axis])
+        return op(value, blocks)
+    cut = value.unflatten(-1, (k // bk, bk)).unflatten(-3, (n // bn, bn))
+    return op(cut, blocks[..., :, None, :, None]).view(value.shape)
 
 
 __all__ = [

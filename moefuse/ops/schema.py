@@ -30,6 +30,10 @@ SCHEMAS: tuple[str, ...] = (
     "experts_lora_forward(Tensor[] tensors, int[] counts, float[] scales, int body, float arg0, float arg1, ScalarType out_dtype) -> "
     "(Tensor out, Tensor h, Tensor order, Tensor offsets, Tensor u)",
     "experts_lora_backward(Tensor[] tensors, int[] counts, float[] scales, int needs, int body, float arg0, float arg1) -> Tensor[]",
+    f"experts_coded({_LISTS}Tensor[] codes, *, str[] encodings, {_OPTIONS}) -> Tensor",
+    "experts_coded_forward(Tensor[] tensors, int[] counts, str[] encodings, int body, float arg0, float arg1, ScalarType out_dtype) -> "
+    f"{_KEPT}",
+    "experts_coded_backward(Tensor[] tensors, int[] counts, str[] encodings, int needs, int body, float arg0, float arg1) -> Tensor[]",
     f"recomputed_experts({_EXPERTS_ARGS}) -> Tensor",
     "experts_hidden(Tensor[] tensors, int[] counts, int body, float arg0, float arg1, Tensor order, Tensor offsets) -> Tensor",
     f"recomputed_experts_lora({_LISTS}{_FACTORS}*, float[] scales, {_OPTIONS}) -> Tensor",

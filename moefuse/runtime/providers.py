@@ -103,6 +103,10 @@ PROVIDERS: dict[str, list[Provider]] = {
     "experts_lora_forward": _triton("provide.lora", "experts_lora_forward") + _portable(lora.experts_lora_forward),
     "experts_lora_hidden": _triton("provide.lora", "experts_lora_hidden") + _portable(lora.experts_lora_hidden),
     "experts_lora_backward": _triton("provide.lora", "experts_lora_backward") + _portable(lora.experts_lora_backward),
+    "experts_coded": _triton("provide.coded", "experts_coded") + _portable(lambda call: cpu.experts(call.decoded)),
+    "experts_coded_forward": _triton("provide.coded", "experts_coded_forward") + _portable(lambda call: cpu.experts_forward(call.decoded)),
+    "experts_coded_backward": _triton("provide.coded", "experts_coded_backward")
+    + _portable(lambda call: backward.experts_backward(call.decoded)),
     "experts_backward": _portable(backward.experts_backward),
     "experts_backward_rows": _triton("provide.training", "experts_backward_rows") + _portable(backward.experts_backward_rows),
     "experts_backward_in": _triton("provide.training", "experts_backward_in") + _portable(backward.experts_backward_in),

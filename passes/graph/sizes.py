@@ -16,12 +16,12 @@ import torch
 Size = Any  # int | sympy.Expr
 
 
-_SUPPOSED: ContextVar[Mapping[sympy.Symbol, sympy.Symbol]] = ContextVar("moefuse_supposed_sizes", default={})  # noqa: B039
+_SUPPOSED: ContextVar[Mapping[sympy.Symbol, sympy.Expr]] = ContextVar("moefuse_supposed_sizes", default={})  # noqa: B039
 
 
 @contextmanager
-def supposing(equal: Mapping[sympy.Symbol, sympy.Symbol]) -> Iterator[None]:
-    """Read sizes as if each symbol were the one it is mapped to, to see what would follow from it."""
+def supposing(equal: Mapping[sympy.Symbol, sympy.Expr]) -> Iterator[None]:
+    """Read sizes as if each symbol were the one, or the number, that it is mapped to, to see what would follow from it."""
     token = _SUPPOSED.set(equal)
     try:
         yield

@@ -21,6 +21,7 @@ from moefuse.passes.ir.facts import Routing, View
 class _Routings:
     by_ids: dict[Node, Routing] = field(default_factory=dict)
     derived: dict[tuple[Routing, tuple[str, ...], int], Routing] = field(default_factory=dict)
+    symbols: set[Any] = field(default_factory=set)
 
 
 def routing_of(ctx: Context, ids: View) -> Routing | None:
@@ -37,12 +38,18 @@ def routing_of(ctx: Context, ids: View) -> Routing | None:
         return None
     slots = len(dims) > 1 and not one_for_each(ctx, root)
     if slots and not isinstance(dims[-1].size, int):
+        known.symbols.add(dims[-1].size)
         return None
     tokens = tuple(a.size for a in (dims[:-1] if slots else dims))
     top_k = int(dims[-1].size) if slots else 1
     found = Routing(root, tokens, top_k, slots, distinct=top_k == 1 or distinct(ctx, root), bounds=interval(ctx, root))
     known.by_ids[root] = found
     return found
+
+
+def unknown_slots(ctx: Context) -> set[Any]:
+    """Sizes for which tensors are no ids, because nobody knows how many experts a token has."""
+    return set(ctx.scratch(_Routings).symbols)
 
 
 def shared_routing(ctx: Context, routing: Routing, more: tuple[Any, ...]) -> Routing:

@@ -47,12 +47,14 @@ class Given:
         siblings: of representatives that have their weights from lists of modules: the assumption that tells the lists.
         not_empty: numbers of rows that are not zero.
         skipped: what the program computes for experts with tokens only.
+        packed: weights in few bits may be multiplied as they are held.
     """
 
     rows: Mapping[Node, tuple[int, ...]] = field(default_factory=dict)
     siblings: Mapping[Node, Assumption] = field(default_factory=dict)
     not_empty: Collection[Any] = ()
     skipped: frozenset[Node] = frozenset()
+    packed: bool = True
 
 
 class Context:

@@ -9,6 +9,7 @@ import torch
 from torch.fx import Node
 
 from moefuse.ops.call import ExpertsCall
+from moefuse.ops.coded import CodedCall
 from moefuse.ops.lora import LoraCall
 from moefuse.passes.graph.calls import fake
 from moefuse.runtime import providers
@@ -16,6 +17,7 @@ from moefuse.runtime import providers
 _DIFFERENTIATED = {
     "experts": ("experts_forward", "experts_backward_rows", "experts_backward_in", "experts_backward_out"),
     "experts_lora": ("experts_lora_forward", "experts_lora_backward"),
+    "experts_coded": ("experts_coded_forward", "experts_coded_backward"),
     "permute": ("permute",),
     "grouped_linear": ("grouped_linear", "grouped_linear_backward"),
     "expert_rows": ("expert_rows", "expert_rows_backward"),
@@ -30,6 +32,8 @@ _CALLS: Mapping[str, Callable[..., tuple[Any, ...]]] = {
     "experts_forward": ExpertsCall.of,
     "experts_lora": LoraCall.of,
     "experts_lora_forward": LoraCall.of,
+    "experts_coded": CodedCall.of,
+    "experts_coded_forward": CodedCall.of,
 }
 """The call that providers take instead of the arguments of an op."""
 

@@ -308,10 +308,7 @@ class Lowering:
         dtype = computed_in(self.region.expr) or dtype_of(body.first.weight)
         x = self.tokens(body.token, dtype)
         up = body.up
-        op, more = self.op()
-        factors, scales = terms(self, body)
-        if scales:
-            op, more = torch.ops.moefuse.experts_lora.default, {"scales": scales}
+        op, beside, more = self.call_of(body)
         result = self.emit(
             op,
             x,
@@ -323,7 +320,7 @@ class Lowering:
             bias(self, body.first),
             bias(self, up) if up is not None else [],
             bias(self, body.last),
-            *factors,
+            *beside,
             activation=body.activation,
             activation_args=list(body.arguments),
             gating=op_gating(body.gating),
@@ -333,6 +330,12 @@ class Lowering:
             **more,
         )
         return Lowered(result, fused_spec(self.region, body), "fused")
+
+    def call_of(self, body: Body) -> tuple[Callable[..., Any], list[Any], dict[str, Any]]:
+        """The fused op, and what it takes behind the lists of ``moefuse::experts`` and by name."""
+        op, more = self.op()
+        factors, scales = terms(self, body)
+        return (torch.ops.moefuse.experts_lora.default, factors, {"scales": scales}) if scales else (op, factors, more)
 
     def op(self) -> tuple[Callable[..., Any], dict[str, Any]]:
         """The fused op, and what it takes beside the arguments of ``moefuse::experts``."""

@@ -9,10 +9,11 @@ from torch.fx import Node
 
 from moefuse.passes.graph.calls import tensor
 from moefuse.passes.infer.state import Context
+from moefuse.passes.infer.unpacking import Made, unpacking
 from moefuse.passes.ir.expr import Leaf, weight_leaves
 from moefuse.passes.ir.facts import Lost
 from moefuse.passes.ir.regions import Region
-from moefuse.passes.match.unpacking import Made, unpacking
+from moefuse.passes.match.coded_weights import unread
 
 _COLLECTIVES = ("_c10d_functional::", "c10d::", "_dtensor::", "torch.distributed.")
 _SHARDED = ("DTensor", "AsyncCollectiveTensor")
@@ -50,9 +51,12 @@ def encoded(ctx: Context, region: Region) -> Lost | None:
         made = _unpacked(ctx, leaf)
         # A program that runs every expert unpacks all of them itself, and each may have a token.
         if made is not None and made.packed is not None and not (enough and ctx.given.skipped.isdisjoint(leaf.parts)):
+            lost = unread(ctx, leaf) if ctx.given.packed else ctx.lost("encoding-unknown", region.anchor, detail="`quantised` is off")
+            if lost is None:
+                continue
             detail = (
                 f"the program unpacks them one by one; fused, all {len(leaf.parts)} would be for every call, "
-                "and here a call may need fewer of them"
+                f"and here a call may need fewer of them; they are not multiplied as they are, for {lost.details['detail']}"
             )
             return packed(ctx, region.anchor, made.packed, detail)
     return None

@@ -13,10 +13,10 @@ from torch.fx import Node
 from moefuse.passes.graph.calls import Call, tensor
 from moefuse.passes.graph.sizes import same, same_shape, shape_of
 from moefuse.passes.infer.state import Context
+from moefuse.passes.infer.unpacking import Use, unpacking
 from moefuse.passes.ir.facts import Lost, View
 from moefuse.passes.match.encodings import packed
 from moefuse.passes.match.unexplained import decided, scores_of
-from moefuse.passes.match.unpacking import Use, unpacking
 
 _THERE = frozenset(("no-rule",))
 """What is lost right where a product is."""

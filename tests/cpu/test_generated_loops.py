@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -111,6 +112,30 @@ def test_a_mixture_of_experts_is_one_graph_and_fused(loops: object) -> None:
     def run(loop: Loop) -> None:
         seen = compare(loop, verify=plain().verify, grad=True)
         assert (len(seen.graphs), len(seen.report.fused)) == (1, 1), f"{loop}\n{loop.text}\n{seen.report}"
+
+    run()
+
+
+@pytest.mark.parametrize("loops", [rows_loops, cut_loops])
+def test_another_number_of_experts_for_each_token(loops: object) -> None:
+    """K is a symbol from its second value on: what is fused for the first is fused for all, and no call takes anything from another."""
+
+    @settings(phases=PHASES, max_examples=EXAMPLES)
+    @given(loops(st.just("none")), st.sampled_from(((2, 3, 2), (3, 2, 4, 3))))  # type: ignore[operator]
+    def run(loop: Loop, numbers: tuple[int, ...]) -> None:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        loop = replace(loop, outside=True)
+        model, seen, done = generated.layer(loop)(), Seen(), []
+        compiled = torch.compile(model, backend=capturing(seen))
+        with torch.no_grad():
+            for top_k in numbers:
+                weights, ids = logits_for("random", 5).softmax(-1).topk(top_k)
+                x = torch.randn(5, H)
+                torch.testing.assert_close(compiled(x, weights, ids), model(x, weights, ids), rtol=1e-5, atol=1e-5)
+                done.append(len(seen.report.fused))
+        assert done[0] == 0 or done[-1] == len(set(numbers)), f"{loop}\n{loop.text}\n{seen.report}"
+        event("fused" if done[0] else "not fused")
 
     run()
 

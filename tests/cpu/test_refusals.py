@@ -55,6 +55,7 @@ from tests.programs.refused import (
     Transformed,
     TwoDtypes,
     Unpacked,
+    Unusual,
     ValueEscapes,
 )
 
@@ -200,7 +201,12 @@ CASES: dict[str, Case] = {
     "encoding-unknown": Case(
         Unpacked,
         "expert weights are held as int8: the program unpacks them one by one; fused, all 8 would be for every call, "
-        "and here a call may need fewer of them",
+        "and here a call may need fewer of them; they are not multiplied as they are, for what they are made of is trained",
+    ),
+    "encoding-unsupported": Case(
+        Unusual,
+        "expert weights are held as s8, a scale for each channel, and no op multiplies them as they are: "
+        "between the projections is what no activation of the op computes",
     ),
     "quantised": Case(
         Packed,

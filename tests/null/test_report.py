@@ -83,6 +83,7 @@ def test_json_says_everything() -> None:
             "compute": "",
             "lora": [],
             "dropout": [],
+            "encoding": "",
         },
         "domain": "sorted",
         "tier": "fused",

@@ -204,14 +204,18 @@ class Loop:
     store: str = "stacked"
     twist: str = "none"
     ids: str = "topk"
+    outside: bool = False
 
     @property
     def text(self) -> str:
-        """The source of ``forward(self, x, logits)``."""
+        """The source of ``forward(self, x, logits)``; with ids from ``outside``, of ``forward(self, x, weights, ids)``, with any K."""
         parts = _cut_parts(self) if self.cut else _loop_parts(self)
         for part, new in {**TWISTS, **LOOP_TWISTS, **CUT_TWISTS}[self.twist].items():
             parts[part] = _filled(new, parts.get(part, ""))
-        return _written(parts)
+        if not self.outside:
+            return _written(parts)
+        parts["route"] = parts["route"].replace(_ROUTE, _GIVEN)
+        return _written(parts).replace("x, logits", "x, weights, ids", 1)
 
 
 def _filled(new: str, old: str) -> str:
@@ -223,6 +227,8 @@ def _filled(new: str, old: str) -> str:
 
 
 _ROUTE = "x = x.clone()\nweights, ids = torch.topk(logits.softmax(-1), K, dim=-1)\nweights = weights / weights.sum(-1, keepdim=True)"
+
+_GIVEN = "x = x.clone()\nK = ids.shape[1]"
 
 
 def _loop_parts(p: Loop) -> dict[str, str]:

@@ -121,6 +121,28 @@ class Hit(Layer):
         return out
 
 
+class Gated(nn.Module):
+    """Experts of two projections, the first with a gate; ``hit``: only those with tokens run."""
+
+    def __init__(self, spelling: str, *, hit: bool = False) -> None:
+        super().__init__()
+        self.hit, self.router = hit, nn.Linear(H, E, bias=False)
+        self.gate, self.up, self.down = (Layer(spelling) for _ in range(3))
+
+    def expert(self, e: int | Tensor, x: Tensor) -> Tensor:
+        gate, up, down = (part.weight(e) for part in (self.gate, self.up, self.down))
+        return F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = torch.topk(self.router(x).softmax(-1), K, dim=-1)
+        out = torch.zeros_like(x)
+        for e in range(E) if not self.hit else (F.one_hot(ids, E).sum((0, 1)) > 0).nonzero():
+            of = e if isinstance(e, int) else e[0]
+            tok, slot = torch.where(ids == of)
+            out.index_add_(0, tok, self.expert(of, x[tok]) * weights[tok, slot, None])
+        return out
+
+
 class Gathered(Layer):
     """What is unpacked is what the slots chose."""
 

@@ -350,6 +350,24 @@ class Unpacked(nn.Module):
         return out
 
 
+class Unusual(Unpacked):
+    """The same with scales that are not trained, and an expert that the op for such weights does not compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x[:3]
+        weights, ids = torch.topk(self.gate(x).softmax(-1), K, dim=-1)
+        out = torch.zeros_like(x)
+        for e in range(2 * E):
+            tok, slot = torch.where(ids == e)
+            y = F.linear(x[tok], self.packed[e].to(x.dtype) * self.scale[e])
+            out.index_add_(0, tok, y.tanh() * weights[tok, slot, None])  # at: encoding-unsupported
+        return out
+
+
 class Packed(Layer):
     """Weights that are a tensor subclass."""
 

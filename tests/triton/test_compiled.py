@@ -25,6 +25,8 @@ POINTERS = {
     torch.float64: "fp64",
     torch.int32: "i32",
     torch.int64: "i64",
+    torch.uint8: "u8",
+    torch.int8: "i8",
 }
 
 

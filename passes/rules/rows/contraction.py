@@ -14,6 +14,7 @@ from moefuse.passes.graph.sharded import is_root
 from moefuse.passes.graph.sizes import same, shape_of
 from moefuse.passes.infer.operands import fits, leaf, real
 from moefuse.passes.infer.state import Context, out_shape
+from moefuse.passes.infer.unpacking import is_unpacked
 from moefuse.passes.infer.weight_sums import stack_of_sums
 from moefuse.passes.ir.axes import Atom, Axes, Axis, align, fresh, reshape
 from moefuse.passes.ir.expr import Cast, Expr, Leaf, Linear, Op, SharedVector
@@ -163,12 +164,13 @@ def _stack(ctx: Context, value: Any, node: Node) -> Any:
     """The fact of an operand. With one A for all experts, B @ A looks like experts on the rows of A."""
     fact = ctx.fact(value)
     rows = isinstance(fact, Rows) and fact.domain.routing is None
-    return View(fresh(out_shape(value)), value) if rows and stack_of_sums(ctx, value, node) else fact
+    whole = (rows and stack_of_sums(ctx, value, node)) or (isinstance(fact, Lost | View | None) and is_unpacked(ctx, value))
+    return View(fresh(out_shape(value)), value) if whole else fact
 
 
 def _is_given(ctx: Context, value: Any, node: Node) -> bool:
-    """Whether the graph is given a tensor."""
-    return isinstance(value, View) and is_root(ctx.storage[value.root])
+    """Whether the graph is given a tensor, or unpacks it from what it is given in few bits."""
+    return isinstance(value, View) and (is_root(ctx.storage[value.root]) or is_unpacked(ctx, value.root))
 
 
 def _is_summed(ctx: Context, value: Any, node: Node) -> bool:

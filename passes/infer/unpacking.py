@@ -110,6 +110,17 @@ def unpacking(ctx: Context) -> Unpacking:
     return known
 
 
+def is_unpacked(ctx: Context, value: object) -> bool:
+    """Whether a value is a matrix, or a stack of them, that the program makes from the model's own tensors in few bits."""
+    if not isinstance(value, Node) or ctx.calls.get(value) is None:
+        return False
+    shown = tensor(value)
+    if shown is None or shown.dim() not in (2, 3) or not shown.dtype.is_floating_point or shown.dtype.itemsize < 2:
+        return False
+    made = unpacking(ctx).of(ctx, value)
+    return made is not None and made.packed is not None
+
+
 def is_foreign(call: Call) -> bool:
     """Whether an operation is none of torch's, or runs a function that its author wrote a backward pass or a kernel for."""
     return call.name in _BODIES or (("::" in call.name or "." in call.name) and not call.name.startswith(_KNOWN))
@@ -193,4 +204,4 @@ def _floats(node: Node) -> bool:
     return isinstance(value, tuple | list) or (isinstance(value, torch.Tensor) and value.dtype.is_floating_point)
 
 
-__all__ = ["Made", "Unpacking", "Use", "is_foreign", "unpacking"]
+__all__ = ["Made", "Unpacking", "Use", "is_foreign", "is_unpacked", "unpacking"]

@@ -3,9 +3,6 @@ block once, and tiles of an expert that share a block next to each other."""
 
 from __future__ import annotations
 
-import os
-
-import pytest
 import torch
 import triton
 import triton.language as tl
@@ -13,8 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moefuse.kernels.triton.device.functions import expert_order
-
-pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs interpreted")
 
 
 @triton.jit

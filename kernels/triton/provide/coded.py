@@ -1,0 +1,147 @@
+"""``moefuse::experts_coded`` and its gradients on CUDA: products whose weights are made in registers, between the kernels of training.
+
+No weight is unpacked in memory, in forward or backward: the gradient of a projection's rows reads the same storage again. Nothing waits
+for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moefuse.kernels.triton.host import coded, linear, pointwise, sorted_rows, wgrad
+from moefuse.kernels.triton.host.coded import Held
+from moefuse.kernels.triton.host.pointwise import Activation
+from moefuse.kernels.triton.host.sorted_rows import Sorted
+from moefuse.kernels.triton.launch.record import recorded
+from moefuse.kernels.triton.provide.products import Own
+from moefuse.ops.call import Stack
+from moefuse.ops.coded import CodedCall, CodedGrads, Codes
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+__all__ = ["experts_coded", "experts_coded_backward", "experts_coded_forward", "supports"]
+
+
+def supports(call: CodedCall | CodedGrads) -> str | None:
+    """None, or why these kernels cannot run a call."""
+    stacks = call.stacks
+    if call.x.dtype not in DTYPES:
+        return f"no kernel for {call.x.dtype}"
+    refused = (coded.refusal(codes, stack.weight[0]) for stack, codes in zip(stacks, call.codes, strict=True) if codes is not None)
+    return next((reason for reason in refused if reason is not None), None)
+
+
+def _bytes(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """float8 as bytes: kernels make numbers of these by themselves, on devices without it as well."""
+    return [t.view(torch.uint8) if t.dtype not in coded.ELEMENTS else t for t in tensors]
+
+
+def _as_bytes(call: Any) -> Any:
+    stacks = [
+        stack if codes is None else Stack(_bytes(stack.weight), stack.bias) for stack, codes in zip(call.stacks, call.codes, strict=True)
+    ]
+    codes = tuple(None if c is None else Codes(c.encoding, _bytes(c.scale), _bytes(c.zero)) for c in call.codes)
+    return call.with_stacks(stacks, codes)
+
+
+def experts_coded(call: CodedCall) -> Tensor:
+    """``moefuse::experts_coded``."""
+    return _forward(_as_bytes(call))[0]  # type: ignore[no-any-return]
+
+
+def experts_coded_forward(call: CodedCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The output and (h, order, offsets) for backward; dead rows of h are zeros."""
+    return _forward(_as_bytes(call))  # type: ignore[no-any-return]
+
+
+def experts_coded_backward(call: CodedGrads) -> list[Tensor]:
+    """The gradients that ``call.needs`` asks for, flattened."""
+    return _backward(_as_bytes(call))  # type: ignore[no-any-return]
+
+
+class _Products:
+    """The products of a call over its sorted rows, each by the kernel that its weights need."""
+
+    def __init__(self, it: Sorted, dtype: torch.dtype, stacks: Sequence[Stack], codes: Sequence[Codes | None]) -> None:
+        self.own = Own(it, dtype)
+        self.stacks = stacks
+        self.held: list[Held | None] = [None if c is None else coded.held(s.weight, c) for s, c in zip(stacks, codes, strict=True)]
+
+    def sizes(self, which: int) -> tuple[int, int]:
+        """(features, inputs) of a projection."""
+        held = self.held[which]
+        features, inputs = (held.features, held.inputs) if held is not None else self.stacks[which].weight[0].shape[-2:]
+        return features, inputs
+
+    def linear(self, which: int, x: Tensor, out: Tensor, *, back: bool = False, add: bool = False, **how: Any) -> Tensor:
+        """Rows of x times the weights of a projection, plus its biases; ``back``: times their transpose."""
+        held, bias = self.held[which], () if back else self.stacks[which].bias
+        if held is None:
+            return self.own.linear(x, self.stacks[which].weight, bias, back=back, out=out, add=add, **how)
+        if out.numel():
+            found = linear.weight(bias, 1) if bias else None
+            coded.product(out, x, held, self.own.tiled, bias=found, back=back, add=add, **how)
+        return out
+
+
+@recorded
+def _forward(call: CodedCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x, base, body = call.x, call.base, call.base.body
+    slots, experts = base.ids.numel(), base.w_in.experts
+    order, offsets = sorted_rows.sort(base.ids, experts)
+    it = Sorted(order, offsets, slots, experts, base.top_k)
+    by = _Products(it, x.dtype, call.stacks, call.codes)
+    (hidden, inter), width = by.sizes(2), (2 if body.split else 1) * by.sizes(0)[0]
+    out = torch.empty((x.shape[0], hidden), dtype=base.out_dtype, device=x.device)
+    h = torch.empty((slots, width), dtype=x.dtype, device=x.device)
+    if not slots:
+        return out.zero_(), h, order, offsets
+    scale, features = base.weights if body.on_input else None, by.sizes(0)[0]
+    for which, target in enumerate((h[:, :features], h[:, features:]) if body.split else (h,)):
+        by.linear(which, x, target, tokens=True, scale=scale)
+    a = torch.empty((slots, inter), dtype=x.dtype, device=x.device)
+    if inter:
+        sorted_rows.clear_dead(h, it)
+        pointwise.activate(a, h, it, Activation(body, inter))
+    y = by.linear(2, a, torch.empty((slots, hidden), dtype=x.dtype, device=x.device))
+    if hidden:
+        sorted_rows.sum_slots(out, y, it, None if body.on_input else base.weights)
+    return out, h, order, offsets
+
+
+@recorded
+def _backward(call: CodedGrads) -> list[Tensor]:
+    grads, body, need = call.grads, call.grads.body, call.grads.need
+    x, weights, h = grads.x, grads.weights, grads.h.contiguous()
+    slots = grads.order.shape[0]
+    it = Sorted(grads.order.contiguous(), grads.offsets.contiguous(), slots, grads.offsets.shape[0] - 1, weights.shape[1])
+    by = _Products(it, x.dtype, call.stacks, call.codes)
+    (_, inter), (features, hidden) = by.sizes(2), by.sizes(0)
+    d_weights = torch.zeros(weights.shape, dtype=weights.dtype, device=x.device) if need.weights else None
+    d_x = torch.zeros(x.shape, dtype=x.dtype, device=x.device) if need.x else None
+    d_out, d_h = grads.grad.to(h.dtype), torch.empty_like(h)
+    bias = call.stacks[2].bias
+    if slots:
+        d_a = by.linear(2, d_out, torch.empty((slots, inter), dtype=h.dtype, device=h.device), back=True, tokens=True)
+        pointwise.activate_grads(
+            it, h, d_a, Activation(body, inter), scale=None if body.on_input else weights, d_h=d_h, a=None,
+            d_weights=d_weights if need.products else None, grad=d_out, bias=linear.weight(bias, 1) if bias else None,
+        )  # fmt: skip
+    parts = [d_h[:, :features], d_h[:, features:]] if body.split else [d_h]
+    if need.tokens and slots and hidden:
+        d_rows = torch.empty((slots, hidden), dtype=x.dtype, device=x.device)
+        for which, part in enumerate(parts):
+            by.linear(which, part, d_rows, back=True, add=which > 0)
+        if body.on_input:
+            pointwise.pair(it, x, d_rows, weights, out=d_rows if need.x else None, d_weights=d_weights, from_rows=True)
+        if d_x is not None:
+            sorted_rows.sum_slots(d_x, d_rows, it, None)
+    found = [t for t in (d_x, d_weights) if t is not None]
+    for part, stack, wanted in zip(parts, call.stacks, (need.b_in, need.b_up), strict=False):
+        found += wgrad.vector_grads(stack.bias, part, it) if wanted else []
+    scale = None if body.on_input else weights
+    return [*found, *(wgrad.vector_grads(bias, d_out, it, tokens=True, scale=scale) if need.b_out else [])]

@@ -1,0 +1,287 @@
+"""``moefuse::experts_coded``: routed experts whose weights are held in few bits (``encoding.py``), and are never unpacked as a whole.
+
+The arguments are those of ``moefuse::experts``, where a weight list may be a *storage*; ``encodings`` says of w_in, w_up and w_out how they
+are held ("" for a projection in floating point). ``codes`` has what goes with them: for each encoded projection its scales, then its zeros
+if it has some, each as one stacked tensor [E, ...] if the storage is one, else E tensors.
+
+The op means ``moefuse::experts`` with the weights that ``encoding.dequantise`` gives, in the dtype of x. Nobody differentiates storage,
+scales and zeros: tokens, routing weights and biases have gradients. What forward saves for backward is what ``moefuse::experts`` saves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moefuse.ops.autograd import below_autograd, grads_for, not_differentiable, once, ops, wants_grad
+from moefuse.ops.call import Body, ExpertsCall, Stack, cut, join, stacks
+from moefuse.ops.checks import check_codes, check_experts
+from moefuse.ops.encoding import Encoding, dequantise, parse
+from moefuse.ops.grad_calls import GradCall, Needs
+from moefuse.ops.reference import count_experts, expert_weight
+from moefuse.ops.schema import implement
+from moefuse.runtime import providers
+
+Lists = Sequence[Tensor]
+
+
+class Codes(NamedTuple):
+    """What belongs to the storage of one projection: one tensor [E, ...] each, or E tensors; ``zero`` may be empty."""
+
+    encoding: Encoding
+    scale: Lists
+    zero: Lists
+
+
+class CodedWeights(Sequence[Tensor]):
+    """The weights [out, in] of one projection's experts, each unpacked when it is asked for."""
+
+    def __init__(self, storage: Lists, codes: Codes, dtype: torch.dtype) -> None:
+        self.storage, self.codes, self.dtype = storage, codes, dtype
+        self.shape = codes.encoding.logical(tuple(storage[0].shape[-2:]))
+
+    def __len__(self) -> int:
+        return count_experts(self.storage)
+
+    def __getitem__(self, e: Any) -> Any:
+        encoding, scale, zero = self.codes
+        return dequantise(
+            encoding, expert_weight(self.storage, e), expert_weight(scale, e), expert_weight(zero, e) if zero else None, self.dtype
+        )
+
+
+class CodedStack(Stack):
+    """A projection whose weights are :class:`CodedWeights`: its sizes are known without unpacking any."""
+
+    __slots__ = ()
+    weight: CodedWeights
+
+    @property
+    def experts(self) -> int:
+        """E."""
+        return len(self.weight)
+
+    @property
+    def features(self) -> int:
+        """Output features of one expert."""
+        return self.weight.shape[0]
+
+    @property
+    def inputs(self) -> int:
+        """Input features of one expert."""
+        return self.weight.shape[1]
+
+
+class CodedCall(NamedTuple):
+    """One call: the experts with their storage as weights, and what belongs to those of w_in, w_up and w_out (None: floating point)."""
+
+    base: ExpertsCall
+    codes: tuple[Codes | None, ...]
+
+    @staticmethod
+    def of(*data: Any, encodings: Sequence[str], **options: Any) -> CodedCall:
+        """From the arguments of the op, in the order of its schema."""
+        *lists, codes = data
+        base = ExpertsCall.of(*lists, **options)
+        return CodedCall(base, tuple(_codes((base.w_in, base.w_up, base.w_out), codes, encodings)))
+
+    @staticmethod
+    def unpack(tensors: Lists, counts: Sequence[int], encodings: Sequence[str], *how: Any) -> CodedCall:
+        """From the arguments of the internal op of the forward pass."""
+        *body, out_dtype = how
+        *lists, codes = cut(tensors, counts, 3)
+        base = ExpertsCall(tensors[0], tensors[1], tensors[2], *stacks(lists), Body.decode(*body), out_dtype)
+        return CodedCall(base, tuple(_codes((base.w_in, base.w_up, base.w_out), codes, encodings)))
+
+    def pack(self) -> tuple[list[Tensor], list[int], list[str], int, float, float, torch.dtype]:
+        """Arguments of the internal op of the forward pass."""
+        codes = [t for c in self.codes if c is not None for part in (c.scale, c.zero) for t in part]
+        tensors, counts = join(self.base[:3], (*self.base.lists, codes))
+        return tensors, counts, self.encodings, *self.base.body.encode(), self.base.out_dtype
+
+    @property
+    def encodings(self) -> list[str]:
+        """Of w_in, w_up and w_out, as the op takes them."""
+        return ["" if c is None else str(c.encoding) for c in self.codes]
+
+    @property
+    def x(self) -> Tensor:
+        """[T, H]."""
+        return self.base.x
+
+    @property
+    def stacks(self) -> tuple[Stack, Stack, Stack]:
+        """w_in, w_up and w_out, as they are held."""
+        return self.base.w_in, self.base.w_up, self.base.w_out
+
+    def with_stacks(self, stacks: Sequence[Stack], codes: tuple[Codes | None, ...]) -> CodedCall:
+        """The call with others."""
+        w_in, w_up, w_out = stacks
+        return CodedCall(self.base._replace(w_in=w_in, w_up=w_up, w_out=w_out), codes)
+
+    @property
+    def decoded(self) -> ExpertsCall:
+        """The call of ``moefuse::experts`` that this one means; a weight exists while it is used."""
+        return self.with_stacks(_decoded(self.stacks, self.codes, self.x.dtype), self.codes).base
+
+
+class CodedGrads(NamedTuple):
+    """One backward call: that of ``experts_backward`` with storage as weights, and what belongs to it. Weights have no gradients."""
+
+    grads: GradCall
+    codes: tuple[Codes | None, ...]
+
+    @staticmethod
+    def unpack(tensors: Lists, counts: Sequence[int], encodings: Sequence[str], needs: int, *body: Any) -> CodedGrads:
+        """From the arguments of the internal op."""
+        *lists, codes = cut(tensors, counts, 6)
+        how, found = Body.decode(*body), stacks(lists)
+        grad, x, weights, h, order, offsets = tensors[:6]
+        call = GradCall(grad, x, weights, h, order, offsets, *found, Needs.decode(needs, how.on_input), how)
+        return CodedGrads(call, tuple(_codes(found, codes, encodings)))
+
+    @property
+    def x(self) -> Tensor:
+        """[T, H]."""
+        return self.grads.x
+
+    @property
+    def stacks(self) -> tuple[Stack, Stack, Stack]:
+        """w_in, w_up and w_out, as they are held."""
+        return self.grads.w_in, self.grads.w_up, self.grads.w_out
+
+    def with_stacks(self, stacks: Sequence[Stack], codes: tuple[Codes | None, ...]) -> CodedGrads:
+        """The call with others."""
+        w_in, w_up, w_out = stacks
+        return CodedGrads(self.grads._replace(w_in=w_in, w_up=w_up, w_out=w_out), codes)
+
+    @property
+    def decoded(self) -> GradCall:
+        """The backward call of ``moefuse::experts`` that this one means."""
+        return self.with_stacks(_decoded(self.stacks, self.codes, self.x.dtype), self.codes).grads
+
+
+def _decoded(stacks: Sequence[Stack], codes: Sequence[Codes | None], dtype: torch.dtype) -> list[Stack]:
+    """Projections with weights instead of codes."""
+    return [s if c is None else CodedStack(CodedWeights(s.weight, c, dtype), s.bias) for s, c in zip(stacks, codes, strict=True)]
+
+
+def _codes(stacks: Sequence[Stack], codes: Lists, encodings: Sequence[str]) -> Iterator[Codes | None]:
+    """What belongs to each projection, of all that is given."""
+    at = 0
+    for stack, text in zip(stacks, encodings, strict=True):
+        if not text:
+            yield None
+            continue
+        encoding, n = parse(text), len(stack.weight)
+        scale, zero = (codes[at + n * i : at + n * (i + 1)] for i in range(2))
+        at += n * len(encoding.parts)
+        yield Codes(encoding, scale, zero if encoding.zero else ())
+
+
+def checked(call: CodedCall) -> tuple[Any, Any, Any]:
+    """E, the width of h, and the features of the result; raises where the arguments do not fit."""
+    base = call.base
+    weights = []
+    for name, stack, codes in zip(("w_in", "w_up", "w_out"), call.stacks, call.codes, strict=True):
+        weights.append(stack if codes is None else Stack(_shown(stack.weight, codes, base.x), stack.bias))
+        if codes is not None:
+            check_codes(name, stack.weight, codes.encoding, codes.scale, codes.zero, base.x)
+    w_in, w_up, w_out = weights
+    return check_experts(base._replace(w_in=w_in, w_up=w_up, w_out=w_out))
+
+
+def _shown(storage: Lists, codes: Codes, x: Tensor) -> list[Tensor]:
+    """Tensors of the shapes and the dtype of the weights, without memory of their own."""
+    return [x.new_empty(()).expand(codes.encoding.logical(tuple(t.shape))) for t in storage]
+
+
+def kernel(*data: Any, **options: Any) -> Tensor:
+    """``experts_coded`` below autograd."""
+    call = CodedCall.of(*data, **options)
+    checked(call)
+    found: Tensor = providers.run("experts_coded", call)
+    return found
+
+
+def fake(*data: Any, **options: Any) -> Tensor:
+    """Its result in shape and dtype."""
+    call = CodedCall.of(*data, **options)
+    _, _, hidden = checked(call)
+    return call.base.x.new_empty((call.base.x.shape[0], hidden), dtype=call.base.out_dtype)
+
+
+def _forward(*packed: Any) -> tuple[Tensor, ...]:
+    found: tuple[Tensor, ...] = providers.run("experts_coded_forward", CodedCall.unpack(*packed))
+    return found
+
+
+def _forward_fake(*packed: Any) -> tuple[Tensor, ...]:
+    call = CodedCall.unpack(*packed)
+    experts, width, hidden = checked(call)
+    x, slots = call.base.x, call.base.x.shape[0] * call.base.top_k
+    order, offsets = (x.new_empty((n,), dtype=torch.int64) for n in (slots, experts + 1))
+    return x.new_empty((x.shape[0], hidden), dtype=call.base.out_dtype), x.new_empty((slots, width)), order, offsets
+
+
+def _backward(*packed: Any) -> list[Tensor]:
+    found: list[Tensor] = providers.run("experts_coded_backward", CodedGrads.unpack(*packed))
+    return found
+
+
+def _backward_fake(tensors: Lists, counts: Sequence[int], encodings: Sequence[str], needs: int, *body: Any) -> list[Tensor]:
+    groups = (tensors[1:2], tensors[2:3], *cut(tensors, counts, 6)[:6])
+    return [torch.empty_like(t) for i, group in enumerate(groups) if needs >> i & 1 for t in group]
+
+
+class _Coded(torch.autograd.Function):
+    """One call of ``moefuse::experts_coded`` that is differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, counts: list[int], encodings: list[str], body: tuple[Any, ...], dtype: torch.dtype, *tensors: Tensor) -> Tensor:
+        with below_autograd():
+            out, h, order, offsets = ops.experts_coded_forward.default(tensors, counts, encodings, *body, dtype)
+        x, _, weights, *flat = tensors
+        ctx.counts, ctx.encodings, ctx.body = counts, encodings, body
+        ctx.save_for_backward(x, weights, h, order, offsets, *flat)
+        return out  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        need_x, _, need_weights, *need_flat = ctx.needs_input_grad[4:]
+        flags = [need_x, need_weights, *(any(part) for part in cut(need_flat, ctx.counts)[:6])]
+        code = sum(flag << i for i, flag in enumerate(flags))
+        computed = ops.experts_coded_backward.default([grad, *ctx.saved_tensors], ctx.counts, ctx.encodings, code, *ctx.body)
+        d_x, d_weights, *d_lists = grads_for(flags, (1, 1, *ctx.counts[:6]), computed)
+        return None, None, None, None, d_x, None, d_weights, *d_lists, *(None for _ in range(ctx.counts[6]))
+
+
+def _autograd(*data: Any, **options: Any) -> Tensor:
+    call = CodedCall.of(*data, **options)
+    checked(call)
+    tensors, counts, encodings, *body, dtype = call.pack()
+    if wants_grad(tensors):
+        _refuse_gradients(call)
+        return _Coded.apply(counts, encodings, tuple(body), dtype, *tensors)  # type: ignore[no-untyped-call, no-any-return]
+    with below_autograd():
+        return ops.experts_coded.default(*data, **options)  # type: ignore[no-any-return]
+
+
+def _refuse_gradients(call: CodedCall) -> None:
+    """Scales and zeros are constants here, and weights beside them too.
+
+    Raises:
+        RuntimeError: one of them needs a gradient.
+    """
+    base = call.base
+    coded = [t for c in call.codes if c is not None for t in (*c.scale, *c.zero)]
+    if any(t.requires_grad for t in (*coded, *base.w_in.weight, *base.w_up.weight, *base.w_out.weight)):
+        raise RuntimeError("moefuse::experts_coded has gradients of x, of weights and of biases, and none of what weights are held in")
+
+
+implement("experts_coded", kernel=kernel, fake=fake, autograd=_autograd)
+implement("experts_coded_forward", kernel=_forward, fake=_forward_fake, autograd=not_differentiable("experts_coded_forward"))
+implement("experts_coded_backward", kernel=_backward, fake=_backward_fake, autograd=once("experts_coded_backward", "experts_coded"))

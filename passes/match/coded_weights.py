@@ -1,0 +1,88 @@
+"""Weights of a region that a program unpacks expert by expert: how they are held, where that can be read (``passes/encodings``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from moefuse.passes.encodings.prove import drawn, holds
+from moefuse.passes.encodings.read import Coded, read
+from moefuse.passes.encodings.weight import Weight
+from moefuse.passes.graph.calls import tensor
+from moefuse.passes.infer.state import Context
+from moefuse.passes.ir.expr import Leaf, weight_leaves
+from moefuse.passes.ir.facts import Lost
+from moefuse.passes.ir.regions import Region
+
+_ENOUGH = 1 << 16
+"""Weights of an expert that are compared with what was read."""
+
+
+@dataclass
+class _Read:
+    """What the weights of a graph were read as."""
+
+    coded: dict[Node, Coded] = field(default_factory=dict)
+
+
+def unread(ctx: Context, leaf: Leaf) -> Lost | None:
+    """Read a projection's weights, each expert's own; why, if one of them is not read."""
+    known = ctx.scratch(_Read).coded
+    for node in dict.fromkeys(leaf.parts):
+        if node in known:
+            continue
+        found = _trained(ctx, node) or read(ctx, node, leaf.order)
+        if isinstance(found, Lost):
+            return found
+        known[node] = found
+    return None
+
+
+def _trained(ctx: Context, node: Node) -> Lost | None:
+    """A refusal for weights whose scales, or anything else that they are made of, are trained: the op has no gradients of these."""
+    value = tensor(node)
+    if value is None or not value.requires_grad:
+        return None
+    dtype = str(value.dtype).removeprefix("torch.")
+    return ctx.lost("encoding-unknown", node, dtype=dtype, detail="what they are made of is trained")
+
+
+def coded_weights(ctx: Context, region: Region) -> Mapping[Node, Coded]:
+    """The weights of a region that were read, by the nodes that they are."""
+    known = ctx.scratch(_Read).coded
+    return {node: known[node] for leaf in weight_leaves(region.expr) for node in leaf.parts if node in known}
+
+
+def disproved(ctx: Context, region: Region, coded: Mapping[Node, Coded], known: Mapping[Node, Any]) -> Lost | None:
+    """A refusal if a weight is not, bit by bit, what it was read as: on the model's tensors, or on made-up ones where they are unknown."""
+    for node, order in _orders(region, coded):
+        as_read = coded[node]
+        made_up = drawn(as_read)
+
+        def value(of: Node, made_up: Any = made_up) -> Tensor:
+            real = known.get(of)
+            found: Tensor = real if isinstance(real, torch.Tensor) else made_up(of)
+            return found
+
+        if not holds(ctx, Weight(node, order), as_read, value, most=_ENOUGH):
+            detail = f"they are not what they look like: {as_read.encoding.describe()}"
+            return ctx.lost("encoding-unknown", node, dtype=str(as_read.dtype).removeprefix("torch."), detail=detail)
+    return None
+
+
+def _orders(region: Region, coded: Mapping[Node, Coded]) -> Iterator[tuple[Node, tuple[int, ...]]]:
+    """Each weight that was read, with the dimensions that it was read by."""
+    seen: set[Node] = set()
+    for leaf in weight_leaves(region.expr):
+        for node in leaf.parts:
+            if node in coded and node not in seen:
+                seen.add(node)
+                yield node, leaf.order
+
+
+__all__ = ["coded_weights", "disproved", "unread"]

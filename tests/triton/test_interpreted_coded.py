@@ -1,0 +1,132 @@
+"""Products with weights in few bits, in Triton's interpreter: the kernel's weights have the bits of the definition, and the op is right."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moefuse.ops.coded import Codes
+from tests.cpu.coded_case import ENCODINGS as EVERY
+from tests.cpu.coded_case import Held, coded, hold
+from tests.cpu.ops_case import Case, assert_as_exact, reference, to
+from tests.triton.interpreted_case import interpreted
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),  # the interpreter, about NumPy
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # NumPy, about the NaN of these tests
+]
+
+# The interpreter cuts where it should round to bfloat16; steps in that are for the device (tests/gpu).
+ENCODINGS = {name: replace(e, arithmetic="f16" if e.arithmetic == "bf16" else e.arithmetic) for name, e in EVERY.items()}
+OPS = ("experts_coded", "experts_coded_forward", "experts_coded_backward")
+SMALL = Case(tokens=9, hidden=32, inter=48, hidden_out=40, experts=5, top_k=2, dtype=torch.float32, low_id=-1)
+
+
+def product(held: Held, x: Tensor, rows: int, columns: int, back: bool, separate: bool) -> Tensor:
+    """Rows of x [E * rows, .] times each expert's weights, or their transposes."""
+    from moefuse.kernels.triton.host import coded as host
+    from moefuse.kernels.triton.host import sorted_rows
+    from moefuse.kernels.triton.host.sorted_rows import Sorted
+
+    experts = held.storage.shape[0]
+    storage, more = held.lists(separate)
+    count = len(storage)
+    as_bytes = [t.view(torch.uint8) if t.dtype not in host.ELEMENTS else t for t in storage]
+    codes = Codes(held.encoding, more[:count], more[count:])
+    it = Sorted(torch.arange(experts * rows), torch.arange(experts + 1) * rows, experts * rows, experts, 1)
+    out = torch.full((experts * rows, columns), float("nan"), dtype=x.dtype)
+    host.product(out, x, host.held(as_bytes, codes), sorted_rows.tiled(it, x.dtype), back=back)
+    return out.view(experts, rows, columns)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("storage", ["stacked", "separate", "in-out"])
+@pytest.mark.parametrize("name", ENCODINGS)
+@pytest.mark.sampled(3)
+def test_weights_have_the_bits_of_the_definition(name: str, storage: str, dtype: torch.dtype) -> None:
+    """Rows of a unit matrix give the weights themselves, and their transposes where the product is with these: all bits."""
+    g = torch.Generator().manual_seed(0)
+    out, inp = {"nf4": (16, 48), "halves": (32, 32)}.get(name, (24, 32))
+    held = hold(ENCODINGS[name], 3, out, inp, g, in_out=storage == "in-out")
+    dense = held.dense(dtype)
+    for back, width, columns in ((False, inp, out), (True, out, inp)):
+        x = torch.eye(width, dtype=dtype).repeat(3, 1)
+        found = product(held, x, width, columns, back, storage == "separate")
+        assert torch.equal(found if back else found.transpose(1, 2), dense), (name, back)
+
+
+def test_what_stands_for_nothing() -> None:
+    """NaN of float8 and of a scale, zeros with a sign, the largest and the smallest numbers: as the definition has them."""
+    g = torch.Generator().manual_seed(0)
+    for name in ("fp8 channels", "mxfp4", "mxfp4 by ldexp", "powers", "fp8 tensor"):
+        held = hold(ENCODINGS[name], 1, 16, 32, g)
+        held.storage.view(torch.uint8)[:] = torch.arange(held.storage.numel()).view(held.storage.shape) % 256
+        if held.encoding.scale:
+            held.scale[0, 0, 0], held.scale[0, 1, 0] = 255, 0
+        dense = held.dense(torch.float32)
+        # A NaN spreads over its whole row of sums, so each weight is multiplied alone.
+        for k in range(32):
+            x = torch.zeros(1, 32)
+            x[0, k] = 1.0
+            found = product(held, x, 1, 16, False, False)[0, 0]
+            spoiled = ~dense[0].isfinite().all(1)  # 0 * inf
+            assert torch.equal(found.isfinite(), ~spoiled)
+            assert torch.equal(found[~spoiled], dense[0, ~spoiled, k] + 0.0)
+
+
+@pytest.mark.parametrize("gating", ["merged", "separate", "interleaved", "plain"])
+@pytest.mark.parametrize("name", ["fp8 blocks", "words of inputs", "halves"])
+@pytest.mark.sampled(2)
+def test_the_op(name: str, gating: str) -> None:
+    """Values and gradients, with one projection in floating point, rows of nobody and poisoned memory."""
+    case = SMALL.with_(gating=gating, activation="relu2" if gating == "plain" else "silu", weight_on_input=gating == "separate")
+    case = case.with_(hidden=32, inter=32, hidden_out=32)
+    args, dense, options = coded(case, ENCODINGS[name], ENCODINGS[name] if gating == "separate" else None, ENCODINGS[name])
+    with interpreted(provide(), OPS) as ran:
+        out, grads = run(args, options)
+    assert set(ran) == {"experts_coded_forward", "experts_coded_backward"}
+    assert_as_exact(out, reference(dense, **case.options), reference(to(dense, torch.float64), **case.options))
+    _, theirs = run(args, options)
+    for ours, portable in zip(grads, theirs, strict=True):
+        torch.testing.assert_close(ours, portable, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 70])
+def test_inference(tokens: int) -> None:
+    """Nothing is differentiated; no token, one, and tiles of several."""
+    case = SMALL.with_(tokens=tokens, hidden=32, inter=32, hidden_out=32)
+    args, dense, options = coded(case, ENCODINGS["nibbles"], None, ENCODINGS["int8 channels"])
+    with interpreted(provide(), OPS) as ran:
+        out = torch.ops.moefuse.experts_coded(*args, **options)
+    assert ran == ["experts_coded"]
+    assert_as_exact(out, reference(dense, **case.options), reference(to(dense, torch.float64), **case.options))
+
+
+def test_what_is_not_taken() -> None:
+    """float64, which tensor cores do not have for these, is left to the portable code, with the reason."""
+    from moefuse.ops.coded import CodedCall
+
+    args, _, options = coded(SMALL.with_(dtype=torch.float64, inter=32), ENCODINGS["fp8 blocks"], None, ENCODINGS["fp8 blocks"])
+    assert provide().supports(CodedCall.of(*args, **options)) == "no kernel for torch.float64"
+
+
+def provide() -> Any:
+    from moefuse.kernels.triton.provide import coded as module
+
+    return module
+
+
+def run(args: list[Any], options: dict[str, Any]) -> tuple[Tensor, tuple[Tensor, ...]]:
+    inputs = [
+        args[0].clone().requires_grad_(),
+        args[2].clone().requires_grad_(),
+        *(t.clone().requires_grad_() for b in args[6:9] for t in b),
+    ]
+    source = iter(inputs[2:])
+    own = [inputs[0], args[1], inputs[1], *args[3:6], *([next(source) for _ in b] for b in args[6:9]), args[9]]
+    out = torch.ops.moefuse.experts_coded(*own, **options)
+    return out.detach(), torch.autograd.grad(out.square().sum(), inputs)
