@@ -131,4 +131,4 @@ def _name(ctx: Context, node: Node) -> str:
     return node.name if call is None else call.name
 
 
-__all__ = ["read", "trees"]
+__all__ = ["Coded", "read", "trees"]
