@@ -198,7 +198,7 @@ def dequantise(encoding: Encoding, storage: Tensor, scale: Tensor, zero: Tensor 
 def _looked_up(codes: Tensor, table: str | tuple[float, ...], dtype: torch.dtype) -> Tensor:
     """table[codes]; without a table where its entries are numbers in a row."""
     assert not isinstance(table, str)
-    if all(b - a == 1 for a, b in itertools.pairwise(table)):
+    if all(b - a == 1 for a, b in itertools.pairwise(table)) and "-0.0" not in map(str, table):
         return codes.to(dtype) if not table[0] else codes.to(dtype).add_(table[0])
     entries = torch.tensor(table, dtype=dtype, device=codes.device)
     return entries.index_select(0, codes.flatten().int()).view(codes.shape)

@@ -29,6 +29,12 @@ class Signature:
     inputs: tuple[Node, ...]
     begins: tuple[int, ...]
 
+    def plain(self, coded: Coded) -> tuple[object, ...]:
+        """What was read of a weight, as it is for every weight of this text."""
+        at = [self.inputs.index(part.node) for part in coded.parts]
+        places = [(i, p.sizes, p.strides, p.first - self.begins[i]) for i, p in zip(at, coded.parts, strict=True)]
+        return (str(coded.encoding), coded.dtype, *places)
+
     def moved(self, part: Part, other: Signature) -> Part:
         """A part of a weight of this signature, of the weight of another one with the same text."""
         at = self.inputs.index(part.node)

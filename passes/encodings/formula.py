@@ -95,7 +95,7 @@ def _wide(product: Apply, scale: Term, is_scalar: bool) -> torch.dtype:
     """The dtype of a product. One number without dimensions does not widen the result, but may be multiplied as it is, in float32."""
     if not is_scalar or product.wide not in (torch.bfloat16, torch.float16) or scale.dtype == product.wide:
         return product.wide
-    dice = torch.Generator().manual_seed(0)
+    dice = torch.Generator("cpu").manual_seed(0)
     devices = [value.device for value in map(tensor, product.node.all_input_nodes) if value is not None]
     values, factor = torch.randn(_TRIES, generator=dice).to(product.wide), torch.tensor(math.pi / 10).to(scale.dtype)
     given = [factor if arg is scale else values for arg in product.args]

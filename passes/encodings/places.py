@@ -36,7 +36,7 @@ def sample(experts: int, features: int, inputs: int) -> Sample:
     if experts * features * inputs <= _EVERY:
         flat = torch.arange(experts * features * inputs)
     else:
-        dice = torch.Generator().manual_seed(features * 7919 + inputs)
+        dice = torch.Generator("cpu").manual_seed(features * 7919 + inputs)
 
         def some(size: int, count: int) -> Tensor:
             return torch.randint(size, (count,), generator=dice)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from moefuse.ops.encoding import dequantise
+from moefuse.passes.encodings.alike import signature
 from moefuse.passes.encodings.elements import is_number
 from moefuse.passes.encodings.moves import memory_of
 from moefuse.passes.encodings.part import Coded, Part
@@ -47,7 +49,7 @@ def holds(
         most: so many weights of an expert are enough, in rows over all of it; None: all of them.
         small: whether the program is run as it is, for all experts, and not element by element; None: by their size.
     """
-    with supposing(supposed(ctx, weight)[0]):
+    with supposing(supposed(ctx, weight)[0]), torch.device("cpu"), torch.no_grad():
         return _holds(ctx, weight, coded, value, experts, most, small)
 
 
@@ -55,7 +57,8 @@ def _holds(
     ctx: Context, weight: Weight, coded: Coded, value: Values, experts: Sequence[int] | None, most: int | None, small: bool | None
 ) -> bool:
     count, features, inputs = sizes_of(ctx, weight)
-    small = count * features * inputs <= _RUN and not weight.rows if small is None else small
+    if small is None:
+        small = count * features * inputs <= min(_RUN, most or _RUN) and not weight.rows
     value = functools.cache(lambda node, of=value: of(node).detach())
     lines = features if most is None else max(2, min(features, most // inputs))
     rows = torch.linspace(0, features - 1, lines).round().long().unique()
@@ -73,6 +76,24 @@ def _holds(
     return True
 
 
+@dataclass
+class _Proved:
+    """What was proved in a graph: how weights are computed, and what that was read as."""
+
+    found: dict[tuple[object, ...], bool] = field(default_factory=dict)
+
+
+def proved(ctx: Context, weight: Weight, coded: Coded, value: Values, *, most: int | None = None) -> bool:
+    """As :func:`holds`, once for all weights that are computed alike: what was read goes by operations and places, never by numbers."""
+    own = signature(ctx, weight)
+    if own is None:
+        return holds(ctx, weight, coded, value, most=most)
+    key, known = (own.text, *own.plain(coded)), ctx.scratch(_Proved).found
+    if key not in known:
+        known[key] = holds(ctx, weight, coded, value, most=most)
+    return known[key]
+
+
 def run(ctx: Context, weight: Weight, value: Values, expert: int) -> Tensor:
     """The weight [N, K] of an expert, by running all operations that it is computed by."""
     env: dict[Node, Any] = {}
@@ -85,7 +106,7 @@ def run(ctx: Context, weight: Weight, value: Values, expert: int) -> Tensor:
             env[node] = torch.tensor(expert, device=device)
         else:
             args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
-            with torch.no_grad():
+            with torch.no_grad(), device:
                 env[node] = call_target(node, args, {**kwargs, "device": device} if "device" in kwargs else kwargs)
     found = env[weight.node]
     assert isinstance(found, Tensor)
@@ -96,10 +117,18 @@ def run(ctx: Context, weight: Weight, value: Values, expert: int) -> Tensor:
 
 
 def drawn(coded: Coded, seed: int = 0) -> Values:
-    """Made-up tensors for the inputs that are parts: every code, and scales and zeros that differ as far as a dtype can."""
-    dice = torch.Generator().manual_seed(seed)
-    made = {part.node: _draw(part.node, dice, i) for i, part in enumerate(coded.parts)}
-    return made.__getitem__
+    """Made-up tensors for the inputs that are parts: every code, and scales and zeros that differ as far as a dtype can.
+
+    Each is made when it is first asked for.
+    """
+    roles = {part.node: i for i, part in reversed([*enumerate(coded.parts)])}
+
+    @functools.cache
+    def made(node: Node) -> Tensor:
+        with torch.device("cpu"):
+            return _draw(node, torch.Generator("cpu").manual_seed(seed + roles[node]), roles[node])
+
+    return made
 
 
 def _draw(node: Node, dice: torch.Generator, role: int) -> Tensor:
@@ -140,4 +169,4 @@ def _same(ctx: Context, weight: Weight, wanted: Tensor, expert: int, rows: Tenso
         return False
 
 
-__all__ = ["drawn", "holds", "run"]
+__all__ = ["drawn", "holds", "proved", "run"]

@@ -45,7 +45,8 @@ def read(
     """
     weight = Weight(node, tuple(order), reader, frozenset(rows), fixed or (lambda _: None))
     try:
-        return _once(ctx, weight)
+        with torch.device("cpu"), torch.no_grad():  # whatever the program's default device is
+            return _once(ctx, weight)
     except UnreadError as error:
         dtype = str(_held_as(node)).removeprefix("torch.")
         said = f"`{_name(ctx, error.node)}` {error.why}"
@@ -130,4 +131,4 @@ def _name(ctx: Context, node: Node) -> str:
     return node.name if call is None else call.name
 
 
-__all__ = ["read", "trees"]
+__all__ = ["Coded", "read", "trees"]

@@ -116,7 +116,7 @@ def _constant(leaf: Const, at: int) -> Tensor:
 def _words(dtype: torch.dtype) -> Tensor:
     """Words of a dtype with every code at every place, alone and beside others."""
     bits = 8 * dtype.itemsize
-    mixed = torch.randint(-(1 << 62), 1 << 62, (_MIXED,), generator=torch.Generator().manual_seed(0)) >> 63 - bits
+    mixed = torch.randint(-(1 << 62), 1 << 62, (_MIXED,), generator=torch.Generator("cpu").manual_seed(0)) >> 63 - bits
     places = torch.tensor([code << shift for shift in range(0, bits, BITS) for code in range(_CODES) if code << shift < 1 << 63])
     return torch.cat([places, ~places, mixed, (mixed[:, None] ^ places).flatten()]).to(dtype)
 

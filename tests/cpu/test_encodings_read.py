@@ -15,7 +15,7 @@ from torch.fx import Graph, Node
 from moefuse.ops.encoding import Packing, dequantise, parse
 from moefuse.passes.encodings.alike import Known
 from moefuse.passes.encodings.part import Coded, Part, emit, joined
-from moefuse.passes.encodings.prove import drawn, holds
+from moefuse.passes.encodings.prove import drawn, holds, proved
 from moefuse.passes.encodings.read import read
 from moefuse.passes.encodings.table import equal
 from moefuse.passes.encodings.weight import Weight
@@ -166,6 +166,7 @@ def test_experts_of_a_loop_are_joined(name: str, how: Callable[[Tensor], Iterabl
     values = [part.show(of.value(part.node)) for part in whole if part is not None]
     got = dequantise(coded[0].encoding, values[0], values[1], values[2] if len(values) > 2 else None, coded[0].dtype)
     assert equal(got, case.weight(*parts))
+    assert all(proved(of.ctx, Weight(node, (0, 1)), c, drawn(c)) for node, c in zip(of.returned, coded, strict=True))
     assert len(of.ctx.scratch(Known).found) == 1, "of experts that are computed alike one is read"
     backwards = [joined(parts) for parts in zip(*(c.parts for c in coded[::-1]), strict=True)]
     assert backwards == [None] * len(backwards), "a stack in another order is no stack"
@@ -222,6 +223,16 @@ def test_levels_that_never_change() -> None:
     assert "may change" in lost.details["detail"]
 
 
+def test_another_default_device() -> None:
+    """What is read does not depend on where a program makes its tensors by default."""
+    case = FORMS["gptq"]
+    of = traced(case.weight, case.parts())
+    with torch.device("meta"):
+        coded = read(of.ctx, of.returned[0], case.order)
+        assert isinstance(coded, Coded), coded
+        assert holds(of.ctx, Weight(of.returned[0], case.order), coded, drawn(coded))
+
+
 def test_a_weight_that_is_written_later() -> None:
     """A reader finds what was written before it, and nothing that comes behind."""
 
@@ -259,6 +270,20 @@ def test_weights_that_are_computed_almost_alike() -> None:
     for coded, want in zip(found, weight(*parts), strict=False):
         assert isinstance(coded, Coded)
         assert equal(shown(coded, of), want)
+
+
+def test_what_was_proved_of_another_weight_proves_nothing_else() -> None:
+    """A wrong reading of an expert is refuted, though another expert's, computed alike, was proved; a row of the stack counts too."""
+    parts = two()
+    of = traced(each(FORMS["groups"].weight, by_index), parts)
+    first, second = (read(of.ctx, node, (0, 1)) for node in of.returned[:2])
+    assert isinstance(first, Coded)
+    assert isinstance(second, Coded)
+    assert proved(of.ctx, Weight(of.returned[0], (0, 1)), first, of.value)
+    assert proved(of.ctx, Weight(of.returned[1], (0, 1)), second, of.value)
+    assert not proved(of.ctx, Weight(of.returned[1], (0, 1)), first, of.value)
+    wrong = dataclasses.replace(second, scale=dataclasses.replace(second.scale, first=second.scale.first + 1))
+    assert not proved(of.ctx, Weight(of.returned[1], (0, 1)), wrong, of.value)
 
 
 def _mistakes(coded: Coded) -> dict[str, Coded]:

@@ -155,6 +155,16 @@ def test_a_byte_of_an_exponent() -> None:
         assert bool(found.isnan().all()) is is_nan
 
 
+def test_the_sign_of_zero() -> None:
+    """Of a table that counts, too: a weight of no size has the sign that its table says."""
+    storage = torch.tensor([[0x10, 0x32]], dtype=torch.uint8)
+    for start in (0, 1, 8):
+        table = tuple(-0.0 if i == start else float(i - start) for i in range(16))
+        encoding = Encoding(table, (0, 0), packing=Packing(1, (0, 4)))
+        found = dequantise(encoding, storage, torch.ones(1, 1), None, torch.float32)
+        assert equal(found, torch.tensor([table[:4]])), start
+
+
 def test_words() -> None:
     """A report says in words what the text says in letters."""
     assert Encoding("e4m3", (128, 128)).describe() == "e4m3, blocks of 128x128"
