@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from moefuse.passes.encodings.part import Coded
-from moefuse.passes.encodings.prove import drawn, holds
+from moefuse.passes.encodings.prove import drawn, proved
 from moefuse.passes.encodings.read import read
 from moefuse.passes.encodings.weight import Weight
 from moefuse.passes.graph.calls import tensor
@@ -70,7 +70,7 @@ def disproved(ctx: Context, region: Region, coded: Mapping[Node, Coded], known: 
             found: Tensor = real if isinstance(real, torch.Tensor) else made_up(of)
             return found
 
-        if not holds(ctx, Weight(node, order), as_read, value, most=_ENOUGH):
+        if not proved(ctx, Weight(node, order), as_read, value, most=_ENOUGH):
             detail = f"they are not what they look like: {as_read.encoding.describe()}"
             return ctx.lost("encoding-unknown", node, dtype=str(as_read.dtype).removeprefix("torch."), detail=detail)
     return None
