@@ -20,6 +20,7 @@ from moefuse.passes.ir.expr import Leaf, weight_leaves
 from moefuse.passes.ir.facts import Lost
 from moefuse.passes.ir.regions import Region
 
+_MATRIX = 2
 _ENOUGH = 1 << 16
 """Weights of an expert that are compared with what was read."""
 
@@ -34,6 +35,8 @@ class _Read:
 def unread(ctx: Context, leaf: Leaf) -> Lost | None:
     """Read a projection's weights, each expert's own; why, if one of them is not read."""
     known = ctx.scratch(_Read).coded
+    if len(leaf.order) != _MATRIX:
+        return ctx.lost("encoding-unknown", leaf.parts[0], dtype="few bits", detail="these are no matrices")
     for node in dict.fromkeys(leaf.parts):
         if node in known:
             continue
