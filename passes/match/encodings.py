@@ -15,6 +15,8 @@ from moefuse.passes.ir.facts import Lost
 from moefuse.passes.ir.regions import Region
 from moefuse.passes.match.coded_weights import unread
 
+OF_HIT_EXPERTS = ("cuda",)
+"""Devices where the op is quicker than a loop that unpacks only experts with tokens. In PyTorch alone it does the same, and no quicker."""
 _COLLECTIVES = ("_c10d_functional::", "c10d::", "_dtensor::", "torch.distributed.")
 _SHARDED = ("DTensor", "AsyncCollectiveTensor")
 
@@ -51,7 +53,7 @@ def encoded(ctx: Context, region: Region) -> Lost | None:
         made = _unpacked(ctx, leaf)
         # A program that runs every expert unpacks all of them itself, and each may have a token.
         if made is not None and made.packed is not None and not (enough and ctx.given.skipped.isdisjoint(leaf.parts)):
-            lost = unread(ctx, leaf) if ctx.given.packed else ctx.lost("encoding-unknown", region.anchor, detail="`quantised` is off")
+            lost = _not_wanted(ctx, region, leaf) or unread(ctx, leaf)
             if lost is None:
                 continue
             detail = (
@@ -59,6 +61,17 @@ def encoded(ctx: Context, region: Region) -> Lost | None:
                 f"and here a call may need fewer of them; they are not multiplied as they are, for {lost.details['detail']}"
             )
             return packed(ctx, region.anchor, made.packed, detail)
+    return None
+
+
+def _not_wanted(ctx: Context, region: Region, leaf: Leaf) -> Lost | None:
+    """Why weights that are unpacked one by one are not even read."""
+    value = tensor(region.value)
+    device = "cpu" if value is None else value.device.type
+    if not ctx.given.packed:
+        return ctx.lost("encoding-unknown", region.anchor, detail="`quantised` is off")
+    if device not in OF_HIT_EXPERTS and not ctx.given.skipped.isdisjoint(leaf.parts):
+        return ctx.lost("encoding-unknown", region.anchor, detail=f"on {device} no kernel is quicker than to unpack those that have tokens")
     return None
 
 
