@@ -20,7 +20,7 @@ from moefuse.passes.encodings.memory import Strided
 from moefuse.passes.encodings.part import Coded
 from moefuse.passes.encodings.places import Sample, sample
 from moefuse.passes.encodings.terms import Read, UnreadError, leaves
-from moefuse.passes.encodings.weight import Weight, is_stack, moment, sizes_of, supposed
+from moefuse.passes.encodings.weight import Weight, cone, inputs_of, is_stack, moment, sizes_of, supposed
 from moefuse.passes.graph.calls import tensor
 from moefuse.passes.graph.sizes import size_of, supposing
 from moefuse.passes.infer.state import Context
@@ -54,6 +54,9 @@ def read(
 
 
 def _once(ctx: Context, weight: Weight) -> Coded:
+    for source in inputs_of(cone(ctx, weight)):
+        if ctx.storage[source] is not source:  # nothing guards that it stays there
+            raise UnreadError(source, "lies in the memory of another input")
     own, known = signature(ctx, weight), ctx.scratch(Known)
     if own is None:
         return _for_all_sizes(ctx, weight)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from moefuse.errors import first_line
 from moefuse.passes.encodings.part import Coded
 from moefuse.passes.encodings.prove import drawn, proved
 from moefuse.passes.encodings.read import read
@@ -73,7 +74,12 @@ def disproved(ctx: Context, region: Region, coded: Mapping[Node, Coded], known: 
             found: Tensor = real if isinstance(real, torch.Tensor) else made_up(of)
             return found
 
-        if not proved(ctx, Weight(node, order), as_read, value, most=_ENOUGH):
+        try:
+            right = proved(ctx, Weight(node, order), as_read, value, most=_ENOUGH)
+        except Exception as error:  # whatever a program's operations raise on weights that it may never run with
+            held = str(as_read.dtype).removeprefix("torch.")
+            return ctx.lost("encoding-unknown", node, dtype=held, detail=f"they cannot be computed: {first_line(error)}")
+        if not right:
             detail = f"they are not what they look like: {as_read.encoding.describe()}"
             return ctx.lost("encoding-unknown", node, dtype=str(as_read.dtype).removeprefix("torch."), detail=detail)
     return None

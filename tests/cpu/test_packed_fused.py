@@ -152,6 +152,23 @@ def test_scales_that_are_trained_are_left_alone() -> None:
     assert "is trained" in compiled.report.skipped[0].message
 
 
+def test_codes_in_one_buffer_are_left_alone() -> None:
+    """Nothing guards that an attribute stays where it lies in the memory of another one, which an op would read it by. (It was an internal
+    error.)"""
+    model = Gated("channel")
+    layers = (model.gate, model.up, model.down)
+    flat = torch.cat([layer.parts[0].flatten() for layer in layers])
+    for layer, part in zip(layers, flat.view(3, packed.E, packed.H, packed.H), strict=True):
+        layer.parts[0] = nn.Parameter(part, requires_grad=False)
+    compiled = Compiled(model)
+    x = torch.randn(3, packed.H)
+    compiled.check(x)
+    assert not compiled.ops
+    assert "lies in the memory of another input" in compiled.report.skipped[0].message
+    model.up.parts[0] = nn.Parameter(flat[: packed.E * packed.H**2].view(packed.E, packed.H, packed.H).clone(), requires_grad=False)
+    compiled.check(x)
+
+
 def test_a_loop_over_hit_experts_stays_where_it_is_as_quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch alone unpacks them as the program does, and took up to 2.3 times as long."""
     monkeypatch.undo()
