@@ -15,7 +15,6 @@ one of them divided by the number of codes in a number.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -195,11 +194,19 @@ def dequantise(encoding: Encoding, storage: Tensor, scale: Tensor, zero: Tensor 
     return _by_blocks(torch.mul, value, factors, encoding.block).to(dtype)
 
 
+def counts_from(table: str | tuple[float, ...]) -> float | None:
+    """The first entry of a table of whole numbers in a row, so that an entry is that plus the code; None for any other, with -0.0 too."""
+    if isinstance(table, str) or not float(table[0]).is_integer():
+        return None
+    return table[0] if _same(table, tuple(float(table[0]) + i for i in range(len(table)))) else None
+
+
 def _looked_up(codes: Tensor, table: str | tuple[float, ...], dtype: torch.dtype) -> Tensor:
     """table[codes]; without a table where its entries are numbers in a row."""
     assert not isinstance(table, str)
-    if all(b - a == 1 for a, b in itertools.pairwise(table)) and "-0.0" not in map(str, table):
-        return codes.to(dtype) if not table[0] else codes.to(dtype).add_(table[0])
+    first = counts_from(table)
+    if first is not None:
+        return codes.to(dtype) if not first else codes.to(dtype).add_(first)
     entries = torch.tensor(table, dtype=dtype, device=codes.device)
     return entries.index_select(0, codes.flatten().int()).view(codes.shape)
 
@@ -223,6 +230,7 @@ def _by_blocks(op: Callable[[Tensor, Tensor], Tensor], value: Tensor, blocks: Te
 
 
 __all__ = [
-    "BITS", "DTYPES", "EXPONENTS", "KINDS", "LDEXP", "MADE", "NAMED", "POWERS", "Encoding", "Packing", "codes_of", "dequantise",
+    "BITS", "DTYPES", "EXPONENTS", "KINDS", "LDEXP", "MADE", "NAMED", "POWERS", "Encoding", "Packing", "codes_of", "counts_from",
+    "dequantise",
     "exponents", "parse",
 ]  # fmt: skip

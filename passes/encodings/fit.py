@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from moefuse.ops.encoding import DTYPES, Encoding, Packing
+from moefuse.ops.encoding import DTYPES, Encoding, Packing, counts_from
 from moefuse.passes.encodings.formula import Formula, formula
 from moefuse.passes.encodings.memory import Strided
 from moefuse.passes.encodings.part import Coded, Part
@@ -139,7 +139,7 @@ def _packed_zeros(of: Sample, zeros: Codes, block: tuple[int, int], first: Formu
 
 def _less(table: Table, zeros: Meaning, first: Formula) -> Table:
     """The table with what is added to zeros subtracted from it, so that zeros are their codes."""
-    start = zeros.offset()
+    start = counts_from(zeros.table)
     if start is None or isinstance(table, str) or not _whole(table, _SMALL) or abs(start) > _SMALL - 16:
         raise UnreadError(first.product, "has zeros that are made of codes, and are not these codes")
     return tuple(entry - start for entry in table)

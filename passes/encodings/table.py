@@ -23,12 +23,6 @@ class Meaning:
     table: str | tuple[float, ...]
     shift: int | None
 
-    def offset(self) -> float | None:
-        """What is added to codes, where that is all: the table counts on from there. None for any other table."""
-        start = self.table[0]
-        counts = not isinstance(start, str) and list(self.table) == [start + i for i in range(_CODES)]
-        return start if counts and not isinstance(start, str) and start.is_integer() else None
-
     @property
     def key(self) -> tuple[str, ...]:
         """Equal for equal tables, the sign of zero included."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from moefuse.ops.coded import Codes
+from moefuse.ops.encoding import Encoding, Packing
 from tests.cpu.coded_case import ENCODINGS as EVERY
 from tests.cpu.coded_case import Held, coded, hold
 from tests.cpu.ops_case import Case, assert_as_exact, reference, to
@@ -104,6 +105,31 @@ def test_inference(tokens: int) -> None:
         out = torch.ops.moefuse.experts_coded(*args, **options)
     assert ran == ["experts_coded"]
     assert_as_exact(out, reference(dense, **case.options), reference(to(dense, torch.float64), **case.options))
+
+
+def test_a_table_with_a_negative_zero() -> None:
+    """It counts on in steps of one but for a sign, which is one of the bits."""
+    table = tuple(-0.0 if i == 8 else float(i - 8) for i in range(16))
+    held = hold(Encoding(table, (1, 8), packing=Packing(1, (0, 4))), 2, 16, 32, torch.Generator().manual_seed(0))
+    found = product(held, torch.eye(16).repeat(2, 1), 16, 32, True, False)
+    dense = held.dense(torch.float32)
+    assert torch.equal(found, dense)
+    from moefuse.kernels.triton.host.coded import _kind
+
+    assert _kind(held.encoding) == ("table", 0, table)  # sums of products lose the sign of zero
+
+
+@pytest.mark.parametrize(
+    ("packing", "dtype"),
+    [(Packing(1, (0,)), torch.uint8), (Packing(1, (0, 4, 8, 12)), torch.int16), (Packing(1, (0, 2)), torch.uint8)],
+    ids=["one code of a byte", "four codes", "codes that overlap"],
+)
+def test_packings_that_are_not_taken(packing: Packing, dtype: torch.dtype) -> None:
+    """A byte of which half is read is no code as a whole; the kernel would have taken it for one. Found by reading."""
+    from moefuse.kernels.triton.host.coded import refusal
+
+    codes = Codes(Encoding(EVERY["nibbles"].table, (1, 8), packing=packing), [torch.ones(2, 16, 4)], ())
+    assert refusal(codes, torch.zeros(2, 16, 32 // packing.per, dtype=dtype)) == f"codes are packed as {packing}"
 
 
 def test_what_is_not_taken() -> None:

@@ -19,7 +19,7 @@ from moefuse.kernels.triton.launch.calls import launch
 from moefuse.kernels.triton.launch.launch import INTERPRETED
 from moefuse.kernels.triton.problem import Tiles
 from moefuse.ops.coded import Codes
-from moefuse.ops.encoding import MADE, Encoding
+from moefuse.ops.encoding import BITS, Encoding, Packing, counts_from
 
 ELEMENTS = {
     torch.uint8: tl.uint8, torch.int8: tl.int8, torch.int16: tl.int16, torch.int32: tl.int32, torch.int64: tl.int64,
@@ -83,10 +83,17 @@ def refusal(codes: Codes, storage: Tensor) -> str | None:
             return f"{what} in {t.dtype}"
     if encoding.zeros is not None:
         return "zeros are packed themselves"
+    if encoding.packing is not None and not _takes(encoding.packing):
+        return f"codes are packed as {encoding.packing}"
     size = length(encoding, *encoding.logical(tuple(storage.shape[-2:])))
     if size % LEAST:
         return f"parts of {size} are no multiple of {LEAST}"
     return None if encoding.arithmetic in ARITHMETIC else f"unpacking computes in {encoding.arithmetic}"
+
+
+def _takes(packing: Packing) -> bool:
+    """Whether the kernel takes numbers apart so: two or eight codes, which begin at whole codes."""
+    return packing.per in (2, 8) and not any(shift % BITS for shift in packing.shifts)
 
 
 def held(storage: Any, codes: Codes) -> Held:
@@ -104,16 +111,15 @@ def _kind(encoding: Encoding) -> tuple[str, int, tuple[float, ...]]:
     for name in ("s4", "e2m1"):
         if encoding.name == name:
             return name, 0, ()
-    if table == tuple(table[0] + i for i in range(len(MADE["u4"]))) and table[0].is_integer():
-        return "range", int(table[0]), ()
-    return "table", 0, table
+    first = counts_from(table)
+    return ("table", 0, table) if first is None else ("range", int(first), ())
 
 
 def coding(h: Held, bias: Weight | None, even: bool, float8: bool) -> Coding:
     """The constants of a projection."""
     encoding, packing = h.codes.encoding, h.codes.encoding.packing
     kind, first, table = _kind(encoding)
-    order = sum(shift // 4 << 4 * j for j, shift in enumerate(packing.shifts)) if packing is not None else 0
+    order = sum(shift // BITS << 4 * j for j, shift in enumerate(packing.shifts)) if packing is not None else 0
     scales = h.scale.tensors[0].dtype
     return Coding(
         kind, float8, first, table, 1 if packing is None else packing.per, 0 if packing is None else packing.axis,
