@@ -403,6 +403,9 @@ def check_codes(
             _bad_type(op, name, f"has dtype {_names([t.dtype])}", f"{_names(legal)}, which hold {encoding.name}")
         _check_device(t, x, op, name, "x")
     shape = tuple(storage[0].shape)
+    group, inputs = 0 if encoding.activation is None else encoding.activation.group, encoding.logical(shape)[-1]
+    if group and inputs % group:
+        _bad_value(op, name, f"has {inputs} input features", f"a multiple of {group}, the inputs that share a scale of activations")
     scales = (*shape[:-2], *encoding.scales(*encoding.logical(shape)[-2:]))
     zeros = scales if encoding.zeros is None else encoding.zeros.words(scales)
     for part, tensors, expected in (("scale", scale, scales), ("zero", zero, zeros)):

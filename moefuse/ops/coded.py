@@ -6,6 +6,14 @@ if it has some, each as one stacked tensor [E, ...] if the storage is one, else 
 
 The op means ``moefuse::experts`` with the weights that ``encoding.dequantise`` gives, in the dtype of x. Nobody differentiates storage,
 scales and zeros: tokens, routing weights and biases have gradients. What forward saves for backward is what ``moefuse::experts`` saves.
+
+Where an encoding rounds activations, a projection means
+
+    out[t, n] = round( sum over k of as_rounded(x)[t, k] * W[n, k] + bias[n] )
+
+with ``token_codes.as_rounded``, W in float32, the sum in float32 in whatever order, and one rounding to the dtype of x: what the
+activation function gets, and what it gives, which the next projection rounds again by itself. In float64 the sum is, too, over the same
+codes. Gradients are those of the same experts without that rounding: a step function has none that is of use.
 """
 
 from __future__ import annotations
@@ -21,7 +29,7 @@ from moefuse.ops.call import Body, ExpertsCall, Stack, cut, join, stacks
 from moefuse.ops.checks import check_codes, check_experts
 from moefuse.ops.encoding import Encoding, dequantise, parse
 from moefuse.ops.grad_calls import GradCall, Needs
-from moefuse.ops.reference import count_experts, expert_weight
+from moefuse.ops.reference import accumulation_dtype, count_experts, expert_weight
 from moefuse.ops.schema import implement
 from moefuse.runtime import providers
 
@@ -125,7 +133,9 @@ class CodedCall(NamedTuple):
     @property
     def decoded(self) -> ExpertsCall:
         """The call of ``moefuse::experts`` that this one means; a weight exists while it is used."""
-        return self.with_stacks(_decoded(self.stacks, self.codes, self.x.dtype), self.codes).base
+        wide = accumulation_dtype(self.x.dtype)
+        dtypes = [wide if c is not None and c.encoding.activation is not None else self.x.dtype for c in self.codes]
+        return self.with_stacks(_decoded(self.stacks, self.codes, dtypes), self.codes).base
 
 
 class CodedGrads(NamedTuple):
@@ -161,12 +171,14 @@ class CodedGrads(NamedTuple):
     @property
     def decoded(self) -> GradCall:
         """The backward call of ``moefuse::experts`` that this one means."""
-        return self.with_stacks(_decoded(self.stacks, self.codes, self.x.dtype), self.codes).grads
+        return self.with_stacks(_decoded(self.stacks, self.codes, [self.x.dtype] * len(self.codes)), self.codes).grads
 
 
-def _decoded(stacks: Sequence[Stack], codes: Sequence[Codes | None], dtype: torch.dtype) -> list[Stack]:
-    """Projections with weights instead of codes."""
-    return [s if c is None else CodedStack(CodedWeights(s.weight, c, dtype), s.bias) for s, c in zip(stacks, codes, strict=True)]
+def _decoded(stacks: Sequence[Stack], codes: Sequence[Codes | None], dtypes: Sequence[torch.dtype]) -> list[Stack]:
+    """Projections with weights instead of codes, each in its dtype."""
+    return [
+        s if c is None else CodedStack(CodedWeights(s.weight, c, dtype), s.bias) for s, c, dtype in zip(stacks, codes, dtypes, strict=True)
+    ]
 
 
 def _codes(stacks: Sequence[Stack], codes: Lists, encodings: Sequence[str]) -> Iterator[Codes | None]:

@@ -8,6 +8,9 @@ bk inputs, and perhaps a *zero* for each block:
 Each step is rounded to the dtype that the program computes it in (``arithmetic``), and what comes out to the dtype of the tokens, so a
 weight has the bits that it has in the program. Where several codes are in one number of the storage, ``packing`` says where.
 
+A projection may round its rows as well (``activation``, ``token_codes.py``). Then both are multiplied as float32 numbers, the weight is not
+rounded to the dtype of the tokens, and the sum of products, in float32, is rounded to that once.
+
 All tensors here are views: [N', K'] or [E, N', K'] with the features first, whatever the order in memory. N' and K' are N and K, the packed
 one of them divided by the number of codes in a number.
 """
@@ -20,6 +23,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from moefuse.ops.token_codes import Rounding
 
 NAMED = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "s8": torch.int8, "u8": torch.uint8}
 """Tables of 256 that are a dtype's: codes are numbers of the storage as they are."""
@@ -87,6 +92,7 @@ class Encoding:
         zero: whether each block has a zero.
         packing: see :class:`Packing`; None with a table of :data:`NAMED`.
         zeros: the packing of zeros that are whole numbers from 0 to 15 themselves; None where each is a number of its own.
+        activation: how the rows are rounded that the weight is multiplied with; None: they are not. With it, ``arithmetic`` is float32.
     """
 
     table: str | tuple[float, ...]
@@ -96,6 +102,7 @@ class Encoding:
     zero: bool = False
     packing: Packing | None = None
     zeros: Packing | None = None
+    activation: Rounding | None = None
 
     def __post_init__(self) -> None:
         named = isinstance(self.table, str)
@@ -103,6 +110,8 @@ class Encoding:
             raise ValueError(f"no encoding: table {self.table} with packing {self.packing}")
         if self.arithmetic not in DTYPES or self.scale not in KINDS or min(self.block) < 0 or bool(self.zeros) > self.zero:
             raise ValueError(f"no encoding: {self.arithmetic!r}, {self.scale!r}, blocks {self.block}")
+        if self.activation is not None and self.arithmetic != "f32":
+            raise ValueError(f"no encoding: {self.activation.describe()} times weights in {self.arithmetic!r}")
 
     @property
     def name(self) -> str:
@@ -118,14 +127,16 @@ class Encoding:
         """For the op's schema; :func:`parse` reads it."""
         table = self.name if self.name != "lut16" else "lut16=" + ",".join(map(repr, self.table))
         zero, scale = f"zero={self.zeros}" if self.zeros else "zero" if self.zero else "", self.scale or "number"
-        return f"{table};{self.block[0]}x{self.block[1]};{self.arithmetic};{scale};{zero};{self.packing or ''}"
+        text = f"{table};{self.block[0]}x{self.block[1]};{self.arithmetic};{scale};{zero};{self.packing or ''}"
+        return text if self.activation is None else f"{text};{self.activation}"
 
     def describe(self) -> str:
         """For a report."""
         bn, bk = self.block
         blocks = {(0, 0): "one scale", (1, 0): "a scale for each channel", (0, 1): "a scale for each input"}.get(self.block)
         blocks = blocks or (f"groups of {bk}" if bn == 1 else f"blocks of {bn or 'all'}x{bk or 'all'}")
-        return f"{self.name}, {blocks}{' with zeros' if self.zero else ''}{', scales 2^n' if self.scale else ''}"
+        text = f"{self.name}, {blocks}{' with zeros' if self.zero else ''}{', scales 2^n' if self.scale else ''}"
+        return text if self.activation is None else f"{text}, {self.activation.describe()}"
 
     def logical(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape [..., N, K] of a weight with storage [..., N', K']."""
@@ -152,14 +163,15 @@ def parse(text: str) -> Encoding:
         ValueError: it did not.
     """
     try:
-        name, block, arithmetic, scale, zero, packing = text.split(";")
+        name, block, arithmetic, scale, zero, packing, *more = text.split(";")
+        (activation,) = map(Rounding.parse, more) if more else (None,)
         bn, bk = map(int, block.split("x"))
         name, _, entries = name.partition("=")
         table = tuple(map(float, entries.split(","))) if entries else MADE.get(name, name)
         kind = "" if scale == "number" else scale
         zero, _, zeros = zero.partition("=")
-        packings = [Packing.parse(text) if text else None for text in (packing, zeros)]
-        return Encoding(table, (bn, bk), arithmetic, kind, zero == "zero", *packings)
+        packed, packed_zeros = (Packing.parse(text) if text else None for text in (packing, zeros))
+        return Encoding(table, (bn, bk), arithmetic, kind, zero == "zero", packed, packed_zeros, activation)
     except (ValueError, IndexError) as error:
         raise ValueError(f"no encoding: {text!r}") from error
 
@@ -230,7 +242,6 @@ def _by_blocks(op: Callable[[Tensor, Tensor], Tensor], value: Tensor, blocks: Te
 
 
 __all__ = [
-    "BITS", "DTYPES", "EXPONENTS", "KINDS", "LDEXP", "MADE", "NAMED", "POWERS", "Encoding", "Packing", "codes_of", "counts_from",
-    "dequantise",
-    "exponents", "parse",
+    "BITS", "DTYPES", "EXPONENTS", "KINDS", "LDEXP", "MADE", "NAMED", "POWERS", "Encoding", "Packing", "Rounding", "codes_of",
+    "counts_from", "dequantise", "exponents", "parse",
 ]  # fmt: skip

@@ -32,8 +32,8 @@ BLOCK_ROWS = 128
 Lists = Sequence[Tensor]
 
 
-def experts(call: ExpertsCall) -> Tensor:
-    """``moefuse::experts``."""
+def experts(call: ExpertsCall, sorted_rows: type[SortedRows] | None = None) -> Tensor:
+    """``moefuse::experts``; ``sorted_rows``: what makes its projections."""
     num_experts, tokens, slots = call.w_in.experts, call.x.shape[0], call.ids.numel()
     per_token = call.top_k * call.w_out.features * call.dtype.itemsize
     if tokens * per_token > BLOCK_BYTES:
@@ -42,7 +42,7 @@ def experts(call: ExpertsCall) -> Tensor:
             out = call.x.new_empty((tokens, call.w_out.features), dtype=call.out_dtype)
             for start in range(0, tokens, block):
                 part = slice(start, start + block)
-                out[part] = experts(call.of_tokens(part))
+                out[part] = experts(call.of_tokens(part), sorted_rows)
             return out
     order: Tensor | None
     if slots <= FEW_SLOTS:
@@ -53,17 +53,17 @@ def experts(call: ExpertsCall) -> Tensor:
         order, offsets = sort_slots(call.ids, num_experts)
         ends = offsets.tolist()
         groups, valid = groups_of(ends), ends[-1]
-    return combine(SortedRows(call, order).run(groups, slots, None), call, order, valid)
+    return combine((sorted_rows or SortedRows)(call, order).run(groups, slots, None), call, order, valid)
 
 
-def experts_forward(call: ExpertsCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def experts_forward(call: ExpertsCall, sorted_rows: type[SortedRows] | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``moefuse::experts_forward``: the output and (h, order, offsets) for backward; rows of h past the valid ones are zeros."""
     order, offsets = sort_slots(call.ids, call.w_in.experts)
     ends = offsets.tolist()
     valid = ends[-1]
     h = call.x.new_empty((order.shape[0], call.width))
     h[valid:].zero_()
-    ys = SortedRows(call, order).run(groups_of(ends), order.shape[0], h)
+    ys = (sorted_rows or SortedRows)(call, order).run(groups_of(ends), order.shape[0], h)
     return combine(ys, call, order, valid), h, order, offsets
 
 
@@ -91,9 +91,9 @@ class SortedRows:
     def pre_activation(self, xs: Tensor, h: Tensor, chunk: list[Group]) -> None:
         """h [n, width] = first projection(s) of the chunk."""
         call, features = self.call, self.call.w_in.features
-        project(h[:, :features], xs, call.w_in, chunk)
+        self.project(h[:, :features], xs, call.w_in, chunk)
         if call.body.split:
-            project(h[:, features:], xs, call.w_up, chunk)
+            self.project(h[:, features:], xs, call.w_up, chunk)
 
     def run(self, groups: list[Group], slots: int, save: Tensor | None) -> Tensor:
         """Expert outputs [slots, Hout] in sorted order, invalid rows zero; the pre-activation goes to ``save`` [slots, width] if given."""
@@ -110,24 +110,28 @@ class SortedRows:
 
     def outputs(self, ys: Tensor, a: Tensor, chunk: list[Group]) -> None:
         """ys [n, Hout] = second projection of the chunk."""
-        project(ys, a, self.call.w_out, chunk)
+        self.project(ys, a, self.call.w_out, chunk)
+
+    def project(self, out: Tensor, rows: Tensor, stack: Stack, chunk: list[Group]) -> None:
+        """out [n, F] = one projection of rows [n, I] of the chunk."""
+        project(out, rows, stack, chunk)
 
 
 def project(out: Tensor, rows: Tensor, stack: Stack, groups: list[Group]) -> None:
     """out[i] = rows[i] @ w[e].T + b[e] for consecutive groups; row 0 of both tensors is the first row of the first group."""
     w, b = stack
     stacked = w[0].transpose(1, 2) if len(w) == 1 and w[0].dim() == 3 else None
-    for (e, _, _), into, part in _cut(groups, out, rows):
+    for (e, _, _), into, part in cut_groups(groups, out, rows):
         mm_into(into, part, w[e].t() if stacked is None else stacked[e], expert_vector(b, e))
 
 
 def back_project(out: Tensor, rows: Tensor, w: Lists, groups: list[Group]) -> None:
     """out[i] = rows[i] @ w[e]."""
-    for (e, _, _), into, part in _cut(groups, out, rows):
+    for (e, _, _), into, part in cut_groups(groups, out, rows):
         mm_into(into, part, expert_weight(w, e))
 
 
-def _cut(groups: list[Group], out: Tensor, rows: Tensor) -> Iterator[tuple[Group, Tensor, Tensor]]:
+def cut_groups(groups: list[Group], out: Tensor, rows: Tensor) -> Iterator[tuple[Group, Tensor, Tensor]]:
     """The rows of each group, of both tensors; rows past the last group are left out."""
     sizes = [end - start for _, start, end in groups]
     rest = rows.shape[0] - sum(sizes)

@@ -28,7 +28,7 @@ from typing import Any
 from moefuse.ops.call import first_tensor
 from moefuse.ops.recipe import route_reference
 from moefuse.ops.reference import router_logits_reference, topk_reference
-from moefuse.runtime import backward, cpu, dense, grouped, lora, native, ranks
+from moefuse.runtime import backward, coded, cpu, dense, grouped, lora, native, ranks
 
 
 @dataclass(frozen=True)
@@ -103,10 +103,9 @@ PROVIDERS: dict[str, list[Provider]] = {
     "experts_lora_forward": _triton("provide.lora", "experts_lora_forward") + _portable(lora.experts_lora_forward),
     "experts_lora_hidden": _triton("provide.lora", "experts_lora_hidden") + _portable(lora.experts_lora_hidden),
     "experts_lora_backward": _triton("provide.lora", "experts_lora_backward") + _portable(lora.experts_lora_backward),
-    "experts_coded": _triton("provide.coded", "experts_coded") + _portable(lambda call: cpu.experts(call.decoded)),
-    "experts_coded_forward": _triton("provide.coded", "experts_coded_forward") + _portable(lambda call: cpu.experts_forward(call.decoded)),
-    "experts_coded_backward": _triton("provide.coded", "experts_coded_backward")
-    + _portable(lambda call: backward.experts_backward(call.decoded)),
+    "experts_coded": _triton("provide.coded", "experts_coded") + _portable(coded.experts_coded),
+    "experts_coded_forward": _triton("provide.coded", "experts_coded_forward") + _portable(coded.experts_coded_forward),
+    "experts_coded_backward": _triton("provide.coded", "experts_coded_backward") + _portable(coded.experts_coded_backward),
     "experts_backward": _portable(backward.experts_backward),
     "experts_backward_rows": _triton("provide.training", "experts_backward_rows") + _portable(backward.experts_backward_rows),
     "experts_backward_in": _triton("provide.training", "experts_backward_in") + _portable(backward.experts_backward_in),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,10 +21,12 @@ from moefuse.ops.encoding import (
     POWERS,
     Encoding,
     Packing,
+    Rounding,
     dequantise,
     exponents,
     parse,
 )
+from moefuse.ops.token_codes import CODES
 from moefuse.passes.encodings.table import equal
 
 WORDS = {"gptq": (0, 4, 8, 12, 16, 20, 24, 28), "awq": (0, 16, 4, 20, 8, 24, 12, 28)}
@@ -34,6 +37,9 @@ TABLES = st.one_of(
 )
 BLOCKS = st.tuples(st.sampled_from([0, 1, 2, 3]), st.sampled_from([0, 1, 4, 5]))
 ZEROS = st.one_of(st.just({"zero": False}), st.just({"zero": True}), PACKINGS.map(lambda p: {"zero": True, "zeros": p}))
+ROUNDINGS = st.builds(
+    Rounding, st.sampled_from([*CODES]), st.sampled_from([0, 1, 32, 128]), st.booleans(), st.sampled_from([0.0, 1e-12, 0.5])
+)
 OTHERS = {"block": BLOCKS, "arithmetic": st.sampled_from([*DTYPES]), "scale": st.sampled_from(KINDS)}
 ENCODINGS = st.one_of(
     st.builds(lambda zero, **others: Encoding(**others, **zero), ZEROS, table=TABLES, packing=PACKINGS, **OTHERS),
@@ -41,15 +47,27 @@ ENCODINGS = st.one_of(
 )
 
 
-@given(ENCODINGS)
-def test_parse_reads_what_str_writes(encoding: Encoding) -> None:
+@given(ENCODINGS, st.none() | ROUNDINGS)
+def test_parse_reads_what_str_writes(encoding: Encoding, activation: Rounding | None) -> None:
     """An encoding is in an op's arguments as text: nothing of it may be lost on the way."""
+    if encoding.arithmetic == "f32":
+        encoding = replace(encoding, activation=activation)
     again = parse(str(encoding))
     assert again == encoding
     assert str(again) == str(encoding), "the sign of a zero in a table too"
 
 
 NONE = "e4m3 x;1x0;f32;number;; e4m3;1;f32;number;; e4m3;1x0;f9;number;; u4;1x8;f32;number;; e4m3;1x0;f32;number;;k:0,4 e4m3;1x0;f32;2^m;;"
+
+
+ROUNDED = "e5m2/0/number/0.0 e4m3/-1/number/0.0 e4m3/0/n/0.0 e4m3/0/number/-1.0 e4m3/0/number/nan e4m3/0/number e4m3/0/number/0.0;".split()
+
+
+@pytest.mark.parametrize("text", [f"e4m3;1x0;f32;number;;;{text}" for text in ROUNDED] + ["e4m3;1x0;bf16;number;;;e4m3/0/number/0.0"])
+def test_what_is_no_rounding_of_activations(text: str) -> None:
+    """Of another element, by a negative group, with another field; and weights that are rounded before they meet the codes."""
+    with pytest.raises(ValueError, match="no encoding"):
+        parse(text)
 
 
 @pytest.mark.parametrize("text", ["", *NONE.split(), "e4m3;-1x0;f32;number;;", "u4;1x8;f32;number;;z:0,4"])
@@ -172,6 +190,10 @@ def test_words() -> None:
     assert Encoding(MADE["u4"], (1, 64), zero=True, packing=Packing(1, (0, 4))).describe() == "u4, groups of 64 with zeros"
     assert Encoding(MADE["e2m1"], (1, 32), scale=EXPONENTS, packing=Packing(1, (0, 4))).describe() == "e2m1, groups of 32, scales 2^n"
     assert Encoding("e5m2", (0, 0)).describe() == "e5m2, one scale"
+    by_groups = Encoding("e4m3", (128, 128), activation=Rounding("e4m3", 128))
+    assert by_groups.describe() == "e4m3, blocks of 128x128, activations e4m3 per token and 128 inputs"
+    whole = Encoding("s8", (1, 0), activation=Rounding("s8", power=True))
+    assert whole.describe() == "s8, a scale for each channel, activations s8 per token, their scales 2^n"
     assert Encoding(tuple(map(float, range(1, 17))), (0, 0), packing=Packing(0, (4, 0), halves=True)).name == "lut16"
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moefuse.ops.coded import Codes
-from moefuse.ops.encoding import Encoding, Packing
+from moefuse.ops.encoding import Encoding, Packing, Rounding
 from tests.cpu.coded_case import ENCODINGS as EVERY
 from tests.cpu.coded_case import Held, coded, hold
 from tests.cpu.ops_case import Case, assert_as_exact, reference, to
@@ -138,6 +138,15 @@ def test_what_is_not_taken() -> None:
 
     args, _, options = coded(SMALL.with_(dtype=torch.float64, inter=32), ENCODINGS["fp8 blocks"], None, ENCODINGS["fp8 blocks"])
     assert provide().supports(CodedCall.of(*args, **options)) == "no kernel for torch.float64"
+
+
+def test_rounded_activations_are_not_taken() -> None:
+    """The kernel multiplies tokens as they are."""
+    from moefuse.ops.coded import CodedCall
+
+    encoding = replace(ENCODINGS["fp8 blocks"], activation=Rounding("e4m3", 8))
+    args, _, options = coded(SMALL.with_(inter=32), encoding, None, encoding)
+    assert provide().supports(CodedCall.of(*args, **options)) == "the program rounds activations e4m3 per token and 8 inputs"
 
 
 def provide() -> Any:

@@ -1,0 +1,103 @@
+"""Activations in few bits: how a projection rounds what it multiplies, and the one definition of the numbers that it then multiplies.
+
+For each token, and each ``group`` of its inputs, with all steps in float32:
+
+    s = max |x| / limit                       limit: the largest code, 448 of e4m3, 127 of s8
+    code(k) = round(x[k] / max(s, least))     to the nearest code, of two as near to the even one; never past the largest
+    x[k] becomes code(k) * s                  (``power``: s is max(s, least), then the next power of two that is not smaller)
+
+So a token's codes depend on nothing but that token. A group of zeros has codes of zero if ``least`` is not, else NaN, as where a program
+divides zero by zero. A group that has NaN or infinity makes NaN of all that its token gives.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+CODES = {"e4m3": (torch.float8_e4m3fn, 448.0), "s8": (torch.int8, 127.0)}
+"""Dtype and largest number of the codes."""
+LEAST = 1e-12
+POWER, NUMBER = "2^n", "number"
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """How a projection rounds its rows.
+
+    Attributes:
+        element: a key of :data:`CODES`.
+        group: so many inputs of a token, neighbours, have a scale; 0: all of them.
+        power: scales are powers of two.
+        least: what is divided by is at least this.
+    """
+
+    element: str = "e4m3"
+    group: int = 0
+    power: bool = False
+    least: float = LEAST
+
+    def __post_init__(self) -> None:
+        if self.element not in CODES or self.group < 0 or not 0 <= self.least < float("inf"):
+            raise ValueError(f"no rounding of activations: {self.element!r} by {self.group} inputs, at least {self.least}")
+
+    def __str__(self) -> str:
+        """For the op's schema; :meth:`parse` reads it."""
+        return f"{self.element}/{self.group}/{POWER if self.power else NUMBER}/{self.least!r}"
+
+    @staticmethod
+    def parse(text: str) -> Rounding:
+        """What :meth:`__str__` wrote.
+
+        Raises:
+            ValueError: it did not.
+        """
+        element, group, kind, least = text.split("/")
+        if kind not in (POWER, NUMBER):
+            raise ValueError(f"no rounding of activations: {text!r}")
+        return Rounding(element, int(group), kind == POWER, float(least))
+
+    def describe(self) -> str:
+        """For a report."""
+        inputs = f" and {self.group} inputs" if self.group else ""
+        return f"activations {self.element} per token{inputs}{', their scales 2^n' if self.power else ''}"
+
+
+def quantise(activation: Rounding, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The definition: codes [..., K], float8 or int8, and scales [..., K / group], float32, of rows x [..., K].
+
+    K is a multiple of ``group``; for a group of 0 there is one scale.
+    """
+    dtype, limit = CODES[activation.element]
+    inputs = x.shape[-1]
+    group = activation.group or inputs
+    if not inputs:
+        return x.to(dtype), x.new_zeros((*x.shape[:-1], 0 if activation.group else 1), dtype=torch.float32)
+    parts = x.float().unflatten(-1, (inputs // group, group))
+    scales = parts.abs().amax(-1) / limit
+    divisor = scales.clamp(min=activation.least)
+    if activation.power:
+        scales = divisor = next_power(divisor)
+    ratios = (parts / divisor.unsqueeze(-1)).clamp(-limit, limit).flatten(-2)
+    if dtype.is_floating_point:
+        return ratios.to(dtype), scales
+    return ratios.round().nan_to_num(nan=0.0).to(dtype), scales
+
+
+def next_power(x: Tensor) -> Tensor:
+    """The least power of two that is not below x (0, or positive and normal), float32; what is not finite stays."""
+    return torch.where(x.isfinite(), ((x.view(torch.int32) + 0x7FFFFF) & ~0x7FFFFF).view(torch.float32), x)
+
+
+def as_rounded(activation: Rounding, x: Tensor) -> Tensor:
+    """What is multiplied in place of rows x [..., K]: each code times its scale, float32."""
+    codes, scales = quantise(activation, x)
+    if not x.shape[-1]:
+        return codes.float()
+    rounded: Tensor = codes.float().unflatten(-1, (scales.shape[-1], -1)) * scales.unsqueeze(-1)
+    return rounded.flatten(-2)
+
+
+__all__ = ["CODES", "LEAST", "Rounding", "as_rounded", "next_power", "quantise"]

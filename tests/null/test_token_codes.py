@@ -1,0 +1,119 @@
+"""Activations in few bits: the definition says the numbers that a loop over single inputs says, and NaN and zeros stay where they are."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from moefuse.ops.token_codes import CODES, Rounding, as_rounded, next_power, quantise
+
+E4M3 = sorted({float(c) for c in torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float() if c.isfinite()})
+
+
+def f32(value: float) -> float:
+    return float(torch.tensor(value, dtype=torch.float64).float())
+
+
+def _nearest(value: float, element: str) -> float:
+    """The code nearest to a number; of two, the one whose last bit is zero."""
+    if element == "s8":
+        return float(round(value))  # Python rounds halves to even, too
+    near = sorted(E4M3, key=lambda code: (abs(code - value), torch.tensor(code).to(torch.float8_e4m3fn).view(torch.uint8).item() & 1))
+    return near[0]
+
+
+def _by_loops(how: Rounding, row: list[float]) -> list[float]:
+    limit, group, out = CODES[how.element][1], how.group or len(row), []
+    for at in range(0, len(row), group):
+        part = row[at : at + group]
+        scale = f32(max(map(abs, part)) / limit)
+        divisor = max(scale, f32(how.least))
+        if how.power:
+            scale = divisor = 2.0 ** math.ceil(math.log2(divisor))
+        out += [f32(_nearest(f32(value / divisor), how.element) * scale) for value in part]
+    return out
+
+
+@given(st.sampled_from([*CODES]), st.sampled_from([0, 4, 8]), st.booleans(), st.integers(0, 1 << 30), st.sampled_from([-40, -3, 0, 20]))
+def test_the_definition_is_a_loop_over_inputs(element: str, group: int, power: bool, seed: int, exponent: int) -> None:
+    """Every element, group and kind of scale, for tokens that are tiny (below the least divisor), and huge."""
+    how = Rounding(element, group, power)
+    x = (torch.randn(3, 16, generator=torch.Generator().manual_seed(seed)) * 2.0**exponent).bfloat16()
+    assert as_rounded(how, x).tolist() == [_by_loops(how, row) for row in x.tolist()]
+
+
+@pytest.mark.parametrize("element", [*CODES])
+@pytest.mark.parametrize("power", [False, True])
+def test_largest_code_and_ties(element: str, power: bool) -> None:
+    """Of both signs; the largest input has the largest code where scales are numbers. Halves go to the even code."""
+    dtype, limit = CODES[element]
+    x = torch.tensor([[limit, -limit, 2.5, -3.5, 0.0]])
+    codes, scales = quantise(Rounding(element, power=power), x)
+    assert codes.dtype == dtype
+    assert scales.tolist() == [[1.0]]
+    middle = [2.0, -4.0] if element == "s8" else [2.5, -3.5]
+    assert codes.float().tolist() == [[limit, -limit, *middle, 0.0]]
+
+
+def test_e4m3_ties_to_even() -> None:
+    """Between 16 and 18 codes are two apart."""
+    x = torch.tensor([[448.0, 17.0, 19.0, -17.0]])
+    assert as_rounded(Rounding(), x).tolist() == [[448.0, 16.0, 20.0, -16.0]]
+
+
+@pytest.mark.parametrize("element", [*CODES])
+@pytest.mark.parametrize("power", [False, True])
+def test_a_token_of_zeros(element: str, power: bool) -> None:
+    """Zeros, whatever the scale; NaN only where the program divides zero by zero (and a code that is no number can say so)."""
+    x = torch.zeros(2, 8)
+    x[1, :4] = 3
+    for group in (0, 4):
+        rounded = as_rounded(Rounding(element, group, power), x)
+        assert rounded[0].tolist() == [0.0] * 8
+        assert rounded[1, 4:].tolist() == [0.0] * 4
+    if element == "e4m3":
+        assert as_rounded(Rounding(element, 0, power, least=0.0), x)[0].isnan().all()
+
+
+@pytest.mark.parametrize("element", [*CODES])
+@pytest.mark.parametrize("power", [False, True])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_not_finite(element: str, power: bool, value: float) -> None:
+    """What is no number makes none of its own group of its own token only, so that what a projection gives for that token is none."""
+    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
+    clean = as_rounded(Rounding(element, 4, power), x)
+    x[1, 2] = value
+    rounded = as_rounded(Rounding(element, 4, power), x)
+    assert rounded[1, 2].isnan()
+    others = torch.ones(3, 8, dtype=torch.bool)
+    others[1, :4] = False
+    assert torch.equal(rounded[others], clean[others])
+
+
+def test_powers() -> None:
+    """The next one that is not below: a power of two stays, and what is just above it does not."""
+    x = torch.tensor([1.0, 1.0 + 2**-23, 1.5, 2.0, 2.0**-126, 3e38, 0.0])
+    assert next_power(x).tolist() == [1.0, 2.0, 2.0, 2.0, 2.0**-126, math.inf, 0.0]
+
+
+@pytest.mark.parametrize("group", [0, 4])
+@pytest.mark.parametrize("shape", [(0, 8), (3, 0), (2, 3, 8)])
+def test_shapes(group: int, shape: tuple[int, ...]) -> None:
+    """No token, no inputs, several dimensions."""
+    codes, scales = quantise(Rounding(group=group), torch.ones(shape))
+    assert codes.shape == shape
+    assert scales.shape == (*shape[:-1], shape[-1] // group if group else 1)
+    assert as_rounded(Rounding(group=group), torch.ones(shape)).shape == shape
+
+
+def test_of_a_token_alone() -> None:
+    """A token has the same codes in every batch: bit by bit, in every dtype."""
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        x: Tensor = torch.randn(64, 32, generator=torch.Generator().manual_seed(1)).to(dtype)
+        whole = as_rounded(Rounding(group=16), x)
+        assert all(torch.equal(whole[i : i + 1], as_rounded(Rounding(group=16), x[i : i + 1])) for i in range(0, 64, 7))
