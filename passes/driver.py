@@ -42,9 +42,9 @@ from moefuse.passes.lower.record import remember
 from moefuse.passes.lower.rewrite import replace
 from moefuse.passes.lower.spread import Spread, sharding
 from moefuse.passes.lower.workspace_size import workspace
-from moefuse.passes.match import lowrank, unhit_experts, wide_products
-from moefuse.passes.match.coded_weights import coded_weights, disproved
-from moefuse.passes.match.encodings import between
+from moefuse.passes.match import lowrank, unhit_experts, whole_stacks, wide_products
+from moefuse.passes.match.coded_weights import Key, coded_weights, disproved
+from moefuse.passes.match.encodings import between, needed
 from moefuse.passes.match.input_sizes import interpreted
 from moefuse.passes.match.lift import lift
 from moefuse.passes.match.packed_uses import silent
@@ -156,6 +156,7 @@ def _fuse_graph(gm: GraphModule, known: dict[Node, Any], run: _Run) -> bool:
     run.result.notes += dict.fromkeys(lowrank.note(region) for region in fused if region.summed is not None)
     run.result.notes += unhit_experts.notes(ctx, fused, run.assumptions)
     run.result.notes += wide_products.notes(ctx, fused)
+    run.result.notes += whole_stacks.notes(ctx, fused)
     run.result.notes += one_kernel(gm.graph, run.options) if fused else []
     if fused and run.options.overlap:
         _join(ctx, known, run)
@@ -244,18 +245,20 @@ def _rewrite(ctx: Context, known: dict[Node, Any], run: _Run, region: Region) ->
     if unwanted is not None:
         return unwanted
     coded = coded_weights(ctx, region)
-    wrong = disproved(ctx, region, coded, known)
-    if wrong is not None:
+    wrong = disproved(ctx, coded, known)
+    if wrong is not None and needed(ctx, region):
         return wrong
+    if wrong is not None:
+        whole_stacks.stay(ctx, region, wrong)
+        coded = {}
     emit = Emitter(ctx.graph, region.anchor.next, region.value, ctx.replaced)
     made = _lowered(ctx, known, run, region, emit)
     if isinstance(made, Lost):
         emit.undo()
         return made
     if coded:
-        made = _packed(ctx, region, emit, coded, made[1])
+        made = _packed(ctx, region, emit, coded, made)
         if isinstance(made, Lost):
-            emit.undo()
             return made
     made, sharded = _spread(run, region, emit, *made, ctx.mode[region.anchor][0])
     _put_in(ctx, known, run, region, emit, *made, sharded)
@@ -263,10 +266,24 @@ def _rewrite(ctx: Context, known: dict[Node, Any], run: _Run, region: Region) ->
 
 
 def _packed(
-    ctx: Context, region: Region, emit: Emitter, coded: Mapping[Node, Coded], verdict: Verdict | None
+    ctx: Context, region: Region, emit: Emitter, coded: Mapping[Key, Coded], dense: tuple[Lowered, Verdict | None]
 ) -> tuple[Lowered, Verdict | None] | Lost:
-    """The op that reads weights as they are held, instead of one that was proved with the weights that the program unpacks."""
+    """The op that reads weights as they are held, instead of one that was proved with the weights that the program unpacks.
+
+    Where it takes no such experts, that one again: not where it would unpack more than the program does.
+    """
     emit.undo()
+    made = _as_held(ctx, region, emit, coded)
+    if not isinstance(made, Lost):
+        return made, dense[1]
+    emit.undo()
+    if needed(ctx, region):
+        return made
+    whole_stacks.stay(ctx, region, made)
+    return Lowering(region, emit).run(), dense[1]
+
+
+def _as_held(ctx: Context, region: Region, emit: Emitter, coded: Mapping[Key, Coded]) -> Lowered | Lost:
     try:
         made = Packed(region, emit, coded).run()
     except UnsupportedError as error:
@@ -277,7 +294,7 @@ def _packed(
     elsewhere = unsupported(emit.nodes, ctx.mode[region.anchor][0])
     if elsewhere is not None:
         return Lost("device-unsupported", region.anchor, dict(zip(("device", "detail"), elsewhere, strict=True)))
-    return made, verdict
+    return made
 
 
 def _spread(

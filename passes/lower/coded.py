@@ -14,6 +14,7 @@ from moefuse.passes.graph.builder import Emitter
 from moefuse.passes.ir.expr import Leaf
 from moefuse.passes.ir.regions import Region
 from moefuse.passes.lower.lower import Lowered, Lowering
+from moefuse.passes.match.coded_weights import Key, keys_of
 from moefuse.passes.match.templates import Body
 
 
@@ -22,9 +23,9 @@ class UnsupportedError(ValueError):
 
 
 class Packed(Lowering):
-    """The lowering of a region of which some weights were read as encoded: ``coded``, by the nodes that are the weights."""
+    """The lowering of a region of which some weights were read as encoded: ``coded``."""
 
-    def __init__(self, region: Region, emit: Emitter, coded: Mapping[Node, Coded]) -> None:
+    def __init__(self, region: Region, emit: Emitter, coded: Mapping[Key, Coded]) -> None:
         super().__init__(region, emit)
         self.coded = coded
 
@@ -61,7 +62,7 @@ class Packed(Lowering):
 
     def read(self, leaf: Leaf) -> list[Coded] | None:
         """How a projection is encoded: a stack of all experts, or each expert's own; None if it is not."""
-        found = [self.coded.get(node) for node in leaf.parts or (leaf.source,)]
+        found = [self.coded.get(key) for key in keys_of(leaf)]
         if all(coded is None for coded in found):
             return None
         read = [coded for coded in found if coded is not None]

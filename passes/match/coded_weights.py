@@ -1,8 +1,11 @@
-"""Weights of a region that a program unpacks expert by expert: how they are held, where that can be read (``passes/encodings``)."""
+"""Weights of a region that a program unpacks: how they are held, where that can be read (``passes/encodings``).
+
+A weight is known by its node and the dimensions that it is read by: a matrix that is multiplied both ways round is two.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,25 +29,36 @@ _ENOUGH = 1 << 16
 """Weights of an expert that are compared with what was read."""
 
 
+Key = tuple[Node, tuple[int, ...]]
+"""A weight: its node, and which of its dimensions are features and inputs, that of the experts first where it has one."""
+
+
 @dataclass
 class _Read:
     """What the weights of a graph were read as."""
 
-    coded: dict[Node, Coded] = field(default_factory=dict)
+    coded: dict[Key, Coded] = field(default_factory=dict)
+
+
+def keys_of(leaf: Leaf) -> tuple[Key, ...]:
+    """A projection's weights: the stack, or each expert's own."""
+    if leaf.stacked:
+        return ((leaf.source, (leaf.along, *leaf.order)),)
+    return tuple((node, leaf.order) for node in leaf.parts or (leaf.source,))
 
 
 def unread(ctx: Context, leaf: Leaf) -> Lost | None:
-    """Read a projection's weights, each expert's own; why, if one of them is not read."""
+    """Read a projection's weights; why, if one of them is not read."""
     known = ctx.scratch(_Read).coded
     if len(leaf.order) != _MATRIX:
-        return ctx.lost("encoding-unknown", leaf.parts[0], dtype="few bits", detail="these are no matrices")
-    for node in dict.fromkeys(leaf.parts):
-        if node in known:
+        return ctx.lost("encoding-unknown", (*leaf.parts, leaf.source)[0], dtype="few bits", detail="these are no matrices")
+    for node, order in dict.fromkeys(keys_of(leaf)):
+        if (node, order) in known:
             continue
-        found = _trained(ctx, node) or read(ctx, node, leaf.order)
+        found = _trained(ctx, node) or read(ctx, node, order)
         if isinstance(found, Lost):
             return found
-        known[node] = found
+        known[node, order] = found
     return None
 
 
@@ -57,16 +71,15 @@ def _trained(ctx: Context, node: Node) -> Lost | None:
     return ctx.lost("encoding-unknown", node, dtype=dtype, detail="what they are made of is trained")
 
 
-def coded_weights(ctx: Context, region: Region) -> Mapping[Node, Coded]:
-    """The weights of a region that were read, by the nodes that they are."""
+def coded_weights(ctx: Context, region: Region) -> dict[Key, Coded]:
+    """The weights of a region that were read."""
     known = ctx.scratch(_Read).coded
-    return {node: known[node] for leaf in weight_leaves(region.expr) for node in leaf.parts if node in known}
+    return {key: known[key] for leaf in weight_leaves(region.expr) for key in keys_of(leaf) if key in known}
 
 
-def disproved(ctx: Context, region: Region, coded: Mapping[Node, Coded], known: Mapping[Node, Any]) -> Lost | None:
+def disproved(ctx: Context, coded: Mapping[Key, Coded], known: Mapping[Node, Any]) -> Lost | None:
     """A refusal if a weight is not, bit by bit, what it was read as: on the model's tensors, or on made-up ones where they are unknown."""
-    for node, order in _orders(region, coded):
-        as_read = coded[node]
+    for (node, order), as_read in coded.items():
         made_up = drawn(as_read)
 
         def value(of: Node, made_up: Any = made_up) -> Tensor:
@@ -85,14 +98,4 @@ def disproved(ctx: Context, region: Region, coded: Mapping[Node, Coded], known: 
     return None
 
 
-def _orders(region: Region, coded: Mapping[Node, Coded]) -> Iterator[tuple[Node, tuple[int, ...]]]:
-    """Each weight that was read, with the dimensions that it was read by."""
-    seen: set[Node] = set()
-    for leaf in weight_leaves(region.expr):
-        for node in leaf.parts:
-            if node in coded and node not in seen:
-                seen.add(node)
-                yield node, leaf.order
-
-
-__all__ = ["coded_weights", "disproved", "unread"]
+__all__ = ["Key", "coded_weights", "disproved", "keys_of", "unread"]

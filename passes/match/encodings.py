@@ -9,11 +9,11 @@ from torch.fx import Node
 
 from moefuse.passes.graph.calls import tensor
 from moefuse.passes.infer.state import Context
-from moefuse.passes.infer.unpacking import Made, unpacking
 from moefuse.passes.ir.expr import Leaf, weight_leaves
 from moefuse.passes.ir.facts import Lost
 from moefuse.passes.ir.regions import Region
 from moefuse.passes.match.coded_weights import unread
+from moefuse.passes.match.whole_stacks import consider, packed_in
 
 OF_HIT_EXPERTS = ("cuda",)
 """Devices where the op is quicker than a loop that unpacks only experts with tokens. In PyTorch alone it does the same, and no quicker."""
@@ -47,21 +47,36 @@ def encoded(ctx: Context, region: Region) -> Lost | None:
             found = foreign(ctx, node)
             if found is not None:
                 return found
-    slots = region.routing.num_tokens * region.routing.top_k
-    enough = isinstance(slots, int) and slots >= region.num_experts
     for leaf in weight_leaves(region.expr):
-        made = _unpacked(ctx, leaf)
-        # A program that runs every expert unpacks all of them itself, and each may have a token.
-        if made is not None and made.packed is not None and not (enough and ctx.given.skipped.isdisjoint(leaf.parts)):
-            lost = _not_wanted(ctx, region, leaf) or unread(ctx, leaf)
-            if lost is None:
-                continue
+        dtype = packed_in(ctx, leaf)
+        if dtype is None:
+            continue
+        if not _one_by_one(ctx, region, leaf):
+            consider(ctx, region, leaf)
+            continue
+        lost = _not_wanted(ctx, region, leaf) or unread(ctx, leaf)
+        if lost is not None:
             detail = (
                 f"the program unpacks them one by one; fused, all {len(leaf.parts)} would be for every call, "
                 f"and here a call may need fewer of them; they are not multiplied as they are, for {lost.details['detail']}"
             )
-            return packed(ctx, region.anchor, made.packed, detail)
+            return packed(ctx, region.anchor, dtype, detail)
     return None
+
+
+def needed(ctx: Context, region: Region) -> bool:
+    """Whether a region is fused only with its weights as they are held."""
+    return any(packed_in(ctx, leaf) is not None and _one_by_one(ctx, region, leaf) for leaf in weight_leaves(region.expr))
+
+
+def _one_by_one(ctx: Context, region: Region, leaf: Leaf) -> bool:
+    """Whether a call of the program may unpack fewer experts than there are.
+
+    One that runs every expert unpacks all of them itself, and each may have a token.
+    """
+    slots = region.routing.num_tokens * region.routing.top_k
+    enough = isinstance(slots, int) and slots >= region.num_experts
+    return bool(leaf.parts) and not (enough and ctx.given.skipped.isdisjoint(leaf.parts))
 
 
 def _not_wanted(ctx: Context, region: Region, leaf: Leaf) -> Lost | None:
@@ -75,14 +90,9 @@ def _not_wanted(ctx: Context, region: Region, leaf: Leaf) -> Lost | None:
     return None
 
 
-def _unpacked(ctx: Context, leaf: Leaf) -> Made | None:
-    """How the program makes the weights of single experts, where it does not read them from its inputs."""
-    return unpacking(ctx).of(ctx, leaf.parts[0]) if leaf.parts and ctx.calls.get(leaf.parts[0]) is not None else None
-
-
 def packed(ctx: Context, node: Node, dtype: torch.dtype | None, detail: str) -> Lost:
     """A refusal for weights of few bits."""
     return ctx.lost("encoding-unknown", node, dtype=str(dtype).removeprefix("torch."), detail=detail)
 
 
-__all__ = ["between", "encoded", "foreign", "packed"]
+__all__ = ["between", "encoded", "foreign", "needed", "packed"]

@@ -10,8 +10,10 @@ from torch.fx import Graph, Node
 from moefuse.passes.graph.calls import Call, tensor
 from moefuse.passes.graph.op_classes import METADATA
 from moefuse.passes.graph.sizes import same_shape, shape_of, size_of
-from moefuse.passes.infer.state import ComputedDimError, Context, Given
+from moefuse.passes.infer.state import ComputedDimError, Context, Given, out_shape
 from moefuse.passes.infer.symbolic_sizes import refine
+from moefuse.passes.infer.unpacking import is_unpacked
+from moefuse.passes.ir.axes import fresh
 from moefuse.passes.ir.expr import has_linear, walk
 from moefuse.passes.ir.facts import Buffer, Combined, Filled, Lost, Many, PerSlot, Pieces, Rows, Sum, View
 from moefuse.passes.match.encodings import foreign
@@ -50,6 +52,8 @@ def _interpret(graph: Graph, given: Given | None, ends: frozenset[Node]) -> Cont
         fact = next((found for found in lost if found is not None), fact)
         if node in ends and isinstance(fact, Rows):
             fact = PerSlot(fact)
+        if type(fact) is View and _is_put_together(fact) and is_unpacked(ctx, node):
+            fact = View(fresh(out_shape(node)), node)  # however its dimensions came about, it is a weight
         if fact is not None:
             ctx.facts[node] = fact
         plain = type(fact) is View and fact.root is node
@@ -59,6 +63,11 @@ def _interpret(graph: Graph, given: Given | None, ends: frozenset[Node]) -> Cont
             if result and plain:  # under its own name, by which what follows reads it
                 ctx.facts[target] = View(fact.axes, target)
     return ctx
+
+
+def _is_put_together(view: View) -> bool:
+    """Whether a dimension of a view is several of its root's, or a part of one."""
+    return any(len(axis) != 1 or axis[0].kind != "d" for axis in view.axes)
 
 
 def _visit(ctx: Context, node: Node, call: Call) -> Any:
