@@ -8,7 +8,7 @@ what capture recorded is discharged and erased, shared experts and the router's 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from dataclasses import replace as replaced
 from typing import TYPE_CHECKING, Any
@@ -245,18 +245,19 @@ def _rewrite(ctx: Context, known: dict[Node, Any], run: _Run, region: Region) ->
     if unwanted is not None:
         return unwanted
     coded = coded_weights(ctx, region)
+    held = {node: of for (node, _), of in coded.items() if of.is_inner}
     wrong = disproved(ctx, coded, known)
-    if wrong is not None and needed(ctx, region):
+    if wrong is not None and (held or needed(ctx, region)):
         return wrong
     if wrong is not None:
         whole_stacks.stay(ctx, region, wrong)
         coded = {}
     emit = Emitter(ctx.graph, region.anchor.next, region.value, ctx.replaced)
-    made = _lowered(ctx, known, run, region, emit)
+    made = _lowered(ctx, known, run, region, emit, Packed(region, emit, coded) if held else Lowering(region, emit), held)
     if isinstance(made, Lost):
         emit.undo()
         return made
-    if coded:
+    if coded and not held:  # no other op takes a tensor of a class of its own, so there is nothing to prove first
         made = _packed(ctx, region, emit, coded, made)
         if isinstance(made, Lost):
             return made
@@ -287,14 +288,18 @@ def _as_held(ctx: Context, region: Region, emit: Emitter, coded: Mapping[Key, Co
     try:
         made = Packed(region, emit, coded).run()
     except UnsupportedError as error:
-        held = "; ".join(dict.fromkeys(c.encoding.describe() for c in coded.values()))
-        return Lost("encoding-unsupported", region.anchor, {"dtype": held, "detail": str(error)})
+        return _no_such_op(region, coded.values(), error)
     except Exception as error:
         return Lost("not-lowered", region.anchor, {"detail": first_line(error)})
     elsewhere = unsupported(emit.nodes, ctx.mode[region.anchor][0])
     if elsewhere is not None:
         return Lost("device-unsupported", region.anchor, dict(zip(("device", "detail"), elsewhere, strict=True)))
     return made
+
+
+def _no_such_op(region: Region, coded: Iterable[Coded], error: UnsupportedError) -> Lost:
+    held = "; ".join(dict.fromkeys(c.encoding.describe() for c in coded))
+    return Lost("encoding-unsupported", region.anchor, {"dtype": held, "detail": str(error)})
 
 
 def _spread(
@@ -327,11 +332,15 @@ def _unwanted(run: _Run, region: Region) -> Lost | None:
     return None
 
 
-def _lowered(ctx: Context, known: dict[Node, Any], run: _Run, region: Region, emit: Emitter) -> tuple[Lowered, Verdict | None] | Lost:
+def _lowered(
+    ctx: Context, known: dict[Node, Any], run: _Run, region: Region, emit: Emitter, lowering: Lowering, held: Mapping[Node, Coded]
+) -> tuple[Lowered, Verdict | None] | Lost:
     """The replacement beside the original, if every gate lets it through, and what the verification found."""
     anchor = region.anchor
     try:
-        lowered = Lowering(region, emit).run()
+        lowered = lowering.run()
+    except UnsupportedError as error:
+        return _no_such_op(region, held.values(), error)
     except Exception as error:  # a replacement that cannot be built is no reason to stop the user's program
         return Lost("not-lowered", anchor, {"detail": first_line(error)})
     elsewhere = unsupported(emit.nodes, ctx.mode[anchor][0])
@@ -340,7 +349,7 @@ def _lowered(ctx: Context, known: dict[Node, Any], run: _Run, region: Region, em
     slower = not_faster(region, emit.nodes, ctx.mode[anchor][0]) if run.options.cost_gate else None
     if slower is not None:
         return Lost("not-faster", anchor, slower)
-    verdict = _verdict(ctx, known, run, region, emit, lowered)
+    verdict = _verdict(ctx, known, run, region, emit, lowered, held)
     return verdict if isinstance(verdict, Lost) else (lowered, verdict)
 
 
@@ -388,14 +397,16 @@ def _join(ctx: Context, known: dict[Node, Any], run: _Run) -> None:
         )
 
 
-def _verdict(ctx: Context, known: dict[Node, Any], run: _Run, region: Region, emit: Emitter, lowered: Lowered) -> Verdict | Lost | None:
+def _verdict(
+    ctx: Context, known: dict[Node, Any], run: _Run, region: Region, emit: Emitter, lowered: Lowered, held: Mapping[Node, Coded]
+) -> Verdict | Lost | None:
     """The verification of this region, or of an identical one; None when switched off."""
     if run.options.verify == "off":
         return None
     key = signature(ctx, region, emit.nodes, lowered.tier, known, run.assumptions)
     if key not in run.verdicts:
         try:
-            run.verdicts[key] = verify(ctx, region, emit.nodes, lowered.result, known, run.assumptions)
+            run.verdicts[key] = verify(ctx, region, emit.nodes, lowered.result, known, run.assumptions, held)
         except Exception as error:  # whatever a user's region raises on synthetic tokens
             if isinstance(error, _torch_private.asks_for_size()):
                 return Lost("verification-error", region.anchor, {"detail": UNCOUNTED})

@@ -238,6 +238,9 @@ from moefuse._torch_private.tensors import (
     is_transformed as is_transformed,
 )
 from moefuse._torch_private.tensors import (
+    made_of_others as made_of_others,
+)
+from moefuse._torch_private.tensors import (
     map_tensors as map_tensors,
 )
 from moefuse._torch_private.tensors import (

@@ -84,7 +84,7 @@ def before_writes(save: Callable[[torch.Tensor], None]) -> Iterator[None]:
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs = kwargs or {}
             for value in _written(func, args, kwargs):
-                if _made_of_others(value) is not None:
+                if made_of_others(value) is not None:
                     return NotImplemented  # its own operations are seen instead
                 save(value)
             return func(*args, **kwargs)
@@ -144,14 +144,14 @@ def _written_places(func: Any) -> list[tuple[int, str]]:
 
 def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
     """Where a tensor keeps its numbers: nowhere on the meta device, in several places for a class made of other tensors."""
-    if (inner := _made_of_others(tensor)) is not None:
+    if (inner := made_of_others(tensor)) is not None:
         return [storage for name in inner for storage in storages_of(getattr(tensor, name))]
     if tensor.device.type == "meta" or tensor.layout != torch.strided or torch.nn.parameter.is_lazy(tensor):
         return []
     return [tensor.untyped_storage()]
 
 
-def _made_of_others(tensor: Any) -> list[str] | None:
+def made_of_others(tensor: Any) -> list[str] | None:
     """Attributes with the tensors that a tensor of a class of its own is made of; None for a tensor that has numbers itself."""
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 

@@ -5,6 +5,8 @@ bk inputs, and perhaps a *zero* for each block:
 
     W[n, k] = (table[code(n, k)] - zero[n // bn, k // bk]) * scale[n // bn, k // bk]
 
+or, where zeros are ``behind`` the scales, table[code] * scale - zero.
+
 Each step is rounded to the dtype that the program computes it in (``arithmetic``), and what comes out to the dtype of the tokens, so a
 weight has the bits that it has in the program. Where several codes are in one number of the storage, ``packing`` says where.
 
@@ -92,6 +94,7 @@ class Encoding:
         zero: whether each block has a zero.
         packing: see :class:`Packing`; None with a table of :data:`NAMED`.
         zeros: the packing of zeros that are whole numbers from 0 to 15 themselves; None where each is a number of its own.
+        behind: zeros are subtracted from products with scales.
         activation: how the rows are rounded that the weight is multiplied with; None: they are not. With it, ``arithmetic`` is float32.
     """
 
@@ -103,6 +106,7 @@ class Encoding:
     packing: Packing | None = None
     zeros: Packing | None = None
     activation: Rounding | None = None
+    behind: bool = False
 
     def __post_init__(self) -> None:
         named = isinstance(self.table, str)
@@ -110,6 +114,8 @@ class Encoding:
             raise ValueError(f"no encoding: table {self.table} with packing {self.packing}")
         if self.arithmetic not in DTYPES or self.scale not in KINDS or min(self.block) < 0 or bool(self.zeros) > self.zero:
             raise ValueError(f"no encoding: {self.arithmetic!r}, {self.scale!r}, blocks {self.block}")
+        if self.behind and (not self.zero or self.zeros is not None or self.scale):
+            raise ValueError("no encoding: zeros behind scales that are no numbers, or zeros that are packed")
         if self.activation is not None and self.arithmetic != "f32":
             raise ValueError(f"no encoding: {self.activation.describe()} times weights in {self.arithmetic!r}")
 
@@ -126,7 +132,8 @@ class Encoding:
     def __str__(self) -> str:
         """For the op's schema; :func:`parse` reads it."""
         table = self.name if self.name != "lut16" else "lut16=" + ",".join(map(repr, self.table))
-        zero, scale = f"zero={self.zeros}" if self.zeros else "zero" if self.zero else "", self.scale or "number"
+        zero = f"zero={self.zeros}" if self.zeros else "behind" if self.behind else "zero" if self.zero else ""
+        scale = self.scale or "number"
         text = f"{table};{self.block[0]}x{self.block[1]};{self.arithmetic};{scale};{zero};{self.packing or ''}"
         return text if self.activation is None else f"{text};{self.activation}"
 
@@ -171,7 +178,8 @@ def parse(text: str) -> Encoding:
         kind = "" if scale == "number" else scale
         zero, _, zeros = zero.partition("=")
         packed, packed_zeros = (Packing.parse(text) if text else None for text in (packing, zeros))
-        return Encoding(table, (bn, bk), arithmetic, kind, zero == "zero", packed, packed_zeros, activation)
+        behind = zero == "behind"
+        return Encoding(table, (bn, bk), arithmetic, kind, behind or zero == "zero", packed, packed_zeros, activation, behind)
     except (ValueError, IndexError) as error:
         raise ValueError(f"no encoding: {text!r}") from error
 
@@ -197,13 +205,16 @@ def dequantise(encoding: Encoding, storage: Tensor, scale: Tensor, zero: Tensor 
         value = (storage if storage.dtype == kind else storage.view(kind)).to(wide)
     else:
         value = _looked_up(codes_of(storage, encoding.packing), encoding.table, wide)
-    if zero is not None:
+    if zero is not None and not encoding.behind:
         zeros = zero if encoding.zeros is None else codes_of(zero, encoding.zeros)
         value = _by_blocks(torch.sub, value, zeros.to(wide), encoding.block)
     if encoding.scale == LDEXP:
         return _by_blocks(torch.mul, value.double(), exponents(scale, torch.float64, nan=False), encoding.block).to(wide).to(dtype)
     factors = exponents(scale, wide, nan=encoding.scale == EXPONENTS) if encoding.scale else scale.to(wide)
-    return _by_blocks(torch.mul, value, factors, encoding.block).to(dtype)
+    value = _by_blocks(torch.mul, value, factors, encoding.block)
+    if zero is not None and encoding.behind:
+        value = _by_blocks(torch.sub, value, zero.to(wide), encoding.block)
+    return value.to(dtype)
 
 
 def counts_from(table: str | tuple[float, ...]) -> float | None:

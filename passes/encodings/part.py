@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,15 +18,21 @@ Put = Callable[..., Node]
 
 @dataclass(frozen=True)
 class Part:
-    """A view [N', K'] or [E, N', K'] of an input of the graph: sizes, strides, and its first element, counted from the input's own."""
+    """A view [N', K'] or [E, N', K'] of an input of the graph: sizes, strides, and its first element, counted from the input's own.
+
+    ``path``: the attributes that lead to what is viewed, where the input is made of other tensors.
+    """
 
     node: Node
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
     first: int = 0
+    path: tuple[str, ...] = ()
 
     def show(self, value: Tensor) -> Tensor:
         """The view of the input's value."""
+        for name in self.path:
+            value = getattr(value, name)
         return value.as_strided(self.sizes, self.strides, value.storage_offset() + self.first)
 
 
@@ -46,6 +52,11 @@ class Coded:
     dtype: torch.dtype
 
     @property
+    def is_inner(self) -> bool:
+        """Whether the weight is made of other tensors by its class, and not by the program."""
+        return bool(self.storage.path)
+
+    @property
     def parts(self) -> tuple[Part, ...]:
         """All views, the storage first, the others in the order of ``Encoding.parts``."""
         return (self.storage, self.scale) if self.zero is None else (self.storage, self.scale, self.zero)
@@ -56,13 +67,20 @@ def joined(parts: Sequence[Part]) -> Part | None:
     first = parts[0]
     step = parts[1].first - first.first if len(parts) > 1 else 0
     for i, part in enumerate(parts):
-        if (part.node, part.sizes, part.strides) != (first.node, first.sizes, first.strides) or part.first != first.first + i * step:
+        if (part.node, part.path, part.sizes, part.strides) != (first.node, first.path, first.sizes, first.strides):
             return None
-    return None if step < 0 else Part(first.node, (len(parts), *first.sizes), (step, *first.strides), first.first)
+        if part.first != first.first + i * step:
+            return None
+    return None if step < 0 else Part(first.node, (len(parts), *first.sizes), (step, *first.strides), first.first, first.path)
 
 
 def emit(put: Put, part: Part) -> Node:
     """Write the view into a graph: with ``select`` and ``permute`` where these do, else by its strides. It is never a copy."""
+    if part.path:
+        node = part.node
+        for name in part.path:
+            node = put(getattr, node, name)
+        return emit(put, replace(part, node=node, path=()))
     own = Strided(part.node)
     inside, at = own.at(torch.tensor([part.first + own.first]))
     if not inside.all():

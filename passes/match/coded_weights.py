@@ -23,6 +23,7 @@ from moefuse.passes.infer.state import Context
 from moefuse.passes.ir.expr import Leaf, weight_leaves
 from moefuse.passes.ir.facts import Lost
 from moefuse.passes.ir.regions import Region
+from moefuse.passes.match.held_weights import held, shows
 
 _MATRIX = 2
 _ENOUGH = 1 << 16
@@ -62,6 +63,19 @@ def unread(ctx: Context, leaf: Leaf) -> Lost | None:
     return None
 
 
+def unheld(ctx: Context, leaf: Leaf, count: int) -> Lost | None:
+    """Read a projection's weights that are tensors of a class of their own; why, if one of them is not read. ``count``: E."""
+    known = ctx.scratch(_Read).coded
+    for node, order in dict.fromkeys(keys_of(leaf)):
+        if any(other is node and turned != order for other, turned in known):
+            return ctx.lost("quantised", node, detail="they are multiplied both ways round")
+        found = known.get((node, order)) or held(ctx, leaf, node, order, count)
+        if isinstance(found, Lost):
+            return found
+        known[node, order] = found
+    return None
+
+
 def _trained(ctx: Context, node: Node) -> Lost | None:
     """A refusal for weights whose scales, or anything else that they are made of, are trained: the op has no gradients of these."""
     value = tensor(node)
@@ -80,6 +94,11 @@ def coded_weights(ctx: Context, region: Region) -> dict[Key, Coded]:
 def disproved(ctx: Context, coded: Mapping[Key, Coded], known: Mapping[Node, Any]) -> Lost | None:
     """A refusal if a weight is not, bit by bit, what it was read as: on the model's tensors, or on made-up ones where they are unknown."""
     for (node, order), as_read in coded.items():
+        if as_read.is_inner:
+            wrong = _not_shown(ctx, node, as_read, known)
+            if wrong is not None:
+                return wrong
+            continue
         made_up = drawn(as_read)
 
         def value(of: Node, made_up: Any = made_up) -> Tensor:
@@ -98,4 +117,15 @@ def disproved(ctx: Context, coded: Mapping[Key, Coded], known: Mapping[Node, Any
     return None
 
 
-__all__ = ["Key", "coded_weights", "disproved", "keys_of", "unread"]
+def _not_shown(ctx: Context, node: Node, as_read: Coded, known: Mapping[Node, Any]) -> Lost | None:
+    """A refusal if the model's own tensor is not what others of its class were read as. Where it is unknown, these have to do."""
+    if node not in known:
+        return None
+    try:
+        right = shows(ctx, node, as_read, known[node])
+    except Exception as error:
+        return ctx.lost("quantised", node, detail=f"they cannot be multiplied here: {first_line(error)}")
+    return None if right else ctx.lost("quantised", node, detail=f"they are not what they look like: {as_read.encoding.describe()}")
+
+
+__all__ = ["Key", "coded_weights", "disproved", "keys_of", "unheld", "unread"]

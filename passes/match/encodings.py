@@ -12,7 +12,7 @@ from moefuse.passes.infer.state import Context
 from moefuse.passes.ir.expr import Leaf, weight_leaves
 from moefuse.passes.ir.facts import Lost
 from moefuse.passes.ir.regions import Region
-from moefuse.passes.match.coded_weights import unread
+from moefuse.passes.match.coded_weights import unheld, unread
 from moefuse.passes.match.whole_stacks import consider, packed_in
 
 OF_HIT_EXPERTS = ("cuda",)
@@ -45,6 +45,7 @@ def encoded(ctx: Context, region: Region) -> Lost | None:
     for leaf in weight_leaves(region.expr):
         for node in leaf.parts or (leaf.source,):
             found = foreign(ctx, node)
+            found = found if found is None or found.code != "quantised" else _held(ctx, region, leaf, found)
             if found is not None:
                 return found
     for leaf in weight_leaves(region.expr):
@@ -54,7 +55,7 @@ def encoded(ctx: Context, region: Region) -> Lost | None:
         if not _one_by_one(ctx, region, leaf):
             consider(ctx, region, leaf)
             continue
-        lost = _not_wanted(ctx, region, leaf) or unread(ctx, leaf)
+        lost = _not_wanted(ctx, region, leaf.parts) or unread(ctx, leaf)
         if lost is not None:
             detail = (
                 f"the program unpacks them one by one; fused, all {len(leaf.parts)} would be for every call, "
@@ -79,13 +80,21 @@ def _one_by_one(ctx: Context, region: Region, leaf: Leaf) -> bool:
     return bool(leaf.parts) and not (enough and ctx.given.skipped.isdisjoint(leaf.parts))
 
 
-def _not_wanted(ctx: Context, region: Region, leaf: Leaf) -> Lost | None:
+def _held(ctx: Context, region: Region, leaf: Leaf, found: Lost) -> Lost | None:
+    """A refusal for weights of a class of their own, if it is not known how that holds them, or nothing is won by it."""
+    lost = _not_wanted(ctx, region, region.nodes)
+    if lost is None:
+        return unheld(ctx, leaf, region.num_experts)
+    return ctx.lost("quantised", found.node, detail=f"{found.details['detail']}; {lost.details['detail']}")
+
+
+def _not_wanted(ctx: Context, region: Region, nodes: Collection[Node]) -> Lost | None:
     """Why weights that are unpacked one by one are not even read."""
     value = tensor(region.value)
     device = "cpu" if value is None else value.device.type
     if not ctx.given.packed:
         return ctx.lost("encoding-unknown", region.anchor, detail="`quantised` is off")
-    if device not in OF_HIT_EXPERTS and not ctx.given.skipped.isdisjoint(leaf.parts):
+    if device not in OF_HIT_EXPERTS and not ctx.given.skipped.isdisjoint(nodes):
         return ctx.lost("encoding-unknown", region.anchor, detail=f"on {device} no kernel is quicker than to unpack those that have tokens")
     return None
 

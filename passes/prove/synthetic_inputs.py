@@ -15,6 +15,8 @@ import torch
 from torch.fx import Node
 
 from moefuse import _torch_private
+from moefuse.passes.encodings.made_up import drawn_like
+from moefuse.passes.encodings.part import Coded
 from moefuse.passes.graph.calls import fake
 from moefuse.passes.graph.modes import entered
 from moefuse.passes.graph.sharded import is_gathered, is_root
@@ -35,10 +37,11 @@ class Inputs:
     Args:
         ctx: the region's graph; of it storage, writes, positions and equal views.
         known: real values of the graph's inputs where they are known.
+        held: weights that are tensors of a class of their own, and how these hold them. They are made up: their class makes no noise.
     """
 
-    def __init__(self, ctx: Context, region: Region, known: Mapping[Node, Any]) -> None:
-        self.ctx, self.region = ctx, region
+    def __init__(self, ctx: Context, region: Region, known: Mapping[Node, Any], held: Mapping[Node, Coded] | None = None) -> None:
+        self.ctx, self.region, self.held = ctx, region, held or {}
         self.known = {n: hint(v) for n, v in known.items()}
         self.values: dict[Node, Any] = {}
         self.older: set[int] = set()
@@ -66,6 +69,8 @@ class Inputs:
         """An input of the graph, a tensor that its module holds, or weights of all ranks."""
         if is_gathered(node):
             return self._for_all_ranks(node)
+        if node in self.held and (node not in self.known or self._fits(fake(node))):
+            return drawn_like(self.held[node], self.known.get(node, fake(node)), len(self.values))
         if node not in self.known:
             return self._unknown(node)
         real = self.known[node]
@@ -118,6 +123,8 @@ class Inputs:
         """Copies with noise of the inputs that neutral expert weights are made of, the smallest first."""
         roots: dict[Node, torch.Tensor] = {}
         for leaf in leaves:
+            if not self.held.keys().isdisjoint(leaf.parts or (leaf.source,)):
+                continue
             values = [self.weight(n) for n in leaf.parts or (leaf.source,)]
             if all(isinstance(v, torch.Tensor) for v in values) and neutral(list(values[0].unbind(leaf.along)) if leaf.stacked else values):
                 below = (r for n in leaf.parts or (leaf.source,) for r in self._made.roots(n, WEIGHT))

@@ -11,7 +11,7 @@ original that is far from the reference, a wrong op as a replacement that is.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,10 +19,12 @@ import torch
 from torch.fx import Node
 
 from moefuse.capture.assumptions import Assumption
+from moefuse.passes.encodings.part import Coded
 from moefuse.passes.infer.state import Context
 from moefuse.passes.ir.evaluate import Rows64
 from moefuse.passes.ir.regions import Region
 from moefuse.passes.prove.replay import replay
+from moefuse.passes.prove.shown import Shown
 from moefuse.passes.prove.surroundings import FAR, Around, lowest, rms
 from moefuse.passes.prove.synthetic_inputs import Inputs
 
@@ -40,7 +42,13 @@ class Verdict:
 
 @torch.no_grad()
 def verify(
-    ctx: Context, region: Region, new_nodes: Sequence[Node], result: Node, known: dict[Node, Any], assumptions: Sequence[Assumption] = ()
+    ctx: Context,
+    region: Region,
+    new_nodes: Sequence[Node],
+    result: Node,
+    known: dict[Node, Any],
+    assumptions: Sequence[Assumption] = (),
+    held: Mapping[Node, Coded] | None = None,
 ) -> Verdict:
     """Compare a region with its replacement: the sum, and all that the program around the region may see of it.
 
@@ -49,8 +57,10 @@ def verify(
         new_nodes: the replacement's nodes in order, ending in ``result``.
         known: real values of the graph's inputs where they are known.
         assumptions: what capture assumed; a loop body that stands for several experts is run for each of them.
+        held: weights that are tensors of a class of their own, and how these hold them.
     """
-    values = Inputs(ctx, region, known)
+    values = Inputs(ctx, region, known, held)
+    weight = Shown(region, values.weight, held or {})
     bodies = [a for a in assumptions if (a.row_node is not None or a.kind == "size") and a.nodes & region.nodes]
     around = Around(ctx, region, new_nodes)
 
@@ -58,7 +68,7 @@ def verify(
         leaves = values.draw(kind)
         original = replay(around.before, values, leaves, bodies)
         fused = replay(around.after, values, leaves, bodies)
-        found = _compare(region, values, leaves, original.value(region.anchor), fused.value(result))
+        found = _compare(region, values, weight, leaves, original.value(region.anchor), fused.value(result))
         return found if isinstance(found, str) else around.seen(original, fused, result) or found
 
     worst = 0.0
@@ -104,7 +114,9 @@ def _settled(probe: Callable[[str], Errors | str], kind: str) -> Errors | str:
     return Errors(found.rows * len(every), theirs, ours, found.eps)
 
 
-def _compare(region: Region, values: Inputs, leaves: dict[Node, Any], original: torch.Tensor, fused: torch.Tensor) -> Errors | str:
+def _compare(
+    region: Region, values: Inputs, weight: Callable[[Node], Any], leaves: dict[Node, Any], original: torch.Tensor, fused: torch.Tensor
+) -> Errors | str:
     """Errors against the reference, or what is wrong beyond rounding."""
     tokens = values.num_tokens * (region.routing.top_k if region.per_slot else 1)
     eps = torch.finfo(lowest(region, original.dtype)).eps
@@ -114,7 +126,7 @@ def _compare(region: Region, values: Inputs, leaves: dict[Node, Any], original: 
         return Errors(0, 0.0, 0.0, eps)
     sample = torch.randperm(tokens, generator=values.generator)[:_SAMPLE].to(original.device)
     flat, new = original.reshape(tokens, -1).double(), fused.reshape(tokens, -1).double()
-    truth = reference(region, values.weight, leaves, sample, values.shared)
+    truth = reference(region, weight, leaves, sample, values.shared)
     if region.base is not None:
         old = leaves[region.base].reshape(tokens, -1)[sample].double()
         truth = torch.where(_has_expert(region, leaves, sample, values.shared), truth, old) if region.replaced else truth + old

@@ -210,7 +210,7 @@ CASES: dict[str, Case] = {
     ),
     "quantised": Case(
         Packed,
-        "expert weights are packed in a way that moefuse does not read: they are held as `TwoTensor`",
+        "expert weights are packed in a way that moefuse does not read: they are held as `TwoTensor`, and they are trained",
         module="experts.0",
     ),
     "sharded": Case(

@@ -44,6 +44,7 @@ OTHERS = {"block": BLOCKS, "arithmetic": st.sampled_from([*DTYPES]), "scale": st
 ENCODINGS = st.one_of(
     st.builds(lambda zero, **others: Encoding(**others, **zero), ZEROS, table=TABLES, packing=PACKINGS, **OTHERS),
     st.builds(lambda zero, **others: Encoding(**others, **zero), ZEROS, table=st.sampled_from([*NAMED]), **OTHERS),
+    st.builds(Encoding, TABLES, BLOCKS, OTHERS["arithmetic"], zero=st.just(True), packing=PACKINGS, behind=st.just(True)),
 )
 
 
@@ -70,7 +71,7 @@ def test_what_is_no_rounding_of_activations(text: str) -> None:
         parse(text)
 
 
-@pytest.mark.parametrize("text", ["", *NONE.split(), "e4m3;-1x0;f32;number;;", "u4;1x8;f32;number;;z:0,4"])
+@pytest.mark.parametrize("text", ["", *NONE.split(), "s8;1x0;f32;e8m0;behind;", "e4m3;-1x0;f32;number;;", "u4;1x8;f32;number;;z:0,4"])
 def test_what_is_no_encoding(text: str) -> None:
     """Text that nothing wrote is told as such."""
     with pytest.raises(ValueError, match="no encoding"):
@@ -118,14 +119,17 @@ def _by_loops(encoding: Encoding, storage: Tensor, scale: Tensor, zero: Tensor |
         for k in range(sizes[1]):
             at = tuple(i // b if b else 0 for i, b in zip((n, k), encoding.block, strict=True))
             value = _rounded(_code(encoding, storage, n, k, (sizes[0], sizes[1])), wide)
-            if zero is not None:
+            if zero is not None and not encoding.behind:
                 value = _rounded(value - _rounded(_zero(encoding, zero, at, (sizes[0], sizes[1])), wide), wide)
             if encoding.scale:
                 factor = _power(int(scale[at]), encoding.scale)
                 factor = factor if encoding.scale == LDEXP else _rounded(factor, wide)
             else:
                 factor = _rounded(float(scale[at]), wide)
-            found[n, k] = _rounded(_rounded(value * factor, wide), dtype)
+            value = _rounded(value * factor, wide)
+            if zero is not None and encoding.behind:
+                value = _rounded(value - _rounded(float(zero[at]), wide), wide)
+            found[n, k] = _rounded(value, dtype)
     return found
 
 

@@ -31,6 +31,8 @@ def supports(call: CodedCall | CodedGrads) -> str | None:
     stacks = call.stacks
     if call.x.dtype not in DTYPES:
         return f"no kernel for {call.x.dtype}"
+    if any(codes is not None and codes.encoding.behind for codes in call.codes):
+        return "zeros are subtracted behind the scales"
     refused = (coded.refusal(codes, stack.weight[0]) for stack, codes in zip(stacks, call.codes, strict=True) if codes is not None)
     return next((reason for reason in refused if reason is not None), None)
 

@@ -1,0 +1,111 @@
+"""Weights of a region that are tensors of a class of their own: how they are held (``encodings/subclass.py``), each kind read once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from moefuse.errors import first_line
+from moefuse.passes.encodings.inner import kind
+from moefuse.passes.encodings.part import Coded, Part
+from moefuse.passes.encodings.subclass import Weighed, holds_for, subclass
+from moefuse.passes.encodings.terms import UnreadError
+from moefuse.passes.encodings.tried import Product, products
+from moefuse.passes.graph.calls import tensor
+from moefuse.passes.infer.state import Context
+from moefuse.passes.ir.expr import Leaf
+from moefuse.passes.ir.facts import Lost
+
+_DIMS = (2, 3)
+
+
+@dataclass
+class _Held:
+    """Of one graph: what was read of each kind of weight, and which product that was tried with."""
+
+    kinds: dict[tuple[object, ...], Coded | str] = field(default_factory=dict)
+    tried: dict[Node, tuple[Product, Node, tuple[int, ...]]] = field(default_factory=dict)
+
+
+def held(ctx: Context, leaf: Leaf, node: Node, order: tuple[int, ...], count: int) -> Coded | Lost:
+    """How a weight of a projection is encoded that its class makes of other tensors, or why that is not known.
+
+    Args:
+        node, order: one of the leaf's weights, its dimensions that are experts (of a stack), features and inputs.
+        count: how many experts there are.
+    """
+    found = _held(ctx, leaf, node, order, count)
+    if isinstance(found, Coded):
+        return found
+    return ctx.lost("quantised", node, detail=f"they are held as `{type(tensor(node)).__name__}`, and {found}")
+
+
+def _held(ctx: Context, leaf: Leaf, node: Node, order: tuple[int, ...], count: int) -> Coded | str:
+    value: Any = tensor(node)
+    if not ctx.given.packed:
+        return "`quantised` is off"
+    if node.op not in ("placeholder", "get_attr") or value.dim() != len(order) or value.dim() not in _DIMS or leaf.zeros:
+        return "the program makes them of others"
+    if ctx.writes.get(ctx.storage[node]) or (value.requires_grad and any(ctx.mode[user][0] for user in node.users)):
+        return "they are trained"
+    if leaf.stacked and value.shape[leaf.along] != count:
+        return "there are others beside them"
+    source = node
+    of_it = list(products(ctx, node))
+    if not of_it:  # the body of a loop that stands for others has the product of one
+        source, of_it = next(((n, some) for n in leaf.parts if (some := list(products(ctx, n)))), (node, []))
+    if not of_it:
+        return "no product with them is tried"
+    first, last = (_of_product(ctx, Weighed(ctx, node, order, product, source)) for product in (of_it[0], of_it[-1]))
+    if isinstance(first, str) or isinstance(last, str):
+        return first if isinstance(first, str) else last
+    if first != last:
+        return "they are multiplied in two ways"
+    ctx.scratch(_Held).tried[node] = of_it[0], source, order
+    return first
+
+
+def _of_product(ctx: Context, weighed: Weighed) -> Coded | str:
+    """What a weight is read as, known if one of its kind was tried with a product that is made alike."""
+    known, key = ctx.scratch(_Held).kinds, (kind(weighed.value), weighed.order, _how(ctx, weighed.product))
+    if key not in known:
+        known[key] = _read(weighed)
+    found = known[key]
+    return found if isinstance(found, str) else moved(found, weighed.node)
+
+
+def _how(ctx: Context, product: Product) -> tuple[object, ...]:
+    """Equal for products that are made alike."""
+    return (str(product.reader.target), tuple(str(s.target) for s in product.steps), ctx.mode.get(product.reader))
+
+
+def _read(weighed: Weighed) -> Coded | str:
+    try:
+        with torch.no_grad():
+            return subclass(weighed)
+    except UnreadError as error:
+        return error.why
+    except Exception as error:  # whatever the class's own operations raise
+        return f"they cannot be tried: {first_line(error)}"
+
+
+def moved(coded: Coded, node: Node) -> Coded:
+    """The same of another weight of the same kind."""
+
+    def part(one: Part) -> Part:
+        return replace(one, node=node)
+
+    return replace(coded, storage=part(coded.storage), scale=part(coded.scale), zero=None if coded.zero is None else part(coded.zero))
+
+
+def shows(ctx: Context, node: Node, coded: Coded, value: Any) -> bool:
+    """Whether the program's product with the model's own weight shows what was read."""
+    product, source, order = ctx.scratch(_Held).tried[node]
+    with torch.no_grad():
+        return kind(value)[0] == kind(tensor(node))[0] and holds_for(Weighed(ctx, node, order, product, source), coded, value)
+
+
+__all__ = ["held", "moved", "shows"]
