@@ -14,7 +14,7 @@ from moefuse import environment
 from moefuse.errors import OptionError
 
 Verify = Literal["probe", "graph", "off"]
-Quantised = Literal["exact", "off"]
+Quantised = Literal["exact", "weights", "off"]
 
 ENVIRONMENT: dict[str, tuple[str, dict[str, object]]] = {
     "MOEFUSE_DISABLE": ("enabled", {"0": True, "1": False}),
@@ -70,7 +70,8 @@ class Options:
             layer, for the first product once more, and the same bits. A layer that keeps them all the same has a note in the report.
         expect: raise :class:`moefuse.FusionError` unless, when a call that compiled something returns, so many layers are fused.
         quantised: ``"exact"`` reads how weights in few bits are held, where a program unpacks them expert by expert, and multiplies what is
-            stored, with the bits that the program has; ``"off"`` leaves such layers alone.
+            stored, with the bits that the program has, and rounds activations where an operator of the program does; ``"weights"`` rounds
+            no activations, which is more exact than such a program; ``"off"`` leaves such layers alone.
     """
 
     verify: Verify = "probe"

@@ -29,13 +29,15 @@ from moefuse.passes.graph.builder import Emitter
 from moefuse.passes.graph.calls import location, module_path, steps, traced_path
 from moefuse.passes.graph.sharded import merge, sweep
 from moefuse.passes.infer.state import Context, Given, Standin
+from moefuse.passes.ir.expr import held_leaves
 from moefuse.passes.ir.facts import Lost, Routing
 from moefuse.passes.ir.regions import Refused, Region
 from moefuse.passes.lower import dce
 from moefuse.passes.lower.checkpoints import keep_results
-from moefuse.passes.lower.coded import Packed, UnsupportedError
+from moefuse.passes.lower.coded import Packed
 from moefuse.passes.lower.cost_gate import not_faster
 from moefuse.passes.lower.devices import unsupported
+from moefuse.passes.lower.held import UnsupportedError
 from moefuse.passes.lower.lower import Lowered, Lowering
 from moefuse.passes.lower.recompute import recompute, still_kept
 from moefuse.passes.lower.record import remember
@@ -244,6 +246,8 @@ def _rewrite(ctx: Context, known: dict[Node, Any], run: _Run, region: Region) ->
     unwanted = _unwanted(run, region)
     if unwanted is not None:
         return unwanted
+    if run.options.quantised == "weights" and held_leaves(region.expr):
+        region = replaced(region, unrounded=True)
     coded = coded_weights(ctx, region)
     held = {node: of for (node, _), of in coded.items() if of.is_inner}
     wrong = disproved(ctx, coded, known)
@@ -298,7 +302,8 @@ def _as_held(ctx: Context, region: Region, emit: Emitter, coded: Mapping[Key, Co
 
 
 def _no_such_op(region: Region, coded: Iterable[Coded], error: UnsupportedError) -> Lost:
-    held = "; ".join(dict.fromkeys(c.encoding.describe() for c in coded))
+    encodings = [c.encoding for c in coded] or [leaf.held.encoding for leaf in held_leaves(region.expr) if leaf.held is not None]
+    held = "; ".join(dict.fromkeys(encoding.describe() for encoding in encodings))
     return Lost("encoding-unsupported", region.anchor, {"dtype": held, "detail": str(error)})
 
 

@@ -70,20 +70,30 @@ def quantise(activation: Rounding, x: Tensor) -> tuple[Tensor, Tensor]:
 
     K is a multiple of ``group``; for a group of 0 there is one scale.
     """
-    dtype, limit = CODES[activation.element]
-    inputs = x.shape[-1]
+    if not x.shape[-1]:
+        empty = x.new_zeros((*x.shape[:-1], 0 if activation.group else 1), dtype=torch.float32)
+        return x.to(CODES[activation.element][0]), empty
+    ratios, scales = _ratios(activation, x)
+    return _nearest(activation, ratios.flatten(-2)), scales
+
+
+def _ratios(activation: Rounding, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows by what they are divided by, [..., K / group, group], and scales [..., K / group]."""
+    inputs, limit = x.shape[-1], CODES[activation.element][1]
     group = activation.group or inputs
-    if not inputs:
-        return x.to(dtype), x.new_zeros((*x.shape[:-1], 0 if activation.group else 1), dtype=torch.float32)
     parts = x.float().unflatten(-1, (inputs // group, group))
     scales = parts.abs().amax(-1) / limit
     divisor = scales.clamp(min=activation.least)
     if activation.power:
         scales = divisor = next_power(divisor)
-    ratios = (parts / divisor.unsqueeze(-1)).clamp(-limit, limit).flatten(-2)
-    if dtype.is_floating_point:
-        return ratios.to(dtype), scales
-    return ratios.round().nan_to_num(nan=0.0).to(dtype), scales
+    return parts / divisor.unsqueeze(-1), scales
+
+
+def _nearest(activation: Rounding, ratios: Tensor) -> Tensor:
+    """The codes nearest to ratios."""
+    dtype, limit = CODES[activation.element]
+    ratios = ratios.clamp(-limit, limit)
+    return ratios.to(dtype) if dtype.is_floating_point else ratios.round().nan_to_num(nan=0.0).to(dtype)
 
 
 def next_power(x: Tensor) -> Tensor:
@@ -100,4 +110,17 @@ def as_rounded(activation: Rounding, x: Tensor) -> Tensor:
     return rounded.flatten(-2)
 
 
-__all__ = ["CODES", "LEAST", "Rounding", "as_rounded", "next_power", "quantise"]
+def unsure(activation: Rounding, x: Tensor, by: float) -> Tensor:
+    """How far another code of rows x [..., K] is away that one gets whose numbers, or divisions, are ``by`` of their size off; float32.
+
+    Zero nearly everywhere: where that moves no number past the middle between two codes.
+    """
+    if not x.shape[-1]:
+        return x.float()
+    ratios, scales = _ratios(activation, x)
+    apart = _nearest(activation, ratios * (1 + by)).float() - _nearest(activation, ratios * (1 - by)).float()
+    found: Tensor = apart.abs() * scales.unsqueeze(-1)
+    return found.flatten(-2)
+
+
+__all__ = ["CODES", "LEAST", "Rounding", "as_rounded", "next_power", "quantise", "unsure"]

@@ -16,6 +16,7 @@ from moefuse.passes.ir.expr import (
     ExpertVector,
     Expr,
     Gate,
+    Held,
     Leaf,
     Linear,
     Op,
@@ -219,7 +220,7 @@ def common_leaf(leaves: list[Leaf], experts: list[int]) -> Leaf:
     Raises:
         DifferError: they are not of one stack, or not of one shape.
     """
-    first = leaves[0]
+    first, held = leaves[0], _common_held(leaves, experts)
     for e, leaf in zip(experts, leaves, strict=True):
         if leaf.stacked != first.stacked or leaf.order != first.order:
             raise DifferError(e, "its weight is stored in another layout")
@@ -229,8 +230,18 @@ def common_leaf(leaves: list[Leaf], experts: list[int]) -> Leaf:
             raise DifferError(e, f"uses the weight of expert {leaf.expert}")
         _check_shape(e, leaf, first)
     if first.stacked:
-        return Leaf(first.source, True, None, first.order)
-    return Leaf(first.source, False, None, first.order, tuple(leaf.source for leaf in leaves))
+        return Leaf(first.source, True, None, first.order, held=held)
+    return Leaf(first.source, False, None, first.order, tuple(leaf.source for leaf in leaves), held=held)
+
+
+def _common_held(leaves: list[Leaf], experts: list[int]) -> Held | None:
+    """How the weights of all experts are held, if an operation of the program multiplies them so."""
+    first = leaves[0].held
+    for e, leaf in zip(experts, leaves, strict=True):
+        if (leaf.held is None) != (first is None) or (leaf.held is not None and first is not None and leaf.held.encoding != first.encoding):
+            raise DifferError(e, "its weight is held in another way")
+    scales = [leaf.held.scale for leaf in leaves if leaf.held is not None]
+    return None if first is None else Held(first.encoding, common_leaf(scales, experts))
 
 
 def _weights(linears: list[Any]) -> list[Leaf]:

@@ -12,7 +12,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from moefuse.passes.ir.expr import Cast, ExpertVector, Expr, Gate, Leaf, Linear, Op, SharedVector, Slice, SlotWeight, Token
+from moefuse.ops.encoding import dequantise
+from moefuse.ops.token_codes import as_rounded, unsure
+from moefuse.passes.graph.values import tensor
+from moefuse.passes.ir.expr import Cast, ExpertVector, Expr, Gate, Held, Leaf, Linear, Op, SharedVector, Slice, SlotWeight, Token
 
 _OPERATORS: dict[str, Callable[..., Any]] = {
     "add": operator.add,
@@ -52,14 +55,37 @@ class Rows64:
         tokens: [n] token numbers of the rows.
         choices: [n] rows of the ids and routing weights that they go by: the tokens, or what several tokens share.
         slots: [n] slot numbers (choice * K + k) of the rows.
+        unrounded: activations in few bits are not rounded to these.
+
+    Attributes:
+        loose: [n] how far, squared and as a part of its size, a row of the result may be away where activations have other codes.
     """
 
-    def __init__(self, values: Callable[[Any], Any], expert: int, tokens: torch.Tensor, choices: torch.Tensor, slots: torch.Tensor) -> None:
+    def __init__(
+        self,
+        values: Callable[[Any], Any],
+        expert: int,
+        tokens: torch.Tensor,
+        choices: torch.Tensor,
+        slots: torch.Tensor,
+        *,
+        unrounded: bool = False,
+    ) -> None:
         self.values, self.expert, self.tokens, self.choices, self.slots = values, expert, tokens, choices, slots
+        self.unrounded = unrounded
         self.memo: dict[int, Any] = {}
+        self.loose = torch.zeros(len(tokens), dtype=torch.float64, device=tokens.device)
 
     def weight(self, leaf: Leaf) -> torch.Tensor:
         """This expert's weight, dims in the order the expression sees them."""
+        row = self._own(leaf)
+        if isinstance(row, float | int):
+            return torch.tensor(row, dtype=torch.float64)
+        found: torch.Tensor = torch.zeros_like(row, dtype=torch.float64) if self.expert in leaf.zeros else row.double()
+        return found
+
+    def _own(self, leaf: Leaf) -> Any:
+        """What the leaf has for this expert."""
         if leaf.stacked:
             row = self.values(leaf.source).select(leaf.along, self.expert)
             order = [d - (d > leaf.along) for d in leaf.order]
@@ -67,9 +93,26 @@ class Rows64:
             row = self.values(leaf.parts[self.expert] if leaf.parts else leaf.source)
             order = list(leaf.order)
         if isinstance(row, float | int):
-            return torch.tensor(row, dtype=torch.float64)
-        found: torch.Tensor = row.permute(order) if row.dim() == len(order) else row
-        return torch.zeros_like(found, dtype=torch.float64) if self.expert in leaf.zeros else found.double()
+            return row
+        return row.permute(order) if row.dim() == len(order) else row
+
+    def _held(self, expr: Linear, held: Held) -> torch.Tensor:
+        """A product with a weight in few bits: of rows in the program's dtype, rounded as it rounds them."""
+        storage, scale = self._own(expr.weight), self._own(held.scale)
+        scale = scale.reshape(1, 1) if scale.dim() < storage.dim() else scale
+        weight = dequantise(held.encoding, storage, scale, None, torch.float64)
+        child, how = self.run(expr.child), held.encoding.activation
+        if how is None or self.unrounded:
+            exact: torch.Tensor = child @ weight.T
+            return exact
+        shown = tensor(expr.node)
+        dtype = torch.float32 if shown is None else shown.dtype
+        rows = child.to(dtype)
+        found: torch.Tensor = as_rounded(how, rows).double() @ weight.T
+        by = 4 * torch.finfo(torch.float32).eps if isinstance(expr.child, Token) else torch.finfo(dtype).eps
+        other = unsure(how, rows, by).double().square() @ weight.square().T
+        self.loose += other.mean(-1) / found.square().mean(-1).clamp(min=1e-300)
+        return found
 
     def run(self, expr: Any) -> Any:
         """The value of an expression for these rows, [n, features]; constants as they are, casts without effect."""
@@ -87,6 +130,8 @@ class Rows64:
                 return self.values(expr.source).reshape(-1, 1)[self.slots].double()
             case Gate():
                 return self._gate(expr)
+            case Linear(weight=Leaf(held=Held() as held)):
+                return self._held(expr, held)
             case Linear():
                 return self.run(expr.child) @ self.weight(expr.weight).T
             case ExpertVector():

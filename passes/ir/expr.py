@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from moefuse.ops.encoding import Encoding
 from moefuse.passes.graph.calls import tensor
 
 
@@ -69,6 +70,7 @@ class Leaf:
     ``order`` holds the dims of ``source`` that remain, in the order the expression sees them; a stack has its experts along the first of
     the others. ``parts``: each expert's own, in one leaf for all of them; one tensor again and again where they share it. ``detached``:
     gradients end in front of it. ``zeros``: experts whose own is zeros, of the shape and dtype of the others', whatever stands for it here.
+    ``held``: it is a storage in few bits, and an operation of the program multiplies what that stands for.
     """
 
     source: Node
@@ -78,11 +80,25 @@ class Leaf:
     parts: tuple[Node, ...] = ()
     detached: bool = False
     zeros: frozenset[int] = frozenset()
+    held: Held | None = None
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """What it reads: each expert's own, or the one source."""
+        return self.parts or (self.source,)
 
     @property
     def along(self) -> int:
         """The dimension of a stack that has an entry for each expert."""
         return next(d for d in range(len(self.order) + 1) if d not in self.order)
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """How a weight is held that an operation of the program multiplies from its storage, and its scales, which are a leaf like any other."""
+
+    encoding: Encoding
+    scale: Leaf
 
 
 @dataclass(frozen=True, eq=False)
@@ -201,6 +217,10 @@ def rebuilt(expr: Expr, change: Change) -> Expr:
 def rewritten(expr: Expr, source: Callable[[Node], Node], leaf: Callable[[Leaf], Leaf], number: Callable[[int | None], int | None]) -> Expr:
     """The tree with other shared tensors, weights and expert numbers."""
 
+    def weight(old: Leaf) -> Leaf:
+        new = leaf(old)
+        return new if old.held is None else replace(new, held=replace(old.held, scale=leaf(old.held.scale)))
+
     def change(old: Expr, run: Callable[[Any], Any]) -> Expr | None:
         match old:
             case SharedVector():
@@ -210,7 +230,7 @@ def rewritten(expr: Expr, source: Callable[[Node], Node], leaf: Callable[[Leaf],
             case ExpertVector():
                 return replace(old, vector=leaf(old.vector))
             case Linear():
-                return replace(old, child=run(old.child), weight=leaf(old.weight))
+                return replace(old, child=run(old.child), weight=weight(old.weight))
         return None
 
     return rebuilt(expr, change)
@@ -224,6 +244,11 @@ def has_linear(expr: Expr) -> bool:
 def weight_leaves(expr: Expr) -> list[Leaf]:
     """The expert weights of an expression."""
     return [e.weight if isinstance(e, Linear) else e.vector for e in walk(expr) if isinstance(e, Linear | ExpertVector)]
+
+
+def held_leaves(expr: Expr) -> list[Leaf]:
+    """The expert weights of an expression that operations of the program multiply from their storage."""
+    return [e.weight for e in walk(expr) if isinstance(e, Linear) and e.weight.held is not None]
 
 
 def computed_in(expr: Expr) -> torch.dtype | None:

@@ -34,7 +34,10 @@ class LowRank:
 def size(leaf: Leaf, which: int) -> int:
     """Output (0) or input (1) features of a projection's weight."""
     value = tensor(leaf.source)
-    return int(value.shape[leaf.order[which]]) if value is not None else 0
+    if value is None:
+        return 0
+    shape = tuple(value.shape[d] for d in leaf.order)
+    return int((shape if leaf.held is None else leaf.held.encoding.logical(shape))[which])
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,7 +141,9 @@ def same_leaf(a: Leaf | None, b: Leaf | None) -> bool:
         return a is b
     if (a.order, a.stacked, a.detached, a.zeros) != (b.order, b.stacked, b.detached, b.zeros):
         return False
-    return a.source is b.source and a.parts == b.parts
+    if a.held is not None and b.held is not None and (a.held.encoding != b.held.encoding or not same_leaf(a.held.scale, b.held.scale)):
+        return False
+    return a.source is b.source and a.parts == b.parts and (a.held is None) == (b.held is None)
 
 
 def same_expr(a: Any, b: Any) -> bool:

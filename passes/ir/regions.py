@@ -70,6 +70,7 @@ class Region:
         whole: the same with low-rank terms added to its weights, as the program has them; None where they are not.
         summed: of the weights that have low-rank terms added to them, the first that is made; None where none is.
         shown: leaves that whoever called the graph may write to before the backward pass.
+        unrounded: what its projections round of activations in few bits is not to be rounded.
     """
 
     anchor: Node
@@ -90,6 +91,7 @@ class Region:
     shown: frozenset[Node] = frozenset()
     whole: Region | None = None
     summed: Summed | None = None
+    unrounded: bool = False
 
     @property
     def all_experts(self) -> int:
@@ -126,5 +128,6 @@ def sources(expr: Expr) -> list[Node]:
             case Gate(ones=False):
                 out[e.source] = None
     for leaf in weight_leaves(expr):
-        out.update(dict.fromkeys(leaf.parts or (leaf.source,)))
+        out.update(dict.fromkeys(leaf.nodes))
+        out.update(dict.fromkeys(leaf.held.scale.nodes if leaf.held is not None else ()))
     return list(out)

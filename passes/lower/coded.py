@@ -13,13 +13,10 @@ from moefuse.passes.encodings.part import Coded, emit, joined
 from moefuse.passes.graph.builder import Emitter
 from moefuse.passes.ir.expr import Leaf
 from moefuse.passes.ir.regions import Region
+from moefuse.passes.lower.held import UnsupportedError
 from moefuse.passes.lower.lower import Lowered, Lowering
 from moefuse.passes.match.coded_weights import Key, keys_of
 from moefuse.passes.match.templates import Body
-
-
-class UnsupportedError(ValueError):
-    """The op does not take such experts."""
 
 
 class Packed(Lowering):

@@ -28,12 +28,14 @@ from moefuse.passes.ir.expr import (
     SlotWeight,
     Token,
     computed_in,
+    held_leaves,
     walk,
 )
 from moefuse.passes.ir.expr_algebra import factors, is_weight, one_weight
 from moefuse.passes.ir.facts import Routing
 from moefuse.passes.ir.lowrank import is_number
 from moefuse.passes.ir.regions import Region, Weightless
+from moefuse.passes.lower.held import UnsupportedError, described, detached, held_call
 from moefuse.passes.lower.layout import in_layout
 from moefuse.passes.lower.specs import dtype_of, fused_spec, grouped_spec
 from moefuse.passes.lower.terms import bias, terms
@@ -216,7 +218,7 @@ class Lowering:
 
     def stack(self, leaf: Leaf) -> list[Node]:
         """A projection as the ops take it: [[E, out, in]] or E times [out, in]; a transposed view where it is stored the other way."""
-        sources = self.sources(leaf)
+        sources = self.sources(leaf) if leaf.held is None else detached(self, leaf, self.sources(leaf))
         if leaf.stacked and leaf.along and not leaf.zeros:
             return [self.emit(torch.permute, s, (leaf.along, *leaf.order)) for s in sources]
         if list(leaf.order) == sorted(leaf.order):
@@ -329,10 +331,13 @@ class Lowering:
             out_dtype=self.out_dtype() if self.out_dtype() != dtype else None,
             **more,
         )
-        return Lowered(result, fused_spec(self.region, body), "fused")
+        return Lowered(result, replace(fused_spec(self.region, body), encoding=described(body, self.region.unrounded)), "fused")
 
     def call_of(self, body: Body) -> tuple[Callable[..., Any], list[Any], dict[str, Any]]:
         """The fused op, and what it takes behind the lists of ``moefuse::experts`` and by name."""
+        held = held_call(self, body)
+        if held is not None:
+            return held
         op, more = self.op()
         factors, scales = terms(self, body)
         return (torch.ops.moefuse.experts_lora.default, factors, {"scales": scales}) if scales else (op, factors, more)
@@ -346,6 +351,8 @@ class Lowering:
     def grouped(self) -> Lowered:
         """permute, grouped_linear, the user's own operations, combine."""
         expr, region = self.region.expr, self.region
+        if held_leaves(expr):
+            raise UnsupportedError("between the projections is what no activation of the op computes")
         found = factors(expr)
         weights = [f for f in found if is_weight(f)]
         single, weight = one_weight(weights)

@@ -9,7 +9,7 @@ import torch
 
 from moefuse.passes.graph.calls import tensor
 from moefuse.passes.ir.expr import ExpertVector, Leaf, Linear, Token, computed_in, walk, weight_leaves
-from moefuse.passes.ir.expr_algebra import LowRank
+from moefuse.passes.ir.expr_algebra import LowRank, size
 from moefuse.passes.ir.lowrank import adapters
 from moefuse.passes.ir.regions import Region
 from moefuse.passes.match.templates import Body
@@ -32,8 +32,7 @@ def layout(leaf: Leaf) -> str:
 
 
 def features(leaf: Leaf, which: int) -> int:
-    value = tensor(leaf.source)
-    return int(value.shape[leaf.order[which]]) if value is not None else 0
+    return size(leaf, which)
 
 
 def fused_spec(region: Region, body: Body) -> ExpertsSpec:

@@ -17,7 +17,7 @@ from moefuse.passes.ir.axes import fresh
 from moefuse.passes.ir.expr import has_linear, walk
 from moefuse.passes.ir.facts import Buffer, Combined, Filled, Lost, Many, PerSlot, Pieces, Rows, Sum, View
 from moefuse.passes.match.encodings import foreign
-from moefuse.passes.rules import RULES, Rule
+from moefuse.passes.rules import Rule, rule_of
 from moefuse.passes.rules.refused import capacity, expert_choice, unknown_routing
 
 
@@ -72,7 +72,7 @@ def _is_put_together(view: View) -> bool:
 
 def _visit(ctx: Context, node: Node, call: Call) -> Any:
     inputs = [ctx.facts.get(n) for n in node.all_input_nodes]
-    rule = RULES.get(call.name) if call.kwargs.get("out") is None else None
+    rule = rule_of(call.name) if call.kwargs.get("out") is None else None
     fact = _apply(rule, ctx, node, call) if rule is not None else None
     if rule is not None and (fact is None or isinstance(fact, Lost)):
         fact = _behind_sums(ctx, node, call) or fact
@@ -96,10 +96,11 @@ def _behind_sums(ctx: Context, node: Node, call: Call) -> Any:
     That a sum is complete where it is read, and the same until the later layer is done, the safety check asks of both layers.
     """
     held = {n: fact for n in node.all_input_nodes if isinstance(fact := ctx.facts.get(n), Sum | Buffer)}
-    if not held or call.name not in RULES:
+    rule = rule_of(call.name)
+    if not held or rule is None:
         return None
     ctx.facts |= {n: _plain(ctx, n, fact) for n, fact in held.items()}
-    found = _apply(RULES[call.name], ctx, node, call)
+    found = _apply(rule, ctx, node, call)
     ctx.facts |= held
     return None if isinstance(found, Lost) else found
 

@@ -13,7 +13,7 @@ from torch.fx import Node
 from moefuse.passes.graph.calls import Call, tensor
 from moefuse.passes.graph.sizes import same, same_shape, shape_of
 from moefuse.passes.infer.state import Context
-from moefuse.passes.infer.unpacking import Use, unpacking
+from moefuse.passes.infer.unpacking import Use, is_foreign, unpacking
 from moefuse.passes.ir.facts import Lost, View
 from moefuse.passes.match.encodings import packed
 from moefuse.passes.match.unexplained import decided, scores_of
@@ -32,7 +32,8 @@ def told(ctx: Context, losses: Iterable[Lost]) -> Iterator[tuple[Lost, Lost]]:
     """Each refusal, and what says more where it is how weights are unpacked that no rule could read: that once for each product."""
     uses, seen = _unread(ctx), set[Node]()
     for lost in losses:
-        use = next((use for use in uses if _is_cause(ctx, use, lost)), None) if lost.code in _HIDDEN else None
+        hidden = lost.code in _HIDDEN and not _by_its_rule(ctx, lost)
+        use = next((use for use in uses if _is_cause(ctx, use, lost)), None) if hidden else None
         if use is None:
             yield lost, lost
         elif use.node not in seen:
@@ -74,6 +75,12 @@ def _is_like(one: torch.Tensor | None, other: torch.Tensor) -> bool:
 def _unread(ctx: Context) -> list[Use]:
     """What multiplies packed weights, and is no expert's product to any rule."""
     return [use for use in unpacking(ctx).uses if isinstance(ctx.facts.get(use.node), Lost | View | None)]
+
+
+def _by_its_rule(ctx: Context, lost: Lost) -> bool:
+    """Whether the rule of a library's operator says itself what is in the way."""
+    call = ctx.calls.get(lost.node)
+    return call is not None and is_foreign(call) and lost.code not in _THERE
 
 
 def _is_cause(ctx: Context, use: Use, lost: Lost) -> bool:

@@ -51,6 +51,7 @@ def _sources(expr: Expr) -> list[Node]:
                 out.append(e.source)
             case Linear():
                 out.append(e.weight.source)
+                out += [] if e.weight.held is None else [e.weight.held.scale.source]
             case ExpertVector():
                 out.append(e.vector.source)
     return out

@@ -169,10 +169,11 @@ def _copied(ctx: Context, node: Node) -> Node:
 
 def _types(ctx: Context, region: Region) -> Lost | None:
     """Dtypes and devices the ops accept."""
-    values = [tensor(n) for leaf in weight_leaves(region.expr) for n in (leaf.parts or (leaf.source,))]
-    devices = {v.device.type for v in values if v is not None}
-    for v in values:
-        if v is not None and v.dtype not in _FLOATS:
+    leaves = weight_leaves(region.expr)
+    values = [(leaf.held, tensor(n)) for leaf in leaves for n in leaf.nodes]
+    devices = {v.device.type for _, v in values if v is not None}
+    for held, v in values:
+        if v is not None and held is None and v.dtype not in _FLOATS:
             return ctx.lost("dtype-unsupported", region.anchor, dtype=str(v.dtype).removeprefix("torch."), detail="expert weights")
     if devices - _DEVICES:
         return ctx.lost("device-unsupported", region.anchor, device=", ".join(sorted(devices)), detail="it has no kernel there")
@@ -183,9 +184,9 @@ def _computed_in(ctx: Context, region: Region) -> Lost | None:
     """Each projection computes in the dtype of its weight, or all in one of 16 bits from weights in float32 that this process has."""
     found = [e for e in walk(region.expr) if isinstance(e, Linear)]
     dtypes = {e: (a.dtype, b.dtype) for e in found if (a := tensor(e.node)) is not None and (b := tensor(e.weight.source)) is not None}
-    rounded = {e: pair for e, pair in dtypes.items() if pair[0] != pair[1]}
+    rounded = {e: pair for e, pair in dtypes.items() if pair[0] != pair[1] and e.weight.held is None}
     results = {result for result, _ in dtypes.values()}
-    if rounded and len(results) > 1:
+    if (rounded or any(e.weight.held is not None for e in found)) and len(results) > 1:
         names = ", ".join(sorted(str(d).removeprefix("torch.") for d in results))
         return ctx.lost("dtype-unsupported", found[0].node, dtype=names, detail="the products of one expert compute in several dtypes")
     for e, (out, held) in rounded.items():

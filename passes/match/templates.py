@@ -60,8 +60,8 @@ def one_op(expr: Expr, device: torch.device) -> Body | None:
     if body is None and device.type in WITH_TERMS:
         body = match(expr, with_terms)
     found = [p for p in body.projections if p is not None] if body is not None else []
-    sources = [leaf.source for p in found for leaf in (p.weight, p.bias) if leaf is not None]
-    one_dtype = len({None if (value := tensor(source)) is None else value.dtype for source in sources}) == 1
+    sources = [leaf.source for p in found for leaf in (p.weight, p.bias) if leaf is not None and leaf.held is None]
+    one_dtype = bool(found) and len({None if (value := tensor(source)) is None else value.dtype for source in sources}) <= 1
     return body if one_dtype and all(map(_one_term, found)) else None
 
 

@@ -131,7 +131,8 @@ class _Form:
         return a.members, a.row, inside, siblings, carried
 
     def _leaf(self, leaf: Leaf) -> Hashable:
-        return leaf.stacked, leaf.order, leaf.zeros, tuple(self.number(n) for n in leaf.parts or (leaf.source,))
+        held = None if leaf.held is None else (leaf.held.encoding, self._leaf(leaf.held.scale))
+        return leaf.stacked, leaf.order, leaf.zeros, held, tuple(self.number(n) for n in leaf.nodes)
 
     def of(self, expr: Any) -> Hashable:
         """An expression."""

@@ -16,12 +16,14 @@ from torch.fx import Node
 from moefuse.passes.graph.calls import tensor
 from moefuse.passes.graph.op_classes import SIZE_QUERIES
 from moefuse.passes.infer.state import Context
-from moefuse.passes.ir.expr import computed_in, weight_leaves
+from moefuse.passes.ir.expr import computed_in, held_leaves, weight_leaves
 from moefuse.passes.ir.regions import Region
 from moefuse.passes.prove.replay import Run
 
 FAR = 512.0
 """So many roundings a sum may be from its value in float64."""
+CODE = 0.125
+"""So far two results may be apart, of their size, whose projections round activations: less than if every one had the next code."""
 
 
 class Around:
@@ -67,7 +69,7 @@ class Around:
         if old.shape != new.shape or old.dtype != new.dtype:
             return f"and is {list(old.shape)} {old.dtype}, not {list(new.shape)} {new.dtype}"
         distance, size = rms(old.double() - new.double()), rms(old.double()) + 1e-30
-        far = not distance <= 2 * FAR * torch.finfo(lowest(self.region, old.dtype)).eps * size
+        far = not distance <= (2 * FAR * torch.finfo(lowest(self.region, old.dtype)).eps + codes(self.region)) * size
         return f"and differs from it by {distance / size:.2e} of its size" if far else ""
 
     def _accumulated(self, node: Node) -> bool:
@@ -101,6 +103,11 @@ class Around:
         return found
 
 
+def codes(region: Region) -> float:
+    """How far two results of a region may be apart because activations have other codes; 0.0 where none are rounded to codes."""
+    return CODE if any(leaf.held is not None and leaf.held.encoding.activation is not None for leaf in held_leaves(region.expr)) else 0.0
+
+
 def equal(a: Any, b: Any) -> bool:
     """Whether two values are the same; on a device that sums in any order, floats that are nearly so."""
     if isinstance(a, tuple | list):
@@ -128,6 +135,6 @@ def rms(x: torch.Tensor) -> float:
 
 def lowest(region: Region, out: torch.dtype) -> torch.dtype:
     """The coarsest dtype that a region computes in."""
-    weights = (tensor(leaf.source) for leaf in weight_leaves(region.expr))
+    weights = (tensor(leaf.source) for leaf in weight_leaves(region.expr) if leaf.held is None)
     found: list[torch.dtype] = [*(w.dtype for w in weights if w is not None), computed_in(region.expr) or out, out]
     return max(found, key=lambda d: torch.finfo(d).eps)

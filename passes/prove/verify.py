@@ -6,6 +6,11 @@ Compared is what the program's user can see: the sum, whatever else of the regio
 Three routings are tried: random, all tokens on the same experts (so that the others get none), and random again. The reference runs the
 recognised expression itself in float64, one expert at a time, on a sample of the tokens: a wrong reading of the program shows as an
 original that is far from the reference, a wrong op as a replacement that is.
+
+Where projections round activations to codes, a number in the middle between two codes has the one or the other, by a rounding that two
+right programs do not share. Which numbers are that near to a middle is counted on the values of the probe, and what their codes weigh is
+allowed on top (``Rows64.loose``). An option may leave activations as they are: then the replacement is compared with experts that round
+nothing, and has to be as exact as those, whatever the original loses.
 """
 
 from __future__ import annotations
@@ -25,11 +30,12 @@ from moefuse.passes.ir.evaluate import Rows64
 from moefuse.passes.ir.regions import Region
 from moefuse.passes.prove.replay import replay
 from moefuse.passes.prove.shown import Shown
-from moefuse.passes.prove.surroundings import FAR, Around, lowest, rms
+from moefuse.passes.prove.surroundings import FAR, Around, codes, lowest, rms
 from moefuse.passes.prove.synthetic_inputs import Inputs
 
 _SAMPLE = 64
 _DRAWS = 16  # of tokens, where a few of them do not settle it
+_EXACT = 1e-4  # of its size, a result whose sums were made in float32
 
 
 @dataclass(frozen=True)
@@ -90,10 +96,12 @@ class Errors:
     theirs: float
     ours: float
     eps: float
+    codes: float = 0.0
+    """What activations near the middle of two codes weigh."""
 
     @property
     def allowed(self) -> float:
-        return 1.1 * self.theirs + 4 * self.eps
+        return 1.1 * self.theirs + max(4 * self.eps, self.codes)
 
     def __str__(self) -> str:
         return f"error {self.ours:.2e} of the result's size, the original has {self.theirs:.2e}"
@@ -111,7 +119,7 @@ def _settled(probe: Callable[[str], Errors | str], kind: str) -> Errors | str:
             return again
         every.append(again)
     theirs, ours = (math.sqrt(sum(v * v for v in part) / len(every)) for part in zip(*((e.theirs, e.ours) for e in every), strict=True))
-    return Errors(found.rows * len(every), theirs, ours, found.eps)
+    return Errors(found.rows * len(every), theirs, ours, found.eps, max(e.codes for e in every))
 
 
 def _compare(
@@ -126,20 +134,40 @@ def _compare(
         return Errors(0, 0.0, 0.0, eps)
     sample = torch.randperm(tokens, generator=values.generator)[:_SAMPLE].to(original.device)
     flat, new = original.reshape(tokens, -1).double(), fused.reshape(tokens, -1).double()
-    truth = reference(region, weight, leaves, sample, values.shared)
-    if region.base is not None:
-        old = leaves[region.base].reshape(tokens, -1)[sample].double()
-        truth = torch.where(_has_expert(region, leaves, sample, values.shared), truth, old) if region.replaced else truth + old
-    size = rms(truth) + 1e-30
-    theirs, ours = rms(flat[sample] - truth) / size, rms(new[sample] - truth) / size
-    if not theirs <= FAR * eps:
+    loose = torch.zeros(len(sample), dtype=torch.float64, device=sample.device)
+
+    def error(of: torch.Tensor, truth: torch.Tensor) -> float:
+        return rms(of[sample] - truth) / (rms(truth) + 1e-30)
+
+    truth = _truth(region, values, weight, leaves, sample, loose=loose)
+    by_codes = math.sqrt(float(loose.mean())) / (rms(truth) + 1e-30)
+    rounds = codes(region) > 0
+    far = FAR * eps if not rounds else min(FAR * eps, max(4 * eps, _EXACT)) + 2 * by_codes
+    theirs = error(flat, truth)
+    if not theirs <= far:
         return f"the original differs from its recognised meaning by {theirs:.2e} of its size"
-    if not ours <= 2 * FAR * eps:
-        return str(Errors(len(sample), theirs, ours, eps))
+    if region.unrounded:
+        truth, by_codes = _truth(region, values, weight, leaves, sample, unrounded=True), 0.0
+        far, theirs = min(FAR * eps, max(4 * eps, _EXACT)), error(flat, truth)
+    found = Errors(len(sample), theirs, error(new, truth), eps, by_codes)
+    if not found.ours <= (far if rounds else 2 * far):
+        return str(found)
     distance = rms(flat - new)
-    if not distance <= 2 * FAR * eps * (rms(flat) + 1e-30):
+    if not distance <= (2 * FAR * eps + codes(region)) * (rms(flat) + 1e-30):
         return f"tokens outside the sample differ by {distance / (rms(flat) + 1e-30):.2e} of the result's size"
-    return Errors(len(sample), theirs, ours, eps)
+    return found
+
+
+def _truth(
+    region: Region, values: Inputs, weight: Callable[[Node], Any], leaves: dict[Node, Any], sample: torch.Tensor, **how: Any
+) -> torch.Tensor:
+    """The region's result for some tokens, what it is added to included."""
+    found = reference(region, weight, leaves, sample, values.shared, **how)
+    if region.base is None:
+        return found
+    tokens = values.num_tokens * (region.routing.top_k if region.per_slot else 1)
+    old = leaves[region.base].reshape(tokens, -1)[sample].double()
+    return torch.where(_has_expert(region, leaves, sample, values.shared), found, old) if region.replaced else found + old
 
 
 def _has_expert(region: Region, leaves: dict[Node, Any], sample: torch.Tensor, shared: int) -> torch.Tensor:
@@ -165,9 +193,19 @@ def _ids(region: Region, leaves: dict[Node, Any], sample: torch.Tensor, shared: 
 
 
 def reference(
-    region: Region, weight: Callable[[Node], Any], leaves: dict[Node, Any], sample: torch.Tensor, shared: int = 1
+    region: Region,
+    weight: Callable[[Node], Any],
+    leaves: dict[Node, Any],
+    sample: torch.Tensor,
+    shared: int = 1,
+    *,
+    unrounded: bool = False,
+    loose: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The region's sum for some tokens (or a row for some slots) in float64, [n, features]; ``shared`` tokens share a row of ids."""
+    """The region's sum for some tokens (or a row for some slots) in float64, [n, features]; ``shared`` tokens share a row of ids.
+
+    ``unrounded``: of experts that do not round activations. ``loose`` [n]: is added how far, squared, other codes may take each.
+    """
     top_k = 1 if region.per_slot else region.routing.top_k
     ids = _ids(region, leaves, sample, shared)
     out: torch.Tensor | None = None
@@ -182,9 +220,11 @@ def reference(
             if region.per_slot
             else (tokens, rows, rows * top_k + slot)
         )
-        values = Rows64(lambda n: leaves[n] if n in leaves else weight(n), expert, *at)
+        values = Rows64(lambda n: leaves[n] if n in leaves else weight(n), expert, *at, unrounded=unrounded)
         part = values.run(region.expr if region.rest is None or expert not in region.rest.numbers else region.rest.expr)
         if out is None:
             out = torch.zeros(len(sample), part.shape[-1], dtype=torch.float64, device=part.device)
         out.index_add_(0, row, part.expand(len(row), -1).contiguous())
+        if loose is not None:
+            loose.index_add_(0, row, values.loose * part.square().mean(-1))
     return out if out is not None else torch.zeros(len(sample), 1, dtype=torch.float64)

@@ -29,6 +29,7 @@ _FAMILIES = (
     "rows.advanced_index",
     "rows.getitem",
     "rows.contraction",
+    "rows.foreign",
     "rows.pointwise",
     "rows.reductions",
     "sums.add",
@@ -37,6 +38,16 @@ _FAMILIES = (
     "sums.reduce",
     "sums.called",
 )
+
+
+ANY = "*::"
+"""In front of a name: that of an operator of a library, in whatever namespace it is registered."""
+
+
+def rule_of(name: str) -> Rule | None:
+    """The rule of an operation by its canonical name."""
+    space, _, last = name.rpartition("::")
+    return RULES.get(name) or (RULES.get(ANY + last) if space else None)
 
 
 def rule(*names: str) -> Callable[[Rule], Rule]:
