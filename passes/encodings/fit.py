@@ -66,7 +66,7 @@ def fitted(of: Sample, pieces: Ways, storage: Node, weight: Node, *, stack: bool
     arithmetic = next((name for name, dtype in DTYPES.items() if dtype == first.wide), None)
     if arithmetic is None:
         raise UnreadError(first.product, f"computes in {first.wide}")
-    encoding = Encoding(table, block, arithmetic, first.kind, zero_at is not None, found[0], packing)
+    encoding = Encoding(table, block, arithmetic, first.kind, zero_at is not None, found[0], packing, behind=first.behind)
     return Coded(
         encoding,
         _part(storage, found[1], stack),
@@ -91,7 +91,7 @@ def _formulas(pieces: Ways, storage: Node, weight: Node) -> Formulas:
 
 def _kind(found: Formula) -> tuple[object, ...]:
     zero = None if found.zero is None and found.zeros is None else _zero_node(found)
-    return (found.scale.node, zero, found.zeros is None, found.kind, found.wide, found.whole)
+    return (found.scale.node, zero, found.zeros is None, found.kind, found.wide, found.whole, found.behind)
 
 
 def _zero_node(found: Formula) -> Node:

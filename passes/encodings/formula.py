@@ -1,4 +1,4 @@
-"""The arithmetic of a weight: (value - zero) * scale, and in which dtype each step is rounded."""
+"""The arithmetic of a weight: (value - zero) * scale, or value * scale - zero, and in which dtype each step is rounded."""
 
 from __future__ import annotations
 
@@ -51,6 +51,7 @@ class Formula:
         kind: of the scales (``Encoding.scale``).
         wide: the dtype of both steps.
         whole: zeros are subtracted in whole numbers.
+        behind: they are subtracted from the product.
     """
 
     product: Node
@@ -62,6 +63,7 @@ class Formula:
     kind: str
     wide: torch.dtype
     whole: bool
+    behind: bool
 
 
 def formula(term: Term, storage: Node) -> Formula:
@@ -71,16 +73,18 @@ def formula(term: Term, storage: Node) -> Formula:
         UnreadError: it is no such formula.
     """
     casts, product = _uncast(term)
+    last = product if isinstance(product, Apply) and product.name == "sub" and storage in reads(product.args[0]) else None
+    inside, product = (casts, product) if last is None else _uncast(last.args[0])
     if not isinstance(product, Apply):
         raise UnreadError(storage, "is all that the weight is made of")
     if product.name not in _MULTIPLIES or len(product.args) != 2 or _has_options(product):
-        raise UnreadError(product.node, "is no product with scales")
+        raise UnreadError((last or product).node, "is no product with scales")
     of = [storage in reads(arg) for arg in product.args]
     if of == [True, True] or (product.name == "ldexp" and not of[0]):
         raise UnreadError(product.node, "multiplies codes by codes")
     value, scale = product.args if of[0] else product.args[::-1]
     wide = _wide(product, scale, product.scalars[1 if of[0] else 0])
-    if not _rounds_once([product.dtype, *casts], wide):
+    if not _rounds_once([product.dtype, *inside], wide):
         raise UnreadError(product.node, "is rounded more than once")
     value, zero, zeros = _zero(value, storage, wide)
     foreign = next(_foreign(value, storage), None)
@@ -88,7 +92,27 @@ def formula(term: Term, storage: Node) -> Formula:
         raise UnreadError(foreign, "computes with more than codes")
     factor, kind = _scale(product, scale, wide)
     whole = zero is not None and not value.dtype.is_floating_point
-    return Formula(product.node, value, storage, factor, zero, zeros, kind, wide, whole)
+    if last is not None:
+        if zero is not None or zeros is not None or kind:
+            raise UnreadError(last.node, "subtracts more than zeros from codes, or from numbers of exponents")
+        zero = _behind(last, storage, wide, [product.dtype, *inside], casts)
+    return Formula(product.node, value, storage, factor, zero, zeros, kind, wide, whole, last is not None)
+
+
+def _behind(last: Apply, storage: Node, wide: torch.dtype, before: list[torch.dtype], casts: list[torch.dtype]) -> Read:
+    """The zeros that are subtracted from products with scales."""
+    zero = last.args[-1]
+    if len(last.args) != 2 or _has_options(last) or storage in reads(zero):
+        raise UnreadError(last.node, "subtracts more than zeros")
+    steps, leaf = _uncast(zero)
+    if not isinstance(leaf, Read):
+        raise UnreadError(_first(zero) or last.node, "makes zeros that are no tensor of the model's as they are")
+    if last.wide != wide or before != [wide] * len(before):
+        raise UnreadError(last.node, f"subtracts in {last.wide}, and the scales multiply in {wide}")
+    alike = _rounds_once(steps, leaf.dtype, wide) and not (last.scalars[1] and zero.dtype != wide)
+    if not alike or not _rounds_once([last.dtype, *casts], wide):
+        raise UnreadError(last.node, "rounds zeros more than once")
+    return leaf
 
 
 def _wide(product: Apply, scale: Term, is_scalar: bool) -> torch.dtype:
