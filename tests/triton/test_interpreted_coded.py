@@ -114,9 +114,9 @@ def test_a_table_with_a_negative_zero() -> None:
     found = product(held, torch.eye(16).repeat(2, 1), 16, 32, True, False)
     dense = held.dense(torch.float32)
     assert torch.equal(found, dense)
-    from moefuse.kernels.triton.host.coded import _kind
+    from moefuse.kernels.triton.host.coded import kind_of
 
-    assert _kind(held.encoding) == ("table", 0, table)  # sums of products lose the sign of zero
+    assert kind_of(held.encoding) == ("table", 0, table)  # sums of products lose the sign of zero
 
 
 @pytest.mark.parametrize(

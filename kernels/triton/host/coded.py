@@ -85,6 +85,8 @@ def refusal(codes: Codes, storage: Tensor) -> str | None:
             return f"{what} in {t.dtype}"
     if encoding.zeros is not None:
         return "zeros are packed themselves"
+    if encoding.behind:
+        return "zeros are subtracted from products with scales"
     if encoding.packing is not None and not _takes(encoding.packing):
         return f"codes are packed as {encoding.packing}"
     size = length(encoding, *encoding.logical(tuple(storage.shape[-2:])))
@@ -105,7 +107,7 @@ def held(storage: Any, codes: Codes) -> Held:
 
 
 @functools.lru_cache(maxsize=1024)
-def _kind(encoding: Encoding) -> tuple[str, int, tuple[float, ...]]:
+def kind_of(encoding: Encoding) -> tuple[str, int, tuple[float, ...]]:
     """(KIND, FIRST, TABLE)."""
     table = encoding.table
     if isinstance(table, str):
@@ -120,7 +122,7 @@ def _kind(encoding: Encoding) -> tuple[str, int, tuple[float, ...]]:
 def coding(h: Held, bias: Weight | None, even: bool, float8: bool) -> Coding:
     """The constants of a projection."""
     encoding, packing = h.codes.encoding, h.codes.encoding.packing
-    kind, first, table = _kind(encoding)
+    kind, first, table = kind_of(encoding)
     order = sum(shift // BITS << 4 * j for j, shift in enumerate(packing.shifts)) if packing is not None else 0
     scales = h.scale.tensors[0].dtype
     return Coding(

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from moefuse.kernels.triton.config import within
-from moefuse.kernels.triton.device import routing, rows
+from moefuse.kernels.triton.device import combine, routing
+from moefuse.kernels.triton.device import rows as moving
 from moefuse.kernels.triton.device.structs import Rows
 from moefuse.kernels.triton.host.layout import CHUNK, SORT_AT_ONCE, TILE_FIELDS, UNROLLED, Device, device_of
 from moefuse.kernels.triton.launch.calls import launch
@@ -115,20 +116,20 @@ def sort(ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     return order, offsets
 
 
-def tiled(it: Sorted, dtype: torch.dtype) -> Sorted:
-    """The same rows with their tiles for products in ``dtype``."""
-    bm = tile_rows(it.slots, it.experts, dtype, device_of(it.offsets.device))
+def tiled(it: Sorted, dtype: torch.dtype, rows: int | None = None) -> Sorted:
+    """The same rows with their tiles for products in ``dtype``; ``rows``: of a tile."""
+    bm = rows or tile_rows(it.slots, it.experts, dtype, device_of(it.offsets.device))
     max_tiles = min(it.slots, it.slots // bm + min(it.experts, it.slots))
     tiles, number = (torch.empty(n, dtype=torch.int32, device=it.offsets.device) for n in (TILE_FIELDS * max_tiles, 3))
     arrays = {"offsets": it.offsets, "tiles": tiles, "num_tiles": number}
-    launch(rows.list_tiles, (it.experts,), arrays, max_tiles=max_tiles, E=it.experts, BE=bins(it.experts), BM=bm)
+    launch(moving.list_tiles, (it.experts,), arrays, max_tiles=max_tiles, E=it.experts, BE=bins(it.experts), BM=bm)
     return it._replace(bm=bm, tiles=tiles, num_tiles=number, max_tiles=max_tiles)
 
 
 def inverse(it: Sorted) -> Tensor:
     """position [S] int32: the row of each slot."""
     position = torch.empty(it.slots, dtype=torch.int32, device=it.order.device)
-    launch(rows.invert, (-(-it.slots // 1024),), {"order": it.order, "position": position}, S=it.slots, BR=1024)
+    launch(moving.invert, (-(-it.slots // 1024),), {"order": it.order, "position": position}, S=it.slots, BR=1024)
     return position
 
 
@@ -137,14 +138,14 @@ def gather(out: Tensor, x: Tensor, it: Sorted) -> None:
     br, bn = blocks(out.shape[1])
     grid = (-(-it.slots // br), -(-out.shape[1] // bn))
     arrays = {"x": x, "order": it.order, "out": out}
-    launch(rows.gather_rows, grid, arrays, S=it.slots, top_k=it.top_k, N=out.shape[1], at_x=Rows(*x.stride()), BR=br, BN=bn)
+    launch(moving.gather_rows, grid, arrays, S=it.slots, top_k=it.top_k, N=out.shape[1], at_x=Rows(*x.stride()), BR=br, BN=bn)
 
 
 def clear_dead(out: Tensor, it: Sorted) -> None:
     """Zeros in the dead rows of out. Few programs: mostly there is nothing to do."""
     s, n = out.shape
     arrays, bn = {"out": out, "offsets": it.offsets}, min(max(power_of_two(n), 16), 64)
-    launch(rows.clear_dead, (-(-s // 64),), arrays, S=s, E=it.experts, N=n, stride_or=out.stride(0), BR=64, BN=bn)
+    launch(moving.clear_dead, (-(-s // 64),), arrays, S=s, E=it.experts, N=n, stride_or=out.stride(0), BR=64, BN=bn)
 
 
 def rows_of(t: Tensor | None) -> Rows:
@@ -157,7 +158,7 @@ def sum_slots(out: Tensor, y: Tensor, it: Sorted, weights: Tensor | None) -> Non
     n = out.shape[1]
     bn = min(power_of_two(n), 1024)
     launch(
-        rows.sum_rows,
+        moving.sum_rows,
         (out.shape[0], -(-n // bn)),
         {"y": y, "position": inverse(it), "offsets": it.offsets, "weights": y if weights is None else weights, "out": out},
         top_k=it.top_k,
@@ -168,4 +169,27 @@ def sum_slots(out: Tensor, y: Tensor, it: Sorted, weights: Tensor | None) -> Non
         SCALE=weights is not None,
         BN=bn,
         KNOWN=it.top_k if it.top_k <= UNROLLED else 0,
+    )
+
+
+def sum_given(out: Tensor, y: Tensor, ids: Tensor, weights: Tensor, experts: int) -> None:
+    """out [T, N] = the weighted sum over the slots of each token of y [S, N], whose rows are in the order of slots."""
+    n, top_k, pdl = out.shape[1], ids.shape[1], device_of(out.device).hopper
+    bn = min(power_of_two(n), 1024)
+    launch(
+        combine.combine_slots,
+        (out.shape[0], -(-n // bn)),
+        {"y": y, "ids": ids, "weights": weights, "position": ids, "out": out},
+        pdl=pdl,
+        top_k=top_k,
+        E=experts,
+        N=n,
+        at_ids=Rows(*ids.stride()),
+        at_weights=Rows(*weights.stride()),
+        SCALE=True,
+        SORTED=False,
+        EVEN_N=n % bn == 0,
+        BN=bn,
+        KNOWN=top_k if top_k <= UNROLLED else 0,
+        PDL=pdl,
     )

@@ -17,6 +17,7 @@ from moefuse.kernels.triton.host.coded import Held
 from moefuse.kernels.triton.host.pointwise import Activation
 from moefuse.kernels.triton.host.sorted_rows import Sorted
 from moefuse.kernels.triton.launch.record import recorded
+from moefuse.kernels.triton.provide import words
 from moefuse.kernels.triton.provide.products import Own
 from moefuse.ops.call import Stack
 from moefuse.ops.coded import CodedCall, CodedGrads, Codes
@@ -52,7 +53,10 @@ def _as_bytes(call: Any) -> Any:
 
 def experts_coded(call: CodedCall) -> Tensor:
     """``moefuse::experts_coded``."""
-    return _forward(_as_bytes(call))[0]  # type: ignore[no-any-return]
+    call = _as_bytes(call)
+    if words.refusal(call) is None:
+        return _words(call)  # type: ignore[no-any-return]
+    return _forward(call)[0]  # type: ignore[no-any-return]
 
 
 def experts_coded_forward(call: CodedCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -88,6 +92,11 @@ class _Products:
             found = linear.weight(bias, 1) if bias else None
             coded.product(out, x, held, self.own.tiled, bias=found, back=back, add=add, **how)
         return out
+
+
+@recorded
+def _words(call: CodedCall) -> Tensor:
+    return words.experts(call)
 
 
 @recorded

@@ -1,0 +1,68 @@
+"""``moefuse::experts_coded`` for few rows of each expert: weights go to the tensor cores as words, nothing is kept for backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moefuse.kernels.triton.hopper.available import known
+from moefuse.kernels.triton.host import coded, linear, sorted_rows, words
+from moefuse.kernels.triton.host.coded import Held
+from moefuse.kernels.triton.host.layout import device_of
+from moefuse.kernels.triton.host.words import Part
+from moefuse.kernels.triton.launch.launch import INTERPRETED
+from moefuse.ops.coded import CodedCall
+
+ALONE = 8
+"""Slots up to which each is a tile of its own."""
+COLS = (8, 16)
+"""Rows of a tile."""
+ROWS = 12
+"""Rows that an expert has in the mean, up to which these kernels are quicker than whole tiles."""
+
+
+def refusal(call: CodedCall) -> str | None:
+    """None, or why a call is not made so."""
+    base, device = call.base, device_of(call.x.device)
+    slots = base.ids.numel()
+    if INTERPRETED or not known() or torch.version.hip is not None:
+        return "no Gluon"
+    if not 0 < slots <= ROWS * base.w_in.experts or base.x.stride(1) != 1 or not (base.w_out.features and base.w_out.inputs):
+        return "too many rows"
+    if base.body.on_input or any(codes is None for codes in call.codes[:: 1 if base.body.split else 2]):
+        return "a projection is in floating point, or routing weights go on the tokens"
+    held = _held(call)
+    if base.body.split and _form(held[0]) != _form(held[1]):
+        return "gate and up are held in two ways"
+    return next((reason for reason in (words.refusal(h, base.x.dtype, device) for h in held) if reason is not None), None)
+
+
+def _held(call: CodedCall) -> list[Held]:
+    return [coded.held(s.weight, c) for s, c in zip(call.stacks, call.codes, strict=True) if c is not None]
+
+
+def _form(held: Held) -> tuple[Any, ...]:
+    parts = (held.storage, held.scale, *((held.zero,) if held.zero else ()))
+    return held.codes.encoding, held.features, *((p.operand, p.tensors[0].dtype) for p in parts)
+
+
+def experts(call: CodedCall, up: Part | None = None, down: Part | None = None, cols: int | None = None) -> Tensor:
+    """The output [T, N]."""
+    base, body, ids = call.base, call.base.body, call.base.ids
+    held, slots, count = _held(call), call.base.ids.numel(), call.base.w_in.experts
+    first, second, last = held[0], held[1] if body.split else held[0], held[-1]
+    it = None
+    if slots > ALONE:
+        order, offsets = sorted_rows.sort(ids, count)
+        cols = cols or (COLS[0] if slots <= 4 * count else COLS[1])
+        it = sorted_rows.tiled(sorted_rows.Sorted(order, offsets, slots, count, base.top_k), base.x.dtype, cols)
+    out = torch.empty((base.x.shape[0], last.features), dtype=base.out_dtype, device=base.x.device)
+    h = torch.empty((slots, last.inputs), dtype=base.x.dtype, device=base.x.device)
+    y = torch.empty((slots, last.features), dtype=base.x.dtype, device=base.x.device)
+    b_in, b_up, b_out = (linear.weight(s.bias, 1) if s.bias else None for s in call.stacks)
+    words.product(h, base.x, ids, it, count, body, (first, second), (b_in, b_up), up or Part(), cols or COLS[0])
+    words.product(y, h, ids, it, count, None, (last, last), (b_out, None), down or Part(), cols or COLS[0])
+    sorted_rows.sum_given(out, y, ids, base.weights, count)
+    return out

@@ -1,0 +1,207 @@
+"""Few rows times weights in few bits, on tensor cores: weights are the left operand, unpacked in the registers where these read them.
+
+A program makes 16 features per warp of up to COLS rows of one expert. Four threads have a row of weights, each 16 bytes of every 64, so
+the order of the inputs in a product is not that of memory but (64 bytes, word, thread, code): tokens are read in the same order, and a sum
+has no other. Nothing goes through shared memory.
+
+Of the first projection half of a warp's features are the gate's and half the up projection's of the same outputs, which then are in the
+same thread. Rows come by the tiles of the sort, or with one slot per tile straight from ids.
+
+Weights of the next step are on their way while those of this one are unpacked and multiplied.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+
+from moefuse.kernels.triton.device.functions import after_previous, expert_base, gated, let_next_start, pointwise, rounded
+from moefuse.kernels.triton.words.unpack import unpacked
+
+LANES: gl.constexpr = gl.constexpr(4)
+"""Threads that share a row, each with WORDS words of every step."""
+WORDS: gl.constexpr = gl.constexpr(4)
+
+
+@gluon.constexpr_function
+def halves(n):
+    """1, 2, 4, ... below n."""
+    return [1 << i for i in range(n.bit_length() - 1)]
+
+
+@gluon.constexpr_function
+def weight_layout(steps, warps):
+    """Of words [16 * warps, steps, LANES, WORDS]."""
+    reg = [[0, 0, 0, i] for i in halves(4)] + [[8, 0, 0, 0]] + [[0, i, 0, 0] for i in halves(steps)]
+    lane = [[0, 0, i, 0] for i in halves(4)] + [[i, 0, 0, 0] for i in halves(8)]
+    return gl.DistributedLinearLayout(reg, lane, [[16 * i, 0, 0, 0] for i in halves(warps)], [], [16 * warps, steps, 4, 4])
+
+
+@gluon.constexpr_function
+def token_layout(cols, steps, each, warps):
+    """Of inputs [cols, steps, LANES, each]: every warp has all."""
+    reg = [[0, 0, 0, i] for i in halves(each)] + [[0, i, 0, 0] for i in halves(steps)] + [[i, 0, 0, 0] for i in halves(cols) if i >= 8]
+    lane = [[0, 0, i, 0] for i in halves(4)] + [[i, 0, 0, 0] for i in halves(8)]
+    return gl.DistributedLinearLayout(reg, lane, [[0, 0, 0, 0] for i in halves(warps)], [], [cols, steps, 4, each])
+
+
+@gluon.jit
+def weights_of(v, s, z, mma: gl.constexpr, coding: gl.constexpr):
+    """The left operand [BN, K] of words [BN, STEPS, LANES, WORDS]."""
+    BN: gl.constexpr = v.type.shape[0]
+    STEPS: gl.constexpr = v.type.shape[1]
+    w = unpacked(v, s, z, coding).reshape([BN, STEPS, 4, 4, coding.PER]).permute((0, 1, 3, 2, 4))
+    return gl.convert_layout(w.reshape([BN, STEPS * 16 * coding.PER]), gl.DotOperandLayout(0, mma, coding.PER))
+
+
+@gluon.jit
+def tokens_of(x, mma: gl.constexpr, PER: gl.constexpr):
+    """The right operand [K, COLS] of inputs [COLS, STEPS, LANES, WORDS * PER]."""
+    COLS: gl.constexpr = x.type.shape[0]
+    STEPS: gl.constexpr = x.type.shape[1]
+    b = x.reshape([COLS, STEPS, 4, 4, PER]).permute((0, 1, 3, 2, 4)).reshape([COLS, STEPS * 16 * PER]).permute((1, 0))
+    return gl.convert_layout(b, gl.DotOperandLayout(1, mma, PER))
+
+
+@gluon.jit
+def load_step(from_w, from_s, from_z, at_s, at_z, step, quarters, coding: gl.constexpr, cut: gl.constexpr):
+    """Words, scales and zeros of STEPS times 64 bytes of each row from 64 * ``step`` on; zeros behind the last of ``quarters`` 16 bytes."""
+    L: gl.constexpr = from_w.type.layout
+    L3: gl.constexpr = from_s.type.layout
+    BLOCK_K: gl.constexpr = coding.BLOCK_K
+    c = step + gl.arange(0, cut.STEPS, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, L))))[None, :, None, None]
+    t = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, L))))[None, None, :, None]
+    i = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, L))))[None, None, None, :]
+    place = from_w + (c * 16 + t * 4 + i)
+    q = (step + gl.arange(0, cut.STEPS, gl.SliceLayout(0, gl.SliceLayout(2, L3)))[None, :, None]) * 4
+    q += gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, L3)))[None, None, :]
+    group = q * (4 * coding.PER) // BLOCK_K if BLOCK_K > 0 else q * 0
+    v = gl.load(place, mask=c * 4 + t < quarters, other=0)
+    inside = q < quarters
+    s = gl.load(from_s + group * at_s.stride_k, mask=inside, other=0)
+    z = gl.load(from_z + group * at_z.stride_k, mask=inside, other=0) if coding.ZERO else s
+    return v, s, z
+
+
+@gluon.jit
+def sums(w, s, z, at_s, at_z, from_x, live, K, mma: gl.constexpr, coding: gl.constexpr, cut: gl.constexpr):
+    """[BN, COLS] float32: features at w [BN, 1, 1, 1], with scales and zeros at s, z [BN, 1, 1], times rows at from_x [COLS, 1, 1, 1]."""
+    WARPS: gl.constexpr = gl.num_warps()
+    STEPS: gl.constexpr = cut.STEPS
+    PER: gl.constexpr = coding.PER
+    LX: gl.constexpr = token_layout(cut.COLS, STEPS, 4 * PER, WARPS)
+    k = gl.arange(0, STEPS, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, LX))))[None, :, None, None] * (16 * PER)
+    k += gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, LX))))[None, None, :, None] * (4 * PER)
+    k += gl.arange(0, 4 * PER, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, LX))))[None, None, None, :]
+    BN: gl.constexpr = 16 * WARPS
+    COLS: gl.constexpr = cut.COLS
+    acc = gl.zeros([BN, COLS], gl.float32, mma)
+    quarters = K // (4 * PER)
+    steps = (quarters + 3) // 4
+    v, by, less = load_step(w, s, z, at_s, at_z, 0, quarters, coding, cut)
+    for step in range(0, steps, STEPS):
+        inside = live if cut.EVEN else live & (k < K - step * (16 * PER))
+        x = gl.load(from_x + (k + step * (16 * PER)), mask=inside, other=0.0)
+        next_v, next_by, next_less = load_step(w, s, z, at_s, at_z, step + STEPS, quarters, coding, cut)
+        a = weights_of(v, by.expand_dims(3), less.expand_dims(3), mma, coding)
+        acc = mma_v2(a, tokens_of(x, mma, PER), acc)
+        v, by, less = next_v, next_by, next_less
+    return acc
+
+
+@gluon.jit
+def word_tiles(
+    x, ids, w_a, w_b, s_a, s_b, z_a, z_b, b_a, b_b, order, tiles, num_tiles, offsets, out, max_tiles, top_k, E, K, N, args,
+    at_x, at_ids, at_w, at_s, at_z, first_b, form: gl.constexpr, coding: gl.constexpr, cut: gl.constexpr,
+):  # fmt: skip
+    """out [S, N], rows in the order of slots: x times weights, in the first projection through its activation.
+
+    GATING "halves": gate rows from feature ``at_w.first`` of w_a, up rows from ``first_b`` of w_b; "interleaved": both alternate in w_a;
+    "plain": w_a only; "none": no activation, x [S, K] has a row for each slot. w_a, s_a, z_a: words, scales, zeros, stacked or as
+    addresses.
+    """
+    after_previous(cut.PDL)
+    let_next_start(cut.PDL)
+    dtype: gl.constexpr = out.dtype.element_ty
+    ACT: gl.constexpr = form.ACT
+    WARPS: gl.constexpr = gl.num_warps()
+    COLS: gl.constexpr = cut.COLS
+    BOTH: gl.constexpr = form.GATING == "halves" or form.GATING == "interleaved"
+    OUT: gl.constexpr = 8 * WARPS if BOTH else 16 * WARPS
+    L: gl.constexpr = weight_layout(cut.STEPS, WARPS)
+    LX: gl.constexpr = token_layout(COLS, cut.STEPS, 4 * coding.PER, WARPS)
+    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, 8])
+    tile = gl.program_id(1)
+    if cut.SORTED:
+        if tile >= gl.load(num_tiles):
+            return
+        e = gl.load(tiles + tile).to(gl.int64)
+        start = gl.load(tiles + max_tiles + tile)
+        count = gl.load(offsets + e + 1).to(gl.int32) - start
+    else:
+        e = gl.load(ids + (tile // top_k).to(gl.int64) * at_ids.row + (tile % top_k).to(gl.int64) * at_ids.col).to(gl.int64)
+        start = tile
+        count = 1
+        if (e < 0) | (e >= E):
+            return
+    block = gl.program_id(0)
+    r = gl.arange(0, 16 * WARPS, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, L))))
+    up = (r // 8) % 2 if BOTH else r * 0
+    n = gl.minimum(block * OUT + ((r // 16) * 8 + r % 8 if BOTH else r), N - 1)
+    w = expert_base(w_a, e, at_w.stride_e, coding.OF, coding.APART, coding.ALIGNED)
+    s = expert_base(s_a, e, at_s.stride_e, coding.SCALES, coding.APART, False)
+    z = expert_base(z_a, e, at_z.stride_e, coding.ZEROS, coding.APART, False) if coding.ZERO else s
+    rows = n
+    if form.GATING == "interleaved":
+        rows = 2 * n + up
+    elif form.GATING == "halves":
+        w_2 = expert_base(w_b, e, at_w.stride_e, coding.OF, coding.APART, coding.ALIGNED)
+        s_2 = expert_base(s_b, e, at_s.stride_e, coding.SCALES, coding.APART, False)
+        z_2 = expert_base(z_b, e, at_z.stride_e, coding.ZEROS, coding.APART, False) if coding.ZERO else s_2
+        w, s, z = gl.where(up == 0, w, w_2), gl.where(up == 0, s, s_2), gl.where(up == 0, z, z_2)
+        rows = n + gl.where(up == 0, at_w.first, first_b)
+    from_w = (w + rows * at_w.stride_n).to(gl.pointer_type(gl.int32))[:, None, None, None]
+    scale_rows = rows // coding.BLOCK_N if coding.BLOCK_N > 0 else rows * 0
+    from_s = (s + scale_rows * at_s.stride_n)[:, None, None]
+    from_z = (z + scale_rows * at_z.stride_n)[:, None, None] if coding.ZERO else from_s
+    col = gl.arange(0, COLS, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, LX))))
+    live = col < count
+    slot = start + col
+    if cut.SORTED:
+        slot = gl.load(order + slot, mask=live, other=0).to(gl.int32)
+    row = slot if form.GATING == "none" else slot // top_k
+    from_x = (x + row.to(gl.int64) * at_x.row)[:, None, None, None]
+    acc = sums(from_w, from_s, from_z, at_s, at_z, from_x, live[:, None, None, None], K, mma, coding, cut)
+    if coding.BIAS:
+        acc = acc + biases(b_a, b_b, e, at_w, first_b, block, N, dtype, mma, form, coding)
+    acc = rounded(acc, dtype)
+    if BOTH:
+        gate, upper = acc.reshape([WARPS, 2, 8, COLS]).permute((0, 2, 3, 1)).split()
+        if form.UP_FIRST:
+            gate, upper = upper, gate
+        acc = gated(gate, upper, args[0], args[1], ACT, True).reshape([OUT, COLS])
+    elif form.GATING == "plain":
+        acc = pointwise(acc, ACT, True)
+    LO: gl.constexpr = acc.type.layout
+    j = gl.arange(0, COLS, gl.SliceLayout(0, LO))
+    to = start + j
+    if cut.SORTED:
+        to = gl.load(order + to, mask=j < count, other=0).to(gl.int32)
+    f = block * OUT + gl.arange(0, OUT, gl.SliceLayout(1, LO))
+    gl.store(out + to.to(gl.int64)[None, :] * N + f[:, None], acc.to(dtype), mask=(j < count)[None, :] & (f < N)[:, None])
+
+
+@gluon.jit
+def biases(b_a, b_b, e, at_w, first_b, block, N, dtype: gl.constexpr, mma: gl.constexpr, form: gl.constexpr, coding: gl.constexpr):
+    """Biases [BN, 1] of a program's features, float32."""
+    BOTH: gl.constexpr = form.GATING == "halves" or form.GATING == "interleaved"
+    WARPS: gl.constexpr = gl.num_warps()
+    r = gl.arange(0, 16 * WARPS, gl.SliceLayout(1, mma))
+    up = (r // 8) % 2 if BOTH else r * 0
+    n = gl.minimum(block * (8 * WARPS if BOTH else 16 * WARPS) + ((r // 16) * 8 + r % 8 if BOTH else r), N - 1)
+    base = expert_base(b_a, e, at_w.bias_e, dtype, coding.BIAS_APART, False)
+    if form.GATING == "interleaved":
+        n = 2 * n + up
+    elif form.GATING == "halves":
+        base = gl.where(up == 0, base, expert_base(b_b, e, at_w.bias_e, dtype, coding.BIAS_APART, False))
+        n = n + gl.where(up == 0, at_w.first, first_b)
+    return gl.load(base + n.to(gl.int64) * at_w.bias_n).to(gl.float32)[:, None]

@@ -1,0 +1,100 @@
+"""Few rows of experts with weights in few bits on the device: the words that tensor cores read have the bits of the definition."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from moefuse.ops.coded import CodedCall, Codes
+from moefuse.ops.encoding import EXPONENTS, LDEXP, MADE, POWERS, Encoding, Packing
+from tests.cpu.coded_case import coded, hold
+from tests.cpu.ops_case import Case, assert_as_exact, reference, to
+from tests.gpu.test_coded import on_gpu, run
+
+pytestmark = pytest.mark.gpu
+
+BF16 = torch.bfloat16
+BYTE, WORD = Packing(1, (0, 4)), Packing(1, tuple(range(0, 32, 4)))
+ENCODINGS = {
+    "fp8 blocks": Encoding("e4m3", (128, 128)),
+    "fp8 blocks, powers": Encoding("e4m3", (128, 128), "f32", EXPONENTS),
+    "fp8 channels": Encoding("e4m3", (1, 0), "bf16"),
+    "fp8 tensor": Encoding("e4m3", (0, 0)),
+    "int8 channels": Encoding("s8", (1, 0), "bf16"),
+    "int8 groups": Encoding("s8", (1, 32), "f32"),
+    "nibbles": Encoding(MADE["u4-8"], (1, 128), "bf16", packing=BYTE),
+    "nibbles, zeros": Encoding(MADE["u4"], (1, 64), "bf16", zero=True, packing=Packing(1, (4, 0))),
+    "nibbles in float32": Encoding(MADE["u4-8"], (1, 32), "f32", packing=BYTE),
+    "words, zeros": Encoding(MADE["u4"], (1, 128), "f32", zero=True, packing=WORD),
+    "mxfp4": Encoding(MADE["e2m1"], (1, 32), "f32", EXPONENTS, packing=BYTE),
+    "mxfp4 by ldexp": Encoding(MADE["e2m1"], (1, 32), "bf16", LDEXP, packing=BYTE),
+    "mxfp4, powers": Encoding(MADE["e2m1"], (1, 64), "f32", POWERS, packing=BYTE),
+}
+SMALL = Case(tokens=9, hidden=256, inter=160, hidden_out=200, experts=7, top_k=3, dtype=BF16, low_id=-1)
+
+
+@pytest.mark.parametrize("separate", [False, True], ids=["stacked", "separate"])
+@pytest.mark.parametrize("name", ENCODINGS)
+def test_weights_have_the_bits_of_the_definition(name: str, separate: bool) -> None:
+    """Rows of a unit matrix give the weights: slots for themselves and in tiles, features and inputs that are no whole blocks."""
+    from moefuse.kernels.triton.host import coded as host
+    from moefuse.kernels.triton.host import sorted_rows, words
+
+    features, inputs = 200, 320 if ENCODINGS[name].block[1] in (0, 32, 64) else 384
+    held = hold(ENCODINGS[name], 3, features, inputs, torch.Generator().manual_seed(0))
+    if held.encoding.scale:
+        held.scale[0, 0, 0], held.scale[0, 1, 0] = 0, 254
+    dense = held.dense(BF16).cuda()
+    storage, more = held.lists(separate)
+    count = len(storage)
+    as_bytes = [(t.view(torch.uint8) if t.dtype not in host.ELEMENTS else t).cuda() for t in storage]
+    more = [t.cuda() for t in more]
+    it = host.held(as_bytes, Codes(held.encoding, more[:count], more[count:]))
+    x = torch.eye(inputs, dtype=BF16, device="cuda").repeat(3, 1)
+    ids = torch.arange(3, device="cuda").repeat_interleave(inputs)[:, None]
+    assert words.refusal(it, BF16, sorted_rows.device_of(x.device)) is None
+    for cols in (0, 8, 16):
+        rows = None
+        if cols:
+            order, offsets = sorted_rows.sort(ids, 3)
+            rows = sorted_rows.tiled(sorted_rows.Sorted(order, offsets, ids.numel(), 3, 1), BF16, cols)
+        for part in (words.Part(4, 2), words.Part(1, 4), words.Part(8, 1)):
+            out = torch.full((3 * inputs, features), float("nan"), dtype=BF16, device="cuda")
+            words.product(out, x, ids, rows, 3, None, (it, it), (None, None), part, cols or 8)
+            same = out.view(3, inputs, features).transpose(1, 2)
+            finite = dense.isfinite().all(2, keepdim=True)  # 0 * inf spoils a feature's other products
+            assert torch.equal(torch.where(finite, same, 0), torch.where(finite, dense, 0)), (cols, part)
+            assert finite.float().mean() > 0.9
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 8, 20, 28])
+@pytest.mark.parametrize("gating", ["merged", "separate", "interleaved", "plain"])
+@pytest.mark.parametrize("name", ["fp8 blocks", "nibbles", "words, zeros", "mxfp4", "int8 channels"])
+def test_layers(name: str, gating: str, tokens: int) -> None:
+    """Against float64 with the weights that the encoding means; biases, ids of nobody, and the same bits in every run."""
+    from moefuse.kernels.triton.provide import words
+    from moefuse.kernels.triton.provide.coded import _as_bytes
+
+    case = SMALL.with_(tokens=tokens, gating=gating, activation="relu2" if gating == "plain" else "silu", separate=gating == "separate")
+    case = case.with_(inter=256)
+    encoding = ENCODINGS[name]
+    args, dense, options = coded(case, encoding, encoding if gating == "separate" else None, encoding)
+    args, dense = on_gpu(args), on_gpu(dense)
+    assert words.refusal(_as_bytes(CodedCall.of(*args, **options))) is None
+    out = run(args, options)
+    assert_as_exact(out, reference(dense, **case.options), reference(to(dense, torch.float64), **case.options))
+    for _ in range(3):
+        assert torch.equal(run(args, options), out)
+
+
+def test_a_token_is_what_it_is_alone() -> None:
+    """Whatever else is in the batch, in tiles of 8 and of 16 rows."""
+    encoding = ENCODINGS["nibbles"]
+    case = SMALL.with_(tokens=24, inter=256)
+    args, _, options = coded(case, encoding, None, encoding)
+    given: list[Any] = on_gpu(args)
+    out = run(given, options)
+    few = run([t[3:11].contiguous() if i < 3 else t for i, t in enumerate(given)], options)
+    assert torch.equal(few, out[3:11])

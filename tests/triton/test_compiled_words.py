@@ -1,0 +1,68 @@
+"""Few rows times weights in few bits compile without a GPU there: nothing goes through shared memory, and nothing spills."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moefuse.ops.call import Body, ExpertsCall, Stack
+from moefuse.ops.coded import CodedCall
+from moefuse.ops.encoding import EXPONENTS, LDEXP, MADE, Encoding, Packing
+from tests.triton.test_compiled import SHARED, source, spills
+from tests.triton.test_compiled_coded import HIDDEN, INTER, TOP_K, projection
+from tests.triton.test_compiled_grouped import launches
+
+__all__ = ["launches"]
+
+KNOWN = pytest.importorskip("moefuse.kernels.triton.hopper.available").known()
+pytestmark = pytest.mark.skipif(not KNOWN, reason="this Triton has no Gluon that the kernels are written for")
+
+BYTE, WORD = Packing(1, (0, 4)), Packing(1, tuple(range(0, 32, 4)))
+ENCODINGS = {
+    "nibbles": (Encoding(MADE["u4-8"], (1, 128), "bf16", packing=BYTE), torch.uint8),
+    "zeros": (Encoding(MADE["u4"], (1, 64), "bf16", zero=True, packing=Packing(1, (4, 0))), torch.uint8),
+    "words": (Encoding(MADE["u4"], (1, 128), "f32", zero=True, packing=WORD), torch.int32),
+    "mxfp4": (Encoding(MADE["e2m1"], (1, 32), "f32", EXPONENTS, packing=BYTE), torch.uint8),
+    "mxfp4 by ldexp": (Encoding(MADE["e2m1"], (1, 32), "bf16", LDEXP, packing=BYTE), torch.uint8),
+    "fp8": (Encoding("e4m3", (128, 128)), torch.uint8),
+    "int8": (Encoding("s8", (1, 0), "bf16"), torch.int8),
+}
+"""Also where the instructions are that only some processors have: float8 is made by those of Hopper."""
+CASES = [
+    pytest.param(name, arch, id=f"{name}-{arch}")
+    for name in ENCODINGS
+    for arch in (80, 90)
+    if arch == 90 or (name != "fp8" and name in ("zeros", "int8"))
+]
+
+
+@pytest.mark.parametrize(("name", "arch"), CASES)
+def test_products(name: str, arch: int, launches: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One token, whose slots are tiles of their own, and tiles of the sort."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    from moefuse.kernels.triton.host import coded as host
+    from moefuse.kernels.triton.host import layout, sorted_rows
+    from moefuse.kernels.triton.host import words as sizes
+    from moefuse.kernels.triton.provide import words
+
+    device = layout.Device("", 132, SHARED[arch], arch == 90)
+    for module in (host, sizes, sorted_rows, words):
+        monkeypatch.setattr(module, "device_of", lambda _: device)
+    (w_in, c_in), (w_out, c_out) = (projection(*ENCODINGS[name], *sizes) for sizes in ((2 * INTER, HIDDEN), (HIDDEN, INTER)))
+    for tokens in (1, 32):
+        x, weights = (torch.empty(tokens, n, dtype=torch.bfloat16, device="meta") for n in (HIDDEN, TOP_K))
+        ids = torch.empty(tokens, TOP_K, dtype=torch.int64, device="meta")
+        call = CodedCall(ExpertsCall(x, ids, weights, w_in, Stack([]), w_out, Body(), x.dtype), (c_in, None, c_out))
+        assert words.refusal(call) is None
+        words.experts(call)
+    made = [(it, tensors) for it, tensors in launches if it.kernel.__name__ == "word_tiles"]
+    assert len(made) == 4
+    for it, tensors in made:
+        compiled = triton.compile(source(it, tensors), target=GPUTarget("cuda", arch, 32), options=it.options)
+        assert not compiled.metadata.shared, f"{compiled.metadata.shared} bytes go through shared memory"
+        assert not spills(compiled, arch, tmp_path)
