@@ -47,6 +47,7 @@ from moefuse.passes.lower.workspace_size import workspace
 from moefuse.passes.match import lowrank, unhit_experts, whole_stacks, wide_products
 from moefuse.passes.match.coded_weights import Key, coded_weights, disproved
 from moefuse.passes.match.encodings import between, needed
+from moefuse.passes.match.gathered import standing
 from moefuse.passes.match.input_sizes import interpreted
 from moefuse.passes.match.lift import lift
 from moefuse.passes.match.packed_uses import silent
@@ -146,7 +147,7 @@ def _bodies(gm: GraphModule, known: dict[Node, Any]) -> list[tuple[GraphModule, 
 
 def _fuse_graph(gm: GraphModule, known: dict[Node, Any], run: _Run) -> bool:
     merge(gm.graph)
-    ctx = interpreted(gm.graph, _given(gm.graph, run.assumptions, run.options.quantised != "off"))
+    ctx, taken = standing(gm.graph, _given(gm.graph, run.assumptions, run.options.quantised != "off"), interpreted)
     before = effects(ctx)
     for node in gm.graph.nodes:
         if node.op == "get_attr" and isinstance(getattr(gm, str(node.target), None), torch.Tensor):
@@ -162,6 +163,7 @@ def _fuse_graph(gm: GraphModule, known: dict[Node, Any], run: _Run) -> bool:
     run.result.notes += one_kernel(gm.graph, run.options) if fused else []
     if fused and run.options.overlap:
         _join(ctx, known, run)
+    taken.undo()
     _gathered(gm.graph, run)
     if fused or run.assumptions:
         _compare(ctx, before)

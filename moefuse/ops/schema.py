@@ -34,6 +34,7 @@ SCHEMAS: tuple[str, ...] = (
     "experts_coded_forward(Tensor[] tensors, int[] counts, str[] encodings, int body, float arg0, float arg1, ScalarType out_dtype) -> "
     f"{_KEPT}",
     "experts_coded_backward(Tensor[] tensors, int[] counts, str[] encodings, int needs, int body, float arg0, float arg1) -> Tensor[]",
+    "unpacked(Tensor storage, Tensor[] codes, str encoding, ScalarType dtype) -> Tensor",
     f"recomputed_experts({_EXPERTS_ARGS}) -> Tensor",
     "experts_hidden(Tensor[] tensors, int[] counts, int body, float arg0, float arg1, Tensor order, Tensor offsets) -> Tensor",
     f"recomputed_experts_lora({_LISTS}{_FACTORS}*, float[] scales, {_OPTIONS}) -> Tensor",

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from moefuse.passes.encodings import moves
-from moefuse.passes.encodings.memory import Coords, Strided, onto
+from moefuse.passes.encodings.memory import Coords, Strided, onto, ravel
 from moefuse.passes.encodings.pointwise import POINTWISE, applied
 from moefuse.passes.encodings.terms import Const, Read, Term, UnreadError, bits, cast
 from moefuse.passes.graph.calls import Call, tensor
@@ -35,12 +35,14 @@ class Batch:
         expert: of each of them, the expert; it is the index where the program takes the row of an expert that stands for all of them.
         rows: index tensors that hold an expert's number.
         fixed: the values of inputs of the graph that never change.
+        slots: of each of them, whose weights it is one of, where each element of ``rows`` chooses an expert's; None if one stands for all.
     """
 
     count: int
     expert: Tensor | None = None
     rows: frozenset[Node] = frozenset()
     fixed: Callable[[Node], Tensor | None] = lambda _: None
+    slots: Tensor | None = None
 
 
 class Elements:
@@ -98,12 +100,14 @@ class Elements:
             raise UnreadError(node, "is none of the operations that are read")
         return move(self, node, call, coords)
 
-    def indexed(self, node: Node, x: Node, row: object, coords: Coords) -> Term:
-        """Elements of the matrix that a program takes out of a stack for the expert that stands for all."""
+    def indexed(self, node: Node, x: Node, row: Node, coords: Coords) -> Term:
+        """Elements of the matrix that a program takes out of a stack for the expert that stands for all, or that a slot chose."""
         if self.batch.expert is None:
             raise UnreadError(node, f"takes an expert's weights by `{row}`")
-        count = len(Strided(x).sizes)
-        return self.of(x, (self.batch.expert, *coords[len(coords) - count + 1 :]), node)
+        lead = len(coords) - len(Strided(x).sizes) + 1
+        if self.batch.slots is not None and not torch.equal(ravel(coords[:lead], Strided(row).sizes, self.batch.count), self.batch.slots):
+            raise UnreadError(node, "takes weights that another slot chose")
+        return self.of(x, (self.batch.expert, *coords[lead:]), node)
 
     def every(self, node: Node, count: int, user: Node) -> Term:
         """All elements of a tensor of one dimension."""
@@ -183,7 +187,8 @@ def ways(ctx: Context, node: Node, coords: Coords, batch: Batch, at: int) -> lis
     open_ = [torch.arange(batch.count)]
     while open_:
         which = open_.pop(0)
-        part = Batch(len(which), None if batch.expert is None else batch.expert[which], batch.rows, batch.fixed)
+        expert, slots = (None if of is None else of[which] for of in (batch.expert, batch.slots))
+        part = Batch(len(which), expert, batch.rows, batch.fixed, slots)
         try:
             found.append((which, Elements(ctx, part).term(node, tuple(c[which] for c in coords), at)))
         except moves.ApartError as apart:

@@ -84,13 +84,13 @@ def trees(ctx: Context, weight: Weight, of: Sample) -> Ways:
         UnreadError: an operation on the way is not read.
     """
     expert = of.e if len(weight.order) == 2 and expert_stack(ctx, weight.node, weight.rows) is not None else None
-    batch = Batch(len(of.e), expert, weight.rows, weight.fixed)
+    batch = Batch(len(of.e), expert, weight.rows, weight.fixed, weight.slots(of))
     return ways(ctx, weight.node, weight.coords(of), batch, moment(ctx, weight))
 
 
 def _read(ctx: Context, weight: Weight) -> Coded:
     sizes = sizes_of(ctx, weight)
-    if min(sizes) < 1:
+    if min(sizes) < 1 or min((Strided(weight.node).sizes[d] for d in weight.lead), default=1) < 1:
         raise UnreadError(weight.node, "has no elements")
     of = sample(*sizes)
     pieces = trees(ctx, weight, of)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from moefuse.passes.encodings.elements import expert_stack, is_number
-from moefuse.passes.encodings.memory import Coords, Strided
+from moefuse.passes.encodings.memory import Coords, Strided, unravel
 from moefuse.passes.encodings.places import Sample
 from moefuse.passes.encodings.terms import UnreadError
 from moefuse.passes.graph.calls import tensor
@@ -31,7 +31,7 @@ class Weight:
     Attributes:
         order: the dimensions that are features and inputs, in front of them that of the experts where it has all.
         reader: who reads it, where it is written to in place; else its first reader.
-        rows: index tensors that hold the number of an expert, beside those that capture says.
+        rows: index tensors that hold the number of an expert for each slot. The other dimensions of the node are the slots, in their order.
         fixed: the values of inputs of the graph that never change: tables of levels, orders of groups.
     """
 
@@ -41,9 +41,25 @@ class Weight:
     rows: frozenset[Node] = frozenset()
     fixed: Callable[[Node], Tensor | None] = lambda _: None
 
+    @property
+    def lead(self) -> tuple[int, ...]:
+        """The dimensions in which the slots are that choose weights."""
+        return tuple(d for d in range(len(Strided(self.node).sizes)) if d not in self.order) if self.rows else ()
+
+    def slots(self, of: Sample) -> Tensor | None:
+        """Whose weights the elements of a sample are taken of: any slot's, in no order."""
+        if not self.lead:
+            return None
+        count = torch.Size(Strided(self.node).sizes[d] for d in self.lead).numel()
+        return torch.randint(max(count, 1), (len(of.e),), generator=torch.Generator("cpu").manual_seed(count))
+
     def coords(self, of: Sample) -> Coords:
         """The elements of the node that are in a sample of the weight."""
-        found = [torch.zeros_like(of.e)] * len(Strided(self.node).sizes)
+        sizes = Strided(self.node).sizes
+        found = [torch.zeros_like(of.e)] * len(sizes)
+        slots = self.slots(of)
+        for dim, index in zip(self.lead, () if slots is None else unravel(slots, tuple(sizes[d] for d in self.lead)), strict=True):
+            found[dim] = index
         for dim, index in zip(self.order, (of.e, of.n, of.k)[-len(self.order) :], strict=True):
             found[dim] = index
         return tuple(found)

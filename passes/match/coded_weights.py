@@ -39,6 +39,18 @@ class _Read:
     """What the weights of a graph were read as."""
 
     coded: dict[Key, Coded] = field(default_factory=dict)
+    supposed: dict[Node, Weight] = field(default_factory=dict)
+
+
+def suppose(ctx: Context, stack: Node, weight: Weight, coded: Coded) -> None:
+    """A stack [E, N, K] that stands for ``weight``, which the program unpacks for the slots that chose it: it was read so."""
+    known = ctx.scratch(_Read)
+    known.coded[stack, (0, 1, 2)], known.supposed[stack] = coded, weight
+
+
+def is_supposed(ctx: Context, leaf: Leaf) -> bool:
+    """Whether the weights of a projection are such a stack."""
+    return leaf.source in ctx.scratch(_Read).supposed
 
 
 def keys_of(leaf: Leaf) -> tuple[Key, ...]:
@@ -107,7 +119,8 @@ def disproved(ctx: Context, coded: Mapping[Key, Coded], known: Mapping[Node, Any
             return found
 
         try:
-            right = proved(ctx, Weight(node, order), as_read, value, most=_ENOUGH)
+            weight = ctx.scratch(_Read).supposed.get(node, Weight(node, order))
+            right = proved(ctx, weight, as_read, value, most=_ENOUGH)
         except Exception as error:  # whatever a program's operations raise on weights that it may never run with
             held = str(as_read.dtype).removeprefix("torch.")
             return ctx.lost("encoding-unknown", node, dtype=held, detail=f"they cannot be computed: {first_line(error)}")
@@ -128,4 +141,4 @@ def _not_shown(ctx: Context, node: Node, as_read: Coded, known: Mapping[Node, An
     return None if right else ctx.lost("quantised", node, detail=f"they are not what they look like: {as_read.encoding.describe()}")
 
 
-__all__ = ["Key", "coded_weights", "disproved", "keys_of", "unheld", "unread"]
+__all__ = ["Key", "coded_weights", "disproved", "is_supposed", "keys_of", "suppose", "unheld", "unread"]

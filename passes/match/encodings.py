@@ -12,11 +12,12 @@ from moefuse.passes.infer.state import Context
 from moefuse.passes.ir.expr import Leaf, weight_leaves
 from moefuse.passes.ir.facts import Lost
 from moefuse.passes.ir.regions import Region
-from moefuse.passes.match.coded_weights import unheld, unread
-from moefuse.passes.match.whole_stacks import consider, packed_in
+from moefuse.passes.match.coded_weights import is_supposed, unheld, unread
+from moefuse.passes.match.whole_stacks import consider, packed_in, unpacked_by_slot
 
 OF_HIT_EXPERTS = ("cuda",)
-"""Devices where the op is quicker than a loop that unpacks only experts with tokens. In PyTorch alone it does the same, and no quicker."""
+"""Devices where the op is quicker than a program that unpacks only experts with tokens. In PyTorch alone it does what such a loop does, and
+no quicker; and weights that slots choose Inductor unpacks as it multiplies, of one token in a hundredth of the time."""
 _COLLECTIVES = ("_c10d_functional::", "c10d::", "_dtensor::", "torch.distributed.")
 _SHARDED = ("DTensor", "AsyncCollectiveTensor")
 
@@ -53,12 +54,16 @@ def encoded(ctx: Context, region: Region) -> Lost | None:
         if dtype is None:
             continue
         if not _one_by_one(ctx, region, leaf):
+            if unpacked_by_slot(region, leaf):
+                return packed(
+                    ctx, region.anchor, dtype, "each slot takes its own, which the compiler unpacks as it multiplies: that is quicker here"
+                )
             consider(ctx, region, leaf)
             continue
-        lost = _not_wanted(ctx, region, leaf.parts) or unread(ctx, leaf)
+        lost = _not_wanted(ctx, region, leaf.parts, by_slot=is_supposed(ctx, leaf)) or unread(ctx, leaf)
         if lost is not None:
             detail = (
-                f"the program unpacks them one by one; fused, all {len(leaf.parts)} would be for every call, "
+                f"the program unpacks them one by one; fused, all {region.num_experts} would be for every call, "
                 f"and here a call may need fewer of them; they are not multiplied as they are, for {lost.details['detail']}"
             )
             return packed(ctx, region.anchor, dtype, detail)
@@ -77,7 +82,7 @@ def _one_by_one(ctx: Context, region: Region, leaf: Leaf) -> bool:
     """
     slots = region.routing.num_tokens * region.routing.top_k
     enough = isinstance(slots, int) and slots >= region.num_experts
-    return bool(leaf.parts) and not (enough and ctx.given.skipped.isdisjoint(leaf.parts))
+    return is_supposed(ctx, leaf) or (bool(leaf.parts) and not (enough and ctx.given.skipped.isdisjoint(leaf.parts)))
 
 
 def _held(ctx: Context, region: Region, leaf: Leaf, found: Lost) -> Lost | None:
@@ -88,13 +93,13 @@ def _held(ctx: Context, region: Region, leaf: Leaf, found: Lost) -> Lost | None:
     return ctx.lost("quantised", found.node, detail=f"{found.details['detail']}; {lost.details['detail']}")
 
 
-def _not_wanted(ctx: Context, region: Region, nodes: Collection[Node]) -> Lost | None:
+def _not_wanted(ctx: Context, region: Region, nodes: Collection[Node], *, by_slot: bool = False) -> Lost | None:
     """Why weights that are unpacked one by one are not even read."""
     value = tensor(region.value)
     device = "cpu" if value is None else value.device.type
     if not ctx.given.packed:
         return ctx.lost("encoding-unknown", region.anchor, detail="`quantised` is off")
-    if device not in OF_HIT_EXPERTS and not ctx.given.skipped.isdisjoint(nodes):
+    if device not in OF_HIT_EXPERTS and (by_slot or not ctx.given.skipped.isdisjoint(nodes)):
         return ctx.lost("encoding-unknown", region.anchor, detail=f"on {device} no kernel is quicker than to unpack those that have tokens")
     return None
 

@@ -82,11 +82,29 @@ FEW_BITS = [spelling for spelling in SPELLINGS if spelling != "floats"]
 
 
 @pytest.mark.parametrize("spelling", FEW_BITS)
-def test_what_unpacks_gathered_weights_is_named(spelling: str) -> None:
-    """It was the product that was named, or nothing at all."""
+def test_gathered_weights_are_read_and_stay_on_a_cpu(spelling: str) -> None:
+    """Nothing of PyTorch's is quicker than what Inductor makes of it. (It was the product that was named, or nothing at all.)"""
     found = refused(Gathered(spelling))
-    assert f"`{SPELLINGS[spelling].unread}` {UNREAD}" in found.message
-    assert found.location == line_of(spelling)
+    assert "on cpu no kernel is quicker than to unpack those that have tokens" in found.message
+    assert (
+        "return (y * weights[..., None]).sum(1)"
+        in Path(packed.__file__).read_text().splitlines()[int(found.location.rpartition(":")[2]) - 1]
+    )
+
+
+class Rounded(Gathered):
+    """One operation more than is read."""
+
+    def weight(self, of: int | Tensor) -> Tensor:
+        return super().weight(of).clamp(-0.5, 0.5)
+
+
+@pytest.mark.parametrize("spelling", FEW_BITS)
+def test_what_unpacks_gathered_weights_is_named(spelling: str) -> None:
+    found = refused(Rounded(spelling))
+    channel = spelling == "channel"  # of which any rule reads all that there is in front of it
+    assert f"`{'clamp' if channel else SPELLINGS[spelling].unread}` {UNREAD}" in found.message
+    assert channel or found.location == line_of(spelling)
 
 
 def test_floats_that_are_scaled_in_groups_are_not_packed() -> None:
@@ -128,7 +146,7 @@ def test_an_operator_on_sorted_rows_is_named() -> None:
 
 def test_what_such_an_operator_computes_is_fused() -> None:
     """All of the stack is unpacked then, by the program itself: the op reads what came of it."""
-    is_fused(Batched(plain=True))
+    is_fused(Batched(plain=True), torch.randn(40, packed.H))
 
 
 def test_each_layer_is_told_beside_others() -> None:

@@ -8,15 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from moefuse.passes.match import whole_stacks
+from moefuse.config import Options
+from moefuse.passes.match import encodings, whole_stacks
 from tests.cpu.test_packed_fused import Compiled
-from tests.programs.packed_forms import HELD, WHOLE, Domain, E, Form, H
+from tests.programs.packed_forms import GATHERED, HELD, WHOLE, WIDE, Domain, E, Form, H, K
 
 
 @pytest.fixture(autouse=True)
 def _fresh(fresh_dynamo: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many slots there are: a CPU has its own bounds."""
     monkeypatch.setattr(whole_stacks, "READ", {"cpu": 0})
+    monkeypatch.setattr(whole_stacks, "BY_SLOT", {})
+    monkeypatch.setattr(encodings, "OF_HIT_EXPERTS", ("cpu",))
     torch.manual_seed(0)
 
 
@@ -56,9 +59,19 @@ def test_loops_that_run_every_expert() -> None:
 def test_on_a_cpu_only_for_few_slots(monkeypatch: pytest.MonkeyPatch, tokens: int, ops: int) -> None:
     """With more it would be slower than to unpack all at once."""
     monkeypatch.undo()
-    compiled = Compiled(Form("channel", "slots", whole=True))
+    compiled = Compiled(Form("channel", "dense", whole=True))
     compiled.check(torch.randn(tokens, H))
     assert (len(compiled.report.fused), len(compiled.ops)) == (1, ops)
+
+
+@pytest.mark.parametrize(("tokens", "fused"), [(32, 0), (33, 1)])
+def test_what_is_unpacked_as_it_is_multiplied_stays_on_a_cpu(monkeypatch: pytest.MonkeyPatch, tokens: int, fused: int) -> None:
+    """Fused, all of the stack would be made: for a token that took 70 times as long as what Inductor makes of it."""
+    monkeypatch.undo()
+    compiled = Compiled(Form("channel", "slots", whole=True))
+    compiled.check(torch.randn(tokens, H))
+    assert len(compiled.report.fused) == fused
+    assert fused or "unpacks as it multiplies" in compiled.report.skipped[0].message
 
 
 class Other(Form):
@@ -109,3 +122,115 @@ def test_one_stack_both_ways_round(held: str) -> None:
     compiled = Compiled(Tied(held, "slots", whole=True))
     compiled.check(torch.randn(9, H))
     assert [f.spec.encoding != "" for f in compiled.report.fused] == [True], str(compiled.report)
+
+
+@pytest.mark.parametrize("domain", GATHERED)
+@pytest.mark.parametrize("held", HELD)
+def test_what_slots_choose_is_not_unpacked(held: str, domain: Domain) -> None:
+    """The op has the stacks, and the ids; no weight of a slot is made."""
+    compiled = Compiled(Form(held, domain, whole=False))
+    compiled.check(torch.randn(9, H))
+    _as_held(compiled)
+
+
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_few_tokens_that_choose(tokens: int) -> None:
+    """One token, and what is left of the program where there is none."""
+    compiled = Compiled(Form("nibbles", "slots", whole=False))
+    compiled.check(torch.randn(tokens, H))
+    assert len(compiled.ops) == tokens
+
+
+def test_any_number_of_tokens() -> None:
+    """One graph for all of them."""
+    compiled = Compiled(Form("block", "slots", whole=False), dynamic=True)
+    for tokens in (3, 7, 12):
+        compiled.check(torch.randn(tokens, H))
+    assert (len(compiled.graphs), len(compiled.ops)) == (1, 1)
+
+
+class Spelled(Form):
+    """One statement off, in what takes the parts of the first projection."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__("channel", "slots", whole=False)
+        self.how = how
+
+    def taken(self, ids: Tensor) -> Tensor:
+        codes, scale = self.gate.parts
+        match self.how:
+            case "flipped":
+                return codes[ids].float() * scale[ids.flip(1)]
+            case "turned":
+                return (codes[ids].float() * scale[ids]).flip(1)
+            case "next":
+                return codes[ids].float() * scale[(ids + 1) % E]
+            case "flat":
+                return (codes[ids.flatten()].float() * scale[ids.flatten()]).view(-1, K, WIDE, H)
+            case "mixed":
+                return codes[ids].float() * scale.index_select(0, ids.reshape(-1)).view(-1, K, WIDE, 1)
+            case "int32":
+                return codes[ids.int()].float() * scale[ids]
+            case "one scale":
+                return codes[ids].float() * scale[0]
+        return (codes[ids].float() * scale[ids]).clamp(-0.5, 0.5)
+
+    def weights(self) -> list[Callable[[int | Tensor], Tensor]]:
+        return [self.taken, self.up.of, self.down.of]  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("how", ["flat", "mixed", "int32", "one scale"])
+def test_spellings_of_what_slots_choose(how: str) -> None:
+    compiled = Compiled(Spelled(how))
+    compiled.check(torch.randn(9, H))
+    _as_held(compiled)
+
+
+@pytest.mark.parametrize("how", ["flipped", "turned", "next", "clamped"])
+def test_near_misses_of_what_slots_choose(how: str) -> None:
+    """No stack has such weights: the program stays as it is, and that is told."""
+    compiled = Compiled(Spelled(how))
+    compiled.check(torch.randn(9, H))
+    assert not compiled.ops
+    assert not [n for gm in compiled.graphs for n in gm.graph.nodes if n.target is torch.ops.moefuse.unpacked.default]
+    assert {s.code for s in compiled.report.skipped} == {"encoding-unknown"}, str(compiled.report)
+
+
+class Escaping(Form):
+    """An expert's rows are read elsewhere, too."""
+
+    def between(self, gate: Tensor, up: Tensor) -> Tensor:
+        self.loss = gate.square().mean()
+        return super().between(gate, up)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        return out + self.loss
+
+
+def test_a_refused_layer_is_left_as_it_was() -> None:
+    """Every operation of the program is there again."""
+    compiled = Compiled(Escaping("nibbles", "slots", whole=False))
+    before = Compiled(Escaping("nibbles", "slots", whole=False), options=Options(quantised="off"))
+    x = torch.randn(9, H)
+    compiled.check(x)
+    torch._dynamo.reset()
+    before.check(x)
+    assert not compiled.report.fused
+    assert [s.code for s in compiled.report.skipped] == ["value-escapes"], str(compiled.report)
+    ours, theirs = ([(n.op, str(n.target)) for n in gm.graph.nodes] for gm in (compiled.graphs[0], before.graphs[0]))
+    assert ours == theirs
+
+
+def test_gradients_through_what_slots_choose() -> None:
+    """Tokens and the router have the gradients that they have in the program."""
+    model = Form("nibbles", "slots", whole=False)
+    compiled = Compiled(model)
+    x = torch.randn(5, H, requires_grad=True)
+    found = []
+    for run in (compiled.run, model):
+        out = run(x)
+        found.append((out, *torch.autograd.grad(out.square().sum(), (x, model.router.weight))))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    assert len(compiled.ops) == 1

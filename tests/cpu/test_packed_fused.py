@@ -32,7 +32,7 @@ def _fresh(fresh_dynamo: None, monkeypatch: pytest.MonkeyPatch) -> None:
 class Compiled:
     """A model by moefuse's pass, its graphs run by torch as they are."""
 
-    def __init__(self, model: nn.Module, *, captured: bool = False, options: Options | None = None) -> None:
+    def __init__(self, model: nn.Module, *, captured: bool = False, options: Options | None = None, dynamic: bool | None = None) -> None:
         self.report, self.graphs, self.model = FusionReport(), [], model
         options = options or Options()
 
@@ -43,7 +43,7 @@ class Compiled:
 
         if captured:
             entry.enable(backend, lambda _arguments: options, lambda found, *_: self.report.extend(found))
-        self.run = torch.compile(model, backend=backend, fullgraph=not captured)
+        self.run = torch.compile(model, backend=backend, fullgraph=not captured, dynamic=dynamic)
 
     def check(self, x: Tensor) -> Tensor:
         with torch.no_grad():
