@@ -19,6 +19,7 @@ log = logging.getLogger("moefuse.integrations")
 INTEGRATIONS = {
     "accelerate.utils.dataclasses": "moefuse.integrations.accelerate",
     "transformers.distributed.expert_parallel": "moefuse.integrations.transformers_ep",
+    "transformers.integrations.finegrained_fp8": "moefuse.integrations.transformers_fp8",
     "transformers.integrations.moe": "moefuse.integrations.transformers",
     "transformers.utils.output_capturing": "moefuse.integrations.transformers_outputs",
 }

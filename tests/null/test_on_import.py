@@ -50,6 +50,17 @@ def test_either_may_come_first(first: str) -> None:
     assert run(f"{first}\n{ASK}") == "True True"
 
 
+def test_float8_experts_of_transformers() -> None:
+    """A registry of their own, where a release has it."""
+    pytest.importorskip("moefuse.integrations.transformers_fp8", exc_type=ImportError)
+    printed = run("""
+        import moefuse
+        from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
+        print("moefuse" in ALL_FP8_EXPERTS_FUNCTIONS.keys())
+    """)
+    assert printed == "True"
+
+
 def test_expert_parallel_implementations_of_transformers() -> None:
     """The name and the style, where a release has a registry of them."""
     pytest.importorskip("transformers.distributed.expert_parallel")

@@ -282,3 +282,42 @@ class Mx(Batched):
         flat, wide = ids.reshape(-1), F.pad(x, (0, 64 - H))
         y = self.product(self.act(self.product(wide.repeat_interleave(K, 0), "up", flat)), "down", flat)
         return (y * weights.reshape(-1).to(y.dtype).unsqueeze(-1)).view(len(x), K, 64).sum(1)
+
+
+def mxfp_dynamic_matmul_grouped(
+    A: Tensor, B: Tensor, Bs: Tensor, offsets: Tensor, tokens_per_expert: Tensor, output_dtype: torch.dtype | None = None
+) -> Tensor:
+    expert = torch.searchsorted(offsets, torch.arange(len(A), dtype=torch.int32), right=True)
+    return mxfp_dynamic_matmul_batched(A, B, Bs, expert, output_dtype)
+
+
+_register(SPACE, mxfp_dynamic_matmul_grouped.__name__, mxfp_dynamic_matmul_grouped)
+
+
+def _kind(B: Tensor, Bs: Tensor, block: list[int] | None) -> tuple[str, tuple[list[int], ...]]:
+    """Which of the package's operators multiplies, and what it is told of blocks."""
+    inputs = B.shape[-1] * (2 if B.dtype == torch.int8 else 1)
+    if Bs.dtype != torch.float32 and Bs.shape[-1] * 32 == inputs and Bs.shape[-2] == B.shape[-2]:
+        return "mxfp_dynamic_matmul", ()
+    if block is None or list(block) == list(B.shape[-2:]):
+        return "w8a8_tensor_dynamic_fp8_matmul", ()
+    return "w8a8_block_dynamic_fp8_matmul", (list(block),)
+
+
+def matmul(A: Tensor, B: Tensor, Bs: Tensor, block_size: Any, output_dtype: Any = None, activation_scale: Any = None) -> Tensor:
+    """As the package's functions choose an operator: these three are what transformers calls."""
+    assert activation_scale is None
+    name, block = _kind(B, Bs, block_size)
+    return getattr(OPS, name)(A, B, Bs, *block, output_dtype)  # type: ignore[no-any-return]
+
+
+def matmul_batched(A: Tensor, B: Tensor, Bs: Tensor, expert_ids: Tensor, block_size: Any, output_dtype: Any = None) -> Tensor:
+    name, block = _kind(B, Bs, block_size)
+    return getattr(OPS, f"{name}_batched")(A, B, Bs, expert_ids, *block, output_dtype)  # type: ignore[no-any-return]
+
+
+def matmul_grouped(
+    A: Tensor, B: Tensor, Bs: Tensor, offsets: Tensor, tokens_per_expert: Tensor, block_size: Any, output_dtype: Any = None
+) -> Tensor:
+    name, block = _kind(B, Bs, block_size)
+    return getattr(OPS, f"{name}_grouped")(A, B, Bs, offsets, tokens_per_expert, *block, output_dtype)  # type: ignore[no-any-return]

@@ -6,16 +6,18 @@ So it is in the report as the others are, and adapters of its weights go beside 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch.fx import Node
 
+from moefuse.ops.encoding import parse
 from moefuse.passes.graph.calls import tensor
 from moefuse.passes.graph.sizes import shape_of
 from moefuse.passes.infer.routings import routing_of
 from moefuse.passes.infer.state import Context
 from moefuse.passes.ir.axes import Atom
-from moefuse.passes.ir.expr import ExpertVector, Expr, Leaf, Linear, Op, Slice, SlotWeight, Token
+from moefuse.passes.ir.expr import ExpertVector, Expr, Held, Leaf, Linear, Op, Slice, SlotWeight, Token
 from moefuse.passes.ir.facts import Combined, Counts, Domain, Many, Order, Routing, Rows, Sorted, View
 from moefuse.passes.rules import rule
 
@@ -53,18 +55,71 @@ def on_experts(
     values = [tensor(n) for n in (node, x, *w_in, *w_out, *b_in, *b_out)]
     if len({None if v is None else v.dtype for v in values}) != 1:
         return None
-    features = shape_of(values[0])[-1]  # type: ignore[arg-type]
-    width, hidden = (shape_of(v)[d] for v, d in ((values[1], 1), (values[2], 1)))  # type: ignore[arg-type]
-    if not all(isinstance(size, int) for size in (features, width, hidden)):
+    body, hidden = _Body(node, x, weights, activation, gating), shape_of(values[2])[1]  # type: ignore[arg-type]
+    return body.summed(routing, hidden, lambda h: _projected(node, h, w_in[0], b_in), lambda a: _projected(node, a, w_out[0], b_out))
+
+
+@rule("moefuse::experts_coded")
+def on_experts_coded(
+    ctx: Context,
+    node: Node,
+    x: Node,
+    ids: Node,
+    weights: Node,
+    w_in: Sequence[Node],
+    w_up: Sequence[Node],
+    w_out: Sequence[Node],
+    b_in: Sequence[Node],
+    b_up: Sequence[Node],
+    b_out: Sequence[Node],
+    codes: Sequence[Node],
+    *,
+    encodings: Sequence[str],
+    activation: str = "silu",
+    activation_args: Sequence[float] = (),
+    gating: str = "merged",
+    out_dtype: Any = None,
+) -> Combined | None:
+    """As ``moefuse::experts``, of stacks that are both in few bits and have scales alone, without biases."""
+    routing, first, last = _routing(ctx, ids), *(parse(text) if text else None for text in (encodings[0], encodings[2]))
+    one = len(w_in) == len(w_out) == 1 and not w_up and not b_in and not b_out and len(codes) == len((w_in, w_out))
+    if routing is None or not one or first is None or last is None or activation not in _ONE or gating not in ("merged", "plain"):
         return None
-    rows: Expr = _projected(node, Token(node, x, width), w_in[0], b_in)
-    gate, up = rows, None
-    if gating == "merged":
-        gate, up = (Slice(node, rows, start, 1, hidden // 2, hidden) for start in (0, hidden // 2))
-    rows = _ONE[activation](node, gate)
-    rows = rows if up is None else Op(node, "mul", (rows, up), ())
-    rows = Op(node, "mul", (_projected(node, rows, w_out[0], b_out), SlotWeight(node, weights)), ())
-    return _summed(routing, rows, features)
+    storage, made, rows = tensor(w_in[0]), tensor(node), tensor(x)
+    plain = made is not None and rows is not None and made.dtype == rows.dtype and not (first.zero or last.zero)
+    if storage is None or not plain or not ctx.given.packed:
+        return None
+    held = (Held(how, Leaf(scale, True, None, (1, 2))) for how, scale in zip((first, last), codes, strict=True))
+    inner, outer = (Leaf(w, True, None, (1, 2), held=by) for w, by in zip((w_in[0], w_out[0]), held, strict=True))
+    body, hidden = _Body(node, x, weights, activation, gating), first.logical(tuple(shape_of(storage)))[1]
+    return body.summed(routing, hidden, lambda h: Linear(node, h, inner), lambda a: Linear(node, a, outer))
+
+
+@dataclass(frozen=True)
+class _Body:
+    """What a call computes between its projections."""
+
+    node: Node
+    x: Node
+    weights: Node
+    activation: str
+    gating: str
+
+    def summed(self, routing: Routing, hidden: Any, first: Callable[[Expr], Expr], last: Callable[[Expr], Expr]) -> Combined | None:
+        """The sum over a token's slots, of experts with ``hidden`` features between two projections."""
+        node, made, tokens = self.node, tensor(self.node), tensor(self.x)
+        assert made is not None
+        assert tokens is not None
+        features, width = shape_of(made)[-1], shape_of(tokens)[1]
+        if not all(isinstance(size, int) for size in (features, width, hidden)):
+            return None
+        rows = first(Token(node, self.x, width))
+        gate, up = rows, None
+        if self.gating == "merged":
+            gate, up = (Slice(node, rows, start, 1, hidden // 2, hidden) for start in (0, hidden // 2))
+        rows = _ONE[self.activation](node, gate)
+        rows = rows if up is None else Op(node, "mul", (rows, up), ())
+        return _summed(routing, Op(node, "mul", (last(rows), SlotWeight(node, self.weights)), ()), features)
 
 
 @rule("moefuse::permute")
