@@ -10,7 +10,7 @@ import torch
 
 from moefuse.ops.call import Body, ExpertsCall, Stack
 from moefuse.ops.coded import CodedCall, CodedGrads, Codes
-from moefuse.ops.encoding import EXPONENTS, MADE, Encoding, Packing
+from moefuse.ops.encoding import EXPONENTS, MADE, Encoding, Packing, Rounding
 from moefuse.ops.grad_calls import GradCall, Needs
 from tests.strategies import THOROUGH
 from tests.triton.test_compiled import SHARED
@@ -25,6 +25,8 @@ ENCODINGS = {
     "nibbles": (Encoding(MADE["u4"], (1, 128), "bf16", zero=True, packing=Packing(1, (0, 4))), torch.uint8),
     "words": (Encoding(MADE["u4-8"], (1, 128), packing=Packing(0, WORDS)), torch.int32),
     "halves": (Encoding(MADE["u4"], (1, 64), "bf16", zero=True, packing=Packing(0, (4, 0), halves=True)), torch.uint8),
+    "fp8, tokens too": (Encoding("e4m3", (128, 128), activation=Rounding("e4m3", 128)), torch.uint8),
+    "int8, tokens too": (Encoding("s8", (1, 0), activation=Rounding("s8", 0)), torch.int8),
     "mxfp4": (Encoding(MADE["e2m1"], (1, 32), "f32", EXPONENTS, packing=Packing(1, (0, 4))), torch.uint8),
     "a table": (Encoding(tuple(i * 0.37 - 2 for i in range(16)), (1, 64), packing=Packing(1, (4, 0))), torch.uint8),
 }
@@ -55,10 +57,11 @@ def test_forward_and_backward(
 ) -> None:
     """Tiles of few and of many rows, the product and that with the transpose."""
     from moefuse.kernels.triton.host import coded as host
-    from moefuse.kernels.triton.host import layout
+    from moefuse.kernels.triton.host import layout, token_codes
     from moefuse.kernels.triton.provide import coded
 
-    monkeypatch.setattr(host, "device_of", lambda d: layout.Device("", 132, SHARED[arch], arch == 90, not isinstance(arch, str)))
+    for module in (host, token_codes):
+        monkeypatch.setattr(module, "device_of", lambda d: layout.Device("", 132, SHARED[arch], arch == 90, not isinstance(arch, str)))
     (w_in, c_in), (w_out, c_out) = (projection(*ENCODINGS[name], *sizes) for sizes in ((2 * INTER, HIDDEN), (HIDDEN, INTER)))
     x = torch.empty(tokens, HIDDEN, dtype=torch.bfloat16, device="meta")
     weights = torch.empty(tokens, TOP_K, dtype=torch.bfloat16, device="meta")

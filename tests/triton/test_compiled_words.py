@@ -10,7 +10,7 @@ import torch
 
 from moefuse.ops.call import Body, ExpertsCall, Stack
 from moefuse.ops.coded import CodedCall
-from moefuse.ops.encoding import EXPONENTS, LDEXP, MADE, Encoding, Packing
+from moefuse.ops.encoding import EXPONENTS, LDEXP, MADE, Encoding, Packing, Rounding
 from tests.triton.test_compiled import SHARED, source, spills
 from tests.triton.test_compiled_coded import HIDDEN, INTER, TOP_K, projection
 from tests.triton.test_compiled_grouped import launches
@@ -28,6 +28,7 @@ ENCODINGS = {
     "mxfp4": (Encoding(MADE["e2m1"], (1, 32), "f32", EXPONENTS, packing=BYTE), torch.uint8),
     "mxfp4 by ldexp": (Encoding(MADE["e2m1"], (1, 32), "bf16", LDEXP, packing=BYTE), torch.uint8),
     "fp8": (Encoding("e4m3", (128, 128)), torch.uint8),
+    "fp8, tokens too": (Encoding("e4m3", (128, 128), activation=Rounding("e4m3", 128)), torch.uint8),
     "int8": (Encoding("s8", (1, 0), "bf16"), torch.int8),
 }
 """Also where the instructions are that only some processors have: float8 is made by those of Hopper."""

@@ -78,8 +78,6 @@ class Held(NamedTuple):
 def refusal(codes: Codes, storage: Tensor) -> str | None:
     """Why the kernel does not take a projection."""
     encoding, scale, zero = codes
-    if encoding.activation is not None:
-        return f"the program rounds {encoding.activation.describe()}"
     for what, t in (("storage", storage), ("scales", scale[0]), *((("zeros", zero[0]),) if zero else ())):
         if t.dtype not in ELEMENTS and t.element_size() != 1:
             return f"{what} in {t.dtype}"

@@ -15,10 +15,12 @@ from moefuse.kernels.triton.host.linear import Weight
 from moefuse.kernels.triton.host.sorted_rows import Sorted
 from moefuse.kernels.triton.launch.calls import launch
 from moefuse.ops.call import Body
-from moefuse.ops.encoding import BITS, Encoding
+from moefuse.ops.encoding import BITS, EXPONENTS, Encoding
 
 QUARTER = 16
 """Bytes of a row that one thread reads at once: the least that blocks of scales are long."""
+ROUNDED = 128
+"""Inputs that share scales where tokens are rounded, too."""
 NATURAL = {(0, 4): False, (4, 0): True, tuple(range(0, 32, 4)): False}
 """Shifts of neighbours along the inputs that kernels know; True: of two codes in a byte the first is the high one."""
 
@@ -44,6 +46,9 @@ class Coding(NamedTuple):
     ALIGNED: bool
     BIAS: bool
     BIAS_APART: bool
+    GROUP: int
+    LEAST: float
+    POWER: bool
 
 
 class Cut(NamedTuple):
@@ -93,7 +98,11 @@ def refusal(held: Held, dtype: torch.dtype, device: Device) -> str | None:
 
 def _knows(encoding: Encoding, kind: str, first: int, device: Device) -> bool:
     if encoding.activation is not None:
-        return False
+        rounding = encoding.activation
+        return (
+            encoding.table == rounding.element == "e4m3" and rounding.group == encoding.block[1] == ROUNDED and device.hopper
+            and encoding.scale in ("", EXPONENTS)
+        )  # fmt: skip
     if kind == "e2m1":
         return bool(encoding.scale) and not encoding.zero  # exact up to the last step, whatever the arithmetic
     if kind == "range":
@@ -126,6 +135,9 @@ def coding(held: Held, bias: Weight | None) -> Coding:
         ALIGNED=storage.aligned,
         BIAS=bias is not None,
         BIAS_APART=bias is not None and bias.operand.table,
+        GROUP=0 if encoding.activation is None else encoding.activation.group,
+        LEAST=0.0 if encoding.activation is None else encoding.activation.least,
+        POWER=encoding.activation is not None and encoding.activation.power,
     )
 
 

@@ -12,15 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moefuse.kernels.triton.host import coded, linear, pointwise, sorted_rows, wgrad
+from moefuse.kernels.triton.host import coded, linear, pointwise, sorted_rows, token_codes, wgrad
 from moefuse.kernels.triton.host.coded import Held
 from moefuse.kernels.triton.host.pointwise import Activation
 from moefuse.kernels.triton.host.sorted_rows import Sorted
+from moefuse.kernels.triton.host.token_codes import Rounded
 from moefuse.kernels.triton.launch.record import recorded
-from moefuse.kernels.triton.provide import words
+from moefuse.kernels.triton.provide import library, words
 from moefuse.kernels.triton.provide.products import Own
 from moefuse.ops.call import Stack
 from moefuse.ops.coded import CodedCall, CodedGrads, Codes
+from moefuse.ops.encoding import Encoding
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -34,7 +36,9 @@ def supports(call: CodedCall | CodedGrads) -> str | None:
         return f"no kernel for {call.x.dtype}"
     if any(codes is not None and codes.encoding.behind for codes in call.codes):
         return "zeros are subtracted behind the scales"
-    refused = (coded.refusal(codes, stack.weight[0]) for stack, codes in zip(stacks, call.codes, strict=True) if codes is not None)
+    given = [(codes, stack) for codes, stack in zip(call.codes, stacks, strict=True) if codes is not None]
+    refused = [coded.refusal(codes, stack.weight[0]) for codes, stack in given]
+    refused += [token_codes.refusal(codes) for codes, _ in given if codes.encoding.activation is not None]
     return next((reason for reason in refused if reason is not None), None)
 
 
@@ -76,6 +80,7 @@ class _Products:
         self.own = Own(it, dtype)
         self.stacks = stacks
         self.held: list[Held | None] = [None if c is None else coded.held(s.weight, c) for s, c in zip(stacks, codes, strict=True)]
+        self.last: tuple[Tensor, Rounded] | None = None
 
     def sizes(self, which: int) -> tuple[int, int]:
         """(features, inputs) of a projection."""
@@ -90,8 +95,19 @@ class _Products:
             return self.own.linear(x, self.stacks[which].weight, bias, back=back, out=out, add=add, **how)
         if out.numel():
             found = linear.weight(bias, 1) if bias else None
+            encoding = held.codes.encoding
+            if encoding.activation is not None and not back:
+                token_codes.product(out, self.rounded(x, encoding, **how), held, self.own.tiled, found)
+                return out
             coded.product(out, x, held, self.own.tiled, bias=found, back=back, add=add, **how)
         return out
+
+    def rounded(self, x: Tensor, encoding: Encoding, tokens: bool = False, scale: Tensor | None = None) -> Rounded:
+        """The rows as they are multiplied; once for the two first projections."""
+        if self.last is None or self.last[0] is not x or self.last[1].rounding != encoding.activation:
+            rows = library.gathered(x, self.own.it, scale) if scale is not None else x
+            self.last = x, token_codes.round_rows(rows, self.own.it, encoding, tokens=tokens and scale is None)
+        return self.last[1]
 
 
 @recorded

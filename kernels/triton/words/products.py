@@ -10,12 +10,13 @@ same thread. Rows come by the tiles of the sort, or with one slot per tile strai
 Weights of the next step are on their way while those of this one are unpacked and multiplied.
 """
 
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from moefuse.kernels.triton.device.functions import after_previous, expert_base, gated, let_next_start, pointwise, rounded
-from moefuse.kernels.triton.words.unpack import unpacked
+from moefuse.kernels.triton.words.unpack import power, unpacked
 
 LANES: gl.constexpr = gl.constexpr(4)
 """Threads that share a row, each with WORDS words of every step."""
@@ -109,6 +110,105 @@ def sums(w, s, z, at_s, at_z, from_x, live, K, mma: gl.constexpr, coding: gl.con
 
 
 @gluon.jit
+def codes_of(v, mma: gl.constexpr):
+    """The left operand [BN, K] of words [BN, STEPS, LANES, WORDS] of float8, as they are."""
+    BN: gl.constexpr = v.type.shape[0]
+    STEPS: gl.constexpr = v.type.shape[1]
+    even = gl.join(v.to(gl.int8), (v >> 16).to(gl.int8))
+    odd = gl.join((v >> 8).to(gl.int8), (v >> 24).to(gl.int8))
+    w = gl.join(even, odd).to(gl.float8e4nv, bitcast=True).reshape([BN, STEPS, 4, 4, 4]).permute((0, 1, 3, 2, 4))
+    return gl.convert_layout(w.reshape([BN, STEPS * 64]), gl.DotOperandLayout(0, mma, 4))
+
+
+@gluon.jit
+def over_group(x):
+    """The largest of |x| [COLS, STEPS, LANES, N] of each row, [COLS]; NaN for NaN."""
+    COLS: gl.constexpr = x.type.shape[0]
+    N: gl.constexpr = x.type.shape[1] * x.type.shape[2] * x.type.shape[3]
+    return gl.reduce(gl.abs(x).reshape([COLS, N]), 1, larger)
+
+
+@gluon.jit
+def larger(a, b):
+    return gl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@gluon.jit
+def rounded_group(x, coding: gl.constexpr):
+    """(codes of x [COLS, STEPS, LANES, N] float32, as of ``token_codes.quantise``, scales [COLS]) of one group of inputs per row."""
+    scale = gl.div_rn(over_group(x), 448.0)
+    divisor = gl.where(scale < coding.LEAST, coding.LEAST, scale)
+    if coding.POWER:
+        bits = (divisor.to(gl.int32, bitcast=True) + 0x7FFFFF) & ~0x7FFFFF
+        divisor = gl.where(divisor < float("inf"), bits.to(gl.float32, bitcast=True), divisor)
+        scale = divisor
+    # A division, correctly rounded (Markstein), of numbers that are far from what float32 cannot hold.
+    far = gl.where(divisor < 1e-18, 18446744073709551616.0, 1.0)
+    divisor = divisor * far
+    L: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, x.type.layout)))
+    by = gl.convert_layout(divisor, L)[:, None, None, None]
+    inverse = gl.convert_layout(gl.div_rn(1.0, divisor), L)[:, None, None, None]
+    x = x * gl.convert_layout(far, L)[:, None, None, None]
+    ratio = x * inverse
+    ratio = gl.fma(gl.fma(-ratio, by, x), inverse, ratio)
+    return ratio.to(gl.float8e4nv), scale
+
+
+@gluon.jit
+def rounded_sums(w, s, at_s, from_x, live, K, mma: gl.constexpr, coding: gl.constexpr, cut: gl.constexpr):
+    """As :func:`sums`, of float8 codes in blocks of 128 inputs, times tokens that are rounded by groups of 128 as they are read.
+
+    s points to the scales [BN] of the features in the layout of sums.
+    """
+    WARPS: gl.constexpr = gl.num_warps()
+    LX: gl.constexpr = token_layout(cut.COLS, 2, 16, WARPS)
+    k = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, LX))))[None, :, None, None] * 64
+    k += gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, LX))))[None, None, :, None] * 16
+    k += gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, LX))))[None, None, None, :]
+    BN: gl.constexpr = 16 * WARPS
+    COLS: gl.constexpr = cut.COLS
+    acc = gl.zeros([BN, COLS], gl.float32, mma)
+    v = load_group(w, 0, K, cut)
+    for group in range(0, K // 128, cut.STEPS // 2):
+        following = load_group(w, group + cut.STEPS // 2, K, cut)
+        acc = add_groups(acc, v, group, s, at_s, from_x + k, live, K, mma, coding, cut.STEPS)
+        v = following
+    return acc
+
+
+@gluon.jit
+def load_group(from_w, group, K, cut: gl.constexpr):
+    """Words of STEPS times 64 bytes of each row from 128 * ``group`` on; zeros behind the last."""
+    L: gl.constexpr = from_w.type.layout
+    c = group * 2 + gl.arange(0, cut.STEPS, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, L))))[None, :, None, None]
+    t = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, L))))[None, None, :, None]
+    i = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, L))))[None, None, None, :]
+    return gl.load(from_w + (c * 16 + t * 4 + i), mask=c < K // 64, other=0)
+
+
+@gluon.jit
+def add_groups(acc, v, group, s, at_s, from_x, live, K, mma: gl.constexpr, coding: gl.constexpr, STEPS: gl.constexpr):
+    """acc plus the products of STEPS / 2 groups from ``group`` on, each with the scales of its block and of its tokens."""
+    if STEPS == 2:
+        inside = group < K // 128
+        x = gl.load(from_x + group * 128, mask=live & inside, other=0.0).to(gl.float32)
+        codes, by = rounded_group(x, coding)
+        zero = gl.zeros_like(acc)
+        products = mma_v2(codes_of(v, mma), tokens_of(codes, mma, 4), zero)
+        of = gl.load(s + group * at_s.stride_k, mask=inside, other=0).to(gl.float32)
+        if coding.SCALE != "":
+            of = power(gl.load(s + group * at_s.stride_k, mask=inside, other=0), coding)
+        acc = acc + products * of[:, None] * gl.convert_layout(by, gl.SliceLayout(0, mma))[None, :]
+    else:
+        BN: gl.constexpr = v.type.shape[0]
+        HALF: gl.constexpr = STEPS // 2
+        first, second = v.reshape([BN, 2, HALF, 4, 4]).permute((0, 2, 3, 4, 1)).split()
+        acc = add_groups(acc, first, group, s, at_s, from_x, live, K, mma, coding, HALF)
+        acc = add_groups(acc, second, group + HALF // 2, s, at_s, from_x, live, K, mma, coding, HALF)
+    return acc
+
+
+@gluon.jit
 def word_tiles(
     x, ids, w_a, w_b, s_a, s_b, z_a, z_b, b_a, b_b, order, tiles, num_tiles, offsets, out, max_tiles, top_k, E, K, N, args,
     at_x, at_ids, at_w, at_s, at_z, first_b, form: gl.constexpr, coding: gl.constexpr, cut: gl.constexpr,
@@ -128,7 +228,7 @@ def word_tiles(
     BOTH: gl.constexpr = form.GATING == "halves" or form.GATING == "interleaved"
     OUT: gl.constexpr = 8 * WARPS if BOTH else 16 * WARPS
     L: gl.constexpr = weight_layout(cut.STEPS, WARPS)
-    LX: gl.constexpr = token_layout(COLS, cut.STEPS, 4 * coding.PER, WARPS)
+    LX: gl.constexpr = token_layout(COLS, 2 if coding.GROUP else cut.STEPS, 4 * coding.PER, WARPS)
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, 8])
     tile = gl.program_id(1)
     if cut.SORTED:
@@ -170,7 +270,12 @@ def word_tiles(
         slot = gl.load(order + slot, mask=live, other=0).to(gl.int32)
     row = slot if form.GATING == "none" else slot // top_k
     from_x = (x + row.to(gl.int64) * at_x.row)[:, None, None, None]
-    acc = sums(from_w, from_s, from_z, at_s, at_z, from_x, live[:, None, None, None], K, mma, coding, cut)
+    if coding.GROUP:
+        LA: gl.constexpr = gl.SliceLayout(1, mma)
+        blocks = gl.convert_layout(from_s.reshape([16 * WARPS]), LA)
+        acc = rounded_sums(from_w, blocks, at_s, from_x, live[:, None, None, None], K, mma, coding, cut)
+    else:
+        acc = sums(from_w, from_s, from_z, at_s, at_z, from_x, live[:, None, None, None], K, mma, coding, cut)
     if coding.BIAS:
         acc = acc + biases(b_a, b_b, e, at_w, first_b, block, N, dtype, mma, form, coding)
     acc = rounded(acc, dtype)
