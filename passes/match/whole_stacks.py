@@ -43,6 +43,8 @@ class _Stay:
 
 def packed_in(ctx: Context, leaf: Leaf) -> torch.dtype | None:
     """The dtype of what the program unpacks the weights of a projection from; None where it does not unpack them."""
+    if leaf.held is not None:
+        return None  # its storage is what the program multiplies
     node = (leaf.parts or (leaf.source,))[0]
     made = unpacking(ctx).of(ctx, node) if ctx.calls.get(node) is not None else None
     return None if made is None else made.packed
