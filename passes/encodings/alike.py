@@ -23,22 +23,28 @@ class Signature:
         text: the same for all weights that are computed alike, from inputs of the same shapes.
         inputs: those of the graph that it is computed from.
         begins: of each of them, where what is read begins: at which expert's part, where it is one expert's.
+        nodes: all that it is computed by.
     """
 
     text: str
     inputs: tuple[Node, ...]
     begins: tuple[int, ...]
+    nodes: tuple[Node, ...]
 
     def plain(self, coded: Coded) -> tuple[object, ...]:
         """What was read of a weight, as it is for every weight of this text."""
-        at = [self.inputs.index(part.node) for part in coded.parts]
-        places = [(i, p.sizes, p.strides, p.first - self.begins[i]) for i, p in zip(at, coded.parts, strict=True)]
+        at = [self.nodes.index(part.node) for part in coded.parts]
+        places = [(i, p.sizes, p.strides, p.first - self._begin(p.node)) for i, p in zip(at, coded.parts, strict=True)]
         return (str(coded.encoding), coded.dtype, *places)
 
     def moved(self, part: Part, other: Signature) -> Part:
         """A part of a weight of this signature, of the weight of another one with the same text."""
-        at = self.inputs.index(part.node)
-        return replace(part, node=other.inputs[at], first=part.first - self.begins[at] + other.begins[at])
+        node = other.nodes[self.nodes.index(part.node)]
+        return replace(part, node=node, first=part.first - self._begin(part.node) + other._begin(node))
+
+    def _begin(self, node: Node) -> int:
+        """Where what is read of a part begins; none of what the program computes is one expert's of several."""
+        return self.begins[self.inputs.index(node)] if node in self.inputs else 0
 
 
 @dataclass
@@ -88,7 +94,7 @@ def signature(ctx: Context, weight: Weight) -> Signature | None:
         args = node.args[:-1] if node in chosen else node.args
         does = "" if call is None or is_row else f"{node.target} {named(args)} {named(node.kwargs)}"
         lines.append(f"{node.op if call is None else call.name} {kind} {memory} {is_row} {does}")
-    return Signature("\n".join(lines), inputs, tuple(begins[source] for source in inputs))
+    return Signature("\n".join(lines), inputs, tuple(begins[source] for source in inputs), tuple(nodes))
 
 
 def _rows(ctx: Context, source: Node, inside: dict[Node, int]) -> list[Node]:

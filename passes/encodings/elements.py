@@ -8,7 +8,7 @@ elements are asked for, not by how large the weights are, and what an element is
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ class Batch:
         rows: index tensors that hold an expert's number.
         fixed: the values of inputs of the graph that never change.
         slots: of each of them, whose weights it is one of, where each element of ``rows`` chooses an expert's; None if one stands for all.
+        given: what counts as inputs.
     """
 
     count: int
@@ -43,6 +44,7 @@ class Batch:
     rows: frozenset[Node] = frozenset()
     fixed: Callable[[Node], Tensor | None] = lambda _: None
     slots: Tensor | None = None
+    given: frozenset[Node] = frozenset()
 
 
 class Elements:
@@ -70,7 +72,7 @@ class Elements:
             assert row is not None
             there = coords if shown is node else self._there(Strided(shown), own.place(coords))
             return bits(node, self.indexed(shown, *row, there), own.dtype)
-        if root.op in ("placeholder", "get_attr"):
+        if root.op in ("placeholder", "get_attr") or root in self.batch.given:
             return self._input(node, own, root, coords)
         writes = [w for w in self.ctx.writes.get(root, ()) if self.ctx.position[w] < at]
         if writes:
@@ -188,7 +190,7 @@ def ways(ctx: Context, node: Node, coords: Coords, batch: Batch, at: int) -> lis
     while open_:
         which = open_.pop(0)
         expert, slots = (None if of is None else of[which] for of in (batch.expert, batch.slots))
-        part = Batch(len(which), expert, batch.rows, batch.fixed, slots)
+        part = replace(batch, count=len(which), expert=expert, slots=slots)
         try:
             found.append((which, Elements(ctx, part).term(node, tuple(c[which] for c in coords), at)))
         except moves.ApartError as apart:

@@ -106,7 +106,8 @@ def _behind(last: Apply, storage: Node, wide: torch.dtype, before: list[torch.dt
         raise UnreadError(last.node, "subtracts more than zeros")
     steps, leaf = _uncast(zero)
     if not isinstance(leaf, Read):
-        raise UnreadError(_first(zero) or last.node, "makes zeros that are no tensor of the model's as they are")
+        why = "makes zeros that are no tensor of the model's as they are"
+        raise UnreadError(_first(zero) or last.node, why, _computed(leaf))
     if last.wide != wide or before != [wide] * len(before):
         raise UnreadError(last.node, f"subtracts in {last.wide}, and the scales multiply in {wide}")
     alike = _rounds_once(steps, leaf.dtype, wide) and not (last.scalars[1] and zero.dtype != wide)
@@ -191,7 +192,7 @@ def _packed(inner: Apply, casts: list[torch.dtype], zero: Term) -> Term:
     """Zeros that are made of one input, in whole numbers so small that all dtypes have their differences, but for unsigned ones."""
     first = _first(zero) or inner.node
     if len(reads(zero)) != 1:
-        raise UnreadError(first, "makes zeros of more than one tensor")
+        raise UnreadError(first, "makes zeros of more than one tensor", _computed(_uncast(zero)[1]))
     if any(dtype not in _DIFFERENCES for dtype in (inner.wide, inner.dtype, *casts)):
         raise UnreadError(inner.node, f"subtracts in {inner.wide}, which may overflow")
     return zero
@@ -206,14 +207,20 @@ def _scale(product: Apply, scale: Term, wide: torch.dtype) -> tuple[Read, str]:
         return leaf, ""
     found = list(leaves(scale))
     if len(found) != 1 or not isinstance(found[0], Read) or found[0].dtype.itemsize != 1:
-        raise UnreadError(_first(scale) or product.node, "makes scales that are no tensor of the model's as they are")
+        why = "makes scales that are no tensor of the model's as they are"
+        raise UnreadError(_first(scale) or product.node, why, _computed(leaf))
     codes = all_bytes(found[0].dtype)
     device = device_of(product)
     factor = evaluate(scale, lambda _: codes.to(device))
     kind = _ldexp(product, codes, factor) if product.name == "ldexp" else _power(codes, factor.to(wide).cpu())
     if kind is not None:
         return found[0], kind
-    raise UnreadError(_first(scale) or product.node, "makes scales of bytes that are no powers of two")
+    raise UnreadError(_first(scale) or product.node, "makes scales of bytes that are no powers of two", _computed(leaf))
+
+
+def _computed(term: Term) -> Node | None:
+    """The operation that makes numbers, if these are what its result is."""
+    return term.node if isinstance(term, Apply) else None
 
 
 def _power(codes: Tensor, factor: Tensor) -> str | None:

@@ -201,7 +201,7 @@ def _table(elements: Elements, node: Node, x: Node, index: Term) -> Term:
         raise UnreadError(node, "takes by codes what is no table of numbers")
     found = elements.every(x, sizes[0], node)
     if not isinstance(found, Const):
-        raise UnreadError(node, f"looks codes up in a tensor that may change, `{x.name}`")
+        raise UnreadError(node, f"looks codes up in a tensor that may change, `{x.name}`", node)
     return looked_up(node, index, found.values)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -49,6 +49,7 @@ def holds(
         most: so many weights of an expert are enough, in rows over all of it; None: all of them.
         small: whether the program is run as it is, for all experts, and not element by element; None: by their size.
     """
+    weight = replace(weight, given=frozenset(part.node for part in coded.parts if part.node.op not in ("placeholder", "get_attr")))
     with supposing(supposed(ctx, weight)[0]), torch.device("cpu"), torch.no_grad():
         return _holds(ctx, weight, coded, value, experts, most, small)
 
@@ -97,9 +98,9 @@ def proved(ctx: Context, weight: Weight, coded: Coded, value: Values, *, most: i
 def run(ctx: Context, weight: Weight, value: Values, expert: int) -> Tensor:
     """The weight [N, K] of an expert, by running all operations that it is computed by."""
     env: dict[Node, Any] = {}
-    device = next(value(n).device for n in inputs_of(cone(ctx, weight)) if weight.fixed(n) is None)
+    device = next(value(n).device for n in inputs_of(cone(ctx, weight), weight.given) if weight.fixed(n) is None)
     for node in cone(ctx, weight):
-        if node.op in ("placeholder", "get_attr"):
+        if node.op in ("placeholder", "get_attr") or node in weight.given:
             fixed = weight.fixed(node)
             env[node] = value(node) if fixed is None else fixed.to(device)
         elif is_number(ctx, node, weight.rows):

@@ -8,6 +8,7 @@ found (``places.py``). ``prove.py`` compares the weight and what was read, on re
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -26,6 +27,8 @@ from moefuse.passes.graph.sizes import size_of, supposing
 from moefuse.passes.infer.state import Context
 from moefuse.passes.ir.facts import Lost
 
+_SMALLER = 4
+"""So many times as many weights as scales there must be, to take these as they are computed for all experts in each call."""
 _FAR = 128
 """As many operations are looked at for a message."""
 
@@ -59,12 +62,37 @@ def _once(ctx: Context, weight: Weight) -> Coded:
             raise UnreadError(source, "lies in the memory of another input")
     own, known = signature(ctx, weight), ctx.scratch(Known)
     if own is None:
-        return _for_all_sizes(ctx, weight)
+        return _as_computed(ctx, weight)
     before = known.of(own)
     if before is None:
-        before = _for_all_sizes(ctx, weight)
+        before = _as_computed(ctx, weight)
         known.found[own.text] = own, before
     return before
+
+
+def _as_computed(ctx: Context, weight: Weight) -> Coded:
+    """What is read, with scales and zeros as the program computes them where these are no tensors of the model's."""
+    first: UnreadError | None = None
+    while True:
+        try:
+            return _for_all_sizes(ctx, weight)
+        except UnreadError as error:
+            first = first or error
+            if error.computed is None or error.computed in weight.given or not _may_be_given(ctx, weight, error.computed):
+                raise first from error
+            weight = replace(weight, given=weight.given | {error.computed})
+
+
+def _may_be_given(ctx: Context, weight: Weight, node: Node) -> bool:
+    """Whether a node is computed once, for all weights, is small beside them, and stays what it is."""
+    value, whole = tensor(node), tensor(weight.node)
+    if value is None or whole is None or not value.dtype.is_floating_point:
+        return False
+    if ctx.storage[node] is not node or ctx.writes.get(node) or node in ctx.given.skipped:
+        return False
+    if expert_stack(ctx, node, weight.rows) is not None:
+        return False
+    return bool(_SMALLER * torch.Size(Strided(node).sizes).numel() <= torch.Size(Strided(weight.node).sizes).numel())
 
 
 def _for_all_sizes(ctx: Context, weight: Weight) -> Coded:
@@ -84,7 +112,7 @@ def trees(ctx: Context, weight: Weight, of: Sample) -> Ways:
         UnreadError: an operation on the way is not read.
     """
     expert = of.e if len(weight.order) == 2 and expert_stack(ctx, weight.node, weight.rows) is not None else None
-    batch = Batch(len(of.e), expert, weight.rows, weight.fixed, weight.slots(of))
+    batch = Batch(len(of.e), expert, weight.rows, weight.fixed, weight.slots(of), weight.given)
     return ways(ctx, weight.node, weight.coords(of), batch, moment(ctx, weight))
 
 

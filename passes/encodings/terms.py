@@ -19,11 +19,11 @@ CAST, BITS = "cast", "bits"
 
 
 class UnreadError(Exception):
-    """An operation that the reader does not see through."""
+    """An operation that the reader does not see through. ``computed``: scales or zeros that it might take as the program computes them."""
 
-    def __init__(self, node: Node, why: str) -> None:
+    def __init__(self, node: Node, why: str, computed: Node | None = None) -> None:
         super().__init__(f"`{node.name}`: {why}")
-        self.node, self.why = node, why
+        self.node, self.why, self.computed = node, why, computed
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import sympy
@@ -33,6 +33,7 @@ class Weight:
         reader: who reads it, where it is written to in place; else its first reader.
         rows: index tensors that hold the number of an expert for each slot. The other dimensions of the node are the slots, in their order.
         fixed: the values of inputs of the graph that never change: tables of levels, orders of groups.
+        given: scales and zeros that are taken as the program computes them, as if they were inputs.
     """
 
     node: Node
@@ -40,6 +41,7 @@ class Weight:
     reader: Node | None = None
     rows: frozenset[Node] = frozenset()
     fixed: Callable[[Node], Tensor | None] = lambda _: None
+    given: frozenset[Node] = frozenset()
 
     @property
     def lead(self) -> tuple[int, ...]:
@@ -105,7 +107,7 @@ def cone(ctx: Context, weight: Weight) -> list[Node]:
         here = open_.pop()
         if here not in ctx.position:
             raise UnreadError(here, "is none of the program's operations")
-        if here.op in ("placeholder", "get_attr") or is_number(ctx, here, weight.rows):
+        if here.op in ("placeholder", "get_attr") or here in weight.given or is_number(ctx, here, weight.rows):
             continue
         writes = [w for w in ctx.writes.get(ctx.storage[here], ()) if ctx.position[w] < until]
         new = [n for n in (*here.all_input_nodes, *writes) if n not in seen]
@@ -124,9 +126,9 @@ def supposed(ctx: Context, weight: Weight) -> list[dict[sympy.Symbol, sympy.Symb
     return [{symbol: sympy.Integer(sympy.prime(at + i)) for i, symbol in enumerate(unknown)} for at in _PRIMES] if unknown else [{}]
 
 
-def inputs_of(nodes: list[Node]) -> list[Node]:
-    """The inputs of the graph among nodes."""
-    return [n for n in nodes if n.op in ("placeholder", "get_attr")]
+def inputs_of(nodes: list[Node], given: Collection[Node] = ()) -> list[Node]:
+    """The inputs of the graph among nodes, and what counts as such."""
+    return [n for n in nodes if n.op in ("placeholder", "get_attr") or n in given]
 
 
 __all__ = ["Weight", "cone", "inputs_of", "is_stack", "moment", "sizes_of", "supposed"]

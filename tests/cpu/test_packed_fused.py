@@ -107,6 +107,44 @@ def test_gradients_of_tokens(spelling: str) -> None:
     assert "held as" in str(report)
 
 
+class Computed(Gated):
+    """Scales and zeros that the program computes of small tensors."""
+
+    def __init__(self, way: str, *, hit: bool = False) -> None:
+        super().__init__("channel", hit=hit)
+        self.way = way
+
+    def expert(self, e: int | Tensor, x: Tensor) -> Tensor:
+        ways = {
+            "a number": lambda q, s: q.float() * (s * (1 / 127)),
+            "another scale": lambda q, s: q.float() * (s * s[:1]),
+            "zeros behind": lambda q, s: q.float() * s - s,
+            "computed zeros behind": lambda q, s: q.float() * s - (s + 0.01),
+        }
+        gate, up, down = (ways[self.way](*(part[e] for part in layer.parts)) for layer in (self.gate, self.up, self.down))
+        return F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
+
+
+@pytest.mark.parametrize("way", ["a number", "another scale", "zeros behind", "computed zeros behind"])
+def test_what_scales_are_computed_of(way: str) -> None:
+    """The program computes them, as before, and the op reads them; changes of what they are made of are followed."""
+    model = Computed(way)
+    compiled = Compiled(model)
+    x = torch.randn(3, packed.H)
+    before = compiled.check(x)
+    assert len(compiled.ops) == 1, str(compiled.report)
+    model.up.parts[1].data.mul_(2)
+    assert not torch.equal(before, compiled.check(x))
+
+
+def test_what_is_computed_for_hit_experts_alone_stays() -> None:
+    """Scales that the body of a loop computes are those of one expert."""
+    compiled = Compiled(Computed("a number", hit=True), captured=True)
+    compiled.check(torch.randn(11, packed.H))
+    assert not compiled.ops
+    assert "makes scales that are no tensor of the model's as they are" in compiled.report.skipped[0].message
+
+
 class Near(Gated):
     """One statement off what is read."""
 
