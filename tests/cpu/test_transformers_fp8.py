@@ -23,6 +23,9 @@ from transformers.integrations import finegrained_fp8
 from transformers.integrations.moe import use_experts_implementation
 
 import moefuse
+from moefuse import pipeline
+from moefuse.capture import entry
+from moefuse.config import Options
 from moefuse.integrations.transformers import NAME, ExpertsModuleError
 from moefuse.integrations.transformers_fp8 import fp8_experts_forward
 from tests.programs import fp8
@@ -226,6 +229,23 @@ def test_compiled(name: str, impl: str) -> None:
     assert len(report.fused) == 1, str(report)
     assert report.skipped == []
     assert "activations e4m3 per token and" in report.fused[0].spec.encoding
+
+
+def test_kernels_are_loaded_as_the_program_says() -> None:
+    """The two nodes that load the hub's kernel stay, for whoever needs it later; the operators they are for are gone."""
+    graphs: list[torch.fx.Graph] = []
+
+    def backend(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
+        pipeline.rewrite(gm, example_inputs, Options(), entry.frame())
+        graphs.append(gm.graph)
+        return gm.forward
+
+    with torch.no_grad():
+        torch.compile(Layer(experts("grouped_mm")), backend=backend, fullgraph=True)(torch.randn(11, HIDDEN).to(BF16))
+    (graph,) = graphs
+    names = [getattr(node.target, "__name__", str(node.target)) for node in graph.nodes if node.op == "call_function"]
+    assert names.count("_load_finegrained_fp8_kernel") == 2
+    assert not [name for name in names if "matmul" in name]
 
 
 def test_what_breaks_is_told() -> None:
