@@ -34,7 +34,7 @@ from moefuse.passes.ir.facts import Lost, Routing
 from moefuse.passes.ir.regions import Refused, Region
 from moefuse.passes.lower import dce
 from moefuse.passes.lower.checkpoints import keep_results
-from moefuse.passes.lower.coded import Packed
+from moefuse.passes.lower.coded import Apart, Packed
 from moefuse.passes.lower.cost_gate import not_faster
 from moefuse.passes.lower.devices import unsupported
 from moefuse.passes.lower.held import UnsupportedError
@@ -259,13 +259,15 @@ def _rewrite(ctx: Context, known: dict[Node, Any], run: _Run, region: Region) ->
         whole_stacks.stay(ctx, region, wrong)
         coded = {}
     emit = Emitter(ctx.graph, region.anchor.next, region.value, ctx.replaced)
-    made = _lowered(ctx, known, run, region, emit, Packed(region, emit, coded) if held else Lowering(region, emit), held)
+    lowering = Packed(region, emit, coded) if held else Apart(region, emit) if coded else Lowering(region, emit)
+    made = _lowered(ctx, known, run, region, emit, lowering, held)
     if isinstance(made, Lost):
         emit.undo()
         return made
     if coded and not held:  # no other op takes a tensor of a class of its own, so there is nothing to prove first
-        made = _packed(ctx, region, emit, coded, made)
+        made = _packed(ctx, known, run, region, emit, coded, made[1])
         if isinstance(made, Lost):
+            emit.undo()
             return made
     made, sharded = _spread(run, region, emit, *made, ctx.mode[region.anchor][0])
     _put_in(ctx, known, run, region, emit, *made, sharded)
@@ -273,21 +275,21 @@ def _rewrite(ctx: Context, known: dict[Node, Any], run: _Run, region: Region) ->
 
 
 def _packed(
-    ctx: Context, region: Region, emit: Emitter, coded: Mapping[Key, Coded], dense: tuple[Lowered, Verdict | None]
+    ctx: Context, known: dict[Node, Any], run: _Run, region: Region, emit: Emitter, coded: Mapping[Key, Coded], verdict: Verdict | None
 ) -> tuple[Lowered, Verdict | None] | Lost:
     """The op that reads weights as they are held, instead of one that was proved with the weights that the program unpacks.
 
-    Where it takes no such experts, that one again: not where it would unpack more than the program does.
+    Where it takes no such experts, what reads those: not where it would unpack more than the program does.
     """
     emit.undo()
     made = _as_held(ctx, region, emit, coded)
     if not isinstance(made, Lost):
-        return made, dense[1]
+        return made, verdict
     emit.undo()
     if needed(ctx, region):
         return made
     whole_stacks.stay(ctx, region, made)
-    return Lowering(region, emit).run(), dense[1]
+    return _lowered(ctx, known, run, region, emit, Lowering(region, emit), {})
 
 
 def _as_held(ctx: Context, region: Region, emit: Emitter, coded: Mapping[Key, Coded]) -> Lowered | Lost:

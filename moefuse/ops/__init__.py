@@ -6,6 +6,7 @@ from __future__ import annotations
 from moefuse.ops import bounded as _bounded  # noqa: F401  (defines its ops)
 from moefuse.ops import coded as _coded  # noqa: F401  (defines its ops)
 from moefuse.ops import experts, grouped, router
+from moefuse.ops import grouped_coded as _grouped_coded  # noqa: F401  (defines its ops)
 from moefuse.ops import lora as _lora  # noqa: F401  (defines its ops)
 from moefuse.ops import own as _own  # noqa: F401  (defines its op)
 from moefuse.ops import parallel as _parallel  # noqa: F401  (defines its ops)

@@ -389,14 +389,20 @@ def check_route(logits: Tensor, bias: Tensor | None, recipe: Recipe, out_dtype: 
 
 
 def check_codes(
-    name: str, storage: Sequence[Tensor], encoding: Encoding, scale: Sequence[Tensor], zero: Sequence[Tensor], x: Tensor
+    name: str,
+    storage: Sequence[Tensor],
+    encoding: Encoding,
+    scale: Sequence[Tensor],
+    zero: Sequence[Tensor],
+    x: Tensor,
+    *,
+    op: str = "experts_coded",
 ) -> None:
-    """Arguments of ``moefuse::experts_coded`` that belong to one projection.
+    """Arguments of an op that belong to one projection.
 
     Raises:
         ValueError, TypeError: they do not fit each other.
     """
-    op = "experts_coded"
     legal = _storage_dtypes(encoding)
     for t in storage:
         if t.dtype not in legal:

@@ -199,14 +199,14 @@ def checked(call: CodedCall) -> tuple[Any, Any, Any]:
     base = call.base
     weights = []
     for name, stack, codes in zip(("w_in", "w_up", "w_out"), call.stacks, call.codes, strict=True):
-        weights.append(stack if codes is None else Stack(_shown(stack.weight, codes, base.x), stack.bias))
+        weights.append(stack if codes is None else Stack(shown(stack.weight, codes, base.x), stack.bias))
         if codes is not None:
             check_codes(name, stack.weight, codes.encoding, codes.scale, codes.zero, base.x)
     w_in, w_up, w_out = weights
     return check_experts(base._replace(w_in=w_in, w_up=w_up, w_out=w_out))
 
 
-def _shown(storage: Lists, codes: Codes, x: Tensor) -> list[Tensor]:
+def shown(storage: Lists, codes: Codes, x: Tensor) -> list[Tensor]:
     """Tensors of the shapes and the dtype of the weights, without memory of their own."""
     return [x.new_empty(()).expand(codes.encoding.logical(tuple(t.shape))) for t in storage]
 

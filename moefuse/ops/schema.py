@@ -45,6 +45,9 @@ SCHEMAS: tuple[str, ...] = (
     "permute(Tensor x, Tensor ids, int num_experts) -> (Tensor xs, Tensor order, Tensor offsets)",
     "grouped_linear(Tensor xs, Tensor offsets, Tensor[] w, Tensor[] b) -> Tensor",
     "grouped_linear_backward(Tensor grad, Tensor xs, Tensor offsets, Tensor[] w, Tensor[] b, bool[] needs) -> Tensor[]",
+    "grouped_linear_coded(Tensor xs, Tensor offsets, Tensor[] w, Tensor[] codes, Tensor[] b, str encoding) -> Tensor",
+    "grouped_linear_coded_backward(Tensor grad, Tensor offsets, Tensor[] w, Tensor[] codes, Tensor[] b, str encoding, bool[] needs) -> "
+    "Tensor[]",
     "expert_rows(Tensor[] v, Tensor offsets, SymInt num_rows) -> Tensor",
     "expert_rows_backward(Tensor grad, Tensor[] v, Tensor offsets) -> Tensor[]",
     "combine(Tensor ys, Tensor? weights, Tensor order, Tensor offsets, SymInt top_k, ScalarType? out_dtype) -> Tensor",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,11 +12,12 @@ from moefuse.ops.call import Stack
 from moefuse.ops.reference import expert_vector
 from moefuse.ops.token_codes import Rounding, as_rounded
 from moefuse.runtime import backward, cpu
-from moefuse.runtime.cpu import SortedRows, cut_groups
-from moefuse.runtime.routing import Group
+from moefuse.runtime.cpu import Lists, SortedRows, cut_groups
+from moefuse.runtime.expert_grads import empty_grads, vector_grads
+from moefuse.runtime.routing import Group, groups_of
 
 if TYPE_CHECKING:
-    from moefuse.ops.coded import CodedCall, CodedGrads
+    from moefuse.ops.coded import CodedCall, CodedGrads, CodedWeights
 
 
 def experts_coded(call: CodedCall) -> Tensor:
@@ -33,6 +35,45 @@ def experts_coded_forward(call: CodedCall) -> tuple[Tensor, Tensor, Tensor, Tens
 def experts_coded_backward(call: CodedGrads) -> list[Tensor]:
     """The gradients that are wanted, flattened; of experts that do not round activations."""
     return backward.experts_backward(call.decoded)
+
+
+def grouped_linear_coded(xs: Tensor, offsets: Tensor, w: Lists, codes: Lists, b: Lists, encoding: str) -> Tensor:
+    """``moefuse::grouped_linear_coded``."""
+    weights, ends = _weights(w, codes, encoding, xs), offsets.tolist()
+    out = xs.new_empty((xs.shape[0], weights.shape[0]))
+    out[ends[-1] :].zero_()
+    groups = groups_of(ends)
+    if groups:
+        cpu.project(out, xs, Stack(weights, b), groups)
+    return out
+
+
+def grouped_linear_coded_backward(
+    grad: Tensor, offsets: Tensor, w: Lists, codes: Lists, b: Lists, encoding: str, needs: Sequence[bool]
+) -> list[Tensor]:
+    """Gradients of xs and b that ``needs`` asks for, flattened in that order."""
+    ends, grad, out = offsets.tolist(), grad.contiguous(), list[Tensor]()
+    groups = groups_of(ends)
+    if needs[0]:
+        weights = _weights(w, codes, encoding, grad)
+        d_xs = grad.new_empty((grad.shape[0], weights.shape[1]))
+        d_xs[ends[-1] :].zero_()
+        if groups:
+            cpu.back_project(d_xs, grad, weights, groups)
+        out.append(d_xs)
+    if needs[1]:
+        d_b = empty_grads(b, groups, 1)
+        if groups:
+            vector_grads(d_b, grad, groups)
+        out += d_b
+    return out
+
+
+def _weights(w: Lists, codes: Lists, encoding: str, x: Tensor) -> CodedWeights:
+    from moefuse.ops.coded import CodedWeights  # it asks providers
+    from moefuse.ops.grouped_coded import codes_of
+
+    return CodedWeights(w, codes_of(w, codes, encoding), x.dtype)
 
 
 class RoundedRows(SortedRows):

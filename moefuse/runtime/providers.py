@@ -113,6 +113,9 @@ PROVIDERS: dict[str, list[Provider]] = {
     "permute": _triton("provide.grouped", "permute") + _portable(grouped.permute),
     "grouped_linear": _triton("provide.grouped", "grouped_linear") + _portable(grouped.grouped_linear),
     "grouped_linear_backward": _triton("provide.grouped", "grouped_linear_backward") + _portable(grouped.grouped_linear_backward),
+    "grouped_linear_coded": _triton("provide.grouped_coded", "grouped_linear_coded") + _portable(coded.grouped_linear_coded),
+    "grouped_linear_coded_backward": _triton("provide.grouped_coded", "grouped_linear_coded_backward")
+    + _portable(coded.grouped_linear_coded_backward),
     "expert_rows": _triton("provide.grouped", "expert_rows") + _portable(grouped.expert_rows),
     "expert_rows_backward": _triton("provide.grouped", "expert_rows_backward") + _portable(grouped.expert_rows_backward),
     "combine": _triton("provide.grouped", "combine") + _portable(grouped.combine),

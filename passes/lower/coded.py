@@ -11,12 +11,13 @@ from torch.fx import Node
 
 from moefuse.passes.encodings.part import Coded, emit, joined
 from moefuse.passes.graph.builder import Emitter
+from moefuse.passes.graph.calls import fake
 from moefuse.passes.ir.expr import Leaf
 from moefuse.passes.ir.regions import Region
 from moefuse.passes.lower.held import UnsupportedError
-from moefuse.passes.lower.lower import Lowered, Lowering
+from moefuse.passes.lower.lower import BySlot, Lowered, Lowering
 from moefuse.passes.match.coded_weights import Key, keys_of
-from moefuse.passes.match.templates import Body
+from moefuse.passes.match.templates import Body, one_op
 
 
 class Packed(Lowering):
@@ -36,11 +37,22 @@ class Packed(Lowering):
         described = dict.fromkeys(coded.encoding.describe() for coded in self.coded.values())
         return replace(lowered, spec=replace(lowered.spec, encoding="; ".join(described)))
 
-    def grouped(self) -> Lowered:
-        raise UnsupportedError("between the projections is what no activation of the op computes")
+    def either(self) -> Lowered:
+        """One op if a template describes the expert, else grouped products around its own code; these too with low-rank terms."""
+        return self.grouped() if has_terms(self.region) else super().either()
 
     def by_slot(self, region: Region, top_k: int) -> Lowering:
-        raise UnsupportedError("rows come or go one for each slot")
+        """The lowering in which every slot is a token."""
+        return PackedBySlot(region, self.emit, self.coded, top_k)
+
+    def multiplied(self, rows: Node, offsets: Node, leaf: Leaf) -> Node:
+        """Sorted rows times each expert's weights, as these are held."""
+        found = self.read(leaf)
+        if found is None:
+            return super().multiplied(rows, offsets, leaf)
+        codes = [node for i in range(1, len(found[0].parts)) for node in self.shown(found, i)]
+        op = torch.ops.moefuse.grouped_linear_coded.default
+        return self.emit(op, rows, offsets, self.shown(found, 0), codes, [], str(found[0].encoding))
 
     def stack(self, leaf: Leaf) -> list[Node]:
         """The storage of a projection, or its weights if they are not encoded."""
@@ -83,4 +95,26 @@ class Packed(Lowering):
         return [emit(self.emit, coded.parts[which]) for coded in read]
 
 
-__all__ = ["Packed", "UnsupportedError"]
+class PackedBySlot(BySlot, Packed):
+    """The same where every slot is a token of its own."""
+
+    def __init__(self, region: Region, emit: Emitter, coded: Mapping[Key, Coded], top_k: int) -> None:
+        Packed.__init__(self, region, emit, coded)
+        self.top_k = top_k
+
+
+class Apart(Lowering):
+    """The lowering that says the same with the weights that the program unpacks, tier by tier."""
+
+    def either(self) -> Lowered:
+        """As of :class:`Packed`."""
+        return self.grouped() if has_terms(self.region) else super().either()
+
+
+def has_terms(region: Region) -> bool:
+    """Whether one op would take an expert with low-rank terms."""
+    body = one_op(region.expr, fake(region.value).device)
+    return body is not None and any(p is not None and bool(p.terms or p.added) for p in body.projections)
+
+
+__all__ = ["Apart", "Packed", "UnsupportedError", "has_terms"]

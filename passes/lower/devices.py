@@ -20,6 +20,7 @@ _DIFFERENTIATED = {
     "experts_coded": ("experts_coded_forward", "experts_coded_backward"),
     "permute": ("permute",),
     "grouped_linear": ("grouped_linear", "grouped_linear_backward"),
+    "grouped_linear_coded": ("grouped_linear_coded", "grouped_linear_coded_backward"),
     "expert_rows": ("expert_rows", "expert_rows_backward"),
     "combine": ("combine", "combine_backward"),
     "topk": ("topk",),

@@ -411,7 +411,7 @@ class Lowering:
                 value, dtype = tensor(child), computed_in(expr) or dtype_of(expr.weight)
                 if value is not None and value.dtype != dtype:
                     child = self.emit(torch.Tensor.to, child, dtype)
-                return self.emit(torch.ops.moefuse.grouped_linear.default, child, offsets, self.stack(expr.weight), [])
+                return self.multiplied(child, offsets, expr.weight)
             case ExpertVector():
                 count = self.emit(torch.ops.aten.sym_size.int, order, 0)
                 return self.emit(torch.ops.moefuse.expert_rows.default, self.vectors(expr.vector), offsets, count)
@@ -426,6 +426,10 @@ class Lowering:
                 options = {k: self.rows(v) for k, v in expr.kwargs}
                 return self.emit(function_of(expr.name, options), *(self.rows(a) for a in expr.args), **options)
         raise TypeError(f"cannot lower {type(expr).__name__}")
+
+    def multiplied(self, rows: Node, offsets: Node, leaf: Leaf) -> Node:
+        """Sorted rows times each expert's weights."""
+        return self.emit(torch.ops.moefuse.grouped_linear.default, rows, offsets, self.stack(leaf), [])
 
     def _token_rows(self, token: Token, order: Node) -> Node:
         first = next(e for e in walk(self.region.expr) if isinstance(e, Token))

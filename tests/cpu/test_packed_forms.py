@@ -234,3 +234,31 @@ def test_gradients_through_what_slots_choose() -> None:
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
     assert len(compiled.ops) == 1
+
+
+class Between(Form):
+    """What no activation of the op computes: the experts are products around the user's own operations."""
+
+    def between(self, gate: Tensor, up: Tensor) -> Tensor:
+        return torch.cos(gate) * up + gate.sigmoid()
+
+
+GROUPED = torch.ops.moefuse.grouped_linear_coded.default
+
+
+@pytest.mark.parametrize("held", HELD)
+@pytest.mark.parametrize("domain", ["loop", "slots", "sorted"])
+def test_bodies_of_the_users_own(held: str, domain: Domain) -> None:
+    """Each projection by itself, as it is held; gradients go through."""
+    model = Between(held, domain, whole=domain == "loop")
+    compiled = Compiled(model)
+    x = torch.randn(9, H, requires_grad=True)
+    found = []
+    for run in (compiled.run, model):
+        out = run(x)
+        found.append((out, *torch.autograd.grad(out.square().sum(), (x, model.router.weight))))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    assert [(f.tier, f.spec.encoding != "") for f in compiled.report.fused] == [("grouped", True)], str(compiled.report)
+    (gm,) = compiled.graphs
+    assert len(gm.graph.find_nodes(op="call_function", target=GROUPED)) == 3

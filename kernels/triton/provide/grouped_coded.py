@@ -1,0 +1,67 @@
+"""``moefuse::grouped_linear_coded`` and its gradients on CUDA: grouped products whose weights are made in registers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from moefuse.kernels.triton.host import coded, linear, sorted_rows, wgrad
+from moefuse.kernels.triton.host.sorted_rows import Lists, Sorted
+from moefuse.kernels.triton.launch.record import recorded
+from moefuse.kernels.triton.provide.coded import DTYPES
+from moefuse.ops.coded import Codes
+from moefuse.ops.grouped_coded import codes_of
+
+__all__ = ["grouped_linear_coded", "grouped_linear_coded_backward", "supports"]
+
+
+def supports(x: Tensor, offsets: Tensor, w: Lists, codes: Lists, b: Lists, encoding: str, *_: object) -> str | None:
+    """None, or why these kernels cannot run a call; ``x``: the rows, or their gradient."""
+    return f"no kernel for {x.dtype}" if x.dtype not in DTYPES else coded.refusal(codes_of(w, codes, encoding), w[0])
+
+
+def _held(w: Lists, codes: Lists, encoding: str) -> coded.Held:
+    encoded, scale, zero = codes_of(w, codes, encoding)
+    return coded.held(_bytes(w), Codes(encoded, _bytes(scale), _bytes(zero)))
+
+
+def _bytes(tensors: Lists) -> list[Tensor]:
+    """float8 as bytes, as ``provide.coded`` has them."""
+    return [t.view(torch.uint8) if t.dtype not in coded.ELEMENTS else t for t in tensors]
+
+
+def _rows(offsets: Tensor, slots: int) -> Sorted:
+    offsets = offsets.contiguous()
+    return Sorted(offsets, offsets, slots, offsets.shape[0] - 1, 1)
+
+
+@recorded
+def grouped_linear_coded(xs: Tensor, offsets: Tensor, w: Lists, codes: Lists, b: Lists, encoding: str) -> Tensor:
+    """``moefuse::grouped_linear_coded``."""
+    held = _held(w, codes, encoding)
+    out = torch.empty((xs.shape[0], held.features), dtype=xs.dtype, device=xs.device)
+    if out.numel():
+        it = sorted_rows.tiled(_rows(offsets, xs.shape[0]), xs.dtype)
+        coded.product(out, xs, held, it, bias=linear.weight(b, 1) if b else None)
+        sorted_rows.clear_dead(out, it)
+    return out
+
+
+@recorded
+def grouped_linear_coded_backward(
+    grad: Tensor, offsets: Tensor, w: Lists, codes: Lists, b: Lists, encoding: str, needs: Sequence[bool]
+) -> list[Tensor]:
+    """Gradients of xs and b that ``needs`` asks for, flattened in that order."""
+    held, it, out = _held(w, codes, encoding), _rows(offsets, grad.shape[0]), list[Tensor]()
+    if needs[0]:
+        d_xs = torch.empty((grad.shape[0], held.inputs), dtype=grad.dtype, device=grad.device)
+        if d_xs.numel():
+            it = sorted_rows.tiled(it, grad.dtype)
+            coded.product(d_xs, grad.contiguous(), held, it, back=True)
+            sorted_rows.clear_dead(d_xs, it)
+        out.append(d_xs)
+    if needs[1]:
+        out += wgrad.vector_grads(b, grad, it)
+    return out

@@ -1,0 +1,103 @@
+"""``moefuse::grouped_linear_coded``: ``moefuse::grouped_linear`` with weights held in few bits, which are never unpacked as a whole.
+
+``w`` is the storage of one projection, [E, N', K'] or E tensors, and ``codes`` its scales, then its zeros if it has some, one tensor or E
+as the storage is. The op means ``grouped_linear`` with the weights that ``encoding.dequantise`` gives, in the dtype of xs [S, K]. Rows and
+biases [E, N] have gradients, in any of the ways; storage, scales and zeros have none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moefuse.ops.autograd import below_autograd, grads_for, once, ops, wants_grad
+from moefuse.ops.checks import check_codes, check_grouped_linear
+from moefuse.ops.coded import Codes, shown
+from moefuse.ops.encoding import parse
+from moefuse.ops.schema import implement
+from moefuse.runtime import providers
+
+Lists = Sequence[Tensor]
+
+
+def codes_of(w: Lists, codes: Lists, encoding: str) -> Codes:
+    """What belongs to the storage of the projection."""
+    count = len(w)
+    return Codes(parse(encoding), codes[:count], codes[count:])
+
+
+def checked(xs: Tensor, offsets: Tensor, w: Lists, codes: Lists, b: Lists, encoding: str) -> Any:
+    """The output features; raises where the arguments do not fit."""
+    held = codes_of(w, codes, encoding)
+    if held.encoding.activation is not None:
+        raise ValueError(f"moefuse::grouped_linear_coded: `encoding` rounds activations ({encoding}); here no encoding does")
+    found = check_grouped_linear(xs, offsets, shown(w, held, xs), b)
+    check_codes("w", w, held.encoding, held.scale, held.zero, xs, op="grouped_linear_coded")
+    return found
+
+
+def _kernel(xs: Tensor, offsets: Tensor, w: Lists, codes: Lists, b: Lists, encoding: str) -> Tensor:
+    checked(xs, offsets, w, codes, b, encoding)
+    found: Tensor = providers.run("grouped_linear_coded", xs, offsets, w, codes, b, encoding)
+    return found
+
+
+def _fake(xs: Tensor, offsets: Tensor, w: Lists, codes: Lists, b: Lists, encoding: str) -> Tensor:
+    return xs.new_empty((xs.shape[0], checked(xs, offsets, w, codes, b, encoding)))
+
+
+def _backward(grad: Tensor, offsets: Tensor, w: Lists, codes: Lists, b: Lists, encoding: str, needs: Sequence[bool]) -> list[Tensor]:
+    found: list[Tensor] = providers.run("grouped_linear_coded_backward", grad, offsets, w, codes, b, encoding, needs)
+    return found
+
+
+def _backward_fake(grad: Tensor, offsets: Tensor, w: Lists, codes: Lists, b: Lists, encoding: str, needs: Sequence[bool]) -> list[Tensor]:
+    inputs = parse(encoding).logical(tuple(w[0].shape))[-1]
+    out = [grad.new_empty((grad.shape[0], inputs))] if needs[0] else []
+    return out + ([torch.empty_like(t) for t in b] if needs[1] else [])
+
+
+class _Coded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, lengths: tuple[int, int], encoding: str, xs: Tensor, offsets: Tensor, *flat: Tensor) -> Tensor:
+        ctx.lengths, ctx.encoding = lengths, encoding
+        ctx.save_for_backward(offsets, *flat)
+        with below_autograd():
+            return ops.grouped_linear_coded(xs, offsets, *_cut(flat, lengths), encoding)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        offsets, *flat = ctx.saved_tensors
+        _, _, need_xs, _, *need_flat = ctx.needs_input_grad
+        first = sum(ctx.lengths)
+        needs = [need_xs, any(need_flat[first:])]
+        computed = ops.grouped_linear_coded_backward(grad, offsets, *_cut(flat, ctx.lengths), ctx.encoding, needs)
+        d_xs, *d_b = grads_for(needs, (1, len(flat) - first), computed)
+        return None, None, d_xs, None, *(None,) * first, *d_b
+
+
+def _cut(flat: Lists, lengths: tuple[int, int]) -> tuple[Lists, Lists, Lists]:
+    """w, codes and b."""
+    first, last = lengths[0], sum(lengths)
+    return flat[:first], flat[first:last], flat[last:]
+
+
+def _autograd(xs: Tensor, offsets: Tensor, w: Lists, codes: Lists, b: Lists, encoding: str) -> Tensor:
+    if any(t.requires_grad for t in (*w, *codes)) and torch.is_grad_enabled():
+        raise RuntimeError("moefuse::grouped_linear_coded has gradients of xs and of biases, and none of what weights are held in")
+    if wants_grad((xs, *b)):
+        return _Coded.apply((len(w), len(codes)), encoding, xs, offsets, *w, *codes, *b)  # type: ignore[no-any-return,no-untyped-call]
+    with below_autograd():
+        return ops.grouped_linear_coded(xs, offsets, w, codes, b, encoding)  # type: ignore[no-any-return]
+
+
+implement("grouped_linear_coded", kernel=_kernel, fake=_fake, autograd=_autograd)
+implement(
+    "grouped_linear_coded_backward",
+    kernel=_backward,
+    fake=_backward_fake,
+    autograd=once("grouped_linear_coded_backward", "grouped_linear_coded"),
+)
