@@ -1,4 +1,5 @@
-"""A computed weight as a linear combination: numbers times stacks that the graph is given, plus numbers times low-rank products ``B @ A``.
+"""A computed weight as a linear combination: numbers times stacks that the graph is given, or unpacks from few bits that are not trained,
+plus numbers times low-rank products ``B @ A``.
 
 Read by what operations mean, from the weight back to the graph's inputs: sums and differences, numbers that multiply or divide, signs,
 ``alpha`` and ``beta``, casts, turns of the last two dimensions, copies and what is written to a copy, products in any spelling, stacks of
@@ -20,6 +21,7 @@ from moefuse.passes.graph.op_classes import CASTS
 from moefuse.passes.graph.sizes import same_shape, shape_of
 from moefuse.passes.graph.stacks import row_of
 from moefuse.passes.infer.state import Context
+from moefuse.passes.infer.unpacking import is_unpacked
 from moefuse.passes.infer.weight_parts import (
     ONE_TERM,
     OPERANDS,
@@ -91,7 +93,12 @@ class _Reading:
             views = self.ctx.storage[call.args[0]] is self.ctx.storage[node]
             wide = replace(times, order=tuple(d + 1 for d in times.order))
             return [part for addend in self.read(call.args[0], wide, reader if views else node) for part in of_expert(addend, row)]
-        return self._operation(node, call, times)
+        try:
+            return self._operation(node, call, times)
+        except OtherError:
+            if not _is_frozen(self.ctx, node):
+                raise
+            return [Addend(times.scale, times.by, (leaf_of(self.ctx, node, times),))]
 
     def _made(self, value: Node, reader: Node) -> tuple[Node | None, Call | None]:
         """The operation whose result a value is when ``reader`` runs: its own, or the last that wrote to all of it."""
@@ -225,10 +232,16 @@ def stack_of_sums(ctx: Context, node: Node, reader: Node) -> bool:
     except OtherError:
         return False
     bases = [a.leaves[0].source for a in found if len(a.leaves) == 1]
-    if not low_rank(found) or len(bases) != 1 or not is_given(ctx, bases[0]):
+    if not low_rank(found) or len(bases) != 1 or not (is_given(ctx, bases[0]) or _is_frozen(ctx, bases[0])):
         return False
     # Rows [batch, length, features] that an adapter was added to look the same, but for the batch that their A has not.
     return all(leaf.stacked for a in found for leaf in a.leaves) or isinstance(fake(bases[0]), torch.nn.Parameter)
+
+
+def _is_frozen(ctx: Context, node: Node) -> bool:
+    """Whether a weight is unpacked from few bits that nobody trains."""
+    known = tensor(node)
+    return known is not None and not known.requires_grad and is_unpacked(ctx, node)
 
 
 def low_rank(found: Sequence[Addend]) -> bool:

@@ -205,8 +205,8 @@ CASES: dict[str, Case] = {
     ),
     "encoding-unsupported": Case(
         Unusual,
-        "expert weights are held as s8, a scale for each channel, and no op multiplies them as they are: "
-        "between the projections is what no activation of the op computes",
+        "expert weights are held as s8, one scale; s8, a scale for each channel, and no op multiplies them as they are: "
+        "some experts' weights are held in another way than others'",
     ),
     "quantised": Case(
         Packed,

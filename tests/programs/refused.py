@@ -351,7 +351,7 @@ class Unpacked(nn.Module):
 
 
 class Unusual(Unpacked):
-    """The same with scales that are not trained, and an expert that the op for such weights does not compute."""
+    """The same with scales that are not trained, and one for all of the first expert's weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -363,8 +363,8 @@ class Unusual(Unpacked):
         out = torch.zeros_like(x)
         for e in range(2 * E):
             tok, slot = torch.where(ids == e)
-            y = F.linear(x[tok], self.packed[e].to(x.dtype) * self.scale[e])
-            out.index_add_(0, tok, y.tanh() * weights[tok, slot, None])  # at: encoding-unsupported
+            weight = self.packed[e].to(x.dtype) * (self.scale[e] if e else self.scale[e, 0])
+            out.index_add_(0, tok, F.linear(x[tok], weight) * weights[tok, slot, None])  # at: encoding-unsupported
         return out
 
 
