@@ -82,7 +82,8 @@ def _ratios(activation: Rounding, x: Tensor) -> tuple[Tensor, Tensor]:
     inputs, limit = x.shape[-1], CODES[activation.element][1]
     group = activation.group or inputs
     parts = x.float().unflatten(-1, (inputs // group, group))
-    scales = parts.abs().amax(-1) / limit
+    largest = parts.abs().amax(-1)
+    scales = largest / largest.new_full((), limit)  # by a number, devices would multiply with its inverse
     divisor = scales.clamp(min=activation.least)
     if activation.power:
         scales = divisor = next_power(divisor)

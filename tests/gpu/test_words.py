@@ -66,7 +66,7 @@ def test_weights_have_the_bits_of_the_definition(name: str, separate: bool) -> N
             same = out.view(3, inputs, features).transpose(1, 2)
             finite = dense.isfinite().all(2, keepdim=True)  # 0 * inf spoils a feature's other products
             assert torch.equal(torch.where(finite, same, 0), torch.where(finite, dense, 0)), (cols, part)
-            assert finite.float().mean() > 0.9
+            assert finite.float().mean() > 0.8
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 8, 20, 28])

@@ -65,17 +65,17 @@ def as_codes(ratio, coding: tl.constexpr):
 @triton.jit(do_not_specialize=["S"])
 def round_rows(
     x, order, offsets, codes, scales, S, E, top_k, K, GROUPS, at_x,
-    GATHER: tl.constexpr, coding: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
+    GATHER: tl.constexpr, ALL: tl.constexpr, coding: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Codes [S, K], bytes, and scales [S, GROUPS] of rows of x; GATHER: the tokens of sorted rows. Rows behind the last expert's: nothing.
+    """Codes [S, K], bytes, and scales [S, GROUPS] of rows of x; GATHER: the tokens of sorted rows. Rows behind the last expert's: nothing,
+    but with ALL, where rows are in no order.
 
     A program has BR rows and BK inputs: a group, or of a group of all inputs one part after the other.
     """
     after_previous(PDL)
     let_next_start(PDL)
     r = tl.program_id(0) * BR + tl.arange(0, BR)
-    last = tl.load(offsets + E).to(tl.int32)  # []
-    live = r < last
+    live = r < (S if ALL else tl.load(offsets + E).to(tl.int32))
     row = r
     if GATHER:
         row = tl.load(order + r, mask=live, other=0).to(tl.int32) // top_k  # [BR]
@@ -109,7 +109,7 @@ def multiplied(a, w, acc, coding: tl.constexpr):
     """acc + a [BM, BK] w [BN, BK]^T of bytes."""
     if coding.DIRECT:
         a, w = a.to(tl.float8e4nv, bitcast=True), w.to(tl.float8e4nv, bitcast=True)
-        acc = tl.dot(a, tl.trans(w), acc, max_num_imprecise_acc=128)
+        acc = tl.dot(a, tl.trans(w), acc, max_num_imprecise_acc=None if coding.GROUP else 128)
     else:
         a, w = number_of(a.to(tl.int32), coding).to(tl.float16), number_of(w.to(tl.int32), coding).to(tl.float16)
         acc = tl.dot(a, tl.trans(w), acc)
@@ -118,7 +118,7 @@ def multiplied(a, w, acc, coding: tl.constexpr):
 
 @triton.jit
 def block_scales(s, at, n, k0, coding: tl.constexpr):
-    """Scales [BN] of features n at input k0, float32."""
+    """Scales of features n, [BN] or one of a whole block, at input k0, float32."""
     place = s + (n // coding.BLOCK_N if coding.BLOCK_N > 0 else n * 0) * at.stride_n
     if coding.BLOCK_K > 0:
         place += k0 // coding.BLOCK_K * at.stride_k
@@ -145,6 +145,7 @@ def rounded_tiles(
     BM: tl.constexpr = tiling.BM
     BN: tl.constexpr = tiling.BN
     BK: tl.constexpr = tiling.BK
+    UNIFORM: tl.constexpr = coding.BLOCK_N == 0 or coding.BLOCK_N % BN == 0
     count = tl.load(num_tiles)  # []
     blocks = tl.cdiv(F, BN)
     i = tl.program_id(0)
@@ -178,7 +179,10 @@ def rounded_tiles(
         if coding.GROUP:
             part = multiplied(a, v, tl.zeros([BM, BN], tl.float32), coding)
             of_x = tl.load(scales + at * GROUPS + k0 // coding.GROUP)  # [BM]
-            acc += part * (of_x[:, None] * block_scales(of_s, at_s, real, k0, coding)[None, :])
+            if UNIFORM:
+                acc += part * (of_x * block_scales(of_s, at_s, block * BN, k0, coding))[:, None]
+            else:
+                acc += part * (of_x[:, None] * block_scales(of_s, at_s, real, k0, coding)[None, :])
         else:
             acc = multiplied(a, v, acc, coding)
     if not coding.GROUP:

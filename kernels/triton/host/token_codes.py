@@ -100,33 +100,36 @@ def coding(encoding: Encoding, held: Held | None, bias: Weight | None, device: D
     )
 
 
-def round_rows(x: Tensor, it: Sorted, encoding: Encoding, *, tokens: bool) -> Rounded:
-    """Codes of rows x [S, K] in sorted order; ``tokens``: x is [T, K], read through the order."""
+def round_rows(x: Tensor, it: Sorted | None, encoding: Encoding, *, tokens: bool = False) -> Rounded:
+    """Codes of rows x [S, K] in sorted order, without ``it`` in any; ``tokens``: x is [T, K], read through the order."""
     rounding, k, device = encoding.activation, x.shape[1], device_of(x.device)
     assert rounding is not None
     groups = k // rounding.group if rounding.group else 1
-    codes = torch.empty((it.slots, k), dtype=torch.uint8, device=x.device)
-    scales = torch.empty((it.slots, groups), dtype=torch.float32, device=x.device)
+    rows = x.shape[0] if it is None else it.slots
+    codes = torch.empty((rows, k), dtype=torch.uint8, device=x.device)
+    scales = torch.empty((rows, groups), dtype=torch.float32, device=x.device)
     bk = rounding.group or min(max(power_of_two(k), 16), 1024)
     br = max(2048 // bk, 1)
     if not k:
         scales.zero_()
-    elif it.slots:
+    elif rows:
         launch(
             token_codes.round_rows,
-            (-(-it.slots // br), groups),
-            {"x": x, "order": it.order, "offsets": it.offsets, "codes": codes, "scales": scales},
-            S=it.slots,
-            E=it.experts,
-            top_k=it.top_k,
+            (-(-rows // br), groups),
+            {"x": x, "order": x if it is None else it.order, "offsets": x if it is None else it.offsets, "codes": codes, "scales": scales},
+            pdl=device.hopper,
+            S=rows,
+            E=0 if it is None else it.experts,
+            top_k=1 if it is None else it.top_k,
             K=k,
             GROUPS=groups,
             at_x=Rows(*x.stride()),
             GATHER=tokens,
+            ALL=it is None,
             coding=coding(encoding, None, None, device),
             BR=br,
             BK=bk,
-            PDL=False,
+            PDL=device.hopper,
         )
     return Rounded(codes, scales, rounding)
 

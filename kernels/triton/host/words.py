@@ -143,11 +143,11 @@ def coding(held: Held, bias: Weight | None) -> Coding:
 
 def product(
     out: Tensor, x: Tensor, ids: Tensor, it: Sorted | None, experts: int, body: Body | None, parts: tuple[Held, Held],
-    bias: tuple[Weight | None, Weight | None], part: Part, cols: int,
+    bias: tuple[Weight | None, Weight | None], part: Part, cols: int, scales: Tensor | None = None,
 ) -> None:  # fmt: skip
     """out [S, N], by slots: x [T, K] times first projections and their activation; without ``body`` x [S, K] times the last one.
 
-    ``it``: rows in sorted order, with tiles of ``cols``; None: each slot for itself.
+    ``it``: rows in sorted order, with tiles of ``cols``; None: each slot for itself. ``scales``: x has codes, and these belong to them.
     """
     one, two = parts
     gating = "none" if body is None else {"merged": "halves", "separate": "halves"}.get(body.gating, body.gating)
@@ -161,7 +161,7 @@ def product(
     assert tiles is not None
     assert num_tiles is not None
     bias_e, bias_n = bias[0].operand.strides if bias[0] is not None else (0, 0)
-    b_a = x if bias[0] is None else bias[0].pointer
+    b_a = out if bias[0] is None else bias[0].pointer
     e_w, n_w, k_w = one.storage.strides
     hopper = device_of(x.device).hopper
     from moefuse.kernels.triton.words import products  # Gluon is there only in some versions of Triton
@@ -170,7 +170,7 @@ def product(
         products.word_tiles,
         (-(-n // (part.warps * (8 if both else 16))), it.max_tiles if it is not None else slots),
         {
-            "x": x, "ids": ids, "w_a": one.storage.pointer, "w_b": two.storage.pointer, "s_a": one.scale.pointer,
+            "x": x, "x_scales": x if scales is None else scales, "ids": ids, "w_a": one.storage.pointer, "w_b": two.storage.pointer, "s_a": one.scale.pointer,
             "s_b": two.scale.pointer, "z_a": zero.pointer, "z_b": zero_2.pointer, "b_a": b_a,
             "b_b": b_a if bias[1] is None else bias[1].pointer, "order": order, "tiles": tiles, "num_tiles": num_tiles,
             "offsets": offsets, "out": out,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moefuse.kernels.triton.hopper.available import known
-from moefuse.kernels.triton.host import coded, linear, sorted_rows, words
+from moefuse.kernels.triton.host import coded, linear, sorted_rows, token_codes, words
 from moefuse.kernels.triton.host.coded import Held
 from moefuse.kernels.triton.host.layout import device_of
 from moefuse.kernels.triton.host.words import Part
@@ -62,7 +62,18 @@ def experts(call: CodedCall, up: Part | None = None, down: Part | None = None, c
     h = torch.empty((slots, last.inputs), dtype=base.x.dtype, device=base.x.device)
     y = torch.empty((slots, last.features), dtype=base.x.dtype, device=base.x.device)
     b_in, b_up, b_out = (linear.weight(s.bias, 1) if s.bias else None for s in call.stacks)
-    words.product(h, base.x, ids, it, count, body, (first, second), (b_in, b_up), up or Part(), cols or COLS[0])
-    words.product(y, h, ids, it, count, None, (last, last), (b_out, None), down or Part(), cols or COLS[0])
+    x, scales = _rows(base.x, first)
+    words.product(h, x, ids, it, count, body, (first, second), (b_in, b_up), up or Part(), cols or COLS[0], scales)
+    a, scales = _rows(h, last)
+    words.product(y, a, ids, it, count, None, (last, last), (b_out, None), down or Part(), cols or COLS[0], scales)
     sorted_rows.sum_given(out, y, ids, base.weights, count)
     return out
+
+
+def _rows(x: Tensor, held: Held) -> tuple[Tensor, Tensor | None]:
+    """Rows as they are multiplied: codes with scales, where the projection rounds them."""
+    encoding = held.codes.encoding
+    if encoding.activation is None:
+        return x, None
+    rounded = token_codes.round_rows(x, None, encoding)
+    return rounded.codes, rounded.scales

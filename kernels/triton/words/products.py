@@ -10,7 +10,6 @@ same thread. Rows come by the tiles of the sort, or with one slot per tile strai
 Weights of the next step are on their way while those of this one are unpacked and multiplied.
 """
 
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
@@ -121,44 +120,10 @@ def codes_of(v, mma: gl.constexpr):
 
 
 @gluon.jit
-def over_group(x):
-    """The largest of |x| [COLS, STEPS, LANES, N] of each row, [COLS]; NaN for NaN."""
-    COLS: gl.constexpr = x.type.shape[0]
-    N: gl.constexpr = x.type.shape[1] * x.type.shape[2] * x.type.shape[3]
-    return gl.reduce(gl.abs(x).reshape([COLS, N]), 1, larger)
+def rounded_sums(w, s, at_s, from_x, from_r, live, alive, K, mma: gl.constexpr, coding: gl.constexpr, cut: gl.constexpr):
+    """As :func:`sums`, of float8 codes in blocks of 128 inputs, times codes of tokens whose groups are as long.
 
-
-@gluon.jit
-def larger(a, b):
-    return gl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-
-
-@gluon.jit
-def rounded_group(x, coding: gl.constexpr):
-    """(codes of x [COLS, STEPS, LANES, N] float32, as of ``token_codes.quantise``, scales [COLS]) of one group of inputs per row."""
-    scale = gl.div_rn(over_group(x), 448.0)
-    divisor = gl.where(scale < coding.LEAST, coding.LEAST, scale)
-    if coding.POWER:
-        bits = (divisor.to(gl.int32, bitcast=True) + 0x7FFFFF) & ~0x7FFFFF
-        divisor = gl.where(divisor < float("inf"), bits.to(gl.float32, bitcast=True), divisor)
-        scale = divisor
-    # A division, correctly rounded (Markstein), of numbers that are far from what float32 cannot hold.
-    far = gl.where(divisor < 1e-18, 18446744073709551616.0, 1.0)
-    divisor = divisor * far
-    L: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, x.type.layout)))
-    by = gl.convert_layout(divisor, L)[:, None, None, None]
-    inverse = gl.convert_layout(gl.div_rn(1.0, divisor), L)[:, None, None, None]
-    x = x * gl.convert_layout(far, L)[:, None, None, None]
-    ratio = x * inverse
-    ratio = gl.fma(gl.fma(-ratio, by, x), inverse, ratio)
-    return ratio.to(gl.float8e4nv), scale
-
-
-@gluon.jit
-def rounded_sums(w, s, at_s, from_x, live, K, mma: gl.constexpr, coding: gl.constexpr, cut: gl.constexpr):
-    """As :func:`sums`, of float8 codes in blocks of 128 inputs, times tokens that are rounded by groups of 128 as they are read.
-
-    s points to the scales [BN] of the features in the layout of sums.
+    s points to the scales [BN] of the features, from_r to those [COLS] of the rows, both in the layout of sums.
     """
     WARPS: gl.constexpr = gl.num_warps()
     LX: gl.constexpr = token_layout(cut.COLS, 2, 16, WARPS)
@@ -171,7 +136,7 @@ def rounded_sums(w, s, at_s, from_x, live, K, mma: gl.constexpr, coding: gl.cons
     v = load_group(w, 0, K, cut)
     for group in range(0, K // 128, cut.STEPS // 2):
         following = load_group(w, group + cut.STEPS // 2, K, cut)
-        acc = add_groups(acc, v, group, s, at_s, from_x + k, live, K, mma, coding, cut.STEPS)
+        acc = add_groups(acc, v, group, s, at_s, from_x + k, from_r, live, alive, K, mma, coding, cut.STEPS)
         v = following
     return acc
 
@@ -187,37 +152,35 @@ def load_group(from_w, group, K, cut: gl.constexpr):
 
 
 @gluon.jit
-def add_groups(acc, v, group, s, at_s, from_x, live, K, mma: gl.constexpr, coding: gl.constexpr, STEPS: gl.constexpr):
-    """acc plus the products of STEPS / 2 groups from ``group`` on, each with the scales of its block and of its tokens."""
+def add_groups(acc, v, group, s, at_s, from_x, from_r, live, alive, K, mma: gl.constexpr, coding: gl.constexpr, STEPS: gl.constexpr):
+    """acc plus the products of STEPS / 2 groups from ``group`` on, each with the scales of its block and of its rows."""
     if STEPS == 2:
         inside = group < K // 128
-        x = gl.load(from_x + group * 128, mask=live & inside, other=0.0).to(gl.float32)
-        codes, by = rounded_group(x, coding)
-        zero = gl.zeros_like(acc)
-        products = mma_v2(codes_of(v, mma), tokens_of(codes, mma, 4), zero)
-        of = gl.load(s + group * at_s.stride_k, mask=inside, other=0).to(gl.float32)
-        if coding.SCALE != "":
-            of = power(gl.load(s + group * at_s.stride_k, mask=inside, other=0), coding)
-        acc = acc + products * of[:, None] * gl.convert_layout(by, gl.SliceLayout(0, mma))[None, :]
+        codes = gl.load(from_x + group * 128, mask=live & inside, other=0).to(gl.float8e4nv, bitcast=True)
+        by = gl.load(from_r + group, mask=alive & inside, other=0.0)
+        of = gl.load(s + group * at_s.stride_k, mask=inside, other=0)
+        of = of.to(gl.float32) if coding.SCALE == "" else power(of, coding)
+        products = mma_v2(codes_of(v, mma), tokens_of(codes, mma, 4), gl.zeros_like(acc))
+        acc = acc + products * (of[:, None] * by[None, :])
     else:
         BN: gl.constexpr = v.type.shape[0]
         HALF: gl.constexpr = STEPS // 2
         first, second = v.reshape([BN, 2, HALF, 4, 4]).permute((0, 2, 3, 4, 1)).split()
-        acc = add_groups(acc, first, group, s, at_s, from_x, live, K, mma, coding, HALF)
-        acc = add_groups(acc, second, group + HALF // 2, s, at_s, from_x, live, K, mma, coding, HALF)
+        acc = add_groups(acc, first, group, s, at_s, from_x, from_r, live, alive, K, mma, coding, HALF)
+        acc = add_groups(acc, second, group + HALF // 2, s, at_s, from_x, from_r, live, alive, K, mma, coding, HALF)
     return acc
 
 
 @gluon.jit
 def word_tiles(
-    x, ids, w_a, w_b, s_a, s_b, z_a, z_b, b_a, b_b, order, tiles, num_tiles, offsets, out, max_tiles, top_k, E, K, N, args,
+    x, x_scales, ids, w_a, w_b, s_a, s_b, z_a, z_b, b_a, b_b, order, tiles, num_tiles, offsets, out, max_tiles, top_k, E, K, N, args,
     at_x, at_ids, at_w, at_s, at_z, first_b, form: gl.constexpr, coding: gl.constexpr, cut: gl.constexpr,
 ):  # fmt: skip
     """out [S, N], rows in the order of slots: x times weights, in the first projection through its activation.
 
     GATING "halves": gate rows from feature ``at_w.first`` of w_a, up rows from ``first_b`` of w_b; "interleaved": both alternate in w_a;
     "plain": w_a only; "none": no activation, x [S, K] has a row for each slot. w_a, s_a, z_a: words, scales, zeros, stacked or as
-    addresses.
+    addresses. Rows that are rounded are codes, with x_scales of each group.
     """
     after_previous(cut.PDL)
     let_next_start(cut.PDL)
@@ -272,8 +235,12 @@ def word_tiles(
     from_x = (x + row.to(gl.int64) * at_x.row)[:, None, None, None]
     if coding.GROUP:
         LA: gl.constexpr = gl.SliceLayout(1, mma)
+        LR: gl.constexpr = gl.SliceLayout(0, mma)
         blocks = gl.convert_layout(from_s.reshape([16 * WARPS]), LA)
-        acc = rounded_sums(from_w, blocks, at_s, from_x, live[:, None, None, None], K, mma, coding, cut)
+        from_r = x_scales + gl.convert_layout(row, LR).to(gl.int64) * (K // 128)
+        acc = rounded_sums(
+            from_w, blocks, at_s, from_x, from_r, live[:, None, None, None], gl.convert_layout(live, LR), K, mma, coding, cut
+        )
     else:
         acc = sums(from_w, from_s, from_z, at_s, at_z, from_x, live[:, None, None, None], K, mma, coding, cut)
     if coding.BIAS:
