@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moefuse.kernels.triton.host import coded, linear, pointwise, sorted_rows, token_codes, wgrad
+from moefuse.kernels.triton.host import coded, linear, pointwise, rounded_specialised, sorted_rows, token_codes, wgrad
 from moefuse.kernels.triton.host.coded import Held
 from moefuse.kernels.triton.host.pointwise import Activation
+from moefuse.kernels.triton.host.rounded_specialised import ROWS
 from moefuse.kernels.triton.host.sorted_rows import Sorted
 from moefuse.kernels.triton.host.token_codes import Rounded
 from moefuse.kernels.triton.launch.record import recorded
-from moefuse.kernels.triton.provide import library, words
+from moefuse.kernels.triton.provide import library, rounded, words
 from moefuse.kernels.triton.provide.products import Own
 from moefuse.ops.call import Stack
 from moefuse.ops.coded import CodedCall, CodedGrads, Codes
@@ -58,9 +59,7 @@ def _as_bytes(call: Any) -> Any:
 def experts_coded(call: CodedCall) -> Tensor:
     """``moefuse::experts_coded``."""
     call = _as_bytes(call)
-    if words.refusal(call) is None:
-        return _words(call)  # type: ignore[no-any-return]
-    return _forward(call)[0]  # type: ignore[no-any-return]
+    return _inference(call)  # type: ignore[no-any-return]
 
 
 def experts_coded_forward(call: CodedCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -97,7 +96,11 @@ class _Products:
             found = linear.weight(bias, 1) if bias else None
             encoding = held.codes.encoding
             if encoding.activation is not None and not back:
-                token_codes.product(out, self.rounded(x, encoding, **how), held, self.own.tiled, found)
+                rows, it = self.rounded(x, encoding, **how), self.own.tiled
+                if it.bm == ROWS and rounded_specialised.refusal(held, it.experts, it.slots, out, 1) is None:
+                    rounded_specialised.product(out, rows, (held, held), it, (found, None))
+                else:
+                    token_codes.product(out, rows, held, it, found)
                 return out
             coded.product(out, x, held, self.own.tiled, bias=found, back=back, add=add, **how)
         return out
@@ -111,12 +114,19 @@ class _Products:
 
 
 @recorded
-def _words(call: CodedCall) -> Tensor:
-    return words.experts(call)
+def _inference(call: CodedCall) -> Tensor:
+    if words.refusal(call) is None:
+        return words.experts(call)
+    found = rounded.experts(call)
+    return _layer(call)[0] if found is None else found
 
 
 @recorded
 def _forward(call: CodedCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _layer(call)
+
+
+def _layer(call: CodedCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     x, base, body = call.x, call.base, call.base.body
     slots, experts = base.ids.numel(), base.w_in.experts
     order, offsets = sorted_rows.sort(base.ids, experts)

@@ -34,7 +34,7 @@ def refusal(call: CodedCall) -> str | None:
     if base.body.on_input or any(codes is None for codes in call.codes[:: 1 if base.body.split else 2]):
         return "a projection is in floating point, or routing weights go on the tokens"
     held = _held(call)
-    if base.body.split and _form(held[0]) != _form(held[1]):
+    if base.body.split and form_of(held[0]) != form_of(held[1]):
         return "gate and up are held in two ways"
     return next((reason for reason in (words.refusal(h, base.x.dtype, device) for h in held) if reason is not None), None)
 
@@ -43,7 +43,8 @@ def _held(call: CodedCall) -> list[Held]:
     return [coded.held(s.weight, c) for s, c in zip(call.stacks, call.codes, strict=True) if c is not None]
 
 
-def _form(held: Held) -> tuple[Any, ...]:
+def form_of(held: Held) -> tuple[Any, ...]:
+    """What two projections must have in common that one kernel reads together."""
     parts = (held.storage, held.scale, *((held.zero,) if held.zero else ()))
     return held.codes.encoding, held.features, *((p.operand, p.tensors[0].dtype) for p in parts)
 
