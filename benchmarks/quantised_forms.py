@@ -151,9 +151,11 @@ def compressed(scheme: str, way: str = "each") -> nn.Module:
     )
     apply_quantization_config(model, config)
     for module in model.modules():
-        if getattr(module, "weight_scale", None) is not None:
-            scale: Any = module.weight_scale
-            scale.data = torch.full_like(scale.data, 0.01)
+        for name, value in module.named_parameters(recurse=False):
+            if name.endswith("scale"):
+                value.data.fill_(0.01)
+            elif name.endswith("zero_point"):
+                value.data.zero_()
     return model
 
 
@@ -242,7 +244,7 @@ def told(report: Any) -> str:
         return "no report"
     found = [f"fused as {f.spec.encoding}" if f.spec.encoding else "fused, unpacked by the program" for f in report.fused]
     found += [f"`{s.code}`: {s.message.partition(' does not read: ')[2] or s.message}" for s in report.skipped]
-    return re.sub(r" at [^ ]*site-packages/| at /[^ ;,()]*", "", "; ".join(dict.fromkeys(found)).replace("|", "/")) or "nothing found"
+    return re.sub(r" at /[^ ;,()|]*|; torch's hint: .*", "", "; ".join(dict.fromkeys(found)).replace("|", "/")) or "nothing found"
 
 
 def _line(error: BaseException) -> str:

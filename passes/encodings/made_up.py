@@ -34,10 +34,11 @@ def drawn_like(coded: Coded, value: Any, seed: int = 0) -> Any:
 def size_of(encoding: Encoding) -> float:
     """The root mean square of what codes stand for."""
     if isinstance(encoding.table, str):
-        values = all_bytes(NAMED[encoding.table]).double()
+        with torch.device("cpu"):
+            values = all_bytes(NAMED[encoding.table]).double()
         values = values[values.isfinite()]
     else:
-        values = torch.tensor(encoding.table, dtype=torch.float64)
+        values = torch.tensor(encoding.table, dtype=torch.float64, device="cpu")
     return float(values.square().mean().sqrt())
 
 
@@ -46,8 +47,8 @@ def unscaled(roles: Roles, one: Inner, shape: tuple[int, ...]) -> Tensor:
     if one.path == roles.storage.path:
         return _codes(one.value.dtype, shape, torch.Generator("cpu").manual_seed(0))
     if roles.zero is not None and one.path == roles.zero.path:
-        return torch.zeros(shape).to(one.value.dtype)
-    return (torch.ones(shape) if one.value.dtype != torch.uint8 else torch.full(shape, 127)).to(one.value.dtype)
+        return torch.zeros(shape, device="cpu").to(one.value.dtype)
+    return torch.full(shape, 127 if one.value.dtype == torch.uint8 else 1.0, device="cpu").to(one.value.dtype)
 
 
 def drawn(roles: Roles, size: float, seed: int, one: Inner, shape: tuple[int, ...]) -> Tensor:
@@ -57,16 +58,16 @@ def drawn(roles: Roles, size: float, seed: int, one: Inner, shape: tuple[int, ..
         return _codes(dtype, shape, dice)
     if one.path == roles.scale.path:
         if dtype in (torch.float8_e8m0fnu, torch.uint8):
-            return torch.randint(118, 124, shape, generator=dice, dtype=torch.uint8).view(dtype)
-        return ((torch.rand(shape, generator=dice) + 0.5) / size / 4).to(dtype)
+            return torch.randint(118, 124, shape, generator=dice, dtype=torch.uint8, device="cpu").view(dtype)
+        return ((torch.rand(shape, generator=dice, device="cpu") + 0.5) / size / 4).to(dtype)
     if dtype.is_floating_point and dtype.itemsize > 1:
-        return (torch.rand(shape, generator=dice) * size).to(dtype)
-    return torch.randint(0, 16, shape, generator=dice, dtype=torch.uint8).to(dtype)
+        return (torch.rand(shape, generator=dice, device="cpu") * size).to(dtype)
+    return torch.randint(0, 16, shape, generator=dice, dtype=torch.uint8, device="cpu").to(dtype)
 
 
 def _codes(dtype: torch.dtype, shape: tuple[int, ...], dice: torch.Generator) -> Tensor:
     """Any codes that are numbers."""
-    bytes_ = torch.randint(0, 256, (*shape, dtype.itemsize), generator=dice, dtype=torch.uint8)
+    bytes_ = torch.randint(0, 256, (*shape, dtype.itemsize), generator=dice, dtype=torch.uint8, device="cpu")
     found = bytes_.view(dtype)[..., 0]
     return torch.where(found.float().isfinite(), found.float(), 1.0).to(dtype) if dtype.is_floating_point else found
 

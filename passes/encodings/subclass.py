@@ -51,7 +51,7 @@ class Weighed:
         value: Any = tensor(node)
         self.value, self.inner = value, list(inner(value))
         self.dtype: torch.dtype = value.dtype
-        self.device = device_of(Read(node, torch.zeros(0), self.dtype))
+        self.device = device_of(Read(node, torch.zeros(0, device="cpu"), self.dtype))
         self.sizes = self._few()
 
     def _few(self) -> tuple[int, ...] | None:
@@ -84,7 +84,7 @@ class Weighed:
         """[N, some of K]: the weights of an expert, as the program's product shows them."""
         size = Form(tuple(value.shape), self.order).logical[-1]
         rows = torch.zeros(len(inputs), size, dtype=dtype_of_rows(self.ctx, self.product), device=self.device)
-        rows[torch.arange(len(inputs)), inputs] = 1
+        rows[range(len(inputs)), inputs.to(self.device)] = 1
         return self.multiplied(value, rows, expert).T
 
     def multiplied(self, value: Any, rows: Tensor, expert: int) -> Tensor:
@@ -145,8 +145,9 @@ def _fitted(weighed: Weighed, roles: Roles) -> Coded | None:
     seen = weighed.seen(plain, 0, inputs)
     for first in _tables(weighed, roles, plain, seen, inputs):
         size = size_of(first)
+        trials = [_trial(weighed, weighed.made(functools.partial(drawn, roles, size, seed)), inputs) for seed in (0, 1)]
         for encoding in _with_scales(weighed, first, roles):
-            if all(_shows(weighed, encoding, roles, weighed.made(functools.partial(drawn, roles, size, s)), inputs) for s in (0, 1)):
+            if all(_shows(weighed, encoding, roles, trial, inputs) for trial in trials):
                 _refuse_rounded(weighed, encoding, roles, size)
                 return _coded(weighed, encoding, roles, Form(tuple(weighed.value.shape), weighed.order), weighed.inner)
     return None
@@ -192,7 +193,7 @@ def _tables(weighed: Weighed, roles: Roles, value: Any, seen: Tensor, inputs: Te
 
 def table_of(codes: Tensor, seen: Tensor) -> tuple[float, ...] | None:
     """The sixteen numbers that codes stand for, if they all occur; one of those that have a name if these are as large."""
-    found, first = torch.full((1 << BITS,), torch.nan, dtype=torch.float64), seen.double().flatten()
+    found, first = torch.full((1 << BITS,), torch.nan, dtype=torch.float64, device="cpu"), seen.double().flatten()
     if codes.shape != seen.shape:
         return None
     found[codes.flatten().long().cpu()] = first.cpu()
@@ -202,13 +203,19 @@ def table_of(codes: Tensor, seen: Tensor) -> tuple[float, ...] | None:
     return next((made for made in MADE.values() if made == table), table)
 
 
-def _shows(weighed: Weighed, encoding: Encoding, roles: Roles, value: Any, inputs: Tensor) -> bool:
+def _trial(weighed: Weighed, value: Any, inputs: Tensor) -> tuple[Any, dict[int, Tensor]]:
+    """A made-up weight, and what the program's product shows of some experts."""
+    return value, {e: weighed.seen(value, e, inputs) for e in weighed.experts(value)}
+
+
+def _shows(weighed: Weighed, encoding: Encoding, roles: Roles, trial: tuple[Any, dict[int, Tensor]], inputs: Tensor) -> bool:
     """Whether the program's product with a weight shows what an encoding gives."""
+    value, seen = trial
     found = list(inner(value))
     coded = _coded(weighed, encoding, roles, Form(tuple(value.shape), weighed.order), found)
     if coded is None:
         return False
-    return all(_equal(unpacked(coded, value, e)[:, inputs], weighed.seen(value, e, inputs)) for e in weighed.experts(value))
+    return all(_equal(unpacked(coded, value, e)[:, inputs], of) for e, of in seen.items())
 
 
 def _equal(found: Tensor, seen: Tensor) -> bool:
@@ -253,7 +260,8 @@ def _refuse_rounded(weighed: Weighed, encoding: Encoding, roles: Roles, size: fl
 def holds_for(weighed: Weighed, coded: Coded, value: Any) -> bool:
     """Whether the program's product with the model's own weight shows what was read, by a part of it."""
     inputs = columns(coded.encoding.logical(coded.storage.sizes)[-1], _SOME)
-    return all(_equal(unpacked(coded, value, e)[:, inputs], weighed.seen(value, e, inputs)) for e in weighed.experts(value))
+    _, seen = _trial(weighed, value, inputs)
+    return all(_equal(unpacked(coded, value, e)[:, inputs], of) for e, of in seen.items())
 
 
 __all__ = ["Weighed", "holds_for", "subclass", "unpacked"]

@@ -113,19 +113,20 @@ def dtype_of_rows(ctx: Context, product: Product) -> torch.dtype:
 def columns(inputs: int, most: int) -> Tensor:
     """Inputs whose weights are looked at: all, or the first ones and some everywhere."""
     if inputs <= most:
-        return torch.arange(inputs)
-    found: Tensor = torch.cat([torch.arange(most // 2), torch.linspace(most // 2, inputs - 1, most - most // 2).round().long()]).unique()
+        return torch.arange(inputs, device="cpu")
+    some = torch.linspace(most // 2, inputs - 1, most - most // 2, device="cpu").round().long()
+    found: Tensor = torch.cat([torch.arange(most // 2, device="cpu"), some]).unique()
     return found
 
 
 def rows_that_show(inputs: int, dtype: torch.dtype, device: torch.device) -> Sequence[Tensor]:
     """Rows that come out otherwise if they are rounded to eight bits or fewer first: any, and small ones beside a large one."""
     dice = torch.Generator("cpu").manual_seed(0)
-    plain = torch.randn(_ROWS, inputs, generator=dice)
-    halfway = (torch.randint(0, 2, (_ROWS, inputs), generator=dice) * 2 - 1) * 0.5 / _LEVELS
+    plain = torch.randn(_ROWS, inputs, generator=dice, device="cpu")
+    halfway = (torch.randint(0, 2, (_ROWS, inputs), generator=dice, device="cpu") * 2 - 1) * 0.5 / _LEVELS
     beside = plain.clone()
     for rows, size in ((halfway, 1.0), (beside, max(4.0, inputs**0.5))):
-        rows[torch.arange(_ROWS), torch.randint(inputs, (_ROWS,), generator=dice)] = size
+        rows[range(_ROWS), torch.randint(inputs, (_ROWS,), generator=dice, device="cpu")] = size
     return [rows.to(dtype).to(device) for rows in (plain, halfway, beside)]
 
 

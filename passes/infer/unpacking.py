@@ -7,13 +7,13 @@ Followed from the model's own tensors to the products, through whatever the prog
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch.fx import Node
 
 from moefuse.passes.graph.calls import Call, fake, tensor
-from moefuse.passes.graph.op_classes import BINARY, BROADCASTS, CASTS, COPIES, FILLS, LOOKS_AT, METADATA, PRODUCTS, TURNS
+from moefuse.passes.graph.op_classes import BINARY, BROADCASTS, CASTS, COPIES, FILLS, LOOKS_AT, METADATA, PRODUCTS, RESHAPES, TURNS
 from moefuse.passes.graph.sizes import shape_of
 from moefuse.passes.infer.state import Context
 
@@ -133,7 +133,7 @@ def _follow(ctx: Context, known: Unpacking, node: Node, call: Call) -> None:
     if _of_tokens(known, inputs, parts) and not _is_lookup(known, ctx, call):
         packed = next((w for w in weights if w.packed is not None), None)
         if packed is not None and (call.name in _MULTIPLIES or is_foreign(call)):
-            known.uses.append(Use(node, packed, is_foreign(call)))
+            known.uses.append(Use(node, _flat(ctx, packed) if is_foreign(call) else packed, is_foreign(call)))
         known.write(ctx, call, None)
         return
     if weights or (not inputs and call.name in _CONSTANTS):
@@ -141,6 +141,12 @@ def _follow(ctx: Context, known: Unpacking, node: Node, call: Call) -> None:
         known.write(ctx, call, found)
     elif any(n in known.given for n in inputs):
         known.given.add(node)
+
+
+def _flat(ctx: Context, packed: Made) -> Made:
+    """Packed weights as an operator takes them that wants them in other dimensions: that is not what makes them unreadable."""
+    call = None if packed.unread is None else ctx.calls.get(packed.unread)
+    return replace(packed, unread=None) if call is not None and call.name in RESHAPES else packed
 
 
 def _of_tokens(known: Unpacking, inputs: list[Node], parts: list[Made | None]) -> bool:

@@ -95,7 +95,7 @@ class Leaf:
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """How a weight is held that an operation of the program multiplies from its storage, and its scales, which are a leaf like any other."""
+    """How a weight is held that an operation of the program multiplies from its storage, and its scales, a leaf like any other."""
 
     encoding: Encoding
     scale: Leaf

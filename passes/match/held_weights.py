@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,14 +21,17 @@ from moefuse.passes.ir.expr import Leaf
 from moefuse.passes.ir.facts import Lost
 
 _DIMS = (2, 3)
+_OWN = 4
+"""Weights of the model of one kind that are multiplied."""
 
 
 @dataclass
 class _Held:
-    """Of one graph: what was read of each kind of weight, and which product that was tried with."""
+    """Of one graph: what was read of each kind of weight, which product that was tried with, and how many of the model's own agreed."""
 
     kinds: dict[tuple[object, ...], Coded | str] = field(default_factory=dict)
     tried: dict[Node, tuple[Product, Node, tuple[int, ...]]] = field(default_factory=dict)
+    shown: Counter[tuple[object, ...]] = field(default_factory=Counter)
 
 
 def held(ctx: Context, leaf: Leaf, node: Node, order: tuple[int, ...], count: int) -> Coded | Lost:
@@ -102,10 +106,18 @@ def moved(coded: Coded, node: Node) -> Coded:
 
 
 def shows(ctx: Context, node: Node, coded: Coded, value: Any) -> bool:
-    """Whether the program's product with the model's own weight shows what was read."""
-    product, source, order = ctx.scratch(_Held).tried[node]
+    """Whether the program's product with the model's own weight shows what was read. Of a kind the first ones do."""
+    known = ctx.scratch(_Held)
+    product, source, order = known.tried[node]
+    own = kind(value)
+    if own != kind(tensor(node)):
+        return False
+    if known.shown[own] == _OWN:
+        return True
     with torch.no_grad():
-        return kind(value)[0] == kind(tensor(node))[0] and holds_for(Weighed(ctx, node, order, product, source), coded, value)
+        right = holds_for(Weighed(ctx, node, order, product, source), coded, value)
+    known.shown[own] += right
+    return right
 
 
 __all__ = ["held", "moved", "shows"]

@@ -125,10 +125,11 @@ def gptq(q: Tensor, s: Tensor) -> Tensor:
     return (s.repeat_interleave(G, -2) * codes).transpose(-1, -2)
 
 
-def gptq_zeros(q: Tensor, s: Tensor, z: Tensor, more: int = 0) -> Tensor:
+def gptq_zeros(q: Tensor, s: Tensor, z: Tensor, more: int = 0, *, wrap: bool = False) -> Tensor:
     shifts = torch.arange(0, 32, 4, dtype=torch.int32)
     codes = ((q[:, None, :] >> shifts[None, :, None]) & 15).reshape(K, -1)
     zeros = ((z[:, :, None] >> shifts[None, None, :]) & 15).reshape(z.shape[0], -1) + more
+    zeros = zeros & 15 if wrap else zeros
     return ((codes.reshape(-1, G, codes.shape[1]) - zeros[:, None]) * s[:, None]).reshape(K, -1)
 
 
@@ -320,6 +321,8 @@ NEAR: dict[str, Case] = {
     "clamped": Case(lambda q, s: grouped(nibbles(q), s).clamp(-3, 3), two, at="clamp"),
     "scales as large as weights": Case(lambda q, s: nibbles(q) * (s.repeat_interleave(G, -1) * 2), two, at="mul"),
     "scales that are written to": Case(lambda q, s: grouped(nibbles(q), s.clone().mul_(2)), two, at="mul"),
+    "gptq zeros that wrap": Case(lambda q, s, z: gptq_zeros(q, s, z, 1, wrap=True),
+                                 lambda: (words(K // 8, 8), some(K // G, 8), words(K // G, 1)), order=(1, 0), sizes=(8, K), at="mul"),
     "zeros twice": Case(lambda q, s, z: with_zeros(q, s, z) - z.repeat_interleave(G, -1), three, at="sub"),
     "zero before a scaled zero": Case(lambda q, s, z: z.repeat_interleave(G, -1) - grouped(nibbles(q), s), three, at="sub"),
     "zeros behind in other bits": Case(lambda q, s, z: (grouped(nibbles(q).to(BF16), s) - z.repeat_interleave(G, -1).float()).to(BF16),

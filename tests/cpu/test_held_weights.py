@@ -126,6 +126,15 @@ def test_parts_are_read_in_each_call() -> None:
     assert compiled.report.fused[-1].spec.encoding.count("e4m3") == 1, "an encoding of the old dtype would have read other numbers"
 
 
+def test_another_default_device() -> None:
+    """What is made up is made on the CPU."""
+    compiled = Near(Loop(KINDS["nibbles"]))
+    x = _x(5)
+    with torch.device("meta"), torch.no_grad():
+        compiled.run(x)
+    assert len(compiled.ops) == 1, str(compiled.report)
+
+
 def test_gradients_of_tokens() -> None:
     """The base is frozen, tokens and the router are not."""
     model = Loop(KINDS["int8"], torch.float32)

@@ -61,7 +61,7 @@ def _schema(target: Any) -> torch.FunctionSchema | None:
 def _blocks(storage: torch.Tensor, scale: torch.Tensor, block: Sequence[int]) -> Encoding | None:
     """Scales of blocks, float32 or powers of two; activations by as many inputs as a block has."""
     kind = _SCALES.get(scale.dtype)
-    if storage.dtype != _FLOAT8 or kind is None or len(block) != 2 or min(block) < 1:  # noqa: PLR2004
+    if storage.dtype != _FLOAT8 or kind is None or len(block) != 2 or min(block) < 1:
         return None
     return Encoding("e4m3", (block[0], block[1]), scale=kind, activation=Rounding("e4m3", block[1]))
 
