@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import moefuse
+from moefuse.passes.match import encodings
 from moefuse.report import FusionReport
 from tests.cpu.test_held_weights import Near
 from tests.programs.held import K
@@ -95,6 +97,29 @@ def test_torchao_stacks() -> None:
     model, config = Stacked(), library.Float8WeightOnlyConfig()
     library.quantize_(model, library.FqnToConfig({"gate_up": config, "down": config}), filter_fn=None)
     _told(_report(model), TORCHAO["Float8WeightOnlyConfig"])
+
+
+@pytest.mark.parametrize("implementation", ["grouped_mm", "eager"])
+def test_torchao_in_transformers(implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts of transformers 5 by their names; the eager ones, which loop over experts with tokens, where a kernel is there for that."""
+    library: Any = pytest.importorskip("torchao.quantization")
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.setattr(encodings, "OF_HIT_EXPERTS", ("cpu",))
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 64, "vocab_size": 64, "head_dim": 32}
+    config = transformers.Qwen3MoeConfig(
+        **sizes, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, num_experts=E, num_experts_per_tok=K
+    )
+    model = transformers.Qwen3MoeForCausalLM(config).to(torch.bfloat16).eval()
+    model.set_experts_implementation(implementation)
+    how = library.Float8WeightOnlyConfig()
+    library.quantize_(model, library.FqnToConfig({rf"re:.*experts\.{name}_proj": how for name in ("gate_up", "down")}), filter_fn=None)
+    ids = torch.randint(64, (1, 5))
+    with torch.no_grad():
+        got, want = torch.compile(model, backend="moefuse")(ids).logits, model(ids).logits
+    torch.testing.assert_close(got, want, rtol=0.03, atol=0.03 * float(want.abs().max()))
+    report = moefuse.last_report()
+    assert report is not None
+    _told(report, TORCHAO["Float8WeightOnlyConfig"])
 
 
 QUANTO: dict[str, str] = {

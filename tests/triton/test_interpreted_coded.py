@@ -132,6 +132,15 @@ def test_packings_that_are_not_taken(packing: Packing, dtype: torch.dtype) -> No
     assert refusal(codes, torch.zeros(2, 16, 32 // packing.per, dtype=dtype)) == f"codes are packed as {packing}"
 
 
+def test_zeros_behind_the_scales_are_not_taken() -> None:
+    """The kernel subtracts them in front of the product, so it would compute something else."""
+    from moefuse.kernels.triton.host.coded import refusal
+
+    encoding = replace(EVERY["nibbles, zeros"], behind=True)
+    codes = Codes(encoding, [torch.ones(2, 16, 4)], [torch.ones(2, 16, 4)])
+    assert refusal(codes, torch.zeros(2, 16, 16, dtype=torch.uint8)) == "zeros are subtracted behind the scales"
+
+
 def test_what_is_not_taken() -> None:
     """float64, which tensor cores do not have for these, is left to the portable code, with the reason."""
     from moefuse.ops.coded import CodedCall

@@ -35,8 +35,6 @@ def supports(call: CodedCall | CodedGrads) -> str | None:
     stacks = call.stacks
     if call.x.dtype not in DTYPES:
         return f"no kernel for {call.x.dtype}"
-    if any(codes is not None and codes.encoding.behind for codes in call.codes):
-        return "zeros are subtracted behind the scales"
     given = [(codes, stack) for codes, stack in zip(call.codes, stacks, strict=True) if codes is not None]
     refused = [coded.refusal(codes, stack.weight[0]) for codes, stack in given]
     refused += [token_codes.refusal(codes) for codes, _ in given if codes.encoding.activation is not None]
