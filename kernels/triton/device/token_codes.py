@@ -65,12 +65,12 @@ def as_codes(ratio, coding: tl.constexpr):
 @triton.jit(do_not_specialize=["S"])
 def round_rows(
     x, order, offsets, codes, scales, S, E, top_k, K, GROUPS, at_x,
-    GATHER: tl.constexpr, ALL: tl.constexpr, coding: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
+    GATHER: tl.constexpr, ALL: tl.constexpr, coding: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, AT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Codes [S, K], bytes, and scales [S, GROUPS] of rows of x; GATHER: the tokens of sorted rows. Rows behind the last expert's: nothing,
     but with ALL, where rows are in no order.
 
-    A program has BR rows and BK inputs: a group, or of a group of all inputs one part after the other.
+    A program has BR rows and AT groups, or of a group of all inputs BK at a time.
     """
     after_previous(PDL)
     let_next_start(PDL)
@@ -84,13 +84,13 @@ def round_rows(
     to = codes + r.to(tl.int64)[:, None] * K
     to_scale = scales + r * GROUPS
     if coding.GROUP:
-        g = tl.program_id(1)
-        k += g * coding.GROUP
-        inside = live[:, None] & (k < (g + 1) * coding.GROUP)
-        v = tl.load(from_x + k * at_x.col, mask=inside, other=0.0).to(tl.float32)  # [BR, BK]
-        scale, divisor = scale_and_divisor(tl.reduce(tl.abs(v), 1, larger), coding)
-        tl.store(to + k, as_codes(quotient(v, divisor[:, None]), coding), mask=inside)
-        tl.store(to_scale + g, scale, mask=live)
+        for i in tl.static_range(AT):
+            g = tl.program_id(1) * AT + i
+            inside = live[:, None] & (g < GROUPS) & (k < coding.GROUP)
+            v = tl.load(from_x + (g * coding.GROUP + k) * at_x.col, mask=inside, other=0.0).to(tl.float32)  # [BR, BK]
+            scale, divisor = scale_and_divisor(tl.reduce(tl.abs(v), 1, larger), coding)
+            tl.store(to + g * coding.GROUP + k, as_codes(quotient(v, divisor[:, None]), coding), mask=inside)
+            tl.store(to_scale + g, scale, mask=live & (g < GROUPS))
     else:
         top = tl.zeros([BR, BK], tl.float32)
         for k0 in range(0, K, BK):

@@ -27,8 +27,8 @@ GROUP = 128
 ROWS = 128
 COLUMNS = 128
 """Of a tile's sums, of both projections together."""
-CUT = Cut("shared", ROWS, COLUMNS, GROUP, 8, 5, 2, 2)
-LEAST_ROWS = 24
+CUT = Cut("shared", ROWS, COLUMNS, GROUP, 8, 6, 2, 2)
+LEAST_ROWS = 8
 """Mean rows of an expert from which on they are taken. Tests set it."""
 
 

@@ -21,6 +21,8 @@ from moefuse.ops.coded import Codes
 from moefuse.ops.encoding import Encoding
 from moefuse.ops.token_codes import CODES, Rounding
 
+AT_ONCE, LARGE = 4, 1 << 24
+"""Groups that a program of rounding makes, where rows have so many elements that the device is full anyway."""
 LEAST = 32
 """Inputs of the smallest group: of fewer a tensor core takes more than there are."""
 
@@ -110,12 +112,13 @@ def round_rows(x: Tensor, it: Sorted | None, encoding: Encoding, *, tokens: bool
     scales = torch.empty((rows, groups), dtype=torch.float32, device=x.device)
     bk = rounding.group or min(max(power_of_two(k), 16), 1024)
     br = max(2048 // bk, 1)
+    at = min(groups, AT_ONCE) if rows * k >= LARGE else 1
     if not k:
         scales.zero_()
     elif rows:
         launch(
             token_codes.round_rows,
-            (-(-rows // br), groups),
+            (-(-rows // br), -(-groups // at)),
             {"x": x, "order": x if it is None else it.order, "offsets": x if it is None else it.offsets, "codes": codes, "scales": scales},
             pdl=device.hopper,
             S=rows,
@@ -129,6 +132,7 @@ def round_rows(x: Tensor, it: Sorted | None, encoding: Encoding, *, tokens: bool
             coding=coding(encoding, None, None, device),
             BR=br,
             BK=bk,
+            AT=at,
             PDL=device.hopper,
         )
     return Rounded(codes, scales, rounding)

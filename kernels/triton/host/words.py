@@ -52,20 +52,23 @@ class Coding(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """How a product is cut: rows of a tile, steps of 64 bytes at once; EVEN: these are whole. SORTED: rows come by tiles of the sort."""
+    """How a product is cut: rows of a tile, steps of 64 bytes at once, HIGH times 16 features of a warp;
+    EVEN: steps are whole. SORTED: rows come by tiles of the sort."""
 
     COLS: int
     STEPS: int
+    HIGH: int
     EVEN: bool
     SORTED: bool
     PDL: bool
 
 
 class Part(NamedTuple):
-    """Sizes that are chosen: warps of a program, and steps at once."""
+    """Sizes that are chosen: warps of a program, steps at once, and how often 16 features a warp has."""
 
     warps: int = 4
     steps: int = 2
+    high: int = 1
 
 
 def per_word(encoding: Encoding) -> int:
@@ -168,10 +171,10 @@ def product(
 
     launch(
         products.word_tiles,
-        (-(-n // (part.warps * (8 if both else 16))), it.max_tiles if it is not None else slots),
+        (-(-n // (part.warps * part.high * (8 if both else 16))), it.max_tiles if it is not None else slots),
         {
-            "x": x, "x_scales": x if scales is None else scales, "ids": ids, "w_a": one.storage.pointer, "w_b": two.storage.pointer, "s_a": one.scale.pointer,
-            "s_b": two.scale.pointer, "z_a": zero.pointer, "z_b": zero_2.pointer, "b_a": b_a,
+            "x": x, "x_scales": x if scales is None else scales, "ids": ids, "w_a": one.storage.pointer, "w_b": two.storage.pointer,
+            "s_a": one.scale.pointer, "s_b": two.scale.pointer, "z_a": zero.pointer, "z_b": zero_2.pointer, "b_a": b_a,
             "b_b": b_a if bias[1] is None else bias[1].pointer, "order": order, "tiles": tiles, "num_tiles": num_tiles,
             "offsets": offsets, "out": out,
         },
@@ -191,7 +194,7 @@ def product(
         first_b=second,
         form=Form("" if body is None else body.activation, gating, body is not None and body.up_first and gating == "interleaved", False),
         coding=coding(one, bias[0]),
-        cut=Cut(cols, part.steps, k % (16 * per * part.steps) == 0, it is not None, hopper),
+        cut=Cut(cols, part.steps, part.high, k % (16 * per * part.steps) == 0, it is not None, hopper),
     )  # fmt: skip
 
 

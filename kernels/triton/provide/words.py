@@ -19,8 +19,10 @@ ALONE = 8
 """Slots up to which each is a tile of its own."""
 COLS = (8, 16)
 """Rows of a tile."""
-ROWS = 12
-"""Rows that an expert has in the mean, up to which these kernels are quicker than whole tiles."""
+ROWS, ROUNDED = 12, 5
+"""Rows that an expert has in the mean, up to which these kernels are quicker than whole tiles; of rows that are rounded."""
+UP, DOWN, UP_ALONE = Part(4, 4), Part(4, 2), Part(2, 4)
+"""Sizes of the products, on an H200; of a first one whose slots are tiles of their own."""
 
 
 def refusal(call: CodedCall) -> str | None:
@@ -29,7 +31,8 @@ def refusal(call: CodedCall) -> str | None:
     slots = base.ids.numel()
     if INTERPRETED or not known() or torch.version.hip is not None:
         return "no Gluon"
-    if not 0 < slots <= ROWS * base.w_in.experts or base.x.stride(1) != 1 or not (base.w_out.features and base.w_out.inputs):
+    most = ROUNDED if any(codes is not None and codes.encoding.activation is not None for codes in call.codes) else ROWS
+    if not 0 < slots <= most * base.w_in.experts or base.x.stride(1) != 1 or not (base.w_out.features and base.w_out.inputs):
         return "too many rows"
     if base.body.on_input or any(codes is None for codes in call.codes[:: 1 if base.body.split else 2]):
         return "a projection is in floating point, or routing weights go on the tokens"
@@ -64,9 +67,11 @@ def experts(call: CodedCall, up: Part | None = None, down: Part | None = None, c
     y = torch.empty((slots, last.features), dtype=base.x.dtype, device=base.x.device)
     b_in, b_up, b_out = (linear.weight(s.bias, 1) if s.bias else None for s in call.stacks)
     x, scales = _rows(base.x, first)
-    words.product(h, x, ids, it, count, body, (first, second), (b_in, b_up), up or Part(), cols or COLS[0], scales)
+    words.product(
+        h, x, ids, it, count, body, (first, second), (b_in, b_up), up or (UP_ALONE if it is None else UP), cols or COLS[0], scales
+    )
     a, scales = _rows(h, last)
-    words.product(y, a, ids, it, count, None, (last, last), (b_out, None), down or Part(), cols or COLS[0], scales)
+    words.product(y, a, ids, it, count, None, (last, last), (b_out, None), down or DOWN, cols or COLS[0], scales)
     sorted_rows.sum_given(out, y, ids, base.weights, count)
     return out
 

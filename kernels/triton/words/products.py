@@ -29,11 +29,12 @@ def halves(n):
 
 
 @gluon.constexpr_function
-def weight_layout(steps, warps):
-    """Of words [16 * warps, steps, LANES, WORDS]."""
+def weight_layout(steps, warps, high):
+    """Of words [16 * warps * high, steps, LANES, WORDS]."""
     reg = [[0, 0, 0, i] for i in halves(4)] + [[8, 0, 0, 0]] + [[0, i, 0, 0] for i in halves(steps)]
+    reg = reg + [[16 * warps * i, 0, 0, 0] for i in halves(high)]
     lane = [[0, 0, i, 0] for i in halves(4)] + [[i, 0, 0, 0] for i in halves(8)]
-    return gl.DistributedLinearLayout(reg, lane, [[16 * i, 0, 0, 0] for i in halves(warps)], [], [16 * warps, steps, 4, 4])
+    return gl.DistributedLinearLayout(reg, lane, [[16 * i, 0, 0, 0] for i in halves(warps)], [], [16 * warps * high, steps, 4, 4])
 
 
 @gluon.constexpr_function
@@ -92,7 +93,7 @@ def sums(w, s, z, at_s, at_z, from_x, live, K, mma: gl.constexpr, coding: gl.con
     k = gl.arange(0, STEPS, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, LX))))[None, :, None, None] * (16 * PER)
     k += gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, LX))))[None, None, :, None] * (4 * PER)
     k += gl.arange(0, 4 * PER, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, LX))))[None, None, None, :]
-    BN: gl.constexpr = 16 * WARPS
+    BN: gl.constexpr = 16 * WARPS * cut.HIGH
     COLS: gl.constexpr = cut.COLS
     acc = gl.zeros([BN, COLS], gl.float32, mma)
     quarters = K // (4 * PER)
@@ -130,7 +131,7 @@ def rounded_sums(w, s, at_s, from_x, from_r, live, alive, K, mma: gl.constexpr, 
     k = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, LX))))[None, :, None, None] * 64
     k += gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, LX))))[None, None, :, None] * 16
     k += gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, LX))))[None, None, None, :]
-    BN: gl.constexpr = 16 * WARPS
+    BN: gl.constexpr = 16 * WARPS * cut.HIGH
     COLS: gl.constexpr = cut.COLS
     acc = gl.zeros([BN, COLS], gl.float32, mma)
     v = load_group(w, 0, K, cut)
@@ -172,6 +173,46 @@ def add_groups(acc, v, group, s, at_s, from_x, from_r, live, alive, K, mma: gl.c
 
 
 @gluon.jit
+def weight_rows(
+    w_a, w_b, s_a, s_b, z_a, z_b, e, block, N, at_w, at_s, at_z, first_b, form: gl.constexpr, coding: gl.constexpr, cut: gl.constexpr
+):
+    """Where the words [BN, 1, 1, 1], scales and zeros [BN, 1, 1] of a program's features of expert e begin."""
+    WARPS: gl.constexpr = gl.num_warps()
+    BN: gl.constexpr = 16 * WARPS * cut.HIGH
+    L: gl.constexpr = weight_layout(cut.STEPS, WARPS, cut.HIGH)
+    r = gl.arange(0, BN, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, L))))
+    n, upper = features_of(r, block, N, BN, form)
+    w = expert_base(w_a, e, at_w.stride_e, coding.OF, coding.APART, coding.ALIGNED)
+    s = expert_base(s_a, e, at_s.stride_e, coding.SCALES, coding.APART, False)
+    z = expert_base(z_a, e, at_z.stride_e, coding.ZEROS, coding.APART, False) if coding.ZERO else s
+    rows = n
+    if form.GATING == "interleaved":
+        rows = 2 * n + upper
+    elif form.GATING == "halves":
+        w_2 = expert_base(w_b, e, at_w.stride_e, coding.OF, coding.APART, coding.ALIGNED)
+        s_2 = expert_base(s_b, e, at_s.stride_e, coding.SCALES, coding.APART, False)
+        z_2 = expert_base(z_b, e, at_z.stride_e, coding.ZEROS, coding.APART, False) if coding.ZERO else s_2
+        w, s, z = gl.where(upper == 0, w, w_2), gl.where(upper == 0, s, s_2), gl.where(upper == 0, z, z_2)
+        rows = n + gl.where(upper == 0, at_w.first, first_b)
+    from_w = (w + rows * at_w.stride_n).to(gl.pointer_type(gl.int32))[:, None, None, None]
+    scale_rows = rows // coding.BLOCK_N if coding.BLOCK_N > 0 else rows * 0
+    from_s = (s + scale_rows * at_s.stride_n)[:, None, None]
+    from_z = (z + scale_rows * at_z.stride_n)[:, None, None] if coding.ZERO else from_s
+    return from_w, from_s, from_z
+
+
+@gluon.jit
+def features_of(r, block, N, BN: gl.constexpr, form: gl.constexpr):
+    """The outputs of rows r of a program, and whether a row is of the up projection (1) or of the gate (0)."""
+    BOTH: gl.constexpr = form.GATING == "halves" or form.GATING == "interleaved"
+    if BOTH:
+        n, upper = block * (BN // 2) + (r // 16) * 8 + r % 8, (r // 8) % 2
+    else:
+        n, upper = block * BN + r, r * 0
+    return gl.minimum(n, N - 1), upper
+
+
+@gluon.jit
 def word_tiles(
     x, x_scales, ids, w_a, w_b, s_a, s_b, z_a, z_b, b_a, b_b, order, tiles, num_tiles, offsets, out, max_tiles, top_k, E, K, N, args,
     at_x, at_ids, at_w, at_s, at_z, first_b, form: gl.constexpr, coding: gl.constexpr, cut: gl.constexpr,
@@ -189,8 +230,8 @@ def word_tiles(
     WARPS: gl.constexpr = gl.num_warps()
     COLS: gl.constexpr = cut.COLS
     BOTH: gl.constexpr = form.GATING == "halves" or form.GATING == "interleaved"
-    OUT: gl.constexpr = 8 * WARPS if BOTH else 16 * WARPS
-    L: gl.constexpr = weight_layout(cut.STEPS, WARPS)
+    BN: gl.constexpr = 16 * WARPS * cut.HIGH
+    OUT: gl.constexpr = BN // 2 if BOTH else BN
     LX: gl.constexpr = token_layout(COLS, 2 if coding.GROUP else cut.STEPS, 4 * coding.PER, WARPS)
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, 8])
     tile = gl.program_id(1)
@@ -207,25 +248,7 @@ def word_tiles(
         if (e < 0) | (e >= E):
             return
     block = gl.program_id(0)
-    r = gl.arange(0, 16 * WARPS, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, L))))
-    up = (r // 8) % 2 if BOTH else r * 0
-    n = gl.minimum(block * OUT + ((r // 16) * 8 + r % 8 if BOTH else r), N - 1)
-    w = expert_base(w_a, e, at_w.stride_e, coding.OF, coding.APART, coding.ALIGNED)
-    s = expert_base(s_a, e, at_s.stride_e, coding.SCALES, coding.APART, False)
-    z = expert_base(z_a, e, at_z.stride_e, coding.ZEROS, coding.APART, False) if coding.ZERO else s
-    rows = n
-    if form.GATING == "interleaved":
-        rows = 2 * n + up
-    elif form.GATING == "halves":
-        w_2 = expert_base(w_b, e, at_w.stride_e, coding.OF, coding.APART, coding.ALIGNED)
-        s_2 = expert_base(s_b, e, at_s.stride_e, coding.SCALES, coding.APART, False)
-        z_2 = expert_base(z_b, e, at_z.stride_e, coding.ZEROS, coding.APART, False) if coding.ZERO else s_2
-        w, s, z = gl.where(up == 0, w, w_2), gl.where(up == 0, s, s_2), gl.where(up == 0, z, z_2)
-        rows = n + gl.where(up == 0, at_w.first, first_b)
-    from_w = (w + rows * at_w.stride_n).to(gl.pointer_type(gl.int32))[:, None, None, None]
-    scale_rows = rows // coding.BLOCK_N if coding.BLOCK_N > 0 else rows * 0
-    from_s = (s + scale_rows * at_s.stride_n)[:, None, None]
-    from_z = (z + scale_rows * at_z.stride_n)[:, None, None] if coding.ZERO else from_s
+    from_w, from_s, from_z = weight_rows(w_a, w_b, s_a, s_b, z_a, z_b, e, block, N, at_w, at_s, at_z, first_b, form, coding, cut)
     col = gl.arange(0, COLS, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, LX))))
     live = col < count
     slot = start + col
@@ -236,7 +259,7 @@ def word_tiles(
     if coding.GROUP:
         LA: gl.constexpr = gl.SliceLayout(1, mma)
         LR: gl.constexpr = gl.SliceLayout(0, mma)
-        blocks = gl.convert_layout(from_s.reshape([16 * WARPS]), LA)
+        blocks = gl.convert_layout(from_s.reshape([BN]), LA)
         from_r = x_scales + gl.convert_layout(row, LR).to(gl.int64) * (K // 128)
         acc = rounded_sums(
             from_w, blocks, at_s, from_x, from_r, live[:, None, None, None], gl.convert_layout(live, LR), K, mma, coding, cut
@@ -244,10 +267,10 @@ def word_tiles(
     else:
         acc = sums(from_w, from_s, from_z, at_s, at_z, from_x, live[:, None, None, None], K, mma, coding, cut)
     if coding.BIAS:
-        acc = acc + biases(b_a, b_b, e, at_w, first_b, block, N, dtype, mma, form, coding)
+        acc = acc + biases(b_a, b_b, e, at_w, first_b, block, N, dtype, mma, form, coding, BN)
     acc = rounded(acc, dtype)
     if BOTH:
-        gate, upper = acc.reshape([WARPS, 2, 8, COLS]).permute((0, 2, 3, 1)).split()
+        gate, upper = acc.reshape([BN // 16, 2, 8, COLS]).permute((0, 2, 3, 1)).split()
         if form.UP_FIRST:
             gate, upper = upper, gate
         acc = gated(gate, upper, args[0], args[1], ACT, True).reshape([OUT, COLS])
@@ -263,17 +286,15 @@ def word_tiles(
 
 
 @gluon.jit
-def biases(b_a, b_b, e, at_w, first_b, block, N, dtype: gl.constexpr, mma: gl.constexpr, form: gl.constexpr, coding: gl.constexpr):
+def biases(
+    b_a, b_b, e, at_w, first_b, block, N, dtype: gl.constexpr, mma: gl.constexpr, form: gl.constexpr, coding: gl.constexpr, BN: gl.constexpr
+):
     """Biases [BN, 1] of a program's features, float32."""
-    BOTH: gl.constexpr = form.GATING == "halves" or form.GATING == "interleaved"
-    WARPS: gl.constexpr = gl.num_warps()
-    r = gl.arange(0, 16 * WARPS, gl.SliceLayout(1, mma))
-    up = (r // 8) % 2 if BOTH else r * 0
-    n = gl.minimum(block * (8 * WARPS if BOTH else 16 * WARPS) + ((r // 16) * 8 + r % 8 if BOTH else r), N - 1)
+    n, upper = features_of(gl.arange(0, BN, gl.SliceLayout(1, mma)), block, N, BN, form)
     base = expert_base(b_a, e, at_w.bias_e, dtype, coding.BIAS_APART, False)
     if form.GATING == "interleaved":
-        n = 2 * n + up
+        n = 2 * n + upper
     elif form.GATING == "halves":
-        base = gl.where(up == 0, base, expert_base(b_b, e, at_w.bias_e, dtype, coding.BIAS_APART, False))
-        n = n + gl.where(up == 0, at_w.first, first_b)
+        base = gl.where(upper == 0, base, expert_base(b_b, e, at_w.bias_e, dtype, coding.BIAS_APART, False))
+        n = n + gl.where(upper == 0, at_w.first, first_b)
     return gl.load(base + n.to(gl.int64) * at_w.bias_n).to(gl.float32)[:, None]
