@@ -19,6 +19,8 @@ from moefuse.passes.infer.state import Context
 _PRODUCTS = frozenset("linear matmul mm bmm grouped_mm".split())
 _ROWS = 8
 """As many rows as are tried of each kind."""
+_MANY = 16
+"""So many times as many are tried at once."""
 _LEVELS = 127
 """Of whole numbers in eight bits: rows halfway between two of them are rounded by as much as they can be."""
 
@@ -127,7 +129,8 @@ def rows_that_show(inputs: int, dtype: torch.dtype, device: torch.device) -> Seq
     beside = plain.clone()
     for rows, size in ((halfway, 1.0), (beside, max(4.0, inputs**0.5))):
         rows[range(_ROWS), torch.randint(inputs, (_ROWS,), generator=dice, device="cpu")] = size
-    return [rows.to(dtype).to(device) for rows in (plain, halfway, beside)]
+    # A class may have one kernel for a single row, and another for many.
+    return [rows.to(dtype).to(device) for rows in (plain, halfway, beside, halfway[:1], halfway.repeat(_MANY, 1))]
 
 
 def is_rounded(rows: Tensor, found: Tensor, weight: Tensor) -> bool:

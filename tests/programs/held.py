@@ -103,6 +103,14 @@ class Rounds(Channels):
         return F.linear((rows / step).round() * step, self.unpacked().float()).to(rows.dtype)
 
 
+class RoundsMany(Rounds):
+    """Only where there are many."""
+
+    def times(self, rows: Tensor) -> Tensor:
+        many = isinstance(rows.shape[0], int) and rows.shape[0] > 99
+        return super().times(rows) if many else F.linear(rows, self.unpacked().to(rows.dtype))
+
+
 class Clamped(Channels):
     """No encoding that there is a word for."""
 
@@ -189,6 +197,7 @@ KINDS: Mapping[str, Callable[[Sequence[int], torch.dtype], Held]] = {
 }
 NEAR: Mapping[str, Callable[[Sequence[int], torch.dtype], Held]] = {
     "rounds": lambda shape, dtype: _int8(Rounds, shape, dtype),
+    "rounds many": lambda shape, dtype: _int8(RoundsMany, shape, dtype),
     "clamped": lambda shape, dtype: _int8(Clamped, shape, dtype),
 }
 STACKED = ("int8", "float8")
