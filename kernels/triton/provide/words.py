@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,12 +17,40 @@ from moefuse.ops.coded import CodedCall
 
 ALONE = 8
 """Slots up to which each is a tile of its own."""
-COLS = (8, 16)
-"""Rows of a tile."""
-ROWS, ROUNDED = 12, 5
-"""Rows that an expert has in the mean, up to which these kernels are quicker than whole tiles; of rows that are rounded."""
-UP, DOWN, UP_ALONE = Part(4, 4), Part(4, 2), Part(2, 4)
-"""Sizes of the products, on an H200; of a first one whose slots are tiles of their own."""
+ROWS, NIBBLES, ROUNDED = 40, 24, 5
+"""Mean rows of an expert up to which these kernels are quicker than whole tiles: in general, of four bits that count on, and of rows that
+are rounded. All sizes here were measured on an H200 (benchmarks/results/coded-h200.json)."""
+
+
+class Choice(NamedTuple):
+    """Rows of a tile, and sizes of the first products and of the last one."""
+
+    cols: int
+    up: Part
+    down: Part
+
+
+def choice(held: Held, slots: int, experts: int) -> Choice:
+    """Sizes for so many rows."""
+    few, rows = words.per_word(held.codes.encoding) == 8, slots / experts
+    if slots <= ALONE:
+        return Choice(8, Part(2, 4), Part(4, 2))
+    if rows <= 1:
+        return Choice(8, Part(4, 4), Part(4, 2))
+    if rows <= 5:
+        return Choice(8, Part(4, 2), Part(4, 2))
+    if rows <= 12:
+        part = Part(4, 1, 2) if few else Part(4, 2)
+        return Choice(16, part, part)
+    return Choice(32, Part(4, 2, 2), Part(4, 2, 2))
+
+
+def most(call: CodedCall) -> int:
+    """Mean rows of an expert up to which a call is made so."""
+    encodings = [codes.encoding for codes in call.codes if codes is not None]
+    if any(encoding.activation is not None for encoding in encodings):
+        return ROUNDED
+    return NIBBLES if any(coded.kind_of(encoding)[0] == "range" for encoding in encodings) else ROWS
 
 
 def refusal(call: CodedCall) -> str | None:
@@ -31,8 +59,7 @@ def refusal(call: CodedCall) -> str | None:
     slots = base.ids.numel()
     if INTERPRETED or not known() or torch.version.hip is not None:
         return "no Gluon"
-    most = ROUNDED if any(codes is not None and codes.encoding.activation is not None for codes in call.codes) else ROWS
-    if not 0 < slots <= most * base.w_in.experts or base.x.stride(1) != 1 or not (base.w_out.features and base.w_out.inputs):
+    if not 0 < slots <= most(call) * base.w_in.experts or base.x.stride(1) != 1 or not (base.w_out.features and base.w_out.inputs):
         return "too many rows"
     if base.body.on_input or any(codes is None for codes in call.codes[:: 1 if base.body.split else 2]):
         return "a projection is in floating point, or routing weights go on the tokens"
@@ -52,26 +79,24 @@ def form_of(held: Held) -> tuple[Any, ...]:
     return held.codes.encoding, held.features, *((p.operand, p.tensors[0].dtype) for p in parts)
 
 
-def experts(call: CodedCall, up: Part | None = None, down: Part | None = None, cols: int | None = None) -> Tensor:
+def experts(call: CodedCall, sizes: Choice | None = None) -> Tensor:
     """The output [T, N]."""
     base, body, ids = call.base, call.base.body, call.base.ids
     held, slots, count = _held(call), call.base.ids.numel(), call.base.w_in.experts
     first, second, last = held[0], held[1] if body.split else held[0], held[-1]
+    cols, up, down = sizes or choice(first, slots, count)
     it = None
     if slots > ALONE:
         order, offsets = sorted_rows.sort(ids, count)
-        cols = cols or (COLS[0] if slots <= 4 * count else COLS[1])
         it = sorted_rows.tiled(sorted_rows.Sorted(order, offsets, slots, count, base.top_k), base.x.dtype, cols)
     out = torch.empty((base.x.shape[0], last.features), dtype=base.out_dtype, device=base.x.device)
     h = torch.empty((slots, last.inputs), dtype=base.x.dtype, device=base.x.device)
     y = torch.empty((slots, last.features), dtype=base.x.dtype, device=base.x.device)
     b_in, b_up, b_out = (linear.weight(s.bias, 1) if s.bias else None for s in call.stacks)
     x, scales = _rows(base.x, first)
-    words.product(
-        h, x, ids, it, count, body, (first, second), (b_in, b_up), up or (UP_ALONE if it is None else UP), cols or COLS[0], scales
-    )
+    words.product(h, x, ids, it, count, body, (first, second), (b_in, b_up), up, cols, scales)
     a, scales = _rows(h, last)
-    words.product(y, a, ids, it, count, None, (last, last), (b_out, None), down or DOWN, cols or COLS[0], scales)
+    words.product(y, a, ids, it, count, None, (last, last), (b_out, None), down, cols, scales)
     sorted_rows.sum_given(out, y, ids, base.weights, count)
     return out
 
