@@ -27,60 +27,12 @@ from torch import Tensor
 from moefuse.ops.autograd import below_autograd, grads_for, not_differentiable, once, ops, wants_grad
 from moefuse.ops.call import Body, ExpertsCall, Stack, cut, join, stacks
 from moefuse.ops.checks import check_codes, check_experts
-from moefuse.ops.encoding import Encoding, dequantise, parse
+from moefuse.ops.coded_weights import CodedStack, CodedWeights, Codes, Lists
+from moefuse.ops.encoding import parse
 from moefuse.ops.grad_calls import GradCall, Needs
-from moefuse.ops.reference import accumulation_dtype, count_experts, expert_weight
+from moefuse.ops.reference import accumulation_dtype
 from moefuse.ops.schema import implement
 from moefuse.runtime import providers
-
-Lists = Sequence[Tensor]
-
-
-class Codes(NamedTuple):
-    """What belongs to the storage of one projection: one tensor [E, ...] each, or E tensors; ``zero`` may be empty."""
-
-    encoding: Encoding
-    scale: Lists
-    zero: Lists
-
-
-class CodedWeights(Sequence[Tensor]):
-    """The weights [out, in] of one projection's experts, each unpacked when it is asked for."""
-
-    def __init__(self, storage: Lists, codes: Codes, dtype: torch.dtype) -> None:
-        self.storage, self.codes, self.dtype = storage, codes, dtype
-        self.shape = codes.encoding.logical(tuple(storage[0].shape[-2:]))
-
-    def __len__(self) -> int:
-        return count_experts(self.storage)
-
-    def __getitem__(self, e: Any) -> Any:
-        encoding, scale, zero = self.codes
-        return dequantise(
-            encoding, expert_weight(self.storage, e), expert_weight(scale, e), expert_weight(zero, e) if zero else None, self.dtype
-        )
-
-
-class CodedStack(Stack):
-    """A projection whose weights are :class:`CodedWeights`: its sizes are known without unpacking any."""
-
-    __slots__ = ()
-    weight: CodedWeights
-
-    @property
-    def experts(self) -> int:
-        """E."""
-        return len(self.weight)
-
-    @property
-    def features(self) -> int:
-        """Output features of one expert."""
-        return self.weight.shape[0]
-
-    @property
-    def inputs(self) -> int:
-        """Input features of one expert."""
-        return self.weight.shape[1]
 
 
 class CodedCall(NamedTuple):

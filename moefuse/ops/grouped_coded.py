@@ -15,18 +15,13 @@ from torch import Tensor
 
 from moefuse.ops.autograd import below_autograd, grads_for, once, ops, wants_grad
 from moefuse.ops.checks import check_codes, check_grouped_linear
-from moefuse.ops.coded import Codes, shown
+from moefuse.ops.coded import shown
+from moefuse.ops.coded_weights import codes_of
 from moefuse.ops.encoding import parse
 from moefuse.ops.schema import implement
 from moefuse.runtime import providers
 
 Lists = Sequence[Tensor]
-
-
-def codes_of(w: Lists, codes: Lists, encoding: str) -> Codes:
-    """What belongs to the storage of the projection."""
-    count = len(w)
-    return Codes(parse(encoding), codes[:count], codes[count:])
 
 
 def checked(xs: Tensor, offsets: Tensor, w: Lists, codes: Lists, b: Lists, encoding: str) -> Any:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from moefuse.ops.call import Stack
+from moefuse.ops.coded_weights import CodedWeights, codes_of
 from moefuse.ops.reference import expert_vector
 from moefuse.ops.token_codes import Rounding, as_rounded
 from moefuse.runtime import backward, cpu
@@ -17,7 +18,7 @@ from moefuse.runtime.expert_grads import empty_grads, vector_grads
 from moefuse.runtime.routing import Group, groups_of
 
 if TYPE_CHECKING:
-    from moefuse.ops.coded import CodedCall, CodedGrads, CodedWeights
+    from moefuse.ops.coded import CodedCall, CodedGrads
 
 
 def experts_coded(call: CodedCall) -> Tensor:
@@ -70,9 +71,6 @@ def grouped_linear_coded_backward(
 
 
 def _weights(w: Lists, codes: Lists, encoding: str, x: Tensor) -> CodedWeights:
-    from moefuse.ops.coded import CodedWeights  # it asks providers
-    from moefuse.ops.grouped_coded import codes_of
-
     return CodedWeights(w, codes_of(w, codes, encoding), x.dtype)
 
 

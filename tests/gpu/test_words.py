@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from moefuse.ops.coded import CodedCall, Codes
+from moefuse.ops.coded import CodedCall
+from moefuse.ops.coded_weights import Codes
 from moefuse.ops.encoding import EXPONENTS, LDEXP, MADE, POWERS, Encoding, Packing
 from tests.cpu.coded_case import coded, hold
 from tests.cpu.ops_case import Case, assert_as_exact, reference, to

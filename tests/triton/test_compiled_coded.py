@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from moefuse.ops.call import Body, ExpertsCall, Stack
-from moefuse.ops.coded import CodedCall, CodedGrads, Codes
+from moefuse.ops.coded import CodedCall, CodedGrads
+from moefuse.ops.coded_weights import Codes
 from moefuse.ops.encoding import EXPONENTS, MADE, Encoding, Packing, Rounding
 from moefuse.ops.grad_calls import GradCall, Needs
 from tests.strategies import THOROUGH

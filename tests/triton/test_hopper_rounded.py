@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moefuse.ops.call import Body
-from moefuse.ops.coded import Codes
+from moefuse.ops.coded_weights import Codes
 from moefuse.ops.encoding import EXPONENTS, Encoding, Rounding
 from tests.triton.test_compiled import SHARED, source, spills
 from tests.triton.test_compiled_grouped import launches

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moefuse.ops.coded import Codes
+from moefuse.ops.coded_weights import Codes
 from moefuse.ops.encoding import Encoding, Packing, Rounding
 from tests.cpu.coded_case import ENCODINGS as EVERY
 from tests.cpu.coded_case import Held, coded, hold

@@ -18,7 +18,7 @@ from moefuse.kernels.triton.host.sorted_rows import Sorted, fit, rows_of, whole
 from moefuse.kernels.triton.launch.calls import launch
 from moefuse.kernels.triton.launch.launch import INTERPRETED
 from moefuse.kernels.triton.problem import Tiles
-from moefuse.ops.coded import Codes
+from moefuse.ops.coded_weights import Codes
 from moefuse.ops.encoding import BITS, Encoding, Packing, counts_from
 
 ELEMENTS = {

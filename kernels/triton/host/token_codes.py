@@ -17,7 +17,7 @@ from moefuse.kernels.triton.host.sorted_rows import Sorted, fit
 from moefuse.kernels.triton.launch.calls import launch
 from moefuse.kernels.triton.launch.launch import INTERPRETED, Described
 from moefuse.kernels.triton.problem import Tiles, power_of_two
-from moefuse.ops.coded import Codes
+from moefuse.ops.coded_weights import Codes
 from moefuse.ops.encoding import Encoding
 from moefuse.ops.token_codes import CODES, Rounding
 

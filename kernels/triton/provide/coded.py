@@ -22,7 +22,8 @@ from moefuse.kernels.triton.launch.record import recorded
 from moefuse.kernels.triton.provide import library, rounded, words
 from moefuse.kernels.triton.provide.products import Own
 from moefuse.ops.call import Stack
-from moefuse.ops.coded import CodedCall, CodedGrads, Codes
+from moefuse.ops.coded import CodedCall, CodedGrads
+from moefuse.ops.coded_weights import Codes
 from moefuse.ops.encoding import Encoding
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -11,8 +11,7 @@ from moefuse.kernels.triton.host import coded, linear, sorted_rows, wgrad
 from moefuse.kernels.triton.host.sorted_rows import Lists, Sorted
 from moefuse.kernels.triton.launch.record import recorded
 from moefuse.kernels.triton.provide.coded import DTYPES
-from moefuse.ops.coded import Codes
-from moefuse.ops.grouped_coded import codes_of
+from moefuse.ops.coded_weights import Codes, codes_of
 
 __all__ = ["grouped_linear_coded", "grouped_linear_coded_backward", "supports"]
 
