@@ -84,7 +84,7 @@ def refusal(codes: Codes, storage: Tensor) -> str | None:
     if encoding.zeros is not None:
         return "zeros are packed themselves"
     if encoding.behind:
-        return "zeros are subtracted from products with scales"
+        return "zeros are subtracted behind the scales"
     if encoding.packing is not None and not _takes(encoding.packing):
         return f"codes are packed as {encoding.packing}"
     size = length(encoding, *encoding.logical(tuple(storage.shape[-2:])))
