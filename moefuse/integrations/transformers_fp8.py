@@ -76,7 +76,7 @@ def _body(module: nn.Module, gated: bool) -> tuple[str, list[float]]:
         return named, []
     if own._apply_gate.__func__ is not FP8Experts._apply_gate:
         raise _refuse(module, "it has an _apply_gate of its own")
-    if own.gate_softcap is not None:
+    if getattr(own, "gate_softcap", None) is not None:  # 5.17 has none
         raise _refuse(module, "gate and up are capped by tanh (mlp_gate_softcap)")
     if own.swiglu_alpha is not None:
         return "swiglu_oai", [float(own.swiglu_alpha), float(own.swiglu_limit)]
