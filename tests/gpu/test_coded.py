@@ -108,3 +108,27 @@ def test_no_weight_sized_temporary() -> None:
     before = torch.cuda.memory_allocated()
     run(args, options).sum().backward()
     assert torch.cuda.max_memory_allocated() - before < 4 * 3 * 1024 * 1024 * 2
+
+
+@pytest.mark.parametrize("gating", ["merged", "separate"])
+@pytest.mark.parametrize("name", ["fp8 blocks", "nibbles, zeros", "words of features", "halves"])
+def test_many_rows(name: str, gating: str) -> None:
+    """Some experts are unpacked at a time, by the kernels with specialised warps where there are any: values and gradients."""
+    from moefuse.kernels.triton.provide import unpacked
+
+    case = LARGE.with_(tokens=900, experts=5, gating=gating, separate=gating == "separate", hidden_out=256)
+    assert case.tokens * case.top_k >= unpacked.ROWS * case.experts
+    encoding = ENCODINGS[name]
+    args, dense, options = coded(case, encoding, encoding if gating == "separate" else None, encoding)
+    args, dense = on_gpu(args), on_gpu(dense)
+    out = run(args, options)
+    assert_as_exact(out, reference(dense, **case.options), reference(to(dense, torch.float64), **case.options))
+    assert torch.equal(run(args, options), out)
+    grads = []
+    for given, wide, op in ((args, BF16, run), (dense, torch.float64, lambda a, o: reference(a, **case.options))):
+        x, weights = (given[i].detach().to(wide).requires_grad_() for i in (0, 2))
+        rest = given if wide == BF16 else to(given, wide)
+        result = op([x, rest[1], weights, *rest[3:]], options)
+        grads.append(torch.autograd.grad(result.double().square().sum(), (x, weights)))
+    for ours, theirs in zip(*grads, strict=True):
+        assert float((ours.double() - theirs).abs().max()) <= 0.05 * float(theirs.abs().max())

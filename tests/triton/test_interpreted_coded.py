@@ -107,6 +107,38 @@ def test_inference(tokens: int) -> None:
     assert_as_exact(out, reference(dense, **case.options), reference(to(dense, torch.float64), **case.options))
 
 
+@pytest.mark.parametrize("gating", ["merged", "separate"])
+@pytest.mark.parametrize("name", ["fp8 blocks", "words of inputs", "halves", "words of features"])
+def test_some_experts_at_a_time(name: str, gating: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many rows: two experts are unpacked at once, and the last one alone; values and gradients."""
+    from moefuse.kernels.triton.provide import unpacked
+
+    monkeypatch.setattr(unpacked, "ROWS", 0)
+    monkeypatch.setattr(unpacked, "DTYPES", (torch.float32,))  # the interpreter cuts where it should round to 16 bits
+    monkeypatch.setattr(unpacked, "experts_at_once", lambda *_: 2)
+    case = SMALL.with_(gating=gating, hidden=32, inter=32, hidden_out=32, weight_on_input=gating == "separate")
+    args, dense, options = coded(case, ENCODINGS[name], ENCODINGS[name] if gating == "separate" else None, ENCODINGS[name])
+    with interpreted(provide(), OPS):
+        out, grads = run(args, options)
+    assert_as_exact(out, reference(dense, **case.options), reference(to(dense, torch.float64), **case.options))
+    _, theirs = run(args, options)
+    for ours, portable in zip(grads, theirs, strict=True):
+        torch.testing.assert_close(ours, portable, rtol=1e-4, atol=1e-4)
+
+
+def test_how_many_experts_at_once() -> None:
+    """A sixteenth of a projection within bounds, and one expert at least."""
+    from moefuse.kernels.triton.provide.unpacked import LEAST, MOST, experts_at_once
+
+    held: Any = type("Held", (), {"features": 1536, "inputs": 2048})
+    assert experts_at_once(held, 128, 2) == LEAST // (1536 * 2048 * 2) == 10
+    assert experts_at_once(held, 512, 2) == 512 // 16
+    held.features, held.inputs = 4096, 7168
+    assert experts_at_once(held, 256, 2) == MOST // (4096 * 7168 * 2) == 4
+    held.features, held.inputs = 28672, 8192
+    assert experts_at_once(held, 8, 2) == 1
+
+
 def test_a_table_with_a_negative_zero() -> None:
     """It counts on in steps of one but for a sign, which is one of the bits."""
     table = tuple(-0.0 if i == 8 else float(i - 8) for i in range(16))

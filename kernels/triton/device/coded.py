@@ -233,3 +233,21 @@ def coded_tiles(
             e, start, rows, block, x, w, s, z, b, weights, order, out, top_k, F, I, at_x, at_w, at_s, at_z, at_weights, stride_or,
             GATHER, SCALE, ADD, BACK, coding, tiling,
         )  # fmt: skip
+
+
+@triton.jit
+def unpack_blocks(
+    w, s, z, out, first, F, I, at_w, at_s, at_z, coding: tl.constexpr, NF: tl.constexpr, NI: tl.constexpr,
+):  # fmt: skip
+    """out [., F, I]: the weights of experts from ``first`` on, one for each program of the first dimension."""
+    e = tl.program_id(0) + first
+    f0 = tl.program_id(1) * NF
+    i0 = tl.program_id(2) * NI
+    of_w = expert_base(w, e, at_w.stride_e, coding.OF, coding.APART, False)
+    of_s = expert_base(s, e, at_s.stride_e, coding.SCALES, coding.APART, False)
+    of_z = expert_base(z, e, at_z.stride_e, coding.ZEROS, coding.APART, False) if coding.ZERO else of_s
+    v = coded_block(of_w, of_s, of_z, at_w, at_s, at_z, f0, i0, F, I, out.dtype.element_ty, NF, NI, coding)  # [NF, NI]
+    f = f0 + tl.arange(0, NF)
+    i = i0 + tl.arange(0, NI)
+    to = out + (tl.program_id(0).to(tl.int64) * F + f[:, None]) * I + i[None, :]
+    tl.store(to, v, mask=(f < F)[:, None] & (i < I)[None, :])

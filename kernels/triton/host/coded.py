@@ -210,4 +210,31 @@ def product(
     )  # fmt: skip
 
 
-__all__ = ["Coding", "Held", "held", "product", "refusal"]
+def unpack(held: Held, first: int, count: int, dtype: torch.dtype) -> Tensor:
+    """The weights [count, F, I] of so many experts."""
+    features, inputs = held.features, held.inputs
+    out = torch.empty((count, features, inputs), dtype=dtype, device=held.storage.pointer.device)
+    packing, size = held.codes.encoding.packing, length(held.codes.encoding, features, inputs)
+    most = [64, 64]
+    if packing is not None and size:
+        most[packing.axis] = min(64, size & -size)
+    zero, float8 = held.zero or held.scale, device_of(out.device).hopper and not INTERPRETED
+    even = not (features % most[0] or inputs % most[1])
+    launch(
+        coded.unpack_blocks,
+        (count, -(-features // most[0]), -(-inputs // most[1])),
+        {"w": held.storage.pointer, "s": held.scale.pointer, "z": zero.pointer, "out": out},
+        first=first,
+        F=features,
+        I=inputs,
+        at_w=Experts(*held.storage.strides),
+        at_s=Experts(*held.scale.strides),
+        at_z=Experts(*zero.strides),
+        coding=coding(held, None, even, float8),
+        NF=most[0],
+        NI=most[1],
+    )
+    return out
+
+
+__all__ = ["Coding", "Held", "held", "product", "refusal", "unpack"]

@@ -19,7 +19,7 @@ from moefuse.kernels.triton.host.rounded_specialised import ROWS
 from moefuse.kernels.triton.host.sorted_rows import Sorted
 from moefuse.kernels.triton.host.token_codes import Rounded
 from moefuse.kernels.triton.launch.record import recorded
-from moefuse.kernels.triton.provide import library, rounded, words
+from moefuse.kernels.triton.provide import library, rounded, unpacked, words
 from moefuse.kernels.triton.provide.products import Own
 from moefuse.ops.call import Stack
 from moefuse.ops.coded import CodedCall, CodedGrads
@@ -101,7 +101,11 @@ class _Products:
                 else:
                     token_codes.product(out, rows, held, it, found)
                 return out
-            coded.product(out, x, held, self.own.tiled, bias=found, back=back, add=add, **how)
+            if unpacked.takes(x, self.own.it):
+                in_order = self.own.rows(x, how.get("tokens", False), how.get("scale"))
+                unpacked.product(out, in_order, held, self.own.it, bias, back=back, add=add)
+            else:
+                coded.product(out, x, held, self.own.tiled, bias=found, back=back, add=add, **how)
         return out
 
     def rounded(self, x: Tensor, encoding: Encoding, tokens: bool = False, scale: Tensor | None = None) -> Rounded:
