@@ -10,6 +10,7 @@ from torch import Tensor
 from moefuse.kernels.triton.host import coded, linear, sorted_rows, wgrad
 from moefuse.kernels.triton.host.sorted_rows import Lists, Sorted
 from moefuse.kernels.triton.launch.record import recorded
+from moefuse.kernels.triton.provide import unpacked
 from moefuse.kernels.triton.provide.coded import DTYPES
 from moefuse.ops.coded_weights import Codes, codes_of
 
@@ -36,14 +37,21 @@ def _rows(offsets: Tensor, slots: int) -> Sorted:
     return Sorted(offsets, offsets, slots, offsets.shape[0] - 1, 1)
 
 
+def _product(out: Tensor, x: Tensor, held: coded.Held, it: Sorted, b: Lists, back: bool = False) -> None:
+    if unpacked.takes(x, it):
+        unpacked.product(out, x, held, it, b, back=back, add=False)
+    else:
+        coded.product(out, x, held, sorted_rows.tiled(it, x.dtype), bias=linear.weight(b, 1) if b else None, back=back)
+
+
 @recorded
 def grouped_linear_coded(xs: Tensor, offsets: Tensor, w: Lists, codes: Lists, b: Lists, encoding: str) -> Tensor:
     """``moefuse::grouped_linear_coded``."""
     held = _held(w, codes, encoding)
     out = torch.empty((xs.shape[0], held.features), dtype=xs.dtype, device=xs.device)
     if out.numel():
-        it = sorted_rows.tiled(_rows(offsets, xs.shape[0]), xs.dtype)
-        coded.product(out, xs, held, it, bias=linear.weight(b, 1) if b else None)
+        it = _rows(offsets, xs.shape[0])
+        _product(out, xs, held, it, b)
         sorted_rows.clear_dead(out, it)
     return out
 
@@ -57,8 +65,7 @@ def grouped_linear_coded_backward(
     if needs[0]:
         d_xs = torch.empty((grad.shape[0], held.inputs), dtype=grad.dtype, device=grad.device)
         if d_xs.numel():
-            it = sorted_rows.tiled(it, grad.dtype)
-            coded.product(d_xs, grad.contiguous(), held, it, back=True)
+            _product(d_xs, grad.contiguous(), held, it, (), back=True)
             sorted_rows.clear_dead(d_xs, it)
         out.append(d_xs)
     if needs[1]:
