@@ -19,9 +19,10 @@ from moefuse.passes.graph.sizes import same, same_shape, shape_of
 from moefuse.passes.infer.feature_slices import piece
 from moefuse.passes.infer.operands import padded, real, scalar
 from moefuse.passes.infer.state import Context
-from moefuse.passes.ir.axes import Atom, Axes, align
+from moefuse.passes.infer.unpacking import is_unpacked
+from moefuse.passes.ir.axes import Atom, Axes, align, fresh
 from moefuse.passes.ir.expr import Cast, Expr, Leaf, Linear, Op, SharedVector, SlotWeight, Token, has_linear
-from moefuse.passes.ir.facts import Column, Domain, Rows, Table, View
+from moefuse.passes.ir.facts import Column, Domain, Rows, Table, View, Weight
 
 _POINTWISE = frozenset((*UNARY, *BINARY, *TERNARY))
 
@@ -167,12 +168,14 @@ def _unchanged(ctx: Context, node: Node, inside: set[Node]) -> Node | None:
 
 
 def _projection(ctx: Context, node: Node, go: Any, call: Call) -> Expr | None:
-    """``linear(x, W, b)``, ``x @ W``, ``addmm(b, x, W)`` or an einsum with a Parameter W."""
+    """``linear(x, W, b)``, ``x @ W``, ``addmm(b, x, W)`` or an einsum with a Parameter W, or one that is unpacked from few bits."""
     found = operands(call)
     if found is None or not isinstance(found.x, Node):
         return None
     view = ctx.view(found.weight)
-    if view is None or not is_root(ctx.storage[view.root]):
+    if is_unpacked(ctx, found.weight) and not isinstance(ctx.facts.get(found.weight), Weight):
+        view = View(fresh(shape_of(tensor(found.weight))), found.weight)  # type: ignore[arg-type]
+    elif view is None or not is_root(ctx.storage[view.root]):
         return None
     dims = tuple(a[0].index if len(a) == 1 and a[0].kind == "d" else -1 for a in view.axes)
     if sorted(dims) != [0, 1]:

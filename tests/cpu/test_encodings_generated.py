@@ -131,7 +131,7 @@ class Program:
         return torch.cat((wide[..., 1:], wide[..., :1]), -1) if self.miss == "group" else wide
 
     def _scaled(self, value: Tensor, scale: Tensor, zeros: Tensor | None) -> Tensor:
-        lead = (E,) if self.stacked else ()
+        lead = value.shape[: -4 if self.spread == "split" else -2]
         if zeros is not None:
             value = value - zeros
         elif self.zero == "number":

@@ -60,17 +60,20 @@ class Form(nn.Module):
 
     def __init__(self, held: str, domain: Domain, *, whole: bool) -> None:
         super().__init__()
-        self.domain, self.router = domain, nn.Linear(H, E, bias=False)
+        self.domain, self.router, self.experts, self.dtype = domain, nn.Linear(H, E, bias=False), E, torch.float32
         self.gate, self.up, self.down = Packed(held, WIDE, H), Packed(held, WIDE, H), Packed(held, H, WIDE)
         self.all = whole
 
     def between(self, gate: Tensor, up: Tensor) -> Tensor:
         return F.silu(gate) * up
 
+    def stacks(self) -> list[Tensor]:
+        return [p.whole() for p in (self.gate, self.up, self.down)]
+
     def weights(self) -> list[Callable[[int | Tensor], Tensor]]:
         if not self.all:
             return [self.gate.of, self.up.of, self.down.of]
-        return [p.whole().__getitem__ for p in (self.gate, self.up, self.down)]
+        return [w.__getitem__ for w in self.stacks()]
 
     def body(self, product: Callable[[Tensor, Tensor], Tensor], x: Tensor, index: int | Tensor | slice) -> Tensor:
         gate, up, down = (weight(index) for weight in self.weights())  # type: ignore[arg-type]
@@ -78,12 +81,12 @@ class Form(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weights, ids = torch.topk(self.router(x).softmax(-1), K, dim=-1)
-        return _DOMAINS[self.domain](self, x, ids, weights)
+        return _DOMAINS[self.domain](self, x.to(self.dtype), ids, weights.to(self.dtype))
 
 
 def _loop(form: Form, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     out, (gate, up, down) = torch.zeros_like(x), form.weights()
-    for e in range(E):
+    for e in range(form.experts):
         tok, slot = torch.where(ids == e)
         rows = x[tok]
         y = F.linear(form.between(F.linear(rows, gate(e)), F.linear(rows, up(e))), down(e))
@@ -93,7 +96,7 @@ def _loop(form: Form, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
 
 def _masked(form: Form, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     out, (gate, up, down) = torch.zeros_like(x), form.weights()
-    for e in range(E):
+    for e in range(form.experts):
         y = F.linear(form.between(F.linear(x, gate(e)), F.linear(x, up(e))), down(e))
         out = out + y * ((ids == e) * weights).sum(-1, keepdim=True)
     return out
@@ -107,12 +110,12 @@ def _slots(form: Form, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
 
 def _bmm(form: Form, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     y = form.body(lambda rows, w: torch.bmm(rows, w.transpose(1, 2)), x.repeat_interleave(K, 0)[:, None], ids.reshape(-1))
-    return (y[:, 0] * weights.reshape(-1, 1)).view(-1, K, H).sum(1)
+    return (y[:, 0] * weights.reshape(-1, 1)).view(-1, K, x.shape[1]).sum(1)
 
 
 def _bmm_left(form: Form, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     y = form.body(lambda rows, w: torch.bmm(w, rows), x.repeat_interleave(K, 0)[:, :, None], ids.reshape(-1))
-    return (y[:, :, 0] * weights.reshape(-1, 1)).view(-1, K, H).sum(1)
+    return (y[:, :, 0] * weights.reshape(-1, 1)).view(-1, K, x.shape[1]).sum(1)
 
 
 def _matmul(form: Form, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
@@ -139,7 +142,7 @@ def _grouped(form: Form, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     import transformers.integrations.moe  # noqa: F401  (registers the op)
 
     order, _ = _order(ids)
-    ends = torch.histc(ids.reshape(-1).float(), E, 0, E - 1).cumsum(0).int()
+    ends = torch.histc(ids.reshape(-1).float(), form.experts, 0, form.experts - 1).cumsum(0).int()
 
     def product(rows: Tensor, w: Tensor) -> Tensor:
         found: Tensor = torch.ops.transformers.grouped_mm_fallback(rows, w.transpose(1, 2), offs=ends)
@@ -149,17 +152,17 @@ def _grouped(form: Form, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
 
 
 def _dense(form: Form, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    gate, up, down = (p.whole() for p in (form.gate, form.up, form.down))
+    gate, up, down = form.stacks()
     y = form.between(torch.einsum("th,eoh->teo", x, gate), torch.einsum("th,eoh->teo", x, up))
-    table = torch.zeros(len(x), E).scatter(1, ids, weights)
+    table = torch.zeros(len(x), form.experts, dtype=weights.dtype).scatter(1, ids, weights)
     return (torch.einsum("tei,eoi->teo", y, down) * table[..., None]).sum(1)
 
 
 def _bmm_dense(form: Form, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    gate, up, down = (p.whole().transpose(1, 2) for p in (form.gate, form.up, form.down))
-    rows = x[None].expand(E, -1, -1)
+    gate, up, down = (w.transpose(1, 2) for w in form.stacks())
+    rows = x[None].expand(form.experts, -1, -1)
     y = torch.bmm(form.between(torch.bmm(rows, gate), torch.bmm(rows, up)), down)
-    table = torch.zeros(len(x), E).scatter(1, ids, weights)
+    table = torch.zeros(len(x), form.experts, dtype=weights.dtype).scatter(1, ids, weights)
     return (y * table.t()[..., None]).sum(0)
 
 

@@ -1,0 +1,124 @@
+"""Programs around weights in few bits, put together at random: encodings times rows times where the weights are unpacked, near misses too.
+
+Whatever is read, the results are those of the program; what has no mistake in it is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from moefuse.passes.match import encodings, whole_stacks
+from tests.cpu.test_encodings_generated import E, K, N, Program, programs
+from tests.cpu.test_packed_fused import Compiled
+from tests.programs.packed_forms import GATHERED, WHOLE, Domain, Form
+
+H, WIDE = K, N
+Way = Literal["whole", "gathered", "each", "apart"]
+EACH: tuple[Domain, ...] = ("loop", "masked")
+EXAMPLES = 6 if settings().max_examples < 100 else 2500
+POWERS = (116, 132)
+"""Bytes whose powers of two are such that sums of products are numbers."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """``apart``: each expert has tensors of its own."""
+
+    program: Program
+    domain: Domain
+    way: Way
+    tokens: int
+
+
+class Generated(Form):
+    """Two projections that the program says, and one in floating point."""
+
+    def __init__(self, of: Layer) -> None:
+        super().__init__("channel", of.domain, whole=of.way == "whole")
+        self.of, self.experts, self.router = of, E, nn.Linear(H, E, bias=False)
+        self.held = nn.ModuleList(nn.ParameterList(self._parts()) for _ in range(2))
+        self.dtype = self.unpacked(self.held[0], 0).dtype
+        self.last = nn.Parameter(torch.randn(E, H, WIDE).to(self.dtype), requires_grad=False)
+        self.lasts = nn.ParameterList(nn.Parameter(one.clone(), requires_grad=False) for one in self.last)
+
+    def _parts(self) -> Iterator[nn.Parameter]:
+        for i, part in enumerate(replace(self.of.program, stacked=True).parts()):
+            held = part.clamp(*POWERS) if i == 1 and self.of.program.powers else part
+            each = held.unbind() if self.of.way == "apart" else [held]
+            yield from (nn.Parameter(one.clone(), requires_grad=False) for one in each)
+
+    def unpacked(self, held: nn.Module, index: int | Tensor) -> Tensor:
+        parts = list(held.parameters())
+        if self.of.way == "apart":
+            assert isinstance(index, int)
+            return replace(self.of.program, stacked=False).weight(*parts[index::E])
+        return replace(self.of.program, stacked=False).weight(*(part[index] for part in parts))
+
+    def stacks(self) -> list[Tensor]:
+        return [*(self.of.program.weight(*held.parameters()) for held in self.held), self.last]
+
+    def weights(self) -> list[Callable[[int | Tensor], Tensor]]:
+        if self.all:
+            return super().weights()
+        first, second = self.held
+        last = self.last.__getitem__ if self.of.way == "gathered" else self.lasts.__getitem__
+        return [lambda i: self.unpacked(first, i), lambda i: self.unpacked(second, i), last]
+
+    def between(self, gate: Tensor, up: Tensor) -> Tensor:
+        return gate.relu() * up
+
+
+@st.composite
+def layers(draw: st.DrawFn, *, misses: bool) -> Layer:
+    way: Way = draw(st.sampled_from(["whole", "gathered", "each", "apart"]))
+    domain = draw(st.sampled_from({"whole": WHOLE, "gathered": GATHERED}.get(way, EACH)))
+    program = replace(draw(programs(misses=misses)), stacked=True)
+    if program.block == (2, 1):  # its scales are larger than what holds the codes, which are then no weights in few bits to moefuse
+        program = replace(program, block=(4, 8))
+    if program.miss == "expert" and way != "whole":  # of which one expert alone knows nothing
+        program = replace(program, miss="add")
+    return Layer(program, domain, way, draw(st.sampled_from([1, 4])))
+
+
+@pytest.fixture(autouse=True)
+def _fresh(fresh_dynamo: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the op is always quicker."""
+    monkeypatch.setattr(whole_stacks, "READ", {"cpu": 0})
+    monkeypatch.setattr(whole_stacks, "BY_SLOT", {})
+    monkeypatch.setattr(encodings, "OF_HIT_EXPERTS", ("cpu",))
+
+
+def _compiled(layer: Layer) -> Compiled:
+    """The layer, compiled and run: its results are those of the program, within a few roundings of the dtype that it computes in."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Generated(layer)
+    compiled, x = Compiled(model), torch.randn(layer.tokens, H)
+    with torch.no_grad():
+        ours, theirs = compiled.run(x).double(), model(x).double()
+    bound = 1e-4 if model.dtype == torch.float32 else 0.03
+    assert (ours - theirs).abs().max() <= bound * theirs.abs().max() + 1e-30, str(compiled.report)
+    return compiled
+
+
+@settings(max_examples=EXAMPLES)
+@given(layers(misses=False))
+def test_layers(layer: Layer) -> None:
+    """Every combination is read, and right."""
+    compiled = _compiled(layer)
+    assert [f.spec.encoding != "" for f in compiled.report.fused] == [True], str(compiled.report)
+
+
+@settings(max_examples=EXAMPLES)
+@given(layers(misses=True))
+def test_near_misses(layer: Layer) -> None:
+    """What has a mistake in it stays, or is read as what it is."""
+    _compiled(layer)
