@@ -66,8 +66,8 @@ def _interpret(graph: Graph, given: Given | None, ends: frozenset[Node]) -> Cont
 
 
 def _is_put_together(view: View) -> bool:
-    """Whether a dimension of a view is several of its root's, or a part of one."""
-    return any(len(axis) != 1 or axis[0].kind != "d" for axis in view.axes)
+    """Whether a dimension of a view is several of its root's, or a part of one, or it has fewer or more of them."""
+    return len(view.axes) != len(out_shape(view.root)) or any(len(axis) != 1 or axis[0].kind != "d" for axis in view.axes)
 
 
 def _visit(ctx: Context, node: Node, call: Call) -> Any:
