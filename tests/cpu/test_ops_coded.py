@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from moefuse.ops.call import ExpertsCall
 from moefuse.ops.encoding import Encoding
 from moefuse.runtime import cpu
 from tests.cpu.coded_case import ENCODINGS, coded
 from tests.cpu.ops_case import Case, assert_as_exact, reference, run, to
+from tests.cpu.peak_memory import peak
 
 BF16 = torch.bfloat16
 SMALL = Case(tokens=9, hidden=32, inter=32, hidden_out=32, experts=5, top_k=2, dtype=BF16, low_id=-1)
@@ -97,35 +95,6 @@ def test_storage_is_live() -> None:
     assert torch.equal(after, run_coded(fresh, options))
 
 
-class Peak(TorchDispatchMode):
-    """Bytes alive at the most of what operations have made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.alive, self.most = 0, 0
-        self.known: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        inputs = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-        for t in tree_leaves(out):
-            if isinstance(t, Tensor) and (key := t.untyped_storage()._cdata) not in self.known | inputs:
-                self.add(key, t.untyped_storage())
-        return out
-
-    def add(self, key: int, storage: Any) -> None:
-        size = storage.nbytes()
-        self.known.add(key)
-        self.alive += size
-        self.most = max(self.most, self.alive)
-
-        def gone() -> None:
-            self.alive -= size
-            self.known.discard(key)
-
-        weakref.finalize(storage, gone)
-
-
 @pytest.mark.parametrize("name", ["fp8 blocks", "nibbles, zeros", "mxfp4"])
 def test_never_more_than_one_expert_unpacked(name: str) -> None:
     """Forward and backward: with 64 experts of which all are hit, what is alive is far less than the unpacked stack."""
@@ -134,9 +103,7 @@ def test_never_more_than_one_expert_unpacked(name: str) -> None:
     args, _, options = coded(case, encoding, None, encoding)
     args[0].requires_grad_()
     stack = 64 * 128 * 64 * 4
-    with Peak() as peak:
-        run_coded(args, options).sum().backward()
-    assert 0 < peak.most < stack // 4
+    assert 0 < peak(lambda: run_coded(args, options).sum().backward()) < stack // 4
     assert args[0].grad is not None
 
 
