@@ -23,11 +23,14 @@ from moefuse.passes.ir.facts import Lost
 from moefuse.passes.ir.regions import Region
 from moefuse.passes.match.coded_weights import unread
 
-READ = {"cuda": 0, "cpu": 2}
-"""Devices where the op on what is stored is quicker than to unpack all of it first, with so many experts for each slot of a call.
+READ = {"cuda": 64.0, "cpu": 0.5}
+"""Devices, and up to how many slots for each expert the op on what is stored is quicker than to unpack all of it first.
 
-PyTorch alone takes experts with tokens one by one: with 4 of 32 a tenth of the time, with all of them up to twice.
+PyTorch alone takes experts with tokens one by one: with 4 of 32 a tenth of the time, with all of them up to twice. On an H200 products with
+unpacked weights are up to 2.3 times as quick (docs/design/gpu-kernels.md), which pays for unpacking from about 64 rows of an expert on.
 """
+LIVE = ("cuda",)
+"""Devices where it is taken for calls of any number of tokens."""
 BY_SLOT = {"cpu": 8}
 """Devices, and up to how many slots for each expert, where Inductor is quicker with ``W[ids]`` of a stack that a program unpacks: it
 unpacks each slot's as it multiplies, and makes no W. With 4 of 32 experts a seventieth of the time that it takes to make W."""
@@ -68,9 +71,11 @@ def consider(ctx: Context, region: Region, leaf: Leaf) -> None:
 def _quicker(region: Region) -> bool:
     """Whether the op is quicker than what the program does."""
     value = tensor(region.value)
-    least = None if value is None else READ.get(value.device.type)
+    device = "cpu" if value is None else value.device.type
     slots = region.routing.num_tokens * region.routing.top_k
-    return least is not None and (not least or (isinstance(slots, int) and least * slots <= region.num_experts))
+    if not isinstance(slots, int):
+        return device in LIVE
+    return device in READ and slots <= READ[device] * region.num_experts
 
 
 def unpacked_by_slot(region: Region, leaf: Leaf) -> bool:

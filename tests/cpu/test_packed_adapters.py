@@ -15,7 +15,7 @@ BASE, TERM = torch.ops.moefuse.grouped_linear_coded.default, torch.ops.moefuse.g
 
 @pytest.fixture(autouse=True)
 def _fresh(fresh_dynamo: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(whole_stacks, "READ", {"cpu": 0})
+    monkeypatch.setattr(whole_stacks, "READ", {"cpu": float("inf")})
     monkeypatch.setattr(encodings, "OF_HIT_EXPERTS", ("cpu",))
     torch.manual_seed(0)
 

@@ -17,7 +17,7 @@ from tests.programs.packed_forms import GATHERED, HELD, WHOLE, WIDE, Domain, E, 
 @pytest.fixture(autouse=True)
 def _fresh(fresh_dynamo: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many slots there are: a CPU has its own bounds."""
-    monkeypatch.setattr(whole_stacks, "READ", {"cpu": 0})
+    monkeypatch.setattr(whole_stacks, "READ", {"cpu": float("inf")})
     monkeypatch.setattr(whole_stacks, "BY_SLOT", {})
     monkeypatch.setattr(encodings, "OF_HIT_EXPERTS", ("cpu",))
     torch.manual_seed(0)

@@ -91,7 +91,7 @@ def layers(draw: st.DrawFn, *, misses: bool) -> Layer:
 @pytest.fixture(autouse=True)
 def _fresh(fresh_dynamo: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where the op is always quicker."""
-    monkeypatch.setattr(whole_stacks, "READ", {"cpu": 0})
+    monkeypatch.setattr(whole_stacks, "READ", {"cpu": float("inf")})
     monkeypatch.setattr(whole_stacks, "BY_SLOT", {})
     monkeypatch.setattr(encodings, "OF_HIT_EXPERTS", ("cpu",))
 

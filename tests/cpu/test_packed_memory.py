@@ -52,7 +52,7 @@ FORMS: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def _fresh(fresh_dynamo: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(whole_stacks, "READ", {"cpu": 0})
+    monkeypatch.setattr(whole_stacks, "READ", {"cpu": float("inf")})
     monkeypatch.setattr(whole_stacks, "BY_SLOT", {})
     monkeypatch.setattr(encodings, "OF_HIT_EXPERTS", ("cpu",))
     torch.manual_seed(0)

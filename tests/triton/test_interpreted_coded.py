@@ -131,7 +131,7 @@ def test_how_many_experts_at_once() -> None:
     from moefuse.kernels.triton.provide.unpacked import LEAST, MOST, experts_at_once
 
     held: Any = type("Held", (), {"features": 1536, "inputs": 2048})
-    assert experts_at_once(held, 128, 2) == LEAST // (1536 * 2048 * 2) == 10
+    assert experts_at_once(held, 128, 2) == LEAST // (1536 * 2048 * 2) == 21
     assert experts_at_once(held, 512, 2) == 512 // 16
     held.features, held.inputs = 4096, 7168
     assert experts_at_once(held, 256, 2) == MOST // (4096 * 7168 * 2) == 4
