@@ -84,7 +84,7 @@ def load_step(from_w, from_s, from_z, at_s, at_z, step, quarters, coding: gl.con
 
 
 @gluon.jit
-def sums(w, s, z, at_s, at_z, from_x, live, K, mma: gl.constexpr, coding: gl.constexpr, cut: gl.constexpr):
+def sums(w, s, z, at_s, at_z, from_x, live, K, LATE: gl.constexpr, mma: gl.constexpr, coding: gl.constexpr, cut: gl.constexpr):
     """[BN, COLS] float32: features at w [BN, 1, 1, 1], with scales and zeros at s, z [BN, 1, 1], times rows at from_x [COLS, 1, 1, 1]."""
     WARPS: gl.constexpr = gl.num_warps()
     STEPS: gl.constexpr = cut.STEPS
@@ -99,6 +99,7 @@ def sums(w, s, z, at_s, at_z, from_x, live, K, mma: gl.constexpr, coding: gl.con
     quarters = K // (4 * PER)
     steps = (quarters + 3) // 4
     v, by, less = load_step(w, s, z, at_s, at_z, 0, quarters, coding, cut)
+    after_previous(LATE)
     for step in range(0, steps, STEPS):
         inside = live if cut.EVEN else live & (k < K - step * (16 * PER))
         x = gl.load(from_x + (k + step * (16 * PER)), mask=inside, other=0.0)
@@ -121,7 +122,9 @@ def codes_of(v, mma: gl.constexpr):
 
 
 @gluon.jit
-def rounded_sums(w, s, at_s, from_x, from_r, live, alive, K, mma: gl.constexpr, coding: gl.constexpr, cut: gl.constexpr):
+def rounded_sums(
+    w, s, at_s, from_x, from_r, live, alive, K, LATE: gl.constexpr, mma: gl.constexpr, coding: gl.constexpr, cut: gl.constexpr
+):
     """As :func:`sums`, of float8 codes in blocks of 128 inputs, times codes of tokens whose groups are as long.
 
     s points to the scales [BN] of the features, from_r to those [COLS] of the rows, both in the layout of sums.
@@ -135,6 +138,7 @@ def rounded_sums(w, s, at_s, from_x, from_r, live, alive, K, mma: gl.constexpr, 
     COLS: gl.constexpr = cut.COLS
     acc = gl.zeros([BN, COLS], gl.float32, mma)
     v = load_group(w, 0, K, cut)
+    after_previous(LATE)
     for group in range(0, K // 128, cut.STEPS // 2):
         following = load_group(w, group + cut.STEPS // 2, K, cut)
         acc = add_groups(acc, v, group, s, at_s, from_x + k, from_r, live, alive, K, mma, coding, cut.STEPS)
@@ -223,7 +227,9 @@ def word_tiles(
     "plain": w_a only; "none": no activation, x [S, K] has a row for each slot. w_a, s_a, z_a: words, scales, zeros, stacked or as
     addresses. Rows that are rounded are codes, with x_scales of each group.
     """
-    after_previous(cut.PDL)
+    # What a last projection multiplies with was there before the first one began, so it waits only with its first weights on their way.
+    LATE: gl.constexpr = cut.PDL and form.GATING == "none"
+    after_previous(cut.PDL and form.GATING != "none")
     let_next_start(cut.PDL)
     dtype: gl.constexpr = out.dtype.element_ty
     ACT: gl.constexpr = form.ACT
@@ -237,6 +243,7 @@ def word_tiles(
     tile = gl.program_id(1)
     if cut.SORTED:
         if tile >= gl.load(num_tiles):
+            after_previous(LATE)
             return
         e = gl.load(tiles + tile).to(gl.int64)
         start = gl.load(tiles + max_tiles + tile)
@@ -246,6 +253,7 @@ def word_tiles(
         start = tile
         count = 1
         if (e < 0) | (e >= E):
+            after_previous(LATE)
             return
     block = gl.program_id(0)
     from_w, from_s, from_z = weight_rows(w_a, w_b, s_a, s_b, z_a, z_b, e, block, N, at_w, at_s, at_z, first_b, form, coding, cut)
@@ -262,10 +270,10 @@ def word_tiles(
         blocks = gl.convert_layout(from_s.reshape([BN]), LA)
         from_r = x_scales + gl.convert_layout(row, LR).to(gl.int64) * (K // 128)
         acc = rounded_sums(
-            from_w, blocks, at_s, from_x, from_r, live[:, None, None, None], gl.convert_layout(live, LR), K, mma, coding, cut
+            from_w, blocks, at_s, from_x, from_r, live[:, None, None, None], gl.convert_layout(live, LR), K, LATE, mma, coding, cut
         )
     else:
-        acc = sums(from_w, from_s, from_z, at_s, at_z, from_x, live[:, None, None, None], K, mma, coding, cut)
+        acc = sums(from_w, from_s, from_z, at_s, at_z, from_x, live[:, None, None, None], K, LATE, mma, coding, cut)
     if coding.BIAS:
         acc = acc + biases(b_a, b_b, e, at_w, first_b, block, N, dtype, mma, form, coding, BN)
     acc = rounded(acc, dtype)
