@@ -224,14 +224,14 @@ class _Coded(torch.autograd.Function):
 
 
 def _autograd(*data: Any, **options: Any) -> Tensor:
+    if not wants_grad([t for part in data for t in ((part,) if isinstance(part, Tensor) else part)]):
+        with below_autograd():
+            return ops.experts_coded.default(*data, **options)  # type: ignore[no-any-return]
     call = CodedCall.of(*data, **options)
     checked(call)
     tensors, counts, encodings, *body, dtype = call.pack()
-    if wants_grad(tensors):
-        _refuse_gradients(call)
-        return _Coded.apply(counts, encodings, tuple(body), dtype, *tensors)  # type: ignore[no-untyped-call, no-any-return]
-    with below_autograd():
-        return ops.experts_coded.default(*data, **options)  # type: ignore[no-any-return]
+    _refuse_gradients(call)
+    return _Coded.apply(counts, encodings, tuple(body), dtype, *tensors)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def _refuse_gradients(call: CodedCall) -> None:
