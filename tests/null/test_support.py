@@ -62,7 +62,14 @@ TESTS: dict[str, Cells] = {
         None,
     ),
     "expert parallelism of others": ("test_refusals::*", None, None, None),
-    "quantised experts": ("test_causes::test_packed_weights_are_the_cause", None, None, None),
+    "[quantised experts](docs/quantised.md)": (
+        "test_packed_fused::test_what_is_stored_is_multiplied",
+        "test_packed_fused::test_gradients_of_tokens",
+        "test_packed::test_a_layer",
+        None,
+    ),
+    "transformers' `FP8Experts`": ("test_transformers_fp8::test_compiled", "test_transformers_fp8::test_gradients", None, None),
+    "QLoRA: adapters on packed experts": ("test_packed_adapters::*", "test_packed_adapters::*", None, None),
     "torch.export, AOTInductor": ("test_exported::test_a_package_has_the_fused_op_in_it", None, None, None),
 }
 
