@@ -8,7 +8,15 @@ bfloat16 at once; a permutation of bytes (prmt) is a table of eight entries, and
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-NIBBLES: gl.constexpr = gl.constexpr("""{
+
+def _each(instruction: str) -> str:
+    """An instruction for each of the four pairs."""
+    return "".join(instruction.replace("PAIR", pair) for pair in "abcd")
+
+
+def _nibbles(zeros: str) -> str:
+    return (
+        """{
         .reg .b32 t, a, b, c, d, one, no;
         mov.b32 one, 0x3f803f80;
         mov.b32 no, 0x80008000;
@@ -19,48 +27,22 @@ NIBBLES: gl.constexpr = gl.constexpr("""{
         and.b32 t, t, 0x0f0f0f0f;
         prmt.b32 c, t, 0x43434343, 0x4140;
         prmt.b32 d, t, 0x43434343, 0x4342;
-        fma.rn.bf16x2 a, a, one, $9;
-        fma.rn.bf16x2 b, b, one, $9;
-        fma.rn.bf16x2 c, c, one, $9;
-        fma.rn.bf16x2 d, d, one, $9;
-        fma.rn.bf16x2 a, a, $10, no;
-        fma.rn.bf16x2 b, b, $10, no;
-        fma.rn.bf16x2 c, c, $10, no;
-        fma.rn.bf16x2 d, d, $10, no;
+        """
+        + _each("fma.rn.bf16x2 PAIR, PAIR, one, $9; ")
+        + zeros
+        + _each("fma.rn.bf16x2 PAIR, PAIR, $10, no; ")
+        + """
         mov.b32 {$0, $2}, a;
         mov.b32 {$4, $6}, b;
         mov.b32 {$1, $3}, c;
         mov.b32 {$5, $7}, d;
-        }""")
+        }"""
+    )
+
+
+NIBBLES: gl.constexpr = gl.constexpr(_nibbles(""))
 """Codes are the last bits of 128 + code; $9 is -128 and what codes count from, $10 the scale, both as pairs."""
-NIBBLES_ZERO: gl.constexpr = gl.constexpr("""{
-        .reg .b32 t, a, b, c, d, one, no;
-        mov.b32 one, 0x3f803f80;
-        mov.b32 no, 0x80008000;
-        and.b32 t, $8, 0x0f0f0f0f;
-        prmt.b32 a, t, 0x43434343, 0x4140;
-        prmt.b32 b, t, 0x43434343, 0x4342;
-        shr.u32 t, $8, 4;
-        and.b32 t, t, 0x0f0f0f0f;
-        prmt.b32 c, t, 0x43434343, 0x4140;
-        prmt.b32 d, t, 0x43434343, 0x4342;
-        fma.rn.bf16x2 a, a, one, $9;
-        fma.rn.bf16x2 b, b, one, $9;
-        fma.rn.bf16x2 c, c, one, $9;
-        fma.rn.bf16x2 d, d, one, $9;
-        fma.rn.bf16x2 a, a, one, $11;
-        fma.rn.bf16x2 b, b, one, $11;
-        fma.rn.bf16x2 c, c, one, $11;
-        fma.rn.bf16x2 d, d, one, $11;
-        fma.rn.bf16x2 a, a, $10, no;
-        fma.rn.bf16x2 b, b, $10, no;
-        fma.rn.bf16x2 c, c, $10, no;
-        fma.rn.bf16x2 d, d, $10, no;
-        mov.b32 {$0, $2}, a;
-        mov.b32 {$4, $6}, b;
-        mov.b32 {$1, $3}, c;
-        mov.b32 {$5, $7}, d;
-        }""")
+NIBBLES_ZERO: gl.constexpr = gl.constexpr(_nibbles(_each("fma.rn.bf16x2 PAIR, PAIR, one, $11; ")))
 """The same; $11: the zero, negative, as a pair."""
 WIDE_NIBBLES: gl.constexpr = gl.constexpr(
     """{
