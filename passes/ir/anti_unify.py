@@ -238,10 +238,12 @@ def _common_held(leaves: list[Leaf], experts: list[int]) -> Held | None:
     """How the weights of all experts are held, if an operation of the program multiplies them so."""
     first = leaves[0].held
     for e, leaf in zip(experts, leaves, strict=True):
-        if (leaf.held is None) != (first is None) or (leaf.held is not None and first is not None and leaf.held.encoding != first.encoding):
+        if (leaf.held is None) != (first is None) or (leaf.held is not None and first is not None and leaf.held.how != first.how):
             raise DifferError(e, "its weight is held in another way")
-    scales = [leaf.held.scale for leaf in leaves if leaf.held is not None]
-    return None if first is None else Held(first.encoding, common_leaf(scales, experts))
+    if first is None:
+        return None
+    scale, *nested = (common_leaf(list(of), experts) for of in zip(*(leaf.held.leaves for leaf in leaves if leaf.held), strict=True))
+    return replace(first, scale=scale, nested=tuple(nested))
 
 
 def _weights(linears: list[Any]) -> list[Leaf]:

@@ -46,6 +46,19 @@ def apply(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return function_of(name, kwargs)(*args, **kwargs)
 
 
+def flat_shapes(held: Held) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """[N', K'] and the shape of the scales of a weight that is held in one dimension."""
+    assert held.shape is not None
+    packing = held.encoding.packing
+    return (held.shape if packing is None else packing.words(held.shape)), held.encoding.scales(*held.shape)
+
+
+def unnested(codes: torch.Tensor, scale: torch.Tensor, table: torch.Tensor, offset: torch.Tensor, every: int) -> torch.Tensor:
+    """[..., n]: scales that are held as codes [..., n], with a scale for ``every`` of them, a table [..., 256] and an offset [...]."""
+    wide = scale.repeat_interleave(every, -1)[..., : codes.shape[-1]]
+    return torch.gather(table, -1, codes.long()) * wide + offset.unsqueeze(-1)
+
+
 class Rows64:
     """Values of the leaves for the rows of one expert, in float64.
 
@@ -99,6 +112,10 @@ class Rows64:
     def _held(self, expr: Linear, held: Held) -> torch.Tensor:
         """A product with a weight in few bits: of rows in the program's dtype, rounded as it rounds them."""
         storage, scale = self._own(expr.weight), self._own(held.scale)
+        if held.nested:
+            scale = unnested(scale, *map(self._own, held.nested), held.every)
+        if held.shape is not None:
+            storage, scale = (of.reshape(shape) for of, shape in zip((storage, scale), flat_shapes(held), strict=True))
         scale = scale.reshape(1, 1) if scale.dim() < storage.dim() else scale
         weight = dequantise(held.encoding, storage, scale, None, torch.float64)
         child, how = self.run(expr.child), held.encoding.activation

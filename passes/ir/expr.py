@@ -95,10 +95,31 @@ class Leaf:
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """How a weight is held that an operation of the program multiplies from its storage, and its scales, a leaf like any other."""
+    """How a weight is held that an operation of the program multiplies from its storage, and its scales, a leaf like any other.
+
+    ``shape``: (N, K) where storage and scales are rows of numbers in one dimension, a weight's features one after another. ``nested``: the
+    scales are codes in bytes themselves, and these are their own scales, one for ``every`` of them, a table of 256, and what is added.
+    """
 
     encoding: Encoding
     scale: Leaf
+    shape: tuple[int, int] | None = None
+    nested: tuple[Leaf, ...] = ()
+    every: int = 0
+
+    @property
+    def leaves(self) -> tuple[Leaf, ...]:
+        """What goes with the storage."""
+        return (self.scale, *self.nested)
+
+    @property
+    def how(self) -> tuple[Any, ...]:
+        """All but the leaves."""
+        return self.encoding, self.shape, len(self.nested), self.every
+
+    def of(self, leaf: Callable[[Leaf], Leaf]) -> Held:
+        """The same with other leaves."""
+        return replace(self, scale=leaf(self.scale), nested=tuple(map(leaf, self.nested)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -219,7 +240,7 @@ def rewritten(expr: Expr, source: Callable[[Node], Node], leaf: Callable[[Leaf],
 
     def weight(old: Leaf) -> Leaf:
         new = leaf(old)
-        return new if old.held is None else replace(new, held=replace(old.held, scale=leaf(old.held.scale)))
+        return new if old.held is None else replace(new, held=old.held.of(leaf))
 
     def change(old: Expr, run: Callable[[Any], Any]) -> Expr | None:
         match old:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moefuse.passes.graph.calls import tensor
-from moefuse.passes.ir.expr import Cast, ExpertVector, Expr, Gate, Leaf, Linear, Op, SharedVector, Slice, SlotWeight, Token
+from moefuse.passes.ir.expr import Cast, ExpertVector, Expr, Gate, Held, Leaf, Linear, Op, SharedVector, Slice, SlotWeight, Token
 
 Number = SharedVector | ExpertVector
 """A real number that the graph computes, for all experts or for each."""
@@ -36,6 +36,8 @@ def size(leaf: Leaf, which: int) -> int:
     value = tensor(leaf.source)
     if value is None:
         return 0
+    if leaf.held is not None and leaf.held.shape is not None:
+        return leaf.held.shape[which]
     shape = tuple(value.shape[d] for d in leaf.order)
     return int((shape if leaf.held is None else leaf.held.encoding.logical(shape))[which])
 
@@ -141,9 +143,13 @@ def same_leaf(a: Leaf | None, b: Leaf | None) -> bool:
         return a is b
     if (a.order, a.stacked, a.detached, a.zeros) != (b.order, b.stacked, b.detached, b.zeros):
         return False
-    if a.held is not None and b.held is not None and (a.held.encoding != b.held.encoding or not same_leaf(a.held.scale, b.held.scale)):
+    if a.held is not None and b.held is not None and not _same_held(a.held, b.held):
         return False
     return a.source is b.source and a.parts == b.parts and (a.held is None) == (b.held is None)
+
+
+def _same_held(a: Held, b: Held) -> bool:
+    return a.how == b.how and all(map(same_leaf, a.leaves, b.leaves))
 
 
 def same_expr(a: Any, b: Any) -> bool:

@@ -129,5 +129,5 @@ def sources(expr: Expr) -> list[Node]:
                 out[e.source] = None
     for leaf in weight_leaves(expr):
         out.update(dict.fromkeys(leaf.nodes))
-        out.update(dict.fromkeys(leaf.held.scale.nodes if leaf.held is not None else ()))
+        out.update(dict.fromkeys(n for of in (leaf.held.leaves if leaf.held is not None else ()) for n in of.nodes))
     return list(out)

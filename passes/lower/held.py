@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ from torch.fx import Node
 
 from moefuse.ops.encoding import Encoding
 from moefuse.passes.graph.calls import fake
+from moefuse.passes.ir.evaluate import flat_shapes
 from moefuse.passes.ir.expr import Held, Leaf
 from moefuse.passes.match.templates import Body
 
@@ -46,8 +48,20 @@ def held_call(lowering: Lowering, body: Body) -> tuple[Callable[..., Any], list[
 
 def described(body: Body, unrounded: bool) -> str:
     """How the weights are held, for the report; empty if no operation of the program multiplies storage."""
-    held = [p.weight.held for p in body.projections if p is not None]
-    return "; ".join(dict.fromkeys(encoding_of(h, unrounded).describe() for h in held if h is not None))
+    return listed([p.weight for p in body.projections if p is not None], unrounded)
+
+
+def listed(leaves: list[Leaf], unrounded: bool) -> str:
+    """The same of some weights."""
+    return "; ".join(dict.fromkeys(encoding_of(leaf.held, unrounded).describe() for leaf in leaves if leaf.held is not None))
+
+
+def is_beside_terms(lowering: Lowering, body: Body) -> bool:
+    """Whether there are low-rank terms beside weights that grouped products take as they are held, and that one op does not take so."""
+    found = [p for p in body.projections if p is not None]
+    held = [p.weight.held for p in found if p.weight.held is not None]
+    plain = all(encoding_of(h, lowering.region.unrounded).activation is None for h in held)
+    return bool(held) and plain and any(p.terms or p.added for p in found)
 
 
 def detached(lowering: Lowering, leaf: Leaf, nodes: list[Node]) -> list[Node]:
@@ -55,11 +69,47 @@ def detached(lowering: Lowering, leaf: Leaf, nodes: list[Node]) -> list[Node]:
     return [lowering.emit(torch.detach, n) if fake(n).requires_grad else n for n in nodes]
 
 
+def storages(lowering: Lowering, leaf: Leaf) -> list[Node]:
+    """What holds the weights, in two dimensions (and one of experts): a view where the program has it in one."""
+    nodes = detached(lowering, leaf, lowering.sources(leaf))
+    if leaf.held is None or leaf.held.shape is None:
+        return nodes
+    return [lowering.emit(torch.reshape, n, flat_shapes(leaf.held)[0]) for n in nodes]
+
+
+def multiplied(lowering: Lowering, rows: Node, offsets: Node, leaf: Leaf, held: Held) -> Node:
+    """Sorted rows times each expert's weights, as these are held.
+
+    Raises:
+        UnsupportedError: the program rounds these rows, and no grouped product does.
+    """
+    encoding = encoding_of(held, lowering.region.unrounded)
+    if encoding.activation is not None:
+        raise UnsupportedError("between the projections is what no activation of the op computes")
+    op = torch.ops.moefuse.grouped_linear_coded.default
+    return lowering.emit(op, rows, offsets, lowering.stack(leaf), _scales(lowering, held), [], str(encoding))
+
+
 def _scales(lowering: Lowering, held: Held) -> list[Node]:
     """[E, N / bn, K / bk], or that of each expert; one scale for a matrix may be held with fewer dimensions."""
+    if held.nested:
+        return _unnested(lowering, held)
     nodes = detached(lowering, held.scale, lowering.stack(held.scale))
+    if held.shape is not None:
+        return [lowering.emit(torch.reshape, n, flat_shapes(held)[1]) for n in nodes]
     one = (1, 1) if lowering.apart(held.scale) else (lowering.here(), 1, 1)
     return [n if fake(n).dim() == len(one) else lowering.emit(torch.reshape, n, one) for n in nodes]
 
 
-__all__ = ["UnsupportedError", "described", "detached", "encoding_of", "held_call"]
+def _unnested(lowering: Lowering, held: Held) -> list[Node]:
+    """Scales that are held as codes, computed for all experts at once: they are few, and each call does, as the program does."""
+    codes, scale, table, offset = (lowering.emit(torch.stack, detached(lowering, of, lowering.sources(of))) for of in held.leaves)
+    count, (n, k) = fake(codes).shape[1], flat_shapes(held)[1]
+    wide = lowering.emit(torch.narrow, lowering.emit(torch.repeat_interleave, scale, held.every, 1), 1, 0, count)
+    found = lowering.emit(torch.gather, table, 1, lowering.emit(torch.Tensor.to, codes, torch.int64))
+    found = lowering.emit(torch.add, lowering.emit(torch.mul, found, wide), lowering.emit(torch.unsqueeze, offset, 1))
+    parts = lowering.emit(torch.unbind, lowering.emit(torch.reshape, found, (-1, n, k)))
+    return [lowering.emit(operator.getitem, parts, e) for e in range(len(held.scale.nodes))]
+
+
+__all__ = ["UnsupportedError", "described", "encoding_of", "held_call", "is_beside_terms", "listed", "multiplied", "storages"]

@@ -35,7 +35,7 @@ from moefuse.passes.ir.expr_algebra import factors, is_weight, one_weight
 from moefuse.passes.ir.facts import Routing
 from moefuse.passes.ir.lowrank import is_number
 from moefuse.passes.ir.regions import Region, Weightless
-from moefuse.passes.lower.held import UnsupportedError, described, detached, held_call
+from moefuse.passes.lower import held
 from moefuse.passes.lower.layout import in_layout
 from moefuse.passes.lower.specs import dtype_of, fused_spec, grouped_spec
 from moefuse.passes.lower.terms import bias, terms
@@ -84,7 +84,7 @@ class Lowering:
     def either(self) -> Lowered:
         """One op if a template describes the expert, else grouped products around its own code."""
         body = one_op(self.region.expr, fake(self.region.value).device)
-        return self.fused(body) if body is not None else self.grouped()
+        return self.grouped() if body is None or held.is_beside_terms(self, body) else self.fused(body)
 
     def rows_by_slot(self) -> Lowered:
         """The same with T*K tokens of one slot each; then the sum over the slots of a token, unless each is a result."""
@@ -218,7 +218,7 @@ class Lowering:
 
     def stack(self, leaf: Leaf) -> list[Node]:
         """A projection as the ops take it: [[E, out, in]] or E times [out, in]; a transposed view where it is stored the other way."""
-        sources = self.sources(leaf) if leaf.held is None else detached(self, leaf, self.sources(leaf))
+        sources = self.sources(leaf) if leaf.held is None else held.storages(self, leaf)
         if leaf.stacked and leaf.along and not leaf.zeros:
             return [self.emit(torch.permute, s, (leaf.along, *leaf.order)) for s in sources]
         if list(leaf.order) == sorted(leaf.order):
@@ -331,13 +331,13 @@ class Lowering:
             out_dtype=self.out_dtype() if self.out_dtype() != dtype else None,
             **more,
         )
-        return Lowered(result, replace(fused_spec(self.region, body), encoding=described(body, self.region.unrounded)), "fused")
+        return Lowered(result, replace(fused_spec(self.region, body), encoding=held.described(body, self.region.unrounded)), "fused")
 
     def call_of(self, body: Body) -> tuple[Callable[..., Any], list[Any], dict[str, Any]]:
         """The fused op, and what it takes behind the lists of ``moefuse::experts`` and by name."""
-        held = held_call(self, body)
-        if held is not None:
-            return held
+        found = held.held_call(self, body)
+        if found is not None:
+            return found
         op, more = self.op()
         factors, scales = terms(self, body)
         return (torch.ops.moefuse.experts_lora.default, factors, {"scales": scales}) if scales else (op, factors, more)
@@ -351,8 +351,6 @@ class Lowering:
     def grouped(self) -> Lowered:
         """permute, grouped_linear, the user's own operations, combine."""
         expr, region = self.region.expr, self.region
-        if held_leaves(expr):
-            raise UnsupportedError("between the projections is what no activation of the op computes")
         found = factors(expr)
         weights = [f for f in found if is_weight(f)]
         single, weight = one_weight(weights)
@@ -372,7 +370,8 @@ class Lowering:
             region.routing.top_k,
             out_dtype=self.out_dtype(),
         )
-        return Lowered(result, grouped_spec(region), "grouped")
+        spec = grouped_spec(region)
+        return Lowered(result, replace(spec, encoding=held.listed(held_leaves(expr), region.unrounded)) if held_leaves(expr) else spec, "grouped")
 
     def product(self, terms: list[Expr]) -> Node:
         out: Node = self.rows(terms[0])
@@ -429,6 +428,8 @@ class Lowering:
 
     def multiplied(self, rows: Node, offsets: Node, leaf: Leaf) -> Node:
         """Sorted rows times each expert's weights."""
+        if leaf.held is not None:
+            return held.multiplied(self, rows, offsets, leaf, leaf.held)
         return self.emit(torch.ops.moefuse.grouped_linear.default, rows, offsets, self.stack(leaf), [])
 
     def _token_rows(self, token: Token, order: Node) -> Node:

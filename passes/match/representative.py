@@ -51,7 +51,7 @@ def _sources(expr: Expr) -> list[Node]:
                 out.append(e.source)
             case Linear():
                 out.append(e.weight.source)
-                out += [] if e.weight.held is None else [e.weight.held.scale.source]
+                out += [] if e.weight.held is None else [of.source for of in e.weight.held.leaves]
             case ExpertVector():
                 out.append(e.vector.source)
     return out

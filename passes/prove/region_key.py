@@ -131,7 +131,7 @@ class _Form:
         return a.members, a.row, inside, siblings, carried
 
     def _leaf(self, leaf: Leaf) -> Hashable:
-        held = None if leaf.held is None else (leaf.held.encoding, self._leaf(leaf.held.scale))
+        held = None if leaf.held is None else (leaf.held.how, *map(self._leaf, leaf.held.leaves))
         return leaf.stacked, leaf.order, leaf.zeros, held, tuple(self.number(n) for n in leaf.nodes)
 
     def of(self, expr: Any) -> Hashable:

@@ -30,6 +30,7 @@ _FAMILIES = (
     "rows.getitem",
     "rows.contraction",
     "rows.foreign",
+    "rows.foreign_flat",
     "rows.pointwise",
     "rows.reductions",
     "sums.add",

@@ -39,17 +39,27 @@ class Operator:
 
     def arguments(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
         """The arguments by name, if the target has this signature and changes nothing."""
-        schema = _schema(target)
-        if schema is None or schema.is_mutable or [str(r.type) for r in schema.returns] != ["Tensor"]:
-            return None
-        if tuple((a.name, _TYPES.get(str(a.type), "")) for a in schema.arguments) != self.signature:
-            return None
-        defaults = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
-        given = defaults | dict(zip((name for name, _ in self.signature), args, strict=False)) | dict(kwargs)
-        return given if len(given) == len(self.signature) else None
+        return arguments(self.signature, target, args, kwargs)
 
 
-_TYPES = {"Tensor": "tensor", "List[int]": "ints", "Optional[int]": "dtype", "Optional[ScalarType]": "dtype"}
+_TYPES = {
+    "Tensor": "tensor", "Optional[Tensor]": "tensor?", "List[int]": "ints", "int": "int", "str": "text", "Optional[int]": "dtype",
+    "Optional[ScalarType]": "dtype",
+}  # fmt: skip
+
+
+def arguments(
+    signature: tuple[tuple[str, str], ...], target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    """The arguments by name, if the target has this signature and changes nothing."""
+    schema = _schema(target)
+    if schema is None or schema.is_mutable or [str(r.type) for r in schema.returns] != ["Tensor"]:
+        return None
+    if tuple((a.name, _TYPES.get(str(a.type), "")) for a in schema.arguments) != signature:
+        return None
+    defaults = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
+    given = defaults | dict(zip((name for name, _ in signature), args, strict=False)) | dict(kwargs)
+    return given if len(given) == len(signature) else None
 
 
 def _schema(target: Any) -> torch.FunctionSchema | None:
@@ -106,4 +116,4 @@ OPERATORS = _operators()
 """The last part of a name -> what it means."""
 
 
-__all__ = ["OPERATORS", "By", "Operator", "Scheme"]
+__all__ = ["OPERATORS", "By", "Operator", "Scheme", "arguments"]
