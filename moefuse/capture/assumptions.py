@@ -14,6 +14,10 @@ TAG = "moefuse_assumptions"
 """Key of a node's meta: how many assumptions it was made under. A copy of such a node carries it too, and is then noticed."""
 
 
+RETURN = -1
+"""In place of an instruction: where the function returns."""
+
+
 @dataclass(frozen=True)
 class Place:
     """An instruction of the user's program."""
@@ -45,6 +49,7 @@ class Assumption:
         carried: locals that are live behind the scope and hold another tensor or number than before: (name, before, now), each a
             node or a constant.
         appended: what the scope appended to lists that are older.
+        returned: what the function returns in the scope, where the other way returns a tensor that is the same without elements.
         dummy: whether the other way adds zero times something, so that all it leaves are gradients of zeros.
     """
 
@@ -67,6 +72,7 @@ class Assumption:
     carried: list[tuple[str, Any, Any]] = field(default_factory=list)
     appended: list[Node] = field(default_factory=list)
     items: tuple[Node, ...] = ()
+    returned: Node | None = None
     dummy: bool = False
 
     @property
@@ -88,12 +94,13 @@ class Scope:
     """An assumption whose two ways have not met yet.
 
     Attributes:
-        join: number of the instruction where they meet.
+        join: number of the instruction where they meet; :data:`RETURN` where both return from the function.
         stack, locals: the state at the branch, to compare with.
         marker: the last operation recorded before the scope.
         loop: the loop whose iteration this is, if it is one.
         then: the instruction to go on with at ``join``, where this is the way that is not assumed (``dummies``).
         clock: what was made later than this was made inside.
+        other: then, what the other way returns.
     """
 
     assumption: Assumption
@@ -107,3 +114,4 @@ class Scope:
     check: Callable[[], object] = lambda: None
     loop: Any = None
     then: int | None = None
+    other: Any = None

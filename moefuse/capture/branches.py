@@ -9,8 +9,8 @@ from torch.fx import Node
 
 from moefuse._dynamo import modules as lists
 from moefuse._dynamo import values
-from moefuse.capture import guess, siblings
-from moefuse.capture.assumptions import Assumption, Kind
+from moefuse.capture import guess, returns, siblings
+from moefuse.capture.assumptions import RETURN, Assumption, Kind
 from moefuse.capture.bytecode import GENERATOR
 
 if TYPE_CHECKING:
@@ -49,7 +49,10 @@ def jump(frame: Frame, tx: Any, at: int) -> None:
     assumption = Assumption(kind, place, frame.location(tx), subject, outcome=outcome)
     meeting = code.meeting(at)
     dummy = meeting is not None and meeting != join and there > at
-    if meeting is not None and dummy:
+    if returns.may(tx, code, there, here) and kind == "size" and not isinstance(subject, tuple):
+        dummy = True
+        frame.scopes.enter(tx, assumption, RETURN, tx.stack[:-1], then=here)
+    elif meeting is not None and dummy:
         frame.scopes.enter(tx, assumption, meeting, tx.stack[:-1], then=here)
     else:
         frame.scopes.enter(tx, assumption, join, tx.stack[:-1])

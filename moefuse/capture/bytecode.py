@@ -15,6 +15,7 @@ GENERATOR = 0x20 | 0x80 | 0x200
 
 _NOTHING = frozenset(("NOP", "EXTENDED_ARG", "CACHE", "NOT_TAKEN", "RESUME"))
 _ALWAYS_JUMPS = frozenset(("JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_ABSOLUTE", "JUMP_BACKWARD_NO_INTERRUPT", "JUMP_NO_INTERRUPT", "JUMP"))
+RETURNS = frozenset(("RETURN_VALUE", "RETURN_CONST"))
 _ENDS = frozenset(("RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE"))
 
 
@@ -49,6 +50,20 @@ class Code:
         behind = self._always[at] - {at}
         first = next((i for i in behind if behind == self._always[i]), None)
         return None if first is None else self.landing(first)
+
+    def leaves(self, start: int, other: int) -> bool:
+        """Whether every way from ``start`` returns from the function, or raises, and comes to nothing that a way from ``other`` does."""
+        mine, theirs = self._reach(start), self._reach(other)
+        return not mine & theirs and any(self.instructions[i].opname in RETURNS for i in mine)
+
+    def _reach(self, start: int) -> set[int]:
+        found, todo = set(), [start]
+        while todo:
+            at = todo.pop()
+            if at not in found:
+                found.add(at)
+                todo += self._successors(at, handlers=False)
+        return found
 
     def _postdominators(self) -> list[frozenset[int]]:
         """For each instruction those that every way from it to the end of the function goes through, itself included."""

@@ -209,8 +209,7 @@ class Frame:
             if creation_clock.created_inside(variable, scope.clock):
                 continue
             if scope.then is not None or not self.appends.takes(variable, scope.assumption):
-                at = scope.translator
-                listed = at.instructions[at.instruction_pointer - 1].opname == "LIST_APPEND"
+                listed = _last(scope.translator) == "LIST_APPEND"
                 self.refuse(scope.assumption, _LISTED if listed else "it changes a Python object that was there before")
 
         if not self.scopes.open:
@@ -220,8 +219,7 @@ class Frame:
         """An iterator is about to give its next item, in ``tx``. Not every kind of iterator counts as mutated by that."""
         for scope in self.scopes.open:
             if not creation_clock.iterator_created_inside(iterator, scope.clock):
-                at = scope.translator
-                again = at.instructions[at.instruction_pointer - 1].opname == "FOR_ITER"
+                again = _last(scope.translator) in ("FOR_ITER", "")
                 self.refuse(scope.assumption, OTHER_WAY if again else "it takes an item from an iterator that was there before")
 
     def compiling(self, environment: Any) -> None:
@@ -433,6 +431,12 @@ class Frame:
     def location(self, tx: Any) -> str:
         tx = values.users(tx)
         return f"{tx.f_code.co_filename}:{tx.lineno if tx.lineno > 0 else tx.f_code.co_firstlineno}"
+
+
+def _last(tx: Any) -> str:
+    """The instruction that ``tx`` runs; empty where its function has returned."""
+    at = tx.instruction_pointer
+    return "" if at is None else str(tx.instructions[at - 1].opname)
 
 
 def concerns_experts(assumption: Assumption) -> bool:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from torch.fx import Node
 
 from moefuse._dynamo import creation_clock, parametrized, values
-from moefuse.capture import dummies
-from moefuse.capture.assumptions import TAG, Assumption, Scope
+from moefuse.capture import dummies, returns
+from moefuse.capture.assumptions import RETURN, TAG, Assumption, Scope
 
 if TYPE_CHECKING:
     from moefuse.capture.frame import Frame
@@ -40,12 +40,15 @@ class Scopes:
     def leave(self, tx: Any, at: int) -> None:
         """Close the scopes that end in front of this instruction."""
         while True:
-            ending = next((s for s in reversed(self.open) if s.translator is tx and s.join == at), None)
+            ending = next((s for s in reversed(self.open) if s.translator is tx and s.join in (at, returns.here(tx, at))), None)
             if ending is None:
                 return
             while self.open[-1] is not ending:
                 self.frame.refuse(self.open[-1].assumption, "a function is left in the middle of it")
             self.open.pop()
+            if ending.join == RETURN:
+                self._return(tx, ending)
+                return
             if ending.then is not None:
                 self._put_back(tx, ending, at)
                 return
@@ -127,6 +130,39 @@ class Scopes:
         for scope in self.open:
             if scope.then is not None:
                 self.frame.refuse(scope.assumption, OTHER_WAY)
+
+    def _return(self, tx: Any, scope: Scope) -> None:
+        """The function is about to return, in the way that is not assumed, which then begins; or in both, which must give the same."""
+        assumption, found = scope.assumption, returns.value(tx)
+        nodes = self._recorded(tx, scope)
+        if scope.then is not None:
+            others = [n for n in scope.graph.nodes if n not in set(nodes)]
+            if found is None or not scope.check() or not dummies.adds_nothing(nodes, others, ()):
+                self.frame.refuse(assumption, OTHER_WAY)
+            for node in nodes:
+                node.meta[dummies.TAG] = True
+            tx.symbolic_locals.clear()
+            tx.symbolic_locals.update(scope.locals)
+            tx.stack[:] = scope.stack
+            tx.instruction_pointer = scope.then
+            self.enter(tx, assumption, RETURN, tx.stack)
+            self.open[-1].other = found
+            return
+        if found is None or not scope.check() or not returns.same_without(found, scope.other, assumption.subject):
+            self.frame.refuse(assumption, OTHER_WAY)
+        assumption.returned = returns.node(tx)
+        for node in nodes:
+            if node not in self.anywhere:
+                assumption.nodes.add(node)
+                node.meta[TAG] = node.meta.get(TAG, 0) + 1
+
+    def _recorded(self, tx: Any, scope: Scope) -> list[Node]:
+        """What was recorded in a scope."""
+        if values.graph_of(tx) is not scope.graph or (scope.marker is not None and scope.marker._erased):
+            self.frame.refuse(scope.assumption, "Dynamo rewrote the graph in the middle of it")
+        every = list(scope.graph.nodes)
+        begin = 0 if scope.marker is None else every.index(scope.marker) + 1
+        return [n for n in every[begin:] if n.op != "placeholder"]
 
     def _put_back(self, tx: Any, scope: Scope, at: int) -> None:
         """The other way has come to its end: nothing is left of it, and the way that is assumed begins."""

@@ -5,6 +5,7 @@
 3. Everything else that S recorded is gone, or is a pure value that only fused ops read. A value that the program keeps and computes where
    it is first asked for (``Assumption.first``) belongs to no scope if nothing writes to what it is computed from.
 4. A local that S leaves with another tensor holds the accumulator with such shares added, or the same storage.
+   A tensor that S returns, and that the other way returns without elements as well, is the same without rows.
 5. Where S was traced once for several rows of a loop, no row finds what another left: S writes to nothing that is older than S but
    accumulators, and reads those for nothing but to add to them (:func:`_meets`).
 """
@@ -231,7 +232,8 @@ def _detail(ctx: Context, claim: Claim, fused: Sequence[Region], emitted: set[No
         for node, user in claim.leaks:
             # Readers that are gone and were not part of a region only asked for sizes.
             reads = user in region.nodes or not user._erased
-            if node in region.nodes and reads and not isinstance(ctx.facts.get(node), Sum) and not _only_joined(ctx, claim, node, user):
+            alike = node is claim.assumption.returned or isinstance(ctx.facts.get(node), Sum)
+            if node in region.nodes and reads and not alike and not _only_joined(ctx, claim, node, user):
                 return f"`{node.name}` is used behind it"
     if not all(claim.covers(p) for p in shares):
         return "it does not ask exactly whether some token chose the expert that it runs"

@@ -35,6 +35,9 @@ class Guards:
         guard = next((a for a in self._of.get(node, ()) if not self._holds(a)), None)
         if guard is None:
             return False
+        if node is guard.returned:
+            self._env[node] = _nothing(node)
+            return True
         call = call_of(node)
         before = call.targets[0] if call is not None and call.targets else None
         for _, old, new in guard.carried:
@@ -56,6 +59,13 @@ class Guards:
         node, dim = self._sizes.get(symbol, (None, None))
         held = None if node is None else self._env.get(node)
         return held if held is None or dim is None else held.shape[dim]
+
+
+def _nothing(node: Node) -> torch.Tensor:
+    """What a function returns where there are no rows: a tensor like that of a node, without elements."""
+    value = fake(node)
+    shape = [size if isinstance(size, int) else 0 for size in shape_of(value)]
+    return torch.empty(shape, dtype=value.dtype, device=value.device)
 
 
 def _sizes(nodes: Sequence[Node]) -> dict[Any, tuple[Node, int | None]]:

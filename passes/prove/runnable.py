@@ -94,6 +94,7 @@ def translated(a: Assumption, nodes: Mapping[Node, Node]) -> Assumption:
         row_node=other(a.row_node),
         siblings={other(n): {m: other(s) for m, s in same.items()} for n, same in a.siblings.items()},
         nodes=set(map(other, a.nodes)),
+        returned=other(a.returned),
         carried=[(name, other(old), other(new)) for name, old, new in a.carried],
     )
 

@@ -1,0 +1,59 @@
+"""A function that returns early where there are no rows: ``if x.numel() == 0: return x.new_empty(0, n)``.
+
+The early way is traced first, to see what it returns: a tensor without elements, if the condition says that there are no rows. Then
+Python's state is put back, and the other way is traced to where it returns. Its tensor has the same shape in the number of rows, so without
+rows neither has elements, and nobody can tell one from the other.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from moefuse._dynamo import values
+from moefuse.capture.assumptions import RETURN
+from moefuse.capture.bytecode import RETURNS, Code
+
+
+def here(tx: Any, at: int) -> int | None:
+    """:data:`RETURN` if the instruction leaves the function."""
+    return RETURN if tx.instructions[at].opname in RETURNS else None
+
+
+def may(tx: Any, code: Code, there: int, on: int) -> bool:
+    """Whether the way at ``there`` of an inlined function leaves it, and never meets the one at ``on``."""
+    return getattr(tx, "parent", None) is not None and code.leaves(there, on)
+
+
+def node(tx: Any) -> Node | None:
+    """What is about to be returned, if that is a tensor."""
+    return None if tx.instructions[tx.instruction_pointer].opname != "RETURN_VALUE" else values.tensor_node(values.realized(tx.stack[-1]))
+
+
+def value(tx: Any) -> torch.Tensor | None:
+    """Its fake value."""
+    found = node(tx)
+    shown = None if found is None else found.meta.get("example_value")
+    return shown if type(shown) in _PLAIN else None
+
+
+_PLAIN = (torch._subclasses.fake_tensor.FakeTensor,)
+
+
+def same_without(one: torch.Tensor, other: torch.Tensor, size: Any) -> bool:
+    """Whether two tensors have no elements where ``size``, a symbol, is zero, and are alike for every value of it."""
+    facts = [(t.dtype, t.device, t.layout, t.requires_grad, t.dim(), t.is_inference(), t.is_conj(), t.is_neg()) for t in (one, other)]
+    if facts[0] != facts[1] or one.layout != torch.strided:
+        return False
+    shapes = [[_expression(n) for n in t.shape] for t in (one, other)]
+    others = [n for n in shapes[0] if n != size]
+    return shapes[0] == shapes[1] and len(others) < len(shapes[0]) and all(isinstance(n, int) for n in others)
+
+
+def _expression(size: Any) -> Any:
+    return size if isinstance(size, int) else values.expression(size)
+
+
+__all__ = ["here", "may", "node", "same_without", "value"]
