@@ -231,6 +231,7 @@ def _given(graph: Graph, assumptions: Sequence[Assumption], packed: bool) -> Giv
         {symbol for some in sizes for symbol in some},
         frozenset(node for a in assumptions if a.graph is graph and a.kind != "end" and not a.dummy for node in a.nodes),
         packed,
+        frozenset(node for a in assumptions if a.graph is graph and a.kind in ("row", "element") for node in a.nodes),
     )
 
 

@@ -43,13 +43,18 @@ _PLAIN = (torch._subclasses.fake_tensor.FakeTensor,)
 
 
 def same_without(one: torch.Tensor, other: torch.Tensor, size: Any) -> bool:
-    """Whether two tensors have no elements where ``size``, a symbol, is zero, and are alike for every value of it."""
-    facts = [(t.dtype, t.device, t.layout, t.requires_grad, t.dim(), t.is_inference(), t.is_conj(), t.is_neg()) for t in (one, other)]
+    """Whether two tensors have no elements where ``size``, a symbol, is zero, and are alike there.
+
+    ``one`` may have a gradient that ``other`` has not: of no elements, so that weights get zeros, as those of all fused experts.
+    """
+    if other.requires_grad and not one.requires_grad:
+        return False
+    facts = [(t.dtype, t.device, t.layout, t.dim(), t.is_inference(), t.is_conj(), t.is_neg()) for t in (one, other)]
     if facts[0] != facts[1] or one.layout != torch.strided:
         return False
-    shapes = [[_expression(n) for n in t.shape] for t in (one, other)]
-    others = [n for n in shapes[0] if n != size]
-    return shapes[0] == shapes[1] and len(others) < len(shapes[0]) and all(isinstance(n, int) for n in others)
+    shape = [_expression(n) for n in one.shape]
+    without = [[0 if n == size else n for n in sizes] for sizes in (shape, [_expression(n) for n in other.shape])]
+    return without[0] == without[1] and size in shape and all(isinstance(n, int) for n in without[0])
 
 
 def _expression(size: Any) -> Any:

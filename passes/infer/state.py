@@ -47,6 +47,7 @@ class Given:
         siblings: of representatives that have their weights from lists of modules: the assumption that tells the lists.
         not_empty: numbers of rows that are not zero.
         skipped: what the program computes for experts with tokens only.
+        by_row: of that, what it computes in a loop over experts with tokens.
         packed: weights in few bits may be multiplied as they are held.
     """
 
@@ -55,6 +56,7 @@ class Given:
     not_empty: Collection[Any] = ()
     skipped: frozenset[Node] = frozenset()
     packed: bool = True
+    by_row: frozenset[Node] = frozenset()
 
 
 class Context:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -53,8 +53,9 @@ def flat_shapes(held: Held) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return (held.shape if packing is None else packing.words(held.shape)), held.encoding.scales(*held.shape)
 
 
-def unnested(codes: torch.Tensor, scale: torch.Tensor, table: torch.Tensor, offset: torch.Tensor, every: int) -> torch.Tensor:
+def unnested(parts: Sequence[torch.Tensor], every: int) -> torch.Tensor:
     """[..., n]: scales that are held as codes [..., n], with a scale for ``every`` of them, a table [..., 256] and an offset [...]."""
+    codes, scale, table, offset = parts
     wide = scale.repeat_interleave(every, -1)[..., : codes.shape[-1]]
     return torch.gather(table, -1, codes.long()) * wide + offset.unsqueeze(-1)
 
@@ -113,7 +114,7 @@ class Rows64:
         """A product with a weight in few bits: of rows in the program's dtype, rounded as it rounds them."""
         storage, scale = self._own(expr.weight), self._own(held.scale)
         if held.nested:
-            scale = unnested(scale, *map(self._own, held.nested), held.every)
+            scale = unnested((scale, *map(self._own, held.nested)), held.every)
         if held.shape is not None:
             storage, scale = (of.reshape(shape) for of, shape in zip((storage, scale), flat_shapes(held), strict=True))
         scale = scale.reshape(1, 1) if scale.dim() < storage.dim() else scale

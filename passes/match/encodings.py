@@ -7,9 +7,9 @@ from collections.abc import Collection
 import torch
 from torch.fx import Node
 
-from moefuse.passes.graph.calls import tensor
+from moefuse.passes.graph.calls import fake, tensor
 from moefuse.passes.infer.state import Context
-from moefuse.passes.ir.expr import Leaf, weight_leaves
+from moefuse.passes.ir.expr import Leaf, held_leaves, weight_leaves
 from moefuse.passes.ir.facts import Lost
 from moefuse.passes.ir.regions import Region
 from moefuse.passes.match.coded_weights import is_supposed, unheld, unread
@@ -49,6 +49,10 @@ def encoded(ctx: Context, region: Region) -> Lost | None:
             found = found if found is None or found.code != "quantised" else _held(ctx, region, leaf, found)
             if found is not None:
                 return found
+    plain = next((leaf.source for leaf in held_leaves(region.expr) if leaf.held and leaf.held.encoding.activation is None), None)
+    lost = None if plain is None or ctx.given.by_row.isdisjoint(region.nodes) else _not_wanted(ctx, region, region.nodes)
+    if plain is not None and lost is not None:
+        return packed(ctx, region.anchor, fake(plain).dtype, lost.details["detail"])
     for leaf in weight_leaves(region.expr):
         dtype = packed_in(ctx, leaf)
         if dtype is None:

@@ -12,9 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.programs.fp8 import E, K
-
-H, INNER, BLOCK, EVERY = 64, 96, 32, 256
+E, K, H, INNER, BLOCK, EVERY = 4, 2, 64, 96, 32, 256
 KINDS = {
     "curve": (-1.0, -0.7, -0.525, -0.39, -0.28, -0.18, -0.09, 0.0, 0.08, 0.16, 0.25, 0.34, 0.44, 0.56, 0.72, 1.0),
     "signs": (0.0, 0.005, 0.67, 1.0, 0.33, 0.5, 0.17, 0.25, -0.0, -0.005, -0.67, -1.0, -0.33, -0.5, -0.17, -0.25),
@@ -140,3 +138,65 @@ class Loop(nn.Module):
 
 class Hit(Loop):
     hit = True
+
+
+class Guarded(Matrix):
+    """A product that is not called without rows, as the library has it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.numel() == 0:
+            return self.nothing(x)
+        return super().forward(x)
+
+    def nothing(self, x: Tensor) -> Tensor:
+        return torch.empty((*x.shape[:-1], self.shape[0]), dtype=x.dtype, device=x.device)
+
+
+class Narrow(Guarded):
+    """Without rows it has other features, which nobody reads here, and which moefuse does not know."""
+
+    def nothing(self, x: Tensor) -> Tensor:
+        return x.new_zeros((*x.shape[:-1], 1))
+
+
+class Wide(Guarded):
+    def nothing(self, x: Tensor) -> Tensor:
+        return super().nothing(x).float()
+
+
+class Row(Guarded):
+    """Without rows there is one all the same."""
+
+    def nothing(self, x: Tensor) -> Tensor:
+        return torch.ones((1, self.shape[0]), dtype=x.dtype)
+
+
+class Counting(Guarded):
+    """Something is written down where there are no rows."""
+
+    def __init__(self, *args: Any, **how: Any) -> None:
+        super().__init__(*args, **how)
+        self.register_buffer("times", torch.zeros(()))
+
+    def nothing(self, x: Tensor) -> Tensor:
+        self.times.add_(1)
+        return super().nothing(x)
+
+
+class Noted(Guarded):
+    """A Python object changes where there are no rows."""
+
+    def nothing(self, x: Tensor) -> Tensor:
+        self.seen = True
+        return super().nothing(x)
+
+
+class Lora(Guarded):
+    """An adapter beside it, as PEFT computes it."""
+
+    def __init__(self, n: int, k: int, dtype: torch.dtype = torch.bfloat16, **how: Any) -> None:
+        super().__init__(n, k, **how)
+        self.a, self.b = nn.Linear(k, 4, bias=False, dtype=dtype), nn.Linear(4, n, bias=False, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).clone() + self.b(self.a(x)) * 0.5  # type: ignore[no-any-return]
