@@ -135,6 +135,7 @@ def bitsandbytes(kind: str, way: str = "each") -> nn.Module:
             made.weight = library.nn.Params4bit(
                 linear.weight.data, requires_grad=False, quant_type="nf4", compress_statistics=kind == "nested"
             )
+        made.support_avx512bf16_for_cpu = False  # a layout for one kernel, which no other device has
         return made.to("cpu")
 
     return replaced(Loop(way), make)
@@ -178,8 +179,8 @@ FORMS: Mapping[str, tuple[str, Callable[[], nn.Module]]] = {
     "HQQ 4 bits, hit experts": ("hqq", lambda: hqq(4, "hit")),
     "HQQ 3 bits, groups of 64": ("hqq", lambda: hqq(3)),
     "bitsandbytes int8": ("bitsandbytes", lambda: bitsandbytes("int8", "dense")),
-    "bitsandbytes nf4": ("bitsandbytes", lambda: bitsandbytes("nf4", "dense")),
-    "bitsandbytes nf4, nested": ("bitsandbytes", lambda: bitsandbytes("nested", "dense")),
+    "bitsandbytes nf4": ("bitsandbytes", lambda: bitsandbytes("nf4")),
+    "bitsandbytes nf4, nested": ("bitsandbytes", lambda: bitsandbytes("nested")),
     "compressed-tensors FP8 (static)": ("compressed-tensors", lambda: compressed("FP8", "dense")),
     "compressed-tensors FP8_DYNAMIC": ("compressed-tensors", lambda: compressed("FP8_DYNAMIC", "dense")),
     "compressed-tensors W4A16": ("compressed-tensors", lambda: compressed("W4A16", "dense")),

@@ -271,6 +271,11 @@ def graph_of(translator: Any) -> torch.fx.Graph:
     return translator.output.current_tracer.graph  # type: ignore[no-any-return]
 
 
+def whole_graph_of(translator: Any) -> torch.fx.Graph:
+    """The frame's graph."""
+    return translator.output.root_tracer.graph  # type: ignore[no-any-return]
+
+
 def python_state(translator: Any) -> tuple[object, ...]:
     """Parts of a frame's state that are neither variables nor nodes, to compare."""
     output = translator.output

@@ -42,7 +42,7 @@ class Assumption:
         numbers: rows that Python has as numbers, and uses as an index of tensors only.
         place: the statement.
         location: the user's ``file:line``.
-        graph: the graph that was being written.
+        graph, whole: the graph that was being written, and the one that it is the body of an operation in, or itself.
         concerns_experts: whether what it is about is computed from expert ids; None if nobody has looked.
         nodes: every operation recorded in the scope.
         first: what was computed in the scope because it is kept and was first asked for here; else it is computed later, and is no node.
@@ -66,6 +66,7 @@ class Assumption:
     numbers: set[Node] = field(default_factory=set)
     outcome: bool = True
     graph: Graph | None = None
+    whole: Graph | None = None
     concerns_experts: bool | None = None
     nodes: set[Node] = field(default_factory=set)
     first: set[Node] = field(default_factory=set)

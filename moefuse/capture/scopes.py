@@ -103,6 +103,7 @@ class Scopes:
         graph = values.graph_of(tx)
         if any(s.translator is tx and s.assumption.place == assumption.place for s in self.open):
             self.frame.refuse(assumption, "the program comes back to it before its two ways meet")
+        assumption.whole = values.whole_graph_of(tx)
         state = _state(tx)
         if then is None:
             self.frame.assume(tx, assumption)

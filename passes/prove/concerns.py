@@ -28,7 +28,8 @@ def counts_rows(graph: Graph, symbols: set[Any]) -> bool:
 def concerns_routing(assumption: Assumption) -> bool:
     """Whether the condition of an assumption is computed from expert ids."""
     if assumption.concerns_experts is None and assumption.graph is not None:
-        assumption.concerns_experts = concerns(interpret(assumption.graph), assumption)
+        graphs = dict.fromkeys(g for g in (assumption.graph, assumption.whole) if g is not None)
+        assumption.concerns_experts = any(concerns(interpret(graph), assumption) for graph in graphs)
     return assumption.concerns_experts is not False
 
 
