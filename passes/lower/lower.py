@@ -371,7 +371,9 @@ class Lowering:
             out_dtype=self.out_dtype(),
         )
         spec = grouped_spec(region)
-        return Lowered(result, replace(spec, encoding=held.listed(held_leaves(expr), region.unrounded)) if held_leaves(expr) else spec, "grouped")
+        return Lowered(
+            result, replace(spec, encoding=held.listed(held_leaves(expr), region.unrounded)) if held_leaves(expr) else spec, "grouped"
+        )
 
     def product(self, terms: list[Expr]) -> Node:
         out: Node = self.rows(terms[0])

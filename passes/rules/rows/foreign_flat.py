@@ -70,7 +70,9 @@ def _held(ctx: Context, node: Node, given: dict[str, Any]) -> Held | str:
         return found
     names = ("absmax_8bit", *_NESTED) if nested else ("absmax",)
     count = n * k // block
-    sizes = dict.fromkeys(names, (count,)) | ({"absmax": (-(-count // _EVERY),), "absmax_code": (_EVERY,), "absmax_offset": ()} if nested else {})
+    sizes = dict.fromkeys(names, (count,)) | (
+        {"absmax": (-(-count // _EVERY),), "absmax_code": (_EVERY,), "absmax_offset": ()} if nested else {}
+    )
     dtypes = dict.fromkeys(names, torch.float32) | ({"absmax_8bit": torch.uint8} if nested else {})
     for name in names:
         value = tensor(given[name])
@@ -89,7 +91,9 @@ def _whole(ctx: Context, node: Node) -> Leaf | None:
     root = tensor(fact.root) if isinstance(fact, View) else None
     if root is None or fact.root.op not in ("placeholder", "get_attr") or not root.is_contiguous():
         return None
-    shown, there = ([s for s in sizes if not same(s, 1)] for sizes in ([a.size for axis in fact.axes for a in axis if real(axis)], shape_of(root)))
+    shown, there = (
+        [s for s in sizes if not same(s, 1)] for sizes in ([a.size for axis in fact.axes for a in axis if real(axis)], shape_of(root))
+    )
     order = [a.index for axis in fact.axes for a in axis if not same(a.size, 1)]
     plain = all(a.kind == "d" for axis in fact.axes for a in axis if not same(a.size, 1))
     if not plain or order != sorted(order) or not same_shape(shown, there) or len(there) > 1:
