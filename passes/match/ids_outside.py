@@ -2,7 +2,8 @@
 
 A mask drops them, as the ops do. Indexing counts negative ones from the end. A gather, a scatter, ``one_hot`` and ``bincount`` raise, and
 so does indexing beyond the end. Slots sorted by expert and cut by counts are shifted by negative ids, which stand in front of all others
-and are in no count: no layer means that, so it raises too; ``searchsorted`` gives them to expert 0. The table is in docs/design/facts.md.
+and are in no count: no layer means that, so it raises too; ``searchsorted`` gives them to expert 0. Operators of libraries that write no
+rows for ids beyond the end drop them where the program puts zeros there. The table is in docs/design/facts.md.
 
 Nothing of this is asked where the ids are known to be in range: indices of a top-k over the experts are.
 """
@@ -22,6 +23,7 @@ from moefuse.passes.infer.ranges import Interval, holds, interval
 from moefuse.passes.infer.state import Context, normalize, out_shape
 from moefuse.passes.ir.facts import Absent, Counts, Lost, Occurring, Routing, Rows, Sorted, View
 from moefuse.passes.ir.regions import Outside, Region
+from moefuse.passes.rules.routing.absent import seen
 from moefuse.passes.rules.routing.counts import uncast
 from moefuse.passes.rules.sums.segments import segment_of
 
@@ -39,6 +41,9 @@ def outside(ctx: Context, region: Region) -> Outside | Lost | None:
     low, high = routing.bounds or (-1, count)
     if routing.columns is not None or (low >= 0 and high < count):
         return None
+    if (product := seen(ctx, region.nodes)) is not None:
+        name = ctx.calls[product].name.rpartition("::")[2]  # type: ignore[union-attr]
+        return ctx.lost("ids-out-of-range", product, detail=f"`{name}` leaves rows of other ids as they are in memory")
     uses = [u for u in _raising(ctx, routing) if u[0] > low or u[1] < high]
     indexed = [] if region.parts else [i for n in region.nodes for i in _indexed(ctx, n, routing)]
     wraps = any(i[0] < 0 for i in indexed)

@@ -18,7 +18,7 @@ from moefuse.ops.encoding import Rounding
 from moefuse.passes.lower import held
 from moefuse.report import FusionReport
 from tests.programs import fp8
-from tests.programs.fp8 import BK, BN, Batched, E, Grouped, H, Hit, K, Layer, Listed, Loop, Mx, OfTensors
+from tests.programs.fp8 import BK, BN, NO_ZEROS, ZEROS, Absent, Batched, E, Grouped, H, Hit, K, Layer, Listed, Loop, Mx, OfTensors
 
 OP = torch.ops.moefuse.experts_coded.default
 BLOCKS = f"e4m3, blocks of {BN}x{BK}"
@@ -104,6 +104,41 @@ def test_groups_of_32(nibbles: bool) -> None:
     compiled.check(torch.randn(11, H).bfloat16(), 0.02)
     name = "e2m1" if nibbles else "e4m3"
     compiled.is_fused(f"{name}, groups of 32, scales 2^n, activations e4m3 per token and 32 inputs, their scales 2^n")
+
+
+@pytest.mark.parametrize(("how", "odd"), [*((how, True) for how in ZEROS), ("in place", False)])
+def test_zeros_for_slots_without_expert(how: str, odd: bool) -> None:
+    """The op leaves such slots out, so the zeros change nothing: where all ids are experts', and where those of E are nobody's."""
+    compiled = Compiled(Absent(ZEROS[how], odd=odd))
+    for tokens in (11, 1):
+        compiled.check(torch.randn(tokens, H).bfloat16(), 0.03)
+    assert [f.spec.encoding for f in compiled.report.fused] == [ROUNDED] * 2, str(compiled.report)
+    assert (compiled.report.skipped, compiled.operators) == ([], [])
+    compiled.check(torch.randn(0, H).bfloat16(), 0.0)
+
+
+UNWRITTEN = "ids-out-of-range", "leaves rows of other ids as they are in memory"
+OTHERS = {
+    "nothing": UNWRITTEN,
+    "nobody": ("missing-experts", "below 16"),
+    "the last": ("missing-experts", "below 7"),
+    "where, the others": ("no-rule", "`where`"),
+    **dict.fromkeys(("the others", "ones", "turned", "of weights", "written"), ("no-rule", "`masked_fill`")),
+}
+
+
+@pytest.mark.parametrize("how", [*OTHERS, "too early"])
+def test_other_zeros_stay(how: str) -> None:
+    """Zeros of other slots than those that have no expert, or none; or in front of the last product, which writes nothing there either."""
+    code, text = OTHERS.get(how, UNWRITTEN)
+    model = Absent(NO_ZEROS["nothing"], ZEROS["gt"]) if how == "too early" else Absent(NO_ZEROS[how])
+    compiled, x = Compiled(model), torch.randn(11, H).bfloat16()
+    with torch.no_grad():
+        got, theirs = compiled.run(x), model(x)
+    assert torch.equal(got.isnan(), theirs.isnan())
+    assert torch.equal(got.nan_to_num(), theirs.nan_to_num())
+    assert not compiled.ops
+    assert {(s.code, text in s.message) for s in compiled.report.skipped} == {(code, True)}, str(compiled.report)
 
 
 @pytest.mark.parametrize("tokens", [1, 3])

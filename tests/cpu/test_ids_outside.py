@@ -292,3 +292,33 @@ def test_sentinels(in_place: bool, masked: bool) -> None:
             with pytest.raises(ERRORS):
                 compiled(x, ids, weights)
     assert len(outcome.fused) == masked, str(outcome)
+
+
+class Indexed(nn.Module):
+    """Weights picked slot by slot; rows of ids of E become zeros, which no id can have that got so far."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w_in, self.w_out = nn.Parameter(torch.randn(E, 8, 8)), nn.Parameter(torch.randn(E, 8, 8))
+
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        flat = ids.reshape(-1)
+        h = F.silu(torch.bmm(self.w_in[flat], x.repeat_interleave(2, 0)[:, :, None]))
+        y = torch.bmm(self.w_out[flat], h)[:, :, 0] * weights.reshape(-1, 1)
+        return y.masked_fill_((flat >= E)[:, None], 0.0).view(len(x), 2, -1).sum(1)
+
+
+def test_zeros_for_ids_that_raise() -> None:
+    """They change nothing, and the ids still raise; negative ones count from the end."""
+    torch.manual_seed(0)
+    model, outcome = Indexed(), check.Outcome()
+    compiled = torch.compile(model, backend=check.light(outcome), fullgraph=True)
+    x, ids, weights = torch.randn(9, 8), torch.rand(9, E).argsort(-1)[:, :2], torch.rand(9, 2)
+    with torch.no_grad():
+        for value in (0, -1, -E):
+            ids[0, 0] = ids[4, 1] = value
+            torch.testing.assert_close(compiled(x, ids, weights), model(x, ids, weights))
+        ids[0, 0] = E
+        with pytest.raises(ERRORS):
+            compiled(x, ids, weights)
+    assert len(outcome.fused) == 1, str(outcome)

@@ -180,6 +180,64 @@ class Batched(Layer):
         return (y * weights.reshape(-1).to(y.dtype).unsqueeze(-1)).view(len(x), K, H).sum(1)
 
 
+_Put = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""From rows [slots, H], ids [tokens, K] and routing weights [tokens, K] to the rows."""
+
+
+def _written(y: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    mask = ids.reshape(-1, 1) >= E
+    mask[0] = True
+    return y.masked_fill(mask, 0.0)
+
+
+def _turned(y: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    return y.masked_fill((ids.t().reshape(-1) >= E)[:, None], 0.0)
+
+
+ZEROS: dict[str, _Put] = {
+    "in place": lambda y, ids, weights: y.masked_fill_((ids.reshape(-1) >= E).unsqueeze(-1), 0.0),
+    "gt": lambda y, ids, weights: y.masked_fill((ids.reshape(-1) > E - 1)[:, None], 0),
+    "not": lambda y, ids, weights: y.masked_fill((~(ids.reshape(-1) < E)).unsqueeze(-1), 0.0),
+    "where": lambda y, ids, weights: torch.where((ids.reshape(-1) >= E).unsqueeze(-1), 0.0, y),
+    "where, kept": lambda y, ids, weights: torch.where((ids.reshape(-1) <= E - 1)[:, None], y, torch.zeros_like(y)),
+    "grid": lambda y, ids, weights: y.view(-1, K, H).masked_fill((ids >= E)[..., None], 0.0).view(-1, H),
+}
+"""Zeros for the rows of slots that have no expert."""
+
+NO_ZEROS: dict[str, _Put] = {
+    "nothing": lambda y, ids, weights: y,
+    "nobody": lambda y, ids, weights: y.masked_fill((ids.reshape(-1) >= 2 * E)[:, None], 0.0),
+    "the last": lambda y, ids, weights: y.masked_fill((ids.reshape(-1) >= E - 1)[:, None], 0.0),
+    "the others": lambda y, ids, weights: y.masked_fill((ids.reshape(-1) < E)[:, None], 0.0),
+    "where, the others": lambda y, ids, weights: torch.where((ids.reshape(-1) >= E)[:, None], y, 0.0),
+    "ones": lambda y, ids, weights: y.masked_fill((ids.reshape(-1) >= E)[:, None], 1.0),
+    "of weights": lambda y, ids, weights: y.masked_fill(weights.reshape(-1, 1) >= 1, 0.0),
+    "turned": _turned,
+    "written": _written,
+}
+"""What looks like that."""
+
+
+class Absent(Batched):
+    """Some slots have no expert: their ids are E, and the operator leaves their rows as they are in memory.
+
+    ``put``: what is put into the last product's rows. ``inner``: what is put into the first one's.
+    """
+
+    def __init__(self, put: _Put, inner: _Put = NO_ZEROS["nothing"], *, odd: bool = True) -> None:
+        super().__init__()
+        self.put, self.inner, self.odd = put, inner, odd
+
+    def forward(self, x: Tensor) -> Tensor:
+        ids, weights = self.route(x)
+        if self.odd:
+            ids = ids.masked_fill(weights < 0.2, E)
+        flat = ids.reshape(-1)
+        h = self.inner(self.product(x.repeat_interleave(K, 0), "up", flat), ids, weights)
+        y = self.product(self.act(h), "down", flat)
+        return self.put(y * weights.reshape(-1, 1).to(y.dtype), ids, weights).view(len(x), K, H).sum(1)
+
+
 class Grouped(Layer):
     """Rows sorted by expert, by where each one's end."""
 

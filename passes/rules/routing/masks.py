@@ -15,7 +15,6 @@ from moefuse.passes.infer.routings import routing_of
 from moefuse.passes.infer.state import Context, as_size, normalize, out_shape
 from moefuse.passes.ir.axes import Atom, Axes, Axis, align, fresh
 from moefuse.passes.ir.facts import (
-    Absent,
     Counts,
     Fill,
     Hit,
@@ -32,6 +31,7 @@ from moefuse.passes.ir.facts import (
 )
 from moefuse.passes.rules import rule
 from moefuse.passes.rules.routing import sparse_entries
+from moefuse.passes.rules.routing.absent import zeroed
 from moefuse.passes.rules.routing.ids import every_slot, is_integer, out_length, role_axes, row_axis
 from moefuse.passes.rules.routing.nonempty import all_dims, any_of
 
@@ -204,19 +204,18 @@ def on_where(ctx: Context, node: Node, condition: Node, a: Any = None, b: Any = 
         return on_nonzero(ctx, node, condition, as_tuple=True)
     fact = ctx.fact(condition)
     if not isinstance(fact, Mask | Table):
-        return None
+        kept, zero = (b, a) if isinstance(ctx.fact(b), Rows) else (a, b)
+        return zeroed(ctx, node, kept, condition, where=kept is b) if constant(ctx, zero) == 0 else None
     keep, other = (b, a) if fact.negated else (a, b)
     return masked(ctx, node, fact, keep, other)
 
 
 @rule("masked_fill")
 def on_masked_fill(ctx: Context, node: Node, x: Node, mask: Node, value: Any) -> Any:
-    fact, rows = ctx.fact(mask), ctx.fact(x)
-    if isinstance(fact, Absent) and isinstance(rows, Rows) and rows.domain.routing is fact.routing and value == 0:
-        # The fused op gives such slots nothing at all; lift checks that the bound is the number of experts.
-        ctx.sentinels.setdefault(fact.routing, set()).add(fact.count)
-        return rows if rows.domain.name == "sorted" else None
-    if not isinstance(fact, Mask | Table) or not fact.negated:
+    fact = ctx.fact(mask)
+    if not isinstance(fact, Mask | Table):
+        return zeroed(ctx, node, x, mask) if constant(ctx, value) == 0 else None
+    if not fact.negated:
         return None
     return masked(ctx, node, fact, x, value)
 

@@ -32,7 +32,7 @@ def on_sort(ctx: Context, node: Node, x: Node, *args: Any, **kwargs: Any) -> Any
     if not isinstance(fact, View) or not is_integer(x) or len(fact.axes) != 1:
         return None
     routing = routing_of(ctx, fact)
-    if routing is None or not _all_slots(fact, routing):
+    if routing is None or not all_slots(fact, routing):
         return None
     rows = (slot_rows(routing),)
     order = Order(routing, node)
@@ -40,7 +40,8 @@ def on_sort(ctx: Context, node: Node, x: Node, *args: Any, **kwargs: Any) -> Any
     return slot if only_order else Many((Sorted(rows, order, "ids"), slot))
 
 
-def _all_slots(view: View, routing: Routing) -> bool:
+def all_slots(view: View, routing: Routing) -> bool:
+    """Whether a view of the ids goes through them token by token."""
     axes = role_axes(view, routing)
     if axes is None:
         return False

@@ -17,6 +17,7 @@ from moefuse.passes.ir.axes import Atom, Axes
 from moefuse.passes.ir.expr import Expr, Held, Leaf, Linear
 from moefuse.passes.ir.facts import Counts, Lost, Rows, View, Weight
 from moefuse.passes.rules import ANY, rule
+from moefuse.passes.rules.routing.absent import unwritten
 from moefuse.passes.rules.routing.ids import is_integer, role_axes
 from moefuse.passes.rules.rows.contraction import expert_weight, project
 from moefuse.passes.rules.rows.foreign_ops import OPERATORS, Operator
@@ -77,7 +78,9 @@ class _Product:
         if not isinstance(rows, Rows | View) or routing is None or roles is None or dims is None or len(roles) != 1:
             return None
         if not routing.within(_size(stack, 0)):
-            return self.ctx.lost("ids-out-of-range", self.node, detail=f"`{self.name}` leaves rows of other ids as they are in memory")
+            if routing.bounds is None or routing.bounds[0] < 0:
+                return self.ctx.lost("ids-out-of-range", self.node, detail=f"`{self.name}` leaves rows of other ids as they are in memory")
+            unwritten(self.ctx, self.node)
         axes = (*roles, *((Atom("w", d, a[0].size),) for d, a in zip(dims[1:], stack.axes[1:], strict=True)))
         weight = Weight(axes, stack.root, None, routing)
         return project(self.ctx, self.node, rows, weight, "si", "soi", "so", out_shape(self.node))
