@@ -36,7 +36,7 @@ hf: Any = finegrained_fp8
 EXPERTS, HIDDEN, TOP_K = 8, 64, 2
 BF16 = torch.bfloat16
 GRADIENTS = hasattr(hf, "FP8GroupedMatmulFunction")
-"""Whether transformers' own implementations have a backward pass: 5.17 has none."""
+"""Whether transformers' own ``grouped_mm`` has a backward pass: in 5.17 it has none. ``batched_mm`` never has."""
 
 
 @pytest.fixture(autouse=True)
@@ -309,16 +309,18 @@ def test_what_breaks_is_told() -> None:
     assert [(s.code, "_load_finegrained_fp8_kernel" in s.message) for s in report.skipped] == [("not-captured", True)], str(report)
 
 
-def test_tokens_that_need_gradients() -> None:
+@pytest.mark.parametrize("impl", ["grouped_mm", "batched_mm"])
+def test_tokens_that_need_gradients(impl: str) -> None:
     """Where transformers has a backward pass, it breaks the graph itself; where it has none, the layer is fused, and the op has one."""
-    layer, x = Layer(experts("grouped_mm")), torch.randn(11, HIDDEN).to(BF16)
+    layer, x = Layer(experts(impl)), torch.randn(11, HIDDEN).to(BF16)
     x.requires_grad_()
+    own = GRADIENTS and impl == "grouped_mm"
     torch.compile(layer, backend="moefuse")(x).float().sum().backward()
     report = moefuse.last_report()
     assert report is not None
-    assert ([s.code for s in report.skipped], len(report.fused)) == ((["encoding-unknown"], 0) if GRADIENTS else ([], 1)), str(report)
+    assert ([s.code for s in report.skipped], len(report.fused)) == ((["encoding-unknown"], 0) if own else ([], 1)), str(report)
     got = x.grad
-    if not GRADIENTS:
+    if not own:
         layer.experts.config._experts_implementation = NAME
         x.grad = None
         layer(x).float().sum().backward()
