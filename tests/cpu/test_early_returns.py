@@ -101,6 +101,7 @@ class Layer(nn.Module):
         return out
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("make", [Expert, Sized, Itself, Inner])
 def test_they_are_fused(make: type[nn.Module]) -> None:
     """One graph; one token leaves experts without rows, and there may be no token at all."""
@@ -132,6 +133,7 @@ def test_gradients() -> None:
     assert len(report.fused) == 1, str(report)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("make", [One, None_, Written])
 def test_others_run_as_they_did(make: type[nn.Module]) -> None:
     """What is returned, or done, depends on whether there are rows."""

@@ -102,6 +102,7 @@ def aliases(part: Part, of: Traced) -> None:
     assert env[found].untyped_storage().data_ptr() == of.value(part.node).untyped_storage().data_ptr()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", FORMS)
 def test_forms(name: str) -> None:
     """Each is read as what it is: the text, the bits of the weight, the proof on made-up numbers, and views that follow changes."""
@@ -122,6 +123,7 @@ def test_forms(name: str) -> None:
         aliases(part, of)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", NEAR)
 def test_near_misses(name: str) -> None:
     """What is almost an encoding is refused by the operation that makes the difference."""
@@ -155,6 +157,7 @@ def each(weight: Callable[..., Tensor], how: Callable[[Tensor], Iterable[Tensor]
     return lambda *parts: tuple(weight(*of_one) for of_one in zip(*(how(part) for part in parts), strict=True))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("how", [by_index, by_selecting, by_last, torch.unbind])
 @pytest.mark.parametrize("name", ["groups zeros", "int8 channel", "signed", "mxfp4"])
 def test_experts_of_a_loop_are_joined(name: str, how: Callable[[Tensor], Iterable[Tensor]]) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from moefuse.passes.rules.rows import foreign_flat
 from tests.cpu.test_fp8_operators import Compiled
 from tests.programs import four_bits
 from tests.programs.four_bits import BLOCK, Counting, Guarded, H, Hit, Loop, Lora, Matrix, Narrow, Noted, Row, Wide
@@ -18,8 +19,9 @@ APART = {torch.bfloat16: 0.01, torch.float16: 0.002, torch.float32: 1e-5}
 
 
 @pytest.fixture(autouse=True)
-def _fresh(fresh_dynamo: None) -> None:
+def _fresh(fresh_dynamo: None, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
+    monkeypatch.setattr(foreign_flat, "QUICKER", ("cpu",))  # these tests ask what is right
 
 
 def operators(compiled: Compiled) -> list[torch.fx.Node]:
@@ -31,6 +33,7 @@ def is_fused(compiled: Compiled) -> None:
     assert (operators(compiled), compiled.report.skipped) == ([], [])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("dtype", "nested"), [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float16, True), (torch.float32, False)]
 )
@@ -54,6 +57,16 @@ def test_the_storage_is_not_copied(nested: bool) -> None:
             assert node.op == "placeholder" or node.target in (torch.reshape, torch.detach), str(node.target)
 
 
+def test_on_a_cpu_the_operator_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is quicker there; the report says so."""
+    monkeypatch.undo()
+    compiled = Compiled(Loop(), captured=True)
+    compiled.check(torch.randn(5, H).bfloat16(), 0.01)
+    (lost,) = compiled.report.skipped
+    assert (lost.code, compiled.report.fused) == ("encoding-unknown", [])
+    assert "on cpu nothing is quicker than the operator" in lost.message
+
+
 def test_a_loop_over_hit_experts_stays() -> None:
     """On a CPU: nothing is quicker there than the operator with those that have tokens."""
     compiled = Compiled(Hit(), captured=True)
@@ -63,6 +76,7 @@ def test_a_loop_over_hit_experts_stays() -> None:
     assert found == {("encoding-unknown", True)}, str(compiled.report)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("make", [Matrix, Guarded])
 def test_experts_with_biases(make: type[Matrix]) -> None:
     """The operator adds them itself."""
@@ -75,6 +89,7 @@ def test_experts_with_biases(make: type[Matrix]) -> None:
     is_fused(compiled)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("tokens", [0, 1, 64])
 def test_a_product_that_is_not_called_without_rows(tokens: int) -> None:
     """Without rows both ways of its branch return the same: nothing, of the same shape. One token leaves most experts without."""
@@ -179,6 +194,7 @@ NEAR = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("near", NEAR)
 def test_near_misses_stay(near: str) -> None:
     make, code, text = NEAR[near]
@@ -188,6 +204,7 @@ def test_near_misses_stay(near: str) -> None:
     assert {(s.code, text in s.message) for s in compiled.report.skipped} == {(code, True)}, str(compiled.report)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("make", [Narrow, Wide, Row, Counting, Noted])
 def test_other_ways_without_rows_stay(make: type[Matrix]) -> None:
     """What is returned, or done, without rows is not what products without rows are: the graph breaks as without moefuse."""

@@ -68,6 +68,7 @@ class Compiled:
 APART = {torch.bfloat16: 0.02, torch.float16: 0.01, torch.float32: 0.005}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", APART)
 @pytest.mark.parametrize("program", [Batched, Grouped, Loop, Listed])
 def test_every_way_to_call_them(program: type[Layer], dtype: torch.dtype) -> None:
@@ -83,6 +84,7 @@ def test_a_loop_over_hit_experts() -> None:
     compiled.is_fused(ROUNDED)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("program", [Batched, Grouped, Loop])
 def test_scales_that_are_powers(program: type[Layer]) -> None:
     """Bytes of exponents are as they are held, too."""
@@ -106,6 +108,7 @@ def test_groups_of_32(nibbles: bool) -> None:
     compiled.is_fused(f"{name}, groups of 32, scales 2^n, activations e4m3 per token and 32 inputs, their scales 2^n")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("how", "odd"), [*((how, True) for how in ZEROS), ("in place", False)])
 def test_zeros_for_slots_without_expert(how: str, odd: bool) -> None:
     """The op leaves such slots out, so the zeros change nothing: where all ids are experts', and where those of E are nobody's."""
@@ -127,6 +130,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("how", [*OTHERS, "too early"])
 def test_other_zeros_stay(how: str) -> None:
     """Zeros of other slots than those that have no expert, or none; or in front of the last product, which writes nothing there either."""
@@ -176,6 +180,7 @@ def test_by_inductor() -> None:
     assert (got - wanted).norm() <= 0.02 * wanted.norm()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", APART)
 @pytest.mark.parametrize("program", [Batched, Loop])
 def test_activations_as_they_are(program: type[Layer], dtype: torch.dtype) -> None:
@@ -201,6 +206,7 @@ def _unrounded(model: Layer, x: Tensor) -> Tensor:
     return torch.einsum("tki,tkoi,tk->to", model.act(h), down[ids], weights.double())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("program", [Batched, Grouped, Loop])
 def test_the_option_leaves_them_alone(program: type[Layer]) -> None:
     compiled = Compiled(program(), quantised="off")
@@ -316,6 +322,7 @@ NEAR = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("near", NEAR)
 def test_near_misses_stay(near: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are left as they are, with the reason, and with the line of the operator (or of the sum)."""
@@ -379,6 +386,7 @@ WRONG = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("wrong", WRONG)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_another_rounding_is_seen(wrong: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:

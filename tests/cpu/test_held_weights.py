@@ -49,6 +49,7 @@ def _encoding(compiled: Compiled) -> list[str]:
     return [fused.spec.encoding for fused in compiled.report.fused]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_expert_has_its_own(kind: str) -> None:
     """The op reads the tensors that they are made of, and no class is asked to unpack any."""
@@ -58,6 +59,7 @@ def test_each_expert_has_its_own(kind: str) -> None:
     assert len(compiled.ops) == 1
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", STACKED)
 def test_stacks(kind: str) -> None:
     """One stack for each part, views of what the class has."""
@@ -79,6 +81,7 @@ def test_hit_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "no kernel is quicker than to unpack those that have tokens" in compiled.report.skipped[0].message
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", NEAR)
 def test_near_misses_stay(kind: str) -> None:
     """Rows that the class rounds as well, and numbers that are no product with a scale."""

@@ -65,6 +65,7 @@ def truth(args: list[Any], options: dict[str, Any]) -> tuple[Tensor, Tensor]:
     return out, loose
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ENCODINGS)
 def test_what_it_means(name: str) -> None:
     """Nearly all numbers within roundings of the result; the few whose codes flip between two as near within one code's step."""
@@ -117,6 +118,7 @@ def test_not_finite_stays_in_its_token(name: str, value: float) -> None:
     assert run_coded(args, options)[3].isfinite().all()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("tokens", [0, 1, 300])
 @pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32, torch.float64])
 def test_sizes_and_dtypes(tokens: int, dtype: torch.dtype) -> None:
@@ -144,6 +146,7 @@ def test_one_projection_rounds(gating: str) -> None:
     assert not torch.equal(kept[0][0], kept[1][0])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["blocks", "channels"])
 @pytest.mark.parametrize("on_input", [False, True])
 def test_gradients(name: str, on_input: bool) -> None:

@@ -37,6 +37,7 @@ def check(model: Adapted, tokens: int, bound: float) -> Compiled:
     return compiled
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("tokens", [0, 1, 3, 9])
 @pytest.mark.parametrize("held", ["nibbles", "channel"])
 def test_beside_each_expert(held: str, tokens: int) -> None:
@@ -48,11 +49,13 @@ def test_beside_experts_of_a_stack() -> None:
     check(Beside("block", whole=True), 9, 1e-5)
 
 
+@pytest.mark.thorough
 def test_in_16_bits() -> None:
     """Factors in float32 beside a base in bfloat16: terms are not rounded where the program's are, no more."""
     check(Beside("block", whole=False, dtype=torch.bfloat16), 9, 0.05)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("held", ["nibbles", "levels"])
 def test_in_the_weight(held: str) -> None:
     """Neither the base nor the sum is made."""

@@ -33,6 +33,7 @@ def _as_held(compiled: Compiled) -> None:
     assert max(sizes) == max(held), "something as large as all weights is made"
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("domain", WHOLE)
 @pytest.mark.parametrize("held", HELD)
 def test_a_stack_is_not_unpacked(held: str, domain: Domain) -> None:
@@ -116,6 +117,7 @@ class Tied(Form):
         return (y * weights[..., None]).sum(1)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("held", HELD)
 def test_one_stack_both_ways_round(held: str) -> None:
     """A weight that is read twice is each time what it is there."""
@@ -124,6 +126,7 @@ def test_one_stack_both_ways_round(held: str) -> None:
     assert [f.spec.encoding != "" for f in compiled.report.fused] == [True], str(compiled.report)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("domain", GATHERED)
 @pytest.mark.parametrize("held", HELD)
 def test_what_slots_choose_is_not_unpacked(held: str, domain: Domain) -> None:
@@ -179,6 +182,7 @@ class Spelled(Form):
         return [self.taken, self.up.of, self.down.of]  # type: ignore[list-item]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("how", ["flat", "mixed", "int32", "one scale"])
 def test_spellings_of_what_slots_choose(how: str) -> None:
     compiled = Compiled(Spelled(how))
@@ -186,6 +190,7 @@ def test_spellings_of_what_slots_choose(how: str) -> None:
     _as_held(compiled)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("how", ["flipped", "turned", "next", "clamped"])
 def test_near_misses_of_what_slots_choose(how: str) -> None:
     """No stack has such weights: the program stays as it is, and that is told."""
@@ -246,6 +251,7 @@ class Between(Form):
 GROUPED = torch.ops.moefuse.grouped_linear_coded.default
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("held", HELD)
 @pytest.mark.parametrize("domain", ["loop", "slots", "sorted"])
 def test_bodies_of_the_users_own(held: str, domain: Domain) -> None:

@@ -23,7 +23,7 @@ from tests.programs.packed_forms import GATHERED, WHOLE, Domain, Form
 H, WIDE = K, N
 Way = Literal["whole", "gathered", "each", "apart"]
 EACH: tuple[Domain, ...] = ("loop", "masked")
-EXAMPLES = 6 if settings().max_examples < 100 else 2500
+EXAMPLES = 3 if settings().max_examples < 100 else 2500
 POWERS = (116, 132)
 """Bytes whose powers of two are such that sums of products are numbers."""
 

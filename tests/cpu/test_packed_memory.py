@@ -84,6 +84,7 @@ def peak_of(model: Form | Adapted, x: Tensor, *, fused: bool) -> int:
     return peak(step)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("form", FORMS)
 def test_activations_and_one_expert(form: str) -> None:
     """Unpacking one expert takes what comes out and its steps; the program's own call takes more than a whole stack."""

@@ -97,6 +97,7 @@ MODULES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("own", ["grouped_mm", "batched_mm"])
 @pytest.mark.parametrize("name", MODULES)
 def test_as_transformers_computes(name: str, own: str) -> None:
@@ -111,6 +112,7 @@ def test_as_transformers_computes(name: str, own: str) -> None:
         near(module(*given), theirs)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("tokens", [0, 1, 300])
 @pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32])
 def test_sizes_and_dtypes(tokens: int, dtype: torch.dtype) -> None:
@@ -121,6 +123,7 @@ def test_sizes_and_dtypes(tokens: int, dtype: torch.dtype) -> None:
         near(module(*given), theirs)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("width", "rows", "gating"), [(24, 4, "separate"), (24, 3, "merged"), (8, 2, "separate"), (32, 4, "merged")])
 def test_blocks_at_the_boundary_of_gate_and_up(width: int, rows: int, gating: str) -> None:
     """Where the width is no multiple of a block, each half has its own blocks, or one is of both: the number of scales says which."""
@@ -209,6 +212,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_exact_is_refused_by_name(name: str) -> None:
     flags, text = REFUSED[name]
@@ -244,6 +248,7 @@ class Layer(nn.Module):
         return cast(Tensor, self.experts(x, ids, weights))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("impl", ["grouped_mm", "batched_mm", NAME])
 @pytest.mark.parametrize("name", ["blocks", "powers", "clamped", "four bits"])
 def test_compiled(name: str, impl: str) -> None:
@@ -261,6 +266,7 @@ def test_compiled(name: str, impl: str) -> None:
     assert "activations e4m3 per token and" in report.fused[0].spec.encoding
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("impl", ["grouped_mm", "batched_mm", NAME])
 def test_experts_of_other_devices(impl: str) -> None:
     """Their slots have an id behind the last expert: transformers puts zeros there, 5.17 always, others if experts are spread."""
@@ -299,6 +305,7 @@ def _names(graph: torch.fx.Graph) -> list[str]:
     return [getattr(node.target, "__name__", str(node.target)) for node in graph.nodes if node.op == "call_function"]
 
 
+@pytest.mark.thorough
 def test_what_breaks_is_told() -> None:
     """The eager loop loads its kernel for every expert."""
     layer, x = Layer(experts("eager")), torch.randn(11, HIDDEN).to(BF16)
@@ -309,6 +316,7 @@ def test_what_breaks_is_told() -> None:
     assert [(s.code, "_load_finegrained_fp8_kernel" in s.message) for s in report.skipped] == [("not-captured", True)], str(report)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("impl", ["grouped_mm", "batched_mm"])
 def test_tokens_that_need_gradients(impl: str) -> None:
     """Where transformers has a backward pass, it breaks the graph itself; where it has none, the layer is fused, and the op has one."""

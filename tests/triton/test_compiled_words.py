@@ -40,6 +40,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "arch"), CASES)
 def test_products(name: str, arch: int, launches: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One token, whose slots are tiles of their own, and tiles of the sort."""

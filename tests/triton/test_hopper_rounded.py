@@ -27,6 +27,7 @@ BODIES = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("separate", [False, True], ids=["stacked", "separate"])
 @pytest.mark.parametrize("biased", [False, True], ids=["", "biased"])
 @pytest.mark.parametrize("name", BODIES)

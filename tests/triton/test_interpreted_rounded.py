@@ -57,6 +57,7 @@ def test_codes_and_scales_of_rows(name: str) -> None:
     assert torch.equal(found.codes[:6].view(codes.dtype).float().isnan()[finite], nan[finite])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("gating", ["merged", "separate"])
 @pytest.mark.parametrize("name", ROUNDINGS)
 def test_the_op(name: str, gating: str) -> None:
@@ -76,6 +77,7 @@ def test_the_op(name: str, gating: str) -> None:
         torch.testing.assert_close(ours, portable, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("tokens", [0, 1, 70])
 def test_inference(tokens: int) -> None:
     """No token, one, and tiles of several."""

@@ -32,6 +32,9 @@ _NESTED = ("absmax", "absmax_code", "absmax_offset")
 _EVERY = 256
 """Scales that are codes, for one scale of their own."""
 _OWN = ("selected", "masked")
+QUICKER = ("cuda",)
+"""Devices where all experts in one op are quicker than the operator for each. On a CPU it has a kernel of its own, which unpacks as it
+multiplies: with 16 experts it takes 0.8 of the op's time for one token, and 0.45 for 64."""
 
 
 @rule(ANY + "gemm_4bit")
@@ -43,6 +46,9 @@ def on_flat(ctx: Context, node: Node, *args: Any, **kwargs: Any) -> Any:
         return None
     if not ctx.given.packed:
         return _unread(ctx, node, given, "`quantised` is off")
+    value = tensor(given["A"])
+    if value is not None and value.device.type not in QUICKER:
+        return _unread(ctx, node, given, f"on {value.device.type} nothing is quicker than the operator")
     held = _held(ctx, node, given)
     if not isinstance(held, Held):
         return _unread(ctx, node, given, held)
@@ -112,4 +118,4 @@ def _named(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-__all__ = ["on_flat"]
+__all__ = ["QUICKER", "on_flat"]
