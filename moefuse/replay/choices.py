@@ -28,6 +28,7 @@ _TAKES_IDS = frozenset(
     for name in (
         "experts",
         "experts_lora",
+        "experts_coded",
         "recomputed_experts",
         "recomputed_experts_lora",
         "bounded_experts",

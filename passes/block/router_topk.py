@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 DEVICES = {"cuda"}
 """Where the op has a kernel that is quicker than ``torch.topk``."""
-_ROUTED = tuple(getattr(torch.ops.moefuse, name).default for name in ("experts", "experts_lora", "permute"))
+_ROUTED = tuple(getattr(torch.ops.moefuse, name).default for name in ("experts", "experts_lora", "experts_coded", "permute"))
 """Ops whose second argument is ids."""
 _ARGUMENTS = ("k", "dim", "largest", "sorted")
 

@@ -31,7 +31,9 @@ def still_kept(anchor: Node, new_nodes: Sequence[Node], tier: str, grad: bool) -
     """A note where the hidden activations of a differentiated layer are kept all the same. ``new_nodes``: what stands in its place."""
     if any(node.target in _AGAIN for node in new_nodes) or not (grad and any(map(_differentiated, new_nodes))):
         return []
-    if tier == "fused":
+    if any(node.target is torch.ops.moefuse.experts_coded.default for node in new_nodes):
+        why = "experts whose weights are in few bits have no op yet that computes these again"
+    elif tier == "fused":
         why = "experts on several ranks keep as many rows as `moefuse.parallelize(..., bound=)` says"
     else:
         why = (

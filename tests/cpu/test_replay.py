@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 import moefuse
 from moefuse.errors import RoutingError
+from moefuse.passes.match import whole_stacks
 from moefuse.replay.words import count, ordinal
-from tests.cpu.replay_case import E, H, K, Model, forced, light, some, two_steps
+from tests.cpu.replay_case import E, H, K, Layer, Model, forced, light, some, two_steps
 
 __all__ = ["light"]
 pytestmark = pytest.mark.usefixtures("light")
@@ -244,3 +246,54 @@ def test_a_layer_that_is_the_model_itself() -> None:
 def test_numbers_in_sentences() -> None:
     assert [ordinal(n) for n in (1, 2, 3, 4, 11, 12, 13, 21, 102, 111)] == "1st 2nd 3rd 4th 11th 12th 13th 21st 102nd 111th".split()
     assert [count(n, "call") for n in (0, 1, 2)] == ["0 calls", "1 call", "2 calls"]
+
+
+def test_experts_in_few_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They choose as others do, also beside others in one graph."""
+    monkeypatch.setattr(whole_stacks, "READ", {"cpu": float("inf")})
+
+    class Packed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = Layer()
+            for name in ("up", "down"):
+                weight = getattr(self.layer, name).detach()
+                scale = weight.abs().amax((1, 2)) / 127
+                self.register_buffer(f"{name}_codes", (weight / scale[:, None, None]).round().to(torch.int8))
+                self.register_buffer(f"{name}_scale", scale)
+
+        def weight(self, name: str, e: int) -> Tensor:
+            codes, scale = (getattr(self, f"{name}_{part}")[e] for part in ("codes", "scale"))
+            return codes.float() * scale
+
+        def forward(self, x: Tensor) -> Tensor:
+            weights, ids = self.layer.choose(x)
+            out = torch.zeros_like(x)
+            for e in range(E):
+                y = F.linear(F.silu(F.linear(x, self.weight("up", e))), self.weight("down", e))
+                out = out + y * (weights * (ids == e)).sum(-1, keepdim=True)
+            return out
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.plain, self.packed = Layer(), Packed()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.packed(x + self.plain(x))
+
+    torch.manual_seed(0)
+    model, x = Two(), torch.randn(7, H)
+    compiled = torch.compile(model, backend="moefuse")
+    with torch.no_grad():
+        compiled(x)
+        with moefuse.capture_routing(model) as routing:
+            compiled(x)
+        held = {f.module: f.spec.encoding for f in moefuse.last_report().fused}
+        assert held == {"plain": "", "packed": "s8, one scale"}
+        assert set(routing) == set(held)
+        ids = torch.tensor([[0, 3]] * 7)
+        with moefuse.replay_routing(model, {name: [ids] for name in routing}):
+            found = compiled(x)
+        model.plain.forced = model.packed.layer.forced = ids
+        torch.testing.assert_close(found, model(x), rtol=1e-4, atol=1e-4)
