@@ -19,7 +19,7 @@ codes. Gradients are those of the same experts without that rounding: a step fun
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -134,16 +134,30 @@ def _decoded(stacks: Sequence[Stack], codes: Sequence[Codes | None], dtypes: Seq
 
 
 def _codes(stacks: Sequence[Stack], codes: Lists, encodings: Sequence[str]) -> Iterator[Codes | None]:
-    """What belongs to each projection, of all that is given."""
+    """What belongs to each projection, of all that is given.
+
+    Raises:
+        ValueError: there is more or less of it.
+    """
     at = 0
-    for stack, text in zip(stacks, encodings, strict=True):
+    if len(encodings) != len(stacks):
+        _wrong("encodings", f"has {len(encodings)} texts", "three, for w_in, w_up and w_out")
+    for name, stack, text in zip(("w_in", "w_up", "w_out"), stacks, encodings, strict=True):
         if not text:
             yield None
             continue
         encoding, n = parse(text), len(stack.weight)
+        if not n:
+            _wrong(name, "is empty", f"a storage, which `encodings` says is held as {text!r}")
         scale, zero = (codes[at + n * i : at + n * (i + 1)] for i in range(2))
         at += n * len(encoding.parts)
         yield Codes(encoding, scale, zero if encoding.zero else ())
+    if at < len(codes):
+        _wrong("codes", f"has {len(codes)} tensors", f"{at}, the scales and zeros of what `encodings` names")
+
+
+def _wrong(argument: str, given: str, legal: str) -> NoReturn:
+    raise ValueError(f"moefuse::experts_coded: argument `{argument}` {given}; legal: {legal}")
 
 
 def checked(call: CodedCall) -> tuple[Any, Any, Any]:

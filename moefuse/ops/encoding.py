@@ -179,6 +179,8 @@ def parse(text: str) -> Encoding:
         zero, _, zeros = zero.partition("=")
         packed, packed_zeros = (Packing.parse(text) if text else None for text in (packing, zeros))
         behind = zero == "behind"
+        if zero not in ("", "zero", "behind") or (zeros and behind):
+            raise ValueError(zero)
         return Encoding(table, (bn, bk), arithmetic, kind, behind or zero == "zero", packed, packed_zeros, activation, behind)
     except (ValueError, IndexError) as error:
         raise ValueError(f"no encoding: {text!r}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -136,3 +137,27 @@ def test_opcheck_and_compile() -> None:
     for tokens in (9, 4):
         x, ids, weights = (t[:tokens].clone() for t in args[:3])
         assert torch.equal(compiled(x, ids, weights), run_coded([x, ids, weights, *args[3:]], options))
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"encodings": []}, "argument `encodings` has 0 texts; legal: three"),
+        ({"encodings": ["s8;1x0;f32;number;;"] * 2}, "argument `encodings` has 2 texts; legal: three"),
+        ({"encodings": ["s8;1x0;f32;number;;"] * 3}, "argument `w_up` is empty; legal: a storage, which `encodings` says"),
+        ({"w_in": []}, "argument `w_in` is empty; legal: a storage"),
+        ({"more": True}, "argument `codes` has 3 tensors; legal: 2, the scales and zeros"),
+        ({"encodings": ["s8;1x0;f32;number;x;", "", "s8;1x0;f32;number;;"]}, "no encoding: 's8;1x0;f32;number;x;'"),
+    ],
+)
+def test_what_is_given_in_the_wrong_number(change: dict[str, Any], text: str) -> None:
+    """Each is said by its name, with what is legal."""
+    how = "s8;1x0;f32;number;;"
+    storage = [torch.zeros(3, n, k, dtype=torch.int8) for n, k in ((16, 8), (8, 8))]
+    scales = [torch.ones(3, n, 1) for n in (16, 8)]
+    x, ids, weights = torch.zeros(4, 8), torch.zeros(4, 2, dtype=torch.int64), torch.zeros(4, 2)
+    w_in, codes = change.get("w_in", storage[:1]), [*scales, *scales[:1]] if "more" in change else scales
+    with pytest.raises(ValueError, match=re.escape(text)):
+        torch.ops.moefuse.experts_coded(
+            x, ids, weights, w_in, [], storage[1:], [], [], [], codes, encodings=change.get("encodings", [how, "", how])
+        )
