@@ -51,7 +51,7 @@ def silent(ctx: Context, said: Iterable[Node]) -> Iterator[Lost]:
     known = {_choice(ctx, node) for node in said} if uses else set()
     for use in uses:
         choice = _choice(ctx, use.node)
-        if choice not in known and (_by_ids(ctx, use) or (_is_of_some(ctx, use, uses) and decided(ctx, use.node))):
+        if choice not in known and (_by_ids(ctx, use) or _is_taken(ctx, use) or (_is_of_some(ctx, use, uses) and decided(ctx, use.node))):
             known.add(choice)
             yield _of_use(ctx, use)
 
@@ -135,6 +135,20 @@ def _by_ids(ctx: Context, use: Use) -> bool:
             v is not None and v.dim() and v.dtype in (torch.int32, torch.int64) and unpacking(ctx).of(ctx, n) is None for n, v in values
         )
     )
+
+
+def _is_taken(ctx: Context, use: Use) -> bool:
+    """Whether its weights are taken out of a stack of packed matrices by whole numbers, wherever those are from."""
+    made = [n for n in use.node.all_input_nodes if unpacking(ctx).of(ctx, n) is not None]
+    return any(_takes_rows(ctx.calls.get(node)) for n in made for node in _behind(n))
+
+
+def _takes_rows(call: Call | None) -> bool:
+    if call is None or call.name not in ("getitem", "index_select", "index") or len(call.args) < 2:
+        return False
+    stack, rows = tensor(call.args[0]), tensor(call.args[-1])
+    packed = stack is not None and stack.dim() >= 3 and stack.dtype.itemsize == 1 and stack.dtype != torch.bool
+    return packed and rows is not None and rows.dim() >= 1 and rows.dtype in (torch.int32, torch.int64)
 
 
 def _of_use(ctx: Context, use: Use) -> Lost:

@@ -219,3 +219,20 @@ def test_another_reason_stays_the_reason() -> None:
     """Weights that are unpacked and read are not why the rows were lost behind them."""
     report = report_of(Other("channel"), torch.randn(5, packed.H))
     assert [(s.code, "`digamma`" in s.message) for s in report.skipped] == [("no-rule", True)]
+
+
+def test_stacks_that_are_taken_by_a_buffer() -> None:
+    """Nobody chooses in the graph, but whole numbers take matrices out of a packed stack: that is told."""
+
+    class Hashed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("codes", torch.randint(-9, 9, (8, 16, 16), dtype=torch.int8))
+            self.register_buffer("scale", torch.rand(8, 16, 1))
+            self.register_buffer("ids", torch.randint(8, (5,)))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.bmm(self.codes[self.ids].float() * self.scale[self.ids], x[..., None]).squeeze(-1)
+
+    report = report_of(Hashed(), torch.randn(5, 16))
+    assert ([s.code for s in report.skipped], report.fused) == (["encoding-unknown"], [])
