@@ -153,10 +153,10 @@ def test_the_users_values_are_kept_in_size_and_sign(monkeypatch: pytest.MonkeyPa
     seen: dict[str, Tensor] = {}
     right = driver.verify
 
-    def look(ctx: Context, region: Region, new: Any, result: Node, known: dict[Node, Any], assumptions: Any) -> Any:
+    def look(ctx: Context, region: Region, new: Any, result: Node, known: dict[Node, Any], assumptions: Any, held: Any) -> Any:
         inputs = synthetic_inputs.Inputs(ctx, region, known)
         seen.update({str(n.target).split("_")[-2]: inputs.weight(n) for n in known})
-        return right(ctx, region, new, result, known, assumptions)
+        return right(ctx, region, new, result, known, assumptions, held)
 
     monkeypatch.setattr(driver, "verify", look)
     model = Loop()
@@ -310,10 +310,10 @@ def test_weights_that_are_unpacked_by_assignment_are_the_models(monkeypatch: pyt
     seen: list[Tensor] = []
     right = driver.verify
 
-    def look(ctx: Context, region: Region, new: Any, result: Node, known: dict[Node, Any], assumptions: Any) -> Any:
+    def look(ctx: Context, region: Region, new: Any, result: Node, known: dict[Node, Any], assumptions: Any, held: Any) -> Any:
         inputs = synthetic_inputs.Inputs(ctx, region, known)
         seen.extend(inputs.weight(n) for n in region.leaves if tuple(n.meta["example_value"].shape) == (E, H, H))
-        return right(ctx, region, new, result, known, assumptions)
+        return right(ctx, region, new, result, known, assumptions, held)
 
     monkeypatch.setattr(driver, "verify", look)
     model, x = Packed(), torch.randn(5, H)
