@@ -12,25 +12,13 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from moefuse.kernels.triton.device.functions import after_previous, expert_base, let_next_start
 from moefuse.kernels.triton.hopper.products import Lists, finish, produce
 from moefuse.kernels.triton.hopper.ring import SLOTS, advance, make_ring, release, take
-
-
-@gluon.jit
-def scale_at(s, step, at, SCALE: gl.constexpr):
-    """A scale of weights at a step, float32."""
-    v = gl.load(s + step * at.stride_k)
-    if SCALE == "":
-        v = v.to(gl.float32)
-    else:
-        byte = v.to(gl.int32)
-        v = gl.where(byte == 0, 1 << 22, byte << 23).to(gl.float32, bitcast=True)
-        v = gl.where(byte == 255, float("nan"), v)
-    return v
+from moefuse.kernels.triton.words.unpack import as_number
 
 
 @gluon.jit
 def multiply_rounded(
     a_bufs, b_bufs, ring, stage, phase, steps, from_r, s_a, s_b, at_s, PIECE: gl.constexpr, form: gl.constexpr, cut: gl.constexpr,
-    SCALE: gl.constexpr,
+    coding: gl.constexpr,
 ):  # fmt: skip
     """(sums [M, BN] of a tile, stage, phase). from_r [M]: where the scales of the rows begin; s_a, s_b: those of the two halves."""
     STAGES: gl.constexpr = b_bufs.type.shape[0]
@@ -42,11 +30,11 @@ def multiply_rounded(
     part = gl.zeros([M, BN], gl.float32, layout)
     for k in range(steps):
         of_r = gl.load(from_r + k)
-        of_a = scale_at(s_a, k, at_s, SCALE)
+        of_a = as_number(gl.load(s_a + k * at_s.stride_k), coding)
         mbarrier.wait(ring.full.index(stage), phase)
         part = warpgroup_mma(a_bufs.index(stage * PIECES + PIECE), b_bufs.index(stage).permute((1, 0)), part, use_acc=False, is_async=True)
         if form.HALVES == 2:
-            of_b = scale_at(s_b, k, at_s, SCALE)
+            of_b = as_number(gl.load(s_b + k * at_s.stride_k), coding)
         part = warpgroup_mma_wait(0, deps=(part,))
         mbarrier.arrive(ring.empty.index(stage))
         stage, phase = advance(stage, phase, STAGES)
@@ -67,7 +55,6 @@ def consume_rounded(
     STAGES: gl.constexpr = cut.STAGES
     M: gl.constexpr = cut.piece
     WIDTH: gl.constexpr = cut.BN // form.HALVES
-    SCALE: gl.constexpr = coding.SCALE
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, cut.BN, 32])
     pieces = a_bufs._reinterpret(a_bufs.dtype, [STAGES * cut.PIECES, M, cut.BK], a_bufs.layout)
     r = gl.arange(0, M, gl.SliceLayout(1, layout))
@@ -86,7 +73,7 @@ def consume_rounded(
             of_b = expert_base(s_b, e.to(gl.int64), at_s.stride_e, coding.SCALES, coding.APART, False)
             of_a += (first_a + block * WIDTH) // coding.BLOCK_N * at_s.stride_n
             of_b += (first_b + block * WIDTH) // coding.BLOCK_N * at_s.stride_n
-            acc, stage, phase = multiply_rounded(pieces, b_bufs, ring, stage, phase, steps, from_r, of_a, of_b, at_s, G, form, cut, SCALE)
+            acc, stage, phase = multiply_rounded(pieces, b_bufs, ring, stage, phase, steps, from_r, of_a, of_b, at_s, G, form, cut, coding)
             finish(acc, out_rows, lists, o_bufs, e, start + M * G, live, block, form, cut)
         slot, slot_phase = advance(slot, slot_phase, SLOTS)
         e, start, rows, block = take(ring, slot, slot_phase)

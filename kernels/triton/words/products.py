@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from moefuse.kernels.triton.device.functions import after_previous, expert_base, gated, let_next_start, pointwise, rounded
-from moefuse.kernels.triton.words.unpack import power, unpacked
+from moefuse.kernels.triton.words.unpack import as_number, unpacked
 
 LANES: gl.constexpr = gl.constexpr(4)
 """Threads that share a row, each with WORDS words of every step."""
@@ -164,7 +164,7 @@ def add_groups(acc, v, group, s, at_s, from_x, from_r, live, alive, K, mma: gl.c
         codes = gl.load(from_x + group * 128, mask=live & inside, other=0).to(gl.float8e4nv, bitcast=True)
         by = gl.load(from_r + group, mask=alive & inside, other=0.0)
         of = gl.load(s + group * at_s.stride_k, mask=inside, other=0)
-        of = of.to(gl.float32) if coding.SCALE == "" else power(of, coding)
+        of = as_number(of, coding)
         products = mma_v2(codes_of(v, mma), tokens_of(codes, mma, 4), gl.zeros_like(acc))
         acc = acc + products * (of[:, None] * by[None, :])
     else:

@@ -188,6 +188,16 @@ def eight(a, b, c, d, e, f, g, h):
 
 
 @gluon.jit
+def as_number(s, coding: gl.constexpr):
+    """Scales as they are held, float32."""
+    if coding.SCALE == "":
+        v = s.to(gl.float32)
+    else:
+        v = power(s, coding)
+    return v
+
+
+@gluon.jit
 def scale_of(s, coding: gl.constexpr):
     """Scales as they are held, float32, in the arithmetic of the program."""
     if coding.SCALE == "":
