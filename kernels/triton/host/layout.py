@@ -14,6 +14,7 @@ from torch import Tensor
 
 from moefuse.kernels.triton.config import SHARED_BYTES
 from moefuse.kernels.triton.launch.launch import tf32_allowed
+from moefuse.ops.call import Body
 
 Lists = tuple[Sequence[Tensor], ...]
 """w_in, w_up, w_out, b_in, b_up, b_out."""
@@ -75,6 +76,18 @@ class Workspace:
             count = math.prod(shape) * dtype.itemsize
             out[name] = base[offset : offset + count].view(dtype).view(shape)
         return out
+
+
+def kernel_gating(body: Body) -> str:
+    """The kernels' form of a gating: halves of one tensor and two tensors are one form."""
+    return {"merged": "halves", "separate": "halves"}.get(body.gating, body.gating)
+
+
+def first_features(body: Body, inter: int) -> tuple[int, int]:
+    """First feature of gate and of up."""
+    if body.gating != "merged":
+        return 0, 0
+    return (inter, 0) if body.up_first else (0, inter)
 
 
 def in_triton(dtype: torch.dtype) -> Any:

@@ -18,7 +18,7 @@ from moefuse._torch_private import raw_stream as _raw_stream
 from moefuse.kernels.triton.config import choose
 from moefuse.kernels.triton.device.structs import Rows, Stored
 from moefuse.kernels.triton.host import plan_specialised, plan_tiles, plan_vectors
-from moefuse.kernels.triton.host.layout import INPUTS, Device, Lists, Workspace, device_of
+from moefuse.kernels.triton.host.layout import INPUTS, Device, Lists, Workspace, device_of, first_features, kernel_gating
 from moefuse.kernels.triton.host.operands import Operand, address_table, describe, is_apart, steps_table
 from moefuse.kernels.triton.launch import dispatcher
 from moefuse.kernels.triton.launch.driver_launch import Direct, launch_again
@@ -114,14 +114,12 @@ class Plan:
     @property
     def gating(self) -> str:
         """The kernels' form of the gating: halves of one tensor and two tensors are one form."""
-        return {"merged": "halves", "separate": "halves"}.get(self.body.gating, self.body.gating)
+        return kernel_gating(self.body)
 
     @property
     def firsts(self) -> tuple[int, int]:
         """First feature of gate and of up."""
-        if self.body.gating != "merged":
-            return 0, 0
-        return (self.inter, 0) if self.body.up_first else (0, self.inter)
+        return first_features(self.body, self.inter)
 
     def steps_of(self, form: str, name: str) -> str:
         """The name of the table that a kernel with descriptors of this form takes; without such a form something that is not read."""

@@ -11,7 +11,7 @@ from moefuse.kernels.triton.hopper.available import available
 from moefuse.kernels.triton.hopper.forms import Cut, Form, parts_of
 from moefuse.kernels.triton.host import specialised
 from moefuse.kernels.triton.host.coded import Held
-from moefuse.kernels.triton.host.layout import device_of
+from moefuse.kernels.triton.host.layout import device_of, first_features, kernel_gating
 from moefuse.kernels.triton.host.linear import Weight
 from moefuse.kernels.triton.host.operands import is_apart, steps_table
 from moefuse.kernels.triton.host.sorted_rows import Sorted, aligned_rows
@@ -56,17 +56,17 @@ def product(
     assert it.num_tiles is not None
     one, two = parts
     n, k, operand = out.shape[1], one.inputs, one.storage.operand
-    gating = "plain" if body is None else {"merged": "halves", "separate": "halves"}.get(body.gating, body.gating)
+    gating = "plain" if body is None else kernel_gating(body)
     halves = 2 if gating == "halves" else 1
     biased = bias[0] is not None
     cut = CUT._replace(PARTS=parts_of(CUT.PARTS, biased))
     width, form = cut.BN // halves, operand.form(1)
-    first, second = (0, 0) if body is None or body.gating != "merged" else (n, 0) if body.up_first else (0, n)
+    first, second = (0, 0) if body is None else first_features(body, n)
     shown = [_weights(h, form, it.experts, h.features, k, width) for h in parts]
     steps = [as_step(steps_table, h.storage.tensors)[1] if is_apart(form) else h.storage.pointer for h in parts]
     pointers = [h.storage.pointer if b is None else b.pointer for h, b in zip(parts, (bias[0], bias[1] or bias[0]), strict=True)]
-    columns = -(-n // (width if gating != "interleaved" else cut.BN // 2))
     out_width = width if gating != "interleaved" else cut.BN // 2
+    columns = -(-n // out_width)
     base = coding(one.codes.encoding, one, bias[0], device_of(out.device))
     launch(
         _kernel(),

@@ -10,7 +10,7 @@ from torch import Tensor
 from moefuse.kernels.triton.device.structs import Experts, Form, Rows
 from moefuse.kernels.triton.host import coded
 from moefuse.kernels.triton.host.coded import Held
-from moefuse.kernels.triton.host.layout import Device, device_of
+from moefuse.kernels.triton.host.layout import Device, device_of, first_features, kernel_gating
 from moefuse.kernels.triton.host.linear import Weight
 from moefuse.kernels.triton.host.sorted_rows import Sorted
 from moefuse.kernels.triton.launch.calls import launch
@@ -153,11 +153,9 @@ def product(
     ``it``: rows in sorted order, with tiles of ``cols``; None: each slot for itself. ``scales``: x has codes, and these belong to them.
     """
     one, two = parts
-    gating = "none" if body is None else {"merged": "halves", "separate": "halves"}.get(body.gating, body.gating)
+    gating = "none" if body is None else kernel_gating(body)
     n, k, per = out.shape[1], one.inputs, per_word(one.codes.encoding)
-    first = second = 0
-    if body is not None and body.gating == "merged":
-        first, second = (n, 0) if body.up_first else (0, n)
+    first, second = (0, 0) if body is None else first_features(body, n)
     both, slots = gating in ("halves", "interleaved"), ids.numel()
     zero, zero_2 = one.zero or one.scale, two.zero or two.scale
     order, tiles, num_tiles, offsets = (it.order, it.tiles, it.num_tiles, it.offsets) if it is not None else (ids, ids, ids, ids)
