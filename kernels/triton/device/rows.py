@@ -45,6 +45,24 @@ def gather_rows(x, order, out, S, top_k, N, at_x, BR: tl.constexpr, BN: tl.const
 
 
 @triton.jit(do_not_specialize=["S"])
+def gather_in_order(x, order, out, S, top_k, N, at_x, GATHER: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr):
+    """out [S, N]: the token of each row, or row s of x; in each 64 features those of quarter q, pair p (of 8), half h are at 8 p + 2 q + h.
+
+    That is the order in which ``hopper/packed.py`` multiplies: four threads have a quarter each, and tensor cores take pairs in turns.
+    """
+    row = tl.program_id(0) * BR + tl.arange(0, BR)
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    mask = (row < S)[:, None] & (n < N)[None, :]
+    if GATHER:
+        of = tl.load(order + row, mask=row < S, other=0) // top_k  # [BR]
+    else:
+        of = row.to(tl.int64)
+    v = tl.load(x + of[:, None] * at_x.row + n.to(tl.int64)[None, :] * at_x.col, mask=mask, other=0.0)  # [BR, BN]
+    v = tl.permute(tl.reshape(v, [BR, BN // 64, 4, 8, 2]), (0, 1, 3, 2, 4))
+    tl.store(out + row.to(tl.int64)[:, None] * N + n[None, :], tl.reshape(v, [BR, BN]), mask=mask)
+
+
+@triton.jit(do_not_specialize=["S"])
 def vector_rows(
     v, offsets, out, S, E, N, at_v, TABLE: tl.constexpr, BE: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr
 ):  # fmt: skip

@@ -12,7 +12,7 @@ class Form(NamedTuple):
 
     HALVES: 2 where a block is made of features of the gate and of the up projection. DESC: the form of the weights' descriptors
     (``operands.Operand.form``). BIAS: there are biases (BIAS_B: of the up projection where it is apart); BIAS_TABLE: as addresses. ACT: the
-    activation, "" for none; GATING, UP_FIRST as of ``structs.Form``.
+    activation, "" for none; GATING, UP_FIRST as of ``structs.Form``. PACK: inputs in an element of the weights' storage.
     """
 
     HALVES: int
@@ -23,6 +23,7 @@ class Form(NamedTuple):
     ACT: str = ""
     GATING: str = "plain"
     UP_FIRST: bool = False
+    PACK: int = 1
 
     @property
     def out_in(self) -> bool:

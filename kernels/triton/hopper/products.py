@@ -124,9 +124,10 @@ def produce(
             mbarrier.wait(ring.empty.index(stage), phase)
             bar = ring.full.index(stage)
             expect(bar, WEIGHTS, ROWS, live, PIECES)
-            copy_weights(w_a, steps_a, e, at_a.rows, at_a.first + block * WIDTH, k, bar, views.index(stage * form.HALVES), DESC)
+            at_k = k // form.PACK
+            copy_weights(w_a, steps_a, e, at_a.rows, at_a.first + block * WIDTH, at_k, bar, views.index(stage * form.HALVES), DESC)
             if form.HALVES == 2:
-                copy_weights(w_b, steps_b, e, at_b.rows, at_b.first + block * WIDTH, k, bar, views.index(stage * 2 + 1), DESC)
+                copy_weights(w_b, steps_b, e, at_b.rows, at_b.first + block * WIDTH, at_k, bar, views.index(stage * 2 + 1), DESC)
             for n in gl.static_range(PIECES):
                 tma.async_copy_global_to_shared(x_rows, [start + n * M, k], bar, pieces.index(stage * PIECES + n), pred=n < live)
             stage, phase = advance(stage, phase, STAGES)

@@ -1,0 +1,129 @@
+"""Rows of 16 bits times weights in few bits by kernels with specialised warps (``hopper/packed.py``): which they take, and the launch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moefuse.kernels.triton.device import rows as moving
+from moefuse.kernels.triton.device.structs import Experts, Rows
+from moefuse.kernels.triton.hopper.available import available
+from moefuse.kernels.triton.hopper.forms import PIECE, Cut, Form
+from moefuse.kernels.triton.host import sorted_rows, specialised, words
+from moefuse.kernels.triton.host.coded import Held
+from moefuse.kernels.triton.host.layout import device_of, first_features, kernel_gating
+from moefuse.kernels.triton.host.linear import Weight
+from moefuse.kernels.triton.host.operands import is_apart, steps_table
+from moefuse.kernels.triton.host.sorted_rows import Sorted, aligned_rows
+from moefuse.kernels.triton.launch.calls import launch
+from moefuse.kernels.triton.launch.launch import Described
+from moefuse.kernels.triton.launch.record import as_step
+from moefuse.ops.call import Body
+
+STEP = 64
+"""Inputs of a step, which rows have in an order of their own; and features that one group has of each half."""
+FEATURES = 256
+"""Of a tile, of both projections together."""
+STAGES = 5
+
+
+def refusal(held: Held, dtype: torch.dtype, out: Tensor) -> str | None:
+    """Why they do not make a product with a projection."""
+    device = device_of(out.device)
+    if not available(device) or held.codes.encoding.activation is not None:
+        return "no Hopper, or rows that are rounded"
+    if held.inputs % STEP or out.shape[1] % 8 or not aligned_rows(out) or out.dtype != dtype:
+        return "inputs are not whole steps, or rows not whole 16 bytes"
+    item = held.storage.tensors[0].element_size()
+    if held.storage.operand.form(item) not in ("out-in", "apart out-in"):
+        return "no descriptor can show the weights"
+    return words.refusal(held, dtype, device)
+
+
+def in_order(x: Tensor, it: Sorted, *, tokens: bool = False) -> Tensor:
+    """Rows [S, K] in the order of inputs in which they are multiplied; of tokens [T, K] those of each row."""
+    out = torch.empty((it.slots, x.shape[1]), dtype=x.dtype, device=x.device)
+    br, bn = sorted_rows.blocks(out.shape[1])
+    launch(
+        moving.gather_in_order,
+        (-(-it.slots // br), -(-out.shape[1] // max(bn, STEP))),
+        {"x": x, "order": it.order, "out": out},
+        S=it.slots,
+        top_k=it.top_k,
+        N=out.shape[1],
+        at_x=Rows(*x.stride()),
+        GATHER=tokens,
+        BR=br,
+        BN=max(bn, STEP),
+    )
+    return out
+
+
+def product(
+    out: Tensor, x: Tensor, parts: tuple[Held, Held], it: Sorted, bias: tuple[Weight | None, Weight | None], body: Body | None = None
+) -> None:
+    """out [S, N], sorted rows: those of x (:func:`in_order`) times one projection, or with ``body`` the activation of two, in order too."""
+    assert it.tiles is not None
+    assert it.num_tiles is not None
+    one, two = parts
+    n, k, operand = out.shape[1], one.inputs, one.storage.operand
+    storage = one.storage.tensors[0]
+    item, pack = storage.element_size(), one.inputs // storage.shape[-1]
+    gating = "plain" if body is None else kernel_gating(body)
+    split = 2 if gating == "halves" else 1
+    biased = bias[0] is not None
+    cut = Cut("shared", it.bm, FEATURES, STEP, 8, STAGES, 1, max(it.bm // PIECE, 1))
+    width, form = FEATURES // split, operand.form(item)
+    first, second = (0, 0) if body is None else first_features(body, n)
+    shown = [_weights(h, form, it.experts, pack, width, item) for h in parts]
+    steps = [as_step(steps_table, h.storage.tensors)[1] if is_apart(form) else h.storage.pointer for h in parts]
+    pointers = [h.storage.pointer if b is None else b.pointer for h, b in zip(parts, (bias[0], bias[1] or bias[0]), strict=True)]
+    columns = -(-n // width)
+    zeros = [h.zero or h.scale for h in parts]
+    base = words.coding(one, bias[0])
+    launch(
+        _kernel(),
+        (min(device_of(out.device).sms, it.max_tiles * columns),),
+        {
+            "x_rows": specialised.rows_in(x, it.slots, k, cut), "w_a": shown[0], "w_b": shown[1], "s_a": one.scale.pointer,
+            "s_b": two.scale.pointer, "z_a": zeros[0].pointer, "z_b": zeros[1].pointer, "b_a": pointers[0], "b_b": pointers[1],
+            "out_rows": specialised.clipped(out, n, it.bm, STEP, out.stride(0)), "tiles": it.tiles, "num_tiles": it.num_tiles,
+            "steps_a": steps[0], "steps_b": steps[1],
+        },
+        max_tiles=it.max_tiles,
+        blocks=columns,
+        K=k,
+        features=one.features,
+        at_a=operand.at(None if bias[0] is None else bias[0].operand, form, first),
+        at_b=operand.at(None if bias[1] is None else bias[1].operand, form, second),
+        at_s=Experts(*one.scale.strides),
+        at_z=Experts(*zeros[0].strides),
+        args=(0.0, 0.0) if body is None else body.pair,
+        form=Form(
+            split, form, biased, split == 2 and biased, biased and base.BIAS_APART, "" if body is None else body.activation, gating,
+            PACK=pack,
+        ),
+        coding=base,
+        cut=cut,
+    )  # fmt: skip
+
+
+def _kernel() -> Any:
+    from moefuse.kernels.triton.hopper.packed import packed_products  # Gluon is there only in some versions of Triton
+
+    return packed_products
+
+
+def _weights(held: Held, form: str, experts: int, pack: int, width: int, item: int) -> Described:
+    from triton.experimental.gluon.language import NVMMASharedLayout
+
+    inner = STEP // pack
+    shape, strides, block = held.storage.operand.matrix(form, experts, held.features, held.inputs // pack, width, inner, item)
+    pointer = as_step(steps_table, held.storage.tensors)[0] if is_apart(form) else held.storage.pointer
+    layout = NVMMASharedLayout(swizzle_byte_width=inner * item, element_bitwidth=8 * item, rank=len(block))
+    return Described(pointer, shape, strides, block, layout)
+
+
+__all__ = ["in_order", "product", "refusal"]

@@ -1,0 +1,57 @@
+"""Weights in few bits times many rows of 16 bits compile without a GPU there: within registers and shared memory."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moefuse.ops.call import Body, ExpertsCall, Stack
+from moefuse.ops.coded import CodedCall
+from tests.triton.test_compiled import SHARED, source, spills
+from tests.triton.test_compiled_coded import HIDDEN, INTER, projection
+from tests.triton.test_compiled_grouped import launches
+from tests.triton.test_compiled_words import ENCODINGS
+
+__all__ = ["launches"]
+
+KNOWN = pytest.importorskip("moefuse.kernels.triton.hopper.available").known()
+pytestmark = pytest.mark.skipif(not KNOWN, reason="this Triton has no Gluon that the kernels are written for")
+
+CASES = [name for name, (encoding, _) in ENCODINGS.items() if encoding.activation is None]
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("rows", [16, 32, 64, 128])
+@pytest.mark.parametrize("name", CASES)
+def test_layer(name: str, rows: int, launches: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both products, of tiles of so many rows."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    from moefuse.kernels.triton.host import coded as host
+    from moefuse.kernels.triton.host import layout, packed_specialised, sorted_rows
+    from moefuse.kernels.triton.host import words as sizes
+    from moefuse.kernels.triton.provide import packed
+
+    device = layout.Device("", 132, SHARED[90], True)
+    for module in (host, sizes, sorted_rows, packed_specialised):
+        monkeypatch.setattr(module, "device_of", lambda _: device)
+    (w_in, c_in), (w_out, c_out) = (projection(*ENCODINGS[name], *sizes) for sizes in ((2 * INTER, HIDDEN), (HIDDEN, INTER)))
+    x, weights = (torch.empty(2048, n, dtype=torch.bfloat16, device="meta") for n in (HIDDEN, 8))
+    ids = torch.empty(2048, 8, dtype=torch.int64, device="meta")
+    call = CodedCall(ExpertsCall(x, ids, weights, w_in, Stack([]), w_out, Body(), x.dtype), (c_in, None, c_out))
+    assert packed.experts(call, rows) is not None
+    made = [(it, tensors) for it, tensors in launches if it.kernel.__name__ == "packed_products"]
+    assert len(made) == 2
+    for it, tensors in made:
+        compiled = triton.compile(source(it, tensors), target=GPUTarget("cuda", 90, 32), options=it.options)
+        if "KEEP" in os.environ:
+            print(name, rows, compiled.metadata.shared, spills(compiled, 90, tmp_path))
+            Path(os.environ["KEEP"], f"{name}-{rows}-{len(os.listdir(os.environ['KEEP']))}.cubin").write_bytes(compiled.asm["cubin"])
+            Path(os.environ["KEEP"], f"{name}-{rows}-{len(os.listdir(os.environ['KEEP']))}.ttgir").write_text(compiled.asm["ttgir"])
+        assert compiled.metadata.shared <= SHARED[90]
+        assert not spills(compiled, 90, tmp_path)
