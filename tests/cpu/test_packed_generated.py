@@ -89,11 +89,15 @@ def layers(draw: st.DrawFn, *, misses: bool) -> Layer:
 
 
 @pytest.fixture(autouse=True)
-def _fresh(fresh_dynamo: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where the op is always quicker."""
+def _fresh(fresh_dynamo: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As where the op is always quicker. Layers are so small that threads wait for each other: beside other tests three times as long."""
     monkeypatch.setattr(whole_stacks, "READ", {"cpu": float("inf")})
     monkeypatch.setattr(whole_stacks, "BY_SLOT", {})
     monkeypatch.setattr(encodings, "OF_HIT_EXPERTS", ("cpu",))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def _compiled(layer: Layer) -> Compiled:

@@ -63,6 +63,8 @@ class Form(nn.Module):
         self.domain, self.router, self.experts, self.dtype = domain, nn.Linear(H, E, bias=False), E, torch.float32
         self.gate, self.up, self.down = Packed(held, WIDE, H), Packed(held, WIDE, H), Packed(held, H, WIDE)
         self.all = whole
+        if domain == "grouped":
+            import transformers.integrations.moe  # noqa: F401  (registers the op, which a compiled function cannot)
 
     def between(self, gate: Tensor, up: Tensor) -> Tensor:
         return F.silu(gate) * up
@@ -139,8 +141,6 @@ def _sorted(form: Form, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
 
 
 def _grouped(form: Form, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    import transformers.integrations.moe  # noqa: F401  (registers the op)
-
     order, _ = _order(ids)
     ends = torch.histc(ids.reshape(-1).float(), form.experts, 0, form.experts - 1).cumsum(0).int()
 
