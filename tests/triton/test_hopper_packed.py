@@ -52,6 +52,6 @@ def test_layer(name: str, rows: int, launches: list[Any], tmp_path: Path, monkey
         if "KEEP" in os.environ:
             print(name, rows, compiled.metadata.shared, spills(compiled, 90, tmp_path))
             Path(os.environ["KEEP"], f"{name}-{rows}-{len(os.listdir(os.environ['KEEP']))}.cubin").write_bytes(compiled.asm["cubin"])
-            Path(os.environ["KEEP"], f"{name}-{rows}-{len(os.listdir(os.environ['KEEP']))}.ttgir").write_text(compiled.asm["ttgir"])
+            Path(os.environ["KEEP"], f"{name}-{rows}-{len(os.listdir(os.environ['KEEP']))}.ptx").write_text(compiled.asm["ptx"])
         assert compiled.metadata.shared <= SHARED[90]
         assert not spills(compiled, 90, tmp_path)

@@ -1,4 +1,4 @@
-"""Products of weights in few bits with rows of 16 bits, with specialised warps: weights are unpacked in the registers of those who multiply.
+"""Products of weights in few bits with rows of 16 bits, with specialised warps: those who multiply unpack weights in their registers.
 
 The producer, the ring and what becomes of a tile's sums are those of ``products.py``, but weights are the left operand: ``wgmma`` takes it
 from registers, where the words of a step become numbers (``words/unpack.py``). So nothing unpacked is written anywhere, and while one group
@@ -13,11 +13,18 @@ Left operands that are converted in registers are what Marlin and CUTLASS's mixe
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
 
 from moefuse.kernels.triton.device.functions import after_previous, expert_base, let_next_start
 from moefuse.kernels.triton.hopper.products import Lists, finished, produce
-from moefuse.kernels.triton.hopper.ring import SLOTS, advance, make_ring, store_block, take
+from moefuse.kernels.triton.hopper.ring import SLOTS, advance, before, make_ring, store_block, take
 from moefuse.kernels.triton.words.products import halves
 from moefuse.kernels.triton.words.unpack import unpacked
 
@@ -50,9 +57,9 @@ def operand_of(words, s, z, layout: gl.constexpr, coding: gl.constexpr):
 
 @gluon.jit
 def in_order(v):
-    """v [64, N], whose features the next product reads: in its order of inputs."""
-    N: gl.constexpr = v.type.shape[1]
-    return v.reshape([4, 4, 2, 2, N]).permute((1, 2, 0, 3, 4)).reshape([64, N])
+    """v [M, 64], whose features are the next product's inputs: in its order."""
+    M: gl.constexpr = v.type.shape[0]
+    return v.reshape([M, 4, 4, 2, 2]).permute((0, 2, 3, 1, 4)).reshape([M, 64])
 
 
 @gluon.jit
@@ -74,13 +81,19 @@ def numbers_at(place, step, at, LAYOUT: gl.constexpr, BLOCK_K: gl.constexpr):
 
 @gluon.jit
 def multiply_packed(
-    x_bufs, words, ring, stage, phase, steps, s_a, s_b, z_a, z_b, at_s, at_z, A: gl.constexpr, B: gl.constexpr, layout: gl.constexpr,
-    L: gl.constexpr, coding: gl.constexpr,
+    x_bufs, words, ring, stage, phase, steps, s_a, s_b, z_a, z_b, at_s, at_z, A: gl.constexpr, B: gl.constexpr, L: gl.constexpr,
+    coding: gl.constexpr,
 ):  # fmt: skip
-    """(sums [64, M] of two blocks of features, stage, phase): blocks A and B of four of each stage's words, with the rows' inputs."""
-    STAGES: gl.constexpr = x_bufs.type.shape[0]
+    """(sums [64, M] of two blocks of features, stage, phase): blocks A and B of four of each stage's words, with the rows' inputs.
+
+    One block is unpacked while the product of the other runs, so a stage is given back one product into the next step. x_bufs: pieces of
+    the rows, of which the first of each stage is meant.
+    """
+    STAGES: gl.constexpr = words.type.shape[0] // 4
+    PIECES: gl.constexpr = x_bufs.type.shape[0] // STAGES
     M: gl.constexpr = x_bufs.type.shape[1]
     BLOCK_K: gl.constexpr = coding.BLOCK_K
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, M, 16])
     acc_a = gl.zeros([64, M], gl.float32, layout)
     acc_b = gl.zeros([64, M], gl.float32, layout)
     by_a, by_b = numbers_at(s_a, 0, at_s, L, BLOCK_K), numbers_at(s_b, 0, at_s, L, BLOCK_K)
@@ -94,16 +107,54 @@ def multiply_packed(
         if coding.ZERO:
             next_less_a, next_less_b = numbers_at(z_a, after, at_z, L, BLOCK_K), numbers_at(z_b, after, at_z, L, BLOCK_K)
         mbarrier.wait(ring.full.index(stage), phase)
-        x = x_bufs.index(stage).permute((1, 0))
+        x = x_bufs.index(stage * PIECES).permute((1, 0))
         a = operand_of(words.index(stage * 4 + A), by_a, less_a, layout, coding)
         acc_a = warpgroup_mma(a, x, acc_a, is_async=True)
+        acc_a, acc_b = warpgroup_mma_wait(1, deps=(acc_a, acc_b))
+        mbarrier.arrive(ring.empty.index(before(stage, STAGES)), pred=k > 0)
         b = operand_of(words.index(stage * 4 + B), by_b, less_b, layout, coding)
         acc_b = warpgroup_mma(b, x, acc_b, is_async=True)
-        acc_a, acc_b = warpgroup_mma_wait(0, deps=(acc_a, acc_b))
-        mbarrier.arrive(ring.empty.index(stage))
+        acc_a, acc_b = warpgroup_mma_wait(1, deps=(acc_a, acc_b))
         stage, phase = advance(stage, phase, STAGES)
         by_a, by_b, less_a, less_b = next_a, next_b, next_less_a, next_less_b
+    acc_b = warpgroup_mma_wait(0, deps=(acc_b,))
+    mbarrier.arrive(ring.empty.index(before(stage, STAGES)))
     return acc_a, acc_b, stage, phase
+
+
+@gluon.jit
+def make_packed(
+    out_rows, lists, s_a, s_b, z_a, z_b, x_bufs, words, o_bufs, ring, stage, phase, steps, e, start, rows, block, at_s, at_z,
+    form: gl.constexpr, coding: gl.constexpr, cut: gl.constexpr, G: gl.constexpr,
+):  # fmt: skip
+    """Multiply and store group G's features of a tile, as high as the pieces of x_bufs are; (stage, phase) behind its steps."""
+    BOTH: gl.constexpr = form.HALVES == 2
+    FIRST: gl.constexpr = G if BOTH else 2 * G
+    SECOND: gl.constexpr = G + 2 if BOTH else 2 * G + 1
+    L: gl.constexpr = numbers_layout(16 // coding.PER)
+    dtype: gl.constexpr = out_rows.dtype
+    col = block * (cut.BN // form.HALVES) + FIRST * 64
+    col_b = col if BOTH else col + 64
+    from_a = numbers_of(s_a, e, lists.at_a.first + col, at_s, lists.features, coding.SCALES, coding.BLOCK_N, coding.APART, L)
+    from_b = numbers_of(s_b, e, lists.at_b.first + col_b, at_s, lists.features, coding.SCALES, coding.BLOCK_N, coding.APART, L)
+    zero_a, zero_b = from_a, from_b
+    if coding.ZERO:
+        zero_a = numbers_of(z_a, e, lists.at_a.first + col, at_z, lists.features, coding.ZEROS, coding.BLOCK_N, coding.APART, L)
+        zero_b = numbers_of(z_b, e, lists.at_b.first + col_b, at_z, lists.features, coding.ZEROS, coding.BLOCK_N, coding.APART, L)
+    acc_a, acc_b, stage, phase = multiply_packed(
+        x_bufs, words, ring, stage, phase, steps, from_a, from_b, zero_a, zero_b, at_s, at_z, FIRST, SECOND, L, coding
+    )
+    if BOTH:
+        v = finished(acc_a.permute((1, 0)), acc_b.permute((1, 0)), e, col, lists, dtype, form)
+        store_block(out_rows, o_bufs, in_order(v), 0, start, rows, col)
+    else:
+        v = finished(acc_a.permute((1, 0)), acc_a, e, col, lists, dtype, form)
+        w = finished(acc_b.permute((1, 0)), acc_b, e, col_b, lists, dtype, form)
+        if form.ACT != "":
+            v, w = in_order(v), in_order(w)
+        store_block(out_rows, o_bufs, v, 0, start, rows, col)
+        store_block(out_rows, o_bufs, w, 1, start, rows, col_b)
+    return stage, phase
 
 
 @gluon.jit
@@ -111,45 +162,33 @@ def consume_packed(
     out_rows, lists, s_a, s_b, z_a, z_b, x_bufs, w_bufs, o_bufs, ring, steps, at_s, at_z, form: gl.constexpr, coding: gl.constexpr,
     cut: gl.constexpr, G: gl.constexpr,
 ):  # fmt: skip
-    """Group G of two that share the features of each tile."""
+    """Group G of two that share the features of each tile. One with no row in its second piece is multiplied without it."""
     STAGES: gl.constexpr = cut.STAGES
-    M: gl.constexpr = cut.BM
-    BOTH: gl.constexpr = form.HALVES == 2
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, M, 16])
     WORDS: gl.constexpr = 64 // coding.PER
-    shared: gl.constexpr = gl.NVMMASharedLayout(4 * WORDS, 32, 2)
-    words = w_bufs._reinterpret(gl.int32, [STAGES * 4, 64, WORDS], shared)
-    L: gl.constexpr = numbers_layout(16 // coding.PER)
-    FIRST: gl.constexpr = G if BOTH else 2 * G
-    SECOND: gl.constexpr = G + 2 if BOTH else 2 * G + 1
-    dtype: gl.constexpr = out_rows.dtype
+    words = w_bufs._reinterpret(gl.int32, [STAGES * 4, 64, WORDS], gl.NVMMASharedLayout(4 * WORDS, 32, 2))
+    pieces = x_bufs._reinterpret(x_bufs.dtype, [STAGES * cut.PIECES, cut.piece, cut.BK], x_bufs.layout)
     stage = 0
     phase = 0
     slot = 0
     slot_phase = 0
     e, start, rows, block = take(ring, slot, slot_phase)
     while e >= 0:
-        col = block * (cut.BN // form.HALVES) + FIRST * 64
-        col_b = col if BOTH else col + 64
-        from_a = numbers_of(s_a, e, lists.at_a.first + col, at_s, lists.features, coding.SCALES, coding.BLOCK_N, coding.APART, L)
-        from_b = numbers_of(s_b, e, lists.at_b.first + col_b, at_s, lists.features, coding.SCALES, coding.BLOCK_N, coding.APART, L)
-        zero_a, zero_b = from_a, from_b
-        if coding.ZERO:
-            zero_a = numbers_of(z_a, e, lists.at_a.first + col, at_z, lists.features, coding.ZEROS, coding.BLOCK_N, coding.APART, L)
-            zero_b = numbers_of(z_b, e, lists.at_b.first + col_b, at_z, lists.features, coding.ZEROS, coding.BLOCK_N, coding.APART, L)
-        acc_a, acc_b, stage, phase = multiply_packed(
-            x_bufs, words, ring, stage, phase, steps, from_a, from_b, zero_a, zero_b, at_s, at_z, FIRST, SECOND, layout, L, coding
-        )
-        if BOTH:
-            v = finished(acc_a.permute((1, 0)), acc_b.permute((1, 0)), e, col, lists, dtype, form)
-            store_block(out_rows, o_bufs, in_order(v.permute((1, 0))).permute((1, 0)), 0, start, rows, col)
+        if cut.PIECES == 1:
+            stage, phase = make_packed(
+                out_rows, lists, s_a, s_b, z_a, z_b, x_bufs, words, o_bufs, ring, stage, phase, steps, e, start, rows, block, at_s, at_z,
+                form, coding, cut, G,
+            )  # fmt: skip
         else:
-            v = finished(acc_a.permute((1, 0)), acc_a, e, col, lists, dtype, form)
-            w = finished(acc_b.permute((1, 0)), acc_b, e, col_b, lists, dtype, form)
-            if form.ACT != "":
-                v, w = in_order(v.permute((1, 0))).permute((1, 0)), in_order(w.permute((1, 0))).permute((1, 0))
-            store_block(out_rows, o_bufs, v, 0, start, rows, col)
-            store_block(out_rows, o_bufs, w, 1, start, rows, col_b)
+            if rows > cut.piece:
+                stage, phase = make_packed(
+                    out_rows, lists, s_a, s_b, z_a, z_b, x_bufs, words, o_bufs, ring, stage, phase, steps, e, start, rows, block, at_s,
+                    at_z, form, coding, cut, G,
+                )  # fmt: skip
+            else:
+                stage, phase = make_packed(
+                    out_rows, lists, s_a, s_b, z_a, z_b, pieces, words, o_bufs, ring, stage, phase, steps, e, start, rows, block, at_s,
+                    at_z, form, coding, cut, G,
+                )  # fmt: skip
         slot, slot_phase = advance(slot, slot_phase, SLOTS)
         e, start, rows, block = take(ring, slot, slot_phase)
     tma.store_wait(0)
