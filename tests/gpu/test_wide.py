@@ -37,19 +37,19 @@ def test_weights_have_the_bits_of_the_definition(name: str, separate: bool) -> N
     it = host.held(as_bytes, Codes(held.encoding, more[:count], more[count:]))
     x = torch.eye(inputs, dtype=BF16, device="cuda").repeat(3, 1)
     ids = torch.arange(3, device="cuda").repeat_interleave(inputs)[:, None]
-    for rows in (16, 32, 64, 128):
+    for rows in (16, 32, 64, 128, 256):
         order, offsets = sorted_rows.sort(ids, 3)
         by = sorted_rows.tiled(sorted_rows.Sorted(order, offsets, ids.numel(), 3, 1), BF16, rows)
         out = torch.full((3 * inputs, features), float("nan"), dtype=BF16, device="cuda")
         assert packed_specialised.refusal(it, BF16, out) is None
-        packed_specialised.product(out, packed_specialised.in_order(x, by, tokens=True), (it, it), by, (None, None))
+        packed_specialised.product(out, packed_specialised.in_order(x, it, by, tokens=True), (it, it), by, (None, None))
         same = out.view(3, inputs, features).transpose(1, 2)
         finite = dense.isfinite().all(2, keepdim=True)  # 0 * inf spoils a feature's other products
         assert torch.equal(torch.where(finite, same, 0), torch.where(finite, dense, 0)), rows
         assert finite.float().mean() > 0.8
 
 
-@pytest.mark.parametrize("rows", [16, 32, 64, 128])
+@pytest.mark.parametrize("rows", [16, 32, 64, 128, 256])
 @pytest.mark.parametrize("gating", ["merged", "separate", "plain"])
 @pytest.mark.parametrize("name", ["fp8 blocks", "nibbles", "words, zeros", "mxfp4", "int8 channels"])
 def test_layers(name: str, gating: str, rows: int) -> None:

@@ -25,7 +25,7 @@ CASES = [name for name, (encoding, _) in ENCODINGS.items() if encoding.activatio
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("rows", [16, 32, 64, 128])
+@pytest.mark.parametrize("rows", [16, 32, 64, 128, 256])
 @pytest.mark.parametrize("name", CASES)
 def test_layer(name: str, rows: int, launches: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both products, of tiles of so many rows."""

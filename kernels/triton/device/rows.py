@@ -45,10 +45,11 @@ def gather_rows(x, order, out, S, top_k, N, at_x, BR: tl.constexpr, BN: tl.const
 
 
 @triton.jit(do_not_specialize=["S"])
-def gather_in_order(x, order, out, S, top_k, N, at_x, GATHER: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr):
-    """out [S, N]: the token of each row, or row s of x; in each 64 features those of quarter q, pair p (of 8), half h are at 8 p + 2 q + h.
+def gather_in_order(x, order, out, S, top_k, N, at_x, GATHER: tl.constexpr, APART: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr):
+    """out [S, N]: the token of each row, or row s of x, with features in the order in which ``hopper/packed.py`` multiplies them.
 
-    That is the order in which ``hopper/packed.py`` multiplies: four threads have a quarter each, and tensor cores take pairs in turns.
+    Of 64 features each of four threads has 16 that follow each other, and tensor cores take two pairs of each thread in turns: of 4
+    the first two and the last two, or, with APART, the even and the odd.
     """
     row = tl.program_id(0) * BR + tl.arange(0, BR)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
@@ -58,7 +59,11 @@ def gather_in_order(x, order, out, S, top_k, N, at_x, GATHER: tl.constexpr, BR: 
     else:
         of = row.to(tl.int64)
     v = tl.load(x + of[:, None] * at_x.row + n.to(tl.int64)[None, :] * at_x.col, mask=mask, other=0.0)  # [BR, BN]
-    v = tl.permute(tl.reshape(v, [BR, BN // 64, 4, 8, 2]), (0, 1, 3, 2, 4))
+    v = tl.reshape(v, [BR, BN // 64, 4, 4, 2, 2])
+    if APART:
+        v = tl.permute(v, (0, 1, 3, 5, 2, 4))
+    else:
+        v = tl.permute(v, (0, 1, 3, 4, 2, 5))
     tl.store(out + row.to(tl.int64)[:, None] * N + n[None, :], tl.reshape(v, [BR, BN]), mask=mask)
 
 

@@ -62,6 +62,34 @@ class Cut(NamedTuple):
         return self.BM if self.FORM == "pingpong" else self.piece
 
 
+class PackedCut(NamedTuple):
+    """How a product with weights in few bits is cut (``hopper/packed.py``); what has the names of :class:`Cut` is the same.
+
+    BN: rows of weights of a tile, 64 for each of GROUPS. UNROLL: steps between two waits for all products. APART: whether a pair of inputs
+    in a product are neighbours but one, as words of four bits come apart; OUT_APART: the same of what the outputs are multiplied with.
+    """
+
+    BM: int
+    BN: int
+    GROUPS: int
+    STAGES: int
+    PIECES: int
+    UNROLL: int
+    APART: bool
+    OUT_APART: bool
+    BK: int = 64
+    GROUP: int = 8
+    REGISTERS: int = 232
+    SPARE: int = 40
+    PDL: bool = False
+    FORM: str = "shared"
+
+    @property
+    def piece(self) -> int:
+        """Rows of a piece."""
+        return self.BM // self.PIECES
+
+
 PIECE = 64
 """Rows of a piece: of one instruction that multiplies."""
 

@@ -1,29 +1,24 @@
 """Products of weights in few bits with rows of 16 bits, with specialised warps: those who multiply unpack weights in their registers.
 
-The producer, the ring and what becomes of a tile's sums are those of ``products.py``, but weights are the left operand: ``wgmma`` takes it
-from registers, where the words of a step become numbers (``words/unpack.py``). So nothing unpacked is written anywhere, and while one group
-of warps unpacks, the tensor cores have the other's step. A tile has 256 features, 64 and 64 for each group (of the gate and of the up
-projection, whose outputs then are in the same thread), and up to 128 rows.
+The producer and the ring are those of ``products.py``, but weights are the left operand: ``wgmma`` takes it from registers, where the words
+of a step become numbers (``words/unpack.py``). So nothing unpacked is written anywhere, and while one group of warps unpacks, the tensor
+cores have the step of another. Each of GROUPS groups has 64 rows of weights: 64 features, or of two projections 8 and 8 by turns, whose
+outputs then are in the same thread; a tile has the features of all groups and up to 256 rows, and is multiplied as low as its rows allow.
 
 Four threads have a row of weights, each a quarter of the codes of a step's 64 inputs, so inputs have another order than in memory, and rows
 are copied in that order beforehand (``device/rows.gather_in_order``); the first product stores its outputs so. A sum has one order only.
+
+ptxas lets products run beside other instructions only if none is under way where a loop begins again; so UNROLL steps are one turn of it.
 
 Left operands that are converted in registers are what Marlin and CUTLASS's mixed products do; the code is our own.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_init,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from moefuse.kernels.triton.device.functions import after_previous, expert_base, let_next_start
-from moefuse.kernels.triton.hopper.products import Lists, finished, produce
+from moefuse.kernels.triton.device.functions import after_previous, expert_base, gated, let_next_start, pointwise, rounded
+from moefuse.kernels.triton.hopper.products import Lists, produce
 from moefuse.kernels.triton.hopper.ring import SLOTS, advance, before, make_ring, store_block, take
 from moefuse.kernels.triton.words.products import halves
 from moefuse.kernels.triton.words.unpack import unpacked
@@ -31,95 +26,153 @@ from moefuse.kernels.triton.words.unpack import unpacked
 
 @gluon.constexpr_function
 def words_layout(each):
-    """Of words [64, 4 * each]: four threads have a row."""
-    reg = [[0, i] for i in halves(each)] + [[8, 0]]
-    lane = [[0, each], [0, 2 * each]] + [[i, 0] for i in halves(8)]
-    return gl.DistributedLinearLayout(reg, lane, [[16, 0], [32, 0]], [], [64, 4 * each])
+    """Of words [4, 8, 4 * each], a warp for each first index: four threads have a row."""
+    lane = [[0, 0, each], [0, 0, 2 * each]] + [[0, i, 0] for i in halves(8)]
+    return gl.DistributedLinearLayout([[0, 0, i] for i in halves(each)], lane, [[1, 0, 0], [2, 0, 0]], [], [4, 8, 4 * each])
 
 
 @gluon.constexpr_function
 def numbers_layout(each):
-    """The same of [64, 4, each]."""
+    """Of words [64, 4, each]: the rows of a product, of which a thread has two."""
     reg = [[0, 0, i] for i in halves(each)] + [[8, 0, 0]]
     lane = [[0, 1, 0], [0, 2, 0]] + [[i, 0, 0] for i in halves(8)]
     return gl.DistributedLinearLayout(reg, lane, [[16, 0, 0], [32, 0, 0]], [], [64, 4, each])
 
 
 @gluon.jit
-def operand_of(words, s, z, layout: gl.constexpr, coding: gl.constexpr):
-    """The left operand [64, 64] of the words of a step, with scales and zeros [64, 4, 1] as they are held."""
+def operand_of(words, stage, s, z, layout: gl.constexpr, G: gl.constexpr, form: gl.constexpr, coding: gl.constexpr, cut: gl.constexpr):
+    """The left operand [64, 64] of a group's words of a stage, with scales and zeros [64, 4, 1] as they are held."""
     W: gl.constexpr = 16 // coding.PER
     L: gl.constexpr = words_layout(W)
-    v = words.load(L).reshape([64, 4, W])
-    w = unpacked(v, s, z, coding).reshape([64, 4, 4, 2, 2]).permute((0, 2, 3, 1, 4)).reshape([64, 64])
-    return gl.convert_layout(w, gl.DotOperandLayout(0, layout, 2))
+    if form.HALVES == 2:
+        BLOCKS: gl.constexpr = cut.BN // 128
+        at = stage * 2 * BLOCKS + G // 2
+        first = words.index(at).slice(8 * (G % 2), 8, dim=1).load(L)
+        second = words.index(at + BLOCKS).slice(8 * (G % 2), 8, dim=1).load(L)
+    else:
+        rows = words.index(stage * (cut.BN // 64) + G)
+        first = rows.slice(0, 8, dim=1).load(L)
+        second = rows.slice(8, 8, dim=1).load(L)
+    v = gl.convert_layout(gl.join(first, second).permute((0, 3, 1, 2)).reshape([64, 4, W]), numbers_layout(W))
+    w = unpacked(v, s, z, coding).reshape([64, 4, 4, 2, 2])
+    if cut.APART:
+        w = w.permute((0, 2, 4, 1, 3))
+    else:
+        w = w.permute((0, 2, 3, 1, 4))
+    return gl.convert_layout(w.reshape([64, 64]), gl.DotOperandLayout(0, layout, 2))
 
 
 @gluon.jit
-def in_order(v):
-    """v [M, 64], whose features are the next product's inputs: in its order."""
-    M: gl.constexpr = v.type.shape[0]
-    return v.reshape([M, 4, 4, 2, 2]).permute((0, 2, 3, 1, 4)).reshape([M, 64])
+def in_order(v, APART: gl.constexpr):
+    """v [64, N] or half of it [4, 8, N], whose features are the next product's inputs: [features, N] in its order."""
+    N: gl.constexpr = v.type.shape[len(v.type.shape) - 1]
+    BOTH: gl.constexpr = len(v.type.shape) == 2
+    P: gl.constexpr = 4 if BOTH else 2
+    v = v.reshape([4, P, 2, 2, N])
+    if APART:
+        v = v.permute((1, 3, 0, 2, 4))
+    else:
+        v = v.permute((1, 2, 0, 3, 4))
+    return v.reshape([16 * P, N])
 
 
 @gluon.jit
-def numbers_of(base, e, first, at, features, dtype: gl.constexpr, BLOCK_N: gl.constexpr, APART: gl.constexpr, LAYOUT: gl.constexpr):
-    """Where the scales or zeros [64, 1, 1] of 64 features from ``first`` on begin."""
-    n = first + gl.arange(0, 64, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
-    n = gl.minimum(n, features - 1)
-    row = n // BLOCK_N if BLOCK_N > 0 else n * 0
-    return (expert_base(base, e.to(gl.int64), at.stride_e, dtype, APART, False) + row * at.stride_n)[:, None, None]
+def features_of(r, block, G: gl.constexpr, form: gl.constexpr, cut: gl.constexpr):
+    """The outputs of rows r of a group, and whether a row is of the up projection (1) or of the gate (0)."""
+    if form.HALVES == 2:
+        n, upper = block * (cut.BN // 2) + G // 2 * 64 + r // 16 * 16 + G % 2 * 8 + r % 8, r // 8 % 2
+    else:
+        n, upper = block * cut.BN + G * 64 + r, r * 0
+    return n, upper
 
 
 @gluon.jit
-def numbers_at(place, step, at, LAYOUT: gl.constexpr, BLOCK_K: gl.constexpr):
+def numbers_of(
+    base_a, base_b, e, block, at, lists, dtype: gl.constexpr, L: gl.constexpr, G: gl.constexpr, form: gl.constexpr, coding: gl.constexpr,
+    cut: gl.constexpr,
+):  # fmt: skip
+    """Where the scales or zeros [64, 1, 1] of a group's rows begin."""
+    n, upper = features_of(gl.arange(0, 64, gl.SliceLayout(1, gl.SliceLayout(2, L))), block, G, form, cut)
+    base = expert_base(base_a, e.to(gl.int64), at.stride_e, dtype, coding.APART, False)
+    n_a = gl.minimum(n + lists.at_a.first, lists.features - 1)
+    if form.HALVES == 2:
+        other = expert_base(base_b, e.to(gl.int64), at.stride_e, dtype, coding.APART, False)
+        base = gl.where(upper == 0, base, other)
+        n_a = gl.where(upper == 0, n_a, gl.minimum(n + lists.at_b.first, lists.features - 1))
+    row = n_a // coding.BLOCK_N if coding.BLOCK_N > 0 else n_a * 0
+    return (base + row * at.stride_n)[:, None, None]
+
+
+@gluon.jit
+def numbers_at(place, step, at, L: gl.constexpr, BLOCK_K: gl.constexpr):
     """Scales or zeros [64, 4, 1] of a step."""
-    q = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))[None, :, None]
+    q = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :, None]
     group = (step * 64 + q * 16) // BLOCK_K if BLOCK_K > 0 else q * 0
     return gl.load(place + group * at.stride_k)
 
 
 @gluon.jit
-def multiply_packed(
-    x_bufs, words, ring, stage, phase, steps, s_a, s_b, z_a, z_b, at_s, at_z, A: gl.constexpr, B: gl.constexpr, L: gl.constexpr,
-    coding: gl.constexpr,
+def one_step(
+    acc, words, x_bufs, ring, stage, phase, by, less, layout: gl.constexpr, G: gl.constexpr, form: gl.constexpr, coding: gl.constexpr,
+    cut: gl.constexpr,
 ):  # fmt: skip
-    """(sums [64, M] of two blocks of features, stage, phase): blocks A and B of four of each stage's words, with the rows' inputs.
+    """acc plus the product of a stage, once it is there; it is under way."""
+    PIECES: gl.constexpr = x_bufs.type.shape[0] // cut.STAGES
+    mbarrier.wait(ring.full.index(stage), phase)
+    a = operand_of(words, stage, by, less, layout, G, form, coding, cut)
+    return warpgroup_mma(a, x_bufs.index(stage * PIECES).permute((1, 0)), acc, is_async=True)
 
-    One block is unpacked while the product of the other runs, so a stage is given back one product into the next step. x_bufs: pieces of
-    the rows, of which the first of each stage is meant.
-    """
-    STAGES: gl.constexpr = words.type.shape[0] // 4
-    PIECES: gl.constexpr = x_bufs.type.shape[0] // STAGES
+
+@gluon.jit
+def multiply_packed(
+    x_bufs, words, ring, stage, phase, steps, s, z, at_s, at_z, G: gl.constexpr, form: gl.constexpr, coding: gl.constexpr,
+    cut: gl.constexpr,
+):  # fmt: skip
+    """(sums [64, M] of a group's rows of weights, stage, phase). x_bufs: pieces of M rows, of which the first of each stage is meant."""
+    STAGES: gl.constexpr = cut.STAGES
+    UNROLL: gl.constexpr = cut.UNROLL
     M: gl.constexpr = x_bufs.type.shape[1]
     BLOCK_K: gl.constexpr = coding.BLOCK_K
+    L: gl.constexpr = numbers_layout(16 // coding.PER)
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, M, 16])
-    acc_a = gl.zeros([64, M], gl.float32, layout)
-    acc_b = gl.zeros([64, M], gl.float32, layout)
-    by_a, by_b = numbers_at(s_a, 0, at_s, L, BLOCK_K), numbers_at(s_b, 0, at_s, L, BLOCK_K)
-    less_a, less_b = by_a, by_b
-    if coding.ZERO:
-        less_a, less_b = numbers_at(z_a, 0, at_z, L, BLOCK_K), numbers_at(z_b, 0, at_z, L, BLOCK_K)
-    for k in range(steps):
-        after = gl.minimum(k + 1, steps - 1)
-        next_a, next_b = numbers_at(s_a, after, at_s, L, BLOCK_K), numbers_at(s_b, after, at_s, L, BLOCK_K)
-        next_less_a, next_less_b = next_a, next_b
-        if coding.ZERO:
-            next_less_a, next_less_b = numbers_at(z_a, after, at_z, L, BLOCK_K), numbers_at(z_b, after, at_z, L, BLOCK_K)
-        mbarrier.wait(ring.full.index(stage), phase)
-        x = x_bufs.index(stage * PIECES).permute((1, 0))
-        a = operand_of(words.index(stage * 4 + A), by_a, less_a, layout, coding)
-        acc_a = warpgroup_mma(a, x, acc_a, is_async=True)
-        acc_a, acc_b = warpgroup_mma_wait(1, deps=(acc_a, acc_b))
-        mbarrier.arrive(ring.empty.index(before(stage, STAGES)), pred=k > 0)
-        b = operand_of(words.index(stage * 4 + B), by_b, less_b, layout, coding)
-        acc_b = warpgroup_mma(b, x, acc_b, is_async=True)
-        acc_a, acc_b = warpgroup_mma_wait(1, deps=(acc_a, acc_b))
+    acc = gl.zeros([64, M], gl.float32, layout)
+    by = numbers_at(s, 0, at_s, L, BLOCK_K)
+    less = numbers_at(z, 0, at_z, L, BLOCK_K) if coding.ZERO else by
+    for turn in range(steps // UNROLL):
+        for u in gl.static_range(UNROLL):
+            after = gl.minimum(turn * UNROLL + u + 1, steps - 1)
+            next_by = numbers_at(s, after, at_s, L, BLOCK_K)
+            next_less = numbers_at(z, after, at_z, L, BLOCK_K) if coding.ZERO else next_by
+            acc = one_step(acc, words, x_bufs, ring, stage, phase, by, less, layout, G, form, coding, cut)
+            if u > 0:
+                acc = warpgroup_mma_wait(1, deps=(acc,))
+                mbarrier.arrive(ring.empty.index(before(stage, STAGES)))
+            stage, phase = advance(stage, phase, STAGES)
+            by, less = next_by, next_less
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        mbarrier.arrive(ring.empty.index(before(stage, STAGES)))
+    for turn in range(steps // UNROLL * UNROLL, steps):
+        next_by = numbers_at(s, gl.minimum(turn + 1, steps - 1), at_s, L, BLOCK_K)
+        next_less = numbers_at(z, gl.minimum(turn + 1, steps - 1), at_z, L, BLOCK_K) if coding.ZERO else next_by
+        acc = one_step(acc, words, x_bufs, ring, stage, phase, by, less, layout, G, form, coding, cut)
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        mbarrier.arrive(ring.empty.index(stage))
         stage, phase = advance(stage, phase, STAGES)
-        by_a, by_b, less_a, less_b = next_a, next_b, next_less_a, next_less_b
-    acc_b = warpgroup_mma_wait(0, deps=(acc_b,))
-    mbarrier.arrive(ring.empty.index(before(stage, STAGES)))
-    return acc_a, acc_b, stage, phase
+        by, less = next_by, next_less
+    return acc, stage, phase
+
+
+@gluon.jit
+def biases(lists, e, block, dtype: gl.constexpr, L: gl.constexpr, G: gl.constexpr, form: gl.constexpr, cut: gl.constexpr):
+    """Biases [64, 1] of a group's rows, float32; nothing behind the last feature."""
+    n, upper = features_of(gl.arange(0, 64, L), block, G, form, cut)
+    base = expert_base(lists.b_a, e, lists.at_a.bias_e, dtype, form.BIAS_TABLE, False)
+    n_a = n + lists.at_a.first
+    if form.HALVES == 2:
+        base = gl.where(upper == 0, base, expert_base(lists.b_b, e, lists.at_b.bias_e, dtype, form.BIAS_TABLE, False))
+        n_a = gl.where(upper == 0, n_a, n + lists.at_b.first)
+    v = gl.load(base + n_a.to(gl.int64) * lists.at_a.bias_n, mask=n_a < lists.features, other=0.0)
+    return v.to(gl.float32)[:, None]
 
 
 @gluon.jit
@@ -127,33 +180,27 @@ def make_packed(
     out_rows, lists, s_a, s_b, z_a, z_b, x_bufs, words, o_bufs, ring, stage, phase, steps, e, start, rows, block, at_s, at_z,
     form: gl.constexpr, coding: gl.constexpr, cut: gl.constexpr, G: gl.constexpr,
 ):  # fmt: skip
-    """Multiply and store group G's features of a tile, as high as the pieces of x_bufs are; (stage, phase) behind its steps."""
+    """Multiply and store a group's features of a tile, as high as the pieces of x_bufs are; (stage, phase) behind its steps."""
+    ACT: gl.constexpr = form.ACT
     BOTH: gl.constexpr = form.HALVES == 2
-    FIRST: gl.constexpr = G if BOTH else 2 * G
-    SECOND: gl.constexpr = G + 2 if BOTH else 2 * G + 1
     L: gl.constexpr = numbers_layout(16 // coding.PER)
+    M: gl.constexpr = x_bufs.type.shape[1]
     dtype: gl.constexpr = out_rows.dtype
-    col = block * (cut.BN // form.HALVES) + FIRST * 64
-    col_b = col if BOTH else col + 64
-    from_a = numbers_of(s_a, e, lists.at_a.first + col, at_s, lists.features, coding.SCALES, coding.BLOCK_N, coding.APART, L)
-    from_b = numbers_of(s_b, e, lists.at_b.first + col_b, at_s, lists.features, coding.SCALES, coding.BLOCK_N, coding.APART, L)
-    zero_a, zero_b = from_a, from_b
-    if coding.ZERO:
-        zero_a = numbers_of(z_a, e, lists.at_a.first + col, at_z, lists.features, coding.ZEROS, coding.BLOCK_N, coding.APART, L)
-        zero_b = numbers_of(z_b, e, lists.at_b.first + col_b, at_z, lists.features, coding.ZEROS, coding.BLOCK_N, coding.APART, L)
-    acc_a, acc_b, stage, phase = multiply_packed(
-        x_bufs, words, ring, stage, phase, steps, from_a, from_b, zero_a, zero_b, at_s, at_z, FIRST, SECOND, L, coding
-    )
+    s = numbers_of(s_a, s_b, e, block, at_s, lists, coding.SCALES, L, G, form, coding, cut)
+    z = numbers_of(z_a, z_b, e, block, at_z, lists, coding.ZEROS, L, G, form, coding, cut) if coding.ZERO else s
+    acc, stage, phase = multiply_packed(x_bufs, words, ring, stage, phase, steps, s, z, at_s, at_z, G, form, coding, cut)
+    if form.BIAS:
+        acc = acc + biases(lists, e, block, dtype, gl.SliceLayout(1, acc.type.layout), G, form, cut)
+    acc = rounded(acc, dtype)
     if BOTH:
-        v = finished(acc_a.permute((1, 0)), acc_b.permute((1, 0)), e, col, lists, dtype, form)
-        store_block(out_rows, o_bufs, in_order(v), 0, start, rows, col)
+        gate, upper = acc.reshape([4, 2, 8, M]).permute((0, 2, 3, 1)).split()
+        v = in_order(gated(gate, upper, lists.args[0], lists.args[1], ACT, True).to(dtype), cut.OUT_APART)
+    elif ACT != "":
+        v = in_order(pointwise(acc, ACT, True).to(dtype), cut.OUT_APART)
     else:
-        v = finished(acc_a.permute((1, 0)), acc_a, e, col, lists, dtype, form)
-        w = finished(acc_b.permute((1, 0)), acc_b, e, col_b, lists, dtype, form)
-        if form.ACT != "":
-            v, w = in_order(v), in_order(w)
-        store_block(out_rows, o_bufs, v, 0, start, rows, col)
-        store_block(out_rows, o_bufs, w, 1, start, rows, col_b)
+        v = acc.to(dtype)
+    col = block * (cut.BN // form.HALVES) + G * (64 // form.HALVES)
+    store_block(out_rows, o_bufs, v.permute((1, 0)), 0, start, rows, col)
     return stage, phase
 
 
@@ -162,33 +209,45 @@ def consume_packed(
     out_rows, lists, s_a, s_b, z_a, z_b, x_bufs, w_bufs, o_bufs, ring, steps, at_s, at_z, form: gl.constexpr, coding: gl.constexpr,
     cut: gl.constexpr, G: gl.constexpr,
 ):  # fmt: skip
-    """Group G of two that share the features of each tile. One with no row in its second piece is multiplied without it."""
+    """Group G of those that share the features of each tile."""
     STAGES: gl.constexpr = cut.STAGES
     WORDS: gl.constexpr = 64 // coding.PER
-    words = w_bufs._reinterpret(gl.int32, [STAGES * 4, 64, WORDS], gl.NVMMASharedLayout(4 * WORDS, 32, 2))
-    pieces = x_bufs._reinterpret(x_bufs.dtype, [STAGES * cut.PIECES, cut.piece, cut.BK], x_bufs.layout)
+    words = w_bufs._reinterpret(gl.int32, [STAGES * (cut.BN // 64), 4, 16, WORDS], gl.NVMMASharedLayout(4 * WORDS, 32, 3))
     stage = 0
     phase = 0
     slot = 0
     slot_phase = 0
     e, start, rows, block = take(ring, slot, slot_phase)
     while e >= 0:
-        if cut.PIECES == 1:
-            stage, phase = make_packed(
-                out_rows, lists, s_a, s_b, z_a, z_b, x_bufs, words, o_bufs, ring, stage, phase, steps, e, start, rows, block, at_s, at_z,
-                form, coding, cut, G,
-            )  # fmt: skip
-        else:
-            if rows > cut.piece:
+        if cut.BM >= 256:
+            if rows > 128:
                 stage, phase = make_packed(
                     out_rows, lists, s_a, s_b, z_a, z_b, x_bufs, words, o_bufs, ring, stage, phase, steps, e, start, rows, block, at_s,
                     at_z, form, coding, cut, G,
                 )  # fmt: skip
             else:
+                lower = x_bufs._reinterpret(x_bufs.dtype, [STAGES * cut.BM // 128, 128, cut.BK], x_bufs.layout)
                 stage, phase = make_packed(
-                    out_rows, lists, s_a, s_b, z_a, z_b, pieces, words, o_bufs, ring, stage, phase, steps, e, start, rows, block, at_s,
+                    out_rows, lists, s_a, s_b, z_a, z_b, lower, words, o_bufs, ring, stage, phase, steps, e, start, rows, block, at_s,
                     at_z, form, coding, cut, G,
                 )  # fmt: skip
+        elif cut.BM == 128:
+            if rows > 64:
+                stage, phase = make_packed(
+                    out_rows, lists, s_a, s_b, z_a, z_b, x_bufs, words, o_bufs, ring, stage, phase, steps, e, start, rows, block, at_s,
+                    at_z, form, coding, cut, G,
+                )  # fmt: skip
+            else:
+                lower = x_bufs._reinterpret(x_bufs.dtype, [STAGES * cut.BM // 64, 64, cut.BK], x_bufs.layout)
+                stage, phase = make_packed(
+                    out_rows, lists, s_a, s_b, z_a, z_b, lower, words, o_bufs, ring, stage, phase, steps, e, start, rows, block, at_s,
+                    at_z, form, coding, cut, G,
+                )  # fmt: skip
+        else:
+            stage, phase = make_packed(
+                out_rows, lists, s_a, s_b, z_a, z_b, x_bufs, words, o_bufs, ring, stage, phase, steps, e, start, rows, block, at_s, at_z,
+                form, coding, cut, G,
+            )  # fmt: skip
         slot, slot_phase = advance(slot, slot_phase, SLOTS)
         e, start, rows, block = take(ring, slot, slot_phase)
     tma.store_wait(0)
@@ -209,17 +268,30 @@ def packed_products(
     STAGES: gl.constexpr = cut.STAGES
     x_bufs = gl.allocate_shared_memory(x_rows.dtype, [STAGES, cut.BM, cut.BK], x_rows.layout)
     plain: gl.constexpr = gl.NVMMASharedLayout(w_a.layout.swizzle_byte_width, w_a.layout.element_bitwidth, 2)
-    INNER: gl.constexpr = cut.BK // form.PACK
-    w_bufs = gl.allocate_shared_memory(w_a.dtype, [STAGES, cut.BN, INNER], plain)
-    o_0 = gl.allocate_shared_memory(out_rows.dtype, [cut.BUFFERS] + out_rows.block_type.shape, out_rows.layout)
-    o_1 = gl.allocate_shared_memory(out_rows.dtype, [cut.BUFFERS] + out_rows.block_type.shape, out_rows.layout)
-    ring = make_ring(STAGES, 2)
+    w_bufs = gl.allocate_shared_memory(w_a.dtype, [STAGES, cut.BN, cut.BK // form.PACK], plain)
+    OUT: gl.constexpr = [1] + out_rows.block_type.shape
+    o_0 = gl.allocate_shared_memory(out_rows.dtype, OUT, out_rows.layout)
+    o_1 = gl.allocate_shared_memory(out_rows.dtype, OUT, out_rows.layout)
+    ring = make_ring(STAGES, cut.GROUPS)
     lists = Lists(b_a, b_b, at_a, at_b, features, args)
     steps = K // cut.BK
     fence_async_shared()
-    gl.warp_specialize([
-        (consume_packed, (out_rows, lists, s_a, s_b, z_a, z_b, x_bufs, w_bufs, o_0, ring, steps, at_s, at_z, form, coding, cut, 0)),
-        (consume_packed, (out_rows, lists, s_a, s_b, z_a, z_b, x_bufs, w_bufs, o_1, ring, steps, at_s, at_z, form, coding, cut, 1)),
-        (produce, (x_rows, w_a, w_b, steps_a, steps_b, tiles, num_tiles, x_bufs, w_bufs, ring, max_tiles, blocks, K, at_a, at_b, form,
-                   cut)),
-    ], [4, 1], [cut.REGISTERS, cut.SPARE])  # fmt: skip
+    # Tuples stay where they are used: in an assignment, constexprs in them would become tensors.
+    if cut.GROUPS == 2:
+        gl.warp_specialize([
+            (consume_packed, (out_rows, lists, s_a, s_b, z_a, z_b, x_bufs, w_bufs, o_0, ring, steps, at_s, at_z, form, coding, cut, 0)),
+            (consume_packed, (out_rows, lists, s_a, s_b, z_a, z_b, x_bufs, w_bufs, o_1, ring, steps, at_s, at_z, form, coding, cut, 1)),
+            (produce, (x_rows, w_a, w_b, steps_a, steps_b, tiles, num_tiles, x_bufs, w_bufs, ring, max_tiles, blocks, K, at_a, at_b, form,
+                       cut)),
+        ], [4, 1], [cut.REGISTERS, cut.SPARE])  # fmt: skip
+    else:
+        o_2 = gl.allocate_shared_memory(out_rows.dtype, OUT, out_rows.layout)
+        o_3 = gl.allocate_shared_memory(out_rows.dtype, OUT, out_rows.layout)
+        gl.warp_specialize([
+            (consume_packed, (out_rows, lists, s_a, s_b, z_a, z_b, x_bufs, w_bufs, o_0, ring, steps, at_s, at_z, form, coding, cut, 0)),
+            (consume_packed, (out_rows, lists, s_a, s_b, z_a, z_b, x_bufs, w_bufs, o_1, ring, steps, at_s, at_z, form, coding, cut, 1)),
+            (consume_packed, (out_rows, lists, s_a, s_b, z_a, z_b, x_bufs, w_bufs, o_2, ring, steps, at_s, at_z, form, coding, cut, 2)),
+            (consume_packed, (out_rows, lists, s_a, s_b, z_a, z_b, x_bufs, w_bufs, o_3, ring, steps, at_s, at_z, form, coding, cut, 3)),
+            (produce, (x_rows, w_a, w_b, steps_a, steps_b, tiles, num_tiles, x_bufs, w_bufs, ring, max_tiles, blocks, K, at_a, at_b, form,
+                       cut)),
+        ], [4, 4, 4, 1], [cut.REGISTERS, cut.REGISTERS, cut.REGISTERS, cut.SPARE])  # fmt: skip

@@ -10,8 +10,8 @@ from torch import Tensor
 from moefuse.kernels.triton.device import rows as moving
 from moefuse.kernels.triton.device.structs import Experts, Rows
 from moefuse.kernels.triton.hopper.available import available
-from moefuse.kernels.triton.hopper.forms import PIECE, Cut, Form
-from moefuse.kernels.triton.host import sorted_rows, specialised, words
+from moefuse.kernels.triton.hopper.forms import PIECE, Form, PackedCut, rows_layout
+from moefuse.kernels.triton.host import coded, sorted_rows, specialised, words
 from moefuse.kernels.triton.host.coded import Held
 from moefuse.kernels.triton.host.layout import device_of, first_features, kernel_gating
 from moefuse.kernels.triton.host.linear import Weight
@@ -24,9 +24,11 @@ from moefuse.ops.call import Body
 
 STEP = 64
 """Inputs of a step, which rows have in an order of their own; and features that one group has of each half."""
-FEATURES = 256
-"""Of a tile, of both projections together."""
-STAGES = 5
+GROUPS = {256: 2, 128: 2, 64: 4, 32: 4, 16: 4}
+"""Groups that multiply, by the rows of a tile: where these are few, sums leave registers for more of them."""
+STAGES = 4
+UNROLL = 2
+REGISTERS = {2: 232, 4: 112}
 
 
 def refusal(held: Held, dtype: torch.dtype, out: Tensor) -> str | None:
@@ -42,7 +44,13 @@ def refusal(held: Held, dtype: torch.dtype, out: Tensor) -> str | None:
     return words.refusal(held, dtype, device)
 
 
-def in_order(x: Tensor, it: Sorted, *, tokens: bool = False) -> Tensor:
+def apart(held: Held) -> bool:
+    """Whether pairs of a projection's inputs are neighbours but one: what words of four bits come apart into without another step."""
+    kind, _, _ = coded.kind_of(held.codes.encoding)
+    return kind == "range" and held.codes.encoding.arithmetic != "f32"
+
+
+def in_order(x: Tensor, held: Held, it: Sorted, *, tokens: bool = False) -> Tensor:
     """Rows [S, K] in the order of inputs in which they are multiplied; of tokens [T, K] those of each row."""
     out = torch.empty((it.slots, x.shape[1]), dtype=x.dtype, device=x.device)
     br, bn = sorted_rows.blocks(out.shape[1])
@@ -55,6 +63,7 @@ def in_order(x: Tensor, it: Sorted, *, tokens: bool = False) -> Tensor:
         N=out.shape[1],
         at_x=Rows(*x.stride()),
         GATHER=tokens,
+        APART=apart(held),
         BR=br,
         BN=max(bn, STEP),
     )
@@ -62,9 +71,11 @@ def in_order(x: Tensor, it: Sorted, *, tokens: bool = False) -> Tensor:
 
 
 def product(
-    out: Tensor, x: Tensor, parts: tuple[Held, Held], it: Sorted, bias: tuple[Weight | None, Weight | None], body: Body | None = None
-) -> None:
-    """out [S, N], sorted rows: those of x (:func:`in_order`) times one projection, or with ``body`` the activation of two, in order too."""
+    out: Tensor, x: Tensor, parts: tuple[Held, Held], it: Sorted, bias: tuple[Weight | None, Weight | None], body: Body | None = None,
+    following: Held | None = None,
+) -> None:  # fmt: skip
+    """out [S, N], sorted rows: those of x (:func:`in_order`) times one projection, or with ``body`` the activation of two, in the order of
+    what is ``following``."""
     assert it.tiles is not None
     assert it.num_tiles is not None
     one, two = parts
@@ -74,8 +85,12 @@ def product(
     gating = "plain" if body is None else kernel_gating(body)
     split = 2 if gating == "halves" else 1
     biased = bias[0] is not None
-    cut = Cut("shared", it.bm, FEATURES, STEP, 8, STAGES, 1, max(it.bm // PIECE, 1))
-    width, form = FEATURES // split, operand.form(item)
+    groups = GROUPS[it.bm]
+    cut = PackedCut(
+        it.bm, STEP * groups, groups, STAGES, max(it.bm // PIECE, 1), UNROLL, apart(one), following is not None and apart(following),
+        REGISTERS=REGISTERS[groups],
+    )  # fmt: skip
+    width, form = cut.BN // split, operand.form(item)
     first, second = (0, 0) if body is None else first_features(body, n)
     shown = [_weights(h, form, it.experts, pack, width, item) for h in parts]
     steps = [as_step(steps_table, h.storage.tensors)[1] if is_apart(form) else h.storage.pointer for h in parts]
@@ -87,9 +102,9 @@ def product(
         _kernel(),
         (min(device_of(out.device).sms, it.max_tiles * columns),),
         {
-            "x_rows": specialised.rows_in(x, it.slots, k, cut), "w_a": shown[0], "w_b": shown[1], "s_a": one.scale.pointer,
+            "x_rows": Described(x, (it.slots, k), (k, 1), (cut.piece, STEP), rows_layout(STEP)), "w_a": shown[0], "w_b": shown[1], "s_a": one.scale.pointer,
             "s_b": two.scale.pointer, "z_a": zeros[0].pointer, "z_b": zeros[1].pointer, "b_a": pointers[0], "b_b": pointers[1],
-            "out_rows": specialised.clipped(out, n, it.bm, STEP, out.stride(0)), "tiles": it.tiles, "num_tiles": it.num_tiles,
+            "out_rows": specialised.clipped(out, n, it.bm, STEP // split, out.stride(0)), "tiles": it.tiles, "num_tiles": it.num_tiles,
             "steps_a": steps[0], "steps_b": steps[1],
         },
         max_tiles=it.max_tiles,

@@ -16,7 +16,7 @@ LEAST_ROWS = 16
 
 def rows(mean: float) -> int:
     """Of a tile."""
-    return 32 if mean <= 20 else 64 if mean <= 48 else 128
+    return 32 if mean <= 20 else 64 if mean <= 48 else 128 if mean <= 160 else 256
 
 
 def experts(call: CodedCall, bm: int | None = None) -> Tensor | None:
@@ -38,8 +38,8 @@ def experts(call: CodedCall, bm: int | None = None) -> Tensor | None:
     it = sorted_rows.tiled(Sorted(order, offsets, slots, count, base.top_k), base.x.dtype, bm or rows(slots / count))
     b_in, b_up, b_out = (linear.weight(s.bias, 1) if s.bias else None for s in call.stacks)
     b_up = b_in if body.gating == "merged" else b_up
-    x = packed_specialised.in_order(base.x, it, tokens=True)
-    packed_specialised.product(h, x, (first, second), it, (b_in, b_up), body)
+    x = packed_specialised.in_order(base.x, first, it, tokens=True)
+    packed_specialised.product(h, x, (first, second), it, (b_in, b_up), body, last)
     packed_specialised.product(y, h, (last, last), it, (b_out, None))
     out = torch.empty((base.x.shape[0], last.features), dtype=base.out_dtype, device=base.x.device)
     sorted_rows.sum_slots(out, y, it, base.weights)
