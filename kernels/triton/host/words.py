@@ -16,6 +16,7 @@ from moefuse.kernels.triton.host.sorted_rows import Sorted
 from moefuse.kernels.triton.launch.calls import launch
 from moefuse.ops.call import Body
 from moefuse.ops.encoding import BITS, EXPONENTS, Encoding
+from moefuse.ops.token_codes import CODES
 
 QUARTER = 16
 """Bytes of a row that one thread reads at once: the least that blocks of scales are long."""
@@ -27,7 +28,7 @@ NATURAL = {(0, 4): False, (4, 0): True, tuple(range(0, 32, 4)): False}
 
 class Coding(NamedTuple):
     """An encoding as constants of ``word_tiles``; fields as of ``host/coded.Coding``. PER: codes in a word of 32 bits. WIDE: ARITH is
-    float32."""
+    float32. From GROUP on: how rows are rounded, as of ``host/token_codes.Coding``."""
 
     KIND: str
     FIRST: int
@@ -49,6 +50,9 @@ class Coding(NamedTuple):
     GROUP: int
     LEAST: float
     POWER: bool
+    ELEMENT: str = "e4m3"
+    LIMIT: float = CODES["e4m3"][1]
+    DIRECT: bool = True
 
 
 class Cut(NamedTuple):
@@ -144,6 +148,46 @@ def coding(held: Held, bias: Weight | None) -> Coding:
     )
 
 
+def described(
+    x: Tensor, ids: Tensor, experts: int, body: Body | None, parts: tuple[Held, Held], bias: tuple[Weight | None, Weight | None], n: int
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Arrays and numbers that kernels of words take of a projection to n features; without ``body`` of the last one."""
+    one, two = parts
+    gating = "none" if body is None else kernel_gating(body)
+    first, second = (0, 0) if body is None else first_features(body, n)
+    zero, zero_2 = one.zero or one.scale, two.zero or two.scale
+    bias_e, bias_n = bias[0].operand.strides if bias[0] is not None else (0, 0)
+    b_a = x if bias[0] is None else bias[0].pointer
+    e_w, n_w, k_w = one.storage.strides
+    arrays = {
+        "x": x, "ids": ids, "w_a": one.storage.pointer, "w_b": two.storage.pointer, "s_a": one.scale.pointer, "s_b": two.scale.pointer,
+        "z_a": zero.pointer, "z_b": zero_2.pointer, "b_a": b_a, "b_b": b_a if bias[1] is None else bias[1].pointer,
+    }  # fmt: skip
+    numbers: dict[str, Any] = {
+        "top_k": ids.shape[1],
+        "E": experts,
+        "K": one.inputs,
+        "N": n,
+        "args": (0.0, 0.0) if body is None else body.pair,
+        "at_x": Rows(*x.stride()),
+        "at_ids": Rows(*ids.stride()),
+        "at_w": Experts(e_w, n_w, k_w, bias_e, bias_n, None, first),
+        "at_s": Experts(*one.scale.strides),
+        "at_z": Experts(*zero.strides),
+        "first_b": second,
+        "form": Form(
+            "" if body is None else body.activation, gating, body is not None and body.up_first and gating == "interleaved", False
+        ),
+        "coding": coding(one, bias[0]),
+    }
+    return arrays, numbers
+
+
+def features_each(form: Form) -> int:
+    """Outputs of 16 rows of weights."""
+    return 8 if form.GATING in ("halves", "interleaved") else 16
+
+
 def product(
     out: Tensor, x: Tensor, ids: Tensor, it: Sorted | None, experts: int, body: Body | None, parts: tuple[Held, Held],
     bias: tuple[Weight | None, Weight | None], part: Part, cols: int, scales: Tensor | None = None,
@@ -152,48 +196,28 @@ def product(
 
     ``it``: rows in sorted order, with tiles of ``cols``; None: each slot for itself. ``scales``: x has codes, and these belong to them.
     """
-    one, two = parts
-    gating = "none" if body is None else kernel_gating(body)
-    n, k, per = out.shape[1], one.inputs, per_word(one.codes.encoding)
-    first, second = (0, 0) if body is None else first_features(body, n)
-    both, slots = gating in ("halves", "interleaved"), ids.numel()
-    zero, zero_2 = one.zero or one.scale, two.zero or two.scale
+    n, k, slots, per = out.shape[1], parts[0].inputs, ids.numel(), per_word(parts[0].codes.encoding)
+    arrays, numbers = described(x, ids, experts, body, parts, bias, n)
     order, tiles, num_tiles, offsets = (it.order, it.tiles, it.num_tiles, it.offsets) if it is not None else (ids, ids, ids, ids)
     assert tiles is not None
     assert num_tiles is not None
-    bias_e, bias_n = bias[0].operand.strides if bias[0] is not None else (0, 0)
-    b_a = out if bias[0] is None else bias[0].pointer
-    e_w, n_w, k_w = one.storage.strides
     hopper = device_of(x.device).hopper
     from moefuse.kernels.triton.words import products  # Gluon is there only in some versions of Triton
 
+    max_tiles = it.max_tiles if it is not None else slots
     launch(
         products.word_tiles,
-        (-(-n // (part.warps * part.high * (8 if both else 16))), it.max_tiles if it is not None else slots),
-        {
-            "x": x, "x_scales": x if scales is None else scales, "ids": ids, "w_a": one.storage.pointer, "w_b": two.storage.pointer,
-            "s_a": one.scale.pointer, "s_b": two.scale.pointer, "z_a": zero.pointer, "z_b": zero_2.pointer, "b_a": b_a,
-            "b_b": b_a if bias[1] is None else bias[1].pointer, "order": order, "tiles": tiles, "num_tiles": num_tiles,
-            "offsets": offsets, "out": out,
+        (-(-n // (part.warps * part.high * features_each(numbers["form"]))), max_tiles),
+        arrays | {
+            "x_scales": x if scales is None else scales, "order": order, "tiles": tiles, "num_tiles": num_tiles, "offsets": offsets,
+            "out": out,
         },
         warps=part.warps,
         pdl=hopper,
-        max_tiles=it.max_tiles if it is not None else slots,
-        top_k=ids.shape[1],
-        E=experts,
-        K=k,
-        N=n,
-        args=(0.0, 0.0) if body is None else body.pair,
-        at_x=Rows(*x.stride()),
-        at_ids=Rows(*ids.stride()),
-        at_w=Experts(e_w, n_w, k_w, bias_e, bias_n, None, first),
-        at_s=Experts(*one.scale.strides),
-        at_z=Experts(*zero.strides),
-        first_b=second,
-        form=Form("" if body is None else body.activation, gating, body is not None and body.up_first and gating == "interleaved", False),
-        coding=coding(one, bias[0]),
+        max_tiles=max_tiles,
         cut=Cut(cols, part.steps, part.high, k % (16 * per * part.steps) == 0, it is not None, hopper),
+        **numbers,
     )  # fmt: skip
 
 
-__all__ = ["Part", "product", "refusal"]
+__all__ = ["Part", "described", "features_each", "per_word", "product", "refusal"]

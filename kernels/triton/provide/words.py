@@ -8,13 +8,15 @@ import torch
 from torch import Tensor
 
 from moefuse.kernels.triton.hopper.available import known
-from moefuse.kernels.triton.host import coded, linear, sorted_rows, token_codes, words
+from moefuse.kernels.triton.host import alone, coded, linear, sorted_rows, token_codes, words
 from moefuse.kernels.triton.host.coded import Held
 from moefuse.kernels.triton.host.layout import device_of
 from moefuse.kernels.triton.host.words import Part
 from moefuse.kernels.triton.launch.launch import INTERPRETED
 from moefuse.ops.coded import CodedCall
 
+LONE = 1
+"""Tokens up to which a call is made by ``host/alone.py``."""
 ALONE = 8
 """Slots up to which each is a tile of its own."""
 ROWS, NIBBLES, ROUNDED = 40, 24, 5
@@ -79,8 +81,36 @@ def form_of(held: Held) -> tuple[Any, ...]:
     return held.codes.encoding, held.features, *((p.operand, p.tensors[0].dtype) for p in parts)
 
 
-def experts(call: CodedCall, sizes: Choice | None = None) -> Tensor:
+def experts(call: CodedCall) -> Tensor:
     """The output [T, N]."""
+    tokens, top_k = call.base.ids.shape
+    return lone(call) if tokens <= LONE and top_k <= alone.SLOTS else tiled(call)
+
+
+def lone_choice(held: tuple[Held, Held]) -> tuple[alone.Part, alone.Part]:
+    """Sizes of the first products and of the last one, for few tokens."""
+    first, last = (h.codes.encoding for h in held)
+    if last.activation is not None:
+        return alone.Part(8, 2, 2), alone.Part(8, 2, 3)
+    return alone.Part(4, 1, 8 if words.per_word(first) == 4 else 4), alone.Part(8, 1, 6)
+
+
+def lone(call: CodedCall, sizes: tuple[alone.Part, alone.Part] | None = None) -> Tensor:
+    """The same for few tokens, in two launches."""
+    base, body, ids, count = call.base, call.base.body, call.base.ids, call.base.w_in.experts
+    held = _held(call)
+    first, second, last = held[0], held[1] if body.split else held[0], held[-1]
+    up, down = sizes or lone_choice((first, last))
+    out = torch.empty((base.x.shape[0], last.features), dtype=base.out_dtype, device=base.x.device)
+    h = torch.empty((ids.numel(), last.inputs), dtype=base.x.dtype, device=base.x.device)
+    b_in, b_up, b_out = (linear.weight(s.bias, 1) if s.bias else None for s in call.stacks)
+    alone.product(h, base.x, ids, base.weights, count, body, (first, second), (b_in, b_up), up)
+    alone.product(out, h, ids, base.weights, count, None, (last, last), (b_out, None), down)
+    return out
+
+
+def tiled(call: CodedCall, sizes: Choice | None = None) -> Tensor:
+    """The same for more."""
     base, body, ids = call.base, call.base.body, call.base.ids
     held, slots, count = _held(call), call.base.ids.numel(), call.base.w_in.experts
     first, second, last = held[0], held[1] if body.split else held[0], held[-1]

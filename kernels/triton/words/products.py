@@ -46,12 +46,17 @@ def token_layout(cols, steps, each, warps):
 
 
 @gluon.jit
+def in_order(w, STEPS: gl.constexpr, PER: gl.constexpr):
+    """[BN, K] of what words [BN, STEPS, LANES, WORDS] hold, PER in each, in the order of a product."""
+    BN: gl.constexpr = w.type.shape[0]
+    return w.reshape([BN, STEPS, 4, 4, PER]).permute((0, 1, 3, 2, 4)).reshape([BN, STEPS * 16 * PER])
+
+
+@gluon.jit
 def weights_of(v, s, z, mma: gl.constexpr, coding: gl.constexpr):
     """The left operand [BN, K] of words [BN, STEPS, LANES, WORDS]."""
-    BN: gl.constexpr = v.type.shape[0]
-    STEPS: gl.constexpr = v.type.shape[1]
-    w = unpacked(v, s, z, coding).reshape([BN, STEPS, 4, 4, coding.PER]).permute((0, 1, 3, 2, 4))
-    return gl.convert_layout(w.reshape([BN, STEPS * 16 * coding.PER]), gl.DotOperandLayout(0, mma, coding.PER))
+    w = in_order(unpacked(v, s, z, coding), v.type.shape[1], coding.PER)
+    return gl.convert_layout(w, gl.DotOperandLayout(0, mma, coding.PER))
 
 
 @gluon.jit
@@ -111,14 +116,11 @@ def sums(w, s, z, at_s, at_z, from_x, live, K, LATE: gl.constexpr, mma: gl.const
 
 
 @gluon.jit
-def codes_of(v, mma: gl.constexpr):
-    """The left operand [BN, K] of words [BN, STEPS, LANES, WORDS] of float8, as they are."""
-    BN: gl.constexpr = v.type.shape[0]
-    STEPS: gl.constexpr = v.type.shape[1]
+def codes_in(v):
+    """Codes [BN, K] of words [BN, STEPS, LANES, WORDS] of float8, as they are, in the order of a product."""
     even = gl.join(v.to(gl.int8), (v >> 16).to(gl.int8))
     odd = gl.join((v >> 8).to(gl.int8), (v >> 24).to(gl.int8))
-    w = gl.join(even, odd).to(gl.float8e4nv, bitcast=True).reshape([BN, STEPS, 4, 4, 4]).permute((0, 1, 3, 2, 4))
-    return gl.convert_layout(w.reshape([BN, STEPS * 64]), gl.DotOperandLayout(0, mma, 4))
+    return in_order(gl.join(even, odd).to(gl.float8e4nv, bitcast=True), v.type.shape[1], 4)
 
 
 @gluon.jit
@@ -165,7 +167,8 @@ def add_groups(acc, v, group, s, at_s, from_x, from_r, live, alive, K, mma: gl.c
         by = gl.load(from_r + group, mask=alive & inside, other=0.0)
         of = gl.load(s + group * at_s.stride_k, mask=inside, other=0)
         of = as_number(of, coding)
-        products = mma_v2(codes_of(v, mma), tokens_of(codes, mma, 4), gl.zeros_like(acc))
+        w = gl.convert_layout(codes_in(v), gl.DotOperandLayout(0, mma, 4))
+        products = mma_v2(w, tokens_of(codes, mma, 4), gl.zeros_like(acc))
         acc = acc + products * (of[:, None] * by[None, :])
     else:
         BN: gl.constexpr = v.type.shape[0]
@@ -177,15 +180,8 @@ def add_groups(acc, v, group, s, at_s, from_x, from_r, live, alive, K, mma: gl.c
 
 
 @gluon.jit
-def weight_rows(
-    w_a, w_b, s_a, s_b, z_a, z_b, e, block, N, at_w, at_s, at_z, first_b, form: gl.constexpr, coding: gl.constexpr, cut: gl.constexpr
-):
-    """Where the words [BN, 1, 1, 1], scales and zeros [BN, 1, 1] of a program's features of expert e begin."""
-    WARPS: gl.constexpr = gl.num_warps()
-    BN: gl.constexpr = 16 * WARPS * cut.HIGH
-    L: gl.constexpr = weight_layout(cut.STEPS, WARPS, cut.HIGH)
-    r = gl.arange(0, BN, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, L))))
-    n, upper = features_of(r, block, N, BN, form)
+def weight_rows(w_a, w_b, s_a, s_b, z_a, z_b, e, n, upper, at_w, at_s, at_z, first_b, form: gl.constexpr, coding: gl.constexpr):
+    """Where the words, scales and zeros of features n of expert e begin, each as n; ``upper`` as of :func:`features_of`."""
     w = expert_base(w_a, e, at_w.stride_e, coding.OF, coding.APART, coding.ALIGNED)
     s = expert_base(s_a, e, at_s.stride_e, coding.SCALES, coding.APART, False)
     z = expert_base(z_a, e, at_z.stride_e, coding.ZEROS, coding.APART, False) if coding.ZERO else s
@@ -198,10 +194,10 @@ def weight_rows(
         z_2 = expert_base(z_b, e, at_z.stride_e, coding.ZEROS, coding.APART, False) if coding.ZERO else s_2
         w, s, z = gl.where(upper == 0, w, w_2), gl.where(upper == 0, s, s_2), gl.where(upper == 0, z, z_2)
         rows = n + gl.where(upper == 0, at_w.first, first_b)
-    from_w = (w + rows * at_w.stride_n).to(gl.pointer_type(gl.int32))[:, None, None, None]
+    from_w = (w + rows * at_w.stride_n).to(gl.pointer_type(gl.int32))
     scale_rows = rows // coding.BLOCK_N if coding.BLOCK_N > 0 else rows * 0
-    from_s = (s + scale_rows * at_s.stride_n)[:, None, None]
-    from_z = (z + scale_rows * at_z.stride_n)[:, None, None] if coding.ZERO else from_s
+    from_s = s + scale_rows * at_s.stride_n
+    from_z = z + scale_rows * at_z.stride_n if coding.ZERO else from_s
     return from_w, from_s, from_z
 
 
@@ -256,7 +252,11 @@ def word_tiles(
             after_previous(LATE)
             return
     block = gl.program_id(0)
-    from_w, from_s, from_z = weight_rows(w_a, w_b, s_a, s_b, z_a, z_b, e, block, N, at_w, at_s, at_z, first_b, form, coding, cut)
+    L: gl.constexpr = weight_layout(cut.STEPS, WARPS, cut.HIGH)
+    r = gl.arange(0, BN, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, L))))
+    n, upper = features_of(r, block, N, BN, form)
+    from_w, from_s, from_z = weight_rows(w_a, w_b, s_a, s_b, z_a, z_b, e, n, upper, at_w, at_s, at_z, first_b, form, coding)
+    from_w = from_w[:, None, None, None]
     col = gl.arange(0, COLS, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, LX))))
     live = col < count
     slot = start + col
@@ -267,15 +267,17 @@ def word_tiles(
     if coding.GROUP:
         LA: gl.constexpr = gl.SliceLayout(1, mma)
         LR: gl.constexpr = gl.SliceLayout(0, mma)
-        blocks = gl.convert_layout(from_s.reshape([BN]), LA)
+        blocks = gl.convert_layout(from_s, LA)
         from_r = x_scales + gl.convert_layout(row, LR).to(gl.int64) * (K // 128)
         acc = rounded_sums(
             from_w, blocks, at_s, from_x, from_r, live[:, None, None, None], gl.convert_layout(live, LR), K, LATE, mma, coding, cut
         )
     else:
+        from_s, from_z = from_s[:, None, None], from_z[:, None, None]
         acc = sums(from_w, from_s, from_z, at_s, at_z, from_x, live[:, None, None, None], K, LATE, mma, coding, cut)
     if coding.BIAS:
-        acc = acc + biases(b_a, b_b, e, at_w, first_b, block, N, dtype, mma, form, coding, BN)
+        n, upper = features_of(gl.arange(0, BN, gl.SliceLayout(1, mma)), block, N, BN, form)
+        acc = acc + biases(b_a, b_b, e, n, upper, at_w, first_b, dtype, form, coding)[:, None]
     acc = rounded(acc, dtype)
     if BOTH:
         gate, upper = acc.reshape([BN // 16, 2, 8, COLS]).permute((0, 2, 3, 1)).split()
@@ -294,15 +296,12 @@ def word_tiles(
 
 
 @gluon.jit
-def biases(
-    b_a, b_b, e, at_w, first_b, block, N, dtype: gl.constexpr, mma: gl.constexpr, form: gl.constexpr, coding: gl.constexpr, BN: gl.constexpr
-):
-    """Biases [BN, 1] of a program's features, float32."""
-    n, upper = features_of(gl.arange(0, BN, gl.SliceLayout(1, mma)), block, N, BN, form)
+def biases(b_a, b_b, e, n, upper, at_w, first_b, dtype: gl.constexpr, form: gl.constexpr, coding: gl.constexpr):
+    """Biases of features n, float32; ``upper`` as of :func:`features_of`."""
     base = expert_base(b_a, e, at_w.bias_e, dtype, coding.BIAS_APART, False)
     if form.GATING == "interleaved":
         n = 2 * n + upper
     elif form.GATING == "halves":
         base = gl.where(upper == 0, base, expert_base(b_b, e, at_w.bias_e, dtype, coding.BIAS_APART, False))
         n = n + gl.where(upper == 0, at_w.first, first_b)
-    return gl.load(base + n.to(gl.int64) * at_w.bias_n).to(gl.float32)[:, None]
+    return gl.load(base + n.to(gl.int64) * at_w.bias_n).to(gl.float32)
