@@ -4,9 +4,9 @@ Words, and how they become the left operand, are those of ``products.py``. A pro
 part: of a first projection parts are pieces of the inputs of one slot, of the last one the slots of a token (in pieces where warps are left
 over). So the last projection ends in the result, and a call is two launches.
 
-A product has eight columns, and here one row to multiply with. The columns share out its inputs: column j has a part of each word's and zeros
-elsewhere, so a thread reads, and rounds, an eighth of what a column has, and the sum over the columns is the product. (An infinite weight
-gives NaN for that, as if its token had a zero.)
+A product has eight columns, and here one row to multiply with. The columns share out its inputs: column j has an eighth of them and zeros
+elsewhere, so a thread reads, and rounds, as many, and the sum over the columns is the product. (So an infinite weight gives NaN, as if its
+token had a zero.)
 
 Parts are summed in their order, whatever else is in the call.
 """
@@ -107,23 +107,45 @@ def load_tokens(from_x, first, live, K, EVEN: gl.constexpr, coding: gl.constexpr
 
 
 @gluon.jit
+def packed(x, STEPS: gl.constexpr):
+    """Words [WARPS, STEPS, LANES, 8, 1 or 2] of a thread's inputs [WARPS, STEPS, LANES, EACH, 8]: two of 16 bits, or four bytes."""
+    WARPS: gl.constexpr = gl.num_warps()
+    BYTES: gl.constexpr = x.dtype.primitive_bitwidth == 8
+    MORE: gl.constexpr = 1 if BYTES else x.type.shape[3] // 2
+    x = x.permute((0, 1, 2, 4, 3))
+    if BYTES:
+        even, odd = x.to(gl.uint8, bitcast=True).to(gl.int32).reshape([WARPS, STEPS, 4, 8, 1, 2, 2]).split()
+        a, c = even.split()
+        b, d = odd.split()
+        v = a | (b << 8) | (c << 16) | (d << 24)
+    else:
+        low, high = x.to(gl.uint16, bitcast=True).to(gl.int32).reshape([WARPS, STEPS, 4, 8, MORE, 2]).split()
+        v = low | (high << 16)
+    return v
+
+
+@gluon.jit
 def columns_of(x, mma: gl.constexpr, STEPS: gl.constexpr, PER: gl.constexpr):
     """The right operand [WARPS, K, 8] of a thread's inputs [WARPS, STEPS, LANES, EACH, 8]: zeros but where a column is the owner."""
     WARPS: gl.constexpr = gl.num_warps()
-    EACH: gl.constexpr = x.type.shape[3]
-    L: gl.constexpr = x.type.layout.parent
+    BYTES: gl.constexpr = x.dtype.primitive_bitwidth == 8
+    AT: gl.constexpr = STEPS // 2 if BYTES else STEPS
+    v = packed(x, AT)
+    MORE: gl.constexpr = v.type.shape[4]
+    L: gl.constexpr = shared_layout(AT, MORE, WARPS)
+    v = gl.convert_layout(v.permute((0, 1, 2, 4, 3)), gl.SliceLayout(3, L), assert_trivial=True).expand_dims(3)
     j = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, gl.SliceLayout(4, L))))))
     g = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(4, gl.SliceLayout(5, L))))))
-    own = g[None, None, None, :, None, None] == j[None, None, None, None, None, :]
-    x = x.expand_dims(3)
-    if PER == EACH:  # codes: owners are (step, word)
-        x = gl.where(own, x.to(gl.int8, bitcast=True), 0).to(gl.float8e4nv, bitcast=True)
-        x = x.reshape([WARPS, STEPS // 2, 4, 2, 4, EACH, 8]).permute((0, 1, 3, 4, 2, 5, 6))
-    else:
-        x = gl.where(own, x, 0.0)
-        x = x.reshape([WARPS, STEPS, 4, 4, 2 * EACH, 8]).permute((0, 1, 3, 2, 4, 5))
-    x = x.reshape([WARPS, STEPS * 16 * PER, 8])
-    return gl.convert_layout(x, gl.DotOperandLayout(1, mma, PER), assert_trivial=True)
+    v = gl.where(g[None, None, None, :, None, None] == j[None, None, None, None, None, :], v, 0)
+    if BYTES:  # owners are (step, word)
+        even = gl.join(v.to(gl.int8), (v >> 16).to(gl.int8))
+        odd = gl.join((v >> 8).to(gl.int8), (v >> 24).to(gl.int8))
+        b = gl.join(even, odd).to(gl.float8e4nv, bitcast=True).reshape([WARPS, AT, 4, 2, 4, 8, 4])
+        b = b.permute((0, 1, 3, 4, 2, 6, 5))
+    else:  # (word, half)
+        b = gl.join(v.to(gl.int16), (v >> 16).to(gl.int16)).to(gl.bfloat16, bitcast=True)
+        b = b.permute((0, 1, 2, 3, 4, 6, 5)).reshape([WARPS, STEPS, 4, 4, PER, 8]).permute((0, 1, 3, 2, 4, 5))
+    return gl.convert_layout(b.reshape([WARPS, STEPS * 16 * PER, 8]), gl.DotOperandLayout(1, mma, PER), assert_trivial=True)
 
 
 @gluon.jit
