@@ -3,19 +3,21 @@
 python benchmarks/quantised_forms.py [NAME...]
 
 Each form is a layer of a tiny random model in bfloat16 (8 experts of 256x128, two per token, three tokens), one graph or the loop of
-transformers 4.57 (only experts with tokens), on a CPU, without gradients. Prints the table of docs/quantised.md. A library that is not
-installed is said to be missing. ``error`` is the compiled call's difference from the eager one over the largest value, ``peak`` the most
-memory that one call holds at once, compiled by moefuse, over that of the eager program.
+transformers 4.57 (only experts with tokens), on a CPU; without gradients, or in training, with those of tokens. "as on CUDA": what a CPU
+leaves alone, for nothing is quicker there, is fused all the same. Prints the table of docs/quantised.md. A library that is not installed
+is said to be missing. ``error`` is the compiled call's difference from the eager one over the largest value (that of a gradient, if it is
+more), ``peak`` the most memory that one call holds at once, compiled by moefuse, over that of the eager program.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import logging
 import re
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +26,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import moefuse
+from moefuse.passes.match import encodings
+from moefuse.passes.rules.rows import foreign_flat
 
 H, M, E, K, TOKENS = 256, 128, 8, 2, 3
 BF16 = torch.bfloat16
@@ -141,6 +145,15 @@ def bitsandbytes(kind: str, way: str = "each") -> nn.Module:
     return replaced(Loop(way), make)
 
 
+def adapted(model: Any) -> nn.Module:
+    """Adapters beside each projection, which are trained."""
+    import peft
+
+    model.is_loaded_in_4bit = True
+    config = peft.LoraConfig(r=8, target_modules=["gate", "up", "down"], init_lora_weights=False)
+    return peft.get_peft_model(model, config, autocast_adapter_dtype=False).base_model.model  # type: ignore[no-any-return]
+
+
 def compressed(scheme: str, way: str = "each") -> nn.Module:
     """``nn.Linear`` whose forward is another."""
     from compressed_tensors.quantization import QuantizationConfig, QuantizationStatus, apply_quantization_config
@@ -180,7 +193,11 @@ FORMS: Mapping[str, tuple[str, Callable[[], nn.Module]]] = {
     "HQQ 3 bits, groups of 64": ("hqq", lambda: hqq(3)),
     "bitsandbytes int8": ("bitsandbytes", lambda: bitsandbytes("int8", "dense")),
     "bitsandbytes nf4": ("bitsandbytes", lambda: bitsandbytes("nf4")),
-    "bitsandbytes nf4, nested": ("bitsandbytes", lambda: bitsandbytes("nested")),
+    "bitsandbytes nf4, as on CUDA": ("bitsandbytes", lambda: bitsandbytes("nf4")),
+    "bitsandbytes nf4, nested, as on CUDA": ("bitsandbytes", lambda: bitsandbytes("nested")),
+    "bitsandbytes nf4, nested, in training, as on CUDA": ("bitsandbytes", lambda: bitsandbytes("nested")),
+    "bitsandbytes nf4, hit experts, in training, as on CUDA": ("bitsandbytes", lambda: bitsandbytes("nf4", "hit")),
+    "bitsandbytes nf4 with PEFT's adapters, in training, as on CUDA": ("bitsandbytes", lambda: adapted(bitsandbytes("nested", "hit"))),
     "compressed-tensors FP8 (static)": ("compressed-tensors", lambda: compressed("FP8", "dense")),
     "compressed-tensors FP8_DYNAMIC": ("compressed-tensors", lambda: compressed("FP8_DYNAMIC", "dense")),
     "compressed-tensors W4A16": ("compressed-tensors", lambda: compressed("W4A16", "dense")),
@@ -213,7 +230,6 @@ def peak(run: Callable[[], object]) -> int:
     return most
 
 
-@torch.no_grad()
 def row(name: str) -> Row:
     """What becomes of one form."""
     package, make = FORMS[name]
@@ -223,20 +239,43 @@ def row(name: str) -> Row:
         return Row(name, package, "not installed")
     torch.manual_seed(0)
     torch._dynamo.reset()
+    trained = "in training" in name
+    with torch.set_grad_enabled(trained), _as_on_cuda("as on CUDA" in name):
+        try:
+            model = make()
+            x = torch.randn(TOKENS, H, dtype=model.router.weight.dtype).requires_grad_(trained)  # type: ignore[union-attr, arg-type]
+            want = results(model, model, x)
+        except Exception as error:
+            return Row(name, version, f"does not run here: {_line(error)}")
+        try:
+            compiled = torch.compile(model, backend="moefuse", dynamic=False)
+            got = results(compiled, model, x)
+        except Exception as error:
+            return Row(name, version, f"cannot be compiled, by any backend: {_line(error)}")
+        apart = max(float((a - b).abs().max() / b.abs().max().clamp(min=1e-9)) for a, b in zip(got, want, strict=True))
+        ours, theirs = peak(lambda: results(compiled, model, x)), peak(lambda: results(model, model, x))
+    return Row(name, version, told(moefuse.last_report()), f"{apart:.1e}", f"{ours / max(theirs, 1):.2f}")
+
+
+def results(run: Callable[[Tensor], Tensor], model: nn.Module, x: Tensor) -> list[Tensor]:
+    """The result of a call, and in training the gradients of tokens and of what is trained."""
+    out = run(x)
+    if not torch.is_grad_enabled():
+        return [out]
+    wanted = [x, *(p for name, p in model.named_parameters() if p.requires_grad and "router" not in name)]
+    return [out, *(g for g in torch.autograd.grad(out.float().square().sum(), wanted, materialize_grads=True, allow_unused=True))]
+
+
+@contextlib.contextmanager
+def _as_on_cuda(wanted: bool) -> Iterator[None]:
+    """What a CPU leaves alone, for nothing is quicker there, is fused."""
+    before = foreign_flat.QUICKER, encodings.OF_HIT_EXPERTS
+    if wanted:
+        foreign_flat.QUICKER = encodings.OF_HIT_EXPERTS = ("cpu",)
     try:
-        model = make()
-        x = torch.randn(TOKENS, H, dtype=model.router.weight.dtype)  # type: ignore[union-attr, arg-type]
-        want = model(x)
-    except Exception as error:
-        return Row(name, version, f"does not run here: {_line(error)}")
-    try:
-        compiled = torch.compile(model, backend="moefuse", dynamic=False)
-        got = compiled(x)
-    except Exception as error:
-        return Row(name, version, f"cannot be compiled, by any backend: {_line(error)}")
-    error = f"{float((got - want).abs().max() / want.abs().max()):.1e}"
-    ours, theirs = peak(lambda: compiled(x)), peak(lambda: model(x))
-    return Row(name, version, told(moefuse.last_report()), error, f"{ours / max(theirs, 1):.2f}")
+        yield
+    finally:
+        foreign_flat.QUICKER, encodings.OF_HIT_EXPERTS = before
 
 
 def told(report: Any) -> str:

@@ -25,6 +25,7 @@ from moefuse.errors import UNCOUNTED, first_line, message
 from moefuse.passes.block.router_topk import one_kernel
 from moefuse.passes.block.shared_experts import join_shared
 from moefuse.passes.encodings.part import Coded
+from moefuse.passes.graph.applied import Functions, opened
 from moefuse.passes.graph.builder import Emitter
 from moefuse.passes.graph.calls import location, module_path, steps, traced_path
 from moefuse.passes.graph.sharded import merge, sweep
@@ -54,7 +55,7 @@ from moefuse.passes.match.packed_uses import silent
 from moefuse.passes.match.packed_uses import told as explained
 from moefuse.passes.match.refusals import refusals
 from moefuse.passes.match.unexplained import choices, unexplained
-from moefuse.passes.prove import discharge
+from moefuse.passes.prove import backward, discharge
 from moefuse.passes.prove.effects import Effects, EffectsDifferError, compare, effects
 from moefuse.passes.prove.region_key import signature
 from moefuse.passes.prove.verify import Verdict, verify
@@ -90,6 +91,7 @@ class _Run:
     verdicts: dict[Any, Verdict] = field(default_factory=dict)
     numbers: dict[Node, int] = field(default_factory=dict)
     """The fused ops, and where the result says what they are."""
+    proofs: backward.Proofs = field(default_factory=backward.Proofs)
 
 
 def fuse(gm: GraphModule, example_inputs: Sequence[object] | None, options: Options, assumptions: Sequence[Assumption] = ()) -> GraphResult:
@@ -119,9 +121,10 @@ def _is_real(value: object) -> bool:
 
 
 def _fuse_module(gm: GraphModule, known: dict[Node, Any], run: _Run) -> None:
+    functions = opened(gm, run.assumptions)
     for body, inputs in _bodies(gm, known):
         _fuse_module(body, inputs, run)
-    changed = _fuse_graph(gm, known, run)
+    changed = _fuse_graph(gm, known, run, functions)
     if keep_results(gm) or changed:
         gm.graph.lint()
         gm.recompile()
@@ -145,9 +148,10 @@ def _bodies(gm: GraphModule, known: dict[Node, Any]) -> list[tuple[GraphModule, 
     return list(out.values())
 
 
-def _fuse_graph(gm: GraphModule, known: dict[Node, Any], run: _Run) -> bool:
+def _fuse_graph(gm: GraphModule, known: dict[Node, Any], run: _Run, functions: Functions) -> bool:
     merge(gm.graph)
     ctx, taken = standing(gm.graph, _given(gm.graph, run.assumptions, run.options.quantised != "off"), interpreted)
+    ctx.scratch(Functions).found = functions.found
     before = effects(ctx)
     for node in gm.graph.nodes:
         if node.op == "get_attr" and isinstance(getattr(gm, str(node.target), None), torch.Tensor):
@@ -167,7 +171,8 @@ def _fuse_graph(gm: GraphModule, known: dict[Node, Any], run: _Run) -> bool:
     _gathered(gm.graph, run)
     if fused or run.assumptions:
         _compare(ctx, before)
-    return bool(fused) or bool(run.assumptions)
+    functions.close(gm, ctx.now)
+    return bool(fused) or bool(run.assumptions) or bool(functions.found)
 
 
 def _gathered(graph: Graph, run: _Run) -> None:
@@ -251,6 +256,9 @@ def _rewrite(ctx: Context, known: dict[Node, Any], run: _Run, region: Region) ->
         return unwanted
     if run.options.quantised == "weights" and held_leaves(region.expr):
         region = replaced(region, unrounded=True)
+    wrong = backward.disproved(ctx, region, known, run.proofs)
+    if wrong is not None:
+        return wrong
     coded = coded_weights(ctx, region)
     held = {node: of for (node, _), of in coded.items() if of.is_inner}
     wrong = disproved(ctx, coded, known)

@@ -102,6 +102,7 @@ class Scope:
         then: the instruction to go on with at ``join``, where this is the way that is not assumed (``dummies``).
         clock: what was made later than this was made inside.
         other: then, what the other way returns.
+        notes: each ``ctx`` of an ``autograd.Function`` that returns early, and what was noted in it before.
     """
 
     assumption: Assumption
@@ -116,3 +117,4 @@ class Scope:
     loop: Any = None
     then: int | None = None
     other: Any = None
+    notes: list[tuple[Any, Any]] = field(default_factory=list)

@@ -13,7 +13,7 @@ from torch import nn
 
 from moefuse import _torch_private
 from moefuse._dynamo import control, creation_clock, values
-from moefuse.capture import branches, counts, dummies, modules
+from moefuse.capture import branches, counts, dummies, functions, modules
 from moefuse.capture.appends import Appends
 from moefuse.capture.assumptions import Assumption, Place, Undischarged
 from moefuse.capture.bytecode import GENERATOR, Code
@@ -206,7 +206,7 @@ class Frame:
     def mutated(self, variable: Any) -> None:
         """An object of the program is about to change."""
         for scope in self.scopes.open:
-            if creation_clock.created_inside(variable, scope.clock):
+            if creation_clock.created_inside(variable, scope.clock) or functions.takes(scope, variable):
                 continue
             if scope.then is not None or not self.appends.takes(variable, scope.assumption):
                 listed = _last(scope.translator) == "LIST_APPEND"
@@ -306,7 +306,9 @@ class Frame:
         from moefuse.passes.prove.concerns import counts_rows
 
         symbols = values.unbacked(number) if number is not None else set()
-        if symbols and values.undecided(number) and not self._told(tx) and counts_rows(values.graph_of(tx), symbols):
+        if not symbols or not values.undecided(number) or self._told(tx):
+            return
+        if any(counts_rows(graph, symbols) for graph in dict.fromkeys((values.graph_of(tx), values.whole_graph_of(tx)))):
             self.tell(tx, "this branch", "it asks how many tokens an expert has")
             self._doubt = self.ledger.refusals[-1]
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch.fx import Node
 
 from moefuse._dynamo import creation_clock, parametrized, values
-from moefuse.capture import dummies, returns
+from moefuse.capture import dummies, functions, returns
 from moefuse.capture.assumptions import RETURN, TAG, Assumption, Scope
 
 if TYPE_CHECKING:
@@ -125,6 +125,7 @@ class Scopes:
                 then,
             )
         )
+        functions.begin(self.open[-1])
 
     def only_outside_of_dummies(self) -> None:
         """Something is about to be assumed: of what shall come to nothing, every way would have to be seen."""
@@ -146,6 +147,7 @@ class Scopes:
             tx.symbolic_locals.update(scope.locals)
             tx.stack[:] = scope.stack
             tx.instruction_pointer = scope.then
+            functions.forget(scope)
             self.enter(tx, assumption, RETURN, tx.stack)
             self.open[-1].other = found
             return

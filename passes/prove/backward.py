@@ -1,0 +1,250 @@
+"""Whether the backward pass that a function brings along (``graph/applied.py``) is the gradient of the product that it computes.
+
+It is if it is linear in the gradient that it is given, reads nothing that rows went into, and multiplies by the transposed weight: both
+passes are run on unit vectors, so forward shows the weight, and backward what it multiplies by.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Interpreter, Node
+
+from moefuse.errors import first_line
+from moefuse.passes.graph.applied import Applied, Functions
+from moefuse.passes.graph.calls import call_of, call_target, fake, tensor
+from moefuse.passes.graph.modes import entered
+from moefuse.passes.graph.op_classes import RESHAPES, TURNS
+from moefuse.passes.infer.state import Context
+from moefuse.passes.ir.facts import Lost
+from moefuse.passes.ir.regions import Region
+from moefuse.passes.prove.synthetic_inputs import hint
+
+_LINEAR = RESHAPES | TURNS | frozenset(("matmul", "mm", "bmm", "linear", "to", "contiguous", "t", "mul"))
+_MATRIX = 2
+_SIZES = (torch.SymInt, torch.SymBool, int, bool, torch.Size)
+_BLOCK = 1024
+_RUNS = 64
+_TOLERANCE = 2e-3
+
+
+@dataclass
+class Proofs:
+    """What was found out of functions whose bodies are alike: empty where the gradient is right."""
+
+    found: dict[str, str] = field(default_factory=dict)
+
+
+def disproved(ctx: Context, region: Region, known: Mapping[Node, Any], proofs: Proofs) -> Lost | None:
+    """A refusal if the backward pass of a function in a region gives another gradient than that of the product, or nobody knows."""
+    inside = [f for f in ctx.scratch(Functions).found if not region.nodes.isdisjoint(f.nodes)]
+    kinds: dict[str, list[Applied]] = {}
+    for one in inside:
+        kinds.setdefault(_text(one), []).append(one)
+    for text, alike in kinds.items():
+        if text not in proofs.found:
+            proofs.found[text] = _problem(ctx, alike[0], known) or _problem(ctx, alike[-1], known)
+        if proofs.found[text]:
+            detail = f"the backward pass of the program's own function {proofs.found[text]}"
+            return ctx.lost("verification-failed", alike[0].result, detail=detail)
+    return None
+
+
+def _text(one: Applied) -> str:
+    """What tells functions apart that are not alike: their operations and constants, and what they are given."""
+    return "\n".join((_body(one.forward.graph), _body(one.backward.graph), str(one.rows)))
+
+
+def _body(graph: Graph) -> str:
+    numbers: dict[Node, str] = {}
+    lines = []
+    for node in graph.nodes:
+        numbers[node] = f"%{len(numbers)}"
+        args = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: numbers[n])
+        value = tensor(node) if node.op == "placeholder" else None
+        shape = "" if value is None else f"{[hint(s) if isinstance(hint(s), int) else 'rows' for s in value.shape]} {value.dtype}"
+        target = "" if node.op == "placeholder" else f"{node.target}"
+        lines.append(f"{node.op} {target} {args} {shape}")
+    return "\n".join(lines)
+
+
+def _problem(ctx: Context, one: Applied, known: Mapping[Node, Any]) -> str:
+    """What is wrong with a backward pass; empty if nothing is."""
+    odd = _not_linear(one)
+    if odd is not None:
+        return odd
+    try:
+        with torch.no_grad(), entered(ctx.mode[one.result]):
+            return _compared(one, _Values(ctx, known))
+    except Exception as error:  # whatever an author's function raises on unit vectors
+        return f"cannot be run on unit vectors: {first_line(error)}"
+
+
+def _not_linear(one: Applied) -> str | None:
+    """What keeps backward from being one linear function of the gradient, whatever the rows are."""
+    inputs, given = (body.graph.find_nodes(op="placeholder") for body in (one.forward, one.backward))
+    (out,), (end,) = (body.graph.find_nodes(op="output") for body in (one.forward, one.backward))
+    kept, wanted = _parts(out)[1], _parts(end)[one.rows]
+    of_rows = _computed_from({inputs[one.rows]}, one.forward.graph)
+    read = next((node.name for node in kept if node in of_rows), None)
+    if read is not None or len(given) != 1 + len(kept):
+        return f"reads `{read or 'more'}`, which is computed from rows"
+    moving = _computed_from({given[0]}, one.backward.graph)
+    if wanted not in moving:
+        return "gives rows no gradient that depends on that of the result"
+    odd = next((node for node in sorted(_needed(wanted) & moving - {given[0]}) if not _is_product(node, moving)), None)
+    return None if odd is None else f"is more than a product: `{getattr(call_of(odd), 'name', odd.name)}`"
+
+
+def _parts(end: Node) -> Any:
+    return end.args[0]
+
+
+def _is_product(node: Node, moving: set[Node]) -> bool:
+    """Whether a value is linear in the one that moves."""
+    call, value = call_of(node), tensor(node)
+    operands = [a for a in torch.utils._pytree.tree_leaves((node.args, dict(node.kwargs))) if isinstance(a, Node) and a in moving]
+    if call is None or call.inplace or call.name not in _LINEAR or len(operands) != 1:
+        return False
+    added = call.name == "linear" and (len(call.args) > 2 or call.kwargs.get("bias") is not None)
+    return not added and value is not None and value.dtype.is_floating_point and value.dtype.itemsize > 1
+
+
+def _computed_from(start: set[Node], graph: Graph) -> set[Node]:
+    """What some values go into, beside sizes."""
+    found = set(start)
+    for node in graph.nodes:
+        if node.op != "output" and not isinstance(fake(node), _SIZES) and any(i in found for i in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _needed(node: Node) -> set[Node]:
+    found, stack = {node}, [node]
+    while stack:
+        new = [i for i in stack.pop().all_input_nodes if i not in found]
+        found.update(new)
+        stack += new
+    return found
+
+
+class _Values:
+    """The model's own tensors, and made-up ones where they are not known."""
+
+    def __init__(self, ctx: Context, known: Mapping[Node, Any]) -> None:
+        self.ctx, self.known = ctx, known
+        self.made: dict[Node, Any] = {}
+        self.dice = torch.Generator("cpu").manual_seed(0)
+
+    def of(self, node: Node) -> Any:
+        """The value of a tensor that is older than the function's call."""
+        if node not in self.made:
+            self.made[node] = self._value(node)
+        return self.made[node]
+
+    def _value(self, node: Node) -> Any:
+        if node in self.known:
+            return self.known[node]
+        call = self.ctx.calls.get(node)
+        if call is not None and not call.inplace and call.name in RESHAPES | TURNS | {"detach", "to", "t"}:
+            return call_target(node, *torch.fx.node.map_arg((node.args, dict(node.kwargs)), self.of))
+        return self._drawn(fake(node))
+
+    def _drawn(self, like: Any) -> Any:
+        if not isinstance(like, Tensor):
+            return hint(like)
+        shape = [int(hint(s)) for s in like.shape]
+        if not like.dtype.is_floating_point:
+            info = torch.iinfo(like.dtype)
+            low, high = max(info.min, -(1 << 31)), min(info.max, 1 << 31) + 1
+            return torch.randint(low, high, shape, generator=self.dice, device="cpu").to(like.device, like.dtype)
+        return (torch.rand(shape, generator=self.dice, device="cpu") + 0.1).to(like.device, like.dtype)
+
+
+@dataclass(frozen=True)
+class _Passes:
+    """Both passes of a function, on rows in the shape that it takes: ``count`` times ``rest``."""
+
+    one: Applied
+    given: tuple[Any, ...]
+    count: int
+    rest: tuple[int, ...]
+    like: Tensor
+
+    @property
+    def many(self) -> int:
+        """How many rows there are."""
+        return self.count * math.prod(self.rest)
+
+    def forward(self, vectors: Tensor) -> Tensor:
+        """Results for some rows."""
+        (found,), _ = self._forward(self._block(vectors))
+        return found.flatten(0, -2)[: len(vectors)]  # type: ignore[no-any-return]
+
+    def backward(self, vectors: Tensor, inputs: int) -> Tensor:
+        """Gradients of rows for some gradients of results."""
+        _, kept = self._forward(self._block(vectors.new_zeros(0, inputs)))
+        found = Interpreter(self.one.backward).run(self._block(vectors), *kept)[self.one.rows]
+        return found.flatten(0, -2)[: len(vectors)]  # type: ignore[no-any-return]
+
+    def _forward(self, rows: Tensor) -> Any:
+        given = (*self.given[: self.one.rows], rows, *self.given[self.one.rows + 1 :])
+        return Interpreter(self.one.forward).run(*given)
+
+    def _block(self, vectors: Tensor) -> Tensor:
+        """Vectors, and zeros behind them."""
+        block = torch.zeros(self.many, vectors.shape[-1], dtype=self.like.dtype, device=self.like.device)
+        block[: len(vectors)] = vectors
+        return block.view(self.count, *self.rest, -1)
+
+
+def _compared(one: Applied, values: _Values) -> str:
+    """Both passes on unit vectors, on all of them where that are not too many runs."""
+    rows, out = tensor(one.call.given[one.rows]), tensor(one.result)
+    if rows is None or out is None or rows.dim() < _MATRIX or out.dim() != rows.dim():
+        return "is of rows in a shape that moefuse does not read"
+    inputs, features, lead = int(rows.shape[-1]), int(out.shape[-1]), rows.shape[0]
+    count = _BLOCK if _varies(lead) else int(lead)
+    given = tuple(_given(a, lead, count, values) for a in one.call.given)
+    passes = _Passes(one, given, count, tuple(int(hint(s)) for s in rows.shape[1:-1]), rows)
+
+    def some(size: int) -> tuple[Tensor, list[Tensor]]:
+        order = torch.randperm(size, generator=values.dice, device="cpu")[: passes.many * _RUNS]
+        unit = [torch.zeros(len(part), size, device="cpu").scatter_(1, part[:, None], 1.0) for part in order.split(passes.many)]
+        return order.to(rows.device), unit
+
+    (along, units), (across, others) = some(inputs), some(features)
+    added = passes.forward(torch.zeros(1, inputs, device="cpu")).double()
+    shown = torch.cat([passes.forward(part) for part in units]).double() - added
+    got = torch.cat([passes.backward(part, inputs) for part in others]).double()[:, along]
+    return _difference(shown[:, across].t(), got, max(4 * torch.finfo(rows.dtype).eps, _TOLERANCE))
+
+
+def _difference(wanted: Tensor, got: Tensor, allowed: float) -> str:
+    if wanted.shape != got.shape or not bool(got.isfinite().all()):
+        return f"gives {list(got.shape)} for a weight {list(wanted.shape)}, or no numbers"
+    apart = float(((got - wanted).abs() / (wanted.abs() + wanted.square().mean().sqrt() + 1e-30)).max())
+    return "" if apart <= allowed else f"multiplies by other numbers than its forward pass (apart by {apart:.1e})"
+
+
+def _varies(size: Any) -> bool:
+    """Whether a size is one that only the run knows, or differs from call to call."""
+    return not isinstance(size, int)
+
+
+def _given(value: Any, lead: Any, count: int, values: _Values) -> Any:
+    """An argument of a function; what is as many as there are rows is ``count``."""
+    if not isinstance(value, Node):
+        return value
+    shown = fake(value)
+    if isinstance(shown, torch.SymInt) and _varies(lead) and shown.node.expr == lead.node.expr:
+        return count
+    return None if isinstance(shown, Tensor) and shown.requires_grad else values.of(value)
+
+
+__all__ = ["Proofs", "disproved"]
