@@ -353,6 +353,11 @@ class Sum(Fact):
 
 
 @dataclass(frozen=True, eq=False)
+class Unmasked:
+    """An accumulator with an expert's rows on every token; a mask takes those that chose it: the middle of ``where(hit, out + y, out)``."""
+
+
+@dataclass(frozen=True, eq=False)
 class Stacked:
     """Rows of experts (or sums, each over some of them) beside each other along ``dim``: what is left to do is add them."""
 

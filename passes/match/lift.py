@@ -110,11 +110,12 @@ def _complete(ctx: Context) -> list[Any]:
 
 
 def _longest(found: list[Any]) -> list[Any]:
-    """Without the sums that another one adds to its own: those in the middle of it, too."""
+    """Without the sums that another one adds to its own, those in the middle of it, too, and those with nothing more (``out + 0``)."""
     whole: dict[Part, Sum] = {}
-    for fact in sorted((f for f in found if isinstance(f, Sum)), key=lambda f: len(f.parts)):
+    first = {fact.parts: fact for fact in reversed(found) if isinstance(fact, Sum)}
+    for fact in sorted(first.values(), key=lambda f: len(f.parts)):
         whole.update(dict.fromkeys(fact.parts, fact))
-    return [f for f in found if not isinstance(f, Sum) or len(whole[f.parts[0]].parts) == len(f.parts)]
+    return [f for f in found if not isinstance(f, Sum) or (first[f.parts] is f and len(whole[f.parts[0]].parts) == len(f.parts))]
 
 
 def _combined(ctx: Context, fact: Combined | PerSlot, holders: list[Node]) -> Region | Lost | None:

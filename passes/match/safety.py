@@ -34,6 +34,7 @@ from moefuse.passes.ir.facts import (
     Span,
     Sum,
     Table,
+    Unmasked,
     View,
     Weight,
 )
@@ -331,4 +332,4 @@ def _expert_value(fact: Any) -> bool:
         return any(_expert_value(f) for f in fact.items)
     if isinstance(fact, Rows):
         return has_linear(fact.expr)
-    return isinstance(fact, Sum | Buffer | Pieces | Filled | Lost)
+    return isinstance(fact, Sum | Unmasked | Buffer | Pieces | Filled | Lost)

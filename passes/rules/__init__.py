@@ -34,6 +34,7 @@ _FAMILIES = (
     "rows.pointwise",
     "rows.reductions",
     "sums.add",
+    "sums.chosen",
     "sums.assign",
     "sums.scatter",
     "sums.reduce",

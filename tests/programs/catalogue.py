@@ -84,6 +84,9 @@ _MASKED = (
         Store(),
     ),
     ("masked_slot_loop", "for k, for e with 0/1 masks", Masked(weight="slot_loop"), Body(gating="plain", activation="relu2"), _LIST),
+    ("masked_where", "out += torch.where(hit, expert(x) * w, 0)", Masked(hit="where"), Body(), _LIST),
+    ("masked_fill", "out += (expert(x) * w).masked_fill(~hit, 0)", Masked(weight="scatter", hit="masked_fill"), Body(), Store()),
+    ("masked_chain", "out = torch.where(hit, out + expert(x) * w, out)", Masked(hit="chain"), Body(), Store()),
     ("masked_onehot", "one_hot einsum, stack and sum", Masked(weight="onehot_einsum", accumulate="stack_sum"), Body(), Store()),
 )
 _FILLED = (

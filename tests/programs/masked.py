@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -55,12 +55,25 @@ class MaskedMix:
         """One expert on every token."""
         return self.hooks.routed(e, store.run(e, self.style.noop(self.hooks.source(e, x))))
 
+    def hit(self, r: Routed, e: int, k: int | None = None) -> Tensor:
+        """[T, 1], whether a token (in its slot ``k``) chose the expert."""
+        if k is not None:
+            return self.style.last(r.ids[:, k] == e)
+        return self.style.last(r.ids == e) if r.ids.dim() == 1 else (r.ids == e).any(-1, keepdim=True)
+
+    def only(self, term: Tensor, hit: Callable[[], Tensor]) -> Tensor:
+        """An expert's rows, zero where it was not chosen."""
+        if self.s.hit == "where":
+            return torch.where(hit(), term, 0.0)
+        return term.masked_fill(~hit(), 0.0) if self.s.hit == "masked_fill" else term
+
     def terms(self, store: ExpertStore, x: Tensor, r: Routed) -> Iterator[tuple[int, Tensor]]:
         """Weighted rows per expert."""
         dense = None if self.s.weight in ("top1", "where", "mask_mul", "sum_mask") else dense_weights(self.s.weight, r, store.count)
         for e in self.hooks.experts(store.count):
             w = self.hooks.weight(e, _weight(self.s.weight, r, dense, e))
-            yield e, self.style.weigh(self.expert(store, e, x), self.style.last(w)).to(x.dtype)
+            y = self.style.weigh(self.expert(store, e, x), self.style.last(w)).to(x.dtype)
+            yield e, self.only(y, lambda e=e: self.hit(r, e))
 
     def slot_terms(self, store: ExpertStore, x: Tensor, r: Routed) -> Iterator[tuple[int, Tensor]]:
         """Weighted rows per slot and expert."""
@@ -68,7 +81,10 @@ class MaskedMix:
             for e in self.hooks.experts(store.count):
                 w = self.style.last(self.hooks.weight(e, r.weights[:, k]))
                 y = self.style.mul(self.expert(store, e, x), w)
-                yield e, self.style.weigh(y, self.style.last(r.ids[:, k] == e)).to(x.dtype)
+                if self.s.hit in ("where", "masked_fill"):
+                    yield e, self.only(y.to(x.dtype), lambda e=e, k=k: self.hit(r, e, k))
+                else:
+                    yield e, self.style.weigh(y, self.style.last(r.ids[:, k] == e)).to(x.dtype)
 
     def loop(self, store: ExpertStore, x: Tensor, r: Routed) -> Tensor:
         """One accumulator."""
@@ -76,6 +92,8 @@ class MaskedMix:
         for e, term in self.slot_terms(store, x, r) if self.s.weight == "slot_loop" else self.terms(store, x, r):
             if self.hooks.join is not None:
                 out = self.hooks.join(out, term)
+            elif self.s.hit == "chain":
+                out = torch.where(self.hit(r, e), out + term, out)
             elif self.s.accumulate == "add":
                 out = out + term
             elif self.s.accumulate == "iadd":

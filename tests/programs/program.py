@@ -180,6 +180,8 @@ class Masked(_Short):
 
     weight: Literal["sum_mask", "where", "scatter", "onehot_einsum", "onehot_sum", "given", "slot_loop", "mask_mul", "top1"] = "sum_mask"
     accumulate: Literal["add", "iadd", "list_sum", "stack_sum", "stack_einsum", "stack_dim1", "add_", "cat_sum"] = "add"
+    hit: Literal["all", "where", "masked_fill", "chain"] = "all"
+    """Tokens that an expert's rows are added to: all of them, or only those that chose it."""
 
 
 @dataclass(frozen=True, repr=False)

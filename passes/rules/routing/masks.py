@@ -24,14 +24,12 @@ from moefuse.passes.ir.facts import (
     Mask,
     Range,
     Routing,
-    Rows,
     Selection,
     Table,
     View,
 )
 from moefuse.passes.rules import rule
 from moefuse.passes.rules.routing import sparse_entries
-from moefuse.passes.rules.routing.absent import zeroed
 from moefuse.passes.rules.routing.ids import every_slot, is_integer, out_length, role_axes, row_axis
 from moefuse.passes.rules.routing.nonempty import all_dims, any_of
 
@@ -196,28 +194,6 @@ def on_nonzero(ctx: Context, node: Node, x: Node, as_tuple: bool = False) -> Any
 @rule("nonzero_numpy")
 def on_nonzero_tuple(ctx: Context, node: Node, x: Node) -> Any:
     return on_nonzero(ctx, node, x, as_tuple=True)
-
-
-@rule("where")
-def on_where(ctx: Context, node: Node, condition: Node, a: Any = None, b: Any = None) -> Any:
-    if a is None and b is None:
-        return on_nonzero(ctx, node, condition, as_tuple=True)
-    fact = ctx.fact(condition)
-    if not isinstance(fact, Mask | Table):
-        kept, zero = (b, a) if isinstance(ctx.fact(b), Rows) else (a, b)
-        return zeroed(ctx, node, kept, condition, where=kept is b) if constant(ctx, zero) == 0 else None
-    keep, other = (b, a) if fact.negated else (a, b)
-    return masked(ctx, node, fact, keep, other)
-
-
-@rule("masked_fill")
-def on_masked_fill(ctx: Context, node: Node, x: Node, mask: Node, value: Any) -> Any:
-    fact = ctx.fact(mask)
-    if not isinstance(fact, Mask | Table):
-        return zeroed(ctx, node, x, mask) if constant(ctx, value) == 0 else None
-    if not fact.negated:
-        return None
-    return masked(ctx, node, fact, x, value)
 
 
 def masked(ctx: Context, node: Node, fact: Mask | Table, keep: Any, other: Any) -> Any:
