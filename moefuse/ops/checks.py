@@ -154,8 +154,8 @@ _legal: dict[Any, tuple[Any, Any, Any]] = {}
 _MAX_LEGAL = 1 << 12
 
 
-def check_experts(call: ExpertsCall) -> tuple[Any, Any, Any]:
-    """Check the arguments of ``moefuse::experts`` and return (E, width of the pre-activation, Hout).
+def check_experts(call: ExpertsCall, op: str = "experts") -> tuple[Any, Any, Any]:
+    """Check the arguments of ``moefuse::experts``, which ``op`` has too, and return (E, width of the pre-activation, Hout).
 
     What is legal follows from sizes, dtypes, devices and options; finding these among those of earlier calls is quicker than checking them.
 
@@ -165,7 +165,7 @@ def check_experts(call: ExpertsCall) -> tuple[Any, Any, Any]:
     """
     tensors, counts = call.joined
     if not _PLAIN.issuperset(map(type, tensors)):
-        return _check_experts(call)
+        return _check_experts(call, op)
     separate = cut(tensors, counts, 3) if max(counts) > 1 else []
     alone = tensors[:3] if separate else tensors
     kind = call.body, call.out_dtype, *counts, *[(t.shape, t.dtype, t.device) for t in alone], *map(_kinds, separate)
@@ -173,7 +173,7 @@ def check_experts(call: ExpertsCall) -> tuple[Any, Any, Any]:
     if sizes is None:
         if len(_legal) >= _MAX_LEGAL:
             _legal.clear()
-        sizes = _legal[kind] = _check_experts(call)
+        sizes = _legal[kind] = _check_experts(call, op)
     return sizes
 
 
@@ -182,8 +182,8 @@ def _kinds(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
     return *{*map(_SHAPE, tensors)}, *{*map(_DTYPE, tensors)}, *{*map(_DEVICE, tensors)}
 
 
-def _check_experts(call: ExpertsCall) -> tuple[Any, Any, Any]:
-    op, (x, ids, weights, (w_in, b_in), (w_up, b_up), (w_out, b_out), body, out_dtype) = "experts", call
+def _check_experts(call: ExpertsCall, op: str) -> tuple[Any, Any, Any]:
+    x, ids, weights, (w_in, b_in), (w_up, b_up), (w_out, b_out), body, out_dtype = call
     _check_dim(x, 2, op, "x", "[T, H]")
     _check_floats(x, op, "x")
     _check_dim(ids, 2, op, "ids", "[T, K]")
@@ -279,9 +279,8 @@ def _check_offsets(offsets: Tensor, op: str, experts: Any = None) -> None:
         _bad_value(op, "offsets", f"has shape {_shape(offsets)}", "[E + 1] with E >= 1")
 
 
-def check_grouped_linear(xs: Tensor, offsets: Tensor, w: Sequence[Tensor], b: Sequence[Tensor]) -> Any:
-    """Arguments of ``moefuse::grouped_linear``; returns the output features."""
-    op = "grouped_linear"
+def check_grouped_linear(xs: Tensor, offsets: Tensor, w: Sequence[Tensor], b: Sequence[Tensor], op: str = "grouped_linear") -> Any:
+    """Arguments of ``moefuse::grouped_linear``, which ``op`` has too; returns the output features."""
     _check_dim(xs, 2, op, "xs", "[S, in]")
     _check_floats(xs, op, "xs")
     held = _check_held(w, xs, op, "w", "xs")

@@ -169,7 +169,7 @@ def checked(call: CodedCall) -> tuple[Any, Any, Any]:
         if codes is not None:
             check_codes(name, stack.weight, codes.encoding, codes.scale, codes.zero, base.x)
     w_in, w_up, w_out = weights
-    return check_experts(base._replace(w_in=w_in, w_up=w_up, w_out=w_out))
+    return check_experts(base._replace(w_in=w_in, w_up=w_up, w_out=w_out), "experts_coded")
 
 
 def shown(storage: Lists, codes: Codes, x: Tensor) -> list[Tensor]:

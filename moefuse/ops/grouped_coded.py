@@ -29,7 +29,7 @@ def checked(xs: Tensor, offsets: Tensor, w: Lists, codes: Lists, b: Lists, encod
     held = codes_of(w, codes, encoding)
     if held.encoding.activation is not None:
         raise ValueError(f"moefuse::grouped_linear_coded: `encoding` rounds activations ({encoding}); here no encoding does")
-    found = check_grouped_linear(xs, offsets, shown(w, held, xs), b)
+    found = check_grouped_linear(xs, offsets, shown(w, held, xs), b, "grouped_linear_coded")
     check_codes("w", w, held.encoding, held.scale, held.zero, xs, op="grouped_linear_coded")
     return found
 

@@ -114,7 +114,7 @@ def terms_of(lists: Sequence[Lists], scales: Sequence[float]) -> tuple[Term, ...
 
 def checked(call: LoraCall) -> tuple[Any, Any, Any]:
     """E, the width of h, and the features of the result; raises where the arguments do not fit."""
-    sizes = check_experts(call.base)
+    sizes = check_experts(call.base, "experts_lora")
     base = call.base
     for name, stack, term in zip(("in", "up", "out"), (base.w_in, base.w_up, base.w_out), call.terms, strict=True):
         check_lora(name, stack, term.a, term.b, base.x)

@@ -48,7 +48,7 @@ def _kernel(*data: Any, terms: str, layer: str, limit: int, place: Tensor | None
     known, call = Terms.parse(terms), ExpertsCall.of(*data, **options)
     tokens = call.x.shape[0]
     with peers(known, layer, "ep_experts", [call.x, call.weights, call.ids], place) as running, refusing(running, call.ids):
-        _, _, hidden = check_experts(call)
+        _, _, hidden = check_experts(call, "ep_experts")
         step = tokens_of_a_round(call, known.group.size, limit)
         most = most_tokens(known, tokens)
         if most <= step:

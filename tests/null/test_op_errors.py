@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import moefuse.ops  # noqa: F401  (registers torch.ops.moefuse)
 from moefuse.ops.call import Body, ExpertsCall, join
+from moefuse.ops.encoding import Encoding
 from moefuse.ops.recipe import Recipe
 from moefuse.runtime import providers
 
@@ -199,6 +200,21 @@ def test_experts_under_autograd(changes: dict[str, Any], error: type[Exception],
     assert str(caught.value) == f"moefuse::experts: {text}"
 
 
+EMPTY: list[Tensor] = []
+FAMILY: dict[str, dict[str, Any]] = {
+    "experts_coded": {"codes": EMPTY, "encodings": ["", "", ""]},
+    "experts_lora": {"scales": [1.0] * 3, **{f"{side}_{name}": EMPTY for name in ("in", "up", "out") for side in "al"}},
+}
+"""Ops with all arguments of ``moefuse::experts``, and what they have beside these."""
+
+
+@pytest.mark.parametrize("op", FAMILY)
+@pytest.mark.parametrize(("changes", "error", "text"), [case for case in EXPERTS_ERRORS if case.id != "weight-device"][::4])
+def test_the_op_that_was_called_is_named(op: str, changes: dict[str, Any], error: type[Exception], text: str) -> None:
+    values = {**EXPERTS, **FAMILY[op], **changes}
+    both(lambda fake: invoke(getattr(ops, op), values, fake), error, f"moefuse::{op}: {text}")
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "text"),
     [
@@ -213,6 +229,9 @@ def test_experts_under_autograd(changes: dict[str, Any], error: type[Exception],
 def test_permute(changes: dict[str, Any], error: type[Exception], text: str) -> None:
     values = {"x": z(5, 6), "ids": ids(5, 2), "num_experts": 3, **changes}
     both(lambda fake: invoke(ops.permute, values, fake), error, f"moefuse::permute: {text}")
+
+
+GROUPED: dict[str, Any] = {"xs": z(10, 6), "offsets": ids(4), "w": [z(3, 4, 6)], "b": []}
 
 
 @pytest.mark.parametrize(
@@ -236,8 +255,27 @@ def test_permute(changes: dict[str, Any], error: type[Exception], text: str) -> 
     ],
 )
 def test_grouped_linear(changes: dict[str, Any], error: type[Exception], text: str) -> None:
-    values = {"xs": z(10, 6), "offsets": ids(4), "w": [z(3, 4, 6)], "b": [], **changes}
-    both(lambda fake: invoke(ops.grouped_linear, values, fake), error, f"moefuse::grouped_linear: {text}")
+    both(lambda fake: invoke(ops.grouped_linear, {**GROUPED, **changes}, fake), error, f"moefuse::grouped_linear: {text}")
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "text"),
+    [
+        case("xs-rank", {"xs": z(10)}, ValueError, "argument `xs` has shape [10]; legal: [S, in]"),
+        case(
+            "w-width", {"w": [z(3, 4, 5, dtype=torch.int8)]}, ValueError, "argument `w` has 5 input features; legal: 6, the columns of `xs`"
+        ),
+        case("offsets-size", {"offsets": ids(3)}, ValueError, "argument `offsets` has shape [3]; legal: [E + 1] = [4] for 3 experts"),
+    ],
+)
+def test_grouped_linear_coded(changes: dict[str, Any], error: type[Exception], text: str) -> None:
+    """What it shares with ``grouped_linear`` names it."""
+    coded = {"w": [z(3, 4, 6, dtype=torch.int8)], "codes": [z(3, 4, 1)], "encoding": str(Encoding("s8", (1, 0)))}
+    both(
+        lambda fake: invoke(ops.grouped_linear_coded, {**GROUPED, **coded, **changes}, fake),
+        error,
+        f"moefuse::grouped_linear_coded: {text}",
+    )
 
 
 @pytest.mark.parametrize(
