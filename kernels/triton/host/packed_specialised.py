@@ -28,7 +28,8 @@ GROUPS = {256: 2, 128: 2, 64: 4, 32: 4, 16: 4}
 """Groups that multiply, by the rows of a tile: where these are few, sums leave registers for more of them."""
 STAGES = 4
 UNROLL = 2
-REGISTERS = {2: 232, 4: 112}
+PROGRAMS: dict[int, int] = {}
+REGISTERS = {(2, 1): 232, (4, 1): 112, (2, 2): 104}
 
 
 def refusal(held: Held, dtype: torch.dtype, out: Tensor) -> str | None:
@@ -85,10 +86,10 @@ def product(
     gating = "plain" if body is None else kernel_gating(body)
     split = 2 if gating == "halves" else 1
     biased = bias[0] is not None
-    groups = GROUPS[it.bm]
+    groups, programs = GROUPS[it.bm], PROGRAMS.get(it.bm, 1)
     cut = PackedCut(
         it.bm, STEP * groups, groups, STAGES, max(it.bm // PIECE, 1), UNROLL, apart(one), following is not None and apart(following),
-        REGISTERS=REGISTERS[groups],
+        REGISTERS=REGISTERS[groups, programs], SPARE=24 if programs == 2 else 40,
     )  # fmt: skip
     width, form = cut.BN // split, operand.form(item)
     first, second = (0, 0) if body is None else first_features(body, n)
@@ -100,13 +101,14 @@ def product(
     base = words.coding(one, bias[0])
     launch(
         _kernel(),
-        (min(device_of(out.device).sms, it.max_tiles * columns),),
+        (min(programs * device_of(out.device).sms, it.max_tiles * columns),),
         {
             "x_rows": Described(x, (it.slots, k), (k, 1), (cut.piece, STEP), rows_layout(STEP)), "w_a": shown[0], "w_b": shown[1], "s_a": one.scale.pointer,
             "s_b": two.scale.pointer, "z_a": zeros[0].pointer, "z_b": zeros[1].pointer, "b_a": pointers[0], "b_b": pointers[1],
             "out_rows": specialised.clipped(out, n, it.bm, STEP // split, out.stride(0)), "tiles": it.tiles, "num_tiles": it.num_tiles,
             "steps_a": steps[0], "steps_b": steps[1],
         },
+        registers=80 if programs == 2 else 0,
         max_tiles=it.max_tiles,
         blocks=columns,
         K=k,
