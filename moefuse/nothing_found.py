@@ -16,8 +16,9 @@ from moefuse import _torch_private, history, pipeline
 from moefuse.capture import entry
 from moefuse.code_order import forward_of, router_decides
 from moefuse.config import Options
-from moefuse.errors import CODES, FusionError
-from moefuse.opaque import NOTHING_CHOSEN, packing
+from moefuse.errors import CODES, FusionError, message
+from moefuse.few_bits import held
+from moefuse.opaque import NOTHING_CHOSEN
 from moefuse.report import FusionReport, Skipped
 from moefuse.stops import TORCH, Stop
 from moefuse.suspects import Pair, Suspect, modules_of, place_of, suspects
@@ -198,17 +199,40 @@ def _in_eager(call: _Call, found: Suspect) -> Stop | None:
 
 
 def _refusal(call: _Call, found: Suspect, evidence: str) -> Skipped:
+    held = _in_few_bits(call.report, found, evidence)
+    if held is not None:
+        return held
     cause, location = _cause(call.report, found, evidence, _in_eager(call, found))
     return Skipped("nothing-found", CODES["nothing-found"].format(what=found.what, cause=cause), module=found.name, location=location)
+
+
+def _in_few_bits(report: FusionReport, found: Suspect, evidence: str) -> Skipped | None:
+    """The refusal of experts in few bits, with the line where the graph breaks in their products."""
+    tensors = found.pairs[0].tensors
+    owners = ([t for t in (*m._parameters.values(), *m._buffers.values()) if id(t) in tensors] for m in found.module.modules())
+    known = next((how for own in owners if (how := held(t for t in own if t is not None)) is not None), None)
+    first = next((r for r in report.rounded if r.weight in tensors), None)
+    if known is None and first is None:
+        return None
+    file, lines = found.place
+    stop = next((stop for stop in report.stops if stop.inside(file, lines) is not None), None)
+    if stop is None:
+        location, said = evidence or (f"{file}:{lines.start}" if file else ""), "no graph has their products in a form that moefuse reads"
+    else:
+        path, line = stop.stack[-1]
+        location, said = f"{path}:{line}", f"the graph breaks where they are multiplied ({stop.text})"
+    if first is not None and (known is None or known[0] != "quantised"):
+        details = {"dtype": first.dtype, "detail": f"the program rounds them in each call ({first.text}), and {said}"}
+        return Skipped("encoding-unknown", message("encoding-unknown", details), found.name, location)
+    code, kind = known or ("", "")
+    detail = f"they are held as `{kind}`, and {said}" if code == "quantised" else said
+    return Skipped(code, message(code, {"dtype": kind, "detail": detail}), found.name, location)
 
 
 def _cause(report: FusionReport, found: Suspect, evidence: str, around: Stop | None) -> tuple[str, str]:
     """(why nothing was found, where to look)."""
     file, lines = found.place
     own = evidence or (f"{file}:{lines.start}" if file else "")
-    packed = packing(found.module)
-    if packed is not None:
-        return packed, own
     if entry.left_by_another(found.module):
         return LEFT, own
     stop = next((stop for stop in report.stops if stop.inside(file, lines) is not None), None)

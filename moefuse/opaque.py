@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from moefuse.few_bits import few_bits
+
 NOTHING_CHOSEN = "no top-k, sort or argmax is in its graphs: where every token goes to every expert, there is nothing to leave out"
 _CHOOSES = frozenset("topk sort argsort argmax argmin max min multinomial".split())
 _KNOWN = frozenset(("aten", "prims", "prim", "moefuse", "inductor", "higher_order", "_c10d_functional", "fsdp"))
@@ -19,7 +21,7 @@ def opaque(gm: torch.fx.GraphModule) -> list[str]:
     if aten * 2 > len(targets):
         found.insert(0, "the graph is of ATen operations (an exported program, or one that was traced before), of which moefuse reads few")
     held = (n.meta.get("example_value") for n in gm.graph.nodes if n.op in ("placeholder", "get_attr"))
-    packed = next((v for v in held if isinstance(v, torch.nn.Parameter) and v.dim() >= 2 and _is_packed(v.dtype)), None)
+    packed = next((v for v in held if isinstance(v, torch.nn.Parameter) and v.dim() >= 2 and few_bits(v.dtype)), None)
     if packed is not None:
         found.append(f"weights are quantised ({str(packed.dtype).removeprefix('torch.')})")
     if any(isinstance(t, torch._ops.HigherOrderOperator) for t in targets):
@@ -28,19 +30,3 @@ def opaque(gm: torch.fx.GraphModule) -> list[str]:
     called = (n.target for n in gm.graph.nodes if n.op in ("call_function", "call_method"))
     chosen = any((t if isinstance(t, str) else getattr(t, "__name__", "")).partition(".")[0] in _CHOOSES for t in called)
     return found or ([] if chosen else [NOTHING_CHOSEN])
-
-
-def packing(module: torch.nn.Module) -> str | None:
-    """How the weights of a module are quantised; None if they are not."""
-    for weight in module.parameters():
-        kind = type(weight)
-        # torch's own subclasses (DTensor) are none: FSDP's hooks have plain tensors in their place when forward runs.
-        if hasattr(kind, "__tensor_flatten__") and not kind.__module__.startswith("torch."):
-            return f"its weights are quantised (`{kind.__name__}`)"
-        if weight.dim() >= 2 and _is_packed(weight.dtype):
-            return f"its weights are quantised ({str(weight.dtype).removeprefix('torch.')})"
-    return None
-
-
-def _is_packed(dtype: torch.dtype) -> bool:
-    return not dtype.is_floating_point or dtype.itemsize == 1

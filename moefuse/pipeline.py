@@ -19,6 +19,7 @@ from moefuse.capture.assumptions import Undischarged
 from moefuse.capture.frame import Frame, refusals
 from moefuse.config import Options
 from moefuse.errors import CODES, UNCOUNTED, FusionError, first_line
+from moefuse.few_bits import Rounded, rounded
 from moefuse.flows import Flow, flow_of
 from moefuse.grouping import pattern
 from moefuse.module_names import ModuleNames, annotate, roots_of
@@ -148,6 +149,7 @@ def rewrite_and_keep(
     elif not report.skipped:
         report.opaque = opaque(gm)
     report.flows = _flows(gm, example_inputs)
+    report.rounded = [] if report.fused else _rounded(gm)
     _note_weights(frame, gm, report)
     return report, saved
 
@@ -168,6 +170,15 @@ def _flows(gm: torch.fx.GraphModule, example_inputs: Sequence[object] | None) ->
         return [flow_of(gm, example_inputs)]
     except Exception:
         log.debug("moefuse cannot read what depends on what in this graph", exc_info=True)
+        return []
+
+
+def _rounded(gm: torch.fx.GraphModule) -> list[Rounded]:
+    """The weights that a graph rounds to few bits, for a text of the report as well."""
+    try:
+        return rounded(gm)
+    except Exception:
+        log.debug("moefuse cannot read what this graph rounds", exc_info=True)
         return []
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from moefuse.few_bits import Rounded
 from moefuse.flows import Flow
 from moefuse.grouping import grouped_fused, grouped_skipped, module_names
 from moefuse.module_tree import Tree
@@ -106,6 +107,8 @@ class FusionReport:
     notes: list[str] = field(default_factory=list)
     opaque: list[str] = field(default_factory=list, repr=False, compare=False)
     """What moefuse could not look into in graphs without mixture-of-experts code; only for the text about nothing found."""
+    rounded: list[Rounded] = field(default_factory=list, repr=False, compare=False)
+    """Weights that graphs round to few bits; for the same text."""
     stops: list[Stop] = field(default_factory=list, repr=False, compare=False)
     """The graph breaks with their stacks, those that made moefuse trace a frame again without capture included; for the same text."""
     flows: list[Flow] = field(default_factory=list, repr=False, compare=False)
@@ -157,6 +160,7 @@ class FusionReport:
         self.graph_breaks += other.graph_breaks
         self.notes += [note for note in other.notes if note not in self.notes]
         self.opaque += [text for text in other.opaque if text not in self.opaque]
+        self.rounded += [weight for weight in other.rounded if weight not in self.rounded]
         self.stops += [stop for stop in other.stops if stop not in self.stops]
         self.flows += other.flows
 

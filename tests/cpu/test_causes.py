@@ -149,7 +149,7 @@ class PackedExpert(Expert):
 
 def test_packed_weights_are_the_cause() -> None:
     (skipped,) = missing(FusionReport(graph_count=1, opaque=["an operator"]), (MoE(PackedExpert),), moefuse.Options())
-    assert "its weights are quantised (uint8)" in skipped.message
+    assert (skipped.code, "expert weights are held as uint8: no graph has their products" in skipped.message) == ("encoding-unknown", True)
 
 
 def test_a_subclass_of_a_library_is_named() -> None:
@@ -162,7 +162,56 @@ def test_a_subclass_of_a_library_is_named() -> None:
     model = MoE()
     model.experts[0].up.weight = nn.Parameter(model.experts[0].up.weight.detach().as_subclass(Encoded))
     (skipped,) = missing(FusionReport(graph_count=1), (model,), moefuse.Options())
-    assert "its weights are quantised (`Encoded`)" in skipped.message
+    assert (skipped.code, "they are held as `Encoded`, and no graph" in skipped.message) == ("quantised", True)
+
+
+class Simulated(Expert):
+    """Weights in float32, rounded to few bits in each call, in a way that Dynamo cannot trace, as compressed-tensors does it."""
+
+    def weight_of(self, linear: nn.Linear) -> Tensor:
+        return (linear.weight / 0.01).clamp(-8, 7).round() * 0.01
+
+    def forward(self, x: Tensor) -> Tensor:
+        up, down = self.weight_of(self.up), self.weight_of(self.down)
+        torch._dynamo.graph_break()
+        return F.linear(F.silu(F.linear(x, up)), down)
+
+
+class Eight(Simulated):
+    """The same to eight bits, by a cast."""
+
+    def weight_of(self, linear: nn.Linear) -> Tensor:
+        return linear.weight.to(torch.float8_e4m3fn).float()
+
+
+class RoundedRows(Expert):
+    """Rows are rounded, and weights as they are: what is in the way is the break alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = (x / 0.01).round() * 0.01
+        torch._dynamo.graph_break()
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(("expert", "by"), [(Simulated, "round"), (Eight, "to"), (RoundedRows, "")])
+def test_weights_that_are_rounded_in_each_call(expert: type[Expert], by: str) -> None:
+    """Said with the operation that rounds them and its line, and the line where the graph breaks, in the expert itself."""
+    model, x = compiled(lambda: Block(MoE(expert))), torch.randn(T, H)
+    torch.testing.assert_close(model(x), model.forward(x))
+    report = moefuse.last_report()
+    assert report is not None
+    (found,) = report.skipped
+    if not by:
+        assert found.code == "nothing-found"
+        return
+    assert (found.code, found.module) == ("encoding-unknown", "mlp")
+    assert found.location == f"{__file__}:{line_of(Simulated.forward, 'graph_break')}"
+    assert f"held as float32: the program rounds them in each call (`{by}` at {__file__}:{_rounds(expert)})" in found.message
+    assert "and the graph breaks where they are multiplied" in found.message
+
+
+def _rounds(expert: Any) -> int:
+    return line_of(expert.weight_of, "return")
 
 
 class Selected(Block):
