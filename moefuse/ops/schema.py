@@ -82,6 +82,13 @@ LIBRARY = torch.library.Library("moefuse", "DEF")
 for _schema in SCHEMAS:
     LIBRARY.define(_schema, tags=_TAGS)
 
+TAKES_IDS = tuple(
+    getattr(torch.ops.moefuse, name).default
+    for name, _, arguments in (schema.partition("(") for schema in SCHEMAS)
+    if arguments.split(", ")[1:2] == ["Tensor ids"]
+)
+"""Ops whose second argument is the ids of experts: what looks for a layer's choice of experts in a graph finds it there."""
+
 
 def implement(name: str, *, kernel: Callable[..., Any], fake: Callable[..., Any], autograd: Callable[..., Any] | None) -> None:
     """Register one op: ``kernel`` for every device, ``fake`` for tracing, ``autograd`` above both (None: it only runs below autograd)."""

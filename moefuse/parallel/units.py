@@ -20,6 +20,7 @@ from moefuse import _torch_private, pipeline
 from moefuse.capture import entry
 from moefuse.config import Options
 from moefuse.errors import ParallelError
+from moefuse.ops.schema import TAKES_IDS
 from moefuse.parallel.find import Site, Stacked
 from moefuse.passes.graph.sharded import is_root, viewed
 from moefuse.passes.graph.slices import NotLocalError, View, holders, owners
@@ -85,6 +86,8 @@ def _traced(layer: nn.Module, site: Site) -> tuple[_Call | None, str]:
         seen.extend(_calls(gm, example_inputs))
         if seen:
             raise _FoundError
+        others = (str(n.target).split(".")[1] for n in gm.graph.nodes if n.target in TAKES_IDS)
+        reasons.extend(f"they run as `moefuse::{name}`, of whose weights no slice is known" for name in others)
         return gm.forward
 
     entry.enable(backend, lambda _arguments: options, lambda report, *_: reasons.extend(s.message for s in report.skipped))

@@ -20,24 +20,10 @@ from torch.fx import GraphModule, Node
 from moefuse import _torch_private
 from moefuse._dynamo.values import unbacked
 from moefuse.module_names import ModuleNames
+from moefuse.ops.schema import TAKES_IDS
 from moefuse.pipeline import copy_graph
 from moefuse.served import nearest_parameter
 
-_TAKES_IDS = frozenset(
-    getattr(torch.ops.moefuse, name).default
-    for name in (
-        "experts",
-        "experts_lora",
-        "experts_coded",
-        "recomputed_experts",
-        "recomputed_experts_lora",
-        "bounded_experts",
-        "ep_experts",
-        "ep_dispatch",
-        "permute",
-    )
-)
-"""Ops whose second argument is the ids of experts."""
 _VIEWS = frozenset(("view", "reshape", "flatten", "contiguous", "long", "int", "to", "squeeze", "unsqueeze", "detach", "ravel"))
 
 Sizes = Callable[[Sequence[Any]], tuple[int, ...]]
@@ -106,7 +92,7 @@ def _open_all(run: _Run, gm: GraphModule) -> list[Node]:
     given: list[Node] = []
     outs: list[Node] = []
     for node in list(gm.graph.nodes):
-        if node.target in _TAKES_IDS:
+        if node.target in TAKES_IDS:
             made = _open_one(run, gm, node, outs)
         else:
             made = _open_body(run, gm, node)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from moefuse.ops.schema import TAKES_IDS
 from moefuse.passes.block import router_logits, router_match
 from moefuse.passes.graph.builder import Emitter
 from moefuse.passes.graph.calls import Call, call_of, fake, location, tensor
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
 
 DEVICES = {"cuda"}
 """Where the op has a kernel that is quicker than ``torch.topk``."""
-_ROUTED = tuple(getattr(torch.ops.moefuse, name).default for name in ("experts", "experts_lora", "experts_coded", "permute"))
-"""Ops whose second argument is ids."""
 _ARGUMENTS = ("k", "dim", "largest", "sorted")
 
 
@@ -55,7 +54,7 @@ def one_kernel(graph: Graph, options: Options) -> list[str]:
 def _choices(graph: Graph) -> list[tuple[Node, Call]]:
     """The calls of ``topk`` that ids are computed from, as far back as the product that gives the scores."""
     found: list[tuple[Node, Call]] = []
-    stack = [i for target in _ROUTED for n in graph.find_nodes(op="call_function", target=target) if isinstance(i := n.args[1], Node)]
+    stack = [i for target in TAKES_IDS for n in graph.find_nodes(op="call_function", target=target) if isinstance(i := n.args[1], Node)]
     seen: set[Node] = set()
     while stack:
         node = stack.pop()

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from moefuse.config import Options
+from moefuse.errors import ParallelError
+from moefuse.parallel import units
 from moefuse.passes.match import encodings, whole_stacks
 from tests.cpu.test_packed_fused import Compiled
 from tests.programs.packed_forms import GATHERED, HELD, WHOLE, WIDE, Domain, E, Form, H, K
@@ -239,6 +243,13 @@ def test_gradients_through_what_slots_choose() -> None:
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
     assert len(compiled.ops) == 1
+
+
+def test_no_slices_of_what_is_held() -> None:
+    """``experts="tp"`` says which op it is that has none. (It said that there were no experts.)"""
+    site: Any = SimpleNamespace(layer="", name="experts", widths=(H,))
+    with pytest.raises(ParallelError, match=r"they run as `moefuse::experts_coded`.*use experts='ep'"):
+        units.cuts_of(Form("nibbles", "slots", whole=False), site, 2)
 
 
 class Between(Form):
