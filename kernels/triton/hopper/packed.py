@@ -8,7 +8,8 @@ outputs then are in the same thread; a tile has the features of all groups and u
 Four threads have a row of weights, each a quarter of the codes of a step's 64 inputs, so inputs have another order than in memory, and rows
 are copied in that order beforehand (``device/rows.gather_in_order``); the first product stores its outputs so. A sum has one order only.
 
-ptxas lets products run beside other instructions only if none is under way where a loop begins again; so UNROLL steps are one turn of it.
+ptxas lets products run beside other instructions only if none is under way where a loop begins again. So a step has two products, where
+shared memory has room for 128 inputs: the second half is unpacked beside the first product.
 
 Left operands that are converted in registers are what Marlin and CUTLASS's mixed products do; the code is our own.
 """
@@ -19,16 +20,17 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from moefuse.kernels.triton.device.functions import after_previous, expert_base, gated, let_next_start, pointwise, rounded
 from moefuse.kernels.triton.hopper.products import Lists, produce
-from moefuse.kernels.triton.hopper.ring import SLOTS, advance, before, make_ring, store_block, take
+from moefuse.kernels.triton.hopper.ring import SLOTS, advance, make_ring, store_block, take
 from moefuse.kernels.triton.words.products import halves
 from moefuse.kernels.triton.words.unpack import unpacked
 
 
 @gluon.constexpr_function
-def words_layout(each):
-    """Of words [4, 8, 4 * each], a warp for each first index: four threads have a row."""
+def words_layout(each, parts):
+    """Of words [4, 8, parts * 4 * each], a warp for each first index: four threads have a row of each part."""
+    reg = [[0, 0, i] for i in halves(each)] + [[0, 0, 4 * each * i] for i in halves(parts)]
     lane = [[0, 0, each], [0, 0, 2 * each]] + [[0, i, 0] for i in halves(8)]
-    return gl.DistributedLinearLayout([[0, 0, i] for i in halves(each)], lane, [[1, 0, 0], [2, 0, 0]], [], [4, 8, 4 * each])
+    return gl.DistributedLinearLayout(reg, lane, [[1, 0, 0], [2, 0, 0]], [], [4, 8, parts * 4 * each])
 
 
 @gluon.constexpr_function
@@ -40,10 +42,11 @@ def numbers_layout(each):
 
 
 @gluon.jit
-def operand_of(words, stage, s, z, layout: gl.constexpr, G: gl.constexpr, form: gl.constexpr, coding: gl.constexpr, cut: gl.constexpr):
-    """The left operand [64, 64] of a group's words of a stage, with scales and zeros [64, 4, 1] as they are held."""
+def words_of(words, stage, G: gl.constexpr, form: gl.constexpr, coding: gl.constexpr, cut: gl.constexpr):
+    """A group's words [64, PARTS * 4 * W] of a stage."""
     W: gl.constexpr = 16 // coding.PER
-    L: gl.constexpr = words_layout(W)
+    PARTS: gl.constexpr = cut.BK // 64
+    L: gl.constexpr = words_layout(W, PARTS)
     if form.HALVES == 2:
         BLOCKS: gl.constexpr = cut.BN // 128
         at = stage * 2 * BLOCKS + G // 2
@@ -53,13 +56,20 @@ def operand_of(words, stage, s, z, layout: gl.constexpr, G: gl.constexpr, form: 
         rows = words.index(stage * (cut.BN // 64) + G)
         first = rows.slice(0, 8, dim=1).load(L)
         second = rows.slice(8, 8, dim=1).load(L)
-    v = gl.convert_layout(gl.join(first, second).permute((0, 3, 1, 2)).reshape([64, 4, W]), numbers_layout(W))
+    return gl.join(first, second).permute((0, 3, 1, 2)).reshape([64, PARTS * 4 * W])
+
+
+@gluon.jit
+def operand_of(v, s, z, layout: gl.constexpr, coding: gl.constexpr, cut: gl.constexpr):
+    """The left operand [64, 64] of words [64, 4 * W], with scales and zeros [64, 4, 1] as they are held."""
+    W: gl.constexpr = 16 // coding.PER
+    v = gl.convert_layout(v.reshape([64, 4, W]), numbers_layout(W), assert_trivial=True)
     w = unpacked(v, s, z, coding).reshape([64, 4, 4, 2, 2])
     if cut.APART:
         w = w.permute((0, 2, 4, 1, 3))
     else:
         w = w.permute((0, 2, 3, 1, 4))
-    return gl.convert_layout(w.reshape([64, 64]), gl.DotOperandLayout(0, layout, 2))
+    return gl.convert_layout(w.reshape([64, 64]), gl.DotOperandLayout(0, layout, 2), assert_trivial=True)
 
 
 @gluon.jit
@@ -105,22 +115,21 @@ def numbers_of(
 
 @gluon.jit
 def numbers_at(place, step, at, L: gl.constexpr, BLOCK_K: gl.constexpr):
-    """Scales or zeros [64, 4, 1] of a step."""
+    """Scales or zeros [64, 4, 1] of 64 inputs."""
     q = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :, None]
     group = (step * 64 + q * 16) // BLOCK_K if BLOCK_K > 0 else q * 0
     return gl.load(place + group * at.stride_k)
 
 
 @gluon.jit
-def one_step(
-    acc, words, x_bufs, ring, stage, phase, by, less, layout: gl.constexpr, G: gl.constexpr, form: gl.constexpr, coding: gl.constexpr,
-    cut: gl.constexpr,
-):  # fmt: skip
-    """acc plus the product of a stage, once it is there; it is under way."""
-    PIECES: gl.constexpr = x_bufs.type.shape[0] // cut.STAGES
-    mbarrier.wait(ring.full.index(stage), phase)
-    a = operand_of(words, stage, by, less, layout, G, form, coding, cut)
-    return warpgroup_mma(a, x_bufs.index(stage * PIECES).permute((1, 0)), acc, is_async=True)
+def numbers_of_step(place, step, steps, at, L: gl.constexpr, coding: gl.constexpr, cut: gl.constexpr):
+    """Of a step, and of its second half."""
+    step = gl.minimum(step, steps - 1) * (cut.BK // 64)
+    first = numbers_at(place, step, at, L, coding.BLOCK_K)
+    second = first
+    if cut.BK == 128 and coding.BLOCK_K % 128 != 0:
+        second = numbers_at(place, step + 1, at, L, coding.BLOCK_K)
+    return first, second
 
 
 @gluon.jit
@@ -128,37 +137,38 @@ def multiply_packed(
     x_bufs, words, ring, stage, phase, steps, s, z, at_s, at_z, G: gl.constexpr, form: gl.constexpr, coding: gl.constexpr,
     cut: gl.constexpr,
 ):  # fmt: skip
-    """(sums [64, M] of a group's rows of weights, stage, phase). x_bufs: pieces of M rows, of which the first of each stage is meant."""
+    """(sums [64, M] of a group's rows of weights, stage, phase). x_bufs: pieces of M rows, of which the first of each part is meant."""
     STAGES: gl.constexpr = cut.STAGES
-    UNROLL: gl.constexpr = cut.UNROLL
+    PARTS: gl.constexpr = cut.BK // 64
     M: gl.constexpr = x_bufs.type.shape[1]
-    BLOCK_K: gl.constexpr = coding.BLOCK_K
+    PIECES: gl.constexpr = x_bufs.type.shape[0] // (STAGES * PARTS)
     L: gl.constexpr = numbers_layout(16 // coding.PER)
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, M, 16])
     acc = gl.zeros([64, M], gl.float32, layout)
-    by = numbers_at(s, 0, at_s, L, BLOCK_K)
-    less = numbers_at(z, 0, at_z, L, BLOCK_K) if coding.ZERO else by
-    for turn in range(steps // UNROLL):
-        for u in gl.static_range(UNROLL):
-            after = gl.minimum(turn * UNROLL + u + 1, steps - 1)
-            next_by = numbers_at(s, after, at_s, L, BLOCK_K)
-            next_less = numbers_at(z, after, at_z, L, BLOCK_K) if coding.ZERO else next_by
-            acc = one_step(acc, words, x_bufs, ring, stage, phase, by, less, layout, G, form, coding, cut)
-            if u > 0:
-                acc = warpgroup_mma_wait(1, deps=(acc,))
-                mbarrier.arrive(ring.empty.index(before(stage, STAGES)))
-            stage, phase = advance(stage, phase, STAGES)
-            by, less = next_by, next_less
-        acc = warpgroup_mma_wait(0, deps=(acc,))
-        mbarrier.arrive(ring.empty.index(before(stage, STAGES)))
-    for turn in range(steps // UNROLL * UNROLL, steps):
-        next_by = numbers_at(s, gl.minimum(turn + 1, steps - 1), at_s, L, BLOCK_K)
-        next_less = numbers_at(z, gl.minimum(turn + 1, steps - 1), at_z, L, BLOCK_K) if coding.ZERO else next_by
-        acc = one_step(acc, words, x_bufs, ring, stage, phase, by, less, layout, G, form, coding, cut)
+    by, by_2 = numbers_of_step(s, 0, steps, at_s, L, coding, cut)
+    less, less_2 = by, by_2
+    if coding.ZERO:
+        less, less_2 = numbers_of_step(z, 0, steps, at_z, L, coding, cut)
+    for k in range(steps):
+        next_by, next_by_2 = numbers_of_step(s, k + 1, steps, at_s, L, coding, cut)
+        next_less, next_less_2 = next_by, next_by_2
+        if coding.ZERO:
+            next_less, next_less_2 = numbers_of_step(z, k + 1, steps, at_z, L, coding, cut)
+        mbarrier.wait(ring.full.index(stage), phase)
+        v = words_of(words, stage, G, form, coding, cut)
+        x = x_bufs.index(stage * PARTS * PIECES).permute((1, 0))
+        if PARTS == 1:
+            acc = warpgroup_mma(operand_of(v, by, less, layout, coding, cut), x, acc, is_async=True)
+        else:
+            # The second half is unpacked while the product of the first runs.
+            first, second = v.reshape([64, 2, v.type.shape[1] // 2]).permute((0, 2, 1)).split()
+            acc = warpgroup_mma(operand_of(first, by, less, layout, coding, cut), x, acc, is_async=True)
+            x = x_bufs.index(stage * PARTS * PIECES + PIECES).permute((1, 0))
+            acc = warpgroup_mma(operand_of(second, by_2, less_2, layout, coding, cut), x, acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(ring.empty.index(stage))
         stage, phase = advance(stage, phase, STAGES)
-        by, less = next_by, next_less
+        by, by_2, less, less_2 = next_by, next_by_2, next_less, next_less_2
     return acc, stage, phase
 
 
@@ -211,7 +221,7 @@ def consume_packed(
 ):  # fmt: skip
     """Group G of those that share the features of each tile."""
     STAGES: gl.constexpr = cut.STAGES
-    WORDS: gl.constexpr = 64 // coding.PER
+    WORDS: gl.constexpr = cut.BK // coding.PER
     words = w_bufs._reinterpret(gl.int32, [STAGES * (cut.BN // 64), 4, 16, WORDS], gl.NVMMASharedLayout(4 * WORDS, 32, 3))
     stage = 0
     phase = 0
@@ -226,7 +236,7 @@ def consume_packed(
                     at_z, form, coding, cut, G,
                 )  # fmt: skip
             else:
-                lower = x_bufs._reinterpret(x_bufs.dtype, [STAGES * cut.BM // 128, 128, cut.BK], x_bufs.layout)
+                lower = x_bufs._reinterpret(x_bufs.dtype, [STAGES * (cut.BK // 64) * cut.BM // 128, 128, 64], x_bufs.layout)
                 stage, phase = make_packed(
                     out_rows, lists, s_a, s_b, z_a, z_b, lower, words, o_bufs, ring, stage, phase, steps, e, start, rows, block, at_s,
                     at_z, form, coding, cut, G,
@@ -238,7 +248,7 @@ def consume_packed(
                     at_z, form, coding, cut, G,
                 )  # fmt: skip
             else:
-                lower = x_bufs._reinterpret(x_bufs.dtype, [STAGES * cut.BM // 64, 64, cut.BK], x_bufs.layout)
+                lower = x_bufs._reinterpret(x_bufs.dtype, [STAGES * (cut.BK // 64) * cut.BM // 64, 64, 64], x_bufs.layout)
                 stage, phase = make_packed(
                     out_rows, lists, s_a, s_b, z_a, z_b, lower, words, o_bufs, ring, stage, phase, steps, e, start, rows, block, at_s,
                     at_z, form, coding, cut, G,
@@ -266,7 +276,7 @@ def packed_products(
     after_previous(cut.PDL)
     let_next_start(cut.PDL)
     STAGES: gl.constexpr = cut.STAGES
-    x_bufs = gl.allocate_shared_memory(x_rows.dtype, [STAGES, cut.BM, cut.BK], x_rows.layout)
+    x_bufs = gl.allocate_shared_memory(x_rows.dtype, [STAGES * (cut.BK // 64), cut.BM, 64], x_rows.layout)
     plain: gl.constexpr = gl.NVMMASharedLayout(w_a.layout.swizzle_byte_width, w_a.layout.element_bitwidth, 2)
     w_bufs = gl.allocate_shared_memory(w_a.dtype, [STAGES, cut.BN, cut.BK // form.PACK], plain)
     OUT: gl.constexpr = [1] + out_rows.block_type.shape

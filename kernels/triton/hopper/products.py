@@ -101,10 +101,12 @@ def produce(
     STAGES: gl.constexpr = cut.STAGES
     PIECES: gl.constexpr = cut.PIECES
     M: gl.constexpr = cut.piece
+    INPUTS: gl.constexpr = x_rows.block_type.shape[1]
+    PARTS: gl.constexpr = cut.BK // INPUTS
     WIDTH: gl.constexpr = cut.BN // form.HALVES
     WEIGHTS: gl.constexpr = form.HALVES * w_a.block_type.nbytes
-    ROWS: gl.constexpr = x_rows.block_type.nbytes
-    pieces = a_bufs._reinterpret(x_rows.dtype, [STAGES * PIECES] + x_rows.block_type.shape, x_rows.layout)
+    ROWS: gl.constexpr = PARTS * x_rows.block_type.nbytes
+    pieces = a_bufs._reinterpret(x_rows.dtype, [STAGES * PARTS * PIECES] + x_rows.block_type.shape, x_rows.layout)
     views = b_bufs._reinterpret(w_a.dtype, [STAGES * form.HALVES] + w_a.block_type.shape, w_a.layout)
     total = gl.load(num_tiles) * blocks
     stage = 0
@@ -128,8 +130,9 @@ def produce(
             copy_weights(w_a, steps_a, e, at_a.rows, at_a.first + block * WIDTH, at_k, bar, views.index(stage * form.HALVES), DESC)
             if form.HALVES == 2:
                 copy_weights(w_b, steps_b, e, at_b.rows, at_b.first + block * WIDTH, at_k, bar, views.index(stage * 2 + 1), DESC)
-            for n in gl.static_range(PIECES):
-                tma.async_copy_global_to_shared(x_rows, [start + n * M, k], bar, pieces.index(stage * PIECES + n), pred=n < live)
+            for n in gl.static_range(PARTS * PIECES):
+                at = [start + n % PIECES * M, k + n // PIECES * INPUTS]
+                tma.async_copy_global_to_shared(x_rows, at, bar, pieces.index(stage * PARTS * PIECES + n), pred=n % PIECES < live)
             stage, phase = advance(stage, phase, STAGES)
         i, e, start, rows, block = following, next_e, next_start, next_rows, next_block
         following = drawn(ticket)

@@ -27,7 +27,7 @@ STEP = 64
 GROUPS = {256: 2, 128: 2, 64: 4, 32: 4, 16: 4}
 """Groups that multiply, by the rows of a tile: where these are few, sums leave registers for more of them."""
 STAGES = 4
-UNROLL = 2
+WIDE = (16, 32, 64, 128)
 PROGRAMS: dict[int, int] = {}
 REGISTERS = {(2, 1): 232, (4, 1): 112, (2, 2): 104}
 
@@ -86,14 +86,15 @@ def product(
     gating = "plain" if body is None else kernel_gating(body)
     split = 2 if gating == "halves" else 1
     biased = bias[0] is not None
+    bk = 2 * STEP if it.bm in WIDE and k % (2 * STEP) == 0 else STEP
     groups, programs = GROUPS[it.bm], PROGRAMS.get(it.bm, 1)
     cut = PackedCut(
-        it.bm, STEP * groups, groups, STAGES, max(it.bm // PIECE, 1), UNROLL, apart(one), following is not None and apart(following),
+        it.bm, STEP * groups, groups, STAGES, max(it.bm // PIECE, 1), bk, apart(one), following is not None and apart(following),
         REGISTERS=REGISTERS[groups, programs], SPARE=24 if programs == 2 else 40,
     )  # fmt: skip
     width, form = cut.BN // split, operand.form(item)
     first, second = (0, 0) if body is None else first_features(body, n)
-    shown = [_weights(h, form, it.experts, pack, width, item) for h in parts]
+    shown = [_weights(h, form, it.experts, pack, width, bk // pack, item) for h in parts]
     steps = [as_step(steps_table, h.storage.tensors)[1] if is_apart(form) else h.storage.pointer for h in parts]
     pointers = [h.storage.pointer if b is None else b.pointer for h, b in zip(parts, (bias[0], bias[1] or bias[0]), strict=True)]
     columns = -(-n // width)
@@ -133,10 +134,9 @@ def _kernel() -> Any:
     return packed_products
 
 
-def _weights(held: Held, form: str, experts: int, pack: int, width: int, item: int) -> Described:
+def _weights(held: Held, form: str, experts: int, pack: int, width: int, inner: int, item: int) -> Described:
     from triton.experimental.gluon.language import NVMMASharedLayout
 
-    inner = STEP // pack
     shape, strides, block = held.storage.operand.matrix(form, experts, held.features, held.inputs // pack, width, inner, item)
     pointer = as_step(steps_table, held.storage.tensors)[0] if is_apart(form) else held.storage.pointer
     layout = NVMMASharedLayout(swizzle_byte_width=inner * item, element_bitwidth=8 * item, rank=len(block))
