@@ -10,28 +10,12 @@ import torch
 from torch import nn
 
 import moefuse
-from tests.cpu.suspect_programs import (
-    HAVE,
-    HAVE_NOT,
-    Counting,
-    Critics,
-    EarlyExit,
-    Expert,
-    H,
-    Layer,
-    Levels,
-    Make,
-    OneForAll,
-    Pooling,
-    SecondLost,
-    Soft,
-    Stack,
-    StraightThrough,
-    T,
-    Threshold,
-    TwoByMask,
-    TwoByWhere,
-)
+from tests.programs.suspects import FILES, HAVE, HAVE_NOT, Make
+from tests.programs.suspects.backbones import EarlyExit
+from tests.programs.suspects.chosen import OneForAll, Soft, StraightThrough, Threshold, TwoByMask, TwoByWhere
+from tests.programs.suspects.counted import Counting, SecondLost, Stack
+from tests.programs.suspects.parts import Expert, H, Layer, T
+from tests.programs.suspects.several import Critics, Levels, Pooling
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "no_code")
 
@@ -58,21 +42,14 @@ def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
 @torch.no_grad()
 @pytest.mark.parametrize("make", HAVE)
 def test_experts_that_are_lost_are_told_about(make: Make, caplog: pytest.LogCaptureFixture) -> None:
-    """Once, at a line of the program's own."""
+    """Once, at a line of the layer's own, and none of its experts'."""
     run(make)
     texts = messages(caplog)
     assert texts, str(moefuse.last_report())
     assert len(texts) == 1, texts
-    assert "suspect_programs.py" in texts[0], texts
-    assert not any(f"suspect_programs.py:{line} " in texts[0] for line in _EXPERT), texts
-
-
-def _lines(kind: type) -> range:
-    lines, start = inspect.getsourcelines(kind)
-    return range(start, start + len(lines))
-
-
-_EXPERT = _lines(Expert)
+    assert any(f"{file}:" in texts[0] for file in FILES), texts
+    lines, start = inspect.getsourcelines(Expert)
+    assert not any(f"{inspect.getsourcefile(Expert)}:{line} " in texts[0] for line in range(start, start + len(lines))), texts
 
 
 @pytest.mark.sampled(9)
