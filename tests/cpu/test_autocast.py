@@ -17,7 +17,7 @@ import moefuse
 from tests.cpu.ops_case import Case, assert_as_exact, leaves, oracle_grads, reference, run, to
 from tests.programs import check
 from tests.programs.program import Program, invalid
-from tests.programs.refused import E, H, K, Layer, T
+from tests.programs.refused.plain import E, H, K, Layer, T
 from tests.strategies import FEW, PHASES, SPELLINGS, programs
 
 SHORT = (torch.bfloat16, torch.float16)

@@ -27,7 +27,7 @@ from moefuse.inductor_pass import CacheStamp
 from moefuse.report import Fused, Skipped
 from moefuse.spec import ExpertsSpec
 from tests.conftest import StubDriver
-from tests.programs import refused
+from tests.programs.refused import plain
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "_no_history")
 
@@ -192,7 +192,7 @@ def test_a_rewritten_graph_that_the_compiler_cannot_take(monkeypatch: pytest.Mon
         return original(gm, *args)
 
     monkeypatch.setattr(_torch_private, "compile_fx", compile_fx)
-    model, x = refused.Plain(), torch.randn(refused.T, refused.H)
+    model, x = plain.Plain(), torch.randn(plain.T, plain.H)
     torch.testing.assert_close(torch.compile(model, backend="moefuse", fullgraph=True)(x), model(x))
     report = moefuse.last_report()
     assert report is not None

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import moefuse
 from tests.conftest import StubDriver
-from tests.programs.refused import E, H, K, Layer
+from tests.programs.refused.plain import E, H, K, Layer
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "no_code")
 

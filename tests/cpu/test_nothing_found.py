@@ -14,7 +14,8 @@ from torch import Tensor, nn
 import moefuse
 from moefuse.suspects import suspects
 from tests.programs.check import Outcome, light
-from tests.programs.refused import E, H, I, K, NothingFound, Plain, T
+from tests.programs.refused.found import NothingFound
+from tests.programs.refused.plain import E, H, I, K, Plain, T
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 

@@ -1,6 +1,6 @@
 """One negative program for every refusal code: the code, the whole message, the user's line, and results equal to eager.
 
-The programs are in tests/programs/refused.py.
+The programs are in tests/programs/refused/.
 """
 
 from __future__ import annotations
@@ -20,44 +20,22 @@ from moefuse.capture import entry
 from moefuse.errors import CODES
 from moefuse.report import FusionReport
 from tests.programs import refused
-from tests.programs.refused import (
-    Alias,
-    Batched,
+from tests.programs.refused.choices import (
     Capacity,
-    ContextDiffers,
-    Counting,
     ExpertChoice,
     ExpertsDiffer,
-    Gathered,
-    H,
-    Hook,
     IdsNotDistinct,
     IdsOutOfRange,
     MissingExperts,
-    Model,
-    Mutation,
-    NoRule,
-    NotCaptured,
     NotCombined,
-    NothingFound,
-    NotLowered,
-    NotRecognised,
-    NotRowLocal,
     NotWeighted,
-    Packed,
-    Plain,
-    Random,
-    Sharded,
     SumChanged,
-    T,
-    Teacher,
     TokensDiffer,
-    Transformed,
-    TwoDtypes,
-    Unpacked,
-    Unusual,
-    ValueEscapes,
 )
+from tests.programs.refused.found import Batched, Counting, NotCaptured, NothingFound, NotLowered, NotRecognised
+from tests.programs.refused.held import Gathered, Packed, Sharded, TwoDtypes, Unpacked, Unusual
+from tests.programs.refused.plain import H, Model, Plain, T, Teacher
+from tests.programs.refused.rows import Alias, ContextDiffers, Hook, Mutation, NoRule, NotRowLocal, Random, Transformed, ValueEscapes
 
 
 @dataclass(frozen=True)
@@ -294,7 +272,7 @@ CASES: dict[str, Case] = {
 
 def line_of(marker: str) -> str:
     """``file:line`` of the statement with the comment ``# at: marker``."""
-    lines = [(path, i, line) for path in (refused.__file__, __file__) for i, line in enumerate(Path(path).read_text().splitlines(), 1)]
+    lines = [(path, i, line) for path in (*refused.FILES, __file__) for i, line in enumerate(Path(path).read_text().splitlines(), 1)]
     (found,) = [f"{path}:{number}" for path, number, line in lines if line.endswith(f"# at: {marker}")]
     return found
 
@@ -381,7 +359,7 @@ def test_every_message_is_filled_in() -> None:
 
 def test_strict_raises_what_the_report_says() -> None:
     """`strict` turns a refusal into an error whose text names code, message and line."""
-    with pytest.raises(FusionError, match=r"refused\.py:\d+ +random: `dropout` draws random numbers") as caught:
+    with pytest.raises(FusionError, match=r"rows\.py:\d+ +random: `dropout` draws random numbers") as caught:
         torch.compile(Random(), backend="moefuse", fullgraph=True, options={"strict": True})(torch.randn(T, H))
     assert line_of("random").rpartition("/")[2] in str(caught.value)
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import moefuse
-from tests.programs.refused import E, H, Layer, T
+from tests.programs.refused.plain import E, H, Layer, T
 
 NAMES = ("result", "target", "base")
 
