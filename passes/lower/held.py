@@ -18,6 +18,7 @@ from moefuse.passes.match.templates import Body
 
 if TYPE_CHECKING:
     from moefuse.passes.lower.lower import Lowering
+    from moefuse.passes.lower.operands import Operands
 
 
 class UnsupportedError(ValueError):
@@ -64,12 +65,12 @@ def is_beside_terms(lowering: Lowering, body: Body) -> bool:
     return bool(held) and plain and any(p.terms or p.added for p in found)
 
 
-def detached(lowering: Lowering, leaf: Leaf, nodes: list[Node]) -> list[Node]:
+def detached(lowering: Operands, leaf: Leaf, nodes: list[Node]) -> list[Node]:
     """The storage, which has no gradients: nor has it in the program, whose operator has none."""
     return [lowering.emit(torch.detach, n) if fake(n).requires_grad else n for n in nodes]
 
 
-def storages(lowering: Lowering, leaf: Leaf) -> list[Node]:
+def storages(lowering: Operands, leaf: Leaf) -> list[Node]:
     """What holds the weights, in two dimensions (and one of experts): a view where the program has it in one."""
     nodes = detached(lowering, leaf, lowering.sources(leaf))
     if leaf.held is None or leaf.held.shape is None:
