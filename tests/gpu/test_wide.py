@@ -50,7 +50,7 @@ def test_weights_have_the_bits_of_the_definition(name: str, separate: bool) -> N
 
 
 @pytest.mark.parametrize("rows", [16, 32, 64, 128, 256])
-@pytest.mark.parametrize("gating", ["merged", "separate", "plain"])
+@pytest.mark.parametrize("gating", ["merged", "separate", "interleaved", "plain"])
 @pytest.mark.parametrize("name", ["fp8 blocks", "nibbles", "words, zeros", "mxfp4", "int8 channels"])
 def test_layers(name: str, gating: str, rows: int) -> None:
     """Against float64 with the weights that the encoding means; biases, ids of nobody, and the same bits in every run."""
@@ -58,7 +58,7 @@ def test_layers(name: str, gating: str, rows: int) -> None:
     from moefuse.kernels.triton.provide.coded import _as_bytes
 
     case = LARGE.with_(gating=gating, activation="relu2" if gating == "plain" else "silu", separate=gating == "separate")
-    case = case.with_(inter=256)
+    case = case.with_(inter=256 if rows > 64 else 320, up_first=rows == 64 and gating == "interleaved")
     encoding = ENCODINGS[name]
     args, dense, options = coded(case, encoding, encoding if gating == "separate" else None, encoding)
     args, dense = on_gpu(args), on_gpu(dense)

@@ -34,6 +34,14 @@ def words_layout(each, parts):
 
 
 @gluon.constexpr_function
+def turns_layout(each, parts):
+    """Of words [4, 16, parts * 4 * each] of 8 and 8 rows by turns."""
+    reg = [[0, 0, i] for i in halves(each)] + [[0, 0, 4 * each * i] for i in halves(parts)] + [[0, 1, 0]]
+    lane = [[0, 0, each], [0, 0, 2 * each]] + [[0, 2 * i, 0] for i in halves(8)]
+    return gl.DistributedLinearLayout(reg, lane, [[1, 0, 0], [2, 0, 0]], [], [4, 16, parts * 4 * each])
+
+
+@gluon.constexpr_function
 def numbers_layout(each):
     """Of words [64, 4, each]: the rows of a product, of which a thread has two."""
     reg = [[0, 0, i] for i in halves(each)] + [[8, 0, 0]]
@@ -47,7 +55,10 @@ def words_of(words, stage, G: gl.constexpr, form: gl.constexpr, coding: gl.const
     W: gl.constexpr = 16 // coding.PER
     PARTS: gl.constexpr = cut.BK // 64
     L: gl.constexpr = words_layout(W, PARTS)
-    if form.HALVES == 2:
+    if form.GATING == "interleaved":
+        rows = words.index(stage * (cut.BN // 128) + G // 2).slice(16 * (G % 2), 16, dim=1).load(turns_layout(W, PARTS))
+        first, second = rows.reshape([4, 8, 2, PARTS * 4 * W]).permute((0, 1, 3, 2)).split()
+    elif form.HALVES == 2:
         BLOCKS: gl.constexpr = cut.BN // 128
         at = stage * 2 * BLOCKS + G // 2
         first = words.index(at).slice(8 * (G % 2), 8, dim=1).load(L)
@@ -89,7 +100,8 @@ def in_order(v, APART: gl.constexpr):
 @gluon.jit
 def features_of(r, block, G: gl.constexpr, form: gl.constexpr, cut: gl.constexpr):
     """The outputs of rows r of a group, and whether a row is of the up projection (1) or of the gate (0)."""
-    if form.HALVES == 2:
+    BOTH: gl.constexpr = form.GATING == "halves" or form.GATING == "interleaved"
+    if BOTH:
         n, upper = block * (cut.BN // 2) + G // 2 * 64 + r // 16 * 16 + G % 2 * 8 + r % 8, r // 8 % 2
     else:
         n, upper = block * cut.BN + G * 64 + r, r * 0
@@ -104,6 +116,8 @@ def numbers_of(
     """Where the scales or zeros [64, 1, 1] of a group's rows begin."""
     n, upper = features_of(gl.arange(0, 64, gl.SliceLayout(1, gl.SliceLayout(2, L))), block, G, form, cut)
     base = expert_base(base_a, e.to(gl.int64), at.stride_e, dtype, coding.APART, False)
+    if form.GATING == "interleaved":
+        n = 2 * n + upper
     n_a = gl.minimum(n + lists.at_a.first, lists.features - 1)
     if form.HALVES == 2:
         other = expert_base(base_b, e.to(gl.int64), at.stride_e, dtype, coding.APART, False)
@@ -177,6 +191,8 @@ def biases(lists, e, block, dtype: gl.constexpr, L: gl.constexpr, G: gl.constexp
     """Biases [64, 1] of a group's rows, float32; nothing behind the last feature."""
     n, upper = features_of(gl.arange(0, 64, L), block, G, form, cut)
     base = expert_base(lists.b_a, e, lists.at_a.bias_e, dtype, form.BIAS_TABLE, False)
+    if form.GATING == "interleaved":
+        n = 2 * n + upper
     n_a = n + lists.at_a.first
     if form.HALVES == 2:
         base = gl.where(upper == 0, base, expert_base(lists.b_b, e, lists.at_b.bias_e, dtype, form.BIAS_TABLE, False))
@@ -192,7 +208,8 @@ def make_packed(
 ):  # fmt: skip
     """Multiply and store a group's features of a tile, as high as the pieces of x_bufs are; (stage, phase) behind its steps."""
     ACT: gl.constexpr = form.ACT
-    BOTH: gl.constexpr = form.HALVES == 2
+    BOTH: gl.constexpr = form.GATING == "halves" or form.GATING == "interleaved"
+    OUT: gl.constexpr = 32 if BOTH else 64
     L: gl.constexpr = numbers_layout(16 // coding.PER)
     M: gl.constexpr = x_bufs.type.shape[1]
     dtype: gl.constexpr = out_rows.dtype
@@ -204,13 +221,14 @@ def make_packed(
     acc = rounded(acc, dtype)
     if BOTH:
         gate, upper = acc.reshape([4, 2, 8, M]).permute((0, 2, 3, 1)).split()
+        if form.UP_FIRST:
+            gate, upper = upper, gate
         v = in_order(gated(gate, upper, lists.args[0], lists.args[1], ACT, True).to(dtype), cut.OUT_APART)
     elif ACT != "":
         v = in_order(pointwise(acc, ACT, True).to(dtype), cut.OUT_APART)
     else:
         v = acc.to(dtype)
-    col = block * (cut.BN // form.HALVES) + G * (64 // form.HALVES)
-    store_block(out_rows, o_bufs, v.permute((1, 0)), 0, start, rows, col)
+    store_block(out_rows, o_bufs, v.permute((1, 0)), 0, start, rows, block * (cut.GROUPS * OUT) + G * OUT)
     return stage, phase
 
 
@@ -222,7 +240,8 @@ def consume_packed(
     """Group G of those that share the features of each tile."""
     STAGES: gl.constexpr = cut.STAGES
     WORDS: gl.constexpr = cut.BK // coding.PER
-    words = w_bufs._reinterpret(gl.int32, [STAGES * (cut.BN // 64), 4, 16, WORDS], gl.NVMMASharedLayout(4 * WORDS, 32, 3))
+    ROWS: gl.constexpr = 128 if form.GATING == "interleaved" else 64
+    words = w_bufs._reinterpret(gl.int32, [STAGES * cut.BN // ROWS, 4, ROWS // 4, WORDS], gl.NVMMASharedLayout(4 * WORDS, 32, 3))
     stage = 0
     phase = 0
     slot = 0

@@ -26,10 +26,11 @@ STEP = 64
 """Inputs of a step, which rows have in an order of their own; and features that one group has of each half."""
 GROUPS = {256: 2, 128: 2, 64: 4, 32: 4, 16: 4}
 """Groups that multiply, by the rows of a tile: where these are few, sums leave registers for more of them."""
+REGISTERS = {2: 232, 4: 112}
+"""Of a thread of a group."""
 STAGES = 4
-WIDE = (16, 32, 64, 128)
-PROGRAMS: dict[int, int] = {}
-REGISTERS = {(2, 1): 232, (4, 1): 112, (2, 2): 104}
+TALL = 256
+"""Rows of a tile from which on there is room for steps of 64 inputs only, others have 128 where inputs are so many times whole."""
 
 
 def refusal(held: Held, dtype: torch.dtype, out: Tensor) -> str | None:
@@ -86,30 +87,30 @@ def product(
     gating = "plain" if body is None else kernel_gating(body)
     split = 2 if gating == "halves" else 1
     biased = bias[0] is not None
-    bk = 2 * STEP if it.bm in WIDE and k % (2 * STEP) == 0 else STEP
-    groups, programs = GROUPS[it.bm], PROGRAMS.get(it.bm, 1)
+    base = words.coding(one, bias[0])
+    groups = 2 if base.ZERO and base.WIDE else GROUPS[it.bm]  # zeros in float32 take more registers than four groups leave
+    bk = STEP if it.bm >= TALL or k % (2 * STEP) else 2 * STEP
     cut = PackedCut(
         it.bm, STEP * groups, groups, STAGES, max(it.bm // PIECE, 1), bk, apart(one), following is not None and apart(following),
-        REGISTERS=REGISTERS[groups, programs], SPARE=24 if programs == 2 else 40,
+        REGISTERS=REGISTERS[groups],
     )  # fmt: skip
     width, form = cut.BN // split, operand.form(item)
+    outputs = cut.BN // (1 if gating == "plain" else 2)
     first, second = (0, 0) if body is None else first_features(body, n)
     shown = [_weights(h, form, it.experts, pack, width, bk // pack, item) for h in parts]
     steps = [as_step(steps_table, h.storage.tensors)[1] if is_apart(form) else h.storage.pointer for h in parts]
     pointers = [h.storage.pointer if b is None else b.pointer for h, b in zip(parts, (bias[0], bias[1] or bias[0]), strict=True)]
-    columns = -(-n // width)
+    columns = -(-n // outputs)
     zeros = [h.zero or h.scale for h in parts]
-    base = words.coding(one, bias[0])
     launch(
         _kernel(),
-        (min(programs * device_of(out.device).sms, it.max_tiles * columns),),
+        (min(device_of(out.device).sms, it.max_tiles * columns),),
         {
             "x_rows": Described(x, (it.slots, k), (k, 1), (cut.piece, STEP), rows_layout(STEP)), "w_a": shown[0], "w_b": shown[1], "s_a": one.scale.pointer,
             "s_b": two.scale.pointer, "z_a": zeros[0].pointer, "z_b": zeros[1].pointer, "b_a": pointers[0], "b_b": pointers[1],
-            "out_rows": specialised.clipped(out, n, it.bm, STEP // split, out.stride(0)), "tiles": it.tiles, "num_tiles": it.num_tiles,
+            "out_rows": specialised.clipped(out, n, it.bm, outputs // groups, out.stride(0)), "tiles": it.tiles, "num_tiles": it.num_tiles,
             "steps_a": steps[0], "steps_b": steps[1],
         },
-        registers=80 if programs == 2 else 0,
         max_tiles=it.max_tiles,
         blocks=columns,
         K=k,
@@ -121,7 +122,7 @@ def product(
         args=(0.0, 0.0) if body is None else body.pair,
         form=Form(
             split, form, biased, split == 2 and biased, biased and base.BIAS_APART, "" if body is None else body.activation, gating,
-            PACK=pack,
+            body is not None and body.up_first and gating == "interleaved", pack,
         ),
         coding=base,
         cut=cut,

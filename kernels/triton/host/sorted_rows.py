@@ -86,13 +86,37 @@ class Sorted(NamedTuple):
 
 def sort(ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     """(order [S], offsets [E + 1]), int64."""
-    slots, device = ids.numel(), ids.device
-    order = torch.empty(slots, dtype=torch.int64, device=device)
+    slots = ids.numel()
+    order = torch.empty(slots, dtype=torch.int64, device=ids.device)
     if not slots:
-        return order, torch.zeros(experts + 1, dtype=torch.int64, device=device)
-    offsets = torch.empty(experts + 1, dtype=torch.int64, device=device)
-    max_tiles, be, flat = min(slots, experts), max(power_of_two(experts + 1), 32), ids.stride() == (ids.shape[1], 1)
-    unused, number = (torch.empty(n, dtype=torch.int32, device=device) for n in (TILE_FIELDS * max_tiles, 3))
+        return order, torch.zeros(experts + 1, dtype=torch.int64, device=ids.device)
+    it = _listed(order, slots, experts, ids.shape[1], _ONE_TILE)
+    _sort(ids, it, order)
+    return order, it.offsets
+
+
+def sort_with_tiles(ids: Tensor, experts: int, rows: int) -> tuple[Sorted, Tensor]:
+    """The rows with tiles of so many, and the row [S] of each slot, int32; there are slots."""
+    order, position = (torch.empty(ids.numel(), dtype=kind, device=ids.device) for kind in (torch.int64, torch.int32))
+    it = _listed(order, ids.numel(), experts, ids.shape[1], rows)
+    _sort(ids, it, position)
+    return it, position
+
+
+def _listed(order: Tensor, slots: int, experts: int, top_k: int, rows: int) -> Sorted:
+    """Rows whose offsets and tiles are to be written."""
+    max_tiles = min(slots, slots // rows + min(experts, slots))
+    offsets = torch.empty(experts + 1, dtype=torch.int64, device=order.device)
+    tiles, number = (torch.empty(n, dtype=torch.int32, device=order.device) for n in (TILE_FIELDS * max_tiles, 3))
+    return Sorted(order, offsets, slots, experts, top_k, rows, tiles, number, max_tiles)
+
+
+def _sort(ids: Tensor, it: Sorted, position: Tensor) -> None:
+    """Write order, offsets and tiles, and the rows of slots where these have a tensor of their own."""
+    assert it.tiles is not None
+    assert it.num_tiles is not None
+    slots, experts, device = it.slots, it.experts, ids.device
+    be, flat = max(power_of_two(experts + 1), 32), ids.stride() == (ids.shape[1], 1)
     by: dict[str, Any] = {
         "at_ids": Rows(*ids.stride()),
         "S": slots,
@@ -102,18 +126,19 @@ def sort(ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
         "BE": be,
         "PDL": False,
     }
-    lists: dict[str, Any] = {"max_tiles": max_tiles, "INVERSE": False, "BM": _ONE_TILE}
-    arrays = {"ids": ids, "order": order, "position": order, "offsets": offsets, "tiles": unused, "num_tiles": number}
+    lists: dict[str, Any] = {"max_tiles": it.max_tiles, "INVERSE": position is not it.order, "BM": it.bm}
+    arrays = {
+        "ids": ids, "order": it.order, "position": position, "offsets": it.offsets, "tiles": it.tiles, "num_tiles": it.num_tiles,
+    }  # fmt: skip
     if slots <= SORT_AT_ONCE:
         warps, bs = 4 if slots <= 1024 else 8, max(power_of_two(slots), 128)
         launch(routing.sort_once, (experts + 1,), arrays, warps=warps, BS=bs, **by, **lists)
-        return order, offsets
+        return
     chunks, cols = -(-slots // CHUNK), 8
     sums = {name: torch.empty(n, dtype=torch.int32, device=device) for name, n in (("counts", chunks * be), ("totals", be))}
     launch(routing.count_chunks, (chunks,), {"ids": ids, "counts": sums["counts"]}, BS=CHUNK, **by)
     launch(routing.scan_chunks, (be // cols,), sums, C=chunks, BC=128, BE=be, COLS=cols, PDL=False)
     launch(routing.place_chunks, (chunks,), arrays | sums, BS=CHUNK, **by, **lists)
-    return order, offsets
 
 
 def tiled(it: Sorted, dtype: torch.dtype, rows: int | None = None) -> Sorted:
@@ -153,14 +178,20 @@ def rows_of(t: Tensor | None) -> Rows:
     return Rows(0, 0) if t is None else Rows(*t.stride())
 
 
-def sum_slots(out: Tensor, y: Tensor, it: Sorted, weights: Tensor | None) -> None:
-    """out [T, N] = the (weighted) sum over the slots of each token of its rows in y."""
+def sum_slots(out: Tensor, y: Tensor, it: Sorted, weights: Tensor | None, position: Tensor | None = None) -> None:
+    """out [T, N] = the (weighted) sum over the slots of each token of its rows in y; ``position``: the row of each slot, where it is known."""
     n = out.shape[1]
     bn = min(power_of_two(n), 1024)
     launch(
         moving.sum_rows,
         (out.shape[0], -(-n // bn)),
-        {"y": y, "position": inverse(it), "offsets": it.offsets, "weights": y if weights is None else weights, "out": out},
+        {
+            "y": y,
+            "position": inverse(it) if position is None else position,
+            "offsets": it.offsets,
+            "weights": y if weights is None else weights,
+            "out": out,
+        },
         top_k=it.top_k,
         E=it.experts,
         N=n,

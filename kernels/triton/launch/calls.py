@@ -23,16 +23,11 @@ def launch(
     warps: int = 4,
     stages: int = 2,
     pdl: bool = False,
-    registers: int = 0,
     **numbers: Any,
 ) -> None:
-    """Launch on the current stream, arguments by the names of the kernel's parameters.
-
-    ``pdl``: programmatic dependent launch. ``registers``: the most that a thread has at first; 0 leaves that to Triton.
-    """
+    """Launch on the current stream, arguments by the names of the kernel's parameters; ``pdl``: programmatic dependent launch."""
     named = {name: a._replace(array=name) if isinstance(a, Described) else name for name, a in arrays.items()}
-    options = ({"launch_pdl": True} if pdl else {}) | ({"maxnreg": registers} if registers else {})
-    it = Launch(kernel, grid, named, numbers, num_warps=warps, num_stages=stages, **options)
+    it = Launch(kernel, grid, named, numbers, num_warps=warps, num_stages=stages, **({"launch_pdl": True} if pdl else {}))
     tensors = [a.array if isinstance(a, Described) else a for a in map(arrays.__getitem__, it.names)]
     as_launch(run, it, tensors)
 

@@ -19,7 +19,7 @@ from moefuse.kernels.triton.host.rounded_specialised import ROWS
 from moefuse.kernels.triton.host.sorted_rows import Sorted
 from moefuse.kernels.triton.host.token_codes import Rounded
 from moefuse.kernels.triton.launch.record import recorded
-from moefuse.kernels.triton.provide import library, rounded, unpacked, words
+from moefuse.kernels.triton.provide import library, packed, rounded, unpacked, words
 from moefuse.kernels.triton.provide.products import Own
 from moefuse.ops.call import Stack
 from moefuse.ops.coded import CodedCall, CodedGrads
@@ -101,7 +101,9 @@ class _Products:
                 else:
                     token_codes.product(out, rows, held, it, found)
                 return out
-            if unpacked.takes(x, self.own.it):
+            if not back and not add and how.get("scale") is None and packed.takes(out, x, held, self.own.it):
+                packed.product(out, x, held, self.own.it, bias, tokens=how.get("tokens", False))
+            elif unpacked.takes(x, self.own.it):
                 in_order = self.own.rows(x, how.get("tokens", False), how.get("scale"))
                 unpacked.product(out, in_order, held, self.own.it, bias, back=back, add=add)
             else:
@@ -118,9 +120,10 @@ class _Products:
 
 @recorded
 def _inference(call: CodedCall) -> Tensor:
-    if words.refusal(call) is None:
+    found = packed.experts(call)
+    if found is None and words.refusal(call) is None:
         return words.experts(call)
-    found = rounded.experts(call)
+    found = rounded.experts(call) if found is None else found
     return _layer(call)[0] if found is None else found
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from moefuse.kernels.triton.host import coded, linear, sorted_rows, wgrad
 from moefuse.kernels.triton.host.sorted_rows import Lists, Sorted
 from moefuse.kernels.triton.launch.record import recorded
-from moefuse.kernels.triton.provide import unpacked
+from moefuse.kernels.triton.provide import packed, unpacked
 from moefuse.kernels.triton.provide.coded import DTYPES
 from moefuse.ops.coded_weights import Codes, codes_of
 
@@ -38,7 +38,9 @@ def _rows(offsets: Tensor, slots: int) -> Sorted:
 
 
 def _product(out: Tensor, x: Tensor, held: coded.Held, it: Sorted, b: Lists, back: bool = False) -> None:
-    if unpacked.takes(x, it):
+    if not back and packed.takes(out, x, held, it):
+        packed.product(out, x, held, it, b)
+    elif unpacked.takes(x, it):
         unpacked.product(out, x, held, it, b, back=back, add=False)
     else:
         coded.product(out, x, held, sorted_rows.tiled(it, x.dtype), bias=linear.weight(b, 1) if b else None, back=back)
