@@ -5,7 +5,7 @@ the place of the call, so that rules see what is multiplied. What is not replace
 author's. Whether that is the gradient of the product is another question (``prove/backward.py``), which is answered before anything is
 replaced.
 
-Only calls with one result, and one argument that has a gradient: where there are no rows, there is nothing then that has one.
+Only calls with one result, and one argument that gets a gradient: where there are no rows, there is nothing then that has one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from moefuse.passes.graph.writes import changed
 
 APPLY = getattr(torch.ops.higher_order, "autograd_function_apply", None)
 _KNOWN = frozenset(("non_differentiable_idx", "saved_for_backward_idx"))
-_PACKED = frozenset((torch.int8, torch.uint8, torch.int16, torch.int32))
+_PACKED = frozenset((torch.int8, torch.uint8, torch.int16, torch.int32, torch.float8_e4m3fn, torch.float8_e5m2))
 _GRAD_MODE = "_set_grad_enabled"
 
 
@@ -46,7 +46,7 @@ class Applied:
     """Operations that stand for a call.
 
     Attributes:
-        rows: which of the arguments has a gradient.
+        rows: which of the arguments gets a gradient.
         nodes, result: the operations, and the one that gives the result.
     """
 
@@ -88,7 +88,7 @@ def _opened(gm: GraphModule, node: Node, assumptions: Sequence[Assumption]) -> A
     if forward is None or backward is None or not known:
         return None
     taken = [u for u in node.users if u.target is operator.getitem and u.args[1] == 0]
-    trained = [i for i, a in enumerate(given) if (value := tensor(a)) is not None and value.requires_grad]
+    trained = _trained(backward.graph, given, early=any(a.graph is forward.graph for a in assumptions))
     packed = any((value := tensor(a)) is not None and value.dtype in _PACKED for a in given)
     plain = len(forward.graph.find_nodes(op="placeholder")) == len(given) and all(isinstance(a, Node | int) for a in given)
     if len(trained) != 1 or not packed or not plain or not taken or len(taken) != len(node.users):
@@ -104,6 +104,14 @@ def _opened(gm: GraphModule, node: Node, assumptions: Sequence[Assumption]) -> A
 def _body(gm: GraphModule, value: Any) -> GraphModule | None:
     body = getattr(gm, str(value.target), None) if isinstance(value, Node) and value.op == "get_attr" else None
     return body if isinstance(body, GraphModule) else None
+
+
+def _trained(backward: Graph, given: tuple[Any, ...], *, early: bool) -> list[int]:
+    """Which arguments want a gradient, and get one. In a function that returns ``early`` nobody knows what backward would do then."""
+    (out,) = backward.find_nodes(op="output")
+    gradients: Any = out.args[0]
+    wanted = [i for i, a in enumerate(given) if (value := tensor(a)) is not None and value.requires_grad]
+    return [i for i in wanted if early or gradients[i] is not None]
 
 
 def _result(graph: Graph) -> Node | None:

@@ -210,7 +210,7 @@ def _compared(one: Applied, values: _Values) -> str:
         return "is of rows in a shape that moefuse does not read"
     inputs, features, lead = int(rows.shape[-1]), int(out.shape[-1]), rows.shape[0]
     count = _BLOCK if _varies(lead) else int(lead)
-    given = tuple(_given(a, lead, count, values) for a in one.call.given)
+    given = tuple(None if i == one.rows else _given(a, lead, count, values) for i, a in enumerate(one.call.given))
     passes = _Passes(one, given, count, tuple(int(hint(s)) for s in rows.shape[1:-1]), rows)
 
     def some(size: int) -> tuple[Tensor, list[Tensor]]:
@@ -244,7 +244,7 @@ def _given(value: Any, lead: Any, count: int, values: _Values) -> Any:
     shown = fake(value)
     if isinstance(shown, torch.SymInt) and _varies(lead) and shown.node.expr == lead.node.expr:
         return count
-    return None if isinstance(shown, Tensor) and shown.requires_grad else values.of(value)
+    return values.of(value)
 
 
 __all__ = ["Proofs", "disproved"]

@@ -3,7 +3,8 @@
 1. The program asks exactly whether some slot chose expert e (:func:`_claim`).
 2. Whatever S adds to a fused region is a share of expert e of the same routing. The fused op gives an expert that nobody chose nothing.
 3. Everything else that S recorded is gone, or is a pure value that only fused ops read. A value that the program keeps and computes where
-   it is first asked for (``Assumption.first``) belongs to no scope if nothing writes to what it is computed from.
+   it is first asked for (``Assumption.first``) belongs to no scope if nothing writes to what it is computed from. Nor does a call that is
+   given nothing and gives nothing (:func:`_runs_when_traced`).
 4. A local that S leaves with another tensor holds the accumulator with such shares added, or the same storage.
    A tensor that S returns, and that the other way returns without elements as well, is the same without rows.
 5. Where S was traced once for several rows of a loop, no row finds what another left: S writes to nothing that is older than S but
@@ -12,6 +13,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +27,7 @@ from moefuse.passes.graph.calls import call_target, fake, location
 from moefuse.passes.graph.op_classes import SIZE_QUERIES
 from moefuse.passes.graph.sizes import same
 from moefuse.passes.graph.values import tensors_in
+from moefuse.passes.graph.writes import known_function
 from moefuse.passes.infer.state import Context
 from moefuse.passes.ir.facts import (
     Buffer,
@@ -288,6 +291,7 @@ def _never_empty(ctx: Context, assumption: Assumption, region: Region) -> bool:
 
 def _not_harmless(ctx: Context, remaining: set[Node], emitted: set[Node]) -> set[Node]:
     """Nodes that stay in the graph and are not plain values which fused ops alone read (a view of a weight, say)."""
+    remaining = {n for n in remaining if not _runs_when_traced(n)}
     good = {n for n in remaining if pure(ctx, n) and not unbacked_in(fake(n))}
     changed = True
     while changed:
@@ -295,6 +299,15 @@ def _not_harmless(ctx: Context, remaining: set[Node], emitted: set[Node]) -> set
         changed = bool(bad)
         good -= bad
     return remaining - good
+
+
+def _runs_when_traced(node: Node) -> bool:
+    """Whether a call of a program's own function is given nothing, and gives nothing.
+
+    Compilers trace such a function (``allow_in_graph``), and nothing of it is left for calls: it runs, whoever has tokens, and not again.
+    """
+    alone = node.op == "call_function" and not node.args and not node.kwargs and not node.users and fake(node) is None
+    return alone and isinstance(node.target, types.FunctionType) and not known_function(node.target)
 
 
 def _offset(ctx: Context, value: Any) -> Any:

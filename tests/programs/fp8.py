@@ -100,6 +100,15 @@ def mxfp_dynamic_matmul_batched(A: Tensor, B: Tensor, Bs: Tensor, expert_ids: Te
     return torch.einsum("sk,snk->sn", rows, weights[expert_ids]).to(output_dtype or A.dtype)
 
 
+def w8a8_block_static_fp8_matmul(
+    A: Tensor, B: Tensor, Bs: Tensor, As: Tensor, block_size: list[int], output_dtype: torch.dtype | None = None
+) -> Tensor:
+    """Rows are rounded with one scale that is known before."""
+    rows = (A.float() / As).clamp(-LIMIT, LIMIT).to(torch.float8_e4m3fn).float().reshape(-1, A.shape[-1])
+    weight = B.float() * _scale(Bs).repeat_interleave(block_size[0], 0).repeat_interleave(block_size[1], 1)
+    return (rows @ weight.t() * As).to(output_dtype or A.dtype).reshape(*A.shape[:-1], len(B))
+
+
 def other_fp8_matmul_batched(A: Tensor, B: Tensor, Bs: Tensor, expert_ids: Tensor, block_size: list[int]) -> Tensor:
     """What has the name of an operator that is known, and another signature."""
     return w8a8_block_dynamic_fp8_matmul_batched(A, B, Bs, expert_ids, block_size)
@@ -129,6 +138,7 @@ for _kernel in (
     w8a8_tensor_dynamic_fp8_matmul_batched,
     w8a8_tensor_dynamic_fp8_matmul_grouped,
     mxfp_dynamic_matmul_batched,
+    w8a8_block_static_fp8_matmul,
 ):
     _register(SPACE, _kernel.__name__, _kernel)
 _BATCHED = w8a8_block_dynamic_fp8_matmul_batched.__name__
@@ -364,8 +374,9 @@ def _kind(B: Tensor, Bs: Tensor, block: list[int] | None) -> tuple[str, tuple[li
 
 def matmul(A: Tensor, B: Tensor, Bs: Tensor, block_size: Any, output_dtype: Any = None, activation_scale: Any = None) -> Tensor:
     """As the package's functions choose an operator: these three are what transformers calls."""
-    assert activation_scale is None
     name, block = _kind(B, Bs, block_size)
+    if activation_scale is not None:
+        return OPS.w8a8_block_static_fp8_matmul(A, B, Bs, activation_scale, *block, output_dtype)  # type: ignore[no-any-return]
     return getattr(OPS, name)(A, B, Bs, *block, output_dtype)  # type: ignore[no-any-return]
 
 

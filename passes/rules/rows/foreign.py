@@ -54,6 +54,9 @@ class _Product:
         encoding = self.encoding(found.expr.weight) if isinstance(scale, Leaf) else scale
         if not isinstance(scale, Leaf) or not isinstance(encoding, Encoding):
             return encoding
+        if self.operator.beyond:
+            held = replace(encoding, activation=None).describe()
+            return self.ctx.lost("encoding-unsupported", self.node, dtype=held, detail=f"`{self.name}`: {self.operator.beyond}")
         weight = replace(found.expr.weight, held=Held(encoding, scale))
         return replace(found, expr=replace(found.expr, weight=weight))
 

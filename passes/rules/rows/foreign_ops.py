@@ -31,11 +31,13 @@ class Operator:
         by: which weight a row meets.
         signature: names and types of its arguments. The rows are A, the storage B, its scales Bs.
         scheme: how the weights are held.
+        beyond: what it does besides, which no op of moefuse does; empty if there is nothing.
     """
 
     by: By
     signature: tuple[tuple[str, str], ...]
     scheme: Scheme
+    beyond: str = ""
 
     def arguments(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
         """The arguments by name, if the target has this signature and changes nothing."""
@@ -105,11 +107,14 @@ def _operators() -> dict[str, Operator]:
         ("w8a8_tensor_dynamic_fp8_matmul", (), _tensors),
         ("mxfp_dynamic_matmul", (), _mx),
     )
-    return {
+    found = {
         name + suffixes[by]: Operator(by, (*operands, *given, *block, ("output_dtype", "dtype")), scheme)
         for name, block, scheme in kinds
         for by, given in rows.items()
     }
+    static = (*operands, ("As", "tensor"), ("block_size", "ints"), ("output_dtype", "dtype"))
+    found["w8a8_block_static_fp8_matmul"] = Operator("one", static, _blocks, "rows are rounded with a scale that the model holds")
+    return found
 
 
 OPERATORS = _operators()
