@@ -5,6 +5,7 @@ Whatever is read, the results are those of the program; what has no mistake in i
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -15,7 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from moefuse import pipeline
+from moefuse.config import Options
 from moefuse.passes.match import encodings, whole_stacks
+from moefuse.report import FusionReport
+from tests.cpu.recorded_case import recorded
 from tests.cpu.test_encodings_generated import E, K, N, Program, programs
 from tests.cpu.test_packed_fused import Compiled
 from tests.programs.packed_forms import GATHERED, WHOLE, Domain, Form
@@ -100,29 +105,59 @@ def _fresh(fresh_dynamo: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     torch.set_num_threads(threads)
 
 
-def _compiled(layer: Layer) -> Compiled:
-    """The layer, compiled and run: its results are those of the program, within a few roundings of the dtype that it computes in."""
+def _report(layer: Layer, *, traced: bool | None = None) -> FusionReport:
+    """What becomes of the layer; its results are those of the program, within a few roundings of the dtype that it computes in.
+
+    ``traced``: by Dynamo; None: all of a few, every tenth of many.
+    """
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model = Generated(layer)
-    compiled, x = Compiled(model), torch.randn(layer.tokens, H)
+    model, x = Generated(layer), torch.randn(layer.tokens, H)
+    by_dynamo = (EXAMPLES < 100 or zlib.crc32(repr(layer).encode()) % 10 == 0) if traced is None else traced
     with torch.no_grad():
-        ours, theirs = compiled.run(x).double(), model(x).double()
+        ours, report = (_compiled if by_dynamo else _recorded)(model, x)
+        theirs = model(x).double()
     bound = 1e-4 if model.dtype == torch.float32 else 0.03
-    assert (ours - theirs).abs().max() <= bound * theirs.abs().max() + 1e-30, str(compiled.report)
-    return compiled
+    assert (ours.double() - theirs).abs().max() <= bound * theirs.abs().max() + 1e-30, str(report)
+    return report
+
+
+def _compiled(model: Generated, x: Tensor) -> tuple[Tensor, FusionReport]:
+    compiled = Compiled(model)
+    return compiled.run(x), compiled.report
+
+
+def _recorded(model: Generated, x: Tensor) -> tuple[Tensor, FusionReport]:
+    gm, inputs = recorded(model, x)
+    report = pipeline.rewrite(gm, inputs, Options(), None)
+    (out,) = gm(*inputs)
+    return out, report
+
+
+def _is_held(report: FusionReport) -> list[bool]:
+    return [f.spec.encoding != "" for f in report.fused]
 
 
 @settings(max_examples=EXAMPLES)
 @given(layers(misses=False))
 def test_layers(layer: Layer) -> None:
     """Every combination is read, and right."""
-    compiled = _compiled(layer)
-    assert [f.spec.encoding != "" for f in compiled.report.fused] == [True], str(compiled.report)
+    report = _report(layer)
+    assert _is_held(report) == [True], str(report)
 
 
 @settings(max_examples=EXAMPLES)
 @given(layers(misses=True))
 def test_near_misses(layer: Layer) -> None:
     """What has a mistake in it stays, or is read as what it is."""
-    _compiled(layer)
+    _report(layer)
+
+
+@pytest.mark.parametrize("way", ["loop", "sorted"])
+def test_recorded_graphs_are_those_of_dynamo(way: Domain) -> None:
+    """The same is found in them, and said."""
+    layer = Layer(Program("u4", words=True, place="write", block=(4, 8), powers="pow"), way, "each" if way == "loop" else "gathered", 4)
+    found = [_report(layer, traced=traced) for traced in (True, False)]
+    ours, theirs = ([(f.tier, f.domain, f.spec) for f in report.fused] for report in found)
+    assert ours == theirs
+    assert len(ours) == 1
