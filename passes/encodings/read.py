@@ -59,7 +59,7 @@ def read(
 def _once(ctx: Context, weight: Weight) -> Coded:
     for source in inputs_of(cone(ctx, weight)):
         if ctx.storage[source] is not source:  # nothing guards that it stays there
-            raise UnreadError(source, "lies in the memory of another input")
+            raise UnreadError(source, f"lies in the memory of another input, `{ctx.storage[source].name}`")
     own, known = signature(ctx, weight), ctx.scratch(Known)
     if own is None:
         return _as_computed(ctx, weight)

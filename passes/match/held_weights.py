@@ -41,10 +41,20 @@ def held(ctx: Context, leaf: Leaf, node: Node, order: tuple[int, ...], count: in
         node, order: one of the leaf's weights, its dimensions that are experts (of a stack), features and inputs.
         count: how many experts there are.
     """
+    if _class_of(node) is None:
+        others = next((name for other in leaf.parts if (name := _class_of(other)) is not None), "another class")
+        dtype = str(tensor(node).dtype).removeprefix("torch.")  # type: ignore[union-attr]
+        return ctx.lost("quantised", node, detail=f"`{node.name}` is a plain tensor in {dtype}, beside others that are held as `{others}`")
     found = _held(ctx, leaf, node, order, count)
     if isinstance(found, Coded):
         return found
     return ctx.lost("quantised", node, detail=f"they are held as `{type(tensor(node)).__name__}`, and {found}")
+
+
+def _class_of(node: Node) -> str | None:
+    """The class of a weight that makes it of other tensors; None for a plain one."""
+    kind = type(tensor(node))
+    return kind.__name__ if hasattr(kind, "__tensor_flatten__") else None
 
 
 def _held(ctx: Context, leaf: Leaf, node: Node, order: tuple[int, ...], count: int) -> Coded | str:

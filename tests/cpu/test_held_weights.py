@@ -110,6 +110,21 @@ def test_one_expert_that_is_held_otherwise() -> None:
     assert [s.code for s in compiled.report.skipped] == ["encoding-unsupported"], str(compiled.report)
 
 
+@pytest.mark.parametrize("which", [0, 3])
+def test_one_expert_that_is_plain(which: int) -> None:
+    """It is what the refusal names, whichever it is, beside the class of the others."""
+    model = Loop(KINDS["int8"])
+    model.experts[which].up = nn.Parameter(torch.randn(held.M, held.H).bfloat16(), requires_grad=False)
+    compiled = Near(model)
+    compiled.check(_x(5))
+    assert not compiled.ops
+    (skipped,) = compiled.report.skipped
+    assert (skipped.code, f"experts.{which}" in skipped.module) == ("quantised", True)
+    others = type(model.experts[1].up).__name__
+    assert f"_{which}_" in skipped.message
+    assert f"is a plain tensor in bfloat16, beside others that are held as `{others}`" in skipped.message
+
+
 def test_parts_are_read_in_each_call() -> None:
     """Codes that are written to, and other tensors in their place, are followed; what is held in another way is compiled again."""
     model = Loop(KINDS["int8"])
