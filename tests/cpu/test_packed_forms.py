@@ -37,27 +37,29 @@ def _as_held(compiled: Compiled) -> None:
     assert max(sizes) == max(held), "something as large as all weights is made"
 
 
+FORMS: list[tuple[str, Domain, bool]] = [
+    *((held, domain, True) for held in HELD for domain in WHOLE),
+    *((held, domain, False) for held in HELD for domain in (*GATHERED, "loop")),
+]
+"""How weights are held, the rows, and whether stacks are unpacked as a whole, or what slots choose, or each expert in turn."""
+
+
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize("domain", WHOLE)
-@pytest.mark.parametrize("held", HELD)
-def test_a_stack_is_not_unpacked(held: str, domain: Domain) -> None:
-    compiled = Compiled(Form(held, domain, whole=True))
+@pytest.mark.parametrize(("held", "domain", "whole"), FORMS)
+def test_nothing_is_unpacked(held: str, domain: Domain, whole: bool) -> None:
+    """The op has the stacks, and the ids; no weight of a slot is made. (With as many slots as experts, so that a loop is read, too.)"""
+    compiled = Compiled(Form(held, domain, whole=whole))
     compiled.check(torch.randn(9, H))
     _as_held(compiled)
 
 
+@pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("tokens", [0, 1])
-def test_few_tokens(tokens: int) -> None:
-    compiled = Compiled(Form("nibbles", "slots", whole=True))
+def test_few_tokens(tokens: int, whole: bool) -> None:
+    """One token, and what is left of the program where there is none: of what slots choose nothing."""
+    compiled = Compiled(Form("nibbles", "slots", whole=whole))
     compiled.check(torch.randn(tokens, H))
-    assert len(compiled.ops) == 1
-
-
-def test_loops_that_run_every_expert() -> None:
-    """As many slots as experts: what the program unpacks is right to read, and so is what it holds."""
-    compiled = Compiled(Form("nibbles", "loop", whole=False))
-    compiled.check(torch.randn(9, H))
-    _as_held(compiled)
+    assert len(compiled.ops) == (1 if whole else tokens)
 
 
 @pytest.mark.parametrize(("tokens", "ops"), [(2, 1), (3, 0)])
@@ -128,24 +130,6 @@ def test_one_stack_both_ways_round(held: str) -> None:
     compiled = Compiled(Tied(held, "slots", whole=True))
     compiled.check(torch.randn(9, H))
     assert [f.spec.encoding != "" for f in compiled.report.fused] == [True], str(compiled.report)
-
-
-@pytest.mark.sampled(5)
-@pytest.mark.parametrize("domain", GATHERED)
-@pytest.mark.parametrize("held", HELD)
-def test_what_slots_choose_is_not_unpacked(held: str, domain: Domain) -> None:
-    """The op has the stacks, and the ids; no weight of a slot is made."""
-    compiled = Compiled(Form(held, domain, whole=False))
-    compiled.check(torch.randn(9, H))
-    _as_held(compiled)
-
-
-@pytest.mark.parametrize("tokens", [0, 1])
-def test_few_tokens_that_choose(tokens: int) -> None:
-    """One token, and what is left of the program where there is none."""
-    compiled = Compiled(Form("nibbles", "slots", whole=False))
-    compiled.check(torch.randn(tokens, H))
-    assert len(compiled.ops) == tokens
 
 
 def test_any_number_of_tokens() -> None:
@@ -235,13 +219,7 @@ def test_gradients_through_what_slots_choose() -> None:
     """Tokens and the router have the gradients that they have in the program."""
     model = Form("nibbles", "slots", whole=False)
     compiled = Compiled(model)
-    x = torch.randn(5, H, requires_grad=True)
-    found = []
-    for run in (compiled.run, model):
-        out = run(x)
-        found.append((out, *torch.autograd.grad(out.square().sum(), (x, model.router.weight))))
-    for ours, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    compiled.check_gradients(torch.randn(5, H), model.router.weight)
     assert len(compiled.ops) == 1
 
 
@@ -269,13 +247,7 @@ def test_bodies_of_the_users_own(held: str, domain: Domain) -> None:
     """Each projection by itself, as it is held; gradients go through."""
     model = Between(held, domain, whole=domain == "loop")
     compiled = Compiled(model)
-    x = torch.randn(9, H, requires_grad=True)
-    found = []
-    for run in (compiled.run, model):
-        out = run(x)
-        found.append((out, *torch.autograd.grad(out.square().sum(), (x, model.router.weight))))
-    for ours, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    compiled.check_gradients(torch.randn(9, H), model.router.weight)
     assert [(f.tier, f.spec.encoding != "") for f in compiled.report.fused] == [("grouped", True)], str(compiled.report)
     (gm,) = compiled.graphs
     assert len(gm.graph.find_nodes(op="call_function", target=GROUPED)) == 3

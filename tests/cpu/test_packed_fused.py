@@ -51,6 +51,16 @@ class Compiled:
             torch.testing.assert_close(got, self.model(x), rtol=1e-4, atol=1e-4)
         return got
 
+    def check_gradients(self, x: Tensor, *parameters: Tensor) -> None:
+        """To the tokens, and to these."""
+        x.requires_grad_()
+        found = []
+        for run in (self.run, self.model):
+            out = run(x)
+            found.append((out, *torch.autograd.grad(out.square().sum(), (x, *parameters))))
+        for ours, theirs in zip(*found, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
     @property
     def ops(self) -> list[torch.fx.Node]:
         return [node for gm in self.graphs for node in gm.graph.nodes if node.target is OP]
