@@ -65,8 +65,8 @@ class Cut(NamedTuple):
 class PackedCut(NamedTuple):
     """How a product with weights in few bits is cut (``hopper/packed.py``); what has the names of :class:`Cut` is the same.
 
-    BN: rows of weights of a tile, 64 for each of GROUPS. BK: 64 or 128. APART: whether a pair of inputs in a product are neighbours but one,
-    as words of four bits come apart; OUT_APART: the same of what the outputs are multiplied with.
+    BN: rows of weights of a tile, 64 for each of GROUPS. BK: 64 or 128. APART: whether a pair of inputs in a product are neighbours but
+    one, as words of four bits come apart; OUT_APART: the same of what the outputs are multiplied with.
     """
 
     BM: int

@@ -88,7 +88,8 @@ def product(
     split = 2 if gating == "halves" else 1
     biased = bias[0] is not None
     base = words.coding(one, bias[0])
-    groups = 2 if base.ZERO and base.WIDE else GROUPS[it.bm]  # zeros in float32 take more registers than four groups leave
+    # Zeros in float32 take more registers than four groups leave.
+    groups = 2 if base.ZERO and base.WIDE else GROUPS[it.bm]
     bk = STEP if it.bm >= TALL or k % (2 * STEP) else 2 * STEP
     cut = PackedCut(
         it.bm, STEP * groups, groups, STAGES, max(it.bm // PIECE, 1), bk, apart(one), following is not None and apart(following),
@@ -106,8 +107,8 @@ def product(
         _kernel(),
         (min(device_of(out.device).sms, it.max_tiles * columns),),
         {
-            "x_rows": Described(x, (it.slots, k), (k, 1), (cut.piece, STEP), rows_layout(STEP)), "w_a": shown[0], "w_b": shown[1], "s_a": one.scale.pointer,
-            "s_b": two.scale.pointer, "z_a": zeros[0].pointer, "z_b": zeros[1].pointer, "b_a": pointers[0], "b_b": pointers[1],
+            "x_rows": Described(x, (it.slots, k), (k, 1), (cut.piece, STEP), rows_layout(STEP)), "w_a": shown[0], "w_b": shown[1],
+            "s_a": one.scale.pointer, "s_b": two.scale.pointer, "z_a": zeros[0].pointer, "z_b": zeros[1].pointer, "b_a": pointers[0], "b_b": pointers[1],
             "out_rows": specialised.clipped(out, n, it.bm, outputs // groups, out.stride(0)), "tiles": it.tiles, "num_tiles": it.num_tiles,
             "steps_a": steps[0], "steps_b": steps[1],
         },

@@ -158,9 +158,9 @@ def inverse(it: Sorted) -> Tensor:
     return position
 
 
-def gather(out: Tensor, x: Tensor, it: Sorted) -> None:
-    """out [S, N] = the token of each row."""
-    br, bn = blocks(out.shape[1])
+def gather(out: Tensor, x: Tensor, it: Sorted, elements: int = 2048) -> None:
+    """out [S, N] = the token of each row. ``elements``: of a program."""
+    br, bn = blocks(out.shape[1], elements)
     grid = (-(-it.slots // br), -(-out.shape[1] // bn))
     arrays = {"x": x, "order": it.order, "out": out}
     launch(moving.gather_rows, grid, arrays, S=it.slots, top_k=it.top_k, N=out.shape[1], at_x=Rows(*x.stride()), BR=br, BN=bn)
@@ -179,7 +179,7 @@ def rows_of(t: Tensor | None) -> Rows:
 
 
 def sum_slots(out: Tensor, y: Tensor, it: Sorted, weights: Tensor | None, position: Tensor | None = None) -> None:
-    """out [T, N] = the (weighted) sum over the slots of each token of its rows in y; ``position``: the row of each slot, where it is known."""
+    """out [T, N] = the (weighted) sum over the slots of each token of its rows in y; ``position``: those rows, where they are known."""
     n = out.shape[1]
     bn = min(power_of_two(n), 1024)
     launch(
