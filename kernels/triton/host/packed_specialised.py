@@ -11,7 +11,7 @@ from moefuse.kernels.triton.device import rows as moving
 from moefuse.kernels.triton.device.structs import Experts, Rows
 from moefuse.kernels.triton.hopper.available import available
 from moefuse.kernels.triton.hopper.forms import PIECE, Form, PackedCut, rows_layout
-from moefuse.kernels.triton.host import coded, sorted_rows, specialised, words
+from moefuse.kernels.triton.host import coded, specialised, words
 from moefuse.kernels.triton.host.coded import Held
 from moefuse.kernels.triton.host.layout import device_of, first_features, kernel_gating
 from moefuse.kernels.triton.host.linear import Weight
@@ -29,6 +29,8 @@ GROUPS = {256: 2, 128: 2, 64: 4, 32: 4, 16: 4}
 REGISTERS = {2: 232, 4: 112}
 """Of a thread of a group."""
 STAGES = 4
+COPIED = 8, 256
+"""Rows and inputs of a block that is copied. All blocks of the same inputs come one after the other, so tokens are read from the L2."""
 TALL = 256
 """Rows of a tile from which on there is room for steps of 64 inputs only, others have 128 where inputs are so many times whole."""
 
@@ -55,10 +57,9 @@ def apart(held: Held) -> bool:
 def in_order(x: Tensor, held: Held, it: Sorted, *, tokens: bool = False) -> Tensor:
     """Rows [S, K] in the order of inputs in which they are multiplied; of tokens [T, K] those of each row."""
     out = torch.empty((it.slots, x.shape[1]), dtype=x.dtype, device=x.device)
-    br, bn = sorted_rows.blocks(out.shape[1])
     launch(
         moving.gather_in_order,
-        (-(-it.slots // br), -(-out.shape[1] // max(bn, STEP))),
+        (-(-it.slots // COPIED[0]), -(-out.shape[1] // COPIED[1])),
         {"x": x, "order": it.order, "out": out},
         S=it.slots,
         top_k=it.top_k,
@@ -66,8 +67,8 @@ def in_order(x: Tensor, held: Held, it: Sorted, *, tokens: bool = False) -> Tens
         at_x=Rows(*x.stride()),
         GATHER=tokens,
         APART=apart(held),
-        BR=br,
-        BN=max(bn, STEP),
+        BR=COPIED[0],
+        BN=COPIED[1],
     )
     return out
 
@@ -108,9 +109,10 @@ def product(
         (min(device_of(out.device).sms, it.max_tiles * columns),),
         {
             "x_rows": Described(x, (it.slots, k), (k, 1), (cut.piece, STEP), rows_layout(STEP)), "w_a": shown[0], "w_b": shown[1],
-            "s_a": one.scale.pointer, "s_b": two.scale.pointer, "z_a": zeros[0].pointer, "z_b": zeros[1].pointer, "b_a": pointers[0], "b_b": pointers[1],
-            "out_rows": specialised.clipped(out, n, it.bm, outputs // groups, out.stride(0)), "tiles": it.tiles, "num_tiles": it.num_tiles,
-            "steps_a": steps[0], "steps_b": steps[1],
+            "s_a": one.scale.pointer, "s_b": two.scale.pointer, "z_a": zeros[0].pointer, "z_b": zeros[1].pointer,
+            "b_a": pointers[0], "b_b": pointers[1],
+            "out_rows": specialised.clipped(out, n, it.bm, outputs // groups, out.stride(0)), "tiles": it.tiles,
+            "num_tiles": it.num_tiles, "steps_a": steps[0], "steps_b": steps[1],
         },
         max_tiles=it.max_tiles,
         blocks=columns,

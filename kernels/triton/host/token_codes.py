@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moefuse.kernels.triton.device import token_codes
 from moefuse.kernels.triton.device.structs import Experts, Rows, Tiling
-from moefuse.kernels.triton.host import coded
+from moefuse.kernels.triton.host import coded, sorted_rows
 from moefuse.kernels.triton.host.coded import Held
 from moefuse.kernels.triton.host.layout import Device, device_of
 from moefuse.kernels.triton.host.linear import Weight
@@ -23,6 +23,8 @@ from moefuse.ops.token_codes import CODES, Rounding
 
 AT_ONCE, LARGE = 4, 1 << 24
 """Groups that a program of rounding makes, where rows have so many elements that the device is full anyway."""
+MANY = 1 << 25
+"""Numbers of all rows from which on tokens are rounded before they are sorted: two launches more. Tests set it."""
 LEAST = 32
 """Inputs of the smallest group: of fewer a tensor core takes more than there are."""
 
@@ -138,6 +140,17 @@ def round_rows(x: Tensor, it: Sorted | None, encoding: Encoding, *, tokens: bool
     return Rounded(codes, scales, rounding)
 
 
+def round_tokens(x: Tensor, it: Sorted, encoding: Encoding) -> Rounded:
+    """Codes of the tokens x [T, K] of sorted rows: where there are many, each token is rounded once, and its codes are copied."""
+    if it.slots * x.shape[1] < MANY or it.slots == x.shape[0]:
+        return round_rows(x, it, encoding, tokens=True)
+    once = round_rows(x, None, encoding)
+    codes, scales = (torch.empty((it.slots, t.shape[1]), dtype=t.dtype, device=t.device) for t in (once.codes, once.scales))
+    sorted_rows.gather(codes, once.codes, it, 4096)
+    sorted_rows.gather(scales, once.scales, it)
+    return Rounded(codes, scales, once.rounding)
+
+
 def sizes(bm: int, encoding: Encoding, device: Device) -> Tiles:
     """Tiles of ``rounded_tiles``."""
     rounding = encoding.activation
@@ -181,4 +194,4 @@ def product(out: Tensor, x: Rounded, held: Held, it: Sorted, bias: Weight | None
     )  # fmt: skip
 
 
-__all__ = ["Coding", "Rounded", "product", "refusal", "round_rows"]
+__all__ = ["Coding", "Rounded", "product", "refusal", "round_rows", "round_tokens"]

@@ -35,7 +35,7 @@ def experts(call: CodedCall) -> Tensor | None:
     it = sorted_rows.tiled(Sorted(order, offsets, slots, count, base.top_k), base.x.dtype, ROWS)
     b_in, b_up, b_out = (linear.weight(s.bias, 1) if s.bias else None for s in call.stacks)
     b_up = b_in if body.gating == "merged" else b_up
-    x = token_codes.round_rows(base.x, it, first.codes.encoding, tokens=True)
+    x = token_codes.round_tokens(base.x, it, first.codes.encoding)
     rounded_specialised.product(h, x, (first, second), it, (b_in, b_up), body)
     a = token_codes.round_rows(h, it, last.codes.encoding)
     rounded_specialised.product(y, a, (last, last), it, (b_out, None))
