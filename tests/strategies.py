@@ -104,8 +104,9 @@ def _fit_selected(s: Selected) -> Selected:
 def _fit_spelling(s: Any, r: Routing, k: int) -> tuple[Any, Routing]:
     """Bring a spelling and a routing into agreement instead of throwing the draw away."""
     s = _fit_selected(s) if isinstance(s, Selected) else s
-    if isinstance(s, Masked) and (s.weight == "given" or (s.hit == "chain" and s.accumulate not in ("add", "iadd", "add_"))):
-        s = _with(s, hit="all")
+    if isinstance(s, Masked):
+        chained = s.hit in ("chain", "replace") and s.accumulate not in ("add", "iadd", "add_")
+        s = _with(s, hit="all") if s.weight == "given" or chained or (s.hit == "replace" and k != 1) else s
     flat = (isinstance(s, Selected) and s.find == "top1_mask") or (isinstance(s, Masked) and s.weight == "top1")
     if flat and (k != 1 or r.recipe not in ("argmax", "max")):
         s = _with(s, find="where", combine="index_add_") if isinstance(s, Selected) else _with(s, weight="sum_mask")

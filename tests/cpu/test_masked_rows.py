@@ -32,11 +32,14 @@ class At:
 
 
 class Layer(nn.Module):
-    """``step`` adds one expert; with ``ids`` from outside nothing is known of them."""
+    """``step`` adds one expert; with ``ids`` from outside nothing is known of them. ``twice``: there is an expert that has two turns."""
 
-    def __init__(self, step: Callable[[At], Tensor], *, packed: bool = False, base: bool = False) -> None:
+    def __init__(
+        self, step: Callable[[At], Tensor], *, packed: bool = False, base: bool = False, top_k: int = K, twice: bool = False
+    ) -> None:
         super().__init__()
         self.step, self.packed, self.base, self.router = step, packed, base, nn.Linear(H, E, bias=False)
+        self.top_k, self.turns = top_k, [*range(E), *([0] if twice else [])]
         self.w1, self.w2 = nn.Parameter(torch.randn(E, WIDE, H)), nn.Parameter(torch.randn(E, H, WIDE))
         codes = (torch.randint(-127, 127, (E, n, k), dtype=torch.int8) for n, k in ((WIDE, H), (H, WIDE)))
         self.codes = nn.ParameterList(nn.Parameter(c, requires_grad=False) for c in codes)
@@ -48,9 +51,9 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, ids: Tensor | None = None) -> Tensor:
         scores = self.router(x).softmax(-1)
-        weights, ids = torch.topk(scores, K, dim=-1) if ids is None else (scores.gather(1, ids), ids)
+        weights, ids = torch.topk(scores, self.top_k, dim=-1) if ids is None else (scores.gather(1, ids), ids)
         out, read = x * 2 if self.base else torch.zeros_like(x), []
-        for e in range(E):
+        for e in self.turns:
             y = self.expert(e, x)
             hit, next_hit = ((ids == i).any(-1, keepdim=True) for i in (e, (e + 1) % E))
             z = y * (weights * (ids == e)).sum(-1, keepdim=True)
@@ -109,6 +112,33 @@ def test_rows_without_a_weight(how: str, outside: bool) -> None:
     assert {s.code for s in compiled.report.skipped} == ({"ids-not-distinct"} if outside else set()), str(compiled.report)
 
 
+ONE: dict[str, Callable[[At], Tensor]] = {
+    "where": lambda a: a.out + torch.where(a.first, a.z, 0.0),
+    "where, without a weight": lambda a: a.out + torch.where(a.first, a.y, 0.0),
+    "chain": lambda a: torch.where(a.first, a.out + a.z, a.out),
+    "the last one stays": lambda a: torch.where(a.first, a.z, a.out),
+    "the last one stays, without a weight": lambda a: torch.where(a.hit, a.y, a.out),
+}
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("outside", [False, True], ids=["chosen", "given"])
+@pytest.mark.parametrize("how", ONE)
+def test_one_expert_for_a_token(how: str, outside: bool) -> None:
+    """Its mask may be that of its only slot, [T, 1], and what it replaces is zero."""
+    compiled = _compiled(Layer(ONE[how], top_k=1), *([torch.randint(E, (5, 1))] if outside else []))
+    assert {f.spec.num_experts for f in compiled.report.fused} == {E}, str(compiled.report)
+    assert not compiled.report.skipped, str(compiled.report)
+
+
+@pytest.mark.parametrize("other", [{"base": True}, {"twice": True}], ids=["onto something", "two turns"])
+def test_what_is_replaced_is_no_zero(other: dict[str, bool]) -> None:
+    """The rows would be added to it. (What stands before an expert's second turn is a whole layer.)"""
+    compiled = _compiled(Layer(ONE["the last one stays"], top_k=1, **other))
+    assert bool(compiled.report.fused) is ("twice" in other), str(compiled.report)
+    assert {s.code for s in compiled.report.skipped} == {"no-rule"}, str(compiled.report)
+
+
 def _read_beside(a: At) -> Tensor:
     a.read.append(a.out + a.z)
     return torch.where(a.hit, a.read[-1], a.out)
@@ -126,7 +156,7 @@ NEAR: dict[str, tuple[Callable[[At], Tensor], str]] = {
     "filled where it was chosen": (lambda a: a.out + a.y.masked_fill(a.hit, 0.0), "not-combined"),
     "ones elsewhere": (lambda a: a.out + torch.where(a.hit, a.y, 1.0), "not-combined"),
     "one slot of two": (lambda a: a.out + torch.where(a.first, a.z, 0.0), "experts-differ"),
-    "the last one stays": (lambda a: torch.where(a.hit, a.y, a.out), "no-rule"),
+    "the last of two stays": (lambda a: torch.where(a.hit, a.y, a.out), "no-rule"),
     "chain of those that did not": (lambda a: torch.where(a.hit, a.out, a.out + a.z), "sum-changed"),
     "chain that forgets": (lambda a: torch.where(a.hit, a.out + a.z, a.x), "sum-changed"),
     "chain of another expert's mask": (lambda a: torch.where(a.next_hit, a.out + a.z, a.out), "experts-differ"),

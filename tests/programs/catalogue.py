@@ -157,6 +157,9 @@ _ODD = (
         Program(Selected(find="top1_mask", combine="assign"), Routing("argmax", flat=True), _SPLIT, _LIST, top_k=1),
         "selected",
     ),
+    Entry(
+        "top1_replace", "K=1, torch.where(hit, expert(x) * w, out)", Program(Masked(hit="replace"), Routing("argmax"), top_k=1), "masked"
+    ),
     Entry("top1_max", "K=1 by max", Program(Masked(weight="top1"), Routing("max", flat=True), Body(), Store(), top_k=1), "masked"),
     Entry(
         "llama4",

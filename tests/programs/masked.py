@@ -94,6 +94,8 @@ class MaskedMix:
                 out = self.hooks.join(out, term)
             elif self.s.hit == "chain":
                 out = torch.where(self.hit(r, e), out + term, out)
+            elif self.s.hit == "replace":
+                out = torch.where(self.hit(r, e), term, out)
             elif self.s.accumulate == "add":
                 out = out + term
             elif self.s.accumulate == "iadd":

@@ -180,7 +180,7 @@ class Masked(_Short):
 
     weight: Literal["sum_mask", "where", "scatter", "onehot_einsum", "onehot_sum", "given", "slot_loop", "mask_mul", "top1"] = "sum_mask"
     accumulate: Literal["add", "iadd", "list_sum", "stack_sum", "stack_einsum", "stack_dim1", "add_", "cat_sum"] = "add"
-    hit: Literal["all", "where", "masked_fill", "chain"] = "all"
+    hit: Literal["all", "where", "masked_fill", "chain", "replace"] = "all"
     """Tokens that an expert's rows are added to: all of them, or only those that chose it."""
 
 
@@ -295,6 +295,7 @@ def _routing_rules(p: Program) -> list[Rule]:
         (r.recipe.startswith("neg_inf") != (how == "given"), "dense weights from the router and the spelling that reads them go together"),
         (r.recipe.startswith(("neg_inf", "topk")) and r.renorm != "none", "softmax over the chosen needs no renormalisation"),
         (how == "slot_loop" and getattr(s, "accumulate", "") == "stack_einsum", "one term per expert"),
+        (getattr(s, "hit", "") == "replace" and p.top_k != 1, "of several experts the last one would stay"),
         (r.recipe == "inputs" and (loses_repeats or how in ("scatter", "scatter_")), "a repeated id would be lost"),
     ]
 

@@ -8,13 +8,14 @@ from typing import Any
 from torch.fx import Node
 
 from moefuse.passes.graph.calls import tensor
+from moefuse.passes.graph.sizes import same
 from moefuse.passes.infer.operands import leaf
-from moefuse.passes.infer.state import Context
+from moefuse.passes.infer.state import Context, out_shape
 from moefuse.passes.ir.expr import Op
 from moefuse.passes.ir.facts import Domain, Fill, Lost, Mask, Rows, Sum, Table, Unmasked, View
 from moefuse.passes.rules import rule
 from moefuse.passes.rules.routing.absent import zeroed
-from moefuse.passes.rules.routing.masks import constant, masked, on_nonzero
+from moefuse.passes.rules.routing.masks import constant, mask_table, masked, on_nonzero
 from moefuse.passes.rules.rows.pointwise import domain_of, expert_output, gated
 from moefuse.passes.rules.sums.add import add_to_sum
 
@@ -41,16 +42,28 @@ def on_masked_fill(ctx: Context, node: Node, x: Node, mask: Node, value: Any) ->
 
 def _chosen(ctx: Context, node: Node, fact: Mask | Table, keep: Any, other: Any) -> Any:
     """``keep`` where the expert was chosen, ``other`` elsewhere."""
-    if not isinstance(fact, Table) or not fact.ones or fact.expert is None or not isinstance(keep, Node):
+    table = _table(ctx, node, fact)
+    if table is None or not isinstance(keep, Node):
         return masked(ctx, node, fact, keep, other)
-    table = replace(fact, negated=False)
-    more = _one_more(ctx, node, table, keep, other)
-    if more is not None or constant(ctx, other) is None:
-        return more
-    given, out = tensor(keep), tensor(node)
+    summed = _summed(ctx, node, table, keep, other)
+    if summed is not None:
+        return summed
+    zero, given, out = constant(ctx, other), tensor(keep), tensor(node)
+    if zero is None:
+        return ctx.lost("no-rule", node, op="where") if isinstance(ctx.fact(keep), Rows) else None
     same_dtype = given is not None and out is not None and given.dtype == out.dtype
-    rows = _rows(ctx, node, table, keep) if constant(ctx, other) == 0 and same_dtype else None
+    rows = _rows(ctx, node, table, keep) if zero == 0 and same_dtype else None
     return masked(ctx, node, fact, keep, other) if rows is None else rows
+
+
+def _table(ctx: Context, node: Node, fact: Mask | Table) -> Table | None:
+    """The mask of one expert over the tokens, as it meets rows: [tokens, 1] of ids with one slot is one, too."""
+    if isinstance(fact, Table):
+        return replace(fact, negated=False) if fact.ones and fact.expert is not None else None
+    wide = bool(out_shape(node)) and not same(out_shape(node)[-1], 1)
+    if not wide or fact.expert is None or fact.weight is not None or fact.routing.top_k != 1:
+        return None
+    return mask_table(ctx, node, fact, tuple(tuple(a for a in axis if a.kind != "k") for axis in fact.axes))
 
 
 def _rows(ctx: Context, reader: Node, table: Table, value: Node) -> Rows | Lost | None:
@@ -72,16 +85,28 @@ def _covers(table: Table, domain: Domain) -> bool:
     return domain.routing is table.routing and domain.expert == table.expert and table.slot in (None, domain.slot)
 
 
-def _one_more(ctx: Context, node: Node, table: Table, more: Node, out: Any) -> Any:
-    """``where(hit, out + rows, out)``."""
+def _summed(ctx: Context, node: Node, table: Table, more: Node, out: Any) -> Any:
+    """``where(hit, out + rows, out)``; or ``where(hit, rows, out)``, if nothing can be there for tokens that have one expert."""
     call, before = ctx.calls.get(more), ctx.fact(out)
-    if call is None or call.name != "add" or call.inplace or call.kwargs or not isinstance(before, Sum | Fill | View):
+    if not isinstance(before, Sum | Fill | View) or call is None:
         return None
     terms = [a for a in call.args if a is not out]
-    if len(terms) != 1 or not isinstance(terms[0], Node) or ctx.written_between(out, more, node) is not None:
+    added = call.name == "add" and not call.inplace and not call.kwargs and len(terms) == 1 and len(call.args) == 2
+    if added and isinstance(terms[0], Node) and ctx.written_between(out, more, node) is None:
+        rows = _rows(ctx, more, table, terms[0])
+        summed = add_to_sum(ctx, node, out, None, before, rows) if isinstance(rows, Rows) else rows
+        if isinstance(summed, Sum):
+            ctx.facts[more] = Unmasked()  # no sum of its own: this one goes on from what stood before
+        return summed
+    if not _is_empty(before, table):
         return None
-    rows = _rows(ctx, more, table, terms[0])
-    summed = add_to_sum(ctx, node, out, None, before, rows) if isinstance(rows, Rows) else rows
-    if isinstance(summed, Sum):
-        ctx.facts[more] = Unmasked()  # no sum of its own: this one goes on from what stood before
-    return summed
+    rows = _rows(ctx, node, table, more)
+    return add_to_sum(ctx, node, out, None, before, rows) if isinstance(rows, Rows) else rows
+
+
+def _is_empty(before: Any, table: Table) -> bool:
+    """Whether a sum is zero for tokens of one more expert: each has no other one."""
+    if table.routing.top_k != 1 or not isinstance(before, Sum):
+        return table.routing.top_k == 1 and isinstance(before, Fill) and before.value == 0.0
+    others = [(p.rows.domain.routing, p.rows.domain.expert) for p in before.parts]
+    return before.base is None and all(routing is table.routing and expert != table.expert for routing, expert in others)
