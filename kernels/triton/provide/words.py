@@ -17,6 +17,8 @@ from moefuse.ops.coded import CodedCall
 
 LONE = 1
 """Tokens up to which a call is made by ``host/alone.py``."""
+ASK = True
+"""Whether its first kernel asks for what the last one reads."""
 ALONE = 8
 """Slots up to which each is a tile of its own."""
 ROWS, NIBBLES, ROUNDED = 40, 24, 5
@@ -104,7 +106,7 @@ def lone(call: CodedCall, sizes: tuple[alone.Part, alone.Part] | None = None) ->
     out = torch.empty((base.x.shape[0], last.features), dtype=base.out_dtype, device=base.x.device)
     h = torch.empty((ids.numel(), last.inputs), dtype=base.x.dtype, device=base.x.device)
     b_in, b_up, b_out = (linear.weight(s.bias, 1) if s.bias else None for s in call.stacks)
-    alone.product(h, base.x, ids, base.weights, count, body, (first, second), (b_in, b_up), up)
+    alone.product(h, base.x, ids, base.weights, count, body, (first, second), (b_in, b_up), up, last if ASK else None)
     alone.product(out, h, ids, base.weights, count, None, (last, last), (b_out, None), down)
     return out
 

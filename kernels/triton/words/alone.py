@@ -8,6 +8,9 @@ A product has eight columns, and here one row to multiply with. The columns shar
 elsewhere, so a thread reads, and rounds, as many, and the sum over the columns is the product. (So an infinite weight gives NaN, as if its
 token had a zero.)
 
+All that a program reads at first is asked for before anything waits: a barrier stands behind these loads, across which the assembler does
+not put them off. And where there is time, programs of the first projection ask for what the last one will read (``ask_for``).
+
 Parts are summed in their order, whatever else is in the call.
 """
 
@@ -15,7 +18,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from moefuse.kernels.triton.device.functions import after_previous, gated, let_next_start, pointwise, rounded
+from moefuse.kernels.triton.device.functions import after_previous, expert_base, gated, let_next_start, pointwise, rounded
 from moefuse.kernels.triton.device.token_codes import as_codes, larger, quotient, scale_and_divisor
 from moefuse.kernels.triton.words.products import biases, codes_in, features_of, halves, in_order, weight_layout, weight_rows
 from moefuse.kernels.triton.words.unpack import as_number, unpacked
@@ -103,7 +106,7 @@ def load_tokens(from_x, first, live, K, EVEN: gl.constexpr, coding: gl.constexpr
     if not EVEN:
         inside = inside & (first + k < K)
     from_x = gl.convert_layout(from_x, LW, assert_trivial=True)[:, None, None, None, None]
-    return gl.load(from_x + (first + k), mask=inside, other=0.0)
+    return gl.load(from_x + (first + k), mask=inside, other=1.0 if coding.GROUP else 0.0)  # a group of zeros may have no codes
 
 
 @gluon.jit
@@ -176,19 +179,28 @@ def add_product(acc, v, s, z, x, mma: gl.constexpr, coding: gl.constexpr, cut: g
 
 
 @gluon.jit
-def part_sums(
-    from_w, from_s, from_z, at_s, at_z, from_x, step, step_x, live, live_x, K, LATE: gl.constexpr, mma: gl.constexpr, coding: gl.constexpr,
-    cut: gl.constexpr,
-):  # fmt: skip
-    """[WARPS, 16] float32: each part's sum of rows of weights times its inputs, from step ``step`` on, then every cut.STRIDE steps."""
+def first_loads(
+    from_w, from_s, from_z, at_s, at_z, from_x, step, step_x, live, live_x, K, LATE: gl.constexpr, coding: gl.constexpr, cut: gl.constexpr
+):
+    """Words, scales and zeros, and tokens, of the first turns of :func:`part_sums`."""
     AHEAD: gl.constexpr = cut.AHEAD
-    TURNS: gl.constexpr = cut.TURNS
     given, tokens = (), ()
     for i in gl.static_range(AHEAD):
         given += (load_weights(from_w, from_s, from_z, at_s, at_z, step + i * cut.STRIDE, live, K, cut.EVEN, coding, cut),)
     after_previous(LATE)
     for i in gl.static_range(AHEAD):
         tokens += (load_tokens(from_x, step_x + i * cut.STRIDE, live_x, K, cut.EVEN, coding, cut),)
+    return given, tokens
+
+
+@gluon.jit
+def part_sums(
+    given, tokens, from_w, from_s, from_z, at_s, at_z, from_x, step, step_x, live, live_x, K, mma: gl.constexpr, coding: gl.constexpr,
+    cut: gl.constexpr,
+):  # fmt: skip
+    """[WARPS, 16] float32: each part's sum of rows of weights times its inputs, from step ``step`` on, then every cut.STRIDE steps."""
+    AHEAD: gl.constexpr = cut.AHEAD
+    TURNS: gl.constexpr = cut.TURNS
     acc = gl.zeros([gl.num_warps(), 16, 8], gl.float32, mma)
     if TURNS <= AHEAD:
         for i in gl.static_range(TURNS):
@@ -208,14 +220,33 @@ def part_sums(
 
 
 @gluon.jit
+def ask_for(base, extent, alive):
+    """Bring this program's share of an array at an address, whole 16 bytes, from memory into the cache that all programs have."""
+    WARPS: gl.constexpr = gl.num_warps()
+    thread = gl.arange(0, 32 * WARPS, gl.BlockedLayout([1], [32], [WARPS], [0]))
+    first = gl.program_id(0) * extent.share
+    start = base + first
+    up = (-start).to(gl.int32) & 15
+    count = (gl.minimum(extent.size - first, extent.share) - up) & -16
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.s32 p, $1, 0; @p cp.async.bulk.prefetch.L2.global [$2], $3; mov.b32 $0, 0; }",
+        "=r,r,l,r",
+        [((thread == 0) & alive & (count > 0)).to(gl.int32), start + up, count],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
 def lone_rows(
-    x, ids, weights, w_a, w_b, s_a, s_b, z_a, z_b, b_a, b_b, out, top_k, E, K, N, args, at_x, at_ids, at_weights, at_w, at_s, at_z, first_b,
-    form: gl.constexpr, coding: gl.constexpr, cut: gl.constexpr,
+    x, ids, weights, w_a, w_b, s_a, s_b, z_a, z_b, b_a, b_b, w_next, s_next, out, top_k, E, K, N, args, at_x, at_ids, at_weights, at_w,
+    at_s, at_z, first_b, w_more, s_more, form: gl.constexpr, coding: gl.constexpr, cut: gl.constexpr, asked: gl.constexpr,
 ):  # fmt: skip
     """out [S, N], by slots: tokens x [T, K] times a first projection and its activation. GATING "none": out [T, N], the weighted sums over
     each token's slots of rows x [S, K] times the last projection.
 
-    Weights as of ``products.word_tiles``; ``weights``: of the routing.
+    Weights as of ``products.word_tiles``; ``weights``: of the routing. ``asked``: what the next projection reads, from w_next, s_next on.
     """
     SUM: gl.constexpr = form.GATING == "none"
     BOTH: gl.constexpr = form.GATING == "halves" or form.GATING == "interleaved"
@@ -231,7 +262,9 @@ def lone_rows(
     L2: gl.constexpr = gl.SliceLayout(2, mma)
     LP: gl.constexpr = gl.SliceLayout(1, L2)
     LR: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, weight_layout(cut.STEPS, WARPS, 1))))
-    block, which = gl.program_id(0), gl.program_id(1)
+    block, token = gl.program_id(0), gl.program_id(2)
+    which = token if SUM else token * top_k + gl.program_id(1)
+    LY: gl.constexpr = gl.SliceLayout(1, piece_layout(SLOTS, PIECES, BOTH))
     part = gl.arange(0, WARPS, LP)
     r = gl.arange(0, 16 * WARPS, LR)
     n, upper = features_of(r % 16, block, N, 16, form)
@@ -243,33 +276,37 @@ def lone_rows(
         from_x = x + (which * top_k + slot).to(gl.int64) * at_x.row
         of = row_values(gl.where(live_x, e, 0), LR)
     else:
-        of = gl.load(ids + (which // top_k).to(gl.int64) * at_ids.row + (which % top_k).to(gl.int64) * at_ids.col).to(gl.int64)
-        if (of < 0) | (of >= E):
-            return
-        live_x = part >= 0
-        live = r >= 0
-        from_x = x + (which // top_k).to(gl.int64) * at_x.row + part * 0
+        of = gl.load(ids + token.to(gl.int64) * at_ids.row + gl.program_id(1).to(gl.int64) * at_ids.col).to(gl.int64)
+        alive = (of >= 0) & (of < E)
+        of = gl.where(alive, of, 0)
+        live_x = (part >= 0) & alive
+        live = (r >= 0) & alive
+        from_x = x + token.to(gl.int64) * at_x.row + part * 0
     from_w, from_s, from_z = weight_rows(w_a, w_b, s_a, s_b, z_a, z_b, of, n, upper, at_w, at_s, at_z, first_b, form, coding)
     step, step_x = r // 16 % PIECES * cut.STEPS, part % PIECES * cut.STEPS
-    y = part_sums(from_w, from_s, from_z, at_s, at_z, from_x, step, step_x, live, live_x, K, LATE, mma, coding, cut)
-    y = y.reshape([SLOTS, PIECES, 16])
-    if PIECES > 1:
-        y = gl.convert_layout(y, piece_layout(SLOTS, PIECES, BOTH))
-    y = gl.sum(y, 1)
-    LY: gl.constexpr = y.type.layout
-    f = gl.arange(0, 16, gl.SliceLayout(0, LY))
+    own = of
+    if SUM:
+        own = slot_ids(ids, token, top_k, E, at_ids, SLOTS, LY)
+        slot = gl.arange(0, SLOTS, gl.SliceLayout(1, LY))
+        by = gl.load(weights + token.to(gl.int64) * at_weights.row + slot.to(gl.int64) * at_weights.col, mask=own >= 0, other=0.0)
     if coding.BIAS:
-        n, upper = features_of(f, block, N, 16, form)
-        own = of
-        if SUM:
-            own = slot_ids(ids, which, top_k, E, at_ids, SLOTS, LY)
-            own = gl.where(own < 0, 0, own)[:, None]
-        y = y + biases(b_a, b_b, own, n[None, :], upper[None, :], at_w, first_b, dtype, form, coding)
+        n, upper = features_of(gl.arange(0, 16, gl.SliceLayout(0, LY)), block, N, 16, form)
+        at_bias = gl.where(own < 0, 0, own)[:, None] if SUM else of
+        bias = biases(b_a, b_b, at_bias, n[None, :], upper[None, :], at_w, first_b, dtype, form, coding)
+    given, tokens = first_loads(from_w, from_s, from_z, at_s, at_z, from_x, step, step_x, live, live_x, K, LATE, coding, cut)
+    if asked is not None:
+        ask_for(expert_base(w_next, of, w_more.stride_e, asked.OF, asked.APART, False).to(gl.int64), w_more, alive)
+        ask_for(expert_base(s_next, of, s_more.stride_e, asked.SCALES, asked.APART, False).to(gl.int64), s_more, alive)
+    gl.thread_barrier()
+    if not SUM:  # noqa: SIM102 (a constant and a number); nothing is multiplied before a branch that is behind it
+        if not alive:
+            return
+    y = part_sums(given, tokens, from_w, from_s, from_z, at_s, at_z, from_x, step, step_x, live, live_x, K, mma, coding, cut)
+    y = gl.sum(gl.convert_layout(y.reshape([SLOTS, PIECES, 16]), piece_layout(SLOTS, PIECES, BOTH)), 1)
+    if coding.BIAS:
+        y = y + bias
     y = rounded(y, dtype)
     if SUM:
-        own = slot_ids(ids, which, top_k, E, at_ids, SLOTS, LY)
-        slot = gl.arange(0, SLOTS, gl.SliceLayout(1, LY))
-        by = gl.load(weights + which.to(gl.int64) * at_weights.row + slot.to(gl.int64) * at_weights.col, mask=own >= 0, other=0.0)
         y = gl.where((own >= 0)[:, None], y * by.to(gl.float32)[:, None], 0.0)
         y = gl.sum(gl.convert_layout(y, slot_layout(SLOTS, WARPS)), 0)
         f = block * 16 + gl.arange(0, 16, y.type.layout)
