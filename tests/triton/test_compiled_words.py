@@ -43,7 +43,7 @@ CASES = [
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "arch"), CASES)
 def test_products(name: str, arch: int, launches: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One token, in two launches and with slots that are tiles of their own, and tiles of the sort."""
+    """One token and four, in two launches; one with slots that are tiles of their own, and tiles of the sort."""
     import triton
     from triton.backends.compiler import GPUTarget
 
@@ -56,7 +56,7 @@ def test_products(name: str, arch: int, launches: list[Any], tmp_path: Path, mon
     for module in (alone, host, sizes, sorted_rows, words):
         monkeypatch.setattr(module, "device_of", lambda _: device)
     (w_in, c_in), (w_out, c_out) = (projection(*ENCODINGS[name], *sizes) for sizes in ((2 * INTER, HIDDEN), (HIDDEN, INTER)))
-    for tokens in (1, 32):
+    for tokens in (1, 4, 32):
         x, weights = (torch.empty(tokens, n, dtype=torch.bfloat16, device="meta") for n in (HIDDEN, TOP_K))
         ids = torch.empty(tokens, TOP_K, dtype=torch.int64, device="meta")
         call = CodedCall(ExpertsCall(x, ids, weights, w_in, Stack([]), w_out, Body(), x.dtype), (c_in, None, c_out))
@@ -65,7 +65,7 @@ def test_products(name: str, arch: int, launches: list[Any], tmp_path: Path, mon
         if tokens == 1:
             words.tiled(call)
     made = [(it, tensors) for it, tensors in launches if it.kernel.__name__ in ("word_tiles", "lone_rows")]
-    assert len(made) == 6
+    assert len(made) == 8
     for it, tensors in made:
         compiled = triton.compile(source(it, tensors), target=GPUTarget("cuda", arch, 32), options=it.options)
         most = 1024 if it.kernel.__name__ == "lone_rows" else 0  # the sums of parts

@@ -15,8 +15,9 @@ from moefuse.kernels.triton.host.words import Part
 from moefuse.kernels.triton.launch.launch import INTERPRETED
 from moefuse.ops.coded import CodedCall
 
-LONE = 1
-"""Tokens up to which a call is made by ``host/alone.py``."""
+LONE, LONE_BYTES, LARGE = 8, 4, 1 << 24
+"""Tokens up to which a call is made by ``host/alone.py``: in general, and where weights of 8 bits are unpacked; none where a projection of
+an expert has more weights than LARGE."""
 ASK = True
 """Whether its first kernel asks for what the last one reads."""
 ALONE = 8
@@ -86,15 +87,30 @@ def form_of(held: Held) -> tuple[Any, ...]:
 def experts(call: CodedCall) -> Tensor:
     """The output [T, N]."""
     tokens, top_k = call.base.ids.shape
-    return lone(call) if tokens <= LONE and top_k <= alone.SLOTS else tiled(call)
+    return lone(call) if tokens <= most_alone(_held(call)) and top_k <= alone.SLOTS else tiled(call)
 
 
-def lone_choice(held: tuple[Held, Held]) -> tuple[alone.Part, alone.Part]:
+def most_alone(held: list[Held]) -> int:
+    """Tokens up to which a call is made in two launches."""
+    if any(h.features * h.inputs > LARGE for h in held):
+        return 0
+    return LONE_BYTES if any(_bytes(h) for h in held) else LONE
+
+
+def _bytes(held: Held) -> bool:
+    """Whether a projection has codes of 8 bits that are unpacked."""
+    encoding = held.codes.encoding
+    return encoding.activation is None and words.per_word(encoding) == 4
+
+
+def lone_choice(held: tuple[Held, Held], tokens: int) -> tuple[alone.Part, alone.Part]:
     """Sizes of the first products and of the last one, for few tokens."""
     first, last = (h.codes.encoding for h in held)
     if last.activation is not None:
         return alone.Part(8, 2, 2), alone.Part(8, 2, 3)
-    return alone.Part(4, 1, 8 if words.per_word(first) == 4 else 4), alone.Part(8, 1, 6)
+    if tokens > 1:
+        return alone.Part(4, 1, 8 if words.per_word(first) == 4 else 4), alone.Part(8, 1, 6)
+    return alone.Part(4, 2, 4) if words.per_word(first) == 4 else alone.Part(8, 1, 4), alone.Part(8, 1, 12)
 
 
 def lone(call: CodedCall, sizes: tuple[alone.Part, alone.Part] | None = None) -> Tensor:
@@ -102,7 +118,7 @@ def lone(call: CodedCall, sizes: tuple[alone.Part, alone.Part] | None = None) ->
     base, body, ids, count = call.base, call.base.body, call.base.ids, call.base.w_in.experts
     held = _held(call)
     first, second, last = held[0], held[1] if body.split else held[0], held[-1]
-    up, down = sizes or lone_choice((first, last))
+    up, down = sizes or lone_choice((first, last), len(ids))
     out = torch.empty((base.x.shape[0], last.features), dtype=base.out_dtype, device=base.x.device)
     h = torch.empty((ids.numel(), last.inputs), dtype=base.x.dtype, device=base.x.device)
     b_in, b_up, b_out = (linear.weight(s.bias, 1) if s.bias else None for s in call.stacks)
