@@ -8,8 +8,9 @@ A product has eight columns, and here one row to multiply with. The columns shar
 elsewhere, so a thread reads, and rounds, as many, and the sum over the columns is the product. (So an infinite weight gives NaN, as if its
 token had a zero.)
 
-All that a program reads at first is asked for before anything waits: a barrier stands behind these loads, across which the assembler does
-not put them off. And where there is time, programs of the first projection ask for what the last one will read (``ask_for``).
+All that a program reads at first is asked for before anything waits. The assembler would put loads off to save registers, each to where its
+product is: so behind them stand a barrier, which loads do not cross, and a branch, before which nothing is multiplied. And programs of the
+first projection ask for what the last one will read (``ask_for``).
 
 Parts are summed in their order, whatever else is in the call.
 """
@@ -109,8 +110,14 @@ def load_tokens(from_x, first, live, K, EVEN: gl.constexpr, coding: gl.constexpr
     return gl.load(from_x + (first + k), mask=inside, other=1.0 if coding.GROUP else 0.0)  # a group of zeros may have no codes
 
 
+@gluon.constexpr_function
+def crossed(coding):
+    """Whether weights come in the order of ``unpack.unpacked`` that saves a permutation for each two."""
+    return coding.PER == 8 and not (coding.KIND == "range" and coding.WIDE)
+
+
 @gluon.jit
-def packed(x, STEPS: gl.constexpr):
+def packed(x, STEPS: gl.constexpr, CROSSED: gl.constexpr):
     """Words [WARPS, STEPS, LANES, 8, 1 or 2] of a thread's inputs [WARPS, STEPS, LANES, EACH, 8]: two of 16 bits, or four bytes."""
     WARPS: gl.constexpr = gl.num_warps()
     BYTES: gl.constexpr = x.dtype.primitive_bitwidth == 8
@@ -122,18 +129,23 @@ def packed(x, STEPS: gl.constexpr):
         b, d = odd.split()
         v = a | (b << 8) | (c << 16) | (d << 24)
     else:
-        low, high = x.to(gl.uint16, bitcast=True).to(gl.int32).reshape([WARPS, STEPS, 4, 8, MORE, 2]).split()
+        x = x.to(gl.uint16, bitcast=True).to(gl.int32)
+        if CROSSED:
+            x = x.reshape([WARPS, STEPS, 4, 8, 2, MORE]).permute((0, 1, 2, 3, 5, 4))
+        else:
+            x = x.reshape([WARPS, STEPS, 4, 8, MORE, 2])
+        low, high = x.split()
         v = low | (high << 16)
     return v
 
 
 @gluon.jit
-def columns_of(x, mma: gl.constexpr, STEPS: gl.constexpr, PER: gl.constexpr):
+def columns_of(x, mma: gl.constexpr, STEPS: gl.constexpr, PER: gl.constexpr, CROSSED: gl.constexpr):
     """The right operand [WARPS, K, 8] of a thread's inputs [WARPS, STEPS, LANES, EACH, 8]: zeros but where a column is the owner."""
     WARPS: gl.constexpr = gl.num_warps()
     BYTES: gl.constexpr = x.dtype.primitive_bitwidth == 8
     AT: gl.constexpr = STEPS // 2 if BYTES else STEPS
-    v = packed(x, AT)
+    v = packed(x, AT, CROSSED)
     MORE: gl.constexpr = v.type.shape[4]
     L: gl.constexpr = shared_layout(AT, MORE, WARPS)
     v = gl.convert_layout(v.permute((0, 1, 2, 4, 3)), gl.SliceLayout(3, L), assert_trivial=True).expand_dims(3)
@@ -166,15 +178,16 @@ def add_product(acc, v, s, z, x, mma: gl.constexpr, coding: gl.constexpr, cut: g
         x = as_codes(quotient(x, far[:, None, None, None, None]), coding)
         a = codes_in(v).reshape([WARPS, 16, STEPS * 64])
         a = gl.convert_layout(a, LEFT, assert_trivial=True)
-        products = mma_v2(a, columns_of(x, mma, STEPS, PER), gl.zeros_like(acc))
+        products = mma_v2(a, columns_of(x, mma, STEPS, PER, False), gl.zeros_like(acc))
         of = gl.convert_layout(as_number(s, coding).reshape([WARPS, 16]), gl.SliceLayout(2, mma), assert_trivial=True)
         by = gl.convert_layout(by, gl.SliceLayout(1, gl.SliceLayout(2, mma)), assert_trivial=True)
         acc = acc + products * (of * by[:, None])[:, :, None]
     else:
         if len(s.shape) == 1:
             s, z = s[:, None, None, None], z[:, None, None, None]
-        a = in_order(unpacked(v, s, z, coding), STEPS, PER).reshape([WARPS, 16, STEPS * 16 * PER])
-        acc = mma_v2(gl.convert_layout(a, LEFT, assert_trivial=True), columns_of(x, mma, STEPS, PER), acc)
+        CROSSED: gl.constexpr = crossed(coding)
+        a = in_order(unpacked(v, s, z, coding, CROSSED), STEPS, PER).reshape([WARPS, 16, STEPS * 16 * PER])
+        acc = mma_v2(gl.convert_layout(a, LEFT, assert_trivial=True), columns_of(x, mma, STEPS, PER, CROSSED), acc)
     return acc
 
 
@@ -269,6 +282,7 @@ def lone_rows(
     r = gl.arange(0, 16 * WARPS, LR)
     n, upper = features_of(r % 16, block, N, 16, form)
     if SUM:
+        alive = top_k > 0
         slot = part // PIECES
         e = gl.load(ids + which.to(gl.int64) * at_ids.row + slot.to(gl.int64) * at_ids.col, mask=slot < top_k, other=-1).to(gl.int64)
         live_x = (e >= 0) & (e < E)
@@ -298,9 +312,8 @@ def lone_rows(
         ask_for(expert_base(w_next, of, w_more.stride_e, asked.OF, asked.APART, False).to(gl.int64), w_more, alive)
         ask_for(expert_base(s_next, of, s_more.stride_e, asked.SCALES, asked.APART, False).to(gl.int64), s_more, alive)
     gl.thread_barrier()
-    if not SUM:  # noqa: SIM102 (a constant and a number); nothing is multiplied before a branch that is behind it
-        if not alive:
-            return
+    if not alive:
+        return
     y = part_sums(given, tokens, from_w, from_s, from_z, at_s, at_z, from_x, step, step_x, live, live_x, K, mma, coding, cut)
     y = gl.sum(gl.convert_layout(y.reshape([SLOTS, PIECES, 16]), piece_layout(SLOTS, PIECES, BOTH)), 1)
     if coding.BIAS:

@@ -77,30 +77,31 @@ WIDE_NIBBLES: gl.constexpr = gl.constexpr(
 def _e2m1(factors: str) -> str:
     halves = "".join(
         f"""
-        and.b32 t, w, 0x7777;
-        prmt.b32 l, 0xc0800000, 0xc0804000, t;
-        prmt.b32 h, 0x3f3f3f00, 0x40404040, t;
-        and.b32 t, w, 0x8888;
-        prmt.b32 g, 0x80, 0, t;
-        shl.b32 g, g, 7;
-        and.b32 g, g, 0x80808080;
-        or.b32 h, h, g;
-        prmt.b32 a, l, h, 0x5140;
-        prmt.b32 b, l, h, 0x7362;
+        prmt.b32 p, $8, 0, 0x{bytes_};
+        shl.b32 t, p, 6;
+        and.b32 a, t, 0x01c001c0;
+        shl.b32 t, p, 4;
+        and.b32 t, t, 0x80008000;
+        or.b32 a, a, t;
+        shl.b32 t, p, 2;
+        and.b32 b, t, 0x01c001c0;
+        and.b32 t, p, 0x80008000;
+        or.b32 b, b, t;
+        fma.rn.bf16x2 a, a, large, no;
+        fma.rn.bf16x2 b, b, large, no;
         {factors}
-        mov.b32 {{${4 * i}, ${4 * i + 1}}}, a;
-        mov.b32 {{${4 * i + 2}, ${4 * i + 3}}}, b;
-        shr.u32 w, w, 16;
+        mov.b32 {{${4 * i}, ${4 * i + 2}}}, a;
+        mov.b32 {{${4 * i + 1}, ${4 * i + 3}}}, b;
         """
-        for i in range(2)
+        for i, bytes_ in enumerate(("1100", "3322"))
     )
-    return "{ .reg .b32 t, w, l, h, g, a, b, no; mov.b32 no, 0x80008000; mov.b32 w, $8;" + halves + "}"
+    return "{ .reg .b32 t, p, a, b, no, large; mov.b32 no, 0x80008000; mov.b32 large, 0x7e807e80;" + halves + "}"
 
 
 _BY = "fma.rn.bf16x2 a, a, $9, no; fma.rn.bf16x2 b, b, $9, no;"
 E2M1: gl.constexpr = gl.constexpr(_e2m1(_BY))
 E2M1_TWICE: gl.constexpr = gl.constexpr(_e2m1("fma.rn.bf16x2 a, a, $10, no; fma.rn.bf16x2 b, b, $10, no; " + _BY))
-"""Bytes of the bfloat16 of 0, 0.5, 1, 1.5, 2, 3, 4, 6 are two tables; a sign that is set repeats the first bit of 0x80. $9, $10: scales."""
+"""The bits of a code are the last of a bfloat16's exponent and the first of its fraction: a number 2^126 too small. $9, $10: scales."""
 E4M3: gl.constexpr = gl.constexpr("""{
         .reg .b16 l, h;
         .reg .b32 p, q;
@@ -208,8 +209,11 @@ def scale_of(s, coding: gl.constexpr):
 
 
 @gluon.jit
-def unpacked(v, s, z, coding: gl.constexpr):
-    """Weights [..., 4, 2, 2, 2] or [..., 4, 2, 2] of words v [..., 4], with scales and zeros s, z [..., 1] as they are held."""
+def unpacked(v, s, z, coding: gl.constexpr, CROSSED: gl.constexpr = False):
+    """Weights [..., 4, 2, 2, 2] or [..., 4, 2, 2] of words v [..., 4], with scales and zeros s, z [..., 1] as they are held.
+
+    CROSSED: eight in the order 0, 2, 1, 3, 4, 6, 5, 7, where a code is beside that of the next byte, as packed instructions have them.
+    """
     I4: gl.constexpr = (gl.int16, gl.int16, gl.int16, gl.int16)
     I8: gl.constexpr = (gl.int16, gl.int16, gl.int16, gl.int16, gl.int16, gl.int16, gl.int16, gl.int16)
     KIND: gl.constexpr = coding.KIND
@@ -243,6 +247,10 @@ def unpacked(v, s, z, coding: gl.constexpr):
         a, b, c, d = gl.inline_asm_elementwise(S8, FOUR, [v, scale_of(s, coding)], dtype=I4, is_pure=True, pack=1)
     if coding.PER == 4:
         w = four(a, b, c, d)
+    elif CROSSED and coding.HIGH_FIRST:
+        w = eight(b, d, a, c, f, h, e, g)
+    elif CROSSED:
+        w = eight(a, c, b, d, e, g, f, h)
     elif coding.HIGH_FIRST:
         w = eight(b, a, d, c, f, e, h, g)
     else:
