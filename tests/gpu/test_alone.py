@@ -26,6 +26,15 @@ PARTS = [(4, 2, 2), (8, 1, 4), (2, 4, 1), (1, 2, 2), (8, 2, 1)]
 """Warps, steps at once, and how many times these are on their way: loops that run once, and that come round."""
 
 
+@pytest.fixture(autouse=True)
+def two_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where slots share the few experts that there are here."""
+    from moefuse.kernels.triton.provide import packed, words
+
+    monkeypatch.setattr(packed, "LEAST_ROWS", 1 << 20)
+    monkeypatch.setattr(words, "few_shared", lambda call: True)
+
+
 def _held(held: Held, separate: bool) -> Any:
     from moefuse.kernels.triton.host import coded as host
 
@@ -140,14 +149,15 @@ def test_layers_with_tokens_rounded(name: str, gating: str) -> None:
         assert torch.equal(run(args, options), out)
 
 
-@pytest.mark.parametrize("name", ["nibbles", "fp8 blocks, tokens"])
-def test_a_token_is_what_it_is_alone(name: str) -> None:
-    """Beside another, and beside slots of nobody."""
+@pytest.mark.parametrize("name", ["nibbles", "fp8 blocks", "int8 channels", "fp8 blocks, tokens"])
+def test_a_token_is_what_it_is_beside_others(name: str) -> None:
+    """And beside slots of nobody; sums have several parts (one token's have others)."""
     encoding = ROUNDED["fp8 blocks"] if name not in test_words.ENCODINGS else test_words.ENCODINGS[name]
-    args, _, options = coded(SMALL.with_(top_k=4, inter=256), encoding, None, encoding)
+    args, _, options = coded(SMALL.with_(tokens=8, top_k=4, hidden=2048, inter=768), encoding, None, encoding)
     given: list[Any] = on_gpu(args)
     out = run(given, options)
-    assert torch.equal(run([t[1:].contiguous() if i < 3 else t for i, t in enumerate(given)], options), out[1:])
+    for few in (slice(0, 2), slice(3, 8)):
+        assert torch.equal(run([t[few].contiguous() if i < 3 else t for i, t in enumerate(given)], options), out[few])
 
 
 def test_nobody() -> None:

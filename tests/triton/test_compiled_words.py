@@ -40,13 +40,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize(("name", "arch"), CASES)
-def test_products(name: str, arch: int, launches: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One token and four, in two launches; one with slots that are tiles of their own, and tiles of the sort."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-
+def _on_device(arch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from moefuse.kernels.triton.host import alone, layout, sorted_rows
     from moefuse.kernels.triton.host import coded as host
     from moefuse.kernels.triton.host import words as sizes
@@ -55,11 +49,40 @@ def test_products(name: str, arch: int, launches: list[Any], tmp_path: Path, mon
     device = layout.Device("", 132, SHARED[arch], arch == 90)
     for module in (alone, host, sizes, sorted_rows, words):
         monkeypatch.setattr(module, "device_of", lambda _: device)
+
+
+def _call(name: str, tokens: int, top_k: int = TOP_K) -> CodedCall:
     (w_in, c_in), (w_out, c_out) = (projection(*ENCODINGS[name], *sizes) for sizes in ((2 * INTER, HIDDEN), (HIDDEN, INTER)))
+    x, weights = (torch.empty(tokens, n, dtype=torch.bfloat16, device="meta") for n in (HIDDEN, top_k))
+    ids = torch.empty(tokens, top_k, dtype=torch.int64, device="meta")
+    return CodedCall(ExpertsCall(x, ids, weights, w_in, Stack([]), w_out, Body(), x.dtype), (c_in, None, c_out))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "top_k", "kernel"),
+    [(8, 1, "lone_rows"), (8, 2, "lone_rows"), (9, 1, "word_tiles"), (5, 4, "word_tiles"), (1, 8, "lone_rows"), (1, 9, "word_tiles")],
+)
+def test_which_kernel(tokens: int, top_k: int, kernel: str, launches: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to eight tokens and eight slots take two launches; of tokens whose slots share experts, tiles read these once."""
+    from moefuse.kernels.triton.provide import words
+
+    _on_device(90, monkeypatch)
+    words.experts(_call("nibbles", tokens, top_k))
+    assert [it.kernel.__name__ for it, _ in launches if it.kernel.__name__ in ("word_tiles", "lone_rows")] == [kernel] * 2
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(("name", "arch"), CASES)
+def test_products(name: str, arch: int, launches: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One token and four, in two launches; one with slots that are tiles of their own, and tiles of the sort."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    from moefuse.kernels.triton.provide import words
+
+    _on_device(arch, monkeypatch)
     for tokens in (1, 4, 32):
-        x, weights = (torch.empty(tokens, n, dtype=torch.bfloat16, device="meta") for n in (HIDDEN, TOP_K))
-        ids = torch.empty(tokens, TOP_K, dtype=torch.int64, device="meta")
-        call = CodedCall(ExpertsCall(x, ids, weights, w_in, Stack([]), w_out, Body(), x.dtype), (c_in, None, c_out))
+        call = _call(name, tokens)
         assert words.refusal(call) is None
         words.experts(call)
         if tokens == 1:

@@ -13,13 +13,11 @@ from moefuse.kernels.triton.host.coded import Held
 from moefuse.kernels.triton.host.layout import device_of
 from moefuse.kernels.triton.host.words import Part
 from moefuse.kernels.triton.launch.launch import INTERPRETED
+from moefuse.kernels.triton.problem import power_of_two
 from moefuse.ops.coded import CodedCall
 
-LONE, LONE_BYTES, LARGE = 8, 4, 1 << 24
-"""Tokens up to which a call is made by ``host/alone.py``: in general, and where weights of 8 bits are unpacked; none where a projection of
-an expert has more weights than LARGE."""
-ASK = True
-"""Whether its first kernel asks for what the last one reads."""
+LONE = 8
+"""Tokens up to which a call is made by ``host/alone.py``, where few of its slots have an expert in common (``few_shared``)."""
 ALONE = 8
 """Slots up to which each is a tile of its own."""
 ROWS, NIBBLES, ROUNDED = 40, 24, 5
@@ -87,30 +85,55 @@ def form_of(held: Held) -> tuple[Any, ...]:
 def experts(call: CodedCall) -> Tensor:
     """The output [T, N]."""
     tokens, top_k = call.base.ids.shape
-    return lone(call) if tokens <= most_alone(_held(call)) and top_k <= alone.SLOTS else tiled(call)
+    return lone(call) if tokens <= LONE and top_k <= alone.SLOTS and few_shared(call) else tiled(call)
 
 
-def most_alone(held: list[Held]) -> int:
-    """Tokens up to which a call is made in two launches."""
-    if any(h.features * h.inputs > LARGE for h in held):
-        return 0
-    return LONE_BYTES if any(_bytes(h) for h in held) else LONE
+def few_shared(call: CodedCall) -> bool:
+    """Whether tiles would save little by reading an expert once for its slots: few slots, or half as many as experts."""
+    slots = call.base.ids.numel()
+    return slots <= ALONE or 2 * slots <= call.base.w_in.experts
 
 
-def _bytes(held: Held) -> bool:
-    """Whether a projection has codes of 8 bits that are unpacked."""
-    encoding = held.codes.encoding
-    return encoding.activation is None and words.per_word(encoding) == 4
-
-
-def lone_choice(held: tuple[Held, Held], tokens: int) -> tuple[alone.Part, alone.Part]:
+def lone_choice(held: tuple[Held, Held], tokens: int, top_k: int) -> tuple[alone.Part, alone.Part]:
     """Sizes of the first products and of the last one, for few tokens."""
-    first, last = (h.codes.encoding for h in held)
-    if last.activation is not None:
-        return alone.Part(8, 2, 2), alone.Part(8, 2, 3)
-    if tokens > 1:
-        return alone.Part(4, 1, 8 if words.per_word(first) == 4 else 4), alone.Part(8, 1, 6)
-    return alone.Part(4, 2, 4) if words.per_word(first) == 4 else alone.Part(8, 1, 4), alone.Part(8, 1, 12)
+    return _first_part(held[0], tokens), _last_part(held[1], tokens, power_of_two(top_k))
+
+
+def _first_part(held: Held, tokens: int) -> alone.Part:
+    """Eight warps that have all of a sum on their way, up to three turns of them; of longer sums less, so that more programs fit."""
+    few, steps = words.per_word(held.codes.encoding) == 8, _steps(held)
+    each = 1 if few else 2
+    turns = -(-steps // (8 * each))
+    if turns > 3:
+        return alone.Part(4, each, 4 // each)
+    if few and tokens > 1 and turns <= 2:
+        return alone.Part(4, 2, turns)
+    return alone.Part(8, each, turns)
+
+
+def _last_part(held: Held, tokens: int, slots: int) -> alone.Part:
+    """A warp for a slot, with 4 to 6 steps on their way; the whole of a short sum where one token waits for it."""
+    encoding, steps = held.codes.encoding, _steps(held)
+    short = steps <= 12
+    if encoding.activation is not None:
+        return alone.Part(8, 2, 3 if short and tokens == 1 else 2)
+    if words.per_word(encoding) == 8:
+        return alone.Part(4, 2, _least_idle(-(-steps * slots // (2 * max(4, slots))), 3, 2))
+    if not short:
+        return alone.Part(8, 1, _least_idle(-(-steps * slots // max(8, slots)), 6, 4))
+    if tokens == 1:
+        return alone.Part(8, 1, 12)
+    return alone.Part(16, 1, 6) if coded.kind_of(encoding)[0] == "e4m3" else alone.Part(8, 2, 3)
+
+
+def _steps(held: Held) -> int:
+    """Of 64 bytes, in a row."""
+    return -(-held.inputs // (16 * words.per_word(held.codes.encoding)))
+
+
+def _least_idle(turns: int, *ahead: int) -> int:
+    """The first of numbers of turns ahead with which the fewest turns have nothing to do."""
+    return min(ahead, key=lambda many: -turns % many)
 
 
 def lone(call: CodedCall, sizes: tuple[alone.Part, alone.Part] | None = None) -> Tensor:
@@ -118,11 +141,11 @@ def lone(call: CodedCall, sizes: tuple[alone.Part, alone.Part] | None = None) ->
     base, body, ids, count = call.base, call.base.body, call.base.ids, call.base.w_in.experts
     held = _held(call)
     first, second, last = held[0], held[1] if body.split else held[0], held[-1]
-    up, down = sizes or lone_choice((first, last), len(ids))
+    up, down = sizes or lone_choice((first, last), *ids.shape)
     out = torch.empty((base.x.shape[0], last.features), dtype=base.out_dtype, device=base.x.device)
     h = torch.empty((ids.numel(), last.inputs), dtype=base.x.dtype, device=base.x.device)
     b_in, b_up, b_out = (linear.weight(s.bias, 1) if s.bias else None for s in call.stacks)
-    alone.product(h, base.x, ids, base.weights, count, body, (first, second), (b_in, b_up), up, last if ASK else None)
+    alone.product(h, base.x, ids, base.weights, count, body, (first, second), (b_in, b_up), up)
     alone.product(out, h, ids, base.weights, count, None, (last, last), (b_out, None), down)
     return out
 

@@ -1,4 +1,4 @@
-"""One token, or two, times weights in few bits: a warp has the weights of *part* of a sum, so nothing waits for many steps of it.
+"""Few tokens times weights in few bits: a warp has the weights of *part* of a sum, so nothing waits for many steps of it.
 
 Words, and how they become the left operand, are those of ``products.py``. A program has 16 features, and a warp all of these for one
 part: of a first projection parts are pieces of the inputs of one slot, of the last one the slots of a token (in pieces where warps are left
@@ -9,17 +9,16 @@ elsewhere, so a thread reads, and rounds, as many, and the sum over the columns 
 token had a zero.)
 
 All that a program reads at first is asked for before anything waits. The assembler would put loads off to save registers, each to where its
-product is: so behind them stand a barrier, which loads do not cross, and a branch, before which nothing is multiplied. And programs of the
-first projection ask for what the last one will read (``ask_for``).
+product is: so behind them stand a barrier, which loads do not cross, and a branch, before which nothing is multiplied.
 
-Parts are summed in their order, whatever else is in the call.
+Parts are summed in their order, whatever else is in the call; how many there are depends on whether it has one token.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from moefuse.kernels.triton.device.functions import after_previous, expert_base, gated, let_next_start, pointwise, rounded
+from moefuse.kernels.triton.device.functions import after_previous, gated, let_next_start, pointwise, rounded
 from moefuse.kernels.triton.device.token_codes import as_codes, larger, quotient, scale_and_divisor
 from moefuse.kernels.triton.words.products import biases, codes_in, features_of, halves, in_order, weight_layout, weight_rows
 from moefuse.kernels.triton.words.unpack import as_number, unpacked
@@ -233,33 +232,14 @@ def part_sums(
 
 
 @gluon.jit
-def ask_for(base, extent, alive):
-    """Bring this program's share of an array at an address, whole 16 bytes, from memory into the cache that all programs have."""
-    WARPS: gl.constexpr = gl.num_warps()
-    thread = gl.arange(0, 32 * WARPS, gl.BlockedLayout([1], [32], [WARPS], [0]))
-    first = gl.program_id(0) * extent.share
-    start = base + first
-    up = (-start).to(gl.int32) & 15
-    count = (gl.minimum(extent.size - first, extent.share) - up) & -16
-    gl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.s32 p, $1, 0; @p cp.async.bulk.prefetch.L2.global [$2], $3; mov.b32 $0, 0; }",
-        "=r,r,l,r",
-        [((thread == 0) & alive & (count > 0)).to(gl.int32), start + up, count],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
 def lone_rows(
-    x, ids, weights, w_a, w_b, s_a, s_b, z_a, z_b, b_a, b_b, w_next, s_next, out, top_k, E, K, N, args, at_x, at_ids, at_weights, at_w,
-    at_s, at_z, first_b, w_more, s_more, form: gl.constexpr, coding: gl.constexpr, cut: gl.constexpr, asked: gl.constexpr,
+    x, ids, weights, w_a, w_b, s_a, s_b, z_a, z_b, b_a, b_b, out, top_k, E, K, N, args, at_x, at_ids, at_weights, at_w, at_s, at_z, first_b,
+    form: gl.constexpr, coding: gl.constexpr, cut: gl.constexpr,
 ):  # fmt: skip
     """out [S, N], by slots: tokens x [T, K] times a first projection and its activation. GATING "none": out [T, N], the weighted sums over
     each token's slots of rows x [S, K] times the last projection.
 
-    Weights as of ``products.word_tiles``; ``weights``: of the routing. ``asked``: what the next projection reads, from w_next, s_next on.
+    Weights as of ``products.word_tiles``; ``weights``: of the routing.
     """
     SUM: gl.constexpr = form.GATING == "none"
     BOTH: gl.constexpr = form.GATING == "halves" or form.GATING == "interleaved"
@@ -308,9 +288,6 @@ def lone_rows(
         at_bias = gl.where(own < 0, 0, own)[:, None] if SUM else of
         bias = biases(b_a, b_b, at_bias, n[None, :], upper[None, :], at_w, first_b, dtype, form, coding)
     given, tokens = first_loads(from_w, from_s, from_z, at_s, at_z, from_x, step, step_x, live, live_x, K, LATE, coding, cut)
-    if asked is not None:
-        ask_for(expert_base(w_next, of, w_more.stride_e, asked.OF, asked.APART, False).to(gl.int64), w_more, alive)
-        ask_for(expert_base(s_next, of, s_more.stride_e, asked.SCALES, asked.APART, False).to(gl.int64), s_more, alive)
     gl.thread_barrier()
     if not alive:
         return
