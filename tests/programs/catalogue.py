@@ -157,6 +157,7 @@ _ODD = (
         Program(Selected(find="top1_mask", combine="assign"), Routing("argmax", flat=True), _SPLIT, _LIST, top_k=1),
         "selected",
     ),
+    Entry("top1_sort", "K=1, sort(descending=True)[:, :1]", Program(Masked(), Routing("sort_slice"), top_k=1), "masked"),
     Entry(
         "top1_replace", "K=1, torch.where(hit, expert(x) * w, out)", Program(Masked(hit="replace"), Routing("argmax"), top_k=1), "masked"
     ),

@@ -95,6 +95,14 @@ def pick(ctx: Context, node: Node, x: Node, fact: Any, dim: int, at: int) -> Any
     return None
 
 
+def _is_sorted(ctx: Context, root: Node) -> bool:
+    """Whether a tensor is all scores in their order, or where they stood: ``[:, :1]`` of it is the choice, and no slot of one."""
+    call = ctx.calls.get(root)
+    if call is not None and call.name == "getitem" and isinstance(call.args[0], Node):
+        call = ctx.calls.get(call.args[0])
+    return call is not None and call.name in ("sort", "argsort")
+
+
 def stacked(fact: View, axes: Axes, **index: Any) -> Weight | None:
     """A stacked weight with its expert dimension taken away."""
     value = tensor(fact.root)
@@ -154,7 +162,8 @@ def cut(ctx: Context, node: Node, fact: Any, dim: int, item: slice) -> Any:
         return replace(fact, axes=tuple(() if i == dim else a for i, a in enumerate(fact.axes)), expert=expert)
     if isinstance(fact, View) and not isinstance(fact, Column) and (only.kind, only.index, dim, length) == ("d", 0, 0, 1):
         return stacked(fact, axes, expert=item.start if isinstance(item.start, RowNumber) else start)
-    if type(fact) is View and (only.kind, dim, length) == ("d", len(fact.axes) - 1, 1) and not isinstance(item.start, RowNumber):
+    one = (only.kind, dim, length) == ("d", len(fact.axes) - 1, 1) and not isinstance(item.start, RowNumber)
+    if type(fact) is View and one and not _is_sorted(ctx, fact.root):
         return Column((*fresh([extent(a) for a in axes[:-1]]), ()), ctx.first[node], fact, start)
     return None
 
