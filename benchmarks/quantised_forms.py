@@ -151,7 +151,7 @@ def adapted(model: Any) -> nn.Module:
 
     model.is_loaded_in_4bit = True
     config = peft.LoraConfig(r=8, target_modules=["gate", "up", "down"], init_lora_weights=False)
-    return peft.get_peft_model(model, config, autocast_adapter_dtype=False).base_model.model  # type: ignore[no-any-return]
+    return peft.get_peft_model(model, config).base_model.model  # type: ignore[no-any-return]
 
 
 def compressed(scheme: str, way: str = "each") -> nn.Module:

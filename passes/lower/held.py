@@ -13,7 +13,7 @@ from torch.fx import Node
 from moefuse.ops.encoding import Encoding
 from moefuse.passes.graph.calls import fake
 from moefuse.passes.ir.evaluate import flat_shapes
-from moefuse.passes.ir.expr import Held, Leaf
+from moefuse.passes.ir.expr import Held, Leaf, Linear, walk
 from moefuse.passes.match.templates import Body
 
 if TYPE_CHECKING:
@@ -41,6 +41,9 @@ def held_call(lowering: Lowering, body: Body) -> tuple[Callable[..., Any], list[
         return None
     if lowering.op()[0] is not torch.ops.moefuse.experts.default or any(p is not None and (p.terms or p.added) for p in body.projections):
         raise UnsupportedError("there are low-rank terms beside them, or they are on several ranks")
+    computed = {str(fake(e.node).dtype).removeprefix("torch.") for e in walk(lowering.region.expr) if isinstance(e, Linear)}
+    if len(computed) > 1:
+        raise UnsupportedError(f"the projections of an expert compute in {', '.join(sorted(computed))}")
     unrounded = lowering.region.unrounded
     codes = [node for p, h in zip(body.projections, held, strict=True) if p is not None and h is not None for node in _scales(lowering, h)]
     names = ["" if h is None else str(encoding_of(h, unrounded)) for h in held]

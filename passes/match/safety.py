@@ -182,12 +182,15 @@ def _types(ctx: Context, region: Region) -> Lost | None:
 
 
 def _computed_in(ctx: Context, region: Region) -> Lost | None:
-    """Each projection computes in the dtype of its weight, or all in one of 16 bits from weights in float32 that this process has."""
+    """Each projection computes in the dtype of its weight, or all in one of 16 bits from weights in float32 that this process has.
+
+    Those that are multiplied as they are held compute in one; what is beside them is asked when it is lowered.
+    """
     found = [e for e in walk(region.expr) if isinstance(e, Linear)]
     dtypes = {e: (a.dtype, b.dtype) for e in found if (a := tensor(e.node)) is not None and (b := tensor(e.weight.source)) is not None}
     rounded = {e: pair for e, pair in dtypes.items() if pair[0] != pair[1] and e.weight.held is None}
-    results = {result for result, _ in dtypes.values()}
-    if (rounded or any(e.weight.held is not None for e in found)) and len(results) > 1:
+    results = {result for e, (result, _) in dtypes.items() if rounded or e.weight.held is not None}
+    if len(results) > 1:
         names = ", ".join(sorted(str(d).removeprefix("torch.") for d in results))
         return ctx.lost("dtype-unsupported", found[0].node, dtype=names, detail="the products of one expert compute in several dtypes")
     for e, (out, held) in rounded.items():

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moefuse.passes.rules.rows import foreign_flat
@@ -127,6 +128,31 @@ def test_adapters_beside_them() -> None:
     compiled.check(torch.randn(11, H).bfloat16(), 0.02)
     assert [(f.tier, f.spec.encoding) for f in compiled.report.fused] == [("grouped", HELD)], str(compiled.report)
     assert operators(compiled) == []
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_projection_that_is_not_packed(dtype: torch.dtype) -> None:
+    """In the same dtype it is a part of the op; in another one there is no op."""
+
+    class Mixed(four_bits.Expert):
+        def __init__(self) -> None:
+            super().__init__()
+            self.down = nn.Linear(four_bits.INNER, H, bias=False, dtype=dtype)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down((F.silu(self.gate(x)) * self.up(x)).to(dtype)).to(x.dtype)
+
+    model = Loop()
+    model.experts = nn.ModuleList(Mixed() for _ in range(four_bits.E))
+    compiled = Compiled(model, captured=True)
+    compiled.check(torch.randn(11, H).bfloat16(), 0.01)
+    if dtype == torch.bfloat16:
+        is_fused(compiled)
+        return
+    assert not compiled.ops
+    (lost,) = compiled.report.skipped
+    assert (lost.code, "the projections of an expert compute in" in lost.message) == ("encoding-unsupported", True)
 
 
 def test_storage_and_scales_are_live() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -83,9 +84,10 @@ def test_any_number_of_tokens() -> None:
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("program", [Loop, Hit])
-def test_adapters(program: type[Loop]) -> None:
-    """Those are trained, with rows that have gradients or, in a first layer, none."""
-    compiled = Compiled(program(make=Lora, nested=True), captured=True)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_adapters(program: type[Loop], dtype: torch.dtype) -> None:
+    """Those are trained, in the dtype of the base or, as PEFT has them, in float32."""
+    compiled = Compiled(program(make=functools.partial(Lora, factors=dtype), nested=True), captured=True)
     agree(compiled, torch.randn(11, H).bfloat16(), 0.02)
     assert [(f.tier, f.spec.encoding) for f in compiled.report.fused] == [("grouped", HELD)], str(compiled.report)
     assert functions(compiled) == []
@@ -191,7 +193,7 @@ def test_bitsandbytes(nested: bool, adapters: bool) -> None:
         peft = pytest.importorskip("peft")
         model.is_loaded_in_4bit = True
         config = peft.LoraConfig(r=4, target_modules=["gate", "up", "down"], init_lora_weights=False)
-        model = peft.get_peft_model(model, config, autocast_adapter_dtype=False).base_model.model
+        model = peft.get_peft_model(model, config).base_model.model
     compiled = Compiled(model.train(), captured=True)
     agree(compiled, torch.randn(11, H).bfloat16(), 0.02)
     assert [f.spec.encoding for f in compiled.report.fused] == ["lut16, groups of 64"], str(compiled.report)

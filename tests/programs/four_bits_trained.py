@@ -70,12 +70,13 @@ class Trained(Guarded):
 class Lora(Trained):
     """An adapter beside it, as PEFT computes it."""
 
-    def __init__(self, n: int, k: int, dtype: torch.dtype = torch.bfloat16, **how: Any) -> None:
-        super().__init__(n, k, dtype=dtype, **how)
-        self.a, self.b = nn.Linear(k, 4, bias=False, dtype=dtype), nn.Linear(4, n, bias=False, dtype=dtype)
+    def __init__(self, n: int, k: int, *, factors: torch.dtype = torch.bfloat16, **how: Any) -> None:
+        super().__init__(n, k, **how)
+        self.a, self.b = nn.Linear(k, 4, bias=False, dtype=factors), nn.Linear(4, n, bias=False, dtype=factors)
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x).clone() + self.b(self.a(x)) * 0.5
+        base = super().forward(x).clone()
+        return base + (self.b(self.a(x.to(self.a.weight.dtype))) * 0.5).to(base.dtype)
 
 
 class Always(Product):
