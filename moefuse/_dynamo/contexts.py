@@ -8,12 +8,16 @@ from typing import Any
 _FIELDS = ("non_differentiable", "dirty_tensors")
 
 
-def contexts(variables: Iterable[Any]) -> list[Any]:
-    """Those of some variables that are the ``ctx`` of a function that the program is in the middle of."""
+def contexts(translator: Any, variables: Iterable[Any]) -> list[Any]:
+    """Those of some variables that are the ``ctx`` of a function that the program is in the middle of, and that no object holds."""
     from torch._dynamo.variables.base import AttributeMutationNew
     from torch._dynamo.variables.misc import AutogradFunctionContextVariable
 
-    return [v for v in variables if isinstance(v, AutogradFunctionContextVariable) and isinstance(v.mutation_type, AttributeMutationNew)]
+    found = [v for v in variables if isinstance(v, AutogradFunctionContextVariable) and isinstance(v.mutation_type, AttributeMutationNew)]
+    if not found:
+        return []
+    stored = {id(value) for attributes in translator.output.side_effects.store_attr_mutations.values() for value in attributes.values()}
+    return [v for v in found if id(v) not in stored]
 
 
 def noted(translator: Any, context: Any) -> tuple[Any, ...]:

@@ -15,7 +15,7 @@ from moefuse.capture.assumptions import RETURN, Scope
 def begin(scope: Scope) -> None:
     """Remember what has been noted where a function may return early."""
     if scope.join == RETURN:
-        scope.notes = [(c, contexts.noted(scope.translator, c)) for c in contexts.contexts(scope.locals.values())]
+        scope.notes = [(c, contexts.noted(scope.translator, c)) for c in contexts.contexts(scope.translator, scope.locals.values())]
 
 
 def takes(scope: Scope, variable: Any) -> bool:

@@ -143,6 +143,7 @@ OTHERS = {
     "Few": ("not-captured", "it asks how many tokens an expert has"),
     "Ones": ("not-captured", "other code runs"),
     "Noted": ("not-captured", "other code runs"),
+    "Kept": ("not-captured", "other code runs"),
     "Written": ("encoding-unknown", "is an operator that moefuse cannot look into"),
 }
 

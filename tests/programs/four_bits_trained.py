@@ -179,6 +179,22 @@ class Noted(Product):
         return Always.forward(ctx, A, B, bias, state)
 
 
+class Kept(Product):
+    """Somebody else may read what is noted."""
+
+    @staticmethod
+    def forward(ctx: Any, A: Tensor, B: Tensor, bias: Tensor | None, state: Any) -> Tensor:
+        state.last, ctx.inputs, ctx.is_empty = ctx, A.shape[-1], False
+        if A.numel() == 0:
+            ctx.is_empty = True
+            return torch.empty((*A.shape[:-1], state.shape[0]), dtype=A.dtype, device=A.device)
+        return state.op(A, B, state.shape, state.absmax, state.block, state.kind)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad.sum(-1, keepdim=True).expand(-1, ctx.inputs), None, None, None
+
+
 class Written(Product):
     """Backward counts its calls."""
 
