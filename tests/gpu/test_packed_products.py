@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from moefuse.ops.coded import CodedCall
 from moefuse.ops.coded_weights import Codes
+from moefuse.ops.encoding import Encoding, Rounding
 from tests.cpu.coded_case import coded, hold
 from tests.cpu.ops_case import Case, assert_as_exact, reference, to
-from tests.gpu.test_coded import on_gpu
+from tests.gpu.test_coded import on_gpu, run
 from tests.gpu.test_words import ENCODINGS
 
 pytestmark = pytest.mark.gpu
@@ -68,3 +71,19 @@ def test_layers(name: str, gating: str, rows: int) -> None:
     for _ in range(3):
         again = packed.experts(_as_bytes(CodedCall.of(*args, **options)), rows)
         assert torch.equal(again, out)
+
+
+@pytest.mark.parametrize("name", ["int8 channels", "nibbles", "fp8 blocks", "fp8 blocks, tokens too"])
+def test_experts_apart_in_other_orders(name: str) -> None:
+    """Layers of one kind share what was recorded of a call, whatever the order of their experts in memory."""
+    encoding = ENCODINGS[name] if name in ENCODINGS else Encoding("e4m3", (128, 128), activation=Rounding("e4m3", 128))
+    case = LARGE.with_(gating="separate", separate=True, inter=256, hidden_out=256)
+    args, _, options = coded(case, encoding, encoding, encoding)
+    given: list[Any] = on_gpu(args)
+    wanted = run(given, options)
+    for _ in range(3):
+        assert torch.equal(run(given, options), wanted)
+        # The same experts elsewhere: the last one first, and with memory between them.
+        given = [[t.clone() for t in reversed(a)][::-1] if isinstance(a, list) and a else a for a in given]
+    given = [[t.clone() for t in a] if isinstance(a, list) and a else a for a in given]
+    assert torch.equal(run(given, options), wanted)

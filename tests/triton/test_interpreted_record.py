@@ -298,6 +298,31 @@ def test_one_tensor_in_two_places(world: World) -> None:
     torch.testing.assert_close(d_weights[order, 0], (grad[order] * ys).sum(1))
 
 
+def test_the_first_in_memory_of_some_tensors(world: World) -> None:
+    """A step may return one of its arguments, and in a later call another one; lists that it was taken from stay what they are."""
+    from moefuse.kernels.triton.host.operands import steps_table
+    from moefuse.kernels.triton.host.sorted_rows import Sorted, gather
+    from moefuse.kernels.triton.launch.record import as_step, recorded
+
+    @recorded
+    def call(tensors: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        _, steps = as_step(steps_table, tensors)
+        again, same = as_step(steps_table, tensors)
+        out = torch.empty(1, 4, dtype=torch.float32)
+        order = torch.zeros(1, dtype=torch.int64)
+        gather(out, again[None], Sorted(order, order, 1, 1, 1))
+        return out[0], steps, same
+
+    memory = torch.arange(64, dtype=torch.float32)
+    up, down = [memory[16 * i : 16 * i + 4] for i in (2, 0, 1)], [memory[16 * i : 16 * i + 4] for i in (0, 1, 3)]
+    for tensors in (up, down, up):
+        out, steps, same = call(tensors)
+        assert torch.equal(out, min(tensors, key=Tensor.data_ptr))
+        assert torch.equal(steps, same)
+        assert steps.tolist() == [(t.data_ptr() - min(map(Tensor.data_ptr, tensors))) // 16 for t in tensors]
+    assert world.again
+
+
 def test_forgotten_with_the_plans(world: World) -> None:
     from moefuse.kernels.triton.provide import experts
 

@@ -99,8 +99,7 @@ def product(
     width, form = cut.BN // split, operand.form(item)
     outputs = cut.BN // (1 if gating == "plain" else 2)
     first, second = (0, 0) if body is None else first_features(body, n)
-    shown = [_weights(h, form, it.experts, pack, width, bk // pack, item) for h in parts]
-    steps = [as_step(steps_table, h.storage.tensors)[1] if is_apart(form) else h.storage.pointer for h in parts]
+    shown, steps = zip(*[_weights(h, form, it.experts, pack, width, bk // pack, item) for h in parts], strict=True)
     pointers = [h.storage.pointer if b is None else b.pointer for h, b in zip(parts, (bias[0], bias[1] or bias[0]), strict=True)]
     columns = -(-n // outputs)
     zeros = [h.zero or h.scale for h in parts]
@@ -138,13 +137,14 @@ def _kernel() -> Any:
     return packed_products
 
 
-def _weights(held: Held, form: str, experts: int, pack: int, width: int, inner: int, item: int) -> Described:
+def _weights(held: Held, form: str, experts: int, pack: int, width: int, inner: int, item: int) -> tuple[Described, Any]:
+    """The descriptor of a projection's storage, and the steps between experts that are apart."""
     from triton.experimental.gluon.language import NVMMASharedLayout
 
     shape, strides, block = held.storage.operand.matrix(form, experts, held.features, held.inputs // pack, width, inner, item)
-    pointer = as_step(steps_table, held.storage.tensors)[0] if is_apart(form) else held.storage.pointer
+    pointer, steps = as_step(steps_table, held.storage.tensors) if is_apart(form) else (held.storage.pointer, held.storage.pointer)
     layout = NVMMASharedLayout(swizzle_byte_width=inner * item, element_bitwidth=8 * item, rank=len(block))
-    return Described(pointer, shape, strides, block, layout)
+    return Described(pointer, shape, strides, block, layout), steps
 
 
 __all__ = ["in_order", "product", "refusal"]

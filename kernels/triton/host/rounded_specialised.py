@@ -62,8 +62,7 @@ def product(
     cut = CUT._replace(PARTS=parts_of(CUT.PARTS, biased))
     width, form = cut.BN // halves, operand.form(1)
     first, second = (0, 0) if body is None else first_features(body, n)
-    shown = [_weights(h, form, it.experts, h.features, k, width) for h in parts]
-    steps = [as_step(steps_table, h.storage.tensors)[1] if is_apart(form) else h.storage.pointer for h in parts]
+    shown, steps = zip(*[_weights(h, form, it.experts, h.features, k, width) for h in parts], strict=True)
     pointers = [h.storage.pointer if b is None else b.pointer for h, b in zip(parts, (bias[0], bias[1] or bias[0]), strict=True)]
     out_width = width if gating != "interleaved" else cut.BN // 2
     columns = -(-n // out_width)
@@ -106,10 +105,11 @@ def _bytes_layout(rank: int) -> Any:
     return NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=rank)
 
 
-def _weights(held: Held, form: str, experts: int, features: int, inputs: int, width: int) -> Described:
+def _weights(held: Held, form: str, experts: int, features: int, inputs: int, width: int) -> tuple[Described, Any]:
+    """The descriptor of a projection's codes, and the steps between experts that are apart."""
     shape, strides, block = held.storage.operand.matrix(form, experts, features, inputs, width, GROUP, 1)
-    pointer = as_step(steps_table, held.storage.tensors)[0] if is_apart(form) else held.storage.pointer
-    return Described(pointer, shape, strides, block, _bytes_layout(len(block)))
+    pointer, steps = as_step(steps_table, held.storage.tensors) if is_apart(form) else (held.storage.pointer, held.storage.pointer)
+    return Described(pointer, shape, strides, block, _bytes_layout(len(block))), steps
 
 
 __all__ = ["product", "refusal"]

@@ -92,6 +92,11 @@ class Recorder:
             raise LookupError
         return slot
 
+    def apart(self, t: Tensor) -> Tensor:
+        """t, or where t has a slot, the same tensor as another object."""
+        known, _ = self.slots.get(id(t), (None, 0))
+        return t if known is None or known() is not t else t.detach()
+
     def step(self, do: Any, args: Sequence[Any], out: Any = None) -> Sequence[Any]:
         """One step, with the tensors that it was given and that it returned; its arguments with slots."""
         slots: Sequence[Any] = ()
@@ -155,7 +160,8 @@ def as_step(function: Callable[..., Any], *args: Any) -> Any:
     if recorder is None:
         return function(*args)
     with recorder.pause():
-        out = function(*args)
+        # What it returns may be one of its arguments now and another one in another call: that is a slot of its own.
+        out = replaced(Tensor, recorder.apart, function(*args))
     recorder.lasting.update(slots_of(recorder.step(function, args, out)))
     return out
 
