@@ -89,9 +89,10 @@ def experts(call: CodedCall) -> Tensor:
 
 
 def few_shared(call: CodedCall) -> bool:
-    """Whether tiles would save little by reading an expert once for its slots: few slots, or half as many as experts."""
+    """Whether tiles would save little by reading an expert once for its slots: few slots, or half as many as experts; of bytes a quarter."""
     slots = call.base.ids.numel()
-    return slots <= ALONE or 2 * slots <= call.base.w_in.experts
+    bytewise = any(codes is not None and words.per_word(codes.encoding) == 4 for codes in call.codes)
+    return slots <= ALONE or (4 if bytewise else 2) * slots <= call.base.w_in.experts
 
 
 def lone_choice(held: tuple[Held, Held], tokens: int, top_k: int) -> tuple[alone.Part, alone.Part]:
