@@ -89,7 +89,7 @@ def experts(call: CodedCall) -> Tensor:
 
 
 def few_shared(call: CodedCall) -> bool:
-    """Whether tiles would save little by reading an expert once for its slots: few slots, or half as many as experts; of bytes a quarter."""
+    """Whether tiles would save little by reading an expert once for its slots: few, or half as many as experts; of bytes a quarter."""
     slots = call.base.ids.numel()
     bytewise = any(codes is not None and words.per_word(codes.encoding) == 4 for codes in call.codes)
     return slots <= ALONE or (4 if bytewise else 2) * slots <= call.base.w_in.experts
