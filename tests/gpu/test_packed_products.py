@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from moefuse.ops.coded import CodedCall
-from moefuse.ops.coded_weights import Codes
 from moefuse.ops.encoding import Encoding, Rounding
-from tests.cpu.coded_case import coded, hold
+from tests.cpu.coded_case import coded
 from tests.cpu.ops_case import Case, assert_as_exact, reference, to
 from tests.gpu.test_coded import on_gpu, run
 from tests.gpu.test_words import ENCODINGS
+from tests.gpu.unit_rows import unit_rows
 
 pytestmark = pytest.mark.gpu
 
@@ -25,31 +25,14 @@ LARGE = Case(tokens=600, hidden=256, inter=192, hidden_out=200, experts=7, top_k
 @pytest.mark.parametrize("name", ENCODINGS)
 def test_weights_have_the_bits_of_the_definition(name: str, separate: bool) -> None:
     """Rows of a unit matrix give the weights; features that are no whole tiles, inputs that are no whole blocks of 128."""
-    from moefuse.kernels.triton.host import coded as host
-    from moefuse.kernels.triton.host import packed_specialised, sorted_rows
+    from moefuse.kernels.triton.host import packed_specialised
 
-    features, inputs = 200, 320 if ENCODINGS[name].block[1] in (0, 32, 64) else 384
-    held = hold(ENCODINGS[name], 3, features, inputs, torch.Generator().manual_seed(0))
-    if held.encoding.scale:
-        held.scale[0, 0, 0], held.scale[0, 1, 0] = 0, 254
-    dense = held.dense(BF16).cuda()
-    storage, more = held.lists(separate)
-    count = len(storage)
-    as_bytes = [(t.view(torch.uint8) if t.dtype not in host.ELEMENTS else t).cuda() for t in storage]
-    more = [t.cuda() for t in more]
-    it = host.held(as_bytes, Codes(held.encoding, more[:count], more[count:]))
-    x = torch.eye(inputs, dtype=BF16, device="cuda").repeat(3, 1)
-    ids = torch.arange(3, device="cuda").repeat_interleave(inputs)[:, None]
+    it = unit_rows(ENCODINGS[name], separate)
     for rows in (16, 32, 64, 128, 256):
-        order, offsets = sorted_rows.sort(ids, 3)
-        by = sorted_rows.tiled(sorted_rows.Sorted(order, offsets, ids.numel(), 3, 1), BF16, rows)
-        out = torch.full((3 * inputs, features), float("nan"), dtype=BF16, device="cuda")
-        assert packed_specialised.refusal(it, BF16, out) is None
-        packed_specialised.product(out, packed_specialised.in_order(x, it, by, tokens=True), (it, it), by, (None, None))
-        same = out.view(3, inputs, features).transpose(1, 2)
-        finite = dense.isfinite().all(2, keepdim=True)  # 0 * inf spoils a feature's other products
-        assert torch.equal(torch.where(finite, same, 0), torch.where(finite, dense, 0)), rows
-        assert finite.float().mean() > 0.8
+        by, out = it.rows(rows), it.out()
+        assert packed_specialised.refusal(it.held, BF16, out) is None
+        packed_specialised.product(out, packed_specialised.in_order(it.x, it.held, by, tokens=True), (it.held, it.held), by, (None, None))
+        it.check(out, rows)
 
 
 @pytest.mark.parametrize("rows", [16, 32, 64, 128, 256])

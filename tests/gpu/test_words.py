@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from moefuse.ops.coded import CodedCall
-from moefuse.ops.coded_weights import Codes
 from moefuse.ops.encoding import EXPONENTS, LDEXP, MADE, POWERS, Encoding, Packing
-from tests.cpu.coded_case import coded, hold
+from tests.cpu.coded_case import coded
 from tests.cpu.ops_case import Case, assert_as_exact, reference, to
 from tests.gpu.test_coded import on_gpu, run
+from tests.gpu.unit_rows import unit_rows
 
 pytestmark = pytest.mark.gpu
 
@@ -48,34 +48,16 @@ def no_others(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", ENCODINGS)
 def test_weights_have_the_bits_of_the_definition(name: str, separate: bool) -> None:
     """Rows of a unit matrix give the weights: slots for themselves and in tiles, features and inputs that are no whole blocks."""
-    from moefuse.kernels.triton.host import coded as host
     from moefuse.kernels.triton.host import sorted_rows, words
 
-    features, inputs = 200, 320 if ENCODINGS[name].block[1] in (0, 32, 64) else 384
-    held = hold(ENCODINGS[name], 3, features, inputs, torch.Generator().manual_seed(0))
-    if held.encoding.scale:
-        held.scale[0, 0, 0], held.scale[0, 1, 0] = 0, 254
-    dense = held.dense(BF16).cuda()
-    storage, more = held.lists(separate)
-    count = len(storage)
-    as_bytes = [(t.view(torch.uint8) if t.dtype not in host.ELEMENTS else t).cuda() for t in storage]
-    more = [t.cuda() for t in more]
-    it = host.held(as_bytes, Codes(held.encoding, more[:count], more[count:]))
-    x = torch.eye(inputs, dtype=BF16, device="cuda").repeat(3, 1)
-    ids = torch.arange(3, device="cuda").repeat_interleave(inputs)[:, None]
-    assert words.refusal(it, BF16, sorted_rows.device_of(x.device)) is None
+    it = unit_rows(ENCODINGS[name], separate)
+    assert words.refusal(it.held, BF16, sorted_rows.device_of(it.x.device)) is None
     for cols in (0, 8, 16):
-        rows = None
-        if cols:
-            order, offsets = sorted_rows.sort(ids, 3)
-            rows = sorted_rows.tiled(sorted_rows.Sorted(order, offsets, ids.numel(), 3, 1), BF16, cols)
+        rows = it.rows(cols) if cols else None
         for part in (words.Part(4, 2), words.Part(1, 4), words.Part(8, 1)):
-            out = torch.full((3 * inputs, features), float("nan"), dtype=BF16, device="cuda")
-            words.product(out, x, ids, rows, 3, None, (it, it), (None, None), part, cols or 8)
-            same = out.view(3, inputs, features).transpose(1, 2)
-            finite = dense.isfinite().all(2, keepdim=True)  # 0 * inf spoils a feature's other products
-            assert torch.equal(torch.where(finite, same, 0), torch.where(finite, dense, 0)), (cols, part)
-            assert finite.float().mean() > 0.8
+            out = it.out()
+            words.product(out, it.x, it.ids, rows, 3, None, (it.held, it.held), (None, None), part, cols or 8)
+            it.check(out, (cols, part))
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 8, 20, 28])

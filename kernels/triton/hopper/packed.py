@@ -237,8 +237,10 @@ def consume_packed(
     out_rows, lists, s_a, s_b, z_a, z_b, x_bufs, w_bufs, o_bufs, ring, steps, at_s, at_z, form: gl.constexpr, coding: gl.constexpr,
     cut: gl.constexpr, G: gl.constexpr,
 ):  # fmt: skip
-    """Group G of those that share the features of each tile."""
+    """Group G of those that share the features of each tile. High tiles whose second half is empty are multiplied without it."""
     STAGES: gl.constexpr = cut.STAGES
+    LOW: gl.constexpr = cut.BM // 2 if cut.BM >= 128 else 0
+    lower = x_bufs._reinterpret(x_bufs.dtype, [2 * x_bufs.type.shape[0], cut.BM // 2, 64], x_bufs.layout)
     WORDS: gl.constexpr = cut.BK // coding.PER
     ROWS: gl.constexpr = 128 if form.GATING == "interleaved" else 64
     words = w_bufs._reinterpret(gl.int32, [STAGES * cut.BN // ROWS, 4, ROWS // 4, WORDS], gl.NVMMASharedLayout(4 * WORDS, 32, 3))
@@ -248,33 +250,14 @@ def consume_packed(
     slot_phase = 0
     e, start, rows, block = take(ring, slot, slot_phase)
     while e >= 0:
-        if cut.BM >= 256:
-            if rows > 128:
-                stage, phase = make_packed(
-                    out_rows, lists, s_a, s_b, z_a, z_b, x_bufs, words, o_bufs, ring, stage, phase, steps, e, start, rows, block, at_s,
-                    at_z, form, coding, cut, G,
-                )  # fmt: skip
-            else:
-                lower = x_bufs._reinterpret(x_bufs.dtype, [STAGES * (cut.BK // 64) * cut.BM // 128, 128, 64], x_bufs.layout)
-                stage, phase = make_packed(
-                    out_rows, lists, s_a, s_b, z_a, z_b, lower, words, o_bufs, ring, stage, phase, steps, e, start, rows, block, at_s,
-                    at_z, form, coding, cut, G,
-                )  # fmt: skip
-        elif cut.BM == 128:
-            if rows > 64:
-                stage, phase = make_packed(
-                    out_rows, lists, s_a, s_b, z_a, z_b, x_bufs, words, o_bufs, ring, stage, phase, steps, e, start, rows, block, at_s,
-                    at_z, form, coding, cut, G,
-                )  # fmt: skip
-            else:
-                lower = x_bufs._reinterpret(x_bufs.dtype, [STAGES * (cut.BK // 64) * cut.BM // 64, 64, 64], x_bufs.layout)
-                stage, phase = make_packed(
-                    out_rows, lists, s_a, s_b, z_a, z_b, lower, words, o_bufs, ring, stage, phase, steps, e, start, rows, block, at_s,
-                    at_z, form, coding, cut, G,
-                )  # fmt: skip
-        else:
+        if LOW == 0 or rows > LOW:
             stage, phase = make_packed(
                 out_rows, lists, s_a, s_b, z_a, z_b, x_bufs, words, o_bufs, ring, stage, phase, steps, e, start, rows, block, at_s, at_z,
+                form, coding, cut, G,
+            )  # fmt: skip
+        else:
+            stage, phase = make_packed(
+                out_rows, lists, s_a, s_b, z_a, z_b, lower, words, o_bufs, ring, stage, phase, steps, e, start, rows, block, at_s, at_z,
                 form, coding, cut, G,
             )  # fmt: skip
         slot, slot_phase = advance(slot, slot_phase, SLOTS)
