@@ -78,8 +78,9 @@ def ids(seed: int, experts: int = E) -> Tensor:
 
 def weight(seed: int, storage: str, out: int, inp: int) -> list[Tensor]:
     w = draw(seed, E, out, inp)
-    if storage == "separate":
-        return [e.clone() for e in w]
+    if storage == "separate":  # in another order in memory with every seed
+        memory, places = torch.empty_like(w), torch.randperm(E, generator=torch.Generator().manual_seed(seed)).tolist()
+        return [memory[place].copy_(e) for place, e in zip(places, w, strict=True)]
     if storage == "unequal strides":
         return [e.clone() if i % 2 else e.t().contiguous().t() for i, e in enumerate(w)]
     return [w.transpose(1, 2).contiguous().transpose(1, 2)] if storage == "in-out" else [w]
