@@ -96,6 +96,20 @@ def test_the_op(name: str, gating: str) -> None:
         torch.testing.assert_close(ours, portable, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("which", ["storage", "scales"])
+def test_experts_of_unequal_strides(which: str) -> None:
+    """What kernels cannot read as it lies is stacked, and then so is what belongs to it."""
+    case = SMALL.with_(hidden=32, inter=32, hidden_out=32, separate=True)
+    args, dense, options = coded(case, ENCODINGS["fp8 blocks"], None, ENCODINGS["nibbles, zeros"])
+    for at in (0, case.experts) if which == "scales" else ():
+        args[9][at] = args[9][at].t().contiguous().t()
+    for w in (args[3], args[5]) if which == "storage" else ():
+        w[1] = w[1].view(torch.uint8).t().contiguous().t().view(w[1].dtype)
+    with interpreted(provide(), OPS):
+        out = torch.ops.moefuse.experts_coded(*args, **options)
+    assert_as_exact(out, reference(dense, **case.options), reference(to(dense, torch.float64), **case.options))
+
+
 @pytest.mark.parametrize("tokens", [0, 1, 70])
 def test_inference(tokens: int) -> None:
     """Nothing is differentiated; no token, one, and tiles of several."""

@@ -14,6 +14,7 @@ from moefuse.kernels.triton.device import coded
 from moefuse.kernels.triton.device.structs import Experts, Rows, Tiling
 from moefuse.kernels.triton.host.layout import device_of, precision_of
 from moefuse.kernels.triton.host.linear import Weight, weight
+from moefuse.kernels.triton.host.operands import describe
 from moefuse.kernels.triton.host.sorted_rows import Sorted, fit, rows_of, whole
 from moefuse.kernels.triton.launch.calls import launch
 from moefuse.kernels.triton.launch.launch import INTERPRETED
@@ -99,9 +100,13 @@ def _takes(packing: Packing) -> bool:
 
 
 def held(storage: Any, codes: Codes) -> Held:
-    """What a projection is held in."""
+    """What a projection is held in: storage, scales and zeros are all stacked, or all addresses."""
     features, inputs = codes.encoding.logical(tuple(storage[0].shape[-2:]))
-    return Held(codes, weight(storage), weight(codes.scale), weight(codes.zero) if codes.zero else None, features, inputs)
+    lists = [storage, codes.scale, *((codes.zero,) if codes.zero else ())]
+    if not all(describe(tensors, 2).uniform for tensors in lists):
+        lists = [[torch.stack(list(tensors))] for tensors in lists]
+    stored, scale, *zero = map(weight, lists)
+    return Held(codes, stored, scale, zero[0] if zero else None, features, inputs)
 
 
 @functools.lru_cache(maxsize=1024)
