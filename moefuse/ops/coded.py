@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from moefuse.ops.autograd import below_autograd, grads_for, not_differentiable, once, ops, wants_grad
+from moefuse.ops.autograd import below_autograd, flatten, grads_for, not_differentiable, once, ops, wants_grad
 from moefuse.ops.call import Body, ExpertsCall, Stack, cut, join, stacks
 from moefuse.ops.checks import check_codes, check_experts
 from moefuse.ops.coded_weights import CodedStack, CodedWeights, Codes, Lists
@@ -179,8 +179,18 @@ def shown(storage: Lists, codes: Codes, x: Tensor) -> list[Tensor]:
 
 def kernel(*data: Any, **options: Any) -> Tensor:
     """``experts_coded`` below autograd."""
+    found: Tensor = providers.run_by_kind("experts_coded", _legal, _run, data, options)
+    return found
+
+
+def _legal(*data: Any, **options: Any) -> CodedCall:
+    """The call that arguments are; raises where they do not fit."""
     call = CodedCall.of(*data, **options)
     checked(call)
+    return call
+
+
+def _run(call: CodedCall) -> Tensor:
     found: Tensor = providers.run("experts_coded", call)
     return found
 
@@ -238,11 +248,10 @@ class _Coded(torch.autograd.Function):
 
 
 def _autograd(*data: Any, **options: Any) -> Tensor:
-    if not wants_grad([t for part in data for t in ((part,) if isinstance(part, Tensor) else part)]):
+    if not torch.is_grad_enabled() or not wants_grad(flatten(data)):
         with below_autograd():
             return ops.experts_coded.default(*data, **options)  # type: ignore[no-any-return]
-    call = CodedCall.of(*data, **options)
-    checked(call)
+    call = _legal(*data, **options)
     tensors, counts, encodings, *body, dtype = call.pack()
     _refuse_gradients(call)
     return _Coded.apply(counts, encodings, tuple(body), dtype, *tensors)  # type: ignore[no-untyped-call, no-any-return]

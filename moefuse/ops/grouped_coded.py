@@ -35,8 +35,17 @@ def checked(xs: Tensor, offsets: Tensor, w: Lists, codes: Lists, b: Lists, encod
 
 
 def _kernel(xs: Tensor, offsets: Tensor, w: Lists, codes: Lists, b: Lists, encoding: str) -> Tensor:
+    found: Tensor = providers.run_by_kind("grouped_linear_coded", _legal, _run, (xs, offsets, w, codes, b), {"encoding": encoding})
+    return found
+
+
+def _legal(xs: Tensor, offsets: Tensor, w: Lists, codes: Lists, b: Lists, encoding: str) -> tuple[Any, ...]:
     checked(xs, offsets, w, codes, b, encoding)
-    found: Tensor = providers.run("grouped_linear_coded", xs, offsets, w, codes, b, encoding)
+    return xs, offsets, w, codes, b, encoding
+
+
+def _run(call: tuple[Any, ...]) -> Tensor:
+    found: Tensor = providers.run("grouped_linear_coded", *call)
     return found
 
 

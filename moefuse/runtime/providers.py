@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -42,6 +42,8 @@ class Provider:
     """The only device type whose tensors it takes (or :data:`FALLBACK`); None if it may take those of the CPU."""
     traced: Callable[..., Any] | None = None
     """The same as ``run`` in operations that Inductor compiles, instead of a call of the op; the op says whether it asks for it."""
+    by_kind: Callable[..., Any] | None = None
+    """``launch/record.by_kind``, if what the provider does follows from the kind of a call's arguments; see :func:`run_by_kind`."""
 
 
 def _everything(*args: Any) -> None:
@@ -92,7 +94,17 @@ def _triton(module: str, op: str, name: str = "triton", traced: str | None = Non
     def call(function: str) -> Callable[..., Any]:
         return lambda *args: getattr(triton_module(module), function)(*args)
 
-    return [Provider(name, supports, call(op), "cuda", None if traced is None else call(traced))]
+    by_kind = _by_kind if op in _BY_KIND else None
+    return [Provider(name, supports, call(op), "cuda", None if traced is None else call(traced), by_kind)]
+
+
+_BY_KIND = ("experts_coded", "grouped_linear_coded")
+"""Ops that ask with :func:`run_by_kind`."""
+
+
+def _by_kind(check: Callable[..., Any], run: Callable[..., Any], data: Any, options: Any) -> Any:
+    record = triton_module("launch.record")
+    return run(check(*data, **options)) if isinstance(record, str) else record.by_kind(check, run, data, options)
 
 
 PROVIDERS: dict[str, list[Provider]] = {
@@ -174,3 +186,15 @@ def explain(op: str, *args: Any) -> dict[str, str | None]:
 def run(op: str, *args: Any) -> Any:
     """Run one op's call on the first provider that supports it."""
     return select(op, *args).run(*args)
+
+
+def run_by_kind(op: str, check: Callable[..., Any], compute: Callable[..., Any], data: Sequence[Any], options: Mapping[str, Any]) -> Any:
+    """``compute(check(*data, **options))``, where ``compute`` runs the op.
+
+    The first provider may do without both for a call of a kind that it has run before. Only for the implementation of an op: what stands
+    above it (autograd, tracing, subclasses) has had its turn, and tensors are those that are computed with.
+    """
+    first = PROVIDERS[op][0]
+    if first.by_kind is None or first_tensor(data).device.type != first.device:
+        return compute(check(*data, **options))
+    return first.by_kind(check, compute, data, options)

@@ -424,4 +424,4 @@ def test_memory_is_let_go(world: World) -> None:
     [made] = record.RECORDS.values()
     assert made is not None
     # x * 2, its part (kept: as_step saw it), the note, + 1, its part, the note, values, ids, the launch
-    assert [list(over) for _, _, over in made.steps] == [[], [], [], [1], [], [], [], [], [3]]
+    assert [list(over) for *_, over in made.steps] == [[], [], [], [1], [], [], [], [], [3]]

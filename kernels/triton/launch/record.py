@@ -16,7 +16,7 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +25,9 @@ from torch import Tensor
 from moefuse._torch_private import after_operations, current_device, empty_cuda, raw_stream
 from moefuse.kernels.triton import config
 from moefuse.kernels.triton.launch.driver_launch import launch_again
+from moefuse.kernels.triton.launch.kinds import exact_kinds, kind_of
 from moefuse.kernels.triton.launch.launch import INTERPRETED, Launch, tf32_allowed
+from moefuse.kernels.triton.launch.nested import Slot, replaced, slots_of, tensors_of
 
 RECORDS: dict[Any, Record | None] = {}
 """By the kind of a call; None where calls are not recorded."""
@@ -34,78 +36,104 @@ _MET: set[Any] = set()
 _MAX_RECORDS = 1 << 10
 """Records kept, of up to some twenty launches; beyond, all are dropped and made again when needed (a compiled kernel stays with Triton)."""
 _EMPTY = {getattr(torch.ops.aten, name) for name in ("empty", "empty_like", "empty_strided", "new_empty")}
+_VIEW, _DETACH = torch.ops.aten.view.dtype, torch.ops.aten.detach.default
 _READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-_SEQUENCES = (list, tuple)
 _active = threading.local()
 
 
-class Slot(int):
-    """The place of a tensor among those of a call: the arguments, then all results in their order."""
-
-
 class Record(NamedTuple):
-    """Steps (what is done, with what, slots that nobody reads after it), and the result with slots for its tensors.
+    """Steps (what is done, with what, the slots of what it gives, slots that nobody reads after it), how many slots there are behind those
+    of the arguments, and the result with slots for its tensors.
 
     A step is a :class:`Launch` with the slots of its arrays, :func:`empty_cuda` with (size, stride, dtype), or any function with arguments.
     """
 
-    steps: Sequence[tuple[Any, Sequence[Any], Sequence[int]]]
+    steps: Sequence[tuple[Any, Sequence[Any], Sequence[int], Sequence[int]]]
+    more: int
     result: Any
 
     def play(self, tensors: list[Any], device: int) -> Any:
         """Do it for a call with these arguments, which begin in memory as aligned as the recorded ones. Memory from torch always is."""
         stream = raw_stream(device)
-        for do, args, over in self.steps:
+        tensors += [None] * self.more
+        for do, args, made, over in self.steps:
             if type(do) is Launch:
                 launch_again(do, stream, [tensors[i].data_ptr() for i in args])
             elif do is empty_cuda:
-                tensors.append(empty_cuda(*args))
+                tensors[made[0]] = empty_cuda(*args)
             else:
-                tensors += tensors_of(do(*replaced(Slot, tensors.__getitem__, args)))
+                for i, t in zip(made, tensors_of(do(*replaced(Slot, tensors.__getitem__, args))), strict=True):
+                    tensors[i] = t
             for i in over:
                 tensors[i] = None
         return replaced(Slot, tensors.__getitem__, self.result)
+
+
+class _Known(NamedTuple):
+    """A tensor of the call that is recorded, and its slot. Weakly: who records a call holds none of its memory.
+
+    ``shown``: it may be in another dtype than what its slot has when the record is played, and is that at the same address.
+    """
+
+    tensor: weakref.ref[Tensor]
+    slot: Slot
+    shown: bool = False
 
 
 class Recorder:
     """Takes down what is done on this thread, until something cannot be."""
 
     def __init__(self, arguments: Sequence[Tensor]) -> None:
-        self.slots: dict[int, tuple[weakref.ref[Tensor], Slot]] = {}
+        self.slots: dict[int, _Known] = {}
         self.arguments, self.device = len(arguments), arguments[0].device
         self.count = 0
-        self.steps: list[tuple[Any, Any]] = []
+        self.steps: list[tuple[Any, Any, Sequence[Slot]]] = []
         self.lasting: set[int] = set()
         self.complete = True
         self.paused = False
         self._add(arguments)
 
-    def _add(self, tensors: Iterable[Tensor]) -> None:
+    def _add(self, tensors: Iterable[Tensor], shown: bool = False) -> list[Slot]:
+        first = self.count
         for t in tensors:
-            # Weakly: who records a call holds none of its memory.
-            self.slots[id(t)] = weakref.ref(t), Slot(self.count)
+            self.slots[id(t)] = _Known(weakref.ref(t), Slot(self.count), shown)
             self.count += 1
+        return [Slot(i) for i in range(first, self.count)]
+
+    def _known(self, t: Tensor) -> _Known | None:
+        known = self.slots.get(id(t))
+        return None if known is None or known.tensor() is not t else known
 
     def _slot(self, t: Tensor) -> Slot:
-        known, slot = self.slots.get(id(t), (None, Slot(0)))
-        if known is None or known() is not t:
+        known = self._known(t)
+        if known is None:
             raise LookupError
-        return slot
+        return known.slot
+
+    def _read(self, t: Tensor) -> Slot:
+        """The slot for who reads more of a tensor than its address: the view is made now."""
+        known = self._known(t)
+        if known is not None and known.shown:
+            made = self._add([t])
+            self.steps.append((_VIEW, (known.slot, t.dtype), made))
+        return self._slot(t)
 
     def apart(self, t: Tensor) -> Tensor:
         """t, or where t has a slot, the same tensor as another object."""
-        known, _ = self.slots.get(id(t), (None, 0))
-        return t if known is None or known() is not t else t.detach()
+        return t if self._known(t) is None else t.detach()
 
-    def step(self, do: Any, args: Sequence[Any], out: Any = None) -> Sequence[Any]:
-        """One step, with the tensors that it was given and that it returned; its arguments with slots."""
+    def step(self, do: Any, args: Sequence[Any], out: Any = None, *, addresses: bool = False) -> Sequence[Any]:
+        """One step, with the tensors that it was given and that it returned; its arguments with slots.
+
+        ``addresses``: it reads nothing else of its tensors, and what it returns of them may be in their dtype.
+        """
         slots: Sequence[Any] = ()
         try:
-            slots = replaced(Tensor, self._slot, args)
+            slots = replaced(Tensor, self._slot if addresses else self._read, args)
         except LookupError:
             self.complete = False
-        self.steps.append((do, slots))
-        self._add(tensors_of(out))
+        shown = addresses and any(known is not None and known.shown for known in map(self._known, tensors_of(args)))
+        self.steps.append((do, slots, self._add(tensors_of(out), shown)))
         return slots
 
     @contextlib.contextmanager
@@ -123,26 +151,42 @@ class Recorder:
             return
         if not _READS.isdisjoint(op.tags) or not isinstance(out, Tensor | list | tuple):
             self.complete = False
-        if op.overloadpacket in _EMPTY and out.device == self.device:
+        if (known := self._viewed(op, args, out)) is not None:
+            # float8 as bytes begins where it does, and most of it goes to launches alone: no step until something else reads it.
+            self.slots[id(out)] = _Known(weakref.ref(out), known.slot, True)
+        elif op.overloadpacket in _EMPTY and out.device == self.device:
             self.step(empty_cuda, (tuple(out.shape), out.stride(), out.dtype), out)
         else:
             self.step(functools.partial(_named, op, tuple(named)), (args, [*named.values()]), out)
 
+    def _viewed(self, op: Any, args: Sequence[Any], out: Any) -> _Known | None:
+        """What ``out`` shows in another dtype of the same size. (Autograd detaches what a mode has seen of a view.)"""
+        known = self._known(args[0]) if op in (_VIEW, _DETACH) else None
+        if known is None or out.element_size() != args[0].element_size():
+            return None
+        return known if op is _VIEW or known.shown else None
+
     def finish(self, result: Any) -> Record | None:
-        """The record of all steps; None if it would not be complete."""
+        """The record of all steps but those that make memory for nobody; None if it would not be complete."""
         try:
-            result = replaced(Tensor, self._slot, result)
+            result = replaced(Tensor, self._read, result)
         except LookupError:
             return None
-        if not self.complete or not any(type(do) is Launch for do, _ in self.steps):
+        if not self.complete or not any(type(do) is Launch for do, _, _ in self.steps):
             return None  # operations of torch alone are as quick from Python
-        last = {slot: n for n, (_, args) in enumerate(self.steps) for slot in slots_of(args)}
+        last = {slot: n for n, (_, args, _) in enumerate(self.steps) for slot in slots_of(args)}
         kept = self.lasting.union(range(self.arguments), slots_of(result))
         over: list[list[int]] = [[] for _ in self.steps]
         for slot, n in last.items():
             if slot not in kept:
                 over[n].append(slot)
-        return Record([(do, args, free) for (do, args), free in zip(self.steps, over, strict=True)], result)
+        read = kept.union(last)
+        steps = [
+            (do, args, made, free)
+            for (do, args, made), free in zip(self.steps, over, strict=True)
+            if do is not empty_cuda or not read.isdisjoint(made)
+        ]
+        return Record(steps, self.count - self.arguments, result)
 
 
 def _named(op: Any, names: Sequence[str], args: Sequence[Any], values: Sequence[Any]) -> Any:
@@ -162,7 +206,7 @@ def as_step(function: Callable[..., Any], *args: Any) -> Any:
     with recorder.pause():
         # What it returns may be one of its arguments now and another one in another call: that is a slot of its own.
         out = replaced(Tensor, recorder.apart, function(*args))
-    recorder.lasting.update(slots_of(recorder.step(function, args, out)))
+    recorder.lasting.update(slots_of(recorder.step(function, args, out, addresses=True)))
     return out
 
 
@@ -174,7 +218,7 @@ def as_launch(function: Callable[..., None], it: Launch, tensors: Sequence[Tenso
         return
     with recorder.pause():
         function(it, tensors)
-    recorder.step(it, tensors)
+    recorder.step(it, tensors, addresses=True)
     recorder.complete &= it.compiled is not None
 
 
@@ -187,25 +231,62 @@ def recorded(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args)
         tensors: list[Any] = []
         kinds = [kind_of(a, tensors) for a in args]
-        device = tensors[0].get_device()
-        key = function, device, tf32_allowed(), config.PRODUCTS, *kinds
-        if device < 0 or device == current_device():
-            return _call(key, function, args, tensors, device)
-        with torch.cuda.device(device):
-            return _call(key, function, args, tensors, device)
+        return _on_device((tf32_allowed(), *kinds), None, function, args, tensors)
 
     return wrapper
 
 
-def _call(key: Any, function: Callable[..., Any], args: Sequence[Any], tensors: list[Any], device: int) -> Any:
+def by_kind(check: Callable[..., Any], run: Callable[..., Any], data: Sequence[Any], options: Mapping[str, Any]) -> Any:
+    """``run(check(*data, **options))`` for an op, as a record where the kind of all that the op is given has one.
+
+    Whether a call is legal, who computes it and how follow from its kind, and ``exact_kinds`` leaves nothing of it out. So a call of a kind
+    that has a record needs no check: the one that was recorded has passed all of them, and no kind has a record whose calls raise.
+
+    Args:
+        check: raises where the arguments do not fit; what it does is no part of a record.
+        run: computes what ``check`` returns.
+        data: tensors and lists of tensors.
+        options: values, and lists of such.
+    """
+    if INTERPRETED or active() is not None:
+        return run(check(*data, **options))
+    tensors: list[Any] = []
+    for value in data:
+        if isinstance(value, Tensor):
+            tensors.append(value)
+        else:
+            tensors += value
+    given = [tuple(value) if type(value) is list else value for value in options.values()]
+    tf32 = tensors[0].dtype == torch.float32 and tf32_allowed()
+    key = tf32, *options, *given, *exact_kinds(data, tensors, [*map(Tensor.data_ptr, tensors)])
+
+    def checked(*args: Any) -> Any:
+        return check(*args, **options)
+
+    return _on_device(key, checked, run, data, tensors)
+
+
+def _on_device(key: Any, check: Any, function: Callable[..., Any], args: Sequence[Any], tensors: list[Any]) -> Any:
+    """The function of what ``check`` makes of the arguments, if there is one; ``tensors``: all among these."""
+    device = tensors[0].get_device()
+    key = function, device, config.PRODUCTS, *key
+    if device < 0 or device == current_device():
+        return _call(key, check, function, args, tensors, device)
+    with torch.cuda.device(device):
+        return _call(key, check, function, args, tensors, device)
+
+
+def _call(key: Any, check: Any, function: Callable[..., Any], args: Sequence[Any], tensors: list[Any], device: int) -> Any:
     record = RECORDS.get(key)
     if record is not None:
         return record.play(tensors, device)
     if key in RECORDS or _first_time(key):
-        return function(*args)
+        return function(*args) if check is None else function(check(*args))
     # A tensor that is given twice is two tensors in another call of this kind.
     arguments = iter(own := [t.detach() for t in tensors])
     args = replaced(Tensor, lambda _: next(arguments), args)
+    if check is not None:
+        args = (check(*args),)
     recorder = _active.recorder = Recorder(own)
     try:
         with after_operations(recorder.operation):
@@ -226,61 +307,6 @@ def _first_time(key: Any) -> bool:
         _MET.clear()
     _MET.add(key)
     return True
-
-
-def kind_of(value: Any, tensors: list[Any]) -> Any:
-    """What a record depends on of one argument, whose tensors are appended to ``tensors``."""
-    if isinstance(value, Tensor):
-        tensors.append(value)
-        return value.dtype, value.shape, value.stride(), value.data_ptr() & 15
-    if not isinstance(value, _SEQUENCES):
-        return value
-    if type(value) is list and len(value) > 1 and isinstance(value[0], Tensor):
-        tensors += value
-        return kind_of_list(value, [*map(Tensor.data_ptr, value)])
-    return tuple([kind_of(v, tensors) for v in value])
-
-
-def kind_of_list(tensors: Sequence[Tensor], addresses: Sequence[int]) -> Any:
-    """The same of a list with a tensor for each expert, whose shapes and dtypes are equal (the op checks them)."""
-    # One pass of each kind over the tensors is quicker than one tuple per tensor, and quickest where their shape says it all.
-    first, every = tensors[0], None
-    if min(first.shape) < 2 or not all(map(Tensor.is_contiguous, tensors)):
-        strides = {*map(Tensor.stride, tensors)}
-        every = strides.pop() if len(strides) == 1 else tuple(map(Tensor.stride, tensors))
-    return len(tensors), first.dtype, first.shape, every, _aligned(tuple(addresses))
-
-
-@functools.lru_cache(maxsize=4096)
-def _aligned(addresses: Sequence[int]) -> bool:
-    """Whether all are multiples of 16. Known ones are found in a sixth of the time that looking at each takes."""
-    return not any(address & 15 for address in addresses)
-
-
-def replaced(kind: type, change: Callable[[Any], Any], value: Any) -> Any:
-    """A value with others in the place of what is of a kind, in lists and tuples as well."""
-    if isinstance(value, kind):
-        return change(value)
-    if not isinstance(value, _SEQUENCES):
-        return value
-    parts = [change(v) if isinstance(v, kind) else replaced(kind, change, v) for v in value]
-    return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-
-
-def _found(kind: type, value: Any) -> list[Any]:
-    found: list[Any] = []
-    replaced(kind, found.append, value)
-    return found
-
-
-def tensors_of(value: Any) -> list[Tensor]:
-    """All tensors in a value."""
-    return [value] if isinstance(value, Tensor) else _found(Tensor, value)
-
-
-def slots_of(value: Any) -> list[Slot]:
-    """All slots in a value."""
-    return _found(Slot, value)
 
 
 def forget_records() -> None:

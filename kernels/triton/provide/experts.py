@@ -13,8 +13,9 @@ from moefuse.kernels.triton.host import chunks
 from moefuse.kernels.triton.host.layout import DTYPES
 from moefuse.kernels.triton.host.plan import Plan
 from moefuse.kernels.triton.launch import dispatcher
+from moefuse.kernels.triton.launch.kinds import kind_of_list
 from moefuse.kernels.triton.launch.launch import INTERPRETED, tf32_allowed
-from moefuse.kernels.triton.launch.record import forget_records, kind_of_list
+from moefuse.kernels.triton.launch.record import forget_records
 from moefuse.kernels.triton.provide import library, training
 from moefuse.ops.call import ExpertsCall, cut
 from moefuse.runtime import providers
