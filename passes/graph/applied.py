@@ -5,7 +5,7 @@ the place of the call, so that rules see what is multiplied. What is not replace
 author's. Whether that is the gradient of the product is another question (``prove/backward.py``), which is answered before anything is
 replaced.
 
-Only calls with one result, and one argument that gets a gradient: where there are no rows, there is nothing then that has one.
+Only calls of which one result is read, and one argument gets a gradient: where there are no rows, there is nothing then that has one.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from moefuse.passes.graph.writes import changed
 APPLY = getattr(torch.ops.higher_order, "autograd_function_apply", None)
 _KNOWN = frozenset(("non_differentiable_idx", "saved_for_backward_idx"))
 _PACKED = frozenset((torch.int8, torch.uint8, torch.int16, torch.int32, torch.float8_e4m3fn, torch.float8_e5m2))
+_PARTS = 2
+"""Of what forward returns: its results, and what it keeps for backward."""
 _GRAD_MODE = "_set_grad_enabled"
 
 
@@ -46,6 +48,7 @@ class Applied:
     """Operations that stand for a call.
 
     Attributes:
+        forward, backward: the bodies, of one result.
         rows: which of the arguments gets a gradient.
         nodes, result: the operations, and the one that gives the result.
     """
@@ -87,23 +90,54 @@ def _opened(gm: GraphModule, node: Node, assumptions: Sequence[Assumption]) -> A
     given, known = node.args[2:], not set(node.kwargs) - _KNOWN and not node.kwargs.get("non_differentiable_idx")
     if forward is None or backward is None or not known:
         return None
+    single = _single(forward, backward)
     taken = [u for u in node.users if u.target is operator.getitem and u.args[1] == 0]
     trained = _trained(backward.graph, given, early=any(a.graph is forward.graph for a in assumptions))
     packed = any((value := tensor(a)) is not None and value.dtype in _PACKED for a in given)
     plain = len(forward.graph.find_nodes(op="placeholder")) == len(given) and all(isinstance(a, Node | int) for a in given)
     if len(trained) != 1 or not packed or not plain or not taken or len(taken) != len(node.users):
         return None
-    if _result(forward.graph) is None or not _computes(forward.graph) or not _gives_gradients(backward.graph):
+    if single is None or _result(single[0].graph) is None or not _computes(forward.graph) or not _gives_gradients(backward.graph):
         return None
     names = (str(node.args[0].target), str(node.args[1].target))  # type: ignore[union-attr]
     call = Call(node.target, names, given, dict(node.kwargs), (dict(node.meta), dict(taken[0].meta)))
     nodes, result = _inline(node, call, forward.graph, assumptions)
-    return Applied(call, forward, backward, trained[0], nodes, result)
+    return Applied(call, *single, trained[0], nodes, result)
 
 
 def _body(gm: GraphModule, value: Any) -> GraphModule | None:
     body = getattr(gm, str(value.target), None) if isinstance(value, Node) and value.op == "get_attr" else None
     return body if isinstance(body, GraphModule) else None
+
+
+def _single(forward: GraphModule, backward: GraphModule) -> tuple[GraphModule, GraphModule] | None:
+    """The bodies with nothing but the first result, if backward reads the gradient of no other one.
+
+    Behind those that are its own Dynamo has forward return what it computes on the way: torch 2.11 always, later ones after a side effect.
+    """
+    (out,) = forward.graph.find_nodes(op="output")
+    results: Any = out.args[0]
+    if len(results) != _PARTS or not results[0]:
+        return None
+    more = len(results[0]) - 1
+    others = backward.graph.find_nodes(op="placeholder")[1 : 1 + more]
+    if not more:
+        return forward, backward
+    if len(others) != more or any(n.users for n in others):
+        return None
+    return _copied(forward, ((results[0][0],), results[1])), _copied(backward, without=others)
+
+
+def _copied(body: GraphModule, returned: Any = None, without: Sequence[Node] = ()) -> GraphModule:
+    """A body that returns something else, or is not given all that it is."""
+    graph, env = Graph(), dict[Node, Node]()
+    for node in body.graph.nodes:
+        if node not in without:
+            env[node] = graph.node_copy(node, env.__getitem__)
+    if returned is not None:
+        (out,) = graph.find_nodes(op="output")
+        out.args = (torch.fx.node.map_arg(returned, env.__getitem__),)
+    return GraphModule(body, graph)
 
 
 def _trained(backward: Graph, given: tuple[Any, ...], *, early: bool) -> list[int]:
@@ -118,8 +152,7 @@ def _result(graph: Graph) -> Node | None:
     """What forward returns, if that is one new tensor."""
     (out,) = graph.find_nodes(op="output")
     results: Any = out.args[0]
-    single = len(results) == 2 and len(results[0]) == 1
-    return results[0][0] if single and isinstance(results[0][0], Node) and results[0][0].op != "placeholder" else None
+    return results[0][0] if isinstance(results[0][0], Node) and results[0][0].op != "placeholder" else None
 
 
 def _computes(graph: Graph) -> bool:
