@@ -204,6 +204,34 @@ class Written(Product):
         return matrix_of(ctx, grad), None, None, None
 
 
+class Two(Product):
+    """A second result, which nobody reads: what Dynamo has forward return of its own accord looks like it."""
+
+    @staticmethod
+    def forward(ctx: Any, A: Tensor, B: Tensor, bias: Tensor | None, state: Any) -> Any:
+        return Always.forward(ctx, A, B, bias, state), A.abs()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, other: Tensor) -> Any:
+        return matrix_of(ctx, grad), None, None, None
+
+
+class Both(Two):
+    """Backward reads the gradient of the second."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, other: Tensor) -> Any:
+        return matrix_of(ctx, grad) + other, None, None, None
+
+
+class First(Trained):
+    """The first of two results."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = super().forward(x)
+        return found[0] if isinstance(found, tuple) else found
+
+
 def of(function: Any) -> type[Trained]:
     """Matrices that are multiplied by another function."""
-    return type(f"With{function.__name__}", (Trained,), {"function": function})
+    return type(f"With{function.__name__}", (First if issubclass(function, Two) else Trained,), {"function": function})
