@@ -98,6 +98,46 @@ def test_bytes_are_no_step(known: World) -> None:
     assert {type(do) is Launch or do is record.empty_cuda for do, *_ in made.steps} == {True}
     read = {slot for _, args, *_ in made.steps for slot in record.slots_of(args)} | {*record.slots_of(made.result)}
     assert all(slot in read for do, _, slots, _ in made.steps if do is record.empty_cuda for slot in slots)
+    # Small ones are parts of one allocation, none of which is within another one; what is returned has memory of its own.
+    assert len(made.places) > 1
+    assert made.result not in dict(made.places)
+    assert {*dict(made.places)} <= read
+    starts = [at for _, at in made.places]
+    assert starts == sorted({*starts})
+    assert 0 == starts[0] <= starts[-1] < made.bytes
+
+
+def test_what_is_made_at_once() -> None:
+    """Arrays of one allocation begin at whole blocks and do not overlap; large ones, and one that is alone, have their own."""
+    from moefuse.kernels.triton.launch.together import ALIGNED, MOST, SMALL, extent, together
+
+    small, empty, large = ((3, 5), (8, 1), torch.int64), ((0, 5), (5, 1), torch.float32), ((SMALL + 1,), (1,), torch.uint8)
+    assert (extent(*small), extent(*empty)) == (8 * 21, 0)
+    assert together([(4, small), (5, large), (7, empty), (9, ((SMALL,), (1,), torch.uint8))]) == (
+        [(4, 0), (7, ALIGNED), (9, ALIGNED)],
+        ALIGNED + SMALL,
+    )
+    assert together([(4, small), (5, large)]) == ([], 0)
+    places, size = together((i, ((SMALL,), (1,), torch.uint8)) for i in range(99))
+    assert len(places) * SMALL == size == MOST
+
+
+def test_what_an_operation_reads_is_a_tensor(world: World) -> None:
+    """Small results of a launch that torch adds up, in a record: not parts of the one allocation."""
+    from moefuse.kernels.triton.launch import record
+
+    def added(x: Tensor) -> Tensor:
+        values, ids = test_interpreted_record.choose(x)
+        return values + ids
+
+    call = record.recorded(added)
+    for seed in range(2):
+        x = torch.rand(6, 5, generator=torch.Generator().manual_seed(seed))
+        values, ids = x.topk(2)
+        torch.testing.assert_close(call(x), values + ids)
+    [made] = record.RECORDS.values()
+    assert made is not None
+    assert not made.places
 
 
 def scale_of_another_shape(args: list[Any], options: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ from moefuse.kernels.triton.host.operands import Operand, address_table, describ
 from moefuse.kernels.triton.host.sorted_rows import Lists, Sorted, aligned_rows, fit, rows_of, whole
 from moefuse.kernels.triton.launch.calls import launch
 from moefuse.kernels.triton.launch.launch import Described
-from moefuse.kernels.triton.launch.record import as_step
+from moefuse.kernels.triton.launch.record import as_value
 from moefuse.kernels.triton.problem import Tiles, power_of_two
 
 NARROW = 64
@@ -108,7 +108,7 @@ def weight(tensors: Lists, dims: int = 2) -> Weight:
     if not operand.uniform:
         tensors = [torch.stack(list(tensors))]
         operand = describe(tensors, dims)
-    return Weight(as_step(address_table, tensors) if operand.table else tensors[0], operand, tensors)
+    return Weight(as_value(address_table, tensors) if operand.table else tensors[0], operand, tensors)
 
 
 def linear(
@@ -143,7 +143,7 @@ def linear(
         form = ""  # a block would reach into the next expert
     by_desc = part.rows_desc and not tokens and k > 0 and aligned_rows(x)
     store = part.store if out.is_contiguous() and out.dtype == x.dtype and not add and whole(item, n) and out.data_ptr() % 16 == 0 else 0
-    pointer, steps = as_step(steps_table, w.tensors) if is_apart(form) else (w.pointer, w.pointer)
+    pointer, steps = as_value(steps_table, w.tensors) if is_apart(form) else (w.pointer, w.pointer)
     count = it.max_tiles * -(-n // part.bn)
     wide = w.operand.wide or abs(x.stride(1)) * k >= 1 << 31
     table = bias is not None and bias.operand.table

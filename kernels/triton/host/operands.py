@@ -111,7 +111,7 @@ def _wide(t: Tensor, strides: Sequence[int]) -> bool:
 def addresses(tensors: Sequence[Tensor]) -> tuple[int, ...]:
     """Address of each expert."""
     if len(tensors) > 1:
-        return tuple([t.data_ptr() for t in tensors])
+        return tuple(map(Tensor.data_ptr, tensors))
     (t,) = tensors
     # An expert alone in its list may come without the leading dimension.
     step = t.stride(0) * t.element_size()

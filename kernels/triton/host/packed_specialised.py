@@ -19,7 +19,7 @@ from moefuse.kernels.triton.host.operands import is_apart, steps_table
 from moefuse.kernels.triton.host.sorted_rows import Sorted, aligned_rows
 from moefuse.kernels.triton.launch.calls import launch
 from moefuse.kernels.triton.launch.launch import Described
-from moefuse.kernels.triton.launch.record import as_step
+from moefuse.kernels.triton.launch.record import as_value
 from moefuse.ops.call import Body
 
 STEP = 64
@@ -142,7 +142,7 @@ def _weights(held: Held, form: str, experts: int, pack: int, width: int, inner: 
     from triton.experimental.gluon.language import NVMMASharedLayout
 
     shape, strides, block = held.storage.operand.matrix(form, experts, held.features, held.inputs // pack, width, inner, item)
-    pointer, steps = as_step(steps_table, held.storage.tensors) if is_apart(form) else (held.storage.pointer, held.storage.pointer)
+    pointer, steps = as_value(steps_table, held.storage.tensors) if is_apart(form) else (held.storage.pointer, held.storage.pointer)
     layout = NVMMASharedLayout(swizzle_byte_width=inner * item, element_bitwidth=8 * item, rank=len(block))
     return Described(pointer, shape, strides, block, layout), steps
 

@@ -18,7 +18,7 @@ from moefuse.kernels.triton.host.sorted_rows import Sorted, aligned_rows
 from moefuse.kernels.triton.host.token_codes import Rounded, coding
 from moefuse.kernels.triton.launch.calls import launch
 from moefuse.kernels.triton.launch.launch import Described
-from moefuse.kernels.triton.launch.record import as_step
+from moefuse.kernels.triton.launch.record import as_value
 from moefuse.ops.call import Body
 from moefuse.ops.encoding import EXPONENTS
 
@@ -108,7 +108,7 @@ def _bytes_layout(rank: int) -> Any:
 def _weights(held: Held, form: str, experts: int, features: int, inputs: int, width: int) -> tuple[Described, Any]:
     """The descriptor of a projection's codes, and the steps between experts that are apart."""
     shape, strides, block = held.storage.operand.matrix(form, experts, features, inputs, width, GROUP, 1)
-    pointer, steps = as_step(steps_table, held.storage.tensors) if is_apart(form) else (held.storage.pointer, held.storage.pointer)
+    pointer, steps = as_value(steps_table, held.storage.tensors) if is_apart(form) else (held.storage.pointer, held.storage.pointer)
     return Described(pointer, shape, strides, block, _bytes_layout(len(block))), steps
 
 

@@ -17,7 +17,7 @@ from moefuse.kernels.triton.host.operands import Operand, is_apart, steps_table
 from moefuse.kernels.triton.host.sorted_rows import Sorted, aligned_rows, whole
 from moefuse.kernels.triton.launch.calls import launch
 from moefuse.kernels.triton.launch.launch import Described
-from moefuse.kernels.triton.launch.record import as_step
+from moefuse.kernels.triton.launch.record import as_value
 from moefuse.kernels.triton.problem import BLOCK_INPUTS
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -79,7 +79,7 @@ def linear(out: Tensor, x: Tensor, w: Any, it: Sorted, bias: Any, cut: Cut) -> N
     cut = cut._replace(PARTS=parts_of(cut.PARTS, bias is not None))
     n, k = out.shape[1], x.shape[1]
     form = w.operand.form(2)
-    pointer, steps = as_step(steps_table, w.tensors) if is_apart(form) else (w.pointer, w.pointer)
+    pointer, steps = as_value(steps_table, w.tensors) if is_apart(form) else (w.pointer, w.pointer)
     blocks = -(-n // cut.BN)
     matrix = weights(pointer, w.operand, form, it.experts, n, k, cut.BN, cut)
     biases = pointer if bias is None else bias.pointer

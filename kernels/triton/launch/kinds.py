@@ -72,7 +72,10 @@ def _exact_kind(tensors: Sequence[Tensor], addresses: Sequence[int]) -> Any:
 
 def _runs(values: Iterable[Any]) -> tuple[Any, ...]:
     """Each value with how many times it follows itself: as much as all values say, and short where a list holds experts."""
-    return tuple([(value, sum(1 for _ in same)) for value, same in groupby(values)])
+    every = [*values]
+    if len({*every}) == 1:
+        return ((every[0], len(every)),)
+    return tuple([(value, len([*same])) for value, same in groupby(every)])
 
 
 @functools.lru_cache(maxsize=4096)

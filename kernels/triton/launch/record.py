@@ -3,8 +3,8 @@
 The Python of an op works out sizes, strides and configurations, which follow from the kind of its arguments alone: shapes, strides, dtypes,
 alignments, device and options. So it runs once for each kind, while a :class:`Recorder` takes down every operation of torch and every
 launch with the tensors that go in and come out. A :class:`Record` knows no tensor and no address, only their :class:`Slot`: when it is
-played, the arguments are in the first slots, and each step fills the next ones. A tensor is let go after its last step, so no call takes
-more memory than the one that was recorded.
+played, the arguments are in the first slots, and each step fills the next ones. A tensor is let go after its last step, but for small ones,
+which are made at once (``together.py``), so a call takes hardly more memory than the one that was recorded.
 
 What cannot be taken down is not: a call with an operation that reads values, with a tensor that comes from elsewhere, or with a launch that
 Triton has to bind anew each time (the interpreter, other versions of Triton) runs in Python always.
@@ -28,6 +28,7 @@ from moefuse.kernels.triton.launch.driver_launch import launch_again
 from moefuse.kernels.triton.launch.kinds import exact_kinds, kind_of
 from moefuse.kernels.triton.launch.launch import INTERPRETED, Launch, tf32_allowed
 from moefuse.kernels.triton.launch.nested import Slot, replaced, slots_of, tensors_of
+from moefuse.kernels.triton.launch.together import together
 
 RECORDS: dict[Any, Record | None] = {}
 """By the kind of a call; None where calls are not recorded."""
@@ -43,7 +44,7 @@ _active = threading.local()
 
 class Record(NamedTuple):
     """Steps (what is done, with what, the slots of what it gives, slots that nobody reads after it), how many slots there are behind those
-    of the arguments, and the result with slots for its tensors.
+    of the arguments, the result with slots for its tensors, and slots in one allocation of some bytes, where they begin in it.
 
     A step is a :class:`Launch` with the slots of its arrays, :func:`empty_cuda` with (size, stride, dtype), or any function with arguments.
     """
@@ -51,19 +52,31 @@ class Record(NamedTuple):
     steps: Sequence[tuple[Any, Sequence[Any], Sequence[int], Sequence[int]]]
     more: int
     result: Any
+    places: Sequence[tuple[int, int]]
+    bytes: int
 
     def play(self, tensors: list[Any], device: int) -> Any:
         """Do it for a call with these arguments, which begin in memory as aligned as the recorded ones. Memory from torch always is."""
         stream = raw_stream(device)
+        addresses = [*map(Tensor.data_ptr, tensors), *[0] * self.more]
         tensors += [None] * self.more
+        if self.places:
+            memory = empty_cuda((self.bytes,), (1,), torch.uint8)
+            start = memory.data_ptr()
+            for i, at in self.places:
+                addresses[i] = start + at
         for do, args, made, over in self.steps:
             if type(do) is Launch:
-                launch_again(do, stream, [tensors[i].data_ptr() for i in args])
+                launch_again(do, stream, [addresses[i] for i in args])
             elif do is empty_cuda:
                 tensors[made[0]] = empty_cuda(*args)
+                addresses[made[0]] = tensors[made[0]].data_ptr()
+            elif not made:
+                do(*replaced(Slot, tensors.__getitem__, args))
             else:
-                for i, t in zip(made, tensors_of(do(*replaced(Slot, tensors.__getitem__, args))), strict=True):
-                    tensors[i] = t
+                first, last = made[0], made[-1] + 1
+                tensors[first:last] = tensors_of(do(*replaced(Slot, tensors.__getitem__, args)))
+                addresses[first:last] = map(Tensor.data_ptr, tensors[first:last])
             for i in over:
                 tensors[i] = None
         return replaced(Slot, tensors.__getitem__, self.result)
@@ -89,6 +102,7 @@ class Recorder:
         self.count = 0
         self.steps: list[tuple[Any, Any, Sequence[Slot]]] = []
         self.lasting: set[int] = set()
+        self.values: dict[Any, Any] = {}
         self.complete = True
         self.paused = False
         self._add(arguments)
@@ -180,13 +194,16 @@ class Recorder:
         for slot, n in last.items():
             if slot not in kept:
                 over[n].append(slot)
-        read = kept.union(last)
+        tensors = kept.union(*(slots_of(args) for do, args, _ in self.steps if type(do) is not Launch))
+        launched = last.keys() - tensors
+        places, size = together((made[0], args) for do, args, made in self.steps if do is empty_cuda and made[0] in launched)
+        alone = kept.union(last).difference(slot for slot, _ in places)
         steps = [
             (do, args, made, free)
             for (do, args, made), free in zip(self.steps, over, strict=True)
-            if do is not empty_cuda or not read.isdisjoint(made)
+            if do is not empty_cuda or made[0] in alone
         ]
-        return Record(steps, self.count - self.arguments, result)
+        return Record(steps, self.count - self.arguments, result, places, size)
 
 
 def _named(op: Any, names: Sequence[str], args: Sequence[Any], values: Sequence[Any]) -> Any:
@@ -208,6 +225,20 @@ def as_step(function: Callable[..., Any], *args: Any) -> Any:
         out = replaced(Tensor, recorder.apart, function(*args))
     recorder.lasting.update(slots_of(recorder.step(function, args, out, addresses=True)))
     return out
+
+
+def as_value(function: Callable[..., Any], tensors: Sequence[Tensor]) -> Any:
+    """:func:`as_step`, of a function whose result follows from where the tensors begin: it is called once in a call."""
+    recorder = active()
+    if recorder is None:
+        return function(tensors)
+    try:
+        key = function, *map(recorder._slot, tensors)
+    except LookupError:
+        return as_step(function, tensors)
+    if key not in recorder.values:
+        recorder.values[key] = as_step(function, tensors)
+    return recorder.values[key]
 
 
 def as_launch(function: Callable[..., None], it: Launch, tensors: Sequence[Tensor]) -> None:
