@@ -32,8 +32,9 @@ _MATRIX = 2
 _SIZES = (torch.SymInt, torch.SymBool, int, bool, torch.Size)
 _BLOCK = 1024
 _RUNS = 64
-_BIAS = 1 / 8
-"""How far weights may be apart on average, in units of the rounding that each may be: what is rounded twice is not always more."""
+_BIAS = 1 / 2
+"""How far weights may be apart on average, in units of the rounding that each may be: a scale that backward rounds first is so far off."""
+_NO_NUMBERS = "gives what is no number, or its forward pass does"
 _SHARED = 8
 """Times the size of a tensor up to which its storage is made up as a whole, for other tensors that lie in it."""
 
@@ -85,7 +86,8 @@ def _problem(ctx: Context, one: Applied, known: Mapping[Node, Any]) -> str:
         return odd
     try:
         with torch.no_grad(), entered(ctx.mode[one.result]):
-            return _compared(one, _Values(ctx, known)) or _compared(one, _MadeUp(ctx, known))
+            problem = _compared(one, _Values(ctx, known)) or _compared(one, _MadeUp(ctx, known, any_byte=True))
+            return _compared(one, _MadeUp(ctx, known, any_byte=False)) if problem == _NO_NUMBERS else problem
     except Exception as error:  # whatever an author's function raises on unit vectors
         return f"cannot be run on unit vectors: {first_line(error)}"
 
@@ -172,10 +174,12 @@ class _Values:
 
 
 class _MadeUp(_Values):
-    """Any numbers in the place of the model's tensors, the same in those that share memory."""
+    """Any numbers in the place of the model's tensors, the same in those that share memory. Bytes that are exponents may be too much:
+    not ``any_byte``, but others of their own."""
 
-    def __init__(self, ctx: Context, known: Mapping[Node, Any]) -> None:
+    def __init__(self, ctx: Context, known: Mapping[Node, Any], *, any_byte: bool) -> None:
         super().__init__(ctx, known)
+        self.any_byte = any_byte
         self.memory: dict[tuple[int, ...], Tensor] = {}
 
     def _value(self, node: Node) -> Any:
@@ -195,12 +199,17 @@ class _MadeUp(_Values):
         return self.memory[key].view(value.dtype).as_strided(value.shape, value.stride(), value.storage_offset())
 
     def _any(self, count: int, like: Tensor) -> Tensor:
-        """So many numbers in a dtype: any byte, of both signs otherwise; of wide integers, which may be places, their own."""
-        if like.dtype.itemsize == 1:
-            return torch.randint(0, 256, (count,), generator=self.dice, dtype=torch.uint8, device="cpu").to(like.device).view(like.dtype)
-        if not like.dtype.is_floating_point:
-            own = torch.empty(0, dtype=like.dtype, device=like.device).set_(like.untyped_storage())
-            return own[torch.randint(0, len(own), (count,), generator=self.dice, device="cpu").to(like.device)]
+        """So many numbers in a dtype: finite bytes, both signs otherwise; of wide integers, which may be places, their own."""
+        if like.dtype.itemsize == 1 and self.any_byte:
+            drawn = torch.randint(0, 256, (count,), generator=self.dice, dtype=torch.uint8, device="cpu").view(like.dtype)
+            drawn.view(torch.uint8)[~drawn.float().isfinite()] = 0
+            return drawn.to(like.device)
+        if like.dtype.itemsize == 1 or not like.dtype.is_floating_point:
+            own = torch.empty(0, dtype=torch.uint8 if like.dtype.itemsize == 1 else like.dtype, device=like.device).set_(
+                like.untyped_storage()
+            )
+            picked = torch.randint(0, len(own), (count,), generator=self.dice, device="cpu").to(like.device)
+            return own[picked].view(like.dtype)
         sign = torch.randint(0, 2, (count,), generator=self.dice, device="cpu") * 2 - 1
         return ((torch.rand(count, generator=self.dice, device="cpu") + 0.1) * sign).to(like.device, like.dtype)
 
@@ -266,9 +275,11 @@ def _compared(one: Applied, values: _Values) -> str:
 
 def _difference(wanted: Tensor, got: Tensor, added: Tensor, eps: float) -> str:
     """``wanted`` [N, K]: weights as forward shows them, beside what it adds [N, 1]; ``got``: as backward does."""
-    if wanted.shape != got.shape or not torch.equal(got.isfinite(), wanted.isfinite()):
-        return f"gives {list(got.shape)} for a weight {list(wanted.shape)}, or no numbers"
-    of = ((got - wanted) / (wanted.abs() + added + 1e-30)).nan_to_num(0.0, 0.0, 0.0)
+    if wanted.shape != got.shape:
+        return f"gives {list(got.shape)} for a weight {list(wanted.shape)}"
+    if not bool((wanted + got).isfinite().all()):
+        return _NO_NUMBERS
+    of = (got - wanted) / (wanted.abs() + added + 1e-30)
     apart, bias = float(of.abs().max()), float(of.mean().abs())
     alike = apart <= eps and (bias <= _BIAS * eps or bool(added.any()))
     return "" if alike else f"multiplies by other numbers than its forward pass (apart by {apart:.1e})"
