@@ -23,11 +23,14 @@ from moefuse.passes.ir.facts import Lost
 from moefuse.passes.ir.regions import Region
 from moefuse.passes.match.coded_weights import unread
 
-READ = {"cuda": 64.0, "cpu": 0.5}
-"""Devices, and up to how many slots for each expert the op on what is stored is quicker than to unpack all of it first.
+READ = {"cuda": 64.0, "cuda 9": 1024.0, "cpu": 0.5}
+"""Devices (of CUDA also by the first number of the compute capability), and up to how many slots for each expert the op on what is stored
+is quicker than to unpack all of it first.
 
-PyTorch alone takes experts with tokens one by one: with 4 of 32 a tenth of the time, with all of them up to twice. On an H200 products with
-unpacked weights are up to 2.3 times as quick (docs/design/gpu-kernels.md), which pays for unpacking from about 64 rows of an expert on.
+PyTorch alone takes experts with tokens one by one: with 4 of 32 a tenth of the time, with all of them up to twice. Kernels for every CUDA
+device multiply many rows at less than half the speed of unpacked weights, which pays for unpacking from about 64 rows of an expert on.
+Those for Hopper were 1.06x to 2.9x as quick as to unpack first at all sizes that were measured, the last of which is this one
+(docs/design/gpu-kernels.md, "Weights in few bits").
 """
 LIVE = ("cuda",)
 """Devices where it is taken for calls of any number of tokens."""
@@ -71,11 +74,19 @@ def consider(ctx: Context, region: Region, leaf: Leaf) -> None:
 def _quicker(region: Region) -> bool:
     """Whether the op is quicker than what the program does."""
     value = tensor(region.value)
-    device = "cpu" if value is None else value.device.type
+    device = torch.device("cpu") if value is None else value.device
     slots = region.routing.num_tokens * region.routing.top_k
     if not isinstance(slots, int):
-        return device in LIVE
-    return device in READ and slots <= READ[device] * region.num_experts
+        return device.type in LIVE
+    return slots <= most_slots(device) * region.num_experts
+
+
+def most_slots(device: torch.device) -> float:
+    """Slots for each expert up to which the op is quicker on a device."""
+    most = READ.get(device.type, 0.0)
+    if device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
+        return most
+    return READ.get(f"cuda {torch.cuda.get_device_capability(device)[0]}", most)
 
 
 def unpacked_by_slot(region: Region, leaf: Leaf) -> bool:
@@ -124,4 +135,4 @@ def _bytes(node: Node) -> int:
     return 0 if value is None else math.prod(int(hint(s) or 0) if not isinstance(s, int) else s for s in value.shape) * value.dtype.itemsize
 
 
-__all__ = ["BY_SLOT", "READ", "consider", "notes", "packed_in", "stay", "unpacked_by_slot"]
+__all__ = ["BY_SLOT", "READ", "consider", "most_slots", "notes", "packed_in", "stay", "unpacked_by_slot"]

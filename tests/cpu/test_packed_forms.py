@@ -53,6 +53,17 @@ def test_nothing_is_unpacked(held: str, domain: Domain, whole: bool) -> None:
     _as_held(compiled)
 
 
+@pytest.mark.parametrize(("major", "most"), [(8, 64.0), (9, 1024.0), (10, 64.0)])
+def test_how_many_rows_depends_on_the_device(major: int, most: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that multiply many rows as quickly as unpacked weights are Hopper's alone."""
+    monkeypatch.undo()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
+    assert whole_stacks.most_slots(torch.device("cuda", 0)) == most
+    assert whole_stacks.most_slots(torch.device("cpu")) == 0.5
+    assert whole_stacks.most_slots(torch.device("meta")) == 0.0
+
+
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("tokens", [0, 1])
 def test_few_tokens(tokens: int, whole: bool) -> None:

@@ -146,7 +146,7 @@ def round_tokens(x: Tensor, it: Sorted, encoding: Encoding) -> Rounded:
         return round_rows(x, it, encoding, tokens=True)
     once = round_rows(x, None, encoding)
     codes, scales = (torch.empty((it.slots, t.shape[1]), dtype=t.dtype, device=t.device) for t in (once.codes, once.scales))
-    sorted_rows.gather(codes, once.codes, it, 4096)
+    sorted_rows.gather(codes, once.codes, it)
     sorted_rows.gather(scales, once.scales, it)
     return Rounded(codes, scales, once.rounding)
 

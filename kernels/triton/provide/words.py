@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from moefuse.kernels.triton.hopper.available import known
-from moefuse.kernels.triton.host import alone, coded, linear, sorted_rows, token_codes, words
+from moefuse.kernels.triton.host import alone, coded, sorted_rows, token_codes, words
 from moefuse.kernels.triton.host.coded import Held
 from moefuse.kernels.triton.host.layout import device_of
 from moefuse.kernels.triton.host.words import Part
 from moefuse.kernels.triton.launch.launch import INTERPRETED
 from moefuse.kernels.triton.problem import power_of_two
+from moefuse.kernels.triton.provide import projections
+from moefuse.kernels.triton.provide.projections import Projections
 from moefuse.ops.coded import CodedCall
 
 LONE = 8
@@ -64,22 +66,19 @@ def refusal(call: CodedCall) -> str | None:
         return "no Gluon"
     if not 0 < slots <= most(call) * base.w_in.experts or base.x.stride(1) != 1 or not (base.w_out.features and base.w_out.inputs):
         return "too many rows"
-    if base.body.on_input or any(codes is None for codes in call.codes[:: 1 if base.body.split else 2]):
-        return "a projection is in floating point, or routing weights go on the tokens"
-    held = _held(call)
-    if base.body.split and form_of(held[0]) != form_of(held[1]):
-        return "gate and up are held in two ways"
-    return next((reason for reason in (words.refusal(h, base.x.dtype, device) for h in held) if reason is not None), None)
+    if base.body.on_input:
+        return "routing weights go on the tokens"
+    it = projections.of_call(call)
+    if it is None:
+        return "a projection is in floating point, or gate and up are held in two ways"
+    reasons = (words.refusal(h, base.x.dtype, device) for h in (it.first, it.second, it.last))
+    return next((reason for reason in reasons if reason is not None), None)
 
 
-def _held(call: CodedCall) -> list[Held]:
-    return [coded.held(s.weight, c) for s, c in zip(call.stacks, call.codes, strict=True) if c is not None]
-
-
-def form_of(held: Held) -> tuple[Any, ...]:
-    """What two projections must have in common that one kernel reads together."""
-    parts = (held.storage, held.scale, *((held.zero,) if held.zero else ()))
-    return held.codes.encoding, held.features, *((p.operand, p.tensors[0].dtype) for p in parts)
+def _projections(call: CodedCall) -> Projections:
+    it = projections.of_call(call)
+    assert it is not None, "refusal() comes first"
+    return it
 
 
 def experts(call: CodedCall) -> Tensor:
@@ -140,35 +139,29 @@ def _least_idle(turns: int, *ahead: int) -> int:
 def lone(call: CodedCall, sizes: tuple[alone.Part, alone.Part] | None = None) -> Tensor:
     """The same for few tokens, in two launches."""
     base, body, ids, count = call.base, call.base.body, call.base.ids, call.base.w_in.experts
-    held = _held(call)
-    first, second, last = held[0], held[1] if body.split else held[0], held[-1]
+    first, second, last, biases = _projections(call)
     up, down = sizes or lone_choice((first, last), *ids.shape)
     out = torch.empty((base.x.shape[0], last.features), dtype=base.out_dtype, device=base.x.device)
     h = torch.empty((ids.numel(), last.inputs), dtype=base.x.dtype, device=base.x.device)
-    b_in, b_up, b_out = (linear.weight(s.bias, 1) if s.bias else None for s in call.stacks)
-    alone.product(h, base.x, ids, base.weights, count, body, (first, second), (b_in, b_up), up)
-    alone.product(out, h, ids, base.weights, count, None, (last, last), (b_out, None), down)
+    alone.product(h, base.x, ids, base.weights, count, body, (first, second), biases[:2], up)
+    alone.product(out, h, ids, base.weights, count, None, (last, last), (biases[2], None), down)
     return out
 
 
 def tiled(call: CodedCall, sizes: Choice | None = None) -> Tensor:
     """The same for more."""
     base, body, ids = call.base, call.base.body, call.base.ids
-    held, slots, count = _held(call), call.base.ids.numel(), call.base.w_in.experts
-    first, second, last = held[0], held[1] if body.split else held[0], held[-1]
+    slots, count = call.base.ids.numel(), call.base.w_in.experts
+    first, second, last, biases = _projections(call)
     cols, up, down = sizes or choice(first, slots, count)
-    it = None
-    if slots > ALONE:
-        order, offsets = sorted_rows.sort(ids, count)
-        it = sorted_rows.tiled(sorted_rows.Sorted(order, offsets, slots, count, base.top_k), base.x.dtype, cols)
+    it = sorted_rows.sort_with_tiles(ids, count, cols)[0] if slots > ALONE else None
     out = torch.empty((base.x.shape[0], last.features), dtype=base.out_dtype, device=base.x.device)
     h = torch.empty((slots, last.inputs), dtype=base.x.dtype, device=base.x.device)
     y = torch.empty((slots, last.features), dtype=base.x.dtype, device=base.x.device)
-    b_in, b_up, b_out = (linear.weight(s.bias, 1) if s.bias else None for s in call.stacks)
     x, scales = _rows(base.x, first)
-    words.product(h, x, ids, it, count, body, (first, second), (b_in, b_up), up, cols, scales)
+    words.product(h, x, ids, it, count, body, (first, second), biases[:2], up, cols, scales)
     a, scales = _rows(h, last)
-    words.product(y, a, ids, it, count, None, (last, last), (b_out, None), down, cols, scales)
+    words.product(y, a, ids, it, count, None, (last, last), (biases[2], None), down, cols, scales)
     sorted_rows.sum_given(out, y, ids, base.weights, count)
     return out
 
