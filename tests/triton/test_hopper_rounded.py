@@ -36,12 +36,12 @@ def test_products(name: str, biased: bool, separate: bool, launches: list[Any], 
     import triton
     from triton.backends.compiler import GPUTarget
 
-    from moefuse.kernels.triton.host import coded, layout, linear, rounded_specialised, sorted_rows, token_codes
+    from moefuse.kernels.triton.host import coded, coded_specialised, layout, linear, rounded_specialised, sorted_rows, token_codes
 
     device = layout.Device("", 132, SHARED[90], True)
     for module in (rounded_specialised, sorted_rows, token_codes):
         monkeypatch.setattr(module, "device_of", lambda _: device)
-    monkeypatch.setattr(rounded_specialised, "steps_table", linear.steps_table)
+    monkeypatch.setattr(coded_specialised, "steps_table", linear.steps_table)
     body = BODIES[name]
     encoding = Encoding("e4m3", (128, 128), scale=EXPONENTS if biased else "", activation=Rounding("e4m3", 128))
     features, inputs = (HIDDEN, INTER) if body is None else (2 * INTER, HIDDEN)

@@ -10,16 +10,14 @@ from torch import Tensor
 from moefuse.kernels.triton.device import rows as moving
 from moefuse.kernels.triton.device.structs import Experts, Rows
 from moefuse.kernels.triton.hopper.available import available
-from moefuse.kernels.triton.hopper.forms import PIECE, Form, PackedCut, rows_layout
+from moefuse.kernels.triton.hopper.forms import PIECE, PackedCut, rows_layout
 from moefuse.kernels.triton.host import coded, specialised, words
 from moefuse.kernels.triton.host.coded import Held
-from moefuse.kernels.triton.host.layout import device_of, first_features, kernel_gating
-from moefuse.kernels.triton.host.linear import Weight
-from moefuse.kernels.triton.host.operands import is_apart, steps_table
+from moefuse.kernels.triton.host.coded_specialised import Biases, arguments, form_of
+from moefuse.kernels.triton.host.layout import device_of
 from moefuse.kernels.triton.host.sorted_rows import Sorted, aligned_rows
 from moefuse.kernels.triton.launch.calls import launch
 from moefuse.kernels.triton.launch.launch import Described
-from moefuse.kernels.triton.launch.record import as_value
 from moefuse.ops.call import Body
 
 STEP = 64
@@ -74,77 +72,45 @@ def in_order(x: Tensor, held: Held, it: Sorted, *, tokens: bool = False) -> Tens
 
 
 def product(
-    out: Tensor, x: Tensor, parts: tuple[Held, Held], it: Sorted, bias: tuple[Weight | None, Weight | None], body: Body | None = None,
-    following: Held | None = None,
-) -> None:  # fmt: skip
+    out: Tensor, x: Tensor, parts: tuple[Held, Held], it: Sorted, bias: Biases, body: Body | None = None, following: Held | None = None
+) -> None:
     """out [S, N], sorted rows: those of x (:func:`in_order`) times one projection, or with ``body`` the activation of two, in the order of
     what is ``following``."""
-    assert it.tiles is not None
-    assert it.num_tiles is not None
-    one, two = parts
-    n, k, operand = out.shape[1], one.inputs, one.storage.operand
-    storage = one.storage.tensors[0]
-    item, pack = storage.element_size(), one.inputs // storage.shape[-1]
-    gating = "plain" if body is None else kernel_gating(body)
-    split = 2 if gating == "halves" else 1
-    biased = bias[0] is not None
-    base = words.coding(one, bias[0])
+    one, n = parts[0], out.shape[1]
+    form, base = form_of(parts, bias, body), words.coding(one, bias[0])
     # Zeros in float32 take more registers than four groups leave.
     groups = 2 if base.ZERO and base.WIDE else GROUPS[it.bm]
-    bk = STEP if it.bm >= TALL or k % (2 * STEP) else 2 * STEP
+    bk = STEP if it.bm >= TALL or one.inputs % (2 * STEP) else 2 * STEP
     cut = PackedCut(
         it.bm, STEP * groups, groups, STAGES, max(it.bm // PIECE, 1), bk, apart(one), following is not None and apart(following),
         REGISTERS=REGISTERS[groups],
     )  # fmt: skip
-    width, form = cut.BN // split, operand.form(item)
-    outputs = cut.BN // (1 if gating == "plain" else 2)
-    first, second = (0, 0) if body is None else first_features(body, n)
-    shown, steps = zip(*[_weights(h, form, it.experts, pack, width, bk // pack, item) for h in parts], strict=True)
-    pointers = [h.storage.pointer if b is None else b.pointer for h, b in zip(parts, (bias[0], bias[1] or bias[0]), strict=True)]
+    outputs = cut.BN // (1 if form.GATING == "plain" else 2)
     columns = -(-n // outputs)
     zeros = [h.zero or h.scale for h in parts]
+    arrays, numbers = arguments(out, parts, it, bias, body, form, cut.BN // form.HALVES, bk)
     launch(
         _kernel(),
         (min(device_of(out.device).sms, it.max_tiles * columns),),
         {
-            "x_rows": Described(x, (it.slots, k), (k, 1), (cut.piece, STEP), rows_layout(STEP)), "w_a": shown[0], "w_b": shown[1],
-            "s_a": one.scale.pointer, "s_b": two.scale.pointer, "z_a": zeros[0].pointer, "z_b": zeros[1].pointer,
-            "b_a": pointers[0], "b_b": pointers[1],
-            "out_rows": specialised.clipped(out, n, it.bm, outputs // groups, out.stride(0)), "tiles": it.tiles,
-            "num_tiles": it.num_tiles, "steps_a": steps[0], "steps_b": steps[1],
+            **arrays,
+            "x_rows": Described(x, (it.slots, one.inputs), (one.inputs, 1), (cut.piece, STEP), rows_layout(STEP)),
+            "z_a": zeros[0].pointer,
+            "z_b": zeros[1].pointer,
+            "out_rows": specialised.clipped(out, n, it.bm, outputs // groups, out.stride(0)),
         },
-        max_tiles=it.max_tiles,
+        **numbers,
         blocks=columns,
-        K=k,
-        features=one.features,
-        at_a=operand.at(None if bias[0] is None else bias[0].operand, form, first),
-        at_b=operand.at(None if bias[1] is None else bias[1].operand, form, second),
-        at_s=Experts(*one.scale.strides),
         at_z=Experts(*zeros[0].strides),
-        args=(0.0, 0.0) if body is None else body.pair,
-        form=Form(
-            split, form, biased, split == 2 and biased, biased and base.BIAS_APART, "" if body is None else body.activation, gating,
-            body is not None and body.up_first and gating == "interleaved", pack,
-        ),
         coding=base,
         cut=cut,
-    )  # fmt: skip
+    )
 
 
 def _kernel() -> Any:
     from moefuse.kernels.triton.hopper.packed import packed_products  # Gluon is there only in some versions of Triton
 
     return packed_products
-
-
-def _weights(held: Held, form: str, experts: int, pack: int, width: int, inner: int, item: int) -> tuple[Described, Any]:
-    """The descriptor of a projection's storage, and the steps between experts that are apart."""
-    from triton.experimental.gluon.language import NVMMASharedLayout
-
-    shape, strides, block = held.storage.operand.matrix(form, experts, held.features, held.inputs // pack, width, inner, item)
-    pointer, steps = as_value(steps_table, held.storage.tensors) if is_apart(form) else (held.storage.pointer, held.storage.pointer)
-    layout = NVMMASharedLayout(swizzle_byte_width=inner * item, element_bitwidth=8 * item, rank=len(block))
-    return Described(pointer, shape, strides, block, layout), steps
 
 
 __all__ = ["in_order", "product", "refusal"]
