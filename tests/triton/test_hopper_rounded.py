@@ -25,13 +25,18 @@ BODIES = {
     "interleaved": Body("swiglu_oai", (1.702, 7.0), gating="interleaved"),
     "none": None,
 }
+SCALES = {"blocks": ((128, 128), 128), "channels": ((1, 0), 0), "tensor": ((0, 0), 0)}
+"""Blocks of weights and inputs of a group of a token's: those of each step, or all inputs, whose sums are scaled once."""
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("separate", [False, True], ids=["stacked", "separate"])
 @pytest.mark.parametrize("biased", [False, True], ids=["", "biased"])
 @pytest.mark.parametrize("name", BODIES)
-def test_products(name: str, biased: bool, separate: bool, launches: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("scales_of", SCALES)
+def test_products(
+    scales_of: str, name: str, biased: bool, separate: bool, launches: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The first projection with its activation, and the last one."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -43,7 +48,8 @@ def test_products(name: str, biased: bool, separate: bool, launches: list[Any], 
         monkeypatch.setattr(module, "device_of", lambda _: device)
     monkeypatch.setattr(coded_specialised, "steps_table", linear.steps_table)
     body = BODIES[name]
-    encoding = Encoding("e4m3", (128, 128), scale=EXPONENTS if biased else "", activation=Rounding("e4m3", 128))
+    block, group = SCALES[scales_of]
+    encoding = Encoding("e4m3", block, scale=EXPONENTS if biased else "", activation=Rounding("e4m3", group))
     features, inputs = (HIDDEN, INTER) if body is None else (2 * INTER, HIDDEN)
 
     def hold(*shape: int, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -51,7 +57,7 @@ def test_products(name: str, biased: bool, separate: bool, launches: list[Any], 
             return [torch.empty(shape, dtype=dtype, device="meta") for _ in range(EXPERTS)]
         return [torch.empty(EXPERTS, *shape, dtype=dtype, device="meta")]
 
-    scales = hold(features // 128, inputs // 128, dtype=torch.uint8 if biased else torch.float32)
+    scales = hold(*encoding.scales(features, inputs), dtype=torch.uint8 if biased else torch.float32)
     held = coded.held(hold(features, inputs, dtype=torch.uint8), Codes(encoding, scales, ()))
     bias = linear.weight(hold(features, dtype=torch.bfloat16), 1) if biased else None
     ids = torch.empty(SLOTS, 1, dtype=torch.int64, device="meta")

@@ -20,7 +20,7 @@ from moefuse.ops.call import Body
 from moefuse.ops.encoding import EXPONENTS
 
 GROUP = 128
-"""Inputs of a scale, of rows and of weights: a step."""
+"""Inputs of a step, which are those of a scale of rows and of weights, where it is not for all inputs."""
 ROWS = 128
 COLUMNS = 128
 """Of a tile's sums, of both projections together."""
@@ -35,14 +35,18 @@ def refusal(held: Held, experts: int, slots: int, out: Tensor, halves: int) -> s
     rounding = encoding.activation
     if not available(device) or out.dtype not in specialised.DTYPES or slots < LEAST_ROWS * experts:
         return "no Hopper, other dtypes, or few rows"
-    if rounding is None or (encoding.table, rounding.element, rounding.group, encoding.block[1]) != ("e4m3", "e4m3", GROUP, GROUP):
+    if rounding is None or (encoding.table, rounding.element) != ("e4m3", "e4m3") or encoding.scale not in ("", EXPONENTS):
+        return "codes or scales are of another kind"
+    if held.storage.operand.form(1) not in ("out-in", "apart out-in"):
+        return "no descriptor can show the weights"
+    if not aligned_rows(out) or out.shape[1] % 8 or held.inputs % 16:
+        return "rows are not whole 16 bytes"
+    blocks, width = (rounding.group, encoding.block[1]), COLUMNS // halves
+    if blocks == (0, 0):
+        return None
+    if blocks != (GROUP, GROUP) or held.inputs % GROUP or encoding.block[0] % width or (halves == 2 and out.shape[1] % width):
         return "scales are of other blocks"
-    if encoding.scale not in ("", EXPONENTS):
-        return "scales are of another kind"
-    width, form = COLUMNS // halves, held.storage.operand.form(1)
-    if encoding.block[0] % width or (halves == 2 and out.shape[1] % width) or form not in ("out-in", "apart out-in"):
-        return "blocks of features are not whole, or no descriptor can show the weights"
-    return None if aligned_rows(out) and held.inputs % GROUP == 0 and out.shape[1] % 8 == 0 else "rows are not whole 16 bytes"
+    return None
 
 
 def product(out: Tensor, x: Rounded, parts: tuple[Held, Held], it: Sorted, bias: Biases, body: Body | None = None) -> None:
