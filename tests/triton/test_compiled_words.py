@@ -29,6 +29,7 @@ ENCODINGS = {
     "mxfp4 by ldexp": (Encoding(MADE["e2m1"], (1, 32), "bf16", LDEXP, packing=BYTE), torch.uint8),
     "fp8": (Encoding("e4m3", (128, 128)), torch.uint8),
     "fp8, tokens too": (Encoding("e4m3", (128, 128), activation=Rounding("e4m3", 128)), torch.uint8),
+    "fp8 channels, tokens too": (Encoding("e4m3", (1, 0), activation=Rounding("e4m3", 0)), torch.uint8),
     "int8": (Encoding("s8", (1, 0), "bf16"), torch.int8),
 }
 """Also where the instructions are that only some processors have: float8 is made by those of Hopper."""

@@ -21,7 +21,7 @@ SLOTS = 8
 
 class Cut(NamedTuple):
     """How a product is cut: SLOTS of a token in a program, each in pieces; STEPS of 64 bytes at once, AHEAD times so many on their way,
-    every STRIDE steps, TURNS in all; EVEN: these are whole."""
+    every STRIDE steps, TURNS in all; EVEN: these are whole. TOPS: times 256 inputs of a row."""
 
     SLOTS: int
     STEPS: int
@@ -30,6 +30,7 @@ class Cut(NamedTuple):
     TURNS: int
     EVEN: bool
     PDL: bool
+    TOPS: int
 
 
 class Part(NamedTuple):
@@ -63,7 +64,7 @@ def product(
         warps=warps,
         pdl=hopper,
         at_weights=Rows(*weights.stride()),
-        cut=Cut(slots, steps, stride, -(-turns // -(-turns // part.ahead)), turns, k % (16 * per * stride) == 0, hopper),
+        cut=Cut(slots, steps, stride, -(-turns // -(-turns // part.ahead)), turns, k % (16 * per * stride) == 0, hopper, -(-k // 256)),
         **numbers,
     )
 

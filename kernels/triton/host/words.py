@@ -21,14 +21,14 @@ from moefuse.ops.token_codes import CODES
 QUARTER = 16
 """Bytes of a row that one thread reads at once: the least that blocks of scales are long."""
 ROUNDED = 128
-"""Inputs that share scales where tokens are rounded, too."""
+"""Inputs that are multiplied together where tokens are rounded, too: those of a scale, if that is not for all."""
 NATURAL = {(0, 4): False, (4, 0): True, tuple(range(0, 32, 4)): False}
 """Shifts of neighbours along the inputs that kernels know; True: of two codes in a byte the first is the high one."""
 
 
 class Coding(NamedTuple):
     """An encoding as constants of ``word_tiles``; fields as of ``host/coded.Coding``. PER: codes in a word of 32 bits. WIDE: ARITH is
-    float32. From GROUP on: how rows are rounded, as of ``host/token_codes.Coding``."""
+    float32. From GROUP on: how rows are rounded, as of ``host/token_codes.Coding``; WHOLE: groups have one scale, that of all inputs."""
 
     KIND: str
     FIRST: int
@@ -48,6 +48,7 @@ class Coding(NamedTuple):
     BIAS: bool
     BIAS_APART: bool
     GROUP: int
+    WHOLE: bool
     LEAST: float
     POWER: bool
     ELEMENT: str = "e4m3"
@@ -98,6 +99,8 @@ def refusal(held: Held, dtype: torch.dtype, device: Device) -> str | None:
     if k != 1 or n * item % QUARTER or e * item % QUARTER or not held.storage.operand.aligned:
         return "rows do not begin at whole 16 bytes"
     least = QUARTER // item * (1 if packing is None else packing.per)
+    if encoding.activation is not None:
+        least = ROUNDED
     if held.inputs % least or encoding.block[1] % least:
         return f"{held.inputs} inputs in blocks of {encoding.block[1]}"
     return "offsets take 64 bits" if held.storage.operand.wide or held.features * held.inputs >= 1 << 31 else None
@@ -107,7 +110,7 @@ def _knows(encoding: Encoding, kind: str, first: int, device: Device) -> bool:
     if encoding.activation is not None:
         rounding = encoding.activation
         return (
-            encoding.table == rounding.element == "e4m3" and rounding.group == encoding.block[1] == ROUNDED and device.hopper
+            encoding.table == rounding.element == "e4m3" and rounding.group == encoding.block[1] in (0, ROUNDED) and device.hopper
             and encoding.scale in ("", EXPONENTS)
         )  # fmt: skip
     if kind == "e2m1":
@@ -142,7 +145,8 @@ def coding(held: Held, bias: Weight | None) -> Coding:
         ALIGNED=storage.aligned,
         BIAS=bias is not None,
         BIAS_APART=bias is not None and bias.operand.table,
-        GROUP=0 if encoding.activation is None else encoding.activation.group,
+        GROUP=0 if encoding.activation is None else ROUNDED,
+        WHOLE=encoding.activation is not None and not encoding.activation.group,
         LEAST=0.0 if encoding.activation is None else encoding.activation.least,
         POWER=encoding.activation is not None and encoding.activation.power,
     )

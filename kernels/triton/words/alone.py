@@ -163,17 +163,36 @@ def columns_of(x, mma: gl.constexpr, STEPS: gl.constexpr, PER: gl.constexpr, CRO
 
 
 @gluon.jit
-def add_product(acc, v, s, z, x, mma: gl.constexpr, coding: gl.constexpr, cut: gl.constexpr):
-    """acc [WARPS, 16, 8] plus the product of what was loaded, in parts by columns."""
+def row_tops(from_x, live, K, cut: gl.constexpr):
+    """The largest [WARPS] of all inputs of each part's row, float32; of nobody's 1, which has codes."""
+    WARPS: gl.constexpr = gl.num_warps()
+    TOPS: gl.constexpr = cut.TOPS
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [WARPS, 1], [1, 0])
+    LW: gl.constexpr = gl.SliceLayout(1, L)
+    from_x = gl.convert_layout(from_x, LW, assert_trivial=True)[:, None]
+    live = gl.convert_layout(live, LW, assert_trivial=True)
+    k = gl.arange(0, 256, gl.SliceLayout(0, L))[None, :]
+    top = gl.zeros([WARPS, 256], gl.float32, L)
+    for i in gl.static_range(TOPS):
+        v = gl.load(from_x + (k + i * 256), mask=live[:, None] & (k + i * 256 < K), other=0.0)
+        top = larger(top, gl.abs(v.to(gl.float32)))
+    return gl.where(live, gl.reduce(top, 1, larger), 1.0)
+
+
+@gluon.jit
+def add_product(acc, v, s, z, x, tops, mma: gl.constexpr, coding: gl.constexpr, cut: gl.constexpr):
+    """acc [WARPS, 16, 8] plus the product of what was loaded, in parts by columns. tops [WARPS]: of rows, WHOLE."""
     WARPS: gl.constexpr = gl.num_warps()
     PER: gl.constexpr = coding.PER
     STEPS: gl.constexpr = cut.STEPS
     LEFT: gl.constexpr = gl.DotOperandLayout(0, mma, PER)
     if coding.GROUP:
         x = x.to(gl.float32)
-        top = gl.reduce(gl.reduce(gl.reduce(gl.reduce(gl.abs(x), 3, larger), 3, larger), 2, larger), 1, larger)
-        by, divisor = scale_and_divisor(top, coding)
-        far = gl.convert_layout(divisor, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, gl.SliceLayout(4, x.type.layout)))))
+        if not coding.WHOLE:
+            tops = gl.reduce(gl.reduce(gl.reduce(gl.reduce(gl.abs(x), 3, larger), 3, larger), 2, larger), 1, larger)
+        by, divisor = scale_and_divisor(tops, coding)
+        LX: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, gl.SliceLayout(4, x.type.layout))))
+        far = gl.convert_layout(divisor, LX, assert_trivial=True)
         x = as_codes(quotient(x, far[:, None, None, None, None]), coding)
         a = codes_in(v).reshape([WARPS, 16, STEPS * 64])
         a = gl.convert_layout(a, LEFT, assert_trivial=True)
@@ -194,7 +213,7 @@ def add_product(acc, v, s, z, x, mma: gl.constexpr, coding: gl.constexpr, cut: g
 def first_loads(
     from_w, from_s, from_z, at_s, at_z, from_x, step, step_x, live, live_x, K, LATE: gl.constexpr, coding: gl.constexpr, cut: gl.constexpr
 ):
-    """Words, scales and zeros, and tokens, of the first turns of :func:`part_sums`."""
+    """Words, scales and zeros, and tokens, of the first turns of :func:`part_sums`; and what these divide by, WHOLE."""
     AHEAD: gl.constexpr = cut.AHEAD
     given, tokens = (), ()
     for i in gl.static_range(AHEAD):
@@ -202,13 +221,14 @@ def first_loads(
     after_previous(LATE)
     for i in gl.static_range(AHEAD):
         tokens += (load_tokens(from_x, step_x + i * cut.STRIDE, live_x, K, cut.EVEN, coding, cut),)
-    return given, tokens
+    tops = row_tops(from_x, live_x, K, cut) if coding.WHOLE else live_x
+    return given, tokens, tops
 
 
 @gluon.jit
 def part_sums(
-    given, tokens, from_w, from_s, from_z, at_s, at_z, from_x, step, step_x, live, live_x, K, mma: gl.constexpr, coding: gl.constexpr,
-    cut: gl.constexpr,
+    given, tokens, tops, from_w, from_s, from_z, at_s, at_z, from_x, step, step_x, live, live_x, K, mma: gl.constexpr,
+    coding: gl.constexpr, cut: gl.constexpr,
 ):  # fmt: skip
     """[WARPS, 16] float32: each part's sum of rows of weights times its inputs, from step ``step`` on, then every cut.STRIDE steps."""
     AHEAD: gl.constexpr = cut.AHEAD
@@ -217,7 +237,7 @@ def part_sums(
     if TURNS <= AHEAD:
         for i in gl.static_range(TURNS):
             v, s, z = given[i]
-            acc = add_product(acc, v, s, z, tokens[i], mma, coding, cut)
+            acc = add_product(acc, v, s, z, tokens[i], tops, mma, coding, cut)
     else:
         for turn in range(0, TURNS, AHEAD):
             for i in gl.static_range(AHEAD):
@@ -225,7 +245,7 @@ def part_sums(
                 x = tokens[0]
                 at = (turn + (i + AHEAD)) * cut.STRIDE
                 more = load_weights(from_w, from_s, from_z, at_s, at_z, step + at, live, K, False, coding, cut)
-                acc = add_product(acc, v, s, z, x, mma, coding, cut)
+                acc = add_product(acc, v, s, z, x, tops, mma, coding, cut)
                 given = given[1:] + (more,)
                 tokens = tokens[1:] + (load_tokens(from_x, step_x + at, live_x, K, False, coding, cut),)
     return gl.sum(acc, 2)
@@ -287,11 +307,11 @@ def lone_rows(
         n, upper = features_of(gl.arange(0, 16, gl.SliceLayout(0, LY)), block, N, 16, form)
         at_bias = gl.where(own < 0, 0, own)[:, None] if SUM else of
         bias = biases(b_a, b_b, at_bias, n[None, :], upper[None, :], at_w, first_b, dtype, form, coding)
-    given, tokens = first_loads(from_w, from_s, from_z, at_s, at_z, from_x, step, step_x, live, live_x, K, LATE, coding, cut)
+    given, tokens, tops = first_loads(from_w, from_s, from_z, at_s, at_z, from_x, step, step_x, live, live_x, K, LATE, coding, cut)
     gl.thread_barrier()
     if not alive:
         return
-    y = part_sums(given, tokens, from_w, from_s, from_z, at_s, at_z, from_x, step, step_x, live, live_x, K, mma, coding, cut)
+    y = part_sums(given, tokens, tops, from_w, from_s, from_z, at_s, at_z, from_x, step, step_x, live, live_x, K, mma, coding, cut)
     y = gl.sum(gl.convert_layout(y.reshape([SLOTS, PIECES, 16]), piece_layout(SLOTS, PIECES, BOTH)), 1)
     if coding.BIAS:
         y = y + bias

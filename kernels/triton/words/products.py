@@ -127,7 +127,7 @@ def codes_in(v):
 def rounded_sums(
     w, s, at_s, from_x, from_r, live, alive, K, LATE: gl.constexpr, mma: gl.constexpr, coding: gl.constexpr, cut: gl.constexpr
 ):
-    """As :func:`sums`, of float8 codes in blocks of 128 inputs, times codes of tokens whose groups are as long.
+    """As :func:`sums`, of float8 codes in blocks of 128 inputs, times codes of tokens whose groups are as long; WHOLE: scales are for all.
 
     s points to the scales [BN] of the features, from_r to those [COLS] of the rows, both in the layout of sums.
     """
@@ -164,8 +164,9 @@ def add_groups(acc, v, group, s, at_s, from_x, from_r, live, alive, K, mma: gl.c
     if STEPS == 2:
         inside = group < K // 128
         codes = gl.load(from_x + group * 128, mask=live & inside, other=0).to(gl.float8e4nv, bitcast=True)
-        by = gl.load(from_r + group, mask=alive & inside, other=0.0)
-        of = gl.load(s + group * at_s.stride_k, mask=inside, other=0)
+        scale: gl.constexpr = 0 if coding.WHOLE else 1
+        by = gl.load(from_r + group * scale, mask=alive & inside, other=0.0)
+        of = gl.load(s + group * scale * at_s.stride_k, mask=inside, other=0)
         of = as_number(of, coding)
         w = gl.convert_layout(codes_in(v), gl.DotOperandLayout(0, mma, 4))
         products = mma_v2(w, tokens_of(codes, mma, 4), gl.zeros_like(acc))
@@ -268,7 +269,7 @@ def word_tiles(
         LA: gl.constexpr = gl.SliceLayout(1, mma)
         LR: gl.constexpr = gl.SliceLayout(0, mma)
         blocks = gl.convert_layout(from_s, LA)
-        from_r = x_scales + gl.convert_layout(row, LR).to(gl.int64) * (K // 128)
+        from_r = x_scales + gl.convert_layout(row, LR).to(gl.int64) * (1 if coding.WHOLE else K // 128)
         acc = rounded_sums(
             from_w, blocks, at_s, from_x, from_r, live[:, None, None, None], gl.convert_layout(live, LR), K, LATE, mma, coding, cut
         )
