@@ -221,8 +221,8 @@ def _backward(*packed: Any) -> list[Tensor]:
 
 
 def _backward_fake(tensors: Lists, counts: Sequence[int], encodings: Sequence[str], needs: int, *body: Any) -> list[Tensor]:
-    groups = (tensors[1:2], tensors[2:3], *cut(tensors, counts, 6)[:6])
-    return [torch.empty_like(t) for i, group in enumerate(groups) if needs >> i & 1 for t in group]
+    dense = [t.new_empty(t.shape) for i, t in enumerate(tensors[1:3]) if needs >> i & 1]
+    return dense + [torch.empty_like(t) for i, group in enumerate(cut(tensors, counts, 6)[:6], 2) if needs >> i & 1 for t in group]
 
 
 class _Coded(torch.autograd.Function):

@@ -95,7 +95,7 @@ def gathered(local: Tensor, place: Tensor, slots: int, terms: str) -> Tensor:
 def local_ids(ids: Tensor, place: Tensor | None, slots: int, terms: str) -> Tensor:
     """[T, K]: the number of each expert among those of this rank, -1 for one that it does not have; without a table it has all."""
     if place is None:
-        return ids.to(numbers_dtype(ids.dtype), copy=True)
+        return ids.to(numbers_dtype(ids.dtype), copy=True, memory_format=torch.contiguous_format)
     local: Tensor = providers.run("local_ids", ids.contiguous(), place, Terms.parse(terms).group.rank * slots, slots)
     return local
 

@@ -147,9 +147,10 @@ class _Backward:
         out: list[Tensor] = []
         if self.d_rows is not None:
             self.d_rows[self.valid :].zero_()
+            x = call.x
             empty = not self.valid
-            summed = torch.zeros_like(call.x) if empty else sum_slots(self.d_rows, positions(call.order), None, self.top_k)
-            out.append(summed.to(call.x.dtype))
+            summed = x.new_zeros(x.shape) if empty else sum_slots(self.d_rows, positions(call.order), None, self.top_k)
+            out.append(summed.to(x.dtype))
         if self.d_scale is not None:
             by_slot = torch.empty_like(self.d_scale)
             by_slot[call.order] = self.d_scale

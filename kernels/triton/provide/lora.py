@@ -142,7 +142,8 @@ class _Backward:
         stacks, terms = self.stacks, self.call.terms
         lists = (*(s.weight for s in stacks), *(s.bias for s in stacks), *(part for t in terms for part in (t.a, t.b)))
         zeros = [torch.zeros_like(t) for tensors, wanted in zip(lists, self.needs, strict=True) if wanted for t in tensors]
-        return [*([torch.zeros_like(self.call.x)] if self.need_x else []), *([d_weights] if d_weights is not None else []), *zeros]
+        x = self.call.x
+        return [*([x.new_zeros(x.shape)] if self.need_x else []), *([d_weights] if d_weights is not None else []), *zeros]
 
     def last(self, d_out: Tensor, d_weights: Tensor | None) -> Tensor:
         """Through the last projection and the activation: the gradient [S, width] of h. Dead rows are not defined."""
