@@ -121,6 +121,19 @@ def is_unpacked(ctx: Context, value: object) -> bool:
     return made is not None and made.packed is not None
 
 
+def unpacked_from(ctx: Context, node: Node) -> torch.dtype | None:
+    """The dtype of the largest input of the graph that a weight is computed from, where it holds few bits: a caller's argument too."""
+    seen, following, inputs = {node}, [node], list[Node]()
+    while following:
+        at = following.pop()
+        inputs += [at] if at.op in ("placeholder", "get_attr") else []
+        following += (new := [n for n in at.all_input_nodes if n not in seen])
+        seen.update(new)
+    largest = max(inputs, key=_bytes, default=None)
+    value = None if largest is None else tensor(largest)
+    return None if value is None or value.dim() < 2 or value.dtype not in _PACKED else value.dtype
+
+
 def is_foreign(call: Call) -> bool:
     """Whether an operation is none of torch's, or runs a function that its author wrote a backward pass or a kernel for."""
     return call.name in _BODIES or (("::" in call.name or "." in call.name) and not call.name.startswith(_KNOWN))
@@ -210,4 +223,4 @@ def _floats(node: Node) -> bool:
     return isinstance(value, tuple | list) or (isinstance(value, torch.Tensor) and value.dtype.is_floating_point)
 
 
-__all__ = ["Made", "Unpacking", "Use", "is_foreign", "is_unpacked", "unpacking"]
+__all__ = ["Made", "Unpacking", "Use", "is_foreign", "is_unpacked", "unpacked_from", "unpacking"]

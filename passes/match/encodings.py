@@ -57,18 +57,22 @@ def encoded(ctx: Context, region: Region) -> Lost | None:
         dtype = packed_in(ctx, leaf)
         if dtype is None:
             continue
-        if not _one_by_one(ctx, region, leaf):
+        fewer = _one_by_one(ctx, region, leaf)
+        if not fewer and not _in_turn(region, leaf):
             if unpacked_by_slot(region, leaf):
                 return packed(
                     ctx, region.anchor, dtype, "each slot takes its own, which the compiler unpacks as it multiplies: that is quicker here"
                 )
             consider(ctx, region, leaf)
             continue
-        lost = _not_wanted(ctx, region, leaf.parts, by_slot=is_supposed(ctx, leaf)) or unread(ctx, leaf)
+        lost = _not_wanted(
+            ctx, region, leaf.parts, by_slot=is_supposed(ctx, leaf), in_turn=not fewer and region.domain == "selected"
+        ) or unread(ctx, leaf)
         if lost is not None:
+            why = "for every call, and here a call may need fewer of them" if fewer else "at once"
             detail = (
-                f"the program unpacks them one by one; fused, all {region.num_experts} would be for every call, "
-                f"and here a call may need fewer of them; they are not multiplied as they are, for {lost.details['detail']}"
+                f"the program unpacks them one by one; fused, all {region.num_experts} would be {why}; "
+                f"they are not multiplied as they are, for {lost.details['detail']}"
             )
             return packed(ctx, region.anchor, dtype, detail)
     return None
@@ -76,7 +80,14 @@ def encoded(ctx: Context, region: Region) -> Lost | None:
 
 def needed(ctx: Context, region: Region) -> bool:
     """Whether a region is fused only with its weights as they are held."""
-    return any(packed_in(ctx, leaf) is not None and _one_by_one(ctx, region, leaf) for leaf in weight_leaves(region.expr))
+    leaves = [leaf for leaf in weight_leaves(region.expr) if packed_in(ctx, leaf) is not None]
+    return any(_one_by_one(ctx, region, leaf) or _in_turn(region, leaf) for leaf in leaves)
+
+
+def _in_turn(region: Region, leaf: Leaf) -> bool:
+    """Whether the program has one expert's weights at a time in memory: in a loop, but for backward, which wants all of them."""
+    value = tensor(region.value)
+    return bool(leaf.parts) and not (value is not None and value.requires_grad)
 
 
 def _one_by_one(ctx: Context, region: Region, leaf: Leaf) -> bool:
@@ -97,7 +108,7 @@ def _held(ctx: Context, region: Region, leaf: Leaf, found: Lost) -> Lost | None:
     return ctx.lost("quantised", found.node, detail=f"{found.details['detail']}; {lost.details['detail']}")
 
 
-def _not_wanted(ctx: Context, region: Region, nodes: Collection[Node], *, by_slot: bool = False) -> Lost | None:
+def _not_wanted(ctx: Context, region: Region, nodes: Collection[Node], *, by_slot: bool = False, in_turn: bool = False) -> Lost | None:
     """Why weights that are unpacked one by one are not even read."""
     value = tensor(region.value)
     device = "cpu" if value is None else value.device.type
@@ -105,6 +116,8 @@ def _not_wanted(ctx: Context, region: Region, nodes: Collection[Node], *, by_slo
         return ctx.lost("encoding-unknown", region.anchor, detail="`quantised` is off")
     if device not in OF_HIT_EXPERTS and (by_slot or not ctx.given.skipped.isdisjoint(nodes)):
         return ctx.lost("encoding-unknown", region.anchor, detail=f"on {device} no kernel is quicker than to unpack those that have tokens")
+    if device not in OF_HIT_EXPERTS and in_turn:
+        return ctx.lost("encoding-unknown", region.anchor, detail=f"on {device} no kernel is quicker than to unpack them in turn")
     return None
 
 

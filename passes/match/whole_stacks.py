@@ -17,7 +17,7 @@ from moefuse._dynamo.values import hint
 from moefuse.passes.graph.calls import location, tensor
 from moefuse.passes.graph.op_classes import SIZE_QUERIES
 from moefuse.passes.infer.state import Context
-from moefuse.passes.infer.unpacking import unpacking
+from moefuse.passes.infer.unpacking import unpacked_from, unpacking
 from moefuse.passes.ir.expr import Leaf, weight_leaves
 from moefuse.passes.ir.facts import Lost
 from moefuse.passes.ir.regions import Region
@@ -52,8 +52,10 @@ def packed_in(ctx: Context, leaf: Leaf) -> torch.dtype | None:
     if leaf.held is not None:
         return None  # its storage is what the program multiplies
     node = (leaf.parts or (leaf.source,))[0]
-    made = unpacking(ctx).of(ctx, node) if ctx.calls.get(node) is not None else None
-    return None if made is None else made.packed
+    if ctx.calls.get(node) is None:
+        return None
+    made = unpacking(ctx).of(ctx, node)
+    return unpacked_from(ctx, node) if made is None else made.packed
 
 
 def consider(ctx: Context, region: Region, leaf: Leaf) -> None:

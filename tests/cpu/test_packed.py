@@ -10,9 +10,10 @@ from typing import Any, Literal
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from moefuse import pipeline
+from moefuse import last_report, pipeline
 from moefuse.capture import entry
 from moefuse.config import Options
 from moefuse.report import FusionReport, Skipped
@@ -37,6 +38,7 @@ from tests.programs.packed import (
 
 FOREIGN = "multiplies them, and is an operator that moefuse cannot look into"
 UNREAD = "is the first operation on them that moefuse cannot read"
+AT_ONCE = "fused, all 8 would be at once; they are not multiplied as they are, for on cpu no kernel is quicker than to unpack them in turn"
 ONE_BY_ONE = "the program unpacks them one by one; fused, all 8 would be for every call"
 
 
@@ -55,7 +57,7 @@ def report_of(model: nn.Module, x: Tensor, *, captured: bool = False) -> FusionR
 
     if captured:
         entry.enable(backend, lambda _arguments: Options(), lambda found, *_: report.extend(found))
-    with torch.no_grad():
+    with torch.set_grad_enabled(x.requires_grad):
         got = torch.compile(model, fullgraph=not captured, backend=backend)(x)
         torch.testing.assert_close(got, model(x))
     return report
@@ -159,16 +161,45 @@ def test_each_layer_is_told_beside_others() -> None:
 def test_weights_that_are_assigned_are_unpacked_too() -> None:
     """A write is no argument: the weight seemed to come from nowhere, and all eight were unpacked for the six slots of three tokens."""
     assert ONE_BY_ONE in refused(Assigned(tokens=3)).message
-    is_fused(Assigned(tokens=4))
+    assert AT_ONCE in refused(Assigned(tokens=4)).message
 
 
 def test_a_loop_over_hit_experts_unpacks_those_alone() -> None:
-    """With ten slots for eight experts one may still have all of them. A loop over all experts unpacks them all in any case."""
+    """With ten slots for eight experts one may still have all of them. A loop over all experts unpacks them in turn: one is in memory."""
     report = report_of(Hit("channel"), torch.randn(5, packed.H), captured=True)
     assert report.fused == []
     assert {s.code for s in report.skipped} == {"encoding-unknown"}
     assert ONE_BY_ONE in report.skipped[0].message
-    is_fused(Each("channel"))
+    assert AT_ONCE in refused(Each("channel")).message
+
+
+def test_a_loop_whose_backward_wants_every_weight_anyway_is_fused() -> None:
+    """Gradients of the rows take all that was unpacked; so nothing is in memory that is not there without moefuse."""
+    is_fused(Each("channel"), torch.randn(5, packed.H, requires_grad=True))
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 5])
+def test_codes_that_a_caller_gives(tokens: int) -> None:
+    """Weights in few bits are not only the model's own tensors: all experts were unpacked at once for a single token, in silence."""
+
+    def loop(x: Tensor, router: Tensor, q: Tensor, s: Tensor) -> Tensor:
+        weights, ids = (x @ router.t()).softmax(-1).topk(2)
+        out = torch.zeros_like(x)
+        for e in range(packed.E):
+            token, slot = torch.where(ids == e)
+            out = out.index_add(0, token, F.linear(x[token], q[e].float() * s[e]) * weights[token, slot, None])
+        return out
+
+    x, router = torch.randn(tokens, packed.H), torch.randn(packed.E, packed.H)
+    q, s = torch.randint(-127, 128, (packed.E, packed.H, packed.H), dtype=torch.int8), torch.rand(packed.E, packed.H, 1)
+    with torch.no_grad():
+        compiled = torch.compile(loop, backend="moefuse", dynamic=False)
+        torch.testing.assert_close(compiled(x, router, q, s), loop(x, router, q, s))
+    report = last_report()
+    if 2 * tokens < packed.E:
+        assert [f.spec.encoding for f in report.fused] == ["s8, a scale for each channel"], str(report)
+    else:
+        assert AT_ONCE in report.skipped[0].message
 
 
 def test_a_loop_over_hit_experts_with_plain_weights_is_fused() -> None:

@@ -94,3 +94,25 @@ def test_activations_and_one_expert(form: str) -> None:
     bound = activations + factors + 4 * EXPERT
     assert peak_of(model, x, fused=True) <= bound < E * EXPERT + factors
     assert form == "each" or peak_of(model, x, fused=False) > bound
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("tokens", [1, 3, 16])
+@pytest.mark.parametrize("form", FORMS)
+def test_no_more_than_without_moefuse(form: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the bounds that a CPU has: a loop over all experts was fused with all of them unpacked from as many slots as experts on."""
+    monkeypatch.undo()
+    model, x, found = FORMS[form](), torch.randn(tokens, H), list[int]()
+
+    def backend(gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        found.append(peak(lambda: gm(*inputs)))
+        pipeline.rewrite(gm, inputs, Options(), entry.frame())
+        gm.graph.eliminate_dead_code()
+        gm.recompile()
+        found.append(peak(lambda: gm(*inputs)))
+        return gm.forward
+
+    with torch.no_grad():
+        torch.compile(model, backend=backend, fullgraph=True, dynamic=False)(x)
+    before, after = found
+    assert after <= before + 2 * EXPERT
