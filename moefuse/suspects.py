@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from moefuse.few_bits import few_bits
+
 _NEAR = 2
 """How many modules a router may be below the one that holds the experts."""
 
@@ -109,6 +111,11 @@ def _shape(t: torch.Tensor) -> tuple[int, ...]:
     return tuple(getattr(t, "ds_shape", t.shape))
 
 
+def _weighs(module: nn.Module, name: str, t: torch.Tensor) -> bool:
+    """Whether a tensor is a weight: any Parameter, and buffers that are matrices in few bits (scales and statistics are not)."""
+    return name in module._parameters or (len(_shape(t)) >= 2 and few_bits(t.dtype))
+
+
 def _around(root: nn.Module, name: str) -> tuple[nn.Module, ...]:
     parts = name.split(".") if name else []
     return tuple(root.get_submodule(".".join(parts[:at])) for at in reversed(range(len(parts))))
@@ -152,7 +159,9 @@ class _Forms:
 
     def of(self, module: nn.Module) -> _Form:
         if id(module) not in self._known:
-            own = {name: p for name, p in module._parameters.items() if p is not None}
+            own = {
+                name: t for name, t in (*module._parameters.items(), *module._buffers.items()) if t is not None and _weighs(module, name, t)
+            }
             children = {name: self.of(child) for name, child in module._modules.items() if child is not None}
             shape = (*((name, _shape(p)) for name, p in own.items()), *((name, child.shape) for name, child in children.items()))
             held = (id(t) for t in (*own.values(), *module._buffers.values()) if t is not None)

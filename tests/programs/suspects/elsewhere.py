@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.programs.suspects.parts import E, Expert, H, K, Layer, have
+from tests.programs.suspects.parts import E, Expert, H, I, K, Layer, have
 
 
 class Disabled(Layer):
@@ -141,3 +141,31 @@ class Numbered(nn.Module):
             self.load[e] = tok.numel()
             out.index_add_(0, tok, getattr(self, f"expert{e}")(x[tok]) * weights[tok, slot, None])
         return out
+
+
+class Codes(nn.Module):
+    """A weight that is no Parameter: codes and scales in buffers, and the graph breaks where they are multiplied."""
+
+    def __init__(self, inputs: int, features: int) -> None:
+        super().__init__()
+        self.register_buffer("codes", torch.randint(-9, 9, (features, inputs), dtype=torch.int8))
+        self.register_buffer("scale", torch.rand(features, 1) / 40)
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return F.linear(x, self.codes.to(x.dtype) * self.scale)
+
+
+class CodesExpert(Expert):
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self.up, self.down = Codes(H, I), Codes(I, H)
+
+
+@have
+class InBuffers(Layer):
+    """Nothing of an expert is a Parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(CodesExpert() for _ in range(E))
