@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from moefuse import _torch_private, cache, history, nothing_found, pipeline
+from moefuse import _torch_private, cache, history, inference_inputs, nothing_found, pipeline
 from moefuse._dynamo import armed, ddp
 from moefuse.capture import entry
 from moefuse.config import Options
@@ -75,7 +75,9 @@ def backend(
         return calls.running(found, compiler(found.graph, [*example_inputs, *found.given]))
 
     try:
+        frozen = inference_inputs.kept(gm, example_inputs) if report.fused else []
         compiled = pipeline.compile_or_restore(gm, report, saved, frame, run_compiler)
+        compiled = inference_inputs.ordinary(compiled, frozen)
         return history.watched(report, compiled, example_inputs)
     except Exception:
         history.withdraw(report)

@@ -40,6 +40,20 @@ def flatten(args: Iterable[Any]) -> list[Tensor]:
     return out
 
 
+def keep(ctx: Any, *tensors: Tensor) -> None:
+    """Save tensors for backward, which :func:`kept` gives; those that autograd does not save, inference tensors, beside it.
+
+    It compares the versions of all others, and these have none.
+    """
+    ctx.beside = {i: t for i, t in enumerate(tensors) if t.is_inference()}
+    ctx.save_for_backward(*(None if i in ctx.beside else t for i, t in enumerate(tensors)))
+
+
+def kept(ctx: Any) -> list[Tensor]:
+    """What :func:`keep` was given."""
+    return [ctx.beside.get(i, t) for i, t in enumerate(ctx.saved_tensors)]
+
+
 def grads_for(needs: Sequence[bool], lengths: Sequence[int], computed: Iterable[Tensor]) -> list[Tensor | None]:
     """Spread the computed gradients (whole groups, in order) over all positions; None for groups that were not asked for."""
     source = iter(computed)

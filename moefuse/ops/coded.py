@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from moefuse.ops.autograd import below_autograd, flatten, grads_for, not_differentiable, once, ops, wants_grad
+from moefuse.ops.autograd import below_autograd, flatten, grads_for, keep, kept, not_differentiable, once, ops, wants_grad
 from moefuse.ops.call import Body, ExpertsCall, Stack, cut, join, stacks
 from moefuse.ops.checks import check_codes, check_experts
 from moefuse.ops.coded_weights import CodedStack, CodedWeights, Codes, Lists
@@ -234,7 +234,7 @@ class _Coded(torch.autograd.Function):
             out, h, order, offsets = ops.experts_coded_forward.default(tensors, counts, encodings, *body, dtype)
         x, _, weights, *flat = tensors
         ctx.counts, ctx.encodings, ctx.body = counts, encodings, body
-        ctx.save_for_backward(x, weights, h, order, offsets, *flat)
+        keep(ctx, x, weights, h, order, offsets, *flat)
         return out  # type: ignore[no-any-return]
 
     @staticmethod
@@ -242,7 +242,7 @@ class _Coded(torch.autograd.Function):
         need_x, _, need_weights, *need_flat = ctx.needs_input_grad[4:]
         flags = [need_x, need_weights, *(any(part) for part in cut(need_flat, ctx.counts)[:6])]
         code = sum(flag << i for i, flag in enumerate(flags))
-        computed = ops.experts_coded_backward.default([grad, *ctx.saved_tensors], ctx.counts, ctx.encodings, code, *ctx.body)
+        computed = ops.experts_coded_backward.default([grad, *kept(ctx)], ctx.counts, ctx.encodings, code, *ctx.body)
         d_x, d_weights, *d_lists = grads_for(flags, (1, 1, *ctx.counts[:6]), computed)
         return None, None, None, None, d_x, None, d_weights, *d_lists, *(None for _ in range(ctx.counts[6]))
 

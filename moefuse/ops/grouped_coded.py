@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moefuse.ops.autograd import below_autograd, grads_for, once, ops, wants_grad
+from moefuse.ops.autograd import below_autograd, grads_for, keep, kept, once, ops, wants_grad
 from moefuse.ops.checks import check_codes, check_grouped_linear
 from moefuse.ops.coded import shown
 from moefuse.ops.coded_weights import codes_of
@@ -68,13 +68,13 @@ class _Coded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, lengths: tuple[int, int], encoding: str, xs: Tensor, offsets: Tensor, *flat: Tensor) -> Tensor:
         ctx.lengths, ctx.encoding = lengths, encoding
-        ctx.save_for_backward(offsets, *flat)
+        keep(ctx, offsets, *flat)
         with below_autograd():
             return ops.grouped_linear_coded(xs, offsets, *_cut(flat, lengths), encoding)  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        offsets, *flat = ctx.saved_tensors
+        offsets, *flat = kept(ctx)
         _, _, need_xs, _, *need_flat = ctx.needs_input_grad
         first = sum(ctx.lengths)
         needs = [need_xs, any(need_flat[first:])]
