@@ -58,7 +58,11 @@ def perturbed(value: Tensor, generator: torch.Generator) -> Tensor:
     if not math.isfinite(size):
         return real
     size = size or 1 / math.sqrt(max(real.shape[-1], 1) if real.dim() else 1)
-    return real + (size * normal(real.shape, generator)).to(device=real.device, dtype=real.dtype)
+    noise = size * normal(real.shape, generator)
+    if real.dtype.itemsize == 1:  # float8: no arithmetic of its own, and NaN behind its largest number
+        largest = torch.finfo(real.dtype).max
+        return (real.float() + noise.to(real.device)).clamp(-largest, largest).to(real.dtype)
+    return real + noise.to(device=real.device, dtype=real.dtype)
 
 
 def jittered(value: Tensor, generator: torch.Generator) -> Tensor:

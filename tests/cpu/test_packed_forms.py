@@ -64,6 +64,18 @@ def test_how_many_rows_depends_on_the_device(major: int, most: float, monkeypatc
     assert whole_stacks.most_slots(torch.device("meta")) == 0.0
 
 
+@pytest.mark.parametrize("held", HELD)
+@pytest.mark.parametrize("equal", ["codes and scales", "one number"])
+def test_experts_that_are_equal(held: str, equal: str) -> None:
+    """As from one dense layer, or fresh: verification moves codes then, which float8 has no arithmetic for."""
+    model = Form(held, "loop", whole=False)
+    for part in model.gate.parts:
+        part.data.copy_((part[:1] if equal == "codes and scales" else part[:1, :1, :1]).clone())
+    compiled = Compiled(model)
+    compiled.check(torch.randn(9, H))
+    _as_held(compiled)
+
+
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("tokens", [0, 1])
 def test_few_tokens(tokens: int, whole: bool) -> None:
