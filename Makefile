@@ -20,7 +20,7 @@ RULES := $(sort $(wildcard tests/null/test_rules_*.py))
 COVERED := --cov=moefuse --cov=passes
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo lint quick test test-transformers4 test-trl test-deepspeed test-triton37 versions zoo-coverage kernels line-coverage gpu deep dist-nightly bench clean
+.PHONY: help venv demo lint quick test test-one-process test-ranks test-transformers4 test-trl test-deepspeed test-triton37 versions zoo-coverage kernels line-coverage gpu deep dist-nightly bench clean
 
 help:
 	@echo "make venv   the environment, pinned, in $(VENV)"
@@ -63,12 +63,19 @@ quick: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SLICE) -x -q -n auto --dist worksteal
 
 # Coverage is of the rules' tests and the catalogue: measuring makes what it measures twice as slow. `make line-coverage` measures the whole.
-test: lint kernels
+# Ranks wait for each other, types are checked on one core: beside others they cost little. Lines of both come as they are printed.
+test: $(TRITON)/.installed
+	$(MAKE) -j 2 --output-sync=line lint kernels
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(RULES) $(CATALOGUE) -x -q -n auto --dist worksteal $(COVERED) --cov-report=
+	$(MAKE) -j 2 --output-sync=line test-one-process test-ranks
+	$(BIN)/coverage json -q -o - | $(BIN)/python tests/line_coverage.py
+
+test-one-process: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/null tests/cpu $(addprefix --ignore ,$(RULES)) --deselect $(CATALOGUE) -x -q -n auto \
 		--dist worksteal --durations 50
+
+test-ranks: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/dist -x -q --durations 10
-	$(BIN)/coverage json -q -o - | $(BIN)/python tests/line_coverage.py
 
 line-coverage: $(TRITON)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/null tests/cpu -q -n auto --dist worksteal $(COVERED) --cov=kernels --cov-report=
