@@ -17,6 +17,7 @@ from torch import Tensor
 
 from moefuse.ops.activations import ACTIVATIONS
 from moefuse.ops.reference import GATINGS, count_experts, expert_vector, expert_weight
+from moefuse.ops.token_codes import Rounding
 
 _NAMES = tuple(ACTIVATIONS)
 _BITS = 8
@@ -100,6 +101,11 @@ class Stack(NamedTuple):
     def inputs(self) -> int:
         """Input features of one expert."""
         return self.weight[0].shape[-1]
+
+    @property
+    def rounding(self) -> Rounding | None:
+        """How the projection rounds its rows; None: it does not."""
+        return None
 
     def expert(self, e: int) -> tuple[Tensor, Tensor | None]:
         """Views: weight [out, in] and bias [out], or None, of one expert."""

@@ -13,7 +13,9 @@ Where an encoding rounds activations, a projection means
 
 with ``token_codes.as_rounded``, W in float32, the sum in float32 in whatever order, and one rounding to the dtype of x: what the
 activation function gets, and what it gives, which the next projection rounds again by itself. In float64 the sum is, too, over the same
-codes. Gradients are those of the same experts without that rounding: a step function has none that is of use.
+codes. Gradients pass a rounding as if it was not there (straight through): a step function has none that is of use. What they are
+multiplied with is what forward had: the gradient of a routing weight on the output is <gradient of the output, y>, with the y that the
+expert's rounded activation gave. On the input a routing weight is in front of the rounding, and its gradient sees nothing of it.
 """
 
 from __future__ import annotations

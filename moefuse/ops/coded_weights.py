@@ -11,6 +11,7 @@ from torch import Tensor
 from moefuse.ops.call import Stack
 from moefuse.ops.encoding import Encoding, dequantise, parse
 from moefuse.ops.reference import count_experts, expert_weight
+from moefuse.ops.token_codes import Rounding
 
 Lists = Sequence[Tensor]
 
@@ -60,6 +61,11 @@ class CodedStack(Stack):
     def inputs(self) -> int:
         """Input features of one expert."""
         return self.weight.shape[1]
+
+    @property
+    def rounding(self) -> Rounding | None:
+        """How the projection rounds its rows."""
+        return self.weight.codes.encoding.activation
 
 
 def codes_of(w: Lists, codes: Lists, encoding: str) -> Codes:

@@ -1,7 +1,7 @@
 """Gradients of routed experts from the saved pre-activation: the portable provider of ``moefuse::experts_backward`` and of its three parts.
 
 With y = a @ W_out.T + b_out per slot and out[t] = sum w * y, the routing weight's gradient <dout[t], y> is computed as
-<dout[t] @ W_out, a> + <dout[t], b_out>, so y is never stored.
+<dout[t] @ W_out, a> + <dout[t], b_out>, so y is never stored. Where the second projection rounds its rows, a is what it has multiplied.
 
 The parts are ops of their own for devices where memory counts: h is dead after the first of them, its gradient after the second.
 
@@ -21,6 +21,7 @@ from moefuse.ops.activations import ACTIVATIONS
 from moefuse.ops.call import Stack
 from moefuse.ops.grad_calls import GradCall, InCall, OutCall, RowsCall
 from moefuse.ops.reference import accumulation_dtype, split_gate
+from moefuse.ops.token_codes import as_rounded
 from moefuse.runtime.cpu import CHUNK_ROWS, back_project, sum_slots
 from moefuse.runtime.expert_grads import add_bias_products, empty_grads, vector_grads, weight_grads
 from moefuse.runtime.routing import Group, chunked, groups_of, positions
@@ -138,7 +139,7 @@ class _Work:
         back_project(d_act, d_out, w_out.weight, chunk)
         d_a = d_act.to(self.wide)
         if d_scale is not None and value is not None and need.products:
-            d_scale[rows] = (d_a * value).sum(-1)
+            d_scale[rows] = (d_a * self.multiplied(value, w_out)).sum(-1)
             if w_out.bias:
                 add_bias_products(d_scale, d_out, w_out.bias, chunk)
         if not need.h:
@@ -149,6 +150,10 @@ class _Work:
             if target is not None and part is not None:
                 target.copy_(part)
         return d_h, a
+
+    def multiplied(self, value: Tensor, w_out: Stack) -> Tensor:
+        """What forward has multiplied with the second projection, given the activation [n, I] in the accumulation dtype."""
+        return value if w_out.rounding is None else as_rounded(w_out.rounding, value.to(self.dtype)).to(self.wide)
 
 
 class _InGrads:

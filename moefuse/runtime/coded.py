@@ -11,7 +11,7 @@ from torch import Tensor
 from moefuse.ops.call import Stack
 from moefuse.ops.coded_weights import CodedWeights, codes_of
 from moefuse.ops.reference import expert_vector
-from moefuse.ops.token_codes import Rounding, as_rounded
+from moefuse.ops.token_codes import as_rounded
 from moefuse.runtime import backward, cpu
 from moefuse.runtime.cpu import Lists, SortedRows, cut_groups
 from moefuse.runtime.expert_grads import empty_grads, vector_grads
@@ -34,7 +34,7 @@ def experts_coded_forward(call: CodedCall) -> tuple[Tensor, Tensor, Tensor, Tens
 
 
 def experts_coded_backward(call: CodedGrads) -> list[Tensor]:
-    """The gradients that are wanted, flattened; of experts that do not round activations."""
+    """The gradients that are wanted, flattened; they pass the rounding of activations as if it was not there."""
     return backward.experts_backward(call.decoded)
 
 
@@ -79,7 +79,7 @@ class RoundedRows(SortedRows):
 
     def project(self, out: Tensor, rows: Tensor, stack: Stack, chunk: list[Group]) -> None:
         """out [n, F] = one projection of rows [n, I] of the chunk."""
-        activation = rounding(stack)
+        activation = stack.rounding
         if activation is None:
             super().project(out, rows, stack, chunk)
             return
@@ -87,10 +87,3 @@ class RoundedRows(SortedRows):
         for (e, _, _), into, part in cut_groups(chunk, out, wide):
             weight, bias = stack.weight[e].to(self.wide).t(), expert_vector(stack.bias, e)
             into.copy_(part @ weight if bias is None else torch.addmm(bias.to(out.dtype).to(self.wide), part, weight))
-
-
-def rounding(stack: Stack) -> Rounding | None:
-    """How a projection of :class:`~moefuse.ops.coded.CodedWeights` rounds its rows."""
-    codes = getattr(stack.weight, "codes", None)
-    found: Rounding | None = None if codes is None else codes.encoding.activation
-    return found

@@ -150,7 +150,10 @@ def test_one_projection_rounds(gating: str) -> None:
 @pytest.mark.parametrize("name", ["blocks", "channels"])
 @pytest.mark.parametrize("on_input", [False, True])
 def test_gradients(name: str, on_input: bool) -> None:
-    """Of tokens and routing weights: bit for bit those of experts that round nothing, at the h that forward has kept."""
+    """Of tokens, and of routing weights on them: bit for bit those of experts that round nothing, at the h that forward has kept.
+
+    Those of routing weights on the output are of the y that forward had, and so others.
+    """
     case = SMALL.with_(weight_on_input=on_input, dtype=torch.float32)
     encoding = ENCODINGS[name]
     args, dense, options = coded(case, encoding, None, encoding)
@@ -163,7 +166,44 @@ def test_gradients(name: str, on_input: bool) -> None:
         need = Needs.of([True, True, *[False] * 6], on_input)
         stacks = base.w_in, base.w_up, base.w_out
         expected = backward.experts_backward(GradCall(pull, base.x, base.weights, h, order, offsets, *stacks, need, base.body))
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+    assert torch.equal(found[0], expected[0])
+    assert torch.equal(found[1], expected[1]) is on_input
+
+
+def of_scaling(run: Any, args: list[Any], options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """([T] sums over slots of a routing weight times its gradient, [T] the result times its gradient): equal, whatever experts compute.
+
+    The result is a sum of routing weights times what does not depend on them.
+    """
+    weights = args[2].detach().requires_grad_()
+    out = run([*args[:2], weights, *args[3:]], options)
+    pull = torch.randn(out.shape, generator=torch.Generator().manual_seed(3)).to(out)
+    (grad,) = torch.autograd.grad(out, weights, pull)
+    return (weights * grad).sum(-1).detach().double(), (out * pull).sum(-1).detach().double()
+
+
+@pytest.mark.parametrize("name", ENCODINGS)
+@pytest.mark.parametrize("which", ["both", "first", "last"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, BF16])
+def test_gradient_of_routing_weights(name: str, which: str, dtype: torch.dtype) -> None:
+    """Of the y that a program multiplies with them, whose second projection has rounded activations: no step of a code is in between."""
+    encoding = ENCODINGS[name]
+    first, last = (encoding if which in ("both", one) else replace(encoding, activation=None) for one in ("first", "last"))
+    args, _, options = coded(SMALL.with_(dtype=dtype), first, None, last)
+    found, wanted = of_scaling(run_coded, args, options)
+    tolerance = {torch.float32: 1e-5, torch.float64: 1e-6, BF16: 2e-2}[dtype]
+    torch.testing.assert_close(found, wanted, rtol=0, atol=tolerance * float(wanted.abs().max()))
+
+
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_gradient_of_few_routing_weights(tokens: int) -> None:
+    """No token, one; an activation that is not finite makes a gradient NaN, as y is."""
+    encoding = ENCODINGS["blocks"]
+    args, _, options = coded(SMALL.with_(tokens=tokens, dtype=torch.float32, low_id=0, high_id=5), encoding, None, encoding)
+    found, wanted = of_scaling(run_coded, args, options)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    args[0].fill_(float("inf"))
+    assert all(part.isnan().all() for part in of_scaling(run_coded, args, options))
 
 
 @pytest.mark.parametrize("group", [5, 64])

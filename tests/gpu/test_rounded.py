@@ -10,6 +10,7 @@ from moefuse.ops.encoding import EXPONENTS, Encoding, Rounding
 from moefuse.ops.token_codes import quantise
 from tests.cpu.coded_case import coded
 from tests.cpu.ops_case import Case
+from tests.cpu.test_ops_rounded import of_scaling
 from tests.gpu.test_coded import on_gpu, run
 
 pytestmark = pytest.mark.gpu
@@ -80,8 +81,18 @@ def test_a_token_is_what_it_is_alone() -> None:
     assert torch.equal(few, out[3:12])
 
 
+@pytest.mark.parametrize("name", ENCODINGS)
+def test_gradient_of_routing_weights(name: str) -> None:
+    """Of the y that forward had, with rounded activations: half a step of a code would be a hundredth of it."""
+    encoding = ENCODINGS[name]
+    for separate in (False, True):
+        args, _, options = coded(LARGE.with_(dtype=torch.float32, separate=separate), encoding, None, encoding)
+        found, wanted = of_scaling(run, on_gpu(args), options)
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-3 * float(wanted.abs().max()))
+
+
 def test_gradients() -> None:
-    """Those of the experts without rounding, of x and of routing weights."""
+    """Near those of the experts without rounding, of x and of routing weights."""
     encoding = ENCODINGS["fp8 blocks"]
     args, dense, options = coded(LARGE, encoding, None, encoding)
     args, dense = on_gpu(args), on_gpu(dense)

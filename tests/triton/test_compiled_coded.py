@@ -76,4 +76,6 @@ def test_forward_and_backward(
         coded.experts_coded_backward(CodedGrads(GradCall(out, x, weights, h, order, offsets, w_in, up, w_out, need, body), codes))
 
     compile_all(launches, arch, tmp_path, monkeypatch, run)
-    assert {it.kernel.__name__ for it, _ in launches} & {"coded_tiles", "unpack_blocks"}
+    ran = {it.kernel.__name__ for it, _ in launches}
+    assert ran & {"coded_tiles", "unpack_blocks"}
+    assert ("weight_grads" in ran) is (ENCODINGS[name][0].activation is not None)

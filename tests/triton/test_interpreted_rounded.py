@@ -9,6 +9,7 @@ from moefuse.ops.encoding import EXPONENTS, Encoding, Rounding
 from moefuse.ops.token_codes import quantise
 from tests.cpu.coded_case import coded
 from tests.cpu.ops_case import Case
+from tests.cpu.test_ops_rounded import of_scaling
 from tests.triton.interpreted_case import interpreted
 from tests.triton.test_interpreted_coded import OPS, provide, run
 
@@ -75,6 +76,20 @@ def test_the_op(name: str, gating: str) -> None:
     assert float((out - theirs).abs().max()) <= 0.02 * scale
     for ours, portable in zip(grads, their_grads, strict=True):
         torch.testing.assert_close(ours, portable, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("name", ROUNDINGS)
+def test_gradient_of_routing_weights(name: str, bias: bool) -> None:
+    """Of the y that forward had, with rounded activations; zeros for slots of nobody, in poisoned memory; biases together or apart."""
+    encoding = encoding_of(ROUNDINGS[name])
+    for separate in (False, True) if bias else (False,):
+        args, _, options = coded(SMALL.with_(bias=bias, separate=separate), encoding, None, encoding)
+        with interpreted(provide(), OPS) as ran:
+            found, wanted = of_scaling(lambda args, options: torch.ops.moefuse.experts_coded(*args, **options), args, options)
+        assert set(ran) == {"experts_coded_forward", "experts_coded_backward"}
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()))
 
 
 @pytest.mark.sampled(3)

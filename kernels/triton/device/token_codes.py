@@ -7,8 +7,10 @@ of inputs each group is summed for itself, and multiplied with its scales before
 import triton
 import triton.language as tl
 
+from moefuse.kernels.triton.device.backward import row_products
 from moefuse.kernels.triton.device.coded import factor_of, number_of
 from moefuse.kernels.triton.device.functions import after_previous, expert_base, index, let_next_start, tile_order
+from moefuse.kernels.triton.device.rows import expert_of
 
 
 @triton.jit
@@ -102,6 +104,39 @@ def round_rows(
             v = tl.load(from_x + (k0 + k) * at_x.col, mask=inside, other=0.0).to(tl.float32)  # [BR, BK]
             tl.store(to + k0 + k, as_codes(quotient(v, divisor[:, None]), coding), mask=inside)
         tl.store(to_scale, scale, mask=live)
+
+
+@triton.jit(do_not_specialize=["S"])
+def weight_grads(
+    d_a, codes, scales, grad, b, order, offsets, d_weights, S, top_k, E, I, GROUPS, N, at_grad, at_b,
+    coding: tl.constexpr, bias: tl.constexpr, BE: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """d_weights [S] in slot order, the gradient of the routing weights: the inner product of d_a [S, I] with the rows that were multiplied,
+    codes [S, I] and scales [S, GROUPS], and of the token's row of grad [T, N] with the expert's bias; zeros for dead rows.
+
+    bias: as of ``backward.activate_grads``.
+    """
+    dtype: tl.constexpr = d_a.dtype.element_ty
+    row = tl.program_id(0) * BR + tl.arange(0, BR)
+    live = row < tl.load(offsets + E)  # []
+    slot = tl.load(order + row, mask=row < S, other=0).to(tl.int64)  # [BR]
+    at_row = row.to(tl.int64)[:, None]
+    total = tl.zeros([BR], tl.float32)
+    for k0 in range(0, I, BK):
+        k = k0 + tl.arange(0, BK)[None, :]
+        inside = live[:, None] & (k < I)
+        d = tl.load(d_a + at_row * I + k, mask=inside, other=0.0).to(tl.float32)  # [BR, BK]
+        code = tl.load(codes + at_row * I + k, mask=inside, other=0).to(tl.int32)  # [BR, BK]
+        of_group = k // coding.GROUP if coding.GROUP else k * 0
+        scale = tl.load(scales + at_row * GROUPS + of_group, mask=inside, other=0.0)  # [BR, BK]
+        total += tl.sum(d * (number_of(code, coding) * scale), 1)
+    if bias[0]:
+        e = tl.where(live, expert_of(row, offsets, E, BE), 0)
+        held: tl.constexpr = tl.float32 if bias[2] else dtype
+        base = expert_base(b, e, at_b.row, held, bias[1], False)
+        from_grad = grad + slot // top_k * at_grad.row
+        total += row_products(from_grad, base, live, N, at_grad.col, at_b.col, dtype, tl.float32, BR, BK)
+    tl.store(d_weights + slot, total.to(d_weights.dtype.element_ty), mask=row < S)
 
 
 @triton.jit

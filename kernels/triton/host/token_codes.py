@@ -13,7 +13,7 @@ from moefuse.kernels.triton.host import coded, sorted_rows
 from moefuse.kernels.triton.host.coded import Held
 from moefuse.kernels.triton.host.layout import Device, device_of
 from moefuse.kernels.triton.host.linear import Weight
-from moefuse.kernels.triton.host.sorted_rows import Sorted, fit
+from moefuse.kernels.triton.host.sorted_rows import Sorted, bins, blocks, fit
 from moefuse.kernels.triton.launch.calls import launch
 from moefuse.kernels.triton.launch.launch import INTERPRETED, Described
 from moefuse.kernels.triton.problem import Tiles, power_of_two
@@ -140,6 +140,36 @@ def round_rows(x: Tensor, it: Sorted | None, encoding: Encoding, *, tokens: bool
     return Rounded(codes, scales, rounding)
 
 
+def weight_grads(d_a: Tensor, a: Rounded, it: Sorted, held: Held, d_weights: Tensor, grad: Tensor, bias: Weight | None) -> None:
+    """Writes d_weights [T, K] from d_a [S, I] and the activation as it was multiplied; ``held``, ``bias``: of the second projection.
+
+    grad [T, N] is that of the output.
+    """
+    inter, device = d_a.shape[1], device_of(d_a.device)
+    br, bk = blocks(inter, 512)
+    launch(
+        token_codes.weight_grads,
+        (-(-it.slots // br),),
+        {
+            "d_a": d_a, "codes": a.codes, "scales": a.scales, "grad": grad, "b": a.scales if bias is None else bias.pointer,
+            "order": it.order, "offsets": it.offsets, "d_weights": d_weights,
+        },
+        S=it.slots,
+        top_k=it.top_k,
+        E=it.experts,
+        I=inter,
+        GROUPS=a.scales.shape[1],
+        N=grad.shape[1],
+        at_grad=Rows(*grad.stride()),
+        at_b=Rows(*((0, 0) if bias is None else bias.strides)),
+        coding=coding(held.codes.encoding, None, None, device),
+        bias=(bias is not None, bias is not None and bias.operand.table, bias is not None and bias.tensors[0].dtype != d_a.dtype),
+        BE=bins(it.experts),
+        BR=br,
+        BK=bk,
+    )  # fmt: skip
+
+
 def round_tokens(x: Tensor, it: Sorted, encoding: Encoding) -> Rounded:
     """Codes of the tokens x [T, K] of sorted rows: where there are many, each token is rounded once, and its codes are copied."""
     if it.slots * x.shape[1] < MANY or it.slots == x.shape[0]:
@@ -194,4 +224,4 @@ def product(out: Tensor, x: Rounded, held: Held, it: Sorted, bias: Weight | None
     )  # fmt: skip
 
 
-__all__ = ["Coding", "Rounded", "product", "refusal", "round_rows", "round_tokens"]
+__all__ = ["Coding", "Rounded", "product", "refusal", "round_rows", "round_tokens", "weight_grads"]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from moefuse.kernels.triton.host import coded, linear, pointwise, rounded_specialised, sorted_rows, token_codes, wgrad
 from moefuse.kernels.triton.host.coded import Held
+from moefuse.kernels.triton.host.linear import Weight
 from moefuse.kernels.triton.host.pointwise import Activation
 from moefuse.kernels.triton.host.rounded_specialised import ROWS
 from moefuse.kernels.triton.host.sorted_rows import Sorted
@@ -76,7 +77,7 @@ class _Products:
 
     def __init__(self, it: Sorted, dtype: torch.dtype, stacks: Sequence[Stack], codes: Sequence[Codes | None]) -> None:
         self.own = Own(it, dtype)
-        self.stacks = stacks
+        self.stacks, self.codes = stacks, codes
         self.held: list[Held | None] = [None if c is None else coded.held(s.weight, c) for s, c in zip(stacks, codes, strict=True)]
         self.last: tuple[Tensor, Rounded] | None = None
 
@@ -109,6 +110,20 @@ class _Products:
             else:
                 coded.product(out, x, held, self.own.tiled, bias=found, back=back, add=add, **how)
         return out
+
+    def rounds(self, which: int) -> bool:
+        """Whether a projection rounds its rows."""
+        codes = self.codes[which]
+        return codes is not None and codes.encoding.activation is not None
+
+    def weight_grads(self, h: Tensor, d_a: Tensor, how: Activation, d_weights: Tensor, grad: Tensor, bias: Weight | None) -> None:
+        """The gradient of routing weights on the output, where the second projection rounds: from the activation as it was multiplied."""
+        held, a = self.held[2], torch.empty_like(d_a)
+        assert held is not None
+        if a.numel():
+            pointwise.activate(a, h, self.own.it, how)
+        rows = token_codes.round_rows(a, self.own.it, held.codes.encoding)
+        token_codes.weight_grads(d_a, rows, self.own.it, held, d_weights, grad, bias)
 
     def rounded(self, x: Tensor, encoding: Encoding, tokens: bool = False, scale: Tensor | None = None) -> Rounded:
         """The rows as they are multiplied; once for the two first projections."""
@@ -169,10 +184,14 @@ def _backward(call: CodedGrads) -> list[Tensor]:
     d_out, d_h = grads.grad.to(h.dtype), torch.empty_like(h)
     bias = call.stacks[2].bias
     if slots:
+        last = linear.weight(bias, 1) if bias else None
         d_a = by.linear(2, d_out, torch.empty((slots, inter), dtype=h.dtype, device=h.device), back=True, tokens=True)
+        rounds = need.products and by.rounds(2)
+        if rounds and d_weights is not None:
+            by.weight_grads(h, d_a, Activation(body, inter), d_weights, d_out, last)
         pointwise.activate_grads(
             it, h, d_a, Activation(body, inter), scale=None if body.on_input else weights, d_h=d_h, a=None,
-            d_weights=d_weights if need.products else None, grad=d_out, bias=linear.weight(bias, 1) if bias else None,
+            d_weights=d_weights if need.products and not rounds else None, grad=d_out, bias=last,
         )  # fmt: skip
     parts = [d_h[:, :features], d_h[:, features:]] if body.split else [d_h]
     if need.tokens and slots and hidden:
