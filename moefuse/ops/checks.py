@@ -28,7 +28,8 @@ def _shape(t: Tensor) -> str:
     return "[" + ", ".join(str(s) for s in t.shape) + "]"
 
 
-def _bad_value(op: str, arg: str, given: str, legal: str) -> NoReturn:
+def bad_value(op: str, arg: str, given: str, legal: str) -> NoReturn:
+    """Raise a ValueError that names an argument, what it is and what would be legal."""
     raise ValueError(f"moefuse::{op}: argument `{arg}` {given}; legal: {legal}")
 
 
@@ -49,14 +50,14 @@ def _same(a: Any, b: Any, op: str, arg: str, given: Any, legal: str) -> None:
     """Require a == b for ints or SymInts, without making a guard out of it. ``given`` is a tensor (its shape is named) or a text."""
     if type(a) is int and type(b) is int:
         if a != b:
-            _bad_value(op, arg, f"has shape {_shape(given)}" if isinstance(given, Tensor) else given, legal)
+            bad_value(op, arg, f"has shape {_shape(given)}" if isinstance(given, Tensor) else given, legal)
         return
     torch._check(a == b, lambda: f"moefuse::{op}: argument `{arg}` has size {a}; legal: {legal}")
 
 
 def _check_dim(t: Tensor, dim: int, op: str, arg: str, legal: str) -> None:
     if t.dim() != dim:
-        _bad_value(op, arg, f"has shape {_shape(t)}", legal)
+        bad_value(op, arg, f"has shape {_shape(t)}", legal)
 
 
 def _check_ints(t: Tensor, op: str, arg: str, dtypes: Sequence[torch.dtype] = _INTS) -> None:
@@ -89,7 +90,7 @@ def _check_held(w: Sequence[Tensor], x: Tensor, op: str, arg: str, like_name: st
 
 def _check_device(t: Tensor, like: Tensor, op: str, arg: str, like_name: str) -> None:
     if t.device != like.device:
-        _bad_value(op, arg, f"is on {t.device}", f"{like.device}, the device of `{like_name}`")
+        bad_value(op, arg, f"is on {t.device}", f"{like.device}, the device of `{like_name}`")
 
 
 def _check_out_dtype(out_dtype: torch.dtype | None, op: str) -> None:
@@ -102,14 +103,14 @@ def _check_list(w: Sequence[Tensor], dim: int, like: tuple[Tensor, str], op: str
     letters = "out, in" if dim == 2 else "out"
     legal = f"one stacked tensor [E, {letters}], or one tensor [{letters}] per expert"
     if not w:
-        _bad_value(op, arg, "is empty", legal)
+        bad_value(op, arg, "is empty", legal)
     first = w[0]
     if len(w) == 1 and first.dim() == dim + 1:
         _check_like(first, like[0], op, arg, like[1])
         return tuple(first.shape)
     for i, t in enumerate(w):
         if t.dim() != dim:
-            _bad_value(op, f"{arg}[{i}]", f"has shape {_shape(t)} in a list of {len(w)}", legal)
+            bad_value(op, f"{arg}[{i}]", f"has shape {_shape(t)} in a list of {len(w)}", legal)
         _check_like(t, like[0], op, f"{arg}[{i}]", like[1])
         for d in range(dim):
             if not _equal(t.shape[d], first.shape[d]):
@@ -205,14 +206,14 @@ def _check_experts(call: ExpertsCall, op: str) -> tuple[Any, Any, Any]:
     held = _check_held(w_in, x, op, "w_in", "x")
     experts, out, _ = _check_weight(w_in, None, None, x.shape[1], held, op, "w_in")
     if gated and out % 2:
-        _bad_value(op, "w_in", f"has {out} output features", f"an even number for gating {gating!r} (gate and up)")
+        bad_value(op, "w_in", f"has {out} output features", f"an even number for gating {gating!r} (gate and up)")
     inner = out // 2 if gated else out
     if body.split:
         _check_weight(w_up, experts, out, x.shape[1], held, op, "w_up")
         _check_vector(b_up, experts, out, held, op, "b_up")
     elif w_up or b_up:
         arg = "w_up" if w_up else "b_up"
-        _bad_value(op, arg, f"holds {len(w_up or b_up)} tensors", f"an empty list for gating {gating!r}; only 'separate' has it")
+        bad_value(op, arg, f"holds {len(w_up or b_up)} tensors", f"an empty list for gating {gating!r}; only 'separate' has it")
     _, hidden, _ = _check_weight(w_out, experts, None, inner, held, op, "w_out")
     _check_vector(b_in, experts, out, held, op, "b_in")
     _check_vector(b_out, experts, hidden, held, op, "b_out")
@@ -225,7 +226,7 @@ def check_lora(name: str, stack: Any, a: Sequence[Tensor], b: Sequence[Tensor], 
     if not a and not b:
         return
     if not stack.weight:
-        _bad_value(op, arg_a, f"holds {len(a)} tensors", "an empty list, for there is no such projection")
+        bad_value(op, arg_a, f"holds {len(a)} tensors", "an empty list, for there is no such projection")
     for arg, part in ((arg_a, a), (arg_b, b)):
         if part:
             _check_floats(part[0], op, arg)
@@ -234,26 +235,26 @@ def check_lora(name: str, stack: Any, a: Sequence[Tensor], b: Sequence[Tensor], 
     others, outputs, columns = _check_list(b, 2, (b[0] if b else x, arg_b), op, arg_b)
     wanted = (stack.experts, stack.inputs)
     if (experts, inputs) != wanted:
-        _bad_value(op, arg_a, f"holds {experts} experts of shape [{rank}, {inputs}]", f"{wanted[0]} experts of shape [r, {wanted[1]}]")
+        bad_value(op, arg_a, f"holds {experts} experts of shape [{rank}, {inputs}]", f"{wanted[0]} experts of shape [r, {wanted[1]}]")
     if (others, outputs, columns) != (stack.experts, stack.features, rank):
         legal = f"{stack.experts} experts of shape [{stack.features}, {rank}]"
-        _bad_value(op, arg_b, f"holds {others} experts of shape [{outputs}, {columns}]", legal)
+        bad_value(op, arg_b, f"holds {others} experts of shape [{outputs}, {columns}]", legal)
 
 
 def _check_body(op: str, body: Body) -> None:
     activation, activation_args, gating = body.activation, body.args, body.gating
     if gating not in GATINGS:
-        _bad_value(op, "gating", f"is {gating!r}", ", ".join(map(repr, GATINGS)))
+        bad_value(op, "gating", f"is {gating!r}", ", ".join(map(repr, GATINGS)))
     act = ACTIVATIONS.get(activation)
     if act is None:
-        _bad_value(op, "activation", f"is {activation!r}", ", ".join(map(repr, ACTIVATIONS)))
+        bad_value(op, "activation", f"is {activation!r}", ", ".join(map(repr, ACTIVATIONS)))
     if len(activation_args) != act.num_args:
         names = f" ({', '.join(act.arg_names)})" if act.arg_names else ""
-        _bad_value(op, "activation_args", f"has {len(activation_args)} values", f"{act.num_args}{names} for activation {activation!r}")
+        bad_value(op, "activation_args", f"has {len(activation_args)} values", f"{act.num_args}{names} for activation {activation!r}")
     if act.needs_gate and gating == "plain":
-        _bad_value(op, "gating", "is 'plain'", f"a gated form, because activation {activation!r} mixes gate and up")
+        bad_value(op, "gating", "is 'plain'", f"a gated form, because activation {activation!r} mixes gate and up")
     if body.up_first and gating not in ("merged", "interleaved"):
-        _bad_value(op, "up_first", "is True", f"False for gating {gating!r}; only 'merged' and 'interleaved' have an order")
+        bad_value(op, "up_first", "is True", f"False for gating {gating!r}; only 'merged' and 'interleaved' have an order")
 
 
 def check_permute(x: Tensor, ids: Tensor, num_experts: int) -> None:
@@ -266,7 +267,7 @@ def check_permute(x: Tensor, ids: Tensor, num_experts: int) -> None:
         _same(ids.shape[0], x.shape[0], op, "ids", ids, f"[T, K] with T={x.shape[0]}, the rows of `x`")
     _check_device(ids, x, op, "ids", "x")
     if num_experts < 1:
-        _bad_value(op, "num_experts", f"is {num_experts}", "1 or more")
+        bad_value(op, "num_experts", f"is {num_experts}", "1 or more")
 
 
 def _check_offsets(offsets: Tensor, op: str, experts: Any = None) -> None:
@@ -276,7 +277,7 @@ def _check_offsets(offsets: Tensor, op: str, experts: Any = None) -> None:
         if not _equal(offsets.shape[0], experts + 1):
             _same(offsets.shape[0], experts + 1, op, "offsets", offsets, f"[E + 1] = [{experts + 1}] for {experts} experts")
     elif type(offsets.shape[0]) is int and offsets.shape[0] < 2:
-        _bad_value(op, "offsets", f"has shape {_shape(offsets)}", "[E + 1] with E >= 1")
+        bad_value(op, "offsets", f"has shape {_shape(offsets)}", "[E + 1] with E >= 1")
 
 
 def check_grouped_linear(xs: Tensor, offsets: Tensor, w: Sequence[Tensor], b: Sequence[Tensor], op: str = "grouped_linear") -> Any:
@@ -297,12 +298,12 @@ def check_expert_rows(v: Sequence[Tensor], offsets: Tensor, num_rows: Any) -> An
     """Arguments of ``moefuse::expert_rows``; returns the vector size."""
     op = "expert_rows"
     if not v:
-        _bad_value(op, "v", "is empty", "one stacked tensor [E, n], or one tensor [n] per expert")
+        bad_value(op, "v", "is empty", "one stacked tensor [E, n], or one tensor [n] per expert")
     experts, size = _check_list(v, 1, (v[0], "v[0]"), op, "v")
     _check_offsets(offsets, op, experts)
     _check_device(offsets, v[0], op, "offsets", "v")
     if type(num_rows) is int and num_rows < 0:
-        _bad_value(op, "num_rows", f"is {num_rows}", "0 or more")
+        bad_value(op, "num_rows", f"is {num_rows}", "0 or more")
     return size
 
 
@@ -320,11 +321,11 @@ def check_combine(ys: Tensor, weights: Tensor | None, order: Tensor, offsets: Te
     _check_device(offsets, ys, op, "offsets", "ys")
     _check_out_dtype(out_dtype, op)
     if type(top_k) is int and top_k < 1:
-        _bad_value(op, "top_k", f"is {top_k}", "1 or more")
+        bad_value(op, "top_k", f"is {top_k}", "1 or more")
     rows = ys.shape[0]
     if weights is None:
         if type(rows) is int and type(top_k) is int and rows % top_k:
-            _bad_value(op, "top_k", f"is {top_k}", f"a divisor of S={rows}, the rows of `ys`")
+            bad_value(op, "top_k", f"is {top_k}", f"a divisor of S={rows}, the rows of `ys`")
         return rows // top_k
     _check_dim(weights, 2, op, "weights", "[T, K]")
     _check_floats(weights, op, "weights")
@@ -339,18 +340,18 @@ def check_combine(ys: Tensor, weights: Tensor | None, order: Tensor, offsets: Te
 def check_topk(scores: Tensor, k: int, op: str = "topk", arg: str = "scores") -> None:
     """Arguments of ``moefuse::topk``."""
     if scores.dim() < 1:
-        _bad_value(op, arg, f"has shape {_shape(scores)}", "[..., E]")
+        bad_value(op, arg, f"has shape {_shape(scores)}", "[..., E]")
     if scores.dtype not in _FLOATS:
         _bad_type(op, arg, f"has dtype {_names([scores.dtype])}", _names(_FLOATS))
     if not 0 <= k <= scores.shape[-1]:
-        _bad_value(op, "k", f"is {k}", f"0 to the number of experts, {scores.shape[-1]}")
+        bad_value(op, "k", f"is {k}", f"0 to the number of experts, {scores.shape[-1]}")
 
 
 def check_router_logits(x: Tensor, w: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> None:
     """Arguments of ``moefuse::router_logits``."""
     op = "router_logits"
     if x.dim() < 1:
-        _bad_value(op, "x", f"has shape {_shape(x)}", "[..., H]")
+        bad_value(op, "x", f"has shape {_shape(x)}", "[..., H]")
     _check_dim(w, 2, op, "w", "[E, H]")
     if not _equal(w.shape[1], x.shape[-1]):
         _same(w.shape[1], x.shape[-1], op, "w", w, f"[E, H] with H={x.shape[-1]}, the last dimension of `x`")
@@ -361,7 +362,7 @@ def check_router_logits(x: Tensor, w: Tensor, bias: Tensor | None, out_dtype: to
         _check_floats(bias, op, "bias")
         _check_device(bias, x, op, "bias", "x")
         if bias.dim() != 1 or bias.shape[0] != w.shape[0]:
-            _bad_value(op, "bias", f"has shape {_shape(bias)}", f"[E] with E={w.shape[0]}, the first dimension of `w`")
+            bad_value(op, "bias", f"has shape {_shape(bias)}", f"[E] with E={w.shape[0]}, the first dimension of `w`")
     if out_dtype not in _FLOATS:
         _bad_type(op, "out_dtype", f"is {_names([out_dtype])}", _names(_FLOATS))
 
@@ -371,20 +372,20 @@ def check_route(logits: Tensor, bias: Tensor | None, recipe: Recipe, out_dtype: 
     check_topk(logits, recipe.k, "route", "logits")
     experts = logits.shape[-1]
     if bias is not None and (bias.dim() != 1 or bias.shape[0] != experts):
-        _bad_value("route", "bias", f"has shape {_shape(bias)}", f"[E] with E={experts}, the last dimension of `logits`")
+        bad_value("route", "bias", f"has shape {_shape(bias)}", f"[E] with E={experts}, the last dimension of `logits`")
     for name in ("score", "weight"):
         if getattr(recipe, name) not in SCORES:
-            _bad_value("route", name, f"is {getattr(recipe, name)!r}", ", ".join(map(repr, SCORES)))
+            bad_value("route", name, f"is {getattr(recipe, name)!r}", ", ".join(map(repr, SCORES)))
     if out_dtype not in _FLOATS:
         _bad_type("route", "out_dtype", f"is {_names([out_dtype])}", _names(_FLOATS))
     if not recipe.groups:
         return
     if recipe.groups < 0 or experts % recipe.groups:
-        _bad_value("route", "groups", f"is {recipe.groups}", f"0, or a divisor of the number of experts, {experts}")
+        bad_value("route", "groups", f"is {recipe.groups}", f"0, or a divisor of the number of experts, {experts}")
     if not 0 <= recipe.kept <= recipe.groups:
-        _bad_value("route", "kept", f"is {recipe.kept}", f"0 to the number of groups, {recipe.groups}")
+        bad_value("route", "kept", f"is {recipe.kept}", f"0 to the number of groups, {recipe.groups}")
     if not 0 <= recipe.best <= experts // recipe.groups:
-        _bad_value("route", "best", f"is {recipe.best}", f"0 to the experts of a group, {experts // recipe.groups}")
+        bad_value("route", "best", f"is {recipe.best}", f"0 to the experts of a group, {experts // recipe.groups}")
 
 
 def check_codes(
@@ -402,21 +403,23 @@ def check_codes(
     Raises:
         ValueError, TypeError: they do not fit each other.
     """
-    legal = _storage_dtypes(encoding)
+    legal = tuple(dict.fromkeys(_storage_dtypes(encoding)))
     for t in storage:
         if t.dtype not in legal:
-            _bad_type(op, name, f"has dtype {_names([t.dtype])}", f"{_names(legal)}, which hold {encoding.name}")
+            holds = "hold" if len(legal) > 1 else "holds"
+            _bad_type(op, name, f"has dtype {_names([t.dtype])}", f"{_names(legal)}, which {holds} {encoding.name}")
         _check_device(t, x, op, name, "x")
     shape = tuple(storage[0].shape)
     group, inputs = 0 if encoding.activation is None else encoding.activation.group, encoding.logical(shape)[-1]
     if group and inputs % group:
-        _bad_value(op, name, f"has {inputs} input features", f"a multiple of {group}, the inputs that share a scale of activations")
+        bad_value(op, name, f"has {inputs} input features", f"a multiple of {group}, the inputs that share a scale of activations")
     scales = (*shape[:-2], *encoding.scales(*encoding.logical(shape)[-2:]))
     zeros = scales if encoding.zeros is None else encoding.zeros.words(scales)
     for part, tensors, expected in (("scale", scale, scales), ("zero", zero, zeros)):
         if len(tensors) != (len(storage) if part in encoding.parts else 0):
-            _bad_value(op, "codes", f"has {len(tensors)} tensors as {part} of `{name}`", f"{len(storage)}, as many as `{name}`")
+            bad_value(op, "codes", f"has {len(tensors)} tensors as {part} of `{name}`", f"{len(storage)}, as many as `{name}`")
         for t in tensors:
+            _check_code_dtype(t, part, encoding, op, f"codes ({part} of {name})")
             _check_device(t, x, op, f"codes ({part} of {name})", "x")
             _check_dim(t, len(expected), op, f"codes ({part} of {name})", f"{len(expected)} dimensions, as `{name}` has")
             for size, wanted in zip(t.shape, expected, strict=True):
@@ -429,3 +432,11 @@ def _storage_dtypes(encoding: Encoding) -> tuple[torch.dtype, ...]:
         assert isinstance(encoding.table, str)
         return NAMED[encoding.table], torch.uint8
     return tuple(t for t in _INTS if t.itemsize * 8 > max(encoding.packing.shifts))
+
+
+def _check_code_dtype(t: Tensor, part: str, encoding: Encoding, op: str, arg: str) -> None:
+    """Scales that are powers of two are bytes, and packed zeros integers; other numbers have any dtype."""
+    if part == "scale" and encoding.scale and t.dtype.itemsize != 1:
+        _bad_type(op, arg, f"has dtype {_names([t.dtype])}", f"uint8 or float8_e8m0fnu, for scales are {encoding.scale!r}")
+    if part == "zero" and encoding.zeros is not None and t.dtype not in _INTS:
+        _bad_type(op, arg, f"has dtype {_names([t.dtype])}", f"{_names(_INTS)}, for zeros are packed")

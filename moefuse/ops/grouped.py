@@ -1,7 +1,11 @@
 """The grouped tier: ``permute``, ``grouped_linear``, ``expert_rows`` and ``combine``, with fakes and registration.
 
 An expert body without a template runs as permute, grouped_linear, the user's own row-local ops, grouped_linear, combine. order and
-offsets are described in ``moefuse/runtime/routing.py``.
+offsets are described in ``moefuse/runtime/routing.py``; rows from offsets[E] on are of no expert, and what is computed for them is zeros.
+
+On a CPU values of order and offsets that are not such raise a ValueError. On CUDA nothing waits for them: products take the first offset
+for 0 and each of the others for the nearest number between its predecessor and the number of rows, so that nothing else is read or written;
+an order that names a slot twice is undefined behaviour there.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from torch import Tensor
 
 from moefuse.ops import autograd_grouped as autograd
 from moefuse.ops.autograd import once
+from moefuse.ops.check_values import check_offset_values, check_order_values
 from moefuse.ops.checks import check_combine, check_expert_rows, check_grouped_linear, check_permute
 from moefuse.ops.schema import implement
 from moefuse.runtime import providers
@@ -35,6 +40,7 @@ def _permute_fake(x: Tensor, ids: Tensor, num_experts: int) -> tuple[Tensor, Ten
 
 def _grouped_linear(xs: Tensor, offsets: Tensor, w: Lists, b: Lists) -> Tensor:
     check_grouped_linear(xs, offsets, w, b)
+    check_offset_values(offsets, xs.shape[0], "grouped_linear")
     out: Tensor = providers.run("grouped_linear", xs, offsets, w, b)
     return out
 
@@ -44,6 +50,7 @@ def _grouped_linear_fake(xs: Tensor, offsets: Tensor, w: Lists, b: Lists) -> Ten
 
 
 def _grouped_linear_backward(grad: Tensor, xs: Tensor, offsets: Tensor, w: Lists, b: Lists, needs: Sequence[bool]) -> list[Tensor]:
+    check_offset_values(offsets, xs.shape[0], "grouped_linear_backward")
     out: list[Tensor] = providers.run("grouped_linear_backward", grad, xs, offsets, w, b, needs)
     return out
 
@@ -57,6 +64,7 @@ def _grouped_linear_backward_fake(grad: Tensor, xs: Tensor, offsets: Tensor, w: 
 
 def _expert_rows(v: Lists, offsets: Tensor, num_rows: int) -> Tensor:
     check_expert_rows(v, offsets, num_rows)
+    check_offset_values(offsets, num_rows, "expert_rows", "num_rows")
     out: Tensor = providers.run("expert_rows", v, offsets, num_rows)
     return out
 
@@ -66,6 +74,7 @@ def _expert_rows_fake(v: Lists, offsets: Tensor, num_rows: int) -> Tensor:
 
 
 def _expert_rows_backward(grad: Tensor, v: Lists, offsets: Tensor) -> list[Tensor]:
+    check_offset_values(offsets, grad.shape[0], "expert_rows_backward", "grad")
     out: list[Tensor] = providers.run("expert_rows_backward", grad, v, offsets)
     return out
 
@@ -76,6 +85,7 @@ def _expert_rows_backward_fake(grad: Tensor, v: Lists, offsets: Tensor) -> list[
 
 def _combine(ys: Tensor, weights: Tensor | None, order: Tensor, offsets: Tensor, top_k: int, out_dtype: torch.dtype | None) -> Tensor:
     check_combine(ys, weights, order, offsets, top_k, out_dtype)
+    check_order_values(order, "combine")
     out: Tensor = providers.run("combine", ys, weights, order, offsets, top_k, out_dtype)
     return out
 

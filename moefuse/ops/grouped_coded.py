@@ -3,6 +3,9 @@
 ``w`` is the storage of one projection, [E, N', K'] or E tensors, and ``codes`` its scales, then its zeros if it has some, one tensor or E
 as the storage is. The op means ``grouped_linear`` with the weights that ``encoding.dequantise`` gives, in the dtype of xs [S, K]. Rows and
 biases [E, N] have gradients, in any of the ways; storage, scales and zeros have none.
+
+Rows [offsets[e], offsets[e + 1]) are of expert e: offsets ascend from 0 to at most S, and rows behind the last are zeros, with gradients of
+zeros. Other values raise a ValueError on a CPU; on CUDA nothing waits for them (``grouped.py``).
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import torch
 from torch import Tensor
 
 from moefuse.ops.autograd import below_autograd, grads_for, keep, kept, once, ops, wants_grad
+from moefuse.ops.check_values import check_offset_values
 from moefuse.ops.checks import check_codes, check_grouped_linear
 from moefuse.ops.coded import shown
 from moefuse.ops.coded_weights import codes_of
@@ -35,6 +39,7 @@ def checked(xs: Tensor, offsets: Tensor, w: Lists, codes: Lists, b: Lists, encod
 
 
 def _kernel(xs: Tensor, offsets: Tensor, w: Lists, codes: Lists, b: Lists, encoding: str) -> Tensor:
+    check_offset_values(offsets, xs.shape[0], "grouped_linear_coded")
     found: Tensor = providers.run_by_kind("grouped_linear_coded", _legal, _run, (xs, offsets, w, codes, b), {"encoding": encoding})
     return found
 
@@ -54,6 +59,7 @@ def _fake(xs: Tensor, offsets: Tensor, w: Lists, codes: Lists, b: Lists, encodin
 
 
 def _backward(grad: Tensor, offsets: Tensor, w: Lists, codes: Lists, b: Lists, encoding: str, needs: Sequence[bool]) -> list[Tensor]:
+    check_offset_values(offsets, grad.shape[0], "grouped_linear_coded_backward", "grad")
     found: list[Tensor] = providers.run("grouped_linear_coded_backward", grad, offsets, w, codes, b, encoding, needs)
     return found
 

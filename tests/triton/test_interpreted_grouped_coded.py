@@ -32,3 +32,40 @@ def test_values_and_gradients(name: str) -> None:
         assert tuple(ran) == names
     for portable, ours in zip(*found, strict=True):
         torch.testing.assert_close(ours, portable, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("given", "taken"),
+    [
+        ([0, 4, 4, 50], [0, 4, 4, 9]),
+        ([2, 4, 3, 7], [0, 4, 4, 7]),
+        ([-5, -3, 99, 1], [0, 0, 9, 9]),
+        ([1 << 40, -(1 << 40), 1 << 40, 5], [0, 0, 9, 9]),
+    ],
+)
+def test_offsets_that_cut_no_rows(given: list[int], taken: list[int]) -> None:
+    """Nobody waits for them on a device: each is taken for the nearest that keeps within the rows. With plain weights, too."""
+    from moefuse.kernels.triton.provide import grouped, grouped_coded
+    from moefuse.runtime import coded as portable
+    from moefuse.runtime import grouped as portable_plain
+
+    g = torch.Generator().manual_seed(0)
+    held = hold(ENCODINGS["nibbles, zeros"], 3, 32, 32, g)
+    storage, codes = held.lists(separate=False)
+    xs, b, grad = (torch.randn(*size, generator=g) for size in ((9, 32), (3, 32), (9, 32)))
+    w, text, needs = [held.dense(torch.float32)], str(held.encoding), [True, True]
+    found, wanted = (
+        (
+            in_bits.grouped_linear_coded(xs, offsets, storage, codes, [b], text),
+            *in_bits.grouped_linear_coded_backward(grad, offsets, storage, codes, [b], text, needs),
+            plain.grouped_linear(xs, offsets, w, [b]),
+            *plain.grouped_linear_backward(grad, xs, offsets, w, [b], [*needs, True]),
+            *plain.expert_rows_backward(grad, [b], offsets),
+        )
+        for in_bits, plain, offsets in (
+            (grouped_coded, grouped, torch.tensor(given)),
+            (portable, portable_plain, torch.tensor(taken)),
+        )
+    )
+    for ours, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)

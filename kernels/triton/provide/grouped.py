@@ -47,7 +47,7 @@ def grouped_linear(xs: Tensor, offsets: Tensor, w: Lists, b: Lists) -> Tensor:
     """``moefuse::grouped_linear``."""
     out = torch.empty((xs.shape[0], w[0].shape[-2]), dtype=xs.dtype, device=xs.device)
     if out.numel():
-        it = sorted_rows.tiled(_rows(offsets, xs.shape[0]), xs.dtype)
+        it = sorted_rows.tiled(sorted_rows.given(offsets, xs.shape[0]), xs.dtype)
         linear.linear(out, xs, linear.weight(w), it, bias=linear.weight(b, 1) if b else None)
         sorted_rows.clear_dead(out, it)
     return out
@@ -56,7 +56,7 @@ def grouped_linear(xs: Tensor, offsets: Tensor, w: Lists, b: Lists) -> Tensor:
 @recorded
 def grouped_linear_backward(grad: Tensor, xs: Tensor, offsets: Tensor, w: Lists, b: Lists, needs: Sequence[bool]) -> list[Tensor]:
     """Gradients of xs, w, b that ``needs`` asks for, flattened in that order."""
-    it = _rows(offsets, xs.shape[0])
+    it = sorted_rows.given(offsets, xs.shape[0])
     out: list[Tensor] = []
     if needs[0]:
         d_xs = torch.empty(xs.shape, dtype=xs.dtype, device=xs.device)
@@ -99,7 +99,7 @@ def expert_rows(v: Lists, offsets: Tensor, num_rows: int) -> Tensor:
 @recorded
 def expert_rows_backward(grad: Tensor, v: Lists, offsets: Tensor) -> list[Tensor]:
     """Gradient of v: the sum of each expert's rows."""
-    return wgrad.vector_grads(v, grad, _rows(offsets, grad.shape[0]))
+    return wgrad.vector_grads(v, grad, sorted_rows.given(offsets, grad.shape[0]))
 
 
 @recorded

@@ -32,11 +32,6 @@ def _bytes(tensors: Lists) -> list[Tensor]:
     return [t.view(torch.uint8) if t.dtype not in coded.ELEMENTS else t for t in tensors]
 
 
-def _rows(offsets: Tensor, slots: int) -> Sorted:
-    offsets = offsets.contiguous()
-    return Sorted(offsets, offsets, slots, offsets.shape[0] - 1, 1)
-
-
 def _product(out: Tensor, x: Tensor, held: coded.Held, it: Sorted, b: Lists, back: bool = False) -> None:
     if not back and packed.takes(out, x, held, it):
         packed.product(out, x, held, it, b)
@@ -52,7 +47,7 @@ def grouped_linear_coded(xs: Tensor, offsets: Tensor, w: Lists, codes: Lists, b:
     held = _held(w, codes, encoding)
     out = torch.empty((xs.shape[0], held.features), dtype=xs.dtype, device=xs.device)
     if out.numel():
-        it = _rows(offsets, xs.shape[0])
+        it = sorted_rows.given(offsets, xs.shape[0])
         _product(out, xs, held, it, b)
         sorted_rows.clear_dead(out, it)
     return out
@@ -63,7 +58,7 @@ def grouped_linear_coded_backward(
     grad: Tensor, offsets: Tensor, w: Lists, codes: Lists, b: Lists, encoding: str, needs: Sequence[bool]
 ) -> list[Tensor]:
     """Gradients of xs and b that ``needs`` asks for, flattened in that order."""
-    held, it, out = _held(w, codes, encoding), _rows(offsets, grad.shape[0]), list[Tensor]()
+    held, it, out = _held(w, codes, encoding), sorted_rows.given(offsets, grad.shape[0]), list[Tensor]()
     if needs[0]:
         d_xs = torch.empty((grad.shape[0], held.inputs), dtype=grad.dtype, device=grad.device)
         if d_xs.numel():
