@@ -9,7 +9,7 @@ from moefuse.ops.checks import bad_value
 
 
 def check_offset_values(offsets: Tensor, rows: int, op: str, like_name: str = "xs") -> None:
-    """What is in ``offsets``, on a CPU. Elsewhere kernels keep within the rows, whatever it is.
+    """What is in ``offsets``, on a CPU.
 
     Raises:
         ValueError: it does not cut the rows into those of each expert.

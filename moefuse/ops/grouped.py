@@ -3,9 +3,8 @@
 An expert body without a template runs as permute, grouped_linear, the user's own row-local ops, grouped_linear, combine. order and
 offsets are described in ``moefuse/runtime/routing.py``; rows from offsets[E] on are of no expert, and what is computed for them is zeros.
 
-On a CPU values of order and offsets that are not such raise a ValueError. On CUDA nothing waits for them: products take the first offset
-for 0 and each of the others for the nearest number between its predecessor and the number of rows, so that nothing else is read or written;
-an order that names a slot twice is undefined behaviour there.
+On a CPU values of order and offsets that are not such raise a ValueError. On CUDA, where to look would be a wait or a launch more for each
+product, they are undefined behaviour, as for torch's own grouped products.
 """
 
 from __future__ import annotations

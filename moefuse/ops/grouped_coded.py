@@ -5,7 +5,7 @@ as the storage is. The op means ``grouped_linear`` with the weights that ``encod
 biases [E, N] have gradients, in any of the ways; storage, scales and zeros have none.
 
 Rows [offsets[e], offsets[e + 1]) are of expert e: offsets ascend from 0 to at most S, and rows behind the last are zeros, with gradients of
-zeros. Other values raise a ValueError on a CPU; on CUDA nothing waits for them (``grouped.py``).
+zeros. Other values raise a ValueError on a CPU and are undefined behaviour on CUDA (``grouped.py``).
 """
 
 from __future__ import annotations

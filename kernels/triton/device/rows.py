@@ -19,20 +19,6 @@ def expert_of(row, offsets, E, BE: tl.constexpr):
     return tl.sum((ends[None, :] <= row[:, None]).to(tl.int32), 1)
 
 
-@triton.jit
-def larger(a, b):
-    return tl.maximum(a, b)
-
-
-@triton.jit(do_not_specialize=["S"])
-def put_in_order(offsets, out, S, E, BE: tl.constexpr):
-    """out [E + 1]: 0, and for each of the other offsets the nearest number between its predecessor and S."""
-    i = tl.arange(0, BE)
-    v = tl.load(offsets + i, mask=(i > 0) & (i <= E), other=0)  # [BE]
-    v = tl.minimum(tl.maximum(v, 0), S)
-    tl.store(out + i, tl.associative_scan(v, 0, larger), mask=i <= E)
-
-
 @triton.jit(do_not_specialize=["max_tiles"])
 def list_tiles(offsets, tiles, num_tiles, max_tiles, E, BE: tl.constexpr, BM: tl.constexpr):
     """tiles [5, max_tiles] and num_tiles [3] of ``routing.py`` for offsets that are known; program e writes those of expert e."""
