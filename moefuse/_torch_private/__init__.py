@@ -265,6 +265,9 @@ from moefuse._torch_private.tensors import (
     trying_on_fakes as trying_on_fakes,
 )
 from moefuse._torch_private.types import CompiledFn as CompiledFn
+from moefuse._torch_private.watched import (
+    inner_operations as inner_operations,
+)
 
 if TYPE_CHECKING:
     from torch._inductor.custom_graph_pass import CustomGraphPass as CustomGraphPass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,9 @@ from moefuse.ops.encoding import NAMED, Encoding
 from moefuse.passes.encodings.inner import Inner, inner, like
 from moefuse.passes.encodings.part import Coded
 from moefuse.passes.encodings.table import all_bytes
+
+_ABOVE, _BELOW = 8, 20
+"""Bits that codes and zeros may be larger, and smaller, than they are on average: what a device flushes to zero tells nothing."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,21 @@ def drawn(roles: Roles, size: float, seed: int, one: Inner, shape: tuple[int, ..
     return torch.randint(0, 16, shape, generator=dice, dtype=torch.uint8, device="cpu").to(dtype)
 
 
+def spread(roles: Roles, size: float, seed: int, dtype: torch.dtype, one: Inner, shape: tuple[int, ...]) -> Tensor:
+    """As :func:`drawn`, with scales of all sizes, and of both signs, for which weights in a ``dtype`` are numbers."""
+    found = drawn(roles, size, seed, one, shape)
+    if one.path != roles.scale.path or one.value.dtype.itemsize == 1:
+        return found
+    known = [torch.finfo(of) for of in (one.value.dtype, dtype)]
+    large = min(math.log2(info.max) for info in known) - _ABOVE - math.log2(max(size, 1.0))
+    small = min(large, max(math.log2(info.tiny) for info in known) + _BELOW)
+    small = min(small, -large)  # there is little room in float16
+    dice = torch.Generator("cpu").manual_seed(seed)
+    powers = torch.rand(shape, generator=dice, device="cpu", dtype=torch.float64) * (large - small) + small
+    sign = torch.randint(0, 2, shape, generator=dice, device="cpu") * 2 - 1
+    return (powers.exp2() * sign).to(one.value.dtype)
+
+
 def _codes(dtype: torch.dtype, shape: tuple[int, ...], dice: torch.Generator) -> Tensor:
     """Any codes that are numbers."""
     bytes_ = torch.randint(0, 256, (*shape, dtype.itemsize), generator=dice, dtype=torch.uint8, device="cpu")
@@ -72,4 +91,4 @@ def _codes(dtype: torch.dtype, shape: tuple[int, ...], dice: torch.Generator) ->
     return torch.where(found.float().isfinite(), found.float(), 1.0).to(dtype) if dtype.is_floating_point else found
 
 
-__all__ = ["Roles", "drawn", "drawn_like", "size_of", "unscaled"]
+__all__ = ["Roles", "drawn", "drawn_like", "size_of", "spread", "unscaled"]

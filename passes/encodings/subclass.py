@@ -3,7 +3,8 @@
 Nothing is asked of the class but how it is flattened, and put together again of other tensors. What these may be follows from their dtypes
 and shapes (``placed.py``); what they are is found with made-up ones: with scales of one and zeros of none a weight is what its codes stand
 for, then everything is drawn, and one reading must give the bits of the program's product with an identity. That says nothing of what the
-product does to other rows, so some are multiplied that would show if they were rounded.
+product does to other rows and to their gradients, so what it computes is followed (``own.py``), and some are multiplied that would show if
+they were rounded.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from torch.fx import Node
 from moefuse.errors import first_line
 from moefuse.ops.encoding import BITS, DTYPES, EXPONENTS, MADE, Encoding, codes_of, dequantise
 from moefuse.passes.encodings.inner import Inner, inner, like
-from moefuse.passes.encodings.made_up import Roles, drawn, size_of, unscaled
+from moefuse.passes.encodings.made_up import Roles, drawn, size_of, spread, unscaled
+from moefuse.passes.encodings.own import refuse_another_gradient, refuse_limited, refuse_more
 from moefuse.passes.encodings.part import Coded, Part
 from moefuse.passes.encodings.placed import Form, named, packings, scales_in, storage_in
 from moefuse.passes.encodings.terms import Read, UnreadError, device_of
@@ -148,7 +150,7 @@ def _fitted(weighed: Weighed, roles: Roles) -> Coded | None:
         trials = [_trial(weighed, weighed.made(functools.partial(drawn, roles, size, seed)), inputs) for seed in (0, 1)]
         for encoding in _with_scales(weighed, first, roles):
             if all(_shows(weighed, encoding, roles, trial, inputs) for trial in trials):
-                _refuse_rounded(weighed, encoding, roles, size)
+                _refuse_others(weighed, encoding, roles, size)
                 return _coded(weighed, encoding, roles, Form(tuple(weighed.value.shape), weighed.order), weighed.inner)
     return None
 
@@ -246,15 +248,29 @@ def _coded(weighed: Weighed, encoding: Encoding, roles: Roles, form: Form, parts
     return Coded(encoding, storage, found[0], found[1] if len(found) > 1 else None, weighed.dtype)
 
 
-def _refuse_rounded(weighed: Weighed, encoding: Encoding, roles: Roles, size: float) -> None:
-    """Raises where the product rounds rows to few bits, too."""
-    value = weighed.made(functools.partial(drawn, roles, size, 2))
-    coded = _coded(weighed, encoding, roles, Form(tuple(value.shape), weighed.order), list(inner(value)))
-    assert coded is not None
-    weight = unpacked(coded, value, 0)
+def _refuse_others(weighed: Weighed, encoding: Encoding, roles: Roles, size: float) -> None:
+    """Raises where the product rounds rows to few bits, too, or is more than a product in another way."""
+    value, weight = _whole(weighed, encoding, roles, functools.partial(drawn, roles, size, 2))
     for rows in rows_that_show(weight.shape[1], weighed.dtype, weighed.device):
         if is_rounded(rows, weighed.multiplied(value, rows, 0), weight):
             raise UnreadError(weighed.node, "are multiplied with rows that are rounded to few bits in each call")
+    refuse_more(weighed, value)
+    refuse_limited(weighed, value, weight, size)
+    refuse_another_gradient(weighed, value, weight)
+    for seed in (3, 4):
+        value, weight = _whole(weighed, encoding, roles, functools.partial(spread, roles, size, seed, weighed.dtype))
+        inputs = columns(weight.shape[1], _SOME)
+        if not _equal(weight[:, inputs], weighed.seen(value, 0, inputs)):
+            raise UnreadError(weighed.node, "are other numbers where scales are very large or small")
+        refuse_another_gradient(weighed, value, weight)
+
+
+def _whole(weighed: Weighed, encoding: Encoding, roles: Roles, fill: Any) -> tuple[Any, Tensor]:
+    """A made-up weight, and what the first expert has of it by an encoding."""
+    value = weighed.made(fill)
+    coded = _coded(weighed, encoding, roles, Form(tuple(value.shape), weighed.order), list(inner(value)))
+    assert coded is not None
+    return value, unpacked(coded, value, 0)
 
 
 def holds_for(weighed: Weighed, coded: Coded, value: Any) -> bool:

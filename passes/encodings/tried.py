@@ -49,8 +49,14 @@ def products(ctx: Context, weight: Node) -> Iterator[Product]:
                 open_.append((user, (*steps, user)))
 
 
-def multiplied(ctx: Context, product: Product, weight: Node, value: Any, rows: Tensor, expert: int) -> Tensor:
+def multiplied(
+    ctx: Context, product: Product, weight: Node, value: Any, rows: Tensor, expert: int, *, bias: Tensor | None = None, grad: bool = False
+) -> Tensor:
     """[R, N]: rows [R, K] times the weight of an expert, as the program multiplies if ``value`` is what it has for ``weight``.
+
+    Args:
+        bias: what is added, where the program adds something.
+        grad: as it does while gradients are recorded.
 
     Raises:
         UnreadError: the product takes something else besides.
@@ -75,11 +81,11 @@ def multiplied(ctx: Context, product: Product, weight: Node, value: Any, rows: T
     taken: dict[Node, Any] = {product.operand: operand, x: given}
     for n in more:
         if isinstance(n, Node):
-            taken[n] = _beside(product.reader, call.name, n, operand, expert, len(rows))
+            taken[n] = bias if call.name == "linear" else _beside(product.reader, call.name, n, operand, expert, len(rows))
     if x is product.operand or any(n not in taken for n in product.reader.all_input_nodes) or not _has_rank(x, given):
         raise UnreadError(product.reader, "multiplies them in a way that cannot be tried")
     args, kwargs = torch.fx.node.map_arg((product.reader.args, product.reader.kwargs), taken.__getitem__)
-    with entered(ctx.mode[product.reader]), torch.no_grad():
+    with entered(ctx.mode[product.reader]), torch.set_grad_enabled(grad):
         found = call_target(product.reader, args, kwargs)
     own: Tensor = found[expert] if batch else found
     return own if behind else own.t()
@@ -91,11 +97,9 @@ def _has_rank(x: Any, given: Tensor) -> bool:
     return value is not None and (value.dim() == given.dim() or (given.dim() == 2 and value.dim() > 2))
 
 
-def _beside(reader: Node, name: str, node: Node, operand: Tensor, expert: int, count: int) -> Tensor | None:
-    """What a product is given beside rows and weights: no bias, and all rows for one expert."""
+def _beside(reader: Node, name: str, node: Node, operand: Tensor, expert: int, count: int) -> Tensor:
+    """What a product is given beside rows and weights: all rows for one expert."""
     value = tensor(node)
-    if name == "linear":
-        return None
     if name != "grouped_mm" or value is None or value.dtype.is_floating_point:
         raise UnreadError(reader, "takes more than rows and weights")
     ends = torch.zeros(operand.shape[0], dtype=value.dtype, device=operand.device)
@@ -103,12 +107,18 @@ def _beside(reader: Node, name: str, node: Node, operand: Tensor, expert: int, c
     return ends
 
 
-def dtype_of_rows(ctx: Context, product: Product) -> torch.dtype:
-    """Of the rows that the program multiplies."""
+def rows_of(ctx: Context, product: Product) -> Any:
+    """The rows that the program multiplies, and the bias that it adds: fake ones, None where there is none."""
     call = ctx.calls[product.reader]
     assert call is not None
     x = call.args[0] if call.args[0] is not product.operand else call.args[1]
-    dtype: torch.dtype = fake(x).dtype
+    bias = (call.args[2] if len(call.args) > 2 else call.kwargs.get("bias")) if call.name == "linear" else None
+    return fake(x), tensor(bias) if isinstance(bias, Node) else None
+
+
+def dtype_of_rows(ctx: Context, product: Product) -> torch.dtype:
+    """Of the rows that the program multiplies."""
+    dtype: torch.dtype = rows_of(ctx, product)[0].dtype
     return dtype
 
 
@@ -141,4 +151,4 @@ def is_rounded(rows: Tensor, found: Tensor, weight: Tensor) -> bool:
     return not bool((off <= bound * truth.square().mean(-1).sqrt()).all())
 
 
-__all__ = ["Product", "columns", "dtype_of_rows", "is_rounded", "multiplied", "products", "rows_that_show"]
+__all__ = ["Product", "columns", "dtype_of_rows", "is_rounded", "multiplied", "products", "rows_of", "rows_that_show"]

@@ -14,7 +14,7 @@ from moefuse.passes.encodings.inner import kind
 from moefuse.passes.encodings.part import Coded, Part
 from moefuse.passes.encodings.subclass import Weighed, holds_for, subclass
 from moefuse.passes.encodings.terms import UnreadError
-from moefuse.passes.encodings.tried import Product, products
+from moefuse.passes.encodings.tried import Product, products, rows_of
 from moefuse.passes.graph.calls import tensor
 from moefuse.passes.infer.state import Context
 from moefuse.passes.ir.expr import Leaf
@@ -73,10 +73,11 @@ def _held(ctx: Context, leaf: Leaf, node: Node, order: tuple[int, ...], count: i
         source, of_it = next(((n, some) for n in leaf.parts if (some := list(products(ctx, n)))), (node, []))
     if not of_it:
         return "no product with them is tried"
-    first, last = (_of_product(ctx, Weighed(ctx, node, order, product, source)) for product in (of_it[0], of_it[-1]))
-    if isinstance(first, str) or isinstance(last, str):
-        return first if isinstance(first, str) else last
-    if first != last:
+    found = [_of_product(ctx, Weighed(ctx, node, order, product, source)) for product in of_it]
+    first, why = found[0], next((one for one in found if isinstance(one, str)), None)
+    if why is not None:
+        return why
+    if any(other != first for other in found):
         return "they are multiplied in two ways"
     ctx.scratch(_Held).tried[node] = of_it[0], source, order
     return first
@@ -92,8 +93,16 @@ def _of_product(ctx: Context, weighed: Weighed) -> Coded | str:
 
 
 def _how(ctx: Context, product: Product) -> tuple[object, ...]:
-    """Equal for products that are made alike."""
-    return (str(product.reader.target), tuple(str(s.target) for s in product.steps), ctx.mode.get(product.reader))
+    """Equal for products that are made alike, of rows and with a bias that want gradients alike."""
+    rows, bias = rows_of(ctx, product)
+    beside = None if bias is None else (bias.dtype, bias.requires_grad)
+    return (
+        str(product.reader.target),
+        tuple(str(s.target) for s in product.steps),
+        ctx.mode.get(product.reader),
+        rows.requires_grad,
+        beside,
+    )
 
 
 def _read(weighed: Weighed) -> Coded | str:

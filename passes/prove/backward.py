@@ -3,7 +3,8 @@
 It is if it is linear in the gradient that it is given, reads nothing that rows went into, and multiplies by the transposed weight: both
 passes are run on unit vectors, so forward shows the weight, and backward what it multiplies by. They are run on the model's own tensors,
 and on made-up ones in the place of all of these: what reads another tensor that has the same numbers now, or forgets a zero point of 0 or
-a negative scale, is right on the model's, and would not be after they changed.
+a negative scale, is right on the model's, and would not be after they changed. What the size of a number decides no numbers show, so
+nothing of that may be there (``unpacking_again.py``).
 """
 
 from __future__ import annotations
@@ -26,14 +27,18 @@ from moefuse.passes.infer.state import Context
 from moefuse.passes.ir.facts import Lost
 from moefuse.passes.ir.regions import Region
 from moefuse.passes.prove.synthetic_inputs import hint
+from moefuse.passes.prove.unpacking_again import unread
 
 _LINEAR = RESHAPES | TURNS | frozenset(("matmul", "mm", "bmm", "linear", "to", "contiguous", "t", "mul"))
 _MATRIX = 2
 _SIZES = (torch.SymInt, torch.SymBool, int, bool, torch.Size)
 _BLOCK = 1024
 _RUNS = 64
+_POWER, _LESS = 40, 8
+"""Of two: how much larger and smaller numbers are tried than those of today, and so many times less in float16."""
 _BIAS = 1 / 2
 """How far weights may be apart on average, in units of the rounding that each may be: a scale that backward rounds first is so far off."""
+_SHAPE = "is of rows in a shape that moefuse does not read"
 _NO_NUMBERS = "gives what is no number, or its forward pass does"
 _SHARED = 8
 """Times the size of a tensor up to which its storage is made up as a whole, for other tensors that lie in it."""
@@ -86,10 +91,24 @@ def _problem(ctx: Context, one: Applied, known: Mapping[Node, Any]) -> str:
         return odd
     try:
         with torch.no_grad(), entered(ctx.mode[one.result]):
-            problem = _compared(one, _Values(ctx, known)) or _compared(one, _MadeUp(ctx, known, any_byte=True))
-            return _compared(one, _MadeUp(ctx, known, any_byte=False)) if problem == _NO_NUMBERS else problem
+            problem = _compared(one, _Values(ctx, known)) or _read(one, _Values(ctx, known))
+            return problem or _compared_made_up(ctx, one, known)
     except Exception as error:  # whatever an author's function raises on unit vectors
         return f"cannot be run on unit vectors: {first_line(error)}"
+
+
+def _compared_made_up(ctx: Context, one: Applied, known: Mapping[Node, Any]) -> str:
+    """On made-up numbers, and on very large and very small ones, as far as these are numbers."""
+    any_byte = True
+    problem = _compared(one, _MadeUp(ctx, known, any_byte=True))
+    if problem == _NO_NUMBERS:
+        any_byte = False
+        problem = _compared(one, _MadeUp(ctx, known, any_byte=False))
+    for power in (-_POWER, _POWER):
+        if not problem:
+            found = _compared(one, _MadeUp(ctx, known, any_byte=any_byte, power=power))
+            problem = "" if found == _NO_NUMBERS else found
+    return problem
 
 
 def _not_linear(one: Applied) -> str | None:
@@ -175,11 +194,11 @@ class _Values:
 
 class _MadeUp(_Values):
     """Any numbers in the place of the model's tensors, the same in those that share memory. Bytes that are exponents may be too much:
-    not ``any_byte``, but others of their own."""
+    not ``any_byte``, but others of their own. ``power``: of two, that floats are larger by, where their dtype has room."""
 
-    def __init__(self, ctx: Context, known: Mapping[Node, Any], *, any_byte: bool) -> None:
+    def __init__(self, ctx: Context, known: Mapping[Node, Any], *, any_byte: bool, power: int = 0) -> None:
         super().__init__(ctx, known)
-        self.any_byte = any_byte
+        self.any_byte, self.power = any_byte, power
         self.memory: dict[tuple[int, ...], Tensor] = {}
 
     def _value(self, node: Node) -> Any:
@@ -211,7 +230,8 @@ class _MadeUp(_Values):
             picked = torch.randint(0, len(own), (count,), generator=self.dice, device="cpu").to(like.device)
             return own[picked].view(like.dtype)
         sign = torch.randint(0, 2, (count,), generator=self.dice, device="cpu") * 2 - 1
-        return ((torch.rand(count, generator=self.dice, device="cpu") + 0.1) * sign).to(like.device, like.dtype)
+        size = 2.0 ** (self.power if like.dtype != torch.float16 else self.power // _LESS)
+        return ((torch.rand(count, generator=self.dice, device="cpu") + 0.1) * sign * size).to(like.device, like.dtype)
 
 
 @dataclass(frozen=True)
@@ -240,6 +260,13 @@ class _Passes:
         found = Interpreter(self.one.backward).run(self._block(vectors), *kept)[self.one.rows]
         return found.flatten(0, -2)[: len(vectors)]  # type: ignore[no-any-return]
 
+    def unread(self, features: int) -> str:
+        """What backward does that is not read."""
+        rows = self._block(torch.zeros(0, int(self.like.shape[-1]), device="cpu"))
+        (out,), kept = self._forward(rows)
+        gradient = torch.zeros(*out.shape[:-1], features, dtype=out.dtype, device=out.device)
+        return unread(self.one, gradient, kept, self.like.dtype)
+
     def _forward(self, rows: Tensor) -> Any:
         given = (*self.given[: self.one.rows], rows, *self.given[self.one.rows + 1 :])
         return Interpreter(self.one.forward).run(*given)
@@ -253,13 +280,12 @@ class _Passes:
 
 def _compared(one: Applied, values: _Values) -> str:
     """Both passes on unit vectors, on all of them where that are not too many runs."""
-    rows, out = tensor(one.call.given[one.rows]), tensor(one.result)
-    if rows is None or out is None or rows.dim() < _MATRIX or out.dim() != rows.dim():
-        return "is of rows in a shape that moefuse does not read"
-    inputs, features, lead = int(rows.shape[-1]), int(out.shape[-1]), rows.shape[0]
-    count = _BLOCK if _varies(lead) else int(lead)
-    given = tuple(None if i == one.rows else _given(a, lead, count, values) for i, a in enumerate(one.call.given))
-    passes = _Passes(one, given, count, tuple(int(hint(s)) for s in rows.shape[1:-1]), rows)
+    passes = _passes(one, values)
+    if passes is None:
+        return _SHAPE
+    rows, out = passes.like, tensor(one.result)
+    assert out is not None
+    inputs, features = int(rows.shape[-1]), int(out.shape[-1])
 
     def some(size: int) -> tuple[Tensor, list[Tensor]]:
         order = torch.randperm(size, generator=values.dice, device="cpu")[: passes.many * _RUNS]
@@ -271,6 +297,26 @@ def _compared(one: Applied, values: _Values) -> str:
     shown = torch.cat([passes.forward(part) for part in units]).double() - added
     got = torch.cat([passes.backward(part, inputs) for part in others]).double()[:, along]
     return _difference(shown[:, across].t(), got, added[:, across].abs().t(), torch.finfo(rows.dtype).eps)
+
+
+def _passes(one: Applied, values: _Values) -> _Passes | None:
+    """Both passes on some tensors; None for rows in a shape that is not read."""
+    rows, out = tensor(one.call.given[one.rows]), tensor(one.result)
+    if rows is None or out is None or rows.dim() < _MATRIX or out.dim() != rows.dim():
+        return None
+    lead = rows.shape[0]
+    count = _BLOCK if _varies(lead) else int(lead)
+    given = tuple(None if i == one.rows else _given(a, lead, count, values) for i, a in enumerate(one.call.given))
+    return _Passes(one, given, count, tuple(int(hint(s)) for s in rows.shape[1:-1]), rows)
+
+
+def _read(one: Applied, values: _Values) -> str:
+    """What of the backward pass is not read."""
+    passes, out = _passes(one, values), tensor(one.result)
+    if passes is None or out is None:
+        return _SHAPE
+    odd = passes.unread(int(out.shape[-1]))
+    return odd and f"does not only multiply by what its forward pass unpacks: {odd}"
 
 
 def _difference(wanted: Tensor, got: Tensor, added: Tensor, eps: float) -> str:

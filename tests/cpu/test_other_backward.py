@@ -8,11 +8,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import moefuse
+from tests.cpu.test_fp8_operators import Compiled
+from tests.programs.own_products import MORE, STEPS_OF_BACKWARD, Step
 
 H, M, E = 32, 16, 4
+EXAMPLES = 8 if settings().max_examples < 100 else 400
+PLACES = ("codes", "scales", "zeros", "weight", "gradient", "gradient of rows")
 Weight = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -29,12 +35,24 @@ OTHERS: dict[str, Weight] = {
     "codes within what they are": lambda q, s, q2, s2, z: (q.clamp(-100, 100) - z) * s,
     "all codes but the lowest": lambda q, s, q2, s2, z: (q.clamp(min=-127) - z) * s,
     "a thousandth more": lambda q, s, q2, s2, z: (q - z) * (s * 1.001),
+    "none of the smallest": lambda q, s, q2, s2, z: torch.where(affine(q, s, q2, s2, z).abs() < 1e-9, 0.0, affine(q, s, q2, s2, z)),
+    "none of the largest": lambda q, s, q2, s2, z: affine(q, s, q2, s2, z).clamp(-1e9, 1e9),
+    "a mask": lambda q, s, q2, s2, z: affine(q, s, q2, s2, z) * (s < 1e9),
+    "the least of two": lambda q, s, q2, s2, z: (q - z) * torch.minimum(s, torch.full_like(s, 1e9)),
+    "scales on a fine grid": lambda q, s, q2, s2, z: (q - z) * ((s * 2.0**40).round() * 2.0**-40),
 }
-SAME: dict[str, Weight] = {"the same": affine, "the same in other words": lambda q, s, q2, s2, z: torch.mul(torch.sub(q, z), s)}
+SAME: dict[str, Weight] = {
+    "the same": affine,
+    "the same in other words": lambda q, s, q2, s2, z: torch.mul(torch.sub(q, z), s),
+    "the same turned": lambda q, s, q2, s2, z: ((q.t() - z.t()) * s.t().contiguous()).t(),
+    "the same in pieces": lambda q, s, q2, s2, z: torch.cat([(q[:8] - z[:8]) * s[:8], (q[8:] - z[8:]) * s[8:]]),
+}
 
 
-def function(backward_weight: Weight) -> type[torch.autograd.Function]:
-    """Rows times a weight, and the gradient with another one."""
+def function(
+    backward_weight: Weight, of_gradient: Step = lambda grad: grad, of_rows: Step = lambda grad: grad
+) -> type[torch.autograd.Function]:
+    """Rows times a weight, and the gradient with another one, and steps before and behind."""
 
     class Product(torch.autograd.Function):
         @staticmethod
@@ -45,9 +63,15 @@ def function(backward_weight: Weight) -> type[torch.autograd.Function]:
         @staticmethod
         def backward(ctx: Any, grad: Tensor) -> Any:
             q, s, q2, s2, z = ctx.saved_tensors
-            return grad @ backward_weight(q.float(), s, q2.float(), s2, z), None, None, None, None, None
+            weight = backward_weight(q.float(), s, q2.float(), s2, z)
+            return of_rows(of_gradient(grad) @ weight), None, None, None, None, None
 
     return Product
+
+
+@pytest.fixture(autouse=True)
+def _fresh(fresh_dynamo: None) -> None:
+    pass
 
 
 class Linear(nn.Module):
@@ -102,7 +126,7 @@ def step(run: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", [*SAME, *OTHERS])
-def test_gradients_are_the_programs(name: str, fresh_dynamo: None) -> None:
+def test_gradients_are_the_programs(name: str) -> None:
     """In the first call, and after everything that the weights are made of has changed; only the same is fused."""
     torch.manual_seed(0)
     model = Experts(function(SAME.get(name) or OTHERS[name]))
@@ -120,3 +144,48 @@ def test_gradients_are_the_programs(name: str, fresh_dynamo: None) -> None:
     else:
         assert not report.fused
         assert "the backward pass of the program's own function" in report.skipped[0].message
+
+
+def stepped(place: str, step: Step) -> type[torch.autograd.Function]:
+    """With a step more at one place of the backward pass."""
+
+    def at(here: str) -> Step:
+        return step if here == place else lambda x: x
+
+    def weight(q: Tensor, s: Tensor, q2: Tensor, s2: Tensor, z: Tensor) -> Tensor:
+        return at("weight")((at("codes")(q) - at("zeros")(z)) * at("scales")(s))
+
+    return function(weight, at("gradient"), at("gradient of rows"))
+
+
+def compiled_as_its_scales_change(of: type[torch.autograd.Function]) -> Compiled:
+    """Results and gradients are the program's, for scales of all sizes."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Experts(of)
+    compiled, x = Compiled(model), torch.randn(7, H)
+    for size in (1.0, 1e12, 1e-9):
+        scales = [t for name, t in model.named_buffers() if name.endswith(".s")]
+        for scale in scales:
+            scale.mul_(size)
+        for got, wanted in zip(step(compiled.run, x), step(model, x), strict=True):
+            most = float(wanted.nan_to_num(0, 0, 0).abs().max())
+            torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5 * most, equal_nan=True)
+        for scale in scales:
+            scale.div_(size)
+    return compiled
+
+
+@settings(max_examples=EXAMPLES)
+@given(st.sampled_from(PLACES), st.sampled_from(sorted(MORE)))
+def test_another_step_anywhere(place: str, name: str) -> None:
+    """Whatever it is: the function stays, or is read as what it is."""
+    compiled_as_its_scales_change(stepped(place, MORE[name]))
+
+
+@settings(max_examples=EXAMPLES)
+@given(st.sampled_from(PLACES), st.sampled_from(sorted(STEPS_OF_BACKWARD)))
+def test_steps_that_change_nothing(place: str, name: str) -> None:
+    """They are read."""
+    compiled = compiled_as_its_scales_change(stepped(place, STEPS_OF_BACKWARD[name]))
+    assert len(compiled.report.fused) == 1, f"{name} of {place}: {compiled.report}"
