@@ -50,13 +50,14 @@ _READS = frozenset("_local_scalar_dense item is_nonzero equal allclose".split())
 
 @dataclass(frozen=True)
 class Made:
-    """What a tensor is made of, and what was done on the way that is not read."""
+    """What a tensor is made of, with which scales, and what was done on the way that is not read."""
 
     of: frozenset[str] = frozenset()
     odd: str = ""
+    scales: frozenset[int] = frozenset()
 
     def __or__(self, other: Made) -> Made:
-        return Made(self.of | other.of, self.odd or other.odd)
+        return Made(self.of | other.of, self.odd or other.odd, self.scales | other.scales)
 
 
 @dataclass
@@ -76,7 +77,11 @@ class Followed:
 
     def start(self, value: Tensor, of: str) -> None:
         """A tensor that is there before."""
-        self.known[id(value)] = value, Made(frozenset((of,)))
+        self.known[id(value)] = value, Made(frozenset((of,)), scales=frozenset((id(value),)) if of == SCALES else frozenset())
+
+    def trust(self, value: Tensor) -> None:
+        """A tensor that is known to be right."""
+        self.known[id(value)] = value, replace(self.made(value), odd="")
 
     def made(self, value: Tensor) -> Made:
         """What a tensor is made of."""
@@ -98,7 +103,7 @@ class Followed:
         name = name.removesuffix("_") if func._schema.is_mutable else name
         fresh = name in ("lift_fresh", "lift_fresh_copy")
         parts = [Made() if fresh and self._found(a) is None else self.made(a) for a in given]
-        if name in _READS and any(part.of for part in parts):
+        if name in _READS and any(part.of - {OTHER} for part in parts):  # which expert it is may be asked
             self.asked = self.asked or self._odd(name, _all(parts))
         if func.namespace not in ("aten", "prims"):
             self._foreign(func, _all(parts), results)
@@ -118,7 +123,7 @@ class Followed:
             found = self._found(result)
             hidden = found is None or not given.of <= found.of
             if func.namespace in self.trusted and not given.of & _MOVING:
-                self._set(result, replace(given, of=given.of and frozenset((SCALES,))))
+                self._set(result, replace(given, of=given.of and frozenset((SCALES,)), scales=given.scales | {id(result)}))
             elif hidden:
                 self._set(result, replace(given, odd=given.odd or f"`{func._schema.name}`, which cannot be looked into"))
 
@@ -150,7 +155,7 @@ class Followed:
         elif BIAS in found.of:
             right = name in _PLACES or (name in _CASTS and self._wide(results))
         else:
-            right = "rounding_mode" not in kwargs and self._of_weights(name, given, parts, found.of, results)
+            right = "rounding_mode" not in kwargs and self._of_weights(name, given, parts, found.of, results, _numbers(args))
         return found if right else replace(found, odd=self._odd(name, found))
 
     def _odd(self, name: str, found: Made) -> str:
@@ -185,25 +190,40 @@ class Followed:
         """Whether results hold what rows hold."""
         return all(r.dtype.is_floating_point and torch.promote_types(r.dtype, self.rows) == r.dtype for r in results)
 
-    def _of_weights(self, name: str, given: list[Tensor], parts: list[Made], of: frozenset[str], results: list[Tensor]) -> bool:
+    def _of_weights(
+        self, name: str, given: list[Tensor], parts: list[Made], of: frozenset[str], results: list[Tensor], numbers: int
+    ) -> bool:
         """Whether it is what unpacks weights."""
         codes = of == {CODES}
         if name in _CASTS or name == "copy":
             return codes or all(self._holds(a.dtype, r.dtype) for a in given for r in results)
         if name in ("view", "view_as_real") and any(a.dtype != r.dtype for a in given for r in results):
             return codes
-        if name in _PLACES | _PICKED | _ARITHMETIC:
+        if name in _PLACES | _PICKED:
             return True
+        if name in _ARITHMETIC:
+            return self._linear(name, parts, of, numbers)
         if name in _TABLES:
             index = given[1:] if name != "embedding" else given[1:2]
             return all(not a.dtype.is_floating_point for a in index) and SCALES not in _all(parts[1:]).of
         return codes and (name in _POWERS or (name in _BITS and all(not a.dtype.is_floating_point for a in given)))
+
+    def _linear(self, name: str, parts: list[Made], of: frozenset[str], numbers: int) -> bool:
+        """Whether it is linear in each of the scales, and adds nothing that does not shrink with them."""
+        if name in ("mul", "div"):
+            return len(parts) < 2 or parts[0].scales.isdisjoint(parts[1].scales)
+        return name == "neg" or SCALES not in of or (not numbers and all(part.of for part in parts))
 
     def _holds(self, before: torch.dtype, after: torch.dtype) -> bool:
         """Whether a cast only rounds, as the encoding says that numbers are."""
         if not after.is_floating_point or after.itemsize == 1:
             return False
         return torch.promote_types(before, after) == after or after in (self.weight, self.rows)
+
+
+def _numbers(args: tuple[Any, ...]) -> int:
+    """How many operands are plain numbers."""
+    return sum(isinstance(a, int | float) for a in args)
 
 
 def _place() -> str:

@@ -95,14 +95,9 @@ def _of_product(ctx: Context, weighed: Weighed) -> Coded | str:
 def _how(ctx: Context, product: Product) -> tuple[object, ...]:
     """Equal for products that are made alike, of rows and with a bias that want gradients alike."""
     rows, bias = rows_of(ctx, product)
-    beside = None if bias is None else (bias.dtype, bias.requires_grad)
-    return (
-        str(product.reader.target),
-        tuple(str(s.target) for s in product.steps),
-        ctx.mode.get(product.reader),
-        rows.requires_grad,
-        beside,
-    )
+    mode = ctx.mode[product.reader]
+    beside = None if bias is None else (bias.dtype, bias.requires_grad and mode[0])
+    return (str(product.reader.target), tuple(str(s.target) for s in product.steps), mode, rows.requires_grad and mode[0], beside)
 
 
 def _read(weighed: Weighed) -> Coded | str:

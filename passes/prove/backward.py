@@ -104,7 +104,7 @@ def _compared_made_up(ctx: Context, one: Applied, known: Mapping[Node, Any]) -> 
     if problem == _NO_NUMBERS:
         any_byte = False
         problem = _compared(one, _MadeUp(ctx, known, any_byte=False))
-    for power in (-_POWER, _POWER):
+    for power in (-_POWER, -_POWER // 2, _POWER // 2, _POWER):
         if not problem:
             found = _compared(one, _MadeUp(ctx, known, any_byte=any_byte, power=power))
             problem = "" if found == _NO_NUMBERS else found
@@ -260,12 +260,10 @@ class _Passes:
         found = Interpreter(self.one.backward).run(self._block(vectors), *kept)[self.one.rows]
         return found.flatten(0, -2)[: len(vectors)]  # type: ignore[no-any-return]
 
-    def unread(self, features: int) -> str:
+    def unread(self, result: torch.dtype) -> str:
         """What backward does that is not read."""
         rows = self._block(torch.zeros(0, int(self.like.shape[-1]), device="cpu"))
-        (out,), kept = self._forward(rows)
-        gradient = torch.zeros(*out.shape[:-1], features, dtype=out.dtype, device=out.device)
-        return unread(self.one, gradient, kept, self.like.dtype)
+        return unread(self.one, (*self.given[: self.one.rows], rows, *self.given[self.one.rows + 1 :]), result)
 
     def _forward(self, rows: Tensor) -> Any:
         given = (*self.given[: self.one.rows], rows, *self.given[self.one.rows + 1 :])
@@ -315,7 +313,7 @@ def _read(one: Applied, values: _Values) -> str:
     passes, out = _passes(one, values), tensor(one.result)
     if passes is None or out is None:
         return _SHAPE
-    odd = passes.unread(int(out.shape[-1]))
+    odd = passes.unread(out.dtype)
     return odd and f"does not only multiply by what its forward pass unpacks: {odd}"
 
 

@@ -14,26 +14,33 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Interpreter, Node
 
-from moefuse.passes.encodings.followed import CODES, GRADIENT, SCALES, Followed, following
+from moefuse.passes.encodings.followed import CODES, GRADIENT, ROWS, SCALES, Followed, following
 from moefuse.passes.graph.applied import Applied
 from moefuse.passes.graph.calls import location
 
 _OWN = ("aten", "prims")
 
 
-def unread(one: Applied, gradient: Tensor, kept: Sequence[Any], dtype: torch.dtype) -> str:
+def unread(one: Applied, given: Sequence[Any], result: torch.dtype) -> str:
     """What a backward pass does that is not read, with its place; empty if nothing is.
 
     Args:
-        gradient: of the function's result; ``kept``: what forward keeps for backward.
-        dtype: of rows.
+        given: to the function, rows too.
+        result: the dtype of what it gives.
     """
-    followed = Followed(dtype, gradient.dtype, trusted=_namespaces(one.forward.graph))
+    rows = given[one.rows]
+    followed = Followed(rows.dtype, result, trusted=_namespaces(one.forward.graph))
     run = _Run(one, followed)
     with following(followed) as start:
+        for value in given:
+            if isinstance(value, Tensor):
+                start(value, CODES if value.dtype.itemsize == 1 or not value.dtype.is_floating_point else SCALES)
+        start(rows, ROWS)
+        (out,), kept = Interpreter(one.forward).run(*given)
+        gradient = torch.zeros_like(out)
         start(gradient, GRADIENT)
         for value in kept:
-            _start(followed, value)
+            _trust(followed, value)
         run.run(gradient, *kept)
     return run.odd
 
@@ -53,7 +60,7 @@ class _Run(Interpreter):
         if n.op == "placeholder" or n.op == "output":
             return found
         if self.spelled.get(n) in self.same:
-            _start(self.followed, found)
+            _trust(self.followed, found)
         for value in torch.utils._pytree.tree_leaves(found):
             made = self.followed.made(value) if isinstance(value, Tensor) else None
             if made is not None and made.odd and not self.odd and _leads_to(n, self.of_rows):
@@ -62,11 +69,11 @@ class _Run(Interpreter):
         return found
 
 
-def _start(followed: Followed, value: Any) -> None:
+def _trust(followed: Followed, value: Any) -> None:
     """What forward has, too."""
     for one in torch.utils._pytree.tree_leaves(value):
         if isinstance(one, Tensor):
-            followed.start(one, CODES if one.dtype.itemsize == 1 or not one.dtype.is_floating_point else SCALES)
+            followed.trust(one)
 
 
 def _leads_to(node: Node, end: Any) -> bool:
