@@ -27,6 +27,10 @@ ROWS, NIBBLES, ROUNDED = 40, 24, 5
 are rounded. All sizes here were measured on an H200 (benchmarks/results/coded-h200.json)."""
 
 
+LARGE = 1 << 24
+"""Weights of an expert's first projection from which on whole tiles read float8 by channels quicker, but for very few slots."""
+
+
 class Choice(NamedTuple):
     """Rows of a tile, and sizes of the first products and of the last one."""
 
@@ -71,6 +75,9 @@ def refusal(call: CodedCall) -> str | None:
     it = projections.of_call(call)
     if it is None:
         return "a projection is in floating point, or gate and up are held in two ways"
+    rounding = it.first.codes.encoding.activation
+    if rounding is not None and not rounding.group and slots > ALONE and it.first.features * it.first.inputs >= LARGE:
+        return "experts are large"
     reasons = (words.refusal(h, base.x.dtype, device) for h in (it.first, it.second, it.last))
     return next((reason for reason in reasons if reason is not None), None)
 
