@@ -27,6 +27,7 @@ from tests.programs.packed_forms import GATHERED, WHOLE, Domain, Form
 
 H, WIDE = K, N
 Way = Literal["whole", "gathered", "each", "apart"]
+Holder = Literal["parameters", "buffers", "attributes"]
 EACH: tuple[Domain, ...] = ("loop", "masked")
 EXAMPLES = 3 if settings().max_examples < 100 else 2500
 POWERS = (116, 132)
@@ -35,12 +36,32 @@ POWERS = (116, 132)
 
 @dataclass(frozen=True)
 class Layer:
-    """``apart``: each expert has tensors of its own."""
+    """``apart``: each expert has tensors of its own. ``holder``: what these are to their module."""
 
     program: Program
     domain: Domain
     way: Way
     tokens: int
+    holder: Holder = "parameters"
+
+
+class Parts(nn.Module):
+    """What holds a projection."""
+
+    def __init__(self, parts: Iterator[Tensor], holder: Holder) -> None:
+        super().__init__()
+        self.names = list[str]()
+        for i, part in enumerate(parts):
+            self.names.append(f"part_{i}")
+            if holder == "parameters":
+                self.register_parameter(self.names[i], nn.Parameter(part, requires_grad=False))
+            elif holder == "buffers":
+                self.register_buffer(self.names[i], part)
+            else:
+                setattr(self, self.names[i], part)
+
+    def tensors(self) -> list[Tensor]:
+        return [getattr(self, name) for name in self.names]
 
 
 class Generated(Form):
@@ -49,26 +70,27 @@ class Generated(Form):
     def __init__(self, of: Layer) -> None:
         super().__init__("channel", of.domain, whole=of.way == "whole")
         self.of, self.experts, self.router = of, E, nn.Linear(H, E, bias=False)
-        self.held = nn.ModuleList(nn.ParameterList(self._parts()) for _ in range(2))
+        self.held = nn.ModuleList(Parts(self._parts(), of.holder) for _ in range(2))
         self.dtype = self.unpacked(self.held[0], 0).dtype
         self.last = nn.Parameter(torch.randn(E, H, WIDE).to(self.dtype), requires_grad=False)
         self.lasts = nn.ParameterList(nn.Parameter(one.clone(), requires_grad=False) for one in self.last)
 
-    def _parts(self) -> Iterator[nn.Parameter]:
+    def _parts(self) -> Iterator[Tensor]:
         for i, part in enumerate(replace(self.of.program, stacked=True).parts()):
             held = part.clamp(*POWERS) if i == 1 and self.of.program.powers else part
             each = held.unbind() if self.of.way == "apart" else [held]
-            yield from (nn.Parameter(one.clone(), requires_grad=False) for one in each)
+            yield from (one.clone() for one in each)
 
     def unpacked(self, held: nn.Module, index: int | Tensor) -> Tensor:
-        parts = list(held.parameters())
+        assert isinstance(held, Parts)
+        parts = held.tensors()
         if self.of.way == "apart":
             assert isinstance(index, int)
             return replace(self.of.program, stacked=False).weight(*parts[index::E])
         return replace(self.of.program, stacked=False).weight(*(part[index] for part in parts))
 
     def stacks(self) -> list[Tensor]:
-        return [*(self.of.program.weight(*held.parameters()) for held in self.held), self.last]
+        return [*(self.of.program.weight(*held.tensors()) for held in self.held), self.last]  # type: ignore[operator]
 
     def weights(self) -> list[Callable[[int | Tensor], Tensor]]:
         if self.all:
@@ -90,7 +112,8 @@ def layers(draw: st.DrawFn, *, misses: bool) -> Layer:
         program = replace(program, block=(4, 8))
     if program.miss == "expert" and way != "whole":  # of which one expert alone knows nothing
         program = replace(program, miss="add")
-    return Layer(program, domain, way, draw(st.sampled_from([1, 4])))
+    holder: Holder = draw(st.sampled_from(["parameters", "buffers", "attributes"]))
+    return Layer(program, domain, way, draw(st.sampled_from([1, 4])), holder)
 
 
 @pytest.fixture(autouse=True)
@@ -114,6 +137,7 @@ def _report(layer: Layer, *, traced: bool | None = None) -> FusionReport:
     torch.manual_seed(0)
     model, x = Generated(layer), torch.randn(layer.tokens, H)
     by_dynamo = (EXAMPLES < 100 or zlib.crc32(repr(layer).encode()) % 10 == 0) if traced is None else traced
+    by_dynamo |= layer.holder == "attributes"  # which a recorded graph has no inputs for
     with torch.no_grad():
         ours, report = (_compiled if by_dynamo else _recorded)(model, x)
         theirs = model(x).double()
