@@ -20,16 +20,14 @@ from torch import Tensor
 
 import moefuse
 from moefuse import _torch_private
+from moefuse.passes.graph.op_classes import BROADCASTS, COPIES, RESHAPES, TURNS
 from moefuse.stops import of_the_user
 
 ROWS, BIAS, GRADIENT, CODES, SCALES, OTHER = "rows", "a bias", "a gradient", "codes", "scales", "a tensor that is not the weight's own"
 _HERE = str(Path(moefuse.__file__).parent)
 _MOVING = frozenset((ROWS, GRADIENT))
 
-_PLACES = frozenset(
-    "view reshape _reshape_alias _unsafe_view flatten unflatten ravel t numpy_T transpose permute movedim unsqueeze squeeze contiguous "
-    "clone alias detach expand expand_as view_as reshape_as lift_fresh lift_fresh_copy".split()
-)
+_PLACES = RESHAPES | TURNS | BROADCASTS | COPIES | frozenset("_reshape_alias t numpy_T movedim lift_fresh lift_fresh_copy".split())
 """The same numbers in other places."""
 _CASTS = frozenset("to _to_copy type_as".split())
 _PRODUCTS = frozenset("mm matmul linear bmm _grouped_mm _weight_int8pack_mm".split())
