@@ -266,6 +266,9 @@ from moefuse._torch_private.tensors import (
 )
 from moefuse._torch_private.types import CompiledFn as CompiledFn
 from moefuse._torch_private.watched import (
+    OF_TORCH as OF_TORCH,
+)
+from moefuse._torch_private.watched import (
     inner_operations as inner_operations,
 )
 

@@ -11,7 +11,8 @@ import torch
 
 from moefuse._torch_private.tensors import made_of_others
 
-_OWN = ("aten", "prims")
+OF_TORCH = ("aten", "prims")
+"""Namespaces of torch's own operators."""
 Seen = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]
 
 
@@ -39,7 +40,7 @@ def _watch() -> Any:
             given = [a for a in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor)]
             if any(made_of_others(a) is not None for a in given):
                 return NotImplemented  # what its class makes of it is seen instead
-            out = func(*args, **kwargs) if func.namespace in _OWN or not given else self._opened(func, given[0], args, kwargs)
+            out = func(*args, **kwargs) if func.namespace in OF_TORCH or not given else self._opened(func, given[0], args, kwargs)
             self.seen(func, tuple(args), kwargs, out)
             return out
 
@@ -55,4 +56,4 @@ def _watch() -> Any:
     return Watch
 
 
-__all__ = ["inner_operations"]
+__all__ = ["OF_TORCH", "inner_operations"]

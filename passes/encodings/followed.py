@@ -103,7 +103,7 @@ class Followed:
         parts = [Made() if fresh and self._found(a) is None else self.made(a) for a in given]
         if name in _READS and any(part.of - {OTHER} for part in parts):  # which expert it is may be asked
             self.asked = self.asked or self._odd(name, _all(parts))
-        if func.namespace not in ("aten", "prims"):
+        if func.namespace not in _torch_private.OF_TORCH:
             self._foreign(func, _all(parts), results)
             return
         made = Made() if name in _SHAPES else self._by(name, func, given, parts, args, kwargs, results)

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Interpreter, Node
 
+from moefuse import _torch_private
 from moefuse.passes.encodings.followed import CODES, GRADIENT, ROWS, SCALES, Followed, following
 from moefuse.passes.graph.applied import Applied
 from moefuse.passes.graph.calls import location
-
-_OWN = ("aten", "prims")
 
 
 def unread(one: Applied, given: Sequence[Any], result: torch.dtype) -> str:
@@ -103,7 +102,7 @@ def _spelled(graph: Graph, given: Sequence[Any]) -> dict[Node, Any]:
 def _namespaces(graph: Graph) -> frozenset[str]:
     """Of the libraries whose operators a graph calls: what these unpack others of the same library do, too."""
     targets = [n.target for n in graph.nodes if isinstance(n.target, torch._ops.OpOverload | torch._ops.OpOverloadPacket)]
-    return frozenset(str(t).partition(".")[0] for t in targets) - frozenset(_OWN)
+    return frozenset(str(t).partition(".")[0] for t in targets) - frozenset(_torch_private.OF_TORCH)
 
 
 __all__ = ["unread"]

@@ -177,7 +177,7 @@ def pair_rows(
     """
     wide: tl.constexpr = tl.float64 if out.dtype.element_ty == tl.float64 else tl.float32
     row = tl.program_id(0) * BR + tl.arange(0, BR)
-    live = row < tl.minimum(tl.load(offsets + E), S)  # []
+    live = row < tl.load(offsets + E)  # []
     slot = tl.load(order + row, mask=row < S, other=0).to(tl.int64)  # [BR]
     token = slot // top_k
     if SCALE:

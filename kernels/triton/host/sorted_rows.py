@@ -143,10 +143,10 @@ def _sort(ids: Tensor, it: Sorted, position: Tensor) -> None:
     launch(routing.place_chunks, (chunks,), arrays | sums, BS=CHUNK, **by, **lists)
 
 
-def given(offsets: Tensor, slots: int) -> Sorted:
-    """Rows that a caller has cut into those of each expert."""
+def given(offsets: Tensor, slots: int, order: Tensor | None = None, top_k: int = 1) -> Sorted:
+    """Rows that a caller has cut into those of each expert, and perhaps sorted."""
     offsets = offsets.contiguous()
-    return Sorted(offsets, offsets, slots, offsets.shape[0] - 1, 1)
+    return Sorted(offsets if order is None else order.contiguous(), offsets, slots, offsets.shape[0] - 1, top_k)
 
 
 def tiled(it: Sorted, dtype: torch.dtype, rows: int | None = None) -> Sorted:

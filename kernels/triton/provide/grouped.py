@@ -15,7 +15,7 @@ from moefuse.kernels.triton.device import rows
 from moefuse.kernels.triton.device.structs import Rows
 from moefuse.kernels.triton.host import linear, pointwise, sorted_rows, wgrad
 from moefuse.kernels.triton.host.layout import DTYPES
-from moefuse.kernels.triton.host.sorted_rows import Lists, Sorted
+from moefuse.kernels.triton.host.sorted_rows import Lists
 from moefuse.kernels.triton.launch.calls import launch
 from moefuse.kernels.triton.launch.record import recorded
 from moefuse.ops.call import first_tensor
@@ -27,18 +27,13 @@ def supports(first: Any, *rest: object) -> str | None:
     return None if dtype in DTYPES else f"no kernel for {dtype}"
 
 
-def _rows(offsets: Tensor, slots: int, order: Tensor | None = None, top_k: int = 1) -> Sorted:
-    offsets = offsets.contiguous()
-    return Sorted(offsets if order is None else order.contiguous(), offsets, slots, offsets.shape[0] - 1, top_k)
-
-
 @recorded
 def permute(x: Tensor, ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """``moefuse::permute``."""
     order, offsets = sorted_rows.sort(ids, num_experts)
     xs = torch.empty((order.shape[0], x.shape[1]), dtype=x.dtype, device=x.device)
     if xs.numel():
-        sorted_rows.gather(xs, x, _rows(offsets, order.shape[0], order, ids.shape[1]))
+        sorted_rows.gather(xs, x, sorted_rows.given(offsets, order.shape[0], order, ids.shape[1]))
     return xs, order, offsets
 
 
@@ -78,7 +73,7 @@ def expert_rows(v: Lists, offsets: Tensor, num_rows: int) -> Tensor:
     n = v[0].shape[-1]
     out = torch.empty((num_rows, n), dtype=v[0].dtype, device=v[0].device)
     if out.numel():
-        it, source = _rows(offsets, num_rows), linear.weight(v, 1)
+        it, source = sorted_rows.given(offsets, num_rows), linear.weight(v, 1)
         br, bn = sorted_rows.blocks(n)
         launch(
             rows.vector_rows,
@@ -107,7 +102,7 @@ def combine(ys: Tensor, weights: Tensor | None, order: Tensor, offsets: Tensor, 
     """``moefuse::combine``."""
     out = torch.empty((ys.shape[0] // top_k, ys.shape[1]), dtype=out_dtype or ys.dtype, device=ys.device)
     if out.numel():
-        sorted_rows.sum_slots(out, ys, _rows(offsets, ys.shape[0], order, top_k), weights)
+        sorted_rows.sum_slots(out, ys, sorted_rows.given(offsets, ys.shape[0], order, top_k), weights)
     return out
 
 
@@ -121,5 +116,5 @@ def combine_backward(
     if needs[1] and weights is not None:
         d_weights = torch.empty(weights.shape, dtype=weights.dtype, device=ys.device)
     if ys.shape[0]:
-        pointwise.pair(_rows(offsets, ys.shape[0], order, top_k), grad, ys, weights, out=d_ys, d_weights=d_weights)
+        pointwise.pair(sorted_rows.given(offsets, ys.shape[0], order, top_k), grad, ys, weights, out=d_ys, d_weights=d_weights)
     return [t for t in (d_ys, d_weights) if t is not None]
