@@ -63,6 +63,9 @@ _OVERWRITTEN = "expert rows are assigned here, not added: of a token's {choices}
 _CUT_OFF = "expert rows go through `{op}`: gradients end there, which no fused op does"
 """``no-rule`` where the values are known, and not the gradients."""
 
+_UNREAD = "expert rows go through `{op}` with `{argument}`, which no rule reads: what it computes per row, or its gradient, is unknown"
+"""``no-rule`` for an operation that has one, with an option that it has not."""
+
 
 def message(code: str, details: Mapping[str, object]) -> str:
     """The text of a refusal, with what the rule found in it."""
@@ -76,6 +79,8 @@ def _text(code: str, details: Mapping[str, object]) -> str:
         return _OVERWRITTEN
     if code == "no-rule" and details.get("op") == "detach":
         return _CUT_OFF
+    if code == "no-rule" and "argument" in details:
+        return _UNREAD
     return CODES[code]
 
 

@@ -50,6 +50,13 @@ def _empty(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
     return (size,), {}
 
 
+def _embedding(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+    """``embedding(x, i)`` is ``F.embedding(i, x)``, where -1 is the last row and not none."""
+    given = dict(zip("input indices padding_idx scale_grad_by_freq sparse".split(), args, strict=False)) | kwargs
+    table, ids = given.pop("input", given.pop("weight", None)), given.pop("indices")
+    return (ids, table), {name: value for name, value in given.items() if (name, value) != ("padding_idx", -1)}
+
+
 _FORMS: dict[str, tuple[str, Callable[[tuple[Any, ...], dict[str, Any]], Arguments | None]]] = {
     "index": ("getitem", _index),
     "_unsafe_index": ("getitem", _index),
@@ -57,6 +64,7 @@ _FORMS: dict[str, tuple[str, Callable[[tuple[Any, ...], dict[str, Any]], Argumen
     "_unsafe_index_put": ("index_put", _index_put),
     "slice": ("getitem", _slice),
     "empty_permuted": ("empty", _empty),
+    "embedding": ("embedding", _embedding),
 }
 """Operator -> (canonical name, its arguments as that takes them)."""
 

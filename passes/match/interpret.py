@@ -16,6 +16,7 @@ from moefuse.passes.infer.unpacking import is_unpacked
 from moefuse.passes.ir.axes import fresh
 from moefuse.passes.ir.expr import has_linear, walk
 from moefuse.passes.ir.facts import Buffer, Combined, Filled, Lost, Many, PerSlot, Pieces, Rows, Sum, View
+from moefuse.passes.match.arguments import taken
 from moefuse.passes.match.encodings import foreign
 from moefuse.passes.rules import Rule, rule_of
 from moefuse.passes.rules.refused import capacity, expert_choice, unknown_routing
@@ -119,14 +120,19 @@ def _carries(fact: Any) -> bool:
 
 
 def _apply(rule: Rule, ctx: Context, node: Node, call: Call) -> Any:
+    given = taken(rule, node, call, ctx.mode[node][0])
     try:
-        bound = inspect.signature(rule).bind(ctx, node, *call.args, **call.kwargs)
+        bound = inspect.signature(rule).bind(ctx, node, *given.args, **given.kwargs)
     except TypeError:  # a spelling of the arguments that the rule does not know
         return None
     try:
-        return rule(*bound.args, **bound.kwargs)
+        fact = rule(*bound.args, **bound.kwargs)
     except ComputedDimError:
         return None
+    if not given.unread:
+        return fact
+    argument = ", ".join(f"{name}={value}" for name, value in given.unread)
+    return ctx.lost("no-rule", node, op=call.name, argument=argument) if isinstance(fact, Lost) or _carries(fact) else None
 
 
 def _write(ctx: Context, node: Node, target: Node, fact: Any) -> None:

@@ -1,7 +1,8 @@
 """Transfer rules: from the facts of an operation's inputs to the fact of its result. One small file per family.
 
 A rule is a function ``(ctx, node, *args, **kwargs) -> fact | Lost | None`` with the operation's own arguments, registered under the
-canonical names it serves (see passes/graph/calls.py). None means "says nothing about routing"; Lost carries the reason.
+canonical names it serves (see passes/graph/calls.py). None means "says nothing about routing"; Lost carries the reason. An argument that a
+rule does not name has its default, or the operation has no rule (see passes/match/arguments.py).
 """
 
 from __future__ import annotations
@@ -13,6 +14,12 @@ from typing import Any
 Rule = Callable[..., Any]
 
 RULES: dict[str, Rule] = {}
+
+SHOWN: dict[Rule, frozenset[str]] = {}
+"""Of rules: arguments that the recorded result shows (its shape, dtype, device), or that change nothing of what the rule says."""
+
+EVERYTHING = "*"
+"""Among those: all but the first argument."""
 
 _FAMILIES = (
     "routing.masks",
@@ -52,10 +59,11 @@ def rule_of(name: str) -> Rule | None:
     return RULES.get(name) or (RULES.get(ANY + last) if space else None)
 
 
-def rule(*names: str) -> Callable[[Rule], Rule]:
-    """Register a rule under canonical operation names; a name has one rule."""
+def rule(*names: str, shown: tuple[str, ...] = ()) -> Callable[[Rule], Rule]:
+    """Register a rule under canonical operation names; a name has one rule. ``shown``: what it need not read (:data:`SHOWN`)."""
 
     def register(function: Rule) -> Rule:
+        SHOWN[function] = frozenset(shown)
         for name in names:
             if name in RULES:
                 raise ValueError(f"operation {name!r} has two rules: {RULES[name].__module__} and {function.__module__}")

@@ -273,7 +273,7 @@ POINTWISE: list[tuple[str, Function, str]] = [
     ("with_itself", lambda h: h * torch.sigmoid(h), "mul({h}, sigmoid({h}))"),
     ("softmax", lambda h: h.softmax(-1), "softmax({h}, dim=-1)"),
     ("mean", lambda h: h - h.mean(-1, keepdim=True), "sub({h}, mean({h}, dim=-1, keepdim=True))"),
-    ("layer_norm", lambda h: F.layer_norm(h, (I,)), "layer_norm({h}, (11,), weight=None, bias=None, eps=1e-05)"),
+    ("layer_norm", lambda h: F.layer_norm(h, (I,)), "layer_norm({h}, (11,), eps=1e-05)"),
     ("no_dropout", lambda h: F.dropout(h, 0.5, training=False), "{h}"),
     ("in_place", lambda h: F.silu(h, inplace=True), "silu({h})"),
 ]

@@ -11,7 +11,7 @@ from torch.fx import Node
 from moefuse.passes.graph.calls import tensor
 from moefuse.passes.infer.ranges import counts, holds, interval
 from moefuse.passes.infer.routings import routing_of
-from moefuse.passes.infer.state import Context, out_shape
+from moefuse.passes.infer.state import Context, normalize, out_shape
 from moefuse.passes.infer.symbolic_sizes import refine, settle
 from moefuse.passes.ir.axes import Atom
 from moefuse.passes.ir.facts import Counts, Occurring, Range, Routing, Rows, Sorted, View
@@ -20,19 +20,19 @@ from moefuse.passes.rules.routing.ids import is_integer
 
 
 @rule("bincount", "histc")
-def on_count(ctx: Context, node: Node, x: Node, *args: Any, **kwargs: Any) -> Any:
+def on_count(
+    ctx: Context, node: Node, x: Node, *, weights: Any = None, minlength: Any = 0, bins: Any = 100, min: Any = 0, max: Any = 0
+) -> Any:
     given, x = x, uncast(ctx, x)
     fact, closed = ctx.fact(x), False
     if ctx.calls[node].name == "bincount":  # type: ignore[union-attr]
-        bins = kwargs.get("minlength", args[1] if len(args) > 1 else 0)
-        if args[:1] not in ((), (None,)) or kwargs.get("weights") is not None:
+        bins = minlength
+        if weights is not None:
             return None
     else:
-        names = dict(zip(("bins", "min", "max"), args, strict=False)) | kwargs
-        bins = names.get("bins")
-        if names.get("min") != 0 or not isinstance(bins, int) or names.get("max") not in (bins - 1, bins):
+        if min != 0 or not isinstance(bins, int) or max not in (bins - 1, bins):
             return None
-        closed = names["max"] == bins  # the last bin has its right end, too: an id that no expert has
+        closed = max == bins  # the last bin has its right end, too: an id that no expert has
     if isinstance(fact, View) and is_integer(x):
         routing = routing_of(ctx, fact)
     elif isinstance(fact, Sorted) and fact.of == "ids":
@@ -76,21 +76,25 @@ def exact(node: Node, routing: Routing) -> bool:
     return value is not None and counts(value.dtype, routing.num_tokens * routing.top_k)
 
 
-@rule("cumsum")
-def on_cumsum(ctx: Context, node: Node, x: Node, dim: int = 0, **_: Any) -> Any:
+@rule("cumsum", shown=("dtype",))
+def on_cumsum(ctx: Context, node: Node, x: Node, dim: int | None = None) -> Any:
     fact = ctx.fact(x)
     if isinstance(fact, Rows):
         return ctx.lost("not-row-local", node, op="cumsum")
-    return replace(fact, ends=True) if isinstance(fact, Counts | Occurring) and not fact.ends and exact(node, fact.routing) else None
+    if not isinstance(fact, Counts | Occurring) or (dim is None and len(fact.axes) > 1):
+        return None
+    if [a.kind for a in fact.axes[normalize(dim or 0, len(fact.axes))]] != ["e"]:
+        return None
+    return replace(fact, ends=True) if not fact.ends and exact(node, fact.routing) else None
 
 
-@rule("searchsorted", "bucketize")
-def on_searchsorted(ctx: Context, node: Node, a: Node, b: Node, *, right: bool = False, **options: Any) -> Any:
+@rule("searchsorted", "bucketize", shown=("out_int32",))
+def on_searchsorted(ctx: Context, node: Node, a: Node, b: Node, *, right: bool = False, side: str | None = None) -> Any:
     """Where each expert's sorted slots end: ``searchsorted(sorted_ids, arange(E), right=True)``; without ``right``, where they begin."""
     first, second = (a, b) if ctx.calls[node].name == "searchsorted" else (b, a)  # type: ignore[union-attr]
     ids, values = ctx.fact(first), ctx.fact(second)
-    behind = right or options.get("side") == "right"
-    if set(options) - {"side", "out_int32"} or not isinstance(ids, Sorted) or ids.of != "ids" or not isinstance(values, Range):
+    behind = right or side == "right"
+    if not isinstance(ids, Sorted) or ids.of != "ids" or not isinstance(values, Range):
         return None
     # What is below 0 lies in front of the first expert then, as if it were another one.
     if not behind and not (isinstance(values.size, int) and ids.order.routing.within(values.size)):

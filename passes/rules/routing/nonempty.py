@@ -69,14 +69,14 @@ def on_count_nonzero(ctx: Context, node: Node, x: Node, dim: Any = None, keepdim
     return any_of(fact, all_dims(fact, dim)) if isinstance(fact, Mask | Table) and not keepdim else None
 
 
-@rule("unique")
-def on_unique(ctx: Context, node: Node, ids: Node, **options: Any) -> Any:
+@rule("unique", shown=("sorted",))
+def on_unique(ctx: Context, node: Node, ids: Node) -> Any:
     """``ids.unique()``, where the ids are known to be below some number."""
     view = ctx.view(ids)
     routing = routing_of(ctx, view) if view is not None and is_integer(ids) else None
     count = routing.choices if routing is not None else None
     axes = role_axes(view, routing) if view is not None and routing is not None else None
-    if routing is None or axes is None or not isinstance(count, int) or set(options) - {"sorted"}:
+    if routing is None or axes is None or not isinstance(count, int):
         return None
     return Present((row_axis(node),), routing, count) if _every_slot(axes, routing) else None
 

@@ -17,15 +17,15 @@ from moefuse.passes.rules.routing import sparse_entries
 from moefuse.passes.rules.routing.ids import is_integer, role_axes
 
 
-@rule("sort", "argsort")
-def on_sort(ctx: Context, node: Node, x: Node, *args: Any, **kwargs: Any) -> Any:
+@rule("sort", "argsort", shown=("stable",))
+def on_sort(ctx: Context, node: Node, x: Node, *, dim: int = -1, descending: bool = False) -> Any:
     """Sorting the flattened ids; ``argsort`` of the order is its inverse."""
     only_order = ctx.calls[node].name == "argsort"  # type: ignore[union-attr]
-    if kwargs.get("descending", False) or any(a is True for a in args[1:2]):
+    if descending:
         return None
     fact = ctx.fact(x)
     if isinstance(fact, Entries):
-        return None if only_order else sparse_entries.sort(node, fact, kwargs.get("dim", args[0] if args else -1))
+        return None if only_order else sparse_entries.sort(node, fact, dim)
     if isinstance(fact, Sorted) and fact.of == "slot":
         inverse = replace(fact, of="inverse")
         return inverse if only_order else Many((None, inverse))

@@ -40,7 +40,8 @@ def on_index_select(ctx: Context, node: Node, x: Node, dim: int, index: Node) ->
 
 
 @rule("embedding")
-def on_embedding(ctx: Context, node: Node, ids: Node, table: Node, *_: Any, **__: Any) -> Any:
+def on_embedding(ctx: Context, node: Node, ids: Node, table: Node) -> Any:
+    """``F.embedding(token, x)``. What its options are for, and their gradients, no op has."""
     return by_tensor(ctx, node, table, [ids])
 
 

@@ -47,7 +47,7 @@ def with_bias(ctx: Context, node: Node, rows: Rows, bias: Any) -> Any:
 
 
 @rule("bmm")
-def on_bmm(ctx: Context, node: Node, a: Any, mat2: Any, **_: Any) -> Any:
+def on_bmm(ctx: Context, node: Node, a: Any, mat2: Any) -> Any:
     return contract(ctx, node, a, mat2, "bij", "bjk", "bik")
 
 
@@ -110,7 +110,7 @@ def _in_pairs(ctx: Context, node: Node, terms: list[tuple[Labels, Any]], out: La
 
 
 @rule("grouped_mm")
-def on_grouped_mm(ctx: Context, node: Node, x: Any, weight: Any, offs: Any = None, bias: Any = None, **options: Any) -> Any:
+def on_grouped_mm(ctx: Context, node: Node, x: Any, weight: Any, offs: Any = None, bias: Any = None) -> Any:
     """A GEMM over rows sorted by expert; ``offs`` must be the ends of the experts in the same order."""
     rows, stack, ends = ctx.fact(x), ctx.fact(weight), ctx.fact(offs)
     if not isinstance(rows, Rows):

@@ -210,9 +210,8 @@ def on_chunk(ctx: Context, node: Node, x: Node, chunks: Any, dim: int = 0) -> An
 
 
 @rule("split", "split_with_sizes")
-def on_split(ctx: Context, node: Node, x: Node, sizes: Any = None, dim: int = 0, **by_name: Any) -> Any:
+def on_split(ctx: Context, node: Node, x: Node, sizes: Any, dim: int = 0) -> Any:
     fact = ctx.fact(x)
-    sizes = next(iter(by_name.values()), sizes)  # split_size_or_sections, split_size, split_sizes
     if not isinstance(fact, Fact) or isinstance(fact, Sum):
         return None
     if isinstance(sizes, tuple | list) and any(isinstance(s, Node) for s in sizes):

@@ -18,7 +18,7 @@ from moefuse.passes.infer.state import Context, out_shape
 from moefuse.passes.ir.axes import Axes, extent
 from moefuse.passes.ir.expr import Expr, Gate, Op, has_linear, walk
 from moefuse.passes.ir.facts import Counts, Domain, Fill, Listed, Lost, Mask, Rows, Sorted, Span, Table, View
-from moefuse.passes.rules import rule
+from moefuse.passes.rules import EVERYTHING, rule
 from moefuse.passes.rules.routing.masked_slots import dropped
 from moefuse.passes.rules.routing.masks import masked_weight
 from moefuse.passes.rules.routing.offsets import difference
@@ -194,8 +194,8 @@ def spread(ctx: Context, table: Table, tokens: Axes, theirs: Axes) -> Table:
     return replace(table, routing=shared_routing(ctx, table.routing, tuple(extent(tokens[i]) for i in more)))
 
 
-@rule("register_hook")
-def on_hook(ctx: Context, node: Node, x: Any, *_: Any, **__: Any) -> Any:
+@rule("register_hook", shown=(EVERYTHING,))
+def on_hook(ctx: Context, node: Node, x: Any) -> Any:
     return ctx.lost("hook", node) if isinstance(ctx.fact(x), Rows) else None
 
 

@@ -20,7 +20,7 @@ from moefuse.passes.rules.routing.tables import derived
 from moefuse.passes.rules.rows.pointwise import operand
 
 
-def over_features(ctx: Context, node: Node, x: Node, dim: Any, *args: Any, keepdim: bool = True, **kwargs: Any) -> Any:
+def over_features(ctx: Context, node: Node, x: Node, dim: Any, **options: Any) -> Any:
     """A function over the features of each row: softmax, mean, norm."""
     fact, call = ctx.fact(x), ctx.calls[node]
     if not isinstance(fact, Rows) or call is None:
@@ -36,46 +36,44 @@ def over_features(ctx: Context, node: Node, x: Node, dim: Any, *args: Any, keepd
     axes = tuple((() if i in dims and len(shape) == rank and same(shape[i], 1) else a) for i, a in enumerate(fact.axes))
     if len(shape) < rank:
         axes = tuple(a for i, a in enumerate(fact.axes) if i not in dims)
-    options = tuple((k, v) for k, v in kwargs.items() if scalar(v) or isinstance(v, torch.dtype))
-    return Rows(axes, fact.domain, Op(node, call.name, (fact.expr, *args), (("dim", -1), *options)))
-
-
-_REDUCTIONS = ("mean", "amax", "amin", "var", "std", "logsumexp", "norm", "prod")
-
-
-@rule(*_REDUCTIONS, "vector_norm", "linalg_vector_norm")
-def on_reduction(ctx: Context, node: Node, x: Node, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
-    name = ctx.calls[node].name  # type: ignore[union-attr]
-    if name not in ("mean", "amax", "amin", "var", "std", "logsumexp"):
+    given = tuple((k, v) for k, v in options.items() if v is not None)
+    if not all(scalar(v) or isinstance(v, torch.dtype) for _, v in given):
         return None
-    found = over_features(ctx, node, x, dim, **kwargs)
+    return Rows(axes, fact.domain, Op(node, call.name.lstrip("_"), (fact.expr,), (("dim", -1), *given)))
+
+
+@rule("mean", "amax", "amin", "var", "std", "logsumexp", shown=("keepdim",))
+def on_reduction(
+    ctx: Context, node: Node, x: Node, dim: Any = None, *, dtype: Any = None, unbiased: Any = None, correction: Any = None
+) -> Any:
+    found = over_features(ctx, node, x, dim, dtype=dtype, unbiased=unbiased, correction=correction)
     if isinstance(found, Rows) and isinstance(found.expr, Op):
         return replace(found, expr=replace(found.expr, kwargs=(*found.expr.kwargs, ("keepdim", True))))
     return found
 
 
 @rule("max", "min")
-def on_extreme(ctx: Context, node: Node, x: Node, *others: Any, **kwargs: Any) -> Any:
+def on_extreme(ctx: Context, node: Node, x: Node) -> Any:
     """The largest value of all rows. (Of two tensors it is an operation on each element; along a dimension it has two results.)"""
-    return over_features(ctx, node, x, None) if not others and not kwargs else None
+    return over_features(ctx, node, x, None)
 
 
-@rule("log_softmax")
-def on_log_softmax(ctx: Context, node: Node, x: Node, dim: Any = None, *_: Any, **kwargs: Any) -> Any:
-    return over_features(ctx, node, x, dim, **kwargs)
+@rule("log_softmax", shown=("_stacklevel",))
+def on_log_softmax(ctx: Context, node: Node, x: Node, dim: Any = None, *, dtype: Any = None) -> Any:
+    return over_features(ctx, node, x, dim, dtype=dtype)
 
 
-@rule("layer_norm", "rms_norm")
-def on_norm(ctx: Context, node: Node, x: Node, shape: Any, *args: Any, **kwargs: Any) -> Any:
+@rule("layer_norm", "rms_norm", shown=("cudnn_enable",))
+def on_norm(ctx: Context, node: Node, x: Node, shape: Any, *, weight: Any = None, bias: Any = None, eps: Any = None) -> Any:
     fact, call = ctx.fact(x), ctx.calls[node]
     if not isinstance(fact, Rows) or call is None or not isinstance(shape, tuple | list) or len(shape) != 1:
         return None
     if [a.kind for a in fact.axes[-1]] != ["f"]:
         return ctx.lost("not-row-local", node, op=call.name)
-    names = ("weight", "bias", "eps") if call.name == "layer_norm" else ("weight", "eps")
-    options = dict(zip(names, args, strict=False)) | kwargs
-    items = []
-    for key, value in options.items():
+    items: list[tuple[str, Any]] = []
+    for key, value in (("weight", weight), ("bias", bias), ("eps", eps)):
+        if value is None:
+            continue
         item = operand(ctx, node, fact.axes, fact.domain, value)
         if isinstance(item, Lost):
             return item
@@ -85,11 +83,12 @@ def on_norm(ctx: Context, node: Node, x: Node, shape: Any, *args: Any, **kwargs:
     return Rows(fact.axes, fact.domain, Op(node, call.name, (fact.expr, tuple(shape)), tuple(items)))
 
 
-@rule("softmax", "_softmax")
-def on_softmax(ctx: Context, node: Node, x: Node, dim: int | None = None, *args: Any, **kwargs: Any) -> Any:
+@rule("softmax", "_softmax", shown=("_stacklevel",))
+def on_softmax(ctx: Context, node: Node, x: Node, dim: int | None = None, *, dtype: Any = None, half_to_float: bool = False) -> Any:
     fact = ctx.fact(x)
+    if half_to_float:
+        return None
     if isinstance(fact, Table):
         over = {a.kind for a in fact.axes[normalize(dim if dim is not None else -1, len(fact.axes))]}
         return derived(node, fact, 0.0) if over == {"e"} and fact.fill == -math.inf else None
-
-    return over_features(ctx, node, x, dim)
+    return over_features(ctx, node, x, dim, dtype=dtype)

@@ -37,7 +37,7 @@ from moefuse.passes.ir.facts import (
     View,
     Weight,
 )
-from moefuse.passes.rules import rule
+from moefuse.passes.rules import EVERYTHING, rule
 from moefuse.passes.rules.routing.nonempty import hit_of
 
 _uid = iter(range(1, 1 << 62))
@@ -79,8 +79,8 @@ def split_features(axes: Axes, sizes: tuple[Size, ...]) -> Axes | None:
     return None if rest is None else (*rest, (Atom("f", 0, sizes[-2]),), (Atom("f", 1, sizes[-1]),))
 
 
-@rule(*SHAPED)
-def on_reshape(ctx: Context, node: Node, x: Node, *_: Any, **__: Any) -> Any:
+@rule(*SHAPED, shown=(EVERYTHING,))
+def on_reshape(ctx: Context, node: Node, x: Node) -> Any:
     fact, before, after = ctx.fact(x), tensor(x), tensor(node)
     if before is not None and after is not None and before.dtype != after.dtype:
         return None  # ``x.view(torch.int32)``: the same bits, other numbers
@@ -171,7 +171,7 @@ def on_t(ctx: Context, node: Node, x: Node) -> Any:
 
 
 @rule("getattr")
-def on_getattr(ctx: Context, node: Node, x: Any, name: str, *_: Any) -> Any:
+def on_getattr(ctx: Context, node: Node, x: Any, name: str) -> Any:
     if name == "T":
         return on_t(ctx, node, x) if len(out_shape(node)) <= 2 else None
     if name == "mT":
@@ -180,9 +180,9 @@ def on_getattr(ctx: Context, node: Node, x: Any, name: str, *_: Any) -> Any:
 
 
 @rule("permute")
-def on_permute(ctx: Context, node: Node, x: Node, *dims: Any, **kwargs: Any) -> Any:
+def on_permute(ctx: Context, node: Node, x: Node, *given: Any, dims: Any = None) -> Any:
     fact = ctx.fact(x)
-    order = kwargs.get("dims", dims[0] if len(dims) == 1 and isinstance(dims[0], tuple | list) else dims)
+    order = dims if dims is not None else given[0] if len(given) == 1 and isinstance(given[0], tuple | list) else given
     if not isinstance(fact, Fact) or isinstance(fact, Sum) or len(order) != len(fact.axes):
         return None
     return fact.with_axes(tuple(fact.axes[normalize(d, len(order))] for d in order))
@@ -210,8 +210,8 @@ def expanded(axes: Axes, sizes: tuple[Size, ...]) -> Axes | None:
     return tuple(out)
 
 
-@rule("expand", "expand_as", "broadcast_to")
-def on_expand(ctx: Context, node: Node, x: Node, *_: Any, **__: Any) -> Any:
+@rule("expand", "expand_as", "broadcast_to", shown=(EVERYTHING,))
+def on_expand(ctx: Context, node: Node, x: Node) -> Any:
     fact = ctx.fact(x)
     if not isinstance(fact, Fact) or isinstance(fact, Sum):
         return None
@@ -220,9 +220,10 @@ def on_expand(ctx: Context, node: Node, x: Node, *_: Any, **__: Any) -> Any:
 
 
 @rule("repeat", "tile")
-def on_repeat(ctx: Context, node: Node, x: Node, *repeats: Any, **kwargs: Any) -> Any:
+def on_repeat(ctx: Context, node: Node, x: Node, *given: Any, repeats: Any = None, dims: Any = None) -> Any:
     fact = ctx.fact(x)
-    counts = kwargs.get("repeats", repeats[0] if len(repeats) == 1 and isinstance(repeats[0], tuple | list) else repeats)
+    named = dims if repeats is None else repeats
+    counts = named if named is not None else given[0] if len(given) == 1 and isinstance(given[0], tuple | list) else given
     numbers = isinstance(fact, Index | Sorted)
     if not isinstance(fact, View | Range | Rows | Index | Sorted) or len(counts) < len(fact.axes):
         return None
@@ -236,8 +237,8 @@ def on_repeat(ctx: Context, node: Node, x: Node, *repeats: Any, **kwargs: Any) -
     return fact.with_axes(tuple(axes))
 
 
-@rule("repeat_interleave")
-def on_repeat_interleave(ctx: Context, node: Node, x: Node, repeats: Any, dim: int | None = None, output_size: Any = None) -> Any:
+@rule("repeat_interleave", shown=("output_size",))
+def on_repeat_interleave(ctx: Context, node: Node, x: Node, repeats: Any, dim: int | None = None) -> Any:
     fact = ctx.fact(x)
     times = as_size(repeats)
     if not isinstance(fact, View | Range | Rows) or times is None:
@@ -248,8 +249,8 @@ def on_repeat_interleave(ctx: Context, node: Node, x: Node, repeats: Any, dim: i
     return fact.with_axes((*axes[:at], axis, *axes[at + 1 :]))
 
 
-@rule("contiguous", "clone", "detach", "alias", "positive", "cpu", "cuda", "resolve_conj", "view_of")
-def on_same(ctx: Context, node: Node, x: Node, *_: Any, **__: Any) -> Any:
+@rule("contiguous", "clone", "detach", "alias", "positive", "cpu", "cuda", "resolve_conj", "view_of", shown=(EVERYTHING,))
+def on_same(ctx: Context, node: Node, x: Node) -> Any:
     fact = ctx.fact(x)
     cuts = ctx.calls[node].name in ("detach", "getattr")  # type: ignore[union-attr]
     if cuts and isinstance(fact, Rows | View | Table | Sum | Mask | Listed):
@@ -259,8 +260,8 @@ def on_same(ctx: Context, node: Node, x: Node, *_: Any, **__: Any) -> Any:
     return fact if isinstance(fact, Fact) and not isinstance(fact, Sum) else None
 
 
-@rule("to", "type_as", "_to_copy", "convert_element_type")
-def on_cast(ctx: Context, node: Node, x: Node, *_: Any, **__: Any) -> Any:
+@rule("to", "type_as", "_to_copy", "convert_element_type", shown=(EVERYTHING,))
+def on_cast(ctx: Context, node: Node, x: Node) -> Any:
     fact, before, after = ctx.fact(x), tensor(x), tensor(node)
     if not isinstance(fact, Fact) or before is None or after is None or before.device != after.device:
         return None

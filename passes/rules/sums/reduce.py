@@ -52,11 +52,11 @@ from moefuse.passes.rules.sums.segments import joined as joined_segments
 
 
 @rule("sum")
-def on_sum(ctx: Context, node: Node, x: Any, *args: Any, **kwargs: Any) -> Any:
-    names = dict(zip(("dim", "keepdim"), args, strict=False)) | kwargs
-    dim, keepdim = names.get("dim", names.get("axis")), bool(names.get("keepdim", False))
-    if len(args) > 1 and all(isinstance(a, int) and not isinstance(a, bool) for a in args):
-        dim, keepdim = args, False
+def on_sum(ctx: Context, node: Node, x: Any, *given: Any, dim: Any = None, keepdim: Any = False, dtype: Any = None) -> Any:
+    if len(given) > 1 and not isinstance(given[-1], bool):
+        dim = given  # ``x.sum(0, 1)``
+    elif given:
+        dim, keepdim = given[0], given[1] if len(given) > 1 else keepdim
     fact = ctx.fact(x)
     if isinstance(fact, Mask) or (isinstance(fact, Table) and fact.ones):
         value = tensor(node)
@@ -70,7 +70,7 @@ def on_sum(ctx: Context, node: Node, x: Any, *args: Any, **kwargs: Any) -> Any:
     over = [a for d in dims for a in fact.axes[d] if not same(a.size, 1)] or [a for d in dims for a in fact.axes[d]]
     left = tuple((() if i in dims else a) for i, a in enumerate(fact.axes) if keepdim or i not in dims)
     if {a.kind for a in over} == {"f"}:
-        return _over_features(ctx, node, x, dims, keepdim)
+        return _over_features(ctx, node, x, dims, dtype)
     if len(dims) == 1:
         return combined(ctx, node, fact, fact.axes[dims[0]], left)
     return ctx.lost("not-row-local", node, op="sum")
@@ -86,8 +86,8 @@ def _sum_of(node: Node, stacked: Stacked) -> Sum | None:
     return None if whole is None else replace(whole, axes=plain_axes(node))
 
 
-def _over_features(ctx: Context, node: Node, x: Any, dims: list[int], keepdim: bool) -> Any:
-    found = over_features(ctx, node, x, tuple(dims))
+def _over_features(ctx: Context, node: Node, x: Any, dims: list[int], dtype: Any) -> Any:
+    found = over_features(ctx, node, x, tuple(dims), dtype=dtype)
     if not isinstance(found, Rows):
         return found
     expr = found.expr
@@ -107,10 +107,10 @@ def combined(ctx: Context, node: Node, rows: Rows, over: Axis, left: Axes) -> An
     return ctx.lost("not-row-local", node, op="sum")
 
 
-@rule("index_add", "index_reduce")
-def on_index_add(ctx: Context, node: Node, target: Node, dim: int, index: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
+@rule("index_add")
+def on_index_add(ctx: Context, node: Node, target: Node, dim: int, index: Any, source: Any, *, alpha: Any = 1) -> Any:
     rows, where = ctx.fact(source), ctx.fact(index)
-    if not isinstance(rows, Rows | Listed) or dim != 0 or args or kwargs.get("alpha", 1) != 1 or ctx.calls[node].name != "index_add":  # type: ignore[union-attr]
+    if not isinstance(rows, Rows | Listed) or dim != 0 or alpha != 1:
         return None
     return add(ctx, node, target, where, rows)
 
@@ -144,7 +144,7 @@ def on_vstack(ctx: Context, node: Node, tensors: Any) -> Any:
 
 
 @rule("stack", "cat")
-def on_stack(ctx: Context, node: Node, tensors: Any, dim: int = 0, **_: Any) -> Any:
+def on_stack(ctx: Context, node: Node, tensors: Any, dim: int = 0) -> Any:
     if not isinstance(tensors, tuple | list) or not tensors:
         return None
     facts = [ctx.fact(t) for t in tensors]
@@ -228,7 +228,7 @@ def stacked_tables(node: Node, tables: list[Table], dim: int) -> Table | None:
 
 
 @rule("gather", "take_along_dim")
-def on_gather(ctx: Context, node: Node, x: Any, dim: Any, index: Any, **_: Any) -> Any:
+def on_gather(ctx: Context, node: Node, x: Any, dim: Any, index: Any) -> Any:
     """The outputs of the chosen experts out of those of all experts."""
     if not isinstance(dim, int):
         dim, index = index, dim

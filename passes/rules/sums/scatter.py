@@ -20,12 +20,12 @@ from moefuse.passes.rules.sums.listed import add
 
 
 @rule("scatter", "scatter_add")
-def on_scatter(ctx: Context, node: Node, target: Node, dim: int, index: Node, src: Any = None, **kwargs: Any) -> Any:
+def on_scatter(ctx: Context, node: Node, target: Node, dim: int, index: Node, src: Any = None, *, value: Any = None) -> Any:
     """The chosen weights written into a filled [tokens, E] tensor."""
     fill, view = ctx.fact(target), ctx.view(index)
-    src = kwargs.pop("value", src)
-    if kwargs or not isinstance(fill, Fill) or view is None or not is_integer(index):
-        return scatter_rows(ctx, node, target, dim, index, src) if not kwargs else None
+    src = src if value is None else value
+    if not isinstance(fill, Fill) or view is None or not is_integer(index):
+        return scatter_rows(ctx, node, target, dim, index, src)
     routing = routing_of(ctx, view)
     axes = role_axes(view, routing) if routing is not None else None
     shape = out_shape(node)
@@ -38,10 +38,10 @@ def on_scatter(ctx: Context, node: Node, target: Node, dim: int, index: Node, sr
     if adds and fill.value != 0.0:
         return None
     table: Axes = tuple((Atom("e", 0, shape[at]),) if i == at else a for i, a in enumerate(axes))
-    weight, value = (ctx.view(src), constant(ctx, src)) if src is not None else (None, None)
+    weight, number = (ctx.view(src), constant(ctx, src)) if src is not None else (None, None)
     adds = adds or routing.distinct
     exact = weight if adds and fill.value == 0.0 and weight is not None and _lines_up(weight, view) else None
-    return Table(table, routing, fill.value, None, node, table, slots=exact, ones=value == 1.0 and fill.value == 0.0)
+    return Table(table, routing, fill.value, None, node, table, slots=exact, ones=number == 1.0 and fill.value == 0.0)
 
 
 def scatter_rows(ctx: Context, node: Node, target: Node, dim: int, index: Node, src: Any) -> Any:
