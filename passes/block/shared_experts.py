@@ -176,7 +176,7 @@ def _join(ctx: Context, known: dict[Node, Any], tokens: int, check: bool, found:
     expr, scale = (None, 1.0) if rows is None else _weight_apart(rows.expr)
     if expr is None or not _same_place(ctx, found, value):
         return None
-    body = match(expr)
+    body = match(expr, trained=False)  # nothing is differentiated there
     if body is None or body.weight_on_input:
         return None
     emit = Emitter(ctx.graph, found.at, found.experts, {})

@@ -71,6 +71,7 @@ class Region:
         summed: of the weights that have low-rank terms added to them, the first that is made; None where none is.
         shown: leaves that whoever called the graph may write to before the backward pass.
         unrounded: what its projections round of activations in few bits is not to be rounded.
+        trained: gradients may be recorded of what it reads.
     """
 
     anchor: Node
@@ -92,6 +93,7 @@ class Region:
     whole: Region | None = None
     summed: Summed | None = None
     unrounded: bool = False
+    trained: bool = False
 
     @property
     def all_experts(self) -> int:

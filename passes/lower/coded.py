@@ -113,7 +113,7 @@ class Apart(Lowering):
 
 def has_terms(region: Region) -> bool:
     """Whether one op would take an expert with low-rank terms."""
-    body = one_op(region.expr, fake(region.value).device)
+    body = one_op(region.expr, fake(region.value).device, region.trained)
     return body is not None and any(p is not None and bool(p.terms or p.added) for p in body.projections)
 
 

@@ -76,7 +76,7 @@ class Lowering(Operands):
 
     def either(self) -> Lowered:
         """One op if a template describes the expert, else grouped products around its own code."""
-        body = one_op(self.region.expr, fake(self.region.value).device)
+        body = one_op(self.region.expr, fake(self.region.value).device, self.region.trained)
         return self.grouped() if body is None or held.is_beside_terms(self, body) else self.fused(body)
 
     def rows_by_slot(self) -> Lowered:

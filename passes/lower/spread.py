@@ -95,7 +95,7 @@ def sharding(region: Region) -> Sharding | None:
     shared = next((e for e in walk(region.expr) if isinstance(e, SharedVector)), None)
     if shared is not None:
         raise NotLocalError(f"`{shared.source.name}` is one tensor for all experts, whose gradient would be that of some ranks")
-    body = match(region.expr)
+    body = match(region.expr, trained=region.trained)
     added = None if body is None else body.last.bias  # behind the sum: no hidden unit has a part of it
     found = {leaf: hops_of(leaf, region.num_experts) for leaf in leaves if leaf is not added}
     ways, held = {hops for hops, _ in found.values()}, {count for _, count in found.values()}

@@ -20,6 +20,7 @@ from moefuse.passes.rules import EVERYTHING, SHOWN, Rule
 GRADIENTS = frozenset(("padding_idx", "scale_grad_by_freq", "sparse", "sparse_grad"))
 """Arguments that change gradients alone: where none are recorded they mean nothing."""
 
+
 @dataclass(frozen=True)
 class Taken:
     """The arguments as a rule takes them; ``unread``: those that it does not know, with their values."""

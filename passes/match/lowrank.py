@@ -94,13 +94,13 @@ def _beside_all(region: Region, found: Mapping[int, list[Addend]], sums: tuple[N
         return _beside(old, run(old.child), found[id(old)]) if isinstance(old, Linear) and id(old) in found else None
 
     expr = rebuilt(region.expr, beside)
-    return expr if one_op(expr, device) else Summed(sums[0], _not_one_op(region, device), sums)
+    return expr if one_op(expr, device, region.trained) else Summed(sums[0], _not_one_op(region, device), sums)
 
 
 def _with_shared(ctx: Context, region: Region, expr: Expr) -> Expr:
     """The expression with shared factors in it, if one op takes them as such: a matrix for all experts is applied to a token once."""
     other = of_shared(ctx, region, expr)
-    body = None if other is expr else one_op(other, fake(region.value).device)
+    body = None if other is expr else one_op(other, fake(region.value).device, region.trained)
     bases = [] if body is None else [p.weight for p in body.projections if p is not None]
     return expr if body is None or any(leaf.parts and len(set(leaf.parts)) == 1 for leaf in bases) else other
 
@@ -108,7 +108,7 @@ def _with_shared(ctx: Context, region: Region, expr: Expr) -> Expr:
 def _not_one_op(region: Region, device: torch.device) -> str:
     if device.type not in WITH_TERMS:
         return f"no op takes adapters apart on {device.type}"
-    if match(region.expr) is None:
+    if match(region.expr, trained=region.trained) is None:
         return "no op of moefuse does all that the expert does, of which adapters would be a part"
     return "the weights have several dtypes"
 

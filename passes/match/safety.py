@@ -71,7 +71,7 @@ def _spanned(ctx: Context, region: Region) -> Region:
     for node in unread(ctx):
         if not nodes.isdisjoint(node.all_input_nodes):
             nodes.add(node)
-    return replace(whole, nodes=frozenset(nodes), shown=_shown(ctx, whole))
+    return replace(whole, nodes=frozenset(nodes), shown=_shown(ctx, whole), trained=_trained(ctx, whole))
 
 
 def _casts(ctx: Context, region: Region) -> Lost | None:
@@ -148,6 +148,11 @@ def own_writes(ctx: Context, region: Region) -> set[Node]:
     names = set(ctx.memory.storages(region.base))
     adding = (n for n in (region.anchor, *(p.node for p in region.parts)) if n in ctx.memory.targets)
     return {n for n in adding if any(name in names for t in ctx.memory.targets[n] for name in ctx.memory.storages(t))}
+
+
+def _trained(ctx: Context, region: Region) -> bool:
+    """Whether gradients are recorded, and something that the region reads has one. (torch's guards are about both.)"""
+    return ctx.mode[region.anchor][0] and any(v is not None and v.requires_grad for v in map(tensor, region.leaves))
 
 
 def _shown(ctx: Context, region: Region) -> frozenset[Node]:
@@ -244,8 +249,7 @@ def _spoiled(ctx: Context, region: Region) -> Lost | None:
 
     What the program keeps for its gradients, and so whether they are those of the old or the new values, is another matter for the op.
     """
-    values = (tensor(n) for n in region.leaves)
-    if not ctx.mode[region.anchor][0] or not any(v is not None and v.requires_grad for v in values):
+    if not region.trained:
         return None
     results = {name for h in region.holders for name in ctx.memory.storages(h)}
     for source in sorted({i for n in region.nodes for i in n.all_input_nodes}, key=ctx.position.__getitem__):

@@ -1,6 +1,7 @@
 """Which known expert an expression is: gated or plain, which activation, which half is the gate, where the weight goes.
 
-A template compares what is computed. Casts up to float32 around pointwise code are looked through: the fused op does that part in float32.
+A template compares what is computed, where gradients are wanted those too. Casts up to float32 around pointwise code are looked through:
+the fused op does that part in float32.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from moefuse.passes.ir.expr_algebra import (
 )
 from moefuse.passes.ir.lowrank import thin, with_terms
 from moefuse.passes.match.activations import gate_and_up
+from moefuse.passes.match.derivatives import same_derivative
 from moefuse.spec import Gating
 
 Find = Callable[[Any], Projection | None]
@@ -54,11 +56,11 @@ WITH_TERMS = ("cpu", "cuda")
 """Devices with an ``experts_lora``. Elsewhere its portable provider would wait for the host."""
 
 
-def one_op(expr: Expr, device: torch.device) -> Body | None:
+def one_op(expr: Expr, device: torch.device, trained: bool) -> Body | None:
     """The template of a body that one op of this device takes: in one dtype, with low-rank terms beside a projection that are one."""
-    body = match(expr)
+    body = match(expr, trained=trained)
     if body is None and device.type in WITH_TERMS:
-        body = match(expr, with_terms)
+        body = match(expr, with_terms, trained=trained)
     found = [p for p in body.projections if p is not None] if body is not None else []
     sources = [leaf.source for p in found for leaf in (p.weight, p.bias) if leaf is not None and leaf.held is None]
     one_dtype = bool(found) and len({None if (value := tensor(source)) is None else value.dtype for source in sources}) <= 1
@@ -70,10 +72,10 @@ def _one_term(found: Projection) -> bool:
     return not found.terms or (thin([(t.a, t.b) for t in found.terms]) and not any(t.dropout for t in found.terms))
 
 
-def match(expr: Expr, find: Find = projection) -> Body | None:
+def match(expr: Expr, find: Find = projection, *, trained: bool) -> Body | None:
     """The template of one row's contribution, or None (then the grouped tier replays the user's own code).
 
-    ``find``: which projections are one; ``with_terms`` for those that have low-rank terms.
+    ``find``: which projections are one; ``with_terms`` for those that have low-rank terms. ``trained``: gradients may be recorded.
     """
     core, outer = split_weight(expr)
     last = find(core)
@@ -83,6 +85,8 @@ def match(expr: Expr, find: Find = projection) -> Body | None:
     if activated is None:
         return None
     activation, arguments, gate, up = activated
+    if trained and not same_derivative(last.child, gate, up, activation, arguments):
+        return None
     stored = storage(gate, up, find)
     if stored is None:
         return None

@@ -256,7 +256,7 @@ def test_a_wrong_reading_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     from dataclasses import replace
 
     match = shared_experts.match
-    monkeypatch.setattr(shared_experts, "match", lambda expr: replace(match(expr), activation="relu"))
+    monkeypatch.setattr(shared_experts, "match", lambda expr, **how: replace(match(expr, **how), activation="relu"))
     assert [f.shared for f in run(Block(gated), torch.randn(2, 3, H)).fused] == [False]
 
 

@@ -46,7 +46,7 @@ def plain(between: Between) -> Expr:
 
 
 def body_of(expr: Expr) -> Body:
-    body = match(expr)
+    body = match(expr, trained=True)
     assert body is not None
     return body
 
@@ -181,7 +181,7 @@ def test_near_misses_of_templates(between: Between) -> None:
     expr = expression(lambda x, ids, w_in: between(projected(x, ids, w_in)))
     assert has_linear(expr)
     whole = lambda x, ids, weights, w_in, w_out: between(projected(x, ids, w_in))  # noqa: E731
-    assert match(expression(whole)) is None
+    assert match(expression(whole), trained=True) is None
 
 
 def test_the_weight_may_stand_on_the_input() -> None:
@@ -201,13 +201,13 @@ def test_weights_on_both_sides_are_no_template() -> None:
     expr = expression(
         lambda x, ids, weights, w_up, w_out: back(projected(x, ids, w_up) * weights[..., None], ids, w_out) * weights[..., None]
     )
-    assert match(expr) is None
+    assert match(expr, trained=True) is None
 
 
 def test_a_squared_weight_is_no_template() -> None:
-    assert match(plain(lambda h: h * 1.0)) is None
+    assert match(plain(lambda h: h * 1.0), trained=True) is None
     twice = lambda x, ids, weights, w_up, w_out: back(F.silu(projected(x, ids, w_up)), ids, w_out) * weights[..., None] * weights[..., None]  # noqa: E731
-    assert match(expression(twice)) is None
+    assert match(expression(twice), trained=True) is None
 
 
 def test_every_activation_of_the_ops_is_reached() -> None:
@@ -313,5 +313,5 @@ def test_different_experts_are_told_apart(detail: str, change: Callable[[int, An
 
 def test_infinite_bounds() -> None:
     """A clamp with one bound is no limit on the other side."""
-    body = match(merged(lambda h: oai(h, top=math.inf)))
+    body = match(merged(lambda h: oai(h, top=math.inf)), trained=True)
     assert body is None

@@ -21,7 +21,15 @@ from moefuse.passes.rules.routing.ids import is_integer
 
 @rule("bincount", "histc")
 def on_count(
-    ctx: Context, node: Node, x: Node, *, weights: Any = None, minlength: Any = 0, bins: Any = 100, min: Any = 0, max: Any = 0
+    ctx: Context,
+    node: Node,
+    x: Node,
+    *,
+    weights: Any = None,
+    minlength: Any = 0,
+    bins: Any = 100,
+    min: Any = 0,  # noqa: A002  (so torch.histc calls them)
+    max: Any = 0,  # noqa: A002
 ) -> Any:
     given, x = x, uncast(ctx, x)
     fact, closed = ctx.fact(x), False
