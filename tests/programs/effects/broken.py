@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch.fx import Node
@@ -16,7 +17,8 @@ from moefuse.passes.infer.state import Context
 from moefuse.passes.ir.expr import Cast
 from moefuse.passes.ir.regions import Region
 from moefuse.passes.lower import lower
-from moefuse.passes.match import liveness, safety
+from moefuse.passes.match import interpret, liveness, safety, templates
+from moefuse.passes.match.arguments import taken
 from moefuse.passes.prove import effects, synthetic_inputs
 from moefuse.passes.prove.region_key import _Form
 from moefuse.passes.rules.rows import views
@@ -125,5 +127,15 @@ def _by_names_alone(
     expr = _Form(ctx, region, known or {}).of(region.expr)
     return tier, region.domain, region.routing.top_k, region.num_experts, region.base is None, expr, names
 
+
+def _swallowed(*call: Any) -> Any:
+    return replace(taken(*call), unread=())
+
+
+SWALLOWED: Broken = ((interpret, "taken", _swallowed),)
+"""Options that a rule does not name are passed over."""
+
+ONLY_VALUES: Broken = ((templates, "same_derivative", lambda *_: True),)
+"""What has the values of an activation is one."""
 
 EQUAL_LAYERS: Broken = ((driver, "signature", _by_names_alone),)

@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from unittest import mock
 
-from tests.programs.effects import broken
+from tests.programs.effects import broken, kinks
 from tests.programs.effects.broken import Broken
 from tests.programs.effects.layers import Spelling
 from tests.programs.effects.program import NAMES, Effect, Program, draw
@@ -121,6 +121,20 @@ FAULTS: dict[str, Fault] = {
         _program("rows", ("before", "out.add_(x)"), verify="off"),
         ("neutral", "views", "mixed"),
         {"own writes": broken.ERASED_IN_REGION},
+    ),
+    "equal values, other derivatives": Fault(
+        "a clamp at 0 becomes relu, which has another derivative there",
+        broken.ONLY_VALUES,
+        replace(
+            _program("rows", ("entry", kinks.TOKENS[0]), ("hidden", f"h = {kinks.A}.clamp(min=0)"), expert="open", verify="off"), grad=True
+        ),
+        ("kinks",),
+    ),
+    "swallowed arguments": Fault(
+        "a rule takes options that it does not read",
+        broken.SWALLOWED,
+        replace(_program("rows", ("given", "given = F.embedding(tok, x, padding_idx=1)"), expert="open"), grad=True),
+        ("options",),
     ),
 }
 """By name."""

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.programs.effects import idioms, layers
+from tests.programs.effects import idioms, kinks, layers
 from tests.programs.effects.layers import LOOPED, SIZED, STATE, TURNED, UNROLLED, E, H, I, K, Layer, Spelling, samples
 from tests.programs.effects.views import applied, chain, evaluated
 from tests.programs.effects.writes import executed, write
@@ -129,11 +129,11 @@ def draw(seed: int, kind: str = "mixed") -> Program:
     """The program of a seed. Some raise in eager: whoever runs them draws again."""
     rng = random.Random(f"{kind} {seed}")
     spelling = _spelling(rng, BODIES.get(kind, ()))
-    if kind == "casts" and spelling.body in layers.ROWS and rng.random() < 0.7:
+    if kind in ("casts", *OPENED) and spelling.body in layers.ROWS and rng.random() < (0.9 if kind in OPENED else 0.7):
         spelling = replace(spelling, expert="open")  # most casts of people's are inside of experts
     effects = [KINDS[kind](rng, spelling, 0)] if kind != "mixed" else []
     if kind in ("mixed", "twins"):
-        some = [k for k in KINDS if k not in ("twins", "orders", *(() if spelling.body in UNROLLED else ("numbers",)))]
+        some = [k for k in KINDS if k not in ("twins", "orders", *OPENED, *(() if spelling.body in UNROLLED else ("numbers",)))]
         effects += [KINDS[rng.choice(some)](rng, spelling, n + 1) for n in range(rng.randint(1, 3) - len(effects))]
     found = tuple(e for e in effects if e is not None)
     dynamic = rng.choice((None, None, None, True))
@@ -142,7 +142,7 @@ def draw(seed: int, kind: str = "mixed") -> Program:
         tokens, dynamic = (H, H, H), rng.choice((None, False))
     late = any("out later" in e.kind for e in found)  # one layer's sum is the next one's tokens, which the op keeps: the README says so
     twins = (kind == "twins" or rng.random() < 0.08) and not late
-    grad, verify = rng.random() < 0.6, rng.choice(VERIFY)
+    grad, verify = rng.random() < (0.9 if kind in OPENED else 0.6), rng.choice(VERIFY)
     if any(e.kind == "rounds" for e in found):  # templates look through such a cast: it takes the proof to see how much it changes
         verify = "probe"
     return Program(spelling, found, twins, grad, verify, dynamic, tokens, rng.randrange(4), rng.random() < 0.25)
@@ -329,6 +329,14 @@ def _meanwhile(rng: random.Random, spelling: Spelling, n: int) -> Effect | None:
     return Effect("meanwhile", ((MEANWHILE, rng.choice(idioms.MEANWHILE)),))
 
 
+def _kinks(rng: random.Random, spelling: Spelling, n: int) -> Effect | None:
+    return Effect("kinks", kinks.at_kinks(rng, spelling.places, MEANWHILE))
+
+
+def _options(rng: random.Random, spelling: Spelling, n: int) -> Effect | None:
+    return Effect("options", kinks.with_options(rng, spelling.places, spelling.body in ("rows", "hits")))
+
+
 def _place(rng: random.Random, spelling: Spelling, target: str) -> str:
     places = [place for place in spelling.places if target in spelling.knows(place)]
     return rng.choice(places or ["after"])
@@ -338,10 +346,17 @@ KINDS = {
     "views": _write, "updates": _update, "python": _python, "neutral": _neutral, "ids": _ids, "draws": _draws, "twins": _neutral,
     "promises": _promise, "later": _later, "orders": _neutral, "casts": _cast, "layouts": _layout, "numbers": _numbers_asked,
     "meanwhile": _meanwhile,
+    "kinks": _kinks, "options": _options,
 }  # fmt: skip
 """What an effect is; in "twins" of two equal layers, of which one is never neutral, in "orders" of sums with their features first."""
 
-BODIES = {"promises": (*SIZED, *SIZED, "dense"), "orders": TURNED, "numbers": UNROLLED[:3] + UNROLLED[5:], "meanwhile": SIZED}
+OPENED = ("kinks", "options")
+"""Kinds about what stands inside of experts, and its gradients."""
+
+BODIES = {
+    "promises": (*SIZED, *SIZED, "dense"), "orders": TURNED, "numbers": UNROLLED[:3] + UNROLLED[5:], "meanwhile": SIZED,
+    "kinks": ("rows", "rows", "dense", "table", "hits"), "options": ("rows", "rows", "rows", "hits", "table", "dense"),
+}  # fmt: skip
 """Spellings of a kind that does not fit all."""
 
 
