@@ -29,7 +29,7 @@ _ONE: dict[str, Callable[[Node, Expr], Expr]] = {
 }
 
 
-@rule("moefuse::experts")
+@rule("moefuse::experts", shown=("out_dtype",))
 def on_experts(
     ctx: Context,
     node: Node,
@@ -45,7 +45,6 @@ def on_experts(
     *,
     activation: str = "silu",
     gating: str = "merged",
-    out_dtype: Any = None,
 ) -> Combined | None:
     """Stacked weights in one dtype, gate and up merged or no gate, and no more options than that."""
     routing = _routing(ctx, ids)
@@ -59,7 +58,7 @@ def on_experts(
     return body.summed(routing, hidden, lambda h: _projected(node, h, w_in[0], b_in), lambda a: _projected(node, a, w_out[0], b_out))
 
 
-@rule("moefuse::experts_coded")
+@rule("moefuse::experts_coded", shown=("out_dtype",))
 def on_experts_coded(
     ctx: Context,
     node: Node,
@@ -76,13 +75,11 @@ def on_experts_coded(
     *,
     encodings: Sequence[str],
     activation: str = "silu",
-    activation_args: Sequence[float] = (),
     gating: str = "merged",
-    out_dtype: Any = None,
 ) -> Combined | None:
     """As ``moefuse::experts``, of stacks that are both in few bits and have scales alone, without biases."""
     routing, first, last = _routing(ctx, ids), *(parse(text) if text else None for text in (encodings[0], encodings[2]))
-    one = len(w_in) == len(w_out) == 1 and not w_up and not b_in and not b_out and len(codes) == len((w_in, w_out))
+    one = len(w_in) == len(w_out) == 1 and not (w_up or b_in or b_up or b_out) and len(codes) == len((w_in, w_out))
     if routing is None or not one or first is None or last is None or activation not in _ONE or gating not in ("merged", "plain"):
         return None
     storage, made, rows = tensor(w_in[0]), tensor(node), tensor(x)
@@ -144,15 +141,16 @@ def on_grouped_linear(ctx: Context, node: Node, x: Node, offsets: Node, w: Seque
     return Rows((rows.axes[0], (Atom("f", 0, shape_of(known)[-1]),)), rows.domain, _projected(node, rows.expr, w[0], b))
 
 
-@rule("moefuse::combine")
-def on_combine(
-    ctx: Context, node: Node, rows: Node, weights: Node | None, order: Node, offsets: Node, top_k: int, out_dtype: Any = None
-) -> Combined | None:
+@rule("moefuse::combine", shown=("out_dtype",))
+def on_combine(ctx: Context, node: Node, rows: Node, weights: Node | None, order: Node, offsets: Node, top_k: int) -> Combined | None:
     """Sorted rows back at their tokens, times the weights of their slots, summed."""
     found, at, known, before = ctx.fact(rows), ctx.fact(order), tensor(node), tensor(rows)
     if not isinstance(found, Rows) or not isinstance(at, Sorted) or found.domain.order is not at.order or known is None or before is None:
         return None
     routing, features = at.order.routing, shape_of(known)[-1]
+    ends = ctx.fact(offsets)
+    if not isinstance(ends, Counts) or not ends.ends or ends.first != 0 or ends.routing is not routing:
+        return None
     if at.of != "slot" or routing.top_k != top_k or known.dtype != before.dtype or not isinstance(features, int):
         return None
     expr = found.expr if weights is None else Op(node, "mul", (found.expr, SlotWeight(node, weights)), ())
