@@ -48,6 +48,7 @@ def signature(
         tuple(None if node is None else form.number(node) for node in (routing.kept, routing.valid)),
         region.per_slot,
         region.replaced,
+        region.trained,
         region.num_experts,
         None if region.base is None else form.number(region.base),
         form.of(region.expr),

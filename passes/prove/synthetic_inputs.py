@@ -61,7 +61,7 @@ class Inputs:
         """The value of a tensor or number that is older than the region."""
         node = self.ctx.replaced.get(node, node)
         if node not in self.values:
-            self.values[node] = self._root(node) if is_root(node) else self._computed(node)
+            self.values[node] = _plain(self._root(node) if is_root(node) else self._computed(node))
             self.older |= storages(self.values[node])
         return self.values[node]
 
@@ -189,6 +189,11 @@ class Inputs:
             table = torch.where(some, table, -table if self.region.routing.above else 0.0)
         like = fake(node)
         return table.reshape([int(hint(s)) for s in like.shape]).to(device=like.device, dtype=like.dtype)
+
+
+def _plain(value: Any) -> Any:
+    """Without gradients, where nothing but torch's own class of tensors says what that is."""
+    return value.detach() if type(value) in (torch.Tensor, torch.nn.Parameter) and value.requires_grad else value
 
 
 def hint(value: Any) -> Any:

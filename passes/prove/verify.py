@@ -1,7 +1,8 @@
 """The proof on the model's own weights: the original region and its replacement on synthetic tokens, both against float64.
 
 Compared is what the program's user can see: the sum, whatever else of the region is read behind it, and that nothing older is changed
-(``surroundings.py``); on values of which none is neutral (``synthetic_inputs.py``).
+(``surroundings.py``); on values of which none is neutral (``synthetic_inputs.py``). Gradients are compared where there may be
+some (``gradients.py``).
 
 Three routings are tried: random, all tokens on the same experts (so that the others get none), and random again. The reference runs the
 recognised expression itself in float64, one expert at a time, on a sample of the tokens: a wrong reading of the program shows as an
@@ -28,6 +29,7 @@ from moefuse.passes.encodings.part import Coded
 from moefuse.passes.infer.state import Context
 from moefuse.passes.ir.evaluate import Rows64
 from moefuse.passes.ir.regions import Region
+from moefuse.passes.prove.gradients import Graded, comparable
 from moefuse.passes.prove.replay import replay
 from moefuse.passes.prove.shown import Shown
 from moefuse.passes.prove.surroundings import FAR, Around, codes, lowest, rms
@@ -85,7 +87,19 @@ def verify(
         if found.ours > found.allowed:
             return Verdict(found.ours / found.allowed, str(found))
         worst = max(worst, found.ours / found.allowed)
-    return Verdict(worst)
+    problem = _gradients(values, around, result, bodies) if comparable(ctx, region) else ""
+    return Verdict(float("inf") if problem else worst, problem)
+
+
+def _gradients(values: Inputs, around: Around, result: Node, bodies: Sequence[Assumption]) -> str:
+    """What differs of the gradients, or an empty text, where the region itself has none on made-up values, too."""
+    graded = Graded(values.region, values.draw("random"))
+    with torch.enable_grad():
+        try:
+            original = replay(around.before, values, graded.leaves, bodies).value(values.region.anchor)
+        except RuntimeError:  # an operation that is made for inference
+            return ""
+        return graded.differ(original, replay(around.after, values, graded.leaves, bodies).value(result), values.generator)
 
 
 @dataclass(frozen=True)

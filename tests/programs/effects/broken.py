@@ -19,7 +19,7 @@ from moefuse.passes.ir.regions import Region
 from moefuse.passes.lower import lower
 from moefuse.passes.match import interpret, liveness, safety, templates
 from moefuse.passes.match.arguments import taken
-from moefuse.passes.prove import effects, synthetic_inputs
+from moefuse.passes.prove import effects, synthetic_inputs, verify
 from moefuse.passes.prove.region_key import _Form
 from moefuse.passes.rules.rows import views
 
@@ -137,5 +137,8 @@ SWALLOWED: Broken = ((interpret, "taken", _swallowed),)
 
 ONLY_VALUES: Broken = ((templates, "same_derivative", lambda *_: True),)
 """What has the values of an activation is one."""
+
+NO_GRADIENTS: Broken = ((verify, "comparable", lambda *_: False),)
+"""The proof compares values alone."""
 
 EQUAL_LAYERS: Broken = ((driver, "signature", _by_names_alone),)

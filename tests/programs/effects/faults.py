@@ -48,6 +48,7 @@ def _program(
 
 
 LOOK = {"last look": broken.NO_LAST_LOOK}
+GRADIENTS = {"gradients of the proof": broken.NO_GRADIENTS}
 
 FAULTS: dict[str, Fault] = {
     "storage by names": Fault(
@@ -125,16 +126,16 @@ FAULTS: dict[str, Fault] = {
     "equal values, other derivatives": Fault(
         "a clamp at 0 becomes relu, which has another derivative there",
         broken.ONLY_VALUES,
-        replace(
-            _program("rows", ("entry", kinks.TOKENS[0]), ("hidden", f"h = {kinks.A}.clamp(min=0)"), expert="open", verify="off"), grad=True
-        ),
+        replace(_program("rows", ("entry", kinks.TOKENS[0]), ("hidden", f"h = {kinks.A}.clamp(min=0)"), expert="open"), grad=True),
         ("kinks",),
+        GRADIENTS,
     ),
     "swallowed arguments": Fault(
         "a rule takes options that it does not read",
         broken.SWALLOWED,
         replace(_program("rows", ("given", "given = F.embedding(tok, x, padding_idx=1)"), expert="open"), grad=True),
         ("options",),
+        GRADIENTS,
     ),
 }
 """By name."""

@@ -1,0 +1,118 @@
+"""Gradients of a region and of its replacement, on one probe of a region that may be trained: equal values do not mean equal derivatives.
+
+Of what the experts are given: tokens, routing weights, what the sum is added to. Weights get none here, which would take as much memory as
+the model; what stands between two products has the gradient of the tokens behind it. Some rows of tokens are zeros, as padding is: there
+functions have their kinks.
+
+One number beside a kink may be on the other side of it by a rounding that two right programs do not share. So most rows have to be as near
+as sums are, and each has to be no other one altogether.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from moefuse.passes.graph.applied import Functions
+from moefuse.passes.graph.calls import tensor
+from moefuse.passes.infer.state import Context
+from moefuse.passes.ir.expr import Gate, Op, SlotWeight, Token, held_leaves, walk
+from moefuse.passes.ir.regions import Region
+from moefuse.passes.prove.surroundings import FAR, lowest, rms
+
+_EVERY = 4
+"""Of so many rows of tokens the last is zeros."""
+_OTHER = 0.4
+"""So far from its size is a row that is another one."""
+_FINE = 1e-4
+"""Rounding that moves next to no number across a kink."""
+_SOME = 0.1
+"""Of the rows, those that coarser rounding may move across one."""
+
+
+class Graded:
+    """A probe whose gradients are compared.
+
+    Args:
+        leaves: values of the probe by node. ``leaves`` are theirs with rows of zeros, by which gradients are asked for.
+    """
+
+    def __init__(self, region: Region, leaves: Mapping[Node, Any]) -> None:
+        self.region = region
+        self.wanted = {node: leaves[node] for node in _differentiated(region) if isinstance(leaves.get(node), Tensor)}
+        own = {id(value): _with_zeros(region, node, value).requires_grad_() for node, value in self.wanted.items()}
+        self.leaves = {node: own.get(id(value), value) for node, value in leaves.items()}
+
+    def differ(self, original: Tensor, fused: Tensor, generator: torch.Generator) -> str:
+        """Which gradient is another one, or an empty text."""
+        if not self.wanted or not original.requires_grad:
+            return ""
+        given = [self.leaves[node] for node in self.wanted]
+        grad = torch.randn(original.shape, generator=generator).to(original)
+        theirs = torch.autograd.grad(original, given, grad, allow_unused=True)
+        if not fused.requires_grad:
+            ours: tuple[Tensor | None, ...] = (None,) * len(given)
+        else:
+            ours = torch.autograd.grad(fused, given, grad.reshape(fused.shape).to(fused), allow_unused=True)
+        eps = torch.finfo(lowest(self.region, original.dtype)).eps
+        for (node, value), a, b in zip(self.wanted.items(), theirs, ours, strict=True):
+            rows = self._rows(node, value)
+            if problem := _unlike(*(torch.zeros_like(rows) if g is None else g.reshape(rows.shape) for g in (a, b)), eps):
+                return f"the gradient of `{node.name}` is another one: {problem}"
+        return ""
+
+    def _rows(self, node: Node, value: Tensor) -> Tensor:
+        width = next((e.width for e in walk(self.region.expr) if isinstance(e, Token) and e.source is node), None)
+        if width is None:
+            width = value.shape[-1] if node is self.region.base and value.dim() else 1
+        return value.reshape(-1, width)
+
+
+def comparable(ctx: Context, region: Region) -> bool:
+    """Whether the gradients of a region may be asked for, and are those of its operations.
+
+    Where activations are rounded to codes they are none, and functions with a backward pass of their own are proved in ``backward.py``.
+    """
+    expr = region.expr
+    own = any(not region.nodes.isdisjoint(f.nodes) for f in ctx.scratch(Functions).found)
+    drawn = any(isinstance(e, Op) and e.name == "dropout" for e in walk(expr))
+    return region.trained and not own and not drawn and not held_leaves(expr)
+
+
+def _differentiated(region: Region) -> list[Node]:
+    """What the experts are given that may have a gradient."""
+    given = [e.source for e in walk(region.expr) if isinstance(e, Token | SlotWeight) or (isinstance(e, Gate) and not e.ones)]
+    given += [] if region.base is None else [region.base]
+    return [n for n in dict.fromkeys(given) if (v := tensor(n)) is not None and v.requires_grad and v.is_floating_point()]
+
+
+def _with_zeros(region: Region, node: Node, value: Tensor) -> Tensor:
+    """A copy, of tokens with some rows of zeros."""
+    copy = value.detach().clone()
+    width = next((e.width for e in walk(region.expr) if isinstance(e, Token) and e.source is node), None)
+    if width is not None and copy.is_contiguous():
+        copy.view(-1, width)[_EVERY - 1 :: _EVERY] = 0
+    return copy
+
+
+def _unlike(theirs: Tensor, ours: Tensor, eps: float) -> str:
+    """How far rows of gradients are apart, where that is too far."""
+    a, b = theirs.double(), ours.double()
+    whole = rms(a)
+    if not bool(torch.isfinite(a).all()) or (whole == 0.0 and rms(b) == 0.0):
+        return ""
+    away = (a - b).square().mean(-1).sqrt()
+    size = a.square().mean(-1).sqrt().clamp(min=0.1 * whole) + 1e-30
+    part = away / size
+    if not float(part.median()) <= 2 * FAR * eps:
+        return f"rows differ by {float(part.median()):.2e} of their size"
+    others = part > _OTHER
+    allowed = 0 if eps < _FINE else int(_SOME * len(part))
+    zeros = others[_EVERY - 1 :: _EVERY] if a.shape[-1] > 1 else others[:0]
+    if int(others.sum()) > allowed or bool(zeros.any()):
+        return f"{int(others.sum())} of {len(part)} rows differ by up to {float(part.max()):.2e} of their size"
+    return ""
