@@ -10,6 +10,7 @@ as sums are, and each has to be no other one altogether.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -59,11 +60,19 @@ class Graded:
         else:
             ours = torch.autograd.grad(fused, given, grad.reshape(fused.shape).to(fused), allow_unused=True)
         eps = torch.finfo(lowest(self.region, original.dtype)).eps
-        for (node, value), a, b in zip(self.wanted.items(), theirs, ours, strict=True):
-            rows = self._rows(node, value)
-            if problem := _unlike(*(torch.zeros_like(rows) if g is None else g.reshape(rows.shape) for g in (a, b)), eps):
+        for node, *pair in zip(self.wanted, theirs, ours, strict=True):
+            rows = self._rows(node, self.leaves[node].detach()).double()
+            a, b = (torch.zeros_like(rows) if g is None else self._chosen(node, rows, g.reshape(rows.shape).double()) for g in pair)
+            scale = math.sqrt(original.shape[-1]) if rows.shape[-1] == 1 else 1.0
+            usual = scale * rms(grad.double()) * rms(original.detach().double()) / (rms(rows) + 1e-30)
+            if problem := _unlike(a, b, eps, usual):
                 return f"the gradient of `{node.name}` is another one: {problem}"
         return ""
+
+    def _chosen(self, node: Node, rows: Tensor, grad: Tensor) -> Tensor:
+        """Of a routing table the gradients of experts that are chosen: what the others have ends in the constant that fills it."""
+        table = any(isinstance(e, Gate) and e.source is node and not e.slots for e in walk(self.region.expr))
+        return torch.where(rows > 0, grad, 0.0) if table else grad
 
     def _rows(self, node: Node, value: Tensor) -> Tensor:
         width = next((e.width for e in walk(self.region.expr) if isinstance(e, Token) and e.source is node), None)
@@ -99,15 +108,14 @@ def _with_zeros(region: Region, node: Node, value: Tensor) -> Tensor:
     return copy
 
 
-def _unlike(theirs: Tensor, ours: Tensor, eps: float) -> str:
-    """How far rows of gradients are apart, where that is too far."""
-    a, b = theirs.double(), ours.double()
-    whole = rms(a)
-    if not bool(torch.isfinite(a).all()) or (whole == 0.0 and rms(b) == 0.0):
+def _unlike(theirs: Tensor, ours: Tensor, eps: float, usual: float) -> str:
+    """How far rows of gradients are apart, where that is too far. ``usual``: their size but for what cancels, and is rounding alone."""
+    known = torch.isfinite(theirs).all(-1, keepdim=True)
+    a, b = (torch.where(known, of, 0.0) for of in (theirs, ours))
+    size = a.square().mean(-1).sqrt().clamp(min=0.1 * max(rms(a), usual)) + 1e-30
+    part = (a - b).square().mean(-1).sqrt() / size
+    if not part.numel():
         return ""
-    away = (a - b).square().mean(-1).sqrt()
-    size = a.square().mean(-1).sqrt().clamp(min=0.1 * whole) + 1e-30
-    part = away / size
     if not float(part.median()) <= 2 * FAR * eps:
         return f"rows differ by {float(part.median()):.2e} of their size"
     others = part > _OTHER
