@@ -138,9 +138,9 @@ def _snapshot(value: Any) -> Restore:
     """How to put back what an object is now; it writes only what was changed."""
     parts: list[Restore] = []
     if isinstance(value, torch.Tensor):
-        parts += [_torch_private.tensor_state(value), _dict(vars(value))]
+        parts += [_torch_private.tensor_state(value), contents(vars(value))]
     elif isinstance(value, dict):
-        parts.append(_dict(value))
+        parts.append(contents(value))
     elif isinstance(value, list | set | collections.deque):
         parts.append(_sequence(value))
     elif isinstance(value, types.CellType):
@@ -154,11 +154,12 @@ def _snapshot(value: Any) -> Restore:
     elif _is_array(value):
         parts.append(functools.partial(value.__setitem__, ..., value.copy()))
     if isinstance(value, types.FunctionType) or _is_state(value):
-        parts += [_dict(_attributes(value)), *(_slot(value, name) for name in _slots(value))]
+        parts += [contents(_attributes(value)), *(_slot(value, name) for name in _slots(value))]
     return lambda: [part() for part in parts]
 
 
-def _dict(value: dict[Any, Any]) -> Restore:
+def contents(value: dict[Any, Any]) -> Restore:
+    """How to put back what a dict holds, in its order."""
     # Subclasses have opinions on how they are changed (transformers' outputs forbid it); an OrderedDict has an order of its own.
     kind: Any = collections.OrderedDict if isinstance(value, collections.OrderedDict) else dict
     before = list(kind.items(value))

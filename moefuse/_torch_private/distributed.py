@@ -79,8 +79,8 @@ class NotForDDP:
         paths = {id(module): path for path, module in self.root.named_modules()}
         for module, name in self.held:
             parameter: Any = module._parameters.get(name)
-            if not isinstance(parameter, DTensor):
-                continue  # a full one again
+            if not isinstance(parameter, DTensor) or id(module) not in paths:
+                continue  # a full one again, or a list that was taken out of the model
             setattr(parameter, "_ddp_ignored", True)  # noqa: B010  (for Dynamo's buckets; a Parameter that was moved has it no more)
             # A compiled module looks like this one, and has it as a child. What is the root's own, DDP calls ".name" in places.
             path = f"{paths[id(module)]}.{name}"

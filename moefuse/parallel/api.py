@@ -21,6 +21,7 @@ from moefuse.parallel.plan import Layer, Plan
 from moefuse.parallel.pretrained import saving_whole
 from moefuse.parallel.shard import shard, sharded_names
 from moefuse.parallel.units import Cut, cuts_of
+from moefuse.parallel.undone import all_or_nothing
 from moefuse.parallel.where import Slices, Where
 from moefuse.runtime import groups
 from moefuse.runtime.groups import Grads, Most, Split, Terms, Tokens
@@ -79,7 +80,7 @@ def parallelize(
 
     Raises:
         ParallelError: no experts, no process group, a mesh of several dimensions, fewer experts than ranks, an optimizer that has the
-            Parameters already, tied or sharded Parameters, an illegal argument. Nothing has been changed then.
+            Parameters already, tied or sharded Parameters, an illegal argument. Whatever is raised, the model is as it was then.
     """
     checks.arguments(grads, transport, max_tokens, bound)
     roles = checks.roles_of(experts)
@@ -112,7 +113,7 @@ def parallelize(
     warn = copies.warning_of_others(mesh)
     names = [site.layer for site in sites]
     model_number = _number(grids.values())
-    layers = []
+    layers, wheres = [], []
     for number, (site, place, count) in enumerate(zip(sites, places, counts, strict=True)):
         at = grids[count]
         way = _transport(site, transport, max_tokens, at, near[count])
@@ -121,21 +122,29 @@ def parallelize(
         slices = Slices(terms[-1].text, cuts[number]) if cuts else None
         name = site.layer if names.count(site.layer) == 1 and site.layer else site.name
         on_gradient = copies.averaging(name, at) if terms[0].averages else warn
-        where = Where(at.mesh, place, terms[0].text if hops[0] == "ep" else "", slices, name, replicated, on_gradient, model_number)
+        wheres.append(Where(at.mesh, place, terms[0].text if hops[0] == "ep" else "", slices, name, replicated, on_gradient, model_number))
+        layers.append(Layer(name, place, wheres[-1].mine, terms))
+    with all_or_nothing(model):
+        held = _spread(model, sites, wheres)
+        saving_whole(model, mesh)
+        setattr(model, ON_META, (*getattr(model, ON_META, ()), *_on_meta(model)))
+        lengths.keep_open()
+        for layer in layers:
+            groups.hold(len(layer.here), layer.placement.slots)
+        for group in (groups.group(name) for name in dict.fromkeys(name for at in grids.values() for name in at.names) if debug):
+            group.standing.first.append(same.later(model, group))
+    return Plan(tuple(layers), held)
+
+
+def _spread(model: nn.Module, sites: Sequence[Site], wheres: Sequence[Where]) -> tuple[tuple[nn.Module, str], ...]:
+    """Put parts of experts in the place of all of them; the modules that have them, and the names of their Parameters."""
+    for site, where in zip(sites, wheres, strict=True):
         shard(site, where)
-        groups.hold(len(where.mine), place.slots)
-        layers.append(Layer(name, place, where.mine, terms))
     for layer in dict.fromkeys(site.layer for site in sites):
         views.gathering_once(model.get_submodule(layer))
-    lengths.keep_open()
-    saving_whole(model, [int(rank) for rank in mesh.mesh.flatten()], _torch_private.timeout_of(mesh.get_group(0)))
-    for name in dict.fromkeys(name for at in grids.values() for name in at.names) if debug else ():
-        group = groups.group(name)
-        group.standing.first.append(same.later(model, group))
     held = tuple(dict.fromkeys((site.module, name) for site in sites for name in sharded_names(site.module)))
     _torch_private.not_for_ddp(model, held)
-    setattr(model, ON_META, (*getattr(model, ON_META, ()), *_on_meta(model)))
-    return Plan(tuple(layers), held)
+    return held
 
 
 ON_META = "_moefuse_on_meta"

@@ -4,43 +4,49 @@ from __future__ import annotations
 
 import datetime
 import inspect
-from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from moefuse import _torch_private
 from moefuse.errors import ParallelError, PeerError
 from moefuse.parallel import views
 from moefuse.parallel.shard import held_of
 from moefuse.parallel.state import full_state_dict
+from moefuse.runtime.collectives import is_fake
 
 WAIT: datetime.timedelta | None = None
 """How long a rank waits for the others; None for as long as their process group does."""
 
 
-def saving_whole(model: nn.Module, ranks: Sequence[int], timeout: datetime.timedelta | None) -> None:
+def saving_whole(model: nn.Module, mesh: DeviceMesh) -> None:
     """Let ``save_pretrained`` of a model, and of models in it, write full weights. Every rank calls it; the first process writes.
 
     Args:
-        ranks: those that have parts of the model.
-        timeout: how long one that saves waits for the others.
+        mesh: of the ranks that have parts of the model; one that saves waits for the others as long as its process group does.
     """
     found = [m for m in model.modules() if callable(getattr(type(m), "save_pretrained", None)) and any(map(held_of, m.modules()))]
     if not found:
         return
+    around = mesh.get_group(0)
     # A group that nothing else runs on: where one rank alone saves, the others are in some other collective.
-    group = dist.new_group(list(ranks), timeout=timeout, backend="gloo", use_local_synchronization=True)
+    group = around if is_fake(around) else _group([int(rank) for rank in mesh.mesh.flatten()], _torch_private.timeout_of(around))
     for module in found:
         views.with_properties(module, {}, {"save_pretrained": _saving(type(module), group)})
+
+
+def _group(ranks: list[int], timeout: datetime.timedelta | None) -> Any:
+    return dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=True)
 
 
 def _saving(kind: Any, group: Any) -> Any:
     def save_pretrained(
         self: Any, save_directory: Any, is_main_process: bool = True, state_dict: dict[str, Any] | None = None, **kwargs: Any
     ) -> Any:
-        _check(kind, kwargs)
+        _check(kind, kwargs, group)
         writes = is_main_process and dist.get_rank() == 0
         if state_dict is None:
             _wait_for_all(kind, group)
@@ -53,7 +59,9 @@ def _saving(kind: Any, group: Any) -> Any:
     return save_pretrained
 
 
-def _check(kind: Any, kwargs: dict[str, Any]) -> None:
+def _check(kind: Any, kwargs: dict[str, Any], group: Any) -> None:
+    if is_fake(group):
+        raise ParallelError(f"{kind.__name__}: a fake process group has no other ranks, so there is nobody who has the rest of the experts")
     if "state_dict" not in inspect.signature(kind.save_pretrained).parameters:
         raise ParallelError(
             f"{kind.__name__}: its save_pretrained takes no state_dict, and what a rank has is a part of the model: call "
