@@ -20,8 +20,8 @@ from moefuse.parallel.placement import Placement, placed
 from moefuse.parallel.plan import Layer, Plan
 from moefuse.parallel.pretrained import saving_whole
 from moefuse.parallel.shard import shard, sharded_names
-from moefuse.parallel.units import Cut, cuts_of
 from moefuse.parallel.undone import all_or_nothing
+from moefuse.parallel.units import Cut, cuts_of
 from moefuse.parallel.where import Slices, Where
 from moefuse.runtime import groups
 from moefuse.runtime.groups import Grads, Most, Split, Terms, Tokens

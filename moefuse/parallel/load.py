@@ -16,30 +16,36 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from moefuse.errors import ParallelError
 from moefuse.parallel.api import ON_META
 from moefuse.parallel.files import Files, opened
-from moefuse.parallel.shard import Held, held_of
+from moefuse.parallel.shard import Held, holders_of, keys_of
 from moefuse.parallel.sources import Experts, Names, misfits, read, sources
 from moefuse.parallel.state import slots_here
 
 
 @dataclass(frozen=True)
 class Spread:
-    """One Parameter of which this rank holds a part: ``prefix`` of its module, ``name`` in ``held.names``, ``shape`` of one expert's."""
+    """One Parameter of which this rank holds a part.
 
-    prefix: str
+    Attributes:
+        name: in ``held.names``.
+        shape: of one expert's.
+        places: the keys that a checkpoint of the model has for it: of each expert, or one of all of them under -1.
+    """
+
     held: Held
     name: str
     parameter: DTensor
     shape: tuple[int, ...]
+    places: Mapping[int, Sequence[str]]
 
     @property
     def keys(self) -> list[str]:
-        """What a checkpoint of the model has for it."""
-        return [self.prefix + key for key in self.held.keys(self.name)]
+        """All of them."""
+        return [key for keys in self.places.values() for key in keys]
 
     @property
     def own(self) -> str:
-        """Its own key."""
-        return self.prefix + self.held.names[self.name]
+        """For people."""
+        return next(iter(self.keys), self.name)
 
 
 def load(model: nn.Module, path: str | Path, *, strict: bool = True, merge: Mapping[str, Sequence[str]] | None = None) -> Any:
@@ -66,16 +72,17 @@ def load(model: nn.Module, path: str | Path, *, strict: bool = True, merge: Mapp
     if _of_transformers(model):
         model.tie_weights()  # type: ignore[operator]  # ``to_empty`` has made several of one Parameter
     spread = _spread(model)
-    rest = _rest(model, {each.own for each in spread})
+    rest = _rest(model, {id(each.parameter) for each in spread})
     names = _names(model, files, {*rest, *(key for each in spread for key in each.keys)})
-    found = [sources(files, names, e.prefix, e.held, e.name, e.shape, (merge or {}).get(e.name, ())) for e in spread]
+    found = [sources(files, names, e.places, e.held.where.experts, e.shape, (merge or {}).get(e.name, ())) for e in spread]
     wrong = [w for each, of in zip(spread, found, strict=True) if of is not None for w in misfits(files, each.own, each.shape, of)]
     if wrong:
         raise RuntimeError(_text(model, wrong))
     state = {key: _like(files.whole(names.renamed[key]), value) for key, value in rest.items() if key in names.renamed}
-    used = {piece.key for of in found for pieces in of or () for piece in pieces} | {names.renamed[key] for key in state}
+    used = {piece.key for of in found for pieces in of or () for piece in pieces}
+    used |= {names.renamed[key] for key in (*state, *(key for e in spread for key in e.keys)) if key in names.renamed}
     missing = [
-        key for e, of in zip(spread, found, strict=True) if of is None or e.held.numbers for key in e.keys if key not in names.renamed
+        key for e, of in zip(spread, found, strict=True) if of is None or e.held.listed for key in e.keys if key not in names.renamed
     ]
     filled = {id(rest[key]) for key in state}
     missing += [key for key, value in rest.items() if key not in state and id(value) not in filled]
@@ -91,24 +98,22 @@ def load(model: nn.Module, path: str | Path, *, strict: bool = True, merge: Mapp
 
 
 def _spread(model: nn.Module) -> list[Spread]:
-    out = []
-    for path, module in model.named_modules():
-        held = held_of(module)
-        for name, own in held.names.items() if held is not None else ():
-            assert held is not None
+    out, keys = [], keys_of(model)
+    for module, held in holders_of(model).items():
+        for name, own in held.names.items():
             parameter: Any = module._parameters[own]
-            out.append(Spread(f"{path}.".lstrip("."), held, name, parameter, tuple(parameter.shape[1:])))
+            out.append(Spread(held, name, parameter, tuple(parameter.shape[1:]), keys.get((module, name), {})))
     return out
 
 
-def _rest(model: nn.Module, spread: set[str]) -> dict[str, Tensor]:
+def _rest(model: nn.Module, spread: set[int]) -> dict[str, Tensor]:
     """All other Parameters and buffers that a checkpoint has, by key; one that has several names under each."""
     found: dict[str, Tensor] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         tensors = {n: b for n, b in module._buffers.items() if n not in module._non_persistent_buffers_set}
         for name, tensor in {**module._parameters, **tensors}.items():
-            if tensor is not None and (key := f"{path}.{name}".lstrip(".")) not in spread:
-                found[key] = tensor
+            if tensor is not None and id(tensor) not in spread:
+                found[f"{path}.{name}".lstrip(".")] = tensor
     return found
 
 

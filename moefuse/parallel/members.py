@@ -1,44 +1,81 @@
-"""What modules inside of an expert in a list say where they are used apart from the list, which holds their weights."""
+"""What modules inside of an expert in a list know of themselves: the list holds their weights, wherever they are in the model.
+
+The row of an expert goes with its modules. So a list may be sorted, cut or put into another one, and experts may change places: what is
+read, saved, loaded and put together again is found by the module, and never by its place.
+"""
 
 from __future__ import annotations
 
+import copy
 import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from moefuse.errors import ParallelError
+from moefuse.parallel import views
 
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "_orig_mod.")
 """What wrappers put into the names of a state and take out of its keys."""
 
+HOLDER = "_moefuse_holder"
+"""The attribute of an expert, and of a module in it whose Parameters were taken, that has the list; in a tuple, so that it is no child."""
+MEMBER = "_moefuse_member"
+"""Of the class of such a module, its :class:`Member`."""
 
-def methods(kind: type[nn.Module], layer: str, path: str) -> dict[str, Any]:
-    """Of a module whose Parameters the list has: methods of a subclass of ``kind``.
 
-    Args:
-        layer: for people.
-        path: of the module, from the list: ``"1.up"``.
+@dataclass(frozen=True)
+class Member:
+    """A module in an expert; an attribute of its class, which is its own.
+
+    Attributes:
+        expert: whose rows of the list's Parameters it reads.
+        inner: its path from the expert.
+        names: of its own Parameters that were taken, the path from the expert.
+        order: of all its Parameters, as they were.
     """
 
-    def to_state(self: Any, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        _in_a_whole(prefix, "state_dict")
-        kind._save_to_state_dict(self, destination, prefix, keep_vars)
+    expert: int
+    inner: str
+    names: Mapping[str, str]
+    order: tuple[str, ...]
 
-    def from_state(self: Any, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-        _in_a_whole(prefix, "load_state_dict")
-        kind._load_from_state_dict(self, state, prefix, *rest)
 
-    def _in_a_whole(prefix: str, what: str) -> None:
-        for wrapper in _WRAPPERS:
-            prefix = prefix.replace(wrapper, "")
-        if not f".{prefix}".endswith(f".{path}."):
-            raise ParallelError(
-                f"{what} of a part of an expert of {layer}, whose weights moefuse.parallelize has put into the list of all of them: "
-                "call it on the list or on a module around it"
-            )
+def member_of(module: nn.Module) -> Member | None:
+    """What a module knows of itself, if a list has its Parameters."""
+    return getattr(type(module), MEMBER, None) if HOLDER in vars(module) else None
 
-    return {"_save_to_state_dict": to_state, "_load_from_state_dict": from_state}
+
+def holder_of(module: nn.Module) -> nn.Module:
+    """The list that has the weights of an expert, or of a module in it."""
+    found: nn.Module = vars(module)[HOLDER][0]
+    return found
+
+
+def members_of(root: nn.Module) -> Iterator[tuple[str, nn.Module, Member]]:
+    """All of a model by the prefix of their keys; one that has several names under each."""
+    for name, module in root.named_modules(remove_duplicate=False):
+        member = member_of(module)
+        if member is not None:
+            yield unwrapped(f"{name}."), module, member
+
+
+def unwrapped(prefix: str) -> str:
+    """The keys of a state have no wrappers in them."""
+    for wrapper in _WRAPPERS:
+        prefix = prefix.replace(wrapper, "")
+    return prefix
+
+
+def check_whole(member: Member, prefix: str, what: str, layer: str) -> None:
+    """Raises where a state is of an expert alone, or of a part of one: other ranks may have its weights."""
+    if f"{member.inner}.".lstrip(".").endswith(unwrapped(prefix)):
+        raise ParallelError(
+            f"{what} of a part of an expert of {layer}, whose weights moefuse.parallelize has put into the list of all of them: "
+            "call it on the list or on a module around it"
+        )
 
 
 def freezing(kind: type[nn.Module], layer: str) -> dict[str, Any]:
@@ -53,3 +90,36 @@ def freezing(kind: type[nn.Module], layer: str) -> dict[str, Any]:
         return kind.requires_grad_(self, requires_grad)
 
     return {"requires_grad_": requires_grad_}
+
+
+def copying(kind: type[nn.Module], row: Callable[[nn.Module, str, int], nn.Parameter]) -> dict[str, Any]:
+    """Of the same: a copy without its list is a module of its own, with full weights, as it is on one process.
+
+    Args:
+        row: of a list, what one expert has at a path, in full; a collective call.
+    """
+
+    def deepcopy(self: Any, memo: dict[int, Any]) -> Any:
+        if id(holder_of(self)) in memo:
+            return _copied(self, memo)
+        made = _copied(self, memo, leave_out=HOLDER)
+        made.__class__ = views.original(self)
+        member = member_of(self)
+        if member is not None:
+            taken = {own: row(holder_of(self), path, member.expert) for own, path in member.names.items()}
+            own = {**made._parameters, **taken}
+            made._parameters.clear()
+            made._parameters.update({name: own.pop(name) for name in member.order if name in own} | own)
+        return made
+
+    return {} if hasattr(kind, "__deepcopy__") else {"__deepcopy__": deepcopy}
+
+
+def _copied(module: nn.Module, memo: dict[int, Any], leave_out: str = "") -> Any:
+    """As ``copy.deepcopy`` copies what has no opinion on it."""
+    reduced: Any = module.__reduce_ex__(4)
+    make, arguments, state = reduced[:3]
+    made = make(*arguments)
+    memo[id(module)] = made
+    made.__setstate__(copy.deepcopy({name: value for name, value in state.items() if name != leave_out}, memo))
+    return made

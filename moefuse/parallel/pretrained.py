@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from moefuse import _torch_private
 from moefuse.errors import ParallelError, PeerError
 from moefuse.parallel import views
-from moefuse.parallel.shard import held_of
+from moefuse.parallel.shard import held_of, keys_of
 from moefuse.parallel.state import full_state_dict
 from moefuse.runtime.collectives import is_fake
 
@@ -86,14 +86,10 @@ def _wait_for_all(kind: Any, group: Any) -> None:
 
 def _whole(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
     """A state that the user gives, with full weights."""
-    for path, module in model.named_modules():
-        held = held_of(module)
-        for name in held.names if held is not None else ():
-            assert held is not None
-            lost = [key for key in (f"{path}.{key}".lstrip(".") for key in held.keys(name)) if key not in state]
-            if lost:
-                raise ParallelError(
-                    f"the state_dict that save_pretrained was given has no {lost[0]}, which another rank holds: leave it out, or give "
-                    "moefuse.full_state_dict(model)"
-                )
+    lost = next((key for places in keys_of(model).values() for keys in places.values() for key in keys if key not in state), None)
+    if lost is not None:
+        raise ParallelError(
+            f"the state_dict that save_pretrained was given has no {lost}, which another rank holds: leave it out, or give "
+            "moefuse.full_state_dict(model)"
+        )
     return {key: value.full_tensor().cpu() if isinstance(value, DTensor) else value for key, value in state.items()}

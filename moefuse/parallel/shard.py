@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from moefuse.parallel import members, state, views
+from moefuse.parallel import state, views
 from moefuse.parallel.copies import watch
 from moefuse.parallel.find import Listed, Site, Stacked
+from moefuse.parallel.members import HOLDER, MEMBER, Member, copying, freezing, holder_of, member_of, members_of, unwrapped
 from moefuse.parallel.where import Where
 
 
@@ -22,26 +23,49 @@ class Held:
 
     Attributes:
         names: of each Parameter of the experts of which ranks hold parts (a path from an expert, if they are a list), the module's own.
-        numbers: the names of the experts in a list; None for stacked ones.
-        order: of each module whose Parameters were taken, by its path from here, the names in their order.
+        listed: whether the experts are modules, which know their rows (``members.py``), and not stacked.
     """
 
     where: Where
     names: Mapping[str, str]
-    numbers: tuple[str, ...] | None = None
-    order: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-
-    def keys(self, name: str) -> list[str]:
-        """The keys that a checkpoint of the model has for one of ``names``, from here."""
-        return [name] if self.numbers is None else [f"{number}.{name}" for number in self.numbers]
+    listed: bool = False
 
 
 _HELD = "_moefuse_held"
 
 
 def held_of(module: nn.Module) -> Held | None:
-    """What a module holds, if its experts are spread."""
-    return getattr(type(module), _HELD, None)
+    """What a module holds, if its experts are spread. A list that was made of a part of another one has its class and holds nothing."""
+    held: Held | None = getattr(type(module), _HELD, None)
+    holds = held is not None and (not held.listed or all(name in module._parameters for name in held.names.values()))
+    return held if holds else None
+
+
+def holders_of(model: nn.Module) -> dict[nn.Module, Held]:
+    """All modules that hold what a model reads, in its order: also a list that is not in the model any more, while an expert of it is."""
+    found: dict[nn.Module, Held] = {}
+    for module in model.modules():
+        for holder in (module, *(holder_of(module) for _ in range(member_of(module) is not None))):
+            held = held_of(holder)
+            if held is not None:
+                found.setdefault(holder, held)
+    return found
+
+
+def keys_of(model: nn.Module) -> dict[tuple[nn.Module, str], dict[int, list[str]]]:
+    """Of each Parameter of :func:`holders_of`, by its name there, the keys that a state of the model has for it; of a list by expert.
+
+    Stacked experts are under -1. An expert that is nowhere in the model has none.
+    """
+    found: dict[tuple[nn.Module, str], dict[int, list[str]]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        held = held_of(module)
+        for name in held.names if held is not None and not held.listed else ():
+            found.setdefault((module, name), {}).setdefault(-1, []).append(unwrapped(f"{path}.".lstrip(".")) + name)
+    for prefix, module, member in members_of(model):
+        for own, path in member.names.items():
+            found.setdefault((holder_of(module), path), {}).setdefault(member.expert, []).append(prefix + own)
+    return found
 
 
 def shard(site: Site, where: Where) -> None:
@@ -57,21 +81,12 @@ def _held(site: Site, where: Where) -> Held:
     moved = [name for name in site.names if not where.stays(name)]
     if isinstance(site, Stacked):
         return Held(where, {name: name for name in moved})
-    numbers = tuple(name for name, _ in site.module.named_children())
-    order = {
-        f"{number}.{path}".rstrip("."): tuple(inner._parameters)
-        for number, item in zip(numbers, site.items, strict=True)
-        for path, inner in item.named_modules()
-    }
-    return Held(where, {path: stacked_name(path) for path in moved}, numbers, order)
+    return Held(where, {path: stacked_name(path) for path in moved}, listed=True)
 
 
 def _body(kind: type[nn.Module], held: Held) -> dict[str, Any]:
     """What the class of a module that holds experts has: state with the model's keys, and what hangs on Parameters stays with new ones."""
-    if held.numbers is None:
-        save, load = state.keys_of_stacked(held.names, held.where)
-    else:
-        save, load = state.keys_of_listed(held.names, held.numbers, held.where)
+    of_state = state.of_list if held.listed else state.of_stacked
 
     def apply(self: Any, function: Any, recurse: bool = True) -> Any:
         kind._apply(self, function, recurse)
@@ -82,7 +97,7 @@ def _body(kind: type[nn.Module], held: Held) -> dict[str, Any]:
         kind.__setstate__(self, found)
         _settle(self)
 
-    return {**state.methods(kind, save, load, _settle), _HELD: held, "_apply": apply, "__setstate__": setstate}
+    return {**of_state(kind, held.names, held.where, _settle), _HELD: held, "_apply": apply, "__setstate__": setstate}
 
 
 def _settle(module: nn.Module) -> None:
@@ -127,7 +142,13 @@ def _place(held: Held) -> dict[str, Callable[[Any], Tensor]]:
     if not held.where.terms:
         return {}
     first = next(iter(held.names.values()))
-    return {views.PLACE: lambda module: held.where.table.on(module._parameters[first].to_local().device)}
+
+    def place(module: Any) -> Tensor:
+        if first not in module._parameters:
+            raise AttributeError(f"{type(module).__name__} was made of a list of experts, and does not hold their weights")
+        return held.where.table.on(module._parameters[first].to_local().device)
+
+    return {views.PLACE: place}
 
 
 def _reader(name: str, of: views.Of) -> Callable[[Any], Tensor]:
@@ -141,29 +162,44 @@ def _shard_listed(site: Listed, held: Held) -> None:
         every = [dict(item.named_parameters())[path] for item in site.items]
         rows = torch.stack([every[e].detach() for e in where.mine]) if where.mine else every[0].detach().new_empty((0, *every[0].shape))
         site.module.register_parameter(name, like(where.sharded(path, rows, every[0]), every[0]))
-    owners: dict[tuple[int, str], list[tuple[str, str]]] = {}
-    for expert, item in enumerate(site.items):
-        for path in held.names:
-            inner, _, own = path.rpartition(".")
-            owners.setdefault((expert, inner), []).append((own, path))
-            del item.get_submodule(inner)._parameters[own]
     holder = site.module
-    for (expert, inner), names in owners.items():
-        module = site.items[expert].get_submodule(inner)
-        object.__setattr__(module, HOLDER, (holder,))
-        place = ".".join(part for part in ((held.numbers or ())[expert], inner) if part)
-        body = {**members.methods(type(module), where.layer, place), **members.freezing(type(module), where.layer)}
-        views.with_properties(module, {own: _row_reader(held.names[path], expert, where.of(path)) for own, path in names}, body)
-    around = [item for expert, item in enumerate(site.items) if (expert, "") not in owners]
-    # One class for those of one class: a loop over experts runs them alike.
-    kinds = {kind: views.subclass(kind, members.freezing(kind, where.layer)) for kind in {type(item) for item in around}}
-    for item in around:
-        item.__class__ = kinds[type(item)]
+    taken = dict.fromkeys(path.rpartition(".")[0] for path in held.names)
+    # One class for the experts of one class: a loop over them runs them alike.
+    kinds = {kind: views.subclass(kind, _of_expert(kind, where.layer)) for kind in {type(item) for item in site.items if "" not in taken}}
+    for expert, item in enumerate(site.items):
+        for inner in taken:
+            _take(item.get_submodule(inner), inner, expert, held)
+            object.__setattr__(item.get_submodule(inner), HOLDER, (holder,))
+        if "" not in taken:
+            object.__setattr__(item, HOLDER, (holder,))
+            item.__class__ = kinds[type(item)]
     views.with_properties(holder, _place(held), _body(type(holder), held))
     _settle(holder)
 
 
-HOLDER = "_moefuse_holder"
+def _take(module: nn.Module, inner: str, expert: int, held: Held) -> None:
+    """Have a module in an expert read its rows of what the list holds."""
+    paths = {own: f"{inner}.{own}".lstrip(".") for own in module._parameters}
+    member = Member(expert, inner, {own: path for own, path in paths.items() if path in held.names}, tuple(paths))
+    for own in member.names:
+        del module._parameters[own]
+    kind, where = type(module), held.where
+    body = {**state.of_member(kind, member, held.names, where), **_of_expert(kind, where.layer), MEMBER: member}
+    readers = {own: _row_reader(held.names[path], expert, where.of(path)) for own, path in member.names.items()}
+    views.with_properties(module, readers, body)
+
+
+def _of_expert(kind: type[nn.Module], layer: str) -> dict[str, Any]:
+    return {**freezing(kind, layer), **copying(kind, _row)}
+
+
+def _row(holder: nn.Module, path: str, expert: int) -> nn.Parameter:
+    """What an expert of a list has at a path, in full; a collective call."""
+    held = held_of(holder)
+    assert held is not None
+    parameter: Any = holder._parameters[held.names[path]]
+    row = held.where.whole(path, state.held_here(parameter, held.where))[expert]
+    return like(nn.Parameter(row.clone(), requires_grad=parameter.requires_grad), parameter)
 
 
 def _row_reader(name: str, expert: int, of: views.Of) -> Callable[[Any], Tensor]:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from moefuse.errors import ParallelError
 from moefuse.parallel.files import Files
-from moefuse.parallel.shard import Held
 
 
 @dataclass(frozen=True)
@@ -49,28 +48,31 @@ class Names:
     merged: Mapping[str, Merged] = field(default_factory=dict)
 
 
-def sources(files: Files, names: Names, prefix: str, held: Held, name: str, shape: Sequence[int], merge: Sequence[str]) -> Experts | None:
+def sources(
+    files: Files, names: Names, places: Mapping[int, Sequence[str]], experts: int, shape: Sequence[int], merge: Sequence[str]
+) -> Experts | None:
     """Of what one Parameter of the experts is made; None if it is stacked and the checkpoint does not have it.
 
     Args:
-        prefix: of the module that holds it.
+        places: the model's keys for it: of each expert of a list that is in the model, or one of all of them under -1.
         shape: of one expert's.
         merge: what the user says it is made of: paths from an expert.
 
     Raises:
         ParallelError: it could be made in several ways.
     """
-    keys = [prefix + key for key in held.keys(name)]
-    if held.numbers is not None:
-        return [[Piece(names.renamed[key], None, 0, 0, shape[0])] if key in names.renamed else [] for key in keys]
-    if keys[0] in names.renamed:
-        return [[Piece(names.renamed[keys[0]], expert, 0, 0, shape[0])] for expert in range(held.where.experts)]
-    if keys[0] in names.merged:
-        return _joined(files, keys[0], names.merged[keys[0]], held.where.experts)
-    parts = _by_path(files, prefix, held.where.experts)
+    if -1 not in places:
+        found = [next((key for key in places.get(expert, ()) if key in names.renamed), None) for expert in range(experts)]
+        return [[] if key is None else [Piece(names.renamed[key], None, 0, 0, shape[0])] for key in found]
+    key = next((key for key in places[-1] if key in names.renamed or key in names.merged), places[-1][0])
+    if key in names.renamed:
+        return [[Piece(names.renamed[key], expert, 0, 0, shape[0])] for expert in range(experts)]
+    if key in names.merged:
+        return _joined(files, key, names.merged[key], experts)
+    parts = _by_path(files, key[: key.rfind(".") + 1], experts)
     if not parts:
         return None
-    return _joined(files, keys[0], _chosen(files, keys[0], parts, shape, merge), held.where.experts)
+    return _joined(files, key, _chosen(files, key, parts, shape, merge), experts)
 
 
 def _joined(files: Files, key: str, merged: Merged, experts: int) -> Experts:

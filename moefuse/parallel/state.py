@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -18,12 +17,16 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from moefuse.parallel.members import Member, check_whole, holder_of, members_of
 from moefuse.runtime.collectives import all_gather
 from moefuse.runtime.transports.allgather import padded
 
 
 class Where(Protocol):
     """What a rank holds; see ``shard.py``."""
+
+    @property
+    def layer(self) -> str: ...
 
     @property
     def mesh(self) -> DeviceMesh: ...
@@ -48,21 +51,13 @@ class Where(Protocol):
     def row(self, name: str, row: Tensor) -> Tensor: ...
 
 
-Save = Callable[[dict[str, Any], str], None]
-
-
-@dataclass(frozen=True)
-class Faults:
-    """Of ``load_state_dict``: keys that are not there, and sentences about what does not fit."""
-
-    missing: list[str]
-    errors: list[str]
-
-
-Load = Callable[[nn.Module, dict[str, Any], str, Faults], None]
+Rows = dict[int, dict[int, Tensor]]
+"""By the identity of a list's Parameter: of each expert that a state has here, its row."""
 
 _whole: contextvars.ContextVar[bool | None] = contextvars.ContextVar("moefuse_whole_state", default=None)
 """Set where a state has the weights of all ranks: whether this rank keeps them."""
+_known: contextvars.ContextVar[Rows | None] = contextvars.ContextVar("moefuse_rows_of_state", default=None)
+"""Set while a list is saved, all of whose experts ask for their rows."""
 
 
 def full_state_dict(model: nn.Module, keep: bool = True) -> dict[str, Any]:
@@ -93,30 +88,18 @@ def _plain(value: Any, known: dict[Hashable, Tensor] | None) -> Any:
     return known.setdefault((whole.device, whole.data_ptr(), whole.dtype, whole.shape, whole.stride()), whole.cpu())
 
 
-def methods(kind: type[nn.Module], save: Save, load: Load, settle: Callable[[nn.Module], None]) -> dict[str, Any]:
-    """What a subclass of ``kind`` has for its own part of a state: methods, and no hooks, so that they go when the class goes.
+Settle = Callable[[nn.Module], None]
+"""Called when a state has been loaded, which may have brought other Parameters (``assign=True``)."""
 
-    Args:
-        settle: called when a state has been loaded, which may have brought other Parameters (``assign=True``).
+
+def of_stacked(kind: type[nn.Module], names: Mapping[str, str], where: Where, settle: Settle) -> dict[str, Any]:
+    """Of a module with Parameters [E, ...] of which this rank has some rows, as methods of a subclass of ``kind``.
+
+    Methods, and no hooks, go when the class goes.
     """
 
-    def to_state(self: Any, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        kind._save_to_state_dict(self, destination, prefix, keep_vars)
-        save(destination, prefix)
-
-    def from_state(self: Any, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-        _, _, missing, _, errors = rest
-        load(self, state, prefix, Faults(missing, errors))
-        kind._load_from_state_dict(self, state, prefix, *rest)
-        settle(self)
-
-    return {"_save_to_state_dict": to_state, "_load_from_state_dict": from_state}
-
-
-def keys_of_stacked(names: Mapping[str, str], where: Where) -> tuple[Save, Load]:
-    """Give and take [E, ...] where this rank has some rows of it."""
-
-    def save(state: dict[str, Any], prefix: str) -> None:
+    def to_state(self: Any, state: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        kind._save_to_state_dict(self, state, prefix, keep_vars)
         for name in names:
             held = state.get(prefix + name)
             if not isinstance(held, DTensor):
@@ -124,72 +107,110 @@ def keys_of_stacked(names: Mapping[str, str], where: Where) -> tuple[Save, Load]
             if _whole.get() is not None:
                 state[prefix + name] = _full(name, held, where)
             elif not where.as_torch_has_it(name):
-                state[prefix + name] = where.in_order(name, _held(held, where))
+                state[prefix + name] = where.in_order(name, held_here(held, where))
 
-    def load(module: nn.Module, state: dict[str, Any], prefix: str, faults: Faults) -> None:
+    def from_state(self: Any, state: dict[str, Any], prefix: str, *rest: Any) -> None:
         for name in names:
             whole = state.get(prefix + name)
-            own: Any = module._parameters[name]
             if isinstance(whole, DTensor) and not where.as_torch_has_it(name):
                 whole = whole.full_tensor()
             if isinstance(whole, Tensor) and not isinstance(whole, DTensor) and len(whole) == where.experts:
-                state[prefix + name] = _rows(own, where.part(name, whole[list(where.mine)]), where)
+                state[prefix + name] = _rows(self._parameters[name], where.part(name, whole[list(where.mine)]), where)
+        kind._load_from_state_dict(self, state, prefix, *rest)
+        settle(self)
 
-    return save, load
-
-
-def keys_of_listed(names: Mapping[str, str], numbers: tuple[str, ...], where: Where) -> tuple[Save, Load]:
-    """Split the Parameter [E, ...] of each role into those of the experts that are here, and join them again.
-
-    Args:
-        names: of each path from an expert, the name of the list's Parameter.
-        numbers: the names of the experts in the list.
-    """
-    mine = where.mine
-
-    def save(state: dict[str, Any], prefix: str) -> None:
-        for path, name in names.items():
-            held = state.pop(prefix + name, None)
-            if held is None:
-                continue
-            if _whole.get() is not None:
-                rows = _full(path, held, where)
-                state.update({f"{prefix}{number}.{path}": row.clone() for number, row in zip(numbers, rows, strict=False)})
-                continue
-            local = _held(held, where)
-            for row, expert in enumerate(mine):
-                state[f"{prefix}{numbers[expert]}.{path}"] = where.row(path, local[row])
-
-    def load(module: nn.Module, state: dict[str, Any], prefix: str, faults: Faults) -> None:
-        for path, name in names.items():
-            found = [state.pop(f"{prefix}{number}.{path}", None) for number in numbers]
-            own: Any = module._parameters[name]
-            # A checkpoint of the whole model is judged as a whole, by every rank alike.
-            whole = any(row is not None for expert, row in enumerate(found) if expert not in mine)
-            known = {f"{prefix}{numbers[e]}.{path}": found[e] for e in (range(len(numbers)) if whole else mine)}
-            wrong = _faults(known, own.shape[1:], faults)
-            rows, here = own.to_local().detach().clone(), slots_here(own, where)
-            for slot, expert in enumerate(mine):
-                row = found[expert]
-                if row is not None and f"{prefix}{numbers[expert]}.{path}" not in wrong:
-                    part = _part(where, path, row)
-                    if slot in here:
-                        rows[slot - here.start] = part
-            state[prefix + name] = _like(own, rows)
-
-    return save, load
+    return {"_save_to_state_dict": to_state, "_load_from_state_dict": from_state}
 
 
-def _faults(rows: Mapping[str, Tensor | None], shape: torch.Size, faults: Faults) -> set[str]:
-    """Those of another ``shape``; says so, and which are missing. Both keep what they have."""
-    missing = [key for key, row in rows.items() if row is None]
-    wrong = {key: row.shape for key, row in rows.items() if row is not None and row.shape != shape}
-    faults.missing.extend(missing)
-    faults.errors.extend(
-        f"size mismatch for {key}: copying a param with shape {found} from checkpoint, the shape in current model is {shape}."
-        for key, found in wrong.items()
-    )
-    return set(wrong)
+def of_list(kind: type[nn.Module], names: Mapping[str, str], where: Where, settle: Settle) -> dict[str, Any]:
+    """Of a list that holds the Parameter [E, ...] of each path from an expert, ``names``: its experts save and load their rows."""
+
+    def state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
+        token = _known.set({})
+        try:
+            return kind.state_dict(self, *args, **kwargs)
+        finally:
+            _known.reset(token)
+
+    def to_state(self: Any, state: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        kind._save_to_state_dict(self, state, prefix, keep_vars)
+        for name in names.values():
+            state.pop(prefix + name, None)
+
+    def from_state(self: Any, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        missing = rest[2]
+        # A checkpoint of the whole model is judged as a whole, by every rank alike.
+        others = [key for key, expert in _keys(self, prefix) if expert not in where.mine]
+        if any(key in state for key in others):
+            missing.extend(key for key in others if key not in state)
+        own = {prefix + name for name in names.values()}
+        known = len(missing)
+        kind._load_from_state_dict(self, state, prefix, *rest)
+        missing[known:] = [key for key in missing[known:] if key not in own]
+        settle(self)
+
+    return {"state_dict": state_dict, "_save_to_state_dict": to_state, "_load_from_state_dict": from_state}
+
+
+def _keys(holder: nn.Module, prefix: str) -> list[tuple[str, int]]:
+    """The keys that a list's own experts have in a state where they are now, and whose they are."""
+    found = [(each, member) for each in members_of(holder) if holder_of(each[1]) is holder for member in (each[2],)]
+    return [(f"{prefix}{path}{own}", member.expert) for (path, _, _), member in found for own in member.names]
+
+
+def of_member(kind: type[nn.Module], member: Member, names: Mapping[str, str], where: Where) -> dict[str, Any]:
+    """Of a module in an expert: it has its rows in a state, wherever it is in the model."""
+
+    def to_state(self: Any, state: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        check_whole(member, prefix, "state_dict", where.layer)
+        kind._save_to_state_dict(self, state, prefix, keep_vars)
+        for own, path in member.names.items():
+            row = _saved(holder_of(self)._parameters[names[path]], path, where).get(member.expert)
+            if row is not None:
+                state[prefix + own] = row
+
+    def from_state(self: Any, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        check_whole(member, prefix, "load_state_dict", where.layer)
+        missing, errors = rest[2], rest[4]
+        for own, path in member.names.items():
+            key = prefix + own
+            parameter: Any = holder_of(self)._parameters[names[path]]
+            row = state.pop(key, None)
+            if row is None:
+                missing.extend([key] * (member.expert in where.mine))
+            elif row.shape != parameter.shape[1:]:
+                errors.append(_mismatch(key, row.shape, parameter.shape[1:]))
+            elif member.expert in where.mine:
+                _write(parameter, where.mine.index(member.expert), _part(where, path, row), where)
+        kind._load_from_state_dict(self, state, prefix, *rest)
+
+    return {"_save_to_state_dict": to_state, "_load_from_state_dict": from_state}
+
+
+def _saved(parameter: Any, path: str, where: Where) -> dict[int, Tensor]:
+    """The rows of a list's Parameter that a state has on this rank, by expert; a collective call where it has to be."""
+    known = _known.get()
+    if known is not None and id(parameter) in known:
+        return known[id(parameter)]
+    if _whole.get() is not None:
+        found = {expert: row.clone() for expert, row in enumerate(_full(path, parameter.detach(), where))}
+    else:
+        local = held_here(parameter.detach(), where)
+        found = {expert: where.row(path, local[slot]) for slot, expert in enumerate(where.mine)}
+    if known is not None:
+        known[id(parameter)] = found
+    return found
+
+
+def _write(parameter: Any, slot: int, part: Tensor, where: Where) -> None:
+    here = slots_here(parameter, where)
+    if slot in here:
+        with torch.no_grad():
+            parameter.to_local()[slot - here.start].copy_(part)
+
+
+def _mismatch(key: str, found: torch.Size, wanted: torch.Size) -> str:
+    return f"size mismatch for {key}: copying a param with shape {found} from checkpoint, the shape in current model is {wanted}."
 
 
 def _part(where: Where, path: str, row: Tensor) -> Tensor:
@@ -203,7 +224,7 @@ def _part(where: Where, path: str, row: Tensor) -> Tensor:
 def _full(name: str, held: DTensor, where: Where) -> Tensor:
     """[E, ...] on the CPU where a rank keeps it, else [0, ...]; a collective call."""
     with torch.no_grad():
-        whole = where.whole(name, _held(held, where))
+        whole = where.whole(name, held_here(held, where))
     return whole.cpu() if _whole.get() else whole.new_empty((0, *whole.shape[1:]))
 
 
@@ -221,7 +242,7 @@ def _of_fsdp(own: DTensor, where: Where) -> list[int]:
     return [dim for dim in range(own.device_mesh.ndim - where.mesh.ndim) if not own.placements[dim].is_replicate()]
 
 
-def _held(held: DTensor, where: Where) -> Tensor:
+def held_here(held: DTensor, where: Where) -> Tensor:
     """What this rank holds, put together from those that FSDP has sharded it over."""
     local, mesh = held.to_local(), held.device_mesh
     for dim in _of_fsdp(held, where):

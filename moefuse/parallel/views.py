@@ -47,7 +47,7 @@ def full(holder: nn.Module, name: str, of: Of) -> Tensor:
     if len(parameter.placements) > of[2]:
         return parameter
     if torch.compiler.is_compiling():
-        return _gather(holder, parameter, of)
+        return gather(parameter.to_local(), of)
     found: Tensor = _in_eager(holder, parameter, name, of, _torch_private.in_compiled_call())
     return found
 
@@ -60,7 +60,7 @@ def _in_eager(holder: nn.Module, parameter: Any, name: str, of: Of, between_grap
     known = _gathered.get()
     if known is not None and id(parameter) in known:
         return known[id(parameter)]
-    found = _gather(holder, parameter, of)
+    found = gather(parameter.to_local(), of)
     if not between_graphs:  # what goes into the next one has to be a plain tensor
         found = read_only(found, f"{type(holder).__name__}.{name}")
     if known is not None:
@@ -68,9 +68,10 @@ def _in_eager(holder: nn.Module, parameter: Any, name: str, of: Of, between_grap
     return found
 
 
-def _gather(holder: nn.Module, parameter: Any, of: Of) -> Tensor:
+def gather(local: Tensor, of: Of) -> Tensor:
+    """All of a Parameter, of which this rank has ``local``."""
     experts, slices, _ = of
-    out: Tensor = parameter.to_local()
+    out = local
     if slices is not None:
         out = torch.ops.moefuse.gathered_slices.default(out, *slices)
     if experts is not None:

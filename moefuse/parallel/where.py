@@ -17,7 +17,7 @@ from moefuse.parallel.placement import Placement
 from moefuse.parallel.table import Table
 from moefuse.parallel.units import Cut
 from moefuse.runtime.groups import Terms, of_weight
-from moefuse.runtime.transports.weights import all_rows, all_slices, slice_of
+from moefuse.runtime.transports.weights import all_slices, slice_of
 
 
 @dataclass(frozen=True)
@@ -125,14 +125,8 @@ class Where:
 
     def whole(self, name: str, held: Tensor) -> Tensor:
         """[E, ...] of what the ranks hold of a Parameter; a collective call."""
-        experts, slices, _ = self.of(name)
-        out: Tensor = held
-        if slices is not None:
-            out = all_slices(Terms.parse(slices[2]).group, out, *slices[:2])
-        if experts is not None:
-            table, slots, terms = experts
-            out = all_rows(Terms.parse(terms).group, out, table.on(out.device), slots)
-        return out
+        with torch.no_grad():
+            return views.gather(held, self.of(name))
 
     def in_order(self, name: str, held: Tensor) -> DTensor:
         """The same as a DTensor as torch has it: of which each rank holds the part that its placements say. A collective call."""

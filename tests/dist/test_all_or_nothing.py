@@ -6,8 +6,8 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator
-from types import CodeType, FrameType
 from pathlib import Path
+from types import CodeType, FrameType
 from typing import Any
 from unittest import mock
 
@@ -23,7 +23,6 @@ import moefuse
 from moefuse.parallel import checks
 from moefuse.runtime import groups
 from tests.dist import layers
-
 
 _OURS = re.compile(re.escape(str(Path(moefuse.__file__).parent)))
 
@@ -42,7 +41,7 @@ def _mesh() -> Iterator[DeviceMesh]:
     groups._groups.clear()
 
 
-class Fault(Exception):
+class ThrownError(Exception):
     """What is thrown."""
 
 
@@ -61,18 +60,18 @@ def codes(call: Callable[[], object]) -> list[CodeType]:
 
 
 def raising(code: CodeType, last: bool, call: Callable[[], object]) -> bool:
-    """Whether a call raised because this function did, the first time, or the second time if ``last`` (then nothing where there is none)."""
+    """Whether a call raised because this function did, the first time, or the second time if ``last``."""
     times = [0]
 
     def throw(frame: FrameType, event: str, _: object) -> None:
         if event == "call" and frame.f_code is code:
             times[0] += 1
             if times[0] == 1 + last:
-                raise Fault(code.co_qualname if hasattr(code, "co_qualname") else code.co_name)
+                raise ThrownError(code.co_qualname if hasattr(code, "co_qualname") else code.co_name)
 
     try:
         _under(throw, call)
-    except Fault:
+    except ThrownError:
         return True
     return False
 
