@@ -35,7 +35,8 @@ class _AllToAll:
         group = terms.group
         wanted = destinations(ids, place, slots, group.size)
         splits = torch.cat(exchanged_counts(terms, wanted.sum(1)))
-        handle = [splits, wanted.nonzero()[:, 1]]
+        # In memory of its own: on a GPU it would be a view that begins at its own length, which compiled code takes for aligned.
+        handle = [splits, wanted.nonzero()[:, 1].clone(memory_format=torch.contiguous_format)]
         out = _there(group, [*rows, ids], handle)
         return Dispatched(out[:-1], out[-1], handle)
 
