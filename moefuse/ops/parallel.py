@@ -1,7 +1,7 @@
 """Experts on several ranks as operations: weights that are gathered, or tokens that travel. Fakes, registration, gradients.
 
     W [E, ...] = gathered(local [<=L, ...], place [E], L, terms)          what a sharded weight means: all of it
-    *rows, ids, *handle = ep_dispatch([x [T, H], weights [T, K], ..], ids [T, K], place, L, terms, layer)
+    *rows, ids, *handle = ep_dispatch([x [T, H], weights [T, K], ..], ids [T, K], place, L, terms, layer, trained)
     y [R, N]   = experts(rows[0], ids, rows[1], local weights, ..)         every rank's tokens, this rank's experts
     out [T, N] = ep_combine(y, handle, T, terms, layer)
 
@@ -14,7 +14,10 @@ ranks. Both sides compute the same function:
 
 Gradients: dispatch and combine are adjoint, so backward of one is the other. On their way to the experts gradients are scaled
 (``Terms.scale``), for an expert sees the tokens of all ranks, where data parallelism takes the mean over ranks; on their way back that is
-taken out again. ``terms`` is the text of :class:`moefuse.runtime.groups.Terms`; ``layer`` names the layer in errors.
+taken out again. Which collectives backward has must not depend on what one rank alone wants gradients of, such as its tokens. So all
+rows go back where anything of the region is differentiated: ``trained`` are the weights of the experts, of which nothing else is read; and
+a dispatch that is differentiated on some ranks only is another call than that of the others (``runtime/words.py``). ``terms`` is the text
+of :class:`moefuse.runtime.groups.Terms`; ``layer`` names the layer in errors.
 
 All of them communicate, on every rank of the mesh, whatever it has; fakes do not.
 """
@@ -32,7 +35,7 @@ from moefuse._torch_private import never_dead
 from moefuse.ops.autograd import below_autograd, ops, wants_grad
 from moefuse.ops.schema import implement
 from moefuse.runtime import overflow, providers, transports
-from moefuse.runtime.groups import Terms, weight_of
+from moefuse.runtime.groups import Terms, of_weight, weight_of
 from moefuse.runtime.peers import peers, told
 from moefuse.runtime.ranks import numbers_dtype
 from moefuse.runtime.transports.weights import all_rows, own_rows
@@ -122,10 +125,12 @@ def _check_rows(rows: Sequence[Tensor], ids: Tensor) -> None:
         raise ValueError(f"ep_dispatch takes ids [T, K] of integers and rows [T, ..], not {ids.dtype} {list(ids.shape)} and {shapes}")
 
 
-def _dispatch(rows: Sequence[Tensor], ids: Tensor, place: Tensor | None, slots: int, terms: str, layer: str) -> list[Tensor]:
+def _dispatch(
+    rows: Sequence[Tensor], ids: Tensor, place: Tensor | None, slots: int, terms: str, layer: str, trained: Sequence[Tensor] | None = None
+) -> list[Tensor]:
     known = Terms.parse(terms)
     how = transports.transport(known)
-    with peers(known, layer, "ep_dispatch", [*rows, ids], place) as call, refusing(call, ids):
+    with peers(known, layer, f"ep_dispatch {weight_of(terms)[1]}".rstrip(), [*rows, ids], place) as call, refusing(call, ids):
         overflow.check(known)
         _check_rows(rows, ids)
         arrived = how.dispatch(known, rows, ids, place, slots)
@@ -133,7 +138,9 @@ def _dispatch(rows: Sequence[Tensor], ids: Tensor, place: Tensor | None, slots: 
     return [*arrived.rows, local, *arrived.handle]
 
 
-def _dispatch_fake(rows: Sequence[Tensor], ids: Tensor, place: Tensor | None, slots: int, terms: str, layer: str) -> list[Tensor]:
+def _dispatch_fake(
+    rows: Sequence[Tensor], ids: Tensor, place: Tensor | None, slots: int, terms: str, layer: str, trained: Sequence[Tensor] | None = None
+) -> list[Tensor]:
     known = Terms.parse(terms)
     how = transports.transport(known)
     arrivals: Any = how.arrivals(known, ids.shape[0])
@@ -176,32 +183,44 @@ def _combine_fake(y: Tensor, handle: Sequence[Tensor], tokens: int, terms: str, 
     return y.new_empty((tokens, *y.shape[1:]))
 
 
+TRAINED = "with gradients"
+"""Of a dispatch that is differentiated, for people and for the other ranks."""
+
+
 class _Dispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ids: Tensor, place: Tensor | None, slots: int, terms: str, layer: str, *rows: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, ids: Tensor, place: Tensor | None, slots: int, terms: str, layer: str, count: int, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        rows = tensors[:count]
         with below_autograd():
-            out = ops.ep_dispatch.default(rows, ids, place, slots, terms, layer)
+            out = ops.ep_dispatch.default(rows, ids, place, slots, of_weight(terms, TRAINED), layer)
         ctx.tokens, ctx.terms, ctx.layer = ids.shape[0], terms, layer
-        ctx.mark_non_differentiable(*out[len(rows) :])
-        ctx.save_for_backward(*out[len(rows) + 1 :])
+        ctx.differ = [row.is_floating_point() for row in rows]
+        ctx.mark_non_differentiable(*(o for o, differs in zip(out[:count], ctx.differ, strict=True) if not differs), *out[count:])
+        ctx.save_for_backward(*out[count + 1 :])
         ctx.set_materialize_grads(True)
         return tuple(out)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        need = ctx.needs_input_grad[5:]
-        wanted = [g.contiguous() for g, wants in zip(grads[: len(need)], need, strict=True) if wants]
+        need = ctx.needs_input_grad[6:]
+        sent = [g.contiguous() for g, differs in zip(grads, ctx.differ, strict=False) if differs]
         found = iter(
-            ops.ep_give_back.default(wanted, ctx.saved_tensors, ctx.tokens, 1 / Terms.parse(ctx.terms).scale(), ctx.terms, ctx.layer)
+            ops.ep_give_back.default(sent, ctx.saved_tensors, ctx.tokens, 1 / Terms.parse(ctx.terms).scale(), ctx.terms, ctx.layer)
         )
-        return None, None, None, None, None, *(next(found) if wants else None for wants in need)
+        came = [next(found) if differs else None for differs in ctx.differ]
+        wanted = [grad if wants else None for grad, wants in zip(came, need, strict=False)]
+        return None, None, None, None, None, None, *wanted, *(None for _ in need[len(came) :])
 
 
-def dispatch(rows: Sequence[Tensor], ids: Tensor, place: Tensor | None, slots: int, terms: str, layer: str) -> list[Tensor]:
+def dispatch(
+    rows: Sequence[Tensor], ids: Tensor, place: Tensor | None, slots: int, terms: str, layer: str, trained: Sequence[Tensor] | None = None
+) -> list[Tensor]:
     """Autograd entry of ``moefuse::ep_dispatch``."""
-    if wants_grad(rows):
-        return list(_Dispatch.apply(ids, place, slots, terms, layer, *rows))  # type: ignore[no-untyped-call]
+    if wants_grad((*rows, *(trained or ()))):
+        return list(_Dispatch.apply(ids, place, slots, terms, layer, len(rows), *rows, *(trained or ())))  # type: ignore[no-untyped-call]
     with below_autograd():
         return ops.ep_dispatch.default(rows, ids, place, slots, terms, layer)  # type: ignore[no-any-return]
 

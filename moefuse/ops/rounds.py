@@ -83,7 +83,7 @@ def ep_experts(*data: Any, terms: str, layer: str, limit: int, place: Tensor | N
                 *data, place=place, slots=slots, terms=terms, layer=layer, limit=limit, **options
             )
     x, ids, weights, *lists = data
-    rows, scores, local, *handle = ops.ep_dispatch.default([x, weights], ids, place, slots, terms, layer)
+    rows, scores, local, *handle = ops.ep_dispatch.default([x, weights], ids, place, slots, terms, layer, flatten(lists))
     y = ops.experts.default(rows, local, scores, *lists, **options)
     return ops.ep_combine.default(y, handle, x.shape[0], terms, layer)  # type: ignore[no-any-return]
 

@@ -63,7 +63,7 @@ SCHEMAS: tuple[str, ...] = (
     "on_one_rank(Tensor x, str terms) -> Tensor",
     "on_one_rank_backward(Tensor grad, str terms) -> Tensor",
     "ep_local_ids(Tensor ids, Tensor? place, int slots, str terms) -> Tensor",
-    "ep_dispatch(Tensor[] rows, Tensor ids, Tensor? place, int slots, str terms, str layer) -> Tensor[]",
+    "ep_dispatch(Tensor[] rows, Tensor ids, Tensor? place, int slots, str terms, str layer, Tensor[]? trained=None) -> Tensor[]",
     "ep_combine(Tensor y, Tensor[] handle, SymInt tokens, str terms, str layer) -> Tensor",
     f"bounded_experts({_EXPERTS_ARGS}, Tensor? room=None, str terms, str layer) -> Tensor",
     "room(Tensor ids) -> Tensor",

@@ -33,7 +33,7 @@ def compare(call: Call) -> None:
     counts = call.heard(say(group, call.word(call.rows[0].shape[0] if call.rows else 0)))
     while group.standing.first:
         group.standing.first.pop(0)()
-    if call.op not in ("ep_dispatch", "ep_experts"):
+    if call.op.split()[0] not in ("ep_dispatch", "ep_experts"):
         return
     most = max(counts)
     if isinstance(terms.most, int) and most > terms.most:

@@ -212,14 +212,25 @@ class Spread(Lowering):
             rows.setdefault(_key(weight), super().slot_weights(weight))
         ids = super().ids()
         first = list(dict.fromkeys(rows.values()))
-        sent = list(first)
+        sent, trained = list(first), self.trained()
         for hop in self.where.hops:
-            out = self.emit(torch.ops.moefuse.ep_dispatch.default, sent, ids, hop.place, hop.slots, hop.terms, self.layer)
+            out = self.emit(torch.ops.moefuse.ep_dispatch.default, sent, ids, hop.place, hop.slots, hop.terms, self.layer, trained)
             parts = [self.emit(operator.getitem, out, i) for i in range(len(fake(out)))]
             self.way_back.append((parts[len(sent) + 1 :], self.emit(torch.ops.aten.sym_size.int, ids, 0), hop.terms))
             sent, ids = parts[: len(sent)], parts[len(sent)]
         got = dict(zip(first, sent, strict=True))
         self.arrived = {key: got[node] for key, node in rows.items()} | {"ids": ids}
+
+    def trained(self) -> list[Node]:
+        """This rank's parts of the weights: where one is trained, it is so on every rank, which nothing says of tokens."""
+        found: dict[Node, None] = {}
+        for leaf in weight_leaves(self.region.expr):
+            call = origin((leaf.parts or (leaf.source,))[0])
+            while call is not None and is_gathered(call):
+                call = call.args[0]  # type: ignore[assignment]
+            if call is not None and not leaf.detached:
+                found[call] = None
+        return list(found)
 
     def ids(self) -> Node:
         return self.arrived.get("ids") or super().ids()

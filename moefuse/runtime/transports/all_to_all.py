@@ -66,7 +66,8 @@ def exchanged_counts(terms: Terms, sent: Tensor) -> tuple[Tensor, Tensor]:
 
     Every number travels as a word (``runtime/words.py``). Nobody of a fake group sends anything.
     """
-    call, group = running(terms), terms.group.process_group
+    # Words have a group of their own where it takes such tensors: a rank that is elsewhere is waited for, and nothing taken for a word.
+    call, group = running(terms), terms.group.host if sent.device.type == "cpu" else terms.group.process_group
     said = sent + call.word(0)
     told = torch.full_like(said, call.word(0))
     call.said = True
