@@ -10,6 +10,15 @@ from typing import TYPE_CHECKING
 
 from moefuse._torch_private import failures as failures
 from moefuse._torch_private.autograd import (
+    forward_level as forward_level,
+)
+from moefuse._torch_private.autograd import (
+    guard_forward_level as guard_forward_level,
+)
+from moefuse._torch_private.autograd import (
+    has_tangent as has_tangent,
+)
+from moefuse._torch_private.autograd import (
     hooks_of_gradients as hooks_of_gradients,
 )
 from moefuse._torch_private.autograd import (
@@ -17,6 +26,15 @@ from moefuse._torch_private.autograd import (
 )
 from moefuse._torch_private.autograd import (
     running_backward as running_backward,
+)
+from moefuse._torch_private.autograd import (
+    transform as transform,
+)
+from moefuse._torch_private.autograd import (
+    under_fakes as under_fakes,
+)
+from moefuse._torch_private.autograd import (
+    unless_transformed as unless_transformed,
 )
 from moefuse._torch_private.autograd import (
     variables_of_backward as variables_of_backward,

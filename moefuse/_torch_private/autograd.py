@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 
 def when_backward_ends(call: Callable[[], None]) -> None:
@@ -43,3 +44,50 @@ def hooks_of_gradients(parameter: torch.nn.Parameter) -> list[Any]:
         return []
     parameter._post_accumulate_grad_hooks = hooks
     return list(hooks.values())
+
+
+def unless_transformed(entry: Callable[..., Any], instead: Callable[..., Any]) -> Callable[..., Any]:
+    """``entry``; or ``instead``, where a level of forward-mode AD is open or ``torch.func`` transforms what runs here.
+
+    Asked for every call of an op, so with nothing but two reads.
+    """
+    active = torch._C._functorch.peek_interpreter_stack
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if forward_ad._current_level >= 0 or active() is not None:
+            return instead(*args, **kwargs)
+        return entry(*args, **kwargs)
+
+    return call
+
+
+def forward_level() -> bool:
+    """Whether a level of forward-mode AD is open: tensors may have tangents."""
+    return forward_ad._current_level >= 0
+
+
+def transform() -> str:
+    """The transform of ``torch.func`` that runs here, the innermost one; "" outside of any."""
+    found = torch._C._functorch.peek_interpreter_stack()
+    return "" if found is None else found.key().name.lower()
+
+
+def has_tangent(t: torch.Tensor) -> bool:
+    """Whether a tensor has a tangent at the open level of forward-mode AD."""
+    return forward_level() and t.is_floating_point() and forward_ad.unpack_dual(t).tangent is not None
+
+
+def guard_forward_level() -> None:
+    """Let the frame that Dynamo is compiling depend on whether a level of forward-mode AD is open; nothing outside of one."""
+    context = torch._guards.TracingContext.try_get()
+    if context is None:
+        return
+    from torch._dynamo.guards import GuardBuilder
+    from torch._dynamo.source import GlobalStateSource
+
+    context.guards_context.dynamo_guards.add(GlobalStateSource().make_guard(GuardBuilder.DUAL_LEVEL))
+
+
+def under_fakes() -> bool:
+    """Whether the program that runs is one of fake tensors, whose mode is around all that it calls."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None

@@ -6,14 +6,18 @@ An Autograd kernel costs little when nothing is to be differentiated: it redispa
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from moefuse import _torch_private
+from moefuse.ops import composite
 from moefuse.ops.call import Body, ExpertsCall, cut, lists_of, stacks
 from moefuse.ops.checks import check_experts
+from moefuse.ops.composite import flatten
 from moefuse.ops.grad_calls import GradCall, InCall, Needs, OutCall, RowsCall
 
 ops = torch.ops.moefuse
@@ -29,15 +33,9 @@ def wants_grad(tensors: Iterable[Tensor | None]) -> bool:
     return False
 
 
-def flatten(args: Iterable[Any]) -> list[Tensor]:
-    """All tensors among op arguments, lists opened."""
-    out: list[Tensor] = []
-    for a in args:
-        if isinstance(a, Tensor):
-            out.append(a)
-        elif isinstance(a, (list, tuple)):
-            out += [t for t in a if isinstance(t, Tensor)]
-    return out
+def again(tensors: Iterable[Tensor]) -> bool:
+    """Whether a gradient of these is differentiated itself, so that a composite makes it: from the inputs, and from no rows of forward."""
+    return torch.is_grad_enabled() or any(map(_torch_private.has_tangent, tensors))
 
 
 def keep(ctx: Any, *tensors: Tensor) -> None:
@@ -89,9 +87,14 @@ def gradients(grad: Tensor, saved: Sequence[Tensor], counts: list[int], code: tu
     x, weights, h, order, offsets, *flat = saved
     body = Body.decode(*code)
     call = GradCall(grad, x, weights, h, order, offsets, *stacks(cut(flat, counts)), Needs.of(flags, body.on_input), body)
-    computed = _in_parts(call) if grad.device.type in IN_PARTS else ops.experts_backward.default(*call.pack())
+    computed = _in_parts(call) if grad.device.type in IN_PARTS and not _whole((grad, *saved)) else ops.experts_backward.default(*call.pack())
     d_x, d_weights, *d_flat = grads_for(flags, (1, 1, *counts), computed)
     return d_x, None, d_weights, *d_flat
+
+
+def _whole(tensors: Sequence[Tensor]) -> bool:
+    """Whether backward has to be the one op that has a composite."""
+    return bool(_torch_private.transform()) or again(tensors)
 
 
 IN_PARTS = ("cuda",)
@@ -105,17 +108,17 @@ def _in_parts(call: GradCall) -> list[Tensor]:
     """
     grad, x, weights, h, order, offsets, w_in, w_up, w_out, need, body = call
 
-    def part(op: Any, of: RowsCall | InCall | OutCall) -> Iterator[Tensor]:
+    def run(op: Any, of: RowsCall | InCall | OutCall) -> Iterator[Tensor]:
         return iter(op.default(*of.pack()))
 
     none: list[Tensor] = []
     d_x, rows, d_in, d_out = none, iter(none), iter(none), iter(none)
     if need.rows:
-        rows = part(ops.experts_backward_rows, RowsCall(grad, weights, h, order, offsets, w_out, need, body))
+        rows = run(ops.experts_backward_rows, RowsCall(grad, weights, h, order, offsets, w_out, need, body))
     d_h, a, d_weights = ([next(rows)] if wanted else [] for wanted in (need.h, need.w_out, need.products))
 
     def second(wanted: Needs) -> Iterator[Tensor]:
-        return part(ops.experts_backward_in, InCall(x, weights, d_h[0], order, offsets, w_in, w_up, wanted, body))
+        return run(ops.experts_backward_in, InCall(x, weights, d_h[0], order, offsets, w_in, w_up, wanted, body))
 
     if need.tokens:
         found = second(need.of_tokens)
@@ -124,14 +127,9 @@ def _in_parts(call: GradCall) -> list[Tensor]:
     if need.of_lists.h:
         d_in = second(need.of_lists)
     if need.out:
-        d_out = part(ops.experts_backward_out, OutCall(grad, weights, order, offsets, a[0] if a else None, w_out, need, body))
+        d_out = run(ops.experts_backward_out, OutCall(grad, weights, order, offsets, a[0] if a else None, w_out, need, body))
     taken = zip((d_in, d_in, d_out) * 2, lists_of(w_in, w_up, w_out), need.flags[2:], strict=True)
     return [*d_x, *d_weights, *(next(source) for source, tensors, wanted in taken if wanted for _ in tensors)]
-
-
-def experts(*data: Any, **options: Any) -> Tensor:
-    """Autograd entry of ``moefuse::experts``."""
-    return experts_by(_Experts, (), *data, **options)
 
 
 def experts_by(function: Any, first: Sequence[Any], *data: Any, **options: Any) -> Tensor:
@@ -145,6 +143,9 @@ def experts_by(function: Any, first: Sequence[Any], *data: Any, **options: Any) 
         return ops.experts_infer.default(tensors, counts, *body, dtype)  # type: ignore[no-any-return]
 
 
+experts = functools.partial(experts_by, _Experts, ())
+"""Autograd entry of ``moefuse::experts``; a partial, which costs the host less than a function would."""
+
 INTERNAL = "is internal and has no gradient; call the public op it belongs to"
 
 
@@ -155,16 +156,39 @@ def not_differentiable(name: str, why: str = INTERNAL) -> Callable[..., Any]:
         if wants_grad(flatten(args)):
             raise RuntimeError(f"moefuse::{name} {why}")
         with below_autograd():
-            return getattr(ops, name)(*args, **kwargs)
+            return getattr(ops, name).default(*args, **kwargs)
+
+    return entry
+
+
+def not_recorded(name: str) -> Callable[..., Any]:
+    """Autograd entry of an op that carries gradients and has none of its own."""
+
+    def entry(*args: Any, **kwargs: Any) -> Any:
+        with below_autograd():
+            return getattr(ops, name).default(*args, **kwargs)
+
+    return entry
+
+
+def once(name: str, rules: Callable[..., Any]) -> Callable[..., Any]:
+    """Autograd entry of a backward op: where its own gradient is wanted (a second derivative), its composite."""
+
+    def entry(*args: Any, **kwargs: Any) -> list[Tensor]:
+        tensors = flatten(args)
+        if wants_grad(tensors):
+            return composite.composed(rules, tensors, args, kwargs)  # type: ignore[no-any-return]
+        with below_autograd():
+            return getattr(ops, name).default(*args, **kwargs)  # type: ignore[no-any-return]
 
     return entry
 
 
 class _Once(torch.autograd.Function):
-    """A backward op: runs, and refuses only when its own gradient is asked for."""
+    """A part of a backward op: runs, and refuses only when its own gradient is asked for."""
 
     @staticmethod
-    def forward(ctx: Any, name: str, public: str, call: Callable[[], list[Tensor]], *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, public: str, call: Callable[[], list[Tensor]], *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.public = public
         with below_autograd():
             return tuple(call())
@@ -177,14 +201,14 @@ class _Once(torch.autograd.Function):
         )
 
 
-def once(name: str, public: str) -> Callable[..., Any]:
-    """Autograd entry of a backward op, whose gradient (a second derivative) raises a RuntimeError that names the public op."""
+def part(name: str, public: str) -> Callable[..., Any]:
+    """Autograd entry of a part of a backward op, whose gradient raises a RuntimeError that names the public op."""
 
     def entry(*args: Any, **kwargs: Any) -> list[Tensor]:
-        op = getattr(ops, name)
+        op = getattr(ops, name).default
         tensors = flatten(args)
         if wants_grad(tensors):
-            return list(_Once.apply(name, public, lambda: op(*args, **kwargs), *tensors))  # type: ignore[no-untyped-call]
+            return list(_Once.apply(public, lambda: op(*args, **kwargs), *tensors))  # type: ignore[no-untyped-call]
         with below_autograd():
             return op(*args, **kwargs)  # type: ignore[no-any-return]
 

@@ -17,7 +17,7 @@ class _Permute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
         with below_autograd():
-            xs, order, offsets = ops.permute(x, ids, num_experts)
+            xs, order, offsets = ops.permute.default(x, ids, num_experts)
         ctx.mark_non_differentiable(order, offsets)
         ctx.top_k = ids.shape[1]
         ctx.shape = x.shape
@@ -31,7 +31,7 @@ class _Permute(torch.autograd.Function):
             return grad.new_zeros(ctx.shape), None, None
         # Unlike combine, permute copies tokens to the rows of invalid slots too, so those rows count in its gradient.
         every_slot = torch.full_like(offsets, order.shape[0])
-        return ops.combine(grad, None, order, every_slot, ctx.top_k, None), None, None
+        return ops.combine.default(grad, None, order, every_slot, ctx.top_k, None), None, None
 
 
 def permute(x: Tensor, ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -39,7 +39,7 @@ def permute(x: Tensor, ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, T
     if wants_grad((x,)):
         return _Permute.apply(x, ids, num_experts)  # type: ignore[no-any-return,no-untyped-call]
     with below_autograd():
-        return ops.permute(x, ids, num_experts)  # type: ignore[no-any-return]
+        return ops.permute.default(x, ids, num_experts)  # type: ignore[no-any-return]
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -48,7 +48,7 @@ class _GroupedLinear(torch.autograd.Function):
         ctx.lengths = lengths
         ctx.save_for_backward(xs, offsets, *flat)
         with below_autograd():
-            return ops.grouped_linear(xs, offsets, flat[: lengths[0]], flat[lengths[0] :])  # type: ignore[no-any-return]
+            return ops.grouped_linear.default(xs, offsets, flat[: lengths[0]], flat[lengths[0] :])  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -56,7 +56,7 @@ class _GroupedLinear(torch.autograd.Function):
         count = ctx.lengths[0]
         _, need_xs, _, *need_flat = ctx.needs_input_grad
         needs = [need_xs, any(need_flat[:count]), any(need_flat[count:])]
-        computed = ops.grouped_linear_backward(grad, xs, offsets, flat[:count], flat[count:], needs)
+        computed = ops.grouped_linear_backward.default(grad, xs, offsets, flat[:count], flat[count:], needs)
         d_xs, *d_flat = grads_for(needs, (1, *ctx.lengths), computed)
         return None, d_xs, None, *d_flat
 
@@ -66,7 +66,7 @@ def grouped_linear(xs: Tensor, offsets: Tensor, w: Lists, b: Lists) -> Tensor:
     if wants_grad((xs, *w, *b)):
         return _GroupedLinear.apply((len(w), len(b)), xs, offsets, *w, *b)  # type: ignore[no-any-return,no-untyped-call]
     with below_autograd():
-        return ops.grouped_linear(xs, offsets, w, b)  # type: ignore[no-any-return]
+        return ops.grouped_linear.default(xs, offsets, w, b)  # type: ignore[no-any-return]
 
 
 class _ExpertRows(torch.autograd.Function):
@@ -74,12 +74,12 @@ class _ExpertRows(torch.autograd.Function):
     def forward(ctx: Any, offsets: Tensor, num_rows: int, *v: Tensor) -> Tensor:
         ctx.save_for_backward(offsets, *v)
         with below_autograd():
-            return ops.expert_rows(v, offsets, num_rows)  # type: ignore[no-any-return]
+            return ops.expert_rows.default(v, offsets, num_rows)  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         offsets, *v = ctx.saved_tensors
-        return None, None, *ops.expert_rows_backward(grad, v, offsets)
+        return None, None, *ops.expert_rows_backward.default(grad, v, offsets)
 
 
 def expert_rows(v: Lists, offsets: Tensor, num_rows: int) -> Tensor:
@@ -87,7 +87,7 @@ def expert_rows(v: Lists, offsets: Tensor, num_rows: int) -> Tensor:
     if wants_grad(v):
         return _ExpertRows.apply(offsets, num_rows, *v)  # type: ignore[no-any-return,no-untyped-call]
     with below_autograd():
-        return ops.expert_rows(v, offsets, num_rows)  # type: ignore[no-any-return]
+        return ops.expert_rows.default(v, offsets, num_rows)  # type: ignore[no-any-return]
 
 
 class _Combine(torch.autograd.Function):
@@ -98,13 +98,13 @@ class _Combine(torch.autograd.Function):
         ctx.top_k = top_k
         ctx.save_for_backward(ys, weights, order, offsets)
         with below_autograd():
-            return ops.combine(ys, weights, order, offsets, top_k, out_dtype)  # type: ignore[no-any-return]
+            return ops.combine.default(ys, weights, order, offsets, top_k, out_dtype)  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         ys, weights, order, offsets = ctx.saved_tensors
         needs = list(ctx.needs_input_grad[:2])
-        d_ys, d_weights = grads_for(needs, (1, 1), ops.combine_backward(grad, ys, weights, order, offsets, ctx.top_k, needs))
+        d_ys, d_weights = grads_for(needs, (1, 1), ops.combine_backward.default(grad, ys, weights, order, offsets, ctx.top_k, needs))
         return d_ys, d_weights, None, None, None, None
 
 
@@ -113,4 +113,4 @@ def combine(ys: Tensor, weights: Tensor | None, order: Tensor, offsets: Tensor, 
     if wants_grad((ys, weights)):
         return _Combine.apply(ys, weights, order, offsets, top_k, out_dtype)  # type: ignore[no-any-return,no-untyped-call]
     with below_autograd():
-        return ops.combine(ys, weights, order, offsets, top_k, out_dtype)  # type: ignore[no-any-return]
+        return ops.combine.default(ys, weights, order, offsets, top_k, out_dtype)  # type: ignore[no-any-return]

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from moefuse.ops.autograd import below_autograd, experts_by, gradients, not_differentiable, ops
 from moefuse.ops.experts import fake, kernel
+from moefuse.ops.reference import experts_reference
 from moefuse.ops.schema import implement
 from moefuse.runtime import overflow
 from moefuse.runtime.groups import Terms
@@ -101,7 +102,11 @@ def bounded_experts(*data: Any, terms: str, layer: str, room: Tensor | None = No
     return experts_by(_Bounded, ((room, terms, layer),), *data, **options)
 
 
-implement("bounded_experts", kernel=_kernel, fake=_fake, autograd=bounded_experts)
+def _composite(*data: Any, terms: str, layer: str, room: Tensor | None = None, **options: Any) -> Tensor:
+    return experts_reference(*data, **options)
+
+
+implement("bounded_experts", kernel=_kernel, fake=_fake, autograd=bounded_experts, composite=_composite)
 implement("room", kernel=_room, fake=_room_fake, autograd=None)
 implement("keep_rows", kernel=_keep, fake=_keep_fake, autograd=not_differentiable("keep_rows"))
 implement("restore_rows", kernel=_restore, fake=_restore_fake, autograd=not_differentiable("restore_rows"))

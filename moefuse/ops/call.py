@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moefuse.ops.activations import ACTIVATIONS
-from moefuse.ops.reference import GATINGS, count_experts, expert_vector, expert_weight
+from moefuse.ops.reference import GATINGS, count_experts, expert_vector, expert_weight, experts_reference
 from moefuse.ops.token_codes import Rounding
 
 _NAMES = tuple(ACTIVATIONS)
@@ -176,6 +176,14 @@ class ExpertsCall(NamedTuple):
     def joined(self) -> tuple[list[Tensor], list[int]]:
         """All tensors, and how many each of :attr:`lists` has."""
         return join(self[:3], self.lists)
+
+    def reference(self) -> Tensor:
+        """What the call means."""
+        how = self.body
+        return experts_reference(
+            *self[:3], *self.lists, activation=how.activation, activation_args=how.args, gating=how.gating, up_first=how.up_first,
+            weight_on_input=how.on_input, out_dtype=self.out_dtype,
+        )  # fmt: skip
 
     def with_lists(self, lists: Iterable[Sequence[Tensor]]) -> ExpertsCall:
         """The call with other :attr:`lists`."""

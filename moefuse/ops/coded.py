@@ -26,10 +26,11 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from moefuse.ops.autograd import below_autograd, flatten, grads_for, keep, kept, not_differentiable, once, ops, wants_grad
+from moefuse.ops.autograd import below_autograd, grads_for, keep, kept, not_differentiable, once, ops, wants_grad
 from moefuse.ops.call import Body, ExpertsCall, Stack, cut, join, stacks
 from moefuse.ops.checks import check_codes, check_experts
 from moefuse.ops.coded_weights import CodedStack, CodedWeights, Codes, Lists
+from moefuse.ops.composite import flatten
 from moefuse.ops.encoding import parse
 from moefuse.ops.grad_calls import GradCall, Needs
 from moefuse.ops.reference import accumulation_dtype
@@ -271,6 +272,36 @@ def _refuse_gradients(call: CodedCall) -> None:
         raise RuntimeError("moefuse::experts_coded has gradients of x, of weights and of biases, and none of what weights are held in")
 
 
-implement("experts_coded", kernel=kernel, fake=fake, autograd=_autograd)
+def _composite(*data: Any, **options: Any) -> Tensor:
+    call = _legal(*data, **options)
+    _refuse_roundings(call.codes)
+    return call.decoded.reference()
+
+
+def _again(*packed: Any) -> list[Tensor]:
+    call = CodedGrads.unpack(*packed)
+    _refuse_roundings(call.codes)
+    return call.decoded.reference()
+
+
+def _refuse_roundings(codes: Sequence[Codes | None]) -> None:
+    """A gradient that passes a rounding as if it was not there is a rule of its own, of which nobody has said what comes twice.
+
+    Raises:
+        RuntimeError: an encoding rounds activations.
+    """
+    if any(c is not None and c.encoding.activation is not None for c in codes):
+        raise RuntimeError(
+            "moefuse::experts_coded with activations in few bits has gradients, and no rules for forward-mode AD, torch.func or a second one"
+        )
+
+
+implement("experts_coded", kernel=kernel, fake=fake, autograd=_autograd, composite=_composite)
 implement("experts_coded_forward", kernel=_forward, fake=_forward_fake, autograd=not_differentiable("experts_coded_forward"))
-implement("experts_coded_backward", kernel=_backward, fake=_backward_fake, autograd=once("experts_coded_backward", "experts_coded"))
+implement(
+    "experts_coded_backward",
+    kernel=_backward,
+    fake=_backward_fake,
+    autograd=once("experts_coded_backward", _again),
+    composite=_again,
+)

@@ -24,6 +24,7 @@ from moefuse.ops import autograd
 from moefuse.ops.call import ExpertsCall
 from moefuse.ops.checks import check_experts
 from moefuse.ops.grad_calls import GradCall, InCall, OutCall, RowsCall
+from moefuse.ops.reference import experts_reference
 from moefuse.ops.schema import implement
 from moefuse.runtime import native, providers
 
@@ -128,17 +129,21 @@ def _grads(name: str, kind: Any) -> Callable[..., list[Tensor]]:
     return kernel
 
 
-implement("experts", kernel=kernel, fake=fake, autograd=autograd.experts)
-for _name, _general, _general_fake, _unit, _entry in (
-    ("experts_infer", _infer, _infer_fake, "infer", None),
-    ("experts_forward", _forward, _forward_fake, "train", autograd.not_differentiable("experts_forward")),
-    ("experts_backward", _grads("experts_backward", GradCall), _backward_fake, "train", autograd.once("experts_backward", "experts")),
+def _again(*packed: Any) -> list[Tensor]:
+    return GradCall.unpack(*packed).reference()
+
+
+implement("experts", kernel=kernel, fake=fake, autograd=autograd.experts, composite=experts_reference)
+for _name, _general, _general_fake, _unit, _entry, _rules in (
+    ("experts_infer", _infer, _infer_fake, "infer", None, None),
+    ("experts_forward", _forward, _forward_fake, "train", autograd.not_differentiable("experts_forward"), None),
+    ("experts_backward", _grads("experts_backward", GradCall), _backward_fake, "train", autograd.once("experts_backward", _again), _again),
 ):
-    implement(_name, kernel=_or_native(_name, _unit, _general), fake=_general_fake, autograd=_entry)
+    implement(_name, kernel=_or_native(_name, _unit, _general), fake=_general_fake, autograd=_entry, composite=_rules)
     implement(f"{_name}_general", kernel=_torch_private.failures.told(_general), fake=_general_fake, autograd=None)
 for _name, _kind, _general_fake in (
     ("experts_backward_rows", RowsCall, _rows_fake),
     ("experts_backward_in", InCall, _in_fake),
     ("experts_backward_out", OutCall, _out_fake),
 ):
-    implement(_name, kernel=_grads(_name, _kind), fake=_general_fake, autograd=autograd.once(_name, "experts"))
+    implement(_name, kernel=_grads(_name, _kind), fake=_general_fake, autograd=autograd.part(_name, "experts"))

@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from moefuse.ops.call import Body, Stack, cut, join, lists_of, stacks
+from moefuse.ops.call import Body, ExpertsCall, Stack, cut, join, lists_of, stacks
+from moefuse.ops.composite import pulled_back
+from moefuse.ops.reference_grouped import ids_of_rows
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,22 @@ class GradCall(NamedTuple):
     def pack(self) -> Packed:
         """Arguments of the op."""
         return _packed(self[:6], lists_of(self.w_in, self.w_up, self.w_out), self.need, self.body)
+
+    def reference(self) -> list[Tensor]:
+        """The gradients by their definition, which have gradients; h is not read."""
+        lists = lists_of(self.w_in, self.w_up, self.w_out)
+        counts, ids = [*map(len, lists)], ids_of_rows(self.order, self.offsets, self.weights.shape[1])
+        need_x, need_weights, *need = self.need.flags
+        # A list of which no gradient is wanted may be one that unpacks what is asked for.
+        chosen = [i for i, wanted in enumerate(need) if wanted]
+
+        def function(x: Tensor, weights: Tensor, *flat: Tensor) -> Tensor:
+            given = dict(zip(chosen, cut(flat, [counts[i] for i in chosen]), strict=True))
+            w_in, w_up, w_out = stacks(given.get(i, some) for i, some in enumerate(lists))
+            return ExpertsCall(x, ids, weights, w_in, w_up, w_out, self.body, self.grad.dtype).reference()
+
+        flat = [t for i in chosen for t in lists[i]]
+        return pulled_back(function, [self.x, self.weights, *flat], [need_x, need_weights, *(True for _ in flat)], self.grad)
 
 
 class RowsCall(NamedTuple):

@@ -18,6 +18,8 @@ from moefuse.ops import autograd_grouped as autograd
 from moefuse.ops.autograd import once
 from moefuse.ops.check_values import check_offset_values, check_order_values
 from moefuse.ops.checks import check_combine, check_expert_rows, check_grouped_linear, check_permute
+from moefuse.ops.composite import pulled_back
+from moefuse.ops.reference_grouped import combine_reference, expert_rows_reference, grouped_linear_reference, permute_reference
 from moefuse.ops.schema import implement
 from moefuse.runtime import providers
 
@@ -108,13 +110,40 @@ def _combine_backward_fake(
     return out + ([weights.new_empty(weights.shape)] if needs[1] and weights is not None else [])
 
 
-implement("permute", kernel=_permute, fake=_permute_fake, autograd=autograd.permute)
-implement("grouped_linear", kernel=_grouped_linear, fake=_grouped_linear_fake, autograd=autograd.grouped_linear)
-implement("expert_rows", kernel=_expert_rows, fake=_expert_rows_fake, autograd=autograd.expert_rows)
-implement("combine", kernel=_combine, fake=_combine_fake, autograd=autograd.combine)
-for _name, _run, _fake in (
-    ("grouped_linear", _grouped_linear_backward, _grouped_linear_backward_fake),
-    ("expert_rows", _expert_rows_backward, _expert_rows_backward_fake),
-    ("combine", _combine_backward, _combine_backward_fake),
+# -- the gradients, by their definition
+
+
+def _grouped_linear_again(grad: Tensor, xs: Tensor, offsets: Tensor, w: Lists, b: Lists, needs: Sequence[bool]) -> list[Tensor]:
+    def function(xs: Tensor, *flat: Tensor) -> Tensor:
+        return grouped_linear_reference(xs, offsets, flat[: len(w)], flat[len(w) :])
+
+    return pulled_back(function, [xs, *w, *b], [needs[0], *(needs[1] for _ in w), *(needs[2] for _ in b)], grad)
+
+
+def _expert_rows_again(grad: Tensor, v: Lists, offsets: Tensor) -> list[Tensor]:
+    return pulled_back(lambda *v: expert_rows_reference(v, offsets, grad.shape[0]), v, [True] * len(v), grad)
+
+
+def _combine_again(
+    grad: Tensor, ys: Tensor, weights: Tensor | None, order: Tensor, offsets: Tensor, top_k: int, needs: Sequence[bool]
+) -> list[Tensor]:
+    def function(ys: Tensor, weights: Tensor | None = None) -> Tensor:
+        return combine_reference(ys, weights, order, offsets, top_k, grad.dtype)
+
+    inputs = [ys] if weights is None else [ys, weights]
+    return pulled_back(function, inputs, needs[: len(inputs)], grad)
+
+
+implement("permute", kernel=_permute, fake=_permute_fake, autograd=autograd.permute, composite=permute_reference)
+for _name, _run, _fake, _entry, _rules in (
+    ("grouped_linear", _grouped_linear, _grouped_linear_fake, autograd.grouped_linear, grouped_linear_reference),
+    ("expert_rows", _expert_rows, _expert_rows_fake, autograd.expert_rows, expert_rows_reference),
+    ("combine", _combine, _combine_fake, autograd.combine, combine_reference),
 ):
-    implement(f"{_name}_backward", kernel=_run, fake=_fake, autograd=once(f"{_name}_backward", _name))
+    implement(_name, kernel=_run, fake=_fake, autograd=_entry, composite=_rules)
+for _name, _run, _fake, _rules in (
+    ("grouped_linear_backward", _grouped_linear_backward, _grouped_linear_backward_fake, _grouped_linear_again),
+    ("expert_rows_backward", _expert_rows_backward, _expert_rows_backward_fake, _expert_rows_again),
+    ("combine_backward", _combine_backward, _combine_backward_fake, _combine_again),
+):
+    implement(_name, kernel=_run, fake=_fake, autograd=once(_name, _rules), composite=_rules)

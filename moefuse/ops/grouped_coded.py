@@ -20,8 +20,10 @@ from moefuse.ops.autograd import below_autograd, grads_for, keep, kept, once, op
 from moefuse.ops.check_values import check_offset_values
 from moefuse.ops.checks import check_codes, check_grouped_linear
 from moefuse.ops.coded import shown
-from moefuse.ops.coded_weights import codes_of
+from moefuse.ops.coded_weights import CodedWeights, codes_of
+from moefuse.ops.composite import pulled_back
 from moefuse.ops.encoding import parse
+from moefuse.ops.reference_grouped import grouped_linear_reference
 from moefuse.ops.schema import implement
 from moefuse.runtime import providers
 
@@ -76,7 +78,7 @@ class _Coded(torch.autograd.Function):
         ctx.lengths, ctx.encoding = lengths, encoding
         keep(ctx, offsets, *flat)
         with below_autograd():
-            return ops.grouped_linear_coded(xs, offsets, *_cut(flat, lengths), encoding)  # type: ignore[no-any-return]
+            return ops.grouped_linear_coded.default(xs, offsets, *_cut(flat, lengths), encoding)  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -84,7 +86,7 @@ class _Coded(torch.autograd.Function):
         _, _, need_xs, _, *need_flat = ctx.needs_input_grad
         first = sum(ctx.lengths)
         needs = [need_xs, any(need_flat[first:])]
-        computed = ops.grouped_linear_coded_backward(grad, offsets, *_cut(flat, ctx.lengths), ctx.encoding, needs)
+        computed = ops.grouped_linear_coded_backward.default(grad, offsets, *_cut(flat, ctx.lengths), ctx.encoding, needs)
         d_xs, *d_b = grads_for(needs, (1, len(flat) - first), computed)
         return None, None, d_xs, None, *(None,) * first, *d_b
 
@@ -101,13 +103,29 @@ def _autograd(xs: Tensor, offsets: Tensor, w: Lists, codes: Lists, b: Lists, enc
     if wants_grad((xs, *b)):
         return _Coded.apply((len(w), len(codes)), encoding, xs, offsets, *w, *codes, *b)  # type: ignore[no-any-return,no-untyped-call]
     with below_autograd():
-        return ops.grouped_linear_coded(xs, offsets, w, codes, b, encoding)  # type: ignore[no-any-return]
+        return ops.grouped_linear_coded.default(xs, offsets, w, codes, b, encoding)  # type: ignore[no-any-return]
 
 
-implement("grouped_linear_coded", kernel=_kernel, fake=_fake, autograd=_autograd)
+def _composite(xs: Tensor, offsets: Tensor, w: Lists, codes: Lists, b: Lists, encoding: str) -> Tensor:
+    return grouped_linear_reference(xs, offsets, CodedWeights(w, codes_of(w, codes, encoding), xs.dtype), b)
+
+
+def _again(grad: Tensor, offsets: Tensor, w: Lists, codes: Lists, b: Lists, encoding: str, needs: Sequence[bool]) -> list[Tensor]:
+    inputs = parse(encoding).logical(tuple(w[0].shape))[-1]
+
+    def function(xs: Tensor, *b: Tensor) -> Tensor:
+        return _composite(xs, offsets, w, codes, b, encoding)
+
+    # Linear in the rows, so any do.
+    rows = torch.zeros((grad.shape[0], inputs), dtype=grad.dtype, device=grad.device)
+    return pulled_back(function, [rows, *b], [needs[0], *(needs[1] for _ in b)], grad)
+
+
+implement("grouped_linear_coded", kernel=_kernel, fake=_fake, autograd=_autograd, composite=_composite)
 implement(
     "grouped_linear_coded_backward",
     kernel=_backward,
     fake=_backward_fake,
-    autograd=once("grouped_linear_coded_backward", "grouped_linear_coded"),
+    autograd=once("grouped_linear_coded_backward", _again),
+    composite=_again,
 )

@@ -14,12 +14,15 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from moefuse.ops.autograd import below_autograd, grads_for, not_differentiable, once, ops, wants_grad
-from moefuse.ops.call import Body, ExpertsCall, Stack, cut, join, stacks
+from moefuse.ops.call import Body, ExpertsCall, Stack, cut, join, lists_of, stacks
 from moefuse.ops.checks import check_experts, check_lora
-from moefuse.ops.reference import accumulation_dtype
+from moefuse.ops.composite import pulled_back
+from moefuse.ops.reference import accumulation_dtype, expert_weight, experts_by_projections
+from moefuse.ops.reference_grouped import ids_of_rows
 from moefuse.ops.schema import implement
 from moefuse.runtime import providers
 
@@ -205,6 +208,45 @@ def _autograd(*data: Any, **options: Any) -> Tensor:
     return lora_by(_Lora, *data, **options)
 
 
-implement("experts_lora", kernel=kernel, fake=fake, autograd=_autograd)
+def experts_lora_reference(*data: Any, **options: Any) -> Tensor:
+    """What ``moefuse::experts_lora`` means: to each projection its term is added in the accumulation dtype."""
+    return _meaning(LoraCall.of(*data, **options))
+
+
+def _meaning(call: LoraCall) -> Tensor:
+    base, how = call.base, call.base.body
+    wide, projections = accumulation_dtype(base.dtype), (base.w_in, base.w_up, base.w_out)
+
+    def project(rows: Tensor, which: int, e: int) -> Tensor:
+        weight, bias = projections[which].expert(e)
+        out = F.linear(rows, weight.to(base.dtype), None if bias is None else bias.to(base.dtype))
+        a, b, scale = call.terms[which]
+        if not a:
+            return out
+        u = scale * F.linear(rows.to(wide), expert_weight(a, e).to(wide))
+        return (out.to(wide) + F.linear(u, expert_weight(b, e).to(wide))).to(base.dtype)
+
+    options = how.activation, how.args, how.gating, how.up_first, how.on_input
+    return experts_by_projections(*base[:3], base.w_in.experts, base.w_out.features, project, *options, base.out_dtype)
+
+
+def _again(*packed: Any) -> list[Tensor]:
+    call = LoraGradCall.unpack(*packed)
+    lists = (*lists_of(call.w_in, call.w_up, call.w_out), *(part for term in call.terms for part in term[:2]))
+    counts, ids = [*map(len, lists)], ids_of_rows(call.order, call.offsets, call.weights.shape[1])
+
+    def function(x: Tensor, weights: Tensor, *flat: Tensor) -> Tensor:
+        found = cut(flat, counts)
+        base = ExpertsCall(x, ids, weights, *stacks(found[:6]), call.body, call.grad.dtype)
+        return _meaning(LoraCall(base, terms_of(found[6:], [term.scale for term in call.terms])))
+
+    need_x, need_weights, *need = call.needs
+    inputs = [call.x, call.weights, *(t for some in lists for t in some)]
+    return pulled_back(function, inputs, [need_x, need_weights, *(n for n, some in zip(need, lists, strict=True) for _ in some)], call.grad)
+
+
+implement("experts_lora", kernel=kernel, fake=fake, autograd=_autograd, composite=experts_lora_reference)
 implement("experts_lora_forward", kernel=_forward, fake=_forward_fake, autograd=not_differentiable("experts_lora_forward"))
-implement("experts_lora_backward", kernel=_backward, fake=_backward_fake, autograd=once("experts_lora_backward", "experts_lora"))
+implement(
+    "experts_lora_backward", kernel=_backward, fake=_backward_fake, autograd=once("experts_lora_backward", _again), composite=_again
+)

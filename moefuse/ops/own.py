@@ -20,7 +20,7 @@ class _Own(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         with below_autograd():
-            return ops.own(x)  # type: ignore[no-any-return]
+            return ops.own.default(x)  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
@@ -32,11 +32,11 @@ def own(x: Tensor) -> Tensor:
     if wants_grad((x,)):
         return _Own.apply(x)  # type: ignore[no-any-return,no-untyped-call]
     with below_autograd():
-        return ops.own(x)  # type: ignore[no-any-return]
+        return ops.own.default(x)  # type: ignore[no-any-return]
 
 
 def _own(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-implement("own", kernel=_own, fake=_own, autograd=own)
+implement("own", kernel=_own, fake=_own, autograd=own, composite=_own)

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from moefuse._torch_private import never_dead
-from moefuse.ops.autograd import below_autograd, ops, wants_grad
+from moefuse.ops.autograd import below_autograd, not_recorded, ops, wants_grad
 from moefuse.ops.schema import implement
 from moefuse.runtime import overflow, providers, transports
 from moefuse.runtime.groups import Terms, of_weight, weight_of
@@ -253,9 +253,9 @@ for _name in ("gathered", "gathered_backward", "ep_dispatch", "ep_combine", "ep_
     never_dead(getattr(ops, _name).default)
 
 implement("gathered", kernel=_gathered, fake=_gathered_fake, autograd=gathered)
-implement("gathered_backward", kernel=_gathered_backward, fake=_gathered_backward_fake, autograd=None)
+implement("gathered_backward", kernel=_gathered_backward, fake=_gathered_backward_fake, autograd=not_recorded("gathered_backward"))
 implement("ep_local_ids", kernel=local_ids, fake=_local_ids_fake, autograd=None)
 implement("ep_dispatch", kernel=_dispatch, fake=_dispatch_fake, autograd=dispatch)
 implement("ep_combine", kernel=_combine, fake=_combine_fake, autograd=combine)
-implement("ep_send", kernel=_send, fake=_send_fake, autograd=None)
-implement("ep_give_back", kernel=_give_back, fake=_give_back_fake, autograd=None)
+implement("ep_send", kernel=_send, fake=_send_fake, autograd=not_recorded("ep_send"))
+implement("ep_give_back", kernel=_give_back, fake=_give_back_fake, autograd=not_recorded("ep_give_back"))

@@ -14,14 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moefuse.ops.autograd import below_autograd, experts_by, gradients, not_differentiable, ops
+from moefuse.ops.autograd import again, below_autograd, experts_by, gradients, not_differentiable, ops
 from moefuse.ops.call import ExpertsCall
 from moefuse.ops.checks import check_experts
 from moefuse.ops.experts import fake, kernel
-from moefuse.ops.lora import LoraCall, checked, lora_by
+from moefuse.ops.lora import LoraCall, checked, experts_lora_reference, lora_by
 from moefuse.ops.lora import fake as lora_fake
 from moefuse.ops.lora import gradients as lora_gradients
 from moefuse.ops.lora import kernel as lora_kernel
+from moefuse.ops.reference import experts_reference
 from moefuse.ops.schema import implement
 from moefuse.runtime import providers
 
@@ -52,8 +53,9 @@ class _Recomputed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         order, offsets, *tensors = ctx.saved_tensors
-        h = ops.experts_hidden.default(tensors, ctx.counts, *ctx.body, order, offsets)
         x, _, weights, *flat = tensors
+        # What is differentiated once more is made from the tokens alone.
+        h = x if again((grad, *tensors)) else ops.experts_hidden.default(tensors, ctx.counts, *ctx.body, order, offsets)
         saved = (x, weights, h, order, offsets, *flat)
         return None, None, None, *gradients(grad, saved, ctx.counts, ctx.body, ctx.needs_input_grad[3:])
 
@@ -90,8 +92,9 @@ class _RecomputedLora(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         order, offsets, u, *tensors = ctx.saved_tensors
-        h = ops.experts_lora_hidden.default(tensors, ctx.counts, ctx.scales, *ctx.body, order, offsets, u)
         x, _, weights, *flat = tensors
+        known = again((grad, *tensors))
+        h = x if known else ops.experts_lora_hidden.default(tensors, ctx.counts, ctx.scales, *ctx.body, order, offsets, u)
         return lora_gradients(ctx, grad, (x, weights, h, order, offsets, u, *flat))
 
 
@@ -100,7 +103,9 @@ def recomputed_experts_lora(*data: Any, **options: Any) -> Tensor:
     return lora_by(_RecomputedLora, *data, **options)
 
 
-implement("recomputed_experts", kernel=kernel, fake=fake, autograd=recomputed_experts)
+implement("recomputed_experts", kernel=kernel, fake=fake, autograd=recomputed_experts, composite=experts_reference)
 implement("experts_hidden", kernel=_hidden, fake=_hidden_fake, autograd=not_differentiable("experts_hidden"))
-implement("recomputed_experts_lora", kernel=lora_kernel, fake=lora_fake, autograd=recomputed_experts_lora)
+implement(
+    "recomputed_experts_lora", kernel=lora_kernel, fake=lora_fake, autograd=recomputed_experts_lora, composite=experts_lora_reference
+)
 implement("experts_lora_hidden", kernel=_lora_hidden, fake=_lora_hidden_fake, autograd=not_differentiable("experts_lora_hidden"))

@@ -14,7 +14,7 @@ An id outside [0, E) contributes nothing, whatever its routing weight holds.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -95,28 +95,49 @@ def experts_reference(
     Returns:
         [T, Hout].
     """
+    lists = ((w_in, b_in), (w_up, b_up), (w_out, b_out))
+
+    def project(rows: Tensor, which: int, e: int) -> Tensor:
+        w, b = lists[which]
+        bias = expert_vector(b, e)
+        return F.linear(rows, expert_weight(w, e).to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+    options = activation, activation_args, gating, up_first, weight_on_input
+    return experts_by_projections(x, ids, weights, count_experts(w_in), expert_weight(w_out, 0).shape[0], project, *options, out_dtype)
+
+
+def experts_by_projections(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    num_experts: int,
+    hidden_out: int,
+    project: Callable[[Tensor, int, int], Tensor],
+    activation: str,
+    activation_args: Sequence[float],
+    gating: str,
+    up_first: bool,
+    weight_on_input: bool,
+    out_dtype: torch.dtype | None,
+) -> Tensor:
+    """:func:`experts_reference`, given what its projections do: ``project(rows [n, ..], 0 for w_in or 1 for w_up or 2 for w_out, e)``."""
     tokens, top_k = ids.shape
     wide = accumulation_dtype(x.dtype)
     act = ACTIVATIONS[activation].forward
-
-    def linear(rows: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
-        return F.linear(rows, w.to(x.dtype), None if b is None else b.to(x.dtype))
-
     scale = weights.to(wide)
-    hidden_out = expert_weight(w_out, 0).shape[0]
     y = x.new_zeros((tokens, top_k, hidden_out))
-    for e in range(count_experts(w_in)):
+    for e in range(num_experts):
         token, slot = torch.where(ids == e)
         rows = x[token]
         if weight_on_input:
             rows = (rows.to(wide) * scale[token, slot, None]).to(x.dtype)
-        h = linear(rows, expert_weight(w_in, e), expert_vector(b_in, e))
+        h = project(rows, 0, e)
         gate, up = split_gate(h, gating, up_first)
         if gating == "separate":
-            gate, up = h, linear(rows, expert_weight(w_up, e), expert_vector(b_up, e))
+            gate, up = h, project(rows, 1, e)
         a = act(gate.to(wide), None if up is None else up.to(wide), activation_args).to(x.dtype)
-        y = y.index_put((token, slot), linear(a, expert_weight(w_out, e), expert_vector(b_out, e)))
-    valid = (ids >= 0) & (ids < count_experts(w_in))
+        y = y.index_put((token, slot), project(a, 2, e))
+    valid = (ids >= 0) & (ids < num_experts)
     out = torch.zeros((tokens, hidden_out), dtype=wide, device=x.device)
     for k in range(top_k):
         term = y[:, k].to(wide)

@@ -20,6 +20,7 @@ from moefuse._torch_private import when_functionalized
 from moefuse.ops.autograd import below_autograd, not_differentiable, ops, wants_grad
 from moefuse.ops.checks import check_route, check_router_logits, check_topk
 from moefuse.ops.recipe import Recipe
+from moefuse.ops.reference import topk_reference
 from moefuse.ops.schema import LIBRARY, implement
 from moefuse.runtime import providers
 
@@ -42,7 +43,7 @@ class _TopK(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
         with below_autograd():
-            values, ids = ops.topk(scores, k)
+            values, ids = ops.topk.default(scores, k)
         ctx.mark_non_differentiable(ids)
         ctx.shape = scores.shape
         ctx.save_for_backward(ids)
@@ -60,7 +61,7 @@ def topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     if wants_grad((scores,)):
         return _TopK.apply(scores, k)  # type: ignore[no-any-return,no-untyped-call]
     with below_autograd():
-        return ops.topk(scores, k)  # type: ignore[no-any-return]
+        return ops.topk.default(scores, k)  # type: ignore[no-any-return]
 
 
 def _route(logits: Tensor, bias: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -100,5 +101,5 @@ implement("router_logits", kernel=_logits, fake=_logits_fake, autograd=not_diffe
 when_functionalized("moefuse::router_logits", LIBRARY, lambda *args: providers.select("router_logits", *args).traced)
 implement("route", kernel=_route, fake=_route_fake, autograd=not_differentiable("route", _INFERENCE))
 when_functionalized("moefuse::route", LIBRARY, _route_traced)
-implement("topk", kernel=_topk, fake=_topk_fake, autograd=topk)
+implement("topk", kernel=_topk, fake=_topk_fake, autograd=topk, composite=topk_reference)
 when_functionalized("moefuse::topk", LIBRARY, lambda *args: providers.select("topk", *args).traced)

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from moefuse.ops.composite import batched, transformable
+
 _LISTS = (
     "Tensor x, Tensor ids, Tensor weights, Tensor[] w_in, Tensor[] w_up, Tensor[] w_out, Tensor[] b_in, Tensor[] b_up, Tensor[] b_out, "
 )
@@ -90,8 +92,25 @@ TAKES_IDS = tuple(
 """Ops whose second argument is the ids of experts: what looks for a layer's choice of experts in a graph finds it there."""
 
 
-def implement(name: str, *, kernel: Callable[..., Any], fake: Callable[..., Any], autograd: Callable[..., Any] | None) -> None:
-    """Register one op: ``kernel`` for every device, ``fake`` for tracing, ``autograd`` above both (None: it only runs below autograd)."""
+def implement(
+    name: str,
+    *,
+    kernel: Callable[..., Any],
+    fake: Callable[..., Any],
+    autograd: Callable[..., Any] | None,
+    composite: Callable[..., Any] | None = None,
+) -> None:
+    """Register one op.
+
+    Args:
+        kernel: for every device.
+        fake: for tracing.
+        autograd: above both; None: it only runs below autograd.
+        composite: the op in torch's own operations, for whatever transforms a call (``moefuse/ops/composite.py``).
+    """
     LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
-    LIBRARY.impl(name, torch.library.fallthrough_kernel if autograd is None else autograd, "Autograd")
+    above = torch.library.fallthrough_kernel if autograd is None else transformable(name, autograd, composite)
+    LIBRARY.impl(name, above, "Autograd")
+    for key in ("FuncTorchBatched", "Batched") if composite is not None else ():  # the latter is what is_grads_batched still goes through
+        LIBRARY.impl(name, batched(name, composite), key)
     torch.library.register_fake(f"moefuse::{name}", fake, lib=LIBRARY)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from moefuse._torch_private import never_dead
-from moefuse.ops.autograd import below_autograd, ops, wants_grad
+from moefuse.ops.autograd import below_autograd, not_recorded, ops, wants_grad
 from moefuse.ops.schema import implement
 from moefuse.runtime.collectives import all_reduce
 from moefuse.runtime.groups import Terms, weight_of
@@ -116,6 +116,6 @@ for _name in ("gathered_slices", "gathered_slices_backward", "on_one_rank_backwa
     never_dead(getattr(ops, _name).default)
 
 implement("gathered_slices", kernel=_slices, fake=_slices_fake, autograd=gathered_slices)
-implement("gathered_slices_backward", kernel=_slices_backward, fake=_slices_backward_fake, autograd=None)
+implement("gathered_slices_backward", kernel=_slices_backward, fake=_slices_backward_fake, autograd=not_recorded("gathered_slices_backward"))
 implement("on_one_rank", kernel=_on_one_rank, fake=_like_x, autograd=on_one_rank)
-implement("on_one_rank_backward", kernel=_on_one_rank_backward, fake=_like_x, autograd=None)
+implement("on_one_rank_backward", kernel=_on_one_rank_backward, fake=_like_x, autograd=not_recorded("on_one_rank_backward"))
