@@ -50,7 +50,7 @@ def backend(
         own, patches = parse(mode, options)
     if armed.now() and own.fuse_router:
         own = dataclasses.replace(own, fuse_router=False)  # what it chooses has to be seen
-    if not own.enabled:
+    if not own.enabled or _torch_private.under_fakes():
         return _torch_private.compile_fx(gm, example_inputs, patches, name)
     frame = entry.frame()
     nothing_found.watch(own)
@@ -64,6 +64,10 @@ def backend(
 
     stamped = _torch_private.with_stamp(patches, functools.partial(CacheStamp, cache.key(own)))
     compiler = ddp.in_buckets(lambda graph, inputs: _torch_private.compile_fx(graph, inputs, stamped, name))
+    if _torch_private.forward_level():
+        # What Inductor writes keeps no tangents, and need not say so. Run as it is, the graph has them: of the ops, too.
+        _torch_private.guard_forward_level()
+        compiler = _as_it_is
 
     def run_compiler() -> _torch_private.CompiledFn:
         if not armed.now() or not report.fused:
@@ -82,6 +86,10 @@ def backend(
     except Exception:
         history.withdraw(report)
         raise
+
+
+def _as_it_is(gm: torch.fx.GraphModule, example_inputs: Sequence[object]) -> _torch_private.CompiledFn:
+    return gm.forward
 
 
 def parse(mode: str | None, options: Mapping[str, object] | None) -> tuple[Options, dict[str, object]]:

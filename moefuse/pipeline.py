@@ -145,6 +145,7 @@ def rewrite_and_keep(
             _retrace(frame, gm, report, options, "the graphs do not agree")
             return report, None
     if result.fused:
+        _torch_private.guard_forward_level()
         _prepare_kernel(example_inputs or ())
     elif not report.skipped:
         report.opaque = opaque(gm)

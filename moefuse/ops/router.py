@@ -19,8 +19,8 @@ from torch import Tensor
 from moefuse._torch_private import when_functionalized
 from moefuse.ops.autograd import below_autograd, not_differentiable, ops, wants_grad
 from moefuse.ops.checks import check_route, check_router_logits, check_topk
-from moefuse.ops.recipe import Recipe
-from moefuse.ops.reference import topk_reference
+from moefuse.ops.recipe import Recipe, route_reference
+from moefuse.ops.reference import router_logits_reference, topk_reference
 from moefuse.ops.schema import LIBRARY, implement
 from moefuse.runtime import providers
 
@@ -97,9 +97,14 @@ def _logits_fake(x: Tensor, w: Tensor, bias: Tensor | None, out_dtype: torch.dty
     return x.new_empty((*x.shape[:-1], w.shape[0]), dtype=out_dtype)
 
 
-implement("router_logits", kernel=_logits, fake=_logits_fake, autograd=not_differentiable("router_logits", _INFERENCE))
+def _route_composite(logits: Tensor, bias: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
+    *fields, out_dtype = rest
+    return route_reference(logits, bias, Recipe(*fields), out_dtype)
+
+
+implement("router_logits", kernel=_logits, fake=_logits_fake, autograd=not_differentiable("router_logits", _INFERENCE), composite=router_logits_reference)
 when_functionalized("moefuse::router_logits", LIBRARY, lambda *args: providers.select("router_logits", *args).traced)
-implement("route", kernel=_route, fake=_route_fake, autograd=not_differentiable("route", _INFERENCE))
+implement("route", kernel=_route, fake=_route_fake, autograd=not_differentiable("route", _INFERENCE), composite=_route_composite)
 when_functionalized("moefuse::route", LIBRARY, _route_traced)
 implement("topk", kernel=_topk, fake=_topk_fake, autograd=topk, composite=topk_reference)
 when_functionalized("moefuse::topk", LIBRARY, lambda *args: providers.select("topk", *args).traced)

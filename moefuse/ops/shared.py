@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from moefuse.ops import autograd
-from moefuse.ops.call import Body, Stack, cut, stacks
+from moefuse.ops.call import Body, ExpertsCall, Stack, cut, stacks
 from moefuse.ops.reference import accumulation_dtype
 from moefuse.ops.schema import implement
 from moefuse.runtime import dense, providers
@@ -107,5 +107,22 @@ def _join_fake(routed: Tensor, shared: Tensor, weight: Tensor | None, scale: flo
     return torch.empty(routed.shape, dtype=routed.dtype, device=routed.device)
 
 
-for _name, _kernel, _fake in (("shared_start", _start, _start_fake), ("shared_join", _join, _join_fake)):
-    implement(_name, kernel=_kernel, fake=_fake, autograd=autograd.not_differentiable(_name))
+def _start_composite(tensors: Lists, counts: Sequence[int], *rest: Any) -> Tensor:
+    *how, _ = rest
+    x, *weights = tensors
+    every = x.new_zeros((x.shape[0], 1), dtype=torch.int64), x.new_ones((x.shape[0], 1))
+    return ExpertsCall.unpack([x, *every, *weights], counts, *how).reference()
+
+
+def _join_composite(routed: Tensor, shared: Tensor, weight: Tensor | None, scale: float, inputs: Lists, overlap: int) -> Tensor:
+    wide = torch.promote_types(accumulation_dtype(routed.dtype), shared.dtype)
+    scaled = shared.view(routed.shape).to(wide)
+    scaled = scaled if weight is None else scaled * weight.reshape(*routed.shape[:-1], 1).to(wide)
+    return (routed.to(wide) + scale * scaled).to(routed.dtype)
+
+
+for _name, _kernel, _fake, _rules in (
+    ("shared_start", _start, _start_fake, _start_composite),
+    ("shared_join", _join, _join_fake, _join_composite),
+):
+    implement(_name, kernel=_kernel, fake=_fake, autograd=autograd.not_differentiable(_name), composite=_rules)
