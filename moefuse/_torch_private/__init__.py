@@ -31,9 +31,6 @@ from moefuse._torch_private.autograd import (
     transform as transform,
 )
 from moefuse._torch_private.autograd import (
-    under_fakes as under_fakes,
-)
-from moefuse._torch_private.autograd import (
     unless_transformed as unless_transformed,
 )
 from moefuse._torch_private.autograd import (
@@ -47,6 +44,9 @@ from moefuse._torch_private.compilation import (
 )
 from moefuse._torch_private.compilation import (
     Traced as Traced,
+)
+from moefuse._torch_private.compilation import (
+    given_fakes as given_fakes,
 )
 from moefuse._torch_private.compilation import (
     before_torch_compile as before_torch_compile,

@@ -87,7 +87,3 @@ def guard_forward_level() -> None:
 
     context.guards_context.dynamo_guards.add(GlobalStateSource().make_guard(GuardBuilder.DUAL_LEVEL))
 
-
-def under_fakes() -> bool:
-    """Whether the program that runs is one of fake tensors, whose mode is around all that it calls."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None

@@ -159,6 +159,21 @@ def traced() -> Traced | None:
     return None
 
 
+def given_fakes() -> bool:
+    """Whether the call that Dynamo compiles for is one with fake tensors: a program that is looked at and not run.
+
+    Dynamo has taken the mode of fakes away by now, as it takes all modes; what the frame was given is what remains of it.
+    """
+    known = traced()
+    if known is None:
+        return False
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    given = torch.utils._pytree.tree_leaves((known.args, known.kwargs, dict(known.local_scope)))
+    first = (next(value.parameters(), None) for value in given if isinstance(value, torch.nn.Module))
+    return any(isinstance(value, FakeTensor) for value in (*given, *first))
+
+
 def compiled_code_is_stored() -> bool:
     """Whether Dynamo stores what a backend returns, which must be what Inductor returned then."""
     from torch._dynamo import config

@@ -94,7 +94,7 @@ def _start(compiler_fn: Any, speculation_log: Any, one_graph: bool) -> Frame | N
     """The observer of a new attempt at a frame; None if the frame is not ours."""
     mark, arguments, owner = _find(compiler_fn)
     own = mark.options(arguments) if mark is not None else None
-    if mark is None or own is None or not own.enabled or _torch_private.under_fakes():
+    if mark is None or own is None or not own.enabled or _torch_private.given_fakes():
         return None
     ledger: Ledger = vars(speculation_log).setdefault(_LEDGER, Ledger())
     if not own.capture or control.copies_nodes():
