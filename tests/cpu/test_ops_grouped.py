@@ -234,19 +234,3 @@ def test_compiled_forward_and_backward_with_any_number_of_tokens() -> None:
         for triple in zip(*([out, *torch.autograd.grad(out.sum(), of)] for out, of in results), strict=True):
             assert_as_exact(*triple)
     assert counter.frame_count == 1
-
-
-@pytest.mark.parametrize("op", ["grouped_linear", "expert_rows", "combine"])
-def test_second_derivative_is_refused_by_name(op: str) -> None:
-    xs, order, offsets = ops.permute(draw(5, 3), draw_ids(5, 2, 0, 4), EXPERTS)
-    w = draw(EXPERTS, 4, 3).requires_grad_()
-    call = {
-        "grouped_linear": lambda: ops.grouped_linear(xs.requires_grad_(), offsets, [w], []),
-        "expert_rows": lambda: ops.expert_rows([w[:, 0]], offsets, 10),
-        "combine": lambda: ops.combine(xs.requires_grad_(), None, order, offsets, 2, None),
-    }[op]()
-    source = w if op == "expert_rows" else xs
-    pull = torch.ones_like(call, requires_grad=True)
-    (g,) = torch.autograd.grad(call, source, pull, create_graph=True)
-    with pytest.raises(RuntimeError, match=f"moefuse::{op} can be differentiated once, not twice"):
-        g.sum().backward()

@@ -15,7 +15,7 @@ from torch import Tensor
 from moefuse.ops import autograd
 from moefuse.ops.grad_calls import Needs
 from moefuse.runtime import native, providers
-from tests.cpu.ops_case import Case, leaves, run
+from tests.cpu.ops_case import Case, leaves, reference, run
 
 SMALL = Case(dtype=torch.float32)
 CASES = [
@@ -118,9 +118,16 @@ def test_opcheck(case: Case) -> None:
     check(ops.experts_backward_out, [grad, weights, order, offsets], [a], w_out, b_out)
 
 
-def test_a_second_derivative_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_derivative_is_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts have none of their own: a part that is asked for one says so."""
     monkeypatch.setattr(autograd, "IN_PARTS", ("cpu",))
-    args = SMALL.args(requires_grad=True)
+    args, other = SMALL.args(requires_grad=True), SMALL.args(requires_grad=True)
+    found, expected = (
+        torch.autograd.grad(torch.autograd.grad(out.sum(), given[0], create_graph=True)[0].square().sum(), given[0])
+        for given, out in ((args, run(args)), (other, reference(other, **SMALL.options)))
+    )
+    torch.testing.assert_close(found, expected)
+    monkeypatch.setattr(autograd, "_whole", lambda tensors: False)
     (d_x,) = torch.autograd.grad(run(args).sum(), args[0], create_graph=True)
     with pytest.raises(RuntimeError, match="moefuse::experts can be differentiated once, not twice"):
         d_x.sum().backward()

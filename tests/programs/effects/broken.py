@@ -10,6 +10,7 @@ from torch.fx import Node
 
 from moefuse._dynamo import module_calls, values
 from moefuse.capture.frame import Frame
+from moefuse.ops import composite
 from moefuse.passes import driver
 from moefuse.passes.graph.calls import call_of, fake, tensor
 from moefuse.passes.graph.storage import Memory
@@ -142,3 +143,9 @@ NO_GRADIENTS: Broken = ((verify, "comparable", lambda *_: False),)
 """The proof compares values alone."""
 
 EQUAL_LAYERS: Broken = ((driver, "signature", _by_names_alone),)
+
+
+# --- what is around a call --------------------------------------------------------------------------------------------------------
+
+TANGENTS_UNSEEN: Broken = ((composite, "_transformed", lambda tensors, whole: False),)
+"""Where forward-mode AD is on, kernels run as ever."""

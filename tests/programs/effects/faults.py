@@ -116,6 +116,12 @@ FAULTS: dict[str, Fault] = {
         _program("rows", ("meanwhile", "layer.experts[1].register_forward_hook(lambda m, a, o: o * 2)"), expert="modules"),
         ("meanwhile",),
     ),
+    "tangents unseen": Fault(
+        "under forward-mode AD a kernel runs, and its result has no tangent",
+        broken.TANGENTS_UNSEEN,
+        _program("rows", ("around", "dual")),
+        ("ambient",),
+    ),
     "no last look": Fault(
         "a write goes because it stands in the region, and effects are not compared at the end",
         broken.NO_LAST_LOOK,

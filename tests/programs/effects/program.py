@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.programs.effects import idioms, kinks, layers
+from tests.programs.effects import ambient, idioms, kinks, layers
 from tests.programs.effects.layers import LOOPED, SIZED, STATE, TURNED, UNROLLED, E, H, I, K, Layer, Spelling, samples
 from tests.programs.effects.views import applied, chain, evaluated
 from tests.programs.effects.writes import executed, write
@@ -27,6 +27,9 @@ VERIFY = ("probe", "probe", "probe", "off", "off")
 
 CALLER = "caller"
 """The place between a call and its backward pass, where the caller may write to what the layer has ``kept``."""
+
+AROUND = "around"
+"""The place around each call, of which :data:`ambient.AROUND` has what may be there."""
 
 MEANWHILE = "meanwhile"
 """The place between the first call and the second, where the caller may change the ``layer``."""
@@ -76,6 +79,11 @@ class Program:
         """What the caller does to each layer between the first call and the second."""
         return self._at(MEANWHILE)
 
+    @property
+    def around(self) -> list[str]:
+        """What is around each call, from the first one on again where there are more."""
+        return [s for effect in self.effects for place, s in effect.statements if place == AROUND]
+
     def _at(self, wanted: str) -> str:
         return "\n".join(s for effect in self.effects for place, s in effect.statements if place == wanted)
 
@@ -87,6 +95,7 @@ class Program:
     def __str__(self) -> str:
         late = f"# before backward: {self.later}\n" if self.later else ""
         late += f"# between calls: {self.meanwhile}\n" if self.meanwhile else ""
+        late += f"# around calls: {', '.join(self.around)}\n" if self.around else ""
         how = f"twins={self.twins} grad={self.grad} verify={self.verify} dynamic={self.dynamic} tokens={self.tokens} seed={self.seed}"
         return f"{self.source}{late}# {how}; {', '.join(e.kind for e in self.effects)}"
 
@@ -133,7 +142,7 @@ def draw(seed: int, kind: str = "mixed") -> Program:
         spelling = replace(spelling, expert="open")  # most casts of people's are inside of experts
     effects = [KINDS[kind](rng, spelling, 0)] if kind != "mixed" else []
     if kind in ("mixed", "twins"):
-        some = [k for k in KINDS if k not in ("twins", "orders", *OPENED, *(() if spelling.body in UNROLLED else ("numbers",)))]
+        some = [k for k in KINDS if k not in ("twins", "orders", "ambient", *OPENED, *(() if spelling.body in UNROLLED else ("numbers",)))]
         effects += [KINDS[rng.choice(some)](rng, spelling, n + 1) for n in range(rng.randint(1, 3) - len(effects))]
     found = tuple(e for e in effects if e is not None)
     dynamic = rng.choice((None, None, None, True))
@@ -342,11 +351,17 @@ def _place(rng: random.Random, spelling: Spelling, target: str) -> str:
     return rng.choice(places or ["after"])
 
 
+def _ambient(rng: random.Random, spelling: Spelling, n: int) -> Effect | None:
+    """Around each of the calls something else; what few programs bear in eager is rare."""
+    names = [name for name in ambient.AROUND if name not in ambient.SELDOM or rng.random() < 0.2]
+    return Effect("ambient", tuple((AROUND, rng.choice(names)) for _ in range(3)))
+
+
 KINDS = {
     "views": _write, "updates": _update, "python": _python, "neutral": _neutral, "ids": _ids, "draws": _draws, "twins": _neutral,
     "promises": _promise, "later": _later, "orders": _neutral, "casts": _cast, "layouts": _layout, "numbers": _numbers_asked,
     "meanwhile": _meanwhile,
-    "kinks": _kinks, "options": _options,
+    "kinks": _kinks, "options": _options, "ambient": _ambient,
 }  # fmt: skip
 """What an effect is; in "twins" of two equal layers, of which one is never neutral, in "orders" of sums with their features first."""
 

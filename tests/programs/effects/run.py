@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from moefuse import Options, pipeline
 from moefuse.capture import entry
 from moefuse.report import FusionReport
+from tests.programs.effects.ambient import AROUND
 from tests.programs.effects.layers import SIZED, H
 from tests.programs.effects.program import Program, build, change, interfere
 
@@ -149,14 +150,18 @@ def calls(p: Program, backend: Any) -> list[Seen]:
             change(model)
             interfere(p, model)
         x = torch.randn(tokens, H, generator=torch.Generator().manual_seed(10 * p.seed + number))
-        found.append(_call(p, run, model, x, may_raise=number > 0 and p.promises))
+        around = p.around[number % len(p.around)] if p.around else ""
+        found.append(_call(p, run, model, x, may_raise=number > 0 and p.promises, around=around))
         if RAISES in found[-1]:
             break
     return found
 
 
-def _call(p: Program, run: Callable[..., Any], model: nn.Module, x: Tensor, may_raise: bool) -> Seen:
+def _call(p: Program, run: Callable[..., Any], model: nn.Module, x: Tensor, may_raise: bool, around: str = "") -> Seen:
     model.zero_grad(set_to_none=True)
+    if around:
+        torch.manual_seed(7)
+        return {around: AROUND[around](run, model, x, p.grad)}
     leaf = x.clone().requires_grad_(p.grad)
     torch.manual_seed(7)
     with torch.set_grad_enabled(p.grad):
