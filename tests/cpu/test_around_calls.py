@@ -1,0 +1,163 @@
+"""Compiled layers under forward-mode AD, torch.func, fake tensors and create_graph: what eager gives, or what the compiler alone says."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd import forward_ad
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+import moefuse
+from moefuse import _torch_private
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+E, H, I, T = 4, 8, 12, 6  # noqa: E741
+
+
+class Loop(nn.Module):
+    """Only capture gets this into one graph; Inductor alone leaves it to eager."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(H, E)
+        self.up, self.down = nn.Parameter(torch.randn(E, I, H) / 3), nn.Parameter(torch.randn(E, H, I) / 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.gate(x).softmax(-1).topk(2)
+        out = torch.zeros_like(x)
+        for e in range(E):
+            tok, slot = torch.where(ids == e)
+            out.index_add_(0, tok, F.linear(F.silu(F.linear(x[tok], self.up[e])), self.down[e]) * weights[tok, slot, None])
+        return out
+
+
+class Dense(Loop):
+    """Every expert on every token."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.gate(x).softmax(-1).topk(2)
+        out = torch.zeros_like(x)
+        for e in range(E):
+            out = out + F.linear(F.silu(F.linear(x, self.up[e])), self.down[e]) * (weights * (ids == e)).sum(-1, keepdim=True)
+        return out
+
+
+@pytest.fixture
+def behind(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """AOTAutograd in Inductor's place, which takes a second less, and loses tangents as that does; each graph that it compiled."""
+    compiled: list[str] = []
+
+    def aot(gm: torch.fx.GraphModule, inputs: Any, *rest: Any) -> Any:
+        compiled.append("graph")
+        return torch._dynamo.lookup_backend("aot_eager")(gm, inputs)
+
+    monkeypatch.setattr(_torch_private, "compile_fx", aot)
+    return compiled
+
+
+def dual(f: Callable[[Tensor], Tensor], x: Tensor, *, grad: bool) -> tuple[Tensor, Tensor | None]:
+    with torch.set_grad_enabled(grad), forward_ad.dual_level():
+        primal, tangent = forward_ad.unpack_dual(f(forward_ad.make_dual(x, torch.ones_like(x))))
+        return primal.detach(), None if tangent is None else tangent.detach()
+
+
+def fused() -> int:
+    report = moefuse.last_report()
+    return 0 if report is None else len(report.fused)
+
+
+@pytest.mark.parametrize("first", ["dual", "plain"])
+@pytest.mark.parametrize(("grad", "frozen"), [(True, False), (True, True), (False, False)], ids=("grad", "frozen", "no_grad"))
+@pytest.mark.parametrize("kind", [Loop, Dense])
+def test_forward_mode_around_a_compiled_layer(kind: type[Loop], grad: bool, frozen: bool, first: str, behind: list[str]) -> None:
+    """Whatever was compiled before: code of calls without tangents is not run with some, nor the other way round."""
+    torch.manual_seed(0)
+    layer, x = kind().requires_grad_(not frozen), torch.randn(T, H)
+    compiled, expected = torch.compile(layer, backend="moefuse"), dual(copy.deepcopy(layer), x, grad=grad)
+    for turn in ("dual", "plain", "dual") if first == "dual" else ("plain", "dual", "plain"):
+        if turn == "dual":
+            found = dual(compiled, x, grad=grad)
+            assert found[1] is not None
+            torch.testing.assert_close(found, expected)
+        else:
+            with torch.set_grad_enabled(grad):
+                torch.testing.assert_close(compiled(x), layer(x))
+        assert fused() == 1
+    assert behind == ["graph"], "each kind of call has one graph, and a call without tangents has the compiler's"
+
+
+def test_tangents_of_weights(behind: list[str]) -> None:
+    """Of Parameters in whose places others stand, as functional_call puts them."""
+    torch.manual_seed(0)
+    layer, x = Loop(), torch.randn(T, H)
+    compiled = torch.compile(layer, backend="moefuse")
+    compiled(x)
+    found = []
+    for run, before in ((compiled, "_orig_mod."), (layer, "")):
+        with torch.no_grad(), forward_ad.dual_level():
+            duals = {before + n: forward_ad.make_dual(p.detach(), torch.ones_like(p)) for n, p in layer.named_parameters()}
+            found.append(forward_ad.unpack_dual(torch.func.functional_call(run, duals, (x,))).tangent)  # type: ignore[arg-type]
+    assert found[0] is not None
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_jvp_of_a_compiled_layer(grad: bool, behind: list[str]) -> None:
+    """Dynamo leaves a call inside of torch.func to eager."""
+    torch.manual_seed(0)
+    layer, x = Loop(), torch.randn(T, H)
+    compiled = torch.compile(layer, backend="moefuse")
+    with torch.set_grad_enabled(grad):
+        compiled(x)
+        found, expected = (torch.func.jvp(f, (x,), (torch.ones_like(x),)) for f in (compiled, layer))
+    torch.testing.assert_close(found, expected)
+
+
+def test_behind_inductor() -> None:
+    """The whole way, in the order that lost tangents: the layer was compiled, and is called with one where no gradient is recorded."""
+    torch.manual_seed(0)
+    layer, x = Loop(), torch.randn(T, H)
+    compiled = torch.compile(layer, backend="moefuse")
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), layer(x))
+    assert fused() == 1
+    found, expected = dual(compiled, x, grad=False), dual(layer, x, grad=False)
+    assert found[1] is not None
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("compiled_before", [False, True])
+@pytest.mark.parametrize("parameters", ["fake", "real"])
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_call_with_fake_tensors(grad: bool, parameters: str, compiled_before: bool, behind: list[str]) -> None:
+    """What Inductor leaves to eager runs under fakes; code that moefuse has compiled for real tensors does not."""
+    real = Loop()
+    if compiled_before:
+        torch.compile(real, backend="moefuse")(torch.randn(T, H))
+        assert fused() == 1
+    with torch.set_grad_enabled(grad), FakeTensorMode(allow_non_fake_inputs=parameters == "real", shape_env=ShapeEnv()):
+        layer = Loop() if parameters == "fake" else real
+        out = torch.compile(layer, backend="moefuse")(torch.randn(T, H))
+    assert isinstance(out, FakeTensor)
+    assert out.shape == (T, H)
+
+
+def test_create_graph(behind: list[str]) -> None:
+    """The first derivative is right; the second one is AOTAutograd's to refuse, and it does."""
+    torch.manual_seed(0)
+    layer, x = Loop(), torch.randn(T, H)
+    compiled = torch.compile(layer, backend="moefuse")
+    found, expected = (
+        torch.autograd.grad(f(x).square().sum(), list(layer.parameters()), create_graph=True) for f in (compiled, layer)
+    )
+    torch.testing.assert_close(found, expected)
+    with pytest.raises(RuntimeError, match="double backward"):
+        sum(g.square().sum() for g in found).backward()  # type: ignore[union-attr]
