@@ -64,8 +64,8 @@ class MoEFusionPass(CustomGraphPass):
 
     def __call__(self, graph: torch.fx.Graph) -> None:
         gm = graph.owning_module
-        if not self._options.enabled or gm is None:
-            return
+        if not self._options.enabled or gm is None or _torch_private.forward_level():
+            return  # under forward-mode AD Inductor is left to say itself what it cannot do
         _torch_private.keep_what_is_mutated()
         report = pipeline.rewrite(gm, None, self._options)
         if _torch_private.communicates(gm):

@@ -46,9 +46,6 @@ from moefuse._torch_private.compilation import (
     Traced as Traced,
 )
 from moefuse._torch_private.compilation import (
-    given_fakes as given_fakes,
-)
-from moefuse._torch_private.compilation import (
     before_torch_compile as before_torch_compile,
 )
 from moefuse._torch_private.compilation import (
@@ -59,6 +56,9 @@ from moefuse._torch_private.compilation import (
 )
 from moefuse._torch_private.compilation import (
     frame_id as frame_id,
+)
+from moefuse._torch_private.compilation import (
+    given_fakes as given_fakes,
 )
 from moefuse._torch_private.compilation import (
     in_compiled_call as in_compiled_call,

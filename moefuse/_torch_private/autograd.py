@@ -86,4 +86,3 @@ def guard_forward_level() -> None:
     from torch._dynamo.source import GlobalStateSource
 
     context.guards_context.dynamo_guards.add(GlobalStateSource().make_guard(GuardBuilder.DUAL_LEVEL))
-

@@ -87,7 +87,9 @@ def gradients(grad: Tensor, saved: Sequence[Tensor], counts: list[int], code: tu
     x, weights, h, order, offsets, *flat = saved
     body = Body.decode(*code)
     call = GradCall(grad, x, weights, h, order, offsets, *stacks(cut(flat, counts)), Needs.of(flags, body.on_input), body)
-    computed = _in_parts(call) if grad.device.type in IN_PARTS and not _whole((grad, *saved)) else ops.experts_backward.default(*call.pack())
+    computed = (
+        _in_parts(call) if grad.device.type in IN_PARTS and not _whole((grad, *saved)) else ops.experts_backward.default(*call.pack())
+    )
     d_x, d_weights, *d_flat = grads_for(flags, (1, 1, *counts), computed)
     return d_x, None, d_weights, *d_flat
 

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from moefuse.ops.autograd import below_autograd, experts_by, gradients, not_differentiable, ops
-from moefuse.ops.experts import fake, kernel
-from moefuse.ops.reference import experts_reference
+from moefuse.ops.experts import composite, fake, kernel
 from moefuse.ops.schema import implement
 from moefuse.runtime import overflow
 from moefuse.runtime.groups import Terms
@@ -103,7 +102,7 @@ def bounded_experts(*data: Any, terms: str, layer: str, room: Tensor | None = No
 
 
 def _composite(*data: Any, terms: str, layer: str, room: Tensor | None = None, **options: Any) -> Tensor:
-    return experts_reference(*data, **options)
+    return composite(*data, **options)
 
 
 implement("bounded_experts", kernel=_kernel, fake=_fake, autograd=bounded_experts, composite=_composite)

@@ -292,7 +292,8 @@ def _refuse_roundings(codes: Sequence[Codes | None]) -> None:
     """
     if any(c is not None and c.encoding.activation is not None for c in codes):
         raise RuntimeError(
-            "moefuse::experts_coded with activations in few bits has gradients, and no rules for forward-mode AD, torch.func or a second one"
+            "moefuse::experts_coded with activations in few bits has gradients, "
+            "and no rules for forward-mode AD, torch.func or a second derivative"
         )
 
 

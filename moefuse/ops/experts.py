@@ -24,7 +24,6 @@ from moefuse.ops import autograd
 from moefuse.ops.call import ExpertsCall
 from moefuse.ops.checks import check_experts
 from moefuse.ops.grad_calls import GradCall, InCall, OutCall, RowsCall
-from moefuse.ops.reference import experts_reference
 from moefuse.ops.schema import implement
 from moefuse.runtime import native, providers
 
@@ -43,6 +42,13 @@ def kernel(*data: Any, **options: Any) -> Tensor:
 def fake(*data: Any, **options: Any) -> Tensor:
     """A tensor as the op returns it, from its arguments."""
     return result(ExpertsCall.of(*data, **options))
+
+
+def composite(*data: Any, **options: Any) -> Tensor:
+    """The op in torch's operations."""
+    call = ExpertsCall.of(*data, **options)
+    check_experts(call)
+    return call.reference()
 
 
 def result(call: ExpertsCall) -> Tensor:
@@ -133,7 +139,7 @@ def _again(*packed: Any) -> list[Tensor]:
     return GradCall.unpack(*packed).reference()
 
 
-implement("experts", kernel=kernel, fake=fake, autograd=autograd.experts, composite=experts_reference)
+implement("experts", kernel=kernel, fake=fake, autograd=autograd.experts, composite=composite)
 for _name, _general, _general_fake, _unit, _entry, _rules in (
     ("experts_infer", _infer, _infer_fake, "infer", None, None),
     ("experts_forward", _forward, _forward_fake, "train", autograd.not_differentiable("experts_forward"), None),

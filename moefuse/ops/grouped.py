@@ -135,12 +135,15 @@ def _combine_again(
 
 
 implement("permute", kernel=_permute, fake=_permute_fake, autograd=autograd.permute, composite=permute_reference)
-for _name, _run, _fake, _entry, _rules in (
-    ("grouped_linear", _grouped_linear, _grouped_linear_fake, autograd.grouped_linear, grouped_linear_reference),
-    ("expert_rows", _expert_rows, _expert_rows_fake, autograd.expert_rows, expert_rows_reference),
-    ("combine", _combine, _combine_fake, autograd.combine, combine_reference),
-):
-    implement(_name, kernel=_run, fake=_fake, autograd=_entry, composite=_rules)
+implement(
+    "grouped_linear",
+    kernel=_grouped_linear,
+    fake=_grouped_linear_fake,
+    autograd=autograd.grouped_linear,
+    composite=grouped_linear_reference,
+)
+implement("expert_rows", kernel=_expert_rows, fake=_expert_rows_fake, autograd=autograd.expert_rows, composite=expert_rows_reference)
+implement("combine", kernel=_combine, fake=_combine_fake, autograd=autograd.combine, composite=combine_reference)
 for _name, _run, _fake, _rules in (
     ("grouped_linear_backward", _grouped_linear_backward, _grouped_linear_backward_fake, _grouped_linear_again),
     ("expert_rows_backward", _expert_rows_backward, _expert_rows_backward_fake, _expert_rows_again),

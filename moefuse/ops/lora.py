@@ -208,12 +208,15 @@ def _autograd(*data: Any, **options: Any) -> Tensor:
     return lora_by(_Lora, *data, **options)
 
 
-def experts_lora_reference(*data: Any, **options: Any) -> Tensor:
-    """What ``moefuse::experts_lora`` means: to each projection its term is added in the accumulation dtype."""
-    return _meaning(LoraCall.of(*data, **options))
+def composite(*data: Any, **options: Any) -> Tensor:
+    """The op in torch's operations."""
+    call = LoraCall.of(*data, **options)
+    checked(call)
+    return reference(call)
 
 
-def _meaning(call: LoraCall) -> Tensor:
+def reference(call: LoraCall) -> Tensor:
+    """What a call means: to each projection its term is added in the accumulation dtype."""
     base, how = call.base, call.base.body
     wide, projections = accumulation_dtype(base.dtype), (base.w_in, base.w_up, base.w_out)
 
@@ -226,8 +229,8 @@ def _meaning(call: LoraCall) -> Tensor:
         u = scale * F.linear(rows.to(wide), expert_weight(a, e).to(wide))
         return (out.to(wide) + F.linear(u, expert_weight(b, e).to(wide))).to(base.dtype)
 
-    options = how.activation, how.args, how.gating, how.up_first, how.on_input
-    return experts_by_projections(*base[:3], base.w_in.experts, base.w_out.features, project, *options, base.out_dtype)
+    options = how.activation, how.args, how.gating, how.up_first, how.on_input, base.out_dtype
+    return experts_by_projections(base.x, base.ids, base.weights, base.w_in.experts, base.w_out.features, project, *options)
 
 
 def _again(*packed: Any) -> list[Tensor]:
@@ -238,15 +241,13 @@ def _again(*packed: Any) -> list[Tensor]:
     def function(x: Tensor, weights: Tensor, *flat: Tensor) -> Tensor:
         found = cut(flat, counts)
         base = ExpertsCall(x, ids, weights, *stacks(found[:6]), call.body, call.grad.dtype)
-        return _meaning(LoraCall(base, terms_of(found[6:], [term.scale for term in call.terms])))
+        return reference(LoraCall(base, terms_of(found[6:], [term.scale for term in call.terms])))
 
     need_x, need_weights, *need = call.needs
     inputs = [call.x, call.weights, *(t for some in lists for t in some)]
     return pulled_back(function, inputs, [need_x, need_weights, *(n for n, some in zip(need, lists, strict=True) for _ in some)], call.grad)
 
 
-implement("experts_lora", kernel=kernel, fake=fake, autograd=_autograd, composite=experts_lora_reference)
+implement("experts_lora", kernel=kernel, fake=fake, autograd=_autograd, composite=composite)
 implement("experts_lora_forward", kernel=_forward, fake=_forward_fake, autograd=not_differentiable("experts_lora_forward"))
-implement(
-    "experts_lora_backward", kernel=_backward, fake=_backward_fake, autograd=once("experts_lora_backward", _again), composite=_again
-)
+implement("experts_lora_backward", kernel=_backward, fake=_backward_fake, autograd=once("experts_lora_backward", _again), composite=_again)

@@ -17,12 +17,12 @@ from torch import Tensor
 from moefuse.ops.autograd import again, below_autograd, experts_by, gradients, not_differentiable, ops
 from moefuse.ops.call import ExpertsCall
 from moefuse.ops.checks import check_experts
-from moefuse.ops.experts import fake, kernel
-from moefuse.ops.lora import LoraCall, checked, experts_lora_reference, lora_by
+from moefuse.ops.experts import composite, fake, kernel
+from moefuse.ops.lora import LoraCall, checked, lora_by
+from moefuse.ops.lora import composite as lora_composite
 from moefuse.ops.lora import fake as lora_fake
 from moefuse.ops.lora import gradients as lora_gradients
 from moefuse.ops.lora import kernel as lora_kernel
-from moefuse.ops.reference import experts_reference
 from moefuse.ops.schema import implement
 from moefuse.runtime import providers
 
@@ -103,9 +103,7 @@ def recomputed_experts_lora(*data: Any, **options: Any) -> Tensor:
     return lora_by(_RecomputedLora, *data, **options)
 
 
-implement("recomputed_experts", kernel=kernel, fake=fake, autograd=recomputed_experts, composite=experts_reference)
+implement("recomputed_experts", kernel=kernel, fake=fake, autograd=recomputed_experts, composite=composite)
 implement("experts_hidden", kernel=_hidden, fake=_hidden_fake, autograd=not_differentiable("experts_hidden"))
-implement(
-    "recomputed_experts_lora", kernel=lora_kernel, fake=lora_fake, autograd=recomputed_experts_lora, composite=experts_lora_reference
-)
+implement("recomputed_experts_lora", kernel=lora_kernel, fake=lora_fake, autograd=recomputed_experts_lora, composite=lora_composite)
 implement("experts_lora_hidden", kernel=_lora_hidden, fake=_lora_hidden_fake, autograd=not_differentiable("experts_lora_hidden"))

@@ -102,7 +102,13 @@ def _route_composite(logits: Tensor, bias: Tensor | None, *rest: Any) -> tuple[T
     return route_reference(logits, bias, Recipe(*fields), out_dtype)
 
 
-implement("router_logits", kernel=_logits, fake=_logits_fake, autograd=not_differentiable("router_logits", _INFERENCE), composite=router_logits_reference)
+implement(
+    "router_logits",
+    kernel=_logits,
+    fake=_logits_fake,
+    autograd=not_differentiable("router_logits", _INFERENCE),
+    composite=router_logits_reference,
+)
 when_functionalized("moefuse::router_logits", LIBRARY, lambda *args: providers.select("router_logits", *args).traced)
 implement("route", kernel=_route, fake=_route_fake, autograd=not_differentiable("route", _INFERENCE), composite=_route_composite)
 when_functionalized("moefuse::route", LIBRARY, _route_traced)

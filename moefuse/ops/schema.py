@@ -111,6 +111,7 @@ def implement(
     LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
     above = torch.library.fallthrough_kernel if autograd is None else transformable(name, autograd, composite)
     LIBRARY.impl(name, above, "Autograd")
-    for key in ("FuncTorchBatched", "Batched") if composite is not None else ():  # the latter is what is_grads_batched still goes through
-        LIBRARY.impl(name, batched(name, composite), key)
+    if composite is not None:
+        for key in ("FuncTorchBatched", "Batched"):  # the latter is what is_grads_batched still goes through
+            LIBRARY.impl(name, batched(name, composite), key)
     torch.library.register_fake(f"moefuse::{name}", fake, lib=LIBRARY)

@@ -116,6 +116,8 @@ for _name in ("gathered_slices", "gathered_slices_backward", "on_one_rank_backwa
     never_dead(getattr(ops, _name).default)
 
 implement("gathered_slices", kernel=_slices, fake=_slices_fake, autograd=gathered_slices)
-implement("gathered_slices_backward", kernel=_slices_backward, fake=_slices_backward_fake, autograd=not_recorded("gathered_slices_backward"))
+implement(
+    "gathered_slices_backward", kernel=_slices_backward, fake=_slices_backward_fake, autograd=not_recorded("gathered_slices_backward")
+)
 implement("on_one_rank", kernel=_on_one_rank, fake=_like_x, autograd=on_one_rank)
 implement("on_one_rank_backward", kernel=_on_one_rank_backward, fake=_like_x, autograd=not_recorded("on_one_rank_backward"))

@@ -155,9 +155,7 @@ def test_create_graph(behind: list[str]) -> None:
     torch.manual_seed(0)
     layer, x = Loop(), torch.randn(T, H)
     compiled = torch.compile(layer, backend="moefuse")
-    found, expected = (
-        torch.autograd.grad(f(x).square().sum(), list(layer.parameters()), create_graph=True) for f in (compiled, layer)
-    )
+    found, expected = (torch.autograd.grad(f(x).square().sum(), list(layer.parameters()), create_graph=True) for f in (compiled, layer))
     torch.testing.assert_close(found, expected)
     with pytest.raises(RuntimeError, match="double backward"):
         sum(g.square().sum() for g in found).backward()  # type: ignore[union-attr]

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn.utils import parametrize
 
 pytest.importorskip("transformers.integrations.moe")
@@ -394,3 +395,41 @@ def test_adapters_of_expert_weights_under_compile() -> None:
     for (name, p), q in zip(ours.named_parameters(), loop.parameters(), strict=True):
         if ".parametrizations." in name:
             torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-6, msg=lambda m, name=name: f"gradient of {name}: {m}")
+
+
+@pytest.mark.parametrize("how", ["func.jvp", "dual, no_grad", "dual, frozen", "dual", "func.grad", "hessian", "vmap", "second derivative"])
+def test_derivatives_of_other_kinds(how: str) -> None:
+    """Without torch.compile: what transformers' "eager" gives, this gives; a tangent, and never none."""
+    weights, ids = torch.randn(6, 4, generator=torch.Generator().manual_seed(2)).softmax(-1).topk(2)
+
+    def of(implementation: str) -> Any:
+        torch.manual_seed(0)
+        experts = tiny.build("qwen3_moe", experts_implementation=implementation).model.layers[0].mlp.experts
+        hidden = torch.randn(6, experts.gate_up_proj.shape[-1], generator=torch.Generator().manual_seed(1))
+
+        def run(x: Tensor) -> Tensor:
+            out: Tensor = experts(x, ids, weights)
+            return out
+
+        def score(x: Tensor) -> Tensor:
+            return run(x).square().sum()
+
+        if how == "func.jvp":
+            return torch.func.jvp(run, (hidden,), (torch.ones_like(hidden),))[1]
+        if how == "func.grad":
+            return torch.func.grad(score)(hidden)
+        if how == "hessian":
+            return torch.func.hessian(score)(hidden[:2].repeat(3, 1))
+        if how == "vmap":
+            return torch.func.vmap(run)(torch.stack([hidden, hidden + 1]))
+        if how == "second derivative":
+            leaf = hidden.clone().requires_grad_()
+            (first,) = torch.autograd.grad(score(leaf), leaf, create_graph=True)
+            return torch.autograd.grad(first.square().sum(), [leaf, experts.gate_up_proj])
+        experts.requires_grad_("frozen" not in how)
+        with torch.set_grad_enabled("no_grad" not in how), forward_ad.dual_level():
+            return forward_ad.unpack_dual(run(forward_ad.make_dual(hidden, torch.ones_like(hidden)))).tangent
+
+    ours, theirs = of(NAME), of("eager")
+    assert ours is not None
+    torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-6)

@@ -11,10 +11,13 @@ from collections import deque
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -41,11 +44,13 @@ POINTS = {
     "torch._dynamo.utils": ["counters", "graph_break_reasons", "_compilation_metrics"],
     "torch._dynamo.convert_frame": ["_compile", "compile_lock", "input_codes"],
     "torch._dynamo.eval_frame": ["cached_backends", "_debug_get_cache_entry_list"],
-    "torch._dynamo.guards": ["DeletedGuardManagerWrapper"],
+    "torch._dynamo.guards": ["DeletedGuardManagerWrapper", "GuardBuilder"],
     "torch._dynamo.pgo": ["_CODE_STATE"],
     "torch._functorch.config": ["enable_autograd_cache"],
     "torch._functorch.partitioners": ["min_cut_rematerialization_partition"],
-    "torch._guards": ["CompileContext"],
+    "torch._guards": ["CompileContext", "TracingContext"],
+    "torch._dynamo.source": ["GlobalStateSource"],
+    "torch.autograd.forward_ad": ["_current_level"],
     "torch._subclasses.fake_tensor": ["FakeTensor", "DataDependentOutputException", "DynamicOutputShapeException"],
     "torch._C": [
         "_current_graph_task_id",
@@ -63,7 +68,7 @@ POINTS = {
     "torch.utils._pytree": ["tree_map_only"],
     "torch._C._dynamo.eval_frame": ["reset_code"],
     "torch._C._functorch": [
-        "is_functorch_wrapped_tensor",
+        *("is_functorch_wrapped_tensor", "peek_interpreter_stack"),
         *(f"_{kind}_{way}_nesting" for kind in ("grad", "vmap", "jvp", "func") for way in ("increment", "decrement")),
     ],
     # Before 2.12 a graph has the functions of torch._C themselves.
@@ -95,6 +100,50 @@ def test_each_backward_pass_has_a_number() -> None:
     assert _torch_private.running_backward() == -1
     assert len(set(found)) == 2
     assert -1 not in found
+
+
+def test_what_transforms_a_call() -> None:
+    """Asked for each call of an op: forward-mode AD by its level, torch.func by its stack, in whatever order they lie."""
+    call = _torch_private.unless_transformed(lambda x: "entry", lambda x: "instead")
+    x = torch.ones(2)
+    assert (call(x), _torch_private.transform(), _torch_private.forward_level()) == ("entry", "", False)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, x)
+        assert (call(x), _torch_private.transform(), _torch_private.forward_level()) == ("instead", "", True)
+        assert [_torch_private.has_tangent(t) for t in (x, dual, torch.arange(2))] == [False, True, False]
+    found = []
+
+    def note(x: torch.Tensor) -> torch.Tensor:
+        found.append((call(x), _torch_private.transform(), _torch_private.forward_level()))
+        return x.sum()
+
+    torch.func.grad(note)(x)
+    torch.func.vmap(note)(x[None])
+    torch.func.jvp(note, (x,), (x,))
+    assert found == [("instead", "grad", False), ("instead", "vmap", False), ("instead", "jvp", True)]
+    assert not _torch_private.has_tangent(dual)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_frames_depend_on_the_level_and_know_fakes() -> None:
+    """A frame that asks for the guard is compiled again where a level is open; one that was given fake tensors is known by them."""
+    seen: list[tuple[bool, bool]] = []
+
+    def backend(gm: torch.fx.GraphModule, _inputs: object) -> Any:
+        _torch_private.guard_forward_level()
+        seen.append((_torch_private.forward_level(), _torch_private.given_fakes()))
+        return gm.forward
+
+    compiled, x = torch.compile(lambda x: x * 2, backend=backend), torch.ones(2)
+    for _ in range(2):
+        compiled(x)
+        with forward_ad.dual_level():
+            compiled(x)
+    with FakeTensorMode() as mode:
+        compiled(mode.from_tensor(x))
+    assert seen == [(False, False), (True, False), (False, True)]
+    assert not _torch_private.given_fakes()
+    _torch_private.guard_forward_level()
 
 
 def test_backward_has_the_variables_of_its_caller() -> None:
