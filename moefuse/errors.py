@@ -15,6 +15,7 @@ CODES: dict[str, str] = {
     "value-escapes": "`{name}`, a value inside the experts, is also used outside them",
     "mutation": "`{name}` is changed in place while the experts use it",
     "alias": "`{name}` is changed in place through a view that is read again",
+    "overlap": "`{name}` is written to here, and may be memory of what the experts read: {detail}",
     "experts-differ": "expert {expert} differs from expert 0: {detail}",
     "missing-experts": "only experts {present} are computed, of {count}",
     "ids-not-distinct": "a repeated expert id for one token would count once here; ids that do not come from top-k can repeat",

@@ -7,18 +7,20 @@ import functools
 import logging
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch.fx import Node
 
 from moefuse import _torch_private, history
+from moefuse._dynamo import relations
 from moefuse._dynamo.values import inputs_of, unbacked_in
 from moefuse.capture.assumptions import Undischarged
 from moefuse.capture.frame import Frame, refusals
 from moefuse.config import Options
-from moefuse.errors import CODES, UNCOUNTED, FusionError, first_line
+from moefuse.errors import CODES, UNCOUNTED, FusionError, first_line, message
 from moefuse.few_bits import Rounded, rounded
 from moefuse.flows import Flow, flow_of
 from moefuse.grouping import pattern
@@ -135,7 +137,16 @@ def rewrite_and_keep(
     # What an earlier attempt at this frame refused, and this one finds again, is one refusal.
     report.skipped = [skipped for skipped in report.skipped if (skipped.code, skipped.location) not in found] + result.skipped
     if frame is not None:
+        overlap = _overlap(frame, gm, result.written)
+        if overlap is not None and (result.fused or frame.assumptions):
+            saved.restore()
+            report.fused = []
+            report.skipped.append(overlap)
+            _retrace(frame, gm, report, options, overlap.message)
+            return report, None
         _settle(frame, gm, report, result.undischarged if frame.assumptions else [], options)
+        if overlap is not None and frame.traces_data:
+            frame.retreat([], report.skipped, why=overlap.message)
     if result.fused and options.verify == "graph":
         difference = _validated(saved, gm, example_inputs, result.replaced, assumptions, report)
         if difference is not None:
@@ -153,6 +164,32 @@ def rewrite_and_keep(
     report.rounded = [] if report.fused else _rounded(gm)
     _note_weights(frame, gm, report)
     return report, saved
+
+
+_UNSEEN = "it lies in the memory of `{other}`, and torch takes them for apart (one memory in two storages, as NumPy's views of an array are)"
+_UNASKED = "no guard can tell that in each call ({why})"
+
+
+def _overlap(frame: Frame, gm: torch.fx.GraphModule, written: Mapping[Node, Node]) -> Skipped | None:
+    """The refusal of a graph that writes to an input of which nothing, or nothing true, is known of what else lies in its memory.
+
+    What is known, the frame guards: the code is for calls whose inputs lie like this.
+    """
+    from moefuse.passes.graph.calls import location, module_path
+
+    frame.related = relations.given(gm, written)
+    if len(frame.related) < 2:
+        frame.related = []
+        return None
+    name, detail = frame.related[0].node, ""
+    if (met := relations.unseen(frame.related)) is not None:
+        name, detail = met[0], _UNSEEN.format(other=met[1].name)
+    elif frame.ledger.unrelated:
+        name, detail = next(iter(written)), _UNASKED.format(why=frame.ledger.unrelated)
+    if not detail:
+        return None
+    details = {"name": name.name, "detail": detail}
+    return Skipped("overlap", message("overlap", details), module_path(written[name]), location(written[name]))
 
 
 def _note_weights(frame: Frame | None, gm: torch.fx.GraphModule, report: FusionReport) -> None:

@@ -77,6 +77,8 @@ class GraphResult:
     notes: list[str] = field(default_factory=list)
     replaced: list[tuple[Region, Node]] = field(default_factory=list)
     """The fused regions, and the nodes that hold their results."""
+    written: dict[Node, Node] = field(default_factory=dict)
+    """The graph's inputs to whose memory it writes, and where it does so first."""
 
 
 _OF_SOME = frozenset(("missing-experts", "tokens-differ", "no-rule", "not-combined", "not-recognised", "experts-differ"))
@@ -153,6 +155,7 @@ def _fuse_graph(gm: GraphModule, known: dict[Node, Any], run: _Run, functions: F
     ctx, taken = standing(gm.graph, _given(gm.graph, run.assumptions, run.options.quantised != "off"), interpreted)
     ctx.scratch(Functions).found = functions.found
     before = effects(ctx)
+    run.result.written = {n: w[0] for n in gm.graph.find_nodes(op="placeholder") for s in ctx.memory.storages(n) if (w := ctx.writes.get(s))}
     for node in gm.graph.nodes:
         if node.op == "get_attr" and isinstance(getattr(gm, str(node.target), None), torch.Tensor):
             known[node] = getattr(gm, str(node.target))

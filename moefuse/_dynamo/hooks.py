@@ -11,7 +11,7 @@ import functools
 import inspect
 import logging
 import types
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import nn
@@ -26,6 +26,7 @@ from moefuse._dynamo import (
     module_calls,
     parametrized,
     parametrized_hooks,
+    relations,
     told_apart,
     values,
 )
@@ -43,6 +44,7 @@ class Observer(Protocol):
 
     registering: bool
     fused: bool
+    related: Sequence[relations.Input]
     insists: bool
 
     def before(self, translator: Any) -> None: ...
@@ -59,6 +61,7 @@ class Observer(Protocol):
     def outlived(self) -> None: ...
     def computed(self, translator: Any, nodes: Collection[Node]) -> bool: ...
     def registers(self, translator: Any, why: str) -> None: ...
+    def unrelated(self, why: str) -> None: ...
 
     @property
     def traced(self) -> Collection[types.CodeType]: ...
@@ -259,6 +262,10 @@ def _on_compile(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     with ddp.split_last(self):
         compiled = original(self, *args, **kwargs)
     observer.compiled()
+    if observer.related and (observer.fused or observer.joins(self.shape_env)):
+        why = relations.watch(self, observer.related)
+        if why is not None:
+            observer.unrelated(why)
     if observer.joins(self.shape_env) or checkpoints.collected(self) or observer.registering:
         module_calls.watch(self, observer.traced)
     if observer.apart is not None:

@@ -31,14 +31,15 @@ def watch(output: Any, traced: Collection[types.CodeType]) -> None:
     root = output.root_tx
     empty: dict[str, set[str]] = {}
     for source in [g.originating_source for g in output.guards.inner if g.create_fn is GuardBuilder.EMPTY_NN_MODULE_HOOKS_DICT]:
-        empty.setdefault(_name(source.base), set()).add(source.member)
+        empty.setdefault(source_name(source.base), set()).add(source.member)
     empty = {name: hooks for name, hooks in empty.items() if _module(name, root.f_locals, root.f_globals) is not None}
     if empty:
         check = Check(empty, root.f_locals, root.f_globals, traced)
         output.guards.add(GlobalStateSource().make_guard(_creator(check)))
 
 
-def _name(source: Any) -> str:
+def source_name(source: Any) -> str:
+    """The expression that Dynamo has a value from."""
     return str(source.name() if callable(source.name) else source.name)
 
 

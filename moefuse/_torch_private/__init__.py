@@ -166,6 +166,9 @@ from moefuse._torch_private.dynamo_state import (
     compile_isolated as compile_isolated,
 )
 from moefuse._torch_private.dynamo_state import (
+    guard_names as guard_names,
+)
+from moefuse._torch_private.dynamo_state import (
     not_compiled as not_compiled,
 )
 from moefuse._torch_private.dynamo_state import (
@@ -245,6 +248,9 @@ from moefuse._torch_private.tensors import (
 )
 from moefuse._torch_private.tensors import (
     has_kernel as has_kernel,
+)
+from moefuse._torch_private.tensors import (
+    in_memory as in_memory,
 )
 from moefuse._torch_private.tensors import (
     is_composite as is_composite,

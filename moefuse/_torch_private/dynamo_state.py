@@ -111,6 +111,13 @@ def compile_front(gm: torch.fx.GraphModule, example_inputs: Sequence[object]) ->
         return cast(CompiledFn, inductor_compile_fx(gm, inputs, inner_compile=instead))
 
 
+def guard_names() -> dict[str, Any]:
+    """What the expressions of guards may have in them, beside the frame's locals and globals."""
+    from torch._dynamo import guards
+
+    return dict(guards._get_closure_vars())
+
+
 def _seen_codes() -> list[types.CodeType]:
     from torch._dynamo import convert_frame
 

@@ -151,6 +151,13 @@ def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
     return [tensor.untyped_storage()]
 
 
+def in_memory(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors with addresses that a tensor is, or is made of."""
+    if (inner := made_of_others(tensor)) is not None:
+        return [part for name in inner for part in in_memory(getattr(tensor, name))]
+    return [tensor] if storages_of(tensor) and not is_transformed(tensor) else []
+
+
 def made_of_others(tensor: Any) -> list[str] | None:
     """Attributes with the tensors that a tensor of a class of its own is made of; None for a tensor that has numbers itself."""
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass

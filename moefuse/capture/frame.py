@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from moefuse import _torch_private
-from moefuse._dynamo import control, creation_clock, values
+from moefuse._dynamo import control, creation_clock, relations, values
 from moefuse.capture import branches, counts, dummies, functions, modules
 from moefuse.capture.appends import Appends
 from moefuse.capture.assumptions import Assumption, Place, Undischarged
@@ -46,6 +46,7 @@ class Ledger:
         collects: trace bodies of checkpoints that write to what the call has made; not once that was there when a graph ended.
         parametrizes: trace parametrisations that the call registers and removes; not once one of them was more than that.
         broken: the graph breaks somewhere, in an attempt that traced sizes that depend on data.
+        unrelated: why no guard can tell which inputs of the graph lie in one memory; empty while nothing speaks against it.
         erred: the program raises in this call, or would if it came that far.
         seen: names of what the graphs of attempts that were given up have read.
         refusals: why, for the report of the next attempt.
@@ -59,6 +60,7 @@ class Ledger:
     collects: bool = True
     parametrizes: bool = True
     broken: bool = False
+    unrelated: str = ""
     erred: bool = False
     seen: set[str] = field(default_factory=set)
     refusals: list[Skipped] = field(default_factory=list)
@@ -98,6 +100,7 @@ class Frame:
         self.elements: list[counts.Elements] = []
         self.has_graph = False
         self.fused = False  # whether experts are, in the graph of this attempt
+        self.related: list[relations.Input] = []  # what the graph is given, where it writes to some of that
         self.registering = False
         self.traced: set[types.CodeType] = set()
         self._code: dict[int, tuple[Any, Code]] = {}
@@ -374,6 +377,11 @@ class Frame:
         place = "" if tx is None else f" ({self.location(tx)})"
         self.ledger.notes.append(f"registering a parametrization in a call breaks graphs: {why}{place}")
         raise control.restart(self.log, "moefuse: a parametrisation is more than a value for a while")
+
+    def unrelated(self, why: str) -> NoReturn:
+        """Start the frame again: what its graph assumes of inputs that lie in one memory cannot be asked for in each call."""
+        self.ledger.unrelated = why
+        raise control.restart(self.log, "moefuse: no guard tells which inputs lie in one memory")
 
     def unsettled(self) -> list[Undischarged]:
         """Assumptions whose scope is still open."""
