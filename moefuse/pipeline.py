@@ -16,6 +16,7 @@ from torch.fx import Node
 
 from moefuse import _torch_private, history
 from moefuse._dynamo import relations
+from moefuse._dynamo.control import environment
 from moefuse._dynamo.values import inputs_of, unbacked_in
 from moefuse.capture.assumptions import Undischarged
 from moefuse.capture.frame import Frame, refusals
@@ -136,17 +137,8 @@ def rewrite_and_keep(
     found = {(skipped.code, skipped.location) for skipped in result.skipped}
     # What an earlier attempt at this frame refused, and this one finds again, is one refusal.
     report.skipped = [skipped for skipped in report.skipped if (skipped.code, skipped.location) not in found] + result.skipped
-    if frame is not None:
-        overlap = _overlap(frame, gm, result.written)
-        if overlap is not None and (result.fused or frame.assumptions):
-            saved.restore()
-            report.fused = []
-            report.skipped.append(overlap)
-            _retrace(frame, gm, report, options, overlap.message)
-            return report, None
-        _settle(frame, gm, report, result.undischarged if frame.assumptions else [], options)
-        if overlap is not None and frame.traces_data:
-            frame.retreat([], report.skipped, why=overlap.message)
+    if frame is not None and not _related(frame, gm, result, report, saved, options):
+        return report, None
     if result.fused and options.verify == "graph":
         difference = _validated(saved, gm, example_inputs, result.replaced, assumptions, report)
         if difference is not None:
@@ -166,7 +158,25 @@ def rewrite_and_keep(
     return report, saved
 
 
-_UNSEEN = "it lies in the memory of `{other}`, and torch takes them for apart (one memory in two storages, as NumPy's views of an array are)"
+def _related(frame: Frame, gm: torch.fx.GraphModule, result: Any, report: FusionReport, saved: GraphSnapshot, options: Options) -> bool:
+    """Settle what was assumed of data and of memory; False where the graph was put back for the latter."""
+    frame.crossed = result.crossed
+    overlap = _overlap(frame, gm, result.written)
+    if overlap is not None and (result.crossed or frame.assumptions):
+        saved.restore()
+        report.fused = []
+        report.skipped.append(overlap)
+        _retrace(frame, gm, report, options, overlap.message)
+        return False
+    _settle(frame, gm, report, result.undischarged if frame.assumptions else [], options)
+    if overlap is not None and frame.joins(environment()):  # nothing was assumed of experts, or fused
+        frame.retreat([], report.skipped, why=overlap.message)
+    return True
+
+
+_UNSEEN = (
+    "it lies in the memory of `{other}`, and torch takes them for apart (one memory in two storages, as NumPy's views of an array are)"
+)
 _UNASKED = "no guard can tell that in each call ({why})"
 
 

@@ -79,6 +79,8 @@ class GraphResult:
     """The fused regions, and the nodes that hold their results."""
     written: dict[Node, Node] = field(default_factory=dict)
     """The graph's inputs to whose memory it writes, and where it does so first."""
+    crossed: bool = False
+    """Whether it does so between what was a fused region, which is one op at its end now; or would be, and is refused for that."""
 
 
 _OF_SOME = frozenset(("missing-experts", "tokens-differ", "no-rule", "not-combined", "not-recognised", "experts-differ"))
@@ -155,12 +157,15 @@ def _fuse_graph(gm: GraphModule, known: dict[Node, Any], run: _Run, functions: F
     ctx, taken = standing(gm.graph, _given(gm.graph, run.assumptions, run.options.quantised != "off"), interpreted)
     ctx.scratch(Functions).found = functions.found
     before = effects(ctx)
-    run.result.written = {n: w[0] for n in gm.graph.find_nodes(op="placeholder") for s in ctx.memory.storages(n) if (w := ctx.writes.get(s))}
+    run.result.written = {
+        n: w[0] for n in gm.graph.find_nodes(op="placeholder") for s in ctx.memory.storages(n) if (w := ctx.writes.get(s))
+    }
     for node in gm.graph.nodes:
         if node.op == "get_attr" and isinstance(getattr(gm, str(node.target), None), torch.Tensor):
             known[node] = getattr(gm, str(node.target))
     claims = discharge.claims(ctx, run.assumptions)
     fused = _fuse_regions(ctx, known, run)
+    run.result.crossed |= any(_crossed(ctx, region) for region in fused) or any(s.code == "mutation" for s in run.result.skipped)
     if run.assumptions:
         _discharge(ctx, run, claims, fused)
     run.result.notes += dict.fromkeys(lowrank.note(region) for region in fused if region.summed is not None)
@@ -176,6 +181,12 @@ def _fuse_graph(gm: GraphModule, known: dict[Node, Any], run: _Run, functions: F
         _compare(ctx, before)
     functions.close(gm, ctx.now)
     return bool(fused) or bool(run.assumptions) or bool(functions.found)
+
+
+def _crossed(ctx: Context, region: Region) -> bool:
+    """Whether what outlives the graph is written to between the nodes of a region."""
+    low, high = min(map(ctx.position.__getitem__, region.nodes)), ctx.position[region.anchor]
+    return any(low < ctx.position[w] < high for name, writes in ctx.writes.items() if ctx.memory.outlives(name) for w in writes)
 
 
 def _gathered(graph: Graph, run: _Run) -> None:

@@ -33,6 +33,13 @@ def is_break(error: Exception) -> bool:
     return isinstance(error, SpeculationRestartAnalysis)
 
 
+def environment() -> Any:
+    """The sizes of the frame whose graph is being compiled."""
+    from torch._guards import TracingContext
+
+    return TracingContext.get().fake_mode.shape_env  # type: ignore[union-attr]
+
+
 def has_unbacked(environment: Any) -> bool:
     """Whether the frame's sizes include one that only the run knows."""
     return any(values.unbacked(symbol) for symbol in environment.var_to_range)

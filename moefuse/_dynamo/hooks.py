@@ -45,6 +45,7 @@ class Observer(Protocol):
     registering: bool
     fused: bool
     related: Sequence[relations.Input]
+    crossed: bool
     insists: bool
 
     def before(self, translator: Any) -> None: ...
@@ -262,7 +263,7 @@ def _on_compile(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     with ddp.split_last(self):
         compiled = original(self, *args, **kwargs)
     observer.compiled()
-    if observer.related and (observer.fused or observer.joins(self.shape_env)):
+    if observer.related and (observer.crossed or observer.joins(self.shape_env)):
         why = relations.watch(self, observer.related)
         if why is not None:
             observer.unrelated(why)

@@ -101,6 +101,7 @@ class Frame:
         self.has_graph = False
         self.fused = False  # whether experts are, in the graph of this attempt
         self.related: list[relations.Input] = []  # what the graph is given, where it writes to some of that
+        self.crossed = False  # whether it does so between experts that are one op now
         self.registering = False
         self.traced: set[types.CodeType] = set()
         self._code: dict[int, tuple[Any, Code]] = {}

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.fx import Node
 
-from moefuse._dynamo import module_calls, values
+from moefuse._dynamo import module_calls, relations, values
 from moefuse.capture.frame import Frame
 from moefuse.ops import composite
 from moefuse.passes import driver
@@ -103,6 +103,8 @@ COMPARED_AS_OBJECTS: Broken = ((values, "symbolic", lambda variable: False),)
 """Together: symbolic numbers are asked for by ``in``, where Dynamo says that none is equal."""
 
 CONTIGUOUS: Broken = ((lower, "in_layout", lambda emit, node, like: node),)
+
+OVERLAPS_UNASKED: Broken = ((relations, "watch", lambda output, inputs: None),)
 
 HOOKS_UNSEEN: Broken = ((module_calls, "watch", lambda output, traced: None),)
 

@@ -122,6 +122,17 @@ FAULTS: dict[str, Fault] = {
         _program("rows", ("around", "dual")),
         ("ambient",),
     ),
+    "overlaps unasked": Fault(
+        "a tensor that is written to between experts lies in their tokens in a later call, which runs the code for one that is apart",
+        broken.OVERLAPS_UNASKED,
+        _program(
+            "rows",
+            ("related", "layer.side = torch.zeros(2, H)"),
+            ("related", "layer.side = x.data[:2]"),
+            ("inside", "if e == 1: self.side.add_(1)"),
+        ),
+        ("overlaps",),
+    ),
     "no last look": Fault(
         "a write goes because it stands in the region, and effects are not compared at the end",
         broken.NO_LAST_LOOK,

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.programs.effects import ambient, idioms, kinks, layers
 from tests.programs.effects.layers import LOOPED, SIZED, STATE, TURNED, UNROLLED, E, H, I, K, Layer, Spelling, samples
+from tests.programs.effects.overlaps import RELATED, statements
 from tests.programs.effects.views import applied, chain, evaluated
 from tests.programs.effects.writes import executed, write
 
@@ -84,6 +85,11 @@ class Program:
         """What is around each call, from the first one on again where there are more."""
         return [s for effect in self.effects for place, s in effect.statements if place == AROUND]
 
+    @property
+    def related(self) -> list[str]:
+        """What the caller does before each call to what is beside its input."""
+        return [s for effect in self.effects for place, s in effect.statements if place == RELATED]
+
     def _at(self, wanted: str) -> str:
         return "\n".join(s for effect in self.effects for place, s in effect.statements if place == wanted)
 
@@ -96,6 +102,7 @@ class Program:
         late = f"# before backward: {self.later}\n" if self.later else ""
         late += f"# between calls: {self.meanwhile}\n" if self.meanwhile else ""
         late += f"# around calls: {', '.join(self.around)}\n" if self.around else ""
+        late += "".join(f"# before a call: {statement}\n" for statement in self.related)
         how = f"twins={self.twins} grad={self.grad} verify={self.verify} dynamic={self.dynamic} tokens={self.tokens} seed={self.seed}"
         return f"{self.source}{late}# {how}; {', '.join(e.kind for e in self.effects)}"
 
@@ -142,7 +149,7 @@ def draw(seed: int, kind: str = "mixed") -> Program:
         spelling = replace(spelling, expert="open")  # most casts of people's are inside of experts
     effects = [KINDS[kind](rng, spelling, 0)] if kind != "mixed" else []
     if kind in ("mixed", "twins"):
-        some = [k for k in KINDS if k not in ("twins", "orders", "ambient", *OPENED, *(() if spelling.body in UNROLLED else ("numbers",)))]
+        some = [k for k in KINDS if k not in (*ALONE, *(() if spelling.body in UNROLLED else ("numbers",)))]
         effects += [KINDS[rng.choice(some)](rng, spelling, n + 1) for n in range(rng.randint(1, 3) - len(effects))]
     found = tuple(e for e in effects if e is not None)
     dynamic = rng.choice((None, None, None, True))
@@ -151,7 +158,7 @@ def draw(seed: int, kind: str = "mixed") -> Program:
         tokens, dynamic = (H, H, H), rng.choice((None, False))
     late = any("out later" in e.kind for e in found)  # one layer's sum is the next one's tokens, which the op keeps: the README says so
     twins = (kind == "twins" or rng.random() < 0.08) and not late
-    grad, verify = rng.random() < (0.9 if kind in OPENED else 0.6), rng.choice(VERIFY)
+    grad, verify = rng.random() < GRADIENTS.get(kind, 0.6), rng.choice(VERIFY)
     if any(e.kind == "rounds" for e in found):  # templates look through such a cast: it takes the proof to see how much it changes
         verify = "probe"
     return Program(spelling, found, twins, grad, verify, dynamic, tokens, rng.randrange(4), rng.random() < 0.25)
@@ -346,6 +353,10 @@ def _options(rng: random.Random, spelling: Spelling, n: int) -> Effect | None:
     return Effect("options", kinks.with_options(rng, spelling.places, spelling.body in ("rows", "hits")))
 
 
+def _overlaps(rng: random.Random, spelling: Spelling, n: int) -> Effect | None:
+    return Effect("overlaps", tuple(statements(rng, spelling)))
+
+
 def _place(rng: random.Random, spelling: Spelling, target: str) -> str:
     places = [place for place in spelling.places if target in spelling.knows(place)]
     return rng.choice(places or ["after"])
@@ -361,16 +372,23 @@ KINDS = {
     "views": _write, "updates": _update, "python": _python, "neutral": _neutral, "ids": _ids, "draws": _draws, "twins": _neutral,
     "promises": _promise, "later": _later, "orders": _neutral, "casts": _cast, "layouts": _layout, "numbers": _numbers_asked,
     "meanwhile": _meanwhile,
-    "kinks": _kinks, "options": _options, "ambient": _ambient,
+    "kinks": _kinks, "options": _options, "ambient": _ambient, "overlaps": _overlaps,
 }  # fmt: skip
 """What an effect is; in "twins" of two equal layers, of which one is never neutral, in "orders" of sums with their features first."""
 
 OPENED = ("kinks", "options")
 """Kinds about what stands inside of experts, and its gradients."""
 
+ALONE = ("twins", "orders", "ambient", "overlaps", *OPENED)
+"""Kinds that are not mixed with others."""
+
+GRADIENTS = {**dict.fromkeys(OPENED, 0.9), "overlaps": 0.2}
+"""How often gradients are recorded, where it is not as usual: a write to what eager has saved is an error, or eager is wrong."""
+
 BODIES = {
     "promises": (*SIZED, *SIZED, "dense"), "orders": TURNED, "numbers": UNROLLED[:3] + UNROLLED[5:], "meanwhile": SIZED,
     "kinks": ("rows", "rows", "dense", "table", "hits"), "options": ("rows", "rows", "rows", "hits", "table", "dense"),
+    "overlaps": (*SIZED, "rows", "dense"),
 }  # fmt: skip
 """Spellings of a kind that does not fit all."""
 

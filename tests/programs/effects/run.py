@@ -22,6 +22,7 @@ from moefuse.capture import entry
 from moefuse.report import FusionReport
 from tests.programs.effects.ambient import AROUND
 from tests.programs.effects.layers import SIZED, H
+from tests.programs.effects.overlaps import relate
 from tests.programs.effects.program import Program, build, change, interfere
 
 Seen = dict[str, Any]
@@ -151,13 +152,13 @@ def calls(p: Program, backend: Any) -> list[Seen]:
             interfere(p, model)
         x = torch.randn(tokens, H, generator=torch.Generator().manual_seed(10 * p.seed + number))
         around = p.around[number % len(p.around)] if p.around else ""
-        found.append(_call(p, run, model, x, may_raise=number > 0 and p.promises, around=around))
+        found.append(_call(p, run, model, x, number, may_raise=number > 0 and p.promises, around=around))
         if RAISES in found[-1]:
             break
     return found
 
 
-def _call(p: Program, run: Callable[..., Any], model: nn.Module, x: Tensor, may_raise: bool, around: str = "") -> Seen:
+def _call(p: Program, run: Callable[..., Any], model: nn.Module, x: Tensor, number: int, may_raise: bool, around: str = "") -> Seen:
     model.zero_grad(set_to_none=True)
     if around:
         torch.manual_seed(7)
@@ -166,6 +167,7 @@ def _call(p: Program, run: Callable[..., Any], model: nn.Module, x: Tensor, may_
     torch.manual_seed(7)
     with torch.set_grad_enabled(p.grad):
         fed = leaf.clone()
+        relate(p.related, number, model, fed)
         try:
             out = run(fed)
         except Exception as error:
@@ -217,7 +219,7 @@ def _python(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def _wrong_in_one_graph(p: Program, behind: str) -> bool:
     """Whether torch alone is wrong about the same statements around experts at which it has no reason to break the graph."""
-    if p.spelling.body not in SIZED or p.meanwhile:  # what is done to modules later, one graph of torch's sees less of
+    if p.spelling.body not in SIZED or p.meanwhile or p.related:  # of what is done to modules and memory, one graph of torch's sees less
         return False
     whole = dataclasses.replace(p, spelling=dataclasses.replace(p.spelling, body="dense"))
     try:
