@@ -15,7 +15,7 @@ import torch
 from torch.fx import Node
 
 from moefuse import _torch_private, history
-from moefuse._dynamo import relations
+from moefuse._dynamo import order, relations
 from moefuse._dynamo.control import environment
 from moefuse._dynamo.values import inputs_of, unbacked_in
 from moefuse.capture.assumptions import Undischarged
@@ -107,12 +107,9 @@ def rewrite_and_keep(
     if stop is not None:
         report.graph_breaks.append(stop.text)
         report.stops.append(stop)
-    try:
-        saved = GraphSnapshot(gm)
-    except Exception as error:  # a graph that cannot be copied cannot be put back: leave it alone
-        log.exception("moefuse cannot copy this graph; it goes to the compiler as it is")
-        report.skipped.append(_internal_error(error))
-        return _unless_assumed(frame, report), None
+    saved = _saved(gm, report)
+    if saved is None:
+        return _unless_joined(frame, gm, report), None
     try:
         # Imported here, so that a broken install of the passes cannot break a program either.
         from moefuse.passes import driver
@@ -131,7 +128,7 @@ def rewrite_and_keep(
         saved.restore()
         log.exception("moefuse failed on this graph; it goes to the compiler as it was")
         report.skipped.append(_internal_error(error))
-        return _unless_assumed(frame, report), None
+        return _unless_joined(frame, gm, report), None
     report.fused += result.fused
     report.notes += [note for note in result.notes if note not in report.notes]
     found = {(skipped.code, skipped.location) for skipped in result.skipped}
@@ -262,11 +259,30 @@ def _validated(
     return verdict.difference
 
 
-def _unless_assumed(frame: Frame | None, report: FusionReport) -> FusionReport:
-    """The report of a graph that stays as it is; a graph that was traced under assumptions must not."""
-    if frame is not None and frame.assumptions:
-        frame.retreat([Undischarged(a, "moefuse failed") for a in frame.assumptions], report.skipped)
+def _unless_joined(frame: Frame | None, gm: torch.fx.GraphModule, report: FusionReport) -> FusionReport:
+    """The report of a graph that stays as it is; one that only capture made a graph must not, for the compiler would never have seen it."""
+    if frame is not None and (frame.assumptions or frame.joins(environment())):
+        order.put_right(gm.graph)  # else Dynamo fails while it clears the graph
+        frame.retreat([Undischarged(a, "moefuse failed") for a in frame.assumptions], report.skipped, why="moefuse cannot read the graph")
     return report
+
+
+def _saved(gm: torch.fx.GraphModule, report: FusionReport) -> GraphSnapshot | None:
+    """A copy of a graph to put back; None, and a refusal, for one that cannot be copied, which is left alone."""
+    try:
+        return GraphSnapshot(gm)
+    except Exception as error:
+        early = order.early(gm.graph)
+        if early is None:
+            log.exception("moefuse cannot copy this graph; it goes to the compiler as it is")
+            report.skipped.append(_internal_error(error))
+            return None
+    from moefuse.passes.graph.calls import location, module_path
+
+    detail = f"Dynamo has put it in front of what it reads (`{early.name}`), as torch 2.11 does where a hook is on a value of the loop"
+    text = message("not-captured", {"what": "this statement", "detail": detail})
+    report.skipped.append(Skipped("not-captured", text, module_path(early), location(early)))
+    return None
 
 
 def _retrace(frame: Frame | None, gm: torch.fx.GraphModule, report: FusionReport, options: Options, why: str) -> None:
