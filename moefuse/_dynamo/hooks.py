@@ -65,6 +65,8 @@ class Observer(Protocol):
     def unrelated(self, why: str) -> None: ...
 
     @property
+    def met(self) -> Sequence[relations.Input]: ...
+    @property
     def traced(self) -> Collection[types.CodeType]: ...
     @property
     def scalars(self) -> bool: ...
@@ -248,6 +250,8 @@ def _on_run(original: Any, self: Any) -> Any:
         observer.failed(error, self.output.shape_env)
         raise
     observer.compiled(self.output)
+    if observer.met:
+        relations.watch(self.output, observer.met, exact=False)
     return result
 
 

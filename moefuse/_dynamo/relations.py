@@ -71,16 +71,19 @@ def unseen(inputs: Sequence[Input]) -> tuple[Node, Node] | None:
     return None
 
 
-def watch(output: Any, inputs: Sequence[Input]) -> str | None:
-    """Add the guard to a frame. Returns why it cannot be had, or None."""
+def watch(output: Any, inputs: Sequence[Input], exact: bool = True) -> str | None:
+    """Add the guard to a frame; ``exact``: for a graph in which it matters how they overlap, and not only whether.
+
+    Returns why it cannot be had, or None.
+    """
     from torch._dynamo.source import GlobalStateSource
 
     try:
-        check = Check(inputs, output.root_tx.f_globals)
+        check = Check(inputs, output.global_scope, exact)
     except Exception as error:  # an input that comes out of no expression
         return f"{type(error).__name__}: {error}"
-    if not check(output.root_tx.f_locals):
-        return "they are made anew for each call"
+    if not check(output.local_scope):
+        return "what they come from cannot be looked at"
     output.guards.add(GlobalStateSource().make_guard(lambda builder, _: add_check(builder, check, _TEXT)))
     return None
 
@@ -88,13 +91,14 @@ def watch(output: Any, inputs: Sequence[Input]) -> str | None:
 class Check:
     """Whether inputs lie in memory as they did when the frame was traced. Called with each call of the frame."""
 
-    def __init__(self, inputs: Sequence[Input], f_globals: dict[str, Any]) -> None:
+    def __init__(self, inputs: Sequence[Input], f_globals: dict[str, Any], exact: bool = True) -> None:
         self._values, self._globals = reader([one.name for one in inputs]), f_globals
         self._whole = all(_torch_private.in_memory(one.tensor) == [one.tensor] for one in inputs)
         self._written = [one.written for one in inputs]
         self._bytes = [extent(one.tensor) if one.static and self._whole else None for one in inputs]
         self._changing = [at for at, size in enumerate(self._bytes) if size is None]
         self._last: tuple[int, ...] | None = None
+        self._exact = exact
         self.expected = relation([one.tensor for one in inputs], self._written)
 
     def __call__(self, f_locals: Mapping[str, Any]) -> bool:
@@ -102,17 +106,21 @@ class Check:
         try:
             values = self._values(f_locals, self._globals)
             if not self._whole:
-                return relation(values, self._written) == self.expected
+                return self._same(values)
             key = (*map(torch.Tensor.data_ptr, values), *(extent(values[at]) for at in self._changing))
             if key == self._last:
                 return True
             sizes = [extent(value) if size is None else size for value, size in zip(values, self._bytes, strict=True)]
             if self.expected or not apart(key[: len(sizes)], sizes):
-                return relation(values, self._written) == self.expected
+                return self._same(values)
             self._last = key
             return True
         except Exception:
             return False
+
+    def _same(self, values: Sequence[torch.Tensor]) -> bool:
+        found = relation(values, self._written)
+        return found == self.expected if self._exact else bool(found) == bool(self.expected)
 
 
 def relation(values: Sequence[torch.Tensor], written: Sequence[bool]) -> list[Any]:

@@ -46,6 +46,7 @@ class Ledger:
         collects: trace bodies of checkpoints that write to what the call has made; not once that was there when a graph ended.
         parametrizes: trace parametrisations that the call registers and removes; not once one of them was more than that.
         broken: the graph breaks somewhere, in an attempt that traced sizes that depend on data.
+        met: what a graph that was given up is given, because it writes to what its experts read: calls whose inputs are apart have another.
         unrelated: why no guard can tell which inputs of the graph lie in one memory; empty while nothing speaks against it.
         erred: the program raises in this call, or would if it came that far.
         seen: names of what the graphs of attempts that were given up have read.
@@ -60,6 +61,7 @@ class Ledger:
     collects: bool = True
     parametrizes: bool = True
     broken: bool = False
+    met: list[relations.Input] = field(default_factory=list)
     unrelated: str = ""
     erred: bool = False
     seen: set[str] = field(default_factory=set)
@@ -146,6 +148,11 @@ class Frame:
     def seen(self) -> set[str]:
         """Names of what the graphs of attempts that were given up have read."""
         return self.ledger.seen
+
+    @property
+    def met(self) -> list[relations.Input]:
+        """What a graph that was given up is given, because it writes to what its experts read."""
+        return self.ledger.met
 
     @property
     def apart(self) -> Callable[[nn.Module], Hashable] | None:
@@ -348,6 +355,7 @@ class Frame:
         if not ledger.unroll and any(loop.represented for loop in self.loops.made):
             self.unroll("; ".join(p.detail for p in problems) or why)
         ledger.off = True
+        ledger.met = self.related if self.crossed and not ledger.unrelated else []
         for new in skipped or refusals(problems):
             if new not in ledger.refusals:
                 ledger.refusals.append(replace(new, given_up=True))

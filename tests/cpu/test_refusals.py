@@ -35,7 +35,18 @@ from tests.programs.refused.choices import (
 from tests.programs.refused.found import Batched, Counting, NotCaptured, NothingFound, NotLowered, NotRecognised
 from tests.programs.refused.held import Gathered, Packed, Sharded, TwoDtypes, Unpacked, Unusual
 from tests.programs.refused.plain import H, Model, Plain, T, Teacher
-from tests.programs.refused.rows import Alias, ContextDiffers, Hook, Mutation, NoRule, NotRowLocal, Random, Transformed, ValueEscapes
+from tests.programs.refused.rows import (
+    Alias,
+    ContextDiffers,
+    Hook,
+    Mutation,
+    NoRule,
+    NotRowLocal,
+    Overlap,
+    Random,
+    Transformed,
+    ValueEscapes,
+)
 
 
 @dataclass(frozen=True)
@@ -151,6 +162,12 @@ CASES: dict[str, Case] = {
     "hook": Case(Hook, "a hook observes a value inside the experts"),
     "value-escapes": Case(ValueEscapes, "`y`, a value inside the experts, is also used outside them"),
     "mutation": Case(Mutation, "`h` is changed in place while the experts use it"),
+    "overlap": Case(
+        Overlap,
+        "`l_self_last` is written to here, and may be memory of what the experts read: it lies in the memory of `l_self_window`, and torch "
+        "takes them for apart (one memory in two storages, as NumPy's views of an array are)",
+        captured=True,
+    ),
     "alias": Case(Alias, "`y` is changed in place through a view that is read again"),
     "experts-differ": Case(ExpertsDiffer, "expert 2 differs from expert 0: operation gelu instead of silu"),
     "missing-experts": Case(MissingExperts, "only experts 0..2 are computed, of 4"),

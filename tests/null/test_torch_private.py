@@ -44,7 +44,7 @@ POINTS = {
     "torch._dynamo.utils": ["counters", "graph_break_reasons", "_compilation_metrics"],
     "torch._dynamo.convert_frame": ["_compile", "compile_lock", "input_codes"],
     "torch._dynamo.eval_frame": ["cached_backends", "_debug_get_cache_entry_list"],
-    "torch._dynamo.guards": ["DeletedGuardManagerWrapper", "GuardBuilder"],
+    "torch._dynamo.guards": ["DeletedGuardManagerWrapper", "GuardBuilder", "_get_closure_vars"],
     "torch._dynamo.pgo": ["_CODE_STATE"],
     "torch._functorch.config": ["enable_autograd_cache"],
     "torch._functorch.partitioners": ["min_cut_rematerialization_partition"],

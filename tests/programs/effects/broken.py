@@ -104,7 +104,7 @@ COMPARED_AS_OBJECTS: Broken = ((values, "symbolic", lambda variable: False),)
 
 CONTIGUOUS: Broken = ((lower, "in_layout", lambda emit, node, like: node),)
 
-OVERLAPS_UNASKED: Broken = ((relations, "watch", lambda output, inputs: None),)
+OVERLAPS_UNASKED: Broken = ((relations, "watch", lambda output, inputs, exact=True: None),)
 
 HOOKS_UNSEEN: Broken = ((module_calls, "watch", lambda output, traced: None),)
 

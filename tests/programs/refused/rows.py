@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import numpy
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.programs.refused.plain import E, H, I, Layer
+from tests.programs.refused.plain import E, H, I, Layer, T
 
 
 class NoRule(Layer):
@@ -89,6 +90,24 @@ class Mutation(Layer):
             tok, slot = torch.where(ids == e)
             out.index_add_(0, tok, self.expert(e, h[tok]) * weights[tok, slot, None])
             h.mul_(0.5)  # at: mutation
+        return out
+
+
+class Overlap(Layer):
+    """The last token is written to while the loop reads all of them, and torch does not know that it is one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        memory = numpy.ones((T, H), dtype=numpy.float32)
+        self.window, self.last = torch.from_numpy(memory), torch.from_numpy(memory[-1:])
+
+    def forward(self, x: Tensor) -> Tensor:
+        ids, weights = self.route(x)
+        out = torch.zeros_like(x)
+        for e in range(E):
+            tok, slot = torch.where(ids == e)
+            out.index_add_(0, tok, self.expert(e, self.window[tok]) * weights[tok, slot, None])
+            self.last.fill_(1)  # at: overlap
         return out
 
 
