@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from moefuse import _torch_private, cache, history, inference_inputs, nothing_found, pipeline
+from moefuse import _torch_private, cache, inference_inputs, pipeline
 from moefuse._dynamo import armed, ddp
 from moefuse.capture import entry
 from moefuse.config import Options
 from moefuse.errors import FusionError, OptionError
+from moefuse.explaining import history, nothing_found, quietly
 from moefuse.replay import calls
 from moefuse.replay.choices import opened
 from moefuse.report import FusionReport
@@ -62,7 +64,7 @@ def backend(
         pipeline.publish(report, own)
     from moefuse.inductor_pass import CacheStamp
 
-    stamped = _torch_private.with_stamp(patches, functools.partial(CacheStamp, cache.key(own)))
+    stamped = _torch_private.with_stamp(patches, functools.partial(CacheStamp, _key(own)))
     compiler = ddp.in_buckets(lambda graph, inputs: _torch_private.compile_fx(graph, inputs, stamped, name))
     if _torch_private.forward_level():
         # What Inductor writes keeps no tangents, and need not say so. Run as it is, the graph has them: of the ops, too.
@@ -90,6 +92,12 @@ def backend(
 
 def _as_it_is(gm: torch.fx.GraphModule, example_inputs: Sequence[object]) -> _torch_private.CompiledFn:
     return gm.forward
+
+
+def _key(own: Options) -> str:
+    """What Inductor's caches are keyed on; where that cannot be read, nothing that is in them may be taken."""
+    key: str = quietly(cache.key, own, otherwise=lambda: f"moefuse {uuid.uuid4()}")
+    return key
 
 
 def parse(mode: str | None, options: Mapping[str, object] | None) -> tuple[Options, dict[str, object]]:

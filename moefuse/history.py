@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from moefuse import _torch_private, slow_paths
+from moefuse import _torch_private, explaining, slow_paths
 from moefuse.module_names import roots_of
 from moefuse.module_tree import tree_of
 from moefuse.report import Fused, FusionReport, done_instead
@@ -188,6 +188,8 @@ def last_report() -> FusionReport | None:
     """
     with _lock:
         report = _compilations.merged()
+    if report is not None:
+        report.notes += [note for note in explaining.notes() if note not in report.notes]
     if report is not None and report.fused:
         report.notes += [note for note in slow_paths.notes() if note not in report.notes]
     return report

@@ -9,10 +9,11 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from moefuse import _torch_private, cache, history, pipeline
+from moefuse import _torch_private, cache, pipeline
 from moefuse._torch_private import CustomGraphPass
 from moefuse.config import Options
 from moefuse.errors import FusionError, OptionError
+from moefuse.explaining import history
 from moefuse.passes.block.overlap_placement import start_early
 
 

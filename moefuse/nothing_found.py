@@ -80,7 +80,8 @@ def _look(call: _torch_private.RunningCall, options: Options, owner: object) -> 
     if report is None:
         return
     if options.expect is not None and options.expect != report.layers[0]:
-        raise FusionError(f"options['expect'] is {options.expect}, and {report.layers[0]} layers were fused\n{report}")
+        text = pipeline.text_of(report)
+        raise FusionError(f"options['expect'] is {options.expect}, and {report.layers[0]} layers were fused\n{text}")
     missed = missing(report, (call.function, *call.arguments), options)
     if missed:
         found = FusionReport(skipped=missed)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch.fx import Node
 
-from moefuse import _torch_private, history
+from moefuse import _torch_private
 from moefuse._dynamo import order, relations
 from moefuse._dynamo.control import environment
 from moefuse._dynamo.values import inputs_of, unbacked_in
@@ -22,11 +22,11 @@ from moefuse.capture.assumptions import Undischarged
 from moefuse.capture.frame import Frame, refusals
 from moefuse.config import Options
 from moefuse.errors import CODES, UNCOUNTED, FusionError, first_line, message
+from moefuse.explaining import history, opaque, quietly
 from moefuse.few_bits import Rounded, rounded
 from moefuse.flows import Flow, flow_of
 from moefuse.grouping import pattern
 from moefuse.module_names import ModuleNames, annotate, roots_of
-from moefuse.opaque import opaque
 from moefuse.report import FusionReport, RejectedError, Skipped
 
 # Named after the backend, not after this file: it is the name in the documentation for TORCH_LOGS.
@@ -148,10 +148,10 @@ def rewrite_and_keep(
         _torch_private.guard_forward_level()
         _prepare_kernel(example_inputs or ())
     elif not report.skipped:
-        report.opaque = opaque(gm)
+        report.opaque = opaque.opaque(gm)
     report.flows = _flows(gm, example_inputs)
     report.rounded = [] if report.fused else _rounded(gm)
-    _note_weights(frame, gm, report)
+    quietly(_note_weights, frame, gm, report)
     return report, saved
 
 
@@ -351,7 +351,7 @@ def _repeats_a_write(gm: torch.fx.GraphModule) -> bool:
 def raise_strict(report: FusionReport) -> None:
     """Raises FusionError with the report as its text, out of Dynamo as itself."""
     with _torch_private.surfacing(FusionError):
-        raise FusionError(str(report))
+        raise FusionError(text_of(report))
 
 
 def has_data_dependent_sizes(gm: torch.fx.GraphModule) -> bool:
@@ -381,22 +381,34 @@ def publish(report: FusionReport, options: Options) -> None:
     Raises:
         FusionError: under ``strict`` when a region was left for a reason that is not an option.
     """
+    quietly(_log, report)
+    left = [skipped for skipped in report.skipped if skipped.code not in USER_DECIDED]
+    call, owner = _torch_private.running_call(), _torch_private.torch_compile_call()
+    waiting = [s for s in left if s.given_up and _may_wait(s)] if call is not None and owner is not None else []
+    models = quietly(_models, otherwise=())
+    for skipped in waiting:
+        call.at_end(f"moefuse: {skipped}", functools.partial(_publish_left, skipped, owner, options, models))  # type: ignore[union-attr]
+    left = [skipped for skipped in left if skipped not in waiting]
+    if left and options.strict:
+        raise FusionError(text_of(report))
+    for skipped in left:
+        if skipped.code != "internal-error":  # logged with its traceback
+            quietly(_warn_once, skipped, models)
+
+
+def _log(report: FusionReport) -> None:
     _count(report)
     _torch_private.trace_artifact("moefuse_report", report.to_json)
     log.info("%s", _log_line(report))
     for fused in report.fused:
         log.debug("fused %s %s %s", fused.module, fused.location, fused.spec)
-    left = [skipped for skipped in report.skipped if skipped.code not in USER_DECIDED]
-    call, owner = _torch_private.running_call(), _torch_private.torch_compile_call()
-    waiting = [s for s in left if s.given_up and _may_wait(s)] if call is not None and owner is not None else []
-    for skipped in waiting:
-        call.at_end(f"moefuse: {skipped}", functools.partial(_publish_left, skipped, owner, options, _models()))  # type: ignore[union-attr]
-    left = [skipped for skipped in left if skipped not in waiting]
-    if left and options.strict:
-        raise FusionError(str(report))
-    for skipped in left:
-        if skipped.code != "internal-error":  # logged with its traceback
-            _warn_once(skipped, _models())
+
+
+def text_of(report: FusionReport) -> str:
+    """The text of an error, whatever becomes of the report's."""
+    plain = "\n".join(f"{s.location} {s.code}: {s.message}" for s in report.skipped)
+    text: str = quietly(str, report, otherwise=plain)
+    return text
 
 
 def _may_wait(skipped: Skipped) -> bool:
@@ -410,7 +422,7 @@ def _publish_left(skipped: Skipped, owner: object, options: Options, models: tup
     if report is not None and skipped not in report.skipped:
         return
     if options.strict:
-        raise FusionError(str(report or FusionReport(skipped=[skipped])))
+        raise FusionError(text_of(report or FusionReport(skipped=[skipped])))
     _warn_once(skipped, models)
 
 

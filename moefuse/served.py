@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from moefuse import _torch_private
+from moefuse.explaining import quietly
 from moefuse.grouping import pattern
 from moefuse.module_names import ModuleNames
 from moefuse.report import FusionReport, Skipped
@@ -103,7 +104,7 @@ def _noting(compiled: _torch_private.CompiledFn, at: int, seen: dict[int, Any], 
     # Dynamo calls what a backend returns with the graph's inputs, and unwraps what functools.wraps marks.
     def run(*args: Any) -> Any:
         if id(args[at]) not in seen:
-            note(args[at])
+            quietly(note, args[at])
         return compiled(*args)
 
     return run

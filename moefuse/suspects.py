@@ -107,8 +107,10 @@ def suspects(roots: Iterable[object]) -> list[Suspect]:
 
 
 def _shape(t: torch.Tensor) -> tuple[int, ...]:
-    """The shape that a tensor has while it is computed with: DeepSpeed's ZeRO-3 leaves an empty one in its place between calls."""
-    return tuple(getattr(t, "ds_shape", t.shape))
+    """The shape that a tensor has while it is computed with: DeepSpeed's ZeRO-3 leaves an empty one in its place between calls.
+
+    A lazy module has none before its first call."""
+    return () if nn.parameter.is_lazy(t) else tuple(getattr(t, "ds_shape", t.shape))
 
 
 def _weighs(module: nn.Module, name: str, t: torch.Tensor) -> bool:

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
-from moefuse import _torch_private, history, nothing_found, pipeline, slow_paths
+from moefuse import _torch_private, pipeline, slow_paths
 from moefuse.capture import entry
 from moefuse.config import Options
+from moefuse.explaining import history, nothing_found
 from moefuse.history import Compilations
 from moefuse.report import FusionReport
 from moefuse.undo import taken_back

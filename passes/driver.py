@@ -22,6 +22,7 @@ from moefuse.capture import dummies
 from moefuse.capture.assumptions import Assumption, Undischarged
 from moefuse.capture.siblings import keep
 from moefuse.errors import UNCOUNTED, first_line, message
+from moefuse.explaining import quietly
 from moefuse.passes.block.router_topk import one_kernel
 from moefuse.passes.block.shared_experts import join_shared
 from moefuse.passes.encodings.part import Coded
@@ -168,10 +169,7 @@ def _fuse_graph(gm: GraphModule, known: dict[Node, Any], run: _Run, functions: F
     run.result.crossed |= any(_crossed(ctx, region) for region in fused) or any(s.code == "mutation" for s in run.result.skipped)
     if run.assumptions:
         _discharge(ctx, run, claims, fused)
-    run.result.notes += dict.fromkeys(lowrank.note(region) for region in fused if region.summed is not None)
-    run.result.notes += unhit_experts.notes(ctx, fused, run.assumptions)
-    run.result.notes += wide_products.notes(ctx, fused)
-    run.result.notes += whole_stacks.notes(ctx, fused)
+    run.result.notes += quietly(_notes, ctx, fused, run.assumptions, otherwise=list)
     run.result.notes += one_kernel(gm.graph, run.options) if fused else []
     if fused and run.options.overlap:
         _join(ctx, known, run)
@@ -181,6 +179,11 @@ def _fuse_graph(gm: GraphModule, known: dict[Node, Any], run: _Run, functions: F
         _compare(ctx, before)
     functions.close(gm, ctx.now)
     return bool(fused) or bool(run.assumptions) or bool(functions.found)
+
+
+def _notes(ctx: Context, fused: list[Region], assumptions: Sequence[Assumption]) -> list[str]:
+    found = list(dict.fromkeys(lowrank.note(region) for region in fused if region.summed is not None))
+    return [*found, *unhit_experts.notes(ctx, fused, assumptions), *wide_products.notes(ctx, fused), *whole_stacks.notes(ctx, fused)]
 
 
 def _crossed(ctx: Context, region: Region) -> bool:
@@ -221,16 +224,24 @@ def _fuse_regions(ctx: Context, known: dict[Node, Any], run: _Run) -> list[Regio
         else:
             refused.append((problem, found.routing))
             anchors[id(problem)] = found.anchor
-    told = refusals(ctx, refused, covered)
+    told = quietly(refusals, ctx, refused, covered, otherwise=[lost for lost, _ in refused])
     if any(lost.code in _OF_SOME for lost in told) and (apart := between(ctx, choices(ctx))) is not None:
         told = [apart, *(lost for lost in told if lost.code not in _OF_SOME)]
-    packed = list(silent(ctx, (*(lost.node for lost in told), *(region.anchor for region in fused))))
-    run.result.skipped += [_skipped(said, anchors.get(id(lost))) for lost, said in explained(ctx, told)]
+    places = (*(lost.node for lost in told), *(region.anchor for region in fused))
+    packed = quietly(lambda: list(silent(ctx, places)), otherwise=list)
+    plain = [(lost, lost) for lost in told]
+    run.result.skipped += [
+        _skipped(said, anchors.get(id(lost))) for lost, said in quietly(lambda: list(explained(ctx, told)), otherwise=plain)
+    ]
     run.result.skipped += map(_skipped, packed)
     if not fused and not refused and not run.result.skipped:
-        unknown = unexplained(ctx)
-        run.result.skipped += [] if unknown is None else [_skipped(said) for _, said in explained(ctx, [unknown])]
+        run.result.skipped += quietly(_unexplained, ctx, otherwise=list)
     return fused
+
+
+def _unexplained(ctx: Context) -> list[Skipped]:
+    unknown = unexplained(ctx)
+    return [] if unknown is None else [_skipped(said) for _, said in explained(ctx, [unknown])]
 
 
 def _discharge(ctx: Context, run: _Run, claims: list[discharge.Claim], fused: list[Region]) -> None:
@@ -378,7 +389,7 @@ def _lowered(
     elsewhere = unsupported(emit.nodes, ctx.mode[anchor][0])
     if elsewhere is not None:
         return Lost("device-unsupported", anchor, dict(zip(("device", "detail"), elsewhere, strict=True)))
-    slower = not_faster(region, emit.nodes, ctx.mode[anchor][0]) if run.options.cost_gate else None
+    slower = quietly(not_faster, region, emit.nodes, ctx.mode[anchor][0]) if run.options.cost_gate else None
     if slower is not None:
         return Lost("not-faster", anchor, slower)
     verdict = _verdict(ctx, known, run, region, emit, lowered, held)
@@ -392,7 +403,7 @@ def _put_in(
     anchor = region.anchor
     before = fold(steps(sorted(region.nodes, key=ctx.position.__getitem__)))
     after = fold(steps(emit.nodes))
-    remember(ctx, known, run.assumptions, region, emit, lowered)
+    quietly(remember, ctx, known, run.assumptions, region, emit, lowered)
     result = unhit_experts.without_tokens(region, run.assumptions, emit, lowered.result)
     replace(ctx, region, result)
     run.result.replaced.append((region, result))

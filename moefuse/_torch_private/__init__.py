@@ -61,6 +61,9 @@ from moefuse._torch_private.compilation import (
     given_fakes as given_fakes,
 )
 from moefuse._torch_private.compilation import (
+    guard_endings as guard_endings,
+)
+from moefuse._torch_private.compilation import (
     in_compiled_call as in_compiled_call,
 )
 from moefuse._torch_private.compilation import (

@@ -82,6 +82,14 @@ def torch_compile_call() -> object | None:
     return None
 
 
+_around: list[Callable[[Callable[[], object]], object]] = [lambda action: action()]
+
+
+def guard_endings(around: Callable[[Callable[[], object]], object]) -> None:
+    """Have every action at the end of a call run by ``around``."""
+    _around[0] = around
+
+
 class RunningCall:
     """The call of a compiled function, from outside of Dynamo, that this thread is in.
 
@@ -106,7 +114,7 @@ class RunningCall:
 
         def run() -> None:
             if sys.exc_info()[0] is None:
-                action()
+                _around[0](action)
 
         run.moefuse = name  # type: ignore[attr-defined]
         # Behind torch's own, which puts back what the call has changed.

@@ -19,8 +19,8 @@ from moefuse._dynamo import control, ddp, hooks, left, points
 from moefuse.capture.frame import Frame, Ledger
 from moefuse.config import Options
 from moefuse.errors import CODES
+from moefuse.explaining import guarded, suspects
 from moefuse.report import FusionReport, Skipped
-from moefuse.suspects import suspects
 
 log = logging.getLogger("moefuse.capture")
 
@@ -72,7 +72,7 @@ def unavailable() -> str | None:
             if _missing:
                 log.warning("%s", _reason())
             else:
-                hooks.install(_start, _codes, _limited)
+                hooks.install(_start, guarded(_codes, list), guarded(_limited, False))
     return _reason()
 
 
@@ -116,7 +116,7 @@ def _codes(compiler_fn: Any, compiled: Any) -> list[types.CodeType]:
     if mark is None:
         return []
     root = getattr(compiled, "__self__", compiled)
-    found = [root if isinstance(root, nn.Module) else compiled, *(suspect.module for suspect in suspects((compiled,)))]
+    found = [root if isinstance(root, nn.Module) else compiled, *(suspect.module for suspect in suspects.suspects((compiled,)))]
     return [code for one in found if (code := _code(one)) is not None]
 
 

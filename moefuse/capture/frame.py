@@ -20,7 +20,8 @@ from moefuse.capture.bytecode import GENERATOR, Code
 from moefuse.capture.loops import Loops
 from moefuse.capture.scopes import OTHER_WAY, Scopes
 from moefuse.errors import CODES, first_line
-from moefuse.module_names import Matching, ModuleNames, of_traced
+from moefuse.explaining import module_names
+from moefuse.module_names import Matching, ModuleNames
 from moefuse.report import FusionReport, Skipped
 from moefuse.stops import Stop
 
@@ -327,7 +328,7 @@ class Frame:
         """A refusal for the report, where Dynamo is about to stop."""
         if not self._told(tx):
             text = CODES["not-captured"].format(what=what, detail=detail)
-            self.ledger.refusals.append(Skipped("not-captured", text, of_traced(tx.nn_module_stack), self.location(tx)))
+            self.ledger.refusals.append(Skipped("not-captured", text, module_names.of_traced(tx.nn_module_stack), self.location(tx)))
 
     def _told(self, tx: Any) -> bool:
         location = self.location(tx)
@@ -483,7 +484,7 @@ def _module(assumption: Assumption) -> str:
     """The module that computes what was assumed about."""
     nodes = (assumption.subject, *assumption.nodes)
     node = next((node for node in nodes if isinstance(node, torch.fx.Node)), None)
-    return of_traced(node.meta.get("nn_module_stack")) if node is not None else ""
+    return module_names.of_traced(node.meta.get("nn_module_stack")) if node is not None else ""
 
 
 __all__ = ["Frame", "Ledger", "refusals"]
