@@ -11,8 +11,8 @@ from __future__ import annotations
 import dataclasses
 import threading
 import weakref
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -21,14 +21,18 @@ from moefuse import _torch_private, explaining, slow_paths
 from moefuse.module_names import roots_of
 from moefuse.module_tree import tree_of
 from moefuse.report import Fused, FusionReport, done_instead
+from moefuse.runs import Ran, now
 from moefuse.served import Served, watch
+
+Mode = tuple[bool, bool | None]
+"""Whether gradients are recorded, and whether a module is in training; None where there is no module."""
 
 
 class Place(NamedTuple):
     """What a report is about: a frame, the mode it is compiled in, what tells apart modules that run its code, and the models around it."""
 
     frame: object
-    mode: tuple[bool, bool | None]
+    mode: Mode
     module: object
     roots: dict[str, weakref.ref[nn.Module]]
 
@@ -38,18 +42,41 @@ class Lost(NamedTuple):
 
     fused: list[Fused]
     known: list[FusionReport]
+    frame: object
 
 
-_Once = dict[tuple[object, object], dict[tuple[str, str], tuple[Fused, frozenset[str]]]]
-"""For a frame and a mode: what was fused where, and the names of the weights."""
+_Once = dict[object, dict[tuple[str, str], tuple[Fused, frozenset[str]]]]
+"""For a frame: what was fused where, and the names of the weights."""
+
+_TOLD = ("lost", "nothing-found")
+"""In place of a frame: what was said at the end of a call."""
 
 
 @dataclasses.dataclass
 class _Compilation:
+    """``made``: when; ``ran``: its last call, None where nobody knows; ``lost``: when what it has fused somewhere ran otherwise."""
+
     frame: object
     report: FusionReport
-    mode: tuple[bool, bool | None] = (False, None)
+    mode: Mode = (False, None)
     served: Served | None = None
+    ran: Ran | None = None
+    made: int = dataclasses.field(default_factory=now)
+    lost: dict[tuple[str, str], int] = dataclasses.field(default_factory=dict)
+
+    @property
+    def last(self) -> int:
+        return self.made if self.ran is None else self.ran.last
+
+    def in_call(self, start: int) -> bool:
+        """Whether it is of a call that began at ``start``; what nobody knows of ran in each."""
+        return self.last >= start or (self.ran is None and bool(self.report.fused))
+
+    def whole(self) -> FusionReport:
+        """The report with all modules that it is about, less what ran otherwise since."""
+        report = self.report if self.served is None else self.served.applied(self.report)
+        kept = [f for f in report.fused if self.lost.get((f.module, f.location), 0) <= self.last] if self.lost else report.fused
+        return dataclasses.replace(report, fused=kept)
 
 
 class Compilations:
@@ -58,30 +85,49 @@ class Compilations:
     def __init__(self) -> None:
         self._known: dict[object, _Compilation] = {}
         self._roots: dict[str, weakref.ref[nn.Module]] = {}
+        self.epoch = _torch_private.epoch()
 
     def record(self, report: FusionReport, place: Place) -> None:
         """Remember one graph's report."""
         self._roots |= place.roots
         key = (place.frame, place.mode, place.module)
-        self._known.pop(key, None)
-        self._known[key] = _Compilation(place.frame, report, place.mode)
+        before = self._known.pop(key, None)
+        # Graphs for other sizes may run on, and have the same fused.
+        ran = before.ran if before is not None and _fused(before.report) == _fused(report) else None
+        self._known[key] = _Compilation(place.frame, report, place.mode, ran=ran)
 
     def reports(self) -> list[FusionReport]:
         return [known.report for known in self._known.values()]
 
-    def forget(self, lost: list[Fused]) -> None:
-        """The code in which this was fused is not what the latest calls run."""
+    def lose(self, concerns: Callable[[Fused], bool], start: int = 0) -> None:
+        """What was fused here and ``concerns`` is not what a call ran that began at ``start``."""
         for known in self._known.values():
-            known.report = dataclasses.replace(known.report, fused=[f for f in known.report.fused if f not in lost])
+            if not start or not known.in_call(start):
+                known.lost |= {(f.module, f.location): now() for f in known.whole().fused if concerns(f)}
+
+    def names(self, modules: Collection[nn.Module]) -> list[str]:
+        """The names of some modules in what was compiled."""
+        roots = {prefix: root for prefix, weak in self._roots.items() if (root := weak()) is not None}
+        found = ((prefix, name, module) for prefix, root in roots.items() for name, module in root.named_modules())
+        return [f"{prefix}.{name}".strip(".") for prefix, name, module in found if any(module is one for one in modules)]
+
+    def in_call(self, start: int) -> FusionReport:
+        """The report of what a call has compiled or run that began at ``start``."""
+        return FusionReport.merged(known.whole() for known in self._known.values() if known.in_call(start))
+
+    def fused_in_call(self, start: int, but: object = None) -> set[tuple[str, str]]:
+        """Where something is fused that ran in a call, other than in one frame."""
+        ran = (known for known in self._known.values() if known.frame != but and known.in_call(start))
+        return {(f.module, f.location) for known in ran for f in known.whole().fused}
 
     def watched(
         self, report: FusionReport, compiled: _torch_private.CompiledFn, example_inputs: Sequence[object]
     ) -> _torch_private.CompiledFn:
-        """The compiled graph of a recorded report, to call instead: it says for which modules Dynamo uses it."""
+        """The compiled graph of a recorded report, to call instead: it says when it runs, and for which modules Dynamo uses it."""
         found = next((known for known in self._known.values() if known.report is report), None)
         if found is None:
             return compiled
-        compiled, found.served = watch(report, compiled, example_inputs)
+        compiled, found.served, found.ran = watch(report, compiled, example_inputs, found.ran)
         return compiled
 
     def withdraw(self, report: FusionReport) -> None:
@@ -93,101 +139,181 @@ class Compilations:
         latest: list[_Compilation] = []
         left: list[FusionReport] = []
         for known in reversed(list(self._known.values())):
-            report = known.served.applied(known.report) if known.served is not None else known.report
+            report = known.whole()
             left.append(_without(report, known.mode, [newer for newer in latest if newer.frame == known.frame]))
-            latest.append(_Compilation(known.frame, report, known.mode))
+            latest.append(_Compilation(known.frame, report, known.mode, made=known.last))
         if not latest:
             return None
         fused = {(known.frame, f.module) for known in latest for f in known.report.fused}
+        everywhere = {f.module for known in latest for f in known.report.fused}
         for known, report in zip(latest, left, strict=True):
             instead = [f for other in latest if _alike(other.mode, known.mode) for f in other.report.fused]
-            kept = [s for s in report.skipped if not done_instead(s, instead)]
-            report.skipped = [dataclasses.replace(s, fused_too=(known.frame, s.module) in fused) for s in kept]
+            since = {f.module for other in latest if _alike(other.mode, known.mode) and other.made > known.made for f in other.report.fused}
+            told = known.frame in _TOLD
+            kept = [s for s in report.skipped if not done_instead(s, instead) and not (told and s.module in since)]
+            report.skipped = [
+                dataclasses.replace(s, fused_too=s.module in everywhere if told else (known.frame, s.module) in fused) for s in kept
+            ]
         merged = FusionReport.merged(reversed(left))
         merged.modules = tuple((prefix, tree_of(root)) for prefix, weak in self._roots.items() if (root := weak()) is not None)
         return merged
 
 
 _lock = threading.Lock()
-_owner: object | None = None
-_compilations = Compilations()
+_compilations: Compilations | None = None
 
 
-def place(report: FusionReport, frame: object | None = None) -> Place:
+class _Kept(NamedTuple):
+    """What is known of a ``torch.compile`` call; ``once``: what has ever been fused for it, whichever compiled something since."""
+
+    owner: weakref.ref[Any]
+    compilations: Compilations
+    once: _Once
+
+
+_kept: dict[int, _Kept] = {}
+"""The ``torch.compile`` calls that have compiled something, in this order, by identity."""
+
+
+def place(report: FusionReport, frame: object | None = None, mode: Mode | None = None) -> Place:
     """The frame (unless that is given) and the module that Dynamo is compiling, which a report of it is recorded under."""
     frame, traced = _torch_private.frame_id() if frame is None else frame, _torch_private.traced()
     roots = {prefix: weakref.ref(root) for prefix, root in roots_of(traced).items()} if traced is not None else {}
-    # A direct call of the backend has no frame number; its reports stand side by side.
-    return Place(object() if frame is None else frame, _mode(traced), _module(traced, report), roots)
+    if frame is None:
+        # A direct call of the backend has no frame number; its reports stand side by side.
+        frame = object() if report.graph_count else _TOLD[0]
+    return Place(frame, _mode(traced) if mode is None else mode, _module(traced, report), roots)
+
+
+def _of(owner: object) -> _Kept | None:
+    """What a ``torch.compile`` call has compiled, unless that is gone with a reset."""
+    found = _kept.get(id(owner))
+    return found if found is not None and found.owner() is owner and found.compilations.epoch is _torch_private.epoch() else None
+
+
+def _all() -> list[Compilations]:
+    """What is still there of all ``torch.compile`` calls."""
+    owners = [owner for known in _kept.values() if (owner := known.owner()) is not None]
+    return [known.compilations for owner in owners if (known := _of(owner)) is not None]
+
+
+def _kept_for(owner: object) -> _Kept:
+    found = _of(owner)
+    if found is None:
+        alive = [known for known in _kept.values() if (other := known.owner()) is not None and other is not owner]
+        left = {id(known.owner()): known for known in alive if known.compilations.epoch is _torch_private.epoch()}
+        _kept.clear()
+        _kept.update(left)
+        found = _kept[id(owner)] = _Kept(weakref.ref(owner), Compilations(), {})
+    return found
 
 
 def record(report: FusionReport, owner: object | None = None, at: Place | None = None) -> None:
     """Remember one graph's report under the current ``torch.compile`` call and place (``owner``, ``at``, if known already)."""
-    global _owner, _compilations
+    global _compilations
     owner = _torch_private.torch_compile_call() if owner is None else owner
     with _lock:
-        if owner is None or owner is not _owner:
-            _owner, _compilations = owner, Compilations()
+        kept = None if owner is None else _kept_for(owner)
+        _compilations = Compilations() if kept is None else kept.compilations
         at = place(report) if at is None else at
         _compilations.record(report, at)
-        once = _once(owner).setdefault((at.frame, at.mode), {})
-        once.update({(f.module, f.location): (f, report.weights) for f in report.fused})
-
-
-def _once(owner: object | None) -> _Once:
-    """What has ever been fused for a ``torch.compile`` call, whichever compiled something since."""
-    found: _Once = {} if owner is None else vars(owner).setdefault("moefuse_fused_once", {})
-    return found
+        if kept is not None:
+            kept.once.setdefault(at.frame, {}).update({(f.module, f.location): (f, report.weights) for f in report.fused})
 
 
 def lost(report: FusionReport, owner: object | None) -> Lost | None:
     """What an earlier compilation of a frame has fused, and the one that is made now, and not recorded yet, runs without a word of it."""
-    at = place(report)
+    frame = place(report).frame
     with _lock:
-        once = _once(owner).get((at.frame, at.mode), {})
-        done = {(f.module, f.location) for f in report.fused}
+        kept = _of(owner)
+        if kept is None or report.skipped:
+            return None
+        done = _fused(report)
+        once = kept.once.get(frame, {})
         found = [f for where, (f, weights) in once.items() if weights & report.seen and where not in done]
-        return Lost(found, _compilations.reports() if owner is _owner else []) if found and not report.skipped else None
+        return Lost(found, kept.compilations.reports(), frame) if found else None
 
 
-def give_up(lost: Lost, owner: object | None) -> list[Fused]:
-    """Of what was lost, what nothing has fused that was compiled since; no report says any longer that it is."""
+def limited(owner: object, frame: object, modules: Collection[nn.Module]) -> list[Fused]:
+    """What was fused in a frame with these modules, whose code torch compiles no further; no report says any longer that it is."""
     with _lock:
-        if owner is not _owner:
+        kept = _of(owner)
+        known = [f for f, _ in kept.once.get(frame, {}).values()] if kept is not None else []
+        if kept is None or not known:
+            return []
+        names = kept.compilations.names(modules)
+        found = [f for f in known if any(is_in(f.module, name) for name in names)] if names else known
+        # Another layer's code runs it, and was compiled with that one's name.
+        found = found or [dataclasses.replace(known[0], module=name) for name in names]
+        places = {(f.module, f.location) for f in found}
+        kept.compilations.lose(lambda f: (f.module, f.location) in places)
+        return found
+
+
+def is_in(module: str, name: str) -> bool:
+    """Whether a module is another one or inside of it."""
+    return not name or f"{module}.".startswith(f"{name}.")
+
+
+def give_up(lost: Lost, owner: object | None, start: int = 0) -> list[Fused]:
+    """Of what was lost, what no other frame has fused in a call that began at ``start``; no report says any longer that it is."""
+    with _lock:
+        kept = _of(owner)
+        if kept is None:
             return lost.fused
-        since = (report for report in _compilations.reports() if not any(report is known for known in lost.known))
+        compilations = kept.compilations
+        since = (report for report in compilations.reports() if not any(report is known for known in lost.known))
         done = {(f.module, f.location) for report in since for f in report.fused}
+        done |= compilations.fused_in_call(start, but=lost.frame) if start else set()
         left = [f for f in lost.fused if (f.module, f.location) not in done]
-        _compilations.forget(left)
+        gone = {(f.module, f.location) for f in left}
+        compilations.lose(lambda f: (f.module, f.location) in gone)
         return left
+
+
+def lose(owner: object, concerns: Callable[[Fused], bool], start: int) -> None:
+    """See :meth:`Compilations.lose`."""
+    with _lock:
+        kept = _of(owner)
+        if kept is not None:
+            kept.compilations.lose(concerns, start)
 
 
 def watched(report: FusionReport, compiled: _torch_private.CompiledFn, example_inputs: Sequence[object]) -> _torch_private.CompiledFn:
     """See :meth:`Compilations.watched`."""
     with _lock:
-        return _compilations.watched(report, compiled, example_inputs)
+        return compiled if _compilations is None else _compilations.watched(report, compiled, example_inputs)
 
 
 def withdraw(report: FusionReport) -> None:
     """Forget a graph that the compiler behind moefuse gave up on: Dynamo comes back with parts of it, or the user has the error."""
     with _lock:
-        _compilations.withdraw(report)
+        if _compilations is not None:
+            _compilations.withdraw(report)
 
 
 def report_of(owner: object) -> FusionReport | None:
-    """The report of a ``torch.compile`` call, if that is the one that compiled something most recently."""
+    """The report of a ``torch.compile`` call, if it has compiled anything."""
     with _lock:
-        return _compilations.merged() if owner is _owner else None
+        kept = _of(owner)
+        return None if kept is None else kept.compilations.merged()
+
+
+def report_in_call(start: int) -> FusionReport:
+    """What ran or was compiled in a call that began at ``start``, of whichever ``torch.compile`` call."""
+    with _lock:
+        return FusionReport.merged(known.in_call(start) for known in _all())
 
 
 def last_report() -> FusionReport | None:
     """The report of the most recent compilation through moefuse, or None if there was none.
 
     It covers every frame of the ``torch.compile`` call that compiled something most recently, the latest compilation of each, and the
-    layers that have run so far with the code of an equal one; the object is a copy and does not change afterwards.
+    layers that have run so far with the code of an equal one; the object is a copy and does not change afterwards. Of models whose layers
+    are compiled one by one, :func:`moefuse.reports` has all.
     """
     with _lock:
-        report = _compilations.merged()
+        report = None if _compilations is None else _compilations.merged()
     if report is not None:
         report.notes += [note for note in explaining.notes() if note not in report.notes]
     if report is not None and report.fused:
@@ -203,9 +329,15 @@ def _module(traced: _torch_private.Traced | None, report: FusionReport) -> objec
     return frozenset(module for module, _ in _places(report))
 
 
-def _mode(traced: _torch_private.Traced | None) -> tuple[bool, bool | None]:
+def _mode(traced: _torch_private.Traced | None) -> Mode:
     """In which a frame is compiled: what is fused in one may be refused in the other."""
-    return torch.is_grad_enabled(), getattr(_method_of(traced), "training", None)
+    return torch.is_grad_enabled(), getattr(_method_of(traced) if traced is not None else _called(), "training", None)
+
+
+def _called() -> object:
+    """The module that is compiled, around a call that Dynamo is not compiling for."""
+    call = _torch_private.running_call()
+    return None if call is None else getattr(call.function, "__self__", call.function)
 
 
 def _method_of(traced: _torch_private.Traced | None) -> nn.Module | None:
@@ -215,7 +347,11 @@ def _method_of(traced: _torch_private.Traced | None) -> nn.Module | None:
     return owner if isinstance(owner, nn.Module) and not isinstance(owner, nn.ModuleList) else None
 
 
-def _alike(first: tuple[bool, bool | None], second: tuple[bool, bool | None]) -> bool:
+def _fused(report: FusionReport) -> set[tuple[str, str]]:
+    return {(f.module, f.location) for f in report.fused}
+
+
+def _alike(first: Mode, second: Mode) -> bool:
     """Whether two frames may be of one call; a function has no mode of training."""
     return first[0] == second[0] and (first[1] == second[1] or None in (first[1], second[1]))
 
@@ -224,7 +360,7 @@ def _places(report: FusionReport) -> list[tuple[str, str]]:
     return [*((f.module, f.location) for f in report.fused), *((s.module, s.location) for s in report.skipped)]
 
 
-def _without(report: FusionReport, mode: tuple[bool, bool | None], newer: list[_Compilation]) -> FusionReport:
+def _without(report: FusionReport, mode: Mode, newer: list[_Compilation]) -> FusionReport:
     """A report less what later compilations of the same frame say: all of a layer in this mode, the same of a layer in another."""
     here = {place for other in newer if other.mode == mode for place in _places(other.report) if place[0]}
     done = here | {(f.module, f.location) for other in newer if other.mode != mode for f in other.report.fused}

@@ -13,13 +13,15 @@ import re
 from dataclasses import dataclass, replace
 
 from moefuse import _torch_private, history, pipeline
+from moefuse._dynamo import left
 from moefuse.capture import entry
 from moefuse.code_order import forward_of, router_decides
 from moefuse.config import Options
 from moefuse.errors import CODES, FusionError, message
 from moefuse.few_bits import held
 from moefuse.opaque import NOTHING_CHOSEN
-from moefuse.report import FusionReport, Skipped
+from moefuse.report import Fused, FusionReport, Skipped
+from moefuse.runs import Begun
 from moefuse.stops import TORCH, Stop
 from moefuse.suspects import Pair, Suspect, modules_of, place_of, suspects
 
@@ -57,36 +59,50 @@ def watch_lost(report: FusionReport, options: Options, owner: object | None = No
     if report.graph_count and not report.stops:  # nothing comes behind it that may have them
         report.skipped += _given_up(report, lost, owner)
         return
-    call.at_end(f"moefuse.lost: {id(report)}", lambda: _tell(report, lost, options, owner), before=True)
+    start = _began(call)
+    call.at_end(f"moefuse.lost: {id(report)}", lambda: _tell(report, lost, options, owner, start), before=True)
 
 
-def _tell(report: FusionReport, lost: history.Lost, options: Options, owner: object | None) -> None:
-    told = [replace(skipped, combine=skipped.location, given_up=True) for skipped in _given_up(report, lost, owner)]
+def _began(call: _torch_private.RunningCall) -> int:
+    """When a call began; 0 where nobody knows."""
+    begun = call.held(Begun)
+    return 0 if begun is None else begun.at
+
+
+def _tell(report: FusionReport, lost: history.Lost, options: Options, owner: object | None, start: int) -> None:
+    told = [replace(skipped, combine=skipped.location, given_up=True) for skipped in _given_up(report, lost, owner, start)]
     if told:
         found = FusionReport(skipped=told)
         history.record(found, owner, history.place(found, "lost"))
         pipeline.publish(found, options)
 
 
-def _given_up(report: FusionReport, lost: history.Lost, owner: object | None) -> list[Skipped]:
+def _given_up(report: FusionReport, lost: history.Lost, owner: object | None, start: int = 0) -> list[Skipped]:
     stop = next(iter(report.graph_breaks), None)
     cause = "its graph has them in a form that moefuse does not read" if stop is None else f"Dynamo left the graph: {stop}"
     text = CODES["nothing-found"].format(what="experts that are fused in another call", cause=f"for this one, {cause}")
-    return [Skipped("nothing-found", text, f.module, f.location) for f in history.give_up(lost, owner)]
+    return [Skipped("nothing-found", text, f.module, f.location) for f in history.give_up(lost, owner, start)]
 
 
 def _look(call: _torch_private.RunningCall, options: Options, owner: object) -> None:
-    report = history.report_of(owner)
+    report, start = history.report_of(owner), _began(call)
     if report is None:
         return
+    missed = missing(report, (call.function, *call.arguments), options, start)
+    found = FusionReport(skipped=missed)
+    if missed:
+        history.lose(owner, lambda f: any(_concerns(f, skipped) for skipped in missed), start)
+        history.record(found, owner, history.place(found, "nothing-found"))
+        report = history.report_of(owner) or found
     if options.expect is not None and options.expect != report.layers[0]:
         text = pipeline.text_of(report)
         raise FusionError(f"options['expect'] is {options.expect}, and {report.layers[0]} layers were fused\n{text}")
-    missed = missing(report, (call.function, *call.arguments), options)
     if missed:
-        found = FusionReport(skipped=missed)
-        history.record(found, owner, history.place(found, "nothing-found"))
         pipeline.publish(found, options)
+
+
+def _concerns(fused: Fused, skipped: Skipped) -> bool:
+    return history.is_in(fused.module, skipped.module) or history.is_in(skipped.module, fused.module)
 
 
 @dataclass(frozen=True)
@@ -94,7 +110,7 @@ class _Call:
     """What is known of a call.
 
     Attributes:
-        report: of everything that it compiled.
+        report: of everything that was compiled.
         roots: what was called, and with what.
         held: for each graph the identities of the model's tensors that it reads, other than for what is fused.
         tensors: of all that the modules in question and those around them hold.
@@ -110,22 +126,38 @@ class _Call:
         return frozenset().union(*self.held)
 
 
-def missing(report: FusionReport, roots: tuple[object, ...], options: Options) -> list[Skipped]:
-    """A refusal for each module of ``roots`` that has experts of which a report says nothing."""
+def missing(report: FusionReport, roots: tuple[object, ...], options: Options, start: int = 0) -> list[Skipped]:
+    """A refusal for each module of ``roots`` that has experts of which a report says nothing.
+
+    ``start``: when the call began that it is about. What was fused in others, but runs in eager in it, is told as well.
+    """
     if any(skipped.code == "internal-error" for skipped in report.skipped):
         return []
     shards = {whole: id(shard) for root in modules_of(roots) for whole, shard in _torch_private.computed_with(root).items()}
-    fused = _in_the_model(frozenset().union(*(flow.held(fused=True) for flow in report.flows)), shards)
     wanted = [s for s in suspects(roots) if options.exclude is None or not re.search(options.exclude, s.name)]
-    left = [s for s in wanted if not _spoken_of(report, s, fused)]
-    if not left:
+    here = history.report_in_call(start) if start else report
+    unsaid = [
+        s for s in wanted if not _spoken_of(here, s, roots, shards) and (here is report or not _fine(report, here, s, roots, shards, start))
+    ]
+    if not unsaid:
         return []
-    known = {s.place for s in wanted if s not in left}
-    outermost = {id(m): m for m in (s.around[-1] if s.around else s.module for s in left)}
+    known = {s.place for s in wanted if s not in unsaid}
+    outermost = {id(m): m for m in (s.around[-1] if s.around else s.module for s in unsaid)}
     tensors = frozenset(id(t) for root in outermost.values() for t in (*root.parameters(), *root.buffers()))
     call = _Call(report, roots, tuple(_in_the_model(flow.held(fused=False), shards) for flow in report.flows), tensors)
-    found = ((s, _evidence(call, s, s.place in known)) for s in left)
-    return [_refusal(call, s, evidence) for s, evidence in found if evidence is not None]
+    found = ((s, _evidence(call, s, s.place in known)) for s in unsaid)
+    return [_refusal(call, here, s, evidence, start) for s, evidence in found if evidence is not None]
+
+
+def _fine(report: FusionReport, here: FusionReport, found: Suspect, roots: tuple[object, ...], shards: dict[int, int], start: int) -> bool:
+    """Whether enough is said of experts that a call has neither fused nor refused: they did not run in it, or it was said before."""
+    if not _spoken_of(report, found, roots, shards):
+        return False
+    if any(_about(skipped, found) for skipped in report.skipped):
+        return True
+    tensors = frozenset().union(*(pair.tensors for pair in found.pairs))
+    read = any(tensors & _in_the_model(flow.held(fused=False), shards) for flow in here.flows)
+    return not (read or _stop_inside(here, found) or any(event.concerns(found.module) for event in left.events(start)))
 
 
 def _in_the_model(held: frozenset[int] | set[int], shards: dict[int, int]) -> frozenset[int]:
@@ -133,18 +165,34 @@ def _in_the_model(held: frozenset[int] | set[int], shards: dict[int, int]) -> fr
     return frozenset(held).union(shards[number] for number in held if number in shards)
 
 
-def _spoken_of(report: FusionReport, found: Suspect, fused: frozenset[int]) -> bool:
+def _spoken_of(report: FusionReport, found: Suspect, roots: tuple[object, ...], shards: dict[int, int]) -> bool:
     """Whether some experts of a module are fused, or a refusal is about it."""
-    if any(pair.tensors & fused for pair in found.pairs):
+    fused = _in_the_model(frozenset().union(*(flow.held(fused=True) for flow in report.flows)), shards)
+    if any(pair.tensors & fused for pair in found.pairs) or any(_about(skipped, found) for skipped in report.skipped):
         return True
     # Where the graphs show whose weights are fused, a name says it only of a module inside, which may have weights of its own.
-    entries = [(f.module, f.location) for f in report.fused if not fused] + [(s.module, s.location) for s in report.skipped]
-    entries += [(f.module, "") for f in report.fused if fused and f.module]
+    if not fused:
+        return any(_about(f, found) for f in report.fused)
+    if any(f.module and _related(f.module, found.name) for f in report.fused):
+        return True
+    # Weights that are exchanged for a call are others by now; names are not.
+    return bool(report.fused) and not fused <= _held_by(roots) and any(f.module == found.name and _placed(f, found) for f in report.fused)
+
+
+def _held_by(roots: tuple[object, ...]) -> frozenset[int]:
+    """The identities of all tensors of some modules."""
+    return frozenset(id(t) for root in modules_of(roots) for t in (*root.parameters(), *root.buffers()))
+
+
+def _about(item: Fused | Skipped, found: Suspect) -> bool:
+    return _related(item.module, found.name) or _placed(item, found) or (not item.module and item.location != "")
+
+
+def _placed(item: Fused | Skipped, found: Suspect) -> bool:
+    """Whether a line is one of the module's forward function."""
     file, lines = found.place
-    return any(
-        _related(module, found.name) or any(location == f"{file}:{line}" for line in lines) or (not module and location != "")
-        for module, location in entries
-    )
+    path, _, line = item.location.rpartition(":")
+    return path == file != "" and line.isdigit() and int(line) in lines
 
 
 def _related(module: str, name: str) -> bool:
@@ -195,15 +243,17 @@ def _stop_inside(report: FusionReport, found: Suspect) -> bool:
 
 def _in_eager(call: _Call, found: Suspect) -> Stop | None:
     """A break in a module around that no graph has anything of: what runs its body in eager keeps Dynamo out, as a checkpoint does."""
-    left = (place_of(m) for m in found.around if call.seen.isdisjoint(map(id, m.parameters())))
-    return next((stop for place in left for stop in call.report.stops if stop.inside(*place) is not None), None)
+    outer = (place_of(m) for m in found.around if call.seen.isdisjoint(map(id, m.parameters())))
+    return next((stop for place in outer for stop in call.report.stops if stop.inside(*place) is not None), None)
 
 
-def _refusal(call: _Call, found: Suspect, evidence: str) -> Skipped:
+def _refusal(call: _Call, here: FusionReport, found: Suspect, evidence: str, start: int) -> Skipped:
     held = _in_few_bits(call.report, found, evidence)
     if held is not None:
         return held
-    cause, location = _cause(call.report, found, evidence, _in_eager(call, found))
+    # What this call met says more than what others did.
+    met = here if here.stops or here.graph_breaks else call.report
+    cause, location = _limit(met, found, evidence, start) or _cause(met, found, evidence, _in_eager(call, found))
     return Skipped("nothing-found", CODES["nothing-found"].format(what=found.what, cause=cause), module=found.name, location=location)
 
 
@@ -228,6 +278,18 @@ def _in_few_bits(report: FusionReport, found: Suspect, evidence: str) -> Skipped
     code, kind = known or ("", "")
     detail = f"they are held as `{kind}`, and {said}" if code == "quantised" else said
     return Skipped(code, message(code, {"dtype": kind, "detail": detail}), found.name, location)
+
+
+def _limit(report: FusionReport, found: Suspect, evidence: str, start: int) -> tuple[str, str] | None:
+    """As :func:`_cause`, where torch's limit of graphs is in the way and no line of the module's own."""
+    file, lines = found.place
+    event = next((event for event in left.events(start) if event.limit), None) if start else None
+    stops = (stop for stop in report.stops if stop.stack and stop.inside(file, lines) is not None)
+    if event is None or any(stop.inside(file, lines) == "{}:{}".format(*stop.stack[-1]) for stop in stops):
+        return None
+    code = event.code
+    text = f"{entry.LIMIT}: `{code.co_name}` at {code.co_filename}:{code.co_firstlineno}, which modules are called through"
+    return f"{text}; what it runs further, it runs in eager. Raise that limit", evidence or (f"{file}:{lines.start}" if file else "")
 
 
 def _cause(report: FusionReport, found: Suspect, evidence: str, around: Stop | None) -> tuple[str, str]:

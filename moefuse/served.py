@@ -1,7 +1,9 @@
-"""Which modules a compiled graph has run. Dynamo uses the code of one layer for every layer that its guards accept, and tells nobody."""
+"""Which modules a compiled graph has run, and when. Dynamo uses the code of one layer for every layer that its guards accept, and tells
+nobody."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import types
 import weakref
@@ -10,12 +12,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from moefuse import _torch_private
 from moefuse.explaining import quietly
 from moefuse.grouping import pattern
 from moefuse.module_names import ModuleNames
 from moefuse.report import FusionReport, Skipped
+from moefuse.runs import Ran, now
 
 LIMIT = 4096
 """Modules that are told apart; code that gets new weights with every call counts no further."""
@@ -36,12 +40,29 @@ class Served:
         like = pattern(name)
         # The names outlive the model; those of another layer's parameter differ in numbers.
         self._known = {number: other for number, other in known.items() if pattern(other) == like}
+        self._open = [other for other in self._known.values() if other != name]
         self.seen: dict[int, str | weakref.ref[torch.Tensor]] = {}
 
     def note(self, parameter: torch.Tensor) -> None:
         """The graph runs with this tensor for its parameter."""
-        if len(self.seen) < LIMIT:
-            self.seen[id(parameter)] = self._known.get(id(parameter)) or weakref.ref(parameter)
+        if len(self.seen) >= LIMIT:
+            return
+        name = self._known.get(id(parameter)) or self._now(parameter)
+        self.seen[id(parameter)] = name or weakref.ref(parameter)
+        if name in self._open:
+            self._open.remove(name)
+
+    def _now(self, parameter: torch.Tensor) -> str | None:
+        """The name that a tensor has now, of those that have not run: what offloads weights has others in their place for a call."""
+        return next((name for name in self._open if self._held(name) is parameter), None)
+
+    def _held(self, name: str) -> object:
+        for prefix, weak in self.roots.items():
+            path, _, own = (name.removeprefix(f"{prefix}.") if prefix else name).rpartition(".")
+            found = functools.reduce(_child, path.split("."), weak()) if path else weak()
+            if found is not None:
+                return found._parameters.get(own)
+        return None
 
     def applied(self, report: FusionReport) -> FusionReport:
         """The report with each item once for each module that the graph has run."""
@@ -81,28 +102,55 @@ class Served:
         return [*list(names)[1:], *(None for parameter in unknown if id(parameter) not in now)]
 
 
+def _child(module: nn.Module | None, name: str) -> nn.Module | None:
+    return None if module is None else module._modules.get(name)
+
+
 def watch(
-    report: FusionReport, compiled: _torch_private.CompiledFn, example_inputs: Sequence[object]
-) -> tuple[_torch_private.CompiledFn, Served | None]:
-    """The compiled graph, with a note of the modules that it runs where the report has any."""
+    report: FusionReport, compiled: _torch_private.CompiledFn, example_inputs: Sequence[object], ran: Ran | None = None
+) -> tuple[_torch_private.CompiledFn, Served | None, Ran | None]:
+    """The compiled graph, with a note of when it runs, and of the modules that it runs, where the report has any; None where it has not.
+
+    ``ran``: what other graphs of the same layers note that in.
+    """
     if not isinstance(compiled, types.FunctionType) or not (report.fused or report.skipped) or _torch_private.compiled_code_is_stored():
-        return compiled, None
+        return compiled, None, None
+    ran = Ran() if ran is None else ran
+    ran.last = now()
+    found = _served(report, example_inputs)
+    if found is None:
+        return _timed(compiled, ran), None, ran
+    at, served = found
+    return _noting(compiled, at, served.seen, served.note, ran), served, ran
+
+
+def _served(report: FusionReport, example_inputs: Sequence[object]) -> tuple[int, Served] | None:
+    """(which input tells modules apart, what is known of them), where one graph may run several."""
     names = ModuleNames(_torch_private.traced())
     modules = {fused.module for fused in report.fused} | {skipped.module for skipped in report.skipped}
     if names.whole and len(modules) > 1:
-        return compiled, None  # several layers in one graph: that is a model, and no other one's code
+        return None  # several layers in one graph: that is a model, and no other one's code
     known = names.parameters()
     found = _witness(report, known, example_inputs)
-    if found is None:
-        return compiled, None
-    at, name = found
-    served = Served(names, known, name)
-    return _noting(compiled, at, served.seen, served.note), served
+    return None if found is None else (found[0], Served(names, known, found[1]))
 
 
-def _noting(compiled: _torch_private.CompiledFn, at: int, seen: dict[int, Any], note: Callable[[Any], None]) -> _torch_private.CompiledFn:
-    # Dynamo calls what a backend returns with the graph's inputs, and unwraps what functools.wraps marks.
+# Dynamo calls what a backend returns with the graph's inputs, and unwraps what functools.wraps marks.
+
+
+def _timed(compiled: _torch_private.CompiledFn, ran: Ran) -> _torch_private.CompiledFn:
     def run(*args: Any) -> Any:
+        ran.last = now()
+        return compiled(*args)
+
+    return run
+
+
+def _noting(
+    compiled: _torch_private.CompiledFn, at: int, seen: dict[int, Any], note: Callable[[Any], None], ran: Ran
+) -> _torch_private.CompiledFn:
+    def run(*args: Any) -> Any:
+        ran.last = now()
         if id(args[at]) not in seen:
             quietly(note, args[at])
         return compiled(*args)

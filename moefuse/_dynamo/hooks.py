@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from torch import nn
 from torch.fx import Node
 
+from moefuse import _torch_private
 from moefuse._dynamo import (
     armed,
     checkpoints,
@@ -30,6 +31,7 @@ from moefuse._dynamo import (
     told_apart,
     values,
 )
+from moefuse.runs import Begun
 
 log = logging.getLogger("moefuse.capture")
 
@@ -88,15 +90,15 @@ class Observer(Protocol):
 
 def install(
     start: Callable[[Any, Any, bool], Observer | None],
-    codes: Callable[[Any, Any], Collection[types.CodeType]] = lambda *_: (),
-    limited: Callable[[Any, types.CodeType], bool] = lambda *_: False,
+    codes: Callable[[Any, Any], Collection[types.CodeType] | None] = lambda *_: None,
+    limited: Callable[[Any, Any], bool] = lambda *_: False,
 ) -> None:
     """Wrap Dynamo's methods.
 
     Args:
         start: from a compiler, a speculation log and whether it must be one graph, the observer of a frame, or None to leave it alone.
-        codes: from a compiler and what it is to compile, the code that another compilation must not have Dynamo leave.
-        limited: called with a compiler and code with experts of which Dynamo compiles nothing more; whether to ask again for each call.
+        codes: from a compiler and what it is to compile, the code that another compilation must not have Dynamo leave; None if not ours.
+        limited: called with a compiler and a frame with experts of whose code Dynamo compiles nothing more; whether to ask for each call.
     """
     from torch._dynamo import utils
     from torch._dynamo.convert_frame import ConvertFrame
@@ -205,13 +207,16 @@ def _prepared(module: nn.Module, arguments: Mapping[str, Any]) -> None:
             log.debug("%s failed before tracing", prepare, exc_info=True)
 
 
-def _on_context(codes: Callable[[Any, Any], Collection[types.CodeType]], original: Any, self: Any, compiled: Any) -> Any:
-    left.look_again(codes(self.callback, compiled))
+def _on_context(codes: Callable[[Any, Any], Collection[types.CodeType] | None], original: Any, self: Any, compiled: Any) -> Any:
+    found = codes(self.callback, compiled)
+    if found is not None:
+        left.look_again(found)
+        _torch_private.at_each_call(self, Begun)
     return original(self, compiled)
 
 
 def _on_convert(
-    limited: Callable[[Any, types.CodeType], bool],
+    limited: Callable[[Any, Any], bool],
     original: Any,
     self: Any,
     frame: Any,
@@ -225,7 +230,7 @@ def _on_convert(
     splitter = ddp.splitter_of(owner)
     call = functools.partial(original, self, frame, cache_entry, hooks, frame_state, *args, **kwargs)
     result = left.convert(call, frame, frame_state, owner if splitter is None else splitter.backend_compile_fn)
-    if left.limited(frame.f_code, result) and limited(owner, frame.f_code):
+    if left.limited(frame.f_code, result) and limited(owner, frame):
         result.apply_to_code = False
     return result
 

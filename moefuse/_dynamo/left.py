@@ -10,15 +10,18 @@ what Dynamo knows of the code, in ``torch.compiler.reset()``.
 
 from __future__ import annotations
 
+import collections
 import contextvars
 import types
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
+
+from moefuse.runs import now
 
 _KEY = "moefuse_left"
 _FUSED = "moefuse_fused"
@@ -31,8 +34,34 @@ _Remembered = dict[tuple[Any, ...], tuple["weakref.ref[Any]", ...]]
 
 _attempt: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar("moefuse_attempt", default=None)
 _ours: weakref.WeakSet[types.CodeType] = weakref.WeakSet()
-_with_experts: weakref.WeakSet[types.CodeType] = weakref.WeakSet()
-"""Code of which something was compiled with experts fused."""
+_with_experts: weakref.WeakKeyDictionary[types.CodeType, int | None] = weakref.WeakKeyDictionary()
+"""Code of which something was compiled with experts fused, and Dynamo's number of its frame."""
+
+
+class Event(NamedTuple):
+    """A frame of ours ran in eager: when, which code with which modules, and whether for torch's limit of graphs for one code."""
+
+    at: int
+    code: types.CodeType
+    modules: tuple[weakref.ref[nn.Module], ...]
+    limit: bool
+
+    def concerns(self, module: nn.Module) -> bool:
+        """Whether the frame is of a module, or of one inside of it."""
+        found = {id(m) for ref in self.modules if (m := ref()) is not None}
+        return bool(found) and any(id(m) in found for m in module.modules())
+
+
+_events: collections.deque[Event] = collections.deque(maxlen=1024)
+
+
+def events(start: int) -> list[Event]:
+    """The frames that ran in eager since then."""
+    return [event for event in list(_events) if event.at >= start]
+
+
+def _eager(frame: Any, *, limit: bool = False) -> None:
+    _events.append(Event(now(), frame.f_code, tuple(map(weakref.ref, modules(frame.f_locals))), limit))
 
 
 def attempted(observer: Any) -> None:
@@ -54,6 +83,7 @@ def convert(original: Callable[[], Any], frame: Any, frame_state: dict[str, Any]
     if known is not None:
         key = _key(owner, modules(frame.f_locals))
         if _left(known, key) or _left(known, (*key, *_sizes(frame.f_locals))):
+            _eager(frame)
             return _nothing()
     attempts: list[Any] = []
     token = _attempt.set(attempts)
@@ -67,9 +97,12 @@ def convert(original: Callable[[], Any], frame: Any, frame_state: dict[str, Any]
         return result
     found = modules(frame.f_locals)
     if attempts and attempts[-1].fused and result.guarded_code is not None:
-        _with_experts.add(code)
+        _with_experts[code] = getattr(getattr(result.guarded_code, "compile_id", None), "frame_id", None)
         _note(frame_state.setdefault(_FUSED, {}), _key(owner, found), owner, found)
+    elif _limited(result):
+        _eager(frame, limit=True)
     elif _is_left(result):
+        _eager(frame)
         _remember(result, frame, frame_state, owner, attempts[-1] if attempts else None)
     return result
 
@@ -136,11 +169,21 @@ def _is_left(result: Any) -> bool:
     return result.guarded_code is None and (strategy.cur_action, strategy.recursive_action) == (FrameAction.SKIP, FrameAction.DEFAULT)
 
 
-def limited(code: types.CodeType, result: Any) -> bool:
-    """Whether experts of a code are fused in other calls, and Dynamo compiles nothing more of it: torch's limit is reached."""
+def _limited(result: Any) -> bool:
+    """Whether Dynamo compiles nothing more of a code: torch's limit is reached."""
     from torch._C._dynamo.eval_frame import _FrameAction as FrameAction
 
-    return code in _with_experts and result.guarded_code is None and result.frame_exec_strategy.cur_action == FrameAction.RUN_ONLY
+    return result.guarded_code is None and result.frame_exec_strategy.cur_action == FrameAction.RUN_ONLY
+
+
+def limited(code: types.CodeType, result: Any) -> bool:
+    """Whether experts of a code are fused in other calls, and Dynamo compiles nothing more of it."""
+    return code in _with_experts and _limited(result)
+
+
+def frame_of(code: types.CodeType) -> int | None:
+    """Dynamo's number of the frame of a code with experts."""
+    return _with_experts.get(code)
 
 
 def look_again(codes: Iterable[types.CodeType]) -> None:

@@ -46,6 +46,9 @@ from moefuse._torch_private.compilation import (
     Traced as Traced,
 )
 from moefuse._torch_private.compilation import (
+    at_each_call as at_each_call,
+)
+from moefuse._torch_private.compilation import (
     before_torch_compile as before_torch_compile,
 )
 from moefuse._torch_private.compilation import (
@@ -167,6 +170,9 @@ from moefuse._torch_private.dynamo_state import (
 )
 from moefuse._torch_private.dynamo_state import (
     compile_isolated as compile_isolated,
+)
+from moefuse._torch_private.dynamo_state import (
+    epoch as epoch,
 )
 from moefuse._torch_private.dynamo_state import (
     guard_names as guard_names,

@@ -9,7 +9,7 @@ import inspect
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -90,6 +90,16 @@ def guard_endings(around: Callable[[Callable[[], object]], object]) -> None:
     _around[0] = around
 
 
+_Kind = TypeVar("_Kind")
+
+
+def at_each_call(context: Any, kind: type[Any]) -> None:
+    """Have calls of what a ``torch.compile`` context compiles make an object of a class at the beginning, and call it at the end."""
+    hooks = getattr(context, "enter_exit_hooks", None)
+    if isinstance(hooks, list) and kind not in hooks:
+        hooks.append(kind)
+
+
 class RunningCall:
     """The call of a compiled function, from outside of Dynamo, that this thread is in.
 
@@ -100,6 +110,10 @@ class RunningCall:
 
     def __init__(self, function: object, arguments: tuple[object, ...], cleanups: list[Callable[[], object]]) -> None:
         self.function, self.arguments, self._cleanups = function, arguments, cleanups
+
+    def held(self, kind: type[_Kind]) -> _Kind | None:
+        """What one of the context's hooks, a class, has made when the call began; see :func:`at_each_call`."""
+        return next((known for known in self._cleanups if isinstance(known, kind)), None)
 
     def at_end(self, name: str, action: Callable[[], object], *, before: bool = False) -> None:
         """Call ``action`` once when the call returns; of several with one ``name`` the first. Not where it raises.

@@ -118,6 +118,21 @@ def guard_names() -> dict[str, Any]:
     return dict(guards._get_closure_vars())
 
 
+_epoch: types.CodeType | None = None
+
+
+def epoch() -> object:
+    """An object that is another one behind each ``torch.compiler.reset()``."""
+    global _epoch
+    from torch._dynamo import convert_frame
+
+    # A code that Dynamo has seen is forgotten with all others.
+    if _epoch is None or _epoch not in convert_frame.input_codes:
+        _epoch = (lambda: None).__code__.replace(co_name="moefuse_epoch")
+        convert_frame.input_codes.add(_epoch)
+    return _epoch
+
+
 def _seen_codes() -> list[types.CodeType]:
     from torch._dynamo import convert_frame
 

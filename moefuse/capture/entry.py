@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from moefuse import _torch_private
+from moefuse import _torch_private, history
 from moefuse._dynamo import control, ddp, hooks, left, points
 from moefuse.capture.frame import Frame, Ledger
 from moefuse.config import Options
@@ -23,6 +23,8 @@ from moefuse.explaining import guarded, suspects
 from moefuse.report import FusionReport, Skipped
 
 log = logging.getLogger("moefuse.capture")
+
+LIMIT = "torch compiles no further graph of this code (torch._dynamo.config.recompile_limit)"
 
 _MARK = "moefuse_captures_for"
 _LEDGER = "moefuse_ledger"
@@ -110,27 +112,29 @@ def _start(compiler_fn: Any, speculation_log: Any, one_graph: bool) -> Frame | N
     return Frame(ledger, speculation_log, flags=flags, skipped=skipped, exclude=own.exclude, insists=insists)
 
 
-def _codes(compiler_fn: Any, compiled: Any) -> list[types.CodeType]:
-    """The code of a program that is to be compiled for us, and of what looks like experts in it."""
+def _codes(compiler_fn: Any, compiled: Any) -> list[types.CodeType] | None:
+    """The code of a program that is to be compiled for us, and of what looks like experts in it; None of any other."""
     mark, _, _ = _find(compiler_fn)
     if mark is None:
-        return []
+        return None
     root = getattr(compiled, "__self__", compiled)
     found = [root if isinstance(root, nn.Module) else compiled, *(suspect.module for suspect in suspects.suspects((compiled,)))]
     return [code for one in found if (code := _code(one)) is not None]
 
 
-def _limited(compiler_fn: Any, code: types.CodeType) -> bool:
+def _limited(compiler_fn: Any, frame: Any) -> bool:
     """Dynamo compiles nothing more of code with experts, which run in eager from now on; whether every such call is an error."""
     mark, arguments, owner = _find(compiler_fn)
     own = mark.options(arguments) if mark is not None else None
     if mark is None or own is None or not own.enabled:
         return False
-    cause = "torch compiles no further graph of this code (torch._dynamo.config.recompile_limit), and this call runs in eager"
-    text = CODES["nothing-found"].format(what="experts that are fused in another call", cause=cause)
+    code = frame.f_code
+    text = CODES["nothing-found"].format(what="experts that are fused in another call", cause=f"{LIMIT}, and this call runs in eager")
     insists = own.strict or own.expect is not None
-    told = Skipped("nothing-found", text, "", f"{code.co_filename}:{code.co_firstlineno}")
-    mark.skipped(FusionReport(skipped=[told]), dataclasses.replace(own, strict=insists), owner)
+    lost = history.limited(owner, left.frame_of(code), left.modules(frame.f_locals))
+    told = [Skipped("nothing-found", text, f.module, f.location) for f in lost]
+    told = told or [Skipped("nothing-found", text, "", f"{code.co_filename}:{code.co_firstlineno}")]
+    mark.skipped(FusionReport(skipped=told), dataclasses.replace(own, strict=insists), owner)
     return insists
 
 
