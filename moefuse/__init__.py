@@ -18,6 +18,7 @@ from moefuse.errors import PeerError as PeerError
 from moefuse.errors import RoutingError as RoutingError
 from moefuse.errors import TooManyTokens as TooManyTokens
 from moefuse.history import last_report as last_report
+from moefuse.history import reports as reports
 from moefuse.integrations import on_import as _on_import
 from moefuse.replay.api import capture_routing as capture_routing
 from moefuse.replay.api import replay_routing as replay_routing
@@ -55,6 +56,7 @@ __all__ = [
     "load",
     "parallelize",
     "replay_routing",
+    "reports",
     "unparallelize",
     "warmup",
 ]

@@ -52,6 +52,8 @@ def backend(
         own, patches = parse(mode, options)
     if armed.now() and own.fuse_router:
         own = dataclasses.replace(own, fuse_router=False)  # what it chooses has to be seen
+    if not own.enabled:
+        pipeline.say_disabled(own, options)
     if not own.enabled or _torch_private.given_fakes():
         return _torch_private.compile_fx(gm, example_inputs, patches, name)
     frame = entry.frame()

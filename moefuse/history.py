@@ -20,7 +20,7 @@ from torch import nn
 from moefuse import _torch_private, explaining, slow_paths
 from moefuse.module_names import roots_of
 from moefuse.module_tree import tree_of
-from moefuse.report import Fused, FusionReport, done_instead
+from moefuse.report import Fused, FusionReport, Reports, done_instead
 from moefuse.runs import Ran, now
 from moefuse.served import Served, watch
 
@@ -104,6 +104,15 @@ class Compilations:
         for known in self._known.values():
             if not start or not known.in_call(start):
                 known.lost |= {(f.module, f.location): now() for f in known.whole().fused if concerns(f)}
+
+    def fused_since(self, frame: object, since: int) -> bool:
+        """Whether a frame has run fused since then."""
+        return any(known.frame == frame and known.last > since and bool(known.report.fused) for known in self._known.values())
+
+    def refuses(self, names: Collection[str], mode: Mode) -> bool:
+        """Whether a refusal is about a module that has one of these names, or one inside of it, in a mode."""
+        entries = ((known.mode, s.module) for known in self._known.values() for s in known.report.skipped)
+        return any(_alike(other, mode) and any(is_in(module, name) for name in names) for other, module in entries)
 
     def names(self, modules: Collection[nn.Module]) -> list[str]:
         """The names of some modules in what was compiled."""
@@ -238,16 +247,35 @@ def limited(owner: object, frame: object, modules: Collection[nn.Module]) -> lis
     """What was fused in a frame with these modules, whose code torch compiles no further; no report says any longer that it is."""
     with _lock:
         kept = _of(owner)
-        known = [f for f, _ in kept.once.get(frame, {}).values()] if kept is not None else []
-        if kept is None or not known:
+        return [] if kept is None else _gone(kept, frame, modules)
+
+
+def fused_since(owner: object, frame: object, since: int) -> bool:
+    """Whether a frame has run fused since then."""
+    with _lock:
+        kept = _of(owner)
+        return kept is not None and kept.compilations.fused_since(frame, since)
+
+
+def unsaid(owner: object, frame: object, modules: Collection[nn.Module]) -> list[Fused]:
+    """As :func:`limited`; nothing where the report has a refusal of them in this mode."""
+    with _lock:
+        kept = _of(owner)
+        if kept is None:
             return []
         names = kept.compilations.names(modules)
-        found = [f for f in known if any(is_in(f.module, name) for name in names)] if names else known
-        # Another layer's code runs it, and was compiled with that one's name.
-        found = found or [dataclasses.replace(known[0], module=name) for name in names]
-        places = {(f.module, f.location) for f in found}
-        kept.compilations.lose(lambda f: (f.module, f.location) in places)
-        return found
+        return [] if kept.compilations.refuses(names, _mode(None)) else _gone(kept, frame, modules)
+
+
+def _gone(kept: _Kept, frame: object, modules: Collection[nn.Module]) -> list[Fused]:
+    known = [f for f, _ in kept.once.get(frame, {}).values()]
+    names = kept.compilations.names(modules)
+    found = [f for f in known if any(is_in(f.module, name) for name in names)] if names else known
+    # Another layer's code runs it, and was compiled with that one's name.
+    found = found or [dataclasses.replace(known[0], module=name) for name in names if known]
+    places = {(f.module, f.location) for f in found}
+    kept.compilations.lose(lambda f: (f.module, f.location) in places)
+    return found
 
 
 def is_in(module: str, name: str) -> bool:
@@ -314,6 +342,20 @@ def last_report() -> FusionReport | None:
     """
     with _lock:
         report = None if _compilations is None else _compilations.merged()
+    return _with_notes(report)
+
+
+def reports() -> Reports:
+    """The reports of all ``torch.compile`` calls since ``torch.compiler.reset()`` whose functions or modules are still there.
+
+    A tuple with one :class:`FusionReport` for each, in the order in which they were compiled for the first time. Its text is one table.
+    """
+    with _lock:
+        found = [known.merged() for known in _all()]
+    return Reports(report for report in map(_with_notes, found) if report is not None)
+
+
+def _with_notes(report: FusionReport | None) -> FusionReport | None:
     if report is not None:
         report.notes += [note for note in explaining.notes() if note not in report.notes]
     if report is not None and report.fused:

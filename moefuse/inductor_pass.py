@@ -60,11 +60,14 @@ class MoEFusionPass(CustomGraphPass):
 
     def __init__(self, options: Mapping[str, object] | None = None) -> None:
         self._options, rest = Options.from_user(options)
+        self._given = dict(options or {})
         if rest:
             raise OptionError(f"MoEFusionPass takes moefuse's options only; give {', '.join(map(repr, rest))} to torch.compile")
 
     def __call__(self, graph: torch.fx.Graph) -> None:
         gm = graph.owning_module
+        if not self._options.enabled:
+            pipeline.say_disabled(self._options, self._given)
         if not self._options.enabled or gm is None or _torch_private.forward_level():
             return  # under forward-mode AD Inductor is left to say itself what it cannot do
         _torch_private.keep_what_is_mutated()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
+import os
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -409,6 +410,22 @@ def text_of(report: FusionReport) -> str:
     plain = "\n".join(f"{s.location} {s.code}: {s.message}" for s in report.skipped)
     text: str = quietly(str, report, otherwise=plain)
     return text
+
+
+def say_disabled(options: Options, given: Mapping[str, object] | None) -> None:
+    """A report of a graph that moefuse, switched off, has not looked at: under ``strict`` and ``expect`` with a warning, and no error."""
+    by = "options={'enabled': False}" if "enabled" in (given or {}) else f"MOEFUSE_DISABLE={os.environ.get('MOEFUSE_DISABLE', '')}"
+    report = FusionReport(graph_count=1, disabled=by)
+    history.record(report)
+    log.info("%s", report.summary)
+    asked = [name for name, wanted in (("strict", options.strict), ("expect", options.expect is not None)) if wanted]
+    if not asked:
+        return
+    with _warned_lock:
+        known = ("disabled", by, *asked) in _warned
+        _warned.add(("disabled", by, *asked))
+    if not known:
+        log.warning("moefuse is disabled by %s: nothing is fused, and there are no errors of %s", by, " and ".join(asked))
 
 
 def _may_wait(skipped: Skipped) -> bool:

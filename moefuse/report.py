@@ -119,6 +119,8 @@ class FusionReport:
     """Those of experts that are fused."""
     modules: tuple[tuple[str, Tree], ...] = field(default=(), repr=False, compare=False)
     """The modules of what was compiled, behind the prefix of their names; what a page draws, and no part of the JSON."""
+    disabled: str = field(default="", repr=False, compare=False)
+    """By what moefuse is switched off; empty where it is not."""
 
     def to_dict(self) -> dict[str, object]:
         return {
@@ -163,6 +165,7 @@ class FusionReport:
         self.rounded += [weight for weight in other.rounded if weight not in self.rounded]
         self.stops += [stop for stop in other.stops if stop not in self.stops]
         self.flows += other.flows
+        self.disabled = other.disabled or self.disabled
 
     @classmethod
     def merged(cls, reports: Iterable[FusionReport]) -> FusionReport:
@@ -185,6 +188,8 @@ class FusionReport:
     @property
     def summary(self) -> str:
         """The first line of the text, without its counts of graphs and breaks."""
+        if self.disabled and not self.fused and not self.skipped:
+            return f"disabled by {self.disabled}: graphs go to Inductor as they are"
         done, found = self.layers
         return f"fused {done} of {_count(found, 'MoE layer')}" if found else "no mixture-of-experts code found"
 
@@ -215,9 +220,27 @@ class FusionReport:
         lines = [f"  break   {reason}" for reason in reasons[:MAX_BREAKS_SHOWN]]
         if len(reasons) > MAX_BREAKS_SHOWN:
             lines.append(f"  ...     {len(reasons) - MAX_BREAKS_SHOWN} more in graph_breaks")
-        if reasons and not self.fused and not self.skipped:
+        if reasons and not self.fused and not self.skipped and not self.disabled:
             lines.append("  hint    moefuse only sees what Dynamo captured; an expert loop that breaks the graph is not in it")
         return lines
+
+
+class Reports(tuple[FusionReport, ...]):
+    """Reports of several ``torch.compile`` calls, as of layers that are compiled one by one."""
+
+    @property
+    def layers(self) -> tuple[int, int]:
+        """(layers fused, layers found) in all of them."""
+        return sum(report.layers[0] for report in self), sum(report.layers[1] for report in self)
+
+    def __str__(self) -> str:
+        done, found = self.layers
+        lines: dict[str, int] = {}
+        for report in self:
+            for line in str(report).split("\n")[1:] if report.fused or report.skipped else [f"  {report.summary}"]:
+                lines[line] = lines.get(line, 0) + 1
+        head = f"moefuse: fused {done} of {_count(found, 'MoE layer')} in {_count(len(self), 'compiled function')}"
+        return "\n".join([head, *(line if number == 1 else f"{line}  ({number} times)" for line, number in lines.items())])
 
 
 def _repeats(skipped: Skipped, known: list[Skipped], traced: bool) -> bool:

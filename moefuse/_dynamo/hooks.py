@@ -92,6 +92,7 @@ def install(
     start: Callable[[Any, Any, bool], Observer | None],
     codes: Callable[[Any, Any], Collection[types.CodeType] | None] = lambda *_: None,
     limited: Callable[[Any, Any], bool] = lambda *_: False,
+    again: Callable[[Any, Any, int], None] = lambda *_: None,
 ) -> None:
     """Wrap Dynamo's methods.
 
@@ -99,6 +100,8 @@ def install(
         start: from a compiler, a speculation log and whether it must be one graph, the observer of a frame, or None to leave it alone.
         codes: from a compiler and what it is to compile, the code that another compilation must not have Dynamo leave; None if not ours.
         limited: called with a compiler and a frame with experts of whose code Dynamo compiles nothing more; whether to ask for each call.
+        again: called with a compiler, a frame that is left once more although it has experts that are fused in other calls, and when a
+            report last said so.
     """
     from torch._dynamo import utils
     from torch._dynamo.convert_frame import ConvertFrame
@@ -118,7 +121,7 @@ def install(
         return
     _wrap(InstructionTranslator, "__init__", functools.partial(_on_init, start, inspect.signature(InstructionTranslator.__init__)))
     _wrap(_TorchDynamoContext, "__call__", functools.partial(_on_context, codes))
-    _wrap(ConvertFrame, "__call__", functools.partial(_on_convert, limited))
+    _wrap(ConvertFrame, "__call__", functools.partial(_on_convert, limited, again))
     _wrap(InstructionTranslatorBase, "step", _on_step)
     _wrap(InstructionTranslatorBase, "run", _on_run)
     _wrap(OutputGraph, "call_user_compiler", _on_compile)
@@ -217,6 +220,7 @@ def _on_context(codes: Callable[[Any, Any], Collection[types.CodeType] | None], 
 
 def _on_convert(
     limited: Callable[[Any, Any], bool],
+    again: Callable[[Any, Any, int], None],
     original: Any,
     self: Any,
     frame: Any,
@@ -229,7 +233,8 @@ def _on_convert(
     owner = self._torchdynamo_orig_backend
     splitter = ddp.splitter_of(owner)
     call = functools.partial(original, self, frame, cache_entry, hooks, frame_state, *args, **kwargs)
-    result = left.convert(call, frame, frame_state, owner if splitter is None else splitter.backend_compile_fn)
+    program = owner if splitter is None else splitter.backend_compile_fn
+    result = left.convert(call, frame, frame_state, program, functools.partial(again, owner, frame))
     if left.limited(frame.f_code, result) and limited(owner, frame):
         result.apply_to_code = False
     return result

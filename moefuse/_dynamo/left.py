@@ -3,9 +3,9 @@
 Dynamo marks the *code* of a frame that it gives up on, and never looks at it again: neither for another layer of the same class, nor in
 another mode, nor in another model that is compiled later. What was compiled of that code before goes unused as well. That suits a break of
 the graph that is in the code. Where capture gives up it is one layer's doing (an excluded layer, a hook on one expert), and so such a frame
-is left for the modules that were in it, as they are and in the mode it was called in. Where one call is the reason (experts of the same
-modules were fused in another one, or the call is wrong and raises) it is left for calls with the same sizes. What is remembered goes with
-what Dynamo knows of the code, in ``torch.compiler.reset()``.
+is left for the modules that were in it, with the hooks and submodules that they have, and in the mode it was called in. Where one call is
+the reason (experts of the same modules were fused in another one, or the call is wrong and raises) it is left for calls with the same
+sizes. What is remembered goes with what Dynamo knows of the code, in ``torch.compiler.reset()``.
 """
 
 from __future__ import annotations
@@ -21,16 +21,41 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
+from moefuse._dynamo.module_state import State
 from moefuse.runs import now
 
 _KEY = "moefuse_left"
 _FUSED = "moefuse_fused"
+_EVER = "moefuse_fused_ever"
 LIMIT = 1024
 """Modules in modes, and calls, for which one code is left; from there on it is left as Dynamo leaves it."""
 CALLS = 8
 """Calls for which code is left although its experts were fused in others; from there on it is left for its modules."""
 
-_Remembered = dict[tuple[Any, ...], tuple["weakref.ref[Any]", ...]]
+STATES = 8
+"""Ways in which modules have hooks and submodules, for which code is left; from there on it is left whatever becomes of them."""
+
+
+class _Calls:
+    """Calls of one kind for which code is left: of modules that are still there, with the hooks and submodules that they had then.
+
+    ``said``: when a report was last known to say so.
+    """
+
+    def __init__(self, refs: tuple[weakref.ref[Any], ...]) -> None:
+        self.refs = refs
+        self.states: list[State] = []
+        self.said = now()
+
+    def gone(self) -> bool:
+        """Whether a module has gone, which can have left its identity to another."""
+        return any(ref() is None for ref in self.refs)
+
+    def holds(self) -> bool:
+        return not self.gone() and (not self.states or len(self.states) >= STATES or any(state.holds() for state in self.states))
+
+
+_Remembered = dict[tuple[Any, ...], _Calls]
 
 _attempt: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar("moefuse_attempt", default=None)
 _ours: weakref.WeakSet[types.CodeType] = weakref.WeakSet()
@@ -76,14 +101,24 @@ def ours() -> list[types.CodeType]:
     return list(_ours)
 
 
-def convert(original: Callable[[], Any], frame: Any, frame_state: dict[str, Any], owner: object) -> Any:
-    """What Dynamo makes of a frame, where ``original`` asks it; ``owner`` stands for the compiled program that the frame belongs to."""
+def convert(
+    original: Callable[[], Any], frame: Any, frame_state: dict[str, Any], owner: object, again: Callable[[int], None] = lambda _: None
+) -> Any:
+    """What Dynamo makes of a frame, where ``original`` asks it; ``owner`` stands for the compiled program that the frame belongs to.
+
+    ``again``: told when a frame is left once more whose experts are fused in other calls, and when a report last said so.
+    """
     code = frame.f_code
     known: _Remembered | None = frame_state.get(_KEY)
     if known is not None:
-        key = _key(owner, modules(frame.f_locals))
-        if _left(known, key) or _left(known, (*key, *_sizes(frame.f_locals))):
+        found = modules(frame.f_locals)
+        key = _key(owner, found)
+        calls = _left(known, key) or _left(known, (*key, *_sizes(frame.f_locals)))
+        if calls is not None:
             _eager(frame)
+            if _same(owner, found) in frame_state.get(_EVER, ()):
+                again(calls.said)
+                calls.said = now()
             return _nothing()
     attempts: list[Any] = []
     token = _attempt.set(attempts)
@@ -98,7 +133,10 @@ def convert(original: Callable[[], Any], frame: Any, frame_state: dict[str, Any]
     found = modules(frame.f_locals)
     if attempts and attempts[-1].fused and result.guarded_code is not None:
         _with_experts[code] = getattr(getattr(result.guarded_code, "compile_id", None), "frame_id", None)
-        _note(frame_state.setdefault(_FUSED, {}), _key(owner, found), owner, found)
+        with_fused = frame_state.setdefault(_FUSED, {})
+        if len(with_fused) < LIMIT:
+            _note(with_fused, _key(owner, found), owner, found)
+            frame_state.setdefault(_EVER, set()).add(_same(owner, found))
     elif _limited(result):
         _eager(frame, limit=True)
     elif _is_left(result):
@@ -112,21 +150,25 @@ def _remember(result: Any, frame: Any, frame_state: dict[str, Any], owner: objec
     found, with_experts = modules(frame.f_locals), frame.f_code in _with_experts
     key, known = _key(owner, found), frame_state.setdefault(_KEY, {})
     wrong = attempt is not None and attempt.erred
-    fused = _left(frame_state.get(_FUSED, {}), key) if found else with_experts
+    fused = _left(frame_state.get(_FUSED, {}), key) is not None if found else with_experts
     if wrong or fused:
         calls = sum(len(other) > len(key) and other[: len(key)] == key for other in known)
         key = (*key, *_sizes(frame.f_locals)) if wrong or calls < CALLS else key
-    elif not found or not (with_experts or attempt is None or attempt.gave_up):
+    state = State(found)
+    if not (wrong or fused) and (not found or not (with_experts or attempt is None or attempt.gave_up or state.hooked)):
         return
     if len(known) < LIMIT:
         result.apply_to_code = False
         # Whoever wants an error has it in each call.
-        _note({} if fused and not wrong and attempt is not None and attempt.insists else known, key, owner, found)
+        if not (fused and not wrong and attempt is not None and attempt.insists):
+            _note(known, key, owner, found).states.append(state)
 
 
-def _note(known: _Remembered, key: tuple[Any, ...], owner: object, found: list[nn.Module]) -> None:
-    if len(known) < LIMIT:
-        known[key] = tuple(weakref.ref(item) for item in (owner, *found))
+def _note(known: _Remembered, key: tuple[Any, ...], owner: object, found: list[nn.Module]) -> _Calls:
+    calls = known.get(key)
+    if calls is None or calls.gone():
+        calls = known[key] = _Calls(tuple(weakref.ref(item) for item in (owner, *found)))
+    return calls
 
 
 def modules(f_locals: Any) -> list[nn.Module]:
@@ -136,6 +178,11 @@ def modules(f_locals: Any) -> list[nn.Module]:
 
 def _key(owner: object, found: list[nn.Module]) -> tuple[Any, ...]:
     return (id(owner), torch.is_grad_enabled(), *((id(module), module.training) for module in found))
+
+
+def _same(owner: object, found: list[nn.Module]) -> tuple[int, ...]:
+    """As :func:`_key`, in any mode."""
+    return (id(owner), *map(id, found))
 
 
 def _sizes(f_locals: Any) -> tuple[Any, ...]:
@@ -150,9 +197,10 @@ def _size(value: Any) -> Any:
     return value if isinstance(value, int | str) else type(value)
 
 
-def _left(known: _Remembered, key: tuple[Any, ...]) -> bool:
-    """Whether a frame is left; a module that has gone can have left its identity to another."""
-    return key in known and all(item() is not None for item in known[key])
+def _left(known: _Remembered, key: tuple[Any, ...]) -> _Calls | None:
+    """What is known of such calls, if a frame is left for them."""
+    calls = known.get(key)
+    return calls if calls is not None and calls.holds() else None
 
 
 def _nothing() -> Any:

@@ -20,7 +20,7 @@ from moefuse.capture.frame import Frame, Ledger
 from moefuse.config import Options
 from moefuse.errors import CODES
 from moefuse.explaining import guarded, suspects
-from moefuse.report import FusionReport, Skipped
+from moefuse.report import Fused, FusionReport, Skipped
 
 log = logging.getLogger("moefuse.capture")
 
@@ -74,7 +74,7 @@ def unavailable() -> str | None:
             if _missing:
                 log.warning("%s", _reason())
             else:
-                hooks.install(_start, guarded(_codes, list), guarded(_limited, False))
+                hooks.install(_start, guarded(_codes), guarded(_limited, False), guarded(_again))
     return _reason()
 
 
@@ -104,7 +104,7 @@ def _start(compiler_fn: Any, speculation_log: Any, one_graph: bool) -> Frame | N
     ledger.collects = ledger.collects and own.capture
     ledger.parametrizes = ledger.parametrizes and own.capture
     flags = not one_graph and not control.user_flags()
-    insists = own.strict or own.expect is not None
+    insists = _insists(own)
 
     def skipped(report: FusionReport) -> None:
         mark.skipped(report, own, owner)
@@ -124,18 +124,42 @@ def _codes(compiler_fn: Any, compiled: Any) -> list[types.CodeType] | None:
 
 def _limited(compiler_fn: Any, frame: Any) -> bool:
     """Dynamo compiles nothing more of code with experts, which run in eager from now on; whether every such call is an error."""
+    mark, own, owner = _ours(compiler_fn)
+    if mark is None or own is None:
+        return False
+    lost = history.limited(owner, left.frame_of(frame.f_code), left.modules(frame.f_locals))
+    return _lost(mark, own, owner, frame, lost, LIMIT)
+
+
+def _again(compiler_fn: Any, frame: Any, said: int) -> None:
+    """A frame is left as in an earlier call, and its experts are fused in others: its report may have changed since."""
+    mark, own, owner = _ours(compiler_fn)
+    number = left.frame_of(frame.f_code)
+    if mark is None or own is None or not (_insists(own) or history.fused_since(owner, number, said)):
+        return
+    lost = history.unsaid(owner, number, left.modules(frame.f_locals))
+    if lost:
+        _lost(mark, own, owner, frame, lost, "Dynamo left this function in an earlier call of this kind")
+
+
+def _ours(compiler_fn: Any) -> tuple[_Mark | None, Options | None, object]:
     mark, arguments, owner = _find(compiler_fn)
     own = mark.options(arguments) if mark is not None else None
-    if mark is None or own is None or not own.enabled:
-        return False
+    return mark, (own if own is not None and own.enabled else None), owner
+
+
+def _insists(own: Options) -> bool:
+    return own.strict or own.expect is not None
+
+
+def _lost(mark: _Mark, own: Options, owner: object, frame: Any, lost: list[Fused], why: str) -> bool:
+    """Say of what was fused that this call runs it in eager; whether that is an error."""
     code = frame.f_code
-    text = CODES["nothing-found"].format(what="experts that are fused in another call", cause=f"{LIMIT}, and this call runs in eager")
-    insists = own.strict or own.expect is not None
-    lost = history.limited(owner, left.frame_of(code), left.modules(frame.f_locals))
+    text = CODES["nothing-found"].format(what="experts that are fused in another call", cause=f"{why}, and this call runs in eager")
     told = [Skipped("nothing-found", text, f.module, f.location) for f in lost]
     told = told or [Skipped("nothing-found", text, "", f"{code.co_filename}:{code.co_firstlineno}")]
-    mark.skipped(FusionReport(skipped=told), dataclasses.replace(own, strict=insists), owner)
-    return insists
+    mark.skipped(FusionReport(skipped=told), dataclasses.replace(own, strict=_insists(own)), owner)
+    return _insists(own)
 
 
 def left_by_another(module: nn.Module) -> bool:

@@ -41,7 +41,9 @@ def refusals(ctx: Context, refused: list[tuple[Lost, Routing | None]], covered: 
         if isinstance(fact, Lost) and ctx.position[node] >= ctx.position[fact.node] and node not in ignored:
             key = _routing(ctx, node) or module_path(node)
             known = out.get(key)
-            if known is None or known.node is node or _follows(ctx, known, node):
+            # What is done to a value outside of the experts is no reason that it is used there.
+            same = known is not None and known.node is node and known.code != "value-escapes"
+            if known is None or same or _follows(ctx, known, node):
                 out[key] = fact
     for node, routing in _ends(ctx, covered):
         known = out.get(routing)
