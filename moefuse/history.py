@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from moefuse import _torch_private, explaining, slow_paths
+from moefuse import _torch_private, called, explaining, slow_paths
 from moefuse.module_names import roots_of
 from moefuse.module_tree import tree_of
 from moefuse.report import Fused, FusionReport, Reports, done_instead
@@ -338,10 +338,15 @@ def last_report() -> FusionReport | None:
 
     It covers every frame of the ``torch.compile`` call that compiled something most recently, the latest compilation of each, and the
     layers that have run so far with the code of an equal one; the object is a copy and does not change afterwards. Of models whose layers
-    are compiled one by one, :func:`moefuse.reports` has all.
+    are compiled one by one, :func:`moefuse.reports` has all. Where modules call moefuse's ops outside of ``torch.compile``
+    (``experts_implementation="moefuse"``), and nothing else is to say, it says that; :func:`moefuse.explain` has their names.
     """
     with _lock:
         report = None if _compilations is None else _compilations.merged()
+    found = called.texts() if report is None or not (report.fused or report.skipped) else []
+    if found:
+        report = FusionReport() if report is None else report
+        report.called = found
     return _with_notes(report)
 
 

@@ -108,6 +108,7 @@ def rewrite_and_keep(
     if stop is not None:
         report.graph_breaks.append(stop.text)
         report.stops.append(stop)
+        report.followed += [stop.place] if frame is not None and frame.gave_up and stop.by_data else []
     saved = _saved(gm, report)
     if saved is None:
         return _unless_joined(frame, gm, report), None

@@ -121,6 +121,10 @@ class FusionReport:
     """The modules of what was compiled, behind the prefix of their names; what a page draws, and no part of the JSON."""
     disabled: str = field(default="", repr=False, compare=False)
     """By what moefuse is switched off; empty where it is not."""
+    followed: list[str] = field(default_factory=list, repr=False, compare=False)
+    """Places at which graphs break because of a refusal: with it, the text has them said."""
+    called: list[str] = field(default_factory=list, repr=False, compare=False)
+    """Modules that call moefuse's ops themselves, where nothing else is to say."""
 
     def to_dict(self) -> dict[str, object]:
         return {
@@ -166,6 +170,7 @@ class FusionReport:
         self.stops += [stop for stop in other.stops if stop not in self.stops]
         self.flows += other.flows
         self.disabled = other.disabled or self.disabled
+        self.followed += [place for place in other.followed if place not in self.followed]
 
     @classmethod
     def merged(cls, reports: Iterable[FusionReport]) -> FusionReport:
@@ -190,6 +195,8 @@ class FusionReport:
         """The first line of the text, without its counts of graphs and breaks."""
         if self.disabled and not self.fused and not self.skipped:
             return f"disabled by {self.disabled}: graphs go to Inductor as they are"
+        if self.called and not self.fused and not self.skipped:
+            return "; ".join(self.called)
         done, found = self.layers
         return f"fused {done} of {_count(found, 'MoE layer')}" if found else "no mixture-of-experts code found"
 
@@ -216,7 +223,8 @@ class FusionReport:
         return rows
 
     def _break_lines(self) -> list[str]:
-        reasons = list(dict.fromkeys(self.graph_breaks))
+        followed = set(self.followed) if self.skipped else set()
+        reasons = [reason for reason in dict.fromkeys(self.graph_breaks) if reason.rpartition(" at ")[2] not in followed]
         lines = [f"  break   {reason}" for reason in reasons[:MAX_BREAKS_SHOWN]]
         if len(reasons) > MAX_BREAKS_SHOWN:
             lines.append(f"  ...     {len(reasons) - MAX_BREAKS_SHOWN} more in graph_breaks")

@@ -13,6 +13,9 @@ _BETWEEN = (TORCH, *(os.path.join(os.path.dirname(__file__), name) + os.sep for 
 """Where torch's own code is: no line of a user's."""
 
 
+_BY_DATA = ("dynamic shape operator", "dynamic slicing", "data dependent", "unsupported tensor.item", "unsupported tensor.tolist")
+
+
 @dataclass(frozen=True)
 class Stop:
     """One break of a graph.
@@ -26,6 +29,16 @@ class Stop:
     text: str
     stack: tuple[tuple[str, int], ...] = ()
     hint: str = ""
+
+    @property
+    def by_data(self) -> bool:
+        """Whether it is at a size or a number that depends on data, where Dynamo breaks a graph that capture does not take."""
+        return self.text.lower().replace("-", " ").startswith(_BY_DATA)
+
+    @property
+    def place(self) -> str:
+        """The ``file:line`` of its text."""
+        return self.text.rpartition(" at ")[2]
 
     def inside(self, file: str, lines: Collection[int]) -> str | None:
         """The innermost ``file:line`` of the stack that is among some lines of a file."""

@@ -423,8 +423,9 @@ class Frame:
     def report_skipped(self, error: Exception) -> None:
         """The frame ends here and runs in eager."""
         text = f"{first_line(error)} (this function runs in eager){control.place(error)}"
-        stops = [*self.ledger.stops, _torch_private.tracing_stop(error)]
-        self._skipped(self._report(graph_breaks=[text], stops=stops))
+        stop = _torch_private.tracing_stop(error)
+        followed = [stop.place] if self.gave_up and stop.by_data else []
+        self._skipped(self._report(graph_breaks=[text], stops=[*self.ledger.stops, stop], followed=followed))
 
     def _report(self, **found: Any) -> FusionReport:
         ledger = self.ledger

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import moefuse.ops  # noqa: F401  (defines torch.ops.moefuse)
+from moefuse import called
 
 try:
     import transformers
@@ -171,6 +172,7 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
     ops: Any = torch.ops.moefuse
 
     activation = _fused_activation(self)
+    called.ran(self, "experts" if activation is not None else "grouped_linear", x)
     if activation is not None:
         gating = "merged" if gated else "plain"
         fused = ops.experts(

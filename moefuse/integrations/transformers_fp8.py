@@ -21,6 +21,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from moefuse import called
 from moefuse.integrations.transformers import NAME, _activation, _refuse, experts_forward
 from moefuse.ops.encoding import MADE, POWERS, Encoding, Packing, Rounding
 
@@ -57,6 +58,7 @@ def fp8_experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Ten
     gating = "separate" if len(first) > 1 else "merged" if gated else "plain"
     stacks = [[storage] for storage, _, _ in parts]
     tokens, top_k = hidden_states.size(0), top_k_index.size(-1)
+    called.ran(self, "experts_coded", hidden_states)
     out = torch.ops.moefuse.experts_coded(
         hidden_states, top_k_index.reshape(tokens, top_k), top_k_weights.reshape(tokens, top_k),
         stacks[0], stacks[1] if len(first) > 1 else [], stacks[-1], [], [], [], [scale for _, scale, _ in parts],
