@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -48,13 +48,24 @@ class Lost(NamedTuple):
 _Once = dict[object, dict[tuple[str, str], tuple[Fused, frozenset[str]]]]
 """For a frame: what was fused where, and the names of the weights."""
 
+_KINDS = 16
+"""So many graphs of a frame are known, besides the last; torch makes eight of one code."""
+
 _TOLD = ("lost", "nothing-found")
 """In place of a frame: what was said at the end of a call."""
 
 
 @dataclasses.dataclass
 class _Compilation:
-    """``made``: when; ``ran``: its last call, None where nobody knows; ``lost``: when what it has fused somewhere ran otherwise."""
+    """What is known of one graph, or of a frame that has none.
+
+    Attributes:
+        made: when.
+        ran: its last call; None where nobody knows.
+        ended: when the call ended in which it was made; 0 before that.
+        before: earlier ones of the same kind of call: for other sizes, or other hooks.
+        lost: when what it has fused somewhere ran otherwise.
+    """
 
     frame: object
     report: FusionReport
@@ -62,6 +73,8 @@ class _Compilation:
     served: Served | None = None
     ran: Ran | None = None
     made: int = dataclasses.field(default_factory=now)
+    ended: int = 0
+    before: list[_Compilation] = dataclasses.field(default_factory=list)
     lost: dict[tuple[str, str], int] = dataclasses.field(default_factory=dict)
 
     @property
@@ -87,32 +100,54 @@ class Compilations:
         self._roots: dict[str, weakref.ref[nn.Module]] = {}
         self.epoch = _torch_private.epoch()
 
+    def ended(self) -> None:
+        """A call that has compiled something is at its end."""
+        for known in self._all():
+            known.ended = known.ended or now()
+
     def record(self, report: FusionReport, place: Place) -> None:
         """Remember one graph's report."""
         self._roots |= place.roots
         key = (place.frame, place.mode, place.module)
-        before = self._known.pop(key, None)
-        # Graphs for other sizes may run on, and have the same fused.
-        ran = before.ran if before is not None and _fused(before.report) == _fused(report) else None
-        self._known[key] = _Compilation(place.frame, report, place.mode, ran=ran)
+        last = self._known.pop(key, None)
+        # Those of other calls stay, and may be what runs the next time.
+        before = [] if last is None else [*last.before, last][-_KINDS:]
+        if last is not None:
+            last.before = []
+        self._known[key] = _Compilation(place.frame, report, place.mode, before=before)
+
+    def _all(self) -> Iterator[_Compilation]:
+        for known in self._known.values():
+            yield from known.before
+            yield known
+
+    def _current(self) -> list[_Compilation]:
+        """Of each kind of call what ran last."""
+        return [max((*known.before, known), key=lambda one: one.last) for known in self._known.values()]
 
     def reports(self) -> list[FusionReport]:
-        return [known.report for known in self._known.values()]
+        return [known.report for known in self._all()]
 
     def lose(self, concerns: Callable[[Fused], bool], start: int = 0) -> None:
         """What was fused here and ``concerns`` is not what a call ran that began at ``start``."""
-        for known in self._known.values():
+        for known in self._all():
             if not start or not known.in_call(start):
                 known.lost |= {(f.module, f.location): now() for f in known.whole().fused if concerns(f)}
 
     def fused_since(self, frame: object, since: int) -> bool:
         """Whether a frame has run fused since then."""
-        return any(known.frame == frame and known.last > since and bool(known.report.fused) for known in self._known.values())
+        return any(known.frame == frame and known.last > since and bool(known.report.fused) for known in self._all())
 
-    def refuses(self, names: Collection[str], mode: Mode) -> bool:
-        """Whether a refusal is about a module that has one of these names, or one inside of it, in a mode."""
-        entries = ((known.mode, s.module) for known in self._known.values() for s in known.report.skipped)
-        return any(_alike(other, mode) and any(is_in(module, name) for name in names) for other, module in entries)
+    def again(self, names: Collection[str], mode: Mode) -> bool:
+        """Whether there is a refusal about a module that has one of these names, or one inside of it, in a mode: it holds again."""
+        found = [
+            known
+            for known in self._all()
+            if _alike(known.mode, mode) and any(is_in(s.module, name) for s in known.report.skipped for name in names)
+        ]
+        for known in found:
+            known.made = known.ended = now()
+        return bool(found)
 
     def names(self, modules: Collection[nn.Module]) -> list[str]:
         """The names of some modules in what was compiled."""
@@ -122,11 +157,11 @@ class Compilations:
 
     def in_call(self, start: int) -> FusionReport:
         """The report of what a call has compiled or run that began at ``start``."""
-        return FusionReport.merged(known.whole() for known in self._known.values() if known.in_call(start))
+        return FusionReport.merged(known.whole() for known in self._all() if known.in_call(start))
 
     def fused_in_call(self, start: int, but: object = None) -> set[tuple[str, str]]:
         """Where something is fused that ran in a call, other than in one frame."""
-        ran = (known for known in self._known.values() if known.frame != but and known.in_call(start))
+        ran = (known for known in self._all() if known.frame != but and known.in_call(start))
         return {(f.module, f.location) for known in ran for f in known.whole().fused}
 
     def watched(
@@ -136,32 +171,37 @@ class Compilations:
         found = next((known for known in self._known.values() if known.report is report), None)
         if found is None:
             return compiled
-        compiled, found.served, found.ran = watch(report, compiled, example_inputs, found.ran)
+        instead = any(known.report.fused for known in found.before)
+        compiled, found.served, found.ran = watch(report, compiled, example_inputs, always=instead)
         return compiled
 
     def withdraw(self, report: FusionReport) -> None:
         for key in [key for key, known in self._known.items() if known.report is report]:
-            del self._known[key]
+            *before, last = [*self._known.pop(key).before, None]
+            if before:
+                last, earlier = before[-1], before[:-1]
+                last.before = earlier
+                self._known[key] = last
 
     def merged(self) -> FusionReport | None:
         """One report; None if there is none."""
         latest: list[_Compilation] = []
         left: list[FusionReport] = []
-        for known in reversed(list(self._known.values())):
+        for known in reversed(self._current()):
             report = known.whole()
             left.append(_without(report, known.mode, [newer for newer in latest if newer.frame == known.frame]))
-            latest.append(_Compilation(known.frame, report, known.mode, made=known.last))
+            latest.append(_Compilation(known.frame, report, known.mode, made=known.last, ended=known.ended))
         if not latest:
             return None
-        fused = {(known.frame, f.module) for known in latest for f in known.report.fused}
         everywhere = {f.module for known in latest for f in known.report.fused}
         for known, report in zip(latest, left, strict=True):
             instead = [f for other in latest if _alike(other.mode, known.mode) for f in other.report.fused]
-            since = {f.module for other in latest if _alike(other.mode, known.mode) and other.made > known.made for f in other.report.fused}
+            since = [other for other in latest if _alike(other.mode, known.mode) and _later(other, known)]
+            same = [other for other in latest if other.frame == known.frame]
             told = known.frame in _TOLD
-            kept = [s for s in report.skipped if not done_instead(s, instead) and not (told and s.module in since)]
+            kept = [s for s in report.skipped if not done_instead(s, instead) and not _in_one_of(s.module, since)]
             report.skipped = [
-                dataclasses.replace(s, fused_too=s.module in everywhere if told else (known.frame, s.module) in fused) for s in kept
+                dataclasses.replace(s, fused_too=s.module in everywhere if told else _in_one_of(s.module, same)) for s in kept
             ]
         merged = FusionReport.merged(reversed(left))
         merged.modules = tuple((prefix, tree_of(root)) for prefix, weak in self._roots.items() if (root := weak()) is not None)
@@ -264,7 +304,7 @@ def unsaid(owner: object, frame: object, modules: Collection[nn.Module]) -> list
         if kept is None:
             return []
         names = kept.compilations.names(modules)
-        return [] if kept.compilations.refuses(names, _mode(None)) else _gone(kept, frame, modules)
+        return [] if kept.compilations.again(names, _mode(None)) else _gone(kept, frame, modules)
 
 
 def _gone(kept: _Kept, frame: object, modules: Collection[nn.Module]) -> list[Fused]:
@@ -297,6 +337,14 @@ def give_up(lost: Lost, owner: object | None, start: int = 0) -> list[Fused]:
         gone = {(f.module, f.location) for f in left}
         compilations.lose(lambda f: (f.module, f.location) in gone)
         return left
+
+
+def ended(owner: object) -> None:
+    """See :meth:`Compilations.ended`."""
+    with _lock:
+        kept = _of(owner)
+        if kept is not None:
+            kept.compilations.ended()
 
 
 def lose(owner: object, concerns: Callable[[Fused], bool], start: int) -> None:
@@ -392,6 +440,18 @@ def _method_of(traced: _torch_private.Traced | None) -> nn.Module | None:
     scope = traced.local_scope if traced is not None else {}
     owner = scope.get("self", next(iter(scope.values()), None))
     return owner if isinstance(owner, nn.Module) and not isinstance(owner, nn.ModuleList) else None
+
+
+def _in_one_of(module: str, found: list[_Compilation]) -> bool:
+    """Whether a module is, or belongs to, one that is fused in some compilations."""
+    return any(is_in(module, f.module) for known in found for f in known.report.fused)
+
+
+def _later(other: _Compilation, known: _Compilation) -> bool:
+    """Whether one ran in a call behind that in which another was made."""
+    if known.frame in _TOLD:
+        return other.made > known.made
+    return bool(known.ended) and other.made > known.ended
 
 
 def _fused(report: FusionReport) -> set[tuple[str, str]]:

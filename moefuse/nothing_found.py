@@ -85,6 +85,7 @@ def _given_up(report: FusionReport, lost: history.Lost, owner: object | None, st
 
 
 def _look(call: _torch_private.RunningCall, options: Options, owner: object) -> None:
+    history.ended(owner)
     report, start = history.report_of(owner), _began(call)
     if report is None:
         return

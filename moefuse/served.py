@@ -107,17 +107,17 @@ def _child(module: nn.Module | None, name: str) -> nn.Module | None:
 
 
 def watch(
-    report: FusionReport, compiled: _torch_private.CompiledFn, example_inputs: Sequence[object], ran: Ran | None = None
+    report: FusionReport, compiled: _torch_private.CompiledFn, example_inputs: Sequence[object], *, always: bool = False
 ) -> tuple[_torch_private.CompiledFn, Served | None, Ran | None]:
     """The compiled graph, with a note of when it runs, and of the modules that it runs, where the report has any; None where it has not.
 
-    ``ran``: what other graphs of the same layers note that in.
+    ``always``: also where the report has nothing, for the graph runs in the place of one that has.
     """
-    if not isinstance(compiled, types.FunctionType) or not (report.fused or report.skipped) or _torch_private.compiled_code_is_stored():
+    wanted = always or report.fused or report.skipped
+    if not isinstance(compiled, types.FunctionType) or not wanted or _torch_private.compiled_code_is_stored():
         return compiled, None, None
-    ran = Ran() if ran is None else ran
-    ran.last = now()
-    found = _served(report, example_inputs)
+    ran = Ran()
+    found = _served(report, example_inputs) if report.fused or report.skipped else None
     if found is None:
         return _timed(compiled, ran), None, ran
     at, served = found
