@@ -330,13 +330,14 @@ def give_up(lost: Lost, owner: object | None, start: int = 0) -> list[Fused]:
         if kept is None:
             return lost.fused
         compilations = kept.compilations
-        since = (report for report in compilations.reports() if not any(report is known for known in lost.known))
+        since = [report for report in compilations.reports() if not any(report is known for known in lost.known)]
         done = {(f.module, f.location) for report in since for f in report.fused}
         done |= compilations.fused_in_call(start, but=lost.frame) if start else set()
         left = [f for f in lost.fused if (f.module, f.location) not in done]
         gone = {(f.module, f.location) for f in left}
         compilations.lose(lambda f: (f.module, f.location) in gone)
-        return left
+        refused = [skipped.module for report in since for skipped in report.skipped if skipped.module]
+        return [f for f in left if not any(is_in(module, f.module) for module in refused)]
 
 
 def ended(owner: object) -> None:

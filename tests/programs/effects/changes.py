@@ -1,0 +1,347 @@
+"""Programs that change between calls: modes, sizes, flags, hooks. What a report says of a call is what ran in it.
+
+A program is a model of a few layers and a list of changes. Behind each of them the model is called twice: the first call compiles what it
+needs and has to say what it does not fuse; the second one shows which of moefuse's ops run.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import moefuse
+from moefuse import _torch_private, history, nothing_found, pipeline
+from moefuse.report import FusionReport
+
+H, E, K = 8, 4, 2
+MEANWHILE = {"seen": 0}
+
+
+class Expert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(H, 6), nn.Linear(6, H)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(F.silu(self.up(x)))
+        return out
+
+
+class Plain(nn.Module):
+    """A loop over experts. ``odd``: whether a subclass does in this call what no graph has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(H, E, bias=False), nn.ModuleList(Expert() for _ in range(E))
+        self.register_buffer("bias", torch.zeros(E))
+        self.flag = False
+
+    def odd(self) -> bool:
+        return self.flag
+
+    def experts_of(self, x: Tensor, weights: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        out, usage = torch.zeros_like(x), torch.zeros(E, dtype=x.dtype)
+        for e, expert in enumerate(self.experts):
+            token, slot = torch.where(ids == e)
+            usage[e] = (ids == e).sum().to(x.dtype)
+            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+        return out, usage
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.router(x).softmax(-1).topk(K)
+        return self.experts_of(x, weights, ids)[0]
+
+
+class Helped(Plain):
+    """Numbers are compared behind the loop, in another loop: Dynamo leaves the function, and not the one with the experts."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.router(x).softmax(-1).topk(K)
+        out, usage = self.experts_of(x, weights, ids)
+        if self.odd():
+            for e in range(E):
+                if usage[e] > usage.mean():
+                    self.bias.data[e] -= 0.001
+        return out
+
+
+class Balanced(Plain):
+    """The same in the function with the experts."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.router(x).softmax(-1).topk(K)
+        out, usage = torch.zeros_like(x), torch.zeros(E, dtype=x.dtype)
+        for e, expert in enumerate(self.experts):
+            token, slot = torch.where(ids == e)
+            usage[e] = (ids == e).sum().to(x.dtype)
+            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+        if self.odd():
+            for e in range(E):
+                if usage[e] > usage.mean():
+                    self.bias.data[e] -= 0.001
+        return out
+
+
+class Trained(Balanced):
+    def odd(self) -> bool:
+        return self.training
+
+
+class Graded(Balanced):
+    def odd(self) -> bool:
+        return torch.is_grad_enabled()
+
+
+class Sized(Balanced):
+    def forward(self, x: Tensor) -> Tensor:
+        self.flag = len(x) == 3
+        return super().forward(x)
+
+
+class Asking(Balanced):
+    """Asks a global."""
+
+    def odd(self) -> bool:
+        return MEANWHILE["seen"] > 0
+
+
+class Stopping(Plain):
+    """The graph breaks in front of the experts and between them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.router(x).softmax(-1).topk(K)
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            if self.odd():
+                torch._dynamo.graph_break()
+            token, slot = torch.where(ids == e)
+            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+        return out
+
+
+class Noisy(Plain):
+    """Told with a reason."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.router(x).softmax(-1).topk(K)
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            token, slot = torch.where(ids == e)
+            rows = expert(x[token])
+            if self.training:
+                rows = rows + 0.0 * torch.rand_like(rows)
+            out.index_add_(0, token, rows * weights[token, slot, None])
+        return out
+
+
+KINDS: dict[str, type[Plain]] = {kind.__name__: kind for kind in (Plain, Helped, Balanced, Trained, Graded, Sized, Asking, Stopping, Noisy)}
+
+
+class Model(nn.Module):
+    def __init__(self, kinds: tuple[str, ...]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(KINDS[kind]() for kind in kinds)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[-1] != H:
+            raise ValueError("another width")
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+@dataclass
+class _State:
+    """What the next call is made with."""
+
+    model: Model
+    grad: bool = False
+    tokens: int = 7
+    hooks: list[Any] = field(default_factory=list)
+    sums: list[Tensor] = field(default_factory=list)
+
+
+def _hook(state: _State) -> None:
+    experts = state.model.layers[0].experts
+    state.hooks += [e.register_forward_hook(lambda _m, _i, out: state.sums.append(out.detach().norm())) for e in experts]
+
+
+def _unhook(state: _State) -> None:
+    for handle in state.hooks:
+        handle.remove()
+    state.hooks.clear()
+
+
+def _raises(state: _State) -> None:
+    MEANWHILE["raises"] = 1
+
+
+def _flag(value: bool) -> Callable[[_State], None]:
+    def change(state: _State) -> None:
+        state.model.layers[-1].flag = value
+
+    return change
+
+
+def _set(**values: Any) -> Callable[[_State], None]:
+    return lambda state: vars(state).update(values)
+
+
+CHANGES: dict[str, Callable[[_State], Any]] = {
+    "train": lambda state: state.model.train(),
+    "eval": lambda state: state.model.eval(),
+    "grad": _set(grad=True),
+    "no_grad": _set(grad=False),
+    "3 tokens": _set(tokens=3),
+    "7 tokens": _set(tokens=7),
+    "flag": _flag(True),
+    "no flag": _flag(False),
+    "hook": _hook,
+    "no hook": _unhook,
+    "global": lambda state: MEANWHILE.update(seen=1),
+    "no global": lambda state: MEANWHILE.update(seen=0),
+    "raises": _raises,
+}
+
+
+@dataclass(frozen=True)
+class Changing:
+    """A program: kinds of layers, changes in front of each pair of calls, and torch's limit of graphs for one code."""
+
+    kinds: tuple[str, ...]
+    changes: tuple[tuple[str, ...], ...]
+    limit: int = 8
+
+
+def draw(seed: int) -> Changing:
+    """A program out of a number."""
+    rng = random.Random(seed)
+    kinds = tuple(rng.choice(list(KINDS)) for _ in range(rng.choice((1, 1, 2))))
+    changes = [tuple(rng.sample(list(CHANGES), rng.choice((1, 1, 2)))) for _ in range(rng.randint(2, 4))]
+    return Changing(kinds, ((), *changes), rng.choice((8, 8, 8, 2)))
+
+
+def wrong(p: Changing) -> list[str]:
+    """What is untrue in the reports of a program, or other than in eager."""
+    MEANWHILE.clear()
+    MEANWHILE["seen"] = 0
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    with _light(), torch._dynamo.config.patch(recompile_limit=p.limit):
+        state = _State(Model(p.kinds).eval())
+        compiled = torch.compile(state.model, backend="moefuse", options={"verify": "off"})
+        for number, changes in enumerate(p.changes):
+            for name in changes:
+                CHANGES[name](state)
+            found = _pair(state, compiled, number)
+            if found:
+                return [f"behind {number} {changes}: {text}" for text in found]
+    return []
+
+
+def _pair(state: _State, compiled: Callable[..., Tensor], number: int) -> list[str]:
+    x = torch.randn(state.tokens, H, generator=torch.Generator().manual_seed(number))
+    with torch.set_grad_enabled(state.grad):
+        if MEANWHILE.pop("raises", 0):
+            with suppress(ValueError):
+                compiled(x[:, 1:])
+        out = compiled(x)
+        first = moefuse.last_report()
+        with torch.profiler.profile() as profile:
+            compiled(x)
+        second = moefuse.last_report()
+        bias = [layer.bias.clone() for layer in state.model.layers]
+        expected = state.model(x)
+        for layer, before in zip(state.model.layers, bias, strict=True):
+            layer.bias.copy_(before)
+    ran = sum(e.count for e in profile.key_averages() if e.key.startswith("moefuse::experts") and "backward" not in e.key)
+    found = [] if torch.allclose(out, expected, atol=1e-5) else ["another result"]
+    for name, report in (("first", first), ("second", second)):
+        found += [f"{name} call: {text}" for text in _untrue(report, ran, len(state.model.layers))]
+    return found
+
+
+def _untrue(report: FusionReport | None, ran: int, layers: int) -> list[str]:
+    """What a report says of a call in which so many layers ran fused."""
+    if report is None:
+        return ["no report"]
+    names = [f"layers.{at}" for at in range(layers)]
+    refused = {name for name in names for s in report.skipped if history.is_in(s.module, name) or history.is_in(name, s.module)}
+    found = []
+    if report.layers[1] != layers:
+        found.append(f"{report.layers[1]} layers, there are {layers}")
+    if ran == layers and report.layers[0] != layers:
+        found.append(f"{report.layers[0]} fused, all {layers} ran")
+    if layers - ran > len(refused):
+        found.append(f"{ran} of {layers} ran, and refused is {sorted(refused)}")
+    return [f"{text}\n{report}" for text in found]
+
+
+@contextmanager
+def _light() -> Iterator[None]:
+    """Without Inductor's code, without messages, and nothing said before."""
+    from torch._dynamo.backends.debugging import aot_eager
+
+    log = logging.getLogger("moefuse")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    logging.getLogger("torch._dynamo").setLevel(logging.CRITICAL)
+    try:
+        with (
+            mock.patch.object(_torch_private, "compile_fx", lambda gm, inputs, *_: aot_eager(gm, inputs)),
+            mock.patch.object(pipeline, "_warned", set()),
+        ):
+            yield
+    finally:
+        log.setLevel(level)
+
+
+# --- the fault -------------------------------------------------------------------------------------------------------------------
+
+
+def _spoken_ever(report: FusionReport, here: FusionReport, found: Any, roots: Any, shards: Any, start: int) -> bool:
+    return nothing_found._spoken_of(report, found, roots, shards)
+
+
+FAULTS: dict[str, tuple[tuple[object, str, Any], ...]] = {
+    "fused in any mode is fused in this": (
+        (history, "lost", lambda report, owner: None),
+        (nothing_found, "_fine", _spoken_ever),
+    ),
+}
+"""Root causes, as what stands in their place when moefuse is broken."""
+
+SHOWN: dict[str, Changing] = {"fused in any mode is fused in this": Changing(("Trained",), ((), ("train", "grad")))}
+"""For each fault the smallest program known to show it."""
+
+
+@contextmanager
+def put_back(name: str) -> Iterator[None]:
+    """Moefuse with a fault."""
+    with ExitStack() as stack:
+        for owner, attribute, value in FAULTS[name]:
+            stack.enter_context(mock.patch.object(owner, attribute, value))
+        yield
+
+
+def search(name: str, most: int = 500, seed: int = 0) -> tuple[int, Changing] | None:
+    """(how many programs it took, program) to see a fault; None if so many do not."""
+    rng = random.Random(seed)
+    with put_back(name):
+        for count in range(1, most + 1):
+            p = draw(rng.randrange(1 << 30))
+            if wrong(p):
+                return count, p
+    return None
+
+
+__all__ = ["FAULTS", "SHOWN", "Changing", "draw", "put_back", "search", "wrong"]
