@@ -138,8 +138,8 @@ class Compilations:
         """Whether a frame has run fused since then."""
         return any(known.frame == frame and known.last > since and bool(known.report.fused) for known in self._all())
 
-    def again(self, names: Collection[str], mode: Mode) -> bool:
-        """Whether there is a refusal about a module that has one of these names, or one inside of it, in a mode: it holds again."""
+    def again(self, names: Collection[str], mode: Mode) -> list[object]:
+        """Refusals of modules that have one of these names, or are inside of one, hold again in a mode; what they were recorded under."""
         found = [
             known
             for known in self._all()
@@ -147,7 +147,7 @@ class Compilations:
         ]
         for known in found:
             known.made = known.ended = now()
-        return bool(found)
+        return [known.frame for known in found]
 
     def names(self, modules: Collection[nn.Module]) -> list[str]:
         """The names of some modules in what was compiled."""
@@ -280,6 +280,10 @@ def lost(report: FusionReport, owner: object | None) -> Lost | None:
         done = _fused(report)
         once = kept.once.get(frame, {})
         found = [f for where, (f, weights) in once.items() if weights & report.seen and where not in done]
+        # Other modules run this code, and have weights of the same names in it.
+        module = _method_of(_torch_private.traced())
+        names = kept.compilations.names([module]) if module is not None and found else []
+        found = [f for f in found if any(is_in(f.module, name) for name in names)] if names else found
         return Lost(found, kept.compilations.reports(), frame) if found else None
 
 
@@ -297,14 +301,16 @@ def fused_since(owner: object, frame: object, since: int) -> bool:
         return kept is not None and kept.compilations.fused_since(frame, since)
 
 
-def unsaid(owner: object, frame: object, modules: Collection[nn.Module]) -> list[Fused]:
-    """As :func:`limited`; nothing where the report has a refusal of them in this mode."""
+def unsaid(owner: object, frame: object, modules: Collection[nn.Module], insists: bool) -> list[Fused]:
+    """As :func:`limited`; nothing where a report has a refusal of them in this mode, unless each call is to raise (``insists``)."""
     with _lock:
         kept = _of(owner)
         if kept is None:
             return []
-        names = kept.compilations.names(modules)
-        return [] if kept.compilations.again(names, _mode(None)) else _gone(kept, frame, modules)
+        known = kept.compilations.again(kept.compilations.names(modules), _mode(None))
+        # A refusal with a reason says so of a mode; experts that were lost are what no report calls fused.
+        lost = _gone(kept, frame, modules) if not known or any(place in _TOLD for place in known) else []
+        return lost if not known or insists else []
 
 
 def _gone(kept: _Kept, frame: object, modules: Collection[nn.Module]) -> list[Fused]:

@@ -188,7 +188,11 @@ class FusionReport:
     def layers(self) -> tuple[int, int]:
         """(layers fused, layers found). A layer is a module, or where there is none a line; it counts once, however often it is called."""
         done = {_layer(f) for f in self.fused}
-        return len(done), len(done | {_layer(s) for s in self.skipped if not s.fused_too})
+        left = {_layer(s) for s in self.skipped if not s.fused_too}
+        # What is said of one expert is said of its layer.
+        names = [str(one) for one in left if isinstance(one, str)]
+        inner = {one for one in names for other in names if other and one.startswith(f"{other}.")}
+        return len(done), len(done | (left - inner))
 
     @property
     def summary(self) -> str:

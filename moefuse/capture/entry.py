@@ -137,7 +137,7 @@ def _again(compiler_fn: Any, frame: Any, said: int) -> None:
     number = left.frame_of(frame.f_code)
     if mark is None or own is None or not (_insists(own) or history.fused_since(owner, number, said)):
         return
-    lost = history.unsaid(owner, number, left.modules(frame.f_locals))
+    lost = history.unsaid(owner, number, left.modules(frame.f_locals), _insists(own))
     if lost:
         _lost(mark, own, owner, frame, lost, "Dynamo left this function in an earlier call of this kind")
 
