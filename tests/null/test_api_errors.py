@@ -52,7 +52,7 @@ def test_public_names() -> None:
     names = ["ExpertsSpec", "FusionError", "FusionReport", "MoEFusionPass", "OptionError", "Options", "WarmupReport"]
     names += ["ParallelError", "PeerError", "RoutingError", "TooManyTokens"]
     names += ["__version__", "clip_grad_norm_", "compile", "explain", "full_state_dict", "last_report", "load", "parallelize"]
-    names += ["capture_routing", "replay_routing", "unparallelize", "warmup"]
+    names += ["capture_routing", "replay_routing", "reports", "unparallelize", "warmup"]
     assert sorted(moefuse.__all__) == sorted(names)
     assert all(getattr(moefuse, name) is not None for name in names)
     with pytest.raises(AttributeError, match="module 'moefuse' has no attribute 'fuse'"):
