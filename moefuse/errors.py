@@ -12,10 +12,10 @@ CODES: dict[str, str] = {
     "not-row-local": "`{op}` mixes the rows of an expert, so its result depends on which other tokens were routed there",
     "random": "`{op}` draws random numbers inside the expert",
     "hook": "a hook observes a value inside the experts",
-    "value-escapes": "`{name}`, a value inside the experts, is also used outside them",
-    "mutation": "`{name}` is changed in place while the experts use it",
-    "alias": "`{name}` is changed in place through a view that is read again",
-    "overlap": "`{name}` is written to here, and may be memory of what the experts read: {detail}",
+    "value-escapes": "{name}, a value inside the experts, is also used outside them",
+    "mutation": "{name} is changed in place while the experts use it",
+    "alias": "{name} is changed in place through a view that is read again",
+    "overlap": "{name} is written to here, and may be memory of what the experts read: {detail}",
     "experts-differ": "expert {expert} differs from expert 0: {detail}",
     "missing-experts": "only experts {present} are computed, of {count}",
     "ids-not-distinct": "a repeated expert id for one token would count once here; ids that do not come from top-k can repeat",
@@ -44,7 +44,7 @@ CODES: dict[str, str] = {
     "not-lowered": "the region is understood, but its replacement does not type-check: {detail}",
     "verification-failed": "the fused op and the original disagree on this model's weights: {detail}",
     "verification-error": "the check against the original could not run: {detail}",
-    "effects-differ": "the rewritten graph would do something else than the program: `{name}` {detail} (please report it)",
+    "effects-differ": "the rewritten graph would do something else than the program: {name} {detail} (please report it)",
     "graph-differs": "run as a whole before and after the rewrite, the graphs do not agree in {name}: {detail}",
     "not-faster": "{program} us as it is and {fused} us as the fused op for {tokens} tokens on {device} ({source})",
     "internal-error": "moefuse itself failed, so the whole graph stays as it was: {error} (please report it with the logged traceback)",
@@ -57,6 +57,9 @@ UNCOUNTED = "only the run knows how many tokens there are"
 _ALL_DIFFER = "the experts do not all compute the same: {detail}"
 """``experts-differ`` where no expert but the first is to blame, or nobody knows which."""
 
+
+_NOT_ALL = "not all experts are computed for all choices of a token: {detail}"
+"""``missing-experts`` where what is missing has no numbers, or is no expert."""
 
 _OVERWRITTEN = "expert rows are assigned here, not added: of a token's {choices} experts, only the one that is written last stays"
 """``not-combined`` where there is an accumulator, and nothing adds to it."""
@@ -76,6 +79,8 @@ def message(code: str, details: Mapping[str, object]) -> str:
 def _text(code: str, details: Mapping[str, object]) -> str:
     if code == "experts-differ" and details.get("expert") in ("?", "0"):
         return _ALL_DIFFER
+    if code == "missing-experts" and "detail" in details:
+        return _NOT_ALL
     if code == "not-combined" and "choices" in details:
         return _OVERWRITTEN
     if code == "no-rule" and details.get("op") == "detach":

@@ -174,7 +174,7 @@ def _related(frame: Frame, gm: torch.fx.GraphModule, result: Any, report: Fusion
 
 
 _UNSEEN = (
-    "it lies in the memory of `{other}`, and torch takes them for apart (one memory in two storages, as NumPy's views of an array are)"
+    "it lies in the memory of {other}, and torch takes them for apart (one memory in two storages, as NumPy's views of an array are)"
 )
 _UNASKED = "no guard can tell that in each call ({why})"
 
@@ -185,6 +185,7 @@ def _overlap(frame: Frame, gm: torch.fx.GraphModule, written: Mapping[Node, Node
     What is known, the frame guards: the code is for calls whose inputs lie like this.
     """
     from moefuse.passes.graph.calls import location, module_path
+    from moefuse.passes.graph.named import named
 
     frame.related = relations.given(gm, written)
     if len(frame.related) < 2:
@@ -192,12 +193,12 @@ def _overlap(frame: Frame, gm: torch.fx.GraphModule, written: Mapping[Node, Node
         return None
     name, detail = frame.related[0].node, ""
     if (met := relations.unseen(frame.related)) is not None:
-        name, detail = met[0], _UNSEEN.format(other=met[1].name)
+        name, detail = met[0], _UNSEEN.format(other=named(met[1]))
     elif frame.ledger.unrelated:
         name, detail = next(iter(written)), _UNASKED.format(why=frame.ledger.unrelated)
     if not detail:
         return None
-    details = {"name": name.name, "detail": detail}
+    details = {"name": named(name), "detail": detail}
     return Skipped("overlap", message("overlap", details), module_path(written[name]), location(written[name]))
 
 

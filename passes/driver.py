@@ -21,7 +21,7 @@ from moefuse import _torch_private, environment
 from moefuse.capture import dummies
 from moefuse.capture.assumptions import Assumption, Undischarged
 from moefuse.capture.siblings import keep
-from moefuse.errors import UNCOUNTED, first_line, message
+from moefuse.errors import UNCOUNTED, first_line
 from moefuse.explaining import quietly
 from moefuse.passes.block.router_topk import one_kernel
 from moefuse.passes.block.shared_experts import join_shared
@@ -29,6 +29,7 @@ from moefuse.passes.encodings.part import Coded
 from moefuse.passes.graph.applied import Functions, opened
 from moefuse.passes.graph.builder import Emitter
 from moefuse.passes.graph.calls import location, module_path, steps, traced_path
+from moefuse.passes.graph.named import named, told
 from moefuse.passes.graph.sharded import merge, sweep
 from moefuse.passes.infer.state import Context, Given, Standin
 from moefuse.passes.ir.expr import held_leaves
@@ -270,7 +271,7 @@ def _compare(ctx: Context, before: Effects) -> None:
     try:
         compare(ctx, before)
     except EffectsDifferError as error:
-        details = {"name": error.node.name, "detail": error.detail}
+        details = {"name": named(error.node), "detail": error.detail}
         raise RejectedError(_skipped(Lost("effects-differ", error.node, details))) from error
 
 
@@ -460,10 +461,8 @@ def _verdict(
 
 def _skipped(lost: Lost, anchor: Node | None = None) -> Skipped:
     """A refusal as the report has it; ``anchor``: the sum over experts that it is about."""
-    details = {"name": lost.node.name, "op": lost.node.name, **lost.details}
-    return Skipped(
-        lost.code, message(lost.code, details), module_path(lost.node), location(lost.node), location(anchor) if anchor is not None else ""
-    )
+    text = told(lost.code, lost.node, lost.details)
+    return Skipped(lost.code, text, module_path(lost.node), location(lost.node), location(anchor) if anchor is not None else "")
 
 
 __all__ = ["GraphResult", "fuse"]

@@ -19,6 +19,7 @@ from moefuse.passes.encodings.memory import Coords, Strided, onto, ravel
 from moefuse.passes.encodings.pointwise import POINTWISE, applied
 from moefuse.passes.encodings.terms import Const, Read, Term, UnreadError, bits, cast
 from moefuse.passes.graph.calls import Call, tensor
+from moefuse.passes.graph.named import named
 from moefuse.passes.infer.state import Context
 from moefuse.passes.ir.facts import RowNumber
 
@@ -127,7 +128,7 @@ class Elements:
     def _input(self, node: Node, own: Strided, root: Node, coords: Coords) -> Term:
         writes = self.ctx.writes.get(root)
         if writes:
-            raise UnreadError(writes[0], f"writes to `{root.name}`, which holds weights")
+            raise UnreadError(writes[0], f"writes to {named(root)}, which holds weights")
         base = Strided(root)
         places = self._wide(own.place(coords)) - base.first
         fixed = self.batch.fixed(root)

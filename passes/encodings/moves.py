@@ -12,6 +12,7 @@ from torch.fx import Node
 from moefuse.passes.encodings.memory import Coords, Strided, onto, ravel, unravel
 from moefuse.passes.encodings.terms import Const, Term, UnreadError, cast, looked_up
 from moefuse.passes.graph.calls import Call, call_target
+from moefuse.passes.graph.named import named
 from moefuse.passes.graph.op_classes import COPIES, FILLS, RESHAPES
 
 if TYPE_CHECKING:
@@ -201,7 +202,7 @@ def _table(elements: Elements, node: Node, x: Node, index: Term) -> Term:
         raise UnreadError(node, "takes by codes what is no table of numbers")
     found = elements.every(x, sizes[0], node)
     if not isinstance(found, Const):
-        raise UnreadError(node, f"looks codes up in a tensor that may change, `{x.name}`", node)
+        raise UnreadError(node, f"looks codes up in a tensor that may change, {named(x)}", node)
     return looked_up(node, index, found.values)
 
 

@@ -11,6 +11,7 @@ from torch.fx import Node
 
 from moefuse.ops.encoding import Encoding
 from moefuse.passes.encodings.memory import Strided
+from moefuse.passes.graph.named import named
 
 Put = Callable[..., Node]
 """Writes a call into a graph (``passes.graph.builder.Emitter``)."""
@@ -84,7 +85,7 @@ def emit(put: Put, part: Part) -> Node:
     own = Strided(part.node)
     inside, at = own.at(torch.tensor([part.first + own.first]))
     if not inside.all():
-        raise ValueError(f"the view begins beside `{part.node.name}`")
+        raise ValueError(f"the view begins beside {named(part.node)}")
     begin = [int(i) for i in at]
     moving = [d for d, size in enumerate(part.sizes) if size > 1]
     dims = [_dim_of(own, begin, part, d) for d in moving]

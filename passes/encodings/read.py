@@ -23,6 +23,7 @@ from moefuse.passes.encodings.places import Sample, sample
 from moefuse.passes.encodings.terms import Read, UnreadError, leaves
 from moefuse.passes.encodings.weight import Weight, cone, inputs_of, is_stack, moment, sizes_of, supposed
 from moefuse.passes.graph.calls import tensor
+from moefuse.passes.graph.named import named
 from moefuse.passes.graph.sizes import size_of, supposing
 from moefuse.passes.infer.state import Context
 from moefuse.passes.ir.facts import Lost
@@ -59,7 +60,7 @@ def read(
 def _once(ctx: Context, weight: Weight) -> Coded:
     for source in inputs_of(cone(ctx, weight)):
         if ctx.storage[source] is not source:  # nothing guards that it stays there
-            raise UnreadError(source, f"lies in the memory of another input, `{ctx.storage[source].name}`")
+            raise UnreadError(source, f"lies in the memory of another input, {named(ctx.storage[source])}")
     own, known = signature(ctx, weight), ctx.scratch(Known)
     if own is None:
         return _as_computed(ctx, weight)

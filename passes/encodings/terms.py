@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from moefuse.passes.graph.calls import tensor
+from moefuse.passes.graph.named import named
 
 CAST, BITS = "cast", "bits"
 """Names of what changes a dtype, and of what reads the same bits as another dtype."""
@@ -22,7 +23,7 @@ class UnreadError(Exception):
     """An operation that the reader does not see through. ``computed``: scales or zeros that it might take as the program computes them."""
 
     def __init__(self, node: Node, why: str, computed: Node | None = None) -> None:
-        super().__init__(f"`{node.name}`: {why}")
+        super().__init__(f"{named(node)}: {why}")
         self.node, self.why, self.computed = node, why, computed
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from torch.fx import Node
 
 from moefuse.passes.graph.calls import Call, fake, tensor
+from moefuse.passes.graph.named import named
 from moefuse.passes.graph.op_classes import CASTS, COPIES
 from moefuse.passes.graph.sharded import is_gathered
 from moefuse.passes.graph.sizes import same_shape, shape_of
@@ -101,7 +102,7 @@ def check_plain(node: Node) -> None:
     """Refuse what is no matrix of floats for each expert, or of one."""
     known = tensor(node)
     if known is None or known.dim() not in (2, 3) or not known.dtype.is_floating_point or known.dtype.itemsize < 2:
-        raise OtherError(node, f"`{node.name}` is no weight")
+        raise OtherError(node, f"{named(node)} is no weight")
     if is_gathered(node):
         raise OtherError(node, "it is sharded over processes")
 
@@ -170,7 +171,7 @@ def _stacked(leaves: dict[int, Leaf], count: int, node: Node) -> Leaf:
     except DifferError as differ:
         raise OtherError(node, f"expert {differ.expert} differs: {differ.detail}") from differ
     if found.stacked and shape_of(fake(found.source))[found.along] != count:
-        raise OtherError(node, f"it has some experts of `{found.source.name}`")
+        raise OtherError(node, f"it has some experts of {named(found.source)}")
     parts = () if found.stacked else tuple(leaves[e].source if e in leaves else found.source for e in range(count))
     zeros = frozenset(range(count)).difference(leaves)
     return replace(found, parts=parts, detached=next(iter(leaves.values())).detached, zeros=zeros)

@@ -17,6 +17,7 @@ import torch
 from torch.fx import Node
 
 from moefuse.passes.graph.calls import Call, fake, tensor
+from moefuse.passes.graph.named import named
 from moefuse.passes.graph.op_classes import CASTS
 from moefuse.passes.graph.sizes import same_shape, shape_of
 from moefuse.passes.graph.stacks import row_of
@@ -203,7 +204,7 @@ class _Reading:
             call = self.ctx.calls.get(value)
             check_plain(value)
             if any(name in self.ctx.writes for name in self.ctx.memory.storages(value)):
-                raise OtherError(node, f"`{value.name}` is written to in the graph")
+                raise OtherError(node, f"{named(value)} is written to in the graph")
             may_turn = call is not None and turns(call) and min(times.order) == known_rank(value) - 2
             if call is not None and (call.name in CASTS or may_turn) and not call.inplace and self._records(value):
                 value, times = call.args[0], times.turned() if may_turn else times

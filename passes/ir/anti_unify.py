@@ -9,6 +9,7 @@ import torch
 from torch.fx import Node
 
 from moefuse.passes.graph.calls import call_of, fake, tensor
+from moefuse.passes.graph.named import counted, named
 from moefuse.passes.graph.sizes import shape_of
 from moefuse.passes.graph.stacks import row_behind
 from moefuse.passes.ir.expr import (
@@ -115,7 +116,7 @@ def _merge(exprs: list[Expr], merge: _Merge) -> Expr:
             raise DifferError(e, detail, next((x for x in (first, other) if isinstance(x, Token)), None))
     match first:
         case Token() | SlotWeight():
-            _same(exprs, experts, "source", "input")
+            _same(exprs, experts, "source", "input" if isinstance(first, Token) else "the routing weight")
             return first
         case SharedVector():
             return _vector(exprs, experts)
@@ -144,7 +145,13 @@ def _same(exprs: list[Any], experts: list[int], name: str, what: str) -> None:
     for e, other in zip(experts[1:], exprs[1:], strict=True):
         value = getattr(other, name)
         if value is not first and (isinstance(first, Node) or value != first):
-            raise DifferError(e, f"{what} {value} instead of {first}", exprs[0] if isinstance(exprs[0], Token) else None)
+            raise DifferError(e, _apart_from(what, value, first), exprs[0] if isinstance(exprs[0], Token) else None)
+
+
+def _apart_from(what: str, value: Any, first: Any) -> str:
+    """What an expert has, and not the first one, as the user wrote it."""
+    mine, theirs = (named(v) if isinstance(v, Node) else str(v) for v in (value, first))
+    return f"{what} {mine} instead of {theirs}" if mine != theirs else f"{what} {mine} is computed for each expert by itself"
 
 
 def _op(exprs: list[Any], merge: _Merge) -> Expr:
@@ -210,7 +217,7 @@ def _vector(exprs: list[Any], experts: list[int]) -> Expr:
         return ExpertVector(first.node, Leaf(first.source, False, None, (), tuple(e.source for e in exprs)))
     for expert, e in zip(experts[1:], exprs[1:], strict=True):
         if tensor(e.source) is None:
-            raise DifferError(expert, f"it computes with a number of its own, `{e.source.name}`: how many tokens it has, perhaps")
+            raise DifferError(expert, f"it computes with a number of its own, {named(e.source)}: how many tokens it has, perhaps")
     return ExpertVector(first.node, common_leaf([Leaf(e.source, False, None, (0,)) for e in exprs], experts))
 
 
@@ -225,7 +232,7 @@ def common_leaf(leaves: list[Leaf], experts: list[int]) -> Leaf:
         if leaf.stacked != first.stacked or leaf.order != first.order:
             raise DifferError(e, "its weight is stored in another layout")
         if leaf.stacked and leaf.source is not first.source:
-            raise DifferError(e, f"uses {leaf.source.name} instead of {first.source.name}")
+            raise DifferError(e, f"uses {named(leaf.source)} instead of {named(first.source)}")
         if leaf.stacked and leaf.expert is not None and leaf.expert != e:
             raise DifferError(e, f"uses the weight of expert {leaf.expert}")
         _check_shape(e, leaf, first)
@@ -262,4 +269,8 @@ def _check_shape(expert: int, leaf: Leaf, first: Leaf) -> None:
     if mine is None or theirs is None or leaf.stacked:
         return
     if shape_of(mine) != shape_of(theirs) or mine.dtype != theirs.dtype or mine.device != theirs.device:
-        raise DifferError(expert, f"weight {tuple(mine.shape)} {mine.dtype} instead of {tuple(theirs.shape)} {theirs.dtype}")
+        raise DifferError(expert, f"weight {_size(mine)} instead of {_size(theirs)}")
+
+
+def _size(weight: torch.Tensor) -> str:
+    return f"[{', '.join(map(counted, weight.shape))}] {str(weight.dtype).removeprefix('torch.')}"

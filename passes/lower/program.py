@@ -17,6 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 from moefuse import _torch_private
 from moefuse.capture.assumptions import Assumption
 from moefuse.passes.graph.calls import call_of, fake
+from moefuse.passes.graph.named import named
 from moefuse.passes.infer.state import Context
 from moefuse.passes.ir.expr import Gate, SlotWeight, Token, walk
 from moefuse.passes.ir.regions import Region
@@ -162,7 +163,7 @@ def _input(node: Node, roles: dict[Node, Role], known: dict[Node, Any]) -> Input
     value = fake(node)
     if not isinstance(value, torch.Tensor):
         if not isinstance(value, int | float | bool | torch.SymInt):
-            raise NotComparableError(f"it reads `{node.name}`, a {type(value).__name__}")
+            raise NotComparableError(f"it reads {named(node)}, a {type(value).__name__}")
         return Input("size", value=_size(value))
     shape, stride = (tuple(_size(s) for s in sizes) for sizes in (value.shape, value.stride()))
     if node in roles:
@@ -172,7 +173,7 @@ def _input(node: Node, roles: dict[Node, Role], known: dict[Node, Any]) -> Input
         return Input("existing", shape, stride, value.dtype, weak)
     if value.dtype.is_floating_point:
         return Input("normal", shape, stride, value.dtype)
-    raise NotComparableError(f"it reads `{node.name}`, integers that the rest of the program computes")
+    raise NotComparableError(f"it reads {named(node)}, integers that the rest of the program computes")
 
 
 def origin(node: Node, known: dict[Node, Any]) -> Node:

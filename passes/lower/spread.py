@@ -17,6 +17,7 @@ from torch.fx import Node
 
 from moefuse.passes.graph.builder import Emitter
 from moefuse.passes.graph.calls import fake, module_path, tensor
+from moefuse.passes.graph.named import named
 from moefuse.passes.graph.sharded import SLICES, Local, NotLocalError, gather_of, is_gathered, local_view, origin
 from moefuse.passes.graph.sizes import shape_of
 from moefuse.passes.ir.expr import Expr, Gate, Leaf, SharedVector, SlotWeight, Token, walk, weight_leaves
@@ -94,7 +95,7 @@ def sharding(region: Region) -> Sharding | None:
         raise NotLocalError("some of the experts have no adapter")
     shared = next((e for e in walk(region.expr) if isinstance(e, SharedVector)), None)
     if shared is not None:
-        raise NotLocalError(f"`{shared.source.name}` is one tensor for all experts, whose gradient would be that of some ranks")
+        raise NotLocalError(f"{named(shared.source)} is one tensor for all experts, whose gradient would be that of some ranks")
     body = match(region.expr, trained=region.trained)
     added = None if body is None else body.last.bias  # behind the sum: no hidden unit has a part of it
     found = {leaf: hops_of(leaf, region.num_experts) for leaf in leaves if leaf is not added}
@@ -102,10 +103,8 @@ def sharding(region: Region) -> Sharding | None:
     if len(ways) != 1 or len(held) != 1:
         whole = next((leaf for leaf, (hops, _) in found.items() if not hops), None)
         if whole is not None:
-            name = (whole.parts or (whole.source,))[0].name
-            raise NotLocalError(
-                f"`{name}` is whole on every rank, and weights beside it are not; as a Parameter [E, ..] it would be spread"
-            )
+            name = named((whole.parts or (whole.source,))[0])
+            raise NotLocalError(f"{name} is whole on every rank, and weights beside it are not; as a Parameter [E, ..] it would be spread")
         raise NotLocalError("its weights are sharded in different ways")
     where = Sharding(ways.pop(), held.pop())
     if where.sliced and body is None:

@@ -16,6 +16,7 @@ from moefuse.passes.encodings.subclass import Weighed, holds_for, subclass
 from moefuse.passes.encodings.terms import UnreadError
 from moefuse.passes.encodings.tried import Product, products, rows_of
 from moefuse.passes.graph.calls import tensor
+from moefuse.passes.graph.named import named
 from moefuse.passes.infer.state import Context
 from moefuse.passes.ir.expr import Leaf
 from moefuse.passes.ir.facts import Lost
@@ -44,7 +45,7 @@ def held(ctx: Context, leaf: Leaf, node: Node, order: tuple[int, ...], count: in
     if _class_of(node) is None:
         others = next((name for other in leaf.parts if (name := _class_of(other)) is not None), "another class")
         dtype = str(tensor(node).dtype).removeprefix("torch.")  # type: ignore[union-attr]
-        return ctx.lost("quantised", node, detail=f"`{node.name}` is a plain tensor in {dtype}, beside others that are held as `{others}`")
+        return ctx.lost("quantised", node, detail=f"{named(node)} is a plain tensor in {dtype}, beside others that are held as `{others}`")
     found = _held(ctx, leaf, node, order, count)
     if isinstance(found, Coded):
         return found

@@ -8,6 +8,7 @@ from typing import Any
 from torch.fx import Graph, Node
 
 from moefuse.passes.graph.calls import Call, tensor
+from moefuse.passes.graph.named import named
 from moefuse.passes.graph.op_classes import METADATA
 from moefuse.passes.graph.sizes import same_shape, shape_of, size_of
 from moefuse.passes.infer.state import ComputedDimError, Context, Given, out_shape
@@ -145,7 +146,7 @@ def _write(ctx: Context, node: Node, target: Node, fact: Any) -> None:
             if fact is not None:
                 ctx.facts[alias] = fact if isinstance(fact, Lost) else _like(ctx, fact, alias)
         elif isinstance(ctx.facts.get(alias), Rows | Lost):
-            ctx.facts[alias] = ctx.lost("alias", node, name=alias.name)
+            ctx.facts[alias] = ctx.lost("alias", node, name=named(alias))
         elif alias in ctx.facts:
             ctx.forget(alias)
     ctx.forget(target)

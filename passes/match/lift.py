@@ -9,6 +9,7 @@ from typing import Any
 from torch.fx import Node
 
 from moefuse.passes.graph.calls import tensor
+from moefuse.passes.graph.named import counted, named
 from moefuse.passes.graph.op_classes import FILLS
 from moefuse.passes.graph.sizes import same, shape_of
 from moefuse.passes.infer.routings import shared_routing
@@ -157,7 +158,7 @@ def _summed(ctx: Context, fact: Sum, holders: list[Node]) -> Region | Lost | Non
         return changed
     experts = [p.rows.domain.expert for p in fact.parts]
     if any(p.rows.domain.routing not in (None, routing) for p in fact.parts) or any(e is None for e in experts):
-        return ctx.lost("experts-differ", anchor, expert="?", detail="its rows are chosen by another routing")
+        return ctx.lost("experts-differ", anchor, expert="?", detail="some have their rows from one routing, and some from another")
     rest = _weightless(ctx, fact, anchor)
     if isinstance(rest, Lost):
         return rest
@@ -212,7 +213,7 @@ def _of_sequences(ctx: Context, parts: list[Part], routing: Routing) -> Routing 
     """The routing of single tokens, where an expert was given whole sequences: all tokens of one have the ids of that one."""
     more = {tuple(a.size for axis in p.rows.axes for a in axis if a.kind == "t") for p in parts if p.rows.domain.name == "selected"}
     if len(more) > 1:
-        return Lost("experts-differ", parts[0].node, {"expert": "?", "detail": "its rows have other dimensions"})
+        return Lost("experts-differ", parts[0].node, {"expert": "?", "detail": "their rows have different dimensions"})
     sizes = next(iter(more), ())
     return shared_routing(ctx, routing, sizes) if sizes else routing
 
@@ -252,17 +253,27 @@ def _over_slots(ctx: Context, parts: list[Part], routing: Routing, anchor: Node,
     """The experts' common expression; where the loop also runs over slots, the same one for every slot."""
     slots = {p.rows.domain.slot for p in parts}
     if slots != {None} and slots != set(range(routing.top_k)):
-        return ctx.lost("missing-experts", anchor, present=f"slots {sorted(map(str, slots))}", count=str(routing.top_k))
+        return ctx.lost("missing-experts", anchor, detail=_slots(slots, routing.top_k))
     found = [_over_experts(ctx, [p for p in parts if p.rows.domain.slot == s], anchor, rest) for s in sorted(slots, key=str)]
     first = found[0]
     if any(e.slot not in (None, p.rows.domain.slot) for p in parts for e in walk(p.rows.expr) if isinstance(e, SlotWeight)):
-        return ctx.lost("experts-differ", anchor, expert="0", detail="weighted by the routing weight of another slot")
+        return ctx.lost(
+            "experts-differ", anchor, expert="0", detail="the rows of a slot are weighted by the routing weight of another slot"
+        )
     for other in found[1:]:
         if isinstance(other, Lost):
             return other
         if not isinstance(first, Lost) and not same_expr(first[0], other[0]):
-            return ctx.lost("experts-differ", anchor, expert="0", detail="in another slot it computes something else")
+            return ctx.lost("experts-differ", anchor, expert="0", detail="for another slot of a token they compute something else")
     return first
+
+
+def _slots(slots: Collection[int | None], count: Any) -> str:
+    """Which of a token's choices a loop over slots has."""
+    numbers = sorted(slot for slot in slots if slot is not None)
+    if len(numbers) < len(slots):
+        return "some of them run for all slots of a token, and some for one slot"
+    return f"only slot{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))} of the {counted(count)} that a token has"
 
 
 def _over_experts(ctx: Context, parts: list[Part], anchor: Node, rest: Weightless | None = None) -> tuple[Expr, int] | Lost:
@@ -289,7 +300,7 @@ def _common(ctx: Context, parts: list[Part], anchor: Node) -> tuple[Expr, list[i
     ordered = sorted(parts, key=lambda p: int(p.rows.domain.expert or 0))
     written = [instances(ctx.given.siblings, p, ordered) for p in ordered]
     if any(found is None for found in written):
-        return ctx.lost("experts-differ", anchor, expert="?", detail="what it computes may depend on its number")
+        return ctx.lost("experts-differ", anchor, expert="?", detail="what one computes may depend on its number")
     pairs = sorted((pair for found in written for pair in found or ()), key=lambda pair: int(pair[0]))
     experts: list[int] = [number for number, _ in pairs]
     expr = generalise([expr for _, expr in pairs], experts, anchor)
@@ -297,7 +308,7 @@ def _common(ctx: Context, parts: list[Part], anchor: Node) -> tuple[Expr, list[i
         return expr
     by_row = ctx.by_row()
     if by_row and not all(_parametric(ctx, p.rows, by_row) for p in ordered):
-        return ctx.lost("experts-differ", anchor, expert="?", detail="what it computes may depend on its number")
+        return ctx.lost("experts-differ", anchor, expert="?", detail="what one computes may depend on its number")
     return expr, sorted(number for e in experts for number in ctx.members(e))
 
 
@@ -341,12 +352,12 @@ def _num_experts(ctx: Context, expr: Expr, node: Node, with_rest: Collection[int
         value = tensor(leaf.source)
         size = shape_of(value)[leaf.along] if leaf.stacked and value is not None else len(leaf.parts)
         if not leaf.stacked and not leaf.parts:
-            return ctx.lost("experts-differ", node, expert="?", detail=f"`{leaf.source.name}` is one weight for all experts")
+            return ctx.lost("experts-differ", node, expert="?", detail=f"{named(leaf.source)} is one weight for all experts")
         if not isinstance(size, int):
-            return ctx.lost("missing-experts", node, present="a dynamic number", count="?")
-        counts.setdefault(size, leaf.source.name)
+            return ctx.lost("missing-experts", node, detail=f"how many there are in {named(leaf.source)} may change from call to call")
+        counts.setdefault(size, named(leaf.source))
     if with_rest and counts.keys() <= set(with_rest):
         return min(with_rest)
     if len(counts) != 1:
-        return ctx.lost("missing-experts", node, present=", ".join(f"{n} in {name}" for n, name in counts.items()), count="one number")
+        return ctx.lost("missing-experts", node, detail=f"the weights are of {', '.join(f'{n} in {name}' for n, name in counts.items())}")
     return next(iter(counts))

@@ -15,9 +15,9 @@ import torch
 from torch.fx import Node
 
 from moefuse._dynamo.values import hint
-from moefuse.errors import message
 from moefuse.passes.graph.calls import fake, location, tensor
 from moefuse.passes.graph.matmuls import operands
+from moefuse.passes.graph.named import told
 from moefuse.passes.graph.op_classes import PRODUCTS, SIZE_QUERIES
 from moefuse.passes.graph.sizes import shape_of
 from moefuse.passes.infer.state import Context
@@ -141,7 +141,7 @@ def _other_reader(ctx: Context, apart: Region, node: Node) -> Node | None:
 
 def refused(sums: tuple[Node, ...], lost: Lost) -> Summed:
     """Sums that are made since the program cannot be replaced by one op without them."""
-    return Summed(sums[0], message(lost.code, {"name": lost.node.name, "op": lost.node.name, **lost.details}), sums)
+    return Summed(sums[0], told(lost.code, lost.node, lost.details), sums)
 
 
 def summed_up(ctx: Context, apart: Region, lost: Lost) -> Region:

@@ -11,6 +11,7 @@ import torch
 from torch.fx import Node
 
 from moefuse.passes.graph.calls import Call, tensor
+from moefuse.passes.graph.named import operation
 from moefuse.passes.graph.sizes import same, same_shape, shape_of
 from moefuse.passes.infer.state import Context
 from moefuse.passes.infer.unpacking import Use, is_foreign, unpacking
@@ -153,7 +154,7 @@ def _takes_rows(call: Call | None) -> bool:
 
 def _of_use(ctx: Context, use: Use) -> Lost:
     call = ctx.calls[use.first]
-    name = call.name if call is not None else use.first.name
+    name = operation(use.first) if call is None else call.name
     said = "multiplies them, and is an operator that moefuse cannot look into"
     if use.first is not use.node or not use.foreign:
         said = "is the first operation on them that moefuse cannot read"

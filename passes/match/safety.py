@@ -10,6 +10,7 @@ from torch.fx import Node
 
 from moefuse.ops.held import holds
 from moefuse.passes.graph.calls import tensor
+from moefuse.passes.graph.named import named
 from moefuse.passes.graph.op_classes import COPIES, LOOKS_AT, SIZE_QUERIES
 from moefuse.passes.graph.sharded import gather_of
 from moefuse.passes.infer.held import uncast
@@ -232,7 +233,7 @@ def _mutations(ctx: Context, region: Region) -> Lost | None:
     if region.base is not None:
         root = ctx.storage[region.base]
         if region.own_writes and (ctx.memory.outlives(root) or (root is not region.base and root not in region.nodes)):
-            return ctx.lost("mutation", region.anchor, name=root.name)
+            return ctx.lost("mutation", region.anchor, name=named(root))
     read = sources(region.expr)
     for source in region.leaves:
         names = set(ctx.memory.storages(source))
@@ -240,7 +241,7 @@ def _mutations(ctx: Context, region: Region) -> Lost | None:
         first = min(used, key=ctx.position.__getitem__, default=None)
         write = ctx.written_between(source, first, region.anchor) if first is not None else None
         if write is not None and (source is not region.base or source in read):
-            return ctx.lost("mutation", write, name=source.name)
+            return ctx.lost("mutation", write, name=named(source))
     return None
 
 
@@ -255,7 +256,7 @@ def _spoiled(ctx: Context, region: Region) -> Lost | None:
     for source in sorted({i for n in region.nodes for i in n.all_input_nodes}, key=ctx.position.__getitem__):
         write = None if results & set(ctx.memory.storages(source)) else ctx.memory.written_behind(source, region.anchor)
         if write is not None:
-            return ctx.lost("mutation", write, name=source.name)
+            return ctx.lost("mutation", write, name=named(source))
     return None
 
 
@@ -268,7 +269,7 @@ def _feeds_itself(ctx: Context, region: Region) -> Lost | None:
         while stack:
             node = stack.pop()
             if node in inside:
-                return ctx.lost("value-escapes", source, name=node.name)
+                return ctx.lost("value-escapes", source, name=named(node))
             new = [i for i in node.all_input_nodes if i not in seen and ctx.position[i] >= first]
             seen.update(new)
             stack.extend(new)
@@ -310,7 +311,7 @@ def _escapes(ctx: Context, region: Region) -> Lost | None:
             if holder and ctx.position[user] > last:
                 continue
             code = "hook" if call is not None and call.name == "register_hook" else "value-escapes"
-            return ctx.lost(code, user, name=node.name)
+            return ctx.lost(code, user, name=named(node))
     return _stale(ctx, region)
 
 
@@ -329,7 +330,7 @@ def _stale(ctx: Context, region: Region) -> Lost | None:
                 outside = user not in region.nodes and ctx.position[user] > start
                 redirected = alias in holders and ctx.position[user] > last
                 if outside and not redirected and (call is None or call.name not in SIZE_QUERIES):
-                    return ctx.lost("alias", region.anchor, name=alias.name)
+                    return ctx.lost("alias", region.anchor, name=named(alias))
     return None
 
 

@@ -14,6 +14,7 @@ import torch
 from torch.fx import Node
 
 from moefuse.passes.graph.calls import tensor
+from moefuse.passes.graph.named import operation
 from moefuse.passes.graph.op_classes import INDICES_ALONG, METADATA, PRODUCTS
 from moefuse.passes.graph.sizes import shape_of
 from moefuse.passes.graph.writes import bodies
@@ -257,7 +258,7 @@ def _told(ctx: Context, node: Node, count: int) -> Lost:
     call = ctx.calls[node]
     if node in ctx.levels:
         return ctx.lost("transformed", node, name=ctx.levels[node])
-    return ctx.lost("not-recognised", node, op=call.name if call is not None else node.name, count=count)
+    return ctx.lost("not-recognised", node, op=operation(node) if call is None else call.name, count=count)
 
 
 __all__ = ["choices", "decided", "of_tokens", "scores_of", "unexplained", "weights_of"]

@@ -24,6 +24,7 @@ from torch.fx import Graph, GraphModule, Node
 from moefuse._dynamo.values import unbacked_in
 from moefuse.capture.assumptions import TAG, Assumption, Undischarged
 from moefuse.passes.graph.calls import call_target, fake, location
+from moefuse.passes.graph.named import named
 from moefuse.passes.graph.op_classes import SIZE_QUERIES
 from moefuse.passes.graph.sizes import same
 from moefuse.passes.graph.values import tensors_in
@@ -206,7 +207,7 @@ def _of_no_scope(ctx: Context, claim: Claim, fused: Sequence[Region]) -> str | N
     if a.kind == "list":
         return None if any(_never_empty(ctx, a, region) for region in fused) else "nobody knows whether the list has an item"
     if claim.strays:
-        return f"`{claim.strays[0].name}` reads an element that is not there if the last experts have no tokens"
+        return f"{named(claim.strays[0])} reads an element that is not there if the last experts have no tokens"
     if claim.routing is not None:
         return None
     if a.kind == "length":
@@ -223,7 +224,7 @@ def _detail(ctx: Context, claim: Claim, fused: Sequence[Region], emitted: set[No
     left = _not_harmless(ctx, {n for n in nodes if not n._erased}, emitted)
     if left:
         first = min(left, key=lambda n: ctx.position.get(n, 1 << 60))
-        return f"what `{first.name}` ({location(first) or 'no location'}) computes in it did not become part of a fused layer"
+        return f"{named(first)} ({location(first) or 'no location'}) did not become part of a fused layer"
     shares: list[Part] = []
     for region in fused:
         inside = region.nodes & nodes
@@ -237,7 +238,7 @@ def _detail(ctx: Context, claim: Claim, fused: Sequence[Region], emitted: set[No
             reads = user in region.nodes or not user._erased
             alike = node is claim.assumption.returned or isinstance(ctx.facts.get(node), Sum)
             if node in region.nodes and reads and not alike and not _only_joined(ctx, claim, node, user):
-                return f"`{node.name}` is used behind it"
+                return f"{named(node)} is used behind it"
     if not all(claim.covers(p) for p in shares):
         return "it does not ask exactly whether some token chose the expert that it runs"
     if not all(_joined_away(ctx, claim, node, fused) for node in claim.assumption.appended):
@@ -245,22 +246,22 @@ def _detail(ctx: Context, claim: Claim, fused: Sequence[Region], emitted: set[No
     added = {p.node for p in shares}
     stray = next((n for n in claim.meetings if n not in added), None)
     if stray is not None:
-        return f"one iteration may find what another left (`{stray.name}`)"
+        return f"one iteration may find what another left ({named(stray)})"
     carried = next((name for name, old, new in claim.assumption.carried if not _same_without(ctx, claim, old, new)), None)
     return None if carried is None else f"`{carried}` is read after it, and has another value if it does not run"
 
 
 def _written_through(ctx: Context, a: Assumption) -> str | None:
     """What was indexed by a row that Python has as a number, and written to: by the number it is a view, and the graph has a copy."""
-    found = next((u.name for n in a.numbers for u in n.users if ctx.storage.get(u) in ctx.writes), None)
-    return None if found is None else f"`{found}` is written to, and is a view"
+    found = next((named(u) for n in a.numbers for u in n.users if ctx.storage.get(u) in ctx.writes), None)
+    return None if found is None else f"{found} is written to, and is a view"
 
 
 def _written_before(ctx: Context, a: Assumption) -> str | None:
     """What the graph writes to, and a value is computed from that is the same wherever it is computed only if nothing does."""
     inputs = {i: None for n in a.first if n in ctx.position for i in n.all_input_nodes if i not in a.first}
-    found = next((i.name for i in inputs if any(name in ctx.writes for name in ctx.memory.storages(i))), None)
-    return None if found is None else f"`{found}` is written to, and what is kept of it is computed where an expert first has tokens"
+    found = next((named(i) for i in inputs if any(name in ctx.writes for name in ctx.memory.storages(i))), None)
+    return None if found is None else f"{found} is written to, and what is kept of it is computed where an expert first has tokens"
 
 
 def segments_of(ctx: Context, region: Region) -> list[Part]:

@@ -13,6 +13,7 @@ from torch.fx import Graph, Node
 
 from moefuse.capture.siblings import keep
 from moefuse.passes.graph.calls import fake
+from moefuse.passes.graph.named import named
 from moefuse.passes.graph.op_classes import ASSERTS, MODES, SIZE_QUERIES, draws
 from moefuse.passes.graph.sharded import is_gathered
 from moefuse.passes.infer.state import Context, Standin
@@ -118,7 +119,7 @@ class _Reader:
                 expected = memory.version(name, add)
                 reads = any(name in memory.storages(i) for i in self.before.reads.get(add, ()))
                 if reads and expected not in gone.adds and self.last.get(name) is not expected:
-                    lost = "what was there before" if expected is None else f"what `{expected.name}` wrote"
+                    lost = "what was there before" if expected is None else f"what {named(expected)} wrote"
                     raise EffectsDifferError(add, f"would not add to {lost}")
 
     def _check(self, node: Node) -> None:
@@ -126,11 +127,11 @@ class _Reader:
         for source in self.before.reads.get(node, ()):
             for name in self.ctx.memory.storages(source):
                 if name in self.cuts and source in now and source not in self.carried:
-                    raise EffectsDifferError(node, f"would not find the experts' result in `{source.name}`")
+                    raise EffectsDifferError(node, f"would not find the experts' result in {named(source)}")
                 expected = self.ctx.memory.version(name, node)
                 if self.last.get(name) is not expected:
-                    lost = "what was there before" if expected is None else f"what `{expected.name}` wrote"
-                    raise EffectsDifferError(node, f"would not find {lost} in `{source.name}`")
+                    lost = "what was there before" if expected is None else f"what {named(expected)} wrote"
+                    raise EffectsDifferError(node, f"would not find {lost} in {named(source)}")
 
     def _follow(self, node: Node) -> None:
         memory = self.ctx.memory

@@ -14,6 +14,7 @@ import torch
 from torch.fx import Node
 
 from moefuse.passes.graph.calls import tensor
+from moefuse.passes.graph.named import named
 from moefuse.passes.graph.op_classes import SIZE_QUERIES
 from moefuse.passes.infer.state import Context
 from moefuse.passes.ir.expr import computed_in, held_leaves, weight_leaves
@@ -47,19 +48,19 @@ class Around:
         """The first difference that the program around the region would see, or an empty text."""
         for node in original.changed():
             if not self._accumulated(node):
-                return f"`{node.name}`, which is older than the layer, is changed in it"
+                return f"{named(node)}, which is older than the layer, is changed in it"
         for node in fused.changed():
-            return f"`{node.name}`, which is older than the layer, is changed by what stands in its place"
+            return f"{named(node)}, which is older than the layer, is changed by what stands in its place"
         for node in self.kept:
             if not equal(original.value(node), fused.value(node)):
-                return f"`{node.name}` is also read behind the layer, and would have another value there"
+                return f"{named(node)} is also read behind the layer, and would have another value there"
         new = fused.value(result)
         for node in self._later:
             original.run(node)
         for node in self.holders:
             problem = self._like(original, node, new)
             if problem:
-                return f"`{node.name}` is read behind the layer as its result, {problem}"
+                return f"{named(node)} is read behind the layer as its result, {problem}"
         return ""
 
     def _like(self, original: Run, holder: Node, new: torch.Tensor) -> str:

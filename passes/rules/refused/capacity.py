@@ -14,6 +14,7 @@ from typing import Any
 from torch.fx import Node
 
 from moefuse.passes.graph.calls import Call, tensor
+from moefuse.passes.graph.named import named
 from moefuse.passes.graph.op_classes import SIZE_QUERIES
 from moefuse.passes.graph.sizes import same
 from moefuse.passes.infer.state import Context, out_shape
@@ -21,7 +22,7 @@ from moefuse.passes.ir.facts import Index, IndexMatrix, Lost, Mask, Routing, Tab
 from moefuse.passes.rules.refused.expert_choice import Notes, applies_weights
 
 PLACES = "`{op}` puts them into a fixed number of places of each expert, and the experts run on all places, filled or not"
-SOME = "`{name}` is some of the tokens that chose an expert, and which depends on the others"
+SOME = "{name} is some of the tokens that chose an expert, and which depends on the others"
 
 
 @dataclass
@@ -67,7 +68,7 @@ def _some_tokens(ctx: Context, node: Node, call: Call, fact: Any) -> Lost | None
     if routing.node in reported or not applies_weights(ctx, node, call):
         return None
     reported.add(routing.node)
-    return ctx.lost("capacity", source, detail=SOME.format(name=source.name))
+    return ctx.lost("capacity", source, detail=SOME.format(name=named(source)))
 
 
 def _queue(ctx: Context, call: Call) -> Routing | None:

@@ -15,6 +15,7 @@ from torch.fx import Node
 
 from moefuse._dynamo.values import unbacked
 from moefuse.passes.graph.calls import Call, tensor
+from moefuse.passes.graph.named import named
 from moefuse.passes.graph.op_classes import SIZE_QUERIES
 from moefuse.passes.infer.state import Context
 from moefuse.passes.ir.facts import Lost, View, Weight
@@ -52,7 +53,7 @@ def follow(ctx: Context, node: Node, call: Call, fact: Any) -> Lost | None:
         return None
     reported.add(source)
     first = next(iter(seen))
-    return ctx.lost("tokens-differ", first, detail=f"no rule reads whose tokens `{first.all_input_nodes[-1].name}` are")
+    return ctx.lost("tokens-differ", first, detail=f"no rule reads whose tokens {named(first.all_input_nodes[-1])} are")
 
 
 def _chooses(ctx: Context, node: Node, call: Call) -> bool:

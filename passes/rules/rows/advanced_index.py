@@ -7,6 +7,7 @@ from typing import Any
 
 from torch.fx import Node
 
+from moefuse.passes.graph.named import counted
 from moefuse.passes.graph.sizes import same
 from moefuse.passes.infer.routings import routing_of
 from moefuse.passes.infer.state import Context, normalize, out_shape
@@ -141,7 +142,7 @@ def by_order(ctx: Context, node: Node, base: Any, index: Sorted) -> Any:
         return None if rest is None else replace(rest, axes=(rows, *rest.axes))
     count = routing.num_tokens if index.of == "token" else routing.num_tokens * routing.top_k
     if not same(extent(base.axes[0]), count):
-        return ctx.lost("tokens-differ", node, detail=f"{extent(base.axes[0])} rows are indexed by {count} sorted slots")
+        return ctx.lost("tokens-differ", node, detail=f"{counted(extent(base.axes[0]))} rows are indexed by {counted(count)} sorted slots")
     if index.of == "slot":
         expr = slot_value(node, base, routing) or own_row(node, base)
     else:

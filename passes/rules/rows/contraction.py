@@ -10,6 +10,7 @@ from torch.fx import Node
 
 from moefuse.passes.graph.calls import tensor
 from moefuse.passes.graph.matmuls import operands
+from moefuse.passes.graph.named import counted
 from moefuse.passes.graph.sharded import is_root
 from moefuse.passes.graph.sizes import same, shape_of
 from moefuse.passes.infer.operands import fits, leaf, real
@@ -122,7 +123,9 @@ def on_grouped_mm(ctx: Context, node: Node, x: Any, weight: Any, offs: Any = Non
     if len(dims) != 3 or dims[0] != 0 or sorted(dims) != [0, 1, 2]:
         return None
     if not isinstance(ends, Counts) or not same(ends.axes[0][0].size, stack.axes[0][0].size):
-        return ctx.lost("missing-experts", node, present="of the counts", count=str(stack.axes[0][0].size))
+        return ctx.lost(
+            "missing-experts", node, detail=f"the counts are not of {counted(stack.axes[0][0].size)} experts, as the weights are"
+        )
     weights = Leaf(stack.root, True, None, (dims[2], dims[1]))
     shape = out_shape(node)
     return Rows((rows.axes[0], (Atom("f", 0, shape[-1]),)), rows.domain, Linear(node, rows.expr, weights))

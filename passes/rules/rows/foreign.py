@@ -10,6 +10,7 @@ from torch.fx import Node
 
 from moefuse.ops.encoding import Encoding
 from moefuse.passes.graph.calls import tensor
+from moefuse.passes.graph.named import counted
 from moefuse.passes.graph.sizes import same, same_shape, shape_of
 from moefuse.passes.infer.routings import routing_of
 from moefuse.passes.infer.state import Context, as_size, out_shape
@@ -99,7 +100,9 @@ class _Product:
         if rows.domain.name != "sorted" or [c.ends for c in mine] != [True, False]:
             return self.ctx.lost("tokens-differ", self.node, detail="the ends are not those of the experts these rows are sorted by")
         if any(not same(c.axes[0][0].size, _size(stack, 0)) for c in mine):
-            return self.ctx.lost("missing-experts", self.node, present="of the counts", count=str(_size(stack, 0)))
+            return self.ctx.lost(
+                "missing-experts", self.node, detail=f"the counts are not of {counted(_size(stack, 0))} experts, as the weights are"
+            )
         axes: Axes = (rows.axes[0], (Atom("f", 0, out_shape(self.node)[-1]),))
         expr: Expr = Linear(self.node, rows.expr, Leaf(stack.root, True, None, (dims[1], dims[2])))
         return Rows(axes, rows.domain, expr)

@@ -8,6 +8,7 @@ from typing import Any
 from torch.fx import Node
 
 from moefuse.passes.graph.calls import tensor
+from moefuse.passes.graph.named import counted
 from moefuse.passes.graph.sizes import same
 from moefuse.passes.infer.state import Context, out_shape
 from moefuse.passes.ir.axes import Atom, Axis, align, extent
@@ -40,7 +41,11 @@ def take_tokens(ctx: Context, node: Node, base: View, chosen: Selection, rows: A
     if any(inner):
         return _take_sequences(ctx, node, base, chosen, (rows, *inner))
     if not same(extent(token_axes[0]), chosen.routing.num_tokens):
-        return ctx.lost("tokens-differ", node, detail=f"{extent(token_axes[0])} rows are indexed by {chosen.routing.num_tokens} tokens")
+        return ctx.lost(
+            "tokens-differ",
+            node,
+            detail=f"{counted(extent(token_axes[0]))} rows are indexed by {counted(chosen.routing.num_tokens)} tokens",
+        )
     expr = token(node, base, list(token_axes), list(features))
     if expr is None:
         return ctx.lost("tokens-differ", node, detail="the indexed tensor is not a plain [tokens, features] tensor")

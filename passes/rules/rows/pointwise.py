@@ -9,6 +9,7 @@ import torch
 from torch.fx import Node
 
 from moefuse import _torch_private
+from moefuse.passes.graph.named import placed
 from moefuse.passes.graph.op_classes import PRODUCTS, RANDOM, TERNARY, UNARY
 from moefuse.passes.graph.sizes import same
 from moefuse.passes.infer.cone import cone_rows
@@ -99,8 +100,8 @@ def operand(ctx: Context, node: Node, axes: Axes, domain: Domain, value: Any) ->
     found = found if found is not None else symbol(node, value)
     if found is not None:
         return found
-    name = value.name if isinstance(value, Node) else str(value)
-    return ctx.lost("tokens-differ", node, detail=f"`{name}` is not a value per row of the same experts")
+    name = placed(value, node) if isinstance(value, Node) else "an argument"
+    return ctx.lost("tokens-differ", node, detail=f"{name} is not a value per row of the same experts")
 
 
 def domain_of(rows: list[Rows], tables: list[Table] | None = None) -> Domain | None:

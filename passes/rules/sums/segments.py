@@ -76,7 +76,7 @@ def piece(ctx: Context, node: Node, fact: Any, routing: Routing, expert: int, le
         return Index(axes, chosen, _OF[fact.of]) if fact.of in _OF else None
     expr = specialise(fact.expr, expert)
     if expr is None:
-        return ctx.lost("missing-experts", node, present="fewer in the weights", count=f"{expert + 1} or more in the counts")
+        return ctx.lost("missing-experts", node, detail=f"there are counts of {expert + 1} experts or more, and weights of fewer")
     return Rows(axes, Domain("selected", routing, selection=chosen, expert=expert), expr)
 
 
@@ -136,7 +136,9 @@ def _all_there(ctx: Context, node: Node, routing: Routing, expr: Expr, count: in
     sizes |= {len(leaf.parts) for leaf in leaves if leaf.parts}
     if sizes == {count}:
         return None
-    return ctx.lost("missing-experts", node, present=f"0..{count - 1}", count=" and ".join(map(str, sizes)))
+    return ctx.lost(
+        "missing-experts", node, present=f"0..{count - 1}", count=" and ".join(str(size) for size in sizes if size is not None) or "more"
+    )
 
 
 def fill(ctx: Context, node: Node, current: Any, start: Any, stop: Any, value: Any) -> Any:
