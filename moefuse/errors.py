@@ -64,6 +64,23 @@ _NOT_ALL = "not all experts are computed for all choices of a token: {detail}"
 _OVERWRITTEN = "expert rows are assigned here, not added: of a token's {choices} experts, only the one that is written last stays"
 """``not-combined`` where there is an accumulator, and nothing adds to it."""
 
+_INTO = "expert rows are put together with {into} here; a sum that moefuse reads begins with zeros, at the tokens of these rows"
+"""``not-combined`` where rows are computed from what stands where they are put."""
+
+_BY = "expert rows reach what the other experts computed by `{by}`, and only sums are fused"
+"""``not-combined`` where there is an accumulator that something else than a sum is made in."""
+
+_OTHERWISE = "expert rows go through `{op}` in a way that its rule does not read: what it computes per row is unknown"
+"""``no-rule`` where the operation has a rule for other arguments."""
+
+_BEHIND = (
+    "an expert runs on all tokens, and its rows are taken from the result (`{op}`): what moefuse reads takes them before the expert runs"
+)
+"""``no-rule`` where rows are selected behind what an expert computes."""
+
+_HOW = "expert rows go through {how}: what it computes per row is unknown"
+"""``no-rule`` where the name of an operation does not say what is in the way."""
+
 _CUT_OFF = "expert rows go through `{op}`: gradients end there, which no fused op does"
 """``no-rule`` where the values are known, and not the gradients."""
 
@@ -81,12 +98,17 @@ def _text(code: str, details: Mapping[str, object]) -> str:
         return _ALL_DIFFER
     if code == "missing-experts" and "detail" in details:
         return _NOT_ALL
+    if code == "not-combined" and "into" in details:
+        return _INTO
+    if code == "not-combined" and "by" in details:
+        return _BY
     if code == "not-combined" and "choices" in details:
         return _OVERWRITTEN
     if code == "no-rule" and details.get("op") == "detach":
         return _CUT_OFF
-    if code == "no-rule" and "argument" in details:
-        return _UNREAD
+    if code == "no-rule":
+        found = (("argument", _UNREAD), ("how", _HOW), ("behind", _BEHIND), ("known", _OTHERWISE))
+        return next((text for key, text in found if key in details), CODES[code])
     return CODES[code]
 
 

@@ -29,7 +29,7 @@ from moefuse.passes.encodings.part import Coded
 from moefuse.passes.graph.applied import Functions, opened
 from moefuse.passes.graph.builder import Emitter
 from moefuse.passes.graph.calls import location, module_path, steps, traced_path
-from moefuse.passes.graph.named import named, told
+from moefuse.passes.graph.named import named
 from moefuse.passes.graph.sharded import merge, sweep
 from moefuse.passes.infer.state import Context, Given, Standin
 from moefuse.passes.ir.expr import held_leaves
@@ -55,7 +55,7 @@ from moefuse.passes.match.input_sizes import interpreted
 from moefuse.passes.match.lift import lift
 from moefuse.passes.match.packed_uses import silent
 from moefuse.passes.match.packed_uses import told as explained
-from moefuse.passes.match.refusals import refusals
+from moefuse.passes.match.refusals import refusals, text_of
 from moefuse.passes.match.unexplained import choices, unexplained
 from moefuse.passes.prove import backward, discharge
 from moefuse.passes.prove.effects import Effects, EffectsDifferError, compare, effects
@@ -461,8 +461,7 @@ def _verdict(
 
 def _skipped(lost: Lost, anchor: Node | None = None) -> Skipped:
     """A refusal as the report has it; ``anchor``: the sum over experts that it is about."""
-    text = told(lost.code, lost.node, lost.details)
-    return Skipped(lost.code, text, module_path(lost.node), location(lost.node), location(anchor) if anchor is not None else "")
+    return Skipped(lost.code, text_of(lost), module_path(lost.node), location(lost.node), location(anchor) if anchor is not None else "")
 
 
 __all__ = ["GraphResult", "fuse"]

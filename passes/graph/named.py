@@ -5,13 +5,11 @@ from __future__ import annotations
 import ast
 import operator
 import re
-from collections.abc import Mapping
 
 import torch
 from torch.fx import Node
 
 from moefuse import _torch_private
-from moefuse.errors import message
 from moefuse.passes.graph.calls import location, raw_name
 from moefuse.passes.graph.values import fake
 from moefuse.stops import of_the_user
@@ -47,11 +45,6 @@ def placed(node: Node, beside: Node) -> str:
 def counted(size: object) -> str:
     """A size for a reader: one that differs between calls has no number."""
     return str(size) if isinstance(size, int) else "a varying number of"
-
-
-def told(code: str, node: Node, details: Mapping[str, object]) -> str:
-    """The text of a refusal at a node, with what the rule found in it."""
-    return message(code, {"name": named(node), "op": operation(node), **details})
 
 
 def operation(node: Node) -> str:
@@ -111,4 +104,4 @@ def _kind(node: Node) -> str:
     return "a weight" if isinstance(value, torch.nn.Parameter) else "a tensor"
 
 
-__all__ = ["counted", "named", "operation", "placed", "told"]
+__all__ = ["counted", "named", "operation", "placed"]

@@ -89,6 +89,9 @@ def _visit(ctx: Context, node: Node, call: Call) -> Any:
     if filled is not None and not call.targets:
         experts = sorted(int(p.rows.domain.expert or 0) for p in filled.parts)
         return ctx.lost("missing-experts", node, present=f"{experts[0]}..{experts[-1]}", count=str(filled.routing.choices or "more"))
+    before = next((f for f in inputs if isinstance(f, Lost)), None)
+    if before is not None and rule is not None:
+        return before
     return foreign(ctx, node) or ctx.lost("no-rule", node, op=call.name)
 
 
@@ -132,7 +135,7 @@ def _apply(rule: Rule, ctx: Context, node: Node, call: Call) -> Any:
         return None
     if not given.unread:
         return fact
-    argument = ", ".join(f"{name}={value}" for name, value in given.unread)
+    argument = ", ".join(f"{name}={named(value) if isinstance(value, Node) else value}" for name, value in given.unread)
     return ctx.lost("no-rule", node, op=call.name, argument=argument) if isinstance(fact, Lost) or _carries(fact) else None
 
 

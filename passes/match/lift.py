@@ -149,7 +149,7 @@ def _summed(ctx: Context, fact: Sum, holders: list[Node]) -> Region | Lost | Non
     parts = [p for p in fact.parts if has_linear(p.rows.expr)]
     anchor = _anchor(ctx, fact, holders)
     if not parts:
-        return unread(ctx, [p.rows.expr for p in fact.parts])
+        return unread(ctx, [p.rows.expr for p in fact.parts], selected=all(p.rows.domain.name == "selected" for p in fact.parts))
     routing = next((p.rows.domain.routing for p in parts if p.rows.domain.routing is not None), None)
     if routing is None:
         return None

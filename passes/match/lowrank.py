@@ -17,7 +17,6 @@ from torch.fx import Node
 from moefuse._dynamo.values import hint
 from moefuse.passes.graph.calls import fake, location, tensor
 from moefuse.passes.graph.matmuls import operands
-from moefuse.passes.graph.named import told
 from moefuse.passes.graph.op_classes import PRODUCTS, SIZE_QUERIES
 from moefuse.passes.graph.sizes import shape_of
 from moefuse.passes.infer.state import Context
@@ -28,6 +27,7 @@ from moefuse.passes.ir.expr_algebra import Number
 from moefuse.passes.ir.facts import Lost
 from moefuse.passes.ir.lowrank import thin
 from moefuse.passes.ir.regions import Region, Summed
+from moefuse.passes.match.refusals import text_of
 from moefuse.passes.match.templates import WITH_TERMS, match, one_op
 
 MOST_ROWS = {"cpu": 32}
@@ -141,7 +141,7 @@ def _other_reader(ctx: Context, apart: Region, node: Node) -> Node | None:
 
 def refused(sums: tuple[Node, ...], lost: Lost) -> Summed:
     """Sums that are made since the program cannot be replaced by one op without them."""
-    return Summed(sums[0], told(lost.code, lost.node, lost.details), sums)
+    return Summed(sums[0], text_of(lost), sums)
 
 
 def summed_up(ctx: Context, apart: Region, lost: Lost) -> Region:

@@ -7,12 +7,15 @@ from typing import Any
 
 from torch.fx import Node
 
+from moefuse.errors import message
 from moefuse.passes.graph.calls import module_path, tensor
+from moefuse.passes.graph.named import named, operation
 from moefuse.passes.infer.state import Context
 from moefuse.passes.ir.expr import Gate, has_linear, walk, weight_leaves
 from moefuse.passes.ir.facts import Buffer, Lost, Many, Routing, RowNumber, Rows, Sum
 from moefuse.passes.match.liveness import unread
 from moefuse.passes.match.unexplained import decided, of_tokens, weights_of
+from moefuse.passes.rules import rule_of
 
 #: what a sum looks like after one expert was lost on the way: the loss says more
 _CONSEQUENCES = frozenset(("missing-experts", "experts-differ", "not-weighted", "ids-not-distinct"))
@@ -21,6 +24,14 @@ _BY_ROWS = frozenset(("not-row-local", "no-rule", "not-combined", "experts-diffe
 """What may be said of any rows that several weights compute."""
 _FAR = 256
 """So many operations are looked at behind ids."""
+
+
+def text_of(lost: Lost) -> str:
+    """What the user reads of a refusal."""
+    details = {"name": named(lost.node), "op": operation(lost.node), **lost.details}
+    if lost.code == "no-rule" and rule_of(str(details["op"])) is not None:
+        details["known"] = True
+    return message(lost.code, details)
 
 
 def refusals(ctx: Context, refused: list[tuple[Lost, Routing | None]], covered: set[Node]) -> list[Lost]:

@@ -79,7 +79,11 @@ def _casts(ctx: Context, region: Region) -> Lost | None:
     """Templates look through casts that round. Behind one that does more, 16 bits would hide how far the fused op is off."""
     exprs = [region.expr] if region.rest is None else [region.expr, region.rest.expr]
     cast = next((e for expr in exprs for e in walk(expr) if isinstance(e, Cast) and not e.rounds), None)
-    return None if cast is None else ctx.lost("no-rule", cast.node, op=f"a cast to {str(cast.dtype).removeprefix('torch.')}")
+    return (
+        None
+        if cast is None
+        else ctx.lost("no-rule", cast.node, how=f"a cast to {str(cast.dtype).removeprefix('torch.')}, which does more than round them")
+    )
 
 
 def _draws(ctx: Context, region: Region) -> Lost | None:

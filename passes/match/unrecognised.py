@@ -14,17 +14,24 @@ from moefuse.passes.ir.axes import extent
 from moefuse.passes.ir.expr import Expr, Token, has_linear, walk
 from moefuse.passes.ir.facts import Lost, Table, View
 from moefuse.passes.ir.regions import Refused
+from moefuse.passes.rules import rule_of
 
 
-def unread(ctx: Context, exprs: list[Expr]) -> Lost | None:
-    """The operation that gives the first of several experts a value of its own; None where all read the same tensors."""
+def unread(ctx: Context, exprs: list[Expr], *, selected: bool = False) -> Lost | None:
+    """The operation that gives the first of several experts a value of its own; None where all read the same tensors.
+
+    ``selected``: the rows of an expert are taken from the tensor that it reads.
+    """
     if len(exprs) < 2:
         return None
-    own, *others = ({e.source for e in walk(expr) if isinstance(e, Token)} for expr in exprs)
-    computed = (n for n in own.difference(*others) if ctx.calls[n] is not None and ctx.calls[ctx.storage[n]] is not None)
+    own, *others = ({e.source: e.node for e in walk(expr) if isinstance(e, Token)} for expr in exprs)
+    computed = (n for n in set(own).difference(*others) if ctx.calls[n] is not None and ctx.calls[ctx.storage[n]] is not None)
     hidden = min(computed, key=ctx.position.__getitem__, default=None)
     call = None if hidden is None else ctx.calls[hidden]
-    return None if hidden is None or call is None else Lost("no-rule", hidden, {"op": call.name})
+    if hidden is None or call is None:
+        return None
+    taken = ctx.calls.get(own[hidden]) if selected and rule_of(call.name) is not None else None
+    return Lost("no-rule", hidden, {"op": call.name}) if taken is None else Lost("no-rule", own[hidden], {"op": taken.name, "behind": True})
 
 
 def unread_stacks(ctx: Context) -> Iterator[Refused]:

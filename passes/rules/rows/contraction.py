@@ -43,7 +43,7 @@ def with_bias(ctx: Context, node: Node, rows: Rows, bias: Any) -> Any:
     """Rows plus a bias per expert (or shared)."""
     item = leaf(ctx, node, rows.axes, rows.domain, ctx.fact(bias))
     if item is None:
-        return ctx.lost("no-rule", node, op="bias")
+        return ctx.lost("no-rule", node, how="a bias that is no vector for each expert, or one for all")
     return replace(rows, expr=Op(node, "add", (rows.expr, item)))
 
 

@@ -9,7 +9,7 @@ import torch
 from torch.fx import Node
 
 from moefuse import _torch_private
-from moefuse.passes.graph.named import placed
+from moefuse.passes.graph.named import named, placed
 from moefuse.passes.graph.op_classes import PRODUCTS, RANDOM, TERNARY, UNARY
 from moefuse.passes.graph.sizes import same
 from moefuse.passes.infer.cone import cone_rows
@@ -18,7 +18,7 @@ from moefuse.passes.infer.routings import shared_routing
 from moefuse.passes.infer.state import Context, out_shape
 from moefuse.passes.ir.axes import Axes, extent
 from moefuse.passes.ir.expr import Expr, Gate, Op, has_linear, walk
-from moefuse.passes.ir.facts import Counts, Domain, Fill, Listed, Lost, Mask, Rows, Sorted, Span, Table, View
+from moefuse.passes.ir.facts import Buffer, Counts, Domain, Fill, Listed, Lost, Mask, Rows, Sorted, Span, Table, View
 from moefuse.passes.rules import EVERYTHING, rule
 from moefuse.passes.rules.routing.masked_slots import dropped
 from moefuse.passes.rules.routing.masks import masked_weight
@@ -100,8 +100,24 @@ def operand(ctx: Context, node: Node, axes: Axes, domain: Domain, value: Any) ->
     found = found if found is not None else symbol(node, value)
     if found is not None:
         return found
+    lost = _put_together(ctx, node, domain, value) if isinstance(value, Node) else None
+    if lost is not None:
+        return lost
     name = placed(value, node) if isinstance(value, Node) else "an argument"
     return ctx.lost("tokens-differ", node, detail=f"{name} is not a value per row of the same experts")
+
+
+def _put_together(ctx: Context, node: Node, domain: Domain, value: Node) -> Lost | None:
+    """The refusal where rows of an expert meet what is read of a tensor that the rows of all of them go to; None for other values."""
+    read, call = ctx.calls[value], ctx.calls[node]
+    base = read.args[0] if read is not None and read.name in ("getitem", "index_select", "gather") and read.args else None
+    written = isinstance(base, Node) and any(ctx.position[w] > ctx.position[node] for w in ctx.writes.get(ctx.storage[base], ()))
+    if call is None or not written or not any(isinstance(f := ctx.fact(i), Rows) and has_linear(f.expr) for i in node.all_input_nodes):
+        return None
+    fact = ctx.fact(value)
+    if isinstance(fact, Buffer) and domain.selection is not None and fact.selection.same(domain.selection) and call.name != "add":
+        return ctx.lost("not-combined", node, by=call.name)
+    return ctx.lost("not-combined", node, into=named(value))
 
 
 def domain_of(rows: list[Rows], tables: list[Table] | None = None) -> Domain | None:

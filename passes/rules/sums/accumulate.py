@@ -7,11 +7,12 @@ from typing import Any
 
 from torch.fx import Node
 
+from moefuse.passes.graph.named import counted, named
 from moefuse.passes.graph.sizes import same
 from moefuse.passes.infer.state import Context, out_shape
 from moefuse.passes.ir.axes import Atom, Axes, Axis, extent
-from moefuse.passes.ir.expr import Gate, walk
-from moefuse.passes.ir.facts import Buffer, Combined, Domain, Fill, Index, Part, Range, Routing, Rows, Selection, Sorted, Sum, View
+from moefuse.passes.ir.expr import Gate, Token, walk
+from moefuse.passes.ir.facts import Buffer, Combined, Domain, Fill, Index, Lost, Part, Range, Routing, Rows, Selection, Sorted, Sum, View
 
 
 def accumulated(ctx: Context, node: Node, target: Node, rows: Rows, *, once: bool = False, replaced: bool = False) -> Any:
@@ -87,9 +88,23 @@ def put(ctx: Context, node: Node, target: Node, chosen: Selection, rows: Any) ->
         # Where a token has several experts, nothing may be lost: the one that writes is the first, and stands for no others.
         first = isinstance(before, Fill) and before.value == 0.0 and len(ctx.members(chosen.expert)) == 1
         if chosen.routing.top_k != 1 and not first:
-            return ctx.lost("not-combined", node, choices=chosen.routing.top_k)
+            return _read_back(ctx, node, target, rows) or ctx.lost("not-combined", node, choices=counted(chosen.routing.top_k))
         return accumulated(ctx, node, target, rows, replaced=True)
     return None
+
+
+def _read_back(ctx: Context, node: Node, target: Node, rows: Rows) -> Lost | None:
+    """The refusal of rows that are computed from what stands where they are put: they replace nothing. None for all others."""
+    root = ctx.storage[target]
+    if not any(isinstance(e, Token) and ctx.storage[e.source] is root for e in walk(rows.expr)):
+        return None
+    if ctx.memory.outlives(root):
+        return ctx.lost("mutation", node, name=named(root))
+    made = ctx.calls[root]
+    sums = (ctx.facts.get(i) for i in root.all_input_nodes)
+    if made is not None and any(isinstance(fact, Sum | Combined) for fact in sums):
+        return ctx.lost("sum-changed", root, op=made.name)
+    return ctx.lost("not-combined", node, into=named(target))
 
 
 def unsort(rows: Rows, index: Sorted) -> Rows | None:
