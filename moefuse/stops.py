@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import sys
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -45,9 +47,24 @@ class Stop:
         return next((f"{path}:{line}" for path, line in reversed(self.stack) if path == file and line in lines), None)
 
 
+_RESUMED = re.compile(r"torch_dynamo_resume_in_.*_at_(\d+)")
+
+
+def resumed_at(trace: str) -> str:
+    """``file:line`` of the graph break behind which a frame goes on, of a stack trace or else of what runs now; empty if there is none."""
+    frames = re.findall(r'File "([^"]+)", line \d+, in (torch_dynamo_resume_in_\w+)', trace)
+    running = sys._getframe(1)
+    while not frames and running is not None:
+        if _RESUMED.fullmatch(running.f_code.co_name):
+            frames = [(running.f_code.co_filename, running.f_code.co_name)]
+        running = running.f_back  # type: ignore[assignment]
+    found = _RESUMED.fullmatch(frames[-1][1]) if frames else None
+    return "" if found is None else f"{frames[-1][0]}:{found[1]}"
+
+
 def of_the_user(path: str) -> bool:
     """Whether a file is neither torch's nor what moefuse puts between a module and its caller."""
     return not path.startswith(_BETWEEN)
 
 
-__all__ = ["TORCH", "Stop", "of_the_user"]
+__all__ = ["TORCH", "Stop", "of_the_user", "resumed_at"]

@@ -87,7 +87,7 @@ def _given(node: Node) -> str:
     """A tensor that a graph is given."""
     source = _torch_private.source_name(node)
     root = re.match(r"[LG]\['(\w+)'\]", source)
-    if root is None:
+    if root is None or root[1].startswith("__"):
         text = re.fullmatch(r"l_([a-zA-Z]\w*?)_", node.name)
         known = text is not None and re.search(rf"\b{text[1]}\b", node.meta.get("stack_trace") or "")
         return f"`{text[1]}`" if text is not None and known else _kind(node)

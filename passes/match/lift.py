@@ -30,6 +30,7 @@ from moefuse.passes.ir.facts import (
 )
 from moefuse.passes.ir.regions import Refused, Region, Summed, Weightless, sources
 from moefuse.passes.match.activations import vanishes
+from moefuse.passes.match.distinct import may_repeat
 from moefuse.passes.match.ids_outside import outside
 from moefuse.passes.match.lowrank import observed, read_elsewhere, refused, taken_apart
 from moefuse.passes.match.representative import instances
@@ -134,7 +135,7 @@ def _combined(ctx: Context, fact: Combined | PerSlot, holders: list[Node]) -> Re
     base = fact.base if isinstance(fact, Combined) else None
     region = Region(anchor, tuple(holders), rows.domain.name, routing, expr, count, base, per_slot=isinstance(fact, PerSlot))  # type: ignore[arg-type]
     if _needs_distinct(rows.expr, False, False) and not routing.distinct:
-        return ctx.lost("ids-not-distinct", anchor)
+        return may_repeat(ctx, anchor, routing)
     return region
 
 
@@ -178,7 +179,7 @@ def _summed(ctx: Context, fact: Sum, holders: list[Node]) -> Region | Lost | Non
     if names == {"masked"} and not vanishes(expr):
         return ctx.lost("not-weighted", anchor)
     if not per_slot and _needs_distinct(expr, fact.once, by_token) and not routing.distinct:
-        return ctx.lost("ids-not-distinct", anchor)
+        return may_repeat(ctx, anchor, routing)
     base = None if _all_replaced(ctx, fact, routing, count) else fact.base
     replaced = fact.replaced and base is not None
     return Region(anchor, tuple(holders), names.pop(), routing, expr, count, base, fact.parts, rest, replaced=replaced)  # type: ignore[arg-type]

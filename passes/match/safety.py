@@ -41,6 +41,7 @@ from moefuse.passes.ir.facts import (
 )
 from moefuse.passes.ir.lowrank import in_front
 from moefuse.passes.ir.regions import Region, sources
+from moefuse.passes.match.contexts import differ
 from moefuse.passes.match.encodings import encoded
 from moefuse.passes.match.liveness import unread
 from moefuse.passes.match.transformed import transformed
@@ -228,7 +229,7 @@ def _modes(ctx: Context, region: Region) -> Lost | None:
         # What is added without gradients has none, however it was computed; an accumulator keeps those that it had.
         grads = here[0] == mode[0] or node in sums or (here[0] and not isinstance(fact, Sum | Buffer))
         if not casts or not grads:
-            return ctx.lost("context-differs", node)
+            return differ(ctx, node, region.anchor, grads=not grads)
     return None
 
 
