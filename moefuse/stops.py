@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import os
 import re
 import sys
@@ -47,6 +48,17 @@ class Stop:
         return next((f"{path}:{line}" for path, line in reversed(self.stack) if path == file and line in lines), None)
 
 
+_LONGEST = 80
+
+
+def code_at(place: str) -> str:
+    """The statement at a ``file:line``, as far as it stands in that line; empty where nobody has the source."""
+    path, _, line = place.rpartition(":")
+    text = linecache.getline(path, int(line)).strip() if line.isdigit() else ""
+    text = text.partition("  # ")[0]
+    return text if len(text) <= _LONGEST and "`" not in text else f"{text[:_LONGEST].replace('`', '')}.."
+
+
 _RESUMED = re.compile(r"torch_dynamo_resume_in_.*_at_(\d+)")
 
 
@@ -67,4 +79,4 @@ def of_the_user(path: str) -> bool:
     return not path.startswith(_BETWEEN)
 
 
-__all__ = ["TORCH", "Stop", "of_the_user", "resumed_at"]
+__all__ = ["TORCH", "Stop", "code_at", "of_the_user", "resumed_at"]

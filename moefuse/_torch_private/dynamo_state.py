@@ -7,13 +7,14 @@ import contextlib
 import copy
 import dataclasses
 import inspect
+import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
 
-from moefuse._torch_private.errors import break_text, first_line, guard_text
+from moefuse._torch_private.errors import break_text, guard_text, in_words
 from moefuse._torch_private.types import CompiledFn
 
 
@@ -157,6 +158,12 @@ def _drop_new_entries(code: types.CodeType, kept: set[int] | None) -> None:
             manager.extra_state.invalidate(entry, DeletedGuardManagerWrapper("moefuse.explain"))
 
 
+def _function(name: str) -> str:
+    """A function as its author knows it, also where Dynamo has made one of what stands behind a break."""
+    resumed = re.fullmatch(r"torch_dynamo_resume_in_(.*)_at_(\d+)", name)
+    return name if resumed is None else f"{resumed[1]} behind line {resumed[2]}"
+
+
 def _given_up(metrics: Iterable[Any]) -> list[str]:
     """Frames that Dynamo runs in eager altogether: its break counters do not show them, its metrics do."""
     texts = []
@@ -165,5 +172,5 @@ def _given_up(metrics: Iterable[Any]) -> list[str]:
         if metric.fail_type in (None, "SkipFrame"):
             continue
         place = f" at {metric.fail_user_frame_filename}:{metric.fail_user_frame_lineno}" if metric.fail_user_frame_filename else ""
-        texts.append(f"{first_line(metric.fail_reason or metric.fail_type)} (all of {metric.co_name} runs in eager){place}")
+        texts.append(f"{in_words(metric.fail_reason or metric.fail_type)} (all of {_function(metric.co_name)} runs in eager){place}")
     return texts

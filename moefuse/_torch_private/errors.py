@@ -106,9 +106,23 @@ def compiler_failed(error: BaseException) -> bool:
 
 def break_text(reason: object, user_stack: Sequence[Any]) -> str:
     place = f" at {user_stack[-1].filename}:{user_stack[-1].lineno}" if user_stack else ""
+    return f"{in_words(reason)}{place}"
+
+
+_WORDS = {
+    "generic_jump": "Data-dependent branching",
+    "Missing tp_iternext": "Dynamo does not iterate over this object",
+    "step_unsupported": "Dynamo cannot break the graph at this statement alone",
+}
+"""Where Dynamo's text is a name of its own, of a bytecode or a slot of a type, what happened there."""
+
+
+def in_words(reason: object) -> str:
+    """The first line of why Dynamo stopped, for a reader who knows the program and not Dynamo."""
     line = first_line(reason)
-    # Dynamo names the bytecode here, and the cause only in its log.
-    return f"{'Data-dependent branching' if line.startswith('generic_jump') else line}{place}"
+    if "data-dependent expression" in line:
+        return "A number decides here that depends on data"
+    return next((text for name, text in _WORDS.items() if name in line), line)
 
 
 def guard_text(reason: str) -> str:

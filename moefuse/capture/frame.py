@@ -23,7 +23,7 @@ from moefuse.errors import CODES, first_line
 from moefuse.explaining import module_names
 from moefuse.module_names import Matching, ModuleNames
 from moefuse.report import FusionReport, Skipped
-from moefuse.stops import Stop
+from moefuse.stops import Stop, code_at
 
 log = logging.getLogger("moefuse.capture")
 
@@ -393,15 +393,15 @@ class Frame:
         self.ledger.unrelated = why
         raise control.restart(self.log, "moefuse: no guard tells which inputs lie in one memory")
 
-    def unsettled(self) -> list[Undischarged]:
-        """Assumptions whose scope is still open."""
-        early = [Undischarged(s.assumption, "it is left early, or the graph breaks in it") for s in self.scopes.open]
+    def unsettled(self, stop: Stop | None = None) -> list[Undischarged]:
+        """Assumptions whose scope is still open. ``stop``: the break that ends the graph."""
+        early = [Undischarged(s.assumption, _left_in(s.assumption, stop)) for s in self.scopes.open]
         early += [Undischarged(a, OTHER_WAY) for a, nodes in self.scopes.dummies if not dummies.gives_no_gradients(nodes)]
         early += [Undischarged(e.length, "not every element is looped over") for e in self.elements if len(e.done) < len(e.nodes)]
         return early or [
-            Undischarged(self.loops.row(loop), "it is left early, or the graph breaks in it")
+            Undischarged(row, _left_in(row, stop))
             for loop in self.loops.made
-            if not loop.finished and loop.done != loop.count
+            if not loop.finished and loop.done != loop.count and (row := self.loops.row(loop))
         ]
 
     @property
@@ -415,7 +415,7 @@ class Frame:
         Args:
             stop: the break that ended the graph, if one did.
         """
-        problems = self.unsettled()
+        problems = self.unsettled(stop)
         if problems or (self.traces_data and self.ledger.broken and not self.assumptions):
             self.ledger.stops += [] if stop is None else [stop]
             self.retreat(problems, why="the graph breaks, and capture has changed nothing but where")
@@ -452,6 +452,16 @@ class Frame:
     def location(self, tx: Any) -> str:
         tx = values.users(tx)
         return f"{tx.f_code.co_filename}:{tx.lineno if tx.lineno > 0 else tx.f_code.co_firstlineno}"
+
+
+def _left_in(assumption: Assumption, stop: Stop | None) -> str:
+    """Why a scope is open where a graph ends: the statement that opened it, and the one at which the graph breaks."""
+    opened = code_at(assumption.location)
+    inside = f"it is left early (`{opened}`)" if opened else "it is left early, or the graph breaks in it"
+    if stop is None or not stop.stack:
+        return inside
+    breaks = code_at(f"{stop.stack[-1][0]}:{stop.stack[-1][1]}")
+    return f"in what `{opened}` decides about the graph breaks, at `{breaks}` ({stop.text})" if opened and breaks else inside
 
 
 def _last(tx: Any) -> str:
