@@ -11,7 +11,7 @@ import functools
 import inspect
 import textwrap
 import types
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -23,11 +23,12 @@ _CHOICES = frozenset(
     "topk argmax argmin max min sort argsort where nonzero one_hot multinomial softmax sigmoid gumbel_softmax bincount histc item tolist "
     "scatter scatter_ unique eq ge gt log_softmax relu".split()
 )
+_SCORES = frozenset("topk argmax argsort sort gumbel_softmax multinomial max".split())
 _ANY_CHILD = frozenset("getattr children modules named_children _modules".split())
 _DEPTH = 4
 
 
-def router_decides(functions: Iterable[object], owner: nn.Module, router: Collection[str], experts: Collection[str]) -> bool | None:
+def router_decides(functions: Sequence[object], owner: nn.Module, router: Collection[str], experts: Collection[str]) -> bool | None:
     """Whether the first of some functions that runs both runs the router first, and chooses; None where no function runs both.
 
     Args:
@@ -40,12 +41,20 @@ def router_decides(functions: Iterable[object], owner: nn.Module, router: Collec
     for function in functions:
         uses = list(_Reader(owner, frozenset(router), frozenset(experts)).function(function))
         if "numbered" in uses and not router:
-            return True
+            return _scored(functions, owner)
         if "router" not in uses or "experts" not in uses:
             continue
         behind = uses[uses.index("router") :]
         return "experts" in behind and "choice" in behind
     return None
+
+
+def _scored(functions: Sequence[object], owner: nn.Module) -> bool:
+    """Whether anything computes scores: numbers that nothing has chosen are kinds of rows (relations of a graph), and not experts."""
+    modules = [m for root in (owner, *functions) if isinstance(root, nn.Module) for m in root.modules()]
+    classes = {base for m in modules for base in type(m).__mro__ if not base.__module__.startswith("torch.")}
+    written = [_plain(f) for base in classes for f in vars(base).values()] + [_plain(f) for f in functions]
+    return any(isinstance(f, types.FunctionType) and not _SCORES.isdisjoint(f.__code__.co_names) for f in written)
 
 
 def forward_of(module: nn.Module) -> object:

@@ -14,14 +14,17 @@ from moefuse.passes.infer.state import Context
 from moefuse.passes.ir.expr import Gate, has_linear, walk, weight_leaves
 from moefuse.passes.ir.facts import Buffer, Lost, Many, Routing, RowNumber, Rows, Sum
 from moefuse.passes.match.liveness import unread
-from moefuse.passes.match.unexplained import decided, of_tokens, weights_of
+from moefuse.passes.match.unexplained import choices, decided, of_tokens, weights_of
 from moefuse.passes.rules import rule_of
+from moefuse.stops import resumed_at
 
 #: what a sum looks like after one expert was lost on the way: the loss says more
 _CONSEQUENCES = frozenset(("missing-experts", "experts-differ", "not-weighted", "ids-not-distinct"))
 
 _BY_ROWS = frozenset(("not-row-local", "no-rule", "not-combined", "experts-differ", "tokens-differ"))
 """What may be said of any rows that several weights compute."""
+_TAKE = frozenset("getitem index_select select eq where nonzero squeeze flatten reshape view to long contiguous unbind".split())
+"""What takes some of given numbers and computes none."""
 _FAR = 256
 """So many operations are looked at behind ids."""
 
@@ -66,6 +69,8 @@ def refusals(ctx: Context, refused: list[tuple[Lost, Routing | None]], covered: 
 
 def _of_experts(ctx: Context, key: Any, lost: Lost) -> bool:
     """Whether what was lost belongs to experts: rows that a choice decided about, and weights of their own for some of them."""
+    if isinstance(key, Routing) and _of_relations(ctx, key):
+        return False
     if not isinstance(key, Routing):
         # Members of an ensemble are computed like experts, and nothing decides between them.
         return lost.code not in _BY_ROWS or decided(ctx, lost.node)
@@ -81,6 +86,22 @@ def _of_experts(ctx: Context, key: Any, lost: Lost) -> bool:
     if not rows:
         return not _one_weight(ctx, key.node)
     return len(own) < 2 or len(set(map(frozenset, own.values()))) > 1
+
+
+def _of_relations(ctx: Context, routing: Routing) -> bool:
+    """Whether numbers say what rows are, and no score has chosen them: a kind for each row, from outside, as relations of a graph."""
+    given = tensor(routing.node)
+    if given is None or given.dim() != 1 or choices(ctx) or resumed_at(routing.node.meta.get("stack_trace") or ""):
+        return False
+    seen, stack = {routing.node}, [routing.node]
+    while stack:
+        node = stack.pop()
+        call = ctx.calls.get(node)
+        if node.op != "placeholder" and (call is None or call.name not in _TAKE):
+            return False
+        stack += [n for n in node.all_input_nodes if n not in seen]
+        seen.update(node.all_input_nodes)
+    return True
 
 
 def _one_weight(ctx: Context, ids: Node) -> bool:
