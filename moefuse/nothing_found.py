@@ -22,17 +22,35 @@ from moefuse.few_bits import held
 from moefuse.opaque import NOTHING_CHOSEN
 from moefuse.report import Fused, FusionReport, Skipped
 from moefuse.runs import Begun
-from moefuse.stops import TORCH, Stop
+from moefuse.stops import TORCH, Stop, users_place
 from moefuse.suspects import Pair, Suspect, modules_of, place_of, suspects
 
 LEFT = "an earlier torch.compile, of another model or backend, had Dynamo skip this code for all; call torch.compiler.reset() first"
 
 _UNSAFE = "HOP: Unsafe side effect"
+_ONCE = "`torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True` does so in forward alone"
 _COLLECTED = (
     "the body of a checkpoint adds to a list outside of it. Where that list is made and used up within the compiled call, "
     "`checkpoint(..., use_reentrant=False)` is traced (a Trainer's `gradient_checkpointing_kwargs={'use_reentrant': False}`); "
-    "else `torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True` adds in forward alone"
+    f"else {_ONCE}"
 )
+_WRITTEN = {
+    "List": "",
+    "NNModule": "sets an attribute of a module",
+    "Dict": "writes to a dict outside of it",
+    "Set": "adds to a set outside of it",
+    "UserDefinedObject": "sets an attribute of an object",
+    "Cell": "assigns a variable outside of it",
+}
+"""What the body of a checkpoint does, by a part of the name of Dynamo's class for what it does it to."""
+
+
+def _written(stop: Stop) -> str:
+    """Why a checkpoint is not traced that changes a Python object, and what to do: eager does it again in backward."""
+    does = next((text for kind, text in _WRITTEN.items() if kind in stop.changed), "changes a Python object outside of it")
+    advice = "Return the value from the checkpointed function, or do so outside of it"
+    return f"the body of a checkpoint {does}. {advice}; else {_ONCE}" if does else _COLLECTED
+
 
 _LEAKS = "requires_grad_() intermediate"
 _INPUTS = (
@@ -305,12 +323,12 @@ def _cause(report: FusionReport, found: Suspect, evidence: str, around: Stop | N
         # One place may have stopped several attempts; what a reader meets elsewhere, too, is what Dynamo did there in the end.
         same = (other for other in report.stops if other.text in report.graph_breaks and other.inside(file, lines) == place)
         stop = next(same, stop)
-        hint = _COLLECTED if _UNSAFE in stop.text else f"torch's hint: {stop.hint}"
-        reason = _users(stop.text).removesuffix(f" at {place}") + (f"; {hint}" if stop.hint else "")
+        hint = _written(stop) if _UNSAFE in stop.text else f"torch's hint: {stop.hint}"
+        reason = _users(stop).removesuffix(f" at {place}") + (f"; {hint}" if stop.hint else "")
         return f"the graph breaks inside it ({reason}), and what is left in graphs is no whole layer", place
     if around is not None:
         hint = f"; {_INPUTS}" if any(_LEAKS in other.text for other in report.stops) else ""
-        return f"the graph breaks in what is around it ({_users(around.text)}), and all of that runs in eager{hint}", own
+        return f"the graph breaks in what is around it ({_users(around)}), and all of that runs in eager{hint}", own
     texts = [text for text in report.opaque if text != NOTHING_CHOSEN]
     if texts:
         return texts[0], own
@@ -329,10 +347,13 @@ def _cause(report: FusionReport, found: Suspect, evidence: str, around: Stop | N
     return "no graph has its experts in it, or none in a form that moefuse reads", own
 
 
-def _users(text: str) -> str:
-    """The text of a break without its place, where that is torch's own code."""
-    reason, _, place = text.rpartition(" at ")
-    return reason if place.startswith(TORCH) else text
+def _users(stop: Stop) -> str:
+    """The text of a break, with the user's line where its place is torch's own code."""
+    reason, _, place = stop.text.rpartition(" at ")
+    if not place.startswith(TORCH):
+        return stop.text
+    own = users_place(stop.stack)
+    return f"{reason} at {own}" if own else reason
 
 
 __all__ = ["missing", "watch"]

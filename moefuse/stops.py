@@ -6,7 +6,7 @@ import linecache
 import os
 import re
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,11 +27,13 @@ class Stop:
         text: ``reason at file:line``.
         stack: the user's stack there as (file, line), outermost first.
         hint: torch's advice, where that is a setting; empty without one.
+        changed: what the program was about to change, by the kind of object that Dynamo knows it as; empty if nothing.
     """
 
     text: str
     stack: tuple[tuple[str, int], ...] = ()
     hint: str = ""
+    changed: str = ""
 
     @property
     def by_data(self) -> bool:
@@ -74,9 +76,14 @@ def resumed_at(trace: str) -> str:
     return "" if found is None else f"{frames[-1][0]}:{found[1]}"
 
 
+def users_place(stack: Sequence[tuple[str, int]]) -> str:
+    """The innermost ``file:line`` of a stack that is a user's; empty without one."""
+    return next((f"{path}:{line}" for path, line in reversed(stack) if of_the_user(path)), "")
+
+
 def of_the_user(path: str) -> bool:
     """Whether a file is neither torch's nor what moefuse puts between a module and its caller."""
     return not path.startswith(_BETWEEN)
 
 
-__all__ = ["TORCH", "Stop", "code_at", "of_the_user", "resumed_at"]
+__all__ = ["TORCH", "Stop", "code_at", "of_the_user", "resumed_at", "users_place"]

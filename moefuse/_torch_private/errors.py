@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 import types
 from collections.abc import Iterator, Sequence
@@ -78,19 +79,25 @@ def graph_break(made: object) -> Stop | None:
     reason = getattr(made, "compile_subgraph_reason", None)
     if reason is None or not reason.graph_break:
         return None
-    return Stop(break_text(reason.reason, reason.user_stack), _places(reason.user_stack), _setting(reason.reason))
+    return Stop(break_text(reason.reason, reason.user_stack), _places(reason.user_stack), _setting(reason.reason), _changed(reason.reason))
 
 
 def tracing_stop(error: BaseException) -> Stop:
     """Where and why an error ended Dynamo's tracing."""
     stack = getattr(error, "real_stack", None) or ()
-    return Stop(break_text(str(error).strip() or type(error).__name__, stack), _places(stack), _setting(error))
+    return Stop(break_text(str(error).strip() or type(error).__name__, stack), _places(stack), _setting(error), _changed(error))
 
 
 def _setting(message: object) -> str:
     """The first of Dynamo's hints that is about a setting."""
     hints = (line.strip().partition("Hint: ")[2] for line in str(message).splitlines() if line.strip().startswith("Hint: "))
     return next((hint for hint in hints if "torch._dynamo.config." in hint and not any(flag in hint for flag in _CAPTURE_FLAGS)), "")
+
+
+def _changed(message: object) -> str:
+    """The kind of object that a traced function must not write to, if that is why Dynamo stopped."""
+    found = re.search(r"Attempted to mutate (\w+?)Variable", str(message))
+    return "" if found is None else found[1]
 
 
 def _places(stack: Sequence[Any]) -> tuple[tuple[str, int], ...]:
