@@ -25,9 +25,10 @@ _MOST = 20
 
 def quietly(function: Callable[..., Any], *args: Any, otherwise: Any = None, **kwargs: Any) -> Any:
     """What a function that only explains says; ``otherwise`` where it fails."""
+    passing: tuple[type[BaseException], ...] = (FusionError, *_torch_private.dynamo_control_flow())
     try:
         return function(*args, **kwargs)
-    except (FusionError, *_torch_private.dynamo_control_flow()):
+    except passing:
         raise
     except Exception as error:
         _say(error)

@@ -173,9 +173,7 @@ def _related(frame: Frame, gm: torch.fx.GraphModule, result: Any, report: Fusion
     return True
 
 
-_UNSEEN = (
-    "it lies in the memory of {other}, and torch takes them for apart (one memory in two storages, as NumPy's views of an array are)"
-)
+_UNSEEN = "it lies in the memory of {other}, and torch takes them for apart (one memory in two storages, as NumPy's views of an array are)"
 _UNASKED = "no guard can tell that in each call ({why})"
 
 

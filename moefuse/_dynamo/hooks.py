@@ -46,7 +46,7 @@ class Observer(Protocol):
 
     registering: bool
     fused: bool
-    related: Sequence[relations.Input]
+    related: list[relations.Input]
     crossed: bool
     insists: bool
 

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from moefuse.passes.graph.calls import Call, plain_name
+from moefuse.passes.graph.calls import Call
+from moefuse.passes.graph.writes import plain_name
 
 _VARYING = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 

@@ -135,7 +135,7 @@ def _apply(rule: Rule, ctx: Context, node: Node, call: Call) -> Any:
         return None
     if not given.unread:
         return fact
-    argument = ", ".join(f"{name}={named(value) if isinstance(value, Node) else value}" for name, value in given.unread)
+    argument = ", ".join(f"{name}={named(value).strip('`') if isinstance(value, Node) else value}" for name, value in given.unread)
     return ctx.lost("no-rule", node, op=call.name, argument=argument) if isinstance(fact, Lost) or _carries(fact) else None
 
 
