@@ -347,3 +347,44 @@ def test_whether_a_compiled_program_calls() -> None:
 
 def test_static_address() -> None:
     assert _torch_private.static_address(torch.zeros(1))._dynamo_static_input_type == "unguarded"  # type: ignore[attr-defined]
+
+
+def test_tensors_in_memory() -> None:
+    """Those with addresses, and what a tensor of a class of its own is made of."""
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    plain = torch.ones(3)
+    assert _torch_private.in_memory(plain) == [plain]
+    assert [t.data_ptr() for t in _torch_private.in_memory(TwoTensor(plain, plain))] == [plain.data_ptr()] * 2  # type: ignore[no-untyped-call]
+    assert _torch_private.in_memory(torch.ones(3, device="meta")) == []
+    assert _torch_private.in_memory(torch.eye(2).to_sparse()) == []
+
+
+def test_names_in_guards() -> None:
+    """What Dynamo's expressions for inputs call."""
+    assert {"___from_numpy", "torch", "device"} <= set(_torch_private.guard_names())
+
+
+def test_endings_are_guarded() -> None:
+    """An action at the end of a call that raises changes nothing of it, unless it is an error that the user asked for."""
+    from moefuse import FusionError, explaining
+
+    def run(error: Exception) -> torch.Tensor:
+        def backend(gm: torch.fx.GraphModule, _: object) -> object:
+            call = _torch_private.running_call()
+            assert call is not None
+
+            def raises() -> None:
+                raise error
+
+            call.at_end("a test", raises)
+            return gm.forward
+
+        torch._dynamo.reset()
+        result: torch.Tensor = torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
+        return result
+
+    assert explaining.quietly
+    torch.testing.assert_close(run(KeyError("made for this test")), torch.full((2,), 2.0))
+    with pytest.raises(FusionError, match="asked for"):
+        run(FusionError("asked for"))
