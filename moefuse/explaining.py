@@ -25,12 +25,11 @@ _MOST = 20
 
 def quietly(function: Callable[..., Any], *args: Any, otherwise: Any = None, **kwargs: Any) -> Any:
     """What a function that only explains says; ``otherwise`` where it fails."""
-    passing: tuple[type[BaseException], ...] = (FusionError, *_torch_private.dynamo_control_flow())
     try:
         return function(*args, **kwargs)
-    except passing:
-        raise
     except Exception as error:
+        if isinstance(error, (FusionError, *_torch_private.dynamo_control_flow())):
+            raise
         _say(error)
         return otherwise() if callable(otherwise) else otherwise
 

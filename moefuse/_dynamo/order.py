@@ -8,8 +8,8 @@ from torch.fx import Graph, Node
 def early(graph: Graph) -> Node | None:
     """The first node that stands in front of something that it reads; None in a graph that is in order."""
     seen: set[Node] = set()
-    node: Node
-    for node in graph.nodes:
+    nodes: list[Node] = list(graph.nodes)
+    for node in nodes:
         if not seen.issuperset(node.all_input_nodes):
             return node
         seen.add(node)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import types
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
@@ -62,7 +62,7 @@ class Ledger:
     collects: bool = True
     parametrizes: bool = True
     broken: bool = False
-    met: list[relations.Input] = field(default_factory=list)
+    met: Sequence[relations.Input] = ()
     unrelated: str = ""
     erred: bool = False
     seen: set[str] = field(default_factory=set)
@@ -103,7 +103,7 @@ class Frame:
         self.elements: list[counts.Elements] = []
         self.has_graph = False
         self.fused = False  # whether experts are, in the graph of this attempt
-        self.related: list[relations.Input] = []  # what the graph is given, where it writes to some of that
+        self.related: Sequence[relations.Input] = []  # what the graph is given, where it writes to some of that
         self.crossed = False  # whether it does so between experts that are one op now
         self.registering = False
         self.traced: set[types.CodeType] = set()
@@ -151,7 +151,7 @@ class Frame:
         return self.ledger.seen
 
     @property
-    def met(self) -> list[relations.Input]:
+    def met(self) -> Sequence[relations.Input]:
         """What a graph that was given up is given, because it writes to what its experts read."""
         return self.ledger.met
 
@@ -356,7 +356,7 @@ class Frame:
         if not ledger.unroll and any(loop.represented for loop in self.loops.made):
             self.unroll("; ".join(p.detail for p in problems) or why)
         ledger.off = True
-        ledger.met = self.related if self.crossed and not ledger.unrelated else []
+        ledger.met = self.related if self.crossed and not ledger.unrelated else ()
         for new in skipped or refusals(problems):
             if new not in ledger.refusals:
                 ledger.refusals.append(replace(new, given_up=True))
