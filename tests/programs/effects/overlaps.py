@@ -25,7 +25,8 @@ WRITES = ("self.side.mul_(0.5)", "self.side.add_(1)", "self.side[0] = 0.25", "se
 def statements(rng: random.Random, spelling: Spelling) -> list[tuple[str, str]]:
     """(place, statement) of what the caller does before each call, and of a write."""
     given = [rng.choice(APART) if rng.random() < (0.7 if number == 0 else 0.25) else rng.choice(WITHIN) for number in range(3)]
-    place, write = rng.choice(spelling.places), rng.choice(WRITES)
+    between = [place for place in spelling.places if place in LOOPED]
+    place, write = rng.choice(between if between and rng.random() < 0.5 else spelling.places), rng.choice(WRITES)
     if place in LOOPED and spelling.body in UNROLLED and rng.random() < 0.7:
         write = f"if e == {rng.randrange(E)}: {write}"
     return [*((RELATED, f"layer.side = {value}") for value in given), (place, write)]
