@@ -249,8 +249,10 @@ class Reports(tuple[FusionReport, ...]):
         done, found = self.layers
         lines: dict[str, int] = {}
         for report in self:
+            kinds = ", ".join(tree.kind for _, tree in report.modules) or "no module"
             for line in str(report).split("\n")[1:] if report.fused or report.skipped else [f"  {report.summary}"]:
-                lines[line] = lines.get(line, 0) + 1
+                named = line.replace("(no module)", f"({kinds})", 1)
+                lines[named] = lines.get(named, 0) + 1
         head = f"moefuse: fused {done} of {_count(found, 'MoE layer')} in {_count(len(self), 'compiled function')}"
         return "\n".join([head, *(line if number == 1 else f"{line}  ({number} times)" for line, number in lines.items())])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import linecache
 import logging
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import moefuse
-from moefuse import pipeline
+from moefuse import called, history, pipeline
 from tests.cpu.test_left_frames import E, Expert, H, K, Layer, X
 from tests.programs.effects import changes
 
@@ -378,3 +379,20 @@ def test_a_break_that_a_refusal_brings_is_part_of_it() -> None:
     text = str(moefuse.explain(layer, X))
     assert [line.split()[0] for line in text.splitlines()[1:]] == ["skipped"]
     assert "1 graph break" in text
+
+
+def test_an_experts_implementation_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There was no report of what runs moefuse's op in eager."""
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.setattr(called, "_modules", weakref.WeakKeyDictionary())
+    monkeypatch.setattr(history, "_compilations", None)
+    config = transformers.Qwen3MoeConfig(
+        num_hidden_layers=2, hidden_size=16, intermediate_size=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8,
+        vocab_size=17, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(config, experts_implementation="moefuse").eval()
+    assert moefuse.last_report() is None
+    with torch.no_grad():
+        model(input_ids=torch.tensor([[3, 4, 5]]))
+    text = str(report())
+    assert "Qwen3MoeExperts (2 modules) runs moefuse::experts on cpu, outside of torch.compile" in text

@@ -28,6 +28,7 @@ import moefuse
 from moefuse import _torch_private
 from moefuse._dynamo import checkpoints, parametrized, points
 from moefuse._torch_private import inductor
+from moefuse.runs import Begun
 
 POINTS = {
     "torch._inductor": ["list_options", "list_mode_options"],
@@ -388,3 +389,27 @@ def test_endings_are_guarded() -> None:
     torch.testing.assert_close(run(KeyError("made for this test")), torch.full((2,), 2.0))
     with pytest.raises(FusionError, match="asked for"):
         run(FusionError("asked for"))
+
+
+def test_the_beginning_of_a_call() -> None:
+    """A hook of the context makes an object in each call, which is among what the call ends with; reset() makes another epoch."""
+    found = []
+
+    def backend(gm: torch.fx.GraphModule, _inputs: object) -> object:
+        call = _torch_private.running_call()
+        assert call is not None
+        found.append(call.held(Begun))
+        return gm.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: x + 1, backend=backend)
+    compiled(torch.ones(3))
+    assert found == [None]  # of ours only
+    context = torch._dynamo.eval_frame.optimize(backend=backend)
+    _torch_private.at_each_call(context, Begun)
+    context(lambda x: x + 2)(torch.ones(3))
+    assert isinstance(found[1], Begun)
+    before = _torch_private.epoch()
+    assert _torch_private.epoch() is before
+    torch._dynamo.reset()
+    assert _torch_private.epoch() is not before
