@@ -39,13 +39,14 @@ STATES = 8
 class _Calls:
     """Calls of one kind for which code is left: of modules that are still there, with the hooks and submodules that they had then.
 
-    ``said``: when a report was last known to say so.
+    ``said``: when a report was last known to say so. ``wrong``: the program raises in them.
     """
 
     def __init__(self, refs: tuple[weakref.ref[Any], ...]) -> None:
         self.refs = refs
         self.states: list[State] = []
         self.said = now()
+        self.wrong = False
 
     def gone(self) -> bool:
         """Whether a module has gone, which can have left its identity to another."""
@@ -116,7 +117,7 @@ def convert(
         calls = _left(known, key) or _left(known, (*key, *_sizes(frame.f_locals)))
         if calls is not None:
             _eager(frame)
-            if _same(owner, found) in frame_state.get(_EVER, ()):
+            if not calls.wrong and _same(owner, found) in frame_state.get(_EVER, ()):
                 again(calls.said)
                 calls.said = now()
             return _nothing()
@@ -161,7 +162,9 @@ def _remember(result: Any, frame: Any, frame_state: dict[str, Any], owner: objec
         result.apply_to_code = False
         # Whoever wants an error has it in each call.
         if not (fused and not wrong and attempt is not None and attempt.insists):
-            _note(known, key, owner, found).states.append(state)
+            calls_left = _note(known, key, owner, found)
+            calls_left.states.append(state)
+            calls_left.wrong = wrong
 
 
 def _note(known: _Remembered, key: tuple[Any, ...], owner: object, found: list[nn.Module]) -> _Calls:
