@@ -34,7 +34,14 @@ def explain(model: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Fusi
     with _torch_private.not_compiled(model) as inner, _torch_private.borrowed_dynamo() as log:
         call = trial.compiled(inner)
         with taken_back(inner, args, kwargs):
-            call(*args, **kwargs)
+            try:
+                call(*args, **kwargs)
+            except Exception as error:
+                log.refresh()
+                told = trial.taken()
+                told.graph_breaks = log.breaks
+                error.add_note(f"what moefuse.explain had found when the call raised this:\n{told}")
+                raise
             log.refresh()
             report = trial.taken()
             report.graph_breaks = log.breaks

@@ -26,10 +26,11 @@ def named(node: Node) -> str:
     """A value as the user knows it, in backticks where that is code: the variable it is assigned to, or the expression it comes from."""
     if node.op in ("placeholder", "get_attr"):
         return _given(node)
-    frame = _frame(node)
-    if frame is not None:
-        line, start = frame
-        variable = next((name for name in (node.name, re.sub(r"_\d+$", "", node.name)) if _assigns(line, name)), None)
+    frames = _frames(node)
+    if frames:
+        line, start = frames[0]
+        names = (node.name, re.sub(r"_\d+$", "", node.name))
+        variable = next((name for own, _ in frames for name in names if _assigns(own, name)), None)
         text = variable or _expression(line[start:], raw_name(node))
         if text and len(text) <= _LONGEST and "`" not in text:
             return f"`{text}`"
@@ -52,14 +53,11 @@ def operation(node: Node) -> str:
     return raw_name(node) if node.op in ("call_function", "call_method") else "its input"
 
 
-def _frame(node: Node) -> tuple[str, int] | None:
-    """(the user's line that made a node, where its expression begins), as torch recorded them."""
+def _frames(node: Node) -> list[tuple[str, int]]:
+    """(a line of the user's that made a node, where its expression begins), the innermost first, as torch recorded them."""
     frames = [found for found in _FRAME.findall(node.meta.get("stack_trace") or "") if of_the_user(found[0])]
-    if not frames:
-        return None
-    _, line, marks = frames[-1]
-    shown = marks or line
-    return line, len(shown) - len(shown.lstrip())
+    shown = [(line, marks or line) for _, line, marks in reversed(frames)]
+    return [(line, len(marks) - len(marks.lstrip())) for line, marks in shown]
 
 
 def _expression(text: str, name: str) -> str:

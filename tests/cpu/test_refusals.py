@@ -172,7 +172,8 @@ CASES: dict[str, Case] = {
     "experts-differ": Case(ExpertsDiffer, "expert 2 differs from expert 0: operation gelu instead of silu"),
     "missing-experts": Case(MissingExperts, "only experts 0..2 are computed, of 4"),
     "ids-not-distinct": Case(
-        IdsNotDistinct, "a repeated expert id for one token would count once here; ids that do not come from top-k can repeat"
+        IdsNotDistinct,
+        "a repeated expert id of a token would count once here: nothing shows that `ids` has none, as what top-k gives has none",
     ),
     "ids-out-of-range": Case(
         IdsOutOfRange,
@@ -191,7 +192,8 @@ CASES: dict[str, Case] = {
         ExpertChoice, "experts choose their tokens here, not tokens their experts: every expert has the same number of rows"
     ),
     "tokens-differ": Case(
-        TokensDiffer, "the experts' input rows do not line up with the expert ids: `scale` is not a value per row of the same experts"
+        TokensDiffer,
+        "the experts' input rows do not line up with the expert ids: `scale` ({number}) is not a value per row of the same experts",
     ),
     "encoding-unknown": Case(
         Unpacked,
@@ -241,7 +243,10 @@ CASES: dict[str, Case] = {
     ),
     "excluded": Case(Model, "the module path matches options['exclude']", options=Options(exclude=r"^mlp$"), marker="plain", module="mlp"),
     "limit": Case(Plain, "options['max_rewrites'] regions were fused already", options=Options(max_rewrites=0), marker="plain"),
-    "context-differs": Case(ContextDiffers, "the experts run under another grad mode or autocast than their sum"),
+    "context-differs": Case(
+        ContextDiffers,
+        "the experts run under another grad mode or autocast than their sum: {number} is computed without gradients ({number}), the sum over the experts with gradients",
+    ),
     "transformed": Case(Transformed, "torch.func transforms the experts here (grad), and their fused op has no rules for that"),
     "not-lowered": Case(
         NotLowered,
@@ -262,7 +267,7 @@ CASES: dict[str, Case] = {
     ),
     "effects-differ": Case(
         Counting,
-        "the rewritten graph would do something else than the program: `copy_` is gone (please report it)",
+        "the rewritten graph would do something else than the program: `self.seen.copy_(x.detach().mean(0)[:K])` is gone (please report it)",
         arrange=losing_writes,
     ),
     "graph-differs": Case(
