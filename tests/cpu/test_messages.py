@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,15 +15,13 @@ from torch.utils.checkpoint import checkpoint
 import moefuse
 from moefuse.report import FusionReport
 
-H, I, E, K, T = 16, 12, 4, 2, 9
-
-Share = Callable[[Any, Tensor, Tensor, Tensor], None]
+H, WIDTH, E, K, T = 16, 12, 4, 2, 9
 
 
 class Expert(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(H, I), nn.Linear(I, H)
+        self.up, self.down = nn.Linear(H, WIDTH), nn.Linear(WIDTH, H)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.gelu(self.up(x)))  # type: ignore[no-any-return]
@@ -118,7 +115,7 @@ class FirstSlot(Layer):
 class Stacks(Layer):
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b = nn.Parameter(torch.randn(E, I, H)), nn.Parameter(torch.randn(E + 1, H, I))
+        self.a, self.b = nn.Parameter(torch.randn(E, WIDTH, H)), nn.Parameter(torch.randn(E + 1, H, WIDTH))
 
     def share(self, out: Tensor, x: Tensor, expert: Any, e: int, tok: Tensor, w: Tensor, slot: Tensor) -> Tensor:
         out.index_add_(0, tok, F.linear(F.gelu(F.linear(x[tok], self.a[e])), self.b[e]) * w)
@@ -167,7 +164,7 @@ class Printing(Layer):
         gates = scores * torch.zeros_like(scores).scatter_(1, ids, 1)
         outs = [expert(x) for expert in self.experts]
         if torch.isnan(gates).any():
-            print("no number")
+            print("no number")  # noqa: T201
             gates[torch.isnan(gates)] = 0
         return (gates.unsqueeze(-2) * torch.stack(outs, -1)).sum(-1)
 
@@ -271,7 +268,7 @@ def test_what_a_checkpoint_changes(write: str, said: str) -> None:
 def test_what_explain_found_stays_with_what_the_call_raises() -> None:
     class Raising(Behind):
         def forward(self, x: Tensor) -> Tensor:
-            out = super().forward(x)
+            super().forward(x)
             torch._dynamo.graph_break()
             raise ValueError("the user's own")
 

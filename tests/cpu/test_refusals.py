@@ -245,7 +245,8 @@ CASES: dict[str, Case] = {
     "limit": Case(Plain, "options['max_rewrites'] regions were fused already", options=Options(max_rewrites=0), marker="plain"),
     "context-differs": Case(
         ContextDiffers,
-        "the experts run under another grad mode or autocast than their sum: {number} is computed without gradients ({number}), the sum over the experts with gradients",
+        "the experts run under another grad mode or autocast than their sum: "
+        "{number} is computed without gradients ({number}), the sum over the experts with gradients",
     ),
     "transformed": Case(Transformed, "torch.func transforms the experts here (grad), and their fused op has no rules for that"),
     "not-lowered": Case(
@@ -267,7 +268,8 @@ CASES: dict[str, Case] = {
     ),
     "effects-differ": Case(
         Counting,
-        "the rewritten graph would do something else than the program: `self.seen.copy_(x.detach().mean(0)[:K])` is gone (please report it)",
+        "the rewritten graph would do something else than the program: "
+        "`self.seen.copy_(x.detach().mean(0)[:K])` is gone (please report it)",
         arrange=losing_writes,
     ),
     "graph-differs": Case(
