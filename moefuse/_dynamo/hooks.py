@@ -46,7 +46,7 @@ class Observer(Protocol):
 
     registering: bool
     fused: bool
-    related: list[relations.Input]
+    related: Sequence[relations.Input]
     crossed: bool
     insists: bool
 
