@@ -214,7 +214,7 @@ class FusionReport:
             first = fused[0]
             errors = [f.error for f in fused if f.error is not None]
             at_most = "at most " if len(errors) > 1 else ""
-            error = f"error {at_most}{max(errors):.2g}" if errors else "not verified"
+            error = f"error {at_most}{max(errors):.2g} of what rounding may make" if errors else "not verified"
             beside = " and a shared expert" if first.shared else ""
             sizes = [(f.workspace, f.tokens) for f in fused if f.workspace is not None]
             memory = f", {max(sizes)[0] / 2**20:.2g} MiB for {max(sizes)[1]} tokens" if sizes else ""
