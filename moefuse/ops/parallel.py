@@ -196,7 +196,7 @@ class _Dispatch(torch.autograd.Function):
         with below_autograd():
             out = ops.ep_dispatch.default(rows, ids, place, slots, of_weight(terms, TRAINED), layer)
         ctx.tokens, ctx.terms, ctx.layer = ids.shape[0], terms, layer
-        ctx.differ = [row.is_floating_point() for row in rows]
+        ctx.differ = [row.is_floating_point() and row.dtype.itemsize > 1 for row in rows]  # codes have no gradients
         ctx.mark_non_differentiable(*(o for o, differs in zip(out[:count], ctx.differ, strict=True) if not differs), *out[count:])
         ctx.save_for_backward(*out[count + 1 :])
         ctx.set_materialize_grads(True)
