@@ -16,6 +16,7 @@ from moefuse import _torch_private, history, pipeline
 from moefuse._dynamo import left
 from moefuse.capture import entry
 from moefuse.code_order import forward_of, router_decides
+from moefuse.compilations import is_in
 from moefuse.config import Options
 from moefuse.errors import CODES, FusionError, message
 from moefuse.few_bits import held
@@ -121,7 +122,7 @@ def _look(call: _torch_private.RunningCall, options: Options, owner: object) -> 
 
 
 def _concerns(fused: Fused, skipped: Skipped) -> bool:
-    return history.is_in(fused.module, skipped.module) or history.is_in(skipped.module, fused.module)
+    return is_in(fused.module, skipped.module) or is_in(skipped.module, fused.module)
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ import torch
 
 from moefuse import _torch_private, pipeline, slow_paths
 from moefuse.capture import entry
+from moefuse.compilations import Compilations
 from moefuse.config import Options
 from moefuse.explaining import history, nothing_found
-from moefuse.history import Compilations
 from moefuse.report import FusionReport
 from moefuse.undo import taken_back
 

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 import moefuse
 from moefuse import _torch_private, history, nothing_found, pipeline
+from moefuse.compilations import is_in
 from moefuse.report import FusionReport
 
 H, E, K = 8, 4, 2
@@ -275,7 +276,7 @@ def _untrue(report: FusionReport | None, ran: int, layers: int) -> list[str]:
     if report is None:
         return ["no report"]
     names = [f"layers.{at}" for at in range(layers)]
-    refused = {name for name in names for s in report.skipped if history.is_in(s.module, name) or history.is_in(name, s.module)}
+    refused = {name for name in names for s in report.skipped if is_in(s.module, name) or is_in(name, s.module)}
     found = []
     if report.layers[1] != layers:
         found.append(f"{report.layers[1]} layers, there are {layers}")
