@@ -37,6 +37,12 @@ def named(node: Node) -> str:
     return f"what `{raw_name(node)}` computes"
 
 
+def wrote(node: Node) -> str:
+    """What a node has written to memory, as the user knows it."""
+    text = named(node)
+    return f"{text.removesuffix(' computes')} wrote" if text.startswith("what ") else f"what {text} wrote"
+
+
 def placed(node: Node, beside: Node) -> str:
     """A value as the user knows it, with its line where that is not the one of the message."""
     where = location(node)

@@ -10,6 +10,7 @@ from torch.fx import Node
 from moefuse.errors import message
 from moefuse.passes.graph.calls import module_path, tensor
 from moefuse.passes.graph.named import named, operation
+from moefuse.passes.graph.op_classes import SAME_NUMBER
 from moefuse.passes.infer.state import Context
 from moefuse.passes.ir.expr import Gate, has_linear, walk, weight_leaves
 from moefuse.passes.ir.facts import Buffer, Lost, Many, Routing, RowNumber, Rows, Sum
@@ -23,7 +24,7 @@ _CONSEQUENCES = frozenset(("missing-experts", "experts-differ", "not-weighted", 
 
 _BY_ROWS = frozenset(("not-row-local", "no-rule", "not-combined", "experts-differ", "tokens-differ"))
 """What may be said of any rows that several weights compute."""
-_TAKE = frozenset("getitem index_select select eq where nonzero squeeze flatten reshape view to long contiguous unbind".split())
+_TAKE = SAME_NUMBER | frozenset("index_select select eq where nonzero long unbind".split())
 """What takes some of given numbers and computes none."""
 _FAR = 256
 """So many operations are looked at behind ids."""

@@ -13,7 +13,7 @@ from torch.fx import Graph, Node
 
 from moefuse.capture.siblings import keep
 from moefuse.passes.graph.calls import fake
-from moefuse.passes.graph.named import named
+from moefuse.passes.graph.named import named, wrote
 from moefuse.passes.graph.op_classes import ASSERTS, MODES, SIZE_QUERIES, draws
 from moefuse.passes.graph.sharded import is_gathered
 from moefuse.passes.infer.state import Context, Standin
@@ -119,7 +119,7 @@ class _Reader:
                 expected = memory.version(name, add)
                 reads = any(name in memory.storages(i) for i in self.before.reads.get(add, ()))
                 if reads and expected not in gone.adds and self.last.get(name) is not expected:
-                    lost = "what was there before" if expected is None else f"what {named(expected)} wrote"
+                    lost = "what was there before" if expected is None else wrote(expected)
                     raise EffectsDifferError(add, f"would not add to {lost}")
 
     def _check(self, node: Node) -> None:
@@ -130,7 +130,7 @@ class _Reader:
                     raise EffectsDifferError(node, f"would not find the experts' result in {named(source)}")
                 expected = self.ctx.memory.version(name, node)
                 if self.last.get(name) is not expected:
-                    lost = "what was there before" if expected is None else f"what {named(expected)} wrote"
+                    lost = "what was there before" if expected is None else wrote(expected)
                     raise EffectsDifferError(node, f"would not find {lost} in {named(source)}")
 
     def _follow(self, node: Node) -> None:

@@ -63,13 +63,13 @@ def test_a_write_that_somebody_reads_must_stay() -> None:
         return y.sum()
 
     traced = trace(program)
-    assert problem(traced, lambda g: g.erase_node(named(traced, "add_"))) == "sum_1 would not find what `add_` wrote in `mul`"
+    assert problem(traced, lambda g: g.erase_node(named(traced, "add_"))) == "sum_1 would not find what `add_` wrote in what `mul` computes"
 
 
 def test_a_reader_must_not_move_behind_a_write() -> None:
     traced = trace(lambda x: (y := x * 1, y.sum(), y.add_(1))[1])
     said = problem(traced, lambda g: named(traced, "add_").append(named(traced, "sum")))
-    assert said == "sum_1 would not find what was there before in `mul`"
+    assert said == "sum_1 would not find what was there before in what `mul` computes"
 
 
 def accumulate(x: Any, x2: Any) -> Any:
@@ -161,4 +161,4 @@ def test_a_write_of_a_region_that_was_read_before_its_end_must_stay() -> None:
         return out * 2, middle
 
     traced = trace(program)
-    assert problem(traced, replaced(traced, redirect=True)) == "sum_1 would not find what `add_` wrote in `zeros_like`"
+    assert problem(traced, replaced(traced, redirect=True)) == "sum_1 would not find what `add_` wrote in what `zeros_like` computes"
