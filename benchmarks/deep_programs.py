@@ -74,9 +74,9 @@ def _loops(cut: bool, twisted: bool) -> tuple[Any, Check]:
 
 EFFECTS = (
     "views", "updates", "python", "neutral", "ids", "draws", "twins", "promises", "later", "orders", "casts", "layouts",
-    "numbers", "meanwhile", "mixed",
+    "numbers", "meanwhile", "kinks", "options", "ambient", "overlaps", "changes", "mixed",
 )  # fmt: skip
-"""As tests.programs.effects.NAMES, which needs a torch to be imported."""
+"""As tests.programs.effects.NAMES, which needs a torch to be imported, and programs that change between calls."""
 
 DRAWN: dict[str, Callable[[], tuple[Any, Check]]] = {
     **{name.lower(): lambda name=name: _spelling(name) for name in ("Selected", "Filled", "Masked", "Slots", "Sorted", "Dense")},  # type: ignore[misc]
@@ -136,6 +136,8 @@ def _effects(kind: str, seed: int) -> dict[str, Any]:
     """Programs with effects, of so many seeds in a row; one that fails is made small, and the shard goes on."""
     from tests.programs.effects import draw, shrunk, verdict
 
+    if kind == "changes":
+        return _changes(seed)
     done: set[str] = set()
     failed: list[str] = []
     programs: list[str] = []
@@ -155,6 +157,16 @@ def _effects(kind: str, seed: int) -> dict[str, Any]:
             failed.append(f"{kind} {number} with {behind}: {found.wrong[:3]} {found.codes}"[:500])
             programs.append(str(small))
     return {"keys": sorted(done), **counts, **({"failed": "\n".join(failed), "program": "\n\n".join(programs)} if failed else {})}
+
+
+def _changes(seed: int) -> dict[str, Any]:
+    """Programs that change between calls, whose reports are compared with what ran."""
+    from tests.programs.effects import changes
+
+    drawn = [(number, changes.draw(number)) for number in range(seed * SHARD, (seed + 1) * SHARD)]
+    found = [(number, p, wrong) for number, p in drawn if (wrong := changes.wrong(p))]
+    failed = {"failed": "\n".join(f"changes {n}: {w[:1]}"[:500] for n, _, w in found), "program": "\n\n".join(str(p) for _, p, _ in found)}
+    return {"keys": sorted({_key(str(p)) for _, p in drawn}), "fused": len(drawn), **(failed if found else {})}
 
 
 def _key(program: str) -> str:
