@@ -8,6 +8,7 @@ import logging
 import os
 import threading
 import traceback
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
@@ -29,6 +30,7 @@ from moefuse.flows import Flow, flow_of
 from moefuse.grouping import pattern
 from moefuse.module_names import ModuleNames, annotate, roots_of
 from moefuse.report import FusionReport, RejectedError, Skipped
+from moefuse.stops import Stop
 
 # Named after the backend, not after this file: it is the name in the documentation for TORCH_LOGS.
 log = logging.getLogger("moefuse.backend")
@@ -108,7 +110,7 @@ def rewrite_and_keep(
     if stop is not None:
         report.graph_breaks.append(stop.text)
         report.stops.append(stop)
-        report.followed += [stop.place] if frame is not None and frame.gave_up and stop.by_data else []
+        report.followed += quietly(_followed, frame, stop, otherwise=[])
     saved = _saved(gm, report)
     if saved is None:
         return _unless_joined(frame, gm, report), None
@@ -116,7 +118,8 @@ def rewrite_and_keep(
         # Imported here, so that a broken install of the passes cannot break a program either.
         from moefuse.passes import driver
 
-        with _torch_private.unobserved():
+        with _torch_private.unobserved(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what the program's operations say of made-up values concerns nobody
             result = driver.fuse(gm, example_inputs, options, **({"assumptions": assumptions} if assumptions else {}))
     except _torch_private.dynamo_control_flow():
         raise
@@ -198,6 +201,11 @@ def _overlap(frame: Frame, gm: torch.fx.GraphModule, written: Mapping[Node, Node
         return None
     details = {"name": named(name), "detail": detail}
     return Skipped("overlap", message("overlap", details), module_path(written[name]), location(written[name]))
+
+
+def _followed(frame: Frame | None, stop: Stop) -> list[str]:
+    """The place of a break that comes of a refusal."""
+    return [stop.place] if frame is not None and frame.gave_up and stop.by_data else []
 
 
 def _note_weights(frame: Frame | None, gm: torch.fx.GraphModule, report: FusionReport) -> None:

@@ -93,6 +93,8 @@ class StubResult:
     fused: list[Fused] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    written: dict[torch.fx.Node, torch.fx.Node] = field(default_factory=dict)
+    crossed: bool = False
 
 
 @dataclass

@@ -56,6 +56,8 @@ class Form:
         if name not in self.defaults:
             return False
         default = self.defaults[name]
+        if isinstance(value, list | tuple) and isinstance(default, list | tuple):
+            return tuple(value) == tuple(default)
         numbers = all(isinstance(v, int | float) and not isinstance(v, bool) for v in (value, default))
         return value is default or ((numbers or type(value) is type(default)) and bool(value == default))
 

@@ -54,8 +54,8 @@ class Breaks(Dense):
 
 @pytest.fixture
 def _no_history(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(history, "_compilations", history.Compilations())
-    monkeypatch.setattr(history, "_owner", None)
+    monkeypatch.setattr(history, "_compilations", None)
+    monkeypatch.setattr(history, "_kept", {})
     monkeypatch.setattr(pipeline, "_warned", set())
 
 

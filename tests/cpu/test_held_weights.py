@@ -121,7 +121,7 @@ def test_one_expert_that_is_plain(which: int) -> None:
     (skipped,) = compiled.report.skipped
     assert (skipped.code, f"experts.{which}" in skipped.module) == ("quantised", True)
     others = type(model.experts[1].up).__name__
-    assert f"_{which}_" in skipped.message
+    assert f"`experts.{which}.up`" in skipped.message
     assert f"is a plain tensor in bfloat16, beside others that are held as `{others}`" in skipped.message
 
 

@@ -272,7 +272,7 @@ BELOW = {
 _MADE: dict[str, Callable[[Tensor], Any]] = {
     "Tensor": lambda t: t, "Optional[Tensor]": lambda t: t, "List[Tensor]": lambda t: [t], "int": lambda t: 1, "float": lambda t: 1.0,
     "str": lambda t: "", "bool": lambda t: False, "List[int]": lambda t: [1], "List[float]": lambda t: [1.0],
-    "List[bool]": lambda t: [True], "List[str]": lambda t: [""],
+    "List[bool]": lambda t: [True], "List[str]": lambda t: [""], "Optional[List[Tensor]]": lambda t: [t],
 }  # fmt: skip
 
 

@@ -164,7 +164,7 @@ CASES: dict[str, Case] = {
     "mutation": Case(Mutation, "`h` is changed in place while the experts use it"),
     "overlap": Case(
         Overlap,
-        "`l_self_last` is written to here, and may be memory of what the experts read: it lies in the memory of `l_self_window`, and torch "
+        "`last` is written to here, and may be memory of what the experts read: it lies in the memory of `window`, and torch "
         "takes them for apart (one memory in two storages, as NumPy's views of an array are)",
         captured=True,
     ),

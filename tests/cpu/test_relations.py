@@ -267,7 +267,7 @@ def test_through_inductor_and_the_report() -> None:
     for a, b in zip(call(compiled, layer, "first rows", 1, False), wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
     (told,) = _report().skipped
-    assert (told.code, told.message) == ("mutation", "`l_x_` is changed in place while the experts use it")
+    assert (told.code, told.message) == ("mutation", "`x` is changed in place while the experts use it")
 
 
 def test_strict_raises_for_the_call_that_overlaps() -> None:
@@ -303,7 +303,7 @@ def test_where_no_guard_can_be_had(broken: str, monkeypatch: pytest.MonkeyPatch)
         torch.testing.assert_close(call(compiled, layer, relation, number, False), wanted, rtol=1e-4, atol=1e-4)
     told = next(s for s in seen.report.skipped if s.code == "overlap")
     why = "SyntaxError: <made for this test>" if broken == "no expression" else "what they come from cannot be looked at"
-    name, reader_of = "l_self_buffers_buffer_", "may be memory of what the experts read"
+    name, reader_of = "buffer", "may be memory of what the experts read"
     assert told.message == f"`{name}` is written to here, and {reader_of}: no guard can tell that in each call ({why})"
     assert told.location.startswith(__file__)
 
