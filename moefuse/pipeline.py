@@ -30,7 +30,6 @@ from moefuse.flows import Flow, flow_of
 from moefuse.grouping import pattern
 from moefuse.module_names import ModuleNames, annotate, roots_of
 from moefuse.report import FusionReport, RejectedError, Skipped
-from moefuse.stops import Stop
 
 # Named after the backend, not after this file: it is the name in the documentation for TORCH_LOGS.
 log = logging.getLogger("moefuse.backend")
@@ -110,7 +109,7 @@ def rewrite_and_keep(
     if stop is not None:
         report.graph_breaks.append(stop.text)
         report.stops.append(stop)
-        report.followed += quietly(_followed, frame, stop, otherwise=[])
+        report.followed += [] if frame is None else frame.follows(stop)
     saved = _saved(gm, report)
     if saved is None:
         return _unless_joined(frame, gm, report), None
@@ -201,11 +200,6 @@ def _overlap(frame: Frame, gm: torch.fx.GraphModule, written: Mapping[Node, Node
         return None
     details = {"name": named(name), "detail": detail}
     return Skipped("overlap", message("overlap", details), module_path(written[name]), location(written[name]))
-
-
-def _followed(frame: Frame | None, stop: Stop) -> list[str]:
-    """The place of a break that comes of a refusal."""
-    return [stop.place] if frame is not None and frame.gave_up and stop.by_data else []
 
 
 def _note_weights(frame: Frame | None, gm: torch.fx.GraphModule, report: FusionReport) -> None:

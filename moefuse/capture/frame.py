@@ -20,7 +20,7 @@ from moefuse.capture.bytecode import GENERATOR, Code
 from moefuse.capture.loops import Loops
 from moefuse.capture.scopes import OTHER_WAY, Scopes
 from moefuse.errors import CODES, first_line
-from moefuse.explaining import module_names
+from moefuse.explaining import module_names, quietly
 from moefuse.module_names import Matching, ModuleNames
 from moefuse.report import FusionReport, Skipped
 from moefuse.stops import Stop, code_at
@@ -424,8 +424,12 @@ class Frame:
         """The frame ends here and runs in eager."""
         text = f"{first_line(error)} (this function runs in eager){control.place(error)}"
         stop = _torch_private.tracing_stop(error)
-        followed = [stop.place] if self.gave_up and stop.by_data else []
-        self._skipped(self._report(graph_breaks=[text], stops=[*self.ledger.stops, stop], followed=followed))
+        self._skipped(self._report(graph_breaks=[text], stops=[*self.ledger.stops, stop], followed=self.follows(stop)))
+
+    def follows(self, stop: Stop) -> list[str]:
+        """The place of a break that comes of a refusal, or nothing."""
+        found: list[str] = quietly(lambda: [stop.place] if self.gave_up and stop.by_data else [], otherwise=[])
+        return found
 
     def _report(self, **found: Any) -> FusionReport:
         ledger = self.ledger
