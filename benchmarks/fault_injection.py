@@ -27,10 +27,11 @@ def one(name: str, seed: int, most: int, small: bool) -> dict[str, Any]:
     """Search for one fault from one seed."""
     import torch
 
-    from tests.programs.effects import changes
+    from tests.programs.effects import changes, floats
 
-    if name in changes.FAULTS:
-        return _of_changes(name, seed, most)
+    for kind in (changes, floats):
+        if name in kind.FAULTS:
+            return _of_calls(kind, name, seed, most)
 
     from tests.programs.effects import shrunk
     from tests.programs.effects.faults import FAULTS, search
@@ -51,12 +52,10 @@ def one(name: str, seed: int, most: int, small: bool) -> dict[str, Any]:
     return {"fault": name, "seed": seed, "programs": ran, "fused": fused, "found": False, "seconds": round(time.perf_counter() - start, 1)}
 
 
-def _of_changes(name: str, seed: int, most: int) -> dict[str, Any]:
-    """The same for programs that change between calls, whose reports may be untrue."""
-    from tests.programs.effects import changes
-
+def _of_calls(kind: Any, name: str, seed: int, most: int) -> dict[str, Any]:
+    """The same for programs that change between calls, whose reports may be untrue, and for those whose floats do."""
     start = time.perf_counter()
-    found = changes.search(name, most, seed)
+    found = kind.search(name, most, seed)
     seconds = round(time.perf_counter() - start, 1)
     if found is None:
         return {"fault": name, "seed": seed, "programs": most, "found": False, "seconds": seconds}
@@ -64,7 +63,7 @@ def _of_changes(name: str, seed: int, most: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    from tests.programs.effects import changes
+    from tests.programs.effects import changes, floats
     from tests.programs.effects.faults import FAULTS
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -72,7 +71,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3, help="searches for each fault")
     parser.add_argument("--small", action="store_true", help="make what is found small, which takes longer than to find it")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
-    parser.add_argument("--faults", type=lambda text: text.split(","), default=[*FAULTS, *changes.FAULTS])
+    parser.add_argument("--faults", type=lambda text: text.split(","), default=[*FAULTS, *changes.FAULTS, *floats.FAULTS])
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     found = []

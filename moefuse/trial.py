@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -145,8 +146,10 @@ class _Trial:
 
     def compiled(self, model: _Call) -> _Call:
         def backend(gm: torch.fx.GraphModule, example_inputs: Sequence[object]) -> _torch_private.CompiledFn:
-            report = pipeline.rewrite(gm, example_inputs, self.options, entry.frame())
-            compiled = _torch_private.compile_front(gm, example_inputs)
+            frame = entry.frame()
+            report, saved = pipeline.rewrite_and_keep(gm, example_inputs, self.options, frame)
+            compiler = functools.partial(_torch_private.compile_front, gm, example_inputs)
+            compiled = pipeline.compile_or_restore(gm, report, saved, frame, compiler)
             # Behind the compiler: where it gives up on a graph, Dynamo comes back with parts of it.
             self._found.record(report, history.place(report))
             return self._found.watched(report, compiled, example_inputs)

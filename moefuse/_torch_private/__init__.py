@@ -207,6 +207,9 @@ from moefuse._torch_private.errors import (
 from moefuse._torch_private.errors import (
     tracing_stop as tracing_stop,
 )
+from moefuse._torch_private.floats import (
+    has_floats as has_floats,
+)
 from moefuse._torch_private.inductor import (
     compile_fx as compile_fx,
 )

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 
+from moefuse._torch_private.floats import compiled_for_their_values
 from moefuse._torch_private.order import communicates, keep_order
 from moefuse._torch_private.tensors import is_distributed
 from moefuse._torch_private.types import CompiledFn
@@ -78,7 +79,8 @@ def compile_fx(
             config_patches = saving_meshes_last(config_patches)
     inputs: Any = list(example_inputs)
     named: dict[str, Any] = {} if name is None else {"compile_region_name": name}
-    return cast(CompiledFn, inductor_compile_fx(gm, inputs, config_patches=config_patches, **named))
+    with compiled_for_their_values(gm):
+        return cast(CompiledFn, inductor_compile_fx(gm, inputs, config_patches=config_patches, **named))
 
 
 @functools.cache

@@ -66,6 +66,19 @@ class Balances(Loop):
         return ids, scores.gather(1, ids)
 
 
+class Usage(Loop):
+    """Inductor cannot compile a bincount, and moefuse takes back what it made traceable."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("usage", torch.zeros(E, dtype=torch.long))
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        ids, weights = super().route(x)
+        self.usage += torch.bincount(ids.flatten(), minlength=E)
+        return ids, weights
+
+
 class Counts(Loop):
     """A graph of its own for each value of an attribute."""
 
@@ -131,6 +144,17 @@ def test_a_break_behind_inductors_back_is_reported() -> None:
     assert any("Dynamic shape operator" in reason for reason in report.graph_breaks), report
     assert second == (1, []), "behind the break, tokens and ids come with a size of their own each"
     assert not [note for note in report.notes if note.startswith("less is fused")], report
+
+
+def test_a_graph_that_inductor_cannot_take_breaks_where_it_does_in_fact(caplog: pytest.LogCaptureFixture) -> None:
+    """And Dynamo does not say that the backend is broken."""
+    said = moefuse.explain(Usage(), torch.randn(T, H))
+    assert not [r for r in caplog.records if "Backend compiler" in r.getMessage()], caplog.text
+    assert in_fact(Usage(), T) == [(1, [])]
+    report = moefuse.last_report()
+    assert report is not None
+    assert {*said.graph_breaks} == {*report.graph_breaks}
+    assert len({*said.graph_breaks}) == 1, said
 
 
 @pytest.mark.parametrize(("program", "guard"), [(Counts, "self.calls == "), (Remembers, "len(self.seen) == ")])

@@ -64,6 +64,7 @@ POINTS = {
     "torch._subclasses.functional_tensor": ["FunctionalTensor", "FunctionalTensorMode"],
     "torch._logging._internal": ["trace_structured"],
     "torch.utils._filelock": ["FileLock"],
+    "torch.utils._sympy.symbol": ["SymT", "symbol_is_type"],
     "torch._C._autograd": ["_saved_tensors_hooks_set_tracing", "_unsafe_set_version_counter"],
     "torch.utils._python_dispatch": ["TorchDispatchMode", "is_traceable_wrapper_subclass"],
     "torch.utils._pytree": ["tree_map_only"],
