@@ -61,6 +61,9 @@ _ALL_DIFFER = "the experts do not all compute the same: {detail}"
 _NOT_ALL = "not all experts are computed for all choices of a token: {detail}"
 """``missing-experts`` where what is missing has no numbers, or is no expert."""
 
+_SEVERAL = "the experts are computed {times} times into one sum here, and a fused op computes each once"
+"""``missing-experts`` where there are all, and more."""
+
 _OVERWRITTEN = "expert rows are assigned here, not added: of a token's {choices} experts, only the one that is written last stays"
 """``not-combined`` where there is an accumulator, and nothing adds to it."""
 
@@ -98,6 +101,8 @@ def _text(code: str, details: Mapping[str, object]) -> str:
         return _ALL_DIFFER
     if code == "missing-experts" and "detail" in details:
         return _NOT_ALL
+    if code == "missing-experts" and "times" in details:
+        return _SEVERAL
     if code == "not-combined" and "into" in details:
         return _INTO
     if code == "not-combined" and "by" in details:

@@ -9,10 +9,11 @@ the way of its experts was. It is one if it is built so (:mod:`moefuse.suspects`
 from __future__ import annotations
 
 import functools
+import os
 import re
 from dataclasses import dataclass, replace
 
-from moefuse import _torch_private, history, pipeline
+from moefuse import _torch_private, history, inside_experts, pipeline
 from moefuse._dynamo import left
 from moefuse.capture import entry
 from moefuse.code_order import forward_of, router_decides
@@ -28,6 +29,7 @@ from moefuse.suspects import Pair, Suspect, modules_of, place_of, suspects
 
 LEFT = "an earlier torch.compile, of another model or backend, had Dynamo skip this code for all; call torch.compiler.reset() first"
 
+_BY_SIZE, _IN_LOOP = "Dynamic shape operator", "graph break in loop"
 _UNSAFE = "HOP: Unsafe side effect"
 _ONCE = "`torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True` does so in forward alone"
 _COLLECTED = (
@@ -273,6 +275,9 @@ def _refusal(call: _Call, here: FusionReport, found: Suspect, evidence: str, sta
         return held
     # What this call met says more than what others did.
     met = here if here.stops or here.graph_breaks else call.report
+    known = inside_experts.refusal(_stop(met, found), found)
+    if known is not None:
+        return known
     cause, location = _limit(met, found, evidence, start) or _cause(met, found, evidence, _in_eager(call, found))
     return Skipped("nothing-found", CODES["nothing-found"].format(what=found.what, cause=cause), module=found.name, location=location)
 
@@ -312,18 +317,28 @@ def _limit(report: FusionReport, found: Suspect, evidence: str, start: int) -> t
     return f"{text}; what it runs further, it runs in eager. Raise that limit", evidence or (f"{file}:{lines.start}" if file else "")
 
 
+def _stop(report: FusionReport, found: Suspect) -> Stop | None:
+    """The break in a module's forward function that is in the way."""
+    file, lines = found.place
+    first = next((stop for stop in report.stops if stop.inside(file, lines) is not None), None)
+    if first is None:
+        return None
+    # One place may have stopped several attempts. Capture had taken a size that depends on data, and was stopped by something else; a loop
+    # is only around what has stopped it. Of the rest, what a reader meets elsewhere, too, is what Dynamo did there in the end.
+    here = [stop for stop in report.stops if stop.inside(file, lines) == first.inside(file, lines)]
+    told = [stop for stop in here if not stop.text.startswith((_BY_SIZE, _IN_LOOP))] or here
+    return next((stop for stop in told if stop.text in report.graph_breaks), told[0])
+
+
 def _cause(report: FusionReport, found: Suspect, evidence: str, around: Stop | None) -> tuple[str, str]:
     """(why nothing was found, where to look)."""
     file, lines = found.place
     own = evidence or (f"{file}:{lines.start}" if file else "")
     if entry.left_by_another(found.module):
         return LEFT, own
-    stop = next((stop for stop in report.stops if stop.inside(file, lines) is not None), None)
+    stop = _stop(report, found)
     if stop is not None:
         place = stop.inside(file, lines) or ""
-        # One place may have stopped several attempts; what a reader meets elsewhere, too, is what Dynamo did there in the end.
-        same = (other for other in report.stops if other.text in report.graph_breaks and other.inside(file, lines) == place)
-        stop = next(same, stop)
         hint = _written(stop) if _UNSAFE in stop.text else f"torch's hint: {stop.hint}"
         reason = _users(stop).removesuffix(f" at {place}") + (f"; {hint}" if stop.hint else "")
         return f"the graph breaks inside it ({reason}), and what is left in graphs is no whole layer", place
@@ -354,7 +369,7 @@ def _users(stop: Stop) -> str:
     if not place.startswith(TORCH):
         return stop.text
     own = users_place(stop.stack)
-    return f"{reason} at {own}" if own else reason
+    return f"{reason} in {os.path.basename(place.rpartition(':')[0])} at {own}" if own else reason
 
 
 __all__ = ["missing", "watch"]

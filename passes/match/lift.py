@@ -289,6 +289,10 @@ def _over_experts(ctx: Context, parts: list[Part], anchor: Node, rest: Weightles
         return count
     every = [*numbers, *(rest.numbers if rest is not None else ())]
     if every != list(range(count + (len(rest.numbers) if rest is not None else 0))):
+        times = len(numbers) // max(len(set(numbers)), 1)
+        if times > 1 and numbers == sorted([*set(numbers)] * times):
+            return ctx.lost("missing-experts", anchor, times=times)
+        numbers = sorted(set(numbers))
         run = numbers == list(range(numbers[0], numbers[-1] + 1))
         present = f"{numbers[0]}..{numbers[-1]}" if run else ", ".join(map(str, numbers))
         choices = max((p.rows.domain.routing.choices or 0 for p in parts if p.rows.domain.routing is not None), default=0)

@@ -10,6 +10,7 @@ from torch.fx import Node
 
 from moefuse.ops.held import holds
 from moefuse.passes.graph.calls import tensor
+from moefuse.passes.graph.modes import autocast_dtype
 from moefuse.passes.graph.named import named
 from moefuse.passes.graph.op_classes import COPIES, LOOKS_AT, SIZE_QUERIES
 from moefuse.passes.graph.sharded import gather_of
@@ -206,10 +207,12 @@ def _computed_in(ctx: Context, region: Region) -> Lost | None:
         return ctx.lost("dtype-unsupported", found[0].node, dtype=names, detail="the products of one expert compute in several dtypes")
     for e, (out, held) in rounded.items():
         names = f"{out} from {held} weights".replace("torch.", "")
+        rounds = autocast_dtype(ctx.mode[e.node], tensor(e.node).device.type) is not None  # type: ignore[union-attr]
+        casts = "autocast inside the experts" if rounds else "rows and weights of the experts differ in dtype"
         if not holds(held, out):
-            return ctx.lost("dtype-unsupported", region.anchor, dtype=names, detail="autocast inside the experts")
+            return ctx.lost("dtype-unsupported", region.anchor, dtype=names, detail=casts)
         if gather_of(e.weight.parts or (e.weight.source,)) is not None:
-            return ctx.lost("dtype-unsupported", region.anchor, dtype=names, detail="autocast inside the experts, which are sharded")
+            return ctx.lost("dtype-unsupported", region.anchor, dtype=names, detail=f"{casts}, which are sharded")
     return None
 
 

@@ -1,0 +1,92 @@
+"""What is in the way is named where Dynamo stops before any rule sees it, and where a refusal's usual words would be untrue."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import moefuse
+from tests.cpu.test_messages import WIDTH, E, H, K, Layer, T, told_of_a_graph
+
+
+class Expert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(H, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, H)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.norm(self.up(x))))  # type: ignore[no-any-return]
+
+
+class Normed(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(Expert() for _ in range(E))
+
+
+class Twice(Layer):
+    """The same experts twice into one accumulator."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.router(x).softmax(-1).topk(K)
+        out = torch.zeros_like(x)
+        for _ in range(2):
+            for e, expert in enumerate(self.experts):
+                tok, slot = torch.where(ids == e)
+                out.index_add_(0, tok, expert(x[tok]) * weights[tok, slot, None])
+        return out
+
+
+def hooked(register: str) -> Callable[[], Layer]:
+    def build() -> Layer:
+        layer = Layer()
+        for expert in layer.experts:
+            getattr(expert, register)(lambda *_: None)
+        return layer
+
+    return build
+
+
+def doubled() -> Layer:
+    def double(_module: Any, _inputs: Any, out: Tensor) -> None:
+        out.register_hook(lambda grad: grad * 2)
+
+    layer = Layer()
+    for expert in layer.experts:
+        expert.register_forward_hook(double)
+    return layer
+
+
+MIXED = "`batch_norm` mixes the rows of an expert"
+WATCHED = "a hook observes a value inside the experts"
+CASES: dict[str, tuple[Callable[[], Layer], str, str]] = {
+    "batch norm in training": (lambda: Normed().train(), "not-row-local", MIXED),
+    "batch norm": (lambda: Normed().eval(), "nothing-found", "in batchnorm.py at"),
+    "backward hook": (hooked("register_full_backward_hook"), "hook", WATCHED),
+    "hook before backward": (hooked("register_full_backward_pre_hook"), "hook", WATCHED),
+    "hook of a tensor": (doubled, "hook", WATCHED),
+    "twice": (Twice, "missing-experts", "the experts are computed 2 times into one sum here"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_the_reason_is_named(name: str) -> None:
+    build, code, text = CASES[name]
+    report = moefuse.explain(build(), torch.randn(T, H))
+    assert code in [s.code for s in report.skipped], report
+    found = next(s for s in report.skipped if s.code == code)
+    assert text in found.message, found.message
+    assert not told_of_a_graph(report)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_a_hook_of_the_router_is_none_of_the_experts() -> None:
+    layer = Layer()
+    layer.router.register_full_backward_hook(lambda *_: None)
+    assert "hook" not in [s.code for s in moefuse.explain(layer, torch.randn(T, H)).skipped]
