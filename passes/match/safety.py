@@ -319,7 +319,7 @@ def _escapes(ctx: Context, region: Region) -> Lost | None:
             if holder and ctx.position[user] > last:
                 continue
             code = "hook" if call is not None and call.name == "register_hook" else "value-escapes"
-            return ctx.lost(code, user, name=named(node))
+            return ctx.lost(code, node if user.op == "output" else user, name=named(node))
     return _stale(ctx, region)
 
 

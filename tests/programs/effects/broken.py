@@ -151,3 +151,8 @@ EQUAL_LAYERS: Broken = ((driver, "signature", _by_names_alone),)
 
 TANGENTS_UNSEEN: Broken = ((composite, "_transformed", lambda tensors, whole: False),)
 """Where forward-mode AD is on, kernels run as ever."""
+
+# --- words ------------------------------------------------------------------------------------------------------------------------
+
+NAMES_OF_NODES: Broken = ((safety, "named", lambda node: f"`{node.name}`"),)
+"""Refusals of regions name values as the graph does."""

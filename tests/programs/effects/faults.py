@@ -154,6 +154,15 @@ FAULTS: dict[str, Fault] = {
         ("options",),
         GRADIENTS,
     ),
+    "names of nodes": Fault(
+        "a refusal names a value as the graph does, and not as the program",
+        broken.NAMES_OF_NODES,
+        replace(
+            _program("dense", ("inside", "self.experts[0].up.weight.data.mul_(0.9)")),
+            spelling=Spelling("dense", "softmax", expert="modules"),
+        ),
+        ("views", "updates", "mixed"),
+    ),
 }
 """By name."""
 

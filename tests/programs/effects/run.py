@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import inspect
 import logging
 import re
 import warnings
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from moefuse import Options, pipeline
 from moefuse.capture import entry
 from moefuse.report import FusionReport
+from tests.programs.effects import layers, words
 from tests.programs.effects.ambient import AROUND
 from tests.programs.effects.layers import SIZED, H
 from tests.programs.effects.overlaps import relate
@@ -79,6 +81,8 @@ def verdict(p: Program, behind: str = "eager") -> Verdict:
         wrong = [] if got is None else [got] if isinstance(got, str) else _unlike(got, expected)
         if not wrong and isinstance(got, list) and behind == "eager" and (unsaid := _unsaid(got, expected, report)):
             return Verdict([unsaid])
+        if not wrong and behind == "eager" and (said := words.untrue(report, p.source + source_of_layers())):
+            return Verdict(said, fused=len(report.fused), codes=[s.code for s in report.skipped])
         found = Verdict(wrong, fused=len(report.fused), codes=[s.code for s in report.skipped], stopped=got is None)
         if not wrong:
             return found
@@ -88,6 +92,12 @@ def verdict(p: Program, behind: str = "eager") -> Verdict:
         found.wrong = _unseen(p, _ours(p, "aot_eager" if behind == "eager" else behind, wrong, expected), expected)
         found.theirs = [] if found.wrong else wrong
         return found
+
+
+@functools.cache
+def source_of_layers() -> str:
+    """What all programs have in common."""
+    return inspect.getsource(layers)
 
 
 def _unseen(p: Program, wrong: list[str], expected: list[Seen]) -> list[str]:
