@@ -90,3 +90,15 @@ def test_a_hook_of_the_router_is_none_of_the_experts() -> None:
     layer = Layer()
     layer.router.register_full_backward_hook(lambda *_: None)
     assert "hook" not in [s.code for s in moefuse.explain(layer, torch.randn(T, H)).skipped]
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_a_value_that_a_hook_gives_away_has_a_line() -> None:
+    """The graph returns it, and that is no statement of the program's."""
+    kept: list[Tensor] = []
+    layer = Layer()
+    for expert in layer.experts:
+        expert.register_forward_hook(lambda _module, _inputs, out: kept.append(out))
+    (found,) = moefuse.explain(layer, torch.randn(T, H)).skipped
+    assert found.code == "value-escapes"
+    assert ".py:" in found.location
