@@ -25,5 +25,6 @@ def test_a_part_of_an_expert(two: Workers) -> None:
 
 def test_layers_that_differ_on_one_rank(two: Workers) -> None:
     """Nothing is put together of weights that are not of one layer, and nothing is changed."""
-    for text in two.run(moved.other_orders):
-        assert text.startswith("8 first: rank 1 runs gathered 0.weight of second "), text
+    for own, text in zip(("first", "second"), two.run(moved.other_orders), strict=True):
+        assert text.startswith(f"8 {own}: rank 1 runs gathered 0.weight of second "), text
+        assert ", where rank 0 runs gathered 0.weight of first " in text
