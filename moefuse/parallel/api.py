@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from moefuse import _torch_private
 from moefuse._dynamo import lengths
 from moefuse.errors import ParallelError
-from moefuse.parallel import checks, copies, same, views
+from moefuse.parallel import checks, copies, same
+from moefuse.parallel.calls import gathering_once
 from moefuse.parallel.cost import cheapest
 from moefuse.parallel.find import Site, experts_of, parameters_of
 from moefuse.parallel.meshes import Grid, grid
@@ -141,7 +142,7 @@ def _spread(model: nn.Module, sites: Sequence[Site], wheres: Sequence[Where]) ->
     for site, where in zip(sites, wheres, strict=True):
         shard(site, where)
     for layer in dict.fromkeys(site.layer for site in sites):
-        views.gathering_once(model.get_submodule(layer))
+        gathering_once(model.get_submodule(layer))
     held = tuple(dict.fromkeys((site.module, name) for site in sites for name in sharded_names(site.module)))
     _torch_private.not_for_ddp(model, held)
     return held

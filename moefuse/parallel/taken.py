@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from moefuse.errors import ParallelError
 from moefuse.parallel import views
 from moefuse.parallel.api import carrier
+from moefuse.parallel.calls import gathering_once
 from moefuse.parallel.cost import cheapest
 from moefuse.parallel.meshes import register
 from moefuse.parallel.placement import linear
@@ -49,7 +50,7 @@ def _take(module: nn.Module, kind: type[nn.Module], mesh: DeviceMesh, tokens: To
         return kind.forward(self, *(a.to_local() if isinstance(a, DTensor) else a for a in args), **kwargs)
 
     hold(module, Held(where, {name: name for name in parameters}), {"train": kind.train, "forward": forward})
-    views.gathering_once(module)
+    gathering_once(module)
 
 
 def _wanted(parameters: dict[str, Any], group: groups.Group) -> str:

@@ -98,21 +98,9 @@ def with_properties(module: nn.Module, properties: Mapping[str, Callable[[Any], 
     module.__class__ = subclass(type(module), {**{name: property(read) for name, read in properties.items()}, **(body or {})})
 
 
-def gathering_once(module: nn.Module) -> None:
-    """Let every call of a module gather each weight once."""
-    kind = type(module)
-
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return kind.forward(self, *args, **kwargs)
-        with once():
-            return kind.forward(self, *args, **kwargs)
-
-    module.__class__ = subclass(kind, {"forward": forward, _ONCE: True})
-
-
 ORIGINAL = "_moefuse_original"
-_ONCE = "_moefuse_gathers_once"
+ONCE = "_moefuse_gathers_once"
+"""Of the class of a layer that gathers each weight once in a call (``calls.py``)."""
 
 
 def subclass(kind: type[nn.Module], body: dict[str, Any]) -> type[nn.Module]:
@@ -132,5 +120,5 @@ def is_ours(module: nn.Module) -> bool:
 
 
 def is_spread(module: nn.Module) -> bool:
-    """Whether a layer's class is one that :func:`gathering_once` has made."""
-    return hasattr(type(module), _ONCE)
+    """Whether a layer's class is one that ``calls.gathering_once`` has made."""
+    return hasattr(type(module), ONCE)

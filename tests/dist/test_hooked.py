@@ -1,0 +1,45 @@
+"""Loops in eager mode that call some of the experts, hooked or not: right on all ranks, whatever tokens they have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.dist import hooked
+from tests.dist.workers import Workers
+
+CASES = [(kind, hook) for kind in hooked.KINDS for hook in hooked.HOOKS if hook == "none" or kind in ("skipping", "hit")]
+
+
+@pytest.mark.parametrize(("kind", "hook"), CASES)
+def test_right(two: Workers, kind: str, hook: str) -> None:
+    """A rank without tokens, and few that want other experts on each rank; nobody waits for who calls less."""
+    for counts in ((5, 0), (1, 2)):
+        assert max(two.run(hooked.hooked, kind, hook, counts)) <= 1e-5
+
+
+@pytest.mark.parametrize("how", [{"experts": "tp"}, {"placement": "round_robin"}, {"max_tokens": 8}, {"tokens": "replicated"}], ids=str)
+def test_terms(two: Workers, how: dict[str, Any]) -> None:
+    counts = (5, 5) if "tokens" in how else (0, 5)
+    assert max(two.run(hooked.hooked, "hit", "doubles", counts, train="max_tokens" in how, **how)) <= 1e-5
+
+
+def test_a_hook_on_one_rank(two: Workers) -> None:
+    assert max(two.run(hooked.hooked, "hit", "records", (5, 0), alone=True)) <= 1e-5
+
+
+@pytest.mark.parametrize("counts", [(5, 0), (1, 2)])
+def test_computed_again(two: Workers, counts: tuple[int, int]) -> None:
+    assert max(two.run(hooked.hooked, "skipping", "doubles", counts, again=True)) <= 1e-5
+
+
+def test_in_inference(two: Workers) -> None:
+    assert max(two.run(hooked.hooked, "skipping", "records", (0, 5), train=False)) <= 1e-5
+
+
+def test_what_a_call_gives(two: Workers) -> None:
+    """Weights that a call has read are behind it; on a rank that read none they are put there."""
+    some, none = two.run(hooked.nothing_behind)
+    assert some == ["IndexAddBackward0", "False"]
+    assert none == ["_BehindBackward", "False"]
