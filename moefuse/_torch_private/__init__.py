@@ -55,6 +55,9 @@ from moefuse._torch_private.compilation import (
     compiled_code_is_stored as compiled_code_is_stored,
 )
 from moefuse._torch_private.compilation import (
+    compiles_callees as compiles_callees,
+)
+from moefuse._torch_private.compilation import (
     count as count,
 )
 from moefuse._torch_private.compilation import (

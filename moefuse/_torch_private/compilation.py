@@ -254,6 +254,13 @@ def in_compiled_call() -> bool:
     return False
 
 
+def compiles_callees() -> bool:
+    """Whether Dynamo looks at the functions that are called here, as it does between two graphs, and not in what is disabled."""
+    from torch._C._dynamo.eval_frame import get_eval_frame_callback
+
+    return get_eval_frame_callback() is not None
+
+
 def inlined_only(function: Any) -> None:
     """Dynamo traces a function where compiled code calls it, and leaves it alone where eager code does."""
     from torch._dynamo.eval_frame import skip_code

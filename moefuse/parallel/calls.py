@@ -27,7 +27,7 @@ def gathering_once(module: nn.Module) -> None:
         if torch.compiler.is_compiling():
             return kind.forward(self, *args, **kwargs)
         with views.once():
-            if _torch_private.in_compiled_call():  # its graphs gather what they read
+            if _torch_private.compiles_callees():  # its graphs gather what they read
                 return kind.forward(self, *args, **kwargs)
             weights = _gathered(self)
             return _behind(kind.forward(self, *args, **kwargs), weights)

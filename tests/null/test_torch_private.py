@@ -347,6 +347,25 @@ def test_whether_a_compiled_program_calls() -> None:
     assert not _torch_private.in_compiled_call()
 
 
+def test_whether_callees_are_compiled() -> None:
+    """Between two graphs they are, in what is disabled and elsewhere they are not."""
+    found = []
+
+    def ask() -> None:
+        torch._dynamo.graph_break()
+        found.append(_torch_private.compiles_callees())
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        y = x + 1
+        ask()
+        torch.compiler.disable(ask)()
+        return y + 1
+
+    torch.compile(program, backend="eager")(torch.zeros(1))
+    assert found == [True, False]
+    assert not _torch_private.compiles_callees()
+
+
 def test_static_address() -> None:
     assert _torch_private.static_address(torch.zeros(1))._dynamo_static_input_type == "unguarded"  # type: ignore[attr-defined]
 
