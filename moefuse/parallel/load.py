@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from moefuse.errors import ParallelError
+from moefuse.errors import ParallelError, first_line
 from moefuse.parallel.api import ON_META
 from moefuse.parallel.files import Files, opened
 from moefuse.parallel.shard import Held, holders_of, keys_of
-from moefuse.parallel.sources import Experts, Names, misfits, read, sources
+from moefuse.parallel.sources import Experts, Names, misfits, read, sources, unlike
 from moefuse.parallel.state import slots_here
 
 
@@ -64,7 +64,8 @@ def load(model: nn.Module, path: str | Path, *, strict: bool = True, merge: Mapp
         ``missing_keys`` and ``unexpected_keys``, as of ``load_state_dict``.
 
     Raises:
-        RuntimeError: with ``strict``, keys are missing or left over; or a tensor has another shape. Experts are as they were then.
+        RuntimeError: with ``strict``, keys are missing or left over; or a tensor has another shape. The model is as it was then. Or a file
+            cannot be read to its end, which the error says.
         ParallelError: the model is on the meta device; how the checkpoint's experts make those of the module is not known.
     """
     _check_memory(model)
@@ -76,6 +77,9 @@ def load(model: nn.Module, path: str | Path, *, strict: bool = True, merge: Mapp
     names = _names(model, files, {*rest, *(key for each in spread for key in each.keys)})
     found = [sources(files, names, e.places, e.held.where.experts, e.shape, (merge or {}).get(e.name, ())) for e in spread]
     wrong = [w for each, of in zip(spread, found, strict=True) if of is not None for w in misfits(files, each.own, each.shape, of)]
+    wrong += [
+        text for key, value in _plain(model, rest).items() if key in names.renamed for text in unlike(files, names.renamed[key], value)
+    ]
     if wrong:
         raise RuntimeError(_text(model, wrong))
     state = {key: _like(files.whole(names.renamed[key]), value) for key, value in rest.items() if key in names.renamed}
@@ -89,10 +93,16 @@ def load(model: nn.Module, path: str | Path, *, strict: bool = True, merge: Mapp
     unexpected = [key for key in files if key not in used]
     if strict and (missing or unexpected):
         raise RuntimeError(_text(model, [*_keys("Missing", missing), *_keys("Unexpected", unexpected)]))
-    result = model.load_state_dict(state, strict=False)
-    for each, of in zip(spread, found, strict=True):
-        if of is not None:
-            _fill(files, each, of)
+    try:
+        result = model.load_state_dict(state, strict=False)
+        for each, of in zip(spread, found, strict=True):
+            if of is not None:
+                _fill(files, each, of)
+    except Exception as error:
+        raise RuntimeError(
+            f"moefuse.load stopped in the middle of {files.path}: some weights of {type(model).__name__} are the checkpoint's on this "
+            f"rank, and some are not; load it again, or another one: {first_line(error)}"
+        ) from error
     _other_buffers(model)
     return result._replace(missing_keys=missing, unexpected_keys=unexpected)
 
@@ -115,6 +125,16 @@ def _rest(model: nn.Module, spread: set[int]) -> dict[str, Tensor]:
             if tensor is not None and id(tensor) not in spread:
                 found[f"{path}.{name}".lstrip(".")] = tensor
     return found
+
+
+def _plain(model: nn.Module, rest: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Those of modules that take a tensor as it is, and make nothing else of it."""
+
+    def plain(key: str) -> bool:
+        owner = model.get_submodule(key.rpartition(".")[0])
+        return type(owner)._load_from_state_dict is nn.Module._load_from_state_dict and not owner._load_state_dict_pre_hooks
+
+    return {key: value for key, value in rest.items() if plain(key)}
 
 
 def _names(model: nn.Module, files: Files, wanted: set[str]) -> Names:

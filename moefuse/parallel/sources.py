@@ -136,6 +136,13 @@ def misfits(files: Files, key: str, shape: Sequence[int], experts: Experts) -> I
         yield f"{key} is {list(shape)} for each expert, and its parts {[piece.size for piece in pieces]} along dimension {first.axis}"
 
 
+def unlike(files: Files, key: str, own: Tensor) -> Iterator[str]:
+    """The same of a plain tensor; torch takes one element for a number."""
+    found = files.shape(key)
+    if found != tuple(own.shape) and not (found == (1,) and own.dim() == 0):
+        yield _mismatch(key, found, own.shape)
+
+
 def _mismatch(key: str, found: Sequence[int], wanted: Sequence[int]) -> str:
     return f"size mismatch for {key}: the checkpoint has {list(found)}, the model {list(wanted)}"
 
