@@ -56,6 +56,7 @@ from moefuse.passes.match.lift import lift
 from moefuse.passes.match.packed_uses import silent
 from moefuse.passes.match.packed_uses import told as explained
 from moefuse.passes.match.refusals import refusals, text_of
+from moefuse.passes.match.safety import Spoiled
 from moefuse.passes.match.unexplained import choices, unexplained
 from moefuse.passes.prove import backward, discharge
 from moefuse.passes.prove.effects import Effects, EffectsDifferError, compare, effects
@@ -79,6 +80,8 @@ class GraphResult:
     notes: list[str] = field(default_factory=list)
     replaced: list[tuple[Region, Node]] = field(default_factory=list)
     """The fused regions, and the nodes that hold their results."""
+    spoiled: list[Node] = field(default_factory=list)
+    """What regions read that are refused for a write to it, and gradients are recorded of."""
     written: dict[Node, Node] = field(default_factory=dict)
     """The graph's inputs to whose memory it writes, and where it does so first."""
     crossed: bool = False
@@ -167,6 +170,7 @@ def _fuse_graph(gm: GraphModule, known: dict[Node, Any], run: _Run, functions: F
             known[node] = getattr(gm, str(node.target))
     claims = discharge.claims(ctx, run.assumptions)
     fused = _fuse_regions(ctx, known, run)
+    run.result.spoiled += ctx.scratch(Spoiled).leaves
     run.result.crossed |= any(_crossed(ctx, region) for region in fused) or any(s.code == "mutation" for s in run.result.skipped)
     if run.assumptions:
         _discharge(ctx, run, claims, fused)
@@ -188,9 +192,13 @@ def _notes(ctx: Context, fused: list[Region], assumptions: Sequence[Assumption])
 
 
 def _crossed(ctx: Context, region: Region) -> bool:
-    """Whether what outlives the graph is written to between the nodes of a region."""
+    """Whether what outlives the graph is written to between the nodes of a region, or behind it while backward is to come.
+
+    The op keeps its tokens for its gradients, and the program may keep gathered rows of them, which no write reaches.
+    """
     low, high = min(map(ctx.position.__getitem__, region.nodes)), ctx.position[region.anchor]
-    return any(low < ctx.position[w] < high for name, writes in ctx.writes.items() if ctx.memory.outlives(name) for w in writes)
+    positions = [ctx.position[w] for name, writes in ctx.writes.items() if ctx.memory.outlives(name) for w in writes]
+    return any(low < at and (at < high or region.trained) for at in positions)
 
 
 def _gathered(graph: Graph, run: _Run) -> None:
