@@ -140,7 +140,7 @@ FAULTS: dict[str, Fault] = {
         ("neutral", "views", "mixed"),
         {"own writes": broken.ERASED_IN_REGION},
     ),
-    "equal values, other derivatives": Fault(
+    "equal values with other derivatives": Fault(
         "a clamp at 0 becomes relu, which has another derivative there",
         broken.ONLY_VALUES,
         replace(_program("rows", ("entry", kinks.TOKENS[0]), ("hidden", f"h = {kinks.A}.clamp(min=0)"), expert="open"), grad=True),
