@@ -19,6 +19,7 @@ from moefuse.explaining import history, nothing_found, quietly
 from moefuse.replay import calls
 from moefuse.replay.choices import opened
 from moefuse.report import FusionReport
+from moefuse.runs import Begun
 
 OVERLAP = 8
 """Tokens up to which shared experts run on a stream of their own, where Inductor records CUDA graphs."""
@@ -135,4 +136,5 @@ def _frame_skipped(report: FusionReport, own: Options, owner: object) -> None:
         pipeline.publish(report, own)
 
 
+Begun.question, Begun.ended = staticmethod(_torch_private.kept_out), staticmethod(nothing_found.kept_out)
 entry.enable(backend, _capture_options, _frame_skipped)

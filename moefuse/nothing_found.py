@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import os
 import re
+import sys
 from dataclasses import dataclass, replace
 
 from moefuse import _torch_private, history, inside_experts, pipeline
@@ -103,6 +104,28 @@ def _given_up(report: FusionReport, lost: history.Lost, owner: object | None, st
     cause = "its graph has them in a form that moefuse does not read" if stop is None else f"Dynamo left the graph: {stop}"
     text = CODES["nothing-found"].format(what="experts that are fused in another call", cause=f"for this one, {cause}")
     return [Skipped("nothing-found", text, f.module, f.location) for f in history.give_up(lost, owner, start)]
+
+
+def kept_out(begun: Begun) -> None:
+    """Say of the experts of a call that ran in eager as a whole that they did, and why: something around it keeps Dynamo out."""
+    _, own, owner = entry.of_compiler(_torch_private.compiler_of_call())
+    call = _torch_private.running_call()
+    if own is None or call is None or sys.exc_info()[0] is not None or history.report_in_call(begun.at).fused:
+        return
+    report = history.report_of(owner)
+    if report is not None and report.fused:
+        lost = [("experts that are fused in another call", f.module, f.location) for f in report.fused]
+    else:
+        wanted = [s for s in suspects((call.function, *call.arguments)) if own.exclude is None or not re.search(own.exclude, s.name)]
+        lost = [(s.what, s.name, f"{s.place[0]}:{s.place[1].start}") for s in wanted if s.place[0]]
+    cause = f"{begun.kept_out}, and this call runs in eager"
+    told = [Skipped("nothing-found", CODES["nothing-found"].format(what=what, cause=cause), name, at) for what, name, at in lost]
+    if not told:
+        return
+    history.lose(owner, lambda _: True, begun.at)
+    found = FusionReport(skipped=told)
+    history.record(found, owner, history.place(found, "nothing-found"))
+    pipeline.publish(found, replace(own, strict=own.strict or own.expect is not None))
 
 
 def _look(call: _torch_private.RunningCall, options: Options, owner: object) -> None:

@@ -22,15 +22,27 @@ class Ran:
 
 
 class Begun:
-    """The beginning of a call. Of the shape that torch wants: made when a call begins, called when it ends."""
+    """The beginning of a call. Of the shape that torch wants: made when a call begins, called when it ends.
 
-    __slots__ = ("at",)
+    Attributes:
+        at: when it began.
+        kept_out: what keeps Dynamo from compiling in this call; None where nothing does.
+    """
+
+    __slots__ = ("at", "kept_out")
+
+    question: Callable[[], str | None] = staticmethod(lambda: None)
+    """Asks for ``kept_out``."""
+    ended: Callable[[Begun], None] = staticmethod(lambda _: None)
+    """Told of the end of a call in which something does."""
 
     def __init__(self) -> None:
         self.at = now()
+        self.kept_out = Begun.question()
 
     def __call__(self) -> None:
-        pass
+        if self.kept_out is not None:
+            Begun.ended(self)
 
 
 __all__ = ["Begun", "Ran", "now"]

@@ -104,7 +104,7 @@ def install(
             report last said so.
     """
     from torch._dynamo import utils
-    from torch._dynamo.convert_frame import ConvertFrame
+    from torch._dynamo.convert_frame import CatchErrorsWrapper, ConvertFrame
     from torch._dynamo.eval_frame import _TorchDynamoContext
     from torch._dynamo.output_graph import OutputGraph
     from torch._dynamo.side_effects import SideEffects
@@ -122,6 +122,7 @@ def install(
     _wrap(InstructionTranslator, "__init__", functools.partial(_on_init, start, inspect.signature(InstructionTranslator.__init__)))
     _wrap(_TorchDynamoContext, "__call__", functools.partial(_on_context, codes))
     _wrap(ConvertFrame, "__call__", functools.partial(_on_convert, limited, again))
+    _wrap(CatchErrorsWrapper, "__call__", functools.partial(_on_frame, codes))
     _wrap(InstructionTranslatorBase, "step", _on_step)
     _wrap(InstructionTranslatorBase, "run", _on_run)
     _wrap(OutputGraph, "call_user_compiler", _on_compile)
@@ -237,6 +238,13 @@ def _on_convert(
     result = left.convert(call, frame, frame_state, program, functools.partial(again, owner, frame))
     if left.limited(frame.f_code, result) and limited(owner, frame):
         result.apply_to_code = False
+    return result
+
+
+def _on_frame(codes: Callable[[Any, Any], object], original: Any, self: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
+    result = original(self, frame, *args, **kwargs)
+    if result.guarded_code is None and result.apply_to_code and _torch_private.kept_out() is not None and codes(self, None) is not None:
+        result.apply_to_code = False  # what is around the call is the reason, and not the code
     return result
 
 

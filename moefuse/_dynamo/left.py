@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
+from moefuse import _torch_private
 from moefuse._dynamo.module_state import State
 from moefuse.runs import now
 
@@ -140,6 +141,8 @@ def convert(
             frame_state.setdefault(_EVER, set()).add(_same(owner, found))
     elif _limited(result):
         _eager(frame, limit=True)
+    elif _is_left(result) and _torch_private.kept_out() is not None:
+        result.apply_to_code = False  # the transform around is the reason, and not the code
     elif _is_left(result):
         _eager(frame)
         _remember(result, frame, frame_state, owner, attempts[-1] if attempts else None)

@@ -11,8 +11,8 @@ ARGUMENTS = ("compiler_fn", "one_graph", "export", "speculation_log", "f_locals"
 """Arguments of ``InstructionTranslator.__init__`` that say whose frame it is."""
 
 POINTS: dict[str, tuple[str, ...]] = {
-    "torch._dynamo.convert_frame": ("ConvertFrame.__call__", "input_codes"),
-    "torch._dynamo.eval_frame": ("_TorchDynamoContext.__call__",),
+    "torch._dynamo.convert_frame": ("CatchErrorsWrapper.__call__", "ConvertFrame.__call__", "input_codes"),
+    "torch._dynamo.eval_frame": ("_TorchDynamoContext.__call__", "_stance"),
     "torch._dynamo.types": ("ConvertFrameReturn",),
     "torch._C._dynamo.eval_frame": ("set_code_exec_strategy", "_debug_get_cache_entry_list", "_FrameAction", "_FrameExecStrategy"),
     "torch._dynamo.symbolic_convert": (

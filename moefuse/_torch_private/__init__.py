@@ -55,6 +55,9 @@ from moefuse._torch_private.compilation import (
     compiled_code_is_stored as compiled_code_is_stored,
 )
 from moefuse._torch_private.compilation import (
+    compiler_of_call as compiler_of_call,
+)
+from moefuse._torch_private.compilation import (
     compiles_callees as compiles_callees,
 )
 from moefuse._torch_private.compilation import (
@@ -77,6 +80,9 @@ from moefuse._torch_private.compilation import (
 )
 from moefuse._torch_private.compilation import (
     is_torch_compile_call as is_torch_compile_call,
+)
+from moefuse._torch_private.compilation import (
+    kept_out as kept_out,
 )
 from moefuse._torch_private.compilation import (
     running_call as running_call,

@@ -235,6 +235,31 @@ def is_torch_compile_call(backend: object) -> bool:
     return isinstance(backend, torch._TorchCompileWrapper)
 
 
+def kept_out() -> str | None:
+    """What keeps Dynamo from compiling a call that begins here, in words; None where nothing does."""
+    from torch._dynamo import eval_frame
+    from torch.utils._python_dispatch import is_in_any_mode_without_ignore_compile_internals
+
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return "a transform of torch.func is around the compiled call; compile the function that has the transform in it"
+    if is_in_any_mode_without_ignore_compile_internals():
+        return "a TorchDispatchMode (a FlopCounterMode, for instance) is around the call"
+    stance = eval_frame._stance.stance
+    if stance in ("force_eager", "eager_on_recompile"):
+        return f'`torch.compiler.set_stance("{stance}")` is on'
+    return None
+
+
+def compiler_of_call() -> Any:
+    """What the innermost call of a compiled function around this is compiled with; None where there is none."""
+    frame: Any = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "compile_wrapper" and frame.f_code.co_filename.endswith("eval_frame.py"):
+            return getattr(frame.f_locals.get("self"), "callback", None)
+        frame = frame.f_back
+    return None
+
+
 def source_name(node: torch.fx.Node) -> str:
     """What an input of a graph is in the user's program (``L['self'].bias``); its name in the graph if nobody knows."""
     name = getattr(getattr(node, "_dynamo_source", None), "name", None)

@@ -124,7 +124,7 @@ def _codes(compiler_fn: Any, compiled: Any) -> list[types.CodeType] | None:
 
 def _limited(compiler_fn: Any, frame: Any) -> bool:
     """Dynamo compiles nothing more of code with experts, which run in eager from now on; whether every such call is an error."""
-    mark, own, owner = _ours(compiler_fn)
+    mark, own, owner = of_compiler(compiler_fn)
     if mark is None or own is None:
         return False
     lost = history.limited(owner, left.frame_of(frame.f_code), left.modules(frame.f_locals))
@@ -133,7 +133,7 @@ def _limited(compiler_fn: Any, frame: Any) -> bool:
 
 def _again(compiler_fn: Any, frame: Any, said: int) -> None:
     """A frame is left as in an earlier call, and its experts are fused in others: its report may have changed since."""
-    mark, own, owner = _ours(compiler_fn)
+    mark, own, owner = of_compiler(compiler_fn)
     number = left.frame_of(frame.f_code)
     if mark is None or own is None or not (_insists(own) or history.fused_since(owner, number, said)):
         return
@@ -142,7 +142,8 @@ def _again(compiler_fn: Any, frame: Any, said: int) -> None:
         _lost(mark, own, owner, frame, lost, "Dynamo left this function in an earlier call of this kind")
 
 
-def _ours(compiler_fn: Any) -> tuple[_Mark | None, Options | None, object]:
+def of_compiler(compiler_fn: Any) -> tuple[_Mark | None, Options | None, object]:
+    """The mark of one of our compilers, its options unless they switch it off, and what stands for the torch.compile call."""
     mark, arguments, owner = _find(compiler_fn)
     own = mark.options(arguments) if mark is not None else None
     return mark, (own if own is not None and own.enabled else None), owner

@@ -44,7 +44,7 @@ POINTS = {
     "torch._dynamo.exc": ["ShortenTraceback", "RestartAnalysis", "SkipFrame", "BackendCompilerFailed", "exceptions_allowed_to_be_fallback"],
     "torch._dynamo.utils": ["counters", "graph_break_reasons", "_compilation_metrics"],
     "torch._dynamo.convert_frame": ["_compile", "compile_lock", "input_codes"],
-    "torch._dynamo.eval_frame": ["cached_backends", "_debug_get_cache_entry_list"],
+    "torch._dynamo.eval_frame": ["cached_backends", "_debug_get_cache_entry_list", "_stance"],
     "torch._dynamo.guards": ["DeletedGuardManagerWrapper", "GuardBuilder", "_get_closure_vars"],
     "torch._dynamo.pgo": ["_CODE_STATE"],
     "torch._functorch.config": ["enable_autograd_cache"],
@@ -66,7 +66,9 @@ POINTS = {
     "torch.utils._filelock": ["FileLock"],
     "torch.utils._sympy.symbol": ["SymT", "symbol_is_type"],
     "torch._C._autograd": ["_saved_tensors_hooks_set_tracing", "_unsafe_set_version_counter"],
-    "torch.utils._python_dispatch": ["TorchDispatchMode", "is_traceable_wrapper_subclass"],
+    "torch.utils._python_dispatch": [
+        *("TorchDispatchMode", "is_traceable_wrapper_subclass", "is_in_any_mode_without_ignore_compile_internals"),
+    ],
     "torch.utils._pytree": ["tree_map_only"],
     "torch._C._dynamo.eval_frame": ["reset_code"],
     "torch._C._functorch": [
