@@ -98,3 +98,23 @@ def test_a_later_call_in_eager_is_told_until_the_graph_runs_again() -> None:
         assert _layers() == (1, 1)
         compiled(X[:5])
         assert _layers() == (0, 1)
+
+
+class NormedExperts(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        for expert in self.experts:
+            expert.up = nn.Sequential(expert.up, Std())
+
+
+class Std(nn.Module):
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        return h / (h.std(-1, keepdim=True) + 1e-3)
+
+
+@pytest.mark.filterwarnings("error")
+def test_the_proof_warns_of_nothing() -> None:
+    """With warnings as errors the layer was left, for one about rows that only the proof has."""
+    compiled = torch.compile(NormedExperts(), backend="moefuse", options={"strict": True})
+    compiled(X)
+    assert _layers() == (1, 1)
