@@ -237,14 +237,11 @@ def is_torch_compile_call(backend: object) -> bool:
 
 def kept_out() -> str | None:
     """What keeps Dynamo from compiling a call that begins here, in words; None where nothing does."""
-    from torch._dynamo import eval_frame
-    from torch.utils._python_dispatch import is_in_any_mode_without_ignore_compile_internals
-
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return "a transform of torch.func is around the compiled call; compile the function that has the transform in it"
-    if is_in_any_mode_without_ignore_compile_internals():
+    if torch.utils._python_dispatch.is_in_any_mode_without_ignore_compile_internals():
         return "a TorchDispatchMode (a FlopCounterMode, for instance) is around the call"
-    stance = eval_frame._stance.stance
+    stance = sys.modules["torch._dynamo.eval_frame"]._stance.stance
     if stance in ("force_eager", "eager_on_recompile"):
         return f'`torch.compiler.set_stance("{stance}")` is on'
     return None
