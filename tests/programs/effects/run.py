@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from moefuse import Options, pipeline
+from moefuse import Options, _torch_private, pipeline
 from moefuse.capture import entry
 from moefuse.report import FusionReport
 from tests.programs.effects import layers, words
@@ -253,7 +253,7 @@ def _fusing(p: Program, report: FusionReport, behind: str, patient: bool = True)
         report.extend(found)
         if not patient and report.skipped and not report.fused and p.spelling.body in SIZED:
             raise RefusedError
-        if behind == "eager":
+        if behind == "eager" or _torch_private.forward_level():  # as moefuse's backend: no compiler's code keeps tangents
             return gm.forward
         compiler = functools.partial(torch._dynamo.lookup_backend(behind), gm, example_inputs)
         return pipeline.compile_or_restore(gm, found, saved, frame, compiler)
