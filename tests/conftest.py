@@ -9,6 +9,7 @@ import types
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import hypothesis
 import pytest
@@ -95,6 +96,7 @@ class StubResult:
     notes: list[str] = field(default_factory=list)
     written: dict[torch.fx.Node, torch.fx.Node] = field(default_factory=dict)
     crossed: bool = False
+    replaced: list[Any] = field(default_factory=list)
 
 
 @dataclass

@@ -18,12 +18,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.fx import Node
 
+from moefuse import _torch_private
 from moefuse.capture.assumptions import Assumption
 from moefuse.passes.encodings.part import Coded
 from moefuse.passes.infer.state import Context
@@ -95,7 +97,8 @@ def _gradients(values: Inputs, around: Around, result: Node, bodies: Sequence[As
     """What differs of the gradients, or an empty text, where the region itself has none on made-up values, too."""
     graded = Graded(values.region, values.draw("random"))
     # Hooks of the user's around the call, which count or move what is kept for backward, are not for the proof.
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_itself, _itself):
+    hooked = torch.autograd.graph.saved_tensors_hooks(_itself, _itself) if _torch_private.keeps_by_hooks() else nullcontext()
+    with torch.enable_grad(), hooked:
         try:
             original = replay(around.before, values, graded.leaves, bodies).value(values.region.anchor)
         except RuntimeError:  # an operation that is made for inference
