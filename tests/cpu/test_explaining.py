@@ -138,6 +138,7 @@ def _raises(*_: Any, **__: Any) -> Any:
     raise InjectedError("it raises")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", PROGRAMS)
 @pytest.mark.parametrize("module", EXPLAINING)
 def test_a_module_that_raises_changes_no_program(module: str, kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:

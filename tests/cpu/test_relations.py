@@ -143,6 +143,7 @@ def check(make: Callable[[], Layer], order: Sequence[str], *, grad: bool = False
     return fused
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("order", ORDERS, ids=" then ".join)
 @pytest.mark.parametrize("grad", [False, True])
 def test_any_order_of_calls(order: Sequence[str], grad: bool) -> None:
@@ -155,6 +156,7 @@ def test_any_write(write: str) -> None:
     assert check(lambda: Layer(WRITES[write]), ("apart", "first rows", "apart"))[0]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("reach", ["argument", "buffer", "list", "global"])
 @pytest.mark.parametrize("place", ["before", "inside", "behind"])
 def test_wherever_it_comes_from(reach: str, place: str) -> None:
