@@ -181,9 +181,7 @@ def missing(report: FusionReport, roots: tuple[object, ...], options: Options, s
     shards = {whole: id(shard) for root in modules_of(roots) for whole, shard in _torch_private.computed_with(root).items()}
     wanted = [s for s in suspects(roots) if options.exclude is None or not re.search(options.exclude, s.name)]
     here = history.report_in_call(start) if start else report
-    unsaid = [
-        s for s in wanted if not _spoken_of(here, s, roots, shards) and (here is report or not _fine(report, here, s, roots, shards, start))
-    ]
+    unsaid = [s for s in wanted if not _spoken_of(here, s, shards) and (here is report or not _fine(report, here, s, shards, start))]
     if not unsaid:
         return []
     known = {s.place for s in wanted if s not in unsaid}
@@ -194,9 +192,9 @@ def missing(report: FusionReport, roots: tuple[object, ...], options: Options, s
     return [_refusal(call, here, s, evidence, start) for s, evidence in found if evidence is not None]
 
 
-def _fine(report: FusionReport, here: FusionReport, found: Suspect, roots: tuple[object, ...], shards: dict[int, int], start: int) -> bool:
+def _fine(report: FusionReport, here: FusionReport, found: Suspect, shards: dict[int, int], start: int) -> bool:
     """Whether enough is said of experts that a call has neither fused nor refused: they did not run in it, or it was said before."""
-    if not _spoken_of(report, found, roots, shards):
+    if not _spoken_of(report, found, shards):
         return False
     if any(_about(skipped, found) for skipped in report.skipped):
         return True
@@ -210,7 +208,7 @@ def _in_the_model(held: frozenset[int] | set[int], shards: dict[int, int]) -> fr
     return frozenset(held).union(shards[number] for number in held if number in shards)
 
 
-def _spoken_of(report: FusionReport, found: Suspect, roots: tuple[object, ...], shards: dict[int, int]) -> bool:
+def _spoken_of(report: FusionReport, found: Suspect, shards: dict[int, int]) -> bool:
     """Whether some experts of a module are fused, or a refusal is about it."""
     fused = _in_the_model(frozenset().union(*(flow.held(fused=True) for flow in report.flows)), shards)
     if any(pair.tensors & fused for pair in found.pairs) or any(_about(skipped, found) for skipped in report.skipped):
@@ -220,13 +218,8 @@ def _spoken_of(report: FusionReport, found: Suspect, roots: tuple[object, ...], 
         return any(_about(f, found) for f in report.fused)
     if any(f.module and _related(f.module, found.name) for f in report.fused):
         return True
-    # Weights that are exchanged for a call are others by now; names are not.
-    return bool(report.fused) and not fused <= _held_by(roots) and any(f.module == found.name and _placed(f, found) for f in report.fused)
-
-
-def _held_by(roots: tuple[object, ...]) -> frozenset[int]:
-    """The identities of all tensors of some modules."""
-    return frozenset(id(t) for root in modules_of(roots) for t in (*root.parameters(), *root.buffers()))
+    # Weights that are exchanged for a call are others by now, and may have the identities of those that are gone; names are not.
+    return any(f.module == found.name and _placed(f, found) for f in report.fused)
 
 
 def _about(item: Fused | Skipped, found: Suspect) -> bool:

@@ -309,8 +309,8 @@ def _light() -> Iterator[None]:
 # --- the fault -------------------------------------------------------------------------------------------------------------------
 
 
-def _spoken_ever(report: FusionReport, here: FusionReport, found: Any, roots: Any, shards: Any, start: int) -> bool:
-    return nothing_found._spoken_of(report, found, roots, shards)
+def _spoken_ever(report: FusionReport, here: FusionReport, found: Any, shards: Any, start: int) -> bool:
+    return nothing_found._spoken_of(report, found, shards)
 
 
 FAULTS: dict[str, tuple[tuple[object, str, Any], ...]] = {
