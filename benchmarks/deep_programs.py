@@ -74,7 +74,7 @@ def _loops(cut: bool, twisted: bool) -> tuple[Any, Check]:
 
 EFFECTS = (
     "views", "updates", "python", "neutral", "ids", "draws", "twins", "promises", "later", "orders", "casts", "layouts",
-    "numbers", "meanwhile", "kinks", "options", "ambient", "overlaps", "changes", "mixed",
+    "numbers", "meanwhile", "kinks", "options", "ambient", "overlaps", "behind", "changes", "mixed",
 )  # fmt: skip
 """As tests.programs.effects.NAMES, which needs a torch to be imported, and programs that change between calls."""
 

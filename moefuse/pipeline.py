@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch.fx import Node
 
-from moefuse import _torch_private, spoiled
+from moefuse import _torch_private
 from moefuse._dynamo import order, relations
 from moefuse._dynamo.control import environment
 from moefuse._dynamo.values import inputs_of, unbacked_in
@@ -138,9 +138,7 @@ def rewrite_and_keep(
     found = {(skipped.code, skipped.location) for skipped in result.skipped}
     # What an earlier attempt at this frame refused, and this one finds again, is one refusal.
     report.skipped = [skipped for skipped in report.skipped if (skipped.code, skipped.location) not in found] + result.skipped
-    if frame is not None and not (
-        _unspoiled(frame, gm, result, report, saved, options) and _related(frame, gm, result, report, saved, options)
-    ):
+    if frame is not None and not _related(frame, gm, result, report, saved, options):
         return report, None
     if result.fused and options.verify == "graph":
         difference = _validated(saved, gm, example_inputs, result.replaced, assumptions, report)
@@ -161,31 +159,11 @@ def rewrite_and_keep(
     return report, saved
 
 
-def _unspoiled(frame: Frame, gm: torch.fx.GraphModule, result: Any, report: FusionReport, saved: GraphSnapshot, options: Options) -> bool:
-    """Whether no frame around is known to write to the tokens of what is fused here; else the graph was put back."""
-    told = next((skipped for skipped in result.skipped if skipped.code == "mutation"), None)
-    if told is not None:
-        spoiled.note(result.spoiled, told)
-    why = spoiled.known(_leaves(result.replaced))
-    if why is None:
-        return True
-    saved.restore()
-    report.fused = []
-    report.skipped.append(why)
-    _retrace(frame, gm, report, options, why.message)
-    return False
-
-
-def _leaves(replaced: Sequence[tuple[Any, Node]]) -> list[Node]:
-    return [leaf for region, _ in replaced if region.trained for leaf in region.leaves]
-
-
 def _related(frame: Frame, gm: torch.fx.GraphModule, result: Any, report: FusionReport, saved: GraphSnapshot, options: Options) -> bool:
     """Settle what was assumed of data and of memory; False where the graph was put back for the latter."""
     frame.crossed = result.crossed
     overlap = _overlap(frame, gm, result.written)
     if overlap is not None and (result.crossed or frame.assumptions):
-        spoiled.note(_leaves(result.replaced), overlap)
         saved.restore()
         report.fused = []
         report.skipped.append(overlap)

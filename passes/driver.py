@@ -56,7 +56,6 @@ from moefuse.passes.match.lift import lift
 from moefuse.passes.match.packed_uses import silent
 from moefuse.passes.match.packed_uses import told as explained
 from moefuse.passes.match.refusals import refusals, text_of
-from moefuse.passes.match.safety import Spoiled
 from moefuse.passes.match.unexplained import choices, unexplained
 from moefuse.passes.prove import backward, discharge
 from moefuse.passes.prove.effects import Effects, EffectsDifferError, compare, effects
@@ -80,8 +79,6 @@ class GraphResult:
     notes: list[str] = field(default_factory=list)
     replaced: list[tuple[Region, Node]] = field(default_factory=list)
     """The fused regions, and the nodes that hold their results."""
-    spoiled: list[Node] = field(default_factory=list)
-    """What regions read that are refused for a write to it, and gradients are recorded of."""
     written: dict[Node, Node] = field(default_factory=dict)
     """The graph's inputs to whose memory it writes, and where it does so first."""
     crossed: bool = False
@@ -170,7 +167,6 @@ def _fuse_graph(gm: GraphModule, known: dict[Node, Any], run: _Run, functions: F
             known[node] = getattr(gm, str(node.target))
     claims = discharge.claims(ctx, run.assumptions)
     fused = _fuse_regions(ctx, known, run)
-    run.result.spoiled += ctx.scratch(Spoiled).leaves
     run.result.crossed |= any(_crossed(ctx, region) for region in fused) or any(s.code == "mutation" for s in run.result.skipped)
     if run.assumptions:
         _discharge(ctx, run, claims, fused)

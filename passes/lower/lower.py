@@ -112,7 +112,7 @@ class Lowering(Operands):
     def fused(self, body: Body) -> Lowered:
         """One op."""
         dtype = computed_in(self.region.expr) or dtype_of(body.first.weight)
-        x = self.tokens(body.token, dtype)
+        x = self.kept_tokens(body.token, dtype)
         up = body.up
         op, beside, more = self.call_of(body)
         result = self.emit(

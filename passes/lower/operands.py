@@ -111,6 +111,12 @@ class Operands:
         value = tensor(node)
         return self.emit(torch.Tensor.to, node, dtype) if dtype is not None and value is not None and value.dtype != dtype else node
 
+    def kept_tokens(self, token: Token, dtype: torch.dtype | None) -> Node:
+        """The same for an op that keeps them for backward, where the program keeps rows that it gathered of them."""
+        rows = self.tokens(token, dtype)
+        theirs = token.source in self.region.shown and self.region.domain not in ("masked", "dense")
+        return self.emit(torch.ops.moefuse.own.default, rows) if theirs and self.region.trained else rows
+
     def slot_weights(self, weight: Expr | None) -> Node:
         """[T, K] routing weights of the chosen experts."""
         top_k = self.region.routing.top_k

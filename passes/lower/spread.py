@@ -237,6 +237,9 @@ class Spread(Lowering):
     def tokens(self, token: Token, dtype: torch.dtype | None) -> Node:
         return self.arrived[_key(token, dtype)] if self.arrived else super().tokens(token, dtype)
 
+    def kept_tokens(self, token: Token, dtype: torch.dtype | None) -> Node:
+        return self.tokens(token, dtype) if self.arrived else super().kept_tokens(token, dtype)
+
     def slot_weights(self, weight: Expr | None) -> Node:
         return self.arrived[_key(weight)] if self.arrived and _differs(weight) else super().slot_weights(weight)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -62,17 +62,7 @@ def checked(ctx: Context, region: Region) -> Region | Lost:
     whole = _spanned(ctx, replace(region, expr=uncast(ctx, region.expr)))
     checks = (transformed, _mixed, encoded, _casts, _draws, _types, _modes, _mutations, _spoiled, _feeds_itself, _escapes)
     problems = (check(ctx, whole) for check in checks)
-    problem = next((problem for problem in problems if problem is not None), None)
-    if problem is not None and problem.code == "mutation" and whole.trained:
-        ctx.scratch(Spoiled).leaves += whole.leaves
-    return whole if problem is None else problem
-
-
-@dataclass
-class Spoiled:
-    """What regions read that are refused for a write to it, and gradients are recorded of."""
-
-    leaves: list[Node] = field(default_factory=list)
+    return next((problem for problem in problems if problem is not None), whole)
 
 
 def _spanned(ctx: Context, region: Region) -> Region:

@@ -18,6 +18,7 @@ from moefuse.passes.infer.state import Context
 from moefuse.passes.ir.expr import Cast
 from moefuse.passes.ir.regions import Region
 from moefuse.passes.lower import lower
+from moefuse.passes.lower.operands import Operands
 from moefuse.passes.match import interpret, liveness, safety, templates
 from moefuse.passes.match.arguments import taken
 from moefuse.passes.prove import effects, synthetic_inputs, verify
@@ -105,6 +106,9 @@ COMPARED_AS_OBJECTS: Broken = ((values, "symbolic", lambda variable: False),)
 CONTIGUOUS: Broken = ((lower, "in_layout", lambda emit, node, like: node),)
 
 OVERLAPS_UNASKED: Broken = ((relations, "watch", lambda output, inputs, exact=True: None),)
+
+KEPT_AS_GIVEN: Broken = ((Operands, "kept_tokens", Operands.tokens),)
+"""What backward reads is the tokens themselves, whoever has them too."""
 
 HOOKS_UNSEEN: Broken = ((module_calls, "watch", lambda output, traced: None),)
 

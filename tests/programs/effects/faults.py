@@ -133,6 +133,12 @@ FAULTS: dict[str, Fault] = {
         ),
         ("overlaps",),
     ),
+    "written behind": Fault(
+        "a frame around the experts writes to their tokens before the backward pass, which reads them, and not the rows of the program",
+        broken.KEPT_AS_GIVEN,
+        replace(_program("rows", ("behind", "x.data.mul_(0.5)")), grad=True),
+        ("behind",),
+    ),
     "no last look": Fault(
         "a write goes because it stands in the region, and effects are not compared at the end",
         broken.NO_LAST_LOOK,

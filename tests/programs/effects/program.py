@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.programs.effects import ambient, idioms, kinks, layers
+from tests.programs.effects import ambient, behind, idioms, kinks, layers
 from tests.programs.effects.layers import LOOPED, SIZED, STATE, TURNED, UNROLLED, E, H, I, K, Layer, Spelling, samples
 from tests.programs.effects.overlaps import RELATED, statements
 from tests.programs.effects.views import applied, chain, evaluated
@@ -90,6 +90,11 @@ class Program:
         """What the caller does before each call to what is beside its input."""
         return [s for effect in self.effects for place, s in effect.statements if place == RELATED]
 
+    @property
+    def behind(self) -> str:
+        """What the model does behind its layers, in a frame around theirs."""
+        return self._at(behind.BEHIND)
+
     def _at(self, wanted: str) -> str:
         return "\n".join(s for effect in self.effects for place, s in effect.statements if place == wanted)
 
@@ -102,6 +107,7 @@ class Program:
         late = f"# before backward: {self.later}\n" if self.later else ""
         late += f"# between calls: {self.meanwhile}\n" if self.meanwhile else ""
         late += f"# around calls: {', '.join(self.around)}\n" if self.around else ""
+        late += f"# behind the layers, in the model's frame: {self.behind}\n" if self.behind else ""
         late += "".join(f"# before a call: {statement}\n" for statement in self.related)
         how = f"twins={self.twins} grad={self.grad} verify={self.verify} dynamic={self.dynamic} tokens={self.tokens} seed={self.seed}"
         return f"{self.source}{late}# {how}; {', '.join(e.kind for e in self.effects)}"
@@ -116,7 +122,7 @@ def build(p: Program) -> nn.Module:
     methods = {method: space[method] for method in ("forward", "inner") if method in space}
     cls = type("Effects", (Layer,), methods)
     torch.manual_seed(p.seed)
-    model = nn.Sequential(*(cls() for _ in range(1 + p.twins)))
+    model = behind.model(p.behind, [cls() for _ in range(1 + p.twins)])
     if p.twins:
         change(model[1])
         model[1].number = 1
@@ -357,6 +363,10 @@ def _overlaps(rng: random.Random, spelling: Spelling, n: int) -> Effect | None:
     return Effect("overlaps", tuple(statements(rng, spelling)))
 
 
+def _behind(rng: random.Random, spelling: Spelling, n: int) -> Effect | None:
+    return Effect("behind", tuple(behind.statements(rng)))
+
+
 def _place(rng: random.Random, spelling: Spelling, target: str) -> str:
     places = [place for place in spelling.places if target in spelling.knows(place)]
     return rng.choice(places or ["after"])
@@ -373,22 +383,23 @@ KINDS = {
     "promises": _promise, "later": _later, "orders": _neutral, "casts": _cast, "layouts": _layout, "numbers": _numbers_asked,
     "meanwhile": _meanwhile,
     "kinks": _kinks, "options": _options, "ambient": _ambient, "overlaps": _overlaps,
+    "behind": _behind,
 }  # fmt: skip
 """What an effect is; in "twins" of two equal layers, of which one is never neutral, in "orders" of sums with their features first."""
 
 OPENED = ("kinks", "options")
 """Kinds about what stands inside of experts, and its gradients."""
 
-ALONE = ("twins", "orders", "ambient", "overlaps", *OPENED)
+ALONE = ("twins", "orders", "ambient", "overlaps", "behind", *OPENED)
 """Kinds that are not mixed with others."""
 
-GRADIENTS = {**dict.fromkeys(OPENED, 0.9), "overlaps": 0.2}
+GRADIENTS = {**dict.fromkeys((*OPENED, "behind"), 0.9), "overlaps": 0.2}
 """How often gradients are recorded, where it is not as usual: a write to what eager has saved is an error, or eager is wrong."""
 
 BODIES = {
     "promises": (*SIZED, *SIZED, "dense"), "orders": TURNED, "numbers": UNROLLED[:3] + UNROLLED[5:], "meanwhile": SIZED,
     "kinks": ("rows", "rows", "dense", "table", "hits"), "options": ("rows", "rows", "rows", "hits", "table", "dense"),
-    "overlaps": (*SIZED, "rows", "dense"),
+    "overlaps": (*SIZED, "rows", "dense"), "behind": (*SIZED, "rows"),
 }  # fmt: skip
 """Spellings of a kind that does not fit all."""
 
