@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from moefuse import _torch_private, cache, inference_inputs, pipeline
+from moefuse import _torch_private, cache, inference_inputs, pipeline, publish
 from moefuse._dynamo import armed, ddp
 from moefuse.capture import entry
 from moefuse.config import Options
@@ -54,7 +54,7 @@ def backend(
     if armed.now() and own.fuse_router:
         own = dataclasses.replace(own, fuse_router=False)  # what it chooses has to be seen
     if not own.enabled:
-        pipeline.say_disabled(own, options)
+        publish.say_disabled(own, options)
     if not own.enabled or _torch_private.given_fakes():
         return _torch_private.compile_fx(gm, example_inputs, patches, name)
     frame = entry.frame()
@@ -64,7 +64,7 @@ def backend(
     nothing_found.watch_lost(report, own)
     history.record(report)
     with _torch_private.surfacing(FusionError):
-        pipeline.publish(report, own)
+        publish.publish(report, own)
     from moefuse.inductor_pass import CacheStamp
 
     stamped = _torch_private.with_stamp(patches, functools.partial(CacheStamp, _key(own)))
@@ -133,7 +133,7 @@ def _frame_skipped(report: FusionReport, own: Options, owner: object) -> None:
         call.at_end(f"moefuse.skipped: {id(report)}", record, before=True)
     nothing_found.watch(own, owner)
     with _torch_private.surfacing(FusionError):
-        pipeline.publish(report, own)
+        publish.publish(report, own)
 
 
 Begun.question, Begun.ended = staticmethod(_torch_private.kept_out), staticmethod(nothing_found.kept_out)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from moefuse import _torch_private, cache, pipeline
+from moefuse import _torch_private, cache, pipeline, publish
 from moefuse._torch_private import CustomGraphPass
 from moefuse.config import Options
 from moefuse.errors import FusionError, OptionError
@@ -67,7 +67,7 @@ class MoEFusionPass(CustomGraphPass):
     def __call__(self, graph: torch.fx.Graph) -> None:
         gm = graph.owning_module
         if not self._options.enabled:
-            pipeline.say_disabled(self._options, self._given)
+            publish.say_disabled(self._options, self._given)
         if not self._options.enabled or gm is None or _torch_private.forward_level():
             return  # under forward-mode AD Inductor is left to say itself what it cannot do
         _torch_private.keep_what_is_mutated()
@@ -76,7 +76,7 @@ class MoEFusionPass(CustomGraphPass):
             _torch_private.keep_order()
         history.record(report)
         with _torch_private.surfacing(FusionError):
-            pipeline.publish(report, self._options)
+            publish.publish(report, self._options)
 
     def uuid(self) -> str:
         return f"pass {cache.key(self._options)}"

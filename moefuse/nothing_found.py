@@ -14,7 +14,7 @@ import re
 import sys
 from dataclasses import dataclass, replace
 
-from moefuse import _torch_private, history, inside_experts, pipeline
+from moefuse import _torch_private, history, inside_experts, publish
 from moefuse._dynamo import left
 from moefuse.capture import entry
 from moefuse.code_order import forward_of, router_decides
@@ -96,7 +96,7 @@ def _tell(report: FusionReport, lost: history.Lost, options: Options, owner: obj
     if told:
         found = FusionReport(skipped=told)
         history.record(found, owner, history.place(found, "lost"))
-        pipeline.publish(found, options)
+        publish.publish(found, options)
 
 
 def _given_up(report: FusionReport, lost: history.Lost, owner: object | None, start: int = 0) -> list[Skipped]:
@@ -125,7 +125,7 @@ def kept_out(begun: Begun) -> None:
     history.lose(owner, lambda _: True, begun.at)
     found = FusionReport(skipped=told)
     history.record(found, owner, history.place(found, "nothing-found"))
-    pipeline.publish(found, replace(own, strict=own.strict or own.expect is not None))
+    publish.publish(found, replace(own, strict=own.strict or own.expect is not None))
 
 
 def _look(call: _torch_private.RunningCall, options: Options, owner: object) -> None:
@@ -140,10 +140,10 @@ def _look(call: _torch_private.RunningCall, options: Options, owner: object) -> 
         history.record(found, owner, history.place(found, "nothing-found"))
         report = history.report_of(owner) or found
     if options.expect is not None and options.expect != report.layers[0]:
-        text = pipeline.text_of(report)
+        text = publish.text_of(report)
         raise FusionError(f"options['expect'] is {options.expect}, and {report.layers[0]} layers were fused\n{text}")
     if missed:
-        pipeline.publish(found, options)
+        publish.publish(found, options)
 
 
 def _concerns(fused: Fused, skipped: Skipped) -> bool:

@@ -14,6 +14,7 @@ If not, Dynamo starts the frame again, and this statement breaks the graph as it
 """
 
 from moefuse.capture.assumptions import Assumption, Undischarged
-from moefuse.capture.frame import Frame, Ledger
+from moefuse.capture.frame import Frame
+from moefuse.capture.ledger import Ledger
 
 __all__ = ["Assumption", "Frame", "Ledger", "Undischarged"]

@@ -15,7 +15,7 @@ from moefuse.capture.assumptions import Assumption
 from moefuse.capture.bytecode import empties
 
 if TYPE_CHECKING:
-    from moefuse.capture.frame import Frame
+    from moefuse.capture.attempt import Attempt
 
 _JOINS = (torch.cat, torch.concat, torch.concatenate)
 
@@ -23,7 +23,7 @@ _JOINS = (torch.cat, torch.concat, torch.concatenate)
 class Appends:
     """The lists of one attempt at a frame that have grown in a scope."""
 
-    def __init__(self, frame: Frame) -> None:
+    def __init__(self, frame: Attempt) -> None:
         self.frame = frame
         self._now: tuple[Any, Any] | None = None
         self._allowed = False

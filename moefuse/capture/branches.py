@@ -14,12 +14,12 @@ from moefuse.capture.assumptions import RETURN, Assumption, Kind
 from moefuse.capture.bytecode import GENERATOR
 
 if TYPE_CHECKING:
-    from moefuse.capture.frame import Frame
+    from moefuse.capture.attempt import Attempt
 
 _NUMBERS = (SymInt, SymBool)
 
 
-def jump(frame: Frame, tx: Any, at: int) -> None:
+def jump(frame: Attempt, tx: Any, at: int) -> None:
     """A conditional jump: known, or assumed, or left to Dynamo."""
     code = frame.code_of(tx)
     ways = code.ways(at)
@@ -66,7 +66,7 @@ def _read_out(node: Node | None) -> bool:
     return node.target == "item" or any(_read_out(i) for i in node.all_input_nodes if isinstance(i.meta.get("example_value"), _NUMBERS))
 
 
-def _known(frame: Frame, variable: Any) -> bool | None:
+def _known(frame: Attempt, variable: Any) -> bool | None:
     """The truth of a one-element tensor that follows from the row alone."""
     node = values.tensor_node(variable)
     if node is None or not any(s.assumption.kind == "row" for s in frame.scopes.open):

@@ -13,7 +13,7 @@ from moefuse.capture.assumptions import Assumption
 from moefuse.capture.bytecode import GENERATOR
 
 if TYPE_CHECKING:
-    from moefuse.capture.frame import Frame
+    from moefuse.capture.attempt import Attempt
 
 
 SHORT = "without `minlength` it is shorter if the last experts have no tokens"
@@ -42,7 +42,7 @@ class Elements:
         return next((at for at in found if at is not None), None)
 
 
-def numbers(frame: Frame, tx: Any, variable: Any) -> list[Any] | None:
+def numbers(frame: Attempt, tx: Any, variable: Any) -> list[Any] | None:
     """The elements of an array of integers as Python's numbers, and as many of ``bincount(ids, minlength=E)`` as there are experts.
 
     NumPy's integers are no Python integers; a program that asks for their type is traced without capture (:func:`asks_for_type`).
@@ -67,7 +67,7 @@ def numbers(frame: Frame, tx: Any, variable: Any) -> list[Any] | None:
     return found
 
 
-def _only_for(frame: Frame, tx: Any) -> bool:
+def _only_for(frame: Attempt, tx: Any) -> bool:
     """Whether what the running instruction gives is looped over by the ``for`` that follows, and by nothing else."""
     code, at = frame.code_of(tx), tx.instruction_pointer
     if code.instructions[at - 1].opname == "GET_ITER":
@@ -82,7 +82,7 @@ def asks_for_type(tx: Any, inst: Any) -> bool:
     return any(values.symbol(values.plain(v)) is not None for v in tx.stack[-inst.arg :])
 
 
-def as_list(frame: Frame, tx: Any, variable: Any) -> Any:
+def as_list(frame: Attempt, tx: Any, variable: Any) -> Any:
     """``bincount(ids, minlength=E).tolist()``; None for any other tensor."""
     node = values.tensor_node(variable)
     bins = guess.bins(node)
@@ -95,7 +95,7 @@ def as_list(frame: Frame, tx: Any, variable: Any) -> Any:
     return None if found is None else values.new_list(found)
 
 
-def _length(frame: Frame, variable: Any) -> int | None:
+def _length(frame: Attempt, variable: Any) -> int | None:
     node = values.tensor_node(variable)
     value = node.meta.get("example_value") if node is not None and frame.active else None
     if not isinstance(value, torch.Tensor) or value.dim() != 1 or value.dtype not in (torch.int64, torch.int32):

@@ -16,7 +16,8 @@ from torch import nn
 
 from moefuse import _torch_private, history
 from moefuse._dynamo import control, ddp, hooks, left, points
-from moefuse.capture.frame import Frame, Ledger
+from moefuse.capture.frame import Frame
+from moefuse.capture.ledger import Ledger
 from moefuse.config import Options
 from moefuse.errors import CODES
 from moefuse.explaining import guarded, suspects

@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import logging
-import types
-from collections.abc import Callable, Collection, Hashable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
-from torch import nn
 
 from moefuse import _torch_private
-from moefuse._dynamo import control, creation_clock, relations, values
-from moefuse.capture import branches, counts, dummies, functions, modules
-from moefuse.capture.appends import Appends
-from moefuse.capture.assumptions import Assumption, Place, Undischarged
-from moefuse.capture.bytecode import GENERATOR, Code
-from moefuse.capture.loops import Loops
-from moefuse.capture.scopes import OTHER_WAY, Scopes
-from moefuse.errors import CODES, first_line
-from moefuse.explaining import module_names, quietly
-from moefuse.module_names import Matching, ModuleNames
-from moefuse.report import FusionReport, Skipped
-from moefuse.stops import Stop, code_at
+from moefuse._dynamo import control, creation_clock, values
+from moefuse.capture import branches, counts, functions, modules
+from moefuse.capture.assumptions import Undischarged
+from moefuse.capture.attempt import Attempt
+from moefuse.capture.bytecode import GENERATOR
+from moefuse.capture.scopes import OTHER_WAY
+from moefuse.errors import first_line
+from moefuse.explaining import quietly
+from moefuse.report import FusionReport
+from moefuse.stops import Stop
 
 log = logging.getLogger("moefuse.capture")
 
@@ -35,138 +29,8 @@ _MAKES_GENERATOR = frozenset(("COPY_FREE_VARS", "MAKE_CELL", "RETURN_GENERATOR")
 """What the frame of a generator does when it is called, and not when it gives an item."""
 
 
-@dataclass
-class Ledger:
-    """What all attempts at one frame have in common.
-
-    Attributes:
-        off: trace this frame as if moefuse had no capture. One assumption that does not hold is enough: where Dynamo has to break the graph
-            anyway, it shall break it as it always does, and the frames behind the break are captured by themselves.
-        unroll: trace every row of a loop; representatives were tried and did not do.
-        numbers: read numbers out of tensors, where moefuse made that traceable; not once a compiler could not take such a graph.
-        collects: trace bodies of checkpoints that write to what the call has made; not once that was there when a graph ended.
-        parametrizes: trace parametrisations that the call registers and removes; not once one of them was more than that.
-        broken: the graph breaks somewhere, in an attempt that traced sizes that depend on data.
-        met: what a graph that was given up is given, because it writes to what its experts read: calls whose inputs are apart have another.
-        unrelated: why no guard can tell which inputs of the graph lie in one memory; empty while nothing speaks against it.
-        erred: the program raises in this call, or would if it came that far.
-        seen: names of what the graphs of attempts that were given up have read.
-        refusals: why, for the report of the next attempt.
-        stops: the breaks of the graph in attempts that were given up.
-        notes: what else the report has to say.
-    """
-
-    off: bool = False
-    unroll: bool = False
-    numbers: bool = True
-    collects: bool = True
-    parametrizes: bool = True
-    broken: bool = False
-    met: Sequence[relations.Input] = ()
-    unrelated: str = ""
-    erred: bool = False
-    seen: set[str] = field(default_factory=set)
-    refusals: list[Skipped] = field(default_factory=list)
-    stops: list[Stop] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-
-
-class Frame:
-    """The observer of one attempt. Dynamo calls the methods that :class:`moefuse._dynamo.hooks.Observer` names.
-
-    Args:
-        ledger: what is shared with other attempts at the same frame.
-        log: Dynamo's record of the frame, which a restart clears.
-        flags: whether moefuse, and not the user, has made sizes that depend on data traceable here.
-        skipped: called with a report when the frame ends without a call of the backend.
-        exclude: the user's pattern of names of modules to leave.
-        insists: the user wants an error where experts are not fused.
-    """
-
-    def __init__(
-        self,
-        ledger: Ledger,
-        log: Any,
-        *,
-        flags: bool,
-        skipped: Callable[[FusionReport], object],
-        exclude: str | None = None,
-        insists: bool = False,
-    ) -> None:
-        self.ledger, self.log, self.flags, self._skipped, self.exclude, self.insists = ledger, log, flags, skipped, exclude, insists
-        self.assumptions: list[Assumption] = []
-        self.settled: set[Assumption] = set()
-        self.scopes = Scopes(self)
-        self.loops = Loops(self)
-        self.appends = Appends(self)
-        self.numpy = False
-        self.elements: list[counts.Elements] = []
-        self.has_graph = False
-        self.fused = False  # whether experts are, in the graph of this attempt
-        self.related: Sequence[relations.Input] = []  # what the graph is given, where it writes to some of that
-        self.crossed = False  # whether it does so between experts that are one op now
-        self.registering = False
-        self.traced: set[types.CodeType] = set()
-        self._code: dict[int, tuple[Any, Code]] = {}
-        self._doubt: Skipped | None = None
-
-    @property
-    def active(self) -> bool:
-        """Whether anything may be assumed in this attempt."""
-        return not self.ledger.off
-
-    @property
-    def scalars(self) -> bool:
-        """Whether Dynamo shall trace sizes and numbers that depend on data."""
-        return self.active
-
-    @property
-    def numbers_traced(self) -> bool:
-        """Whether Dynamo shall trace the reading of a number as an operation, instead of breaking the graph there."""
-        return self.scalars and (self.ledger.numbers or not self.flags)
-
-    @property
-    def collects(self) -> bool:
-        """Whether Dynamo shall trace what the bodies of checkpoints write to outside of them."""
-        return self.ledger.collects
-
-    @property
-    def parametrizes(self) -> bool:
-        """Whether Dynamo shall trace parametrisations without registering them."""
-        return self.ledger.parametrizes
-
-    @property
-    def gave_up(self) -> bool:
-        """Whether this frame has experts that could not be fused as they are; those of another module may be."""
-        return bool(self.ledger.refusals)
-
-    @property
-    def erred(self) -> bool:
-        """Whether the program raises in this call, so that nothing is known of the frame in others."""
-        return self.ledger.erred
-
-    @property
-    def seen(self) -> set[str]:
-        """Names of what the graphs of attempts that were given up have read."""
-        return self.ledger.seen
-
-    @property
-    def met(self) -> Sequence[relations.Input]:
-        """What a graph that was given up is given, because it writes to what its experts read."""
-        return self.ledger.met
-
-    @property
-    def apart(self) -> Callable[[nn.Module], Hashable] | None:
-        """What tells modules apart that may not share compiled code; None if nothing does."""
-        if self.exclude is None:
-            return None
-        return Matching(ModuleNames(_torch_private.traced()), self.exclude)
-
-    def joins(self, environment: Any) -> bool:
-        """Whether this attempt's graph is one only because of capture: it assumed something, or traced sizes that depend on data."""
-        return self.active and (bool(self.assumptions) or (self.flags and control.has_unbacked(environment)))
-
-    # --- what Dynamo tells ---
+class Frame(Attempt):
+    """The observer of an attempt. Dynamo calls the methods that :class:`moefuse._dynamo.hooks.Observer` names."""
 
     def before(self, tx: Any) -> None:
         """An instruction of ``tx`` is about to run."""
@@ -307,119 +171,6 @@ class Frame:
             if not any(map(values.of_the_run, tx.stack[-2:])) and not values.polyfilled(tx.f_code):
                 tx.stack[-2:] = map(values.settled, tx.stack[-2:])
 
-    def unroll(self, why: str) -> NoReturn:
-        """Start the frame again, with every row traced."""
-        self.ledger.unroll = True
-        log.debug("tracing this frame again, row by row: %s", why)
-        raise control.restart(self.log, "moefuse: representatives do not do")
-
-    def asks_for_rows(self, tx: Any, number: Any) -> None:
-        """A branch, at which Dynamo is about to stop, depends on a number: the user is told if that is how many tokens an expert has."""
-        from moefuse.passes.prove.concerns import counts_rows
-
-        symbols = values.unbacked(number) if number is not None else set()
-        if not symbols or not values.undecided(number) or self._told(tx):
-            return
-        if any(counts_rows(graph, symbols) for graph in dict.fromkeys((values.graph_of(tx), values.whole_graph_of(tx)))):
-            self.tell(tx, "this branch", "it asks how many tokens an expert has")
-            self._doubt = self.ledger.refusals[-1]
-
-    def tell(self, tx: Any, what: str, detail: str) -> None:
-        """A refusal for the report, where Dynamo is about to stop."""
-        if not self._told(tx):
-            text = CODES["not-captured"].format(what=what, detail=detail)
-            self.ledger.refusals.append(Skipped("not-captured", text, module_names.of_traced(tx.nn_module_stack), self.location(tx)))
-
-    def _told(self, tx: Any) -> bool:
-        location = self.location(tx)
-        return any(known.location == location for known in self.ledger.refusals)
-
-    # --- giving up ---
-
-    def refuse(self, assumption: Assumption, detail: str) -> NoReturn:
-        self.retreat([Undischarged(assumption, detail)])
-
-    def retreat(self, problems: list[Undischarged], skipped: list[Skipped] | None = None, *, why: str = "") -> NoReturn:
-        """Start the frame again, without capture.
-
-        Args:
-            problems: assumptions that do not hold.
-            skipped: refused regions; where there are any they say more than the loop around them.
-            why: the reason if there are no problems, for the log.
-
-        Raises:
-            Dynamo's restart exception, always.
-        """
-        ledger = self.ledger
-        other = {s.assumption for s in self.scopes.open if s.then is not None}
-        problems = [Undischarged(p.assumption, OTHER_WAY) if p.assumption in other else p for p in problems]
-        if not ledger.unroll and any(loop.represented for loop in self.loops.made):
-            self.unroll("; ".join(p.detail for p in problems) or why)
-        ledger.off = True
-        ledger.met = self.related if self.crossed and not ledger.unrelated else ()
-        for new in skipped or refusals(problems):
-            if new not in ledger.refusals:
-                ledger.refusals.append(replace(new, given_up=True))
-        text = "; ".join(f"{p.assumption.what} at {p.assumption.location}: {p.detail}" for p in problems) or why
-        log.debug("tracing this frame again without capture: %s", text)
-        raise control.restart(self.log, "moefuse: an assumption about data does not hold")
-
-    def leave_numbers(self, why: str) -> None:
-        """Start the frame again, with a break of the graph wherever a number is read. Does nothing where numbers are left already."""
-        if not (self.traces_data and self.ledger.numbers):
-            return
-        self.ledger.numbers = False
-        log.debug("tracing this frame again, without reading numbers: %s", why)
-        raise control.restart(self.log, "moefuse: the compiler takes no numbers that are read out of tensors")
-
-    def outlived(self) -> NoReturn:
-        """Start the frame again: what the body of a checkpoint has written to is still there where the graph ends."""
-        self.ledger.collects = False
-        raise control.restart(self.log, "moefuse: what a checkpoint has written to outlives the graph")
-
-    def computed(self, tx: Any, nodes: Collection[torch.fx.Node]) -> bool:
-        """The value of a parametrised tensor was computed where the program first asks for it; whether that makes no difference."""
-        return self.scopes.computed(tx, nodes)
-
-    def registers(self, tx: Any, why: str) -> NoReturn:
-        """Start the frame again, and leave parametrisations to torch; ``tx`` is None where no place is known."""
-        self.ledger.parametrizes = False
-        place = "" if tx is None else f" ({self.location(tx)})"
-        self.ledger.notes.append(f"registering a parametrization in a call breaks graphs: {why}{place}")
-        raise control.restart(self.log, "moefuse: a parametrisation is more than a value for a while")
-
-    def unrelated(self, why: str) -> NoReturn:
-        """Start the frame again: what its graph assumes of inputs that lie in one memory cannot be asked for in each call."""
-        self.ledger.unrelated = why
-        raise control.restart(self.log, "moefuse: no guard tells which inputs lie in one memory")
-
-    def unsettled(self, stop: Stop | None = None) -> list[Undischarged]:
-        """Assumptions whose scope is still open. ``stop``: the break that ends the graph."""
-        early = [Undischarged(s.assumption, _left_in(s.assumption, stop)) for s in self.scopes.open]
-        early += [Undischarged(a, OTHER_WAY) for a, nodes in self.scopes.dummies if not dummies.gives_no_gradients(nodes)]
-        early += [Undischarged(e.length, "not every element is looped over") for e in self.elements if len(e.done) < len(e.nodes)]
-        return early or [
-            Undischarged(row, _left_in(row, stop))
-            for loop in self.loops.made
-            if not loop.finished and loop.done != loop.count and (row := self.loops.row(loop))
-        ]
-
-    @property
-    def traces_data(self) -> bool:
-        """Whether sizes that depend on data are in the graph only because of moefuse."""
-        return self.active and self.flags
-
-    def check_closed(self, stop: Stop | None = None) -> None:
-        """Before anything is done with a graph: no scope is open, and a break without a captured loop is where it always was.
-
-        Args:
-            stop: the break that ended the graph, if one did.
-        """
-        problems = self.unsettled(stop)
-        if problems or (self.traces_data and self.ledger.broken and not self.assumptions):
-            self.ledger.stops += [] if stop is None else [stop]
-            self.retreat(problems, why="the graph breaks, and capture has changed nothing but where")
-
     def report_skipped(self, error: Exception) -> None:
         """The frame ends here and runs in eager."""
         text = f"{first_line(error)} (this function runs in eager){control.place(error)}"
@@ -435,71 +186,8 @@ class Frame:
         ledger = self.ledger
         return FusionReport(skipped=list(ledger.refusals), notes=list(ledger.notes), seen=frozenset(ledger.seen), **found)
 
-    # --- small things ---
-
-    def assume(self, tx: Any, assumption: Assumption) -> None:
-        """Put an assumption on record: no graph of this frame is used before it is discharged."""
-        self.scopes.only_outside_of_dummies()
-        assumption.graph = values.graph_of(tx)
-        self.assumptions.append(assumption)
-
-    def code_of(self, tx: Any) -> Code:
-        known = self._code.get(id(tx.instructions))
-        if known is None:
-            known = (tx.instructions, Code(tx.instructions))
-            self._code[id(tx.instructions)] = known
-        return known[1]
-
-    def place(self, tx: Any) -> Place:
-        return Place(tx.f_code, tx.instructions[tx.instruction_pointer].offset)
-
-    def location(self, tx: Any) -> str:
-        tx = values.users(tx)
-        return f"{tx.f_code.co_filename}:{tx.lineno if tx.lineno > 0 else tx.f_code.co_firstlineno}"
-
-
-def _left_in(assumption: Assumption, stop: Stop | None) -> str:
-    """Why a scope is open where a graph ends: the statement that opened it, and the one at which the graph breaks."""
-    opened = code_at(assumption.location)
-    inside = f"it is left early (`{opened}`)" if opened else "it is left early, or the graph breaks in it"
-    if stop is None or not stop.stack:
-        return inside
-    breaks = code_at(f"{stop.stack[-1][0]}:{stop.stack[-1][1]}")
-    return f"in what `{opened}` decides about the graph breaks, at `{breaks}` ({stop.text})" if opened and breaks else inside
-
 
 def _last(tx: Any) -> str:
     """The instruction that ``tx`` runs; empty where its function has returned."""
     at = tx.instruction_pointer
     return "" if at is None else str(tx.instructions[at - 1].opname)
-
-
-def concerns_experts(assumption: Assumption) -> bool:
-    """Whether what was assumed about has to do with expert ids at all; other code that depends on data is nothing to report."""
-    from moefuse.passes.prove.concerns import concerns_routing
-
-    try:
-        return concerns_routing(assumption)
-    except Exception:  # a question about a graph that is half written; nothing but a line of the report hangs on it
-        return True
-
-
-def refusals(problems: list[Undischarged]) -> list[Skipped]:
-    """What the user reads about assumptions that do not hold, one line for each statement."""
-    out: dict[str, Skipped] = {}
-    for problem in problems:
-        assumption = problem.assumption
-        if assumption.location not in out and concerns_experts(assumption):
-            text = CODES["not-captured"].format(what=assumption.what, detail=problem.detail)
-            out[assumption.location] = Skipped("not-captured", text, _module(assumption), assumption.location)
-    return list(out.values())
-
-
-def _module(assumption: Assumption) -> str:
-    """The module that computes what was assumed about."""
-    nodes = (assumption.subject, *assumption.nodes)
-    node = next((node for node in nodes if isinstance(node, torch.fx.Node)), None)
-    return module_names.of_traced(node.meta.get("nn_module_stack")) if node is not None else ""
-
-
-__all__ = ["Frame", "Ledger", "refusals"]

@@ -15,7 +15,7 @@ from moefuse.capture.bytecode import GENERATOR
 from moefuse.capture.replay import replay
 
 if TYPE_CHECKING:
-    from moefuse.capture.frame import Frame
+    from moefuse.capture.attempt import Attempt
 
 MAX_BODIES = 1024
 """Loop bodies that one frame may unroll, at about a tenth of a second each."""
@@ -56,7 +56,7 @@ class Loop:
 class Loops:
     """The loops of one attempt at a frame."""
 
-    def __init__(self, frame: Frame) -> None:
+    def __init__(self, frame: Attempt) -> None:
         self.frame = frame
         self.made: list[Loop] = []
         self._iterators: dict[int, tuple[Any, Loop]] = {}

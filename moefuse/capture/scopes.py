@@ -12,7 +12,7 @@ from moefuse.capture import dummies, functions, returns
 from moefuse.capture.assumptions import RETURN, TAG, Assumption, Scope
 
 if TYPE_CHECKING:
-    from moefuse.capture.frame import Frame
+    from moefuse.capture.attempt import Attempt
     from moefuse.capture.loops import Loop
 
 OTHER_WAY = (
@@ -25,7 +25,7 @@ READ_AFTER = "`{name}` is read after it, and has another value if it does not ru
 class Scopes:
     """The open scopes of one attempt at a frame, the innermost last."""
 
-    def __init__(self, frame: Frame) -> None:
+    def __init__(self, frame: Attempt) -> None:
         self.frame = frame
         self.open: list[Scope] = []
         self.dummies: list[tuple[Assumption, list[Node]]] = []

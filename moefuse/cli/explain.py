@@ -14,7 +14,7 @@ from moefuse.api import explain
 from moefuse.cli import hugging_face, target
 from moefuse.cli.command import CommandError, doing
 from moefuse.errors import first_line
-from moefuse.pipeline import USER_DECIDED
+from moefuse.publish import USER_DECIDED
 from moefuse.report import FusionReport
 
 

@@ -21,8 +21,8 @@ from moefuse import _torch_private
 from moefuse._dynamo.values import unbacked
 from moefuse.module_names import ModuleNames
 from moefuse.ops.schema import TAKES_IDS
-from moefuse.pipeline import copy_graph
 from moefuse.served import nearest_parameter
+from moefuse.snapshot import copy_graph
 
 _VIEWS = frozenset(("view", "reshape", "flatten", "contiguous", "long", "int", "to", "squeeze", "unsqueeze", "detach", "ravel"))
 

@@ -27,7 +27,7 @@ from moefuse.passes.prove.runnable import ModuleState, Runnable, translated
 from moefuse.report import Skipped
 
 if TYPE_CHECKING:
-    from moefuse.pipeline import Saved
+    from moefuse.snapshot import Saved
 
 
 @dataclass(frozen=True)

@@ -8,46 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import moefuse
 from moefuse import _torch_private
+from tests.cpu.test_torch_func import Dense, H, Layer, Loop, T
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
-
-E, H, I, T = 4, 8, 12, 6  # noqa: E741
-
-
-class Loop(nn.Module):
-    """Only capture gets this into one graph; Inductor alone leaves it to eager."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = nn.Linear(H, E)
-        self.up, self.down = nn.Parameter(torch.randn(E, I, H) / 3), nn.Parameter(torch.randn(E, H, I) / 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        weights, ids = self.gate(x).softmax(-1).topk(2)
-        out = torch.zeros_like(x)
-        for e in range(E):
-            tok, slot = torch.where(ids == e)
-            out.index_add_(0, tok, F.linear(F.silu(F.linear(x[tok], self.up[e])), self.down[e]) * weights[tok, slot, None])
-        return out
-
-
-class Dense(Loop):
-    """Every expert on every token."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        weights, ids = self.gate(x).softmax(-1).topk(2)
-        out = torch.zeros_like(x)
-        for e in range(E):
-            out = out + F.linear(F.silu(F.linear(x, self.up[e])), self.down[e]) * (weights * (ids == e)).sum(-1, keepdim=True)
-        return out
 
 
 @pytest.fixture
@@ -77,7 +47,7 @@ def fused() -> int:
 @pytest.mark.parametrize("first", ["dual", "plain"])
 @pytest.mark.parametrize(("grad", "frozen"), [(True, False), (True, True), (False, False)], ids=("grad", "frozen", "no_grad"))
 @pytest.mark.parametrize("kind", [Loop, Dense])
-def test_forward_mode_around_a_compiled_layer(kind: type[Loop], grad: bool, frozen: bool, first: str, behind: list[str]) -> None:
+def test_forward_mode_around_a_compiled_layer(kind: type[Layer], grad: bool, frozen: bool, first: str, behind: list[str]) -> None:
     """Whatever was compiled before: code of calls without tangents is not run with some, nor the other way round."""
     torch.manual_seed(0)
     layer, x = kind().requires_grad_(not frozen), torch.randn(T, H)

@@ -22,7 +22,7 @@ import pytest
 import torch
 
 import moefuse
-from moefuse import _torch_private, history, pipeline
+from moefuse import _torch_private, history, publish
 from moefuse.inductor_pass import CacheStamp
 from moefuse.report import Fused, Skipped
 from moefuse.spec import ExpertsSpec
@@ -56,7 +56,7 @@ class Breaks(Dense):
 def _no_history(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(history, "_compilations", None)
     monkeypatch.setattr(history, "_kept", {})
-    monkeypatch.setattr(pipeline, "_warned", set())
+    monkeypatch.setattr(publish, "_warned", set())
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from torch._dynamo.utils import counters
 import moefuse
 from moefuse import _torch_private
 from tests.programs.effects import floats
+from tests.programs.effects.broken import put_back
 from tests.programs.effects.floats import Floating, Layer
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -55,7 +56,7 @@ def test_drawn_programs(seed: int) -> None:
 
 @pytest.mark.parametrize("name", floats.FAULTS)
 def test_a_fault_is_seen(name: str) -> None:
-    with floats.put_back(name):
+    with put_back(floats.FAULTS[name]):
         assert floats.wrong(floats.SHOWN[name])
 
 

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import moefuse
-from moefuse import pipeline
+from moefuse import publish
 from tests.cpu.test_left_frames import Helped, K, Layer, X, mixed
+from tests.programs.effects import changes
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 @pytest.fixture(autouse=True)
 def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """A warning is given once in a process."""
-    monkeypatch.setattr(pipeline, "_warned", set())
+    monkeypatch.setattr(publish, "_warned", set())
 
 
 class Around(nn.Module):
@@ -56,19 +57,11 @@ class ChangedHere(Layer):
         return out + doubled
 
 
-class Noisy(Layer):
+class Noisy(changes.Noisy):
     """Random numbers inside of the experts where there are gradients."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        weights, ids = self.router(x).softmax(-1).topk(K)
-        out = torch.zeros_like(x)
-        for e, expert in enumerate(self.experts):
-            token, slot = torch.where(ids == e)
-            rows = expert(x[token])
-            if torch.is_grad_enabled():
-                rows = rows + torch.randn_like(rows)
-            out.index_add_(0, token, rows * weights[token, slot, None])
-        return out
+    def odd(self) -> bool:
+        return torch.is_grad_enabled()
 
 
 class Logged(Helped):

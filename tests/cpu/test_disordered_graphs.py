@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from moefuse import FusionError, pipeline
+from moefuse import FusionError, pipeline, snapshot
 from moefuse._dynamo import order
 from tests.cpu.beside_eager import H, MoE, check
 from tests.cpu.capture_case import Seen, capturing, plain
@@ -93,7 +93,7 @@ def test_a_graph_that_cannot_be_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(graph: fx.Graph) -> fx.Graph:
         raise NotImplementedError("no copies")
 
-    monkeypatch.setattr(pipeline, "copy_graph", fails)
+    monkeypatch.setattr(snapshot, "copy_graph", fails)
     seen = check(Plain, behind="aot_eager")
     assert seen.codes == {"internal-error"}
     assert not seen.report.fused
@@ -123,7 +123,7 @@ def test_one_graph_of_the_users_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(graph: fx.Graph) -> fx.Graph:
         raise NotImplementedError("no copies")
 
-    monkeypatch.setattr(pipeline, "copy_graph", fails)
+    monkeypatch.setattr(snapshot, "copy_graph", fails)
     compiled = torch.compile(nn.Linear(H, H), backend=capturing(seen, plain()))
     compiled(torch.randn(3, H))
     assert seen.codes == {"internal-error"}

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import moefuse
-from moefuse import FusionError, _torch_private, explaining, pipeline
+from moefuse import FusionError, _torch_private, explaining, publish
 from tests.cpu.beside_eager import H, MoE
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -86,7 +86,7 @@ def _no_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Moefuse's own backend, and graphs that run as they are behind it; messages are said once for each test."""
     monkeypatch.setattr(_torch_private, "compile_fx", lambda gm, *_: gm.forward)
     monkeypatch.setattr(explaining, "_said", {})
-    monkeypatch.setattr(pipeline, "_warned", set())
+    monkeypatch.setattr(publish, "_warned", set())
 
 
 def run(kind: type[nn.Module], **options: Any) -> None:
@@ -193,7 +193,7 @@ def test_it_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFi
     assert len(report.fused) == 1
 
 
-@pytest.mark.parametrize("broken", ["history.record", "report.FusionReport.__str__", "pipeline._log_line", "nothing_found.watch"])
+@pytest.mark.parametrize("broken", ["history.record", "report.FusionReport.__str__", "publish._log_line", "nothing_found.watch"])
 def test_strict_keeps_its_meaning(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     owner: Any = moefuse
     *path, name = broken.split(".")

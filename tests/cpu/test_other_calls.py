@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import moefuse
-from moefuse import pipeline
+from moefuse import publish
 from tests.cpu.capture_case import Seen, capturing
 from tests.cpu.test_input_sizes import E, Experts, H
 
@@ -149,7 +149,7 @@ def test_an_error_for_each_call() -> None:
 
 
 def test_losing_experts_that_were_fused_is_told_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline, "_warned", set())
+    monkeypatch.setattr(publish, "_warned", set())
     layer, other = Experts(), Experts()
     compiled = torch.compile(layer, backend="moefuse")
     with torch.no_grad(), caplog.at_level(logging.WARNING, "moefuse.backend"):

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import moefuse
-from moefuse import called, history, pipeline
+from moefuse import called, history, publish
 from tests.cpu.test_left_frames import E, Expert, H, K, Layer, X
 from tests.programs.effects import changes
+from tests.programs.effects.broken import put_back
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "no_code")
 
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo", "no_code")
 @pytest.fixture(autouse=True)
 def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """A warning is given once in a process."""
-    monkeypatch.setattr(pipeline, "_warned", set())
+    monkeypatch.setattr(publish, "_warned", set())
 
 
 def report() -> moefuse.FusionReport:
@@ -122,7 +123,7 @@ def test_what_training_runs_in_eager_is_an_error(options: dict[str, Any]) -> Non
 @pytest.mark.parametrize("name", changes.SHOWN)
 def test_a_fault_is_seen(name: str) -> None:
     """A program that shows it, wrong with the fault and right without."""
-    with changes.put_back(name):
+    with put_back(changes.FAULTS[name]):
         assert changes.wrong(changes.SHOWN[name])
     assert changes.wrong(changes.SHOWN[name]) == []
 

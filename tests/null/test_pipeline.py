@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from moefuse import FusionError, Options, pipeline
+from moefuse import FusionError, Options, pipeline, publish
 from moefuse.report import FusionReport, Skipped
 from tests.conftest import StubDriver
 
@@ -112,13 +112,13 @@ def left(code: str, location: str = "my.py:17", message: str = "the reason") -> 
 
 @pytest.fixture
 def _no_warnings_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline, "_warned", set())
+    monkeypatch.setattr(publish, "_warned", set())
 
 
 @pytest.mark.usefixtures("_no_warnings_yet")
 def test_each_reason_warns_once(caplog: pytest.LogCaptureFixture) -> None:
     for report in (left("no-rule"), left("no-rule"), left("no-rule", "my.py:18"), left("random")):
-        pipeline.publish(report, Options())
+        publish.publish(report, Options())
     texts = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert len(texts) == 3
     assert texts[0] == (
@@ -128,19 +128,19 @@ def test_each_reason_warns_once(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.usefixtures("_no_warnings_yet")
-@pytest.mark.parametrize("code", sorted(pipeline.USER_DECIDED))
+@pytest.mark.parametrize("code", sorted(publish.USER_DECIDED))
 def test_what_the_user_decided_neither_warns_nor_raises(code: str, caplog: pytest.LogCaptureFixture) -> None:
-    pipeline.publish(left(code), Options(strict=True))
+    publish.publish(left(code), Options(strict=True))
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
 def test_strict_raises_the_text_of_the_report() -> None:
     report = left("no-rule")
     with pytest.raises(FusionError) as raised:
-        pipeline.publish(report, Options(strict=True))
+        publish.publish(report, Options(strict=True))
     assert str(raised.value) == str(report)
     assert "no-rule: the reason" in str(report)
 
 
 def test_strict_is_silent_when_there_is_nothing() -> None:
-    pipeline.publish(FusionReport(graph_count=1), Options(strict=True))
+    publish.publish(FusionReport(graph_count=1), Options(strict=True))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+import random
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
+from unittest import mock
 
 from torch.fx import Node
 
@@ -26,6 +29,27 @@ from moefuse.passes.prove.region_key import _Form
 from moefuse.passes.rules.rows import views
 
 Broken = tuple[tuple[object, str, Any], ...]
+_Program = TypeVar("_Program")
+
+
+@contextmanager
+def put_back(*faults: Broken) -> Iterator[None]:
+    """Moefuse with these faults."""
+    with ExitStack() as stack:
+        for owner, name, instead in (part for fault in faults for part in fault):
+            stack.enter_context(mock.patch.object(owner, name, instead))
+        yield
+
+
+def search(
+    fault: Broken, draw: Callable[[int], _Program], wrong: Callable[[_Program], list[str]], most: int = 500, seed: int = 0
+) -> tuple[int, _Program] | None:
+    """(how many programs it took, program) to see a fault; None if so many do not."""
+    rng = random.Random(seed)
+    with put_back(fault):
+        programs = (draw(rng.randrange(1 << 30)) for _ in range(most))
+        return next(((count, p) for count, p in enumerate(programs, 1) if wrong(p)), None)
+
 
 # --- storages by names ------------------------------------------------------------------------------------------------------------
 

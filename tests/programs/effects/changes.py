@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import moefuse
-from moefuse import _torch_private, history, nothing_found, pipeline
+from moefuse import _torch_private, history, nothing_found, publish
 from moefuse.compilations import is_in
 from moefuse.report import FusionReport
+from tests.programs.effects.broken import Broken
 
 H, E, K = 8, 4, 2
 MEANWHILE = {"seen": 0}
@@ -132,13 +133,16 @@ class Stopping(Plain):
 class Noisy(Plain):
     """Told with a reason."""
 
+    def odd(self) -> bool:
+        return self.training
+
     def forward(self, x: Tensor) -> Tensor:
         weights, ids = self.router(x).softmax(-1).topk(K)
         out = torch.zeros_like(x)
         for e, expert in enumerate(self.experts):
             token, slot = torch.where(ids == e)
             rows = expert(x[token])
-            if self.training:
+            if self.odd():
                 rows = rows + 0.0 * torch.rand_like(rows)
             out.index_add_(0, token, rows * weights[token, slot, None])
         return out
@@ -299,7 +303,7 @@ def _light() -> Iterator[None]:
     try:
         with (
             mock.patch.object(_torch_private, "compile_fx", lambda gm, inputs, *_: aot_eager(gm, inputs)),
-            mock.patch.object(pipeline, "_warned", set()),
+            mock.patch.object(publish, "_warned", set()),
         ):
             yield
     finally:
@@ -313,7 +317,7 @@ def _spoken_ever(report: FusionReport, here: FusionReport, found: Any, shards: A
     return nothing_found._spoken_of(report, found, shards)
 
 
-FAULTS: dict[str, tuple[tuple[object, str, Any], ...]] = {
+FAULTS: dict[str, Broken] = {
     "fused in any mode is fused in this": (
         (history, "lost", lambda report, owner: None),
         (nothing_found, "_fine", _spoken_ever),
@@ -323,26 +327,3 @@ FAULTS: dict[str, tuple[tuple[object, str, Any], ...]] = {
 
 SHOWN: dict[str, Changing] = {"fused in any mode is fused in this": Changing(("Trained",), ((), ("train", "grad")))}
 """For each fault the smallest program known to show it."""
-
-
-@contextmanager
-def put_back(name: str) -> Iterator[None]:
-    """Moefuse with a fault."""
-    with ExitStack() as stack:
-        for owner, attribute, value in FAULTS[name]:
-            stack.enter_context(mock.patch.object(owner, attribute, value))
-        yield
-
-
-def search(name: str, most: int = 500, seed: int = 0) -> tuple[int, Changing] | None:
-    """(how many programs it took, program) to see a fault; None if so many do not."""
-    rng = random.Random(seed)
-    with put_back(name):
-        for count in range(1, most + 1):
-            p = draw(rng.randrange(1 << 30))
-            if wrong(p):
-                return count, p
-    return None
-
-
-__all__ = ["FAULTS", "SHOWN", "Changing", "draw", "put_back", "search", "wrong"]

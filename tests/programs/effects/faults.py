@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from unittest import mock
 
 from tests.programs.effects import broken, kinks
 from tests.programs.effects.broken import Broken
@@ -30,14 +29,9 @@ class Fault:
     kinds: tuple[str, ...] = NAMES
     defences: Mapping[str, Broken] = field(default_factory=dict)
 
-    @contextmanager
-    def put_back(self, on: str | None = None) -> Iterator[None]:
+    def put_back(self, on: str | None = None) -> AbstractContextManager[None]:
         """Moefuse with the fault; ``on``: a defence that stays."""
-        off = [b for name, part in self.defences.items() if name != on for b in part]
-        with ExitStack() as stack:
-            for owner, name, instead in (*self.cause, *off):
-                stack.enter_context(mock.patch.object(owner, name, instead))
-            yield
+        return broken.put_back(self.cause, *(part for name, part in self.defences.items() if name != on))
 
 
 def _program(

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from moefuse import _torch_private
 from moefuse._torch_private import inductor
+from tests.programs.effects.broken import Broken
 
 H, INNER, E, K = 16, 12, 4, 2
 
@@ -154,30 +155,8 @@ def _quiet() -> Iterator[None]:
 
 # --- the fault -------------------------------------------------------------------------------------------------------------------
 
-FAULTS = {"floats that no key has": (inductor, "compiled_for_their_values", lambda gm: nullcontext())}
+FAULTS: dict[str, Broken] = {"floats that no key has": ((inductor, "compiled_for_their_values", lambda gm: nullcontext()),)}
 """Root causes, as what stands in their place when moefuse is broken."""
 
 SHOWN = {"floats that no key has": Floating("slots", "clamp and product", "nothing", False, (1.0, 0.7, 0.3))}
 """For each fault the smallest program known to show it."""
-
-
-@contextmanager
-def put_back(name: str) -> Iterator[None]:
-    """Moefuse with a fault."""
-    owner, attribute, value = FAULTS[name]
-    with mock.patch.object(owner, attribute, value):
-        yield
-
-
-def search(name: str, most: int = 500, seed: int = 0) -> tuple[int, Floating] | None:
-    """(how many programs it took, program) to see a fault; None if so many do not."""
-    rng = random.Random(seed)
-    with put_back(name):
-        for count in range(1, most + 1):
-            p = draw(rng.randrange(1 << 30))
-            if wrong(p):
-                return count, p
-    return None
-
-
-__all__ = ["FAULTS", "SHOWN", "Floating", "draw", "put_back", "search", "wrong"]
