@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import sys
 import types
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import hypothesis
 import pytest
@@ -17,6 +18,8 @@ import torch
 
 from moefuse.config import Options
 from moefuse.report import Fused, Skipped
+
+_Case = TypeVar("_Case")
 
 # What this machine's user has tuned decides nothing here; tests of tuning have a folder of their own.
 os.environ["MOEFUSE_AUTOTUNE"] = "0"
@@ -42,15 +45,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="HYPOTHESIS_PROFILE=deep runs it"))
     if not THOROUGH:
         _sample(items)
+        _cover(items)
+        _without_code(items)
+
+
+def _families(items: list[pytest.Item], mark: str) -> Collection[list[Any]]:
+    """The cases of each test that is marked so."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker(mark) is not None and hasattr(item, "callspec"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    return cases.values()
 
 
 def _sample(items: list[pytest.Item]) -> None:
     """Skip all cases of a test but every n-th, by their names, and but every third of those; at least one runs."""
-    cases: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        if item.get_closest_marker("sampled") is not None and hasattr(item, "callspec"):
-            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for some in cases.values():
+    for some in _families(items, "sampled"):
         share = int(next(some[0].iter_markers("sampled")).args[0])
         numbers = [zlib.crc32(item.nodeid.encode()) for item in some]
         drawn = [at for at, n in enumerate(numbers) if not n % share] or [min(range(len(some)), key=lambda at: numbers[at] % share)]
@@ -58,6 +68,39 @@ def _sample(items: list[pytest.Item]) -> None:
         for at, item in enumerate(some):
             if at not in runs:
                 item.add_marker(pytest.mark.skip(reason=f"one case of {3 * share}; HYPOTHESIS_PROFILE=deep runs all"))
+
+
+def _cover(items: list[pytest.Item]) -> None:
+    """Skip all cases of a test but the first that have between them every row of each ``parametrize``, or every pair of rows of two."""
+    for some in _families(items, "every_value"):
+        strength = next(iter(next(some[0].iter_markers("every_value")).args), 1)
+        for item in set(some) - set(covering(some, [_rows(item, strength) for item in some])):
+            item.add_marker(pytest.mark.skip(reason="others have its values between them; HYPOTHESIS_PROFILE=deep runs all"))
+
+
+def _without_code(items: list[pytest.Item]) -> None:
+    """Let the first case of a test that runs have Inductor's code, and leave the others without."""
+    for some in _families(items, "code_once"):
+        for item in [item for item in some if item.get_closest_marker("skip") is None][1:]:
+            item.fixturenames.append("no_code")
+
+
+def _rows(item: Any, strength: int) -> set[tuple[tuple[int, ...], ...]]:
+    """Which rows of so many ``parametrize`` a case has together."""
+    names = [mark.args[0] for mark in item.iter_markers("parametrize")]
+    lists = [[name.strip() for name in each.split(",")] if isinstance(each, str) else each for each in names]
+    rows = [(at, *(id(item.callspec.params[name]) for name in each)) for at, each in enumerate(lists)]
+    return set(itertools.combinations(rows, strength))
+
+
+def covering(cases: Sequence[_Case], rows: Sequence[set[Any]]) -> list[_Case]:
+    """Of some cases, with the rows that each has, few that have all rows: the first, then whichever has most that are still missing."""
+    found, missing = [], set().union(*rows)
+    while missing:
+        at = max(range(len(cases)), key=lambda at: len(rows[at] & missing))
+        found.append(cases[at])
+        missing -= rows[at]
+    return found
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -79,6 +79,7 @@ def same_gradients(got: nn.Module, expected: nn.Module) -> None:
 # --- what the caller does with saved tensors --------------------------------------------------------------------------------------
 
 
+@pytest.mark.code_once
 @pytest.mark.parametrize("kind", LAYERS)
 def test_checkpoint_of_a_compiled_layer(kind: Callable[[], nn.Module]) -> None:
     """Its first forward counts the tensors that are saved, and the second one, which compiles nothing, has to save as many."""
@@ -113,6 +114,7 @@ def test_gradient_checkpointing_of_transformers() -> None:
     assert report.fused
 
 
+@pytest.mark.code_once
 @pytest.mark.parametrize("kind", LAYERS)
 def test_hooks_see_the_calls_tensors_only(kind: Callable[[], nn.Module]) -> None:
     """As many in the first call as in the second, none of them a fake; and a hook that refuses is not asked while compiling."""

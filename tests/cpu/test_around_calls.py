@@ -44,6 +44,7 @@ def fused() -> int:
     return 0 if report is None else len(report.fused)
 
 
+@pytest.mark.every_value(2)
 @pytest.mark.parametrize("first", ["dual", "plain"])
 @pytest.mark.parametrize(("grad", "frozen"), [(True, False), (True, True), (False, False)], ids=("grad", "frozen", "no_grad"))
 @pytest.mark.parametrize("kind", [Loop, Dense])
@@ -104,6 +105,7 @@ def test_behind_inductor() -> None:
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.every_value(2)
 @pytest.mark.parametrize("compiled_before", [False, True])
 @pytest.mark.parametrize("parameters", ["fake", "real"])
 @pytest.mark.parametrize("grad", [True, False])

@@ -46,6 +46,7 @@ def run(model: nn.Module) -> Outcome:
     return outcome
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid", "tanh", "identity"])
 @pytest.mark.parametrize("gated", [True, False])
 def test_what_the_op_computes_is_verified(activation: str, gated: bool) -> None:

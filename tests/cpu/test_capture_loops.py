@@ -65,6 +65,7 @@ def test_a_pass_for_nobody_is_nothing(cls: type[Layer]) -> None:
     assert compiled(none, logits[:0]).requires_grad == model(none, logits[:0]).requires_grad
 
 
+@pytest.mark.every_value(2)
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("compile_kwargs", [{"fullgraph": True}, {"dynamic": True}, {"dynamic": False}], ids=str)
 @pytest.mark.parametrize("name", ["RowsOfNonzero", "ContinueWhenEmpty"])

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import moefuse
 
-pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+pytestmark = [pytest.mark.usefixtures("fresh_dynamo"), pytest.mark.code_once]
 E, K, H = 4, 2, 8
 
 

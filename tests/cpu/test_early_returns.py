@@ -101,6 +101,7 @@ class Layer(nn.Module):
         return out
 
 
+@pytest.mark.code_once
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("make", [Expert, Sized, Itself, Inner])
 def test_they_are_fused(make: type[nn.Module]) -> None:
@@ -133,6 +134,7 @@ def test_gradients() -> None:
     assert len(report.fused) == 1, str(report)
 
 
+@pytest.mark.code_once
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("make", [One, None_, Written])
 def test_others_run_as_they_did(make: type[nn.Module]) -> None:

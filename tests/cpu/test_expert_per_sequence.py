@@ -57,6 +57,7 @@ def inputs(batch: int, length: int, count: int, seed: int = 0) -> tuple[Tensor, 
     return torch.randn(batch, length, H, generator=generator), torch.randint(0, E, (count,), generator=generator)
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("gates", [per_item, per_item_float])
 @pytest.mark.parametrize("sizes", [(3, 5), (2, 1), (5, 5), (1, 7)], ids=str)
 def test_an_expert_for_each_item(gates: Any, sizes: tuple[int, int]) -> None:

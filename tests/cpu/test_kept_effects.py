@@ -297,6 +297,7 @@ class CutSum(MoE):
         return out
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("verify", ["off", "probe"])
 @pytest.mark.parametrize(("cut", "tokens"), [(1, 13), (2, 12), (3, 12), (5, 12)])
 def test_some_columns_of_a_table(cut: int, tokens: int, verify: Literal["off", "probe"]) -> None:

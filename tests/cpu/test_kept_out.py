@@ -76,6 +76,7 @@ def test_the_first_call_is_told_and_takes_nothing_from_later_ones(around: str) -
     assert _layers() == (1, 1)
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize("options", [{"strict": True}, {"expect": 1}])
 def test_who_insists_has_an_error(around: str, options: dict[str, object]) -> None:

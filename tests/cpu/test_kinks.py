@@ -162,6 +162,7 @@ def test_embedded_rows_without_gradients() -> None:
     assert len(seen.report.fused) == 1
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_the_op_at_kinks(activation: str, dtype: torch.dtype) -> None:

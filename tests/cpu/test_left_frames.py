@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import moefuse
 
-pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+pytestmark = pytest.mark.usefixtures("fresh_dynamo", "no_code")
 
 E, H, K = 4, 8, 2
 

@@ -77,6 +77,7 @@ def close(found: list[Tensor], expected: list[Tensor], tolerance: float) -> None
         assert float((mine.double() - theirs.double()).norm()) <= tolerance * float(theirs.double().norm())
 
 
+@pytest.mark.code_once
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("rank", [4, 3])
 def test_float32_adapters_beside_a_bfloat16_base(rank: int) -> None:
@@ -114,6 +115,7 @@ def _without_inductor(layer: nn.Module) -> tuple[Any, list[Fused]]:
     return torch.compile(layer, backend=backend, fullgraph=True), found
 
 
+@pytest.mark.code_once
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize(
     ("scale", "base", "of", "tolerance"),
@@ -148,6 +150,7 @@ def test_a_bias_of_the_gate_s_adapter_alone() -> None:
     assert (fused.tier, fused.spec.intermediate, fused.spec.lora) == ("grouped", INNER, (4,))
 
 
+@pytest.mark.code_once
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("bias", [False, True])
 def test_experts_without_adapters_beside_others_are_told(bias: bool) -> None:
@@ -216,7 +219,7 @@ def test_eager_draws_are_asked_for(by_option: bool) -> None:
     assert {s.code for s in moefuse.last_report().skipped} == {"random"}
 
 
-@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.usefixtures("fresh_dynamo", "no_code")
 def test_dropout_anywhere_else_is_refused() -> None:
     """Two products behind a dropout are no adapter if nothing without it is added."""
 
@@ -230,7 +233,7 @@ def test_dropout_anywhere_else_is_refused() -> None:
     assert {s.code for s in moefuse.last_report().skipped} == {"random"}
 
 
-@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.usefixtures("fresh_dynamo", "no_code")
 def test_ranks_that_differ() -> None:
     """Experts that compute with other sizes are not one tree."""
     layer = Layer()
@@ -257,6 +260,7 @@ def test_one_op_with_terms_in_float32() -> None:
     assert (fused.tier, fused.spec.gating) == ("fused", "split")
 
 
+@pytest.mark.code_once
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("which", ["gate", "up", "down"])
 def test_some_projections_have_terms(which: str) -> None:
@@ -338,6 +342,7 @@ def shared(domain: str, x: Tensor, ids: Tensor, w: Tensor, a: Tensor, b: Tensor)
     return torch.einsum(f"{rows},tkoh->tko", x, w[ids]) + 1.5 * torch.einsum(f"{rows.replace('h', 'r')},tkor->tko", x @ a.T, b[ids])
 
 
+@pytest.mark.code_once
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("domain", ["dense", "slots", "repeated"])
 def test_one_a_for_all_experts(domain: str) -> None:

@@ -63,6 +63,7 @@ APART: dict[str, Spelling] = {
 }
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("dense", [pytest.param(False, id="loop"), pytest.param(True, id="dense")])
 @pytest.mark.parametrize("name", APART)
 def test_taken_apart(name: str, dense: bool) -> None:

@@ -75,6 +75,7 @@ def products(model: nn.Module, x: Tensor, train: bool) -> list[str]:
     return seen
 
 
+@pytest.mark.code_once
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_spellings(spelling: str) -> None:
@@ -118,6 +119,7 @@ NEAR = {
 }
 
 
+@pytest.mark.code_once
 @pytest.mark.sampled(2)
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("spelling", NEAR)
@@ -169,6 +171,7 @@ def test_factors_are_read_live_and_start_at_zero() -> None:
     assert moefuse.last_report().fused[0].spec.lora == (R,)
 
 
+@pytest.mark.code_once
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize(("tokens", "count"), [(MOST_ROWS["cpu"] * E // K, 1), (MOST_ROWS["cpu"] * E // K + 1, 0)])
 def test_many_rows_of_an_expert(tokens: int, count: int) -> None:

@@ -27,6 +27,7 @@ UNASKED = {
 }
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("name", CASES)
 def test_strides_are_those_of_the_fake(name: str, order: str) -> None:

@@ -52,6 +52,7 @@ MIXED: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("skip", [False, True], ids=["all", "skipped"])
 @pytest.mark.parametrize("name", MIXED)
 def test_a_statistic_of_the_rows_is_no_input_of_the_experts(name: str, skip: bool) -> None:

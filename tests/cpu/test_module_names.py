@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import moefuse
 from moefuse import history
 
-pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+pytestmark = pytest.mark.usefixtures("fresh_dynamo", "no_code")
 
 HIDDEN, EXPERTS = 8, 3
 

@@ -17,7 +17,7 @@ from tests.programs.check import Outcome, light
 from tests.programs.refused.found import NothingFound
 from tests.programs.refused.plain import E, H, I, K, Plain, T
 
-pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+pytestmark = pytest.mark.usefixtures("fresh_dynamo", "no_code")
 
 
 class ConvExperts(nn.Module):

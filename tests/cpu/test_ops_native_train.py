@@ -69,6 +69,7 @@ def exact(args: list[Any], c: Case) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out, leaves(wide), pull)]
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("storage", STORAGE)
 def test_every_body_within_the_error_of_autograd(storage: dict[str, Any], dtype: torch.dtype, log: Log) -> None:

@@ -78,6 +78,7 @@ class BySlot(Experts):
 TURNED = [masked, turned_back, beside_tokens, collected, stacked, einsum]
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("tokens", [H, 6], ids=["as many tokens as features", "fewer"])
 @pytest.mark.parametrize("make", [*TURNED, each_turned_back, BySlot], ids=lambda f: f.__name__)
 def test_tokens_come_first(make: Form | type[nn.Module], tokens: int) -> None:

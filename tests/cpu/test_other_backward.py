@@ -17,7 +17,7 @@ from tests.cpu.test_fp8_operators import Compiled
 from tests.programs.own_products import MORE, STEPS_OF_BACKWARD, Step
 
 H, M, E = 32, 16, 4
-EXAMPLES = 8 if settings().max_examples < 100 else 400
+EXAMPLES = 5 if settings().max_examples < 100 else 400
 PLACES = ("codes", "scales", "zeros", "weight", "gradient", "gradient of rows")
 Weight = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 

@@ -129,6 +129,7 @@ def test_in_the_body_of_a_checkpoint_too() -> None:
     assert FOREIGN in refused(Checkpointed(Batched())).message
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("program", [Each, Gathered])
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_with_the_same_weights_unpacked_before_it_is_fused(program: type[packed.Layer], spelling: str) -> None:

@@ -64,6 +64,7 @@ def test_how_many_rows_depends_on_the_device(major: int, most: float, monkeypatc
     assert whole_stacks.most_slots(torch.device("meta")) == 0.0
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("held", HELD)
 @pytest.mark.parametrize("equal", ["codes and scales", "one number"])
 def test_experts_that_are_equal(held: str, equal: str) -> None:

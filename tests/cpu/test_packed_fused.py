@@ -66,6 +66,7 @@ class Compiled:
         return [node for gm in self.graphs for node in gm.graph.nodes if node.target is OP]
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("hit", [False, True], ids=["each", "hit"])
 @pytest.mark.parametrize("spelling", FEW_BITS)
 def test_what_is_stored_is_multiplied(spelling: str, hit: bool) -> None:

@@ -21,7 +21,7 @@ def adapted(targets: list[str]) -> nn.Module:
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.usefixtures("fresh_dynamo", "no_code")
 @pytest.mark.parametrize("where", TARGETS)
 def test_adapters_that_are_switched_and_merged(where: str) -> None:
     model, x = adapted(TARGETS[where]), batches()[0]

@@ -79,6 +79,7 @@ def leftovers(model: nn.Module) -> Any:
     return kinds, sorted((n, id(p)) for n, p in model.named_parameters()), sorted(model.state_dict())
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("implementation", ["grouped_mm", "eager", "moefuse"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_step(family: str, implementation: str) -> None:

@@ -29,6 +29,7 @@ def close(mine: Model, theirs: Model, of: Tensor, wanted: Tensor) -> None:
             torch.testing.assert_close(a.grad, b.grad, rtol=1e-5, atol=2e-6, msg=name)
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("listed", [False, True])
 @pytest.mark.parametrize("score", ["softmax", "of the chosen", "chosen by other scores", "argmax"])
 def test_replay(score: str, listed: bool) -> None:
@@ -104,6 +105,7 @@ def test_layers_in_order() -> None:
     assert all(torch.equal(routing[f"layers.{at}"][0], ids[:, at]) for at in range(3))
 
 
+@pytest.mark.every_value(2)
 @pytest.mark.parametrize("inside", [True, False])
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("whole", [True, False])

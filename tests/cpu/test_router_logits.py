@@ -120,6 +120,7 @@ def close(a: Tensor, b: Tensor) -> None:
     torch.testing.assert_close(a, b, **({"rtol": 2**-6, "atol": 2**-6} if a.dtype == torch.bfloat16 else {}))
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("route", [linear, linear_with_bias, product, product_of_views, contraction, added_product, cast_read_elsewhere])
 def test_few_tokens(route: Callable[..., Routed], dtype: torch.dtype) -> None:
@@ -129,6 +130,7 @@ def test_few_tokens(route: Callable[..., Routed], dtype: torch.dtype) -> None:
     close(out, wanted)
 
 
+@pytest.mark.every_value(2)
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("tokens", [1, MANY])
 @pytest.mark.parametrize("route", [cast, cast_product])

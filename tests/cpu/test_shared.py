@@ -143,6 +143,7 @@ def _on_this_device(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("tokens", [(1, 1), (2, 5), (0, 3)], ids=str)
 @pytest.mark.parametrize(
     "join", [gated, before, first, in_place, other_tokens, scaled, scaled_and_gated, dense_residual, residual_first, latent]

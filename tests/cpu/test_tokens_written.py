@@ -47,6 +47,8 @@ def _step(call: object, model: Layer, x: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.code_once
+@pytest.mark.every_value
 @pytest.mark.parametrize("writes", [1, 2])
 @pytest.mark.parametrize(("read", "other"), [*((n, n) for n in NAMES), ("target", "result"), ("result", "base")], ids=lambda n: n)
 def test_any_name(read: str, other: str, writes: int) -> None:
@@ -77,7 +79,7 @@ class Before(Written):
         return out
 
 
-@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.usefixtures("fresh_dynamo", "no_code")
 def test_between_experts() -> None:
     """Refused, with the write as its reason."""
     torch.manual_seed(0)

@@ -352,6 +352,7 @@ def test_reports_go_with_their_modules() -> None:
     assert len(moefuse.reports()) == 0
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("options", [{}, {"strict": True}, {"expect": 1}, {"strict": True, "expect": 1}])
 @pytest.mark.parametrize("by", ["environment", "option"])
 def test_switched_off_is_said(options: dict[str, Any], by: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -237,6 +237,7 @@ def test_flags(gate: bool, bias: bool, transposed: bool, norm: bool, custom_gate
     assert_same(module, *routed())
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("gate", [True, False])
 @pytest.mark.parametrize("act", [*sorted(ACT2FN), torch.nn.functional.silu, torch.tanh, lambda x: x.sin()])
 def test_activations(act: Any, gate: bool) -> None:

@@ -182,6 +182,7 @@ FAULTS: dict[str, tuple[Callable[[GraphModule], None], str]] = {
 }
 
 
+@pytest.mark.code_once
 @pytest.mark.parametrize("model", [Layer, Loop, Checkpointed], ids=lambda m: m.__name__)
 def test_equal_graphs_pass(model: type[nn.Module]) -> None:
     """Layers, bodies of checkpoints, and loops of which the graph has one iteration."""
@@ -275,6 +276,7 @@ class Unrolled(Loop):
         return out
 
 
+@pytest.mark.code_once
 @pytest.mark.parametrize("model", [Loop, Unrolled], ids=lambda m: m.__name__)
 def test_what_only_moefuse_could_trace_is_traced_again(model: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
     """One iteration stands for several, or sizes depend on data: without the fused op Inductor must not get such a graph."""

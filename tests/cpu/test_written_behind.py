@@ -74,6 +74,7 @@ CHANGES: dict[str, Callable[[Tensor], object]] = {
 }
 
 
+@pytest.mark.code_once
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 @pytest.mark.parametrize("rounded", [False, True], ids=["as they are", "cast"])
 def test_tokens_that_eager_code_changes_before_backward(change: Callable[[Tensor], object], rounded: bool) -> None:
