@@ -21,8 +21,10 @@ from moefuse import _torch_private
 from moefuse._dynamo import (
     armed,
     checkpoints,
+    control,
     creation_clock,
     ddp,
+    fresh_leaves,
     left,
     module_calls,
     parametrized,
@@ -62,6 +64,7 @@ class Observer(Protocol):
     def compared(self, translator: Any, variables: Any) -> None: ...
     def joins(self, environment: Any) -> bool: ...
     def outlived(self) -> None: ...
+    def leaves_missed(self) -> None: ...
     def computed(self, translator: Any, nodes: Collection[Node]) -> bool: ...
     def registers(self, translator: Any, why: str) -> None: ...
     def unrelated(self, why: str) -> None: ...
@@ -76,6 +79,8 @@ class Observer(Protocol):
     def numbers_traced(self) -> bool: ...
     @property
     def collects(self) -> bool: ...
+    @property
+    def makes_leaves(self) -> bool: ...
     @property
     def parametrizes(self) -> bool: ...
     @property
@@ -129,6 +134,11 @@ def install(
     _wrap(MutationType, "__init__", _on_new)
     _wrap(TensorVariable, "method_item", _on_item)
     _wrap(TensorVariable, "method_tolist", _on_tolist)
+    if fresh_leaves.available():
+        from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+
+        _wrap(TensorVariable, "call_method", _on_method)
+        _wrap(TorchInGraphFunctionVariable, "call_function", _on_function)
     if hasattr(BuiltinVariable, "call_index"):
         _wrap(BuiltinVariable, "call_index", _on_index)
     _wrap(TensorVariable, "unpack_var_sequence", _on_unpack)
@@ -265,6 +275,8 @@ def _on_run(original: Any, self: Any) -> Any:
         result = original(self)
     except Exception as error:
         observer.seen.update(node.target for node in self.output.graph.nodes if node.op == "placeholder")
+        if fresh_leaves.made(self.output) and not (control.is_restart(error) or control.is_backends(error)):
+            observer.leaves_missed()
         observer.failed(error, self.output.shape_env)
         raise
     observer.compiled(self.output)
@@ -281,6 +293,8 @@ def _on_compile(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     observer = getattr(self, _KEPT, None)
     if observer is None:
         return original(self, *args, **kwargs)
+    if fresh_leaves.missed(self):
+        observer.leaves_missed()
     observer.compiling(self.shape_env)
     with ddp.split_last(self):
         compiled = original(self, *args, **kwargs)
@@ -350,6 +364,24 @@ def _on_advance(original: Any, self: Any, translator: Any, *args: Any, **kwargs:
     if observer is not None:
         observer.advanced(self, translator)
     return original(self, translator, *args, **kwargs)
+
+
+def _on_function(original: Any, self: Any, translator: Any, args: Any, kwargs: Any) -> Any:
+    observer = getattr(translator.output, _KEPT, None)
+    if observer is None or not observer.makes_leaves or not fresh_leaves.asked(self.value, kwargs):
+        return original(self, translator, args, kwargs)
+    return fresh_leaves.make(translator.output, functools.partial(original, self, translator, args), kwargs, args)
+
+
+def _on_method(original: Any, self: Any, translator: Any, name: str, args: Any, kwargs: Any) -> Any:
+    observer = getattr(translator.output, _KEPT, None)
+    if observer is None or not observer.makes_leaves:
+        return original(self, translator, name, args, kwargs)
+    if name == "requires_grad_" and fresh_leaves.told(args, kwargs) and fresh_leaves.turn(translator.output, self):
+        return self
+    if not fresh_leaves.asked(name, kwargs):
+        return original(self, translator, name, args, kwargs)
+    return fresh_leaves.make(translator.output, functools.partial(original, self, translator, name, args), kwargs, [self, *args])
 
 
 def _on_item(original: Any, self: Any, translator: Any, *args: Any, **kwargs: Any) -> Any:

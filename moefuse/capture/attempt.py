@@ -89,6 +89,11 @@ class Attempt:
         return self.ledger.collects
 
     @property
+    def makes_leaves(self) -> bool:
+        """Whether Dynamo shall trace tensors that are made with ``requires_grad=True``."""
+        return self.ledger.makes_leaves
+
+    @property
     def parametrizes(self) -> bool:
         """Whether Dynamo shall trace parametrisations without registering them."""
         return self.ledger.parametrizes
@@ -211,6 +216,11 @@ class Attempt:
         """Start the frame again: what the body of a checkpoint has written to is still there where the graph ends."""
         self.ledger.collects = False
         raise control.restart(self.log, "moefuse: what a checkpoint has written to outlives the graph")
+
+    def leaves_missed(self) -> NoReturn:
+        """Start the frame again: the program can tell that its leaves have no gradients in the graph."""
+        self.ledger.makes_leaves = False
+        raise control.restart(self.log, "moefuse: gradients of a tensor that the call makes can be seen behind the graph")
 
     def computed(self, tx: Any, nodes: Collection[torch.fx.Node]) -> bool:
         """The value of a parametrised tensor was computed where the program first asks for it; whether that makes no difference."""

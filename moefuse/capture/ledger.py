@@ -25,6 +25,7 @@ class Ledger:
         unroll: trace every row of a loop; representatives were tried and did not do.
         numbers: read numbers out of tensors, where moefuse made that traceable; not once a compiler could not take such a graph.
         collects: trace bodies of checkpoints that write to what the call has made; not once that was there when a graph ended.
+        makes_leaves: trace tensors that the call makes with ``requires_grad=True``; not once what left a graph had gradients only by one.
         parametrizes: trace parametrisations that the call registers and removes; not once one of them was more than that.
         broken: the graph breaks somewhere, in an attempt that traced sizes that depend on data.
         met: what a graph that was given up is given, because it writes to what its experts read: calls whose inputs are apart have another.
@@ -40,6 +41,7 @@ class Ledger:
     unroll: bool = False
     numbers: bool = True
     collects: bool = True
+    makes_leaves: bool = True
     parametrizes: bool = True
     broken: bool = False
     met: Sequence[relations.Input] = ()

@@ -48,6 +48,7 @@ def rows_loops(twists: st.SearchStrategy[str], ids: st.SearchStrategy[str] = PLA
         gather=some(generated.GATHERS),
         add=some(generated.ADDS),
         store=some(generated.STORES),
+        init=some(generated.INITS),
         twist=twists,
         ids=ids,
     ).filter(generated.sensible)
@@ -63,6 +64,7 @@ def cut_loops(twists: st.SearchStrategy[str], ids: st.SearchStrategy[str] = PLAI
         rows=some(generated.ROWS),
         add=st.sampled_from([*sorted(generated.ADDS), "append", "append", "fill"]),
         store=some(generated.STORES),
+        init=some(generated.INITS),
         twist=twists,
         ids=ids,
     ).filter(generated.sensible)

@@ -88,6 +88,16 @@ ADDS = {
     "index_put_": "out.index_put_((tok,), y, accumulate=True)",
 }
 
+INITS = {
+    "zeros_like": "torch.zeros_like(x)",
+    "leaf": "torch.zeros_like(x, requires_grad=True)",
+    "turned": "x.new_zeros(x.shape).requires_grad_()",
+    "of_a_leaf": "torch.zeros(x.shape, dtype=x.dtype, requires_grad=True).clone()",
+}
+"""What the sum begins with; eager lets nobody write to a leaf."""
+
+LEAVES = ("leaf", "turned")
+
 COUNTS = {
     "one_hot": "F.one_hot(ids.flatten(), num_classes=E).sum(0)",
     "bincount": "torch.bincount(ids.flatten(), minlength=E)",
@@ -204,6 +214,7 @@ class Loop:
     store: str = "stacked"
     twist: str = "none"
     ids: str = "topk"
+    init: str = "zeros_like"
     outside: bool = False
 
     @property
@@ -238,7 +249,7 @@ def _loop_parts(p: Loop) -> dict[str, str]:
     return {
         "route": f"{_ROUTE}\n{IDS[p.ids]}".strip(),
         "hit": "" if listed else f"hit = {HITS[p.hit]}",
-        "before": f"out = torch.zeros_like(x)\n{once}",
+        "before": f"out = {INITS[p.init]}\n{once}",
         "over": OVER[p.over],
         "head": "for e in {over}:",
         "cut": number,
@@ -267,7 +278,7 @@ def _cut_parts(p: Loop) -> dict[str, str]:
         "route": f"{_ROUTE}\n{IDS[p.ids]}".strip(),
         "counts": f"counts = {COUNTS[p.counts]}",
         "order": "perm = ids.flatten().argsort(stable=True)\ntoken = perm // K\nrows = x[token]\nscale = weights.flatten()[perm]",
-        "before": "out = torch.zeros_like(x)\nouts = []\nys = torch.zeros_like(rows)\n" + before,
+        "before": f"out = {INITS[p.init]}\nouts = []\nys = torch.zeros_like(rows)\n" + before,
         "offset": "start = 0",
         "head": head,
         "cut": f"{cut}\nh_count = n",
@@ -309,6 +320,8 @@ def twists(*, cut: bool) -> list[str]:
 def sensible(p: Loop) -> bool:
     """Whether the parts fit together: a twist that changes what is not there would be none."""
     twist = {**TWISTS, **LOOP_TWISTS, **CUT_TWISTS}[p.twist]
+    if p.init in LEAVES and (p.add != "index_add" or p.twist == "fades_in_place"):
+        return False
     if p.cut:
         whole = p.add in ("append", "fill")
         return not ((whole and p.twist in ("weighs_twice", "unweighted")) or (p.twist.startswith("list_") and p.add != "append")

@@ -201,13 +201,13 @@ class DispatcherWithLoss(Layer):
         dispatcher = Dispatcher(gates)
         inputs = dispatcher.dispatch(x)
         stitched = torch.cat([self.experts[i](inputs[i]) for i in range(E)], 0).mul(dispatcher.nonzero_gates)
-        zeros = torch.zeros(gates.size(0), stitched.size(1), dtype=x.dtype, device=stitched.device)
+        zeros = torch.zeros(gates.size(0), stitched.size(1), dtype=x.dtype, device=stitched.device, requires_grad=self.leaf)
         return zeros.index_add(0, dispatcher.batch_index, stitched) + loss.to(x.dtype)
 
 
-@unseen(whole=False)
+@fused("selected")
 class DispatcherAsPublished(DispatcherWithLoss):
-    """With ``zeros_like(logits, requires_grad=True)``, at which Dynamo breaks the graph: the table of gates is an input of what follows."""
+    """With ``zeros_like(logits, requires_grad=True)``, of a leaf that nobody keeps."""
 
     leaf = True
 
