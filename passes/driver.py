@@ -308,7 +308,7 @@ def _rewrite(ctx: Context, known: dict[Node, Any], run: _Run, region: Region) ->
         if isinstance(made, Lost):
             emit.undo()
             return made
-    made, sharded = _spread(run, region, emit, *made, ctx.mode[region.anchor][0])
+    made, sharded = _spread(run, region, emit, *made, ctx.mode[region.anchor].grad)
     _put_in(ctx, known, run, region, emit, *made, sharded)
     return None
 
@@ -338,7 +338,7 @@ def _as_held(ctx: Context, region: Region, emit: Emitter, coded: Mapping[Key, Co
         return _no_such_op(region, coded.values(), error)
     except Exception as error:
         return Lost("not-lowered", region.anchor, {"detail": first_line(error)})
-    elsewhere = unsupported(emit.nodes, ctx.mode[region.anchor][0])
+    elsewhere = unsupported(emit.nodes, ctx.mode[region.anchor].grad)
     if elsewhere is not None:
         return Lost("device-unsupported", region.anchor, dict(zip(("device", "detail"), elsewhere, strict=True)))
     return made
@@ -391,10 +391,10 @@ def _lowered(
         return _no_such_op(region, held.values(), error)
     except Exception as error:  # a replacement that cannot be built is no reason to stop the user's program
         return Lost("not-lowered", anchor, {"detail": first_line(error)})
-    elsewhere = unsupported(emit.nodes, ctx.mode[anchor][0])
+    elsewhere = unsupported(emit.nodes, ctx.mode[anchor].grad)
     if elsewhere is not None:
         return Lost("device-unsupported", anchor, dict(zip(("device", "detail"), elsewhere, strict=True)))
-    slower = quietly(not_faster, region, emit.nodes, ctx.mode[anchor][0]) if run.options.cost_gate else None
+    slower = quietly(not_faster, region, emit.nodes, ctx.mode[anchor].grad) if run.options.cost_gate else None
     if slower is not None:
         return Lost("not-faster", anchor, slower)
     verdict = _verdict(ctx, known, run, region, emit, lowered, held)
@@ -412,11 +412,11 @@ def _put_in(
     result = unhit_experts.without_tokens(region, run.assumptions, emit, lowered.result)
     replace(ctx, region, result)
     run.result.replaced.append((region, result))
-    notes = still_kept(anchor, emit.nodes, lowered.tier, ctx.mode[anchor][0]) if run.options.recompute else []
+    notes = still_kept(anchor, emit.nodes, lowered.tier, ctx.mode[anchor].grad) if run.options.recompute else []
     run.result.notes += [note for note in notes if note not in run.result.notes]
     measured = None if verdict is None else verdict.error
     run.numbers |= {n: len(run.result.fused) for n in emit.nodes if n.target is torch.ops.moefuse.experts.default}
-    size, tokens = workspace(emit.nodes, ctx.mode[anchor][0]) or (None, None)
+    size, tokens = workspace(emit.nodes, ctx.mode[anchor].grad) or (None, None)
     place = (module_path(anchor), location(anchor))
     run.result.fused.append(
         Fused(

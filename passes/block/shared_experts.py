@@ -258,7 +258,7 @@ def _same_place(ctx: Context, found: _Sum, value: Node) -> bool:
     places = (found.experts, found.add, found.at, value)
     if any(ctx.mode[node] != ctx.mode[found.at] for node in places):
         return False
-    if ctx.mode[found.at][0] and any(v is not None and v.requires_grad for v in (tensor(found.experts), tensor(value))):
+    if ctx.mode[found.at].grad and any(v is not None and v.requires_grad for v in (tensor(found.experts), tensor(value))):
         return False
     return all(ctx.written_between(term, found.add, found.at) is None for term in found.add.all_input_nodes)
 

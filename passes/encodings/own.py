@@ -28,7 +28,7 @@ _ABOVE_TINY = 1 << 20
 
 def wants_gradient(weighed: Weighed) -> bool:
     """Whether the program's product has rows that get a gradient."""
-    return bool(weighed.ctx.mode[weighed.product.reader][0] and rows_of(weighed.ctx, weighed.product)[0].requires_grad)
+    return bool(weighed.ctx.mode[weighed.product.reader].grad and rows_of(weighed.ctx, weighed.product)[0].requires_grad)
 
 
 def refuse_more(weighed: Weighed, value: Any) -> None:

@@ -65,7 +65,7 @@ class _Reading:
     """One reading. ``grad``: whether gradients are recorded where the weight is read."""
 
     def __init__(self, ctx: Context, reader: Node) -> None:
-        self.ctx, self.grad = ctx, ctx.mode[reader][0]
+        self.ctx, self.grad = ctx, ctx.mode[reader].grad
         self.left = _READS
 
     def read(self, value: Any, times: Times, reader: Node) -> list[Addend]:
@@ -80,7 +80,7 @@ class _Reading:
         node, call = self._made(value, reader)
         if call is None or node is None:
             return [Addend(times.scale, times.by, (leaf_of(self.ctx, value, times),))]
-        if self.grad and not self.ctx.mode[node][0]:
+        if self.grad and not self.ctx.mode[node].grad:
             if call.inplace:
                 raise OtherError(node, "it is written to without gradients")
             times = replace(times, detached=True)
@@ -216,7 +216,7 @@ class _Reading:
 
     def _records(self, node: Node) -> bool:
         """Whether gradients go through an operation as they do where the weight is read."""
-        return not self.grad or self.ctx.mode[node][0]
+        return not self.grad or self.ctx.mode[node].grad
 
     def _for_all(self, leaf: Leaf, experts: int) -> Leaf:
         """One matrix for all experts, as a list of it."""

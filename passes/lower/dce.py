@@ -11,11 +11,13 @@ What makes it right: a node goes only with everything that reads it, so no node 
 from __future__ import annotations
 
 from collections.abc import Callable, Set
+from itertools import pairwise
 
 import torch
 from torch.fx import Node
 
-from moefuse.passes.graph.op_classes import SIZE_QUERIES
+from moefuse.passes.graph.modes import ambient, modes
+from moefuse.passes.graph.op_classes import MODES, SIZE_QUERIES
 from moefuse.passes.infer.state import Context
 from moefuse.passes.ir.regions import Region
 from moefuse.passes.match.liveness import live
@@ -77,6 +79,31 @@ def _symbolic(node: Node) -> bool:
 
 
 def _drop_idle_modes(ctx: Context, scoped: set[Node]) -> None:
+    """Switches of a mode that were made in a scope for operations that are gone, and contexts in it that change nothing."""
+    count = -1
+    while count != len(ctx.graph.nodes):
+        count = len(ctx.graph.nodes)
+        _drop_idle_contexts(ctx, scoped)
+        _drop_idle_switches(ctx, scoped)
+
+
+def _drop_idle_contexts(ctx: Context, scoped: set[Node]) -> None:
+    """Contexts with nothing in them, or that begin and end without a change."""
+    calls = {node: ctx.calls.get(node) for node in ctx.graph.nodes}
+    mode, order = modes(calls), list(calls)
+    before = dict(pairwise(reversed(order)))
+    ends = {
+        node.all_input_nodes[0]: node for node, call in calls.items() if call is not None and call.name in MODES and node.all_input_nodes
+    }
+    for begin, end in ends.items():
+        same = mode[begin] == (mode[before[begin]] if begin in before else ambient()) and mode[end] == mode[before[end]]
+        if {begin, end} <= scoped and (same or before[end] is begin):
+            ctx.graph.erase_node(end)
+            ctx.graph.erase_node(begin)
+            return
+
+
+def _drop_idle_switches(ctx: Context, scoped: set[Node]) -> None:
     """Grad modes that were switched in a scope for operations that are gone."""
     order = [n for n in ctx.graph.nodes if n.op not in ("placeholder", "get_attr")]
     now = torch.is_grad_enabled()

@@ -49,7 +49,7 @@ def _site(
     lowered: Lowered,
     call: Node,
 ) -> sites.Site | None:
-    found = problem_and_grad(call, ctx.mode[region.anchor][0])
+    found = problem_and_grad(call, ctx.mode[region.anchor].grad)
     if found is None:
         return None
     lists: Any = call.args[3:9]

@@ -10,27 +10,25 @@ from typing import TypeGuard
 import torch
 from torch.fx import Node
 
-from moefuse.passes.graph.modes import Mode
+from moefuse.passes.graph.modes import Contexts, Mode
 from moefuse.passes.graph.named import named
 from moefuse.passes.infer.state import Context
 from moefuse.passes.ir.facts import Lost
 from moefuse.stops import of_the_user
-
-_Casts = tuple[tuple[object, ...], ...]
 
 
 def differ(ctx: Context, node: Node, anchor: Node, *, grads: bool) -> Lost:
     """The refusal of a region of which ``node`` runs under another mode than the sum; ``grads``: it is the grad mode that differs."""
     here, there = ctx.mode[node], ctx.mode[anchor]
     # Of two modes that differ, one is switched in the graph; the other may be the caller's.
-    mine = here[0] != torch.is_grad_enabled() if grads else not _begins(there[1], here[1])
+    mine = here.grad != torch.is_grad_enabled() if grads else not _begins(there.casts, here.casts)
     line = _switched_at(node if mine else anchor, ("grad", "inference_mode") if grads else ("autocast",))
     said, other = (_said(mode, mode_, grads) for mode, mode_ in ((here, there), (there, here)))
     first, second = (f" ({line})" if line and own else "" for own in (mine, not mine))
     return ctx.lost("context-differs", node, detail=f"{named(node)} is computed {said}{first}, the sum over the experts {other}{second}")
 
 
-def _begins(whole: _Casts, start: _Casts) -> bool:
+def _begins(whole: Contexts, start: Contexts) -> bool:
     return whole[: len(start)] == start
 
 
@@ -60,10 +58,10 @@ def _parsed(path: str) -> ast.Module | None:
 
 def _said(mode: Mode, other: Mode, grads: bool) -> str:
     if grads:
-        return "with gradients" if mode[0] else "without gradients"
-    if _begins(other[1], mode[1]):
-        return "under no such autocast" if not mode[1] else "under the autocast around it"
-    device, dtype, enabled, _ = mode[1][-1]
+        return "with gradients" if mode.grad else "without gradients"
+    if _begins(other.casts, mode.casts):
+        return "under no such autocast" if not mode.casts else "under the autocast around it"
+    device, dtype, enabled, _ = mode.casts[-1]
     if not enabled:
         return f"with autocast off on {device}"
     return f"under autocast on {device}" + ("" if dtype is None else f" to {str(dtype).removeprefix('torch.')}")

@@ -64,7 +64,7 @@ def _held(ctx: Context, leaf: Leaf, node: Node, order: tuple[int, ...], count: i
         return "`quantised` is off"
     if node.op not in ("placeholder", "get_attr") or value.dim() != len(order) or value.dim() not in _DIMS or leaf.zeros:
         return "the program makes them of others"
-    if ctx.writes.get(ctx.storage[node]) or (value.requires_grad and any(ctx.mode[user][0] for user in node.users)):
+    if ctx.writes.get(ctx.storage[node]) or (value.requires_grad and any(ctx.mode[user].grad for user in node.users)):
         return "they are trained"
     if leaf.stacked and value.shape[leaf.along] != count:
         return "there are others beside them"
@@ -97,8 +97,8 @@ def _how(ctx: Context, product: Product) -> tuple[object, ...]:
     """Equal for products that are made alike, of rows and with a bias that want gradients alike."""
     rows, bias = rows_of(ctx, product)
     mode = ctx.mode[product.reader]
-    beside = None if bias is None else (bias.dtype, bias.requires_grad and mode[0])
-    return (str(product.reader.target), tuple(str(s.target) for s in product.steps), mode, rows.requires_grad and mode[0], beside)
+    beside = None if bias is None else (bias.dtype, bias.requires_grad and mode.grad)
+    return (str(product.reader.target), tuple(str(s.target) for s in product.steps), mode, rows.requires_grad and mode.grad, beside)
 
 
 def _read(weighed: Weighed) -> Coded | str:

@@ -124,7 +124,7 @@ def _carries(fact: Any) -> bool:
 
 
 def _apply(rule: Rule, ctx: Context, node: Node, call: Call) -> Any:
-    given = taken(rule, node, call, ctx.mode[node][0])
+    given = taken(rule, node, call, ctx.mode[node].grad)
     try:
         bound = inspect.signature(rule).bind(ctx, node, *given.args, **given.kwargs)
     except TypeError:  # a spelling of the arguments that the rule does not know

@@ -159,12 +159,12 @@ def own_writes(ctx: Context, region: Region) -> set[Node]:
 
 def _trained(ctx: Context, region: Region) -> bool:
     """Whether gradients are recorded, and something that the region reads has one. (torch's guards are about both.)"""
-    return ctx.mode[region.anchor][0] and any(v is not None and v.requires_grad for v in map(tensor, region.leaves))
+    return ctx.mode[region.anchor].grad and any(v is not None and v.requires_grad for v in map(tensor, region.leaves))
 
 
 def _shown(ctx: Context, region: Region) -> frozenset[Node]:
     """Leaves in memory that others have too, the graph's inputs and what it gives out, where gradients are recorded."""
-    if not ctx.mode[region.anchor][0]:
+    if not ctx.mode[region.anchor].grad:
         return frozenset()
     given = (_copied(ctx, n) for node in ctx.graph.find_nodes(op="output") for n in node.all_input_nodes)
     names = {name for n in given for name in ctx.memory.storages(n)}
@@ -228,12 +228,19 @@ def _modes(ctx: Context, region: Region) -> Lost | None:
             continue
         here = ctx.mode[node]
         # A view or a cast computes the same under every autocast.
-        casts = here[1] == mode[1] or isinstance(fact, View | Weight) or node in sums
+        casts = here.casts == mode.casts or isinstance(fact, View | Weight) or node in sums
         # What is added without gradients has none, however it was computed; an accumulator keeps those that it had.
-        grads = here[0] == mode[0] or node in sums or (here[0] and not isinstance(fact, Sum | Buffer))
+        grads = (
+            here.grad == mode.grad or node in sums or (here.grad and not isinstance(fact, Sum | Buffer)) or not _differentiates(ctx, node)
+        )
         if not casts or not grads:
             return differ(ctx, node, region.anchor, grads=not grads)
     return None
+
+
+def _differentiates(ctx: Context, node: Node) -> bool:
+    """Whether an operation would have a gradient if gradients were recorded; zeros for an accumulator have none."""
+    return any(value is not None and value.requires_grad for value in map(tensor, _read_by(ctx, node)))
 
 
 def _mutations(ctx: Context, region: Region) -> Lost | None:

@@ -45,4 +45,4 @@ def without_tokens(region: Region, assumptions: Sequence[Assumption], emit: Emit
 
 def _trained_apart(ctx: Context, region: Region) -> bool:
     parts = [p for leaf in weight_leaves(region.expr) for p in leaf.parts]
-    return ctx.mode[region.anchor][0] and any((value := tensor(p)) is not None and value.requires_grad for p in parts)
+    return ctx.mode[region.anchor].grad and any((value := tensor(p)) is not None and value.requires_grad for p in parts)

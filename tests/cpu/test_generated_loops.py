@@ -49,6 +49,8 @@ def rows_loops(twists: st.SearchStrategy[str], ids: st.SearchStrategy[str] = PLA
         add=some(generated.ADDS),
         store=some(generated.STORES),
         init=some(generated.INITS),
+        around_expert=some(generated.CONTEXTS),
+        around_loop=some(generated.CONTEXTS),
         twist=twists,
         ids=ids,
     ).filter(generated.sensible)
@@ -65,6 +67,8 @@ def cut_loops(twists: st.SearchStrategy[str], ids: st.SearchStrategy[str] = PLAI
         add=st.sampled_from([*sorted(generated.ADDS), "append", "append", "fill"]),
         store=some(generated.STORES),
         init=some(generated.INITS),
+        around_expert=some(generated.CONTEXTS),
+        around_loop=some(generated.CONTEXTS),
         twist=twists,
         ids=ids,
     ).filter(generated.sensible)

@@ -69,3 +69,105 @@ def test_no_grad_around_a_part(where: str) -> None:
     fused = where in ("router", "scores")
     assert len(seen.report.fused) == fused
     assert {s.code for s in seen.report.skipped} == (set() if fused else {"context-differs"})
+
+
+NOTHING: dict[str, Callable[[], Any]] = {
+    "inference_mode(False)": lambda: torch.inference_mode(False),
+    "enable_grad": torch.enable_grad,
+    "set_grad_enabled": lambda: torch.set_grad_enabled(torch.is_grad_enabled()),
+    "autocast(enabled=False)": _no_autocast,
+}
+"""Contexts that change nothing where gradients are recorded and no autocast is on."""
+
+
+class Around(nn.Module):
+    """``context`` is entered around the experts of sorted rows (``call``), their body, what an expert adds, or all of the loop."""
+
+    def __init__(self, where: str, context: Callable[[], Any]) -> None:
+        super().__init__()
+        self.where, self.context = where, context
+        self.decorated = context()(self.each)
+        self.up, self.down = nn.Parameter(torch.randn(E, I, H)), nn.Parameter(torch.randn(E, H, I))
+
+    def at(self, where: str) -> Any:
+        return self.context() if where == self.where else contextlib.nullcontext()
+
+    def expert(self, e: int, h: Tensor) -> Tensor:
+        return F.linear(F.silu(F.linear(h, self.up[e])), self.down[e])
+
+    def forward(self, x: Tensor, logits: Tensor) -> Tensor:
+        weights, ids = logits.softmax(-1).topk(2)
+        if self.where == "call":
+            return self.sorted(x, weights, ids)
+        out = torch.zeros_like(x)
+        with self.at("loop"):
+            for e in range(E):
+                tok, slot = torch.where(ids == e)
+                if tok.numel() == 0:
+                    continue
+                with self.at("add"):
+                    with self.at("body"):
+                        y = self.expert(e, x[tok]) * weights[tok, slot, None]
+                    out.index_add_(0, tok, y)
+        return out
+
+    def each(self, rows: Tensor, counts: Tensor) -> Tensor:
+        return torch.cat([self.expert(e, part) for e, part in enumerate(rows.split(counts.tolist()))])
+
+    def sorted(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        order = ids.flatten().argsort(stable=True)
+        counts = ids.flatten().bincount(minlength=E)
+
+        y = self.decorated(x[order // 2], counts) * weights.flatten()[order, None]
+        return torch.zeros_like(x).index_add(0, order // 2, y)
+
+
+def around(where: str, context: Callable[[], Any], *, grad: bool = True) -> Seen:
+    torch.manual_seed(0)
+    model, seen = Around(where, context), Seen()
+    x, logits = torch.randn(5, H), logits_for("upper", 5)
+    expected = call(model, model, x, logits, grad=grad)
+    same(call(torch.compile(model, backend=capturing(seen)), model, x, logits, grad=grad), expected)
+    return seen
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("where", ["call", "loop", "body", "add"])
+@pytest.mark.parametrize("context", NOTHING)
+def test_a_context_that_changes_nothing(context: str, where: str) -> None:
+    """torchtune's experts have ``inference_mode(False)`` around them. In a branch on the rows of an expert nothing is left of it."""
+    if (where, context) == ("call", "set_grad_enabled"):
+        pytest.skip("Dynamo breaks the graph at this decorator")
+    seen = around(where, NOTHING[context])
+    assert (len(seen.report.fused), seen.report.skipped, len(seen.graphs)) == (1, [], 1)
+
+
+@pytest.mark.parametrize("context", ["inference_mode(False)", "enable_grad"])
+@pytest.mark.parametrize("where", ["call", "loop"])
+def test_gradients_switched_on_in_a_call_without(where: str, context: str) -> None:
+    """The zeros of the sum are older than the switch; they have no gradients either way."""
+    assert len(around(where, NOTHING[context], grad=False).report.fused) == 1
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_a_loop_without_gradients_inside_of_a_call_with(context: Callable[[], Any]) -> None:
+    assert len(around("loop", context).report.fused) == 1
+
+
+@pytest.mark.parametrize("where", ["body", "add"])
+@pytest.mark.parametrize("context", [torch.no_grad, lambda: torch.autocast("cpu", torch.bfloat16)], ids=["no_grad", "autocast"])
+def test_a_context_that_changes_something(where: str, context: Callable[[], Any]) -> None:
+    """The same places: the experts have no gradients or other roundings there, and are not fused."""
+    if where == "add" and context is not torch.no_grad:
+        pytest.skip("eager adds no 16 bits to 32")
+    assert around(where, context).report.fused == []
+
+
+def test_autocast_switched_off_inside_of_autocast() -> None:
+    """Off means something there: the experts compute in float32, their sum in what is around it."""
+    torch.manual_seed(0)
+    model, seen = Around("body", _no_autocast), Seen()
+    x, logits = torch.randn(5, H), logits_for("upper", 5)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = call(model, model, x, logits)
+        same(call(torch.compile(model, backend=capturing(seen)), model, x, logits), expected)

@@ -96,6 +96,15 @@ INITS = {
 }
 """What the sum begins with; eager lets nobody write to a leaf."""
 
+CONTEXTS = {
+    "none": "",
+    "inference_mode": "with torch.inference_mode(False):",
+    "autocast": 'with torch.autocast("cpu", enabled=False):',
+    "grad": "with torch.set_grad_enabled(torch.is_grad_enabled()):",
+    "enable_grad": "with torch.enable_grad():",
+}
+"""What stands around an expert or around the loop, and changes nothing where gradients are recorded."""
+
 LEAVES = ("leaf", "turned")
 
 COUNTS = {
@@ -215,12 +224,15 @@ class Loop:
     twist: str = "none"
     ids: str = "topk"
     init: str = "zeros_like"
+    around_expert: str = "none"
+    around_loop: str = "none"
     outside: bool = False
 
     @property
     def text(self) -> str:
         """The source of ``forward(self, x, logits)``; with ids from ``outside``, of ``forward(self, x, weights, ids)``, with any K."""
         parts = _cut_parts(self) if self.cut else _loop_parts(self)
+        parts |= {"around_expert": CONTEXTS[self.around_expert], "around_loop": CONTEXTS[self.around_loop]}
         for part, new in {**TWISTS, **LOOP_TWISTS, **CUT_TWISTS}[self.twist].items():
             parts[part] = _filled(new, parts.get(part, ""))
         if not self.outside:
@@ -295,12 +307,20 @@ def _cut_parts(p: Loop) -> dict[str, str]:
 
 
 def _written(parts: dict[str, str]) -> str:
-    outside = [parts[p] for p in ("route", "hit", "counts", "order", "before", "offset") if parts.get(p)]
+    def those(*names: str) -> list[str]:
+        return [parts[name] for name in names if parts.get(name)]
+
     selection = ("cut", "skip", "select") if "counts" in parts else ("cut", "select", "skip")
-    inside = [parts[p] for p in (*selection, "gather", "expert", "weigh", "add", "after") if parts.get(p)]
+    expert = _under(parts["around_expert"], those("gather", "expert", "weigh"))
+    inside = [*those(*selection), *expert, *those("add", "after")]
     head = parts["head"].replace("{over}", parts.get("over", ""))
-    body = "\n".join([*outside, head, textwrap.indent("\n".join(inside), "    "), *(parts[p] for p in ("join", "end") if parts[p])])
+    loop = _under(parts["around_loop"], _under(head, inside))
+    body = "\n".join([*those("route", "hit", "counts", "order", "before", "offset"), *loop, *those("join", "end")])
     return "def forward(self, x, logits):\n" + textwrap.indent(body, "    ") + "\n"
+
+
+def _under(head: str, statements: list[str]) -> list[str]:
+    return [head, textwrap.indent("\n".join(statements), "    ")] if head else statements
 
 
 def layer(loop: Loop) -> type[Layer]:

@@ -255,7 +255,7 @@ def on_same(ctx: Context, node: Node, x: Node) -> Any:
     cuts = ctx.calls[node].name in ("detach", "getattr")  # type: ignore[union-attr]
     if cuts and isinstance(fact, Rows | View | Table | Sum | Mask | Listed):
         return ctx.lost("no-rule", node, op="detach") if isinstance(fact, Rows) and fact.domain.routing is not None else None
-    if cuts and isinstance(fact, Weight) and ctx.mode[node][0] and (value := tensor(x)) is not None and value.requires_grad:
+    if cuts and isinstance(fact, Weight) and ctx.mode[node].grad and (value := tensor(x)) is not None and value.requires_grad:
         return None  # another tensor than the parameter: it has no gradient
     return fact if isinstance(fact, Fact) and not isinstance(fact, Sum) else None
 
