@@ -12,8 +12,10 @@ from torch.fx import Node
 from moefuse._dynamo import values
 
 _VIEWS = frozenset(
-    ("flatten", "squeeze", "view", "reshape", "ravel", "contiguous", "cpu", "long", "unique", "detach", "numpy", "to", "sort")
+    ("flatten", "squeeze", "view", "reshape", "ravel", "contiguous", "cpu", "long", "int", "unique", "detach", "numpy", "to", "sort")
 )
+_SOME = frozenset(("getitem", "index_select", "t", "transpose", "permute", "unsqueeze", "clone"))
+"""They give elements of their first argument, in another order or only some of them."""
 _COMPARES: dict[str, Callable[[Any, Any], Any]] = {
     "gt": operator.gt, "greater": operator.gt, "ge": operator.ge, "greater_equal": operator.ge, "lt": operator.lt, "less": operator.lt,
     "le": operator.le, "less_equal": operator.le, "eq": operator.eq, "ne": operator.ne, "not_equal": operator.ne,
@@ -104,13 +106,16 @@ def choices(ids: Any) -> int | None:
         if not isinstance(ids, Node) or ids.op not in ("call_method", "call_function") or not ids.args:
             return None
         name, first = _name(ids), ids.args[0]
-        if name == "getitem" and isinstance(first, Node) and _name(first) in ("topk", "sort", "max"):
-            return _chosen_among(first) if ids.args[1] == 1 else None
         if name == "argmax":
             return _chosen_among(ids)
-        if name not in _VIEWS:
+        pair = first if name == "getitem" and isinstance(first, Node) and _name(first) in ("topk", "sort", "max") else None
+        if pair is not None and ids.args[1] == 1:
+            return _chosen_among(pair)
+        if pair is not None and _name(pair) != "sort":
             return None
-        ids = first
+        if name not in _VIEWS and name not in _SOME:
+            return None
+        ids = first if pair is None else pair.args[0]
     return None
 
 

@@ -157,8 +157,9 @@ def _cut_off(ctx: Context, nodes: list[Node]) -> bool:
     for node in nodes:
         call = ctx.calls[node]
         given = call.args[0] if call is not None and call.name in ("histc", "bincount") else None
-        dtype, known = (tensor(given).dtype, interval(ctx, uncast(ctx, given))) if isinstance(given, Node) else (None, None)  # type: ignore[union-attr]
-        if dtype is not None and not dtype.is_floating_point and known is not None and not holds(dtype, known):
+        ids, dtypes = uncast(ctx, given) if isinstance(given, Node) else (None, [])
+        known = interval(ctx, ids)
+        if known is not None and any(not dtype.is_floating_point and not holds(dtype, known) for dtype in dtypes):
             return True
     return False
 

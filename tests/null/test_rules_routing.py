@@ -149,6 +149,17 @@ COUNTS: list[Function] = [
     lambda ids: F.one_hot(ids.reshape(-1), E).sum(0),
     lambda ids: F.one_hot(ids, E).sum(dim=(0, 1)),
     lambda ids: ids.new_zeros(E).scatter_add(0, ids.reshape(-1), torch.ones_like(ids.reshape(-1))),
+    lambda ids: torch.histc(ids.float().reshape(-1), bins=E, min=0, max=E - 1),
+    lambda ids: torch.histc(ids.double().t().reshape(-1), bins=E, min=0, max=E - 1),  # in any order
+    lambda ids: torch.histc(ids.float(), bins=E, min=0, max=E - 1),
+    lambda scores: torch.bincount(scores.topk(K)[1].int().reshape(-1), minlength=E),
+    lambda ids: torch.bincount(torch.sort(ids.reshape(-1))[0], minlength=E),
+    lambda ids: torch.bincount(ids.reshape(-1)[torch.argsort(ids.reshape(-1))], minlength=E),
+    lambda ids: torch.stack([(ids == e).sum() for e in range(E)]),
+    lambda ids: torch.stack([torch.count_nonzero(ids == e) for e in range(E)]),
+    lambda ids: torch.stack([(ids == e).float().sum() for e in range(E)]).int(),
+    lambda ids: torch.cat([(ids == e).sum().reshape(1) for e in range(E)]),
+    lambda scores: (lambda ids: torch.stack([(ids == e).any(-1).sum() for e in range(E)]))(scores.topk(K)[1]),  # each id is once in a token
 ]
 
 
@@ -202,6 +213,16 @@ def test_ends_by_search() -> None:
         lambda ids: torch.histc(ids.reshape(-1).float(), bins=2 * E, min=0, max=E - 1),
         lambda ids, weights: torch.bincount(ids.reshape(-1), weights=weights.reshape(-1), minlength=E),
         lambda ids: torch.bincount(ids.reshape(-1)),
+        lambda ids: torch.bincount(ids.expand(2, T, K).reshape(-1), minlength=E),  # each id twice
+        lambda ids: torch.histc((ids.float() / 2).reshape(-1), bins=E, min=0, max=E - 1),
+        lambda ids: torch.histc(ids.half().reshape(-1), bins=4096, min=0, max=4095),  # 2049 is 2048 there
+        lambda ids: torch.histc(ids.bfloat16().reshape(-1).float(), bins=512, min=0, max=511),
+        lambda ids: torch.stack([(ids == e).sum() for e in (0, 2, 1)]),
+        lambda ids: torch.stack([(ids == e).sum() for e in (1, 2)]),
+        lambda ids: torch.stack([(ids != e).sum() for e in range(E)]),
+        lambda ids: torch.stack([(ids == e).any(-1).sum() for e in range(E)]),  # an id may be twice in a token
+        lambda ids: torch.stack([(ids[:, 0] == e).sum() for e in range(E)]),  # of one slot
+        lambda ids, id: torch.stack([(ids == 0).sum(), (id == 1).sum()]),  # noqa: A006
     ],
 )
 def test_counts_of_something_else(function: Function) -> None:

@@ -9,14 +9,18 @@ import torch
 from torch.fx import Node
 
 from moefuse.passes.graph.calls import tensor
-from moefuse.passes.infer.ranges import counts, holds, interval
+from moefuse.passes.graph.op_classes import CASTS, COPIES, RESHAPES, TURNS
+from moefuse.passes.infer.ranges import holds, interval
 from moefuse.passes.infer.routings import routing_of
 from moefuse.passes.infer.state import Context, normalize, out_shape
 from moefuse.passes.infer.symbolic_sizes import refine, settle
 from moefuse.passes.ir.axes import Atom
 from moefuse.passes.ir.facts import Counts, Occurring, Range, Routing, Rows, Sorted, View
 from moefuse.passes.rules import rule
-from moefuse.passes.rules.routing.ids import is_integer
+from moefuse.passes.rules.routing.ids import all_of_them, is_integer, role_axes
+from moefuse.passes.rules.routing.offsets import exact
+
+_SAME_NUMBERS = CASTS | COPIES | RESHAPES | TURNS | {"t"}
 
 
 @rule("bincount", "histc")
@@ -31,8 +35,8 @@ def on_count(
     min: Any = 0,  # noqa: A002  (so torch.histc calls them)
     max: Any = 0,  # noqa: A002
 ) -> Any:
-    given, x = x, uncast(ctx, x)
-    fact, closed = ctx.fact(x), False
+    x, dtypes = uncast(ctx, x)
+    routing, closed = _all_ids(ctx, x), False
     if ctx.calls[node].name == "bincount":  # type: ignore[union-attr]
         bins = minlength
         if weights is not None:
@@ -41,17 +45,9 @@ def on_count(
         if min != 0 or not isinstance(bins, int) or max not in (bins - 1, bins):
             return None
         closed = max == bins  # the last bin has its right end, too: an id that no expert has
-    if isinstance(fact, View) and is_integer(x):
-        routing = routing_of(ctx, fact)
-    elif isinstance(fact, Sorted) and fact.of == "ids":
-        routing = fact.order.routing
-    else:
+    if routing is None or not isinstance(bins, int) or not all(_as_they_are(ctx, x, dtype, bins) for dtype in dtypes):
         return None
-    if routing is None or not isinstance(bins, int) or not _as_they_are(ctx, x, given, bins):
-        return None
-    if closed and not routing.within(bins):
-        return None
-    if not exact(node, routing):
+    if (closed and not routing.within(bins)) or not exact(node, routing):
         return None
     choices = routing.choices
     if choices is not None and bins < choices and ctx.calls[node].name == "bincount":  # type: ignore[union-attr]
@@ -64,24 +60,36 @@ def on_count(
     return Counts(((Atom("e", 0, bins),),), routing, ends=False)
 
 
-def uncast(ctx: Context, x: Node) -> Node:
-    """The ids that are counted in another dtype: ``histc`` takes no integers on a CPU."""
-    source = ctx.calls.get(x)
-    cast = source is not None and source.name == "to" and isinstance(source.args[0], Node) and is_integer(source.args[0])
-    return source.args[0] if cast else x  # type: ignore[union-attr]
+def _all_ids(ctx: Context, x: Node) -> Routing | None:
+    """The routing of which a tensor has every id once, in any order."""
+    fact = ctx.fact(x)
+    if isinstance(fact, Sorted):
+        return fact.order.routing if fact.of == "ids" else None
+    routing = routing_of(ctx, fact) if isinstance(fact, View) and is_integer(x) else None
+    return routing if routing is not None and all_of_them(role_axes(fact, routing), routing) else None
 
 
-def _as_they_are(ctx: Context, ids: Node, given: Node, bins: int) -> bool:
+def uncast(ctx: Context, x: Node) -> tuple[Node, list[torch.dtype]]:
+    """The ids that are counted in another dtype (``histc`` takes no integers on a CPU), and the dtypes that they went through."""
+    dtypes: list[torch.dtype] = []
+    while (call := ctx.calls.get(x)) is not None and call.args and ctx.storage[x] not in ctx.writes:
+        source, mine, theirs = call.args[0], tensor(x), tensor(call.args[0])
+        if mine is None or theirs is None or (is_integer(x) and not (call.name == "to" and is_integer(source))):
+            break
+        if call.name not in (CASTS if mine.dtype != theirs.dtype else _SAME_NUMBERS):
+            break
+        dtypes.append(mine.dtype)
+        x = source
+        if is_integer(x):
+            break
+    return x, dtypes
+
+
+def _as_they_are(ctx: Context, ids: Node, dtype: torch.dtype, bins: int) -> bool:
     """Whether ids are counted as themselves. (What is outside of the bins stays there if it is rounded; for 32 bits see ids_outside.py.)"""
-    dtype, known = tensor(given).dtype, interval(ctx, ids)  # type: ignore[union-attr]
+    known = interval(ctx, ids)
     rounds = dtype.is_floating_point or dtype == torch.int32
     return holds(dtype, (0, bins)) if rounds else known is not None and holds(dtype, known)
-
-
-def exact(node: Node, routing: Routing) -> bool:
-    """Whether the dtype of a result has room for numbers of slots."""
-    value = tensor(node)
-    return value is not None and counts(value.dtype, routing.num_tokens * routing.top_k)
 
 
 @rule("cumsum", shown=("dtype",))

@@ -8,7 +8,7 @@ import torch
 from torch.fx import Node
 
 from moefuse.passes.graph.calls import fake, tensor
-from moefuse.passes.graph.sizes import same, shape_of
+from moefuse.passes.graph.sizes import product, same, shape_of
 from moefuse.passes.infer.state import out_shape
 from moefuse.passes.ir.axes import Atom, Axes, Axis, extent
 from moefuse.passes.ir.facts import Routing, View
@@ -39,6 +39,11 @@ def every_slot(axis: Axis, routing: Routing) -> bool:
     """Whether an axis counts through all slots, token by token."""
     names = [(a.kind, a.index) for a in axis if not same(a.size, 1)]
     return names == sorted(names, key=lambda a: ("tk".index(a[0]), a[1])) and same(extent(axis), routing.num_tokens * routing.top_k)
+
+
+def all_of_them(axes: Axes | None, routing: Routing) -> bool:
+    """Whether a view of the ids, in whatever order, shows each of them once."""
+    return axes is not None and same(product(extent(a) for a in axes), routing.num_tokens * routing.top_k)
 
 
 def row_axis(node: Node) -> Axis:

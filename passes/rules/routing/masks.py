@@ -13,7 +13,7 @@ from moefuse.passes.graph.sizes import product, same
 from moefuse.passes.infer.ranges import counts
 from moefuse.passes.infer.routings import routing_of
 from moefuse.passes.infer.state import Context, as_size, normalize, out_shape
-from moefuse.passes.ir.axes import Atom, Axes, Axis, align, fresh
+from moefuse.passes.ir.axes import Atom, Axes, Axis, align, extent, fresh
 from moefuse.passes.ir.facts import (
     Counts,
     Fill,
@@ -24,14 +24,24 @@ from moefuse.passes.ir.facts import (
     Mask,
     Range,
     Routing,
+    RowNumber,
     Selection,
+    Span,
     Table,
     View,
 )
 from moefuse.passes.rules import rule
 from moefuse.passes.rules.routing import sparse_entries
 from moefuse.passes.rules.routing.ids import every_slot, is_integer, out_length, role_axes, row_axis
-from moefuse.passes.rules.routing.nonempty import all_dims, any_of
+from moefuse.passes.rules.routing.nonempty import all_dims, any_of, hit_of
+
+
+@rule("count_nonzero")
+def on_count_nonzero(ctx: Context, node: Node, x: Node, dim: Any = None, keepdim: bool = False) -> Hit | Span | Counts | None:
+    fact = ctx.fact(x)
+    if not isinstance(fact, Mask | Table) or keepdim:
+        return None
+    return number_of(node, fact) if dim is None and fact.expert is not None else any_of(fact, all_dims(fact, dim))
 
 
 @rule("one_hot")
@@ -87,7 +97,7 @@ def over_slots(ctx: Context, node: Node, x: Node, dim: Any, keepdim: bool) -> An
     """Sum (or any, or max) of a mask over the slots of a token; over everything but the expert it counts tokens."""
     mask = ctx.fact(x)
     if isinstance(mask, Mask | Table) and dim is None and mask.expert is not None:
-        return any_of(mask, all_dims(mask, None))
+        return number_of(node, mask)
     if isinstance(mask, Table) and dim is not None:
         return _chosen_by(ctx, node, mask, dim, keepdim)
     if not isinstance(mask, Mask) or mask.negated or dim is None:
@@ -102,6 +112,17 @@ def over_slots(ctx: Context, node: Node, x: Node, dim: Any, keepdim: bool) -> An
         return mask_table(ctx, node, mask, axes)
     left = [a.kind for axis in axes for a in axis]
     return counted(node, axes, mask.routing) if left == ["e"] and mask.weight is None and not keepdim else None
+
+
+def number_of(node: Node, fact: Mask | Table) -> Hit | Span | None:
+    """All ones of an expert added up: how many slots it has, or at least whether there are any."""
+    hit, routing = any_of(fact, all_dims(fact, None)), fact.routing
+    whole = routing.num_tokens * (routing.top_k if isinstance(fact, Mask) else 1)
+    exact = isinstance(fact, Mask) or (routing.distinct and fact.slot is None)
+    if hit is None or not exact or isinstance(fact.expert, RowNumber) or not same(product(extent(a) for a in fact.axes), whole):
+        return hit
+    found = counted(node, hit.axes, routing)
+    return Span((), routing, int(fact.expert or 0), int(fact.expert or 0) + 1) if isinstance(found, Counts) else hit
 
 
 def counted(node: Node, axes: Axes, routing: Routing) -> Counts | Hit | None:
@@ -125,7 +146,7 @@ def _chosen_by(ctx: Context, node: Node, table: Table, dim: Any, keepdim: bool) 
 
 @rule("any")
 def on_any(ctx: Context, node: Node, x: Node, dim: Any = None, keepdim: bool = False) -> Any:
-    fact = over_slots(ctx, node, x, dim, keepdim)
+    fact = hit_of(over_slots(ctx, node, x, dim, keepdim))
     if isinstance(fact, Counts):
         return Hit(fact.axes, fact.routing, None)
     return fact if not isinstance(fact, Table) or fact.ones else None

@@ -9,13 +9,11 @@ from typing import Any
 
 from torch.fx import Node
 
-from moefuse.passes.graph.sizes import product, same
 from moefuse.passes.infer.routings import routing_of
 from moefuse.passes.infer.state import Context, normalize
-from moefuse.passes.ir.axes import Axes, extent
-from moefuse.passes.ir.facts import Counts, Hit, Mask, Present, Routing, Span, Table
+from moefuse.passes.ir.facts import Counts, Hit, Mask, Present, Span, Table
 from moefuse.passes.rules import rule
-from moefuse.passes.rules.routing.ids import is_integer, role_axes, row_axis
+from moefuse.passes.rules.routing.ids import all_of_them, is_integer, role_axes, row_axis
 
 _COMPARE: dict[str, Callable[[Any, Any], bool]] = {
     "gt": operator.gt, "ge": operator.ge, "lt": operator.lt, "le": operator.le, "eq": operator.eq, "ne": operator.ne,
@@ -63,12 +61,6 @@ def all_dims(fact: Any, dim: Any) -> set[int]:
     return {normalize(d, rank) for d in (dim if isinstance(dim, tuple | list) else (dim,))}
 
 
-@rule("count_nonzero")
-def on_count_nonzero(ctx: Context, node: Node, x: Node, dim: Any = None, keepdim: bool = False) -> Hit | None:
-    fact = ctx.fact(x)
-    return any_of(fact, all_dims(fact, dim)) if isinstance(fact, Mask | Table) and not keepdim else None
-
-
 @rule("unique", shown=("sorted",))
 def on_unique(ctx: Context, node: Node, ids: Node) -> Any:
     """``ids.unique()``, where the ids are known to be below some number."""
@@ -78,12 +70,7 @@ def on_unique(ctx: Context, node: Node, ids: Node) -> Any:
     axes = role_axes(view, routing) if view is not None and routing is not None else None
     if routing is None or axes is None or not isinstance(count, int):
         return None
-    return Present((row_axis(node),), routing, count) if _every_slot(axes, routing) else None
-
-
-def _every_slot(axes: Axes, routing: Routing) -> bool:
-    """Whether a view of the ids shows all of them."""
-    return same(product(extent(a) for a in axes), routing.num_tokens * routing.top_k)
+    return Present((row_axis(node),), routing, count) if all_of_them(axes, routing) else None
 
 
 @rule("item")

@@ -7,9 +7,12 @@ from typing import Any
 
 from torch.fx import Node
 
+from moefuse.passes.graph.calls import tensor
 from moefuse.passes.graph.sizes import same
+from moefuse.passes.infer.ranges import counts
 from moefuse.passes.infer.state import Context, as_size
-from moefuse.passes.ir.facts import Counts, Fill, Hit, RowNumber, Span
+from moefuse.passes.ir.axes import Atom
+from moefuse.passes.ir.facts import Counts, Fill, Hit, Routing, RowNumber, Span
 from moefuse.passes.rules import rule
 from moefuse.passes.rules.routing.nonempty import compared, hit_of
 
@@ -86,6 +89,32 @@ def _zero(value: Any) -> bool:
 @rule("sym_sum")
 def on_sym_sum(ctx: Context, node: Node, terms: Any) -> Span | None:
     return total(ctx, *terms) if isinstance(terms, tuple | list) else None
+
+
+def listed(ctx: Context, items: Any) -> Counts | None:
+    """``torch.stack([(ids == e).sum() for e in range(E)])``: numbers of slots of one expert after another, or of all up to it."""
+    found = [ctx.fact(i) for i in items] if isinstance(items, tuple | list) else []
+    if not found or not all(isinstance(f, Span) and f.routing is found[0].routing for f in found):
+        return None
+    axes = ((Atom("e", 0, len(found)),),)
+    if all((f.start, f.stop) == (e, e + 1) for e, f in enumerate(found)):
+        return Counts(axes, found[0].routing, ends=False)
+    first = found[0].stop
+    ends = first in (0, 1) and all((f.start, f.stop) == (0, e + first) for e, f in enumerate(found))
+    return Counts(axes, found[0].routing, ends=True, first=first) if ends else None
+
+
+@rule("tensor", "new_tensor", "as_tensor", shown=("device", "requires_grad", "pin_memory"))
+def on_tensor(ctx: Context, node: Node, *given: Any, data: Any = None, dtype: Any = None) -> Counts | None:
+    """``torch.tensor([n0, n1, ..])`` of numbers of slots."""
+    found = listed(ctx, data if data is not None else given[-1] if given else None)
+    return found if found is not None and exact(node, found.routing) else None
+
+
+def exact(node: Node, routing: Routing) -> bool:
+    """Whether the dtype of a result has room for numbers of slots."""
+    value = tensor(node)
+    return value is not None and counts(value.dtype, routing.num_tokens * routing.top_k)
 
 
 def with_zero(ctx: Context, tensors: Any) -> Counts | None:

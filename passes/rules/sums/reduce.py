@@ -30,6 +30,7 @@ from moefuse.passes.ir.facts import (
     Picked,
     Rows,
     Sorted,
+    Span,
     Stacked,
     Sum,
     Table,
@@ -39,6 +40,7 @@ from moefuse.passes.rules import rule
 from moefuse.passes.rules.routing import sparse_entries
 from moefuse.passes.rules.routing.ids import is_integer, role_axes
 from moefuse.passes.rules.routing.masks import one_index, over_slots, token_selection
+from moefuse.passes.rules.routing.offsets import listed as numbers
 from moefuse.passes.rules.routing.offsets import with_zero
 from moefuse.passes.rules.rows.advanced_index import by_tensor
 from moefuse.passes.rules.rows.listed import listed
@@ -151,6 +153,9 @@ def on_stack(ctx: Context, node: Node, tensors: Any, dim: int = 0) -> Any:
     joined = ctx.calls[node].name == "cat"  # type: ignore[union-attr]
     if joined and segment_of(facts[0]) is not None:
         return joined_segments(ctx, node, tensors, facts, dim)
+    if isinstance(facts[0], Span):
+        flat = not facts[0].axes if not joined else len(facts[0].axes) == 1  # 0-d tensors beside each other, or vectors of one element
+        return numbers(ctx, tensors) if flat else None
     if len(tensors) < 2:
         return None
     found = _joined(ctx, node, tensors, facts, dim) if joined else _stacked(node, facts, dim)
