@@ -158,7 +158,8 @@ class Table(Fact):
 class Selection:
     """The rows of one expert: all (t, k) with ``ids[t, k] == expert``, or (``by_token``) all t with any such k (or just ``slot``).
 
-    ``order``: they come as they stand in this sorted order, a segment of it; else as they stand in the ids.
+    ``order``: they come as they stand in this sorted order, a segment of it; else as they stand in the ids, or (``slots_first``) all of a
+    first slot in front of those of a second one.
     """
 
     routing: Routing
@@ -166,12 +167,15 @@ class Selection:
     by_token: bool
     slot: int | None = None
     order: Order | None = None
+    slots_first: bool = False
 
     def same(self, other: object) -> bool:
+        """Whether these are the same rows in the same order. A token that has each expert once has one row of it either way."""
         return (
             isinstance(other, Selection)
             and other.routing is self.routing
-            and (other.expert, other.by_token, other.slot) == (self.expert, self.by_token, self.slot)
+            and (other.expert, other.slot, other.slots_first) == (self.expert, self.slot, self.slots_first)
+            and (other.by_token == self.by_token or self.routing.distinct)
             and other.order is self.order
         )
 
@@ -182,6 +186,15 @@ class Index(Fact):
 
     selection: Selection
     of: str
+
+
+@dataclass(frozen=True, eq=False)
+class SlotMask(Fact):
+    """[rows, K]: 1 where that slot of the row's token chose the expert, times ``weight`` (of the slot) if that is set."""
+
+    selection: Selection
+    negated: bool = False
+    weight: Expr | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -187,7 +187,8 @@ def _fails(condition: Any, numbers: dict[Any, int]) -> bool:
 def _of_elements(ctx: Context, rows: Any) -> bool:
     """Whether a mask over features picked so many numbers, one by one: ``x.masked_select(mask.expand_as(x)).view(-1, H)``."""
     value = tensor(ctx.made_by[rows])
-    return value is not None and value.is_floating_point() and value.dim() == 1
+    several = not isinstance(ctx.facts.get(ctx.made_by[rows]), Rows) or _features(ctx, rows) != 1
+    return value is not None and value.is_floating_point() and value.dim() == 1 and several
 
 
 def _features(ctx: Context, elements: Any) -> Any:
@@ -196,12 +197,12 @@ def _features(ctx: Context, elements: Any) -> Any:
     return product(a.size for axis in fact.axes for a in axis if a.kind == "f")
 
 
-def _most(ctx: Context, rows: Any) -> Any:
+def _most(ctx: Context, symbol: Any) -> Any:
     """How large a number of rows may be: the elements of the mask that decides it, or all slots, which an expert's segment is cut from.
 
     Or all experts, of those that occur; None where it is no such number.
     """
-    node = ctx.made_by.get(rows)
+    node = ctx.made_by.get(symbol)
     call = ctx.calls.get(node) if node is not None else None
     if node is None or call is None:
         return None
@@ -215,6 +216,8 @@ def _most(ctx: Context, rows: Any) -> Any:
         return _slots(rows.routing)
     if call.name not in COUNTED:
         return None
+    if rows is not None and (rows.by_token or rows.routing.distinct) and not _of_elements(ctx, symbol):
+        return rows.routing.num_tokens  # each token once
     read = [t for i in node.all_input_nodes if (t := tensor(i)) is not None]
     masks = [t for t in read if t.dtype == torch.bool or len(read) == 1]
     return product(shape_of(masks[0])) if len(masks) == 1 else None

@@ -27,6 +27,7 @@ _FAMILIES = (
     "routing.offsets",
     "routing.counts",
     "routing.comparisons",
+    "routing.slot_masks",
     "routing.tables",
     "routing.valid_slots",
     "routing.sort",

@@ -144,6 +144,85 @@ def test_elements_that_are_no_rows(function: Function) -> None:
     assert not isinstance(fact_of(function), Rows)
 
 
+def of_one(ids: Any) -> Any:
+    """Row numbers of the tokens of expert 1, each once."""
+    return torch.where((ids == 1).any(-1))[0]
+
+
+SLOT_WEIGHTS: list[Callable[[Any, Any], Any]] = [
+    lambda weights, ids: (weights[of_one(ids)] * (ids[of_one(ids)] == 1)).sum(-1),
+    lambda weights, ids: ((ids == 1)[of_one(ids)].float() * weights[of_one(ids)]).sum(dim=1),
+    lambda weights, ids: (weights * (ids == 1))[of_one(ids)].sum(-1),
+    lambda weights, ids: torch.where(ids[of_one(ids)] == 1, weights[of_one(ids)], 0.0).sum(-1),
+    lambda weights, ids: weights[of_one(ids)].masked_fill(ids[of_one(ids)] != 1, 0.0).sum(-1),
+    lambda weights, ids: (weights[(ids == 1).any(-1)] * (ids == 1)[(ids == 1).any(-1)]).sum(-1),
+    lambda weights, ids: weights[of_one(ids)].gather(1, (ids == 1)[of_one(ids)].int().argmax(-1, keepdim=True)).squeeze(1),
+    lambda weights, ids: weights[of_one(ids), (ids[of_one(ids)] == 1).long().argmax(-1)],
+]
+"""The weight of a row from the slots of its token."""
+
+
+@pytest.mark.parametrize("function", SLOT_WEIGHTS)
+@pytest.mark.parametrize("chosen", [False, True])
+def test_weights_by_the_slots_of_a_row(function: Callable[[Any, Any], Any], chosen: bool) -> None:
+    """Whether or not an expert may be twice in a token."""
+
+    def by_topk(scores: Any, weights: Any) -> Any:
+        return function(weights, scores.topk(K)[1])
+
+    def given(weights: Any, ids: Any) -> Any:
+        return function(weights, ids)
+
+    domain, axes, weight = rows_of(by_topk if chosen else given)
+    assert (domain, axes) == ("selected", "r")
+    assert weight in ("weight", "gate[1]")
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda weights, scores: weights[of_one(scores.topk(K)[1])].gather(
+            1, (scores.topk(K)[1] == 1)[of_one(scores.topk(K)[1])].int().argmax(-1, keepdim=True)
+        ),  # of another choice
+        lambda weights, ids: (weights[of_one(ids)] * (ids[of_one(ids)] != 1)).sum(-1),  # the other slots
+        lambda weights, ids: (weights[of_one(ids)] * (ids[of_one(ids)] == 2)).sum(-1),
+        lambda weights, ids: (weights[of_one(ids)] * (ids == 2)[of_one(ids)]).sum(-1),
+        lambda weights, ids: (weights[of_one(ids)] * (ids[of_one(ids)] == 1)).sum(0),
+        lambda weights, ids: (weights[of_one(ids)] * (ids[of_one(ids)] == 1)).sum(),
+        lambda weights, ids: torch.where(ids[of_one(ids)] == 1, weights[of_one(ids)], 1.0).sum(-1),
+        lambda weights, ids: (weights[tok(ids)] * (ids[tok(ids)] == 1)).sum(-1),  # a row for each slot: both weights twice
+        lambda weights, ids: (weights * (ids == 1)).sum(-1)[tok(ids)],
+        lambda weights, ids: weights[tok(ids)].gather(1, (ids[tok(ids)] == 1).int().argmax(-1, keepdim=True)),  # the first one twice
+        lambda weights, ids: weights[of_one(ids)][ids[of_one(ids)] == 1],  # more weights than rows
+        lambda weights, ids: weights[of_one(ids), (ids[of_one(ids)] == 1).int().argmin(-1)],
+        lambda weights, ids: weights[of_one(ids), (ids[of_one(ids)] != 1).int().argmax(-1)],
+        lambda x, ids: x[of_one(ids)] * (ids[of_one(ids)] == 1).any(-1, keepdim=True),  # nothing reads that yet
+    ],
+)
+def test_weights_of_other_slots(function: Function) -> None:
+    fact = fact_of(function)
+    assert not isinstance(fact, Rows), show(fact.expr)
+
+
+def test_rows_by_token_and_by_slot_are_the_same_where_an_expert_is_once_in_a_token() -> None:
+    """``w[mask]`` beside rows of ``mask.any(-1)``; not where ids may repeat, or slots come first."""
+
+    def meet(x: Any, weights: Any, ids: Any, rows: Any) -> Any:
+        return x[rows(ids)] * weights[ids == 1][:, None]
+
+    def once(x: Any, weights: Any, scores: Any) -> Any:
+        return meet(x, weights, scores.topk(K)[1], of_one)
+
+    def again(x: Any, weights: Any, ids: Any) -> Any:
+        return meet(x, weights, ids, of_one)
+
+    def turned(x: Any, weights: Any, scores: Any) -> Any:
+        return meet(x, weights, scores.topk(K)[1], lambda ids: torch.where((ids == 1).t())[1])
+
+    assert isinstance(fact_of(once), Rows)
+    assert lost_code(again) == lost_code(turned) == "experts-differ"
+
+
 def test_weights_of_two_selections() -> None:
     """Token numbers of one expert and slot numbers of another."""
     assert not isinstance(fact_of(lambda weights, ids: weights[both(ids, 1)[0], both(ids, 2)[1]]), Rows)

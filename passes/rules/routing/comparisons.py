@@ -10,9 +10,9 @@ from moefuse.passes.graph.sizes import same
 from moefuse.passes.infer.routings import routing_of
 from moefuse.passes.infer.state import Context
 from moefuse.passes.ir.axes import Atom, Axes
-from moefuse.passes.ir.facts import Column, Counts, Hit, Mask, Range, Sorted, Span, Table
+from moefuse.passes.ir.facts import Column, Counts, Hit, Mask, Range, Rows, Sorted, Span, Table
 from moefuse.passes.rules import rule
-from moefuse.passes.rules.routing import sparse_entries
+from moefuse.passes.rules.routing import slot_masks, sparse_entries
 from moefuse.passes.rules.routing.ids import is_integer, role_axes
 from moefuse.passes.rules.routing.masks import on_not, settled
 from moefuse.passes.rules.routing.nonempty import compared
@@ -27,6 +27,8 @@ def on_compare(ctx: Context, node: Node, a: Any, other: Any) -> Any:
     number = ctx.number(b)
     b = b if number is None else number
     fact = ctx.fact(a) if isinstance(a, Node) else None
+    if isinstance(fact, Rows):
+        return slot_masks.compared(ctx, node, fact, b, negated)
     if isinstance(fact, Span) and isinstance(b, Node):
         return compared_spans(ctx, ctx.calls[node].name, a, b)  # type: ignore[union-attr]
     if isinstance(fact, Counts | Hit | Span):

@@ -26,6 +26,7 @@ from moefuse.passes.ir.facts import (
     Routing,
     RowNumber,
     Selection,
+    SlotMask,
     Span,
     Table,
     View,
@@ -67,7 +68,7 @@ def on_not(ctx: Context, node: Node, x: Node) -> Any:
     fact = ctx.fact(x)
     if isinstance(fact, Hit):
         return replace(fact, negated=not fact.negated) if _boolean(x) else None
-    if isinstance(fact, Mask) and fact.weight is None:
+    if isinstance(fact, Mask | SlotMask) and fact.weight is None:
         return replace(fact, negated=not fact.negated)
     return replace(fact, negated=not fact.negated) if isinstance(fact, Table) and fact.ones else None
 
@@ -171,7 +172,8 @@ def selection(fact: Any, axes: Axes) -> tuple[Selection, tuple[str, ...]] | None
     if isinstance(fact, Mask):
         if fact.weight is not None or (fact.routing.has_slots and not {"slot", "flat"} & set(columns)):
             return None
-        return Selection(fact.routing, fact.expert, by_token=not fact.routing.has_slots), tuple(columns)
+        first = columns[0] == "slot" and len(columns) > 1 and fact.routing.top_k > 1
+        return Selection(fact.routing, fact.expert, by_token=not fact.routing.has_slots, slots_first=first), tuple(columns)
     if isinstance(fact, Table) and fact.ones:
         return Selection(fact.routing, fact.expert, by_token=True, slot=fact.slot), tuple(columns)
     return None

@@ -20,12 +20,13 @@ from moefuse.passes.ir.facts import (
     Mask,
     Range,
     Rows,
+    SlotMask,
     Sorted,
     Table,
     View,
 )
 from moefuse.passes.rules import rule
-from moefuse.passes.rules.routing import sparse_entries
+from moefuse.passes.rules.routing import slot_masks, sparse_entries
 from moefuse.passes.rules.routing.ids import is_integer, role_axes
 from moefuse.passes.rules.rows.boolean_mask import by_any_mask, by_wide_mask
 from moefuse.passes.rules.rows.by_rows import by_rows, range_by_order, with_none
@@ -65,6 +66,8 @@ def _by_tensor(ctx: Context, node: Node, x: Node, items: list[Any]) -> Any:
     plain = not [t for t in tail if t != _ALL]
     if isinstance(first, Index):
         return by_rows(ctx, node, x, base, first.selection, [first, *tail])
+    if isinstance(first, SlotMask):
+        return slot_masks.picked(ctx, base, first) if isinstance(base, Rows) and not tail else None
     if isinstance(first, Mask | Table):
         wide = not tail and [a.kind for a in first.axes[-1]] == ["b"]
         return by_wide_mask(ctx, node, x, first) if wide else by_any_mask(ctx, node, x, base, first, tail)

@@ -13,8 +13,9 @@ from moefuse.passes.infer.gates import gate
 from moefuse.passes.infer.state import Context, out_shape
 from moefuse.passes.ir.axes import Axes, atoms, extent, fresh
 from moefuse.passes.ir.expr import SlotWeight
-from moefuse.passes.ir.facts import Buffer, Column, Fact, Fill, Index, Lost, Mask, Range, Rows, Selection, Sum, Table, View
+from moefuse.passes.ir.facts import Buffer, Column, Fact, Fill, Index, Lost, Mask, Range, Rows, Selection, SlotMask, Sum, Table, View
 from moefuse.passes.rules import rule
+from moefuse.passes.rules.routing import slot_masks
 from moefuse.passes.rules.routing.ids import row_axis
 from moefuse.passes.rules.routing.masks import selection, tokens_together
 from moefuse.passes.rules.rows.by_rows import by_column, by_slots, features_of, same_ids, slots_together, with_none
@@ -25,7 +26,9 @@ from moefuse.passes.rules.rows.leaves import is_slot_weight, row_domain, slot_ga
 @rule("masked_select")
 def on_masked_select(ctx: Context, node: Node, x: Node, mask: Node) -> Any:
     """``x.masked_select(mask[:, None])``, ``weights.masked_select(mask)``."""
-    where = ctx.fact(mask)
+    where, rows = ctx.fact(mask), ctx.fact(x)
+    if isinstance(where, SlotMask):
+        return slot_masks.picked(ctx, rows, where) if isinstance(rows, Rows) else None
     return by_wide_mask(ctx, node, x, where) if isinstance(where, Mask | Table) else None
 
 
@@ -59,7 +62,7 @@ def by_any_mask(ctx: Context, node: Node, x: Node, base: Any, mask: Mask | Table
     tail = tail[: len(tail) - len(new)]
     if found is None or len(tail) > 1 or None in tail:
         return None
-    if lead > 1 and isinstance(base, View | Table):
+    if lead > 1 and isinstance(base, View | Table | Mask):
         base = base.with_axes((sum(base.axes[:lead], ()), *base.axes[lead:]))
     if isinstance(mask, Table) and isinstance(base, Table) and tail:
         return by_column(node, base, found[0], row_axis(node), [*tail, *new])
@@ -90,6 +93,8 @@ def by_mask(ctx: Context, node: Node, x: Node, base: Any, chosen: Selection, col
             return Index((rows,), chosen, "token") if len(base.axes) == 1 and same(base.size, chosen.routing.num_tokens) else None
         if isinstance(base, Fill | Sum):
             return Buffer((rows, *features_of(base)), x, chosen)
+        if isinstance(base, Mask):
+            return slot_masks.taken(base, chosen, rows)
         if isinstance(base, Column) and chosen.slot == base.slot:
             return slot_gate(node, base, chosen, rows)
         if isinstance(base, View):

@@ -12,7 +12,8 @@ from moefuse.passes.infer.gates import gate
 from moefuse.passes.infer.state import Context, out_shape
 from moefuse.passes.ir.axes import Atom, Axes, Axis, extent, fresh
 from moefuse.passes.ir.expr import Gate, SlotWeight
-from moefuse.passes.ir.facts import Buffer, Column, Fill, Index, Order, Range, Routing, Rows, Selection, Sorted, Sum, Table, View
+from moefuse.passes.ir.facts import Buffer, Column, Fill, Index, Mask, Order, Range, Routing, Rows, Selection, Sorted, Sum, Table, View
+from moefuse.passes.rules.routing import slot_masks
 from moefuse.passes.rules.routing.ids import row_axis
 from moefuse.passes.rules.routing.masks import one_index
 from moefuse.passes.rules.rows.leaves import is_slot_weight, row_domain, slot_gate, slot_value, take_tokens
@@ -23,7 +24,7 @@ _ALL = slice(None, None, None)
 def by_rows(ctx: Context, node: Node, x: Node, base: Any, chosen: Selection, indices: list[Any]) -> Any:
     """``x[token_rows]``, ``w[token_rows, slot_rows]``, with None, full slices or a constant slot behind."""
     together = one_index(indices, out_shape(x))
-    if together is not None and isinstance(base, View | Fill | Sum | Table):
+    if together is not None and isinstance(base, View | Fill | Sum | Table | Mask):
         lead, index = together
         base, indices = base.with_axes((sum(base.axes[:lead], ()), *base.axes[lead:])), [index, *indices[lead:]]
     columns = []
@@ -73,6 +74,8 @@ def _by_tokens(ctx: Context, node: Node, x: Node, base: Any, chosen: Selection, 
         return Buffer((rows, *features_of(base)), x, chosen) if not rest else None
     if isinstance(base, Column) and chosen.slot == base.slot:
         return with_none(slot_gate(node, base, chosen, rows), rest)
+    if isinstance(base, Mask):
+        return slot_masks.taken(base, chosen, rows) if not rest else None
     if isinstance(base, Table):
         return by_column(node, base, chosen, rows, rest)
     if not isinstance(base, View):
@@ -99,6 +102,8 @@ def by_column(node: Node, base: Table, chosen: Selection, rows: Axis, rest: list
     """The weight of the expert out of a routing table."""
     if not same_ids(base.routing, chosen.routing):
         return None
+    if not chosen.by_token and not chosen.routing.distinct:
+        return None  # a token may have several such rows, and each would have the weights of all of them
     if chosen.routing.kept is not None and chosen.routing.kept is base.root:
         base = replace(base, slots=None)  # what says who is left is read, not what it was made of
     if base.expert is None and rest and rest[0] == chosen.expert:

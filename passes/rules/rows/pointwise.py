@@ -20,6 +20,7 @@ from moefuse.passes.ir.axes import Axes, extent
 from moefuse.passes.ir.expr import Expr, Gate, Op, has_linear, walk
 from moefuse.passes.ir.facts import Buffer, Counts, Domain, Fill, Listed, Lost, Mask, Rows, Sorted, Span, Table, View
 from moefuse.passes.rules import EVERYTHING, rule
+from moefuse.passes.rules.routing import slot_masks
 from moefuse.passes.rules.routing.masked_slots import dropped
 from moefuse.passes.rules.routing.masks import masked_weight
 from moefuse.passes.rules.routing.offsets import difference
@@ -159,6 +160,9 @@ def on_mul(ctx: Context, node: Node, a: Any, other: Any, *, rounding_mode: str |
 def multiplied(ctx: Context, node: Node, name: str, a: Any, b: Any) -> Any:
     """A product or a quotient, which may be only a part of what the node does."""
     x, y = ctx.fact(a), ctx.fact(b)
+    weight = slot_masks.product(x, y) if name == "mul" else None
+    if weight is not None:
+        return weight
     if isinstance(x, Rows) or isinstance(y, Rows):
         return row_local(ctx, node, (a, b), {}, name)
     if isinstance(x, Listed) or isinstance(y, Listed):

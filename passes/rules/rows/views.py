@@ -30,6 +30,7 @@ from moefuse.passes.ir.facts import (
     Occurring,
     Range,
     Rows,
+    SlotMask,
     Sorted,
     Span,
     Sum,
@@ -39,6 +40,7 @@ from moefuse.passes.ir.facts import (
 )
 from moefuse.passes.rules import EVERYTHING, rule
 from moefuse.passes.rules.routing.nonempty import hit_of
+from moefuse.passes.rules.routing.slot_masks import cast
 
 _uid = iter(range(1, 1 << 62))
 
@@ -271,14 +273,14 @@ def on_cast(ctx: Context, node: Node, x: Node) -> Any:
         return replace(fact, expr=Cast(node, fact.expr, after.dtype))
     if isinstance(fact, Weight) and rounds(node, x):
         return fact
-    if isinstance(fact, Span) and after.dtype == torch.bool:
-        return hit_of(fact) if isinstance(hit_of(fact), Hit) else None
+    if isinstance(fact, SlotMask):
+        return cast(fact, node, after.dtype)
     if isinstance(fact, Mask | Hit):
         weighted = isinstance(fact, Mask) and fact.weight is not None
         some = isinstance(fact, Mask) or before.dtype == torch.bool or tells_none(after.dtype)
         return fact if some and not weighted else None
-    if isinstance(fact, Counts | Occurring) and after.dtype == torch.bool:
-        return Hit(fact.axes, fact.routing, None) if isinstance(fact, Counts) and not fact.ends else None
+    if isinstance(fact, Counts | Occurring | Span) and after.dtype == torch.bool:
+        return _any_slots(fact)
     if isinstance(fact, Index | IndexMatrix | Sorted | Counts | Occurring | Range | Span):
         return fact if _keeps_numbers(ctx, x, fact, after.dtype) else None
     if isinstance(fact, Table):
@@ -289,6 +291,14 @@ def on_cast(ctx: Context, node: Node, x: Node) -> Any:
         numbers = interval(ctx, x)
         return fact if numbers is not None and holds(after.dtype, numbers) else inherited(fact, node)
     return inherited(fact, node)
+
+
+def _any_slots(fact: Counts | Occurring | Span) -> Hit | None:
+    """Numbers of slots as booleans: whether there are any."""
+    if isinstance(fact, Counts):
+        return None if fact.ends else Hit(fact.axes, fact.routing, None)
+    found = hit_of(fact)
+    return found if isinstance(found, Hit) else None
 
 
 def _keeps_numbers(ctx: Context, x: Node, fact: Fact, dtype: torch.dtype) -> bool:

@@ -12,8 +12,9 @@ from moefuse.passes.graph.sizes import same
 from moefuse.passes.infer.operands import leaf
 from moefuse.passes.infer.state import Context, out_shape
 from moefuse.passes.ir.expr import Op
-from moefuse.passes.ir.facts import Domain, Fill, Lost, Mask, Rows, Sum, Table, Unmasked, View
+from moefuse.passes.ir.facts import Domain, Fill, Lost, Mask, Rows, SlotMask, Sum, Table, Unmasked, View
 from moefuse.passes.rules import rule
+from moefuse.passes.rules.routing import slot_masks
 from moefuse.passes.rules.routing.absent import zeroed
 from moefuse.passes.rules.routing.masks import constant, mask_table, masked, on_nonzero
 from moefuse.passes.rules.rows.pointwise import domain_of, expert_output, gated
@@ -25,6 +26,8 @@ def on_where(ctx: Context, node: Node, condition: Node, a: Any = None, b: Any = 
     if a is None and b is None:
         return on_nonzero(ctx, node, condition, as_tuple=True)
     fact = ctx.fact(condition)
+    if isinstance(fact, SlotMask):
+        return slot_masks.kept(ctx, fact, *((b, a) if fact.negated else (a, b)))
     if not isinstance(fact, Mask | Table):
         kept, zero = (b, a) if isinstance(ctx.fact(b), Rows) else (a, b)
         return zeroed(ctx, node, kept, condition, where=kept is b) if constant(ctx, zero) == 0 else None
@@ -35,6 +38,8 @@ def on_where(ctx: Context, node: Node, condition: Node, a: Any = None, b: Any = 
 @rule("masked_fill")
 def on_masked_fill(ctx: Context, node: Node, x: Node, mask: Node, value: Any) -> Any:
     fact = ctx.fact(mask)
+    if isinstance(fact, SlotMask):
+        return slot_masks.kept(ctx, fact, x, value) if fact.negated else None
     if not isinstance(fact, Mask | Table):
         return zeroed(ctx, node, x, mask) if constant(ctx, value) == 0 else None
     return _chosen(ctx, node, fact, x, value) if fact.negated else None

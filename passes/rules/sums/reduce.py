@@ -29,6 +29,7 @@ from moefuse.passes.ir.facts import (
     Part,
     Picked,
     Rows,
+    SlotMask,
     Sorted,
     Span,
     Stacked,
@@ -37,7 +38,7 @@ from moefuse.passes.ir.facts import (
     View,
 )
 from moefuse.passes.rules import rule
-from moefuse.passes.rules.routing import sparse_entries
+from moefuse.passes.rules.routing import slot_masks, sparse_entries
 from moefuse.passes.rules.routing.ids import is_integer, role_axes
 from moefuse.passes.rules.routing.masks import one_index, over_slots, token_selection
 from moefuse.passes.rules.routing.offsets import listed as numbers
@@ -63,6 +64,8 @@ def on_sum(ctx: Context, node: Node, x: Any, *given: Any, dim: Any = None, keepd
     if isinstance(fact, Mask) or (isinstance(fact, Table) and fact.ones):
         value = tensor(node)
         return over_slots(ctx, node, x, dim, keepdim) if value is None or tells_none(value.dtype) else None
+    if isinstance(fact, SlotMask):
+        return slot_masks.summed(ctx, node, fact, dim, keepdim)
     if isinstance(fact, Stacked):
         return _sum_of(node, fact) if dim == fact.dim and not keepdim else None
     if not isinstance(fact, Rows):
@@ -240,6 +243,8 @@ def on_gather(ctx: Context, node: Node, x: Any, dim: Any, index: Any) -> Any:
     rows, view, where = ctx.fact(x), ctx.view(index), ctx.fact(index)
     if isinstance(rows, Picked):
         return sparse_entries.gathered(node, rows, dim, where)
+    if isinstance(rows, Rows) and rows.domain.name == "selected":
+        return slot_masks.gathered(node, rows, dim, where)
     if dim == 0 and isinstance(where, Index | Sorted) and len(where.axes) == 2 and [a.kind for a in where.axes[1]] == ["b"]:
         whole = same(where.axes[1][0].size, out_shape(x)[-1])
         return by_tensor(ctx, node, x, [index]) if whole else None
