@@ -346,10 +346,11 @@ class Inverse:
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """One expert's share of an accumulator."""
+    """One expert's share of an accumulator. ``of``: the share before the accumulator was multiplied."""
 
     rows: Rows
     node: Node
+    of: Part | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -105,8 +105,11 @@ def _complete(ctx: Context) -> list[Any]:
                     best[part] = fact
         elif isinstance(fact, Combined | PerSlot):
             out[id(fact)] = fact
+    scaled = {p.of for fact in known_facts if isinstance(fact, Sum) for p in fact.parts}
     for fact in known_facts:
-        if isinstance(fact, Sum) and all(len(best[p].parts) <= len(fact.parts) for p in (fact.parts[0], fact.parts[-1])):
+        if not isinstance(fact, Sum) or scaled.issuperset(fact.parts):
+            continue
+        if all(len(best[p].parts) <= len(fact.parts) for p in (fact.parts[0], fact.parts[-1])):
             out[id(fact)] = fact
     return _longest(list(out.values()))
 

@@ -359,3 +359,46 @@ def test_a_mask_read_as_ids_is_a_routing_of_its_own() -> None:
     found = fact_of(lambda id: F.one_hot(F.one_hot(id, E), E))  # noqa: A006
     assert isinstance(found, Mask)
     assert (found.routing.tokens, found.routing.top_k, found.routing.distinct) == ((T,), E, False)
+
+
+OF_ONE_SLOT: list[Function] = [
+    lambda ids: ids[:, 1] == 2,
+    lambda ids: ids.t()[1] == 2,
+    lambda ids: ids.unbind(-1)[1] == 2,
+    lambda ids: F.one_hot(ids[:, 1], E)[:, 2],
+    lambda ids: F.one_hot(ids[:, 1], E).t()[2],
+    lambda ids: F.one_hot(ids[:, 1], E).float()[:, 2] > 0,
+    lambda ids: F.one_hot(ids[..., 1], E)[:, 2] >= 1,
+    lambda ids: F.one_hot(ids.t()[1], E)[:, 2] > 0.5,
+    lambda ids: (ids[:, 1].unsqueeze(-1) == call(torch.arange, ids, E))[:, 2],
+]
+
+
+@pytest.mark.parametrize("function", OF_ONE_SLOT)
+def test_masks_of_one_slot(function: Function) -> None:
+    """They are of the routing of all slots, and not of one of their own."""
+    fact = fact_of(function)
+    assert isinstance(fact, Table)
+    assert (letters(fact.axes), fact.expert, fact.slot, fact.ones, fact.routing.top_k) == ("t", 2, 1, True, K)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda ids: F.one_hot(ids[:, 1], E)[:, 2] > 1,
+        lambda ids: F.one_hot(ids[:, 1], E)[:, 2] >= 0,
+        lambda ids: F.one_hot(ids[:, 1], E)[:, 2] < 1,  # those that did not choose it
+        lambda ids: (F.one_hot(ids[:, 1], E)[:, 2] == 0) > 0,
+        lambda ids: ids[:, 1] == call(torch.arange, ids, T),  # token t chose expert t
+        lambda ids: F.one_hot(ids, E)[:, 1, 2] * 2 > 0,
+    ],
+)
+def test_masks_of_one_slot_that_say_something_else(function: Function) -> None:
+    fact = fact_of(function)
+    assert not isinstance(fact, Table) or fact.negated or not fact.ones or fact.slot is None
+
+
+def test_one_slots_share_of_a_one_hot_says_who_was_chosen_and_counts_nothing() -> None:
+    fact = fact_of(lambda ids: F.one_hot(ids[:, 1], E).sum(0))
+    assert isinstance(fact, Hit)
+    assert fact.slot == 1

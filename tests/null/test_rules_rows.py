@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from moefuse.passes.graph import calls
 from moefuse.passes.ir.expr import Token, show, walk
 from moefuse.passes.ir.facts import Buffer, Column, Combined, Lost, Rows, Sum, Weight
+from moefuse.passes.ir.regions import Region
+from moefuse.passes.match.lift import lift
 from tests.null.rules_case import E, H, I, K, T, assign, call, fact_of, letters, lost_code, rows_of, trace
 
 Function = Callable[..., Any]
@@ -514,3 +516,45 @@ def test_a_computed_dimension_is_not_read() -> None:
     """``x.unsqueeze(n)`` with a number out of the graph: nothing is known about the result, and nothing fails."""
     traced = trace(lambda x, ids: torch.unsqueeze(x[tok(ids)], x.dim() - 2))
     assert traced.fact is None or isinstance(traced.fact, Lost)
+
+
+def table(x: Any, ids: Any, w_up: Any, w_out: Any, slot: int, rows_of_slot: int | None = None) -> Any:
+    """A tensor with each token's row of the one expert that it chose in a slot."""
+    out = torch.zeros_like(x)
+    for e in range(E):
+        mask = ids[:, slot if rows_of_slot is None else rows_of_slot] == e
+        assign(out, mask, F.linear(F.silu(F.linear(x[mask], w_up[e])), w_out[e]))
+    return out
+
+
+SLOT_BY_SLOT: list[Callable[..., Any]] = [
+    lambda x, ids, weights, w_up, w_out: (
+        table(x, ids, w_up, w_out, 0) * weights[:, 0, None] + weights[:, 1].unsqueeze(-1) * table(x, ids, w_up, w_out, 1)
+    ),
+    lambda x, ids, weights, w_up, w_out: sum(table(x, ids, w_up, w_out, k) * weights[:, k : k + 1] for k in range(K)),
+    lambda x, ids, weights, w_up, w_out: sum(table(x, ids, w_up, w_out, k) * weights.t()[k].view(-1, 1) for k in range(K)),
+    lambda x, ids, weights, w_up, w_out: torch.stack([table(x, ids, w_up, w_out, k) * weights[:, k, None] for k in range(K)]).sum(0),
+]
+
+
+@pytest.mark.parametrize("function", SLOT_BY_SLOT)
+def test_a_table_for_each_slot_times_its_weights(function: Callable[..., Any]) -> None:
+    traced = trace(function)
+    assert isinstance(traced.fact, Sum)
+    assert {(p.rows.domain.slot, p.rows.domain.expert) for p in traced.fact.parts} == {(k, e) for k in range(K) for e in range(E)}
+    assert [type(r) for r in lift(traced.ctx)] == [Region]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, ids, weights, w_up, w_out: sum(table(x, ids, w_up, w_out, k) * weights[:, 1 - k, None] for k in range(K)),  # other slot's
+        lambda x, ids, weights, w_up, w_out: sum(table(x, ids, w_up, w_out, k) * weights[:, 0, None] for k in range(K)),
+        lambda x, ids, weights, w_up, w_out: sum(table(x, ids, w_up, w_out, k, 0) * weights[:, k, None] for k in range(K)),
+        lambda x, ids, weights, w_up, w_out: table(x, ids, w_up, w_out, 0) * weights[:, 0, None],  # one slot alone
+        lambda x, ids, weights, w_up, w_out: sum(table(x, ids, w_up, w_out, k).relu() * weights[:, k, None] for k in range(K)),
+        lambda x, ids, w_up, w_out: sum(table(x, ids, w_up, w_out, k) * x[:, k, None] for k in range(K)),  # features are no slots
+    ],
+)
+def test_tables_of_slots_with_other_weights(function: Callable[..., Any]) -> None:
+    assert not any(isinstance(r, Region) for r in lift(trace(function).ctx))

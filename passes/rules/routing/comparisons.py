@@ -14,7 +14,7 @@ from moefuse.passes.ir.facts import Column, Counts, Hit, Mask, Range, Rows, Sort
 from moefuse.passes.rules import rule
 from moefuse.passes.rules.routing import slot_masks, sparse_entries
 from moefuse.passes.rules.routing.ids import is_integer, role_axes
-from moefuse.passes.rules.routing.masks import on_not, settled
+from moefuse.passes.rules.routing.masks import on_not, settled, slot_table
 from moefuse.passes.rules.routing.nonempty import compared
 from moefuse.passes.rules.routing.offsets import compared_spans
 from moefuse.passes.rules.routing.sort import beyond
@@ -41,14 +41,19 @@ def on_compare(ctx: Context, node: Node, a: Any, other: Any) -> Any:
         a, b = b, a
     view = ctx.view(a) if is_integer(a) else None
     if isinstance(view, Column):
-        return _slot_table(ctx, view, b, negated)
+        return _of_slot(ctx, node, view, b, negated)
     routing = routing_of(ctx, view) if view is not None else None
     axes = role_axes(view, routing) if view is not None and routing is not None else None
     if axes is None or routing is None:
         return None
     if isinstance(b, int) and not isinstance(b, bool):
         return settled(ctx, node, Mask(axes, routing, b, negated=negated))
-    numbers = ctx.fact(b)
+    merged = _beside_numbers(axes, ctx.fact(b))
+    return None if merged is None else settled(ctx, node, Mask(merged, routing, None, negated=negated))
+
+
+def _beside_numbers(axes: Axes, numbers: Any) -> Axes | None:
+    """The axes of ids that are compared with ``arange(E)``, along a dimension of its own."""
     if not isinstance(numbers, Range):
         return None
     rank = max(len(axes), len(numbers.axes))
@@ -56,18 +61,15 @@ def on_compare(ctx: Context, node: Node, a: Any, other: Any) -> Any:
     right: Axes = (*((),) * (rank - len(numbers.axes)), *numbers.axes)
     if any(x and y and not same(x[0].size, 1) for x, y in zip(left, right, strict=True)):
         return None
-    merged = tuple((Atom("e", 0, y[0].size),) if y else x for x, y in zip(left, right, strict=True))
-    return settled(ctx, node, Mask(merged, routing, None, negated=negated))
+    return tuple((Atom("e", 0, y[0].size),) if y else x for x, y in zip(left, right, strict=True))
 
 
-def _slot_table(ctx: Context, column: Column, expert: Any, negated: bool) -> Table | None:
-    """``ids[:, slot] == expert``."""
-    routing = routing_of(ctx, column.base)
-    roles = role_axes(column.base, routing) if routing is not None else None
-    if routing is None or roles is None or not isinstance(expert, int) or isinstance(expert, bool) or [a.kind for a in roles[-1]] != ["k"]:
-        return None
-    axes = tuple(tuple(a._replace(kind="t") for a in axis) for axis in column.axes)
-    return Table(axes, routing, 0.0, expert, None, ones=True, negated=negated, slot=column.slot)
+def _of_slot(ctx: Context, node: Node, column: Column, other: Any, negated: bool) -> Table | None:
+    """``ids[:, slot] == expert``, ``ids[:, slot, None] == arange(E)``."""
+    if isinstance(other, int) and not isinstance(other, bool):
+        return slot_table(ctx, node, column, column.axes, other, negated)
+    axes = _beside_numbers(column.axes, ctx.fact(other))
+    return None if axes is None else slot_table(ctx, node, column, axes, None, negated)
 
 
 @rule("gt", "ge", "lt", "le")
@@ -75,7 +77,10 @@ def on_bound(ctx: Context, node: Node, x: Any, bound: Any) -> Any:
     fact, name = ctx.fact(x), ctx.calls[node].name  # type: ignore[union-attr]
     if isinstance(fact, Sorted):
         return beyond(fact, name, bound)
-    if isinstance(fact, Table) and not fact.ones:
+    if isinstance(fact, Mask | Table) and (fact.weight is None if isinstance(fact, Mask) else fact.ones):
+        tells = isinstance(bound, int | float) and {"gt": 0 <= bound < 1, "ge": 0 < bound <= 1}.get(name, False)
+        return fact if tells and not fact.negated else None  # ``one_hot(ids, E) > 0``
+    if isinstance(fact, Table):
         return sparse_entries.compared(ctx, node, fact, above=True) if name == "gt" and bound == 0 else None
     if isinstance(fact, Span) and isinstance(bound, Node):
         return compared_spans(ctx, name, x, bound)

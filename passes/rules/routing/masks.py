@@ -15,6 +15,7 @@ from moefuse.passes.infer.routings import routing_of
 from moefuse.passes.infer.state import Context, as_size, normalize, out_shape
 from moefuse.passes.ir.axes import Atom, Axes, Axis, align, extent, fresh
 from moefuse.passes.ir.facts import (
+    Column,
     Counts,
     Fill,
     Hit,
@@ -51,9 +52,21 @@ def on_one_hot(ctx: Context, node: Node, ids: Node, num_classes: int = -1) -> An
     view = View(fresh(out_shape(ids)), ids) if isinstance(ctx.fact(ids), Mask | Table) else ctx.view(ids)
     routing = routing_of(ctx, view) if view is not None and is_integer(ids) else None
     axes = role_axes(view, routing) if view is not None and routing is not None else None
+    if isinstance(view, Column) and is_integer(ids):
+        return slot_table(ctx, node, view, (*view.axes, (Atom("e", 0, num_classes),)), None) if num_classes > 0 else None
     if axes is None or routing is None or num_classes < 1:
         return None
     return settled(ctx, node, Mask((*axes, (Atom("e", 0, num_classes),)), routing, None))
+
+
+def slot_table(ctx: Context, node: Node, column: Column, axes: Axes, expert: int | None, negated: bool = False) -> Table | None:
+    """``ids[:, slot] == expert``, or of all experts: ``one_hot(ids[:, slot])``."""
+    routing = routing_of(ctx, column.base)
+    roles = role_axes(column.base, routing) if routing is not None else None
+    if routing is None or roles is None or [a.kind for a in roles[-1]] != ["k"]:
+        return None
+    axes = tuple(tuple(a._replace(kind="t") if a.kind == "d" else a for a in axis) for axis in axes)
+    return Table(axes, routing, 0.0, expert, None, ones=True, negated=negated, slot=column.slot)
 
 
 def settled(ctx: Context, node: Node, mask: Mask) -> Mask | Table:
@@ -136,10 +149,12 @@ def counted(node: Node, axes: Axes, routing: Routing) -> Counts | Hit | None:
 
 def _chosen_by(ctx: Context, node: Node, table: Table, dim: Any, keepdim: bool) -> Counts | Hit | None:
     """A 0/1 table [tokens, E] summed over the tokens: how many chose each expert, once each."""
-    if not table.ones or table.negated or table.expert is not None or table.slot is not None or keepdim:
+    if not table.ones or table.negated or table.expert is not None or keepdim:
         return None
     rank = len(table.axes)
     dims = {normalize(d, rank) for d in (dim if isinstance(dim, tuple | list) else (dim,))}
+    if table.slot is not None:
+        return any_of(table, dims)  # of one slot: whether there are any
     left = tuple(axis for i, axis in enumerate(table.axes) if i not in dims)
     routing = sparse_entries.counted(ctx, table.routing)
     return counted(node, left, routing) if table.routing.distinct and [a.kind for axis in left for a in axis] == ["e"] else None

@@ -10,7 +10,7 @@ from torch.fx import Node
 from moefuse.passes.graph.calls import tensor
 from moefuse.passes.graph.sizes import same
 from moefuse.passes.infer.state import Context, normalize
-from moefuse.passes.ir.axes import Atom, Axes, extent, fresh
+from moefuse.passes.ir.axes import Atom, Axes, atoms, extent, fresh
 from moefuse.passes.ir.expr import Slice
 from moefuse.passes.ir.facts import (
     Column,
@@ -90,8 +90,10 @@ def pick(ctx: Context, node: Node, x: Node, fact: Any, dim: int, at: int) -> Any
         return None
     if isinstance(fact, View) and only is not None and only.kind == "d" and only.index == 0:
         return stacked(fact, axes, expert=at + only.size if at < 0 else at)
-    if type(fact) is View and only is not None and only.kind == "d" and dim == len(fact.axes) - 1 and isinstance(only.size, int):
-        return Column(fresh([extent(a) for a in axes]), ctx.first[node], fact, at + only.size if at < 0 else at)
+    last = only is not None and all(a.index < only.index for a in atoms(axes) if a.kind == "d")  # ``ids.t()[k]``
+    if type(fact) is View and only is not None and only.kind == "d" and (dim == len(fact.axes) - 1 or last) and isinstance(only.size, int):
+        base = fact.with_axes((*axes, axis))
+        return Column(fresh([extent(a) for a in axes]), ctx.first[node], base, at + only.size if at < 0 else at)
     return None
 
 

@@ -27,6 +27,7 @@ from moefuse.passes.rules.routing.offsets import difference
 from moefuse.passes.rules.routing.sort import on_div
 from moefuse.passes.rules.routing.tables import table_with, unary
 from moefuse.passes.rules.routing.valid_slots import restricted
+from moefuse.passes.rules.rows.by_slot import by_slot
 from moefuse.passes.rules.rows.listed import product
 from moefuse.passes.rules.rows.views import inherited
 
@@ -160,9 +161,9 @@ def on_mul(ctx: Context, node: Node, a: Any, other: Any, *, rounding_mode: str |
 def multiplied(ctx: Context, node: Node, name: str, a: Any, b: Any) -> Any:
     """A product or a quotient, which may be only a part of what the node does."""
     x, y = ctx.fact(a), ctx.fact(b)
-    weight = slot_masks.product(x, y) if name == "mul" else None
-    if weight is not None:
-        return weight
+    weighted = (slot_masks.product(x, y) or by_slot(node, x, y) or by_slot(node, y, x)) if name == "mul" else None
+    if weighted is not None:
+        return weighted
     if isinstance(x, Rows) or isinstance(y, Rows):
         return row_local(ctx, node, (a, b), {}, name)
     if isinstance(x, Listed) or isinstance(y, Listed):

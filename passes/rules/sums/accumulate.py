@@ -87,10 +87,18 @@ def put(ctx: Context, node: Node, target: Node, chosen: Selection, rows: Any) ->
         before = ctx.fact(target)
         # Where a token has several experts, nothing may be lost: the one that writes is the first, and stands for no others.
         first = isinstance(before, Fill) and before.value == 0.0 and len(ctx.members(chosen.expert)) == 1
-        if chosen.routing.top_k != 1 and not first:
+        if chosen.routing.top_k != 1 and not first and not _apart(ctx, before, chosen):
             return _read_back(ctx, node, target, rows) or ctx.lost("not-combined", node, choices=counted(chosen.routing.top_k))
         return accumulated(ctx, node, target, rows, replaced=True)
     return None
+
+
+def _apart(ctx: Context, before: Any, chosen: Selection) -> bool:
+    """Whether the rows stand where no others do: in one slot a token has one expert."""
+    if chosen.slot is None or not isinstance(before, Sum) or before.base is not None or len(ctx.members(chosen.expert)) != 1:
+        return False
+    others = [p.rows.domain for p in before.parts]
+    return all(d.routing is chosen.routing and d.slot == chosen.slot and d.expert not in (None, chosen.expert) for d in others)
 
 
 def _read_back(ctx: Context, node: Node, target: Node, rows: Rows) -> Lost | None:
