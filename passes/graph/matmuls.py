@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from moefuse.passes.graph.calls import Call, tensor
+from moefuse.passes.graph.equations import equation as equation_of
 
 
 class Operands(NamedTuple):
@@ -43,12 +44,10 @@ def _of_addmm(bias: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1)
 
 def _of_einsum(equation: Any, *operands: Any) -> Operands | None:
     """``einsum("ti,oi->to", x, W)``, with any letters, in any order."""
-    if len(operands) == 1 and isinstance(operands[0], tuple | list):
-        operands = tuple(operands[0])
-    if not isinstance(equation, str) or len(operands) != 2 or "." in equation or "->" not in equation:
+    read = equation_of(equation, *operands)
+    if read is None or len(read.operands) != 2:
         return None
-    inputs, _, out = equation.replace(" ", "").partition("->")
-    pairs = list(zip(inputs.split(","), operands, strict=True))
+    pairs, out = list(zip(read.labels, read.operands, strict=True)), read.out
     for (rows, x), (matrix, weight) in (pairs, pairs[::-1]):
         lead, inner, new = rows[:-1], rows[-1:], out[-1:]
         distinct = len(set(lead + inner + new)) == len(rows) + 1

@@ -54,6 +54,7 @@ INPUTS: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
     "steps": ((4, 2, H), torch.float32),
     "image_ids": ((8, K), torch.int64),
     "ids_first": ((2, K, 4), torch.int64),
+    "ids_of_steps": ((4, 2, K), torch.int64),
 }
 
 

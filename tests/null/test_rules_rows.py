@@ -40,6 +40,7 @@ def flat(ids: Any) -> Any:
 
 ROWS: list[tuple[str, Function, tuple[str, str, str]]] = [
     ("index", lambda x, ids: x[tok(ids)], ("selected", "r f", "token(x)")),
+    ("ellipsis", lambda x, ids: x[tok(ids), ...], ("selected", "r f", "token(x)")),
     ("index_select", lambda x, ids: x.index_select(0, tok(ids)), ("selected", "r f", "token(x)")),
     ("none_index", lambda x, ids: x[None, tok(ids)][0], ("selected", "r f", "token(x)")),
     ("mask", lambda x, ids: x[(ids == 1).any(-1)], ("selected", "r f", "token(x)")),
@@ -271,6 +272,26 @@ PROJECTIONS: list[tuple[str, Function, tuple[str, str, str]]] = [
     ("dense_matmul", lambda x, w_in: torch.matmul(x, w_in.mT), ("dense", "e t f", "linear(token(x), w_in)")),
     ("slots_grid", lambda x, ids, w_in: torch.einsum("th,tkih->tki", x, w_in[ids]), ("slots", "t k f", "linear(token(x), w_in)")),
     (
+        "slots_weight_first",
+        lambda x, ids, w_in: torch.einsum("tkih,th->tki", w_in[ids, ...], x),
+        ("slots", "t k f", "linear(token(x), w_in)"),
+    ),
+    (
+        "slots_of_each_sequence",
+        lambda steps, ids_of_steps, w_in: torch.einsum("bskih,bsh->bski", w_in[ids_of_steps, ...], steps),
+        ("slots", "t t k f", "linear(token(steps), w_in)"),
+    ),
+    (
+        "slots_ellipsis",
+        lambda steps, ids_of_steps, w_in: torch.einsum("...h,...kih->...ki", steps, w_in[ids_of_steps]),
+        ("slots", "t t k f", "linear(token(steps), w_in)"),
+    ),
+    (
+        "slots_without_an_arrow",
+        lambda x, ids, w_in: torch.einsum("...z,...abz", x, w_in[ids, :, ...]),
+        ("slots", "t k f", "linear(token(x), w_in)"),
+    ),
+    (
         "slots_flat",
         lambda x, ids, w_in: torch.bmm(w_in[flat(ids)], x.repeat_interleave(K, 0).unsqueeze(-1)).squeeze(-1),
         ("slots", "tk f", "linear(token(x), w_in)"),
@@ -301,6 +322,15 @@ def test_rows_beside_weights_of_other_slots_are_refused() -> None:
 def test_sorted_weights_beside_rows_in_token_order_are_refused() -> None:
     function = lambda x, ids, w_in: torch.bmm(w_in[flat(ids)[order(ids)]], x.repeat_interleave(K, 0).unsqueeze(-1))  # noqa: E731
     assert lost_code(function) == "tokens-differ"
+
+
+def test_an_index_behind_an_ellipsis_is_of_the_last_dimension() -> None:
+    """``w[..., ids]`` takes columns, of whatever the ids are."""
+    assert not isinstance(fact_of(lambda w_in, ids: w_in[..., ids]), Weight)
+
+
+def test_weights_of_other_slots_beside_rows_by_an_ellipsis_are_refused() -> None:
+    assert lost_code(lambda x, ids, w_in: torch.einsum("...h,...ih->...i", x.repeat(K, 1), w_in[flat(ids), ...])) == "tokens-differ"
 
 
 def test_a_contraction_over_experts_is_no_projection() -> None:
@@ -430,8 +460,14 @@ def by_assignment(out: Any, t: Any, y: Any) -> Any:
     return out
 
 
+def by_assignment_behind(out: Any, t: Any, y: Any) -> Any:
+    assign(out, (t, ...), out[t, ...] + y)
+    return out
+
+
 ADDS: list[tuple[str, Callable[[Any, Any, Any], Any]]] = [
     ("index_add_", lambda out, t, y: out.index_add_(0, t, y)),
+    ("assigned with an ellipsis", by_assignment_behind),
     ("index_add", lambda out, t, y: torch.index_add(out, 0, t, y)),
     ("index_put_", lambda out, t, y: out.index_put_((t,), y, accumulate=True)),
     ("scatter_add", lambda out, t, y: out.scatter_add(0, t[:, None].expand(-1, H), y)),

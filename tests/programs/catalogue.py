@@ -97,7 +97,14 @@ _FILLED = (
 )
 _SLOTS = (
     ("batched_mm", "transformers batched_mm", Slots(), Body(), Store()),
-    ("gathered_einsum", "GPT-OSS reference: 2-D ids and einsum", Slots(ids="grid", product="einsum", combine="einsum"), _OAI, Store()),
+    (
+        "gathered_einsum",
+        "GPT-OSS reference: 2-D ids, weights first in einsum, an ellipsis behind the ids, biases added in place",
+        Slots(ids="grid", product="einsum_weight_first", gather="ellipsis", add="iadd", combine="einsum"),
+        _OAI,
+        Store(),
+    ),
+    ("gathered_ellipsis", "einsum with dots", Slots(ids="grid", product="einsum_ellipsis", gather="ellipsis"), _OAI, Store()),
     ("gathered_in_out", "stored transposed", Slots(rows="expand", combine="view_mul_sum"), Body(), _IN_OUT),
     ("gathered_matmul", "matmul with weights[:, None, :]", Slots(ids="grid", product="matmul", combine="matmul"), Body(), Store()),
     ("gathered_index_select", "index_select of weights, index_add_", Slots(gather="index_select", combine="index_add"), Body(), Store()),

@@ -141,7 +141,7 @@ class Selected(_Short):
         "top1_mask",
         "slot_loop",
     ] = "where"
-    gather: Literal["index", "index_select", "none_index", "gather", "masked_select"] = "index"
+    gather: Literal["index", "index_select", "none_index", "ellipsis", "gather", "masked_select"] = "index"
     combine: Literal[
         "index_add_",
         "index_add",
@@ -190,8 +190,9 @@ class Slots(_Short):
 
     ids: Literal["flat", "grid"] = "flat"
     rows: Literal["repeat_interleave", "expand", "index", "repeat"] = "repeat_interleave"
-    product: Literal["bmm", "matmul", "einsum"] = "bmm"
-    gather: Literal["index", "index_select"] = "index"
+    product: Literal["bmm", "matmul", "einsum", "einsum_weight_first", "einsum_ellipsis"] = "bmm"
+    gather: Literal["index", "index_select", "ellipsis"] = "index"
+    add: Literal["infix", "iadd"] = "infix"
     combine: Literal["mul_view_sum", "view_mul_sum", "einsum", "matmul", "bmm", "index_add"] = "mul_view_sum"
     weight_on: Literal["output", "input"] = "output"
 

@@ -26,6 +26,7 @@ GATHER: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "index": lambda x, tok: x[tok],
     "index_select": lambda x, tok: x.index_select(0, tok),
     "none_index": lambda x, tok: x[None, tok].reshape(-1, x.shape[-1]),
+    "ellipsis": lambda x, tok: x[tok, ...],
     "gather": lambda x, tok: torch.gather(x, 0, tok.unsqueeze(-1).expand(-1, x.shape[-1])),
 }
 

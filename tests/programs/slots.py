@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 
 import torch
@@ -22,18 +23,32 @@ ROWS: dict[str, Callable[[Tensor, int], Tensor]] = {
 }
 
 
+ADD: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"infix": operator.add, "iadd": operator.iadd}
+
+
+def take(s: Slots, w: Tensor, idx: Tensor) -> Tensor:
+    """What each slot reads of a stack."""
+    if s.gather == "ellipsis":
+        return w[idx, ...]
+    return w[idx] if s.gather == "index" or idx.dim() > 1 else torch.index_select(w, 0, idx)
+
+
 def _product(how: str, layout: str) -> Callable[[Tensor, Tensor], Tensor]:
     """(gathered weights [S, ...], rows [S, in]) -> [S, out]."""
     if layout == "out-in":
         return {
             "bmm": lambda w, x: torch.bmm(w, x.unsqueeze(-1)).squeeze(-1),
             "matmul": lambda w, x: torch.matmul(w, x[..., None])[..., 0],
-            "einsum": lambda w, x: torch.einsum("soi,si->so", w, x),
+            "einsum": lambda w, x: torch.einsum("si,soi->so", x, w),
+            "einsum_weight_first": lambda w, x: torch.einsum("soi,si->so", w, x),
+            "einsum_ellipsis": lambda w, x: torch.einsum("...oi,...i->...o", w, x),
         }[how]
     return {
         "bmm": lambda w, x: torch.bmm(x.unsqueeze(1), w).squeeze(1),
         "matmul": lambda w, x: (x[:, None] @ w)[:, 0],
         "einsum": lambda w, x: torch.einsum("si,sio->so", x, w),
+        "einsum_weight_first": lambda w, x: torch.einsum("sio,si->so", w, x),
+        "einsum_ellipsis": lambda w, x: torch.einsum("...i,...io", x, w),
     }[how]
 
 
@@ -42,6 +57,12 @@ def _grid_product(how: str, layout: str) -> Callable[[Tensor, Tensor], Tensor]:
     if how == "einsum":
         letters = "tkoi" if layout == "out-in" else "tkio"
         return lambda w, x: torch.einsum(f"{'ti' if x.dim() == 2 else 'tki'},{letters}->tko", x, w)
+    if how == "einsum_weight_first":
+        letters = "tkoi" if layout == "out-in" else "tkio"
+        return lambda w, x: torch.einsum(f"{letters},{'ti' if x.dim() == 2 else 'tki'}->tko", w, x)
+    if how == "einsum_ellipsis":
+        letters = "koi" if layout == "out-in" else "kio"
+        return lambda w, x: torch.einsum(f"...{'' if x.dim() == 2 else 'k'}i,...{letters}->...ko", x, w)
     if layout == "out-in":
         return lambda w, x: torch.matmul(w, (x[:, None] if x.dim() == 2 else x).unsqueeze(-1)).squeeze(-1)
     return lambda w, x: torch.matmul((x[:, None] if x.dim() == 2 else x).unsqueeze(-2), w).squeeze(-2)
@@ -64,17 +85,14 @@ def make(p: Program, hooks: Hooks) -> Mix:
     s, style = p.spelling, Style(p.noise)
     assert isinstance(s, Slots)
 
-    def take(w: Tensor, idx: Tensor) -> Tensor:
-        return w[idx] if s.gather == "index" or idx.dim() > 1 else torch.index_select(w, 0, idx)
-
     def experts(store: ExpertStore, rows: Tensor, idx: Tensor) -> Tensor:
         assert isinstance(store, Stacked)
         table = _product if idx.dim() == 1 else _grid_product
 
         def project(name: str, h: Tensor) -> Tensor:
-            y = table(s.product, store.layout_of(name))(take(store.weight(name), idx), h)
+            y = table(s.product, store.layout_of(name))(take(s, store.weight(name), idx), h)
             b = store.bias(name)
-            return y if b is None else y + take(b, idx)
+            return y if b is None else ADD[s.add](y, take(s, b, idx))
 
         def vector(name: str) -> Tensor:
             v = getattr(store, name)

@@ -14,6 +14,7 @@ from typing import Any
 from torch.fx import Node
 
 from moefuse.passes.graph.calls import Call, tensor
+from moefuse.passes.graph.equations import equation
 from moefuse.passes.graph.named import named
 from moefuse.passes.graph.op_classes import SIZE_QUERIES
 from moefuse.passes.graph.sizes import same
@@ -98,19 +99,11 @@ def _puts_tokens(ctx: Context, call: Call, routing: Routing) -> bool:
 
 def _labels(call: Call) -> tuple[list[Node], list[str], str] | None:
     """(two operands, their index names, those of the result) of a contraction; None for any other operation."""
-    args = call.args
-    if call.name == "einsum" and isinstance(args[0], str) and "." not in args[0]:
-        operands = args[1] if len(args) == 2 and isinstance(args[1], tuple | list) else args[1:]
-        inputs, arrow, out = args[0].replace(" ", "").partition("->")
-        names = inputs.split(",")
-    elif call.name in ("matmul", "mm") and len(args) == 2:
-        operands, names, arrow, out = args, ["ij", "jk"], "->", "ik"
+    if call.name == "einsum":
+        read = equation(*call.args)
     else:
-        return None
-    fits = len(operands) == 2 == len(names) and all(isinstance(n, Node) for n in operands) and bool(arrow)
-    if not fits or any(len(out_shape(n)) != len(c) for n, c in zip(operands, names, strict=True)):
-        return None
-    return list(operands), names, out
+        read = equation("ij,jk->ik", *call.args) if call.name in ("matmul", "mm") and len(call.args) == 2 else None
+    return None if read is None or len(read.operands) != 2 else (list(read.operands), list(read.labels), read.out)
 
 
 __all__ = ["Places", "follow"]

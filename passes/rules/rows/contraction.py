@@ -9,6 +9,7 @@ from typing import Any
 from torch.fx import Node
 
 from moefuse.passes.graph.calls import tensor
+from moefuse.passes.graph.equations import equation as equation_of
 from moefuse.passes.graph.matmuls import operands
 from moefuse.passes.graph.named import counted
 from moefuse.passes.graph.sharded import is_root
@@ -79,18 +80,16 @@ def on_matmul(ctx: Context, node: Node, a: Any, other: Any) -> Any:
 
 @rule("einsum")
 def on_einsum(ctx: Context, node: Node, equation: Any, *given: Any) -> Any:
-    if len(given) == 1 and isinstance(given[0], tuple | list):
-        given = tuple(given[0])
-    if not isinstance(equation, str) or len(given) < 2 or "." in equation:
+    read = equation_of(equation, *given)
+    if read is None or len(read.operands) == 1:
         return None
-    inputs, arrow, out = equation.replace(" ", "").partition("->")
-    labels = inputs.split(",")
-    if not arrow or len(labels) != len(given) or any(len(set(names)) != len(names) for names in labels):
-        return None
-    if len(given) == 2:
-        return contract(ctx, node, given[0], given[1], labels[0], labels[1], out)
-    sizes = {c: size for names, value in zip(labels, given, strict=True) for c, size in zip(names, out_shape(value), strict=True)}
-    return _in_pairs(ctx, node, [(names, ctx.fact(value)) for names, value in zip(labels, given, strict=True)], out, sizes)
+    factors, labels, out = read
+    if len(factors) == 2:
+        return contract(ctx, node, factors[0], factors[1], labels[0], labels[1], out)
+    sizes: dict[str, Any] = {}
+    for names, value in zip(labels, factors, strict=True):
+        sizes |= {c: size for c, size in zip(names, out_shape(value), strict=True) if c not in sizes or same(sizes[c], 1)}
+    return _in_pairs(ctx, node, [(names, ctx.fact(value)) for names, value in zip(labels, factors, strict=True)], out, sizes)
 
 
 def _in_pairs(ctx: Context, node: Node, terms: list[tuple[Labels, Any]], out: Labels, sizes: dict[str, Any]) -> Any:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch.fx import Node
 
 from moefuse.passes.graph.calls import tensor
@@ -41,11 +43,7 @@ _ALL = slice(None, None, None)
 
 def basic(ctx: Context, node: Node, x: Node, fact: Fact, items: list[Any]) -> Any:
     """Indexing by integers, slices, None and an ellipsis, one dimension after another."""
-    rank, used = len(fact.axes), sum(i is not None and i is not Ellipsis for i in items)
-    if Ellipsis in items:
-        at = items.index(Ellipsis)
-        items = [*items[:at], *[_ALL] * (rank - used), *items[at + 1 :]]
-    items += [_ALL] * (rank - sum(i is not None for i in items))
+    items = every_dim(items, len(fact.axes))
     current: Any = fact
     dim = 0
     for item in items:
@@ -60,6 +58,28 @@ def basic(ctx: Context, node: Node, x: Node, fact: Fact, items: list[Any]) -> An
         if current is None or isinstance(current, Lost):
             return current
     return current
+
+
+def every_dim(items: Sequence[Any], rank: int) -> list[Any]:
+    """An index with full slices for an ellipsis, and for the dimensions behind those that it names."""
+    items = list(items)
+    rest = [_ALL] * (rank - sum(map(_dims_of, items)))
+    at = next((n for n, i in enumerate(items) if i is Ellipsis), len(items))
+    return [*items[:at], *rest, *items[at + 1 :]]
+
+
+def up_to_last(items: Sequence[Any], rank: int) -> list[Any]:
+    """An index without an ellipsis, and without the full slices behind."""
+    items = every_dim(items, rank)
+    while len(items) > 1 and items[-1] == _ALL:
+        items.pop()
+    return items
+
+
+def _dims_of(item: Any) -> int:
+    """How many dimensions one part of an index is of."""
+    value = tensor(item)
+    return 0 if item is None or item is Ellipsis else value.dim() if value is not None and value.dtype == torch.bool else 1
 
 
 def pick(ctx: Context, node: Node, x: Node, fact: Any, dim: int, at: int) -> Any:

@@ -14,6 +14,7 @@ from moefuse.passes.rules import rule
 from moefuse.passes.rules.routing.masks import one_index, selection, token_selection, tokens_together
 from moefuse.passes.rules.routing.sort import assign_inverse
 from moefuse.passes.rules.rows.boolean_mask import by_rows_of
+from moefuse.passes.rules.rows.index import up_to_last
 from moefuse.passes.rules.sums import segments
 from moefuse.passes.rules.sums.accumulate import put, unsort
 from moefuse.passes.rules.sums.scatter_by_expert import fill_slots
@@ -23,10 +24,10 @@ _ALL = slice(None, None, None)
 
 @rule("setitem")
 def on_setitem(ctx: Context, node: Node, target: Node, index: Any, value: Any) -> Any:
-    items = list(index) if isinstance(index, tuple) else [index]
+    items = up_to_last(index if isinstance(index, tuple) else [index], len(out_shape(target)))
     if not items:
         return None
-    filled = fill_slots(ctx, node, target, [ctx.fact(i) if isinstance(i, Node) else i for i in _tensors(items)], value)
+    filled = fill_slots(ctx, node, target, [ctx.fact(i) if isinstance(i, Node) else i for i in items], value)
     together = one_index([ctx.fact(i) if isinstance(i, Node) else i for i in items], out_shape(target)) if filled is None else None
     if together is not None and not any(i != _ALL for i in items[together[0] :]):
         return put(ctx, node, target, together[1].selection, ctx.fact(value))
@@ -41,13 +42,6 @@ def on_setitem(ctx: Context, node: Node, target: Node, index: Any, value: Any) -
         return unsort(rows, where) if isinstance(rows, Rows) else assign_inverse(ctx, node, target, where, value)
     chosen = token_selection(where)
     return None if chosen is None else put(ctx, node, target, chosen, ctx.fact(value))
-
-
-def _tensors(items: list[Any]) -> list[Any]:
-    """An index without the full slices behind."""
-    while items and items[-1] in (_ALL, Ellipsis):
-        items = items[:-1]
-    return items
 
 
 @rule("index_copy")
