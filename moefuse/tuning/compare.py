@@ -78,8 +78,9 @@ def _value(one: Input, program: Program, known: dict[Any, int], ids: Tensor, sou
     shape, stride = ([number(s, known) for s in sizes] for sizes in (one.shape, one.stride))
     if one.role == "ids":
         return ids.reshape(shape).to(one.dtype)
-    if one.role == "table":
-        return _table(ids, program.experts, source).reshape(shape).to(one.dtype)
+    if one.role in ("table", "turned table"):
+        table = _table(ids, program.experts, source)
+        return (table.t() if one.role == "turned table" else table).reshape(shape).to(one.dtype)
     made = torch.empty_strided(shape, stride, dtype=torch.float32, device=program.device).normal_(std=0.05, generator=source)
     return (made.abs() + 0.1 if one.role == "positive" else made).to(one.dtype)
 

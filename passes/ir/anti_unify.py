@@ -198,15 +198,15 @@ def _shown(value: Any) -> str:
 
 
 def _gate(exprs: list[Any], experts: list[int]) -> Gate:
-    for name in ("source", "slots", "ones"):
-        if name == "source" and exprs[0].ones:
+    for name in ("source", "slots", "ones", "turned"):
+        if name in ("source", "turned") and exprs[0].ones:
             continue
         _same(exprs, experts, name, "routing weights")
     for e, gate in zip(experts, exprs, strict=True):
         if gate.expert is not None and gate.expert != e:
             raise DifferError(e, f"weighted by the column of expert {gate.expert}")
     first: Gate = exprs[0]
-    return Gate(first.node, first.source, first.slots, first.ones, None)
+    return replace(first, expert=None)
 
 
 def _vector(exprs: list[Any], experts: list[int]) -> Expr:

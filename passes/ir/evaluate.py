@@ -175,4 +175,5 @@ class Rows64:
         if expr.slots:
             return self.values(expr.source).reshape(-1, 1)[self.slots].double()
         table = self.values(expr.source)
-        return table.reshape(-1, table.shape[-1])[self.choices, self.expert][:, None].double()
+        table = table.reshape(len(table), -1).T if expr.turned else table.reshape(-1, table.shape[-1])
+        return table[self.choices, self.expert][:, None].double()

@@ -55,12 +55,14 @@ class Gate(Expr):
     """The weight of expert e for the row's token out of a dense [tokens, E] table that is zero where e was not chosen.
 
     ``source`` is that table (or, with ``slots``, the [tokens, K] weights it was made of; ``ones`` when it is a 0/1 mask).
+    ``turned``: it is [E, tokens].
     """
 
     source: Node
     slots: bool
     ones: bool
     expert: int | None
+    turned: bool = False
 
 
 @dataclass(frozen=True, eq=False)

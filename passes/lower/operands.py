@@ -124,15 +124,19 @@ class Operands:
             rows = self.for_each(self.matrix(weight.source, top_k))
             return self.emit(torch.ops.moefuse.own.default, rows) if weight.source in self.region.shown else rows
         if isinstance(weight, Gate) and not weight.ones:
-            table = self.for_each(self.matrix(weight.source, self.columns(weight.source)))
+            table = self.for_each(self.table(weight))
             ids = self.emit(torch.Tensor.to, self.ids(), torch.int64)
             return self.emit(torch.gather, table, 1, self.within(ids))
         return self.emit(torch.ones_like, self.ids(), dtype=torch.float32)
 
-    def columns(self, table: Node) -> Any:
-        """How many experts a table of routing weights has: a region may be some of them."""
-        value = tensor(table)
-        return self.region.num_experts if value is None or value.dim() < 2 else shape_of(value)[-1]
+    def table(self, weight: Gate) -> Node:
+        """[T, E] of routing weights, E of the table: a region may be some of its experts."""
+        value = tensor(weight.source)
+        shape = shape_of(value) if value is not None and value.dim() > 1 else (self.region.num_experts,)
+        if not weight.turned:
+            return self.matrix(weight.source, shape[-1])
+        rows = weight.source if len(shape) == 2 else self.emit(torch.reshape, weight.source, (shape[0], -1))
+        return self.emit(torch.transpose, rows, 0, 1)
 
     def stack(self, leaf: Leaf) -> list[Node]:
         """A projection as the ops take it: [[E, out, in]] or E times [out, in]; a transposed view where it is stored the other way."""

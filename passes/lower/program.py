@@ -23,7 +23,7 @@ from moefuse.passes.ir.expr import Gate, SlotWeight, Token, walk
 from moefuse.passes.ir.regions import Region
 from moefuse.tuning.weak_tensor import WeakTensor, weak_view
 
-Role = Literal["ids", "table", "positive", "normal", "existing", "size"]
+Role = Literal["ids", "table", "turned table", "positive", "normal", "existing", "size"]
 _VIEWS = 8
 """Longest chain of views from a weight to the user's own tensor."""
 
@@ -37,9 +37,9 @@ class Input:
     """One thing that a region reads.
 
     Attributes:
-        role: "ids" (K different experts per token), "table" (routing weights [tokens, E], zero where not chosen), "positive" (routing
-            weights of slots), "normal" (activations, and weights that the graph computes), "existing" (the user's own tensor) or "size"
-            (a number).
+        role: "ids" (K different experts per token), "table" (routing weights [tokens, E], zero where not chosen), "turned table"
+            ([E, tokens]), "positive" (routing weights of slots), "normal" (activations, and weights that the graph computes), "existing"
+            (the user's own tensor) or "size" (a number).
         shape: sizes as integers or symbolic expressions.
         value: the number of a "size".
     """
@@ -149,7 +149,7 @@ def _roles(region: Region) -> dict[Node, Role]:
     roles: dict[Node, Role] = {region.routing.node: "ids"}
     for e in walk(region.expr):
         if isinstance(e, Gate) and not e.ones and not e.slots:
-            roles[e.source] = "table"
+            roles[e.source] = "turned table" if e.turned else "table"
         elif isinstance(e, SlotWeight) or (isinstance(e, Gate) and e.slots):
             roles[e.source] = "positive"
         elif isinstance(e, Token):

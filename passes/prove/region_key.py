@@ -151,7 +151,7 @@ class _Form:
             case SharedVector():
                 return "shared", self.number(expr.source)
             case Gate():
-                return "gate", expr.slots, expr.ones, self.number(expr.source)
+                return "gate", expr.slots, expr.ones, expr.turned, self.number(expr.source)
             case Linear():
                 return "linear", computed_in(expr), self._leaf(expr.weight), children
             case ExpertVector():

@@ -165,7 +165,7 @@ class Inputs:
         out: dict[Node, Any] = {routing.node: chosen.reshape([int(hint(s)) for s in held.shape]).to(device=held.device, dtype=held.dtype)}
         for e in walk(region.expr):
             if isinstance(e, Gate) and not e.ones and not e.slots:
-                out[e.source] = self.table(ids, experts, e.source)
+                out[e.source] = self.table(ids, experts, e.source, turned=e.turned)
             elif isinstance(e, SlotWeight) or (isinstance(e, Gate) and e.slots):
                 out[e.source] = self.random(fake(e.source)).abs().clamp(0.1, 2.0)
             elif isinstance(e, Token) and e.source not in out:
@@ -181,13 +181,17 @@ class Inputs:
         now = {self.ctx.now(n): value for n, value in out.items()}
         return now | {n: now[self.ctx.now(n)] for n in out}
 
-    def table(self, ids: torch.Tensor, experts: int, node: Node) -> torch.Tensor:
-        """Weights of the chosen experts as [T, E]; where the table says who is left, every fourth entry or so takes its expert away."""
+    def table(self, ids: torch.Tensor, experts: int, node: Node, *, turned: bool = False) -> torch.Tensor:
+        """Weights of the chosen experts as [T, E] (``turned``: [E, T]).
+
+        Where the table says who is left, every fourth entry or so takes its expert away.
+        """
         table = torch.zeros(len(ids), experts).scatter(1, ids, torch.rand(ids.shape, generator=self.generator) + 0.1)
         if node is self.region.routing.kept:
             some = torch.rand(table.shape, generator=self.generator) < 0.75
             table = torch.where(some, table, -table if self.region.routing.above else 0.0)
         like = fake(node)
+        table = table.t() if turned else table
         return table.reshape([int(hint(s)) for s in like.shape]).to(device=like.device, dtype=like.dtype)
 
 

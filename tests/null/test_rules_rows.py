@@ -10,11 +10,12 @@ import torch
 import torch.nn.functional as F
 
 from moefuse.passes.graph import calls
+from moefuse.passes.infer.gates import gate
 from moefuse.passes.ir.expr import Token, show, walk
-from moefuse.passes.ir.facts import Buffer, Column, Combined, Lost, Rows, Sum, Weight
+from moefuse.passes.ir.facts import Buffer, Column, Combined, Lost, Rows, Sum, View, Weight
 from moefuse.passes.ir.regions import Region
 from moefuse.passes.match.lift import lift
-from tests.null.rules_case import E, H, I, K, T, assign, call, fact_of, letters, lost_code, rows_of, trace
+from tests.null.rules_case import B, E, H, I, K, T, assign, call, fact_of, letters, lost_code, rows_of, trace
 
 Function = Callable[..., Any]
 
@@ -513,6 +514,93 @@ def test_weighted_sums_over_slots(function: Function) -> None:
     (fact,) = [f for f in trace(function).ctx.facts.values() if isinstance(f, Combined)]
     assert letters(fact.axes).replace("1 ", "") == "t f"
     assert show(fact.rows.expr) == "mul(linear(token(x), w_in), weight)"
+
+
+def arange(anchor: Any, count: int = T) -> Any:
+    return call(torch.arange, anchor, count)
+
+
+def numbers(anchor: Any, count: int = T) -> Any:
+    return arange(anchor, count).view(1, -1).expand(E, -1)
+
+
+def wide(index: Any) -> Any:
+    return index.reshape(-1, 1).expand(-1, H)
+
+
+def weighed(x: Any, scores: Any, ids: Any, weights: Any, w_out: Any, w_up: Any, rows: Function) -> Any:
+    """Every expert on every token, times its weight, one expert behind the other: [E * T, H]."""
+    table = torch.zeros_like(scores).scatter(1, ids, weights).t()
+    given = (rows(x) * table.reshape(-1, 1)).view(E, T, H)
+    return torch.bmm(torch.bmm(given, w_up.mT), w_out.mT).reshape(-1, H)
+
+
+GIVEN: dict[str, Function] = {
+    "gather": lambda x: torch.gather(x, 0, wide(numbers(x))),
+    "two dimensions": lambda x: x[numbers(x)].reshape(-1, H),
+    "index_select": lambda x: x.index_select(0, numbers(x).flatten()),
+    "repeat": lambda x: x[arange(x).repeat(E)],
+}
+INTO: dict[str, Callable[[Any, Any], Any]] = {
+    "scatter_add": lambda out, y: out.scatter_add(0, wide(numbers(out)), y),
+    "index_add": lambda out, y: out.index_add(0, numbers(out).reshape(-1), y),
+    "index_put": lambda out, y: out.index_put((arange(out).repeat(E),), y, accumulate=True),
+}
+NOT_INTO: dict[str, Callable[[Any, Any], Any]] = {
+    "tokens before experts": lambda out, y: out.scatter_add(0, wide(arange(out).repeat_interleave(E)), y),
+    "the next token": lambda out, y: out.index_add(0, (arange(out) + 1).repeat(E) % T, y),
+    "more rows than tokens": lambda out, y: torch.cat([out, out]).index_add(0, numbers(out).reshape(-1), y),
+    "not all features": lambda out, y: out.scatter_add(0, wide(numbers(out))[:, :2], y),
+}
+
+
+def of_every_expert(given: Function, into: Callable[[Any, Any], Any]) -> Any:
+    def function(x: Any, x2: Any, scores: Any, ids: Any, weights: Any, w_out: Any, w_up: Any) -> Any:
+        return into(x2, weighed(x, scores, ids, weights, w_out, w_up, given))
+
+    return fact_of(function)
+
+
+@pytest.mark.parametrize("into", INTO)
+@pytest.mark.parametrize("given", GIVEN)
+def test_rows_and_sums_by_the_numbers_of_tokens(given: str, into: str) -> None:
+    """Llama 4's reference: tokens are gathered once for each expert by their numbers, and added by the same numbers."""
+    fact = of_every_expert(GIVEN[given], INTO[into])
+    assert isinstance(fact, Combined)
+    assert (fact.rows.domain.name, letters(fact.axes), fact.base is not None) == ("dense", "t f", True)
+    assert show(fact.rows.expr) == "linear(linear(mul(token(x), gate[e]), w_up), w_out)"
+
+
+@pytest.mark.parametrize("into", NOT_INTO)
+def test_sums_by_other_numbers(into: str) -> None:
+    assert not isinstance(of_every_expert(GIVEN["gather"], NOT_INTO[into]), Combined)
+
+
+def test_rows_by_numbers_of_other_tokens() -> None:
+    """More tokens than numbers: the rows are of the first ones."""
+    assert not isinstance(fact_of(lambda other: other[numbers(other, T)]), View)
+    assert isinstance(fact_of(lambda other: other[numbers(other, B)]), View)
+
+
+TURNED: dict[str, tuple[Function, bool | None]] = {
+    "by token": (lambda table: table.sigmoid(), False),
+    "by expert": (lambda table: table.t().sigmoid(), True),
+    "by expert, and turned back": (lambda table: table.t().sigmoid().t(), True),
+    "turned, and back, then computed": (lambda table: table.t().t().sigmoid(), False),
+    "in one dimension": (lambda table: table.reshape(-1).sigmoid().view(T, E), None),
+}
+
+
+@pytest.mark.parametrize(("computed", "turned"), TURNED.values(), ids=TURNED)
+def test_where_a_computed_table_has_its_experts(computed: Function, turned: bool | None) -> None:
+    """Its values are read from the graph, where they stand as the program left them."""
+
+    def function(scores: Any, ids: Any, weights: Any) -> Any:
+        return computed(torch.full_like(scores, -torch.inf).scatter(1, ids, weights))
+
+    table = fact_of(function)
+    found = gate(table.root, table)
+    assert (None if found is None else found.turned) is turned
 
 
 def test_a_sum_over_tokens_is_refused() -> None:

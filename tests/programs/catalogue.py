@@ -139,6 +139,13 @@ _DENSE = (
         Store(),
     ),
     ("dense_expand", "expand and batched matmul", Dense(rows="expand", product="matmul", combine="bmm"), _OAI, Store()),
+    (
+        "dense_numbers",
+        "tokens gathered by their numbers for each expert, and added by them",
+        Dense(product="matmul", rows="numbers", combine="index_add", table="by_expert"),
+        Body(),
+        _IN_OUT,
+    ),
     ("dense_gather", "rows of the chosen experts gathered", Dense(product="einsum_te", weights="gather"), Body(), Store()),
 )
 _GROUPED = (
@@ -173,6 +180,18 @@ _ODD = (
         "llama4",
         "dense -inf scatter, sigmoid, weight on the input",
         Program(Dense(weights="given", weight_on="input"), Routing("neg_inf_sigmoid"), Body(), _IN_OUT, top_k=1),
+        "dense",
+    ),
+    Entry(
+        "llama4_reference",
+        "experts in [E, T] order: rows gathered and added by expanded numbers of tokens",
+        Program(
+            Dense(weights="given", rows="gather", combine="scatter_add_", table="by_expert", weight_on="input"),
+            Routing("neg_inf_sigmoid"),
+            Body(),
+            _IN_OUT,
+            top_k=1,
+        ),
         "dense",
     ),
     Entry(

@@ -51,9 +51,26 @@ class DenseMix:
         """Every expert on every token, [E, T, H] or [T, E, H]."""
         x, count = self.style.noop(x), store.count
         if self.s.product == "bmm":
-            repeat = self.s.rows == "repeat"
-            x = x.repeat(count, 1).view(count, -1, x.shape[-1]) if repeat else x.unsqueeze(0).expand(count, -1, -1)
+            x = self.repeated(x, count).view(count, -1, x.shape[-1]) if self.s.rows != "expand" else x.unsqueeze(0).expand(count, -1, -1)
         return self.hooks.rows(self.experts(store, x))
+
+    def repeated(self, x: Tensor, count: int) -> Tensor:
+        """Every token once for each expert, one expert behind the other."""
+        if self.s.rows not in ("gather", "numbers"):
+            return x.repeat(count, 1)
+        numbers = torch.arange(x.shape[0], device=x.device).view(1, -1).expand(count, -1)
+        if self.s.rows == "numbers":
+            return x[numbers].reshape(-1, x.shape[-1])
+        return torch.gather(x, 0, numbers.reshape(-1, 1).expand(-1, x.shape[-1]))
+
+    def added(self, y: Tensor, like: Tensor) -> Tensor:
+        """The sum over the experts of [E, T, H] or [T, E, H], by the numbers of the tokens."""
+        numbers = torch.arange(like.shape[0], device=y.device)
+        numbers = numbers.repeat_interleave(y.shape[1]) if self.token_first else numbers.repeat(y.shape[0])
+        rows, out = y.reshape(-1, y.shape[-1]), torch.zeros_like(like)
+        if self.s.combine == "index_add":
+            return out.index_add(0, numbers, rows)
+        return out.scatter_add_(0, numbers.view(-1, 1).expand(-1, rows.shape[-1]), rows)
 
     def gathered(self, store: Stacked, x: Tensor, r: Routed) -> Tensor:
         """Pick the chosen experts' rows, then weigh and sum."""
@@ -66,8 +83,9 @@ class DenseMix:
 
     def weighted_input(self, store: Stacked, x: Tensor, dense: Tensor) -> Tensor:
         """The weight multiplies what enters the expert."""
-        rows = self.style.weigh(x.repeat(store.count, 1), dense.transpose(0, 1).reshape(-1, 1))
-        return self.hooks.rows(self.experts(store, rows.view(store.count, -1, x.shape[-1]))).sum(dim=0)
+        rows = self.style.weigh(self.repeated(x, store.count), dense.transpose(0, 1).reshape(-1, 1))
+        y = self.hooks.rows(self.experts(store, rows.view(store.count, -1, x.shape[-1])))
+        return self.added(y, x) if self.s.combine in ("scatter_add_", "index_add") else y.sum(dim=0)
 
     def weighted_output(self, store: Stacked, x: Tensor, dense: Tensor) -> Tensor:
         """The weight multiplies what leaves the expert."""
@@ -77,15 +95,15 @@ class DenseMix:
             return torch.einsum("te,teh->th" if self.token_first else "te,eth->th", dense, y)
         if self.s.combine == "bmm":
             return torch.bmm(dense.unsqueeze(1), y if self.token_first else y.transpose(0, 1)).squeeze(1)
-        if self.token_first:
-            return self.style.mul(y, self.style.last(dense)).sum(dim=1)
-        return self.style.mul(y, dense.transpose(0, 1).unsqueeze(-1)).sum(dim=0)
+        y = self.style.mul(y, self.style.last(dense) if self.token_first else dense.transpose(0, 1).unsqueeze(-1))
+        return self.added(y, x) if self.s.combine in ("scatter_add_", "index_add") else y.sum(dim=1 if self.token_first else 0)
 
     def __call__(self, store: ExpertStore, x: Tensor, r: Routed) -> Tensor:
         assert isinstance(store, Stacked)
         if self.s.weights == "gather":
             return self.gathered(store, x, r)
         dense = dense_weights(self.s.weights, r, store.count)
+        dense = (dense.t() * 1.0).t() if self.s.table == "by_expert" else dense
         return (self.weighted_input if self.s.weight_on == "input" else self.weighted_output)(store, x, dense)
 
 

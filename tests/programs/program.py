@@ -215,8 +215,9 @@ class Dense(_Short):
 
     product: Literal["bmm", "matmul", "einsum_te", "einsum_et"] = "bmm"
     weights: Literal["scatter", "scatter_", "onehot_sum", "onehot_einsum", "given", "gather"] = "scatter"
-    rows: Literal["repeat", "expand"] = "repeat"
-    combine: Literal["mul_sum", "einsum", "bmm"] = "mul_sum"
+    rows: Literal["repeat", "expand", "gather", "numbers"] = "repeat"
+    combine: Literal["mul_sum", "einsum", "bmm", "scatter_add_", "index_add"] = "mul_sum"
+    table: Literal["by_token", "by_expert"] = "by_token"
     weight_on: Literal["output", "input"] = "output"
 
 

@@ -11,7 +11,7 @@ from moefuse.passes.graph.named import counted
 from moefuse.passes.graph.sizes import same
 from moefuse.passes.infer.routings import routing_of
 from moefuse.passes.infer.state import Context, normalize, out_shape
-from moefuse.passes.ir.axes import Atom, Axis, extent
+from moefuse.passes.ir.axes import Atom, Axis, atoms, extent
 from moefuse.passes.ir.facts import (
     Domain,
     Entries,
@@ -115,11 +115,12 @@ def chosen_outputs(ctx: Context, base: Rows, items: list[Any], indices: list[Any
 
 
 def by_range(base: View, index: Range) -> View | None:
-    """``x[arange(T).repeat_interleave(K)]``: x repeated."""
-    axis = index.axes[0] if len(index.axes) == 1 else ()
-    if not axis or axis[0].kind != "d" or any(a.kind != "b" for a in axis[1:]) or not same(index.size, extent(base.axes[0])):
+    """``x[arange(T).repeat_interleave(K)]``, ``x[arange(T).expand(E, -1)]``: x repeated."""
+    kinds = [a.kind for a in atoms(index.axes) if a.kind != "b"]
+    if not (kinds == ["d"] or (not kinds and same(index.size, 1))) or not same(index.size, extent(base.axes[0])):
         return None
-    return base.with_axes(((*base.axes[0], *axis[1:]), *base.axes[1:]))  # type: ignore[no-any-return]
+    rows = tuple(tuple(one for a in axis for one in (base.axes[0] if a.kind == "d" else (a,))) for axis in index.axes)
+    return base.with_axes((*rows, *base.axes[1:]))  # type: ignore[no-any-return]
 
 
 def by_order(ctx: Context, node: Node, base: Any, index: Sorted) -> Any:

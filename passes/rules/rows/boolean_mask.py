@@ -100,7 +100,8 @@ def by_mask(ctx: Context, node: Node, x: Node, base: Any, chosen: Selection, col
         if isinstance(base, View):
             return take_tokens(ctx, node, base, chosen, rows)
         if isinstance(base, Table) and base.expert == chosen.expert and same_ids(base.routing, chosen.routing):
-            return Rows((rows, *base.axes[1:]), row_domain(chosen), gate(node, base))
+            weight = gate(node, base)
+            return None if weight is None else Rows((rows, *base.axes[1:]), row_domain(chosen), weight)
         return None
     if columns == ("flat",):
         return by_slots(node, base, chosen, [])

@@ -107,9 +107,9 @@ def by_column(node: Node, base: Table, chosen: Selection, rows: Axis, rest: list
     if chosen.routing.kept is not None and chosen.routing.kept is base.root:
         base = replace(base, slots=None)  # what says who is left is read, not what it was made of
     if base.expert is None and rest and rest[0] == chosen.expert:
-        return with_none(Rows((rows,), row_domain(chosen), gate(node, replace(base, expert=chosen.expert))), rest[1:])
-    same_expert = base.expert == chosen.expert
-    return with_none(Rows((rows, *base.axes[1:]), row_domain(chosen), gate(node, base)), rest) if same_expert else None
+        base, rest = replace(base.with_axes(base.axes[:1]), expert=chosen.expert), rest[1:]
+    weight = gate(node, base) if base.expert == chosen.expert else None
+    return None if weight is None else with_none(Rows((rows, *base.axes[1:]), row_domain(chosen), weight), rest)
 
 
 def with_none(rows: Rows, rest: list[Any]) -> Rows | None:

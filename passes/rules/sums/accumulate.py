@@ -10,9 +10,9 @@ from torch.fx import Node
 from moefuse.passes.graph.named import counted, named
 from moefuse.passes.graph.sizes import same
 from moefuse.passes.infer.state import Context, out_shape
-from moefuse.passes.ir.axes import Atom, Axes, Axis, extent
+from moefuse.passes.ir.axes import Atom, Axes, Axis, align
 from moefuse.passes.ir.expr import Gate, Token, walk
-from moefuse.passes.ir.facts import Buffer, Combined, Domain, Fill, Index, Lost, Part, Range, Routing, Rows, Selection, Sorted, Sum, View
+from moefuse.passes.ir.facts import Buffer, Combined, Domain, Fill, Index, Lost, Part, Range, Rows, Selection, Sorted, Sum, View
 
 
 def accumulated(ctx: Context, node: Node, target: Node, rows: Rows, *, once: bool = False, replaced: bool = False) -> Any:
@@ -33,14 +33,9 @@ def add_rows(ctx: Context, node: Node, target: Node, where: Any, rows: Rows) -> 
     """Rows added to the tokens they came from."""
     if isinstance(where, Index) and where.of == "token" and rows.domain.selection is not None:
         return accumulated(ctx, node, target, rows) if where.selection.same(rows.domain.selection) else None
-    if (
-        isinstance(where, Range)
-        and rows.domain.name == "slots"
-        and rows.domain.routing is not None
-        and _token_of_slot(where, rows.domain.routing)
-    ):
-        base = _base(ctx, target)
-        tokens = tuple(Atom("t", i, s) for i, s in enumerate(rows.domain.routing.tokens))
+    if isinstance(where, Range):
+        base: Any = _base(ctx, target) if _own_token(where, rows) and same(out_shape(target)[0], where.size) else False
+        tokens = tuple(a for a in rows.axes[0] if a.kind == "t")
         return None if base is False else Combined((tokens, *rows.axes[1:]), rows, base)
     if isinstance(where, Sorted) and where.of == "slot" and where.order.routing.top_k > 1:
         zeros = ctx.fact(target)
@@ -55,12 +50,14 @@ def add_rows(ctx: Context, node: Node, target: Node, where: Any, rows: Rows) -> 
     return None
 
 
-def _token_of_slot(where: Range, routing: Routing) -> bool:
-    """``arange(T).repeat_interleave(K)``."""
-    axis = where.axes[0] if len(where.axes) == 1 else ()
-    names = [a.kind for a in axis if not same(a.size, 1)]
-    expected = [kind for kind, size in (("d", routing.num_tokens), ("b", routing.top_k)) if not same(size, 1)]
-    return names == expected and same(where.size, routing.num_tokens) and same(extent(axis), routing.num_tokens * routing.top_k)
+def _own_token(where: Range, rows: Rows) -> bool:
+    """Whether row numbers are those of each slot's token (``arange(T).repeat_interleave(K)``), or of each expert's (``.repeat(E)``)."""
+    routing, over = rows.domain.routing, {"slots": "k", "dense": "e"}.get(rows.domain.name)
+    runs = align(rows.axes[0], where.axes[0])
+    if routing is None or over is None or runs is None or not same(where.size, routing.num_tokens):
+        return False
+    kinds = [({a.kind for a in mine}, {a.kind for a in theirs}) for mine, theirs in runs]
+    return all(pair in (({"t"}, {"d"}), ({over}, {"b"})) for pair in kinds)
 
 
 def _base(ctx: Context, target: Node) -> Any:

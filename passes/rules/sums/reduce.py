@@ -28,6 +28,7 @@ from moefuse.passes.ir.facts import (
     Mask,
     Part,
     Picked,
+    Range,
     Rows,
     SlotMask,
     Sorted,
@@ -43,7 +44,7 @@ from moefuse.passes.rules.routing.ids import is_integer, role_axes
 from moefuse.passes.rules.routing.masks import one_index, over_slots, token_selection
 from moefuse.passes.rules.routing.offsets import listed as numbers
 from moefuse.passes.rules.routing.offsets import with_zero
-from moefuse.passes.rules.rows.advanced_index import by_tensor
+from moefuse.passes.rules.rows.advanced_index import by_range, by_tensor
 from moefuse.passes.rules.rows.listed import listed
 from moefuse.passes.rules.rows.reductions import over_features
 from moefuse.passes.rules.sums.accumulate import accumulated, plain_axes, selects
@@ -245,8 +246,10 @@ def on_gather(ctx: Context, node: Node, x: Any, dim: Any, index: Any) -> Any:
         return sparse_entries.gathered(node, rows, dim, where)
     if isinstance(rows, Rows) and rows.domain.name == "selected":
         return slot_masks.gathered(node, rows, dim, where)
-    if dim == 0 and isinstance(where, Index | Sorted) and len(where.axes) == 2 and [a.kind for a in where.axes[1]] == ["b"]:
+    if dim == 0 and isinstance(where, Index | Sorted | Range) and len(where.axes) == 2 and [a.kind for a in where.axes[1]] == ["b"]:
         whole = same(where.axes[1][0].size, out_shape(x)[-1])
+        if isinstance(where, Range):
+            return by_range(rows, where.with_axes(where.axes[:1])) if whole and isinstance(rows, View) else None
         return by_tensor(ctx, node, x, [index]) if whole else None
     if not isinstance(rows, Rows) or rows.domain.name != "dense" or view is None or not is_integer(index):
         return None

@@ -10,7 +10,7 @@ from moefuse.passes.graph.sizes import same
 from moefuse.passes.infer.routings import routing_of
 from moefuse.passes.infer.state import Context, normalize, out_shape
 from moefuse.passes.ir.axes import Atom, Axes
-from moefuse.passes.ir.facts import Fill, Index, Listed, Rows, Sorted, Table
+from moefuse.passes.ir.facts import Fill, Index, Listed, Range, Rows, Sorted, Table
 from moefuse.passes.rules import rule
 from moefuse.passes.rules.routing.ids import is_integer, role_axes
 from moefuse.passes.rules.routing.masks import constant, counted
@@ -54,7 +54,7 @@ def scatter_rows(ctx: Context, node: Node, target: Node, dim: int, index: Node, 
 def scatter_add_rows(ctx: Context, node: Node, target: Node, dim: int, index: Node, source: Any) -> Any:
     """``out.scatter_add_(0, tok[:, None].expand(-1, H), rows)``."""
     rows, where = ctx.fact(source), ctx.fact(index)
-    if not isinstance(rows, Rows | Listed) or dim != 0 or not isinstance(where, Index | Sorted | Listed) or len(where.axes) != 2:
+    if not isinstance(rows, Rows | Listed) or dim != 0 or not isinstance(where, Index | Sorted | Range | Listed) or len(where.axes) != 2:
         return None
     if [a.kind for a in where.axes[1]] != ["b"] or not same(where.axes[1][0].size, out_shape(target)[-1]):
         return None
