@@ -96,6 +96,8 @@ def _fit_selected(s: Selected) -> Selected:
         s = _with(s, combine="index_add_")
     if not boolean and s.gather == "masked_select":
         s = _with(s, gather="index")
+    if s.rows == "behind":
+        s = _with(s, weight_on="output")
     if s.find != "top1_mask" and s.combine == "assign":
         s = _with(s, combine="iadd")
     return s

@@ -21,8 +21,8 @@ from moefuse.passes.infer.operands import padded, real, scalar
 from moefuse.passes.infer.state import Context
 from moefuse.passes.infer.unpacking import is_unpacked
 from moefuse.passes.ir.axes import Atom, Axes, align, fresh
-from moefuse.passes.ir.expr import Cast, Expr, Leaf, Linear, Op, SharedVector, SlotWeight, Token, has_linear
-from moefuse.passes.ir.facts import Column, Domain, Rows, Table, View, Weight
+from moefuse.passes.ir.expr import Cast, Expr, Leaf, Linear, Op, SharedVector, SlotWeight, Token, has_linear, weight_leaves
+from moefuse.passes.ir.facts import Column, Domain, RowNumber, Rows, Table, View, Weight
 
 _POINTWISE = frozenset((*UNARY, *BINARY, *TERNARY))
 
@@ -65,6 +65,26 @@ def read_back(ctx: Context, node: Node, value: Node) -> Expr:
     # What is written to before it is read is more than its operation says.
     inside = {n for n in cone(ctx, value, node) if ctx.written_between(n, n, node) is None}
     return _expr(ctx, value, value, inside, {}, 0 if known is None else known.dim())
+
+
+def behind_expert(ctx: Context, node: Node, row: Token, expert: int) -> Expr:
+    """What a row of a plain tensor is, where an expert ran on all of them for ``node`` alone, which takes some; else the row as it is."""
+    value = next((n for n in node.all_input_nodes if (view := ctx.view(n)) is not None and view.root is row.source), None)
+    known = tensor(row.source)
+    inside = set() if value is None else {n for n in cone(ctx, value, node) if ctx.written_between(n, n, node) is None}
+    if row.source not in inside or known is None:
+        return row
+    expr = _expr(ctx, row.source, row.source, inside, {}, known.dim())
+    return expr if has_linear(expr) and _are_of(ctx, expert, weight_leaves(expr)) else row
+
+
+def _are_of(ctx: Context, expert: int, weights: list[Leaf]) -> bool:
+    """Whether weights may be of one expert. What one that stands for others reads beside its own is their input (a projection of it)."""
+    if not isinstance(expert, RowNumber):
+        return True
+    lists = [known for known in ctx.given.siblings.values() if expert.row in (known.row_node, known.witness_node)]
+    own = {n for known in lists for one, others in known.siblings.items() for n in (one, *others.values())}
+    return all(leaf.source in own for leaf in weights)
 
 
 def _every_expert(ctx: Context, node: Node, value: Node, table: Table) -> Rows | None:

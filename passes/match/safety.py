@@ -98,11 +98,12 @@ def _draws(ctx: Context, region: Region) -> Lost | None:
 
 def _spelling(ctx: Context, region: Region) -> Domain:
     """The rows the projections ran on (sorted rows are unsorted before they are summed)."""
-    for e in walk(region.expr):
-        fact = ctx.facts.get(e.node) if isinstance(e, Linear) else None
+    projections = [e.node for e in walk(region.expr) if isinstance(e, Linear)]
+    for node in projections:
+        fact = ctx.facts.get(node)
         if isinstance(fact, Rows):
             return fact.domain.name  # type: ignore[return-value]
-    return region.domain
+    return "masked" if region.domain == "selected" and projections else region.domain  # rows were taken behind the experts
 
 
 def _read_by(ctx: Context, node: Node) -> list[Node]:

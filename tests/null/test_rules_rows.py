@@ -438,6 +438,64 @@ def test_a_value_per_token_is_none_per_row() -> None:
     assert not isinstance(fact_of(function), Rows)
 
 
+def behind(y: Any, ids: Any) -> Any:
+    return y[tok(ids)]
+
+
+def in_steps(y: Any, ids: Any) -> Any:
+    sequence, step, _slot = torch.where(ids == 1)
+    return y[sequence, step]
+
+
+BEHIND: list[tuple[str, Function, str]] = [
+    ("stack", lambda x, ids, w_up: behind(F.linear(x, w_up[1]), ids), "linear(token(x), w_up)"),
+    ("own", lambda x, ids, one: behind(F.silu(F.linear(x, one)), ids), "silu(linear(token(x), one))"),
+    ("two", lambda x, ids, one, two: behind(F.linear(F.linear(x, one), two), ids), "linear(linear(token(x), one), two)"),
+    ("in the middle", lambda x, ids, one, two: F.linear(behind(F.linear(x, one), ids), two), "linear(linear(token(x), one), two)"),
+    ("mask", lambda x, ids, one: F.linear(x, one)[(ids == 1).any(-1)], "linear(token(x), one)"),
+    ("mask, stack", lambda x, ids, w_up: F.linear(x, w_up[1])[(ids == 1).any(-1)], "linear(token(x), w_up)"),
+    ("gather", lambda x, ids, one: F.linear(x, one).gather(0, tok(ids)[:, None].expand(-1, I)), "linear(token(x), one)"),
+    ("index_select", lambda x, ids, w_up: F.linear(x, w_up[1]).index_select(0, tok(ids)), "linear(token(x), w_up)"),
+    (
+        "two dimensions of tokens",
+        lambda steps, ids_of_steps, w_up: in_steps(F.linear(steps, w_up[1]), ids_of_steps),
+        "linear(token(steps), w_up)",
+    ),
+    (
+        "flattened behind the expert",
+        lambda steps, image_ids, one: behind(F.linear(steps, one).view(-1, I), image_ids),
+        "linear(token(steps), one)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("function", "expected"), [p[1:] for p in BEHIND], ids=[p[0] for p in BEHIND])
+def test_rows_taken_behind_an_expert(function: Function, expected: str) -> None:
+    """It computes each row by itself: that it runs on every token changes nothing of the rows of those that chose it."""
+    domain, axes, expr = rows_of(function)
+    assert (domain, axes, expr) == ("selected", "r f", expected)
+
+
+def with_two_readers(y: Any, ids: Any) -> Any:
+    return y[tok(ids, 1)], y[tok(ids, 2)]
+
+
+NOT_BEHIND: list[tuple[str, Function]] = [
+    ("the weight of another expert", lambda x, ids, w_up: behind(F.linear(x, w_up[2]), ids)),
+    ("two experts read it", lambda x, ids, one: with_two_readers(F.linear(x, one), ids)[0]),
+    ("written to in between", lambda x, ids, one: behind(F.linear(x, one).add_(1.0).mul(2.0), ids)),
+    ("all tokens are mixed", lambda x, ids, one: behind(F.linear(x, one).cumsum(0), ids)),
+    ("tokens of another batch", lambda other, ids, w_up: behind(F.linear(other, w_up[1]), ids)),
+    ("tokens in another order", lambda steps, image_ids, w_up: behind(F.linear(steps, w_up[1]).transpose(0, 1).reshape(-1, I), image_ids)),
+]
+
+
+@pytest.mark.parametrize("function", [f for _, f in NOT_BEHIND], ids=[n for n, _ in NOT_BEHIND])
+def test_what_is_no_expert_behind_which_rows_are_taken(function: Function) -> None:
+    fact = fact_of(function)
+    assert not isinstance(fact, Rows) or "linear(" not in show(fact.expr)
+
+
 # --- sums -----------------------------------------------------------------------------------------------------------------------
 
 

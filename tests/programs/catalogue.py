@@ -173,6 +173,12 @@ _ODD = (
     ),
     Entry("top1_sort", "K=1, sort(descending=True)[:, :1]", Program(Masked(), Routing("sort_slice"), top_k=1), "masked"),
     Entry(
+        "calibrated",
+        "every expert on every token, its rows taken from the result",
+        Program(Selected(rows="behind"), Routing(), _SPLIT, _LIST),
+        "masked",
+    ),
+    Entry(
         "top1_replace", "K=1, torch.where(hit, expert(x) * w, out)", Program(Masked(hit="replace"), Routing("argmax"), top_k=1), "masked"
     ),
     Entry("top1_max", "K=1 by max", Program(Masked(weight="top1"), Routing("max", flat=True), Body(), Store(), top_k=1), "masked"),

@@ -156,6 +156,8 @@ class Selected(_Short):
     ] = "index_add_"
     init: Literal["zeros_like", "zeros", "new_zeros", "full"] = "zeros_like"
     weight_on: Literal["output", "input"] = "output"
+    rows: Literal["before", "behind"] = "before"
+    """Whether rows are taken in front of an expert, or it runs on every token and they are taken from the result."""
 
 
 ON_MASKS = ("iadd", "set_sum", "masked_sum", "masked_part", "assign")
@@ -258,6 +260,8 @@ class Program(_Short):
     def domains(self) -> tuple[Domain, ...]:
         """The row domains a correct report may name for this spelling."""
         match self.spelling:
+            case Selected(rows="behind"):
+                return ("masked",)
             case Selected() | Filled():
                 return ("selected",)
             case Masked(accumulate=how) if how.startswith(("stack", "cat")):
@@ -353,7 +357,7 @@ def _filled_rules(p: Program, s: Filled) -> list[Rule]:
 def _selected_rules(_p: Program, s: Selected) -> list[Rule]:
     boolean = s.find in ("any_mask", "top1_mask", "slot_loop")
     return [
-        (s.weight_on == "input" and boolean, "not written"),
+        (s.weight_on == "input" and (boolean or s.rows == "behind"), "not written"),
         (s.combine in ON_MASKS and s.combine != "iadd" and not boolean, "boolean masks only"),
         (boolean and s.combine not in ON_MASKS, "a boolean mask is combined by assignment"),
         (s.combine == "assign" and s.find != "top1_mask", "assignment is a sum for top-1 only"),

@@ -59,43 +59,46 @@ def _into_mask(how: str, out: Tensor, mask: Tensor, y: Tensor) -> None:
         out[mask] = y
 
 
+def _find(s: Selected, ids: Tensor, weights: Tensor, hits: Tensor | None, e: int) -> tuple[Tensor, Tensor]:
+    """(token index, weight per row) of one expert."""
+    if s.find == "where":
+        tok, slot = torch.where(ids == e)
+        return tok, weights[tok, slot]
+    if s.find == "nonzero_tuple":
+        tok, slot = (ids == e).nonzero(as_tuple=True)
+        return tok, weights[tok, slot]
+    if hits is not None:
+        slot, tok = torch.where(hits[e])
+        return tok, weights[tok, slot]
+    chosen = ids == e
+    mask, w = chosen.any(dim=-1), (weights * chosen).sum(-1)
+    if s.find == "any_where":
+        tok = torch.where(mask)[0]
+    elif s.find == "any_squeeze":
+        tok = torch.nonzero(mask).squeeze(-1)
+    elif s.find == "any_flatten":
+        tok = mask.nonzero().flatten()
+    else:
+        tok = mask.nonzero()[:, 0]
+    return tok, w[tok]
+
+
 def _by_index(s: Selected, style: Style, hooks: Hooks) -> Mix:
     gather, combine, init = GATHER[s.gather], COMBINE[s.combine], INIT[s.init]
-
-    def find(ids: Tensor, weights: Tensor, hits: Tensor | None, e: int) -> tuple[Tensor, Tensor]:
-        """(token index, weight per row) of one expert."""
-        if s.find == "where":
-            tok, slot = torch.where(ids == e)
-            return tok, weights[tok, slot]
-        if s.find == "nonzero_tuple":
-            tok, slot = (ids == e).nonzero(as_tuple=True)
-            return tok, weights[tok, slot]
-        if hits is not None:
-            slot, tok = torch.where(hits[e])
-            return tok, weights[tok, slot]
-        chosen = ids == e
-        mask, w = chosen.any(dim=-1), (weights * chosen).sum(-1)
-        if s.find == "any_where":
-            tok = torch.where(mask)[0]
-        elif s.find == "any_squeeze":
-            tok = torch.nonzero(mask).squeeze(-1)
-        elif s.find == "any_flatten":
-            tok = mask.nonzero().flatten()
-        else:
-            tok = mask.nonzero()[:, 0]
-        return tok, w[tok]
 
     def mix(store: ExpertStore, x: Tensor, r: Routed) -> Tensor:
         out = init(x)
         hits = F.one_hot(r.ids, num_classes=store.count).permute(2, 1, 0) if s.find == "onehot_where" else None
         for e in hooks.experts(store.count):
-            tok, w = find(r.ids, r.weights, hits, e)
+            tok, w = _find(s, r.ids, r.weights, hits, e)
             w = style.last(hooks.weight(e, w))
-            rows = style.noop(gather(hooks.source(e, x), tok))
-            if s.weight_on == "input":
-                y = hooks.routed(e, store.run(e, style.weigh(rows, w)))
+            source = hooks.source(e, x)
+            if s.rows == "behind":
+                y = style.weigh(hooks.routed(e, gather(store.run(e, style.noop(source)), tok)), w)
+            elif s.weight_on == "input":
+                y = hooks.routed(e, store.run(e, style.weigh(style.noop(gather(source, tok)), w)))
             else:
-                y = style.weigh(hooks.routed(e, store.run(e, rows)), w)
+                y = style.weigh(hooks.routed(e, store.run(e, style.noop(gather(source, tok)))), w)
             if hooks.join is not None:
                 out[tok] = hooks.join(out[tok], y)
             else:
@@ -112,12 +115,16 @@ def _by_mask(s: Selected, style: Style, hooks: Hooks) -> Mix:
     def take(x: Tensor, mask: Tensor) -> Tensor:
         return x[mask] if s.gather == "index" else x.masked_select(mask[:, None]).view(-1, x.shape[-1])
 
+    def run(store: ExpertStore, e: int, x: Tensor, mask: Tensor) -> Tensor:
+        """The rows of one expert, taken in front of it or behind."""
+        return take(store.run(e, style.noop(x)), mask) if s.rows == "behind" else store.run(e, style.noop(take(x, mask)))
+
     def any_mask(store: ExpertStore, x: Tensor, r: Routed) -> Tensor:
         out = init(x)
         for e in hooks.experts(store.count):
             mask = (r.ids == e).any(-1)
             w = hooks.weight(e, (r.weights * (r.ids == e)).sum(-1))
-            y = hooks.routed(e, store.run(e, style.noop(take(hooks.source(e, x), mask))))
+            y = hooks.routed(e, run(store, e, hooks.source(e, x), mask))
             _into_mask(s.combine, out, mask, style.weigh(y, style.last(w[mask])))
             out = hooks.partial(e, out)
         return out
@@ -126,7 +133,7 @@ def _by_mask(s: Selected, style: Style, hooks: Hooks) -> Mix:
         out = init(x)
         for e in hooks.experts(store.count):
             mask = r.ids == e
-            y = hooks.routed(e, store.run(e, style.noop(take(hooks.source(e, x), mask))))
+            y = hooks.routed(e, run(store, e, hooks.source(e, x), mask))
             _into_mask(s.combine, out, mask, style.weigh(y, style.last(hooks.weight(e, r.weights)[mask])))
             out = hooks.partial(e, out)
         return out
@@ -137,7 +144,7 @@ def _by_mask(s: Selected, style: Style, hooks: Hooks) -> Mix:
             for e in hooks.experts(store.count):
                 mask = r.ids[:, k] == e
                 w = hooks.weight(e, r.weights[:, k])
-                y = hooks.routed(e, store.run(e, style.noop(take(hooks.source(e, x), mask))))
+                y = hooks.routed(e, run(store, e, hooks.source(e, x), mask))
                 _into_mask(s.combine, out, mask, style.weigh(y, style.last(w[mask])))
                 out = hooks.partial(e, out)
         return out

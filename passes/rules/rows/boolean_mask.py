@@ -20,7 +20,7 @@ from moefuse.passes.rules.routing.ids import row_axis
 from moefuse.passes.rules.routing.masks import selection, tokens_together
 from moefuse.passes.rules.rows.by_rows import by_column, by_slots, features_of, same_ids, slots_together, with_none
 from moefuse.passes.rules.rows.index import cut, pick
-from moefuse.passes.rules.rows.leaves import is_slot_weight, row_domain, slot_gate, take_tokens
+from moefuse.passes.rules.rows.leaves import is_slot_weight, row_domain, slot_gate, take_rows, take_tokens
 
 
 @rule("masked_select")
@@ -62,7 +62,7 @@ def by_any_mask(ctx: Context, node: Node, x: Node, base: Any, mask: Mask | Table
     tail = tail[: len(tail) - len(new)]
     if found is None or len(tail) > 1 or None in tail:
         return None
-    if lead > 1 and isinstance(base, View | Table | Mask):
+    if lead > 1 and isinstance(base, View | Table | Mask | Rows):
         base = base.with_axes((sum(base.axes[:lead], ()), *base.axes[lead:]))
     if isinstance(mask, Table) and isinstance(base, Table) and tail:
         return by_column(node, base, found[0], row_axis(node), [*tail, *new])
@@ -95,6 +95,8 @@ def by_mask(ctx: Context, node: Node, x: Node, base: Any, chosen: Selection, col
             return Buffer((rows, *features_of(base)), x, chosen)
         if isinstance(base, Mask):
             return slot_masks.taken(base, chosen, rows)
+        if isinstance(base, Rows):
+            return take_rows(base, chosen, rows)
         if isinstance(base, Column) and chosen.slot == base.slot:
             return slot_gate(node, base, chosen, rows)
         if isinstance(base, View):

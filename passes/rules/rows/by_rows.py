@@ -16,7 +16,7 @@ from moefuse.passes.ir.facts import Buffer, Column, Fill, Index, Mask, Order, Ra
 from moefuse.passes.rules.routing import slot_masks
 from moefuse.passes.rules.routing.ids import row_axis
 from moefuse.passes.rules.routing.masks import one_index
-from moefuse.passes.rules.rows.leaves import is_slot_weight, row_domain, slot_gate, slot_value, take_tokens
+from moefuse.passes.rules.rows.leaves import is_slot_weight, row_domain, slot_gate, slot_value, take_rows, take_tokens
 
 _ALL = slice(None, None, None)
 
@@ -24,7 +24,7 @@ _ALL = slice(None, None, None)
 def by_rows(ctx: Context, node: Node, x: Node, base: Any, chosen: Selection, indices: list[Any]) -> Any:
     """``x[token_rows]``, ``w[token_rows, slot_rows]``, with None, full slices or a constant slot behind."""
     together = one_index(indices, out_shape(x))
-    if together is not None and isinstance(base, View | Fill | Sum | Table | Mask):
+    if together is not None and isinstance(base, View | Fill | Sum | Table | Mask | Rows):
         lead, index = together
         base, indices = base.with_axes((sum(base.axes[:lead], ()), *base.axes[lead:])), [index, *indices[lead:]]
     columns = []
@@ -70,6 +70,9 @@ def _by_tokens(ctx: Context, node: Node, x: Node, base: Any, chosen: Selection, 
     """A value per token, for the tokens of an expert."""
     if isinstance(base, Sum) and base.parts[0].rows.domain.routing is not chosen.routing:
         base = View(fresh(out_shape(x)), x)
+    if isinstance(base, Rows):
+        behind = None if any(r not in (None, _ALL) for r in rest) else take_rows(base, chosen, rows)
+        return None if behind is None else with_none(behind, rest)
     if isinstance(base, Fill | Sum):
         return Buffer((rows, *features_of(base)), x, chosen) if not rest else None
     if isinstance(base, Column) and chosen.slot == base.slot:

@@ -10,8 +10,9 @@ from torch.fx import Node
 from moefuse.passes.graph.calls import tensor
 from moefuse.passes.graph.named import counted
 from moefuse.passes.graph.sizes import same
+from moefuse.passes.infer.cone import behind_expert
 from moefuse.passes.infer.state import Context, out_shape
-from moefuse.passes.ir.axes import Atom, Axis, align, extent
+from moefuse.passes.ir.axes import Atom, Axis, align, atoms, extent
 from moefuse.passes.ir.expr import Expr, Gate, SlotWeight, Token
 from moefuse.passes.ir.facts import Column, Domain, Routing, Rows, Selection, View
 
@@ -52,7 +53,18 @@ def take_tokens(ctx: Context, node: Node, base: View, chosen: Selection, rows: A
     if chosen.routing.top_k == 1 and not any(features):
         return Rows((rows, *features), row_domain(chosen), SlotWeight(node, base.root))
     axes = (rows, *((Atom("f", 0, extent(a)),) if a and not same(extent(a), 1) else () for a in features))
-    return Rows(axes, row_domain(chosen), expr)
+    return Rows(axes, row_domain(chosen), behind_expert(ctx, node, expr, chosen.expert))
+
+
+def take_rows(base: Rows, chosen: Selection, rows: Axis) -> Rows | None:
+    """``expert(x)[tokens]``: an expert computes each row by itself, so it may as well be given those that chose it."""
+    domain, tokens = base.domain, atoms(base.axes[:-1])
+    order = [a.index for a in tokens if not same(a.size, 1)]
+    whole = same(extent(tokens), chosen.routing.num_tokens) and all(a.kind == "t" for a in tokens) and order == sorted(order)
+    same_expert = domain.name == "masked" and domain.expert in (None, chosen.expert) and domain.slot in (None, chosen.slot)
+    if not whole or not same_expert or domain.routing not in (None, chosen.routing):
+        return None
+    return Rows((rows, base.axes[-1]), row_domain(chosen), base.expr)
 
 
 def _take_sequences(ctx: Context, node: Node, base: View, chosen: Selection, lead: tuple[Axis, ...]) -> Any:
