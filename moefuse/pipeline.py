@@ -118,6 +118,8 @@ def rewrite_and_keep(
         log.exception("moefuse failed on this graph; it goes to the compiler as it was")
         report.skipped.append(_internal_error(error))
         return _unless_joined(frame, gm, report), None
+    if frame is not None:
+        frame.check_worth(bool(result.fused) and not result.skipped, stop)
     report.fused += result.fused
     report.notes += [note for note in result.notes if note not in report.notes]
     found = {(skipped.code, skipped.location) for skipped in result.skipped}

@@ -255,15 +255,23 @@ class Attempt:
         return self.active and self.flags
 
     def check_closed(self, stop: Stop | None = None) -> None:
-        """Before anything is done with a graph: no scope is open, and a break without a captured loop is where it always was.
+        """Before anything is done with a graph: no scope is open.
 
         Args:
             stop: the break that ended the graph, if one did.
         """
         problems = self.unsettled(stop)
-        if problems or (self.traces_data and self.ledger.broken and not self.assumptions):
-            self.ledger.stops += [] if stop is None else [stop]
-            self.retreat(problems, why="the graph breaks, and capture has changed nothing but where")
+        if problems:
+            self._leave(problems, stop)
+
+    def check_worth(self, fused: bool, stop: Stop | None = None) -> None:
+        """A graph that breaks, and in which no loop was captured and no experts are fused, breaks where it always did."""
+        if self.traces_data and self.ledger.broken and not self.assumptions and not fused:
+            self._leave([], stop)
+
+    def _leave(self, problems: list[Undischarged], stop: Stop | None) -> NoReturn:
+        self.ledger.stops += [] if stop is None else [stop]
+        self.retreat(problems, why="the graph breaks, and capture has changed nothing but where")
 
 
 def _left_in(assumption: Assumption, stop: Stop | None) -> str:

@@ -108,6 +108,7 @@ class Frame(Attempt):
         """A graph of this frame is compiled, or the frame is done (``output``): whatever was assumed must be settled now."""
         stop = None if output is None else _torch_private.graph_break(output)
         self.check_closed(stop)
+        self.check_worth(self.fused, stop)
         left = [Undischarged(a, "nothing has checked it") for a in self.assumptions if a not in self.settled]
         if left:
             self.retreat(left)

@@ -19,6 +19,9 @@ Size = Any  # int | sympy.Expr
 _SUPPOSED: ContextVar[Mapping[sympy.Symbol, sympy.Expr]] = ContextVar("moefuse_supposed_sizes", default={})  # noqa: B039
 
 
+_UNDECIDED: ContextVar[set[sympy.Expr] | None] = ContextVar("moefuse_undecided_sizes", default=None)
+
+
 @contextmanager
 def supposing(equal: Mapping[sympy.Symbol, sympy.Expr]) -> Iterator[None]:
     """Read sizes as if each symbol were the one, or the number, that it is mapped to, to see what would follow from it."""
@@ -27,6 +30,17 @@ def supposing(equal: Mapping[sympy.Symbol, sympy.Expr]) -> Iterator[None]:
         yield
     finally:
         _SUPPOSED.reset(token)
+
+
+@contextmanager
+def undecided() -> Iterator[set[sympy.Expr]]:
+    """Collects the differences of sizes that were compared, and that are zero for some values of their symbols only."""
+    found: set[sympy.Expr] = set()
+    token = _UNDECIDED.set(found)
+    try:
+        yield found
+    finally:
+        _UNDECIDED.reset(token)
 
 
 def size_of(value: object) -> Size:
@@ -47,7 +61,10 @@ def same(a: Size, b: Size) -> bool:
     """Whether two sizes are equal for every value of their symbols. False also means: not known."""
     if isinstance(a, int) and isinstance(b, int):
         return a == b
-    return bool(sympy.expand(a - b) == 0)
+    difference = sympy.expand(a - b)
+    if difference != 0 and (open_questions := _UNDECIDED.get()) is not None:
+        open_questions.add(difference)
+    return bool(difference == 0)
 
 
 def product(sizes: Iterable[Size]) -> Size:

@@ -11,6 +11,7 @@ which they differ, beside what was compiled before.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 from typing import Any, NamedTuple
 
 import sympy
@@ -20,12 +21,15 @@ from torch.fx import Graph
 from moefuse import _torch_private
 from moefuse._dynamo.values import hint, marked_dims
 from moefuse.passes.graph.calls import fake
-from moefuse.passes.graph.sizes import supposing
+from moefuse.passes.graph.sizes import supposing, undecided
 from moefuse.passes.infer.routings import unknown_slots
 from moefuse.passes.infer.state import Context, Given
 from moefuse.passes.ir.regions import Region
 from moefuse.passes.match.interpret import interpret
 from moefuse.passes.match.lift import lift
+
+_ROUNDS = 4
+"""One relation can be what another question is asked for."""
 
 _Supposed = Mapping[sympy.Symbol, sympy.Expr]
 _Sizes = Mapping[sympy.Symbol, "_Size"]
@@ -35,44 +39,57 @@ class _Size(NamedTuple):
     """A symbol among the inputs: a size of some tensor, perhaps the last one, or one that the user wants to stay a symbol."""
 
     value: torch.SymInt
-    of_tensor: bool = False
     last: bool = False
     marked: bool = False
 
 
 def interpreted(graph: Graph, given: Given) -> Context:
     """As :func:`interpret`, with a guard on the graph for sizes of inputs that have to be equal, or a number."""
-    ctx = interpret(graph, given)
+    with undecided() as questions:
+        ctx = interpret(graph, given)
+        most = _regions(ctx)
     sizes = _sizes(graph)
-    guesses = _guesses(sizes, unknown_slots(ctx))
-    if not guesses:
+    numbers = _numbers(sizes, unknown_slots(ctx))
+    if not numbers and not _relations(sizes, questions):
         return ctx
     values = {node: node.meta.get("example_value") for node in graph.nodes}
-    best, most = None, _regions(ctx)
-    for supposed in guesses:
-        with supposing(supposed):
-            found = _regions(interpret(graph, given))
-        best, most = (supposed, found) if found > most else (best, most)
+    best = _best(graph, given, sizes, most, [{}, numbers] if numbers else [{}])
     for node, value in values.items():  # what was found out about sizes while supposing is not known yet
         if "example_value" in node.meta:
             node.meta["example_value"] = value
-    if best is None:
+    if not best:
         return ctx
     for symbol, other in best.items():
-        bool(sizes[symbol].value == (sizes[other].value if other in sizes else int(other)))  # a guard
+        bool(sizes[symbol].value == _valued(other, sizes))  # a guard
     return interpret(graph, given)
+
+
+def _best(graph: Graph, given: Given, sizes: _Sizes, most: int, starts: list[_Supposed]) -> _Supposed:
+    """The least that may be supposed for the most regions; nothing where no region is found that way."""
+
+    def regions(supposed: _Supposed) -> tuple[int, set[sympy.Expr]]:
+        with supposing(supposed), undecided() as questions:
+            return _regions(interpret(graph, given)), questions
+
+    best: _Supposed = {}
+    for start in starts:
+        supposed = start
+        for _round in range(_ROUNDS):
+            found, questions = regions(supposed)
+            if found > most:
+                best, most = supposed, found
+            more = _relations(sizes, questions)
+            if not more:
+                break
+            supposed = {symbol: size.xreplace(more) for symbol, size in supposed.items()} | more
+    for symbol in list(best) if len(best) > 1 else ():
+        fewer = {other: size for other, size in best.items() if other != symbol}
+        best = fewer if regions(fewer)[0] >= most else best
+    return best
 
 
 def _regions(ctx: Context) -> int:
     return sum(isinstance(found, Region) for found in lift(ctx))
-
-
-def _guesses(sizes: _Sizes, slots: set[Any]) -> list[_Supposed]:
-    """What may be supposed, the least that has to be guarded first."""
-    numbers = _numbers(sizes, slots)
-    alike = _alike(sizes)
-    rest = _alike({symbol: size for symbol, size in sizes.items() if symbol not in numbers})
-    return [guess for guess in (alike, numbers, rest | numbers if rest and numbers else {}) if guess]
 
 
 def _numbers(sizes: _Sizes, slots: set[Any]) -> dict[sympy.Symbol, sympy.Expr]:
@@ -84,14 +101,39 @@ def _numbers(sizes: _Sizes, slots: set[Any]) -> dict[sympy.Symbol, sympy.Expr]:
     return {symbol: sympy.Integer(number) for symbol, number in found.items() if number is not None and number in now}
 
 
-def _alike(sizes: _Sizes) -> dict[sympy.Symbol, sympy.Expr]:
-    """Symbols that are equal numbers now, each but the first of them with the first."""
-    groups: dict[int, list[sympy.Symbol]] = {}
-    for symbol, size in sizes.items():
-        number = hint(size.value) if size.of_tensor else None
-        if number is not None and number > 1:
-            groups.setdefault(number, []).append(symbol)
-    return {symbol: first for first, *others in groups.values() for symbol in others}
+def _relations(sizes: _Sizes, questions: set[sympy.Expr]) -> dict[sympy.Symbol, sympy.Expr]:
+    """Of the differences that were asked for, those that are zero in this call, each solved for one symbol of the inputs."""
+    now = {symbol: number for symbol, size in sizes.items() if (number := hint(size.value)) is not None and number > 1}
+    found: dict[sympy.Symbol, sympy.Expr] = {}
+    for question in sorted(questions, key=str):
+        difference = sympy.expand(question.xreplace(found))
+        symbols = difference.free_symbols
+        if len(symbols) < 2 or not symbols <= now.keys() or difference.subs(now) != 0:
+            continue
+        solved = next((s for v in sorted(symbols, key=lambda v: (-now[v], v.name)) if (s := _solved(difference, v)) is not None), None)
+        if solved is not None:
+            symbol, size = solved
+            found = {other: known.xreplace({symbol: size}) for other, known in found.items()} | {symbol: size}
+    return found
+
+
+def _solved(difference: sympy.Expr, symbol: sympy.Symbol) -> tuple[sympy.Symbol, sympy.Expr] | None:
+    """``symbol`` as a polynomial of the others with whole numbers: a size whatever they are."""
+    factor, rest = difference.coeff(symbol, 1), difference.coeff(symbol, 0)
+    if not factor.is_Integer or sympy.expand(difference - factor * symbol - rest) != 0:
+        return None
+    size = sympy.expand(-rest / factor)
+    whole = size.is_polynomial() and all(number.is_Integer for number in sympy.Poly(size).coeffs())
+    return (symbol, size) if whole else None
+
+
+def _valued(size: sympy.Expr, sizes: _Sizes) -> Any:
+    """A polynomial of sizes as a number of torch's, of which guards are made."""
+    if size.is_Integer:
+        return int(size)
+    poly = sympy.Poly(size)
+    values = [sizes[symbol].value for symbol in poly.gens]
+    return sum(int(number) * prod(v**power for v, power in zip(values, powers, strict=True) if power) for powers, number in poly.terms())
 
 
 def _sizes(graph: Graph) -> _Sizes:
@@ -103,9 +145,9 @@ def _sizes(graph: Graph) -> _Sizes:
         for dim, number in enumerate(numbers):
             symbol = number.node.expr if isinstance(number, torch.SymInt) else None
             if isinstance(symbol, sympy.Symbol):
-                known, of_tensor = found.setdefault(symbol, _Size(number)), isinstance(value, torch.Tensor)
-                last = of_tensor and dim == len(numbers) - 1
-                found[symbol] = _Size(known.value, known.of_tensor or of_tensor, known.last or last, known.marked or dim in marked)
+                known = found.setdefault(symbol, _Size(number))
+                last = isinstance(value, torch.Tensor) and dim == len(numbers) - 1
+                found[symbol] = _Size(known.value, known.last or last, known.marked or dim in marked)
     return found
 
 
