@@ -24,6 +24,7 @@ from moefuse.flows import Flow, flow_of
 from moefuse.module_names import ModuleNames, annotate
 from moefuse.report import FusionReport, RejectedError, Skipped
 from moefuse.snapshot import GraphSnapshot
+from moefuse.stops import Stop
 
 # Named after the backend, not after this file: it is the name in the documentation for TORCH_LOGS.
 log = logging.getLogger("moefuse.backend")
@@ -94,10 +95,7 @@ def rewrite_and_keep(
         report.skipped += frame.ledger.refusals
         report.stops += frame.ledger.stops
         report.notes += frame.ledger.notes
-    if stop is not None:
-        report.graph_breaks.append(stop.text)
-        report.stops.append(stop)
-        report.followed += [] if frame is None else frame.follows(stop)
+    _note_break(report, stop, frame)
     saved = _saved(gm, report)
     if saved is None:
         return _unless_joined(frame, gm, report), None
@@ -140,6 +138,13 @@ def rewrite_and_keep(
     report.rounded = [] if report.fused else _rounded(gm)
     quietly(_note_weights, frame, gm, report)
     return report, saved
+
+
+def _note_break(report: FusionReport, stop: Stop | None, frame: Frame | None) -> None:
+    if stop is not None:
+        report.graph_breaks.append(stop.text)
+        report.stops.append(stop)
+        report.followed += [] if frame is None else frame.follows(stop)
 
 
 def _put_back(

@@ -42,7 +42,7 @@ def adds_nothing(nodes: Collection[Node], others: Collection[Node], carried: Col
                 return False
             continue
         older = any(_torch_private.storage_key(t) in keys for target in call.targets for t in tensors_in(fake(target)))
-        if older and not _sum_with_zero(node, call.args[0]):
+        if older and not _sum_with_zero(node, call.args[0]) and not _put_back(call, nodes):
             return False
     return all(isinstance(old, Node) and isinstance(new, Node) and _sum_with_zero(new, old) for old, new in carried)
 
@@ -62,10 +62,25 @@ def _sum_with_zero(node: Node, old: Node) -> bool:
     call, mine, theirs = call_of(node), tensor(node), tensor(old)
     if call is None or mine is None or theirs is None or (mine.dtype, mine.device) != (theirs.dtype, theirs.device):
         return False
+    if call.name == "index_add" and len(call.args) == 4 and not call.kwargs and isinstance(call.args[0], Node):
+        return _sum_with_zero(call.args[0], old) and _zero(call.args[3])
     terms = (*call.args, *call.kwargs.values())
+    if call.name == "sub" and len(call.args) == 2 and not call.kwargs and _same_shape(mine, theirs):
+        return isinstance(terms[0], Node) and _sum_with_zero(terms[0], old) and _zero(terms[1])
     if call.name != "add" or set(call.kwargs) - {"other"} or len(terms) != 2 or not _same_shape(mine, theirs):
         return False
     return any(isinstance(a, Node) and _sum_with_zero(a, old) and _zero(b) for a, b in (terms, terms[::-1]))
+
+
+def _put_back(call: Any, nodes: Collection[Node]) -> bool:
+    """``out[0] = out[0] + zero``, and how ``out[0] += zero`` ends: a part is put where this pass has read it. (No write here changes it.)"""
+    from moefuse.passes.graph.calls import call_of
+
+    if call.name != "setitem" or len(call.args) != 3 or not isinstance(call.args[2], Node):
+        return False
+    target, where, value = call.args
+    taken = [n for n in nodes if (c := call_of(n)) is not None and c.name == "getitem" and c.args[0] is target and c.args[1:] == (where,)]
+    return any(_sum_with_zero(value, part) for part in taken)
 
 
 def _same_shape(a: torch.Tensor, b: torch.Tensor) -> bool:

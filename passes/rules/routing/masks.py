@@ -13,7 +13,7 @@ from moefuse.passes.graph.sizes import product, same
 from moefuse.passes.infer.ranges import counts
 from moefuse.passes.infer.routings import routing_of
 from moefuse.passes.infer.state import Context, as_size, normalize, out_shape
-from moefuse.passes.ir.axes import Atom, Axes, Axis, align, extent, fresh
+from moefuse.passes.ir.axes import Atom, Axes, Axis, align, atoms, extent, fresh
 from moefuse.passes.ir.facts import (
     Column,
     Counts,
@@ -170,6 +170,17 @@ def on_any(ctx: Context, node: Node, x: Node, dim: Any = None, keepdim: bool = F
 
 def selection(fact: Any, axes: Axes) -> tuple[Selection, tuple[str, ...]] | None:
     """The selection of a 0/1 mask with a fixed expert, and what each of its dimensions counts."""
+    return _selection(fact, axes) or _selection(fact, _without_ones(axes))
+
+
+def _without_ones(axes: Axes) -> Axes:
+    """Axes without the token dimensions of size one, of which nobody knows where a reshape has put them, unless there is no other."""
+    tokens = sorted((a for a in atoms(axes) if a.kind == "t"), key=lambda a: (same(a.size, 1), a.index))
+    ones = [a for a in tokens[1:] if same(a.size, 1)]
+    return tuple(tuple(a for a in axis if a not in ones) for axis in axes)
+
+
+def _selection(fact: Any, axes: Axes) -> tuple[Selection, tuple[str, ...]] | None:
     columns = []
     for axis in axes:
         kinds = {a.kind for a in axis}
@@ -179,7 +190,8 @@ def selection(fact: Any, axes: Axes) -> tuple[Selection, tuple[str, ...]] | None
             return None
         columns.append("flat" if flat else "token" if kinds == {"t"} else "slot")
     if columns.count("token") > 1 and _token_by_token(axes, columns):
-        columns = [f"token{i}" if c == "token" else c for i, c in enumerate(columns)]
+        longer = [i for i, c in enumerate(columns) if c == "token" and not same(extent(axes[i]), 1)] or [0]
+        columns = [f"token{i}" if c == "token" and [i] != longer else c for i, c in enumerate(columns)]
     elif columns.count("token") != 1 and columns != ["flat"]:
         return None
     if fact.expert is None or fact.negated:
@@ -204,9 +216,12 @@ def _token_by_token(axes: Axes, columns: list[str]) -> bool:
 def one_index(facts: list[Any], shape: tuple[Any, ...]) -> tuple[int, Index] | None:
     """(how many there are, what they are as one) of the indices in front that count the tokens together: ``b, t`` of ``x[b, t]``."""
     lead = 0
-    while lead < len(facts) and isinstance(facts[lead], Index) and facts[lead].of == f"token{lead}":
+    while lead < len(facts) and isinstance(facts[lead], Index) and facts[lead].of in (f"token{lead}", "token"):
         lead += 1
     if lead < 2 or not all(f.selection.same(facts[0].selection) for f in facts[:lead]):
+        return None
+    numbers = [i for i, f in enumerate(facts[:lead]) if f.of == "token"]  # they count all tokens, so what is beside them has size one
+    if len(numbers) > 1 or (numbers and not all(same(size, 1) for i, size in enumerate(shape[:lead]) if i != numbers[0])):
         return None
     whole = len(shape) >= lead and same(product(shape[:lead]), facts[0].selection.routing.num_tokens)
     return (lead, replace(facts[0], of="token")) if whole else None

@@ -68,6 +68,64 @@ class DummyInPlace(Layer):
         return out
 
 
+@positive
+class DummyPlace(Dummy):
+    """Zero is added to one number of the sum."""
+
+    def nobody(self, expert: nn.Module, x: Tensor, out: Tensor) -> Tensor:  # type: ignore[override]
+        out[0, 0] += 0 * sum(p.sum() for p in expert.parameters())
+        return out
+
+
+@positive
+class DummyRowPutBack(Dummy):
+    """A row is put where it was taken from."""
+
+    def nobody(self, expert: Callable[[Tensor], Tensor], x: Tensor, out: Tensor) -> Tensor:
+        out[:1] = out[:1] + expert(x[:1]) * 0
+        return out
+
+
+@positive
+class DummyIndexed(Dummy):
+    """As rows of tokens are added."""
+
+    def nobody(self, expert: Callable[[Tensor], Tensor], x: Tensor, out: Tensor) -> Tensor:
+        return out.index_add_(0, torch.zeros(1, dtype=torch.long), expert(x[:1]) * 0)
+
+
+@positive
+class DummySubtracted(Dummy):
+    def nobody(self, expert: Callable[[Tensor], Tensor], x: Tensor, out: Tensor) -> Tensor:
+        return out - 0 * expert(x[:1]).sum()
+
+
+@near_miss
+class DummyElsewhere(Dummy):
+    """A row is put where another one was."""
+
+    def nobody(self, expert: Callable[[Tensor], Tensor], x: Tensor, out: Tensor) -> Tensor:
+        out[0] = out[1] + 0 * expert(x[:1]).sum()
+        return out
+
+
+@near_miss
+class DummyClears(Dummy):
+    """What the row was is lost."""
+
+    def nobody(self, expert: Callable[[Tensor], Tensor], x: Tensor, out: Tensor) -> Tensor:
+        out[0] = 0 * expert(x[0])
+        return out
+
+
+@near_miss
+class DummyTakesAway(Dummy):
+    """Zero minus the sum is not the sum minus zero."""
+
+    def nobody(self, expert: Callable[[Tensor], Tensor], x: Tensor, out: Tensor) -> Tensor:
+        return 0 * expert(x[:1]).sum() - out
+
+
 @near_miss
 class DummySmall(Dummy):
     """A small number is not zero."""
