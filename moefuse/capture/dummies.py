@@ -73,7 +73,7 @@ def _sum_with_zero(node: Node, old: Node) -> bool:
 
 
 def _put_back(call: Any, nodes: Collection[Node]) -> bool:
-    """``out[0] = out[0] + zero``, and how ``out[0] += zero`` ends: a part is put where this pass has read it. (No write here changes it.)"""
+    """``out[0] = out[0] + zero``, and how ``out[0] += zero`` ends: a part is put where this pass has read it. (No write changes it.)"""
     from moefuse.passes.graph.calls import call_of
 
     if call.name != "setitem" or len(call.args) != 3 or not isinstance(call.args[2], Node):
