@@ -16,7 +16,7 @@ from moefuse.passes.graph.calls import call_of, fake, tensor
 from moefuse.passes.graph.levels import levels
 from moefuse.passes.graph.modes import modes
 from moefuse.passes.graph.op_classes import SAME_NUMBER
-from moefuse.passes.graph.sizes import shape_of, size_of
+from moefuse.passes.graph.sizes import same_shape, shape_of, size_of
 from moefuse.passes.graph.storage import Memory
 from moefuse.passes.infer.symbolic_sizes import Known
 from moefuse.passes.ir.axes import fresh
@@ -133,6 +133,13 @@ class Context:
         found = self.facts.get(value)
         return self.view(value) if isinstance(found, Combined | Lost | None) else found
 
+    def same_tensor(self, a: Node, b: Node) -> bool:
+        """Whether two nodes show the same elements of one memory in the same shape (``contiguous``, a cast to the same dtype)."""
+        first, second = tensor(a), tensor(b)
+        if self.storage.get(a) is not self.storage.get(b) or first is None or second is None:
+            return False
+        return shows_the_same(first, second)
+
     def number(self, value: object) -> int | None:
         """The value of an integer tensor of one element that was made from constants alone (a row that capture handed out)."""
         known = getattr(tensor(value), "constant", None)
@@ -190,6 +197,15 @@ class Context:
 
 class ComputedDimError(TypeError):
     """A dimension that no rule reads: the graph computes it (a size that only the run knows), or it is one of a tensor without any."""
+
+
+def shows_the_same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two views of one memory have the same elements in the same shape."""
+    if a.dtype != b.dtype or a.is_conj() != b.is_conj() or a.is_neg() != b.is_neg():
+        return False
+    # As expressions: comparing the sizes themselves would add a guard.
+    mine, theirs = ([size_of(s) for s in (*t.stride(), t.storage_offset())] for t in (a, b))
+    return same_shape(shape_of(a), shape_of(b)) and same_shape(mine, theirs)
 
 
 def normalize(dim: Any, rank: int) -> int:

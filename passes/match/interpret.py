@@ -10,8 +10,7 @@ from torch.fx import Graph, Node
 from moefuse.passes.graph.calls import Call, tensor
 from moefuse.passes.graph.named import named
 from moefuse.passes.graph.op_classes import METADATA
-from moefuse.passes.graph.sizes import same_shape, shape_of, size_of
-from moefuse.passes.infer.state import ComputedDimError, Context, Given, out_shape
+from moefuse.passes.infer.state import ComputedDimError, Context, Given, out_shape, shows_the_same
 from moefuse.passes.infer.symbolic_sizes import refine
 from moefuse.passes.infer.unpacking import is_unpacked
 from moefuse.passes.ir.axes import fresh
@@ -165,11 +164,7 @@ def _is_result(ctx: Context, node: Node, target: Node) -> bool:
 def _whole_view(ctx: Context, alias: Node, target: Node) -> bool:
     """Whether two aliases show the same elements in the same shape (``contiguous``, a cast to the same dtype)."""
     a, b = tensor(alias), tensor(target)
-    if a is None or b is None or a.dtype != b.dtype or a.is_conj() != b.is_conj() or a.is_neg() != b.is_neg():
-        return False
-    # As expressions: comparing the sizes themselves would add a guard.
-    mine, theirs = ([size_of(s) for s in (*t.stride(), t.storage_offset())] for t in (a, b))
-    return same_shape(shape_of(a), shape_of(b)) and same_shape(mine, theirs)
+    return a is not None and b is not None and shows_the_same(a, b)
 
 
 def _like(ctx: Context, fact: Any, alias: Node) -> Any:

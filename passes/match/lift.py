@@ -208,7 +208,10 @@ def _changed_before(ctx: Context, fact: Sum, routing: Routing) -> Lost | None:
         written = [w for w in ctx.writes.get(storage, ()) if ctx.position[w] < first and w not in shares]
         node = max(written, key=ctx.position.__getitem__, default=None)
     else:
-        node = storage if any(n in before for n in storage.all_input_nodes) else None
+        steps = [storage]
+        while not any(n in before for n in steps[-1].all_input_nodes) and len(steps[-1].all_input_nodes) == 1:
+            steps += steps[-1].all_input_nodes
+        node = steps[-1] if any(n in before for n in steps[-1].all_input_nodes) else None
     call = None if node is None else ctx.calls[node]
     return None if node is None or call is None else ctx.lost("sum-changed", node, op=call.name)
 

@@ -74,7 +74,19 @@ def _spanned(ctx: Context, region: Region) -> Region:
     for node in unread(ctx):
         if not nodes.isdisjoint(node.all_input_nodes):
             nodes.add(node)
+    nodes |= _bound_again(ctx, region, nodes)
     return replace(whole, nodes=frozenset(nodes), shown=_shown(ctx, whole), trained=_trained(ctx, whole))
+
+
+def _bound_again(ctx: Context, region: Region, nodes: set[Node]) -> set[Node]:
+    """The result again, bound behind the region by an operation that only looks at its values: ``out = out.type_as(y)``."""
+    names = set(ctx.memory.storages(region.anchor))
+    later = [h for h in region.holders if ctx.position[h] > ctx.position[region.anchor] and not ctx.memory.targets[h]]
+    return {
+        h
+        for h in later
+        if not nodes.isdisjoint(h.all_input_nodes) and all(not names.isdisjoint(ctx.memory.storages(i)) for i in _read_by(ctx, h))
+    }
 
 
 def _casts(ctx: Context, region: Region) -> Lost | None:

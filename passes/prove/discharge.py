@@ -347,7 +347,10 @@ def _same_without(ctx: Context, claim: Claim, old: Any, new: Any) -> bool:
         known, base = list(before.parts), after.base is before.base
     else:
         known, base = [], (isinstance(before, Fill) and before.value == 0.0 and after.base is None) or after.base is old
-    return base and after.parts[: len(known)] == tuple(known) and all(claim.covers(p) for p in after.parts[len(known) :])
+    # What is written to a copy behind the scope would be written to what it is a copy of.
+    end = max((ctx.position[n] for n in claim.assumption.nodes if n in ctx.position), default=0)
+    more = (p for p in after.parts[len(known) :] if ctx.position[p.node] <= end)
+    return base and after.parts[: len(known)] == tuple(known) and all(map(claim.covers, more))
 
 
 def _writes_to(ctx: Context, new: Node, old: Node) -> bool:

@@ -10,6 +10,7 @@ from torch.fx import Node
 
 from moefuse.capture.assumptions import Assumption
 from moefuse.passes.graph.calls import call_of, fake
+from moefuse.passes.graph.op_classes import CASTS, SHAPED
 from moefuse.passes.graph.sizes import shape_of, size_of
 
 
@@ -41,7 +42,7 @@ class Guards:
         call = call_of(node)
         before = call.targets[0] if call is not None and call.targets else None
         for _, old, new in guard.carried:
-            before = old if new is node and isinstance(old, Node) else before
+            before = old if node in _bound(new, guard) and isinstance(old, Node) else before
         if before is None or before in self._jumped:
             self._jumped.add(node)
         else:
@@ -59,6 +60,14 @@ class Guards:
         node, dim = self._sizes.get(symbol, (None, None))
         held = None if node is None else self._env.get(node)
         return held if held is None or dim is None else held.shape[dim]
+
+
+def _bound(new: Any, guard: Assumption) -> list[Node]:
+    """A local that the guarded code leaves, and what it was before operations bound it again that change nothing."""
+    found = [new]
+    while found[-1] in guard.nodes and (call := call_of(found[-1])) is not None and call.name in CASTS | SHAPED and not call.targets:
+        found.append(call.args[0])
+    return found
 
 
 def _nothing(node: Node) -> torch.Tensor:

@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from moefuse.passes.graph.calls import tensor
 from moefuse.passes.graph.op_classes import SHAPED
-from moefuse.passes.graph.sizes import Size, product, same
+from moefuse.passes.graph.sizes import Size, product, same, same_shape, shape_of
 from moefuse.passes.infer.held import rounds
 from moefuse.passes.infer.ranges import counts, holds, interval, tells_none
 from moefuse.passes.infer.routings import split_routing
@@ -86,8 +86,10 @@ def on_reshape(ctx: Context, node: Node, x: Node) -> Any:
     fact, before, after = ctx.fact(x), tensor(x), tensor(node)
     if before is not None and after is not None and before.dtype != after.dtype:
         return None  # ``x.view(torch.int32)``: the same bits, other numbers
-    if isinstance(fact, Sum | Fill):
-        return fact.with_axes(reshape(fact.axes, out_shape(node)) or fresh(out_shape(node))) if isinstance(fact, Fill) else None
+    if isinstance(fact, Sum):
+        return _again(ctx, node, x, fact)
+    if isinstance(fact, Fill):
+        return fact.with_axes(reshape(fact.axes, out_shape(node)) or fresh(out_shape(node)))
     found = reshaped(fact, out_shape(node)) if isinstance(fact, Fact) else None
     if type(found) is View and _moved(found):
         return inherited(found, ctx.first[node])
@@ -259,7 +261,22 @@ def on_same(ctx: Context, node: Node, x: Node) -> Any:
         return ctx.lost("no-rule", node, op="detach") if isinstance(fact, Rows) and fact.domain.routing is not None else None
     if cuts and isinstance(fact, Weight) and ctx.mode[node].grad and (value := tensor(x)) is not None and value.requires_grad:
         return None  # another tensor than the parameter: it has no gradient
-    return fact if isinstance(fact, Fact) and not isinstance(fact, Sum) else None
+    if isinstance(fact, Sum):
+        return _again(ctx, node, x, fact)
+    return fact if isinstance(fact, Fact) else None
+
+
+def _again(ctx: Context, node: Node, x: Node, fact: Sum) -> Sum | None:
+    """A sum that is bound again by an operation that changes nothing: the same tensor, or a copy that others may be added to."""
+    before, after = tensor(x), tensor(node)
+    if ctx.same_tensor(node, x):
+        return fact
+    if before is None or after is None or before.dtype != after.dtype or before.device != after.device:
+        return None
+    if ctx.storage[node] is not node or not same_shape(shape_of(before), shape_of(after)):
+        return None
+    readers = (reader for alias in ctx.aliases.get(ctx.storage[x], ()) for reader in alias.users)
+    return fact if all(ctx.position[reader] <= ctx.position[node] for reader in readers) else replace(fact)
 
 
 @rule("to", "type_as", "_to_copy", "convert_element_type", shown=(EVERYTHING,))
@@ -268,7 +285,7 @@ def on_cast(ctx: Context, node: Node, x: Node) -> Any:
     if not isinstance(fact, Fact) or before is None or after is None or before.device != after.device:
         return None
     if before.dtype == after.dtype:
-        return None if isinstance(fact, Sum) else fact
+        return _again(ctx, node, x, fact) if isinstance(fact, Sum) else fact
     if isinstance(fact, Rows):
         return replace(fact, expr=Cast(node, fact.expr, after.dtype))
     if isinstance(fact, Weight) and rounds(node, x):

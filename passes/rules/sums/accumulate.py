@@ -25,7 +25,8 @@ def accumulated(ctx: Context, node: Node, target: Node, rows: Rows, *, once: boo
         return replace(current, parts=(*current.parts, part), once=current.once or once) if same_way else None
     if isinstance(current, Fill) and current.value == 0.0:
         return Sum(axes, None, (part,), once)
-    own = isinstance(current, View) and (current.root is target or ctx.storage[target] is target)  # a clone is a tensor of its own
+    # A clone is a tensor of its own.
+    own = isinstance(current, View) and (current.root is target or ctx.same_tensor(target, current.root) or ctx.storage[target] is target)
     return Sum(axes, target, (part,), once, replaced) if own or isinstance(current, Combined | Fill) else None
 
 
