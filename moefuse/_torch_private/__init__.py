@@ -141,6 +141,9 @@ from moefuse._torch_private.cuda import (
 from moefuse._torch_private.cuda import (
     raw_stream as raw_stream,
 )
+from moefuse._torch_private.custom_ops import (
+    implementations as implementations,
+)
 from moefuse._torch_private.distributed import (
     NotForDDP as NotForDDP,
 )

@@ -16,6 +16,7 @@ from torch.fx import Node
 from moefuse.flows import place_in
 from moefuse.module_names import MODULE, source_path
 from moefuse.passes.graph.aten import as_function
+from moefuse.passes.graph.custom import as_aten
 from moefuse.passes.graph.values import fake, tensor
 from moefuse.passes.graph.writes import known_function, plain_name, written
 
@@ -81,8 +82,13 @@ def call_of(node: Node, targets: tuple[Node, ...] | None = None) -> Call | None:
     """The canonical call of a node, or None for placeholders, attributes and the output. ``targets``: what it writes to, where known."""
     if node.op not in ("call_function", "call_method"):
         return None
-    raw = raw_name(node)
+    raw, op = raw_name(node), node.target
     args, kwargs = tuple(node.args), dict(node.kwargs)
+    if "::" in raw and not raw.startswith("moefuse::"):
+        meant = as_aten(op, args, kwargs)
+        if meant is not None:
+            op, args, kwargs = meant[0], meant[1], dict(meant[2])
+            raw = op._schema.name.partition("::")[2]
     for first in ("input", "self"):
         if first in kwargs:
             args = (kwargs.pop(first), *args)
@@ -95,7 +101,7 @@ def call_of(node: Node, targets: tuple[Node, ...] | None = None) -> Call | None:
     targets = written(node) if targets is None else targets
     if targets and name.endswith("_"):
         name = _ALIASES.get(name[:-1], name[:-1])
-    if isinstance(node.target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+    if isinstance(op, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         name, args, kwargs = as_function(name, args, kwargs)
     return Call(name, args, kwargs, targets)
 

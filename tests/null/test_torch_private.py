@@ -38,6 +38,7 @@ POINTS = {
         *("post_grad_custom_post_pass", "pre_grad_custom_pass", "reorder_for_locality", "custom_partitioner_fn", "fallback_random"),
     ],
     "torch._inductor.ir": ["FallbackKernel"],
+    "torch._library.custom_ops": ["OPDEFS"],
     "torch._inductor.lowering": ["fallback_handler", "register_lowering"],
     "torch._inductor.virtualized": ["V"],
     "torch._inductor.custom_graph_pass": ["CustomGraphPass", "CustomPartitionerFn"],
