@@ -91,6 +91,7 @@ def rewrite_and_keep(
     assumptions = frame.assumptions if frame is not None else []
     stop = _torch_private.graph_break(gm)
     if frame is not None:
+        stop = frame.cause(stop)
         frame.check_closed(stop)
         report.skipped += frame.ledger.refusals
         report.stops += frame.ledger.stops

@@ -40,6 +40,13 @@ def environment() -> Any:
     return TracingContext.get().fake_mode.shape_env  # type: ignore[union-attr]
 
 
+def breaks_in_loop(error: Exception) -> bool:
+    """Whether Dynamo leaves the frame because its graph would break in a loop, or around it."""
+    from torch._dynamo.exc import Unsupported
+
+    return isinstance(error, Unsupported) and bool(getattr(error, "skip_frame", False))
+
+
 def has_unbacked(environment: Any) -> bool:
     """Whether the frame's sizes include one that only the run knows."""
     return any(values.unbacked(symbol) for symbol in environment.var_to_range)

@@ -53,11 +53,12 @@ class Observer(Protocol):
     insists: bool
 
     def before(self, translator: Any) -> None: ...
+    def cuts(self, translator: Any) -> bool: ...
     def mutated(self, variable: Any) -> None: ...
     def advanced(self, iterator: Any, translator: Any = None) -> None: ...
     def compiling(self, environment: Any) -> None: ...
     def compiled(self, output: Any = None) -> None: ...
-    def failed(self, error: Exception, environment: Any) -> None: ...
+    def failed(self, error: Exception, translator: Any) -> None: ...
     def rows(self, translator: Any, variable: Any) -> Any: ...
     def read(self, translator: Any, variable: Any) -> Any: ...
     def numbers(self, translator: Any, variable: Any) -> Any: ...
@@ -130,6 +131,8 @@ def install(
     _wrap(CatchErrorsWrapper, "__call__", functools.partial(_on_frame, codes))
     _wrap(InstructionTranslatorBase, "step", _on_step)
     _wrap(InstructionTranslatorBase, "run", _on_run)
+    if "speculate" in vars(InstructionTranslatorBase):
+        _wrap(InstructionTranslatorBase, "speculate", _on_speculate)
     _wrap(OutputGraph, "call_user_compiler", _on_compile)
     _wrap(MutationType, "__init__", _on_new)
     _wrap(TensorVariable, "method_item", _on_item)
@@ -267,6 +270,15 @@ def _on_step(original: Any, self: Any) -> Any:
     return original(self)
 
 
+def _on_speculate(original: Any, self: Any) -> Any:
+    """Where Dynamo may break the graph: it does, by its own means, in front of the statement that the observer names."""
+    entry = original(self)
+    observer = getattr(self.output, _KEPT, None)
+    if observer is not None and not self.stack and observer.cuts(self) and not entry.failed(self):
+        entry.fail_and_restart_analysis(self.error_on_graph_break)
+    return entry
+
+
 def _on_run(original: Any, self: Any) -> Any:
     observer = getattr(self.output, _KEPT, None)
     if observer is None or self.output.root_tx is not self:
@@ -277,7 +289,7 @@ def _on_run(original: Any, self: Any) -> Any:
         observer.seen.update(node.target for node in self.output.graph.nodes if node.op == "placeholder")
         if fresh_leaves.made(self.output) and not (control.is_restart(error) or control.is_backends(error)):
             observer.leaves_missed()
-        observer.failed(error, self.output.shape_env)
+        observer.failed(error, self)
         raise
     observer.compiled(self.output)
     if observer.met:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import sys
 from collections.abc import Collection
 from typing import Any
 
@@ -212,6 +213,23 @@ def users(translator: Any) -> Any:
     while found.f_code.co_filename.startswith(TORCH) and getattr(found, "parent", None) is not None:
         found = found.parent
     return translator if found.f_code.co_filename.startswith(TORCH) else found
+
+
+def asserted(translator: Any, variable: Any, holds: bool, text: str) -> bool:
+    """Record an assertion about a tensor of one element, as Dynamo does where its message is a constant; whether it is one."""
+    from torch._dynamo import config
+    from torch._dynamo.variables.base import VariableTracker
+
+    node = tensor_node(variable)
+    value = node.meta.get("example_value") if node is not None else None
+    if not isinstance(value, torch.Tensor) or any(type(size) is not int or size != 1 for size in value.shape):
+        return False
+    if not config.rewrite_assert_with_torch_assert or sys.flags.optimize:
+        return False
+    checked = variable if holds else variable.call_method(translator, "logical_not", [], {})
+    arguments = (checked.as_proxy(), VariableTracker.build(translator, text).as_proxy())
+    translator.output.create_proxy("call_function", torch._assert_async, arguments, {})
+    return True
 
 
 def is_constant(variable: Any) -> bool:

@@ -20,7 +20,7 @@ from moefuse.capture.bytecode import Code
 from moefuse.capture.ledger import Ledger, refusals
 from moefuse.capture.loops import Loops
 from moefuse.capture.scopes import OTHER_WAY, Scopes
-from moefuse.errors import CODES
+from moefuse.errors import CODES, first_line
 from moefuse.explaining import module_names
 from moefuse.module_names import Matching, ModuleNames
 from moefuse.report import FusionReport, Skipped
@@ -64,6 +64,9 @@ class Attempt:
         self.related: Sequence[relations.Input] = []  # what the graph is given, where it writes to some of that
         self.crossed = False  # whether it does so between experts that are one op now
         self.registering = False
+        self.asserted = False  # whether an assertion is in the graph at which Dynamo would break it
+        self._between: dict[int, int] = {}  # statements of the frame itself outside of all scopes, and how many nodes there were then
+        self._cut = False  # whether this attempt's graph ends at the ledger's cut
         self.traced: set[types.CodeType] = set()
         self._code: dict[int, tuple[Any, Code]] = {}
         self._doubt: Skipped | None = None
@@ -266,8 +269,31 @@ class Attempt:
 
     def check_worth(self, fused: bool, stop: Stop | None = None) -> None:
         """A graph that breaks, and in which no loop was captured and no experts are fused, breaks where it always did."""
-        if self.traces_data and self.ledger.broken and not self.assumptions and not fused:
+        changed = self.asserted or (self.traces_data and self.ledger.broken and (self._cut or not self.assumptions))
+        if changed and not fused:
             self._leave([], stop)
+
+    def cuts(self, tx: Any) -> bool:
+        """Whether the graph is to end in front of the statement that ``tx`` begins."""
+        cut = self.ledger.cut
+        self._cut = self._cut or (cut is not None and self.active and tx is tx.output.root_tx and tx.instruction_pointer - 1 == cut[0])
+        return self._cut
+
+    def cause(self, stop: Stop | None) -> Stop | None:
+        """Why a graph ends early, from what Dynamo says of it."""
+        return self.ledger.cut[1] if self._cut and self.ledger.cut is not None and stop is not None else stop
+
+    def try_cut(self, tx: Any, error: Exception) -> None:
+        """Start the frame again, to end its graph in front of the loop in which it breaks: Dynamo would run all of the frame in eager."""
+        if not self.traces_data or self.ledger.cut is not None or self.scopes.open or not control.breaks_in_loop(error):
+            return
+        loop = self.code_of(tx).outermost_loop(tx.instruction_pointer - 1)
+        at = max((at for at in self._between if loop is not None and at < loop), default=None)
+        if at is None or not any(values.unbacked_in(n.meta.get("example_value")) for n in list(tx.output.graph.nodes)[: self._between[at]]):
+            return
+        self.ledger.cut = (at, _torch_private.tracing_stop(error))
+        log.debug("tracing this frame again, up to the loop in which the graph breaks: %s", first_line(error))
+        raise control.restart(self.log, "moefuse: the graph breaks in a loop")
 
     def _leave(self, problems: list[Undischarged], stop: Stop | None) -> NoReturn:
         self.ledger.stops += [] if stop is None else [stop]

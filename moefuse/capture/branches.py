@@ -12,6 +12,7 @@ from moefuse._dynamo import values
 from moefuse.capture import guess, returns, siblings
 from moefuse.capture.assumptions import RETURN, Assumption, Kind
 from moefuse.capture.bytecode import GENERATOR
+from moefuse.stops import code_at
 
 if TYPE_CHECKING:
     from moefuse.capture.attempt import Attempt
@@ -32,6 +33,11 @@ def jump(frame: Attempt, tx: Any, at: int) -> None:
         return
     place = frame.place(tx)
     if tx.f_code.co_flags & GENERATOR:
+        return
+    holds = code.asserts(at)
+    if holds is not None and values.asserted(tx, top, holds, code_at(frame.location(tx)) or "assertion error"):
+        frame.asserted = True
+        tx.stack[-1] = values.constant(holds)
         return
     found = _assumed(top)
     if found is None:

@@ -18,6 +18,12 @@ _ALWAYS_JUMPS = frozenset(("JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_ABSOLUTE", "JU
 RETURNS = frozenset(("RETURN_VALUE", "RETURN_CONST"))
 _ENDS = frozenset(("RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE"))
 
+_CONSTANT_MESSAGE = frozenset(("LOAD_CONST", "PRECALL", "CALL", "CALL_FUNCTION", "CACHE"))
+
+
+def _is_assertion(inst: Instruction) -> bool:
+    return inst.opname == "LOAD_ASSERTION_ERROR" or (inst.opname == "LOAD_COMMON_CONSTANT" and "AssertionError" in str(inst.argval))
+
 
 class Code:
     """One function's instructions, with the answers that need the whole of it."""
@@ -90,6 +96,30 @@ class Code:
             return None
         jump, following = self.index[id(inst.target)], at + 1
         return (jump, following) if inst.opname.endswith("IF_TRUE") else (following, jump)
+
+    def asserts(self, at: int) -> bool | None:
+        """What a value must be for the ``assert`` that jumps by it to hold; None of other jumps, and where Dynamo reads it itself."""
+        ways = self.ways(at)
+        if ways is None:
+            return None
+        raising = [self._asserting(way) for way in ways]
+        if raising[0] is raising[1] is None or None not in raising:
+            return None
+        holds, message = raising[0] is None, raising[1] if raising[0] is None else raising[0]
+        return None if holds and message else holds
+
+    def _asserting(self, start: int) -> bool | None:
+        """Whether the message of the assertion that fails at ``start`` is a constant; None where none fails."""
+        at = self.landing(start)
+        if at is None or not _is_assertion(self.instructions[at]):
+            return None
+        end = next((i for i in range(at, len(self.instructions)) if self.instructions[i].opname in _ENDS), len(self.instructions))
+        return {inst.opname for inst in self.instructions[at + 1 : end]} <= _CONSTANT_MESSAGE
+
+    def outermost_loop(self, at: int) -> int | None:
+        """Where the outermost loop around an instruction begins; None if it is in no loop."""
+        jumps = ((i, self.index[id(inst.target)]) for i, inst in enumerate(self.instructions) if inst.target is not None)
+        return min((target for i, target in jumps if target <= at <= i), default=None)
 
     def plain_for(self, at: int) -> bool:
         """Whether ``GET_ITER`` at ``at`` feeds the ``for`` that follows and nothing else (no comprehension, no enumerate)."""

@@ -44,6 +44,8 @@ class Frame(Attempt):
         if not self.active:
             return
         self.traced.add(tx.f_code)
+        if tx is tx.output.root_tx and not tx.stack and not self.scopes.open:
+            self._between[tx.instruction_pointer] = len(tx.output.graph.nodes)
         try:
             self._before(tx, tx.instruction_pointer)
         except Exception as error:
@@ -106,7 +108,7 @@ class Frame(Attempt):
 
     def compiled(self, output: Any = None) -> None:
         """A graph of this frame is compiled, or the frame is done (``output``): whatever was assumed must be settled now."""
-        stop = None if output is None else _torch_private.graph_break(output)
+        stop = None if output is None else self.cause(_torch_private.graph_break(output))
         self.check_closed(stop)
         self.check_worth(self.fused, stop)
         left = [Undischarged(a, "nothing has checked it") for a in self.assumptions if a not in self.settled]
@@ -117,13 +119,15 @@ class Frame(Attempt):
             stops = [*self.ledger.stops, *([] if stop is None else [stop])]
             self._skipped(self._report(stops=stops))
 
-    def failed(self, error: Exception, environment: Any) -> None:
+    def failed(self, error: Exception, tx: Any) -> None:
         """Tracing ended with an error: one that capture may have caused means another attempt without it."""
+        environment = tx.output.shape_env
         if control.is_restart(error):
             self.ledger.broken = self.ledger.broken or (self.traces_data and control.is_break(error) and control.has_unbacked(environment))
             return
         if control.is_backends(error):
             return
+        self.try_cut(tx, error)
         self.ledger.erred = self.ledger.erred or control.is_programs(error)
         if self.active and (self.flags or self.assumptions):
             self.ledger.stops.append(_torch_private.tracing_stop(error))

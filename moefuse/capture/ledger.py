@@ -27,6 +27,7 @@ class Ledger:
         collects: trace bodies of checkpoints that write to what the call has made; not once that was there when a graph ended.
         makes_leaves: trace tensors that the call makes with ``requires_grad=True``; not once what left a graph had gradients only by one.
         parametrizes: trace parametrisations that the call registers and removes; not once one of them was more than that.
+        cut: where the graph ends in front of a loop that Dynamo cannot break, and why; nothing was tried yet while it is None.
         broken: the graph breaks somewhere, in an attempt that traced sizes that depend on data.
         met: what a graph that was given up is given, because it writes to what its experts read: calls whose inputs are apart have another.
         unrelated: why no guard can tell which inputs of the graph lie in one memory; empty while nothing speaks against it.
@@ -43,6 +44,7 @@ class Ledger:
     collects: bool = True
     makes_leaves: bool = True
     parametrizes: bool = True
+    cut: tuple[int, Stop] | None = None
     broken: bool = False
     met: Sequence[relations.Input] = ()
     unrelated: str = ""

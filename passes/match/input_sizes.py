@@ -2,7 +2,8 @@
 
 Behind a graph break, and in a function that gets tokens, ids and routing weights from its caller, each of them is an input; once their
 number has changed between two calls, Dynamo gives each a size of its own, and the rules read a graph that indexes some rows by the ids of
-others. Sizes that are equal in this call are taken to be equal, as Dynamo's duck shaping does from the first call on. And once the last
+others. Sizes that were compared, and are equal in this call, are taken to be equal (``t`` and ``7*s``, too), as Dynamo's duck shaping does
+from the first call on: the fewest that do. And once the last
 size of ids has changed it is a symbol, too, where all of moefuse reads the number of slots of a token as a number: it is taken to be what
 it is in this call. Both only where a region is found that way and not without: the graph gets a guard, and is compiled anew for a call in
 which they differ, beside what was compiled before.

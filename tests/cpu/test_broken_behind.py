@@ -44,6 +44,54 @@ class Mixing(Layer):
         return expert(rows - rows.mean(0))  # type: ignore[no-any-return]
 
 
+class Balanced(Layer):
+    """What is used much is told less of itself: a loop behind the experts' that depends on data, where Dynamo cannot break a graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("usage", torch.zeros(E))
+        self.busy: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        with torch.no_grad():
+            counts = torch.bincount(self.router(x).argmax(-1), minlength=E).float()
+            for e in range(E):
+                self.usage[e] += counts[e]
+                if self.usage[e] > self.usage.mean():
+                    self.busy.append(e)
+        return out * 2
+
+
+class BalancedMixing(Balanced):
+    def of_one(self, expert: nn.Module, rows: Tensor) -> Tensor:
+        return expert(rows - rows.mean(0))  # type: ignore[no-any-return]
+
+
+class BalancedFirst(Balanced):
+    """The loop is in front: what it calls behind is a frame of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for e in range(E):
+            if self.usage[e] > self.usage.mean():
+                self.busy.append(e)
+            self.usage[e] += x[e].sum().detach()
+        return Layer.forward(self, x)
+
+
+class BalancedInside(Layer):
+    """One loop does both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.busy: list[int] = []
+
+    def of_one(self, expert: nn.Module, rows: Tensor) -> Tensor:
+        if rows.sum() > 0:
+            self.busy.append(len(self.busy))
+        return expert(rows)  # type: ignore[no-any-return]
+
+
 def backward(loss: Tensor) -> None:
     loss.backward()
 
@@ -124,3 +172,38 @@ def test_what_is_refused_is_left_to_the_frames_of_its_own() -> None:
         torch.testing.assert_close(torch.compile(program, backend=capturing(seen))(x), program(x))
     assert len(seen.report.fused) == 1, seen.report
     assert seen.report.skipped, seen.report
+
+
+@pytest.mark.parametrize(
+    ("kind", "fused"),
+    [(Balanced, 1), (BalancedMixing, 0), (BalancedFirst, 1), (BalancedInside, 0)],
+    ids=["behind", "refused", "in front", "inside"],
+)
+def test_a_loop_that_no_graph_can_have(kind: type[Layer], fused: int) -> None:
+    """The graph ends in front of it where experts are fused before, and else the frame is as without moefuse."""
+    torch.manual_seed(0)
+    layer, seen = kind(), Seen()
+    twin = copy.deepcopy(layer)
+    layer.compile(backend=capturing(seen, behind="aot_eager"))
+    for tokens in (10, 10, 7):
+        x = torch.randn(tokens, H)
+        got, expected = layer(x), twin(x)
+        torch.testing.assert_close(got, expected)
+        got.square().sum().backward()
+        expected.square().sum().backward()
+    for mine, other in zip(layer.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-4, atol=1e-5)
+    assert layer.busy == twin.busy
+    assert len(seen.report.fused) >= fused
+    assert bool(seen.report.fused) == bool(fused), seen.report
+
+
+def test_two_layers_that_balance() -> None:
+    """The one's graph does for the other, whose code and sizes are the same."""
+    seen, model = Seen(), nn.Sequential(Balanced(), Balanced())
+    twin, x = copy.deepcopy(model), torch.randn(10, H)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(model, backend=capturing(seen))(x), twin(x))
+    assert [layer.busy for layer in model] == [layer.busy for layer in twin]
+    assert seen.report.fused, seen.report
+    assert not seen.report.skipped, seen.report

@@ -67,6 +67,46 @@ def test_behind_a_break() -> None:
     assert (len(seen.report.fused), seen.report.skipped) == (2, []), seen.report
 
 
+class BrokenSequences(Broken):
+    """As :class:`Broken`, with tokens in sequences: their number is a product, and behind the break nobody says so."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.router(x).view(-1, E).softmax(-1).topk(K)
+        torch._dynamo.graph_break()
+        return self.experts(x.reshape(-1, H), weights, ids).view(x.shape)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [((13, 7), (5, 7), (9, 7)), ((3, 7), (3, 5), (3, 11)), ((13, 7), (5, 6), (9, 4))],
+    ids=["sequences", "lengths", "both"],
+)
+def test_sequences_behind_a_break(shapes: tuple[tuple[int, int], ...]) -> None:
+    """Numbers of sequences and their lengths times each other are as many as the ids; the graph is guarded to have that."""
+    seen, model = Seen(), BrokenSequences()
+    compiled = torch.compile(model, backend=capturing(seen))
+    for shape in shapes:
+        x = torch.randn(*shape, H)
+        torch.testing.assert_close(compiled(x), model(x))
+    assert (len(seen.report.fused), seen.report.skipped) == (2, []), seen.report
+
+
+def test_products_that_differ_later_are_another_graph() -> None:
+    """There are more rows than ids in the last calls; the ids are of the first of them."""
+    seen, model = Seen(), Experts()
+
+    def experts(x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        return model(x.flatten(0, 1), weights, ids)  # type: ignore[no-any-return]
+
+    compiled = torch.compile(experts, backend=capturing(seen))
+    with torch.no_grad():
+        for sequences, length, tokens in ((3, 7, 21), (5, 7, 35), (4, 7, 20), (6, 5, 13)):
+            _, weights, ids = routed(tokens)
+            x = torch.randn(sequences, length, H)
+            torch.testing.assert_close(compiled(x, weights, ids), experts(x, weights, ids))
+    assert seen.report.fused, seen.report
+
+
 def test_sizes_that_differ_later_are_another_graph() -> None:
     """More rows than ids: those without ids are zero. Found equal before, which the graph is guarded to have."""
     seen, model = Seen(), Experts()
