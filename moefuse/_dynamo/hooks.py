@@ -137,11 +137,7 @@ def install(
     _wrap(MutationType, "__init__", _on_new)
     _wrap(TensorVariable, "method_item", _on_item)
     _wrap(TensorVariable, "method_tolist", _on_tolist)
-    if fresh_leaves.available():
-        from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
-
-        _wrap(TensorVariable, "call_method", _on_method)
-        _wrap(TorchInGraphFunctionVariable, "call_function", _on_function)
+    _install_leaves(TensorVariable)
     if hasattr(BuiltinVariable, "call_index"):
         _wrap(BuiltinVariable, "call_index", _on_index)
     _wrap(TensorVariable, "unpack_var_sequence", _on_unpack)
@@ -167,6 +163,14 @@ def install(
         _wrap(SideEffects, "check_allowed_side_effect", _on_check)
         _wrap(SideEffects, "prune_dead_object_new", _on_prune)
     parametrized_hooks.install(_wrap, _KEPT)
+
+
+def _install_leaves(tensors: type) -> None:
+    if fresh_leaves.available():
+        from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+
+        _wrap(tensors, "call_method", _on_method)
+        _wrap(TorchInGraphFunctionVariable, "call_function", _on_function)
 
 
 def before_tracing(prepare: Callable[[nn.Module, Mapping[str, Any]], None]) -> None:
