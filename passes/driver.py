@@ -60,6 +60,7 @@ from moefuse.passes.match.unexplained import choices, unexplained
 from moefuse.passes.prove import backward, discharge
 from moefuse.passes.prove.effects import Effects, EffectsDifferError, compare, effects
 from moefuse.passes.prove.region_key import signature
+from moefuse.passes.prove.surroundings import rounded
 from moefuse.passes.prove.verify import Verdict, verify
 from moefuse.report import Fused, RejectedError, Skipped
 from moefuse.runtime.groups import Terms
@@ -460,7 +461,9 @@ def _verdict(
                 return Lost("verification-error", region.anchor, {"detail": UNCOUNTED})
             return Lost("verification-error", region.anchor, {"detail": f"{type(error).__name__}: {first_line(error)}"})
     verdict = run.verdicts[key]
-    return Lost("verification-failed", region.anchor, {"detail": verdict.problem}) if verdict.problem else verdict
+    if not verdict.problem:
+        return verdict
+    return rounded(region) or Lost("verification-failed", region.anchor, {"detail": verdict.problem})
 
 
 def _skipped(lost: Lost, anchor: Node | None = None) -> Skipped:

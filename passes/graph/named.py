@@ -55,8 +55,15 @@ def counted(size: object) -> str:
 
 
 def operation(node: Node) -> str:
-    """What a node does, by the name of the operation."""
-    return raw_name(node) if node.op in ("call_function", "call_method") else "its input"
+    """What a node does: the name of the operation, also of one whose result it takes apart; a function of the user's as he calls it."""
+    while node.target is operator.getitem and isinstance(node.args[0], Node) and isinstance(fake(node.args[0]), tuple | list):
+        node = node.args[0]
+    if node.op not in ("call_function", "call_method"):
+        return "its input"
+    if not isinstance(node.target, torch._ops.HigherOrderOperator):
+        return raw_name(node)
+    called = next((_expression(line[start:], "") for line, start in _frames(node)), "")
+    return called if called and len(called) <= _LONGEST and "`" not in called else raw_name(node)
 
 
 def _frames(node: Node) -> list[tuple[str, int]]:

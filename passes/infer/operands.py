@@ -12,9 +12,9 @@ from moefuse.passes.graph.calls import fake, tensor
 from moefuse.passes.graph.sizes import same, shape_of
 from moefuse.passes.infer.gates import gate
 from moefuse.passes.infer.state import Context
-from moefuse.passes.ir.axes import Atom, Axes, Axis, align, extent
+from moefuse.passes.ir.axes import Atom, Axes, Axis, align, extent, fresh
 from moefuse.passes.ir.expr import ExpertVector, Expr, Leaf, SharedVector, SlotWeight, Token
-from moefuse.passes.ir.facts import Column, Domain, Rows, Table, View, Weight
+from moefuse.passes.ir.facts import Column, Domain, RowNumber, Rows, Table, View, Weight
 
 
 def padded(axes: Axes, rank: int) -> Axes:
@@ -54,6 +54,17 @@ def leaf(ctx: Context, node: Node, axes: Axes, domain: Domain, value: Any) -> Ex
     if isinstance(value, View):
         return _plain(ctx, node, axes, domain, replace(value, axes=padded(value.axes, rank)))
     return None
+
+
+def beside(ctx: Context, node: Node, axes: Axes, domain: Domain, value: Node) -> Expr | None:
+    """As :func:`leaf`, of a value of the graph; it may be the row of a stack that another number than the expert's takes."""
+    fact = ctx.fact(value)
+    numbers = (fact.expert, domain.expert) if isinstance(fact, Weight) else (None, None)
+    if None in numbers or numbers[0] == numbers[1] or any(isinstance(n, RowNumber) for n in numbers):
+        return leaf(ctx, node, axes, domain, fact)
+    known = tensor(value)
+    row = leaf(ctx, node, axes, domain, View(fresh(shape_of(known)), ctx.first[value])) if known is not None and known.dim() == 1 else None
+    return ExpertVector(node, Leaf(row.source, False, None, (0,))) if isinstance(row, SharedVector) else None
 
 
 def fits(rows: Axes, other: Axes) -> bool:

@@ -112,7 +112,7 @@ def _merge(exprs: list[Expr], merge: _Merge) -> Expr:
     first, experts = exprs[0], merge.experts
     for e, other in zip(experts[1:], exprs[1:], strict=True):
         if type(other) is not type(first):
-            detail = f"{type(other).__name__.lower()} where expert {experts[0]} has {type(first).__name__.lower()}"
+            detail = f"{_kind(other)} where expert {experts[0]} has {_kind(first)}"
             raise DifferError(e, detail, next((x for x in (first, other) if isinstance(x, Token)), None))
     match first:
         case Token() | SlotWeight():
@@ -126,7 +126,7 @@ def _merge(exprs: list[Expr], merge: _Merge) -> Expr:
             child = merge.run([e.child for e in exprs])  # type: ignore[attr-defined]
             return Linear(first.node, child, common_leaf(_weights(exprs), experts))
         case ExpertVector():
-            return ExpertVector(first.node, common_leaf([e.vector for e in exprs], experts))  # type: ignore[attr-defined]
+            return ExpertVector(first.node, common_leaf(_own([(e.node, e.vector) for e in exprs]), experts))  # type: ignore[attr-defined]
         case Slice():
             for name in ("start", "step", "length", "of"):
                 _same(exprs, experts, name, f"slice {name}")
@@ -140,6 +140,17 @@ def _merge(exprs: list[Expr], merge: _Merge) -> Expr:
     raise DifferError(experts[0], f"unknown expression {type(first).__name__}")
 
 
+_KINDS: dict[type[Expr], str] = {
+    Token: "its token or another input", SlotWeight: "a routing weight", Gate: "a routing weight", Linear: "a product with a weight",
+    ExpertVector: "a tensor of its own", SharedVector: "a tensor", Slice: "some of the features", Cast: "another dtype",
+}  # fmt: skip
+
+
+def _kind(expr: Expr) -> str:
+    """What an expert computes at some place, for a reader."""
+    return f"`{expr.name}`" if isinstance(expr, Op) else _KINDS.get(type(expr), "something else")
+
+
 def _same(exprs: list[Any], experts: list[int], name: str, what: str) -> None:
     first = getattr(exprs[0], name)
     for e, other in zip(experts[1:], exprs[1:], strict=True):
@@ -151,7 +162,9 @@ def _same(exprs: list[Any], experts: list[int], name: str, what: str) -> None:
 def _apart_from(what: str, value: Any, first: Any) -> str:
     """What an expert has, and not the first one, as the user wrote it."""
     mine, theirs = (named(v) if isinstance(v, Node) else str(v) for v in (value, first))
-    return f"{what} {mine} instead of {theirs}" if mine != theirs else f"{what} {mine} is computed for each expert by itself"
+    if mine != theirs:
+        return f"{what} {mine} instead of {theirs}"
+    return f"{'' if what == 'uses' else f'{what} '}{mine} is computed for each expert by itself"
 
 
 def _op(exprs: list[Any], merge: _Merge) -> Expr:
@@ -232,7 +245,7 @@ def common_leaf(leaves: list[Leaf], experts: list[int]) -> Leaf:
         if leaf.stacked != first.stacked or leaf.order != first.order:
             raise DifferError(e, "its weight is stored in another layout")
         if leaf.stacked and leaf.source is not first.source:
-            raise DifferError(e, f"uses {named(leaf.source)} instead of {named(first.source)}")
+            raise DifferError(e, _apart_from("uses", leaf.source, first.source))
         if leaf.stacked and leaf.expert is not None and leaf.expert != e:
             raise DifferError(e, f"uses the weight of expert {leaf.expert}")
         _check_shape(e, leaf, first)
@@ -254,9 +267,14 @@ def _common_held(leaves: list[Leaf], experts: list[int]) -> Held | None:
 
 
 def _weights(linears: list[Any]) -> list[Leaf]:
-    """Each expert's. A row of a stack is a tensor of its own where others have such: a sum, where theirs has an adapter."""
-    leaves: list[Leaf] = [e.weight for e in linears]
-    return leaves if len({leaf.stacked for leaf in leaves}) == 1 else [_by_itself(e.node, e.weight) for e in linears]
+    return _own([(e.node, e.weight) for e in linears])
+
+
+def _own(read: list[tuple[Node, Leaf]]) -> list[Leaf]:
+    """Each expert's, and what reads it. A row of a stack is a tensor of its own where others have such, or one of another stack."""
+    leaves = [leaf for _, leaf in read]
+    alike = len({leaf.source if leaf.stacked else None for leaf in leaves}) == 1
+    return leaves if alike else [_by_itself(reader, leaf) for reader, leaf in read]
 
 
 def _by_itself(reader: Node, leaf: Leaf) -> Leaf:

@@ -24,7 +24,7 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
     "div": operator.truediv,
     "pow": operator.pow,
 }
-_BY_DTYPE = frozenset(("mean", "sum", "softmax", "log_softmax"))
+_BY_DTYPE = frozenset(("mean", "sum", "softmax", "log_softmax", "cumsum", "cumprod"))
 
 
 def function_of(name: str, kwargs: dict[str, Any]) -> Callable[..., Any]:

@@ -32,6 +32,7 @@ from moefuse.passes.ir.regions import Refused, Region, Summed, Weightless, sourc
 from moefuse.passes.match.activations import vanishes
 from moefuse.passes.match.distinct import may_repeat
 from moefuse.passes.match.ids_outside import outside
+from moefuse.passes.match.joined import met
 from moefuse.passes.match.lowrank import observed, read_elsewhere, refused, taken_apart
 from moefuse.passes.match.representative import instances
 from moefuse.passes.match.safety import checked
@@ -168,7 +169,7 @@ def _summed(ctx: Context, fact: Sum, holders: list[Node]) -> Region | Lost | Non
         return rest
     found = _over_slots(ctx, parts, routing, anchor, rest)
     if isinstance(found, Lost):
-        return found
+        return (met(ctx, fact, routing) if found.code == "missing-experts" else None) or found
     expr, count = found
     by_token_of = _of_sequences(ctx, parts, routing)
     if isinstance(by_token_of, Lost):
@@ -237,16 +238,11 @@ def _weightless(ctx: Context, fact: Sum, anchor: Node) -> Weightless | Lost | No
     leaves = {type(e) for e in walk(expr) if isinstance(e, Token | SlotWeight | Gate | ExpertVector | SharedVector)}
     by_slot = all(p.rows.domain.name == "selected" and p.rows.domain.slot is None and _exact(p) for p in fact.parts)
     weights = [f for f in factors(expr) if isinstance(f, SlotWeight)]
-    if (
-        fact.once
-        or not by_slot
-        or leaves != {Token, SlotWeight}
-        or len(weights) != 1
-        or numbers != list(range(numbers[0], numbers[-1] + 1))
-    ):
+    simple = leaves == {Token, SlotWeight} and len(weights) == 1
+    if fact.once or not by_slot or not simple or numbers != list(range(numbers[0], numbers[-1] + 1)):
         unknown = no_rule(expr)
-        detail = "it has no weights, and is not its token times a weight"
-        return unknown or ctx.lost("experts-differ", anchor, expert=str(numbers[0]), detail=detail)
+        detail = f"expert {numbers[0]} has no weights" + (", and is not its token times a weight" if by_slot and not simple else "")
+        return unknown or ctx.lost("experts-differ", anchor, expert="?", detail=detail)
     return Weightless(expr, range(numbers[0], numbers[-1] + 1))
 
 
@@ -295,6 +291,8 @@ def _over_experts(ctx: Context, parts: list[Part], anchor: Node, rest: Weightles
         return count
     every = [*numbers, *(rest.numbers if rest is not None else ())]
     if every != list(range(count + (len(rest.numbers) if rest is not None else 0))):
+        if rest is not None and sorted(every) == list(range(len(every))):
+            return ctx.lost("experts-differ", anchor, expert="?", detail=f"expert {rest.numbers[0]} has no weights, and one behind it has")
         times = len(numbers) // max(len(set(numbers)), 1)
         if times > 1 and numbers == sorted([*set(numbers)] * times):
             return ctx.lost("missing-experts", anchor, times=times)

@@ -8,12 +8,12 @@ from typing import Any
 from torch.fx import Node
 
 from moefuse.errors import message
-from moefuse.passes.graph.calls import module_path, tensor
+from moefuse.passes.graph.calls import module_path, raw_name, tensor
 from moefuse.passes.graph.named import named, operation
 from moefuse.passes.graph.op_classes import SAME_NUMBER
 from moefuse.passes.infer.state import Context
 from moefuse.passes.ir.expr import Gate, has_linear, walk, weight_leaves
-from moefuse.passes.ir.facts import Buffer, Lost, Many, Routing, RowNumber, Rows, Sum
+from moefuse.passes.ir.facts import Buffer, Lost, Many, Routing, RowNumber, Rows, Sum, Table
 from moefuse.passes.match.liveness import unread
 from moefuse.passes.match.unexplained import choices, decided, of_tokens, weights_of
 from moefuse.passes.rules import rule_of
@@ -33,6 +33,8 @@ _FAR = 256
 def text_of(lost: Lost) -> str:
     """What the user reads of a refusal."""
     details = {"name": named(lost.node), "op": operation(lost.node), **lost.details}
+    if lost.node.op == "call_function" and details["op"] == raw_name(lost.node):
+        details["op"] = operation(lost.node)
     if lost.code == "no-rule" and rule_of(str(details["op"])) is not None:
         details["known"] = True
     return message(lost.code, details)
@@ -58,7 +60,7 @@ def refusals(ctx: Context, refused: list[tuple[Lost, Routing | None]], covered: 
             known = out.get(key)
             # What is done to a value outside of the experts is no reason that it is used there.
             same = known is not None and known.node is node and known.code != "value-escapes"
-            if known is None or same or _follows(ctx, known, node):
+            if known is None or same or _follows(ctx, known, node) or _is_missing(ctx, known, node):
                 out[key] = fact
     for node, routing in _ends(ctx, covered):
         known = out.get(routing)
@@ -124,6 +126,17 @@ def _follows(ctx: Context, known: Lost, node: Node) -> bool:
     if ctx.position[known.node] <= ctx.position[node]:
         return False
     return known.code in _CONSEQUENCES or (known.code == "sum-changed" and _leads_to(ctx, node, known.node))
+
+
+def _is_missing(ctx: Context, known: Lost, node: Node) -> bool:
+    """Whether rows are lost of an expert that a sum is said to be without."""
+    present = str(known.details.get("present", "")) if known.code == "missing-experts" else ""
+    first, _, last = present.partition("..")
+    there = set(range(int(first), int(last) + 1)) if last else {int(n) for n in present.split(", ") if n.isdigit()}
+    facts = [ctx.facts.get(n) for n in node.all_input_nodes]
+    rows = [fact for fact in facts if isinstance(fact, Rows) and has_linear(fact.expr)]
+    experts = [r.domain.expert for r in rows] + [fact.expert for fact in facts if isinstance(fact, Table) and rows]
+    return bool(there) and any(e is not None and int(e) not in there for e in experts)
 
 
 def _leads_to(ctx: Context, node: Node, later: Node) -> bool:

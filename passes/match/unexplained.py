@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import Node
 
-from moefuse.passes.graph.calls import tensor
+from moefuse.passes.graph.calls import raw_name, tensor
 from moefuse.passes.graph.named import operation
 from moefuse.passes.graph.op_classes import INDICES_ALONG, METADATA, PRODUCTS
 from moefuse.passes.graph.sizes import shape_of
@@ -258,7 +258,7 @@ def _told(ctx: Context, node: Node, count: int) -> Lost:
     call = ctx.calls[node]
     if node in ctx.levels:
         return ctx.lost("transformed", node, name=ctx.levels[node])
-    return ctx.lost("not-recognised", node, op=operation(node) if call is None else call.name, count=count)
+    return ctx.lost("not-recognised", node, op=operation(node) if call is None or call.name == raw_name(node) else call.name, count=count)
 
 
 __all__ = ["choices", "decided", "of_tokens", "scores_of", "unexplained", "weights_of"]

@@ -17,7 +17,8 @@ from moefuse.passes.graph.calls import tensor
 from moefuse.passes.graph.named import named
 from moefuse.passes.graph.op_classes import SIZE_QUERIES
 from moefuse.passes.infer.state import Context
-from moefuse.passes.ir.expr import computed_in, held_leaves, weight_leaves
+from moefuse.passes.ir.expr import Cast, computed_in, held_leaves, walk, weight_leaves
+from moefuse.passes.ir.facts import Lost
 from moefuse.passes.ir.regions import Region
 from moefuse.passes.prove.replay import Run
 
@@ -133,6 +134,21 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 def rms(x: torch.Tensor) -> float:
     """The size of a tensor's elements."""
     return float(x.square().mean().sqrt()) if x.numel() else 0.0
+
+
+def rounded(region: Region) -> Lost | None:
+    """The refusal of experts that round to fewer bits in between; so far off, nothing tells an op that rounds elsewhere from a fault."""
+    value = tensor(region.value)
+    if value is None or not value.dtype.is_floating_point:
+        return None
+    eps = torch.finfo(lowest(region, value.dtype)).eps
+    for e in walk(region.expr):
+        made = e.dtype if isinstance(e, Cast) else dict(getattr(e, "kwargs", ())).get("dtype")
+        if isinstance(made, torch.dtype) and made.is_floating_point and torch.finfo(made).eps > eps:
+            narrow, wide = (str(d).removeprefix("torch.") for d in (made, value.dtype))
+            detail = f"the program rounds to it inside experts that compute in {wide}"
+            return Lost("dtype-unsupported", e.node, {"dtype": narrow, "detail": detail})
+    return None
 
 
 def lowest(region: Region, out: torch.dtype) -> torch.dtype:

@@ -311,8 +311,12 @@ def test_projections(function: Function, expected: tuple[str, str, str]) -> None
     assert rows_of(function) == expected
 
 
-def test_the_weight_of_another_expert_is_refused() -> None:
-    assert lost_code(lambda x, ids, w_in: F.linear(x[tok(ids)], w_in[2])) == "experts-differ"
+def test_the_weight_of_another_expert_is_a_matrix_as_any() -> None:
+    assert rows_of(lambda x, ids, w_in: F.linear(x[tok(ids)], w_in[2])) == ("selected", "r f", "linear(token(x), getitem_2)")
+
+
+def test_the_weight_of_another_expert_out_of_a_view_is_refused() -> None:
+    assert lost_code(lambda x, ids, w_in: F.linear(x[tok(ids)], w_in.transpose(1, 2)[2].t())) == "experts-differ"
 
 
 def test_rows_beside_weights_of_other_slots_are_refused() -> None:
@@ -543,8 +547,10 @@ def test_accumulators(add: Callable[[Any, Any, Any], Any]) -> None:
     assert fact.base is None
 
 
-def test_a_scaled_accumulation_is_no_sum() -> None:
-    assert not isinstance(accumulated(lambda out, t, y: out.index_add_(0, t, y, alpha=2.0)), Sum)
+def test_a_scaled_accumulation_is_a_sum_of_scaled_rows() -> None:
+    fact = accumulated(lambda out, t, y: out.index_add_(0, t, y, alpha=2.0))
+    assert isinstance(fact, Sum)
+    assert show(fact.parts[1].rows.expr) == "mul(mul(linear(silu(linear(token(x), w_up)), w_out), weight), 2.0)"
 
 
 def test_rows_added_to_other_tokens_are_no_sum() -> None:

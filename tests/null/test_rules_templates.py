@@ -297,7 +297,7 @@ def test_equal_experts_become_one() -> None:
 DIFFERENT: list[tuple[str, Callable[[int, Any], Any]]] = [
     ("operation tanh instead of exp", lambda e, h: torch.tanh(h) if e == 2 else torch.exp(h)),
     ("`mul` with 3.0 instead of 2.0", lambda e, h: h * (3.0 if e == 2 else 2.0)),
-    ("op where expert 0 has slice", lambda e, h: torch.exp(h[:, :4]) if e == 2 else h[:, :4]),
+    ("`exp` where expert 0 has some of the features", lambda e, h: torch.exp(h[:, :4]) if e == 2 else h[:, :4]),
     ("slice start 1 instead of 0", lambda e, h: h[:, 1:5] if e == 2 else h[:, 0:4]),
     ("dtype torch.float16 instead of torch.bfloat16", lambda e, h: h.half() if e == 2 else h.bfloat16()),
     ("`clamp` with other arguments", lambda e, h: h.clamp(0.0) if e == 2 else h.clamp(0.0, 1.0)),

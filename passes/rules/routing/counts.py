@@ -15,7 +15,7 @@ from moefuse.passes.infer.routings import routing_of
 from moefuse.passes.infer.state import Context, normalize, out_shape
 from moefuse.passes.infer.symbolic_sizes import refine, settle
 from moefuse.passes.ir.axes import Atom
-from moefuse.passes.ir.facts import Counts, Occurring, Range, Routing, Rows, Sorted, View
+from moefuse.passes.ir.facts import Counts, Occurring, Range, Routing, Sorted, View
 from moefuse.passes.rules import rule
 from moefuse.passes.rules.routing.ids import all_of_them, is_integer, role_axes
 from moefuse.passes.rules.routing.offsets import exact
@@ -92,11 +92,9 @@ def _as_they_are(ctx: Context, ids: Node, dtype: torch.dtype, bins: int) -> bool
     return holds(dtype, (0, bins)) if rounds else known is not None and holds(dtype, known)
 
 
-@rule("cumsum", shown=("dtype",))
-def on_cumsum(ctx: Context, node: Node, x: Node, dim: int | None = None) -> Any:
+def running(ctx: Context, node: Node, x: Node, dim: int | None) -> Any:
+    """The running sum of counts: where the segments of experts end."""
     fact = ctx.fact(x)
-    if isinstance(fact, Rows):
-        return ctx.lost("not-row-local", node, op="cumsum")
     if not isinstance(fact, Counts | Occurring) or (dim is None and len(fact.axes) > 1):
         return None
     if [a.kind for a in fact.axes[normalize(dim or 0, len(fact.axes))]] != ["e"]:

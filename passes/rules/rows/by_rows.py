@@ -35,6 +35,8 @@ def by_rows(ctx: Context, node: Node, x: Node, base: Any, chosen: Selection, ind
             return None
         columns.append(i.of)
     rest = indices[len(columns) :]
+    if isinstance(base, Fill) and columns in (["flat"], ["token", "slot"]) and _by_slot(base, chosen.routing):
+        base = View(base.axes, x)  # routing weights that are all the same
     if columns == ["flat"]:
         return by_slots(node, base, chosen, rest)
     if any(r is not None and r != _ALL for r in rest[1:]):
@@ -50,6 +52,12 @@ def by_rows(ctx: Context, node: Node, x: Node, base: Any, chosen: Selection, ind
             return ctx.lost("tokens-differ", node, detail="the routing weights are not [tokens, slots]")
         return with_none(Rows((rows,), row_domain(chosen), SlotWeight(node, base.root)), rest)
     return None
+
+
+def _by_slot(fill: Fill, routing: Routing) -> bool:
+    """Whether a tensor of one constant has an element for each slot and no more, in the dimensions that it was made with."""
+    atoms = [a for axis in fill.axes for a in axis]
+    return all(a.kind == "d" for a in atoms) and same(extent(tuple(atoms)), routing.num_tokens * routing.top_k)
 
 
 def by_slots(node: Node, base: Any, chosen: Selection, rest: list[Any]) -> Any:

@@ -14,13 +14,14 @@ from moefuse.passes.graph.matmuls import operands
 from moefuse.passes.graph.named import counted
 from moefuse.passes.graph.sharded import is_root
 from moefuse.passes.graph.sizes import same, shape_of
-from moefuse.passes.infer.operands import fits, leaf, real
+from moefuse.passes.graph.stacks import row_behind
+from moefuse.passes.infer.operands import beside, fits, leaf, real
 from moefuse.passes.infer.state import Context, out_shape
 from moefuse.passes.infer.unpacking import is_unpacked
 from moefuse.passes.infer.weight_sums import stack_of_sums
 from moefuse.passes.ir.axes import Atom, Axes, Axis, align, fresh, reshape
 from moefuse.passes.ir.expr import Cast, Expr, Leaf, Linear, Op, SharedVector
-from moefuse.passes.ir.facts import Counts, Domain, Lost, Mask, Order, Routing, Rows, Table, View, Weight
+from moefuse.passes.ir.facts import Counts, Domain, Lost, Mask, Order, Routing, RowNumber, Rows, Table, View, Weight
 from moefuse.passes.rules import rule
 from moefuse.passes.rules.routing.masks import mask_table, masked_weight
 from moefuse.passes.rules.rows.leaves import slot_value, token
@@ -42,7 +43,7 @@ def on_linear(ctx: Context, node: Node, x: Any, weight: Any, bias: Any = None) -
 
 def with_bias(ctx: Context, node: Node, rows: Rows, bias: Any) -> Any:
     """Rows plus a bias per expert (or shared)."""
-    item = leaf(ctx, node, rows.axes, rows.domain, ctx.fact(bias))
+    item = beside(ctx, node, rows.axes, rows.domain, bias)
     if item is None:
         return ctx.lost("no-rule", node, how="a bias that is no vector for each expert, or one for all")
     return replace(rows, expr=Op(node, "add", (rows.expr, item)))
@@ -230,6 +231,9 @@ def project(ctx: Context, node: Node, x: Any, weight: Weight, names: Labels, oth
     if entry is None or isinstance(entry, Lost):
         return entry
     domain, expr, axes = entry
+    other = None if same_expert(domain, weight) else row_behind(node, weight.root, int(weight.expert or 0))
+    if not same_expert(domain, weight) and other is None:
+        return ctx.lost("experts-differ", node, expert=str(weight.expert), detail="rows of one expert meet the weight of another")
     if not free and not any(a.kind == "w" and a is not contracted[0] for axis in weight.axes for a in axis):
         return None
     stack = weight.expert != -1
@@ -239,6 +243,8 @@ def project(ctx: Context, node: Node, x: Any, weight: Weight, names: Labels, oth
         else next(a.index for axis in weight.axes for a in axis if a.kind == "w" and a is not contracted[0])
     )
     item = Leaf(weight.root, stack, weight.expert if stack else None, (outer, contracted[0].index))
+    if other is not None:  # a matrix of a stack that belongs to this expert by another number than its own
+        item = Leaf(ctx.first[other], False, None, tuple(d - 1 for d in item.order))
     result: list[Axis] = []
     for i, c in enumerate(out):
         if c in free:
@@ -267,11 +273,17 @@ def _rows(
     return _tokens(ctx, node, x, weight, left, rows, inner)
 
 
+def same_expert(domain: Domain, weight: Weight) -> bool:
+    """Whether a matrix of a stack is that of the expert of some rows, as far as both are known."""
+    given = weight.expert is not None and weight.expert >= 0 and domain.expert is not None
+    return not given or domain.expert == weight.expert
+
+
 def _joined_domain(domain: Domain, weight: Weight) -> Domain | None:
     if domain.name in ("selected", "masked"):
         if weight.routing is not None or weight.expert is None:
             return None
-        if weight.expert >= 0 and domain.expert is not None and domain.expert != weight.expert:
+        if not same_expert(domain, weight) and any(isinstance(e, RowNumber) for e in (domain.expert, weight.expert)):
             return None
         return domain if domain.expert is not None or weight.expert < 0 else replace(domain, expert=weight.expert)
     if weight.expert == -1 and weight.routing is None:

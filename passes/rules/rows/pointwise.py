@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -9,14 +10,15 @@ import torch
 from torch.fx import Node
 
 from moefuse import _torch_private
+from moefuse.passes.graph.calls import tensor
 from moefuse.passes.graph.named import named, placed
 from moefuse.passes.graph.op_classes import PRODUCTS, RANDOM, TERNARY, UNARY
 from moefuse.passes.graph.sizes import same
 from moefuse.passes.infer.cone import cone_rows
-from moefuse.passes.infer.operands import joined, leaf, padded, real, scalar, symbol
+from moefuse.passes.infer.operands import beside, joined, leaf, padded, real, scalar, symbol
 from moefuse.passes.infer.routings import shared_routing
 from moefuse.passes.infer.state import Context, out_shape
-from moefuse.passes.ir.axes import Axes, extent
+from moefuse.passes.ir.axes import Axes, extent, fresh
 from moefuse.passes.ir.expr import Expr, Gate, Op, has_linear, walk
 from moefuse.passes.ir.facts import Buffer, Counts, Domain, Fill, Listed, Lost, Mask, Rows, Sorted, Span, Table, View
 from moefuse.passes.rules import EVERYTHING, rule
@@ -32,7 +34,7 @@ from moefuse.passes.rules.rows.listed import product
 from moefuse.passes.rules.rows.views import inherited
 
 
-@rule(*UNARY, *(set(TERNARY) - {"addcmul"}), "pow", "sub", "maximum", "minimum", "remainder", "fmod", "atan2", "rsub")
+@rule(*UNARY, *(set(TERNARY) - {"addcmul"}), "pow", "maximum", "minimum", "remainder", "fmod", "atan2", "rsub")
 def on_pointwise(ctx: Context, node: Node, *args: Any, **kwargs: Any) -> Any:
     facts = [ctx.fact(a) for a in (*args, *kwargs.values())]
     if any(isinstance(f, Span | Counts) for f in facts):
@@ -77,36 +79,75 @@ def row_local(ctx: Context, node: Node, args: tuple[Any, ...], kwargs: dict[str,
     rows = [f for f in (*facts, *(ctx.fact(v) for v in kwargs.values())) if isinstance(f, Rows)]
     domain = domain_of(rows, [f for f in facts if isinstance(f, Table)])
     if call is None or domain is None:
-        return ctx.lost("experts-differ", node, expert="?", detail="rows of different experts or layers meet in one operation")
+        return _met(ctx, node, rows) or ctx.lost(
+            "experts-differ", node, expert="?", detail="rows of different experts or layers meet in one operation"
+        )
     axes = joined([r.axes for r in rows], len(out_shape(node)))
     new: list[Any] = []
     for value in args:
-        item = operand(ctx, node, axes, domain, value)
+        item = operand(ctx, node, axes, domain, value, rows[0].expr)
         if isinstance(item, Lost):
             return item
         new.append(item)
     options = []
     for key, value in kwargs.items():
-        item = operand(ctx, node, axes, domain, value)
+        item = operand(ctx, node, axes, domain, value, rows[0].expr)
         if isinstance(item, Lost):
             return item
         options.append((key, item))
     return Rows(axes, domain, Op(node, name or call.name, tuple(new), tuple(options)))
 
 
-def operand(ctx: Context, node: Node, axes: Axes, domain: Domain, value: Any) -> Any:
-    """An argument as an Expr or a constant; Lost if it is neither."""
+def _met(ctx: Context, node: Node, rows: list[Rows]) -> Lost | None:
+    """The refusal where the rows of one expert meet those of another in something that is no sum."""
+    call, domains = ctx.calls[node], [r.domain for r in rows]
+    apart = len({d.expert for d in domains if d.expert is not None}) > 1 and len({d.routing for d in domains if d.routing is not None}) == 1
+    if call is None or call.name == "add" or not apart or not all(has_linear(r.expr) for r in rows):
+        return None
+    return ctx.lost("not-combined", node, by=call.name)
+
+
+def operand(ctx: Context, node: Node, axes: Axes, domain: Domain, value: Any, like: Expr | None = None) -> Any:
+    """An argument as an Expr or a constant; Lost if it is neither. ``like``: a value of the same rows."""
     if scalar(value) or isinstance(value, torch.dtype):
         return value
-    found = leaf(ctx, node, axes, domain, ctx.fact(value)) if isinstance(value, Node) else None
+    fact = ctx.fact(value) if isinstance(value, Node) else None
+    found = _filled(ctx, node, axes, domain, fact, value, like) if isinstance(fact, Fill) else None
+    found = beside(ctx, node, axes, domain, value) if found is None and isinstance(value, Node) else found
     found = found if found is not None else symbol(node, value)
     if found is not None:
         return found
     lost = _put_together(ctx, node, domain, value) if isinstance(value, Node) else None
     if lost is not None:
         return lost
+    if isinstance(fact, Table) and None not in (fact.expert, domain.expert) and fact.expert != domain.expert:
+        detail = f"its routing weight meets the weights of expert {domain.expert}"
+        return ctx.lost("experts-differ", node, expert=str(fact.expert), detail=detail)
     name = placed(value, node) if isinstance(value, Node) else "an argument"
+    if isinstance(fact, Fill) and math.isnan(fact.value):
+        return ctx.lost("no-rule", node, how=f"an operation with {name}, which nothing has initialised")
+    if isinstance(fact, Fill):
+        return ctx.lost("no-rule", node, how=f"an operation with {name}, a constant that does not have their shape")
     return ctx.lost("tokens-differ", node, detail=f"{name} is not a value per row of the same experts")
+
+
+def _filled(ctx: Context, node: Node, axes: Axes, domain: Domain, fill: Fill, value: Node, like: Expr | None) -> Expr | None:
+    """A tensor of one constant beside rows: as it is where all rows read the same of it, else made again for the rows."""
+    theirs = padded(fill.axes, len(axes))
+    if any(real(a) and not real(mine) for mine, a in zip(axes, theirs, strict=True)):
+        return None
+    features = {any(b.kind == "f" for b in mine) for mine, a in zip(axes, theirs, strict=True) if real(a)}
+    of_rows = any(isinstance(ctx.fact(n), Rows) for n in value.all_input_nodes)
+    known = None if len(features) > 1 or of_rows else leaf(ctx, node, axes, domain, View(fresh(out_shape(value)), value))
+    if known is not None:
+        return known
+    made, before = tensor(value), None if like is None else tensor(like.node)
+    if like is None or math.isnan(fill.value) or made is None or before is None:
+        return None
+    if made.dtype != before.dtype and not made.dim():
+        return None  # of no weight among dtypes, as one element is
+    dtype = () if made.dtype == before.dtype else (("dtype", made.dtype),)
+    return Op(value, "full_like", (like, fill.value), dtype)
 
 
 def _put_together(ctx: Context, node: Node, domain: Domain, value: Node) -> Lost | None:
@@ -173,8 +214,9 @@ def multiplied(ctx: Context, node: Node, name: str, a: Any, b: Any) -> Any:
             left = dropped(ctx, node, first, second) or restricted(ctx, node, first, second)
             if left is not None:
                 return left
-        if isinstance(first, Mask) and isinstance(second, View) and not first.negated and first.weight is None and name == "mul":
-            return masked_weight(ctx, node, first, second)
+        if isinstance(first, Mask) and isinstance(second, View | Fill) and not first.negated and first.weight is None and name == "mul":
+            weight = second if isinstance(second, View) else View(fresh(out_shape(source)), source)
+            return masked_weight(ctx, node, first, weight)
         if isinstance(first, Table) and isinstance(second, View) and name == "mul" and not first.negated:
             rows = expert_output(ctx, node, source, first)
             if rows is not None:

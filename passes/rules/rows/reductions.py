@@ -16,19 +16,22 @@ from moefuse.passes.infer.state import Context, normalize, out_shape
 from moefuse.passes.ir.expr import ExpertVector, Expr, Op, SharedVector
 from moefuse.passes.ir.facts import Lost, Rows, Table
 from moefuse.passes.rules import rule
+from moefuse.passes.rules.routing.counts import running
 from moefuse.passes.rules.routing.tables import derived
 from moefuse.passes.rules.rows.pointwise import operand
 
 
 def over_features(ctx: Context, node: Node, x: Node, dim: Any, **options: Any) -> Any:
-    """A function over the features of each row: softmax, mean, norm."""
+    """A function over the features of each row: softmax, mean, norm, running sum."""
     fact, call = ctx.fact(x), ctx.calls[node]
     if not isinstance(fact, Rows) or call is None:
         return None
     rank = len(fact.axes)
     dims = {normalize(d, rank) for d in (dim if isinstance(dim, tuple | list) else (dim if dim is not None else 0,))}
     over = [a for d in dims for a in fact.axes[d]]
-    if dim is None or not over or any(a.kind != "f" for a in over):
+    if dim is not None and not over:
+        return None
+    if dim is None or any(a.kind != "f" for a in over):
         return ctx.lost("not-row-local", node, op=call.name)
     shape, value = out_shape(node), tensor(node)
     if value is None:
@@ -40,6 +43,14 @@ def over_features(ctx: Context, node: Node, x: Node, dim: Any, **options: Any) -
     if not all(scalar(v) or isinstance(v, torch.dtype) for _, v in given):
         return None
     return Rows(axes, fact.domain, Op(node, call.name.lstrip("_"), (fact.expr,), (("dim", -1), *given)))
+
+
+@rule("cumsum", "cumprod", "logcumsumexp")
+def on_running(ctx: Context, node: Node, x: Node, dim: Any = None, *, dtype: Any = None) -> Any:
+    """Over the features of each row; of counts, it says where experts' rows end."""
+    if isinstance(ctx.fact(x), Rows):
+        return over_features(ctx, node, x, dim, dtype=dtype)
+    return running(ctx, node, x, dim) if ctx.calls[node].name == "cumsum" else None  # type: ignore[union-attr]
 
 
 @rule("mean", "amax", "amin", "var", "std", "logsumexp", shown=("keepdim",))

@@ -10,6 +10,7 @@ from torch.fx import Node
 from moefuse.passes.graph.calls import tensor
 from moefuse.passes.graph.sizes import same_shape
 from moefuse.passes.infer.state import Context, out_shape
+from moefuse.passes.ir.expr import Op
 from moefuse.passes.ir.facts import Buffer, Combined, Fill, Part, Rows, Span, Sum, View
 from moefuse.passes.rules import rule
 from moefuse.passes.rules.routing.offsets import total
@@ -24,7 +25,9 @@ def on_add(ctx: Context, node: Node, a: Any, other: Any, *, alpha: Any = 1) -> A
     if isinstance(x, Span) or isinstance(y, Span):
         return total(ctx, a, b) if alpha == 1 else None
     if alpha != 1:
-        return row_local(ctx, node, (a, b), {"alpha": alpha}) if isinstance(x, Rows) or isinstance(y, Rows) else plain(ctx, node, [x, y])
+        if isinstance(x, Rows) or isinstance(y, Rows):
+            return _less_or_more(ctx, node, a, x, y, alpha) or row_local(ctx, node, (a, b), {"alpha": alpha})
+        return None if isinstance(x, Sum) or isinstance(y, Sum) else plain(ctx, node, [x, y])
     if isinstance(x, Buffer) and isinstance(y, Rows):
         return _in_buffer(x, y)
     if isinstance(y, Buffer) and isinstance(x, Rows):
@@ -37,6 +40,32 @@ def on_add(ctx: Context, node: Node, a: Any, other: Any, *, alpha: Any = 1) -> A
     if isinstance(x, Sum | Combined | Buffer) or isinstance(y, Sum | Combined | Buffer):
         return None
     return plain(ctx, node, [x, y])
+
+
+@rule("sub")
+def on_sub(ctx: Context, node: Node, a: Any, other: Any, *, alpha: Any = 1) -> Any:
+    """``acc - rows`` adds them with the other sign."""
+    x, y = ctx.fact(a), ctx.fact(other)
+    if not isinstance(y, Rows):
+        return on_pointwise(ctx, node, a, other) if alpha == 1 else on_pointwise(ctx, node, a, other, alpha=alpha)
+    negative = -alpha if isinstance(alpha, int | float) else None
+    summed = None if negative is None else _less_or_more(ctx, node, a, x, y, negative)
+    return summed or row_local(ctx, node, (a, other), {} if alpha == 1 else {"alpha": alpha})
+
+
+def _less_or_more(ctx: Context, node: Node, a: Any, x: Any, rows: Any, alpha: Any) -> Any:
+    """``acc + alpha * rows``; None where no accumulator is in front."""
+    if not isinstance(rows, Rows) or not isinstance(alpha, int | float):
+        return None
+    share = times(node, rows, alpha)
+    if isinstance(x, Buffer):
+        return _in_buffer(x, share)
+    return add_to_sum(ctx, node, a, None, x, share) if isinstance(x, Sum | Fill | View) else None
+
+
+def times(node: Node, rows: Rows, number: float) -> Rows:
+    """Rows times a number, by which an operation adds them to others."""
+    return rows if number == 1 else replace(rows, expr=Op(node, "mul", (rows.expr, number)))
 
 
 def _in_buffer(buffer: Buffer, rows: Rows) -> Buffer | None:

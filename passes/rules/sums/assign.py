@@ -49,7 +49,8 @@ def on_index_copy(ctx: Context, node: Node, target: Node, dim: int, index: Node,
     where, rows, current = ctx.fact(index), ctx.fact(source), ctx.fact(target)
     if dim == 0 and isinstance(where, Sorted) and isinstance(rows, Rows) and isinstance(current, Fill):
         return unsort(rows, where)
-    return None
+    chosen = token_selection(where) if dim == 0 else None
+    return None if chosen is None else put(ctx, node, target, chosen, rows)
 
 
 @rule("masked_scatter")

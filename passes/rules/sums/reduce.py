@@ -48,7 +48,7 @@ from moefuse.passes.rules.rows.advanced_index import by_range, by_tensor
 from moefuse.passes.rules.rows.listed import listed
 from moefuse.passes.rules.rows.reductions import over_features
 from moefuse.passes.rules.sums.accumulate import accumulated, plain_axes, selects
-from moefuse.passes.rules.sums.add import merged
+from moefuse.passes.rules.sums.add import merged, times
 from moefuse.passes.rules.sums.assign import on_setitem
 from moefuse.passes.rules.sums.listed import add
 from moefuse.passes.rules.sums.segments import is_sorted, segment_of
@@ -116,9 +116,11 @@ def combined(ctx: Context, node: Node, rows: Rows, over: Axis, left: Axes) -> An
 @rule("index_add")
 def on_index_add(ctx: Context, node: Node, target: Node, dim: int, index: Any, source: Any, *, alpha: Any = 1) -> Any:
     rows, where = ctx.fact(source), ctx.fact(index)
-    if not isinstance(rows, Rows | Listed) or dim != 0 or alpha != 1:
+    if dim != 0 or not isinstance(alpha, int | float):
         return None
-    return add(ctx, node, target, where, rows)
+    if isinstance(rows, Rows):
+        return add(ctx, node, target, where, times(node, rows, alpha))
+    return add(ctx, node, target, where, rows) if isinstance(rows, Listed) and alpha == 1 else None
 
 
 @rule("index_put")
