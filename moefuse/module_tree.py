@@ -28,7 +28,8 @@ def tree_of(root: nn.Module) -> Tree:
 
     def visit(module: nn.Module) -> Tree:
         children = tuple((name, visit(child)) for name, child in module._modules.items() if child is not None)
-        own = sum(parameter.numel() * parameter.element_size() for parameter in module._parameters.values() if parameter is not None)
+        known_sizes = (p for p in module._parameters.values() if p is not None and not nn.parameter.is_lazy(p))
+        own = sum(parameter.numel() * parameter.element_size() for parameter in known_sizes)
         key = (type(module), own, *((name, id(child)) for name, child in children))
         if key not in known:
             known[key] = Tree(type(module).__name__, children, own + sum(child.size for _, child in children))

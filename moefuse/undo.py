@@ -153,9 +153,22 @@ def _snapshot(value: Any) -> Restore:
         parts.append(functools.partial(setattr, value.bit_generator, "state", value.bit_generator.state))
     elif _is_array(value):
         parts.append(functools.partial(value.__setitem__, ..., value.copy()))
+    if isinstance(value, torch.nn.Module):
+        parts.append(_kind(value))
     if isinstance(value, types.FunctionType) or _is_state(value):
         parts += [contents(_attributes(value)), *(_slot(value, name) for name in _slots(value))]
     return lambda: [part() for part in parts]
+
+
+def _kind(module: torch.nn.Module) -> Restore:
+    """A module's class, which lazy ones change in their first call."""
+    before = type(module)
+
+    def restore() -> None:
+        if type(module) is not before:
+            module.__class__ = before
+
+    return restore
 
 
 def contents(value: dict[Any, Any]) -> Restore:

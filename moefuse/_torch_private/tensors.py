@@ -171,7 +171,7 @@ def made_of_others(tensor: Any) -> list[str] | None:
 def tensor_state(tensor: torch.Tensor) -> Callable[[], None]:
     """A function that gives a tensor back the storage, shape, gradient and version that it has now; not its content."""
     if torch.nn.parameter.is_lazy(tensor):
-        return lambda: None
+        return _lazy_state(tensor)
     grad, leaf, trained = tensor.grad if tensor.is_leaf else None, tensor.is_leaf, tensor.requires_grad
     alias, version = tensor.detach(), None if tensor.is_inference() else tensor._version
 
@@ -188,6 +188,19 @@ def tensor_state(tensor: torch.Tensor) -> Callable[[], None]:
         if version is not None and tensor._version != version:
             # Autograd compares versions in a backward that the user may still have to run.
             torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+
+    return restore
+
+
+def _lazy_state(tensor: torch.Tensor) -> Callable[[], None]:
+    """A function that makes a tensor one without a shape again: what gives it one changes its class."""
+    kind, empty = type(tensor), tensor.data
+
+    def restore() -> None:
+        if type(tensor) is not kind:
+            tensor.grad = None
+            tensor.data = empty
+            tensor.__class__ = kind
 
     return restore
 

@@ -191,3 +191,15 @@ def test_every_write_is_announced_first() -> None:
         a.copy_(b)
         a + b
     assert [t.tolist() for t in seen] == [[0, 0], [1, 1]]
+
+
+def test_lazy_modules_are_lazy_again() -> None:
+    """Their first call gives weights a shape, and modules and weights another class."""
+    model, x = nn.Sequential(nn.LazyLinear(4), nn.ReLU(), nn.LazyLinear(2)), torch.randn(3, 5)
+    with taken_back(model, x):
+        model(x).sum().backward()
+    assert [type(m) for m in model] == [nn.LazyLinear, nn.ReLU, nn.LazyLinear]
+    assert all(isinstance(p, nn.UninitializedParameter) for p in model.parameters())
+    assert model(torch.randn(3, 7)).shape == (3, 2)  # of other features: nothing is left of the first call
+    model(torch.randn(3, 7)).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
