@@ -7,6 +7,7 @@ import functools
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -19,6 +20,7 @@ from moefuse import trial
 from moefuse.config import Options
 from moefuse.report import Fused, Skipped
 from moefuse.spec import ExpertsSpec
+from tests.programs.effects import words
 from tests.programs.model import MoE, build, gold, inputs_for
 from tests.programs.mutations import BY_NAME
 from tests.programs.nearby import nearby
@@ -316,12 +318,20 @@ def runs(p: Program, autocast: torch.dtype) -> bool:
     return all(bool(t.isfinite().all()) for one in found for t in (*one.outputs, *one.grads.values()))
 
 
+@functools.cache
+def sources() -> str:
+    """The text of the programs: whose words a refusal may use."""
+    return "".join(path.read_text() for path in sorted(Path(__file__).parent.rglob("*.py")))
+
+
 def check_near_miss(p: Program, name: str) -> Outcome:
     """A mutated program equals eager, whatever was fused; under no_grad where eager cannot differentiate it."""
     mutation = BY_NAME[name]
     model = mutation.build(p)
     grad = mutation.grad and differentiable(model)
     outcome = check_model(model, plain=False, grad=grad)
+    said = words.untrue(outcome, sources())
+    assert not said, said
     if explained(p, full=False):
         check_explained(model, outcome, grad=grad)
     return outcome

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from typing import Protocol
 
-from moefuse.report import FusionReport, Skipped
+from moefuse.report import Skipped
 
 _NAMES = re.compile(r"\b[A-Za-z]\w*_\d+\b|\b[lg]_\w+_\b|\b\w*self_\w+_parameters_\w+\b")
 """Like those of nodes: an operation and a number, an input behind its source."""
@@ -15,7 +16,14 @@ _WHOLE = frozenset(("graph-differs", "internal-error", "verification-error"))
 """Refusals of a whole graph: an error's own words, an input by its source."""
 
 
-def untrue(report: FusionReport, source: str) -> list[str]:
+class Said(Protocol):
+    """Whatever has refusals: a report, or what a compilation left."""
+
+    @property
+    def skipped(self) -> list[Skipped]: ...
+
+
+def untrue(report: Said, source: str) -> list[str]:
     """Messages with words that no reader of a program knows, or without a line."""
     return [f"said {s.code} at {s.location or 'no line'}: {s.message}" for s in report.skipped if _odd(s, source)]
 
