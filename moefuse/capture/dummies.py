@@ -19,13 +19,14 @@ TAG = "moefuse_dummy"
 """Key of the meta of nodes that such a pass recorded."""
 
 
-def adds_nothing(nodes: Collection[Node], others: Collection[Node], carried: Collection[tuple[Any, Any]]) -> bool:
-    """Whether ``nodes`` leave nothing but locals that hold what they held, plus zero times something.
+def adds_nothing(nodes: Collection[Node], others: Collection[Node], carried: Collection[tuple[Any, Any]], size: Any = None) -> bool:
+    """Whether ``nodes`` leave nothing but locals that hold what they held, plus zero times something, or plus a size that is zero.
 
     Args:
         nodes: what was recorded.
         others: the rest of the graph.
-        carried: locals that hold another tensor now: before, and now.
+        carried: locals that hold another tensor or number now: before, and now.
+        size: the symbol that is zero in such a pass, or (end, start) of two that are equal.
     """
     from moefuse.passes.graph.calls import call_of, fake
     from moefuse.passes.graph.values import tensors_in
@@ -44,7 +45,22 @@ def adds_nothing(nodes: Collection[Node], others: Collection[Node], carried: Col
         older = any(_torch_private.storage_key(t) in keys for target in call.targets for t in tensors_in(fake(target)))
         if older and not _sum_with_zero(node, call.args[0]) and not _put_back(call, nodes):
             return False
-    return all(isinstance(old, Node) and isinstance(new, Node) and _sum_with_zero(new, old) for old, new in carried)
+    return all(
+        _same_number(old, new, size) or (isinstance(old, Node) and isinstance(new, Node) and _sum_with_zero(new, old))
+        for old, new in carried
+    )
+
+
+def _same_number(old: Any, new: Any, size: Any) -> bool:
+    """Whether a number is an older one where a size is zero: ``offset += count`` of a count that is none."""
+    from moefuse.passes.graph.calls import fake
+
+    before, after = (fake(n) if isinstance(n, Node) else n for n in (old, new))
+    if size is None or not isinstance(after, torch.SymInt) or not (type(before) is int or isinstance(before, torch.SymInt)):
+        return False
+    end, start = size if isinstance(size, tuple) else (size, 0)
+    known = before.node.expr if isinstance(before, torch.SymInt) else before
+    return bool((after.node.expr.subs(end, start) - known).expand() == 0)
 
 
 def gives_no_gradients(nodes: Collection[Node]) -> bool:

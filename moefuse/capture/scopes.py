@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.fx import Node
 
 from moefuse._dynamo import creation_clock, parametrized, values
@@ -181,12 +182,15 @@ class Scopes:
         verdicts = {_compare(*pair) for pair in pairs}
         carried = [(values.known(a), values.known(b)) for a, b in pairs if _compare(a, b) == "carried"]
         others = [n for n in every if n not in nodes]
-        if not same_stack or not scope.check() or "differs" in verdicts or not dummies.adds_nothing(nodes, others, carried):
+        size = assumption.subject if assumption.kind == "size" else None
+        if not same_stack or not scope.check() or "differs" in verdicts or not dummies.adds_nothing(nodes, others, carried, size):
             self.frame.refuse(assumption, OTHER_WAY)
         if scope.then is None or code.landing(scope.then) == at:  # nothing would be left to show that this is about experts
             self.frame.refuse(assumption, OTHER_WAY)
-        self.dummies.append((assumption, nodes))
-        assumption.dummy = True
+        nodes = [n for n in nodes if not isinstance(n.meta.get("example_value"), torch.SymInt)]  # Dynamo has one node for equal numbers
+        if nodes:
+            self.dummies.append((assumption, nodes))
+            assumption.dummy = True
         for node in nodes:
             node.meta[dummies.TAG] = True
         tx.symbolic_locals.clear()

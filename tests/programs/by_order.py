@@ -18,6 +18,8 @@ from tests.programs.style import Style
 COUNTS: dict[str, Callable[[Tensor, int], Tensor]] = {
     "histc": lambda ids, e: torch.histc(ids.float(), bins=e, min=0, max=e - 1),
     "histc_int": lambda ids, e: torch.histc(ids.to(torch.float32), e, 0, e - 1).to(torch.int64),
+    "histc_first": lambda ids, e: torch.histc(ids.double().view(-1), bins=e, min=0, max=e - 1),
+    "stacked": lambda ids, e: torch.stack([(ids == i).sum() for i in range(e)]),
     "one_hot": lambda ids, e: F.one_hot(ids, num_classes=e).sum(dim=0),
     "scatter_add": lambda ids, e: torch.zeros(e, dtype=torch.int64).scatter_add_(0, ids, torch.ones_like(ids)),
     "compare": lambda ids, e: (ids.unsqueeze(-1) == torch.arange(e, device=ids.device)).sum(0),

@@ -64,6 +64,9 @@ _SELECTED = (
     ("functional_index_add", "torch.index_add out of place", Selected(combine="index_add", find="any_where"), Body(split="split"), Store()),
     ("squeezed_nonzero", "nonzero(mask).squeeze(-1)", Selected(find="any_squeeze"), Body(), Store(access="unbind")),
     ("flat_nonzero", "mask.nonzero().flatten(), nllb's ModuleDict", Selected(find="any_flatten"), _SPLIT, Store(kind="module_dict")),
+    ("weights_by_mask", "w[ids == e] of rows by any(-1)", Selected(find="any_flatten", weigh="mask"), Body(), Store()),
+    ("weights_by_argmax", "the slot by argmax, the weight by gather", Selected(find="any_squeeze", weigh="argmax"), Body(), Store()),
+    ("weights_by_own_ids", "(w[tok] * (ids[tok] == e)).sum(-1)", Selected(find="any_where", weigh="own_ids"), Body(), Store()),
     ("column_nonzero", "mask.nonzero()[:, 0]", Selected(find="any_column"), Body(up_first=True), Store(access="select")),
     ("gpt_oss_loop", "GPT-OSS training loop: in-out, interleaved, biases", Selected(), _OAI, _IN_OUT),
     ("dbrx", "one flat matrix per projection, viewed", Selected(), _SPLIT, Store(kind="flat")),
@@ -127,6 +130,8 @@ _SORTED = (
         Body(gating="plain", activation="gelu_tanh"),
         Store(),
     ),
+    ("sorted_stacked_counts", "counts by stacked sums of masks", Sorted(counts="stacked"), Body(), Store()),
+    ("sorted_cast_first", "counts by histc, cast before the view", Sorted(counts="histc_first"), Body(), Store()),
     ("sorted_index_copy", "index_copy_ and searchsorted offsets", Sorted(unsort="index_copy_", counts="searchsorted"), Body(), Store()),
 )
 _DENSE = (

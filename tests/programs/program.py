@@ -158,6 +158,8 @@ class Selected(_Short):
     weight_on: Literal["output", "input"] = "output"
     rows: Literal["before", "behind"] = "before"
     """Whether rows are taken in front of an expert, or it runs on every token and they are taken from the result."""
+    weigh: Literal["summed", "mask", "argmax", "own_ids", "own_mask", "where"] = "summed"
+    """How a row whose token is found by ``any`` gets its weight."""
 
 
 ON_MASKS = ("iadd", "set_sum", "masked_sum", "masked_part", "assign")
@@ -205,7 +207,7 @@ class Sorted(_Short):
 
     sort: Literal["sort", "sort_stable", "argsort", "argsort_stable"] = "sort"
     token: Literal["floordiv", "div_floor", "repeat_index"] = "floordiv"
-    counts: Literal["histc", "histc_int", "one_hot", "scatter_add", "compare", "searchsorted"] = "histc"
+    counts: Literal["histc", "histc_int", "histc_first", "one_hot", "scatter_add", "compare", "stacked", "searchsorted"] = "histc"
     gemm: Literal["fallback", "private", "functional"] = "fallback"
     unsort: Literal["inverse_setitem", "argsort", "setitem", "index_copy_", "index_add_", "scatter"] = "inverse_setitem"
     weigh: Literal["before", "after"] = "before"
@@ -354,10 +356,15 @@ def _filled_rules(p: Program, s: Filled) -> list[Rule]:
     return [(s.find == "flat_mask" and strided, "the first columns of sorted ids cannot be viewed as flat")]
 
 
-def _selected_rules(_p: Program, s: Selected) -> list[Rule]:
+def _selected_rules(p: Program, s: Selected) -> list[Rule]:
     boolean = s.find in ("any_mask", "top1_mask", "slot_loop")
     return [
         (s.weight_on == "input" and (boolean or s.rows == "behind"), "not written"),
+        (s.weigh != "summed" and s.find not in ("any_where", "any_squeeze", "any_flatten", "any_column"), "weights of rows found by any"),
+        (
+            s.weigh in ("mask", "argmax") and (p.routing.recipe == "inputs" or p.routing.ids != "chosen"),
+            "a repeated id has one row and two weights",
+        ),
         (s.combine in ON_MASKS and s.combine != "iadd" and not boolean, "boolean masks only"),
         (boolean and s.combine not in ON_MASKS, "a boolean mask is combined by assignment"),
         (s.combine == "assign" and s.find != "top1_mask", "assignment is a sum for top-1 only"),

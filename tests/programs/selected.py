@@ -46,6 +46,15 @@ COMBINE: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 }
 
 
+WEIGH: dict[str, Callable[[Tensor, Tensor, Tensor, int], Tensor]] = {
+    "mask": lambda w, ids, tok, e: w[ids == e],
+    "argmax": lambda w, ids, tok, e: w[tok].gather(-1, (ids == e)[tok].int().argmax(-1, keepdim=True)).squeeze(-1),
+    "own_ids": lambda w, ids, tok, e: (w[tok] * (ids[tok] == e)).sum(-1),
+    "own_mask": lambda w, ids, tok, e: (w * (ids == e))[tok].sum(-1),
+    "where": lambda w, ids, tok, e: torch.where(ids[tok] == e, w[tok], 0.0).sum(-1),
+}
+
+
 def _into_mask(how: str, out: Tensor, mask: Tensor, y: Tensor) -> None:
     if how == "iadd":
         out[mask] += y
@@ -80,7 +89,7 @@ def _find(s: Selected, ids: Tensor, weights: Tensor, hits: Tensor | None, e: int
         tok = mask.nonzero().flatten()
     else:
         tok = mask.nonzero()[:, 0]
-    return tok, w[tok]
+    return tok, w[tok] if s.weigh == "summed" else WEIGH[s.weigh](weights, ids, tok, e)
 
 
 def _by_index(s: Selected, style: Style, hooks: Hooks) -> Mix:

@@ -1,0 +1,95 @@
+"""Loops over sorted slots with one running offset, which is also raised where an expert has no tokens; and a table for each slot."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.programs.loops.base import E, K, Layer, near_miss, positive
+
+
+class Offsets(Layer):
+    """Sorted slots, counted from the sorted ids; subclasses change what is done for an expert without tokens."""
+
+    def idle(self, offset: int, count: int, following: int) -> int:
+        return offset + count
+
+    def forward(self, x: Tensor, logits: Tensor) -> Tensor:
+        ids, weights = self.route(logits)
+        values, order = ids.reshape(-1).sort()
+        token, weight = order // K, weights.reshape(-1)[order]
+        counts = torch.bincount(values, minlength=E).tolist()
+        out, offset = torch.zeros_like(x), 0
+        for e, count in enumerate(counts):
+            if count == 0:
+                offset = self.idle(offset, count, counts[(e + 1) % E])
+                continue
+            part = slice(offset, offset + count)
+            out.index_add_(0, token[part], self.expert(e, x[token[part]]) * weight[part].unsqueeze(-1))
+            offset += count
+        return out
+
+
+@positive
+class RaisedByNone(Offsets):
+    """The offset is raised by the count of zero."""
+
+
+@positive
+class NotRaised(Offsets):
+    """It is not."""
+
+    def idle(self, offset: int, count: int, following: int) -> int:
+        return offset
+
+
+@near_miss
+class RaisedByTheNext(Offsets):
+    """The offset is raised by another expert's count."""
+
+    def idle(self, offset: int, count: int, following: int) -> int:
+        return offset + following - following // 2
+
+
+class Tables(Layer):
+    """A table for each slot, weighted as a whole."""
+
+    def weight(self, weights: Tensor, k: int) -> Tensor:
+        return weights[:, k, None]
+
+    def rows(self, hot: Tensor) -> Tensor:
+        return hot > 0
+
+    def forward(self, x: Tensor, logits: Tensor) -> Tensor:
+        ids, weights = self.route(logits)
+        out = torch.zeros_like(x)
+        for k in range(K):
+            table, hot = torch.zeros_like(x), F.one_hot(ids[:, k], E).to(x.dtype)
+            for e in range(E):
+                mask = self.rows(hot[:, e])
+                if mask.any():
+                    table[mask] = self.expert(e, x[mask])
+            out = out + table * self.weight(weights, k)
+        return out
+
+
+@positive
+class TableOfEachSlot(Tables):
+    """Rows by a one-hot of the slot's ids."""
+
+
+@near_miss
+class TableOfTheOtherSlot(Tables):
+    """The weight of another slot."""
+
+    def weight(self, weights: Tensor, k: int) -> Tensor:
+        return weights[:, K - 1 - k, None]
+
+
+@near_miss
+class TableOfTheOthers(Tables):
+    """Rows of the tokens that did not choose the expert."""
+
+    def rows(self, hot: Tensor) -> Tensor:
+        return hot < 1
