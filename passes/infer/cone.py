@@ -17,6 +17,7 @@ from moefuse.passes.graph.op_classes import BINARY, CASTS, RESHAPES, TERNARY, TU
 from moefuse.passes.graph.sharded import is_root
 from moefuse.passes.graph.sizes import same, same_shape, shape_of
 from moefuse.passes.infer.feature_slices import piece
+from moefuse.passes.infer.joined_features import joined
 from moefuse.passes.infer.operands import padded, real, scalar
 from moefuse.passes.infer.state import Context
 from moefuse.passes.infer.unpacking import is_unpacked
@@ -151,9 +152,17 @@ def _inside(ctx: Context, top: Node, node: Node, inside: set[Node], memo: dict[N
         return go(first) if isinstance(first, Node) else None
     if call.name in _POINTWISE:
         return _pointwise(node, go, call)
+    if call.name == "cat" and isinstance(first, tuple | list) and _last(call, value.dim()):
+        return joined(ctx, node, [go(part) for part in first])
     if call.name in ("getitem", "select"):
         return piece(ctx, node, go, inside)
     return None
+
+
+def _last(call: Call, rank: int) -> bool:
+    """Whether an operation is along the last dimension."""
+    dim = call.kwargs.get("dim", call.args[1] if len(call.args) > 1 else 0)
+    return dim in (-1, rank - 1)
 
 
 def _pointwise(node: Node, go: Any, call: Call) -> Expr | None:

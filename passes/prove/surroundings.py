@@ -33,10 +33,9 @@ class Around:
 
     def __init__(self, ctx: Context, region: Region, new_nodes: Sequence[Node]) -> None:
         self.ctx, self.region = ctx, region
-        self._last = ctx.position[region.anchor]
-        again = {h for h in region.holders if ctx.position[h] > self._last}
-        self.before = sorted(region.nodes - again, key=ctx.position.__getitem__)
+        self.before = sorted(region.nodes, key=ctx.position.__getitem__)
         new = set(new_nodes)
+        self._last = ctx.position[region.anchor]
         self._accumulators = {self._storage(h) for h in region.holders}
         self.holders = [h for h in region.holders if any(self._behind(u) and u not in new for u in h.users)]
         # Other names of the sum behind it: views that show all of it, casts that do nothing.

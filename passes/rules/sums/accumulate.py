@@ -11,7 +11,7 @@ from moefuse.passes.graph.named import counted, named
 from moefuse.passes.graph.sizes import same
 from moefuse.passes.infer.state import Context, out_shape
 from moefuse.passes.ir.axes import Atom, Axes, Axis, align
-from moefuse.passes.ir.expr import Gate, Token, walk
+from moefuse.passes.ir.expr import Expr, Gate, Op, Token, walk
 from moefuse.passes.ir.facts import Buffer, Combined, Domain, Fill, Index, Lost, Part, Range, Rows, Selection, Sorted, Sum, View
 
 
@@ -86,6 +86,9 @@ def put(ctx: Context, node: Node, target: Node, chosen: Selection, rows: Any) ->
         # Where a token has several experts, nothing may be lost: the one that writes is the first, and stands for no others.
         first = isinstance(before, Fill) and before.value == 0.0 and len(ctx.members(chosen.expert)) == 1
         if chosen.routing.top_k != 1 and not first and not _apart(ctx, before, chosen):
+            share = _share(ctx, node, target, rows)
+            if share is not None:
+                return accumulated(ctx, node, target, share, once=not chosen.by_token)
             return _read_back(ctx, node, target, rows) or ctx.lost("not-combined", node, choices=counted(chosen.routing.top_k))
         return accumulated(ctx, node, target, rows, replaced=True)
     return None
@@ -97,6 +100,20 @@ def _apart(ctx: Context, before: Any, chosen: Selection) -> bool:
         return False
     others = [p.rows.domain for p in before.parts]
     return all(d.routing is chosen.routing and d.slot == chosen.slot and d.expert not in (None, chosen.expert) for d in others)
+
+
+def _share(ctx: Context, node: Node, target: Node, rows: Rows) -> Rows | None:
+    """What is added to the rows that stand there, in a tensor that is no sum yet: ``base(x)[idx] + rows``. None for all other rows."""
+    expr, root = rows.expr, ctx.storage[target]
+    if not isinstance(expr, Op) or expr.name != "add" or len(expr.args) != 2 or expr.kwargs:
+        return None
+    for there, more in (expr.args, expr.args[::-1]):
+        stands = isinstance(there, Token) and not there.by_slot and ctx.same_tensor(there.source, target)
+        if not stands or not isinstance(more, Expr) or ctx.written_between(target, there.node, node) is not None:
+            continue
+        if not any(isinstance(e, Token) and ctx.storage[e.source] is root for e in walk(more)):
+            return replace(rows, expr=more)
+    return None
 
 
 def _read_back(ctx: Context, node: Node, target: Node, rows: Rows) -> Lost | None:

@@ -11,6 +11,7 @@ from moefuse.passes.graph.calls import tensor
 from moefuse.passes.graph.op_classes import PRODUCTS
 from moefuse.passes.graph.sizes import same
 from moefuse.passes.infer.cone import cone_rows
+from moefuse.passes.infer.joined_features import joined as joined_features
 from moefuse.passes.infer.ranges import tells_none
 from moefuse.passes.infer.routings import routing_of
 from moefuse.passes.infer.state import Context, normalize, out_shape
@@ -46,6 +47,7 @@ from moefuse.passes.rules.routing.offsets import listed as numbers
 from moefuse.passes.rules.routing.offsets import with_zero
 from moefuse.passes.rules.rows.advanced_index import by_range, by_tensor
 from moefuse.passes.rules.rows.listed import listed
+from moefuse.passes.rules.rows.pointwise import domain_of
 from moefuse.passes.rules.rows.reductions import over_features
 from moefuse.passes.rules.sums.accumulate import accumulated, plain_axes, selects
 from moefuse.passes.rules.sums.add import merged, times
@@ -164,8 +166,23 @@ def on_stack(ctx: Context, node: Node, tensors: Any, dim: int = 0) -> Any:
         return numbers(ctx, tensors) if flat else None
     if len(tensors) < 2:
         return None
+    if joined and all(isinstance(f, Rows) for f in facts) and (beside := _beside(ctx, node, facts, dim)) is not None:
+        return beside
     found = _joined(ctx, node, tensors, facts, dim) if joined else _stacked(node, facts, dim)
     return found if found is not None else _outputs(ctx, node, tensors, dim, joined)
+
+
+def _beside(ctx: Context, node: Node, rows: list[Rows], dim: int) -> Rows | None:
+    """Features of the same rows beside each other: a body that was computed in parts."""
+    domain = domain_of(rows)
+    if (
+        domain is None
+        or normalize(dim, len(out_shape(node))) != len(rows[0].axes) - 1
+        or any([a.kind for a in r.axes[-1]] != ["f"] for r in rows)
+    ):
+        return None
+    expr = joined_features(ctx, node, [r.expr for r in rows])
+    return None if expr is None else Rows((*rows[0].axes[:-1], (Atom("f", 0, out_shape(node)[-1]),)), domain, expr)
 
 
 def _joined(ctx: Context, node: Node, tensors: Any, facts: list[Any], dim: int) -> Any:
