@@ -275,8 +275,8 @@ class Attempt:
 
     def cuts(self, tx: Any) -> bool:
         """Whether the graph is to end in front of the statement that ``tx`` begins."""
-        cut = self.ledger.cut
-        self._cut = self._cut or (cut is not None and self.active and tx is tx.output.root_tx and tx.instruction_pointer - 1 == cut[0])
+        cut, at = self.ledger.cut, tx.instruction_pointer
+        self._cut = self._cut or (cut is not None and self.active and tx is tx.output.root_tx and at is not None and at - 1 == cut[0])
         return self._cut
 
     def cause(self, stop: Stop | None) -> Stop | None:
@@ -286,6 +286,8 @@ class Attempt:
     def try_cut(self, tx: Any, error: Exception) -> None:
         """Start the frame again, to end its graph in front of the loop in which it breaks: Dynamo would run all of the frame in eager."""
         if not self.traces_data or self.ledger.cut is not None or self.scopes.open or not control.breaks_in_loop(error):
+            return
+        if tx.instruction_pointer is None:
             return
         loop = self.code_of(tx).outermost_loop(tx.instruction_pointer - 1)
         at = max((at for at in self._between if loop is not None and at < loop), default=None)

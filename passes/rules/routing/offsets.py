@@ -104,8 +104,8 @@ def listed(ctx: Context, items: Any) -> Counts | None:
     return Counts(axes, found[0].routing, ends=True, first=first) if ends else None
 
 
-@rule("tensor", "new_tensor", "as_tensor", shown=("device", "requires_grad", "pin_memory"))
-def on_tensor(ctx: Context, node: Node, *given: Any, data: Any = None, dtype: Any = None) -> Counts | None:
+@rule("tensor", "new_tensor", "as_tensor", shown=("dtype", "device", "requires_grad", "pin_memory"))
+def on_tensor(ctx: Context, node: Node, *given: Any, data: Any = None) -> Counts | None:
     """``torch.tensor([n0, n1, ..])`` of numbers of slots."""
     found = listed(ctx, data if data is not None else given[-1] if given else None)
     return found if found is not None and exact(node, found.routing) else None
