@@ -96,6 +96,17 @@ INITS = {
 }
 """What the sum begins with; eager lets nobody write to a leaf."""
 
+REBINDS = {
+    "none": "",
+    "to": "out = out.to(y.dtype)",
+    "type_as": "out = out.type_as(y)",
+    "float": "out = out.float()",
+    "contiguous": "out = out.contiguous()",
+    "clone": "out = out.clone()",
+    "view_as": "out = out.view_as(x)",
+}
+"""The sum is bound again in the loop, by what changes nothing."""
+
 CONTEXTS = {
     "none": "",
     "inference_mode": "with torch.inference_mode(False):",
@@ -224,6 +235,7 @@ class Loop:
     twist: str = "none"
     ids: str = "topk"
     init: str = "zeros_like"
+    rebind: str = "none"
     around_expert: str = "none"
     around_loop: str = "none"
     outside: bool = False
@@ -232,7 +244,7 @@ class Loop:
     def text(self) -> str:
         """The source of ``forward(self, x, logits)``; with ids from ``outside``, of ``forward(self, x, weights, ids)``, with any K."""
         parts = _cut_parts(self) if self.cut else _loop_parts(self)
-        parts |= {"around_expert": CONTEXTS[self.around_expert], "around_loop": CONTEXTS[self.around_loop]}
+        parts |= {"rebind": REBINDS[self.rebind], "around_expert": CONTEXTS[self.around_expert], "around_loop": CONTEXTS[self.around_loop]}
         for part, new in {**TWISTS, **LOOP_TWISTS, **CUT_TWISTS}[self.twist].items():
             parts[part] = _filled(new, parts.get(part, ""))
         if not self.outside:
@@ -312,7 +324,7 @@ def _written(parts: dict[str, str]) -> str:
 
     selection = ("cut", "skip", "select") if "counts" in parts else ("cut", "select", "skip")
     expert = _under(parts["around_expert"], those("gather", "expert", "weigh"))
-    inside = [*those(*selection), *expert, *those("add", "after")]
+    inside = [*those(*selection), *expert, *those("rebind", "add", "after")]
     head = parts["head"].replace("{over}", parts.get("over", ""))
     loop = _under(parts["around_loop"], _under(head, inside))
     body = "\n".join([*those("route", "hit", "counts", "order", "before", "offset"), *loop, *those("join", "end")])

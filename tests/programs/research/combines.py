@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from tests.programs.research.base import E, H, K, Listed, Stacked, fused, twin
+from tests.programs.research.around import looped
+from tests.programs.research.base import E, Gated, H, K, Layer, Listed, Stacked, fused, twin
 
 
 class _Loop(Listed):
@@ -137,3 +138,103 @@ class HalfTheFeatures(_Loop):
 
     def add(self, out: Tensor, tok: Tensor, y: Tensor) -> Tensor:
         return out.scatter_add(0, tok.view(-1, 1).repeat(1, H // 2), y[:, : H // 2].contiguous())
+
+
+@fused("selected")
+class CastInTheLoop(Listed):
+    """The sum is cast to the dtype that it has, "for 16 bits" (HiDream, DiT-MoE)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            tok, slot = torch.where(ids == e)
+            if tok.numel() == 0:
+                continue
+            y = expert(x[tok]) * weights[tok, slot, None]
+            out = out.to(y.dtype)
+            out.index_add_(0, tok, y)
+        return out
+
+
+@twin
+class RoundedInTheLoop(Listed):
+    """The sum is rounded to 16 bits behind every expert."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            tok, slot = torch.where(ids == e)
+            out = out.index_add(0, tok, expert(x[tok]) * weights[tok, slot, None])
+            out = out.to(torch.bfloat16).to(x.dtype)
+        return out
+
+
+class InSlices(Gated):
+    """``pretraining_tp`` of transformers: projections in slices, put beside each other or added."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        width = self.gate_proj.out_features // 2
+        gates, ups = self.gate_proj.weight.split(width, dim=0), self.up_proj.weight.split(width, dim=0)
+        gate = torch.cat([F.linear(x, w) for w in gates], dim=-1)
+        up = torch.cat([F.linear(x, w) for w in ups], dim=-1)
+        middle, downs = (F.silu(gate) * up).split(width, dim=-1), self.down_proj.weight.split(width, dim=1)
+        out: Tensor = sum(F.linear(h, w) for h, w in zip(middle, downs, strict=True))  # type: ignore[assignment]
+        return out
+
+
+@fused("selected", "grouped")
+class BodiesInSlices(Layer):
+    """A loop over such experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(InSlices() for _ in range(E))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        return looped(self.experts, x, ids, weights)
+
+
+@fused("masked", "grouped")
+class MaskedBodiesInSlices(BodiesInSlices):
+    """The same experts on every token."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            out = out + expert(x) * (weights * (ids == e)).sum(-1, keepdim=True)
+        return out
+
+
+@fused("selected")
+class AdaptersOnABase(Layer):
+    """LoRA experts are added to the rows of a base layer, by an index of two dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(H, H)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(H, 2, bias=False), nn.Linear(2, H, bias=False)) for _ in range(E))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        out = self.base(x)
+        for e, expert in enumerate(self.experts):
+            tok, slot = torch.where(ids == e)
+            out[tok] += expert(x[tok]) * weights[tok, slot, None]
+        return out
+
+
+@twin
+class AdaptersOnTheSum(AdaptersOnABase):
+    """Each expert sees what those before it have left in the sum."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        out = self.base(x)
+        for e, expert in enumerate(self.experts):
+            tok, slot = torch.where(ids == e)
+            out[tok] += expert(out[tok]) * weights[tok, slot, None]
+        return out
