@@ -182,6 +182,14 @@ def test_weights_by_the_slots_of_a_row(function: Callable[[Any, Any], Any], chos
     assert weight in ("weight", "gate[1]")
 
 
+def test_the_weight_of_the_slot_that_rows_were_chosen_in() -> None:
+    """``w[tok][:, k]``; of another slot it is a feature like any other."""
+    for function in (lambda weights, ids: weights[ids[:, 1] == 2][:, 1], lambda weights, ids: weights[ids[:, 1] == 2][:, 1 - K]):
+        assert rows_of(function) == ("selected", "r", "gate[2]")
+    for function in (lambda weights, ids: weights[ids[:, 1] == 2][:, 0], lambda weights, ids: weights[(ids == 2).any(-1)][:, 1]):
+        assert not isinstance(fact_of(function), Rows)
+
+
 @pytest.mark.parametrize(
     "function",
     [

@@ -13,7 +13,7 @@ from torch.fx import Node
 
 from moefuse.passes.graph.sizes import same
 from moefuse.passes.infer.state import Context, normalize, out_shape
-from moefuse.passes.ir.axes import Atom, Axis
+from moefuse.passes.ir.axes import Atom, Axes, Axis
 from moefuse.passes.ir.expr import Cast, Expr, Gate, SlotWeight, Token
 from moefuse.passes.ir.facts import Domain, Index, Mask, Rows, Selection, SlotMask
 from moefuse.passes.rules import rule
@@ -100,6 +100,15 @@ def _row(mask: SlotMask, weight: Expr, keepdim: Any = False) -> Rows:
     return Rows((mask.axes[0], ()) if keepdim else (mask.axes[0],), domain, weight)
 
 
+def column(node: Node, weights: Rows, axes: Axes, at: int) -> Rows | None:
+    """``w[tok][:, k]``, of rows that chose their expert in slot k."""
+    chosen = weights.domain.selection
+    if chosen is None or chosen.slot is None or at not in (chosen.slot, chosen.slot - chosen.routing.top_k) or len(weights.axes) != 2:
+        return None
+    weight = _of_slot(weights.expr, chosen)
+    return None if weight is None else replace(weights, axes=axes, expr=_all(node, weight, chosen))
+
+
 def picked(ctx: Context, weights: Rows, mask: SlotMask) -> Rows | None:
     """``w[tok][ids[tok] == e]``: one for each row, where each has one."""
     found = weighted(mask, weights) if mask.selection.routing.distinct else None
@@ -128,4 +137,4 @@ def on_argmax(ctx: Context, node: Node, x: Node, dim: int | None = None, keepdim
     return Index((mask.axes[0], ()) if keepdim else (mask.axes[0],), mask.selection, "slot")
 
 
-__all__ = ["cast", "compared", "gathered", "kept", "picked", "product", "summed", "taken", "weighted"]
+__all__ = ["cast", "column", "compared", "gathered", "kept", "picked", "product", "summed", "taken", "weighted"]

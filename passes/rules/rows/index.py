@@ -34,7 +34,7 @@ from moefuse.passes.ir.facts import (
     Weight,
 )  # fmt: skip
 from moefuse.passes.rules import rule
-from moefuse.passes.rules.routing import sparse_entries
+from moefuse.passes.rules.routing import slot_masks, sparse_entries
 from moefuse.passes.rules.routing.offsets import picked
 from moefuse.passes.rules.sums import segments
 
@@ -105,7 +105,8 @@ def pick(ctx: Context, node: Node, x: Node, fact: Any, dim: int, at: int) -> Any
     if isinstance(fact, Occurring) and len(fact.axes) == 1 and 0 <= at < fact.count:
         return picked(Counts(fact.axes, fact.routing, fact.ends), at, fact.count)  # where there is such an element
     if isinstance(fact, Rows) and only is not None and only.kind == "f":
-        return feature_pick(node, fact, dim, at)
+        own = slot_masks.column(node, fact, axes, at)
+        return own if own is not None else feature_pick(node, fact, dim, at)
     if isinstance(fact, Rows) and only is not None and only.kind == "e" and fact.domain.name == "dense":
         return None
     if isinstance(fact, View) and only is not None and only.kind == "d" and only.index == 0:
