@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moefuse.ops.call import Stack
 from moefuse.ops.reference import accumulation_dtype, expert_vector
-from moefuse.runtime.cpu import Lists, back_project, project
+from moefuse.runtime.cpu import Lists, back_project, project, sum_slots
 from moefuse.runtime.expert_grads import empty_grads, vector_grads, weight_grads
 from moefuse.runtime.routing import groups_of, positions, sort_slots
 
@@ -81,7 +81,10 @@ def _sums(grad: Tensor, v: Lists, ends: list[int]) -> list[Tensor]:
 def combine(ys: Tensor, weights: Tensor | None, order: Tensor, offsets: Tensor, top_k: int, out_dtype: torch.dtype | None) -> Tensor:
     """``moefuse::combine``; no host synchronisation."""
     wide = accumulation_dtype(ys.dtype)
-    position = positions(order).view(-1, top_k)
+    position = positions(order)
+    if offsets.device.type == "cpu" and int(offsets[-1]) == order.shape[0]:
+        return sum_slots(ys, position, None if weights is None else weights.to(wide), top_k).to(out_dtype or ys.dtype)
+    position = position.view(-1, top_k)
     dead = position >= offsets[-1]
     out = torch.zeros((position.shape[0], ys.shape[1]), dtype=wide, device=ys.device)
     scale = None if weights is None else weights.to(wide)

@@ -59,6 +59,4 @@ def chunked(groups: list[Group], max_rows: int) -> list[list[Group]]:
 
 def positions(order: Tensor) -> Tensor:
     """Inverse of ``order``: the sorted row [S] of each slot."""
-    out = torch.empty_like(order)
-    out[order] = torch.arange(order.shape[0], device=order.device)
-    return out
+    return torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
