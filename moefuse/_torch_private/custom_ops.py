@@ -23,6 +23,7 @@ def implementations(op: torch._ops.OpOverload, device: str) -> tuple[Callable[..
     chosen = kernels.get(device, kernels.get(None))
     if chosen is None or definition._disabled_kernel:
         return None
-    function = inspect.getclosurevars(inspect.unwrap(chosen)).nonlocals.get("fn")
+    inner = inspect.unwrap(chosen)
+    function = inspect.getclosurevars(inner).nonlocals.get("fn") if inspect.isfunction(inner) else None
     backward = tuple(f for f in (definition._setup_context_fn, definition._backward_fn) if f is not None)
     return (function, backward) if callable(function) else None

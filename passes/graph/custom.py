@@ -45,7 +45,7 @@ def as_aten(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any
         return None
     given = tuple(_described(a) for a in args)
     devices = {a.device.type for a in given if isinstance(a, _Tensor)}
-    if len(devices) != 1 or any(isinstance(a, Node) for a in given):
+    if len(devices) != 1 or None in given:
         return None
     found = _torch_private.implementations(op, devices.pop())
     if found is None or not all(_straight(f) for f in (found[0], *found[1])):
@@ -54,11 +54,18 @@ def as_aten(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any
     return None if read is None else (read[0], _filled(read[1], args), _filled(read[2], args))
 
 
-def _described(value: Any) -> Any:
-    """What is traced for an argument; a node that is no tensor stays."""
+class _Constant(NamedTuple):
+    """What a trace is given for a number, or for nothing."""
+
+    kind: type
+    value: Any
+
+
+def _described(value: Any) -> _Tensor | _Constant | None:
+    """What is traced for an argument; None for what is neither a tensor nor a constant."""
     known = tensor(value)
     if known is None:
-        return value
+        return _Constant(type(value), value) if value is None or isinstance(value, bool | int | float | str) else None
     sizes = tuple(n if isinstance(n, int) else hint(n) or _SOME for n in known.shape)
     return _Tensor(sizes, known.dtype, known.device, known.requires_grad)
 
@@ -117,7 +124,7 @@ def _filled(template: Any, args: tuple[Any, ...]) -> Any:
 def _traced(function: Callable[..., Any], given: tuple[Any, ...], tensors: list[Any]) -> GraphModule:
     def call(*values: Any) -> Any:
         some = iter(values)
-        return function(*(next(some) if isinstance(a, _Tensor) else a for a in given))
+        return function(*(next(some) if isinstance(a, _Tensor) else a.value for a in given))
 
     return make_fx(call)(*tensors)
 
@@ -136,12 +143,12 @@ def _gradients(function: Callable[..., Any], given: tuple[Any, ...], tensors: li
     def joint(grad: Any, *values: Any) -> Any:
         held = [v.detach().requires_grad_() if t else v for v, t in zip(values, trained, strict=True)]
         some = iter(held)
-        out = function(*(next(some) if isinstance(a, _Tensor) else a for a in given))
+        out = function(*(next(some) if isinstance(a, _Tensor) else a.value for a in given))
         return torch.autograd.grad(out, [v for v, t in zip(held, trained, strict=True) if t], grad)
 
     with torch.enable_grad():
         some = iter(tensors)
-        out = function(*(next(some) if isinstance(a, _Tensor) else a for a in given))
+        out = function(*(next(some) if isinstance(a, _Tensor) else a.value for a in given))
         traced = make_fx(joint)(torch.empty_like(out), *tensors)
     names: dict[Node, str] = {}
     for i, node in enumerate(traced.graph.nodes):

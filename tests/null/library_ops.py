@@ -99,6 +99,20 @@ def _no_share_back(ctx: Any, grad: Tensor) -> Any:
     return None, None, torch.gather(grad, 0, ctx.saved_tensors[0])
 
 
+@torch.library.custom_op("moefuse_tests::_along", mutates_args=())
+def _along(out: Tensor, index: Tensor, src: Tensor, dim: int) -> Tensor:
+    return torch.scatter_add(out, dim, index, src)
+
+
+@torch.library.custom_op("moefuse_tests::_of_list", mutates_args=())
+def _of_list(tensors: list[Tensor]) -> Tensor:
+    return torch.cat(tensors)
+
+
+_along.register_fake(lambda out, index, src, dim: torch.empty_like(out))
+_of_list.register_fake(lambda tensors: torch.cat(tensors))
+_defined |= {"along": _along, "of_list": _of_list}
+along, of_list = _along._opoverload, _of_list._opoverload
 deterministic = op(_deterministic)
 untrained = op(_untrained, None)
 ALIKE = {

@@ -15,14 +15,14 @@ from tests.null import library_ops
 from tests.null.rules_case import E, H, call, fact_of
 
 
-def read(op: Any, *, trained: bool = False, **kwargs: Any) -> Any:
+def read(op: Any, *more: Any, trained: bool = False, together: bool = False, **kwargs: Any) -> Any:
     graph = torch.fx.Graph()
     values = (torch.zeros(7, 4, requires_grad=trained), torch.zeros(3, 4, dtype=torch.int64), torch.ones(3, 4, requires_grad=trained))
     nodes = []
     for name, value in zip(("out", "index", "src"), values, strict=True):
         nodes.append(graph.placeholder(name))
         nodes[-1].meta["example_value"] = value
-    node = graph.call_function(op, tuple(nodes), kwargs)
+    node = graph.call_function(op, (nodes,) if together else (*nodes, *more), kwargs)
     node.meta["example_value"] = torch.zeros(7, 4)
     found = call_of(node)
     assert found is not None
@@ -35,6 +35,16 @@ def test_another_name_of_an_operator(trained: bool, packet: bool) -> None:
     op = library_ops.deterministic
     assert read(op.overloadpacket if packet else op, trained=trained) == ("scatter_add", ("out", 0, "index", "src"), {})
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_number_that_it_is_given(dim: int) -> None:
+    assert read(library_ops.along, dim) == ("scatter_add", ("out", dim, "index", "src"), {})
+
+
+def test_lists_and_names_are_not_read() -> None:
+    assert read(library_ops.of_list, together=True)[0] == "moefuse_tests::_of_list"
+    assert read(library_ops.along, dim=0)[0] == "moefuse_tests::_along"
 
 
 def test_without_gradients_no_formula_is_needed() -> None:
