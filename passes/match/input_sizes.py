@@ -95,7 +95,7 @@ def _regions(ctx: Context) -> int:
 
 def _numbers(sizes: _Sizes, slots: set[Any]) -> dict[sympy.Symbol, sympy.Expr]:
     """How many experts a token has, of ids and of routing weights beside them: the symbols, and what they are now."""
-    if _torch_private.frame_id() is None:  # nobody asks the guards of an exported program
+    if _torch_private.frame_id() is None:
         return {}
     now = {hint(sizes[symbol].value) for symbol in slots & sizes.keys()}
     found = {symbol: hint(size.value) for symbol, size in sizes.items() if (size.last or symbol in slots) and not size.marked}
@@ -104,6 +104,8 @@ def _numbers(sizes: _Sizes, slots: set[Any]) -> dict[sympy.Symbol, sympy.Expr]:
 
 def _relations(sizes: _Sizes, questions: set[sympy.Expr]) -> dict[sympy.Symbol, sympy.Expr]:
     """Of the differences that were asked for, those that are zero in this call, each solved for one symbol of the inputs."""
+    if _torch_private.frame_id() is None:  # nobody asks the guards of an exported program
+        return {}
     now = {symbol: number for symbol, size in sizes.items() if (number := hint(size.value)) is not None and number > 1}
     found: dict[sympy.Symbol, sympy.Expr] = {}
     for question in sorted(questions, key=str):
