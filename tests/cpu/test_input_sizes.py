@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from moefuse import Options, pipeline
 from tests.cpu.capture_case import Seen, capturing
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -173,3 +174,18 @@ def test_one_number_for_each_token() -> None:
             x = torch.randn(tokens, H)
             torch.testing.assert_close(compiled(x), model(x))
     assert (len(seen.report.fused), seen.report.skipped) == (len(seen.graphs), []), seen.report
+
+
+@pytest.mark.filterwarnings(r"ignore:`isinstance\(treespec:FutureWarning")  # torch's own
+def test_nobody_asks_the_guards_of_an_exported_program() -> None:
+    """Numbers of rows and of ids that agree in the example and are declared apart are not taken to be one."""
+    model, rows, tokens = Experts(), torch.export.Dim("rows", min=2), torch.export.Dim("tokens", min=2)
+    with torch.no_grad():
+        gm = torch.export.export(model, routed(9), dynamic_shapes=({0: rows}, {0: tokens}, {0: tokens})).module()
+        for node in gm.graph.nodes:
+            node.meta.update({"example_value": node.meta["val"]} if "val" in node.meta else {})
+        report = pipeline.rewrite(gm, [n.meta["val"] for n in gm.graph.find_nodes(op="placeholder")], Options())
+        gm.recompile()
+        given = routed(5, 11)
+        torch.testing.assert_close(gm(*given), model(*given))
+    assert [skipped.code for skipped in report.skipped] == ["tokens-differ"]

@@ -23,7 +23,10 @@ from moefuse.passes.ir.facts import Index, IndexMatrix, Lost, Mask, Routing, Tab
 from moefuse.passes.rules.refused.expert_choice import Notes, applies_weights
 
 PLACES = "`{op}` puts them into a fixed number of places of each expert, and the experts run on all places, filled or not"
-SOME = "{name} is some of the tokens that chose an expert, and which depends on the others"
+SOME = (
+    "{name} is some of the tokens that chose an expert, and which depends on the others; to keep the first of each, a condition on the "
+    "mask of all experts is fused, `mask * (mask.sum(1).cumsum(0) <= capacity)[:, None]` of `mask = one_hot(ids, E)` [tokens, K, E]"
+)
 
 
 @dataclass

@@ -12,6 +12,11 @@ LIMITED = "experts take a limited number of tokens here: "
 
 FIXED = LIMITED + "`einsum` puts them into a fixed number of places of each expert, and the experts run on all places, filled or not"
 
+SOME = (
+    "`tok` is some of the tokens that chose an expert, and which depends on the others; to keep the first of each, a condition on the mask "
+    "of all experts is fused, `mask * (mask.sum(1).cumsum(0) <= capacity)[:, None]` of `mask = one_hot(ids, E)` [tokens, K, E]"
+)
+
 CHOSEN = "experts choose their tokens here, not tokens their experts: every expert has the same number of rows"
 
 
@@ -115,7 +120,7 @@ class SwitchDropped(Listed):
         return out
 
 
-@refused("capacity", LIMITED + "`tok` is some of the tokens that chose an expert, and which depends on the others", whole=False)
+@refused("capacity", LIMITED + SOME, whole=False)
 class FirstOfEach(Listed):
     """``selected[:capacity]`` of an expert's tokens, however many there are."""
 
