@@ -37,7 +37,8 @@ def leaf(ctx: Context, node: Node, axes: Axes, domain: Domain, value: Any) -> Ex
     """The expression of an operand for the rows of ``domain`` laid out as ``axes``; None if it is not a value per row."""
     rank = len(axes)
     if isinstance(value, Rows):
-        return value.expr if value.domain.same(domain) and fits(axes, padded(value.axes, rank)) else None
+        own = value.domain.same(domain) and fits(axes, padded(value.axes, rank))
+        return _of_one_slot(value, axes) if own else None
     if isinstance(value, Table):
         if value.root is None and value.slots is None and not value.ones:
             return None
@@ -65,6 +66,15 @@ def beside(ctx: Context, node: Node, axes: Axes, domain: Domain, value: Node) ->
     known = tensor(value)
     row = leaf(ctx, node, axes, domain, View(fresh(shape_of(known)), ctx.first[value])) if known is not None and known.dim() == 1 else None
     return ExpertVector(node, Leaf(row.source, False, None, (0,))) if isinstance(row, SharedVector) else None
+
+
+def _of_one_slot(value: Rows, axes: Axes) -> Expr:
+    """What rows are beside others: one number of a token that has one slot, next to features, is a routing weight."""
+    expr, routing = value.expr, value.domain.routing
+    single = routing is not None and routing.top_k == 1 and value.domain.name == "selected"
+    if not single or not isinstance(expr, Token) or expr.width != 1 or not axes or not real(axes[-1]):
+        return expr
+    return SlotWeight(expr.node, expr.source, column=expr.column)
 
 
 def fits(rows: Axes, other: Axes) -> bool:

@@ -104,7 +104,7 @@ class _Merge:
     def run(self, exprs: list[Expr]) -> Expr:
         key = tuple(map(id, exprs))
         if key not in self.memo:
-            self.memo[key] = _merge(exprs, self)
+            self.memo[key] = _own_columns(exprs, self.experts) or _merge(exprs, self)
         return self.memo[key]
 
 
@@ -149,6 +149,23 @@ _KINDS: dict[type[Expr], str] = {
 def _kind(expr: Expr) -> str:
     """What an expert computes at some place, for a reader."""
     return f"`{expr.name}`" if isinstance(expr, Op) else _KINDS.get(type(expr), "something else")
+
+
+def _own_columns(exprs: list[Expr], experts: list[int]) -> Gate | None:
+    """What each expert reads of a table in the column with its number is its weight."""
+    first = _column(exprs[0])
+    own = first is not None and len(exprs) > 1 and [_column(e) for e in exprs] == [(first[0], e) for e in experts]
+    return Gate(exprs[0].node, first[0], False, False, None) if own and first is not None else None
+
+
+def _column(expr: Expr) -> tuple[Node, int] | None:
+    """Of which table [tokens..., n] an expression is which column."""
+    match expr:
+        case Slice(child=Token() as table, length=1) if not table.by_slot and table.width == expr.of:
+            return table.source, expr.start
+        case Token() | SlotWeight():
+            return expr.column
+    return None
 
 
 def _same(exprs: list[Any], experts: list[int], name: str, what: str) -> None:

@@ -34,20 +34,26 @@ class Token(Expr):
 
     ``by_slot``: the tensor has a row for each slot, and the row is ``source[t * K + k, :]``.
     ``unread``: an operation made the tensor that no rule knows, for this one value of the program and nothing else.
+    ``column``: of which table [tokens..., n] the tensor is which column.
     """
 
     source: Node
     width: int
     by_slot: bool = False
     unread: bool = False
+    column: tuple[Node, int] | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class SlotWeight(Expr):
-    """The row's routing weight: ``source[t, k]``; of slot ``slot`` where a program handles one slot after another."""
+    """The row's routing weight: ``source[t, k]``; of slot ``slot`` where a program handles one slot after another.
+
+    ``column``: of which table [tokens..., n] the source is which column.
+    """
 
     source: Node
     slot: int | None = None
+    column: tuple[Node, int] | None = None
 
 
 @dataclass(frozen=True, eq=False)

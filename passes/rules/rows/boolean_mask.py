@@ -19,8 +19,10 @@ from moefuse.passes.rules.routing import slot_masks
 from moefuse.passes.rules.routing.ids import row_axis
 from moefuse.passes.rules.routing.masks import selection, tokens_together
 from moefuse.passes.rules.rows.by_rows import by_column, by_slots, features_of, same_ids, slots_together, with_none
-from moefuse.passes.rules.rows.index import cut, pick
+from moefuse.passes.rules.rows.index import basic, cut, pick
 from moefuse.passes.rules.rows.leaves import is_slot_weight, row_domain, slot_gate, take_rows, take_tokens
+
+_ALL = slice(None, None, None)
 
 
 @rule("masked_select")
@@ -66,9 +68,10 @@ def by_any_mask(ctx: Context, node: Node, x: Node, base: Any, mask: Mask | Table
         base = base.with_axes((sum(base.axes[:lead], ()), *base.axes[lead:]))
     if isinstance(mask, Table) and isinstance(base, Table) and tail:
         return by_column(node, base, found[0], row_axis(node), [*tail, *new])
-    if tail:
-        base = _column(ctx, node, x, base, tail[0]) if isinstance(mask, Table) and isinstance(base, View) else None
-    taken = by_mask(ctx, node, x, base, *found)
+    column = _column(ctx, node, x, base, tail[0]) if tail and isinstance(mask, Table) and isinstance(base, View) else None
+    taken = by_mask(ctx, node, x, base if column is None or column.slot != found[0].slot else column, *found)
+    if tail and isinstance(taken, Rows) and (column is None or column.slot != found[0].slot):
+        taken = basic(ctx, node, x, taken, [_ALL, *tail])
     if isinstance(taken, Rows):
         return with_none(taken, new)
     return taken if not new or isinstance(taken, Lost) else None

@@ -16,6 +16,7 @@ from moefuse.passes.ir.facts import Buffer, Column, Fill, Index, Mask, Order, Ra
 from moefuse.passes.rules.routing import slot_masks
 from moefuse.passes.rules.routing.ids import row_axis
 from moefuse.passes.rules.routing.masks import one_index
+from moefuse.passes.rules.rows.index import basic
 from moefuse.passes.rules.rows.leaves import is_slot_weight, row_domain, slot_gate, slot_value, take_rows, take_tokens
 
 _ALL = slice(None, None, None)
@@ -91,11 +92,13 @@ def _by_tokens(ctx: Context, node: Node, x: Node, base: Any, chosen: Selection, 
         return by_column(node, base, chosen, rows, rest)
     if not isinstance(base, View):
         return None
-    if rest and isinstance(rest[0], int | slice) and rest[0] != _ALL:
+    if len(base.axes) == 2 and rest and chosen.slot is not None and rest[0] in (chosen.slot, slice(chosen.slot, chosen.slot + 1)):
         axes: Axes = (rows,) if isinstance(rest[0], int) else (rows, ())
-        slot = len(base.axes) == 2 and chosen.slot is not None and rest[0] in (chosen.slot, slice(chosen.slot, chosen.slot + 1))
-        return with_none(Rows(axes, row_domain(chosen), Gate(node, base.root, True, False, chosen.expert)), rest[1:]) if slot else None
+        return with_none(Rows(axes, row_domain(chosen), Gate(node, base.root, True, False, chosen.expert)), rest[1:])
     taken = take_tokens(ctx, node, base, chosen, rows)
+    if rest and isinstance(rest[0], int | slice) and rest[0] != _ALL:
+        part = basic(ctx, node, x, taken, [_ALL, rest[0]]) if isinstance(taken, Rows) else taken
+        return with_none(part, rest[1:]) if isinstance(part, Rows) else part
     return with_none(taken, rest) if isinstance(taken, Rows) else taken
 
 

@@ -10,10 +10,10 @@ import torch
 from torch.fx import Node
 
 from moefuse.passes.graph.calls import tensor
-from moefuse.passes.graph.sizes import same
+from moefuse.passes.graph.sizes import Size, same
 from moefuse.passes.infer.state import Context, normalize
 from moefuse.passes.ir.axes import Atom, Axes, atoms, extent, fresh
-from moefuse.passes.ir.expr import Slice
+from moefuse.passes.ir.expr import Gate, Slice, Token
 from moefuse.passes.ir.facts import (
     Column,
     Counts,
@@ -87,9 +87,7 @@ def pick(ctx: Context, node: Node, x: Node, fact: Any, dim: int, at: int) -> Any
     axis = fact.axes[dim]
     axes: Axes = (*fact.axes[:dim], *fact.axes[dim + 1 :])
     only = axis[0] if len(axis) == 1 else None
-    if isinstance(at, RowNumber) and not (
-        only is not None and (only.kind == "e" or (isinstance(fact, View) and only.kind == "d" and only.index == 0 and dim == 0))
-    ):
+    if isinstance(at, RowNumber) and not _has_number(fact, dim, only):
         return None
     if isinstance(fact, IndexMatrix) and only is not None and only.kind == "d":
         return Index(axes, fact.selection, fact.columns[at])
@@ -118,6 +116,15 @@ def pick(ctx: Context, node: Node, x: Node, fact: Any, dim: int, at: int) -> Any
     return None
 
 
+def _has_number(fact: Any, dim: int, only: Atom | None) -> bool:
+    """Whether a dimension has an entry for each expert, or may have one."""
+    if only is None or only.kind == "e":
+        return only is not None
+    if isinstance(fact, Rows):
+        return only.kind == "f" and not same(only.size, 1)
+    return isinstance(fact, View) and only.kind == "d" and only.index == 0 and dim == 0
+
+
 def _is_sorted(ctx: Context, root: Node) -> bool:
     """Whether a tensor is all scores in their order, or where they stood: ``[:, :1]`` of it is the choice, and no slot of one."""
     call = ctx.calls.get(root)
@@ -140,10 +147,23 @@ def stacked(fact: View, axes: Axes, **index: Any) -> Weight | None:
     )  # fmt: skip
 
 
+def entry(node: Node, fact: Rows, axes: Axes, size: Size, at: int) -> Rows | None:
+    """One number of a row's token, by its place; that of the row's expert is a weight, where one expert's number stands for others'."""
+    token = fact.expr
+    if not isinstance(token, Token) or token.by_slot or token.width != size:
+        return None
+    if isinstance(at, RowNumber):
+        own = fact.domain.expert is not None and at == fact.domain.expert
+        return replace(fact, axes=axes, expr=Gate(node, token.source, False, False, at)) if own else None
+    return replace(fact, axes=axes, expr=Slice(node, token, at + size if at < 0 else at, 1, 1, size))
+
+
 def feature_pick(node: Node, fact: Rows, dim: int, at: int) -> Rows | None:
     """One half of features that were viewed as [2, I] or [I, 2]."""
     features = [i for i, a in enumerate(fact.axes) if any(b.kind == "f" for b in a)]
-    if len(features) != 2:
+    if len(features) == 1 and len(fact.axes[dim]) == 1:
+        return entry(node, fact, (*fact.axes[:dim], *fact.axes[dim + 1 :]), fact.axes[dim][0].size, at)
+    if len(features) != 2 or isinstance(at, RowNumber):
         return None
     sizes = [extent(fact.axes[i]) for i in features]
     outer = dim == features[0]
@@ -153,6 +173,11 @@ def feature_pick(node: Node, fact: Rows, dim: int, at: int) -> Rows | None:
     place = features[0] if not outer else features[1] - 1
     axes[place] = (Atom("f", 0, length),)
     return replace(fact, axes=tuple(axes), expr=expr)
+
+
+def _features(fact: Rows, axes: Axes, part: Slice) -> Rows | None:
+    """Some of the features of rows, where these are one dimension."""
+    return replace(fact, axes=axes, expr=part) if sum(a.kind == "f" for a in atoms(fact.axes)) == 1 else None
 
 
 def cut(ctx: Context, node: Node, fact: Any, dim: int, item: slice) -> Any:
@@ -176,10 +201,11 @@ def cut(ctx: Context, node: Node, fact: Any, dim: int, item: slice) -> Any:
         return sparse_entries.column(fact, (fact.axes[0], ()), start) if dim == 1 and length == 1 else None
     if isinstance(fact, IndexMatrix):
         return replace(fact, axes=axes, columns=(fact.columns[start],)) if not fact.transposed and dim == 1 and length == 1 else None
-    if isinstance(fact, Rows) and only.kind == "f" and step > 0 and not isinstance(item.start, RowNumber):
-        if sum(a.kind == "f" for b in fact.axes for a in b) != 1:
-            return None
-        return replace(fact, axes=axes, expr=Slice(node, fact.expr, start, step, length, only.size))
+    if isinstance(fact, Rows) and only.kind == "f" and step > 0:
+        if isinstance(item.start, RowNumber):
+            own = entry(node, fact, (), only.size, item.start) if length == 1 else None
+            return None if own is None else own.with_axes(tuple(() if i == dim else a for i, a in enumerate(fact.axes)))
+        return _features(fact, axes, Slice(node, fact.expr, start, step, length, only.size))
     if isinstance(fact, Mask | Table) and only.kind == "e" and length == 1:
         expert = item.start if isinstance(item.start, RowNumber) else start
         return replace(fact, axes=tuple(() if i == dim else a for i, a in enumerate(fact.axes)), expert=expert)

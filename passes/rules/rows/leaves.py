@@ -50,8 +50,11 @@ def take_tokens(ctx: Context, node: Node, base: View, chosen: Selection, rows: A
     expr = token(node, base, list(token_axes), list(features))
     if expr is None:
         return ctx.lost("tokens-differ", node, detail="the indexed tensor is not a plain [tokens, features] tensor")
+    table = token(node, base.base, list(base.base.axes[:-1]), [base.base.axes[-1]]) if isinstance(base, Column) else None
+    column = None if table is None or not isinstance(base, Column) else (table.source, base.slot)
+    expr = replace(expr, column=column)
     if chosen.routing.top_k == 1 and not any(features):
-        return Rows((rows, *features), row_domain(chosen), SlotWeight(node, base.root))
+        return Rows((rows, *features), row_domain(chosen), SlotWeight(node, base.root, column=column))
     axes = (rows, *((Atom("f", 0, extent(a)),) if a and not same(extent(a), 1) else () for a in features))
     return Rows(axes, row_domain(chosen), behind_expert(ctx, node, expr, chosen.expert))
 
