@@ -67,7 +67,7 @@ _SEVERAL = "the experts are computed {times} times into one sum here, and a fuse
 _OVERWRITTEN = "expert rows are assigned here, not added: of a token's {choices} experts, only the one that is written last stays"
 """``not-combined`` where there is an accumulator, and nothing adds to it."""
 
-_INTO = "expert rows are put together with {into} here; a sum that moefuse reads begins with zeros, at the tokens of these rows"
+_INTO = "expert rows are put together with {into} here; what moefuse reads is a sum: what stood at the tokens of these rows, and the rows"
 """``not-combined`` where rows are computed from what stands where they are put."""
 
 _BY = "expert rows reach what the other experts computed by `{by}`, and only sums are fused"

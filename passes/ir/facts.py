@@ -388,10 +388,11 @@ class Listed(Fact):
 
 @dataclass(frozen=True, eq=False)
 class Buffer(Fact):
-    """An accumulator read at a selection, perhaps with rows already added: the middle of ``out[idx] += rows``."""
+    """An accumulator read at a selection by ``read``, perhaps with rows already added: the middle of ``out[idx] += rows``."""
 
     target: Node
     selection: Selection
+    read: Node
     rows: Rows | None = None
 
 

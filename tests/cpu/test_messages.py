@@ -71,7 +71,7 @@ class Clone(Layer):
         return x.clone()
 
     def share(self, out: Tensor, x: Tensor, expert: Any, e: int, tok: Tensor, w: Tensor, slot: Tensor) -> Tensor:
-        out[tok] += expert(x[tok]) * w
+        out[tok] = 0.5 * out[tok] + expert(x[tok]) * w
         return out
 
 
@@ -173,7 +173,7 @@ class Printing(Layer):
 CASES: dict[type[Layer], tuple[str, str]] = {
     Largest: ("not-combined", "expert rows reach what the other experts computed by `maximum`, and only sums are fused"),
     Scaled: ("sum-changed", "the sum goes through `mul` before"),
-    Clone: ("not-combined", "are put together with `out` here; a sum that moefuse reads begins with zeros"),
+    Clone: ("not-combined", "are put together with `out` here; what moefuse reads is a sum"),
     Halves: ("not-combined", "are put together with `out[tok, :4]` here"),
     Broken: ("ids-not-distinct", r"`ids` comes from before the graph break at .*test_messages.py:\d+, and this graph does not show"),
     OwnInput: ("experts-differ", "expert 1 differs from expert 0: input `z` instead of `x`"),

@@ -95,7 +95,7 @@ def by_mask(ctx: Context, node: Node, x: Node, base: Any, chosen: Selection, col
         if isinstance(base, Range):  # ``arange(T)[mask]``: the numbers of the tokens
             return Index((rows,), chosen, "token") if len(base.axes) == 1 and same(base.size, chosen.routing.num_tokens) else None
         if isinstance(base, Fill | Sum):
-            return Buffer((rows, *features_of(base)), x, chosen)
+            return Buffer((rows, *features_of(base)), x, chosen, node)
         if isinstance(base, Mask):
             return slot_masks.taken(base, chosen, rows)
         if isinstance(base, Rows):

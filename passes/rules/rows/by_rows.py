@@ -83,7 +83,7 @@ def _by_tokens(ctx: Context, node: Node, x: Node, base: Any, chosen: Selection, 
         behind = None if any(r not in (None, _ALL) for r in rest) else take_rows(base, chosen, rows)
         return None if behind is None else with_none(behind, rest)
     if isinstance(base, Fill | Sum):
-        return Buffer((rows, *features_of(base)), x, chosen) if not rest else None
+        return Buffer((rows, *features_of(base)), x, chosen, node) if not rest else None
     if isinstance(base, Column) and chosen.slot == base.slot:
         return with_none(slot_gate(node, base, chosen, rows), rest)
     if isinstance(base, Mask):

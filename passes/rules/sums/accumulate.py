@@ -80,16 +80,19 @@ def selects(rows: Rows) -> bool:
 def put(ctx: Context, node: Node, target: Node, chosen: Selection, rows: Any) -> Any:
     """An accumulator whose rows at a selection are replaced: by themselves and an expert's rows, or by an expert's rows."""
     if isinstance(rows, Buffer) and rows.target is target and rows.rows is not None and rows.selection.same(chosen):
+        if chosen.routing.top_k > 1 and ctx.written_between(target, rows.read, node) is not None:
+            return ctx.lost("not-combined", node, choices=counted(chosen.routing.top_k))  # what the others added since is lost
         return accumulated(ctx, node, target, rows.rows, once=not chosen.by_token)
     if isinstance(rows, Rows) and rows.domain.selection is not None and rows.domain.selection.same(chosen):
+        if any(_reads(ctx, e, target) for e in walk(rows.expr)):
+            more = _added(ctx, node, target, rows.expr)
+            added = None if more is None else accumulated(ctx, node, target, replace(rows, expr=more), once=not chosen.by_token)
+            return added or _read_back(ctx, node, target)
         before = ctx.fact(target)
         # Where a token has several experts, nothing may be lost: the one that writes is the first, and stands for no others.
         first = isinstance(before, Fill) and before.value == 0.0 and len(ctx.members(chosen.expert)) == 1
         if chosen.routing.top_k != 1 and not first and not _apart(ctx, before, chosen):
-            share = _share(ctx, node, target, rows)
-            if share is not None:
-                return accumulated(ctx, node, target, share, once=not chosen.by_token)
-            return _read_back(ctx, node, target, rows) or ctx.lost("not-combined", node, choices=counted(chosen.routing.top_k))
+            return ctx.lost("not-combined", node, choices=counted(chosen.routing.top_k))
         return accumulated(ctx, node, target, rows, replaced=True)
     return None
 
@@ -102,25 +105,29 @@ def _apart(ctx: Context, before: Any, chosen: Selection) -> bool:
     return all(d.routing is chosen.routing and d.slot == chosen.slot and d.expert not in (None, chosen.expert) for d in others)
 
 
-def _share(ctx: Context, node: Node, target: Node, rows: Rows) -> Rows | None:
-    """What is added to the rows that stand there, in a tensor that is no sum yet: ``base(x)[idx] + rows``. None for all other rows."""
-    expr, root = rows.expr, ctx.storage[target]
+def _reads(ctx: Context, expr: Any, target: Node) -> bool:
+    """Whether a row is read of the tensor that it is put into."""
+    return isinstance(expr, Token) and any(ctx.storage[n] is ctx.storage[target] for n in expr.node.all_input_nodes)
+
+
+def _added(ctx: Context, node: Node, target: Node, expr: Any) -> Any:
+    """``y`` of ``out[m] = out[m] + y``, where ``out`` still is what was read; None where the rows are anything else."""
     if not isinstance(expr, Op) or expr.name != "add" or len(expr.args) != 2 or expr.kwargs:
         return None
-    for there, more in (expr.args, expr.args[::-1]):
-        stands = isinstance(there, Token) and not there.by_slot and ctx.same_tensor(there.source, target)
-        if not stands or not isinstance(more, Expr) or ctx.written_between(target, there.node, node) is not None:
+    for old, more in (expr.args, expr.args[::-1]):
+        if isinstance(more, Expr) and any(_reads(ctx, e, target) for e in walk(more)):
             continue
-        if not any(isinstance(e, Token) and ctx.storage[e.source] is root for e in walk(more)):
-            return replace(rows, expr=more)
+        if not _reads(ctx, old, target):
+            inner = _added(ctx, node, target, old)
+            return None if inner is None else replace(expr, args=(inner, more))
+        same_place = any(ctx.first[n] is ctx.first[target] for n in old.node.all_input_nodes)
+        return more if same_place and ctx.written_between(target, old.node, node) is None else None
     return None
 
 
-def _read_back(ctx: Context, node: Node, target: Node, rows: Rows) -> Lost | None:
-    """The refusal of rows that are computed from what stands where they are put: they replace nothing. None for all others."""
+def _read_back(ctx: Context, node: Node, target: Node) -> Lost:
+    """The refusal of rows that are computed from what stands where they are put: they replace nothing, and are not added either."""
     root = ctx.storage[target]
-    if not any(isinstance(e, Token) and ctx.storage[e.source] is root for e in walk(rows.expr)):
-        return None
     if ctx.memory.outlives(root):
         return ctx.lost("mutation", node, name=named(root))
     made = ctx.calls[root]

@@ -9,6 +9,7 @@ from torch.fx import Node
 
 from moefuse.passes.graph.calls import tensor
 from moefuse.passes.graph.sizes import same_shape
+from moefuse.passes.infer.operands import fits
 from moefuse.passes.infer.state import Context, out_shape
 from moefuse.passes.ir.expr import Op
 from moefuse.passes.ir.facts import Buffer, Combined, Fill, Part, Rows, Span, Sum, View
@@ -29,9 +30,9 @@ def on_add(ctx: Context, node: Node, a: Any, other: Any, *, alpha: Any = 1) -> A
             return _less_or_more(ctx, node, a, x, y, alpha) or row_local(ctx, node, (a, b), {"alpha": alpha})
         return None if isinstance(x, Sum) or isinstance(y, Sum) else plain(ctx, node, [x, y])
     if isinstance(x, Buffer) and isinstance(y, Rows):
-        return _in_buffer(x, y)
+        return _in_buffer(node, x, y)
     if isinstance(y, Buffer) and isinstance(x, Rows):
-        return _in_buffer(y, x)
+        return _in_buffer(node, y, x)
     summed = add_to_sum(ctx, node, a, b, x, y)
     if summed is not None:
         return summed
@@ -59,7 +60,7 @@ def _less_or_more(ctx: Context, node: Node, a: Any, x: Any, rows: Any, alpha: An
         return None
     share = times(node, rows, alpha)
     if isinstance(x, Buffer):
-        return _in_buffer(x, share)
+        return _in_buffer(node, x, share)
     return add_to_sum(ctx, node, a, None, x, share) if isinstance(x, Sum | Fill | View) else None
 
 
@@ -68,10 +69,14 @@ def times(node: Node, rows: Rows, number: float) -> Rows:
     return rows if number == 1 else replace(rows, expr=Op(node, "mul", (rows.expr, number)))
 
 
-def _in_buffer(buffer: Buffer, rows: Rows) -> Buffer | None:
-    """``out[idx] + rows``, of an expert's own rows."""
-    chosen = rows.domain.selection
-    return replace(buffer, rows=rows) if buffer.rows is None and chosen is not None and chosen.same(buffer.selection) else None
+def _in_buffer(node: Node, buffer: Buffer, rows: Rows) -> Buffer | None:
+    """``out[idx] + rows``, of an expert's own rows; and more of them."""
+    chosen, before = rows.domain.selection, buffer.rows
+    if chosen is None or not chosen.same(buffer.selection):
+        return None
+    if before is None:
+        return replace(buffer, rows=rows)
+    return replace(buffer, rows=replace(before, expr=Op(node, "add", (before.expr, rows.expr)))) if fits(before.axes, rows.axes) else None
 
 
 @rule("addcmul")
@@ -79,7 +84,7 @@ def on_addcmul(ctx: Context, node: Node, a: Any, tensor1: Any, tensor2: Any, *, 
     """``a + tensor1 * tensor2``."""
     into, product = ctx.fact(a), multiplied(ctx, node, "mul", tensor1, tensor2) if value == 1 else None
     if isinstance(product, Rows):
-        summed = _in_buffer(into, product) if isinstance(into, Buffer) else add_to_sum(ctx, node, a, None, into, product)
+        summed = _in_buffer(node, into, product) if isinstance(into, Buffer) else add_to_sum(ctx, node, a, None, into, product)
         if summed is not None:
             return summed
     return on_pointwise(ctx, node, a, tensor1, tensor2, value=value)
