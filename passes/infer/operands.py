@@ -12,7 +12,7 @@ from moefuse.passes.graph.calls import fake, tensor
 from moefuse.passes.graph.sizes import same, shape_of
 from moefuse.passes.infer.gates import gate
 from moefuse.passes.infer.state import Context
-from moefuse.passes.ir.axes import Atom, Axes, Axis, align, extent, fresh
+from moefuse.passes.ir.axes import Atom, Axes, Axis, align, atoms, extent, fresh
 from moefuse.passes.ir.expr import ExpertVector, Expr, Leaf, SharedVector, SlotWeight, Token
 from moefuse.passes.ir.facts import Column, Domain, RowNumber, Rows, Table, View, Weight
 
@@ -129,7 +129,7 @@ def _classified(ctx: Context, node: Node, domain: Domain, view: View, dims: dict
         return SlotWeight(node, view.root) if not feature else None
     if dims["t"]:
         if domain.routing is not None and domain.routing.top_k == 1 and not feature and domain.name in ("slots", "selected"):
-            return SlotWeight(node, view.root)
+            return SlotWeight(node, view.root, column=_table_of(view))
         width: Any = 1
         for a in dims["f"]:
             width = width * a.size
@@ -141,6 +141,12 @@ def _classified(ctx: Context, node: Node, domain: Domain, view: View, dims: dict
     if not feature and _only_slot(domain, view.root):
         return SlotWeight(node, view.root)
     return SharedVector(node, view.root)
+
+
+def _table_of(view: View) -> tuple[Node, int] | None:
+    """Which column a view is of a table [tokens..., n], if it is one."""
+    dims = [a.index for a in atoms(view.base.axes)] if isinstance(view, Column) else [1, 0]
+    return (view.base.root, view.slot) if dims == sorted(dims) and isinstance(view, Column) else None
 
 
 def _only_slot(domain: Domain, root: Node) -> bool:

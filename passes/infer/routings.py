@@ -14,7 +14,7 @@ from moefuse.passes.infer.choices import one_for_each
 from moefuse.passes.infer.ranges import distinct, interval
 from moefuse.passes.infer.state import Context
 from moefuse.passes.ir.axes import Atom
-from moefuse.passes.ir.facts import Routing, View
+from moefuse.passes.ir.facts import Column, Routing, View
 
 
 @dataclass
@@ -36,7 +36,7 @@ def routing_of(ctx: Context, ids: View) -> Routing | None:
     dims = root_atoms(ids)
     if dims is None:
         return None
-    slots = len(dims) > 1 and not one_for_each(ctx, root)
+    slots = len(dims) > 1 and not isinstance(ids, Column) and not one_for_each(ctx, root)
     if slots and not isinstance(dims[-1].size, int):
         known.symbols.add(dims[-1].size)
         return None

@@ -11,12 +11,12 @@ from torch.fx import Node
 from moefuse.passes.graph.calls import tensor
 from moefuse.passes.graph.named import counted, named
 from moefuse.passes.graph.op_classes import FILLS
-from moefuse.passes.graph.sizes import same, shape_of
+from moefuse.passes.graph.sizes import product, same, shape_of
 from moefuse.passes.infer.routings import shared_routing
 from moefuse.passes.infer.state import Context
 from moefuse.passes.ir.anti_unify import for_all, generalise, no_rule
 from moefuse.passes.ir.axes import Axes, atoms
-from moefuse.passes.ir.expr import ExpertVector, Expr, Gate, SharedVector, SlotWeight, Token, has_linear, walk, weight_leaves
+from moefuse.passes.ir.expr import ExpertVector, Expr, Gate, SharedVector, SlotWeight, Token, has_linear, rebuilt, walk, weight_leaves
 from moefuse.passes.ir.expr_algebra import factors, same_expr
 from moefuse.passes.ir.facts import (
     Combined,
@@ -161,6 +161,8 @@ def _summed(ctx: Context, fact: Sum, holders: list[Node]) -> Region | Lost | Non
     changed = _changed_before(ctx, fact, routing)
     if changed is not None:
         return changed
+    if all(p.rows.domain.name == "slots" for p in parts):
+        return _slot_by_slot(ctx, fact, routing, anchor, holders)
     experts = [p.rows.domain.expert for p in fact.parts]
     if any(p.rows.domain.routing not in (None, routing) for p in fact.parts) or any(e is None for e in experts):
         return ctx.lost("experts-differ", anchor, expert="?", detail="some have their rows from one routing, and some from another")
@@ -269,6 +271,27 @@ def _over_slots(ctx: Context, parts: list[Part], routing: Routing, anchor: Node,
         if not isinstance(first, Lost) and not same_expr(first[0], other[0]):
             return ctx.lost("experts-differ", anchor, expert="0", detail="for another slot of a token they compute something else")
     return first
+
+
+def _slot_by_slot(ctx: Context, fact: Sum, routing: Routing, anchor: Node, holders: list[Node]) -> Region | Lost:
+    """The layer whose slots give their rows one after another: one expression, in which each reads its own column of the weights."""
+    parts = sorted(fact.parts, key=lambda p: int(p.rows.domain.slot or 0))
+    slots = [p.rows.domain.slot for p in parts]
+    if slots != list(range(routing.top_k)):
+        return ctx.lost("missing-experts", anchor, detail=_slots(set(slots), routing.top_k))
+    found = generalise([p.rows.expr for p in parts], list(range(routing.top_k)), anchor)
+    tables = (
+        []
+        if isinstance(found, Lost)
+        else [shape_of(value) for e in walk(found) if isinstance(e, Gate) and (value := tensor(e.source)) is not None]
+    )
+    if isinstance(found, Lost) or not all(
+        same(t[-1], routing.top_k) and same(product(t), routing.num_tokens * routing.top_k) for t in tables
+    ):
+        return ctx.lost("experts-differ", anchor, expert="0", detail="for another slot of a token they compute something else")
+    expr = rebuilt(found, lambda old, run: SlotWeight(old.node, old.source) if isinstance(old, Gate) else None)
+    count = _num_experts(ctx, expr, anchor)
+    return count if isinstance(count, Lost) else Region(anchor, tuple(holders), "slots", routing, expr, count, None)
 
 
 def _slots(slots: Collection[int | None], count: Any) -> str:

@@ -16,6 +16,7 @@ from moefuse.passes.ir.facts import Buffer, Combined, Fill, Part, Rows, Span, Su
 from moefuse.passes.rules import rule
 from moefuse.passes.rules.routing.offsets import total
 from moefuse.passes.rules.rows.pointwise import multiplied, on_pointwise, plain, row_local
+from moefuse.passes.rules.sums import slot_by_slot
 from moefuse.passes.rules.sums.accumulate import plain_axes, selects
 
 
@@ -33,7 +34,7 @@ def on_add(ctx: Context, node: Node, a: Any, other: Any, *, alpha: Any = 1) -> A
         return _in_buffer(node, x, y)
     if isinstance(y, Buffer) and isinstance(x, Rows):
         return _in_buffer(node, y, x)
-    summed = add_to_sum(ctx, node, a, b, x, y)
+    summed = slot_by_slot.added(ctx, node, a, b, x, y) or add_to_sum(ctx, node, a, b, x, y)
     if summed is not None:
         return summed
     if isinstance(x, Rows) or isinstance(y, Rows):
