@@ -7,8 +7,12 @@ from typing import Any
 from torch.fx import Node
 
 from moefuse.passes.graph.calls import Call, tensor
-from moefuse.passes.graph.op_classes import INDICES_ALONG, SCORES, VALUES_AND_INDICES
-from moefuse.passes.infer.state import Context
+from moefuse.passes.graph.op_classes import BINARY, INDICES_ALONG, SCORES, UNARY, VALUES_AND_INDICES
+from moefuse.passes.graph.sizes import same_shape
+from moefuse.passes.infer.state import Context, out_shape
+
+_STAYS = SCORES | frozenset((*UNARY, *BINARY, "masked_fill", "where"))
+"""What gives each score a value where it stands."""
 
 
 def from_topk(ctx: Context, node: Node) -> bool:
@@ -28,10 +32,23 @@ def one_for_each(ctx: Context, node: Node) -> bool:
     place = 2  # of keepdim among the arguments
     if call.kwargs.get("keepdim", len(call.args) > place and call.args[place]):
         return False
-    scores: Any = call.args[0]
-    while (source := ctx.calls.get(scores)) is not None and source.name in SCORES and source.args and not source.inplace:
-        scores = source.args[0]
-    return source is not None and source.name == "linear"
+    return _projected(ctx, call.args[0])
+
+
+def _projected(ctx: Context, scores: Node) -> bool:
+    """Whether scores are a projection's, with a bias, noise or the like on them: whatever is done to each leaves it in its place."""
+    stack, seen = [scores], {scores}
+    while stack:
+        node = stack.pop()
+        call = ctx.calls.get(node)
+        if call is not None and call.name == "linear":
+            return True
+        if call is None or call.inplace or call.name not in _STAYS:
+            continue
+        more = [a for a in node.all_input_nodes if a not in seen and same_shape(out_shape(a), out_shape(scores))]
+        seen.update(more)
+        stack += more
+    return False
 
 
 def positions(ctx: Context, node: Node) -> int | None:

@@ -49,7 +49,9 @@ def unexplained(ctx: Context) -> Lost | None:
         if exact is not None:
             return _told(ctx, *exact)
     found = _weights_like_scores(ctx, flow)
-    return None if found is None else _told(ctx, _last_known(ctx, *found), found[1])
+    if found is None:
+        return None
+    return _told(ctx, found[0] if found[0] in ctx.levels else _last_known(ctx, *found), found[1])
 
 
 def _without_ours(ctx: Context, flow: _Flow) -> _Flow:
@@ -143,7 +145,7 @@ def _weights_like_scores(ctx: Context, flow: _Flow) -> tuple[Node, int] | None:
         for weight in weights_of(ctx, node):
             shape = shape_of(tensor(weight))  # type: ignore[arg-type]
             if len(shape) >= 3 and shape[0] in counts and "conv" not in call.name and (met := _meeting(ctx, flow, node)) is not None:
-                return (node if node in flow.chosen else met), int(shape[0])
+                return (node if node in flow.chosen or node in ctx.levels else met), int(shape[0])
             if call.name in _MULTIPLIES and call.name != "mul":
                 apart[shape].setdefault(weight, node)
     for readers in apart.values():

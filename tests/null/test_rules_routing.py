@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from moefuse.passes.infer import routings
 from moefuse.passes.ir.facts import Counts, Hit, Index, IndexMatrix, Many, Mask, Occurring, Routing, Sorted, Span, Table, View
-from tests.null.rules_case import E, K, T, assign, call, fact_of, letters, trace
+from tests.null.rules_case import E, H, K, T, assign, call, fact_of, letters, trace
 
 Function = Callable[..., Any]
 
@@ -346,6 +346,26 @@ def test_the_best_of_a_projection_of_rows_is_one_id_for_each() -> None:
     """[batch, length] ids of a router that saw [batch, length, features] have no dimension of slots."""
     found = routing_of(lambda x, one: F.linear(x[None], one).softmax(-1).argmax(-1))
     assert (found.tokens, found.top_k, found.has_slots) == ((1, T), 1, False)
+
+
+SCORED: list[Callable[[Any, Any], Any]] = [
+    lambda scores, bias: (scores.sigmoid() + bias).argmax(-1),  # a bias that balances experts
+    lambda scores, bias: (bias + scores / 2).max(-1)[1],
+    lambda scores, bias: (scores + torch.rand_like(scores)).argmax(-1),  # noise
+    lambda scores, bias: scores.masked_fill(bias > 9, -1.0).softmax(-1).argmax(-1),
+]
+
+
+@pytest.mark.parametrize("choose", SCORED)
+def test_what_is_done_to_each_score_leaves_one_id_for_each_row(choose: Callable[[Any, Any], Any]) -> None:
+    found = routing_of(lambda x, one, two: choose(F.linear(x[None], one), two[0]))
+    assert (found.tokens, found.top_k, found.has_slots) == ((1, T), 1, False)
+
+
+def test_scores_that_are_spread_over_another_dimension_are_no_projection_of_rows() -> None:
+    """[T, 1, I] scores of a projection beside [heads, I]: the dimension in the middle is none of its rows."""
+    found = routing_of(lambda x, one, two: (F.linear(x, one)[:, None] + two).argmax(-1))
+    assert (found.tokens, found.top_k, found.has_slots) == ((T,), H, True)
 
 
 def test_the_best_of_each_head_is_a_slot() -> None:

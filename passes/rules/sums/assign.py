@@ -7,7 +7,7 @@ from typing import Any
 from torch.fx import Node
 
 from moefuse.passes.graph.sizes import Size, product, same
-from moefuse.passes.infer.state import Context, out_shape
+from moefuse.passes.infer.state import Context, normalize, out_shape
 from moefuse.passes.ir.axes import atoms, extent
 from moefuse.passes.ir.facts import Buffer, Fill, Mask, Pieces, Rows, Sorted, Table
 from moefuse.passes.rules import rule
@@ -49,8 +49,7 @@ def on_index_copy(ctx: Context, node: Node, target: Node, dim: int, index: Node,
     where, rows, current = ctx.fact(index), ctx.fact(source), ctx.fact(target)
     if dim == 0 and isinstance(where, Sorted) and isinstance(rows, Rows) and isinstance(current, Fill):
         return unsort(rows, where)
-    chosen = token_selection(where) if dim == 0 else None
-    return None if chosen is None else put(ctx, node, target, chosen, rows)
+    return on_setitem(ctx, node, target, (*[_ALL] * normalize(dim, len(out_shape(target))), index), source)
 
 
 @rule("masked_scatter")

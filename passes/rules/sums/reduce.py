@@ -255,11 +255,15 @@ def stacked_tables(node: Node, tables: list[Table], dim: int) -> Table | None:
     )
 
 
-@rule("gather", "take_along_dim")
+@rule("take_along_dim")
+def on_take_along_dim(ctx: Context, node: Node, x: Any, indices: Any, dim: Any = None) -> Any:
+    """``gather``, whose arguments are broadcast; without a dimension, out of all elements in a row."""
+    return on_gather(ctx, node, x, dim, indices) if isinstance(dim, int) else None
+
+
+@rule("gather")
 def on_gather(ctx: Context, node: Node, x: Any, dim: Any, index: Any) -> Any:
     """The outputs of the chosen experts out of those of all experts."""
-    if not isinstance(dim, int):
-        dim, index = index, dim
     rows, view, where = ctx.fact(x), ctx.view(index), ctx.fact(index)
     if isinstance(rows, Picked):
         return sparse_entries.gathered(node, rows, dim, where)

@@ -15,7 +15,7 @@ from moefuse.passes.rules import rule
 from moefuse.passes.rules.routing.ids import is_integer, role_axes
 from moefuse.passes.rules.routing.masks import constant, counted
 from moefuse.passes.rules.routing.tables import _lines_up
-from moefuse.passes.rules.sums.accumulate import unsort
+from moefuse.passes.rules.sums.accumulate import put, unsort
 from moefuse.passes.rules.sums.listed import add
 
 
@@ -48,7 +48,7 @@ def scatter_rows(ctx: Context, node: Node, target: Node, dim: int, index: Node, 
     """Rows of an expert added by an index expanded over the features."""
 
     adds = ctx.calls[node].name == "scatter_add"  # type: ignore[union-attr]
-    return scatter_add_rows(ctx, node, target, dim, index, src) if adds else scatter_sorted(ctx, target, dim, index, src)
+    return scatter_add_rows(ctx, node, target, dim, index, src) if adds else scatter_put_rows(ctx, node, target, dim, index, src)
 
 
 def scatter_add_rows(ctx: Context, node: Node, target: Node, dim: int, index: Node, source: Any) -> Any:
@@ -69,8 +69,14 @@ def on_scatter_reduce(
     return scatter_add_rows(ctx, node, target, dim, index, src) if reduce == "sum" and include_self else None
 
 
-def scatter_sorted(ctx: Context, target: Node, dim: int, index: Node, source: Any) -> Any:
-    """``out.scatter(0, perm[:, None].expand(-1, H), rows)``: back to one row per slot."""
+def scatter_put_rows(ctx: Context, node: Node, target: Node, dim: int, index: Node, source: Any) -> Any:
+    """``out.scatter(0, perm[:, None].expand(-1, H), rows)``: back to one row per slot; by an expert's tokens, its rows in their place."""
     rows, where = ctx.fact(source), ctx.fact(index)
-    full = isinstance(where, Sorted) and len(where.axes) == 2 and [a.kind for a in where.axes[1]] == ["b"]
-    return unsort(rows, where) if full and isinstance(rows, Rows) and dim == 0 and isinstance(ctx.fact(target), Fill) else None
+    if not isinstance(rows, Rows) or dim != 0 or not isinstance(where, Index | Sorted) or len(where.axes) != 2:
+        return None
+    if [a.kind for a in where.axes[1]] != ["b"]:
+        return None
+    if isinstance(where, Sorted):
+        return unsort(rows, where) if isinstance(ctx.fact(target), Fill) else None
+    whole = where.of == "token" and same(where.axes[1][0].size, out_shape(target)[-1])
+    return put(ctx, node, target, where.selection, rows) if whole else None
