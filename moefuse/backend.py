@@ -133,7 +133,7 @@ def _frame_skipped(report: FusionReport, own: Options, owner: object) -> None:
         call.at_end(f"moefuse.skipped: {id(report)}", record, before=True)
     nothing_found.watch(own, owner)
     with _torch_private.surfacing(FusionError):
-        publish.publish(report, own)
+        publish.publish(report, own, owner)
 
 
 Begun.question, Begun.ended = staticmethod(_torch_private.kept_out), staticmethod(nothing_found.kept_out)

@@ -14,7 +14,7 @@ from moefuse.errors import FusionError
 from moefuse.explaining import history, quietly
 from moefuse.grouping import pattern
 from moefuse.module_names import roots_of
-from moefuse.report import FusionReport, Skipped
+from moefuse.report import FusionReport, Skipped, may_be_done
 
 # Named after the backend, not after this file: it is the name in the documentation for TORCH_LOGS.
 log = logging.getLogger("moefuse.backend")
@@ -26,15 +26,15 @@ _warned: set[tuple[str, ...]] = set()
 _warned_lock = threading.Lock()
 
 
-def publish(report: FusionReport, options: Options) -> None:
-    """Log, count and trace one graph's report; warn about regions that were left.
+def publish(report: FusionReport, options: Options, owner: object | None = None) -> None:
+    """Log, count and trace one graph's report; warn about regions that were left. ``owner``: the ``torch.compile`` call, if known already.
 
     Raises:
         FusionError: under ``strict`` when a region was left for a reason that is not an option.
     """
     quietly(_log, report)
     left = [skipped for skipped in report.skipped if skipped.code not in USER_DECIDED]
-    call, owner = _torch_private.running_call(), _torch_private.torch_compile_call()
+    call, owner = _torch_private.running_call(), _torch_private.torch_compile_call() if owner is None else owner
     waiting = [s for s in left if s.given_up and may_wait(s)] if call is not None and owner is not None else []
     models = quietly(_models, otherwise=())
     for skipped in waiting:
@@ -80,7 +80,7 @@ def say_disabled(options: Options, given: Mapping[str, object] | None) -> None:
 
 def may_wait(skipped: Skipped) -> bool:
     """Whether these experts may be fused after all, in a frame that Dynamo makes where this graph is given up."""
-    return bool(skipped.combine) and skipped.code not in USER_DECIDED
+    return may_be_done(skipped) and skipped.code not in USER_DECIDED
 
 
 def _publish_left(skipped: Skipped, owner: object, options: Options, models: tuple[str, ...]) -> None:

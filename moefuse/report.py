@@ -263,10 +263,24 @@ def _repeats(skipped: Skipped, known: list[Skipped], traced: bool) -> bool:
     return any(other.module == skipped.module != "" if traced else _around(other.module, skipped.module) for other in same)
 
 
+_OF_ROWS = frozenset(("no-rule", "tokens-differ", "not-row-local"))
+"""What is said of rows that are not understood."""
+
+
+def may_be_done(skipped: Skipped) -> bool:
+    """Whether it is known which experts a refusal is about, so that it can be told whether another graph has them fused."""
+    return bool(skipped.combine) or (skipped.code in _OF_ROWS and skipped.module != "")
+
+
 def done_instead(skipped: Skipped, fused: Iterable[Fused]) -> bool:
-    """Whether a refusal in a graph that was given up is about experts that are among those fused."""
-    if not skipped.given_up or not skipped.combine:
+    """Whether a refusal in a graph that was given up is about experts that are among those fused.
+
+    Of experts that were not understood there it is known in which module they are: a layer in a layer is read by itself in a frame of its own.
+    """
+    if not skipped.given_up or not may_be_done(skipped):
         return False
+    if not skipped.combine:
+        return any(f.module == skipped.module for f in fused)
     return any(f.location == skipped.combine and _around(f.module, skipped.module) for f in fused)
 
 

@@ -198,3 +198,33 @@ def test_a_limit_of_a_graph_that_was_given_up() -> None:
     """Each layer has a graph of its own then, and each graph its limit."""
     report = report_of(nn.Sequential(Layer(), Layer()), (X, False), max_rewrites=1)
     assert (report.layers, report.skipped) == ((2, 2), [])
+
+
+class Tree(nn.Module):
+    """A router of layers, each with a router of its own."""
+
+    def __init__(self, kind: type[nn.Module]) -> None:
+        super().__init__()
+        self.root, self.children_ = nn.Linear(X.shape[1], 2), nn.ModuleList(kind() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        best, group = self.root(x).softmax(-1).max(-1)
+        out = torch.zeros_like(x)
+        for i, child in enumerate(self.children_):
+            chosen = (group == i).nonzero().flatten()
+            out[chosen] = child(x[chosen]) * best[chosen, None]
+        return out
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_layers_that_are_the_experts_of_another_one(strict: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """As rows of the outer layer they are not understood; that graph is given up, and each is fused in a frame of its own."""
+    report = report_of(Tree(Layer), (X, False), strict=strict)
+    assert (report.layers, report.skipped, warnings(caplog)) == ((2, 2), [], [])
+
+
+def test_layers_in_a_layer_that_stay_refused(caplog: pytest.LogCaptureFixture) -> None:
+    report = report_of(Tree(ChangedHere), (X, True))
+    assert report.layers[0] == 0
+    assert {s.code for s in report.skipped} >= {"mutation"}
+    assert warnings(caplog)
