@@ -165,3 +165,81 @@ def test_rows_are_taken_along_the_experts(take: str) -> None:
 def test_other_rows_are_taken(take: str) -> None:
     """Near misses of the same operations: right, and not fused."""
     assert check_exact(Taken(OTHERS[take]), (torch.randn(T, H),)).fused == []
+
+
+class Odd(nn.Module):
+    """An expert that computes something else than its neighbours."""
+
+    def __init__(self, compute: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.compute, self.vector = compute, nn.Parameter(torch.randn(H))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.compute(x, self.vector)
+
+
+class Mixed(nn.Module):
+    def __init__(self, *odd: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        own = [nn.Sequential(nn.Linear(H, I), nn.SiLU(), nn.Linear(I, H)) for _ in range(E)]
+        self.experts = nn.ModuleList([*own, *map(Odd, odd)])
+        self.router = nn.Linear(H, len(self.experts))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.router(x).softmax(-1).topk(2)
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            tok, slot = torch.where(ids == e)
+            out.index_add_(0, tok, expert(x[tok]) * weights[tok, slot, None])
+        return out
+
+
+ODD: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], ...]] = {
+    "zeros": (lambda x, v: torch.zeros_like(x),),
+    "ones": (lambda x, v: torch.ones_like(x),),
+    "a vector": (lambda x, v: v.expand_as(x),),
+    "a gated vector": (lambda x, v: x[:, :1].sigmoid() * x + x[:, 1:2] * v,),
+    "zeros and the token": (lambda x, v: torch.zeros_like(x), lambda x, v: x),
+}
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_experts_that_compute_something_else(odd: str) -> None:
+    """Zero, constant and copying experts beside projections: they differ, and rows are not said to be none."""
+    outcome = check(Mixed(*ODD[odd]))
+    assert [s.code for s in outcome.skipped] == ["experts-differ"], outcome.skipped
+    assert outcome.skipped[0].message.startswith("expert ")
+    assert outcome.fused == []
+
+
+class Shifted(Mixed):
+    """Each expert's output, and beside it a number of its rows times a vector of its own."""
+
+    def __init__(self, more: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.vectors, self.more = nn.Parameter(torch.randn(E, H)), more
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.router(x).softmax(-1).topk(2)
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            tok, slot = torch.where(ids == e)
+            rows = x[tok]
+            out.index_add_(0, tok, (expert(rows) + self.more(rows, self.vectors[e])) * weights[tok, slot, None])
+        return out
+
+
+MORE: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], list[str]]] = {
+    "a number times a vector": (lambda x, v: x.sum(-1, keepdim=True) * v, []),
+    "a vector divided by a number": (lambda x, v: v / (x.amax(-1, keepdim=True).abs() + 1), []),
+    "zeros": (lambda x, v: torch.zeros_like(x), ["no-rule"]),
+    "rows that are drawn": (lambda x, v: 0 * torch.rand(len(x), H) * x.sum(-1, keepdim=True), ["tokens-differ"]),
+}
+
+
+@pytest.mark.parametrize("more", MORE)
+def test_a_number_of_each_row_beside_a_vector(more: str) -> None:
+    function, codes = MORE[more]
+    outcome = check(Shifted(function))
+    assert [s.code for s in outcome.skipped] == codes, outcome.skipped
+    assert len(outcome.fused) == (not codes)
