@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from moefuse.capture.attempt import Attempt
 
 
+OF_A_TABLE = (
+    "the experts come out of a table, so that nobody knows how long it is: no score has chosen among so many; "
+    "a loop over experts that compares with == needs no list"
+)
 SHORT = "without `minlength` it is shorter if the last experts have no tokens"
 
 
@@ -86,7 +90,11 @@ def as_list(frame: Attempt, tx: Any, variable: Any) -> Any:
     """``bincount(ids, minlength=E).tolist()``; None for any other tensor."""
     node = values.tensor_node(variable)
     bins = guess.bins(node)
-    if not frame.active or bins is None:
+    if not frame.active:
+        return None
+    if bins is None:
+        if guess.from_table(node):
+            frame.tell(tx, "this list", OF_A_TABLE)
         return None
     if not bins[1]:
         frame.tell(tx, "this list", SHORT)

@@ -100,6 +100,25 @@ def bins(node: Node | None) -> tuple[int, bool] | None:
     return None
 
 
+def from_table(node: Node | None) -> bool:
+    """Whether a tensor is ``bincount(table[numbers], minlength=E)``: experts out of a table that the model holds, as in hash layers."""
+    counted = False
+    for _ in range(16):
+        if not isinstance(node, Node) or node.op not in ("call_method", "call_function") or not node.args:
+            return False
+        name, first = _name(node), node.args[0]
+        if name == "bincount":
+            counted = bool(node.kwargs.get("minlength", node.args[2] if len(node.args) > 2 else 0))
+        held = isinstance(first, Node) and first.op in ("placeholder", "get_attr") and "_buffers_" in first.name
+        if counted and held and name in ("getitem", "index_select"):
+            value, numbers = _value(first), node.args[-1]
+            return isinstance(value, torch.Tensor) and value.dtype in (torch.int64, torch.int32) and isinstance(numbers, Node)
+        if name not in _VIEWS and name != "bincount":
+            return False
+        node = first  # type: ignore[assignment]
+    return False
+
+
 def choices(ids: Any) -> int | None:
     """How many experts the router chose from, where ids are views of the places of the best scores; None if that is not known."""
     for _ in range(8):

@@ -11,7 +11,7 @@ from moefuse.passes.graph.named import counted
 from moefuse.passes.graph.sizes import same
 from moefuse.passes.infer.routings import routing_of
 from moefuse.passes.infer.state import Context, normalize, out_shape
-from moefuse.passes.ir.axes import Atom, Axis, atoms, extent
+from moefuse.passes.ir.axes import Atom, Axis, atoms, extent, fresh
 from moefuse.passes.ir.facts import (
     Domain,
     Entries,
@@ -24,6 +24,7 @@ from moefuse.passes.ir.facts import (
     Sorted,
     Table,
     View,
+    Weight,
 )
 from moefuse.passes.rules import rule
 from moefuse.passes.rules.routing import slot_masks, sparse_entries
@@ -61,8 +62,16 @@ def by_tensor(ctx: Context, node: Node, x: Node, items: list[Any]) -> Any:
 
 
 def _by_tensor(ctx: Context, node: Node, x: Node, items: list[Any]) -> Any:
+    base = ctx.fact(x)
+    found = _of_base(ctx, node, x, items, base)
+    if found is None and isinstance(base, Weight):  # rows of a table are tokens, where it is one of embeddings
+        return _of_base(ctx, node, x, items, View(fresh(out_shape(x)), ctx.first[x]))
+    return found
+
+
+def _of_base(ctx: Context, node: Node, x: Node, items: list[Any], base: Any) -> Any:
     indices = [ctx.fact(i) if isinstance(i, Node) else i for i in items]
-    base, first, tail = ctx.fact(x), indices[0], indices[1:]
+    first, tail = indices[0], indices[1:]
     plain = not [t for t in tail if t != _ALL]
     if isinstance(first, Index):
         return by_rows(ctx, node, x, base, first.selection, [first, *tail])
