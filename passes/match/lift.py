@@ -16,7 +16,7 @@ from moefuse.passes.infer.routings import shared_routing
 from moefuse.passes.infer.state import Context
 from moefuse.passes.ir.anti_unify import for_all, generalise, no_rule
 from moefuse.passes.ir.axes import Axes, atoms
-from moefuse.passes.ir.expr import ExpertVector, Expr, Gate, Op, SharedVector, SlotWeight, Token, has_linear, rebuilt, walk, weight_leaves
+from moefuse.passes.ir.expr import ExpertVector, Expr, Gate, SharedVector, SlotWeight, Token, has_linear, rebuilt, walk, weight_leaves
 from moefuse.passes.ir.expr_algebra import factors, same_expr
 from moefuse.passes.ir.facts import (
     Combined,
@@ -240,8 +240,7 @@ def _weightless(ctx: Context, fact: Sum, anchor: Node) -> Weightless | Lost | No
     leaves = {type(e) for e in walk(expr) if isinstance(e, Token | SlotWeight | Gate | ExpertVector | SharedVector)}
     by_slot = all(p.rows.domain.name == "selected" and p.rows.domain.slot is None and _exact(p) for p in fact.parts)
     weights = [f for f in factors(expr) if isinstance(f, SlotWeight)]
-    filled = any(isinstance(e, Op) and e.name in FILLS for e in walk(expr))
-    simple = leaves == {Token, SlotWeight} and len(weights) == 1 and not filled
+    simple = leaves == {Token, SlotWeight} and len(weights) == 1
     if fact.once or not by_slot or not simple or numbers != list(range(numbers[0], numbers[-1] + 1)):
         unknown = no_rule(expr)
         detail = f"expert {numbers[0]} has no weights" + (", and is not its token times a weight" if by_slot and not simple else "")

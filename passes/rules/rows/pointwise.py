@@ -20,7 +20,7 @@ from moefuse.passes.infer.routings import shared_routing
 from moefuse.passes.infer.state import Context, out_shape
 from moefuse.passes.ir.axes import Axes, extent, fresh
 from moefuse.passes.ir.expr import Expr, Gate, Op, has_linear, walk
-from moefuse.passes.ir.facts import Buffer, Counts, Domain, Fill, Listed, Lost, Mask, Rows, Sorted, Span, Table, View, feature
+from moefuse.passes.ir.facts import Buffer, Counts, Domain, Fill, Listed, Lost, Mask, Rows, Sorted, Span, Table, View
 from moefuse.passes.rules import EVERYTHING, rule
 from moefuse.passes.rules.routing import slot_masks
 from moefuse.passes.rules.routing.masked_slots import dropped
@@ -82,7 +82,7 @@ def row_local(ctx: Context, node: Node, args: tuple[Any, ...], kwargs: dict[str,
         return _met(ctx, node, rows) or ctx.lost(
             "experts-differ", node, expert="?", detail="rows of different experts or layers meet in one operation"
         )
-    axes = _with_features(joined([r.axes for r in rows], len(out_shape(node))), out_shape(node))
+    axes = joined([r.axes for r in rows], len(out_shape(node)))
     new: list[Any] = []
     for value in args:
         item = operand(ctx, node, axes, domain, value, rows[0].expr)
@@ -96,14 +96,6 @@ def row_local(ctx: Context, node: Node, args: tuple[Any, ...], kwargs: dict[str,
             return item
         options.append((key, item))
     return Rows(axes, domain, Op(node, name or call.name, tuple(new), tuple(options)))
-
-
-def _with_features(axes: Axes, shape: tuple[Any, ...]) -> Axes:
-    """The axes of one number for each row of an expert beside a vector of features."""
-    rows = len(axes) == 2 and [a.kind for a in axes[0]] == ["r"]
-    if not rows or real(axes[1]) or not isinstance(shape[1], int) or shape[1] == 1:
-        return axes
-    return (axes[0], (feature(shape[1]),))
 
 
 def _met(ctx: Context, node: Node, rows: list[Rows]) -> Lost | None:
