@@ -111,7 +111,7 @@ def from_table(node: Node | None) -> bool:
             counted = bool(node.kwargs.get("minlength", node.args[2] if len(node.args) > 2 else 0))
         held = isinstance(first, Node) and first.op in ("placeholder", "get_attr") and "_buffers_" in first.name
         if counted and held and name in ("getitem", "index_select"):
-            value, numbers = _value(first), node.args[-1]
+            value, numbers = _value(first), node.args[-1]  # type: ignore[arg-type]
             return isinstance(value, torch.Tensor) and value.dtype in (torch.int64, torch.int32) and isinstance(numbers, Node)
         if name not in _VIEWS and name != "bincount":
             return False
