@@ -275,7 +275,7 @@ def may_be_done(skipped: Skipped) -> bool:
 def done_instead(skipped: Skipped, fused: Iterable[Fused]) -> bool:
     """Whether a refusal in a graph that was given up is about experts that are among those fused.
 
-    Of experts that were not understood there it is known in which module they are: a layer in a layer is read by itself in a frame of its own.
+    Of experts that were not understood there it is known in which module they are: a layer in a layer is read in a frame of its own.
     """
     if not skipped.given_up or not may_be_done(skipped):
         return False

@@ -179,7 +179,7 @@ CASES: dict[type[Layer], tuple[str, str]] = {
     OwnInput: ("experts-differ", "expert 1 differs from expert 0: input `z` instead of `x`"),
     FirstSlot: ("missing-experts", "only slot 0 of the 2 that a token has"),
     Stacks: ("missing-experts", "the weights are of 5 in `b`, 4 in `a`"),
-    NoGrad: ("context-differs", r"`x\[tok\]` is computed without gradients \(.*test_messages.py:\d+\), the sum over the experts with"),
+    NoGrad: ("context-differs", r"`self.up\(x\)` is computed without gradients \(.*test_messages.py:\d+\), the sum over the experts with"),
     Autocast: ("context-differs", r"is computed under autocast on cpu to bfloat16 \(.*test_messages.py:\d+\), the sum"),
     Random: ("tokens-differ", "`torch.rand(len(tok), H)` is not a value per row of the same experts"),
     Behind: ("no-rule", "an expert runs on all tokens, and its rows are taken from the result"),

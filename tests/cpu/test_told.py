@@ -50,7 +50,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 class Balancing(Layer):
-    """A bias is updated behind the loop, in training only, by comparing numbers: Dynamo leaves all of it then."""
+    """A bias is updated between the experts, in training only, by comparing numbers: Dynamo leaves all of it then."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,9 +63,8 @@ class Balancing(Layer):
             token, slot = torch.where(ids == e)
             usage[e] = (ids == e).sum().float()
             out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
-        if self.training:
-            with torch.no_grad():
-                for e in range(E):
+            if self.training:
+                with torch.no_grad():
                     if usage[e] > usage.mean():
                         self.bias[e] -= 0.001
         return out

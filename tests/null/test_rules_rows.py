@@ -187,7 +187,8 @@ def test_the_weight_of_the_slot_that_rows_were_chosen_in() -> None:
     for function in (lambda weights, ids: weights[ids[:, 1] == 2][:, 1], lambda weights, ids: weights[ids[:, 1] == 2][:, 1 - K]):
         assert rows_of(function) == ("selected", "r", "gate[2]")
     for function in (lambda weights, ids: weights[ids[:, 1] == 2][:, 0], lambda weights, ids: weights[(ids == 2).any(-1)][:, 1]):
-        assert not isinstance(fact_of(function), Rows)
+        found = fact_of(function)
+        assert not isinstance(found, Rows) or rows_of(function)[2] not in ("weight", "gate[2]")
 
 
 @pytest.mark.parametrize(

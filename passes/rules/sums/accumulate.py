@@ -20,6 +20,8 @@ def accumulated(ctx: Context, node: Node, target: Node, rows: Rows, *, once: boo
     current = ctx.fact(target)
     part = Part(rows, node)
     axes = plain_axes(target)
+    if isinstance(current, Sum) and _is_copy_of_another(ctx, target, current, rows):
+        return Sum(axes, target, (part,), once, replaced)
     if isinstance(current, Sum):
         same_way = current.base is None or current.replaced == replaced
         return replace(current, parts=(*current.parts, part), once=current.once or once) if same_way else None
@@ -28,6 +30,12 @@ def accumulated(ctx: Context, node: Node, target: Node, rows: Rows, *, once: boo
     # A clone is a tensor of its own.
     own = isinstance(current, View) and (current.root is target or ctx.same_tensor(target, current.root) or ctx.storage[target] is target)
     return Sum(axes, target, (part,), once, replaced) if own or isinstance(current, Combined | Fill) else None
+
+
+def _is_copy_of_another(ctx: Context, target: Node, current: Sum, rows: Rows) -> bool:
+    """Whether a tensor was made of the sum over another routing, with which this one begins."""
+    others = all(p.rows.domain.routing is not rows.domain.routing for p in current.parts)
+    return others and all(ctx.storage[target] is target and (p.node is target or ctx.storage[p.node] is not target) for p in current.parts)
 
 
 def add_rows(ctx: Context, node: Node, target: Node, where: Any, rows: Rows) -> Any:

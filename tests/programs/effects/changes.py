@@ -77,7 +77,7 @@ class Helped(Plain):
 
 
 class Balanced(Plain):
-    """The same in the function with the experts."""
+    """Numbers are compared between the experts: Dynamo leaves the function."""
 
     def forward(self, x: Tensor) -> Tensor:
         weights, ids = self.router(x).softmax(-1).topk(K)
@@ -86,10 +86,8 @@ class Balanced(Plain):
             token, slot = torch.where(ids == e)
             usage[e] = (ids == e).sum().to(x.dtype)
             out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
-        if self.odd():
-            for e in range(E):
-                if usage[e] > usage.mean():
-                    self.bias.data[e] -= 0.001
+            if self.odd() and usage[e] > usage.mean():
+                self.bias.data[e] -= 0.001
         return out
 
 

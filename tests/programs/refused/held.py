@@ -82,7 +82,7 @@ class Sharded(Layer):
 @torch.library.custom_op("collectives_like::all_reduce", mutates_args=())
 def all_of(x: Tensor) -> Tensor:
     """Stands for a collective, which needs other processes."""
-    return x.clone()
+    return torch.stack((x, torch.zeros_like(x))).sum(0)
 
 
 all_of.register_fake(torch.empty_like)
