@@ -46,20 +46,22 @@ class _Size(NamedTuple):
 
 def interpreted(graph: Graph, given: Given) -> Context:
     """As :func:`interpret`, with a guard on the graph for sizes of inputs that have to be equal, or a number."""
+    sizes = _sizes(graph)
+    if not sizes:
+        return interpret(graph, given)
     with undecided() as questions:
         ctx = interpret(graph, given)
-        most = _regions(ctx)
-    sizes = _sizes(graph)
+        most = _regions(ctx)  # which leaves notes in the context: it is not the one that is given back
     numbers = _numbers(sizes, unknown_slots(ctx))
     if not numbers and not _relations(sizes, questions):
-        return ctx
+        return interpret(graph, given)
     values = {node: node.meta.get("example_value") for node in graph.nodes}
     best = _best(graph, given, sizes, most, [{}, numbers] if numbers else [{}])
     for node, value in values.items():  # what was found out about sizes while supposing is not known yet
         if "example_value" in node.meta:
             node.meta["example_value"] = value
     if not best:
-        return ctx
+        return interpret(graph, given)
     for symbol, other in best.items():
         bool(sizes[symbol].value == _valued(other, sizes))  # a guard
     return interpret(graph, given)
