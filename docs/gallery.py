@@ -48,7 +48,7 @@ def made(entry: Entry, folder: Path) -> tuple[Any, tuple[Any, ...]]:
 def shown(report: Any, folder: Path) -> str:
     """A report as the page has it: without this machine's folder, and without rounding errors, which differ from one to the next."""
     text = str(report).replace(f"{folder}/", "")
-    return re.sub(r", error [\d.e-]+ of what rounding may make", "", text).rstrip() + "\n"
+    return re.sub(r", error (at most )?[\d.e-]+ of what rounding may make", "", text).rstrip() + "\n"
 
 
 def reported(entry: Entry, folder: Path) -> str:
