@@ -40,7 +40,8 @@ log = logging.getLogger("moefuse.capture")
 _KEPT = "moefuse_capture"
 _SETTINGS = "moefuse_settings"
 _ADVANCE = ("next_variable", "tp_iternext_impl")
-_prepare: list[Callable[[nn.Module, Mapping[str, Any]], None]] = []
+Prepare = Callable[[nn.Module, Mapping[str, Any]], Collection[Any] | None]
+_prepare: list[Prepare] = []
 
 
 class Observer(Protocol):
@@ -66,6 +67,7 @@ class Observer(Protocol):
     def joins(self, environment: Any) -> bool: ...
     def outlived(self) -> None: ...
     def leaves_missed(self) -> None: ...
+    def refused_before(self, found: Collection[Any]) -> None: ...
     def computed(self, translator: Any, nodes: Collection[Node]) -> bool: ...
     def registers(self, translator: Any, why: str) -> None: ...
     def unrelated(self, why: str) -> None: ...
@@ -173,8 +175,11 @@ def _install_leaves(tensors: type) -> None:
         _wrap(TorchInGraphFunctionVariable, "call_function", _on_function)
 
 
-def before_tracing(prepare: Callable[[nn.Module, Mapping[str, Any]], None]) -> None:
-    """Call ``prepare`` with each module that a frame of ours was called with, and all its arguments, before the frame is traced."""
+def before_tracing(prepare: Prepare) -> None:
+    """Call ``prepare`` with each module that a frame of ours was called with, and all its arguments, before the frame is traced.
+
+    What it returns are refusals for the report.
+    """
     _prepare.append(prepare)
 
 
@@ -210,8 +215,9 @@ def _on_init(
     if observer is None:
         return
     left.attempted(observer)
-    for module in left.modules(given["f_locals"]):
-        _prepared(module, given["f_locals"])
+    named = {name: given["f_globals"].get(name) for name in given["f_code"].co_names}
+    for module in left.modules(named | given["f_locals"]):
+        observer.refused_before(_prepared(module, given["f_locals"]))
     setattr(self.output, _KEPT, observer)
     setattr(self.output.tracing_context, _KEPT, observer)
     if observer.scalars:
@@ -220,12 +226,14 @@ def _on_init(
         environment.settings = dataclasses.replace(environment.settings, allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True)
 
 
-def _prepared(module: nn.Module, arguments: Mapping[str, Any]) -> None:
+def _prepared(module: nn.Module, arguments: Mapping[str, Any]) -> list[Any]:
+    refused: list[Any] = []
     for prepare in _prepare:
         try:
-            prepare(module, arguments)
+            refused += prepare(module, arguments) or ()
         except Exception:  # of somebody else's library, which has the same to do in the call
             log.debug("%s failed before tracing", prepare, exc_info=True)
+    return refused
 
 
 def _on_context(codes: Callable[[Any, Any], Collection[types.CodeType] | None], original: Any, self: Any, compiled: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from moefuse.capture.bytecode import GENERATOR
 from moefuse.capture.scopes import OTHER_WAY
 from moefuse.errors import first_line
 from moefuse.explaining import quietly
-from moefuse.report import FusionReport
+from moefuse.report import FusionReport, Skipped
 from moefuse.stops import Stop
 
 log = logging.getLogger("moefuse.capture")
@@ -175,6 +176,10 @@ class Frame(Attempt):
             # Dynamo's own code asks by == as well.
             if not any(map(values.of_the_run, tx.stack[-2:])) and not values.polyfilled(tx.f_code):
                 tx.stack[-2:] = map(values.settled, tx.stack[-2:])
+
+    def refused_before(self, found: Collection[Skipped]) -> None:
+        """Have the report say these."""
+        self.ledger.refusals += [new for new in found if new not in self.ledger.refusals]
 
     def report_skipped(self, error: Exception) -> None:
         """The frame ends here and runs in eager."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from moefuse import _torch_private
-from moefuse.parallel import views
+from moefuse.parallel import hooked, views
 from moefuse.parallel.shard import holders_of
 
 
@@ -23,16 +23,24 @@ def gathering_once(module: nn.Module) -> None:
     """Let every call of a module gather each weight once."""
     kind = type(module)
 
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return kind.forward(self, *args, **kwargs)
+    def as_written(self: Any, *args: Any, **kwargs: Any) -> Any:
+        hooked.note(self, as_written)  # what a frame was traced for may have gone
         with views.once():
-            if _torch_private.compiles_callees():  # its graphs gather what they read
-                return kind.forward(self, *args, **kwargs)
             weights = _gathered(self)
             return _behind(kind.forward(self, *args, **kwargs), weights)
 
-    module.__class__ = views.subclass(kind, {"forward": forward, views.ONCE: True})
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return getattr(self, hooked.RUNS)(self, *args, **kwargs) if getattr(self, hooked.WHY) else kind.forward(self, *args, **kwargs)
+        if _torch_private.compiles_callees():  # its graphs gather what they read
+            if hooked.note(self, as_written):
+                return getattr(self, hooked.RUNS)(self, *args, **kwargs)
+            with views.once():
+                return kind.forward(self, *args, **kwargs)
+        return as_written(self, *args, **kwargs)
+
+    module.__class__ = views.subclass(kind, {"forward": forward, views.ONCE: staticmethod(as_written), hooked.WHY: ""})
+    object.__setattr__(module, hooked.WHY, "")
 
 
 def _gathered(layer: nn.Module) -> list[Tensor]:

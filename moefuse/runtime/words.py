@@ -6,9 +6,11 @@ whose collectives might fit each other by chance, are found before a row travels
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +28,18 @@ _LEAST = 2
 _BITS = 32
 _TEXT = 1024
 """Bytes of a text."""
+
+_because: contextvars.ContextVar[str] = contextvars.ContextVar("moefuse_because", default="")
+
+
+@contextlib.contextmanager
+def because(why: str) -> Iterator[None]:
+    """In this block, what tells ranks what this one runs says why it runs that."""
+    token = _because.set(why)
+    try:
+        yield
+    finally:
+        _because.reset(token)
 
 
 @dataclass
@@ -88,7 +102,8 @@ class Call:
         stamps = [word >> _BITS for word in words]
         if len(set(stamps)) > 1:
             self.agreed = True
-            self.differ(texts(group, self.text))
+            why = _because.get()
+            self.differ(texts(group, f"{self.text}, for {why}," if why else self.text))
         return numbers
 
     def differ(self, said: Sequence[str]) -> None:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
+from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.checkpoint import checkpoint
 
+import moefuse
+from moefuse import _torch_private
+from tests.cpu.capture_case import Seen, capturing
 from tests.dist import layers, scenes
 
 E = 5
@@ -47,6 +54,26 @@ class Hit(layers.Listed):
         return self.both(x)[0]
 
 
+class Acting(layers.Routed):
+    """Experts in a module of their own, which calls an activation for each that some token wants."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__(experts)
+        self.experts = layers.Stacked(experts)
+        del self.experts.router
+        self.experts.act = nn.SiLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        out = torch.zeros_like(x)
+        for e in torch.unique(ids).tolist():
+            token, slot = torch.where(ids == e)
+            gate, up = F.linear(x[token], self.experts.gate_up[e]).chunk(2, -1)
+            h: Tensor = self.experts.act(gate) * up  # type: ignore[operator]
+            out.index_add_(0, token, F.linear(h, self.experts.down[e]) * weights[token, slot, None])
+        return out
+
+
 class Stacks(layers.Stacked):
     """Stacked weights of the experts that some token wants, whose number is read as well."""
 
@@ -66,6 +93,7 @@ KINDS: dict[str, type[nn.Module]] = {
     "skipping": Skipping,
     "hit": Hit,
     "stacks": Stacks,
+    "acting": Acting,
 }
 SEEN: list[Tensor] = []
 
@@ -94,11 +122,20 @@ HOOKS: dict[str, Callable[[Any], object]] = {
     "always": lambda expert: expert.register_forward_hook(_seen, always_call=True),
     "backward": lambda expert: expert.register_full_backward_hook(_seen),
     "inside": lambda expert: expert[2].register_forward_hook(_doubles),
+    "all": lambda _: register_module_forward_hook(_records),
 }
 
 
 def hooked(
-    rank: int, kind: str, hook: str, counts: tuple[int, ...], train: bool = True, alone: bool = False, again: bool = False, **how: Any
+    rank: int,
+    kind: str,
+    hook: str,
+    counts: tuple[int, ...],
+    train: bool = True,
+    alone: bool = False,
+    again: bool = False,
+    compiled: bool = False,
+    **how: Any,
 ) -> float:
     """The largest error of outputs, and of gradients of experts, in two steps against one process.
 
@@ -107,23 +144,79 @@ def hooked(
         again: all is computed again for backward.
     """
     model, single = scenes.both(KINDS[kind], E, **how)
-    for each in (model, single):
-        if rank == 0 or not alone:
-            HOOKS[hook](each.first.experts[1] if hasattr(each.first, "experts") else each.first)  # type: ignore[index]
-    run: Any = functools.partial(checkpoint, model, use_reentrant=False) if again else model
-    off = [0.0]
-    for step in range(2):
-        every = [torch.randn(n, layers.H, generator=torch.Generator().manual_seed(r + 7 * step)) for r, n in enumerate(counts)]
-        with torch.set_grad_enabled(train):
-            out, wanted = run(every[rank]), [single(x) for x in every]
-        off.append((out - wanted[rank]).abs().sum().item())
-        if train:
-            model.zero_grad()
-            single.zero_grad()
-            out.square().sum().backward()
-            sum((w.square().sum() for w in wanted), torch.zeros(())).div(len(counts)).backward()
-            off += [0.0] if alone else _gradients(model.second, single.second)
+    with contextlib.ExitStack() as hooks:
+        for each in (model, single):
+            if rank == 0 or not alone:
+                hooks.callback(_put(hook, each))
+        run: Any = scenes.compiled(model) if compiled else model
+        run = functools.partial(checkpoint, run, use_reentrant=False) if again else run
+        off = [0.0]
+        for step in range(2):
+            off += _step(rank, run, model, single, counts, step, train, experts=not alone)
     return max(off)
+
+
+def _put(hook: str, model: Any) -> Callable[[], Any]:
+    """Put a hook on an expert of a model's first layer; what takes it off."""
+    found: Any = HOOKS[hook](_expert(model.first))
+    return (lambda: None) if found is None else found.remove
+
+
+def _expert(layer: Any) -> Any:
+    if isinstance(layer, Acting):
+        return layer.experts.act
+    return layer.experts[1] if hasattr(layer, "experts") else layer
+
+
+def _step(
+    rank: int, run: Any, model: Any, single: Any, counts: tuple[int, ...], step: int, train: bool, experts: bool = True
+) -> list[float]:
+    """The errors of one step; ``experts``: gradients of experts are compared."""
+    every = [torch.randn(n, layers.H, generator=torch.Generator().manual_seed(r + 7 * step)) for r, n in enumerate(counts)]
+    with torch.set_grad_enabled(train):
+        out, wanted = run(every[rank]), [single(x) for x in every]
+    off = [(out - wanted[rank]).abs().sum().item()]
+    if train:
+        model.zero_grad()
+        single.zero_grad()
+        out.square().sum().backward()
+        if any(counts):  # where nobody has tokens, experts of one process have no gradients
+            sum((w.square().sum() for w in wanted), torch.zeros(())).div(len(counts)).backward()
+        for name in ("first", "second") if experts else ():
+            off += _gradients(getattr(model, name), getattr(single, name))
+    return off
+
+
+def other_programs(rank: int, **how: Any) -> tuple[str, float]:
+    """The error where rank 0 alone has a hook on an expert, and how many seconds it took to come."""
+    begun = time.monotonic()
+    try:
+        hooked(rank, "skipping", "records", (5, 5), train=False, alone=True, compiled=True, **how)
+    except moefuse.PeerError as error:
+        return str(error), time.monotonic() - begun
+    return "", 0.0
+
+
+def one_graph(rank: int) -> str:
+    """What ``fullgraph=True`` says of a hook."""
+    model, _ = scenes.both(Skipping, E)
+    _put("records", model)
+    run = torch.compile(model, backend=capturing(Seen(), behind="aot_eager"), fullgraph=True)
+    try:
+        run(torch.randn(5 * rank, layers.H))
+    except torch._dynamo.exc.Unsupported as error:
+        return str(error)
+    return ""
+
+
+def reported(rank: int) -> list[tuple[str, str, str]]:
+    """What a report says of a hook: codes, modules, texts."""
+    model, _ = scenes.both(Skipping, E)
+    _put("before", model)
+    without_code = mock.patch.object(_torch_private, "compile_fx", lambda gm, inputs, *_: _torch_private.compile_front(gm, inputs))
+    with torch.no_grad(), without_code:
+        torch.compile(model, backend="moefuse")(torch.randn(5 * rank, layers.H))
+    return [(s.code, s.module, s.message) for s in moefuse.last_report().skipped]
 
 
 def _gradients(spread: Any, single: Any) -> list[float]:

@@ -1,4 +1,4 @@
-"""Loops in eager mode that call some of the experts, hooked or not: right on all ranks, whatever tokens they have."""
+"""Loops that call some of the experts, hooked or not, in eager mode and compiled: right on all ranks, whatever tokens they have."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from tests.dist import hooked
 from tests.dist.workers import Workers
 
 CASES = [(kind, hook) for kind in hooked.KINDS for hook in hooked.HOOKS if hook == "none" or kind in ("skipping", "hit")]
+COUNTS = ((5, 0), (1, 2), (0, 0))
 
 
 @pytest.mark.parametrize(("kind", "hook"), CASES)
@@ -43,3 +44,40 @@ def test_what_a_call_gives(two: Workers) -> None:
     some, none = two.run(hooked.nothing_behind)
     assert some == ["IndexAddBackward0", "False"]
     assert none == ["_BehindBackward", "False"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "hook", "train"),
+    [
+        ("skipping", "records", True),  # torch knows that nobody has tokens: the rank's graph had no experts at all
+        ("hit", "before", True),
+    ],
+)
+def test_compiled(two: Workers, kind: str, hook: str, train: bool) -> None:
+    """What a rank's tokens decide about calls of experts decides nothing about its collectives."""
+    for counts in COUNTS:
+        assert max(two.run(hooked.hooked, kind, hook, counts, train=train, compiled=True)) <= 1e-5
+
+
+def test_one_graph(two: Workers) -> None:
+    """Whoever wants one graph is told of the hook, on a rank without tokens as well."""
+    for said in two.run(hooked.one_graph):
+        assert "first.experts.1 has one (register_forward_hook)" in said
+        assert "hook the layer's input or output" in said
+
+
+def test_the_report_names_the_hook(two: Workers) -> None:
+    for skipped in two.run(hooked.reported):
+        ((_, module, text),) = [found for found in skipped if found[0] == "hook"]
+        assert module == "first"
+        assert "first.experts.1 has one (register_forward_pre_hook)" in text
+        assert {code for code, *_ in skipped} == {"hook"}
+
+
+def test_compiled_with_a_hook_on_one_rank() -> None:
+    """Ranks that run other programs are told at once, and which hook it is."""
+    ranks = Workers(2)
+    for said, seconds in ranks.run(hooked.other_programs):
+        assert "first.experts.1 has one (register_forward_hook)" in said
+        assert seconds < 40
+    ranks.close()
