@@ -23,6 +23,7 @@ from moefuse.few_bits import Rounded, rounded
 from moefuse.flows import Flow, flow_of
 from moefuse.module_names import ModuleNames, annotate
 from moefuse.report import FusionReport, RejectedError, Skipped
+from moefuse.runtime import pieces
 from moefuse.snapshot import GraphSnapshot
 from moefuse.stops import Stop
 
@@ -130,6 +131,7 @@ def rewrite_and_keep(
         difference = _validated(saved, gm, example_inputs, result.replaced, assumptions, report)
         if difference is not None:
             return _put_back(saved, difference, frame, gm, report, options, "the graphs do not agree")
+    _leave_pieces(frame, gm, report)
     if result.fused:
         _torch_private.guard_forward_level()
         _prepare_kernel(example_inputs or ())
@@ -139,6 +141,12 @@ def rewrite_and_keep(
     report.rounded = [] if report.fused else _rounded(gm)
     quietly(_note_weights, frame, gm, report)
     return report, saved
+
+
+def _leave_pieces(frame: Frame | None, gm: torch.fx.GraphModule, report: FusionReport) -> None:
+    """A piece of a layer that gathers weights as often as a rank's tokens ask for them is no graph."""
+    if frame is not None and pieces.inside() and not report.fused and _torch_private.communicates(gm):
+        frame.leave(report)
 
 
 def _note_break(report: FusionReport, stop: Stop | None, frame: Frame | None) -> None:

@@ -19,6 +19,13 @@ def restart(speculation_log: Any, reason: str) -> Exception:
     return kind(restart_reason=reason)  # type: ignore[no-any-return]
 
 
+def left(reason: str) -> Exception:
+    """The exception that makes Dynamo leave a frame whose graph it has given to the backend."""
+    from torch._dynamo.exc import SkipFrame
+
+    return SkipFrame(reason)
+
+
 def is_restart(error: Exception) -> bool:
     """Whether Dynamo will try the frame again, or was told to leave it."""
     from torch._dynamo.exc import RestartAnalysis, SkipFrame

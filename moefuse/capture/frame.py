@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection
-from typing import Any
+from dataclasses import replace
+from typing import Any, NoReturn
 
 import torch
 
@@ -186,6 +187,12 @@ class Frame(Attempt):
         text = f"{first_line(error)} (this function runs in eager){control.place(error)}"
         stop = _torch_private.tracing_stop(error)
         self._skipped(self._report(graph_breaks=[text], stops=[*self.ledger.stops, stop], followed=self.follows(stop)))
+
+    def leave(self, report: FusionReport) -> NoReturn:
+        """Have Dynamo run this frame in eager: a piece of a layer with spread experts, which gathers what all of the layer gathers once."""
+        self.ledger.refusals += [s for s in report.skipped if s.code != "experts-gathered" and s not in self.ledger.refusals]
+        self._skipped(replace(report, graph_count=0))
+        raise control.left("moefuse: a call of a layer gathers weights once, in eager")
 
     def follows(self, stop: Stop) -> list[str]:
         """The place of a break that comes of a refusal, or nothing."""

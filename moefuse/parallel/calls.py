@@ -7,6 +7,7 @@ reads; and what comes out of a rank that read none has all of them behind it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from moefuse import _torch_private
 from moefuse.parallel import hooked, views
 from moefuse.parallel.shard import holders_of
+from moefuse.runtime import pieces
 
 
 def gathering_once(module: nn.Module) -> None:
@@ -24,25 +26,36 @@ def gathering_once(module: nn.Module) -> None:
     kind = type(module)
 
     def as_written(self: Any, *args: Any, **kwargs: Any) -> Any:
-        hooked.note(self, as_written)  # what a frame was traced for may have gone
-        with views.once():
-            weights = _gathered(self)
-            return _behind(kind.forward(self, *args, **kwargs), weights)
+        compiles = _torch_private.compiles_callees()
+        if hooked.note(self, as_written) and compiles:  # what a frame was traced for may have gone
+            return getattr(self, hooked.RUNS)(self, *args, **kwargs)
+        with views.call(functools.partial(_gathered, self)) as reads, pieces.call() as made:
+            if not compiles:
+                reads.begin()
+            return _ended(reads, made, kind.forward(self, *args, **kwargs))
+
+    def whole(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # Dynamo calls this where its graph breaks in the layer.
+        return (kind.forward if torch.compiler.is_compiling() else as_written)(self, *args, **kwargs)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return getattr(self, hooked.RUNS)(self, *args, **kwargs) if getattr(self, hooked.WHY) else kind.forward(self, *args, **kwargs)
-        if _torch_private.compiles_callees():  # its graphs gather what they read
-            if hooked.note(self, as_written):
-                return getattr(self, hooked.RUNS)(self, *args, **kwargs)
-            with views.once():
-                return kind.forward(self, *args, **kwargs)
-        return as_written(self, *args, **kwargs)
+        if torch.compiler.is_compiling() and getattr(self, hooked.WHY):
+            return getattr(self, hooked.RUNS)(self, *args, **kwargs)
+        return whole(self, *args, **kwargs)
 
+    for function in (as_written, whole):
+        _torch_private.inlined_only(function)
     module.__class__ = views.subclass(kind, {"forward": forward, views.ONCE: staticmethod(as_written), hooked.WHY: ""})
     object.__setattr__(module, hooked.WHY, "")
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _ended(reads: views.Reads, made: list[str], out: Any) -> Any:
+    """What a call gives: the weights are behind it, unless its tokens have travelled. Where nothing did, other ranks gather."""
+    return _behind(out, reads.begin()) if reads.weights is not None or not made else out
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _gathered(layer: nn.Module) -> list[Tensor]:
     """All weights that the layer's experts have on other ranks, in the same order on each."""
     return [views.full(holder, own, held.where.of(name)) for holder, held in holders_of(layer).items() for name, own in held.names.items()]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,7 +25,31 @@ from moefuse.parallel.table import Table
 PLACE = "_moefuse_place"
 """The attribute that is the table [E] of where each expert is."""
 
-_gathered: contextvars.ContextVar[dict[int, Tensor] | None] = contextvars.ContextVar("moefuse_gathered", default=None)
+
+@dataclass
+class Reads:
+    """What a call of a layer reads in eager mode. Its first read gathers all of the layer's weights, so that no other one gathers any.
+
+    Attributes:
+        every: gathers all of the layer's weights.
+        known: weights that are gathered.
+    """
+
+    every: Callable[[], list[Tensor]]
+    known: dict[int, Tensor]
+    weights: list[Tensor] | None = None
+    grads: bool = field(default_factory=torch.is_grad_enabled)
+
+    def begin(self) -> list[Tensor]:
+        """All of the layer's weights, gathered now or before."""
+        if self.weights is None:
+            self.weights = []  # they are read to be gathered
+            with torch.set_grad_enabled(self.grads):
+                self.weights = self.every()
+        return self.weights
+
+
+_reads: contextvars.ContextVar[Reads | None] = contextvars.ContextVar("moefuse_reads", default=None)
 
 
 Of = tuple[tuple[Table, int, str] | None, tuple[int, int, str] | None, int]
@@ -57,14 +82,16 @@ def _in_eager(holder: nn.Module, parameter: Any, name: str, of: Of, between_grap
     """The same where a program runs as it is written: no frame for Dynamo, which would compile it for every expert."""
     if of[0] is not None:
         of[0][0].ready(parameter.to_local().device)
-    known = _gathered.get()
-    if known is not None and id(parameter) in known:
-        return known[id(parameter)]
+    reads = _reads.get()
+    if reads is not None:
+        reads.begin()
+        if id(parameter) in reads.known:
+            return reads.known[id(parameter)]
     found = gather(parameter.to_local(), of)
     if not between_graphs:  # what goes into the next one has to be a plain tensor
         found = read_only(found, f"{type(holder).__name__}.{name}")
-    if known is not None:
-        known[id(parameter)] = found
+    if reads is not None:
+        reads.known[id(parameter)] = found
     return found
 
 
@@ -81,14 +108,15 @@ def gather(local: Tensor, of: Of) -> Tensor:
 
 
 @contextlib.contextmanager
-def once() -> Iterator[None]:
-    """In this block each Parameter is gathered once."""
-    token = _gathered.set({}) if _gathered.get() is None else None
+def call(every: Callable[[], list[Tensor]]) -> Iterator[Reads]:
+    """In this block, a call of a layer: each Parameter is gathered once."""
+    around = _reads.get()
+    reads = Reads(every, {} if around is None else around.known)
+    token = _reads.set(reads)
     try:
-        yield
+        yield reads
     finally:
-        if token is not None:
-            _gathered.reset(token)
+        _reads.reset(token)
 
 
 def with_properties(module: nn.Module, properties: Mapping[str, Callable[[Any], Tensor]], body: Mapping[str, Any] | None = None) -> None:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moefuse.errors import ParallelError, PeerError, first_line
+from moefuse.runtime import pieces
 from moefuse.runtime.debug import compare
 from moefuse.runtime.groups import Terms
 from moefuse.runtime.words import LEFT, REFUSED, Call, say
@@ -31,6 +32,7 @@ def peers(terms: Terms, layer: str, op: str, rows: Sequence[Tensor] = (), place:
         PeerError: another rank has failed, left, or makes another call: torch's error, or its timeout, in one sentence.
         ParallelError: with ``debug=True``, what was promised of tokens or weights is not so.
     """
+    pieces.note(op)
     call = Call(terms, layer, op, rows, place)
     _in_step(call)
     token = _running.set(call)
