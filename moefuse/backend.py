@@ -20,6 +20,7 @@ from moefuse.replay import calls
 from moefuse.replay.choices import opened
 from moefuse.report import FusionReport
 from moefuse.runs import Begun
+from moefuse.runtime import pieces
 
 OVERLAP = 8
 """Tokens up to which shared experts run on a stream of their own, where Inductor records CUDA graphs."""
@@ -87,7 +88,8 @@ def backend(
         frozen = inference_inputs.kept(gm, example_inputs) if report.fused else []
         compiled = pipeline.compile_or_restore(gm, report, saved, frame, run_compiler)
         compiled = inference_inputs.ordinary(compiled, frozen)
-        return history.watched(report, compiled, example_inputs)
+        compiled = history.watched(report, compiled, example_inputs)
+        return pieces.telling(compiled) if report.fused and pieces.inside() else compiled
     except Exception:
         history.withdraw(report)
         raise

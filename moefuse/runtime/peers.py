@@ -19,7 +19,7 @@ from moefuse.errors import ParallelError, PeerError, first_line
 from moefuse.runtime import pieces
 from moefuse.runtime.debug import compare
 from moefuse.runtime.groups import Terms
-from moefuse.runtime.words import LEFT, REFUSED, Call, say
+from moefuse.runtime.words import LEFT, REFUSED, Call, say, why
 
 _running: contextvars.ContextVar[Call | None] = contextvars.ContextVar("moefuse_running", default=None)
 
@@ -98,7 +98,7 @@ def lost_peers(layer: str | Call, whose: str) -> Iterator[None]:
     except RuntimeError as error:
         if not isinstance(error, dist.DistError) and "ProcessGroup" not in str(error) and not _lost(error):
             raise
-        raise PeerError(f"{_name(layer)}: another rank of {whose} failed, or did not come: {error}") from error
+        raise PeerError(f"{_name(layer)}: another rank of {whose} failed, or did not come{why()}: {error}") from error
 
 
 def _name(layer: str | Call) -> str:

@@ -42,6 +42,12 @@ def because(why: str) -> Iterator[None]:
         _because.reset(token)
 
 
+def why() -> str:
+    """What :func:`because` was told, behind what this rank runs."""
+    told = _because.get()
+    return f", for {told}," if told else ""
+
+
 @dataclass
 class Call:
     """One call of an op that communicates.
@@ -102,8 +108,7 @@ class Call:
         stamps = [word >> _BITS for word in words]
         if len(set(stamps)) > 1:
             self.agreed = True
-            why = _because.get()
-            self.differ(texts(group, f"{self.text}, for {why}," if why else self.text))
+            self.differ(texts(group, f"{self.text}{why()}"))
         return numbers
 
     def differ(self, said: Sequence[str]) -> None:

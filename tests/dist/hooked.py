@@ -74,6 +74,19 @@ class Acting(layers.Routed):
         return out
 
 
+class Breaking(layers.Listed):
+    """Breaks the graph at each expert that some token wants."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        out = torch.zeros_like(x)
+        for e in torch.unique(ids).tolist():
+            token, slot = torch.where(ids == e)
+            torch._dynamo.graph_break()
+            out.index_add_(0, token, self.experts[e](x[token]) * weights[token, slot, None])
+        return out
+
+
 class Stacks(layers.Stacked):
     """Stacked weights of the experts that some token wants, whose number is read as well."""
 
@@ -94,6 +107,7 @@ KINDS: dict[str, type[nn.Module]] = {
     "hit": Hit,
     "stacks": Stacks,
     "acting": Acting,
+    "breaking": Breaking,
 }
 SEEN: list[Tensor] = []
 
@@ -185,6 +199,22 @@ def _step(
         for name in ("first", "second") if experts else ():
             off += _gradients(getattr(model, name), getattr(single, name))
     return off
+
+
+def comes_and_goes(rank: int, counts: tuple[int, ...]) -> tuple[list[float], list[list[str]]]:
+    """A model is compiled, gets a hook, and loses it: the error of each step, and what was compiled for it with experts fused."""
+    model, single = scenes.both(Skipping, E)
+    seen = Seen()
+    run = torch.compile(model, backend=capturing(seen, behind="aot_eager"))
+    worst, fused = [], []
+    for step, hook in enumerate(("none", "doubles", "doubles", "none", "none")):
+        taken = [_put(hook, each) for each in (model, single)]
+        seen.report.fused.clear()
+        worst.append(max(_step(rank, run, model, single, counts, step, train=True)))
+        fused.append([f.module for f in seen.report.fused])
+        for take in taken:
+            take()
+    return worst, fused
 
 
 def other_programs(rank: int, **how: Any) -> tuple[str, float]:
