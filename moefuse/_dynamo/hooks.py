@@ -215,9 +215,10 @@ def _on_init(
     if observer is None:
         return
     left.attempted(observer)
-    named = {name: given["f_globals"].get(name) for name in given["f_code"].co_names}
-    for module in left.modules(named | given["f_locals"]):
-        observer.refused_before(_prepared(module, given["f_locals"]))
+    if _prepare:
+        named = {name: given["f_globals"].get(name) for name in given["f_code"].co_names}
+        for module in left.modules(named | given["f_locals"]):
+            observer.refused_before(_prepared(module, given["f_locals"]))
     setattr(self.output, _KEPT, observer)
     setattr(self.output.tracing_context, _KEPT, observer)
     if observer.scalars:

@@ -23,6 +23,7 @@ from moefuse.runtime import pieces
 
 def gathering_once(module: nn.Module) -> None:
     """Let every call of a module gather each weight once."""
+    hooked.watch()
     kind = type(module)
 
     def as_written(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -7,6 +7,7 @@ all ranks, and so it is what decides; it is asked before a frame is traced, and 
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -96,4 +97,7 @@ def prepare(root: nn.Module, _: Mapping[str, Any]) -> list[Skipped]:
     return found
 
 
-hooks.before_tracing(prepare)
+@functools.cache
+def watch() -> None:
+    """From now on each frame of ours is looked at before it is traced: there is a layer whose experts are spread."""
+    hooks.before_tracing(prepare)

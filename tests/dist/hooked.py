@@ -166,7 +166,8 @@ def hooked(
         run = functools.partial(checkpoint, run, use_reentrant=False) if again else run
         off = [0.0]
         for step in range(2):
-            off += _step(rank, run, model, single, counts, step, train, experts=not alone)
+            # Where ranks hold other rows than a DTensor's placement says, its full tensor is in another order.
+            off += _step(rank, run, model, single, counts, step, train, not alone and "placement" not in how, "tokens" in how)
     return max(off)
 
 
@@ -183,10 +184,10 @@ def _expert(layer: Any) -> Any:
 
 
 def _step(
-    rank: int, run: Any, model: Any, single: Any, counts: tuple[int, ...], step: int, train: bool, experts: bool = True
+    rank: int, run: Any, model: Any, single: Any, counts: tuple[int, ...], step: int, train: bool, experts: bool = True, same: bool = False
 ) -> list[float]:
-    """The errors of one step; ``experts``: gradients of experts are compared."""
-    every = [torch.randn(n, layers.H, generator=torch.Generator().manual_seed(r + 7 * step)) for r, n in enumerate(counts)]
+    """The errors of one step; ``experts``: gradients of experts are compared; ``same``: all ranks have the same tokens."""
+    every = [torch.randn(n, layers.H, generator=torch.Generator().manual_seed((0 if same else r) + 7 * step)) for r, n in enumerate(counts)]
     with torch.set_grad_enabled(train):
         out, wanted = run(every[rank]), [single(x) for x in every]
     off = [(out - wanted[rank]).abs().sum().item()]
