@@ -136,7 +136,7 @@ HOOKS: dict[str, Callable[[Any], object]] = {
     "always": lambda expert: expert.register_forward_hook(_seen, always_call=True),
     "backward": lambda expert: expert.register_full_backward_hook(_seen),
     "inside": lambda expert: expert[2].register_forward_hook(_doubles),
-    "all": lambda _: register_module_forward_hook(_records),
+    "all": lambda _: register_module_forward_hook(_seen),
 }
 
 
