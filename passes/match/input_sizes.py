@@ -49,19 +49,17 @@ def interpreted(graph: Graph, given: Given) -> Context:
     sizes = _sizes(graph)
     if not sizes:
         return interpret(graph, given)
+    values = {node: node.meta.get("example_value") for node in graph.nodes}
     with undecided() as questions:
         ctx = interpret(graph, given)
         most = _regions(ctx)  # which leaves notes in the context: it is not the one that is given back
     numbers = _numbers(sizes, unknown_slots(ctx))
-    if not numbers and not _relations(sizes, questions):
-        return interpret(graph, given)
-    values = {node: node.meta.get("example_value") for node in graph.nodes}
-    best = _best(graph, given, sizes, most, [{}, numbers] if numbers else [{}])
-    for node, value in values.items():  # what was found out about sizes while supposing is not known yet
+    best: _Supposed = {}
+    if numbers or _relations(sizes, questions):
+        best = _best(graph, given, sizes, most, [{}, numbers] if numbers else [{}])
+    for node, value in values.items():  # what was found out about sizes and values on trial is not known yet
         if "example_value" in node.meta:
             node.meta["example_value"] = value
-    if not best:
-        return interpret(graph, given)
     for symbol, other in best.items():
         bool(sizes[symbol].value == _valued(other, sizes))  # a guard
     return interpret(graph, given)
