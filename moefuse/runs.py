@@ -8,6 +8,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 
+import torch
+
 now: Callable[[], int] = itertools.count(1).__next__
 """The next number."""
 
@@ -27,9 +29,10 @@ class Begun:
     Attributes:
         at: when it began.
         kept_out: what keeps Dynamo from compiling in this call; None where nothing does.
+        inference: whether it began under inference mode, which Dynamo switches off while it compiles.
     """
 
-    __slots__ = ("at", "kept_out")
+    __slots__ = ("at", "inference", "kept_out")
 
     question: Callable[[], str | None] = staticmethod(lambda: None)
     """Asks for ``kept_out``."""
@@ -39,6 +42,7 @@ class Begun:
     def __init__(self) -> None:
         self.at = now()
         self.kept_out = Begun.question()
+        self.inference = torch.is_inference_mode_enabled()
 
     def __call__(self) -> None:
         if self.kept_out is not None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from moefuse import _torch_private
 from moefuse._dynamo import relations
 from moefuse._dynamo.control import environment
 from moefuse._dynamo.values import unbacked_in
@@ -19,10 +20,13 @@ from moefuse.config import Options
 from moefuse.errors import UNCOUNTED, message
 from moefuse.publish import USER_DECIDED, may_wait, raise_strict
 from moefuse.report import FusionReport, Skipped
+from moefuse.runs import Begun
 
 
 def related(frame: Frame, gm: torch.fx.GraphModule, result: Any, report: FusionReport, options: Options) -> Skipped | None:
     """Settle what was assumed of data and of memory; why the graph has to be put back, for the latter."""
+    if (inference := _in_inference(result)) is not None:
+        return inference
     frame.crossed = result.crossed
     overlap = _overlap(frame, gm, result.written)
     if overlap is not None and (result.crossed or frame.assumptions):
@@ -31,6 +35,16 @@ def related(frame: Frame, gm: torch.fx.GraphModule, result: Any, report: FusionR
     if overlap is not None and frame.joins(environment()):  # nothing was assumed of experts, or fused
         frame.retreat([], report.skipped, why=overlap.message)
     return None
+
+
+def _in_inference(result: Any) -> Skipped | None:
+    """The refusal of experts whose gradients are recorded in a call under inference mode: autograd cannot keep that call's own tensors."""
+    call = _torch_private.running_call()
+    begun = None if call is None else call.held(Begun)
+    if begun is None or not begun.inference or not any(region.trained for region, _ in result.replaced):
+        return None
+    detail = "the call is under inference mode, and gradients of the experts are recorded"
+    return Skipped("context-differs", message("context-differs", {"detail": detail}), result.fused[0].module, result.fused[0].location)
 
 
 _UNSEEN = "it lies in the memory of {other}, and torch takes them for apart (one memory in two storages, as NumPy's views of an array are)"

@@ -224,12 +224,22 @@ def asserted(translator: Any, variable: Any, holds: bool, text: str) -> bool:
     value = node.meta.get("example_value") if node is not None else None
     if not isinstance(value, torch.Tensor) or any(type(size) is not int or size != 1 for size in value.shape):
         return False
-    if not config.rewrite_assert_with_torch_assert or sys.flags.optimize:
+    if not config.rewrite_assert_with_torch_assert or sys.flags.optimize or handles_errors(translator):
         return False
     checked = variable if holds else variable.call_method(translator, "logical_not", [], {})
     arguments = (checked.as_proxy(), VariableTracker.build(translator, text).as_proxy())
     translator.output.create_proxy("call_function", torch._assert_async, arguments, {})
     return True
+
+
+def handles_errors(translator: Any) -> bool:
+    """Whether what fails here may be caught by the program, or noted on the way (``try``, ``with``), in this frame or a caller's."""
+    while translator is not None:
+        instruction = translator.current_instruction
+        if instruction is None or getattr(instruction, "exn_tab_entry", None) is not None:
+            return True
+        translator = getattr(translator, "parent", None)
+    return False
 
 
 def is_constant(variable: Any) -> bool:

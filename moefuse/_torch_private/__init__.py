@@ -52,6 +52,9 @@ from moefuse._torch_private.compilation import (
     before_torch_compile as before_torch_compile,
 )
 from moefuse._torch_private.compilation import (
+    called_from as called_from,
+)
+from moefuse._torch_private.compilation import (
     compiled_code_is_stored as compiled_code_is_stored,
 )
 from moefuse._torch_private.compilation import (

@@ -150,6 +150,21 @@ def running_call() -> RunningCall | None:
     return None
 
 
+def called_from(theirs: Callable[[str], bool], own: types.CodeType) -> bool:
+    """Whether code of the program runs, in eager mode, between the call of what was compiled and the frame that is compiled.
+
+    Args:
+        theirs: whether a file is the program's.
+        own: the code that is compiled.
+    """
+    frame: Any = sys._getframe()
+    while frame is not None and not (frame.f_code.co_name == "compile_wrapper" and frame.f_code.co_filename.endswith("eval_frame.py")):
+        if frame.f_code is not own and theirs(frame.f_code.co_filename):
+            return True
+        frame = frame.f_back
+    return False
+
+
 class Traced(NamedTuple):
     """What is being compiled now.
 

@@ -85,3 +85,33 @@ def test_without_experts_it_breaks_as_ever() -> None:
         with pytest.raises(AssertionError, match="y contains NaN"):
             compiled(torch.full((3,), float("nan")))
     assert graphs[0] == graphs[1] > 1
+
+
+class Caught(Layer):
+    """``deep``: what asserts runs in a frame of its own, whose caller catches what it raises."""
+
+    def __init__(self, deep: bool) -> None:
+        super().__init__(formatted)
+        self.deep = deep
+
+    def checked(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            if not self.deep:
+                self.check(x, "x")
+            return self.checked(x)
+        except AssertionError:
+            return x
+
+
+@pytest.mark.parametrize("deep", [False, True])
+def test_what_the_program_catches(deep: bool) -> None:
+    """The graph would raise another error, which the program does not catch."""
+    torch.manual_seed(0)
+    layer, x = Caught(deep), torch.randn(10, H)
+    compiled = torch.compile(layer, backend=capturing(Seen(), behind="aot_eager"))
+    torch.testing.assert_close(compiled(x), layer(x))
+    wrong = torch.full_like(x, float("nan"))
+    torch.testing.assert_close(compiled(wrong), wrong, equal_nan=True)

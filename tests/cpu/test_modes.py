@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import moefuse
 from tests.cpu.capture_case import Result, Seen, call, capturing, same
 from tests.programs.loops import E, H, I, logits_for
 
@@ -171,3 +172,36 @@ def test_autocast_switched_off_inside_of_autocast() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         expected = call(model, model, x, logits)
         same(call(torch.compile(model, backend=capturing(seen)), model, x, logits), expected)
+
+
+@pytest.mark.usefixtures("no_code")
+@pytest.mark.parametrize("context", [lambda: torch.inference_mode(False), torch.enable_grad], ids=["inference_mode(False)", "enable_grad"])
+def test_gradients_switched_on_in_a_call_under_inference_mode(context: Callable[[], Any]) -> None:
+    """Autograd cannot keep what such a call computes itself; the program's loop keeps rows of its own."""
+    torch.manual_seed(0)
+    layer = Switched(context)
+    x = torch.randn(6, 8)
+    compiled = torch.compile(layer, backend="moefuse")
+    with torch.inference_mode():
+        torch.testing.assert_close(compiled(x), layer(x))
+    report = moefuse.last_report()
+    assert report is not None
+    assert [s.code for s in report.skipped] == ["context-differs"], report
+
+
+class Switched(nn.Module):
+    """The whole loop under a context."""
+
+    def __init__(self, context: Callable[[], Any]) -> None:
+        super().__init__()
+        self.context, self.router = context, nn.Linear(8, 4)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(8, 6), nn.SiLU(), nn.Linear(6, 8)) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, ids = self.router(x).softmax(-1).topk(2)
+        with self.context():
+            out = torch.zeros_like(x)
+            for e, expert in enumerate(self.experts):
+                token, slot = torch.where(ids == e)
+                out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+            return out
