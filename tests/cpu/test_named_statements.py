@@ -156,9 +156,9 @@ class Mapped(nn.Module):
         table = torch.zeros(len(x), E).scatter(1, ids, weights)
 
         def one(w_in: Tensor, w_out: Tensor, gate: Tensor) -> Tensor:
-            return F.gelu(x @ w_in) @ w_out * gate[:, None]  # here
+            return F.gelu(x @ w_in) @ w_out * gate[:, None]
 
-        outputs = torch.vmap(one, in_dims=(0, 0, 1))(self.w_in, self.w_out, table)
+        outputs = torch.vmap(one, in_dims=(0, 0, 1))(self.w_in, self.w_out, table)  # here
         return outputs.sum(0)
 
 
