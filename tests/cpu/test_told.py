@@ -160,7 +160,15 @@ class Stack(nn.Module):
 
 @pytest.fixture
 def offloaded() -> Iterator[Any]:
-    """Weights are elsewhere between calls, and other Parameters in a call; Dynamo does not trace who does that."""
+    """Weights are elsewhere between calls, and other Parameters in a call; Dynamo does not trace who does that.
+
+    All stay alive: of one that is gone, another may have the identity, and then a layer may be told as left though it is fused.
+    """
+    alive: list[nn.Parameter] = []
+
+    def brought(value: Tensor) -> nn.Parameter:
+        alive.append(nn.Parameter(value, requires_grad=False))
+        return alive[-1]
 
     def offload(model: nn.Module) -> None:
         kept = {m: {n: p.detach().clone() for n, p in m.named_parameters(recurse=False)} for m in model.modules() if m._parameters}
@@ -168,12 +176,12 @@ def offloaded() -> Iterator[Any]:
         @torch.compiler.disable
         def bring(module: nn.Module, _args: Any) -> None:
             for name, value in kept[module].items():
-                module._parameters[name] = nn.Parameter(value.clone(), requires_grad=False)
+                module._parameters[name] = brought(value.clone())
 
         @torch.compiler.disable
         def take(module: nn.Module, _args: Any, _out: Any) -> None:
             for name, value in kept[module].items():
-                module._parameters[name] = nn.Parameter(torch.empty_like(value, device="meta"), requires_grad=False)
+                module._parameters[name] = brought(torch.empty_like(value, device="meta"))
 
         for module in kept:
             module.register_forward_pre_hook(bring)
