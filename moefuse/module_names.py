@@ -43,12 +43,14 @@ class ModuleNames:
 
     def parameters(self) -> dict[int, str]:
         """Names of parameters, by identity."""
-        return {
-            id(parameter): f"{name}.{own}".removeprefix(".")
-            for name, module in self._modules()
-            for own, parameter in module._parameters.items()
-            if parameter is not None
-        }
+        return {id(parameter): name for parameter, name in self.named_parameters()}
+
+    def named_parameters(self) -> Iterator[tuple[nn.Parameter, str]]:
+        """Each parameter with its name."""
+        for name, module in self._modules():
+            for own, parameter in module._parameters.items():
+                if parameter is not None:
+                    yield parameter, f"{name}.{own}".removeprefix(".")
 
     def of(self, stack: _Stack) -> str:
         """The name of the innermost module of a ``nn_module_stack``; of one that is not registered, its path from the nearest that is."""

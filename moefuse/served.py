@@ -28,29 +28,38 @@ LIMIT = 4096
 class Served:
     """The modules that one compiled graph has run, told by one of its parameters.
 
+    A parameter that is gone leaves its identity to another: each is held weakly beside it.
+
     Args:
         names: of the modules of what was compiled.
-        known: of their parameters, by identity.
         name: of the parameter that the graph was compiled with.
     """
 
-    def __init__(self, names: ModuleNames, known: dict[int, str], name: str) -> None:
+    def __init__(self, names: ModuleNames, name: str) -> None:
         self.name = name
         self.roots = {prefix: weakref.ref(root) for prefix, root in names.roots.items()}
         like = pattern(name)
         # The names outlive the model; those of another layer's parameter differ in numbers.
-        self._known = {number: other for number, other in known.items() if pattern(other) == like}
-        self._open = [other for other in self._known.values() if other != name]
-        self.seen: dict[int, str | weakref.ref[torch.Tensor]] = {}
+        named = [(parameter, other) for parameter, other in names.named_parameters() if pattern(other) == like]
+        self._known = {id(parameter): (weakref.ref(parameter), other) for parameter, other in named}
+        self._open = [other for _, other in named if other != name]
+        self._ran = [name]
+        self._strangers: list[weakref.ref[torch.Tensor]] = []
+        self.seen: dict[int, weakref.ref[torch.Tensor]] = {}
 
     def note(self, parameter: torch.Tensor) -> None:
         """The graph runs with this tensor for its parameter."""
         if len(self.seen) >= LIMIT:
             return
-        name = self._known.get(id(parameter)) or self._now(parameter)
-        self.seen[id(parameter)] = name or weakref.ref(parameter)
-        if name in self._open:
+        self.seen[id(parameter)] = weakref.ref(parameter)
+        held, name = self._known.get(id(parameter), (None, None))
+        if held is None or held() is not parameter:
+            name = self._now(parameter)
+        if name is None:
+            self._strangers.append(self.seen[id(parameter)])
+        elif name in self._open:
             self._open.remove(name)
+            self._ran.append(name)
 
     def _now(self, parameter: torch.Tensor) -> str | None:
         """The name that a tensor has now, of those that have not run: what offloads weights has others in their place for a call."""
@@ -87,7 +96,7 @@ class Served:
 
     def _others(self) -> list[str | None]:
         """The names of the other parameters; None for one of a module outside of what was compiled (a layer compiled on its own)."""
-        unknown = [parameter for entry in self.seen.values() if not isinstance(entry, str) and (parameter := entry()) is not None]
+        unknown = [parameter for entry in self._strangers if (parameter := entry()) is not None]
         now: dict[int, str] = {}
         for prefix, weak in self.roots.items() if unknown else ():
             root = weak()
@@ -97,7 +106,7 @@ class Served:
             shards = _torch_private.computed_with(root)
             now |= {whole: now[id(shard)] for whole, shard in shards.items() if id(shard) in now}
         # A parameter that was assigned anew has the name of its predecessor.
-        names = dict.fromkeys([self.name, *(entry for entry in self.seen.values() if isinstance(entry, str))])
+        names: dict[str, None] = dict.fromkeys(self._ran)
         names |= dict.fromkeys(now[id(parameter)] for parameter in unknown if id(parameter) in now)
         return [*list(names)[1:], *(None for parameter in unknown if id(parameter) not in now)]
 
@@ -132,7 +141,7 @@ def _served(report: FusionReport, example_inputs: Sequence[object]) -> tuple[int
         return None  # several layers in one graph: that is a model, and no other one's code
     known = names.parameters()
     found = _witness(report, known, example_inputs)
-    return None if found is None else (found[0], Served(names, known, found[1]))
+    return None if found is None else (found[0], Served(names, found[1]))
 
 
 # Dynamo calls what a backend returns with the graph's inputs, and unwraps what functools.wraps marks.
@@ -147,11 +156,12 @@ def _timed(compiled: _torch_private.CompiledFn, ran: Ran) -> _torch_private.Comp
 
 
 def _noting(
-    compiled: _torch_private.CompiledFn, at: int, seen: dict[int, Any], note: Callable[[Any], None], ran: Ran
+    compiled: _torch_private.CompiledFn, at: int, seen: dict[int, weakref.ref[torch.Tensor]], note: Callable[[Any], None], ran: Ran
 ) -> _torch_private.CompiledFn:
     def run(*args: Any) -> Any:
         ran.last = now()
-        if id(args[at]) not in seen:
+        known = seen.get(id(args[at]))
+        if known is None or known() is not args[at]:
             quietly(note, args[at])
         return compiled(*args)
 

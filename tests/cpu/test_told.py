@@ -160,15 +160,11 @@ class Stack(nn.Module):
 
 @pytest.fixture
 def offloaded() -> Iterator[Any]:
-    """Weights are elsewhere between calls, and other Parameters in a call; Dynamo does not trace who does that.
-
-    All stay alive: of one that is gone, another may have the identity, and then a layer may be told as left though it is fused.
-    """
-    alive: list[nn.Parameter] = []
+    """Weights are elsewhere between calls, and other Parameters in a call, some with the identity of one that is gone; Dynamo does not
+    trace who does that."""
 
     def brought(value: Tensor) -> nn.Parameter:
-        alive.append(nn.Parameter(value, requires_grad=False))
-        return alive[-1]
+        return nn.Parameter(value, requires_grad=False)
 
     def offload(model: nn.Module) -> None:
         kept = {m: {n: p.detach().clone() for n, p in m.named_parameters(recurse=False)} for m in model.modules() if m._parameters}
