@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -77,7 +78,9 @@ def refusals(problems: list[Undischarged]) -> list[Skipped]:
 
 
 def _module(assumption: Assumption) -> str:
-    """The module that computes what was assumed about."""
-    nodes = (assumption.subject, *assumption.nodes)
-    node = next((node for node in nodes if isinstance(node, torch.fx.Node)), None)
-    return module_names.of_traced(node.meta.get("nn_module_stack")) if node is not None else ""
+    """The module that computes what was assumed about, or the innermost one around everything that was traced under it."""
+    subject = assumption.subject
+    nodes = [subject] if isinstance(subject, torch.fx.Node) else assumption.nodes
+    stacks = [list(node.meta.get("nn_module_stack", {}).items()) for node in nodes]
+    around = itertools.takewhile(lambda entries: all(entry == entries[0] for entry in entries), zip(*stacks, strict=False))
+    return module_names.of_traced(dict(entries[0] for entries in around)) if stacks else ""

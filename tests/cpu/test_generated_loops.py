@@ -206,6 +206,7 @@ def test_explain_says_what_the_backend_does(loops: object, monkeypatch: pytest.M
     @settings(phases=PHASES, max_examples=EXAMPLES)
     @given(loops(st.sampled_from(names)), st.booleans())  # type: ignore[operator]
     def run(loop: Loop, grad: bool) -> None:
+        torch.manual_seed(0)
         model, both = Packed(generated.layer(loop)()), torch.cat((torch.randn(5, H), logits_for("random", 5)), dim=1)
 
         def compiled() -> FusionReport | None:

@@ -355,9 +355,10 @@ def sensible(p: Loop) -> bool:
     if p.init in LEAVES and (p.add != "index_add" or p.twist == "fades_in_place"):
         return False
     if p.cut:
-        whole = p.add in ("append", "fill")
-        return not ((whole and p.twist in ("weighs_twice", "unweighted")) or (p.twist.startswith("list_") and p.add != "append")
-                    or ("join" in twist and p.add != "append") or (p.rows != "rows" and p.twist == "starts_late"))  # fmt: skip
+        if p.add in ("append", "fill") and (p.rebind != "none" or p.twist in ("weighs_twice", "unweighted")):
+            return False
+        joined = p.twist.startswith("list_") or "join" in twist
+        return not ((joined and p.add != "append") or (p.rows != "rows" and p.twist == "starts_late"))
     if p.gather == "counted" and (p.over != "range" or p.skip in ("no", "any")):
         return False  # without rows the other size is open, and only a branch on their number goes around that
     return not (("hit" in twist and p.over in ("range", "unique", "unique_list")) or p.add in ("append", "fill"))
