@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moefuse.config import Options
-from tests.programs.check import Outcome, check_exact
+from tests.programs.check import check_read
 
 E, H, WIDTH = 4, 12, 20
 BASES: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
@@ -112,13 +111,6 @@ class OfAnother(Layer):
         return out
 
 
-def check(model: nn.Module, shape: tuple[int, ...] = (9,)) -> Outcome:
-    """Without verification: what is read wrongly shows in the values."""
-    inputs = (torch.randn(*shape, H, generator=torch.Generator().manual_seed(seed)) for seed in range(2))
-    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
-        return check_exact(model, *((x,) for x in inputs), options=Options(verify="off"))
-
-
 @pytest.fixture(autouse=True)
 def _same_weights() -> None:
     torch.manual_seed(0)
@@ -134,7 +126,7 @@ def test_what_stood_there_is_what_is_added_to(
     base: str, write: Callable[[Tensor, Index, Tensor], None], top_k: int, form: str, shape: tuple[int, ...]
 ) -> None:
     """The read-back is no part of the experts: their body stays the one that the fused op knows."""
-    outcome = check(Layer(base, write, top_k, form), shape)
+    outcome = check_read(Layer(base, write, top_k, form), *shape, H)
     assert [s.message for s in outcome.skipped] == []
     assert [f.spec.activation for f in outcome.fused] == ["custom" if write is halves else "relu"]
 
@@ -142,7 +134,7 @@ def test_what_stood_there_is_what_is_added_to(
 @pytest.mark.parametrize("top_k", [1, 2])
 def test_one_round_behind_another(top_k: int) -> None:
     """The next round's tokens are the last one's sum, and its accumulator begins with that."""
-    outcome = check(Layer("clone", iadd, top_k, rounds=2))
+    outcome = check_read(Layer("clone", iadd, top_k, rounds=2), 9, H)
     assert [f.spec.activation for f in outcome.fused] == ["relu", "relu"], outcome
 
 
@@ -150,13 +142,13 @@ def test_one_round_behind_another(top_k: int) -> None:
 @pytest.mark.parametrize("base", ["clone", "shared"])
 @pytest.mark.parametrize("write", [scaled, twice, stale], ids=lambda f: f.__name__)
 def test_what_is_read_back_and_not_added_once(write: Callable[[Tensor, Index, Tensor], None], base: str, top_k: int) -> None:
-    outcome = check(Layer(base, write, top_k, "rows"))
+    outcome = check_read(Layer(base, write, top_k, "rows"), 9, H)
     assert outcome.fused == []
     assert {s.code for s in outcome.skipped} <= {"not-combined", "sum-changed"}, outcome
 
 
 def test_rows_replaced_where_a_token_has_two_experts() -> None:
-    outcome = check(Layer("clone", replaced, 2, "rows"))
+    outcome = check_read(Layer("clone", replaced, 2, "rows"), 9, H)
     assert (outcome.fused, [s.code for s in outcome.skipped]) == ([], ["not-combined"])
 
 
@@ -164,6 +156,6 @@ def test_rows_replaced_where_a_token_has_two_experts() -> None:
 @pytest.mark.parametrize("kind", [AllReadFirst, OfAnother])
 def test_what_is_added_to_is_not_what_stands_there(kind: type[Layer], base: str) -> None:
     """With two experts for a token. That no more than one expert of four is fused is what counts: alone, it is right."""
-    outcome = check(kind(base, iadd, 2))
+    outcome = check_read(kind(base, iadd, 2), 9, H)
     assert [f.spec.num_experts for f in outcome.fused] in ([], [1]), outcome
     assert outcome.skipped

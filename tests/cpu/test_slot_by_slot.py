@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moefuse.config import Options
-from tests.programs.check import Outcome, check_exact
+from tests.programs.check import check_read
 
 E, H, WIDTH = 5, 12, 20
 WEIGHTS: dict[str, Callable[[Tensor, int], Tensor]] = {
@@ -101,12 +100,6 @@ class OtherBody(Layer):
         return super().share(x, ids, weights, k) * (1 + k)
 
 
-def check(model: nn.Module, shape: tuple[int, ...] = (9,)) -> Outcome:
-    """Without verification: what is read wrongly shows in the values."""
-    inputs = (torch.randn(*shape, H, generator=torch.Generator().manual_seed(seed)) for seed in range(2))
-    return check_exact(model, *((x,) for x in inputs), options=Options(verify="off"))
-
-
 @pytest.fixture(autouse=True)
 def _same_weights() -> None:
     torch.manual_seed(0)
@@ -121,14 +114,14 @@ def _same_weights() -> None:
 def test_all_slots_are_one_layer(
     top_k: int, total: Callable[[Iterable[Tensor], Tensor], Tensor], weight: str, product: str, shape: tuple[int, ...]
 ) -> None:
-    outcome = check(Layer(top_k, total, weight, product), shape)
+    outcome = check_read(Layer(top_k, total, weight, product), *shape, H)
     assert [s.message for s in outcome.skipped] == []
     assert [(f.spec.num_experts, f.spec.top_k, f.spec.activation) for f in outcome.fused] == [(E, top_k, "relu")]
 
 
 @pytest.mark.parametrize("kind", [NotAll, OneTwice, OtherWeight, OtherRows, OtherBody, Swapped])
 def test_slots_that_are_no_layer(kind: type[Layer]) -> None:
-    outcome = check(kind(3))
+    outcome = check_read(kind(3), 9, H)
     assert outcome.fused == []
     assert {s.code for s in outcome.skipped} <= {"missing-experts", "experts-differ", "tokens-differ", "not-recognised"}, outcome
     assert outcome.skipped
@@ -144,4 +137,4 @@ class Given(Layer):
 
 def test_ids_that_count_from_the_end() -> None:
     """The op leaves out what is below zero, and the program does not."""
-    assert check(Given()).fused == []
+    assert check_read(Given(), 9, H).fused == []
