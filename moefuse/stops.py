@@ -81,9 +81,17 @@ def users_place(stack: Sequence[tuple[str, int]]) -> str:
     return next((f"{path}:{line}" for path, line in reversed(stack) if of_the_user(path)), "")
 
 
+_FOREIGN = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "moefuse"}
+
+
+def is_the_programs(module: str) -> bool:
+    """Whether a module, by its name, is neither Python's, nor torch's, NumPy's or moefuse's."""
+    return module.partition(".")[0] not in _FOREIGN
+
+
 def of_the_user(path: str) -> bool:
     """Whether a file is neither torch's nor what moefuse puts between a module and its caller."""
     return not path.startswith(_BETWEEN)
 
 
-__all__ = ["TORCH", "Stop", "code_at", "of_the_user", "resumed_at", "users_place"]
+__all__ = ["TORCH", "Stop", "code_at", "is_the_programs", "of_the_user", "resumed_at", "users_place"]

@@ -14,9 +14,7 @@ from typing import Any
 import torch
 
 from moefuse import _torch_private
-
-_FOREIGN = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "moefuse"}
-"""Packages whose objects are nobody's state, but for modules, optimizers, generators and plain containers."""
+from moefuse.stops import is_the_programs
 
 _NOTHING = object()
 """Content of a variable that has no value yet."""
@@ -103,7 +101,7 @@ def _is_state(value: Any) -> bool:
     """Whether the attributes of an object may be a model's state."""
     if isinstance(value, torch.nn.Module | torch.optim.Optimizer | types.SimpleNamespace):
         return True
-    return str(type(value).__module__).partition(".")[0] not in _FOREIGN
+    return is_the_programs(str(type(value).__module__))
 
 
 def _attributes(value: Any) -> dict[str, Any]:

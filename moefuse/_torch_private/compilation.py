@@ -136,33 +136,41 @@ class RunningCall:
         self._cleanups.insert(next(waiting, len(self._cleanups)) if before else len(self._cleanups), run)
 
 
+def _to_the_call() -> Iterator[types.FrameType]:
+    """The frames around this one, inner first, up to the innermost call of a compiled function, whose frame is the last if there is one."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = None if _is_call(frame) else frame.f_back
+
+
+def _is_call(frame: types.FrameType) -> bool:
+    return frame.f_code.co_name == "compile_wrapper" and frame.f_globals.get("__name__") == "torch._dynamo.eval_frame"
+
+
+def _call() -> Mapping[str, Any]:
+    """The variables of the innermost call of a compiled function; empty where there is none."""
+    return next((frame.f_locals for frame in _to_the_call() if _is_call(frame)), {})
+
+
 def running_call() -> RunningCall | None:
     """The innermost call of a compiled function around this call of a backend; None where there is none, or torch keeps it otherwise."""
-    frame: Any = sys._getframe()
-    while frame is not None:
-        if frame.f_code.co_name == "compile_wrapper" and frame.f_code.co_filename.endswith("eval_frame.py"):
-            held = frame.f_locals
-            cleanups, function = held.get("cleanups"), held.get("fn")
-            if not isinstance(cleanups, list) or not callable(function):
-                return None
-            return RunningCall(function, (*held.get("args", ()), *held.get("kwargs", {}).values()), cleanups)
-        frame = frame.f_back
-    return None
+    held = _call()
+    cleanups, function = held.get("cleanups"), held.get("fn")
+    if not isinstance(cleanups, list) or not callable(function):
+        return None
+    return RunningCall(function, (*held.get("args", ()), *held.get("kwargs", {}).values()), cleanups)
 
 
 def called_from(theirs: Callable[[str], bool], own: types.CodeType) -> bool:
     """Whether code of the program runs, in eager mode, between the call of what was compiled and the frame that is compiled.
 
     Args:
-        theirs: whether a file is the program's.
+        theirs: whether a module, by its name, is the program's.
         own: the code that is compiled.
     """
-    frame: Any = sys._getframe()
-    while frame is not None and not (frame.f_code.co_name == "compile_wrapper" and frame.f_code.co_filename.endswith("eval_frame.py")):
-        if frame.f_code is not own and theirs(frame.f_code.co_filename):
-            return True
-        frame = frame.f_back
-    return False
+    around = (frame for frame in _to_the_call() if not _is_call(frame) and frame.f_code is not own)
+    return any(theirs(str(frame.f_globals.get("__name__", ""))) for frame in around)
 
 
 class Traced(NamedTuple):
@@ -183,16 +191,13 @@ class Traced(NamedTuple):
 
 def traced() -> Traced | None:
     """What Dynamo is tracing, or calls a backend for; None outside of a call of a compiled function."""
-    frame: types.FrameType | None = sys._getframe()
     scope: Mapping[str, Any] | None = None
-    while frame is not None:
-        name, home = frame.f_code.co_name, frame.f_globals.get("__name__")
-        if scope is None and name == "_compile" and home == "torch._dynamo.convert_frame":
+    for frame in _to_the_call():
+        if scope is None and frame.f_code.co_name == "_compile" and frame.f_globals.get("__name__") == "torch._dynamo.convert_frame":
             scope = frame.f_locals["locals"]
-        if name == "compile_wrapper" and home == "torch._dynamo.eval_frame":
+        if _is_call(frame) and scope is not None:
             found = frame.f_locals
-            return Traced(found["fn"], found["args"], found["kwargs"], scope) if scope is not None else None
-        frame = frame.f_back
+            return Traced(found["fn"], found["args"], found["kwargs"], scope)
     return None
 
 
@@ -264,12 +269,7 @@ def kept_out() -> str | None:
 
 def compiler_of_call() -> Any:
     """What the innermost call of a compiled function around this is compiled with; None where there is none."""
-    frame: Any = sys._getframe()
-    while frame is not None:
-        if frame.f_code.co_name == "compile_wrapper" and frame.f_code.co_filename.endswith("eval_frame.py"):
-            return getattr(frame.f_locals.get("self"), "callback", None)
-        frame = frame.f_back
-    return None
+    return getattr(_call().get("self"), "callback", None)
 
 
 def source_name(node: torch.fx.Node) -> str:

@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
 
 from torch import SymBool, SymInt
 from torch.fx import Node
 
-import moefuse
 from moefuse import _torch_private
 from moefuse._dynamo import modules as lists
 from moefuse._dynamo import values
 from moefuse.capture import guess, returns, siblings
 from moefuse.capture.assumptions import RETURN, Assumption, Kind
 from moefuse.capture.bytecode import GENERATOR
-from moefuse.stops import code_at, of_the_user
+from moefuse.stops import code_at, is_the_programs
 
 if TYPE_CHECKING:
     from moefuse.capture.attempt import Attempt
 
 _NUMBERS = (SymInt, SymBool)
-
-
-_HERE, _PYTHON = os.path.dirname(moefuse.__file__) + os.sep, os.path.dirname(os.__file__) + os.sep
-
-
-def _programs(path: str) -> bool:
-    """Whether a file is neither torch's, nor ours, nor Python's own."""
-    pythons = path.startswith(_PYTHON) and "site-packages" not in path
-    return of_the_user(path) and not path.startswith(_HERE) and not pythons and os.path.isabs(path)
 
 
 def jump(frame: Attempt, tx: Any, at: int) -> None:
@@ -48,7 +37,7 @@ def jump(frame: Attempt, tx: Any, at: int) -> None:
         return
     holds = code.asserts(at)
     # An error of the graph's is none that the program's own code around it would catch.
-    if holds is not None and _torch_private.called_from(_programs, tx.output.root_tx.f_code):
+    if holds is not None and _torch_private.called_from(is_the_programs, tx.output.root_tx.f_code):
         holds = None
     if holds is not None and values.asserted(tx, top, holds, code_at(frame.location(tx)) or "assertion error"):
         frame.asserted = True

@@ -56,7 +56,7 @@ def note(layer: nn.Module, run: Run) -> str:
 def why_as_written(layer: nn.Module) -> str:
     """The first hook of a module in a layer's experts, and what to do about it; empty if there is none."""
     inside = list(_inside(layer))
-    registers = next((f"module.{name.replace('_', '_module_', 1)}" for own, name in _KINDS.items() if inside and _global(own)), "")
+    registers = next((f"module.{name.replace('_', '_module_', 1)}" for own, name in _KINDS.items() if _global(own)), "")
     if registers:
         return f"torch.nn.modules.{registers} is for all modules, these experts too: their weights are gathered; {_ADVICE}"
     found = next(((m, name) for m in inside for own, name in _KINDS.items() if vars(m).get(own)), None)

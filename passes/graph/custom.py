@@ -10,7 +10,7 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
@@ -122,11 +122,12 @@ def _filled(template: Any, args: tuple[Any, ...]) -> Any:
 
 
 def _traced(function: Callable[..., Any], given: tuple[Any, ...], tensors: list[Any]) -> GraphModule:
-    def call(*values: Any) -> Any:
-        some = iter(values)
-        return function(*(next(some) if isinstance(a, _Tensor) else a.value for a in given))
+    return make_fx(lambda *values: _called(function, given, values))(*tensors)
 
-    return make_fx(call)(*tensors)
+
+def _called(function: Callable[..., Any], given: tuple[Any, ...], tensors: Sequence[Any]) -> Any:
+    some = iter(tensors)
+    return function(*(next(some) if isinstance(a, _Tensor) else a.value for a in given))
 
 
 def _same_gradients(op: Any, aten: Any, given: tuple[Any, ...], tensors: list[Any], trained: list[bool]) -> bool:
@@ -142,14 +143,11 @@ def _gradients(function: Callable[..., Any], given: tuple[Any, ...], tensors: li
 
     def joint(grad: Any, *values: Any) -> Any:
         held = [v.detach().requires_grad_() if t else v for v, t in zip(values, trained, strict=True)]
-        some = iter(held)
-        out = function(*(next(some) if isinstance(a, _Tensor) else a.value for a in given))
+        out = _called(function, given, held)
         return torch.autograd.grad(out, [v for v, t in zip(held, trained, strict=True) if t], grad)
 
     with torch.enable_grad():
-        some = iter(tensors)
-        out = function(*(next(some) if isinstance(a, _Tensor) else a.value for a in given))
-        traced = make_fx(joint)(torch.empty_like(out), *tensors)
+        traced = make_fx(joint)(torch.empty_like(_called(function, given, tensors)), *tensors)
     names: dict[Node, str] = {}
     for i, node in enumerate(traced.graph.nodes):
         if node.op == "placeholder":

@@ -52,6 +52,8 @@ def interpreted(graph: Graph, given: Given) -> Context:
     values = {node: node.meta.get("example_value") for node in graph.nodes}
     with undecided() as questions:
         ctx = interpret(graph, given)
+        if len(sizes) < 2 and not _numbers(sizes, unknown_slots(ctx)):
+            return ctx  # nothing to compare
         most = _regions(ctx)  # which leaves notes in the context: it is not the one that is given back
     numbers = _numbers(sizes, unknown_slots(ctx))
     best: _Supposed = {}
