@@ -13,6 +13,7 @@ implementations of a shape take turns. "us_launched" is the same without a graph
 "moefuse_own" and "moefuse_library" force whose products are used (``kernels/triton/provide/products.py``). "loop" is a loop over a list of
 experts, eager, because Inductor cannot make one graph of it, and "moefuse_loop" the same loop compiled by moefuse. "hf_grouped" is not
 compiled: in float32 transformers keeps ``grouped_mm`` away from Inductor, which has no gradient of what stands in for it.
+"moefuse_uncopied" keeps the caller's tokens for backward, not a copy that nobody else writes to: what ``moefuse::own`` takes.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -48,10 +50,12 @@ Step = Callable[[Tensor, Tensor, Tensor, Tensor], list[Tensor]]
 def make(name: str, s: gs.Shape, lists: layer.Lists) -> Step:
     """(x, ids, weights, gradient of the output) -> output, and gradients of x, weights and all Parameters."""
     from moefuse.kernels.triton import config
+    from moefuse.passes.lower import operands
 
     loop, ours = "loop" in name, name.startswith("moefuse")
     module = layer.Loop(s, lists) if loop else layer.transformers_experts(s, lists, "grouped_mm")
     module.train().requires_grad_(True)
+    tokens = operands.Operands.tokens if name == "moefuse_uncopied" else operands.Operands.kept_tokens
     preferred = {"moefuse_own": "own", "moefuse_library": "library"}.get(name)
     call: Any = module
     if name not in EAGER:
@@ -61,7 +65,8 @@ def make(name: str, s: gs.Shape, lists: layer.Lists) -> Step:
     def step(x: Tensor, ids: Tensor, weights: Tensor, grad: Tensor) -> list[Tensor]:
         nonlocal fused
         config.PRODUCTS = preferred
-        out = call(x, ids, weights)
+        with mock.patch.object(operands.Operands, "kept_tokens", tokens):
+            out = call(x, ids, weights)
         if ours and not fused:
             report = moefuse.last_report()
             if report is None or len(report.fused) != 1:
