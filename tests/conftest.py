@@ -117,7 +117,14 @@ def no_code(monkeypatch: pytest.MonkeyPatch) -> None:
     """``backend="moefuse"`` with all of Inductor but the code that it writes: that takes longest, and neither refuses nor fuses."""
     from moefuse import _torch_private
 
-    monkeypatch.setattr(_torch_private, "compile_fx", lambda gm, inputs, *_: _torch_private.compile_front(gm, inputs))
+    monkeypatch.setattr(_torch_private, "compile_fx", without_code)
+
+
+def without_code(gm: torch.fx.GraphModule, inputs: Sequence[object], *_: object) -> Callable[..., Any]:
+    """What ``no_code`` puts in the place of ``compile_fx``."""
+    from moefuse import _torch_private
+
+    return _torch_private.compile_front(gm, inputs)
 
 
 @pytest.fixture

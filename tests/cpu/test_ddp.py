@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import os
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -19,6 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import moefuse
 from moefuse import _torch_private
+from tests.conftest import without_code
+from tests.dist.conftest import two  # noqa: F401
+from tests.dist.workers import Workers
 
 EXPERTS, TOP_K, HIDDEN, WIDTH, LAYERS, TOKENS = 8, 2, 128, 128, 3, 40
 pytestmark = pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="this torch has no gloo")
@@ -192,9 +194,10 @@ def test_what_the_compiler_cannot_take_goes_back_as_a_whole(monkeypatch: pytest.
     assert [skipped.code for skipped in moefuse.last_report().skipped] == ["internal-error"]
 
 
-def one_of_two(rank: int, port: int) -> None:
+def one_of_two(rank: int) -> None:
     """A process: its half of the batch, and gradients that are the mean of both halves'."""
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    torch._dynamo.reset()
+    _torch_private.compile_fx = without_code
     model = Model()
     compiled = torch.compile(DistributedDataParallel(model, bucket_cap_mb=1), backend="moefuse")
     for _ in range(2):
@@ -205,9 +208,7 @@ def one_of_two(rank: int, port: int) -> None:
     gradients(whole, batches().flatten(0, 1))
     for (name, p), q in zip(model.named_parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
-    dist.destroy_process_group()
 
 
-def test_gradients_of_two_processes_are_those_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (os.getcwd(), os.environ.get("PYTHONPATH")))))
-    torch.multiprocessing.spawn(one_of_two, (free_port(),), nprocs=2)
+def test_gradients_of_two_processes_are_those_of_one(two: Workers) -> None:  # noqa: F811
+    two.run(one_of_two)

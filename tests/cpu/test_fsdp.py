@@ -6,22 +6,25 @@ assign a gradient of size ...`).
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
 import moefuse
-from tests.cpu.test_ddp import LAYERS, Model, alone, batches, free_port, gradients  # noqa: F401
+from moefuse import _torch_private
+from tests.conftest import without_code
+from tests.cpu.test_ddp import LAYERS, Model, alone, batches, gradients  # noqa: F401
+from tests.dist.conftest import two  # noqa: F401
+from tests.dist.workers import Workers
 
 pytestmark = pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="this torch has no gloo")
 
 
-def one_of_two(rank: int, port: int) -> None:
+def one_of_two(rank: int) -> None:
     """A process with half of the parameters and half of the batch: three steps as of one process with all."""
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    torch._dynamo.reset()
+    _torch_private.compile_fx = without_code
     sharded, whole = Model(), Model()
     for layer in sharded.layers:
         fully_shard(layer)
@@ -38,12 +41,10 @@ def one_of_two(rank: int, port: int) -> None:
             optimizer.step()
             optimizer.zero_grad()
     assert len(moefuse.last_report().fused) == LAYERS
-    dist.destroy_process_group()
 
 
-def test_steps_of_two_processes_are_those_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (os.getcwd(), os.environ.get("PYTHONPATH")))))
-    torch.multiprocessing.spawn(one_of_two, (free_port(),), nprocs=2)
+def test_steps_of_two_processes_are_those_of_one(two: Workers) -> None:  # noqa: F811
+    two.run(one_of_two)
 
 
 @pytest.mark.usefixtures("alone", "no_code")
