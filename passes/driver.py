@@ -45,7 +45,9 @@ from moefuse.passes.lower.lower import Lowered, Lowering
 from moefuse.passes.lower.recompute import recompute, still_kept
 from moefuse.passes.lower.record import remember
 from moefuse.passes.lower.rewrite import replace
+from moefuse.passes.lower.run_numbers import as_tensors
 from moefuse.passes.lower.spread import Spread, sharding
+from moefuse.passes.lower.unconditional import unconditional
 from moefuse.passes.lower.workspace_size import workspace
 from moefuse.passes.match import lowrank, unhit_experts, whole_stacks, wide_products
 from moefuse.passes.match.coded_weights import Key, coded_weights, disproved
@@ -169,8 +171,11 @@ def _fuse_graph(gm: GraphModule, known: dict[Node, Any], run: _Run, functions: F
     claims = discharge.claims(ctx, run.assumptions)
     fused = _fuse_regions(ctx, known, run)
     run.result.crossed |= any(_crossed(ctx, region) for region in fused) or any(s.code == "mutation" for s in run.result.skipped)
+    counted = bool(fused) and as_tensors(ctx)
     if run.assumptions:
         _discharge(ctx, run, claims, fused)
+    elif counted:
+        dce.erase(ctx, set())
     run.result.notes += quietly(_notes, ctx, fused, run.assumptions, otherwise=list)
     run.result.notes += one_kernel(gm.graph, run.options) if fused else []
     if fused and run.options.overlap:
@@ -254,8 +259,9 @@ def _discharge(ctx: Context, run: _Run, claims: list[discharge.Claim], fused: li
     """Erase what is left of captured loops; what the fused regions do not discharge goes into the result."""
     for kept in ctx.graph.find_nodes(op="call_function", target=keep):
         ctx.graph.erase_node(kept)
+    harmless = unconditional(ctx, claims) if fused else set()
     dce.erase(ctx, {n for claim in claims for n in claim.assumption.nodes})
-    run.result.undischarged += discharge.undischarged(ctx, claims, fused)
+    run.result.undischarged += discharge.undischarged(ctx, claims, fused, harmless)
 
 
 def _given(graph: Graph, assumptions: Sequence[Assumption], packed: bool) -> Given:

@@ -139,7 +139,7 @@ def install(
     _wrap(MutationType, "__init__", _on_new)
     _wrap(TensorVariable, "method_item", _on_item)
     _wrap(TensorVariable, "method_tolist", _on_tolist)
-    _install_leaves(TensorVariable)
+    _install_calls(TensorVariable)
     if hasattr(BuiltinVariable, "call_index"):
         _wrap(BuiltinVariable, "call_index", _on_index)
     _wrap(TensorVariable, "unpack_var_sequence", _on_unpack)
@@ -167,12 +167,13 @@ def install(
     parametrized_hooks.install(_wrap, _KEPT)
 
 
-def _install_leaves(tensors: type) -> None:
+def _install_calls(tensors: type) -> None:
     if fresh_leaves.available():
         from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
-        _wrap(tensors, "call_method", _on_method)
-        _wrap(TorchInGraphFunctionVariable, "call_function", _on_function)
+        for owner, name, hook in ((tensors, "call_method", _on_method), (TorchInGraphFunctionVariable, "call_function", _on_function)):
+            _wrap(owner, name, hook)
+            _wrap(owner, name, functools.partial(_on_split, name))
 
 
 def before_tracing(prepare: Prepare) -> None:
@@ -407,6 +408,17 @@ def _on_method(original: Any, self: Any, translator: Any, name: str, args: Any, 
     if not fresh_leaves.asked(name, kwargs):
         return original(self, translator, name, args, kwargs)
     return fresh_leaves.make(translator.output, functools.partial(original, self, translator, name, args), kwargs, [self, *args])
+
+
+def _on_split(way: str, original: Any, self: Any, translator: Any, *given: Any) -> Any:
+    # ``rows.split(list(counts))``: Python makes numbers of these tensors, and Dynamo breaks the graph.
+    observer = getattr(translator.output, _KEPT, None)
+    name = given[0] if way == "call_method" else getattr(self.value, "__name__", "")
+    if name not in ("split", "split_with_sizes") or observer is None or not observer.scalars:
+        return original(self, translator, *given)
+    *before, args, kwargs = given
+    args, kwargs = [values.with_numbers(translator, a) for a in args], {k: values.with_numbers(translator, v) for k, v in kwargs.items()}
+    return original(self, translator, *before, args, kwargs)
 
 
 def _on_item(original: Any, self: Any, translator: Any, *args: Any, **kwargs: Any) -> Any:

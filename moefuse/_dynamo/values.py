@@ -286,6 +286,20 @@ def number_at(translator: Any, node: Node, index: int) -> Any:
     return element.call_method(translator, "item", [], {})
 
 
+def with_numbers(translator: Any, variable: Any) -> Any:
+    """A list or tuple in which tensors of one integer are numbers, recorded in the graph; any other variable as it is."""
+    items = _items(plain(variable))
+    if not any(map(_one_integer, items)):
+        return variable
+    return new_list([plain(i).call_method(translator, "item", [], {}) if _one_integer(i) else i for i in items])
+
+
+def _one_integer(variable: Any) -> bool:
+    node = tensor_node(plain(variable))
+    value = None if node is None else node.meta.get("example_value")
+    return isinstance(value, torch.Tensor) and not value.dim() and value.dtype in (torch.int64, torch.int32)
+
+
 def new_list(items: list[Any]) -> Any:
     """A new Python list."""
     from torch._dynamo.variables.base import ValueMutationNew

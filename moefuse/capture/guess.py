@@ -20,7 +20,7 @@ _COMPARES: dict[str, Callable[[Any, Any], Any]] = {
     "gt": operator.gt, "greater": operator.gt, "ge": operator.ge, "greater_equal": operator.ge, "lt": operator.lt, "less": operator.lt,
     "le": operator.le, "less_equal": operator.le, "eq": operator.eq, "ne": operator.ne, "not_equal": operator.ne,
 }  # fmt: skip
-_COUNTS = frozenset(("sum", "count_nonzero", "bincount", "getitem", "select", "numel", "any", "max", "amax"))
+_COUNTS = frozenset(("sum", "count_nonzero", "bincount", "histc", "getitem", "select", "numel", "any", "max", "amax"))
 _KEEPS_IDS = frozenset(("one_hot", "permute", "transpose", "movedim", "unsqueeze"))
 _UNIQUE = frozenset(("unique",))
 _NOT = frozenset(("logical_not", "bitwise_not", "invert", "not_"))
@@ -259,4 +259,20 @@ def about_value(node: Node, depth: int = 6) -> bool | None:
     if name in _VIEWS or name in ("bool", "item", "int"):
         return about_value(first, depth - 1)
     value = _value(node)
-    return True if name in _COUNTS and isinstance(value, torch.Tensor) and not value.dtype.is_floating_point else None
+    if name not in _COUNTS or not isinstance(value, torch.Tensor):
+        return None
+    return True if not value.dtype.is_floating_point or _of_ids(first) else None
+
+
+def _of_ids(node: Any) -> bool:
+    """Whether a number that is a float adds up masks of ids, or is ``histc`` of them: else it may be a loss, or anything."""
+    for _ in range(16):
+        if not isinstance(node, Node) or node.op not in ("call_method", "call_function") or not node.args:
+            return False
+        name = _name(node)
+        if name in ("histc", "one_hot", "eq"):
+            return True
+        if name not in _VIEWS and name not in _COUNTS and name not in _KEEPS_IDS and name not in ("float", "bool", "mul"):
+            return False
+        node = node.args[0]
+    return False

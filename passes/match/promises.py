@@ -15,7 +15,7 @@ import sympy
 import torch
 from torch.fx import Node
 
-from moefuse._dynamo.values import always, unbacked_in
+from moefuse._dynamo.values import always, unbacked, unbacked_in
 from moefuse.passes.graph.calls import fake, tensor
 from moefuse.passes.graph.op_classes import ASSERTS, COUNTED
 from moefuse.passes.graph.sizes import product, shape_of
@@ -48,6 +48,10 @@ def promised(ctx: Context, node: Node) -> bool:
     symbols = sorted(unbacked_in(fake(node.all_input_nodes[0])), key=str)
     if not isinstance(condition, sympy.Basic) or not symbols or condition == sympy.true:
         return False
+    known = {s: n for s in symbols if (n := ctx.sizes.get(s)) is not None and not unbacked(n)}
+    condition, symbols = condition.subs(known), [s for s in symbols if s not in known]
+    if not symbols or condition == sympy.true:
+        return bool(condition != sympy.true)
     return _of_one(ctx, condition, symbols[0], asserted) if len(symbols) == 1 else _of_several(ctx, condition, symbols)
 
 

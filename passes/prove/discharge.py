@@ -14,7 +14,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -195,9 +195,13 @@ def _chosen(ctx: Context, a: Assumption) -> Chosen | None:
     return (fact.routing, fact.expert, fact.slot) if fact.expert is not None and fact.negated != a.outcome else None
 
 
-def undischarged(ctx: Context, found: Sequence[Claim], fused: Sequence[Region]) -> list[Undischarged]:
-    """The assumptions that the fused regions do not discharge. After rewriting and sweeping."""
-    emitted = {n for n in ctx.graph.nodes if n not in ctx.position}
+def undischarged(ctx: Context, found: Sequence[Claim], fused: Sequence[Region], harmless: Collection[Node] = ()) -> list[Undischarged]:
+    """The assumptions that the fused regions do not discharge. After rewriting and sweeping.
+
+    Args:
+        harmless: writes that leave everything as it was where the assumption is false, under which they were recorded.
+    """
+    emitted = {n for n in ctx.graph.nodes if n not in ctx.position} | set(harmless)
     return [Undischarged(c.assumption, detail) for c in found if (detail := _detail(ctx, c, fused, emitted)) is not None]
 
 
@@ -221,7 +225,7 @@ def _detail(ctx: Context, claim: Claim, fused: Sequence[Region], emitted: set[No
     nodes = claim.assumption.nodes
     if claim.written is not None:
         return claim.written
-    left = _not_harmless(ctx, {n for n in nodes if not n._erased}, emitted)
+    left = _not_harmless(ctx, {n for n in nodes if not n._erased and n not in emitted}, emitted)
     if left:
         first = min(left, key=lambda n: ctx.position.get(n, 1 << 60))
         return f"{named(first)} ({location(first) or 'no location'}) did not become part of a fused layer"
@@ -271,8 +275,8 @@ def segments_of(ctx: Context, region: Region) -> list[Part]:
 
 def _only_joined(ctx: Context, claim: Claim, node: Node, user: Node) -> bool:
     """Whether a reader behind the scope puts an expert's rows, which are none if the assumption is false, beside those of the others."""
-    if isinstance(ctx.facts.get(node), Span):
-        return True  # a number: asked as a carried local
+    if isinstance(ctx.facts.get(node), Span) or isinstance(ctx.facts.get(user), Span):
+        return True  # a number, or how many rows there are: asked as a carried local
     return any(p.node is node and claim.covers(p) for p in ctx.segments.get(user, ()))
 
 
@@ -321,6 +325,14 @@ def _offset(ctx: Context, value: Any) -> Any:
     return next(same, None)
 
 
+def _unread(ctx: Context, new: Any) -> bool:
+    """Whether Dynamo has dropped a number that only the run knows: nothing in the graph computes it, so nobody reads it."""
+    number = fake(new) if isinstance(new, Node) and new._erased and new not in ctx.position else None
+    if not isinstance(number, torch.SymInt) or not unbacked_in(number):
+        return False
+    return not any(isinstance(v := fake(n), torch.SymInt) and v.node.expr == number.node.expr for n in ctx.position)
+
+
 def _same_offset(ctx: Context, claim: Claim, old: Any, new: Any) -> bool:
     """Whether a number grows by the slots of the expert that the assumption is about."""
     between = difference(ctx, new, old)
@@ -334,6 +346,8 @@ def _same_offset(ctx: Context, claim: Claim, old: Any, new: Any) -> bool:
 def _same_without(ctx: Context, claim: Claim, old: Any, new: Any) -> bool:
     """Whether ``new`` equals ``old`` when the assumption is false: the accumulator, with shares of an expert that nobody chose."""
     offset = _offset(ctx, new)
+    if offset is None and _unread(ctx, new):
+        return True
     if offset is not None:
         return new._erased and _same_offset(ctx, claim, _offset(ctx, old), offset)
     if old not in ctx.position or new not in ctx.position:

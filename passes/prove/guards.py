@@ -29,13 +29,17 @@ class Guards:
         self._of = {node: found for node in nodes if (found := [a for a in conditions if node in a.nodes])}
         self._sizes = _sizes(nodes) if self._of else {}
         self._env = env
-        self._jumped: set[Node] = set()
+        self._jumped: dict[Node, Assumption] = {}
 
     def jump(self, node: Node, value: Callable[[Node], Any]) -> bool:
         """Whether a node is jumped over. What it writes to, or the local that it replaces, then stays what it was."""
         guard = next((a for a in self._of.get(node, ()) if not self._holds(a)), None)
+        # How long something is that was jumped over, Dynamo asks where it likes.
+        guard = guard or next((self._jumped[i] for i in node.all_input_nodes if i in self._jumped), None) if self._of else None
         if guard is None:
             return False
+        if isinstance(fake(node), torch.SymInt):
+            return self._number(node, guard)
         if node is guard.returned:
             self._env[node] = _nothing(node)
             return True
@@ -44,10 +48,21 @@ class Guards:
         for _, old, new in guard.carried:
             before = old if node in _bound(new, guard) and isinstance(old, Node) else before
         if before is None or before in self._jumped:
-            self._jumped.add(node)
+            self._jumped[node] = guard
         else:
             self._env[node] = value(before)
         return True
+
+    def _number(self, node: Node, guard: Assumption) -> bool:
+        """As :func:`jump`: a number that the guarded code leaves stays what it was, rows that are not there are none, and a number of
+        numbers is one without rows, too."""
+        old = next((old for _, old, new in guard.carried if isinstance(new, Node) and _expr(new) == _expr(node)), None)
+        was = old if isinstance(old, int) else None if old is None else self._size(_expr(old))
+        if was is None and _expr(node).is_Symbol and any(i in self._jumped for i in node.all_input_nodes):
+            was = 0
+        if was is not None:
+            self._env[node] = was
+        return was is not None or not all(i in self._env for i in node.all_input_nodes)
 
     def _holds(self, guard: Assumption) -> bool:
         """Whether there are rows; also where the values so far do not say."""
@@ -60,6 +75,11 @@ class Guards:
         node, dim = self._sizes.get(symbol, (None, None))
         held = None if node is None else self._env.get(node)
         return held if held is None or dim is None else held.shape[dim]
+
+
+def _expr(node: Node) -> Any:
+    value = fake(node)
+    return size_of(value) if isinstance(value, int | torch.SymInt) else None
 
 
 def _bound(new: Any, guard: Assumption) -> list[Node]:

@@ -9,7 +9,7 @@ import torch
 from torch.torch_version import TorchVersion
 
 from tests.cpu.capture_case import Seen, capturing, check, plain
-from tests.programs.loops import NEAR_MISS, POSITIVE, H, Layer, dummies, gradients
+from tests.programs.loops import NEAR_MISS, POSITIVE, H, Layer, counters, dummies, gradients, offsets
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -47,6 +47,13 @@ def test_what_only_looks_like_one_runs_as_without_moefuse(cls: type[Layer], caps
         return  # int(row) is one more break where Dynamo may read numbers out of tensors
     without = check(cls, options=plain(capture=False))
     assert (len(seen.graphs), seen.report.graph_breaks) == (len(without.graphs), without.report.graph_breaks)
+
+
+@pytest.mark.parametrize("cls", [offsets.RaisedByNumber, offsets.RaisedByRows, counters.AddsNumbers])
+def test_one_token_has_most_experts_idle(cls: type[Layer]) -> None:
+    """Whoever runs the program again for the check jumps over them, and finds the numbers that they would have left."""
+    seen = check(cls, tokens=(1, 1, 1))
+    assert (len(seen.graphs), len(seen.report.fused), seen.report.skipped) == (1, 1, [])
 
 
 _DUMMIES = {n: c for n, c in POSITIVE.items() if c.__module__ == dummies.__name__}

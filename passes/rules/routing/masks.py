@@ -33,7 +33,7 @@ from moefuse.passes.ir.facts import (
     View,
 )
 from moefuse.passes.rules import rule
-from moefuse.passes.rules.routing import sparse_entries
+from moefuse.passes.rules.routing import by_expert, sparse_entries
 from moefuse.passes.rules.routing.ids import every_slot, is_integer, out_length, role_axes, row_axis
 from moefuse.passes.rules.routing.nonempty import all_dims, any_of, hit_of
 
@@ -41,9 +41,12 @@ from moefuse.passes.rules.routing.nonempty import all_dims, any_of, hit_of
 @rule("count_nonzero")
 def on_count_nonzero(ctx: Context, node: Node, x: Node, dim: Any = None, keepdim: bool = False) -> Hit | Span | Counts | None:
     fact = ctx.fact(x)
-    if not isinstance(fact, Mask | Table) or keepdim:
+    if isinstance(fact, Table) and not fact.ones:
+        fact = sparse_entries.compared(ctx, node, fact, above=False)  # ``count_nonzero(gates, dim=0)``
+    if not isinstance(fact, Mask | Table) or keepdim or (isinstance(fact, Mask) and fact.weight is not None):
         return None
-    return number_of(node, fact) if dim is None and fact.expert is not None else any_of(fact, all_dims(fact, dim))
+    found = summed(ctx, node, fact, dim, keepdim)
+    return found if isinstance(found, Span | Counts) else any_of(fact, all_dims(fact, dim))
 
 
 @rule("one_hot")
@@ -109,7 +112,10 @@ def mask_table(ctx: Context, node: Node, mask: Mask, axes: Axes) -> Table:
 
 def over_slots(ctx: Context, node: Node, x: Node, dim: Any, keepdim: bool) -> Any:
     """Sum (or any, or max) of a mask over the slots of a token; over everything but the expert it counts tokens."""
-    mask = ctx.fact(x)
+    return summed(ctx, node, ctx.fact(x), dim, keepdim)
+
+
+def summed(ctx: Context, node: Node, mask: Any, dim: Any, keepdim: bool) -> Any:
     if isinstance(mask, Mask | Table) and dim is None and mask.expert is not None:
         return number_of(node, mask)
     if isinstance(mask, Table) and dim is not None:
@@ -230,6 +236,8 @@ def one_index(facts: list[Any], shape: tuple[Any, ...]) -> tuple[int, Index] | N
 @rule("nonzero")
 def on_nonzero(ctx: Context, node: Node, x: Node, as_tuple: bool = False) -> Any:
     fact = ctx.fact(x)
+    if by_expert.is_map(fact):
+        return by_expert.listed(ctx, node, fact, as_tuple=as_tuple)
     if isinstance(fact, Table) and fact.expert is None:
         return None if as_tuple else sparse_entries.listed(ctx, node, fact)
     if isinstance(fact, Table) and not fact.ones:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import torch
 from torch.fx import Node
 
-from moefuse.passes.graph.calls import tensor
-from moefuse.passes.graph.sizes import same
+from moefuse.passes.graph.calls import fake, tensor
+from moefuse.passes.graph.sizes import same, shape_of, size_of
 from moefuse.passes.infer.ranges import counts
 from moefuse.passes.infer.state import Context, as_size
 from moefuse.passes.ir.axes import Atom
-from moefuse.passes.ir.facts import Counts, Fill, Hit, Routing, RowNumber, Span
+from moefuse.passes.ir.facts import Counts, Fill, Hit, Index, IndexMatrix, Routing, RowNumber, Rows, Span
 from moefuse.passes.rules import rule
 from moefuse.passes.rules.routing.nonempty import compared, hit_of
 
@@ -84,6 +85,19 @@ def bound(ctx: Context, value: Any) -> tuple[Any, int] | None:
 
 def _zero(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool | RowNumber) and value == 0
+
+
+@rule("sym_size", "sym_numel", "size", "numel", "len")
+def on_size(ctx: Context, node: Node, x: Any, dim: Any = None) -> Span | None:
+    """``len(token)`` of ``token, slot = torch.where(ids == e)``: how many slots the expert has."""
+    rows, number, held = ctx.facts.get(x), fake(node), tensor(x)
+    chosen = rows.selection if isinstance(rows, Index | IndexMatrix) else rows.domain.selection if isinstance(rows, Rows) else None
+    if chosen is None or held is None or not isinstance(number, torch.SymInt) or isinstance(chosen.expert, RowNumber):
+        return None
+    # A token with one expert twice has two slots of it and one row.
+    by_slot = chosen.slot is None and (not chosen.by_token or chosen.routing.distinct)
+    at = 1 if isinstance(rows, IndexMatrix) and rows.transposed else 0
+    return Span((), chosen.routing, chosen.expert, chosen.expert + 1) if by_slot and size_of(number) == shape_of(held)[at] else None
 
 
 @rule("sym_sum")

@@ -84,6 +84,8 @@ def sort(node: Node, fact: Entries, dim: Any) -> Many | None:
 
 def column(fact: Entries, axes: Axes, at: int) -> Sorted | None:
     """One column of what a sort gave; only the experts are told apart by it."""
+    if fact.of == "places":
+        return Sorted(axes, fact.order, "ids" if at in (0, -2) else "token") if fact.order is not None else None
     return Sorted(axes, fact.order, fact.of) if fact.order is not None and at in (1, -1) else None
 
 
@@ -96,7 +98,7 @@ def taken(node: Node, base: Entries, index: Sorted, tail: list[Any]) -> Sorted |
 
 def rows_of_table(node: Node, base: Table, index: Sorted, tail: list[Any]) -> Picked | Rows | None:
     """``gates[tokens]``, and ``gates[tokens, ids]`` at once."""
-    if base.root is None or base.root is not index.order.routing.kept or index.of != "token":
+    if base.root is None or not _is_of(base, index.order) or index.of != "token":
         return None
     if not tail:
         return Picked((_rows(node), base.axes[1]), base.root, index.order)
@@ -111,6 +113,18 @@ def gathered(node: Node, base: Picked, dim: int, index: Any) -> Rows | None:
     return _weights(node, base.root, base.order, (_rows(node), ())) if here and normalize(dim, 2) == 1 else None
 
 
+def weights(node: Node, base: Table, order: Order, axes: Axes) -> Rows | None:
+    """The entries of a table where an order has slots."""
+    return _weights(node, base.root, order, axes) if base.root is not None and _is_of(base, order) else None
+
+
+def _is_of(base: Table, order: Order) -> bool:
+    """Whether an order goes through the entries of a table: those that are not zero, or all of the same ids."""
+    if order.routing.kept is not None or base.slot is not None:
+        return base.root is order.routing.kept
+    return base.routing is order.routing and [{a.kind for a in axis} for axis in base.root_axes] == [{"t"}, {"e"}]
+
+
 def _weights(node: Node, table: Node, order: Order, axes: Axes) -> Rows:
     return Rows(axes, Domain("sorted", order.routing, order=order), Gate(node, table, False, False, None))
 
@@ -120,4 +134,4 @@ def _rows(node: Node) -> Axis:
     return (Atom("r", 0, out_shape(node)[0]),)
 
 
-__all__ = ["column", "compared", "counted", "gathered", "kept", "listed", "never_negative", "rows_of_table", "sort", "taken"]
+__all__ = ["column", "compared", "counted", "gathered", "kept", "listed", "never_negative", "rows_of_table", "sort", "taken", "weights"]

@@ -8,14 +8,14 @@ from typing import Any
 
 from torch.fx import Node
 
-from moefuse.passes.graph.sizes import Size, product, same
+from moefuse.passes.graph.sizes import Size, product, same, same_shape
 from moefuse.passes.infer.gates import gate
 from moefuse.passes.infer.state import Context, out_shape
 from moefuse.passes.ir.axes import Axes, atoms, extent, fresh
 from moefuse.passes.ir.expr import SlotWeight
 from moefuse.passes.ir.facts import Buffer, Column, Fact, Fill, Index, Lost, Mask, Range, Rows, Selection, SlotMask, Sum, Table, View
 from moefuse.passes.rules import rule
-from moefuse.passes.rules.routing import slot_masks
+from moefuse.passes.rules.routing import by_expert, slot_masks
 from moefuse.passes.rules.routing.ids import row_axis
 from moefuse.passes.rules.routing.masks import selection, tokens_together
 from moefuse.passes.rules.rows.by_rows import by_column, by_slots, features_of, same_ids, slots_together, with_none
@@ -31,6 +31,8 @@ def on_masked_select(ctx: Context, node: Node, x: Node, mask: Node) -> Any:
     where, rows = ctx.fact(mask), ctx.fact(x)
     if isinstance(where, SlotMask):
         return slot_masks.picked(ctx, rows, where) if isinstance(rows, Rows) else None
+    if by_expert.is_map(where) and same_shape(out_shape(x), out_shape(mask)):
+        return by_expert.selected(ctx, node, rows, where)
     return by_wide_mask(ctx, node, x, where) if isinstance(where, Mask | Table) else None
 
 
@@ -58,6 +60,8 @@ def by_rows_of(mask: Mask | Table, shape: tuple[Size, ...]) -> Any:
 
 def by_any_mask(ctx: Context, node: Node, x: Node, base: Any, mask: Mask | Table, tail: list[Any]) -> Any:
     """``x[mask]``, perhaps with a column behind (``w[mask, k]``, ``w[mask, k:k + 1]``), for a mask over tokens, or tokens and slots."""
+    if by_expert.is_map(mask) and not tail and len(out_shape(x)) == 2:
+        return by_expert.selected(ctx, node, base, mask)  # type: ignore[arg-type]
     lead, axes = tokens_together(mask.axes)
     found = selection(mask, axes)
     new = [t for t in tail if t is None]  # dimensions of size one behind

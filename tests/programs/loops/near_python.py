@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tests.programs.loops.base import E, Hits, near_miss
+from tests.programs.loops.base import E, Hits, near_miss, positive
 
 
 @near_miss
@@ -34,9 +34,9 @@ class CountsOnTensor(Hits):
         return out + total
 
 
-@near_miss
+@positive
 class CountsInPlace(Hits):
-    """The same in place."""
+    """The same in place: what is added is masked."""
 
     def forward(self, x: Tensor, logits: Tensor) -> Tensor:
         ids, weights = self.route(logits)

@@ -46,9 +46,9 @@ class IndexOfALayer(Layer):
         return out
 
 
-@near_miss
+@positive
 class WritesThroughANumber(Layer):
-    """``seen[e]`` is a view by a number, and would be a copy by a tensor."""
+    """``seen[e]`` is a view by a number, and would be a copy by a tensor: every expert is traced."""
 
     def forward(self, x: Tensor, logits: Tensor) -> Tensor:
         ids, weights = self.route(logits)

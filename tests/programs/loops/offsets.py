@@ -52,6 +52,50 @@ class RaisedByTheNext(Offsets):
         return offset + following - following // 2
 
 
+class RaisedBehind(Layer):
+    """The rows are sorted once, and the offset is raised behind each expert; subclasses say by what."""
+
+    def more(self, counts: Tensor, e: int, rows: Tensor) -> int:
+        return int(counts[e])
+
+    def forward(self, x: Tensor, logits: Tensor) -> Tensor:
+        ids, weights = self.route(logits)
+        order = ids.reshape(-1).argsort(stable=True)
+        token = order // K
+        rows, weight = x[token], weights.reshape(-1)[order]
+        counts = torch.bincount(ids.reshape(-1), minlength=E)
+        out, start = torch.zeros_like(x), 0
+        for e in range(E):
+            n = int(counts[e])
+            if n == 0:
+                continue
+            y = self.expert(e, rows[start : start + n]) * weight[start : start + n, None]
+            out.index_add_(0, token[start : start + n], y)
+            start += self.more(counts, e, y)
+        return out
+
+
+@positive
+class RaisedByNumber(RaisedBehind):
+    """By the number that was read."""
+
+
+@positive
+class RaisedByRows(RaisedBehind):
+    """By the number of rows that the expert gave."""
+
+    def more(self, counts: Tensor, e: int, rows: Tensor) -> int:
+        return rows.shape[0]
+
+
+@near_miss
+class RaisedByHalf(RaisedBehind):
+    """By less than that."""
+
+    def more(self, counts: Tensor, e: int, rows: Tensor) -> int:
+        return (rows.shape[0] + 1) // 2
+
+
 class Tables(Layer):
     """A table for each slot, weighted as a whole."""
 

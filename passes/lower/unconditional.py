@@ -1,0 +1,148 @@
+"""What a program writes beside its experts where an expert has tokens, made right where it has none.
+
+``if n == 0: continue`` in front of ``counts[e] += n`` is gone from the graph, so the write runs for every expert. It adds zero then; any
+other value is masked by what the program asked. This is for numbers about the experts: nothing that has a gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from moefuse.passes.graph.builder import Emitter
+from moefuse.passes.graph.calls import Call, fake, tensor
+from moefuse.passes.graph.sizes import shape_of
+from moefuse.passes.infer.state import Context
+from moefuse.passes.ir.facts import Hit, RowNumber
+from moefuse.passes.lower.run_numbers import worth
+from moefuse.passes.match.liveness import live
+from moefuse.passes.prove.concerns import Chosen, of_size
+from moefuse.passes.prove.discharge import Claim
+from moefuse.passes.rules.routing.nonempty import hit_of
+
+
+def unconditional(ctx: Context, claims: Sequence[Claim]) -> set[Node]:
+    """The writes that stay in the graph and that scopes recorded, as far as they could be made harmless."""
+    needed = live(ctx)
+    sizes: dict[Any, Chosen] | None = None
+    fine: dict[Node, bool] = {}
+    for claim in claims:
+        for node in sorted((n for n in claim.assumption.nodes if n in needed and n in ctx.position), key=ctx.position.__getitem__):
+            call = ctx.calls[node]
+            if call is None or not call.inplace or claim.routing is None:
+                continue
+            sizes = _sizes(ctx) if sizes is None else sizes
+            fine[node] = fine.get(node, True) and _guarded(ctx, claim, node, call, sizes)
+    return {node for node, harmless in fine.items() if harmless}
+
+
+def _sizes(ctx: Context) -> dict[Any, Chosen]:
+    """For each number of rows: whose."""
+    found: dict[Any, Chosen] = {}
+    for node, fact in ctx.facts.items():
+        known = of_size(ctx, node, fact)
+        if known is not None:
+            found.setdefault(*known)
+    return found
+
+
+def _guarded(ctx: Context, claim: Claim, node: Node, call: Call, sizes: dict[Any, Chosen]) -> bool:
+    target = call.targets[0]
+    if len(call.targets) != 1 or ctx.storage[target] in claim.assumption.nodes:
+        return False
+    if any((v := tensor(i)) is not None and v.requires_grad for i in node.all_input_nodes):
+        return False
+    if call.name in ("add", "sub") and len(node.args) == 2 and not node.kwargs and node.args[0] is target:
+        return _adds_nothing(ctx, claim, node.args[1], sizes) or _masked(ctx, claim, node)
+    return call.name == "setitem" and len(node.args) == 3 and (_itself(ctx, node) or _selected(ctx, claim, node))
+
+
+def _adds_nothing(ctx: Context, claim: Claim, value: Any, sizes: dict[Any, Chosen]) -> bool:
+    """Whether a value is zero where no slot chose the claim's expert."""
+    if not isinstance(value, Node):
+        return False
+    expr = worth(ctx, value)
+    if expr is not None:
+        gone = {symbol: 0 for symbol in expr.free_symbols if _covers(claim, sizes.get(symbol))}
+        return bool(expr.xreplace(gone) == 0)
+    fact = hit_of(ctx.facts.get(value))
+    counts = isinstance(fact, Hit) and not fact.negated and fact.expert is not None
+    return counts and _covers(claim, (fact.routing, fact.expert, fact.slot))
+
+
+def _covers(claim: Claim, chosen: Chosen | None) -> bool:
+    if chosen is None or claim.routing is not chosen[0] or claim.expert != chosen[1]:
+        return False
+    return claim.slot is None or claim.slot == chosen[2]
+
+
+def _itself(ctx: Context, node: Node) -> bool:
+    """``counts[e] += n`` is ``view = counts[e]; view += n; counts[e] = view``: the last step changes nothing."""
+    target, index, value = node.args
+    made = value
+    while isinstance(made, Node) and (call := ctx.calls.get(made)) is not None and call.inplace:
+        made = call.targets[0]
+    call = ctx.calls.get(made) if isinstance(made, Node) else None
+    same = call is not None and call.name == "getitem" and call.args == (target, index)
+    return same and isinstance(value, Node) and isinstance(target, Node) and ctx.storage[value] is ctx.storage[target]
+
+
+def _masked(ctx: Context, claim: Claim, node: Node) -> bool:
+    """``used[e] += 1``: what is added, or zero."""
+    target, value = node.args
+    held, some = tensor(target), _some(ctx, claim, node)
+    if held is None or some is None or isinstance(value, bool | complex):
+        return False
+    emit = Emitter(ctx.graph, node, some, {})
+    if isinstance(value, Node):
+        if tensor(value) is None:
+            return False
+        node.update_arg(1, emit(torch.where, some, value, 0))
+    elif isinstance(value, int) or held.dtype.is_floating_point:
+        node.update_arg(1, emit(torch.mul, emit(torch.Tensor.to, some, held.device, held.dtype), value))
+    else:
+        return False
+    return True
+
+
+def _selected(ctx: Context, claim: Claim, node: Node) -> bool:
+    """``counts[e] = n``: the new value, or the one that is there."""
+    target, index, value = node.args
+    held, places = tensor(target), index if isinstance(index, tuple) else (index,)
+    if held is None or not all(type(i) is int or i == slice(None) for i in places):
+        return False
+    some = _some(ctx, claim, node)
+    if some is None:
+        return False
+    emit = Emitter(ctx.graph, node, some, {})
+    old = emit(torch.Tensor.__getitem__, target, index)
+    if isinstance(value, Node):
+        new = tensor(value)
+        if new is None or new.dim() > fake(old).dim() or any(s != 1 for s in shape_of(new)[: new.dim() - fake(old).dim()]):
+            return False
+        made = emit(torch.Tensor.to, value, held.device, held.dtype)
+    elif isinstance(value, bool | int | float):
+        made = emit(torch.full_like, old, value)
+    else:
+        return False
+    node.update_arg(2, emit(torch.where, some, made, old))
+    return True
+
+
+def _some(ctx: Context, claim: Claim, before: Node) -> Node | None:
+    """A tensor of one element in front of a node: whether some slot chose the claim's expert."""
+    routing = claim.routing
+    if routing is None or routing.kept is not None or routing.valid is not None or isinstance(claim.expert, RowNumber):
+        return None
+    ids = ctx.now(routing.node)
+    if ids._erased or ctx.storage.get(ids, ids) in ctx.writes or (claim.slot is not None and not routing.has_slots):
+        return None
+    emit = Emitter(ctx.graph, before, ids, {})
+    if routing.columns is not None:
+        ids = emit(torch.select, ids, -1, claim.expert)
+    if claim.slot is not None:
+        ids = emit(torch.select, ids, -1, claim.slot)
+    return emit(torch.any, ids if routing.columns is not None else emit(torch.eq, ids, claim.expert))

@@ -1,0 +1,138 @@
+"""Loops that count, beside the experts, how many tokens each of them has: for a loss, or for statistics that a module keeps."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tests.programs.loops.base import E, H, Layer, near_miss, positive
+
+
+class Counted(Layer):
+    """Adds the numbers of tokens; subclasses count otherwise. The result shows the counters."""
+
+    skips = True
+
+    def start(self, x: Tensor) -> Tensor:
+        return torch.zeros(E)
+
+    def count(self, counts: Tensor, e: int, token: Tensor, hit: Tensor) -> None:
+        counts[e] += token.numel()
+
+    def forward(self, x: Tensor, logits: Tensor) -> Tensor:
+        ids, weights = self.route(logits)
+        out, counts = torch.zeros_like(x), self.start(x)
+        for e in range(E):
+            hit = ids == e
+            token, slot = torch.where(hit)
+            if self.skips and token.numel() == 0:
+                continue
+            self.count(counts, e, token, hit)
+            out.index_add_(0, token, self.expert(e, x[token]) * weights[token, slot, None])
+        return out + 0.01 * counts.float().repeat(H // E)
+
+
+@positive
+class AddsNumbers(Counted):
+    """``counts[e] += n`` adds nothing for an expert without tokens."""
+
+
+@positive
+class AddsToIntegers(Counted):
+    """The same in integers of 32 bits, which start at one."""
+
+    def start(self, x: Tensor) -> Tensor:
+        return torch.ones(E, dtype=torch.int32)
+
+
+@positive
+class AddsForEveryExpert(Counted):
+    """Nothing is skipped."""
+
+    skips = False
+
+
+@positive
+class SetsNumbers(Counted):
+    """``counts[e] = n`` sets nothing for an expert without tokens: what was there is seven."""
+
+    def start(self, x: Tensor) -> Tensor:
+        return torch.full((E,), 7)
+
+    def count(self, counts: Tensor, e: int, token: Tensor, hit: Tensor) -> None:
+        counts[e] = len(token)
+
+
+@positive
+class CountsCalls(Counted):
+    """How often an expert had tokens."""
+
+    def count(self, counts: Tensor, e: int, token: Tensor, hit: Tensor) -> None:
+        counts[e] += 1
+
+
+@positive
+class AddsMasks(Counted):
+    """A tensor is added, and a share of it."""
+
+    def count(self, counts: Tensor, e: int, token: Tensor, hit: Tensor) -> None:
+        counts[e] += hit.sum()
+        counts[e] += hit.sum() / hit.numel()
+
+
+@positive
+class AddsToTheWhole(Counted):
+    """More than the expert's own element changes."""
+
+    def count(self, counts: Tensor, e: int, token: Tensor, hit: Tensor) -> None:
+        counts += 2 * token.shape[0] + 1
+        counts[0] -= token.shape[0]
+
+
+@positive
+class KeepsStatistics(Counted):
+    """A buffer of the module counts on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("usage", torch.zeros(E))
+
+    def start(self, x: Tensor) -> Tensor:
+        return self.usage  # type: ignore[return-value]
+
+
+@positive
+class ListsNumbers(Layer):
+    """The lengths of lists of tokens become a tensor."""
+
+    def forward(self, x: Tensor, logits: Tensor) -> Tensor:
+        ids, weights = self.route(logits)
+        found, out = [torch.where(ids == e) for e in range(E)], torch.zeros_like(x)
+        counts = x.new_tensor([len(token) for token, _ in found])
+        for e, (token, slot) in enumerate(found):
+            out.index_add_(0, token, self.expert(e, x[token]) * weights[token, slot, None])
+        return out + 0.01 * counts.repeat(H // E)
+
+
+@near_miss
+class Scales(Counted):
+    """Another change of the counters, which an expert without tokens must not make."""
+
+    def count(self, counts: Tensor, e: int, token: Tensor, hit: Tensor) -> None:
+        counts.mul_(0.5)
+
+
+@near_miss
+class CountsBehind(Counted):
+    """The next expert's tokens, where this one has some."""
+
+    def count(self, counts: Tensor, e: int, token: Tensor, hit: Tensor) -> None:
+        counts[token.numel() % E] += 1
+
+
+@near_miss
+class CountsInPython(Counted):
+    """A Python number is read behind the loop."""
+
+    def count(self, counts: Tensor, e: int, token: Tensor, hit: Tensor) -> None:
+        self.calls += 1
