@@ -47,7 +47,6 @@ from moefuse.passes.lower.record import remember
 from moefuse.passes.lower.rewrite import replace
 from moefuse.passes.lower.run_numbers import as_tensors
 from moefuse.passes.lower.spread import Spread, sharding
-from moefuse.passes.lower.unconditional import unconditional
 from moefuse.passes.lower.workspace_size import workspace
 from moefuse.passes.match import lowrank, unhit_experts, whole_stacks, wide_products
 from moefuse.passes.match.coded_weights import Key, coded_weights, disproved
@@ -63,6 +62,7 @@ from moefuse.passes.prove import backward, discharge
 from moefuse.passes.prove.effects import Effects, EffectsDifferError, compare, effects
 from moefuse.passes.prove.region_key import signature
 from moefuse.passes.prove.surroundings import rounded
+from moefuse.passes.prove.unconditional import unconditional
 from moefuse.passes.prove.verify import Verdict, verify
 from moefuse.report import Fused, RejectedError, Skipped
 from moefuse.runtime.groups import Terms

@@ -55,19 +55,30 @@ def _listed(node: Any) -> Node | None:
             return None
         name, first = _name(node), node.args[0]
         if name in _UNIQUE and choices(first) is not None:
-            return node if isinstance(_value(node), torch.Tensor) and set(node.kwargs) <= {"sorted"} else None
+            return _unique(node)
         alone = not node.kwargs.get("as_tuple", False) and len(node.args) == 1
         if name == "argwhere" or (name == "nonzero" and alone):
             return first if isinstance(first, Node) else None
         if name == "getitem" and isinstance(first, Node):
             if _name(first) in ("where", "nonzero", "nonzero_numpy") and isinstance(_value(first), tuple | list):
                 return first.args[0] if node.args[1] == 0 and len(first.args) == 1 and isinstance(first.args[0], Node) else None
+            if _unique(node) is not None:
+                return first
             if not _whole(node.args[1]):
                 return None
         elif name not in _VIEWS:
             return None
         node = first
     return None
+
+
+def _unique(node: Node) -> Node | None:
+    """The ``unique`` that gives a tensor of distinct ids, perhaps beside how often each of them is there; None for any other tensor."""
+    several = _name(node) == "getitem" and node.args[1] == 0 and isinstance(node.args[0], Node)
+    made = node.args[0] if several else node
+    if not isinstance(made, Node) or _name(made) not in _UNIQUE or several is isinstance(_value(made), torch.Tensor):
+        return None
+    return made if set(made.kwargs) <= {"sorted", "return_counts"} and choices(made.args[0]) is not None else None
 
 
 def _whole(index: Any) -> bool:
@@ -270,7 +281,7 @@ def _of_ids(node: Any) -> bool:
         if not isinstance(node, Node) or node.op not in ("call_method", "call_function") or not node.args:
             return False
         name = _name(node)
-        if name in ("histc", "one_hot", "eq"):
+        if name in ("histc", "one_hot", "eq", "scatter_add", "scatter_add_"):
             return True
         if name not in _VIEWS and name not in _COUNTS and name not in _KEEPS_IDS and name not in ("float", "bool", "mul"):
             return False

@@ -212,8 +212,9 @@ def _most(ctx: Context, symbol: Any) -> Any:
         return None
     fact = ctx.facts.get(node)
     rows = _order(fact) or _selection(fact)
-    if isinstance(fact, Present):
-        return fact.count
+    occurring = fact.items[0] if isinstance(fact, Many) and fact.items else fact
+    if isinstance(occurring, Present):
+        return occurring.count
     if isinstance(fact, Span):
         return _slots(fact.routing)
     if isinstance(rows, Order) or (rows is not None and rows.order is not None):

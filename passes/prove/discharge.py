@@ -35,6 +35,7 @@ from moefuse.passes.ir.facts import (
     Counts,
     Fill,
     Hit,
+    Many,
     Occurring,
     Part,
     Present,
@@ -182,6 +183,8 @@ def _chosen(ctx: Context, a: Assumption) -> Chosen | None:
         return (fact.routing, a.row, None) if whole else None
     if isinstance(fact, Counts) and not fact.ends and fact.first == 1:
         fact = Hit(fact.axes, fact.routing, None)  # numbers of slots are not zero exactly where there are slots
+    if isinstance(fact, Many) and isinstance(fact.items[0], Present):
+        fact = fact.items[0]  # ``torch.unique(ids, return_counts=True)``
     if isinstance(fact, Present) and a.kind == "row" and int(a.row) < fact.count and ctx.storage[a.subject] not in ctx.writes:
         return fact.routing, a.row if a.row_node is None else RowNumber(a.row, a.row_node), None
     if not isinstance(fact, Hit) or ctx.storage[a.subject] in ctx.writes:

@@ -152,7 +152,6 @@ NOT_A_LIST: list[Function] = [
     lambda _gates, found: found[0][:, 0],  # sorted tokens, beside which no expert stands any more
     lambda _gates, found: found[1][:, 0],
     lambda gates, found: torch.nonzero(gates)[found[1][:, 0], 0],
-    lambda gates, _found: torch.nonzero(gates.t()),
     lambda gates, _found: gates > 0.5,
     lambda gates, _found: gates < 0,
     lambda gates, _found: gates == 0,
@@ -162,6 +161,13 @@ NOT_A_LIST: list[Function] = [
 @pytest.mark.parametrize("read", NOT_A_LIST)
 def test_what_is_no_such_list(read: Function) -> None:
     assert sparse(read) is None
+
+
+def test_a_turned_table_is_listed_expert_by_expert() -> None:
+    """Its columns are the experts, and the tokens of each: nothing has to be sorted."""
+    columns = [sparse(lambda gates, _found, at=at: torch.nonzero(gates.t())[:, at]) for at in (0, 1)]
+    assert [c.of for c in columns] == ["ids", "token"]
+    assert columns[0].order is not None
 
 
 def test_sorted_along_its_columns_it_says_nothing() -> None:

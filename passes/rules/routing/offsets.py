@@ -11,7 +11,7 @@ from torch.fx import Node
 from moefuse.passes.graph.calls import fake, tensor
 from moefuse.passes.graph.sizes import same, shape_of, size_of
 from moefuse.passes.infer.ranges import counts
-from moefuse.passes.infer.state import Context, as_size
+from moefuse.passes.infer.state import Context, as_size, normalize
 from moefuse.passes.ir.axes import Atom
 from moefuse.passes.ir.facts import Counts, Fill, Hit, Index, IndexMatrix, Routing, RowNumber, Rows, Span
 from moefuse.passes.rules import rule
@@ -92,11 +92,13 @@ def on_size(ctx: Context, node: Node, x: Any, dim: Any = None) -> Span | None:
     """``len(token)`` of ``token, slot = torch.where(ids == e)``: how many slots the expert has."""
     rows, number, held = ctx.facts.get(x), fake(node), tensor(x)
     chosen = rows.selection if isinstance(rows, Index | IndexMatrix) else rows.domain.selection if isinstance(rows, Rows) else None
+    at = 1 if isinstance(rows, IndexMatrix) and rows.transposed else 0
     if chosen is None or held is None or not isinstance(number, torch.SymInt) or isinstance(chosen.expert, RowNumber):
+        return None
+    if dim is not None and normalize(dim, held.dim()) != at:
         return None
     # A token with one expert twice has two slots of it and one row.
     by_slot = chosen.slot is None and (not chosen.by_token or chosen.routing.distinct)
-    at = 1 if isinstance(rows, IndexMatrix) and rows.transposed else 0
     return Span((), chosen.routing, chosen.expert, chosen.expert + 1) if by_slot and size_of(number) == shape_of(held)[at] else None
 
 

@@ -136,3 +136,41 @@ class CountsInPython(Counted):
 
     def count(self, counts: Tensor, e: int, token: Tensor, hit: Tensor) -> None:
         self.calls += 1
+
+
+class Binned(Layer):
+    """Numbers of tokens as floats decide who runs; subclasses count them."""
+
+    def counts(self, ids: Tensor) -> Tensor:
+        return torch.histc(ids.float(), bins=E, min=0, max=E - 1)
+
+    def forward(self, x: Tensor, logits: Tensor) -> Tensor:
+        ids, weights = self.route(logits)
+        out, counts = torch.zeros_like(x), self.counts(ids)
+        for e in range(E):
+            if counts[e] == 0:
+                continue
+            token, slot = torch.where(ids == e)
+            out.index_add_(0, token, self.expert(e, x[token]) * weights[token, slot, None])
+        return out + 0.01 * counts.repeat(H // E)
+
+
+@positive
+class BinnedByHistogram(Binned):
+    """A histogram; it is read behind the loop, too."""
+
+
+@positive
+class BinnedByScatter(Binned):
+    """Ones added where the ids say."""
+
+    def counts(self, ids: Tensor) -> Tensor:
+        return torch.zeros(E).scatter_add_(0, ids.flatten(), torch.ones(ids.numel()))
+
+
+@near_miss
+class BinnedByOthers(Binned):
+    """A histogram of other ids."""
+
+    def counts(self, ids: Tensor) -> Tensor:
+        return torch.histc((E - 1 - ids).float(), bins=E, min=0, max=E - 1)
